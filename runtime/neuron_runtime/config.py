@@ -1,0 +1,101 @@
+"""`RuntimeConfig`: the one JSON document that crosses the border from operator to runtime.
+
+Rendered by the operator into an immutable ConfigMap, read by `neuron-runtime serve --config FILE`, and built from
+flags by `neuron-runtime serve MODEL`. It says what to serve; where things lie on this machine (weights folder, port,
+record file) are flags of the command. Unknown keys are refused. Nothing here reads weights or opens ports.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Literal
+
+import msgspec
+
+from neuron_runtime.errors import InvalidConfig
+
+CONFIG_VERSION = 1
+
+BackendName = Literal["nxdi", "optimum", "transformers-neuronx", "vllm", "torch", "simulated"]
+
+
+class Document(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, rename="camel"):
+    """A part of the configuration: camelCase in JSON, unknown keys refused."""
+
+
+class ModelSource(Document, frozen=True, kw_only=True):
+    uri: str
+    """`hf://org/name[@revision]` or `file:///absolute/path`."""
+    digest: str = ""
+    """What `inspect` found behind the URI (a commit, or a hash over config and index); empty: not pinned."""
+
+
+class EngineLimits(Document, frozen=True, kw_only=True):
+    """Zero means: the backend's documented default, checked against memory."""
+
+    max_model_length: int = 0
+    max_sequences: int = 0
+    max_step_tokens: int = 0
+    block_size: int = 0
+    num_blocks: int = 0
+    max_queued_requests: int = 0
+
+
+class Drain(Document, frozen=True, kw_only=True):
+    delay_seconds: float = 10.0
+    """After SIGTERM `/health` is 503 at once, but requests are still admitted for this long."""
+    seconds: float = 300.0
+    """Running streams may go on for this long after that."""
+
+
+class RuntimeConfig(Document, frozen=True, kw_only=True):
+    version: int
+    model: ModelSource
+    served_names: tuple[str, ...]
+    """Names a client may ask for; the first one is reported in answers and metrics."""
+    backend: BackendName = "torch"
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    layout: Literal["auto", "slots", "blocks"] = "auto"
+    limits: EngineLimits = msgspec.field(default_factory=EngineLimits)
+    drain: Drain = msgspec.field(default_factory=Drain)
+    override_neuron_config: dict[str, Any] = {}
+
+
+def parse_config(raw: bytes, source: str = "configuration") -> RuntimeConfig:
+    """Read a document or refuse it.
+
+    Raises:
+        InvalidConfig: naming the JSON path, e.g. `$.limits.maxSequences`, and what was expected there.
+    """
+    try:
+        config = msgspec.json.decode(raw, type=RuntimeConfig)
+    except msgspec.ValidationError as error:
+        message, _, path = str(error).partition(" - at `")
+        raise InvalidConfig(path.rstrip("`") or "$", f"{message} (in {source})") from error
+    except msgspec.DecodeError as error:
+        raise InvalidConfig("$", f"{source} is not JSON: {error}") from error
+    check_config(config)
+    return config
+
+
+def check_config(config: RuntimeConfig) -> None:
+    """Rules that types do not say. Raises InvalidConfig with the field."""
+    if config.version != CONFIG_VERSION:
+        raise InvalidConfig("$.version", f"this runtime reads version {CONFIG_VERSION}, got {config.version}")
+    if not config.served_names:
+        raise InvalidConfig("$.servedNames", "at least one name is needed")
+    for name, value in msgspec.structs.asdict(config.limits).items():
+        if value < 0:
+            raise InvalidConfig(f"$.limits.{name}", f"must not be negative, got {value}")
+    for name, value in msgspec.structs.asdict(config.drain).items():
+        if value < 0:
+            raise InvalidConfig(f"$.drain.{name}", f"must not be negative, got {value}")
+
+
+def load_config(path: Path) -> RuntimeConfig:
+    """Read a document from a file. Raises InvalidConfig, also when the file cannot be read."""
+    try:
+        raw = path.read_bytes()
+    except OSError as error:
+        raise InvalidConfig("--config", f"cannot read {path}: {error.strerror}") from error
+    return parse_config(raw, str(path))

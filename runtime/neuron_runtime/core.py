@@ -1,0 +1,280 @@
+"""The nouns that travel down the request line: Request, Batch, StepOutput, TokenEvent, and what a backend can do.
+
+Used by engine, backends, server and offline class. Plain frozen data, token ids only (text lives in `text/`); no
+torch, no I/O, no clock.
+
+How a batch speaks about time. While step n runs on the device, the engine already schedules step n+1. A row of
+step n+1 whose sequence also has a row in step n does not know yet where it starts or which token it feeds, so it
+says `after = j`: "row j of the step in flight decides". A row of a sequence with nothing in flight says it outright
+(`start`, and `token` or the sequence's known tokens).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from enum import Enum
+from typing import Literal
+
+NO_TOKEN = -1
+"""Stands in `Rows.token` where the token is not named by the row, and in `StepOutput.token_ids` as padding."""
+
+KNOWN = -1
+"""Stands in `Rows.after` for a row that depends on no step in flight."""
+
+
+class Kind(Enum):
+    """What a step does. Stated in the batch, never guessed from shapes."""
+
+    PREFILL = "prefill"
+    DECODE = "decode"
+    MIXED = "mixed"
+
+
+class FinishReason(Enum):
+    STOP = "stop"
+    LENGTH = "length"
+    ABORT = "abort"
+    ERROR = "error"
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """How to choose tokens and when to stop; already checked against the limits when it gets here.
+
+    temperature 0 is greedy. top_k 0 means the whole vocabulary; top_p 1.0 the whole mass. The random number of a
+    draw depends on (seed, choice, output position) alone, so a preempted or re-batched request draws the same.
+    """
+
+    max_tokens: int = 16
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    seed: int = 0
+    choice: int = 0
+    """Which of the `n` answers to one prompt this is; separates their random numbers."""
+    stop_token_ids: frozenset[int] = frozenset()
+    """Token ids that end the answer with FinishReason.STOP, end tokens of the model included."""
+    min_tokens: int = 0
+    """A stop token counts only once this many tokens were generated."""
+    logprobs: int | None = None
+    """How many alternatives to report per token; None: no logprobs."""
+
+    @property
+    def greedy(self) -> bool:
+        return self.temperature == 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """One prompt to be continued. `request_id` is unique among live requests; higher `priority` values run later."""
+
+    request_id: str
+    prompt_token_ids: tuple[int, ...]
+    sampling: SamplingParams = field(default_factory=SamplingParams)
+    priority: int = 0
+    cache_salt: str = ""
+    adapter: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Added:
+    """A sequence enters the backend's mirror at `slot` (a slot is free until added and after released).
+
+    token_ids: every token known so far (the prompt, and after a preemption also the answer up to now).
+    num_prompt_tokens: how many of them are the client's, so output positions can be counted.
+    blocks: KV blocks in order; with the slot layout exactly one, whose number equals the slot.
+    """
+
+    slot: int
+    token_ids: tuple[int, ...]
+    num_prompt_tokens: int
+    sampling: SamplingParams
+    blocks: tuple[int, ...]
+    adapter: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """The rows of one step as parallel tuples; row i feeds `num_tokens[i]` tokens of the sequence at `slot[i]`.
+
+    start[i]: position of the first token fed; 0 where `after[i]` leaves it to the step in flight.
+    token[i]: the token fed by a one-token row whose id the host knows; NO_TOKEN when the tokens are those of the
+        mirror (a prompt or a chunk of it) or come from the step in flight.
+    after[i]: row of the step in flight that decides start and token; KNOWN otherwise. The row then starts where that
+        row ended up, and feeds the newest token of the sequence (what that row sampled, if it sampled; else the
+        mirror's next known tokens).
+    samples[i]: whether this row's last position is sampled.
+    """
+
+    slot: tuple[int, ...] = ()
+    start: tuple[int, ...] = ()
+    num_tokens: tuple[int, ...] = ()
+    token: tuple[int, ...] = ()
+    after: tuple[int, ...] = ()
+    samples: tuple[bool, ...] = ()
+
+    def __len__(self) -> int:
+        return len(self.slot)
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """One step as a delta against the backend's slot mirror; the same value on every rank.
+
+    Order of effects: `released`, then `added`, then `appended_blocks` ((slot, block) pairs), then the rows run.
+    A preempted sequence is released and later added again with all its tokens.
+    """
+
+    step: int
+    kind: Kind
+    rows: Rows
+    added: tuple[Added, ...] = ()
+    appended_blocks: tuple[tuple[int, int], ...] = ()
+    released: tuple[int, ...] = ()
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(self.rows.num_tokens)
+
+    @property
+    def waits_for_step_in_flight(self) -> bool:
+        return any(row != KNOWN for row in self.rows.after)
+
+
+@dataclass(frozen=True, slots=True)
+class Late:
+    """What only the host could know after the previous step: per sampling row, the token ids still allowed.
+
+    allowed_token_ids[i] belongs to row i of the batch; None leaves the row free. Made by the engine for batches that
+    hold a row which needs the host; every other step samples with `late=None`.
+    """
+
+    allowed_token_ids: tuple[tuple[int, ...] | None, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprobs:
+    """Log-probability of the token chosen at one position, and of the likeliest alternatives, best first."""
+
+    token_id: int
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class StepOutput:
+    """What a step produced, row by row in the batch's order.
+
+    token_ids[i]: the tokens sampled by row i, at most `max_tokens_per_row`; empty for rows that do not sample.
+    logprobs: one tuple per row when any row asked for logprobs, else empty.
+    device_seconds: how long the device worked, for metrics.
+    """
+
+    step: int
+    token_ids: tuple[tuple[int, ...], ...]
+    logprobs: tuple[tuple[TokenLogprobs, ...], ...] = ()
+    device_seconds: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class TokenEvent:
+    """News of one request from one step: the new tokens, and how it ended if it did."""
+
+    request_id: str
+    token_ids: tuple[int, ...] = ()
+    finish_reason: FinishReason | None = None
+    logprobs: tuple[TokenLogprobs, ...] = ()
+    num_cached_tokens: int = 0
+    first: bool = False
+    """These are the first tokens of the request (marks time to first token)."""
+
+
+@dataclass(frozen=True, slots=True)
+class BackendLimits:
+    """What a backend can do, as data. The scheduler reads nothing else about the device.
+
+    The slot layout is the block layout with one block of the model's length per row (`block_size ==
+    max_model_length`, `num_blocks == max_rows`, block number == slot).
+    """
+
+    max_rows: int
+    """Live sequences (slots)."""
+    max_model_length: int
+    """Tokens of a sequence, prompt and answer together."""
+    max_step_tokens: int
+    """Tokens fed in one step over all rows."""
+    max_prefill_rows: int = 1
+    """Rows of one step that feed more than a decode row would (prompts or chunks)."""
+    max_one_shot_prefill: int = 0
+    """Longest prompt that one step can prefill; equals max_step_tokens unless buckets are shorter. 0: max_step_tokens."""
+    min_prefill_tokens: int = 1
+    """Shortest prompt that may be prefilled."""
+    max_tokens_per_row: int = 1
+    """Tokens that one decode row may produce (speculation)."""
+    layout: Literal["slots", "blocks"] = "blocks"
+    block_size: int = 16
+    num_blocks: int = 0
+    mixes_phases: bool = True
+    """Prefill and decode rows may share a step."""
+    chunks_prefill: bool = True
+    """A prompt may be prefilled in parts."""
+    min_chunk_tokens: int = 1
+    """Shortest part of a prompt, the last one excepted."""
+    decodes_all_live_rows: bool = False
+    """Every live (prefilled, unreleased) slot must be a row of every decode step."""
+    sorts_rows: bool = False
+    """Rows of a decode step must come in ascending slot order."""
+    lowest_slot_first: bool = False
+    """A new sequence must take the lowest free slot (batch buckets need compact slots)."""
+    shares_prefixes: bool = False
+    """Blocks of an equal prefix may be shared between sequences."""
+    max_prefix_hit: int = 0
+    """Longest prefix hit in tokens; 0: no limit."""
+    sampling: Literal["Device", "DeviceWithLogits", "Host"] = "Host"
+    max_top_k: int = 0
+    """Largest top_k; 0: no limit."""
+    max_logprobs: int = 0
+    """Most alternatives per token that can be reported."""
+    steps_in_flight: Literal[1, 2] = 1
+    """2: the next step may be launched before the one before is collected."""
+    token_feedback: Literal["device", "host"] = "host"
+    """Who feeds a sampled token into the next step; with `host` a batch's `after` rows are filled before launch."""
+    num_lookahead_tokens: int = 0
+    """Positions beyond the ones fed that a decode row may write (draft tokens)."""
+
+    def __post_init__(self) -> None:
+        if self.layout == "slots" and not (
+            self.block_size == self.max_model_length and self.num_blocks == self.max_rows
+        ):
+            raise ValueError("slot layout: block_size must be max_model_length and num_blocks must be max_rows")
+        if self.token_feedback == "host" and self.steps_in_flight != 1:
+            raise ValueError("host feedback allows one step in flight")
+        if min(self.max_rows, self.max_model_length, self.max_step_tokens, self.num_blocks, self.block_size) < 1:
+            raise ValueError("max_rows, max_model_length, max_step_tokens, num_blocks, block_size must be positive")
+
+    @property
+    def longest_prefill(self) -> int:
+        """Longest prompt that can be computed without chunks."""
+        return min(self.max_one_shot_prefill or self.max_step_tokens, self.max_step_tokens)
+
+
+def fill(batch: Batch, output: StepOutput, previous: Batch) -> Batch:
+    """The same batch with every `after` row resolved by `output`, the result of `previous`; for host feedback.
+
+    A row after a sampling row starts behind all tokens that row kept and feeds the last one; a row after a chunk
+    that did not sample starts behind the chunk and feeds the mirror's tokens.
+    """
+    if not batch.waits_for_step_in_flight:
+        return batch
+    rows = batch.rows
+    start, token = list(rows.start), list(rows.token)
+    for i, j in enumerate(rows.after):
+        if j == KNOWN:
+            continue
+        begin, sampled = previous.rows.start[j], output.token_ids[j]
+        if previous.rows.samples[j]:
+            start[i] = begin + previous.rows.num_tokens[j] + len(sampled) - 1
+            token[i] = sampled[-1]
+        else:
+            start[i] = begin + previous.rows.num_tokens[j]
+    return replace(batch, rows=replace(rows, start=tuple(start), token=tuple(token), after=(KNOWN,) * len(rows.after)))

@@ -1,0 +1,99 @@
+"""The runtime's error tree: each class names who must act, and carries what that person needs to know.
+
+Raised at the rim (server, config, loaders, backends) and caught by the server (status codes) and by `__main__`
+(exit codes). Nothing here does I/O.
+
+    ServingError
+    ├── InvalidRequest        the client: 400 with the field (404 for an unknown model, 413 for a huge body)
+    ├── Overloaded            the client, later: 429 with Retry-After
+    ├── Draining              the load balancer: 503, Connection: close
+    ├── BackendFailed         the platform: 503, not ready
+    └── FatalError            the process ends with `exit_code`; the record carries reason and message
+        └── InvalidConfig     the deployer: exit 2 with the field, before a port opens
+"""
+
+from __future__ import annotations
+
+from enum import IntEnum
+
+
+class ExitCode(IntEnum):
+    """Exit codes that cross the border to the operator; `reason` is the word used in conditions."""
+
+    INVALID_ENGINE_CONFIG = 2
+    MODEL_NOT_FOUND = 10
+    WEIGHTS_UNAUTHORIZED = 11
+    UNSUPPORTED_ARCHITECTURE = 12
+    INVALID_MODEL = 13
+    CHECKSUM_MISMATCH = 14
+    STORAGE_FULL = 15
+    ARTIFACT_MISSING = 20
+    COMPILE_FAILED = 21
+    COMPILE_OUT_OF_MEMORY = 22
+    DEVICE_HELD = 30
+    DEVICE_OUT_OF_MEMORY = 31
+    DEVICE_FAILED = 32
+    DEVICE_FAILED_NODE = 33
+    DRIVER_INCOMPATIBLE = 34
+    DEVICES_NOT_ADJACENT = 35
+    GROUP_MEMBER_LOST = 40
+    GROUP_DISAGREES = 41
+    RESTART_BUDGET_EXHAUSTED = 50
+
+    @property
+    def reason(self) -> str:
+        return _SHARED_REASONS.get(self) or "".join(word.title() for word in self.name.split("_"))
+
+
+# Codes that differ for whoever restarts the process, not for whoever reads the condition.
+_SHARED_REASONS = {
+    ExitCode.DEVICE_FAILED_NODE: "DeviceFailed",
+    ExitCode.GROUP_MEMBER_LOST: "GroupIncomplete",
+    ExitCode.GROUP_DISAGREES: "GroupIncomplete",
+}
+
+
+class ServingError(Exception):
+    """Base of every error this package raises on purpose. `str(error)` is one sentence for the person who acts."""
+
+
+class InvalidRequest(ServingError):
+    """The client asked for something wrong; `field` is the JSON path of the culprit, None when it is the body itself."""
+
+    def __init__(self, message: str, field: str | None = None, status: int = 400, code: str | None = None) -> None:
+        super().__init__(message)
+        self.field = field
+        self.status = status
+        self.code = code
+
+
+class Overloaded(ServingError):
+    """The queue is full; try again after `retry_after_seconds`."""
+
+    def __init__(self, message: str, retry_after_seconds: float = 1.0) -> None:
+        super().__init__(message)
+        self.retry_after_seconds = retry_after_seconds
+
+
+class Draining(ServingError):
+    """The process is shutting down and admits nothing new."""
+
+
+class BackendFailed(ServingError):
+    """The device (or the process that owned it) failed while this request was in flight."""
+
+
+class FatalError(ServingError):
+    """The process cannot go on; it ends with `exit_code` and leaves a record."""
+
+    def __init__(self, exit_code: ExitCode, message: str) -> None:
+        super().__init__(message)
+        self.exit_code = exit_code
+
+
+class InvalidConfig(FatalError):
+    """The deployer's configuration is wrong at `field` (a JSON path)."""
+
+    def __init__(self, field: str, message: str) -> None:
+        super().__init__(ExitCode.INVALID_ENGINE_CONFIG, f"{field}: {message}")
+        self.field = field

@@ -1,0 +1,81 @@
+"""The record: what `inspect`, `fetch`, `compile`, and a `serve` that ended badly leave for the operator.
+
+JSON of at most 2 KiB with a closed list of fields, written to the container's termination message. Called by
+`__main__`; reading it is the operator's business (`neuron_operator.records` mirrors these fields, held by a contract
+test).
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+
+from neuron_runtime.errors import FatalError
+
+RECORD_VERSION = 1
+MAX_RECORD_BYTES = 2048
+MAX_MESSAGE_CHARACTERS = 1024
+
+
+class ModelFacts(msgspec.Struct, frozen=True, kw_only=True, rename="camel"):
+    """What `inspect` found out about a model from its config and index, without reading weights."""
+
+    architecture: str
+    model_type: str
+    parameters: int
+    """Number of parameters, from the safetensors headers or index."""
+    weights_bytes: int
+    dtype: str
+    num_layers: int
+    hidden_size: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    vocabulary_size: int
+    max_position_embeddings: int
+    digest: str
+    """A commit for hf://, else sha256 over config and index (weights headers); pins what is served."""
+
+
+class Record(msgspec.Struct, frozen=True, kw_only=True, rename="camel", omit_defaults=True):
+    version: int
+    command: str
+    ok: bool
+    exit_code: int = 0
+    reason: str = ""
+    message: str = ""
+    facts: ModelFacts | None = None
+    seconds: float = 0.0
+
+
+def failure(command: str, error: FatalError, seconds: float = 0.0) -> Record:
+    return Record(
+        version=RECORD_VERSION,
+        command=command,
+        ok=False,
+        exit_code=int(error.exit_code),
+        reason=error.exit_code.reason,
+        message=str(error)[:MAX_MESSAGE_CHARACTERS],
+        seconds=round(seconds, 3),
+    )
+
+
+def success(command: str, facts: ModelFacts | None = None, seconds: float = 0.0) -> Record:
+    return Record(version=RECORD_VERSION, command=command, ok=True, facts=facts, seconds=round(seconds, 3))
+
+
+def encode(record: Record) -> bytes:
+    """At most MAX_RECORD_BYTES of JSON; a message that does not fit is cut, nothing else can be long."""
+    raw = msgspec.json.encode(record)
+    while len(raw) > MAX_RECORD_BYTES:
+        over = len(raw) - MAX_RECORD_BYTES
+        cut = max(0, len(record.message) - max(over, 16))
+        record = msgspec.structs.replace(record, message=record.message[:cut])
+        raw = msgspec.json.encode(record)
+    return raw
+
+
+def write(record: Record, path: Path) -> None:
+    """Write over what is there: the kubelet mounts the termination message as a file that must not be replaced."""
+    path.write_bytes(encode(record))
