@@ -206,7 +206,7 @@ class BackendLimits:
     max_prefill_rows: int = 1
     """Rows of one step that feed more than a decode row would (prompts or chunks)."""
     max_one_shot_prefill: int = 0
-    """Longest prompt that one step can prefill; equals max_step_tokens unless buckets are shorter. 0: max_step_tokens."""
+    """Longest prompt that one step can prefill, where buckets are shorter than max_step_tokens; 0: max_step_tokens."""
     min_prefill_tokens: int = 1
     """Shortest prompt that may be prefilled."""
     max_tokens_per_row: int = 1

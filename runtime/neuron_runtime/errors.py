@@ -58,7 +58,7 @@ class ServingError(Exception):
 
 
 class InvalidRequest(ServingError):
-    """The client asked for something wrong; `field` is the JSON path of the culprit, None when it is the body itself."""
+    """The client asked for something wrong; `field` is the JSON path of the culprit, None for the body itself."""
 
     def __init__(self, message: str, field: str | None = None, status: int = 400, code: str | None = None) -> None:
         super().__init__(message)
