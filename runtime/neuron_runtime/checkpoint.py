@@ -1,0 +1,258 @@
+"""What lies in a model folder, without reading weights: config.json, and where each tensor is in the safetensors files.
+
+Called by `inspect` (facts about a model) and by the backends (what to load, how many bytes). Uses neither torch nor
+the safetensors package, so it starts fast and its errors name the file and the byte counts. It does not read tensor
+data and does not judge whether an architecture is supported.
+
+File format: https://github.com/huggingface/safetensors#format (8 bytes header length, JSON header, tensor data).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from neuron_runtime.errors import ExitCode, FatalError
+
+CONFIG_FILE = "config.json"
+WEIGHTS_FILE = "model.safetensors"
+INDEX_FILE = "model.safetensors.index.json"
+MAX_HEADER_BYTES = 100_000_000
+"""The limit of the format's own library."""
+MAX_JSON_BYTES = 64_000_000
+
+DTYPE_BITS = {
+    "BOOL": 8, "U8": 8, "I8": 8, "F8_E4M3": 8, "F8_E5M2": 8, "F8_E8M0": 8,
+    "U16": 16, "I16": 16, "F16": 16, "BF16": 16,
+    "U32": 32, "I32": 32, "F32": 32,
+    "U64": 64, "I64": 64, "F64": 64, "C64": 64,
+}  # fmt: skip
+
+
+class InvalidModel(FatalError):
+    """The folder is not a model that can be read; the message names the file."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(ExitCode.INVALID_MODEL, message)
+
+
+@dataclass(frozen=True, slots=True)
+class TensorInfo:
+    """One tensor as its file's header describes it; the data are bytes `begin` to `end` of the file."""
+
+    name: str
+    dtype: str
+    """As safetensors spells it, e.g. `BF16`."""
+    shape: tuple[int, ...]
+    file: str
+    """Name of the file inside the folder."""
+    begin: int
+    end: int
+
+    @property
+    def num_bytes(self) -> int:
+        return self.end - self.begin
+
+    @property
+    def num_elements(self) -> int:
+        return math.prod(self.shape)
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """A model folder: its configuration and its tensors."""
+
+    folder: Path
+    config: Mapping[str, Any]
+    tensors: Mapping[str, TensorInfo]
+    digest: str
+    """sha256 over config.json, the index (if any) and the headers of the weight files, in order of their names."""
+
+    @property
+    def num_parameters(self) -> int:
+        return sum(tensor.num_elements for tensor in self.tensors.values())
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(tensor.num_bytes for tensor in self.tensors.values())
+
+    @property
+    def files(self) -> tuple[str, ...]:
+        return tuple(sorted({tensor.file for tensor in self.tensors.values()}))
+
+
+def read_checkpoint(folder: Path) -> Checkpoint:
+    """Read configuration and headers of a model folder.
+
+    Raises:
+        FatalError: MODEL_NOT_FOUND when there is no such folder.
+        InvalidModel: config.json or weights are missing, malformed or truncated.
+    """
+    if not folder.is_dir():
+        raise FatalError(ExitCode.MODEL_NOT_FOUND, f"{folder} is not a folder; give the folder that holds config.json")
+    digest = hashlib.sha256()
+    raw_config = _read(folder / CONFIG_FILE, "a model folder holds config.json beside its weights")
+    config = _json_object(raw_config, folder / CONFIG_FILE)
+    digest.update(raw_config)
+
+    weight_map: dict[str, str] | None = None
+    files = [WEIGHTS_FILE]
+    if not (folder / WEIGHTS_FILE).exists():
+        index_path = folder / INDEX_FILE
+        raw_index = _read(index_path, _what_is_there_instead(folder))
+        digest.update(raw_index)
+        weight_map = parse_index(raw_index, index_path)
+        files = sorted(set(weight_map.values()))
+
+    tensors: dict[str, TensorInfo] = {}
+    for file in files:
+        header, found = read_header(folder / file)
+        digest.update(header)
+        # A shard may hold more than the index lists; what the index does not list is no part of the model.
+        tensors.update((t.name, t) for t in found if weight_map is None or weight_map.get(t.name) == file)
+    if weight_map is not None and (missing := sorted(weight_map.keys() - tensors.keys())):
+        name = missing[0]
+        raise InvalidModel(
+            f"{folder / weight_map[name]}: {INDEX_FILE} says that tensor {name} is in this file, but it is not"
+            f"{_and_more(missing)}"
+        )
+    return Checkpoint(folder=folder, config=config, tensors=tensors, digest=digest.hexdigest())
+
+
+def parse_index(raw: bytes, source: Path) -> dict[str, str]:
+    """Tensor name to file name, from the bytes of `model.safetensors.index.json`.
+
+    Raises:
+        InvalidModel: malformed, empty, or a file name that leaves the folder.
+    """
+    weight_map = _json_object(raw, source).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise InvalidModel(f"{source}: weight_map must be an object that names a file for each tensor")
+    for name, file in weight_map.items():
+        if not isinstance(file, str) or file != os.path.basename(file) or file in ("", ".", ".."):
+            raise InvalidModel(
+                f"{source}: weight_map.{name} must be the name of a file in the same folder, got {file!r}"
+            )
+    return weight_map
+
+
+def read_header(path: Path) -> tuple[bytes, list[TensorInfo]]:
+    """Header bytes and tensors of one safetensors file, checked against the size of the file.
+
+    Raises:
+        InvalidModel: missing, truncated or malformed; the message has the byte counts.
+    """
+    try:
+        with path.open("rb") as file:
+            num_file_bytes = os.fstat(file.fileno()).st_size
+            prefix = file.read(8)
+            num_header_bytes = header_length(prefix, num_file_bytes, path)
+            header = file.read(num_header_bytes)
+    except OSError as error:
+        raise InvalidModel(f"{path}: cannot read the weights: {error.strerror}") from error
+    return header, parse_header(header, num_file_bytes, path)
+
+
+def header_length(prefix: bytes, num_file_bytes: int, path: Path) -> int:
+    """Bytes of the header, from the first 8 bytes of a file of `num_file_bytes`."""
+    if len(prefix) < 8:
+        raise InvalidModel(f"{path}: {num_file_bytes} bytes are too few for a safetensors file; download it again")
+    length = int.from_bytes(prefix, "little")
+    if length > MAX_HEADER_BYTES:
+        raise InvalidModel(
+            f"{path}: not a safetensors file: its first 8 bytes announce a header of {length} bytes, "
+            f"the limit is {MAX_HEADER_BYTES}"
+        )
+    if 8 + length > num_file_bytes:
+        raise InvalidModel(
+            f"{path}: truncated: the header ends at byte {8 + length}, the file has {num_file_bytes} bytes; "
+            "download it again"
+        )
+    return length
+
+
+def parse_header(header: bytes, num_file_bytes: int, path: Path) -> list[TensorInfo]:
+    """Tensors of a file from its header; every range is checked against dtype, shape and the file's size."""
+    data_begin = 8 + len(header)
+    tensors: list[TensorInfo] = []
+    for name, entry in _json_object(header, path).items():
+        if name == "__metadata__":
+            continue
+        tensors.append(_tensor(name, entry, data_begin, path))
+    position = data_begin
+    for tensor in sorted(tensors, key=lambda t: (t.begin, t.end)):
+        if tensor.begin != position:
+            raise InvalidModel(
+                f"{path}: tensor {tensor.name} begins at byte {tensor.begin}, the one before ends at {position}"
+            )
+        position = tensor.end
+    if position > num_file_bytes:
+        raise InvalidModel(
+            f"{path}: truncated: its tensors end at byte {position}, the file has {num_file_bytes} bytes; "
+            "download it again"
+        )
+    if position < num_file_bytes:
+        raise InvalidModel(
+            f"{path}: its tensors end at byte {position}, but the file has {num_file_bytes} bytes; download it again"
+        )
+    return tensors
+
+
+def _tensor(name: str, entry: object, data_begin: int, path: Path) -> TensorInfo:
+    match entry:
+        case {"dtype": str(dtype), "shape": list(shape), "data_offsets": [int(begin), int(end)]} if all(
+            isinstance(size, int) and size >= 0 for size in shape
+        ):
+            pass
+        case _:
+            raise InvalidModel(f"{path}: the header's entry of tensor {name} is malformed")
+    if dtype not in DTYPE_BITS:
+        raise InvalidModel(f"{path}: tensor {name} has the unknown dtype {dtype}")
+    num_bytes = math.prod(shape) * DTYPE_BITS[dtype] // 8
+    if end - begin != num_bytes or begin < 0:
+        raise InvalidModel(
+            f"{path}: tensor {name} of dtype {dtype} and shape {shape} needs {num_bytes} bytes, "
+            f"its data_offsets are [{begin}, {end}]"
+        )
+    return TensorInfo(
+        name=name, dtype=dtype, shape=tuple(shape), file=path.name, begin=data_begin + begin, end=data_begin + end
+    )
+
+
+def _what_is_there_instead(folder: Path) -> str:
+    others = sorted(p.name for pattern in ("*.bin", "*.pt", "*.pth", "*.gguf") for p in folder.glob(pattern))
+    if others:
+        return f"only safetensors weights are read and the folder holds {others[0]}; convert the model to safetensors"
+    return f"the folder holds neither {WEIGHTS_FILE} nor {INDEX_FILE}; fetch the model's weights"
+
+
+def _read(path: Path, cure: str) -> bytes:
+    try:
+        if (num_bytes := path.stat().st_size) > MAX_JSON_BYTES:
+            raise InvalidModel(f"{path}: {num_bytes} bytes, the limit is {MAX_JSON_BYTES}")
+        return path.read_bytes()
+    except FileNotFoundError as error:
+        raise InvalidModel(f"{path} is missing: {cure}") from error
+    except OSError as error:
+        raise InvalidModel(f"{path}: cannot be read: {error.strerror}") from error
+
+
+def _json_object(raw: bytes, source: Path) -> dict[str, Any]:
+    try:
+        value = msgspec.json.decode(raw)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise InvalidModel(f"{source}: malformed JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise InvalidModel(f"{source}: must hold a JSON object, got {type(value).__name__}")
+    return value
+
+
+def _and_more(names: list[str]) -> str:
+    return f" (and {len(names) - 1} more)" if len(names) > 1 else ""
