@@ -1,0 +1,3 @@
+module neuron-serving.dev/cluster/pause
+
+go 1.25.0

@@ -1,0 +1,196 @@
+"""The programs of the cluster, built from pinned Go modules: one folder under `tests/cluster/build` for each component,
+with the go.mod and go.sum that pin it. A component is built once for each content of its folder and flags and kept in
+the cache; callers ask for the components they need and get the folder with their programs."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from cluster.rig.cache import Cache, content_key
+from cluster.rig.needs import NotPossibleHere
+
+BUILD_FOLDER = Path(__file__).parent.parent / "build"
+
+_GO_FLAGS = "-trimpath -buildvcs=false -mod=readonly -modcacherw"
+
+
+@dataclass(frozen=True)
+class Component:
+    """One build: programs (name -> Go package) of one go.mod.
+
+    version_module: the required module whose version is the component's.
+    version_flags: link flags that write the version into the programs; `{version}` is replaced.
+    names: further names of a program that acts by the name it is called by (name -> program).
+    protocols: files of required modules that are kept beside the programs (name -> (module, path)).
+    minutes: how long a clean build takes on two cores, for the progress line.
+    """
+
+    name: str
+    programs: Mapping[str, str]
+    minutes: float = field(repr=False)  # kept out of the key
+    version_module: str = ""
+    version_flags: tuple[str, ...] = ()
+    names: Mapping[str, str] = field(default_factory=dict)
+    protocols: Mapping[str, tuple[str, str]] = field(default_factory=dict)
+
+
+_KUBERNETES_VERSION = "k8s.io/component-base/version"
+
+COMPONENTS = {
+    c.name: c
+    for c in (
+        Component(
+            "containerd",
+            {
+                "containerd": "github.com/containerd/containerd/v2/cmd/containerd",
+                "containerd-shim-runc-v2": "github.com/containerd/containerd/v2/cmd/containerd-shim-runc-v2",
+                "ctr": "github.com/containerd/containerd/v2/cmd/ctr",
+            },
+            minutes=1,
+            version_module="github.com/containerd/containerd/v2",
+            version_flags=("-X github.com/containerd/containerd/v2/version.Version={version}",),
+        ),
+        Component("pause", {"pause": "."}, minutes=0.1),
+        Component(
+            "etcd", {"etcd": "go.etcd.io/etcd/server/v3"}, minutes=0.5, version_module="go.etcd.io/etcd/server/v3"
+        ),
+        Component(
+            "hyper",
+            {"hyper": "."},
+            minutes=4,
+            version_module="k8s.io/kubernetes",
+            version_flags=(
+                f"-X {_KUBERNETES_VERSION}.gitVersion={{version}}",
+                f"-X {_KUBERNETES_VERSION}.gitTreeState=clean",
+                f"-X {_KUBERNETES_VERSION}.gitCommit=unknown",
+                f"-X {_KUBERNETES_VERSION}.buildDate=1970-01-01T00:00:00Z",
+            ),
+            names=dict.fromkeys(
+                ("kube-apiserver", "kube-controller-manager", "kube-scheduler", "kubelet", "kube-proxy", "kubectl"),
+                "hyper",
+            ),
+            protocols={
+                "deviceplugin.proto": ("k8s.io/kubelet", "pkg/apis/deviceplugin/v1beta1/api.proto"),
+                "podresources.proto": ("k8s.io/kubelet", "pkg/apis/podresources/v1/api.proto"),
+            },
+        ),
+        Component("coredns", {"coredns": "."}, minutes=0.7, version_module="github.com/coredns/coredns"),
+        Component(
+            "buildkit",
+            {
+                "buildctl": "github.com/moby/buildkit/cmd/buildctl",
+                "buildkitd": "github.com/moby/buildkit/cmd/buildkitd",
+            },
+            minutes=1.4,
+            version_module="github.com/moby/buildkit",
+            version_flags=("-X github.com/moby/buildkit/version.Version={version}",),
+        ),
+        Component(
+            "helm",
+            {"helm": "helm.sh/helm/v4/cmd/helm"},
+            minutes=1.5,
+            version_module="helm.sh/helm/v4",
+            version_flags=("-X helm.sh/helm/v4/internal/version.version={version}",),
+        ),
+    )
+}
+
+# What `make cluster` needs; BuildKit is for building images.
+CLUSTER_COMPONENTS = ("containerd", "pause", "etcd", "hyper", "coredns", "helm")
+
+
+def pinned_version(component: Component, build_folder: Path = BUILD_FOLDER) -> str:
+    """The version that the component's go.mod requires, "" for a component that is our own source.
+
+    Raises:
+        ValueError: go.mod does not require the module.
+    """
+    if not component.version_module:
+        return ""
+    go_mod = build_folder / component.name / "go.mod"
+    pattern = rf"^\s*(?:require\s+)?{re.escape(component.version_module)} (v\S+)"
+    match = re.search(pattern, go_mod.read_text(), re.MULTILINE)
+    if match is None:
+        raise ValueError(f"{go_mod} does not require {component.version_module}")
+    return match[1]
+
+
+def ensure(*names: str, cache: Cache | None = None, say: Callable[[str], None] = print) -> dict[str, Path]:
+    """Folders with the programs of the components `names`, built where the cache has none.
+
+    Raises:
+        NotPossibleHere: something must be built and there is no Go, or a build failed; the message has the reason.
+        KeyError: no component of that name.
+    """
+    cache = cache or Cache.default()
+    return {name: _ensure(COMPONENTS[name], cache, say) for name in names}
+
+
+def _ensure(component: Component, cache: Cache, say: Callable[[str], None]) -> Path:
+    source = BUILD_FOLDER / component.name
+    key = content_key(repr(component), _GO_FLAGS, source)
+
+    def build(folder: Path) -> None:
+        started = time.monotonic()
+        title = f"{component.name} {pinned_version(component)}".strip()
+        say(f"building {title} (about {component.minutes:g} min on two cores)")
+        _build(component, source, folder)
+        say(f"built {title} in {time.monotonic() - started:.0f} s")
+
+    return cache.entry("bin", component.name, key, build)
+
+
+def _build(component: Component, source: Path, folder: Path) -> None:
+    go = shutil.which("go") or shutil.which("go", path="/usr/local/go/bin")
+    if go is None:
+        raise NotPossibleHere(
+            f"Go is needed to build {component.name}: install it (1.26 or newer) so that `go` is in PATH"
+        )
+    # Go keeps its caches where it always does and bounds them itself; what is kept of a build is what it made.
+    environment = {**os.environ, "CGO_ENABLED": "0", "GOFLAGS": _GO_FLAGS, "GOWORK": "off"}
+    version = pinned_version(component)
+    flags = " ".join(["-s -w", *(flag.format(version=version) for flag in component.version_flags)])
+
+    def run(*arguments: str) -> str:
+        done = subprocess.run(
+            [go, *arguments], cwd=source, env=environment, capture_output=True, text=True, check=False
+        )
+        if done.returncode:
+            reason = done.stderr.strip().splitlines()
+            raise NotPossibleHere(f"building {component.name} failed: {' | '.join(reason[-3:])}")
+        return done.stdout.strip()
+
+    for program, package in component.programs.items():
+        run("build", "-ldflags", flags, "-o", str(folder / program), package)
+    for name, program in component.names.items():
+        (folder / name).symlink_to(program)
+    for name, (module, path) in component.protocols.items():
+        shutil.copyfile(Path(run("list", "-m", "-f", "{{.Dir}}", module)) / path, folder / name)
+
+
+def main(names: list[str]) -> int:
+    """`python -m cluster.rig.binaries [NAME...]`: builds, then prints each component's folder."""
+    unknown = sorted(set(names) - set(COMPONENTS))
+    if unknown:
+        print(f"no such component: {' '.join(unknown)}; there are {' '.join(COMPONENTS)}", file=sys.stderr)
+        return 2
+    try:
+        for name in names or COMPONENTS:
+            for path in ensure(name, say=lambda line: print(line, flush=True)).values():
+                print(f"{name}\t{path}", flush=True)
+    except NotPossibleHere as error:
+        print(error, file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
