@@ -1,0 +1,298 @@
+"""`neuron-operator local -f FILE`: serve a manifest on this machine, without a cluster.
+
+Drives the same pure decision as the operator in a cluster against a `Machine`, prints every change of a condition with
+the seconds since the start, the addresses once the model is ready, and optionally the streamed answer to one question.
+Called by `__main__`. Addresses and names it prints come from the pods themselves, not from the manifest.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import fcntl
+import os
+import shutil
+import signal
+import sys
+import time
+import uuid
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import msgspec
+import yaml
+
+from neuron_operator.decide import decide
+from neuron_operator.local.machine import Machine, timestamp
+from neuron_operator.local.pods import (
+    LOOPBACK,
+    CannotRunHere,
+    Host,
+    count_neuron_devices,
+    environment_to_inherit,
+)
+from neuron_operator.world import FreeDevices, Settings, World
+
+EXIT_OK, EXIT_FAILED, EXIT_USAGE = 0, 1, 2
+
+_NO_IMAGE = "this-machine"
+"""Stands where a cluster would name the runtime image: the programs of this environment are run instead."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("-f", "--file", type=Path, required=True, help="manifest with one NeuronModel")
+    parser.add_argument(
+        "--port", type=int, default=8000, help="port of the first replica; the next follow (default 8000)"
+    )
+    parser.add_argument("--ask", metavar="QUESTION", help="stream the answer to this question once the model is ready")
+    parser.add_argument("--exit", action="store_true", help="end as soon as the model is ready (and has answered)")
+    parser.add_argument("--quiet", action="store_true", help="do not show the output of the pods")
+    parser.add_argument("--fresh", action="store_true", help="empty the model's folder in the cache first")
+    parser.add_argument(
+        "--cache-dir",
+        type=Path,
+        default=default_cache_dir(),
+        help="volumes and files of the pods (default %(default)s)",
+    )
+
+
+def default_cache_dir() -> Path:
+    cache = os.environ.get("NEURON_SERVING_CACHE")
+    return Path(cache) if cache else Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "neuron-serving"
+
+
+def run(options: argparse.Namespace) -> int:
+    """Serve until SIGINT or SIGTERM (or `--exit`). Returns the exit code of the command."""
+    try:
+        body = read_manifest(options.file)
+        with _locked_root(options.cache_dir, body, fresh=options.fresh) as root:
+            return asyncio.run(_Session(body, root, options).run())
+    except CannotRunHere as error:
+        print(f"neuron-operator local: {error}", file=sys.stderr)
+        return EXIT_USAGE
+
+
+def read_manifest(path: Path) -> dict[str, Any]:
+    """The NeuronModel of a YAML file, with the metadata an API server would add.
+
+    Raises:
+        CannotRunHere: the file is not there, not YAML, or does not hold exactly one NeuronModel.
+    """
+    try:
+        documents = [d for d in yaml.safe_load_all(path.read_text()) if d]
+    except OSError as error:
+        raise CannotRunHere(f"cannot read {path}: {error.strerror}") from error
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise CannotRunHere(f"{path} is not YAML: {' '.join(str(error).split())}") from error
+    models = [d for d in documents if isinstance(d, dict) and d.get("kind") == "NeuronModel"]
+    if len(models) != 1:
+        raise CannotRunHere(f"{path} holds {len(models)} NeuronModels; `local` serves exactly one")
+    body: dict[str, Any] = models[0]
+    metadata = body.get("metadata")
+    if not isinstance(metadata, dict) or not isinstance(metadata.get("name"), str):
+        raise CannotRunHere(f"{path}: metadata.name is missing")
+    body = _with_absolute_files(body, path.resolve().parent)
+    body["metadata"] = {
+        "namespace": "default",
+        **metadata,
+        "uid": str(uuid.uuid4()),
+        "generation": 1,
+        "creationTimestamp": timestamp(),
+    }
+    return body
+
+
+def _with_absolute_files(value: Any, folder: Path) -> Any:
+    """`file:./path` means relative to the manifest, which only a manifest on this machine can mean."""
+    if isinstance(value, dict):
+        return {key: _with_absolute_files(item, folder) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_with_absolute_files(item, folder) for item in value]
+    if isinstance(value, str) and value.startswith(("file:./", "file:../")):
+        return (folder / value.removeprefix("file:")).resolve().as_uri()
+    return value
+
+
+@contextlib.contextmanager
+def _locked_root(cache_dir: Path, body: Mapping[str, Any], *, fresh: bool) -> Iterator[Path]:
+    """The model's own folder; held by one `local` at a time, because two would write the same volumes."""
+    metadata = body["metadata"]
+    root = cache_dir / "local" / f"{metadata['namespace']}.{metadata['name']}"
+    try:
+        root.mkdir(parents=True, exist_ok=True)
+        with (root.parent / f"{root.name}.lock").open("a") as lock:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise CannotRunHere(
+                    f"another `neuron-operator local` serves {metadata['name']} from {root}: "
+                    "stop it, or choose another --cache-dir"
+                ) from None
+            if fresh:
+                shutil.rmtree(root)
+                root.mkdir()
+            yield root
+    except OSError as error:
+        raise CannotRunHere(f"cannot use {root}: {error.strerror}; choose another --cache-dir") from error
+
+
+@dataclass
+class _Session:
+    """One run of the command: the loop around `decide`, and what is printed meanwhile."""
+
+    body: dict[str, Any]
+    root: Path
+    options: argparse.Namespace
+    status: dict[str, Any] = field(default_factory=dict)
+    wake: asyncio.Event = field(default_factory=asyncio.Event)
+    started: float = field(default_factory=time.monotonic)
+    shown: dict[str, tuple[str, str, str]] = field(default_factory=dict)
+    announced: bool = False
+
+    async def run(self) -> int:
+        host = Host(self.root, environment_to_inherit(os.environ), count_neuron_devices(os.listdir("/dev")))
+        machine = Machine(host, self.options.port, self.wake.set, self._log)
+        stop = asyncio.Event()
+        loop = asyncio.get_running_loop()
+
+        def end() -> None:
+            if stop.is_set():
+                self._say("stopping at once")
+                machine.kill()
+            stop.set()
+            self.wake.set()
+
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.add_signal_handler(number, end)
+        try:
+            return await self._drive(machine, stop)
+        finally:
+            if machine.running:
+                self._say("stopping (again: at once)")
+            await machine.close()
+            self._say("ended")
+
+    async def _drive(self, machine: Machine, stop: asyncio.Event) -> int:
+        while not stop.is_set():
+            self.wake.clear()
+            requeue = await self._pass(machine)
+            ready = self._show_conditions()
+            if ready and not self.announced:
+                self.announced = True
+                await self._announce(machine)
+                if self.options.exit:
+                    return EXIT_OK
+            if not ready and (trouble := self._trouble(machine)):
+                print(f"neuron-operator local: {trouble}", file=sys.stderr)
+                return EXIT_FAILED
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self.wake.wait(), requeue)
+        return EXIT_OK
+
+    async def _pass(self, machine: Machine) -> float | None:
+        world = World(
+            body={**self.body, "status": self.status},
+            children=machine.children,
+            pods=machine.pods,
+            events=(),
+            free=FreeDevices((machine.node,)),
+            now=datetime.now(UTC),
+        )
+        decision = decide(world, Settings(runtime_image=_NO_IMAGE))
+        for desired in decision.desired:
+            await machine.apply(desired)
+        for body in decision.delete:
+            await machine.delete(body)
+        self.status = decision.status or self.status
+        return decision.requeue_after_seconds
+
+    def _trouble(self, machine: Machine) -> str | None:
+        """Why waiting is pointless: nothing runs, or a server ended before it was ever ready."""
+        pods = machine.running
+        failed = any(p.process.terminated and p.process.terminated.exit_code and not p.was_ready for p in pods)
+        working = any(p.process.terminated is None or p.was_ready for p in pods)
+        if self.wake.is_set() or (working and not failed):
+            return None
+        ready = next((c for c in self.status.get("conditions", []) if c["type"] == "Ready"), None)
+        return f"{ready['reason']}: {ready['message']}" if ready else "nothing left to do and not ready"
+
+    def _show_conditions(self) -> bool:
+        ready = False
+        for condition in self.status.get("conditions", []):
+            kind = condition["type"]
+            now = (condition["status"], condition["reason"], condition.get("message", ""))
+            ready = ready or (kind == "Ready" and now[0] == "True")
+            if self.shown.get(kind) != now and kind != "Ready":
+                self.shown[kind] = now
+                self._say(f"{kind:<14} {now[0]:<8} {now[1]}{': ' if now[2] else ''}{now[2]}")
+        return ready
+
+    async def _announce(self, machine: Machine) -> None:
+        self._say("ready")
+        ports = [port for pod in machine.running if pod.process.ready for port in pod.process.plan.ports.values()]
+        async with aiohttp.ClientSession() as session:
+            name = await _served_name(session, ports[0])
+            for port in ports:
+                print(f"  API      http://{LOOPBACK}:{port}/v1   (model: {name})")
+                print(f"  metrics  http://{LOOPBACK}:{port}/metrics", flush=True)
+            if self.options.ask:
+                await _ask(session, ports[0], name, self.options.ask)
+        if not self.options.exit:
+            print("  Ctrl-C ends it", flush=True)
+
+    def _log(self, pod: str, line: str) -> None:
+        if not self.options.quiet:
+            print(f"            {pod} | {line}", file=sys.stderr, flush=True)
+
+    def _say(self, text: str) -> None:
+        print(f"{time.monotonic() - self.started:8.1f} s  {text}", file=sys.stderr, flush=True)
+
+
+async def _served_name(session: aiohttp.ClientSession, port: int) -> str:
+    async with session.get(f"http://{LOOPBACK}:{port}/v1/models") as response:
+        return str((await response.json())["data"][0]["id"])
+
+
+async def _ask(session: aiohttp.ClientSession, port: int, model: str, question: str) -> None:
+    """Stream the answer to one chat question to standard output."""
+    print(f"\n  > {question}\n  ", end="", flush=True)
+    started = time.monotonic()
+    first: float | None = None
+    request = {
+        "model": model,
+        "messages": [{"role": "user", "content": question}],
+        "temperature": 0,
+        "stream": True,
+        "stream_options": {"include_usage": True},
+    }
+    num_tokens = 0
+    async with session.post(f"http://{LOOPBACK}:{port}/v1/chat/completions", json=request) as response:
+        if response.status != 200:
+            raise CannotRunHere(f"the question was refused: {(await response.text())[:500]}")
+        async for line in response.content:
+            if not line.startswith(b"data: ") or line.strip() == b"data: [DONE]":
+                continue
+            event = msgspec.json.decode(line.removeprefix(b"data: "))
+            num_tokens = (event.get("usage") or {}).get("completion_tokens", num_tokens)
+            for choice in event["choices"]:
+                piece = choice["delta"].get("content") or ""
+                if piece and first is None:
+                    first = time.monotonic() - started
+                print(piece, end="", flush=True)
+    seconds = time.monotonic() - started
+    print(
+        f"\n\n  first token after {1000 * (first or seconds):.0f} ms, {num_tokens} tokens in {seconds:.2f} s\n",
+        flush=True,
+    )
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Entry point of the subcommand."""
+    parser = argparse.ArgumentParser(prog="neuron-operator local", description=__doc__.partition("\n")[0])
+    add_arguments(parser)
+    return run(parser.parse_args(argv))

@@ -1,0 +1,296 @@
+"""A cluster of one machine: holds the objects the pass desires, runs their pods, and shows the pass what became of it.
+
+`neuron-operator local` drives the same pure decision as the operator in a cluster; this module is what stands in for
+API server, controllers and kubelet. It understands Jobs and Deployments; other kinds are kept but need nothing done,
+and kinds that would need somebody to act (StatefulSets) are refused. It knows no field of NeuronModel.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import copy
+import socket
+import uuid
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime
+from typing import Any
+
+from neuron_operator.local.pods import LOOPBACK, CannotRunHere, Host, PodProcess, interpret
+from neuron_operator.world import NodeDevices
+
+Json = Mapping[str, Any]
+Key = tuple[str, str]
+
+_PASSIVE_KINDS = frozenset(
+    {"ConfigMap", "ControllerRevision", "NetworkPolicy", "PodDisruptionBudget", "Service", "ServiceAccount"}
+)
+_FIRST_BACKOFF_SECONDS = 1.0
+_MAX_BACKOFF_SECONDS = 60.0
+
+
+def timestamp() -> str:
+    return datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+
+
+@dataclass(frozen=True)
+class LocalPod:
+    """A pod of this machine: its object as rendered, the process behind it, and how often it was restarted."""
+
+    body: dict[str, Any]
+    ports: Mapping[int, int]
+    process: PodProcess
+    num_restarts: int = 0
+
+    @property
+    def was_ready(self) -> bool:
+        """It has served at least once, in this life or an earlier one."""
+        return self.num_restarts > 0 or self.process.was_ready
+
+    @property
+    def name(self) -> str:
+        return str(self.body["metadata"]["name"])
+
+
+class Machine:
+    """Objects and pods of one model on this machine.
+
+    `apply` and `delete` are what the pass does; `children` and `pods` are what it sees. Pods run as tasks of the
+    running event loop and call `changed` whenever something the pass could see is different.
+    """
+
+    def __init__(
+        self, host: Host, first_port: int, changed: Callable[[], None], log: Callable[[str, str], None]
+    ) -> None:
+        self._host = host
+        self._next_port = first_port
+        self._changed = changed
+        self._log = log
+        self._objects: dict[Key, dict[str, Any]] = {}
+        self._applied: dict[Key, dict[str, Any]] = {}
+        self._pods: dict[str, LocalPod] = {}
+        self._tasks: dict[str, asyncio.Task[None]] = {}
+
+    # --- what the pass sees
+
+    @property
+    def children(self) -> tuple[dict[str, Any], ...]:
+        return tuple(copy.deepcopy(self._with_status(body)) for body in self._objects.values())
+
+    @property
+    def pods(self) -> tuple[dict[str, Any], ...]:
+        return tuple({**copy.deepcopy(pod.body), "status": _pod_status(pod)} for pod in self._pods.values())
+
+    @property
+    def node(self) -> NodeDevices:
+        """This machine, as a node with its Neuron devices."""
+        num = self._host.num_neuron_devices
+        return NodeDevices("localhost", "", devices=num, free_devices=num, cores=0, free_cores=0)
+
+    @property
+    def running(self) -> tuple[LocalPod, ...]:
+        return tuple(self._pods.values())
+
+    # --- what the pass does
+
+    async def apply(self, desired: Json) -> None:
+        """Create or update an object where it differs from what was applied last, and start the pods it asks for.
+
+        Raises:
+            CannotRunHere: for a kind or a pod that one machine cannot honour.
+        """
+        kind, name = str(desired["kind"]), str(desired["metadata"]["name"])
+        live = self._objects.get((kind, name))
+        if self._applied.get((kind, name)) == desired:
+            return
+        self._applied[kind, name] = copy.deepcopy(dict(desired))
+        metadata = {
+            "uid": str(uuid.uuid4()),
+            "creationTimestamp": timestamp(),
+            **(live["metadata"] if live else {}),
+            **copy.deepcopy(dict(desired["metadata"])),
+        }
+        changed_spec = live is None or live.get("spec") != desired.get("spec")
+        metadata["generation"] = (live["metadata"]["generation"] if live else 0) + int(changed_spec)
+        self._objects[kind, name] = {**copy.deepcopy(dict(desired)), "metadata": metadata}
+        if kind == "ConfigMap":
+            self._host = replace(self._host, config_maps={**self._host.config_maps, name: desired})
+        elif kind == "Job":
+            await self._run_once(self._objects[kind, name])
+        elif kind == "Deployment":
+            await self._scale(self._objects[kind, name])
+        elif kind not in _PASSIVE_KINDS:
+            raise CannotRunHere(f"{kind} {name}: cannot be interpreted without a cluster")
+
+    async def delete(self, body: Json) -> None:
+        """Remove an object and end its pods."""
+        key = (str(body["kind"]), str(body["metadata"]["name"]))
+        self._objects.pop(key, None)
+        self._applied.pop(key, None)
+        await self._end(p.name for p in self._pods.values() if _owner(p.body) == body["metadata"]["name"])
+
+    async def close(self) -> None:
+        """End every pod: SIGTERM, grace, SIGKILL."""
+        await self._end(list(self._pods))
+
+    def kill(self) -> None:
+        """End every pod at once; for a second Ctrl-C."""
+        for pod in self._pods.values():
+            pod.process.kill()
+
+    # --- controllers
+
+    async def _run_once(self, job: dict[str, Any]) -> None:
+        name = f"{job['metadata']['name']}-0"
+        if name not in self._pods:
+            await self._start(_pod_of(job, name), restart=False)
+
+    async def _scale(self, deployment: dict[str, Any]) -> None:
+        name = deployment["metadata"]["name"]
+        wanted = {f"{name}-{i}" for i in range(int(deployment["spec"].get("replicas", 1)))}
+        bodies = {pod: _pod_of(deployment, pod) for pod in sorted(wanted)}
+        await self._end(
+            p.name
+            for p in self._pods.values()
+            if _owner(p.body) == name and p.body["spec"] != bodies.get(p.name, {}).get("spec")
+        )
+        for pod, body in bodies.items():
+            if pod not in self._pods:
+                await self._start(body, restart=True)
+
+    async def _start(self, body: dict[str, Any], *, restart: bool) -> None:
+        ports = {}
+        for container in body["spec"]["containers"]:
+            for port in container.get("ports", []):
+                ports[int(port["containerPort"])] = self._take_port()
+        pod = LocalPod(body, ports, PodProcess(interpret(body, self._host, ports), self._log))
+        await pod.process.start()
+        self._pods[pod.name] = pod
+        self._tasks[pod.name] = asyncio.create_task(self._keep(pod, restart))
+        self._changed()
+
+    async def _keep(self, pod: LocalPod, restart: bool) -> None:
+        backoff = _FIRST_BACKOFF_SECONDS
+        while True:
+            await pod.process.watch(self._changed)
+            if not restart or not pod.was_ready:  # what never served will not by trying again: the command says why
+                return
+            await asyncio.sleep(backoff)
+            backoff = min(2 * backoff, _MAX_BACKOFF_SECONDS)
+            process = PodProcess(pod.process.plan, self._log)
+            pod = replace(pod, process=process, num_restarts=pod.num_restarts + 1)
+            await process.start()
+            self._pods[pod.name] = pod
+            self._changed()
+
+    async def _end(self, names: Iterable[str]) -> None:
+        async def end(name: str) -> None:
+            await self._pods[name].process.stop()
+            task = self._tasks.pop(name)
+            task.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await task
+            self._pods.pop(name)
+
+        await asyncio.gather(*(end(name) for name in tuple(names)))
+
+    def _take_port(self) -> int:
+        port = self._next_port
+        self._next_port += 1
+        with socket.socket() as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                probe.bind((LOOPBACK, port))
+            except OSError as error:
+                raise CannotRunHere(f"port {port} is in use on this machine: choose another with --port") from error
+        return port
+
+    # --- status, as the cluster's controllers would write it
+
+    def _with_status(self, body: dict[str, Any]) -> dict[str, Any]:
+        name = body["metadata"]["name"]
+        pods = [p for p in self._pods.values() if _owner(p.body) == name]
+        if body["kind"] == "Job":
+            ended = [p.process.terminated for p in pods if p.process.terminated]
+            succeeded = sum(t.exit_code == 0 for t in ended)
+            status: dict[str, Any] = {"succeeded": succeeded, "failed": len(ended) - succeeded}
+            if ended:
+                kind = "Complete" if succeeded else "Failed"
+                status["conditions"] = [{"type": kind, "status": "True", "lastTransitionTime": ended[0].finished_at}]
+            return {**body, "status": status}
+        if body["kind"] == "Deployment":
+            ready = sum(p.process.ready for p in pods)
+            return {
+                **body,
+                "status": {
+                    "observedGeneration": body["metadata"]["generation"],
+                    "replicas": len(pods),
+                    "updatedReplicas": len(pods),
+                    "readyReplicas": ready,
+                    "availableReplicas": ready,
+                    "unavailableReplicas": len(pods) - ready,
+                },
+            }
+        return body
+
+
+def _owner(pod: Json) -> str:
+    return str(pod["metadata"]["ownerReferences"][0]["name"])
+
+
+def _pod_of(workload: dict[str, Any], name: str) -> dict[str, Any]:
+    template = workload["spec"]["template"]
+    owner = {"kind": workload["kind"], "name": workload["metadata"]["name"], "uid": workload["metadata"]["uid"]}
+    return {
+        "apiVersion": "v1",
+        "kind": "Pod",
+        "metadata": {
+            **copy.deepcopy(template.get("metadata", {})),
+            "name": name,
+            "namespace": workload["metadata"].get("namespace", "default"),
+            "uid": str(uuid.uuid4()),
+            "creationTimestamp": timestamp(),
+            "ownerReferences": [{**owner, "controller": True}],
+        },
+        "spec": copy.deepcopy(template["spec"]),
+    }
+
+
+def _pod_status(pod: LocalPod) -> dict[str, Any]:
+    process, container = pod.process, pod.body["spec"]["containers"][0]
+    state: dict[str, Any]
+    if process.terminated is None:
+        phase, state = "Running", {"running": {"startedAt": pod.body["metadata"]["creationTimestamp"]}}
+    else:
+        ended = process.terminated
+        phase = "Succeeded" if ended.exit_code == 0 else "Failed"
+        state = {
+            "terminated": {
+                "exitCode": ended.exit_code,
+                "signal": ended.signal,
+                "message": ended.message,
+                "finishedAt": ended.finished_at,
+                "reason": "Completed" if ended.exit_code == 0 else "Error",
+            }
+        }
+    ready = "True" if process.ready else "False"
+    return {
+        "phase": phase,
+        "podIP": LOOPBACK,
+        "conditions": [
+            {"type": "PodScheduled", "status": "True"},
+            {"type": "ContainersReady", "status": ready},
+            {"type": "Ready", "status": ready},
+        ],
+        "containerStatuses": [
+            {
+                "name": container["name"],
+                "image": container.get("image", ""),
+                "ready": process.ready,
+                "started": process.started,
+                "restartCount": pod.num_restarts,
+                "state": state,
+            }
+        ],
+    }

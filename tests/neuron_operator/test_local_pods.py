@@ -1,0 +1,190 @@
+"""Pods as processes on this machine: what `neuron-operator local` interprets, what it refuses, and how pods end."""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import os
+import signal
+import socket
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from neuron_operator.local.pods import CannotRunHere, Host, PodProcess, interpret
+
+SERVER = """
+import http.server, os, signal, sys
+class Handler(http.server.BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.send_response(200 if os.path.exists(sys.argv[2]) or self.path == "/live" else 503); self.end_headers()
+    def log_message(self, *a): pass
+def ended(*_):
+    open(sys.argv[3], "w").write('{"ok": true}'); print("bye", flush=True); os._exit(0)
+signal.signal(signal.SIGTERM, ended)
+print("serving", flush=True)
+http.server.HTTPServer(("127.0.0.1", int(sys.argv[1])), Handler).serve_forever()
+"""
+
+
+def pod() -> dict[str, Any]:
+    return {
+        "kind": "Pod",
+        "metadata": {"name": "chat-0", "namespace": "default", "uid": "u"},
+        "spec": {
+            "serviceAccountName": "chat",
+            "terminationGracePeriodSeconds": 7,
+            "containers": [
+                {
+                    "name": "runtime",
+                    "image": "x",
+                    "command": [sys.executable, "-c", SERVER, "8000", "/state/ready", "/dev/termination-log"],
+                    "env": [
+                        {"name": "HOME", "value": "/tmp"},
+                        {"name": "CONFIG", "value": "/etc/app/config.json"},
+                        {"name": "IP", "valueFrom": {"fieldRef": {"fieldPath": "status.podIP"}}},
+                        {"name": "TOKEN", "valueFrom": {"secretKeyRef": {"name": "s", "key": "HF_TOKEN"}}},
+                    ],
+                    "ports": [{"name": "http", "containerPort": 8000}],
+                    "volumeMounts": [
+                        {"name": "config", "mountPath": "/etc/app", "readOnly": True},
+                        {"name": "tmp", "mountPath": "/tmp"},
+                        {"name": "state", "mountPath": "/state"},
+                    ],
+                    "startupProbe": {
+                        "httpGet": {"path": "/live", "port": "http"}, "periodSeconds": 0.05, "failureThreshold": 400
+                    },
+                    "readinessProbe": {"httpGet": {"path": "/health", "port": "http"}, "periodSeconds": 0.05},
+                    "resources": {"requests": {"cpu": "1"}},
+                }
+            ],
+            "volumes": [
+                {"name": "config", "configMap": {"name": "chat-config"}},
+                {"name": "tmp", "emptyDir": {}},
+                {"name": "state", "emptyDir": {}},
+            ],
+        },
+    }  # fmt: skip
+
+
+def host(root: Path, devices: int = 0) -> Host:
+    config = {"data": {"config.json": "{}"}}
+    environment = {"PATH": os.environ["PATH"], "HF_TOKEN": "secret"}
+    return Host(root / "default.chat", environment, devices, {"chat-config": config})
+
+
+def free_port() -> int:
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return int(s.getsockname()[1])
+
+
+def test_paths_ports_and_references_of_a_pod_become_those_of_this_machine(tmp_path: Path) -> None:
+    plan = interpret(pod(), host(tmp_path), {8000: 9001})
+    root = tmp_path / "default.chat" / "chat-0"
+    assert plan.argv[3:] == ("9001", str(root / "state" / "ready"), str(root / "termination-message"))
+    assert plan.env["HOME"] == str(root / "tmp")
+    assert plan.env["CONFIG"] == str(root / "config" / "config.json")
+    assert (plan.env["IP"], plan.env["TOKEN"]) == ("127.0.0.1", "secret")
+    assert plan.files == {root / "config" / "config.json": "{}"}
+    assert plan.ports == {"http": 9001}
+    assert plan.readiness is not None
+    assert plan.readiness.port == 9001
+    assert plan.grace_seconds == 7
+
+
+def test_a_path_that_only_looks_like_a_mount_stays(tmp_path: Path) -> None:
+    body = pod()
+    body["spec"]["containers"][0]["args"] = ["/tmpfile", "/tmp/x", "0.0.0.0"]
+    plan = interpret(body, host(tmp_path), {8000: 9001})
+    assert plan.argv[-3:] == ("/tmpfile", str(tmp_path / "default.chat/chat-0/tmp/x"), "127.0.0.1")
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "complaint"),
+    [
+        (("spec", "initContainers"), [{}], "spec.initContainers"),
+        (("spec", "hostNetwork"), True, "spec.hostNetwork"),
+        (("spec", "containers", 0, "lifecycle"), {}, "lifecycle"),
+        (("spec", "containers", 0, "startupProbe"), {"exec": {}}, "startupProbe.exec"),
+        (("spec", "containers", 0, "readinessProbe"), {"httpGet": {"port": "web"}}, "web is not a declared port"),
+        (("spec", "containers", 0, "resources"), {"limits": {"aws.amazon.com/neuron": 1}}, "accelerator.type: CPU"),
+        (("spec", "containers", 0, "resources"), {"limits": {"nvidia.com/gpu": 1}}, "nvidia.com/gpu"),
+        (("spec", "containers", 0, "command"), ["no-such-program"], "no-such-program is not installed"),
+        (("spec", "volumes", 1), {"name": "tmp", "hostPath": {"path": "/"}}, "hostPath"),
+        (("spec", "volumes", 0), {"name": "config", "configMap": {"name": "gone"}}, "no ConfigMap gone"),
+        (("spec", "containers", 0, "env", 3, "valueFrom", "secretKeyRef", "key"), "OTHER", "export OTHER="),
+        (("spec", "containers", 0, "env", 2, "valueFrom"), {"resourceFieldRef": {}}, "resourceFieldRef"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_interpreted_is_refused_with_its_name(
+    tmp_path: Path, path: tuple[str | int, ...], value: Any, complaint: str
+) -> None:
+    body = copy.deepcopy(pod())
+    place: Any = body
+    for step in path[:-1]:
+        place = place[step]
+    place[path[-1]] = value
+    with pytest.raises(CannotRunHere, match=complaint):
+        interpret(body, host(tmp_path), {8000: 9001})
+
+
+def test_devices_that_are_here_are_enough(tmp_path: Path) -> None:
+    body = pod()
+    body["spec"]["containers"][0]["resources"] = {"limits": {"aws.amazon.com/neuron": 2}}
+    interpret(body, host(tmp_path, devices=2), {8000: 9001})
+
+
+async def _until(condition: Any) -> None:
+    async with asyncio.timeout(20):
+        while not condition():
+            await asyncio.sleep(0.01)
+
+
+async def test_a_pod_is_ready_when_its_probe_says_so_and_ends_with_its_termination_message(tmp_path: Path) -> None:
+    lines: list[str] = []
+    process = PodProcess(interpret(pod(), host(tmp_path), {8000: free_port()}), lambda _, line: lines.append(line))
+    await process.start()
+    watching = asyncio.create_task(process.watch(lambda: None))
+    await _until(lambda: process.started)
+    assert not process.ready
+    state = tmp_path / "default.chat" / "chat-0" / "state"
+    (state / "ready").touch()
+    await _until(lambda: process.ready)
+    (state / "ready").unlink()
+    await _until(lambda: not process.ready)
+    assert process.was_ready
+    await process.stop()
+    ended = await watching
+    assert (ended.exit_code, ended.message) == (0, '{"ok": true}')
+    assert lines == ["serving", "bye"]
+
+
+async def test_a_pod_that_ignores_sigterm_is_killed_after_its_grace_period(tmp_path: Path) -> None:
+    body = pod()
+    code = (
+        "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('deaf', flush=True); time.sleep(60)"
+    )
+    body["spec"]["containers"][0] |= {"command": [sys.executable, "-c", code]}
+    body["spec"]["terminationGracePeriodSeconds"] = 0.2
+    lines: list[str] = []
+    process = PodProcess(interpret(body, host(tmp_path), {8000: free_port()}), lambda _, line: lines.append(line))
+    await process.start()
+    watching = asyncio.create_task(process.watch(lambda: None))
+    await _until(lambda: lines == ["deaf"])
+    await process.stop()
+    ended = await watching
+    assert (ended.exit_code, ended.signal) == (137, signal.SIGKILL)
+
+
+async def test_a_pod_whose_start_up_probe_never_answers_is_stopped(tmp_path: Path) -> None:
+    body = pod()
+    body["spec"]["containers"][0]["startupProbe"] |= {"failureThreshold": 2, "httpGet": {"path": "/no", "port": "http"}}
+    lines: list[str] = []
+    process = PodProcess(interpret(body, host(tmp_path), {8000: free_port()}), lambda _, line: lines.append(line))
+    await process.start()
+    await process.watch(lambda: None)
+    assert not process.started
+    assert any("start-up probe /no failed 2 times" in line for line in lines)
