@@ -1,31 +1,57 @@
-# Everything a person or CI does with this repository. `make help` lists the targets.
+# Everything a person or CI does with this repository; `make` alone lists the targets.
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
-.PHONY: help setup check test format
+.PHONY: help setup demo serve format lint check test test-neuron-versions cluster cluster-images cluster-down cluster-deps clean-cache
 
 PYTHON ?= python3
-VENV := .venv
-BIN := $(VENV)/bin
+BIN := .venv/bin
+RIG := PYTHONPATH=tests $(BIN)/python -m cluster.rig
+FAST := not slow and not cluster
 
 help:  ## this list
-	@grep -hE '^[a-z][a-z-]*:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 18
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 22
 
-setup: $(VENV)/.ready  ## the development environment in .venv
-$(VENV)/.ready: pyproject.toml constraints.txt
-	@scripts/setup-venv $(VENV) constraints.txt
+setup: .venv/.ready  ## the development environment in .venv
+.venv/.ready: pyproject.toml constraints.txt scripts/setup-venv
+	@PYTHON=$(PYTHON) scripts/setup-venv .venv constraints.txt operator,runtime,dev
 	@touch $@
 
+.venv-neuron/.ready: pyproject.toml constraints-neuron.txt scripts/setup-venv
+	@PYTHON=$(PYTHON) scripts/setup-venv .venv-neuron constraints-neuron.txt runtime,dev
+	@touch $@
+
+demo: setup  ## serve the demo model here, ask it one question, end
+	@$(BIN)/neuron-operator local -f examples/neuronmodel-local.yaml --ask "What is neuron-serving?" --exit
+
+serve: setup  ## the same, and stay
+	@$(BIN)/neuron-operator local -f examples/neuronmodel-local.yaml --ask "What is neuron-serving?"
+
 format: setup  ## rewrite the code in the project's style
-	$(BIN)/ruff check --fix -q . ; $(BIN)/ruff format -q .
+	@$(BIN)/ruff check --fix -q . ; $(BIN)/ruff format -q .
 
-check: setup  ## style, types, import contracts, fast tests; under a minute
-	$(BIN)/ruff check . && $(BIN)/ruff format --check -q .
-	$(BIN)/mypy
-	$(BIN)/lint-imports --no-cache
-	$(BIN)/pytest -q -m "not slow and not cluster"
+lint: setup
+	@$(BIN)/ruff check -q . && $(BIN)/ruff format --check -q . && $(BIN)/mypy && $(BIN)/lint-imports --no-cache
 
-test: setup  ## all tests
-	$(BIN)/ruff check . && $(BIN)/ruff format --check -q .
-	$(BIN)/mypy
-	$(BIN)/lint-imports --no-cache
-	$(BIN)/pytest
+check: lint  ## style, types, import contracts, fast tests; under a minute
+	@$(BIN)/pytest -q -m "$(FAST)"
+
+test: lint cluster-deps test-neuron-versions  ## all tests, the cluster included where this machine can hold it
+	@$(BIN)/pytest
+
+test-neuron-versions: .venv-neuron/.ready  ## the runtime's fast tests with the versions of AWS's Neuron images
+	@.venv-neuron/bin/pytest -q -m "$(FAST)" tests/neuron_runtime
+
+cluster: setup cluster-deps  ## a real cluster on this machine, fake Neuron devices; prints the KUBECONFIG
+	@$(RIG) up
+
+cluster-images: setup cluster-deps  ## build the images of Dockerfile.neuron and load them into the cluster's nodes
+	@$(RIG) images
+
+cluster-down:  ## end the cluster; leaves nothing behind
+	@$(RIG) down
+
+cluster-deps:  ## the Debian packages that the cluster needs
+	@scripts/cluster-deps
+
+clean-cache:  ## remove compiled programs, images and volumes from the cache folder
+	@$(RIG) clean-cache
