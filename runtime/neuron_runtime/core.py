@@ -55,7 +55,7 @@ class SamplingParams:
     stop_token_ids: frozenset[int] = frozenset()
     """Token ids that end the answer with FinishReason.STOP, end tokens of the model included."""
     min_tokens: int = 0
-    """A stop token counts only once this many tokens were generated."""
+    """A stop token ends the answer only when at least this many tokens were generated before it."""
     logprobs: int | None = None
     """How many alternatives to report per token; None: no logprobs."""
 
@@ -80,7 +80,8 @@ class Request:
 class Added:
     """A sequence enters the backend's mirror at `slot` (a slot is free until added and after released).
 
-    token_ids: every token known so far (the prompt, and after a preemption also the answer up to now).
+    token_ids: every token known so far (the prompt, and after a preemption also the answer up to now); which of them
+        are computed when is told by rows alone.
     num_prompt_tokens: how many of them are the client's, so output positions can be counted.
     blocks: KV blocks in order; with the slot layout exactly one, whose number equals the slot.
     """
@@ -121,8 +122,8 @@ class Rows:
 class Batch:
     """One step as a delta against the backend's slot mirror; the same value on every rank.
 
-    Order of effects: `released`, then `added`, then `appended_blocks` ((slot, block) pairs), then the rows run.
-    A preempted sequence is released and later added again with all its tokens.
+    Order of effects: `released`, then `kept_blocks`, then `added`, then `appended_blocks` ((slot, block) pairs), then
+    the rows run. A preempted sequence is released and later added again with all its tokens.
     """
 
     step: int
@@ -131,6 +132,9 @@ class Batch:
     added: tuple[Added, ...] = ()
     appended_blocks: tuple[tuple[int, int], ...] = ()
     released: tuple[int, ...] = ()
+    kept_blocks: tuple[tuple[int, int], ...] = ()
+    """(slot, n) pairs: only the first n blocks of the slot stay; the rest was reserved for tokens that did not come.
+    Empty unless rows may produce several tokens."""
 
     @property
     def num_tokens(self) -> int:
@@ -178,7 +182,10 @@ class StepOutput:
 
 @dataclass(frozen=True, slots=True)
 class TokenEvent:
-    """News of one request from one step: the new tokens, and how it ended if it did."""
+    """News of one request from one step: the new tokens, and how it ended if it did.
+
+    With FinishReason.STOP the last of `token_ids` is the stop token itself: counted in usage, no part of the text.
+    """
 
     request_id: str
     token_ids: tuple[int, ...] = ()
@@ -240,22 +247,60 @@ class BackendLimits:
     token_feedback: Literal["device", "host"] = "host"
     """Who feeds a sampled token into the next step; with `host` a batch's `after` rows are filled before launch."""
     num_lookahead_tokens: int = 0
-    """Positions beyond the ones fed that a decode row may write (draft tokens)."""
+    """Positions beyond the ones fed that a row may write (draft tokens); at least `max_tokens_per_row - 1`."""
 
     def __post_init__(self) -> None:
-        if self.layout == "slots" and not (
-            self.block_size == self.max_model_length and self.num_blocks == self.max_rows
+        for wrong, rule in (
+            (
+                min(self.max_rows, self.max_model_length, self.max_step_tokens, self.num_blocks, self.block_size) < 1,
+                "max_rows, max_model_length, max_step_tokens, num_blocks, block_size must be positive",
+            ),
+            (
+                self.layout == "slots" and (self.block_size, self.num_blocks) != (self.max_model_length, self.max_rows),
+                "slot layout: block_size must be max_model_length and num_blocks must be max_rows",
+            ),
+            (
+                self.token_feedback == "host" and self.steps_in_flight != 1,
+                "host feedback allows one step in flight",
+            ),
+            (
+                self.num_lookahead_tokens < self.max_tokens_per_row - 1,
+                "num_lookahead_tokens must be at least max_tokens_per_row - 1",
+            ),
+            (
+                self.max_step_tokens < self.max_rows - 1 + (self.min_chunk_tokens if self.mixes_phases else 1),
+                "max_step_tokens must hold a decode row of every sequence, or of all but one beside a chunk",
+            ),
+            (
+                max(self.min_prefill_tokens, self.min_chunk_tokens) > self.longest_prefill,
+                "min_prefill_tokens and min_chunk_tokens must fit in one step",
+            ),
+            (
+                self.decodes_all_live_rows and (self.mixes_phases or self.chunks_prefill),
+                "decodes_all_live_rows leaves no step for half a prompt: mixes_phases and chunks_prefill must be off",
+            ),
         ):
-            raise ValueError("slot layout: block_size must be max_model_length and num_blocks must be max_rows")
-        if self.token_feedback == "host" and self.steps_in_flight != 1:
-            raise ValueError("host feedback allows one step in flight")
-        if min(self.max_rows, self.max_model_length, self.max_step_tokens, self.num_blocks, self.block_size) < 1:
-            raise ValueError("max_rows, max_model_length, max_step_tokens, num_blocks, block_size must be positive")
+            if wrong:
+                raise ValueError(rule)
 
     @property
     def longest_prefill(self) -> int:
-        """Longest prompt that can be computed without chunks."""
+        """Most tokens of one sequence that one step can compute."""
         return min(self.max_one_shot_prefill or self.max_step_tokens, self.max_step_tokens)
+
+    @property
+    def longest_sequence(self) -> int:
+        """Most tokens of prompt and answer together: the drafts of the last row must stay inside the model length."""
+        return self.max_model_length - max(self.num_lookahead_tokens - 1, 0)
+
+    @property
+    def recomputes(self) -> bool:
+        """Whether every sequence can be prefilled again, whatever it has grown to; without that none is preempted."""
+        return self.chunks_prefill or self.longest_prefill >= self.longest_sequence - 1
+
+    def blocks_for(self, num_tokens: int) -> int:
+        """Blocks that hold this many tokens."""
+        return -(-num_tokens // self.block_size)
 
 
 def fill(batch: Batch, output: StepOutput, previous: Batch) -> Batch:

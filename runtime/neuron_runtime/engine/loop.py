@@ -1,0 +1,244 @@
+"""The engine: the one loop that owns scheduler and backend.
+
+Called by the engine process and by the offline class, always from one thread (the one that owns the device). Turns
+requests into token events, step by step; knows no text, no HTTP and no process.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+from neuron_runtime.backend.base import Backend
+from neuron_runtime.core import Batch, Kind, Late, Request, StepOutput, TokenEvent, fill
+from neuron_runtime.engine.admission import check_request
+from neuron_runtime.engine.scheduler import Scheduler
+from neuron_runtime.engine.sequence import Sequence
+from neuron_runtime.errors import InvalidRequest, Overloaded
+
+DEFAULT_MAX_QUEUED_REQUESTS = 256
+
+
+class LateSampler(Protocol):
+    """What only the host can say about a next token, once the token before it is known (grammar masks, penalties)."""
+
+    def needs_host(self, request: Request) -> bool:
+        """Whether rows of this request sample only among `allowed_token_ids`. The same answer for its whole life."""
+
+    def allowed_token_ids(self, request: Request, output_token_ids: Seq[int]) -> tuple[int, ...]:
+        """Ids that may follow the answer so far; at least one."""
+
+
+class NothingLate:
+    """The late sampler of an engine whose requests all sample on the device alone."""
+
+    def needs_host(self, request: Request) -> bool:
+        return False
+
+    def allowed_token_ids(self, request: Request, output_token_ids: Seq[int]) -> tuple[int, ...]:
+        raise NotImplementedError("no request needs the host")
+
+
+@dataclass(frozen=True, slots=True)
+class StepStats:
+    """One applied step."""
+
+    step: int
+    kind: Kind
+    num_rows: int
+    num_tokens: int
+    """Tokens fed."""
+    num_new_tokens: int
+    """Tokens that went to clients."""
+    device_seconds: float
+    scheduled_ahead: bool
+    """This step was scheduled while the one before it ran."""
+    launched_ahead: bool
+    """It was also launched before the one before it was collected."""
+
+
+@dataclass(frozen=True, slots=True)
+class EngineStats:
+    """The engine in numbers. Counts named `num_*_total` only grow."""
+
+    num_running: int = 0
+    num_waiting: int = 0
+    num_blocks_used: int = 0
+    num_blocks: int = 0
+    num_preemptions_total: int = 0
+    num_prompt_tokens_total: int = 0
+    """Prompt tokens of requests that got their first token."""
+    num_generation_tokens_total: int = 0
+    num_cached_tokens_total: int = 0
+    """Prompt tokens that were not computed because a prefix of them was cached."""
+    num_prefill_steps_total: int = 0
+    num_decode_steps_total: int = 0
+    num_mixed_steps_total: int = 0
+    num_decode_steps_ahead_total: int = 0
+    """Decode steps that were scheduled while the step before them ran."""
+    device_seconds_total: float = 0.0
+    last_step: StepStats | None = None
+    """The step applied by the latest call of `Engine.step`; None if that call applied none."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Launched:
+    """A step on the device; its batch is filled in as soon as the step before it is collected."""
+
+    batch: Batch
+    scheduled_ahead: bool = False
+    launched_ahead: bool = False
+
+
+class Engine:
+    """Requests in, token events out. An exception from a backend call passes through; the engine is then undefined."""
+
+    def __init__(
+        self,
+        backend: Backend,
+        *,
+        max_queued_requests: int = DEFAULT_MAX_QUEUED_REQUESTS,
+        max_consecutive_prefills: int = 1,
+        late: LateSampler | None = None,
+    ) -> None:
+        """Take over a warmed-up backend.
+
+        max_queued_requests: requests accepted beyond those that fit into the backend's rows.
+        max_consecutive_prefills: prefill steps in a row while decoding sequences wait, where phases do not mix.
+        """
+        self._backend = backend
+        self._limits = backend.limits
+        self._scheduler = Scheduler(self._limits, max_consecutive_prefills)
+        self._late = late or NothingLate()
+        self._max_queued = max_queued_requests
+        self._in_flight: deque[_Launched] = deque()
+        self._totals = EngineStats(num_blocks=self._limits.num_blocks)
+
+    def add(self, request: Request) -> None:
+        """Accept a request.
+
+        Raises:
+            InvalidRequest: it can never run; names field and limit.
+            Overloaded: the queue is full.
+        """
+        check_request(self._limits, request)
+        if request.request_id in self._scheduler:
+            raise InvalidRequest(f"a request with the id {request.request_id!r} is running", field="request_id")
+        if self._scheduler.num_live >= self._limits.max_rows + self._max_queued:
+            raise Overloaded(f"the queue is full ({self._max_queued} requests wait); try again later")
+        self._scheduler.add(request)
+
+    def abort(self, request_id: str) -> None:
+        """Stop working on a request; no event follows. Any number of times, with any id."""
+        self._scheduler.abort(request_id)
+
+    @property
+    def has_work(self) -> bool:
+        """Whether anything waits, runs or is in flight."""
+        return bool(self._scheduler.num_live or self._in_flight)
+
+    @property
+    def stats(self) -> EngineStats:
+        scheduler = self._scheduler
+        return replace(
+            self._totals,
+            num_running=len(scheduler.running),
+            num_waiting=len(scheduler.waiting),
+            num_blocks_used=scheduler.blocks.num_used,
+            num_preemptions_total=scheduler.num_preemptions,
+            num_prompt_tokens_total=scheduler.num_prompt_tokens,
+        )
+
+    def step(self) -> list[TokenEvent]:
+        """One turn: the next step is scheduled while the one in flight runs, then that one is collected and applied.
+
+        The next step is launched at the first moment at which everything it needs is known: at once when the device
+        feeds its own tokens, after `collect` when the host does, after `apply` when a row samples late.
+        """
+        self._totals = replace(self._totals, last_step=None)
+        if not self._in_flight and not self._start():
+            return []
+        ahead = self._scheduler.schedule()
+        late = ahead is not None and self._needs_host()
+        at_once = ahead is not None and not late and self._limits.steps_in_flight == 2
+        if ahead and at_once:
+            self._launch(_Launched(ahead, scheduled_ahead=True, launched_ahead=True), None)
+
+        current = self._in_flight.popleft()
+        output = self._backend.collect(current.batch.step)
+        following = _Launched(fill(ahead, output, current.batch), True, at_once) if ahead else None
+        if following and at_once:
+            self._in_flight[0] = following
+        elif following and not late:
+            self._launch(following, None)
+        events = self._apply(current, output)
+        if following and late:
+            self._launch(following, self._allowed())
+        return events
+
+    def _start(self) -> bool:
+        """Launch a step while nothing is in flight; False when there is no work."""
+        batch = self._scheduler.schedule()
+        if batch is None:
+            if self._scheduler.num_live:
+                raise RuntimeError(f"the scheduler has no step for {self._scheduler.num_live} live requests")
+            return False
+        self._launch(_Launched(batch), self._allowed() if self._needs_host() else None)
+        return True
+
+    def _launch(self, launched: _Launched, late: Late | None) -> None:
+        self._backend.launch(launched.batch)
+        self._backend.sample(launched.batch.step, late)
+        self._in_flight.append(launched)
+
+    def _apply(self, launched: _Launched, output: StepOutput) -> list[TokenEvent]:
+        events = self._scheduler.apply(output)
+        self._count(launched, output, events)
+        return events
+
+    def _newest_rows(self) -> list[tuple[Sequence, bool]]:
+        """The rows of the step scheduled last: whose they are, and whether their tokens are wanted from the host."""
+        batch, sequences = self._scheduler.planned[-1]
+        return [
+            (sequence, samples and not sequence.done and self._late.needs_host(sequence.request))
+            for sequence, samples in zip(sequences, batch.rows.samples, strict=True)
+        ]
+
+    def _needs_host(self) -> bool:
+        return any(needed for _, needed in self._newest_rows())
+
+    def _allowed(self) -> Late:
+        return Late(
+            tuple(
+                self._late.allowed_token_ids(sequence.request, sequence.tokens[sequence.num_prompt :])
+                if needed
+                else None
+                for sequence, needed in self._newest_rows()
+            )
+        )
+
+    def _count(self, launched: _Launched, output: StepOutput, events: list[TokenEvent]) -> None:
+        batch, totals = launched.batch, self._totals
+        step = StepStats(
+            step=batch.step,
+            kind=batch.kind,
+            num_rows=len(batch.rows),
+            num_tokens=batch.num_tokens,
+            num_new_tokens=sum(len(event.token_ids) for event in events),
+            device_seconds=output.device_seconds,
+            scheduled_ahead=launched.scheduled_ahead,
+            launched_ahead=launched.launched_ahead,
+        )
+        decodes = batch.kind is Kind.DECODE
+        self._totals = replace(
+            totals,
+            num_generation_tokens_total=totals.num_generation_tokens_total + step.num_new_tokens,
+            num_prefill_steps_total=totals.num_prefill_steps_total + (batch.kind is Kind.PREFILL),
+            num_decode_steps_total=totals.num_decode_steps_total + decodes,
+            num_mixed_steps_total=totals.num_mixed_steps_total + (batch.kind is Kind.MIXED),
+            num_decode_steps_ahead_total=totals.num_decode_steps_ahead_total + (decodes and step.scheduled_ahead),
+            device_seconds_total=totals.device_seconds_total + step.device_seconds,
+            last_step=step,
+        )
