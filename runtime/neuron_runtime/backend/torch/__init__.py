@@ -1,0 +1,27 @@
+"""The torch backend: a decoder of our own on CPUs. `load_torch_backend` is its only entrance.
+
+Importing this package is cheap: torch is imported when a model is loaded, so commands that need no model start fast.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from neuron_runtime.backend.base import Backend, Progress
+    from neuron_runtime.config import RuntimeConfig
+
+__all__ = ["load_torch_backend"]
+
+
+def load_torch_backend(model_dir: Path, config: RuntimeConfig, progress: Progress) -> Backend:
+    """Check a model folder, decide the limits, read the weights. `warm_up` is left to the caller.
+
+    Raises:
+        FatalError: MODEL_NOT_FOUND, INVALID_MODEL, UNSUPPORTED_ARCHITECTURE or DEVICE_OUT_OF_MEMORY.
+        InvalidConfig: a limit or the dtype of the configuration cannot be served; the field is named.
+    """
+    from neuron_runtime.backend.torch.loader import load  # noqa: PLC0415  (torch takes seconds to import)
+
+    return load(model_dir, config, progress)

@@ -1,0 +1,202 @@
+"""Keys and values of all live sequences, and which of them a step reads and writes.
+
+One storage shape serves both layouts, `[line, kv_head, position, dim]` per layer: with slots a line is a slot of the
+model's length, with blocks it is a block. The backend makes one `StepPlan` per step from its mirror; the decoder uses
+it in every layer. Nothing here chooses slots or blocks: the engine does.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+IntArray = npt.NDArray[np.int64]
+
+LENGTH_STEP = 32
+"""Decode attention covers lengths rounded up to this."""
+MAX_RANGE_WASTE = 2
+"""Slots are read in place as one range unless the range holds more than this many lines per row."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepRows:
+    """The rows of one step, resolved: row i feeds `num_tokens[i]` tokens at `start[i]` of its sequence.
+
+    lines: `[rows, lines per sequence]`, the cache lines of each row in order, padded with any valid line.
+    """
+
+    start: IntArray
+    num_tokens: IntArray
+    lines: IntArray
+
+
+@dataclass(frozen=True, slots=True)
+class DecodePart:
+    """The one-token rows of a step.
+
+    flat: index of each row among the step's tokens, None when the step has no others.
+    range: lines `[begin, end)` to read in place, or None to gather.
+    gather: lines to gather, `[rows, lines per row]`, where `range` is None.
+    lanes: which lane each row takes; None when lanes are the rows in order.
+    num_lanes, length: what attention covers. mask: `[lanes, 1, 1, length]`.
+    """
+
+    flat: torch.Tensor | None
+    range: tuple[int, int] | None
+    gather: torch.Tensor | None
+    lanes: torch.Tensor | None
+    num_lanes: int
+    length: int
+    mask: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class PromptPart:
+    """A row of several tokens: tokens `[begin, end)` of the step, at positions `[start, length)` of its sequence.
+
+    mask: `[end - begin, length]`, None when the row starts its sequence.
+    """
+
+    begin: int
+    end: int
+    length: int
+    lines: torch.Tensor
+    mask: torch.Tensor | None
+
+
+@dataclass(frozen=True, slots=True)
+class StepPlan:
+    """Where the tokens of a step go in `cache`, and what they look at.
+
+    positions, write_line, write_offset: `[tokens]`.
+    """
+
+    cache: KVCache
+    positions: torch.Tensor
+    write_line: torch.Tensor
+    write_offset: torch.Tensor
+    decode: DecodePart | None
+    prompts: tuple[PromptPart, ...]
+
+
+class KVCache:
+    """Storage of `[lines, kv_heads, line_length, dim]` for keys and for values of each layer."""
+
+    def __init__(
+        self, *, num_layers: int, num_lines: int, num_kv_heads: int, line_length: int, head_dim: int, dtype: torch.dtype
+    ) -> None:
+        self.line_length = line_length
+        shape = (num_lines, num_kv_heads, line_length, head_dim)
+        self._keys = [_lazy_zeros(shape, dtype) for _ in range(num_layers)]
+        self._values = [_lazy_zeros(shape, dtype) for _ in range(num_layers)]
+        self._dtype = dtype
+
+    def plan(self, rows: StepRows) -> StepPlan:
+        """Work out one step for all layers."""
+        num_tokens, start = rows.num_tokens, rows.start
+        ends = np.cumsum(num_tokens)
+        begins = ends - num_tokens
+        row_of_token = np.repeat(np.arange(len(num_tokens)), num_tokens)
+        positions = np.arange(int(num_tokens.sum())) - begins[row_of_token] + start[row_of_token]
+        line, offset = np.divmod(positions, self.line_length)
+        decodes = np.flatnonzero(num_tokens == 1)
+        return StepPlan(
+            cache=self,
+            positions=torch.from_numpy(positions),
+            write_line=torch.from_numpy(rows.lines[row_of_token, line]),
+            write_offset=torch.from_numpy(offset),
+            decode=self._plan_decode(rows, decodes, begins) if len(decodes) else None,
+            prompts=tuple(
+                self._plan_prompt(rows, int(i), int(begins[i]), int(ends[i])) for i in np.flatnonzero(num_tokens > 1)
+            ),
+        )
+
+    def write(self, layer: int, plan: StepPlan, key: torch.Tensor, value: torch.Tensor) -> None:
+        """Store keys and values `[tokens, kv_heads, dim]` of the step's tokens."""
+        self._keys[layer][plan.write_line, :, plan.write_offset] = key
+        self._values[layer][plan.write_line, :, plan.write_offset] = value
+
+    def read_decode(self, layer: int, part: DecodePart) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values `[lanes, kv_heads, length, dim]`."""
+        return self._read(self._keys[layer], part), self._read(self._values[layer], part)
+
+    def read_prompt(self, layer: int, part: PromptPart) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values `[kv_heads, length, dim]` of one sequence."""
+        return self._read_sequence(self._keys[layer], part), self._read_sequence(self._values[layer], part)
+
+    def _read(self, storage: torch.Tensor, part: DecodePart) -> torch.Tensor:
+        if part.range is not None:
+            return storage[part.range[0] : part.range[1], :, : part.length]
+        assert part.gather is not None
+        _, kv_heads, line_length, dim = storage.shape
+        if part.gather.shape[1] == 1:
+            return storage[:, :, : part.length].index_select(0, part.gather.view(-1))
+        # (line, head) pairs as rows of a matrix: one copy puts the blocks of a head behind each other.
+        pairs = (part.gather.unsqueeze(1) * kv_heads + torch.arange(kv_heads).view(1, -1, 1)).view(-1)
+        gathered = storage.view(-1, line_length * dim).index_select(0, pairs)
+        return gathered.view(part.num_lanes, kv_heads, -1, dim)
+
+    def _read_sequence(self, storage: torch.Tensor, part: PromptPart) -> torch.Tensor:
+        if part.lines.numel() == 1:
+            return storage[int(part.lines), :, : part.length]
+        return storage.index_select(0, part.lines).transpose(0, 1).flatten(1, 2)[:, : part.length]
+
+    def _plan_decode(self, rows: StepRows, decodes: IntArray, begins: IntArray) -> DecodePart:
+        lengths = rows.start[decodes] + 1
+        length = int(-(-lengths.max() // LENGTH_STEP) * LENGTH_STEP)
+        lines = rows.lines[decodes]
+        read_range, gather, lanes = None, None, np.arange(len(decodes))
+        if rows.lines.shape[1] == 1:
+            length = min(length, self.line_length)
+            low, high = int(lines.min()), int(lines.max()) + 1
+            if high - low <= MAX_RANGE_WASTE * len(decodes):
+                read_range, lanes = (low, high), lines[:, 0] - low
+            else:
+                gather = torch.from_numpy(lines)
+        else:
+            num_lines = -(-length // self.line_length)
+            num_lines = min(num_lines, lines.shape[1])
+            length = num_lines * self.line_length
+            gather = torch.from_numpy(np.ascontiguousarray(lines[:, :num_lines]))
+        num_lanes = read_range[1] - read_range[0] if read_range else len(decodes)
+        # Lanes without a row look at one position, so that no row of scores is empty.
+        lane_lengths = np.ones(num_lanes, dtype=np.int64)
+        lane_lengths[lanes] = lengths
+        visible = torch.arange(length) < torch.from_numpy(lane_lengths).view(-1, 1, 1, 1)
+        in_order = num_lanes == len(decodes) and bool((lanes == np.arange(num_lanes)).all())
+        return DecodePart(
+            flat=None if len(decodes) == len(rows.start) else torch.from_numpy(begins[decodes]),
+            range=read_range,
+            gather=gather,
+            lanes=None if in_order else torch.from_numpy(lanes),
+            num_lanes=num_lanes,
+            length=length,
+            mask=_additive(visible, self._dtype),
+        )
+
+    def _plan_prompt(self, rows: StepRows, row: int, begin: int, end: int) -> PromptPart:
+        start = int(rows.start[row])
+        length = start + end - begin
+        num_lines = -(-length // self.line_length)
+        visible = torch.arange(length) <= torch.arange(start, length).view(-1, 1)
+        return PromptPart(
+            begin=begin,
+            end=end,
+            length=length,
+            lines=torch.from_numpy(np.ascontiguousarray(rows.lines[row, :num_lines])),
+            mask=None if start == 0 else _additive(visible, self._dtype),
+        )
+
+
+def _additive(visible: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    return torch.zeros(visible.shape, dtype=dtype).masked_fill_(~visible, float("-inf"))
+
+
+def _lazy_zeros(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    # numpy asks the system for zeroed pages and touches none, so lines cost memory when a sequence first uses them.
+    # Zeros matter: a masked position still takes part in the products, where old memory could hold NaN.
+    num_bytes = int(np.prod(shape)) * dtype.itemsize
+    return torch.from_numpy(np.zeros(num_bytes, dtype=np.uint8)).view(dtype).view(shape)

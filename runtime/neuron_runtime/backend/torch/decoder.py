@@ -1,0 +1,113 @@
+"""The decoder: one forward step over the tokens of all rows, in plain eager torch.
+
+Called by the backend on its device thread. Linear layers run over all tokens of a step at once; attention treats
+one-token rows together and longer rows one by one. The head runs for sampled positions only. No sampling here.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch.nn import functional
+
+from neuron_runtime.backend.torch import rotary
+from neuron_runtime.backend.torch.architecture import DecoderConfig
+from neuron_runtime.backend.torch.attention import decode_attention, prompt_attention
+from neuron_runtime.backend.torch.cache import DecodePart, KVCache, StepPlan
+from neuron_runtime.backend.torch.linear import Linear, linear
+from neuron_runtime.backend.torch.weights import WeightReader
+
+
+@dataclass(frozen=True, slots=True)
+class Layer:
+    """Weights of one block; `qkv` and `gate_up` are fused projections."""
+
+    attention_norm: torch.Tensor
+    qkv: Linear
+    output: Linear
+    mlp_norm: torch.Tensor
+    gate_up: Linear
+    down: Linear
+
+
+class Decoder:
+    """A loaded model. `forward` is the only thing it does."""
+
+    def __init__(self, config: DecoderConfig, reader: WeightReader, max_model_length: int, dtype: torch.dtype) -> None:
+        self._config = config
+        self._scale = config.head_dim**-0.5
+        self._cosine, self._sine = rotary.tables(config.rope, config.head_dim, max_model_length, dtype)
+        self._embedding = reader.take("model.embed_tokens.weight")
+        self._layers = [_load_layer(config, reader, f"model.layers.{i}.") for i in range(config.num_layers)]
+        self._norm = reader.take("model.norm.weight")
+        self._head = linear(self._embedding if config.tied_embeddings else reader.take("lm_head.weight"))
+
+    def forward(self, token_ids: torch.Tensor, plan: StepPlan, sampled: torch.Tensor) -> torch.Tensor:
+        """Feed `token_ids` `[tokens]`, storing their keys and values.
+
+        Args:
+            sampled: indexes of the tokens whose next token is wanted.
+
+        Returns:
+            Logits, float32 `[sampled, vocabulary]`.
+        """
+        config = self._config
+        num_rotated = config.num_heads + config.num_kv_heads
+        cosine, sine = self._cosine[plan.positions], self._sine[plan.positions]
+        x = self._embedding[token_ids]
+        for index, layer in enumerate(self._layers):
+            heads = layer.qkv(self._normalise(x, layer.attention_norm)).view(len(x), -1, config.head_dim)
+            rotated = rotary.rotate(heads[:, :num_rotated], cosine, sine)
+            query, key, value = rotated[:, : config.num_heads], rotated[:, config.num_heads :], heads[:, num_rotated:]
+            plan.cache.write(index, plan, key, value)
+            x = x + layer.output(self._attend(index, plan, query, key, value))
+            gate, up = layer.gate_up(self._normalise(x, layer.mlp_norm)).chunk(2, dim=-1)
+            x = x + layer.down(functional.silu(gate) * up)
+        if len(sampled) != len(x):
+            x = x[sampled]
+        return self._head(self._normalise(x, self._norm)).float()
+
+    def _attend(
+        self, layer: int, plan: StepPlan, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
+    ) -> torch.Tensor:
+        """Attention of all rows: query `[tokens, heads, dim]` to `[tokens, heads * dim]`."""
+        if plan.decode is not None and plan.decode.flat is None:
+            return self._attend_decode(layer, plan.decode, plan.cache, query).flatten(1)
+        out = torch.empty_like(query, memory_format=torch.contiguous_format)
+        if plan.decode is not None:
+            out[plan.decode.flat] = self._attend_decode(layer, plan.decode, plan.cache, query[plan.decode.flat])
+        for part in plan.prompts:
+            span = slice(part.begin, part.end)
+            if part.mask is None:
+                keys, values = key[span].transpose(0, 1), value[span].transpose(0, 1)
+            else:
+                keys, values = plan.cache.read_prompt(layer, part)
+            out[span] = prompt_attention(query[span], keys, values, part.mask, self._scale)
+        return out.flatten(1)
+
+    def _attend_decode(self, layer: int, part: DecodePart, cache: KVCache, query: torch.Tensor) -> torch.Tensor:
+        lanes = query.view(len(query), self._config.num_kv_heads, -1, self._config.head_dim)
+        if part.lanes is not None:
+            lanes = lanes.new_zeros((part.num_lanes, *lanes.shape[1:])).index_copy_(0, part.lanes, lanes)
+        key, value = cache.read_decode(layer, part)
+        out = decode_attention(lanes, key, value, part.mask, self._scale)
+        return out if part.lanes is None else out.index_select(0, part.lanes)
+
+    def _normalise(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        return functional.rms_norm(x, (x.shape[-1],), weight, self._config.rms_norm_epsilon)
+
+
+def _load_layer(config: DecoderConfig, reader: WeightReader, prefix: str) -> Layer:
+    def projection(has_bias: bool, *names: str) -> Linear:
+        weight = reader.take(*(f"{prefix}{name}.weight" for name in names))
+        return linear(weight, reader.take_if_any(has_bias, *(f"{prefix}{name}.bias" for name in names)))
+
+    return Layer(
+        attention_norm=reader.take(f"{prefix}input_layernorm.weight"),
+        qkv=projection(config.qkv_bias, "self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+        output=projection(config.output_bias, "self_attn.o_proj"),
+        mlp_norm=reader.take(f"{prefix}post_attention_layernorm.weight"),
+        gate_up=projection(config.mlp_bias, "mlp.gate_proj", "mlp.up_proj"),
+        down=projection(config.mlp_bias, "mlp.down_proj"),
+    )

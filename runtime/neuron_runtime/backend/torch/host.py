@@ -1,0 +1,57 @@
+"""What this process may use of the machine: memory and CPUs, as the kernel and the container's limits say.
+
+Called once while a backend is set up. Reads /proc and the cgroup files, which a test can point elsewhere.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from pathlib import Path
+
+
+def available_memory_bytes(root: Path = Path("/")) -> int:
+    """Memory that can still be taken: the least of the machine's and of the container's limit less its use."""
+    found = [_meminfo(root / "proc/meminfo")]
+    for limit, usage in (
+        ("sys/fs/cgroup/memory.max", "sys/fs/cgroup/memory.current"),
+        ("sys/fs/cgroup/memory/memory.limit_in_bytes", "sys/fs/cgroup/memory/memory.usage_in_bytes"),
+    ):
+        maximum, used = _number(root / limit), _number(root / usage)
+        if maximum is not None and used is not None:
+            found.append(max(0, maximum - used))
+    return min(found)
+
+
+def usable_cpus(root: Path = Path("/")) -> int:
+    """CPUs this process may keep busy: its affinity, or the container's quota where that is less. At least 1."""
+    counts = [float(len(os.sched_getaffinity(0)))]
+    quota = _words(root / "sys/fs/cgroup/cpu.max")
+    if len(quota) == 2 and quota[0].isdigit():
+        counts.append(int(quota[0]) / int(quota[1]))
+    quota_us = _number(root / "sys/fs/cgroup/cpu/cpu.cfs_quota_us")
+    period_us = _number(root / "sys/fs/cgroup/cpu/cpu.cfs_period_us")
+    if quota_us is not None and period_us:
+        counts.append(quota_us / period_us)
+    return max(1, math.floor(min(counts)))
+
+
+def _meminfo(path: Path) -> int:
+    for line in path.read_text().splitlines():
+        name, _, rest = line.partition(":")
+        if name == "MemAvailable":
+            return int(rest.split()[0]) * 1024
+    raise OSError(f"{path} has no line MemAvailable")
+
+
+def _number(path: Path) -> int | None:
+    """The number in a cgroup file; None where there is no such file or no limit (`max`, -1)."""
+    words = _words(path)
+    return int(words[0]) if len(words) == 1 and words[0].isdigit() else None
+
+
+def _words(path: Path) -> list[str]:
+    try:
+        return path.read_text().split()
+    except OSError:
+        return []

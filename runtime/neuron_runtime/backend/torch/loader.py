@@ -1,0 +1,70 @@
+"""From a model folder and a configuration to a `TorchBackend`: the one place that puts its parts together."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from neuron_runtime.backend.base import Progress
+from neuron_runtime.backend.torch.architecture import DecoderConfig, decoder_config, tensor_shapes
+from neuron_runtime.backend.torch.backend import TorchBackend
+from neuron_runtime.backend.torch.cache import KVCache
+from neuron_runtime.backend.torch.decoder import Decoder
+from neuron_runtime.backend.torch.host import available_memory_bytes, usable_cpus
+from neuron_runtime.backend.torch.sizing import derive_limits
+from neuron_runtime.backend.torch.weights import WeightReader, check_tensors
+from neuron_runtime.checkpoint import Checkpoint, read_checkpoint
+from neuron_runtime.config import RuntimeConfig
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+STORED_DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
+
+
+def load(
+    model_dir: Path,
+    config: RuntimeConfig,
+    progress: Progress,
+    available_bytes: Callable[[], int] = available_memory_bytes,
+) -> TorchBackend:
+    """See `load_torch_backend`."""
+    checkpoint = read_checkpoint(model_dir)
+    model = decoder_config(checkpoint.config)
+    check_tensors(checkpoint, tensor_shapes(model))
+    dtype = _dtype(config, checkpoint)
+    limits = derive_limits(config, model, dtype.itemsize, available_bytes())
+    return TorchBackend(
+        decoder=_load_decoder(checkpoint, model, limits.max_model_length, dtype, progress),
+        cache=KVCache(
+            num_layers=model.num_layers,
+            num_lines=limits.num_blocks,
+            num_kv_heads=model.num_kv_heads,
+            line_length=limits.block_size,
+            head_dim=model.head_dim,
+            dtype=dtype,
+        ),
+        limits=limits,
+        set_up=_limit_threads,
+    )
+
+
+def _load_decoder(
+    checkpoint: Checkpoint, model: DecoderConfig, max_model_length: int, dtype: torch.dtype, progress: Progress
+) -> Decoder:
+    with WeightReader(checkpoint, dtype, progress) as reader, torch.inference_mode():
+        return Decoder(model, reader, max_model_length, dtype)
+
+
+def _dtype(config: RuntimeConfig, checkpoint: Checkpoint) -> torch.dtype:
+    """`auto` is what the weights are stored in, taken from the embedding."""
+    if config.dtype != "auto":
+        return DTYPES[config.dtype]
+    return STORED_DTYPES[checkpoint.tensors["model.embed_tokens.weight"].dtype]
+
+
+def _limit_threads() -> None:
+    # torch counts the machine's CPUs; in a container with a quota that many threads wait for each other.
+    if "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(min(torch.get_num_threads(), usable_cpus()))

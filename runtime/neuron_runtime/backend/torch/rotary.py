@@ -1,0 +1,57 @@
+"""Tables of rotary position embedding (cosine and signed sine per position), for the decoder.
+
+Formulas: https://arxiv.org/abs/2104.09864; scaling `llama3` as published with Llama 3.1 and read by transformers
+(`modeling_rope_utils`): long wavelengths are divided by `factor`, short ones stay, between them a linear blend.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from neuron_runtime.backend.torch.architecture import Rope
+
+
+def inverse_frequencies(rope: Rope, head_dim: int) -> torch.Tensor:
+    """Angle per position of each pair of dimensions: float32 `[head_dim / 2]`."""
+    exponents = torch.arange(0, head_dim, 2, dtype=torch.int64).float() / head_dim
+    plain = 1.0 / (rope.theta**exponents)
+    match rope.kind:
+        case "default":
+            return plain
+        case "linear":
+            return plain / rope.factor
+        case "llama3":
+            return _llama3(plain, rope)
+
+
+def tables(rope: Rope, head_dim: int, num_positions: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    """Cosine and signed sine, each `[num_positions, 1, head_dim]`.
+
+    With `swap` exchanging the halves of the last dimension, a vector turns by `x * cosine + swap(x) * sine`: the
+    first half of the sine table carries the minus of the rotation.
+    """
+    angles = torch.outer(torch.arange(num_positions, dtype=torch.float32), inverse_frequencies(rope, head_dim))
+    cosine, sine = angles.cos(), angles.sin()
+    return (
+        torch.cat((cosine, cosine), dim=-1).unsqueeze(1).to(dtype),
+        torch.cat((-sine, sine), dim=-1).unsqueeze(1).to(dtype),
+    )
+
+
+def rotate(x: torch.Tensor, cosine: torch.Tensor, sine: torch.Tensor) -> torch.Tensor:
+    """Turn `x` `[tokens, heads, head_dim]` by `cosine` and `sine` `[tokens, 1, head_dim]`."""
+    half = x.shape[-1] // 2
+    swapped = torch.cat((x[..., half:], x[..., :half]), dim=-1)
+    return torch.addcmul(x * cosine, swapped, sine)
+
+
+def _llama3(plain: torch.Tensor, rope: Rope) -> torch.Tensor:
+    original = rope.original_max_position_embeddings
+    wavelength = 2 * math.pi / plain
+    share = (original / wavelength - rope.low_frequency_factor) / (
+        rope.high_frequency_factor - rope.low_frequency_factor
+    )
+    share = share.clamp(0.0, 1.0)
+    return (1 - share) * plain / rope.factor + share * plain

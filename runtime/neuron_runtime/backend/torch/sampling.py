@@ -1,0 +1,192 @@
+"""Choosing tokens from logits: greedy, temperature, top-k, top-p; the same token whatever else is in the batch.
+
+Called by the backend on its device thread. Greedy rows cost one argmax. A drawn token depends on the row's logits
+and on (seed, choice, output position) alone: the random number is a counter-based hash, there is no generator state.
+
+A draw walks the kept tokens in the order of their ids (inverse of the cumulative distribution), not of their
+probability: rounding that swaps two nearly equal logits then moves a boundary a little instead of swapping tokens.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from neuron_runtime.core import Late, SamplingParams, TokenLogprobs
+
+IntArray = npt.NDArray[np.int64]
+
+MAX_CANDIDATES = 1024
+"""Rows whose kept tokens are among this many likeliest are served without sorting the vocabulary."""
+MAX_LOGPROBS = 20
+
+_LOW = np.uint64(0xFFFFFFFF)
+_HIGH = np.uint64(32)
+
+
+def philox_4x32(counter: npt.NDArray[np.uint64], key: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
+    """Philox-4x32-10 of Salmon et al., "Parallel random numbers: as easy as 1, 2, 3" (SC 2011), over many counters.
+
+    Args:
+        counter: `[4, n]`, each below 2**32. key: `[2, n]`, each below 2**32.
+
+    Returns:
+        `[4, n]`, each below 2**32.
+    """
+    c0, c1, c2, c3 = counter
+    k0, k1 = key
+    for _ in range(10):
+        product0, product1 = np.uint64(0xD2511F53) * c0, np.uint64(0xCD9E8D57) * c2
+        c0, c1, c2, c3 = (product1 >> _HIGH) ^ c1 ^ k0, product1 & _LOW, (product0 >> _HIGH) ^ c3 ^ k1, product0 & _LOW
+        k0, k1 = (k0 + np.uint64(0x9E3779B9)) & _LOW, (k1 + np.uint64(0xBB67AE85)) & _LOW
+    return np.stack((c0, c1, c2, c3))
+
+
+def uniform(
+    seed: npt.NDArray[np.uint64], choice: npt.NDArray[np.uint64], position: npt.NDArray[np.uint64]
+) -> npt.NDArray[np.float64]:
+    """One number in [0, 1) per (seed, choice, output position): key = seed, counter = (position, choice)."""
+    counter = np.stack((position & _LOW, position >> _HIGH, choice & _LOW, choice >> _HIGH))
+    words = philox_4x32(counter, np.stack((seed & _LOW, seed >> _HIGH)))
+    bits = (words[0] << np.uint64(21)) ^ (words[1] >> np.uint64(11))
+    numbers: npt.NDArray[np.float64] = bits.astype(np.float64) * 2.0**-53
+    return numbers
+
+
+class SamplingTable:
+    """Sampling parameters per slot, as arrays."""
+
+    def __init__(self, num_slots: int) -> None:
+        self.temperature = np.zeros(num_slots)
+        self.top_k = np.zeros(num_slots, dtype=np.int64)
+        self.top_p = np.ones(num_slots)
+        self.seed = np.zeros(num_slots, dtype=np.uint64)
+        self.choice = np.zeros(num_slots, dtype=np.uint64)
+        self.num_prompt_tokens = np.zeros(num_slots, dtype=np.int64)
+        self.num_logprobs = np.full(num_slots, -1, dtype=np.int64)
+        """-1: none wanted."""
+
+    def set(self, slot: int, params: SamplingParams, num_prompt_tokens: int) -> None:
+        self.temperature[slot] = params.temperature
+        self.top_k[slot] = params.top_k
+        self.top_p[slot] = params.top_p
+        self.seed[slot] = params.seed & 0xFFFFFFFFFFFFFFFF
+        self.choice[slot] = params.choice
+        self.num_prompt_tokens[slot] = num_prompt_tokens
+        self.num_logprobs[slot] = -1 if params.logprobs is None else params.logprobs
+
+
+def choose(logits: torch.Tensor, table: SamplingTable, slots: IntArray, positions: IntArray) -> IntArray:
+    """One token per row of `logits` (float32 `[rows, vocabulary]`).
+
+    Args:
+        slots: slot of each row, into `table`.
+        positions: position in the sequence that each row's token will take.
+    """
+    drawn = np.flatnonzero(table.temperature[slots] > 0.0)
+    if not len(drawn):
+        return _numpy(logits.argmax(dim=-1))
+    tokens = np.empty(len(slots), dtype=np.int64)
+    if len(drawn) < len(slots):
+        greedy = np.flatnonzero(table.temperature[slots] == 0.0)
+        tokens[greedy] = _numpy(logits[torch.from_numpy(greedy)].argmax(dim=-1))
+        logits = logits[torch.from_numpy(drawn)]
+    slots, positions = slots[drawn], positions[drawn]
+    output_position = (positions - table.num_prompt_tokens[slots]).astype(np.uint64)
+    draws = uniform(table.seed[slots], table.choice[slots], output_position)
+    scaled = logits / torch.from_numpy(table.temperature[slots]).float().unsqueeze(1)
+    tokens[drawn] = draw(scaled, table.top_k[slots], table.top_p[slots], draws)
+    return tokens
+
+
+def draw(
+    logits: torch.Tensor, top_k: IntArray, top_p: npt.NDArray[np.float64], draws: npt.NDArray[np.float64]
+) -> IntArray:
+    """Draw one token per row from softmax(logits) restricted to top-k, then to the nucleus of mass top-p.
+
+    The nucleus is the smallest set of likeliest tokens whose share of the top-k mass reaches top_p.
+
+    Args:
+        logits: float32 `[rows, vocabulary]`, temperature applied.
+        top_k: 0 means all. top_p: 1.0 means all. draws: in [0, 1).
+    """
+    vocabulary = logits.shape[1]
+    top_k = np.where(top_k == 0, vocabulary, np.minimum(top_k, vocabulary))
+    tokens = np.empty(len(logits), dtype=np.int64)
+    everything = (top_k == vocabulary) & (top_p >= 1.0)
+    if everything.any():
+        rows = np.flatnonzero(everything)
+        weights = logits[torch.from_numpy(rows)].softmax(dim=-1, dtype=torch.float64)
+        tokens[rows] = _numpy(_invert(weights, draws[rows]))
+    rest = np.flatnonzero(~everything)
+    for width in (min(MAX_CANDIDATES, int(top_k[rest].max(initial=1))), vocabulary):
+        if not len(rest):
+            break
+        found, complete = _draw_among(logits[torch.from_numpy(rest)], width, top_k[rest], top_p[rest], draws[rest])
+        tokens[rest[complete]] = found[complete]
+        rest = rest[~complete]
+    return tokens
+
+
+def _draw_among(
+    logits: torch.Tensor, width: int, top_k: IntArray, top_p: npt.NDArray[np.float64], draws: npt.NDArray[np.float64]
+) -> tuple[IntArray, npt.NDArray[np.bool_]]:
+    """Draw among the `width` likeliest tokens; second: whether all that a row keeps is among them."""
+    k, p = torch.from_numpy(top_k).unsqueeze(1), torch.from_numpy(top_p).unsqueeze(1)
+    no_top_k = k >= logits.shape[1]
+    values, ids = logits.topk(width, dim=-1)
+    in_top_k = torch.arange(width).unsqueeze(0) < k
+    values = values.double().masked_fill_(~in_top_k, float("-inf"))
+    # Without top-k the shares are of the whole mass, also of what lies beyond the candidates.
+    mass = torch.where(no_top_k, logits.logsumexp(-1, keepdim=True).double(), values.logsumexp(-1, keepdim=True))
+    shares = (values - mass).exp()
+    until = shares.cumsum(dim=-1)
+    kept = in_top_k & (until - shares < p)
+    complete = (k <= width) | (no_top_k & (until[:, -1:] >= p))
+    by_id = ids.argsort(dim=-1)
+    weights = shares.masked_fill(~kept, 0.0).gather(1, by_id)
+    chosen = ids.gather(1, by_id.gather(1, _invert(weights, draws).unsqueeze(1)))
+    return _numpy(chosen.squeeze(1)), np.asarray(complete.squeeze(1).numpy(), dtype=bool)
+
+
+def _invert(weights: torch.Tensor, draws: npt.NDArray[np.float64]) -> torch.Tensor:
+    """Index at which the running sum of `weights` (float64 `[rows, n]`) passes `draws` times the whole."""
+    running = weights.cumsum(dim=-1)
+    target = torch.from_numpy(draws).unsqueeze(1) * running[:, -1:]
+    index = torch.searchsorted(running, target, right=True).squeeze(1)
+    # Rounding may put the target on the whole sum: then the last token that weighs anything is meant.
+    last = weights.shape[1] - 1 - (weights.flip(-1) > 0).to(torch.uint8).argmax(dim=-1)
+    return torch.minimum(index, last)
+
+
+def restrict(logits: torch.Tensor, rows: IntArray, late: Late) -> torch.Tensor:
+    """The logits of sampling rows `rows` with every token outside `late`'s allowed ones at -inf."""
+    out = logits.clone()
+    for i, row in enumerate(rows):
+        allowed = late.allowed_token_ids[row]
+        if allowed is not None:
+            ids = torch.tensor(allowed, dtype=torch.int64)
+            out[i] = float("-inf")
+            out[i, ids] = logits[i, ids]
+    return out
+
+
+def logprobs(logits: torch.Tensor, tokens: IntArray, num_alternatives: IntArray) -> list[tuple[TokenLogprobs, ...]]:
+    """Log-probabilities before temperature, per row: of its token, and of its likeliest alternatives.
+
+    `num_alternatives[i] < 0` means that row i wants none, and gets an empty tuple.
+    """
+    out: list[tuple[TokenLogprobs, ...]] = [()] * len(tokens)
+    wanted = np.flatnonzero(num_alternatives >= 0)
+    logs = logits[torch.from_numpy(wanted)].log_softmax(dim=-1)
+    best = logs.topk(max(1, int(num_alternatives.max())), dim=-1)
+    for i, row in enumerate(wanted):
+        count, token = int(num_alternatives[row]), int(tokens[row])
+        top = tuple(zip(best.indices[i, :count].tolist(), best.values[i, :count].tolist(), strict=True))
+        out[row] = (TokenLogprobs(token_id=token, logprob=float(logs[i, token]), top=top),)
+    return out
+
+
+def _numpy(tensor: torch.Tensor) -> IntArray:
+    return np.asarray(tensor.numpy(), dtype=np.int64)

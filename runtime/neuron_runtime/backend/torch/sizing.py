@@ -1,0 +1,146 @@
+"""Limits of the torch backend from configuration, model shape and free memory; or a refusal with the arithmetic.
+
+Called once by the loader before weights are read. Pure: the free memory is handed in.
+
+Defaults: 8 sequences; 512 tokens a step; the slot layout, or blocks of 16 when the configuration names a block size
+or a number of blocks; the model's own length and room for all sequences at that length, less where memory is short.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from neuron_runtime.backend.torch.architecture import DecoderConfig, tensor_shapes
+from neuron_runtime.backend.torch.sampling import MAX_LOGPROBS
+from neuron_runtime.config import RuntimeConfig
+from neuron_runtime.core import BackendLimits
+from neuron_runtime.errors import ExitCode, FatalError, InvalidConfig
+
+DEFAULT_MAX_SEQUENCES = 8
+DEFAULT_MAX_STEP_TOKENS = 512
+DEFAULT_BLOCK_SIZE = 16
+SHARE_OF_MEMORY = 0.9
+"""Of what is free, the part that weights, scratch and cache may take; the rest is for the other processes."""
+MIN_DEFAULT_LENGTH = 64
+"""Where less than this fits, the process ends instead of serving uselessly short answers."""
+
+
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """The arithmetic, in bytes."""
+
+    available: int
+    weights: int
+    scratch: int
+    per_token: int
+    """Keys and values of one token in all layers."""
+
+    @property
+    def cache(self) -> int:
+        """What is left for keys and values; may be negative."""
+        return int(self.available * SHARE_OF_MEMORY) - self.weights - self.scratch
+
+    def __str__(self) -> str:
+        return (
+            f"of {_gib(self.available)} free, {SHARE_OF_MEMORY:.0%} may be taken: weights {_gib(self.weights)}, "
+            f"scratch {_gib(self.scratch)}, which leaves {_gib(self.cache)} for the cache "
+            f"at {self.per_token} bytes a token"
+        )
+
+
+def derive_limits(config: RuntimeConfig, model: DecoderConfig, dtype_bytes: int, available_bytes: int) -> BackendLimits:
+    """Decide every limit.
+
+    Raises:
+        InvalidConfig: a limit of the configuration cannot be; the field and the numbers are named.
+        FatalError: DEVICE_OUT_OF_MEMORY when even the least does not fit.
+    """
+    limits = config.limits
+    wants_blocks = config.layout == "blocks" or limits.block_size > 0 or limits.num_blocks > 0
+    if config.layout == "slots" and wants_blocks:
+        raise InvalidConfig("$.layout", "layout slots has no blocks; leave out blockSize and numBlocks, or use blocks")
+    rows = limits.max_sequences or DEFAULT_MAX_SEQUENCES
+    step_tokens = limits.max_step_tokens or max(DEFAULT_MAX_STEP_TOKENS, rows)
+    if step_tokens < rows:
+        raise InvalidConfig(
+            "$.limits.maxStepTokens", f"{step_tokens} is less than maxSequences ({rows}), one token each"
+        )
+    if limits.max_model_length > model.max_position_embeddings:
+        raise InvalidConfig(
+            "$.limits.maxModelLength",
+            f"{limits.max_model_length} is more than the model's {model.max_position_embeddings} positions",
+        )
+    memory = _memory(model, dtype_bytes, available_bytes, rows, step_tokens)
+    if memory.cache < MIN_DEFAULT_LENGTH * memory.per_token:
+        raise FatalError(ExitCode.DEVICE_OUT_OF_MEMORY, f"not enough memory for this model: {memory}")
+    block_size, num_blocks, length = (
+        _blocks(config, model, memory, rows) if wants_blocks else _slots(config, model, memory, rows)
+    )
+    return BackendLimits(
+        max_rows=rows,
+        max_model_length=length,
+        max_step_tokens=step_tokens,
+        max_prefill_rows=rows,
+        layout="blocks" if wants_blocks else "slots",
+        block_size=block_size,
+        num_blocks=num_blocks,
+        # Compact slots are read in place; blocks may be shared, as rows may start anywhere.
+        lowest_slot_first=not wants_blocks,
+        shares_prefixes=wants_blocks,
+        sampling="Host",
+        max_logprobs=MAX_LOGPROBS,
+        steps_in_flight=2,
+        token_feedback="device",
+    )
+
+
+def _slots(config: RuntimeConfig, model: DecoderConfig, memory: Memory, rows: int) -> tuple[int, int, int]:
+    fits = memory.cache // (rows * memory.per_token)
+    length = config.limits.max_model_length or min(model.max_position_embeddings, fits)
+    if length > fits or length < min(MIN_DEFAULT_LENGTH, model.max_position_embeddings) > fits:
+        # Whoever set the length is told about it; else the number of sequences is what can be changed.
+        field = "$.limits.maxModelLength" if config.limits.max_model_length else "$.limits.maxSequences"
+        raise InvalidConfig(field, f"{rows} sequences of {max(length, MIN_DEFAULT_LENGTH)} tokens do not fit: {memory}")
+    return length, rows, length
+
+
+def _blocks(config: RuntimeConfig, model: DecoderConfig, memory: Memory, rows: int) -> tuple[int, int, int]:
+    size = config.limits.block_size or DEFAULT_BLOCK_SIZE
+    fits = memory.cache // (size * memory.per_token)
+    length = config.limits.max_model_length or min(model.max_position_embeddings, fits * size)
+    per_sequence = -(-length // size)
+    num_blocks = config.limits.num_blocks or min(rows * per_sequence, fits)
+    if num_blocks > fits:
+        field = "$.limits.numBlocks" if config.limits.num_blocks else "$.limits.maxModelLength"
+        raise InvalidConfig(field, f"{num_blocks} blocks of {size} tokens do not fit, {fits} would: {memory}")
+    if num_blocks < per_sequence:
+        if not config.limits.max_model_length:
+            return size, num_blocks, num_blocks * size
+        field = "$.limits.numBlocks" if config.limits.num_blocks else "$.limits.maxModelLength"
+        raise InvalidConfig(
+            field,
+            f"one sequence of {length} tokens needs {per_sequence} blocks of {size}, there are {num_blocks}: {memory}",
+        )
+    return size, num_blocks, length
+
+
+def _memory(model: DecoderConfig, dtype_bytes: int, available_bytes: int, rows: int, step_tokens: int) -> Memory:
+    num_parameters = 0
+    for shape in tensor_shapes(model).values():
+        num_parameters += shape[0] * (shape[1] if len(shape) == 2 else 1)
+    embedding = model.vocabulary_size * model.hidden_size
+    # A tied head is a second, packed copy. While a weight is packed it exists twice: the largest is an embedding.
+    weights = (num_parameters + embedding * (1 + model.tied_embeddings)) * dtype_bytes
+    activations = step_tokens * (8 * model.hidden_size + 3 * model.intermediate_size) * 4
+    # Logits as float32, and float64 copies of them while sampling.
+    scores = rows * model.vocabulary_size * (4 + 4 * 8)
+    return Memory(
+        available=available_bytes,
+        weights=weights,
+        scratch=activations + scores,
+        per_token=model.kv_elements_per_token * dtype_bytes,
+    )
+
+
+def _gib(num_bytes: int) -> str:
+    return f"{num_bytes / 2**30:.2f} GiB"

@@ -1,0 +1,89 @@
+"""Tensors of a checkpoint, read memory-mapped and one at a time, straight into the layout the decoder computes with.
+
+Called by `load_torch_backend`. Checks names and shapes before the first byte is read; reports progress in bytes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import TracebackType
+from typing import Self
+
+import torch
+from safetensors import safe_open
+
+from neuron_runtime.backend.base import Progress
+from neuron_runtime.checkpoint import Checkpoint, InvalidModel
+
+READABLE_DTYPES = ("F32", "BF16", "F16")
+MAX_NAMED = 5
+"""Tensors named in one error message."""
+
+
+def check_tensors(checkpoint: Checkpoint, shapes: Mapping[str, tuple[int, ...]]) -> None:
+    """The checkpoint holds what the model needs, in the right shapes, and nothing unknown.
+
+    Raises:
+        InvalidModel: naming missing and unexpected tensors, or the first wrong shape or dtype with its file.
+    """
+    missing = [name for name in shapes if name not in checkpoint.tensors]
+    unexpected = sorted(name for name in checkpoint.tensors if name not in shapes and not _ignored(name))
+    if missing or unexpected:
+        parts = [
+            f"{what}: {_named(names)}" for what, names in (("missing", missing), ("unexpected", unexpected)) if names
+        ]
+        raise InvalidModel(f"{checkpoint.folder}: the weights do not fit config.json; tensors {'; '.join(parts)}")
+    for name, shape in shapes.items():
+        tensor = checkpoint.tensors[name]
+        where = f"{checkpoint.folder / tensor.file}: tensor {name}"
+        if tensor.shape != shape:
+            raise InvalidModel(f"{where} has shape {list(tensor.shape)}, config.json wants {list(shape)}")
+        if tensor.dtype not in READABLE_DTYPES:
+            raise InvalidModel(f"{where} has dtype {tensor.dtype}, readable are {', '.join(READABLE_DTYPES)}")
+
+
+class WeightReader:
+    """Hands out tensors of a checkpoint by name, converted to one dtype; a context manager that holds the files."""
+
+    def __init__(self, checkpoint: Checkpoint, dtype: torch.dtype, progress: Progress) -> None:
+        self._checkpoint = checkpoint
+        self._dtype = dtype
+        self._progress = progress
+        self._files = {
+            file: safe_open(checkpoint.folder / file, framework="pt", device="cpu") for file in checkpoint.files
+        }
+        self._num_bytes_done = 0
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._files.clear()
+
+    def take(self, *names: str) -> torch.Tensor:
+        """The named tensors below each other as one new contiguous tensor."""
+        infos = [self._checkpoint.tensors[name] for name in names]
+        rows = sum(info.shape[0] for info in infos)
+        out = torch.empty((rows, *infos[0].shape[1:]), dtype=self._dtype)
+        begin = 0
+        for info in infos:
+            out[begin : begin + info.shape[0]] = self._files[info.file].get_tensor(info.name)  # type: ignore[no-untyped-call]
+            begin += info.shape[0]
+            self._num_bytes_done += info.num_bytes
+        self._progress("loading weights", min(1.0, self._num_bytes_done / self._checkpoint.num_bytes))
+        return out
+
+    def take_if_any(self, present: bool, *names: str) -> torch.Tensor | None:
+        return self.take(*names) if present else None
+
+
+def _ignored(name: str) -> bool:
+    # Tied checkpoints may carry a copy of the embedding, old ones the rotary frequencies: both follow from the rest.
+    return name == "lm_head.weight" or name.endswith(".rotary_emb.inv_freq")
+
+
+def _named(names: list[str]) -> str:
+    shown = ", ".join(names[:MAX_NAMED])
+    return f"{shown} and {len(names) - MAX_NAMED} more" if len(names) > MAX_NAMED else shown
