@@ -7,9 +7,10 @@ How a pass goes, for whoever carries it out:
 
 1. `decide`; where `needs` is not empty and was not asked in this pass, read those facts and decide again.
 2. Apply `desired` in order, each only where it is not contained in the live object. A create that meets an object of
-   another owner goes into `taken`, a 403 into `forbidden`, a 422 into `rejected`: stop applying and decide again with it.
+   another owner goes into `taken`, a 403 into `forbidden`, a 422 into `rejected`: stop applying and decide again.
    A new pass starts with these three empty, so that what was repaired by others is found out.
-3. Delete `delete`, with the UIDs of the objects given as preconditions. 404 and 409 are fine.
+3. Delete `delete` (propagation in the background), with the UIDs of the objects given as preconditions. 404 and 409 are
+   fine.
 4. Write `status` where it differs from `body["status"]`; last, so that it never speaks of a step that was not made.
 5. Emit `announcements` where the status was written; come back after `requeue_after_seconds` at the latest.
 """

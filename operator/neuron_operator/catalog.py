@@ -1,0 +1,66 @@
+"""Instance types with Neuron devices, as a table: a hint about what exists, never a closed list.
+
+Used by `placement` to say which device counts can be had. Types that are missing here are not refused; the kubelet and
+the scheduler know them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+
+@dataclass(frozen=True)
+class InstanceType:
+    """One node's Neuron devices. Cores are logical cores at the type's default setting."""
+
+    name: str
+    devices: int
+    cores_per_device: int
+    hbm_gib_per_device: int
+    topology: Literal["single", "ring", "torus"]
+
+    @property
+    def cores(self) -> int:
+        return self.devices * self.cores_per_device
+
+    @property
+    def plain_devices(self) -> tuple[int, ...]:
+        """Device counts that the device plugin grants by itself: one, or all of a node."""
+        return tuple(sorted({1, self.devices}))
+
+    @property
+    def extension_devices(self) -> tuple[int, ...]:
+        """Device counts that are granted where the scheduler extension looks after adjacency."""
+        if self.topology == "torus":
+            return (1, 4, 8, 16)
+        return tuple(range(1, self.devices + 1))
+
+    @property
+    def plain_cores(self) -> tuple[int, ...]:
+        return tuple(sorted({1, self.cores}))
+
+    @property
+    def extension_cores(self) -> tuple[int, ...]:
+        """Any run of cores on a ring; on a torus those of one device, or of a legal set of devices."""
+        if self.topology == "ring":
+            return tuple(range(1, self.cores + 1))
+        within = range(1, self.cores_per_device + 1)
+        return tuple(sorted({*within, *(self.cores_per_device * count for count in self.extension_devices)}))
+
+
+INSTANCE_TYPES = {
+    instance.name: instance
+    for instance in (
+        InstanceType("inf2.xlarge", 1, 2, 32, "single"),
+        InstanceType("inf2.8xlarge", 1, 2, 32, "single"),
+        InstanceType("inf2.24xlarge", 6, 2, 32, "ring"),
+        InstanceType("inf2.48xlarge", 12, 2, 32, "ring"),
+        InstanceType("trn1.2xlarge", 1, 2, 32, "single"),
+        InstanceType("trn1.32xlarge", 16, 2, 32, "torus"),
+        InstanceType("trn1n.32xlarge", 16, 2, 32, "torus"),
+        InstanceType("trn2.3xlarge", 1, 4, 96, "single"),
+        InstanceType("trn2.48xlarge", 16, 4, 96, "torus"),
+        InstanceType("trn2u.48xlarge", 16, 4, 96, "torus"),
+    )
+}

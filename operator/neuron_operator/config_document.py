@@ -1,0 +1,41 @@
+"""`RuntimeConfig`, written: the JSON document that tells a serving pod what to serve.
+
+Called when a revision is pinned. The runtime parses it strictly (`neuron_runtime.config`, held by a contract test);
+this side leaves out what is not pinned, so that the runtime's documented defaults hold.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from neuron_operator.model import NeuronModel
+from neuron_operator.records import Facts
+
+VERSION = 1
+
+
+def config_document(model: NeuronModel, facts: Facts) -> dict[str, Any]:
+    """The document of one revision."""
+    serving, rollout = model.spec.serving, model.spec.rollout
+    limits = {
+        "maxModelLength": serving.max_model_length,
+        "maxSequences": serving.max_sequences,
+        "blockSize": serving.block_size,
+        "numBlocks": serving.num_blocks,
+        "maxQueuedRequests": serving.max_queued_requests,
+    }
+    return {
+        "version": VERSION,
+        "model": {"uri": model.spec.model.uri, "digest": facts.digest},
+        "servedNames": list(model.served_names),
+        "backend": model.backend,
+        "dtype": serving.dtype or "auto",
+        "limits": {key: value for key, value in limits.items() if value is not None},
+        "drain": {"delaySeconds": rollout.drain_delay_seconds, "seconds": rollout.drain_seconds},
+    }
+
+
+def to_json(document: dict[str, Any]) -> str:
+    """Canonical and readable: the ConfigMap is named by the hash of this text."""
+    return json.dumps(document, indent=2, sort_keys=True, ensure_ascii=False) + "\n"

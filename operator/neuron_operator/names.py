@@ -1,0 +1,147 @@
+"""Every string that a cluster sees: API group, kinds, labels, annotations, resource names, names of children.
+
+Used everywhere in the operator. Derived names are functions here, each with its length budget: a model's name has at
+most 40 characters, and what is appended keeps it a DNS label of at most 63, with room for what controllers append.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from typing import Any
+
+GROUP = "neuron-serving.dev"
+VERSION = "v1alpha1"
+API_VERSION = f"{GROUP}/{VERSION}"
+KIND = "NeuronModel"
+PLURAL = "neuronmodels"
+
+FIELD_MANAGER = "neuron-operator"
+STATUS_FIELD_MANAGER = "neuron-operator-status"
+
+# Labels and annotations of Kubernetes.
+NAME_LABEL = "app.kubernetes.io/name"
+INSTANCE_LABEL = "app.kubernetes.io/instance"
+COMPONENT_LABEL = "app.kubernetes.io/component"
+PART_OF_LABEL = "app.kubernetes.io/part-of"
+MANAGED_BY_LABEL = "app.kubernetes.io/managed-by"
+INSTANCE_TYPE_LABEL = "node.kubernetes.io/instance-type"
+HOSTNAME_LABEL = "kubernetes.io/hostname"
+
+APP = "neuron-serving"
+MANAGER = "neuron-operator"
+
+# Labels and annotations of ours.
+MODEL_LABEL = f"{GROUP}/model"
+ROLE_LABEL = f"{GROUP}/role"
+REVISION_LABEL = f"{GROUP}/revision"
+ALLOCATION_LABEL = f"{GROUP}/allocation"
+PAUSED_ANNOTATION = f"{GROUP}/paused"
+REFRESH_ANNOTATION = f"{GROUP}/refresh"
+
+ROLE_LEADER = "leader"
+ROLE_RESOLVE = "resolve"
+ALLOCATION_DEVICES = "devices"
+ALLOCATION_CORES = "cores"
+
+# Selects every child and pod of ours, for watches.
+OWNED_SELECTOR = f"{MANAGED_BY_LABEL}={MANAGER},{MODEL_LABEL}"
+
+# Extended resources of the Neuron device plugin.
+DEVICE_RESOURCE = "aws.amazon.com/neuron"
+CORE_RESOURCE = "aws.amazon.com/neuroncore"
+NEURON_RESOURCE_PREFIX = "aws.amazon.com/"
+NEURON_TAINT = DEVICE_RESOURCE
+NEURON_PRESENT_LABEL = "neuron.amazonaws.com/present"
+
+# The serving pod, as the runtime's command line expects it.
+RUNTIME_CONTAINER = "runtime"
+PORT = 8000
+PORT_NAME = "http"
+CONFIG_DIR = "/etc/neuron-serving"
+CONFIG_KEY = "config.json"
+WEIGHTS_DIR = "/var/lib/neuron-serving/weights"
+TMP_DIR = "/tmp"  # noqa: S108 - an emptyDir in the pod
+TERMINATION_LOG = "/dev/termination-log"
+HUB_TOKEN_KEY = "HF_TOKEN"
+RANK_VARIABLE = "NEURON_SERVING_RANK"
+GROUP_SIZE_VARIABLE = "NEURON_SERVING_GROUP_SIZE"
+LEADER_VARIABLE = "NEURON_SERVING_LEADER"
+
+# Variables that the operator or the device plugin sets: a manifest may not.
+RESERVED_ENV_PREFIX = "NEURON_SERVING_"
+RESERVED_ENV = frozenset(
+    {
+        "HOME",
+        "HF_TOKEN",
+        "NEURON_RT_VISIBLE_CORES",
+        "NEURON_RT_NUM_CORES",
+        "NEURON_LOGICAL_NC_CONFIG",
+        "AWS_NEURON_VISIBLE_DEVICES",
+    }
+)
+
+MAX_MODEL_NAME = 40
+HASH_LENGTH = 10
+
+
+def digest(value: object) -> str:
+    """Ten hexadecimal digits over the canonical JSON of `value`: for names only, never to compare live objects."""
+    canonical = json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=False)
+    return hashlib.sha256(canonical.encode()).hexdigest()[:HASH_LENGTH]
+
+
+def service_name(model: str) -> str:
+    """40: what clients write in their URL. Deployment, PodDisruptionBudget and NetworkPolicy have it too."""
+    return model
+
+
+def service_account_name(model: str) -> str:
+    """40 + 8 = 48; a suffix, as every namespace has a ServiceAccount `default`."""
+    return f"{model}-serving"
+
+
+def revision_name(model: str, revision: str) -> str:
+    """40 + 1 + 10 = 51."""
+    return f"{model}-{revision}"
+
+
+def config_name(model: str, content_hash: str) -> str:
+    """40 + 8 + 10 = 58."""
+    return f"{model}-config-{content_hash}"
+
+
+def resolve_job_name(model: str, key: str) -> str:
+    """40 + 9 + 10 = 59; the Job controller copies it into a label of at most 63."""
+    return f"{model}-resolve-{key}"
+
+
+def labels(model: str, component: str) -> dict[str, str]:
+    """What every child of ours carries."""
+    return {
+        NAME_LABEL: APP,
+        INSTANCE_LABEL: model,
+        COMPONENT_LABEL: component,
+        PART_OF_LABEL: APP,
+        MANAGED_BY_LABEL: MANAGER,
+        MODEL_LABEL: model,
+    }
+
+
+def serving_selector(model: str) -> dict[str, str]:
+    """Selects the leaders of all replicas, whatever their revision; immutable in the Deployment."""
+    return {MODEL_LABEL: model, ROLE_LABEL: ROLE_LEADER}
+
+
+def selector_string(selector: Mapping[str, str]) -> str:
+    """The form that the scale subresource reports."""
+    return ",".join(f"{key}={value}" for key, value in sorted(selector.items()))
+
+
+def is_reserved_env(name: str) -> bool:
+    return name in RESERVED_ENV or name.startswith(RESERVED_ENV_PREFIX)
+
+
+def is_neuron_resource(name: Any) -> bool:
+    return str(name).startswith(NEURON_RESOURCE_PREFIX)

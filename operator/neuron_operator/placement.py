@@ -1,0 +1,149 @@
+"""Placement: the devices of one replica and the nodes it may stand on, or Unplaceable with the numbers.
+
+Called by `decide` when a revision is pinned (`place`), by the rim to count what is free (`free_devices`), and by `why`
+for the words about it (`describe_free`). It takes the manifest's pins, or one device. Pure.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from neuron_operator import names
+from neuron_operator.catalog import INSTANCE_TYPES, InstanceType
+from neuron_operator.errors import Unplaceable
+from neuron_operator.model import NeuronModel
+from neuron_operator.objects import dig, is_true, items, labels_of, name_of, whole
+from neuron_operator.world import FreeDevices, NodeDevices, Settings
+
+
+@dataclass(frozen=True)
+class Placement:
+    """What one replica holds on its node; zero devices and cores: it computes on the host."""
+
+    devices: int = 0
+    cores: int = 0
+    instance_type: str = ""
+    """Empty: any node that has the devices."""
+
+    @property
+    def resources(self) -> dict[str, str]:
+        """Extended resources of the runtime container; requests and limits must be equal."""
+        asked = {names.DEVICE_RESOURCE: self.devices, names.CORE_RESOURCE: self.cores}
+        return {name: str(count) for name, count in asked.items() if count}
+
+    @property
+    def words(self) -> str:
+        if self.devices:
+            return _count(self.devices, "Neuron device")
+        return _count(self.cores, "NeuronCore") if self.cores else "no Neuron device"
+
+
+def place(model: NeuronModel, settings: Settings) -> Placement:
+    """The pins of the manifest, or one device. Raises Unplaceable for a size that no node grants."""
+    accelerator = model.spec.accelerator
+    instance_type = model.spec.pod_template.spec.node_selector.get(names.INSTANCE_TYPE_LABEL, "")
+    if accelerator.type == "CPU":
+        return Placement(instance_type=instance_type)
+    if accelerator.cores is not None:
+        legal = "extension_cores" if _extended(settings) else "plain_cores"
+        _check("accelerator.cores", accelerator.cores, instance_type, legal)
+        return Placement(cores=accelerator.cores, instance_type=instance_type)
+    devices = accelerator.devices or 1
+    legal = "extension_devices" if _extended(settings) else "plain_devices"
+    _check("accelerator.devices", devices, instance_type, legal)
+    return Placement(devices=devices, instance_type=instance_type)
+
+
+def free_devices(nodes: Iterable[Mapping[str, Any]], pods: Iterable[Mapping[str, Any]]) -> FreeDevices:
+    """Allocatable minus what pods on the node asked for, of every node that offers Neuron devices or cores.
+
+    `nodes` and `pods` are raw objects, pods of all namespaces; pods that ended hold nothing.
+    """
+    asked: dict[tuple[str, str], int] = {}
+    for pod in pods:
+        node = dig(pod, "spec", "nodeName")
+        if node and dig(pod, "status", "phase") not in ("Succeeded", "Failed"):
+            for resource in (names.DEVICE_RESOURCE, names.CORE_RESOURCE):
+                asked[node, resource] = asked.get((node, resource), 0) + _asked_by(pod, resource)
+    found = []
+    for node in nodes:
+        name = name_of(node)
+        devices = whole(dig(node, "status", "allocatable", names.DEVICE_RESOURCE))
+        cores = whole(dig(node, "status", "allocatable", names.CORE_RESOURCE))
+        if devices or cores or names.NEURON_PRESENT_LABEL in labels_of(node):
+            found.append(
+                NodeDevices(
+                    name=name,
+                    instance_type=labels_of(node).get(names.INSTANCE_TYPE_LABEL, ""),
+                    devices=devices,
+                    free_devices=max(0, devices - asked.get((name, names.DEVICE_RESOURCE), 0)),
+                    cores=cores,
+                    free_cores=max(0, cores - asked.get((name, names.CORE_RESOURCE), 0)),
+                    allocation=labels_of(node).get(names.ALLOCATION_LABEL, ""),
+                    schedulable=is_true(node, "Ready") and not dig(node, "spec", "unschedulable"),
+                )
+            )
+    return FreeDevices(tuple(sorted(found, key=lambda node: node.name)))
+
+
+def describe_free(free: FreeDevices | None, placement: Placement) -> str:
+    """One clause for a condition: how many devices are free in all and on which nodes, or that it is unknown."""
+    if free is None or free.nodes is None:
+        return "free: unknown (the operator may not list nodes and pods)"
+    usable = [node for node in free.nodes if node.schedulable]
+    if not usable:
+        return "free: 0, as no ready node offers any"
+    by_node = {node.name: node.free_cores if placement.cores else node.free_devices for node in usable}
+    shown = sorted(by_node.items(), key=lambda item: (-item[1], item[0]))[:8]
+    more = ", ..." if len(by_node) > len(shown) else ""
+    return f"free: {sum(by_node.values())} ({', '.join(f'{name} {count}' for name, count in shown)}{more})"
+
+
+def _extended(settings: Settings) -> bool:
+    return settings.device_mode == "PluginWithExtension"
+
+
+def _candidates(instance_type: str) -> tuple[InstanceType, ...]:
+    """Types to judge a size by: the one named, all when none is named, none when the named one is unknown."""
+    if not instance_type:
+        return tuple(INSTANCE_TYPES.values())
+    known = INSTANCE_TYPES.get(instance_type)
+    return (known,) if known else ()
+
+
+def _check(field: str, asked: int, instance_type: str, legal: str) -> None:
+    """Raises Unplaceable unless a candidate's table `legal` (a property of InstanceType) has the size."""
+    tables: list[tuple[int, ...]] = [getattr(candidate, legal) for candidate in _candidates(instance_type)]
+    if not tables or any(asked in table for table in tables):
+        return
+    sizes = sorted({size for table in tables for size in table})
+    where = instance_type or "any known instance type"
+    hint = "; other sizes need the scheduler extension (chart value devices.mode)" if legal.startswith("plain") else ""
+    raise Unplaceable(
+        "TopologyImpossible",
+        f"spec.{field}: {asked} is not a size that {where} grants to one pod; legal: {_ranges(sizes)}{hint}",
+    )
+
+
+def _ranges(numbers: list[int]) -> str:
+    """`1, 6, 12` or `1-12, 16`."""
+    runs: list[list[int]] = []
+    for number in numbers:
+        if runs and number == runs[-1][-1] + 1:
+            runs[-1].append(number)
+        else:
+            runs.append([number])
+    return ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
+
+
+def _asked_by(pod: Mapping[str, Any], resource: str) -> int:
+    """What the scheduler counts: the sum over containers, or the largest init container."""
+    containers = sum(whole(dig(c, "resources", "requests", resource)) for c in items(pod, "spec", "containers"))
+    init = (whole(dig(c, "resources", "requests", resource)) for c in items(pod, "spec", "initContainers"))
+    return max(containers, max(init, default=0))
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"

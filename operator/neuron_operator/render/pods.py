@@ -1,0 +1,253 @@
+"""Pod templates: the serving pod of a replica and the pod of a one-shot step, both Pod Security `restricted`.
+
+Called by `revision.pin` and `render.jobs`. What a manifest's podTemplate adds is laid over here and nowhere else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import msgspec
+
+from neuron_operator import names
+from neuron_operator.model import NeuronModel
+from neuron_operator.placement import Placement
+from neuron_operator.render.objects import without_empty
+from neuron_operator.world import Object, Settings
+
+START_PERIOD_SECONDS = 5
+START_SECONDS = 3600
+"""How long a pod may load before the kubelet kills it: large models over a slow network."""
+RELEASE_SECONDS = 30
+"""Room in the grace period for giving the devices back after the last stream ended."""
+
+SERVE_COMMAND = (
+    *("neuron-runtime", "serve", "--config", f"{names.CONFIG_DIR}/{names.CONFIG_KEY}"),
+    *("--host", "0.0.0.0", "--port", str(names.PORT)),
+    *("--weights-dir", names.WEIGHTS_DIR, "--record", names.TERMINATION_LOG),
+)
+
+
+def serving_pod_template(
+    model: NeuronModel, placement: Placement, settings: Settings, *, revision: str, config_name: str, group_size: int
+) -> Object:
+    """The template of the pods of one revision; `group_size` is the number of pods of one replica."""
+    overlay = model.spec.pod_template
+    rollout = model.spec.rollout
+    own_labels = {
+        **names.labels(model.name, "server"),
+        names.ROLE_LABEL: names.ROLE_LEADER,
+        names.REVISION_LABEL: revision,
+        **({names.ALLOCATION_LABEL: _allocation(placement)} if placement.resources else {}),
+    }
+    overlay_resources = overlay.spec.resources
+    container = _container(
+        model,
+        settings,
+        command=list(SERVE_COMMAND),
+        env=_merged_env(
+            settings.jobs.env if model.fetched_by_pods else (),
+            (msgspec.to_builtins(variable) for variable in model.spec.engine.env),
+            _hub_token(model) if model.fetched_by_pods else (),
+            (
+                {"name": "HOME", "value": names.TMP_DIR},
+                {"name": names.RANK_VARIABLE, "value": "0"},
+                {"name": names.GROUP_SIZE_VARIABLE, "value": str(group_size)},
+                {"name": names.LEADER_VARIABLE, "value": "localhost"},
+            ),
+        ),
+        resources=without_empty(
+            {
+                "limits": {**overlay_resources.limits, **placement.resources},
+                "requests": {**overlay_resources.requests, **placement.resources},
+            }
+        ),
+        mounts={"config": names.CONFIG_DIR, "tmp": names.TMP_DIR, "weights": names.WEIGHTS_DIR},
+    )
+    container["ports"] = [{"name": names.PORT_NAME, "containerPort": names.PORT, "protocol": "TCP"}]
+    container["startupProbe"] = _probe(
+        "/health", period=START_PERIOD_SECONDS, failures=START_SECONDS // START_PERIOD_SECONDS
+    )
+    container["readinessProbe"] = _probe("/health", period=5, failures=2)
+    container["livenessProbe"] = _probe("/live", period=10, failures=6)
+    return {
+        "metadata": without_empty(
+            {
+                "labels": {**overlay.metadata.labels, **own_labels},
+                "annotations": overlay.metadata.annotations,
+            }
+        ),
+        "spec": without_empty(
+            {
+                **_pod_frame(model, settings),
+                "securityContext": {
+                    "runAsNonRoot": True,
+                    "seccompProfile": {"type": "RuntimeDefault"},
+                    **msgspec.to_builtins(overlay.spec.security_context),
+                },
+                "terminationGracePeriodSeconds": rollout.drain_delay_seconds + rollout.drain_seconds + RELEASE_SECONDS,
+                "containers": [container],
+                "volumes": [
+                    {"name": "config", "configMap": {"name": config_name}},
+                    {"name": "tmp", "emptyDir": {}},
+                    {"name": "weights", "emptyDir": {}},
+                ],
+                "nodeSelector": {
+                    **overlay.spec.node_selector,
+                    **({names.ALLOCATION_LABEL: names.ALLOCATION_CORES} if placement.cores else {}),
+                },
+                "tolerations": [
+                    *([{"key": names.NEURON_TAINT, "operator": "Exists"}] if placement.resources else []),
+                    *overlay.spec.tolerations,
+                ],
+                "affinity": _kept_apart(overlay.spec.affinity, placement),
+                "topologySpreadConstraints": list(overlay.spec.topology_spread_constraints),
+                "priorityClassName": overlay.spec.priority_class_name,
+                "schedulerName": overlay.spec.scheduler_name
+                or (settings.device_scheduler_name if placement.resources else None),
+                "runtimeClassName": overlay.spec.runtime_class_name,
+            }
+        ),
+    }
+
+
+def step_pod_template(
+    model: NeuronModel, settings: Settings, *, role: str, command: list[str], affinity: Object
+) -> Object:
+    """The template of a short one-shot step on a CPU node. It takes the credentials and the chart's `jobs.*`."""
+    container = _container(
+        model,
+        settings,
+        command=command,
+        env=_merged_env(settings.jobs.env, _hub_token(model), ({"name": "HOME", "value": names.TMP_DIR},)),
+        resources=settings.jobs.resources,
+        mounts={"tmp": names.TMP_DIR},
+    )
+    annotations = {names.REFRESH_ANNOTATION: model.refresh} if model.refresh else {}
+    return {
+        "metadata": without_empty(
+            {"labels": {**names.labels(model.name, role), names.ROLE_LABEL: role}, "annotations": annotations}
+        ),
+        "spec": without_empty(
+            {
+                **_pod_frame(model, settings),
+                "restartPolicy": "Never",
+                "securityContext": {"runAsNonRoot": True, "seccompProfile": {"type": "RuntimeDefault"}},
+                "containers": [container],
+                "volumes": [{"name": "tmp", "emptyDir": {}}],
+                "nodeSelector": settings.jobs.node_selector,
+                "tolerations": list(settings.jobs.tolerations),
+                "affinity": affinity,
+            }
+        ),
+    }
+
+
+def _pod_frame(model: NeuronModel, settings: Settings) -> Object:
+    overlay = model.spec.pod_template.spec
+    pull_secrets = dict.fromkeys(
+        (*settings.image_pull_secrets, *(secret.name for secret in overlay.image_pull_secrets))
+    )
+    return {
+        "serviceAccountName": overlay.service_account_name or names.service_account_name(model.name),
+        "automountServiceAccountToken": False,
+        "enableServiceLinks": False,
+        "imagePullSecrets": [{"name": name} for name in pull_secrets],
+    }
+
+
+def _container(
+    model: NeuronModel,
+    settings: Settings,
+    *,
+    command: list[str],
+    env: list[Object],
+    resources: Mapping[str, Any],
+    mounts: Mapping[str, str],
+) -> Object:
+    return without_empty(
+        {
+            "name": names.RUNTIME_CONTAINER,
+            "image": runtime_image(model, settings),
+            "imagePullPolicy": model.spec.engine.image_pull_policy or settings.image_pull_policy,
+            "command": command,
+            "env": env,
+            "resources": dict(resources),
+            "volumeMounts": [
+                {"name": name, "mountPath": path, **({"readOnly": True} if name == "config" else {})}
+                for name, path in mounts.items()
+            ],
+            "securityContext": {
+                "allowPrivilegeEscalation": False,
+                "readOnlyRootFilesystem": True,
+                "capabilities": {"drop": ["ALL"]},
+            },
+            "terminationMessagePath": names.TERMINATION_LOG,
+            "terminationMessagePolicy": "FallbackToLogsOnError",
+        }
+    )
+
+
+def runtime_image(model: NeuronModel, settings: Settings) -> str:
+    return model.spec.engine.image or settings.runtime_image
+
+
+def _probe(path: str, *, period: int, failures: int) -> Object:
+    return {
+        "httpGet": {"path": path, "port": names.PORT_NAME},
+        "periodSeconds": period,
+        "timeoutSeconds": 5,
+        "failureThreshold": failures,
+    }
+
+
+def _merged_env(*layers: Iterable[Object]) -> list[Object]:
+    """One list with unique names; what comes later wins, in the place of the first."""
+    merged = {variable["name"]: variable for layer in layers for variable in layer}
+    return list(merged.values())
+
+
+def _hub_token(model: NeuronModel) -> tuple[Object, ...]:
+    """From the Secret straight into the pod; optional, so that a public model starts without it."""
+    secret = model.spec.model.credentials_secret_ref
+    if secret is None:
+        return ()
+    key = {"name": secret.name, "key": names.HUB_TOKEN_KEY, "optional": True}
+    return ({"name": names.HUB_TOKEN_KEY, "valueFrom": {"secretKeyRef": key}},)
+
+
+def _allocation(placement: Placement) -> str:
+    return names.ALLOCATION_CORES if placement.cores else names.ALLOCATION_DEVICES
+
+
+def _kept_apart(affinity: Mapping[str, Any], placement: Placement) -> Object:
+    """The user's affinity, with devices and cores kept on different nodes: the plugin could hand both out twice."""
+    if not placement.resources:
+        return dict(affinity)
+    if placement.cores:
+        term = {
+            "labelSelector": {"matchLabels": {names.ALLOCATION_LABEL: names.ALLOCATION_DEVICES}},
+            "namespaceSelector": {},
+            "topologyKey": names.HOSTNAME_LABEL,
+        }
+        apart = _object(affinity.get("podAntiAffinity"))
+        required = [*_list(apart.get("requiredDuringSchedulingIgnoredDuringExecution")), term]
+        return {**affinity, "podAntiAffinity": {**apart, "requiredDuringSchedulingIgnoredDuringExecution": required}}
+    expression = {"key": names.ALLOCATION_LABEL, "operator": "NotIn", "values": [names.ALLOCATION_CORES]}
+    node = _object(affinity.get("nodeAffinity"))
+    selector = _object(node.get("requiredDuringSchedulingIgnoredDuringExecution"))
+    terms = [
+        {**term, "matchExpressions": [*_list(term.get("matchExpressions")), expression]}
+        for term in map(_object, _list(selector.get("nodeSelectorTerms")) or [{}])
+    ]
+    required_terms = {**selector, "nodeSelectorTerms": terms}
+    return {**affinity, "nodeAffinity": {**node, "requiredDuringSchedulingIgnoredDuringExecution": required_terms}}
+
+
+def _object(value: Any) -> dict[str, Any]:
+    return dict(value) if isinstance(value, Mapping) else {}
+
+
+def _list(value: Any) -> list[Any]:
+    return list(value) if isinstance(value, list | tuple) else []

@@ -1,0 +1,80 @@
+"""What stands around the replicas of a model: Service, ServiceAccount, PodDisruptionBudget, NetworkPolicy, ConfigMap.
+
+Called by `decide`. All but the ConfigMap are there before the first replica and outlive every revision.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from neuron_operator import names
+from neuron_operator.config_document import to_json
+from neuron_operator.model import NeuronModel
+from neuron_operator.render.objects import child, without_empty
+from neuron_operator.world import Object, Settings
+
+
+def service(model: NeuronModel) -> Object:
+    """The model's address: all ready leaders, whatever their revision."""
+    port = {
+        "name": names.PORT_NAME,
+        "port": names.PORT,
+        "targetPort": names.PORT_NAME,
+        "protocol": "TCP",
+        "appProtocol": "http",
+    }
+    return {
+        **child(model, "v1", "Service", names.service_name(model.name), component="server"),
+        "spec": {"type": "ClusterIP", "selector": names.serving_selector(model.name), "ports": [port]},
+    }
+
+
+def service_account(model: NeuronModel) -> Object:
+    """An identity without rights and without a token."""
+    return {
+        **child(model, "v1", "ServiceAccount", names.service_account_name(model.name), component="server"),
+        "automountServiceAccountToken": False,
+    }
+
+
+def disruption_budget(model: NeuronModel) -> Object:
+    """One replica at a time may be drained away; a replica that does not answer never blocks a drain."""
+    return {
+        **child(model, "policy/v1", "PodDisruptionBudget", names.service_name(model.name), component="server"),
+        "spec": {
+            "maxUnavailable": 1,
+            "selector": {"matchLabels": names.serving_selector(model.name)},
+            "unhealthyPodEvictionPolicy": "AlwaysAllow",
+        },
+    }
+
+
+def network_policy(model: NeuronModel, settings: Settings) -> Object:
+    """Only the serving port is open; the chart may say to whom. What pods may reach is left to the cluster."""
+    rule = without_empty(
+        {
+            "ports": [{"port": names.PORT_NAME, "protocol": "TCP"}],
+            "from": list(settings.network_policy_ingress_from),
+        }
+    )
+    return {
+        **child(model, "networking.k8s.io/v1", "NetworkPolicy", names.service_name(model.name), component="server"),
+        "spec": {
+            "podSelector": {"matchLabels": names.serving_selector(model.name)},
+            "policyTypes": ["Ingress"],
+            "ingress": [rule],
+        },
+    }
+
+
+def config_name(model_name: str, document: dict[str, Any]) -> str:
+    return names.config_name(model_name, names.digest(document))
+
+
+def config_map(model: NeuronModel, document: dict[str, Any]) -> Object:
+    """Immutable: another document is another ConfigMap, so a pod never restarts into something else."""
+    return {
+        **child(model, "v1", "ConfigMap", config_name(model.name, document), component="server"),
+        "immutable": True,
+        "data": {names.CONFIG_KEY: to_json(document)},
+    }

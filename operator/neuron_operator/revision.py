@@ -1,0 +1,199 @@
+"""The pinned decision of one spec revision: facts, plan, configuration and pod template, kept in a ControllerRevision.
+
+Called by `decide`. A revision is decided once; later passes read it, so that neither a new operator nor a new default
+image changes pods that run. Only what pods or their placement depend on belongs to a revision: replicas, pause and the
+rollout's pace do not; the drain times do, as they are part of the pod.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import msgspec
+from msgspec import Struct
+
+from neuron_operator import names
+from neuron_operator.config_document import config_document
+from neuron_operator.errors import InvalidSpec
+from neuron_operator.model import NeuronModel
+from neuron_operator.objects import dig, labels_of, whole
+from neuron_operator.placement import Placement, place
+from neuron_operator.records import Facts
+from neuron_operator.render.objects import child
+from neuron_operator.render.pods import runtime_image, serving_pod_template
+from neuron_operator.render.serving import config_name
+from neuron_operator.world import Object, Settings
+
+FORMAT = 1
+"""Version of `Pinned`; part of every revision's name, because a ControllerRevision's data never changes."""
+
+NOT_PINNED = {"replicas": None, "rollout": ("strategy", "progressDeadlineSeconds", "revisionHistoryLimit")}
+
+
+class Pinned(Struct, frozen=True, kw_only=True, rename="camel"):
+    """`data` of the ControllerRevision."""
+
+    format: int
+    spec_hash: str
+    refresh: str
+    """The refresh token it was decided for."""
+    resolve_key: str
+    """What the facts depend on: an edit that leaves it alone keeps facts and digest."""
+    facts: Facts
+    devices: int
+    cores: int
+    instance_type: str
+    plan: dict[str, Any]
+    """As shown in `status.plan`."""
+    config: dict[str, Any]
+    """The RuntimeConfig document."""
+    template: dict[str, Any]
+    """The pod template of a replica."""
+
+
+class Revision(Struct, frozen=True, kw_only=True):
+    """A pinned decision with its identity."""
+
+    name: str
+    """Hash; value of the revision label."""
+    number: int
+    """The highest is the one decided or wanted last."""
+    pinned: Pinned
+
+    @property
+    def template(self) -> Object:
+        return self.pinned.template
+
+    @property
+    def placement(self) -> Placement:
+        return Placement(self.pinned.devices, self.pinned.cores, self.pinned.instance_type)
+
+
+def spec_hash(model: NeuronModel) -> str:
+    """Over the part of the spec that pods or placement depend on; written-out defaults do not change it."""
+    spec: dict[str, Any] = msgspec.to_builtins(model.spec)
+    for part, fields in NOT_PINNED.items():
+        kept = (
+            {key: value for key, value in (spec.pop(part, None) or {}).items() if key not in fields} if fields else {}
+        )
+        spec.pop(part, None)
+        if kept:
+            spec[part] = kept
+    return names.digest([FORMAT, spec])
+
+
+def resolve_key(model: NeuronModel, settings: Settings) -> str:
+    """What facts depend on: the address, the credentials, the refresh token; the image for a model inside it."""
+    source = model.spec.model
+    secret = source.credentials_secret_ref
+    image = runtime_image(model, settings) if model.uri_scheme == "file" else ""
+    return names.digest([source.uri, secret.name if secret else "", model.refresh, image])
+
+
+def wanted(model: NeuronModel, revisions: Iterable[Revision]) -> Revision | None:
+    """The revision that was pinned for this spec, if any; the last one where several were (after a refresh)."""
+    key = spec_hash(model)
+    matching = (
+        revision
+        for revision in revisions
+        if revision.pinned.spec_hash == key and model.refresh in ("", revision.pinned.refresh)
+    )
+    return max(matching, key=lambda revision: revision.number, default=None)
+
+
+def known_facts(model: NeuronModel, settings: Settings, revisions: Iterable[Revision]) -> Facts | None:
+    """Facts that an earlier revision pinned for the same model address and credentials."""
+    key = resolve_key(model, settings)
+    same = (revision for revision in revisions if revision.pinned.resolve_key == key)
+    latest = max(same, key=lambda revision: revision.number, default=None)
+    return latest.pinned.facts if latest else None
+
+
+def pin(model: NeuronModel, facts: Facts, settings: Settings, number: int) -> Revision:
+    """Decide a new revision.
+
+    Raises:
+        Unplaceable: no node could hold a replica.
+        InvalidSpec: a limit that the model's facts rule out.
+    """
+    length = model.spec.serving.max_model_length
+    if length and 0 < facts.max_position_embeddings < length:
+        raise InvalidSpec(
+            "spec.serving.maxModelLength",
+            f"{length} exceeds the {facts.max_position_embeddings} positions that the model was made for",
+        )
+    placement = place(model, settings)
+    config = config_document(model, facts)
+    name = names.digest([spec_hash(model), model.refresh])
+    template = serving_pod_template(
+        model,
+        placement,
+        settings,
+        revision=name,
+        config_name=config_name(model.name, config),
+        group_size=1,
+    )
+    pinned = Pinned(
+        format=FORMAT,
+        spec_hash=spec_hash(model),
+        refresh=model.refresh,
+        resolve_key=resolve_key(model, settings),
+        facts=facts,
+        devices=placement.devices,
+        cores=placement.cores,
+        instance_type=placement.instance_type,
+        plan=_plan(model, facts, placement),
+        config=config,
+        template=template,
+    )
+    return Revision(name=name, number=number, pinned=pinned)
+
+
+def to_object(model: NeuronModel, revision: Revision) -> Object:
+    """The ControllerRevision that keeps it."""
+    keeper = child(
+        model,
+        "apps/v1",
+        "ControllerRevision",
+        names.revision_name(model.name, revision.name),
+        component="server",
+        labels={names.REVISION_LABEL: revision.name},
+    )
+    return {**keeper, "revision": revision.number, "data": msgspec.to_builtins(revision.pinned)}
+
+
+def from_object(keeper: Object) -> Revision | None:
+    """Read one back; None where it is of another format or not one of ours."""
+    name = labels_of(keeper).get(names.REVISION_LABEL)
+    try:
+        pinned = msgspec.convert(dig(keeper, "data"), Pinned)
+    except msgspec.ValidationError:
+        return None
+    if not name or pinned.format != FORMAT:
+        return None
+    return Revision(name=name, number=whole(keeper.get("revision")), pinned=pinned)
+
+
+def _plan(model: NeuronModel, facts: Facts, placement: Placement) -> dict[str, Any]:
+    serving = model.spec.serving
+    pinned = {
+        "instanceType": placement.instance_type or None,
+        "devices": placement.devices,
+        "cores": placement.cores or None,
+        "tensor": 1,
+        "nodes": 1,
+        "maxModelLength": serving.max_model_length,
+        "maxSequences": serving.max_sequences,
+        "blockSize": serving.block_size,
+        "numBlocks": serving.num_blocks,
+        "backend": model.backend,
+        "dtype": serving.dtype or facts.dtype,
+        "sampling": "Host",
+    }
+    where = f" on {placement.instance_type}" if placement.instance_type else ""
+    summary = (
+        f"each replica holds {placement.words}{where} and computes on the host with backend {model.backend}; "
+        f"weights {facts.weights_bytes} bytes ({facts.parameters} parameters, {facts.dtype})"
+    )
+    return {**{key: value for key, value in pinned.items() if value is not None}, "summary": summary}
