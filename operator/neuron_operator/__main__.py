@@ -1,0 +1,37 @@
+"""The command `neuron-operator`: picks the subcommand. Each imports only what it needs when it is called."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+
+USAGE = """usage: neuron-operator COMMAND [flags]
+
+  run              the operator in a cluster
+  local -f FILE    serve a manifest on this machine, without a cluster
+
+`neuron-operator COMMAND --help` lists the flags."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The exit code: 0 when all went well, 1 for a fault, 2 for wrong usage."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    match arguments[:1]:
+        case ["run"]:
+            from neuron_operator import run  # noqa: PLC0415 - kopf and the client are not needed by `local`
+
+            return run.main(arguments[1:])
+        case ["local"]:
+            from neuron_operator import local  # noqa: PLC0415
+
+            return local.main(arguments[1:])
+        case ["-h" | "--help" | "help"]:
+            print(USAGE)
+            return 0
+        case _:
+            print(USAGE, file=sys.stderr)
+            return 2
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,130 @@
+"""Does a live object already hold all that is desired? Called by the pass before every write, so that an unchanged
+model costs none.
+
+A live object differs from what was applied without being wrong: the API server adds defaults, drops empty values,
+writes quantities its own way, and others add fields. What is ours is read from the object's own `managedFields`; they
+also tell which lists are merged by key, so no schema is needed. Their structure is that of
+https://kubernetes.io/docs/reference/using-api/server-side-apply/#field-management.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from decimal import Decimal, InvalidOperation
+from typing import Any
+
+from neuron_operator.names import FIELD_MANAGER
+from neuron_operator.world import Object
+
+Fields = Mapping[str, Any]
+"""A `fieldsV1` tree: `f:name` a field, `k:{...}` a list item by its key, `v:...` a set member, `.` the node itself."""
+
+_QUANTITY_PARENTS = frozenset({"limits", "requests"})
+_QUANTITY_FIELDS = frozenset({"sizeLimit", "divisor"})
+_SUFFIXES = {
+    "n": Decimal("1e-9"),
+    "u": Decimal("1e-6"),
+    "m": Decimal("1e-3"),
+    "": Decimal(1),
+    **{suffix: Decimal(1000) ** power for power, suffix in enumerate(("k", "M", "G", "T", "P", "E"), start=1)},
+    **{suffix: Decimal(1024) ** power for power, suffix in enumerate(("Ki", "Mi", "Gi", "Ti", "Pi", "Ei"), start=1)},
+}
+
+
+def needs_apply(desired: Object, live: Object) -> bool:
+    """True where applying `desired` would change `live`: something is missing, differs, or is ours and not wanted."""
+    entries = list(own_entries(live))
+    owned: Fields = _union(entry.get("fieldsV1") or {} for entry in entries)
+    if not _contained(desired, live, owned):
+        return True
+    applied = _union(entry.get("fieldsV1") or {} for entry in entries if entry.get("operation") == "Apply")
+    return _has_surplus(applied, desired)
+
+
+def own_entries(live: Object) -> Iterable[Object]:
+    """The `managedFields` entries of this operator's field manager, those of subresources left out."""
+    for entry in live.get("metadata", {}).get("managedFields") or ():
+        if entry.get("manager") == FIELD_MANAGER and not entry.get("subresource"):
+            yield entry
+
+
+def _contained(
+    desired: Any, live: Any, owned: Fields, *, is_quantity: bool = False, children_are: bool = False
+) -> bool:
+    if live is None and not desired:
+        return True  # the API server leaves out what is empty
+    if isinstance(desired, Mapping):
+        if not isinstance(live, Mapping):
+            return False
+        return all(
+            _contained(
+                value,
+                live.get(name),
+                owned.get(f"f:{name}") or {},
+                is_quantity=children_are or name in _QUANTITY_FIELDS,
+                children_are=name in _QUANTITY_PARENTS,
+            )
+            for name, value in desired.items()
+        )
+    if isinstance(desired, list | tuple):
+        if not isinstance(live, list):
+            return False
+        keys = {key: json.loads(key[2:]) for key in owned if key.startswith("k:")}
+        if keys:  # merged by key: others may have added items, the order means nothing
+            return all(
+                any(_contained(item, other, _item_fields(owned, keys, other)) for other in live) for item in desired
+            )
+        return len(desired) == len(live) and all(
+            _contained(item, other, {}) for item, other in zip(desired, live, strict=True)
+        )
+    if is_quantity:
+        desired, live = _quantity(desired), _quantity(live)
+    return bool(desired == live)
+
+
+def _item_fields(owned: Fields, keys: Mapping[str, Fields], item: Any) -> Fields:
+    for key, identity in keys.items():
+        if isinstance(item, Mapping) and all(item.get(name) == value for name, value in identity.items()):
+            fields: Fields = owned[key]
+            return fields
+    return {}
+
+
+def _has_surplus(owned: Fields, desired: Any) -> bool:
+    """True where `owned`, all that was applied last, names a field that `desired` no longer has."""
+    for key, below in owned.items():
+        mark, _, name = key.partition(":")
+        if mark == "f":
+            if not isinstance(desired, Mapping) or name not in desired:
+                return True
+            if _has_surplus(below, desired[name]):
+                return True
+        elif mark == "k":
+            identity = json.loads(name)
+            # A key may hold a default that `desired` leaves out, as the protocol of a port.
+            item = next((i for i in desired or () if all(i.get(n, v) == v for n, v in identity.items())), None)
+            if item is None or _has_surplus(below, item):
+                return True
+        elif mark == "v" and json.loads(name) not in (desired or ()):
+            return True
+    return False
+
+
+def _union(trees: Iterable[Fields]) -> dict[str, Any]:
+    merged: dict[str, Any] = {}
+    for tree in trees:
+        for key, below in tree.items():
+            merged[key] = _union((merged.get(key, {}), below))
+    return merged
+
+
+def _quantity(value: Any) -> Any:
+    """A quantity as a number (https://kubernetes.io/docs/reference/kubernetes-api/common-definitions/quantity/);
+    what is none comes back as it is."""
+    text = str(value)
+    digits = text.rstrip("numkKMGTPEi")
+    try:
+        return Decimal(digits) * _SUFFIXES[text[len(digits) :]]
+    except (InvalidOperation, KeyError):
+        return value

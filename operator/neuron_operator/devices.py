@@ -1,0 +1,136 @@
+"""Free Neuron devices of the cluster, and events that explain a child: read on demand, kept for seconds. For the pass.
+
+Neither is watched: both would stream what concerns no model of ours. Without the right to read them they are unknown
+(`FreeDevices(None)`) or empty, and the scheduler decides.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterable
+from typing import Any
+
+from neuron_operator.client import EVENTS, NODES, PODS, Cluster, Forbidden
+from neuron_operator.names import ALLOCATION_LABEL, CORE_RESOURCE, DEVICE_RESOURCE, INSTANCE_TYPE_LABEL
+from neuron_operator.reflector import Key, key_of_model
+from neuron_operator.world import FreeDevices, NodeDevices, Object
+
+FREE_DEVICES_SECONDS = 5.0
+EVENTS_SECONDS = 15.0
+MAX_READS = 8
+"""Pod lists in flight at the same time; there is one for each node with Neuron devices."""
+
+
+class OnDemand:
+    """Reads of one process, shared by its passes."""
+
+    def __init__(self, cluster: Cluster) -> None:
+        self._cluster = cluster
+        self._free: tuple[float, FreeDevices] | None = None
+        self._free_lock = asyncio.Lock()
+        self._events: dict[Key, tuple[float, tuple[Object, ...]]] = {}
+
+    async def free_devices(self) -> FreeDevices:
+        """Of every node with Neuron devices: allocatable minus what its pods request, at most seconds old."""
+        async with self._free_lock:
+            now = asyncio.get_running_loop().time()
+            if self._free is None or now - self._free[0] > FREE_DEVICES_SECONDS:
+                self._free = now, await self._read_free()
+            return self._free[1]
+
+    async def events(self, key: Key, children: Iterable[Object], pods: Iterable[Object]) -> tuple[Object, ...]:
+        """Warnings about a model's Jobs, ReplicaSets and pods, the newest last; read again after seconds only."""
+        now = asyncio.get_running_loop().time()
+        for old in [old for old, (read_at, _) in self._events.items() if now - read_at > EVENTS_SECONDS]:
+            del self._events[old]
+        if key not in self._events:
+            self._events[key] = now, await self._read_events(key[0], children, pods)
+        return self._events[key][1]
+
+    async def _read_free(self) -> FreeDevices:
+        turn = asyncio.Semaphore(MAX_READS)
+
+        async def devices_of(node: Object) -> NodeDevices:
+            selector = f"spec.nodeName={node['metadata']['name']},status.phase!=Succeeded,status.phase!=Failed"
+            async with turn:
+                pods = await self._cluster.list(PODS, None, field_selector=selector)
+            return node_devices(node, pods.items)
+
+        try:
+            nodes = [node for node in (await self._cluster.list(NODES, None)).items if _has_devices(node)]
+            return FreeDevices(tuple(await asyncio.gather(*map(devices_of, nodes))))
+        except Forbidden:
+            return FreeDevices(None)
+
+    async def _read_events(
+        self, namespace: str, children: Iterable[Object], pods: Iterable[Object]
+    ) -> tuple[Object, ...]:
+        names = {(obj["kind"], key_of_model(obj)[1]) for obj in (*children, *pods)}
+        try:
+            page = await self._cluster.list(EVENTS, namespace, field_selector="type=Warning")
+        except Forbidden:
+            return ()
+        return tuple(sorted((event for event in page.items if _concerns(event, names)), key=_time_of))
+
+
+def node_devices(node: Object, pods: Iterable[Object]) -> NodeDevices:
+    """A node's devices and cores, and those that `pods`, all unfinished ones on it, leave."""
+    metadata, status = node["metadata"], node.get("status", {})
+    labels = metadata.get("labels", {})
+    allocatable = status.get("allocatable", {})
+    devices, cores = int(allocatable.get(DEVICE_RESOURCE, 0)), int(allocatable.get(CORE_RESOURCE, 0))
+    pods = tuple(pods)
+    ready = any(c["type"] == "Ready" and c["status"] == "True" for c in status.get("conditions", ()))
+    return NodeDevices(
+        name=metadata["name"],
+        instance_type=labels.get(INSTANCE_TYPE_LABEL, ""),
+        devices=devices,
+        free_devices=max(0, devices - sum(requested(pod, DEVICE_RESOURCE) for pod in pods)),
+        cores=cores,
+        free_cores=max(0, cores - sum(requested(pod, CORE_RESOURCE) for pod in pods)),
+        allocation=labels.get(ALLOCATION_LABEL, ""),
+        schedulable=ready and not node.get("spec", {}).get("unschedulable", False),
+    )
+
+
+def requested(pod: Object, resource: str) -> int:
+    """What the scheduler counts for a pod: its containers together, or its largest init container beside the sidecars
+    that were started before it (https://kubernetes.io/docs/concepts/workloads/pods/init-containers/)."""
+
+    def of(container: Object) -> int:
+        resources: dict[str, Any] = container.get("resources", {})
+        return int((resources.get("requests") or resources.get("limits") or {}).get(resource, 0))
+
+    spec = pod["spec"]
+    sidecars = largest = 0
+    for container in spec.get("initContainers", ()):
+        if container.get("restartPolicy") == "Always":
+            sidecars += of(container)
+        else:
+            largest = max(largest, sidecars + of(container))
+    return max(largest, sidecars + sum(map(of, spec["containers"])))
+
+
+def _has_devices(node: Object) -> bool:
+    offered = node.get("status", {}).get("capacity", {})
+    return DEVICE_RESOURCE in offered or CORE_RESOURCE in offered
+
+
+def _concerns(event: Object, names: set[tuple[str, str]]) -> bool:
+    about = event.get("regarding") or {}
+    kind, name = about.get("kind", ""), about.get("name", "")
+    if kind == "ReplicaSet":  # its name is the Deployment's and a hash without hyphens
+        kind, name = "Deployment", name.rpartition("-")[0]
+    return (kind, name) in names
+
+
+def _time_of(event: Object) -> str:
+    """When it happened last: RFC 3339 in UTC, which sorts as text."""
+    series = event.get("series") or {}
+    times = (
+        series.get("lastObservedTime"),
+        event.get("deprecatedLastTimestamp"),
+        event.get("eventTime"),
+        event["metadata"].get("creationTimestamp"),
+    )
+    return str(next((time for time in times if time), ""))

@@ -1,0 +1,227 @@
+"""Leadership by a Lease: of several replicas one acts, and another takes over when it stops. Called by `run`.
+
+Why not `kubernetes.aio.leaderelection`: a standby polls, the deadline is on the wall clock, a renewal that hangs is not
+cut at the deadline (the work would outlive the lease), and the lease is not given back at the end. Here the standby
+watches, time is the monotonic clock of each side's own observation, and every request is bounded by what is left of the
+term. The rule that keeps two from acting: a holder stops its work at `deadline_seconds` after its last renewal was
+*sent*, another takes over no sooner than `duration_seconds` after it *saw* that renewal.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Coroutine
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from typing import Any
+
+from neuron_operator.client import LEASES, AlreadyExists, Cluster, Conflict
+from neuron_operator.errors import ClusterFault
+from neuron_operator.reflector import Key, Reflector, key_of_model
+from neuron_operator.world import Object
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class LeaseTimings:
+    """`renew` < `deadline` < `duration`: what lies between the last two is for the work to end."""
+
+    duration_seconds: int = 12
+    deadline_seconds: float = 8.0
+    renew_seconds: float = 4.0
+    retry_seconds: float = 1.0
+    """After a renewal that failed."""
+
+    @classmethod
+    def of(cls, duration_seconds: int) -> LeaseTimings:
+        """Renewed each third of `duration_seconds`, given up after two of them."""
+        third = duration_seconds / 3
+        return cls(duration_seconds, 2 * third, third, third / 4)
+
+
+class LeaderLease:
+    """One replica's view of the Lease `namespace`/`name`. `identity` is unique to this process, not to its pod."""
+
+    def __init__(
+        self,
+        cluster: Cluster,
+        namespace: str,
+        name: str,
+        identity: str,
+        *,
+        timings: LeaseTimings | None = None,
+        on_change: Callable[[bool], None] = lambda leads: None,
+    ) -> None:
+        self._cluster = cluster
+        self._name = (namespace, name)
+        self._identity = identity
+        self._timings = timings or LeaseTimings()
+        self._on_change = on_change
+        self._changed = asyncio.Event()
+        self._seen_at = 0.0
+        """When this replica saw the lease change last, on its own clock."""
+        self._reflector = Reflector(
+            cluster,
+            LEASES,
+            namespace,
+            field_selector=f"metadata.name={name}",
+            key_of=key_of_model,
+            wake=self._lease_changed,
+        )
+
+    async def run(self, work: Callable[[], Coroutine[Any, Any, None]]) -> None:
+        """Run `work` whenever this replica leads, and cancel it when it does not; until cancelled.
+
+        Whatever ends it, a held lease is given back. Raises what `work` raises, and Forbidden without rights on Leases.
+        """
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(self._reflector.run(), name="lease watch")
+            await self._reflector.synced.wait()
+            while True:
+                held, sent_at = await self._acquire()
+                logger.info("leading as %s", self._identity)
+                self._on_change(True)
+                try:
+                    await self._lead(held, sent_at, work)
+                finally:
+                    self._on_change(False)
+                    logger.info("no longer leading")
+
+    async def _acquire(self) -> tuple[Object, float]:
+        """The lease as this replica holds it, and when it asked for it."""
+        while True:
+            self._changed.clear()
+            live = self._reflector.find(*self._name)
+            wait_seconds = 0.0
+            if live is not None and _holder(live) not in ("", self._identity):
+                wait_seconds = self._seen_at + float(live["spec"].get("leaseDurationSeconds") or 0) - _now()
+            if wait_seconds <= 0:
+                sent_at = _now()
+                try:
+                    async with asyncio.timeout(self._timings.deadline_seconds):
+                        return await self._take(live), sent_at
+                except (AlreadyExists, Conflict):  # another was faster: the watch will show it
+                    wait_seconds = self._timings.retry_seconds
+                except (ClusterFault, TimeoutError) as fault:
+                    logger.warning("cannot take the lease: %s", fault)
+                    wait_seconds = self._timings.retry_seconds
+            await _first(self._changed.wait(), wait_seconds)
+
+    async def _take(self, live: Object | None) -> Object:
+        stamp = _micro_time()
+        spec = {
+            "holderIdentity": self._identity,
+            "leaseDurationSeconds": self._timings.duration_seconds,
+            "acquireTime": stamp,
+            "renewTime": stamp,
+            "leaseTransitions": 0,
+        }
+        if live is None:
+            namespace, name = self._name
+            metadata = {"namespace": namespace, "name": name}
+            lease = {"apiVersion": LEASES.api_version, "kind": LEASES.kind, "metadata": metadata, "spec": spec}
+            return await self._cluster.create(LEASES, lease)
+        spec["leaseTransitions"] = int(live["spec"].get("leaseTransitions") or 0) + 1
+        return await self._cluster.replace(LEASES, {**live, "spec": spec})
+
+    async def _lead(self, held: Object, sent_at: float, work: Callable[[], Awaitable[None]]) -> None:
+        """Work and renew, until the work ends, the lease is lost, or this is cancelled. Gives back what is held."""
+        term = _Term(held, sent_at)
+        working = asyncio.ensure_future(work())
+        renewing = asyncio.create_task(self._renew(term), name="lease renewal")
+        try:
+            await asyncio.wait((working, renewing), return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for task in (working, renewing):
+                task.cancel()
+            outcomes = await asyncio.gather(working, renewing, return_exceptions=True)
+            if not term.lost:
+                await self._give_back(term)
+        for outcome in outcomes:
+            if isinstance(outcome, Exception):
+                raise outcome
+
+    async def _renew(self, term: _Term) -> None:
+        """Returns when the lease is lost."""
+        while True:
+            await asyncio.sleep(self._timings.renew_seconds)
+            deadline = term.sent_at + self._timings.deadline_seconds
+            while True:
+                sent_at = _now()
+                try:
+                    async with asyncio.timeout(deadline - sent_at):
+                        term.held = await self._write(term.held)
+                    term.sent_at = sent_at
+                    break
+                except _Lost as lost:
+                    logger.warning("%s", lost)
+                    term.lost = True
+                    return
+                except (ClusterFault, TimeoutError) as fault:
+                    logger.warning("cannot renew the lease: %s", fault)
+                if _now() + self._timings.retry_seconds >= deadline:
+                    # It may still be ours on the server, and is given back if it can be reached.
+                    return
+                await asyncio.sleep(self._timings.retry_seconds)
+
+    async def _write(self, held: Object) -> Object:
+        """Renew. Raises _Lost where another holds the lease by now."""
+        try:
+            return await self._cluster.replace(LEASES, _renewed(held))
+        except Conflict:
+            newest = await self._cluster.get(LEASES, *self._name)
+            if _holder(newest) != self._identity:
+                raise _Lost(f"the lease was taken by {_holder(newest) or 'nobody'}") from None
+            return await self._cluster.replace(LEASES, _renewed(newest))
+
+    async def _give_back(self, term: _Term) -> None:
+        spec = {**term.held["spec"], "holderIdentity": "", "leaseDurationSeconds": 1, "renewTime": _micro_time()}
+        try:
+            async with asyncio.timeout(self._timings.retry_seconds * 2):
+                await self._cluster.replace(LEASES, {**term.held, "spec": spec})
+        except (ClusterFault, TimeoutError) as fault:
+            logger.warning("cannot give the lease back, it runs out by itself: %s", fault)
+
+    def _lease_changed(self, key: Key) -> None:
+        self._seen_at = _now()
+        self._changed.set()
+
+
+class _Lost(Exception):
+    """Another replica holds the lease."""
+
+
+@dataclass
+class _Term:
+    """A lease that is held: the version last written, and when that write was sent."""
+
+    held: Object
+    sent_at: float
+    lost: bool = False
+
+
+def _holder(lease: Object | None) -> str:
+    return str((lease or {}).get("spec", {}).get("holderIdentity") or "")
+
+
+def _renewed(lease: Object) -> Object:
+    return {**lease, "spec": {**lease["spec"], "renewTime": _micro_time()}}
+
+
+def _now() -> float:
+    return asyncio.get_running_loop().time()
+
+
+def _micro_time() -> str:
+    """For people only: no decision reads it, as clocks of different machines differ."""
+    return datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%S.%fZ")
+
+
+async def _first(event: Coroutine[Any, Any, Any], seconds: float) -> None:
+    try:
+        async with asyncio.timeout(seconds):
+            await event
+    except TimeoutError:
+        return

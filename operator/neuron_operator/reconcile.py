@@ -1,0 +1,252 @@
+"""The pass over one NeuronModel: observe, decide, apply, prune, status. Called by the workers with a key.
+
+All judgement is in `decide`; here are only the order of writes and what a refusal means. A pass may run at any time,
+from any state, and be cut off at any request: the next one sees in the API what was done and goes on. Nothing is
+remembered between passes but caches of what the API says.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+import uuid
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime
+from typing import Any
+
+from neuron_operator.client import (
+    EVENTS,
+    NEURON_MODELS,
+    AlreadyExists,
+    Cluster,
+    Conflict,
+    Forbidden,
+    Invalid,
+    NotFound,
+    Resource,
+    Throttled,
+    resource_of,
+)
+from neuron_operator.containment import needs_apply
+from neuron_operator.devices import OnDemand
+from neuron_operator.errors import ClusterFault
+from neuron_operator.metrics import Metrics
+from neuron_operator.names import API_VERSION, GROUP, KIND, MANAGER
+from neuron_operator.reflector import Caches, Key
+from neuron_operator.workqueue import WorkQueue
+from neuron_operator.world import Announcement, Decision, Need, Object, Settings, World
+
+logger = logging.getLogger(__name__)
+
+Decide = Callable[[World, Settings], Decision]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What one pass did. `num_writes` counts requests that changed something, or could have."""
+
+    num_writes: int = 0
+    requeue_after_seconds: float | None = None
+
+
+@dataclass
+class _Refused(Exception):
+    """A write that the next decision must know of: `what` is the World's field, `about` its new member."""
+
+    what: str
+    about: tuple[str, str]
+
+
+class Reconciler:
+    """Runs passes. `identity` names this replica in Events; `now` is the wall clock, for what people read."""
+
+    def __init__(
+        self,
+        cluster: Cluster,
+        caches: Caches,
+        settings: Settings,
+        decide: Decide,
+        *,
+        identity: str,
+        now: Callable[[], datetime] = lambda: datetime.now(UTC),
+    ) -> None:
+        self._cluster = cluster
+        self._caches = caches
+        self._settings = settings
+        self._decide = decide
+        self._identity = identity
+        self._now = now
+        self._on_demand = OnDemand(cluster)
+
+    async def reconcile(self, key: Key) -> Outcome:
+        """One pass. Raises ClusterFault where something must be tried again."""
+        body = self._caches.model(key)
+        if body is None:  # deleted: its children carry owner references, the garbage collector has them
+            return Outcome()
+        writes = _Writes(self._cluster, self._caches)
+        world = World(body=body, children=self._caches.children(key), pods=self._caches.pods(key), now=self._now())
+        asked: frozenset[Need] = frozenset()
+        while True:
+            decision = self._decide(world, self._settings)
+            if decision.needs - asked:
+                world = await self._read(decision.needs - asked, world, key)
+                asked |= decision.needs
+                continue
+            try:
+                for desired in decision.desired:
+                    await writes.ensure(desired, body)
+                for live in decision.delete:
+                    await writes.delete(live)
+            except _Refused as refused:
+                known: frozenset[tuple[str, str]] = getattr(world, refused.what)
+                logger.warning("%s/%s: %s: %s %s", *key, refused.what, *refused.about)
+                if refused.about not in known:
+                    # What was written meanwhile is in the caches.
+                    refusals: dict[str, Any] = {refused.what: known | {refused.about}}
+                    world = replace(world, children=self._caches.children(key), pods=self._caches.pods(key), **refusals)
+                    continue
+            break
+        if decision.status is not None and decision.status != body.get("status"):
+            await writes.status(body, decision.status)
+            for announcement in decision.announcements:
+                await self._announce(body, announcement)
+        return Outcome(writes.number, decision.requeue_after_seconds)
+
+    async def _read(self, needs: frozenset[Need], world: World, key: Key) -> World:
+        if Need.FREE_DEVICES in needs:
+            world = replace(world, free=await self._on_demand.free_devices())
+        if Need.EVENTS in needs:
+            world = replace(world, events=await self._on_demand.events(key, world.children, world.pods))
+        return world
+
+    async def _announce(self, body: Object, announcement: Announcement) -> None:
+        """An Event tells people of a change that the status holds already: it is not worth a retry."""
+        metadata = body["metadata"]
+        event = {
+            "apiVersion": EVENTS.api_version,
+            "kind": EVENTS.kind,
+            "metadata": {"namespace": metadata["namespace"], "name": f"{metadata['name']}.{uuid.uuid4().hex[:16]}"},
+            "type": announcement.type,
+            "reason": announcement.reason,
+            "note": announcement.message[:1024],
+            "action": "Reconcile",
+            "eventTime": self._now().strftime("%Y-%m-%dT%H:%M:%S.%fZ"),
+            "reportingController": f"{GROUP}/{MANAGER}",
+            "reportingInstance": self._identity[:128],
+            "regarding": {
+                "apiVersion": API_VERSION,
+                "kind": KIND,
+                "namespace": metadata["namespace"],
+                "name": metadata["name"],
+                "uid": metadata["uid"],
+            },
+        }
+        try:
+            await self._cluster.create(EVENTS, event)
+        except ClusterFault as fault:
+            logger.warning("event lost: %s", fault)
+
+
+class _Writes:
+    """The writes of one pass, counted; each is safe to repeat."""
+
+    def __init__(self, cluster: Cluster, caches: Caches) -> None:
+        self._cluster = cluster
+        self._caches = caches
+        self.number = 0
+
+    async def ensure(self, desired: Object, body: Object) -> None:
+        """Create, or apply where the live object does not hold all that is desired. Never touches another's object."""
+        resource, metadata = resource_of(desired), desired["metadata"]
+        live = self._caches.find(resource, metadata["namespace"], metadata["name"])
+        try:
+            if live is None:
+                live = await self._create_or_look(resource, desired)
+            if not _is_owned(live, body):
+                raise _Refused("taken", (resource.kind, metadata["name"]))
+            if "deletionTimestamp" in live["metadata"] or not needs_apply(desired, live):
+                return  # one that is being deleted wakes us when it is gone
+            self.number += 1
+            self._caches.observe_written(resource, await self._cluster.apply(resource, desired, live))
+        except Forbidden as fault:
+            raise _Refused("forbidden", (resource.kind, str(fault))) from fault
+        except Invalid as fault:
+            raise _Refused("rejected", (resource.kind, str(fault))) from fault
+
+    async def _create_or_look(self, resource: Resource, desired: Object) -> Object:
+        self.number += 1
+        try:
+            live = await self._cluster.create(resource, desired)
+        except AlreadyExists:
+            metadata = desired["metadata"]
+            return await self._cluster.get(resource, metadata["namespace"], metadata["name"])
+        self._caches.observe_written(resource, live)
+        return live
+
+    async def delete(self, live: Object) -> None:
+        resource = resource_of(live)
+        if "deletionTimestamp" in live["metadata"]:
+            return
+        self.number += 1
+        try:
+            await self._cluster.delete(resource, live)
+        except (NotFound, Conflict) as gone:
+            logger.debug("already gone: %s", gone)
+        except Forbidden as fault:
+            raise _Refused("forbidden", (resource.kind, str(fault))) from fault
+
+    async def status(self, body: Object, status: Object) -> None:
+        self.number += 1
+        try:
+            written = await self._cluster.apply_status(NEURON_MODELS, body, status)
+        except NotFound:  # deleted meanwhile
+            return
+        self._caches.observe_written(NEURON_MODELS, written)
+
+
+def _is_owned(live: Object, body: Object) -> bool:
+    """Raises Conflict for what an earlier model of this name left to the garbage collector: soon the name is free."""
+    owners = live["metadata"].get("ownerReferences") or ()
+    if any(owner["uid"] == body["metadata"]["uid"] for owner in owners):
+        return True
+    if any((owner["kind"], owner["name"]) == (KIND, body["metadata"]["name"]) for owner in owners):
+        name = live["metadata"]["name"]
+        raise Conflict(f"{live['kind']} {name} of a deleted {KIND} is still there", retriable=True, status=409)
+    return False
+
+
+async def run_workers(queue: WorkQueue[Key], reconciler: Reconciler, metrics: Metrics, num_workers: int) -> None:
+    """Work on `queue` until cancelled. No failure of one model ends a worker."""
+
+    async def handle(key: Key) -> None:
+        started = time.perf_counter()
+        result = "failed"
+        try:
+            outcome = await reconciler.reconcile(key)
+            result = "changed" if outcome.num_writes else "unchanged"
+            queue.forget(key)
+            if outcome.requeue_after_seconds is not None:
+                queue.add_after(key, outcome.requeue_after_seconds)
+        except Throttled as fault:
+            result = "retried"
+            logger.info("%s/%s: %s", *key, fault)
+            queue.retry(key, hold_seconds=fault.retry_after_seconds)
+        except ClusterFault as fault:
+            result = "retried"
+            logger.log(logging.INFO if fault.retriable else logging.ERROR, "%s/%s: %s", *key, fault)
+            queue.retry(key)
+        except asyncio.CancelledError:
+            result = "cancelled"
+            raise
+        except Exception:  # an error of ours in one model must not stop the others
+            logger.exception("%s/%s: the pass failed", *key)
+            queue.retry(key)
+        finally:
+            metrics.passes.labels(result).inc()
+            metrics.pass_seconds.observe(time.perf_counter() - started)
+
+    async with asyncio.TaskGroup() as tasks:
+        for number in range(num_workers):
+            tasks.create_task(queue.work(handle), name=f"worker {number}")

@@ -1,0 +1,259 @@
+"""A cache of one resource, kept true by list and watch. Passes read it; each change wakes the key it belongs to.
+
+Why not the kubernetes package's SharedInformer: it runs in threads, lists unpaged into typed models (many times the
+memory of raw JSON), and says nothing of a scope it may not read. This is the same loop on the event loop: list, then
+watch from the list's version with bookmarks, open again where a watch ended, list again when that version is gone
+(410), and report as deleted what a new list no longer shows. A watch that is silent for longer than bookmarks take is
+cut by the client and opened again, so that a dead connection cannot hide a change for long. Idle, it makes no call but
+its watch.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import aclosing
+
+from neuron_operator.client import CHILDREN, NEURON_MODELS, PODS, Cluster, Forbidden, Gone, Resource, Throttled
+from neuron_operator.containment import own_entries
+from neuron_operator.errors import ClusterFault
+from neuron_operator.names import MODEL_LABEL, OWNED_SELECTOR
+from neuron_operator.workqueue import Backoff
+from neuron_operator.world import Object
+
+logger = logging.getLogger(__name__)
+
+Key = tuple[str, str]
+"""Namespace and name of a NeuronModel."""
+
+
+def trimmed(obj: Object) -> Object:
+    """The object without what only costs memory: of `managedFields`, our own entries are enough."""
+    metadata = {key: value for key, value in obj["metadata"].items() if key != "managedFields"}
+    ours = list(own_entries(obj))
+    if ours:
+        metadata["managedFields"] = ours
+    return {**obj, "metadata": metadata}
+
+
+def key_of_model(obj: Object) -> Key:
+    return obj["metadata"]["namespace"], obj["metadata"]["name"]
+
+
+def key_of_child(obj: Object) -> Key:
+    return obj["metadata"]["namespace"], obj["metadata"].get("labels", {}).get(MODEL_LABEL, "")
+
+
+def _version(obj: Object) -> int:
+    return int(obj["metadata"]["resourceVersion"])
+
+
+class Reflector:
+    """The objects of `resource` in `namespace` (None: all) that the selectors take.
+
+    `key_of` says which model an object belongs to, `wake` is called with that key at each change, `count_start(plural,
+    reason)` at each list ("list") and each opened watch ("watch").
+    """
+
+    def __init__(
+        self,
+        cluster: Cluster,
+        resource: Resource,
+        namespace: str | None,
+        *,
+        label_selector: str = "",
+        field_selector: str = "",
+        key_of: Callable[[Object], Key],
+        wake: Callable[[Key], None],
+        count_start: Callable[[str, str], None] = lambda plural, reason: None,
+        backoff: Backoff | None = None,
+    ) -> None:
+        self.resource = resource
+        self.namespace = namespace
+        self.synced = asyncio.Event()
+        """Set after the first list, for good."""
+        self._cluster = cluster
+        self._selectors = {"label_selector": label_selector, "field_selector": field_selector}
+        self._key_of = key_of
+        self._wake = wake
+        self._count_start = count_start
+        self._backoff = backoff or Backoff(max_seconds=30.0)
+        self._objects: dict[Key, Object] = {}
+        self._by_model: dict[Key, dict[Key, Object]] = defaultdict(dict)
+        self._resource_version = ""
+
+    def find(self, namespace: str, name: str) -> Object | None:
+        """The object of that name."""
+        return self._objects.get((namespace, name))
+
+    def of_model(self, key: Key) -> Iterable[Object]:
+        """The objects that belong to a model."""
+        return self._by_model[key].values() if key in self._by_model else ()
+
+    def objects(self) -> Iterable[Object]:
+        """All objects."""
+        return tuple(self._objects.values())
+
+    def observe_written(self, obj: Object) -> None:
+        """Take in the answer of a write before the watch brings it, so that the next pass sees what this one did.
+
+        What the watch has brought already is at least as new and may be a deletion: then it is left as it is. The
+        versions of one API server compare as numbers
+        (https://kubernetes.io/docs/reference/using-api/api-concepts/#resource-versions).
+        """
+        if _version(obj) > int(self._resource_version or 0):
+            self._put(trimmed(obj))
+
+    async def run(self) -> None:
+        """Keep the cache true until cancelled. Raises Forbidden where the first list is refused."""
+        failures = 0
+        while True:
+            hold_seconds = 0.0
+            try:
+                if not self._resource_version:
+                    await self._list()
+                    failures = 0
+                await self._follow()
+                failures = 0
+                continue
+            except Gone:
+                self._resource_version = ""
+            except Forbidden:
+                if not self.synced.is_set():
+                    raise
+                logger.warning("no longer allowed to watch %s", self.resource.plural)
+                self._resource_version = ""
+            except Throttled as fault:
+                hold_seconds = fault.retry_after_seconds
+            except ClusterFault as fault:
+                logger.info("watch lost: %s", fault)
+            failures += 1
+            await asyncio.sleep(max(hold_seconds, self._backoff.delay_seconds(failures, random.random())))  # noqa: S311
+
+    async def _list(self) -> None:
+        self._count_start(self.resource.plural, "list")
+        page = await self._cluster.list(self.resource, self.namespace, **self._selectors)
+        self._resource_version = page.resource_version
+        listed = {key_of_model(obj) for obj in page.items}
+        for obj in [obj for name, obj in self._objects.items() if name not in listed]:
+            self._drop(obj)
+        for obj in page.items:
+            known = self._objects.get(key_of_model(obj))
+            if known is None or known["metadata"]["resourceVersion"] != obj["metadata"]["resourceVersion"]:
+                self._put(trimmed(obj))
+        self.synced.set()
+
+    async def _follow(self) -> None:
+        self._count_start(self.resource.plural, "watch")
+        events = self._cluster.watch(
+            self.resource, self.namespace, resource_version=self._resource_version, **self._selectors
+        )
+        async with aclosing(events) as stream:  # type: ignore[type-var]
+            async for event in stream:
+                if event.type == "DELETED":
+                    if not self._is_older(event.object):
+                        self._drop(event.object)
+                elif event.type != "BOOKMARK":
+                    self._put(trimmed(event.object))
+                self._resource_version = event.object["metadata"]["resourceVersion"]
+
+    def _put(self, obj: Object) -> None:
+        name, key = key_of_model(obj), self._key_of(obj)
+        if self._is_older(obj):
+            return
+        known = self._objects.get(name)
+        if known is not None and self._key_of(known) != key:
+            self._drop(known)
+        self._objects[name] = obj
+        self._by_model[key][name] = obj
+        self._wake(key)
+
+    def _is_older(self, obj: Object) -> bool:
+        """The answer of a write of ours came before the events that led to it."""
+        known = self._objects.get(key_of_model(obj))
+        return known is not None and _version(known) > _version(obj)
+
+    def _drop(self, obj: Object) -> None:
+        """Forget an object by its name; the key is that under which it was known."""
+        name = key_of_model(obj)
+        known = self._objects.pop(name, None)
+        if known is None:
+            return
+        key = self._key_of(known)
+        self._by_model[key].pop(name, None)
+        if not self._by_model[key]:
+            del self._by_model[key]
+        self._wake(key)
+
+
+class Caches:
+    """All that passes read: NeuronModels, their children and pods, in `namespaces` (None alone: everywhere)."""
+
+    def __init__(
+        self,
+        cluster: Cluster,
+        namespaces: Sequence[str | None],
+        *,
+        wake: Callable[[Key], None],
+        count_start: Callable[[str, str], None] = lambda plural, reason: None,
+    ) -> None:
+        def reflect(resource: Resource, namespace: str | None) -> Reflector:
+            is_model = resource is NEURON_MODELS
+            return Reflector(
+                cluster,
+                resource,
+                namespace,
+                label_selector="" if is_model else OWNED_SELECTOR,
+                key_of=key_of_model if is_model else key_of_child,
+                wake=wake,
+                count_start=count_start,
+            )
+
+        self._reflectors = {
+            (resource, namespace): reflect(resource, namespace)
+            for resource in (NEURON_MODELS, *CHILDREN, PODS)
+            for namespace in namespaces
+        }
+
+    async def run(self) -> None:
+        """Keep all of them true until cancelled. Raises Forbidden where one may not be listed."""
+        async with asyncio.TaskGroup() as tasks:
+            for (resource, _), reflector in self._reflectors.items():
+                tasks.create_task(reflector.run(), name=f"reflector of {resource.plural}")
+
+    @property
+    def is_synced(self) -> bool:
+        return all(reflector.synced.is_set() for reflector in self._reflectors.values())
+
+    async def wait_synced(self) -> None:
+        """No pass may run before: what is not known yet would look as if it did not exist."""
+        for reflector in self._reflectors.values():
+            await reflector.synced.wait()
+
+    def models(self) -> tuple[Object, ...]:
+        return tuple(obj for reflector in self._of(NEURON_MODELS) for obj in reflector.objects())
+
+    def model(self, key: Key) -> Object | None:
+        return self.find(NEURON_MODELS, *key)
+
+    def children(self, key: Key) -> tuple[Object, ...]:
+        return tuple(obj for kind in CHILDREN for reflector in self._of(kind) for obj in reflector.of_model(key))
+
+    def pods(self, key: Key) -> tuple[Object, ...]:
+        return tuple(obj for reflector in self._of(PODS) for obj in reflector.of_model(key))
+
+    def find(self, resource: Resource, namespace: str, name: str) -> Object | None:
+        found = (reflector.find(namespace, name) for reflector in self._of(resource))
+        return next((obj for obj in found if obj is not None), None)
+
+    def observe_written(self, resource: Resource, obj: Object) -> None:
+        """See Reflector.observe_written."""
+        for (kind, namespace), reflector in self._reflectors.items():
+            if kind is resource and namespace in (None, obj["metadata"]["namespace"]):
+                reflector.observe_written(obj)
+
+    def _of(self, resource: Resource) -> Iterable[Reflector]:
+        return (reflector for (kind, _), reflector in self._reflectors.items() if kind is resource)

@@ -1,0 +1,213 @@
+"""`neuron-operator run`: builds the object graph of one replica and runs it until a signal or a fatal error.
+
+All replicas keep their caches warm; the one that holds the Lease works. At SIGTERM the work ends, then the Lease is
+given back, then the rest stops.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import signal
+import sys
+import uuid
+from collections.abc import Awaitable, Callable, Sequence
+
+from aiohttp import web
+
+from neuron_operator import settings as settings_module
+from neuron_operator.client import NEURON_MODELS, Client, Cluster, Forbidden, NotFound, load_configuration, open_session
+from neuron_operator.decide import decide
+from neuron_operator.errors import ClusterFault, OperatorError
+from neuron_operator.handlers import registry_for, run_kopf
+from neuron_operator.lease import LeaderLease
+from neuron_operator.metrics import Metrics
+from neuron_operator.names import API_VERSION
+from neuron_operator.reconcile import Decide, Reconciler, run_workers
+from neuron_operator.reflector import Caches, Key
+from neuron_operator.settings import InvalidSetting, RunSettings
+from neuron_operator.workqueue import WorkQueue
+
+logger = logging.getLogger(__name__)
+
+LOOP_TICK_SECONDS = 1.0
+MAX_LOOP_LAG_SECONDS = 10.0
+"""An event loop that is later than this is stuck: liveness fails."""
+
+
+class Operator:
+    """One replica without its rim: caches, lease, queue and workers. Tests run several side by side."""
+
+    def __init__(self, cluster: Cluster, settings: RunSettings, metrics: Metrics, decide: Decide = decide) -> None:
+        self._settings = settings
+        self._metrics = metrics
+        self._queue: WorkQueue[Key] | None = None
+        """Of this term; None while another replica leads."""
+        self.caches = Caches(
+            cluster, settings.watch_namespaces or (None,), wake=self.wake, count_start=metrics.observe_watch_start
+        )
+        self._reconciler = Reconciler(cluster, self.caches, settings.models, decide, identity=settings.identity)
+        self._lease = LeaderLease(
+            cluster,
+            settings.namespace,
+            settings.lease_name,
+            f"{settings.identity}_{uuid.uuid4().hex[:8]}",
+            timings=settings.lease,
+            on_change=lambda leads: metrics.leader.set(int(leads)),
+        )
+        metrics.leader.set(0)
+        metrics.queue_depth.set_function(lambda: len(self._queue or ()))
+        metrics.report_models(lambda: self.caches.models() if self.is_leading else ())
+
+    @property
+    def is_leading(self) -> bool:
+        return self._queue is not None
+
+    @property
+    def is_ready(self) -> bool:
+        """The caches are true: this replica leads, or could at once."""
+        return self.caches.is_synced
+
+    def wake(self, key: Key) -> None:
+        """Something of this model changed."""
+        if self._queue is not None:
+            self._queue.add(key)
+
+    async def run(self) -> None:
+        """Until cancelled; then the lease is given back. Raises ClusterFault, in a group, where a right is missing."""
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(self.caches.run(), name="caches")
+            await self.caches.wait_synced()
+            await self._lease.run(self._work)
+
+    async def _work(self) -> None:
+        queue = self._queue = WorkQueue[Key]()
+        try:
+            for model in self.caches.models():
+                queue.add((model["metadata"]["namespace"], model["metadata"]["name"]))
+            await run_workers(queue, self._reconciler, self._metrics, self._settings.num_workers)
+        finally:
+            self._queue = None
+
+
+async def check_installed(cluster: Cluster, namespaces: Sequence[str]) -> None:
+    """Raises ClusterFault with the cure where the CRD is missing, the rights are, or the API server is out of reach."""
+    try:
+        await cluster.list(NEURON_MODELS, namespaces[0] if namespaces else None, field_selector="metadata.name=none")
+    except NotFound as fault:
+        raise ClusterFault(
+            f"the cluster does not know {NEURON_MODELS.plural} of {API_VERSION}; install them with "
+            "`kubectl apply --server-side -f crds/neuronmodels.yaml` or with the chart neuron-serving",
+            retriable=False,
+        ) from fault
+
+
+def in_words(error: BaseException) -> str:
+    """One line for the first fault in `error`, with its cure."""
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    if isinstance(error, Forbidden):
+        return f"{error}; grant it with the chart's ClusterRole (helm upgrade neuron-serving)"
+    return str(error) or type(error).__name__
+
+
+async def serve_http(operator: Operator, metrics: Metrics, host: str, port: int) -> web.AppRunner:
+    """`/healthz` (the loop turns), `/readyz` (the caches are true), `/metrics`. Raises OSError for a taken port."""
+    loop = asyncio.get_running_loop()
+    last_tick = loop.time()
+
+    def tick() -> None:
+        nonlocal last_tick
+        last_tick = loop.time()
+        loop.call_later(LOOP_TICK_SECONDS, tick)
+
+    async def healthz(_: web.Request) -> web.Response:
+        lag = loop.time() - last_tick - LOOP_TICK_SECONDS
+        return web.Response(text=f"loop lag {max(lag, 0.0):.1f} s\n", status=200 if lag < MAX_LOOP_LAG_SECONDS else 503)
+
+    async def readyz(_: web.Request) -> web.Response:
+        return web.Response(text=f"leading: {operator.is_leading}\n", status=200 if operator.is_ready else 503)
+
+    async def exposition(_: web.Request) -> web.Response:
+        return web.Response(body=metrics.exposition(), headers={"Content-Type": "text/plain; version=0.0.4"})
+
+    tick()
+    app = web.Application()
+    app.add_routes([web.get("/healthz", healthz), web.get("/readyz", readyz), web.get("/metrics", exposition)])
+    runner = web.AppRunner(app, access_log=None)
+    await runner.setup()
+    site = web.TCPSite(runner, host, port)
+    await site.start()
+    logger.info("health and metrics at %s", site.name)
+    return runner
+
+
+async def run(settings: RunSettings, decide: Decide = decide) -> None:
+    """One replica, until SIGTERM or SIGINT. Raises OperatorError, perhaps in a group, or OSError for the port."""
+    configuration = await load_configuration(settings.kubeconfig)
+    metrics = Metrics()
+    stopping = asyncio.Event()
+    loop = asyncio.get_running_loop()
+
+    async def catch_signals() -> None:
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, stopping.set)
+
+    async with open_session(configuration) as session:
+        cluster = Client(session, configuration.host, observe=metrics.observe_request)
+        await check_installed(cluster, settings.watch_namespaces)
+        operator = Operator(cluster, settings, metrics, decide)
+        http = await serve_http(operator, metrics, settings.http_host, settings.http_port)
+        try:
+            registry = registry_for(operator.wake, configuration.host, lambda: open_session(configuration))
+            await _run_until(
+                stopping,
+                operator.run(),
+                lambda stop: run_kopf(registry, settings.watch_namespaces, catch_signals, stop),
+            )
+        finally:
+            await http.cleanup()
+
+
+async def _run_until(
+    stopping: asyncio.Event,
+    work: Awaitable[None],
+    kopf: Callable[[asyncio.Event], Awaitable[None]],
+) -> None:
+    """End both when asked to, or with the error of the one that ends by itself: the work first, as kopf's end cancels
+    every task of the loop."""
+    stop_kopf = asyncio.Event()
+    working = asyncio.ensure_future(work)
+    watching = asyncio.ensure_future(kopf(stop_kopf))
+    asked = asyncio.ensure_future(stopping.wait())
+    await asyncio.wait((working, watching, asked), return_when=asyncio.FIRST_COMPLETED)
+    asked.cancel()
+    working.cancel()
+    await asyncio.wait((working,))
+    stop_kopf.set()
+    await asyncio.wait((watching,))
+    for task in (working, watching):
+        if not task.cancelled() and (error := task.exception()) is not None:
+            raise error
+    if not stopping.is_set():
+        raise ClusterFault("the operator's watch ended by itself", retriable=True)
+
+
+def main(argv: Sequence[str]) -> int:
+    """Exit code 0 after a signal, 2 for a setting, 1 for a fault; one line says which."""
+    try:
+        settings = settings_module.load(argv)
+    except InvalidSetting as error:
+        print(f"neuron-operator: {error}", file=sys.stderr)
+        return 2
+    logging.basicConfig(
+        level=settings.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr
+    )
+    try:
+        asyncio.run(run(settings))
+    except* (OperatorError, OSError) as errors:
+        print(f"neuron-operator: {in_words(errors)}", file=sys.stderr)
+        return_code = 1
+    else:
+        return_code = 0
+    return return_code

@@ -1,0 +1,205 @@
+"""Settings of `neuron-operator run`: each is a flag and an environment variable, the flag wins. Read once at start.
+
+The chart sets the variables. What concerns models rather than the process ends in `world.Settings`. A value that cannot
+be used is refused with its name before anything is started.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import socket
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import msgspec
+
+from neuron_operator.errors import OperatorError
+from neuron_operator.lease import LeaseTimings
+from neuron_operator.world import JobSettings, Object, Settings
+
+ENV_PREFIX = "NEURON_OPERATOR_"
+NAMESPACE_FILE = Path("/var/run/secrets/kubernetes.io/serviceaccount/namespace")
+
+
+class InvalidSetting(OperatorError):
+    """A flag or variable has a value that cannot be used; the message names it."""
+
+
+@dataclass(frozen=True)
+class RunSettings:
+    """All that one process of the operator is told."""
+
+    models: Settings
+    namespace: str
+    identity: str
+    lease_name: str
+    lease: LeaseTimings
+    watch_namespaces: tuple[str, ...]
+    num_workers: int
+    http_host: str
+    http_port: int
+    kubeconfig: str
+    log_level: str
+
+
+class _Jobs(msgspec.Struct, forbid_unknown_fields=True, rename="camel", frozen=True):
+    node_selector: dict[str, str] = {}
+    tolerations: list[dict[str, Any]] = []
+    resources: dict[str, Any] = {}
+    env: list[dict[str, Any]] = []
+
+
+def _text(value: str) -> str:
+    return value.strip()
+
+
+def _words(value: str) -> tuple[str, ...]:
+    return tuple(word.strip() for word in value.split(",") if word.strip())
+
+
+def _one_of(*allowed: str) -> Callable[[str], str]:
+    def parse(value: str) -> str:
+        if value not in allowed:
+            raise ValueError(f"must be one of {', '.join(word or 'empty' for word in allowed)}")
+        return value
+
+    return parse
+
+
+def _between(low: int, high: int) -> Callable[[str], int]:
+    def parse(value: str) -> int:
+        if not value.isascii() or not value.isdigit() or not low <= int(value) <= high:
+            raise ValueError(f"must be a whole number from {low} to {high}")
+        return int(value)
+
+    return parse
+
+
+def _jobs(value: str) -> JobSettings:
+    jobs = msgspec.json.decode(value, type=_Jobs)
+    return JobSettings(jobs.node_selector, tuple(jobs.tolerations), jobs.resources, tuple(jobs.env))
+
+
+def _objects(value: str) -> tuple[Object, ...]:
+    return tuple(msgspec.json.decode(value, type=list[dict[str, Any]]))
+
+
+@dataclass(frozen=True)
+class _Setting:
+    """`name` gives the flag `--a-b` and the variable `NEURON_OPERATOR_A_B`."""
+
+    name: str
+    parse: Callable[[str], Any]
+    default: str | None
+    """None: it must be set."""
+    help: str
+
+    @property
+    def flag(self) -> str:
+        return "--" + self.name.replace("_", "-")
+
+    @property
+    def variable(self) -> str:
+        return ENV_PREFIX + self.name.upper()
+
+
+SETTINGS = (
+    _Setting("runtime_image", _text, None, "image of the runtime, for models that name none"),
+    _Setting(
+        "image_pull_policy",
+        _one_of("", "Always", "IfNotPresent", "Never"),
+        "",
+        "pull policy of that image; empty: Kubernetes' default",
+    ),
+    _Setting("image_pull_secrets", _words, "", "names of pull secrets for all pods, separated by commas"),
+    _Setting("jobs", _jobs, "{}", 'JSON: nodeSelector, tolerations, resources and env of Jobs, e.g. {"env": [...]}'),
+    _Setting(
+        "device_mode",
+        _one_of("Plugin", "PluginWithExtension"),
+        "Plugin",
+        "whether the Neuron scheduler extension is installed, which allows more device counts",
+    ),
+    _Setting("device_scheduler_name", _text, "", "scheduler with that extension"),
+    _Setting(
+        "network_policy_ingress_from",
+        _objects,
+        "[]",
+        "JSON list of NetworkPolicyPeers that may call models; empty: all",
+    ),
+    _Setting("namespace", _text, "", "namespace of the Lease; empty: the pod's own"),
+    _Setting("identity", _text, "", "name of this replica, usually the pod's; empty: the host name"),
+    _Setting("lease_name", _text, "neuron-operator", "name of the Lease"),
+    _Setting(
+        "lease_seconds", _between(3, 3600), "12", "a standby takes over after this time; renewed each third of it"
+    ),
+    _Setting("watch_namespaces", _words, "", "namespaces to serve, separated by commas; empty: all"),
+    _Setting("num_workers", _between(1, 256), "16", "passes at the same time"),
+    _Setting("http_host", _text, "0.0.0.0", "address for /healthz, /readyz and /metrics"),
+    _Setting("http_port", _between(0, 65535), "8080", "port of that address; 0: any free one"),
+    _Setting(
+        "kubeconfig", _text, "", "kubeconfig; empty: the pod's ServiceAccount, or the usual kubeconfig outside a pod"
+    ),
+    _Setting("log_level", _one_of("debug", "info", "warning", "error"), "info", "debug, info, warning or error"),
+)
+
+
+def parser() -> argparse.ArgumentParser:
+    """The flags of `neuron-operator run`, each with its variable and default in the help."""
+    result = argparse.ArgumentParser(prog="neuron-operator run", description="Run the operator in a cluster.")
+    for setting in SETTINGS:
+        default = "required" if setting.default is None else f"default {setting.default!r}"
+        help_text = f"{setting.help} (${setting.variable}, {default})".replace("%", "%%")
+        result.add_argument(setting.flag, dest=setting.name, metavar="VALUE", help=help_text)
+    return result
+
+
+def load(argv: Sequence[str], environ: Mapping[str, str] | None = None) -> RunSettings:
+    """Settings from flags and environment. Raises InvalidSetting; argparse itself exits on unknown flags."""
+    environ = os.environ if environ is None else environ
+    flags = vars(parser().parse_args(argv))
+    values: dict[str, Any] = {}
+    for setting in SETTINGS:
+        flag = flags[setting.name]
+        text = flag if flag is not None else environ.get(setting.variable, setting.default)
+        source = setting.flag if flag is not None else f"${setting.variable}"
+        if text is None or (setting.default is None and not text.strip()):
+            raise InvalidSetting(f"{setting.flag} (or ${setting.variable}) must be set: {setting.help}")
+        try:
+            values[setting.name] = setting.parse(text)
+        except (ValueError, msgspec.DecodeError) as error:
+            raise InvalidSetting(f"{source} is {text!r}: {error}") from error
+    return _assemble(values)
+
+
+def _assemble(values: Mapping[str, Any]) -> RunSettings:
+    mode: Literal["Plugin", "PluginWithExtension"] = values["device_mode"]
+    if (mode == "PluginWithExtension") != bool(values["device_scheduler_name"]):
+        raise InvalidSetting("--device-scheduler-name goes with --device-mode PluginWithExtension: set both or neither")
+    return RunSettings(
+        models=Settings(
+            runtime_image=values["runtime_image"],
+            image_pull_policy=values["image_pull_policy"],
+            image_pull_secrets=values["image_pull_secrets"],
+            jobs=values["jobs"],
+            device_mode=mode,
+            device_scheduler_name=values["device_scheduler_name"],
+            network_policy_ingress_from=values["network_policy_ingress_from"],
+        ),
+        namespace=values["namespace"] or _own_namespace(),
+        identity=values["identity"] or socket.gethostname(),
+        lease_name=values["lease_name"],
+        lease=LeaseTimings.of(values["lease_seconds"]),
+        watch_namespaces=values["watch_namespaces"],
+        num_workers=values["num_workers"],
+        http_host=values["http_host"],
+        http_port=values["http_port"],
+        kubeconfig=values["kubeconfig"],
+        log_level=values["log_level"],
+    )
+
+
+def _own_namespace() -> str:
+    return NAMESPACE_FILE.read_text().strip() if NAMESPACE_FILE.is_file() else "default"

@@ -1,0 +1,117 @@
+"""A keyed queue for level-triggered work: keys wait once, none runs twice at the same time, failures back off.
+
+Reflectors and kopf add keys, workers take them. The queue is memory only: whoever starts anew adds all keys. It knows
+nothing of Kubernetes, and reads only the event loop's monotonic clock.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections import deque
+from collections.abc import Awaitable, Callable, Hashable
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+Key = TypeVar("Key", bound=Hashable)
+
+
+@dataclass(frozen=True)
+class Backoff:
+    """Seconds to wait after the n-th failure in a row: exponential, capped, with half of it drawn at random."""
+
+    first_seconds: float = 0.25
+    max_seconds: float = 60.0
+
+    def delay_seconds(self, num_failures: int, draw: float) -> float:
+        """`draw` is a random number in [0, 1)."""
+        whole = min(self.max_seconds, self.first_seconds * 2.0 ** min(num_failures - 1, 32))
+        return whole * (0.5 + draw / 2)
+
+
+class WorkQueue(Generic[Key]):
+    """Single-threaded: all methods are called on one event loop."""
+
+    def __init__(self, backoff: Backoff | None = None, draw: Callable[[], float] = random.random) -> None:
+        self._backoff = backoff or Backoff()
+        self._draw = draw
+        self._waiting: deque[Key] = deque()
+        self._dirty: set[Key] = set()
+        """Keys that must run: those in `_waiting`, and those that were added while they run."""
+        self._running: set[Key] = set()
+        self._timers: dict[Key, asyncio.TimerHandle] = {}
+        self._held_until: dict[Key, float] = {}
+        self._num_failures: dict[Key, int] = {}
+        self._arrived = asyncio.Event()
+
+    def __len__(self) -> int:
+        """Keys that wait for a worker now."""
+        return len(self._waiting)
+
+    @property
+    def is_idle(self) -> bool:
+        """Nothing waits and nothing runs; timers may be set."""
+        return not self._dirty and not self._running
+
+    def add(self, key: Key) -> None:
+        """The key will run once after this call, however often it was added before it starts."""
+        wait_seconds = self._held_until.get(key, 0.0) - asyncio.get_running_loop().time()
+        if wait_seconds > 0:
+            self.add_after(key, wait_seconds)
+            return
+        self._held_until.pop(key, None)
+        if key not in self._dirty:
+            self._dirty.add(key)
+            if key not in self._running:
+                self._waiting.append(key)
+                self._arrived.set()
+
+    def add_after(self, key: Key, seconds: float) -> None:
+        """Add the key later; of several such calls the earliest counts. A run that starts before forgets it."""
+        loop = asyncio.get_running_loop()
+        due = loop.time() + seconds
+        timer = self._timers.get(key)
+        if timer is not None:
+            if timer.when() <= due:
+                return
+            timer.cancel()
+        self._timers[key] = loop.call_at(due, self._timer_rang, key)
+
+    def retry(self, key: Key, *, hold_seconds: float = 0.0) -> None:
+        """Add a key that failed after its back-off. A change may bring it forward, yet not into `hold_seconds`."""
+        failures = self._num_failures[key] = self._num_failures.get(key, 0) + 1
+        if hold_seconds > 0:
+            self._held_until[key] = asyncio.get_running_loop().time() + hold_seconds
+        self.add_after(key, max(hold_seconds, self._backoff.delay_seconds(failures, self._draw())))
+
+    def forget(self, key: Key) -> None:
+        """The key succeeded: its next failure is a first one."""
+        self._num_failures.pop(key, None)
+
+    async def work(self, handle: Callable[[Key], Awaitable[None]]) -> None:
+        """One worker: run key after key until cancelled. `handle` must not raise; it calls `retry` or `forget`."""
+        while True:
+            key = await self._take()
+            try:
+                await handle(key)
+            finally:
+                self._running.discard(key)
+                if key in self._dirty:
+                    self._waiting.append(key)
+                    self._arrived.set()
+
+    async def _take(self) -> Key:
+        while not self._waiting:
+            self._arrived.clear()
+            await self._arrived.wait()
+        key = self._waiting.popleft()
+        self._dirty.discard(key)
+        self._running.add(key)
+        timer = self._timers.pop(key, None)
+        if timer is not None:
+            timer.cancel()
+        return key
+
+    def _timer_rang(self, key: Key) -> None:
+        self._timers.pop(key, None)
+        self.add(key)
