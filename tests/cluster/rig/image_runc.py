@@ -1,0 +1,58 @@
+"""Stands between BuildKit and runc and lends the steps of a build the certificate authorities that this machine
+trusts, so that they reach package mirrors as the machine itself does and no Dockerfile has to know. `image_builder`
+names it to BuildKit; arguments are runc's, which takes over at the end. Standard library only: it runs isolated."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+BUNDLE = Path("/etc/ssl/certs/ca-certificates.crt")
+# /dev is a tmpfs in a step: nothing of this lands in a layer.
+BUNDLE_IN_STEP = "/dev/host-certificates.crt"
+_VARIABLES = (
+    "CURL_CA_BUNDLE",
+    "GIT_SSL_CAINFO",
+    "NODE_EXTRA_CA_CERTS",
+    "PIP_CERT",
+    "REQUESTS_CA_BUNDLE",
+    "SSL_CERT_FILE",
+)
+
+
+def with_certificates(spec: dict[str, Any]) -> dict[str, Any]:
+    """The OCI runtime configuration `spec` with the bundle mounted and named; variables that it sets itself stay."""
+    mount = {
+        "destination": BUNDLE_IN_STEP,
+        "type": "bind",
+        "source": str(BUNDLE),
+        "options": ["bind", "ro", "nosuid", "nodev"],
+    }
+    process = spec["process"]
+    present = {variable.partition("=")[0] for variable in process["env"]}
+    added = [f"{name}={BUNDLE_IN_STEP}" for name in _VARIABLES if name not in present]
+    return {**spec, "mounts": [*spec["mounts"], mount], "process": {**process, "env": [*process["env"], *added]}}
+
+
+def bundle_folder(arguments: list[str]) -> Path:
+    """The value of runc's `--bundle`, by default the working directory."""
+    for argument, following in zip(arguments, [*arguments[1:], ""], strict=True):
+        if argument in ("--bundle", "-b"):
+            return Path(following)
+        if argument.startswith("--bundle="):
+            return Path(argument.removeprefix("--bundle="))
+    return Path()
+
+
+def main(runc: str, arguments: list[str]) -> None:
+    if {"run", "create"} & set(arguments) and BUNDLE.is_file():
+        path = bundle_folder(arguments) / "config.json"
+        path.write_text(json.dumps(with_certificates(json.loads(path.read_text()))))
+    os.execv(runc, [runc, *arguments])
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], sys.argv[2:])

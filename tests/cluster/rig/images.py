@@ -1,0 +1,203 @@
+"""The project's images, built from its own Dockerfile by BuildKit, as archives that a containerd imports. Called by the
+cluster, which runs them, by tests, and as `python -m cluster.rig.images [TARGET...]`. An image whose inputs have not
+changed comes from the cache without a builder. Base and torch are stand-ins for tests; never publish what this makes."""
+
+from __future__ import annotations
+
+import fnmatch
+import json
+import sys
+import tarfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from cluster.rig.cache import Cache, content_key
+from cluster.rig.image_base import OciLayout, base_image, empty_image
+from cluster.rig.image_builder import Builder, BuildFailed, running_builder
+from cluster.rig.image_torch import small_torch
+from cluster.rig.needs import NotPossibleHere
+
+ROOT = Path(__file__).resolve().parents[3]
+DOCKERFILE = "Dockerfile.neuron"
+PYTHON_IMAGE = "python:3.11-slim"
+# What runs in the cluster; `runtime-neuron` starts from an image that only registries have.
+TARGETS = ("operator", "runtime-cpu")
+
+_MAX_ARCHIVES = 2
+# Unpacks faster than gzip and is smaller; every containerd that Kubernetes supports reads it.
+_OUTPUT = "compression=zstd,force-compression=true,oci-mediatypes=true"
+
+
+@dataclass(frozen=True)
+class Image:
+    name: str
+    """With a tag of its content: a changed image has another name."""
+    archive: Path
+    """OCI image layout as a tar."""
+    digest: str
+    """Of the manifest, `sha256:...`."""
+    size_bytes: int
+    """What a registry would hold and a node would pull."""
+    unpacked_bytes: int
+
+
+def build_image(
+    target: str, *, cache: Cache | None = None, root: Path = ROOT, say: Callable[[str], None] = print
+) -> Image:
+    """The image of a target of the Dockerfile, built when one of its inputs has changed.
+
+    Raises:
+        NotPossibleHere: the machine lacks something (root, Debian packages, Go, mirrors); the message has the cure.
+        BuildFailed: a step failed.
+    """
+    cache = cache or Cache.default()
+    inputs = BuildInputs.of(target, cache, root)
+    name = f"neuron-serving.test/{target}:{inputs.key}"
+
+    def build(folder: Path) -> None:
+        say(f"building image {target}")
+        archive = folder / "image.tar"
+        with running_builder(cache, say) as builder:
+            builder.build([*inputs.arguments(), f"--output=type=oci,name={name},dest={archive},{_OUTPUT}"])
+        image = _describe(name, archive)
+        (folder / "image.json").write_text(json.dumps({**asdict(image), "archive": archive.name}))
+        say(f"built image {target}: {_sizes(image)}")
+
+    folder = cache.entry("image", target, inputs.key, build, max_entries=_MAX_ARCHIVES)
+    fields = json.loads((folder / "image.json").read_text())
+    return Image(**{**fields, "archive": folder / fields["archive"]})
+
+
+@dataclass(frozen=True)
+class BuildInputs:
+    """Everything that goes into a build."""
+
+    target: str
+    root: Path
+    bases: Mapping[str, OciLayout]
+    wheels: Path | None
+
+    @classmethod
+    def of(cls, target: str, cache: Cache, root: Path = ROOT) -> BuildInputs:
+        wheels = small_torch(cache) if target == "runtime-cpu" else None
+        return cls(target, root, {PYTHON_IMAGE: base_image(cache)}, wheels)
+
+    @property
+    def key(self) -> str:
+        context = [part for path in context_files(self.root) for part in (str(path.relative_to(self.root)), path)]
+        digests = [base.digest for base in self.bases.values()]
+        # A wheel's folder is named by its content, too.
+        own = (self.target, _OUTPUT, *digests, self.wheels.name if self.wheels else "")
+        return content_key(*own, self.root / DOCKERFILE, *context)
+
+    def arguments(self) -> list[str]:
+        """For `buildctl build`."""
+        arguments = [
+            f"--local=context={self.root}",
+            f"--local=dockerfile={self.root}",
+            f"--opt=filename={DOCKERFILE}",
+            f"--opt=target={self.target}",
+        ]
+        for number, (name, layout) in enumerate(self.bases.items()):
+            arguments += [f"--oci-layout=base{number}={layout.path}"]
+            arguments += [f"--opt=context:{name}=oci-layout://base{number}@{layout.digest}"]
+        if self.wheels:
+            arguments += [f"--local=wheels={self.wheels}", "--opt=context:wheels=local:wheels"]
+        return arguments
+
+
+def context_files(root: Path) -> Iterator[Path]:
+    """The files that `.dockerignore` lets into a build, in a fixed order.
+
+    Reads the part of its language that the project uses: `*`, then `!PATH` for what comes in, then patterns of what
+    stays out, `**/NAME` anywhere or PATH with wildcards.
+
+    Raises:
+        ValueError: the file says something else.
+    """
+    lines = [line for line in (root / ".dockerignore").read_text().splitlines() if line and not line.startswith("#")]
+    let_in = [line[1:] for line in lines if line.startswith("!")]
+    left_out = lines[1 + len(let_in) :]
+    if lines[:1] != ["*"] or any(line.startswith("!") for line in left_out):
+        raise ValueError(
+            f"{root / '.dockerignore'}: expected `*`, then lines with `!`, then patterns of what stays out"
+        )
+
+    def stays_out(path: Path) -> bool:
+        name = str(path.relative_to(root))
+        return any(
+            fnmatch.fnmatch(path.name, p[3:]) if p.startswith("**/") else fnmatch.fnmatch(name, p) for p in left_out
+        )
+
+    def walk(path: Path) -> Iterator[Path]:
+        if stays_out(path):
+            return
+        if path.is_dir():
+            for child in sorted(path.iterdir()):
+                yield from walk(child)
+        elif path.exists():
+            yield path
+
+    for name in sorted(let_in):
+        yield from walk(root / name)
+
+
+def lint(target: str, builder: Builder, cache: Cache, *, root: Path = ROOT) -> str:
+    """What BuildKit's own checks find in a target, "" for nothing. Nothing is built and no base is needed.
+
+    Raises:
+        BuildFailed: the Dockerfile cannot be read, or has no such target.
+    """
+    stand_in = empty_image(cache)
+    bases = dict.fromkeys((PYTHON_IMAGE, neuron_image(root)), stand_in)
+    return builder.ask("frontend.lint", BuildInputs(target, root, bases, None).arguments())
+
+
+def neuron_image(root: Path = ROOT) -> str:
+    """The image that `runtime-neuron` starts from unless a build argument says otherwise."""
+    for line in (root / DOCKERFILE).read_text().splitlines():
+        if line.startswith("ARG NEURON_IMAGE="):
+            return line.partition("=")[2]
+    raise ValueError(f"{DOCKERFILE} has no ARG NEURON_IMAGE with a default")
+
+
+def _describe(name: str, archive: Path) -> Image:
+    with tarfile.open(archive) as tar:
+
+        def blob(digest: str) -> dict[str, object]:
+            member = tar.extractfile(f"blobs/{digest.replace(':', '/')}")
+            assert member is not None
+            return dict(json.load(member))
+
+        index = tar.extractfile("index.json")
+        assert index is not None
+        (entry,) = json.load(index)["manifests"]
+        manifest = blob(entry["digest"])
+        parts = [manifest["config"], *manifest["layers"]]  # type: ignore[misc]
+    size = sum(part["size"] for part in parts)  # type: ignore[index]
+    return Image(name, archive, entry["digest"], size, 0)
+
+
+def _sizes(image: Image) -> str:
+    return f"{image.size_bytes / 1e6:.0f} MB to pull"
+
+
+def main(names: Sequence[str]) -> int:
+    """`python -m cluster.rig.images [TARGET...]`: builds, then prints each image's name, archive and sizes."""
+    unknown = sorted(set(names) - set(TARGETS))
+    if unknown:
+        print(f"no such target: {' '.join(unknown)}; there are {' '.join(TARGETS)}", file=sys.stderr)
+        return 2
+    try:
+        for target in names or TARGETS:
+            image = build_image(target, say=lambda line: print(line, flush=True))
+            print(f"{image.name}\t{image.archive}\t{_sizes(image)}", flush=True)
+    except (NotPossibleHere, BuildFailed) as error:
+        print(error, file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
