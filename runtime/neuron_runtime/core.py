@@ -23,7 +23,11 @@ KNOWN = -1
 
 
 class Kind(Enum):
-    """What a step does. Stated in the batch, never guessed from shapes."""
+    """What a step does. Stated in the batch, never guessed from shapes.
+
+    A decode row feeds the one last known token of a sequence behind others and samples; any other row is a prefill row
+    (a prompt, a part of one, a recomputation).
+    """
 
     PREFILL = "prefill"
     DECODE = "decode"

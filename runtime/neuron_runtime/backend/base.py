@@ -15,6 +15,10 @@ Progress = Callable[[str, float], None]
 """Called with (what is being done, share done from 0 to 1) during long work."""
 
 
+class IllegalBatch(Exception):
+    """A batch broke the contract of `Batch` or `BackendLimits`. A bug of the engine, never a client's doing."""
+
+
 class Backend(Protocol):
     """Runs steps. The order of calls for one step is launch, sample, collect.
 

@@ -87,10 +87,10 @@ class Scheduler:
         if sequence is None:
             return
         sequence.done = True
-        if sequence.slot < 0:
-            self.waiting.remove(sequence)
-        elif not sequence.leaving:
+        if sequence.slot >= 0 and not sequence.leaving:
             self._leave(sequence)
+        elif not sequence.leaving:
+            self.waiting.remove(sequence)
 
     # Scheduling
 
@@ -249,8 +249,7 @@ class Scheduler:
     def _settle(self, sequence: Sequence) -> None:
         """After a row was applied: let go of what the sequence does not need any more."""
         if sequence.leaving:
-            if sequence.row is None:
-                self._free(sequence)
+            self._free_after_last_row(sequence)
         elif sequence.done:
             self._leave(sequence)
         elif surplus := sequence.blocks[(keep := self._num_blocks(sequence)) :]:
@@ -259,18 +258,19 @@ class Scheduler:
             self._kept[sequence.slot] = keep
 
     def _leave(self, sequence: Sequence) -> None:
-        """Release the slot by the next batch; slot and blocks are free once no step in flight can write to them."""
+        """Release the slot by the next batch; what it holds is free once no step in flight can write to it."""
         self.running.remove(sequence)
         self._released.append(sequence.slot)
         self._kept.pop(sequence.slot, None)
         sequence.leaving = True
-        if sequence.row is None:
-            self._free(sequence)
+        self._free_after_last_row(sequence)
 
-    def _free(self, sequence: Sequence) -> None:
-        self.slots.give_back([sequence.slot])
-        self.blocks.give_back(sequence.blocks)
-        sequence.slot, sequence.blocks = -1, []
+    def _free_after_last_row(self, sequence: Sequence) -> None:
+        # With one step in flight the row in flight is collected before the next launch: nothing to wait for.
+        if sequence.slot >= 0 and (sequence.row is None or self.limits.steps_in_flight == 1):
+            self.slots.give_back([sequence.slot])
+            self.blocks.give_back(sequence.blocks)
+            sequence.slot, sequence.blocks = -1, []
 
     def _preempt(self, victim: Sequence) -> None:
         """Back to the queue with all its tokens; they are computed again later. Only while nothing is in flight."""

@@ -1,0 +1,452 @@
+"""A backend on integers that refuses every illegal batch and does the damage that devices do silently.
+
+Used by the tests of everything above the Backend protocol. Its KV cache holds token ids, and the next token is a pure
+function of what the row finds there, so a batch that harms a cache line shows as wrong tokens, exactly as on a device.
+With `refuses=False` illegal batches run and only the damage is left to see.
+
+Every limit in `BackendLimits` and every rule of `Batch` is enforced here; `neuron_limits` are those of a compiled
+Neuron model without prefix caching, which are the strictest.
+"""
+
+from __future__ import annotations
+
+import zlib
+from array import array
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from neuron_runtime.backend.base import IllegalBatch, Progress
+from neuron_runtime.core import (
+    KNOWN,
+    NO_TOKEN,
+    Added,
+    BackendLimits,
+    Batch,
+    Kind,
+    Late,
+    SamplingParams,
+    StepOutput,
+    TokenLogprobs,
+    fill,
+)
+
+EMPTY = -1
+"""What a position of the cache holds that nobody wrote, or that padding overwrote."""
+DRAFT = -2
+"""What a rejected draft token leaves behind."""
+SECONDS_PER_TOKEN = 1e-6
+
+
+def neuron_limits(max_rows: int = 4, max_model_length: int = 64, max_tokens_per_row: int = 1) -> BackendLimits:
+    """Contiguous cache lines, one whole prompt per prefill call, every live row in every decode call in line order."""
+    return BackendLimits(
+        max_rows=max_rows,
+        max_model_length=max_model_length,
+        max_step_tokens=max_model_length,
+        max_prefill_rows=1,
+        min_prefill_tokens=2,
+        max_tokens_per_row=max_tokens_per_row,
+        num_lookahead_tokens=max_tokens_per_row - 1,
+        layout="slots",
+        block_size=max_model_length,
+        num_blocks=max_rows,
+        mixes_phases=False,
+        chunks_prefill=False,
+        decodes_all_live_rows=True,
+        sorts_rows=True,
+        lowest_slot_first=True,
+        sampling="Device",
+        steps_in_flight=1,
+        token_feedback="host",
+    )
+
+
+def next_token(
+    context: Sequence[int],
+    sampling: SamplingParams,
+    output_position: int,
+    *,
+    vocabulary_size: int,
+    adapter: int = 0,
+    allowed: tuple[int, ...] | None = None,
+) -> int:
+    """The token that follows `context` (what the cache holds, position by position).
+
+    A pure function of its arguments; of the random parameters it depends on (seed, choice, output position) alone,
+    and on none of them when greedy.
+    """
+    draw = (0, 0, 0) if sampling.greedy else (sampling.seed, sampling.choice, output_position)
+    digest = zlib.crc32(array("q", [*context, adapter, *draw]).tobytes())
+    return allowed[digest % len(allowed)] if allowed else digest % vocabulary_size
+
+
+@dataclass(eq=False)
+class _Slot:
+    """The mirror of one slot, fed by batches and by what was sampled."""
+
+    added: Added
+    tokens: list[int]
+    blocks: list[int]
+    computed: int = 0
+    prefilled: bool = False
+    """A row that samples was launched for it."""
+
+
+@dataclass(eq=False)
+class _Step:
+    """A launched step: the batch, and slots and block tables as they were at launch."""
+
+    batch: Batch
+    slots: list[_Slot]
+    tables: list[tuple[int, ...]]
+    reused: set[int]
+    """Blocks handed out by this batch although the step in flight writes to them."""
+    sampled: bool = False
+    late: Late | None = None
+    landed: dict[tuple[int, int], int] = field(default_factory=dict)
+    """What the step before it wrote to `reused`, written once more after this step."""
+
+
+class StrictBackend:
+    """Implements `Backend`. Steps run when they are collected, on the block tables they were launched with."""
+
+    def __init__(self, limits: BackendLimits, *, vocabulary_size: int = 101, refuses: bool = True) -> None:
+        self._limits = limits
+        self._vocabulary_size = vocabulary_size
+        self._refuses = refuses
+        self._slots: dict[int, _Slot] = {}
+        self._owners: dict[int, int] = {}
+        self._cache = [[EMPTY] * limits.block_size for _ in range(limits.num_blocks)]
+        self._in_flight: deque[_Step] = deque()
+        self._num_launched = 0
+
+    @property
+    def limits(self) -> BackendLimits:
+        return self._limits
+
+    def warm_up(self, progress: Progress) -> None:
+        progress("warm up", 1.0)
+
+    def close(self) -> None:
+        self._in_flight.clear()
+
+    def launch(self, batch: Batch) -> None:
+        self._demand(batch.step == self._num_launched, f"step {self._num_launched} is next, got {batch.step}")
+        self._demand(
+            len(self._in_flight) < self._limits.steps_in_flight,
+            f"{len(self._in_flight)} steps are in flight, the limit is {self._limits.steps_in_flight}",
+        )
+        self._demand(all(step.sampled for step in self._in_flight), "the step launched before was not sampled")
+        self._num_launched += 1
+        reused = self._take_over(batch)
+        self._check_rows(batch)
+        slots = [self._slots[slot] for slot in batch.rows.slot]
+        for slot, samples in zip(slots, batch.rows.samples, strict=True):
+            slot.prefilled = slot.prefilled or samples
+        step = _Step(batch, slots, [tuple(slot.blocks) for slot in slots], reused)
+        if not batch.waits_for_step_in_flight:
+            self._check_values(step)
+        self._in_flight.append(step)
+
+    def sample(self, step: int, late: Late | None) -> None:
+        newest = self._in_flight[-1] if self._in_flight else None
+        if newest is None or newest.batch.step != step:
+            raise IllegalBatch(f"step {step} is sampled but was not launched last")
+        self._demand(not newest.sampled, f"step {step} is sampled twice")
+        num_rows = len(newest.batch.rows)
+        self._demand(
+            late is None or len(late.allowed_token_ids) == num_rows, f"late must name each of the {num_rows} rows"
+        )
+        newest.sampled, newest.late = True, late
+
+    def collect(self, step: int) -> StepOutput:
+        if not self._in_flight or self._in_flight[0].batch.step != step:
+            raise IllegalBatch(f"step {step} is collected but is not the oldest step in flight")
+        self._demand(self._in_flight[0].sampled, f"step {step} is collected before it was sampled")
+        done = self._in_flight.popleft()
+        output = self._run(done)
+        for following in self._in_flight:
+            waits = following.batch.waits_for_step_in_flight
+            following.batch = fill(following.batch, output, done.batch)
+            if waits:
+                self._check_values(following)
+        return output
+
+    def _demand(self, holds: bool, rule: str) -> None:
+        if self._refuses and not holds:
+            raise IllegalBatch(rule)
+
+    # The delta
+
+    def _take_over(self, batch: Batch) -> set[int]:
+        """Feed the mirror; returns the blocks that were handed out while the step in flight writes to them."""
+        for number in batch.released:
+            self._demand(number in self._slots, f"slot {number} is released but free")
+            slot = self._slots.pop(number, None)
+            for block in slot.blocks if slot else ():
+                self._owners.pop(block, None)
+        for number, keep in batch.kept_blocks:
+            slot = self._slot(number)
+            self._demand(0 < keep < len(slot.blocks), f"slot {number} has {len(slot.blocks)} blocks and keeps {keep}")
+            for block in slot.blocks[keep:]:
+                self._owners.pop(block, None)
+            del slot.blocks[keep:]
+        written = self._written_in_flight()
+        reused: set[int] = set()
+        for added in batch.added:
+            self._add(added)
+            reused |= self._hand_out(added.slot, added.blocks, written)
+        for number, block in batch.appended_blocks:
+            self._slot(number).blocks.append(block)
+            reused |= self._hand_out(number, (block,), written)
+        return reused
+
+    def _add(self, added: Added) -> None:
+        limits, number = self._limits, added.slot
+        self._demand(0 <= number < limits.max_rows, f"slot {number} is added, slots are 0 to {limits.max_rows - 1}")
+        self._demand(number not in self._slots, f"slot {number} is added but taken")
+        busy = {slot for step in self._in_flight for slot in step.batch.rows.slot}
+        self._demand(number not in busy, f"slot {number} is added while the step in flight has a row in it")
+        lowest = min((s for s in range(limits.max_rows) if s not in self._slots and s not in busy), default=number)
+        self._demand(
+            not limits.lowest_slot_first or number == lowest, f"slot {number} is added, the lowest free is {lowest}"
+        )
+        self._demand(
+            limits.layout == "blocks" or added.blocks == (number,),
+            f"slot layout: slot {number} has blocks {added.blocks} instead of its own line",
+        )
+        length = len(added.token_ids)
+        self._demand(
+            limits.min_prefill_tokens <= length < limits.max_model_length,
+            f"slot {number} is added with {length} tokens, allowed are {limits.min_prefill_tokens} to "
+            f"{limits.max_model_length - 1}",
+        )
+        self._demand(
+            1 <= added.num_prompt_tokens <= length,
+            f"slot {number}: {added.num_prompt_tokens} of {length} tokens are called the prompt",
+        )
+        sampling = added.sampling
+        self._demand(
+            not limits.max_top_k or sampling.top_k <= limits.max_top_k,
+            f"slot {number}: top_k {sampling.top_k} is above {limits.max_top_k}",
+        )
+        self._demand(
+            (sampling.logprobs or 0) <= limits.max_logprobs,
+            f"slot {number}: {sampling.logprobs} logprobs are above {limits.max_logprobs}",
+        )
+        self._slots[number] = _Slot(added, list(added.token_ids), list(added.blocks))
+
+    def _hand_out(self, number: int, blocks: tuple[int, ...], written: set[int]) -> set[int]:
+        for block in blocks:
+            self._demand(
+                0 <= block < self._limits.num_blocks, f"slot {number} gets block {block}, which does not exist"
+            )
+            self._demand(block not in self._owners, f"slot {number} gets block {block}, which another slot holds")
+            self._demand(
+                block not in written, f"slot {number} gets block {block}, to which the step in flight still writes"
+            )
+            self._owners[block] = number
+        return written.intersection(blocks)
+
+    def _slot(self, number: int) -> _Slot:
+        if number not in self._slots:
+            raise IllegalBatch(f"slot {number} is free")
+        return self._slots[number]
+
+    def _written_in_flight(self) -> set[int]:
+        written: set[int] = set()
+        for step in self._in_flight:
+            rows = step.batch.rows
+            for table, start, num_tokens in zip(step.tables, rows.start, rows.num_tokens, strict=True):
+                end = start + num_tokens + self._limits.num_lookahead_tokens
+                written.update(table[start // self._limits.block_size : self._limits.blocks_for(end)])
+        return written
+
+    # The rows
+
+    def _check_rows(self, batch: Batch) -> None:
+        """What can be said of rows before the step in flight is known."""
+        limits, rows = self._limits, batch.rows
+        columns = (rows.slot, rows.start, rows.num_tokens, rows.token, rows.after, rows.samples)
+        self._demand(len(set(map(len, columns))) == 1, "the columns of the rows differ in length")
+        self._demand(len(rows) > 0, "the batch has no rows")
+        self._demand(len(set(rows.slot)) == len(rows), f"a slot has two rows: {rows.slot}")
+        for number in rows.slot:
+            self._slot(number)
+        self._demand(min(rows.num_tokens, default=1) > 0, f"a row feeds no token: {rows.num_tokens}")
+        self._demand(
+            batch.num_tokens <= limits.max_step_tokens,
+            f"the step feeds {batch.num_tokens} tokens, the limit is {limits.max_step_tokens}",
+        )
+        self._check_after(batch)
+        prefills = [
+            num_tokens > 1 or not samples or (start == 0 and after == KNOWN)
+            for num_tokens, samples, start, after in zip(
+                rows.num_tokens, rows.samples, rows.start, rows.after, strict=True
+            )
+        ]
+        kind = Kind.MIXED if len(set(prefills)) == 2 else Kind.PREFILL if prefills[0] else Kind.DECODE
+        self._demand(batch.kind is kind, f"the batch is called {batch.kind.value} and is {kind.value}")
+        self._demand(limits.mixes_phases or kind is not Kind.MIXED, "prefill and decode rows share a step")
+        self._demand(
+            sum(prefills) <= limits.max_prefill_rows,
+            f"the step prefills {sum(prefills)} rows, the limit is {limits.max_prefill_rows}",
+        )
+        if kind is Kind.DECODE:
+            self._demand(
+                not limits.sorts_rows or list(rows.slot) == sorted(rows.slot),
+                f"rows are not in slot order: {rows.slot}",
+            )
+            idle = [n for n, slot in self._slots.items() if slot.prefilled and n not in rows.slot]
+            self._demand(
+                not (limits.decodes_all_live_rows and idle), f"live slots have no row in the decode step: {idle}"
+            )
+
+    def _check_after(self, batch: Batch) -> None:
+        in_flight = self._in_flight[-1] if self._in_flight else None
+        for number, after in zip(batch.rows.slot, batch.rows.after, strict=True):
+            if after == KNOWN:
+                behind = in_flight is not None and self._slots[number] in in_flight.slots
+                self._demand(not behind, f"slot {number} has a row in flight, and its next row does not wait for it")
+            elif in_flight is None:
+                raise IllegalBatch(f"slot {number} waits for a row, and no step is in flight")
+            elif not (after < len(in_flight.slots) and in_flight.slots[after] is self._slots[number]):
+                raise IllegalBatch(f"slot {number} waits for row {after} of the step in flight, which is another's")
+            else:
+                self._demand(self._limits.token_feedback == "device", "the host feeds tokens here: no row may wait")
+
+    def _check_values(self, step: _Step) -> None:
+        """Start, tokens and extent of every row, once they are known."""
+        limits, rows = self._limits, step.batch.rows
+        for i, slot in enumerate(step.slots):
+            number, start, end = rows.slot[i], rows.start[i], rows.start[i] + rows.num_tokens[i]
+            known, token = len(slot.tokens), rows.token[i]
+            self._demand(
+                start == slot.computed, f"slot {number} starts at {start}, and {slot.computed} tokens are computed"
+            )
+            self._demand(end <= known, f"slot {number} feeds tokens up to {end}, and {known} are known")
+            self._demand(
+                token == NO_TOKEN or (rows.num_tokens[i] == 1 and slot.tokens[start : start + 1] == [token]),
+                f"slot {number} feeds token {token} at {start}, which is not the sequence's",
+            )
+            self._demand(
+                rows.samples[i] == (end == known), f"slot {number} samples {rows.samples[i]} at {end} of {known} tokens"
+            )
+            reach = end + (limits.num_lookahead_tokens if rows.samples[i] else 0)
+            held = len(step.tables[i]) * limits.block_size
+            self._demand(reach <= held, f"slot {number} writes up to {reach}, its blocks hold {held}")
+            self._demand(
+                reach <= limits.max_model_length,
+                f"slot {number} writes up to {reach}, the model's length is {limits.max_model_length}",
+            )
+            if rows.num_tokens[i] > 1 or not rows.samples[i] or start == 0:
+                self._check_prefill(number, start, end, known)
+
+    def _check_prefill(self, number: int, start: int, end: int, known: int) -> None:
+        limits = self._limits
+        self._demand(
+            end - start <= limits.longest_prefill,
+            f"slot {number} prefills {end - start} tokens, the limit is {limits.longest_prefill}",
+        )
+        self._demand(
+            limits.chunks_prefill or (start, end) == (0, known),
+            f"slot {number} prefills {start} to {end} of {known} tokens, only whole prompts can be prefilled",
+        )
+        self._demand(
+            end == known or end - start >= limits.min_chunk_tokens,
+            f"slot {number} prefills a part of {end - start} tokens, at least {limits.min_chunk_tokens} are needed",
+        )
+
+    # The device
+
+    def _run(self, step: _Step) -> StepOutput:
+        batch, rows = step.batch, step.batch.rows
+        writes: dict[tuple[int, int], int] = {}
+        token_ids = tuple(self._run_row(step, i, writes) for i in range(len(rows)))
+        contiguous = self._limits.layout == "slots"
+        if contiguous and batch.kind is Kind.DECODE and self._limits.decodes_all_live_rows:
+            # The compiled graph works on all lines: absent ones get the first row's entry at the first row's position.
+            fed = self._fed(step, 0)[0]
+            for line in set(range(self._limits.max_rows)) - set(rows.slot):
+                self._write((line,), rows.start[0], fed, writes)
+        for (block, offset), value in step.landed.items():
+            self._cache[block][offset] = value
+        for following in self._in_flight:
+            following.landed = {at: value for at, value in writes.items() if at[0] in following.reused}
+        return StepOutput(
+            step=batch.step,
+            token_ids=token_ids,
+            logprobs=self._logprobs(step, token_ids),
+            device_seconds=batch.num_tokens * SECONDS_PER_TOKEN,
+        )
+
+    def _run_row(self, step: _Step, i: int, writes: dict[tuple[int, int], int]) -> tuple[int, ...]:
+        limits, rows, slot = self._limits, step.batch.rows, step.slots[i]
+        start, end = rows.start[i], rows.start[i] + rows.num_tokens[i]
+        table = step.tables[i]
+        contiguous = limits.layout == "slots"
+        if contiguous and step.batch.kind is Kind.DECODE and limits.sorts_rows and len(rows) == limits.max_rows:
+            table = (i,)  # a full batch is not gathered: row i reads line i, whoever lives there
+        for position, token in enumerate(self._fed(step, i), start):
+            self._write(table, position, token, writes)
+        slot.computed = end
+        if not rows.samples[i]:
+            return ()
+        allowed = step.late.allowed_token_ids[i] if step.late else None
+        context = [self._read(table, position) for position in range(end)]
+        if end < limits.min_prefill_tokens:
+            context.append(EMPTY)  # the last token is looked up in the padding
+        decodes = rows.num_tokens[i] == 1 and start > 0
+        most = limits.max_tokens_per_row if decodes and allowed is None else 1
+        count = 1 + zlib.crc32(array("q", context).tobytes(), 1) % most
+        sampled: list[int] = []
+        for position in range(end, end + count):
+            output_position = position - slot.added.num_prompt_tokens
+            token = next_token(
+                context,
+                slot.added.sampling,
+                output_position,
+                vocabulary_size=self._vocabulary_size,
+                adapter=slot.added.adapter,
+                allowed=allowed,
+            )
+            sampled.append(token)
+            context.append(token)
+        drafts = [*sampled[:-1], *[DRAFT] * (limits.num_lookahead_tokens - count + 1)]
+        for position, token in enumerate(drafts, end):
+            self._write(table, position, token, writes)
+        slot.tokens = [*slot.tokens[:end], *sampled]
+        slot.computed = end + count - 1
+        return tuple(sampled)
+
+    def _fed(self, step: _Step, i: int) -> list[int]:
+        rows, start = step.batch.rows, step.batch.rows.start[i]
+        if rows.token[i] != NO_TOKEN:
+            return [rows.token[i]]
+        return step.slots[i].tokens[start : start + rows.num_tokens[i]]
+
+    def _write(self, table: tuple[int, ...], position: int, token: int, writes: dict[tuple[int, int], int]) -> None:
+        index, offset = divmod(position, self._limits.block_size)
+        # A table is padded with zeros: whoever writes past it hits block 0.
+        block = table[index] if index < len(table) else 0
+        self._cache[block][offset] = token
+        writes[block, offset] = token
+
+    def _read(self, table: tuple[int, ...], position: int) -> int:
+        index, offset = divmod(position, self._limits.block_size)
+        return self._cache[table[index] if index < len(table) else 0][offset]
+
+    def _logprobs(self, step: _Step, token_ids: tuple[tuple[int, ...], ...]) -> tuple[tuple[TokenLogprobs, ...], ...]:
+        wanted = [slot.added.sampling.logprobs for slot in step.slots]
+        if not any(count is not None for count in wanted):
+            return ()
+        return tuple(
+            tuple(
+                TokenLogprobs(token, -1.0, tuple((token + rank, -1.0 - rank) for rank in range(count)))
+                for token in sampled
+            )
+            if count is not None
+            else ()
+            for sampled, count in zip(token_ids, wanted, strict=True)
+        )

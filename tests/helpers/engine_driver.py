@@ -1,0 +1,158 @@
+"""Drives an engine over the strict backend and keeps its books: what each request got, and whether all adds up."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+
+from neuron_runtime.backend.strict import StrictBackend, next_token
+from neuron_runtime.core import BackendLimits, Batch, FinishReason, Late, Request, SamplingParams, StepOutput
+from neuron_runtime.engine.loop import Engine, LateSampler
+from neuron_runtime.engine.scheduler import Scheduler
+
+VOCABULARY_SIZE = 31
+
+
+def request(name: str, num_prompt: int, max_tokens: int = 8, priority: int = 0, **sampling: object) -> Request:
+    """A greedy request (unless `sampling` says otherwise) whose prompt differs from that of every other name."""
+    seed = sum(map(ord, name))
+    prompt = tuple((seed * 7 + 3 * i) % VOCABULARY_SIZE for i in range(num_prompt))
+    params = SamplingParams(**{"temperature": 0.0, "max_tokens": max_tokens, **sampling})  # type: ignore[arg-type]
+    return Request(name, prompt, params, priority=priority)
+
+
+def alone(asked: Request, late: LateSampler | None = None) -> tuple[tuple[int, ...], FinishReason]:
+    """What a request must get, whoever else is served: straight from the definition of the next token."""
+    sampling = asked.sampling
+    output: list[int] = []
+    while True:
+        token = next_token(
+            [*asked.prompt_token_ids, *output],
+            sampling,
+            len(output),
+            vocabulary_size=VOCABULARY_SIZE,
+            adapter=asked.adapter,
+            allowed=late.allowed_token_ids(asked, output) if late and late.needs_host(asked) else None,
+        )
+        output.append(token)
+        if token in sampling.stop_token_ids and len(output) > sampling.min_tokens:
+            return tuple(output), FinishReason.STOP
+        if len(output) == sampling.max_tokens:
+            return tuple(output), FinishReason.LENGTH
+
+
+class RecordingBackend(StrictBackend):
+    """The strict backend with a log of what was asked of it, in order."""
+
+    def __init__(self, limits: BackendLimits) -> None:
+        super().__init__(limits, vocabulary_size=VOCABULARY_SIZE)
+        self.batches: list[Batch] = []
+        self.calls: list[tuple[str, int]] = []
+
+    def launch(self, batch: Batch) -> None:
+        super().launch(batch)
+        self.batches.append(batch)
+        self.calls.append(("launch", batch.step))
+
+    def sample(self, step: int, late: Late | None) -> None:
+        super().sample(step, late)
+        self.calls.append(("sample late" if late else "sample", step))
+
+    def collect(self, step: int) -> StepOutput:
+        output = super().collect(step)
+        self.calls.append(("collect", step))
+        return output
+
+
+@dataclass
+class Run:
+    """An engine over a strict backend, and what came out of it."""
+
+    engine: Engine
+    backend: RecordingBackend
+    tokens: dict[str, list[int]] = field(default_factory=dict)
+    reasons: dict[str, FinishReason] = field(default_factory=dict)
+    aborted: set[str] = field(default_factory=set)
+
+    @property
+    def scheduler(self) -> Scheduler:
+        return self.engine._scheduler
+
+    def add(self, *requests: Request) -> None:
+        for asked in requests:
+            self.engine.add(asked)
+            self.tokens[asked.request_id] = []
+
+    def abort(self, request_id: str) -> None:
+        self.engine.abort(request_id)
+        self.aborted.add(request_id)
+
+    def step(self) -> None:
+        for event in self.engine.step():
+            name = event.request_id
+            assert name not in self.reasons, f"{name} ended and got news"
+            assert name not in self.aborted, f"{name} was aborted and got news"
+            assert event.token_ids, f"{name} got news without tokens"
+            assert event.first == (not self.tokens[name])
+            self.tokens[name] += event.token_ids
+            if event.finish_reason:
+                self.reasons[name] = event.finish_reason
+        self.check_books()
+
+    def finish(self, max_steps: int = 10_000) -> None:
+        while self.engine.has_work:
+            self.step()
+            assert len(self.backend.batches) <= max_steps, f"not done after {max_steps} steps"
+
+    def check_books(self) -> None:
+        """Slots and blocks: each has one holder or is free, and nobody holds more than it needs."""
+        scheduler, limits = self.scheduler, self.backend.limits
+        in_flight = {id(s): s for planned in scheduler.planned for s in planned.sequences}
+        holders = [s for s in (*scheduler.running, *in_flight.values()) if s.slot >= 0]
+        holders = list({id(s): s for s in holders}.values())
+        slots = [s.slot for s in holders]
+        blocks = [block for s in holders for block in s.blocks]
+        assert len(set(slots)) == len(slots) == scheduler.slots.num_used
+        assert len(set(blocks)) == len(blocks) == scheduler.blocks.num_used
+        assert len(slots) + scheduler.slots.num_free == limits.max_rows
+        assert len(blocks) + scheduler.blocks.num_free == limits.num_blocks
+        if limits.layout == "slots":
+            assert all(s.blocks == [s.slot] for s in holders)
+        for s in scheduler.running:
+            ahead = limits.max_tokens_per_row if s.samples else 0
+            held = len(s.tokens) + ahead + limits.num_lookahead_tokens
+            most = limits.blocks_for(held) if limits.recomputes else limits.blocks_for(held + s.max_length)
+            assert len(s.blocks) <= most, "more blocks than a row in flight can take"
+        stats = self.engine.stats
+        assert stats.num_running + stats.num_waiting <= len(self.tokens)
+        if not self.engine.has_work:
+            assert (stats.num_blocks_used, stats.num_running, stats.num_waiting) == (0, 0, 0)
+            assert scheduler.slots.num_used == 0
+
+    def check_tokens(self, requests: Iterable[Request], late: LateSampler | None = None) -> None:
+        """Every request got what it would get alone; an aborted one a beginning of it."""
+        for asked in requests:
+            name, (expected, reason) = asked.request_id, alone(asked, late)
+            got = tuple(self.tokens[name])
+            if name in self.reasons:
+                assert (got, self.reasons[name]) == (expected, reason), name
+            else:
+                assert name in self.aborted, f"{name} never ended"
+                assert got == expected[: len(got)], name
+
+
+def start(limits: BackendLimits, late: LateSampler | None = None, **options: int) -> Run:
+    backend = RecordingBackend(limits)
+    return Run(Engine(backend, late=late, **options), backend)
+
+
+def serve(limits: BackendLimits, *requests: Request, then: Callable[[Run], None] | None = None) -> Run:
+    """Add all requests, run them to the end (`then` is called after each step), and check every token and book."""
+    run = start(limits)
+    run.add(*requests)
+    while run.engine.has_work:
+        run.step()
+        if then:
+            then(run)
+    run.check_tokens(requests)
+    return run

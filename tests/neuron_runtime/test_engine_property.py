@@ -1,0 +1,131 @@
+"""The engine under random limits, layouts, arrivals, aborts, stops, preemptions, with 1 to 4 tokens a row."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+from hypothesis import HealthCheck, event, given, note, settings
+from hypothesis import strategies as st
+
+from helpers.engine_driver import VOCABULARY_SIZE, request, start
+from neuron_runtime.core import BackendLimits, Request, SamplingParams
+from neuron_runtime.engine.admission import check_request, max_new_tokens, max_steps
+from neuron_runtime.errors import InvalidRequest
+
+NUM_EXAMPLES = 300
+NUM_SLOW_EXAMPLES = int(os.environ.get("NEURON_SERVING_PROPERTY_EXAMPLES", "4000"))
+
+
+@st.composite
+def backend_limits(draw: st.DrawFn) -> BackendLimits:
+    max_rows = draw(st.integers(1, 6))
+    length = draw(st.integers(8, 40))
+    per_row = draw(st.integers(1, 4))
+    lookahead = per_row - 1 + draw(st.integers(0, 2))
+    all_live = draw(st.booleans())
+    mixes = not all_live and draw(st.booleans())
+    chunks = not all_live and draw(st.booleans())
+    min_chunk = draw(st.integers(1, 4)) if chunks else 1
+    step_tokens = max_rows - 1 + min_chunk + draw(st.integers(0, length))
+    one_shot = draw(st.just(0) | st.integers(min(min_chunk + 1, step_tokens), step_tokens))
+    slots = draw(st.booleans())
+    block_size = length if slots else draw(st.integers(1, 6))
+    blocks_of_one = -(-length // block_size)
+    device = draw(st.booleans())
+    return BackendLimits(
+        max_rows=max_rows,
+        max_model_length=length,
+        max_step_tokens=step_tokens,
+        max_prefill_rows=draw(st.integers(1, 3)),
+        max_one_shot_prefill=one_shot,
+        min_prefill_tokens=draw(st.integers(1, min(2, one_shot or step_tokens))),
+        max_tokens_per_row=per_row,
+        num_lookahead_tokens=lookahead,
+        layout="slots" if slots else "blocks",
+        block_size=block_size,
+        num_blocks=max_rows if slots else draw(st.integers(max(blocks_of_one // 2, 1), blocks_of_one * max_rows)),
+        mixes_phases=mixes,
+        chunks_prefill=chunks,
+        min_chunk_tokens=min_chunk,
+        decodes_all_live_rows=all_live,
+        sorts_rows=draw(st.booleans()),
+        lowest_slot_first=draw(st.booleans()),
+        steps_in_flight=draw(st.sampled_from((1, 2))) if device else 1,
+        token_feedback="device" if device else "host",
+    )
+
+
+@st.composite
+def requests_for(draw: st.DrawFn, limits: BackendLimits, name: str) -> Request:
+    longest = limits.longest_sequence if limits.chunks_prefill else limits.longest_prefill
+    longest = min(longest, max_new_tokens(limits, 0) - 1)
+    if longest < limits.min_prefill_tokens:
+        return request(name, 0)
+    num_prompt = draw(st.integers(limits.min_prefill_tokens, longest))
+    max_tokens = draw(st.integers(1, max_new_tokens(limits, num_prompt)))
+    prompt = draw(st.lists(st.integers(0, VOCABULARY_SIZE - 1), min_size=num_prompt, max_size=num_prompt))
+    sampling = SamplingParams(
+        max_tokens=max_tokens,
+        temperature=draw(st.sampled_from((0.0, 1.0))),
+        seed=draw(st.integers(0, 3)),
+        choice=draw(st.integers(0, 1)),
+        stop_token_ids=frozenset(draw(st.sets(st.integers(0, VOCABULARY_SIZE - 1), max_size=4))),
+        min_tokens=draw(st.integers(0, max_tokens)),
+    )
+    return Request(name, tuple(prompt), sampling, priority=draw(st.sampled_from((0, 0, 0, 1))))
+
+
+def check_one_run(data: st.DataObject) -> None:
+    limits = data.draw(backend_limits(), "limits")
+    run = start(limits, max_queued_requests=100)
+    requests: list[Request] = []
+    for number in range(data.draw(st.integers(1, 10), "number of requests")):
+        asked = data.draw(requests_for(limits, f"r{number}"), "request")
+        try:
+            check_request(limits, asked)
+        except InvalidRequest:
+            assert not asked.prompt_token_ids, "a request within the stated room was refused"
+            continue
+        run.add(asked)
+        requests.append(asked)
+        for _ in range(data.draw(st.integers(0, 6), "steps before the next arrival")):
+            run.step()
+        for name in data.draw(st.sets(st.sampled_from([r.request_id for r in requests]), max_size=1), "aborts"):
+            if name not in run.reasons:
+                run.abort(name)
+    bound = max_steps(limits, requests)
+    note(f"at most {bound} steps")
+    run.finish(bound)
+    assert len(run.backend.batches) <= bound
+    run.check_tokens(requests)
+    stats, batches = run.engine.stats, run.backend.batches
+    for happened, what in (
+        (stats.num_preemptions_total, "preempted"),
+        (stats.num_decode_steps_ahead_total, "scheduled ahead"),
+        (any(b.kept_blocks for b in batches), "surplus returned"),
+        (any(not s for b in batches for s in b.rows.samples), "chunked"),
+        (run.aborted, "aborted"),
+    ):
+        if happened:
+            event(what)
+
+
+@settings(
+    max_examples=NUM_EXAMPLES,
+    deadline=None,
+    derandomize=True,
+    suppress_health_check=[HealthCheck.too_slow],
+    database=None,
+)
+@given(st.data())
+def test_every_request_gets_the_tokens_it_would_get_alone_within_the_promised_steps(data: st.DataObject) -> None:
+    check_one_run(data)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(0)
+@settings(max_examples=NUM_SLOW_EXAMPLES, deadline=None, suppress_health_check=[HealthCheck.too_slow], database=None)
+@given(st.data())
+def test_the_same_holds_for_many_more_random_runs(data: st.DataObject) -> None:
+    check_one_run(data)
