@@ -103,8 +103,8 @@ COMPONENTS = {
     )
 }
 
-# What `make cluster` needs; BuildKit is for building images.
-CLUSTER_COMPONENTS = ("containerd", "pause", "etcd", "hyper", "coredns", "helm")
+# What a running cluster is made of. Helm is a tool beside it, BuildKit builds images for it.
+CLUSTER_COMPONENTS = ("containerd", "pause", "etcd", "hyper", "coredns")
 
 
 def pinned_version(component: Component, build_folder: Path = BUILD_FOLDER) -> str:

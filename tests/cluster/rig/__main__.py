@@ -1,0 +1,77 @@
+"""`python -m cluster.rig up|down|status|env`: the cluster for hands. The Makefile calls it."""
+
+from __future__ import annotations
+
+import argparse
+import shlex
+import sys
+from pathlib import Path
+
+from cluster.rig.cache import cache_root
+from cluster.rig.cgroups import ROOT_GROUP, Group
+from cluster.rig.commands import CommandFailed
+from cluster.rig.machine import StartFailed
+from cluster.rig.needs import NotPossibleHere, require_machine
+from cluster.rig.rig import Rig, machine_lock, take_down
+
+
+def _say(line: str) -> None:
+    print(line, flush=True)
+
+
+def _up(archives: list[Path]) -> int:
+    rig = Rig.prepare(say=_say)
+    rig.up(archives, say=_say)
+    print(f"KUBECONFIG={rig.kubeconfig}")
+    return 0
+
+
+def _down() -> int:
+    with machine_lock(_say):
+        take_down(cache_root() / "run")
+    return 0
+
+
+def _status() -> int:
+    require_machine()
+    if not Group(ROOT_GROUP).processes():
+        print("the cluster is down")
+        return 1
+    rig = Rig.prepare(say=_say)
+    print(rig.kubectl("get", "nodes", "-o", "wide"), end="")
+    print("everything that `up` starts is running" if rig.is_up else "parts are not running: `up` repairs it")
+    return 0 if rig.is_up else 1
+
+
+def _environment() -> int:
+    for name, value in Rig.prepare(say=lambda line: print(line, file=sys.stderr)).environment.items():
+        print(f"export {name}={shlex.quote(value)}")
+    return 0
+
+
+def main(arguments: list[str]) -> int:
+    parser = argparse.ArgumentParser(prog="python -m cluster.rig", description="A Kubernetes cluster on this machine.")
+    commands = parser.add_subparsers(dest="command", required=True)
+    up = commands.add_parser("up", help="bring it up, or repair it; prints the KUBECONFIG")
+    up.add_argument("archives", nargs="*", type=Path, metavar="ARCHIVE", help="OCI archives of images for the nodes")
+    commands.add_parser("down", help="take it down and leave nothing")
+    commands.add_parser("status", help="what runs; status 1 when something does not")
+    commands.add_parser("env", help="shell lines after which kubectl and helm talk to it")
+    chosen = parser.parse_args(arguments)
+    try:
+        match chosen.command:
+            case "up":
+                return _up(chosen.archives)
+            case "down":
+                return _down()
+            case "status":
+                return _status()
+            case _:
+                return _environment()
+    except (NotPossibleHere, StartFailed, CommandFailed, TimeoutError, ValueError) as error:
+        print(error, file=sys.stderr)
+        return 1
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

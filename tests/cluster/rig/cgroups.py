@@ -1,0 +1,138 @@
+"""Version 1 control groups of the cluster: every process of it lives below one group of a fixed name, in every
+hierarchy, which is how the processes are found again, by whoever looks and whatever became of the run that started
+them."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from cluster.rig.needs import CGROUP_ROOT, cgroup_hierarchies
+
+ROOT_GROUP = "neuron-serving"
+
+
+@dataclass(frozen=True)
+class Process:
+    """A process that is not dead, seen from the host.
+
+    Attributes:
+        inner_pid: its pid in the innermost pid namespace that it is in; equal to `pid` on the host itself.
+    """
+
+    pid: int
+    inner_pid: int
+    command: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Group:
+    """One path in every hierarchy: the kubelet refuses to run in groups that differ between hierarchies."""
+
+    path: str
+
+    def __truediv__(self, name: str) -> Group:
+        return Group(f"{self.path}/{name}")
+
+    def folders(self) -> list[Path]:
+        return [hierarchy / self.path for hierarchy in cgroup_hierarchies()]
+
+    def make(self) -> None:
+        for hierarchy in cgroup_hierarchies():
+            folder = hierarchy
+            for name in self.path.split("/"):
+                parent, folder = folder, folder / name
+                folder.mkdir(exist_ok=True)
+                if hierarchy.name == "cpuset":  # a new group has no processors, and takes no process, until it is told
+                    for setting in ("cpuset.cpus", "cpuset.mems"):
+                        if not (folder / setting).read_text().strip():
+                            (folder / setting).write_text((parent / setting).read_text())
+
+    def processes(self) -> list[Process]:
+        """Living processes of this group and those below it."""
+        folder = next(h for h in cgroup_hierarchies() if h.name == "pids") / self.path
+        found = (_process(pid) for pid in _pids(folder))
+        return [process for process in found if process is not None]
+
+    def kill(self, *, timeout_seconds: float = 10) -> None:
+        """Kills every process of this group and those below it, and waits until they are gone.
+
+        Raises:
+            TimeoutError: some process outlived SIGKILL for that long.
+        """
+        end = time.monotonic() + timeout_seconds
+        while processes := self.processes():
+            if time.monotonic() > end:
+                raise TimeoutError(f"processes of {self.path} do not die: {[p.pid for p in processes]}")
+            for process in processes:
+                kill(process.pid)
+            time.sleep(0.02)
+
+    def remove(self, *, timeout_seconds: float = 10) -> None:
+        """Removes the group with those below it; its processes must be dead.
+
+        Raises:
+            TimeoutError: the kernel keeps a group busy for that long.
+        """
+        end = time.monotonic() + timeout_seconds
+        # Container runtimes also make it in the version 2 hierarchy that may lie beside the others.
+        folders = [hierarchy / self.path for hierarchy in CGROUP_ROOT.iterdir()]
+        while left := [folder for folder in folders if not _remove_tree(folder)]:
+            if time.monotonic() > end:
+                raise TimeoutError(f"control groups stay busy: {', '.join(map(str, left))}")
+            time.sleep(0.05)
+
+
+def kill(pid: int) -> bool:
+    """Kills a process of the host; false when it was gone already."""
+    try:
+        os.kill(pid, signal.SIGKILL)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+def _pids(folder: Path) -> Iterator[int]:
+    for file in [folder / "cgroup.procs", *folder.glob("**/*/cgroup.procs")]:
+        try:
+            text = file.read_text()
+        except (FileNotFoundError, OSError):  # a group that goes away while it is read: ENOENT or ENODEV
+            continue
+        yield from map(int, text.split())
+
+
+def _process(pid: int) -> Process | None:
+    """None for one that is gone, and for a zombie, which has no command line."""
+    folder = Path("/proc") / str(pid)
+    try:
+        command = folder.joinpath("cmdline").read_bytes().decode(errors="replace").rstrip("\0")
+        status = folder.joinpath("status").read_text()
+    except (FileNotFoundError, ProcessLookupError):
+        return None
+    if not command:
+        return None
+    inner = next(line for line in status.splitlines() if line.startswith("NSpid:")).split()[-1]
+    return Process(pid, int(inner), tuple(command.split("\0")))
+
+
+def _remove_tree(folder: Path) -> bool:
+    """Only directories can and need be removed in a control group's tree; the deepest first."""
+    if not folder.exists():
+        return True
+    for below in sorted((p for p in folder.glob("**/") if p != folder), key=lambda p: len(p.parts), reverse=True):
+        _remove_one(below)
+    return _remove_one(folder)
+
+
+def _remove_one(folder: Path) -> bool:
+    try:
+        folder.rmdir()
+    except FileNotFoundError:
+        return True
+    except OSError:  # EBUSY: the kernel has not yet let go of the processes
+        return False
+    return True

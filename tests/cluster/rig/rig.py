@@ -1,0 +1,542 @@
+"""A real Kubernetes cluster on this machine: brought up, used and taken down by tests and by hands through one class.
+
+The control plane and each node are a `Machine`; nothing of the cluster can leave the host, which reaches it by one
+link. `up` does only what is not done yet, so it is also what repairs a cluster of which parts were killed; `down` finds
+what is left over of any run. There is one cluster on a machine at a time."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import os
+import shutil
+import string
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import grpc
+
+from cluster.rig import programs
+from cluster.rig.binaries import CLUSTER_COMPONENTS, ensure
+from cluster.rig.cache import Cache, content_key
+from cluster.rig.cgroups import ROOT_GROUP, Group
+from cluster.rig.commands import CommandFailed, run
+from cluster.rig.machine import NETNS_FOLDER, Machine, StartFailed, wait_until
+from cluster.rig.needs import NotPossibleHere, require_machine, search_path
+from cluster.rig.neuron_devices import DEVICE_RESOURCE
+from cluster.rig.node_images import (
+    Archive,
+    ensure_store,
+    import_commands,
+    link_store,
+    read_archive,
+    write_program_archive,
+)
+from cluster.rig.pki import make_pki
+from cluster.rig.stubs import ensure_stubs, import_stubs
+from cluster.rig.topology import TOPOLOGY, Node, Topology
+
+_CONTROL_PLANE = "control-plane"
+_BRIDGE = "br0"
+_HOST_LINK = "neuron-serving"
+_MACHINE_FOLDER = Path("/run/neuron-serving")
+_MANIFESTS = Path(__file__).parent / "manifests"
+_SPECIFIED_BY = ("programs.py", "pki.py", "device_plugin.py", "neuron_devices.py", "manifests")
+
+
+@dataclass(frozen=True)
+class AuditEvent:
+    """One answered request, as the API server logged it."""
+
+    user: str
+    verb: str
+    group: str
+    resource: str
+    subresource: str
+    namespace: str
+    name: str
+    code: int
+    stage: str
+    time: str
+
+    @property
+    def is_watch_end(self) -> bool:
+        return self.verb == "watch" and self.stage == "ResponseComplete"
+
+
+@dataclass(frozen=True)
+class DeviceHolding:
+    """Device ids that the kubelet says a container holds."""
+
+    namespace: str
+    pod: str
+    container: str
+    resource: str
+    ids: tuple[str, ...]
+
+
+class Rig:
+    """The cluster. `Rig.prepare()` gives one with its programs built; nothing runs until `up`."""
+
+    def __init__(self, cache: Cache, folders: programs.Folders, topology: Topology = TOPOLOGY) -> None:
+        self.cache = cache
+        self.folders = folders
+        self.topology = topology
+
+    @classmethod
+    def prepare(cls, *, say: Callable[[str], None] = print) -> Rig:
+        """Builds or finds the programs.
+
+        Raises:
+            NotPossibleHere: this machine cannot hold the cluster; the message ends with the cure.
+        """
+        require_machine()
+        cache = Cache.default()
+        components = ensure(*CLUSTER_COMPONENTS, "helm", cache=cache, say=say)
+        stubs = ensure_stubs(cache, components["hyper"])
+        return cls(cache, programs.Folders(components, stubs, cache.root / "run"))
+
+    # What tests and hands use.
+
+    @property
+    def kubeconfig(self) -> Path:
+        return Path(self.folders.pki.kubeconfig("admin"))
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """Variables with which kubectl and helm, called by their names, talk to this cluster."""
+        bins = ":".join(str(self.folders.components[name]) for name in ("hyper", "helm"))
+        return {
+            "KUBECONFIG": str(self.kubeconfig),
+            "PATH": f"{bins}:{search_path()}",
+            "NO_PROXY": ",".join(filter(None, [os.environ.get("NO_PROXY"), self.topology.api_address])),
+        }
+
+    def kubectl(self, *arguments: str, stdin: str | None = None, timeout_seconds: float = 120) -> str:
+        """Runs kubectl as the administrator and returns its stdout.
+
+        Raises:
+            CommandFailed: kubectl said no; `output` is what it said.
+        """
+        return self.command("kubectl", *arguments, stdin=stdin, timeout_seconds=timeout_seconds)
+
+    def get(self, *arguments: str) -> Any:
+        """`kubectl get ... -o json`, parsed."""
+        return json.loads(self.kubectl("get", *arguments, "-o", "json"))
+
+    def apply(self, *objects: Any) -> None:
+        """Applies objects, given as dictionaries."""
+        items = {"apiVersion": "v1", "kind": "List", "items": list(objects)}
+        self.kubectl("apply", "-f", "-", stdin=json.dumps(items))
+
+    def helm(self, *arguments: str, timeout_seconds: float = 300) -> str:
+        return self.command("helm", *arguments, timeout_seconds=timeout_seconds)
+
+    def command(self, *command: str, stdin: str | None = None, timeout_seconds: float = 120) -> str:
+        """Runs any program of the host with `environment`."""
+        environment = {**os.environ, **self.environment}
+        return run(*command, stdin=stdin, environment=environment, timeout_seconds=timeout_seconds)
+
+    def load_image(self, path: Path, nodes: Sequence[str] | None = None) -> Archive:
+        """Makes the image of an OCI archive known to running nodes (all of them by default); known ones take no time.
+
+        Raises:
+            ValueError: not an archive of one image.
+        """
+        archive = read_archive(path)
+        names = [node.name for node in self.topology.nodes] if nodes is None else list(nodes)
+
+        def load(name: str) -> None:
+            loaded = self._loaded_images(name)
+            if loaded.get(archive.name) == archive.digest:
+                return
+            for command in import_commands(archive, self.folders.containerd("ctr")):
+                self.machine(name).run(*command, timeout_seconds=600)
+            self._remember_images(name, loaded | {archive.name: archive.digest})
+
+        with ThreadPoolExecutor(2) as pool:  # unpacking is work for the processors
+            list(pool.map(load, names))
+        return archive
+
+    def device_holdings(self, node: str) -> list[DeviceHolding]:
+        """Who holds which devices on a node, from the kubelet's pod-resources service."""
+        messages, services = import_stubs(self.folders.stubs, "podresources")
+        pid = self.machine(node).init_pid
+        if pid is None:
+            raise StartFailed(f"node {node} is off")
+        socket = f"/proc/{pid}/root/var/lib/kubelet/pod-resources/kubelet.sock"
+        with grpc.insecure_channel(f"unix://{socket}") as channel:  # type: ignore[no-untyped-call]
+            answer = services.PodResourcesListerStub(channel).List(messages.ListPodResourcesRequest(), timeout=10)
+        return [
+            DeviceHolding(
+                pod.namespace, pod.name, container.name, devices.resource_name, tuple(sorted(devices.device_ids))
+            )
+            for pod in answer.pod_resources
+            for container in pod.containers
+            for devices in container.devices
+        ]
+
+    def audit_events(self) -> list[AuditEvent]:
+        """What others than the cluster's own programs asked of the API server, in order of answering."""
+        events = []
+        with self.folders.audit_log.open() as file:
+            for line in file:
+                if not line.endswith("\n"):  # being written
+                    break
+                event = json.loads(line)
+                about = event.get("objectRef", {})
+                events.append(
+                    AuditEvent(
+                        user=event["user"]["username"],
+                        verb=event["verb"],
+                        group=about.get("apiGroup", ""),
+                        resource=about.get("resource", ""),
+                        subresource=about.get("subresource", ""),
+                        namespace=about.get("namespace", ""),
+                        name=about.get("name", ""),
+                        code=event.get("responseStatus", {}).get("code", 0),
+                        stage=event["stage"],
+                        time=event["stageTimestamp"],
+                    )
+                )
+        return events
+
+    # Machines.
+
+    @property
+    def control_plane(self) -> Machine:
+        return Machine(_CONTROL_PLANE, self.folders.machine(_CONTROL_PLANE), self._init_program, {})
+
+    def machine(self, name: str) -> Machine:
+        """The machine of a node.
+
+        Raises:
+            KeyError: no node of that name.
+        """
+        node = self.topology.node(name)
+        state = self.folders.machine(node.name)
+        mounts = {
+            "/var/lib/containerd": state / "containerd",
+            "/var/lib/kubelet": state / "kubelet",
+            "/etc/cni/net.d": state / "cni",
+            "/var/lib/cni": state / "cni-state",
+            "/var/log": state / "var-log",
+        }
+        setup = "\n".join(
+            [
+                "mkdir -p /var/lib/kubelet/device-plugins",
+                "echo 1 > /proc/sys/net/ipv4/ip_forward",
+                # Services must also work between pods of one node, whose packets only cross its bridge.
+                "echo 1 > /proc/sys/net/bridge/bridge-nf-call-iptables",
+            ]
+        )
+        return Machine(node.name, state, self._init_program, mounts, setup)
+
+    @property
+    def _init_program(self) -> Path:
+        return self.folders.components["pause"] / "pause"
+
+    # Up.
+
+    @property
+    def is_up(self) -> bool:
+        """Whether everything runs that `up` starts; it says nothing about whether it is well."""
+        control = all(self.control_plane.is_running(p.name) for p in self._control_programs())
+        return control and all(
+            self.machine(node.name).is_running(program.name)
+            for node in self.topology.nodes
+            for program in (programs.containerd(node, self.folders), *programs.node_programs(node, self.folders))
+        )
+
+    def up(self, archives: Sequence[Path] = (), *, say: Callable[[str], None] = print) -> None:
+        """Brings up whatever is not up, and returns when nodes, devices and DNS are ready.
+
+        archives: OCI archives whose images the nodes shall have from the beginning.
+
+        Raises:
+            NotPossibleHere: a cluster of another cache folder is up.
+            StartFailed: something did not come up; the message names its log.
+        """
+        started = time.monotonic()
+
+        def progress(line: str) -> None:
+            say(f"{time.monotonic() - started:5.1f} s  {line}")
+
+        with machine_lock(say):
+            self._claim_machine()
+            specification = self._specification()
+            mark = self.folders.state / "specification"
+            if mark.exists() and mark.read_text() != specification:
+                progress("what runs was made by another version: taking it down")
+                self._down()
+                self._claim_machine()
+            mark.parent.mkdir(parents=True, exist_ok=True)
+            mark.write_text(specification)
+            self._up([read_archive(path) for path in archives], progress)
+
+    def _up(self, archives: list[Archive], progress: Callable[[str], None]) -> None:
+        make_pki(self.folders.pki.folder, self.topology)
+        self._start_control_plane()
+        progress("control plane started")
+        new_nodes = [node for node in self.topology.nodes if not self._has_store(node)]
+        if new_nodes:
+            own = self._own_archives()
+            wanted = [*own, *archives]
+            store = ensure_store(self.cache, wanted, self.folders.components["containerd"], progress)
+            for node in new_nodes:
+                link_store(store, self.folders.machine(node.name) / "containerd")
+                self._remember_images(node.name, {archive.name: archive.digest for archive in wanted})
+        for node in self.topology.nodes:
+            self._make_mount_points(self.machine(node.name))
+        with ThreadPoolExecutor(len(self.topology.nodes)) as pool:
+            list(pool.map(self._start_containerd, self.topology.nodes))
+            progress("nodes are on")
+            self._wait_for_api_server()
+            progress("API server ready")
+            # Before the API server has made the roles it starts with, the controller manager gives up at once.
+            for program in self._control_programs():
+                self.control_plane.start(program.name, program.command, program.environment)
+            list(pool.map(self._start_node_programs, self.topology.nodes))
+        self._apply_base()
+        self._wait_for_nodes()
+        progress("nodes and devices ready")
+        self.kubectl("-n", "kube-system", "rollout", "status", "daemonset/coredns", "--timeout=90s")
+        progress("DNS ready")
+        for archive in archives:
+            self.load_image(archive.path)
+
+    def _specification(self) -> str:
+        here = Path(__file__).parent
+        parts = [here / name for name in _SPECIFIED_BY]
+        running = [str(self.folders.components[name]) for name in CLUSTER_COMPONENTS]
+        return content_key(repr(self.topology), *running, *parts)
+
+    def _claim_machine(self) -> None:
+        """Writes down whose this machine's cluster is: groups, links and namespaces have the same names for all."""
+        owner = _MACHINE_FOLDER / "state"
+        other = owner.read_text() if owner.exists() else str(self.folders.state)
+        if other != str(self.folders.state) and Group(ROOT_GROUP).processes():
+            raise NotPossibleHere(f"a cluster with its state in {other} is up: run `make cluster-down` first")
+        _MACHINE_FOLDER.mkdir(exist_ok=True)
+        owner.write_text(str(self.folders.state))
+
+    def _control_programs(self) -> list[programs.Program]:
+        """In the order in which they are started."""
+        return [
+            programs.etcd(self.folders),
+            programs.api_server(self.topology, self.folders),
+            programs.controller_manager(self.topology, self.folders),
+            programs.scheduler(self.folders),
+        ]
+
+    def _start_control_plane(self) -> None:
+        machine = self.control_plane
+        machine.add_network()
+        topology = self.topology
+        if not _has_link(machine, _BRIDGE):
+            machine.ip("link", "add", _BRIDGE, "type", "bridge")
+            machine.ip("address", "add", f"{topology.api_address}/24", "dev", _BRIDGE)
+            machine.ip("link", "set", _BRIDGE, "up")
+            machine.ip("route", "add", "unreachable", topology.service_cidr)
+            for node in topology.nodes:
+                machine.ip("route", "add", node.pod_cidr, "via", node.address)
+        if not _has_link(machine, "host"):
+            run("ip", "link", "add", _HOST_LINK, "type", "veth", "peer", "name", "host", "netns", machine.netns)
+            machine.ip("link", "set", "host", "master", _BRIDGE, "up")
+            run("ip", "address", "replace", f"{topology.host_address}/24", "dev", _HOST_LINK)
+            run("ip", "link", "set", _HOST_LINK, "up")
+        machine.power_on()
+        for program in self._control_programs()[:2]:
+            machine.start(program.name, program.command, program.environment)
+
+    def _add_node_network(self, node: Node) -> None:
+        machine, control = self.machine(node.name), self.control_plane
+        machine.add_network()
+        if _has_link(control, node.name):
+            return
+        control.ip("link", "add", node.name, "type", "veth", "peer", "name", "eth0", "netns", machine.netns)
+        control.ip("link", "set", node.name, "master", _BRIDGE, "up")
+        machine.ip("address", "add", f"{node.address}/24", "dev", "eth0")
+        machine.ip("link", "set", "eth0", "up")
+        for other in self.topology.nodes:
+            if other != node:
+                machine.ip("route", "add", other.pod_cidr, "via", other.address)
+        # The node's own programs need some route before kube-proxy's rules can catch a service's address. A pod's
+        # packet that no rule caught is refused at once; it would wait for an answer that cannot come.
+        machine.ip("route", "add", self.topology.service_cidr, "dev", "eth0")
+        machine.ip("rule", "add", "iif", "cni0", "to", self.topology.service_cidr, "unreachable")
+        machine.ip("route", "add", "unreachable", "default")
+
+    def _start_containerd(self, node: Node) -> None:
+        machine = self.machine(node.name)
+        programs.write_node_files(self.topology, node, self.folders, machine.group)
+        self._add_node_network(node)
+        machine.power_on()
+        (machine.group / "system" / "shims").make()
+        program = programs.containerd(node, self.folders)
+        machine.start(program.name, program.command, program.environment)
+        wait_until(
+            f"containerd of {node.name} answers, see {machine.log(program.name)}",
+            30,
+            lambda: machine.answers(self.folders.containerd("ctr"), "version"),
+        )
+
+    def _start_node_programs(self, node: Node) -> None:
+        machine = self.machine(node.name)
+        for program in programs.node_programs(node, self.folders):
+            machine.start(program.name, program.command, program.environment)
+
+    def start_node(self, name: str) -> None:
+        """Turns a node on, or starts what does not run on it; returns when it is ready."""
+        node = self.topology.node(name)
+        self._start_containerd(node)
+        self._start_node_programs(node)
+        self._wait_for_nodes(name)
+
+    def _make_mount_points(self, machine: Machine) -> None:
+        """The folders of the host that a node's own are mounted over; `down` removes those that were not there."""
+        made = self.folders.state / "made-folders"
+        known = made.read_text().splitlines() if made.exists() else []
+        for folder in map(Path, machine.mounts):
+            missing = [str(f) for f in (*reversed(folder.parents), folder) if not f.exists()]
+            known += [m for m in missing if m not in known]
+            made.write_text("\n".join(known))
+            folder.mkdir(parents=True, exist_ok=True)
+
+    def _wait_for_api_server(self) -> None:
+        def ready() -> bool:
+            try:
+                return self.kubectl("get", "--raw", "/readyz", timeout_seconds=10).strip() == "ok"
+            except CommandFailed:
+                return False
+
+        wait_until(f"the API server is ready, see {self.control_plane.log('kube-apiserver')}", 60, ready)
+
+    def _apply_base(self) -> None:
+        manifest = string.Template((_MANIFESTS / "base.yaml").read_text()).substitute(
+            dns_address=self.topology.dns_address, coredns_image=programs.COREDNS_IMAGE
+        )
+        wait_until("namespace kube-system", 30, lambda: self._exists("namespace", "kube-system"))
+        self.kubectl("apply", "--server-side", "-f", "-", stdin=manifest)
+
+    def _exists(self, *arguments: str) -> bool:
+        return bool(self.kubectl("get", *arguments, "--ignore-not-found", "-o", "name").strip())
+
+    def _wait_for_nodes(self, *names: str) -> None:
+        wanted = [node for node in self.topology.nodes if not names or node.name in names]
+
+        def ready() -> bool:
+            present = {item["metadata"]["name"]: item["status"] for item in self.get("nodes")["items"]}
+            return all(node.name in present and self._is_ready(node, present[node.name]) for node in wanted)
+
+        wait_until(
+            f"nodes {' '.join(n.name for n in wanted)} and their devices are ready", 90, ready, pause_seconds=0.2
+        )
+
+    def _is_ready(self, node: Node, status: Any) -> bool:
+        if not any(c["type"] == "Ready" and c["status"] == "True" for c in status.get("conditions", ())):
+            return False
+        if node.neuron is None:
+            return True
+        unhealthy = self.folders.unhealthy_file(node)
+        num_unhealthy = len(unhealthy.read_text().split()) if unhealthy.exists() else 0
+        return int(status["allocatable"].get(DEVICE_RESOURCE, -1)) == node.neuron.num_devices - num_unhealthy
+
+    # Images.
+
+    def _own_archives(self) -> list[Archive]:
+        """The two images without which there are no pods and no names."""
+        wanted = {
+            programs.PAUSE_IMAGE: self.folders.components["pause"] / "pause",
+            programs.COREDNS_IMAGE: self.folders.components["coredns"] / "coredns",
+        }
+        archives = []
+        for name, program in wanted.items():
+
+            def build(folder: Path, name: str = name, program: Path = program) -> None:
+                write_program_archive(folder / "image.tar", name, program)
+
+            entry = self.cache.entry("own-images", program.name, content_key(name, program), build, max_entries=1)
+            archives.append(read_archive(entry / "image.tar"))
+        return archives
+
+    def _has_store(self, node: Node) -> bool:
+        return self._images_file(node.name).exists()
+
+    def _images_file(self, node: str) -> Path:
+        return self.folders.machine(node) / "images.json"
+
+    def _loaded_images(self, node: str) -> dict[str, str]:
+        images: dict[str, str] = json.loads(self._images_file(node).read_text())
+        return images
+
+    def _remember_images(self, node: str, images: dict[str, str]) -> None:
+        self._images_file(node).write_text(json.dumps(images))
+
+    # Down.
+
+    def down(self, *, say: Callable[[str], None] = print) -> None:
+        """Ends whatever there is of a cluster on this machine, and leaves nothing."""
+        with machine_lock(say):
+            self._down()
+
+    def _down(self) -> None:
+        take_down(self.folders.state)
+
+
+def take_down(state: Path) -> None:
+    """Ends every process of the cluster of this machine, removes its links, namespaces, groups, mounts and state.
+
+    Needs none of the programs, so that it works for a cluster whose cache is gone.
+
+    Raises:
+        TimeoutError: something cannot be ended.
+    """
+    group = Group(ROOT_GROUP)
+    group.kill()
+    for netns in NETNS_FOLDER.glob(f"{ROOT_GROUP}-*"):
+        run("ip", "netns", "del", netns.name)
+    if Path("/sys/class/net", _HOST_LINK).exists():
+        run("ip", "link", "del", _HOST_LINK)
+    group.remove()
+    owner = _MACHINE_FOLDER / "state"
+    states = {state, Path(owner.read_text())} if owner.exists() else {state}
+    for folder in states:
+        for mount in sorted(_mounts_below(folder), reverse=True):
+            run("umount", "--lazy", mount)
+        made = folder / "made-folders"
+        for line in reversed(made.read_text().splitlines() if made.exists() else []):
+            with contextlib.suppress(OSError):  # somebody put something there meanwhile: then it is theirs
+                Path(line).rmdir()
+        if folder.exists():
+            shutil.rmtree(folder)
+    if _MACHINE_FOLDER.exists():
+        shutil.rmtree(_MACHINE_FOLDER)
+
+
+@contextlib.contextmanager
+def machine_lock(say: Callable[[str], None] = print) -> Iterator[None]:
+    """Held while a cluster is brought up or taken down on this machine, whatever its cache folder."""
+    path = Path("/run/lock/neuron-serving-cluster.lock")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("a") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            say("waiting: another run is bringing the cluster up or down")
+            fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def _has_link(machine: Machine, link: str) -> bool:
+    return any(entry["ifname"] == link for entry in json.loads(machine.ip("-json", "link", "show")))
+
+
+def _mounts_below(folder: Path) -> list[str]:
+    points = [line.split()[1] for line in Path("/proc/self/mounts").read_text().splitlines()]
+    return [point for point in points if point.startswith(f"{folder}/")]

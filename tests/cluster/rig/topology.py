@@ -1,0 +1,85 @@
+"""What the cluster is: its machines, addresses and times, as data. Everything else in this folder reads it; a different
+cluster is a different `Topology`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class NeuronHardware:
+    num_devices: int
+    cores_per_device: int
+
+    @property
+    def num_cores(self) -> int:
+        return self.num_devices * self.cores_per_device
+
+
+@dataclass(frozen=True)
+class Node:
+    name: str
+    address: str
+    pod_network: str  # the first three bytes of a /24
+    instance_type: str
+    neuron: NeuronHardware | None = None
+
+    @property
+    def pod_cidr(self) -> str:
+        return f"{self.pod_network}.0/24"
+
+    @property
+    def labels(self) -> dict[str, str]:
+        """What a cloud's kubelet, and the plugin's chart, would put on the node."""
+        labels = {"node.kubernetes.io/instance-type": self.instance_type}
+        return labels | ({"neuron.amazonaws.com/present": "true"} if self.neuron else {})
+
+
+@dataclass(frozen=True)
+class Times:
+    """How soon the loss of a node is noticed: a tenth of Kubernetes' defaults, so that tests need not wait minutes."""
+
+    node_monitor_period: str = "500ms"
+    node_monitor_grace_period: str = "4s"
+    node_lease_duration_seconds: int = 2
+    node_status_frequency: str = "1s"
+    toleration_seconds: int = 3
+
+
+@dataclass(frozen=True)
+class Topology:
+    # 198.18.0.0/15 is set apart for test networks (RFC 2544), and is the only network that the host gets a route to.
+    host_address: str = "198.18.0.1"
+    api_address: str = "198.18.0.10"
+    api_port: int = 6443
+    node_cidr: str = "198.18.0.0/24"
+    pod_cidr: str = "10.244.0.0/16"
+    service_cidr: str = "10.96.0.0/16"
+    kubernetes_service_address: str = "10.96.0.1"
+    dns_address: str = "10.96.0.10"
+    nodes: tuple[Node, ...] = ()
+    times: Times = Times()
+
+    @property
+    def api_server(self) -> str:
+        return f"https://{self.api_address}:{self.api_port}"
+
+    def node(self, name: str) -> Node:
+        """Raises:
+        KeyError: no node of that name.
+        """
+        for node in self.nodes:
+            if node.name == name:
+                return node
+        raise KeyError(f"no node {name}; there are {', '.join(n.name for n in self.nodes)}")
+
+
+_INF2_24XLARGE = NeuronHardware(num_devices=6, cores_per_device=2)
+
+TOPOLOGY = Topology(
+    nodes=(
+        Node("n1", "198.18.0.11", "10.244.1", "inf2.24xlarge", _INF2_24XLARGE),
+        Node("n2", "198.18.0.12", "10.244.2", "inf2.24xlarge", _INF2_24XLARGE),
+        Node("n3", "198.18.0.13", "10.244.3", "m7i.2xlarge"),
+    )
+)
