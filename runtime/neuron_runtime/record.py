@@ -11,11 +11,12 @@ from pathlib import Path
 
 import msgspec
 
-from neuron_runtime.errors import FatalError
+from neuron_runtime.errors import FatalError, ServingError
 
 RECORD_VERSION = 1
 MAX_RECORD_BYTES = 2048
 MAX_MESSAGE_CHARACTERS = 1024
+GENERAL_FAILURE = 1
 
 
 class ModelFacts(msgspec.Struct, frozen=True, kw_only=True, rename="camel"):
@@ -49,13 +50,15 @@ class Record(msgspec.Struct, frozen=True, kw_only=True, rename="camel", omit_def
     seconds: float = 0.0
 
 
-def failure(command: str, error: FatalError, seconds: float = 0.0) -> Record:
+def failure(command: str, error: ServingError, seconds: float = 0.0) -> Record:
+    """An error without a code of its own (what time may heal) leaves the general exit code and no reason."""
+    named = error.exit_code if isinstance(error, FatalError) else None
     return Record(
         version=RECORD_VERSION,
         command=command,
         ok=False,
-        exit_code=int(error.exit_code),
-        reason=error.exit_code.reason,
+        exit_code=GENERAL_FAILURE if named is None else int(named),
+        reason="" if named is None else named.reason,
         message=str(error)[:MAX_MESSAGE_CHARACTERS],
         seconds=round(seconds, 3),
     )

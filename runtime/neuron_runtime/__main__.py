@@ -1,0 +1,227 @@
+"""The command `neuron-runtime`: `serve` a model over HTTP, `inspect` one without loading it.
+
+Reads flags, builds what a command needs, and turns errors into exit codes and records. The flags of `serve` are
+vLLM's where the meaning is the same. Imports stay light: torch belongs to the engine process.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import time
+from collections.abc import Callable, Sequence
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any, NoReturn
+
+import msgspec
+
+from neuron_runtime import record
+from neuron_runtime.config import CONFIG_VERSION, RuntimeConfig, load_config, parse_config
+from neuron_runtime.console import say
+from neuron_runtime.errors import InvalidConfig, ServingError
+
+DEFAULT_PORT = 8000
+INTERRUPTED = 130
+
+DRAIN_ON_THE_COMMAND_LINE = {"delaySeconds": 0.0, "seconds": 30.0}
+"""Without a platform that must notice first, a command that is told to end closes at once."""
+
+MODEL_FLAGS = {
+    "--served-model-name": "servedNames",
+    "--backend": "backend",
+    "--dtype": "dtype",
+    "--layout": "layout",
+    "--max-model-len": "limits.maxModelLength",
+    "--max-num-seqs": "limits.maxSequences",
+    "--max-num-batched-tokens": "limits.maxStepTokens",
+    "--block-size": "limits.blockSize",
+    "--num-gpu-blocks-override": "limits.numBlocks",
+    "--max-queued-requests": "limits.maxQueuedRequests",
+}
+"""Where the value of a flag stands in the configuration document."""
+
+NOT_BUILT = {
+    "--tensor-parallel-size": "1",
+    "--override-neuron-config": "{}",
+    "--additional-config": "{}",
+    "--generation-config": "auto",
+    "--api-key": None,
+    "--chat-template": None,
+    "--reasoning-parser": None,
+}
+"""Flags of vLLM that are refused until built, with the value that asks for nothing."""
+
+NOT_BUILT_SWITCHES = ("--enable-prefix-caching", "--no-enable-chunked-prefill")
+NEUTRAL_SWITCHES = ("--no-enable-prefix-caching", "--enable-chunked-prefill")
+
+
+class Parser(argparse.ArgumentParser):
+    """Says what is wrong in one line; argparse's own way repeats the usage first."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: {message} (see {self.prog} --help)\n")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    options = build_parser().parse_args(arguments)
+    began = time.monotonic()
+    command: Callable[[argparse.Namespace, float], record.Record] = options.run
+    try:
+        outcome = command(options, began)
+    except ServingError as error:
+        outcome = record.failure(options.command, error, time.monotonic() - began)
+    except KeyboardInterrupt:
+        return INTERRUPTED
+    if not outcome.ok:
+        say(f"{outcome.reason}: {outcome.message}" if outcome.reason else outcome.message)
+    if options.record is not None and (options.command != "serve" or not outcome.ok):
+        _write(outcome, options.record)
+    return outcome.exit_code
+
+
+def build_parser() -> argparse.ArgumentParser:
+    parser = Parser(prog="neuron-runtime", description="Serve language models: continuous batching, OpenAI's API.")
+    parser.add_argument("--version", action="version", version=f"neuron-runtime {version('neuron-serving')}")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    _add_serve(commands.add_parser("serve", help="serve a model over HTTP", description="Serve a model over HTTP."))
+    inspect = commands.add_parser(
+        "inspect",
+        help="say what a model is, without loading it",
+        description="Read a model's config and the headers of its weights, and say what it is.",
+    )
+    inspect.add_argument("uri", metavar="URI", help="hf://org/name[@revision] or file:///absolute/path")
+    inspect.add_argument("--json", action="store_true", help="print the facts as JSON")
+    _add_record(inspect)
+    inspect.set_defaults(run=_inspect)
+    return parser
+
+
+def _add_serve(serve: argparse.ArgumentParser) -> None:
+    serve.add_argument(
+        "model",
+        nargs="?",
+        metavar="MODEL",
+        help="hf://org/name[@revision], org/name, file:///path, or the path of a model's folder",
+    )
+    serve.add_argument("--config", type=Path, help="a configuration document (JSON) instead of MODEL and model flags")
+    serve.add_argument("--host", default="127.0.0.1", help="address to listen on (default: %(default)s)")
+    serve.add_argument("--port", type=int, default=DEFAULT_PORT, help="port, 0 for any free one (default: %(default)s)")
+    serve.add_argument(
+        "--weights-dir", type=Path, default=_default_weights_dir(), help="where weights go (default: %(default)s)"
+    )
+    _add_record(serve)
+    model = serve.add_argument_group("model flags (not together with --config)")
+    model.add_argument("--served-model-name", nargs="+", help="names clients may ask for (default: from MODEL)")
+    model.add_argument("--backend", help="torch (default); others as they are built")
+    model.add_argument("--dtype", help="auto (default), bfloat16, float16 or float32")
+    model.add_argument("--layout", help="KV cache: auto (default), slots or blocks")
+    for flag, meaning in (
+        ("--max-model-len", "tokens of prompt and answer together"),
+        ("--max-num-seqs", "requests that run at a time"),
+        ("--max-num-batched-tokens", "tokens of one step"),
+        ("--block-size", "tokens of a KV block"),
+        ("--num-gpu-blocks-override", "KV blocks"),
+        ("--max-queued-requests", "requests that may wait for a row, beyond it: 429"),
+    ):
+        model.add_argument(flag, type=int, metavar="N", help=f"{meaning} (default: the backend's)")
+    for flag in NEUTRAL_SWITCHES:
+        model.add_argument(flag, action="store_true", help=argparse.SUPPRESS)
+    for flag in NOT_BUILT_SWITCHES:
+        model.add_argument(flag, action=_NotBuilt, nargs=0, help=argparse.SUPPRESS)
+    for flag in NOT_BUILT:
+        model.add_argument(flag, action=_NotBuilt, help=argparse.SUPPRESS)
+    serve.set_defaults(run=_serve)
+
+
+def _add_record(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--record", type=Path, metavar="FILE", help="leave the outcome here, as JSON")
+
+
+class _NotBuilt(argparse.Action):
+    """A flag that is known and refused."""
+
+    def __call__(
+        self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, values: Any, option: str | None = None
+    ) -> None:
+        if option is None or NOT_BUILT.get(option) is None or values != NOT_BUILT[option]:
+            parser.error(f"{option} is not supported yet: leave it out")
+
+
+def _serve(options: argparse.Namespace, began: float) -> record.Record:
+    from neuron_runtime.engine.backends import check_backend  # noqa: PLC0415
+    from neuron_runtime.server.supervisor import Signals, Supervisor, listen, url_of  # noqa: PLC0415
+
+    config = serve_config(options)
+    check_backend(config)
+    with listen(options.host, options.port) as listener:
+        say(f"serving {config.model.uri} at {url_of(listener)}")
+        Supervisor(config, listener, options.weights_dir, Signals(), began).run()
+    return record.success("serve", seconds=time.monotonic() - began)
+
+
+def _inspect(options: argparse.Namespace, began: float) -> record.Record:
+    from neuron_runtime.inspection import facts_as_json, facts_as_text, inspect_model  # noqa: PLC0415
+
+    facts = inspect_model(model_uri(options.uri))
+    print(facts_as_json(facts) if options.json else facts_as_text(options.uri, facts))
+    return record.success("inspect", facts, time.monotonic() - began)
+
+
+def serve_config(options: argparse.Namespace) -> RuntimeConfig:
+    """The configuration document that the flags name or amount to. Raises InvalidConfig, naming the flag."""
+    given = {flag: value for flag in MODEL_FLAGS if (value := getattr(options, _attribute(flag))) is not None}
+    if options.config is not None:
+        if options.model is not None or given:
+            raise InvalidConfig("--config", "says what to serve: leave out MODEL and the model flags")
+        return load_config(options.config)
+    if options.model is None:
+        raise InvalidConfig("MODEL", "say what to serve: `neuron-runtime serve MODEL` or `serve --config FILE`")
+    uri = model_uri(options.model)
+    document: dict[str, Any] = {
+        "version": CONFIG_VERSION,
+        "model": {"uri": uri},
+        "servedNames": [uri.partition("@")[0].rstrip("/").rpartition("/")[2]],
+        "limits": {},
+        "drain": DRAIN_ON_THE_COMMAND_LINE,
+    }
+    for flag, value in given.items():
+        part, _, key = MODEL_FLAGS[flag].rpartition(".")
+        (document[part] if part else document)[key] = value
+    try:
+        return parse_config(msgspec.json.encode(document), "flags")
+    except InvalidConfig as error:
+        flags = {f"$.{path}": flag for flag, path in MODEL_FLAGS.items()}
+        message = str(error).removeprefix(f"{error.field}: ").removesuffix(" (in flags)")
+        raise InvalidConfig(flags.get(error.field, error.field), message) from error
+
+
+def _attribute(flag: str) -> str:
+    return flag.removeprefix("--").replace("-", "_")
+
+
+def _default_weights_dir() -> Path:
+    cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(cache, "neuron-serving", "weights")
+
+
+def _write(outcome: record.Record, path: Path) -> None:
+    try:
+        record.write(outcome, path)
+    except OSError as error:
+        say(f"cannot write the record to {path}: {error.strerror}")
+
+
+def model_uri(model: str) -> str:
+    """A model as people write it, as a URI: a folder that exists, else `org/name` on the hub."""
+    if "://" in model:
+        return model
+    folder = Path(model)
+    if folder.exists() or model.startswith(("/", ".", "~")):
+        return folder.expanduser().absolute().as_uri()
+    return f"hf://{model}"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

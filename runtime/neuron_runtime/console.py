@@ -1,0 +1,42 @@
+"""Lines for the person who started a command, on stderr: what is happening and how many seconds it took.
+
+Used by every process of `neuron-runtime serve` and by the one-shot commands. Not a log of requests.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable
+
+REPORT_SECONDS = 5.0
+"""How long a stage stays silent before its share is shown."""
+
+
+def say(line: str) -> None:
+    """One line; a closed stderr is nobody's problem."""
+    try:
+        print(f"neuron-runtime: {line}", file=sys.stderr, flush=True)
+    except BrokenPipeError:
+        return
+
+
+class StageLines:
+    """A `Progress` callback that shows each stage when it ends, and long ones every few seconds."""
+
+    def __init__(self, show: Callable[[str], None] = say, clock: Callable[[], float] = time.monotonic) -> None:
+        self._show = show
+        self._clock = clock
+        self._stage = ""
+        self._began = self._shown = clock()
+
+    def __call__(self, stage: str, share: float) -> None:
+        now = self._clock()
+        if stage != self._stage:
+            self._stage, self._began, self._shown = stage, now, now
+        if share >= 1.0:
+            self._show(f"{stage}: {now - self._began:.1f} s")
+            self._stage = ""
+        elif now - self._shown >= REPORT_SECONDS:
+            self._shown = now
+            self._show(f"{stage}: {share:.0%} after {now - self._began:.0f} s")

@@ -1,0 +1,132 @@
+"""The border between the engine process and a front end: the messages, their encoding, and the sockets they take.
+
+A front end sends requests and aborts; the engine sends how far its start is, then **one message per step** with all
+that the step brought. The encoding is msgpack, checked against these types on the way in. Both ends run on one
+machine and from one installation, so there is no version. Nothing here decides anything.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+
+from neuron_runtime.core import BackendLimits, FinishReason, Kind, Request, TokenEvent
+from neuron_runtime.engine.loop import EngineStats
+
+ENGINE_INBOX = "engine-inbox"
+ENGINE_OUTBOX = "engine-outbox"
+
+
+def address(run_dir: Path, name: str, incarnation: int) -> str:
+    """Where a socket of the engine's n-th incarnation listens; a restarted engine never sees its predecessor's mail."""
+    return f"ipc://{run_dir}/{name}-{incarnation}"
+
+
+class Add(msgspec.Struct, frozen=True, tag="add"):
+    """Front end to engine: a request whose limits were checked."""
+
+    request: Request
+
+
+class Abort(msgspec.Struct, frozen=True, tag="abort"):
+    """Front end to engine: whoever asked has left; unknown ids are fine."""
+
+    request_ids: tuple[str, ...]
+
+
+ToEngine = Add | Abort
+
+
+class Progress(msgspec.Struct, frozen=True, tag="progress"):
+    """Engine to front end, while it starts."""
+
+    stage: str
+    share: float
+
+
+class ModelFound(msgspec.Struct, frozen=True, tag="model"):
+    """Engine to front end: the model's files (not necessarily its weights) are in this folder."""
+
+    model_dir: str
+
+
+class Ready(msgspec.Struct, frozen=True, tag="ready"):
+    """Engine to front end: it can serve, within these limits."""
+
+    limits: BackendLimits
+    max_queued_requests: int
+    load_seconds: float
+    warm_up_seconds: float
+
+
+class News(msgspec.Struct, frozen=True, array_like=True):
+    """What one step brought one request; a `core.TokenEvent` in few bytes."""
+
+    request_id: str
+    token_ids: tuple[int, ...]
+    finish_reason: FinishReason | None = None
+    num_cached_tokens: int = 0
+
+
+class Refused(msgspec.Struct, frozen=True, array_like=True):
+    """The engine did not take a request: 429 when it may be sent again later, else 400."""
+
+    request_id: str
+    message: str
+    field: str | None = None
+    retry_after_seconds: float | None = None
+
+
+class Numbers(msgspec.Struct, frozen=True, array_like=True):
+    """The engine's state after a turn, and the step that the turn applied, if any; for metrics."""
+
+    num_running: int = 0
+    num_waiting: int = 0
+    cache_usage: float = 0.0
+    """Share of the KV blocks in use, 0 to 1."""
+    num_preemptions_total: int = 0
+    step_kind: Kind | None = None
+    num_step_tokens: int = 0
+    """Tokens fed in the step."""
+    device_seconds: float = 0.0
+
+
+class Step(msgspec.Struct, frozen=True, tag="step"):
+    """Engine to front end: all that one turn of the loop brought."""
+
+    news: tuple[News, ...]
+    refused: tuple[Refused, ...]
+    numbers: Numbers
+
+
+FromEngine = Progress | ModelFound | Ready | Step
+
+encoder = msgspec.msgpack.Encoder()
+_to_engine: msgspec.msgpack.Decoder[ToEngine] = msgspec.msgpack.Decoder(ToEngine)
+_from_engine: msgspec.msgpack.Decoder[FromEngine] = msgspec.msgpack.Decoder(FromEngine)
+
+
+def decode_to_engine(raw: bytes) -> ToEngine:
+    return _to_engine.decode(raw)
+
+
+def decode_from_engine(raw: bytes) -> FromEngine:
+    return _from_engine.decode(raw)
+
+
+def news(event: TokenEvent) -> News:
+    return News(event.request_id, event.token_ids, event.finish_reason, event.num_cached_tokens)
+
+
+def numbers(stats: EngineStats) -> Numbers:
+    step = stats.last_step
+    return Numbers(
+        num_running=stats.num_running,
+        num_waiting=stats.num_waiting,
+        cache_usage=stats.num_blocks_used / stats.num_blocks if stats.num_blocks else 0.0,
+        num_preemptions_total=stats.num_preemptions_total,
+        step_kind=step.kind if step else None,
+        num_step_tokens=step.num_tokens if step else 0,
+        device_seconds=step.device_seconds if step else 0.0,
+    )

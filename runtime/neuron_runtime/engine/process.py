@@ -1,0 +1,211 @@
+"""The engine process: owns backend and engine, takes requests from its inbox, sends one message per step.
+
+Started by the supervisor as a command. One thread does everything that touches the device. An exception from the
+device ends the process with the exit code of its class and a record; nothing that a client sends gets this far
+unchecked. It knows nothing of HTTP and text.
+"""
+
+from __future__ import annotations
+
+import argparse
+import faulthandler
+import os
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+
+import zmq
+
+from neuron_runtime import record
+from neuron_runtime.backend.base import Backend
+from neuron_runtime.config import RuntimeConfig, load_config
+from neuron_runtime.console import StageLines
+from neuron_runtime.core import TokenEvent
+from neuron_runtime.engine import messages
+from neuron_runtime.engine.backends import backend_builder
+from neuron_runtime.engine.lifeline import Deadline, die_with_parent
+from neuron_runtime.engine.loop import Engine
+from neuron_runtime.engine.messages import Abort, Add, FromEngine, ModelFound, Ready, Refused, Step, ToEngine
+from neuron_runtime.errors import ExitCode, FatalError, InvalidRequest, Overloaded, ServingError
+
+MIN_STEP_SECONDS = 30.0
+STEP_FACTOR = 10.0
+"""A step hangs when it takes this many times the longest one measured, and at least MIN_STEP_SECONDS."""
+
+DEFAULT_MAX_QUEUED_REQUESTS = 256
+PROGRESS_PERIOD_SECONDS = 0.2
+
+
+class Border:
+    """The engine's end of the sockets. `wake_fd` becomes readable when a signal arrived."""
+
+    def __init__(self, run_dir: Path, incarnation: int, wake_fd: int) -> None:
+        self._context = zmq.Context()
+        self._inbox = self._context.socket(zmq.PULL)
+        self._outbox = self._context.socket(zmq.PUSH)
+        for socket, name in ((self._inbox, messages.ENGINE_INBOX), (self._outbox, messages.ENGINE_OUTBOX)):
+            # Neither side may block the other: what waits is bounded by the engine's queue and by max_tokens.
+            socket.set_hwm(0)
+            socket.linger = 0
+            socket.bind(messages.address(run_dir, name, incarnation))
+        self._poller = zmq.Poller()
+        self._poller.register(self._inbox, zmq.POLLIN)
+        self._poller.register(wake_fd, zmq.POLLIN)
+
+    def send(self, message: FromEngine) -> None:
+        self._outbox.send(messages.encoder.encode(message))
+
+    def receive(self, wait: bool) -> list[ToEngine]:
+        """All mail there is; with `wait`, sleeps until there is some or a signal arrives."""
+        if wait:
+            self._poller.poll()
+        mail: list[ToEngine] = []
+        while True:
+            try:
+                mail.append(messages.decode_to_engine(self._inbox.recv(zmq.NOBLOCK)))
+            except zmq.Again:
+                return mail
+
+    def close(self) -> None:
+        self._context.destroy(linger=0)
+
+
+class Worker:
+    """Moves mail into the engine and its events out, one turn per step."""
+
+    def __init__(self, engine: Engine, border: Border, deadline: Deadline) -> None:
+        self._engine = engine
+        self._border = border
+        self._deadline = deadline
+        self._longest_step_seconds = 0.0
+
+    def run(self, stopping: Callable[[], bool]) -> None:
+        """Until told to stop. Whatever the device raises comes out here."""
+        while not stopping():
+            self.turn()
+
+    def turn(self) -> None:
+        mail = self._border.receive(wait=not self._engine.has_work)
+        refused = self._deliver(mail)
+        works = self._engine.has_work
+        events = self._step() if works else []
+        if mail or works:
+            # An abort changes the numbers too: a freed row is to be seen at once.
+            numbers = messages.numbers(self._engine.stats)
+            self._border.send(Step(tuple(map(messages.news, events)), tuple(refused), numbers))
+
+    def _deliver(self, mail: list[ToEngine]) -> list[Refused]:
+        refused = []
+        for message in mail:
+            match message:
+                case Add(request):
+                    try:
+                        self._engine.add(request)
+                    except Overloaded as error:
+                        wait = error.retry_after_seconds
+                        refused.append(Refused(request.request_id, str(error), retry_after_seconds=wait))
+                    except InvalidRequest as error:
+                        refused.append(Refused(request.request_id, str(error), error.field))
+                case Abort(request_ids):
+                    for request_id in request_ids:
+                        self._engine.abort(request_id)
+        return refused
+
+    def _step(self) -> list[TokenEvent]:
+        began = time.monotonic()
+        self._deadline.set(max(MIN_STEP_SECONDS, STEP_FACTOR * self._longest_step_seconds))
+        events = self._engine.step()
+        self._deadline.clear()
+        self._longest_step_seconds = max(self._longest_step_seconds, time.monotonic() - began)
+        return events
+
+
+class StartReport:
+    """A `Progress` callback: lines for the person, messages (not too many) for the front end."""
+
+    def __init__(self, border: Border) -> None:
+        self._border = border
+        self._lines = StageLines()
+        self._sent = 0.0
+
+    def __call__(self, stage: str, share: float) -> None:
+        self._lines(stage, share)
+        now = time.monotonic()
+        if share >= 1.0 or now - self._sent >= PROGRESS_PERIOD_SECONDS:
+            self._sent = now
+            self._border.send(messages.Progress(stage, share))
+
+
+def device_failure(error: Exception) -> ServingError:
+    """The named error behind whatever a backend raised."""
+    if isinstance(error, ServingError):
+        return error
+    text = f"{type(error).__name__}: {error}"
+    out_of_memory = isinstance(error, MemoryError) or "OutOfMemory" in type(error).__name__ or "can't allocate" in text
+    return FatalError(ExitCode.DEVICE_OUT_OF_MEMORY if out_of_memory else ExitCode.DEVICE_FAILED, text)
+
+
+def serve(
+    config: RuntimeConfig, weights_dir: Path, border: Border, deadline: Deadline, stopping: Callable[[], bool]
+) -> None:
+    """Load, warm up, then work until told to stop. Raises FatalError, or what the backend raised."""
+    from neuron_runtime.sources import materialize  # noqa: PLC0415  (may bring a hub client)
+
+    report = StartReport(border)
+    model_dir = materialize(config.model, weights_dir, report)
+    border.send(ModelFound(str(model_dir)))
+    began = time.monotonic()
+    report(f"starting the {config.backend} backend", 0.0)
+    build = backend_builder(config)
+    report(f"starting the {config.backend} backend", 1.0)
+    backend: Backend = build(model_dir, config, report)
+    try:
+        loaded = time.monotonic()
+        backend.warm_up(report)
+        max_queued = config.limits.max_queued_requests or DEFAULT_MAX_QUEUED_REQUESTS
+        engine = Engine(backend, max_queued_requests=max_queued)
+        border.send(Ready(backend.limits, max_queued, loaded - began, time.monotonic() - loaded))
+        Worker(engine, border, deadline).run(stopping)
+    finally:
+        backend.close()
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="neuron_runtime.engine.process")
+    parser.add_argument("--config", type=Path, required=True)
+    parser.add_argument("--weights-dir", type=Path, required=True)
+    parser.add_argument("--run-dir", type=Path, required=True)
+    parser.add_argument("--incarnation", type=int, required=True)
+    parser.add_argument("--record", type=Path, required=True)
+    parser.add_argument("--parent-pid", type=int, required=True)
+    options = parser.parse_args(arguments)
+    die_with_parent(options.parent_pid)
+    faulthandler.enable()
+    stops: list[int] = []
+    wake_fd, signal_fd = os.pipe()
+    os.set_blocking(signal_fd, False)
+    signal.set_wakeup_fd(signal_fd)
+    signal.signal(signal.SIGTERM, lambda number, frame: stops.append(number))
+    border = Border(options.run_dir, options.incarnation, wake_fd)
+    began = time.monotonic()
+    try:
+        with Deadline(options.run_dir / f"deadline-{options.incarnation}") as deadline:
+            config = load_config(options.config)
+            serve(config, options.weights_dir, border, deadline, stopping=lambda: bool(stops))
+    except Exception as error:  # noqa: BLE001 - whatever the device raised decides the exit code
+        failure = device_failure(error)
+        if failure is not error:
+            traceback.print_exc()
+        outcome = record.failure("serve", failure, time.monotonic() - began)
+        record.write(outcome, options.record)
+        return outcome.exit_code
+    finally:
+        border.close()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

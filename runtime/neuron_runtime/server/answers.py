@@ -1,0 +1,202 @@
+"""Answers to generating requests: pieces of text become one JSON object or a stream of server-sent events.
+
+Stop 9 of a request, written as plain ASGI with prebuilt bytes: per wake-up one write, whatever was queued. Headers
+are sent with the first news of the engine, so that a refusal still has its status.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager, aclosing
+from dataclasses import dataclass
+from typing import Any
+
+import orjson
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from neuron_runtime.core import FinishReason
+from neuron_runtime.errors import ServingError
+from neuron_runtime.server.generation import Generation, Piece
+from neuron_runtime.server.wire import error_answer
+
+SSE_END = b"data: [DONE]\n\n"
+
+_FINISH = {None: b"null"} | {reason: orjson.dumps(reason.value) for reason in FinishReason}
+
+
+class ClientGone(Exception):
+    """Nobody reads the answer any more."""
+
+
+@dataclass(frozen=True)
+class Shape:
+    """How one endpoint spells its answers."""
+
+    id_prefix: str
+    whole: str
+    """`object` of a whole answer."""
+    chunk: str
+    """`object` of a part of a stream."""
+    before_text: bytes
+    after_text: bytes
+    first: bytes
+    """What a choice's first frame has in place of text and around it; empty: nothing goes before the text."""
+    choice: Callable[[int, str, str], dict[str, Any]]
+    """Index, text and reason of a whole choice."""
+
+
+COMPLETION = Shape(
+    id_prefix="cmpl-",
+    whole="text_completion",
+    chunk="text_completion",
+    before_text=b',"text":',
+    after_text=b',"logprobs":null,"finish_reason":',
+    first=b"",
+    choice=lambda index, text, reason: {"index": index, "text": text, "logprobs": None, "finish_reason": reason},
+)
+CHAT = Shape(
+    id_prefix="chatcmpl-",
+    whole="chat.completion",
+    chunk="chat.completion.chunk",
+    before_text=b',"delta":{"content":',
+    after_text=b'},"logprobs":null,"finish_reason":',
+    first=b',"delta":{"role":"assistant","content":""},"logprobs":null,"finish_reason":null}]',
+    choice=lambda index, text, reason: {
+        "index": index,
+        "message": {"role": "assistant", "content": text},
+        "logprobs": None,
+        "finish_reason": reason,
+    },
+)
+
+
+class Frames:
+    """Server-sent events of one stream."""
+
+    def __init__(self, shape: Shape, head: dict[str, Any], generation: Generation) -> None:
+        self._shape = shape
+        self._head = b"data: " + orjson.dumps(head | {"object": shape.chunk})[:-1]
+        self._usage = generation.ask.include_usage
+        self._continuous = generation.ask.continuous_usage
+        self._generation = generation
+        self._begun: set[int] = set()
+
+    def pieces(self, pieces: list[Piece]) -> bytes:
+        """All that one wake-up brought, as one write; empty when there is nothing to show yet."""
+        shape = self._shape
+        out: list[bytes] = []
+        for piece in pieces:
+            index = b',"choices":[{"index":%d' % piece.index
+            if shape.first and piece.index not in self._begun:
+                self._begun.add(piece.index)
+                out += (self._head, index, shape.first, self._tail(piece))
+            if piece.text or piece.finish_reason or self._continuous:
+                text, finish = orjson.dumps(piece.text), _FINISH[piece.finish_reason]
+                out += (self._head, index, shape.before_text, text, shape.after_text, finish, b"}]", self._tail(piece))
+        return b"".join(out)
+
+    def end(self) -> bytes:
+        if not self._usage:
+            return SSE_END
+        return b'%b,"choices":[],"usage":%b}\n\n%b' % (self._head, orjson.dumps(usage(self._generation)), SSE_END)
+
+    def _tail(self, piece: Piece) -> bytes:
+        if self._continuous:
+            prompt = self._generation.choices[piece.index].num_prompt_tokens
+            return b',"usage":%b}\n\n' % orjson.dumps(_counts(prompt, piece.num_tokens))
+        return b',"usage":null}\n\n' if self._usage else b"}\n\n"
+
+
+class Answer(Response):
+    """The ASGI response of one generating request.
+
+    Args:
+        running: entered while the answer runs, so that a drain can wait for it.
+    """
+
+    def __init__(self, shape: Shape, model: str, generation: Generation, running: AbstractContextManager[None]) -> None:
+        super().__init__()
+        self._shape = shape
+        self._generation = generation
+        self._running = running
+        self._head = {
+            "id": shape.id_prefix + secrets.token_hex(16),
+            "object": shape.whole,
+            "created": int(time.time()),
+            "model": model,
+        }
+        self._begun = False
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        watch = asyncio.create_task(self._watch(receive))
+        try:
+            with self._running:
+                await (self._stream(send) if self._generation.ask.stream else self._whole(send))
+        except ServingError as error:
+            await self._fail(error, send)
+        except ClientGone:
+            return
+        finally:
+            watch.cancel()
+
+    async def _watch(self, receive: Receive) -> None:
+        while (await receive())["type"] != "http.disconnect":
+            pass
+        self._generation.mailbox.put(ClientGone())
+
+    async def _stream(self, send: Send) -> None:
+        frames = Frames(self._shape, self._head, self._generation)
+        async with aclosing(self._generation.pieces()) as wakes:
+            async for pieces in wakes:
+                if not self._begun:
+                    headers = {"content-type": "text/event-stream; charset=utf-8", "cache-control": "no-cache"}
+                    await self._begin(200, headers, send)
+                body = frames.pieces(pieces)
+                if body:
+                    await send({"type": "http.response.body", "body": body, "more_body": True})
+        await send({"type": "http.response.body", "body": frames.end(), "more_body": False})
+
+    async def _whole(self, send: Send) -> None:
+        generation = self._generation
+        texts: list[list[str]] = [[] for _ in generation.choices]
+        async with aclosing(generation.pieces()) as wakes:
+            async for pieces in wakes:
+                for piece in pieces:
+                    texts[piece.index].append(piece.text)
+        reasons = (choice.finish_reason or FinishReason.ERROR for choice in generation.choices)
+        choices = [
+            self._shape.choice(index, "".join(text), reason.value)
+            for index, (text, reason) in enumerate(zip(texts, reasons, strict=True))
+        ]
+        body = orjson.dumps({**self._head, "choices": choices, "usage": usage(generation)})
+        await self._begin(200, {"content-type": "application/json", "content-length": str(len(body))}, send)
+        await send({"type": "http.response.body", "body": body, "more_body": False})
+
+    async def _fail(self, error: ServingError, send: Send) -> None:
+        status, body, headers = error_answer(error)
+        if self._begun:
+            # Too late for a status: the stream ends with the error instead of [DONE].
+            body = b"data: " + body + b"\n\n"
+        else:
+            headers = {"content-type": "application/json", "content-length": str(len(body)), **headers}
+            await self._begin(status, headers, send)
+        await send({"type": "http.response.body", "body": body, "more_body": False})
+
+    async def _begin(self, status: int, headers: dict[str, str], send: Send) -> None:
+        self._begun = True
+        raw = [(name.encode(), value.encode()) for name, value in headers.items()]
+        await send({"type": "http.response.start", "status": status, "headers": raw})
+
+
+def usage(generation: Generation) -> dict[str, Any]:
+    """OpenAI's usage object: the prompt counts once, however many answers it got."""
+    counts: dict[str, Any] = _counts(generation.ask.num_prompt_tokens, generation.num_tokens)
+    return {**counts, "prompt_tokens_details": {"cached_tokens": generation.num_cached_tokens}}
+
+
+def _counts(prompt: int, completion: int) -> dict[str, int]:
+    return {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}

@@ -1,0 +1,220 @@
+"""The HTTP routes: bytes to typed bodies to answers, and health, metrics and the rest.
+
+Stop 1 of a request. Made by the front end process, which hands in everything that has state. A client's mistake is
+never a 5xx: whatever is wrong with a request is an OpenAI error object with the field.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from importlib.metadata import version
+from typing import Protocol, TypeVar
+
+import orjson
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from neuron_runtime.errors import InvalidRequest, ServingError
+from neuron_runtime.server.admission import MAX_BODY_BYTES, Admission, Ask
+from neuron_runtime.server.answers import CHAT, COMPLETION, Answer, Shape
+from neuron_runtime.server.engine_client import EngineClient
+from neuron_runtime.server.gate import Gate
+from neuron_runtime.server.generation import Generation
+from neuron_runtime.server.metrics import CONTENT_TYPE, Metrics
+from neuron_runtime.server.wire import (
+    Body,
+    ChatBody,
+    CompletionBody,
+    DetokenizeBody,
+    TokenizeBody,
+    error_answer,
+    error_object,
+    parse_body,
+)
+
+Made = TypeVar("Made")
+
+LONG_BODY_BYTES = 16 * 1024
+"""Bodies beyond this are parsed and tokenized on a thread, so that streams do not stall."""
+
+
+class State(Protocol):
+    """What the routes need of the front end."""
+
+    client: EngineClient
+    metrics: Metrics
+    gate: Gate
+    served_names: tuple[str, ...]
+
+    def admission(self) -> Admission:
+        """Raises BackendFailed until the model can be asked."""
+
+
+def build_app(state: State) -> Starlette:
+    routes = Routes(state)
+    return Starlette(
+        routes=[
+            Route("/v1/completions", routes.completions, methods=["POST"]),
+            Route("/v1/chat/completions", routes.chat_completions, methods=["POST"]),
+            Route("/v1/models", routes.models),
+            Route("/v1/models/{model:path}", routes.model),
+            Route("/tokenize", routes.tokenize, methods=["POST"]),
+            Route("/detokenize", routes.detokenize, methods=["POST"]),
+            Route("/version", routes.version),
+            Route("/health", routes.health),
+            Route("/live", routes.live),
+            Route("/metrics", routes.metrics),
+        ],
+        exception_handlers={ServingError: _serving_error, HTTPException: _http_error, Exception: _bug},
+    )
+
+
+class Routes:
+    def __init__(self, state: State) -> None:
+        self._state = state
+        self._started = int(time.time())
+
+    async def completions(self, request: Request) -> Response:
+        return await self._generate(request, CompletionBody, Admission.completion, COMPLETION)
+
+    async def chat_completions(self, request: Request) -> Response:
+        return await self._generate(request, ChatBody, Admission.chat, CHAT)
+
+    async def tokenize(self, request: Request) -> Response:
+        self._state.gate.check_admits()
+        admission = self._state.admission()
+
+        def answer(body: TokenizeBody) -> Response:
+            ids = admission.tokenize(body)
+            spelled = [admission.tokenizer.token(one) for one in ids] if body.return_token_strs else None
+            length = admission.limits.max_model_length
+            return _json({"count": len(ids), "max_model_len": length, "tokens": ids, "token_strs": spelled})
+
+        return await _parsed(request, TokenizeBody, answer)
+
+    async def detokenize(self, request: Request) -> Response:
+        self._state.gate.check_admits()
+        admission = self._state.admission()
+
+        def answer(body: DetokenizeBody) -> Response:
+            admission.check_model(body.model)
+            admission.check_token_ids(body.tokens, "tokens")
+            return _json({"prompt": admission.tokenizer.decode(body.tokens, skip_special_tokens=False)})
+
+        return await _parsed(request, DetokenizeBody, answer)
+
+    async def models(self, request: Request) -> Response:
+        names = self._state.served_names
+        return _json({"object": "list", "data": [self._model(name) for name in names]})
+
+    async def model(self, request: Request) -> Response:
+        name = request.path_params["model"]
+        if name not in self._state.served_names:
+            message = f"the model `{name}` does not exist here"
+            raise InvalidRequest(message, field="model", status=404, code="model_not_found")
+        return _json(self._model(name))
+
+    async def version(self, request: Request) -> Response:
+        return _json({"version": version("neuron-serving")})
+
+    async def health(self, request: Request) -> Response:
+        """200 only when it can serve: readiness and start-up."""
+        gate = self._state.gate
+        if gate.draining:
+            return _json({"status": "draining"}, 503)
+        try:
+            self._state.client.check_ready()
+            self._state.admission()
+        except ServingError as error:
+            return _json({"status": "not ready", "detail": str(error)}, 503)
+        return _json({"status": "ok"})
+
+    async def live(self, request: Request) -> Response:
+        """200 as long as anything answers: a hung engine is the supervisor's to end."""
+        return _json({"status": "ok"})
+
+    async def metrics(self, request: Request) -> Response:
+        return Response(self._state.metrics.render(), headers={"content-type": CONTENT_TYPE})
+
+    async def _generate(
+        self, request: Request, body_type: type[Body], admit: Callable[[Admission, Body], Ask], shape: Shape
+    ) -> Response:
+        state = self._state
+        state.gate.check_admits()
+        admission = state.admission()
+        state.client.check_ready()
+
+        def answer(body: Body) -> Generation:
+            return Generation(admit(admission, body), state.client, state.metrics, admission.tokenizer)
+
+        with state.gate.running():
+            generation = await _parsed(request, body_type, answer)
+        return Answer(shape, state.served_names[0], generation, state.gate.running())
+
+    def _model(self, name: str) -> dict[str, object]:
+        model = {"id": name, "object": "model", "created": self._started, "owned_by": "neuron-serving"}
+        try:
+            length = self._state.admission().limits.max_model_length
+        except ServingError:
+            return model
+        return {**model, "max_model_len": length}
+
+
+async def _parsed(request: Request, body_type: type[Body], use: Callable[[Body], Made]) -> Made:
+    """Read, parse and use a body; long ones on a thread. Raises InvalidRequest."""
+    raw = await read_body(request)
+    if len(raw) <= LONG_BODY_BYTES:
+        return use(parse_body(raw, body_type))
+    return await asyncio.to_thread(lambda: use(parse_body(raw, body_type)))
+
+
+async def read_body(request: Request) -> bytes:
+    """The whole body. Raises InvalidRequest (413) as soon as it is known to be too long."""
+    declared = request.headers.get("content-length", "0")
+    parts: list[bytes] = []
+    size = 0
+    if not declared.isdigit() or int(declared) > MAX_BODY_BYTES:
+        raise _too_large()
+    try:
+        async for part in request.stream():
+            size += len(part)
+            if size > MAX_BODY_BYTES:
+                raise _too_large()
+            parts.append(part)
+    except ClientDisconnect as error:
+        raise InvalidRequest("the client left before the body was complete") from error
+    return b"".join(parts)
+
+
+def _too_large() -> InvalidRequest:
+    return InvalidRequest(f"the body has more than {MAX_BODY_BYTES} bytes", status=413, code="body_too_large")
+
+
+def _json(value: object, status: int = 200) -> Response:
+    return Response(orjson.dumps(value), status, media_type="application/json")
+
+
+async def _serving_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, ServingError)
+    status, body, headers = error_answer(error)
+    if status == 413:
+        # The rest of the body is on its way; nobody will read it.
+        headers = {**headers, "connection": "close"}
+    return Response(body, status, headers, media_type="application/json")
+
+
+async def _http_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    message = f"{request.method} {request.url.path}: {error.detail}"
+    kind = "not_found_error" if error.status_code == 404 else "invalid_request_error"
+    return Response(error_object(message, kind), error.status_code, error.headers, media_type="application/json")
+
+
+async def _bug(request: Request, error: Exception) -> Response:
+    body = error_object("internal error; the log of this process says more", "internal_error")
+    return Response(body, 500, media_type="application/json")

@@ -1,0 +1,207 @@
+"""The front end process: HTTP on one side, the engine's border on the other.
+
+Started by the supervisor as a command with the listening socket as a file descriptor; told on standard input what
+happens to the engine and when to drain. It imports no torch. It is up before the model is: until then `/health` says
+how far the start is. One thread runs the event loop; others only load and tokenize long texts.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import os
+import socket
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import uvicorn
+import uvloop
+
+from neuron_runtime import record
+from neuron_runtime.config import RuntimeConfig, load_config
+from neuron_runtime.console import say
+from neuron_runtime.engine.lifeline import die_with_parent
+from neuron_runtime.engine.messages import Ready
+from neuron_runtime.errors import BackendFailed, Draining, FatalError
+from neuron_runtime.server import control
+from neuron_runtime.server.admission import Admission
+from neuron_runtime.server.app import build_app
+from neuron_runtime.server.control import Drain, EngineEnded, EngineStarted
+from neuron_runtime.server.engine_client import EngineClient
+from neuron_runtime.server.gate import Gate
+from neuron_runtime.server.metrics import Metrics
+from neuron_runtime.text.generation_config import GenerationDefaults, load_generation_defaults
+from neuron_runtime.text.tokenizer import Tokenizer, load_tokenizer
+
+SHUTDOWN_SECONDS = 5
+"""How long connections may take to close when everything on them has ended."""
+
+
+@dataclass(frozen=True)
+class Text:
+    """What the model's folder says about text."""
+
+    tokenizer: Tokenizer
+    defaults: GenerationDefaults
+
+
+def load_text(model_dir: Path) -> Text:
+    """Raises FatalError."""
+    tokenizer = load_tokenizer(model_dir)
+    return Text(tokenizer, load_generation_defaults(model_dir, tokenizer.eos_token_id))
+
+
+class Server(uvicorn.Server):
+    """uvicorn without its signal handlers: the supervisor decides when this process ends."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+class FrontEnd:
+    """Holds what the routes share, and follows the supervisor."""
+
+    def __init__(self, config: RuntimeConfig, run_dir: Path, url: str, began: float) -> None:
+        self.served_names = config.served_names
+        self.metrics = Metrics(config.served_names[0])
+        self.gate = Gate()
+        self.client = EngineClient(run_dir, self.metrics, self._model_found, self._engine_ready)
+        self._url = url
+        self._began = began
+        self._text: asyncio.Task[Text] | None = None
+        self._ready: Ready | None = None
+        self._admission: Admission | None = None
+        self._failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+    def admission(self) -> Admission:
+        """Raises BackendFailed until engine and text are there."""
+        if self._admission is None:
+            raise BackendFailed(f"not ready: {self.client.detail}")
+        return self._admission
+
+    async def run(self, listener: socket.socket) -> None:
+        """Serve until drained, or until the supervisor is gone. Raises FatalError when the model has no usable text."""
+        server = Server(
+            uvicorn.Config(
+                build_app(self),
+                http="httptools",
+                loop="none",
+                ws="none",
+                lifespan="off",
+                access_log=False,
+                log_level="warning",
+                server_header=False,
+                timeout_graceful_shutdown=SHUTDOWN_SECONDS,
+            )
+        )
+        serving = asyncio.create_task(server.serve(sockets=[listener]))
+        following = asyncio.create_task(self._follow())
+        await asyncio.wait((serving, following, self._failed), return_when=asyncio.FIRST_COMPLETED)
+        following.cancel()
+        server.should_exit = True
+        await serving
+        self.client.close()
+        if self._failed.done():
+            self._failed.result()
+
+    async def _follow(self) -> None:
+        """Do what the supervisor says, until it says to end or is gone."""
+        reader = asyncio.StreamReader()
+        loop = asyncio.get_running_loop()
+        await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), sys.stdin)
+        draining: asyncio.Task[None] | None = None
+        while True:
+            line = asyncio.create_task(reader.readline())
+            waits: list[asyncio.Task[Any]] = [line] if draining is None else [line, draining]
+            await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+            if draining is not None and draining.done():
+                line.cancel()
+                return
+            raw = await line
+            if not raw:
+                return
+            match control.decode_line(raw):
+                case EngineStarted(incarnation):
+                    self._ready = self._admission = None
+                    self.client.engine_started(incarnation)
+                case EngineEnded(message):
+                    self._ready = self._admission = None
+                    self.client.engine_ended(message)
+                case Drain(delay_seconds, seconds):
+                    if draining is not None:
+                        draining.cancel()
+                    draining = asyncio.create_task(self._drain(delay_seconds, seconds))
+
+    async def _drain(self, delay_seconds: float, seconds: float) -> None:
+        if not await self.gate.drain(delay_seconds, seconds):
+            say(f"{self.gate.num_running} requests still run after {seconds:.0f} s: ending them")
+            self.client.fail_all(Draining("the server is shutting down and this answer took too long"))
+            # Lets the answers write what they have to say.
+            await self.gate.drain(0, SHUTDOWN_SECONDS)
+
+    def _model_found(self, model_dir: Path) -> None:
+        self._text = asyncio.create_task(asyncio.to_thread(load_text, model_dir))
+        self._text.add_done_callback(self._text_loaded)
+
+    def _text_loaded(self, task: asyncio.Task[Text]) -> None:
+        if task.cancelled():
+            return
+        error = task.exception()
+        if error is None:
+            for setting in task.result().defaults.not_applied:
+                say(f"generation_config.json: {setting} is not supported yet and not applied")
+            self._become_ready()
+        elif not self._failed.done():
+            self._failed.set_exception(error)
+
+    def _engine_ready(self, ready: Ready) -> None:
+        self._ready = ready
+        self._become_ready()
+
+    def _become_ready(self) -> None:
+        if self._ready is None or self._text is None or not self._text.done():
+            return
+        text, limits = self._text.result(), self._ready.limits
+        self._admission = Admission(text.tokenizer, limits, self.served_names, text.defaults)
+        say(
+            f"ready after {time.monotonic() - self._began:.1f} s: {self._url}/v1 serves {', '.join(self.served_names)} "
+            f"({limits.max_model_length} tokens, {limits.max_rows} at a time)"
+        )
+
+
+async def run(options: argparse.Namespace) -> int:
+    try:
+        listener = socket.socket(fileno=options.listener_fd)
+        front_end = FrontEnd(load_config(options.config), options.run_dir, options.url, options.began)
+        await front_end.run(listener)
+    except FatalError as error:
+        failure = record.failure("serve", error, time.monotonic() - options.began)
+        await asyncio.to_thread(record.write, failure, options.record)
+        return int(error.exit_code)
+    return 0
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="neuron_runtime.server.front_end")
+    parser.add_argument("--config", type=Path, required=True)
+    parser.add_argument("--run-dir", type=Path, required=True)
+    parser.add_argument("--listener-fd", type=int, required=True)
+    parser.add_argument("--url", required=True)
+    parser.add_argument("--began", type=float, required=True, help="monotonic clock at the command's start")
+    parser.add_argument("--record", type=Path, required=True)
+    parser.add_argument("--parent-pid", type=int, required=True)
+    options = parser.parse_args(arguments)
+    die_with_parent(options.parent_pid)
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        return runner.run(run(options))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

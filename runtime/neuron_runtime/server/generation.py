@@ -1,0 +1,162 @@
+"""One HTTP request on its way through the engine: requests in, pieces of text out, choice by choice.
+
+Stop 8 of a request: detokenizer and stop strings. The routes read the pieces and write bytes. Leaving early, for
+whatever reason, aborts what still runs.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncGenerator, Callable
+from dataclasses import dataclass, replace
+from functools import partial
+
+from neuron_runtime.core import FinishReason, Request, SamplingParams
+from neuron_runtime.engine.messages import News
+from neuron_runtime.server.admission import Ask
+from neuron_runtime.server.engine_client import EngineClient, Mailbox
+from neuron_runtime.server.metrics import Metrics
+from neuron_runtime.text.detokenizer import Detokenizer
+from neuron_runtime.text.stop_strings import StopStrings
+from neuron_runtime.text.tokenizer import Tokenizer
+
+
+@dataclass(slots=True)
+class Piece:
+    """New text of one choice: everything that was queued for it."""
+
+    index: int
+    text: str
+    num_tokens: int
+    """Tokens of the choice so far."""
+    finish_reason: FinishReason | None
+
+
+class Choice:
+    """One answer as text. Tokens behind its end, which the engine may have run on to make, are not looked at."""
+
+    def __init__(
+        self, ask: Ask, prompt: tuple[int, ...], sampling: SamplingParams, tokenizer: Tokenizer, arrived: float
+    ) -> None:
+        self.num_tokens = 0
+        self.num_prompt_tokens = len(prompt)
+        self.num_cached_tokens = 0
+        self.finish_reason: FinishReason | None = None
+        self.arrived = arrived
+        self.first_token_at: float | None = None
+        self.last_token_at = arrived
+        self._sampling = sampling
+        self._detokenizer = Detokenizer(tokenizer, prompt, ask.skip_special_tokens)
+        self._stops = StopStrings(ask.stop, ask.include_stop)
+        self._has_stops = bool(ask.stop)
+        self._shows_stop_token = ask.include_stop
+
+    def feed(self, news: News) -> str:
+        """Text of the news that may be shown; sets `finish_reason` when the answer ends with it."""
+        self.num_cached_tokens = max(self.num_cached_tokens, news.num_cached_tokens)
+        token_ids, shown = news.token_ids, news.token_ids
+        if news.finish_reason is FinishReason.STOP and not self._shows_stop_token:
+            shown = token_ids[:-1]
+        text = self._feed_one_by_one(shown) if self._has_stops else self._detokenizer.feed(shown)
+        if self.finish_reason is not None:
+            return text
+        self.num_tokens += len(token_ids) - (len(shown) if self._has_stops else 0)
+        if news.finish_reason is None:
+            return text
+        text += self._stops.feed(self._detokenizer.flush())
+        self.finish_reason = FinishReason.STOP if self._stops.stopped is not None else news.finish_reason
+        return text + self._stops.flush()
+
+    def _feed_one_by_one(self, token_ids: tuple[int, ...]) -> str:
+        """So that the token in which a stop string completes is the last one counted."""
+        parts = []
+        for token_id in token_ids:
+            self.num_tokens += 1
+            part = self._detokenizer.feed((token_id,))
+            if self.num_tokens > self._sampling.min_tokens:
+                part = self._stops.feed(part)
+            parts.append(part)
+            if self._stops.stopped is not None:
+                self.finish_reason = FinishReason.STOP
+                break
+        return "".join(parts)
+
+
+class Generation:
+    """All choices of one HTTP request."""
+
+    def __init__(self, ask: Ask, client: EngineClient, metrics: Metrics, tokenizer: Tokenizer) -> None:
+        now = time.monotonic()
+        self.ask = ask
+        self.mailbox = Mailbox()
+        self.choices: list[Choice] = []
+        self._client = client
+        self._metrics = metrics
+        self._requests: list[Callable[[str], Request]] = []
+        for prompt, sampling in zip(ask.prompts, ask.sampling, strict=True):
+            for number in range(ask.num_choices):
+                self.choices.append(Choice(ask, prompt, sampling, tokenizer, now))
+                chosen = replace(sampling, choice=number)
+                self._requests.append(partial(_request, prompt=prompt, sampling=chosen, ask=ask))
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(choice.num_tokens for choice in self.choices)
+
+    @property
+    def num_cached_tokens(self) -> int:
+        return sum(choice.num_cached_tokens for choice in self.choices[:: self.ask.num_choices])
+
+    async def pieces(self) -> AsyncGenerator[list[Piece], None]:
+        """At most one piece per choice and wake-up. Raises what ServingErrors the engine answers with."""
+        metrics, choices = self._metrics, self.choices
+        ids = self._client.submit(self._requests, self.mailbox)
+        metrics.admitted(self.ask.num_prompt_tokens)
+        running = set(range(len(ids)))
+        try:
+            while running:
+                queued = await self.mailbox.take()
+                now = time.monotonic()
+                pieces: dict[int, Piece] = {}
+                for index, news in queued:
+                    choice = choices[index]
+                    if index not in running:
+                        continue
+                    piece = pieces.get(index)
+                    if piece is None:
+                        piece = pieces[index] = Piece(index, "", 0, None)
+                    before = choice.num_tokens
+                    piece.text += choice.feed(news)
+                    self._count(choice, choice.num_tokens - before, now)
+                    if choice.finish_reason is not None:
+                        running.discard(index)
+                        self._finish(choice, choice.finish_reason, now)
+                        if news.finish_reason is None:
+                            self._client.abort((ids[index],))
+                    piece.num_tokens, piece.finish_reason = choice.num_tokens, choice.finish_reason
+                yield list(pieces.values())
+        finally:
+            if running:
+                self._client.abort([ids[index] for index in running])
+                now = time.monotonic()
+                for index in running:
+                    self._finish(choices[index], FinishReason.ABORT, now)
+
+    def _count(self, choice: Choice, num_tokens: int, now: float) -> None:
+        if not num_tokens:
+            return
+        if choice.first_token_at is None:
+            choice.first_token_at = now
+            self._metrics.first_token(now - choice.arrived)
+            self._metrics.tokens(num_tokens, None)
+        else:
+            self._metrics.tokens(num_tokens, now - choice.last_token_at)
+        choice.last_token_at = now
+
+    def _finish(self, choice: Choice, reason: FinishReason, now: float) -> None:
+        began = now if choice.first_token_at is None else choice.first_token_at
+        self._metrics.finished(reason, choice.num_prompt_tokens, choice.num_tokens, now - choice.arrived, now - began)
+
+
+def _request(request_id: str, prompt: tuple[int, ...], sampling: SamplingParams, ask: Ask) -> Request:
+    return Request(request_id, prompt, sampling, ask.priority, ask.cache_salt)

@@ -1,0 +1,259 @@
+"""The supervisor of `neuron-runtime serve`: owns the listening socket, starts engine process and front end, watches.
+
+A small process without an event loop: it sleeps until a signal or a second has passed. Children are commands of
+their own, never forks, and die with it. It starts an engine again in place a few times, ends a hung one, passes
+SIGTERM on as a drain, and leaves exit code and record behind when it ends badly. It touches no request.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import select
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+
+import msgspec
+
+from neuron_runtime.config import RuntimeConfig
+from neuron_runtime.console import say
+from neuron_runtime.engine.lifeline import Deadline
+from neuron_runtime.errors import ExitCode, FatalError, InvalidConfig
+from neuron_runtime.record import Record
+from neuron_runtime.server.control import Control, Drain, EngineEnded, EngineStarted, encode_line
+from neuron_runtime.server.restarts import RestartBudget, describe_exit
+
+TICK_SECONDS = 1.0
+STOP_SECONDS = 10.0
+"""How long a child may take to end when it was told to, beyond what a drain allows."""
+BACKLOG = 2048
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """The listening socket. Raises InvalidConfig with the cure."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        return socket.create_server((host, port), family=family, backlog=BACKLOG)
+    except OverflowError as error:
+        raise InvalidConfig("--port", f"must be from 0 to 65535, got {port}") from error
+    except OSError as error:
+        if error.errno == errno.EADDRINUSE:
+            message = f"{port} on {host} is in use: stop what listens there, or choose another port with --port"
+            raise InvalidConfig("--port", message) from error
+        raise InvalidConfig("--host", f"cannot listen on {host}, port {port}: {error.strerror or error}") from error
+
+
+def url_of(listener: socket.socket) -> str:
+    """Where a person on this machine reaches the socket."""
+    host, port = listener.getsockname()[:2]
+    host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+@dataclass
+class Child:
+    """A running command of ours."""
+
+    name: str
+    process: subprocess.Popen[bytes]
+    record_path: Path
+
+    def failure(self) -> FatalError | str:
+        """Why it ended, after it has: the error it named, or how it died."""
+        code = self.process.returncode
+        message = self._message() or describe_exit(self.name, code)
+        return FatalError(ExitCode(code), message) if code in set(ExitCode) else message
+
+    def _message(self) -> str:
+        try:
+            return msgspec.json.decode(self.record_path.read_bytes(), type=Record).message
+        except (OSError, msgspec.DecodeError):
+            return ""
+
+    def wait_or_kill(self, seconds: float) -> None:
+        """It was told to end: make it, after a while."""
+        try:
+            self.process.wait(seconds)
+        except subprocess.TimeoutExpired:
+            say(f"the {self.name} did not end within {seconds:.0f} s: killing it")
+            self.process.kill()
+            self.process.wait()
+
+
+class Signals:
+    """Signals as things to look at, and a sleep that they end."""
+
+    def __init__(self) -> None:
+        self.num_stops = 0
+        self.interrupted = False
+        self._read_fd, self._write_fd = os.pipe()
+        os.set_blocking(self._read_fd, False)
+        os.set_blocking(self._write_fd, False)
+        signal.set_wakeup_fd(self._write_fd, warn_on_full_buffer=False)
+        signal.signal(signal.SIGTERM, self._stop)
+        signal.signal(signal.SIGINT, self._stop)
+        signal.signal(signal.SIGCHLD, lambda number, frame: None)
+
+    def sleep(self, seconds: float) -> None:
+        if select.select([self._read_fd], [], [], seconds)[0]:
+            os.read(self._read_fd, 4096)
+
+    def _stop(self, number: int, frame: FrameType | None) -> None:
+        self.num_stops += 1
+        self.interrupted = self.interrupted or number == signal.SIGINT
+
+
+class Supervisor:
+    """Runs one serving command until it is told to end or cannot go on.
+
+    Args:
+        began: the monotonic clock when the command started.
+    """
+
+    def __init__(
+        self, config: RuntimeConfig, listener: socket.socket, weights_dir: Path, signals: Signals, began: float
+    ) -> None:
+        self._config = config
+        self._listener = listener
+        self._weights_dir = weights_dir
+        self._signals = signals
+        self._began = began
+        self._budget = RestartBudget()
+        self._incarnation = 0
+        self._run_dir = Path(tempfile.mkdtemp(prefix="neuron-runtime-"))
+        self._config_path = self._run_dir / "config.json"
+        self._config_path.write_bytes(msgspec.json.encode(config))
+
+    def run(self) -> None:
+        """Returns after a drain. Raises FatalError when serving cannot go on."""
+        self._start_front_end()
+        self._start_engine()
+        try:
+            self._serve()
+        finally:
+            self._end_front_end()
+            self._end_engine()
+            shutil.rmtree(self._run_dir, ignore_errors=True)
+
+    def _serve(self) -> None:
+        while not self._signals.num_stops:
+            self._signals.sleep(TICK_SECONDS)
+            self._end_hung_engine()
+            if self._front_end.process.poll() is not None:
+                self._restart_all()
+            elif self._engine.process.poll() is not None:
+                self._restart_engine()
+        self._drain()
+
+    def _drain(self) -> None:
+        drain = self._config.drain
+        delay = 0.0 if self._signals.interrupted else drain.delay_seconds
+        say(
+            f"stopping: requests are admitted for {delay:.0f} s more, answers may run for {drain.seconds:.0f} s"
+            if delay
+            else f"stopping: answers may run for {drain.seconds:.0f} s more; interrupt again to end them"
+        )
+        self._tell(Drain(delay, drain.seconds))
+        deadline = time.monotonic() + delay + drain.seconds + STOP_SECONDS
+        stops, engine_lives = self._signals.num_stops, True
+        while self._front_end.process.poll() is None and time.monotonic() < deadline:
+            if self._signals.interrupted and self._signals.num_stops > stops:
+                stops = self._signals.num_stops
+                self._tell(Drain(0.0, 0.0))
+            if engine_lives and self._engine.process.poll() is not None:
+                engine_lives = False
+                self._tell(EngineEnded(str(self._engine.failure())))
+            self._signals.sleep(TICK_SECONDS)
+            self._end_hung_engine()
+
+    def _end_hung_engine(self) -> None:
+        overdue = self._deadline.overdue_seconds
+        if overdue and self._engine.process.poll() is None:
+            say(f"a step of the engine hangs ({overdue:.0f} s beyond its limit): ending the engine process")
+            # Its fault handler shows where it hangs, even while the interpreter lock is held.
+            self._engine.process.send_signal(signal.SIGABRT)
+            self._engine.wait_or_kill(STOP_SECONDS)
+
+    def _restart_engine(self) -> None:
+        failure = self._engine.failure()
+        self._tell(EngineEnded(str(failure)))
+        self._check(failure)
+        self._start_engine()
+
+    def _restart_all(self) -> None:
+        """Without its front end an engine works for nobody: both begin again."""
+        failure = self._front_end.failure()
+        self._end_engine()
+        self._check(failure)
+        self._start_front_end()
+        self._start_engine()
+
+    def _end_front_end(self) -> None:
+        """Give requests in flight the time to be answered with an error."""
+        self._tell(Drain(0.0, 0.0))
+        self._front_end.wait_or_kill(STOP_SECONDS)
+
+    def _end_engine(self) -> None:
+        self._engine.process.terminate()
+        self._engine.wait_or_kill(STOP_SECONDS)
+
+    def _check(self, failure: FatalError | str) -> None:
+        error = self._budget.failure_to_end_with(failure, time.monotonic())
+        if error is not None:
+            raise error
+        say(f"{failure}; starting again")
+
+    def _start_front_end(self) -> None:
+        fd = self._listener.fileno()
+        self._front_end = self._start(
+            "front end",
+            "neuron_runtime.server.front_end",
+            [f"--listener-fd={fd}", f"--url={url_of(self._listener)}", f"--began={self._began}"],
+            pass_fds=(fd,),
+        )
+
+    def _start_engine(self) -> None:
+        self._incarnation += 1
+        self._deadline = Deadline(self._run_dir / f"deadline-{self._incarnation}")
+        self._engine = self._start(
+            "engine process",
+            "neuron_runtime.engine.process",
+            [f"--weights-dir={self._weights_dir}", f"--incarnation={self._incarnation}"],
+        )
+        self._tell(EngineStarted(self._incarnation))
+
+    def _start(self, name: str, module: str, arguments: list[str], pass_fds: tuple[int, ...] = ()) -> Child:
+        record_path = self._run_dir / f"{module}.record"
+        record_path.unlink(missing_ok=True)
+        common = [
+            f"--config={self._config_path}",
+            f"--run-dir={self._run_dir}",
+            f"--record={record_path}",
+            f"--parent-pid={os.getpid()}",
+        ]
+        process = subprocess.Popen(
+            [sys.executable, "-P", "-m", module, *common, *arguments],
+            stdin=subprocess.PIPE,
+            pass_fds=pass_fds,
+            # A Ctrl-C at the terminal is the supervisor's alone.
+            start_new_session=True,
+        )
+        return Child(name, process, record_path)
+
+    def _tell(self, message: Control) -> None:
+        pipe = self._front_end.process.stdin
+        assert pipe is not None
+        try:
+            pipe.write(encode_line(message))
+            pipe.flush()
+        except BrokenPipeError:
+            # It has ended; the next look at it finds that out.
+            return

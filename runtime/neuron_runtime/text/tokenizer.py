@@ -1,0 +1,137 @@
+"""A model's tokenizer, chat template and end tokens, read from its folder; text to ids and back.
+
+Made once by the front end (and by the offline class) from the files that come with the weights. It uses the
+`tokenizers` library directly, which starts in a tenth of a second; transformers, which brings torch, is imported only
+for a model that ships no `tokenizer.json`. Streams of ids become text in `text.detokenizer`.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from tokenizers import AddedToken
+from tokenizers import Tokenizer as FastTokenizer
+
+from neuron_runtime.errors import ExitCode, FatalError
+from neuron_runtime.text.chat_template import ChatTemplate
+
+SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+
+
+class Tokenizer:
+    """Text to ids and back, for one model. Safe to share between threads."""
+
+    def __init__(
+        self,
+        fast: FastTokenizer,
+        *,
+        special_tokens: Mapping[str, str] | None = None,
+        chat_template: ChatTemplate | None = None,
+    ) -> None:
+        fast.no_truncation()
+        fast.no_padding()
+        self._fast = fast
+        self.special_tokens = dict(special_tokens or {})
+        self.chat_template = chat_template
+        vocabulary = fast.get_vocab(with_added_tokens=True)
+        self.vocabulary_size = max(vocabulary.values(), default=-1) + 1
+        self.longest_token_characters = max(map(len, vocabulary), default=1)
+        eos = self.special_tokens.get("eos_token")
+        self.eos_token_id: int | None = None if eos is None else fast.token_to_id(eos)
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> tuple[int, ...]:
+        """Ids of a text; `add_special_tokens` puts what the model expects around it (usually a BOS in front)."""
+        return tuple(self._fast.encode(text, add_special_tokens=add_special_tokens).ids)
+
+    def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+        """Text of ids; bytes that are no UTF-8 become U+FFFD."""
+        return str(self._fast.decode(list(token_ids), skip_special_tokens=skip_special_tokens))
+
+    def token(self, token_id: int) -> str | None:
+        """The vocabulary's own spelling of an id, None for an id without an entry."""
+        spelling: str | None = self._fast.id_to_token(token_id)
+        return spelling
+
+
+def load_tokenizer(model_dir: Path) -> Tokenizer:
+    """Read tokenizer, special tokens and chat template of a model folder.
+
+    The chat template is `chat_template.jinja` or, in older models, an entry of `tokenizer_config.json`.
+
+    Raises:
+        FatalError: INVALID_MODEL with the file that is missing or broken.
+    """
+    settings = read_json(model_dir / "tokenizer_config.json")
+    special_tokens = {}
+    for name in SPECIAL_TOKENS:
+        value = settings.get(name)
+        value = value.get("content") if isinstance(value, dict) else value
+        if isinstance(value, str):
+            special_tokens[name] = value
+    source = _chat_template_source(model_dir, settings)
+    try:
+        template = None if source is None else ChatTemplate(source, special_tokens)
+    except ValueError as error:
+        raise FatalError(ExitCode.INVALID_MODEL, f"the chat template in {model_dir} cannot be read: {error}") from error
+    fast = _load_fast(model_dir)
+    known = fast.get_vocab(with_added_tokens=True)
+    added = [_added_token(entry) for entry in settings.get("added_tokens_decoder", {}).values()]
+    fast.add_tokens([token for token in added if token.content not in known])
+    return Tokenizer(fast, special_tokens=special_tokens, chat_template=template)
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """An object from a model's JSON file; empty when there is no such file. Raises FatalError (INVALID_MODEL)."""
+    try:
+        value = json.loads(path.read_bytes())
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError) as error:
+        raise FatalError(ExitCode.INVALID_MODEL, f"{path} cannot be read: {error}") from error
+    if not isinstance(value, dict):
+        raise FatalError(ExitCode.INVALID_MODEL, f"{path} must hold a JSON object")
+    return value
+
+
+def _load_fast(model_dir: Path) -> FastTokenizer:
+    path = model_dir / "tokenizer.json"
+    if path.is_file():
+        try:
+            return FastTokenizer.from_file(str(path))
+        except Exception as error:
+            raise FatalError(ExitCode.INVALID_MODEL, f"{path} cannot be read: {error}") from error
+    from transformers import AutoTokenizer  # noqa: PLC0415 - heavy: it imports torch
+
+    try:
+        fast = AutoTokenizer.from_pretrained(str(model_dir), use_fast=True, local_files_only=True).backend_tokenizer
+    except (OSError, ValueError, AttributeError, ImportError) as error:
+        reason = str(error).partition("\n")[0]
+        message = f"{model_dir} has no tokenizer.json and nothing that transformers can turn into one: {reason}"
+        raise FatalError(ExitCode.INVALID_MODEL, message) from error
+    assert isinstance(fast, FastTokenizer)
+    return fast
+
+
+def _chat_template_source(model_dir: Path, settings: Mapping[str, Any]) -> str | None:
+    path = model_dir / "chat_template.jinja"
+    if path.is_file():
+        return path.read_text(encoding="utf-8")
+    value = settings.get("chat_template")
+    if isinstance(value, list):
+        named = {entry["name"]: entry["template"] for entry in value}
+        value = named.get("default")
+    return value if isinstance(value, str) else None
+
+
+def _added_token(entry: Mapping[str, Any]) -> AddedToken:
+    return AddedToken(
+        entry["content"],
+        single_word=entry.get("single_word", False),
+        lstrip=entry.get("lstrip", False),
+        rstrip=entry.get("rstrip", False),
+        normalized=entry.get("normalized", True),
+        special=entry.get("special", False),
+    )
