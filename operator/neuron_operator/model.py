@@ -12,7 +12,6 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import pairwise
 from operator import attrgetter
-from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import msgspec
@@ -301,19 +300,6 @@ def is_paused(body: Mapping[str, Any]) -> bool:
     metadata = body.get("metadata")
     annotations = metadata.get("annotations") if isinstance(metadata, Mapping) else None
     return isinstance(annotations, Mapping) and annotations.get(names.PAUSED_ANNOTATION) == "true"
-
-
-def with_absolute_uri(body: Mapping[str, Any], folder: Path) -> dict[str, Any]:
-    """The same manifest with a `file:./path` read relative to `folder`: for commands that run on one machine."""
-    spec = body.get("spec")
-    source = spec.get("model") if isinstance(spec, Mapping) else None
-    uri = source.get("uri") if isinstance(source, Mapping) else None
-    if not (isinstance(spec, Mapping) and isinstance(source, Mapping) and isinstance(uri, str)):
-        return dict(body)
-    if not uri.startswith(RELATIVE_FILE_PREFIX):
-        return dict(body)
-    absolute = (folder / uri.removeprefix("file:")).resolve().as_uri()
-    return {**body, "spec": {**spec, "model": {**source, "uri": absolute}}}
 
 
 def _convert(raw: object) -> Spec:

@@ -1,21 +1,18 @@
 """Placement: the devices of one replica and the nodes it may stand on, or Unplaceable with the numbers.
 
-Called by `decide` when a revision is pinned (`place`), by the rim to count what is free (`free_devices`), and by `why`
-for the words about it (`describe_free`). It takes the manifest's pins, or one device. Pure.
+Called when a revision is pinned (`place`) and by `why` for the words about what is free (`describe_free`). It takes the
+manifest's pins, or one device. Pure.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
 
 from neuron_operator import names
 from neuron_operator.catalog import INSTANCE_TYPES, InstanceType
 from neuron_operator.errors import Unplaceable
 from neuron_operator.model import NeuronModel
-from neuron_operator.objects import dig, is_true, items, labels_of, name_of, whole
-from neuron_operator.world import FreeDevices, NodeDevices, Settings
+from neuron_operator.world import FreeDevices, Settings
 
 
 @dataclass(frozen=True)
@@ -54,38 +51,6 @@ def place(model: NeuronModel, settings: Settings) -> Placement:
     legal = "extension_devices" if _extended(settings) else "plain_devices"
     _check("accelerator.devices", devices, instance_type, legal)
     return Placement(devices=devices, instance_type=instance_type)
-
-
-def free_devices(nodes: Iterable[Mapping[str, Any]], pods: Iterable[Mapping[str, Any]]) -> FreeDevices:
-    """Allocatable minus what pods on the node asked for, of every node that offers Neuron devices or cores.
-
-    `nodes` and `pods` are raw objects, pods of all namespaces; pods that ended hold nothing.
-    """
-    asked: dict[tuple[str, str], int] = {}
-    for pod in pods:
-        node = dig(pod, "spec", "nodeName")
-        if node and dig(pod, "status", "phase") not in ("Succeeded", "Failed"):
-            for resource in (names.DEVICE_RESOURCE, names.CORE_RESOURCE):
-                asked[node, resource] = asked.get((node, resource), 0) + _asked_by(pod, resource)
-    found = []
-    for node in nodes:
-        name = name_of(node)
-        devices = whole(dig(node, "status", "allocatable", names.DEVICE_RESOURCE))
-        cores = whole(dig(node, "status", "allocatable", names.CORE_RESOURCE))
-        if devices or cores or names.NEURON_PRESENT_LABEL in labels_of(node):
-            found.append(
-                NodeDevices(
-                    name=name,
-                    instance_type=labels_of(node).get(names.INSTANCE_TYPE_LABEL, ""),
-                    devices=devices,
-                    free_devices=max(0, devices - asked.get((name, names.DEVICE_RESOURCE), 0)),
-                    cores=cores,
-                    free_cores=max(0, cores - asked.get((name, names.CORE_RESOURCE), 0)),
-                    allocation=labels_of(node).get(names.ALLOCATION_LABEL, ""),
-                    schedulable=is_true(node, "Ready") and not dig(node, "spec", "unschedulable"),
-                )
-            )
-    return FreeDevices(tuple(sorted(found, key=lambda node: node.name)))
 
 
 def describe_free(free: FreeDevices | None, placement: Placement) -> str:
@@ -136,13 +101,6 @@ def _ranges(numbers: list[int]) -> str:
         else:
             runs.append([number])
     return ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
-
-
-def _asked_by(pod: Mapping[str, Any], resource: str) -> int:
-    """What the scheduler counts: the sum over containers, or the largest init container."""
-    containers = sum(whole(dig(c, "resources", "requests", resource)) for c in items(pod, "spec", "containers"))
-    init = (whole(dig(c, "resources", "requests", resource)) for c in items(pod, "spec", "initContainers"))
-    return max(containers, max(init, default=0))
 
 
 def _count(number: int, noun: str) -> str:

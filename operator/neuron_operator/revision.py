@@ -188,12 +188,12 @@ def _plan(model: NeuronModel, facts: Facts, placement: Placement) -> dict[str, A
         "blockSize": serving.block_size,
         "numBlocks": serving.num_blocks,
         "backend": model.backend,
-        "dtype": serving.dtype or facts.dtype,
+        "dtype": (serving.dtype or facts.dtype)[:64],
         "sampling": "Host",
     }
     where = f" on {placement.instance_type}" if placement.instance_type else ""
     summary = (
         f"each replica holds {placement.words}{where} and computes on the host with backend {model.backend}; "
-        f"weights {facts.weights_bytes} bytes ({facts.parameters} parameters, {facts.dtype})"
+        f"weights {facts.weights_bytes} bytes ({facts.parameters} parameters, {facts.dtype[:64]})"
     )
     return {**{key: value for key, value in pinned.items() if value is not None}, "summary": summary}

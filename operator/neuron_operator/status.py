@@ -15,6 +15,9 @@ from neuron_operator.revision import Revision
 from neuron_operator.why import CONDITIONS, MAX_MESSAGE, Finding
 from neuron_operator.world import Announcement, Object
 
+MAX_WORD = 256
+"""Of strings that a runtime reports; the schema of the status has the same bounds."""
+
 PASSING = {"Resolving", "Loading", "RollingOut", "Draining", "Paused", "Fetching", "Compiling", "NodeProvisioning"}
 """Reasons that are a step on the way and not a trouble: Events about them are Normal."""
 
@@ -57,12 +60,12 @@ def build(
     if shown is not None:
         facts = shown.pinned.facts
         status["model"] = {
-            "architecture": facts.architecture,
+            "architecture": facts.architecture[:MAX_WORD],
             "parameters": facts.parameters,
             "layers": facts.num_layers,
             "heads": facts.num_heads,
             "bytes": facts.weights_bytes,
-            "digest": facts.digest,
+            "digest": facts.digest[:MAX_WORD],
         }
         status["plan"] = shown.pinned.plan
     return status

@@ -19,7 +19,6 @@ from neuron_operator.objects import (
     is_deleting,
     is_true,
     items,
-    labels_of,
     name_of,
     whole,
 )
@@ -316,10 +315,9 @@ def _exit(end: Mapping[str, Any]) -> str:
 
 
 def _event_words(name: str, world: World) -> str:
-    """The last warning about an object, empty where there is none."""
-    told = [e for e in world.events or () if dig(e, "involvedObject", "name") == name and e.get("type") == "Warning"]
-    latest = max(told, key=lambda e: str(e.get("lastTimestamp") or e.get("eventTime") or ""), default=None)
-    return f"{latest.get('reason')}: {latest.get('message')}" if latest else ""
+    """The last warning about an object, empty where there is none. Events come oldest first."""
+    told = [event for event in world.events or () if dig(event, "regarding", "name") == name]
+    return f"{told[-1].get('reason')}: {told[-1].get('note')}" if told else ""
 
 
 def _age(value: Object, world: World) -> timedelta:
@@ -336,4 +334,5 @@ def _newest_first(values: Iterable[Object]) -> list[Object]:
 
 
 def belongs_to_job(pod: Object, job_name: str) -> bool:
-    return labels_of(pod).get("batch.kubernetes.io/job-name") == job_name
+    owners = items(pod, "metadata", "ownerReferences")
+    return any((owner.get("kind"), owner.get("name")) == ("Job", job_name) for owner in owners)

@@ -80,7 +80,8 @@ class World:
     free: FreeDevices | None = None
     """None: not asked for."""
     events: tuple[Object, ...] | None = None
-    """None: not asked for; empty also where the operator may not read them."""
+    """Warnings as `events.k8s.io/v1` has them, oldest first. None: not asked for; empty also where the operator may not
+    read them."""
 
 
 @dataclass(frozen=True)

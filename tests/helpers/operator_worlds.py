@@ -1,0 +1,212 @@
+"""Worlds for tests of the operator's pure middle: bodies, pods as a kubelet reports them, an API server in miniature.
+
+The pods have the shapes that a real API server shows in each state; `settle` plays passes until nothing changes.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from datetime import UTC, datetime
+from typing import Any
+
+from neuron_operator.decide import decide
+from neuron_operator.world import Decision, JobSettings, Object, Settings, World
+
+NOW = datetime(2026, 3, 1, 12, 0, tzinfo=UTC)
+SETTINGS = Settings(runtime_image="registry.example/neuron-serving-runtime:1")
+FACTS: dict[str, Any] = {
+    "architecture": "LlamaForCausalLM",
+    "modelType": "llama",
+    "parameters": 3_000_000,
+    "weightsBytes": 6_000_000,
+    "dtype": "bfloat16",
+    "numLayers": 4,
+    "hiddenSize": 192,
+    "numHeads": 6,
+    "numKvHeads": 2,
+    "headDim": 32,
+    "vocabularySize": 2048,
+    "maxPositionEmbeddings": 1024,
+    "digest": "sha256:0123456789abcdef",
+}
+SPEC: dict[str, Any] = {
+    "model": {"uri": "hf://acme/tiny"},
+    "accelerator": {"devices": 6},
+    "engine": {"backend": "torch"},
+    "replicas": 2,
+}
+
+
+def body(spec: Mapping[str, Any] | None = None, **metadata: Any) -> Object:
+    """A NeuronModel as read; `spec` replaces the default one."""
+    return {
+        "apiVersion": "neuron-serving.dev/v1alpha1",
+        "kind": "NeuronModel",
+        "metadata": {"name": "chat", "namespace": "team", "uid": "uid-chat", "generation": 1, **metadata},
+        "spec": copy.deepcopy(dict(SPEC if spec is None else spec)),
+    }
+
+
+def settings(values: Mapping[str, Any]) -> Settings:
+    """Settings from a case file; what is left out is as in SETTINGS."""
+    given = dict(values)
+    jobs = JobSettings(**given.pop("jobs", {}))
+    return replace(SETTINGS, jobs=jobs, **given)
+
+
+def success_record(facts: Mapping[str, Any] = FACTS) -> str:
+    return json.dumps({"version": 1, "command": "inspect", "ok": True, "facts": facts, "seconds": 0.4})
+
+
+def failure_record(code: int, reason: str, message: str, command: str = "inspect") -> str:
+    return json.dumps(
+        {"version": 1, "command": command, "ok": False, "exitCode": code, "reason": reason, "message": message}
+    )
+
+
+def ended(code: int, message: str = "", reason: str = "Error") -> Object:
+    return {"terminated": {"exitCode": code, "reason": "Completed" if code == 0 else reason, "message": message}}
+
+
+def job_pod(job: Object, state: Object, name: str = "resolve-x", phase: str = "Failed", **fields: Any) -> Object:
+    """A pod of a Job, with its only container in `state`."""
+    return {
+        "apiVersion": "v1",
+        "kind": "Pod",
+        "metadata": {
+            "name": name,
+            "creationTimestamp": "2026-03-01T11:59:00Z",
+            "labels": job["spec"]["template"]["metadata"]["labels"],
+            "ownerReferences": [{"apiVersion": "batch/v1", "kind": "Job", "name": job["metadata"]["name"], "uid": "j"}],
+        },
+        "status": {
+            "phase": phase,
+            "containerStatuses": [{"name": "runtime", "state": state, "ready": False}],
+            **fields,
+        },
+    }
+
+
+def resolved_pod(job: Object, facts: Mapping[str, Any] = FACTS) -> Object:
+    return job_pod(job, ended(0, success_record(facts)), phase="Succeeded")
+
+
+def serving_pod(
+    deployment: Object,
+    name: str = "chat-1",
+    *,
+    ready: bool = False,
+    state: Object | None = None,
+    last: Object | None = None,
+    restarts: int = 0,
+    started: bool = False,
+    phase: str = "Running",
+    conditions: Iterable[Object] = (),
+    created: str = "2026-03-01T11:50:00Z",
+    **status: Any,
+) -> Object:
+    """A pod of the Deployment: running and loading unless said otherwise."""
+    container = {
+        "name": "runtime",
+        "image": "registry.example/neuron-serving-runtime:1",
+        "ready": ready,
+        "started": started or ready,
+        "restartCount": restarts,
+        "state": state if state is not None else {"running": {"startedAt": "2026-03-01T11:51:00Z"}},
+        "lastState": last or {},
+    }
+    told = [
+        {"type": "PodScheduled", "status": "True"},
+        {"type": "ContainersReady", "status": str(ready)},
+        {"type": "Ready", "status": str(ready)},
+    ]
+    for condition in conditions:
+        told = [*(c for c in told if c["type"] != condition["type"]), condition]
+    return {
+        "apiVersion": "v1",
+        "kind": "Pod",
+        "metadata": {
+            "name": name,
+            "creationTimestamp": created,
+            "labels": deployment["spec"]["template"]["metadata"]["labels"],
+        },
+        "spec": {"nodeName": "n1"},
+        "status": {"phase": phase, "conditions": told, "containerStatuses": [container], **status},
+    }
+
+
+def unscheduled_pod(deployment: Object, message: str, name: str = "chat-1") -> Object:
+    """A pod that the scheduler found no node for."""
+    pod = serving_pod(
+        deployment,
+        name,
+        phase="Pending",
+        conditions=[{"type": "PodScheduled", "status": "False", "reason": "Unschedulable", "message": message}],
+    )
+    return {**pod, "spec": {}, "status": {**pod["status"], "containerStatuses": []}}
+
+
+def find(objects: Iterable[Object], kind: str) -> Object:
+    return next(found for found in objects if found["kind"] == kind)
+
+
+def condition(status: Object | None, kind: str) -> Object:
+    assert status is not None
+    return next(c for c in status["conditions"] if c["type"] == kind)
+
+
+def stored(objects: Iterable[Object]) -> tuple[Object, ...]:
+    """As they come back from an API server: JSON, and nothing shared with what was sent."""
+    return tuple(json.loads(json.dumps(found)) for found in objects)
+
+
+def carried_out(world: World, decision: Decision) -> World:
+    """The world after a decision was carried out, by the rules of an API server that the operator leans on."""
+    live = {(child["kind"], child["metadata"]["name"]): child for child in world.children}
+    for wanted in stored(decision.desired):
+        desired = wanted
+        key = (desired["kind"], desired["metadata"]["name"])
+        before = live.get(key)
+        if before is not None:
+            if desired["kind"] == "ConfigMap":
+                assert before["data"] == desired["data"], "an immutable ConfigMap cannot change"
+            if desired["kind"] == "ControllerRevision":
+                assert before["data"] == desired["data"], "the data of a ControllerRevision cannot change"
+            if desired["kind"] == "Job":
+                assert before["spec"] == desired["spec"], "the pod template of a Job cannot change"
+            if desired["kind"] == "Deployment":
+                assert before["spec"]["selector"] == desired["spec"]["selector"], "a selector cannot change"
+            desired = {**before, **wanted}
+        live[key] = desired
+    for gone in decision.delete:
+        del live[gone["kind"], gone["metadata"]["name"]]
+    after = {**world.body, "status": decision.status} if decision.status is not None else world.body
+    return replace(world, body=after, children=tuple(live.values()))
+
+
+def settle(world: World, using: Settings = SETTINGS, max_passes: int = 8) -> tuple[World, Decision]:
+    """Play passes until nothing changes; fails where the line does not come to rest."""
+    for _ in range(max_passes):
+        decision = decide(world, using)
+        after = carried_out(world, decision)
+        if after == world:
+            return world, decision
+        world = after
+    raise AssertionError(f"not at rest after {max_passes} passes")
+
+
+def resolved_world(using: Settings = SETTINGS, **changes: Any) -> tuple[World, Decision]:
+    """A world in which the model is resolved, pinned and rendered; no serving pod is there yet."""
+    world, decision = settle(World(body=body(**changes), children=(), pods=(), now=NOW), using)
+    job = find(decision.desired, "Job")
+    world, decision = settle(replace(world, pods=(resolved_pod(job),)), using)
+    done = tuple(
+        {**child, "status": {"conditions": [{"type": "Complete", "status": "True"}]}}
+        if child["kind"] == "Job"
+        else child
+        for child in world.children
+    )
+    return settle(replace(world, children=done), using)

@@ -1,0 +1,157 @@
+"""A manifest is parsed into a frozen value or refused with the field; what is not acted on is never ignored."""
+
+import re
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import yaml
+from hypothesis import given
+from hypothesis import strategies as st
+
+from helpers.manifests import REFUSED, spec_with
+from helpers.operator_worlds import body
+from neuron_operator import names
+from neuron_operator.errors import FieldNotSupported, InvalidSpec
+from neuron_operator.model import ENV_NAME_PATTERN, NAME_PATTERN, URI_PATTERNS, Spec, is_paused, parse
+
+CRD = Path(__file__).parents[2] / "crds" / "neuronmodels.yaml"
+
+
+@pytest.mark.parametrize("case", REFUSED["cases"], ids=lambda case: case["name"])
+def test_a_wrong_manifest_is_refused_with_its_field(case: dict[str, Any]) -> None:
+    with pytest.raises(InvalidSpec) as refusal:
+        parse(body(spec_with(case["spec"])))
+    shown = refusal.value.field.replace("[...]", "")
+    assert shown == case["field"], str(refusal.value)
+    assert case.get("says", "") in str(refusal.value)
+    assert isinstance(refusal.value, FieldNotSupported) == (case["by"] == "operator")
+
+
+@pytest.mark.parametrize("changes", REFUSED["accepted"], ids=str)
+def test_what_asks_for_nothing_beyond_the_defaults_is_accepted(changes: dict[str, Any]) -> None:
+    assert parse(body(spec_with(changes))).backend == "torch"
+
+
+@pytest.mark.parametrize("case", REFUSED["names"], ids=lambda case: case["name"])
+def test_a_name_that_derived_names_cannot_grow_from_is_refused(case: dict[str, Any]) -> None:
+    with pytest.raises(InvalidSpec, match=r"^metadata\.name: "):
+        parse(body(spec_with({}), name=case["name"]))
+
+
+def test_the_shortest_manifest_is_served_under_its_own_name_once() -> None:
+    model = parse(body({"model": {"uri": "hf://acme/tiny"}, "accelerator": {"type": "CPU"}}))
+    assert model.served_names == ("chat",)
+    assert model.spec.replicas == 1
+    assert (model.spec.rollout.drain_delay_seconds, model.spec.rollout.drain_seconds) == (10, 300)
+
+
+def test_an_unknown_field_is_refused_by_name() -> None:
+    with pytest.raises(InvalidSpec, match=r"^spec\.serving: .*maxLength"):
+        parse(body(spec_with({"serving": {"maxLength": 1}})))
+
+
+@pytest.mark.parametrize(("value", "paused"), [("true", True), ("false", False), ("", False), (None, False)])
+def test_only_the_word_true_pauses(value: str | None, paused: bool) -> None:
+    annotations = {} if value is None else {names.PAUSED_ANNOTATION: value}
+    assert is_paused(body(annotations=annotations)) is paused
+
+
+def test_schema_and_parser_have_the_same_patterns_and_reserved_names() -> None:
+    spec = _schema()["properties"]["spec"]["properties"]
+    rules = " ".join(rule["rule"] for rule in spec["model"]["properties"]["uri"]["x-kubernetes-validations"])
+    assert re.findall(r"\^[a-z0-9]+://.*?\$(?='\))", rules) == [
+        p.replace("\\s", "\\\\s") for p in URI_PATTERNS.values()
+    ]
+    assert _schema()["properties"]["metadata"]["properties"]["name"] == {
+        "type": "string",
+        "maxLength": names.MAX_MODEL_NAME,
+        "pattern": NAME_PATTERN,
+    }
+    env_name = spec["engine"]["properties"]["env"]["items"]["properties"]["name"]
+    assert env_name["pattern"] == ENV_NAME_PATTERN
+    (reserved,) = env_name["x-kubernetes-validations"]
+    assert set(re.findall(r"'([A-Z_]+)'", reserved["rule"])) == {*names.RESERVED_ENV, names.RESERVED_ENV_PREFIX}
+
+
+def test_schema_and_parser_know_the_same_fields_defaults_and_bounds() -> None:
+    (mine,), parts = msgspec.json.schema_components([Spec])
+    mine = parts[mine["$ref"].rpartition("/")[2]]
+    _compare(_schema()["properties"]["spec"], mine, parts, "spec")
+
+
+def test_every_list_map_and_text_of_the_spec_is_bounded() -> None:
+    unbounded = list(_unbounded(_schema()["properties"]["spec"], "spec"))
+    assert unbounded == []
+
+
+def test_the_resource_stays_small() -> None:
+    assert len(CRD.read_bytes()) < 64 * 1024
+
+
+def test_status_has_no_field_that_a_reader_must_parse_twice() -> None:
+    """Counters and conditions only: no phase that grows into a state machine."""
+    assert "phase" not in _schema()["properties"]["status"]["properties"]
+
+
+JSON_VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=8),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner, max_size=3),
+    max_leaves=12,
+)
+
+
+@given(JSON_VALUES)
+def test_no_body_makes_the_parser_fall(value: object) -> None:
+    for candidate in ({"metadata": value, "spec": value}, body(spec=None) | {"spec": value}):
+        with pytest.raises(InvalidSpec, match=r"^(spec|metadata\.name)"):
+            parse(candidate)
+
+
+def _schema() -> dict[str, Any]:
+    crd = yaml.safe_load(CRD.read_text())
+    schema: dict[str, Any] = crd["spec"]["versions"][0]["schema"]["openAPIV3Schema"]
+    return schema
+
+
+# Parts that the schema describes closer than the parser: the API server checks them again in the pod template.
+LOOSER_HERE = ("tolerations", "topologySpreadConstraints", "affinity", "overrideNeuronConfig")
+
+
+def _compare(theirs: dict[str, Any], mine: dict[str, Any], parts: dict[str, Any], path: str) -> None:
+    if "anyOf" in mine and "x-kubernetes-int-or-string" not in theirs:
+        (mine,) = [option for option in mine["anyOf"] if option.get("type") != "null"]
+    if "$ref" in mine:
+        mine = parts[mine["$ref"].rpartition("/")[2]]
+    if path.rpartition(".")[2] in LOOSER_HERE:
+        return
+    for bound in ("minimum", "maximum", "minLength", "maxLength", "maxItems", "maxProperties", "pattern"):
+        if "x-kubernetes-int-or-string" not in theirs:
+            assert theirs.get(bound) == mine.get(bound), f"{path}: {bound}"
+    assert sorted(theirs.get("enum", [])) == sorted(mine.get("enum", [])), path
+    if "properties" in theirs:
+        assert set(theirs["properties"]) == set(mine["properties"]), path
+        assert set(theirs.get("required", [])) == set(mine.get("required", [])), path
+        for name, child in theirs["properties"].items():
+            if "default" in child:
+                assert mine["properties"][name]["default"] == child["default"], f"{path}.{name}"
+            _compare(child, mine["properties"][name], parts, f"{path}.{name}")
+    for step in ("items", "additionalProperties"):
+        if step in theirs:
+            _compare(theirs[step], mine[step], parts, path)
+
+
+def _unbounded(schema: dict[str, Any], path: str) -> Any:
+    match schema.get("type"):
+        case "array" if "maxItems" not in schema:
+            yield path
+        case "string" if not {"maxLength", "enum", "format"} & set(schema):
+            yield path
+        case "object" if "properties" not in schema and "maxProperties" not in schema:
+            yield path
+    for name, child in schema.get("properties", {}).items():
+        yield from _unbounded(child, f"{path}.{name}")
+    for step in ("items", "additionalProperties"):
+        if step in schema:
+            yield from _unbounded(schema[step], f"{path}[]")
