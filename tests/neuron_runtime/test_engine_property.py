@@ -19,19 +19,23 @@ NUM_SLOW_EXAMPLES = int(os.environ.get("NEURON_SERVING_PROPERTY_EXAMPLES", "4000
 
 @st.composite
 def backend_limits(draw: st.DrawFn) -> BackendLimits:
-    max_rows = draw(st.integers(1, 6))
-    length = draw(st.integers(8, 40))
-    per_row = draw(st.integers(1, 4))
-    lookahead = per_row - 1 + draw(st.integers(0, 2))
-    all_live = draw(st.booleans())
-    mixes = not all_live and draw(st.booleans())
-    chunks = not all_live and draw(st.booleans())
+    max_rows = draw(st.sampled_from((2, 3, 4, 6, 1)))
+    length = draw(st.sampled_from((20, 13, 31, 40, 8)))
+    per_row = draw(st.sampled_from((1, 1, 2, 3, 4)))
+    lookahead = per_row - 1 + draw(st.sampled_from((0, 0, 2)))
+    all_live, mixes, chunks = draw(
+        st.sampled_from(((True, False, False), *[(False, mixes, chunks) for mixes in (0, 1) for chunks in (0, 1, 1)]))
+    )
     min_chunk = draw(st.integers(1, 4)) if chunks else 1
-    step_tokens = max_rows - 1 + min_chunk + draw(st.integers(0, length))
-    one_shot = draw(st.just(0) | st.integers(min(min_chunk + 1, step_tokens), step_tokens))
-    slots = draw(st.booleans())
-    block_size = length if slots else draw(st.integers(1, 6))
+    step_tokens = (
+        max_rows - 1 + min_chunk + draw(st.sampled_from((1, 3, 8) if chunks else (length // 2, length, length)))
+    )
+    one_shot = draw(st.sampled_from((0, 0, 0, step_tokens // 2)))
+    one_shot = max(one_shot, min_chunk) if one_shot else 0
+    slots = draw(st.sampled_from((False, False, True)))
+    block_size = length if slots else draw(st.sampled_from((1, 2, 3, 4, 6)))
     blocks_of_one = -(-length // block_size)
+    many = (3 * blocks_of_one // 2, 2 * blocks_of_one)
     device = draw(st.booleans())
     return BackendLimits(
         max_rows=max_rows,
@@ -44,9 +48,9 @@ def backend_limits(draw: st.DrawFn) -> BackendLimits:
         num_lookahead_tokens=lookahead,
         layout="slots" if slots else "blocks",
         block_size=block_size,
-        num_blocks=max_rows if slots else draw(st.integers(max(blocks_of_one // 2, 1), blocks_of_one * max_rows)),
-        mixes_phases=mixes,
-        chunks_prefill=chunks,
+        num_blocks=max_rows if slots else draw(st.sampled_from((blocks_of_one // 2, blocks_of_one, *many))),
+        mixes_phases=bool(mixes),
+        chunks_prefill=bool(chunks),
         min_chunk_tokens=min_chunk,
         decodes_all_live_rows=all_live,
         sorts_rows=draw(st.booleans()),
@@ -62,25 +66,27 @@ def requests_for(draw: st.DrawFn, limits: BackendLimits, name: str) -> Request:
     longest = min(longest, max_new_tokens(limits, 0) - 1)
     if longest < limits.min_prefill_tokens:
         return request(name, 0)
-    num_prompt = draw(st.integers(limits.min_prefill_tokens, longest))
-    max_tokens = draw(st.integers(1, max_new_tokens(limits, num_prompt)))
-    prompt = draw(st.lists(st.integers(0, VOCABULARY_SIZE - 1), min_size=num_prompt, max_size=num_prompt))
+    num_prompt = draw(st.integers(limits.min_prefill_tokens, max(longest // 2, limits.min_prefill_tokens)))
+    room = max_new_tokens(limits, num_prompt)
+    max_tokens = draw(st.sampled_from((room, room, max(room // 2, 1), 1, min(room, 2))) | st.integers(1, room))
+    seed = draw(st.integers(0, 99))
     sampling = SamplingParams(
         max_tokens=max_tokens,
         temperature=draw(st.sampled_from((0.0, 1.0))),
-        seed=draw(st.integers(0, 3)),
-        choice=draw(st.integers(0, 1)),
-        stop_token_ids=frozenset(draw(st.sets(st.integers(0, VOCABULARY_SIZE - 1), max_size=4))),
-        min_tokens=draw(st.integers(0, max_tokens)),
+        seed=seed % 7,
+        choice=seed % 2,
+        stop_token_ids=frozenset(draw(st.sampled_from(((), (), (), (1, 2), (3, 5, 8, 9))))),
+        min_tokens=seed % (max_tokens + 1),
     )
-    return Request(name, tuple(prompt), sampling, priority=draw(st.sampled_from((0, 0, 0, 1))))
+    prompt = tuple((seed * (at + 1)) % VOCABULARY_SIZE for at in range(num_prompt))
+    return Request(name, prompt, sampling, priority=draw(st.sampled_from((0, 0, 1))))
 
 
 def check_one_run(data: st.DataObject) -> None:
     limits = data.draw(backend_limits(), "limits")
     run = start(limits, max_queued_requests=100)
     requests: list[Request] = []
-    for number in range(data.draw(st.integers(1, 10), "number of requests")):
+    for number in range(data.draw(st.sampled_from((4, 6, 10, 1)), "number of requests")):
         asked = data.draw(requests_for(limits, f"r{number}"), "request")
         try:
             check_request(limits, asked)
@@ -89,9 +95,9 @@ def check_one_run(data: st.DataObject) -> None:
             continue
         run.add(asked)
         requests.append(asked)
-        for _ in range(data.draw(st.integers(0, 6), "steps before the next arrival")):
+        for _ in range(data.draw(st.sampled_from((0, 0, 0, 1, 2, 5)), "steps before the next arrival")):
             run.step()
-        for name in data.draw(st.sets(st.sampled_from([r.request_id for r in requests]), max_size=1), "aborts"):
+        for name in data.draw(st.sampled_from(((),) * 15 + tuple((r.request_id,) for r in requests)), "abort"):
             if name not in run.reasons:
                 run.abort(name)
     bound = max_steps(limits, requests)
