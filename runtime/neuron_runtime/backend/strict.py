@@ -309,12 +309,12 @@ class StrictBackend:
             if after == KNOWN:
                 behind = in_flight is not None and self._slots[number] in in_flight.slots
                 self._demand(not behind, f"slot {number} has a row in flight, and its next row does not wait for it")
+            elif self._limits.token_feedback == "host":
+                raise IllegalBatch(f"slot {number} waits for a row, and the host feeds tokens here")
             elif in_flight is None:
                 raise IllegalBatch(f"slot {number} waits for a row, and no step is in flight")
             elif not (after < len(in_flight.slots) and in_flight.slots[after] is self._slots[number]):
                 raise IllegalBatch(f"slot {number} waits for row {after} of the step in flight, which is another's")
-            else:
-                self._demand(self._limits.token_feedback == "device", "the host feeds tokens here: no row may wait")
 
     def _check_values(self, step: _Step) -> None:
         """Start, tokens and extent of every row, once they are known."""
