@@ -1,0 +1,111 @@
+"""What a model is, found out without its weights and without torch: the facts that the operator plans with.
+
+Called by `neuron-runtime inspect URI` (a Job of a few seconds before any device is held) and by `serve` for its own
+arithmetic. It says whether a backend knows the architecture and whether the files fit together; it decides nothing
+about placement.
+"""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections import Counter
+from pathlib import Path
+
+import msgspec
+
+from neuron_runtime.backend.torch.architecture import decoder_config, tensor_shapes
+from neuron_runtime.checkpoint import Checkpoint, InvalidModel, read_checkpoint
+from neuron_runtime.record import ModelFacts
+from neuron_runtime.sources import Hub, outline
+
+DTYPE_NAMES = {"F64": "float64", "F32": "float32", "BF16": "bfloat16", "F16": "float16", "F8_E4M3": "float8_e4m3fn"}
+"""safetensors' spelling to torch's; others are reported as they are."""
+
+
+def inspect_model(uri: str, hub: Hub | None = None) -> ModelFacts:
+    """Look at a model: config.json, the index and the headers of the weights.
+
+    Raises:
+        InvalidConfig: the URI is malformed or of a scheme that is not supported.
+        FatalError: MODEL_NOT_FOUND, WEIGHTS_UNAUTHORIZED, UNSUPPORTED_ARCHITECTURE or INVALID_MODEL.
+        HubUnreachable: the hub does not answer; try again later.
+    """
+    with (
+        tempfile.TemporaryDirectory(prefix="neuron-inspect-") as scratch,
+        outline(uri, Path(scratch), hub) as (folder, commit),
+    ):
+        return model_facts(read_checkpoint(folder), commit)
+
+
+def model_facts(checkpoint: Checkpoint, commit: str | None = None) -> ModelFacts:
+    """Facts of a model folder. The digest is the commit, or the checkpoint's own hash.
+
+    Raises:
+        FatalError: UNSUPPORTED_ARCHITECTURE, or INVALID_MODEL when tensors and configuration contradict one another.
+    """
+    config = decoder_config(checkpoint.config)
+    for name, shape in tensor_shapes(config).items():
+        tensor = checkpoint.tensors.get(name)
+        if tensor is None:
+            raise InvalidModel(f"{checkpoint.folder}: config.json promises tensor {name}, no weights file has it")
+        if tensor.shape != shape:
+            raise InvalidModel(
+                f"{checkpoint.folder}: tensor {name} of {tensor.file} has shape {list(tensor.shape)}, "
+                f"config.json says {list(shape)}"
+            )
+    num_bytes_by_dtype: Counter[str] = Counter()
+    for tensor in checkpoint.tensors.values():
+        num_bytes_by_dtype[tensor.dtype] += tensor.num_bytes
+    [(dtype, _)] = num_bytes_by_dtype.most_common(1)
+    return ModelFacts(
+        architecture=config.architecture,
+        model_type=str(checkpoint.config.get("model_type", "")),
+        parameters=checkpoint.num_parameters,
+        weights_bytes=checkpoint.num_bytes,
+        dtype=DTYPE_NAMES.get(dtype, dtype),
+        num_layers=config.num_layers,
+        hidden_size=config.hidden_size,
+        num_heads=config.num_heads,
+        num_kv_heads=config.num_kv_heads,
+        head_dim=config.head_dim,
+        vocabulary_size=config.vocabulary_size,
+        max_position_embeddings=config.max_position_embeddings,
+        digest=commit or checkpoint.digest,
+    )
+
+
+def facts_as_text(uri: str, facts: ModelFacts) -> str:
+    """A summary for a person: some lines, numbers with their units."""
+    heads = f"{facts.num_heads} heads, {facts.num_kv_heads} for keys and values, of {facts.head_dim}"
+    cache_bytes = 2 * facts.num_layers * facts.num_kv_heads * facts.head_dim
+    rows = {
+        "model": uri,
+        "architecture": f"{facts.architecture} (supported)",
+        "weights": f"{_amount(facts.parameters)} parameters, {_bytes(facts.weights_bytes)} in {facts.dtype}",
+        "shape": f"{facts.num_layers} layers of {facts.hidden_size}, {heads}",
+        "vocabulary": f"{facts.vocabulary_size:,} tokens",
+        "longest": f"{facts.max_position_embeddings:,} tokens",
+        "cache": f"{cache_bytes:,} elements per token",
+        "digest": facts.digest,
+    }
+    return "\n".join(f"{name + ':':<14}{value}" for name, value in rows.items())
+
+
+def facts_as_json(facts: ModelFacts) -> str:
+    """The facts as they stand in the record, indented."""
+    return json.dumps(msgspec.to_builtins(facts), indent=2)
+
+
+def _amount(number: int) -> str:
+    for unit, size in (("B", 10**9), ("M", 10**6), ("K", 10**3)):
+        if number >= size:
+            return f"{number / size:.2f} {unit}"
+    return str(number)
+
+
+def _bytes(number: int) -> str:
+    for unit, size in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
+        if number >= size:
+            return f"{number / size:.2f} {unit}"
+    return f"{number} bytes"

@@ -1,0 +1,164 @@
+"""`inspect`: facts without weights, from a folder and from a hub, and what it says about models that cannot work."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from helpers.hub import Shelf, serving
+from helpers.tiny_model import TINY_CONFIG, write_tiny_model
+from neuron_runtime import record
+from neuron_runtime.checkpoint import read_checkpoint
+from neuron_runtime.errors import ExitCode, FatalError
+from neuron_runtime.inspection import facts_as_json, facts_as_text, inspect_model
+from neuron_runtime.record import ModelFacts
+from neuron_runtime.sources import Hub
+
+
+@pytest.fixture
+def shelf(tmp_path: Path) -> Shelf:
+    return Shelf(tmp_path / "hub")
+
+
+@pytest.fixture
+def hub(shelf: Shelf) -> Iterator[Hub]:
+    shelf.root.mkdir()
+    with serving(shelf) as endpoint:
+        yield Hub(endpoint, token=None, sleep=lambda seconds: None)
+
+
+def facts_of_tiny(digest: str) -> ModelFacts:
+    num_parameters = 2 * 64 * 32 + 32 + 2 * (2 * 32 * 32 + 2 * 16 * 32 + 3 * 48 * 32 + 2 * 32)
+    return ModelFacts(
+        architecture="LlamaForCausalLM",
+        model_type="llama",
+        parameters=num_parameters,
+        weights_bytes=2 * num_parameters,
+        dtype="float16",
+        num_layers=2,
+        hidden_size=32,
+        num_heads=4,
+        num_kv_heads=2,
+        head_dim=8,
+        vocabulary_size=64,
+        max_position_embeddings=128,
+        digest=digest,
+    )
+
+
+@pytest.mark.parametrize("num_shards", [1, 3])
+def test_a_folder_gives_its_facts_and_a_hash_as_digest(tmp_path: Path, num_shards: int) -> None:
+    folder = write_tiny_model(tmp_path / "model", num_shards=num_shards)
+    assert inspect_model(f"file://{folder}") == facts_of_tiny(read_checkpoint(folder).digest)
+
+
+@pytest.mark.parametrize("num_shards", [1, 3])
+def test_a_model_on_a_hub_gives_the_same_facts_and_its_commit(shelf: Shelf, hub: Hub, num_shards: int) -> None:
+    write_tiny_model(shelf.root / "acme/tiny/main", num_shards=num_shards)
+    assert inspect_model("hf://acme/tiny", hub) == facts_of_tiny(shelf.commit("acme/tiny"))
+
+
+def test_of_weights_on_a_hub_only_a_first_range_is_read(shelf: Shelf, hub: Hub) -> None:
+    folder = write_tiny_model(shelf.root / "acme/wide/main", vocab_size=20_000)
+    assert (folder / "model.safetensors").stat().st_size > 2_000_000
+    inspect_model("hf://acme/wide", hub)
+    ranges = {asked.range for asked in shelf.asked if "/large/" in asked.path}
+    assert ranges == {"bytes=0-199999"}
+
+
+def test_a_header_longer_than_the_first_range_is_read_whole(
+    shelf: Shelf, hub: Hub, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("neuron_runtime.sources.FIRST_HEADER_BYTES", 100)
+    write_tiny_model(shelf.root / "acme/tiny/main")
+    assert inspect_model("hf://acme/tiny", hub) == facts_of_tiny(shelf.commit("acme/tiny"))
+
+
+def test_the_facts_of_any_model_fit_into_a_record(tmp_path: Path) -> None:
+    folder = write_tiny_model(tmp_path / "model")
+    facts = inspect_model(f"file://{folder}")
+    raw = record.encode(record.success("inspect", facts))
+    assert len(raw) < record.MAX_RECORD_BYTES // 2
+    assert msgspec.json.decode(raw, type=record.Record).facts == facts
+
+
+def test_a_person_reads_a_summary_and_a_program_json(tmp_path: Path) -> None:
+    folder = write_tiny_model(tmp_path / "model")
+    facts = inspect_model(f"file://{folder}")
+    text = facts_as_text("file:///model", facts)
+    assert "LlamaForCausalLM (supported)" in text
+    assert "19.62 K parameters, 38.31 KiB in float16" in text
+    assert json.loads(facts_as_json(facts))["numKvHeads"] == 2
+
+
+def drop(name: str) -> Callable[[Path], None]:
+    return lambda folder: (folder / name).unlink()
+
+
+def write(name: str, content: bytes) -> Callable[[Path], None]:
+    def change(folder: Path) -> None:
+        (folder / name).write_bytes(content)
+
+    return change
+
+
+def configure(**changes: object) -> Callable[[Path], None]:
+    return write("config.json", json.dumps({**TINY_CONFIG, **changes}).encode())
+
+
+def truncate(folder: Path) -> None:
+    path = folder / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:-100])
+
+
+BROKEN = [
+    (drop("config.json"), ExitCode.INVALID_MODEL, "config.json is missing"),
+    (write("config.json", b"{"), ExitCode.INVALID_MODEL, "config.json: malformed JSON"),
+    (drop("model.safetensors"), ExitCode.INVALID_MODEL, "neither model.safetensors nor"),
+    (truncate, ExitCode.INVALID_MODEL, "model.safetensors: truncated"),
+    (write("model.safetensors", b"<html>404</html>"), ExitCode.INVALID_MODEL, "not a safetensors file"),
+    (configure(num_hidden_layers=3), ExitCode.INVALID_MODEL, "promises tensor model.layers.2"),
+    (configure(vocab_size=65), ExitCode.INVALID_MODEL, "has shape [64, 32], config.json says [65, 32]"),
+    (configure(hidden_size=None), ExitCode.INVALID_MODEL, "hidden_size must be a positive integer"),
+    (configure(architectures=["MambaForCausalLM"]), ExitCode.UNSUPPORTED_ARCHITECTURE, "supported: LlamaForCausalLM"),
+]
+
+
+@pytest.mark.parametrize("place", ["folder", "hub"])
+@pytest.mark.parametrize("fault", BROKEN, ids=[words for _, _, words in BROKEN])
+def test_a_model_that_cannot_work_is_named_with_file_and_cause(
+    shelf: Shelf, hub: Hub, fault: tuple[Callable[[Path], None], ExitCode, str], place: str
+) -> None:
+    break_it, exit_code, words = fault
+    folder = write_tiny_model(shelf.root / "acme/broken/main")
+    break_it(folder)
+    uri = f"file://{folder}" if place == "folder" else "hf://acme/broken"
+    with pytest.raises(FatalError) as caught:
+        inspect_model(uri, hub)
+    assert caught.value.exit_code is exit_code
+    assert words in str(caught.value)
+    assert "neuron-inspect-" not in str(caught.value)
+
+
+def test_a_model_that_only_has_pickled_weights_is_told_to_convert(shelf: Shelf, hub: Hub) -> None:
+    folder = write_tiny_model(shelf.root / "acme/old/main")
+    (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
+    with pytest.raises(FatalError, match=r"holds pytorch_model\.bin; convert the model to safetensors"):
+        inspect_model("hf://acme/old", hub)
+
+
+def test_neither_torch_nor_transformers_is_imported(tmp_path: Path) -> None:
+    folder = write_tiny_model(tmp_path / "model")
+    program = (
+        "import sys; from neuron_runtime.inspection import inspect_model;"
+        f"inspect_model('file://{folder}');"
+        "print([name for name in ('torch', 'transformers', 'numpy') if name in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=60)
+    assert done.stdout.strip() == "[]"

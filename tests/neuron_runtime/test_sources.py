@@ -1,0 +1,276 @@
+"""Models from a folder and from a hub: what is downloaded, what is pinned, and what each failure says."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from helpers.hub import Shelf, serving
+from helpers.tiny_model import write_tiny_model
+from neuron_runtime.config import ModelSource
+from neuron_runtime.errors import ExitCode, FatalError, InvalidConfig
+from neuron_runtime.sources import (
+    RETRY_SECONDS,
+    FolderModel,
+    Hub,
+    HubModel,
+    HubUnreachable,
+    materialize,
+    parse_uri,
+)
+
+MODEL = "hf://acme/tiny"
+
+
+def quiet(stage: str, share: float) -> None:
+    """A Progress that nobody watches."""
+
+
+@pytest.fixture
+def shelf(tmp_path: Path) -> Shelf:
+    """acme/tiny in two shards, with files beside them that serving does not need; secret and gated likewise."""
+    root = tmp_path / "hub"
+    main = write_tiny_model(root / "acme/tiny/main", num_shards=2)
+    for name in ("generation_config.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+        (main / name).write_text(f"{{}} {name}")
+    for name in ("README.md", "training_args.bin", "consolidated.safetensors", "onnx/model.onnx"):
+        (main / name).parent.mkdir(exist_ok=True)
+        (main / name).write_bytes(b"x" * 1000)
+    write_tiny_model(root / "acme/tiny/v1", seed=1)
+    write_tiny_model(root / "acme/secret/main")
+    write_tiny_model(root / "acme/gated/main")
+    return Shelf(root, private={"acme/secret": "hf_reader"}, gated={"acme/gated": "hf_member"})
+
+
+@pytest.fixture
+def endpoint(shelf: Shelf) -> Iterator[str]:
+    with serving(shelf) as address:
+        yield address
+
+
+@pytest.fixture
+def pauses() -> list[float]:
+    return []
+
+
+@pytest.fixture
+def hub(endpoint: str, pauses: list[float]) -> Hub:
+    return Hub(endpoint, token=None, sleep=pauses.append)
+
+
+def failure(source: ModelSource, weights_dir: Path, hub: Hub) -> FatalError:
+    with pytest.raises(FatalError) as caught:
+        materialize(source, weights_dir, quiet, hub)
+    assert "\n" not in str(caught.value)
+    return caught.value
+
+
+class TestUris:
+    @pytest.mark.parametrize(
+        ("uri", "model"),
+        [
+            ("hf://Qwen/Qwen3-8B", HubModel("Qwen/Qwen3-8B")),
+            ("hf://org/name.v1_2@v1.0", HubModel("org/name.v1_2", "v1.0")),
+            ("hf://org/name@refs/pr/3", HubModel("org/name", "refs/pr/3")),
+            ("file:///models/demo", FolderModel(Path("/models/demo"))),
+            ("file:///models/with%20blank", FolderModel(Path("/models/with blank"))),
+        ],
+    )
+    def test_both_schemes_are_read(self, uri: str, model: object) -> None:
+        assert parse_uri(uri) == model
+
+    @pytest.mark.parametrize("uri", ["s3://bucket/prefix", "pvc://claim/path", "oci://image@sha256:00"])
+    def test_schemes_of_later_versions_are_refused_with_what_works_now(self, uri: str) -> None:
+        with pytest.raises(InvalidConfig, match=r"not supported yet; this version reads hf://.* and file:///"):
+            parse_uri(uri)
+
+    @pytest.mark.parametrize(
+        "uri",
+        ["", "Qwen/Qwen3-8B", "/models/demo", "ftp://host/x", "hf://name", "hf://a/b/c", "hf://../x", "hf://a/b@",
+         "hf://a/b@..", "hf:a/b", "file:./demo", "file://host/demo", "file://demo", "hf://a/b?x=1"],
+    )  # fmt: skip
+    def test_malformed_uris_are_refused_with_the_form_that_is_read(self, uri: str) -> None:
+        with pytest.raises(InvalidConfig, match=r"^\$\.model\.uri: .*(hf://|file:///)"):
+            parse_uri(uri)
+
+    @given(st.text())
+    def test_no_text_does_worse_than_a_refusal(self, uri: str) -> None:
+        with contextlib.suppress(InvalidConfig):
+            assert str(parse_uri(uri)).startswith(uri[:3])
+
+
+class TestFolders:
+    def test_a_folder_is_served_where_it_lies(self, tmp_path: Path) -> None:
+        folder = write_tiny_model(tmp_path / "model")
+        assert materialize(ModelSource(uri=f"file://{folder}"), tmp_path / "weights", quiet) == folder
+        assert not (tmp_path / "weights").exists()
+
+    def test_a_missing_folder_is_a_model_that_is_not_found(self, tmp_path: Path) -> None:
+        with pytest.raises(FatalError, match="nowhere") as caught:
+            materialize(ModelSource(uri=f"file://{tmp_path}/nowhere"), tmp_path, quiet)
+        assert caught.value.exit_code is ExitCode.MODEL_NOT_FOUND
+
+    def test_a_folder_that_is_not_what_was_pinned_is_refused(self, tmp_path: Path) -> None:
+        folder = write_tiny_model(tmp_path / "model")
+        with pytest.raises(FatalError, match="pinned is 0000") as caught:
+            materialize(ModelSource(uri=f"file://{folder}", digest="0000"), tmp_path, quiet)
+        assert caught.value.exit_code is ExitCode.CHECKSUM_MISMATCH
+
+
+class TestDownloads:
+    def test_what_serving_needs_is_downloaded_and_nothing_else(self, shelf: Shelf, hub: Hub, tmp_path: Path) -> None:
+        shares: list[float] = []
+        folder = materialize(
+            ModelSource(uri=MODEL), tmp_path / "weights", lambda stage, share: shares.append(share), hub
+        )
+        names = {path.name for path in folder.iterdir()}
+        assert names == {
+            ".complete",
+            "config.json",
+            "generation_config.json",
+            "tokenizer.json",
+            "tokenizer_config.json",
+            "chat_template.jinja",
+            "model.safetensors.index.json",
+            "model-00001-of-00002.safetensors",
+            "model-00002-of-00002.safetensors",
+        }
+        for name in names - {".complete"}:
+            assert (folder / name).read_bytes() == (shelf.root / "acme/tiny/main" / name).read_bytes()
+        assert shares[-1] == 1.0
+        assert shares == sorted(shares)
+
+    def test_a_revision_is_what_the_uri_says(self, shelf: Shelf, hub: Hub, tmp_path: Path) -> None:
+        folder = materialize(ModelSource(uri=f"{MODEL}@v1"), tmp_path, quiet, hub)
+        weights = "model.safetensors"
+        assert (folder / weights).read_bytes() == (shelf.root / "acme/tiny/v1" / weights).read_bytes()
+
+    def test_a_pinned_commit_is_downloaded_although_the_branch_moved_on(
+        self, shelf: Shelf, hub: Hub, tmp_path: Path
+    ) -> None:
+        pinned = shelf.commit("acme/tiny", "v1")
+        folder = materialize(ModelSource(uri=MODEL, digest=pinned), tmp_path, quiet, hub)
+        assert pinned in folder.name
+        assert (folder / "config.json").exists()
+        assert not (folder / "model.safetensors.index.json").exists()
+
+    def test_a_pinned_model_that_is_there_needs_no_hub(self, shelf: Shelf, hub: Hub, tmp_path: Path) -> None:
+        pinned = ModelSource(uri=MODEL, digest=shelf.commit("acme/tiny"))
+        first = materialize(pinned, tmp_path, quiet, hub)
+        num_asked = len(shelf.asked)
+        assert materialize(pinned, tmp_path, quiet, hub) == first
+        assert len(shelf.asked) == num_asked
+
+    def test_a_download_that_was_cut_is_finished_and_not_begun_anew(
+        self, shelf: Shelf, hub: Hub, tmp_path: Path
+    ) -> None:
+        source = ModelSource(uri=MODEL)
+        whole = materialize(source, tmp_path, quiet, hub)
+        (whole / ".complete").unlink()
+        (whole / "model-00002-of-00002.safetensors").unlink()
+        shelf.asked.clear()
+        assert materialize(source, tmp_path, quiet, hub) == whole
+        assert (whole / "model-00002-of-00002.safetensors").exists()
+
+    def test_a_digest_that_is_no_commit_is_refused(self, hub: Hub, tmp_path: Path) -> None:
+        assert failure(ModelSource(uri=MODEL, digest="v1"), tmp_path, hub).exit_code is ExitCode.CHECKSUM_MISMATCH
+
+    def test_a_repository_without_safetensors_is_an_invalid_model(self, shelf: Shelf, hub: Hub, tmp_path: Path) -> None:
+        (shelf.root / "acme/tiny/v1/model.safetensors").unlink()
+        error = failure(ModelSource(uri=f"{MODEL}@v1"), tmp_path, hub)
+        assert error.exit_code is ExitCode.INVALID_MODEL
+        assert str(error).startswith(f"{MODEL}@v1/model.safetensors.index.json is missing")
+
+    def test_weights_that_cannot_fit_are_refused_before_they_are_downloaded(
+        self, shelf: Shelf, hub: Hub, tmp_path: Path
+    ) -> None:
+        with pytest.raises(FatalError, match=r"needs [\d,]+ bytes more in .*, 1,000 are free") as caught:
+            materialize(ModelSource(uri=MODEL), tmp_path, quiet, hub, free_bytes=lambda folder: 1000)
+        assert caught.value.exit_code is ExitCode.STORAGE_FULL
+        assert not any("/large/" in asked.path for asked in shelf.asked)
+
+    def test_a_disk_that_becomes_full_is_named(
+        self, hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pauses: list[float]
+    ) -> None:
+        def full(*args: object, **kwargs: object) -> str:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+        monkeypatch.setattr("neuron_runtime.sources.hf_hub_download", full)
+        assert failure(ModelSource(uri=MODEL), tmp_path, hub).exit_code is ExitCode.STORAGE_FULL
+        assert pauses == []
+
+    def test_a_weights_folder_that_cannot_be_written_is_named(self, hub: Hub, tmp_path: Path) -> None:
+        (tmp_path / "weights").write_text("a file in the way")
+        with pytest.raises(InvalidConfig, match=r"^--weights-dir: .* cannot be written"):
+            materialize(ModelSource(uri=MODEL), tmp_path / "weights", quiet, hub)
+
+
+class TestRefusals:
+    def test_a_model_that_does_not_exist_is_not_found(self, hub: Hub, tmp_path: Path, pauses: list[float]) -> None:
+        error = failure(ModelSource(uri="hf://acme/typo"), tmp_path, hub)
+        assert error.exit_code is ExitCode.MODEL_NOT_FOUND
+        assert "check the spelling" in str(error)
+        assert pauses == []
+
+    def test_a_model_that_does_not_exist_for_a_known_user_is_not_found(self, endpoint: str, tmp_path: Path) -> None:
+        error = failure(ModelSource(uri="hf://acme/typo"), tmp_path, Hub(endpoint, "hf_reader"))
+        assert error.exit_code is ExitCode.MODEL_NOT_FOUND
+
+    def test_a_revision_that_does_not_exist_is_not_found(self, hub: Hub, tmp_path: Path) -> None:
+        error = failure(ModelSource(uri=f"{MODEL}@v9"), tmp_path, hub)
+        assert error.exit_code is ExitCode.MODEL_NOT_FOUND
+        assert "no revision 'v9'" in str(error)
+
+    def test_a_private_model_is_read_with_its_token(self, endpoint: str, tmp_path: Path) -> None:
+        folder = materialize(ModelSource(uri="hf://acme/secret"), tmp_path, quiet, Hub(endpoint, "hf_reader"))
+        assert (folder / "model.safetensors").exists()
+
+    def test_a_token_that_the_hub_does_not_know_is_unauthorized_and_not_shown(
+        self, endpoint: str, tmp_path: Path
+    ) -> None:
+        error = failure(ModelSource(uri="hf://acme/secret"), tmp_path, Hub(endpoint, "hf_stale"))
+        assert error.exit_code is ExitCode.WEIGHTS_UNAUTHORIZED
+        assert "credentialsSecretRef" in str(error)
+        assert "hf_stale" not in str(error)
+
+    @pytest.mark.parametrize("token", [None, "hf_reader"])
+    def test_a_gated_model_is_unauthorized_until_its_terms_are_accepted(
+        self, endpoint: str, tmp_path: Path, token: str | None
+    ) -> None:
+        error = failure(ModelSource(uri="hf://acme/gated"), tmp_path, Hub(endpoint, token))
+        assert error.exit_code is ExitCode.WEIGHTS_UNAUTHORIZED
+        assert "accept its terms" in str(error)
+        assert materialize(ModelSource(uri="hf://acme/gated"), tmp_path, quiet, Hub(endpoint, "hf_member"))
+
+
+class TestRetries:
+    @pytest.mark.parametrize("status", [0, 429, 500, 503])
+    def test_what_time_may_heal_is_tried_again(
+        self, shelf: Shelf, hub: Hub, tmp_path: Path, pauses: list[float], status: int
+    ) -> None:
+        shelf.fail_next(status, status)
+        assert materialize(ModelSource(uri=f"{MODEL}@v1"), tmp_path, quiet, hub).is_dir()
+        assert pauses == list(RETRY_SECONDS[:2])
+
+    def test_a_hub_that_cannot_be_reached_is_said_with_its_address(
+        self, tmp_path: Path, pauses: list[float], capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        nowhere = Hub("http://127.0.0.1:9", token=None, sleep=pauses.append)
+        with pytest.raises(HubUnreachable, match=r"^http://127.0.0.1:9 cannot be reached for hf://acme/tiny after 5"):
+            materialize(ModelSource(uri=MODEL), tmp_path, quiet, nowhere)
+        assert pauses == list(RETRY_SECONDS)
+        assert capsys.readouterr().err.count("trying again") == len(RETRY_SECONDS)
+
+    def test_the_environment_names_the_hub_and_the_token(
+        self, endpoint: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setenv("HF_ENDPOINT", endpoint + "/")
+        monkeypatch.setenv("HF_TOKEN", "hf_reader")
+        assert materialize(ModelSource(uri="hf://acme/secret"), tmp_path, quiet).is_dir()
