@@ -1,0 +1,300 @@
+"""What the scheduler decides, each decision in the smallest setting that shows it. Tokens are checked in every run."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import pairwise
+
+import pytest
+
+from helpers.engine_driver import Run, alone, request, serve, start
+from neuron_runtime.backend.strict import neuron_limits
+from neuron_runtime.core import BackendLimits, FinishReason, Kind, StepOutput
+from neuron_runtime.engine.blocks import Pool
+from neuron_runtime.engine.scheduler import Scheduler
+from neuron_runtime.errors import BackendFailed
+
+BLOCKS = BackendLimits(max_rows=4, max_model_length=32, max_step_tokens=16, block_size=4, num_blocks=32)
+DEVICE = replace(BLOCKS, steps_in_flight=2, token_feedback="device")
+NEURON = neuron_limits(max_rows=4, max_model_length=32)
+SEVERAL = replace(DEVICE, max_tokens_per_row=4, num_lookahead_tokens=3)
+SMALL = replace(BLOCKS, num_blocks=8)
+"""Room for one sequence of the model's length."""
+
+
+def kinds(run: Run) -> str:
+    """One letter per step: p, d or m."""
+    return "".join(batch.kind.value[0] for batch in run.backend.batches)
+
+
+# Prompts
+
+
+def test_a_long_prompt_is_fed_in_parts_and_only_the_last_part_samples() -> None:
+    limits = replace(BLOCKS, max_step_tokens=8)
+    rows = [batch.rows for batch in serve(limits, request("a", 20, max_tokens=2)).backend.batches]
+    assert [r.num_tokens for r in rows] == [(8,), (8,), (4,), (1,)]
+    assert [r.samples for r in rows] == [(False,), (False,), (True,), (True,)]
+
+
+def test_no_part_but_the_last_is_shorter_than_the_minimum() -> None:
+    limits = replace(BLOCKS, max_step_tokens=10, min_chunk_tokens=7, max_prefill_rows=4)
+    run = serve(limits, *[request(name, 13, max_tokens=4) for name in "abc"])
+    assert any(not samples for batch in run.backend.batches for samples in batch.rows.samples)
+
+
+def test_no_step_computes_more_of_a_sequence_than_one_shot_allows() -> None:
+    limits = replace(BLOCKS, max_one_shot_prefill=5)
+    run = serve(limits, request("a", 12, max_tokens=2))
+    assert [batch.num_tokens for batch in run.backend.batches] == [5, 5, 2, 1]
+
+
+def test_where_prompts_cannot_be_fed_in_parts_they_are_fed_whole() -> None:
+    run = serve(NEURON, request("a", 20, max_tokens=3), request("b", 7, max_tokens=3))
+    prefills = [batch for batch in run.backend.batches if batch.kind is Kind.PREFILL]
+    assert [batch.rows.num_tokens for batch in prefills] == [(20,), (7,)]
+
+
+def test_a_step_prefills_no_more_rows_than_the_backend_can() -> None:
+    limits = replace(BLOCKS, max_prefill_rows=2)
+    run = serve(limits, *[request(name, 3, max_tokens=2) for name in "abc"])
+    assert [len(batch.rows) for batch in run.backend.batches] == [2, 3, 1]
+
+
+# Progress
+
+
+def test_one_prefill_at_most_comes_between_decode_steps_while_rows_run() -> None:
+    run = serve(NEURON, *[request(name, 5, max_tokens=6) for name in "abcdef"])
+    assert kinds(run).startswith("ppdpdpd")
+    assert "pp" not in kinds(run)[1:]
+
+
+def test_prompts_advance_beside_decode_rows_where_phases_mix() -> None:
+    limits = replace(BLOCKS, max_step_tokens=6)
+    run = serve(limits, request("a", 4, max_tokens=12), request("b", 20, max_tokens=2))
+    assert kinds(run).startswith("pmm")
+    names = [batch.rows.num_tokens for batch in run.backend.batches]
+    assert names[1:4] == [(1, 5), (1, 5), (1, 5)]
+
+
+def test_every_live_row_is_in_every_decode_step_in_slot_order() -> None:
+    run = serve(NEURON, *[request(name, 4, max_tokens=9) for name in "abcd"])
+    for batch in run.backend.batches:
+        assert list(batch.rows.slot) == sorted(batch.rows.slot)
+
+
+def test_the_lowest_free_slot_is_handed_out() -> None:
+    run = serve(NEURON, request("a", 4, 2), request("b", 4, 20), request("c", 4, 20), request("d", 4, 4))
+    assert [added.slot for batch in run.backend.batches for added in batch.added] == [0, 1, 0, 2]
+
+
+def test_waiting_requests_are_admitted_by_priority_then_arrival() -> None:
+    limits = replace(BLOCKS, max_rows=1)
+    run = start(limits)
+    asked = [request("late", 3, 2, priority=5), request("first", 3, 2), request("second", 3, 2)]
+    run.add(*asked)
+    run.finish()
+    assert list(run.reasons) == ["first", "second", "late"]
+
+
+def test_the_head_of_the_queue_is_not_overtaken_by_a_smaller_request() -> None:
+    run = serve(SMALL, request("running", 8, 8), request("large", 16, 8), request("small", 2, 2))
+    lengths = [len(added.token_ids) for batch in run.backend.batches for added in batch.added]
+    assert lengths == [8, 16, 2]
+
+
+def test_no_step_is_spent_on_a_row_whose_end_is_known() -> None:
+    for limits in (BLOCKS, DEVICE, NEURON):
+        run = serve(limits, request("a", 5, max_tokens=6))
+        assert kinds(run) == "pddddd"
+
+
+# Preemption
+
+
+def test_the_youngest_of_the_lowest_priority_is_preempted() -> None:
+    limits = replace(BLOCKS, num_blocks=9, max_prefill_rows=4)
+    run = start(limits)
+    run.add(request("a", 4, 24), request("low", 4, 24, priority=1), request("b", 4, 24))
+    preempted: list[str] = []
+    while run.engine.has_work:
+        before = {s.request.request_id for s in run.scheduler.running}
+        run.step()
+        back = {s.request.request_id for s in run.scheduler.waiting}
+        preempted += sorted(before & back)
+    assert preempted[0] == "low"
+    assert "b" in preempted
+    assert "a" not in preempted
+
+
+def test_a_preempted_sequence_goes_on_where_it_was() -> None:
+    for limits in (SMALL, replace(SMALL, steps_in_flight=2, token_feedback="device")):
+        run = serve(limits, request("a", 8, 20), request("b", 8, 20), request("c", 4, 10, temperature=1.0, seed=3))
+        assert run.engine.stats.num_preemptions_total > 0
+        added = [added for batch in run.backend.batches for added in batch.added]
+        assert len(added) == 3 + run.engine.stats.num_preemptions_total
+        assert any(len(a.token_ids) > a.num_prompt_tokens for a in added), "the answer so far came along"
+
+
+def test_nobody_is_preempted_where_a_long_sequence_could_not_be_computed_again() -> None:
+    limits = replace(SMALL, chunks_prefill=False, max_one_shot_prefill=8)
+    run = serve(limits, request("a", 8, 16), request("b", 8, 16), request("c", 8, 16))
+    assert run.engine.stats.num_preemptions_total == 0
+
+
+def test_nobody_is_preempted_with_a_line_per_sequence() -> None:
+    run = serve(NEURON, *[request(name, 20, 12) for name in "abcde"])
+    assert run.engine.stats.num_preemptions_total == 0
+
+
+def test_a_prompt_is_admitted_only_with_a_block_to_spare_for_each_that_may_grow() -> None:
+    # a holds 1 block and may grow to 2; b needs 6 and may grow to 7: of 8 blocks 7 are free, one too few.
+    asked = request("a", 2, 6), request("b", 21, 8)
+    for num_blocks, waits in ((8, True), (9, False)):
+        run = serve(replace(SMALL, num_blocks=num_blocks, max_prefill_rows=2), *asked)
+        added = [batch.step for batch in run.backend.batches for _ in batch.added]
+        assert (added[1] >= 5) is waits
+        assert run.engine.stats.num_preemptions_total == 0
+
+
+# Steps in flight
+
+
+def test_what_a_step_in_flight_may_write_to_is_not_handed_out() -> None:
+    # Both end at a stop token that nobody foresaw, so a row of each is still in flight when its slot is free.
+    for limits in (DEVICE, replace(DEVICE, mixes_phases=False), replace(SEVERAL, num_blocks=12)):
+        first = [request(name, 6, 20, seed=1) for name in "ab"]
+        stops = [replace(r, sampling=replace(r.sampling, stop_token_ids=frozenset(alone(r)[0][3:4]))) for r in first]
+        run = serve(replace(limits, max_rows=2), *stops, request("c", 6, 6), request("d", 6, 6))
+        assert run.reasons["a"] is FinishReason.STOP
+
+
+def test_a_row_of_a_request_that_has_ended_is_discarded() -> None:
+    stop = request("a", 6, 20)
+    stop = replace(stop, sampling=replace(stop.sampling, stop_token_ids=frozenset(alone(stop)[0][2:3])))
+    run = serve(DEVICE, stop)
+    assert len(run.backend.batches) > len(run.tokens["a"]), "the row scheduled ahead ran for nothing"
+
+
+def test_blocks_are_reserved_for_the_most_a_row_can_take_and_the_surplus_returns() -> None:
+    run = serve(SEVERAL, request("a", 6, 24), request("b", 3, 20))
+    kept = [pair for batch in run.backend.batches for pair in batch.kept_blocks]
+    assert kept, "no row ever took less than the most"
+
+
+def test_a_row_behind_one_that_may_be_the_last_waits() -> None:
+    for limits in (SEVERAL, neuron_limits(max_rows=3, max_model_length=32, max_tokens_per_row=4)):
+        for max_tokens in range(1, 9):
+            serve(limits, request("a", 8, max_tokens), request("b", 5, 12), request("c", 9, max_tokens))
+
+
+def test_at_most_two_steps_are_scheduled_and_not_applied() -> None:
+    run = start(DEVICE)
+    run.add(request("a", 4, 20))
+    while run.engine.has_work:
+        run.step()
+        assert len(run.scheduler.planned) <= 1
+
+
+# Ends
+
+
+def test_an_answer_ends_at_the_first_stop_token_in_a_row_of_several() -> None:
+    plain = request("a", 6, 20)
+    tokens = alone(plain)[0]
+    for limits in (SEVERAL, BLOCKS):
+        for at in range(1, 12):
+            stops = frozenset({tokens[at]})
+            asked = replace(plain, sampling=replace(plain.sampling, stop_token_ids=stops))
+            run = serve(limits, asked)
+            assert run.tokens["a"] == list(tokens[: tokens.index(tokens[at]) + 1])
+            assert run.reasons["a"] is FinishReason.STOP
+
+
+def test_a_stop_token_before_min_tokens_does_not_end_the_answer() -> None:
+    plain = request("a", 6, 12)
+    tokens = alone(plain)[0]
+    sampling = replace(plain.sampling, stop_token_ids=frozenset(tokens), min_tokens=5)
+    run = serve(BLOCKS, replace(plain, sampling=sampling))
+    assert run.tokens["a"] == list(tokens[:6])
+
+
+def test_an_abort_frees_everything_wherever_the_request_stands() -> None:
+    for limits in (BLOCKS, DEVICE, SEVERAL, SMALL, NEURON):
+        for after in range(12):
+            for victim in "abcde":
+                run = start(limits)
+                asked = [request(name, 6, 8) for name in "abcde"]
+                run.add(*asked)
+                for _ in range(after):
+                    run.step()
+                if victim not in run.reasons:
+                    run.abort(victim)
+                    run.abort(victim)
+                run.finish()
+                run.check_tokens(asked)
+
+
+def test_aborting_unknown_and_finished_requests_is_harmless() -> None:
+    run = serve(BLOCKS, request("a", 3, 2))
+    run.engine.abort("a")
+    run.engine.abort("nobody")
+    assert not run.engine.has_work
+
+
+# The backend's side of the bargain
+
+
+@pytest.mark.parametrize(
+    ("output", "complaint"),
+    [
+        (StepOutput(1, ((1,),)), "step 1 with 1 rows, step 0 with 1 rows was due"),
+        (StepOutput(0, ((1,), (2,))), "step 0 with 2 rows, step 0 with 1 rows was due"),
+        (StepOutput(0, ((),)), r"1 to 1 tokens, got \[0\]"),
+        (StepOutput(0, ((1, 2),)), r"1 to 1 tokens, got \[2\]"),
+    ],
+)
+def test_an_output_that_is_not_the_steps_is_refused(output: StepOutput, complaint: str) -> None:
+    scheduler = Scheduler(BLOCKS)
+    scheduler.add(request("a", 3, 4))
+    scheduler.schedule()
+    with pytest.raises(BackendFailed, match=complaint):
+        scheduler.apply(output)
+
+
+def test_a_batch_is_a_delta_that_names_each_change_once() -> None:
+    run = serve(DEVICE, *[request(name, 5, 9) for name in "abcdef"])
+    added = [a.slot for batch in run.backend.batches for a in batch.added]
+    released = [slot for batch in run.backend.batches for slot in batch.released]
+    assert len(added) == 6
+    # Releases travel with the next batch, and nothing follows the last one.
+    assert 3 <= len(released) <= 6
+    blocks = [block for batch in run.backend.batches for _, block in batch.appended_blocks]
+    assert len(blocks) == 6 * (DEVICE.blocks_for(13) - DEVICE.blocks_for(5))
+
+
+def test_steps_are_numbered_one_by_one() -> None:
+    run = serve(BLOCKS, request("a", 5, 9), request("b", 5, 9))
+    assert all(after.step == before.step + 1 for before, after in pairwise(run.backend.batches))
+
+
+# The pool
+
+
+def test_a_pool_hands_out_the_lowest_numbers_and_knows_its_holders() -> None:
+    pool = Pool(5)
+    assert pool.take(3) == [0, 1, 2]
+    pool.give_back([1])
+    assert pool.take(2) == [1, 3]
+    pool.share([0])
+    pool.give_back([0])
+    assert pool.num_used == 4, "one holder of 0 is left"
+    pool.give_back([0])
+    assert pool.take(1) == [0]
+    with pytest.raises(ValueError, match="2 numbers wanted, 1 free"):
+        pool.take(2)
+    with pytest.raises(ValueError, match="4 is free already"):
+        pool.give_back([4])
+    with pytest.raises(ValueError, match="4 is free and cannot be shared"):
+        pool.share([4])
