@@ -46,6 +46,10 @@ class SlotMirror:
             if not self._live[slot]:
                 raise IllegalBatch(f"step {batch.step} releases slot {slot}, which is free")
             self._live[slot] = False
+        for slot, num_kept in batch.kept_blocks:
+            if not (self._live[slot] and 0 < num_kept <= self._num_lines[slot]):
+                raise IllegalBatch(f"step {batch.step} keeps {num_kept} blocks of slot {slot}, which has fewer")
+            self._num_lines[slot] = num_kept
         for added in batch.added:
             self._add(batch.step, added)
         for slot, block in batch.appended_blocks:

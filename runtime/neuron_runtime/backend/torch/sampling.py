@@ -113,8 +113,10 @@ def draw(
     """
     vocabulary = logits.shape[1]
     top_k = np.where(top_k == 0, vocabulary, np.minimum(top_k, vocabulary))
+    # Off means that no token is left out, also where rounding lets the running mass reach 1.0 early.
+    top_p = np.where(top_p >= 1.0, np.inf, top_p)
     tokens = np.empty(len(logits), dtype=np.int64)
-    everything = (top_k == vocabulary) & (top_p >= 1.0)
+    everything = (top_k == vocabulary) & np.isinf(top_p)
     if everything.any():
         rows = np.flatnonzero(everything)
         weights = logits[torch.from_numpy(rows)].softmax(dim=-1, dtype=torch.float64)

@@ -1,0 +1,59 @@
+"""Small models with random weights, loaded backends over them, and what transformers computes with the same files."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from neuron_runtime.backend.torch.backend import TorchBackend
+from neuron_runtime.backend.torch.loader import load
+from neuron_runtime.backend.torch.random_model import llama_config, write_random_model
+from neuron_runtime.config import EngineLimits, ModelSource, RuntimeConfig
+
+NEAR_TIE = 1e-3
+"""Below this top-two gap two ways of rounding may choose differently."""
+
+# Small products on few cores: threads that wait for each other would cost more than they bring.
+torch.set_num_threads(1)
+
+
+def random_model(folder: Path, *, scale: float = 0.1, max_shard_bytes: int = 2**32, **config: Any) -> Path:
+    """A folder with a model of `llama_config(**config)`; the scale keeps near ties rare."""
+    write_random_model(folder, llama_config(**config), scale=scale, max_shard_bytes=max_shard_bytes)
+    return folder
+
+
+def runtime_config(*, layout: Any = "auto", dtype: Any = "auto", **limits: int) -> RuntimeConfig:
+    return RuntimeConfig(
+        version=1,
+        model=ModelSource(uri="file:///model"),
+        served_names=("model",),
+        layout=layout,
+        dtype=dtype,
+        limits=EngineLimits(**limits),
+    )
+
+
+def load_backend(folder: Path, *, available_bytes: int = 2**30, **config: Any) -> TorchBackend:
+    return load(folder, runtime_config(**config), lambda what, share: None, lambda: available_bytes)
+
+
+def reference(folder: Path) -> Any:
+    """The same model in transformers, float32, quiet."""
+    from transformers import LlamaForCausalLM
+    from transformers.utils import logging as transformers_logging
+
+    transformers_logging.disable_progress_bar()
+    transformers_logging.set_verbosity(logging.ERROR)
+    return LlamaForCausalLM.from_pretrained(folder).float().eval()
+
+
+@torch.inference_mode()
+def reference_logits(model: Any, token_ids: Sequence[int]) -> torch.Tensor:
+    """Logits `[len(token_ids), vocabulary]` of one sequence alone."""
+    logits: torch.Tensor = model(torch.tensor([list(token_ids)])).logits[0]
+    return logits

@@ -1,0 +1,183 @@
+"""Sampling: the random numbers are the published ones, the distribution is the asked one on every path."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+import torch
+
+from neuron_runtime.backend.torch.sampling import (
+    MAX_CANDIDATES,
+    SamplingTable,
+    choose,
+    draw,
+    logprobs,
+    philox_4x32,
+    restrict,
+    uniform,
+)
+from neuron_runtime.core import Late, SamplingParams
+
+
+def words(*values: int) -> np.ndarray:
+    return np.array([[value] for value in values], dtype=np.uint64)
+
+
+@pytest.mark.parametrize(
+    ("counter", "key", "expected"),
+    [
+        ((0, 0, 0, 0), (0, 0), (0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8)),
+        ((2**32 - 1,) * 4, (2**32 - 1,) * 2, (0x408F276D, 0x41C83B0E, 0xA20BC7C6, 0x6D5451FD)),
+        (
+            (0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344),
+            (0xA4093822, 0x299F31D0),
+            (0xD16CFE09, 0x94FDCCEB, 0x5001E420, 0x24126EA1),
+        ),
+    ],
+)
+def test_philox_gives_the_known_answers_of_its_authors(
+    counter: tuple[int, ...], key: tuple[int, ...], expected: tuple[int, ...]
+) -> None:
+    assert philox_4x32(words(*counter), words(*key)).ravel().tolist() == list(expected)
+
+
+def test_random_numbers_depend_on_each_of_seed_choice_and_position_and_on_nothing_else() -> None:
+    cases = list(itertools.product([0, 1, 2**40, 2**64 - 1], [0, 1, 5], range(50)))
+    seeds, choices, positions = np.array(cases, dtype=np.uint64).T
+    numbers = uniform(seeds, choices, positions)
+    assert len(set(numbers.tolist())) == len(numbers)
+    assert ((numbers >= 0) & (numbers < 1)).all()
+    order = np.random.default_rng(0).permutation(len(numbers))
+    assert (uniform(seeds[order], choices[order], positions[order]) == numbers[order]).all()
+
+
+def test_random_numbers_are_spread_evenly() -> None:
+    positions = np.arange(20_000, dtype=np.uint64)
+    zeros = np.zeros_like(positions)
+    counts = np.histogram(uniform(zeros + np.uint64(7), zeros, positions), bins=50, range=(0, 1))[0]
+    # Chi-square with 49 degrees of freedom: 85 is its 99.9 % point.
+    assert (((counts - 400.0) ** 2) / 400.0).sum() < 85
+
+
+def expected_shares(logits: torch.Tensor, top_k: int, top_p: float) -> torch.Tensor:
+    """The definition, one row at a time: top-k, then the smallest set of likeliest tokens that reaches top_p."""
+    shares = logits.double().softmax(-1)
+    order = shares.argsort(descending=True)[: top_k or len(shares)]
+    kept = shares[order] / shares[order].sum()
+    before = kept.cumsum(-1) - kept
+    out = torch.zeros_like(shares)
+    out[order] = kept if top_p == 1.0 else torch.where(before < top_p, kept, 0.0)
+    return out / out.sum()
+
+
+RESTRICTIONS = [(0, 1.0), (5, 1.0), (0, 0.8), (12, 0.9), (1, 1.0), (0, 1e-9), (40, 0.9999)]
+
+
+@pytest.mark.parametrize(("top_k", "top_p"), RESTRICTIONS)
+def test_draws_follow_the_restricted_distribution(top_k: int, top_p: float) -> None:
+    logits = torch.randn(40, generator=torch.Generator().manual_seed(5)) * 2
+    shares = expected_shares(logits, top_k, top_p).numpy()
+    num = 4000
+    drawn = draw(logits.expand(num, -1), np.full(num, top_k), np.full(num, top_p), (np.arange(num) + 0.5) / num)
+    counts = np.bincount(drawn, minlength=40)
+    # Evenly spaced draws must hit each token in proportion, give or take the two ends of its interval.
+    assert np.abs(counts - shares * num).max() <= 1.5
+
+
+def test_random_draws_pass_a_chi_square_test() -> None:
+    logits = torch.linspace(0, 3, 20)
+    table = SamplingTable(1)
+    table.set(0, SamplingParams(temperature=0.7, seed=42), num_prompt_tokens=3)
+    num = 5000
+    tokens = choose(logits.expand(num, -1), table, np.zeros(num, dtype=np.int64), np.arange(3, 3 + num))
+    expected = expected_shares(logits / 0.7, 0, 1.0).numpy() * num
+    # 19 degrees of freedom: 43.8 is the 99.9 % point.
+    assert (((np.bincount(tokens, minlength=20) - expected) ** 2) / expected).sum() < 43.8
+
+
+def test_every_path_through_the_sampler_gives_the_same_token() -> None:
+    vocabulary = 3 * MAX_CANDIDATES
+    logits = (
+        torch.randn(64, vocabulary, generator=torch.Generator().manual_seed(1)) * torch.linspace(0.5, 6, 64)[:, None]
+    )
+    rng = np.random.default_rng(2)
+    top_k = rng.choice([0, 3, 100, MAX_CANDIDATES, MAX_CANDIDATES + 1, 2 * MAX_CANDIDATES, vocabulary], 64)
+    top_p = rng.choice([1.0, 0.999, 0.9, 0.5, 0.01], 64)
+    draws = rng.random(64)
+    together = draw(logits, top_k, top_p, draws)
+    for i in range(64):
+        row = slice(i, i + 1)
+        assert draw(logits[row], top_k[row], top_p[row], draws[row])[0] == together[i]
+        shares = expected_shares(logits[i], int(top_k[i]), float(top_p[i]))
+        running = shares.cumsum(-1).numpy()
+        token = together[i]
+        assert shares[token] > 0
+        assert running[token] - shares[token].item() - 1e-5 <= draws[i] <= running[token] + 1e-5
+
+
+def test_rounding_that_swaps_two_nearly_equal_logits_does_not_swap_the_tokens_drawn() -> None:
+    num = 1000
+    logits = torch.tensor([1.0, 2.0, 2.0 + 1e-6, 0.5])
+    swapped = torch.tensor([1.0, 2.0 + 1e-6, 2.0, 0.5])
+    draws = (np.arange(num) + 0.5) / num
+    top_k, top_p = np.full(num, 3), np.full(num, 1.0)
+    same = draw(logits.expand(num, -1), top_k, top_p, draws) == draw(swapped.expand(num, -1), top_k, top_p, draws)
+    assert same.sum() >= num - 1
+
+
+def test_the_largest_and_smallest_draw_stay_within_what_is_kept() -> None:
+    logits = torch.tensor([[-40.0, 0.0, 1.0, -40.0, -1e30]])
+    for top_k, top_p in RESTRICTIONS:
+        for value in (0.0, np.nextafter(1.0, 0.0)):
+            token = draw(logits, np.array([top_k]), np.array([top_p]), np.array([value]))[0]
+            assert expected_shares(logits[0], top_k, top_p)[token] > 0
+
+
+def test_a_batch_of_greedy_and_drawing_rows_gives_each_row_its_own() -> None:
+    logits = torch.randn(6, 50, generator=torch.Generator().manual_seed(3))
+    table = SamplingTable(6)
+    for slot in range(6):
+        table.set(slot, SamplingParams(temperature=0.0 if slot % 2 else 1.0, seed=slot), num_prompt_tokens=4)
+    slots, positions = np.array([5, 0, 3, 2, 1, 4]), np.array([9, 4, 5, 8, 4, 7])
+    together = choose(logits, table, slots, positions)
+    for i in range(6):
+        assert choose(logits[i : i + 1], table, slots[i : i + 1], positions[i : i + 1])[0] == together[i]
+    for i in (0, 2, 4):
+        assert together[i] == logits[i].argmax()
+
+
+def test_the_output_position_counts_from_the_prompt_of_the_client_not_from_what_was_recomputed() -> None:
+    logits = torch.zeros(1, 1000)
+    short, long = SamplingTable(1), SamplingTable(1)
+    short.set(0, SamplingParams(seed=9), num_prompt_tokens=5)
+    long.set(0, SamplingParams(seed=9), num_prompt_tokens=50)
+    slot = np.zeros(1, dtype=np.int64)
+    assert choose(logits, short, slot, np.array([8])) == choose(logits, long, slot, np.array([53]))
+    assert choose(logits, short, slot, np.array([8])) != choose(logits, short, slot, np.array([9]))
+
+
+def test_a_late_mask_leaves_only_the_allowed_tokens_and_only_in_its_row() -> None:
+    logits = torch.randn(3, 30, generator=torch.Generator().manual_seed(8))
+    late = Late(allowed_token_ids=(None, (4, 7), None, (11,)))
+    masked = restrict(logits, np.array([0, 1, 3]), late)
+    assert torch.equal(masked[0], logits[0])
+    assert masked[1].isfinite().nonzero().ravel().tolist() == [4, 7]
+    assert torch.equal(masked[1, [4, 7]], logits[1, [4, 7]])
+    assert masked[2].argmax() == 11
+    drawn = draw(masked[1:2].expand(50, -1), np.zeros(50, int), np.full(50, 0.9), np.linspace(0, 0.999, 50))
+    assert set(drawn.tolist()) <= {4, 7}
+
+
+def test_logprobs_are_those_of_the_whole_vocabulary_best_first() -> None:
+    logits = torch.randn(3, 30, generator=torch.Generator().manual_seed(8))
+    logs = logits.log_softmax(-1)
+    found = logprobs(logits, np.array([6, 7, 8]), np.array([2, -1, 0]))
+    assert found[1] == ()
+    assert found[2][0].top == ()
+    assert found[2][0].logprob == pytest.approx(logs[2, 8].item())
+    assert found[0][0].token_id == 6
+    best = logs[0].topk(2)
+    assert [token for token, _ in found[0][0].top] == best.indices.tolist()
+    assert [value for _, value in found[0][0].top] == pytest.approx(best.values.tolist())
