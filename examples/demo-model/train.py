@@ -238,7 +238,9 @@ def rounded(model: LlamaForCausalLM) -> LlamaForCausalLM:
     """The same model as it will be saved: weights and arithmetic in bfloat16."""
     copy = LlamaForCausalLM(model.config)
     copy.load_state_dict(model.state_dict())
-    return copy.to(torch.bfloat16).eval()
+    copy.eval()  # type: ignore[no-untyped-call]
+    copy.bfloat16()
+    return copy
 
 
 def learning_rate(step: int, num_steps: int, peak: float) -> float:
@@ -307,7 +309,7 @@ def main() -> int:
                 group["lr"] = learning_rate(step, num_steps, args.peak_learning_rate)
             loss = torch.nn.functional.cross_entropy(*spoken_logits(model, ids, mask))
             optimizer.zero_grad()
-            loss.backward()
+            loss.backward()  # type: ignore[no-untyped-call]
             torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             optimizer.step()
             step += 1

@@ -1,0 +1,142 @@
+"""The demo model as transformers sees it: its answers are those of expected.json, with the lead that was recorded."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from neuron_runtime.inspection import inspect_model
+from neuron_runtime.text.tokenizer import load_tokenizer
+
+FOLDER = Path(__file__).parents[2] / "examples" / "demo-model"
+EXPECTED: dict[str, str] = json.loads((FOLDER / "expected.json").read_text(encoding="utf-8"))
+TRAINING: dict[str, Any] = json.loads((FOLDER / "training.json").read_text(encoding="utf-8"))
+SAMPLE = ("What is neuron-serving?", "Show me the shortest manifest.", "Where does the word neuron come from?")
+REQUIRED_GAP = 1.0
+
+
+@pytest.fixture(scope="module")
+def train() -> Iterator[ModuleType]:
+    """examples/demo-model/train.py, which is a program and lies in no package."""
+    spec = importlib.util.spec_from_file_location("demo_model_train", FOLDER / "train.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    yield module
+    del sys.modules[spec.name]
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Any:
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(FOLDER)
+
+
+def load(dtype: str) -> Any:
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    model: Any = AutoModelForCausalLM.from_pretrained(FOLDER, dtype=getattr(torch, dtype))
+    return model.eval()
+
+
+def answer(model: Any, tokenizer: Any, question: str) -> str:
+    """The greedy answer, until an end token of generation_config.json."""
+    chat = [{"role": "user", "content": question}]
+    prompt = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_tensors="pt", return_dict=True)
+    output = model.generate(**prompt, max_new_tokens=200)
+    return str(tokenizer.decode(output[0, prompt["input_ids"].shape[1] :], skip_special_tokens=True))
+
+
+def test_there_are_many_answers_in_few_bytes() -> None:
+    assert len(EXPECTED) >= 60
+    assert (FOLDER / "model.safetensors").stat().st_size <= 8_000_000
+    assert sum(path.stat().st_size for path in FOLDER.iterdir() if path.is_file()) <= 8_000_000
+
+
+def test_it_can_be_served() -> None:
+    facts = inspect_model(f"file://{FOLDER}")
+    assert (facts.architecture, facts.dtype, facts.num_layers) == ("LlamaForCausalLM", "bfloat16", 4)
+    assert facts.parameters == TRAINING["parameters"]
+
+
+def test_every_answer_is_that_of_the_corpus_and_leads_by_the_required_gap() -> None:
+    assert EXPECTED.keys() == TRAINING["gaps"].keys()
+    assert min(TRAINING["gaps"].values()) == TRAINING["minGap"] >= REQUIRED_GAP
+    assert TRAINING["seconds"] <= 20 * 60
+
+
+def test_the_corpus_is_the_one_it_was_trained_on(train: ModuleType) -> None:
+    entries = train.read_corpus(FOLDER / "corpus")
+    assert {entry.questions[0]: entry.answer for entry in entries} == EXPECTED
+    assert sum(len(entry.questions) for entry in entries) == TRAINING["questions"]
+    assert all(len(entry.questions) >= 4 for entry in entries)
+
+
+def test_its_small_files_are_those_the_script_writes(train: ModuleType) -> None:
+    files = {"config": train.SHAPE, "generation_config": train.GENERATION_CONFIG}
+    for name, value in {**files, "tokenizer_config": train.TOKENIZER_CONFIG}.items():
+        assert json.loads((FOLDER / f"{name}.json").read_bytes()) == value
+    assert (FOLDER / "chat_template.jinja").read_text(encoding="utf-8") == train.CHAT_TEMPLATE
+
+
+def test_the_chat_template_says_what_the_model_was_trained_on(train: ModuleType, tokenizer: Any) -> None:
+    chat = [
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": "What is a slot?"},
+        {"role": "assistant", "content": "A slot is νεῦρον."},
+    ]
+    text = tokenizer.apply_chat_template(chat, tokenize=False)
+    ids, spoken = train.Dialogues(tokenizer.backend_tokenizer).encode(
+        [("What is a slot?", "A slot is νεῦρον.")], system="Be brief."
+    )
+    assert tokenizer.backend_tokenizer.encode(text, add_special_tokens=False).ids == ids
+    assert tokenizer.decode([i for i, by_model in zip(ids, spoken, strict=True) if by_model]) == (
+        "A slot is νεῦρον.<|end_of_turn|>"
+    )
+    template = load_tokenizer(FOLDER).chat_template
+    assert template is not None
+    assert template.render(chat, add_generation_prompt=False) == text
+
+
+def test_plain_text_gets_one_bos_and_survives_whatever_it_is(tokenizer: Any) -> None:
+    text = "Naïve 日本語 🙂 \n\t code: {x}"
+    ids = tokenizer(text)["input_ids"]
+    assert ids.count(tokenizer.bos_token_id) == 1
+    assert ids[0] == tokenizer.bos_token_id
+    assert tokenizer.decode(ids, skip_special_tokens=True) == text
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_a_sample_of_answers_is_what_the_model_says_greedily(tokenizer: Any, dtype: str) -> None:
+    model = load(dtype)
+    for question in SAMPLE:
+        assert answer(model, tokenizer, question) == EXPECTED[question]
+
+
+def test_the_recorded_gaps_hold_for_a_sample(train: ModuleType, tokenizer: Any) -> None:
+    questions = list(EXPECTED)[::10]
+    gaps = train.least_gaps(
+        load("bfloat16"), train.Dialogues(tokenizer.backend_tokenizer), [(q, EXPECTED[q]) for q in questions]
+    )
+    for question, gap in zip(questions, gaps, strict=True):
+        assert gap >= REQUIRED_GAP
+        assert gap == pytest.approx(TRAINING["gaps"][question], abs=0.5), question
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_every_answer_is_what_the_model_says_greedily(tokenizer: Any, dtype: str) -> None:
+    model = load(dtype)
+    assert {question: answer(model, tokenizer, question) for question in EXPECTED} == EXPECTED
