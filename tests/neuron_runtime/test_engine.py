@@ -1,0 +1,297 @@
+"""The engine's loop: overlap, late sampling, admission, failure, numbers."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from dataclasses import replace
+
+import pytest
+
+from helpers.engine_driver import RecordingBackend, alone, request, serve, start
+from neuron_runtime.backend.strict import neuron_limits
+from neuron_runtime.core import BackendLimits, Batch, Kind, Late, Request, StepOutput
+from neuron_runtime.engine.admission import max_new_tokens, max_steps
+from neuron_runtime.engine.loop import Engine
+from neuron_runtime.errors import InvalidRequest, Overloaded
+
+HOST = BackendLimits(max_rows=4, max_model_length=256, max_step_tokens=64, block_size=8, num_blocks=128)
+DEVICE = replace(HOST, steps_in_flight=2, token_feedback="device")
+DEVICE_ONE = replace(HOST, steps_in_flight=1, token_feedback="device")
+NEURON = neuron_limits(max_rows=4, max_model_length=256)
+
+
+class BlockingBackend(RecordingBackend):
+    """`collect` does not return until the gate is opened for its step."""
+
+    def __init__(self, limits: BackendLimits) -> None:
+        super().__init__(limits)
+        self.waits = threading.Semaphore(0)
+        self.gate = threading.Semaphore(0)
+
+    def collect(self, step: int) -> StepOutput:
+        self.waits.release()
+        if not self.gate.acquire(timeout=60):
+            raise TimeoutError(f"nobody opened the gate for step {step}")
+        return super().collect(step)
+
+
+@pytest.mark.parametrize("limits", [DEVICE, HOST, NEURON], ids=["device feedback", "host feedback", "neuron"])
+def test_the_next_step_is_scheduled_while_one_runs_and_launched_too_when_the_device_feeds_itself(
+    limits: BackendLimits,
+) -> None:
+    backend = BlockingBackend(limits)
+    engine = Engine(backend)
+    requests = [request(name, 5, max_tokens=100) for name in "abcd"]
+    for asked in requests:
+        engine.add(asked)
+    got: dict[str, list[int]] = {asked.request_id: [] for asked in requests}
+
+    def work() -> None:
+        while engine.has_work:
+            for event in engine.step():
+                got[event.request_id] += event.token_ids
+
+    worker = threading.Thread(target=work, daemon=True)
+    worker.start()
+    num_decode = num_scheduled_ahead = num_launched_ahead = 0
+    while worker.is_alive():
+        if not backend.waits.acquire(timeout=0.2):
+            continue
+        # `collect` blocks now, so whatever is scheduled or launched was so before the step ended.
+        running = next(planned.batch for planned in engine._scheduler.planned)
+        newest = engine._scheduler.planned[-1].batch
+        if running.kind is Kind.DECODE:
+            num_decode += 1
+            num_scheduled_ahead += newest.step == running.step + 1
+            num_launched_ahead += backend.batches[-1].step == running.step + 1
+        backend.gate.release()
+    worker.join()
+    assert got == {asked.request_id: list(alone(asked)[0]) for asked in requests}
+    assert num_decode >= 99
+    assert num_scheduled_ahead >= 0.95 * num_decode
+    if limits.token_feedback == "device":
+        assert num_launched_ahead >= 0.95 * num_decode
+    else:
+        assert num_launched_ahead == 0
+    stats = engine.stats
+    assert stats.num_decode_steps_ahead_total >= 0.95 * stats.num_decode_steps_total
+
+
+@pytest.mark.parametrize("limits", [DEVICE, DEVICE_ONE, HOST, NEURON])
+def test_each_step_is_sampled_once_before_the_next_launch_and_collected_in_order(limits: BackendLimits) -> None:
+    run = serve(limits, *[request(name, 5, max_tokens=20) for name in "abcdef"])
+    by_call = {
+        name: [step for call, step in run.backend.calls if call == name] for name in ("launch", "sample", "collect")
+    }
+    steps = list(range(len(run.backend.batches)))
+    assert by_call == {"launch": steps, "sample": steps, "collect": steps}
+    for (call, step), (following, same) in zip(run.backend.calls, run.backend.calls[1:], strict=False):
+        if call == "launch":
+            assert (following, same) == ("sample", step)
+
+
+def test_with_host_feedback_no_row_is_left_to_the_step_in_flight() -> None:
+    run = serve(HOST, request("a", 5, max_tokens=9), request("b", 100, max_tokens=9))
+    assert not any(batch.waits_for_step_in_flight for batch in run.backend.batches)
+    assert run.engine.stats.num_decode_steps_ahead_total > 0
+
+
+class EvenTokensOnly:
+    """Requests whose id starts with `even` may only say even numbers, and never the same twice in a row."""
+
+    def __init__(self) -> None:
+        self.asked: list[tuple[str, int]] = []
+
+    def needs_host(self, request: Request) -> bool:
+        return request.request_id.startswith("even")
+
+    def allowed_token_ids(self, request: Request, output_token_ids: Sequence[int]) -> tuple[int, ...]:
+        self.asked.append((request.request_id, len(output_token_ids)))
+        return tuple(token for token in range(0, 30, 2) if token not in output_token_ids[-1:])
+
+
+@pytest.mark.parametrize("limits", [DEVICE, DEVICE_ONE, HOST, NEURON])
+def test_a_row_that_needs_the_host_is_scheduled_ahead_and_sampled_after_the_step_before_was_applied(
+    limits: BackendLimits,
+) -> None:
+    late = EvenTokensOnly()
+    asked = [request("even", 5, 12), request("free", 5, 30), request("even again", 7, 12)]
+    run = start(limits, late=late)
+    run.add(*asked)
+    run.finish()
+    answers = [count for name, count in late.asked if name == "even"]
+    assert answers == list(range(12)), "the answer so far was not complete when the host was asked"
+    run.check_tokens(asked, late)
+    assert all(token % 2 == 0 for token in run.tokens["even"])
+    calls = run.backend.calls
+    for at, (call, step) in enumerate(calls):
+        if call == "sample late" and step:
+            assert ("collect", step - 1) in calls[:at], "launched before the step before it was over"
+    stats = run.engine.stats
+    assert stats.num_decode_steps_ahead_total >= 0.8 * stats.num_decode_steps_total
+    samples = [call for call, _ in calls if call.startswith("sample")]
+    assert set(samples[-10:]) == {"sample"}, "once the last of them has ended, nothing is late"
+
+
+def test_several_tokens_per_row_and_late_rows_go_together() -> None:
+    for limits in (DEVICE, HOST):
+        late = EvenTokensOnly()
+        asked = [request("even", 5, 12), request("free", 5, 30)]
+        run = start(replace(limits, max_tokens_per_row=4, num_lookahead_tokens=3), late=late)
+        run.add(*asked)
+        run.finish()
+        run.check_tokens(asked, late)
+
+
+# Admission
+
+
+@pytest.mark.parametrize(
+    ("limits", "asked", "field", "complaint"),
+    [
+        (HOST, request("a", 0), "prompt", "empty"),
+        (NEURON, request("a", 1), "prompt", "has 1 token, this model needs at least 2"),
+        (replace(NEURON, max_step_tokens=100), request("a", 101), "prompt", "has 101 tokens, at most 100"),
+        (HOST, request("a", 300), "prompt", "has 300 tokens, at most 256"),
+        (HOST, request("a", 256), "prompt", "may have 256"),
+        (replace(HOST, num_blocks=4), request("a", 33), "prompt", "may have 33"),
+        (HOST, request("a", 5, 0), "max_tokens", "at least 1, got 0"),
+        (HOST, request("a", 200, 57), "max_tokens", "ask for at most 56"),
+        (replace(HOST, num_blocks=4), request("a", 20, 14), "max_tokens", "ask for at most 13"),
+        (HOST, request("a", 5, 5, min_tokens=6), "min_tokens", "above max_tokens"),
+        (replace(HOST, max_top_k=64), request("a", 5, top_k=65), "top_k", "at most 64"),
+        (HOST, request("a", 5, logprobs=1), "logprobs", "at most 0"),
+    ],
+)  # fmt: skip
+def test_what_can_never_run_is_refused_with_field_and_limit(
+    limits: BackendLimits, asked: Request, field: str, complaint: str
+) -> None:
+    engine = start(limits).engine
+    with pytest.raises(InvalidRequest, match=complaint) as caught:
+        engine.add(asked)
+    assert caught.value.field == field
+    assert not engine.has_work
+
+
+def test_whatever_is_admitted_runs_to_its_end_at_the_edge_of_the_limits() -> None:
+    several = replace(DEVICE, max_tokens_per_row=4, num_lookahead_tokens=5)
+    for limits in (HOST, several, NEURON, replace(several, num_blocks=5), replace(HOST, num_blocks=3)):
+        for num_prompt in (2, 17, max_new_tokens(limits, 0) - 1):
+            room = max_new_tokens(limits, num_prompt)
+            serve(limits, request("a", num_prompt, room))
+            with pytest.raises(InvalidRequest):
+                start(limits).add(request("a", num_prompt, room + 1))
+
+
+def test_a_request_id_in_use_is_refused_until_its_request_has_ended() -> None:
+    run = serve(HOST, request("a", 3, 2))
+    run.engine.add(request("a", 3, 2))
+    with pytest.raises(InvalidRequest, match="'a' is running") as caught:
+        run.engine.add(request("a", 3, 2))
+    assert caught.value.field == "request_id"
+
+
+def test_a_full_queue_is_overloaded_until_one_leaves() -> None:
+    run = start(HOST, max_queued_requests=2)
+    run.add(*[request(name, 3, 50) for name in "abcdef"])
+    with pytest.raises(Overloaded, match="2 requests wait"):
+        run.engine.add(request("g", 3, 2))
+    run.step()
+    with pytest.raises(Overloaded):
+        run.engine.add(request("g", 3, 2))
+    run.abort("f")
+    run.add(request("g", 3, 2))
+    run.finish()
+
+
+def test_the_promised_number_of_steps_is_of_the_order_of_the_tokens() -> None:
+    requests = [request(name, 20, 30) for name in "abcd"]
+    assert len(serve(HOST, *requests).backend.batches) <= max_steps(HOST, requests) <= 4 * (30 + 2 * 4) + 4
+    assert max_steps(HOST, []) == 0
+
+
+# Failure and numbers
+
+
+class BrokenBackend(RecordingBackend):
+    def __init__(self, limits: BackendLimits, call: str) -> None:
+        super().__init__(limits)
+        self._call = call
+
+    def launch(self, batch: Batch) -> None:
+        self._fail("launch")
+        super().launch(batch)
+
+    def sample(self, step: int, late: Late | None) -> None:
+        self._fail("sample")
+        super().sample(step, late)
+
+    def collect(self, step: int) -> StepOutput:
+        self._fail("collect")
+        return super().collect(step)
+
+    def _fail(self, call: str) -> None:
+        if call == self._call:
+            raise OSError(f"the device is gone in {call}")
+
+
+@pytest.mark.parametrize("call", ["launch", "sample", "collect"])
+def test_an_exception_of_the_device_passes_through(call: str) -> None:
+    engine = Engine(BrokenBackend(HOST, call))
+    engine.add(request("a", 3))
+    with pytest.raises(OSError, match=f"gone in {call}"):
+        engine.step()
+
+
+def test_an_idle_engine_has_no_work_and_makes_no_step() -> None:
+    run = start(HOST)
+    assert not run.engine.has_work
+    assert run.engine.step() == []
+    assert run.backend.calls == []
+
+
+def test_the_numbers_add_up_step_by_step() -> None:
+    run = start(replace(HOST, max_rows=2), max_queued_requests=5)
+    asked = [request(name, 10, 6) for name in "abc"]
+    run.add(*asked)
+    assert (run.engine.stats.num_running, run.engine.stats.num_waiting) == (0, 3)
+    fed = new = seconds = 0.0
+    while run.engine.has_work:
+        run.step()
+        last = run.engine.stats.last_step
+        assert last is not None
+        assert last.num_tokens == run.backend.batches[last.step].num_tokens
+        fed, new, seconds = fed + last.num_tokens, new + last.num_new_tokens, seconds + last.device_seconds
+    stats = run.engine.stats
+    assert (stats.num_prompt_tokens_total, stats.num_generation_tokens_total) == (30, 18)
+    assert (fed, new) == (30 + 3 * 5, 18)
+    assert stats.device_seconds_total == pytest.approx(seconds)
+    assert seconds > 0
+    num_steps = stats.num_prefill_steps_total + stats.num_decode_steps_total + stats.num_mixed_steps_total
+    assert num_steps == len(run.backend.batches)
+    assert (stats.num_blocks_used, stats.num_blocks) == (0, 128)
+    run.step()
+    assert run.engine.stats.last_step is None
+
+
+def test_blocks_in_use_are_counted_while_a_request_runs() -> None:
+    run = start(HOST)
+    run.add(request("a", 20, 6))
+    run.step()
+    assert run.engine.stats.num_blocks_used == HOST.blocks_for(20 + 1)
+
+
+def test_logprobs_travel_with_the_tokens_they_belong_to() -> None:
+    plain = request("a", 6, 20, logprobs=2)
+    tokens = alone(plain)[0]
+    limits = replace(DEVICE, max_tokens_per_row=4, num_lookahead_tokens=3, max_logprobs=5)
+    asked = replace(plain, sampling=replace(plain.sampling, stop_token_ids=frozenset({tokens[6]})))
+    run = start(limits)
+    run.engine.add(asked)
+    run.engine.add(request("b", 6, 20))
+    events = [event for _ in range(60) for event in run.engine.step()]
+    for event in events:
+        ids = tuple(entry.token_id for entry in event.logprobs)
+        assert ids == (event.token_ids if event.request_id == "a" else ())
+        assert all(len(entry.top) == 2 for entry in event.logprobs)
