@@ -16,7 +16,7 @@ from neuron_operator.placement import Placement
 from neuron_operator.render.objects import without_empty
 from neuron_operator.world import Object, Settings
 
-START_PERIOD_SECONDS = 5
+START_PERIOD_SECONDS = 2
 START_SECONDS = 3600
 """How long a pod may load before the kubelet kills it: large models over a slow network."""
 RELEASE_SECONDS = 30
@@ -69,7 +69,7 @@ def serving_pod_template(
     container["startupProbe"] = _probe(
         "/health", period=START_PERIOD_SECONDS, failures=START_SECONDS // START_PERIOD_SECONDS
     )
-    container["readinessProbe"] = _probe("/health", period=5, failures=2)
+    container["readinessProbe"] = _probe("/health", period=2, failures=3)
     container["livenessProbe"] = _probe("/live", period=10, failures=6)
     return {
         "metadata": without_empty(
