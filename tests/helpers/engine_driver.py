@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from neuron_runtime.backend.strict import StrictBackend, next_token
 from neuron_runtime.core import BackendLimits, Batch, FinishReason, Late, Request, SamplingParams, StepOutput
+from neuron_runtime.engine.admission import max_steps
 from neuron_runtime.engine.loop import Engine, LateSampler
 from neuron_runtime.engine.scheduler import Scheduler
 
@@ -99,10 +100,10 @@ class Run:
                 self.reasons[name] = event.finish_reason
         self.check_books()
 
-    def finish(self, max_steps: int = 10_000) -> None:
+    def finish(self, most: int = 10_000) -> None:
         while self.engine.has_work:
             self.step()
-            assert len(self.backend.batches) <= max_steps, f"not done after {max_steps} steps"
+            assert len(self.backend.batches) <= most, f"not done after {most} steps"
 
     def check_books(self) -> None:
         """Slots and blocks: each has one holder or is free, and nobody holds more than it needs."""
@@ -146,13 +147,10 @@ def start(limits: BackendLimits, late: LateSampler | None = None, **options: int
     return Run(Engine(backend, late=late, **options), backend)
 
 
-def serve(limits: BackendLimits, *requests: Request, then: Callable[[Run], None] | None = None) -> Run:
-    """Add all requests, run them to the end (`then` is called after each step), and check every token and book."""
+def serve(limits: BackendLimits, *requests: Request) -> Run:
+    """Add all requests, run them to the end within the promised steps, and check every token and book."""
     run = start(limits)
     run.add(*requests)
-    while run.engine.has_work:
-        run.step()
-        if then:
-            then(run)
+    run.finish(max_steps(limits, requests))
     run.check_tokens(requests)
     return run

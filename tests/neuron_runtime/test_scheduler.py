@@ -10,6 +10,7 @@ import pytest
 from helpers.engine_driver import Run, alone, request, serve, start
 from neuron_runtime.backend.strict import neuron_limits
 from neuron_runtime.core import BackendLimits, FinishReason, Kind, StepOutput
+from neuron_runtime.engine.admission import max_new_tokens
 from neuron_runtime.engine.blocks import Pool
 from neuron_runtime.engine.scheduler import Scheduler
 from neuron_runtime.errors import BackendFailed
@@ -79,9 +80,10 @@ def test_prompts_advance_beside_decode_rows_where_phases_mix() -> None:
 
 
 def test_every_live_row_is_in_every_decode_step_in_slot_order() -> None:
-    run = serve(NEURON, *[request(name, 4, max_tokens=9) for name in "abcd"])
-    for batch in run.backend.batches:
-        assert list(batch.rows.slot) == sorted(batch.rows.slot)
+    run = serve(NEURON, request("a", 4, 2), *[request(name, 4, 14) for name in "bcd"])
+    slots = [batch.rows.slot for batch in run.backend.batches if batch.kind is Kind.DECODE]
+    assert all(list(rows) == sorted(rows) for rows in slots)
+    assert (0, 1, 2) in slots, "a line used again comes before those of older sequences"
 
 
 def test_the_lowest_free_slot_is_handed_out() -> None:
@@ -108,6 +110,12 @@ def test_no_step_is_spent_on_a_row_whose_end_is_known() -> None:
     for limits in (BLOCKS, DEVICE, NEURON):
         run = serve(limits, request("a", 5, max_tokens=6))
         assert kinds(run) == "pddddd"
+
+
+def test_a_foreseen_end_makes_nobody_wait() -> None:
+    run = serve(NEURON, request("a", 5, 4), request("b", 5, 20))
+    stats = run.engine.stats
+    assert stats.num_decode_steps_ahead_total == stats.num_decode_steps_total
 
 
 # Preemption
@@ -187,6 +195,8 @@ def test_a_row_behind_one_that_may_be_the_last_waits() -> None:
     for limits in (SEVERAL, neuron_limits(max_rows=3, max_model_length=32, max_tokens_per_row=4)):
         for max_tokens in range(1, 9):
             serve(limits, request("a", 8, max_tokens), request("b", 5, 12), request("c", 9, max_tokens))
+        for num_prompt in range(8, 16):
+            serve(limits, request("to the edge", num_prompt, max_new_tokens(limits, num_prompt)))
 
 
 def test_at_most_two_steps_are_scheduled_and_not_applied() -> None:
