@@ -50,7 +50,7 @@ def refusal(server: ApiServer, spec: dict[str, Any], name: str = "chat") -> list
         create(server, spec, name)
     assert error.value.code == 422, error.value.__notes__
     causes = json.loads(error.value.__notes__[0])["details"]["causes"]
-    return [(cause["field"], cause["message"]) for cause in causes if cause["field"] != "<nil>"]
+    return [(cause["field"].lstrip("."), cause["message"]) for cause in causes if cause["field"] != "<nil>"]
 
 
 @pytest.mark.parametrize(
