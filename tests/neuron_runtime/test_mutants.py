@@ -22,8 +22,8 @@ MUTANTS = [
     ),
     (
         scheduler,
-        "for sequence in sorted(ready, key=_slot)]",
-        "for sequence in ready]",
+        "for s in sorted((s for s, _ in missing), key=_slot)]",
+        "for s, _ in missing]",
         "every_live_row_is_in_every_decode_step_in_slot_order",
     ),
     (
@@ -76,13 +76,13 @@ MUTANTS = [
     ),
     (
         scheduler,
-        "(self.limits.max_tokens_per_row if sequence.samples else 0)",
-        "(1 if sequence.samples else 0)",
+        "most if s.samples else 0)",
+        "1 if s.samples else 0)",
         "a_row_behind_one_that_may_be_the_last_waits",
     ),
     (
         scheduler,
-        "if not (s.samples and self._length_ahead(s) >= s.max_length)]",
+        "if not (s.samples and len(s.tokens) + most >= s.max_length)]",
         "]",
         "a_row_behind_one_that_may_be_the_last_waits",
     ),
@@ -106,7 +106,7 @@ MUTANTS = [
     ),
     (
         scheduler,
-        "        if not self.limits.recomputes:",
+        "        if not self._recomputes:",
         "        if False:",
         "nobody_is_preempted_where_a_long_sequence_could_not_be_computed_again",
     ),
@@ -138,7 +138,7 @@ MUTANTS = [
         scheduler,
         "sequence.computed += batch.rows.num_tokens[i] + max(len(sampled) - 1, 0)",
         "sequence.computed += batch.rows.num_tokens[i]",
-        "an_answer_ends_at_the_first_stop_token_in_a_row_of_several",
+        "a_row_behind_one_that_may_be_the_last_waits",
     ),
     (
         scheduler,

@@ -62,6 +62,7 @@ class Scheduler:
         self._num_steps = 0
         self._max_consecutive_prefills = max_consecutive_prefills
         self._consecutive_prefills = 0
+        self._recomputes = limits.recomputes
         self._released: list[int] = []
         self._kept: dict[int, int] = {}
         self._added: list[Added] = []
@@ -76,7 +77,7 @@ class Scheduler:
 
     def add(self, request: Request) -> None:
         """Queue a request that `admission.check_request` has passed."""
-        sequence = Sequence(request, (request.priority, self._num_arrivals), list(request.prompt_token_ids))
+        sequence = Sequence(request, (request.priority, self._num_arrivals))
         self._num_arrivals += 1
         self._live[request.request_id] = sequence
         insort(self.waiting, sequence, key=_order)
@@ -105,36 +106,38 @@ class Scheduler:
         if may_prefill and not limits.mixes_phases:
             rows = self._prefill_rows(limits.max_step_tokens)
         if not rows:
-            ready = self._make_room(decoding)
-            if ready is None:
+            missing = self._make_room(decoding)
+            if missing is None:
                 return None
-            rows = self._decode_rows(ready)
+            rows = self._decode_rows(missing)
             if limits.mixes_phases:
                 rows += self._prefill_rows(limits.max_step_tokens - len(rows))
         return self._batch(rows, bool(decoding)) if rows else None
 
-    def _make_room(self, decoding: list[Sequence]) -> list[Sequence] | None:
-        """The sequences that decode now, with free blocks for all of them; None: wait for the step in flight.
+    def _make_room(self, decoding: list[Sequence]) -> list[tuple[Sequence, int]] | None:
+        """The sequences that decode now and the blocks each is short of, all free; None: wait for the step in flight.
 
         A row behind one that may be the last (several tokens per row) is left out until that is known. Nobody is
         preempted while a step is in flight: its surplus may be enough, and what it writes to cannot be reused yet.
         """
-        ready = [s for s in decoding if not (s.samples and self._length_ahead(s) >= s.max_length)]
+        most = self.limits.max_tokens_per_row
+        ready = [s for s in decoding if not (s.samples and len(s.tokens) + most >= s.max_length)]
         if self.limits.decodes_all_live_rows and len(ready) < len(decoding):
             return None
-        while sum(map(self._num_missing_blocks, ready)) > self.blocks.num_free:
+        missing = [(s, self._num_blocks(s, most if s.samples else 0) - len(s.blocks)) for s in ready]
+        while sum(count for _, count in missing) > self.blocks.num_free:
             if self.planned:
                 return None
             self._preempt(max(self.running, key=_order))
-            ready = [s for s in ready if s.slot >= 0]
-        return ready
+            missing = [(s, count) for s, count in missing if s.slot >= 0]
+        return missing
 
-    def _decode_rows(self, ready: list[Sequence]) -> list[tuple[Sequence, int]]:
-        for sequence in ready:
-            missing = self.blocks.take(self._num_missing_blocks(sequence))
-            sequence.blocks += missing
-            self._appended += [(sequence.slot, block) for block in missing]
-        return [(sequence, 1) for sequence in sorted(ready, key=_slot)]
+    def _decode_rows(self, missing: list[tuple[Sequence, int]]) -> list[tuple[Sequence, int]]:
+        for sequence, count in missing:
+            for block in self.blocks.take(count) if count else ():
+                sequence.blocks.append(block)
+                self._appended.append((sequence.slot, block))
+        return [(s, 1) for s in sorted((s for s, _ in missing), key=_slot)]
 
     def _prefill_rows(self, budget: int) -> list[tuple[Sequence, int]]:
         """Prompts in progress first, then new ones in order; the first that does not fit holds back those behind."""
@@ -206,7 +209,7 @@ class Scheduler:
         for changes in (self._added, self._appended, self._released, self._kept):
             changes.clear()
         for index, (sequence, num_tokens) in enumerate(rows):
-            sequence.row = RowInFlight(batch.step, index, num_tokens)
+            sequence.row = RowInFlight(batch.step, index, num_tokens, batch.rows.samples[index])
         self.planned.append(Planned(batch, [s for s, _ in rows]))
         return batch
 
@@ -281,19 +284,12 @@ class Scheduler:
 
     # Arithmetic of blocks
 
-    def _length_ahead(self, sequence: Sequence) -> int:
-        """Most tokens it can have when the row in flight is applied."""
-        return len(sequence.tokens) + (self.limits.max_tokens_per_row if sequence.samples else 0)
-
-    def _num_blocks(self, sequence: Sequence, ahead: int = 0) -> int:
-        """Blocks for the tokens it has (or, ahead, may have) and drafts; all at once where it cannot be preempted."""
-        if not self.limits.recomputes:
+    def _num_blocks(self, sequence: Sequence, num_coming: int = 0) -> int:
+        """Blocks for its tokens, those a row in flight may bring, and drafts; all at once if it is never preempted."""
+        if not self._recomputes:
             return self._max_blocks(sequence)
-        return self.limits.blocks_for((ahead or len(sequence.tokens)) + self.limits.num_lookahead_tokens)
+        return self.limits.blocks_for(len(sequence.tokens) + num_coming + self.limits.num_lookahead_tokens)
 
     def _max_blocks(self, sequence: Sequence) -> int:
         """Blocks it holds at most: the last token is never fed."""
         return self.limits.blocks_for(sequence.max_length - 1 + self.limits.num_lookahead_tokens)
-
-    def _num_missing_blocks(self, sequence: Sequence) -> int:
-        return self._num_blocks(sequence, self._length_ahead(sequence)) - len(sequence.blocks)

@@ -5,7 +5,6 @@ Made and changed by the scheduler alone. The one rule of scheduling reads here: 
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from neuron_runtime.core import FinishReason, Request
@@ -17,32 +16,47 @@ class RowInFlight(NamedTuple):
     step: int
     row: int
     num_tokens: int
+    samples: bool
 
 
-@dataclass(slots=True, eq=False)
 class Sequence:
-    request: Request
-    order: tuple[int, int]
-    """(priority, arrival): who is served first and preempted last."""
-    tokens: list[int]
-    computed: int = 0
-    """Leading tokens whose KV is in the cache, as far as steps have been applied."""
-    slot: int = -1
-    blocks: list[int] = field(default_factory=list)
-    row: RowInFlight | None = None
-    done: bool = False
-    """Nobody waits for tokens any more: finished or aborted."""
-    leaving: bool = False
-    """Its slot has been (or will be, by the next batch) released; what it holds is freed after its last row."""
+    """`order` is (priority, arrival): who is served first and preempted last."""
 
-    @property
-    def num_prompt(self) -> int:
-        return len(self.request.prompt_token_ids)
+    __slots__ = (
+        "blocks",
+        "computed",
+        "done",
+        "leaving",
+        "max_length",
+        "num_prompt",
+        "order",
+        "request",
+        "row",
+        "slot",
+        "tokens",
+    )
 
-    @property
-    def max_length(self) -> int:
+    def __init__(self, request: Request, order: tuple[int, int]) -> None:
+        self.request = request
+        self.order = order
+        self.tokens = list(request.prompt_token_ids)
+        self.num_prompt = len(self.tokens)
+        self.max_length = self.num_prompt + request.sampling.max_tokens
         """Tokens at which the sequence ends for certain."""
-        return self.num_prompt + self.request.sampling.max_tokens
+        self.computed = 0
+        """Leading tokens whose KV is in the cache, as far as steps have been applied."""
+        self.slot = -1
+        self.blocks: list[int] = []
+        self.row: RowInFlight | None = None
+        self.done = False
+        """Nobody waits for tokens any more: finished or aborted."""
+        self.leaving = False
+        """Its slot has been (or will be, by the next batch) released; what it holds is freed after its last row."""
+
+    @property
+    def samples(self) -> bool:
+        """Whether the row in flight brings new tokens."""
+        return self.row is not None and self.row.samples
 
     @property
     def fed(self) -> int:
@@ -50,14 +64,9 @@ class Sequence:
         return self.computed + (self.row.num_tokens if self.row else 0)
 
     @property
-    def samples(self) -> bool:
-        """Whether the row in flight brings new tokens."""
-        return self.row is not None and self.fed == len(self.tokens)
-
-    @property
     def todo(self) -> int:
         """Tokens to feed next; behind a sampling row in flight it is the one newest token which that row brings."""
-        return (len(self.tokens) - self.fed) or 1
+        return 1 if self.samples else len(self.tokens) - self.fed
 
     @property
     def decodes(self) -> bool:
