@@ -92,6 +92,7 @@ TOKENIZER_CONFIG: dict[str, Any] = {
     "pad_token": PAD,
     "additional_special_tokens": [SYSTEM, USER, ASSISTANT, TURN_END],
     "clean_up_tokenization_spaces": False,
+    "model_input_names": ["input_ids", "attention_mask"],
     "model_max_length": SHAPE["max_position_embeddings"],
 }
 
