@@ -1,0 +1,153 @@
+"""Limits follow from configuration, shape and free memory; what does not fit is refused with the arithmetic."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from helpers.torch_models import runtime_config
+from neuron_runtime.backend.torch.architecture import decoder_config
+from neuron_runtime.backend.torch.host import available_memory_bytes, usable_cpus
+from neuron_runtime.backend.torch.random_model import llama_config
+from neuron_runtime.backend.torch.sizing import derive_limits
+from neuron_runtime.core import BackendLimits
+from neuron_runtime.errors import ExitCode, FatalError, InvalidConfig
+
+GIB = 2**30
+MODEL = decoder_config(
+    llama_config(
+        hidden_size=768,
+        num_layers=12,
+        num_heads=12,
+        num_kv_heads=4,
+        intermediate_size=2560,
+        vocabulary_size=32000,
+        max_position_embeddings=8192,
+    )
+)
+BYTES_PER_TOKEN = 2 * 12 * 4 * 64 * 2
+
+
+def limits(available_bytes: int = 16 * GIB, **config: Any) -> BackendLimits:
+    return derive_limits(runtime_config(**config), MODEL, 2, available_bytes)
+
+
+def test_with_room_the_defaults_are_eight_slots_of_the_models_length() -> None:
+    found = limits()
+    assert (found.layout, found.max_rows, found.max_model_length, found.max_step_tokens) == ("slots", 8, 8192, 512)
+    assert (found.block_size, found.num_blocks, found.max_tokens_per_row) == (8192, 8, 1)
+    assert (found.steps_in_flight, found.token_feedback) == (2, "device")
+
+
+def test_naming_a_block_size_or_their_number_chooses_blocks() -> None:
+    assert limits(block_size=32).layout == limits(num_blocks=1024).layout == limits(layout="blocks").layout == "blocks"
+    found = limits(layout="blocks", max_model_length=100, max_sequences=3)
+    assert (found.block_size, found.num_blocks, found.max_model_length) == (16, 3 * 7, 100)
+
+
+@pytest.mark.parametrize("layout", ["slots", "blocks"])
+def test_what_is_not_asked_for_shrinks_with_the_memory_until_it_is_useless(layout: str) -> None:
+    for available in (2 * GIB, 1 * GIB, GIB * 3 // 4):
+        found = limits(available, layout=layout)
+        taken = found.num_blocks * found.block_size * BYTES_PER_TOKEN
+        assert taken < available * 0.9 - 2 * 139_000_000
+        assert found.max_model_length <= found.num_blocks * found.block_size
+    with pytest.raises(
+        FatalError, match=r"of 0\.30 GiB free, 90% may be taken: weights 0\.\d\d GiB, scratch"
+    ) as caught:
+        limits(int(0.3 * GIB), layout=layout)
+    assert caught.value.exit_code is ExitCode.DEVICE_OUT_OF_MEMORY
+
+
+REFUSED: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "longer than the model": (
+        "$.limits.maxModelLength",
+        "9000 is more than the model's 8192",
+        {"max_model_length": 9000},
+    ),
+    "fewer step tokens than rows": (
+        "$.limits.maxStepTokens",
+        r"16 is less than maxSequences \(32\)",
+        {"max_step_tokens": 16, "max_sequences": 32},
+    ),
+    "slots with blocks": ("$.layout", "layout slots has no blocks", {"layout": "slots", "block_size": 16}),
+    "length beyond memory": (
+        "$.limits.maxModelLength",
+        "8 sequences of 8192 tokens do not fit: of 1.00 GiB free",
+        {"max_model_length": 8192, "available_bytes": GIB},
+    ),
+    "sequences beyond memory": (
+        "$.limits.maxSequences",
+        "512 sequences of 64 tokens do not fit",
+        {"max_sequences": 512, "available_bytes": GIB},
+    ),
+    "blocks beyond memory": (
+        "$.limits.numBlocks",
+        r"100000 blocks of 16 tokens do not fit, \d+ would",
+        {"num_blocks": 100_000, "available_bytes": 2 * GIB},
+    ),
+    "blocks short of one sequence": (
+        "$.limits.numBlocks",
+        "one sequence of 1000 tokens needs 63 blocks of 16, there are 62",
+        {"num_blocks": 62, "max_model_length": 1000},
+    ),
+    "a sequence beyond memory, in blocks": (
+        "$.limits.maxModelLength",
+        "one sequence of 8192 tokens needs 512 blocks",
+        {"layout": "blocks", "max_model_length": 8192, "available_bytes": int(0.45 * GIB)},
+    ),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_limits_that_cannot_be_are_refused_with_field_and_numbers(case: str) -> None:
+    field, message, config = REFUSED[case]
+    with pytest.raises(InvalidConfig, match=message) as caught:
+        limits(**config)
+    assert caught.value.field == field
+
+
+@pytest.mark.parametrize(
+    ("files", "expected"),
+    [
+        ({}, 8000 * 1024),
+        ({"sys/fs/cgroup/memory.max": "max", "sys/fs/cgroup/memory.current": "5"}, 8000 * 1024),
+        ({"sys/fs/cgroup/memory.max": "5000", "sys/fs/cgroup/memory.current": "2000"}, 3000),
+        ({"sys/fs/cgroup/memory.max": "5000", "sys/fs/cgroup/memory.current": "6000"}, 0),
+        (
+            {
+                "sys/fs/cgroup/memory/memory.limit_in_bytes": "5000",
+                "sys/fs/cgroup/memory/memory.usage_in_bytes": "1000",
+            },
+            4000,
+        ),
+    ],
+)
+def test_free_memory_is_the_least_of_machine_and_container(
+    files: dict[str, str], expected: int, tmp_path: Path
+) -> None:
+    write(tmp_path, {"proc/meminfo": "MemTotal: 9 kB\nMemAvailable:  8000 kB\n", **files})
+    assert available_memory_bytes(tmp_path) == expected
+
+
+@pytest.mark.parametrize(
+    ("files", "expected"),
+    [
+        ({"sys/fs/cgroup/cpu.max": "max 100000"}, None),
+        ({"sys/fs/cgroup/cpu.max": "150000 100000"}, 1),
+        ({"sys/fs/cgroup/cpu.max": "50000 100000"}, 1),
+        ({"sys/fs/cgroup/cpu/cpu.cfs_quota_us": "100000", "sys/fs/cgroup/cpu/cpu.cfs_period_us": "100000"}, 1),
+        ({"sys/fs/cgroup/cpu/cpu.cfs_quota_us": "-1", "sys/fs/cgroup/cpu/cpu.cfs_period_us": "100000"}, None),
+    ],
+)
+def test_cpus_are_bounded_by_the_containers_quota(files: dict[str, str], expected: int | None, tmp_path: Path) -> None:
+    write(tmp_path, files)
+    assert usable_cpus(tmp_path) == (expected or usable_cpus(tmp_path / "empty"))
+
+
+def write(root: Path, files: dict[str, str]) -> None:
+    for name, text in files.items():
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text(text)

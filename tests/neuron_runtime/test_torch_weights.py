@@ -1,0 +1,106 @@
+"""Loading: tensors that do not fit are named, dtypes are converted, shards are read, progress ends at the whole."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from helpers.torch_models import load_backend, random_model, runtime_config
+from neuron_runtime.backend.torch import load_torch_backend
+from neuron_runtime.backend.torch.linear import linear
+from neuron_runtime.backend.torch.loader import load
+from neuron_runtime.checkpoint import InvalidModel, read_checkpoint
+
+Tensors = dict[str, torch.Tensor]
+KEY = "model.layers.1.self_attn.k_proj.weight"
+
+
+def rewrite(folder: Path, change: Callable[[Tensors], Any]) -> None:
+    tensors = load_file(folder / "model.safetensors")
+    change(tensors)
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+WRONG: dict[str, tuple[Callable[[Tensors], Any], str]] = {
+    "missing": (lambda t: t.pop(KEY), f"tensors missing: {KEY}$"),
+    "unexpected": (lambda t: t.update(extra=torch.zeros(1)), "tensors unexpected: extra$"),
+    "both": (lambda t: t.update(extra=t.pop(KEY)), f"tensors missing: {KEY}; unexpected: extra"),
+    "many": (
+        lambda t: [t.pop(name) for name in list(t) if "layers.0" in name],
+        r"missing: (model\.layers\.0\.\S+, ){4}model\.layers\.0\.\S+ and 4 more",
+    ),
+    "shape": (
+        lambda t: t.update({KEY: torch.zeros(16, 64)}),
+        rf"model\.safetensors: tensor {KEY} has shape \[16, 64\], config\.json wants \[32, 64\]",
+    ),
+    "dtype": (
+        lambda t: t.update({KEY: torch.zeros(32, 64, dtype=torch.int8)}),
+        f"tensor {KEY} has dtype I8, readable are F32, BF16, F16",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_tensors_that_do_not_fit_the_config_are_named(case: str, tmp_path: Path) -> None:
+    change, message = WRONG[case]
+    rewrite(random_model(tmp_path), change)
+    with pytest.raises(InvalidModel, match=message):
+        load_backend(tmp_path)
+
+
+def test_tied_checkpoints_may_carry_a_head_and_old_ones_their_frequencies(tmp_path: Path) -> None:
+    random_model(tmp_path, tie_word_embeddings=True)
+    frequencies = {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.zeros(8)}
+    rewrite(tmp_path, lambda t: t.update({"lm_head.weight": torch.zeros(256, 64), **frequencies}))
+    load_backend(tmp_path).close()
+
+
+def test_progress_grows_to_the_whole_over_all_shards(tmp_path: Path) -> None:
+    random_model(tmp_path, max_shard_bytes=50_000)
+    assert len(read_checkpoint(tmp_path).files) > 3
+    shares: list[float] = []
+    load(tmp_path, runtime_config(), lambda what, share: shares.append(share), lambda: 2**30).close()
+    assert shares == sorted(shares)
+    assert shares[-1] == 1.0
+    assert len(shares) > 10
+
+
+def test_the_entrance_loads_with_the_memory_of_this_machine(tmp_path: Path) -> None:
+    backend = load_torch_backend(random_model(tmp_path), runtime_config(max_sequences=2), lambda what, share: None)
+    assert (backend.limits.max_rows, backend.limits.max_model_length) == (2, 512)
+    backend.close()
+    backend.close()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("rows", [1, 5, 40])
+def test_a_packed_layer_computes_what_the_plain_one_does(rows: int, dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(rows)
+    weight, bias, x = (torch.randn(*shape, generator=generator).to(dtype) for shape in ((24, 16), (24,), (rows, 16)))
+    tolerance = 1e-5 if dtype is torch.float32 else 0.1
+    for maybe_bias in (None, bias):
+        wanted = torch.nn.functional.linear(x.float(), weight.float(), None if maybe_bias is None else bias.float())
+        found = linear(weight, maybe_bias)(x)
+        assert found.dtype is dtype
+        torch.testing.assert_close(found.float(), wanted, atol=tolerance, rtol=0)
+
+
+def test_the_generator_writes_equal_bytes_for_equal_arguments(tmp_path: Path) -> None:
+    arguments = ["--hidden-size", "32", "--num-layers", "1", "--dtype", "bfloat16", "--seed", "5"]
+    for name in ("one", "two"):
+        command = [sys.executable, "-m", "neuron_runtime.backend.torch.random_model", str(tmp_path / name), *arguments]
+        subprocess.run(command, check=True)
+    one, two = (read_checkpoint(tmp_path / name) for name in ("one", "two"))
+    assert one.digest == two.digest
+    files = [(tmp_path / name / "model.safetensors").read_bytes() for name in ("one", "two")]
+    assert files[0] == files[1]
+    assert one.tensors["lm_head.weight"].dtype == "BF16"
+    assert json.loads((tmp_path / "one" / "config.json").read_text())["hidden_size"] == 32
