@@ -1,0 +1,92 @@
+"""RuntimeConfig crosses the border: every document that the operator renders, the runtime's strict parser accepts."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from helpers.operator_worlds import FACTS, SPEC, body
+from neuron_operator import config_document as operator
+from neuron_operator import names
+from neuron_operator.model import Serving, parse
+from neuron_operator.records import Facts
+from neuron_operator.render.pods import SERVE_COMMAND
+from neuron_runtime import config as runtime
+from neuron_runtime.__main__ import build_parser
+
+KNOWN = msgspec.convert(FACTS, Facts)
+LIMITS = {
+    "maxModelLength": "max_model_length",
+    "maxSequences": "max_sequences",
+    "blockSize": "block_size",
+    "numBlocks": "num_blocks",
+    "maxQueuedRequests": "max_queued_requests",
+}
+
+
+def rendered(spec: dict[str, Any]) -> runtime.RuntimeConfig:
+    document = operator.config_document(parse(body(spec)), KNOWN)
+    return runtime.parse_config(operator.to_json(document).encode())
+
+
+@given(
+    st.fixed_dictionaries({}, optional={key: st.integers(1, 4096) for key in LIMITS}),
+    st.none() | st.sampled_from(["auto", "float32", "bfloat16", "float16"]),
+    st.integers(0, 600),
+    st.integers(0, 7200),
+    st.lists(
+        st.text(min_size=1, max_size=20).filter(lambda name: not any(c.isspace() for c in name)),
+        max_size=3,
+        unique=True,
+    ),
+)
+def test_the_runtime_reads_back_what_the_manifest_says(
+    limits: dict[str, int], dtype: str | None, delay: int, drain: int, served: list[str]
+) -> None:
+    serving = {**limits, **({"dtype": dtype} if dtype else {})}
+    spec = {
+        **SPEC,
+        "model": {"uri": "hf://acme/tiny", "servedNames": served},
+        "serving": serving,
+        "rollout": {"drainDelaySeconds": delay, "drainSeconds": drain},
+    }
+    config = rendered(spec)
+    assert config.model == runtime.ModelSource(uri="hf://acme/tiny", digest=FACTS["digest"])
+    assert config.served_names == (tuple(served) or ("chat",))
+    assert config.backend == "torch"
+    assert config.dtype == (dtype or "auto")
+    assert {key: getattr(config.limits, name) for key, name in LIMITS.items()} == {
+        key: limits.get(key, 0) for key in LIMITS
+    }
+    assert (config.drain.delay_seconds, config.drain.seconds) == (delay, drain)
+
+
+def test_both_sides_have_the_same_version() -> None:
+    assert operator.VERSION == runtime.CONFIG_VERSION
+
+
+def test_what_is_not_pinned_is_left_to_the_runtime() -> None:
+    assert rendered(SPEC).limits == runtime.EngineLimits()
+
+
+def test_every_dtype_and_every_limit_of_the_manifest_is_known_to_the_runtime() -> None:
+    assert set(LIMITS) <= set(runtime.EngineLimits.__struct_encode_fields__)
+    (mine,), parts = msgspec.json.schema_components([Serving])
+    dtypes = parts[mine["$ref"].rpartition("/")[2]]["properties"]["dtype"]["anyOf"]
+    (theirs,), all_parts = msgspec.json.schema_components([runtime.RuntimeConfig])
+    known = all_parts[theirs["$ref"].rpartition("/")[2]]["properties"]["dtype"]["enum"]
+    assert {value for option in dtypes for value in option.get("enum", [])} == set(known)
+
+
+@pytest.mark.parametrize("command", ["serve", "inspect"])
+def test_the_rendered_command_is_one_that_the_runtime_parses(command: str) -> None:
+    arguments = {
+        "serve": SERVE_COMMAND[1:],
+        "inspect": ("inspect", "hf://acme/tiny", "--record", names.TERMINATION_LOG),
+    }[command]
+    parsed = build_parser().parse_args(arguments)
+    assert parsed.record.as_posix() == names.TERMINATION_LOG

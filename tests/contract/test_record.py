@@ -1,0 +1,85 @@
+"""The record crosses the border: what the runtime encodes the operator reads, field by field; the rest reads as none."""
+
+import json
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from neuron_operator.records import REASON_BY_EXIT_CODE, VERSION, Facts, Record, parse_record
+from neuron_runtime import record as runtime
+from neuron_runtime.errors import ExitCode, FatalError
+
+TEXT = st.text(max_size=200)
+COUNT = st.integers(min_value=0, max_value=2**53)
+FACTS = st.builds(
+    runtime.ModelFacts,
+    architecture=st.text(max_size=40),
+    model_type=st.text(max_size=40),
+    parameters=COUNT,
+    weights_bytes=COUNT,
+    dtype=st.text(max_size=10),
+    num_layers=COUNT,
+    hidden_size=COUNT,
+    num_heads=COUNT,
+    num_kv_heads=COUNT,
+    head_dim=COUNT,
+    vocabulary_size=COUNT,
+    max_position_embeddings=COUNT,
+    digest=st.text(max_size=80),
+)
+
+
+@given(FACTS, st.floats(min_value=0, max_value=1e6))
+def test_facts_arrive_as_they_were_found(facts: runtime.ModelFacts, seconds: float) -> None:
+    read = parse_record(runtime.encode(runtime.success("inspect", facts, seconds)).decode())
+    assert read is not None
+    assert read.ok
+    assert msgspec.to_builtins(read.facts) == msgspec.to_builtins(facts)
+
+
+@given(st.sampled_from(ExitCode), st.text(max_size=5000))
+def test_a_failure_arrives_with_its_code_and_reason_however_long_its_message(code: ExitCode, message: str) -> None:
+    read = parse_record(runtime.encode(runtime.failure("serve", FatalError(code, message))).decode())
+    assert read is not None
+    assert (read.ok, read.exit_code, read.reason) == (False, int(code), code.reason)
+    assert message.startswith(read.message)
+
+
+def test_both_sides_have_the_same_fields_version_and_reasons() -> None:
+    assert Record.__struct_encode_fields__ == runtime.Record.__struct_encode_fields__
+    assert Facts.__struct_encode_fields__ == runtime.ModelFacts.__struct_encode_fields__
+    assert Record.__annotations__.keys() == runtime.Record.__annotations__.keys()
+    assert VERSION == runtime.RECORD_VERSION
+    assert {int(code): code.reason for code in ExitCode} == REASON_BY_EXIT_CODE
+
+
+@pytest.mark.parametrize(
+    "message",
+    [None, "", "null", "[]", "Traceback (most recent call last):", '{"version": 1}', '{"version": 1, "command": 3}', 7],
+)
+def test_what_is_no_record_reads_as_none(message: object) -> None:
+    assert parse_record(message) is None
+
+
+def test_another_version_reads_as_none() -> None:
+    whole = json.loads(runtime.encode(runtime.success("inspect")))
+    assert parse_record(json.dumps(whole)) is not None
+    assert parse_record(json.dumps({**whole, "version": VERSION + 1})) is None
+
+
+def test_what_a_newer_runtime_adds_is_ignored() -> None:
+    whole = json.loads(runtime.encode(runtime.success("inspect")))
+    assert parse_record(json.dumps({**whole, "colour": "blue"})) is not None
+
+
+@given(FACTS, st.integers(min_value=0))
+def test_a_record_that_was_cut_reads_as_none(facts: runtime.ModelFacts, cut: int) -> None:
+    text = runtime.encode(runtime.success("inspect", facts)).decode()
+    assert parse_record(text[: cut % len(text)]) is None
+
+
+@given(TEXT | st.binary(max_size=50).map(lambda raw: raw.decode(errors="surrogateescape")))
+def test_no_message_makes_the_reader_fall(message: str) -> None:
+    assert parse_record(message) is None or message.lstrip().startswith("{")
