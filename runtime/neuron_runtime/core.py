@@ -198,6 +198,8 @@ class TokenEvent:
     num_cached_tokens: int = 0
     first: bool = False
     """These are the first tokens of the request (marks time to first token)."""
+    queue_seconds: float | None = None
+    """With the first tokens: how long the request waited in the engine before a step took it up."""
 
 
 @dataclass(frozen=True, slots=True)

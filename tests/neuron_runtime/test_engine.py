@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -211,6 +212,24 @@ def test_the_promised_number_of_steps_is_of_the_order_of_the_tokens() -> None:
     assert max_steps(HOST, []) == 0
 
 
+@pytest.mark.parametrize(
+    ("changes", "rule"),
+    [
+        ({"max_rows": 0}, "must be positive"),
+        ({"layout": "slots"}, "block_size must be max_model_length"),
+        ({"steps_in_flight": 2}, "host feedback allows one step in flight"),
+        ({"max_tokens_per_row": 4, "num_lookahead_tokens": 2}, "at least max_tokens_per_row - 1"),
+        ({"max_step_tokens": 3}, "a decode row of every sequence"),
+        ({"max_step_tokens": 8, "min_chunk_tokens": 6}, "all but one beside a chunk"),
+        ({"max_one_shot_prefill": 4, "min_prefill_tokens": 5}, "must fit in one step"),
+        ({"decodes_all_live_rows": True}, "no step for half a prompt"),
+    ],
+)
+def test_limits_that_leave_no_way_to_serve_are_refused(changes: dict[str, Any], rule: str) -> None:
+    with pytest.raises(ValueError, match=rule):
+        replace(HOST, **changes)
+
+
 # Failure and numbers
 
 
@@ -280,6 +299,25 @@ def test_blocks_in_use_are_counted_while_a_request_runs() -> None:
     run.add(request("a", 20, 6))
     run.step()
     assert run.engine.stats.num_blocks_used == HOST.blocks_for(20 + 1)
+
+
+def test_the_time_in_the_queue_comes_with_the_first_tokens() -> None:
+    now = [100.0]
+    engine = Engine(RecordingBackend(replace(HOST, max_rows=1)), clock=lambda: now[0])
+    engine.add(request("a", 5, 4))
+    engine.add(request("b", 5, 4))
+    engine.add(request("gone", 5, 4))
+    engine.abort("gone")
+    waited = {}
+    while engine.has_work:
+        now[0] += 1.0
+        for event in engine.step():
+            assert event.first == (event.queue_seconds is not None)
+            if event.queue_seconds is not None:
+                waited[event.request_id] = event.queue_seconds
+    assert waited["a"] == 1.0
+    assert 4.0 <= waited["b"] <= 5.0
+    assert engine._added_at == engine._queue_seconds == {}
 
 
 def test_logprobs_travel_with_the_tokens_they_belong_to() -> None:

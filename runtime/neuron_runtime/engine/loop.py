@@ -6,7 +6,9 @@ requests into token events, step by step; knows no text, no HTTP and no process.
 
 from __future__ import annotations
 
+import time
 from collections import deque
+from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, replace
 from typing import Protocol
@@ -102,6 +104,7 @@ class Engine:
         max_queued_requests: int = DEFAULT_MAX_QUEUED_REQUESTS,
         max_consecutive_prefills: int = 1,
         late: LateSampler | None = None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Take over a warmed-up backend.
 
@@ -112,6 +115,11 @@ class Engine:
         self._limits = backend.limits
         self._scheduler = Scheduler(self._limits, max_consecutive_prefills)
         self._late = late or NothingLate()
+        self._clock = clock
+        self._added_at: dict[str, float] = {}
+        """Requests that no step has taken up yet."""
+        self._queue_seconds: dict[str, float] = {}
+        """Requests that a step has taken up, until their first tokens."""
         self._max_queued = max_queued_requests
         self._in_flight: deque[_Launched] = deque()
         self._totals = EngineStats(num_blocks=self._limits.num_blocks)
@@ -129,10 +137,13 @@ class Engine:
         if self._scheduler.num_live >= self._limits.max_rows + self._max_queued:
             raise Overloaded(f"the queue is full ({self._max_queued} requests wait); try again later")
         self._scheduler.add(request)
+        self._added_at[request.request_id] = self._clock()
 
     def abort(self, request_id: str) -> None:
         """Stop working on a request; no event follows. Any number of times, with any id."""
         self._scheduler.abort(request_id)
+        self._added_at.pop(request_id, None)
+        self._queue_seconds.pop(request_id, None)
 
     @property
     def has_work(self) -> bool:
@@ -160,7 +171,7 @@ class Engine:
         self._totals = replace(self._totals, last_step=None)
         if not self._in_flight and not self._start():
             return []
-        ahead = self._scheduler.schedule()
+        ahead = self._schedule()
         late = ahead is not None and self._needs_host()
         at_once = ahead is not None and not late and self._limits.steps_in_flight == 2
         if ahead and at_once:
@@ -180,7 +191,7 @@ class Engine:
 
     def _start(self) -> bool:
         """Launch a step while nothing is in flight; False when there is no work."""
-        batch = self._scheduler.schedule()
+        batch = self._schedule()
         if batch is None:
             if self._scheduler.num_live:
                 raise RuntimeError(f"the scheduler has no step for {self._scheduler.num_live} live requests")
@@ -188,13 +199,26 @@ class Engine:
         self._launch(_Launched(batch), self._allowed() if self._needs_host() else None)
         return True
 
+    def _schedule(self) -> Batch | None:
+        batch = self._scheduler.schedule()
+        if batch is not None and batch.added:
+            now = self._clock()
+            for sequence in self._scheduler.planned[-1].sequences:
+                name = sequence.request.request_id
+                if name in self._added_at:
+                    self._queue_seconds[name] = now - self._added_at.pop(name)
+        return batch
+
     def _launch(self, launched: _Launched, late: Late | None) -> None:
         self._backend.launch(launched.batch)
         self._backend.sample(launched.batch.step, late)
         self._in_flight.append(launched)
 
     def _apply(self, launched: _Launched, output: StepOutput) -> list[TokenEvent]:
-        events = self._scheduler.apply(output)
+        events = [
+            replace(event, queue_seconds=self._queue_seconds.pop(event.request_id)) if event.first else event
+            for event in self._scheduler.apply(output)
+        ]
         self._count(launched, output, events)
         return events
 
