@@ -8,7 +8,6 @@ and kinds that would need somebody to act (StatefulSets) are refused. It knows n
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import copy
 import socket
 import uuid
@@ -189,8 +188,7 @@ class Machine:
             await self._pods[name].process.stop()
             task = self._tasks.pop(name)
             task.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await task
+            await asyncio.wait([task])
             self._pods.pop(name)
 
         await asyncio.gather(*(end(name) for name in tuple(names)))

@@ -319,8 +319,7 @@ class PodProcess:
             code = await self._process.wait()
         finally:
             probing.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await probing
+            await asyncio.wait([probing])  # unlike awaiting the task, this never swallows our own cancellation
         self.ready = False
         message = self.plan.termination_message.read_bytes()[:MAX_TERMINATION_MESSAGE_BYTES]
         self.terminated = Terminated(

@@ -1,0 +1,102 @@
+"""The cluster of one machine: replicas, ports, restarts and the end of everything."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from neuron_operator.local.machine import Machine
+from neuron_operator.local.pods import CannotRunHere, Host
+
+READY_AT_ONCE = "import sys, time; print('up', flush=True); time.sleep(float(sys.argv[1]))"
+
+
+def deployment(replicas: int = 1, *argv: str, port: int | None = None) -> dict[str, Any]:
+    container: dict[str, Any] = {"name": "c", "command": [sys.executable, "-c", READY_AT_ONCE, *(argv or ("60",))]}
+    if port:
+        container["ports"] = [{"name": "http", "containerPort": port}]
+    template = {"metadata": {"labels": {"a": "b"}}, "spec": {"containers": [container]}}
+    return {
+        "apiVersion": "apps/v1",
+        "kind": "Deployment",
+        "metadata": {"name": "chat", "namespace": "default"},
+        "spec": {"replicas": replicas, "template": template},
+    }
+
+
+def machine(root: Path, first_port: int = 0) -> tuple[Machine, list[str]]:
+    lines: list[str] = []
+    return Machine(
+        Host(root / "default.chat", {}, 0), first_port, lambda: None, lambda _, line: lines.append(line)
+    ), lines
+
+
+async def until(condition: Any) -> None:
+    async with asyncio.timeout(20):
+        while not condition():
+            await asyncio.sleep(0.01)
+
+
+def free_ports() -> int:
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return int(s.getsockname()[1])
+
+
+async def test_replicas_take_consecutive_ports_and_scaling_down_ends_the_last(tmp_path: Path) -> None:
+    first = free_ports()
+    here, _ = machine(tmp_path, first)
+    await here.apply(deployment(2, port=8000))
+    assert [p.ports for p in here.running] == [{8000: first}, {8000: first + 1}]
+    await until(lambda: here.children[0]["status"]["readyReplicas"] == 2)
+    await here.apply(deployment(1, port=8000))
+    assert [p.name for p in here.running] == ["chat-0"]
+    await here.close()
+    assert here.pods == ()
+
+
+async def test_a_busy_port_is_said_with_the_cure(tmp_path: Path) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        here, _ = machine(tmp_path, taken.getsockname()[1])
+        with pytest.raises(CannotRunHere, match="in use on this machine: choose another with --port"):
+            await here.apply(deployment(port=8000))
+
+
+async def test_closing_ends_pods_that_served_without_starting_them_again(tmp_path: Path) -> None:
+    here, lines = machine(tmp_path)
+    await here.apply(deployment())
+    await until(lambda: here.running[0].process.ready and lines)
+    await asyncio.wait_for(here.close(), 20)
+    await asyncio.sleep(1.5)  # longer than the first back-off
+    assert lines == ["up"]
+
+
+async def test_a_pod_that_served_is_started_again_after_it_ended(tmp_path: Path) -> None:
+    here, lines = machine(tmp_path)
+    await here.apply(deployment(1, "0.5"))
+    await until(lambda: len(lines) >= 2)
+    assert here.pods[0]["status"]["containerStatuses"][0]["restartCount"] >= 1
+    await here.close()
+
+
+async def test_a_job_runs_once_and_shows_how_it_ended(tmp_path: Path) -> None:
+    here, _ = machine(tmp_path)
+    body = deployment(1, "0") | {"kind": "Job", "metadata": {"name": "resolve", "namespace": "default"}}
+    await here.apply(body)
+    await until(lambda: here.children[0]["status"]["succeeded"] == 1)
+    await here.apply(body)
+    assert here.children[0]["status"]["conditions"][0]["type"] == "Complete"
+    assert len(here.pods) == 1
+
+
+async def test_a_kind_that_somebody_would_have_to_act_on_is_refused(tmp_path: Path) -> None:
+    here, _ = machine(tmp_path)
+    with pytest.raises(CannotRunHere, match="StatefulSet chat: cannot be interpreted"):
+        await here.apply(deployment() | {"kind": "StatefulSet"})
