@@ -227,7 +227,7 @@ class _Session:
             kind = condition["type"]
             now = (condition["status"], condition["reason"], condition.get("message", ""))
             ready = ready or (kind == "Ready" and now[0] == "True")
-            if self.shown.get(kind) != now and kind != "Ready":
+            if self.shown.get(kind) != now and kind != "Ready" and now[0] != "Unknown":
                 self.shown[kind] = now
                 self._say(f"{kind:<14} {now[0]:<8} {now[1]}{': ' if now[2] else ''}{now[2]}")
         return ready
