@@ -16,7 +16,7 @@ from msgspec import Struct
 from neuron_operator import names
 from neuron_operator.config_document import config_document
 from neuron_operator.errors import InvalidSpec
-from neuron_operator.model import NeuronModel
+from neuron_operator.model import LATER, NeuronModel
 from neuron_operator.objects import dig, labels_of, whole
 from neuron_operator.placement import Placement, place
 from neuron_operator.records import Facts
@@ -28,7 +28,8 @@ from neuron_operator.world import Object, Settings
 FORMAT = 1
 """Version of `Pinned`; part of every revision's name, because a ControllerRevision's data never changes."""
 
-NOT_PINNED = {"replicas": None, "rollout": ("strategy", "progressDeadlineSeconds", "revisionHistoryLimit")}
+NOT_PINNED = frozenset({"replicas", *(later.path for later in LATER)})
+"""Paths that pods do not depend on; fields that are not acted on yet have values here that ask for nothing."""
 
 
 class Pinned(Struct, frozen=True, kw_only=True, rename="camel"):
@@ -72,15 +73,21 @@ class Revision(Struct, frozen=True, kw_only=True):
 
 def spec_hash(model: NeuronModel) -> str:
     """Over the part of the spec that pods or placement depend on; written-out defaults do not change it."""
-    spec: dict[str, Any] = msgspec.to_builtins(model.spec)
-    for part, fields in NOT_PINNED.items():
-        kept = (
-            {key: value for key, value in (spec.pop(part, None) or {}).items() if key not in fields} if fields else {}
-        )
-        spec.pop(part, None)
-        if kept:
-            spec[part] = kept
-    return names.digest([FORMAT, spec])
+    return names.digest([FORMAT, _said(model.spec)])
+
+
+def _said(part: Struct, path: str = "") -> dict[str, Any]:
+    """What the manifest says beyond defaults, without the fields that do not belong to a revision."""
+    said: dict[str, Any] = {}
+    for field in msgspec.structs.fields(part):
+        value, here = getattr(part, field.name), f"{path}{field.name}"
+        default = field.default if field.default_factory is msgspec.NODEFAULT else field.default_factory()
+        if value == default or here in NOT_PINNED:
+            continue
+        told = _said(value, f"{here}.") if isinstance(value, Struct) else msgspec.to_builtins(value)
+        if told != {}:
+            said[field.encode_name] = told
+    return said
 
 
 def resolve_key(model: NeuronModel, settings: Settings) -> str:

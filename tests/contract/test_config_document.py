@@ -6,7 +6,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from helpers.operator_worlds import FACTS, SPEC, body
@@ -33,6 +33,7 @@ def rendered(spec: dict[str, Any]) -> runtime.RuntimeConfig:
     return runtime.parse_config(operator.to_json(document).encode())
 
 
+@settings(deadline=None)
 @given(
     st.fixed_dictionaries({}, optional={key: st.integers(1, 4096) for key in LIMITS}),
     st.none() | st.sampled_from(["auto", "float32", "bfloat16", "float16"]),

@@ -1,10 +1,10 @@
-"""The record crosses the border: what the runtime encodes the operator reads, field by field; the rest reads as none."""
+"""The record crosses the border: the operator reads field by field what the runtime encodes; the rest reads as none."""
 
 import json
 
 import msgspec
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from neuron_operator.records import REASON_BY_EXIT_CODE, VERSION, Facts, Record, parse_record
@@ -31,6 +31,7 @@ FACTS = st.builds(
 )
 
 
+@settings(deadline=None)
 @given(FACTS, st.floats(min_value=0, max_value=1e6))
 def test_facts_arrive_as_they_were_found(facts: runtime.ModelFacts, seconds: float) -> None:
     read = parse_record(runtime.encode(runtime.success("inspect", facts, seconds)).decode())
@@ -39,6 +40,7 @@ def test_facts_arrive_as_they_were_found(facts: runtime.ModelFacts, seconds: flo
     assert msgspec.to_builtins(read.facts) == msgspec.to_builtins(facts)
 
 
+@settings(deadline=None)
 @given(st.sampled_from(ExitCode), st.text(max_size=5000))
 def test_a_failure_arrives_with_its_code_and_reason_however_long_its_message(code: ExitCode, message: str) -> None:
     read = parse_record(runtime.encode(runtime.failure("serve", FatalError(code, message))).decode())
@@ -74,12 +76,14 @@ def test_what_a_newer_runtime_adds_is_ignored() -> None:
     assert parse_record(json.dumps({**whole, "colour": "blue"})) is not None
 
 
+@settings(deadline=None)
 @given(FACTS, st.integers(min_value=0))
 def test_a_record_that_was_cut_reads_as_none(facts: runtime.ModelFacts, cut: int) -> None:
     text = runtime.encode(runtime.success("inspect", facts)).decode()
     assert parse_record(text[: cut % len(text)]) is None
 
 
+@settings(deadline=None)
 @given(TEXT | st.binary(max_size=50).map(lambda raw: raw.decode(errors="surrogateescape")))
 def test_no_message_makes_the_reader_fall(message: str) -> None:
     assert parse_record(message) is None or message.lstrip().startswith("{")

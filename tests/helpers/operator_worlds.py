@@ -12,6 +12,8 @@ from dataclasses import replace
 from datetime import UTC, datetime
 from typing import Any
 
+from hypothesis import strategies as st
+
 from neuron_operator.decide import decide
 from neuron_operator.world import Decision, JobSettings, Object, Settings, World
 
@@ -38,6 +40,12 @@ SPEC: dict[str, Any] = {
     "engine": {"backend": "torch"},
     "replicas": 2,
 }
+
+JSON_VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=8),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner, max_size=3),
+    max_leaves=12,
+)
 
 
 def body(spec: Mapping[str, Any] | None = None, **metadata: Any) -> Object:

@@ -7,11 +7,10 @@ from typing import Any
 import msgspec
 import pytest
 import yaml
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, settings
 
 from helpers.manifests import REFUSED, spec_with
-from helpers.operator_worlds import body
+from helpers.operator_worlds import JSON_VALUES, body
 from neuron_operator import names
 from neuron_operator.errors import FieldNotSupported, InvalidSpec
 from neuron_operator.model import ENV_NAME_PATTERN, NAME_PATTERN, URI_PATTERNS, Spec, is_paused, parse
@@ -95,13 +94,7 @@ def test_status_has_no_field_that_a_reader_must_parse_twice() -> None:
     assert "phase" not in _schema()["properties"]["status"]["properties"]
 
 
-JSON_VALUES = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=8),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner, max_size=3),
-    max_leaves=12,
-)
-
-
+@settings(deadline=None)
 @given(JSON_VALUES)
 def test_no_body_makes_the_parser_fall(value: object) -> None:
     for candidate in ({"metadata": value, "spec": value}, body(spec=None) | {"spec": value}):

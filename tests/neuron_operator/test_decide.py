@@ -1,0 +1,436 @@
+"""One pass: resolve before devices are held, pin once, roll on edits, repair, keep what serves, leave alone what is not
+ours; deciding again without news changes nothing."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import settings as hypothesis_settings
+from hypothesis import strategies as st
+
+from helpers.operator_worlds import (
+    FACTS,
+    JSON_VALUES,
+    NOW,
+    SETTINGS,
+    SPEC,
+    body,
+    carried_out,
+    condition,
+    ended,
+    failure_record,
+    find,
+    job_pod,
+    resolved_pod,
+    resolved_world,
+    serving_pod,
+    settle,
+    stored,
+)
+from neuron_operator import names
+from neuron_operator.decide import decide
+from neuron_operator.revision import from_object
+from neuron_operator.world import Decision, FreeDevices, Need, Object, World
+
+KINDS_BEFORE = ["Service", "ServiceAccount", "PodDisruptionBudget", "NetworkPolicy"]
+
+
+def fresh(**changes: Any) -> World:
+    return World(body=body(**changes), children=(), pods=(), now=NOW)
+
+
+def kinds(decision: Decision) -> list[str]:
+    return [child["kind"] for child in decision.desired]
+
+
+def edited(world: World, **spec: Any) -> World:
+    generation = world.body["metadata"]["generation"] + 1
+    metadata = {**world.body["metadata"], "generation": generation}
+    return replace(world, body={**world.body, "metadata": metadata, "spec": {**world.body["spec"], **spec}})
+
+
+def annotated(world: World, **annotations: str) -> World:
+    full = {f"{names.GROUP}/{key}": value for key, value in annotations.items()}
+    return replace(world, body={**world.body, "metadata": {**world.body["metadata"], "annotations": full}})
+
+
+def revision_of(decision: Decision) -> str:
+    return str(find(decision.desired, "Deployment")["spec"]["template"]["metadata"]["labels"][names.REVISION_LABEL])
+
+
+def with_ready_pods(world: World) -> World:
+    deployment = find(world.children, "Deployment")
+    pods = tuple(serving_pod(deployment, f"chat-{n}", ready=True) for n in range(deployment["spec"]["replicas"]))
+    return replace(world, pods=pods)
+
+
+# From a manifest to replicas
+
+
+def test_before_the_model_is_resolved_there_is_an_address_and_a_job_but_no_replica() -> None:
+    decision = decide(fresh(), SETTINGS)
+    assert kinds(decision) == [*KINDS_BEFORE, "Job"]
+    assert condition(decision.status, "Ready")["reason"] == "Resolving"
+
+
+def test_a_resolved_model_is_pinned_before_its_replicas_are_made() -> None:
+    _, decision = resolved_world()
+    assert kinds(decision) == ["ControllerRevision", *KINDS_BEFORE, "ConfigMap", "Deployment"]
+
+
+def test_the_whole_line_reads_ready_in_the_end() -> None:
+    world, _ = resolved_world()
+    _, decision = settle(with_ready_pods(world))
+    assert {c["type"]: c["status"] for c in decision.status["conditions"]} == dict.fromkeys(  # type: ignore[index]
+        (*("Accepted", "ModelResolved", "Placed", "WeightsReady", "Compiled", "Available", "UpToDate", "Ready"),),
+        "True",
+    )
+    status = decision.status
+    assert status is not None
+    assert status["url"] == "http://chat.team.svc:8000"
+    assert (status["replicas"], status["readyReplicas"], status["updatedReplicas"]) == (2, 2, 2)
+    assert status["currentRevision"] == status["updateRevision"] == revision_of(decision)
+    assert status["model"]["architecture"] == "LlamaForCausalLM"
+    assert status["plan"]["devices"] == 6
+    assert decision.requeue_after_seconds is None
+    assert decision.announcements == ()
+
+
+def test_a_transition_is_announced_once() -> None:
+    world, _ = resolved_world()
+    world = with_ready_pods(world)
+    first = decide(world, SETTINGS)
+    assert [(a.type, a.reason) for a in first.announcements] == [("Normal", "Ready")]
+    assert decide(carried_out(world, first), SETTINGS).announcements == ()
+
+
+def test_trouble_is_announced_as_a_warning() -> None:
+    decision = decide(fresh(spec={"model": {"uri": "hf://a/b"}}), SETTINGS)
+    assert [(a.type, a.reason) for a in decision.announcements] == [("Warning", "FieldNotSupported")]
+
+
+def test_no_replica_is_promised_at_zero() -> None:
+    world, _ = resolved_world(spec={**SPEC, "replicas": 0})
+    _, decision = settle(world)
+    assert condition(decision.status, "Available")["reason"] == "ScaledToZero"
+    assert condition(decision.status, "Ready") | {"lastTransitionTime": ""} == condition(decision.status, "Ready") | {
+        "status": "True",
+        "reason": "ScaledToZero",
+        "lastTransitionTime": "",
+    }
+
+
+# Pinned once
+
+
+def test_a_new_default_image_changes_nothing_that_runs() -> None:
+    world, before = resolved_world()
+    _, after = settle(world, replace(SETTINGS, runtime_image="registry.example/neuron-serving-runtime:2"))
+    assert after.desired == before.desired
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [
+        {"replicas": 5},
+        {"rollout": {"strategy": "Auto", "drainSeconds": 300}},
+        {"serving": {"prefixCaching": "Auto", "sampling": "Host"}},
+        {"parallelism": {"tensor": 1}},
+        {"storage": {"weights": {"emptyDir": {}}}},
+    ],
+    ids=str,
+)
+def test_scaling_and_written_out_defaults_do_not_roll(spec: dict[str, Any]) -> None:
+    world, before = resolved_world()
+    _, after = settle(edited(world, **spec))
+    assert revision_of(after) == revision_of(before)
+    assert find(after.desired, "Deployment")["spec"]["replicas"] == spec.get("replicas", 2)
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [
+        {"serving": {"maxModelLength": 512}},
+        {"accelerator": {"devices": 1}},
+        {"engine": {"backend": "torch", "image": "registry.example/other:1"}},
+        {"engine": {"backend": "torch", "env": [{"name": "A", "value": "1"}]}},
+        {"podTemplate": {"spec": {"nodeSelector": {"a": "b"}}}},
+        {"rollout": {"drainSeconds": 1}},
+    ],
+    ids=str,
+)
+def test_an_edit_of_the_pods_rolls_without_reading_the_model_again(spec: dict[str, Any]) -> None:
+    world, before = resolved_world()
+    _, after = settle(edited(world, **spec))
+    assert revision_of(after) != revision_of(before)
+    assert "Job" not in kinds(after)
+    strategy = find(after.desired, "Deployment")["spec"]["strategy"]["rollingUpdate"]
+    assert strategy == {"maxSurge": 0, "maxUnavailable": 1}
+
+
+def test_another_model_is_resolved_while_the_old_one_serves_on() -> None:
+    world, before = resolved_world()
+    world = with_ready_pods(world)
+    world, resolving = settle(edited(world, model={"uri": "hf://acme/other"}))
+    assert revision_of(resolving) == revision_of(before)
+    assert condition(resolving.status, "Available")["status"] == "True"
+    assert condition(resolving.status, "Ready")["reason"] == "Resolving"
+    job = find(resolving.desired, "Job")
+    _, after = settle(replace(world, pods=(*world.pods, resolved_pod(job, {**FACTS, "digest": "other"}))))
+    assert revision_of(after) != revision_of(before)
+    assert condition(after.status, "UpToDate")["reason"] == "RollingOut"
+
+
+def test_the_document_of_the_old_revision_stays_while_it_has_pods_and_so_does_its_keeper() -> None:
+    world, before = resolved_world()
+    world = with_ready_pods(world)
+    old = find(before.desired, "ConfigMap")["metadata"]["name"]
+    world, rolling = settle(edited(world, serving={"maxModelLength": 512}))
+    assert old in {c["metadata"]["name"] for c in rolling.desired if c["kind"] == "ConfigMap"}
+    assert {c["metadata"]["name"] for c in world.children if c["kind"] == "ConfigMap"} > {old}
+
+
+def test_going_back_takes_up_the_earlier_decision_as_the_latest() -> None:
+    world, before = resolved_world()
+    world, _ = settle(edited(world, serving={"maxModelLength": 512}))
+    world, back = settle(edited(world, serving={}))
+    assert revision_of(back) == revision_of(before)
+    numbers = {
+        c["metadata"]["labels"][names.REVISION_LABEL]: c["revision"]
+        for c in world.children
+        if c["kind"] == "ControllerRevision"
+    }
+    assert max(numbers, key=lambda name: numbers[name]) == revision_of(back)
+
+
+def test_a_refresh_token_decides_anew_and_its_removal_changes_nothing() -> None:
+    world, before = resolved_world()
+    world, refreshing = settle(annotated(world, refresh="1"))
+    job = find(refreshing.desired, "Job")
+    assert revision_of(refreshing) == revision_of(before)
+    world, refreshed = settle(replace(world, pods=(resolved_pod(job, {**FACTS, "digest": "moved"}),)))
+    assert revision_of(refreshed) != revision_of(before)
+    assert find(refreshed.desired, "ControllerRevision")["data"]["facts"]["digest"] == "moved"
+    _, removed = settle(annotated(world))
+    assert revision_of(removed) == revision_of(refreshed)
+
+
+def test_a_few_earlier_revisions_are_kept_and_older_ones_go() -> None:
+    world, _ = resolved_world()
+    for length in range(100, 110):
+        world, _ = settle(edited(world, serving={"maxModelLength": length}))
+    keepers = [c for c in world.children if c["kind"] == "ControllerRevision"]
+    documents = [c for c in world.children if c["kind"] == "ConfigMap"]
+    assert len(keepers) == len(documents) == 6
+    assert sorted(c["revision"] for c in keepers) == list(range(6, 12))
+
+
+def test_a_revision_of_another_format_is_not_read() -> None:
+    world, _ = resolved_world()
+    keeper = find(world.children, "ControllerRevision")
+    assert from_object(keeper) is not None
+    assert from_object({**keeper, "data": {**keeper["data"], "format": 99}}) is None
+    assert from_object({**keeper, "data": {"format": 1}}) is None
+    assert from_object({**keeper, "data": None}) is None
+
+
+# Repair, pause, refusal
+
+
+@pytest.mark.parametrize("kind", ["Service", "ServiceAccount", "ConfigMap", "Deployment", "NetworkPolicy"])
+def test_a_deleted_child_is_wanted_again_as_it_was(kind: str) -> None:
+    world, before = resolved_world()
+    left = tuple(child for child in world.children if child["kind"] != kind)
+    assert decide(replace(world, children=left), SETTINGS).desired == before.desired
+
+
+def test_a_paused_model_is_reported_and_left_alone() -> None:
+    world, _ = resolved_world()
+    world = annotated(edited(with_ready_pods(world), serving={"maxModelLength": 512}), paused="true")
+    decision = decide(world, SETTINGS)
+    assert (decision.desired, decision.delete) == ((), ())
+    assert condition(decision.status, "UpToDate")["reason"] == "Paused"
+    assert condition(decision.status, "Available")["status"] == "True"
+
+
+def test_a_model_that_is_paused_from_the_start_says_so() -> None:
+    decision = decide(annotated(fresh(), paused="true"), SETTINGS)
+    assert decision.desired == ()
+    assert "paused" in condition(decision.status, "Ready")["message"]
+
+
+def test_a_refused_edit_leaves_what_serves_alone() -> None:
+    world, _ = resolved_world()
+    decision = decide(edited(with_ready_pods(world), serving={"quantization": "int8"}), SETTINGS)
+    assert (decision.desired, decision.delete) == ((), ())
+    assert condition(decision.status, "Accepted")["reason"] == "FieldNotSupported"
+    assert condition(decision.status, "Available")["status"] == "True"
+    assert condition(decision.status, "Ready")["reason"] == "FieldNotSupported"
+    assert decision.status is not None
+    assert decision.status["plan"]["devices"] == 6
+
+
+def test_an_illegal_size_leaves_what_serves_alone_and_scales_it() -> None:
+    world, before = resolved_world()
+    _, decision = settle(edited(world, accelerator={"devices": 7}, replicas=1))
+    assert revision_of(decision) == revision_of(before)
+    assert find(decision.desired, "Deployment")["spec"]["replicas"] == 1
+    assert condition(decision.status, "Ready")["reason"] == "TopologyImpossible"
+
+
+def test_a_deleted_model_is_left_to_the_garbage_collector() -> None:
+    assert decide(fresh(deletionTimestamp="2026-03-01T12:00:00Z"), SETTINGS) == Decision()
+
+
+@pytest.mark.parametrize(
+    ("refused", "reason", "says"),
+    [
+        ({"taken": frozenset({("Service", "chat")})}, "NameConflict", "Service chat"),
+        ({"forbidden": frozenset({("Deployment", "cannot create")})}, "OperatorForbidden", "cannot create"),
+        ({"rejected": frozenset({("Deployment", "spec.x: Invalid value")})}, "InvalidSpec", "spec.x"),
+    ],
+)
+def test_what_the_server_refuses_is_told_and_nothing_more_is_written(
+    refused: dict[str, Any], reason: str, says: str
+) -> None:
+    world, _ = resolved_world()
+    decision = decide(replace(with_ready_pods(world), **refused), SETTINGS)
+    assert (decision.desired, decision.delete) == ((), ())
+    assert condition(decision.status, "Ready")["reason"] == reason
+    assert says in condition(decision.status, "Ready")["message"]
+    assert condition(decision.status, "Available")["status"] == "True"
+    assert (decision.requeue_after_seconds is not None) == (reason != "InvalidSpec")
+
+
+def test_a_child_with_our_labels_and_another_owner_is_neither_read_nor_deleted() -> None:
+    world, before = resolved_world()
+    stranger = {"uid": "someone-else"}
+    foreign = tuple(
+        {**child, "metadata": {**child["metadata"], "name": "other", "ownerReferences": [stranger]}}
+        for child in world.children
+    )
+    decision = decide(replace(world, children=(*foreign, *world.children)), SETTINGS)
+    assert decision.desired == before.desired
+    assert decision.delete == ()
+
+
+# The resolve Job
+
+
+def test_a_superseded_job_that_still_runs_is_deleted_and_one_that_ended_is_left() -> None:
+    world, decision = settle(fresh())
+    old = find(decision.desired, "Job")["metadata"]["name"]
+    running = decide(edited(world, model={"uri": "hf://acme/other"}), SETTINGS)
+    assert [gone["metadata"]["name"] for gone in running.delete] == [old]
+    failed = {"status": {"conditions": [{"type": "Failed", "status": "True"}]}}
+    children = tuple({**c, **failed} if c["kind"] == "Job" else c for c in world.children)
+    assert decide(edited(replace(world, children=children), model={"uri": "hf://a/c"}), SETTINGS).delete == ()
+
+
+def test_a_job_whose_record_vanished_runs_again() -> None:
+    world, _ = settle(fresh())
+    done = {"status": {"conditions": [{"type": "Complete", "status": "True"}]}}
+    children = tuple({**c, **done} if c["kind"] == "Job" else c for c in world.children)
+    decision = decide(replace(world, children=children), SETTINGS)
+    assert [gone["kind"] for gone in decision.delete] == ["Job"]
+    assert "Job" not in kinds(decision)
+    assert "Job" in kinds(decide(carried_out(replace(world, children=children), decision), SETTINGS))
+
+
+def test_a_verdict_outlives_its_job_until_the_next_one() -> None:
+    world, decision = settle(fresh())
+    job = find(decision.desired, "Job")
+    pod = job_pod(job, ended(10, failure_record(10, "ModelNotFound", "hf://acme/tiny does not exist")))
+    world, failed = settle(replace(world, pods=(pod,)))
+    assert condition(failed.status, "Ready")["reason"] == "ModelNotFound"
+    children = tuple(c for c in world.children if c["kind"] != "Job")
+    again = decide(replace(world, children=children, pods=()), SETTINGS)
+    assert "Job" in kinds(again)
+    assert again.status == failed.status
+    elsewhere = decide(edited(replace(world, children=children, pods=()), model={"uri": "hf://a/b"}), SETTINGS)
+    assert condition(elsewhere.status, "Ready")["reason"] == "Resolving"
+
+
+def test_a_job_without_a_pod_is_asked_about_and_its_event_is_told() -> None:
+    world, decision = settle(fresh())
+    job = find(decision.desired, "Job")
+    old = {**job, "metadata": {**job["metadata"], "creationTimestamp": "2026-03-01T11:59:00Z"}}
+    children = tuple(old if c["kind"] == "Job" else c for c in world.children)
+    waiting = decide(replace(world, children=children), SETTINGS)
+    assert waiting.needs == {Need.EVENTS}
+    event = {
+        "regarding": {"kind": "Job", "name": job["metadata"]["name"]},
+        "reason": "FailedCreate",
+        "note": "exceeded quota: pods",
+    }
+    told = decide(replace(world, children=children, events=(event,)), SETTINGS)
+    assert "FailedCreate: exceeded quota: pods" in condition(told.status, "Ready")["message"]
+
+
+# Always
+
+
+POD_STATES = st.sampled_from(
+    [
+        {"ready": True},
+        {},
+        {"started": True},
+        {"state": {"waiting": {"reason": "ImagePullBackOff", "message": "x"}}},
+        {"state": {"waiting": {"reason": "CrashLoopBackOff"}}, "last": ended(31), "restarts": 3},
+        {"state": {"waiting": {"reason": "CreateContainerConfigError", "message": 'secret "a" not found'}}},
+        {"phase": "Failed", "reason": "UnexpectedAdmissionError", "message": "no", "state": {}},
+    ]
+)
+EDITS = st.fixed_dictionaries(
+    {},
+    optional={
+        "replicas": st.integers(0, 4),
+        "model": st.sampled_from([{"uri": "hf://acme/tiny"}, {"uri": "hf://acme/other"}, {"uri": "s3://bucket/x"}]),
+        "accelerator": st.sampled_from([{"devices": 1}, {"devices": 6}, {"devices": 7}, {"cores": 1}, {"type": "CPU"}]),
+        "serving": st.sampled_from([{}, {"maxModelLength": 512}, {"maxModelLength": 4096}, {"quantization": "x"}]),
+    },
+)
+
+
+@hypothesis_settings(deadline=None)
+@given(st.lists(EDITS, max_size=3), st.lists(POD_STATES, max_size=4), st.booleans())
+def test_the_line_comes_to_rest_from_any_state_and_stays_there(
+    edits: list[dict[str, Any]], states: list[dict[str, Any]], paused: bool
+) -> None:
+    world, _ = resolved_world()
+    deployment = find(world.children, "Deployment")
+    world = replace(world, pods=tuple(serving_pod(deployment, f"chat-{n}", **s) for n, s in enumerate(states)))
+    for edit in edits:
+        world, _ = settle(edited(world, **edit))
+    if paused:
+        world = annotated(world, paused="true")
+    world, decision = settle(replace(world, free=FreeDevices(())))
+    later = replace(world, now=NOW.replace(hour=23))
+    again = decide(later, SETTINGS)
+    assert again.desired == decision.desired
+    assert stored(again.desired) == again.desired, "what is wanted is plain JSON"
+    assert {c["reason"] for c in again.status["conditions"]} >= {c["reason"] for c in decision.status["conditions"]}  # type: ignore[index]
+
+
+@hypothesis_settings(deadline=None)
+@given(JSON_VALUES, JSON_VALUES, JSON_VALUES)
+def test_no_manifest_makes_a_pass_fall(spec: object, annotations: object, old_status: object) -> None:
+    raw: Object = {"metadata": {"name": "chat", "annotations": annotations}, "spec": spec, "status": old_status}
+    decision = decide(World(body=raw, children=(), pods=(), now=NOW), SETTINGS)
+    assert condition(decision.status, "Accepted")["reason"] == "InvalidSpec"
+    assert decision.desired == ()
+
+
+@hypothesis_settings(deadline=None)
+@given(JSON_VALUES, JSON_VALUES)
+def test_no_garbage_in_a_child_or_pod_makes_a_pass_fall(status: object, labels: object) -> None:
+    world, _ = resolved_world()
+    children = tuple({**child, "status": status} for child in world.children)
+    deployment = find(world.children, "Deployment")
+    pod = {**serving_pod(deployment), "status": status}
+    odd = {"metadata": {"labels": labels}, "spec": labels, "status": status}
+    decision = decide(replace(world, children=children, pods=(pod, odd)), SETTINGS)
+    assert decision.status is not None
