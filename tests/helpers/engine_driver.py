@@ -142,9 +142,9 @@ class Run:
                 assert got == expected[: len(got)], name
 
 
-def start(limits: BackendLimits, late: LateSampler | None = None, **options: int) -> Run:
+def start(limits: BackendLimits, late: LateSampler | None = None, max_queued_requests: int = 100) -> Run:
     backend = RecordingBackend(limits)
-    return Run(Engine(backend, late=late, **options), backend)
+    return Run(Engine(backend, late=late, max_queued_requests=max_queued_requests), backend)
 
 
 def serve(limits: BackendLimits, *requests: Request) -> Run:

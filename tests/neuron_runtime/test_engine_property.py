@@ -84,7 +84,7 @@ def requests_for(draw: st.DrawFn, limits: BackendLimits, name: str) -> Request:
 
 def check_one_run(data: st.DataObject) -> None:
     limits = data.draw(backend_limits(), "limits")
-    run = start(limits, max_queued_requests=100)
+    run = start(limits)
     requests: list[Request] = []
     for number in range(data.draw(st.sampled_from((4, 6, 10, 1)), "number of requests")):
         asked = data.draw(requests_for(limits, f"r{number}"), "request")
