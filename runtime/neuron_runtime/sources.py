@@ -221,7 +221,7 @@ class Hub:
                 if pause is None:
                     raise HubUnreachable(
                         f"{self.endpoint} cannot be reached for {model} after {len(RETRY_SECONDS) + 1} attempts "
-                        f"({reason}); check HF_ENDPOINT, the proxy settings and the network policies of this pod"
+                        f"({reason}); check HF_ENDPOINT, proxy settings and, in a cluster, network policies"
                     ) from error
                 say(f"{self.endpoint} failed ({reason}); trying again in {pause:.0f} s")
                 self._sleep(pause)

@@ -29,10 +29,11 @@ def train() -> Iterator[ModuleType]:
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    yield module
-    del sys.modules[spec.name]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(sys.modules, spec.name, module)
+        patch.setattr(sys, "dont_write_bytecode", True)  # the folder goes into an image as it is
+        spec.loader.exec_module(module)
+        yield module
 
 
 @pytest.fixture(scope="module")

@@ -177,7 +177,9 @@ class TestDownloads:
         (whole / "model-00002-of-00002.safetensors").unlink()
         shelf.asked.clear()
         assert materialize(source, tmp_path, quiet, hub) == whole
-        assert (whole / "model-00002-of-00002.safetensors").exists()
+        fetched = {asked.path.rpartition("/")[2] for asked in shelf.asked if asked.method == "GET" and not asked.range}
+        assert "model-00002-of-00002.safetensors" in fetched
+        assert "model-00001-of-00002.safetensors" not in fetched
 
     def test_a_digest_that_is_no_commit_is_refused(self, hub: Hub, tmp_path: Path) -> None:
         assert failure(ModelSource(uri=MODEL, digest="v1"), tmp_path, hub).exit_code is ExitCode.CHECKSUM_MISMATCH
