@@ -110,10 +110,9 @@ def explain_resolve(job: Object | None, pods: Sequence[Object], world: World) ->
         if code in FINAL_EXIT_CODES and reason in REASONS["ModelResolved"]:
             again = f"tried again every {RETRY_AFTER_SECONDS // 60} minutes"
             return fails("ModelResolved", reason, f"{_last_words(end)}; {again}")
-        if code:
-            state = "gave up" if is_true(job, "Failed") else "will try again"
-            text = f"pod {name_of(pod)} ended with {_exit(end)}: {_last_words(end)}; the Job {name_of(job)} {state}"
-            return fails("ModelResolved", "Resolving", text)
+        state = "is done with it" if is_true(job, "Failed") or not code else "will try again"
+        text = f"pod {name_of(pod)} ended with {_exit(end)} and no facts: {_last_words(end)}; the Job {state}"
+        return fails("ModelResolved", "Resolving", text)
     if is_true(job, "Failed"):
         told = condition(job, "Failed").get("message") or "no message"
         return fails("ModelResolved", "Resolving", f"the Job {name_of(job)} failed without a record: {told}")

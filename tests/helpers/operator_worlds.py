@@ -58,6 +58,11 @@ def body(spec: Mapping[str, Any] | None = None, **metadata: Any) -> Object:
     }
 
 
+def fresh(**changes: Any) -> World:
+    """The world right after `kubectl apply`."""
+    return World(body=body(**changes), children=(), pods=(), now=NOW)
+
+
 def settings(values: Mapping[str, Any]) -> Settings:
     """Settings from a case file; what is left out is as in SETTINGS."""
     given = dict(values)
@@ -208,7 +213,7 @@ def settle(world: World, using: Settings = SETTINGS, max_passes: int = 8) -> tup
 
 def resolved_world(using: Settings = SETTINGS, **changes: Any) -> tuple[World, Decision]:
     """A world in which the model is resolved, pinned and rendered; no serving pod is there yet."""
-    world, decision = settle(World(body=body(**changes), children=(), pods=(), now=NOW), using)
+    world, decision = settle(fresh(**changes), using)
     job = find(decision.desired, "Job")
     world, decision = settle(replace(world, pods=(resolved_pod(job),)), using)
     done = tuple(

@@ -17,12 +17,12 @@ from helpers.operator_worlds import (
     NOW,
     SETTINGS,
     SPEC,
-    body,
     carried_out,
     condition,
     ended,
     failure_record,
     find,
+    fresh,
     job_pod,
     resolved_pod,
     resolved_world,
@@ -36,10 +36,6 @@ from neuron_operator.revision import from_object
 from neuron_operator.world import Decision, FreeDevices, Need, Object, World
 
 KINDS_BEFORE = ["Service", "ServiceAccount", "PodDisruptionBudget", "NetworkPolicy"]
-
-
-def fresh(**changes: Any) -> World:
-    return World(body=body(**changes), children=(), pods=(), now=NOW)
 
 
 def kinds(decision: Decision) -> list[str]:

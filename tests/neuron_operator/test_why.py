@@ -1,0 +1,379 @@
+"""What pods show becomes a condition with a reason of the closed set and a message that a person can act on."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from helpers.operator_worlds import (
+    FACTS,
+    JSON_VALUES,
+    SETTINGS,
+    SPEC,
+    condition,
+    ended,
+    failure_record,
+    find,
+    fresh,
+    job_pod,
+    resolved_pod,
+    resolved_world,
+    serving_pod,
+    settle,
+    unscheduled_pod,
+)
+from neuron_operator import status
+from neuron_operator.decide import decide
+from neuron_operator.errors import Unplaceable
+from neuron_operator.model import parse
+from neuron_operator.placement import place
+from neuron_operator.records import REASON_BY_EXIT_CODE
+from neuron_operator.why import CONDITIONS, MAX_MESSAGE, REASONS, WEIGHT, Finding
+from neuron_operator.world import Decision, FreeDevices, Need, NodeDevices, Object, Settings
+
+INSUFFICIENT = (
+    "0/3 nodes are available: 1 node(s) didn't match Pod's node affinity/selector, 2 Insufficient "
+    "aws.amazon.com/neuron. no new claims to deallocate, preemption: 0/3 nodes are available: 1 Preemption is not "
+    "helpful for scheduling, 2 No preemption victims found for incoming pod."
+)
+NODES = (
+    NodeDevices("n1", "inf2.24xlarge", devices=6, free_devices=0, cores=12, free_cores=12),
+    NodeDevices("n2", "inf2.24xlarge", devices=6, free_devices=4, cores=12, free_cores=12),
+    NodeDevices("n4", "inf2.24xlarge", devices=6, free_devices=6, cores=12, free_cores=12, schedulable=False),
+)
+
+
+def seen(
+    *pods: Any, free: FreeDevices | None = None, events: tuple[Object, ...] | None = None, **changes: Any
+) -> Decision:
+    """The decision about a resolved model whose pods are made from `pods`, a function of the Deployment each."""
+    world, _ = resolved_world(**changes)
+    deployment = find(world.children, "Deployment")
+    made = tuple(pod(deployment) if callable(pod) else pod for pod in pods)
+    return decide(replace(world, pods=made, free=free, events=events), SETTINGS)
+
+
+def pod(name: str = "chat-1", **state: Any) -> Any:
+    return lambda deployment: serving_pod(deployment, name, **state)
+
+
+def waiting(reason: str, message: str = "") -> Object:
+    return {"waiting": {"reason": reason, "message": message}}
+
+
+PULL_BACK_OFF = 'Back-off pulling image "registry.example/x:1": ErrImagePull: rpc error: not found'
+CRASH = waiting("CrashLoopBackOff", "back-off 10s restarting failed container")
+
+
+@pytest.mark.parametrize(
+    ("state", "reason", "says"),
+    [
+        ({}, "Loading", "is loading the model since 2026-03-01T11:51:00Z"),
+        ({"started": True}, "ProbeFailing", "does not answer /health"),
+        ({"state": waiting("ContainerCreating")}, "Loading", "is being started"),
+        ({"state": waiting("ImagePullBackOff", PULL_BACK_OFF)}, "ImagePull", "cannot be pulled: rpc error: not found"),
+        ({"state": waiting("ErrImagePull", "rpc error: not found")}, "ImagePull", "cannot be pulled: rpc error"),
+        ({"state": waiting("InvalidImageName", "bad")}, "ImagePull", "bad"),
+        ({"state": waiting("CreateContainerConfigError", 'configmap "c" not found')}, "CrashLoop", 'configmap "c"'),
+        ({"state": waiting("RunContainerError", "exec: no such file")}, "CrashLoop", "exec: no such file"),
+        (
+            {"state": CRASH, "last": ended(1, "a\nImportError: torch\n"), "restarts": 4},
+            "CrashLoop",
+            "ImportError: torch",
+        ),
+        (
+            {"state": CRASH, "last": ended(137, reason="OOMKilled"), "restarts": 1},
+            "CrashLoop",
+            "exit code 137 (OOMKilled)",
+        ),
+        ({"last": ended(30, failure_record(30, "DeviceHeld", "held by 7"))}, "DeviceHeld", "held by 7"),
+        ({"last": ended(31)}, "DeviceOutOfMemory", "exit code 31 (restarts: 0): it left no record"),
+        ({"last": ended(50, "garbage {")}, "RestartBudgetExhausted", "garbage {"),
+        (
+            {"phase": "Failed", "reason": "UnexpectedAdmissionError", "message": "Allocate failed", "state": {}},
+            "AllocationRejected",
+            "Allocate failed",
+        ),
+        ({"phase": "Failed", "reason": "Evicted", "message": "low on disk", "state": {}}, "CrashLoop", "low on disk"),
+    ],
+)
+def test_a_replica_that_does_not_answer_says_why(state: dict[str, Any], reason: str, says: str) -> None:
+    decision = seen(pod("chat-0", ready=True), pod(**state))
+    available = condition(decision.status, "Available")
+    assert (available["status"], available["reason"]) == ("False", reason)
+    assert available["message"].startswith("1 of 2 replicas answer; pod chat-1")
+    assert says in available["message"]
+    assert condition(decision.status, "Ready")["reason"] == reason
+
+
+@pytest.mark.parametrize(
+    ("code", "kind"),
+    [(2, "Compiled"), (10, "ModelResolved"), (11, "WeightsReady"), (14, "WeightsReady"), (15, "WeightsReady")],
+)
+def test_a_pod_that_found_the_model_or_weights_wanting_speaks_for_that_step(code: int, kind: str) -> None:
+    reason = REASON_BY_EXIT_CODE[code]
+    record = failure_record(code, reason, "told so", "serve")
+    decision = seen(pod(state=CRASH, last=ended(code, record), restarts=2))
+    assert condition(decision.status, kind)["reason"] == reason
+    assert condition(decision.status, "Ready")["reason"] == reason
+    assert "told so" in condition(decision.status, "Ready")["message"]
+    assert condition(decision.status, "Available")["reason"] == "CrashLoop"
+
+
+def test_a_missing_secret_is_named() -> None:
+    decision = seen(pod(state=waiting("CreateContainerConfigError", 'secret "words" not found')))
+    assert condition(decision.status, "Ready")["reason"] == "SecretNotFound"
+    assert 'secret "words" not found' in condition(decision.status, "Ready")["message"]
+
+
+def test_a_lack_of_devices_is_told_with_what_is_needed_and_what_is_free() -> None:
+    stuck = [lambda d, n=n: unscheduled_pod(d, INSUFFICIENT, f"chat-{n}") for n in range(2)]
+    asking = seen(*stuck)
+    assert asking.needs == {Need.FREE_DEVICES}
+    told = seen(*stuck, free=FreeDevices(NODES))
+    ready = condition(told.status, "Ready")
+    assert ready["reason"] == "InsufficientNeuron"
+    assert "0 of 2 replicas answer" in ready["message"]
+    assert "needs 6 Neuron devices on one node; free: 4 (n2 4, n1 0)" in ready["message"]
+    assert told.requeue_after_seconds is not None
+
+
+def test_without_the_right_to_look_the_free_devices_are_unknown() -> None:
+    told = seen(lambda d: unscheduled_pod(d, INSUFFICIENT), free=FreeDevices(None))
+    assert "needs 6 Neuron devices on one node; free: unknown" in condition(told.status, "Ready")["message"]
+
+
+def test_where_no_node_has_devices_that_is_said() -> None:
+    told = seen(lambda d: unscheduled_pod(d, INSUFFICIENT), free=FreeDevices(NODES[2:]))
+    assert "free: 0, as no ready node offers any" in condition(told.status, "Ready")["message"]
+
+
+def test_cores_are_counted_as_cores() -> None:
+    spec = {**SPEC, "accelerator": {"cores": 1}}
+    message = INSUFFICIENT.replace("neuron.", "neuroncore.")
+    told = seen(lambda d: unscheduled_pod(d, message), free=FreeDevices(NODES), spec=spec)
+    assert "needs 1 NeuronCore on one node; free: 24" in condition(told.status, "Ready")["message"]
+
+
+def test_another_reason_of_the_scheduler_is_told_in_its_words() -> None:
+    told = seen(lambda d: unscheduled_pod(d, "0/3 nodes are available: 3 Insufficient memory."))
+    assert condition(told.status, "Ready")["reason"] == "NoMatchingNode"
+    assert "3 Insufficient memory" in condition(told.status, "Ready")["message"]
+
+
+@pytest.mark.parametrize(
+    ("message", "reason"),
+    [
+        ('pods "x" is forbidden: exceeded quota: q, requested: pods=1', "QuotaExceeded"),
+        ('pods "x" is forbidden: violates PodSecurity "restricted:latest"', "PodSecurityDenied"),
+    ],
+)
+def test_pods_that_cannot_be_made_are_explained_by_the_deployment(message: str, reason: str) -> None:
+    world, _ = resolved_world()
+    failure = {
+        "conditions": [{"type": "ReplicaFailure", "status": "True", "reason": "FailedCreate", "message": message}]
+    }
+    children = tuple({**c, "status": failure} if c["kind"] == "Deployment" else c for c in world.children)
+    decision = decide(replace(world, children=children), SETTINGS)
+    assert condition(decision.status, "Ready")["reason"] == reason
+    assert message in condition(decision.status, "Ready")["message"]
+
+
+def test_a_node_that_went_away_is_named_before_its_pods_are_evicted() -> None:
+    def lost(deployment: Object) -> Object:
+        made = serving_pod(deployment, ready=True)
+        told = [
+            c if c["type"] != "Ready" else {"type": "Ready", "status": "False"} for c in made["status"]["conditions"]
+        ]
+        return {**made, "status": {**made["status"], "conditions": told}}
+
+    decision = seen(lost)
+    assert condition(decision.status, "Ready")["reason"] == "NodeLost"
+    assert "its node n1" in condition(decision.status, "Ready")["message"]
+
+
+def test_a_pod_on_its_way_out_is_draining_and_no_replica_any_more() -> None:
+    def leaving(deployment: Object) -> Object:
+        made = serving_pod(deployment, ready=True)
+        return {**made, "metadata": {**made["metadata"], "deletionTimestamp": "2026-03-01T12:00:00Z"}}
+
+    decision = seen(pod("chat-0", ready=True), leaving)
+    assert condition(decision.status, "Ready")["reason"] == "Draining"
+    assert decision.status is not None
+    assert decision.status["replicas"] == 1
+
+
+def test_a_failed_pod_is_forgotten_once_newer_pods_are_on_their_way() -> None:
+    rejected = pod(
+        "old", phase="Failed", reason="UnexpectedAdmissionError", message="no", state={}, created="2026-03-01T11:00:00Z"
+    )
+    decision = seen(rejected, pod("new"), spec={**SPEC, "replicas": 1})
+    assert condition(decision.status, "Ready")["reason"] == "Loading"
+
+
+def test_the_reason_that_least_heals_by_waiting_is_told_first() -> None:
+    decision = seen(pod("a"), pod("b", state=waiting("ErrImagePull", "no such image")))
+    assert condition(decision.status, "Ready")["reason"] == "ImagePull"
+
+
+def test_a_pod_that_stays_without_a_word_is_asked_about() -> None:
+    creating = pod(state=waiting("ContainerCreating"))
+    asking = seen(creating, events=None)
+    assert asking.needs == {Need.EVENTS}
+    event = {"regarding": {"kind": "Pod", "name": "chat-1"}, "reason": "FailedMount", "note": "volume v is not there"}
+    told = seen(creating, events=(event,))
+    assert condition(told.status, "Ready")["reason"] == "VolumeNotBound"
+    assert "volume v is not there" in condition(told.status, "Ready")["message"]
+
+
+# The resolve Job
+
+
+def resolving(state: Object, **fields: Any) -> Decision:
+    world, decision = settle(fresh())
+    job = find(decision.desired, "Job")
+    return decide(replace(world, pods=(job_pod(job, state, **fields),)), SETTINGS)
+
+
+@pytest.mark.parametrize("code", [10, 11, 12, 13])
+def test_what_inspect_found_is_told_before_any_device_is_held(code: int) -> None:
+    reason = REASON_BY_EXIT_CODE[code]
+    decision = resolving(ended(code, failure_record(code, reason, "the hub says no")))
+    assert condition(decision.status, "ModelResolved")["reason"] == reason
+    assert condition(decision.status, "Ready")["message"].startswith("the hub says no")
+    assert "Deployment" not in {child["kind"] for child in decision.desired}
+
+
+@pytest.mark.parametrize(
+    ("state", "says"),
+    [
+        (ended(1, "Traceback\nConnectionError: hub.example\n"), "ConnectionError: hub.example"),
+        (ended(10, "no record here"), "no record here"),
+        (waiting("ImagePullBackOff", "no such image"), "cannot be pulled: no such image"),
+        (ended(0, "no record here"), "no record here"),
+    ],
+)
+def test_a_job_in_trouble_is_told_in_its_words(state: Object, says: str) -> None:
+    decision = resolving(state)
+    assert condition(decision.status, "ModelResolved")["status"] == "False"
+    assert says in condition(decision.status, "Ready")["message"]
+
+
+# Placement
+
+
+@pytest.mark.parametrize(
+    ("accelerator", "where", "mode", "legal"),
+    [
+        ({"devices": 1}, "", "Plugin", True),
+        ({"devices": 6}, "", "Plugin", True),
+        ({"devices": 6}, "inf2.24xlarge", "Plugin", True),
+        ({"devices": 12}, "inf2.24xlarge", "Plugin", False),
+        ({"devices": 2}, "inf2.24xlarge", "Plugin", False),
+        ({"devices": 2}, "inf2.24xlarge", "PluginWithExtension", True),
+        ({"devices": 2}, "trn1.32xlarge", "PluginWithExtension", False),
+        ({"devices": 4}, "trn1.32xlarge", "PluginWithExtension", True),
+        ({"devices": 4}, "trn1.32xlarge", "Plugin", False),
+        ({"devices": 13}, "", "PluginWithExtension", False),
+        ({"devices": 7}, "trn9.48xlarge", "Plugin", True),
+        ({"cores": 1}, "", "Plugin", True),
+        ({"cores": 3}, "inf2.24xlarge", "Plugin", False),
+        ({"cores": 3}, "inf2.24xlarge", "PluginWithExtension", True),
+        ({"cores": 12}, "inf2.24xlarge", "Plugin", True),
+        ({"cores": 3}, "trn1.32xlarge", "PluginWithExtension", False),
+        ({}, "", "Plugin", True),
+        ({"type": "CPU"}, "", "Plugin", True),
+    ],
+)
+def test_sizes_that_a_node_grants_are_placed_and_others_refused_with_the_legal_ones(
+    accelerator: dict[str, Any], where: str, mode: Any, legal: bool
+) -> None:
+    spec = {**SPEC, "accelerator": accelerator}
+    if where:
+        spec["podTemplate"] = {"spec": {"nodeSelector": {"node.kubernetes.io/instance-type": where}}}
+    model = parse(fresh(spec=spec).body)
+    using = Settings(runtime_image="i", device_mode=mode)
+    if legal:
+        placement = place(model, using)
+        assert placement.instance_type == where
+        assert placement.devices == (0 if {"cores", "type"} & set(accelerator) else accelerator.get("devices", 1))
+        assert placement.cores == accelerator.get("cores", 0)
+    else:
+        with pytest.raises(Unplaceable, match=r"is not a size .* legal: 1") as refusal:
+            place(model, using)
+        assert refusal.value.reason in REASONS["Placed"]
+
+
+# The closed sets
+
+
+def test_every_reason_that_a_pod_can_leave_belongs_to_a_condition() -> None:
+    told = set().union(*REASONS.values())
+    assert set(REASON_BY_EXIT_CODE.values()) <= told
+    assert set(WEIGHT) <= REASONS["Available"]
+    assert list(REASONS) == list(CONDITIONS)
+    assert told >= status.PASSING
+
+
+@given(st.lists(st.tuples(st.sampled_from(CONDITIONS), st.sampled_from(["True", "False", "Unknown"])), max_size=10))
+@settings(deadline=None)
+def test_ready_is_the_first_condition_that_is_not_true(told: list[tuple[str, Any]]) -> None:
+    findings = [Finding(kind, state, f"{kind}{state}", "m") for kind, state in told]
+    found = status.complete(findings)
+    assert [finding.condition for finding in found] == [*CONDITIONS, "Ready"]
+    first = next((finding for finding in found[:-1] if finding.status != "True"), None)
+    assert found[-1].status == ("False" if first else "True")
+    assert first is None or found[-1].reason == first.reason
+
+
+@given(JSON_VALUES, JSON_VALUES, st.text(max_size=3000))
+@settings(deadline=None)
+def test_every_status_keeps_to_the_reasons_and_to_its_size(state: object, last: object, text: str) -> None:
+    odd = pod(state={"waiting": {"reason": text[:9], "message": text}}, restarts=1)
+    world, _ = resolved_world()
+    deployment = find(world.children, "Deployment")
+    container = {"name": "runtime", "ready": False, "state": state, "lastState": last}
+    made = {**serving_pod(deployment, "b"), "status": {"containerStatuses": [container], "phase": text[:9]}}
+    for decision in (seen(odd), decide(replace(world, pods=(made,)), SETTINGS)):
+        assert decision.status is not None
+        for found in decision.status["conditions"]:
+            if found["status"] == "False" and found["type"] != "Ready":
+                assert found["reason"] in REASONS[found["type"]]
+            assert re.fullmatch(r"[A-Z][A-Za-z]*", found["reason"])
+            assert len(found["message"]) <= MAX_MESSAGE
+        assert len(msgspec.json.encode(decision.status)) <= 16 * 1024
+
+
+def test_a_model_with_boundless_names_keeps_the_status_small() -> None:
+    world, decision = settle(fresh())
+    facts = {**FACTS, "architecture": "A" * 100_000, "digest": "d" * 100_000, "dtype": "t" * 100_000}
+    _, decision = settle(replace(world, pods=(resolved_pod(find(decision.desired, "Job"), facts),)))
+    assert decision.status is not None
+    assert condition(decision.status, "ModelResolved")["status"] == "True"
+    assert len(msgspec.json.encode(decision.status)) <= 16 * 1024
+
+
+def test_a_transition_time_moves_only_with_the_status() -> None:
+    world, _ = resolved_world()
+    deployment = find(world.children, "Deployment")
+    world, _ = settle(replace(world, pods=(serving_pod(deployment),)))
+    later = replace(world, now=world.now.replace(hour=13))
+    failing = decide(replace(later, pods=(serving_pod(deployment, started=True),)), SETTINGS)
+    assert condition(failing.status, "Available")["reason"] == "ProbeFailing"
+    assert condition(failing.status, "Available")["lastTransitionTime"] == "2026-03-01T12:00:00Z"
+    pods = tuple(serving_pod(deployment, f"c{n}", ready=True) for n in range(2))
+    assert condition(decide(replace(later, pods=pods), SETTINGS).status, "Available")["lastTransitionTime"] == (
+        "2026-03-01T13:00:00Z"
+    )
+
+
+def test_every_condition_says_which_generation_it_speaks_of() -> None:
+    decision = decide(fresh(generation=7), SETTINGS)
+    assert decision.status is not None
+    assert {c["observedGeneration"] for c in decision.status["conditions"]} == {7}
