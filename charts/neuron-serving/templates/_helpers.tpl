@@ -1,0 +1,27 @@
+{{- define "neuron-serving.name" -}}neuron-operator{{- end }}
+
+{{- define "neuron-serving.selector" -}}
+app.kubernetes.io/name: neuron-operator
+app.kubernetes.io/instance: {{ .Release.Name }}
+{{- end }}
+
+{{- define "neuron-serving.labels" -}}
+{{ include "neuron-serving.selector" . }}
+app.kubernetes.io/part-of: neuron-serving
+app.kubernetes.io/managed-by: {{ .Release.Service }}
+app.kubernetes.io/version: {{ .Chart.AppVersion | quote }}
+helm.sh/chart: {{ .Chart.Name }}-{{ .Chart.Version }}
+{{- end }}
+
+{{- define "neuron-serving.restricted" -}}
+allowPrivilegeEscalation: false
+readOnlyRootFilesystem: true
+capabilities: {drop: [ALL]}
+{{- end }}
+
+{{- define "neuron-serving.restrictedPod" -}}
+runAsNonRoot: true
+runAsUser: 65532
+runAsGroup: 65532
+seccompProfile: {type: RuntimeDefault}
+{{- end }}
