@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 from neuron_runtime.backend.strict import StrictBackend, next_token
 from neuron_runtime.core import BackendLimits, Batch, FinishReason, Late, Request, SamplingParams, StepOutput
 from neuron_runtime.engine.admission import max_steps
-from neuron_runtime.engine.loop import Engine, LateSampler
+from neuron_runtime.engine.loop import Engine, LateRule, nothing_late
 from neuron_runtime.engine.scheduler import Scheduler
 
 VOCABULARY_SIZE = 31
@@ -22,9 +22,18 @@ def request(name: str, num_prompt: int, max_tokens: int = 8, priority: int = 0, 
     return Request(name, prompt, params, priority=priority)
 
 
-def alone(asked: Request, late: LateSampler | None = None) -> tuple[tuple[int, ...], FinishReason]:
+def even_only(asked: Request) -> LateRule | None:
+    """Requests whose id starts with `even` may only say even numbers, and none twice in a row."""
+    if not asked.request_id.startswith("even"):
+        return None
+    return lambda output: tuple(token for token in range(0, VOCABULARY_SIZE, 2) if token not in output[-1:])
+
+
+def alone(
+    asked: Request, late: Callable[[Request], LateRule | None] = nothing_late
+) -> tuple[tuple[int, ...], FinishReason]:
     """What a request must get, whoever else is served: straight from the definition of the next token."""
-    sampling = asked.sampling
+    sampling, rule = asked.sampling, late(asked)
     output: list[int] = []
     while True:
         token = next_token(
@@ -33,7 +42,7 @@ def alone(asked: Request, late: LateSampler | None = None) -> tuple[tuple[int, .
             len(output),
             vocabulary_size=VOCABULARY_SIZE,
             adapter=asked.adapter,
-            allowed=late.allowed_token_ids(asked, output) if late and late.needs_host(asked) else None,
+            allowed=rule(output) if rule else None,
         )
         output.append(token)
         if token in sampling.stop_token_ids and len(output) > sampling.min_tokens:
@@ -130,7 +139,9 @@ class Run:
             assert (stats.num_blocks_used, stats.num_running, stats.num_waiting) == (0, 0, 0)
             assert scheduler.slots.num_used == 0
 
-    def check_tokens(self, requests: Iterable[Request], late: LateSampler | None = None) -> None:
+    def check_tokens(
+        self, requests: Iterable[Request], late: Callable[[Request], LateRule | None] = nothing_late
+    ) -> None:
         """Every request got what it would get alone; an aborted one a beginning of it."""
         for asked in requests:
             name, (expected, reason) = asked.request_id, alone(asked, late)
@@ -142,7 +153,9 @@ class Run:
                 assert got == expected[: len(got)], name
 
 
-def start(limits: BackendLimits, late: LateSampler | None = None, max_queued_requests: int = 100) -> Run:
+def start(
+    limits: BackendLimits, late: Callable[[Request], LateRule | None] = nothing_late, max_queued_requests: int = 100
+) -> Run:
     backend = RecordingBackend(limits)
     return Run(Engine(backend, late=late, max_queued_requests=max_queued_requests), backend)
 

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 import pytest
 
-from helpers.engine_driver import RecordingBackend, alone, request, serve, start
+from helpers.engine_driver import RecordingBackend, alone, even_only, request, serve, start
 from neuron_runtime.backend.strict import neuron_limits
 from neuron_runtime.core import BackendLimits, Batch, Kind, Late, Request, StepOutput
 from neuron_runtime.engine.admission import max_new_tokens, max_steps
-from neuron_runtime.engine.loop import Engine
+from neuron_runtime.engine.loop import Engine, LateRule
 from neuron_runtime.errors import InvalidRequest, Overloaded
 
 HOST = BackendLimits(max_rows=4, max_model_length=256, max_step_tokens=64, block_size=8, num_blocks=128)
@@ -98,32 +97,29 @@ def test_with_host_feedback_no_row_is_left_to_the_step_in_flight() -> None:
     assert run.engine.stats.num_decode_steps_ahead_total > 0
 
 
-class EvenTokensOnly:
-    """Requests whose id starts with `even` may only say even numbers, and never the same twice in a row."""
-
-    def __init__(self) -> None:
-        self.asked: list[tuple[str, int]] = []
-
-    def needs_host(self, request: Request) -> bool:
-        return request.request_id.startswith("even")
-
-    def allowed_token_ids(self, request: Request, output_token_ids: Sequence[int]) -> tuple[int, ...]:
-        self.asked.append((request.request_id, len(output_token_ids)))
-        return tuple(token for token in range(0, 30, 2) if token not in output_token_ids[-1:])
-
-
 @pytest.mark.parametrize("limits", [DEVICE, DEVICE_ONE, HOST, NEURON])
 def test_a_row_that_needs_the_host_is_scheduled_ahead_and_sampled_after_the_step_before_was_applied(
     limits: BackendLimits,
 ) -> None:
-    late = EvenTokensOnly()
     asked = [request("even", 5, 12), request("free", 5, 30), request("even again", 7, 12)]
+    lengths: list[int] = []
+
+    def late(asker: Request) -> LateRule | None:
+        rule = even_only(asker)
+        if rule is None or asker.request_id != "even":
+            return rule
+
+        def noted(output: list[int]) -> tuple[int, ...]:
+            lengths.append(len(output))
+            return rule(output)
+
+        return noted
+
     run = start(limits, late=late)
     run.add(*asked)
     run.finish()
-    answers = [count for name, count in late.asked if name == "even"]
-    assert answers == list(range(12)), "the answer so far was not complete when the host was asked"
-    run.check_tokens(asked, late)
+    assert lengths == list(range(12)), "the answer so far was not complete when the host was asked"
+    run.check_tokens(asked, even_only)
     assert all(token % 2 == 0 for token in run.tokens["even"])
     calls = run.backend.calls
     for at, (call, step) in enumerate(calls):
@@ -137,12 +133,11 @@ def test_a_row_that_needs_the_host_is_scheduled_ahead_and_sampled_after_the_step
 
 def test_several_tokens_per_row_and_late_rows_go_together() -> None:
     for limits in (DEVICE, HOST):
-        late = EvenTokensOnly()
         asked = [request("even", 5, 12), request("free", 5, 30)]
-        run = start(replace(limits, max_tokens_per_row=4, num_lookahead_tokens=3), late=late)
+        run = start(replace(limits, max_tokens_per_row=4, num_lookahead_tokens=3), late=even_only)
         run.add(*asked)
         run.finish()
-        run.check_tokens(asked, late)
+        run.check_tokens(asked, even_only)
 
 
 # Admission

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import HealthCheck, event, given, note, settings
 from hypothesis import strategies as st
 
-from helpers.engine_driver import VOCABULARY_SIZE, request, start
+from helpers.engine_driver import VOCABULARY_SIZE, even_only, request, start
 from neuron_runtime.core import BackendLimits, Request, SamplingParams
 from neuron_runtime.engine.admission import check_request, max_new_tokens, max_steps
 from neuron_runtime.errors import InvalidRequest
@@ -84,10 +84,11 @@ def requests_for(draw: st.DrawFn, limits: BackendLimits, name: str) -> Request:
 
 def check_one_run(data: st.DataObject) -> None:
     limits = data.draw(backend_limits(), "limits")
-    run = start(limits)
+    run = start(limits, late=even_only)
+    late = data.draw(st.sampled_from(((), (), (0, 3))), "numbers of requests that need the host")
     requests: list[Request] = []
     for number in range(data.draw(st.sampled_from((4, 6, 10, 1)), "number of requests")):
-        asked = data.draw(requests_for(limits, f"r{number}"), "request")
+        asked = data.draw(requests_for(limits, f"{'even' if number in late else 'r'}{number}"), "request")
         try:
             check_request(limits, asked)
         except InvalidRequest:
@@ -104,7 +105,7 @@ def check_one_run(data: st.DataObject) -> None:
     note(f"at most {bound} steps")
     run.finish(bound)
     assert len(run.backend.batches) <= bound
-    run.check_tokens(requests)
+    run.check_tokens(requests, even_only)
     stats, batches = run.engine.stats, run.backend.batches
     for happened, what in (
         (stats.num_preemptions_total, "preempted"),
@@ -112,6 +113,7 @@ def check_one_run(data: st.DataObject) -> None:
         (any(b.kept_blocks for b in batches), "surplus returned"),
         (any(not s for b in batches for s in b.rows.samples), "chunked"),
         (run.aborted, "aborted"),
+        (any(call == "sample late" for call, _ in run.backend.calls), "sampled late"),
     ):
         if happened:
             event(what)

@@ -7,11 +7,12 @@ from itertools import pairwise
 
 import pytest
 
-from helpers.engine_driver import Run, alone, request, serve, start
+from helpers.engine_driver import RecordingBackend, Run, alone, request, serve, start
 from neuron_runtime.backend.strict import neuron_limits
 from neuron_runtime.core import BackendLimits, FinishReason, Kind, StepOutput
 from neuron_runtime.engine.admission import max_new_tokens
 from neuron_runtime.engine.blocks import Pool
+from neuron_runtime.engine.loop import Engine
 from neuron_runtime.engine.scheduler import Scheduler
 from neuron_runtime.errors import BackendFailed
 
@@ -69,6 +70,15 @@ def test_one_prefill_at_most_comes_between_decode_steps_while_rows_run() -> None
     run = serve(NEURON, *[request(name, 5, max_tokens=6) for name in "abcdef"])
     assert kinds(run).startswith("ppdpdpd")
     assert "pp" not in kinds(run)[1:]
+
+
+def test_more_prefills_may_come_between_decode_steps_when_the_engine_is_told_so() -> None:
+    engine = Engine(backend := RecordingBackend(NEURON), max_consecutive_prefills=3)
+    for name in "abcd":
+        engine.add(request(name, 5, max_tokens=6))
+    while engine.has_work:
+        engine.step()
+    assert "".join(batch.kind.value[0] for batch in backend.batches).startswith("ppppd")
 
 
 def test_prompts_advance_beside_decode_rows_where_phases_mix() -> None:

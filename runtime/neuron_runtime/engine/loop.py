@@ -9,38 +9,24 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable
-from collections.abc import Sequence as Seq
 from dataclasses import dataclass, replace
-from typing import Protocol
 
 from neuron_runtime.backend.base import Backend
 from neuron_runtime.core import Batch, Kind, Late, Request, StepOutput, TokenEvent, fill
 from neuron_runtime.engine.admission import check_request
 from neuron_runtime.engine.scheduler import Scheduler
-from neuron_runtime.engine.sequence import Sequence
 from neuron_runtime.errors import InvalidRequest, Overloaded
 
 DEFAULT_MAX_QUEUED_REQUESTS = 256
 
 
-class LateSampler(Protocol):
-    """What only the host can say about a next token, once the token before it is known (grammar masks, penalties)."""
-
-    def needs_host(self, request: Request) -> bool:
-        """Whether rows of this request sample only among `allowed_token_ids`. The same answer for its whole life."""
-
-    def allowed_token_ids(self, request: Request, output_token_ids: Seq[int]) -> tuple[int, ...]:
-        """Ids that may follow the answer so far; at least one."""
+LateRule = Callable[[list[int]], tuple[int, ...]]
+"""Says which token ids (at least one) may follow the answer so far: a grammar, say, which runs on the host."""
 
 
-class NothingLate:
-    """The late sampler of an engine whose requests all sample on the device alone."""
-
-    def needs_host(self, request: Request) -> bool:
-        return False
-
-    def allowed_token_ids(self, request: Request, output_token_ids: Seq[int]) -> tuple[int, ...]:
-        raise NotImplementedError("no request needs the host")
+def nothing_late(request: Request) -> LateRule | None:
+    """For engines whose requests all sample without the host."""
+    return None
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,18 +89,20 @@ class Engine:
         *,
         max_queued_requests: int = DEFAULT_MAX_QUEUED_REQUESTS,
         max_consecutive_prefills: int = 1,
-        late: LateSampler | None = None,
+        late: Callable[[Request], LateRule | None] = nothing_late,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Take over a warmed-up backend.
 
         max_queued_requests: requests accepted beyond those that fit into the backend's rows.
         max_consecutive_prefills: prefill steps in a row while decoding sequences wait, where phases do not mix.
+        late: the rule of a request whose rows can be sampled only when the token before is known on the host, or None.
+            Steps with such a row are scheduled ahead all the same, and launched when the step before was applied.
         """
         self._backend = backend
         self._limits = backend.limits
         self._scheduler = Scheduler(self._limits, max_consecutive_prefills)
-        self._late = late or NothingLate()
+        self._late = late
         self._clock = clock
         self._added_at: dict[str, float] = {}
         """Requests that no step has taken up yet."""
@@ -172,7 +160,7 @@ class Engine:
         if not self._in_flight and not self._start():
             return []
         ahead = self._schedule()
-        late = ahead is not None and self._needs_host()
+        late = ahead is not None and any(self._late_rules())
         at_once = ahead is not None and not late and self._limits.steps_in_flight == 2
         if ahead and at_once:
             self._launch(_Launched(ahead, scheduled_ahead=True, launched_ahead=True), None)
@@ -196,7 +184,7 @@ class Engine:
             if self._scheduler.num_live:
                 raise RuntimeError(f"the scheduler has no step for {self._scheduler.num_live} live requests")
             return False
-        self._launch(_Launched(batch), self._allowed() if self._needs_host() else None)
+        self._launch(_Launched(batch), self._allowed())
         return True
 
     def _schedule(self) -> Batch | None:
@@ -222,26 +210,21 @@ class Engine:
         self._count(launched, output, events)
         return events
 
-    def _newest_rows(self) -> list[tuple[Sequence, bool]]:
-        """The rows of the step scheduled last: whose they are, and whether their tokens are wanted from the host."""
+    def _late_rules(self) -> list[LateRule | None]:
+        """One for each row of the step scheduled last; None for a row that needs nothing from the host."""
         batch, sequences = self._scheduler.planned[-1]
         return [
-            (sequence, samples and not sequence.done and self._late.needs_host(sequence.request))
+            self._late(sequence.request) if samples and not sequence.done else None
             for sequence, samples in zip(sequences, batch.rows.samples, strict=True)
         ]
 
-    def _needs_host(self) -> bool:
-        return any(needed for _, needed in self._newest_rows())
-
-    def _allowed(self) -> Late:
-        return Late(
-            tuple(
-                self._late.allowed_token_ids(sequence.request, sequence.tokens[sequence.num_prompt :])
-                if needed
-                else None
-                for sequence, needed in self._newest_rows()
-            )
-        )
+    def _allowed(self) -> Late | None:
+        """What the step scheduled last may sample, now that the one before it is applied."""
+        rules = self._late_rules()
+        if not any(rules):
+            return None
+        sequences = self._scheduler.planned[-1].sequences
+        return Late(tuple(rule(s.output) if rule else None for rule, s in zip(rules, sequences, strict=True)))
 
     def _count(self, launched: _Launched, output: StepOutput, events: list[TokenEvent]) -> None:
         batch, totals = launched.batch, self._totals
@@ -264,5 +247,6 @@ class Engine:
             num_mixed_steps_total=totals.num_mixed_steps_total + (batch.kind is Kind.MIXED),
             num_decode_steps_ahead_total=totals.num_decode_steps_ahead_total + (decodes and step.scheduled_ahead),
             device_seconds_total=totals.device_seconds_total + step.device_seconds,
+            num_cached_tokens_total=totals.num_cached_tokens_total + sum(e.num_cached_tokens for e in events),
             last_step=step,
         )

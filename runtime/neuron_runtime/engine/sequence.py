@@ -54,6 +54,11 @@ class Sequence:
         """Its slot has been (or will be, by the next batch) released; what it holds is freed after its last row."""
 
     @property
+    def output(self) -> list[int]:
+        """The answer so far."""
+        return self.tokens[self.num_prompt :]
+
+    @property
     def samples(self) -> bool:
         """Whether the row in flight brings new tokens."""
         return self.row is not None and self.row.samples
