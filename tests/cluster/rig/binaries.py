@@ -59,6 +59,7 @@ COMPONENTS = {
             version_flags=("-X github.com/containerd/containerd/v2/version.Version={version}",),
         ),
         Component("pause", {"pause": "."}, minutes=0.1),
+        Component("probe", {"probe": "."}, minutes=0.1),
         Component(
             "etcd", {"etcd": "go.etcd.io/etcd/server/v3"}, minutes=0.5, version_module="go.etcd.io/etcd/server/v3"
         ),

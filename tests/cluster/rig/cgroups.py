@@ -54,9 +54,14 @@ class Group:
 
     def processes(self) -> list[Process]:
         """Living processes of this group and those below it."""
-        folder = next(h for h in cgroup_hierarchies() if h.name == "pids") / self.path
-        found = (_process(pid) for pid in _pids(folder))
+        found = (_process(pid) for pid in _pids(_hierarchy() / self.path))
         return [process for process in found if process is not None]
+
+    def find(self, path: str) -> list[Group]:
+        """Groups anywhere below this one whose path ends with `path`."""
+        hierarchy = _hierarchy()
+        folders = (hierarchy / self.path).glob(f"**/{path}")
+        return [Group(str(folder.relative_to(hierarchy))) for folder in folders]
 
     def kill(self, *, timeout_seconds: float = 10) -> None:
         """Kills every process of this group and those below it, and waits until they are gone.
@@ -85,6 +90,11 @@ class Group:
             if time.monotonic() > end:
                 raise TimeoutError(f"control groups stay busy: {', '.join(map(str, left))}")
             time.sleep(0.05)
+
+
+def _hierarchy() -> Path:
+    """The one in which processes are looked for; they are in the same group in all of them."""
+    return CGROUP_ROOT / "pids"
 
 
 def kill(pid: int) -> bool:

@@ -32,6 +32,7 @@ DEBIAN_PACKAGES = (
     DebianPackage("util-linux", ("nsenter", "unshare")),
     DebianPackage("openssl", ("openssl",)),
     DebianPackage("debootstrap", ("debootstrap",)),
+    DebianPackage("binutils", ("as", "ld", "nm", "readelf")),
 )
 
 # A shell of a user who became root by `su` lacks these, and that is no reason to say that a package is missing.
@@ -59,6 +60,11 @@ def cgroup_hierarchies(root: Path = CGROUP_ROOT) -> list[Path]:
     return sorted(d for d in folders if (d / "cgroup.procs").exists() and not (d / "cgroup.controllers").exists())
 
 
+def main() -> None:
+    """`python -m cluster.rig.needs`: the names of the packages that are missing, for apt-get."""
+    print(" ".join(missing_packages()))
+
+
 def require_machine() -> None:
     """Raises:
     NotPossibleHere: with the first thing that is missing.
@@ -73,3 +79,7 @@ def require_machine() -> None:
             f"cgroup version 1 hierarchies are missing ({' '.join(lacking)}): the cluster runs on version 1 only; "
             "boot with systemd.unified_cgroup_hierarchy=0 or use another machine"
         )
+
+
+if __name__ == "__main__":
+    main()

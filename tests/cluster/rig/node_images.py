@@ -27,6 +27,7 @@ _NAME_ANNOTATION = "io.containerd.image.name"
 _OCI = "application/vnd.oci.image"
 _NAMESPACE = "k8s.io"  # of containerd, for what the kubelet sees
 _LABEL = "io.cri-containerd.image=managed"
+_BUILDER_GROUP = Group(f"{ROOT_GROUP}-image-store")
 _CONTAINERD = """\
 version = 3
 root = "{folder}/root"
@@ -143,12 +144,18 @@ def import_commands(archive: Archive, *ctr: str) -> Iterator[tuple[str, ...]]:
         yield (*images, "label", name, _LABEL)
 
 
+def remove_store_builder() -> None:
+    """Ends the containerd that unpacks images, if one is left."""
+    _BUILDER_GROUP.kill()
+    _BUILDER_GROUP.remove()
+
+
 def _build_store(folder: Path, archives: Sequence[Archive], containerd_folder: Path) -> None:
     (folder / "state").mkdir()
     config = folder / "state" / "containerd.toml"
     config.write_text(_CONTAINERD.format(folder=folder))
-    group = Group(f"{ROOT_GROUP}-image-store")
-    group.kill()  # of a run that was killed: the caller holds the store's lock
+    remove_store_builder()  # of a run that was killed: the caller holds the store's lock
+    group = _BUILDER_GROUP
     group.make()
     joins = [f"echo $$ > {f / 'cgroup.procs'}" for f in group.folders()]
     # In a mount namespace of its own, so that nothing stays mounted when this run is killed.
@@ -163,8 +170,7 @@ def _build_store(folder: Path, archives: Sequence[Archive], containerd_folder: P
             for command in import_commands(archive, *ctr):
                 run(*command, timeout_seconds=600)
     finally:
-        group.kill()
-        group.remove()
+        remove_store_builder()
     shutil.rmtree(folder / "state")
 
 

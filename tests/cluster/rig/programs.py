@@ -195,10 +195,16 @@ def node_programs(node: Node, folders: Folders) -> list[Program]:
 def write_node_files(topology: Topology, node: Node, folders: Folders, group: Group) -> None:
     folder = folders.machine(node.name)
     (folder / "cni").mkdir(parents=True, exist_ok=True)
-    (folder / "cni" / "10-rig.conflist").write_text(json.dumps(_cni(node)))
-    (folder / "kubelet.json").write_text(json.dumps(_kubelet_configuration(topology, node, folders.pki, group)))
-    (folder / "kube-proxy.json").write_text(json.dumps(_kube_proxy_configuration(topology, node, folders.pki)))
-    (folder / "containerd.toml").write_text(_containerd_configuration(group))
+    files = {
+        "cni/10-rig.conflist": json.dumps(_cni(node)),
+        "kubelet.json": json.dumps(_kubelet_configuration(topology, node, folders.pki, group)),
+        "kube-proxy.json": json.dumps(_kube_proxy_configuration(topology, node, folders.pki)),
+        "containerd.toml": _containerd_configuration(group),
+    }
+    for name, text in files.items():
+        file = folder / name
+        if not file.exists() or file.read_text() != text:  # kube-proxy ends when its file is written, whatever with
+            file.write_text(text)
 
 
 def _cni(node: Node) -> dict[str, Any]:

@@ -8,14 +8,17 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import http.client
 import json
 import os
 import shutil
+import ssl
 import string
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +38,7 @@ from cluster.rig.node_images import (
     import_commands,
     link_store,
     read_archive,
+    remove_store_builder,
     write_program_archive,
 )
 from cluster.rig.pki import make_pki
@@ -67,6 +71,14 @@ class AuditEvent:
     @property
     def is_watch_end(self) -> bool:
         return self.verb == "watch" and self.stage == "ResponseComplete"
+
+
+@dataclass(frozen=True)
+class Answer:
+    """An HTTP answer; the headers' names are in lower case."""
+
+    status: int
+    headers: dict[str, str]
 
 
 @dataclass(frozen=True)
@@ -142,6 +154,20 @@ class Rig:
         environment = {**os.environ, **self.environment}
         return run(*command, stdin=stdin, environment=environment, timeout_seconds=timeout_seconds)
 
+    def ask(self, path: str, user: str | None = None) -> Answer:
+        """What the API server says to a GET, as the administrator or as `user`; no client repeats it."""
+        with contextlib.closing(self.connect()) as connection:
+            connection.request("GET", path, headers={} if user is None else {"Impersonate-User": user})
+            response = connection.getresponse()
+            return Answer(response.status, {name.lower(): value for name, value in response.getheaders()})
+
+    def connect(self) -> http.client.HTTPSConnection:
+        """A connection to the API server as the administrator."""
+        pki, topology = self.folders.pki, self.topology
+        context = ssl.create_default_context(cafile=pki.crt("ca"))
+        context.load_cert_chain(pki.crt("admin"), pki.key("admin"))
+        return http.client.HTTPSConnection(topology.api_address, topology.api_port, context=context, timeout=10)
+
     def load_image(self, path: Path, nodes: Sequence[str] | None = None) -> Archive:
         """Makes the image of an OCI archive known to running nodes (all of them by default); known ones take no time.
 
@@ -153,15 +179,21 @@ class Rig:
 
         def load(name: str) -> None:
             loaded = self._loaded_images(name)
-            if loaded.get(archive.name) == archive.digest:
+            if archive in loaded:
                 return
             for command in import_commands(archive, self.folders.containerd("ctr")):
                 self.machine(name).run(*command, timeout_seconds=600)
-            self._remember_images(name, loaded | {archive.name: archive.digest})
+            self._remember_images(name, [*(other for other in loaded if other.name != archive.name), archive])
 
         with ThreadPoolExecutor(2) as pool:  # unpacking is work for the processors
             list(pool.map(load, names))
         return archive
+
+    def loaded_archives(self) -> list[Path]:
+        """Archives of the images that nodes have beside the cluster's own; given to `up`, they are there again."""
+        own = (programs.PAUSE_IMAGE, programs.COREDNS_IMAGE)
+        archives = [archive for node in self.topology.nodes for archive in self._loaded_images(node.name)]
+        return sorted({archive.path for archive in archives if archive.name not in own})
 
     def device_holdings(self, node: str) -> list[DeviceHolding]:
         """Who holds which devices on a node, from the kubelet's pod-resources service."""
@@ -246,12 +278,15 @@ class Rig:
     @property
     def is_up(self) -> bool:
         """Whether everything runs that `up` starts; it says nothing about whether it is well."""
-        control = all(self.control_plane.is_running(p.name) for p in self._control_programs())
-        return control and all(
-            self.machine(node.name).is_running(program.name)
-            for node in self.topology.nodes
-            for program in (programs.containerd(node, self.folders), *programs.node_programs(node, self.folders))
-        )
+        return all(machine.is_running(program.name) for machine, program in self.everything())
+
+    def everything(self) -> Iterator[tuple[Machine, programs.Program]]:
+        """Everything that `up` starts, and where."""
+        for program in self._control_programs():
+            yield self.control_plane, program
+        for node in self.topology.nodes:
+            for program in (programs.containerd(node, self.folders), *programs.node_programs(node, self.folders)):
+                yield self.machine(node.name), program
 
     def up(self, archives: Sequence[Path] = (), *, say: Callable[[str], None] = print) -> None:
         """Brings up whatever is not up, and returns when nodes, devices and DNS are ready.
@@ -290,7 +325,7 @@ class Rig:
             store = ensure_store(self.cache, wanted, self.folders.components["containerd"], progress)
             for node in new_nodes:
                 link_store(store, self.folders.machine(node.name) / "containerd")
-                self._remember_images(node.name, {archive.name: archive.digest for archive in wanted})
+                self._remember_images(node.name, wanted)
         for node in self.topology.nodes:
             self._make_mount_points(self.machine(node.name))
         with ThreadPoolExecutor(len(self.topology.nodes)) as pool:
@@ -303,7 +338,7 @@ class Rig:
                 self.control_plane.start(program.name, program.command, program.environment)
             list(pool.map(self._start_node_programs, self.topology.nodes))
         self._apply_base()
-        self._wait_for_nodes()
+        self.wait_for_nodes()
         progress("nodes and devices ready")
         self.kubectl("-n", "kube-system", "rollout", "status", "daemonset/coredns", "--timeout=90s")
         progress("DNS ready")
@@ -369,7 +404,9 @@ class Rig:
         # The node's own programs need some route before kube-proxy's rules can catch a service's address. A pod's
         # packet that no rule caught is refused at once; it would wait for an answer that cannot come.
         machine.ip("route", "add", self.topology.service_cidr, "dev", "eth0")
-        machine.ip("rule", "add", "iif", "cni0", "to", self.topology.service_cidr, "unreachable")
+        # Nor may pods ask the host, whose answers would leave it by its own default route.
+        for refused in (self.topology.service_cidr, self.topology.host_address):
+            machine.ip("rule", "add", "iif", "cni0", "to", refused, "unreachable")
         machine.ip("route", "add", "unreachable", "default")
 
     def _start_containerd(self, node: Node) -> None:
@@ -392,11 +429,12 @@ class Rig:
             machine.start(program.name, program.command, program.environment)
 
     def start_node(self, name: str) -> None:
-        """Turns a node on, or starts what does not run on it; returns when it is ready."""
+        """Turns a node on, or starts what does not run on it; returns when it says that it is ready."""
         node = self.topology.node(name)
+        since = datetime.now(UTC)
         self._start_containerd(node)
         self._start_node_programs(node)
-        self._wait_for_nodes(name)
+        self.wait_for_nodes(name, since=since)
 
     def _make_mount_points(self, machine: Machine) -> None:
         """The folders of the host that a node's own are mounted over; `down` removes those that were not there."""
@@ -427,19 +465,26 @@ class Rig:
     def _exists(self, *arguments: str) -> bool:
         return bool(self.kubectl("get", *arguments, "--ignore-not-found", "-o", "name").strip())
 
-    def _wait_for_nodes(self, *names: str) -> None:
+    def wait_for_nodes(self, *names: str, since: datetime | None = None) -> None:
+        """Waits until nodes (all by default) are ready, and the API counts the devices that are healthy.
+
+        since: what the kubelets reported before then does not count.
+        """
         wanted = [node for node in self.topology.nodes if not names or node.name in names]
 
         def ready() -> bool:
             present = {item["metadata"]["name"]: item["status"] for item in self.get("nodes")["items"]}
-            return all(node.name in present and self._is_ready(node, present[node.name]) for node in wanted)
+            return all(node.name in present and self._is_ready(node, present[node.name], since) for node in wanted)
 
         wait_until(
             f"nodes {' '.join(n.name for n in wanted)} and their devices are ready", 90, ready, pause_seconds=0.2
         )
 
-    def _is_ready(self, node: Node, status: Any) -> bool:
-        if not any(c["type"] == "Ready" and c["status"] == "True" for c in status.get("conditions", ())):
+    def _is_ready(self, node: Node, status: Any, since: datetime | None) -> bool:
+        condition = next((c for c in status.get("conditions", ()) if c["type"] == "Ready"), None)
+        if condition is None or condition["status"] != "True":
+            return False
+        if since is not None and datetime.fromisoformat(condition["lastHeartbeatTime"]) <= since:
             return False
         if node.neuron is None:
             return True
@@ -471,12 +516,14 @@ class Rig:
     def _images_file(self, node: str) -> Path:
         return self.folders.machine(node) / "images.json"
 
-    def _loaded_images(self, node: str) -> dict[str, str]:
-        images: dict[str, str] = json.loads(self._images_file(node).read_text())
-        return images
+    def _loaded_images(self, node: str) -> list[Archive]:
+        return [
+            Archive(**{**image, "path": Path(image["path"])})
+            for image in json.loads(self._images_file(node).read_text())
+        ]
 
-    def _remember_images(self, node: str, images: dict[str, str]) -> None:
-        self._images_file(node).write_text(json.dumps(images))
+    def _remember_images(self, node: str, archives: Sequence[Archive]) -> None:
+        self._images_file(node).write_text(json.dumps([asdict(archive) for archive in archives], default=str))
 
     # Down.
 
@@ -499,6 +546,7 @@ def take_down(state: Path) -> None:
     """
     group = Group(ROOT_GROUP)
     group.kill()
+    remove_store_builder()
     for netns in NETNS_FOLDER.glob(f"{ROOT_GROUP}-*"):
         run("ip", "netns", "del", netns.name)
     if Path("/sys/class/net", _HOST_LINK).exists():

@@ -1,0 +1,3 @@
+module neuron-serving.dev/cluster/probe
+
+go 1.25.0

@@ -1,0 +1,131 @@
+"""The cluster as a fixture. What it needs and the machine lacks skips the tests that use it, with the cure; in CI,
+where a skip would be a hole that nobody sees, it fails them."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NoReturn
+
+import pytest
+
+from cluster.rig.binaries import ensure
+from cluster.rig.needs import NotPossibleHere
+from cluster.rig.node_images import write_program_archive
+from cluster.rig.rig import Rig
+
+PROBE_IMAGE = "localhost/probe:1"
+_IN_USE = Path("/run/lock/neuron-serving-cluster-in-use.lock")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        # Building the programs takes minutes, once; the limit is for the test.
+        if "rig" in getattr(item, "fixturenames", ()) and item.get_closest_marker("timeout") is None:
+            item.add_marker(pytest.mark.timeout(180, func_only=True))
+
+
+def not_possible(reason: str) -> NoReturn:
+    if os.environ.get("CI") == "true":
+        pytest.fail(reason, pytrace=False)
+    pytest.skip(reason)
+
+
+@pytest.fixture(scope="session")
+def rig() -> Iterator[Rig]:
+    """The cluster, up. One that was up before, by hand, is used as it is and stays up."""
+    try:
+        rig = Rig.prepare()
+    except NotPossibleHere as error:
+        not_possible(str(error))
+    _IN_USE.parent.mkdir(parents=True, exist_ok=True)
+    with _IN_USE.open("a") as in_use:
+        fcntl.flock(in_use, fcntl.LOCK_EX)  # tests break the cluster on purpose: one run at a time
+        was_up = rig.is_up
+        try:
+            rig.up()
+            yield rig
+        finally:
+            if not was_up:
+                rig.down()
+
+
+@pytest.fixture(scope="session")
+def probe(rig: Rig, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An archive of an image with the program `probe` (tests/cluster/build/probe)."""
+    program = ensure("probe")["probe"] / "probe"
+    archive = tmp_path_factory.mktemp("probe") / "probe.tar"
+    write_program_archive(archive, PROBE_IMAGE, program)
+    return archive
+
+
+@pytest.fixture
+def namespace(rig: Rig) -> Iterator[str]:
+    """A namespace of the test's own, deleted after it."""
+    name = f"test-{uuid.uuid4().hex[:8]}"
+    rig.kubectl("create", "namespace", name)
+    yield name
+    rig.kubectl("delete", "namespace", name, "--wait=false")
+
+
+class Pods:
+    """Pods of the probe in one namespace."""
+
+    def __init__(self, rig: Rig, namespace: str, image: str) -> None:
+        self.rig = rig
+        self.namespace = namespace
+        self.image = image
+
+    def manifest(
+        self, name: str, *, node: str | None = None, resources: dict[str, int] | None = None
+    ) -> dict[str, Any]:
+        container = {
+            "name": "probe",
+            "image": self.image,
+            "imagePullPolicy": "Never",
+            "args": ["serve", ":8080"],
+            "resources": {"limits": {key: str(value) for key, value in (resources or {}).items()}},
+            "readinessProbe": {"httpGet": {"path": "/", "port": 8080}, "periodSeconds": 1},
+        }
+        return {
+            "apiVersion": "v1",
+            "kind": "Pod",
+            "metadata": {"name": name, "namespace": self.namespace, "labels": {"app": "probe"}},
+            "spec": {
+                "containers": [container],
+                "terminationGracePeriodSeconds": 0,
+                "nodeSelector": {} if node is None else {"kubernetes.io/hostname": node},
+            },
+        }
+
+    def start(self, name: str, **options: Any) -> None:
+        """Starts a pod that serves on 8080 and waits until it is ready."""
+        self.rig.apply(self.manifest(name, **options))
+        self.wait(name, "condition=Ready")
+
+    def wait(self, name: str, condition: str) -> None:
+        self.rig.kubectl("-n", self.namespace, "wait", f"--for={condition}", f"pod/{name}", "--timeout=60s")
+
+    def run(self, name: str, *arguments: str) -> str:
+        """What `probe ARGUMENTS` prints in a pod."""
+        return self.rig.kubectl("-n", self.namespace, "exec", name, "--", "/probe", *arguments).strip()
+
+    def get(self, name: str) -> dict[str, Any]:
+        pod: dict[str, Any] = self.rig.get("pod", name, "--namespace", self.namespace)
+        return pod
+
+    def is_gone(self, name: str) -> bool:
+        return not self.rig.kubectl(
+            "-n", self.namespace, "get", "pod", name, "--ignore-not-found", "-o", "name"
+        ).strip()
+
+    def delete(self, *names: str) -> None:
+        self.rig.kubectl("-n", self.namespace, "delete", "pod", *names, "--grace-period=0", "--force")
+
+
+@pytest.fixture
+def pods(rig: Rig, namespace: str, probe: Path) -> Pods:
+    return Pods(rig, namespace, rig.load_image(probe).name)

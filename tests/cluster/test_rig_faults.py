@@ -1,0 +1,105 @@
+"""Each fault has its effect, and is undone."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+
+from cluster.rig.commands import CommandFailed
+from cluster.rig.faults import kill_containers, kubelet_killed, link_cut, power_off, throttled
+from cluster.rig.machine import wait_until
+from cluster.rig.rig import Rig
+
+if TYPE_CHECKING:
+    from cluster.conftest import Pods
+
+pytestmark = pytest.mark.cluster
+
+
+def _is_ready(rig: Rig, node: str) -> str:
+    conditions = rig.get("node", node)["status"]["conditions"]
+    return next(str(c["status"]) for c in conditions if c["type"] == "Ready")
+
+
+def _wait_until_lost(rig: Rig, node: str) -> None:
+    wait_until(f"{node} is lost", 30, lambda: _is_ready(rig, node) == "Unknown", pause_seconds=0.2)
+
+
+def _restarts(pods: Pods, name: str) -> int:
+    return sum(status["restartCount"] for status in pods.get(name)["status"]["containerStatuses"])
+
+
+def _container(pods: Pods, name: str) -> str:
+    return str(pods.get(name)["status"]["containerStatuses"][0]["containerID"])
+
+
+def test_a_node_without_power_is_lost_and_comes_back_with_its_pods_started_anew(rig: Rig, pods: Pods) -> None:
+    pods.start("a", node="n2")
+    container = _container(pods, "a")
+    with power_off(rig, "n2"):
+        assert rig.machine("n2").group.processes() == []
+        _wait_until_lost(rig, "n2")
+        assert _is_ready(rig, "n1") == "True"
+    assert _is_ready(rig, "n2") == "True"
+    pods.start("b", node="n2")
+    wait_until(
+        "the pod of before the loss was started anew or taken away",
+        60,
+        lambda: pods.is_gone("a") or _container(pods, "a") != container,
+    )
+
+
+def test_without_its_kubelet_a_node_is_lost_while_its_containers_go_on(rig: Rig, pods: Pods) -> None:
+    pods.start("a", node="n1")
+    pods.start("b", node="n3")
+    address = pods.get("a")["status"]["podIP"]
+    with kubelet_killed(rig, "n1"):
+        _wait_until_lost(rig, "n1")
+        assert pods.run("b", "get", f"http://{address}:8080").startswith("a ")
+    assert _is_ready(rig, "n1") == "True"
+
+
+def test_a_cut_link_parts_a_node_from_the_others_until_it_is_back(rig: Rig, pods: Pods) -> None:
+    pods.start("a", node="n2")
+    pods.start("b", node="n3")
+    address = pods.get("a")["status"]["podIP"]
+    with link_cut(rig, "n2"):
+        with pytest.raises(CommandFailed, match=r"no route to host|i/o timeout|deadline exceeded"):
+            pods.run("b", "get", f"http://{address}:8080")
+        assert rig.machine("n2").is_running("kubelet")
+        _wait_until_lost(rig, "n2")
+    assert _is_ready(rig, "n2") == "True"
+    pods.start("c", node="n2")
+    address = pods.get("c")["status"]["podIP"]
+    assert pods.run("b", "get", f"http://{address}:8080").startswith("c ")
+
+
+def test_killed_containers_are_started_again_in_their_pods(rig: Rig, pods: Pods, namespace: str) -> None:
+    pods.start("a", node="n1")
+    pods.start("b", node="n2")
+    uid = pods.get("a")["metadata"]["uid"]
+    assert sorted(kill_containers(rig, namespace, "app=probe")) == ["a", "b"]
+    for name in ("a", "b"):
+        wait_until(f"{name} was restarted", 30, lambda name=name: _restarts(pods, name) == 1)  # type: ignore[misc]
+        pods.wait(name, "condition=Ready")
+    assert pods.get("a")["metadata"]["uid"] == uid
+
+
+def test_killing_what_does_not_run_is_an_error(rig: Rig, namespace: str) -> None:
+    with pytest.raises(ValueError, match="no container runs"):
+        kill_containers(rig, namespace, "app=nothing")
+
+
+def test_a_throttled_user_gets_429_and_nobody_else_does(rig: Rig, namespace: str) -> None:
+    user = f"system:serviceaccount:{namespace}:default"
+    path = f"/api/v1/namespaces/{namespace}/pods"
+    binding = ("--clusterrole=view", f"--serviceaccount={namespace}:default")
+    rig.kubectl("-n", namespace, "create", "rolebinding", "view", *binding)
+    assert rig.ask(path, user).status == 200
+    with throttled(rig, user):
+        answer = rig.ask(path, user)
+        assert (answer.status, answer.headers["retry-after"]) == (429, "1")
+        assert rig.ask(path, f"{user}-not").status == 403
+        assert rig.ask(path).status == 200
+    assert rig.ask(path, user).status == 200

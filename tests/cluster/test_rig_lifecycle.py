@@ -1,0 +1,106 @@
+"""The cluster comes up after whatever happened before, and goes without a trace."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from cluster.rig.commands import run
+from cluster.rig.rig import Rig
+
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(240, func_only=True)]
+
+_FOLDERS = (
+    "/var/lib/containerd",
+    "/var/lib/kubelet",
+    "/etc/cni",
+    "/etc/cni/net.d",
+    "/var/lib/cni",
+    "/run/neuron-serving",
+)
+
+
+def _traces() -> dict[str, object]:
+    """Whatever a cluster could leave on a machine."""
+    return {
+        "network namespaces": run("ip", "netns"),
+        "links": [line.split(": ")[1] for line in run("ip", "-o", "link").splitlines()],
+        "routes": run("ip", "route", "show", "table", "all"),
+        "rules": run("ip", "rule"),
+        "packet filter": [line for line in run("iptables-save").splitlines() if line.startswith("-A")],
+        "mounts": sorted(line.split()[1] for line in Path("/proc/self/mounts").read_text().splitlines()),
+        "control groups": sorted(map(str, Path("/sys/fs/cgroup").glob("*/neuron-serving*"))),
+        "folders": [folder for folder in _FOLDERS if Path(folder).exists()],
+        "forwarding": Path("/proc/sys/net/ipv4/ip_forward").read_text(),
+    }
+
+
+def _command_line(*arguments: str) -> subprocess.Popen[str]:
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parent.parent)}
+    command = [sys.executable, "-m", "cluster.rig", *arguments]
+    return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True)
+
+
+@pytest.fixture
+def no_cluster(rig: Rig) -> Iterator[dict[str, object]]:
+    """The machine without a cluster, as `_traces` sees it; afterwards there is one again, with the images it had."""
+    archives = rig.loaded_archives()
+    rig.down()
+    try:
+        yield _traces()
+    finally:
+        rig.up(archives)
+
+
+def _up_until(line: str) -> None:
+    """Brings the cluster up and is killed when it says `line`."""
+    with _command_line("up") as up:
+        assert up.stdout is not None
+        assert any(line in said for said in up.stdout)
+        up.kill()
+
+
+@pytest.mark.parametrize("line", ["control plane started", "nodes are on", "nodes and devices ready"])
+def test_down_leaves_nothing_after_a_run_that_was_killed(rig: Rig, no_cluster: dict[str, object], line: str) -> None:
+    assert not no_cluster["control groups"]
+    _up_until(line)
+    assert _traces() != no_cluster
+    with _command_line("down") as down:
+        assert down.wait() == 0
+    assert _traces() == no_cluster
+    assert not rig.folders.state.exists()
+
+
+def test_up_goes_on_where_a_run_was_killed(rig: Rig, no_cluster: dict[str, object]) -> None:
+    _up_until("control plane started")
+    rig.up()
+    assert rig.is_up
+
+
+def test_up_repairs_what_was_killed(rig: Rig) -> None:
+    rig.machine("n1").power_off()
+    rig.machine("n2").stop("kube-proxy")
+    rig.control_plane.stop("kube-apiserver")
+    rig.control_plane.stop("etcd")
+    assert not rig.is_up
+    rig.up()
+    assert rig.is_up
+    assert len(rig.get("nodes")["items"]) == 3
+
+
+def test_status_tells_whether_it_is_up(rig: Rig) -> None:
+    with _command_line("status") as status:
+        output, _ = status.communicate()
+    assert status.returncode == 0
+    assert "everything that `up` starts is running" in output
+
+
+def test_the_environment_makes_kubectl_talk_to_it(rig: Rig) -> None:
+    with _command_line("env") as env:
+        lines, _ = env.communicate()
+    assert run("sh", "-c", f"{lines}\nkubectl get nodes -o name").split() == ["node/n1", "node/n2", "node/n3"]
