@@ -14,7 +14,7 @@ from neuron_runtime.engine.admission import check_request, max_new_tokens, max_s
 from neuron_runtime.errors import InvalidRequest
 
 NUM_EXAMPLES = 300
-NUM_SLOW_EXAMPLES = int(os.environ.get("NEURON_SERVING_PROPERTY_EXAMPLES", "4000"))
+NUM_SLOW_EXAMPLES = int(os.environ.get("NEURON_SERVING_PROPERTY_EXAMPLES", "2000"))
 
 
 @st.composite
