@@ -271,9 +271,7 @@ def _explain_end(pod: Object, end: Mapping[str, Any]) -> Finding:
 
 def _lost_its_node(pod: Object) -> bool:
     """The node controller marks the pod not ready and leaves its containers as they last were: ready."""
-    statuses = _container_statuses(pod)
-    answered = bool(statuses) and all(status.get("ready") for status in statuses)
-    return answered and condition(pod, "Ready").get("status") == "False" and is_true(pod, "ContainersReady")
+    return condition(pod, "Ready").get("status") == "False" and is_true(pod, "ContainersReady")
 
 
 # Words
