@@ -127,6 +127,24 @@ def test_rounding_that_swaps_two_nearly_equal_logits_does_not_swap_the_tokens_dr
     assert same.sum() >= num - 1
 
 
+@pytest.mark.parametrize(("top_k", "top_p"), [(3, 1.0), (0, 0.5), (2 * MAX_CANDIDATES, 1.0)])
+def test_tokens_as_likely_as_the_last_one_kept_are_kept_whoever_is_in_the_batch(top_k: int, top_p: float) -> None:
+    # As coarse as bfloat16 makes them: 5000 tokens share seven values.
+    logits = (torch.randn(5000, generator=torch.Generator().manual_seed(4)) * 2).round().clamp(-3, 3)
+    kept = logits >= logits.sort(descending=True).values[int((expected_shares(logits, top_k, top_p) > 0).sum()) - 1]
+    ids = kept.nonzero().ravel()
+    num = 200
+    draws = (np.arange(num) + 0.5) / num
+    tokens = draw(logits.expand(num, -1), np.full(num, top_k), np.full(num, top_p), draws)
+    weights = logits[ids].double().softmax(-1).cumsum(-1)
+    assert tokens.tolist() == ids[torch.searchsorted(weights, torch.from_numpy(draws))].tolist()
+    beside = torch.stack([logits, torch.randn(5000)])
+    other_k = MAX_CANDIDATES // 2
+    for i in range(0, num, 20):
+        found = draw(beside, np.array([top_k, other_k]), np.array([top_p, 1.0]), draws[[i, i]])
+        assert found[0] == tokens[i]
+
+
 def test_the_largest_and_smallest_draw_stay_within_what_is_kept() -> None:
     logits = torch.tensor([[-40.0, 0.0, 1.0, -40.0, -1e30]])
     for top_k, top_p in RESTRICTIONS:

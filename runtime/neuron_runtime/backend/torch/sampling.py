@@ -105,7 +105,8 @@ def draw(
 ) -> IntArray:
     """Draw one token per row from softmax(logits) restricted to top-k, then to the nucleus of mass top-p.
 
-    The nucleus is the smallest set of likeliest tokens whose share of the top-k mass reaches top_p.
+    The nucleus is the smallest set of likeliest tokens whose share of the top-k mass reaches top_p. A token exactly
+    as likely as the last one kept is kept too, so that ties have no order.
 
     Args:
         logits: float32 `[rows, vocabulary]`, temperature applied.
@@ -116,50 +117,72 @@ def draw(
     # Off means that no token is left out, also where rounding lets the running mass reach 1.0 early.
     top_p = np.where(top_p >= 1.0, np.inf, top_p)
     tokens = np.empty(len(logits), dtype=np.int64)
-    everything = (top_k == vocabulary) & np.isinf(top_p)
-    if everything.any():
-        rows = np.flatnonzero(everything)
-        weights = logits[torch.from_numpy(rows)].softmax(dim=-1, dtype=torch.float64)
-        tokens[rows] = _numpy(_invert(weights, draws[rows]))
-    rest = np.flatnonzero(~everything)
-    for width in (min(MAX_CANDIDATES, int(top_k[rest].max(initial=1))), vocabulary):
-        if not len(rest):
-            break
-        found, complete = _draw_among(logits[torch.from_numpy(rest)], width, top_k[rest], top_p[rest], draws[rest])
-        tokens[rest[complete]] = found[complete]
-        rest = rest[~complete]
+    restricted = (top_k < vocabulary) | (top_p < np.inf)
+    among_all = ~restricted
+    if restricted.any():
+        rows = np.flatnonzero(restricted)
+        found, complete = _draw_among_likeliest(logits[torch.from_numpy(rows)], top_k[rows], top_p[rows], draws[rows])
+        tokens[rows[complete]] = found[complete]
+        among_all[rows[~complete]] = True
+    if among_all.any():
+        rows = np.flatnonzero(among_all)
+        tokens[rows] = _draw_among_all(logits[torch.from_numpy(rows)], top_k[rows], top_p[rows], draws[rows])
     return tokens
 
 
-def _draw_among(
-    logits: torch.Tensor, width: int, top_k: IntArray, top_p: npt.NDArray[np.float64], draws: npt.NDArray[np.float64]
+def _draw_among_likeliest(
+    logits: torch.Tensor, top_k: IntArray, top_p: npt.NDArray[np.float64], draws: npt.NDArray[np.float64]
 ) -> tuple[IntArray, npt.NDArray[np.bool_]]:
-    """Draw among the `width` likeliest tokens; second: whether all that a row keeps is among them."""
-    k, p = torch.from_numpy(top_k).unsqueeze(1), torch.from_numpy(top_p).unsqueeze(1)
-    no_top_k = k >= logits.shape[1]
+    """Draw among the first candidates; second: whether all that a row keeps, ties included, is among them."""
+    # Twice top-k shows nearly every tie with its last token.
+    width = min(MAX_CANDIDATES, 2 * int(top_k.max()), logits.shape[1])
     values, ids = logits.topk(width, dim=-1)
-    in_top_k = torch.arange(width).unsqueeze(0) < k
-    values = values.double().masked_fill_(~in_top_k, float("-inf"))
-    # Without top-k the shares are of the whole mass, also of what lies beyond the candidates.
-    mass = torch.where(no_top_k, logits.logsumexp(-1, keepdim=True).double(), values.logsumexp(-1, keepdim=True))
-    shares = (values - mass).exp()
-    until = shares.cumsum(dim=-1)
-    kept = in_top_k & (until - shares < p)
-    complete = (k <= width) | (no_top_k & (until[:, -1:] >= p))
+    threshold, known = _threshold(logits, values, top_k, top_p)
+    complete = known & ((values[:, -1:] < threshold) | (width == logits.shape[1]))
     by_id = ids.argsort(dim=-1)
-    weights = shares.masked_fill(~kept, 0.0).gather(1, by_id)
-    chosen = ids.gather(1, by_id.gather(1, _invert(weights, draws).unsqueeze(1)))
+    weights = (values - values[:, :1]).double().exp().masked_fill(values < threshold, 0.0).gather(1, by_id)
+    chosen = ids.gather(1, by_id.gather(1, _invert(weights.cumsum(dim=-1), draws)))
     return _numpy(chosen.squeeze(1)), np.asarray(complete.squeeze(1).numpy(), dtype=bool)
 
 
-def _invert(weights: torch.Tensor, draws: npt.NDArray[np.float64]) -> torch.Tensor:
-    """Index at which the running sum of `weights` (float64 `[rows, n]`) passes `draws` times the whole."""
-    running = weights.cumsum(dim=-1)
-    target = torch.from_numpy(draws).unsqueeze(1) * running[:, -1:]
-    index = torch.searchsorted(running, target, right=True).squeeze(1)
-    # Rounding may put the target on the whole sum: then the last token that weighs anything is meant.
-    last = weights.shape[1] - 1 - (weights.flip(-1) > 0).to(torch.uint8).argmax(dim=-1)
-    return torch.minimum(index, last)
+def _draw_among_all(
+    logits: torch.Tensor, top_k: IntArray, top_p: npt.NDArray[np.float64], draws: npt.NDArray[np.float64]
+) -> IntArray:
+    """Draw from the whole vocabulary; only rows with a restriction are sorted."""
+    restricted = np.flatnonzero((top_k < logits.shape[1]) | (top_p < np.inf))
+    if len(restricted):
+        index = torch.from_numpy(restricted)
+        some = logits[index]
+        values = some.sort(dim=-1, descending=True).values
+        threshold, _ = _threshold(some, values, top_k[restricted], top_p[restricted])
+        logits = logits.index_copy(0, index, some.masked_fill(some < threshold, float("-inf")))
+    running = logits.softmax(dim=-1).cumsum(dim=-1, dtype=torch.float64)
+    return _numpy(_invert(running, draws).squeeze(1))
+
+
+def _threshold(
+    logits: torch.Tensor, values: torch.Tensor, top_k: IntArray, top_p: npt.NDArray[np.float64]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The least logit that each row keeps, given its largest ones in `values`; second: whether they sufficed."""
+    k, p = torch.from_numpy(top_k).unsqueeze(1), torch.from_numpy(top_p).unsqueeze(1)
+    width, no_top_k = values.shape[1], k == logits.shape[1]
+    in_top_k = torch.arange(width).unsqueeze(0) < k
+    candidates = values.double().masked_fill_(~in_top_k, float("-inf"))
+    # Without top-k the shares are of the whole mass, also of what lies beyond the candidates.
+    mass = torch.where(no_top_k, logits.logsumexp(-1, keepdim=True).double(), candidates.logsumexp(-1, keepdim=True))
+    shares = (candidates - mass).exp()
+    until = shares.cumsum(dim=-1)
+    num_kept = (in_top_k & (until - shares < p)).sum(dim=-1, keepdim=True)
+    known = (k <= width) | (no_top_k & (until[:, -1:] >= p))
+    return values.gather(1, num_kept - 1), known
+
+
+def _invert(running: torch.Tensor, draws: npt.NDArray[np.float64]) -> torch.Tensor:
+    """Index `[rows, 1]` at which the running sum (float64 `[rows, n]`) passes `draws` times the whole."""
+    whole = running[:, -1:].contiguous()
+    # Below the whole also after rounding, so that the index is never one behind the last token that weighs anything.
+    target = torch.minimum(torch.from_numpy(draws).unsqueeze(1) * whole, whole.nextafter(torch.zeros_like(whole)))
+    return torch.searchsorted(running, target, right=True)
 
 
 def restrict(logits: torch.Tensor, rows: IntArray, late: Late) -> torch.Tensor:
