@@ -25,6 +25,7 @@ DEBIAN_SUITE = "bookworm"
 DEBIAN_PACKAGES = ("ca-certificates", "netbase", "python3", "python3-pip", "tzdata")
 
 _ENVIRONMENT = {"PATH": "/usr/local/bin:/usr/local/sbin:/usr/sbin:/usr/bin:/sbin:/bin", "LANG": "C.UTF-8"}
+_CREATED = "1970-01-01T00:00:00Z"
 _ARCHITECTURES = {"x86_64": "amd64", "aarch64": "arm64"}
 # Folders whose content is only there because of how the tree was made, or is made anew by whoever runs it.
 _EMPTY_FOLDERS = (
@@ -195,9 +196,10 @@ def write_layout(
     config = put(
         {
             **platform,
-            "created": "1970-01-01T00:00:00Z",
+            "created": _CREATED,
             "config": {"Env": [f"{k}={v}" for k, v in environment.items()], "Cmd": command},
             "rootfs": {"type": "layers", "diff_ids": [plain.digest]},
+            "history": [{"created": _CREATED, "created_by": f"Debian {DEBIAN_SUITE}: {' '.join(DEBIAN_PACKAGES)}"}],
         },
         f"{image_type}.config.v1+json",
     )

@@ -6,9 +6,9 @@ from __future__ import annotations
 import base64
 import json
 import os
+import re
 import shlex
 import shutil
-import signal
 import subprocess
 import sys
 import tempfile
@@ -22,13 +22,14 @@ from typing import Any
 from cluster.rig import image_runc
 from cluster.rig.binaries import ensure
 from cluster.rig.cache import Cache
-from cluster.rig.needs import NotPossibleHere, search_path
+from cluster.rig.cgroups import ROOT_GROUP, Group
+from cluster.rig.machine import StartFailed, wait_until
+from cluster.rig.needs import require_machine, search_path
 
 # Layers, cache mounts and unpacked bases; a build of every image takes about 5 GB.
 MAX_STATE_BYTES = 10_000_000_000
 
-_CONTROL_GROUP = "neuron-serving-build"
-_CONTROL_GROUP_ROOT = Path("/sys/fs/cgroup")
+_GROUP = Group(f"{ROOT_GROUP}-build")
 _START_SECONDS = 30
 _STOP_SECONDS = 30
 _MAX_REPORTED_LINES = 15
@@ -111,10 +112,11 @@ class _Progress:
             self._logs[log["vertex"]] = self._logs.get(log["vertex"], b"") + base64.b64decode(log["data"])
 
     def steps(self) -> list[Step]:
+        """The steps that the Dockerfile has, without what BuildKit does around them."""
         return [
             Step(v["name"], cached=bool(v.get("cached")), seconds=_seconds(v))
             for v in self._vertexes.values()
-            if v["name"].startswith("[") and not v["name"].startswith("[internal]")
+            if re.match(r"\[(?!internal|context|auth)", v["name"])
         ]
 
     def failure(self) -> str:
@@ -142,25 +144,22 @@ def running_builder(cache: Cache, say: Callable[[str], None] = print) -> Iterato
     """BuildKit with its state in the cache; one at a time for each cache, ended when the context is left.
 
     Raises:
-        NotPossibleHere: no root, no runc, or BuildKit cannot be built or started; the message has the reason.
+        NotPossibleHere: the machine lacks something, or BuildKit cannot be built; the message has the cure.
+        StartFailed: buildkitd does not come up.
     """
-    if os.geteuid() != 0:
-        raise NotPossibleHere("building images needs root: run as root, or leave the cluster tests out")
-    runc = shutil.which("runc", path=search_path())
-    if runc is None:
-        raise NotPossibleHere("Debian packages are missing (runc): run `make cluster-deps`")
+    require_machine()
     programs = ensure("buildkit", cache=cache, say=say)["buildkit"]
     state = cache.folder("buildkit")
     with (
         cache.lock("buildkit", on_wait=lambda: say("waiting: another run is building images")),
         tempfile.TemporaryDirectory(prefix="neuron-serving-buildkit-") as run_name,
     ):
-        _sweep(state)
-        run = Path(run_name)
-        daemon, address = _start(programs, runc, state, run)
+        _sweep()
+        files = Path(run_name)
+        daemon = _start(programs, state, files)
         try:
-            builder = Builder((str(programs / "buildctl"), f"--addr={address}"), say)
-            _wait_until_it_answers(builder, daemon, run / "log")
+            builder = Builder((str(programs / "buildctl"), f"--addr={_address(files)}"), say)
+            _wait_until_it_answers(builder, daemon, files / "log")
             yield builder
             builder.prune(MAX_STATE_BYTES)
         finally:
@@ -170,76 +169,63 @@ def running_builder(cache: Cache, say: Callable[[str], None] = print) -> Iterato
             except subprocess.TimeoutExpired:
                 daemon.kill()
                 daemon.wait()
-            _sweep(state)
+            _sweep()
 
 
-def _start(programs: Path, runc: str, state: Path, run: Path) -> tuple[subprocess.Popen[bytes], str]:
-    wrapper = run / "runc"
-    wrapper.write_text(f'#!/bin/sh\nexec {shlex.join([sys.executable, "-I", image_runc.__file__, runc])} "$@"\n')
+def _address(files: Path) -> str:
+    return f"unix://{files}/buildkitd.sock"
+
+
+def _start(programs: Path, state: Path, files: Path) -> subprocess.Popen[bytes]:
+    runc = shutil.which("runc", path=search_path())
+    wrapper = files / "runc"
+    wrapper.write_text(f'#!/bin/sh\nexec {shlex.join([sys.executable, "-I", image_runc.__file__, str(runc)])} "$@"\n')
     wrapper.chmod(0o755)
-    address = f"unix://{run}/buildkitd.sock"
-    settings = run / "buildkitd.toml"
+    settings = files / "buildkitd.toml"
     # Host network: steps reach what the machine reaches, with its resolver. Collection is ours (`prune`): BuildKit's
     # own keeps a share of the disk free and would drop what the next build needs.
     settings.write_text(
         f"""root = {json.dumps(str(state))}
 [grpc]
-  address = [{json.dumps(address)}]
+  address = [{json.dumps(_address(files))}]
 [worker.oci]
   enabled = true
   snapshotter = "overlayfs"
   networkMode = "host"
   binary = {json.dumps(str(wrapper))}
-  defaultCgroupParent = {json.dumps(_CONTROL_GROUP)}
+  defaultCgroupParent = {json.dumps(_GROUP.path)}
   gc = false
   max-parallelism = {os.cpu_count() or 1}
 [worker.containerd]
   enabled = false
 """
     )
-    with (run / "log").open("wb") as log:
-        # Ends with the process that started it, however that ends.
-        daemon = subprocess.Popen(
-            ["setpriv", "--pdeathsig", "TERM", str(programs / "buildkitd"), f"--config={settings}"],
+    group = _GROUP / "daemon"
+    group.make()
+    joins = "; ".join(f"echo $$ > {folder / 'cgroup.procs'}" for folder in group.folders())
+    # Ends with the process that started it, however that ends.
+    launch = ["setpriv", "--pdeathsig", "TERM", "unshare", "--mount", "sh", "-ec", f'{joins}; exec "$@"', "sh"]
+    with (files / "log").open("wb") as log:
+        return subprocess.Popen(
+            [*launch, str(programs / "buildkitd"), f"--config={settings}"],
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=log,
-            env={**os.environ, "PATH": search_path()},
+            env={**os.environ, "PATH": search_path(), "TMPDIR": str(files)},
         )
-    return daemon, address
 
 
 def _wait_until_it_answers(builder: Builder, daemon: subprocess.Popen[bytes], log: Path) -> None:
-    deadline = time.monotonic() + _START_SECONDS
-    while subprocess.run([*builder.command, "debug", "workers"], capture_output=True, check=False).returncode:
-        if daemon.poll() is not None or time.monotonic() > deadline:
+    def answers() -> bool:
+        if daemon.poll() is not None:
             last = next(reversed(log.read_text(errors="replace").strip().splitlines()), "no message")
-            raise NotPossibleHere(f"buildkitd did not start: {last}")
-        time.sleep(0.1)
+            raise StartFailed(f"buildkitd ended at once: {last}")
+        return subprocess.run([*builder.command, "debug", "workers"], capture_output=True, check=False).returncode == 0
+
+    wait_until("buildkitd answers", _START_SECONDS, answers, pause_seconds=0.1)
 
 
-def _sweep(state: Path) -> None:
-    """Ends the steps and removes the control groups and mounts that an interrupted build left behind."""
-    groups = [g for pattern in ("", "*/") for g in _CONTROL_GROUP_ROOT.glob(f"{pattern}{_CONTROL_GROUP}")]
-    for group in groups:
-        deepest_first = sorted((p for p in (group, *group.rglob("*")) if p.is_dir()), key=lambda p: -len(p.parts))
-        for folder in deepest_first:
-            _end_processes(folder / "cgroup.procs")
-            folder.rmdir()
-    mounts = [line.split()[1] for line in Path("/proc/self/mounts").read_text().splitlines()]
-    for mount in reversed(mounts):
-        if Path(mount.encode().decode("unicode_escape")).is_relative_to(state):
-            subprocess.run(["umount", "--lazy", mount], check=True)
-
-
-def _end_processes(members: Path) -> None:
-    deadline = time.monotonic() + _STOP_SECONDS
-    while pids := members.read_text().split():
-        for pid in pids:
-            try:
-                os.kill(int(pid), signal.SIGKILL)
-            except ProcessLookupError:
-                continue
-        if time.monotonic() > deadline:
-            raise RuntimeError(f"processes {' '.join(pids)} of an interrupted build do not end")
-        time.sleep(0.05)
+def _sweep() -> None:
+    """Ends what an interrupted run left; what it mounted went away with its mount namespace."""
+    _GROUP.kill()
+    _GROUP.remove()

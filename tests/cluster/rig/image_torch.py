@@ -48,7 +48,7 @@ def write_small_wheel(torch: Distribution, folder: Path) -> None:
     """Writes a wheel of `torch` into `folder`. Raises NotPossibleHere without binutils."""
     version = f"{torch.version.partition('+')[0]}+{LOCAL_VERSION}"
     site = Path(str(torch.locate_file("")))
-    with tempfile.TemporaryDirectory(dir=folder) as made, _Wheel(folder, "torch", version, _tag(torch)) as wheel:
+    with tempfile.TemporaryDirectory(dir=folder) as made, Wheel(folder, "torch", version, _tag(torch)) as wheel:
         for name, file in _kept_files(torch).items():
             wheel.add(name, _without_gpu_code(file) if name.endswith("libtorch_cuda.so") else file.read_bytes())
         for library in _missing_libraries(site, Path(made)):
@@ -75,7 +75,7 @@ def _kept_files(torch: Distribution) -> dict[str, Path]:
     }
 
 
-class _Wheel:
+class Wheel:
     """A wheel that is being written; leaving the context adds its RECORD."""
 
     def __init__(self, folder: Path, name: str, version: str, tag: str) -> None:
@@ -83,7 +83,7 @@ class _Wheel:
         self._info = f"{name}-{version}.dist-info"
         self._record: list[str] = []
 
-    def __enter__(self) -> _Wheel:
+    def __enter__(self) -> Wheel:
         self._zip = zipfile.ZipFile(self.path, "w", zipfile.ZIP_DEFLATED, compresslevel=1)
         return self
 

@@ -1,6 +1,6 @@
-"""The project's images, built from its own Dockerfile by BuildKit, as archives that a containerd imports. Called by the
-cluster, which runs them, by tests, and as `python -m cluster.rig.images [TARGET...]`. An image whose inputs have not
-changed comes from the cache without a builder. Base and torch are stand-ins for tests; never publish what this makes."""
+"""The project's images, built from its own Dockerfile by BuildKit, as archives that a containerd imports. Called by
+the cluster, which runs them, by tests, and as `python -m cluster.rig.images [TARGET...]`. An image whose inputs have
+not changed comes from the cache without a builder. Base and torch are stand-ins for tests: publish none of this."""
 
 from __future__ import annotations
 
@@ -9,13 +9,15 @@ import json
 import sys
 import tarfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from cluster.rig.cache import Cache, content_key
 from cluster.rig.image_base import OciLayout, base_image, empty_image
 from cluster.rig.image_builder import Builder, BuildFailed, running_builder
 from cluster.rig.image_torch import small_torch
+from cluster.rig.machine import StartFailed
 from cluster.rig.needs import NotPossibleHere
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -37,9 +39,13 @@ class Image:
     """OCI image layout as a tar."""
     digest: str
     """Of the manifest, `sha256:...`."""
-    size_bytes: int
-    """What a registry would hold and a node would pull."""
-    unpacked_bytes: int
+    layers: tuple[tuple[str, int], ...]
+    """What made each layer, lowest first, and its packed size in bytes."""
+
+    @property
+    def size_bytes(self) -> int:
+        """What a registry would hold and a node would pull."""
+        return sum(size for _, size in self.layers)
 
 
 def build_image(
@@ -60,13 +66,9 @@ def build_image(
         archive = folder / "image.tar"
         with running_builder(cache, say) as builder:
             builder.build([*inputs.arguments(), f"--output=type=oci,name={name},dest={archive},{_OUTPUT}"])
-        image = _describe(name, archive)
-        (folder / "image.json").write_text(json.dumps({**asdict(image), "archive": archive.name}))
-        say(f"built image {target}: {_sizes(image)}")
 
     folder = cache.entry("image", target, inputs.key, build, max_entries=_MAX_ARCHIVES)
-    fields = json.loads((folder / "image.json").read_text())
-    return Image(**{**fields, "archive": folder / fields["archive"]})
+    return describe(folder / "image.tar")
 
 
 @dataclass(frozen=True)
@@ -162,29 +164,29 @@ def neuron_image(root: Path = ROOT) -> str:
     raise ValueError(f"{DOCKERFILE} has no ARG NEURON_IMAGE with a default")
 
 
-def _describe(name: str, archive: Path) -> Image:
+def describe(archive: Path) -> Image:
+    """Reads name, digest and sizes from an archive that BuildKit wrote."""
     with tarfile.open(archive) as tar:
 
-        def blob(digest: str) -> dict[str, object]:
-            member = tar.extractfile(f"blobs/{digest.replace(':', '/')}")
-            assert member is not None
-            return dict(json.load(member))
+        def read(name: str) -> Any:
+            file = tar.extractfile(name)
+            assert file is not None
+            return json.load(file)
 
-        index = tar.extractfile("index.json")
-        assert index is not None
-        (entry,) = json.load(index)["manifests"]
+        def blob(digest: str) -> Any:
+            return read(f"blobs/{digest.replace(':', '/')}")
+
+        (entry,) = read("index.json")["manifests"]
         manifest = blob(entry["digest"])
-        parts = [manifest["config"], *manifest["layers"]]  # type: ignore[misc]
-    size = sum(part["size"] for part in parts)  # type: ignore[index]
-    return Image(name, archive, entry["digest"], size, 0)
-
-
-def _sizes(image: Image) -> str:
-    return f"{image.size_bytes / 1e6:.0f} MB to pull"
+        history = blob(manifest["config"]["digest"])["history"]
+    made_by = [step["created_by"] for step in history if not step.get("empty_layer")]
+    sizes = [layer["size"] for layer in manifest["layers"]]
+    name = entry["annotations"]["io.containerd.image.name"]
+    return Image(name, archive, entry["digest"], tuple(zip(made_by, sizes, strict=True)))
 
 
 def main(names: Sequence[str]) -> int:
-    """`python -m cluster.rig.images [TARGET...]`: builds, then prints each image's name, archive and sizes."""
+    """`python -m cluster.rig.images [TARGET...]`: builds, then prints each image's name, archive and layers."""
     unknown = sorted(set(names) - set(TARGETS))
     if unknown:
         print(f"no such target: {' '.join(unknown)}; there are {' '.join(TARGETS)}", file=sys.stderr)
@@ -192,8 +194,11 @@ def main(names: Sequence[str]) -> int:
     try:
         for target in names or TARGETS:
             image = build_image(target, say=lambda line: print(line, flush=True))
-            print(f"{image.name}\t{image.archive}\t{_sizes(image)}", flush=True)
-    except (NotPossibleHere, BuildFailed) as error:
+            print(f"{image.name}  {image.size_bytes / 1e6:.1f} MB to pull\n  {image.archive}")
+            for made_by, size in image.layers:
+                print(f"  {size / 1e6:8.1f} MB  {' '.join(made_by.split())[:100]}")
+            sys.stdout.flush()
+    except (NotPossibleHere, StartFailed, BuildFailed) as error:
         print(error, file=sys.stderr)
         return 1
     return 0

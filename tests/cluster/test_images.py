@@ -1,0 +1,304 @@
+"""The images as they are built from Dockerfile.neuron: what they hold, as whom they run, what a change rebuilds."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import tempfile
+import textwrap
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from cluster.rig.binaries import ensure
+from cluster.rig.cache import Cache
+from cluster.rig.cgroups import ROOT_GROUP, Group
+from cluster.rig.image_base import read_layout
+from cluster.rig.image_builder import BuildFailed, running_builder
+from cluster.rig.image_torch import LOCAL_VERSION, Wheel
+from cluster.rig.images import (
+    PYTHON_IMAGE,
+    ROOT,
+    TARGETS,
+    BuildInputs,
+    Image,
+    build_image,
+    context_files,
+    describe,
+    lint,
+    neuron_image,
+)
+from cluster.rig.machine import wait_until
+from cluster.rig.needs import NotPossibleHere, require_machine, search_path
+
+pytestmark = [pytest.mark.cluster, pytest.mark.slow, pytest.mark.timeout(900)]
+
+GROUP = Group(f"{ROOT_GROUP}-test-images")
+CONTAINERD = """\
+version = 3
+root = "{folder}/root"
+state = "{folder}/state"
+disabled_plugins = ["io.containerd.grpc.v1.cri", "io.containerd.cri.v1.images",
+  "io.containerd.cri.v1.runtime", "io.containerd.nri.v1.nri"]
+[grpc]
+  address = "{folder}/s"
+"""
+COMPILERS = ("as", "c++", "cc", "clang", "cmake", "g++", "gcc", "go", "ld", "make", "rustc", "uv")
+
+
+class Containers:
+    """A containerd of its own that runs images as a kubelet would: read-only, with a writable /tmp."""
+
+    def __init__(self, ctr: list[str]) -> None:
+        self._ctr = ctr
+
+    def load(self, image: Image) -> None:
+        self._run("images", "import", "--local", str(image.archive))
+
+    def run(self, image: Image, *command: str) -> str:
+        tmpfs = "type=tmpfs,src=tmpfs,dst=/tmp,options=mode=1777:size=67108864"
+        container = f"test-{uuid.uuid4().hex}"
+        options = ("--rm", "--read-only", "--mount", tmpfs, "--cgroup", f"/{GROUP.path}/{container}")
+        return self._run("run", *options, image.name, container, *command)
+
+    def python(self, image: Image, program: str) -> object:
+        """Runs a program with the image's Python; it prints JSON."""
+        return json.loads(self.run(image, "python3", "-c", textwrap.dedent(program)))
+
+    def _run(self, *arguments: str) -> str:
+        done = subprocess.run([*self._ctr, *arguments], capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stderr
+        return done.stdout.strip()
+
+
+@pytest.fixture(scope="module")
+def cache() -> Cache:
+    try:
+        require_machine()
+        ensure("buildkit", "containerd")
+    except NotPossibleHere as error:
+        pytest.skip(str(error))
+    return Cache.default()
+
+
+@pytest.fixture(scope="module")
+def containers(cache: Cache) -> Iterator[Containers]:
+    programs = ensure("containerd", cache=cache)["containerd"]
+    environment = {**os.environ, "PATH": f"{programs}:{search_path()}"}
+    with tempfile.TemporaryDirectory(prefix="neuron-serving-images-") as name:
+        folder = Path(name)
+        ctr = [str(programs / "ctr"), f"--address={folder}/s"]
+        (folder / "config.toml").write_text(CONTAINERD.format(folder=folder))
+        # What it mounts goes away with its mount namespace, however this ends.
+        launch = ["setpriv", "--pdeathsig", "TERM", "unshare", "--mount"]
+        launch += [str(programs / "containerd"), f"--config={folder}/config.toml"]
+        with (
+            (folder / "log").open("wb") as log,
+            subprocess.Popen(launch, env=environment, stdout=log, stderr=log) as daemon,
+        ):
+
+            def answers() -> bool:
+                return subprocess.run([*ctr, "version"], capture_output=True, check=False).returncode == 0
+
+            try:
+                wait_until("containerd answers", 30, answers)
+                yield Containers(ctr)
+            finally:
+                GROUP.kill()
+                daemon.terminate()
+                daemon.wait(30)
+                GROUP.remove()
+
+
+@pytest.fixture(scope="module")
+def images(cache: Cache, containers: Containers) -> dict[str, Image]:
+    built = {target: build_image(target, cache=cache) for target in TARGETS}
+    for image in built.values():
+        print(f"{image.name}: {image.size_bytes / 1e6:.0f} MB to pull")
+        containers.load(image)
+    return built
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_an_image_runs_as_nobody_in_particular_on_a_read_only_root(
+    target: str, images: dict[str, Image], containers: Containers
+) -> None:
+    seen = containers.python(
+        images[target],
+        """
+        import errno, getpass, json, os, tempfile
+        try:
+            open("/written", "w")
+            refused = 0
+        except OSError as error:
+            refused = error.errno
+        with tempfile.NamedTemporaryFile() as file:
+            temporary = os.path.dirname(file.name)
+        print(json.dumps([os.getuid(), os.getgid(), getpass.getuser(), os.environ["HOME"], temporary,
+                          errno.errorcode[refused]]))
+        """,
+    )
+    assert seen == [65532, 65532, "neuron-serving", "/tmp", "/tmp", "EROFS"]
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_an_image_holds_no_compiler_and_no_installer_of_the_build(
+    target: str, images: dict[str, Image], containers: Containers
+) -> None:
+    program = f"import json, shutil; print(json.dumps([n for n in {COMPILERS!r} if shutil.which(n)]))"
+    assert containers.python(images[target], program) == []
+
+
+@pytest.mark.parametrize(("target", "command"), [("operator", "neuron-operator"), ("runtime-cpu", "neuron-runtime")])
+def test_the_command_of_a_pod_is_found_and_answers(
+    target: str, command: str, images: dict[str, Image], containers: Containers
+) -> None:
+    assert f"usage: {command}" in containers.run(images[target], command, "--help")
+
+
+def test_the_operator_image_holds_neither_torch_nor_transformers(
+    images: dict[str, Image], containers: Containers
+) -> None:
+    program = """
+        import importlib.util, json
+        print(json.dumps([n for n in ("torch", "transformers", "kopf", "kubernetes") if importlib.util.find_spec(n)]))
+        """
+    assert containers.python(images["operator"], program) == ["kopf", "kubernetes"]
+
+
+def test_the_runtime_image_computes_with_the_pinned_torch(images: dict[str, Image], containers: Containers) -> None:
+    pinned = dict(line.split("==") for line in (ROOT / "constraints.txt").read_text().splitlines())
+    program = """
+        import importlib.metadata, json, torch
+        halves = torch.full((2, 2), 0.5)
+        print(json.dumps([*map(importlib.metadata.version, ("torch", "transformers")), (halves @ halves).tolist()]))
+        """
+    seen = containers.python(images["runtime-cpu"], program)
+    assert seen == [f"{pinned['torch']}+{LOCAL_VERSION}", pinned["transformers"], [[0.5, 0.5], [0.5, 0.5]]]
+
+
+def test_the_runtime_image_holds_the_demo_model_and_not_how_it_was_made(
+    images: dict[str, Image], containers: Containers
+) -> None:
+    program = "import json, os; print(json.dumps(sorted(os.listdir('/models/demo'))))"
+    names = containers.python(images["runtime-cpu"], program)
+    assert isinstance(names, list)
+    assert {"config.json", "model.safetensors", "tokenizer.json"} <= set(names)
+    assert not [name for name in names if name.endswith((".py", ".txt", ".md")) or name in ("corpus", "expected.json")]
+
+
+def test_what_runs_at_start_has_bytecode(images: dict[str, Image], containers: Containers) -> None:
+    program = """
+        import asyncio, json, sys, neuron_operator, kopf
+        sources = [m.__cached__ for m in list(sys.modules.values()) if getattr(m, "__cached__", None)]
+        print(json.dumps([path for path in sources if not __import__("os").path.exists(path)]))
+        """
+    assert containers.python(images["operator"], program) == []
+
+
+def test_a_touched_source_file_rebuilds_the_package_and_nothing_else(cache: Cache, tmp_path: Path) -> None:
+    for path in context_files(ROOT):
+        copy = tmp_path / path.relative_to(ROOT)
+        copy.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(path, copy)
+    for name in ("Dockerfile.neuron", ".dockerignore"):
+        shutil.copyfile(ROOT / name, tmp_path / name)
+    inputs = BuildInputs.of("operator", cache, tmp_path)
+    with running_builder(cache) as builder:
+        builder.build(inputs.arguments())
+        before = inputs.key
+        with (tmp_path / "operator" / "neuron_operator" / "__init__.py").open("a") as file:
+            file.write(f"\n# {uuid.uuid4()}\n")
+        again = {step.name: step.cached for step in builder.build(inputs.arguments())}
+    assert inputs.key != before
+    worked = {name for name, cached in again.items() if not cached}
+    stages = {name.split()[0].removeprefix("[") for name in worked}
+    assert stages <= {"package", "application", "operator"}, worked
+    assert sum(again.values()) >= 5, again
+
+
+def test_the_neuron_image_keeps_what_the_container_brings_and_adds_what_is_missing(
+    cache: Cache, containers: Containers, tmp_path: Path
+) -> None:
+    """On a stand-in for AWS's container, with an older torch and transformers than this project pins."""
+    wheels = tmp_path / "wheels"
+    wheels.mkdir()
+    _write_empty_wheel(wheels, "torch", "2.9.0+standin")
+    (tmp_path / "Dockerfile").write_text(
+        "FROM scratch AS wheels\nFROM python:3.11-slim\n"
+        "RUN --mount=type=bind,from=wheels,target=/wheels --mount=type=cache,target=/root/.cache/pip"
+        " pip install --find-links /wheels torch==2.9.0+standin transformers==4.57.1 click==8.1.8\n"
+    )
+    archive = tmp_path / "image.tar"
+    name = "neuron-serving.test/runtime-neuron:test"
+    plain = BuildInputs.of("runtime-neuron", cache)
+    with running_builder(cache) as builder:
+        stand_in = tmp_path / "stand-in"
+        base = plain.bases[PYTHON_IMAGE]
+        builder.build(
+            [
+                f"--local=context={tmp_path}",
+                f"--local=dockerfile={tmp_path}",
+                f"--local=wheels={wheels}",
+                "--opt=context:wheels=local:wheels",
+                f"--oci-layout=base={base.path}",
+                f"--opt=context:python:3.11-slim=oci-layout://base@{base.digest}",
+                f"--output=type=oci,dest={stand_in},tar=false",
+            ]
+        )
+        inputs = BuildInputs("runtime-neuron", ROOT, {**plain.bases, neuron_image(): read_layout(stand_in)}, None)
+        builder.build([*inputs.arguments(), f"--output=type=oci,name={name},dest={archive}"])
+    image = describe(archive)
+    containers.load(image)
+    program = """
+        import importlib.metadata as m, json
+        print(json.dumps({n: m.version(n) for n in ("torch", "transformers", "click", "fastapi", "neuron-serving")}))
+        """
+    versions = containers.python(image, program)
+    pinned = dict(line.split("==") for line in (ROOT / "constraints.txt").read_text().splitlines())
+    assert versions == {
+        "torch": "2.9.0+standin",
+        "transformers": "4.57.1",
+        "click": "8.1.8",
+        "fastapi": pinned["fastapi"],
+        "neuron-serving": "0.1.0",
+    }
+    assert "usage: neuron-runtime" in containers.run(image, "neuron-runtime", "--help")
+
+
+def _write_empty_wheel(folder: Path, name: str, version: str) -> None:
+    with Wheel(folder, name, version, "py3-none-any") as wheel:
+        wheel.add_metadata("METADATA", f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n".encode())
+        wheel.add_metadata("WHEEL", b"Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
+
+
+@pytest.mark.parametrize("target", [*TARGETS, "runtime-neuron"])
+def test_buildkit_has_nothing_to_say_about_a_target(target: str, cache: Cache) -> None:
+    with running_builder(cache) as builder:
+        assert lint(target, builder, cache) == ""
+
+
+def test_buildkit_does_say_something_about_a_bad_dockerfile(cache: Cache, tmp_path: Path) -> None:
+    shutil.copyfile(ROOT / ".dockerignore", tmp_path / ".dockerignore")
+    text = (ROOT / "Dockerfile.neuron").read_text()
+    bad = text.replace("FROM base AS operator", "FROM base as operator").replace("# check=error=true\n", "")
+    assert bad != text
+    (tmp_path / "Dockerfile.neuron").write_text(bad)
+    with running_builder(cache) as builder:
+        assert "FromAsCasing" in lint("operator", builder, cache, root=tmp_path)
+
+
+def test_a_failed_step_is_named_with_what_it_printed(cache: Cache, tmp_path: Path) -> None:
+    shutil.copyfile(ROOT / ".dockerignore", tmp_path / ".dockerignore")
+    (tmp_path / "Dockerfile.neuron").write_text("FROM python:3.11-slim AS operator\nRUN echo no luck today; exit 3\n")
+    with (
+        running_builder(cache) as builder,
+        pytest.raises(BuildFailed, match=r"(?s)RUN echo.*no luck today.*exit code: 3"),
+    ):
+        builder.build(BuildInputs.of("operator", cache, tmp_path).arguments())
+    assert not list(Path("/sys/fs/cgroup").glob("*/neuron-serving-build"))
+    assert str(cache.folder("buildkit")) not in Path("/proc/self/mounts").read_text()
