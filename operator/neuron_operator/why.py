@@ -101,8 +101,9 @@ def resolved_facts(pods: Iterable[Object]) -> Facts | None:
 
 def explain_resolve(job: Object | None, pods: Sequence[Object], world: World) -> Finding:
     """Why there are no facts yet. `job` is the live resolve Job of the wanted spec and `pods` are its pods."""
+    nothing_yet = fails("ModelResolved", "Resolving", "reading the model's configuration")
     if job is None:
-        return _last_verdict(world) or fails("ModelResolved", "Resolving", "reading the model's configuration")
+        return _last_verdict(world) or nothing_yet
     ended = [(pod, end) for pod in _newest_first(pods) for end in _terminations(pod)[:1]]
     for pod, end in ended:
         code = whole(end.get("exitCode"))
@@ -116,6 +117,9 @@ def explain_resolve(job: Object | None, pods: Sequence[Object], world: World) ->
     if is_true(job, "Failed"):
         told = condition(job, "Failed").get("message") or "no message"
         return fails("ModelResolved", "Resolving", f"the Job {name_of(job)} failed without a record: {told}")
+    verdict = _last_verdict(world)
+    if verdict is not None:
+        return verdict
     waiting = next((_explain_start(pod, world) for pod in _newest_first(pods) if not is_deleting(pod)), None)
     if waiting is not None:
         text = f"the Job {name_of(job)} has not run yet: {waiting.message}"
@@ -123,11 +127,11 @@ def explain_resolve(job: Object | None, pods: Sequence[Object], world: World) ->
     if _age(job, world) >= timedelta(seconds=UNEXPLAINED_SECONDS):
         told = _event_words(name_of(job), world) or "its pod has not been made"
         return fails("ModelResolved", "Resolving", f"the Job {name_of(job)} waits: {told}", {Need.EVENTS})
-    return fails("ModelResolved", "Resolving", "reading the model's configuration")
+    return nothing_yet
 
 
 def _last_verdict(world: World) -> Finding | None:
-    """What the last Job for this generation found, so that a retry does not hide it."""
+    """What the last Job for this generation found: it stands until the next one has found something else."""
     told = condition(world.body, "ModelResolved")
     current = told.get("observedGeneration") == dig(world.body, "metadata", "generation")
     reason = told.get("reason")
@@ -234,7 +238,7 @@ def _explain_start(pod: Object, world: World, placement: Placement | None = None
         return None
     waiting = dig(status, "state", "waiting") or {}
     reason, told = str(waiting.get("reason") or ""), str(waiting.get("message") or "")
-    if "ImagePull" in reason or "Image" in reason:
+    if "Image" in reason:
         told = told.rpartition("ErrImagePull: ")[2]
         return fails("Available", "ImagePull", f"pod {name}: image {status.get('image')} cannot be pulled: {told}")
     if reason == "CreateContainerConfigError" and "secret" in told:

@@ -346,6 +346,8 @@ def test_a_verdict_outlives_its_job_until_the_next_one() -> None:
     again = decide(replace(world, children=children, pods=()), SETTINGS)
     assert "Job" in kinds(again)
     assert again.status == failed.status
+    running = decide(replace(carried_out(world, again), pods=()), SETTINGS)
+    assert running.status == failed.status
     elsewhere = decide(edited(replace(world, children=children, pods=()), model={"uri": "hf://a/b"}), SETTINGS)
     assert condition(elsewhere.status, "Ready")["reason"] == "Resolving"
 
