@@ -380,7 +380,7 @@ class Client:
         body: Any = None,
         content_type: str = "application/json",
     ) -> Object:
-        data = None if body is None else msgspec.json.encode(body)
+        data = None if body is None else _encode(body)
         headers = {"Content-Type": content_type} if data else {}
         try:
             async with self._session.request(
@@ -432,6 +432,18 @@ def _status_fault(status: Object, headers: Mapping[str, str], what: str) -> Clus
     if code in known:
         return known[code](message, retriable=code in (404, 410), status=code)
     return ClusterFault(message, retriable=True, status=code)
+
+
+def _encode(body: Any) -> bytes:
+    """JSON as the API server itself writes it: sorted, with the characters escaped that Go escapes.
+
+    The data of a ControllerRevision may never change, and is compared as bytes: those of our create with those that the
+    server makes of a later apply.
+    """
+    encoded = msgspec.json.encode(body, order="sorted")
+    for character in "<>&\u2028\u2029":
+        encoded = encoded.replace(character.encode(), f"\\u{ord(character):04x}".encode())
+    return encoded
 
 
 def _in_words(error: BaseException) -> str:

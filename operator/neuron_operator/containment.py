@@ -33,10 +33,12 @@ _SUFFIXES = {
 
 
 def needs_apply(desired: Object, live: Object) -> bool:
-    """True where applying `desired` would change `live`: something is missing, differs, or is ours and not wanted."""
+    """True where applying `desired` would change `live`: a field is missing, differs, is no longer marked as ours
+    (somebody replaced what holds it), or is ours and not wanted any more."""
     entries = list(own_entries(live))
-    owned: Fields = _union(entry.get("fieldsV1") or {} for entry in entries)
-    if not _contained(desired, live, owned):
+    owned = _union(entry.get("fieldsV1") or {} for entry in entries)
+    identity = _tree(("f:apiVersion",), ("f:kind",), ("f:metadata", "f:name"), ("f:metadata", "f:namespace"))
+    if not _contained(desired, live, _union((owned, identity))):
         return True
     applied = _union(entry.get("fieldsV1") or {} for entry in entries if entry.get("operation") == "Apply")
     return _has_surplus(applied, desired)
@@ -50,10 +52,13 @@ def own_entries(live: Object) -> Iterable[Object]:
 
 
 def _contained(
-    desired: Any, live: Any, owned: Fields, *, is_quantity: bool = False, children_are: bool = False
+    desired: Any, live: Any, owned: Fields | None, *, is_quantity: bool = False, children_are: bool = False
 ) -> bool:
+    """`owned` None: the field is not ours. A leaf owns all that is below it."""
     if live is None and not desired:
         return True  # the API server leaves out what is empty
+    if owned is None:
+        return False
     if isinstance(desired, Mapping):
         if not isinstance(live, Mapping):
             return False
@@ -61,7 +66,7 @@ def _contained(
             _contained(
                 value,
                 live.get(name),
-                owned.get(f"f:{name}") or {},
+                owned.get(f"f:{name}") if owned else owned,
                 is_quantity=children_are or name in _QUANTITY_FIELDS,
                 children_are=name in _QUANTITY_PARENTS,
             )
@@ -70,25 +75,27 @@ def _contained(
     if isinstance(desired, list | tuple):
         if not isinstance(live, list):
             return False
-        keys = {key: json.loads(key[2:]) for key in owned if key.startswith("k:")}
-        if keys:  # merged by key: others may have added items, the order means nothing
-            return all(
-                any(_contained(item, other, _item_fields(owned, keys, other)) for other in live) for item in desired
+        if not owned:  # one value: order and number count
+            return len(desired) == len(live) and all(
+                _contained(item, other, owned) for item, other in zip(desired, live, strict=True)
             )
-        return len(desired) == len(live) and all(
-            _contained(item, other, {}) for item, other in zip(desired, live, strict=True)
-        )
+        # Merged by key: others may have added items, the order means nothing.
+        return all(any(_contained(item, other, _item_fields(owned, other)) for other in live) for item in desired)
     if is_quantity:
         desired, live = _quantity(desired), _quantity(live)
     return bool(desired == live)
 
 
-def _item_fields(owned: Fields, keys: Mapping[str, Fields], item: Any) -> Fields:
-    for key, identity in keys.items():
-        if isinstance(item, Mapping) and all(item.get(name) == value for name, value in identity.items()):
-            fields: Fields = owned[key]
+def _item_fields(owned: Fields, item: Any) -> Fields | None:
+    """What is ours of a live list item; None: the item is not."""
+    for key, below in owned.items():
+        mark, _, text = key.partition(":")
+        if mark == "v" and json.loads(text) == item:
+            return {}
+        if mark == "k" and all(item.get(name) == value for name, value in json.loads(text).items()):
+            fields: Fields = below
             return fields
-    return {}
+    return None
 
 
 def _has_surplus(owned: Fields, desired: Any) -> bool:
@@ -117,6 +124,10 @@ def _union(trees: Iterable[Fields]) -> dict[str, Any]:
         for key, below in tree.items():
             merged[key] = _union((merged.get(key, {}), below))
     return merged
+
+
+def _tree(*paths: tuple[str, ...]) -> dict[str, Any]:
+    return _union({path[0]: _tree(path[1:]) if path[1:] else {}} for path in paths)
 
 
 def _quantity(value: Any) -> Any:

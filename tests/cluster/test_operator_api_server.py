@@ -1,0 +1,504 @@
+"""The operator's rim against a real API server: what it writes, what it repairs, and that one replica acts."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+from collections.abc import Iterator
+from datetime import datetime
+from typing import Any
+
+import pytest
+from aiohttp import web
+
+from helpers.api_proxy import proxying
+from helpers.apiserver import ApiServer
+from helpers.operator_rights import CLUSTER_RULES, LEASE_RULES, OPERATOR_NAMESPACE, grant
+from helpers.operators import BY_KIND, OPERATOR_USER, Namespace, client_of, eventually, operating, run_settings, served
+from neuron_operator.client import LEASES, NEURON_MODELS, PODS, Client, Unreachable
+from neuron_operator.lease import LeaseTimings
+from neuron_operator.reflector import Caches, Key
+
+pytestmark = [pytest.mark.cluster, pytest.mark.slow]
+
+QUICK_LEASE = LeaseTimings(duration_seconds=2, deadline_seconds=1.2, renew_seconds=0.5, retry_seconds=0.2)
+
+HAND_EDITS: dict[str, Any] = {
+    "Deployment": {
+        "spec": {"replicas": 7, "template": {"spec": {"containers": [{"name": "runtime", "image": "other:1"}]}}}
+    },
+    "Service": {"spec": {"ports": [{"name": "http", "port": 8001}], "selector": {"app": "other"}}},
+    "ConfigMap": {"metadata": {"labels": {"app.kubernetes.io/component": None}}},
+    "ControllerRevision": {"metadata": {"labels": {"app.kubernetes.io/name": "other"}}},
+    "ServiceAccount": {"automountServiceAccountToken": True},
+    "PodDisruptionBudget": {"spec": {"selector": {"matchLabels": {"app": "other"}}}},
+    "NetworkPolicy": {"spec": {"ingress": None, "podSelector": {"matchLabels": {"app": "other"}}}},
+    "Job": {"metadata": {"labels": {"app.kubernetes.io/managed-by": "other"}}},
+}
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ApiServer]:
+    with served(tmp_path_factory.mktemp("api-server")) as server:
+        yield server
+
+
+@pytest.fixture
+def namespace(server: ApiServer) -> Namespace:
+    return Namespace(server)
+
+
+def only(namespace: Namespace, **options: Any) -> Any:
+    """Settings of an operator that serves this namespace alone: others' models do not disturb what is counted."""
+    return run_settings("--watch-namespaces", namespace.name, **options)
+
+
+def calls(server: ApiServer, since: int, user: str = OPERATOR_USER) -> list[tuple[str, str]]:
+    """Verb and resource of what the operator asked for after its first `since` requests."""
+    return [(e["verb"], e["objectRef"]["resource"]) for e in server.requests(user)[since:]]
+
+
+WRITES = ("create", "update", "patch", "delete", "deletecollection")
+
+
+async def test_a_manifest_becomes_its_children_and_a_status(server: ApiServer, namespace: Namespace) -> None:
+    async with client_of(server) as client, operating(client, only(namespace)):
+        namespace.put_model()
+        await namespace.settle()
+    children = namespace.children()
+    assert {kind: len(found) for kind, found in children.items()} == {kind: kind != "Job" for kind in BY_KIND}
+    assert namespace.condition("Accepted")[0] == "True"
+    assert namespace.condition("Ready") == ("False", "Loading")
+
+
+async def test_a_restart_with_unchanged_objects_writes_nothing_but_the_lease(
+    server: ApiServer, namespace: Namespace
+) -> None:
+    async with client_of(server) as client:
+        async with operating(client, only(namespace)):
+            namespace.put_model()
+            await namespace.settle()
+        before = len(server.requests(OPERATOR_USER))
+        async with operating(client, only(namespace)) as operator:
+            await eventually(lambda: operator.is_leading)
+            namespace.wake()  # the pass after this one is not the first
+            await asyncio.sleep(1.0)
+    written = [call for call in calls(server, before) if call[0] in WRITES]
+    assert written
+    assert {resource for _, resource in written} == {"leases"}
+
+
+async def test_an_idle_operator_asks_for_nothing_but_watches_and_its_lease(
+    server: ApiServer, namespace: Namespace
+) -> None:
+    async with client_of(server) as client, operating(client, only(namespace)):
+        namespace.put_model()
+        await namespace.settle()
+        await asyncio.sleep(0.5)
+        before = len(server.requests(OPERATOR_USER))
+        await asyncio.sleep(5.0)
+        idle = calls(server, before)
+    assert ("update", "leases") in idle
+    assert {call for call in idle if call[0] != "watch"} == {("update", "leases")}
+
+
+@pytest.mark.parametrize("kind", sorted(HAND_EDITS))
+async def test_a_hand_edit_of_a_child_is_undone(server: ApiServer, namespace: Namespace, kind: str) -> None:
+    resource = BY_KIND[kind]
+    async with client_of(server) as client, operating(client, only(namespace)):
+        namespace.put_model()
+        if kind == "Job":
+            await eventually(lambda: namespace.list(resource))
+        else:
+            await namespace.settle()
+        (original,) = namespace.list(resource)
+        name = original["metadata"]["name"]
+        edited = namespace.patch(resource, name, HAND_EDITS[kind])
+        assert without_versions(edited) != without_versions(original)
+        await eventually(
+            lambda: contains(namespace.get(resource, name), original),
+            seconds=10,
+            about=lambda: (without_versions(namespace.get(resource, name)), without_versions(original)),
+        )
+        assert namespace.get(resource, name)["metadata"]["uid"] == original["metadata"]["uid"]
+
+
+@pytest.mark.parametrize("kind", sorted(HAND_EDITS))
+async def test_a_child_deleted_by_hand_comes_back(server: ApiServer, namespace: Namespace, kind: str) -> None:
+    resource = BY_KIND[kind]
+    async with client_of(server) as client, operating(client, only(namespace)):
+        namespace.put_model()
+        if kind == "Job":
+            await eventually(lambda: namespace.list(resource))
+        else:
+            await namespace.settle()
+        (original,) = namespace.list(resource)
+        namespace.delete(resource, original["metadata"]["name"])
+        (again,) = await eventually(
+            lambda: [
+                item for item in namespace.list(resource) if item["metadata"]["uid"] != original["metadata"]["uid"]
+            ],
+            seconds=10,
+        )
+    assert again["metadata"]["name"] == original["metadata"]["name"]
+    assert again["metadata"]["labels"] == original["metadata"]["labels"]
+
+
+async def test_what_is_no_longer_wanted_leaves_a_child_and_what_others_added_stays(
+    server: ApiServer, namespace: Namespace
+) -> None:
+    deployment = BY_KIND["Deployment"]
+
+    def variables() -> set[str]:
+        (container,) = namespace.get(deployment, "chat")["spec"]["template"]["spec"]["containers"]
+        return {variable["name"] for variable in container["env"]}
+
+    async with client_of(server) as client, operating(client, only(namespace)):
+        namespace.put_model()
+        await namespace.settle()
+        assert "GREETING" in variables()
+        namespace.patch(deployment, "chat", {"metadata": {"annotations": {"example.com/note": "mine"}}})
+        for _ in range(2):  # the first apply after the create, and one after an apply
+            namespace.put_model(engine={"backend": "torch", "env": [{"name": "OTHER", "value": "x"}]})
+            await eventually(lambda: variables() >= {"OTHER"})
+            assert "GREETING" not in variables()
+            namespace.put_model()
+            await eventually(lambda: variables() >= {"GREETING"})
+            assert "OTHER" not in variables()
+    assert namespace.get(deployment, "chat")["metadata"]["annotations"]["example.com/note"] == "mine"
+
+
+async def test_a_service_of_somebody_else_is_left_alone_and_named(server: ApiServer, namespace: Namespace) -> None:
+    service = BY_KIND["Service"]
+    foreign = {"apiVersion": "v1", "kind": "Service", "metadata": {"name": "chat"}, "spec": {"ports": [{"port": 1}]}}
+    server.call("POST", service.path(namespace.name), foreign)
+    before = namespace.get(service, "chat")
+    async with client_of(server) as client, operating(client, only(namespace)):
+        namespace.put_model()
+        await eventually(lambda: namespace.condition() == ("False", "NameConflict"))
+        assert namespace.get(service, "chat") == before
+        namespace.delete(service, "chat")
+        namespace.wake()
+        await eventually(lambda: namespace.condition("Accepted")[0] == "True")
+
+
+async def test_children_of_an_earlier_model_of_that_name_are_waited_for(
+    server: ApiServer, namespace: Namespace
+) -> None:
+    async with client_of(server) as client, operating(client, only(namespace)):
+        namespace.put_model()
+        await namespace.settle()
+        namespace.delete(NEURON_MODELS, "chat")
+        earlier = namespace.get(BY_KIND["Service"], "chat")
+        namespace.put_model()
+        await asyncio.sleep(1.0)
+        assert namespace.get(BY_KIND["Service"], "chat") == earlier
+        assert namespace.condition() == ("", "")
+        for kind, found in namespace.children().items():  # what the garbage collector does
+            for name in found:
+                namespace.delete(BY_KIND[kind], name)
+        for pod in namespace.list(PODS):
+            server.call("DELETE", PODS.path(namespace.name, pod["metadata"]["name"]), {"gracePeriodSeconds": 0})
+        await namespace.settle()
+
+
+async def test_what_the_api_server_does_not_accept_is_the_users_to_mend(
+    server: ApiServer, namespace: Namespace
+) -> None:
+    async with client_of(server) as client, operating(client, only(namespace)):
+        namespace.put_model(podTemplate={"spec": {"nodeSelector": {"not a label!": "x"}}})
+        await eventually(namespace.finish_resolve)
+        await eventually(lambda: namespace.condition() == ("False", "InvalidSpec"))
+        namespace.put_model()
+        await eventually(lambda: namespace.condition("UpToDate")[0] == "True")
+
+
+async def test_a_missing_right_becomes_a_condition_and_heals(server: ApiServer, namespace: Namespace) -> None:
+    def without_services() -> list[dict[str, Any]]:
+        return [
+            {**rule, "verbs": [v for v in rule["verbs"] if v != "create"]} if "services" in rule["resources"] else rule
+            for rule in CLUSTER_RULES
+        ]
+
+    async with client_of(server) as client, operating(client, only(namespace)):
+        await eventually(lambda: calls(server, 0))
+        grant(server, without_services())
+        try:
+            await asyncio.sleep(0.5)  # the authorizer's cache
+            namespace.put_model()
+            await eventually(lambda: namespace.condition() == ("False", "OperatorForbidden"))
+        finally:
+            grant(server)
+        await asyncio.sleep(0.5)
+        namespace.wake()
+        await namespace.settle()
+
+
+async def test_an_api_server_that_asks_to_come_back_later_is_obeyed(server: ApiServer, namespace: Namespace) -> None:
+    refused: list[float] = []
+
+    def too_many(request: web.Request) -> web.Response | None:
+        if request.method != "POST" or not request.path.endswith("/services") or len(refused) == 3:
+            return None
+        refused.append(asyncio.get_running_loop().time())
+        status = {"kind": "Status", "code": 429, "reason": "TooManyRequests", "message": "too many requests"}
+        return web.json_response(status, status=429, headers={"Retry-After": "1"})
+
+    async with proxying(server) as proxy, client_of(server, via=proxy.url) as client:
+        proxy.answer = too_many
+        async with operating(client, only(namespace)):
+            namespace.put_model()
+            await eventually(lambda: refused)
+            for _ in range(10):  # changes do not bring it forward
+                namespace.wake()
+                await asyncio.sleep(0.05)
+            await namespace.settle()
+    assert len(refused) == 3
+    assert min(later - earlier for earlier, later in itertools.pairwise(refused)) >= 1.0
+
+
+@pytest.mark.parametrize("version_is_gone", [False, True])
+async def test_deletions_during_a_watch_that_died_silently_are_found(
+    server: ApiServer, namespace: Namespace, version_is_gone: bool
+) -> None:
+    """Where the version to go on from is known the watch brings them, where it is gone (410) a new list shows them."""
+    woken: list[Key] = []
+
+    def gone(request: web.Request) -> web.Response | None:
+        if "watch" not in request.query or not version_is_gone or lists:
+            return None
+        status = {"kind": "Status", "code": 410, "reason": "Expired", "message": "too old resource version"}
+        return web.json_response(status, status=410)
+
+    def count(plural: str, how: str) -> None:
+        if how == "list":
+            lists.append(plural)
+
+    lists: list[str] = []
+    resource = BY_KIND["ConfigMap"]
+    labels = {"app.kubernetes.io/managed-by": "neuron-operator", "neuron-serving.dev/model": "chat"}
+    for name in ("a", "b", "c"):
+        body = {"apiVersion": "v1", "kind": "ConfigMap", "metadata": {"name": name, "labels": labels}}
+        server.call("POST", resource.path(namespace.name), body)
+    async with proxying(server) as proxy, client_of(server, via=proxy.url, watch_silence_seconds=1.0) as client:
+        caches = Caches(client, [namespace.name], wake=woken.append, count_start=count)
+        task = asyncio.create_task(caches.run())
+        await caches.wait_synced()
+        key = (namespace.name, "chat")
+        assert len(caches.children(key)) == 3
+        await asyncio.sleep(0.2)
+        lists.clear()
+        proxy.answer = gone
+        proxy.silence()
+        for name in ("a", "c"):
+            namespace.delete(resource, name)
+        woken.clear()
+        await eventually(lambda: [child["metadata"]["name"] for child in caches.children(key)] == ["b"])
+        assert key in woken
+        assert bool(lists) == version_is_gone
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
+
+async def test_of_two_replicas_one_acts_and_the_other_takes_over(server: ApiServer, namespace: Namespace) -> None:
+    users = [OPERATOR_USER, "admin"]
+    async with client_of(server, users[0]) as first, client_of(server, users[1]) as second:
+        async with operating(second, only(namespace, identity="b", lease=QUICK_LEASE)) as b:
+            async with operating(first, only(namespace, identity="a", lease=QUICK_LEASE)) as a:
+                await eventually(lambda: a.is_leading or b.is_leading)
+                await asyncio.sleep(1.5)
+                assert a.is_leading != b.is_leading
+                namespace.put_model()
+                await namespace.settle()
+                leader = lease(server)["spec"]["holderIdentity"]
+                assert leader.startswith("a_" if a.is_leading else "b_")
+            await eventually(lambda: b.is_leading)
+            namespace.delete(BY_KIND["Service"], "chat")
+            await eventually(lambda: namespace.children()["Service"])
+
+
+async def test_a_leader_cut_off_from_the_server_stops_before_another_leads(
+    server: ApiServer, namespace: Namespace
+) -> None:
+    async with client_of(server) as first, client_of(server, "admin") as second:
+        cut = CutOff(first)
+        async with operating(cut, only(namespace, identity="a", lease=QUICK_LEASE)) as a:
+            await eventually(lambda: a.is_leading)
+            async with operating(second, only(namespace, identity="b", lease=QUICK_LEASE)) as b:
+                await asyncio.sleep(0.5)
+                cut.is_cut = True
+                led_by = []
+                while not b.is_leading:
+                    led_by.append(a.is_leading)
+                    await asyncio.sleep(0.01)
+                assert led_by[0]
+                assert not led_by[-1]
+                assert not a.is_leading
+                cut.is_cut = False
+                await asyncio.sleep(1.0)
+                assert b.is_leading
+                assert not a.is_leading
+
+
+async def test_the_operator_killed_at_any_write_ends_the_same(server: ApiServer) -> None:
+    """Before and after the n-th write reaches the server, for every n; a fresh operator ends what was begun."""
+
+    async def lives(client: Client, dies_at: int | None, before: bool) -> dict[str, Any]:
+        namespace = Namespace(server)
+        settings = run_settings("--watch-namespaces", namespace.name, "--lease-name", namespace.name)
+        namespace.put_model()
+        mortal = Mortal(client, dies_at, before)
+        async with operating(mortal, settings):
+            while mortal.num_writes < 100 and not mortal.is_dead:
+                namespace.finish_resolve_once()
+                if namespace.condition("UpToDate")[0] == "True" and not namespace.children()["Job"]:
+                    break
+                await asyncio.sleep(0.05)
+        assert mortal.is_dead == (dies_at is not None)
+        async with operating(client, settings):
+            await eventually(namespace.finish_resolve_once)
+            await eventually(lambda: namespace.condition("UpToDate")[0] == "True")
+            await eventually(lambda: not namespace.children()["Job"])
+            await asyncio.sleep(0.3)
+        return {"writes": mortal.num_writes, "world": shape(namespace)}
+
+    async with client_of(server, "admin") as client:
+        whole = await lives(client, None, before=True)
+        for number in range(whole["writes"]):
+            for before in (True, False):
+                assert (await lives(client, number, before))["world"] == whole["world"], (number, before)
+
+
+async def test_every_right_is_used_and_no_call_lacks_one(server: ApiServer) -> None:
+    """Runs last: what the tests above asked for, against what the chart grants."""
+    granted = {
+        (group, resource, verb)
+        for rule in (*CLUSTER_RULES, *LEASE_RULES)
+        for group in rule["apiGroups"]
+        for resource in rule["resources"]
+        for verb in rule["verbs"]
+    }
+    used = set()
+    for event in server.requests(OPERATOR_USER):
+        ref = event["objectRef"]
+        resource = f"{ref['resource']}/{ref['subresource']}" if "subresource" in ref else ref["resource"]
+        used.add((ref.get("apiGroup", ""), resource, event["verb"]))
+    assert used <= granted
+    assert granted - used == set()
+
+
+class CutOff:
+    """A client whose network can be cut: requests fail, open watches end."""
+
+    def __init__(self, client: Client) -> None:
+        self._client = client
+        self.is_cut = False
+
+    def __getattr__(self, name: str) -> Any:
+        method = getattr(self._client, name)
+        if name == "watch":
+            return lambda *args, **kwargs: self._watch(method(*args, **kwargs))
+
+        async def call(*args: Any, **kwargs: Any) -> Any:
+            self._check()
+            return await method(*args, **kwargs)
+
+        return call
+
+    def _check(self) -> None:
+        if self.is_cut:
+            raise Unreachable("cut off", retriable=True)
+
+    async def _watch(self, events: Any) -> Any:
+        self._check()
+        try:
+            pending = asyncio.ensure_future(anext(events))
+            while True:
+                done, _ = await asyncio.wait((pending,), timeout=0.05)
+                self._check()
+                if done:
+                    try:
+                        yield pending.result()
+                    except StopAsyncIteration:
+                        return
+                    pending = asyncio.ensure_future(anext(events))
+        finally:
+            pending.cancel()
+            await asyncio.gather(pending, return_exceptions=True)
+            await events.aclose()
+
+
+class Mortal:
+    """A client that dies at its n-th write: the write is not sent (`before`) or its answer is lost, and nothing after
+    it is sent. Writes of the Lease are not counted."""
+
+    def __init__(self, client: Client, dies_at: int | None, before: bool) -> None:
+        self._client = client
+        self._dies_at = dies_at
+        self._before = before
+        self.num_writes = 0
+        self.is_dead = False
+
+    def __getattr__(self, name: str) -> Any:
+        method = getattr(self._client, name)
+        if name not in ("create", "apply", "apply_status", "delete"):
+            return method
+
+        async def write(resource: Any, *args: Any) -> Any:
+            if resource == LEASES:
+                return await method(resource, *args)
+            number, self.num_writes = self.num_writes, self.num_writes + 1
+            dies = number == self._dies_at
+            if self.is_dead or (dies and self._before):
+                self.is_dead = True
+                await asyncio.Event().wait()
+            answer = await method(resource, *args)
+            if dies:
+                self.is_dead = True
+                await asyncio.Event().wait()
+            return answer
+
+        return write
+
+
+def lease(server: ApiServer) -> Any:
+    return server.call("GET", LEASES.path(OPERATOR_NAMESPACE, "neuron-operator"))
+
+
+def seconds_between(earlier: str, later: str) -> float:
+    return (datetime.fromisoformat(later) - datetime.fromisoformat(earlier)).total_seconds()
+
+
+def contains(live: Any, wanted: Any) -> bool:
+    """`live` is `wanted` again, up to versions, who owns which field, and what status says."""
+    return without_versions(live) == without_versions(wanted)
+
+
+VERSIONS = ("resourceVersion", "managedFields", "generation", "uid", "creationTimestamp")
+
+
+def without_versions(obj: Any) -> Any:
+    metadata = {key: value for key, value in obj["metadata"].items() if key not in VERSIONS}
+    content = {
+        key: value for key, value in obj.items() if key not in ("status", "kind", "apiVersion")
+    }  # lists lack both
+    return {**content, "metadata": metadata}
+
+
+def shape(namespace: Namespace) -> Any:
+    """Everything in a namespace, without what differs between two namespaces."""
+    found = []
+    for resource in (*BY_KIND.values(), NEURON_MODELS):
+        for item in namespace.list(resource):
+            clean = without_versions(item)
+            for owner in clean["metadata"].get("ownerReferences", ()):
+                del owner["uid"]
+            if resource.kind == "Service":
+                for key in ("clusterIP", "clusterIPs"):
+                    clean["spec"].pop(key)
+            if resource == NEURON_MODELS:
+                conditions = item["status"]["conditions"]
+                clean["status"] = {c["type"]: (c["status"], c["reason"]) for c in conditions}
+            found.append(clean)
+    return json.loads(json.dumps(found).replace(namespace.name, "NAMESPACE"))

@@ -1,0 +1,85 @@
+"""A proxy in front of an API server that does what networks and busy servers do: answers for the server, and goes silent
+on connections that are open. It speaks plain HTTP, so that it sees what is asked; in the test's own event loop."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ssl
+from collections.abc import AsyncIterator, Callable
+
+import aiohttp
+from aiohttp import web
+
+from helpers.apiserver import ApiServer
+
+Answer = Callable[[web.Request], web.Response | None]
+"""A response in place of the server's; None lets the request through."""
+
+
+class ApiProxy:
+    """Made by `proxying`. Both switches may be set at any time."""
+
+    def __init__(self) -> None:
+        self.url = ""
+        self.answer: Answer = lambda request: None
+        self._silence = asyncio.Event()
+
+    def silence(self) -> None:
+        """Connections that stream now bring nothing any more, and stay open; new ones work."""
+        self._silence.set()
+        self._silence = asyncio.Event()
+
+    async def forward(
+        self, request: web.Request, session: aiohttp.ClientSession, server: ApiServer
+    ) -> web.StreamResponse:
+        answered = self.answer(request)
+        if answered is not None:
+            return answered
+        silenced = asyncio.ensure_future(self._silence.wait())
+        headers = {
+            name: value for name, value in request.headers.items() if name.lower() not in ("host", "content-length")
+        }
+        url = server.url + request.raw_path
+        try:
+            async with session.request(request.method, url, headers=headers, data=await request.read()) as upstream:
+                response = web.StreamResponse(status=upstream.status)
+                for name in ("Content-Type", "Retry-After"):
+                    if name in upstream.headers:
+                        response.headers[name] = upstream.headers[name]
+                await response.prepare(request)
+                while True:
+                    reading = asyncio.ensure_future(upstream.content.readany())
+                    await asyncio.wait((reading, silenced), return_when=asyncio.FIRST_COMPLETED)
+                    if silenced.done():
+                        reading.cancel()
+                        await asyncio.Event().wait()
+                    if not (chunk := reading.result()):
+                        return response
+                    await response.write(chunk)
+        finally:
+            silenced.cancel()
+
+
+@contextlib.asynccontextmanager
+async def proxying(server: ApiServer) -> AsyncIterator[ApiProxy]:
+    """A proxy on a free port of loopback."""
+    proxy = ApiProxy()
+    tls = ssl.create_default_context(cafile=str(server.ca_file))
+    connector = aiohttp.TCPConnector(ssl=tls, limit=0)
+    async with aiohttp.ClientSession(connector=connector, timeout=aiohttp.ClientTimeout(total=None)) as session:
+        app = web.Application(client_max_size=2**24)
+
+        async def forward(request: web.Request) -> web.StreamResponse:
+            return await proxy.forward(request, session, server)
+
+        app.router.add_route("*", "/{path:.*}", forward)
+        runner = web.AppRunner(app, access_log=None, handler_cancellation=True, shutdown_timeout=0.1)
+        await runner.setup()
+        site = web.TCPSite(runner, "127.0.0.1", 0)
+        await site.start()
+        proxy.url = f"http://127.0.0.1:{runner.addresses[0][1]}"
+        try:
+            yield proxy
+        finally:
+            await runner.cleanup()

@@ -1,0 +1,185 @@
+"""A real etcd and kube-apiserver as plain processes on loopback: RBAC, TLS and an audit log, but no nodes and no
+controllers. Used by tests of the operator's rim; what needs kubelets or controllers uses the cluster instead.
+
+Users come from a token file: `admin` (system:masters) and ServiceAccounts, who have the rights that a test grants them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import secrets
+import shutil
+import socket
+import ssl
+import subprocess
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from cluster.rig import binaries
+
+START_SECONDS = 60.0
+
+
+def service_account(namespace: str, name: str) -> str:
+    """The user name that RBAC knows a ServiceAccount by."""
+    return f"system:serviceaccount:{namespace}:{name}"
+
+
+@dataclass
+class ApiServer:
+    """Where the server is, who may come in, and what it has been asked (`requests`)."""
+
+    folder: Path
+    port: int
+    tokens: dict[str, str]
+    processes: list[subprocess.Popen[bytes]] = field(default_factory=list)
+
+    @property
+    def url(self) -> str:
+        return f"https://127.0.0.1:{self.port}"
+
+    @property
+    def ca_file(self) -> Path:
+        return self.folder / "certs" / "apiserver.crt"
+
+    def kubeconfig(self, user: str, server: str | None = None) -> Path:
+        """A kubeconfig for a user of `tokens`; `server` where requests go through a proxy."""
+        path = self.folder / f"{user.replace(':', '_')}-{abs(hash(server))}.kubeconfig"
+        cluster = {"server": server or self.url, "certificate-authority": str(self.ca_file)}
+        document = {
+            "apiVersion": "v1",
+            "kind": "Config",
+            "clusters": [{"name": "test", "cluster": cluster}],
+            "users": [{"name": user, "user": {"token": self.tokens[user]}}],
+            "contexts": [{"name": "test", "context": {"cluster": "test", "user": user}}],
+            "current-context": "test",
+        }
+        path.write_text(yaml.safe_dump(document))
+        return path
+
+    def call(self, method: str, path: str, body: Any = None, content_type: str = "application/json") -> Any:
+        """One request as admin. Raises HTTPError with the server's words."""
+        request = urllib.request.Request(
+            self.url + path,
+            data=None if body is None else json.dumps(body).encode(),
+            method=method,
+            headers={"Authorization": f"Bearer {self.tokens['admin']}", "Content-Type": content_type},
+        )
+        try:
+            with urllib.request.urlopen(request, context=self._tls(), timeout=30) as response:
+                content = response.read()
+        except urllib.error.HTTPError as error:
+            error.add_note(error.read().decode(errors="replace"))
+            raise
+        return json.loads(content) if content.startswith(b"{") else content.decode()
+
+    def apply(self, path: str, body: Any, manager: str = "hand") -> Any:
+        """Server-side apply as admin; `path` is the object's."""
+        return self.call("PATCH", f"{path}?fieldManager={manager}&force=true", body, "application/apply-patch+yaml")
+
+    def requests(self, user: str = "") -> list[dict[str, Any]]:
+        """Audit events of finished requests, of one user or of all but the server itself, oldest first."""
+        events = map(json.loads, (self.folder / "audit.log").read_text().splitlines())
+        return [
+            event
+            for event in events
+            if (event["user"]["username"] == user if user else event["user"]["username"] != "system:apiserver")
+        ]
+
+    def stop(self) -> None:
+        for process in reversed(self.processes):
+            process.kill()
+            process.wait()
+        self.processes.clear()
+
+    def _tls(self) -> ssl.SSLContext:
+        return ssl.create_default_context(cafile=str(self.ca_file))
+
+
+def free_port() -> int:
+    with contextlib.closing(socket.socket()) as listener:
+        listener.bind(("127.0.0.1", 0))
+        port: int = listener.getsockname()[1]
+        return port
+
+
+@contextlib.contextmanager
+def running(folder: Path, users: tuple[str, ...] = ()) -> Iterator[ApiServer]:
+    """A fresh server with its data in `folder`. Raises NotPossibleHere where its programs cannot be had."""
+    programs = binaries.ensure("etcd", "hyper")
+    server = ApiServer(folder, free_port(), {user: secrets.token_hex(16) for user in ("admin", *users)})
+    try:
+        _start(server, programs["etcd"] / "etcd", programs["hyper"] / "kube-apiserver")
+        yield server
+    finally:
+        server.stop()
+        shutil.rmtree(folder / "etcd", ignore_errors=True)
+
+
+def _start(server: ApiServer, etcd: Path, kube_apiserver: Path) -> None:
+    folder = server.folder
+    folder.mkdir(parents=True, exist_ok=True)
+    client_url, peer_url = (f"http://127.0.0.1:{free_port()}" for _ in range(2))
+    groups = {"admin": '"system:masters"'}
+    accounts = '"system:serviceaccounts,system:authenticated"'
+    tokens = "".join(f"{token},{user},{user},{groups.get(user, accounts)}\n" for user, token in server.tokens.items())
+    (folder / "tokens.csv").write_text(tokens)
+    # Only what was asked and answered, once each; a watch is seen when it starts.
+    rules = [{"level": "Metadata", "omitStages": ["RequestReceived"]}]
+    policy = {"apiVersion": "audit.k8s.io/v1", "kind": "Policy", "rules": rules}
+    (folder / "audit.yaml").write_text(yaml.safe_dump(policy))
+    key = folder / "service-accounts.key"
+    subprocess.run(
+        ["openssl", "ecparam", "-genkey", "-name", "prime256v1", "-noout", "-out", str(key)],
+        check=True,
+        capture_output=True,
+    )
+    _spawn(
+        server,
+        etcd,
+        f"--data-dir={folder / 'etcd'}",
+        f"--listen-client-urls={client_url}",
+        f"--advertise-client-urls={client_url}",
+        f"--listen-peer-urls={peer_url}",
+        "--unsafe-no-fsync",
+        "--log-level=error",
+    )
+    _spawn(
+        server,
+        kube_apiserver,
+        f"--etcd-servers={client_url}",
+        "--bind-address=127.0.0.1",
+        "--advertise-address=127.0.0.1",
+        f"--secure-port={server.port}",
+        f"--cert-dir={folder / 'certs'}",
+        f"--token-auth-file={folder / 'tokens.csv'}",
+        "--authorization-mode=RBAC",
+        "--service-cluster-ip-range=10.96.0.0/16",
+        "--service-account-issuer=https://kubernetes.default.svc",
+        f"--service-account-key-file={key}",
+        f"--service-account-signing-key-file={key}",
+        "--disable-admission-plugins=ServiceAccount",  # nothing here makes the account `default`
+        f"--audit-policy-file={folder / 'audit.yaml'}",
+        f"--audit-log-path={folder / 'audit.log'}",
+    )
+    deadline = time.monotonic() + START_SECONDS
+    while True:
+        with contextlib.suppress(OSError):
+            if server.call("GET", "/readyz") == "ok":
+                return
+        if time.monotonic() > deadline or any(process.poll() is not None for process in server.processes):
+            raise RuntimeError(f"the API server did not start: {(folder / 'kube-apiserver.log').read_text()[-2000:]}")
+        time.sleep(0.1)
+
+
+def _spawn(server: ApiServer, program: Path, *arguments: str) -> None:
+    with (server.folder / f"{program.name}.log").open("wb") as log:
+        server.processes.append(subprocess.Popen([str(program), *arguments], stdout=log, stderr=log, cwd=server.folder))

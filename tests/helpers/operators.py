@@ -1,0 +1,218 @@
+"""Operators against a real API server, in this process: to start, cut off and watch them, and to play the parts that a
+server without controllers lacks (the Job controller, kubelets)."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import json
+import time
+import uuid
+from collections.abc import AsyncIterator, Callable, Iterator
+from pathlib import Path
+from typing import Any, TypeVar
+
+import pytest
+import yaml
+
+from cluster.rig.needs import NotPossibleHere
+from helpers import apiserver
+from helpers.apiserver import ApiServer
+from helpers.operator_rights import OPERATOR_ACCOUNT, OPERATOR_NAMESPACE, ensure_namespace, grant
+from neuron_operator import settings as settings_module
+from neuron_operator.client import (
+    CHILDREN,
+    NEURON_MODELS,
+    PODS,
+    Client,
+    Cluster,
+    Resource,
+    load_configuration,
+    open_session,
+)
+from neuron_operator.decide import decide
+from neuron_operator.lease import LeaseTimings
+from neuron_operator.metrics import Metrics
+from neuron_operator.reconcile import Decide
+from neuron_operator.run import Operator
+from neuron_operator.settings import RunSettings
+
+CRD_FILE = Path(__file__).parents[2] / "crds" / "neuronmodels.yaml"
+OPERATOR_USER = apiserver.service_account(OPERATOR_NAMESPACE, OPERATOR_ACCOUNT)
+USERS = (OPERATOR_USER, *(apiserver.service_account(OPERATOR_NAMESPACE, f"other-{n}") for n in range(2)))
+BY_KIND = {resource.kind: resource for resource in CHILDREN}
+
+SPEC = {
+    "model": {"uri": "file:///models/demo"},
+    "replicas": 2,
+    "accelerator": {"type": "CPU"},
+    "engine": {"backend": "torch", "env": [{"name": "GREETING", "value": "héllo <&> \u2028"}]},
+}
+FACTS = {
+    "architecture": "LlamaForCausalLM",
+    "modelType": "llama",
+    "parameters": 1000,
+    "weightsBytes": 2000,
+    "dtype": "bfloat16",
+    "numLayers": 2,
+    "hiddenSize": 64,
+    "numHeads": 4,
+    "numKvHeads": 2,
+    "headDim": 16,
+    "vocabularySize": 512,
+    "maxPositionEmbeddings": 512,
+    "digest": "sha256:" + "0" * 64,
+}
+
+Found = TypeVar("Found")
+
+
+@contextlib.contextmanager
+def served(folder: Path) -> Iterator[ApiServer]:
+    """An API server with the CRD and the operator's rights; skips the test where its programs cannot be had."""
+    with contextlib.ExitStack() as stack:
+        try:
+            server = stack.enter_context(apiserver.running(folder, USERS))
+        except NotPossibleHere as reason:
+            pytest.skip(str(reason))
+        grant(server)
+        crd = yaml.safe_load(CRD_FILE.read_text())
+        path = f"/apis/apiextensions.k8s.io/v1/customresourcedefinitions/{crd['metadata']['name']}"
+        server.apply(path, crd)
+        deadline = time.monotonic() + 30
+        while not _is_established(server.call("GET", path)) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        yield server
+
+
+def _is_established(crd: Any) -> bool:
+    conditions = crd.get("status", {}).get("conditions") or ()
+    return any(c["type"] == "Established" and c["status"] == "True" for c in conditions)
+
+
+class Namespace:
+    """A fresh namespace, seen and edited by hand as admin."""
+
+    def __init__(self, server: ApiServer) -> None:
+        self.server = server
+        self.name = f"t-{uuid.uuid4().hex[:8]}"
+        ensure_namespace(server, self.name)
+
+    def put_model(self, name: str = "chat", **changes: Any) -> Any:
+        body = {
+            "apiVersion": NEURON_MODELS.api_version,
+            "kind": NEURON_MODELS.kind,
+            "metadata": {"name": name, "namespace": self.name},
+            "spec": {**SPEC, **changes},
+        }
+        return self.server.apply(NEURON_MODELS.path(self.name, name), body, "user")
+
+    def model(self, name: str = "chat") -> Any:
+        return self.get(NEURON_MODELS, name)
+
+    def condition(self, kind: str = "Ready", name: str = "chat") -> tuple[str, str]:
+        """Status and reason; empty words while it is not there."""
+        conditions = self.model(name).get("status", {}).get("conditions", ())
+        return next(((c["status"], c["reason"]) for c in conditions if c["type"] == kind), ("", ""))
+
+    def get(self, resource: Resource, name: str) -> Any:
+        return self.server.call("GET", resource.path(self.name, name))
+
+    def list(self, resource: Resource) -> list[Any]:
+        items: list[Any] = self.server.call("GET", resource.path(self.name))["items"]
+        return items
+
+    def patch(self, resource: Resource, name: str, patch: Any) -> Any:
+        """A hand edit."""
+        return self.server.call("PATCH", resource.path(self.name, name), patch, "application/merge-patch+json")
+
+    def delete(self, resource: Resource, name: str) -> Any:
+        return self.server.call("DELETE", resource.path(self.name, name), {"propagationPolicy": "Background"})
+
+    def wake(self, name: str = "chat") -> None:
+        """An edit that means nothing to the model, but to the operator that something changed."""
+        self.patch(NEURON_MODELS, name, {"metadata": {"annotations": {"test/woken": uuid.uuid4().hex}}})
+
+    def children(self) -> dict[str, list[str]]:
+        return {resource.kind: [item["metadata"]["name"] for item in self.list(resource)] for resource in CHILDREN}
+
+    def finish_resolve(self) -> bool:
+        """Play the kubelet: the resolve Job's pod ends with a record. False while there is no such Job."""
+        jobs = self.list(BY_KIND["Job"])
+        for job in jobs:
+            template, name = job["spec"]["template"], job["metadata"]["name"]
+            owner = {"apiVersion": "batch/v1", "kind": "Job", "name": name, "uid": job["metadata"]["uid"]}
+            metadata = {"name": name, "labels": template["metadata"]["labels"], "ownerReferences": [owner]}
+            pod = {"metadata": metadata, "spec": template["spec"]}
+            self.server.call("POST", PODS.path(self.name), {"apiVersion": "v1", "kind": "Pod", **pod})
+            record = json.dumps({"version": 1, "command": "inspect", "ok": True, "facts": FACTS})
+            container = {
+                "name": template["spec"]["containers"][0]["name"],
+                "image": "image",
+                "imageID": "id",
+                "ready": False,
+                "restartCount": 0,
+                "state": {"terminated": {"exitCode": 0, "message": record}},
+            }
+            status = {"status": {"phase": "Succeeded", "containerStatuses": [container]}}
+            path = PODS.path(self.name, name, "status")
+            self.server.call("PATCH", path, status, "application/merge-patch+json")
+        return bool(jobs)
+
+    def finish_resolve_once(self) -> bool:
+        """`finish_resolve` where it was not done yet; True when it is done."""
+        return bool(self.list(PODS)) or self.finish_resolve()
+
+    async def settle(self, name: str = "chat") -> None:
+        """Until the model is resolved, rendered and waits for pods that nobody makes."""
+        await eventually(self.finish_resolve)
+        await eventually(lambda: self.condition("UpToDate", name)[0] == "True", about=lambda: self.model(name))
+        await eventually(lambda: not self.children()["Job"])
+
+
+async def eventually(
+    check: Callable[[], Found], seconds: float = 20.0, about: Callable[[], object] = lambda: ""
+) -> Found:
+    """Poll until `check` gives something true. Fails with its last answer, and what `about` tells."""
+    deadline = time.monotonic() + seconds
+    while True:
+        found = check()
+        if found:
+            return found
+        assert time.monotonic() < deadline, f"still {found!r} after {seconds} s; {about()}"
+        await asyncio.sleep(0.05)
+
+
+def run_settings(*flags: str, identity: str = "one", lease: LeaseTimings | None = None) -> RunSettings:
+    loaded = settings_module.load(
+        ["--runtime-image", "example.com/runtime:1", "--namespace", OPERATOR_NAMESPACE, "--identity", identity, *flags],
+        {},
+    )
+    return dataclasses.replace(loaded, lease=lease or loaded.lease)
+
+
+@contextlib.asynccontextmanager
+async def client_of(
+    server: ApiServer, user: str = OPERATOR_USER, via: str | None = None, **options: Any
+) -> AsyncIterator[Client]:
+    """A client as `user`; `via` is the URL of a proxy in front of the server."""
+    configuration = await load_configuration(str(server.kubeconfig(user, via)))
+    async with open_session(configuration) as session:
+        yield Client(session, configuration.host, **options)
+    await asyncio.sleep(0.1)  # TLS connections say good-bye after the session is closed
+
+
+@contextlib.asynccontextmanager
+async def operating(
+    cluster: Cluster, settings: RunSettings | None = None, decide: Decide = decide, metrics: Metrics | None = None
+) -> AsyncIterator[Operator]:
+    """A replica at work; ended in good order at the end."""
+    operator = Operator(cluster, settings or run_settings(), metrics or Metrics(), decide)
+    task = asyncio.create_task(operator.run())
+    try:
+        yield operator
+    finally:
+        task.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await task

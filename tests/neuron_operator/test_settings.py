@@ -1,0 +1,67 @@
+"""Settings of `neuron-operator run`: where they come from, and what is refused by name."""
+
+from __future__ import annotations
+
+import pytest
+
+from neuron_operator import settings
+from neuron_operator.settings import SETTINGS, InvalidSetting, load
+from neuron_operator.world import JobSettings
+
+IMAGE = ["--runtime-image", "example.com/runtime:1"]
+
+
+def test_a_flag_wins_over_its_variable_and_a_variable_over_the_default() -> None:
+    environ = {"NEURON_OPERATOR_NUM_WORKERS": "3", "NEURON_OPERATOR_LEASE_NAME": "ours"}
+    loaded = load([*IMAGE, "--num-workers", "5"], environ)
+    assert (loaded.num_workers, loaded.lease_name, loaded.http_port) == (5, "ours", 8080)
+
+
+def test_the_lease_is_renewed_each_third_of_its_time_and_given_up_after_two() -> None:
+    lease = load(IMAGE, {}).lease
+    assert (lease.duration_seconds, lease.renew_seconds, lease.deadline_seconds) == (12, 4.0, 8.0)
+
+
+def test_structured_settings_are_json_in_the_charts_words() -> None:
+    jobs = '{"nodeSelector": {"a": "b"}, "tolerations": [{"key": "k"}], "env": [{"name": "N", "value": "v"}]}'
+    peers = '[{"podSelector": {}}]'
+    loaded = load([*IMAGE, "--jobs", jobs, "--network-policy-ingress-from", peers, "--image-pull-secrets", "a, b"], {})
+    assert loaded.models.jobs == JobSettings({"a": "b"}, ({"key": "k"},), {}, ({"name": "N", "value": "v"},))
+    assert loaded.models.network_policy_ingress_from == ({"podSelector": {}},)
+    assert loaded.models.image_pull_secrets == ("a", "b")
+
+
+@pytest.mark.parametrize(
+    ("argv", "environ", "named"),
+    [
+        ([], {}, "--runtime-image"),
+        ([], {"NEURON_OPERATOR_RUNTIME_IMAGE": " "}, "--runtime-image"),
+        ([*IMAGE, "--num-workers", "0"], {}, "--num-workers is '0': must be a whole number from 1 to 256"),
+        ([*IMAGE, "--http-port", "x"], {}, "--http-port"),
+        (IMAGE, {"NEURON_OPERATOR_HTTP_PORT": "99999"}, r"\$NEURON_OPERATOR_HTTP_PORT is '99999'"),
+        (IMAGE, {"NEURON_OPERATOR_JOBS": '{"nodeSelektor": {}}'}, "nodeSelektor"),
+        (IMAGE, {"NEURON_OPERATOR_JOBS": "{"}, r"\$NEURON_OPERATOR_JOBS"),
+        (IMAGE, {"NEURON_OPERATOR_NETWORK_POLICY_INGRESS_FROM": "{}"}, r"\$NEURON_OPERATOR_NETWORK_POLICY"),
+        ([*IMAGE, "--image-pull-policy", "Often"], {}, "--image-pull-policy"),
+        ([*IMAGE, "--device-mode", "PluginWithExtension"], {}, "--device-scheduler-name"),
+        ([*IMAGE, "--device-scheduler-name", "s"], {}, "set both or neither"),
+    ],
+)
+def test_a_value_that_cannot_be_used_is_refused_with_its_name(
+    argv: list[str], environ: dict[str, str], named: str
+) -> None:
+    with pytest.raises(InvalidSetting, match=named):
+        load(argv, environ)
+
+
+def test_every_setting_is_in_the_help_with_its_variable() -> None:
+    text = settings.parser().format_help()
+    for setting in SETTINGS:
+        assert setting.flag in text
+        assert setting.variable in text.replace("\n", "").replace(" ", "")
+
+
+def test_no_variable_can_be_one_that_kubernetes_makes_of_a_service() -> None:
+    """A Service `neuron-operator` beside the pod gives it variables NEURON_OPERATOR_SERVICE_... and ..._PORT..."""
+    made = ("NEURON_OPERATOR_SERVICE_", "NEURON_OPERATOR_PORT")
+    assert not [setting.variable for setting in SETTINGS if setting.variable.startswith(made)]
