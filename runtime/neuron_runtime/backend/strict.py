@@ -120,6 +120,8 @@ class StrictBackend:
         self._cache = [[EMPTY] * limits.block_size for _ in range(limits.num_blocks)]
         self._in_flight: deque[_Step] = deque()
         self._num_launched = 0
+        self._rows_before: set[int] = set()
+        """Slots of the step launched last. It ran when the next batch was decided, maybe it does no longer."""
 
     @property
     def limits(self) -> BackendLimits:
@@ -148,6 +150,7 @@ class StrictBackend:
         if not batch.waits_for_step_in_flight:
             self._check_values(step)
         self._in_flight.append(step)
+        self._rows_before = set(batch.rows.slot)
 
     def sample(self, step: int, late: Late | None) -> None:
         newest = self._in_flight[-1] if self._in_flight else None
@@ -208,9 +211,10 @@ class StrictBackend:
         self._demand(number not in self._slots, f"slot {number} is added but taken")
         busy = {slot for step in self._in_flight for slot in step.batch.rows.slot}
         self._demand(number not in busy, f"slot {number} is added while the step in flight has a row in it")
-        lowest = min((s for s in range(limits.max_rows) if s not in self._slots and s not in busy), default=number)
+        taken = self._slots.keys() | (self._rows_before if limits.steps_in_flight == 2 else set())
+        lowest = min((s for s in range(limits.max_rows) if s not in taken), default=number)
         self._demand(
-            not limits.lowest_slot_first or number == lowest, f"slot {number} is added, the lowest free is {lowest}"
+            not limits.lowest_slot_first or number <= lowest, f"slot {number} is added, the lowest free is {lowest}"
         )
         self._demand(
             limits.layout == "blocks" or added.blocks == (number,),
