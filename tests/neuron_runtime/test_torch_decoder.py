@@ -17,7 +17,7 @@ from neuron_runtime.backend.torch.weights import check_tensors
 from neuron_runtime.checkpoint import read_checkpoint
 
 TOLERANCE = 1e-4
-MAX_LENGTH = 96
+MAX_LENGTH = 88
 
 SHAPES: dict[str, dict[str, Any]] = {
     "grouped queries": {},
@@ -46,7 +46,7 @@ def load(folder: Path, layout: str, *, rows: int = 4) -> tuple[Any, KVCache, np.
     checkpoint = read_checkpoint(folder)
     model = decoder_config(checkpoint.config)
     check_tensors(checkpoint, tensor_shapes(model))
-    decoder = load_decoder(checkpoint, model, MAX_LENGTH, torch.float32, lambda what, share: None)
+    decoder = load_decoder(checkpoint, model, torch.float32, lambda what, share: None)
     line_length = MAX_LENGTH if layout == "slots" else 8
     lines = np.random.default_rng(3).permutation(rows * MAX_LENGTH // line_length).reshape(rows, -1)
     cache = KVCache(
@@ -86,9 +86,9 @@ def sequences(*lengths: int) -> list[list[int]]:
 @pytest.mark.parametrize("shape", SHAPES)
 def test_logits_equal_transformers_for_every_shape_and_layout(shape: str, layout: str, tmp_path: Path) -> None:
     folder = random_model(tmp_path, **SHAPES[shape])
-    (tokens,) = sequences(90)
-    one_by_one = [[(0, i, i + 1)] for i in range(70, 90)]
-    (logits,) = run(*load(folder, layout), [[(0, 0, 40)], [(0, 40, 70)], *one_by_one], [tokens])
+    (tokens,) = sequences(86)
+    one_by_one = [[(0, i, i + 1)] for i in range(66, 86)]
+    (logits,) = run(*load(folder, layout), [[(0, 0, 40)], [(0, 40, 66)], *one_by_one], [tokens])
     torch.testing.assert_close(logits, reference_logits(reference(folder), tokens), atol=TOLERANCE, rtol=0)
 
 
@@ -127,8 +127,8 @@ def test_logits_do_not_depend_on_how_sequences_are_cut_into_steps(cut: str, layo
 def test_what_an_earlier_sequence_left_in_the_cache_does_not_show(layout: str, tmp_path: Path) -> None:
     folder = random_model(tmp_path)
     decoder, cache, lines = load(folder, layout)
-    first, second = sequences(90, 12)
-    run(decoder, cache, lines, [[(0, 0, 90)]], [first])
+    first, second = sequences(86, 12)
+    run(decoder, cache, lines, [[(0, 0, 86)]], [first])
     (logits,) = run(decoder, cache, lines, [[(0, 0, 6)], *[[(0, i, i + 1)] for i in range(6, 12)]], [second])
     torch.testing.assert_close(logits, reference_logits(reference(folder), second), atol=TOLERANCE, rtol=0)
 
@@ -137,7 +137,7 @@ def test_a_bfloat16_model_stays_close_to_its_float32_self(tmp_path: Path) -> Non
     folder = random_model(tmp_path, dtype="bfloat16")
     checkpoint = read_checkpoint(folder)
     model = decoder_config(checkpoint.config)
-    decoder = load_decoder(checkpoint, model, MAX_LENGTH, torch.bfloat16, lambda what, share: None)
+    decoder = load_decoder(checkpoint, model, torch.bfloat16, lambda what, share: None)
     cache = KVCache(
         num_layers=2, num_lines=4, num_kv_heads=2, line_length=MAX_LENGTH, head_dim=16, dtype=torch.bfloat16
     )

@@ -61,6 +61,11 @@ def test_what_is_not_asked_for_shrinks_with_the_memory_until_it_is_useless(layou
     assert caught.value.exit_code is ExitCode.DEVICE_OUT_OF_MEMORY
 
 
+def test_a_sequence_of_one_token_could_answer_nothing() -> None:
+    with pytest.raises(InvalidConfig, match="at least 2"):
+        limits(max_model_length=1)
+
+
 REFUSED: dict[str, tuple[str, str, dict[str, Any]]] = {
     "longer than the model": (
         "$.limits.maxModelLength",
@@ -118,10 +123,19 @@ def test_limits_that_cannot_be_are_refused_with_field_and_numbers(case: str) -> 
         ({"sys/fs/cgroup/memory.max": "5000", "sys/fs/cgroup/memory.current": "6000"}, 0),
         (
             {
+                "sys/fs/cgroup/memory.max": "5000",
+                "sys/fs/cgroup/memory.current": "4500",
+                "sys/fs/cgroup/memory.stat": "anon 900\ninactive_file 3000\nactive_file 100\nshmem 400\n",
+            },
+            3600,
+        ),
+        (
+            {
                 "sys/fs/cgroup/memory/memory.limit_in_bytes": "5000",
                 "sys/fs/cgroup/memory/memory.usage_in_bytes": "1000",
+                "sys/fs/cgroup/memory/memory.stat": "cache 900\ntotal_inactive_file 300\n",
             },
-            4000,
+            4300,
         ),
     ],
 )

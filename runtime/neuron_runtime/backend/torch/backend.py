@@ -10,13 +10,14 @@ import time
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from typing import NamedTuple
 
 import numpy as np
 import torch
 
 from neuron_runtime.backend.base import Progress
 from neuron_runtime.backend.torch import sampling
-from neuron_runtime.backend.torch.cache import KVCache
+from neuron_runtime.backend.torch.cache import IntArray, KVCache
 from neuron_runtime.backend.torch.decoder import Decoder
 from neuron_runtime.backend.torch.mirror import SlotMirror
 from neuron_runtime.core import (
@@ -32,6 +33,17 @@ from neuron_runtime.core import (
     StepOutput,
     TokenLogprobs,
 )
+
+
+class _Launched(NamedTuple):
+    """A step between run and sample."""
+
+    batch: Batch
+    sampled: IntArray
+    """The rows that sample."""
+    logits: torch.Tensor | None
+    """Theirs, float32 `[sampled, vocabulary]`; None when there are none."""
+    begin: float
 
 
 class TorchBackend:
@@ -129,15 +141,3 @@ class TorchBackend:
             logprobs=tuple(logprobs),
             device_seconds=time.perf_counter() - step.begin,
         )
-
-
-class _Launched:
-    """A step between run and sample: `sampled` are its sampling rows, `logits` theirs (None when there are none)."""
-
-    __slots__ = ("batch", "begin", "logits", "sampled")
-
-    def __init__(self, batch: Batch, sampled: sampling.IntArray, logits: torch.Tensor | None, begin: float) -> None:
-        self.batch = batch
-        self.sampled = sampled
-        self.logits = logits
-        self.begin = begin

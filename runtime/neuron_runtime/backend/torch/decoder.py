@@ -34,10 +34,10 @@ class Layer:
 class Decoder:
     """A loaded model. `forward` is the only thing it does."""
 
-    def __init__(self, config: DecoderConfig, reader: WeightReader, max_model_length: int, dtype: torch.dtype) -> None:
+    def __init__(self, config: DecoderConfig, reader: WeightReader) -> None:
         self._config = config
         self._scale = config.head_dim**-0.5
-        self._cosine, self._sine = rotary.tables(config.rope, config.head_dim, max_model_length, dtype)
+        self._frequencies = rotary.inverse_frequencies(config.rope, config.head_dim)
         self._embedding = reader.take("model.embed_tokens.weight")
         self._layers = [_load_layer(config, reader, f"model.layers.{i}.") for i in range(config.num_layers)]
         self._norm = reader.take("model.norm.weight")
@@ -54,8 +54,8 @@ class Decoder:
         """
         config = self._config
         num_rotated = config.num_heads + config.num_kv_heads
-        cosine, sine = self._cosine[plan.positions], self._sine[plan.positions]
         x = self._embedding[token_ids]
+        cosine, sine = rotary.turns(plan.positions, self._frequencies, x.dtype)
         for index, layer in enumerate(self._layers):
             heads = layer.qkv(self._normalise(x, layer.attention_norm)).view(len(x), -1, config.head_dim)
             rotated = rotary.rotate(heads[:, :num_rotated], cosine, sine)

@@ -11,15 +11,21 @@ from pathlib import Path
 
 
 def available_memory_bytes(root: Path = Path("/")) -> int:
-    """Memory that can still be taken: the least of the machine's and of the container's limit less its use."""
+    """Memory that can still be taken: the least of the machine's and of the container's limit less its use.
+
+    Cached files are no use: the kernel drops them when memory is wanted, weights just downloaded among them.
+    """
     found = [_meminfo(root / "proc/meminfo")]
-    for limit, usage in (
-        ("sys/fs/cgroup/memory.max", "sys/fs/cgroup/memory.current"),
-        ("sys/fs/cgroup/memory/memory.limit_in_bytes", "sys/fs/cgroup/memory/memory.usage_in_bytes"),
+    for folder, limit, usage, cached in (
+        ("", "memory.max", "memory.current", ("inactive_file", "active_file")),
+        ("memory/", "memory.limit_in_bytes", "memory.usage_in_bytes", ("total_inactive_file", "total_active_file")),
     ):
-        maximum, used = _number(root / limit), _number(root / usage)
+        cgroup = root / "sys/fs/cgroup" / folder
+        maximum, used = _number(cgroup / limit), _number(cgroup / usage)
         if maximum is not None and used is not None:
-            found.append(max(0, maximum - used))
+            words = _words(cgroup / "memory.stat")
+            counts = dict(zip(words[::2], words[1::2], strict=True))
+            found.append(max(0, maximum - used + sum(int(counts.get(name, 0)) for name in cached)))
     return min(found)
 
 

@@ -36,7 +36,7 @@ def load(
     dtype = _dtype(config, checkpoint)
     limits = derive_limits(config, model, dtype.itemsize, available_bytes())
     return TorchBackend(
-        decoder=load_decoder(checkpoint, model, limits.max_model_length, dtype, progress),
+        decoder=load_decoder(checkpoint, model, dtype, progress),
         cache=KVCache(
             num_layers=model.num_layers,
             num_lines=limits.num_blocks,
@@ -50,12 +50,10 @@ def load(
     )
 
 
-def load_decoder(
-    checkpoint: Checkpoint, model: DecoderConfig, max_model_length: int, dtype: torch.dtype, progress: Progress
-) -> Decoder:
-    """Read the weights of a checked checkpoint in `dtype`, for positions below `max_model_length`."""
+def load_decoder(checkpoint: Checkpoint, model: DecoderConfig, dtype: torch.dtype, progress: Progress) -> Decoder:
+    """Read the weights of a checked checkpoint in `dtype`."""
     with WeightReader(checkpoint, dtype, progress) as reader, torch.inference_mode():
-        return Decoder(model, reader, max_model_length, dtype)
+        return Decoder(model, reader)
 
 
 def _dtype(config: RuntimeConfig, checkpoint: Checkpoint) -> torch.dtype:

@@ -1,4 +1,4 @@
-"""Tables of rotary position embedding (cosine and signed sine per position), for the decoder.
+"""Rotary position embedding, for the decoder.
 
 Formulas: https://arxiv.org/abs/2104.09864; scaling `llama3` as published with Llama 3.1 and read by transformers
 (`modeling_rope_utils`): long wavelengths are divided by `factor`, short ones stay, between them a linear blend.
@@ -26,18 +26,15 @@ def inverse_frequencies(rope: Rope, head_dim: int) -> torch.Tensor:
             return _llama3(plain, rope)
 
 
-def tables(rope: Rope, head_dim: int, num_positions: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-    """Cosine and signed sine, each `[num_positions, 1, head_dim]`.
+def turns(positions: torch.Tensor, frequencies: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    """Cosine and signed sine of each position `[tokens]`, both `[tokens, 1, head_dim]`; computed in float32.
 
     With `swap` exchanging the halves of the last dimension, a vector turns by `x * cosine + swap(x) * sine`: the
-    first half of the sine table carries the minus of the rotation.
+    first half of the sines carries the minus of the rotation.
     """
-    angles = torch.outer(torch.arange(num_positions, dtype=torch.float32), inverse_frequencies(rope, head_dim))
-    cosine, sine = angles.cos(), angles.sin()
-    return (
-        torch.cat((cosine, cosine), dim=-1).unsqueeze(1).to(dtype),
-        torch.cat((-sine, sine), dim=-1).unsqueeze(1).to(dtype),
-    )
+    angles = torch.outer(positions.float(), frequencies).unsqueeze(1)
+    cosine, sine = angles.cos().to(dtype), angles.sin().to(dtype)
+    return torch.cat((cosine, cosine), dim=-1), torch.cat((-sine, sine), dim=-1)
 
 
 def rotate(x: torch.Tensor, cosine: torch.Tensor, sine: torch.Tensor) -> torch.Tensor:

@@ -70,6 +70,8 @@ def derive_limits(config: RuntimeConfig, model: DecoderConfig, dtype_bytes: int,
             "$.limits.maxModelLength",
             f"{limits.max_model_length} is more than the model's {model.max_position_embeddings} positions",
         )
+    if limits.max_model_length == 1:
+        raise InvalidConfig("$.limits.maxModelLength", "must be at least 2: a token of the prompt, one of the answer")
     memory = _memory(model, dtype_bytes, available_bytes, rows, step_tokens)
     if memory.cache < MIN_DEFAULT_LENGTH * memory.per_token:
         raise FatalError(ExitCode.DEVICE_OUT_OF_MEMORY, f"not enough memory for this model: {memory}")
