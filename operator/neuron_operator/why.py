@@ -104,30 +104,38 @@ def explain_resolve(job: Object | None, pods: Sequence[Object], world: World) ->
     nothing_yet = fails("ModelResolved", "Resolving", "reading the model's configuration")
     if job is None:
         return _last_verdict(world) or nothing_yet
-    ended = [(pod, end) for pod in _newest_first(pods) for end in _terminations(pod)[:1]]
-    for pod, end in ended:
-        code = whole(end.get("exitCode"))
-        reason = REASON_BY_EXIT_CODE.get(code, "")
-        if code in FINAL_EXIT_CODES and reason in REASONS["ModelResolved"]:
-            again = f"tried again every {RETRY_AFTER_SECONDS // 60} minutes"
-            return fails("ModelResolved", reason, f"{_last_words(end)}; {again}")
-        state = "is done with it" if is_true(job, "Failed") or not code else "will try again"
-        text = f"pod {name_of(pod)} ended with {_exit(end)} and no facts: {_last_words(end)}; the Job {state}"
-        return fails("ModelResolved", "Resolving", text)
+    ended = next(((pod, end) for pod in _newest_first(pods) for end in _terminations(pod)), None)
+    if ended is not None:
+        return _explain_resolve_end(job, *ended)
     if is_true(job, "Failed"):
         told = condition(job, "Failed").get("message") or "no message"
         return fails("ModelResolved", "Resolving", f"the Job {name_of(job)} failed without a record: {told}")
-    verdict = _last_verdict(world)
-    if verdict is not None:
-        return verdict
-    waiting = next((_explain_start(pod, world) for pod in _newest_first(pods) if not is_deleting(pod)), None)
-    if waiting is not None:
-        text = f"the Job {name_of(job)} has not run yet: {waiting.message}"
-        return fails("ModelResolved", "Resolving", text, waiting.needs - {Need.FREE_DEVICES})
-    if _age(job, world) >= timedelta(seconds=UNEXPLAINED_SECONDS):
-        told = _event_words(name_of(job), world) or "its pod has not been made"
-        return fails("ModelResolved", "Resolving", f"the Job {name_of(job)} waits: {told}", {Need.EVENTS})
-    return nothing_yet
+    return _last_verdict(world) or _explain_resolve_start(job, pods, world) or nothing_yet
+
+
+def _explain_resolve_end(job: Object, pod: Object, end: Mapping[str, Any]) -> Finding:
+    code = whole(end.get("exitCode"))
+    reason = REASON_BY_EXIT_CODE.get(code, "")
+    if code in FINAL_EXIT_CODES and reason in REASONS["ModelResolved"]:
+        again = f"tried again every {RETRY_AFTER_SECONDS // 60} minutes"
+        return fails("ModelResolved", reason, f"{_last_words(end)}; {again}")
+    state = "is done with it" if is_true(job, "Failed") or not code else "will try again"
+    text = f"pod {name_of(pod)} ended with {_exit(end)} and no facts: {_last_words(end)}; the Job {state}"
+    return fails("ModelResolved", "Resolving", text)
+
+
+def _explain_resolve_start(job: Object, pods: Sequence[Object], world: World) -> Finding | None:
+    """Why the Job does not run; None where it does, or where it is too early to ask."""
+    if pods:
+        starting = _explain_start(_newest_first(pods)[0], world)
+        if starting is None:
+            return None
+        text = f"the Job {name_of(job)} has not run yet: {starting.message}"
+        return fails("ModelResolved", "Resolving", text, starting.needs)
+    if _age(job, world) < timedelta(seconds=UNEXPLAINED_SECONDS):
+        return None
+    told = _event_words(name_of(job), world) or "its pod has not been made"
+    return fails("ModelResolved", "Resolving", f"the Job {name_of(job)} waits: {told}", {Need.EVENTS})
 
 
 def _last_verdict(world: World) -> Finding | None:

@@ -265,6 +265,12 @@ def test_a_job_in_trouble_is_told_in_its_words(state: Object, says: str) -> None
     assert says in condition(decision.status, "Ready")["message"]
 
 
+def test_a_job_that_runs_for_long_is_not_asked_about() -> None:
+    decision = resolving({"running": {"startedAt": "2026-03-01T11:00:00Z"}}, phase="Running")
+    assert decision.needs == set()
+    assert condition(decision.status, "Ready")["message"] == "reading the model's configuration"
+
+
 # Placement
 
 
