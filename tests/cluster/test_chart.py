@@ -1,0 +1,312 @@
+"""The chart as helm renders it, and as helm installs it into a real API server."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import urllib.error
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from cluster.rig.binaries import ensure
+from cluster.rig.machine import wait_until
+from cluster.rig.needs import NotPossibleHere
+from helpers.apiserver import ApiServer, running
+from helpers.operator_rights import CLUSTER_RULES, LEASE_RULES
+from neuron_operator import settings
+from neuron_operator.world import JobSettings
+
+pytestmark = [pytest.mark.cluster, pytest.mark.slow]
+
+CHART = Path(__file__).resolve().parents[2] / "charts" / "neuron-serving"
+NAMESPACE = "neuron-serving"
+CRD = "/apis/apiextensions.k8s.io/v1/customresourcedefinitions/neuronmodels.neuron-serving.dev"
+MODELS = "/apis/neuron-serving.dev/v1alpha1/namespaces/default/neuronmodels"
+IMAGES = {"image": {"operator": "registry.test:5000/operator:1", "runtime": "registry.test:5000/runtime:1"}}
+# Every value away from its default, for what the defaults do not reach.
+EVERYTHING: dict[str, Any] = {
+    "image": {**IMAGES["image"], "pullPolicy": "IfNotPresent", "pullSecrets": ["one", "two"]},
+    "replicas": 3,
+    "lease": {"seconds": 15},
+    "workers": 4,
+    "logLevel": "debug",
+    "watchNamespaces": ["team-a", "team-b"],
+    "devices": {"mode": "PluginWithExtension", "schedulerName": "neuron-scheduler"},
+    "jobs": {
+        "nodeSelector": {"pool": "cpu"},
+        "tolerations": [{"key": "cpu", "operator": "Exists"}],
+        "resources": {"limits": {"memory": "1Gi"}},
+        "env": [{"name": "HTTPS_PROXY", "value": "http://proxy.test:3128"}],
+    },
+    "networkPolicy": {"ingressFrom": [{"namespaceSelector": {"matchLabels": {"team": "a"}}}]},
+    "resources": {"requests": {"cpu": "1"}},
+    "nodeSelector": {"pool": "system"},
+    "tolerations": [{"operator": "Exists"}],
+    "affinity": {"nodeAffinity": {}},
+    "priorityClassName": "system-cluster-critical",
+    "podAnnotations": {"prometheus.io/port": "8080"},
+}
+VARIANTS = {"defaults": IMAGES, "everything": EVERYTHING}
+
+
+class Helm:
+    def __init__(self, program: Path, folder: Path) -> None:
+        self._program = program
+        self._folder = folder
+
+    def __call__(self, *arguments: str, values: Mapping[str, Any] = IMAGES, code: int = 0) -> str:
+        """What helm prints; its errors too where it is expected to fail with `code`."""
+        file = self._folder / "values.json"
+        file.write_text(json.dumps(values))
+        environment = {f"HELM_{name}_HOME": str(self._folder / name) for name in ("CACHE", "CONFIG", "DATA")}
+        takes_values = arguments[0] in ("install", "lint", "template", "upgrade")
+        done = subprocess.run(
+            [self._program, *arguments, *(("--values", file) if takes_values else ())],
+            capture_output=True,
+            text=True,
+            check=False,
+            env={**environment, "HOME": str(self._folder)},
+        )
+        assert done.returncode == code, done.stderr
+        return done.stdout + done.stderr if code else done.stdout
+
+    def render(self, values: Mapping[str, Any], *arguments: str) -> list[dict[str, Any]]:
+        where = ("--namespace", NAMESPACE, "--kube-version", "1.35")
+        text = self("template", "neuron-serving", str(CHART), *where, *arguments, values=values)
+        return [document for document in yaml.safe_load_all(text) if document]
+
+
+@pytest.fixture(scope="module")
+def helm(tmp_path_factory: pytest.TempPathFactory) -> Helm:
+    try:
+        return Helm(ensure("helm")["helm"] / "helm", tmp_path_factory.mktemp("helm"))
+    except NotPossibleHere as error:
+        pytest.skip(str(error))
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ApiServer]:
+    try:
+        with running(tmp_path_factory.mktemp("api-server")) as server:
+            yield server
+    except NotPossibleHere as error:
+        pytest.skip(str(error))
+
+
+def one(documents: list[dict[str, Any]], kind: str, name: str = "") -> dict[str, Any]:
+    (found,) = (d for d in documents if d["kind"] == kind and (not name or d["metadata"]["name"] == name))
+    return found
+
+
+def granted(rules: list[dict[str, Any]]) -> set[tuple[str, str, str, str]]:
+    """Each right by itself: group, resource, name of the object ("" for all), verb."""
+    return {
+        (group, resource, name, verb)
+        for rule in rules
+        for group in rule["apiGroups"]
+        for resource in rule["resources"]
+        for name in rule.get("resourceNames", [""])
+        for verb in rule["verbs"]
+    }
+
+
+@pytest.mark.parametrize("values", VARIANTS.values(), ids=VARIANTS)
+def test_helm_has_nothing_to_say(helm: Helm, values: Mapping[str, Any]) -> None:
+    report = helm("lint", "--strict", str(CHART), values=values)
+    assert "[WARNING]" not in report
+    assert "1 chart(s) linted, 0 chart(s) failed" in report
+
+
+@pytest.mark.parametrize("image", ["operator", "runtime"])
+def test_an_image_that_is_not_named_is_asked_for(helm: Helm, image: str) -> None:
+    values = {"image": {**IMAGES["image"], image: ""}}
+    report = helm("template", str(CHART), values=values, code=1)
+    assert f"image.{image} must name the image built from Dockerfile.neuron" in report
+
+
+def test_a_value_that_is_not_known_is_refused_by_its_name(helm: Helm) -> None:
+    report = helm("template", str(CHART), values={**IMAGES, "runtimeUpgrade": "Rolling"}, code=1)
+    assert "runtimeUpgrade" in report
+
+
+def test_the_rights_are_those_that_the_operator_uses(helm: Helm) -> None:
+    """`CLUSTER_RULES` and `LEASE_RULES` are held equal to what the operator asks of an API server."""
+    documents = helm.render(IMAGES)
+    assert granted(one(documents, "ClusterRole")["rules"]) == granted(CLUSTER_RULES)
+    assert granted(one(documents, "Role")["rules"]) == granted(LEASE_RULES)
+
+
+def test_with_named_namespaces_nothing_is_granted_outside_them(helm: Helm) -> None:
+    documents = helm.render(EVERYTHING)
+    assert not [d for d in documents if d["kind"] == "ClusterRoleBinding"]
+    bindings = [d for d in documents if d["kind"] == "RoleBinding" and d["roleRef"]["kind"] == "ClusterRole"]
+    assert [b["metadata"]["namespace"] for b in bindings] == EVERYTHING["watchNamespaces"]
+    nodes = {right for right in granted(CLUSTER_RULES) if right[1] == "nodes"}
+    assert granted(one(documents, "ClusterRole")["rules"]) == granted(CLUSTER_RULES) - nodes
+
+
+@pytest.mark.parametrize("values", VARIANTS.values(), ids=VARIANTS)
+def test_no_right_reaches_secrets_or_is_a_wildcard(helm: Helm, values: Mapping[str, Any]) -> None:
+    roles = [d for d in helm.render(values) if d["kind"] in ("ClusterRole", "Role")]
+    rights = set().union(*(granted(role["rules"]) for role in roles))
+    assert not [right for right in rights if "*" in right or right[1] in ("secrets", "pods/exec")]
+
+
+def settings_of(documents: list[dict[str, Any]]) -> settings.RunSettings:
+    """As the operator reads them in the pod."""
+    (container,) = one(documents, "Deployment")["spec"]["template"]["spec"]["containers"]
+    assert container["command"] == ["neuron-operator", "run"]
+    return settings.load([], {e["name"]: e.get("value", "from-the-pod") for e in container["env"]})
+
+
+def test_the_values_reach_the_operator(helm: Helm) -> None:
+    seen = settings_of(helm.render(EVERYTHING))
+    jobs = EVERYTHING["jobs"]
+    assert seen.models.runtime_image == "registry.test:5000/runtime:1"
+    assert seen.models.image_pull_policy == "IfNotPresent"
+    assert seen.models.image_pull_secrets == ("one", "two")
+    assert seen.models.jobs == JobSettings(
+        jobs["nodeSelector"], tuple(jobs["tolerations"]), jobs["resources"], tuple(jobs["env"])
+    )
+    assert seen.models.device_mode == "PluginWithExtension"
+    assert seen.models.device_scheduler_name == "neuron-scheduler"
+    assert seen.models.network_policy_ingress_from == tuple(EVERYTHING["networkPolicy"]["ingressFrom"])
+    assert (seen.namespace, seen.identity) == ("from-the-pod", "from-the-pod")
+    assert seen.lease.duration_seconds == 15
+    assert seen.watch_namespaces == ("team-a", "team-b")
+    assert seen.num_workers == 4
+    assert seen.log_level == "debug"
+
+
+def test_the_default_values_are_the_operators_own(helm: Helm) -> None:
+    needed = ["--namespace", "from-the-pod", "--identity", "from-the-pod"]
+    own = settings.load(["--runtime-image", IMAGES["image"]["runtime"], *needed], {})
+    assert settings_of(helm.render(IMAGES)) == own
+
+
+def test_every_setting_is_given_by_the_chart_or_left_alone_on_purpose(helm: Helm) -> None:
+    (container,) = one(helm.render(IMAGES), "Deployment")["spec"]["template"]["spec"]["containers"]
+    known = {setting.variable for setting in settings.SETTINGS}
+    left_alone = {f"{settings.ENV_PREFIX}{name}" for name in ("HTTP_HOST", "HTTP_PORT", "KUBECONFIG", "LEASE_NAME")}
+    assert {entry["name"] for entry in container["env"]} == known - left_alone
+
+
+def test_service_and_probes_reach_the_port_that_the_operator_opens(helm: Helm) -> None:
+    documents = helm.render(IMAGES)
+    (container,) = one(documents, "Deployment")["spec"]["template"]["spec"]["containers"]
+    (port,) = container["ports"]
+    assert port["containerPort"] == settings_of(documents).http_port
+    (service_port,) = one(documents, "Service")["spec"]["ports"]
+    assert service_port["targetPort"] == port["name"]
+    for probe in ("startupProbe", "livenessProbe", "readinessProbe"):
+        assert container[probe]["httpGet"]["port"] == port["name"]
+
+
+def test_selectors_select_the_operator_and_not_the_test(helm: Helm) -> None:
+    documents = helm.render(IMAGES)
+    labels = one(documents, "Deployment")["spec"]["template"]["metadata"]["labels"]
+    test_labels = one(documents, "Pod")["metadata"]["labels"]
+    selectors = [
+        one(documents, "Deployment")["spec"]["selector"]["matchLabels"],
+        one(documents, "PodDisruptionBudget")["spec"]["selector"]["matchLabels"],
+        one(documents, "Service")["spec"]["selector"],
+        *(
+            constraint["labelSelector"]["matchLabels"]
+            for constraint in one(documents, "Deployment")["spec"]["template"]["spec"]["topologySpreadConstraints"]
+        ),
+    ]
+    for selector in selectors:
+        assert selector.items() <= labels.items()
+        assert not selector.items() <= test_labels.items()
+
+
+def test_a_single_replica_has_no_budget_that_would_block_a_drain(helm: Helm) -> None:
+    assert not [d for d in helm.render({**IMAGES, "replicas": 1}) if d["kind"] == "PodDisruptionBudget"]
+
+
+def test_the_resource_can_be_left_to_somebody_else(helm: Helm) -> None:
+    documents = helm.render({**IMAGES, "crds": {"install": False}})
+    assert not [d for d in documents if d["kind"] == "CustomResourceDefinition"]
+
+
+def test_the_notes_tell_the_next_command(helm: Helm) -> None:
+    where = ("--namespace", NAMESPACE, "--dry-run=client", "--hide-notes=false")
+    notes = helm("install", "neuron-serving", str(CHART), *where).partition("NOTES:")[2]
+    for command in (f"helm test neuron-serving -n {NAMESPACE}", "kubectl apply", "kubectl wait", "kubectl describe nm"):
+        assert command in notes
+
+
+def test_a_packaged_chart_renders_the_same(helm: Helm, tmp_path: Path) -> None:
+    helm("package", str(CHART), "--destination", str(tmp_path))
+    (package,) = tmp_path.glob("*.tgz")
+    packaged = helm("template", "neuron-serving", str(package), "--namespace", NAMESPACE)
+    assert packaged == helm("template", "neuron-serving", str(CHART), "--namespace", NAMESPACE)
+
+
+@pytest.mark.parametrize("values", VARIANTS.values(), ids=VARIANTS)
+def test_the_pods_pass_pod_security_restricted(helm: Helm, server: ApiServer, values: Mapping[str, Any]) -> None:
+    labels = {"pod-security.kubernetes.io/enforce": "restricted"}
+    metadata = {"name": "restricted", "labels": labels}
+    server.apply("/api/v1/namespaces/restricted", {"apiVersion": "v1", "kind": "Namespace", "metadata": metadata})
+    documents = helm.render(values)
+    template = one(documents, "Deployment")["spec"]["template"]["spec"]
+    for spec in (template, one(documents, "Pod")["spec"]):
+        for account in ("default", spec.get("serviceAccountName", "default")):
+            body = {"apiVersion": "v1", "kind": "ServiceAccount", "metadata": {"name": account}}
+            server.apply(f"/api/v1/namespaces/restricted/serviceaccounts/{account}", body)
+        pod = {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "p"}, "spec": {**spec, "priorityClassName": ""}}
+        server.call("POST", "/api/v1/namespaces/restricted/pods?dryRun=All", pod)
+    privileged = {**pod, "spec": {**spec, "securityContext": {}}}
+    with pytest.raises(urllib.error.HTTPError, match="403"):
+        server.call("POST", "/api/v1/namespaces/restricted/pods?dryRun=All", privileged)
+
+
+def test_models_survive_an_uninstall_and_the_next_install_takes_over(helm: Helm, server: ApiServer) -> None:
+    cluster = ("--namespace", NAMESPACE, "--kubeconfig", str(server.kubeconfig("admin")))
+
+    def generation() -> int:
+        return int(server.call("GET", CRD)["metadata"]["generation"])
+
+    helm("install", "neuron-serving", str(CHART), *cluster, "--create-namespace")
+    model = {
+        "apiVersion": "neuron-serving.dev/v1alpha1",
+        "kind": "NeuronModel",
+        "metadata": {"name": "demo"},
+        "spec": {"model": {"uri": "file:///models/demo"}, "accelerator": {"type": "CPU"}},
+    }
+    uid = _when_served(server, model)["metadata"]["uid"]
+    before = generation()
+    resource = server.call("GET", CRD)
+    resource["spec"]["names"]["shortNames"] = ["old"]
+    server.call("PUT", CRD, resource)
+    helm("upgrade", "neuron-serving", str(CHART), *cluster, "--force-conflicts", values={**IMAGES, "replicas": 3})
+    assert server.call("GET", CRD)["spec"]["names"]["shortNames"] == ["nm"], "an upgrade leaves an old resource behind"
+    assert generation() > before
+
+    helm("uninstall", "neuron-serving", *cluster)
+    left = server.call("GET", f"/apis/apps/v1/namespaces/{NAMESPACE}/deployments")["items"]
+    assert left == []
+    assert server.call("GET", f"{MODELS}/demo")["metadata"]["uid"] == uid
+
+    helm("install", "neuron-serving", str(CHART), *cluster)
+    assert server.call("GET", f"{MODELS}/demo")["metadata"]["uid"] == uid
+
+
+def _when_served(server: ApiServer, model: dict[str, Any]) -> dict[str, Any]:
+    """The model as applied; the API server serves a new resource a moment after it is made."""
+    applied: list[dict[str, Any]] = []
+
+    def is_applied() -> bool:
+        try:
+            applied.append(server.apply(f"{MODELS}/{model['metadata']['name']}", model))
+        except urllib.error.HTTPError as error:
+            if error.code != 404:
+                raise
+        return bool(applied)
+
+    wait_until("the resource is served", 20, is_applied)
+    return applied[0]
