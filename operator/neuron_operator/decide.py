@@ -136,7 +136,7 @@ def _set_course(world: World, seen: Seen, settings: Settings) -> Course:
             return _resolving(model, settings, seen, (accepted, resolved, fails("Placed", error.reason, str(error))))
     elif wanted.number < _next_number(seen) - 1:
         wanted = msgspec.structs.replace(wanted, number=_next_number(seen))  # an earlier one is wanted again
-    return _serve(model, settings, seen, wanted, accepted)
+    return _serve(model, settings, seen, wanted, accepted, name_of(job))
 
 
 def _refusal(world: World) -> Finding | None:
@@ -181,7 +181,9 @@ def _resolving(
     )
 
 
-def _serve(model: NeuronModel, settings: Settings, seen: Seen, wanted: Revision, accepted: Finding) -> Course:
+def _serve(
+    model: NeuronModel, settings: Settings, seen: Seen, wanted: Revision, accepted: Finding, job_name: str
+) -> Course:
     kept = _kept_revisions(seen, wanted)
     pinned = wanted.pinned
     fetched = (
@@ -202,7 +204,7 @@ def _serve(model: NeuronModel, settings: Settings, seen: Seen, wanted: Revision,
             *_standing(model, settings),
             *_workload(model, seen, wanted),
         ),
-        delete=tuple(_outlived(model, seen, kept)),
+        delete=tuple(_outlived(model, seen, kept, job_name)),
         wanted=wanted,
         promised=model.spec.replicas,
     )
@@ -227,15 +229,16 @@ def _kept_revisions(seen: Seen, wanted: Revision) -> tuple[Revision, ...]:
     )
 
 
-def _outlived(model: NeuronModel, seen: Seen, kept: Sequence[Revision]) -> Iterator[Object]:
-    """Children that nothing needs any more. Finished Jobs go by themselves."""
-    names_kept = {names.revision_name(model.name, r.name) for r in kept}
-    names_kept |= {serving.config_name(model.name, r.pinned.config) for r in kept}
+def _outlived(model: NeuronModel, seen: Seen, kept: Sequence[Revision], job_name: str) -> Iterator[Object]:
+    """Children that nothing needs any more: revisions, their documents, Jobs of other specs. Finished Jobs go by
+    themselves, and so does the one that found this revision's facts."""
+    needed = {
+        "ControllerRevision": {names.revision_name(model.name, known.name) for known in kept},
+        "ConfigMap": {serving.config_name(model.name, known.pinned.config) for known in kept},
+        "Job": {job_name, *(name for name, job in seen.jobs.items() if _finished(job))},
+    }
     for child in seen.children:
-        kind = child.get("kind")
-        if (kind in ("ControllerRevision", "ConfigMap") and name_of(child) not in names_kept) or (
-            kind == "Job" and not _finished(child)
-        ):
+        if name_of(child) not in needed.get(str(child.get("kind")), {name_of(child)}):
             yield child
 
 

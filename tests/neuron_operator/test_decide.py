@@ -326,6 +326,14 @@ def test_a_superseded_job_that_still_runs_is_deleted_and_one_that_ended_is_left(
     assert decide(edited(replace(world, children=children), model={"uri": "hf://a/c"}), SETTINGS).delete == ()
 
 
+def test_the_job_that_found_the_facts_is_left_to_end_by_itself() -> None:
+    world, decision = settle(fresh())
+    job = find(decision.desired, "Job")
+    pinned = decide(replace(world, pods=(resolved_pod(job),)), SETTINGS)
+    assert "Deployment" in kinds(pinned)
+    assert pinned.delete == ()
+
+
 def test_a_job_whose_record_vanished_runs_again() -> None:
     world, _ = settle(fresh())
     done = {"status": {"conditions": [{"type": "Complete", "status": "True"}]}}
