@@ -244,6 +244,8 @@ class BackendLimits:
     max_prefix_hit: int = 0
     """Longest prefix hit in tokens; 0: no limit."""
     sampling: Literal["Device", "DeviceWithLogits", "Host"] = "Host"
+    vocabulary_size: int = 0
+    """Token ids are below this; 0: not known."""
     max_top_k: int = 0
     """Largest top_k; 0: no limit."""
     max_logprobs: int = 0

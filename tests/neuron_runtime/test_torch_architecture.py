@@ -76,7 +76,9 @@ def test_what_is_not_supported_is_named_beside_what_is(fields: dict[str, Any], m
         ({"head_dim": 5}, "head_dim must be even"),
         ({"rms_norm_eps": 0}, "rms_norm_eps must be a positive number"),
         ({"tie_word_embeddings": "yes"}, "tie_word_embeddings must be true or false"),
+        ({"num_hidden_layers": 10**9}, "num_hidden_layers must be at most 10000"),
         ({"rope_scaling": 4}, "must be an object"),
+        ({"rope_scaling": {"rope_type": "llama3", **LLAMA3, "low_freq_factor": 4}}, "must be below high_freq_factor"),
         ({"rope_scaling": {"rope_type": "llama3", **LLAMA3, "factor": None}}, "factor must be a positive number"),
     ],
 )

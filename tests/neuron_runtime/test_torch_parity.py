@@ -15,6 +15,7 @@ from tokenizers import Tokenizer
 from helpers.torch_models import NEAR_TIE, load_backend, random_model, reference, reference_logits
 from neuron_runtime.core import Request, SamplingParams
 from neuron_runtime.engine.loop import Engine
+from neuron_runtime.errors import InvalidRequest
 
 DEMO_MODEL = Path(__file__).parents[2] / "examples" / "demo-model"
 MAX_NEAR_TIES = 0.05
@@ -143,6 +144,14 @@ def test_seed_and_choice_change_the_answer_and_the_request_id_does_not(folder: P
 
     assert answer("a", 1, 0) == answer("b", 1, 0)
     assert len({answer("a", 1, 0), answer("a", 2, 0), answer("a", 1, 1), answer("a", 2, 1)}) == 4
+
+
+@pytest.mark.parametrize("token", [-1, 256, 2**40])
+def test_a_prompt_with_a_token_outside_the_vocabulary_is_refused_before_it_reaches_the_device(
+    token: int, folder: Path
+) -> None:
+    with pytest.raises(InvalidRequest, match="outside the model's vocabulary of 256"):
+        serve(folder, [(0, Request("r", (1, token), SamplingParams()))])
 
 
 def test_a_greedy_row_is_not_moved_by_drawing_rows_beside_it(folder: Path) -> None:

@@ -30,6 +30,12 @@ def check_request(limits: BackendLimits, request: Request) -> None:
     for wrong, name, message in (
         (not length, "prompt", "the prompt is empty: at least one token is needed"),
         (
+            bool(limits.vocabulary_size)
+            and any(not 0 <= token < limits.vocabulary_size for token in request.prompt_token_ids),
+            "prompt",
+            f"the prompt has a token outside the model's vocabulary of {limits.vocabulary_size}",
+        ),
+        (
             length < limits.min_prefill_tokens,
             "prompt",
             f"the prompt has {_tokens(length)}, this model needs at least {limits.min_prefill_tokens}",

@@ -13,6 +13,9 @@ from typing import Any, Literal
 from neuron_runtime.checkpoint import InvalidModel
 from neuron_runtime.errors import ExitCode, FatalError
 
+MAX_LAYERS = 10_000
+"""Beyond this a config.json is a mistake, and listing its tensors would take for ever."""
+
 RopeKind = Literal["default", "linear", "llama3"]
 
 
@@ -80,6 +83,9 @@ def decoder_config(config: Mapping[str, Any]) -> DecoderConfig:
     if config.get("quantization_config"):
         raise _unsupported(f"quantization_config of {architecture}", "weights in float32, bfloat16 or float16")
     attention_bias = _boolean(config, "attention_bias", False)
+    num_layers = _positive(config, "num_hidden_layers")
+    if num_layers > MAX_LAYERS:
+        raise InvalidModel(f"config.json: num_hidden_layers must be at most {MAX_LAYERS}, got {num_layers}")
     hidden_size = _positive(config, "hidden_size")
     num_heads = _positive(config, "num_attention_heads")
     num_kv_heads = _positive(config, "num_key_value_heads", num_heads)
@@ -95,7 +101,7 @@ def decoder_config(config: Mapping[str, Any]) -> DecoderConfig:
         vocabulary_size=_positive(config, "vocab_size"),
         hidden_size=hidden_size,
         intermediate_size=_positive(config, "intermediate_size"),
-        num_layers=_positive(config, "num_hidden_layers"),
+        num_layers=num_layers,
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
@@ -161,12 +167,15 @@ def _rope(config: Mapping[str, Any]) -> Rope:
         case "linear":
             return Rope(theta=theta, kind="linear", factor=_number(parameters, "factor"))
         case "llama3":
+            low, high = _number(parameters, "low_freq_factor"), _number(parameters, "high_freq_factor")
+            if low >= high:
+                raise InvalidModel(f"config.json: low_freq_factor ({low}) must be below high_freq_factor ({high})")
             return Rope(
                 theta=theta,
                 kind="llama3",
                 factor=_number(parameters, "factor"),
-                low_frequency_factor=_number(parameters, "low_freq_factor"),
-                high_frequency_factor=_number(parameters, "high_freq_factor"),
+                low_frequency_factor=low,
+                high_frequency_factor=high,
                 original_max_position_embeddings=_positive(parameters, "original_max_position_embeddings"),
             )
     raise _unsupported(f"rope type {kind!r}", "default, linear, llama3")
