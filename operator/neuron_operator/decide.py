@@ -29,6 +29,8 @@ LOOK_AGAIN_SECONDS = 30.0
 
 KEPT_REVISIONS = 5
 
+ACCEPTED = holds("Accepted", "the spec can be acted on")
+
 
 @dataclass(frozen=True)
 class Seen:
@@ -118,7 +120,6 @@ def _set_course(world: World, seen: Seen, settings: Settings) -> Course:
     refusal = _refusal(world)
     if refusal is not None:
         return Course((refusal,), wanted=revision.wanted(model, seen.revisions), promised=model.spec.replicas)
-    accepted = holds("Accepted", "the spec can be acted on")
     job = resolve_job(model, settings)
     wanted = revision.wanted(model, seen.revisions)
     if wanted is None:
@@ -126,17 +127,17 @@ def _set_course(world: World, seen: Seen, settings: Settings) -> Course:
         facts = revision.known_facts(model, settings, seen.revisions) or why.resolved_facts(job_pods)
         if facts is None:
             finding = why.explain_resolve(seen.jobs.get(name_of(job)), job_pods, world)
-            return _resolving(model, settings, seen, (accepted, finding), job)
+            return _resolving(model, settings, seen, (ACCEPTED, finding), job)
         resolved = _resolved(facts)
         try:
             wanted = revision.pin(model, facts, settings, _next_number(seen))
         except InvalidSpec as error:
             return _resolving(model, settings, seen, (fails("Accepted", error.reason, str(error)), resolved))
         except Unplaceable as error:
-            return _resolving(model, settings, seen, (accepted, resolved, fails("Placed", error.reason, str(error))))
+            return _resolving(model, settings, seen, (ACCEPTED, resolved, fails("Placed", error.reason, str(error))))
     elif wanted.number < _next_number(seen) - 1:
         wanted = msgspec.structs.replace(wanted, number=_next_number(seen))  # an earlier one is wanted again
-    return _serve(model, settings, seen, wanted, accepted, name_of(job))
+    return _serve(model, settings, seen, wanted, name_of(job))
 
 
 def _refusal(world: World) -> Finding | None:
@@ -181,9 +182,7 @@ def _resolving(
     )
 
 
-def _serve(
-    model: NeuronModel, settings: Settings, seen: Seen, wanted: Revision, accepted: Finding, job_name: str
-) -> Course:
+def _serve(model: NeuronModel, settings: Settings, seen: Seen, wanted: Revision, job_name: str) -> Course:
     kept = _kept_revisions(seen, wanted)
     pinned = wanted.pinned
     fetched = (
@@ -193,7 +192,7 @@ def _serve(
     )
     return Course(
         findings=(
-            accepted,
+            ACCEPTED,
             _resolved(pinned.facts),
             holds("Placed", str(pinned.plan.get("summary") or wanted.placement.words)),
             fetched,
