@@ -152,7 +152,7 @@ class LeaderLease:
                 sent_at = _now()
                 try:
                     async with asyncio.timeout(deadline - sent_at):
-                        term.held = await self._write(term.held)
+                        term.held = await self._write(term.held, {"renewTime": _micro_time()})
                     term.sent_at = sent_at
                     break
                 except _Lost as lost:
@@ -166,21 +166,25 @@ class LeaderLease:
                     return
                 await asyncio.sleep(self._timings.retry_seconds)
 
-    async def _write(self, held: Object) -> Object:
-        """Renew. Raises _Lost where another holds the lease by now."""
+    async def _write(self, held: Object, changes: Object) -> Object:
+        """Change the spec of a lease that is ours, also where a write whose answer was lost came between.
+
+        Raises _Lost where another holds it by now.
+        """
         try:
-            return await self._cluster.replace(LEASES, _renewed(held))
+            return await self._cluster.replace(LEASES, {**held, "spec": {**held["spec"], **changes}})
         except Conflict:
             newest = await self._cluster.get(LEASES, *self._name)
             if _holder(newest) != self._identity:
                 raise _Lost(f"the lease was taken by {_holder(newest) or 'nobody'}") from None
-            return await self._cluster.replace(LEASES, _renewed(newest))
+            return await self._cluster.replace(LEASES, {**newest, "spec": {**newest["spec"], **changes}})
 
     async def _give_back(self, term: _Term) -> None:
-        spec = {**term.held["spec"], "holderIdentity": "", "leaseDurationSeconds": 1, "renewTime": _micro_time()}
         try:
             async with asyncio.timeout(self._timings.retry_seconds * 2):
-                await self._cluster.replace(LEASES, {**term.held, "spec": spec})
+                await self._write(term.held, {"holderIdentity": "", "leaseDurationSeconds": 1})
+        except _Lost as lost:
+            logger.info("%s", lost)
         except (ClusterFault, TimeoutError) as fault:
             logger.warning("cannot give the lease back, it runs out by itself: %s", fault)
 
@@ -204,10 +208,6 @@ class _Term:
 
 def _holder(lease: Object | None) -> str:
     return str((lease or {}).get("spec", {}).get("holderIdentity") or "")
-
-
-def _renewed(lease: Object) -> Object:
-    return {**lease, "spec": {**lease["spec"], "renewTime": _micro_time()}}
 
 
 def _now() -> float:

@@ -13,7 +13,7 @@ import time
 import uuid
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from datetime import UTC, datetime
+from datetime import datetime
 from typing import Any
 
 from neuron_operator.client import (
@@ -70,7 +70,7 @@ class Reconciler:
         decide: Decide,
         *,
         identity: str,
-        now: Callable[[], datetime] = lambda: datetime.now(UTC),
+        now: Callable[[], datetime],
     ) -> None:
         self._cluster = cluster
         self._caches = caches

@@ -12,6 +12,7 @@ import signal
 import sys
 import uuid
 from collections.abc import Awaitable, Callable, Sequence
+from datetime import UTC, datetime
 
 from aiohttp import web
 
@@ -38,7 +39,15 @@ MAX_LOOP_LAG_SECONDS = 10.0
 class Operator:
     """One replica without its rim: caches, lease, queue and workers. Tests run several side by side."""
 
-    def __init__(self, cluster: Cluster, settings: RunSettings, metrics: Metrics, decide: Decide = decide) -> None:
+    def __init__(
+        self,
+        cluster: Cluster,
+        settings: RunSettings,
+        metrics: Metrics,
+        *,
+        decide: Decide = decide,
+        now: Callable[[], datetime] = lambda: datetime.now(UTC),
+    ) -> None:
         self._settings = settings
         self._metrics = metrics
         self._queue: WorkQueue[Key] | None = None
@@ -46,7 +55,9 @@ class Operator:
         self.caches = Caches(
             cluster, settings.watch_namespaces or (None,), wake=self.wake, count_start=metrics.observe_watch_start
         )
-        self._reconciler = Reconciler(cluster, self.caches, settings.models, decide, identity=settings.identity)
+        self._reconciler = Reconciler(
+            cluster, self.caches, settings.models, decide, identity=settings.identity, now=now
+        )
         self._lease = LeaderLease(
             cluster,
             settings.namespace,
@@ -142,7 +153,7 @@ async def serve_http(operator: Operator, metrics: Metrics, host: str, port: int)
     return runner
 
 
-async def run(settings: RunSettings, decide: Decide = decide) -> None:
+async def run(settings: RunSettings) -> None:
     """One replica, until SIGTERM or SIGINT. Raises OperatorError, perhaps in a group, or OSError for the port."""
     configuration = await load_configuration(settings.kubeconfig)
     metrics = Metrics()
@@ -156,7 +167,7 @@ async def run(settings: RunSettings, decide: Decide = decide) -> None:
     async with open_session(configuration) as session:
         cluster = Client(session, configuration.host, observe=metrics.observe_request)
         await check_installed(cluster, settings.watch_namespaces)
-        operator = Operator(cluster, settings, metrics, decide)
+        operator = Operator(cluster, settings, metrics)
         http = await serve_http(operator, metrics, settings.http_host, settings.http_port)
         try:
             registry = registry_for(operator.wake, configuration.host, lambda: open_session(configuration))

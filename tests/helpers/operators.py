@@ -31,10 +31,8 @@ from neuron_operator.client import (
     load_configuration,
     open_session,
 )
-from neuron_operator.decide import decide
 from neuron_operator.lease import LeaseTimings
 from neuron_operator.metrics import Metrics
-from neuron_operator.reconcile import Decide
 from neuron_operator.run import Operator
 from neuron_operator.settings import RunSettings
 
@@ -204,11 +202,9 @@ async def client_of(
 
 
 @contextlib.asynccontextmanager
-async def operating(
-    cluster: Cluster, settings: RunSettings | None = None, decide: Decide = decide, metrics: Metrics | None = None
-) -> AsyncIterator[Operator]:
+async def operating(cluster: Cluster, settings: RunSettings, **options: Any) -> AsyncIterator[Operator]:
     """A replica at work; ended in good order at the end."""
-    operator = Operator(cluster, settings or run_settings(), metrics or Metrics(), decide)
+    operator = Operator(cluster, settings, Metrics(), **options)
     task = asyncio.create_task(operator.run())
     try:
         yield operator
