@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 import subprocess
+import sys
 import tempfile
 import textwrap
 import uuid
@@ -301,4 +302,31 @@ def test_a_failed_step_is_named_with_what_it_printed(cache: Cache, tmp_path: Pat
     ):
         builder.build(BuildInputs.of("operator", cache, tmp_path).arguments())
     assert not list(Path("/sys/fs/cgroup").glob("*/neuron-serving-build"))
+    assert str(cache.folder("buildkit")) not in Path("/proc/self/mounts").read_text()
+
+
+def test_a_run_that_is_killed_leaves_nothing_that_the_next_one_does_not_end(cache: Cache, tmp_path: Path) -> None:
+    shutil.copyfile(ROOT / ".dockerignore", tmp_path / ".dockerignore")
+    (tmp_path / "Dockerfile.neuron").write_text("FROM python:3.11-slim AS operator\nRUN sleep 1000\n")
+    program = """
+        import sys
+        from pathlib import Path
+        from cluster.rig.cache import Cache
+        from cluster.rig.image_builder import running_builder
+        from cluster.rig.images import BuildInputs
+        with running_builder(Cache(Path(sys.argv[1]))) as builder:
+            builder.build(BuildInputs.of("operator", Cache(Path(sys.argv[1])), Path(sys.argv[2])).arguments())
+        """
+    arguments = [sys.executable, "-c", textwrap.dedent(program), str(cache.root), str(tmp_path)]
+    group = Group(f"{ROOT_GROUP}-build")
+
+    def sleepers() -> list[tuple[str, ...]]:
+        return [process.command for process in group.processes() if process.command[0] == "sleep"]
+
+    with subprocess.Popen(arguments, env={**os.environ, "PYTHONPATH": str(ROOT / "tests")}) as run:
+        wait_until("the step runs", 60, lambda: sleepers() == [("sleep", "1000")])
+        run.kill()
+    with running_builder(cache):
+        assert not sleepers()
+    assert not group.processes()
     assert str(cache.folder("buildkit")) not in Path("/proc/self/mounts").read_text()

@@ -18,12 +18,12 @@ VALUES = yaml.safe_load((CHART / "values.yaml").read_text())
 SCHEMA = json.loads((CHART / "values.schema.json").read_text())
 
 # Known to the API's description, not acted on yet: refused, so that nobody believes them.
-NOT_YET = (
+NOT_YET: tuple[dict[str, Any], ...] = (
     {"storage": {"weights": {"emptyDir": {}}}},
     {"provisionable": {"instanceTypes": ["inf2.24xlarge"]}},
     {"runtimeUpgrade": "Rolling"},
 )
-WRONG = (
+WRONG: tuple[dict[str, Any], ...] = (
     {"replicas": 0},
     {"replicas": "2"},
     {"replica": 3},

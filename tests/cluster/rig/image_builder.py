@@ -12,10 +12,10 @@ import shutil
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -131,12 +131,8 @@ class _Progress:
 def _seconds(vertex: dict[str, Any]) -> float:
     if not (vertex.get("started") and vertex.get("completed")):
         return 0.0
-
-    def moment(text: str) -> float:
-        clock, _, fraction = text.removesuffix("Z").partition(".")
-        return time.mktime(time.strptime(clock[:19], "%Y-%m-%dT%H:%M:%S")) + float(f"0.{fraction[:9] or 0}")
-
-    return moment(vertex["completed"]) - moment(vertex["started"])
+    started, completed = (datetime.fromisoformat(vertex[name]) for name in ("started", "completed"))
+    return (completed - started).total_seconds()
 
 
 @contextmanager
