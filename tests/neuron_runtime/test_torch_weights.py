@@ -56,6 +56,16 @@ def test_tensors_that_do_not_fit_the_config_are_named(case: str, tmp_path: Path)
         load_backend(tmp_path)
 
 
+def test_a_file_that_only_the_formats_own_library_refuses_is_an_invalid_model(tmp_path: Path) -> None:
+    file = random_model(tmp_path) / "model.safetensors"
+    raw = file.read_bytes()
+    end = 8 + int.from_bytes(raw[:8], "little")
+    header = json.dumps({**json.loads(raw[8:end]), "__metadata__": {"format": 1}}).encode()
+    file.write_bytes(len(header).to_bytes(8, "little") + header + raw[end:])
+    with pytest.raises(InvalidModel, match=r"model\.safetensors: cannot read the weights"):
+        load_backend(tmp_path)
+
+
 def test_tied_checkpoints_may_carry_a_head_and_old_ones_their_frequencies(tmp_path: Path) -> None:
     random_model(tmp_path, tie_word_embeddings=True)
     frequencies = {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.zeros(8)}

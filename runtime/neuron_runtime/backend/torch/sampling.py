@@ -20,6 +20,8 @@ IntArray = npt.NDArray[np.int64]
 MAX_CANDIDATES = 1024
 """Rows whose kept tokens are among this many likeliest are served without sorting the vocabulary."""
 MAX_LOGPROBS = 20
+MIN_TEMPERATURE = 1e-30
+"""Below it float32 would divide by zero; the draw is the best token long before."""
 
 _LOW = np.uint64(0xFFFFFFFF)
 _HIGH = np.uint64(32)
@@ -95,7 +97,9 @@ def choose(logits: torch.Tensor, table: SamplingTable, slots: IntArray, position
     slots, positions = slots[drawn], positions[drawn]
     output_position = (positions - table.num_prompt_tokens[slots]).astype(np.uint64)
     draws = uniform(table.seed[slots], table.choice[slots], output_position)
-    scaled = logits / torch.from_numpy(table.temperature[slots]).float().unsqueeze(1)
+    temperature = torch.from_numpy(np.maximum(table.temperature[slots], MIN_TEMPERATURE)).float().unsqueeze(1)
+    # With the best logit at zero no temperature, however small, makes infinities of which softmax would make NaN.
+    scaled = (logits - logits.amax(dim=-1, keepdim=True)) / temperature
     tokens[drawn] = draw(scaled, table.top_k[slots], table.top_p[slots], draws)
     return tokens
 

@@ -6,11 +6,12 @@ Called by `load_torch_backend`. Checks names and shapes before the first byte is
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from types import TracebackType
 from typing import Self
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 
 from neuron_runtime.backend.base import Progress
 from neuron_runtime.checkpoint import Checkpoint, InvalidModel
@@ -49,9 +50,7 @@ class WeightReader:
         self._checkpoint = checkpoint
         self._dtype = dtype
         self._progress = progress
-        self._files = {
-            file: safe_open(checkpoint.folder / file, framework="pt", device="cpu") for file in checkpoint.files
-        }
+        self._files = {file: _open(checkpoint.folder / file) for file in checkpoint.files}
         self._num_bytes_done = 0
 
     def __enter__(self) -> Self:
@@ -77,6 +76,13 @@ class WeightReader:
 
     def take_if_any(self, present: bool, *names: str) -> torch.Tensor | None:
         return self.take(*names) if present else None
+
+
+def _open(path: Path) -> safe_open:
+    try:
+        return safe_open(path, framework="pt", device="cpu")
+    except (SafetensorError, OSError) as error:
+        raise InvalidModel(f"{path}: cannot read the weights: {error}") from error
 
 
 def _ignored(name: str) -> bool:
