@@ -8,19 +8,16 @@ machine and from one installation, so there is no version. Nothing here decides 
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import msgspec
+import zmq
 
 from neuron_runtime.core import BackendLimits, FinishReason, Kind, Request, TokenEvent
 from neuron_runtime.engine.loop import EngineStats
 
 ENGINE_INBOX = "engine-inbox"
 ENGINE_OUTBOX = "engine-outbox"
-
-
-def address(run_dir: Path, name: str, incarnation: int) -> str:
-    """Where a socket of the engine's n-th incarnation listens; a restarted engine never sees its predecessor's mail."""
-    return f"ipc://{run_dir}/{name}-{incarnation}"
 
 
 class Add(msgspec.Struct, frozen=True, tag="add"):
@@ -101,6 +98,24 @@ class Step(msgspec.Struct, frozen=True, tag="step"):
 
 
 FromEngine = Progress | ModelFound | Ready | Step
+
+
+def socket(context: zmq.Context[Any], kind: int, run_dir: Path, name: str, incarnation: int) -> Any:
+    """An end of the n-th engine's border; a restarted engine never sees its predecessor's mail.
+
+    Whoever receives (PULL) listens, whoever sends (PUSH) connects, so no send ever waits: a sender keeps its mail
+    until the other side is there. What piles up is bounded by the engine's queue and by max_tokens.
+    """
+    made = context.socket(kind)
+    made.set_hwm(0)
+    made.linger = 0
+    at = f"ipc://{run_dir}/{name}-{incarnation}"
+    if kind == zmq.PULL:
+        made.bind(at)
+    else:
+        made.connect(at)
+    return made
+
 
 encoder = msgspec.msgpack.Encoder()
 _to_engine: msgspec.msgpack.Decoder[ToEngine] = msgspec.msgpack.Decoder(ToEngine)

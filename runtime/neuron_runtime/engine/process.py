@@ -40,26 +40,30 @@ PROGRESS_PERIOD_SECONDS = 0.2
 
 
 class Border:
-    """The engine's end of the sockets. `wake_fd` becomes readable when a signal arrived."""
+    """The engine's end of the sockets."""
 
-    def __init__(self, run_dir: Path, incarnation: int, wake_fd: int) -> None:
+    def __init__(self, run_dir: Path, incarnation: int) -> None:
         self._context = zmq.Context()
-        self._inbox = self._context.socket(zmq.PULL)
-        self._outbox = self._context.socket(zmq.PUSH)
-        for socket, name in ((self._inbox, messages.ENGINE_INBOX), (self._outbox, messages.ENGINE_OUTBOX)):
-            # Neither side may block the other: what waits is bounded by the engine's queue and by max_tokens.
-            socket.set_hwm(0)
-            socket.linger = 0
-            socket.bind(messages.address(run_dir, name, incarnation))
+        self._inbox = messages.socket(self._context, zmq.PULL, run_dir, messages.ENGINE_INBOX, incarnation)
+        self._outbox = messages.socket(self._context, zmq.PUSH, run_dir, messages.ENGINE_OUTBOX, incarnation)
         self._poller = zmq.Poller()
         self._poller.register(self._inbox, zmq.POLLIN)
-        self._poller.register(wake_fd, zmq.POLLIN)
+
+    def stop_at_sigterm(self) -> Callable[[], bool]:
+        """From now on SIGTERM does not kill: it ends a wait and turns the result true. Until now it just killed."""
+        stops: list[int] = []
+        read_fd, write_fd = os.pipe()
+        os.set_blocking(write_fd, False)
+        self._poller.register(read_fd, zmq.POLLIN)
+        signal.set_wakeup_fd(write_fd)
+        signal.signal(signal.SIGTERM, lambda number, frame: stops.append(number))
+        return lambda: bool(stops)
 
     def send(self, message: FromEngine) -> None:
         self._outbox.send(messages.encoder.encode(message))
 
     def receive(self, wait: bool) -> list[ToEngine]:
-        """All mail there is; with `wait`, sleeps until there is some or a signal arrives."""
+        """All mail there is; with `wait`, sleeps until there is some or SIGTERM arrives."""
         if wait:
             self._poller.poll()
         mail: list[ToEngine] = []
@@ -148,10 +152,8 @@ def device_failure(error: Exception) -> ServingError:
     return FatalError(ExitCode.DEVICE_OUT_OF_MEMORY if out_of_memory else ExitCode.DEVICE_FAILED, text)
 
 
-def serve(
-    config: RuntimeConfig, weights_dir: Path, border: Border, deadline: Deadline, stopping: Callable[[], bool]
-) -> None:
-    """Load, warm up, then work until told to stop. Raises FatalError, or what the backend raised."""
+def serve(config: RuntimeConfig, weights_dir: Path, border: Border, deadline: Deadline) -> None:
+    """Load, warm up, then work until SIGTERM. Raises FatalError, or what the backend raised."""
     from neuron_runtime.sources import materialize  # noqa: PLC0415  (may bring a hub client)
 
     report = StartReport(border)
@@ -168,7 +170,7 @@ def serve(
         max_queued = config.limits.max_queued_requests or DEFAULT_MAX_QUEUED_REQUESTS
         engine = Engine(backend, max_queued_requests=max_queued)
         border.send(Ready(backend.limits, max_queued, loaded - began, time.monotonic() - loaded))
-        Worker(engine, border, deadline).run(stopping)
+        Worker(engine, border, deadline).run(border.stop_at_sigterm())
     finally:
         backend.close()
 
@@ -184,17 +186,12 @@ def main(arguments: list[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     die_with_parent(options.parent_pid)
     faulthandler.enable()
-    stops: list[int] = []
-    wake_fd, signal_fd = os.pipe()
-    os.set_blocking(signal_fd, False)
-    signal.set_wakeup_fd(signal_fd)
-    signal.signal(signal.SIGTERM, lambda number, frame: stops.append(number))
-    border = Border(options.run_dir, options.incarnation, wake_fd)
+    border = Border(options.run_dir, options.incarnation)
     began = time.monotonic()
     try:
         with Deadline(options.run_dir / f"deadline-{options.incarnation}") as deadline:
             config = load_config(options.config)
-            serve(config, options.weights_dir, border, deadline, stopping=lambda: bool(stops))
+            serve(config, options.weights_dir, border, deadline)
     except Exception as error:  # noqa: BLE001 - whatever the device raised decides the exit code
         failure = device_failure(error)
         if failure is not error:

@@ -175,8 +175,9 @@ class Admission:
         self, body: Generate, prompts: tuple[tuple[int, ...], ...], asked: int | None, name: str, default: int
     ) -> Ask:
         num_choices = 1 if body.n is None else body.n
-        if num_choices < 1 or num_choices * len(prompts) > MAX_CHOICES:
-            message = f"`n` must be from 1 to {MAX_CHOICES // len(prompts)} here, got {num_choices}"
+        most = min(MAX_CHOICES, self.limits.max_rows + self.max_queued_requests)
+        if num_choices < 1 or num_choices * len(prompts) > most:
+            message = f"`n` is {num_choices}: it must be positive, and prompts times `n` at most {most}"
             raise InvalidRequest(message, field="n")
         if body.stream_options is not None and not body.stream:
             raise InvalidRequest("`stream_options` needs `stream: true`", field="stream_options")

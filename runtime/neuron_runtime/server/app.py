@@ -39,6 +39,8 @@ from neuron_runtime.server.wire import (
 
 Made = TypeVar("Made")
 
+DISCARDED_BYTES = 4 * MAX_BODY_BYTES
+"""Beyond this a connection is closed without reading on."""
 LONG_BODY_BYTES = 16 * 1024
 """Bodies beyond this are parsed and tokenized on a thread, so that streams do not stall."""
 
@@ -174,20 +176,26 @@ async def _parsed(request: Request, body_type: type[Body], use: Callable[[Body],
 
 
 async def read_body(request: Request) -> bytes:
-    """The whole body. Raises InvalidRequest (413) as soon as it is known to be too long."""
+    """The whole body. Raises InvalidRequest (413) when it is too long.
+
+    A body that is somewhat too long is read to its end and dropped: most clients look for an answer only then.
+    """
     declared = request.headers.get("content-length", "0")
     parts: list[bytes] = []
     size = 0
-    if not declared.isdigit() or int(declared) > MAX_BODY_BYTES:
+    if int(declared) > DISCARDED_BYTES:
         raise _too_large()
     try:
         async for part in request.stream():
             size += len(part)
-            if size > MAX_BODY_BYTES:
+            if size <= MAX_BODY_BYTES:
+                parts.append(part)
+            elif size > DISCARDED_BYTES:
                 raise _too_large()
-            parts.append(part)
     except ClientDisconnect as error:
         raise InvalidRequest("the client left before the body was complete") from error
+    if size > MAX_BODY_BYTES:
+        raise _too_large()
     return b"".join(parts)
 
 

@@ -63,6 +63,7 @@ class EngineClient:
     Args:
         on_model: called with the model's folder each time an engine has found it.
         on_ready: called each time an engine can serve.
+        on_broken: called when receiving failed for good, which is a bug.
     """
 
     def __init__(
@@ -71,6 +72,7 @@ class EngineClient:
         metrics: Metrics,
         on_model: Callable[[Path], None],
         on_ready: Callable[[Ready], None],
+        on_broken: Callable[[BaseException], None],
     ) -> None:
         self.state = EngineState.STARTING
         self.detail = "starting"
@@ -78,6 +80,7 @@ class EngineClient:
         self._metrics = metrics
         self._on_model = on_model
         self._on_ready = on_ready
+        self._on_broken = on_broken
         self._context = zmq.asyncio.Context()
         self._ids = itertools.count()
         self._mailboxes: dict[str, tuple[Mailbox, int]] = {}
@@ -89,10 +92,12 @@ class EngineClient:
         self._disconnect()
         self.state, self.detail = EngineState.STARTING, "starting"
         self._metrics.engine_started(incarnation)
-        outbox = self._connect(zmq.PULL, messages.ENGINE_OUTBOX, incarnation)
-        # Sending needs no event loop: nothing here ever waits for room.
-        self._to_engine = zmq.Socket.shadow(self._connect(zmq.PUSH, messages.ENGINE_INBOX, incarnation))
+        outbox = messages.socket(self._context, zmq.PULL, self._run_dir, messages.ENGINE_OUTBOX, incarnation)
+        # Sending needs no event loop, as it never waits.
+        plain = zmq.Context.shadow(self._context)
+        self._to_engine = messages.socket(plain, zmq.PUSH, self._run_dir, messages.ENGINE_INBOX, incarnation)
         self._receiving = asyncio.get_running_loop().create_task(self._receive(outbox))
+        self._receiving.add_done_callback(self._receiving_ended)
 
     def engine_ended(self, message: str) -> None:
         """Every request it had ends with an error."""
@@ -132,13 +137,6 @@ class EngineClient:
         self._disconnect()
         self._context.destroy(linger=0)
 
-    def _connect(self, kind: int, name: str, incarnation: int) -> zmq.asyncio.Socket:
-        socket = self._context.socket(kind)
-        socket.set_hwm(0)
-        socket.linger = 0
-        socket.connect(messages.address(self._run_dir, name, incarnation))
-        return socket
-
     def _disconnect(self) -> None:
         if self._receiving is not None:
             self._receiving.cancel()
@@ -150,6 +148,10 @@ class EngineClient:
     def _send(self, message: Add | Abort) -> None:
         assert self._to_engine is not None
         self._to_engine.send(messages.encoder.encode(message), zmq.NOBLOCK)
+
+    def _receiving_ended(self, task: asyncio.Task[None]) -> None:
+        if not task.cancelled() and (error := task.exception()) is not None:
+            self._on_broken(error)
 
     async def _receive(self, outbox: zmq.asyncio.Socket) -> None:
         with outbox:

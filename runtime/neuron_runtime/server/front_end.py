@@ -17,7 +17,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import uvicorn
 import uvloop
@@ -38,6 +38,8 @@ from neuron_runtime.server.metrics import Metrics
 from neuron_runtime.text.generation_config import GenerationDefaults, load_generation_defaults
 from neuron_runtime.text.tokenizer import Tokenizer, load_tokenizer
 
+KEEP_ALIVE_SECONDS = 75
+"""Longer than the pools of common clients and proxies keep a connection, so that they close it first."""
 SHUTDOWN_SECONDS = 5
 """How long connections may take to close when everything on them has ended."""
 
@@ -71,7 +73,7 @@ class FrontEnd:
         self.served_names = config.served_names
         self.metrics = Metrics(config.served_names[0])
         self.gate = Gate()
-        self.client = EngineClient(run_dir, self.metrics, self._model_found, self._engine_ready)
+        self.client = EngineClient(run_dir, self.metrics, self._model_found, self._engine_ready, self._fail)
         self._url = url
         self._began = began
         self._text: asyncio.Task[Text] | None = None
@@ -85,8 +87,11 @@ class FrontEnd:
             raise BackendFailed(f"not ready: {self.client.detail}")
         return self._admission
 
-    async def run(self, listener: socket.socket) -> None:
-        """Serve until drained, or until the supervisor is gone. Raises FatalError when the model has no usable text."""
+    async def run(self, listener: socket.socket, orders: IO[Any]) -> None:
+        """Serve until drained, or until the supervisor, whose orders these are, is gone.
+
+        Raises FatalError when the model has no usable text.
+        """
         server = Server(
             uvicorn.Config(
                 build_app(self),
@@ -97,11 +102,12 @@ class FrontEnd:
                 access_log=False,
                 log_level="warning",
                 server_header=False,
+                timeout_keep_alive=KEEP_ALIVE_SECONDS,
                 timeout_graceful_shutdown=SHUTDOWN_SECONDS,
             )
         )
         serving = asyncio.create_task(server.serve(sockets=[listener]))
-        following = asyncio.create_task(self._follow())
+        following = asyncio.create_task(self._follow(orders))
         await asyncio.wait((serving, following, self._failed), return_when=asyncio.FIRST_COMPLETED)
         following.cancel()
         server.should_exit = True
@@ -110,11 +116,11 @@ class FrontEnd:
         if self._failed.done():
             self._failed.result()
 
-    async def _follow(self) -> None:
+    async def _follow(self, orders: IO[Any]) -> None:
         """Do what the supervisor says, until it says to end or is gone."""
         reader = asyncio.StreamReader()
         loop = asyncio.get_running_loop()
-        await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), sys.stdin)
+        await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), orders)
         draining: asyncio.Task[None] | None = None
         while True:
             line = asyncio.create_task(reader.readline())
@@ -139,7 +145,8 @@ class FrontEnd:
                     draining = asyncio.create_task(self._drain(delay_seconds, seconds))
 
     async def _drain(self, delay_seconds: float, seconds: float) -> None:
-        if not await self.gate.drain(delay_seconds, seconds):
+        # Who could never serve has nobody to wait for.
+        if not await self.gate.drain(delay_seconds if self._admission else 0.0, seconds):
             say(f"{self.gate.num_running} requests still run after {seconds:.0f} s: ending them")
             self.client.fail_all(Draining("the server is shutting down and this answer took too long"))
             # Lets the answers write what they have to say.
@@ -157,7 +164,12 @@ class FrontEnd:
             for setting in task.result().defaults.not_applied:
                 say(f"generation_config.json: {setting} is not supported yet and not applied")
             self._become_ready()
-        elif not self._failed.done():
+        else:
+            self._fail(error)
+
+    def _fail(self, error: BaseException) -> None:
+        """This process cannot go on."""
+        if not self._failed.done():
             self._failed.set_exception(error)
 
     def _engine_ready(self, ready: Ready) -> None:
@@ -168,7 +180,9 @@ class FrontEnd:
         if self._ready is None or self._text is None or not self._text.done():
             return
         text, limits = self._text.result(), self._ready.limits
-        self._admission = Admission(text.tokenizer, limits, self.served_names, text.defaults)
+        self._admission = Admission(
+            text.tokenizer, limits, self.served_names, text.defaults, self._ready.max_queued_requests
+        )
         say(
             f"ready after {time.monotonic() - self._began:.1f} s: {self._url}/v1 serves {', '.join(self.served_names)} "
             f"({limits.max_model_length} tokens, {limits.max_rows} at a time)"
@@ -179,7 +193,7 @@ async def run(options: argparse.Namespace) -> int:
     try:
         listener = socket.socket(fileno=options.listener_fd)
         front_end = FrontEnd(load_config(options.config), options.run_dir, options.url, options.began)
-        await front_end.run(listener)
+        await front_end.run(listener, sys.stdin)
     except FatalError as error:
         failure = record.failure("serve", error, time.monotonic() - options.began)
         await asyncio.to_thread(record.write, failure, options.record)

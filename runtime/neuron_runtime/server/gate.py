@@ -49,7 +49,10 @@ class Gate:
         await asyncio.sleep(delay_seconds)
         self.closed = True
         try:
-            await asyncio.wait_for(self._idle.wait(), seconds)
+            async with asyncio.timeout(seconds):
+                # What was read before the gate closed may begin just as the last one ends.
+                while self._num_running:
+                    await self._idle.wait()
         except TimeoutError:
             return False
         return True

@@ -13,6 +13,7 @@ from functools import partial
 
 from neuron_runtime.core import FinishReason, Request, SamplingParams
 from neuron_runtime.engine.messages import News
+from neuron_runtime.errors import InvalidRequest, Overloaded, ServingError
 from neuron_runtime.server.admission import Ask
 from neuron_runtime.server.engine_client import EngineClient, Mailbox
 from neuron_runtime.server.metrics import Metrics
@@ -109,10 +110,10 @@ class Generation:
 
     async def pieces(self) -> AsyncGenerator[list[Piece], None]:
         """At most one piece per choice and wake-up. Raises what ServingErrors the engine answers with."""
-        metrics, choices = self._metrics, self.choices
+        choices = self.choices
         ids = self._client.submit(self._requests, self.mailbox)
-        metrics.admitted(self.ask.num_prompt_tokens)
         running = set(range(len(ids)))
+        left: FinishReason | None = FinishReason.ABORT
         try:
             while running:
                 queued = await self.mailbox.take()
@@ -135,19 +136,26 @@ class Generation:
                             self._client.abort((ids[index],))
                     piece.num_tokens, piece.finish_reason = choice.num_tokens, choice.finish_reason
                 yield list(pieces.values())
+        except (InvalidRequest, Overloaded):
+            left = None
+            raise
+        except ServingError:
+            left = FinishReason.ERROR
+            raise
         finally:
-            if running:
-                self._client.abort([ids[index] for index in running])
-                now = time.monotonic()
-                for index in running:
-                    self._finish(choices[index], FinishReason.ABORT, now)
+            self._client.abort([ids[index] for index in running])
+            now = time.monotonic()
+            for index in running:
+                # Refused requests never were any, for the metrics.
+                if left is not None:
+                    self._finish(choices[index], left, now)
 
     def _count(self, choice: Choice, num_tokens: int, now: float) -> None:
         if not num_tokens:
             return
         if choice.first_token_at is None:
             choice.first_token_at = now
-            self._metrics.first_token(now - choice.arrived)
+            self._metrics.first_token(now - choice.arrived, choice.num_prompt_tokens)
             self._metrics.tokens(num_tokens, None)
         else:
             self._metrics.tokens(num_tokens, now - choice.last_token_at)

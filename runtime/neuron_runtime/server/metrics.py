@@ -34,7 +34,7 @@ class Metrics:
         self._waiting = self._gauge("vllm:num_requests_waiting", "Requests that wait for a row.")
         self._cache_usage = self._gauge("vllm:kv_cache_usage_perc", "Share of the KV blocks in use; 1 is all.")
         self._preemptions = self._counter("vllm:num_preemptions", "Requests that lost their blocks and began again.")
-        self._prompt_tokens = self._counter("vllm:prompt_tokens", "Prompt tokens of admitted requests.")
+        self._prompt_tokens = self._counter("vllm:prompt_tokens", "Prompt tokens computed.")
         self._generation_tokens = self._counter("vllm:generation_tokens", "Tokens generated.")
         self._first_token = self._histogram("vllm:time_to_first_token_seconds", "Arrival to first token.", _SHORT)
         self._gap = self._histogram("vllm:inter_token_latency_seconds", "Time between two tokens of a request.", _GAP)
@@ -106,12 +106,10 @@ class Metrics:
             self._step_seconds[numbers.step_kind].observe(numbers.device_seconds)
         self._last = numbers
 
-    def admitted(self, num_prompt_tokens: int) -> None:
-        self._prompt_tokens.inc(num_prompt_tokens)
-
-    def first_token(self, seconds: float) -> None:
-        """The first token of a request that arrived `seconds` ago."""
+    def first_token(self, seconds: float, num_prompt_tokens: int) -> None:
+        """The first token of a request that arrived `seconds` ago; its prompt is computed."""
         self._first_token.observe(seconds)
+        self._prompt_tokens.inc(num_prompt_tokens)
 
     def tokens(self, count: int, gap_seconds: float | None) -> None:
         """`count` more tokens of a request, `gap_seconds` after the ones before."""

@@ -217,6 +217,7 @@ class Supervisor:
             "front end",
             "neuron_runtime.server.front_end",
             [f"--listener-fd={fd}", f"--url={url_of(self._listener)}", f"--began={self._began}"],
+            stdin=subprocess.PIPE,
             pass_fds=(fd,),
         )
 
@@ -230,7 +231,14 @@ class Supervisor:
         )
         self._tell(EngineStarted(self._incarnation))
 
-    def _start(self, name: str, module: str, arguments: list[str], pass_fds: tuple[int, ...] = ()) -> Child:
+    def _start(
+        self,
+        name: str,
+        module: str,
+        arguments: list[str],
+        stdin: int = subprocess.DEVNULL,
+        pass_fds: tuple[int, ...] = (),
+    ) -> Child:
         record_path = self._run_dir / f"{module}.record"
         record_path.unlink(missing_ok=True)
         common = [
@@ -241,7 +249,7 @@ class Supervisor:
         ]
         process = subprocess.Popen(
             [sys.executable, "-P", "-m", module, *common, *arguments],
-            stdin=subprocess.PIPE,
+            stdin=stdin,
             pass_fds=pass_fds,
             # A Ctrl-C at the terminal is the supervisor's alone.
             start_new_session=True,

@@ -15,8 +15,9 @@ REPLACEMENT = "\ufffd"
 NUM_CONTEXT_TOKENS = 5
 """Prompt tokens decoded before the answer, so that its first piece keeps the space that it begins with."""
 
+MAX_CHARACTER_BYTES = 4
 MAX_HELD_TOKENS = 64
-"""A character has at most four bytes: a tail this long that is no text yet never will be."""
+"""A tail this long that is no text yet never will be."""
 
 
 class Detokenizer:
@@ -31,11 +32,7 @@ class Detokenizer:
     ) -> None:
         self._tokenizer = tokenizer
         self._skip = skip_special_tokens
-        self._shown = list(prompt_token_ids[-NUM_CONTEXT_TOKENS:])
-        self._shown_text = tokenizer.decode(self._shown, self._skip)
-        if self._shown_text.endswith(REPLACEMENT):
-            # A prompt of ids may end inside a character; its bytes are the client's, not part of the answer.
-            self._shown, self._shown_text = [], ""
+        self._shown, self._shown_text = self._context(prompt_token_ids)
         self._held: list[int] = []
 
     def feed(self, token_ids: Sequence[int]) -> str:
@@ -49,6 +46,16 @@ class Detokenizer:
     def flush(self) -> str:
         """What is left when the stream has ended; bytes of an incomplete character as U+FFFD."""
         return self._show(self._tokenizer.decode(self._shown + self._held, self._skip)) if self._held else ""
+
+    def _context(self, prompt_token_ids: Sequence[int]) -> tuple[list[int], str]:
+        """The end of the prompt, and its text: a few tokens, more where they would begin inside a character."""
+        for count in range(NUM_CONTEXT_TOKENS, NUM_CONTEXT_TOKENS + MAX_CHARACTER_BYTES):
+            context = list(prompt_token_ids[-count:])
+            text = self._tokenizer.decode(context, self._skip)
+            if not text.endswith(REPLACEMENT):
+                return context, text
+        # A prompt of ids may end inside a character; its bytes are the client's, not part of the answer.
+        return [], ""
 
     def _show(self, text: str) -> str:
         piece = text[len(self._shown_text) :]

@@ -1,0 +1,237 @@
+"""A front end and an engine over the strict backend in one process: real HTTP, a real border, no torch, no waiting.
+
+The engine runs on a thread of its own. With `paced=True` it makes a step only when the test permits one, so a test
+decides what is in flight at any moment.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import tempfile
+import threading
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import httpx
+import zmq
+
+from helpers.chat_model import write_chat_model
+from neuron_runtime.backend.strict import StrictBackend
+from neuron_runtime.config import CONFIG_VERSION, ModelSource, RuntimeConfig
+from neuron_runtime.core import BackendLimits, StepOutput
+from neuron_runtime.engine import messages
+from neuron_runtime.engine.lifeline import Deadline
+from neuron_runtime.engine.loop import Engine
+from neuron_runtime.engine.messages import Abort, ModelFound, Ready
+from neuron_runtime.engine.process import Border, Worker
+from neuron_runtime.server.control import Control, Drain, EngineEnded, EngineStarted, encode_line
+from neuron_runtime.server.front_end import FrontEnd
+from neuron_runtime.server.supervisor import listen, url_of
+
+MODEL = "test-model"
+LIMITS = BackendLimits(
+    max_rows=2,
+    max_model_length=256,
+    max_step_tokens=256,
+    layout="blocks",
+    block_size=16,
+    num_blocks=64,
+    max_top_k=64,
+)
+
+
+class PacedBackend(StrictBackend):
+    """Ends a step only when it is permitted to."""
+
+    def __init__(self, limits: BackendLimits, vocabulary_size: int, paced: bool) -> None:
+        super().__init__(limits, vocabulary_size=vocabulary_size)
+        self.paced = paced
+        self.permits = threading.Semaphore(0)
+        self.waiting = False
+        self.failure: Exception | None = None
+
+    def collect(self, step: int) -> StepOutput:
+        if self.paced:
+            self.waiting = True
+            self.permits.acquire()
+            self.waiting = False
+        if self.failure is not None:
+            raise self.failure
+        return super().collect(step)
+
+
+class EngineThread:
+    """What the engine process does, on a thread."""
+
+    def __init__(
+        self, run_dir: Path, incarnation: int, model_dir: Path, backend: PacedBackend, max_queued: int
+    ) -> None:
+        self.backend = backend
+        self.engine = Engine(backend, max_queued_requests=max_queued)
+        self.error: Exception | None = None
+        self._run_dir, self._incarnation = run_dir, incarnation
+        self._border = Border(run_dir, incarnation)
+        self._deadline = Deadline(run_dir / f"deadline-{incarnation}")
+        self._worker = Worker(self.engine, self._border, self._deadline)
+        self._stopping = False
+        self._model_dir = model_dir
+        self._max_queued = max_queued
+        self._thread = threading.Thread(target=self._run, name="engine")
+
+    def start(self, ready: bool = True) -> None:
+        self._border.send(messages.Progress("loading weights", 0.25))
+        if ready:
+            self.become_ready()
+        self._thread.start()
+
+    def become_ready(self) -> None:
+        self._border.send(ModelFound(str(self._model_dir)))
+        self._border.send(Ready(self.backend.limits, self._max_queued, 0.5, 0.25))
+
+    def _run(self) -> None:
+        try:
+            self._worker.run(lambda: self._stopping)
+        except Exception as error:  # noqa: BLE001 - the process would end with it
+            self.error = error
+
+    def stop(self) -> None:
+        self._stopping = True
+        self.backend.paced = False
+        self.backend.permits.release()
+        context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        waker = messages.socket(context, zmq.PUSH, self._run_dir, messages.ENGINE_INBOX, self._incarnation)
+        waker.send(messages.encoder.encode(Abort(())))
+        self._thread.join()
+        context.destroy(linger=0)
+        self._border.close()
+        self._deadline.close()
+
+
+@dataclass
+class Serving:
+    """A running server and the handles to what a test moves."""
+
+    http: httpx.AsyncClient
+    front_end: FrontEnd
+    engine: EngineThread
+    run_dir: Path
+    finished: asyncio.Task[None]
+    orders: int
+    start_engine: Callable[[int], EngineThread]
+    incarnations: list[int] = field(default_factory=lambda: [1])
+
+    @property
+    def backend(self) -> PacedBackend:
+        return self.engine.backend
+
+    def tell(self, message: Control) -> None:
+        """What the supervisor would say."""
+        os.write(self.orders, encode_line(message))
+
+    def permit(self, num_steps: int = 1) -> None:
+        self.backend.permits.release(num_steps)
+
+    async def replace_engine(self, message: str) -> None:
+        """The engine ended; another takes its place."""
+        self.tell(EngineEnded(message))
+        await asyncio.to_thread(self.engine.stop)
+        self.incarnations.append(self.incarnations[-1] + 1)
+        self.engine = self.start_engine(self.incarnations[-1])
+        self.tell(EngineStarted(self.incarnations[-1]))
+
+    async def metric(self, name: str, **labels: str) -> float:
+        """A series' value, summed over those whose labels match."""
+        text = (await self.http.get("/metrics")).text
+        wanted = [f'{key}="{value}"' for key, value in labels.items()]
+        values = [
+            float(line.rpartition(" ")[2])
+            for line in text.splitlines()
+            if line.partition("{")[0] == name and all(one in line for one in wanted)
+        ]
+        assert values, f"no series {name} {labels}"
+        return sum(values)
+
+    async def until(self, holds: Callable[[], Any]) -> None:
+        """Waits for something that is on its way, a step at a time where steps need a permit.
+
+        What never comes ends at the test's own time limit.
+        """
+        while True:
+            value = holds()
+            if await value if asyncio.iscoroutine(value) else value:
+                return
+            if self.backend.waiting:
+                self.permit()
+            await asyncio.sleep(0.01)
+
+    async def until_metric(self, name: str, expected: float, **labels: str) -> None:
+        async def holds() -> bool:
+            return await self.metric(name, **labels) == expected
+
+        await self.until(holds)
+
+    async def answer(self, asked: asyncio.Task[httpx.Response]) -> httpx.Response:
+        """Of a request that needs steps to be answered."""
+        await self.until(asked.done)
+        return asked.result()
+
+    def unpace(self) -> None:
+        """From now on the engine runs freely."""
+        self.backend.paced = False
+        self.permit()
+
+
+@contextlib.asynccontextmanager
+async def serving(
+    model_dir: Path,
+    *,
+    limits: BackendLimits = LIMITS,
+    max_queued: int = 4,
+    paced: bool = False,
+    ready: bool = True,
+    vocabulary_size: int = 320,
+) -> AsyncIterator[Serving]:
+    """A server on a free port, ready unless told otherwise; everything is gone afterwards."""
+    config = RuntimeConfig(
+        version=CONFIG_VERSION, model=ModelSource(uri=model_dir.as_uri()), served_names=(MODEL, "alias")
+    )
+    with tempfile.TemporaryDirectory(prefix="nr-") as folder, listen("127.0.0.1", 0) as listener:
+        run_dir = Path(folder)
+
+        def start_engine(incarnation: int) -> EngineThread:
+            backend = PacedBackend(limits, vocabulary_size, paced)
+            engine = EngineThread(run_dir, incarnation, model_dir, backend, max_queued)
+            engine.start(ready)
+            return engine
+
+        front_end = FrontEnd(config, run_dir, url_of(listener), 0.0)
+        read_fd, write_fd = os.pipe()
+        finished = asyncio.create_task(front_end.run(listener, os.fdopen(read_fd)))
+        async with httpx.AsyncClient(base_url=url_of(listener), timeout=30) as http:
+            served = Serving(http, front_end, start_engine(1), run_dir, finished, write_fd, start_engine)
+            served.tell(EngineStarted(1))
+            try:
+                if ready:
+                    await until_healthy(served)
+                yield served
+            finally:
+                if not finished.done():
+                    served.tell(Drain(0.0, 0.0))
+                await asyncio.wait((finished,))
+                await asyncio.to_thread(served.engine.stop)
+                os.close(write_fd)
+
+
+async def until_healthy(served: Serving) -> None:
+    async def healthy() -> bool:
+        return (await served.http.get("/health")).status_code == 200
+
+    await served.until(healthy)
+
+
+def make_model(folder: Path) -> Path:
+    return write_chat_model(folder, max_length=256)
