@@ -11,14 +11,18 @@ import tempfile
 import textwrap
 import uuid
 from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from threading import Thread
 
 import pytest
 
 from cluster.rig.binaries import ensure
 from cluster.rig.cache import Cache
 from cluster.rig.cgroups import ROOT_GROUP, Group
-from cluster.rig.image_base import read_layout
+from cluster.rig.image_base import base_image, read_layout
 from cluster.rig.image_builder import BuildFailed, running_builder
 from cluster.rig.image_torch import LOCAL_VERSION, Wheel
 from cluster.rig.images import (
@@ -269,6 +273,47 @@ def test_the_neuron_image_keeps_what_the_container_brings_and_adds_what_is_missi
         "neuron-serving": "0.1.0",
     }
     assert "usage: neuron-runtime" in containers.run(image, "neuron-runtime", "--help")
+
+
+def test_torch_comes_from_the_index_that_a_build_argument_names_and_nothing_else_does(
+    cache: Cache, tmp_path: Path
+) -> None:
+    pinned = dict(line.split("==") for line in (ROOT / "constraints.txt").read_text().splitlines())
+    for name, version in (("torch", f"{pinned['torch']}+index"), ("transformers", f"{pinned['transformers']}+index")):
+        (tmp_path / "index" / name).mkdir(parents=True)
+        _write_empty_wheel(tmp_path / "index" / name, name, version)
+    check = """
+        from importlib.metadata import version
+        assert version("torch").endswith("+index") and not version("transformers").endswith("+index")
+        """
+    command = ["/opt/venv/bin/python", "-c", "; ".join(textwrap.dedent(check).strip().splitlines())]
+    dockerfile = (
+        ROOT / "Dockerfile.neuron"
+    ).read_text() + f"FROM runtime-dependencies AS check\nRUN {json.dumps(command)}\n"
+    (tmp_path / "Dockerfile").write_text(dockerfile)
+    inputs = BuildInputs("check", ROOT, {PYTHON_IMAGE: base_image(cache)}, None).arguments()
+    replaced = ("--local=dockerfile", "--opt=filename")
+    arguments = [argument for argument in inputs if not argument.startswith(replaced)]
+    with serving(tmp_path / "index") as address, running_builder(cache) as builder:
+        builder.build([*arguments, f"--local=dockerfile={tmp_path}", f"--opt=build-arg:TORCH_INDEX={address}"])
+
+
+@contextmanager
+def serving(folder: Path) -> Iterator[str]:
+    """A package index of files: the listing of a folder is what the protocol asks for."""
+
+    class Quiet(SimpleHTTPRequestHandler):
+        def log_message(self, *_: object) -> None:
+            """Nothing: the test says what went wrong."""
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), partial(Quiet, directory=str(folder))) as server:
+        thread = Thread(target=server.serve_forever)
+        thread.start()
+        try:
+            yield f"http://127.0.0.1:{server.server_port}/"
+        finally:
+            server.shutdown()
+            thread.join()
 
 
 def _write_empty_wheel(folder: Path, name: str, version: str) -> None:
