@@ -267,7 +267,8 @@ def _explain_unscheduled(pod: Object, told: str, placement: Placement | None, wo
         return fails("Available", "VolumeNotBound", f"pod {name} cannot be scheduled: {told}")
     if placement is not None and f"Insufficient {names.NEURON_RESOURCE_PREFIX}" in told:
         free = describe_free(world.free, placement)
-        text = f"pod {name} needs {placement.words} on one node; {free}"
+        judged = told.partition(". ")[0].rstrip(".")
+        text = f"pod {name} needs {placement.words} on one node; {free}; the scheduler says {judged}"
         return fails("Available", "InsufficientNeuron", text, {Need.FREE_DEVICES})
     return fails("Available", "NoMatchingNode", f"pod {name} cannot be scheduled: {told or 'no reason given'}")
 

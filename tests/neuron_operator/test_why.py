@@ -140,7 +140,8 @@ def test_a_lack_of_devices_is_told_with_what_is_needed_and_what_is_free() -> Non
     ready = condition(told.status, "Ready")
     assert ready["reason"] == "InsufficientNeuron"
     assert "0 of 2 replicas answer" in ready["message"]
-    assert "needs 6 Neuron devices on one node; free: 4 (n2 4, n1 0)" in ready["message"]
+    assert "needs 6 Neuron devices on one node; free: 4 (n2 4, n1 0); the scheduler says 0/3" in ready["message"]
+    assert ready["message"].endswith("2 Insufficient aws.amazon.com/neuron (and 1 more like it)")
     assert told.requeue_after_seconds is not None
 
 
