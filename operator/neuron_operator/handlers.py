@@ -14,12 +14,13 @@ from typing import Any
 import aiohttp
 import kopf
 
+from neuron_operator.errors import ClusterFault
 from neuron_operator.names import GROUP, PLURAL, VERSION
 from neuron_operator.reflector import Key
 
 logger = logging.getLogger(__name__)
 
-WATCH_SECONDS = 600.0
+WATCH_SECONDS = 600
 
 
 def registry_for(
@@ -48,8 +49,8 @@ async def run_kopf(
 ) -> None:
     """Run kopf until `stop` is set; `namespaces` empty means all.
 
-    `started` is awaited once kopf has set its signal handlers, which the caller may then replace. Raises what ends
-    kopf.
+    `started` is awaited once kopf has set its signal handlers, which the caller may then replace. Raises ClusterFault
+    where kopf ends by itself: what its own watch meets (a right taken away, the resource deleted) it does not survive.
     """
     logging.getLogger("kopf").setLevel(logging.WARNING)
     settings = kopf.OperatorSettings()
@@ -70,4 +71,7 @@ async def run_kopf(
     )
     if started is not None:
         await started()
-    await kopf.run_tasks(tasks, ignored=others)
+    try:
+        await kopf.run_tasks(tasks, ignored=others)
+    except Exception as error:  # kopf does not export what its client raises
+        raise ClusterFault(f"the watch of {PLURAL} by kopf ended: {error}", retriable=True) from error

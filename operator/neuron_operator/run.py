@@ -17,7 +17,16 @@ from datetime import UTC, datetime
 from aiohttp import web
 
 from neuron_operator import settings as settings_module
-from neuron_operator.client import NEURON_MODELS, Client, Cluster, Forbidden, NotFound, load_configuration, open_session
+from neuron_operator.client import (
+    NEURON_MODELS,
+    Client,
+    Cluster,
+    Forbidden,
+    NotFound,
+    Throttled,
+    load_configuration,
+    open_session,
+)
 from neuron_operator.decide import decide
 from neuron_operator.errors import ClusterFault, OperatorError
 from neuron_operator.handlers import registry_for, run_kopf
@@ -34,6 +43,10 @@ logger = logging.getLogger(__name__)
 LOOP_TICK_SECONDS = 1.0
 MAX_LOOP_LAG_SECONDS = 10.0
 """An event loop that is later than this is stuck: liveness fails."""
+
+
+_NONE = "metadata.name=none"
+"""Selects nothing: only whether the list may be read is asked."""
 
 
 class Operator:
@@ -104,7 +117,13 @@ class Operator:
 async def check_installed(cluster: Cluster, namespaces: Sequence[str]) -> None:
     """Raises ClusterFault with the cure where the CRD is missing, the rights are, or the API server is out of reach."""
     try:
-        await cluster.list(NEURON_MODELS, namespaces[0] if namespaces else None, field_selector="metadata.name=none")
+        while True:
+            try:
+                await cluster.list(NEURON_MODELS, namespaces[0] if namespaces else None, field_selector=_NONE)
+                return
+            except Throttled as fault:  # also while the resource is new
+                logger.info("%s", fault)
+                await asyncio.sleep(fault.retry_after_seconds)
     except NotFound as fault:
         raise ClusterFault(
             f"the cluster does not know {NEURON_MODELS.plural} of {API_VERSION}; install them with "

@@ -1,5 +1,5 @@
 """A proxy in front of an API server that does what networks and busy servers do: answers for the server, and goes
-silent on connections that are open. It speaks plain HTTP, so that it sees what is asked; in the test's own event loop."""
+silent on connections that are open. It speaks plain HTTP, so that it sees what is asked, in the test's own loop."""
 
 from __future__ import annotations
 

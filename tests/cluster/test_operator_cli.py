@@ -1,0 +1,168 @@
+"""`neuron-operator run` as a process against a real API server: kopf, health, signals, and its words when it cannot."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from helpers.apiserver import ApiServer, free_port
+from helpers.operator_rights import CLUSTER_RULES, OPERATOR_NAMESPACE, grant
+from helpers.operators import BY_KIND, OPERATOR_USER, Namespace, eventually, served
+from neuron_operator.client import LEASES
+
+pytestmark = [pytest.mark.cluster, pytest.mark.slow]
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ApiServer]:
+    with served(tmp_path_factory.mktemp("api-server")) as server:
+        yield server
+
+
+class Process:
+    """One `neuron-operator run`."""
+
+    def __init__(self, server: ApiServer, log: Path, *flags: str) -> None:
+        self.port = free_port()
+        self.log = log
+        environ = {
+            "PATH": os.environ["PATH"],
+            "NEURON_OPERATOR_RUNTIME_IMAGE": "example.com/runtime:1",
+            "NEURON_OPERATOR_NAMESPACE": OPERATOR_NAMESPACE,
+            "NEURON_OPERATOR_KUBECONFIG": str(server.kubeconfig(OPERATOR_USER)),
+        }
+        command = [
+            sys.executable,
+            "-m",
+            "neuron_operator",
+            "run",
+            "--http-port",
+            str(self.port),
+            "--lease-seconds",
+            "3",
+        ]
+        with log.open("wb") as out:
+            self.process = subprocess.Popen(
+                [*command, *flags, "--http-host", "127.0.0.1"], env=environ, stdout=out, stderr=out
+            )
+
+    def get(self, path: str) -> tuple[int, str]:
+        try:
+            with urllib.request.urlopen(f"http://127.0.0.1:{self.port}{path}", timeout=5) as response:
+                return response.status, response.read().decode()
+        except urllib.error.HTTPError as error:
+            return error.code, ""
+        except OSError:
+            return 0, ""
+
+    def is_leading(self) -> bool:
+        assert self.process.poll() is None, self.log.read_text()
+        return "neuron_operator_leader 1.0" in self.get("/metrics")[1]
+
+    def end(self, number: signal.Signals = signal.SIGTERM) -> int:
+        self.process.send_signal(number)
+        return self.process.wait(timeout=20)
+
+
+@pytest.fixture
+def processes() -> Iterator[list[Process]]:
+    started: list[Process] = []
+    yield started
+    for one in started:
+        if one.process.poll() is None:
+            one.process.kill()
+            one.process.wait()
+
+
+async def test_a_killed_leader_is_followed_by_the_standby_and_a_model_is_served_on(
+    server: ApiServer, tmp_path: Path, processes: list[Process]
+) -> None:
+    namespace = Namespace(server)
+    for name in ("a", "b"):
+        processes.append(Process(server, tmp_path / name, "--identity", name))
+    await eventually(lambda: all(p.get("/readyz")[0] == 200 and p.get("/healthz")[0] == 200 for p in processes))
+    leading = await eventually(lambda: [p for p in processes if p.is_leading()])
+    namespace.put_model()
+    await namespace.settle()
+    (leader,) = leading
+    (standby,) = (p for p in processes if p is not leader)
+    assert not standby.is_leading()
+    assert 'neuron_operator_models{reason="Loading"} 1.0' in leader.get("/metrics")[1]
+    assert leader.end(signal.SIGKILL) == -signal.SIGKILL
+    await eventually(standby.is_leading)
+    namespace.delete(BY_KIND["Service"], "chat")
+    await eventually(lambda: namespace.children()["Service"])
+    assert standby.end() == 0
+    held = server.call("GET", LEASES.path(OPERATOR_NAMESPACE, "neuron-operator"))
+    assert held["spec"].get("holderIdentity", "") == ""
+
+
+async def test_the_framework_writes_nothing_and_asks_for_nothing_that_is_not_granted(server: ApiServer) -> None:
+    """After the test above: what kopf does beside our own client."""
+    assert [e["requestURI"] for e in server.requests(OPERATOR_USER) if e["responseStatus"].get("code") == 403] == []
+    managers = {
+        entry["manager"]
+        for model in server.call("GET", "/apis/neuron-serving.dev/v1alpha1/neuronmodels")["items"]
+        for entry in model["metadata"]["managedFields"]
+    }
+    assert managers <= {"user", "neuron-operator-status"}
+
+
+async def test_sigterm_ends_a_leader_within_seconds_with_code_0(
+    server: ApiServer, tmp_path: Path, processes: list[Process]
+) -> None:
+    processes.append(Process(server, tmp_path / "log"))
+    await eventually(processes[0].is_leading)
+    started = time.monotonic()
+    assert processes[0].end() == 0
+    assert time.monotonic() - started < 15
+    assert "Traceback" not in (tmp_path / "log").read_text()
+
+
+async def test_a_missing_right_ends_the_start_with_the_cure(
+    server: ApiServer, tmp_path: Path, processes: list[Process]
+) -> None:
+    grant(server, [rule for rule in CLUSTER_RULES if "services" not in rule["resources"]])
+    try:
+        await asyncio.sleep(0.5)
+        processes.append(Process(server, tmp_path / "log"))
+        assert processes[0].process.wait(timeout=30) == 1
+    finally:
+        grant(server)
+    last = (tmp_path / "log").read_text().splitlines()[-1]
+    assert 'cannot list resource "services"' in last or 'cannot list resource "serviceaccounts"' in last
+    assert "grant it with the chart's ClusterRole" in last
+
+
+async def test_a_taken_port_and_a_missing_cluster_are_said_in_one_line(
+    server: ApiServer, tmp_path: Path, processes: list[Process]
+) -> None:
+    processes.append(Process(server, tmp_path / "port", "--http-port", str(server.port)))
+    assert processes[0].process.wait(timeout=30) == 1
+    assert "address already in use" in (tmp_path / "port").read_text().splitlines()[-1]
+    processes.append(Process(server, tmp_path / "config", "--kubeconfig", str(tmp_path / "none")))
+    assert processes[1].process.wait(timeout=30) == 1
+    (line,) = (tmp_path / "config").read_text().splitlines()
+    assert line.startswith("neuron-operator: no cluster: there is no kubeconfig at")
+
+
+async def test_a_cluster_without_the_resource_is_told_how_to_install_it(
+    server: ApiServer, tmp_path: Path, processes: list[Process]
+) -> None:
+    """Last: it takes the resource away."""
+    server.call("DELETE", "/apis/apiextensions.k8s.io/v1/customresourcedefinitions/neuronmodels.neuron-serving.dev")
+    await asyncio.sleep(1.0)
+    processes.append(Process(server, tmp_path / "log"))
+    assert processes[0].process.wait(timeout=30) == 1
+    (line,) = (tmp_path / "log").read_text().splitlines()
+    assert "kubectl apply --server-side -f crds/neuronmodels.yaml" in line
