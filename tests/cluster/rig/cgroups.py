@@ -77,8 +77,8 @@ class Group:
                 kill(process.pid)
             time.sleep(0.02)
 
-    def remove(self, *, timeout_seconds: float = 10) -> None:
-        """Removes the group with those below it; its processes must be dead.
+    def remove(self, *, timeout_seconds: float = 60) -> None:
+        """Removes the group with those below it; its processes must be dead, or dying, which may take a busy disk long.
 
         Raises:
             TimeoutError: the kernel keeps a group busy for that long.
@@ -88,7 +88,8 @@ class Group:
         folders = [hierarchy / self.path for hierarchy in CGROUP_ROOT.iterdir()]
         while left := [folder for folder in folders if not _remove_tree(folder)]:
             if time.monotonic() > end:
-                raise TimeoutError(f"control groups stay busy: {', '.join(map(str, left))}")
+                dying = {folder: list(_pids(folder)) for folder in left}
+                raise TimeoutError(f"control groups stay busy: {', '.join(f'{f} {pids}' for f, pids in dying.items())}")
             time.sleep(0.05)
 
 

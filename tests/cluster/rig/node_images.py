@@ -1,27 +1,26 @@
 """Images on the cluster's nodes: what an archive holds, archives of single programs, and the stores nodes start from.
 
 Images that are known when the cluster comes up are unpacked once, by a containerd of our own, into a store in the
-cache; a node's store is that one with hard links, which is sound because containerd never writes into a blob or a
-snapshot that is complete. Images that come later are imported by each node's containerd (`Rig.load_image`)."""
+cache; a node's store shares its layers, which is sound because containerd never writes into one that is complete.
+Images that come later are imported by each node's containerd (`Rig.load_image`)."""
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import io
 import json
-import os
 import shutil
 import tarfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from cluster.rig.cache import Cache, content_key
+from cluster.rig.cache import Cache
 from cluster.rig.cgroups import ROOT_GROUP, Group
 from cluster.rig.commands import CommandFailed, run
 from cluster.rig.machine import wait_until
-from cluster.rig.needs import search_path
 
 _NAME_ANNOTATION = "io.containerd.image.name"
 _OCI = "application/vnd.oci.image"
@@ -49,7 +48,7 @@ class Archive:
         config_digest: of the configuration, which the kubelet takes as the image's id.
     """
 
-    path: Path
+    path: Path = field(compare=False)
     name: str
     digest: str
     config_digest: str
@@ -75,6 +74,15 @@ def read_archive(path: Path) -> Archive:
             return Archive(path, name, digest, manifest["config"]["digest"])
     except (tarfile.TarError, KeyError, json.JSONDecodeError) as error:
         raise ValueError(f"{path} is not an OCI archive: {error}") from error
+
+
+def read_archives(file: Path) -> list[Archive]:
+    """What `write_archives` wrote."""
+    return [Archive(**{**fields, "path": Path(fields["path"])}) for fields in json.loads(file.read_text())]
+
+
+def write_archives(file: Path, archives: Sequence[Archive]) -> None:
+    file.write_text(json.dumps([asdict(archive) for archive in archives], default=str))
 
 
 def write_program_archive(path: Path, name: str, program: Path) -> None:
@@ -106,28 +114,61 @@ def write_program_archive(path: Path, name: str, program: Path) -> None:
 
 
 def ensure_store(
-    cache: Cache, archives: Sequence[Archive], containerd_folder: Path, say: Callable[[str], None] = print
+    cache: Cache,
+    archives: Sequence[Archive],
+    containerd_folder: Path,
+    *,
+    only: bool = True,
+    say: Callable[[str], None] = print,
 ) -> Path:
-    """The root folder, in the cache, of a containerd that holds `archives`: unpacked once for each set of images."""
-    key = content_key(containerd_folder.name, *sorted(f"{a.name} {a.digest}" for a in archives))
+    """The root folder, in the cache, of a containerd that holds `archives`, and with `only` no other image.
 
-    def build(folder: Path) -> None:
-        say(f"unpacking {len(archives)} images for the nodes")
-        _build_store(folder, archives, containerd_folder)
-
-    return cache.entry("image-store", "nodes", key, build, max_entries=2) / "root"
+    What it held before and shall hold again is not unpacked again, nor is a layer that images share.
+    """
+    root = cache.folder("image-store", "nodes")
+    held_file, state = root / "held.json", root / "state"
+    with cache.lock("image-store-nodes", on_wait=lambda: say("waiting: another run unpacks images")):
+        held = [] if state.exists() or not held_file.exists() else read_archives(held_file)
+        if state.exists():  # a run was killed while it changed the store
+            remove_store_builder()
+            shutil.rmtree(root)
+        missing = [archive for archive in archives if archive not in held]
+        excess = [archive for archive in held if archive not in archives] if only else []
+        if missing or excess:
+            say(f"unpacking {len(missing)} images for the nodes")
+            state.mkdir(parents=True)
+            with _running_containerd(root, state, containerd_folder) as ctr:
+                for archive in missing:
+                    for command in import_commands(archive, *ctr):
+                        run(*command, timeout_seconds=600)
+                kept = [archive for archive in held if archive not in excess]
+                _remove_images_but([*kept, *missing], *ctr)
+            write_archives(held_file, [*kept, *missing])
+            shutil.rmtree(state)
+    return root / "root"
 
 
 def link_store(store: Path, target: Path) -> None:
-    """Makes `target` a copy of `store` that shares its files, but for databases, which containerd writes in place."""
+    """Makes `target` a copy of `store` that shares what containerd never writes into: unpacked layers and blobs.
+
+    The store's folders of layers must stay as long as the copy is in use.
+    """
     if target.exists():
         shutil.rmtree(target)
-    target.parent.mkdir(parents=True, exist_ok=True)
-    run("cp", "-al", str(store), str(target))
-    for database in store.rglob("*.db"):
-        copy = target / database.relative_to(store)
-        copy.unlink()
-        shutil.copy2(database, copy)
+
+    def copy(source: Path, copied: Path) -> None:
+        copied.mkdir(parents=True)
+        for entry in source.iterdir():
+            if source.name == "snapshots":
+                (copied / entry.name).symlink_to(entry)
+            elif entry.is_dir() and not entry.is_symlink():
+                copy(entry, copied / entry.name)
+            elif source.parent.name == "blobs":
+                (copied / entry.name).hardlink_to(entry)
+            else:
+                shutil.copy2(entry, copied / entry.name)
+
+    copy(store, target)
 
 
 def import_commands(archive: Archive, *ctr: str) -> Iterator[tuple[str, ...]]:
@@ -150,28 +191,30 @@ def remove_store_builder() -> None:
     _BUILDER_GROUP.remove()
 
 
-def _build_store(folder: Path, archives: Sequence[Archive], containerd_folder: Path) -> None:
-    (folder / "state").mkdir()
-    config = folder / "state" / "containerd.toml"
-    config.write_text(_CONTAINERD.format(folder=folder))
-    remove_store_builder()  # of a run that was killed: the caller holds the store's lock
-    group = _BUILDER_GROUP
-    group.make()
-    joins = [f"echo $$ > {f / 'cgroup.procs'}" for f in group.folders()]
+@contextlib.contextmanager
+def _running_containerd(root: Path, state: Path, containerd_folder: Path) -> Iterator[tuple[str, ...]]:
+    """A containerd that only unpacks images; gives the command line of its client."""
+    config = state / "containerd.toml"
+    config.write_text(_CONTAINERD.format(folder=root))
+    _BUILDER_GROUP.make()
+    joins = [f"echo $$ > {f / 'cgroup.procs'}" for f in _BUILDER_GROUP.folders()]
     # In a mount namespace of its own, so that nothing stays mounted when this run is killed.
-    launch = f'unshare --mount setsid "$@" >{folder}/state/log 2>&1 </dev/null &'
+    launch = f'unshare --mount setsid "$@" >{state}/log 2>&1 </dev/null &'
     program = (str(containerd_folder / "containerd"), "--config", str(config), "--log-level", "error")
-    ctr = (str(containerd_folder / "ctr"), "--address", f"{folder}/state/s")
+    ctr = (str(containerd_folder / "ctr"), "--address", f"{state}/s")
     try:
-        environment = {**os.environ, "PATH": search_path()}
-        run("sh", "-c", "\n".join(["set -e", *joins, launch]), "sh", *program, environment=environment)
+        run("sh", "-c", "\n".join(["set -e", *joins, launch]), "sh", *program)
         wait_until("the containerd that unpacks images answers", 20, lambda: _succeeds(*ctr, "version"))
-        for archive in archives:
-            for command in import_commands(archive, *ctr):
-                run(*command, timeout_seconds=600)
+        yield ctr
     finally:
         remove_store_builder()
-    shutil.rmtree(folder / "state")
+
+
+def _remove_images_but(archives: Sequence[Archive], *ctr: str) -> None:
+    images = (*ctr, "--namespace", _NAMESPACE, "images")
+    wanted = {name for archive in archives for name in (archive.name, archive.config_digest)}
+    for name in set(run(*images, "list", "--quiet").split()) - wanted:
+        run(*images, "delete", "--sync", name)
 
 
 def _succeeds(*command: str) -> bool:

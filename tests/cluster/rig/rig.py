@@ -17,7 +17,7 @@ import string
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -38,7 +38,9 @@ from cluster.rig.node_images import (
     import_commands,
     link_store,
     read_archive,
+    read_archives,
     remove_store_builder,
+    write_archives,
     write_program_archive,
 )
 from cluster.rig.pki import make_pki
@@ -50,7 +52,17 @@ _BRIDGE = "br0"
 _HOST_LINK = "neuron-serving"
 _MACHINE_FOLDER = Path("/run/neuron-serving")
 _MANIFESTS = Path(__file__).parent / "manifests"
-_SPECIFIED_BY = ("programs.py", "pki.py", "device_plugin.py", "neuron_devices.py", "manifests")
+# What made a cluster, and its files: one that was made by others is not repaired but made anew.
+_SPECIFIED_BY = (
+    "rig.py",
+    "machine.py",
+    "programs.py",
+    "pki.py",
+    "node_images.py",
+    "device_plugin.py",
+    "neuron_devices.py",
+    "manifests",
+)
 
 
 @dataclass(frozen=True)
@@ -178,22 +190,23 @@ class Rig:
         names = [node.name for node in self.topology.nodes] if nodes is None else list(nodes)
 
         def load(name: str) -> None:
-            loaded = self._loaded_images(name)
+            loaded = read_archives(self._images_file(name))
             if archive in loaded:
                 return
             for command in import_commands(archive, self.folders.containerd("ctr")):
                 self.machine(name).run(*command, timeout_seconds=600)
-            self._remember_images(name, [*(other for other in loaded if other.name != archive.name), archive])
+            others = [other for other in loaded if other.name != archive.name]
+            write_archives(self._images_file(name), [*others, archive])
 
         with ThreadPoolExecutor(2) as pool:  # unpacking is work for the processors
             list(pool.map(load, names))
         return archive
 
     def loaded_archives(self) -> list[Path]:
-        """Archives of the images that nodes have beside the cluster's own; given to `up`, they are there again."""
+        """Archives of the images that nodes have beside the cluster's own, as far as the files still are there."""
         own = (programs.PAUSE_IMAGE, programs.COREDNS_IMAGE)
-        archives = [archive for node in self.topology.nodes for archive in self._loaded_images(node.name)]
-        return sorted({archive.path for archive in archives if archive.name not in own})
+        archives = [archive for node in self.topology.nodes for archive in read_archives(self._images_file(node.name))]
+        return sorted({a.path for a in archives if a.name not in own and a.path.exists()})
 
     def device_holdings(self, node: str) -> list[DeviceHolding]:
         """Who holds which devices on a node, from the kubelet's pod-resources service."""
@@ -320,12 +333,13 @@ class Rig:
         progress("control plane started")
         new_nodes = [node for node in self.topology.nodes if not self._has_store(node)]
         if new_nodes:
-            own = self._own_archives()
-            wanted = [*own, *archives]
-            store = ensure_store(self.cache, wanted, self.folders.components["containerd"], progress)
+            wanted = [*self._own_archives(), *archives]
+            # When a run was killed here, some nodes may already use what is in the store.
+            only = len(new_nodes) == len(self.topology.nodes)
+            store = ensure_store(self.cache, wanted, self.folders.components["containerd"], only=only, say=progress)
             for node in new_nodes:
                 link_store(store, self.folders.machine(node.name) / "containerd")
-                self._remember_images(node.name, wanted)
+                write_archives(self._images_file(node.name), wanted)
         for node in self.topology.nodes:
             self._make_mount_points(self.machine(node.name))
         with ThreadPoolExecutor(len(self.topology.nodes)) as pool:
@@ -515,15 +529,6 @@ class Rig:
 
     def _images_file(self, node: str) -> Path:
         return self.folders.machine(node) / "images.json"
-
-    def _loaded_images(self, node: str) -> list[Archive]:
-        return [
-            Archive(**{**image, "path": Path(image["path"])})
-            for image in json.loads(self._images_file(node).read_text())
-        ]
-
-    def _remember_images(self, node: str, archives: Sequence[Archive]) -> None:
-        self._images_file(node).write_text(json.dumps([asdict(archive) for archive in archives], default=str))
 
     # Down.
 
