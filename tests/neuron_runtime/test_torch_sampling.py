@@ -154,8 +154,8 @@ def test_the_largest_and_smallest_draw_stay_within_what_is_kept() -> None:
 
 
 @pytest.mark.parametrize("temperature", [1e-3, 1e-10, 1e-40, 5e-324])
-@pytest.mark.parametrize(("top_k", "top_p"), [(0, 1.0), (5, 1.0), (0, 0.9)])
-def test_the_smallest_temperatures_draw_the_best_token(temperature: float, top_k: int, top_p: float) -> None:
+@pytest.mark.parametrize(("top_k", "top_p"), [(0, 1.0), (5, 1.0), (0, 0.9), (0, 0.0)])
+def test_the_smallest_temperatures_and_nuclei_draw_the_best_token(temperature: float, top_k: int, top_p: float) -> None:
     logits = torch.tensor([[-3.0, 40.0, 60.0, 59.0, float("-inf"), 1.0, 2.0]])
     table = SamplingTable(1)
     table.set(0, SamplingParams(temperature=temperature, top_k=top_k, top_p=top_p), num_prompt_tokens=1)

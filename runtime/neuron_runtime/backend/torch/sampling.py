@@ -21,7 +21,7 @@ MAX_CANDIDATES = 1024
 """Rows whose kept tokens are among this many likeliest are served without sorting the vocabulary."""
 MAX_LOGPROBS = 20
 MIN_TEMPERATURE = 1e-30
-"""Below it float32 would divide by zero; the draw is the best token long before."""
+"""The draw is the best token long before; smaller ones would make infinities, of which softmax makes NaN."""
 
 _LOW = np.uint64(0xFFFFFFFF)
 _HIGH = np.uint64(32)
@@ -98,9 +98,7 @@ def choose(logits: torch.Tensor, table: SamplingTable, slots: IntArray, position
     output_position = (positions - table.num_prompt_tokens[slots]).astype(np.uint64)
     draws = uniform(table.seed[slots], table.choice[slots], output_position)
     temperature = torch.from_numpy(np.maximum(table.temperature[slots], MIN_TEMPERATURE)).float().unsqueeze(1)
-    # With the best logit at zero no temperature, however small, makes infinities of which softmax would make NaN.
-    scaled = (logits - logits.amax(dim=-1, keepdim=True)) / temperature
-    tokens[drawn] = draw(scaled, table.top_k[slots], table.top_p[slots], draws)
+    tokens[drawn] = draw(logits / temperature, table.top_k[slots], table.top_p[slots], draws)
     return tokens
 
 
@@ -118,10 +116,8 @@ def draw(
     """
     vocabulary = logits.shape[1]
     top_k = np.where(top_k == 0, vocabulary, np.minimum(top_k, vocabulary))
-    # Off means that no token is left out, also where rounding lets the running mass reach 1.0 early.
-    top_p = np.where(top_p >= 1.0, np.inf, top_p)
     tokens = np.empty(len(logits), dtype=np.int64)
-    restricted = (top_k < vocabulary) | (top_p < np.inf)
+    restricted = (top_k < vocabulary) | (top_p < 1.0)
     among_all = ~restricted
     if restricted.any():
         rows = np.flatnonzero(restricted)
@@ -153,7 +149,7 @@ def _draw_among_all(
     logits: torch.Tensor, top_k: IntArray, top_p: npt.NDArray[np.float64], draws: npt.NDArray[np.float64]
 ) -> IntArray:
     """Draw from the whole vocabulary; only rows with a restriction are sorted."""
-    restricted = np.flatnonzero((top_k < logits.shape[1]) | (top_p < np.inf))
+    restricted = np.flatnonzero((top_k < logits.shape[1]) | (top_p < 1.0))
     if len(restricted):
         index = torch.from_numpy(restricted)
         some = logits[index]
@@ -176,7 +172,7 @@ def _threshold(
     mass = torch.where(no_top_k, logits.logsumexp(-1, keepdim=True).double(), candidates.logsumexp(-1, keepdim=True))
     shares = (candidates - mass).exp()
     until = shares.cumsum(dim=-1)
-    num_kept = (in_top_k & (until - shares < p)).sum(dim=-1, keepdim=True)
+    num_kept = (in_top_k & (until - shares < p)).sum(dim=-1, keepdim=True).clamp_min(1)
     known = (k <= width) | (no_top_k & (until[:, -1:] >= p))
     return values.gather(1, num_kept - 1), known
 
