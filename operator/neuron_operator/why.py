@@ -230,7 +230,7 @@ def _explain_pod(pod: Object, placement: Placement, world: World) -> Finding:
         return starting
     status = next(iter(_container_statuses(pod)), {})
     since = dig(status, "state", "running", "startedAt")
-    if status.get("started"):
+    if _was_ready_since(pod, since):
         return fails("Available", "ProbeFailing", f"pod {name} runs since {since} and does not answer /health")
     return fails("Available", "Loading", f"pod {name} is loading the model since {since}")
 
@@ -280,6 +280,12 @@ def _explain_end(pod: Object, end: Mapping[str, Any]) -> Finding:
     restarts = sum(whole(status.get("restartCount")) for status in _container_statuses(pod))
     text = f"pod {name_of(pod)} ended with {_exit(end)} (restarts: {restarts}): {_last_words(end)}"
     return fails(owner, reason, text)
+
+
+def _was_ready_since(pod: Object, started_at: Any) -> bool:
+    """Whether it answered before and does not now; the first answer is a moment later than the end of loading."""
+    changed, started = instant(condition(pod, "Ready").get("lastTransitionTime")), instant(started_at)
+    return changed is not None and started is not None and changed > started
 
 
 def _lost_its_node(pod: Object) -> bool:

@@ -68,6 +68,8 @@ def waiting(reason: str, message: str = "") -> Object:
 
 
 PULL_BACK_OFF = 'Back-off pulling image "registry.example/x:1": ErrImagePull: rpc error: not found'
+UNREADY_SINCE = {"type": "Ready", "status": "False", "lastTransitionTime": "2026-03-01T11:55:00Z"}
+UNREADY_BEFORE = {**UNREADY_SINCE, "lastTransitionTime": "2026-03-01T11:51:00Z"}
 CRASH = waiting("CrashLoopBackOff", "back-off 10s restarting failed container")
 
 
@@ -75,7 +77,9 @@ CRASH = waiting("CrashLoopBackOff", "back-off 10s restarting failed container")
     ("state", "reason", "says"),
     [
         ({}, "Loading", "is loading the model since 2026-03-01T11:51:00Z"),
-        ({"started": True}, "ProbeFailing", "does not answer /health"),
+        ({"started": True}, "Loading", "is loading the model"),
+        ({"started": True, "conditions": [UNREADY_BEFORE]}, "Loading", "is loading the model"),
+        ({"started": True, "conditions": [UNREADY_SINCE]}, "ProbeFailing", "does not answer /health"),
         ({"state": waiting("ContainerCreating")}, "Loading", "is being started"),
         ({"state": waiting("ImagePullBackOff", PULL_BACK_OFF)}, "ImagePull", "cannot be pulled: rpc error: not found"),
         ({"state": waiting("ErrImagePull", "rpc error: not found")}, "ImagePull", "cannot be pulled: rpc error"),
@@ -371,7 +375,7 @@ def test_a_transition_time_moves_only_with_the_status() -> None:
     deployment = find(world.children, "Deployment")
     world, _ = settle(replace(world, pods=(serving_pod(deployment),)))
     later = replace(world, now=world.now.replace(hour=13))
-    failing = decide(replace(later, pods=(serving_pod(deployment, started=True),)), SETTINGS)
+    failing = decide(replace(later, pods=(serving_pod(deployment, conditions=[UNREADY_SINCE]),)), SETTINGS)
     assert condition(failing.status, "Available")["reason"] == "ProbeFailing"
     assert condition(failing.status, "Available")["lastTransitionTime"] == "2026-03-01T12:00:00Z"
     pods = tuple(serving_pod(deployment, f"c{n}", ready=True) for n in range(2))
