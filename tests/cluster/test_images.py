@@ -96,15 +96,17 @@ def containers(cache: Cache) -> Iterator[Containers]:
     environment = {**os.environ, "PATH": f"{programs}:{search_path()}"}
     with tempfile.TemporaryDirectory(prefix="neuron-serving-images-") as name:
         folder = Path(name)
-        ctr = [str(programs / "ctr"), f"--address={folder}/s"]
         (folder / "config.toml").write_text(CONTAINERD.format(folder=folder))
-        # What it mounts goes away with its mount namespace, however this ends.
-        launch = ["setpriv", "--pdeathsig", "TERM", "unshare", "--mount"]
+        (folder / "root").mkdir()
+        # In a mount namespace of its own: what is mounted there, its store in memory too, goes away however this ends.
+        launch = ["setpriv", "--pdeathsig", "TERM", "unshare", "--mount", "sh", "-ec"]
+        launch += ['mount -t tmpfs -o size=6g images "$1"; shift; exec "$@"', "sh", f"{folder}/root"]
         launch += [str(programs / "containerd"), f"--config={folder}/config.toml"]
         with (
             (folder / "log").open("wb") as log,
             subprocess.Popen(launch, env=environment, stdout=log, stderr=log) as daemon,
         ):
+            ctr = ["nsenter", f"--target={daemon.pid}", "--mount", str(programs / "ctr"), f"--address={folder}/s"]
 
             def answers() -> bool:
                 return subprocess.run([*ctr, "version"], capture_output=True, check=False).returncode == 0
