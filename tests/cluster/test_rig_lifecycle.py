@@ -82,6 +82,17 @@ def test_up_goes_on_where_a_run_was_killed(rig: Rig, no_cluster: dict[str, objec
     assert rig.is_up
 
 
+def test_images_of_before_are_there_when_it_is_up_again(rig: Rig, probe: Path) -> None:
+    image = rig.load_image(probe)
+    archives = rig.loaded_archives()
+    assert probe in archives
+    rig.down()
+    rig.up(archives)
+    rig.kubectl("run", "probe", f"--image={image.name}", "--image-pull-policy=Never", "--", "serve", ":8080")
+    rig.kubectl("wait", "--for=condition=Ready", "pod/probe", "--timeout=60s")
+    rig.kubectl("delete", "pod", "probe", "--now")
+
+
 def test_up_repairs_what_was_killed(rig: Rig) -> None:
     rig.machine("n1").power_off()
     rig.machine("n2").stop("kube-proxy")
