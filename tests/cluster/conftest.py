@@ -3,7 +3,6 @@ where a skip would be a hole that nobody sees, it fails them."""
 
 from __future__ import annotations
 
-import fcntl
 import os
 import uuid
 from collections.abc import Iterator
@@ -15,10 +14,9 @@ import pytest
 from cluster.rig.binaries import ensure
 from cluster.rig.needs import NotPossibleHere
 from cluster.rig.node_images import write_program_archive
-from cluster.rig.rig import Rig
+from cluster.rig.rig import Rig, tests_lock
 
 PROBE_IMAGE = "localhost/probe:1"
-_IN_USE = Path("/run/lock/neuron-serving-cluster-in-use.lock")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -41,9 +39,7 @@ def rig() -> Iterator[Rig]:
         rig = Rig.prepare()
     except NotPossibleHere as error:
         not_possible(str(error))
-    _IN_USE.parent.mkdir(parents=True, exist_ok=True)
-    with _IN_USE.open("a") as in_use:
-        fcntl.flock(in_use, fcntl.LOCK_EX)  # tests break the cluster on purpose: one run at a time
+    with tests_lock(lambda: print("waiting: another run of tests uses the cluster", flush=True)):
         was_up = rig.is_up
         try:
             rig.up()

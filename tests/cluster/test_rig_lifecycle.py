@@ -70,7 +70,7 @@ def test_down_leaves_nothing_after_a_run_that_was_killed(rig: Rig, no_cluster: d
     assert not no_cluster["control groups"]
     _up_until(line)
     assert _traces() != no_cluster
-    with _command_line("down") as down:
+    with _command_line("down", "--force") as down:
         assert down.wait() == 0
     assert _traces() == no_cluster
     assert not rig.folders.state.exists()
@@ -102,6 +102,12 @@ def test_up_repairs_what_was_killed(rig: Rig) -> None:
     rig.up()
     assert rig.is_up
     assert len(rig.get("nodes")["items"]) == 3
+
+
+def test_down_by_hand_leaves_tests_their_cluster(rig: Rig) -> None:
+    with _command_line("down") as down:
+        assert down.wait() == 1
+    assert rig.is_up
 
 
 def test_status_tells_whether_it_is_up(rig: Rig) -> None:

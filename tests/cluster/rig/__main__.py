@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import shlex
 import sys
 from pathlib import Path
@@ -12,7 +13,7 @@ from cluster.rig.cgroups import ROOT_GROUP, Group
 from cluster.rig.commands import CommandFailed
 from cluster.rig.machine import StartFailed
 from cluster.rig.needs import NotPossibleHere, require_machine
-from cluster.rig.rig import Rig, machine_lock, take_down
+from cluster.rig.rig import Rig, machine_lock, take_down, tests_lock
 
 
 def _say(line: str) -> None:
@@ -26,10 +27,14 @@ def _up(archives: list[Path]) -> int:
     return 0
 
 
-def _down() -> int:
-    with machine_lock(_say):
+def _down(force: bool) -> int:
+    with contextlib.nullcontext() if force else tests_lock(_refuse_while_tests_run), machine_lock(_say):
         take_down(cache_root() / "run")
     return 0
+
+
+def _refuse_while_tests_run() -> None:
+    raise NotPossibleHere("tests are using the cluster: wait for them, or take it from them with --force")
 
 
 def _status() -> int:
@@ -54,7 +59,8 @@ def main(arguments: list[str]) -> int:
     commands = parser.add_subparsers(dest="command", required=True)
     up = commands.add_parser("up", help="bring it up, or repair it; prints the KUBECONFIG")
     up.add_argument("archives", nargs="*", type=Path, metavar="ARCHIVE", help="OCI archives of images for the nodes")
-    commands.add_parser("down", help="take it down and leave nothing")
+    down = commands.add_parser("down", help="take it down and leave nothing")
+    down.add_argument("--force", action="store_true", help="also while tests use it")
     commands.add_parser("status", help="what runs; status 1 when something does not")
     commands.add_parser("env", help="shell lines after which kubectl and helm talk to it")
     chosen = parser.parse_args(arguments)
@@ -63,7 +69,7 @@ def main(arguments: list[str]) -> int:
             case "up":
                 return _up(chosen.archives)
             case "down":
-                return _down()
+                return _down(chosen.force)
             case "status":
                 return _status()
             case _:

@@ -572,16 +572,28 @@ def take_down(state: Path) -> None:
         shutil.rmtree(_MACHINE_FOLDER)
 
 
-@contextlib.contextmanager
-def machine_lock(say: Callable[[str], None] = print) -> Iterator[None]:
+def machine_lock(say: Callable[[str], None] = print) -> contextlib.AbstractContextManager[None]:
     """Held while a cluster is brought up or taken down on this machine, whatever its cache folder."""
-    path = Path("/run/lock/neuron-serving-cluster.lock")
+    return _lock("cluster", lambda: say("waiting: another run is bringing the cluster up or down"))
+
+
+def tests_lock(when_taken: Callable[[], None]) -> contextlib.AbstractContextManager[None]:
+    """Held by a run of tests, which break the cluster on purpose, while it uses the cluster.
+
+    `when_taken` is called when another run holds it; if that returns, the lock is waited for.
+    """
+    return _lock("cluster-tests", when_taken)
+
+
+@contextlib.contextmanager
+def _lock(name: str, when_taken: Callable[[], None]) -> Iterator[None]:
+    path = Path(f"/run/lock/neuron-serving-{name}.lock")
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("a") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            say("waiting: another run is bringing the cluster up or down")
+            when_taken()
             fcntl.flock(file, fcntl.LOCK_EX)
         yield
 
