@@ -1,38 +1,31 @@
-"""The rights that the chart gives the operator, as a test installs them without helm."""
+"""The rights that the chart gives the operator, read from its templates: a test installs exactly them without helm."""
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
 from typing import Any
+
+import yaml
 
 from helpers.apiserver import ApiServer
 
 OPERATOR_NAMESPACE = "neuron-serving"
 OPERATOR_ACCOUNT = "neuron-operator"
 
-KEEP = ["get", "list", "watch", "create", "patch"]
-CLUSTER_RULES: list[dict[str, Any]] = [
-    {"apiGroups": ["neuron-serving.dev"], "resources": ["neuronmodels"], "verbs": ["list", "watch"]},
-    {"apiGroups": ["neuron-serving.dev"], "resources": ["neuronmodels/status"], "verbs": ["patch"]},
-    {"apiGroups": ["apps"], "resources": ["deployments"], "verbs": KEEP},
-    {"apiGroups": [""], "resources": ["services", "serviceaccounts"], "verbs": KEEP},
-    {"apiGroups": ["policy"], "resources": ["poddisruptionbudgets"], "verbs": KEEP},
-    {"apiGroups": ["networking.k8s.io"], "resources": ["networkpolicies"], "verbs": KEEP},
-    {"apiGroups": ["apps"], "resources": ["controllerrevisions"], "verbs": [*KEEP, "delete"]},
-    {"apiGroups": [""], "resources": ["configmaps"], "verbs": [*KEEP, "delete"]},
-    {"apiGroups": ["batch"], "resources": ["jobs"], "verbs": [*KEEP, "delete"]},
-    {"apiGroups": [""], "resources": ["pods"], "verbs": ["list", "watch"]},
-    {"apiGroups": [""], "resources": ["nodes"], "verbs": ["list"]},
-    {"apiGroups": ["events.k8s.io"], "resources": ["events"], "verbs": ["create", "list"]},
-]
-LEASE_RULES: list[dict[str, Any]] = [
-    {"apiGroups": ["coordination.k8s.io"], "resources": ["leases"], "verbs": ["create"]},
-    {
-        "apiGroups": ["coordination.k8s.io"],
-        "resources": ["leases"],
-        "resourceNames": ["neuron-operator"],
-        "verbs": ["get", "list", "watch", "update"],
-    },
-]
+CHART_RIGHTS = Path(__file__).parents[2] / "charts" / "neuron-serving" / "templates" / "rbac.yaml"
+
+
+def _rules(kind: str) -> list[dict[str, Any]]:
+    """Rules of the chart's ClusterRole or Role, its templates filled in as for an operator of all namespaces."""
+    lines = [line for line in CHART_RIGHTS.read_text().splitlines() if not line.startswith("{{")]
+    filled = re.sub(r"\{\{.*?\}\}", OPERATOR_ACCOUNT, "\n".join(lines))
+    (rules,) = (found["rules"] for found in yaml.safe_load_all(filled) if found["kind"] == kind)
+    return list(rules)
+
+
+CLUSTER_RULES = _rules("ClusterRole")
+LEASE_RULES = _rules("Role")
 
 
 def grant(server: ApiServer, rules: list[dict[str, Any]] | None = None) -> None:

@@ -166,7 +166,6 @@ class Namespace:
         """Until the model is resolved, rendered and waits for pods that nobody makes."""
         await eventually(self.finish_resolve)
         await eventually(lambda: self.condition("UpToDate", name)[0] == "True", about=lambda: self.model(name))
-        await eventually(lambda: not self.children()["Job"])
 
 
 async def eventually(

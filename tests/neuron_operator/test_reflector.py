@@ -1,0 +1,195 @@
+"""The cache of one resource: it ends up with what the server has, whatever happens to its watch."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from helpers import virtual_time
+from helpers.fake_cluster import FakeCluster
+from neuron_operator.client import CHILDREN, Forbidden, Page, Resource
+from neuron_operator.names import FIELD_MANAGER, MODEL_LABEL
+from neuron_operator.reflector import Key, Reflector, key_of_child, trimmed
+
+CONFIG_MAPS = next(resource for resource in CHILDREN if resource.kind == "ConfigMap")
+
+
+def config_map(name: str, model: str = "chat", value: int = 0) -> dict[str, Any]:
+    metadata = {"namespace": "ns", "name": name, "labels": {MODEL_LABEL: model}}
+    return {"apiVersion": "v1", "kind": "ConfigMap", "metadata": metadata, "data": {"value": str(value)}}
+
+
+def reflector_of(cluster: FakeCluster, woken: list[Key]) -> Reflector:
+    return Reflector(cluster, CONFIG_MAPS, None, key_of=key_of_child, wake=woken.append)
+
+
+Step = tuple[str, str, int]
+steps = st.lists(
+    st.tuples(st.sampled_from(["put", "delete", "cut", "restore", "wait"]), st.sampled_from("abc"), st.integers(0, 3)),
+    max_size=25,
+)
+
+
+@given(steps=steps, remembered=st.integers(1, 5))
+def test_after_any_history_the_cache_is_what_the_server_has_and_each_change_woke_its_model(
+    steps: list[Step], remembered: int
+) -> None:
+    """With a server that forgets all but the last few events: watches end with 410, and deletions are never told."""
+
+    async def main() -> None:
+        cluster = FakeCluster(remembered)
+        there: dict[str, dict[str, Any]] = {}
+        woken: list[Key] = []
+        reflector = reflector_of(cluster, woken)
+        task = asyncio.create_task(reflector.run())
+        before: dict[str, dict[str, Any]] = {}
+        for kind, name, value in [*steps, ("restore", "", 0)]:
+            match kind:
+                case "put" if not cluster.is_down or name in there:
+                    await change(cluster, there, name, value)
+                case "delete" if name in there:
+                    await quietly(cluster, cluster.delete(CONFIG_MAPS, there.pop(name)))
+                case "cut" | "restore":
+                    await cluster.cut(kind == "cut")
+                case "wait":
+                    await asyncio.sleep(300.0)
+                    if not cluster.is_down:
+                        changed = {n for n in before.keys() | there.keys() if before.get(n) != there.get(n)}
+                        assert {("ns", f"model-{n}") for n in changed} <= set(woken)
+                        before = dict(there)
+                        woken.clear()
+        await asyncio.sleep(300.0)
+        assert {obj["metadata"]["name"]: obj["data"] for obj in reflector.objects()} == {
+            name: obj["data"] for name, obj in there.items()
+        }
+        for name in "abc":
+            assert [o["metadata"]["name"] for o in reflector.of_model(("ns", f"model-{name}"))] == [name] * (
+                name in there
+            )
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
+    virtual_time.run(main())
+
+
+async def change(cluster: FakeCluster, there: dict[str, dict[str, Any]], name: str, value: int) -> None:
+    wanted = config_map(name, f"model-{name}", value)
+    if name in there:
+        metadata = there[name]["metadata"]
+        there[name] = await quietly(cluster, cluster.replace(CONFIG_MAPS, {**wanted, "metadata": metadata}))
+    else:
+        there[name] = await quietly(cluster, cluster.create(CONFIG_MAPS, wanted))
+
+
+async def quietly(cluster: FakeCluster, write: Any) -> Any:
+    """Somebody else writes, whatever the operator's own network does."""
+    down, cluster.is_down = cluster.is_down, False
+    try:
+        return await write
+    finally:
+        cluster.is_down = down
+
+
+def test_what_vanished_while_the_server_forgot_is_deleted_from_the_cache_and_wakes_its_model() -> None:
+    async def main() -> None:
+        cluster = FakeCluster(remembered=1)
+        woken: list[Key] = []
+        reflector = reflector_of(cluster, woken)
+        task = asyncio.create_task(reflector.run())
+        created = [await cluster.create(CONFIG_MAPS, config_map(name, f"model-{name}")) for name in "abc"]
+        await asyncio.sleep(100.0)
+        assert len(list(reflector.objects())) == len(created)
+        await cluster.cut(True)
+        await asyncio.sleep(1.0)
+        woken.clear()
+        for obj in created[:2]:
+            await quietly(cluster, cluster.delete(CONFIG_MAPS, obj))
+        await cluster.cut(False)
+        await asyncio.sleep(100.0)
+        assert [obj["metadata"]["name"] for obj in reflector.objects()] == ["c"]
+        assert list(reflector.of_model(("ns", "model-a"))) == []
+        assert sorted(woken) == [("ns", "model-a"), ("ns", "model-b")]
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
+    virtual_time.run(main())
+
+
+def test_an_idle_reflector_makes_no_call_but_its_watch() -> None:
+    async def main() -> None:
+        cluster = FakeCluster()
+        task = asyncio.create_task(reflector_of(cluster, []).run())
+        await asyncio.sleep(3600.0)
+        assert cluster.calls == ["list", "watch"]
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
+    virtual_time.run(main())
+
+
+def test_a_written_object_is_seen_before_the_watch_brings_it_and_an_older_event_does_not_undo_it() -> None:
+    async def main() -> None:
+        cluster = FakeCluster()
+        woken: list[Key] = []
+        reflector = reflector_of(cluster, woken)
+        task = asyncio.create_task(reflector.run())
+        await reflector.synced.wait()
+        created = await cluster.create(CONFIG_MAPS, config_map("a"))
+        newer = await cluster.replace(CONFIG_MAPS, {**created, "data": {"value": "2"}})
+        reflector.observe_written(newer)
+        assert reflector.find("ns", "a") == newer
+        await asyncio.sleep(1.0)
+        assert reflector.find("ns", "a") == newer
+        await cluster.delete(CONFIG_MAPS, newer)
+        await asyncio.sleep(1.0)
+        reflector.observe_written(newer)  # an answer that came late
+        assert reflector.find("ns", "a") is None
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
+    virtual_time.run(main())
+
+
+def test_a_first_list_that_is_refused_ends_the_start_and_a_later_one_is_tried_again() -> None:
+    class Refusing(FakeCluster):
+        refuses = True
+
+        async def list(self, resource: Resource, namespace: str | None, **selectors: str) -> Page:
+            if self.refuses:
+                raise Forbidden("list configmaps: no", retriable=False, status=403)
+            return await super().list(resource, namespace, **selectors)
+
+    async def main() -> None:
+        cluster = Refusing(remembered=1)
+        with pytest.raises(Forbidden):
+            await reflector_of(cluster, []).run()
+        cluster.refuses = False
+        reflector = reflector_of(cluster, [])
+        task = asyncio.create_task(reflector.run())
+        await reflector.synced.wait()
+        cluster.refuses = True
+        await cluster.cut(True)
+        created = [await quietly(cluster, cluster.create(CONFIG_MAPS, config_map(name))) for name in "ab"]
+        await cluster.cut(False)
+        await asyncio.sleep(100.0)
+        assert not task.done()
+        cluster.refuses = False
+        await asyncio.sleep(100.0)
+        assert len(list(reflector.objects())) == len(created)
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
+    virtual_time.run(main())
+
+
+def test_of_managed_fields_only_the_operators_own_are_kept() -> None:
+    ours = {"manager": FIELD_MANAGER, "operation": "Apply", "fieldsV1": {"f:data": {}}}
+    of_status = {**ours, "subresource": "status"}
+    obj = config_map("a")
+    obj["metadata"]["managedFields"] = [{"manager": "kubectl"}, ours, of_status]
+    assert trimmed(obj)["metadata"]["managedFields"] == [ours]
+    assert "managedFields" not in trimmed(config_map("a"))["metadata"]
