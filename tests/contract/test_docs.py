@@ -1,0 +1,476 @@
+"""The pages in `docs/` and the READMEs say what the code does: names are held equal here, sentences are read by people.
+
+A table's first cell names fields as dotted paths in backticks; a name that begins with a dot or `[]` lies below the
+first one of the cell.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import json
+import re
+import shlex
+import socket
+from collections.abc import Iterator, Mapping
+from operator import attrgetter
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from helpers.operator_worlds import FACTS, SETTINGS, body, fresh
+from neuron_operator import decide as operator_decide
+from neuron_operator import metrics as operator_metrics
+from neuron_operator import placement
+from neuron_operator.catalog import INSTANCE_TYPES
+from neuron_operator.errors import InvalidSpec, Unplaceable
+from neuron_operator.model import LATER, LATER_SCHEMES, parse
+from neuron_operator.why import CONDITIONS, REASONS
+from neuron_runtime import config
+from neuron_runtime.__main__ import DRAIN_ON_THE_COMMAND_LINE, MODEL_FLAGS, build_parser, main
+from neuron_runtime.backend.torch import sizing
+from neuron_runtime.backend.torch.architecture import FAMILIES
+from neuron_runtime.engine.process import DEFAULT_MAX_QUEUED_REQUESTS, MIN_STEP_SECONDS
+from neuron_runtime.errors import ExitCode, ServingError
+from neuron_runtime.record import MAX_RECORD_BYTES, ModelFacts, Record
+from neuron_runtime.server import admission, restarts, wire
+from neuron_runtime.server.app import build_app
+from neuron_runtime.server.metrics import Metrics
+from neuron_runtime.server.supervisor import listen
+
+ROOT = Path(__file__).parents[2]
+DOCS = ROOT / "docs"
+CHART = ROOT / "charts" / "neuron-serving"
+NEURONMODEL = (DOCS / "neuronmodel.md").read_text()
+RUNTIME = (DOCS / "runtime.md").read_text()
+TROUBLESHOOTING = (DOCS / "troubleshooting.md").read_text()
+CHART_README = (CHART / "README.md").read_text()
+PAGES = sorted(
+    path
+    for pattern in ("*.md", "docs/*.md", "charts/*/*.md", "examples/**/*.md")
+    for path in ROOT.glob(pattern)
+    if not any(part.startswith(".") for part in path.relative_to(ROOT).parts)
+)
+
+KUBERNETES_OWN = {
+    "podTemplate.spec.tolerations",
+    "podTemplate.spec.affinity",
+    "podTemplate.spec.topologySpreadConstraints",
+}
+"""Fields whose insides are a pod's, documented by Kubernetes."""
+
+
+def section(page: str, title: str) -> str:
+    """What stands under a heading, up to the next one of the same level or above."""
+    found = re.search(rf"^(#+) {re.escape(title)}$", page, re.MULTILINE)
+    assert found, f"no heading {title!r}"
+    rest = page[found.end() :]
+    end = re.search(rf"^#{{1,{len(found[1])}}} ", rest, re.MULTILINE)
+    return rest[: end.start()] if end else rest
+
+
+def rows(text: str) -> list[list[str]]:
+    """Cells of every table row below a table's head."""
+    lines = [line for line in text.splitlines() if line.startswith("|")]
+    cells = [[cell.strip() for cell in re.split(r"(?<!\\)\|", line)[1:-1]] for line in lines]
+    heads = {at for at, row in enumerate(cells) if at + 1 < len(cells) and re.fullmatch(r"-+", cells[at + 1][0])}
+    return [row for at, row in enumerate(cells) if at not in heads and not re.fullmatch(r"-+", row[0])]
+
+
+def words(text: str) -> list[str]:
+    """What stands in backticks, without fenced blocks."""
+    return re.findall(r"`([^`]+)`", re.sub(r"^```.*?^```", "", text, flags=re.MULTILINE | re.DOTALL))
+
+
+def paths(text: str) -> set[str]:
+    """The dotted paths that first cells name."""
+    found: set[str] = set()
+    for first, *_ in rows(text):
+        base, *more = words(first) or [""]
+        found |= {base, *(base + word if word[0] in ".[" else word for word in more)}
+    return found - {""}
+
+
+def schema() -> Mapping[str, Any]:
+    crd = yaml.safe_load((ROOT / "crds" / "neuronmodels.yaml").read_text())
+    properties: Mapping[str, Any] = crd["spec"]["versions"][0]["schema"]["openAPIV3Schema"]["properties"]
+    return properties
+
+
+def leaves(part: Mapping[str, Any], path: str = "") -> Iterator[str]:
+    """Paths of all fields that have no fields of their own."""
+    below = part.get("properties") or part.get("items", {}).get("properties")
+    inside = f"{path}[]" if "items" in part else path
+    if not below or path in KUBERNETES_OWN:
+        yield path
+        return
+    for name, child in below.items():
+        yield from leaves(child, f"{inside}.{name}" if inside else name)
+
+
+# Every page
+
+
+def anchors(page: Path) -> set[str]:
+    """Anchors of the headings, as GitHub makes them."""
+    text = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
+    titles = re.findall(r"^#+ (.+)$", text, re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", title.replace("`", "").lower()).replace(" ", "-") for title in titles}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_every_relative_link_leads_somewhere(page: Path) -> None:
+    text = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
+    links = re.findall(r"\]\(([^)\s]+)\)", text)
+    for link in (link for link in links if "://" not in link):
+        file, _, anchor = link.partition("#")
+        target = (page.parent / file).resolve() if file else page
+        assert target.exists(), f"{page.name}: {link} leads nowhere"
+        if anchor:
+            assert anchor in anchors(target), f"{page.name}: {link}: {target.name} has no such heading"
+
+
+def fenced(page: Path, language: str) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```$", page.read_text(), re.MULTILINE | re.DOTALL)
+
+
+def shown_manifests(page: Path) -> list[dict[str, Any]]:
+    documents = [document for block in fenced(page, "yaml") for document in yaml.safe_load_all(block)]
+    return [document for document in documents if document.get("kind") == "NeuronModel"]
+
+
+def refused_at(document: Mapping[str, Any]) -> str:
+    """The field for which the operator refuses a manifest; empty where it is accepted."""
+    try:
+        parse(document)
+    except InvalidSpec as refusal:
+        return refusal.field
+    return ""
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_every_manifest_shown_is_one_that_is_accepted(page: Path) -> None:
+    # The README begins with what the resource is made for, and says what this version answers to it.
+    allowed = {"", "spec.engine.backend"} if page == ROOT / "README.md" else {""}
+    assert {refused_at(document) for document in shown_manifests(page)} <= allowed
+    assert "FieldNotSupported" in (ROOT / "README.md").read_text()
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_every_json_shown_is_json(page: Path) -> None:
+    for block in fenced(page, "json"):
+        json.loads(block)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_every_runtime_command_shown_is_one_that_parses(page: Path) -> None:
+    for block in fenced(page, "console"):
+        for line in block.splitlines():
+            told = re.fullmatch(r"\$ (?:\S*/)?neuron-runtime (.*)", line)
+            if told:
+                build_parser().parse_args(shlex.split(told[1], comments=True))
+
+
+# docs/neuronmodel.md
+
+
+def test_every_field_of_the_resource_is_documented_once_and_no_other() -> None:
+    now = paths(section(NEURONMODEL, "Fields acted on now"))
+    later = paths(section(NEURONMODEL, "Fields refused by this version"))
+    assert now & later == {"model.uri", "engine.backend"}
+    known = set(leaves(schema()["spec"]))
+    parents = {path[: match.start()] for path in known for match in re.finditer(r"\.|\[\]", path)}
+    assert known - (now | later) == set()
+    assert (now | later) - known - parents == set()
+
+
+def test_the_fields_refused_are_those_of_the_code_with_its_cures() -> None:
+    told = {words(first)[0]: cure for first, _, cure in rows(section(NEURONMODEL, "Fields refused by this version"))}
+    camel = {re.sub(r"_([a-z])", lambda m: m[1].upper(), later.path): later.cure for later in LATER}
+    assert {path: cure for path, cure in told.items() if path not in ("model.uri", "engine.backend")} == camel
+    assert all(f"`{scheme}://`" in told["model.uri"] for scheme in LATER_SCHEMES)
+
+
+def test_every_field_of_the_status_is_documented_and_no_other() -> None:
+    known = set(leaves(schema()["status"]))
+    parents = {path[: match.start()] for path in known for match in re.finditer(r"\.|\[\]", path)}
+    told = paths(section(NEURONMODEL, "Status"))
+    assert known - told == set()
+    assert told - known - parents == set()
+
+
+def documented_reasons(condition: str) -> dict[str, bool]:
+    """Reason to whether it is marked as reserved."""
+    return {words(row[0])[0]: row[1].startswith("*reserved*") for row in rows(section(NEURONMODEL, condition))}
+
+
+@pytest.mark.parametrize("condition", CONDITIONS)
+def test_every_reason_of_a_condition_is_documented_and_no_other(condition: str) -> None:
+    assert set(documented_reasons(condition)) == REASONS[condition]
+
+
+def words_in_functions(*modules: str) -> set[str]:
+    """String constants inside functions and classes: what a module says, without its module-level tables."""
+    found = set()
+    for module in modules:
+        tree = ast.parse((ROOT / "operator" / "neuron_operator" / f"{module}.py").read_text())
+        for part in tree.body:
+            if isinstance(part, ast.FunctionDef | ast.ClassDef):
+                found |= {n.value for n in ast.walk(part) if isinstance(n, ast.Constant) and isinstance(n.value, str)}
+    return found
+
+
+def exit_codes_given() -> set[ExitCode]:
+    """The codes that some function or class of the runtime names; tables at module level only speak of them."""
+    names = set()
+    for path in (ROOT / "runtime" / "neuron_runtime").rglob("*.py"):
+        for part in ast.parse(path.read_text()).body:
+            if isinstance(part, ast.FunctionDef | ast.ClassDef):
+                names |= {ast.unparse(node) for node in ast.walk(part) if isinstance(node, ast.Attribute)}
+    return {code for code in ExitCode if f"ExitCode.{code.name}" in names}
+
+
+def test_reserved_reasons_are_those_that_nothing_gives() -> None:
+    said = words_in_functions("decide", "why", "placement", "errors")
+    given = said | {code.reason for code in exit_codes_given()}
+    told: dict[str, bool] = {}
+    for condition in CONDITIONS:
+        for reason, reserved in documented_reasons(condition).items():
+            told[reason] = told.get(reason, True) and reserved  # reserved under one condition, given under another
+    assert {reason for reason, reserved in told.items() if reserved} == set(told) - given
+
+
+def test_the_table_of_sizes_is_the_catalog() -> None:
+    tables = attrgetter("plain_devices", "extension_devices", "plain_cores", "extension_cores")
+    expected = [
+        [known.name, *(placement._ranges(list(sizes)) for sizes in tables(known))] for known in INSTANCE_TYPES.values()
+    ]
+    assert rows(section(NEURONMODEL, "Devices and cores")) == expected
+
+
+def test_the_columns_are_those_of_the_resource() -> None:
+    crd = yaml.safe_load((ROOT / "crds" / "neuronmodels.yaml").read_text())
+    columns = crd["spec"]["versions"][0]["additionalPrinterColumns"]
+    normal = ", ".join(c["name"] for c in columns if not c.get("priority"))
+    wide = ", ".join(c["name"] for c in columns if c.get("priority"))
+    assert f"shows {normal}; `-o wide` adds {wide}." in NEURONMODEL
+
+
+# docs/runtime.md
+
+
+def serve_parser() -> argparse.ArgumentParser:
+    commands = next(a for a in build_parser()._actions if isinstance(a, argparse._SubParsersAction))
+    serve = commands.choices["serve"]
+    assert isinstance(serve, argparse.ArgumentParser)
+    return serve
+
+
+def test_every_flag_of_serve_is_documented_and_no_other() -> None:
+    text = section(RUNTIME, "Flags")
+    told = set(re.findall(r"`(--?[a-z][a-z-]*)`", text))
+    assert told == {option for action in serve_parser()._actions for option in action.option_strings}
+    flags = {words(first)[0]: words(place)[0] for first, place, _ in rows(text) if len(words(place)) == 1}
+    assert {flag: place for flag, place in flags.items() if flag in MODEL_FLAGS} == MODEL_FLAGS
+    assert f"lasts at most {DRAIN_ON_THE_COMMAND_LINE['seconds']:.0f} s" in text
+
+
+def test_every_key_of_the_configuration_document_is_documented_and_no_other() -> None:
+    text = section(RUNTIME, "The configuration document")
+    parts = {"model": config.ModelSource, "limits": config.EngineLimits, "drain": config.Drain}
+    known = set()
+    for key in config.RuntimeConfig.__struct_encode_fields__:
+        part = parts.get(key)
+        known |= {f"{key}.{inner}" for inner in part.__struct_encode_fields__} if part else {key}
+    assert paths(text) == known
+    (example,) = re.findall(r"^```json\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
+    config.parse_config(example.encode())
+
+
+def test_the_defaults_of_the_limits_are_those_of_the_torch_backend() -> None:
+    told = {words(first)[0]: default for first, default in rows(section(RUNTIME, "Limits and their defaults"))}
+    assert set(told) == {"layout", *config.EngineLimits.__struct_encode_fields__}
+    assert told["maxSequences"] == str(sizing.DEFAULT_MAX_SEQUENCES)
+    assert told["maxStepTokens"].startswith(f"{sizing.DEFAULT_MAX_STEP_TOKENS}, ")
+    assert told["blockSize"].startswith(f"{sizing.DEFAULT_BLOCK_SIZE} tokens")
+    assert f"at least {sizing.MIN_DEFAULT_LENGTH} tokens" in told["maxModelLength"]
+    assert told["maxQueuedRequests"] == str(DEFAULT_MAX_QUEUED_REQUESTS)
+    assert f"{sizing.SHARE_OF_MEMORY * 100:.0f} % of the free memory" in RUNTIME
+
+
+def test_every_field_that_a_client_may_send_is_documented_and_no_other() -> None:
+    honoured, refused = re.split(r"^Refused by name.*$", section(RUNTIME, "HTTP API"), maxsplit=1, flags=re.MULTILINE)
+    known = {*wire.CompletionBody.__struct_fields__, *wire.ChatBody.__struct_fields__}
+    assert {word for row in rows(honoured) for word in words(row[0])} == known
+    table, _, rest = refused.partition("Without effect")
+    told = {words(first)[0]: words(neutral) for first, neutral in rows(table)}
+    assert told == {
+        name: [json.dumps(value, separators=(",", ":")) for value in values] for name, values in wire.NOT_BUILT.items()
+    }
+    assert set(words(rest.partition("Any other field")[0])) == wire.WITHOUT_EFFECT
+    streaming = set(wire.StreamOptions.__struct_fields__)
+    assert streaming == {w for row in rows(honoured) if "`stream_options`" in row[0] for w in words(row[1])}
+
+
+def test_every_route_is_documented() -> None:
+    app = build_app(None)  # type: ignore[arg-type]
+    routes = {re.sub(r"\{.*\}", "NAME", getattr(route, "path", "")) for route in app.routes}
+    told = {word.partition(" ")[2] for word in words(section(RUNTIME, "HTTP API")) if " /" in word}
+    assert routes == told
+    bodies = {*wire.TokenizeBody.__struct_fields__, *wire.DetokenizeBody.__struct_fields__} - {"model"}
+    assert bodies <= set(words(section(RUNTIME, "Other routes")))
+
+
+@pytest.mark.parametrize(
+    "sentence",
+    [
+        f"body {admission.MAX_BODY_BYTES // 2**20} MiB",
+        f"{admission.MAX_CHOICES} answers",
+        f"{admission.MAX_STOP_STRINGS} stop texts of {admission.MAX_STOP_CHARACTERS} characters",
+        f"{admission.MAX_STOP_TOKEN_IDS} stop token ids",
+        f"0 to {admission.MAX_TEMPERATURE:.0f}; 0 is greedy",
+        f"At most {admission.MAX_SALT_CHARACTERS} characters",
+        f"Completions: {admission.DEFAULT_COMPLETION_TOKENS}, or",
+        f"(at least {MIN_STEP_SECONDS:.0f} s)",
+        f"JSON of at most {MAX_RECORD_BYTES // 1024} KiB",
+    ],
+)
+def test_the_numbers_are_those_of_the_code(sentence: str) -> None:
+    assert sentence in " ".join(RUNTIME.split())
+
+
+def test_the_restart_budget_is_the_supervisors() -> None:
+    assert (restarts.MAX_RESTARTS, restarts.RESTART_WINDOW_SECONDS) == (3, 600)
+    assert "After three restarts within ten minutes the command ends with code 50" in " ".join(RUNTIME.split())
+
+
+def test_every_metric_of_the_runtime_is_documented_with_its_type_and_no_other() -> None:
+    declared = re.findall(r"^# TYPE (\S+) (\S+)$", Metrics("m").render().decode(), re.MULTILINE)
+    told = [(words(first)[0], kind) for first, kind, _ in rows(section(RUNTIME, "Metrics"))]
+    assert sorted(told) == sorted(declared)
+
+
+def test_every_exit_code_is_documented_with_its_reason_and_no_other() -> None:
+    told = {int(code): (words(reason) or [""])[0] for code, reason, _ in rows(section(RUNTIME, "Exit codes"))}
+    own = {0: "", 1: "", 130: ""}
+    assert told == own | {int(code): code.reason for code in ExitCode}
+
+
+def test_reserved_exit_codes_are_those_that_nothing_gives() -> None:
+    told = {int(code) for code, _, meaning in rows(section(RUNTIME, "Exit codes")) if meaning == "*reserved*"}
+    assert told == {int(code) for code in set(ExitCode) - exit_codes_given()}
+
+
+def test_every_field_of_the_record_is_documented() -> None:
+    text = section(RUNTIME, "The record")
+    assert {*Record.__struct_encode_fields__, *ModelFacts.__struct_encode_fields__} <= set(words(text))
+
+
+def test_every_supported_architecture_is_named() -> None:
+    assert set(FAMILIES) <= set(words(section(RUNTIME, "Models")))
+
+
+# charts/neuron-serving/README.md
+
+
+def value_names(values: Mapping[str, Any], path: str = "") -> Iterator[str]:
+    for key, value in values.items():
+        if isinstance(value, Mapping) and value and key != "resources":
+            yield from value_names(value, f"{path}{key}.")
+        else:
+            yield f"{path}{key}"
+
+
+def test_every_value_of_the_chart_is_documented_with_its_default_and_no_other() -> None:
+    values = yaml.safe_load((CHART / "values.yaml").read_text())
+    table = rows(section(CHART_README, "Values"))
+    assert sorted(word for row in table for word in words(row[0])) == sorted(value_names(values))
+    for first, _, default in table:
+        if words(default):
+            actual: Any = values
+            for key in words(first)[0].split("."):
+                actual = actual[key]
+            assert yaml.safe_load(words(default)[0]) == actual, first
+
+
+def test_the_values_shown_are_known_to_the_chart() -> None:
+    jsonschema = pytest.importorskip("jsonschema")
+    values = yaml.safe_load((CHART / "values.yaml").read_text())
+    rules = json.loads((CHART / "values.schema.json").read_text())
+    shown = [yaml.safe_load(block) for block in fenced(CHART / "README.md", "yaml")]
+    assert shown
+    for value in shown:
+        jsonschema.validate({**values, **value}, rules)
+
+
+def test_the_rights_shown_are_those_of_the_chart() -> None:
+    rules = re.findall(
+        r"\{apiGroups: \[(.*?)\], resources: \[(.*?)\], verbs: \[(.*?)\]\}",
+        (CHART / "templates" / "rbac.yaml").read_text(),
+    )
+    granted = {(group.strip('"') or "core", resources, verbs) for group, resources, verbs in rules}
+    told = {(group, resources, verbs) for group, resources, verbs, _ in rows(section(CHART_README, "Rights"))}
+    assert granted - told == {("coordination.k8s.io", "leases", "create")}
+    assert told <= granted
+
+
+def test_every_metric_of_the_operator_is_documented_with_its_type_and_no_other() -> None:
+    numbers = operator_metrics.Metrics()
+    numbers.report_models(lambda: [body()])
+    declared = re.findall(r"^# TYPE (\S+) (\S+)$", numbers.exposition().decode(), re.MULTILINE)
+    told = [(words(first)[0], kind) for first, kind, _ in rows(section(CHART_README, "Metrics"))]
+    assert sorted(told) == sorted((name, kind) for name, kind in declared if not name.endswith("_created"))
+
+
+# docs/troubleshooting.md
+
+
+def refusal(spec: Mapping[str, Any]) -> str:
+    with pytest.raises((InvalidSpec, Unplaceable)) as caught:
+        placement.place(parse(body(spec)), SETTINGS)
+    return str(caught.value)
+
+
+def quoted(message: str) -> bool:
+    return message in " ".join(TROUBLESHOOTING.split())
+
+
+def test_the_words_about_nxdi_are_the_operators() -> None:
+    assert quoted(refusal({"model": {"uri": "hf://acme/tiny"}}))
+
+
+def test_the_words_about_a_taken_name_are_the_operators() -> None:
+    world = fresh()
+    taken = type(world)(**{**vars(world), "taken": frozenset({("Service", "chat")})})
+    status = operator_decide.decide(taken, SETTINGS).status
+    assert status is not None
+    assert quoted(next(c for c in status["conditions"] if c["type"] == "Accepted")["message"])
+
+
+def test_the_words_about_a_busy_port_are_the_runtimes(capsys: pytest.CaptureFixture[str]) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as busy:
+        port = busy.getsockname()[1]
+        with pytest.raises(ServingError) as caught:
+            listen("127.0.0.1", port)
+    assert quoted(f"InvalidEngineConfig: {caught.value}".replace(str(port), "8000"))
+
+
+@pytest.mark.parametrize("uri", ["file:///models/none"])
+def test_the_words_about_a_missing_model_are_the_runtimes(uri: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["inspect", uri]) == ExitCode.MODEL_NOT_FOUND
+    assert quoted(capsys.readouterr().err.strip().removeprefix("neuron-runtime: ModelNotFound: "))
+
+
+def test_the_words_about_an_architecture_are_the_runtimes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for file in (ROOT / "examples" / "demo-model").glob("*.*"):
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    settings = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(settings | {"architectures": ["Qwen3ForCausalLM"]}))
+    assert main(["inspect", tmp_path.as_uri()]) == ExitCode.UNSUPPORTED_ARCHITECTURE
+    assert quoted(capsys.readouterr().err.strip().removeprefix("neuron-runtime: UnsupportedArchitecture: "))
+
+
+def test_the_facts_used_here_are_those_of_a_record() -> None:
+    assert set(FACTS) == set(ModelFacts.__struct_encode_fields__)
