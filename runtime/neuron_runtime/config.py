@@ -84,10 +84,10 @@ def check_config(config: RuntimeConfig) -> None:
         raise InvalidConfig("$.version", f"this runtime reads version {CONFIG_VERSION}, got {config.version}")
     if not config.served_names:
         raise InvalidConfig("$.servedNames", "at least one name is needed")
-    for name, value in msgspec.structs.asdict(config.limits).items():
+    for name, value in msgspec.to_builtins(config.limits).items():
         if value < 0:
             raise InvalidConfig(f"$.limits.{name}", f"must not be negative, got {value}")
-    for name, value in msgspec.structs.asdict(config.drain).items():
+    for name, value in msgspec.to_builtins(config.drain).items():
         if value < 0:
             raise InvalidConfig(f"$.drain.{name}", f"must not be negative, got {value}")
 

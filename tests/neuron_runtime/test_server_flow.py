@@ -1,4 +1,4 @@
-"""What happens to requests in flight: clients that leave, full queues, drains, engines that end. Steps run when permitted."""
+"""Requests in flight: clients that leave, full queues, drains, engines that end. Steps run when permitted."""
 
 from __future__ import annotations
 
@@ -17,6 +17,29 @@ from neuron_runtime.server.control import Drain, EngineEnded, EngineStarted
 
 LONG = {"prompt": "a core", "max_tokens": 200, "ignore_eos": True, "temperature": 0}
 STREAM = {**LONG, "stream": True}
+
+SERIES = (
+    "vllm:num_requests_running",
+    "vllm:num_requests_waiting",
+    "vllm:kv_cache_usage_perc",
+    "vllm:cache_config_info",
+    "vllm:time_to_first_token_seconds_bucket",
+    "vllm:inter_token_latency_seconds_bucket",
+    "vllm:request_time_per_output_token_seconds_bucket",
+    "vllm:e2e_request_latency_seconds_bucket",
+    "vllm:request_decode_time_seconds_bucket",
+    "vllm:request_prompt_tokens_bucket",
+    "vllm:request_generation_tokens_bucket",
+    "vllm:iteration_tokens_total_bucket",
+    "vllm:prompt_tokens_total",
+    "vllm:generation_tokens_total",
+    "vllm:request_success_total",
+    "vllm:num_preemptions_total",
+    "neuron_serving_step_seconds_bucket",
+    "neuron_serving_load_seconds",
+    "neuron_serving_warm_up_seconds",
+    "neuron_serving_engine_restarts_total",
+)
 
 
 @pytest.fixture(scope="module")
@@ -187,32 +210,10 @@ async def test_the_front_end_ends_when_its_supervisor_is_gone(model_dir: Path) -
 
 
 async def test_every_series_of_the_contract_is_exported(model_dir: Path) -> None:
-    names = [
-        "vllm:num_requests_running",
-        "vllm:num_requests_waiting",
-        "vllm:kv_cache_usage_perc",
-        "vllm:cache_config_info",
-        "vllm:time_to_first_token_seconds_bucket",
-        "vllm:inter_token_latency_seconds_bucket",
-        "vllm:request_time_per_output_token_seconds_bucket",
-        "vllm:e2e_request_latency_seconds_bucket",
-        "vllm:request_decode_time_seconds_bucket",
-        "vllm:request_prompt_tokens_bucket",
-        "vllm:request_generation_tokens_bucket",
-        "vllm:iteration_tokens_total_bucket",
-        "vllm:prompt_tokens_total",
-        "vllm:generation_tokens_total",
-        "vllm:request_success_total",
-        "vllm:num_preemptions_total",
-        "neuron_serving_step_seconds_bucket",
-        "neuron_serving_load_seconds",
-        "neuron_serving_warm_up_seconds",
-        "neuron_serving_engine_restarts_total",
-    ]
     async with serving(model_dir) as served:
         answers = [(await post(served, max_tokens=tokens)).json() for tokens in (3, 5)]
         text = (await served.http.get("/metrics")).text
-        assert all(any(line.startswith(name + "{") for line in text.splitlines()) for name in names)
+        assert all(any(line.startswith(name + "{") for line in text.splitlines()) for name in SERIES)
         lines = [line for line in text.splitlines() if line and not line.startswith("#")]
         assert all(f'model_name="{MODEL}"' in line for line in lines)
         usage = [answer["usage"] for answer in answers]

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from neuron_runtime.text.stop_strings import StopStrings
 
 letters = st.text("abc", max_size=30)
+cuts = st.lists(st.integers(1, 5), min_size=1, max_size=10)
 stop_lists = st.lists(st.text("abc", min_size=1, max_size=4), max_size=3)
 
 
@@ -27,9 +28,7 @@ def expected(stops: list[str], text: str, include: bool) -> tuple[str, str | Non
     return text, None
 
 
-@given(
-    text=letters, stops=stop_lists, sizes=st.lists(st.integers(1, 5), min_size=1, max_size=10), include=st.booleans()
-)
+@given(text=letters, stops=stop_lists, sizes=cuts, include=st.booleans())
 @example(text="aab", stops=["ab", "aab"], sizes=[1], include=False)
 @example(text="abcab", stops=["bc", "abca"], sizes=[5], include=False)
 def test_the_answer_ends_at_the_first_stop_string_at_any_split(

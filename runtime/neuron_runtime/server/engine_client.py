@@ -11,6 +11,7 @@ import itertools
 from collections.abc import Callable, Sequence
 from enum import Enum
 from pathlib import Path
+from typing import Any
 
 import zmq
 import zmq.asyncio
@@ -94,7 +95,7 @@ class EngineClient:
         self._metrics.engine_started(incarnation)
         outbox = messages.socket(self._context, zmq.PULL, self._run_dir, messages.ENGINE_OUTBOX, incarnation)
         # Sending needs no event loop, as it never waits.
-        plain = zmq.Context.shadow(self._context)
+        plain: zmq.Context[Any] = zmq.Context.shadow(self._context)
         self._to_engine = messages.socket(plain, zmq.PUSH, self._run_dir, messages.ENGINE_INBOX, incarnation)
         self._receiving = asyncio.get_running_loop().create_task(self._receive(outbox))
         self._receiving.add_done_callback(self._receiving_ended)

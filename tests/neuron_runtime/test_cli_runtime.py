@@ -1,0 +1,174 @@
+"""The command line: what it accepts, what it refuses in one line, and what it leaves behind."""
+
+from __future__ import annotations
+
+import json
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from helpers.chat_model import write_chat_model
+from neuron_runtime.__main__ import build_parser, main, model_uri, serve_config
+from neuron_runtime.config import RuntimeConfig
+from neuron_runtime.errors import InvalidConfig
+
+
+def config_of(*arguments: str) -> RuntimeConfig:
+    return serve_config(build_parser().parse_args(["serve", *arguments]))
+
+
+def test_flags_amount_to_a_document() -> None:
+    config = config_of(
+        "org/name@main", "--max-model-len", "4096", "--max-num-seqs", "8", "--block-size", "32", "--dtype", "float32",
+        "--num-gpu-blocks-override", "100", "--max-num-batched-tokens", "512", "--max-queued-requests", "9",
+        "--layout", "blocks", "--served-model-name", "a", "b",
+    )  # fmt: skip
+    limits = config.limits
+    assert config.model.uri == "hf://org/name@main"
+    assert config.served_names == ("a", "b")
+    assert (limits.max_model_length, limits.max_sequences, limits.block_size) == (4096, 8, 32)
+    assert (limits.num_blocks, limits.max_step_tokens, limits.max_queued_requests) == (100, 512, 9)
+    assert (config.dtype, config.layout, config.backend) == ("float32", "blocks", "torch")
+
+
+def test_a_model_is_named_as_people_write_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "local model").mkdir()
+    assert model_uri("local model") == (tmp_path / "local model").as_uri()
+    assert model_uri("./gone") == (tmp_path / "gone").as_uri()
+    assert model_uri("org/name") == "hf://org/name"
+    assert model_uri("file:///x") == "file:///x"
+    assert config_of("org/name@v1").served_names == ("name",)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "field", "says"),
+    [
+        ([], "MODEL", "serve MODEL"),
+        (["m", "--config", "x"], "--config", "leave out MODEL"),
+        (["--config", "x", "--max-model-len", "5"], "--config", "leave out MODEL"),
+        (["--config", "/nowhere"], "--config", "cannot read /nowhere"),
+        (["m", "--dtype", "int7"], "--dtype", "Invalid enum value 'int7'"),
+        (["m", "--backend", "magic"], "--backend", "Invalid enum value 'magic'"),
+        (["m", "--max-num-seqs", "-1"], "--max-num-seqs", "must not be negative"),
+    ],
+)
+def test_wrong_flags_are_named(arguments: list[str], field: str, says: str) -> None:
+    with pytest.raises(InvalidConfig) as caught:
+        config_of(*arguments)
+    assert caught.value.field == field
+    assert says in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ["--tensor-parallel-size", "2"], ["--api-key", "x"], ["--enable-prefix-caching"], ["--chat-template", "x"],
+        ["--override-neuron-config", '{"a": 1}'], ["--additional-config", "{"], ["--reasoning-parser", "x"],
+        ["--generation-config", "vllm"], ["--no-enable-chunked-prefill"],
+    ],
+)  # fmt: skip
+def test_flags_that_are_not_built_are_refused_by_name(flags: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(["serve", "m", *flags])
+    assert caught.value.code == 2
+    error = capsys.readouterr().err
+    assert f"{flags[0]} is not supported yet" in error
+    assert error.count("\n") == 1
+
+
+def test_neutral_values_of_flags_that_are_not_built_are_accepted() -> None:
+    config_of(
+        "m", "--tensor-parallel-size", "1", "--override-neuron-config", "{}", "--no-enable-prefix-caching",
+        "--enable-chunked-prefill", "--generation-config", "auto",
+    )  # fmt: skip
+
+
+def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "neuron_runtime", *arguments], capture_output=True, text=True, check=False, timeout=60
+    )
+
+
+def test_a_port_in_use_is_one_line_with_the_cure_and_a_record(tmp_path: Path) -> None:
+    record = tmp_path / "record"
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        ended = run("serve", "org/name", "--port", port, "--record", str(record))
+    assert ended.returncode == 2
+    assert ended.stderr.count("\n") == 1
+    assert port in ended.stderr
+    assert "in use" in ended.stderr
+    assert "--port" in ended.stderr
+    written = msgspec.json.decode(record.read_bytes())
+    assert (written["command"], written["reason"]) == ("serve", "InvalidEngineConfig")
+
+
+@pytest.mark.parametrize(
+    ("flags", "says"),
+    [
+        (["--host", "300.1.1.1"], "cannot listen on 300.1.1.1"),
+        (["--port", "70000"], "from 0 to 65535"),
+        (["--backend", "nxdi"], "`nxdi` is not built"),
+    ],
+)
+def test_a_command_that_cannot_begin_says_why_in_one_line(flags: list[str], says: str) -> None:
+    ended = run("serve", "org/name", *flags)
+    assert (ended.returncode, ended.stderr.count("\n")) == (2, 1)
+    assert says in ended.stderr
+
+
+def test_an_unknown_key_of_the_document_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({"version": 1, "model": {"uri": "hf://a/b"}, "servedNames": ["a"], "speed": 9}))
+    ended = run("serve", "--config", str(path))
+    assert ended.returncode == 2
+    assert "`speed`" in ended.stderr
+
+
+def test_inspect_prints_facts_and_leaves_a_record(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model, record = write_chat_model(tmp_path / "model"), tmp_path / "record"
+    assert main(["inspect", str(model), "--json", "--record", str(record)]) == 0
+    facts = json.loads(capsys.readouterr().out)
+    written = msgspec.json.decode(record.read_bytes())
+    assert written["ok"] is True
+    assert written["facts"] == facts
+    assert facts["architecture"] == "LlamaForCausalLM"
+    assert main(["inspect", str(model)]) == 0
+    assert "LlamaForCausalLM" in capsys.readouterr().out
+
+
+def test_inspect_of_nothing_ends_with_its_code_and_record(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    record = tmp_path / "record"
+    assert main(["inspect", (tmp_path / "gone").as_uri(), "--record", str(record)]) == 10
+    written = msgspec.json.decode(record.read_bytes())
+    assert (written["exitCode"], written["reason"], written["ok"]) == (10, "ModelNotFound", False)
+    assert "ModelNotFound" in capsys.readouterr().err
+
+
+def test_a_record_that_cannot_be_written_is_said_and_changes_nothing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = write_chat_model(tmp_path / "model")
+    assert main(["inspect", str(model), "--record", "/nowhere/record"]) == 0
+    assert "cannot write the record to /nowhere/record" in capsys.readouterr().err
+
+
+def test_help_names_the_flags_people_look_for(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["serve", "--help"])
+    text = capsys.readouterr().out
+    assert all(flag in text for flag in ("--host", "--port", "--max-model-len", "--served-model-name", "--config"))
+    assert "not supported" not in text
+
+
+def test_the_supervisor_imports_neither_torch_nor_the_web_stack() -> None:
+    code = (
+        "import sys, neuron_runtime.__main__, neuron_runtime.server.supervisor, neuron_runtime.engine.backends; "
+        "sys.exit(bool({'torch', 'transformers', 'starlette', 'uvicorn', 'zmq', 'asyncio'} & set(sys.modules)))"
+    )
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

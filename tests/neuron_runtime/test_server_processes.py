@@ -1,0 +1,224 @@
+"""The whole command with its processes, on a small model: start, answers, ends, and what is left behind (nothing)."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import httpx
+import msgspec
+import pytest
+
+from helpers.chat_model import write_chat_model
+from helpers.serve_command import ServeCommand, alive, children, metric, serve
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(90)]
+
+LONG: dict[str, Any] = {"prompt": "a core", "max_tokens": 3500, "ignore_eos": True, "temperature": 0, "stream": True}
+FRONT_END, ENGINE = "neuron_runtime.server.front_end", "neuron_runtime.engine.process"
+
+
+@pytest.fixture(scope="module")
+def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_chat_model(tmp_path_factory.mktemp("models") / "tiny", max_length=4096)
+
+
+def write_config(path: Path, model_dir: Path, **changes: Any) -> Path:
+    document = {
+        "version": 1,
+        "model": {"uri": model_dir.as_uri()},
+        "servedNames": ["chat"],
+        "limits": {"maxSequences": 2, "maxModelLength": 4096},
+        "drain": {"delaySeconds": 1.0, "seconds": 60.0},
+    }
+    path.write_text(json.dumps(document | changes))
+    return path
+
+
+def stream_in_background(url: str, **changes: Any) -> tuple[threading.Thread, list[str]]:
+    """A client that reads a stream to its end; the thread and the lines so far."""
+    lines: list[str] = []
+
+    def read() -> None:
+        with httpx.stream("POST", f"{url}/v1/completions", json=LONG | changes, timeout=120) as answer:
+            lines.extend(line for line in answer.iter_lines() if line)
+
+    thread = threading.Thread(target=read)
+    thread.start()
+    return thread, lines
+
+
+def until(holds: Any) -> None:
+    while not holds():
+        time.sleep(0.05)
+
+
+def test_serves_a_folder_and_an_interrupt_ends_it_cleanly(model_dir: Path) -> None:
+    with serve(str(model_dir), "--port", "0", "--max-num-seqs", "2", "--served-model-name", "one", "two") as command:
+        url = command.url()
+        seen = {httpx.get(f"{url}/health").status_code}
+        assert command.until_ready() == url
+        seen.add(httpx.get(f"{url}/health").status_code)
+        assert seen == {503, 200}
+        assert [one["id"] for one in httpx.get(f"{url}/v1/models").json()["data"]] == ["one", "two"]
+        ask = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 30, "temperature": 0}
+        whole = httpx.post(f"{url}/v1/chat/completions", json=ask).json()
+        text = ""
+        with httpx.stream("POST", f"{url}/v1/chat/completions", json=ask | {"stream": True}) as answer:
+            for line in answer.iter_lines():
+                if line.startswith("data: {"):
+                    text += json.loads(line.removeprefix("data: "))["choices"][0]["delta"].get("content", "")
+        assert text == whole["choices"][0]["message"]["content"]
+        for module in (FRONT_END, "neuron_runtime serve"):
+            pid = command.process.pid if module.endswith("serve") else command.child(module)
+            assert "libtorch" not in Path(f"/proc/{pid}/maps").read_text(), f"{module} loaded torch"
+        assert command.end(signal.SIGINT) == 0
+        with pytest.raises(httpx.ConnectError):
+            httpx.get(f"{url}/health")
+
+
+def test_the_drain_of_a_pod(model_dir: Path, tmp_path: Path) -> None:
+    config = write_config(tmp_path / "config.json", model_dir)
+    record = tmp_path / "record"
+    with serve("--config", str(config), "--port", "0", "--record", str(record)) as command:
+        url = command.until_ready()
+        reader, lines = stream_in_background(url, max_tokens=1200)
+        until(lambda: metric(url, "vllm:num_requests_running") == 1)
+        command.process.send_signal(signal.SIGTERM)
+        until(lambda: httpx.get(f"{url}/health").status_code == 503)
+        admitted = httpx.post(f"{url}/v1/completions", json=LONG | {"stream": False, "max_tokens": 3}, timeout=60)
+        assert admitted.status_code == 200
+        until(lambda: httpx.post(f"{url}/v1/completions", json=LONG | {"max_tokens": 1}).status_code == 503)
+        reader.join()
+        assert lines[-1] == "data: [DONE]"
+        assert command.wait() == 0
+    assert not record.exists()
+
+
+def test_a_client_that_disconnects_frees_its_row(model_dir: Path) -> None:
+    with serve(str(model_dir), "--port", "0") as command:
+        url = command.until_ready()
+        with httpx.stream("POST", f"{url}/v1/completions", json=LONG, timeout=60) as answer:
+            lines = answer.iter_lines()
+            next(lines)
+            until(lambda: metric(url, "vllm:num_requests_running") == 1)
+        until(lambda: metric(url, "vllm:num_requests_running") == 0)
+        assert metric(url, "vllm:generation_tokens_total") < 3500
+
+
+def test_a_killed_engine_is_replaced_and_a_killed_front_end_too(model_dir: Path) -> None:
+    with serve(str(model_dir), "--port", "0") as command:
+        url = command.until_ready()
+        reader, lines = stream_in_background(url)
+        until(lambda: metric(url, "vllm:num_requests_running") == 1)
+        os.kill(command.child(ENGINE), signal.SIGKILL)
+        reader.join()
+        assert "SIGKILL" in json.loads(lines[-1].removeprefix("data: "))["error"]["message"]
+        assert httpx.get(f"{url}/health").status_code == 503
+        assert httpx.get(f"{url}/live").status_code == 200
+        command.until_ready(times=2)
+        assert metric(url, "neuron_serving_engine_restarts_total") == 1
+        answer = httpx.post(f"{url}/v1/completions", json=LONG | {"stream": False, "max_tokens": 3}, timeout=60)
+        assert answer.json()["usage"]["completion_tokens"] == 3
+        engine = command.child(ENGINE)
+        os.kill(command.child(FRONT_END), signal.SIGKILL)
+        command.until_ready(times=3)
+        assert not alive(engine)
+        assert httpx.get(f"{url}/health").status_code == 200
+
+
+def test_too_many_restarts_end_the_command_with_a_record(model_dir: Path, tmp_path: Path) -> None:
+    record = tmp_path / "record"
+    with serve(str(model_dir), "--port", "0", "--record", str(record)) as command:
+        killed: set[int] = set()
+        while command.process.poll() is None and len(killed) < 4:
+            for pid, line in children(command.process.pid):
+                if ENGINE in line and pid not in killed:
+                    os.kill(pid, signal.SIGKILL)
+                    killed.add(pid)
+        assert command.wait() == 50
+    written = msgspec.json.decode(record.read_bytes())
+    assert (written["reason"], written["exitCode"], written["ok"]) == ("RestartBudgetExhausted", 50, False)
+    assert "SIGKILL" in written["message"]
+
+
+def test_a_killed_supervisor_takes_its_children_along(model_dir: Path, tmp_path: Path) -> None:
+    command = ServeCommand([str(model_dir), "--port", "0"], tmp_path)
+    command.until_ready()
+    pids = [pid for pid, _ in children(command.process.pid)]
+    assert len(pids) == 2
+    assert command.end(signal.SIGKILL) == -signal.SIGKILL
+    until(lambda: not any(alive(pid) for pid in pids))
+
+
+def test_a_stopped_engine_is_found_to_hang(model_dir: Path) -> None:
+    """A step that does not end is ended with its process; the limit is read from the file that both share."""
+    from neuron_runtime.engine.lifeline import Deadline
+
+    with serve(str(model_dir), "--port", "0") as command:
+        url = command.until_ready()
+        engine = command.child(ENGINE)
+        os.kill(engine, signal.SIGSTOP)
+        (path,) = command.tmp_dir.glob("neuron-runtime-*/deadline-1")
+        with Deadline(path) as deadline:
+            deadline.set(-1.0)
+            os.kill(engine, signal.SIGCONT)
+            command.until_ready(times=2)
+        assert not alive(engine)
+        assert "hangs" in command.text
+        assert "SIGABRT" in command.text
+        assert httpx.get(f"{url}/health").status_code == 200
+
+
+def broken(folder: Path, file: str, content: bytes | None) -> Path:
+    write_chat_model(folder)
+    if content is None:
+        (folder / file).unlink()
+    else:
+        (folder / file).write_bytes(content)
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("file", "content", "code", "says"),
+    [
+        ("config.json", None, 13, "config.json"),
+        ("model.safetensors", b"\x10\x00\x00", 13, "model.safetensors"),
+        ("tokenizer.json", b"{", 13, "tokenizer.json"),
+        ("generation_config.json", b"[]", 13, "generation_config.json"),
+    ],
+)
+def test_a_broken_model_ends_the_command_with_its_code_and_record(
+    tmp_path: Path, file: str, content: bytes | None, code: int, says: str
+) -> None:
+    folder, record = broken(tmp_path / "model", file, content), tmp_path / "record"
+    with serve(str(folder), "--port", "0", "--record", str(record)) as command:
+        assert command.wait() == code, command.text
+    written = msgspec.json.decode(record.read_bytes())
+    assert says in written["message"]
+    assert written["message"] in command.text
+    assert "Traceback" not in command.text
+
+
+def test_a_limit_that_cannot_be_served_ends_the_command_with_the_field(model_dir: Path, tmp_path: Path) -> None:
+    record = tmp_path / "record"
+    with serve(str(model_dir), "--port", "0", "--max-model-len", "999999", "--record", str(record)) as command:
+        assert command.wait() == 2
+    written = msgspec.json.decode(record.read_bytes())
+    assert written["reason"] == "InvalidEngineConfig"
+    assert "maxModelLength" in written["message"]
+
+
+def test_the_port_is_free_again_at_once(model_dir: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    for _ in range(2):
+        with serve(str(model_dir), "--port", str(port)) as command:
+            httpx.get(f"{command.url()}/live")
+            assert command.end() == 0
