@@ -22,7 +22,10 @@ def say(line: str) -> None:
 
 
 class StageLines:
-    """A `Progress` callback that shows each stage when it ends, and long ones every few seconds."""
+    """A `Progress` callback that shows each stage when it ends, and long ones every few seconds.
+
+    A stage ends with its share at 1, or when another begins.
+    """
 
     def __init__(self, show: Callable[[str], None] = say, clock: Callable[[], float] = time.monotonic) -> None:
         self._show = show
@@ -33,6 +36,8 @@ class StageLines:
     def __call__(self, stage: str, share: float) -> None:
         now = self._clock()
         if stage != self._stage:
+            if self._stage:
+                self._show(f"{self._stage}: {now - self._began:.1f} s")
             self._stage, self._began, self._shown = stage, now, now
         if share >= 1.0:
             self._show(f"{stage}: {now - self._began:.1f} s")

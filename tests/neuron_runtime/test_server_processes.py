@@ -8,6 +8,7 @@ import signal
 import socket
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from helpers.serve_command import ServeCommand, alive, children, metric, serve
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(90)]
 
 LONG: dict[str, Any] = {"prompt": "a core", "max_tokens": 3500, "ignore_eos": True, "temperature": 0, "stream": True}
+DEMO_MODEL = Path(__file__).parents[2] / "examples" / "demo-model"
 FRONT_END, ENGINE = "neuron_runtime.server.front_end", "neuron_runtime.engine.process"
 
 
@@ -174,6 +176,25 @@ def test_a_stopped_engine_is_found_to_hang(model_dir: Path) -> None:
         assert "hangs" in command.text
         assert "SIGABRT" in command.text
         assert httpx.get(f"{url}/health").status_code == 200
+
+
+def test_the_demo_model_gives_every_expected_answer_whatever_runs_beside_it() -> None:
+    expected: dict[str, str] = json.loads((DEMO_MODEL / "expected.json").read_text(encoding="utf-8"))
+    with serve(str(DEMO_MODEL), "--port", "0", "--max-num-seqs", "6") as command:
+        url = command.until_ready()
+
+        def ask(question: str) -> str:
+            body = {"messages": [{"role": "user", "content": question}], "stream": True}
+            text = ""
+            with httpx.stream("POST", f"{url}/v1/chat/completions", json=body, timeout=60) as answer:
+                for line in answer.iter_lines():
+                    if line.startswith("data: {"):
+                        text += json.loads(line.removeprefix("data: "))["choices"][0]["delta"].get("content", "")
+            return text
+
+        with ThreadPoolExecutor(8) as clients:
+            answers = dict(zip(expected, clients.map(ask, expected), strict=True))
+    assert answers == expected
 
 
 def broken(folder: Path, file: str, content: bytes | None) -> Path:

@@ -161,9 +161,7 @@ def serve(config: RuntimeConfig, weights_dir: Path, border: Border, deadline: De
     border.send(ModelFound(str(model_dir)))
     began = time.monotonic()
     report(f"starting the {config.backend} backend", 0.0)
-    build = backend_builder(config)
-    report(f"starting the {config.backend} backend", 1.0)
-    backend: Backend = build(model_dir, config, report)
+    backend: Backend = backend_builder(config)(model_dir, config, report)
     try:
         loaded = time.monotonic()
         backend.warm_up(report)
