@@ -16,6 +16,7 @@ from urllib.parse import urlencode
 
 import aiohttp
 import msgspec
+import yaml
 from kubernetes.aio import config as kubernetes_config
 from kubernetes.aio.client import Configuration
 
@@ -159,6 +160,18 @@ class Cluster(Protocol):
     async def delete(self, resource: Resource, live: Object) -> None: ...
 
 
+# What the kubernetes package raises where a kubeconfig is not what it expects, beside its own.
+_BROKEN_CONFIGURATION = (
+    kubernetes_config.ConfigException,
+    yaml.YAMLError,
+    OSError,
+    TypeError,
+    ValueError,
+    LookupError,
+    AttributeError,
+)
+
+
 async def load_configuration(kubeconfig: str = "") -> Configuration:
     """Connection and credentials: `kubeconfig` where given, else the pod's ServiceAccount, else the usual kubeconfig.
 
@@ -179,7 +192,7 @@ async def load_configuration(kubeconfig: str = "") -> Configuration:
             )
         else:
             kubernetes_config.load_incluster_config(configuration)  # type: ignore[no-untyped-call]
-    except (kubernetes_config.ConfigException, OSError, ValueError) as error:
+    except _BROKEN_CONFIGURATION as error:
         raise ClusterFault(
             f"no cluster: {error}; check the kubeconfig or the ServiceAccount token", retriable=False
         ) from error

@@ -142,6 +142,7 @@ def test_a_written_object_is_seen_before_the_watch_brings_it_and_an_older_event_
         await reflector.synced.wait()
         await asyncio.sleep(1.0)
         await cluster.cut(True)  # the watch is behind
+        await asyncio.sleep(0.1)
         created = await quietly(cluster, cluster.create(CONFIG_MAPS, config_map("a")))
         newer = await quietly(cluster, cluster.replace(CONFIG_MAPS, {**created, "data": {"value": "2"}}))
         reflector.observe_written(newer)

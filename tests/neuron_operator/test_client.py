@@ -1,0 +1,135 @@
+"""The client's words for what an API server answers, and the bytes it sends; the rest is tested against a real one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+from aiohttp import web
+
+from neuron_operator import client as module
+from neuron_operator.client import (
+    CHILDREN,
+    NEURON_MODELS,
+    NODES,
+    AlreadyExists,
+    Client,
+    Conflict,
+    Forbidden,
+    Gone,
+    Invalid,
+    NotFound,
+    Throttled,
+    Unreachable,
+    load_configuration,
+)
+from neuron_operator.errors import ClusterFault
+
+CONFIG_MAPS = next(resource for resource in CHILDREN if resource.kind == "ConfigMap")
+
+
+async def answered(status: int, body: Any, headers: dict[str, str] | None = None) -> ClusterFault:
+    """The fault that a create meets."""
+
+    async def handle(request: web.Request) -> web.StreamResponse:
+        if isinstance(body, str):
+            return web.Response(status=status, text=body, headers=headers)
+        return web.json_response(body, status=status, headers=headers)
+
+    app = web.Application()
+    app.router.add_route("*", "/{path:.*}", handle)
+    runner = web.AppRunner(app)
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    try:
+        async with aiohttp.ClientSession() as session:
+            client = Client(session, f"http://127.0.0.1:{runner.addresses[0][1]}")
+            with pytest.raises(ClusterFault) as raised:
+                await client.create(CONFIG_MAPS, {"metadata": {"namespace": "ns", "name": "a"}})
+            return raised.value
+    finally:
+        await runner.cleanup()
+
+
+TERMINATING = {"causes": [{"reason": "NamespaceTerminating"}]}
+
+
+@pytest.mark.parametrize(
+    ("status", "body", "kind", "retriable"),
+    [
+        (404, {"message": "not found"}, NotFound, True),
+        (409, {"reason": "AlreadyExists"}, AlreadyExists, True),
+        (409, {"reason": "Conflict"}, Conflict, True),
+        (410, {"reason": "Expired"}, Gone, True),
+        (422, {"reason": "Invalid"}, Invalid, False),
+        (400, {"reason": "BadRequest"}, Invalid, False),
+        (403, {"reason": "Forbidden"}, Forbidden, False),
+        (403, {"reason": "Forbidden", "details": TERMINATING}, Conflict, True),
+        (500, {"reason": "InternalError"}, ClusterFault, True),
+        (502, "<html>bad gateway</html>", ClusterFault, True),
+        (503, "[]", ClusterFault, True),
+    ],
+)
+async def test_an_answer_becomes_the_fault_that_says_who_must_act(
+    status: int, body: Any, kind: type[ClusterFault], retriable: bool
+) -> None:
+    fault = await answered(status, body)
+    assert type(fault) is kind
+    assert fault.retriable == retriable
+    assert str(fault).startswith("create configmaps: ")
+
+
+@pytest.mark.parametrize(
+    ("status", "body", "headers", "seconds"),
+    [
+        (429, {}, {"Retry-After": "7"}, 7.0),
+        (429, {"details": {"retryAfterSeconds": 3}}, {}, 3.0),
+        (429, {}, {}, 1.0),
+        (503, {}, {"Retry-After": "2"}, 2.0),
+        (429, {}, {"Retry-After": "Wed, 21 Oct 2026 07:28:00 GMT"}, 1.0),
+    ],
+)
+async def test_a_server_that_asks_to_come_back_later_says_when(
+    status: int, body: Any, headers: dict[str, str], seconds: float
+) -> None:
+    fault = await answered(status, body, headers)
+    assert isinstance(fault, Throttled)
+    assert fault.retry_after_seconds == seconds
+
+
+async def test_a_server_that_is_not_there_is_unreachable() -> None:
+    async with aiohttp.ClientSession() as session:
+        client = Client(session, "http://127.0.0.1:1")
+        with pytest.raises(Unreachable, match="get nodes: "):
+            await client.get(NODES, None, "n1")
+        with pytest.raises(Unreachable, match="watch nodes: "):
+            async for _ in client.watch(NODES, None, resource_version="1"):
+                pass
+
+
+def test_paths_name_group_version_namespace_and_subresource() -> None:
+    assert CONFIG_MAPS.path("ns", "a") == "/api/v1/namespaces/ns/configmaps/a"
+    assert CONFIG_MAPS.path(None) == "/api/v1/configmaps"
+    assert NODES.path("ns") == "/api/v1/nodes"
+    status = "/apis/neuron-serving.dev/v1alpha1/namespaces/ns/neuronmodels/chat/status"
+    assert NEURON_MODELS.path("ns", "chat", "status") == status
+
+
+async def test_a_configuration_that_cannot_be_used_is_said_in_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("KUBERNETES_SERVICE_HOST", raising=False)
+    monkeypatch.setattr(module, "DEFAULT_KUBECONFIG", str(tmp_path / "none"))
+    monkeypatch.delenv("KUBECONFIG", raising=False)
+    with pytest.raises(ClusterFault, match=r"no kubeconfig at .*none; set KUBECONFIG or pass --kubeconfig"):
+        await load_configuration()
+    broken = tmp_path / "broken"
+    for content in ("", "{", "apiVersion: v1\nkind: Config\n", "[1]"):
+        broken.write_text(content)
+        with pytest.raises(ClusterFault, match="no cluster: "):
+            await load_configuration(str(broken))
+    monkeypatch.setenv("KUBERNETES_SERVICE_HOST", "10.0.0.1")
+    with pytest.raises(ClusterFault, match="no cluster: "):
+        await load_configuration()
