@@ -57,7 +57,9 @@ async def test_a_gate_waits_for_what_began_as_the_last_one_ended() -> None:
     gate = Gate()
     with gate.running():
         drained = asyncio.create_task(gate.drain(0.0, 60.0))
-        await asyncio.sleep(0)
+        for _ in range(5):
+            await asyncio.sleep(0)
+        assert gate.closed
     with gate.running():
         for _ in range(5):
             await asyncio.sleep(0)

@@ -82,7 +82,7 @@ class FrontEnd:
         self._failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     def admission(self) -> Admission:
-        """Raises BackendFailed until engine and text are there."""
+        """Raises BackendFailed until engine and text were there once; `client` knows whether an engine is there now."""
         if self._admission is None:
             raise BackendFailed(f"not ready: {self.client.detail}")
         return self._admission
@@ -134,10 +134,9 @@ class FrontEnd:
                 return
             match control.decode_line(raw):
                 case EngineStarted(incarnation):
-                    self._ready = self._admission = None
+                    self._ready = None
                     self.client.engine_started(incarnation)
                 case EngineEnded(message):
-                    self._ready = self._admission = None
                     self.client.engine_ended(message)
                 case Drain(delay_seconds, seconds):
                     if draining is not None:
