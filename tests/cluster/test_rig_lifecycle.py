@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -46,39 +47,46 @@ def _command_line(*arguments: str) -> subprocess.Popen[str]:
     return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True)
 
 
+@dataclass(frozen=True)
+class NoCluster:
+    """The machine without a cluster: its traces, and the images that the cluster had and shall have again."""
+
+    traces: dict[str, object]
+    archives: list[Path]
+
+
 @pytest.fixture
-def no_cluster(rig: Rig) -> Iterator[dict[str, object]]:
-    """The machine without a cluster, as `_traces` sees it; afterwards there is one again, with the images it had."""
+def no_cluster(rig: Rig) -> Iterator[NoCluster]:
     archives = rig.loaded_archives()
     rig.down()
     try:
-        yield _traces()
+        yield NoCluster(_traces(), archives)
     finally:
         rig.up(archives)
 
 
-def _up_until(line: str) -> None:
+def _up_until(line: str, archives: list[Path]) -> None:
     """Brings the cluster up and is killed when it says `line`."""
-    with _command_line("up") as up:
+    with _command_line("up", *map(str, archives)) as up:
         assert up.stdout is not None
         assert any(line in said for said in up.stdout)
         up.kill()
 
 
 @pytest.mark.parametrize("line", ["control plane started", "nodes are on", "nodes and devices ready"])
-def test_down_leaves_nothing_after_a_run_that_was_killed(rig: Rig, no_cluster: dict[str, object], line: str) -> None:
-    assert not no_cluster["control groups"]
-    _up_until(line)
-    assert _traces() != no_cluster
+def test_down_leaves_nothing_after_a_run_that_was_killed(rig: Rig, no_cluster: NoCluster, line: str) -> None:
+    assert not no_cluster.traces["control groups"]
+    _up_until(line, no_cluster.archives)
+    assert _traces() != no_cluster.traces
     with _command_line("down", "--force") as down:
         assert down.wait() == 0
-    assert _traces() == no_cluster
+    assert _traces() == no_cluster.traces
     assert not rig.folders.state.exists()
 
 
-def test_up_goes_on_where_a_run_was_killed(rig: Rig, no_cluster: dict[str, object]) -> None:
-    _up_until("control plane started")
-    rig.up()
+def test_up_goes_on_where_a_run_was_killed(rig: Rig, no_cluster: NoCluster) -> None:
+    _up_until("control plane started", no_cluster.archives)
+    rig.up(no_cluster.archives)
     assert rig.is_up
 
 

@@ -157,6 +157,16 @@ def test_entries_used_last_are_kept(tmp_path: Path) -> None:
     assert kept == ["it@k1", "it@k3", "it@k4", "other@k1"]
 
 
+def test_a_folder_that_grew_too_large_is_emptied(tmp_path: Path) -> None:
+    cache = Cache(tmp_path / "cache")
+    (cache.folder("go", "build") / "package").write_bytes(b"x" * 10_000)
+    cache.bound("go", 1_000_000)
+    assert (cache.root / "go" / "build" / "package").exists()
+    cache.bound("go", 5_000)
+    assert not (cache.root / "go").exists()
+    cache.bound("go", 5_000)
+
+
 def test_two_runs_that_want_the_same_entry_make_it_once(tmp_path: Path) -> None:
     cache = Cache(tmp_path / "cache")
     made = []

@@ -19,6 +19,8 @@ from cluster.rig.needs import NotPossibleHere
 
 BUILD_FOLDER = Path(__file__).parent.parent / "build"
 
+# Modules and compiled packages of all components; they only save time when a component is built again.
+_MAX_GO_BYTES = 8 * 10**9
 _GO_FLAGS = "-trimpath -buildvcs=false -mod=readonly -modcacherw"
 
 
@@ -143,20 +145,22 @@ def _ensure(component: Component, cache: Cache, say: Callable[[str], None]) -> P
         started = time.monotonic()
         title = f"{component.name} {pinned_version(component)}".strip()
         say(f"building {title} (about {component.minutes:g} min on two cores)")
-        _build(component, source, folder)
+        with cache.lock("go", on_wait=lambda: say(f"{component.name} waits: another build goes on")):
+            _build(component, source, folder, cache.folder("go"))
+            cache.bound("go", _MAX_GO_BYTES)
         say(f"built {title} in {time.monotonic() - started:.0f} s")
 
     return cache.entry("bin", component.name, key, build)
 
 
-def _build(component: Component, source: Path, folder: Path) -> None:
+def _build(component: Component, source: Path, folder: Path, go_cache: Path) -> None:
     go = shutil.which("go") or shutil.which("go", path="/usr/local/go/bin")
     if go is None:
         raise NotPossibleHere(
             f"Go is needed to build {component.name}: install it (1.26 or newer) so that `go` is in PATH"
         )
-    # Go keeps its caches where it always does and bounds them itself; what is kept of a build is what it made.
-    environment = {**os.environ, "CGO_ENABLED": "0", "GOFLAGS": _GO_FLAGS, "GOWORK": "off"}
+    caches = {"GOCACHE": str(go_cache / "build"), "GOMODCACHE": str(go_cache / "modules")}
+    environment = {**os.environ, **caches, "CGO_ENABLED": "0", "GOFLAGS": _GO_FLAGS, "GOWORK": "off"}
     version = pinned_version(component)
     flags = " ".join(["-s -w", *(flag.format(version=version) for flag in component.version_flags)])
 

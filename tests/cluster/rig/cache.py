@@ -131,6 +131,12 @@ class Cache:
                 shutil.rmtree(old)
             return path
 
+    def bound(self, name: str, max_bytes: int) -> None:
+        """Removes the folder `name` below the root when it has grown beyond `max_bytes`."""
+        folder = self.root / name
+        if sum(_disk_bytes(folder.rglob("*"))) > max_bytes:
+            shutil.rmtree(folder)
+
     def clear(self) -> int:
         """Removes all of it and returns the number of bytes freed.
 
