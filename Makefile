@@ -45,7 +45,7 @@ cluster: setup cluster-deps  ## a real cluster on this machine, fake Neuron devi
 	@$(RIG) up
 
 cluster-images: setup cluster-deps  ## build the images of Dockerfile.neuron and load them into the cluster's nodes
-	@$(RIG) images
+	@PYTHONPATH=tests $(BIN)/python -m cluster.rig.images --load
 
 cluster-down:  ## end the cluster; leaves nothing behind
 	@$(RIG) down
@@ -54,4 +54,4 @@ cluster-deps:  ## the Debian packages that the cluster needs
 	@scripts/cluster-deps
 
 clean-cache:  ## remove compiled programs, images and volumes from the cache folder
-	@$(RIG) clean-cache
+	@PYTHONPATH=tests $(BIN)/python -m cluster.rig.cache clear

@@ -8,6 +8,7 @@ import tomllib
 from pathlib import Path
 
 import pytest
+
 from cluster.rig.images import ROOT, context_files
 
 DOCKERFILE = ROOT / "Dockerfile.neuron"

@@ -78,11 +78,31 @@ async def test_closing_ends_pods_that_served_without_starting_them_again(tmp_pat
     assert lines == ["up"]
 
 
-async def test_a_pod_that_served_is_started_again_after_it_ended(tmp_path: Path) -> None:
+def serving_deployment(root: Path) -> dict[str, Any]:
+    """A replica that serves HTTP until somebody kills it."""
+    server = [sys.executable, "-m", "http.server", "8000", "--bind", "127.0.0.1", "--directory", str(root)]
+    body = deployment(port=8000)
+    probe = {"httpGet": {"path": "/", "port": "http"}, "periodSeconds": 0.05}
+    body["spec"]["template"]["spec"]["containers"][0] |= {"command": server, "readinessProbe": probe}
+    return body
+
+
+async def test_a_pod_that_served_is_started_again_after_it_was_killed(tmp_path: Path) -> None:
+    here, _ = machine(tmp_path, free_ports())
+    await here.apply(serving_deployment(tmp_path))
+    await until(lambda: here.running[0].process.ready)
+    here.kill()
+    await until(lambda: here.running[0].num_restarts == 1 and here.running[0].process.ready)
+    assert here.pods[0]["status"]["containerStatuses"][0]["restartCount"] == 1
+    await here.close()
+
+
+async def test_a_pod_that_never_served_is_not_tried_again(tmp_path: Path) -> None:
     here, lines = machine(tmp_path)
-    await here.apply(deployment(1, "0.5"))
-    await until(lambda: len(lines) >= 2)
-    assert here.pods[0]["status"]["containerStatuses"][0]["restartCount"] >= 1
+    await here.apply(deployment(1, "0"))
+    await until(lambda: here.running[0].process.terminated)
+    await asyncio.sleep(1.5)  # longer than the first back-off
+    assert lines == ["up"]
     await here.close()
 
 

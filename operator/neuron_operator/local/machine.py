@@ -44,7 +44,7 @@ class LocalPod:
 
     @property
     def was_ready(self) -> bool:
-        """It has served at least once, in this life or an earlier one."""
+        """A readiness probe has found it serving, in this life or an earlier one."""
         return self.num_restarts > 0 or self.process.was_ready
 
     @property

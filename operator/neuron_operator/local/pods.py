@@ -372,7 +372,7 @@ class PodProcess:
     async def _readiness(self, session: aiohttp.ClientSession, changed: Callable[[], None]) -> None:
         probe, failures = self.plan.readiness, 0
         if probe is None:
-            self.ready = self.was_ready = True
+            self.ready = True
             changed()
             return
         while True:

@@ -1,0 +1,67 @@
+"""`neuron-operator local` as a person runs it: what it refuses, and that it says why where waiting would be in vain."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+MODEL = """
+apiVersion: neuron-serving.dev/v1alpha1
+kind: NeuronModel
+metadata: {name: demo}
+spec:
+  model: {uri: "%s"}
+  accelerator: {type: %s}
+%s
+"""
+
+
+def local(folder: Path, manifest: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    file = folder / "model.yaml"
+    file.write_text(manifest)
+    command = [sys.executable, "-m", "neuron_operator", "local", "-f", str(file), "--cache-dir", str(folder / "cache")]
+    return subprocess.run([*command, *arguments], capture_output=True, text=True, timeout=60, check=False)
+
+
+def test_a_model_that_is_not_there_ends_the_command_with_its_reason(tmp_path: Path) -> None:
+    ended = local(tmp_path, MODEL % ("file:///no/such/model", "CPU", ""))
+    assert ended.returncode == 1
+    assert "neuron-operator local: ModelNotFound: /no/such/model is not a folder" in ended.stderr
+
+
+def test_a_path_relative_to_the_manifest_is_understood(tmp_path: Path) -> None:
+    ended = local(tmp_path, MODEL % ("file:./weights", "CPU", ""))
+    assert f"ModelNotFound: {tmp_path}/weights is not a folder" in ended.stderr
+
+
+def test_a_field_that_is_not_acted_on_ends_the_command_with_the_cure(tmp_path: Path) -> None:
+    ended = local(tmp_path, MODEL % ("file:///x", "Neuron", ""))
+    assert ended.returncode == 1
+    assert "FieldNotSupported" in ended.stderr
+    assert "torch" in ended.stderr
+
+
+@pytest.mark.parametrize(
+    ("manifest", "complaint"),
+    [
+        ("{", "is not YAML"),
+        ("kind: Pod", "holds 0 NeuronModels"),
+        ("kind: NeuronModel\n---\nkind: NeuronModel", "holds 2 NeuronModels"),
+        ("kind: NeuronModel", "metadata.name is missing"),
+    ],
+)
+def test_a_file_without_one_model_is_refused_in_one_line(tmp_path: Path, manifest: str, complaint: str) -> None:
+    ended = local(tmp_path, manifest)
+    assert ended.returncode == 2
+    assert complaint in ended.stderr
+    assert ended.stderr.count("\n") == 1
+
+
+def test_a_file_that_is_not_there_is_refused_in_one_line(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "neuron_operator", "local", "-f", str(tmp_path / "none.yaml")]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert (ended.returncode, ended.stderr.count("\n")) == (2, 1)
+    assert "No such file" in ended.stderr
