@@ -45,13 +45,13 @@ cluster: setup cluster-deps  ## a real cluster on this machine, fake Neuron devi
 	@$(RIG) up
 
 cluster-images: setup cluster-deps  ## build the images of Dockerfile.neuron and load them into the cluster's nodes
-	@PYTHONPATH=tests $(BIN)/python -m cluster.rig.images --load
+	@$(RIG) images
 
-cluster-down:  ## end the cluster; leaves nothing behind
+cluster-down: setup  ## end the cluster; leaves nothing behind
 	@$(RIG) down
 
 cluster-deps:  ## the Debian packages that the cluster needs
 	@scripts/cluster-deps
 
-clean-cache:  ## remove compiled programs, images and volumes from the cache folder
+clean-cache: setup  ## remove compiled programs, images and volumes from the cache folder
 	@PYTHONPATH=tests $(BIN)/python -m cluster.rig.cache clear

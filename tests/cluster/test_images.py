@@ -178,7 +178,8 @@ def test_the_operator_image_holds_neither_torch_nor_transformers(
 
 
 def test_the_runtime_image_computes_with_the_pinned_torch(images: dict[str, Image], containers: Containers) -> None:
-    pinned = dict(line.split("==") for line in (ROOT / "constraints.txt").read_text().splitlines())
+    lines = (ROOT / "constraints.txt").read_text().splitlines()
+    pinned = dict(line.split("==") for line in lines if not line.startswith("#"))
     program = """
         import importlib.metadata, json, torch
         halves = torch.full((2, 2), 0.5)
@@ -266,7 +267,8 @@ def test_the_neuron_image_keeps_what_the_container_brings_and_adds_what_is_missi
         print(json.dumps({n: m.version(n) for n in ("torch", "transformers", "click", "starlette", "neuron-serving")}))
         """
     versions = containers.python(image, program)
-    pinned = dict(line.split("==") for line in (ROOT / "constraints.txt").read_text().splitlines())
+    lines = (ROOT / "constraints.txt").read_text().splitlines()
+    pinned = dict(line.split("==") for line in lines if not line.startswith("#"))
     assert versions == {
         "torch": "2.9.0+standin",
         "transformers": "4.57.1",
@@ -280,7 +282,8 @@ def test_the_neuron_image_keeps_what_the_container_brings_and_adds_what_is_missi
 def test_torch_comes_from_the_index_that_a_build_argument_names_and_nothing_else_does(
     cache: Cache, tmp_path: Path
 ) -> None:
-    pinned = dict(line.split("==") for line in (ROOT / "constraints.txt").read_text().splitlines())
+    lines = (ROOT / "constraints.txt").read_text().splitlines()
+    pinned = dict(line.split("==") for line in lines if not line.startswith("#"))
     for name, version in (("torch", f"{pinned['torch']}+index"), ("transformers", f"{pinned['transformers']}+index")):
         (tmp_path / "index" / name).mkdir(parents=True)
         _write_empty_wheel(tmp_path / "index" / name, name, version)

@@ -1,4 +1,4 @@
-"""`python -m cluster.rig up|down|status|env`: the cluster for hands. The Makefile calls it."""
+"""`python -m cluster.rig up|down|images|status|env`: the cluster for hands. The Makefile calls it."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ from pathlib import Path
 from cluster.rig.cache import cache_root
 from cluster.rig.cgroups import ROOT_GROUP, Group
 from cluster.rig.commands import CommandFailed
+from cluster.rig.image_builder import BuildFailed
+from cluster.rig.images import TARGETS, build_image
 from cluster.rig.machine import StartFailed
 from cluster.rig.needs import NotPossibleHere, require_machine
 from cluster.rig.rig import Rig, machine_lock, take_down, tests_lock
@@ -37,6 +39,20 @@ def _refuse_while_tests_run() -> None:
     raise NotPossibleHere("tests are using the cluster: wait for them, or take it from them with --force")
 
 
+def _images() -> int:
+    """Builds the product's images, loads them into the nodes, and says how to install the chart with them."""
+    rig = Rig.prepare(say=_say)
+    rig.up(say=_say)
+    images = {target: build_image(target, say=_say) for target in TARGETS}
+    for image in images.values():
+        rig.load_image(image.archive)
+    print(
+        "helm install neuron-serving charts/neuron-serving --namespace neuron-serving --create-namespace --wait "
+        f"--set image.operator={images['operator'].name},image.runtime={images['runtime-cpu'].name}"
+    )
+    return 0
+
+
 def _status() -> int:
     require_machine()
     if not Group(ROOT_GROUP).processes():
@@ -61,6 +77,7 @@ def main(arguments: list[str]) -> int:
     up.add_argument("archives", nargs="*", type=Path, metavar="ARCHIVE", help="OCI archives of images for the nodes")
     down = commands.add_parser("down", help="take it down and leave nothing")
     down.add_argument("--force", action="store_true", help="also while tests use it")
+    commands.add_parser("images", help="build the images of Dockerfile.neuron and load them into the nodes")
     commands.add_parser("status", help="what runs; status 1 when something does not")
     commands.add_parser("env", help="shell lines after which kubectl and helm talk to it")
     chosen = parser.parse_args(arguments)
@@ -70,11 +87,13 @@ def main(arguments: list[str]) -> int:
                 return _up(chosen.archives)
             case "down":
                 return _down(chosen.force)
+            case "images":
+                return _images()
             case "status":
                 return _status()
             case _:
                 return _environment()
-    except (NotPossibleHere, StartFailed, CommandFailed, TimeoutError, ValueError) as error:
+    except (NotPossibleHere, StartFailed, BuildFailed, CommandFailed, TimeoutError, ValueError) as error:
         print(error, file=sys.stderr)
         return 1
 
