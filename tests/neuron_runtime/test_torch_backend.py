@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from helpers.torch_models import load_backend, random_model, reference, reference_logits
+from neuron_runtime.backend.base import IllegalBatch
 from neuron_runtime.backend.torch.backend import TorchBackend
-from neuron_runtime.backend.torch.mirror import IllegalBatch
 from neuron_runtime.core import KNOWN, NO_TOKEN, Added, Batch, Kind, Late, Rows, SamplingParams, StepOutput
 
 GREEDY = SamplingParams(temperature=0.0)

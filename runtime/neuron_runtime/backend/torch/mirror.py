@@ -8,13 +8,10 @@ from __future__ import annotations
 
 import numpy as np
 
+from neuron_runtime.backend.base import IllegalBatch
 from neuron_runtime.backend.torch.cache import IntArray, StepRows
 from neuron_runtime.backend.torch.sampling import SamplingTable
 from neuron_runtime.core import KNOWN, NO_TOKEN, Added, BackendLimits, Batch
-
-
-class IllegalBatch(Exception):
-    """The engine broke the contract of `Batch`; the step cannot run. A bug, never a client's doing."""
 
 
 class SlotMirror:
