@@ -6,13 +6,14 @@ import asyncio
 import json
 import os
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 
-from helpers.front_end import MODEL, Serving, make_model, serving, until_healthy
+from helpers.front_end import LIMITS, MODEL, Serving, make_model, serving, until_healthy
 from neuron_runtime.server.control import Drain, EngineEnded, EngineStarted
 
 LONG = {"prompt": "a core", "max_tokens": 200, "ignore_eos": True, "temperature": 0}
@@ -27,6 +28,8 @@ SERIES = (
     "vllm:inter_token_latency_seconds_bucket",
     "vllm:request_time_per_output_token_seconds_bucket",
     "vllm:e2e_request_latency_seconds_bucket",
+    "vllm:request_queue_time_seconds_bucket",
+    "vllm:request_prefill_time_seconds_bucket",
     "vllm:request_decode_time_seconds_bucket",
     "vllm:request_prompt_tokens_bucket",
     "vllm:request_generation_tokens_bucket",
@@ -40,6 +43,9 @@ SERIES = (
     "neuron_serving_warm_up_seconds",
     "neuron_serving_engine_restarts_total",
 )
+
+
+ONE_ROW = replace(LIMITS, max_rows=1)
 
 
 @pytest.fixture(scope="module")
@@ -223,3 +229,29 @@ async def test_every_series_of_the_contract_is_exported(model_dir: Path) -> None
         assert await served.metric("vllm:e2e_request_latency_seconds_count") == 2
         assert await served.metric("vllm:inter_token_latency_seconds_count") <= 6
         assert await served.metric("neuron_serving_load_seconds") == 0.5
+
+
+async def test_what_a_request_waited_for_is_told_apart(model_dir: Path) -> None:
+    """Queue and prefill are the parts of the time to first token; who got none took part in neither."""
+    async with serving(model_dir, paced=True, limits=ONE_ROW) as served:
+        first = post(served)
+        await served.until_metric("vllm:num_requests_running", 1)
+        second = post(served, max_tokens=2)
+        await served.until_metric("vllm:num_requests_waiting", 1)
+        leaves = post(served, max_tokens=2)
+        await served.until_metric("vllm:num_requests_waiting", 2)
+        leaves.cancel()
+        await served.until_metric("vllm:request_success_total", 1, finished_reason="abort")
+        served.unpace()
+        await served.answer(first)
+        await served.answer(second)
+        parts = {
+            name: await served.metric(f"vllm:{name}_seconds_sum")
+            for name in ("request_queue_time", "request_prefill_time", "time_to_first_token")
+        }
+        assert parts["request_queue_time"] + parts["request_prefill_time"] == pytest.approx(
+            parts["time_to_first_token"]
+        )
+        assert min(parts.values()) > 0
+        for name in ("request_queue_time", "request_prefill_time", "time_to_first_token"):
+            assert await served.metric(f"vllm:{name}_seconds_count") == 2

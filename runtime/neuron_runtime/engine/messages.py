@@ -64,6 +64,8 @@ class News(msgspec.Struct, frozen=True, array_like=True):
     token_ids: tuple[int, ...]
     finish_reason: FinishReason | None = None
     num_cached_tokens: int = 0
+    queue_seconds: float | None = None
+    """With the first tokens alone."""
 
 
 class Refused(msgspec.Struct, frozen=True, array_like=True):
@@ -131,7 +133,7 @@ def decode_from_engine(raw: bytes) -> FromEngine:
 
 
 def news(event: TokenEvent) -> News:
-    return News(event.request_id, event.token_ids, event.finish_reason, event.num_cached_tokens)
+    return News(event.request_id, event.token_ids, event.finish_reason, event.num_cached_tokens, event.queue_seconds)
 
 
 def numbers(stats: EngineStats) -> Numbers:

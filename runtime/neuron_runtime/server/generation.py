@@ -128,7 +128,7 @@ class Generation:
                         piece = pieces[index] = Piece(index, "", 0, None)
                     before = choice.num_tokens
                     piece.text += choice.feed(news)
-                    self._count(choice, choice.num_tokens - before, now)
+                    self._count(choice, news, choice.num_tokens - before, now)
                     if choice.finish_reason is not None:
                         running.discard(index)
                         self._finish(choice, choice.finish_reason, now)
@@ -150,12 +150,12 @@ class Generation:
                 if left is not None:
                     self._finish(choices[index], left, now)
 
-    def _count(self, choice: Choice, num_tokens: int, now: float) -> None:
+    def _count(self, choice: Choice, news: News, num_tokens: int, now: float) -> None:
         if not num_tokens:
             return
-        if choice.first_token_at is None:
+        if news.queue_seconds is not None:
             choice.first_token_at = now
-            self._metrics.first_token(now - choice.arrived, choice.num_prompt_tokens)
+            self._metrics.first_token(now - choice.arrived, news.queue_seconds, choice.num_prompt_tokens)
             self._metrics.tokens(num_tokens, None)
         else:
             self._metrics.tokens(num_tokens, now - choice.last_token_at)

@@ -42,6 +42,12 @@ class Metrics:
             "vllm:request_time_per_output_token_seconds", "Mean time per token of a request after the first.", _GAP
         )
         self._e2e = self._histogram("vllm:e2e_request_latency_seconds", "Arrival to the end of the answer.", _LONG)
+        self._queue = self._histogram(
+            "vllm:request_queue_time_seconds", "Time a request waited for its first step.", _LONG
+        )
+        self._prefill = self._histogram(
+            "vllm:request_prefill_time_seconds", "Time from its first step to its first token.", _LONG
+        )
         self._decode = self._histogram("vllm:request_decode_time_seconds", "First token to last.", _LONG)
         self._request_prompt = self._histogram("vllm:request_prompt_tokens", "Prompt tokens of a request.", _TOKENS)
         self._request_generation = self._histogram(
@@ -106,9 +112,11 @@ class Metrics:
             self._step_seconds[numbers.step_kind].observe(numbers.device_seconds)
         self._last = numbers
 
-    def first_token(self, seconds: float, num_prompt_tokens: int) -> None:
-        """The first token of a request that arrived `seconds` ago; its prompt is computed."""
+    def first_token(self, seconds: float, queue_seconds: float, num_prompt_tokens: int) -> None:
+        """The first token of a request that arrived `seconds` ago and waited part of them; its prompt is computed."""
         self._first_token.observe(seconds)
+        self._queue.observe(queue_seconds)
+        self._prefill.observe(seconds - queue_seconds)
         self._prompt_tokens.inc(num_prompt_tokens)
 
     def tokens(self, count: int, gap_seconds: float | None) -> None:
