@@ -229,7 +229,8 @@ class _Session:
             ready = ready or (kind == "Ready" and now[0] == "True")
             if self.shown.get(kind) != now and kind != "Ready" and now[0] != "Unknown":
                 self.shown[kind] = now
-                self._say(f"{kind:<14} {now[0]:<8} {now[1]}{': ' if now[2] else ''}{now[2]}")
+                reason = "" if now[1] == kind else f"{now[1]}: "
+                self._say(f"{kind:<13} {now[0]:<5}  {reason}{now[2]}")
         return ready
 
     async def _announce(self, machine: Machine) -> None:
