@@ -10,7 +10,8 @@ import argparse
 import os
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, NoReturn
@@ -20,7 +21,7 @@ import msgspec
 from neuron_runtime import record
 from neuron_runtime.config import CONFIG_VERSION, RuntimeConfig, load_config, parse_config
 from neuron_runtime.console import say
-from neuron_runtime.errors import InvalidConfig, ServingError
+from neuron_runtime.errors import FatalError, InvalidConfig, ServingError
 
 DEFAULT_PORT = 8000
 INTERRUPTED = 130
@@ -41,6 +42,8 @@ MODEL_FLAGS = {
     "--max-queued-requests": "limits.maxQueuedRequests",
 }
 """Where the value of a flag stands in the configuration document."""
+
+FLAG_OF_PATH = {"$.model.uri": "MODEL"} | {f"$.{path}": flag for flag, path in MODEL_FLAGS.items()}
 
 NOT_BUILT = {
     "--tensor-parallel-size": "1",
@@ -154,10 +157,11 @@ def _serve(options: argparse.Namespace, began: float) -> record.Record:
     from neuron_runtime.server.supervisor import Signals, Supervisor, listen, url_of  # noqa: PLC0415
 
     config = serve_config(options)
-    check_backend(config)
-    with listen(options.host, options.port) as listener:
-        say(f"serving {config.model.uri} at {url_of(listener)}")
-        Supervisor(config, listener, options.weights_dir, Signals(), began).run()
+    with naming_flags() if options.config is None else nullcontext():
+        check_backend(config)
+        with listen(options.host, options.port) as listener:
+            say(f"serving {config.model.uri} at {url_of(listener)}")
+            Supervisor(config, listener, options.weights_dir, Signals(), began).run()
     return record.success("serve", seconds=time.monotonic() - began)
 
 
@@ -189,12 +193,20 @@ def serve_config(options: argparse.Namespace) -> RuntimeConfig:
     for flag, value in given.items():
         part, _, key = MODEL_FLAGS[flag].rpartition(".")
         (document[part] if part else document)[key] = value
-    try:
+    with naming_flags():
         return parse_config(msgspec.json.encode(document), "flags")
-    except InvalidConfig as error:
-        flags = {f"$.{path}": flag for flag, path in MODEL_FLAGS.items()}
-        message = str(error).removeprefix(f"{error.field}: ").removesuffix(" (in flags)")
-        raise InvalidConfig(flags.get(error.field, error.field), message) from error
+
+
+@contextmanager
+def naming_flags() -> Iterator[None]:
+    """Errors about the document that flags amount to, from whatever process, name the flag before the path."""
+    try:
+        yield
+    except FatalError as error:
+        path, _, message = str(error).partition(": ")
+        if path not in FLAG_OF_PATH:
+            raise
+        raise InvalidConfig(f"{FLAG_OF_PATH[path]} ({path})", message.removesuffix(" (in flags)")) from error
 
 
 def _attribute(flag: str) -> str:

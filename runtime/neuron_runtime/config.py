@@ -13,6 +13,7 @@ from typing import Any, Literal
 import msgspec
 
 from neuron_runtime.errors import InvalidConfig
+from neuron_runtime.uris import parse_uri
 
 CONFIG_VERSION = 1
 
@@ -82,6 +83,7 @@ def check_config(config: RuntimeConfig) -> None:
     """Rules that types do not say. Raises InvalidConfig with the field."""
     if config.version != CONFIG_VERSION:
         raise InvalidConfig("$.version", f"this runtime reads version {CONFIG_VERSION}, got {config.version}")
+    parse_uri(config.model.uri)
     if not config.served_names:
         raise InvalidConfig("$.servedNames", "at least one name is needed")
     for name, value in msgspec.to_builtins(config.limits).items():

@@ -1,4 +1,4 @@
-"""Where models come from: a URI is parsed, looked at without its weights, or made a folder of this machine.
+"""Where models come from: what a URI names is looked at without its weights, or made a folder of this machine.
 
 Called by `inspection` (an outline of the model folder: small files whole, of the weights only their headers) and by
 the engine process before it loads (`materialize`). It imports no torch, judges no architecture, and never prints a
@@ -13,7 +13,6 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
-import re
 import shutil
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -23,7 +22,6 @@ from fnmatch import fnmatchcase
 from functools import partial
 from pathlib import Path
 from typing import TypeVar
-from urllib.parse import unquote
 
 from huggingface_hub import HfApi, get_token, hf_hub_download, hf_hub_url
 from huggingface_hub.errors import (
@@ -44,6 +42,7 @@ from neuron_runtime.checkpoint import INDEX_FILE, WEIGHTS_FILE, header_length, p
 from neuron_runtime.config import ModelSource
 from neuron_runtime.console import say
 from neuron_runtime.errors import ExitCode, FatalError, InvalidConfig, ServingError
+from neuron_runtime.uris import FolderModel, HubModel, parse_uri
 
 T = TypeVar("T")
 
@@ -63,7 +62,6 @@ SMALL_FILES = (
 )
 """What a model needs beside its weights, as patterns of names in the repository's root."""
 
-LATER_SCHEMES = ("s3", "pvc", "oci")
 DEFAULT_ENDPOINT = "https://huggingface.co"
 NUM_TRANSFERS = 4
 FIRST_HEADER_BYTES = 200_000
@@ -80,58 +78,6 @@ _HUB_FAILURES: tuple[type[BaseException], ...] = (*HfHubHTTPError.__bases__, Ent
 
 class HubUnreachable(ServingError):
     """The hub did not answer, or answered that it cannot now. Time may heal it, so there is no named exit code."""
-
-
-@dataclass(frozen=True)
-class HubModel:
-    """`hf://org/name[@revision]`."""
-
-    repository: str
-    revision: str | None = None
-
-    def __str__(self) -> str:
-        return f"hf://{self.repository}" + (f"@{self.revision}" if self.revision else "")
-
-
-@dataclass(frozen=True)
-class FolderModel:
-    """`file:///absolute/path`."""
-
-    folder: Path
-
-    def __str__(self) -> str:
-        return f"file://{self.folder}"
-
-
-_REPOSITORY = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95}", re.ASCII)
-_REVISION = re.compile(r"[A-Za-z0-9][\w./-]{0,199}", re.ASCII)
-
-
-def parse_uri(uri: str, field: str = "$.model.uri") -> HubModel | FolderModel:
-    """What a model URI names.
-
-    Raises:
-        InvalidConfig: at `field`, for another scheme or a malformed URI, with the form that is read.
-    """
-    scheme, separator, rest = uri.partition(":")
-    if not separator:
-        raise InvalidConfig(field, f"{uri!r} is no URI; write hf://org/name[@revision] or file:///absolute/path")
-    if scheme == "hf" and rest.startswith("//"):
-        repository, at, revision = rest.removeprefix("//").partition("@")
-        if not _REPOSITORY.fullmatch(repository) or ".." in repository or "--" in repository:
-            raise InvalidConfig(field, f"{uri!r} names no repository; write hf://org/name[@revision]")
-        if at and (not _REVISION.fullmatch(revision) or ".." in revision):
-            raise InvalidConfig(
-                field, f"{uri!r} has no revision behind the @; write hf://org/name@branch-tag-or-commit"
-            )
-        return HubModel(repository, revision or None)
-    if scheme == "file":
-        if not rest.startswith("///") or "\0" in rest:
-            raise InvalidConfig(field, f"{uri!r} names no absolute path; write file:///absolute/path")
-        return FolderModel(Path(unquote(rest.removeprefix("//"))))
-    supported = "this version reads hf://org/name[@revision] and file:///absolute/path"
-    what = "is not supported yet" if scheme in LATER_SCHEMES else "is unknown"
-    raise InvalidConfig(field, f"the scheme {scheme}: of {uri!r} {what}; {supported}")
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from neuron_runtime.backend.torch import load_torch_backend
+from neuron_runtime.backend.torch import load_backend
 from neuron_runtime.config import EngineLimits, ModelSource, RuntimeConfig
 from neuron_runtime.core import Request, SamplingParams
 from neuron_runtime.engine.loop import Engine
@@ -24,7 +24,7 @@ def engine(**limits: int) -> Engine:
         dtype="float32",
         limits=EngineLimits(max_model_length=128, **limits),
     )
-    return Engine(load_torch_backend(MODEL, config, lambda stage, share: None))
+    return Engine(load_backend(MODEL, config, lambda stage, share: None))
 
 
 def requests() -> list[Request]:

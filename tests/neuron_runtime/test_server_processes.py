@@ -233,7 +233,26 @@ def test_a_limit_that_cannot_be_served_ends_the_command_with_the_field(model_dir
         assert command.wait() == 2
     written = msgspec.json.decode(record.read_bytes())
     assert written["reason"] == "InvalidEngineConfig"
-    assert "maxModelLength" in written["message"]
+    assert written["message"].startswith("--max-model-len ($.limits.maxModelLength): 999999 is more than")
+
+
+def test_a_hub_that_cannot_be_reached_ends_the_command_once_with_what_to_check(tmp_path: Path) -> None:
+    """No restarts in place: whoever started the command tries again, later each time."""
+    record = tmp_path / "record"
+    with (
+        socket.create_server(("127.0.0.1", 0), backlog=0) as closed,
+        pytest.MonkeyPatch.context() as environment,
+    ):
+        environment.setenv("HF_ENDPOINT", f"http://127.0.0.1:{closed.getsockname()[1]}")
+        closed.close()
+        with serve("org/name", "--port", "0", "--record", str(record)) as command:
+            assert command.wait() == 1
+    written = msgspec.json.decode(record.read_bytes())
+    assert "cannot be reached for hf://org/name" in written["message"]
+    assert "reason" not in written
+    assert "starting again" not in command.text
+    assert command.text.count("cannot be reached for hf://org/name") == 1
+    assert "Traceback" not in command.text
 
 
 def test_the_port_is_free_again_at_once(model_dir: Path) -> None:

@@ -3,21 +3,26 @@
 from __future__ import annotations
 
 import asyncio
+import subprocess
 import time
 from pathlib import Path
 
 import pytest
 
 from neuron_runtime.engine.lifeline import Deadline
-from neuron_runtime.errors import Draining, ExitCode, FatalError
+from neuron_runtime.errors import BackendFailed, Draining, ExitCode, FatalError, ServingError
+from neuron_runtime.record import Record, write
 from neuron_runtime.server.gate import Gate
-from neuron_runtime.server.restarts import CURED_BY_RESTART, RestartBudget, describe_exit
+from neuron_runtime.server.restarts import CURED_BY_RESTART, RestartBudget, cured_by_restart, describe_exit
+from neuron_runtime.server.supervisor import Child
+
+CRASHED = BackendFailed("crashed")
 
 
 def test_three_restarts_within_the_window_are_free_and_the_fourth_end_is_the_last() -> None:
     budget = RestartBudget(max_restarts=3, window_seconds=600.0)
-    assert [budget.failure_to_end_with("crashed", now) for now in (0.0, 100.0, 599.0)] == [None, None, None]
-    error = budget.failure_to_end_with("crashed", 599.9)
+    assert [budget.failure_to_end_with(CRASHED, now) for now in (0.0, 100.0, 599.0)] == [None, None, None]
+    error = budget.failure_to_end_with(CRASHED, 599.9)
     assert error is not None
     assert error.exit_code is ExitCode.RESTART_BUDGET_EXHAUSTED
     assert "crashed" in str(error)
@@ -25,7 +30,7 @@ def test_three_restarts_within_the_window_are_free_and_the_fourth_end_is_the_las
 
 def test_restarts_that_lie_further_back_than_the_window_are_forgotten() -> None:
     budget = RestartBudget(max_restarts=3, window_seconds=600.0)
-    assert all(budget.failure_to_end_with("crashed", now) is None for now in range(0, 10_000, 200))
+    assert all(budget.failure_to_end_with(CRASHED, now) is None for now in range(0, 10_000, 200))
 
 
 @pytest.mark.parametrize("code", list(ExitCode))
@@ -33,6 +38,35 @@ def test_only_a_failure_that_a_restart_can_cure_is_restarted(code: ExitCode) -> 
     failure = FatalError(code, "why")
     assert RestartBudget().failure_to_end_with(failure, 0.0) == (None if code in CURED_BY_RESTART else failure)
     assert ExitCode.DEVICE_FAILED_NODE not in CURED_BY_RESTART
+
+
+def test_what_only_time_can_heal_is_left_to_whoever_counts_time() -> None:
+    failure = ServingError("the hub cannot be reached")
+    assert RestartBudget().failure_to_end_with(failure, 0.0) is failure
+
+
+@pytest.mark.parametrize(
+    ("code", "named", "error", "restarts"),
+    [
+        (1, "the hub cannot be reached", ServingError, False),
+        (1, "", BackendFailed, True),
+        (13, "no config.json", FatalError, False),
+        (32, "device lost", FatalError, True),
+        (-9, "", BackendFailed, True),
+    ],
+)
+def test_an_end_is_read_from_code_and_record(
+    code: int, named: str, error: type[ServingError], restarts: bool, tmp_path: Path
+) -> None:
+    path = tmp_path / "record"
+    if named:
+        write(Record(version=1, command="serve", ok=False, exit_code=code, message=named), path)
+    process = subprocess.Popen(["sh", "-c", f"exit {code}" if code > 0 else f"kill {code} $$"])
+    process.wait()
+    failure = Child("engine process", process, path).failure()
+    assert type(failure) is error
+    assert str(failure) == (named or describe_exit("engine process", code))
+    assert cured_by_restart(failure) is restarts
 
 
 def test_an_exit_without_a_record_is_described() -> None:

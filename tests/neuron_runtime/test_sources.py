@@ -16,15 +16,8 @@ from helpers.hub import Shelf, serving
 from helpers.tiny_model import write_tiny_model
 from neuron_runtime.config import ModelSource
 from neuron_runtime.errors import ExitCode, FatalError, InvalidConfig
-from neuron_runtime.sources import (
-    RETRY_SECONDS,
-    FolderModel,
-    Hub,
-    HubModel,
-    HubUnreachable,
-    materialize,
-    parse_uri,
-)
+from neuron_runtime.sources import RETRY_SECONDS, Hub, HubUnreachable, materialize
+from neuron_runtime.uris import FolderModel, HubModel, parse_uri
 
 MODEL = "hf://acme/tiny"
 

@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from helpers.torch_models import load_backend, random_model, runtime_config
-from neuron_runtime.backend.torch import load_torch_backend
+from neuron_runtime.backend import torch as torch_backend
 from neuron_runtime.backend.torch.linear import linear
 from neuron_runtime.backend.torch.loader import load
 from neuron_runtime.checkpoint import InvalidModel, read_checkpoint
@@ -84,7 +84,9 @@ def test_progress_grows_to_the_whole_over_all_shards(tmp_path: Path) -> None:
 
 
 def test_the_entrance_loads_with_the_memory_of_this_machine(tmp_path: Path) -> None:
-    backend = load_torch_backend(random_model(tmp_path), runtime_config(max_sequences=2), lambda what, share: None)
+    backend = torch_backend.load_backend(
+        random_model(tmp_path), runtime_config(max_sequences=2), lambda what, share: None
+    )
     assert (backend.limits.max_rows, backend.limits.max_model_length) == (2, 512)
     backend.close()
     backend.close()

@@ -1,7 +1,7 @@
 """Which backends this runtime can build, and from where.
 
 Called by the supervisor (is the configured one there?) and by the engine process (build it). Modules are named, not
-imported: each brings its own device stack.
+imported before they are asked for: a backend's package is light, what it loads brings a device stack.
 """
 
 from __future__ import annotations
@@ -14,22 +14,27 @@ from neuron_runtime.backend.base import Backend, Progress
 from neuron_runtime.config import RuntimeConfig
 from neuron_runtime.errors import InvalidConfig
 
-BUILDERS = {"torch": "neuron_runtime.backend.torch:load_torch_backend"}
+PACKAGES = {"torch": "neuron_runtime.backend.torch"}
 
 
-class BackendBuilder(Protocol):
-    def __call__(self, model_dir: Path, config: RuntimeConfig, progress: Progress) -> Backend: ...
+class BackendPackage(Protocol):
+    """What the package of a backend has."""
+
+    def check_config(self, config: RuntimeConfig) -> None:
+        """What can be said without the model and without a device. Raises InvalidConfig."""
+
+    def load_backend(self, model_dir: Path, config: RuntimeConfig, progress: Progress) -> Backend:
+        """See `load_backend` of the torch backend."""
 
 
 def check_backend(config: RuntimeConfig) -> None:
+    """Raises InvalidConfig when the configured backend is not built into this runtime, or cannot do what is asked."""
+    backend_package(config).check_config(config)
+
+
+def backend_package(config: RuntimeConfig) -> BackendPackage:
     """Raises InvalidConfig when the configured backend is not built into this runtime."""
-    if config.backend not in BUILDERS:
-        known = ", ".join(BUILDERS)
+    if config.backend not in PACKAGES:
+        known = ", ".join(PACKAGES)
         raise InvalidConfig("$.backend", f"`{config.backend}` is not built into this runtime yet; it has: {known}")
-
-
-def backend_builder(config: RuntimeConfig) -> BackendBuilder:
-    """The function that loads the configured backend; importing it may take seconds. Raises InvalidConfig."""
-    check_backend(config)
-    module, _, function = BUILDERS[config.backend].partition(":")
-    return cast(BackendBuilder, getattr(importlib.import_module(module), function))
+    return cast(BackendPackage, importlib.import_module(PACKAGES[config.backend]))

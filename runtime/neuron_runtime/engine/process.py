@@ -25,7 +25,7 @@ from neuron_runtime.config import RuntimeConfig, load_config
 from neuron_runtime.console import StageLines
 from neuron_runtime.core import TokenEvent
 from neuron_runtime.engine import messages
-from neuron_runtime.engine.backends import backend_builder
+from neuron_runtime.engine.backends import backend_package
 from neuron_runtime.engine.lifeline import Deadline, die_with_parent
 from neuron_runtime.engine.loop import Engine
 from neuron_runtime.engine.messages import Abort, Add, FromEngine, ModelFound, Ready, Refused, Step, ToEngine
@@ -161,7 +161,7 @@ def serve(config: RuntimeConfig, weights_dir: Path, border: Border, deadline: De
     border.send(ModelFound(str(model_dir)))
     began = time.monotonic()
     report(f"starting the {config.backend} backend", 0.0)
-    backend: Backend = backend_builder(config)(model_dir, config, report)
+    backend: Backend = backend_package(config).load_backend(model_dir, config, report)
     try:
         loaded = time.monotonic()
         backend.warm_up(report)

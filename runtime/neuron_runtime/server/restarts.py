@@ -8,13 +8,24 @@ from __future__ import annotations
 import signal
 from collections import deque
 
-from neuron_runtime.errors import ExitCode, FatalError
+from neuron_runtime.errors import BackendFailed, ExitCode, FatalError, ServingError
 
 MAX_RESTARTS = 3
 RESTART_WINDOW_SECONDS = 600.0
 
 CURED_BY_RESTART = frozenset({ExitCode.DEVICE_FAILED})
 """Named codes after which the same command may succeed at once. Every other named code would come back."""
+
+
+def cured_by_restart(failure: ServingError) -> bool:
+    """Whether a process that ended like this is worth starting again at once.
+
+    One that died without a word is. One that named what it lacks is not: somebody must change something, or (an
+    unreachable hub, tried for a while already) time must pass, which the platform counts, with growing pauses.
+    """
+    return (
+        failure.exit_code in CURED_BY_RESTART if isinstance(failure, FatalError) else isinstance(failure, BackendFailed)
+    )
 
 
 class RestartBudget:
@@ -25,12 +36,12 @@ class RestartBudget:
         self._window_seconds = window_seconds
         self._restarts: deque[float] = deque()
 
-    def failure_to_end_with(self, failure: FatalError | str, now: float) -> FatalError | None:
+    def failure_to_end_with(self, failure: ServingError, now: float) -> ServingError | None:
         """None: start it again (counted). Else the error to end the command with.
 
-        failure: the named error of a process, or how it died without one.
+        failure: the error that a process named, or BackendFailed where it died without naming one.
         """
-        if isinstance(failure, FatalError) and failure.exit_code not in CURED_BY_RESTART:
+        if not cured_by_restart(failure):
             return failure
         while self._restarts and now - self._restarts[0] >= self._window_seconds:
             self._restarts.popleft()

@@ -26,8 +26,8 @@ import msgspec
 from neuron_runtime.config import RuntimeConfig
 from neuron_runtime.console import say
 from neuron_runtime.engine.lifeline import Deadline
-from neuron_runtime.errors import ExitCode, FatalError, InvalidConfig
-from neuron_runtime.record import Record
+from neuron_runtime.errors import BackendFailed, ExitCode, FatalError, InvalidConfig, ServingError
+from neuron_runtime.record import GENERAL_FAILURE, Record
 from neuron_runtime.server.control import Control, Drain, EngineEnded, EngineStarted, encode_line
 from neuron_runtime.server.restarts import RestartBudget, describe_exit
 
@@ -39,11 +39,11 @@ BACKLOG = 2048
 
 def listen(host: str, port: int) -> socket.socket:
     """The listening socket. Raises InvalidConfig with the cure."""
+    if not 0 <= port <= 65535:
+        raise InvalidConfig("--port", f"must be from 0 to 65535, got {port}")
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
         return socket.create_server((host, port), family=family, backlog=BACKLOG)
-    except OverflowError as error:
-        raise InvalidConfig("--port", f"must be from 0 to 65535, got {port}") from error
     except OSError as error:
         if error.errno == errno.EADDRINUSE:
             message = f"{port} on {host} is in use: stop what listens there, or choose another port with --port"
@@ -66,11 +66,14 @@ class Child:
     process: subprocess.Popen[bytes]
     record_path: Path
 
-    def failure(self) -> FatalError | str:
-        """Why it ended, after it has: the error it named, or how it died."""
+    def failure(self) -> ServingError:
+        """Why it ended, after it has: the error it named, or BackendFailed with how it died."""
         code = self.process.returncode
-        message = self._message() or describe_exit(self.name, code)
-        return FatalError(ExitCode(code), message) if code in set(ExitCode) else message
+        named = self._message()
+        message = named or describe_exit(self.name, code)
+        if code in set(ExitCode):
+            return FatalError(ExitCode(code), message)
+        return ServingError(message) if named and code == GENERAL_FAILURE else BackendFailed(message)
 
     def _message(self) -> str:
         try:
@@ -133,7 +136,7 @@ class Supervisor:
         self._config_path.write_bytes(msgspec.json.encode(config))
 
     def run(self) -> None:
-        """Returns after a drain. Raises FatalError when serving cannot go on."""
+        """Returns after a drain. Raises ServingError when serving cannot go on."""
         self._start_front_end()
         self._start_engine()
         try:
@@ -205,7 +208,7 @@ class Supervisor:
         self._engine.process.terminate()
         self._engine.wait_or_kill(STOP_SECONDS)
 
-    def _check(self, failure: FatalError | str) -> None:
+    def _check(self, failure: ServingError) -> None:
         error = self._budget.failure_to_end_with(failure, time.monotonic())
         if error is not None:
             raise error

@@ -1,4 +1,4 @@
-"""The torch backend: a decoder of our own on CPUs. `load_torch_backend` is its only entrance.
+"""The torch backend: a decoder of our own on CPUs. `check_config` and `load_backend` are its only entrances.
 
 Importing this package is cheap: torch is imported when a model is loaded, so commands that need no model start fast.
 """
@@ -8,14 +8,22 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from neuron_runtime.errors import InvalidConfig
+
 if TYPE_CHECKING:
     from neuron_runtime.backend.base import Backend, Progress
     from neuron_runtime.config import RuntimeConfig
 
-__all__ = ["load_torch_backend"]
+__all__ = ["check_config", "load_backend"]
 
 
-def load_torch_backend(model_dir: Path, config: RuntimeConfig, progress: Progress) -> Backend:
+def check_config(config: RuntimeConfig) -> None:
+    """Raises InvalidConfig for what this backend can never do, whatever the model."""
+    for key in config.override_neuron_config:
+        raise InvalidConfig(f"$.overrideNeuronConfig.{key}", "the torch backend has no such setting: leave it out")
+
+
+def load_backend(model_dir: Path, config: RuntimeConfig, progress: Progress) -> Backend:
     """Check a model folder, decide the limits, read the weights. `warm_up` is left to the caller.
 
     Raises:

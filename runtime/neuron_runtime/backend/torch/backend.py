@@ -1,6 +1,6 @@
 """`TorchBackend`: the Backend protocol over a decoder on CPUs, with everything that computes on one device thread.
 
-Made by `load_torch_backend`, called by `engine.loop`. The caller only queues work and waits, so it schedules the next
+Made by `load_backend`, called by `engine.loop`. The caller only queues work and waits, so it schedules the next
 step while this one runs. A row that waits for the step in flight is resolved on the device thread from the mirror.
 """
 

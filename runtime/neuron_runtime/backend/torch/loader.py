@@ -29,7 +29,7 @@ def load(
     progress: Progress,
     available_bytes: Callable[[], int] = available_memory_bytes,
 ) -> TorchBackend:
-    """See `load_torch_backend`."""
+    """See `load_backend`."""
     checkpoint = read_checkpoint(model_dir)
     model = decoder_config(checkpoint.config)
     check_tensors(checkpoint, tensor_shapes(model))

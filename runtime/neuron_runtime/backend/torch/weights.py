@@ -1,6 +1,6 @@
 """Tensors of a checkpoint, read memory-mapped and one at a time, straight into the layout the decoder computes with.
 
-Called by `load_torch_backend`. Checks names and shapes before the first byte is read; reports progress in bytes.
+Called by `load_backend`. Checks names and shapes before the first byte is read; reports progress in bytes.
 """
 
 from __future__ import annotations
