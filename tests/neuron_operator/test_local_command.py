@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import fcntl
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from neuron_operator.local.command import _require_space
+from neuron_operator.local.pods import CannotRunHere
 
 MODEL = """
 apiVersion: neuron-serving.dev/v1alpha1
@@ -65,3 +69,25 @@ def test_a_file_that_is_not_there_is_refused_in_one_line(tmp_path: Path) -> None
     ended = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert (ended.returncode, ended.stderr.count("\n")) == (2, 1)
     assert "No such file" in ended.stderr
+
+
+def test_a_full_disk_is_said_before_anything_starts(tmp_path: Path) -> None:
+    with pytest.raises(CannotRunHere, match=r"is full \(\d+ MiB free, 1073741824 MiB needed\): free some space"):
+        _require_space(tmp_path, 2**50)
+
+
+def test_devices_that_this_machine_lacks_are_said_with_the_cure(tmp_path: Path) -> None:
+    demo = Path(__file__).parents[2] / "examples" / "demo-model"
+    ended = local(tmp_path, MODEL % (demo.as_uri(), "Neuron, devices: 1", "  engine: {backend: torch}"))
+    assert ended.returncode == 2
+    assert "1 Neuron device(s) wanted, 0 under /dev/neuron*: set spec.accelerator.type: CPU" in ended.stderr
+
+
+def test_one_model_is_served_by_one_local_at_a_time(tmp_path: Path) -> None:
+    lock = tmp_path / "cache" / "local" / "default.demo.lock"
+    lock.parent.mkdir(parents=True)
+    with lock.open("a") as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        ended = local(tmp_path, MODEL % ("file:///x", "CPU", ""))
+    assert ended.returncode == 2
+    assert "another `neuron-operator local` serves demo" in ended.stderr

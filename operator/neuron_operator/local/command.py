@@ -40,6 +40,9 @@ from neuron_operator.world import FreeDevices, Settings, World
 
 EXIT_OK, EXIT_FAILED, EXIT_USAGE = 0, 1, 2
 
+_MIN_FREE_BYTES = 64 * 2**20
+"""Room for files, records and logs of the pods; what a model needs besides is checked by the runtime."""
+
 _NO_IMAGE = "this-machine"
 """Stands where a cluster would name the runtime image: the programs of this environment are run instead."""
 
@@ -136,9 +139,19 @@ def _locked_root(cache_dir: Path, body: Mapping[str, Any], *, fresh: bool) -> It
             if fresh:
                 shutil.rmtree(root)
                 root.mkdir()
+            _require_space(root, _MIN_FREE_BYTES)
             yield root
     except OSError as error:
         raise CannotRunHere(f"cannot use {root}: {error.strerror}; choose another --cache-dir") from error
+
+
+def _require_space(folder: Path, min_free_bytes: int) -> None:
+    free_bytes = shutil.disk_usage(folder).free
+    if free_bytes < min_free_bytes:
+        raise CannotRunHere(
+            f"the disk of {folder} is full ({free_bytes >> 20} MiB free, {min_free_bytes >> 20} MiB needed): "
+            "free some space, or choose another --cache-dir"
+        )
 
 
 @dataclass
