@@ -154,14 +154,18 @@ class _NotBuilt(argparse.Action):
 
 def _serve(options: argparse.Namespace, began: float) -> record.Record:
     from neuron_runtime.engine.backends import check_backend  # noqa: PLC0415
+    from neuron_runtime.server.run_dir import made_run_dir  # noqa: PLC0415
     from neuron_runtime.server.supervisor import Signals, Supervisor, listen, url_of  # noqa: PLC0415
 
     config = serve_config(options)
     with naming_flags() if options.config is None else nullcontext():
         check_backend(config)
-        with listen(options.host, options.port) as listener:
+        with listen(options.host, options.port) as listener, made_run_dir() as run_dir:
             say(f"serving {config.model.uri} at {url_of(listener)}")
-            Supervisor(config, listener, options.weights_dir, Signals(), began).run()
+            supervisor = Supervisor(
+                config, listener, Signals(), run_dir=run_dir, weights_dir=options.weights_dir, began=began
+            )
+            supervisor.run()
     return record.success("serve", seconds=time.monotonic() - began)
 
 

@@ -157,6 +157,12 @@ def test_a_killed_supervisor_takes_its_children_along(model_dir: Path, tmp_path:
     assert len(pids) == 2
     assert command.end(signal.SIGKILL) == -signal.SIGKILL
     until(lambda: not any(alive(pid) for pid in pids))
+    (left,) = tmp_path.iterdir()
+    command = ServeCommand([str(model_dir), "--port", "0"], tmp_path)
+    command.url()
+    command.until(lambda: not left.exists())
+    assert command.end() == 0
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_stopped_engine_is_found_to_hang(model_dir: Path) -> None:

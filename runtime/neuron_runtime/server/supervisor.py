@@ -10,12 +10,10 @@ from __future__ import annotations
 import errno
 import os
 import select
-import shutil
 import signal
 import socket
 import subprocess
 import sys
-import tempfile
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -118,11 +116,19 @@ class Supervisor:
     """Runs one serving command until it is told to end or cannot go on.
 
     Args:
+        run_dir: an empty folder of its own.
         began: the monotonic clock when the command started.
     """
 
     def __init__(
-        self, config: RuntimeConfig, listener: socket.socket, weights_dir: Path, signals: Signals, began: float
+        self,
+        config: RuntimeConfig,
+        listener: socket.socket,
+        signals: Signals,
+        *,
+        run_dir: Path,
+        weights_dir: Path,
+        began: float,
     ) -> None:
         self._config = config
         self._listener = listener
@@ -131,7 +137,7 @@ class Supervisor:
         self._began = began
         self._budget = RestartBudget()
         self._incarnation = 0
-        self._run_dir = Path(tempfile.mkdtemp(prefix="neuron-runtime-"))
+        self._run_dir = run_dir
         self._config_path = self._run_dir / "config.json"
         self._config_path.write_bytes(msgspec.json.encode(config))
 
@@ -144,7 +150,6 @@ class Supervisor:
         finally:
             self._end_front_end()
             self._end_engine()
-            shutil.rmtree(self._run_dir, ignore_errors=True)
 
     def _serve(self) -> None:
         while not self._signals.num_stops:
