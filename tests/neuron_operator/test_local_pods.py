@@ -42,7 +42,7 @@ def pod() -> dict[str, Any]:
                     "image": "x",
                     "command": [sys.executable, "-c", SERVER, "8000", "/state/ready", "/dev/termination-log"],
                     "env": [
-                        {"name": "HOME", "value": "/tmp"},
+                        {"name": "HOME", "value": "/scratch"},
                         {"name": "CONFIG", "value": "/etc/app/config.json"},
                         {"name": "IP", "valueFrom": {"fieldRef": {"fieldPath": "status.podIP"}}},
                         {"name": "TOKEN", "valueFrom": {"secretKeyRef": {"name": "s", "key": "HF_TOKEN"}}},
@@ -50,7 +50,7 @@ def pod() -> dict[str, Any]:
                     "ports": [{"name": "http", "containerPort": 8000}],
                     "volumeMounts": [
                         {"name": "config", "mountPath": "/etc/app", "readOnly": True},
-                        {"name": "tmp", "mountPath": "/tmp"},
+                        {"name": "tmp", "mountPath": "/scratch"},
                         {"name": "state", "mountPath": "/state"},
                     ],
                     "startupProbe": {
@@ -97,9 +97,9 @@ def test_paths_ports_and_references_of_a_pod_become_those_of_this_machine(tmp_pa
 
 def test_a_path_that_only_looks_like_a_mount_stays(tmp_path: Path) -> None:
     body = pod()
-    body["spec"]["containers"][0]["args"] = ["/tmpfile", "/tmp/x", "0.0.0.0"]
+    body["spec"]["containers"][0]["args"] = ["/scratchfile", "/scratch/x", "0.0.0.0"]
     plan = interpret(body, host(tmp_path), {8000: 9001})
-    assert plan.argv[-3:] == ("/tmpfile", str(tmp_path / "default.chat/chat-0/tmp/x"), "127.0.0.1")
+    assert plan.argv[-3:] == ("/scratchfile", str(tmp_path / "default.chat/chat-0/tmp/x"), "127.0.0.1")
 
 
 @pytest.mark.parametrize(
