@@ -15,6 +15,7 @@ from typing import Any
 import httpx
 import msgspec
 import pytest
+from safetensors.torch import load_file, save_file
 
 from helpers.chat_model import write_chat_model
 from helpers.serve_command import ServeCommand, alive, children, metric, serve
@@ -268,3 +269,19 @@ def test_the_port_is_free_again_at_once(model_dir: Path) -> None:
         with serve(str(model_dir), "--port", str(port)) as command:
             httpx.get(f"{command.url()}/live")
             assert command.end() == 0
+
+
+def test_an_answer_that_cannot_be_computed_ends_with_an_error_and_serving_goes_on(tmp_path: Path) -> None:
+    folder = write_chat_model(tmp_path / "model")
+    tensors = load_file(folder / "model.safetensors")
+    tensors["model.embed_tokens.weight"][300] = float("nan")
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    with serve(str(folder), "--port", "0") as command:
+        url = command.until_ready()
+        body = {"prompt": [5, 300, 6], "max_tokens": 5, "temperature": 0, "ignore_eos": True}
+        refused = httpx.post(f"{url}/v1/completions", json=body, timeout=60)
+        assert refused.status_code == 503
+        assert "not finite" in refused.json()["error"]["message"]
+        command.until_ready(times=2)
+        answer = httpx.post(f"{url}/v1/completions", json=body | {"prompt": [5, 6]}, timeout=60)
+        assert answer.json()["usage"]["completion_tokens"] == 5

@@ -10,11 +10,15 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from helpers.torch_models import load_backend, random_model, reference, reference_logits
 from neuron_runtime.backend.base import IllegalBatch
 from neuron_runtime.backend.torch.backend import TorchBackend
+from neuron_runtime.backend.torch.sampling import NotFinite
+from neuron_runtime.checkpoint import InvalidModel
 from neuron_runtime.core import KNOWN, NO_TOKEN, Added, Batch, Kind, Late, Rows, SamplingParams, StepOutput
+from neuron_runtime.errors import ExitCode
 
 GREEDY = SamplingParams(temperature=0.0)
 PROMPT = tuple(range(40, 53))
@@ -198,3 +202,32 @@ def test_an_error_on_the_device_thread_reaches_the_caller_at_collect(
     backend.sample(0, None)
     with pytest.raises(MemoryError, match="no scratch"):
         backend.collect(0)
+
+
+def spoil(folder: Path, tensor: str, rows: slice) -> Path:
+    """NaN in some rows of a weight."""
+    tensors = load_file(folder / "model.safetensors")
+    tensors[tensor][rows] = torch.nan
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
+
+
+@pytest.mark.parametrize("sampling", [GREEDY, SamplingParams(), SamplingParams(top_k=5), SamplingParams(top_p=0.5)])
+def test_a_row_whose_logits_are_no_numbers_ends_the_device_with_a_name(
+    sampling: SamplingParams, tmp_path: Path
+) -> None:
+    spoil(random_model(tmp_path), "model.embed_tokens.weight", slice(PROMPT[4], PROMPT[4] + 1))
+    backend = load_backend(tmp_path, layout="slots", max_sequences=4, max_model_length=64)
+    backend.warm_up(lambda what, share: None)
+    run(backend, 0, rows((0, 0, 3, True)), added=(added(backend, 0, (1, 2, 3), sampling=sampling),))
+    with pytest.raises(NotFinite, match="1 of the requests") as caught:
+        run(backend, 1, rows((0, 3, 1, True), (1, 0, 13, True)), added=(added(backend, 1, sampling=sampling),))
+    assert caught.value.exit_code is ExitCode.DEVICE_FAILED
+    backend.close()
+
+
+def test_a_model_that_computes_no_numbers_at_all_is_invalid(tmp_path: Path) -> None:
+    backend = load_backend(spoil(random_model(tmp_path), "model.norm.weight", slice(3, 4)))
+    with pytest.raises(InvalidModel, match="not finite"):
+        backend.warm_up(lambda what, share: None)
+    backend.close()

@@ -10,7 +10,9 @@ import torch
 
 from neuron_runtime.backend.torch.sampling import (
     MAX_CANDIDATES,
+    NotFinite,
     SamplingTable,
+    check_finite,
     choose,
     draw,
     logprobs,
@@ -208,3 +210,13 @@ def test_logprobs_are_those_of_the_whole_vocabulary_best_first() -> None:
     best = logs[0].topk(2)
     assert [token for token, _ in found[0][0].top] == best.indices.tolist()
     assert [value for _, value in found[0][0].top] == pytest.approx(best.values.tolist())
+
+
+@pytest.mark.parametrize("row", [[0.0, float("nan"), 1.0], [0.0, float("inf"), 1.0], [float("-inf")] * 3])
+def test_a_row_without_numbers_is_found_among_others(row: list[float]) -> None:
+    with pytest.raises(NotFinite, match="of 1 of the requests"):
+        check_finite(torch.tensor([[1.0, 2.0, 3.0], row]))
+
+
+def test_a_token_that_the_model_rules_out_is_no_failure() -> None:
+    check_finite(torch.tensor([[1.0, float("-inf"), -1e38], [3e38, 0.0, 0.0]]))

@@ -20,6 +20,7 @@ from neuron_runtime.backend.torch import sampling
 from neuron_runtime.backend.torch.cache import IntArray, KVCache
 from neuron_runtime.backend.torch.decoder import Decoder
 from neuron_runtime.backend.torch.mirror import SlotMirror
+from neuron_runtime.checkpoint import InvalidModel
 from neuron_runtime.core import (
     KNOWN,
     NO_TOKEN,
@@ -65,7 +66,11 @@ class TorchBackend:
         return self._limits
 
     def warm_up(self, progress: Progress) -> None:
-        """Run a prompt and a decode step once: the kernels are chosen and their scratch memory is taken."""
+        """Run a prompt and a decode step once: the kernels are chosen and their scratch memory is taken.
+
+        Raises:
+            InvalidModel: the model computes no numbers.
+        """
         progress("warming up", 0.0)
         length = min(8, self._limits.max_model_length - 1)
         added = Added(
@@ -84,7 +89,11 @@ class TorchBackend:
         ):
             self.launch(batch)
             self.sample(batch.step, None)
-            self.collect(batch.step)
+            try:
+                self.collect(batch.step)
+            except sampling.NotFinite as error:
+                # No request had a part in this: the same would come of any.
+                raise InvalidModel(str(error)) from error
         progress("warming up", 1.0)
 
     def launch(self, batch: Batch) -> None:
@@ -121,6 +130,7 @@ class TorchBackend:
         token_ids: list[tuple[int, ...]] = [()] * len(step.batch.rows)
         logprobs: list[tuple[TokenLogprobs, ...]] = []
         if step.logits is not None:
+            sampling.check_finite(step.logits)
             logits = step.logits if late is None else sampling.restrict(step.logits, step.sampled, late)
             slots, positions = self._mirror.sampled_positions(step.sampled)
             table = self._mirror.sampling
