@@ -9,31 +9,28 @@ from __future__ import annotations
 import json
 import re
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from cluster.rig.commands import CommandFailed
-from cluster.rig.faults import kill_containers
-from cluster.rig.images import build_image
 from cluster.rig.rig import Rig
+from cluster.stories import (
+    ANSWERS,
+    CHILD_KINDS,
+    OPERATOR_NAMESPACE,
+    OURS,
+    Images,
+    Story,
+    install,
+    load_images,
+    uninstall,
+)
 
 pytestmark = [pytest.mark.cluster, pytest.mark.slow, pytest.mark.timeout(1500, func_only=True)]
 
-ROOT = Path(__file__).parents[2]
-CHART = ROOT / "charts" / "neuron-serving"
 QUESTION = "What is a NeuronModel?"
-ANSWERS: dict[str, str] = json.loads((ROOT / "examples" / "demo-model" / "expected.json").read_text())
-
-OPERATOR_NAMESPACE = "neuron-serving"
-OPERATOR_SELECTOR = "app.kubernetes.io/name=neuron-operator"
 OPERATOR_USER = f"system:serviceaccount:{OPERATOR_NAMESPACE}:neuron-operator"
-SERVING = "neuron-serving.dev/role=leader"
-OURS = "app.kubernetes.io/managed-by=neuron-operator"
 RIGHTS_FOR_FAULTS = {
     ("", "configmaps", "delete"),
     ("apps", "controllerrevisions", "delete"),
@@ -45,9 +42,6 @@ RIGHTS_FOR_FAULTS = {
 }
 """What a story without faults and with few edits may leave unused; tests/cluster/test_operator_api_server.py shows, for
 these too, that each is used."""
-CHILD_KINDS = (
-    "deployments,services,configmaps,serviceaccounts,poddisruptionbudgets,networkpolicies,controllerrevisions,jobs,pods"
-)
 
 MODEL: dict[str, Any] = {
     "apiVersion": "neuron-serving.dev/v1alpha1",
@@ -85,134 +79,25 @@ for url in sys.argv[1:]:
     print(urllib.request.urlopen(url, timeout=10).read().decode())
 """
 
-DEVICES_SEEN = "import glob, os; print(*sorted(os.minor(os.stat(d).st_rdev) for d in glob.glob('/dev/neuron*')))"
-
-
-@dataclass
-class Story:
-    """The cluster, the story's namespace, and how long each stage took."""
-
-    rig: Rig
-    namespace: str
-    seconds: dict[str, float] = field(default_factory=dict)
-
-    @contextmanager
-    def stage(self, name: str) -> Iterator[None]:
-        began = time.monotonic()
-        print(f"\n--- {name}", flush=True)
-        yield
-        self.seconds[name] = time.monotonic() - began
-        print(f"    {self.seconds[name]:.1f} s", flush=True)
-
-    def kubectl(self, *arguments: str, **options: Any) -> str:
-        return self.rig.kubectl("-n", self.namespace, *arguments, **options)
-
-    def items(self, kind: str, selector: str) -> list[Any]:
-        return list(json.loads(self.kubectl("get", kind, "-l", selector, "-o", "json"))["items"])
-
-    def apply(self, body: Any) -> None:
-        self.kubectl("apply", "-f", "-", stdin=json.dumps(body))
-
-    def condition(self, model: str, kind: str) -> dict[str, Any]:
-        body = json.loads(self.kubectl("get", "nm", model, "-o", "json"))
-        found = [c for c in body.get("status", {}).get("conditions", []) if c["type"] == kind]
-        current = [c for c in found if c["observedGeneration"] == body["metadata"]["generation"]]
-        return current[0] if current else {"status": "Unknown", "reason": "", "message": ""}
-
-    def until(self, what: str, holds: Callable[[], Any], seconds: float = 120) -> Any:
-        deadline = time.monotonic() + seconds
-        while not (result := holds()):
-            if time.monotonic() > deadline:
-                raise AssertionError(f"not within {seconds} s: {what}\n{self.kubectl('describe', 'nm')}")
-            time.sleep(0.25)
-        return result
-
-    def until_ready(self, replicas: int) -> None:
-        self.until(
-            f"{replicas} replicas ready",
-            lambda: self.condition("chat", "Ready")["status"] == "True" and len(self.ready_pods()) == replicas,
-            240,
-        )
-
-    def ready_pods(self) -> list[Any]:
-        return [
-            pod
-            for pod in self.items("pods", SERVING)
-            if "deletionTimestamp" not in pod["metadata"]
-            and any(c["type"] == "Ready" and c["status"] == "True" for c in pod["status"].get("conditions", []))
-        ]
-
-    def kill_operator(self) -> None:
-        """SIGKILL to every replica; the pods are deleted too, so that no kubelet's back-off is waited for."""
-        kill_containers(self.rig, OPERATOR_NAMESPACE, OPERATOR_SELECTOR)
-        self.rig.kubectl("-n", OPERATOR_NAMESPACE, "delete", "pods", "-l", OPERATOR_SELECTOR, "--wait=false")
-
-    def run_client(self, image: str, name: str, code: str, *arguments: str) -> str:
-        """Runs Python in a pod of its own and returns what it printed."""
-        container = {
-            "name": "client",
-            "image": image,
-            "imagePullPolicy": "Never",
-            "command": ["python", "-c", code, *arguments],
-        }
-        self.apply(
-            {
-                "apiVersion": "v1",
-                "kind": "Pod",
-                "metadata": {"name": name},
-                "spec": {"restartPolicy": "Never", "containers": [container]},
-            }
-        )
-        phase = self.until(
-            f"pod {name} to end",
-            lambda: next(
-                (
-                    p
-                    for p in ["Succeeded", "Failed"]
-                    if self.kubectl("get", "pod", name, "-o", "jsonpath={.status.phase}") == p
-                ),
-                None,
-            ),
-        )
-        output = self.kubectl("logs", name)
-        assert phase == "Succeeded", output
-        self.kubectl("delete", "pod", name, "--wait=false")
-        return output
-
-    def minors_seen(self, pod: Any) -> set[int]:
-        """Minor numbers of the device files inside the container."""
-        return set(map(int, self.kubectl("exec", pod["metadata"]["name"], "--", "python", "-c", DEVICES_SEEN).split()))
-
-    def devices_held(self, pod: Any) -> set[int]:
-        """Devices of the pod, as its kubelet says."""
-        held = self.rig.device_holdings(pod["spec"]["nodeName"])
-        ids = [i for h in held if (h.namespace, h.pod) == (self.namespace, pod["metadata"]["name"]) for i in h.ids]
-        return {int(re.sub(r"\D", "", device)) for device in ids}
-
 
 def test_from_install_to_tokens_and_back(rig: Rig, namespace: str) -> None:
     story = Story(rig, namespace)
-    operator, runtime = build_image("operator"), build_image("runtime-cpu")
-    for image in (operator, runtime):
-        rig.load_image(image.archive)
+    images = load_images(rig)
     audit_begins = len(rig.audit_events())
     try:
-        _tell(story, operator.name, runtime.name)
+        _tell(story, images)
         _check_rights(story, audit_begins)
     finally:
         print("\nstage                                     seconds")
         for name, seconds in story.seconds.items():
             print(f"{name:<40} {seconds:>8.1f}")
-        rig.helm("uninstall", "neuron-serving", "-n", OPERATOR_NAMESPACE, "--wait", "--ignore-not-found")
+        uninstall(rig)
 
 
-def _tell(story: Story, operator_image: str, runtime_image: str) -> None:
-    rig = story.rig
+def _tell(story: Story, images: Images) -> None:
     with story.stage("install: helm install --wait"):
-        images = f"image.operator={operator_image},image.runtime={runtime_image},image.pullPolicy=Never"
-        where = ("-n", OPERATOR_NAMESPACE, "--create-namespace", "--wait", "--timeout", "3m")
-        rig.helm("install", "neuron-serving", str(CHART), *where, "--set", images)
-        rig.helm("test", "neuron-serving", "-n", OPERATOR_NAMESPACE)
+        install(story.rig, images)
+        story.rig.helm("test", "neuron-serving", "-n", OPERATOR_NAMESPACE)
 
     with story.stage("apply to Ready: 2 replicas of 6 devices"):
         story.apply(MODEL)
@@ -225,13 +110,13 @@ def _tell(story: Story, operator_image: str, runtime_image: str) -> None:
 
     with story.stage("first answer through the Service"):
         url = f"http://chat.{story.namespace}.svc.cluster.local:8000"
-        answer = json.loads(story.run_client(runtime_image, "client", CLIENT, QUESTION, url))
+        answer = json.loads(story.run_client(images.runtime, "client", CLIENT, QUESTION, url))
         assert answer["text"] == ANSWERS[QUESTION]
         assert answer["events"] > 1
     story.seconds["  of that: first token"] = answer["first_token_seconds"]
 
     with story.stage("metrics, get, describe"):
-        _check_metrics(story, runtime_image, pods)
+        _check_metrics(story, images.runtime, pods)
         _check_reading(story)
 
     with story.stage("edit: 1 device each, on one node"):
@@ -275,7 +160,7 @@ def _tell(story: Story, operator_image: str, runtime_image: str) -> None:
         story.apply(ghost)
         story.until("ModelNotFound", lambda: story.condition("ghost", "Ready")["reason"] == "ModelNotFound")
         print(f"    {story.condition('ghost', 'Ready')['message']}")
-        assert story.items("pods", f"{SERVING},neuron-serving.dev/model=ghost") == []
+        assert story.serving_pods("ghost") == []
         story.kubectl("delete", "nm", "ghost")
 
     with story.stage("children edited and deleted by hand"):
@@ -363,6 +248,6 @@ def _check_rights(story: Story, audit_begins: int) -> None:
         for resource in rule["resources"]
         for verb in rule["verbs"]
     }
-    used = {(e.group, f"{e.resource}/{e.subresource}".rstrip("/"), e.verb) for e in events}
+    used = {(e.group, f"{e.resource}/{e.subresource}".rstrip("/"), e.verb) for e in events if e.resource}
     assert used <= granted
     assert granted - used <= RIGHTS_FOR_FAULTS

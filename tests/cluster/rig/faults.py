@@ -12,7 +12,7 @@ from collections.abc import Collection, Iterator
 from datetime import UTC, datetime
 from typing import Any
 
-from cluster.rig.cgroups import Group
+from cluster.rig.cgroups import Group, kill
 from cluster.rig.machine import wait_until
 from cluster.rig.rig import Rig
 
@@ -85,6 +85,19 @@ def kill_containers(rig: Rig, namespace: str, selector: str) -> list[str]:
     if not killed:
         raise ValueError(f"no container runs in namespace {namespace} in pods with {selector}")
     return killed
+
+
+def kill_processes(rig: Rig, pod: Any, word: str) -> None:
+    """Every process of a pod whose command line has `word` among its arguments is killed with SIGKILL.
+
+    Raises:
+        ValueError: there is none.
+    """
+    processes = [process for group in _container_groups(rig, pod) for process in group.processes()]
+    hit = [process.pid for process in processes if word in process.command]
+    if not [pid for pid in hit if kill(pid)]:
+        commands = [" ".join(process.command) for process in processes]
+        raise ValueError(f"no process with {word} runs in pod {pod['metadata']['name']}, but {commands}")
 
 
 def _container_groups(rig: Rig, pod: Any) -> Iterator[Group]:

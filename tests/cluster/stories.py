@@ -1,0 +1,169 @@
+"""What the stories on the cluster share: the chart installed with the project's own images, and one namespace of a user
+with words for what is done and seen in it. Called by `test_story*.py`; it asserts only that clients end well."""
+
+from __future__ import annotations
+
+import json
+import re
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from cluster.rig.faults import kill_containers
+from cluster.rig.images import build_image
+from cluster.rig.rig import Rig
+
+ROOT = Path(__file__).parents[2]
+CHART = ROOT / "charts" / "neuron-serving"
+ANSWERS: dict[str, str] = json.loads((ROOT / "examples" / "demo-model" / "expected.json").read_text())
+
+OPERATOR_NAMESPACE = "neuron-serving"
+OPERATOR_SELECTOR = "app.kubernetes.io/name=neuron-operator"
+SERVING = "neuron-serving.dev/role=leader"
+OURS = "app.kubernetes.io/managed-by=neuron-operator"
+CHILD_KINDS = (
+    "deployments,services,configmaps,serviceaccounts,poddisruptionbudgets,networkpolicies,controllerrevisions,jobs,pods"
+)
+
+DEVICES_SEEN = "import glob, os; print(*sorted(os.minor(os.stat(d).st_rdev) for d in glob.glob('/dev/neuron*')))"
+
+
+@dataclass(frozen=True)
+class Images:
+    """Names of the project's images, known to every node."""
+
+    operator: str
+    runtime: str
+
+
+def load_images(rig: Rig) -> Images:
+    operator, runtime = build_image("operator"), build_image("runtime-cpu")
+    for image in (operator, runtime):
+        rig.load_image(image.archive)
+    return Images(operator.name, runtime.name)
+
+
+def install(rig: Rig, images: Images, *options: str) -> None:
+    """`helm install --wait` with further options of helm."""
+    values = f"image.operator={images.operator},image.runtime={images.runtime},image.pullPolicy=Never"
+    where = ("-n", OPERATOR_NAMESPACE, "--create-namespace", "--wait", "--timeout", "3m")
+    rig.helm("install", "neuron-serving", str(CHART), *where, "--set", values, *options)
+
+
+def uninstall(rig: Rig) -> None:
+    rig.helm("uninstall", "neuron-serving", "-n", OPERATOR_NAMESPACE, "--wait", "--ignore-not-found")
+
+
+@dataclass
+class Story:
+    """The cluster, the story's namespace, and how long each stage took."""
+
+    rig: Rig
+    namespace: str
+    seconds: dict[str, float] = field(default_factory=dict)
+
+    @contextmanager
+    def stage(self, name: str) -> Iterator[None]:
+        began = time.monotonic()
+        print(f"\n--- {name}", flush=True)
+        yield
+        self.seconds[name] = time.monotonic() - began
+        print(f"    {self.seconds[name]:.1f} s", flush=True)
+
+    def kubectl(self, *arguments: str, **options: Any) -> str:
+        return self.rig.kubectl("-n", self.namespace, *arguments, **options)
+
+    def items(self, kind: str, selector: str) -> list[Any]:
+        return list(json.loads(self.kubectl("get", kind, "-l", selector, "-o", "json"))["items"])
+
+    def apply(self, body: Any) -> None:
+        self.kubectl("apply", "-f", "-", stdin=json.dumps(body))
+
+    def condition(self, model: str, kind: str) -> dict[str, Any]:
+        body = json.loads(self.kubectl("get", "nm", model, "-o", "json"))
+        found = [c for c in body.get("status", {}).get("conditions", []) if c["type"] == kind]
+        current = [c for c in found if c["observedGeneration"] == body["metadata"]["generation"]]
+        return current[0] if current else {"status": "Unknown", "reason": "", "message": ""}
+
+    def until(self, what: str, holds: Callable[[], Any], seconds: float = 120) -> Any:
+        deadline = time.monotonic() + seconds
+        while not (result := holds()):
+            if time.monotonic() > deadline:
+                raise AssertionError(f"not within {seconds} s: {what}\n{self.kubectl('describe', 'nm')}")
+            time.sleep(0.25)
+        return result
+
+    def until_ready(self, replicas: int, model: str = "chat") -> None:
+        self.until(
+            f"{replicas} replicas ready",
+            lambda: self.condition(model, "Ready")["status"] == "True" and len(self.ready_pods(model)) == replicas,
+            240,
+        )
+
+    def serving_pods(self, model: str = "chat") -> list[Any]:
+        return self.items("pods", f"{SERVING},neuron-serving.dev/model={model}")
+
+    def ready_pods(self, model: str = "chat") -> list[Any]:
+        return [
+            pod
+            for pod in self.serving_pods(model)
+            if "deletionTimestamp" not in pod["metadata"]
+            and any(c["type"] == "Ready" and c["status"] == "True" for c in pod["status"].get("conditions", []))
+        ]
+
+    def kill_operator(self) -> None:
+        """SIGKILL to every replica; the pods are deleted too, so that no kubelet's back-off is waited for."""
+        kill_containers(self.rig, OPERATOR_NAMESPACE, OPERATOR_SELECTOR)
+        self.rig.kubectl("-n", OPERATOR_NAMESPACE, "delete", "pods", "-l", OPERATOR_SELECTOR, "--wait=false")
+
+    def run_client(self, image: str, name: str, code: str, *arguments: str) -> str:
+        """Runs Python in a pod of its own and returns what it printed."""
+        self.start_client(image, name, code, *arguments)
+        return self.end_client(name)
+
+    def start_client(self, image: str, name: str, code: str, *arguments: str) -> None:
+        container = {
+            "name": "client",
+            "image": image,
+            "imagePullPolicy": "Never",
+            "command": ["python", "-c", code, *arguments],
+        }
+        self.apply(
+            {
+                "apiVersion": "v1",
+                "kind": "Pod",
+                "metadata": {"name": name},
+                "spec": {"restartPolicy": "Never", "containers": [container]},
+            }
+        )
+
+    def end_client(self, name: str) -> str:
+        """What a client printed, when it has ended."""
+        phase = self.until(
+            f"pod {name} to end",
+            lambda: next(
+                (
+                    p
+                    for p in ["Succeeded", "Failed"]
+                    if self.kubectl("get", "pod", name, "-o", "jsonpath={.status.phase}") == p
+                ),
+                None,
+            ),
+        )
+        output = self.kubectl("logs", name)
+        assert phase == "Succeeded", output
+        self.kubectl("delete", "pod", name, "--wait=false")
+        return output
+
+    def minors_seen(self, pod: Any) -> set[int]:
+        """Minor numbers of the device files inside the container."""
+        return set(map(int, self.kubectl("exec", pod["metadata"]["name"], "--", "python", "-c", DEVICES_SEEN).split()))
+
+    def devices_held(self, pod: Any) -> set[int]:
+        """Devices of the pod, as its kubelet says."""
+        held = self.rig.device_holdings(pod["spec"]["nodeName"])
+        ids = [i for h in held if (h.namespace, h.pod) == (self.namespace, pod["metadata"]["name"]) for i in h.ids]
+        return {int(re.sub(r"\D", "", device)) for device in ids}

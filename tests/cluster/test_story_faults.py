@@ -1,0 +1,353 @@
+"""What goes wrong under a user's model, on the real cluster with the real images: hubs that refuse, processes, pods,
+devices and nodes that end, images and names that people got wrong. Each is named in the words of docs/neuronmodel.md,
+and heals when it is undone."""
+
+from __future__ import annotations
+
+import base64
+import json
+import re
+import uuid
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+
+from cluster.rig.faults import devices_unhealthy, kill_processes, power_off
+from cluster.rig.rig import Rig
+from cluster.stories import (
+    ANSWERS,
+    CHILD_KINDS,
+    OPERATOR_NAMESPACE,
+    OPERATOR_SELECTOR,
+    OURS,
+    ROOT,
+    Story,
+    install,
+    load_images,
+    uninstall,
+)
+
+pytestmark = [pytest.mark.cluster, pytest.mark.slow, pytest.mark.timeout(600, func_only=True)]
+
+QUESTION = "How do I make the operator decide anew?"
+TOKEN, WRONG_TOKEN = "hf_Aright0000000000000000000000000000", "hf_Wrong0000000000000000000000000000"
+CPU_NODE, NEURON_NODE = "n3", "n1"
+ENGINE_MODULE = "neuron_runtime.engine.process"
+PAUSED = "neuron-serving.dev/paused"
+NUM_TOKENS = 1500
+"""Of a long answer: many times what ending a pod takes, in time."""
+
+CHAT = """
+import json, sys, urllib.request
+question, url = sys.argv[1:]
+body = {"model": "chat", "messages": [{"role": "user", "content": question}], "temperature": 0}
+request = urllib.request.Request(
+    url + "/v1/chat/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
+)
+answer = json.load(urllib.request.urlopen(request, timeout=60))
+print(answer["choices"][0]["message"]["content"])
+"""
+
+LONG_ANSWER = """
+import json, sys, time, urllib.request
+num_tokens, url = int(sys.argv[1]), sys.argv[2]
+body = {"model": "chat", "prompt": "kubectl", "temperature": 0, "stream": True, "ignore_eos": True}
+body |= {"max_tokens": num_tokens, "stream_options": {"include_usage": True}}
+request = urllib.request.Request(
+    url + "/v1/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
+)
+pieces, usage, error, ended = 0, None, None, False
+for line in urllib.request.urlopen(request, timeout=120):
+    if line.startswith(b"data: {"):
+        event = json.loads(line[6:])
+        usage, error = event.get("usage") or usage, event.get("error") or error
+        pieces += bool(event.get("choices"))
+        if pieces == 1:
+            print("streaming", flush=True)
+    ended = ended or line.strip() == b"data: [DONE]"
+print(json.dumps({"usage": usage, "error": error, "done": ended, "unix_seconds": time.time()}))
+"""
+
+
+@dataclass(frozen=True)
+class Installation:
+    rig: Rig
+    runtime_image: str
+    commit: str
+    """What the hub pins for the demo model."""
+
+
+@pytest.fixture(scope="module")
+def installation(rig: Rig) -> Iterator[Installation]:
+    """The operator, told to fetch from a hub in the cluster that has the demo model twice: open and gated."""
+    images = load_images(rig)
+    namespace = f"hub-{uuid.uuid4().hex[:8]}"
+    rig.kubectl("create", "namespace", namespace)
+    try:
+        rig.apply(*_hub(namespace, images.runtime))
+        values = {
+            # Not on a node that a test turns off: what the loss of the operator's node means is another test's story.
+            "nodeSelector": {"kubernetes.io/hostname": CPU_NODE},
+            "jobs": {"env": [{"name": "HF_ENDPOINT", "value": f"http://hub.{namespace}.svc.cluster.local:8080"}]},
+        }
+        install(rig, images, *(f"--set-json={key}={json.dumps(value)}" for key, value in values.items()))
+        rig.kubectl("-n", namespace, "wait", "--for=condition=Ready", "pod/hub", "--timeout=60s")
+        listing = (
+            "import urllib.request as u; print(u.urlopen('http://localhost:8080/api/models/demo/demo').read().decode())"
+        )
+        told = json.loads(rig.kubectl("-n", namespace, "exec", "hub", "--", "python", "-c", listing))
+        yield Installation(rig, images.runtime, told["sha"])
+    finally:
+        rig.kubectl("delete", "namespace", namespace, "--wait=false")
+        uninstall(rig)
+
+
+@pytest.fixture(scope="module")
+def story(installation: Installation) -> Iterator[Story]:
+    """The namespace of a user with one replica of the open model, `chat`."""
+    namespace = f"test-{uuid.uuid4().hex[:8]}"
+    rig = installation.rig
+    rig.kubectl("create", "namespace", namespace)
+    story = Story(rig, namespace)
+    story.apply(_model("chat", "hf://demo/demo", serving={"maxModelLength": 2048}))
+    yield story
+    rig.kubectl("delete", "namespace", namespace, "--wait=false")
+
+
+def test_a_model_comes_from_a_hub_and_its_token_stays_where_it_is(installation: Installation, story: Story) -> None:
+    credentials = {"credentialsSecretRef": {"name": "hub-token"}}
+    with story.stage("hub: what it refuses is told before a serving pod is made"):
+        _give_token(story, WRONG_TOKEN)
+        story.apply(_model("ghost", "hf://demo/ghost"))
+        story.apply(_model("nobody", "hf://demo/gated"))
+        story.apply(_model("gated", "hf://demo/gated", model=credentials))
+        for name, reason in (
+            ("ghost", "ModelNotFound"),
+            ("nobody", "WeightsUnauthorized"),
+            ("gated", "WeightsUnauthorized"),
+        ):
+            _until_reason(story, name, reason)
+            assert story.condition(name, "ModelResolved")["reason"] == reason
+            assert (
+                story.items("pods,deployments", f"neuron-serving.dev/role=leader,neuron-serving.dev/model={name}") == []
+            )
+    with story.stage("hub: the right token, and a refresh"):
+        _give_token(story, TOKEN)
+        story.kubectl("annotate", "nm", "gated", "neuron-serving.dev/refresh=1")
+        story.until_ready(1, "gated")
+        story.until_ready(1)
+    for name in ("chat", "gated"):
+        fetched = story.condition(name, "WeightsReady")
+        assert (fetched["status"], fetched["reason"]) == ("True", "FetchedByPods")
+        digest = story.kubectl("get", "nm", name, "-o", "jsonpath={.status.model.digest}")
+        assert digest == installation.commit
+    with story.stage("hub: an answer"):
+        assert _ask(installation, story) == ANSWERS[QUESTION]
+
+    (pod,) = story.serving_pods("gated")
+    env = {variable["name"]: variable for variable in pod["spec"]["containers"][0]["env"]}
+    reference = {"name": "hub-token", "key": "HF_TOKEN", "optional": True}
+    assert env["HF_TOKEN"] == {"name": "HF_TOKEN", "valueFrom": {"secretKeyRef": reference}}
+    told = _everything_told(story)
+    assert "demo/gated" in told
+    for token in (TOKEN, WRONG_TOKEN):
+        assert token not in told
+        assert base64.b64encode(token.encode()).decode() not in told
+    story.kubectl("delete", "nm", "ghost", "nobody", "gated")
+
+
+def test_an_engine_that_is_killed_is_replaced_in_its_pod_and_its_streams_are_told(
+    installation: Installation, story: Story
+) -> None:
+    story.until_ready(1)
+    (before,) = story.ready_pods()
+    name = before["metadata"]["name"]
+    with story.stage("kill: the stream is told"):
+        _begin_stream(installation, story, "cut")
+        kill_processes(story.rig, before, ENGINE_MODULE)
+        cut = json.loads(story.end_client("cut").splitlines()[-1])
+        assert not cut["done"]
+        assert cut["usage"] is None
+        assert "engine process was ended by SIGKILL" in cut["error"]["message"]
+    with story.stage("kill: ready again"):
+        story.until("a second engine", lambda: story.kubectl("logs", name).count("ready after") == 2)
+        story.until_ready(1)
+        assert _ask(installation, story) == ANSWERS[QUESTION]
+    (after,) = story.serving_pods()
+    assert after["metadata"]["uid"] == before["metadata"]["uid"]
+    assert [status["restartCount"] for status in after["status"]["containerStatuses"]] == [0]
+
+
+def test_a_pod_that_is_deleted_finishes_the_answers_that_it_has_begun(installation: Installation, story: Story) -> None:
+    story.until_ready(1)
+    (before,) = story.ready_pods()
+    with story.stage("drain: the stream runs to its end"):
+        _begin_stream(installation, story, "long")
+        story.kubectl("delete", "pod", before["metadata"]["name"], "--wait=false")
+        _until_reason(story, "chat", "Draining")
+        told = json.loads(story.end_client("long").splitlines()[-1])
+        assert told["error"] is None
+        assert told["done"]
+        assert told["usage"]["completion_tokens"] == NUM_TOKENS
+    with story.stage("drain: ready again"):
+        story.until_ready(1)
+    (after,) = story.ready_pods()
+    assert after["metadata"]["uid"] != before["metadata"]["uid"]
+
+
+def test_failed_devices_and_lost_nodes_are_named_and_heal(story: Story) -> None:
+    on_node = {"spec": {"nodeSelector": {"kubernetes.io/hostname": NEURON_NODE}}}
+    neuron = {"type": "Neuron", "devices": 6}
+    model = _model("devices", "file:///models/demo", accelerator=neuron, podTemplate=on_node)
+    with story.stage("devices: one is not healthy"), devices_unhealthy(story.rig, NEURON_NODE, [4]):
+        story.apply(model)
+        told = _until_reason(story, "devices", "InsufficientNeuron")["message"]
+        assert re.search(r"\b6 Neuron devices\b", told), told
+        assert re.search(r"\b5\b", told), told
+    with story.stage("devices: healthy again"):
+        story.until_ready(1, "devices")
+    with story.stage("node: without power"), power_off(story.rig, NEURON_NODE):
+        assert NEURON_NODE in _until_reason(story, "devices", "NodeLost")["message"]
+    with story.stage("node: with power again"):
+        story.until_ready(1, "devices")
+    story.kubectl("delete", "nm", "devices")
+
+
+def test_what_people_get_wrong_is_named_and_heals_when_it_is_undone(story: Story) -> None:
+    image = {"image": "registry.invalid/runtime:1", "imagePullPolicy": "IfNotPresent"}
+    theirs = {"apiVersion": "v1", "kind": "Service", "metadata": {"name": "taken"}, "spec": {"ports": [{"port": 80}]}}
+    story.apply(theirs)
+    before = _get(story, "service", "taken")
+    with story.stage("names and images: told"):
+        # Nothing of it runs, so that nothing is waited for: what is resolved is known for the edit that follows.
+        story.apply(_model("pulls", "hf://demo/demo", replicas=0))
+        story.apply(_model("taken", "hf://demo/demo", replicas=0))
+        _until_reason(story, "pulls", "ScaledToZero")
+        story.apply(_model("pulls", "hf://demo/demo", engine=image))
+        assert "Service taken" in _until_reason(story, "taken", "NameConflict")["message"]
+        assert image["image"] in _until_reason(story, "pulls", "ImagePull")["message"]
+        assert _get(story, "service", "taken") == before
+    with story.stage("names and images: undone"):
+        story.kubectl("delete", "service", "taken")
+        story.apply(_model("pulls", "hf://demo/demo", replicas=0))
+        _until_reason(story, "pulls", "ScaledToZero")
+        _until_reason(story, "taken", "ScaledToZero")
+        assert (
+            _get(story, "service", "taken")["metadata"]["labels"]["app.kubernetes.io/managed-by"] == "neuron-operator"
+        )
+
+    with story.stage("paused: edits wait"):
+        story.until_ready(1)
+        deployment = _get(story, "deployment", "chat")["spec"]
+        story.kubectl("annotate", "nm", "chat", f"{PAUSED}=true")
+        story.apply(_model("chat", "hf://demo/demo", replicas=0, serving={"maxModelLength": 512}))
+        story.until("Paused", lambda: story.condition("chat", "UpToDate")["reason"] == "Paused")
+        assert _get(story, "deployment", "chat")["spec"] == deployment
+        assert len(story.ready_pods()) == 1
+        story.kubectl("annotate", "nm", "chat", f"{PAUSED}-")
+        _until_reason(story, "chat", "ScaledToZero")
+        assert story.ready_pods() == []
+    with story.stage("delete: nothing is left"):
+        story.kubectl("delete", "nm", "--all")
+        story.until("no child left", lambda: not story.items(CHILD_KINDS, OURS))
+
+
+def _model(name: str, uri: str, **spec: Any) -> dict[str, Any]:
+    model = {"uri": uri, **spec.pop("model", {})}
+    defaults = {
+        "accelerator": {"type": "CPU"},
+        "rollout": {"drainDelaySeconds": 1},
+        "serving": {"maxModelLength": 256},
+    }
+    return {
+        "apiVersion": "neuron-serving.dev/v1alpha1",
+        "kind": "NeuronModel",
+        "metadata": {"name": name},
+        "spec": {"model": model, **defaults, **spec, "engine": {"backend": "torch", **spec.get("engine", {})}},
+    }
+
+
+def _hub(namespace: str, image: str) -> list[dict[str, Any]]:
+    """tests/helpers/hub.py as a pod, with the demo model of the runtime image on its shelf."""
+    program = (ROOT / "tests" / "helpers" / "hub.py").read_text()
+    shelve = "mkdir -p /tmp/hub/demo/demo /tmp/hub/demo/gated"
+    shelve += " && ln -s /models/demo /tmp/hub/demo/demo/main && ln -s /models/demo /tmp/hub/demo/gated/main"
+    serve = f"exec python /hub/hub.py --root /tmp/hub --port 8080 --gated demo/gated={TOKEN}"
+    metadata = {"namespace": namespace, "labels": {"app": "hub"}}
+    container = {
+        "name": "hub",
+        "image": image,
+        "imagePullPolicy": "Never",
+        "command": ["sh", "-c", f"{shelve} && {serve}"],
+        "volumeMounts": [{"name": "program", "mountPath": "/hub"}],
+        "readinessProbe": {"httpGet": {"path": "/health", "port": 8080}, "periodSeconds": 1},
+    }
+    pod = {
+        "nodeSelector": {"kubernetes.io/hostname": CPU_NODE},
+        "terminationGracePeriodSeconds": 0,
+        "containers": [container],
+        "volumes": [{"name": "program", "configMap": {"name": "hub"}}],
+    }
+    # The hub sends those who want weights to its store, on the next port of the same name.
+    ports = [{"name": "hub", "port": 8080}, {"name": "store", "port": 8081}]
+    return [
+        {"apiVersion": "v1", "kind": "ConfigMap", "metadata": {"name": "hub", **metadata}, "data": {"hub.py": program}},
+        {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "hub", **metadata}, "spec": pod},
+        {
+            "apiVersion": "v1",
+            "kind": "Service",
+            "metadata": {"name": "hub", **metadata},
+            "spec": {"selector": {"app": "hub"}, "ports": ports},
+        },
+    ]
+
+
+def _give_token(story: Story, token: str) -> None:
+    story.apply(
+        {"apiVersion": "v1", "kind": "Secret", "metadata": {"name": "hub-token"}, "stringData": {"HF_TOKEN": token}}
+    )
+
+
+def _get(story: Story, *arguments: str) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(story.kubectl("get", *arguments, "-o", "json"))
+    return found
+
+
+def _until_reason(story: Story, model: str, reason: str) -> dict[str, Any]:
+    """Waits until `Ready` has the reason, and returns the condition."""
+
+    def has_it() -> dict[str, Any] | None:
+        ready = story.condition(model, "Ready")
+        return ready if ready["reason"] == reason else None
+
+    ready: dict[str, Any] = story.until(f"{model}: {reason}", has_it)
+    print(f"    {model}: {reason}: {ready['message']}")
+    return ready
+
+
+def _url(story: Story) -> str:
+    return f"http://chat.{story.namespace}.svc.cluster.local:8000"
+
+
+def _ask(installation: Installation, story: Story) -> str:
+    return story.run_client(installation.runtime_image, "asks", CHAT, QUESTION, _url(story)).strip()
+
+
+def _begin_stream(installation: Installation, story: Story, name: str) -> None:
+    """Starts a client of its name in the cluster, and returns when it has the beginning of a long answer."""
+    story.start_client(installation.runtime_image, name, LONG_ANSWER, str(NUM_TOKENS), _url(story))
+    story.kubectl("wait", "--for=jsonpath={.status.containerStatuses[0].started}=true", f"pod/{name}", "--timeout=60s")
+    story.until("the stream's beginning", lambda: "streaming" in story.kubectl("logs", name))
+
+
+def _everything_told(story: Story) -> str:
+    """All that the operator wrote, in its log and in objects, and what its pods logged; Secrets left out."""
+    kinds = f"nm,events,{CHILD_KINDS}"
+    told = [story.kubectl("get", kinds, "-o", "yaml"), story.kubectl("get", "nm,pods", "-o", "wide")]
+    where = ("-n", OPERATOR_NAMESPACE)
+    told += [story.rig.kubectl(*where, "get", "pods,configmaps,leases,events", "-o", "yaml")]
+    told += [story.rig.kubectl(*where, "logs", "-l", OPERATOR_SELECTOR, "--tail=-1")]
+    told += [story.kubectl("logs", pod["metadata"]["name"]) for pod in story.items("pods", OURS)]
+    return "\n".join(told)
