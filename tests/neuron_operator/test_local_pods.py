@@ -13,7 +13,8 @@ from typing import Any
 
 import pytest
 
-from neuron_operator.local.pods import CannotRunHere, Host, PodProcess, interpret
+from neuron_operator.local.pods import CannotRunHere, Host, interpret
+from neuron_operator.local.process import PodProcess
 
 SERVER = """
 import http.server, os, signal, sys

@@ -16,7 +16,8 @@ from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from typing import Any
 
-from neuron_operator.local.pods import LOOPBACK, CannotRunHere, Host, PodProcess, interpret
+from neuron_operator.local.pods import LOOPBACK, CannotRunHere, Host, interpret
+from neuron_operator.local.process import PodProcess
 from neuron_operator.world import NodeDevices
 
 Json = Mapping[str, Any]

@@ -1,0 +1,170 @@
+"""Runs one `ContainerPlan` as a kubelet would run its container: files, command, probes, SIGTERM and grace.
+
+Called by `local.machine`, which decides what runs and whether it is started again. Knows nothing of pods beyond the plan.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ctypes
+import os
+import signal
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import UTC, datetime
+
+import aiohttp
+
+from neuron_operator.local.pods import LOOPBACK, CannotRunHere, ContainerPlan, Probe
+
+MAX_TERMINATION_MESSAGE_BYTES = 4096
+
+
+@dataclass(frozen=True)
+class Terminated:
+    exit_code: int
+    signal: int
+    message: str
+    finished_at: str
+
+
+class PodProcess:
+    """Runs one plan and keeps what a kubelet would report of it.
+
+    `start` once, then `watch` (returns when the process has ended, by itself, by a failed liveness or start-up probe,
+    or because `stop` was called). `ready`, `started` and `terminated` may be read at any time.
+    """
+
+    def __init__(self, plan: ContainerPlan, log: Callable[[str, str], None]) -> None:
+        self.plan = plan
+        self.ready = False
+        self.was_ready = False
+        self.started = False
+        self.terminated: Terminated | None = None
+        self._log = log
+        self._process: asyncio.subprocess.Process | None = None
+
+    async def start(self) -> None:
+        """Lay out files and start the command. Raises CannotRunHere on a full disk or a busy port."""
+        try:
+            for folder in self.plan.folders:
+                folder.mkdir(parents=True, exist_ok=True)
+            for path, text in self.plan.files.items():
+                path.parent.mkdir(parents=True, exist_ok=True)
+                path.write_text(text)
+            self.plan.termination_message.parent.mkdir(parents=True, exist_ok=True)
+            self.plan.termination_message.write_bytes(b"")
+        except OSError as error:
+            raise CannotRunHere(f"cannot write {error.filename}: {error.strerror}; see --cache-dir") from error
+        self._process = await asyncio.create_subprocess_exec(
+            *self.plan.argv,
+            env=dict(self.plan.env),
+            stdin=asyncio.subprocess.DEVNULL,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.STDOUT,
+            start_new_session=True,  # Ctrl-C is ours to translate into SIGTERM and grace
+            preexec_fn=_end_with_parent,  # one prctl call: no pod outlives a killed `local`
+        )
+
+    async def watch(self, changed: Callable[[], None]) -> Terminated:
+        """Poll probes, forward output, and return how the process ended."""
+        assert self._process is not None
+        assert self._process.stdout is not None
+        probing = asyncio.create_task(self._probe_forever(changed))
+        try:
+            async for line in self._process.stdout:
+                self._log(self.plan.pod, line.decode(errors="replace").rstrip("\n"))
+            code = await self._process.wait()
+        finally:
+            probing.cancel()
+            await asyncio.wait([probing])  # unlike awaiting the task, this never swallows our own cancellation
+        self.ready = False
+        message = self.plan.termination_message.read_bytes()[:MAX_TERMINATION_MESSAGE_BYTES]
+        self.terminated = Terminated(
+            exit_code=code if code >= 0 else 128 - code,
+            signal=-code if code < 0 else 0,
+            message=message.decode(errors="replace"),
+            finished_at=datetime.now(UTC).isoformat(timespec="seconds"),
+        )
+        changed()
+        return self.terminated
+
+    async def stop(self) -> None:
+        """SIGTERM, then SIGKILL to the whole process group when the grace period is over."""
+        process = self._process
+        if process is None or process.returncode is not None:
+            return
+        process.terminate()
+        try:
+            await asyncio.wait_for(process.wait(), self.plan.grace_seconds)
+        except TimeoutError:
+            self.kill()
+            await process.wait()
+
+    def kill(self) -> None:
+        if self._process is not None and self._process.returncode is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self._process.pid, signal.SIGKILL)
+
+    async def _probe_forever(self, changed: Callable[[], None]) -> None:
+        async with aiohttp.ClientSession() as session:
+            if self.plan.startup is not None and not await self._until_started(session, self.plan.startup):
+                await self.stop()
+                return
+            self.started = True
+            changed()
+            watches = [self._readiness(session, changed)]
+            if self.plan.liveness is not None:
+                watches.append(self._liveness(session, self.plan.liveness))
+            await asyncio.gather(*watches)
+
+    async def _until_started(self, session: aiohttp.ClientSession, probe: Probe) -> bool:
+        await asyncio.sleep(probe.initial_delay_seconds)
+        for _ in range(probe.failure_threshold):
+            if await _answers(session, probe):
+                return True
+            await asyncio.sleep(probe.period_seconds)
+        self._log(self.plan.pod, f"start-up probe {probe.path} failed {probe.failure_threshold} times: stopping")
+        return False
+
+    async def _readiness(self, session: aiohttp.ClientSession, changed: Callable[[], None]) -> None:
+        probe, failures = self.plan.readiness, 0
+        if probe is None:
+            self.ready = True
+            changed()
+            return
+        while True:
+            good = await _answers(session, probe)
+            failures = 0 if good else failures + 1
+            ready = good or (self.ready and failures < probe.failure_threshold)
+            if ready != self.ready:
+                self.ready = ready
+                self.was_ready = self.was_ready or ready
+                changed()
+            await asyncio.sleep(probe.period_seconds)
+
+    async def _liveness(self, session: aiohttp.ClientSession, probe: Probe) -> None:
+        failures = 0
+        while failures < probe.failure_threshold:
+            await asyncio.sleep(probe.period_seconds)
+            failures = 0 if await _answers(session, probe) else failures + 1
+        self._log(self.plan.pod, f"liveness probe {probe.path} failed {failures} times: stopping")
+        await self.stop()
+
+
+async def _answers(session: aiohttp.ClientSession, probe: Probe) -> bool:
+    timeout = aiohttp.ClientTimeout(total=probe.timeout_seconds)
+    try:
+        async with session.get(f"http://{LOOPBACK}:{probe.port}{probe.path}", timeout=timeout) as response:
+            return 200 <= response.status < 400
+    except (aiohttp.ClientError, TimeoutError, OSError):
+        return False
+
+
+_libc = ctypes.CDLL(None, use_errno=True)
+_PR_SET_PDEATHSIG = 1
+
+
+def _end_with_parent() -> None:
+    _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
