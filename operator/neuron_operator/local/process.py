@@ -1,6 +1,6 @@
 """Runs one `ContainerPlan` as a kubelet would run its container: files, command, probes, SIGTERM and grace.
 
-Called by `local.machine`, which decides what runs and whether it is started again. Knows nothing of pods beyond the plan.
+Called by `local.machine`, which decides what runs and what is started again. Knows nothing of pods beyond the plan.
 """
 
 from __future__ import annotations
