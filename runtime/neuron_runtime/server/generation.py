@@ -1,6 +1,6 @@
 """One HTTP request on its way through the engine: requests in, pieces of text out, choice by choice.
 
-Stop 8 of a request: detokenizer and stop strings. The routes read the pieces and write bytes. Leaving early, for
+Stop 8 of a request, whose text is `text.answer`'s. The routes read the pieces and write bytes. Leaving early, for
 whatever reason, aborts what still runs.
 """
 
@@ -17,8 +17,7 @@ from neuron_runtime.errors import InvalidRequest, Overloaded, ServingError
 from neuron_runtime.server.admission import Ask
 from neuron_runtime.server.engine_client import EngineClient, Mailbox
 from neuron_runtime.server.metrics import Metrics
-from neuron_runtime.text.detokenizer import Detokenizer
-from neuron_runtime.text.stop_strings import StopStrings
+from neuron_runtime.text.answer import Answer
 from neuron_runtime.text.tokenizer import Tokenizer
 
 
@@ -33,54 +32,25 @@ class Piece:
     finish_reason: FinishReason | None
 
 
-class Choice:
-    """One answer as text. Tokens behind its end, which the engine may have run on to make, are not looked at."""
+class Choice(Answer):
+    """One answer, and what metrics want to know of it."""
 
     def __init__(
         self, ask: Ask, prompt: tuple[int, ...], sampling: SamplingParams, tokenizer: Tokenizer, arrived: float
     ) -> None:
-        self.num_tokens = 0
+        super().__init__(
+            tokenizer,
+            prompt,
+            stop=ask.stop,
+            include_stop=ask.include_stop,
+            skip_special_tokens=ask.skip_special_tokens,
+            min_tokens=sampling.min_tokens,
+        )
         self.num_prompt_tokens = len(prompt)
         self.num_cached_tokens = 0
-        self.finish_reason: FinishReason | None = None
         self.arrived = arrived
         self.first_token_at: float | None = None
         self.last_token_at = arrived
-        self._sampling = sampling
-        self._detokenizer = Detokenizer(tokenizer, prompt, ask.skip_special_tokens)
-        self._stops = StopStrings(ask.stop, ask.include_stop)
-        self._has_stops = bool(ask.stop)
-        self._shows_stop_token = ask.include_stop
-
-    def feed(self, news: News) -> str:
-        """Text of the news that may be shown; sets `finish_reason` when the answer ends with it."""
-        self.num_cached_tokens = max(self.num_cached_tokens, news.num_cached_tokens)
-        token_ids, shown = news.token_ids, news.token_ids
-        if news.finish_reason is FinishReason.STOP and not self._shows_stop_token:
-            shown = token_ids[:-1]
-        text = self._feed_one_by_one(shown) if self._has_stops else self._detokenizer.feed(shown)
-        if self.finish_reason is not None:
-            return text
-        self.num_tokens += len(token_ids) - (len(shown) if self._has_stops else 0)
-        if news.finish_reason is None:
-            return text
-        text += self._stops.feed(self._detokenizer.flush())
-        self.finish_reason = FinishReason.STOP if self._stops.stopped is not None else news.finish_reason
-        return text + self._stops.flush()
-
-    def _feed_one_by_one(self, token_ids: tuple[int, ...]) -> str:
-        """So that the token in which a stop string completes is the last one counted."""
-        parts = []
-        for token_id in token_ids:
-            self.num_tokens += 1
-            part = self._detokenizer.feed((token_id,))
-            if self.num_tokens > self._sampling.min_tokens:
-                part = self._stops.feed(part)
-            parts.append(part)
-            if self._stops.stopped is not None:
-                self.finish_reason = FinishReason.STOP
-                break
-        return "".join(parts)
 
 
 class Generation:
@@ -127,7 +97,8 @@ class Generation:
                     if piece is None:
                         piece = pieces[index] = Piece(index, "", 0, None)
                     before = choice.num_tokens
-                    piece.text += choice.feed(news)
+                    choice.num_cached_tokens = max(choice.num_cached_tokens, news.num_cached_tokens)
+                    piece.text += choice.feed(news.token_ids, news.finish_reason)
                     self._count(choice, news, choice.num_tokens - before, now)
                     if choice.finish_reason is not None:
                         running.discard(index)

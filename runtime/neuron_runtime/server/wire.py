@@ -6,6 +6,7 @@ checked against the model's limits afterwards, in `server.admission`.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, Literal, TypeVar
 
 import msgspec
@@ -142,6 +143,11 @@ def parse_body(raw: bytes, body_type: type[Body]) -> Body:
         raise InvalidRequest("the body is nested too deeply") from error
     if not isinstance(fields, dict):
         raise InvalidRequest("the body must be a JSON object")
+    return typed(fields, body_type)
+
+
+def typed(fields: Mapping[str, Any], body_type: type[Body]) -> Body:
+    """Named values, from a body or from a caller in Python, as a typed body. Raises InvalidRequest with the field."""
     asked = {name: value for name, value in fields.items() if name not in WITHOUT_EFFECT and _asks(name, value)}
     known = body_type.__struct_fields__
     for name in asked:
