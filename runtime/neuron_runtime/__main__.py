@@ -7,21 +7,19 @@ vLLM's where the meaning is the same. Imports stay light: torch belongs to the e
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, NoReturn
 
-import msgspec
-
 from neuron_runtime import record
-from neuron_runtime.config import CONFIG_VERSION, RuntimeConfig, load_config, parse_config
+from neuron_runtime.arguments import PATHS, config_of, default_weights_dir, model_uri, naming
+from neuron_runtime.config import RuntimeConfig, load_config
 from neuron_runtime.console import say
-from neuron_runtime.errors import FatalError, InvalidConfig, ServingError
+from neuron_runtime.errors import InvalidConfig, ServingError
 
 DEFAULT_PORT = 8000
 INTERRUPTED = 130
@@ -29,21 +27,10 @@ INTERRUPTED = 130
 DRAIN_ON_THE_COMMAND_LINE = {"delaySeconds": 0.0, "seconds": 30.0}
 """Without a platform that must notice first, a command that is told to end closes at once."""
 
-MODEL_FLAGS = {
-    "--served-model-name": "servedNames",
-    "--backend": "backend",
-    "--dtype": "dtype",
-    "--layout": "layout",
-    "--max-model-len": "limits.maxModelLength",
-    "--max-num-seqs": "limits.maxSequences",
-    "--max-num-batched-tokens": "limits.maxStepTokens",
-    "--block-size": "limits.blockSize",
-    "--num-gpu-blocks-override": "limits.numBlocks",
-    "--max-queued-requests": "limits.maxQueuedRequests",
-}
+MODEL_FLAGS = {f"--{name.replace('_', '-')}": path for name, path in PATHS.items() if name != "override_neuron_config"}
 """Where the value of a flag stands in the configuration document."""
 
-FLAG_OF_PATH = {"$.model.uri": "MODEL"} | {f"$.{path}": flag for flag, path in MODEL_FLAGS.items()}
+FLAG_OF_PATH = {"model.uri": "MODEL"} | {path: flag for flag, path in MODEL_FLAGS.items()}
 
 NOT_BUILT = {
     "--tensor-parallel-size": "1",
@@ -112,7 +99,7 @@ def _add_serve(serve: argparse.ArgumentParser) -> None:
     serve.add_argument("--host", default="127.0.0.1", help="address to listen on (default: %(default)s)")
     serve.add_argument("--port", type=int, default=DEFAULT_PORT, help="port, 0 for any free one (default: %(default)s)")
     serve.add_argument(
-        "--weights-dir", type=Path, default=_default_weights_dir(), help="where weights go (default: %(default)s)"
+        "--weights-dir", type=Path, default=default_weights_dir(), help="where weights go (default: %(default)s)"
     )
     _add_record(serve)
     model = serve.add_argument_group("model flags (not together with --config)")
@@ -158,7 +145,7 @@ def _serve(options: argparse.Namespace, began: float) -> record.Record:
     from neuron_runtime.server.supervisor import Signals, Supervisor, listen, url_of  # noqa: PLC0415
 
     config = serve_config(options)
-    with naming_flags() if options.config is None else nullcontext():
+    with naming(FLAG_OF_PATH) if options.config is None else nullcontext():
         check_backend(config)
         with listen(options.host, options.port) as listener, made_run_dir() as run_dir:
             say(f"serving {config.model.uri} at {url_of(listener)}")
@@ -179,47 +166,20 @@ def _inspect(options: argparse.Namespace, began: float) -> record.Record:
 
 def serve_config(options: argparse.Namespace) -> RuntimeConfig:
     """The configuration document that the flags name or amount to. Raises InvalidConfig, naming the flag."""
-    given = {flag: value for flag in MODEL_FLAGS if (value := getattr(options, _attribute(flag))) is not None}
+    names = (_attribute(flag) for flag in MODEL_FLAGS)
+    given = {name: value for name in names if (value := getattr(options, name)) is not None}
     if options.config is not None:
         if options.model is not None or given:
             raise InvalidConfig("--config", "says what to serve: leave out MODEL and the model flags")
         return load_config(options.config)
     if options.model is None:
         raise InvalidConfig("MODEL", "say what to serve: `neuron-runtime serve MODEL` or `serve --config FILE`")
-    uri = model_uri(options.model)
-    document: dict[str, Any] = {
-        "version": CONFIG_VERSION,
-        "model": {"uri": uri},
-        "servedNames": [uri.partition("@")[0].rstrip("/").rpartition("/")[2]],
-        "limits": {},
-        "drain": DRAIN_ON_THE_COMMAND_LINE,
-    }
-    for flag, value in given.items():
-        part, _, key = MODEL_FLAGS[flag].rpartition(".")
-        (document[part] if part else document)[key] = value
-    with naming_flags():
-        return parse_config(msgspec.json.encode(document), "flags")
-
-
-@contextmanager
-def naming_flags() -> Iterator[None]:
-    """Errors about the document that flags amount to, from whatever process, name the flag before the path."""
-    try:
-        yield
-    except FatalError as error:
-        path, _, message = str(error).partition(": ")
-        if path not in FLAG_OF_PATH:
-            raise
-        raise InvalidConfig(f"{FLAG_OF_PATH[path]} ({path})", message.removesuffix(" (in flags)")) from error
+    with naming(FLAG_OF_PATH):
+        return config_of(model_uri(options.model), given, drain=DRAIN_ON_THE_COMMAND_LINE)
 
 
 def _attribute(flag: str) -> str:
     return flag.removeprefix("--").replace("-", "_")
-
-
-def _default_weights_dir() -> Path:
-    cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(cache, "neuron-serving", "weights")
 
 
 def _write(outcome: record.Record, path: Path) -> None:
@@ -227,16 +187,6 @@ def _write(outcome: record.Record, path: Path) -> None:
         record.write(outcome, path)
     except OSError as error:
         say(f"cannot write the record to {path}: {error.strerror}")
-
-
-def model_uri(model: str) -> str:
-    """A model as people write it, as a URI: a folder that exists, else `org/name` on the hub."""
-    if "://" in model:
-        return model
-    folder = Path(model)
-    if folder.exists() or model.startswith(("/", ".", "~")):
-        return folder.expanduser().absolute().as_uri()
-    return f"hf://{model}"
 
 
 if __name__ == "__main__":

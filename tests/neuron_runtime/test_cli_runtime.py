@@ -12,7 +12,8 @@ import msgspec
 import pytest
 
 from helpers.chat_model import write_chat_model
-from neuron_runtime.__main__ import build_parser, main, model_uri, serve_config
+from neuron_runtime.__main__ import build_parser, main, serve_config
+from neuron_runtime.arguments import model_uri
 from neuron_runtime.config import RuntimeConfig
 from neuron_runtime.errors import InvalidConfig
 
@@ -64,7 +65,7 @@ def test_wrong_flags_are_named(arguments: list[str], field: str, says: str) -> N
         config_of(*arguments)
     assert caught.value.field == field
     assert says in str(caught.value)
-    assert "(in flags)" not in str(caught.value)
+    assert "(in arguments)" not in str(caught.value)
 
 
 @pytest.mark.parametrize(

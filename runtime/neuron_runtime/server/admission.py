@@ -1,7 +1,7 @@
 """Admission, stop 2 of a request: template, tokenize, and check every length and count against the model's limits.
 
-What passes here cannot fail in the scheduler or on the device. Called by the routes with a typed body; gives back
-what the engine needs (`core.Request` without an id) and what the text side needs. No I/O, no clock.
+What passes here cannot fail in the scheduler or on the device. Called by the routes, and by the offline class, with a
+typed body; gives back what the engine needs (`core.Request` without an id) and what the text needs. No I/O, no clock.
 """
 
 from __future__ import annotations
@@ -69,6 +69,8 @@ class Admission:
     served_names: tuple[str, ...]
     defaults: GenerationDefaults = field(default_factory=GenerationDefaults)
     max_queued_requests: int = 0
+    cuts_max_tokens: bool = False
+    """Where more tokens are asked for than fit behind the prompt, as many as fit are meant; else that is refused."""
 
     def check_model(self, name: str | None) -> None:
         """Raises InvalidRequest (404) for a model that is not served here; no name at all means the one there is."""
@@ -125,6 +127,13 @@ class Admission:
         add_special_tokens: bool | None,
     ) -> tuple[int, ...]:
         """Token ids of a chat. The template writes its own BOS, so none is added unless asked for."""
+        text = self.chat_text(messages, add_generation_prompt, variables)
+        return self.tokenizer.encode(text, add_special_tokens=add_special_tokens is True)
+
+    def chat_text(
+        self, messages: Sequence[Message], add_generation_prompt: bool | None, variables: Mapping[str, Any] | None
+    ) -> str:
+        """What the template makes of a chat. Raises InvalidRequest."""
         template = self.tokenizer.chat_template
         if template is None:
             message = "this model has no chat template: use /v1/completions"
@@ -137,7 +146,7 @@ class Admission:
             message = f"the model's chat template does not accept these messages: {error}"
             raise InvalidRequest(message, field="messages") from error
         self._check_characters(text, "messages")
-        return self.tokenizer.encode(text, add_special_tokens=add_special_tokens is True)
+        return text
 
     def _prompt(self, prompt: str | list[int], add_special_tokens: bool) -> tuple[int, ...]:
         if isinstance(prompt, str):
@@ -200,6 +209,8 @@ class Admission:
         self, body: Generate, num_prompt_tokens: int, asked: int | None, name: str, default: int
     ) -> SamplingParams:
         room = max_new_tokens(self.limits, num_prompt_tokens)
+        if asked is not None and self.cuts_max_tokens:
+            asked = min(asked, room)
         if asked is not None and asked > room:
             message = (
                 f"`{name}` is {asked}, but a prompt of {num_prompt_tokens} tokens leaves room for {room}: together "

@@ -1,0 +1,253 @@
+"""What people write, on a command line or as arguments of `LLM`, as the configuration document that it amounts to.
+
+Names are vLLM's where the meaning is the same. Called by the command `serve` and by the offline class; what cannot be
+honoured is refused by the name that was written. Nothing here looks at a model or imports a backend.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from neuron_runtime.config import CONFIG_VERSION, RuntimeConfig, parse_config
+from neuron_runtime.errors import FatalError, InvalidConfig
+
+PATHS = {
+    "served_model_name": "servedNames",
+    "backend": "backend",
+    "dtype": "dtype",
+    "layout": "layout",
+    "max_model_len": "limits.maxModelLength",
+    "max_num_seqs": "limits.maxSequences",
+    "max_num_batched_tokens": "limits.maxStepTokens",
+    "block_size": "limits.blockSize",
+    "num_gpu_blocks_override": "limits.numBlocks",
+    "max_queued_requests": "limits.maxQueuedRequests",
+    "override_neuron_config": "overrideNeuronConfig",
+}
+"""Where the value of an argument stands in the configuration document."""
+
+LLM_NOT_BUILT: dict[str, tuple[Any, ...]] = {
+    "convert": ("auto", "none"),
+    "cpu_offload_gb": (0,),
+    "data_parallel_size": (1,),
+    "disable_sliding_window": (False,),
+    "enable_chunked_prefill": (True,),
+    "enable_lora": (False,),
+    "enable_prefix_caching": (False,),
+    "enable_prompt_embeds": (False,),
+    "enable_sleep_mode": (False,),
+    "generation_config": ("auto",),
+    "hf_config_path": (),
+    "hf_overrides": ({},),
+    "hf_token": (),
+    "kv_cache_dtype": ("auto",),
+    "limit_mm_per_prompt": ({},),
+    "load_format": ("auto", "safetensors"),
+    "logits_processors": ([],),
+    "mm_processor_kwargs": ({},),
+    "num_scheduler_steps": (1,),
+    "num_speculative_tokens": (),
+    "override_generation_config": ({},),
+    "pipeline_parallel_size": (1,),
+    "quantization": (),
+    "rope_scaling": ({},),
+    "rope_theta": (),
+    "runner": ("auto", "generate"),
+    "skip_tokenizer_init": (False,),
+    "speculative_config": ({},),
+    "speculative_draft_tensor_parallel_size": (),
+    "speculative_max_model_len": (),
+    "speculative_model": (),
+    "task": ("auto", "generate"),
+    "tensor_parallel_size": (1,),
+    "tokenizer": (),
+    "tokenizer_mode": ("auto",),
+    "tokenizer_revision": (),
+}
+"""Arguments of vLLM's class that are refused until built, with the values (besides None) that ask for nothing."""
+
+LLM_WITHOUT_EFFECT = frozenset(
+    {
+        "compilation_config",
+        "disable_async_output_proc",
+        "disable_custom_all_reduce",
+        "disable_log_stats",
+        "distributed_executor_backend",
+        "enforce_eager",
+        "gpu_memory_utilization",
+        "max_parallel_loading_workers",
+        "max_seq_len_to_capture",
+        "preemption_mode",
+        "scheduling_policy",
+        "swap_space",
+        "trust_remote_code",
+        "use_v2_block_manager",
+        "worker_use_ray",
+    }
+)
+"""Arguments of vLLM's class that tune a GPU or vLLM's own parts, and cannot change an answer here."""
+
+DTYPES = {"half": "float16", "float": "float32"}
+"""Other names that vLLM has for a dtype."""
+
+CURES = {
+    "hf_token": "set the environment variable HF_TOKEN",
+    "speculative_model": "leave it out, the answers are the same",
+    "tensor_parallel_size": "the torch backend has one rank: leave it out",
+}
+
+
+def config_of(uri: str, given: Mapping[str, Any], **more: Any) -> RuntimeConfig:
+    """The document that arguments amount to.
+
+    Args:
+        given: values by the names in `PATHS`; a name that is left out has the document's default.
+        more: further keys of the document.
+
+    Raises:
+        InvalidConfig: with the path of the document; see `naming`.
+    """
+    document: dict[str, Any] = {
+        "version": CONFIG_VERSION,
+        "model": {"uri": uri},
+        "servedNames": [uri.partition("@")[0].rstrip("/").rpartition("/")[2]],
+        "limits": {},
+        **more,
+    }
+    for name, value in given.items():
+        part, _, key = PATHS[name].rpartition(".")
+        (document[part] if part else document)[key] = value
+    try:
+        raw = msgspec.json.encode(document)
+    except TypeError as error:
+        raise InvalidConfig("$", f"only plain values can be configured: {error}") from error
+    return parse_config(raw, "arguments")
+
+
+@contextmanager
+def naming(names: Mapping[str, str]) -> Iterator[None]:
+    """Errors about a document that arguments amount to, from whatever process, name the argument before the path.
+
+    Args:
+        names: what the person wrote, by the document's path without `$.`.
+    """
+    try:
+        yield
+    except FatalError as error:
+        path, _, message = str(error).partition(": ")
+        inside = path.removeprefix("$.")
+        name = names.get(inside) or names.get(inside.partition(".")[0])
+        if name is None:
+            raise
+        raise InvalidConfig(f"{name} ({path})", message.removesuffix(" (in arguments)")) from error
+
+
+def llm_names() -> dict[str, str]:
+    """For `naming`: the arguments of `LLM`."""
+    return {"model.uri": "model"} | {path: name for name, path in PATHS.items()}
+
+
+def llm_config(
+    model: str,
+    arguments: Mapping[str, Any],
+    *,
+    device: str | None = None,
+    revision: str | None = None,
+    additional_config: Mapping[str, Any] | None = None,
+    dev: Path = Path("/dev"),
+) -> RuntimeConfig:
+    """The document that the arguments of `LLM` amount to.
+
+    Args:
+        arguments: by vLLM's names; None asks for nothing.
+        dev: where device nodes lie.
+
+    Raises:
+        TypeError: an argument that neither vLLM's class nor this one has.
+        InvalidConfig: naming the argument that cannot be honoured.
+    """
+    given = {name: value for name, value in arguments.items() if _asks(name, value)}
+    for name, value in given.items():
+        if name in LLM_NOT_BUILT:
+            raise InvalidConfig(name, f"{value!r} is not supported yet: {CURES.get(name, 'leave it out')}")
+        if name not in PATHS or name == "max_queued_requests":
+            raise TypeError(f"LLM() has no argument {name!r}")
+    if "dtype" in given:
+        dtype = str(given["dtype"]).removeprefix("torch.")
+        given["dtype"] = DTYPES.get(dtype, dtype)
+    if isinstance(given.get("served_model_name"), str):
+        given["served_model_name"] = [given["served_model_name"]]
+    override = _neuron_config(given.pop("override_neuron_config", None), additional_config)
+    if override:
+        given["override_neuron_config"] = override
+    backend = _backend(device, dev)
+    if backend is not None:
+        given.setdefault("backend", backend)
+    with naming(llm_names()):
+        return config_of(_with_revision(model_uri(model), revision), given)
+
+
+def model_uri(model: str) -> str:
+    """A model as people write it, as a URI: a folder that exists, else `org/name` on the hub."""
+    if "://" in model:
+        return model
+    folder = Path(model)
+    if folder.exists() or model.startswith(("/", ".", "~")):
+        return folder.expanduser().absolute().as_uri()
+    return f"hf://{model}"
+
+
+def default_weights_dir() -> Path:
+    """Where downloads go unless told otherwise."""
+    cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(cache, "neuron-serving", "weights")
+
+
+def _asks(name: str, value: Any) -> bool:
+    neutral = LLM_NOT_BUILT.get(name, ())
+    # 1 == True, but no number asks for what a switch does.
+    same = (value == one and isinstance(value, bool) == isinstance(one, bool) for one in neutral)
+    return value is not None and name not in LLM_WITHOUT_EFFECT and not any(same)
+
+
+def _neuron_config(override: Any, additional: Mapping[str, Any] | None) -> Any:
+    """Both places in which vLLM's versions look for the settings of the Neuron backend."""
+    inside = dict(additional or {})
+    found = [override, inside.pop("override_neuron_config", None), inside.pop("override-neuron-config", None)]
+    for key in inside:
+        raise InvalidConfig(f"additional_config[{key!r}]", "is not supported: only `override_neuron_config` is")
+    asked = [config for config in found if config]
+    if len(asked) > 1:
+        raise InvalidConfig("override_neuron_config", "is given twice: leave it out of `additional_config`")
+    return asked[0] if asked else None
+
+
+def _backend(device: str | None, dev: Path) -> str | None:
+    match device:
+        case None | "auto":
+            return None
+        case "cpu":
+            return "torch"
+        case "neuron":
+            if not any(dev.glob("neuron[0-9]*")):
+                raise InvalidConfig(
+                    "device",
+                    f"'neuron', but this machine has no Neuron device ({dev}/neuron0): leave `device` out to run on "
+                    "the CPU, or run this on an Inf2 or Trn instance with the Neuron driver",
+                )
+            return "nxdi"
+    raise InvalidConfig("device", f"{device!r} is unknown: leave it out, or say 'cpu' or 'neuron'")
+
+
+def _with_revision(uri: str, revision: str | None) -> str:
+    if revision is None:
+        return uri
+    if not uri.startswith("hf://") or "@" in uri:
+        raise InvalidConfig("revision", f"{revision!r} is for models on a hub that name none themselves, not for {uri}")
+    return f"{uri}@{revision}"
