@@ -18,6 +18,8 @@ from neuron_runtime.engine.loop import EngineStats
 
 ENGINE_INBOX = "engine-inbox"
 ENGINE_OUTBOX = "engine-outbox"
+RECONNECT_MILLISECONDS = 10
+"""How often whoever is early looks whether the other process is there yet."""
 
 
 class Add(msgspec.Struct, frozen=True, tag="add"):
@@ -111,6 +113,7 @@ def socket(context: zmq.Context[Any], kind: int, run_dir: Path, name: str, incar
     made = context.socket(kind)
     made.set_hwm(0)
     made.linger = 0
+    made.reconnect_ivl = RECONNECT_MILLISECONDS
     at = f"ipc://{run_dir}/{name}-{incarnation}"
     if kind == zmq.PULL:
         made.bind(at)
