@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from neuron_operator.local.command import _require_space
+from neuron_operator.local.command import _require_space, read_manifest
 from neuron_operator.local.pods import CannotRunHere
 
 MODEL = """
@@ -21,6 +21,7 @@ spec:
   accelerator: {type: %s}
 %s
 """
+SERVABLE = MODEL % ("file:///x", "CPU", "")
 
 
 def local(folder: Path, manifest: str, *arguments: str) -> subprocess.CompletedProcess[str]:
@@ -54,7 +55,16 @@ def test_a_field_that_is_not_acted_on_ends_the_command_with_the_cure(tmp_path: P
         ("{", "is not YAML"),
         ("kind: Pod", "holds 0 NeuronModels"),
         ("kind: NeuronModel\n---\nkind: NeuronModel", "holds 2 NeuronModels"),
-        ("kind: NeuronModel", "metadata.name is missing"),
+        ("kind: NeuronModel", "apiVersion must be neuron-serving.dev/v1alpha1"),
+        (SERVABLE.replace("v1alpha1", "v9"), "apiVersion must be neuron-serving.dev/v1alpha1"),
+        (SERVABLE.replace("{name: demo}", "{}"), "metadata.name is missing"),
+        (SERVABLE.replace("{name: demo}", '{name: "a\\0b"}'), "metadata.name must be a DNS label"),
+        (SERVABLE.replace("{name: demo}", "{name: a, namespace: ../../victim}"), "metadata.namespace must be a DNS label"),
+        (SERVABLE.replace("{name: demo}", "{name: a, namespace: 5}"), "metadata.namespace must be a DNS label"),
+        ("spec: " + "[" * 5000, "is not YAML"),
+        ("spec: &loop {model: *loop}", "is not YAML"),
+        (r'spec: "\ud800"', "is not YAML"),
+        ("spec: 2026-13-45", "is not YAML"),
     ],
 )
 def test_a_file_without_one_model_is_refused_in_one_line(tmp_path: Path, manifest: str, complaint: str) -> None:
@@ -62,6 +72,21 @@ def test_a_file_without_one_model_is_refused_in_one_line(tmp_path: Path, manifes
     assert ended.returncode == 2
     assert complaint in ended.stderr
     assert ended.stderr.count("\n") == 1
+
+
+def test_a_name_that_is_a_path_leads_to_no_folder_outside_the_cache(tmp_path: Path) -> None:
+    keep = tmp_path / "victim" / "keep"
+    keep.mkdir(parents=True)
+    name = "x/../../../victim"
+    ended = local(tmp_path, SERVABLE.replace("{name: demo}", f"{{name: {name}}}"), "--fresh")
+    assert ended.returncode == 2
+    assert keep.is_dir()
+
+
+def test_a_date_in_a_manifest_is_a_text_as_for_kubectl(tmp_path: Path) -> None:
+    file = tmp_path / "model.yaml"
+    file.write_text(MODEL % ("file:///x", "CPU", "  podTemplate: {metadata: {annotations: {since: 2026-01-02}}}"))
+    assert read_manifest(file)["spec"]["podTemplate"]["metadata"]["annotations"] == {"since": "2026-01-02"}
 
 
 def test_a_file_that_is_not_there_is_refused_in_one_line(tmp_path: Path) -> None:

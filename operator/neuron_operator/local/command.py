@@ -12,6 +12,7 @@ import asyncio
 import contextlib
 import fcntl
 import os
+import re
 import shutil
 import signal
 import sys
@@ -27,6 +28,7 @@ import aiohttp
 import msgspec
 import yaml
 
+from neuron_operator import names
 from neuron_operator.decide import decide
 from neuron_operator.local.machine import Machine, timestamp
 from neuron_operator.local.pods import (
@@ -42,6 +44,8 @@ EXIT_OK, EXIT_FAILED, EXIT_USAGE = 0, 1, 2
 
 _MIN_FREE_BYTES = 64 * 2**20
 """Room for files, records and logs of the pods; what a model needs besides is checked by the runtime."""
+
+_DNS_LABEL = r"[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?"
 
 _NO_IMAGE = "this-machine"
 """Stands where a cluster would name the runtime image: the programs of this environment are run instead."""
@@ -84,24 +88,32 @@ def read_manifest(path: Path) -> dict[str, Any]:
     """The NeuronModel of a YAML file, with the metadata an API server would add.
 
     Raises:
-        CannotRunHere: the file is not there, not YAML, or does not hold exactly one NeuronModel.
+        CannotRunHere: the file is not there, not YAML, does not hold exactly one NeuronModel of this version, or its
+            names could not be those of an object.
     """
     try:
-        documents = [d for d in yaml.safe_load_all(path.read_text()) if d]
+        # As kubectl does: what an API server reads is the JSON of it.
+        documents = [msgspec.json.decode(msgspec.json.encode(d)) for d in yaml.safe_load_all(path.read_text()) if d]
     except OSError as error:
         raise CannotRunHere(f"cannot read {path}: {error.strerror}") from error
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise CannotRunHere(f"{path} is not YAML: {' '.join(str(error).split())}") from error
-    models = [d for d in documents if isinstance(d, dict) and d.get("kind") == "NeuronModel"]
+    except (yaml.YAMLError, TypeError, ValueError, OverflowError, RecursionError) as error:
+        raise CannotRunHere(f"{path} is not YAML that JSON can express: {' '.join(str(error).split())}") from error
+    models = [d for d in documents if isinstance(d, dict) and d.get("kind") == names.KIND]
     if len(models) != 1:
         raise CannotRunHere(f"{path} holds {len(models)} NeuronModels; `local` serves exactly one")
     body: dict[str, Any] = models[0]
+    if body.get("apiVersion") != names.API_VERSION:
+        raise CannotRunHere(f"{path}: apiVersion must be {names.API_VERSION}")
     metadata = body.get("metadata")
     if not isinstance(metadata, dict) or not isinstance(metadata.get("name"), str):
         raise CannotRunHere(f"{path}: metadata.name is missing")
+    metadata = {"namespace": "default", **metadata}
+    for name in ("name", "namespace"):
+        # They become the name of a folder, which `--fresh` empties.
+        if not isinstance(metadata[name], str) or not re.fullmatch(_DNS_LABEL, metadata[name]):
+            raise CannotRunHere(f"{path}: metadata.{name} must be a DNS label of at most 63 characters")
     body = _with_absolute_files(body, path.resolve().parent)
     body["metadata"] = {
-        "namespace": "default",
         **metadata,
         "uid": str(uuid.uuid4()),
         "generation": 1,
