@@ -59,7 +59,7 @@ def test_a_field_that_is_not_acted_on_ends_the_command_with_the_cure(tmp_path: P
         (SERVABLE.replace("v1alpha1", "v9"), "apiVersion must be neuron-serving.dev/v1alpha1"),
         (SERVABLE.replace("{name: demo}", "{}"), "metadata.name is missing"),
         (SERVABLE.replace("{name: demo}", '{name: "a\\0b"}'), "metadata.name must be a DNS label"),
-        (SERVABLE.replace("{name: demo}", "{name: a, namespace: ../../victim}"), "metadata.namespace must be a DNS label"),
+        (SERVABLE.replace("{name: demo}", "{name: a, namespace: ../victim}"), "metadata.namespace must be a DNS label"),
         (SERVABLE.replace("{name: demo}", "{name: a, namespace: 5}"), "metadata.namespace must be a DNS label"),
         ("spec: " + "[" * 5000, "is not YAML"),
         ("spec: &loop {model: *loop}", "is not YAML"),
