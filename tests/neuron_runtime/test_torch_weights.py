@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -17,6 +16,7 @@ from helpers.torch_models import load_backend, random_model, runtime_config
 from neuron_runtime.backend import torch as torch_backend
 from neuron_runtime.backend.torch.linear import linear
 from neuron_runtime.backend.torch.loader import load
+from neuron_runtime.backend.torch.random_model import main
 from neuron_runtime.checkpoint import InvalidModel, read_checkpoint
 
 Tensors = dict[str, torch.Tensor]
@@ -105,11 +105,11 @@ def test_a_packed_layer_computes_what_the_plain_one_does(rows: int, dtype: torch
         torch.testing.assert_close(found.float(), wanted, atol=tolerance, rtol=0)
 
 
-def test_the_generator_writes_equal_bytes_for_equal_arguments(tmp_path: Path) -> None:
+def test_the_generator_writes_equal_bytes_for_equal_arguments(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     arguments = ["--hidden-size", "32", "--num-layers", "1", "--dtype", "bfloat16", "--seed", "5"]
     for name in ("one", "two"):
-        command = [sys.executable, "-m", "neuron_runtime.backend.torch.random_model", str(tmp_path / name), *arguments]
-        subprocess.run(command, check=True)
+        monkeypatch.setattr(sys, "argv", ["random_model", str(tmp_path / name), *arguments])
+        main()
     one, two = (read_checkpoint(tmp_path / name) for name in ("one", "two"))
     assert one.digest == two.digest
     files = [(tmp_path / name / "model.safetensors").read_bytes() for name in ("one", "two")]
