@@ -1,0 +1,21 @@
+"""The runtime: serves language models over HTTP (`neuron-runtime serve`) or in the caller's process (`LLM`).
+
+The offline class is imported when it is asked for: every process of the runtime imports this package, most need no
+more of it than that.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from neuron_runtime.offline import LLM, CompletionOutput, Logprob, RequestOutput, SamplingParams
+
+__all__ = ["LLM", "CompletionOutput", "Logprob", "RequestOutput", "SamplingParams"]
+
+
+def __getattr__(name: str) -> object:
+    if name in __all__:
+        return getattr(importlib.import_module("neuron_runtime.offline"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
