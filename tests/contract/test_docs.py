@@ -31,7 +31,7 @@ from neuron_operator.why import CONDITIONS, REASONS
 from neuron_runtime import config
 from neuron_runtime.__main__ import DRAIN_ON_THE_COMMAND_LINE, MODEL_FLAGS, build_parser, main
 from neuron_runtime.backend.torch import sizing
-from neuron_runtime.backend.torch.architecture import FAMILIES
+from neuron_runtime.backend.torch.architecture import FAMILIES, FIXED
 from neuron_runtime.engine.process import DEFAULT_MAX_QUEUED_REQUESTS, MIN_STEP_SECONDS
 from neuron_runtime.errors import ExitCode, ServingError
 from neuron_runtime.record import MAX_RECORD_BYTES, ModelFacts, Record
@@ -44,6 +44,7 @@ ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
 CHART = ROOT / "charts" / "neuron-serving"
 NEURONMODEL = (DOCS / "neuronmodel.md").read_text()
+MODELS = (DOCS / "models.md").read_text()
 RUNTIME = (DOCS / "runtime.md").read_text()
 TROUBLESHOOTING = (DOCS / "troubleshooting.md").read_text()
 CHART_README = (CHART / "README.md").read_text()
@@ -368,8 +369,14 @@ def test_every_field_of_the_record_is_documented() -> None:
     assert {*Record.__struct_encode_fields__, *ModelFacts.__struct_encode_fields__} <= set(words(text))
 
 
-def test_every_supported_architecture_is_named() -> None:
-    assert set(FAMILIES) <= set(words(section(RUNTIME, "Models")))
+def test_the_table_of_families_is_that_of_the_torch_backend() -> None:
+    table = rows(section(MODELS, "Families"))
+    assert sorted(FAMILIES) == sorted(words(architectures)[0] for _, architectures, _ in table)
+
+
+def test_fields_with_one_value_are_named_among_what_is_refused() -> None:
+    told = set(words(section(MODELS, "What is refused")))
+    assert {name for family in FAMILIES.values() for name in {**FIXED, **family.fixed}} <= told
 
 
 # charts/neuron-serving/README.md
@@ -467,7 +474,7 @@ def test_the_words_about_an_architecture_are_the_runtimes(tmp_path: Path, capsys
     for file in (ROOT / "examples" / "demo-model").glob("*.*"):
         (tmp_path / file.name).write_bytes(file.read_bytes())
     settings = json.loads((tmp_path / "config.json").read_text())
-    (tmp_path / "config.json").write_text(json.dumps(settings | {"architectures": ["Qwen3ForCausalLM"]}))
+    (tmp_path / "config.json").write_text(json.dumps(settings | {"architectures": ["Gemma3ForCausalLM"]}))
     assert main(["inspect", tmp_path.as_uri()]) == ExitCode.UNSUPPORTED_ARCHITECTURE
     assert quoted(capsys.readouterr().err.strip().removeprefix("neuron-runtime: UnsupportedArchitecture: "))
 

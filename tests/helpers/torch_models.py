@@ -11,7 +11,7 @@ import torch
 
 from neuron_runtime.backend.torch.backend import TorchBackend
 from neuron_runtime.backend.torch.loader import load
-from neuron_runtime.backend.torch.random_model import llama_config, write_random_model
+from neuron_runtime.backend.torch.random_model import model_config, write_random_model
 from neuron_runtime.config import EngineLimits, ModelSource, RuntimeConfig
 
 NEAR_TIE = 1e-3
@@ -22,8 +22,8 @@ torch.set_num_threads(1)
 
 
 def random_model(folder: Path, *, scale: float = 0.1, max_shard_bytes: int = 2**32, **config: Any) -> Path:
-    """A folder with a model of `llama_config(**config)`; the scale keeps near ties rare."""
-    write_random_model(folder, llama_config(**config), scale=scale, max_shard_bytes=max_shard_bytes)
+    """A folder with a model of `model_config(**config)`; the scale keeps near ties rare."""
+    write_random_model(folder, model_config(**config), scale=scale, max_shard_bytes=max_shard_bytes)
     return folder
 
 
@@ -44,12 +44,12 @@ def load_backend(folder: Path, *, available_bytes: int = 2**30, **config: Any) -
 
 def reference(folder: Path) -> Any:
     """The same model in transformers, float32, quiet."""
-    from transformers import LlamaForCausalLM
+    from transformers import AutoModelForCausalLM
     from transformers.utils import logging as transformers_logging
 
     transformers_logging.disable_progress_bar()
     transformers_logging.set_verbosity(logging.ERROR)
-    return LlamaForCausalLM.from_pretrained(folder).float().eval()
+    return AutoModelForCausalLM.from_pretrained(folder).float().eval()
 
 
 @torch.inference_mode()

@@ -5,8 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from transformers import AutoConfig
 
-from neuron_runtime.backend.torch.architecture import Rope, decoder_config, tensor_shapes
+from neuron_runtime.backend.torch.architecture import FAMILIES, Rope, decoder_config, tensor_shapes
 from neuron_runtime.checkpoint import InvalidModel
 from neuron_runtime.errors import ExitCode, FatalError
 
@@ -21,6 +22,10 @@ CONFIG: dict[str, Any] = {
     "max_position_embeddings": 64,
     "rms_norm_eps": 1e-5,
 }
+MISTRAL = {"architectures": ["MistralForCausalLM"], "sliding_window": 32}
+QWEN2 = {"architectures": ["Qwen2ForCausalLM"]}
+QWEN3 = {"architectures": ["Qwen3ForCausalLM"]}
+SLIDING = {**QWEN2, "use_sliding_window": True, "sliding_window": 32}
 LLAMA3 = {
     "factor": 8.0,
     "low_freq_factor": 1.0,
@@ -52,10 +57,32 @@ def test_rope_is_read_as_transformers_4_and_5_write_it(fields: dict[str, Any]) -
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"architectures": ["GptNext"]}, "architecture GptNext .* supported: LlamaForCausalLM"),
+        ({"architectures": ["GptNext"]}, "architecture GptNext .* supported: LlamaForCausalLM, Mistral"),
         ({"hidden_act": "gelu"}, "hidden_act 'gelu'"),
         ({"quantization_config": {"bits": 4}}, "quantization_config"),
         ({"rope_scaling": {"rope_type": "yarn", "factor": 2.0}}, "rope type 'yarn' .* default, linear, llama3"),
+        ({"rope_scaling": {"rope_type": ["llama3"]}}, "rope type"),
+        (
+            {"rope_scaling": {"type": "linear", "factor": 2.0, "mrope_section": [1]}},
+            "mrope_section of rope type 'linear'",
+        ),
+        ({"rope_parameters": {"full_attention": {"rope_theta": 1e4}}}, "full_attention of rope type 'default'"),
+        ({"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.5}}, "partial_rotary_factor"),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor 0.5 of LlamaForCausalLM .* supported: 1.0"),
+        ({"is_causal": False}, "is_causal False"),
+        ({"sliding_window": 32}, "sliding_window 32 of LlamaForCausalLM .* supported: null"),
+        ({"layer_types": ["full_attention", "chunked_attention"]}, "layer_types 'chunked_attention'"),
+        ({"layer_types": [{}, []]}, "layer_types {} of"),
+        ({**MISTRAL, "use_sliding_window": False}, "use_sliding_window False of MistralForCausalLM"),
+        ({**MISTRAL, "max_window_layers": 1}, "max_window_layers 1 of MistralForCausalLM"),
+        ({**MISTRAL, "attention_bias": True}, "attention_bias True of MistralForCausalLM"),
+        (
+            {**MISTRAL, "layer_types": ["sliding_attention", "full_attention"]},
+            "layer_types that differ from sliding_window 32",
+        ),
+        ({**QWEN2, "attention_bias": False}, "attention_bias False of Qwen2ForCausalLM .* supported: true"),
+        ({**QWEN2, "mlp_bias": True}, "mlp_bias True of Qwen2ForCausalLM"),
+        ({**QWEN2, "use_mrope": True}, "use_mrope True"),
     ],
 )
 def test_what_is_not_supported_is_named_beside_what_is(fields: dict[str, Any], message: str) -> None:
@@ -80,6 +107,19 @@ def test_what_is_not_supported_is_named_beside_what_is(fields: dict[str, Any], m
         ({"rope_scaling": 4}, "must be an object"),
         ({"rope_scaling": {"rope_type": "llama3", **LLAMA3, "low_freq_factor": 4}}, "must be below high_freq_factor"),
         ({"rope_scaling": {"rope_type": "llama3", **LLAMA3, "factor": None}}, "factor must be a positive number"),
+        (
+            {"rope_parameters": {"rope_theta": 1e4}, "rope_scaling": {"rope_theta": 1e5}},
+            "rope_parameters.rope_theta and rope_scaling.rope_theta contradict one another: 10000.0 and 100000.0",
+        ),
+        ({"rope_theta": 1e4, "rope_parameters": {"rope_theta": 1e5}}, "rope_theta and rope_parameters.rope_theta"),
+        ({"rope_scaling": {"type": "linear", "rope_type": "default"}}, "rope_type and type contradict"),
+        ({"rope_theta": 10**400}, "rope_theta must be a positive number"),
+        ({**MISTRAL, "sliding_window": 0}, "sliding_window must be a positive integer, got 0"),
+        ({**MISTRAL, "sliding_window": "32"}, "sliding_window must be a positive integer"),
+        ({**SLIDING, "use_sliding_window": "yes"}, "use_sliding_window must be true or false"),
+        ({**SLIDING, "max_window_layers": None}, "max_window_layers must be an integer of at least 0, got None"),
+        ({**SLIDING, "layer_types": ["full_attention"]}, r"layer_types must be a list of num_hidden_layers \(2\)"),
+        ({**QWEN2, "layer_types": ["sliding_attention"] * 2}, "layer_types names sliding_attention, but"),
     ],
 )
 def test_a_field_that_cannot_be_is_named(fields: dict[str, Any], message: str) -> None:
@@ -97,3 +137,56 @@ def test_biases_and_the_head_are_tensors_only_where_the_config_says_so() -> None
     assert "lm_head.weight" not in shapes
     assert sum(name.endswith(".bias") for name in shapes) == 2 * 7
     assert shapes["model.layers.0.mlp.down_proj.bias"] == (32,)
+
+
+@pytest.mark.parametrize(
+    ("fields", "windows"),
+    [
+        ({}, (None, None)),
+        ({"sliding_window": None}, (None, None)),
+        ({"layer_types": ["full_attention"] * 2}, (None, None)),
+        (MISTRAL, (32, 32)),
+        ({**MISTRAL, "layer_types": ["sliding_attention"] * 2}, (32, 32)),
+        ({**MISTRAL, "sliding_window": None}, (None, None)),
+        ({**MISTRAL, "sliding_window": 63}, (63, 63)),
+        ({**MISTRAL, "sliding_window": 64}, (None, None)),
+        ({"architectures": MISTRAL["architectures"], "max_position_embeddings": 8192}, (4096, 4096)),
+        ({**QWEN2, "sliding_window": 32, "max_window_layers": 0}, (None, None)),
+        ({**QWEN2, "sliding_window": 32, "use_sliding_window": None}, (None, None)),
+        (SLIDING, (None, None)),
+        ({**SLIDING, "max_window_layers": 1}, (None, 32)),
+        ({**SLIDING, "max_window_layers": 0, "layer_types": ["sliding_attention", "full_attention"]}, (32, None)),
+    ],
+)
+def test_windows_are_those_of_transformers(fields: dict[str, Any], windows: tuple[int | None, ...]) -> None:
+    fields = {"num_key_value_heads": 2, **fields}
+    assert decoder_config({**CONFIG, **fields}).windows == windows
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_fields_left_out_mean_what_transformers_means(family: str) -> None:
+    left_out = ("num_key_value_heads", "rms_norm_eps")
+    fields = {name: value for name, value in CONFIG.items() if name not in left_out}
+    fields |= {
+        "architectures": [family],
+        "num_attention_heads": 32,
+        "hidden_size": 320,
+        "max_position_embeddings": 8192,
+    }
+    model = decoder_config(fields)
+    theirs = AutoConfig.for_model(family.removesuffix("ForCausalLM").lower(), **fields)
+    assert model.num_kv_heads == theirs.num_key_value_heads
+    assert model.head_dim == (getattr(theirs, "head_dim", None) or 10)
+    assert model.rms_norm_epsilon == theirs.rms_norm_eps
+    assert model.tied_embeddings == theirs.tie_word_embeddings
+    assert set(model.windows) == {theirs.sliding_window if hasattr(theirs, "sliding_window") else None}
+
+
+def test_head_norms_are_tensors_of_qwen3_and_biases_are_those_of_each_class() -> None:
+    qwen2, qwen3 = (tensor_shapes(decoder_config({**CONFIG, **fields, "head_dim": 16})) for fields in (QWEN2, QWEN3))
+    assert {name.split(".")[4] for name in qwen2 if name.endswith(".bias")} == {"q_proj", "k_proj", "v_proj"}
+    assert not any("_norm" in name.replace("_layernorm", "") for name in qwen2)
+    assert not any(name.endswith(".bias") for name in qwen3)
+    assert qwen3["model.layers.1.self_attn.q_norm.weight"] == qwen3["model.layers.1.self_attn.k_norm.weight"] == (16,)
+    biased = tensor_shapes(decoder_config({**CONFIG, **QWEN3, "attention_bias": True}))
+    assert {name.split(".")[4] for name in biased if name.endswith(".bias")} == {"q_proj", "k_proj", "v_proj", "o_proj"}

@@ -9,18 +9,14 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from tokenizers import Tokenizer
 
-from helpers.torch_models import NEAR_TIE, load_backend, random_model, reference, reference_logits
+from helpers.torch_models import random_model
+from helpers.torch_parity import check_greedy, serve
 from neuron_runtime.core import Request, SamplingParams
-from neuron_runtime.engine.loop import Engine
 from neuron_runtime.errors import InvalidRequest
 
 DEMO_MODEL = Path(__file__).parents[2] / "examples" / "demo-model"
-MAX_NEAR_TIES = 0.05
-"""Share of tokens; more would mean that the comparison proves little."""
-
 DRAWN = {"temperature": 0.9, "top_p": 0.95, "top_k": 50}
 
 SETTINGS: dict[str, dict[str, Any]] = {
@@ -37,28 +33,6 @@ SETTINGS: dict[str, dict[str, Any]] = {
         "max_model_length": 104,
     },
 }
-
-
-def serve(
-    folder: Path, requests: Sequence[tuple[int, Request]], **config: Any
-) -> tuple[Mapping[str, Sequence[int]], Engine]:
-    """Tokens of each request; request `r` of `(n, r)` arrives before the engine's n-th step."""
-    backend = load_backend(folder, **config)
-    try:
-        backend.warm_up(lambda what, share: None)
-        engine = Engine(backend)
-        tokens: dict[str, list[int]] = {request.request_id: [] for _, request in requests}
-        arrivals = sorted(requests, key=lambda item: item[0])
-        num_steps = 0
-        while arrivals or engine.has_work:
-            while arrivals and (arrivals[0][0] <= num_steps or not engine.has_work):
-                engine.add(arrivals.pop(0)[1])
-            for event in engine.step():
-                tokens[event.request_id] += event.token_ids
-            num_steps += 1
-        return tokens, engine
-    finally:
-        backend.close()
 
 
 def requests(sampling: Mapping[str, Any], *, lengths: Sequence[int] = (1, 2, 7, 16, 33, 50, 64)) -> list[Request]:
@@ -105,24 +79,6 @@ def test_greedy_tokens_of_the_demo_model_are_those_of_transformers() -> None:
     ]
     tokens, _ = serve(DEMO_MODEL, list(enumerate(asked)), dtype="float32", max_model_length=128)
     check_greedy(DEMO_MODEL, asked, tokens)
-
-
-def check_greedy(folder: Path, asked: Sequence[Request], tokens: Mapping[str, Sequence[int]]) -> None:
-    """Every token is the reference's best, or nearly tied with it; the share of near ties is reported."""
-    model = reference(folder)
-    num_near_ties = num_tokens = 0
-    for request in asked:
-        answer = tokens[request.request_id]
-        assert len(answer) == request.sampling.max_tokens
-        logits = reference_logits(model, [*request.prompt_token_ids, *answer])[len(request.prompt_token_ids) - 1 : -1]
-        best = logits.topk(2).values
-        behind = best[:, 0] - logits.gather(1, torch.tensor(answer).unsqueeze(1)).squeeze(1)
-        # Fed with our own tokens, the reference stays comparable behind a near tie as well.
-        assert (behind < NEAR_TIE).all(), f"{request.request_id}: {answer}"
-        num_near_ties += int(((best[:, 0] - best[:, 1]) < NEAR_TIE).sum())
-        num_tokens += len(answer)
-    print(f"near ties: {num_near_ties} of {num_tokens} tokens")
-    assert num_near_ties / num_tokens <= MAX_NEAR_TIES
 
 
 @pytest.mark.parametrize("setting", SETTINGS)

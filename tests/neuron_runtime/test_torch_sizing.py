@@ -10,14 +10,14 @@ import pytest
 from helpers.torch_models import runtime_config
 from neuron_runtime.backend.torch.architecture import decoder_config
 from neuron_runtime.backend.torch.host import available_memory_bytes, usable_cpus
-from neuron_runtime.backend.torch.random_model import llama_config
+from neuron_runtime.backend.torch.random_model import model_config
 from neuron_runtime.backend.torch.sizing import derive_limits
 from neuron_runtime.core import BackendLimits
 from neuron_runtime.errors import ExitCode, FatalError, InvalidConfig
 
 GIB = 2**30
 MODEL = decoder_config(
-    llama_config(
+    model_config(
         hidden_size=768,
         num_layers=12,
         num_heads=12,

@@ -6,8 +6,10 @@ It reads no weights and knows no tensors, only their names and shapes.
 
 from __future__ import annotations
 
+import json
+import sys
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from neuron_runtime.checkpoint import InvalidModel
@@ -16,7 +18,16 @@ from neuron_runtime.errors import ExitCode, FatalError
 MAX_LAYERS = 10_000
 """Beyond this a config.json is a mistake, and listing its tensors would take for ever."""
 
+LAYER_TYPES = ("full_attention", "sliding_attention")
+
 RopeKind = Literal["default", "linear", "llama3"]
+
+ROPE_FIELDS: Mapping[str, frozenset[str]] = {
+    "default": frozenset(),
+    "linear": frozenset({"factor"}),
+    "llama3": frozenset({"factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"}),
+}
+"""What each kind of rotary positions is described by, beside its name and `rope_theta`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +61,10 @@ class DecoderConfig:
     qkv_bias: bool
     output_bias: bool
     mlp_bias: bool
+    query_key_norm: bool
+    """RMSNorm over each head of queries and of keys, before they turn."""
+    windows: tuple[int | None, ...]
+    """Per layer: how many positions a token sees, its own and those right before it; None for all of them."""
 
     @property
     def kv_elements_per_token(self) -> int:
@@ -58,19 +73,49 @@ class DecoderConfig:
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """How one architecture differs from the others: which projections have a bias, given its config.json."""
+    """How one architecture differs from the others.
 
-    qkv_bias: Literal["attention_bias", True, False]
-    output_bias: Literal["attention_bias", True, False]
+    defaults: fields of config.json and what they mean where the file leaves them out: the values of the
+        configuration class in transformers. A field that is null counts as given.
+    fixed: fields that this architecture knows one value of. Left out they mean that value; a file that says otherwise
+        is refused, because transformers would ignore what it says.
+    output_bias: whether `attention_bias` covers the output projection, too.
+    """
 
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+    fixed: Mapping[str, Any] = field(default_factory=dict)
+    output_bias: bool = True
+    query_key_norm: bool = False
+
+
+# Of all architectures here.
+FIXED: Mapping[str, Any] = {"hidden_act": "silu", "partial_rotary_factor": 1.0, "is_causal": True, "use_mrope": False}
+
+# Qwen's sliding layers begin at max_window_layers; where all layers slide (Mistral), that is layer 0.
+_QWEN_WINDOW = {"use_sliding_window": False, "sliding_window": 4096, "max_window_layers": 28}
 
 FAMILIES: Mapping[str, Family] = {
-    "LlamaForCausalLM": Family(qkv_bias="attention_bias", output_bias="attention_bias"),
+    "LlamaForCausalLM": Family(fixed={"sliding_window": None}),
+    "MistralForCausalLM": Family(
+        defaults={"num_key_value_heads": 8, "sliding_window": 4096},
+        fixed={"attention_bias": False, "mlp_bias": False, "use_sliding_window": True, "max_window_layers": 0},
+    ),
+    "Qwen2ForCausalLM": Family(
+        defaults={"num_key_value_heads": 32, **_QWEN_WINDOW},
+        fixed={"attention_bias": True, "mlp_bias": False},
+        output_bias=False,
+    ),
+    "Qwen3ForCausalLM": Family(
+        defaults={"num_key_value_heads": 32, "head_dim": 128, **_QWEN_WINDOW},
+        fixed={"mlp_bias": False},
+        query_key_norm=True,
+    ),
 }
+"""By the class that config.json names in `architectures`. One decoder computes all of them."""
 
 
 def decoder_config(config: Mapping[str, Any]) -> DecoderConfig:
-    """Read a config.json as written by transformers 4 or 5.
+    """Read a config.json as written by transformers 4 or 5, and as transformers reads it.
 
     Raises:
         FatalError: UNSUPPORTED_ARCHITECTURE with the architecture (or the feature) and what is supported.
@@ -78,10 +123,9 @@ def decoder_config(config: Mapping[str, Any]) -> DecoderConfig:
     """
     architecture = _architecture(config)
     family = FAMILIES[architecture]
-    if (activation := config.get("hidden_act", "silu")) != "silu":
-        raise _unsupported(f"hidden_act {activation!r} of {architecture}", "silu")
     if config.get("quantization_config"):
         raise _unsupported(f"quantization_config of {architecture}", "weights in float32, bfloat16 or float16")
+    config = _filled_in(config, architecture)
     attention_bias = _boolean(config, "attention_bias", False)
     num_layers = _positive(config, "num_hidden_layers")
     if num_layers > MAX_LAYERS:
@@ -96,6 +140,7 @@ def decoder_config(config: Mapping[str, Any]) -> DecoderConfig:
         )
     if head_dim % 2:
         raise InvalidModel(f"config.json: head_dim must be even for rotary positions, got {head_dim}")
+    max_position_embeddings = _positive(config, "max_position_embeddings")
     return DecoderConfig(
         architecture=architecture,
         vocabulary_size=_positive(config, "vocab_size"),
@@ -105,13 +150,19 @@ def decoder_config(config: Mapping[str, Any]) -> DecoderConfig:
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
-        max_position_embeddings=_positive(config, "max_position_embeddings"),
+        max_position_embeddings=max_position_embeddings,
         rms_norm_epsilon=_number(config, "rms_norm_eps", 1e-6),
         rope=_rope(config),
         tied_embeddings=_boolean(config, "tie_word_embeddings", False),
-        qkv_bias=attention_bias if family.qkv_bias == "attention_bias" else family.qkv_bias,
-        output_bias=attention_bias if family.output_bias == "attention_bias" else family.output_bias,
+        qkv_bias=attention_bias,
+        output_bias=attention_bias and family.output_bias,
         mlp_bias=_boolean(config, "mlp_bias", False),
+        query_key_norm=family.query_key_norm,
+        # A window as long as the longest sequence hides nothing.
+        windows=tuple(
+            None if window is None or window >= max_position_embeddings else window
+            for window in _windows(config, architecture, num_layers)
+        ),
     )
 
 
@@ -135,6 +186,9 @@ def tensor_shapes(config: DecoderConfig) -> dict[str, tuple[int, ...]]:
             shapes[f"{prefix}.{name}.weight"] = (rows, columns)
             if has_bias:
                 shapes[f"{prefix}.{name}.bias"] = (rows,)
+        if config.query_key_norm:
+            shapes[f"{prefix}.self_attn.q_norm.weight"] = (config.head_dim,)
+            shapes[f"{prefix}.self_attn.k_norm.weight"] = (config.head_dim,)
         shapes[f"{prefix}.input_layernorm.weight"] = (hidden,)
         shapes[f"{prefix}.post_attention_layernorm.weight"] = (hidden,)
     shapes["model.norm.weight"] = (hidden,)
@@ -154,31 +208,84 @@ def _architecture(config: Mapping[str, Any]) -> str:
     return name
 
 
+def _filled_in(config: Mapping[str, Any], architecture: str) -> dict[str, Any]:
+    """The configuration with the architecture's defaults, once it says nothing that the architecture cannot do."""
+    family = FAMILIES[architecture]
+    fixed = {**FIXED, **family.fixed}
+    for name, only in fixed.items():
+        value = config.get(name, only)
+        # A null is what a field that means nothing to the architecture looks like.
+        if value is not None and value != only:
+            raise _unsupported(f"{name} {value!r} of {architecture}", json.dumps(only))
+    return {**family.defaults, **config, **fixed}
+
+
+def _windows(config: Mapping[str, Any], architecture: str, num_layers: int) -> tuple[int | None, ...]:
+    """Sliding window of each layer, None where a layer sees everything."""
+    window: int | None = None
+    first: Any = 0
+    if _boolean(config, "use_sliding_window", False) and config.get("sliding_window") is not None:
+        window, first = _positive(config, "sliding_window"), config.get("max_window_layers")
+    if isinstance(first, bool) or not isinstance(first, int) or first < 0:
+        raise InvalidModel(f"config.json: max_window_layers must be an integer of at least 0, got {first!r}")
+    by_number = tuple(window if layer >= first else None for layer in range(num_layers))
+    kinds = config.get("layer_types")
+    if kinds is None:
+        return by_number
+    if not isinstance(kinds, list) or len(kinds) != num_layers:
+        raise InvalidModel(f"config.json: layer_types must be a list of num_hidden_layers ({num_layers}) names")
+    for kind in kinds:
+        if kind not in LAYER_TYPES:
+            raise _unsupported(f"layer_types {kind!r} of {architecture}", ", ".join(LAYER_TYPES))
+    if window is None and "sliding_attention" in kinds:
+        raise InvalidModel(
+            "config.json: layer_types names sliding_attention, but sliding_window is null or use_sliding_window false"
+        )
+    by_kind = tuple(window if kind == "sliding_attention" else None for kind in kinds)
+    if by_kind != by_number and "max_window_layers" not in FAMILIES[architecture].defaults:
+        raise _unsupported(f"layer_types that differ from sliding_window {window} of {architecture}", "no layer_types")
+    return by_kind
+
+
 def _rope(config: Mapping[str, Any]) -> Rope:
     # transformers 5 writes one object, rope_parameters; transformers 4 writes rope_theta beside rope_scaling.
-    parameters = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    if not isinstance(parameters, Mapping):
-        raise InvalidModel("config.json: rope_parameters (or rope_scaling) must be an object")
-    theta = _number(parameters, "rope_theta", _number(config, "rope_theta", 10_000.0))
-    kind = parameters.get("rope_type", parameters.get("type", "default"))
+    for name in ("rope_parameters", "rope_scaling"):
+        if not isinstance(config.get(name) or {}, Mapping):
+            raise InvalidModel(f"config.json: {name} must be an object")
+    new, old = config.get("rope_parameters") or {}, config.get("rope_scaling") or {}
+    for what, one, other in (
+        *((f"rope_parameters.{name} and rope_scaling.{name}", new[name], old[name]) for name in new if name in old),
+        ("rope_theta and rope_parameters.rope_theta", config.get("rope_theta"), new.get("rope_theta")),
+        ("rope_type and type", (new or old).get("rope_type"), (new or old).get("type")),
+    ):
+        if one is not None and other is not None and one != other:
+            raise InvalidModel(f"config.json: {what} contradict one another: {one!r} and {other!r}")
+    given = {"rope_theta": config.get("rope_theta")}
+    for name, value in (*old.items(), *new.items()):
+        if value is not None and (name, value) != ("partial_rotary_factor", 1):
+            given[name] = value
+    theta = _number(given, "rope_theta", 10_000.0)
+    kind = str(given.pop("rope_type", given.pop("type", "default")))
+    if kind not in ROPE_FIELDS:
+        raise _unsupported(f"rope type {kind!r}", ", ".join(ROPE_FIELDS))
+    for name in sorted(given.keys() - ROPE_FIELDS[kind] - {"rope_theta", "type"}):
+        raise _unsupported(f"{name} of rope type {kind!r}", ", ".join(sorted(ROPE_FIELDS[kind])) or "rope_theta alone")
     match kind:
-        case "default":
-            return Rope(theta=theta)
         case "linear":
-            return Rope(theta=theta, kind="linear", factor=_number(parameters, "factor"))
+            return Rope(theta=theta, kind="linear", factor=_number(given, "factor"))
         case "llama3":
-            low, high = _number(parameters, "low_freq_factor"), _number(parameters, "high_freq_factor")
+            low, high = _number(given, "low_freq_factor"), _number(given, "high_freq_factor")
             if low >= high:
                 raise InvalidModel(f"config.json: low_freq_factor ({low}) must be below high_freq_factor ({high})")
             return Rope(
                 theta=theta,
                 kind="llama3",
-                factor=_number(parameters, "factor"),
+                factor=_number(given, "factor"),
                 low_frequency_factor=low,
                 high_frequency_factor=high,
-                original_max_position_embeddings=_positive(parameters, "original_max_position_embeddings"),
+                original_max_position_embeddings=_positive(given, "original_max_position_embeddings"),
             )
-    raise _unsupported(f"rope type {kind!r}", "default, linear, llama3")
+    return Rope(theta=theta)
 
 
 def _unsupported(what: str, supported: str) -> FatalError:
@@ -198,7 +305,7 @@ def _positive(config: Mapping[str, Any], name: str, default: int | None = None) 
 def _number(config: Mapping[str, Any], name: str, default: float | None = None) -> float:
     value = config.get(name)
     value = default if value is None else value
-    if isinstance(value, bool) or not isinstance(value, int | float) or value <= 0:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= sys.float_info.max:
         raise InvalidModel(f"config.json: {name} must be a positive number, got {value!r}")
     return float(value)
 

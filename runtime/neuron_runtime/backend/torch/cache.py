@@ -7,7 +7,9 @@ it in every layer. Nothing here chooses slots or blocks: the engine does.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -41,7 +43,8 @@ class DecodePart:
     range: lines `[begin, end)` to read in place, or None to gather.
     gather: lines to gather, `[rows, lines per row]`, where `range` is None.
     lanes: which lane each row takes; None when lanes are the rows in order.
-    num_lanes, length: what attention covers. mask: `[lanes, 1, 1, length]`.
+    num_lanes: lanes that attention covers.
+    span: positions `[begin, end)` of each line that it covers. mask: `[lanes, 1, 1, positions]`.
     """
 
     flat: torch.Tensor | None
@@ -49,49 +52,68 @@ class DecodePart:
     gather: torch.Tensor | None
     lanes: torch.Tensor | None
     num_lanes: int
-    length: int
+    span: slice
     mask: torch.Tensor
 
 
 @dataclass(frozen=True, slots=True)
 class PromptPart:
-    """A row of several tokens: tokens `[begin, end)` of the step, at positions `[start, length)` of its sequence.
+    """A row of several tokens: tokens `[begin, end)` of the step.
 
-    mask: `[end - begin, length]`, None when the row starts its sequence.
+    lines: cache lines that hold what the row sees. span: the part of them that it sees, counted from the first.
+    mask: `[end - begin, positions of span]`; None when the row starts its sequence and sees all of itself.
     """
 
     begin: int
     end: int
-    length: int
     lines: torch.Tensor
+    span: slice
     mask: torch.Tensor | None
+
+
+class Reads(NamedTuple):
+    """What the tokens of a step look at in a layer."""
+
+    decode: DecodePart | None
+    prompts: tuple[PromptPart, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class StepPlan:
     """Where the tokens of a step go in `cache`, and what they look at.
 
-    positions, write_line, write_offset: `[tokens]`.
+    positions, write_line, write_offset: `[tokens]`. reads: per layer; layers with equal windows share one.
     """
 
     cache: KVCache
     positions: torch.Tensor
     write_line: torch.Tensor
     write_offset: torch.Tensor
-    decode: DecodePart | None
-    prompts: tuple[PromptPart, ...]
+    reads: tuple[Reads, ...]
 
 
 class KVCache:
-    """Storage of `[lines, kv_heads, line_length, dim]` for keys and for values of each layer."""
+    """Storage of `[lines, kv_heads, line_length, dim]` for keys and for values of each layer.
+
+    windows: per layer, how many positions a token sees, its own the last of them; None for all. Every layer stores all
+        positions; what no window reaches any more is not read.
+    """
 
     def __init__(
-        self, *, num_layers: int, num_lines: int, num_kv_heads: int, line_length: int, head_dim: int, dtype: torch.dtype
+        self,
+        *,
+        windows: Sequence[int | None],
+        num_lines: int,
+        num_kv_heads: int,
+        line_length: int,
+        head_dim: int,
+        dtype: torch.dtype,
     ) -> None:
         self.line_length = line_length
+        self._windows = tuple(windows)
         shape = (num_lines, num_kv_heads, line_length, head_dim)
-        self._keys = [_lazy_zeros(shape, dtype) for _ in range(num_layers)]
-        self._values = [_lazy_zeros(shape, dtype) for _ in range(num_layers)]
+        self._keys = [_lazy_zeros(shape, dtype) for _ in windows]
+        self._values = [_lazy_zeros(shape, dtype) for _ in windows]
         self._dtype = dtype
 
     def plan(self, rows: StepRows) -> StepPlan:
@@ -102,16 +124,20 @@ class KVCache:
         row_of_token = np.repeat(np.arange(len(num_tokens)), num_tokens)
         positions = np.arange(int(num_tokens.sum())) - begins[row_of_token] + start[row_of_token]
         line, offset = np.divmod(positions, self.line_length)
-        decodes = np.flatnonzero(num_tokens == 1)
+        decodes, prompts = np.flatnonzero(num_tokens == 1), np.flatnonzero(num_tokens > 1)
+        reads = {
+            window: Reads(
+                self._plan_decode(rows, decodes, begins, window) if len(decodes) else None,
+                tuple(self._plan_prompt(rows, int(i), int(begins[i]), int(ends[i]), window) for i in prompts),
+            )
+            for window in set(self._windows)
+        }
         return StepPlan(
             cache=self,
             positions=torch.from_numpy(positions),
             write_line=torch.from_numpy(rows.lines[row_of_token, line]),
             write_offset=torch.from_numpy(offset),
-            decode=self._plan_decode(rows, decodes, begins) if len(decodes) else None,
-            prompts=tuple(
-                self._plan_prompt(rows, int(i), int(begins[i]), int(ends[i])) for i in np.flatnonzero(num_tokens > 1)
-            ),
+            reads=tuple(reads[window] for window in self._windows),
         )
 
     def write(self, layer: int, plan: StepPlan, key: torch.Tensor, value: torch.Tensor) -> None:
@@ -120,20 +146,20 @@ class KVCache:
         self._values[layer][plan.write_line, :, plan.write_offset] = value
 
     def read_decode(self, layer: int, part: DecodePart) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values `[lanes, kv_heads, length, dim]`."""
+        """Keys and values `[lanes, kv_heads, positions, dim]`."""
         return self._read(self._keys[layer], part), self._read(self._values[layer], part)
 
     def read_prompt(self, layer: int, part: PromptPart) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values `[kv_heads, length, dim]` of one sequence."""
+        """Keys and values `[kv_heads, positions, dim]` of one sequence."""
         return self._read_sequence(self._keys[layer], part), self._read_sequence(self._values[layer], part)
 
     def _read(self, storage: torch.Tensor, part: DecodePart) -> torch.Tensor:
         if part.range is not None:
-            return storage[part.range[0] : part.range[1], :, : part.length]
+            return storage[part.range[0] : part.range[1], :, part.span]
         assert part.gather is not None
         _, kv_heads, line_length, dim = storage.shape
         if part.gather.shape[1] == 1:
-            return storage[:, :, : part.length].index_select(0, part.gather.view(-1))
+            return storage[:, :, part.span].index_select(0, part.gather.view(-1))
         # (line, head) pairs as rows of a matrix: one copy puts the blocks of a head behind each other.
         pairs = (part.gather.unsqueeze(1) * kv_heads + torch.arange(kv_heads).view(1, -1, 1)).view(-1)
         gathered = storage.view(-1, line_length * dim).index_select(0, pairs)
@@ -141,31 +167,40 @@ class KVCache:
 
     def _read_sequence(self, storage: torch.Tensor, part: PromptPart) -> torch.Tensor:
         if part.lines.numel() == 1:
-            return storage[int(part.lines), :, : part.length]
-        return storage.index_select(0, part.lines).transpose(0, 1).flatten(1, 2)[:, : part.length]
+            return storage[int(part.lines), :, part.span]
+        return storage.index_select(0, part.lines).transpose(0, 1).flatten(1, 2)[:, part.span]
 
-    def _plan_decode(self, rows: StepRows, decodes: IntArray, begins: IntArray) -> DecodePart:
-        lengths = rows.start[decodes] + 1
-        length = int(-(-lengths.max() // LENGTH_STEP) * LENGTH_STEP)
+    def _plan_decode(self, rows: StepRows, decodes: IntArray, begins: IntArray, window: int | None) -> DecodePart:
+        ends = rows.start[decodes] + 1
+        firsts = _first_seen(rows.start[decodes], window)
         lines = rows.lines[decodes]
         read_range, gather, lanes = None, None, np.arange(len(decodes))
         if rows.lines.shape[1] == 1:
-            length = min(length, self.line_length)
+            # One span for all rows, from the first position that any of them sees to the last.
+            origins = np.full_like(ends, firsts.min() // LENGTH_STEP * LENGTH_STEP)
+            begin, end = int(origins[0]), min(_rounded(ends.max(), LENGTH_STEP), self.line_length)
             low, high = int(lines.min()), int(lines.max()) + 1
             if high - low <= MAX_RANGE_WASTE * len(decodes):
                 read_range, lanes = (low, high), lines[:, 0] - low
             else:
                 gather = torch.from_numpy(lines)
         else:
-            num_lines = -(-length // self.line_length)
+            # Each row from the line that holds the first position it sees.
+            first_lines = firsts // self.line_length
+            origins = first_lines * self.line_length
+            num_lines = -(-_rounded((ends - origins).max(), LENGTH_STEP) // self.line_length)
             num_lines = min(num_lines, lines.shape[1])
-            length = num_lines * self.line_length
-            gather = torch.from_numpy(np.ascontiguousarray(lines[:, :num_lines]))
+            begin, end = 0, num_lines * self.line_length
+            wanted = np.minimum(first_lines[:, np.newaxis] + np.arange(num_lines), lines.shape[1] - 1)
+            gather = torch.from_numpy(np.take_along_axis(lines, wanted, axis=1))
         num_lanes = read_range[1] - read_range[0] if read_range else len(decodes)
         # Lanes without a row look at one position, so that no row of scores is empty.
-        lane_lengths = np.ones(num_lanes, dtype=np.int64)
-        lane_lengths[lanes] = lengths
-        visible = torch.arange(length) < torch.from_numpy(lane_lengths).view(-1, 1, 1, 1)
+        seen_from, seen_to = np.zeros(num_lanes, dtype=np.int64), np.ones(num_lanes, dtype=np.int64)
+        seen_from[lanes], seen_to[lanes] = firsts - origins, ends - origins
+        column = torch.arange(end - begin)
+        visible = column < torch.from_numpy(seen_to).view(-1, 1, 1, 1)
+        if window is not None:
+            visible &= column >= torch.from_numpy(seen_from).view(-1, 1, 1, 1)
         in_order = num_lanes == len(decodes) and bool((lanes == np.arange(num_lanes)).all())
         return DecodePart(
             flat=None if len(decodes) == len(rows.start) else torch.from_numpy(begins[decodes]),
@@ -173,22 +208,37 @@ class KVCache:
             gather=gather,
             lanes=None if in_order else torch.from_numpy(lanes),
             num_lanes=num_lanes,
-            length=length,
+            span=slice(begin, end),
             mask=_additive(visible, self._dtype),
         )
 
-    def _plan_prompt(self, rows: StepRows, row: int, begin: int, end: int) -> PromptPart:
+    def _plan_prompt(self, rows: StepRows, row: int, begin: int, end: int, window: int | None) -> PromptPart:
         start = int(rows.start[row])
         length = start + end - begin
-        num_lines = -(-length // self.line_length)
-        visible = torch.arange(length) <= torch.arange(start, length).view(-1, 1)
+        first = int(_first_seen(rows.start[row : row + 1], window)[0])
+        first_line, num_lines = first // self.line_length, -(-length // self.line_length)
+        origin = first_line * self.line_length
+        query, key = torch.arange(start, length).view(-1, 1), torch.arange(first, length)
+        visible = key <= query
+        if window is not None:
+            visible &= key > query - window
+        sees_all_of_itself = start == 0 and (window is None or length <= window)
         return PromptPart(
             begin=begin,
             end=end,
-            length=length,
-            lines=torch.from_numpy(np.ascontiguousarray(rows.lines[row, :num_lines])),
-            mask=None if start == 0 else _additive(visible, self._dtype),
+            lines=torch.from_numpy(np.ascontiguousarray(rows.lines[row, first_line:num_lines])),
+            span=slice(first - origin, length - origin),
+            mask=None if sees_all_of_itself else _additive(visible, self._dtype),
         )
+
+
+def _first_seen(position: IntArray, window: int | None) -> IntArray:
+    """The first position that a token at `position` sees."""
+    return np.zeros_like(position) if window is None else np.maximum(position + 1 - window, 0)
+
+
+def _rounded(number: np.int64, step: int) -> int:
+    return int(-(-number // step) * step)
 
 
 def _additive(visible: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

@@ -21,10 +21,14 @@ from neuron_runtime.backend.torch.weights import WeightReader
 
 @dataclass(frozen=True, slots=True)
 class Layer:
-    """Weights of one block; `qkv` and `gate_up` are fused projections."""
+    """Weights of one block; `qkv` and `gate_up` are fused projections.
+
+    head_norm: `[heads + kv_heads, head_dim]`, for each head of queries and keys; None where they are not normalised.
+    """
 
     attention_norm: torch.Tensor
     qkv: Linear
+    head_norm: torch.Tensor | None
     output: Linear
     mlp_norm: torch.Tensor
     gate_up: Linear
@@ -58,7 +62,10 @@ class Decoder:
         cosine, sine = rotary.turns(plan.positions, self._frequencies, x.dtype)
         for index, layer in enumerate(self._layers):
             heads = layer.qkv(self._normalise(x, layer.attention_norm)).view(len(x), -1, config.head_dim)
-            rotated = rotary.rotate(heads[:, :num_rotated], cosine, sine)
+            turning = heads[:, :num_rotated]
+            if layer.head_norm is not None:
+                turning = self._normalise(turning, None) * layer.head_norm
+            rotated = rotary.rotate(turning, cosine, sine)
             query, key, value = rotated[:, : config.num_heads], rotated[:, config.num_heads :], heads[:, num_rotated:]
             plan.cache.write(index, plan, key, value)
             x = x + layer.output(self._attend(index, plan, query, key, value))
@@ -72,12 +79,13 @@ class Decoder:
         self, layer: int, plan: StepPlan, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
     ) -> torch.Tensor:
         """Attention of all rows: query `[tokens, heads, dim]` to `[tokens, heads * dim]`."""
-        if plan.decode is not None and plan.decode.flat is None:
-            return self._attend_decode(layer, plan.decode, plan.cache, query).flatten(1)
+        decode, prompts = plan.reads[layer]
+        if decode is not None and decode.flat is None:
+            return self._attend_decode(layer, decode, plan.cache, query).flatten(1)
         out = torch.empty_like(query, memory_format=torch.contiguous_format)
-        if plan.decode is not None:
-            out[plan.decode.flat] = self._attend_decode(layer, plan.decode, plan.cache, query[plan.decode.flat])
-        for part in plan.prompts:
+        if decode is not None:
+            out[decode.flat] = self._attend_decode(layer, decode, plan.cache, query[decode.flat])
+        for part in prompts:
             span = slice(part.begin, part.end)
             if part.mask is None:
                 keys, values = key[span].transpose(0, 1), value[span].transpose(0, 1)
@@ -94,7 +102,7 @@ class Decoder:
         out = decode_attention(lanes, key, value, part.mask, self._scale)
         return out if part.lanes is None else out.index_select(0, part.lanes)
 
-    def _normalise(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    def _normalise(self, x: torch.Tensor, weight: torch.Tensor | None) -> torch.Tensor:
         return functional.rms_norm(x, (x.shape[-1],), weight, self._config.rms_norm_epsilon)
 
 
@@ -106,8 +114,14 @@ def _load_layer(config: DecoderConfig, reader: WeightReader, prefix: str) -> Lay
     return Layer(
         attention_norm=reader.take(f"{prefix}input_layernorm.weight"),
         qkv=projection(config.qkv_bias, "self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+        head_norm=_load_head_norm(config, reader, prefix) if config.query_key_norm else None,
         output=projection(config.output_bias, "self_attn.o_proj"),
         mlp_norm=reader.take(f"{prefix}post_attention_layernorm.weight"),
         gate_up=projection(config.mlp_bias, "mlp.gate_proj", "mlp.up_proj"),
         down=projection(config.mlp_bias, "mlp.down_proj"),
     )
+
+
+def _load_head_norm(config: DecoderConfig, reader: WeightReader, prefix: str) -> torch.Tensor:
+    query, key = (reader.take(f"{prefix}self_attn.{name}.weight") for name in ("q_norm", "k_norm"))
+    return torch.cat((query.expand(config.num_heads, -1), key.expand(config.num_kv_heads, -1)))

@@ -38,7 +38,7 @@ def load(
     return TorchBackend(
         decoder=load_decoder(checkpoint, model, dtype, progress),
         cache=KVCache(
-            num_layers=model.num_layers,
+            windows=model.windows,
             num_lines=limits.num_blocks,
             num_kv_heads=model.num_kv_heads,
             line_length=limits.block_size,

@@ -14,14 +14,15 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
-from neuron_runtime.backend.torch.architecture import decoder_config, tensor_shapes
+from neuron_runtime.backend.torch.architecture import FAMILIES, decoder_config, tensor_shapes
 from neuron_runtime.checkpoint import CONFIG_FILE, INDEX_FILE, WEIGHTS_FILE
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
-def llama_config(
+def model_config(
     *,
+    architecture: str = "LlamaForCausalLM",
     hidden_size: int = 64,
     num_layers: int = 2,
     num_heads: int = 4,
@@ -32,10 +33,10 @@ def llama_config(
     dtype: str = "float32",
     **others: Any,
 ) -> dict[str, Any]:
-    """A config.json; `others` are fields of the file, e.g. `tie_word_embeddings=True` or `rope_scaling={...}`."""
+    """A config.json; `others` are fields of the file, e.g. `tie_word_embeddings=True` or `sliding_window=64`."""
     return {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
+        "architectures": [architecture],
+        "model_type": architecture.removesuffix("ForCausalLM").lower(),
         "vocab_size": vocabulary_size,
         "hidden_size": hidden_size,
         "intermediate_size": intermediate_size,
@@ -47,8 +48,6 @@ def llama_config(
         "rms_norm_eps": 1e-5,
         "rope_theta": 10000.0,
         "tie_word_embeddings": False,
-        "attention_bias": False,
-        "mlp_bias": False,
         "bos_token_id": None,
         "eos_token_id": None,
         "torch_dtype": dtype,
@@ -91,8 +90,9 @@ def write_random_model(
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="random_model", description="Write a Llama model with random weights.")
+    parser = argparse.ArgumentParser(prog="random_model", description="Write a model with random weights.")
     parser.add_argument("folder", type=Path)
+    parser.add_argument("--architecture", choices=sorted(FAMILIES), default="LlamaForCausalLM")
     parser.add_argument("--hidden-size", type=int, default=64)
     parser.add_argument("--num-layers", type=int, default=2)
     parser.add_argument("--num-heads", type=int, default=4)
@@ -105,7 +105,7 @@ def main() -> None:
     parser.add_argument("--max-shard-bytes", type=int, default=2**32)
     shape = vars(parser.parse_args())
     folder, seed, max_shard_bytes = shape.pop("folder"), shape.pop("seed"), shape.pop("max_shard_bytes")
-    write_random_model(folder, llama_config(**shape), seed=seed, max_shard_bytes=max_shard_bytes)
+    write_random_model(folder, model_config(**shape), seed=seed, max_shard_bytes=max_shard_bytes)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,111 @@
+"""Our decoder and engine beside transformers: feeding a decoder in cuts, serving requests, judging greedy tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from helpers.torch_models import NEAR_TIE, load_backend, reference, reference_logits
+from neuron_runtime.backend.torch.architecture import decoder_config, tensor_shapes
+from neuron_runtime.backend.torch.cache import KVCache, StepRows
+from neuron_runtime.backend.torch.loader import load_decoder
+from neuron_runtime.backend.torch.weights import check_tensors
+from neuron_runtime.checkpoint import read_checkpoint
+from neuron_runtime.core import Request
+from neuron_runtime.engine.loop import Engine
+
+TOLERANCE = 1e-4
+MAX_NEAR_TIES = 0.05
+"""Share of tokens; more would mean that the comparison proves little."""
+MAX_LENGTH = 88
+LAYOUTS = ("slots", "blocks")
+
+Cut = tuple[int, int, int]
+"""Of sequence i the positions [start, end)."""
+
+
+def load_decoder_and_cache(
+    folder: Path, layout: str, *, rows: int = 4, max_length: int = MAX_LENGTH
+) -> tuple[Any, KVCache, np.ndarray[Any, Any]]:
+    """Decoder, cache, and the cache lines of each row: scattered where the layout allows."""
+    checkpoint = read_checkpoint(folder)
+    model = decoder_config(checkpoint.config)
+    check_tensors(checkpoint, tensor_shapes(model))
+    decoder = load_decoder(checkpoint, model, torch.float32, lambda what, share: None)
+    line_length = max_length if layout == "slots" else 8
+    lines = np.random.default_rng(3).permutation(rows * max_length // line_length).reshape(rows, -1)
+    cache = KVCache(
+        windows=model.windows,
+        num_lines=lines.size,
+        num_kv_heads=model.num_kv_heads,
+        line_length=line_length,
+        head_dim=model.head_dim,
+        dtype=torch.float32,
+    )
+    return decoder, cache, lines
+
+
+@torch.inference_mode()
+def feed(decoder: Any, cache: KVCache, lines: Any, steps: list[list[tuple[int, int, int]]], sequences: Any) -> Any:
+    """Feed `steps`, each a list of (sequence, start, end); logits of every position fed, per sequence."""
+    found = [torch.full((len(s), 256), float("nan")) for s in sequences]
+    for step in steps:
+        which = np.array([row[0] for row in step])
+        start = np.array([row[1] for row in step])
+        rows = StepRows(start=start, num_tokens=np.array([row[2] for row in step]) - start, lines=lines[which])
+        tokens = torch.tensor([t for i, begin, end in step for t in sequences[i][begin:end]])
+        logits = decoder.forward(tokens, cache.plan(rows), torch.arange(len(tokens)))
+        offset = 0
+        for i, begin, end in step:
+            found[i][begin:end] = logits[offset : offset + end - begin]
+            offset += end - begin
+    return found
+
+
+def random_sequences(*lengths: int) -> list[list[int]]:
+    rng = np.random.default_rng(7)
+    return [rng.integers(0, 256, length).tolist() for length in lengths]
+
+
+def serve(
+    folder: Path, requests: Sequence[tuple[int, Request]], **config: Any
+) -> tuple[Mapping[str, Sequence[int]], Engine]:
+    """Tokens of each request; request `r` of `(n, r)` arrives before the engine's n-th step."""
+    backend = load_backend(folder, **config)
+    try:
+        backend.warm_up(lambda what, share: None)
+        engine = Engine(backend)
+        tokens: dict[str, list[int]] = {request.request_id: [] for _, request in requests}
+        arrivals = sorted(requests, key=lambda item: item[0])
+        num_steps = 0
+        while arrivals or engine.has_work:
+            while arrivals and (arrivals[0][0] <= num_steps or not engine.has_work):
+                engine.add(arrivals.pop(0)[1])
+            for event in engine.step():
+                tokens[event.request_id] += event.token_ids
+            num_steps += 1
+        return tokens, engine
+    finally:
+        backend.close()
+
+
+def check_greedy(folder: Path, asked: Sequence[Request], tokens: Mapping[str, Sequence[int]]) -> None:
+    """Every token is the reference's best, or nearly tied with it; the share of near ties is reported."""
+    model = reference(folder)
+    num_near_ties = num_tokens = 0
+    for request in asked:
+        answer = tokens[request.request_id]
+        assert len(answer) == request.sampling.max_tokens
+        logits = reference_logits(model, [*request.prompt_token_ids, *answer])[len(request.prompt_token_ids) - 1 : -1]
+        best = logits.topk(2).values
+        behind = best[:, 0] - logits.gather(1, torch.tensor(answer).unsqueeze(1)).squeeze(1)
+        # Fed with our own tokens, the reference stays comparable behind a near tie as well.
+        assert (behind < NEAR_TIE).all(), f"{request.request_id}: {answer}"
+        num_near_ties += int(((best[:, 0] - best[:, 1]) < NEAR_TIE).sum())
+        num_tokens += len(answer)
+    print(f"near ties: {num_near_ties} of {num_tokens} tokens")
+    assert num_near_ties / num_tokens <= MAX_NEAR_TIES

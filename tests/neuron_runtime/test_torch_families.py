@@ -1,0 +1,176 @@
+"""Every family of models gives transformers' logits and tokens, with windows, biases and norms as its config.json says.
+
+The shapes are tiny and the weights random; what differs between releases of a family (scaled positions, tied heads,
+windows, heads of their own size) is in MODELS. Prompts reach beyond every window.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from helpers.torch_models import random_model, reference, reference_logits
+from helpers.torch_parity import (
+    LAYOUTS,
+    TOLERANCE,
+    Cut,
+    check_greedy,
+    feed,
+    load_decoder_and_cache,
+    random_sequences,
+    serve,
+)
+from neuron_runtime.backend.torch.architecture import FAMILIES
+from neuron_runtime.backend.torch.cache import KVCache, StepRows
+from neuron_runtime.core import Request, SamplingParams
+
+LLAMA3_SCALING = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+
+MODELS: dict[str, dict[str, Any]] = {
+    "Llama 2": {"num_kv_heads": 4},
+    "Llama 3": {"rope_theta": 500000.0},
+    "Llama 3.1": {"rope_theta": 500000.0, "rope_scaling": LLAMA3_SCALING},
+    "Llama 3.2": {
+        "rope_theta": 500000.0,
+        "rope_scaling": {**LLAMA3_SCALING, "factor": 32.0},
+        "tie_word_embeddings": True,
+        "head_dim": 16,
+    },
+    "Mistral": {"architecture": "MistralForCausalLM", "sliding_window": 24},
+    "Mistral without a window": {"architecture": "MistralForCausalLM", "sliding_window": None, "head_dim": 32},
+    "Qwen2": {"architecture": "Qwen2ForCausalLM", "rope_theta": 1000000.0},
+    "Qwen2.5, tied": {"architecture": "Qwen2ForCausalLM", "tie_word_embeddings": True, "sliding_window": 40},
+    "Qwen2, window in the upper layers": {
+        "architecture": "Qwen2ForCausalLM",
+        "num_layers": 3,
+        "use_sliding_window": True,
+        "sliding_window": 19,
+        "max_window_layers": 1,
+    },
+    "Qwen3": {"architecture": "Qwen3ForCausalLM", "head_dim": 32},
+    "Qwen3 with biases and a window in some layers": {
+        "architecture": "Qwen3ForCausalLM",
+        "head_dim": 32,
+        "num_layers": 3,
+        "tie_word_embeddings": True,
+        "attention_bias": True,
+        "use_sliding_window": True,
+        "sliding_window": 33,
+        "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+    },
+}
+WINDOWS = ("Mistral", "Qwen2, window in the upper layers", "Qwen3 with biases and a window in some layers")
+LENGTHS = (300, 1, 25, 90)
+MAX_LENGTH = 304
+
+# Sequence 0 comes in chunks that begin within, at and behind every window; the others join, decode beside it in and
+# out of slot order, leave, and come back.
+STEPS: list[list[Cut]] = [
+    [(0, 0, 18), (2, 0, 24)],
+    [(0, 18, 24), (2, 24, 25), (1, 0, 1)],
+    [(0, 24, 25), (3, 0, 64)],
+    [(3, 64, 65), (0, 25, 26)],
+    [(0, 26, 59), (3, 65, 66)],
+    *[[(0, 59 + i, 60 + i), (3, 66 + i, 67 + i)] for i in range(24)],
+    [(0, 83, 290)],
+    *[[(0, 290 + i, 291 + i)] for i in range(10)],
+]
+
+
+def test_every_family_is_compared() -> None:
+    assert {fields.get("architecture", "LlamaForCausalLM") for fields in MODELS.values()} == set(FAMILIES)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("name", MODELS)
+def test_logits_equal_transformers_in_prompts_chunks_and_decoding(name: str, layout: str, tmp_path: Path) -> None:
+    folder = random_model(tmp_path, **MODELS[name])
+    sequences = random_sequences(*LENGTHS)
+    found = feed(*load_decoder_and_cache(folder, layout, max_length=MAX_LENGTH), STEPS, sequences)
+    model = reference(folder)
+    for logits, tokens in zip(found, sequences, strict=True):
+        torch.testing.assert_close(logits, reference_logits(model, tokens), atol=TOLERANCE, rtol=0)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("name", WINDOWS)
+def test_a_prompt_longer_than_the_window_fed_at_once_is_transformers(name: str, layout: str, tmp_path: Path) -> None:
+    folder = random_model(tmp_path, **MODELS[name])
+    sequences = random_sequences(300, 60)
+    found = feed(*load_decoder_and_cache(folder, layout, max_length=MAX_LENGTH), [[(0, 0, 300), (1, 0, 60)]], sequences)
+    model = reference(folder)
+    for logits, tokens in zip(found, sequences, strict=True):
+        torch.testing.assert_close(logits, reference_logits(model, tokens), atol=TOLERANCE, rtol=0)
+
+
+@pytest.mark.parametrize("name", WINDOWS)
+def test_a_window_changes_the_logits_behind_it_and_none_before(name: str, tmp_path: Path) -> None:
+    fields = MODELS[name]
+    window = fields["sliding_window"]
+    unlimited = {key: value for key, value in fields.items() if key != "layer_types"} | {"sliding_window": None}
+    (tokens,) = sequences = random_sequences(60)
+    (near, far) = (
+        feed(*load_decoder_and_cache(random_model(tmp_path / str(i), **shape), "blocks"), [[(0, 0, 60)]], sequences)[0]
+        for i, shape in enumerate((fields, unlimited))
+    )
+    torch.testing.assert_close(near[:window], far[:window], atol=TOLERANCE, rtol=0)
+    assert (near - far)[window:].abs().amax(dim=1).min() > 10 * TOLERANCE
+    assert len(tokens) > window
+
+
+@pytest.mark.parametrize(("layout", "line_length"), [("slots", 1024), ("blocks", 16)])
+def test_decoding_behind_a_window_reads_the_window_and_not_the_sequence(layout: str, line_length: int) -> None:
+    lines = np.arange(4 * 1024 // line_length).reshape(4, -1)
+    cache = KVCache(
+        windows=(None, 64),
+        num_lines=lines.size,
+        num_kv_heads=1,
+        line_length=line_length,
+        head_dim=2,
+        dtype=torch.float32,
+    )
+    rows = StepRows(start=np.array([900, 910, 1000]), num_tokens=np.ones(3, dtype=np.int64), lines=lines[:3])
+    full, near = (reads.decode for reads in cache.plan(rows).reads)
+    assert full is not None
+    assert near is not None
+    assert full.mask.shape[-1] >= 1001
+    assert near.mask.shape[-1] <= 64 + 2 * 32 + (100 if layout == "slots" else 0)
+    assert (near.mask == 0).sum(dim=-1).flatten().tolist() == [64, 64, 64]
+
+
+SETTINGS: dict[str, dict[str, Any]] = {
+    "slots": {"layout": "slots", "max_sequences": 3, "max_step_tokens": 512},
+    "slots, prompts in chunks": {"layout": "slots", "max_sequences": 3, "max_step_tokens": 48},
+    "blocks": {"layout": "blocks", "max_sequences": 3, "max_step_tokens": 512, "block_size": 8},
+    "blocks, prompts in chunks": {"layout": "blocks", "max_sequences": 3, "max_step_tokens": 48, "block_size": 16},
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("setting", SETTINGS)
+@pytest.mark.parametrize("name", MODELS)
+def test_greedy_tokens_are_those_of_transformers_while_sequences_join_and_leave(
+    name: str, setting: str, tmp_path: Path
+) -> None:
+    folder = random_model(tmp_path, **MODELS[name])
+    rng = np.random.default_rng(5)
+    asked = [
+        Request(
+            f"r{i}",
+            tuple(rng.integers(0, 256, length).tolist()),
+            SamplingParams(max_tokens=30 - 4 * i, temperature=0.0),
+        )
+        for i, length in enumerate((300, 1, 33, 120, 17, 64))
+    ]
+    tokens, _ = serve(folder, [(4 * i, request) for i, request in enumerate(asked)], **SETTINGS[setting])
+    check_greedy(folder, asked, tokens)
