@@ -136,7 +136,7 @@ class Admission:
         """What the template makes of a chat. Raises InvalidRequest."""
         template = self.tokenizer.chat_template
         if template is None:
-            message = "this model has no chat template: use /v1/completions"
+            message = "this model has no chat template: send a prompt (/v1/completions) instead of messages"
             raise InvalidRequest(message, field="messages")
         if not messages:
             raise InvalidRequest("`messages` must not be empty", field="messages")

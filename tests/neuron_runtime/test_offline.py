@@ -1,0 +1,531 @@
+"""The offline class over the demo model: what a script that was written for vLLM gives and gets."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from helpers.chat_model import write_chat_model
+from neuron_runtime import LLM, RequestOutput, SamplingParams
+from neuron_runtime.arguments import LLM_NOT_BUILT, LLM_WITHOUT_EFFECT, PATHS, llm_config
+from neuron_runtime.errors import BackendFailed, FatalError, InvalidConfig, InvalidRequest
+from neuron_runtime.offline import PYTHON_NOT_BUILT
+from neuron_runtime.server import wire
+
+MODEL = Path(__file__).parents[2] / "examples" / "demo-model"
+EXPECTED: dict[str, str] = json.loads((MODEL / "expected.json").read_text(encoding="utf-8"))
+QUESTIONS = list(EXPECTED)[:12]
+GREEDY = SamplingParams(temperature=0, max_tokens=12)
+HARMLESS = "file:///nowhere"
+
+
+def user(question: str) -> list[dict[str, str]]:
+    return [{"role": "user", "content": question}]
+
+
+def texts(outputs: list[RequestOutput]) -> list[str]:
+    return [one.outputs[0].text for one in outputs]
+
+
+@pytest.fixture(scope="module")
+def llm() -> Iterator[LLM]:
+    with LLM(str(MODEL), max_num_seqs=4, max_model_len=256, seed=1) as model:
+        yield model
+
+
+# Scripts
+
+SCRIPT = """
+from neuron_runtime import LLM, SamplingParams
+
+# Sample prompts.
+prompts = [
+    "Hello, my name is",
+    "The president of the United States is",
+    "The capital of France is",
+    "The future of AI is",
+]
+# Create a sampling params object.
+sampling_params = SamplingParams(temperature=0.8, top_p=0.95)
+
+# Create an LLM.
+llm = LLM(
+    model={model!r},
+    max_num_seqs=8,
+    max_model_len=128,
+    block_size=128,
+    {arguments})
+# Generate texts from the prompts. The output is a list of RequestOutput objects
+# that contain the prompt, generated text, and other information.
+outputs = llm.generate(prompts, sampling_params)
+# Print the outputs.
+for output in outputs:
+    prompt = output.prompt
+    generated_text = output.outputs[0].text
+    print(f"Prompt: {{prompt!r}}, Generated text: {{generated_text!r}}")
+"""
+"""The example that Neuron's guides print, with another import and a model from a folder."""
+
+CHAT = """
+import json, sys
+questions = json.load(sys.stdin)
+outputs = llm.chat(
+    [[{"role": "user", "content": question}] for question in questions], SamplingParams(temperature=0, max_tokens=100)
+)
+print(json.dumps([output.outputs[0].text for output in outputs]))
+"""
+
+
+def script(source: str, given: str = "") -> subprocess.CompletedProcess[str]:
+    """Run a program as a user does: at module level, in a process of its own."""
+    return subprocess.run(
+        [sys.executable, "-c", source], input=given, capture_output=True, text=True, check=False, timeout=100
+    )
+
+
+@pytest.mark.slow
+def test_a_guides_script_runs_at_module_level_and_says_what_the_demo_model_knows() -> None:
+    source = SCRIPT.format(model=str(MODEL), arguments="") + CHAT
+    ended = script(source, json.dumps(QUESTIONS))
+    assert ended.returncode == 0, ended.stderr
+    *printed, answers = ended.stdout.splitlines()
+    assert [line.partition(", Generated text: ")[0] for line in printed] == [
+        "Prompt: 'Hello, my name is'",
+        "Prompt: 'The president of the United States is'",
+        "Prompt: 'The capital of France is'",
+        "Prompt: 'The future of AI is'",
+    ]
+    assert json.loads(answers) == [EXPECTED[question] for question in QUESTIONS]
+    assert "Processed prompts: 100%" in ended.stderr
+    assert "loading weights" in ended.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        ('device="neuron"', "leave `device` out to run on the CPU"),
+        ("tensor_parallel_size=2", "tensor_parallel_size: 2 is not supported yet"),
+    ],
+)
+@pytest.mark.skipif(any(Path("/dev").glob("neuron[0-9]*")), reason="this machine has a Neuron device")
+def test_a_guides_script_is_told_what_to_leave_out_where_there_is_no_neuron_device(arguments: str, says: str) -> None:
+    ended = script(SCRIPT.format(model=str(MODEL), arguments=arguments))
+    assert ended.returncode == 1
+    assert says in ended.stderr.splitlines()[-1]
+
+
+def test_importing_the_names_brings_no_torch_and_importing_the_package_brings_nothing() -> None:
+    ended = script(
+        "import sys, neuron_runtime; light = set(sys.modules); from neuron_runtime import LLM, SamplingParams; "
+        "print([m for m in ('msgspec', 'tokenizers', 'tqdm') if m in light], "
+        "[m for m in ('torch', 'transformers', 'zmq', 'starlette', 'uvicorn') if m in sys.modules])"
+    )
+    assert ended.stdout.strip() == "[] []", ended.stderr
+
+
+def test_the_package_has_no_other_names() -> None:
+    import neuron_runtime
+
+    with pytest.raises(AttributeError, match="no attribute 'Llm'"):
+        _ = neuron_runtime.Llm
+
+
+# Prompts and outputs
+
+
+def test_outputs_come_in_the_order_of_the_prompts_whatever_ends_first(llm: LLM) -> None:
+    prompts = [f"The number {number} is" for number in range(11)]
+    params = [SamplingParams(temperature=0, max_tokens=40 - 3 * n, ignore_eos=True) for n in range(11)]
+    outputs = llm.generate(prompts, params, use_tqdm=False)
+    assert [one.prompt for one in outputs] == prompts
+    assert [len(one.outputs[0].token_ids) for one in outputs] == [40 - 3 * n for n in range(11)]
+    assert all(one.finished and one.outputs[0].finished() for one in outputs)
+    numbers = [int(one.request_id) for one in outputs]
+    assert numbers == list(range(numbers[0], numbers[0] + 11))
+
+
+def test_a_prompt_is_a_text_or_token_ids_in_every_form_that_vllm_takes(llm: LLM) -> None:
+    (plain,) = llm.generate("What is a core?", GREEDY, use_tqdm=False)
+    ids = plain.prompt_token_ids
+    assert ids[0] == 0  # the BOS that plain text gets
+    forms: list[Any] = [
+        ["What is a core?"],
+        {"prompt": "What is a core?"},
+        [{"prompt": "What is a core?", "multi_modal_data": None}],
+        {"prompt_token_ids": ids},
+        [{"prompt_token_ids": tuple(ids), "prompt": "shown only", "cache_salt": "mine"}],
+        ids,
+        [ids],
+    ]
+    for form in forms:
+        (output,) = llm.generate(form, GREEDY, use_tqdm=False)
+        assert (output.prompt_token_ids, texts([output])) == (ids, texts([plain]))
+    (named,) = llm.generate(forms[4], GREEDY, use_tqdm=False)
+    assert named.prompt == "shown only"
+    (older,) = llm.generate(prompt_token_ids=[ids], sampling_params=GREEDY, use_tqdm=False)
+    assert (older.prompt, texts([older])) == (None, texts([plain]))
+    assert llm.generate([], GREEDY, use_tqdm=False) == []
+
+
+@pytest.mark.parametrize(
+    ("prompts", "says"),
+    [
+        ({"text": "a"}, "`text` of a prompt is not supported"),
+        ({"prompt": "a", "multi_modal_data": {"image": 1}}, "`multi_modal_data` of a prompt is not supported"),
+        ({}, "a prompt needs"),
+        ([None], "a prompt is a text, token ids"),
+        ([["a", "b"]], "a prompt is a text, token ids"),
+        (["a", [1, 99999]], "prompt 1: `prompt[1]`: 99999 is not a token id"),
+        ([[]], "`prompt` must not be empty"),
+        (["a", [7] * 300], "prompt 1: `prompt` has 300 tokens"),
+    ],
+)
+def test_a_prompt_that_cannot_be_is_refused_before_anything_is_computed(llm: LLM, prompts: Any, says: str) -> None:
+    steps = llm._engine.stats.num_prompt_tokens_total
+    with pytest.raises(InvalidRequest) as caught:
+        llm.generate(prompts, GREEDY, use_tqdm=False)
+    assert says in str(caught.value)
+    assert llm._engine.stats.num_prompt_tokens_total == steps
+    assert not llm._engine.has_work
+
+
+def test_one_parameter_object_is_for_all_and_a_list_is_one_for_each(llm: LLM) -> None:
+    with pytest.raises(InvalidRequest, match="`sampling_params` has 1 values for 2 prompts"):
+        llm.generate(["a", "b"], [GREEDY], use_tqdm=False)
+    with pytest.raises(InvalidRequest, match="`priority` has 3 values for 2 prompts"):
+        llm.generate(["a", "b"], GREEDY, priority=[1, 2, 3], use_tqdm=False)
+    params = [SamplingParams(temperature=0, max_tokens=n, ignore_eos=True) for n in (2, 5)]
+    outputs = llm.generate(["a", "b"], params, priority=[1, 0], use_tqdm=False)
+    assert [len(one.outputs[0].token_ids) for one in outputs] == [2, 5]
+
+
+def test_without_parameters_the_models_own_defaults_hold(llm: LLM) -> None:
+    assert llm.get_default_sampling_params() == SamplingParams(temperature=0, max_tokens=16)
+    question = QUESTIONS[0]
+    (output,) = llm.chat(user(question), use_tqdm=False)
+    assert EXPECTED[question].startswith(output.outputs[0].text)
+    assert (len(output.outputs[0].token_ids), output.outputs[0].finish_reason) == (16, "length")
+
+
+def test_a_chat_is_written_with_the_models_template_and_ends_at_its_end_token(llm: LLM) -> None:
+    question = QUESTIONS[0]
+    (output,) = llm.chat(user(question), SamplingParams(temperature=0, max_tokens=None), use_tqdm=False)
+    answer = output.outputs[0]
+    assert answer.text == EXPECTED[question]
+    assert output.prompt == f"<|begin_of_text|><|user|>{question}<|end_of_turn|><|assistant|>"
+    assert output.prompt_token_ids.count(0) == 1
+    assert (answer.finish_reason, answer.stop_reason, answer.token_ids[-1]) == ("stop", 6, 6)
+    (again,) = llm.generate({"prompt_token_ids": output.prompt_token_ids}, GREEDY.clone(), use_tqdm=False)
+    assert answer.token_ids[:12] == again.outputs[0].token_ids
+
+
+@pytest.mark.parametrize(
+    ("messages", "options", "says"),
+    [
+        ([{"role": "tool", "content": "a"}], {}, "`messages[0].role`"),
+        ([[{"role": "user", "content": "a"}], [{"role": "user"}]], {}, "prompt 1: `messages[0].content`"),
+        ([{"role": "user", "content": "a"}], {"tools": [{"type": "function"}]}, "`tools` is not supported yet"),
+        ([{"role": "user", "content": "a"}], {"continue_final_message": True}, "`continue_final_message`"),
+        ([{"role": "user", "content": "a"}], {"colour": "red"}, "unknown field `colour`"),
+        ([{"role": "user", "content": "a"}], {"lora_request": object()}, "`lora_request` is not supported yet"),
+    ],
+)
+def test_a_chat_that_cannot_be_is_refused_by_name(llm: LLM, messages: Any, options: Any, says: str) -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        llm.chat(messages, GREEDY, use_tqdm=False, **options)
+    assert says in str(caught.value)
+
+
+def test_neutral_options_of_a_chat_are_accepted(llm: LLM) -> None:
+    options: dict[str, Any] = {"tools": None, "chat_template": None, "chat_template_content_format": "auto"}
+    (output,) = llm.chat(user("What is a slot?"), GREEDY, use_tqdm=False, chat_template_kwargs={"a": 1}, **options)
+    assert len(output.outputs[0].token_ids) == 12
+
+
+# Sampling
+
+
+def test_n_answers_are_drawn_apart_and_again_the_same_with_the_same_seed(llm: LLM) -> None:
+    params = SamplingParams(n=3, temperature=1.5, seed=5, max_tokens=8, ignore_eos=True)
+    first, second = (llm.generate("The", params, use_tqdm=False)[0] for _ in range(2))
+    assert [one.index for one in first.outputs] == [0, 1, 2]
+    assert len({one.text for one in first.outputs}) == 3
+    assert first.outputs == second.outputs
+    beside = llm.generate(["Another", "The", "Third"], params, use_tqdm=False)[1]
+    assert [one.text for one in beside.outputs] == [one.text for one in first.outputs]
+
+
+def test_the_seed_of_the_class_makes_runs_equal_and_prompts_different() -> None:
+    params = SamplingParams(temperature=1.5, max_tokens=8, ignore_eos=True)
+    runs = []
+    for seed in (3, 3, 4):
+        with LLM(str(MODEL), max_model_len=64, seed=seed) as model:
+            runs.append(texts(model.generate(["The", "The"], params, use_tqdm=False)))
+    assert runs[0] == runs[1] != runs[2]
+    assert runs[0][0] != runs[0][1]
+
+
+def test_a_stop_string_ends_text_tokens_and_work(llm: LLM) -> None:
+    params = SamplingParams(temperature=0, max_tokens=60, ignore_eos=True, logprobs=0)
+    question = QUESTIONS[0]
+    (whole,) = llm.chat(user(question), params, use_tqdm=False)
+    stop = whole.outputs[0].text[20:26]
+    (ended,) = llm.chat(user(question), SamplingParams(temperature=0, max_tokens=60, stop=stop, logprobs=0))
+    answer = ended.outputs[0]
+    assert (answer.finish_reason, answer.stop_reason) == ("stop", stop)
+    assert answer.text == whole.outputs[0].text.partition(stop)[0]
+    assert answer.token_ids == whole.outputs[0].token_ids[: len(answer.token_ids)]
+    assert answer.logprobs is not None
+    assert len(answer.logprobs) == len(answer.token_ids) < 60
+    shown = llm.chat(
+        user(question), SamplingParams(temperature=0, max_tokens=60, stop=[stop], include_stop_str_in_output=True)
+    )
+    assert texts(shown) == [answer.text + stop]
+
+
+def test_a_stop_token_is_named_and_the_tokenizers_end_token_is_not(tmp_path: Path, llm: LLM) -> None:
+    (plain,) = llm.generate("What", SamplingParams(temperature=0, max_tokens=6, ignore_eos=True), use_tqdm=False)
+    third = plain.outputs[0].token_ids[2]
+    (output,) = llm.generate("What", SamplingParams(temperature=0, stop_token_ids=[third]), use_tqdm=False)
+    assert output.outputs[0].stop_reason == third
+    assert output.outputs[0].token_ids == plain.outputs[0].token_ids[:3]
+
+    question, params = QUESTIONS[0], SamplingParams(temperature=0, max_tokens=100)
+    assert llm.chat(user(question), params, use_tqdm=False)[0].outputs[0].stop_reason == 6
+    for file in MODEL.glob("*.*"):
+        (tmp_path / file.name).symlink_to(file)
+    settings = json.loads((MODEL / "tokenizer_config.json").read_text()) | {"eos_token": "<|end_of_turn|>"}
+    (tmp_path / "tokenizer_config.json").unlink()
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
+    with LLM(str(tmp_path), max_model_len=256) as model:
+        answer = model.chat(user(question), params, use_tqdm=False)[0].outputs[0]
+    assert (answer.token_ids[-1], answer.finish_reason, answer.stop_reason) == (6, "stop", None)
+
+
+def test_logprobs_come_per_token_with_the_chosen_one_first(llm: LLM) -> None:
+    (output,) = llm.generate("The", SamplingParams(temperature=0, max_tokens=5, logprobs=3), use_tqdm=False)
+    answer = output.outputs[0]
+    assert answer.logprobs is not None
+    chosen = [at[token_id] for token_id, at in zip(answer.token_ids, answer.logprobs, strict=True)]
+    assert answer.cumulative_logprob == pytest.approx(sum(one.logprob for one in chosen))
+    assert answer.text == "".join(one.decoded_token or "" for one in chosen)
+    for token_id, candidates in zip(answer.token_ids, answer.logprobs, strict=True):
+        assert len(candidates) == 3
+        assert next(iter(candidates)) == token_id
+        assert candidates[token_id].rank == 1
+        ranked = sorted(candidates.values(), key=lambda one: one.rank or 0)
+        assert [one.logprob for one in ranked] == sorted((one.logprob for one in ranked), reverse=True)
+    (without,) = llm.generate("The", GREEDY, use_tqdm=False)
+    assert (without.outputs[0].logprobs, without.outputs[0].cumulative_logprob) == (None, None)
+    with pytest.raises(InvalidRequest, match="at most"):
+        llm.generate("The", SamplingParams(logprobs=10_000), use_tqdm=False)
+
+
+def test_more_tokens_than_fit_are_as_many_as_fit(llm: LLM) -> None:
+    (output,) = llm.generate([[7] * 250], SamplingParams(max_tokens=5000, ignore_eos=True), use_tqdm=False)
+    assert (len(output.outputs[0].token_ids), output.outputs[0].finish_reason) == (6, "length")
+
+
+ASKS = {
+    "best_of": 2, "presence_penalty": 0.5, "frequency_penalty": 0.5, "repetition_penalty": 1.1, "min_p": 0.1,
+    "prompt_logprobs": 1, "detokenize": False, "spaces_between_special_tokens": False, "bad_words": ["x"],
+    "logit_bias": {1: 2.0}, "allowed_token_ids": [1], "truncate_prompt_tokens": 3, "logits_processors": [print],
+    "structured_outputs": {"json": {}}, "guided_decoding": {"json": {}}, "use_beam_search": True,
+    "length_penalty": 2.0, "early_stopping": True, "extra_args": {"a": 1},
+}  # fmt: skip
+"""A value that asks for something, of every parameter that is known and not built."""
+
+
+def test_every_parameter_is_either_the_servers_or_refused_by_name() -> None:
+    names = set(inspect.signature(SamplingParams).parameters)
+    honoured = set(wire.CompletionBody.__struct_fields__) | {"logprobs"}
+    assert set(ASKS) == names - honoured
+    assert set(ASKS) <= wire.NOT_BUILT.keys() | PYTHON_NOT_BUILT.keys()
+
+
+@pytest.mark.parametrize(("name", "value"), ASKS.items())
+def test_what_is_not_built_is_refused_where_it_is_written(name: str, value: Any) -> None:
+    with pytest.raises(InvalidRequest, match=f"`{name}` is not supported yet") as caught:
+        SamplingParams(**{name: value})
+    assert caught.value.field == name
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("temperature", "warm"), ("stop_token_ids", 3), ("logprobs", -1), ("n", 1.5)]
+)
+def test_values_of_a_wrong_type_are_refused_where_they_are_written(name: str, value: Any) -> None:
+    with pytest.raises(InvalidRequest, match=name):
+        SamplingParams(**{name: value})
+
+
+def test_unknown_parameters_are_refused_and_values_can_be_changed(llm: LLM) -> None:
+    with pytest.raises(TypeError, match="temprature"):
+        SamplingParams(temprature=1)  # type: ignore[call-arg]
+    params = SamplingParams()
+    with pytest.raises(AttributeError):
+        params.temprature = 1  # type: ignore[attr-defined]
+    params.top_p = 2.0
+    with pytest.raises(InvalidRequest, match="`top_p` must be above 0"):
+        llm.generate("a", params, use_tqdm=False)
+
+
+# The class
+
+
+def test_arguments_of_the_guides_amount_to_a_configuration(tmp_path: Path) -> None:
+    config = llm_config(
+        "org/name",
+        {"max_model_len": 128, "block_size": 32, "max_num_seqs": 4, "num_gpu_blocks_override": 16, "dtype": "half"},
+        revision="main",
+        device="cpu",
+        additional_config={"override_neuron_config": {}},
+    )
+    limits = config.limits
+    assert (config.model.uri, config.dtype, config.backend) == ("hf://org/name@main", "float16", "torch")
+    assert (limits.max_model_length, limits.block_size, limits.max_sequences, limits.num_blocks) == (128, 32, 4, 16)
+    (tmp_path / "neuron0").touch()
+    assert llm_config("org/name", {}, device="neuron", dev=tmp_path).backend == "nxdi"
+    for given, additional in (({"override_neuron_config": {"a": 1}}, None), ({}, {"override-neuron-config": {"a": 1}})):
+        assert llm_config("org/name", given, additional_config=additional).override_neuron_config == {"a": 1}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        ({"device": "neuron"}, "device: 'neuron', but this machine has no Neuron device"),
+        ({"device": "cuda"}, "device: 'cuda' is unknown"),
+        ({"tensor_parallel_size": 2}, "tensor_parallel_size: 2 is not supported yet: the torch backend has one rank"),
+        ({"speculative_model": "org/draft"}, "speculative_model: 'org/draft' is not supported yet"),
+        ({"override_neuron_config": {"a": 1}}, "override_neuron_config ($.overrideNeuronConfig.a): the torch backend"),
+        ({"override_neuron_config": {"a": 1}, "additional_config": {"override_neuron_config": {"b": 1}}}, "twice"),
+        ({"additional_config": {"a": 1}}, "additional_config['a']: is not supported"),
+        ({"backend": "nxdi"}, "backend ($.backend): `nxdi` is not built into this runtime yet"),
+        ({"max_model_len": "long"}, "max_model_len ($.limits.maxModelLength): Expected `int`, got `str`"),
+        ({"max_model_len": -1}, "max_model_len ($.limits.maxModelLength): must not be negative"),
+        ({"max_model_len": 9999}, "max_model_len ($.limits.maxModelLength): 9999 is more than the model's 2048"),
+        ({"dtype": "int4"}, "dtype ($.dtype): Invalid enum value 'int4'"),
+        ({"revision": "main"}, "revision: 'main' is for models on a hub"),
+        ({"override_neuron_config": {"a": object()}}, "only plain values can be configured"),
+    ],
+)
+def test_arguments_that_cannot_be_honoured_are_refused_by_name(arguments: dict[str, Any], says: str) -> None:
+    with pytest.raises(InvalidConfig) as caught:
+        LLM(str(MODEL), **arguments)
+    assert says in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_arguments_that_ask_for_nothing_are_accepted_and_others_are_not() -> None:
+    neutral = {name: value for name, values in LLM_NOT_BUILT.items() for value in values}
+    without_effect = dict.fromkeys(LLM_WITHOUT_EFFECT, 0.5)
+    plain = llm_config(HARMLESS, {})
+    assert llm_config(HARMLESS, {**neutral, **without_effect}) == plain
+    assert llm_config(HARMLESS, dict.fromkeys([*LLM_NOT_BUILT, *PATHS])) == plain
+    for name in LLM_NOT_BUILT:
+        with pytest.raises(InvalidConfig, match=f"^{name}: 'x' is not supported yet"):
+            llm_config(HARMLESS, {name: "x"})
+    for name in ("max_modle_len", "max_queued_requests"):
+        unknown: dict[str, Any] = {name: 1}
+        with pytest.raises(TypeError, match=f"no argument '{name}'"):
+            LLM(HARMLESS, **unknown)
+
+
+def test_a_model_that_is_not_there_is_named() -> None:
+    with pytest.raises(FatalError, match="/nowhere"):
+        LLM(HARMLESS)
+
+
+def test_a_model_without_a_chat_template_still_generates(tmp_path: Path) -> None:
+    folder = write_chat_model(tmp_path)
+    settings = json.loads((folder / "tokenizer_config.json").read_text())
+    del settings["chat_template"]
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    with LLM(str(folder)) as model:
+        with pytest.raises(InvalidRequest, match="no chat template"):
+            model.chat(user("a"), use_tqdm=False)
+        assert len(model.generate("a", GREEDY, use_tqdm=False)) == 1
+
+
+@pytest.mark.slow
+def test_the_tokenizer_is_the_one_that_transformers_loads(llm: LLM) -> None:
+    tokenizer = llm.get_tokenizer()
+    ids = tokenizer.apply_chat_template(user("What is a slot?"), add_generation_prompt=True, return_dict=False)
+    (output,) = llm.chat(user("What is a slot?"), GREEDY, use_tqdm=False)
+    assert list(ids) == output.prompt_token_ids
+
+
+class Bar:
+    """What a progress bar is told."""
+
+    def __init__(self, total: int, **options: Any) -> None:
+        self.total, self.done, self.options = total, 0, options
+
+    def __enter__(self) -> Bar:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        return
+
+    def set_postfix_str(self, text: str, refresh: bool) -> None:
+        assert text.endswith(" tokens/s")
+
+    def update(self, count: int) -> None:
+        self.done += count
+
+
+def test_progress_counts_prompts_not_answers(llm: LLM, capsys: pytest.CaptureFixture[str]) -> None:
+    bars: list[Bar] = []
+
+    def bar(**options: Any) -> Bar:
+        bars.append(Bar(**options))
+        return bars[-1]
+
+    params = SamplingParams(n=2, max_tokens=3, ignore_eos=True)
+    llm.generate(["a", "b", "c"], params, use_tqdm=bar)
+    assert [(one.total, one.done) for one in bars] == [(3, 3)]
+    llm.generate(["a"], params, use_tqdm=False)
+    assert capsys.readouterr().err == ""
+    llm.generate(["a"], params)
+    assert "1/1" in capsys.readouterr().err
+
+
+def test_what_interrupts_between_steps_leaves_the_model_usable(llm: LLM) -> None:
+    class Interrupted(Bar):
+        def update(self, count: int) -> None:
+            raise KeyboardInterrupt
+
+    params = [SamplingParams(max_tokens=n, ignore_eos=True) for n in (2, 50, 50, 50, 50, 50)]
+    with pytest.raises(KeyboardInterrupt):
+        llm.generate(["a"] * 6, params, use_tqdm=Interrupted)
+    assert (llm._engine.stats.num_running, llm._engine.stats.num_waiting) == (0, 0)
+    (output,) = llm.chat(user(QUESTIONS[0]), SamplingParams(temperature=0, max_tokens=100), use_tqdm=False)
+    assert output.outputs[0].text == EXPECTED[QUESTIONS[0]]
+
+
+def test_a_failure_within_a_step_ends_the_object_with_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    with LLM(str(MODEL), max_model_len=64) as model:
+
+        def collect(self: object, step: int) -> None:
+            raise RuntimeError("the device is gone")
+
+        with monkeypatch.context() as patch:
+            patch.setattr("neuron_runtime.backend.torch.backend.TorchBackend.collect", collect)
+            with pytest.raises(RuntimeError, match="the device is gone"):
+                model.generate("a", GREEDY, use_tqdm=False)
+        with pytest.raises(BackendFailed, match="RuntimeError within a step"):
+            model.generate("a", GREEDY, use_tqdm=False)
+
+
+def test_a_closed_model_says_so() -> None:
+    model = LLM(str(MODEL), max_model_len=64)
+    model.close()
+    model.close()
+    with pytest.raises(BackendFailed, match="it was closed"):
+        model.generate("a", GREEDY, use_tqdm=False)
