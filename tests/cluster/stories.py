@@ -22,6 +22,7 @@ ANSWERS: dict[str, str] = json.loads((ROOT / "examples" / "demo-model" / "expect
 
 OPERATOR_NAMESPACE = "neuron-serving"
 OPERATOR_SELECTOR = "app.kubernetes.io/name=neuron-operator"
+OPERATOR_USER = f"system:serviceaccount:{OPERATOR_NAMESPACE}:neuron-operator"
 SERVING = "neuron-serving.dev/role=leader"
 OURS = "app.kubernetes.io/managed-by=neuron-operator"
 CHILD_KINDS = (

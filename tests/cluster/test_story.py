@@ -19,6 +19,7 @@ from cluster.stories import (
     ANSWERS,
     CHILD_KINDS,
     OPERATOR_NAMESPACE,
+    OPERATOR_USER,
     OURS,
     Images,
     Story,
@@ -30,7 +31,6 @@ from cluster.stories import (
 pytestmark = [pytest.mark.cluster, pytest.mark.slow, pytest.mark.timeout(1500, func_only=True)]
 
 QUESTION = "What is a NeuronModel?"
-OPERATOR_USER = f"system:serviceaccount:{OPERATOR_NAMESPACE}:neuron-operator"
 RIGHTS_FOR_FAULTS = {
     ("", "configmaps", "delete"),
     ("apps", "controllerrevisions", "delete"),

@@ -7,6 +7,7 @@ from __future__ import annotations
 import base64
 import json
 import re
+import time
 import uuid
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -21,6 +22,7 @@ from cluster.stories import (
     CHILD_KINDS,
     OPERATOR_NAMESPACE,
     OPERATOR_SELECTOR,
+    OPERATOR_USER,
     OURS,
     ROOT,
     Story,
@@ -75,6 +77,8 @@ print(json.dumps({"usage": usage, "error": error, "done": ended, "unix_seconds":
 class Installation:
     rig: Rig
     runtime_image: str
+    audit_begins: int
+    """Requests that the API server had answered before."""
     commit: str
     """What the hub pins for the demo model."""
 
@@ -83,6 +87,7 @@ class Installation:
 def installation(rig: Rig) -> Iterator[Installation]:
     """The operator, told to fetch from a hub in the cluster that has the demo model twice: open and gated."""
     images = load_images(rig)
+    audit_begins = len(rig.audit_events())
     namespace = f"hub-{uuid.uuid4().hex[:8]}"
     rig.kubectl("create", "namespace", namespace)
     try:
@@ -98,7 +103,7 @@ def installation(rig: Rig) -> Iterator[Installation]:
             "import urllib.request as u; print(u.urlopen('http://localhost:8080/api/models/demo/demo').read().decode())"
         )
         told = json.loads(rig.kubectl("-n", namespace, "exec", "hub", "--", "python", "-c", listing))
-        yield Installation(rig, images.runtime, told["sha"])
+        yield Installation(rig, images.runtime, audit_begins, told["sha"])
     finally:
         rig.kubectl("delete", "namespace", namespace, "--wait=false")
         uninstall(rig)
@@ -187,10 +192,12 @@ def test_a_pod_that_is_deleted_finishes_the_answers_that_it_has_begun(installati
         _begin_stream(installation, story, "long")
         story.kubectl("delete", "pod", before["metadata"]["name"], "--wait=false")
         _until_reason(story, "chat", "Draining")
+        seen = time.time()
         told = json.loads(story.end_client("long").splitlines()[-1])
         assert told["error"] is None
         assert told["done"]
         assert told["usage"]["completion_tokens"] == NUM_TOKENS
+        assert told["unix_seconds"] > seen, "the answer was too short to be drained"
     with story.stage("drain: ready again"):
         story.until_ready(1)
     (after,) = story.ready_pods()
@@ -215,7 +222,7 @@ def test_failed_devices_and_lost_nodes_are_named_and_heal(story: Story) -> None:
     story.kubectl("delete", "nm", "devices")
 
 
-def test_what_people_get_wrong_is_named_and_heals_when_it_is_undone(story: Story) -> None:
+def test_what_people_get_wrong_is_named_and_heals_when_it_is_undone(installation: Installation, story: Story) -> None:
     image = {"image": "registry.invalid/runtime:1", "imagePullPolicy": "IfNotPresent"}
     theirs = {"apiVersion": "v1", "kind": "Service", "metadata": {"name": "taken"}, "spec": {"ports": [{"port": 80}]}}
     story.apply(theirs)
@@ -224,10 +231,14 @@ def test_what_people_get_wrong_is_named_and_heals_when_it_is_undone(story: Story
         # Nothing of it runs, so that nothing is waited for: what is resolved is known for the edit that follows.
         story.apply(_model("pulls", "hf://demo/demo", replicas=0))
         story.apply(_model("taken", "hf://demo/demo", replicas=0))
+        story.apply(_model("never", "hf://demo/demo", engine=image))
         _until_reason(story, "pulls", "ScaledToZero")
         story.apply(_model("pulls", "hf://demo/demo", engine=image))
         assert "Service taken" in _until_reason(story, "taken", "NameConflict")["message"]
         assert image["image"] in _until_reason(story, "pulls", "ImagePull")["message"]
+        never = f"image {image['image']} cannot be pulled"
+        story.until("the Job's image is told", lambda: never in story.condition("never", "Ready")["message"])
+        assert story.condition("never", "Ready")["reason"] == "Resolving"
         assert _get(story, "service", "taken") == before
     with story.stage("names and images: undone"):
         story.kubectl("delete", "service", "taken")
@@ -252,6 +263,9 @@ def test_what_people_get_wrong_is_named_and_heals_when_it_is_undone(story: Story
     with story.stage("delete: nothing is left"):
         story.kubectl("delete", "nm", "--all")
         story.until("no child left", lambda: not story.items(CHILD_KINDS, OURS))
+    asked = [e for e in story.rig.audit_events()[installation.audit_begins :] if e.user == OPERATOR_USER]
+    assert asked
+    assert [e for e in asked if e.code == 403] == [], "the operator asked for what it may not"
 
 
 def _model(name: str, uri: str, **spec: Any) -> dict[str, Any]:

@@ -237,7 +237,8 @@ class Rig:
                 about = event.get("objectRef", {})
                 events.append(
                     AuditEvent(
-                        user=event["user"]["username"],
+                        # A request whose credentials are no longer valid is nobody's.
+                        user=event["user"].get("username", ""),
                         verb=event["verb"],
                         group=about.get("apiGroup", ""),
                         resource=about.get("resource", ""),
