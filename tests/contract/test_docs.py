@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import argparse
 import ast
+import inspect
 import json
 import re
 import shlex
 import socket
 from collections.abc import Iterator, Mapping
+from dataclasses import fields
 from operator import attrgetter
 from pathlib import Path
 from typing import Any
@@ -28,7 +30,7 @@ from neuron_operator.catalog import INSTANCE_TYPES
 from neuron_operator.errors import InvalidSpec, Unplaceable
 from neuron_operator.model import LATER, LATER_SCHEMES, parse
 from neuron_operator.why import CONDITIONS, REASONS
-from neuron_runtime import config
+from neuron_runtime import arguments, config, offline
 from neuron_runtime.__main__ import DRAIN_ON_THE_COMMAND_LINE, MODEL_FLAGS, build_parser, main
 from neuron_runtime.backend.torch import sizing
 from neuron_runtime.backend.torch.architecture import FAMILIES, FIXED
@@ -46,6 +48,7 @@ CHART = ROOT / "charts" / "neuron-serving"
 NEURONMODEL = (DOCS / "neuronmodel.md").read_text()
 MODELS = (DOCS / "models.md").read_text()
 RUNTIME = (DOCS / "runtime.md").read_text()
+OFFLINE = (DOCS / "offline.md").read_text()
 TROUBLESHOOTING = (DOCS / "troubleshooting.md").read_text()
 CHART_README = (CHART / "README.md").read_text()
 PAGES = sorted(
@@ -481,3 +484,40 @@ def test_the_words_about_an_architecture_are_the_runtimes(tmp_path: Path, capsys
 
 def test_the_facts_used_here_are_those_of_a_record() -> None:
     assert set(FACTS) == set(ModelFacts.__struct_encode_fields__)
+
+
+# docs/offline.md
+
+
+def test_every_argument_of_the_offline_class_is_documented_and_no_other() -> None:
+    signature = set(inspect.signature(offline.LLM).parameters) - {"arguments"}
+    told = {word for first, _ in rows(section(OFFLINE, "Arguments")) for word in words(first)}
+    assert told == signature | arguments.PATHS.keys() - {"max_queued_requests"}
+    refused = {words(first)[0]: words(neutral) for first, neutral in rows(section(OFFLINE, "Arguments refused"))}
+    assert refused == {name: [repr(value) for value in values] for name, values in arguments.LLM_NOT_BUILT.items()}
+    without, _, _ = section(OFFLINE, "Arguments without effect").partition("Any other")
+    assert set(words(without)) == arguments.LLM_WITHOUT_EFFECT
+
+
+def test_every_sampling_parameter_of_the_offline_class_is_documented_and_no_other() -> None:
+    honoured, _, refused = section(OFFLINE, "Sampling parameters").partition("Refused by name")
+    now, later = ({word for row in rows(honoured) for word in words(row[0])}, set(words(refused)))
+    assert now | later == set(inspect.signature(offline.SamplingParams).parameters)
+    assert later <= wire.NOT_BUILT.keys() | offline.PYTHON_NOT_BUILT.keys()
+    assert now <= {*wire.CompletionBody.__struct_fields__, "logprobs"}
+
+
+def test_every_field_of_an_offline_output_is_documented() -> None:
+    text = section(OFFLINE, "Outputs")
+    assert {words(row[0])[0] for row in rows(text)} == {one.name for one in fields(offline.CompletionOutput)}
+    assert {one.name for one in (*fields(offline.RequestOutput), *fields(offline.Logprob))} <= set(words(text))
+
+
+def test_the_offline_example_is_python_that_names_what_there_is() -> None:
+    (example,) = fenced(DOCS / "offline.md", "python")
+    used = {node.attr for node in ast.walk(ast.parse(example)) if isinstance(node, ast.Attribute)}
+    known = {
+        *dir(offline.LLM),
+        *(one.name for one in (*fields(offline.RequestOutput), *fields(offline.CompletionOutput))),
+    }
+    assert used <= known
