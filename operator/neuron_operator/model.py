@@ -304,7 +304,7 @@ def is_paused(body: Mapping[str, Any]) -> bool:
 
 def _convert(raw: object) -> Spec:
     if not isinstance(raw, Mapping):
-        raise InvalidSpec("spec", "is required")
+        raise InvalidSpec("spec", "is required" if raw is None else "must be an object")
     try:
         return msgspec.convert(raw, Spec)
     except msgspec.ValidationError as error:

@@ -569,10 +569,6 @@ def lease(server: ApiServer) -> Any:
     return server.call("GET", LEASES.path(OPERATOR_NAMESPACE, "neuron-operator"))
 
 
-def seconds_between(earlier: str, later: str) -> float:
-    return (datetime.fromisoformat(later) - datetime.fromisoformat(earlier)).total_seconds()
-
-
 def contains(live: Any, wanted: Any) -> bool:
     """`live` is `wanted` again, up to versions, who owns which field, and what status says."""
     return without_versions(live) == without_versions(wanted)

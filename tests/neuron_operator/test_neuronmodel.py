@@ -148,3 +148,9 @@ def _unbounded(schema: dict[str, Any], path: str) -> Any:
     for step in ("items", "additionalProperties"):
         if step in schema:
             yield from _unbounded(schema[step], f"{path}[]")
+
+
+@pytest.mark.parametrize(("spec", "says"), [(None, "spec: is required"), ([], "spec: must be an object")])
+def test_a_spec_that_is_none_is_told_from_one_of_another_type(spec: Any, says: str) -> None:
+    with pytest.raises(InvalidSpec, match=says):
+        parse({"metadata": {"name": "chat"}, "spec": spec})

@@ -164,10 +164,6 @@ class Cache:
         return (self.root / kind).glob(f"{name}@*")
 
 
-def _say_waiting(kind: str, name: str) -> None:
-    print(f"waiting: {kind} {name} is being made by another run", flush=True)
-
-
 def _disk_bytes(paths: Iterable[Path]) -> Iterator[int]:
     seen = set()
     for path in paths:

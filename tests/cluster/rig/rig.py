@@ -80,10 +80,6 @@ class AuditEvent:
     stage: str
     time: str
 
-    @property
-    def is_watch_end(self) -> bool:
-        return self.verb == "watch" and self.stage == "ResponseComplete"
-
 
 @dataclass(frozen=True)
 class Answer:
