@@ -38,7 +38,7 @@ def write_config(path: Path, model_dir: Path, **changes: Any) -> Path:
         "model": {"uri": model_dir.as_uri()},
         "servedNames": ["chat"],
         "limits": {"maxSequences": 2, "maxModelLength": 4096},
-        "drain": {"delaySeconds": 1.0, "seconds": 60.0},
+        "drain": {"delaySeconds": 2.0, "seconds": 60.0},
     }
     path.write_text(json.dumps(document | changes))
     return path
@@ -91,7 +91,7 @@ def test_the_drain_of_a_pod(model_dir: Path, tmp_path: Path) -> None:
     record = tmp_path / "record"
     with serve("--config", str(config), "--port", "0", "--record", str(record)) as command:
         url = command.until_ready()
-        reader, lines = stream_in_background(url, max_tokens=1200)
+        reader, lines = stream_in_background(url)
         until(lambda: metric(url, "vllm:num_requests_running") == 1)
         command.process.send_signal(signal.SIGTERM)
         until(lambda: httpx.get(f"{url}/health").status_code == 503)
