@@ -15,6 +15,7 @@ import pytest
 from helpers.chat_model import write_chat_model
 from neuron_runtime import LLM, RequestOutput, SamplingParams
 from neuron_runtime.arguments import LLM_NOT_BUILT, LLM_WITHOUT_EFFECT, PATHS, llm_config
+from neuron_runtime.core import TokenEvent, TokenLogprobs
 from neuron_runtime.errors import BackendFailed, FatalError, InvalidConfig, InvalidRequest
 from neuron_runtime.offline import PYTHON_NOT_BUILT
 from neuron_runtime.server import wire
@@ -284,10 +285,21 @@ def test_a_stop_string_ends_text_tokens_and_work(llm: LLM) -> None:
     assert answer.token_ids == whole.outputs[0].token_ids[: len(answer.token_ids)]
     assert answer.logprobs is not None
     assert len(answer.logprobs) == len(answer.token_ids) < 60
+    assert llm._engine.stats.num_running == 0
     shown = llm.chat(
         user(question), SamplingParams(temperature=0, max_tokens=60, stop=[stop], include_stop_str_in_output=True)
     )
     assert texts(shown) == [answer.text + stop]
+
+
+def test_tokens_of_a_step_behind_the_stop_string_are_no_part_of_the_answer(llm: LLM) -> None:
+    one = llm._admit({"prompt": "a"}, SamplingParams(stop="b", logprobs=0), 0)
+    ids = llm._admission.tokenizer.encode("abc", add_special_tokens=False)
+    logprobs = tuple(TokenLogprobs(token_id, -1.0) for token_id in ids)
+    one.choices[0].feed(TokenEvent(one.choices[0].request.request_id, ids, logprobs=logprobs))
+    (answer,) = one.output().outputs
+    assert (answer.text, answer.stop_reason) == ("a", "b")
+    assert len(answer.token_ids) == len(answer.logprobs or ()) == -(answer.cumulative_logprob or 0) == len(ids) - 1
 
 
 def test_a_stop_token_is_named_and_the_tokenizers_end_token_is_not(tmp_path: Path, llm: LLM) -> None:
