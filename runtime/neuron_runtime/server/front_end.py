@@ -34,6 +34,7 @@ from neuron_runtime.server.app import build_app
 from neuron_runtime.server.control import Drain, EngineEnded, EngineStarted
 from neuron_runtime.server.engine_client import EngineClient
 from neuron_runtime.server.gate import Gate
+from neuron_runtime.server.http_protocol import BoundedProtocol
 from neuron_runtime.server.metrics import Metrics
 from neuron_runtime.text.generation_config import GenerationDefaults, load_generation_defaults
 from neuron_runtime.text.tokenizer import Tokenizer, load_tokenizer
@@ -95,7 +96,7 @@ class FrontEnd:
         server = Server(
             uvicorn.Config(
                 build_app(self),
-                http="httptools",
+                http=BoundedProtocol,
                 loop="none",
                 ws="none",
                 lifespan="off",
