@@ -365,6 +365,11 @@ async def test_tokenize_and_detokenize_are_inverse(served: Serving) -> None:
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, "tokens")
 
 
+async def test_a_text_that_fits_whatever_its_tokens_is_all_that_tokenize_looks_at(served: Serving) -> None:
+    """Tokenizing megabytes takes seconds of a thread that requests need."""
+    assert (await refused(served, "/tokenize", prompt="a" * 2_000_000))["param"] == "prompt"
+
+
 async def test_a_chat_is_tokenized_with_exactly_one_bos(served: Serving) -> None:
     chat = (await served.http.post("/tokenize", json={"messages": CHAT})).json()["tokens"]
     bos = (await served.http.post("/tokenize", json={"prompt": ""})).json()["tokens"]

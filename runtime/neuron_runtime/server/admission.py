@@ -109,6 +109,7 @@ class Admission:
             return self.render(
                 body.messages, body.add_generation_prompt, body.chat_template_kwargs, body.add_special_tokens
             )
+        self._check_characters(body.prompt or "", "prompt")
         return self.tokenizer.encode(body.prompt or "", body.add_special_tokens is not False)
 
     def check_token_ids(self, token_ids: Sequence[int], name: str) -> None:
