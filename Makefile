@@ -7,6 +7,8 @@ PYTHON ?= python3
 BIN := .venv/bin
 RIG := PYTHONPATH=tests $(BIN)/python -m cluster.rig
 FAST := not slow and not cluster
+# Two test processes share the machine: each computes on one processor.
+TWO := OMP_NUM_THREADS=1
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 22
@@ -33,13 +35,13 @@ lint: setup
 	@$(BIN)/ruff check -q . && $(BIN)/ruff format --check -q . && $(BIN)/mypy && $(BIN)/lint-imports --no-cache
 
 check: lint  ## style, types, import contracts, fast tests; under a minute
-	@$(BIN)/pytest -q -m "$(FAST)"
+	@$(TWO) $(BIN)/pytest -q -n 2 -m "$(FAST)"
 
 test: lint cluster-deps test-neuron-versions  ## all tests, the cluster included where this machine can hold it
 	@$(BIN)/pytest
 
 test-neuron-versions: .venv-neuron/.ready  ## the runtime's fast tests with the versions of AWS's Neuron images
-	@.venv-neuron/bin/pytest -q -m "$(FAST)" tests/neuron_runtime
+	@$(TWO) .venv-neuron/bin/pytest -q -n 2 -m "$(FAST)" tests/neuron_runtime
 
 cluster: setup cluster-deps  ## a real cluster on this machine, fake Neuron devices; prints the KUBECONFIG
 	@$(RIG) up
