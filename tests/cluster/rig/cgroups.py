@@ -60,7 +60,7 @@ class Group:
     def find(self, path: str) -> list[Group]:
         """Groups anywhere below this one whose path ends with `path`."""
         hierarchy = _hierarchy()
-        folders = (hierarchy / self.path).glob(f"**/{path}")
+        folders = [folder for folder in _folders(hierarchy / self.path) if str(folder).endswith(f"/{path}")]
         return [Group(str(folder.relative_to(hierarchy))) for folder in folders]
 
     def kill(self, *, timeout_seconds: float = 10) -> None:
@@ -107,10 +107,16 @@ def kill(pid: int) -> bool:
     return True
 
 
+def _folders(folder: Path) -> Iterator[Path]:
+    """The group's folder and those below it. Others remove groups meanwhile: `walk` passes over what is gone, where
+    `glob` raises."""
+    return (Path(found) for found, _, _ in os.walk(folder))
+
+
 def _pids(folder: Path) -> Iterator[int]:
-    for file in [folder / "cgroup.procs", *folder.glob("**/*/cgroup.procs")]:
+    for group in _folders(folder):
         try:
-            text = file.read_text()
+            text = (group / "cgroup.procs").read_text()
         except (FileNotFoundError, OSError):  # a group that goes away while it is read: ENOENT or ENODEV
             continue
         yield from map(int, text.split())
@@ -134,7 +140,7 @@ def _remove_tree(folder: Path) -> bool:
     """Only directories can and need be removed in a control group's tree; the deepest first."""
     if not folder.exists():
         return True
-    for below in sorted((p for p in folder.glob("**/") if p != folder), key=lambda p: len(p.parts), reverse=True):
+    for below in sorted((p for p in _folders(folder) if p != folder), key=lambda p: len(p.parts), reverse=True):
         _remove_one(below)
     return _remove_one(folder)
 
