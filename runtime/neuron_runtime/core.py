@@ -45,14 +45,27 @@ class FinishReason(Enum):
 class SamplingParams:
     """How to choose tokens and when to stop; already checked against the limits when it gets here.
 
-    temperature 0 is greedy. top_k 0 means the whole vocabulary; top_p 1.0 the whole mass. The random number of a
-    draw depends on (seed, choice, output position) alone, so a preempted or re-batched request draws the same.
+    temperature 0 is greedy. top_k 0 means the whole vocabulary; top_p 1.0 the whole mass; min_p 0.0 no floor. The
+    random number of a draw depends on (seed, choice, output position) alone, so a preempted or re-batched request
+    draws the same. Penalties, bias and banned tokens change logits before temperature, as vLLM does: the repetition
+    penalty counts prompt and answer, presence and frequency penalties the answer alone.
     """
 
     max_tokens: int = 16
     temperature: float = 1.0
     top_k: int = 0
     top_p: float = 1.0
+    min_p: float = 0.0
+    """Tokens less likely than this share of the likeliest one's probability are never drawn."""
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    """(token id, what is added to its logit), one entry per token."""
+    allowed_token_ids: tuple[int, ...] | None = None
+    """The only tokens that may be drawn; None: all."""
+    bad_words: tuple[tuple[int, ...], ...] = ()
+    """Token sequences that the answer must not contain: the last token of each is never drawn behind the others."""
     seed: int = 0
     choice: int = 0
     """Which of the `n` answers to one prompt this is; separates their random numbers."""
@@ -62,6 +75,8 @@ class SamplingParams:
     """A stop token ends the answer only when at least this many tokens were generated before it."""
     logprobs: int | None = None
     """How many alternatives to report per token; None: no logprobs."""
+    prompt_logprobs: int | None = None
+    """The same for the tokens of the prompt, the first one excepted; None: none. Such a prompt is computed whole."""
 
     @property
     def greedy(self) -> bool:
@@ -175,12 +190,15 @@ class StepOutput:
 
     token_ids[i]: the tokens sampled by row i, at most `max_tokens_per_row`; empty for rows that do not sample.
     logprobs: one tuple per row when any row asked for logprobs, else empty.
+    prompt_logprobs: one tuple per row when any row fed prompt tokens of a request that wants them, else empty; of row
+        i the prompt tokens at positions start + 1 to start + num_tokens, as far as the prompt goes.
     device_seconds: how long the device worked, for metrics.
     """
 
     step: int
     token_ids: tuple[tuple[int, ...], ...]
     logprobs: tuple[tuple[TokenLogprobs, ...], ...] = ()
+    prompt_logprobs: tuple[tuple[TokenLogprobs, ...], ...] = ()
     device_seconds: float = 0.0
 
 
@@ -195,6 +213,8 @@ class TokenEvent:
     token_ids: tuple[int, ...] = ()
     finish_reason: FinishReason | None = None
     logprobs: tuple[TokenLogprobs, ...] = ()
+    prompt_logprobs: tuple[TokenLogprobs, ...] = ()
+    """With the first tokens: those of the prompt from its second token on, if asked for."""
     num_cached_tokens: int = 0
     first: bool = False
     """These are the first tokens of the request (marks time to first token)."""
