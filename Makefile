@@ -15,11 +15,11 @@ help:  ## this list
 
 setup: .venv/.ready  ## the development environment in .venv
 .venv/.ready: pyproject.toml constraints.txt scripts/setup-venv
-	@PYTHON=$(PYTHON) scripts/setup-venv .venv constraints.txt operator,runtime,dev
+	@PYTHON=$(PYTHON) scripts/setup-venv .venv constraints.txt operator,runtime,bench,dev
 	@touch $@
 
 .venv-neuron/.ready: pyproject.toml constraints-neuron.txt scripts/setup-venv
-	@PYTHON=$(PYTHON) scripts/setup-venv .venv-neuron constraints-neuron.txt runtime,dev
+	@PYTHON=$(PYTHON) scripts/setup-venv .venv-neuron constraints-neuron.txt runtime,bench,dev
 	@touch $@
 
 demo: setup  ## serve the demo model here, ask it one question, end
