@@ -182,6 +182,8 @@ class TokenLogprobs:
     token_id: int
     logprob: float
     top: tuple[tuple[int, float], ...] = ()
+    rank: int = 1
+    """1 more than the number of tokens of the vocabulary that are likelier than this one."""
 
 
 @dataclass(frozen=True, slots=True)

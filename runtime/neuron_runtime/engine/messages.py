@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 import zmq
 
-from neuron_runtime.core import BackendLimits, FinishReason, Kind, Request, TokenEvent
+from neuron_runtime.core import BackendLimits, FinishReason, Kind, Request, TokenEvent, TokenLogprobs
 from neuron_runtime.engine.loop import EngineStats
 
 ENGINE_INBOX = "engine-inbox"
@@ -59,15 +59,37 @@ class Ready(msgspec.Struct, frozen=True, tag="ready"):
     warm_up_seconds: float
 
 
+class First(msgspec.Struct, frozen=True, array_like=True):
+    """What is told once for a request, with its first tokens."""
+
+    num_cached_tokens: int
+    queue_seconds: float
+    prompt_logprobs: tuple[TokenLogprobs, ...]
+
+
 class News(msgspec.Struct, frozen=True, array_like=True):
     """What one step brought one request; a `core.TokenEvent` in few bytes."""
 
     request_id: str
     token_ids: tuple[int, ...]
     finish_reason: FinishReason | None = None
-    num_cached_tokens: int = 0
-    queue_seconds: float | None = None
-    """With the first tokens alone."""
+    logprobs: tuple[TokenLogprobs, ...] = ()
+    """One for each of `token_ids`, if asked for."""
+    first: First | None = None
+
+    @property
+    def num_cached_tokens(self) -> int:
+        return self.first.num_cached_tokens if self.first else 0
+
+    @property
+    def queue_seconds(self) -> float | None:
+        """With the first tokens alone."""
+        return self.first.queue_seconds if self.first else None
+
+    @property
+    def prompt_logprobs(self) -> tuple[TokenLogprobs, ...]:
+        """Of the prompt from its second token on, if asked for; with the first tokens alone."""
+        return self.first.prompt_logprobs if self.first else ()
 
 
 class Refused(msgspec.Struct, frozen=True, array_like=True):
@@ -136,7 +158,10 @@ def decode_from_engine(raw: bytes) -> FromEngine:
 
 
 def news(event: TokenEvent) -> News:
-    return News(event.request_id, event.token_ids, event.finish_reason, event.num_cached_tokens, event.queue_seconds)
+    first = None
+    if event.first:
+        first = First(event.num_cached_tokens, event.queue_seconds or 0.0, event.prompt_logprobs)
+    return News(event.request_id, event.token_ids, event.finish_reason, event.logprobs, first)
 
 
 def numbers(stats: EngineStats) -> Numbers:

@@ -1,0 +1,37 @@
+"""The border between engine and front end: what a step brought arrives as it was sent, and silence takes no bytes."""
+
+from __future__ import annotations
+
+import msgspec
+
+from neuron_runtime.core import FinishReason, TokenEvent, TokenLogprobs
+from neuron_runtime.engine.messages import Numbers, Step, decode_from_engine, encoder, news
+
+
+def over_the_border(event: TokenEvent) -> Step:
+    decoded = decode_from_engine(encoder.encode(Step((news(event),), (), Numbers())))
+    assert isinstance(decoded, Step)
+    return decoded
+
+
+def test_log_probabilities_cross_the_border_with_the_tokens_they_belong_to() -> None:
+    logprobs = (TokenLogprobs(7, -0.5, ((3, -0.25), (7, -0.5)), rank=2), TokenLogprobs(8, float("-inf"), (), rank=90))
+    prompt = (TokenLogprobs(1, -2.0, ((2, -1.0),), rank=5),)
+    event = TokenEvent(
+        "a", (7, 8), FinishReason.STOP, logprobs, prompt, num_cached_tokens=3, first=True, queue_seconds=2
+    )
+    (found,) = over_the_border(event).news
+    assert (found.request_id, found.token_ids, found.finish_reason) == ("a", (7, 8), FinishReason.STOP)
+    assert (found.logprobs, found.prompt_logprobs) == (logprobs, prompt)
+    assert (found.num_cached_tokens, found.queue_seconds) == (3, 2.0)
+
+
+def test_what_is_told_once_comes_with_the_first_tokens_alone() -> None:
+    (found,) = over_the_border(TokenEvent("a", (7,), num_cached_tokens=3)).news
+    assert (found.first, found.num_cached_tokens, found.queue_seconds, found.prompt_logprobs) == (None, 0, None, ())
+
+
+def test_a_token_without_log_probabilities_takes_two_bytes_for_all_that_it_lacks() -> None:
+    plain = encoder.encode(news(TokenEvent("a", (7,))))
+    assert plain[-2:] == msgspec.msgpack.encode(()) + msgspec.msgpack.encode(None)
+    assert len(plain) == len(msgspec.msgpack.encode(["a", [7], None])) + 2
