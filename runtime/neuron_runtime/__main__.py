@@ -1,4 +1,4 @@
-"""The command `neuron-runtime`: `serve` a model over HTTP, `inspect` one without loading it.
+"""The command `neuron-runtime`: `serve` a model over HTTP, `inspect` one without loading it, `bench` the runtime.
 
 Reads flags, builds what a command needs, and turns errors into exit codes and records. The flags of `serve` are
 vLLM's where the meaning is the same. Imports stay light: torch belongs to the engine process.
@@ -17,6 +17,7 @@ from typing import Any, NoReturn
 
 from neuron_runtime import record
 from neuron_runtime.arguments import PATHS, config_of, default_weights_dir, model_uri, naming
+from neuron_runtime.bench import command as bench_command
 from neuron_runtime.config import RuntimeConfig, load_config
 from neuron_runtime.console import say
 from neuron_runtime.errors import InvalidConfig, ServingError
@@ -85,6 +86,7 @@ def build_parser() -> argparse.ArgumentParser:
     inspect.add_argument("--json", action="store_true", help="print the facts as JSON")
     _add_record(inspect)
     inspect.set_defaults(run=_inspect)
+    bench_command.add_commands(commands.add_parser("bench", help="measure", description="Measure; see docs."))
     return parser
 
 

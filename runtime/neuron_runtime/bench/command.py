@@ -1,0 +1,46 @@
+"""`neuron-runtime bench COMMAND`: the commands that measure, each a module of its own.
+
+Called by `__main__`. A module has `add_arguments(parser)` and `run(options)`; at its top level it imports nothing
+heavy, since every start of `neuron-runtime` reads its arguments. What is printed, written and drawn goes through
+`report`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import time
+from typing import Protocol, cast
+
+from neuron_runtime import record
+from neuron_runtime.bench.report import add_output_arguments
+
+MODULES: dict[str, tuple[str, str]] = {}
+"""By command: its module, and one line for the help."""
+
+
+class Bench(Protocol):
+    """What a module of `MODULES` has."""
+
+    def add_arguments(self, parser: argparse.ArgumentParser) -> None:
+        """Its own flags; `--json` and `--plot` are there already."""
+
+    def run(self, options: argparse.Namespace) -> None:
+        """Measure, and hand a `Report` to `report.deliver`. Raises ServingError."""
+
+
+def add_commands(bench: argparse.ArgumentParser) -> None:
+    """The parsers of all commands below `bench`."""
+    commands = bench.add_subparsers(dest="bench", required=True, metavar="COMMAND")
+    for name, (module_name, meaning) in MODULES.items():
+        module = cast(Bench, importlib.import_module(module_name))
+        parser = commands.add_parser(name, help=meaning, description=f"{meaning[0].upper()}{meaning[1:]}.")
+        module.add_arguments(parser)
+        add_output_arguments(parser)
+        parser.set_defaults(measure=module.run)
+    bench.set_defaults(run=_run, record=None)
+
+
+def _run(options: argparse.Namespace, began: float) -> record.Record:
+    options.measure(options)
+    return record.success("bench", seconds=time.monotonic() - began)

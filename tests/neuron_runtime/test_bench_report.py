@@ -1,0 +1,201 @@
+"""What a benchmark leaves: the table, the JSON, the plot, and the load of the machine beside what was timed."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from neuron_runtime.__main__ import main
+from neuron_runtime.bench import command, report
+from neuron_runtime.bench.report import Load, Meter, Report, Row, Table, at_least, at_most
+
+QUIET = Load(wall_seconds=2.0, own_cpu_seconds=1.5, foreign_cpu_share=0.03)
+TABLE = Table(
+    "Speed",
+    (
+        Row("ratio", (0.5,), target=at_least(0.9), load=QUIET),
+        Row("step", (1.25,), "ms", at_most(1.5), "64 rows"),
+        Row("kernel", ("fast",)),
+    ),
+)
+
+
+def options(**given: Any) -> argparse.Namespace:
+    return argparse.Namespace(**{"json": None, "plot": None} | given)
+
+
+def test_a_table_is_aligned_and_says_what_was_missed() -> None:
+    assert TABLE.text().splitlines() == [
+        "Speed",
+        "-----",
+        "               unit  target          foreign CPU  note",
+        "ratio   0.500        >= 0.9, missed  3%",
+        "step     1.25  ms    <= 1.5, met                  64 rows",
+        "kernel   fast",
+    ]
+
+
+def test_columns_that_say_nothing_are_left_out_and_what_is_not_there_is_a_dash() -> None:
+    table = Table("T", (Row("gap", (12.34, None), "ms"), Row("rows", (4, 123456.7))), columns=("ours", "other"))
+    assert table.text().splitlines() == [
+        "T",
+        "-",
+        "      ours   other  unit",
+        "gap   12.3       -  ms",
+        "rows     4  123457",
+    ]
+    with pytest.raises(ValueError, match="gap has 1 values for 2"):
+        Table("T", (Row("gap", (1.0,)),), columns=("ours", "other"))
+
+
+def test_a_target_is_met_at_its_bound() -> None:
+    assert at_least(0.9).met_by(0.9)
+    assert not at_least(0.9).met_by(0.89)
+    assert at_most(2).met_by(2)
+    assert not at_most(2).met_by(2.1)
+    assert Row("no figure", (None,), target=at_least(1)).met is None
+
+
+def test_json_holds_figures_versions_machine_and_load(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "out.json"
+    report.deliver(Report("bench x", {"rate": 2.0}, (TABLE,), {"curve": [1, 2]}), options(json=path))
+    written = json.loads(path.read_text())
+    assert set(written) == {"version", "command", "options", "versions", "machine", "tables", "data"}
+    assert (written["command"], written["options"], written["data"]) == ("bench x", {"rate": 2.0}, {"curve": [1, 2]})
+    assert {"python", "neuron-serving", "msgspec"} <= set(written["versions"])
+    assert written["machine"]["num_cpus"] >= 1
+    assert written["machine"]["memory_bytes"] > 2**20
+    ratio, step, _ = written["tables"][0]["rows"]
+    assert (ratio["values"], ratio["target"], ratio["met"]) == ({"value": 0.5}, ">= 0.9", False)
+    assert ratio["load"] == {"wall_seconds": 2.0, "own_cpu_seconds": 1.5, "foreign_cpu_share": 0.03}
+    assert (step["note"], step["load"]) == ("64 rows", None)
+    assert capsys.readouterr().out == TABLE.text() + "\n"
+
+
+@pytest.mark.parametrize("suffix", [".png", ".svg", ".pdf"])
+def test_a_plot_is_drawn_in_the_format_of_its_name(suffix: str, tmp_path: Path) -> None:
+    def draw(figure: Any) -> None:
+        figure.subplots().plot([1, 2, 3])
+
+    path = tmp_path / f"plot{suffix}"
+    report.check_outputs(options(plot=path))
+    report.deliver(Report("bench x", {}, (TABLE,), draw=draw), options(plot=path))
+    begins = {".png": b"\x89PNG", ".svg": b"<?xml", ".pdf": b"%PDF"}[suffix]
+    assert path.read_bytes().startswith(begins)
+
+
+# The command
+
+
+@pytest.fixture
+def measures(monkeypatch: pytest.MonkeyPatch) -> list[argparse.Namespace]:
+    """A benchmark `dummy` among the commands; the options of each run."""
+    seen: list[argparse.Namespace] = []
+
+    def run(options: argparse.Namespace) -> None:
+        report.check_outputs(options)
+        seen.append(options)
+        report.deliver(Report("bench dummy", {}, (TABLE,)), options)
+
+    module = ModuleType("dummy_bench")
+    vars(module).update(add_arguments=lambda parser: parser.add_argument("--size", type=int), run=run)
+    monkeypatch.setitem(sys.modules, "dummy_bench", module)
+    monkeypatch.setitem(command.MODULES, "dummy", ("dummy_bench", "measure nothing"))
+    return seen
+
+
+def test_a_benchmark_runs_as_a_command(measures: list[argparse.Namespace], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "dummy", "--size", "3"]) == 0
+    assert measures[0].size == 3
+    assert capsys.readouterr() == (TABLE.text() + "\n", "")
+
+
+@pytest.mark.parametrize(
+    ("flag", "name", "says"),
+    [
+        ("--json", "gone/x.json", "there is no folder"),
+        ("--plot", "gone/x.png", "there is no folder"),
+        ("--plot", "x.gif", "x.gif should end in .png, .svg or .pdf"),
+        ("--json", "", "cannot write"),
+    ],
+)
+@pytest.mark.usefixtures("measures")
+def test_an_output_that_cannot_be_is_one_line(
+    flag: str, name: str, says: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["bench", "dummy", flag, str(tmp_path / name)]) == 2
+    told = capsys.readouterr().err
+    assert f"{flag}: " in told
+    assert says in told
+    assert told.count("\n") == 1
+
+
+def test_a_plot_without_matplotlib_says_how_to_get_it(
+    measures: list[argparse.Namespace], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(report, "find_spec", lambda name: None)
+    assert main(["bench", "dummy", "--plot", "x.png"]) == 2
+    told = capsys.readouterr().err
+    assert "pip install 'neuron-serving[bench]'" in told
+    assert told.count("\n") == 1
+    assert not measures
+
+
+def test_the_commands_are_read_without_anything_heavy() -> None:
+    code = (
+        "import sys; from neuron_runtime.__main__ import build_parser; build_parser(); "
+        "sys.exit(bool({'torch', 'matplotlib', 'numpy', 'zmq', 'asyncio', 'starlette'} & set(sys.modules)))"
+    )
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+# The load
+
+
+def write_proc(folder: Path, *, busy: int, own: int, child: int, foreign: int) -> Path:
+    """A /proc of two CPUs, in hundredths of a second, with this process, a child of it, and somebody else's."""
+    pid = os.getpid()
+    folder.mkdir(exist_ok=True)
+    (folder / "self").mkdir(exist_ok=True)
+    (folder / "stat").write_text(f"cpu {busy} 0 0 900 50 0 0 7 0 0\ncpu0 0 0\ncpu1 0 0\nintr 5\n")
+    for number, parent, spent in ((pid, 1, own), (pid + 1, pid, child), (1, 0, foreign)):
+        (folder / str(number)).mkdir(exist_ok=True)
+        behind = " ".join(["S", str(parent), *["0"] * 9, str(spent), "0", "0", "0", *["0"] * 20])
+        (folder / str(number) / "stat").write_text(f"{number} (a ) b) {behind}\n")
+    return folder
+
+
+def test_foreign_cpu_is_what_the_machine_did_less_what_this_process_and_its_children_did(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = iter([100.0, 110.0])
+    monkeypatch.setattr(time, "monotonic", lambda: next(clock))
+    meter = Meter(write_proc(tmp_path / "proc", busy=1000, own=10, child=20, foreign=970))
+    write_proc(tmp_path / "proc", busy=2000, own=310, child=220, foreign=1470)
+    load = meter.read()
+    # Of 20 seconds of CPU (two for ten seconds) 10 were busy: 5 ours, 5 foreign.
+    assert load.wall_seconds == 10.0
+    assert load.own_cpu_seconds == pytest.approx(5.0)
+    assert load.foreign_cpu_share == pytest.approx(0.25)
+
+
+def test_where_the_machine_tells_nothing_the_load_is_not_known(tmp_path: Path) -> None:
+    load = Meter(tmp_path / "none").read()
+    assert load.foreign_cpu_share is None
+    assert load.own_cpu_seconds >= 0
+    assert "unknown" in Table("T", (Row("r", (1.0,), load=load),)).text()
+
+
+def test_work_of_a_child_is_our_own() -> None:
+    meter = Meter()
+    subprocess.run([sys.executable, "-c", "sum(i * i for i in range(3_000_000))"], check=True)
+    assert meter.read().own_cpu_seconds >= 0.03
