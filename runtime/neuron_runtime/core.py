@@ -195,6 +195,8 @@ class StepOutput:
     prompt_logprobs: one tuple per row when any row fed prompt tokens of a request that wants them, else empty; of row
         i the prompt tokens at positions start + 1 to start + num_tokens, as far as the prompt goes.
     device_seconds: how long the device worked, for metrics.
+    bucket: the compiled shape that the step ran in, as the backend names its shapes; empty where shapes are free.
+    num_computed_tokens: tokens that the device computed, padding included; 0: no more than the batch fed.
     """
 
     step: int
@@ -202,6 +204,8 @@ class StepOutput:
     logprobs: tuple[tuple[TokenLogprobs, ...], ...] = ()
     prompt_logprobs: tuple[tuple[TokenLogprobs, ...], ...] = ()
     device_seconds: float = 0.0
+    bucket: str = ""
+    num_computed_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -272,6 +276,8 @@ class BackendLimits:
     """Largest top_k; 0: no limit."""
     max_logprobs: int = 0
     """Most alternatives per token that can be reported."""
+    reports_prompt_logprobs: bool = False
+    """The logits of every position of a prompt can be looked at."""
     steps_in_flight: Literal[1, 2] = 1
     """2: the next step may be launched before the one before is collected."""
     token_feedback: Literal["device", "host"] = "host"
