@@ -106,3 +106,57 @@ def test_of_several_named_templates_the_default_is_taken(tmp_path: Path) -> None
     template = load_tokenizer(tmp_path).chat_template
     assert template is not None
     assert template.render(MESSAGES) == "y"
+
+
+TRIMS = "{% for m in messages %}<{{ m.role }}>{{ m.content | trim }}</s>\n{% endfor %}"
+KEEPS = "{% for m in messages %}<{{ m.role }}>{{ m.content }}</s>\n{% endfor %}"
+PARTS = (
+    "{% for m in messages %}<{{ m.role }}>{% if m.content is string %}{{ m.content }}{% else %}"
+    "{% for part in m.content %}{{ part.text }}{% endfor %}{% endif %}</s>\n{% endfor %}"
+)
+
+
+@pytest.mark.parametrize("source", [TRIMS, KEEPS, PARTS])
+@pytest.mark.parametrize("ending", ["A node", "A node ", " A node\n", "A node </s> ", ""])
+def test_a_message_is_left_open_as_transformers_leaves_it_open(source: str, ending: str, tmp_path: Path) -> None:
+    from transformers import AutoTokenizer
+
+    write_chat_model(tmp_path)
+    messages = [*MESSAGES, {"role": "assistant", "content": ending}]
+    theirs = AutoTokenizer.from_pretrained(str(tmp_path)).apply_chat_template(
+        messages, chat_template=source, tokenize=False, continue_final_message=True
+    )
+    assert ChatTemplate(source, {}).render_open(messages) == theirs
+
+
+def test_the_last_text_part_is_left_open() -> None:
+    parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b "}]
+    assert ChatTemplate(PARTS, {}).render_open([{"role": "assistant", "content": parts}]) == "<assistant>ab "
+
+
+def test_a_template_that_drops_the_last_message_cannot_leave_it_open() -> None:
+    source = "{% for m in messages if m.role == 'user' %}{{ m.content }}{% endfor %}"
+    with pytest.raises(TemplateRefused, match="cannot be continued"):
+        ChatTemplate(source, {}).render_open([{"role": "assistant", "content": "a"}])
+
+
+@pytest.mark.parametrize(
+    ("source", "text", "parts"),
+    [
+        (KEEPS, True, False),
+        (PARTS, True, True),
+        ("{% for m in messages %}{% for p in m.content %}{{ p['text'] }}{% endfor %}{% endfor %}", False, True),
+        ("{{ messages | tojson }}", True, False),
+        ("{{ raise_exception('never') }}", True, False),
+    ],
+)
+def test_what_a_template_takes_is_seen_by_trying(source: str, text: bool, parts: bool) -> None:
+    template = ChatTemplate(source, {})
+    assert (template.takes_text, template.takes_parts) == (text, parts)
+
+
+def test_a_template_tells_its_variables_and_whether_it_knows_developers() -> None:
+    template = ChatTemplate("{% if thinking and m.role == 'developer' %}{{ effort }}{% endif %}", {})
+    assert template.variables >= {"thinking", "effort"}
+    assert template.knows_developer
+    assert not ChatTemplate(KEEPS, {}).knows_developer

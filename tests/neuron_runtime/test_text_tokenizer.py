@@ -5,15 +5,21 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tokenizers import Tokenizer as FastTokenizer
 
-from helpers.chat_model import END, EOS, write_chat_model
+from helpers.chat_model import END, EOS, byte_level_tokenizer, metaspace_tokenizer, write_chat_model
 from neuron_runtime.errors import ExitCode, FatalError
 from neuron_runtime.text.generation_config import load_generation_defaults
-from neuron_runtime.text.tokenizer import load_tokenizer
+from neuron_runtime.text.tokenizer import Tokenizer, load_tokenizer
+
+MADE: dict[str, FastTokenizer] = {}
 
 
 def rewrite(path: Path, **changes: Any) -> None:
@@ -88,14 +94,17 @@ def test_sampling_defaults_are_the_models_own(tmp_path: Path) -> None:
     rewrite(tmp_path / "generation_config.json", temperature=0.6, top_p=0.9, top_k=20, max_new_tokens=99)
     defaults = load_generation_defaults(tmp_path, None)
     assert (defaults.temperature, defaults.top_p, defaults.top_k, defaults.max_tokens) == (0.6, 0.9, 20, 99)
+    rewrite(tmp_path / "generation_config.json", repetition_penalty=1.1, min_p=0.05)
+    defaults = load_generation_defaults(tmp_path, None)
+    assert (defaults.repetition_penalty, defaults.min_p, defaults.not_applied) == (1.1, 0.05, ())
     rewrite(tmp_path / "generation_config.json", do_sample=False)
     assert load_generation_defaults(tmp_path, None).temperature == 0.0
 
 
 def test_a_default_that_cannot_be_honoured_is_reported(tmp_path: Path) -> None:
     write_chat_model(tmp_path)
-    rewrite(tmp_path / "generation_config.json", repetition_penalty=1.1, min_p=0.0)
-    assert load_generation_defaults(tmp_path, None).not_applied == ("repetition_penalty=1.1",)
+    rewrite(tmp_path / "generation_config.json", typical_p=0.9, num_beams=1)
+    assert load_generation_defaults(tmp_path, None).not_applied == ("typical_p=0.9",)
 
 
 @pytest.mark.parametrize("wrong", [{"eos_token_id": "x"}, {"temperature": "hot"}, {"top_p": -1}, {"top_k": True}])
@@ -104,3 +113,55 @@ def test_a_wrong_value_names_file_and_field(tmp_path: Path, wrong: dict[str, Any
     rewrite(tmp_path / "generation_config.json", **wrong)
     with pytest.raises(FatalError, match=rf"generation_config\.json: {next(iter(wrong))}"):
         load_generation_defaults(tmp_path, None)
+
+
+@pytest.mark.parametrize("make", [byte_level_tokenizer, metaspace_tokenizer])
+@given(text=st.text(max_size=40))
+def test_the_bytes_of_the_tokens_of_a_text_are_its_bytes(make: Callable[[], FastTokenizer], text: str) -> None:
+    tokenizer = Tokenizer(MADE.setdefault(make.__name__, make()))
+    ids = tokenizer.encode(text, add_special_tokens=False)
+    spelled = b"".join(map(tokenizer.token_bytes, ids)).decode()
+    assert spelled.removeprefix(" ") == text.replace("\u2581", " ").removeprefix(" ") or spelled == text
+
+
+def test_special_tokens_have_the_bytes_of_their_name_and_unknown_ids_none(tmp_path: Path) -> None:
+    tokenizer = load_tokenizer(write_chat_model(tmp_path))
+    (end,) = tokenizer.encode(END, add_special_tokens=False)
+    assert tokenizer.token_bytes(end) == END.encode()
+    assert tokenizer.token_bytes(10**6) == b""
+    assert tokenizer.hidden_tokens >= {EOS, END}
+
+
+def test_a_text_is_cut_at_its_beginning_and_keeps_its_bos(tmp_path: Path) -> None:
+    tokenizer = load_tokenizer(write_chat_model(tmp_path))
+    whole = tokenizer.encode("a device holds cores, a core runs")
+    assert tokenizer.encode("a device holds cores, a core runs", max_tokens=4) == (whole[0], *whole[-3:])
+    bare = tokenizer.encode("a device holds cores, a core runs", add_special_tokens=False, max_tokens=4)
+    assert bare == whole[-4:]
+    assert tokenizer.encode("a device", max_tokens=100) == tokenizer.encode("a device")
+    assert tokenizer.encode("a device", max_tokens=1) == whole[:1]
+
+
+def test_tokens_begin_where_the_text_before_them_ends(tmp_path: Path) -> None:
+    tokenizer = load_tokenizer(write_chat_model(tmp_path))
+    text = "naïve 😀 a core"
+    ids, starts = tokenizer.encode(text), tokenizer.starts(text)
+    assert len(ids) == len(starts)
+    for at, start in enumerate(starts):
+        before = b"".join(map(tokenizer.token_bytes, ids[1:at]))
+        assert start == len(before.decode(errors="ignore"))
+
+
+def test_defaults_may_come_from_another_folder_or_from_nowhere(tmp_path: Path) -> None:
+    model, other = write_chat_model(tmp_path / "model"), tmp_path / "other"
+    rewrite(model / "generation_config.json", temperature=0.6)
+    other.mkdir()
+    (other / "generation_config.json").write_text('{"top_p": 0.5, "eos_token_id": 9}')
+    own = load_generation_defaults(model, None)
+    neutral = load_generation_defaults(model, None, "vllm")
+    assert (neutral.temperature, neutral.stop_token_ids) == (1.0, own.stop_token_ids)
+    others = load_generation_defaults(model, None, str(other))
+    assert (others.temperature, others.top_p, others.stop_token_ids) == (1.0, 0.5, own.stop_token_ids | {9})
+    with pytest.raises(FatalError, match=r"text\.generationConfig.*no generation_config\.json") as caught:
+        load_generation_defaults(model, None, str(tmp_path))
+    assert caught.value.exit_code is ExitCode.INVALID_ENGINE_CONFIG

@@ -1,7 +1,7 @@
 """One answer as text: tokens in as the engine makes them, text out as far as it is certain, and where the answer ends.
 
-Stop 8 of a request: detokenizer and stop strings together. One per choice, in the front end and in the offline class.
-Aborting a request whose answer ended by its text is the caller's business.
+Stop 8 of a request: detokenizer, stop strings and thoughts together. One per choice, in the front end and in the
+offline class. Aborting a request whose answer ended by its text is the caller's business.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from collections.abc import Sequence
 
 from neuron_runtime.core import FinishReason
 from neuron_runtime.text.detokenizer import Detokenizer
+from neuron_runtime.text.reasoning import Thoughts
 from neuron_runtime.text.stop_strings import StopStrings
 from neuron_runtime.text.tokenizer import Tokenizer
 
@@ -20,6 +21,8 @@ class Answer:
     Args:
         stop: texts that end the answer, once more than `min_tokens` tokens were generated.
         include_stop: what stopped the answer, text or token, stays in its text.
+        thoughts: takes the thought out of the text; stop strings end a thought too.
+        locates: whether `text_offsets` is kept.
     """
 
     def __init__(
@@ -31,13 +34,25 @@ class Answer:
         include_stop: bool = False,
         skip_special_tokens: bool = True,
         min_tokens: int = 0,
+        thoughts: Thoughts | None = None,
+        locates: bool = False,
     ) -> None:
         self.num_tokens = 0
         """Tokens of the answer so far, the one included that ended it."""
         self.finish_reason: FinishReason | None = None
+        self.thought = ""
+        """The thought so far; whoever shows it in parts takes them away."""
+        self.text_offsets: list[int] = []
+        """For each token the character of the text at which it begins, thoughts and cut stop strings included."""
         self._detokenizer = Detokenizer(tokenizer, prompt_token_ids, skip_special_tokens)
         self._stops = StopStrings(stop, include_stop)
-        self._has_stops = bool(stop)
+        self._thoughts = thoughts
+        self._locates = locates
+        self._tokenizer = tokenizer
+        self._num_characters = 0
+        self._held = b""
+        """Of tokens that are no text yet, as the last one ends inside a character."""
+        self._one_by_one = bool(stop) or thoughts is not None or locates
         self._shows_stop_token = include_stop
         self._min_tokens = min_tokens
 
@@ -46,31 +61,59 @@ class Answer:
         """The stop string that ended the answer."""
         return self._stops.stopped
 
+    @property
+    def num_reasoning_tokens(self) -> int:
+        return 0 if self._thoughts is None else self._thoughts.num_tokens
+
     def feed(self, token_ids: tuple[int, ...], finish_reason: FinishReason | None) -> str:
         """Text of new tokens that may be shown; sets `finish_reason` when the answer ends with them."""
         shown = token_ids
         if finish_reason is FinishReason.STOP and not self._shows_stop_token:
             shown = token_ids[:-1]
-        text = self._feed_one_by_one(shown) if self._has_stops else self._detokenizer.feed(shown)
+        text = self._feed_one_by_one(shown) if self._one_by_one else self._detokenizer.feed(shown)
         if self.finish_reason is not None:
-            return text
-        self.num_tokens += len(token_ids) - (len(shown) if self._has_stops else 0)
+            return text + self._flush_thoughts()
+        hidden = len(token_ids) - len(shown)
+        self.num_tokens += hidden if self._one_by_one else len(token_ids)
+        if self._locates:
+            self.text_offsets += [self._num_characters] * hidden
         if finish_reason is None:
             return text
-        text += self._stops.feed(self._detokenizer.flush())
+        text += self._without_thought(self._stops.feed(self._detokenizer.flush()), 0)
         self.finish_reason = FinishReason.STOP if self._stops.stopped is not None else finish_reason
-        return text + self._stops.flush()
+        return text + self._without_thought(self._stops.flush(), 0) + self._flush_thoughts()
 
     def _feed_one_by_one(self, token_ids: tuple[int, ...]) -> str:
-        """So that the token in which a stop string completes is the last one counted."""
+        """So that the token in which a stop string or a thought ends is the last one counted."""
         parts = []
         for token_id in token_ids:
             self.num_tokens += 1
             part = self._detokenizer.feed((token_id,))
+            if self._locates:
+                self._locate(token_id, part)
             if self.num_tokens > self._min_tokens:
                 part = self._stops.feed(part)
-            parts.append(part)
+            parts.append(self._without_thought(part, 1))
             if self._stops.stopped is not None:
                 self.finish_reason = FinishReason.STOP
                 break
         return "".join(parts)
+
+    def _locate(self, token_id: int, part: str) -> None:
+        self.text_offsets.append(self._num_characters + len(self._held.decode(errors="ignore")))
+        self._held = b"" if part else self._held + self._tokenizer.token_bytes(token_id)
+        self._num_characters += len(part)
+
+    def _without_thought(self, text: str, num_tokens: int) -> str:
+        if self._thoughts is None:
+            return text
+        thought, answer = self._thoughts.feed(text, num_tokens)
+        self.thought += thought
+        return answer
+
+    def _flush_thoughts(self) -> str:
+        if self._thoughts is None:
+            return ""
+        thought, answer = self._thoughts.flush()
+        self.thought += thought
+        return answer

@@ -14,11 +14,15 @@ from datetime import datetime
 from typing import Any, NoReturn
 
 import jinja2
+import jinja2.meta
 from jinja2.ext import Extension, loopcontrols
 from jinja2.nodes import CallBlock, Node
 from jinja2.parser import Parser
 from jinja2.runtime import Macro
 from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+_OPEN_END = "\ue000open end\ue001 "
+"""Marks where the last message ends, in what a template makes of it; ends with a space, as what follows is trimmed."""
 
 
 class TemplateRefused(Exception):
@@ -55,9 +59,17 @@ class ChatTemplate:
         environment.globals["strftime_now"] = _strftime_now
         try:
             self._template = environment.from_string(source)
+            self.variables = frozenset(jinja2.meta.find_undeclared_variables(environment.parse(source)))
+            """The names that the template looks at."""
         except jinja2.TemplateSyntaxError as error:
             raise ValueError(f"line {error.lineno}: {error.message}") from error
         self._special_tokens = dict(special_tokens)
+        self.knows_developer = "developer" in source
+        """The role has a meaning of its own here; elsewhere it is a system message's."""
+        self.takes_parts = self._shows([{"type": "text", "text": _PROBE}])
+        """A message may be a list of parts."""
+        self.takes_text = self._shows(_PROBE) or not self.takes_parts
+        """A message may be a text."""
 
     def render(
         self,
@@ -77,9 +89,42 @@ class ChatTemplate:
                     "add_generation_prompt": add_generation_prompt,
                 }
             )
-        except (jinja2.TemplateError, TypeError, ValueError, ArithmeticError, LookupError, AttributeError) as error:
+        except (
+            jinja2.TemplateError,
+            TypeError,
+            ValueError,
+            ArithmeticError,
+            LookupError,
+            AttributeError,
+            RecursionError,
+        ) as error:
             # What a template does with messages it was not written for is whatever its expressions raise.
             raise TemplateRefused(str(error) or type(error).__name__) from error
+
+    def render_open(self, messages: Sequence[Mapping[str, Any]], variables: Mapping[str, Any] | None = None) -> str:
+        """The prompt's text up to the end of the last message, which the answer continues. Raises TemplateRefused."""
+        *before, last = messages
+        content = last["content"]
+        if isinstance(content, str):
+            opened: Any = content + _OPEN_END
+        else:
+            opened = [*content[:-1], {**content[-1], "text": content[-1]["text"] + _OPEN_END}]
+        text = self.render([*before, {**last, "content": opened}], add_generation_prompt=False, variables=variables)
+        begun, mark, rest = text.rpartition(_OPEN_END.rstrip())
+        if not mark:
+            raise TemplateRefused("it does not show the end of the last message, so that cannot be continued")
+        # Where the template trims a message, what it trims is no part of the prompt.
+        return begun if rest.startswith(" ") else begun.rstrip()
+
+    def _shows(self, content: Any) -> bool:
+        try:
+            text = self.render([{"role": "user", "content": content}])
+        except TemplateRefused:
+            return False
+        return _PROBE in text and "'text'" not in text and '"text"' not in text
+
+
+_PROBE = "neuron-probe"
 
 
 def _tojson(value: Any, ensure_ascii: bool = False, indent: int | None = None, **options: Any) -> str:

@@ -38,7 +38,7 @@ class StopStrings:
             end, at, self.stopped = min(found)
             self._held = ""
             return text[: end if self._include else at]
-        keep = self._num_possible_start_characters(text)
+        keep = num_possible_start_characters(text, self._stops)
         self._held = text[len(text) - keep :]
         return text[: len(text) - keep]
 
@@ -47,8 +47,9 @@ class StopStrings:
         held, self._held = self._held, ""
         return held
 
-    def _num_possible_start_characters(self, text: str) -> int:
-        """Length of the longest end of `text` that begins a stop string."""
-        longest = min(len(text), max(map(len, self._stops)) - 1)
-        ends = (n for n in range(longest, 0, -1) if any(stop.startswith(text[-n:]) for stop in self._stops))
-        return next(ends, 0)
+
+def num_possible_start_characters(text: str, stops: Sequence[str]) -> int:
+    """Length of the longest end of `text` that begins one of `stops`, and is not all of it."""
+    longest = min(len(text), max(map(len, stops)) - 1)
+    ends = (n for n in range(longest, 0, -1) if any(stop.startswith(text[-n:]) for stop in stops))
+    return next(ends, 0)

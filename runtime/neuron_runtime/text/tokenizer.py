@@ -8,7 +8,8 @@ for a model that ships no `tokenizer.json`. Streams of ids become text in `text.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -41,10 +42,32 @@ class Tokenizer:
         self.longest_token_characters = max(map(len, vocabulary), default=1)
         eos = self.special_tokens.get("eos_token")
         self.eos_token_id: int | None = None if eos is None else fast.token_to_id(eos)
+        self._spelling = _Spelling(fast)
+        self._bytes: dict[int, bytes] = {}
 
-    def encode(self, text: str, add_special_tokens: bool = True) -> tuple[int, ...]:
-        """Ids of a text; `add_special_tokens` puts what the model expects around it (usually a BOS in front)."""
-        return tuple(self._fast.encode(text, add_special_tokens=add_special_tokens).ids)
+    def encode(self, text: str, add_special_tokens: bool = True, max_tokens: int | None = None) -> tuple[int, ...]:
+        """Ids of a text; `add_special_tokens` puts what the model expects around it (usually a BOS in front).
+
+        max_tokens: cuts the text at its beginning, so that this many ids, special ones included, are left.
+        """
+        if max_tokens is None:
+            return tuple(self._fast.encode(text, add_special_tokens=add_special_tokens).ids)
+        encoding = self._fast.encode(text, add_special_tokens=False)
+        around = self._fast.num_special_tokens_to_add(is_pair=False) if add_special_tokens else 0
+        encoding.truncate(max(max_tokens - around, 0), direction="left")
+        whole = self._fast.post_process(encoding, add_special_tokens=add_special_tokens)
+        return tuple(whole.ids[:max_tokens])
+
+    def starts(self, text: str, add_special_tokens: bool = True) -> tuple[int, ...]:
+        """For each id of `encode`, the character of the text at which it begins."""
+        starts: list[int] = []
+        before = 0
+        for start, end in self._fast.encode(text, add_special_tokens=add_special_tokens).offsets:
+            # Spaces that belong to a word are left out of some tokenizers' spans; added tokens have an empty one.
+            at = before if start == end else min(start, before)
+            starts.append(max(at, starts[-1] if starts else 0))
+            before = max(before, end)
+        return tuple(starts)
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """Text of ids; bytes that are no UTF-8 become U+FFFD."""
@@ -54,6 +77,68 @@ class Tokenizer:
         """The vocabulary's own spelling of an id, None for an id without an entry."""
         spelling: str | None = self._fast.id_to_token(token_id)
         return spelling
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """What an id stands for: bytes that may begin or end inside a character; empty for an id without an entry."""
+        known = self._bytes.get(token_id)
+        if known is None:
+            spelled = self._fast.id_to_token(token_id)
+            known = self._bytes[token_id] = b"" if spelled is None else self._spelling.to_bytes(token_id, spelled)
+        return known
+
+    @property
+    def hidden_tokens(self) -> frozenset[str]:
+        """Special tokens: those that `decode` leaves out."""
+        return frozenset(one.content for one in self._fast.get_added_tokens_decoder().values() if one.special)
+
+
+class _Spelling:
+    """How a vocabulary spells bytes; read from the decoder that comes with it."""
+
+    def __init__(self, fast: FastTokenizer) -> None:
+        self._fast = fast
+        self._added = {number: token.content for number, token in fast.get_added_tokens_decoder().items()}
+        state = json.loads(fast.decoder.__getstate__()) if fast.decoder is not None else {}
+        parts = {part["type"]: part for part in _parts(state)}
+        self._characters = _BYTE_LEVEL if "ByteLevel" in parts else None
+        self._has_bytes = "ByteFallback" in parts
+        self._space = parts["Metaspace"]["replacement"] if "Metaspace" in parts else ""
+        replace = parts.get("Replace", {})
+        if replace.get("content") == " ":
+            self._space = replace["pattern"].get("String", "")
+
+    def to_bytes(self, token_id: int, spelled: str) -> bytes:
+        if token_id in self._added:
+            return self._added[token_id].encode()
+        if self._characters is not None and all(one in self._characters for one in spelled):
+            return bytes(self._characters[one] for one in spelled)
+        if self._has_bytes and _BYTE.fullmatch(spelled):
+            return bytes((int(spelled[3:5], 16),))
+        if self._space:
+            return spelled.replace(self._space, " ").encode()
+        return str(self._fast.decode([token_id], skip_special_tokens=False)).encode()
+
+
+_BYTE = re.compile("<0x[0-9A-F]{2}>")
+
+
+def _parts(decoder: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
+    """A decoder, or the ones that it is a sequence of."""
+    if "type" in decoder:
+        yield decoder
+    for part in decoder.get("decoders", ()):
+        yield from _parts(part)
+
+
+def _byte_level() -> dict[str, int]:
+    """The character by which byte-level vocabularies spell each byte: itself where it can be seen, else one of U+0100
+    and following, in order (as published with GPT-2)."""
+    visible = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = (byte for byte in range(256) if byte not in visible)
+    return {chr(byte): byte for byte in visible} | {chr(0x100 + n): byte for n, byte in enumerate(others)}
+
+
+_BYTE_LEVEL = _byte_level()
 
 
 def load_tokenizer(model_dir: Path) -> Tokenizer:

@@ -1,0 +1,69 @@
+"""One answer as text: thoughts, stop strings and the places of tokens, whatever a step brings at once."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from helpers.chat_model import write_chat_model
+from neuron_runtime.core import FinishReason
+from neuron_runtime.text.answer import Answer
+from neuron_runtime.text.reasoning import REASONING_PARSERS, Thoughts
+from neuron_runtime.text.tokenizer import Tokenizer, load_tokenizer
+
+TEXT = "<think>a core ☃</think>naïve 😀 devices end here"
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    return load_tokenizer(write_chat_model(tmp_path_factory.mktemp("model")))
+
+
+def feed(answer: Answer, token_ids: tuple[int, ...], sizes: list[int]) -> str:
+    text, at, turn = "", 0, 0
+    while at < len(token_ids) and answer.finish_reason is None:
+        part = token_ids[at : at + sizes[turn % len(sizes)]]
+        at, turn = at + len(part), turn + 1
+        text += answer.feed(part, FinishReason.LENGTH if at == len(token_ids) else None)
+    return text
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(sizes=st.lists(st.integers(1, 5), min_size=1, max_size=4))
+def test_thought_and_answer_do_not_depend_on_how_many_tokens_a_step_brings(
+    tokenizer: Tokenizer, sizes: list[int]
+) -> None:
+    ids = tokenizer.encode(TEXT, add_special_tokens=False)
+    thoughts = Thoughts(REASONING_PARSERS["qwen3"], "")
+    answer = Answer(tokenizer, (), stop=("end",), thoughts=thoughts)
+    assert (feed(answer, ids, sizes), answer.thought) == ("naïve 😀 devices ", "a core ☃")
+    assert answer.finish_reason is FinishReason.STOP
+    of_the_thought = tokenizer.encode("<think>a core ☃</think>", add_special_tokens=False)
+    assert answer.num_reasoning_tokens in (len(of_the_thought), len(of_the_thought) + 1)
+
+
+def test_a_stop_string_ends_a_thought_too(tokenizer: Tokenizer) -> None:
+    ids = tokenizer.encode(TEXT, add_special_tokens=False)
+    answer = Answer(tokenizer, (), stop=("core",), thoughts=Thoughts(REASONING_PARSERS["qwen3"], ""))
+    assert (feed(answer, ids, [2]), answer.thought, answer.stop_string) == ("", "a ", "core")
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(sizes=st.lists(st.integers(1, 5), min_size=1, max_size=4))
+def test_every_token_is_located_at_the_character_that_it_begins(tokenizer: Tokenizer, sizes: list[int]) -> None:
+    ids = tokenizer.encode(TEXT, add_special_tokens=False)
+    answer = Answer(tokenizer, (), locates=True)
+    text = feed(answer, ids, sizes)
+    assert text == TEXT
+    assert len(answer.text_offsets) == answer.num_tokens == len(ids)
+    for at, offset in enumerate(answer.text_offsets):
+        before = b"".join(map(tokenizer.token_bytes, ids[:at]))
+        assert offset == len(before.decode(errors="ignore"))
+
+
+def test_the_token_that_ends_an_answer_is_located_behind_its_text(tokenizer: Tokenizer) -> None:
+    ids = tokenizer.encode("a core", add_special_tokens=False)
+    answer = Answer(tokenizer, (), locates=True)
+    assert answer.feed((*ids, 1), FinishReason.STOP) == "a core"
+    assert (answer.num_tokens, answer.text_offsets[-1]) == (len(ids) + 1, 6)
