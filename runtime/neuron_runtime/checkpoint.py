@@ -95,12 +95,9 @@ def read_checkpoint(folder: Path) -> Checkpoint:
         FatalError: MODEL_NOT_FOUND when there is no such folder.
         InvalidModel: config.json or weights are missing, malformed or truncated.
     """
-    if not folder.is_dir():
-        raise FatalError(ExitCode.MODEL_NOT_FOUND, f"{folder} is not a folder; give the folder that holds config.json")
-    digest = hashlib.sha256()
-    raw_config = _read(folder / CONFIG_FILE, "a model folder holds config.json beside its weights")
+    raw_config = _read_config(folder)
     config = _json_object(raw_config, folder / CONFIG_FILE)
-    digest.update(raw_config)
+    digest = hashlib.sha256(raw_config)
 
     weight_map: dict[str, str] | None = None
     files = [WEIGHTS_FILE]
@@ -126,6 +123,11 @@ def read_checkpoint(folder: Path) -> Checkpoint:
     return Checkpoint(folder=folder, config=config, tensors=tensors, digest=digest.hexdigest())
 
 
+def read_config(folder: Path) -> dict[str, Any]:
+    """config.json alone, of a folder that needs no weights. Raises as `read_checkpoint`."""
+    return _json_object(_read_config(folder), folder / CONFIG_FILE)
+
+
 def parse_index(raw: bytes, source: Path) -> dict[str, str]:
     """Tensor name to file name, from the bytes of `model.safetensors.index.json`.
 
@@ -149,6 +151,7 @@ def read_header(path: Path) -> tuple[bytes, list[TensorInfo]]:
     Raises:
         InvalidModel: missing, truncated or malformed; the message has the byte counts.
     """
+    _check_regular(path)
     try:
         with path.open("rb") as file:
             num_file_bytes = os.fstat(file.fileno()).st_size
@@ -226,6 +229,12 @@ def _tensor(name: str, entry: object, data_begin: int, path: Path) -> TensorInfo
     )
 
 
+def _read_config(folder: Path) -> bytes:
+    if not folder.is_dir():
+        raise FatalError(ExitCode.MODEL_NOT_FOUND, f"{folder} is not a folder; give the folder that holds config.json")
+    return _read(folder / CONFIG_FILE, "a model folder holds config.json beside its weights")
+
+
 def _what_is_there_instead(folder: Path) -> str:
     others = sorted(p.name for pattern in ("*.bin", "*.pt", "*.pth", "*.gguf") for p in folder.glob(pattern))
     if others:
@@ -233,7 +242,14 @@ def _what_is_there_instead(folder: Path) -> str:
     return f"the folder holds neither {WEIGHTS_FILE} nor {INDEX_FILE}; fetch the model's weights"
 
 
+def _check_regular(path: Path) -> None:
+    """Opening a pipe or a device would wait for whoever is at its other end."""
+    if path.exists() and not path.is_file():
+        raise InvalidModel(f"{path}: is not a regular file")
+
+
 def _read(path: Path, cure: str) -> bytes:
+    _check_regular(path)
     try:
         if (num_bytes := path.stat().st_size) > MAX_JSON_BYTES:
             raise InvalidModel(f"{path}: {num_bytes} bytes, the limit is {MAX_JSON_BYTES}")

@@ -22,9 +22,12 @@ from neuron_runtime.sources import Hub, outline
 DTYPE_NAMES = {"F64": "float64", "F32": "float32", "BF16": "bfloat16", "F16": "float16", "F8_E4M3": "float8_e4m3fn"}
 """safetensors' spelling to torch's; others are reported as they are."""
 
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
+"""One of these holds a vocabulary; without it nothing can be served as text."""
+
 
 def inspect_model(uri: str, hub: Hub | None = None) -> ModelFacts:
-    """Look at a model: config.json, the index and the headers of the weights.
+    """Look at a model: config.json, the index and the headers of the weights, and whether a tokenizer is there.
 
     Raises:
         InvalidConfig: the URI is malformed or of a scheme that is not supported.
@@ -35,7 +38,10 @@ def inspect_model(uri: str, hub: Hub | None = None) -> ModelFacts:
         tempfile.TemporaryDirectory(prefix="neuron-inspect-") as scratch,
         outline(uri, Path(scratch), hub) as (folder, commit),
     ):
-        return model_facts(read_checkpoint(folder), commit)
+        facts = model_facts(read_checkpoint(folder), commit)
+        if not any((folder / name).is_file() for name in TOKENIZER_FILES):
+            raise InvalidModel(f"{folder}: there is no tokenizer; add its {' or '.join(TOKENIZER_FILES)} to the model")
+        return facts
 
 
 def model_facts(checkpoint: Checkpoint, commit: str | None = None) -> ModelFacts:

@@ -8,6 +8,8 @@ from typing import Any
 
 import numpy as np
 from safetensors.numpy import save_file
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
 
 from neuron_runtime.backend.torch.architecture import decoder_config, tensor_shapes
 
@@ -31,10 +33,12 @@ TINY_CONFIG: dict[str, Any] = {
 
 
 def write_tiny_model(folder: Path, *, seed: int = 0, num_shards: int = 1, **changes: Any) -> Path:
-    """Write config.json and fp16 weights, in shards with an index when there are several; returns the folder."""
+    """Write config.json, tokenizer.json and fp16 weights, in shards with an index when there are several."""
     config = {**TINY_CONFIG, **changes}
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    words = {f"w{number}": number for number in range(TINY_CONFIG["vocab_size"])}
+    Tokenizer(WordLevel(words, unk_token="w0")).save(str(folder / "tokenizer.json"))
     rng = np.random.default_rng(seed)
     tensors = {
         name: rng.normal(0, 0.05, shape).astype(np.float16)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -117,6 +118,14 @@ def truncate(folder: Path) -> None:
     path.write_bytes(path.read_bytes()[:-100])
 
 
+def become_a_pipe(name: str) -> Callable[[Path], None]:
+    def change(folder: Path) -> None:
+        (folder / name).unlink()
+        os.mkfifo(folder / name)
+
+    return change
+
+
 BROKEN = [
     (drop("config.json"), ExitCode.INVALID_MODEL, "config.json is missing"),
     (write("config.json", b"{"), ExitCode.INVALID_MODEL, "config.json: malformed JSON"),
@@ -126,6 +135,7 @@ BROKEN = [
     (configure(num_hidden_layers=3), ExitCode.INVALID_MODEL, "promises tensor model.layers.2"),
     (configure(vocab_size=65), ExitCode.INVALID_MODEL, "has shape [64, 32], config.json says [65, 32]"),
     (configure(hidden_size=None), ExitCode.INVALID_MODEL, "hidden_size must be a positive integer"),
+    (drop("tokenizer.json"), ExitCode.INVALID_MODEL, "there is no tokenizer; add its tokenizer.json or"),
     (configure(architectures=["MambaForCausalLM"]), ExitCode.UNSUPPORTED_ARCHITECTURE, "supported: LlamaForCausalLM"),
 ]
 
@@ -144,6 +154,14 @@ def test_a_model_that_cannot_work_is_named_with_file_and_cause(
     assert caught.value.exit_code is exit_code
     assert words in str(caught.value)
     assert "neuron-inspect-" not in str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["config.json", "model.safetensors"])
+def test_a_pipe_in_the_place_of_a_file_is_refused_at_once(tmp_path: Path, name: str) -> None:
+    folder = write_tiny_model(tmp_path / "model")
+    become_a_pipe(name)(folder)
+    with pytest.raises(FatalError, match=f"{name}: is not a regular file"):
+        inspect_model(f"file://{folder}")
 
 
 def test_a_model_that_only_has_pickled_weights_is_told_to_convert(shelf: Shelf, hub: Hub) -> None:
