@@ -45,6 +45,10 @@ class StepStats:
     """This step was scheduled while the one before it ran."""
     launched_ahead: bool
     """It was also launched before the one before it was collected."""
+    bucket: str = ""
+    """The compiled shape it ran in; empty where shapes are free."""
+    num_computed_tokens: int = 0
+    """Tokens that the device computed, padding included."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +71,8 @@ class EngineStats:
     num_decode_steps_ahead_total: int = 0
     """Decode steps that were scheduled while the step before them ran."""
     device_seconds_total: float = 0.0
+    backend_seconds_total: float = 0.0
+    """Time that calls of the backend took, waiting for the device included; the rest of a turn is the host's."""
     last_step: StepStats | None = None
     """The step applied by the latest call of `Engine.step`; None if that call applied none."""
 
@@ -111,6 +117,7 @@ class Engine:
         self._max_queued = max_queued_requests
         self._in_flight: deque[_Launched] = deque()
         self._totals = EngineStats(num_blocks=self._limits.num_blocks)
+        self._backend_seconds = 0.0
 
     def add(self, request: Request) -> None:
         """Accept a request.
@@ -148,6 +155,7 @@ class Engine:
             num_blocks_used=scheduler.blocks.num_used,
             num_preemptions_total=scheduler.num_preemptions,
             num_prompt_tokens_total=scheduler.num_prompt_tokens,
+            backend_seconds_total=self._backend_seconds,
         )
 
     def step(self) -> list[TokenEvent]:
@@ -166,7 +174,9 @@ class Engine:
             self._launch(_Launched(ahead, scheduled_ahead=True, launched_ahead=True), None)
 
         current = self._in_flight.popleft()
+        began = self._clock()
         output = self._backend.collect(current.batch.step)
+        self._backend_seconds += self._clock() - began
         following = _Launched(fill(ahead, output, current.batch), True, at_once) if ahead else None
         if following and at_once:
             self._in_flight[0] = following
@@ -198,8 +208,10 @@ class Engine:
         return batch
 
     def _launch(self, launched: _Launched, late: Late | None) -> None:
+        began = self._clock()
         self._backend.launch(launched.batch)
         self._backend.sample(launched.batch.step, late)
+        self._backend_seconds += self._clock() - began
         self._in_flight.append(launched)
 
     def _apply(self, launched: _Launched, output: StepOutput) -> list[TokenEvent]:
@@ -237,6 +249,8 @@ class Engine:
             device_seconds=output.device_seconds,
             scheduled_ahead=launched.scheduled_ahead,
             launched_ahead=launched.launched_ahead,
+            bucket=output.bucket,
+            num_computed_tokens=output.num_computed_tokens or batch.num_tokens,
         )
         decodes = batch.kind is Kind.DECODE
         self._totals = replace(

@@ -113,6 +113,14 @@ class Numbers(msgspec.Struct, frozen=True, array_like=True):
     num_step_tokens: int = 0
     """Tokens fed in the step."""
     device_seconds: float = 0.0
+    bucket: str = ""
+    """The compiled shape of the step; empty where shapes are free."""
+    num_computed_tokens: int = 0
+    """Tokens that the device computed in the step, padding included."""
+    host_seconds: float = 0.0
+    """Time of the turn outside the backend's calls."""
+    work_seconds: float = 0.0
+    """Time of the turn: since the one before, or since there was anything to do."""
 
 
 class Step(msgspec.Struct, frozen=True, tag="step"):
@@ -164,7 +172,7 @@ def news(event: TokenEvent) -> News:
     return News(event.request_id, event.token_ids, event.finish_reason, event.logprobs, first)
 
 
-def numbers(stats: EngineStats) -> Numbers:
+def numbers(stats: EngineStats, work_seconds: float = 0.0, host_seconds: float = 0.0) -> Numbers:
     step = stats.last_step
     return Numbers(
         num_running=stats.num_running,
@@ -174,4 +182,8 @@ def numbers(stats: EngineStats) -> Numbers:
         step_kind=step.kind if step else None,
         num_step_tokens=step.num_tokens if step else 0,
         device_seconds=step.device_seconds if step else 0.0,
+        bucket=step.bucket if step else "",
+        num_computed_tokens=step.num_computed_tokens if step else 0,
+        host_seconds=host_seconds,
+        work_seconds=work_seconds,
     )

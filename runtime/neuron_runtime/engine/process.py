@@ -85,6 +85,8 @@ class Worker:
         self._border = border
         self._deadline = deadline
         self._longest_step_seconds = 0.0
+        self._accounted_until = time.monotonic()
+        self._backend_seconds = 0.0
 
     def run(self, stopping: Callable[[], bool]) -> None:
         """Until told to stop. Whatever the device raises comes out here."""
@@ -92,14 +94,25 @@ class Worker:
             self.turn()
 
     def turn(self) -> None:
-        mail = self._border.receive(wait=not self._engine.has_work)
+        idle = not self._engine.has_work
+        mail = self._border.receive(wait=idle)
+        if idle:
+            self._accounted_until = time.monotonic()
         refused = self._deliver(mail)
         works = self._engine.has_work
         events = self._step() if works else []
         if mail or works:
             # An abort changes the numbers too: a freed row is to be seen at once.
-            numbers = messages.numbers(self._engine.stats)
+            numbers = self._numbers()
             self._border.send(Step(tuple(map(messages.news, events)), tuple(refused), numbers))
+
+    def _numbers(self) -> messages.Numbers:
+        """Of the turn that ends here; what it costs to send them belongs to the next one."""
+        stats, now = self._engine.stats, time.monotonic()
+        work = now - self._accounted_until
+        inside = stats.backend_seconds_total - self._backend_seconds
+        self._accounted_until, self._backend_seconds = now, stats.backend_seconds_total
+        return messages.numbers(stats, work_seconds=work, host_seconds=work - inside)
 
     def _deliver(self, mail: list[ToEngine]) -> list[Refused]:
         refused = []

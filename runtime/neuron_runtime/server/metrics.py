@@ -1,147 +1,244 @@
-"""Every Prometheus series of a serving process, declared once.
+"""Every Prometheus series of a serving process: what it is called, what it counts, and who counts it.
 
-Names, units and the label `model_name` are vLLM's where the meaning is the same, so boards and autoscalers work
-unchanged; our own begin with `neuron_serving_`. The front end feeds them; nothing here decides or measures.
+Names, units and labels are vLLM's where the meaning is the same, so boards and autoscalers work unchanged; our own
+begin with `neuron_serving_`. Each front end has one `Metrics` and feeds it; `render` adds up what all front ends of a
+server counted. Nothing here decides or measures.
 """
 
 from __future__ import annotations
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, disable_created_metrics, generate_latest
+import time
+from collections.abc import Callable, Iterable
+
 from prometheus_client.exposition import CONTENT_TYPE_LATEST as CONTENT_TYPE
 
 from neuron_runtime.core import BackendLimits, FinishReason, Kind
 from neuron_runtime.engine.messages import Numbers, Step
+from neuron_runtime.server.series import Book, Exported, Family
 
-__all__ = ["CONTENT_TYPE", "Metrics"]
+__all__ = ["CONTENT_TYPE", "FAMILIES", "Metrics"]
 
-# When a series began is nobody's question here, and it doubles what is scraped.
-disable_created_metrics()  # type: ignore[no-untyped-call]
+# Every bound that vLLM has, so that rules which name one work; finer below, where a step takes few milliseconds.
+_FIRST_TOKEN = (
+    *(0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0),
+    *(80.0, 160.0, 640.0, 2560.0),
+)
+_GAP = (
+    *(0.005, 0.01, 0.015, 0.02, 0.025, 0.03, 0.04, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5),
+    *(5.0, 7.5, 10.0, 20.0, 40.0, 80.0),
+)
+_LATENCY = (
+    *(0.1, 0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0, 120.0, 240.0, 480.0),
+    *(960.0, 1920.0, 7680.0),
+)
+_TOKENS = tuple(float(mantissa * 10**exponent) for exponent in range(6) for mantissa in (1, 2, 5))
+_STEP_TOKENS = (1.0, 8.0, 16.0, 32.0, 64.0, 128.0, 256.0, 512.0, 1024.0, 2048.0, 4096.0, 8192.0, 16384.0)
+_STEP = (0.001, 0.002, 0.004, 0.006, 0.008, 0.01, 0.015, 0.02, 0.03, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0)
+_HOST = (0.00005, 0.0001, 0.0002, 0.0003, 0.0005, 0.00075, 0.001, 0.0015, 0.002, 0.005, 0.01, 0.05, 0.1)
 
-_SHORT = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0)
-_GAP = (0.005, 0.01, 0.015, 0.02, 0.025, 0.03, 0.04, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5, 5.0)
-_LONG = (0.1, 0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0, 120.0, 240.0, 480.0)
-_TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000, 20000, 50000, 100000)
-_STEP_TOKENS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
+FAMILIES: list[Family] = []
+"""In the order in which they are scraped."""
+
+
+def _family(family: Family) -> Family:
+    FAMILIES.append(family)
+    return family
+
+
+def _gauge(name: str, text: str, *labels: str) -> Family:
+    return _family(Family(name, "gauge", text, labels, counted_by="engine"))
+
+
+def _engine_counter(name: str, text: str, *labels: str) -> Family:
+    return _family(Family(name, "counter", text, labels, counted_by="engine"))
+
+
+def _counter(name: str, text: str, *labels: str) -> Family:
+    return _family(Family(name, "counter", text, labels))
+
+
+def _histogram(name: str, text: str, bounds: tuple[float, ...]) -> Family:
+    return _family(Family(name, "histogram", text, bounds=bounds))
+
+
+RUNNING = _gauge("vllm:num_requests_running", "Requests that have a row.")
+WAITING = _gauge("vllm:num_requests_waiting", "Requests that wait for a row.")
+CACHE_USAGE = _gauge("vllm:kv_cache_usage_perc", "Share of the KV blocks in use; 1 is all.")
+CACHE_CONFIG = _gauge("vllm:cache_config_info", "The KV cache's shape; always 1.", "block_size", "num_gpu_blocks")
+LORA_REQUESTS = _gauge(
+    "vllm:lora_requests_info",
+    "Adapters in use and waited for; when that was so, in Unix time.",
+    *("max_lora", "waiting_lora_adapters", "running_lora_adapters"),
+)
+PREEMPTIONS = _engine_counter("vllm:num_preemptions_total", "Times that a request lost its blocks and began again.")
+PROMPT_TOKENS = _counter("vllm:prompt_tokens_total", "Prompt tokens of requests that got their first token.")
+GENERATION_TOKENS = _counter("vllm:generation_tokens_total", "Tokens generated.")
+SUCCESS = _counter("vllm:request_success_total", "Requests that ended, by how.", "finished_reason")
+FIRST_TOKEN = _histogram("vllm:time_to_first_token_seconds", "Arrival to first token.", _FIRST_TOKEN)
+GAP = _histogram("vllm:inter_token_latency_seconds", "Time between two tokens of a request.", _GAP)
+PER_TOKEN = _histogram(
+    "vllm:request_time_per_output_token_seconds", "Mean time per token of a request after the first.", _GAP
+)
+E2E = _histogram("vllm:e2e_request_latency_seconds", "Arrival to the end of the answer.", _LATENCY)
+QUEUE = _histogram("vllm:request_queue_time_seconds", "Time a request waited for its first step.", _LATENCY)
+PREFILL = _histogram("vllm:request_prefill_time_seconds", "Time from its first step to its first token.", _LATENCY)
+DECODE = _histogram("vllm:request_decode_time_seconds", "First token to last.", _LATENCY)
+REQUEST_PROMPT = _histogram("vllm:request_prompt_tokens", "Prompt tokens of a request.", _TOKENS)
+REQUEST_GENERATION = _histogram("vllm:request_generation_tokens", "Tokens generated for a request.", _TOKENS)
+ITERATION_TOKENS = _family(
+    Family("vllm:iteration_tokens_total", "histogram", "Tokens fed in a step.", (), _STEP_TOKENS, "engine")
+)
+
+STEP_SECONDS = _family(
+    Family(
+        "neuron_serving_step_seconds",
+        "histogram",
+        "Time the device worked on a step, by kind.",
+        ("kind",),
+        _STEP,
+        "engine",
+    )
+)
+HOST_SECONDS = _family(
+    Family(
+        "neuron_serving_step_host_seconds",
+        "histogram",
+        "Time of the engine's thread around a step, without the backend's calls.",
+        (),
+        _HOST,
+        "engine",
+    )
+)
+BUSY_SECONDS = _engine_counter("neuron_serving_device_busy_seconds_total", "Time the device worked on steps.")
+WORK_SECONDS = _engine_counter(
+    "neuron_serving_work_seconds_total",
+    "Time in which the engine had requests; where the device is not busy, it waits.",
+)
+FED_TOKENS = _engine_counter(
+    "neuron_serving_fed_tokens_total", "Tokens that steps were given, by kind and bucket.", "kind", "bucket"
+)
+COMPUTED_TOKENS = _engine_counter(
+    "neuron_serving_computed_tokens_total",
+    "Tokens that the device computed for them, padding included.",
+    "kind",
+    "bucket",
+)
+LOAD_SECONDS = _gauge("neuron_serving_load_seconds", "Time it took to load the model.")
+WARM_UP_SECONDS = _gauge("neuron_serving_warm_up_seconds", "Time it took to compile what was not, and to warm up.")
+RESTARTS = _engine_counter("neuron_serving_engine_restarts_total", "Engine processes started after the first.")
+MEMBERS = _gauge("neuron_serving_group_members_present", "Ranks of this replica that take part.")
+
+NO_BUCKET = "none"
+"""Label of steps whose shapes are free."""
 
 
 class Metrics:
-    """The series of one served model, in a registry of their own."""
+    """What one front end counted of one served model."""
 
     def __init__(self, model_name: str) -> None:
-        self._registry = CollectorRegistry()
-        self._model_name = model_name
-        self._running = self._gauge("vllm:num_requests_running", "Requests that have a row.")
-        self._waiting = self._gauge("vllm:num_requests_waiting", "Requests that wait for a row.")
-        self._cache_usage = self._gauge("vllm:kv_cache_usage_perc", "Share of the KV blocks in use; 1 is all.")
-        self._preemptions = self._counter("vllm:num_preemptions", "Requests that lost their blocks and began again.")
-        self._prompt_tokens = self._counter("vllm:prompt_tokens", "Prompt tokens computed.")
-        self._generation_tokens = self._counter("vllm:generation_tokens", "Tokens generated.")
-        self._first_token = self._histogram("vllm:time_to_first_token_seconds", "Arrival to first token.", _SHORT)
-        self._gap = self._histogram("vllm:inter_token_latency_seconds", "Time between two tokens of a request.", _GAP)
-        self._per_token = self._histogram(
-            "vllm:request_time_per_output_token_seconds", "Mean time per token of a request after the first.", _GAP
-        )
-        self._e2e = self._histogram("vllm:e2e_request_latency_seconds", "Arrival to the end of the answer.", _LONG)
-        self._queue = self._histogram(
-            "vllm:request_queue_time_seconds", "Time a request waited for its first step.", _LONG
-        )
-        self._prefill = self._histogram(
-            "vllm:request_prefill_time_seconds", "Time from its first step to its first token.", _LONG
-        )
-        self._decode = self._histogram("vllm:request_decode_time_seconds", "First token to last.", _LONG)
-        self._request_prompt = self._histogram("vllm:request_prompt_tokens", "Prompt tokens of a request.", _TOKENS)
-        self._request_generation = self._histogram(
-            "vllm:request_generation_tokens", "Tokens generated for a request.", _TOKENS
-        )
-        self._iteration = self._histogram("vllm:iteration_tokens_total", "Tokens fed in a step.", _STEP_TOKENS)
-        success = Counter(
-            "vllm:request_success",
-            "Requests that ended, by how.",
-            ["model_name", "finished_reason"],
-            registry=self._registry,
-        )
-        self._success = {reason: success.labels(model_name, reason.value) for reason in FinishReason}
-        self._cache_config = Gauge(
-            "vllm:cache_config_info",
-            "The KV cache's shape; always 1.",
-            ["model_name", "block_size", "num_gpu_blocks"],
-            registry=self._registry,
-        )
-        step_seconds = Histogram(
-            "neuron_serving_step_seconds",
-            "Time the device worked on a step, by kind.",
-            ["model_name", "kind"],
-            buckets=_SHORT,
-            registry=self._registry,
-        )
-        self._step_seconds = {kind: step_seconds.labels(model_name, kind.value) for kind in Kind}
-        self._load = self._gauge("neuron_serving_load_seconds", "Time it took to load the model.")
-        self._warm_up = self._gauge("neuron_serving_warm_up_seconds", "Time it took to warm up.")
-        self._restarts = self._counter("neuron_serving_engine_restarts", "Engine processes started after the first.")
+        self._labels = {"model_name": model_name}
+        self._book = book = Book(FAMILIES)
+        self._heard = 0
         self._last = Numbers()
+        self._at_scrape: list[tuple[Family, Callable[[], float]]] = []
 
-    def render(self) -> bytes:
-        """The text that Prometheus scrapes."""
-        return generate_latest(self._registry)
+        self._running, self._waiting = book.number(RUNNING), book.number(WAITING)
+        self._cache_usage = book.number(CACHE_USAGE)
+        self._preemptions = book.number(PREEMPTIONS)
+        self._prompt_tokens = book.number(PROMPT_TOKENS)
+        self._generation_tokens = book.number(GENERATION_TOKENS)
+        self._success = {reason: book.number(SUCCESS, reason.value) for reason in FinishReason}
+        self._first_token, self._gap = book.distribution(FIRST_TOKEN), book.distribution(GAP)
+        self._per_token, self._e2e = book.distribution(PER_TOKEN), book.distribution(E2E)
+        self._queue, self._prefill = book.distribution(QUEUE), book.distribution(PREFILL)
+        self._decode = book.distribution(DECODE)
+        self._request_prompt = book.distribution(REQUEST_PROMPT)
+        self._request_generation = book.distribution(REQUEST_GENERATION)
+        self._iteration = book.distribution(ITERATION_TOKENS)
+        self._step_seconds = {kind: book.distribution(STEP_SECONDS, kind.value) for kind in Kind}
+        self._host_seconds = book.distribution(HOST_SECONDS)
+        self._busy, self._work = book.number(BUSY_SECONDS), book.number(WORK_SECONDS)
+        self._load, self._warm_up = book.number(LOAD_SECONDS), book.number(WARM_UP_SECONDS)
+        self._restarts, self._members = book.number(RESTARTS), book.number(MEMBERS)
+
+    # What is told to Prometheus
+
+    def export(self) -> Exported:
+        """What this front end counted, for another one to render."""
+        for family, read in self._at_scrape:
+            self._book.number(family).value = read()
+        return self._book.export(self._heard)
+
+    def render(self, others: Iterable[Exported] = ()) -> bytes:
+        """The text that Prometheus scrapes: this front end's numbers and those of the others, added up."""
+        return self._book.text((self.export(), *others), self._labels)
+
+    def read_at_scrape(self, family: Family, read: Callable[[], float]) -> None:
+        """A gauge whose value somebody else keeps."""
+        self._at_scrape.append((family, read))
+
+    # What the engine tells
 
     def engine_started(self, incarnation: int) -> None:
-        """Counters of an engine begin at zero with its process; ours go on."""
+        """Counts of an engine begin at zero with its process; ours go on."""
         self._last = Numbers()
-        if incarnation > 1:
-            self._restarts.inc()
+        self._restarts.value = incarnation - 1
 
     def engine_ready(self, limits: BackendLimits, load_seconds: float, warm_up_seconds: float) -> None:
-        self._cache_config.labels(self._model_name, limits.block_size, limits.num_blocks).set(1)
-        self._load.set(load_seconds)
-        self._warm_up.set(warm_up_seconds)
+        self._heard += 1
+        for family in (CACHE_CONFIG, LORA_REQUESTS):
+            self._book.forget(family)
+        self._book.number(CACHE_CONFIG, str(limits.block_size), str(limits.num_blocks)).value = 1
+        # Adapters are not built: none can be loaded, none waits, none runs.
+        self._book.number(LORA_REQUESTS, "0", "", "").value = time.time()
+        self._load.value, self._warm_up.value = load_seconds, warm_up_seconds
+        self._members.value = 1
 
     def engine_ended(self) -> None:
-        for gauge in (self._running, self._waiting, self._cache_usage):
-            gauge.set(0)
+        for gauge in (self._running, self._waiting, self._cache_usage, self._members):
+            gauge.value = 0
 
     def step(self, step: Step) -> None:
         """Called for every message of the engine, so only what a step always changes."""
         numbers, last = step.numbers, self._last
-        self._running.set(numbers.num_running)
-        self._waiting.set(numbers.num_waiting)
-        self._cache_usage.set(numbers.cache_usage)
-        if numbers.num_preemptions_total != last.num_preemptions_total:
-            self._preemptions.inc(numbers.num_preemptions_total - last.num_preemptions_total)
+        self._heard += 1
+        self._running.value, self._waiting.value = numbers.num_running, numbers.num_waiting
+        self._cache_usage.value = numbers.cache_usage
+        self._preemptions.value += numbers.num_preemptions_total - last.num_preemptions_total
+        self._work.value += numbers.work_seconds
         if numbers.step_kind is not None:
+            kind, bucket = numbers.step_kind.value, numbers.bucket or NO_BUCKET
             self._iteration.observe(numbers.num_step_tokens)
             self._step_seconds[numbers.step_kind].observe(numbers.device_seconds)
+            self._host_seconds.observe(numbers.host_seconds)
+            self._busy.value += numbers.device_seconds
+            self._book.number(FED_TOKENS, kind, bucket).value += numbers.num_step_tokens
+            self._book.number(COMPUTED_TOKENS, kind, bucket).value += numbers.num_computed_tokens
         self._last = numbers
+
+    # What becomes of requests
 
     def first_token(self, seconds: float, queue_seconds: float, num_prompt_tokens: int) -> None:
         """The first token of a request that arrived `seconds` ago and waited part of them; its prompt is computed."""
         self._first_token.observe(seconds)
         self._queue.observe(queue_seconds)
         self._prefill.observe(seconds - queue_seconds)
-        self._prompt_tokens.inc(num_prompt_tokens)
+        self._prompt_tokens.value += num_prompt_tokens
 
     def tokens(self, count: int, gap_seconds: float | None) -> None:
-        """`count` more tokens of a request, `gap_seconds` after the ones before."""
-        self._generation_tokens.inc(count)
+        """`count` more tokens of a request, `gap_seconds` after the ones before; None for its first ones."""
+        self._generation_tokens.value += count
         if gap_seconds is not None:
-            self._gap.observe(gap_seconds / count)
+            self._gap.observe(gap_seconds / count, count)
 
     def finished(
         self, reason: FinishReason, num_prompt_tokens: int, num_tokens: int, seconds: float, decode_seconds: float
     ) -> None:
         """A request ended `seconds` after it arrived and `decode_seconds` after its first token."""
-        self._success[reason].inc()
+        self._success[reason].value += 1
         self._request_prompt.observe(num_prompt_tokens)
         self._request_generation.observe(num_tokens)
         self._e2e.observe(seconds)
         self._decode.observe(decode_seconds)
         if num_tokens > 1:
             self._per_token.observe(decode_seconds / (num_tokens - 1))
-
-    def _gauge(self, name: str, text: str) -> Gauge:
-        return Gauge(name, text, ["model_name"], registry=self._registry).labels(self._model_name)
-
-    def _counter(self, name: str, text: str) -> Counter:
-        return Counter(name, text, ["model_name"], registry=self._registry).labels(self._model_name)
-
-    def _histogram(self, name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
-        return Histogram(name, text, ["model_name"], buckets=buckets, registry=self._registry).labels(self._model_name)

@@ -1,0 +1,156 @@
+"""Numbers behind Prometheus series: counting is plain arithmetic, processes are summed, the library writes the text.
+
+Used by `metrics`, which knows what the numbers mean. A front end counts for every token it streams, so a count here is
+an addition and an observation a bisection, several times cheaper than the library's own objects, and what a process
+counted is plain data that another one can add to its own. Nothing here knows a metric by name.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any, Literal, TypeVar
+
+import msgspec
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
+from prometheus_client.registry import Collector
+from prometheus_client.utils import floatToGoString
+
+Labels = tuple[str, ...]
+Made = TypeVar("Made")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Family:
+    """A metric as Prometheus knows it: everything but its numbers.
+
+    name: as it is scraped; a counter's ends with `_total`.
+    labels: names beyond those that every series of the process carries.
+    bounds: upper ends of a histogram's buckets, ascending, without infinity.
+    counted_by: `each`: every front end counts its own part, and the parts are added; `engine`: the engine tells every
+        front end the same, and the one that heard most is believed.
+    """
+
+    name: str
+    kind: Literal["counter", "gauge", "histogram"]
+    text: str
+    labels: Labels = ()
+    bounds: tuple[float, ...] = ()
+    counted_by: Literal["each", "engine"] = "each"
+
+
+class Number:
+    """One counter or gauge."""
+
+    __slots__ = ("value",)
+
+    def __init__(self) -> None:
+        self.value = 0.0
+
+    def add(self, more: float) -> None:
+        self.value += more
+
+    def export(self) -> tuple[float, ...]:
+        return (self.value,)
+
+
+class Distribution:
+    """One histogram: how many observations fell into each bucket, and their sum."""
+
+    __slots__ = ("_bounds", "_counts", "_sum")
+
+    def __init__(self, bounds: tuple[float, ...]) -> None:
+        self._bounds = bounds
+        self._counts = [0] * (len(bounds) + 1)
+        self._sum = 0.0
+
+    def observe(self, value: float, times: int = 1) -> None:
+        self._counts[bisect_left(self._bounds, value)] += times
+        self._sum += value * times
+
+    def export(self) -> tuple[float, ...]:
+        return (self._sum, *self._counts)
+
+
+class Exported(msgspec.Struct, frozen=True, array_like=True):
+    """All numbers of one process, to be added to those of another.
+
+    heard: how many messages of the engine they rest on.
+    series: (metric, label values, numbers): of a counter or gauge its value, of a histogram its sum and the count of
+        every bucket.
+    """
+
+    heard: int
+    series: tuple[tuple[str, Labels, tuple[float, ...]], ...]
+
+
+class Book:
+    """The series of one process, made when they are first asked for."""
+
+    def __init__(self, families: Iterable[Family]) -> None:
+        self._families = {family.name: family for family in families}
+        self._series: dict[tuple[str, Labels], Any] = {}
+
+    def number(self, family: Family, *labels: str) -> Number:
+        return self._one(family, labels, Number)
+
+    def distribution(self, family: Family, *labels: str) -> Distribution:
+        return self._one(family, labels, lambda: Distribution(family.bounds))
+
+    def forget(self, family: Family) -> None:
+        """Its series are no longer there."""
+        for key in [key for key in self._series if key[0] == family.name]:
+            del self._series[key]
+
+    def export(self, heard: int) -> Exported:
+        return Exported(heard, tuple((*key, one.export()) for key, one in self._series.items()))
+
+    def text(self, parts: Iterable[Exported], labels: dict[str, str]) -> bytes:
+        """What Prometheus scrapes: the parts of all processes as one, each series with `labels` in front."""
+        registry = CollectorRegistry()
+        registry.register(_Parts(self._families, list(parts), labels))
+        return generate_latest(registry)
+
+    def _one(self, family: Family, labels: Labels, make: Callable[[], Made]) -> Made:
+        assert len(labels) == len(family.labels), f"{family.name} has the labels {family.labels}"
+        key = (family.name, labels)
+        if key not in self._series:
+            self._series[key] = make()
+        made: Made = self._series[key]
+        return made
+
+
+class _Parts(Collector):
+    def __init__(self, families: dict[str, Family], parts: list[Exported], labels: dict[str, str]) -> None:
+        self._families = families
+        self._parts = parts
+        self._labels = labels
+
+    def collect(self) -> Iterator[Any]:
+        believed = max(self._parts, key=lambda part: part.heard)
+        together: dict[str, dict[Labels, tuple[float, ...]]] = {}
+        for part in self._parts:
+            for name, labels, numbers in part.series:
+                if self._families[name].counted_by == "each" or part is believed:
+                    series = together.setdefault(name, {})
+                    known = series.get(labels, (0.0,) * len(numbers))
+                    series[labels] = tuple(a + b for a, b in zip(known, numbers, strict=True))
+        for name, family in self._families.items():
+            yield self._family(family, together.get(name, {}))
+
+    def _family(self, family: Family, series: dict[Labels, tuple[float, ...]]) -> Any:
+        names = (*self._labels, *family.labels)
+        make = {"counter": CounterMetricFamily, "gauge": GaugeMetricFamily, "histogram": HistogramMetricFamily}
+        made: Any = make[family.kind](family.name, family.text, labels=names)
+        for labels, numbers in series.items():
+            values = (*self._labels.values(), *labels)
+            if family.kind == "histogram":
+                total, *counts = numbers
+                bounds = (*map(floatToGoString, family.bounds), "+Inf")
+                made.add_metric(values, list(zip(bounds, accumulate(counts), strict=True)), total)
+            else:
+                made.add_metric(values, numbers[0])
+        return made

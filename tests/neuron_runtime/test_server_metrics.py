@@ -1,0 +1,198 @@
+"""What a front end counts, how several become one, and that Prometheus reads what it is shown."""
+
+from __future__ import annotations
+
+import random
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from prometheus_client.parser import text_string_to_metric_families
+
+from neuron_runtime.core import BackendLimits, FinishReason, Kind
+from neuron_runtime.engine.messages import Numbers, Step
+from neuron_runtime.server.metrics import FAMILIES, Metrics
+from neuron_runtime.server.series import Book, Distribution, Exported, Family
+
+LIMITS = BackendLimits(max_rows=2, max_model_length=256, max_step_tokens=256, block_size=16, num_blocks=64)
+Sample = tuple[str, frozenset[tuple[str, str]]]
+
+
+def samples(text: bytes) -> dict[Sample, float]:
+    families = text_string_to_metric_families(text.decode())
+    return {(s.name, frozenset(s.labels.items())): s.value for family in families for s in family.samples}
+
+
+def value(metrics: Metrics, name: str, *others: Exported, **labels: str) -> float:
+    wanted = frozenset({"model_name": "m", **labels}.items())
+    return samples(metrics.render(others))[name, wanted]
+
+
+def step(**numbers: object) -> Step:
+    return Step((), (), Numbers(**numbers))  # type: ignore[arg-type]
+
+
+def started(incarnation: int = 1) -> Metrics:
+    metrics = Metrics("m")
+    metrics.engine_started(incarnation)
+    metrics.engine_ready(LIMITS, load_seconds=3.0, warm_up_seconds=2.0)
+    return metrics
+
+
+# Numbers
+
+
+@given(st.lists(st.tuples(st.floats(0, 10), st.integers(1, 5)), max_size=30))
+def test_a_histogram_holds_every_observation_in_the_bucket_that_prometheus_puts_it_in(
+    observed: list[tuple[float, int]],
+) -> None:
+    family = Family("h", "histogram", "h.", bounds=(0.5, 1.0, 5.0))
+    book = Book([family])
+    for number, times in observed:
+        book.distribution(family).observe(number, times)
+    book.distribution(family)
+    found = samples(book.text([book.export(0)], {}))
+    for le in (0.5, 1.0, 5.0):
+        expected = sum(times for number, times in observed if number <= le)
+        assert found["h_bucket", frozenset({("le", str(le))})] == expected
+    total = sum(times for _, times in observed)
+    assert found["h_count", frozenset()] == found["h_bucket", frozenset({("le", "+Inf")})] == total
+    assert found["h_sum", frozenset()] == pytest.approx(sum(number * times for number, times in observed))
+
+
+def test_an_observation_on_a_bound_belongs_below_it() -> None:
+    one = Distribution((1.0, 2.0))
+    one.observe(1.0)
+    assert one.export() == (1.0, 1, 0, 0)
+
+
+def test_what_each_process_counts_is_added_and_what_the_engine_tells_is_taken_from_whoever_heard_most() -> None:
+    each = Family("each_total", "counter", "e.", ("reason",))
+    told = Family("told", "gauge", "t.", counted_by="engine")
+    parts = []
+    for heard, reasons in ((3, "ab"), (7, "bb"), (5, "")):
+        book = Book([each, told])
+        for reason in reasons:
+            book.number(each, reason).add(1)
+        book.number(told).value = heard
+        parts.append(book.export(heard))
+    found = samples(Book([each, told]).text(parts, {"model_name": "m"}))
+    assert {(name, dict(labels).get("reason")): number for (name, labels), number in found.items()} == {
+        ("each_total", "a"): 1,
+        ("each_total", "b"): 3,
+        ("told", None): 7,
+    }
+
+
+def test_what_a_process_exports_survives_its_way_to_another() -> None:
+    one, other = started(), started()
+    for metrics in (one, other):
+        metrics.first_token(0.5, 0.25, 12)
+        metrics.tokens(1, None)
+        metrics.tokens(4, 0.4)
+        metrics.finished(FinishReason.STOP, 12, 5, 1.0, 0.5)
+    sent = msgspec.msgpack.decode(msgspec.msgpack.encode(other.export()), type=Exported)
+    assert sent == other.export()
+    assert value(one, "vllm:generation_tokens_total", sent) == 10
+    assert value(one, "vllm:inter_token_latency_seconds_count", sent) == 8
+    assert value(one, "vllm:request_success_total", sent, finished_reason="stop") == 2
+    assert value(one, "neuron_serving_load_seconds", sent) == 3, "told by the engine, not added"
+
+
+# The engine
+
+
+def test_counters_go_on_when_the_engine_begins_again() -> None:
+    metrics = started()
+    metrics.step(step(num_preemptions_total=2))
+    metrics.step(step(num_preemptions_total=3))
+    metrics.engine_ended()
+    metrics.engine_started(2)
+    metrics.step(step(num_preemptions_total=1))
+    assert value(metrics, "vllm:num_preemptions_total") == 4
+    assert value(metrics, "neuron_serving_engine_restarts_total") == 1
+
+
+def test_an_engine_that_ended_runs_nothing_and_takes_part_in_nothing() -> None:
+    metrics = started()
+    metrics.step(step(num_running=2, num_waiting=3, cache_usage=0.5))
+    assert value(metrics, "vllm:num_requests_waiting") == 3
+    assert value(metrics, "neuron_serving_group_members_present") == 1
+    metrics.engine_ended()
+    for name in ("vllm:num_requests_running", "vllm:num_requests_waiting", "vllm:kv_cache_usage_perc"):
+        assert value(metrics, name) == 0
+    assert value(metrics, "neuron_serving_group_members_present") == 0
+
+
+def test_a_restarted_engine_with_another_cache_leaves_no_series_of_the_old_one() -> None:
+    metrics = started()
+    metrics.engine_started(2)
+    metrics.engine_ready(BackendLimits(2, 256, 256, block_size=32, num_blocks=8), 1.0, 1.0)
+    shapes = [dict(labels) for name, labels in samples(metrics.render()) if name == "vllm:cache_config_info"]
+    assert shapes == [{"model_name": "m", "block_size": "32", "num_gpu_blocks": "8"}]
+
+
+def test_steps_are_counted_by_kind_and_by_the_shape_they_ran_in() -> None:
+    metrics = started()
+    prefill = {"step_kind": Kind.PREFILL, "num_step_tokens": 100, "num_computed_tokens": 128, "bucket": "1x128"}
+    decode = {"step_kind": Kind.DECODE, "num_step_tokens": 3, "num_computed_tokens": 3}
+    for numbers in (prefill, decode, decode):
+        metrics.step(step(**numbers, device_seconds=0.008, host_seconds=0.0004, work_seconds=0.01))
+    metrics.step(step(work_seconds=0.002))  # a turn that applied no step
+    for name, kind, bucket, expected in (
+        ("fed", "prefill", "1x128", 100),
+        ("computed", "prefill", "1x128", 128),
+        ("fed", "decode", "none", 6),
+        ("computed", "decode", "none", 6),
+    ):
+        assert value(metrics, f"neuron_serving_{name}_tokens_total", kind=kind, bucket=bucket) == expected
+    assert value(metrics, "neuron_serving_step_seconds_count", kind="decode") == 2
+    assert value(metrics, "neuron_serving_step_host_seconds_count") == 3
+    assert value(metrics, "neuron_serving_device_busy_seconds_total") == pytest.approx(0.024)
+    assert value(metrics, "neuron_serving_work_seconds_total") == pytest.approx(0.032)
+    assert value(metrics, "vllm:iteration_tokens_total_sum") == 106
+
+
+# The text
+
+
+def test_the_series_that_a_board_needs_are_there_before_the_first_request() -> None:
+    there = {name for name, _ in samples(started().render())}
+    for family in FAMILIES:
+        if family.name not in ("neuron_serving_fed_tokens_total", "neuron_serving_computed_tokens_total"):
+            assert there & {family.name, f"{family.name}_count"}, family.name
+
+
+def test_every_name_says_its_unit_as_prometheus_asks() -> None:
+    seen: set[str] = set()
+    for family in FAMILIES:
+        assert family.name.startswith(("vllm:", "neuron_serving_"))
+        assert family.name not in seen
+        seen.add(family.name)
+        assert family.text.endswith(".")
+        if family.name.startswith("neuron_serving_"):
+            assert family.name.endswith("_total") == (family.kind == "counter")
+            assert not {"ms", "milliseconds", "minutes", "percent", "kb", "mb"} & set(family.name.split("_"))
+            if "time" in family.text.lower() and family.kind != "gauge":
+                assert "_seconds" in family.name
+        assert list(family.bounds) == sorted(set(family.bounds))
+
+
+def test_bounds_are_exact_numbers_in_the_text() -> None:
+    for family in FAMILIES:
+        for bound in family.bounds:
+            assert float(repr(bound)) == bound
+            assert len(repr(bound)) < 9, "a rule names a bound as it is written"
+
+
+def test_counting_costs_the_same_however_much_was_counted() -> None:
+    """Numbers are counted per token: what is kept must not grow with them."""
+    metrics = started()
+    numbers = random.Random(1)
+    for _ in range(2000):
+        metrics.tokens(1, numbers.random())
+    few = len(msgspec.msgpack.encode(metrics.export()))
+    for _ in range(20_000):
+        metrics.tokens(1, numbers.random())
+    assert len(msgspec.msgpack.encode(metrics.export())) - few < 40, "counts have more digits, nothing else"
