@@ -7,6 +7,7 @@ vLLM's where the meaning is the same. Imports stay light: torch belongs to the e
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -28,14 +29,13 @@ INTERRUPTED = 130
 DRAIN_ON_THE_COMMAND_LINE = {"delaySeconds": 0.0, "seconds": 30.0}
 """Without a platform that must notice first, a command that is told to end closes at once."""
 
-MODEL_FLAGS = {f"--{name.replace('_', '-')}": path for name, path in PATHS.items() if name != "override_neuron_config"}
+MODEL_FLAGS = {f"--{name.replace('_', '-')}": path for name, path in PATHS.items()}
 """Where the value of a flag stands in the configuration document."""
 
 FLAG_OF_PATH = {"model.uri": "MODEL"} | {path: flag for flag, path in MODEL_FLAGS.items()}
 
 NOT_BUILT = {
     "--tensor-parallel-size": "1",
-    "--override-neuron-config": "{}",
     "--additional-config": "{}",
     "--generation-config": "auto",
     "--api-key": None,
@@ -106,7 +106,7 @@ def _add_serve(serve: argparse.ArgumentParser) -> None:
     _add_record(serve)
     model = serve.add_argument_group("model flags (not together with --config)")
     model.add_argument("--served-model-name", nargs="+", help="names clients may ask for (default: from MODEL)")
-    model.add_argument("--backend", help="torch (default); others as they are built")
+    model.add_argument("--backend", help="torch (default) or simulated; others as they are built")
     model.add_argument("--dtype", help="auto (default), bfloat16, float16 or float32")
     model.add_argument("--layout", help="KV cache: auto (default), slots or blocks")
     for flag, meaning in (
@@ -118,6 +118,9 @@ def _add_serve(serve: argparse.ArgumentParser) -> None:
         ("--max-queued-requests", "requests that may wait for a row, beyond it: 429"),
     ):
         model.add_argument(flag, type=int, metavar="N", help=f"{meaning} (default: the backend's)")
+    model.add_argument(
+        "--override-neuron-config", type=_object, metavar="JSON", help="settings of the backend, as a JSON object"
+    )
     for flag in NEUTRAL_SWITCHES:
         model.add_argument(flag, action="store_true", help=argparse.SUPPRESS)
     for flag in NOT_BUILT_SWITCHES:
@@ -129,6 +132,16 @@ def _add_serve(serve: argparse.ArgumentParser) -> None:
 
 def _add_record(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--record", type=Path, metavar="FILE", help="leave the outcome here, as JSON")
+
+
+def _object(value: str) -> dict[str, Any]:
+    try:
+        given = json.loads(value)
+    except json.JSONDecodeError:
+        given = None
+    if not isinstance(given, dict):
+        raise argparse.ArgumentTypeError(f"{value!r} is not a JSON object such as '{{\"stepMilliseconds\": 8}}'")
+    return given
 
 
 class _NotBuilt(argparse.Action):

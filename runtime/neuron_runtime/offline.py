@@ -209,12 +209,13 @@ class LLM:
 
             progress = StageLines()
             weights_dir = default_weights_dir() if download_dir is None else Path(download_dir)
-            self._model_dir = materialize(config.model, weights_dir, progress)
+            package = backend_package(config)
+            self._model_dir = materialize(config.model, weights_dir, progress, with_weights=package.NEEDS_WEIGHTS)
             tokenizer = load_tokenizer(self._model_dir)
             defaults = load_generation_defaults(self._model_dir, tokenizer.eos_token_id)
             for setting in defaults.not_applied:
                 say(f"generation_config.json: {setting} is not supported yet and not applied")
-            backend = backend_package(config).load_backend(self._model_dir, config, progress)
+            backend = package.load_backend(self._model_dir, config, progress)
         self._close = weakref.finalize(self, backend.close)
         backend.warm_up(progress)
         # Whoever asks waits for all answers anyway: nothing is gained by refusing what can run later.

@@ -38,7 +38,7 @@ from huggingface_hub.utils import (  # type: ignore[attr-defined]
 )
 
 from neuron_runtime.backend.base import Progress
-from neuron_runtime.checkpoint import INDEX_FILE, WEIGHTS_FILE, header_length, parse_index, read_checkpoint
+from neuron_runtime.checkpoint import INDEX_FILE, WEIGHTS_FILE, header_length, parse_index, read_checkpoint, read_config
 from neuron_runtime.config import ModelSource
 from neuron_runtime.console import say
 from neuron_runtime.errors import ExitCode, FatalError, InvalidConfig, ServingError
@@ -212,10 +212,13 @@ def materialize(
     progress: Progress,
     hub: Hub | None = None,
     free_bytes: Callable[[Path], int] = lambda folder: shutil.disk_usage(folder).free,
+    *,
+    with_weights: bool = True,
 ) -> Path:
     """The folder of this machine that holds the model, downloaded below `weights_dir` if need be.
 
-    A pinned digest is kept: that commit is downloaded, or the folder at hand must be what was inspected.
+    A pinned digest is kept: that commit is downloaded, or the folder at hand must be what was inspected. Without
+    weights a folder is taken as it is, and of a hub's model only the small files are downloaded.
 
     Raises:
         InvalidConfig: the URI cannot be read, or weights_dir cannot be written.
@@ -224,6 +227,9 @@ def materialize(
     """
     match parse_uri(source.uri):
         case FolderModel(folder):
+            if not with_weights:
+                read_config(folder)
+                return folder
             digest = read_checkpoint(folder).digest
             if source.digest and digest != source.digest:
                 raise FatalError(
@@ -234,7 +240,9 @@ def materialize(
             return folder
         case HubModel() as model:
             hub = hub or Hub.from_environment()
-            return _download(model, source.digest, weights_dir, progress, hub=hub, free_bytes=free_bytes)
+            return _download(
+                model, source.digest, weights_dir, progress, hub=hub, free_bytes=free_bytes, with_weights=with_weights
+            )
 
 
 def _download(
@@ -245,6 +253,7 @@ def _download(
     *,
     hub: Hub,
     free_bytes: Callable[[Path], int],
+    with_weights: bool,
 ) -> Path:
     name = model.repository.replace("/", "--")
     if digest and (weights_dir / f"{name}--{digest}" / COMPLETE_MARK).exists():
@@ -267,6 +276,10 @@ def _download(
     with _saying_where(folder, model):
         for file in small:
             hub.fetch(pinned, listing.commit, file, folder)
+        if not with_weights:
+            # Not marked as complete: who needs the weights goes on from here.
+            read_config(folder)
+            return folder
         weights = _weight_files(listing, folder)
         wanted = {file: listing.files[file] for file in (*small, *weights)}
         needed = sum(wanted.values()) - _bytes_below(folder)

@@ -72,7 +72,7 @@ def test_wrong_flags_are_named(arguments: list[str], field: str, says: str) -> N
     "flags",
     [
         ["--tensor-parallel-size", "2"], ["--api-key", "x"], ["--enable-prefix-caching"], ["--chat-template", "x"],
-        ["--override-neuron-config", '{"a": 1}'], ["--additional-config", "{"], ["--reasoning-parser", "x"],
+        ["--additional-config", "{"], ["--reasoning-parser", "x"],
         ["--generation-config", "vllm"], ["--no-enable-chunked-prefill"],
     ],
 )  # fmt: skip

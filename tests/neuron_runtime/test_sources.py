@@ -116,6 +116,15 @@ class TestFolders:
             materialize(ModelSource(uri=f"file://{folder}", digest="0000"), tmp_path, quiet)
         assert caught.value.exit_code is ExitCode.CHECKSUM_MISMATCH
 
+    def test_without_weights_a_folder_needs_only_its_config(self, tmp_path: Path) -> None:
+        folder = write_tiny_model(tmp_path / "model")
+        (folder / "model.safetensors").unlink()
+        source = ModelSource(uri=f"file://{folder}", digest="0000")
+        assert materialize(source, tmp_path, quiet, with_weights=False) == folder
+        (folder / "config.json").unlink()
+        with pytest.raises(FatalError, match=r"config\.json is missing"):
+            materialize(source, tmp_path, quiet, with_weights=False)
+
 
 class TestDownloads:
     def test_what_serving_needs_is_downloaded_and_nothing_else(self, shelf: Shelf, hub: Hub, tmp_path: Path) -> None:
@@ -139,6 +148,17 @@ class TestDownloads:
             assert (folder / name).read_bytes() == (shelf.root / "acme/tiny/main" / name).read_bytes()
         assert shares[-1] == 1.0
         assert shares == sorted(shares)
+
+    def test_without_weights_the_small_files_are_downloaded_and_the_rest_when_it_is_needed(
+        self, hub: Hub, tmp_path: Path
+    ) -> None:
+        folder = materialize(ModelSource(uri=MODEL), tmp_path, quiet, hub, with_weights=False)
+        assert (folder / "config.json").exists()
+        assert (folder / "tokenizer.json").exists()
+        assert not list(folder.glob("*.safetensors"))
+        assert materialize(ModelSource(uri=MODEL), tmp_path, quiet, hub) == folder
+        assert len(list(folder.glob("*.safetensors"))) == 2
+        assert materialize(ModelSource(uri=MODEL), tmp_path, quiet, hub, with_weights=False) == folder
 
     def test_a_revision_is_what_the_uri_says(self, shelf: Shelf, hub: Hub, tmp_path: Path) -> None:
         folder = materialize(ModelSource(uri=f"{MODEL}@v1"), tmp_path, quiet, hub)

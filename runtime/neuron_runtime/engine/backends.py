@@ -14,11 +14,14 @@ from neuron_runtime.backend.base import Backend, Progress
 from neuron_runtime.config import RuntimeConfig
 from neuron_runtime.errors import InvalidConfig
 
-PACKAGES = {"torch": "neuron_runtime.backend.torch"}
+PACKAGES = {"torch": "neuron_runtime.backend.torch", "simulated": "neuron_runtime.backend.simulated"}
 
 
 class BackendPackage(Protocol):
     """What the package of a backend has."""
+
+    NEEDS_WEIGHTS: bool
+    """Whether a model must be there whole; else its small files will do."""
 
     def check_config(self, config: RuntimeConfig) -> None:
         """What can be said without the model and without a device. Raises InvalidConfig."""

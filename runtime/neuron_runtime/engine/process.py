@@ -170,11 +170,12 @@ def serve(config: RuntimeConfig, weights_dir: Path, border: Border, deadline: De
     from neuron_runtime.sources import materialize  # noqa: PLC0415  (may bring a hub client)
 
     report = StartReport(border)
-    model_dir = materialize(config.model, weights_dir, report)
+    package = backend_package(config)
+    model_dir = materialize(config.model, weights_dir, report, with_weights=package.NEEDS_WEIGHTS)
     border.send(ModelFound(str(model_dir)))
     began = time.monotonic()
     report(f"starting the {config.backend} backend", 0.0)
-    backend: Backend = backend_package(config).load_backend(model_dir, config, report)
+    backend: Backend = package.load_backend(model_dir, config, report)
     try:
         loaded = time.monotonic()
         backend.warm_up(report)

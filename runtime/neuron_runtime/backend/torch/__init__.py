@@ -14,7 +14,9 @@ if TYPE_CHECKING:
     from neuron_runtime.backend.base import Backend, Progress
     from neuron_runtime.config import RuntimeConfig
 
-__all__ = ["check_config", "load_backend"]
+__all__ = ["NEEDS_WEIGHTS", "check_config", "load_backend"]
+
+NEEDS_WEIGHTS = True
 
 
 def check_config(config: RuntimeConfig) -> None:

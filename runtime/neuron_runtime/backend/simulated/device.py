@@ -1,0 +1,259 @@
+"""`SimulatedBackend`: the Backend protocol over a timeline; tokens are a cheap function of prompt and position.
+
+It computes nothing, checks no batch (`strict` does), and its answers mean nothing: every token is as likely as any
+other, so what would shape a distribution changes nothing. Tokens that a request or a late rule allows are kept to.
+"""
+
+from __future__ import annotations
+
+import math
+import zlib
+from array import array
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from neuron_runtime.backend.base import IllegalBatch, Progress
+from neuron_runtime.backend.simulated.clock import Clock
+from neuron_runtime.backend.simulated.step_times import StepTimes
+from neuron_runtime.core import (
+    KNOWN,
+    Added,
+    BackendLimits,
+    Batch,
+    Kind,
+    Late,
+    SamplingParams,
+    StepOutput,
+    TokenLogprobs,
+)
+
+STRIDE = 40_503
+"""Between the tokens of neighbouring positions; odd, and prime to common vocabulary sizes, so that few repeat."""
+
+
+@dataclass
+class ShapeUse:
+    """How often one compiled size ran, and how much of it was used (rows or tokens)."""
+
+    num_steps: int = 0
+    num_used: int = 0
+    num_padded: int = 0
+    """Computed for nobody."""
+
+
+@dataclass
+class Timeline:
+    """One device: a step begins when it is launched or when the one before ends, whatever is later."""
+
+    began: float | None = None
+    free_at: float = 0.0
+    busy_seconds: float = 0.0
+    num_steps: int = 0
+    shapes: dict[tuple[str, int], ShapeUse] = field(default_factory=dict)
+    """By phase (`decode`, `prefill`) and size."""
+
+    def run(self, launched: float, seconds: float) -> float:
+        """When the step ends."""
+        start = max(launched, self.free_at)
+        self.began = start if self.began is None else self.began
+        self.free_at = start + seconds
+        self.busy_seconds += seconds
+        self.num_steps += 1
+        return self.free_at
+
+    def count(self, phase: str, bucket: int, used: int) -> None:
+        use = self.shapes.setdefault((phase, bucket), ShapeUse())
+        use.num_steps += 1
+        use.num_used += used
+        use.num_padded += bucket - used
+
+    @property
+    def busy_share(self) -> float:
+        """Of the time from the first step's start to the last one's end; 0 before the first."""
+        return 0.0 if self.began is None else self.busy_seconds / (self.free_at - self.began)
+
+
+# Tokens
+
+
+def first_number(prompt: Iterable[int], sampling: SamplingParams, adapter: int = 0) -> int:
+    """From what the tokens of an answer follow: prompt, adapter and, unless greedy, what the client may vary."""
+    draw = (0, 0) if sampling.greedy else (sampling.seed & 0x7FFF_FFFF_FFFF_FFFF, sampling.choice)
+    return zlib.crc32(array("q", [adapter, *draw, *prompt]).tobytes())
+
+
+def token_at(number: int, position: int, vocabulary_size: int, allowed: tuple[int, ...] | None = None) -> int:
+    """The token at a position (counted from the prompt's first token) of the sequence with this first number."""
+    draw = number + STRIDE * position
+    return allowed[draw % len(allowed)] if allowed else draw % vocabulary_size
+
+
+@dataclass(slots=True)
+class _Slot:
+    """The mirror of one slot."""
+
+    added: Added
+    number: int
+    end: int = 0
+    """Position behind the last token fed by any launched step."""
+
+
+class _Work(NamedTuple):
+    """What a step is for the device."""
+
+    seconds: float
+    bucket: str
+    num_computed_tokens: int
+
+
+class _Launched(NamedTuple):
+    batch: Batch
+    slots: list[_Slot]
+    ends: list[int]
+    work: _Work
+    ready_at: float
+
+
+class SimulatedBackend:
+    """See `backend.base.Backend`; one token per row, any layout, feedback and phases that the limits name."""
+
+    def __init__(
+        self, limits: BackendLimits, times: StepTimes, clock: Clock, *, host_seconds_per_step: float = 0.0
+    ) -> None:
+        """Take limits as they are.
+
+        host_seconds_per_step: time that passes before each launch, for a host whose work is not measured.
+
+        Raises:
+            ValueError: rows with several tokens, or no vocabulary to draw from.
+        """
+        if limits.max_tokens_per_row != 1 or not limits.vocabulary_size:
+            raise ValueError("a simulated backend draws one token per row from a vocabulary of known size")
+        self.timeline = Timeline()
+        self._limits = limits
+        self._times = times
+        self._clock = clock
+        self._host_seconds = host_seconds_per_step
+        self._slots: dict[int, _Slot] = {}
+        self._in_flight: deque[_Launched] = deque()
+        self._late: dict[int, Late] = {}
+
+    @property
+    def limits(self) -> BackendLimits:
+        return self._limits
+
+    def warm_up(self, progress: Progress) -> None:
+        progress("warming up", 1.0)
+
+    def launch(self, batch: Batch) -> None:
+        if self._host_seconds:
+            self._clock.sleep_until(self._clock.now() + self._host_seconds)
+        for number in batch.released:
+            del self._slots[number]
+        for added in batch.added:
+            prompt = added.token_ids[: added.num_prompt_tokens]
+            self._slots[added.slot] = _Slot(added, first_number(prompt, added.sampling, added.adapter))
+        rows = batch.rows
+        slots = [self._slots[number] for number in rows.slot]
+        ends = []
+        for slot, start, num_tokens, after in zip(slots, rows.start, rows.num_tokens, rows.after, strict=True):
+            # A row that waits starts where the one in flight ends: one token per row is no surprise.
+            slot.end = (start if after == KNOWN else slot.end) + num_tokens
+            ends.append(slot.end)
+        work = self._work(batch)
+        ready_at = self.timeline.run(self._clock.now(), work.seconds)
+        self._in_flight.append(_Launched(batch, slots, ends, work, ready_at))
+
+    def sample(self, step: int, late: Late | None) -> None:
+        if late is not None:
+            self._late[step] = late
+
+    def collect(self, step: int) -> StepOutput:
+        done = self._in_flight.popleft()
+        if done.batch.step != step:
+            raise IllegalBatch(f"step {step} is collected, and step {done.batch.step} was launched first")
+        self._clock.sleep_until(done.ready_at)
+        late, size = self._late.pop(step, None), self._limits.vocabulary_size
+        samples = done.batch.rows.samples
+        if late is None and not any(slot.added.sampling.allowed_token_ids for slot in done.slots):
+            token_ids = tuple(
+                ((slot.number + STRIDE * end) % size,) if sampled else ()
+                for slot, end, sampled in zip(done.slots, done.ends, samples, strict=True)
+            )
+        else:
+            allowed = late.allowed_token_ids if late else (None,) * len(samples)
+            token_ids = tuple(
+                (token_at(slot.number, end, size, only or slot.added.sampling.allowed_token_ids),) if sampled else ()
+                for slot, end, sampled, only in zip(done.slots, done.ends, samples, allowed, strict=True)
+            )
+        return StepOutput(
+            step=step,
+            token_ids=token_ids,
+            logprobs=self._logprobs(done, token_ids),
+            prompt_logprobs=self._prompt_logprobs(done),
+            device_seconds=done.work.seconds,
+            bucket=done.work.bucket,
+            num_computed_tokens=done.work.num_computed_tokens,
+        )
+
+    def close(self) -> None:
+        self._in_flight.clear()
+
+    def _work(self, batch: Batch) -> _Work:
+        rows = batch.rows
+        num_decode, num_prefill = len(rows), 0
+        if batch.kind is not Kind.DECODE:
+            columns = zip(rows.num_tokens, rows.start, rows.after, rows.samples, strict=True)
+            fed = [
+                num_tokens
+                for num_tokens, start, after, samples in columns
+                if batch.kind is Kind.PREFILL or num_tokens > 1 or not samples or (start == 0 and after == KNOWN)
+            ]
+            num_decode, num_prefill = len(rows) - len(fed), sum(fed)
+        seconds, num_computed, names = 0.0, 0, []
+        for name, phase, size in (
+            ("decode", self._times.decode, num_decode),
+            ("prefill", self._times.prefill, num_prefill),
+        ):
+            if size:
+                bucket = phase.bucket(size)
+                self.timeline.count(name, bucket, size)
+                seconds += phase.curve.seconds(bucket)
+                num_computed += bucket
+                names += [f"{name}_{bucket}"] if phase.buckets else []
+        return _Work(seconds, "+".join(names), num_computed)
+
+    def _logprobs(
+        self, done: _Launched, token_ids: tuple[tuple[int, ...], ...]
+    ) -> tuple[tuple[TokenLogprobs, ...], ...]:
+        wanted = [slot.added.sampling.logprobs for slot in done.slots]
+        if all(count is None for count in wanted):
+            return ()
+        return tuple(
+            () if count is None else tuple(self._uniform(token, count) for token in sampled)
+            for sampled, count in zip(token_ids, wanted, strict=True)
+        )
+
+    def _prompt_logprobs(self, done: _Launched) -> tuple[tuple[TokenLogprobs, ...], ...]:
+        wanted = [slot.added.sampling.prompt_logprobs for slot in done.slots]
+        if all(count is None for count in wanted):
+            return ()
+        return tuple(
+            ()
+            if count is None
+            else tuple(
+                self._uniform(token, count)
+                for token in slot.added.token_ids[: slot.added.num_prompt_tokens][end - num_tokens + 1 : end + 1]
+            )
+            for slot, end, num_tokens, count in zip(
+                done.slots, done.ends, done.batch.rows.num_tokens, wanted, strict=True
+            )
+        )
+
+    def _uniform(self, token: int, count: int) -> TokenLogprobs:
+        """All tokens are equally likely; the alternatives are this one and those behind it."""
+        size = self._limits.vocabulary_size
+        logprob = -math.log(size)
+        return TokenLogprobs(token, logprob, tuple(((token + rank) % size, logprob) for rank in range(count)))

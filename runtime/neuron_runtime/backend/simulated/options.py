@@ -1,0 +1,150 @@
+"""What a simulated device can be told: step times, compiled sizes, phases, feedback; and the limits that follow.
+
+Read from `overrideNeuronConfig` of a served model, and made from flags by `neuron-runtime bench simulate`.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any, Literal
+
+import msgspec
+
+from neuron_runtime.backend.simulated.step_times import PUBLISHED, Curve, Phase, StepTimes, constant, milliseconds
+from neuron_runtime.config import RuntimeConfig
+from neuron_runtime.core import BackendLimits
+from neuron_runtime.errors import InvalidConfig
+
+DEFAULT_MAX_SEQUENCES = 32
+DEFAULT_MAX_LENGTH = 4096
+DEFAULT_MAX_STEP_TOKENS = 512
+DEFAULT_BLOCK_SIZE = 16
+DEFAULT_STEP_MILLISECONDS = 8.0
+MAX_LOGPROBS = 20
+
+PATH = "$.overrideNeuronConfig"
+
+PrefillMode = Literal["whole", "chunks", "mixed"]
+TokenFeedback = Literal["device", "host"]
+
+
+class Options(msgspec.Struct, frozen=True, forbid_unknown_fields=True, rename="camel"):
+    """The device of a simulated backend."""
+
+    step_milliseconds: float | None = None
+    """Every step takes this; not together with other times."""
+    step_times: str | None = None
+    """A name of `PUBLISHED`."""
+    decode_milliseconds: tuple[tuple[int, float], ...] = ()
+    """Pairs of rows and milliseconds; in place of those of `step_times`."""
+    prefill_milliseconds: tuple[tuple[int, float], ...] = ()
+    """Pairs of prompt tokens and milliseconds; in place of those of `step_times`."""
+    decode_buckets: tuple[int, ...] = ()
+    """Compiled sizes in rows; empty: every size."""
+    prefill_buckets: tuple[int, ...] = ()
+    """Compiled sizes in tokens; empty: every size."""
+    prefill: PrefillMode = "mixed"
+    """Prompts whole in a step of their own, in chunks between decode steps, or in chunks beside decode rows."""
+    token_feedback: TokenFeedback = "device"
+
+
+def read_options(given: dict[str, Any]) -> Options:
+    """Raises InvalidConfig with the path of the key."""
+    try:
+        options = msgspec.convert(given, Options)
+    except msgspec.ValidationError as error:
+        message, _, path = str(error).partition(" - at `$")
+        unknown = re.fullmatch(r"Object contains unknown field `(.+)`", message)
+        if unknown:
+            message, path = "the simulated backend has no such setting: leave it out", f".{unknown[1]}"
+        raise InvalidConfig(PATH + path.rstrip("`"), message) from error
+    step_times(options)
+    return options
+
+
+def step_times(options: Options) -> StepTimes:
+    """Raises InvalidConfig where the times are no times."""
+    given = options.decode_milliseconds, options.prefill_milliseconds
+    if options.step_milliseconds is not None:
+        if options.step_times is not None or any(given):
+            raise InvalidConfig(f"{PATH}.stepMilliseconds", "is given beside other times: leave out one of them")
+        if options.step_milliseconds <= 0:
+            raise InvalidConfig(f"{PATH}.stepMilliseconds", f"must be positive, got {options.step_milliseconds}")
+        decode = prefill = constant(options.step_milliseconds / 1000)
+    elif options.step_times is not None:
+        if options.step_times not in PUBLISHED:
+            known = ", ".join(PUBLISHED)
+            raise InvalidConfig(f"{PATH}.stepTimes", f"{options.step_times!r} is not known; known are {known}")
+        published = PUBLISHED[options.step_times]
+        decode, prefill = milliseconds(published.decode), milliseconds(published.prefill)
+    else:
+        decode = prefill = constant(DEFAULT_STEP_MILLISECONDS / 1000)
+    return StepTimes(
+        decode=_phase("decode", decode, options.decode_milliseconds, options.decode_buckets),
+        prefill=_phase("prefill", prefill, options.prefill_milliseconds, options.prefill_buckets),
+    )
+
+
+def _phase(name: str, curve: Curve, points: tuple[tuple[int, float], ...], buckets: tuple[int, ...]) -> Phase:
+    if points:
+        try:
+            curve = milliseconds(points)
+        except ValueError as error:
+            raise InvalidConfig(f"{PATH}.{name}Milliseconds", str(error)) from error
+    if list(buckets) != sorted({*buckets}) or min(buckets, default=1) < 1:
+        raise InvalidConfig(f"{PATH}.{name}Buckets", f"must be positive and in ascending order, got {list(buckets)}")
+    return Phase(curve, buckets)
+
+
+def limits_of(config: RuntimeConfig, options: Options, *, vocabulary_size: int, longest: int) -> BackendLimits:
+    """The limits of a simulated device; what the configuration leaves open follows from the rest.
+
+    longest: what the model can do; the default is at most DEFAULT_MAX_LENGTH of it.
+
+    Raises:
+        InvalidConfig: with the field and the numbers.
+    """
+    wanted = config.limits
+    rows = wanted.max_sequences or DEFAULT_MAX_SEQUENCES
+    length = wanted.max_model_length or min(longest, DEFAULT_MAX_LENGTH)
+    if not 2 <= length <= longest:
+        raise InvalidConfig("$.limits.maxModelLength", f"{length} is not from 2 to the model's {longest} positions")
+    whole, blocks = options.prefill == "whole", config.layout != "slots"
+    if config.layout == "auto":
+        blocks = not whole or bool(wanted.block_size or wanted.num_blocks)
+    if not blocks and (wanted.block_size or wanted.num_blocks):
+        raise InvalidConfig("$.layout", "layout slots has no blocks; leave out blockSize and numBlocks, or use blocks")
+    # Where prompts are computed whole, the step must hold the longest one.
+    step_tokens = wanted.max_step_tokens or (length if whole else max(DEFAULT_MAX_STEP_TOKENS, 2 * rows))
+    block_size = (wanted.block_size or DEFAULT_BLOCK_SIZE) if blocks else length
+    per_sequence = -(-length // block_size)
+    num_blocks = (wanted.num_blocks or rows * per_sequence) if blocks else rows
+    if num_blocks < per_sequence:
+        raise InvalidConfig(
+            "$.limits.numBlocks",
+            f"one sequence of {length} tokens needs {per_sequence} blocks of {block_size}, there are {num_blocks}",
+        )
+    try:
+        return BackendLimits(
+            max_rows=rows,
+            max_model_length=length,
+            max_step_tokens=step_tokens,
+            max_prefill_rows=rows if options.prefill == "mixed" else 1,
+            layout="blocks" if blocks else "slots",
+            block_size=block_size,
+            num_blocks=num_blocks,
+            mixes_phases=options.prefill == "mixed",
+            chunks_prefill=not whole,
+            # As compiled graphs with contiguous cache lines want it.
+            decodes_all_live_rows=whole and not blocks,
+            sorts_rows=not blocks,
+            lowest_slot_first=not blocks,
+            shares_prefixes=blocks and not whole,
+            sampling="Device" if options.token_feedback == "device" else "Host",
+            vocabulary_size=vocabulary_size,
+            max_logprobs=MAX_LOGPROBS,
+            steps_in_flight=2 if options.token_feedback == "device" else 1,
+            token_feedback=options.token_feedback,
+        )
+    except ValueError as error:
+        raise InvalidConfig("$.limits.maxStepTokens", f"{step_tokens} with {rows} sequences: {error}") from error

@@ -1,0 +1,429 @@
+"""The simulated backend: its device is a timeline, its batches are those the strict backend passes, its tokens never
+depend on what else is in a batch, and a model can be served with it."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from hypothesis import HealthCheck, assume, given, settings
+from hypothesis import strategies as st
+
+from helpers.chat_model import write_chat_model
+from helpers.serve_command import serve
+from neuron_runtime import LLM, SamplingParams
+from neuron_runtime.__main__ import main
+from neuron_runtime.backend import strict
+from neuron_runtime.backend.base import IllegalBatch
+from neuron_runtime.backend.simulated import load_backend
+from neuron_runtime.backend.simulated.clock import Clock, CpuClock, VirtualClock, WallClock
+from neuron_runtime.backend.simulated.device import SimulatedBackend, Timeline, first_number, token_at
+from neuron_runtime.backend.simulated.options import Options, limits_of, read_options, step_times
+from neuron_runtime.backend.simulated.step_times import PUBLISHED, Curve, Phase, StepTimes, constant, milliseconds
+from neuron_runtime.backend.strict import StrictBackend
+from neuron_runtime.config import EngineLimits, ModelSource, RuntimeConfig
+from neuron_runtime.core import BackendLimits, Batch, Late, Request, StepOutput, TokenEvent
+from neuron_runtime.core import SamplingParams as CoreParams
+from neuron_runtime.engine.loop import Engine, LateRule
+from neuron_runtime.errors import InvalidConfig
+
+VOCABULARY_SIZE = 101
+STEP = StepTimes(decode=Phase(constant(0.008)), prefill=Phase(constant(0.008)))
+
+
+def request(name: str, num_prompt: int, max_tokens: int = 8, **sampling: Any) -> Request:
+    prompt = tuple((sum(map(ord, name)) + 3 * at) % VOCABULARY_SIZE for at in range(num_prompt))
+    return Request(name, prompt, CoreParams(max_tokens=max_tokens, temperature=0.0, **sampling))
+
+
+def config(limits: EngineLimits | None = None, **other: Any) -> RuntimeConfig:
+    return RuntimeConfig(
+        version=1,
+        model=ModelSource(uri="file:///m"),
+        served_names=("m",),
+        backend="simulated",
+        limits=limits or EngineLimits(),
+        **other,
+    )
+
+
+def limits(options: Options | None = None, **wanted: int) -> BackendLimits:
+    return limits_of(
+        config(EngineLimits(**wanted)), options or Options(), vocabulary_size=VOCABULARY_SIZE, longest=1000
+    )
+
+
+def finish(engine: Engine) -> dict[str, list[int]]:
+    tokens: dict[str, list[int]] = {}
+    while engine.has_work:
+        for event in engine.step():
+            tokens.setdefault(event.request_id, []).extend(event.token_ids)
+    return tokens
+
+
+# The contract
+
+
+class Twins:
+    """Each batch goes to the strict backend, which refuses what is illegal, and to the simulated one: same tokens."""
+
+    def __init__(self, limits: BackendLimits) -> None:
+        self.limits = limits
+        self.strict = StrictBackend(limits, vocabulary_size=VOCABULARY_SIZE)
+        self.simulated = SimulatedBackend(limits, STEP, VirtualClock())
+        self.num_late = 0
+
+    def warm_up(self, progress: Any) -> None:
+        raise AssertionError("nothing to warm up")
+
+    def launch(self, batch: Batch) -> None:
+        self.strict.launch(batch)
+        self.simulated.launch(batch)
+
+    def sample(self, step: int, late: Late | None) -> None:
+        self.num_late += late is not None
+        self.strict.sample(step, late)
+        self.simulated.sample(step, late)
+
+    def collect(self, step: int) -> StepOutput:
+        expected, output = self.strict.collect(step), self.simulated.collect(step)
+        assert output.token_ids == expected.token_ids
+        return output
+
+    def close(self) -> None:
+        self.strict.close()
+        self.simulated.close()
+
+
+def simulated_token(context: Any, sampling: CoreParams, output_position: int, **more: Any) -> int:
+    """What the strict backend must draw from its cache, so that it agrees: the prompt alone decides."""
+    num_prompt = len(context) - output_position
+    number = first_number(context[:num_prompt], sampling, more["adapter"])
+    return token_at(number, len(context), more["vocabulary_size"], more["allowed"] or sampling.allowed_token_ids)
+
+
+@pytest.fixture
+def strict_draws_as_simulated(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(strict, "next_token", simulated_token)
+
+
+def odd_only(asked: Request) -> LateRule | None:
+    return (lambda output: (1, 3, 5, 7)) if asked.request_id.startswith("odd") else None
+
+
+@st.composite
+def runs(draw: st.DrawFn) -> tuple[BackendLimits, list[Request]]:
+    prefill = draw(st.sampled_from(("mixed", "chunks", "whole")))
+    layout = draw(st.sampled_from(("blocks", "slots")))
+    length = draw(st.sampled_from((24, 40)))
+    rows = draw(st.integers(1, 4))
+    wanted = EngineLimits(
+        max_sequences=rows,
+        max_model_length=length,
+        max_step_tokens=length if prefill == "whole" else draw(st.sampled_from((rows + 2, 16))),
+        block_size=draw(st.sampled_from((2, 4))) if layout == "blocks" else 0,
+        num_blocks=draw(st.sampled_from((20, 30, 60))) if layout == "blocks" else 0,
+    )
+    options = Options(prefill=prefill, token_feedback=draw(st.sampled_from(("device", "host"))))
+    requests = []
+    for number in range(draw(st.integers(1, 7))):
+        num_prompt = draw(st.integers(1, length // 2))
+        name = f"{draw(st.sampled_from(('r', 'r', 'odd')))}{number}"
+        asked = request(name, num_prompt, draw(st.integers(1, length - num_prompt)))
+        only = draw(st.sampled_from((None, None, (4, 9, 30))))
+        requests.append(replace(asked, sampling=replace(asked.sampling, allowed_token_ids=only)))
+    made = limits_of(config(wanted, layout=layout), options, vocabulary_size=VOCABULARY_SIZE, longest=1000)
+    return made, requests
+
+
+@pytest.mark.usefixtures("strict_draws_as_simulated")
+@settings(
+    max_examples=150,
+    deadline=None,
+    derandomize=True,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
+    database=None,
+)
+@given(runs())
+def test_it_takes_whatever_the_strict_backend_takes_and_draws_what_its_cache_says(
+    run: tuple[BackendLimits, list[Request]],
+) -> None:
+    limits, requests = run
+    assume(len({r.request_id for r in requests}) == len(requests))
+    backend = Twins(limits)
+    engine = Engine(backend, late=odd_only)
+    tokens: dict[str, list[int]] = {}
+
+    def take(events: list[TokenEvent]) -> None:
+        for event in events:
+            tokens.setdefault(event.request_id, []).extend(event.token_ids)
+
+    for at, asked in enumerate(requests):
+        engine.add(asked)
+        if at % 2:
+            take(engine.step())
+    while engine.has_work:
+        take(engine.step())
+    for asked in requests:
+        quiet = Engine(SimulatedBackend(limits, STEP, VirtualClock()), late=odd_only)
+        quiet.add(asked)
+        assert finish(quiet)[asked.request_id] == tokens[asked.request_id]
+        assert len(tokens[asked.request_id]) == asked.sampling.max_tokens
+
+
+@pytest.mark.usefixtures("strict_draws_as_simulated")
+def test_the_twins_would_notice_a_token_that_is_not_the_caches(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(strict, "next_token", lambda context, *rest, **more: (len(context) * 7) % VOCABULARY_SIZE)
+    engine = Engine(Twins(limits(max_sequences=2)))
+    engine.add(request("r", 5))
+    with pytest.raises(AssertionError):
+        finish(engine)
+
+
+def test_steps_are_collected_in_order() -> None:
+    backend = SimulatedBackend(limits(max_sequences=2), STEP, VirtualClock())
+    engine = Engine(backend)
+    engine.add(request("r", 5))
+    engine.step()
+    with pytest.raises(IllegalBatch, match="step 7 is collected, and step 1"):
+        backend.collect(7)
+
+
+def test_seed_and_choice_draw_other_tokens_and_greedy_ignores_them() -> None:
+    drawn = {
+        tuple(
+            token_at(first_number((1, 2, 3), CoreParams(temperature=t, seed=seed, choice=choice)), at, 32_000)
+            for at in range(3, 9)
+        )
+        for t, seed, choice in ((1.0, 0, 0), (1.0, 1, 0), (1.0, 1, 1), (0.0, 0, 0), (0.0, 1, 0), (0.0, 5, 5))
+    }
+    assert len(drawn) == 3  # greedy draws as seed 0, choice 0
+    assert first_number((1,), CoreParams(seed=2**64 - 1)) > 0
+
+
+def test_logprobs_are_those_of_equally_likely_tokens_and_cover_the_prompt() -> None:
+    engine = Engine(SimulatedBackend(limits(max_sequences=2, max_step_tokens=4), STEP, VirtualClock()))
+    engine.add(request("r", 9, max_tokens=2, logprobs=2, prompt_logprobs=0))
+    events = []
+    while engine.has_work:
+        events += engine.step()
+    first, second = events
+    assert [len(one.logprobs) for one in events] == [1, 1]
+    (told,) = second.logprobs
+    assert (told.token_id,) == second.token_ids
+    assert told.logprob == pytest.approx(-4.6151, abs=1e-4)
+    assert [logprob for _, logprob in told.top] == [told.logprob] * 2
+    asked = request("r", 9)
+    if first.prompt_logprobs:  # told by engines that pass them on
+        assert [one.token_id for one in first.prompt_logprobs] == list(asked.prompt_token_ids[1:])
+
+
+def test_several_tokens_per_row_and_an_unknown_vocabulary_are_refused() -> None:
+    fine = limits(max_sequences=2)
+    for wrong in (replace(fine, max_tokens_per_row=2, num_lookahead_tokens=1), replace(fine, vocabulary_size=0)):
+        with pytest.raises(ValueError, match="one token per row"):
+            SimulatedBackend(wrong, STEP, VirtualClock())
+
+
+# The timeline
+
+
+def test_a_step_begins_when_launched_or_when_the_one_before_ends() -> None:
+    timeline = Timeline()
+    assert timeline.busy_share == 0.0
+    assert timeline.run(1.0, 2.0) == 3.0
+    assert timeline.run(1.5, 2.0) == 5.0
+    assert timeline.run(7.0, 1.0) == 8.0
+    assert timeline.busy_seconds == 5.0
+    assert timeline.busy_share == pytest.approx(5 / 7)
+
+
+def test_padding_is_what_a_bucket_computes_for_nobody() -> None:
+    times = StepTimes(
+        decode=Phase(milliseconds(((1, 5), (8, 12))), (4, 8)), prefill=Phase(milliseconds(((100, 10),)), (32, 128))
+    )
+    backend = SimulatedBackend(
+        limits(Options(prefill="whole"), max_sequences=8, max_model_length=200), times, VirtualClock()
+    )
+    engine = Engine(backend)
+    for number in range(3):
+        engine.add(request(f"r{number}", 20, max_tokens=3))
+    finish(engine)
+    prefill = backend.timeline.shapes["prefill", 32]
+    assert (prefill.num_steps, prefill.num_used, prefill.num_padded) == (3, 60, 36)
+    assert [use.num_used + use.num_padded for at, use in backend.timeline.shapes.items() if at[0] == "decode"] == [
+        4 * use.num_steps for at, use in backend.timeline.shapes.items() if at[0] == "decode"
+    ]
+
+
+def test_a_mixed_step_takes_the_time_of_both_phases_and_names_both_buckets() -> None:
+    times = StepTimes(decode=Phase(constant(0.01), (4,)), prefill=Phase(constant(0.1), (16,)))
+    clock = VirtualClock()
+    backend = SimulatedBackend(limits(max_sequences=4, max_step_tokens=8), times, clock)
+    engine = Engine(backend)
+    engine.add(request("a", 6, max_tokens=9))
+    engine.step()
+    engine.add(request("b", 6, max_tokens=9))
+    seen = set()
+    while engine.has_work:
+        engine.step()
+        if step := engine.stats.last_step:
+            seen.add((step.kind.value, round(step.device_seconds, 6)))
+    assert seen == {("decode", 0.01), ("mixed", 0.11)}
+
+
+@pytest.mark.parametrize("feedback", ["device", "host"])
+def test_the_next_step_is_launched_before_the_device_waits_for_it(feedback: Any) -> None:
+    # 1 ms of host work before each launch: with device feedback all of it is hidden, with host feedback all of it is
+    # between two steps of 8 ms, since nothing is known before the step in flight ends.
+    options = Options(token_feedback=feedback)
+    backend = SimulatedBackend(limits(options, max_sequences=4), STEP, VirtualClock(), host_seconds_per_step=0.001)
+    engine = Engine(backend)
+    engine.add(request("r", 4, max_tokens=500))
+    finish(engine)
+    assert backend.timeline.busy_share == pytest.approx(1.0 if feedback == "device" else 8 / 9, abs=0.002)
+    assert backend.timeline.num_steps == pytest.approx(500, abs=1)
+
+
+@pytest.mark.parametrize("clock", [VirtualClock(), WallClock(), CpuClock()])
+def test_clocks_never_go_back_and_wait_as_long_as_asked(clock: Clock) -> None:
+    began = clock.now()
+    clock.sleep_until(began + 0.01)
+    assert clock.now() >= began + 0.01
+    now = clock.now()
+    clock.sleep_until(began)
+    assert clock.now() >= now
+
+
+def test_the_cpu_clock_does_not_count_what_others_do() -> None:
+    clock = CpuClock()
+    began, cpu = clock.now(), time.thread_time()
+    time.sleep(0.05)
+    assert clock.now() - began <= time.thread_time() - cpu + 1e-6
+
+
+# Step times
+
+
+def test_times_lie_on_straight_lines_between_points() -> None:
+    curve = milliseconds(((10, 5), (20, 10), (40, 12)))
+    assert [round(curve.seconds(size) * 1000, 6) for size in (1, 10, 15, 20, 30, 40, 60)] == [5, 5, 7.5, 10, 11, 12, 14]
+    assert [milliseconds(((10, 5),)).seconds(size) * 1000 for size in (5, 10, 20)] == [5, 5, 10]
+    assert constant(0.008).seconds(1) == constant(0.008).seconds(9000) == 0.008
+
+
+def test_a_size_runs_in_the_smallest_bucket_that_holds_it() -> None:
+    phase = Phase(Curve(((1, 1.0), (100, 100.0))), (8, 32))
+    assert [phase.bucket(size) for size in (1, 8, 9, 32, 33, 70)] == [8, 8, 32, 32, 64, 96]
+    assert Phase(phase.curve).bucket(9) == 9
+
+
+@pytest.mark.parametrize("points", [(), ((0, 1.0),), ((2, 1.0), (2, 2.0)), ((3, 1.0), (2, 2.0)), ((1, 0.0),)])
+def test_points_that_are_no_curve_are_refused(points: Any) -> None:
+    with pytest.raises(ValueError, match=r"sizes must|more than no time"):
+        Curve(points)
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_every_published_table_makes_times_that_grow(name: str) -> None:
+    times = step_times(Options(step_times=name))
+    for curve, sizes in ((times.decode.curve, (1, 8, 32, 64)), (times.prefill.curve, (1, 128, 1000, 4096, 8192))):
+        seconds = [curve.seconds(size) for size in sizes]
+        assert seconds == sorted(seconds)
+        assert 0.001 < seconds[0] < seconds[-1] < 10
+    assert PUBLISHED[name].source
+
+
+# As the backend of a served model
+
+
+@pytest.mark.parametrize(
+    ("given", "path", "says"),
+    [
+        ({"speed": 9}, ".speed", "no such setting"),
+        ({"stepMilliseconds": "8"}, ".stepMilliseconds", "Expected `float"),
+        ({"stepMilliseconds": 0}, ".stepMilliseconds", "must be positive"),
+        ({"stepMilliseconds": 8, "stepTimes": "x"}, ".stepMilliseconds", "beside other times"),
+        ({"stepTimes": "tpu"}, ".stepTimes", "llama-3.1-8b-trn2-tp4"),
+        ({"decodeMilliseconds": [[4, 1], [2, 1]]}, ".decodeMilliseconds", "grow from point to point"),
+        ({"decodeMilliseconds": [4]}, ".decodeMilliseconds[0]", "Expected `array`"),
+        ({"prefillBuckets": [128, 64]}, ".prefillBuckets", "ascending"),
+        ({"prefill": "never"}, ".prefill", "Invalid enum value"),
+    ],
+)
+def test_settings_that_cannot_be_are_named(given: dict[str, Any], path: str, says: str) -> None:
+    with pytest.raises(InvalidConfig) as caught:
+        read_options(given)
+    assert caught.value.field == f"$.overrideNeuronConfig{path}"
+    assert says in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("wanted", "other", "field"),
+    [
+        ({"max_model_length": 1001}, {}, "$.limits.maxModelLength"),
+        ({"num_blocks": 3}, {}, "$.limits.numBlocks"),
+        ({"block_size": 4}, {"layout": "slots"}, "$.layout"),
+        ({"max_step_tokens": 3, "max_sequences": 9}, {}, "$.limits.maxStepTokens"),
+    ],
+)
+def test_limits_that_cannot_be_are_named(wanted: dict[str, int], other: dict[str, Any], field: str) -> None:
+    with pytest.raises(InvalidConfig) as caught:
+        limits_of(config(EngineLimits(**wanted), **other), Options(), vocabulary_size=9, longest=1000)
+    assert caught.value.field == field
+
+
+def test_whole_prompts_without_blocks_are_what_a_compiled_model_with_cache_lines_does() -> None:
+    made = limits(Options(prefill="whole"), max_sequences=4, max_model_length=128)
+    assert made.layout == "slots"
+    assert (made.mixes_phases, made.chunks_prefill, made.decodes_all_live_rows) == (False, False, True)
+    assert made.longest_prefill == 128
+    assert limits(Options(prefill="whole"), block_size=8).layout == "blocks"
+    assert limits(max_sequences=4).shares_prefixes
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    """A chat model whose weights are gone."""
+    folder = write_chat_model(tmp_path / "model")
+    (folder / "model.safetensors").unlink()
+    return folder
+
+
+def test_a_model_without_weights_answers(model: Path) -> None:
+    with LLM(str(model), backend="simulated", override_neuron_config={"stepMilliseconds": 0.01}) as llm:
+        params = SamplingParams(max_tokens=12, temperature=0, ignore_eos=True)
+        together = llm.generate(["one", "two", "three"], params, use_tqdm=False)
+        alone = llm.generate("two", params, use_tqdm=False)
+    assert [len(output.outputs[0].token_ids) for output in together] == [12, 12, 12]
+    assert alone[0].outputs[0].token_ids == together[1].outputs[0].token_ids
+
+
+def test_limits_follow_the_model(model: Path) -> None:
+    backend = load_backend(model, config(), lambda stage, share: None)
+    assert backend.limits.vocabulary_size > 256
+    assert backend.limits.max_model_length <= 4096
+
+
+def test_it_is_served_over_http(model: Path) -> None:
+    settings = '{"stepMilliseconds": 1}'
+    with serve(str(model), "--backend", "simulated", "--port", "0", "--override-neuron-config", settings) as command:
+        url = command.until_ready()
+        body = {"prompt": "Hello", "max_tokens": 20, "ignore_eos": True}
+        answer = httpx.post(f"{url}/v1/completions", json=body, timeout=30).json()
+        assert answer["usage"]["completion_tokens"] == 20
+        assert command.end() == 0
+
+
+def test_a_wrong_setting_is_refused_before_a_port_opens(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["serve", str(model), "--backend", "simulated", "--override-neuron-config"]
+    assert main([*arguments, '{"speed": 9}']) == 2
+    told = capsys.readouterr().err
+    assert "--override-neuron-config ($.overrideNeuronConfig.speed): the simulated backend has no such setting" in told
+    with pytest.raises(SystemExit):
+        main([*arguments, "{"])
+    assert "is not a JSON object" in capsys.readouterr().err
