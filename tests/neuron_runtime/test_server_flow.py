@@ -146,7 +146,7 @@ async def test_a_drain_admits_for_a_while_then_refuses_and_lets_streams_end(mode
         await served.until(lambda: gate.draining)
         assert (await served.http.get("/health")).json() == {"status": "draining"}
         late = post(served, max_tokens=5)
-        await served.until(lambda: len(served.front_end.client._mailboxes) == 2)
+        await served.until(lambda: len(served.front_end.client._recipients) == 2)
         await served.until(lambda: gate.closed)
         refused = await served.http.post("/v1/completions", json=LONG)
         assert (refused.status_code, refused.headers["connection"]) == (503, "close")

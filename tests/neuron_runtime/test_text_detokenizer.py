@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from helpers.chat_model import BOS, EOS, byte_level_tokenizer, metaspace_tokenizer
-from neuron_runtime.text.detokenizer import REPLACEMENT, Detokenizer
+from neuron_runtime.text.detokenizer import REPLACEMENT, Detokenizer, WindowDetokenizer, make_detokenizer
 from neuron_runtime.text.tokenizer import Tokenizer
 
 BYTE_LEVEL = Tokenizer(byte_level_tokenizer())
@@ -32,18 +32,28 @@ def test_pieces_of_a_text_joined_are_the_whole_decode_however_the_tokens_arrive(
     tokenizer: Tokenizer, text: str, sizes: list[int]
 ) -> None:
     ids = list(tokenizer.encode(text, add_special_tokens=False))
-    assert "".join(pieces(Detokenizer(tokenizer), ids, sizes)) == tokenizer.decode(ids)
+    assert "".join(pieces(make_detokenizer(tokenizer), ids, sizes)) == tokenizer.decode(ids)
 
 
 @given(ids=st.lists(st.integers(0, BYTE_LEVEL.vocabulary_size - 1), max_size=50), sizes=cuts)
 def test_pieces_of_any_byte_level_tokens_joined_are_the_whole_decode(ids: list[int], sizes: list[int]) -> None:
-    assert "".join(pieces(Detokenizer(BYTE_LEVEL), ids, sizes)) == BYTE_LEVEL.decode(ids)
+    assert "".join(pieces(make_detokenizer(BYTE_LEVEL), ids, sizes)) == BYTE_LEVEL.decode(ids)
+
+
+@given(ids=st.lists(st.integers(0, BYTE_LEVEL.vocabulary_size + 1), max_size=50), sizes=cuts, skips=st.booleans())
+def test_a_table_of_bytes_and_a_window_give_the_same_text(ids: list[int], sizes: list[int], skips: bool) -> None:
+    assert BYTE_LEVEL.joins_bytes
+    assert not METASPACE.joins_bytes
+    by_window = WindowDetokenizer(BYTE_LEVEL, (), skips)
+    assert "".join(pieces(make_detokenizer(BYTE_LEVEL, (), skips), ids, sizes)) == "".join(
+        pieces(by_window, ids, sizes)
+    )
 
 
 @given(text=texts, sizes=cuts)
 def test_no_piece_of_valid_text_holds_half_a_character(text: str, sizes: list[int]) -> None:
     ids = list(BYTE_LEVEL.encode(text, add_special_tokens=False))
-    assert all(REPLACEMENT not in piece for piece in pieces(Detokenizer(BYTE_LEVEL), ids, sizes))
+    assert all(REPLACEMENT not in piece for piece in pieces(make_detokenizer(BYTE_LEVEL), ids, sizes))
 
 
 @given(prompt=texts, text=texts, sizes=cuts)
@@ -52,25 +62,25 @@ def test_an_answer_continues_its_prompt_with_the_space_it_begins_with(prompt: st
     for cut in range(1, len(whole)):
         before = METASPACE.decode(whole[:cut])
         if not before.endswith(REPLACEMENT):
-            answer = "".join(pieces(Detokenizer(METASPACE, whole[:cut]), whole[cut:], sizes))
+            answer = "".join(pieces(make_detokenizer(METASPACE, whole[:cut]), whole[cut:], sizes))
             assert before + answer == METASPACE.decode(whole)
 
 
 def test_a_prompt_that_ends_inside_a_character_costs_the_answer_nothing() -> None:
     ids = BYTE_LEVEL.encode("東", add_special_tokens=False)
-    answer = Detokenizer(BYTE_LEVEL, ids[:1])
+    answer = make_detokenizer(BYTE_LEVEL, ids[:1])
     rest = [*ids[1:], *BYTE_LEVEL.encode("ok", add_special_tokens=False)]
     assert "".join([answer.feed(rest), answer.flush()]) == BYTE_LEVEL.decode(rest)
 
 
 def test_special_tokens_are_text_only_when_asked_for() -> None:
     ids = BYTE_LEVEL.encode("hi" + EOS)
-    assert "".join(pieces(Detokenizer(BYTE_LEVEL), list(ids), [1])) == "hi"
-    shown = Detokenizer(BYTE_LEVEL, skip_special_tokens=False)
+    assert "".join(pieces(make_detokenizer(BYTE_LEVEL), list(ids), [1])) == "hi"
+    shown = make_detokenizer(BYTE_LEVEL, skip_special_tokens=False)
     assert "".join(pieces(shown, list(ids), [1])) == f"{BOS}hi{EOS}"
 
 
 def test_a_tail_that_never_becomes_text_is_not_held_for_ever() -> None:
     broken = BYTE_LEVEL.encode("東", add_special_tokens=False)[:1] * 200
-    detokenizer = Detokenizer(BYTE_LEVEL)
+    detokenizer = make_detokenizer(BYTE_LEVEL)
     assert any(detokenizer.feed([one]) for one in broken)

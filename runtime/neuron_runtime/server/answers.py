@@ -10,7 +10,7 @@ import asyncio
 import secrets
 import time
 from collections.abc import Callable
-from contextlib import AbstractContextManager, aclosing
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,6 +21,7 @@ from starlette.types import Receive, Scope, Send
 from neuron_runtime.core import FinishReason
 from neuron_runtime.errors import ServingError
 from neuron_runtime.server.generation import Generation, Piece
+from neuron_runtime.server.http_protocol import body_writer
 from neuron_runtime.server.wire import error_answer
 
 SSE_END = b"data: [DONE]\n\n"
@@ -135,38 +136,48 @@ class Answer(Response):
         watch = asyncio.create_task(self._watch(receive))
         try:
             with self._running:
-                await (self._stream(send) if self._generation.ask.stream else self._whole(send))
+                await (self._stream(scope, send) if self._generation.ask.stream else self._whole(send))
         except ServingError as error:
             await self._fail(error, send)
         except ClientGone:
             return
         finally:
             watch.cancel()
+            self._generation.end()
 
     async def _watch(self, receive: Receive) -> None:
         while (await receive())["type"] != "http.disconnect":
             pass
-        self._generation.mailbox.put(ClientGone())
+        self._generation.fail(ClientGone())
 
-    async def _stream(self, send: Send) -> None:
-        frames = Frames(self._shape, self._head, self._generation)
-        async with aclosing(self._generation.pieces()) as wakes:
-            async for pieces in wakes:
-                if not self._begun:
-                    headers = {"content-type": "text/event-stream; charset=utf-8", "cache-control": "no-cache"}
-                    await self._begin(200, headers, send)
-                body = frames.pieces(pieces)
-                if body:
-                    await send({"type": "http.response.body", "body": body, "more_body": True})
+    async def _stream(self, scope: Scope, send: Send) -> None:
+        generation = self._generation
+        await generation.begin()
+        headers = {"content-type": "text/event-stream; charset=utf-8", "cache-control": "no-cache"}
+        await self._begin(200, headers, send)
+        frames, body = Frames(self._shape, self._head, generation), body_writer(scope)
+
+        def show(pieces: list[Piece]) -> bool:
+            if not body.writable:
+                return False
+            body.write(frames.pieces(pieces))
+            return True
+
+        body.when_writable(generation.show_pending)
+        await generation.finish(show)
         await send({"type": "http.response.body", "body": frames.end(), "more_body": False})
 
     async def _whole(self, send: Send) -> None:
         generation = self._generation
         texts: list[list[str]] = [[] for _ in generation.choices]
-        async with aclosing(generation.pieces()) as wakes:
-            async for pieces in wakes:
-                for piece in pieces:
-                    texts[piece.index].append(piece.text)
+
+        def show(pieces: list[Piece]) -> bool:
+            for piece in pieces:
+                texts[piece.index].append(piece.text)
+            return True
+
+        await generation.begin()
+        await generation.finish(show)
         reasons = (choice.finish_reason or FinishReason.ERROR for choice in generation.choices)
         choices = [
             self._shape.choice(index, "".join(text), reason.value)

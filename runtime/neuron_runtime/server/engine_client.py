@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import traceback
 from collections.abc import Callable, Sequence
 from enum import Enum
 from pathlib import Path
-from typing import Any
+from typing import Protocol
 
 import zmq
-import zmq.asyncio
 
 from neuron_runtime.core import Request
 from neuron_runtime.engine import messages
@@ -22,34 +22,21 @@ from neuron_runtime.engine.messages import Abort, Add, ModelFound, News, Progres
 from neuron_runtime.errors import BackendFailed, InvalidRequest, Overloaded, ServingError
 from neuron_runtime.server.metrics import Metrics
 
-Item = tuple[int, News] | BaseException
+MAX_STEPS_AT_ONCE = 64
+"""Messages that are worked on before everything else on the loop has its turn."""
 
 
-class Mailbox:
-    """News for one HTTP request, in order; `put` never blocks, `take` hands out all there is."""
+class Recipient(Protocol):
+    """Who asked for something. Everything is called on the event loop and must not wait."""
 
-    def __init__(self) -> None:
-        self._items: list[Item] = []
-        self._waiter: asyncio.Future[None] | None = None
+    def deliver(self, index: int, news: News) -> None:
+        """What one step brought the request of this index."""
 
-    def put(self, item: Item) -> None:
-        self._items.append(item)
-        if self._waiter is not None and not self._waiter.done():
-            self._waiter.set_result(None)
+    def show_pending(self) -> None:
+        """All that one wake-up brought is delivered."""
 
-    async def take(self) -> list[tuple[int, News]]:
-        """Waits until there is something. Raises an exception that was put, at once and before older news."""
-        if not self._items:
-            self._waiter = asyncio.get_running_loop().create_future()
-            await self._waiter
-            self._waiter = None
-        items, self._items = self._items, []
-        news = []
-        for item in items:
-            if isinstance(item, BaseException):
-                raise item
-            news.append(item)
-        return news
+    def fail(self, error: Exception) -> None:
+        """Its requests end here, with a ServingError unless this is a bug."""
 
 
 class EngineState(Enum):
@@ -82,23 +69,23 @@ class EngineClient:
         self._on_model = on_model
         self._on_ready = on_ready
         self._on_broken = on_broken
-        self._context = zmq.asyncio.Context()
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._ids = itertools.count()
-        self._mailboxes: dict[str, tuple[Mailbox, int]] = {}
+        self._recipients: dict[str, tuple[Recipient, int]] = {}
         self._to_engine: zmq.Socket[bytes] | None = None
-        self._receiving: asyncio.Task[None] | None = None
+        self._from_engine: zmq.Socket[bytes] | None = None
 
     def engine_started(self, incarnation: int) -> None:
         """Connect to the n-th engine process."""
         self._disconnect()
         self.state, self.detail = EngineState.STARTING, "starting"
         self._metrics.engine_started(incarnation)
-        outbox = messages.socket(self._context, zmq.PULL, self._run_dir, messages.ENGINE_OUTBOX, incarnation)
-        # Sending needs no event loop, as it never waits.
-        plain: zmq.Context[Any] = zmq.Context.shadow(self._context)
-        self._to_engine = messages.socket(plain, zmq.PUSH, self._run_dir, messages.ENGINE_INBOX, incarnation)
-        self._receiving = asyncio.get_running_loop().create_task(self._receive(outbox))
-        self._receiving.add_done_callback(self._receiving_ended)
+        self._from_engine = messages.socket(self._context, zmq.PULL, self._run_dir, messages.ENGINE_OUTBOX, incarnation)
+        self._to_engine = messages.socket(self._context, zmq.PUSH, self._run_dir, messages.ENGINE_INBOX, incarnation)
+        loop = asyncio.get_running_loop()
+        loop.add_reader(self._from_engine.fileno(), self._receive)
+        # The descriptor tells of changes alone: what came before it was watched is looked for once.
+        loop.call_soon(self._receive)
 
     def engine_ended(self, message: str) -> None:
         """Every request it had ends with an error."""
@@ -109,23 +96,23 @@ class EngineClient:
 
     def fail_all(self, error: ServingError) -> None:
         """Every request in flight ends with this error."""
-        for mailbox in {id(mailbox): mailbox for mailbox, _ in self._mailboxes.values()}.values():
-            mailbox.put(error)
+        for recipient in {id(one): one for one, _ in self._recipients.values()}.values():
+            recipient.fail(error)
 
-    def submit(self, requests: Sequence[Callable[[str], Request]], mailbox: Mailbox) -> list[str]:
+    def submit(self, requests: Sequence[Callable[[str], Request]], recipient: Recipient) -> list[str]:
         """Send requests, each made with the id it is given; news of the i-th carries index i. Raises BackendFailed."""
         self.check_ready()
         ids = []
         for index, make in enumerate(requests):
             request_id = str(next(self._ids))
-            self._mailboxes[request_id] = (mailbox, index)
+            self._recipients[request_id] = (recipient, index)
             self._send(Add(make(request_id)))
             ids.append(request_id)
         return ids
 
     def abort(self, ids: Sequence[str]) -> None:
         """Nobody waits for these any more. Ids that have ended are skipped."""
-        live = tuple(one for one in ids if self._mailboxes.pop(one, None) is not None)
+        live = tuple(one for one in ids if self._recipients.pop(one, None) is not None)
         if live and self.state is EngineState.READY:
             self._send(Abort(live))
 
@@ -139,9 +126,10 @@ class EngineClient:
         self._context.destroy(linger=0)
 
     def _disconnect(self) -> None:
-        if self._receiving is not None:
-            self._receiving.cancel()
-            self._receiving = None
+        if self._from_engine is not None:
+            asyncio.get_running_loop().remove_reader(self._from_engine.fileno())
+            self._from_engine.close(linger=0)
+            self._from_engine = None
         if self._to_engine is not None:
             self._to_engine.close(linger=0)
             self._to_engine = None
@@ -150,19 +138,27 @@ class EngineClient:
         assert self._to_engine is not None
         self._to_engine.send(messages.encoder.encode(message), zmq.NOBLOCK)
 
-    def _receiving_ended(self, task: asyncio.Task[None]) -> None:
-        if not task.cancelled() and (error := task.exception()) is not None:
+    def _receive(self) -> None:
+        """All messages there are; then every stream that they are about shows what is new, at once."""
+        touched: dict[int, Recipient] = {}
+        try:
+            for _ in range(MAX_STEPS_AT_ONCE):
+                if self._from_engine is None:
+                    return
+                self._handle(messages.decode_from_engine(self._from_engine.recv(zmq.NOBLOCK)), touched)
+            asyncio.get_running_loop().call_soon(self._receive)
+        except zmq.Again:
+            pass
+        except Exception as error:  # noqa: BLE001 - whatever it is, no further message would be understood
             self._on_broken(error)
+        finally:
+            for recipient in touched.values():
+                _guarded(recipient, recipient.show_pending)
 
-    async def _receive(self, outbox: zmq.asyncio.Socket) -> None:
-        with outbox:
-            while True:
-                self._handle(messages.decode_from_engine(await outbox.recv()))
-
-    def _handle(self, message: messages.FromEngine) -> None:
+    def _handle(self, message: messages.FromEngine, touched: dict[int, Recipient]) -> None:
         match message:
             case Step():
-                self._deliver(message)
+                self._deliver(message, touched)
             case Progress(stage, share):
                 self.detail = f"{stage} {share:.0%}"
             case ModelFound(model_dir):
@@ -172,20 +168,37 @@ class EngineClient:
                 self._metrics.engine_ready(message.limits, message.load_seconds, message.warm_up_seconds)
                 self._on_ready(message)
 
-    def _deliver(self, step: Step) -> None:
+    def _deliver(self, step: Step, touched: dict[int, Recipient]) -> None:
         self._metrics.step(step)
-        mailboxes = self._mailboxes
+        recipients = self._recipients
         for news in step.news:
             # An id that is not there was aborted while its news was on the way.
-            entry = mailboxes.get(news.request_id)
+            entry = recipients.get(news.request_id)
             if entry is not None:
-                entry[0].put((entry[1], news))
+                recipient, index = entry
+                touched[id(recipient)] = recipient
                 if news.finish_reason is not None:
-                    del mailboxes[news.request_id]
+                    del recipients[news.request_id]
+                try:
+                    recipient.deliver(index, news)
+                except Exception as error:  # noqa: BLE001 - a bug that one request meets must not end the others
+                    _fail(recipient, error)
         for refused in step.refused:
-            entry = mailboxes.pop(refused.request_id, None)
+            entry = recipients.pop(refused.request_id, None)
             if entry is not None:
-                entry[0].put(_refusal(refused))
+                entry[0].fail(_refusal(refused))
+
+
+def _guarded(recipient: Recipient, call: Callable[[], None]) -> None:
+    try:
+        call()
+    except Exception as error:  # noqa: BLE001 - a bug that one request meets must not end the others
+        _fail(recipient, error)
+
+
+def _fail(recipient: Recipient, error: Exception) -> None:
+    traceback.print_exception(error)
+    recipient.fail(error)
 
 
 def _refusal(refused: Refused) -> ServingError:

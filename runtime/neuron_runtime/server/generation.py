@@ -6,8 +6,9 @@ whatever reason, aborts what still runs.
 
 from __future__ import annotations
 
+import asyncio
 import time
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -15,7 +16,7 @@ from neuron_runtime.core import FinishReason, Request, SamplingParams
 from neuron_runtime.engine.messages import News
 from neuron_runtime.errors import InvalidRequest, Overloaded, ServingError
 from neuron_runtime.server.admission import Ask
-from neuron_runtime.server.engine_client import EngineClient, Mailbox
+from neuron_runtime.server.engine_client import EngineClient
 from neuron_runtime.server.metrics import Metrics
 from neuron_runtime.text.answer import Answer
 from neuron_runtime.text.tokenizer import Tokenizer
@@ -49,6 +50,10 @@ class Choice(Answer):
         self.num_prompt_tokens = len(prompt)
         self.num_cached_tokens = 0
         self.arrived = arrived
+        self.queue_seconds: float | None = None
+        """How long it waited in the engine; None before its first token."""
+        self.ended: FinishReason | None = None
+        """How it ended for its client; None while it runs, and where the engine did not take it."""
         self.first_token_at: float | None = None
         self.last_token_at = arrived
 
@@ -59,11 +64,16 @@ class Generation:
     def __init__(self, ask: Ask, client: EngineClient, metrics: Metrics, tokenizer: Tokenizer) -> None:
         now = time.monotonic()
         self.ask = ask
-        self.mailbox = Mailbox()
         self.choices: list[Choice] = []
         self._client = client
         self._metrics = metrics
         self._requests: list[Callable[[str], Request]] = []
+        self._ids: list[str] = []
+        self._running: set[int] = set()
+        self._pending: dict[int, Piece] = {}
+        self._show: Callable[[list[Piece]], bool] | None = None
+        self._waiter: asyncio.Future[None] | None = None
+        self._error: Exception | None = None
         for prompt, sampling in zip(ask.prompts, ask.sampling, strict=True):
             for number in range(ask.num_choices):
                 self.choices.append(Choice(ask, prompt, sampling, tokenizer, now))
@@ -78,54 +88,87 @@ class Generation:
     def num_cached_tokens(self) -> int:
         return sum(choice.num_cached_tokens for choice in self.choices[:: self.ask.num_choices])
 
-    async def pieces(self) -> AsyncGenerator[list[Piece], None]:
-        """At most one piece per choice and wake-up. Raises what ServingErrors the engine answers with."""
-        choices = self.choices
-        ids = self._client.submit(self._requests, self.mailbox)
-        running = set(range(len(ids)))
-        left: FinishReason | None = FinishReason.ABORT
-        try:
-            while running:
-                queued = await self.mailbox.take()
-                now = time.monotonic()
-                pieces: dict[int, Piece] = {}
-                for index, news in queued:
-                    choice = choices[index]
-                    if index not in running:
-                        continue
-                    piece = pieces.get(index)
-                    if piece is None:
-                        piece = pieces[index] = Piece(index, "", 0, None)
-                    before = choice.num_tokens
-                    choice.num_cached_tokens = max(choice.num_cached_tokens, news.num_cached_tokens)
-                    piece.text += choice.feed(news.token_ids, news.finish_reason)
-                    self._count(choice, news, choice.num_tokens - before, now)
-                    if choice.finish_reason is not None:
-                        running.discard(index)
-                        self._finish(choice, choice.finish_reason, now)
-                        if news.finish_reason is None:
-                            self._client.abort((ids[index],))
-                    piece.num_tokens, piece.finish_reason = choice.num_tokens, choice.finish_reason
-                yield list(pieces.values())
-        except (InvalidRequest, Overloaded):
-            left = None
-            raise
-        except ServingError:
-            left = FinishReason.ERROR
-            raise
-        finally:
-            self._client.abort([ids[index] for index in running])
-            now = time.monotonic()
-            for index in running:
-                # Refused requests never were any, for the metrics.
-                if left is not None:
-                    self._finish(choices[index], left, now)
+    async def begin(self) -> None:
+        """Send the requests; returns with the first news. Raises what ServingErrors the engine answers with."""
+        self._ids = self._client.submit(self._requests, self)
+        self._running = set(range(len(self._ids)))
+        await self._wait()
 
-    def _count(self, choice: Choice, news: News, num_tokens: int, now: float) -> None:
+    async def finish(self, show: Callable[[list[Piece]], bool]) -> None:
+        """Returns when every choice has ended and was shown. Raises ServingErrors.
+
+        show: called at most once for all that a wake-up brought, with at most one piece per choice, from wherever news
+            is delivered: it must not wait. Where it returns False nothing was shown; the pieces grow until
+            `show_pending` is called.
+        """
+        self._show = show
+        self.show_pending()
+        while self._running or self._pending:
+            await self._wait()
+
+    def end(self) -> None:
+        """To be called however it ended: what still runs is aborted, and counted as what it was."""
+        self._show = None
+        self._client.abort([self._ids[index] for index in self._running])
+        error = self._error
+        if isinstance(error, InvalidRequest | Overloaded):
+            # Refused requests never were any, for the metrics.
+            return
+        now = time.monotonic()
+        for index in self._running:
+            left = FinishReason.ERROR if isinstance(error, ServingError) else FinishReason.ABORT
+            self._finish(self.choices[index], left, now)
+
+    def deliver(self, index: int, news: News) -> None:
+        """What a step brought the choice of this index; `show_pending` follows when all news is delivered."""
+        if index not in self._running:
+            return
+        choice = self.choices[index]
+        piece = self._pending.get(index)
+        if piece is None:
+            piece = self._pending[index] = Piece(index, "", 0, None)
+        if news.first is not None:
+            choice.num_cached_tokens = news.first.num_cached_tokens
+        before = choice.num_tokens
+        piece.text += choice.feed(news.token_ids, news.finish_reason)
+        self._count(choice, news, choice.num_tokens - before)
+        if choice.finish_reason is not None:
+            self._running.discard(index)
+            self._finish(choice, choice.finish_reason, time.monotonic())
+            if news.finish_reason is None:
+                self._client.abort((self._ids[index],))
+        piece.num_tokens, piece.finish_reason = choice.num_tokens, choice.finish_reason
+
+    def show_pending(self) -> None:
+        """Hand out what there is, and wake whoever waits for the first news or for the end."""
+        if self._show is not None and self._pending and self._show(list(self._pending.values())):
+            self._pending.clear()
+        if self._show is None or not (self._running or self._pending):
+            self._wake()
+
+    def fail(self, error: Exception) -> None:
+        """It ends with this error, before what was not yet shown."""
+        self._error = self._error or error
+        self._wake()
+
+    async def _wait(self) -> None:
+        if self._error is None:
+            self._waiter = asyncio.get_running_loop().create_future()
+            await self._waiter
+        if self._error is not None:
+            raise self._error
+
+    def _wake(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+    def _count(self, choice: Choice, news: News, num_tokens: int) -> None:
         if not num_tokens:
             return
+        now = time.monotonic()
         if news.queue_seconds is not None:
             choice.first_token_at = now
+            choice.queue_seconds = news.queue_seconds
             self._metrics.first_token(now - choice.arrived, news.queue_seconds, choice.num_prompt_tokens)
             self._metrics.tokens(num_tokens, None)
         else:
@@ -133,6 +176,7 @@ class Generation:
         choice.last_token_at = now
 
     def _finish(self, choice: Choice, reason: FinishReason, now: float) -> None:
+        choice.ended = reason
         began = now if choice.first_token_at is None else choice.first_token_at
         self._metrics.finished(reason, choice.num_prompt_tokens, choice.num_tokens, now - choice.arrived, now - began)
 

@@ -8,9 +8,11 @@ by the routes.
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from typing import Any
 
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from starlette.types import Scope
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from neuron_runtime.server.wire import error_object
 
@@ -20,11 +22,58 @@ HEAD_SECONDS = 75.0
 """From the connection, or from a request's first byte, to the end of its head."""
 
 
+_BODY_WRITER = "neuron_serving.body_writer"
+
+
+class BodyWriter:
+    """Writes parts of an answer whose head was sent, without a task that waits; the last part goes through ASGI.
+
+    The way of a streamed token: from the message of the engine to the socket in one go.
+    """
+
+    def __init__(self, cycle: RequestResponseCycle) -> None:
+        self._cycle = cycle
+        self._transport = cycle.transport
+        self._flow = cycle.flow
+        self._resume: Callable[[], None] | None = None
+
+    @property
+    def writable(self) -> bool:
+        """Whether the client keeps up: there is room in the connection's buffer."""
+        return not self._flow.write_paused
+
+    def write(self, body: bytes) -> None:
+        """Nothing happens where the client is gone, or `body` is empty."""
+        if body and not self._cycle.disconnected:
+            self._transport.write(b"%x\r\n%b\r\n" % (len(body), body))
+
+    def when_writable(self, call: Callable[[], None]) -> None:
+        """Call it each time that the client has caught up, until the answer has ended."""
+        self._resume = call
+
+    @property
+    def in_use(self) -> bool:
+        return not (self._cycle.response_complete or self._cycle.disconnected)
+
+    def resume(self) -> None:
+        if self._resume is not None and self.in_use:
+            self._resume()
+
+
+def body_writer(scope: Scope) -> BodyWriter:
+    """Of the answer to this request, whose head names no length."""
+    writer = scope["extensions"][_BODY_WRITER]
+    assert isinstance(writer, BodyWriter)
+    return writer
+
+
 class BoundedProtocol(HttpToolsProtocol):
     def __init__(self, *arguments: Any, **named: Any) -> None:
         super().__init__(*arguments, **named)
         self._unfinished_bytes = 0
         self._head_timer: asyncio.TimerHandle | None = None
+        self._writers: list[BodyWriter] = []
+        """Of the request that is answered and of those that wait behind it."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -48,6 +97,10 @@ class BoundedProtocol(HttpToolsProtocol):
         self._stop_waiting()
         self._unfinished_bytes = 0
         super().on_headers_complete()
+        writer = BodyWriter(self.cycle)
+        # Whoever answers, a task that was just made or one that pipelining lets wait, has not seen the scope yet.
+        self.cycle.scope["extensions"] = {_BODY_WRITER: writer}
+        self._writers = [*(one for one in self._writers if one.in_use), writer]
 
     def on_body(self, body: bytes) -> None:
         self._unfinished_bytes = 0
@@ -56,6 +109,11 @@ class BoundedProtocol(HttpToolsProtocol):
     def on_message_complete(self) -> None:
         self._unfinished_bytes = 0
         super().on_message_complete()
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        for writer in self._writers:
+            writer.resume()
 
     def send_400_response(self, msg: str) -> None:
         self._refuse(400, b"Bad Request", msg)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from neuron_runtime.core import FinishReason
-from neuron_runtime.text.detokenizer import Detokenizer
+from neuron_runtime.text.detokenizer import make_detokenizer
 from neuron_runtime.text.reasoning import Thoughts
 from neuron_runtime.text.stop_strings import StopStrings
 from neuron_runtime.text.tokenizer import Tokenizer
@@ -44,7 +44,7 @@ class Answer:
         """The thought so far; whoever shows it in parts takes them away."""
         self.text_offsets: list[int] = []
         """For each token the character of the text at which it begins, thoughts and cut stop strings included."""
-        self._detokenizer = Detokenizer(tokenizer, prompt_token_ids, skip_special_tokens)
+        self._detokenizer = make_detokenizer(tokenizer, prompt_token_ids, skip_special_tokens)
         self._stops = StopStrings(stop, include_stop)
         self._thoughts = thoughts
         self._locates = locates

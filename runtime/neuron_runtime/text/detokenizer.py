@@ -6,7 +6,9 @@ are looked for afterwards, in `text.stop_strings`.
 
 from __future__ import annotations
 
+import codecs
 from collections.abc import Sequence
+from typing import Protocol
 
 from neuron_runtime.text.tokenizer import Tokenizer
 
@@ -20,8 +22,59 @@ MAX_HELD_TOKENS = 64
 """A tail this long that is no text yet never will be."""
 
 
-class Detokenizer:
-    """Decodes a window: the tokens of the piece before (what follows may depend on them) and those not yet shown.
+class Detokenizer(Protocol):
+    def feed(self, token_ids: Sequence[int]) -> str:
+        """The text that is certain now; empty while a character is incomplete."""
+
+    def flush(self) -> str:
+        """What is left when the stream has ended; bytes of an incomplete character as U+FFFD."""
+
+
+def make_detokenizer(
+    tokenizer: Tokenizer, prompt_token_ids: Sequence[int] = (), skip_special_tokens: bool = True
+) -> Detokenizer:
+    """The cheapest one that is right for this tokenizer."""
+    if tokenizer.joins_bytes:
+        return ByteDetokenizer(tokenizer, skip_special_tokens)
+    return WindowDetokenizer(tokenizer, prompt_token_ids, skip_special_tokens)
+
+
+class ByteDetokenizer:
+    """For tokenizers whose text is bytes behind bytes: a look-up per token, in whose text nothing before it matters."""
+
+    def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool = True) -> None:
+        self._tokenizer = tokenizer
+        self._skip = skip_special_tokens
+        self._pieces = tokenizer.pieces(skip_special_tokens)
+        self._decoder: codecs.IncrementalDecoder | None = None
+        """There while a character is incomplete."""
+
+    def feed(self, token_ids: Sequence[int]) -> str:
+        out = ""
+        for token_id in token_ids:
+            piece = self._pieces.get(token_id)
+            if piece is None:
+                piece = self._tokenizer.piece(token_id, self._skip)
+            out += piece if self._decoder is None and isinstance(piece, str) else self._continue(piece)
+        return out
+
+    def flush(self) -> str:
+        decoder, self._decoder = self._decoder, None
+        return "" if decoder is None else decoder.decode(b"", final=True)
+
+    def _continue(self, piece: str | bytes) -> str:
+        decoder = self._decoder or _Utf8(errors="replace")
+        text = decoder.decode(piece.encode() if isinstance(piece, str) else piece)
+        self._decoder = decoder if decoder.getstate()[0] else None
+        return text
+
+
+_Utf8 = codecs.getincrementaldecoder("utf-8")
+
+
+class WindowDetokenizer:
+    """For every tokenizer: decodes the tokens of the piece before (what follows may depend on them) and those not yet
+    shown.
 
     A window whose text ends with U+FFFD may end inside a character and is held until it does not, so pieces are cut
     only between characters. Cost per token is that of decoding two short windows, whatever the length of the answer.
@@ -36,7 +89,6 @@ class Detokenizer:
         self._held: list[int] = []
 
     def feed(self, token_ids: Sequence[int]) -> str:
-        """The text that is certain now; empty while a character is incomplete."""
         self._held += token_ids
         text = self._tokenizer.decode(self._shown + self._held, self._skip)
         if text.endswith(REPLACEMENT) and len(self._held) < MAX_HELD_TOKENS:
@@ -44,7 +96,6 @@ class Detokenizer:
         return self._show(text)
 
     def flush(self) -> str:
-        """What is left when the stream has ended; bytes of an incomplete character as U+FFFD."""
         return self._show(self._tokenizer.decode(self._shown + self._held, self._skip)) if self._held else ""
 
     def _context(self, prompt_token_ids: Sequence[int]) -> tuple[list[int], str]:

@@ -44,6 +44,9 @@ class Tokenizer:
         self.eos_token_id: int | None = None if eos is None else fast.token_to_id(eos)
         self._spelling = _Spelling(fast)
         self._bytes: dict[int, bytes] = {}
+        self.joins_bytes = self._spelling.joins_bytes
+        """The text of ids is what they stand for one by one, bytes behind bytes, read as UTF-8."""
+        self._pieces: dict[bool, dict[int, str | bytes]] = {False: {}, True: {}}
 
     def encode(self, text: str, add_special_tokens: bool = True, max_tokens: int | None = None) -> tuple[int, ...]:
         """Ids of a text; `add_special_tokens` puts what the model expects around it (usually a BOS in front).
@@ -51,7 +54,9 @@ class Tokenizer:
         max_tokens: cuts the text at its beginning, so that this many ids, special ones included, are left.
         """
         if max_tokens is None:
-            return tuple(self._fast.encode(text, add_special_tokens=add_special_tokens).ids)
+            # A batch of one, because only a batch lets other threads run meanwhile.
+            (encoding,) = self._fast.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+            return tuple(encoding.ids)
         encoding = self._fast.encode(text, add_special_tokens=False)
         around = self._fast.num_special_tokens_to_add(is_pair=False) if add_special_tokens else 0
         encoding.truncate(max(max_tokens - around, 0), direction="left")
@@ -86,6 +91,24 @@ class Tokenizer:
             known = self._bytes[token_id] = b"" if spelled is None else self._spelling.to_bytes(token_id, spelled)
         return known
 
+    def pieces(self, skip_special_tokens: bool) -> dict[int, str | bytes]:
+        """What `piece` has looked up so far."""
+        return self._pieces[skip_special_tokens]
+
+    def piece(self, token_id: int, skip_special_tokens: bool) -> str | bytes:
+        """Where `joins_bytes`: the text of an id, or its bytes where they are not whole characters."""
+        spelled = self._fast.id_to_token(token_id)
+        if spelled is None or (skip_special_tokens and self._spelling.is_special(token_id)):
+            raw = b""
+        else:
+            raw = self._spelling.joined_bytes(spelled)
+        try:
+            piece: str | bytes = raw.decode()
+        except UnicodeDecodeError:
+            piece = raw
+        self._pieces[skip_special_tokens][token_id] = piece
+        return piece
+
     @property
     def hidden_tokens(self) -> frozenset[str]:
         """Special tokens: those that `decode` leaves out."""
@@ -101,11 +124,22 @@ class _Spelling:
         state = json.loads(fast.decoder.__getstate__()) if fast.decoder is not None else {}
         parts = {part["type"]: part for part in _parts(state)}
         self._characters = _BYTE_LEVEL if "ByteLevel" in parts else None
+        self.joins_bytes = list(parts) == ["ByteLevel"]
+        self._special = {number for number, token in fast.get_added_tokens_decoder().items() if token.special}
         self._has_bytes = "ByteFallback" in parts
         self._space = parts["Metaspace"]["replacement"] if "Metaspace" in parts else ""
         replace = parts.get("Replace", {})
         if replace.get("content") == " ":
             self._space = replace["pattern"].get("String", "")
+
+    def is_special(self, token_id: int) -> bool:
+        return token_id in self._special
+
+    def joined_bytes(self, spelled: str) -> bytes:
+        """As a byte-level decoder reads it, which does not tell added tokens from others."""
+        known = (_BYTE_LEVEL.get(one) for one in spelled)
+        found = [one for one in known if one is not None]
+        return bytes(found) if len(found) == len(spelled) else spelled.encode()
 
     def to_bytes(self, token_id: int, spelled: str) -> bytes:
         if token_id in self._added:
