@@ -1,0 +1,261 @@
+"""A load whose numbers are known before it runs, against a real server: what its metrics must say is in `expected`.
+
+Every phase waits for its own end, so counts do not depend on the speed of the machine. The server must be started with
+`FLAGS`; its model ends no answer by itself, as every request ignores end tokens.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import random
+import time
+from collections import Counter
+from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import httpx
+from prometheus_client.parser import text_string_to_metric_families
+
+BLOCK_SIZE, NUM_BLOCKS, ROWS, QUEUED, MODEL_LENGTH = 16, 40, 2, 1, 512
+FLAGS = (
+    *("--served-model-name", "chat", "--port", "0", "--layout", "blocks", "--dtype", "float32"),
+    *("--block-size", str(BLOCK_SIZE), "--num-gpu-blocks-override", str(NUM_BLOCKS)),
+    *("--max-num-seqs", str(ROWS), "--max-queued-requests", str(QUEUED), "--max-model-len", str(MODEL_LENGTH)),
+)
+VOCABULARY = 300
+"""Token ids below this are plain tokens of the small model."""
+
+Values = dict[tuple[str, frozenset[tuple[str, str]]], float]
+
+
+def values_of(text: str) -> Values:
+    """Every series of an exposition by name and labels, `model_name` left out."""
+    return {
+        (sample.name, frozenset((name, value) for name, value in sample.labels.items() if name != "model_name")): (
+            sample.value
+        )
+        for family in text_string_to_metric_families(text)
+        for sample in family.samples
+    }
+
+
+@dataclass(frozen=True)
+class Scrape:
+    """What `/metrics` said at some moment of the load."""
+
+    text: str
+    at: float
+    """On the monotonic clock."""
+
+    @property
+    def values(self) -> Values:
+        return values_of(self.text)
+
+    def total(self, name: str, **labels: str) -> float:
+        """A series' value, summed over those whose labels match."""
+        found = [v for (n, have), v in self.values.items() if n == name and labels.items() <= dict(have).items()]
+        assert found, f"no series {name} {labels}"
+        return sum(found)
+
+
+@dataclass
+class Expected:
+    """What the requests so far must have left behind. Token counts of those that were cut off are bounds."""
+
+    finished: Counter[str] = field(default_factory=Counter)
+    refused: Counter[str] = field(default_factory=Counter)
+    prompts: list[int] = field(default_factory=list)
+    """Prompt tokens of every request that ended."""
+    answers: list[int] = field(default_factory=list)
+    """Tokens of every answer that came whole."""
+    cut_off: list[int] = field(default_factory=list)
+    """Most tokens that an answer could have had which was cut off behind its first one."""
+    max_tokens: list[int] = field(default_factory=list)
+    choices: list[int] = field(default_factory=list)
+    """Answers asked for, of every prompt of every body."""
+    longest: list[int] = field(default_factory=list)
+    """Tokens of the longest answer to a prompt, where all came whole."""
+    prefix_hits: int = 0
+    preemptions: int = 0
+    restarts: int = 0
+
+    def ended(self, reason: str, num_prompt: int, num_tokens: int, max_tokens: int, choices: int = 1) -> None:
+        """A prompt that was answered whole, with `choices` answers of as many tokens."""
+        self.finished[reason] += choices
+        self.prompts += [num_prompt] * choices
+        self.answers += [num_tokens] * choices
+        self.max_tokens += [max_tokens] * choices
+        self.choices.append(choices)
+        self.longest.append(num_tokens)
+
+    def was_cut_off(self, reason: str, num_prompt: int, max_tokens: int) -> None:
+        self.finished[reason] += 1
+        self.prompts.append(num_prompt)
+        self.cut_off.append(max_tokens)
+        self.max_tokens.append(max_tokens)
+        self.choices.append(1)
+
+
+class ScriptedLoad:
+    """Runs the phases, one after the other.
+
+    kill_engine: ends the engine process by force.
+    until_ready: waits until the server can serve again.
+    """
+
+    def __init__(self, url: str, kill_engine: Callable[[], None], until_ready: Callable[[], Awaitable[None]]) -> None:
+        self.expected = Expected()
+        self.scrapes: list[Scrape] = []
+        self.began = time.monotonic()
+        self.seconds = 0.0
+        self._kill_engine, self._until_ready = kill_engine, until_ready
+        self._random = random.Random(7)
+        self._http = httpx.AsyncClient(base_url=url, timeout=60, verify=False)
+
+    async def run(self) -> None:
+        async with self._http:
+            for phase in (
+                self.idle,
+                self.answers_of_all_kinds,
+                self.shared_prefixes,
+                self.a_full_queue,
+                self.more_than_the_cache_holds,
+                self.mistakes,
+                self.a_client_that_leaves,
+                self.an_engine_that_dies,
+            ):
+                await phase()
+                await self.scrape()
+        self.seconds = time.monotonic() - self.began
+
+    async def idle(self) -> None:
+        """Nothing has happened yet."""
+
+    async def answers_of_all_kinds(self) -> None:
+        for num_prompt, stream in ((7, False), (20, True), (33, False)):
+            await self._complete(num_prompt, 5, stream=stream)
+        message = [{"role": "user", "content": "What is a core?"}]
+        body = {"model": "chat", "messages": message, "max_tokens": 6, "ignore_eos": True}
+        answer = await self._post("/v1/chat/completions", body)
+        self.expected.ended("length", answer["usage"]["prompt_tokens"], 6, 6)
+        await self._post("/v1/completions", self._body(self._prompt(12), 4, n=3, temperature=1.0))
+        self.expected.ended("length", 12, 4, 4, choices=3)
+        await self._post("/v1/completions", self._body(self._prompt(9), 8, stop_token_ids=list(range(320))))
+        self.expected.ended("stop", 9, 1, 8)
+
+    async def shared_prefixes(self) -> None:
+        prompt = self._prompt(40)
+        for _ in range(2):
+            answer = await self._post("/v1/completions", self._body(prompt, 3))
+            self.expected.ended("length", len(prompt), 3, 3)
+        self.expected.prefix_hits += answer["usage"]["prompt_tokens_details"]["cached_tokens"]
+
+    async def a_full_queue(self) -> None:
+        """Two run, one waits, one is refused."""
+        async with contextlib.AsyncExitStack() as stack:
+            streams = [await stack.enter_async_context(self._stream(10, 280)) for _ in range(ROWS)]
+            for lines in streams:
+                await anext(lines)
+            waiting = asyncio.create_task(self._complete(11, 5))
+            await self._until("vllm:num_requests_waiting", 1)
+            refused = await self._http.post("/v1/completions", json=self._body(self._prompt(8), 5))
+            assert refused.status_code == 429, refused.text
+            self.expected.refused["overloaded"] += 1
+            for lines in streams:
+                async for _ in lines:
+                    pass
+                self.expected.ended("length", 10, 280, 280)
+            await waiting
+
+    async def more_than_the_cache_holds(self) -> None:
+        """Two answers that fit alone, not together: the younger one begins again."""
+        length = 16 + 330
+        assert -(-length // BLOCK_SIZE) < NUM_BLOCKS < 2 * -(-length // BLOCK_SIZE)
+        prompts = [self._prompt(16) for _ in range(2)]
+        await self._post("/v1/completions", self._body(prompts, 330))
+        for prompt in prompts:
+            self.expected.ended("length", len(prompt), 330, 330)
+        self.expected.preemptions += 1
+
+    async def mistakes(self) -> None:
+        for status, reason, changes in (
+            (400, "invalid_request", {"temperature": -1}),
+            (400, "invalid_request", {"max_tokens": "many"}),
+            (404, "model_not_found", {"model": "another"}),
+            (400, "context_length_exceeded", {"max_tokens": MODEL_LENGTH}),
+        ):
+            answer = await self._http.post("/v1/completions", json=self._body(self._prompt(8), 5) | changes)
+            assert answer.status_code == status, answer.text
+            self.expected.refused[reason] += 1
+
+    async def a_client_that_leaves(self) -> None:
+        async with self._stream(13, 400) as lines:
+            await anext(lines)
+        self.expected.was_cut_off("abort", 13, 400)
+        await self._until("vllm:num_requests_running", 0)
+
+    async def an_engine_that_dies(self) -> None:
+        async with self._stream(14, 400) as lines:
+            await anext(lines)
+            await self.scrape()
+            self._kill_engine()
+            with contextlib.suppress(StopAsyncIteration):
+                while True:
+                    last = await anext(lines)
+        assert "error" in last
+        self.expected.was_cut_off("error", 14, 400)
+        self.expected.restarts += 1
+        await self._until_ready()
+        await self._complete(15, 5)
+
+    async def scrape(self) -> Scrape:
+        answer = await self._http.get("/metrics")
+        made = Scrape(answer.text, time.monotonic())
+        self.scrapes.append(made)
+        return made
+
+    # Requests
+
+    def _prompt(self, length: int) -> list[int]:
+        return [self._random.randrange(10, VOCABULARY) for _ in range(length)]
+
+    def _body(self, prompt: list[int] | list[list[int]], max_tokens: int, **changes: Any) -> dict[str, Any]:
+        body = {"model": "chat", "prompt": prompt, "max_tokens": max_tokens, "ignore_eos": True, "temperature": 0}
+        return body | changes
+
+    async def _post(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
+        answer = await self._http.post(path, json=body)
+        assert answer.status_code == 200, answer.text
+        return dict(answer.json())
+
+    async def _complete(self, num_prompt: int, max_tokens: int, stream: bool = False) -> None:
+        if stream:
+            async with self._stream(num_prompt, max_tokens) as lines:
+                async for _ in lines:
+                    pass
+        else:
+            await self._post("/v1/completions", self._body(self._prompt(num_prompt), max_tokens))
+        self.expected.ended("length", num_prompt, max_tokens, max_tokens)
+
+    @contextlib.asynccontextmanager
+    async def _stream(self, num_prompt: int, max_tokens: int) -> AsyncIterator[AsyncIterator[str]]:
+        body = self._body(self._prompt(num_prompt), max_tokens, stream=True)
+        async with self._http.stream("POST", "/v1/completions", json=body) as answer:
+            assert answer.status_code == 200, (await answer.aread()).decode()
+            yield (line async for line in answer.aiter_lines() if line)
+
+    async def _until(self, name: str, value: float) -> None:
+        """What never comes ends at the test's own time limit."""
+        while (await self.scrape()).total(name) != value:
+            self.scrapes.pop()
+            await asyncio.sleep(0.005)
+
+
+def model_folder(folder: Path) -> Path:
+    """A small model for the load."""
+    from helpers.chat_model import write_chat_model
+
+    return write_chat_model(folder, max_length=MODEL_LENGTH)

@@ -1,0 +1,232 @@
+"""Every metric that the docs name, after a load whose numbers are known: real processes, a real model, real HTTP."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import re
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from helpers.scripted_load import BLOCK_SIZE, FLAGS, NUM_BLOCKS, Scrape, ScriptedLoad, model_folder
+from helpers.serve_command import serve
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(110)]
+
+DOCS = Path(__file__).parents[2] / "docs" / "metrics.md"
+DOCUMENTED = {
+    name: kind
+    for name, kind in re.findall(r"^\| `([a-z0-9_:]+)` \| (counter|gauge|histogram) \|", DOCS.read_text(), re.MULTILINE)
+    if not name.startswith("neuron_operator_")
+}
+
+
+@pytest.fixture(scope="module")
+def load(tmp_path_factory: pytest.TempPathFactory) -> ScriptedLoad:
+    """The load, run."""
+    folder = model_folder(tmp_path_factory.mktemp("load") / "model")
+    with serve(str(folder), *FLAGS) as command:
+        url = command.until_ready()
+
+        async def ready_again() -> None:
+            await asyncio.to_thread(command.until_ready, 2)
+
+        made = ScriptedLoad(
+            url, lambda: os.kill(command.child("neuron_runtime.engine.process"), signal.SIGKILL), ready_again
+        )
+        asyncio.run(made.run())
+    return made
+
+
+Check = Callable[[ScriptedLoad, Scrape, str], None]
+
+
+def is_(expected: Callable[[ScriptedLoad], float]) -> Check:
+    def check(load: ScriptedLoad, last: Scrape, name: str) -> None:
+        assert last.total(name) == pytest.approx(expected(load))
+
+    return check
+
+
+def by(label: str, expected: Callable[[ScriptedLoad], dict[str, int]]) -> Check:
+    """One series for each value of the label; those not named are 0."""
+
+    def check(load: ScriptedLoad, last: Scrape, name: str) -> None:
+        found = {dict(labels)[label]: value for (n, labels), value in last.values.items() if n == name}
+        assert {key: value for key, value in found.items() if value} == expected(load)
+
+    return check
+
+
+def info(**labels: str) -> Check:
+    """One series with these labels, whose value is a moment or 1."""
+
+    def check(load: ScriptedLoad, last: Scrape, name: str) -> None:
+        ((found, value),) = [(dict(have), value) for (n, have), value in last.values.items() if n == name]
+        assert found == labels
+        assert value == 1 or time.time() - load.seconds - 60 < value <= time.time()
+
+    return check
+
+
+def rises(peak: float) -> Check:
+    """A gauge that was at its peak at some moment and is 0 in the end."""
+
+    def check(load: ScriptedLoad, last: Scrape, name: str) -> None:
+        assert max(scrape.total(name) for scrape in load.scrapes) == peak
+        assert last.total(name) == 0
+
+    return check
+
+
+def between(low: Callable[[ScriptedLoad], float], high: Callable[[ScriptedLoad], float]) -> Check:
+    def check(load: ScriptedLoad, last: Scrape, name: str) -> None:
+        assert low(load) <= last.total(name) <= high(load)
+
+    return check
+
+
+def times(count: Callable[[ScriptedLoad], float], at_most: Callable[[ScriptedLoad], float] | None = None) -> Check:
+    """A histogram of durations: so many, none of them longer than the load took."""
+
+    def check(load: ScriptedLoad, last: Scrape, name: str) -> None:
+        observed = last.total(f"{name}_count")
+        assert count(load) <= observed <= (at_most or count)(load)
+        assert last.total(f"{name}_bucket", le="+Inf") == observed
+        assert 0 < last.total(f"{name}_sum") < observed * load.seconds
+
+    return check
+
+
+def sizes(expected: Callable[[ScriptedLoad], list[int]], cut_off: bool = False) -> Check:
+    """A histogram of counts: these, and where answers were cut off something from 1 to their limits."""
+
+    def check(load: ScriptedLoad, last: Scrape, name: str) -> None:
+        known, unknown = expected(load), load.expected.cut_off if cut_off else []
+        assert last.total(f"{name}_count") == len(known) + len(unknown)
+        assert sum(known) + len(unknown) <= last.total(f"{name}_sum") <= sum(known) + sum(unknown)
+        for bound in (5, 20, 100):
+            below = last.total(f"{name}_bucket", le=f"{bound}.0")
+            certain = sum(number <= bound for number in known)
+            assert certain <= below <= certain + len(unknown)
+
+    return check
+
+
+def num_requests(load: ScriptedLoad) -> int:
+    return len(load.expected.prompts)
+
+
+def fed(load: ScriptedLoad) -> int:
+    """Tokens that steps were given at least: every prompt once, every token of an answer but the last."""
+    expected = load.expected
+    return sum(expected.prompts) - expected.prefix_hits + sum(expected.answers) - len(expected.answers)
+
+
+def fed_at_most(load: ScriptedLoad) -> int:
+    """Besides: one more row for each request that turned out to have ended, and those that began again."""
+    again = load.expected.preemptions * max(map(sum, zip(load.expected.prompts, load.expected.max_tokens, strict=True)))
+    return fed(load) + load.expected.prefix_hits + num_requests(load) + sum(load.expected.cut_off) + again
+
+
+def steps(load: ScriptedLoad) -> float:
+    return load.scrapes[-1].total("vllm:iteration_tokens_total_count")
+
+
+CHECKS: dict[str, Check] = {
+    "vllm:num_requests_running": rises(2),
+    "vllm:num_requests_waiting": rises(1),
+    "vllm:kv_cache_usage_perc": between(lambda load: 0, lambda load: 0),
+    "vllm:cache_config_info": info(block_size=str(BLOCK_SIZE), num_gpu_blocks=str(NUM_BLOCKS)),
+    "vllm:lora_requests_info": info(max_lora="0", waiting_lora_adapters="", running_lora_adapters=""),
+    "vllm:num_preemptions_total": is_(lambda load: load.expected.preemptions),
+    "vllm:prompt_tokens_total": is_(lambda load: sum(load.expected.prompts)),
+    "vllm:generation_tokens_total": is_(lambda load: load.scrapes[-1].total("vllm:request_generation_tokens_sum")),
+    "vllm:request_success_total": by("finished_reason", lambda load: load.expected.finished),
+    "vllm:time_to_first_token_seconds": times(num_requests),
+    "vllm:inter_token_latency_seconds": times(
+        lambda load: load.scrapes[-1].total("vllm:generation_tokens_total") - num_requests(load)
+    ),
+    "vllm:request_time_per_output_token_seconds": times(
+        lambda load: sum(number > 1 for number in load.expected.answers),
+        lambda load: sum(number > 1 for number in load.expected.answers) + len(load.expected.cut_off),
+    ),
+    "vllm:e2e_request_latency_seconds": times(num_requests),
+    "vllm:request_queue_time_seconds": times(num_requests),
+    "vllm:request_prefill_time_seconds": times(num_requests),
+    "vllm:request_decode_time_seconds": times(num_requests),
+    "vllm:request_prompt_tokens": sizes(lambda load: load.expected.prompts),
+    "vllm:request_generation_tokens": sizes(lambda load: load.expected.answers, cut_off=True),
+    "vllm:iteration_tokens_total": lambda load, last, name: between(fed, fed_at_most)(load, last, f"{name}_sum"),
+    "neuron_serving_step_seconds": times(steps),
+    "neuron_serving_step_host_seconds": times(steps),
+    "neuron_serving_device_busy_seconds_total": is_(
+        lambda load: load.scrapes[-1].total("neuron_serving_step_seconds_sum")
+    ),
+    "neuron_serving_work_seconds_total": between(
+        lambda load: load.scrapes[-1].total("neuron_serving_device_busy_seconds_total"), lambda load: load.seconds
+    ),
+    "neuron_serving_fed_tokens_total": is_(lambda load: load.scrapes[-1].total("vllm:iteration_tokens_total_sum")),
+    "neuron_serving_computed_tokens_total": is_(
+        lambda load: load.scrapes[-1].total("neuron_serving_fed_tokens_total", bucket="none")
+    ),
+    "neuron_serving_load_seconds": between(lambda load: 1e-6, lambda load: 60),
+    "neuron_serving_warm_up_seconds": between(lambda load: 1e-6, lambda load: 60),
+    "neuron_serving_engine_restarts_total": is_(lambda load: load.expected.restarts),
+    "neuron_serving_group_members_present": is_(lambda load: 1),
+}
+
+
+def test_every_metric_that_the_docs_name_is_checked_and_no_other() -> None:
+    assert CHECKS.keys() == DOCUMENTED.keys()
+
+
+@pytest.mark.parametrize("name", DOCUMENTED)
+def test_a_metric_says_what_the_load_did(name: str, load: ScriptedLoad) -> None:
+    CHECKS[name](load, load.scrapes[-1], name)
+
+
+def test_nothing_that_counts_ever_goes_back_not_even_when_the_engine_dies(load: ScriptedLoad) -> None:
+    counted = tuple(
+        f"{name}{suffix}"
+        for name, kind in DOCUMENTED.items()
+        for suffix in {"counter": ("",), "histogram": ("_bucket", "_count", "_sum"), "gauge": ()}[kind]
+    )
+    seen: dict[object, float] = {}
+    for scrape in load.scrapes:
+        for key, value in scrape.values.items():
+            if key[0] in counted:
+                assert value >= seen.get(key, 0.0), key
+                seen[key] = value
+    assert len(seen) > 100
+
+
+def test_before_the_first_request_nothing_is_counted(load: ScriptedLoad) -> None:
+    first = load.scrapes[0]
+    told = {"vllm:cache_config_info", "vllm:lora_requests_info"}
+    told |= {f"neuron_serving_{name}" for name in ("load_seconds", "warm_up_seconds", "group_members_present")}
+    assert {name for (name, _), value in first.values.items() if value} == told
+
+
+def test_the_parts_of_a_requests_time_add_up(load: ScriptedLoad) -> None:
+    last = load.scrapes[-1]
+
+    def seconds(name: str) -> float:
+        return last.total(f"vllm:{name}_seconds_sum")
+
+    first_token = seconds("time_to_first_token")
+    assert first_token == pytest.approx(seconds("request_queue_time") + seconds("request_prefill_time"))
+    assert seconds("e2e_request_latency") == pytest.approx(first_token + seconds("request_decode_time"), rel=0.02)
+    assert seconds("inter_token_latency") == pytest.approx(seconds("request_decode_time"), rel=0.05)
+
+
+def test_the_cache_was_in_use_while_requests_ran(load: ScriptedLoad) -> None:
+    usage = [scrape.total("vllm:kv_cache_usage_perc") for scrape in load.scrapes]
+    running = [scrape.total("vllm:num_requests_running") for scrape in load.scrapes]
+    assert all(share > 0 for share, number in zip(usage, running, strict=True) if number)
+    assert (usage[0], usage[-1]) == (0, 0)
+    assert max(usage) <= 1
