@@ -5,6 +5,7 @@ Raised at the rim (server, config, loaders, backends) and caught by the server (
 
     ServingError
     ├── InvalidRequest        the client: 400 with the field (404 for an unknown model, 413 for a huge body)
+    ├── Unauthorized          the client: 401 with WWW-Authenticate
     ├── Overloaded            the client, later: 429 with Retry-After
     ├── Draining              the load balancer: 503, Connection: close
     ├── BackendFailed         the platform: 503, not ready
@@ -56,6 +57,9 @@ _SHARED_REASONS = {
 class ServingError(Exception):
     """Base of every error this package raises on purpose. `str(error)` is one sentence for the person who acts."""
 
+    code: str | None = None
+    """A word for programs; clients read it as `code` of an error object."""
+
 
 class InvalidRequest(ServingError):
     """The client asked for something wrong; `field` is the JSON path of the culprit, None for the body itself."""
@@ -67,8 +71,24 @@ class InvalidRequest(ServingError):
         self.code = code
 
 
+class Unauthorized(ServingError):
+    """The request carries no key of this server; `presented` says whether it carries one at all. Never the key."""
+
+    code = "invalid_api_key"
+
+    def __init__(self, presented: bool) -> None:
+        super().__init__(
+            "this API key is not known here: ask whoever runs this server for one"
+            if presented
+            else "an API key is needed: send `Authorization: Bearer KEY`"
+        )
+        self.presented = presented
+
+
 class Overloaded(ServingError):
     """The queue is full; try again after `retry_after_seconds`."""
+
+    code = "overloaded"
 
     def __init__(self, message: str, retry_after_seconds: float = 1.0) -> None:
         super().__init__(message)
@@ -78,9 +98,13 @@ class Overloaded(ServingError):
 class Draining(ServingError):
     """The process is shutting down and admits nothing new."""
 
+    code = "draining"
+
 
 class BackendFailed(ServingError):
     """The device (or the process that owned it) failed while this request was in flight."""
+
+    code = "not_ready"
 
 
 class FatalError(ServingError):

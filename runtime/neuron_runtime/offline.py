@@ -291,8 +291,8 @@ class LLM:
         conversations: Any = [messages] if messages and isinstance(messages[0], Mapping) else messages
 
         def prompt(conversation: Conversation) -> dict[str, Any]:
-            body = typed({**common, "messages": conversation}, ChatBody)
-            text = self._admission.chat_text(body.messages, body.add_generation_prompt, body.chat_template_kwargs)
+            body = typed({**common, "messages": conversation}, ChatBody, unknown_pass=False)
+            text = self._admission.chat_text(body.messages, body)
             # The template writes its own BOS.
             return {"prompt": text, "add_special_tokens": False}
 

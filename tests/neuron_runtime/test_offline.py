@@ -233,7 +233,11 @@ def test_a_chat_is_written_with_the_models_template_and_ends_at_its_end_token(ll
         ([{"role": "tool", "content": "a"}], {}, "`messages[0].role`"),
         ([[{"role": "user", "content": "a"}], [{"role": "user"}]], {}, "prompt 1: `messages[0].content`"),
         ([{"role": "user", "content": "a"}], {"tools": [{"type": "function"}]}, "`tools` is not supported yet"),
-        ([{"role": "user", "content": "a"}], {"continue_final_message": True}, "`continue_final_message`"),
+        (
+            [{"role": "user", "content": "a"}],
+            {"continue_final_message": True, "add_generation_prompt": True},
+            "`continue_final_message`",
+        ),
         ([{"role": "user", "content": "a"}], {"colour": "red"}, "unknown field `colour`"),
         ([{"role": "user", "content": "a"}], {"lora_request": object()}, "`lora_request` is not supported yet"),
     ],
@@ -346,9 +350,7 @@ def test_more_tokens_than_fit_are_as_many_as_fit(llm: LLM) -> None:
 
 
 ASKS = {
-    "best_of": 2, "presence_penalty": 0.5, "frequency_penalty": 0.5, "repetition_penalty": 1.1, "min_p": 0.1,
-    "prompt_logprobs": 1, "detokenize": False, "spaces_between_special_tokens": False, "bad_words": ["x"],
-    "logit_bias": {1: 2.0}, "allowed_token_ids": [1], "truncate_prompt_tokens": 3, "logits_processors": [print],
+    "detokenize": False, "spaces_between_special_tokens": False, "logits_processors": [print],
     "structured_outputs": {"json": {}}, "guided_decoding": {"json": {}}, "use_beam_search": True,
     "length_penalty": 2.0, "early_stopping": True, "extra_args": {"a": 1},
 }  # fmt: skip

@@ -7,35 +7,67 @@ typed body; gives back what the engine needs (`core.Request` without an id) and 
 from __future__ import annotations
 
 import secrets
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, TypeVar
 
 import msgspec
 
-from neuron_runtime.core import BackendLimits, SamplingParams
+from neuron_runtime import sampling_modes
+from neuron_runtime.core import BackendLimits, FinishReason, SamplingParams
 from neuron_runtime.engine.admission import max_new_tokens
 from neuron_runtime.errors import InvalidRequest
 from neuron_runtime.server.wire import ChatBody, CompletionBody, Generate, Message, TokenizeBody
-from neuron_runtime.text.chat_template import TemplateRefused
+from neuron_runtime.text.answer import Answer
+from neuron_runtime.text.bad_words import bad_word_sequences
+from neuron_runtime.text.chat_template import ChatTemplate, TemplateRefused
 from neuron_runtime.text.generation_config import GenerationDefaults
+from neuron_runtime.text.reasoning import Marks, Thoughts
 from neuron_runtime.text.tokenizer import Tokenizer
 
 DEFAULT_COMPLETION_TOKENS = 16
 """`max_tokens` of /v1/completions where neither client nor model says one, as in OpenAI's API."""
-MAX_BODY_BYTES = 32 * 1024 * 1024
 MAX_CHOICES = 128
 """Answers to one HTTP request: prompts times `n`."""
 MAX_STOP_STRINGS = 16
 MAX_STOP_CHARACTERS = 1024
 MAX_STOP_TOKEN_IDS = 1024
-MAX_TEMPERATURE = 100.0
 GREEDY_TEMPERATURE = 1e-5
 """At or below it logits divided by it overflow: the likeliest token is meant."""
 MAX_SALT_CHARACTERS = 256
-INT64 = range(-(2**63), 2**63)
 
 N = TypeVar("N", int, float)
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """One prompt as text and as what the model reads."""
+
+    token_ids: tuple[int, ...]
+    text: str | None = None
+    """As the client sent it; None where that was token ids, or where `token_ids` are only its end."""
+
+
+@dataclass(frozen=True)
+class Echo:
+    """A prompt as an answer repeats it."""
+
+    text: str
+    text_offsets: tuple[int, ...]
+    """For each token of the prompt the character at which it begins; empty where nobody asks."""
+
+
+@dataclass(frozen=True)
+class Details:
+    """What an answer tells of itself besides its text."""
+
+    logprobs: bool = False
+    """Of the tokens of the answer; how many is in `SamplingParams`, like for the next one."""
+    prompt_logprobs: bool = False
+    token_ids: bool = False
+    tokens_as_token_ids: bool = False
+    """Tokens are written `token_id:N` where log-probabilities name them."""
 
 
 @dataclass(frozen=True)
@@ -46,6 +78,15 @@ class Ask:
     sampling: tuple[SamplingParams, ...]
     """Per prompt; for `n` answers each is used with `choice` 0 to n-1."""
     num_choices: int = 1
+    echoes: tuple[Echo, ...] = ()
+    """Per prompt, where the answers repeat it; else empty."""
+    generates: bool = True
+    """False: the answers are the echo alone, although one token is computed."""
+    details: Details | None = None
+    """None: text alone, as most clients ask; such answers pay for nothing else."""
+    thinks: Callable[[], Thoughts] | None = None
+    """Makes what tells the thought of an answer from its text; None: there is nothing to tell apart."""
+    shows_thoughts: bool = True
     stop: tuple[str, ...] = ()
     include_stop: bool = False
     skip_special_tokens: bool = True
@@ -60,6 +101,20 @@ class Ask:
         return sum(map(len, self.prompts))
 
 
+def served_defaults(defaults: GenerationDefaults, limits: BackendLimits) -> GenerationDefaults:
+    """A model's defaults as far as its sampling mode serves them; the others are told in `not_applied`."""
+    neutral = GenerationDefaults()
+    refused = [
+        name
+        for name in ("min_p", "repetition_penalty")
+        if sampling_modes.PARAMETERS[name].where(limits.sampling) is sampling_modes.Where.REFUSED
+        and getattr(defaults, name) != getattr(neutral, name)
+    ]
+    told = tuple(f"{name}={getattr(defaults, name)} (with {limits.sampling} sampling)" for name in refused)
+    plain = {name: getattr(neutral, name) for name in refused}
+    return replace(defaults, **plain, not_applied=defaults.not_applied + told)
+
+
 @dataclass(frozen=True)
 class Admission:
     """What a model can be asked, as data."""
@@ -71,6 +126,8 @@ class Admission:
     max_queued_requests: int = 0
     cuts_max_tokens: bool = False
     """Where more tokens are asked for than fit behind the prompt, as many as fit are meant; else that is refused."""
+    reasoning: Marks | None = None
+    """How the model writes its thoughts; None: they are left in the text."""
 
     def check_model(self, name: str | None) -> None:
         """Raises InvalidRequest (404) for a model that is not served here; no name at all means the one there is."""
@@ -81,24 +138,62 @@ class Admission:
 
     def completion(self, body: CompletionBody) -> Ask:
         """Raises InvalidRequest."""
-        self.check_model(body.model)
-        add_special = body.add_special_tokens is not False
-        prompts = tuple(self._prompt(prompt, add_special) for prompt in _prompts(body.prompt))
+        self._check_common(body)
+        echo = body.echo is True
+        if body.best_of not in (None, 1, body.n):
+            message = f"`best_of` is {body.best_of}: more answers than `n` are not supported yet, leave it out"
+            raise InvalidRequest(message, field="best_of")
+        generates = not (echo and body.max_tokens == 0)
+        # Zero is a number of tokens where the prompt is all that is shown.
+        sampling_modes.check_ranges(body if generates else msgspec.structs.replace(body, max_tokens=None))
+        if echo and body.logprobs is not None:
+            sampling_modes.check_one_served("prompt_logprobs", self.limits, "echo")
+        cut = self._cut(body, body.max_tokens)
+        prompts = tuple(
+            self._prompt(prompt, body.add_special_tokens is not False, cut) for prompt in _prompts(body.prompt)
+        )
         for prompt in prompts:
-            self._check_prompt(prompt, "prompt")
-        default = self.defaults.max_tokens or DEFAULT_COMPLETION_TOKENS
-        return self._ask(body, prompts, body.max_tokens, "max_tokens", default)
+            self._check_prompt(prompt.token_ids, "prompt")
+        return self._ask(
+            body,
+            prompts,
+            asked=body.max_tokens if generates else 1,
+            name="max_tokens",
+            default=self.defaults.max_tokens or DEFAULT_COMPLETION_TOKENS,
+            logprobs=body.logprobs,
+            prompt_logprobs=body.logprobs if echo and body.prompt_logprobs is None else body.prompt_logprobs,
+            echoes=tuple(self._echo(prompt, body) for prompt in prompts) if echo else (),
+            generates=generates,
+        )
 
     def chat(self, body: ChatBody) -> Ask:
         """Raises InvalidRequest."""
-        self.check_model(body.model)
-        prompt = self.render(
-            body.messages, body.add_generation_prompt, body.chat_template_kwargs, body.add_special_tokens
-        )
-        self._check_prompt(prompt, "messages")
+        self._check_common(body)
+        sampling_modes.check_ranges(body)
+        if body.top_logprobs and not body.logprobs:
+            raise InvalidRequest("`top_logprobs` needs `logprobs: true`", field="top_logprobs")
+        if None not in (body.max_tokens, body.max_completion_tokens) and body.max_tokens != body.max_completion_tokens:
+            message = (
+                f"`max_tokens` is {body.max_tokens} and `max_completion_tokens` {body.max_completion_tokens}: they are "
+                "one limit, leave `max_tokens` out"
+            )
+            raise InvalidRequest(message, field="max_tokens")
         name = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
         asked = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
-        return self._ask(body, (prompt,), asked, name, self.defaults.max_tokens or self.limits.max_model_length)
+        text = self.chat_text(body.messages, body)
+        prompt = self._prompt(text, body.add_special_tokens is True, self._cut(body, asked), "messages")
+        self._check_prompt(prompt.token_ids, "messages")
+        return self._ask(
+            body,
+            (prompt,),
+            asked=asked,
+            name=name,
+            default=self.defaults.max_tokens or self.limits.max_model_length,
+            logprobs=(body.top_logprobs or 0) if body.logprobs else None,
+            prompt_logprobs=body.prompt_logprobs,
+            thinks=None if self.reasoning is None else partial(Thoughts, self.reasoning, text),
+            shows_thoughts=body.include_reasoning is not False,
+        )
 
     def tokenize(self, body: TokenizeBody) -> tuple[int, ...]:
         """Raises InvalidRequest."""
@@ -106,11 +201,9 @@ class Admission:
         if (body.prompt is None) == (body.messages is None):
             raise InvalidRequest("exactly one of `prompt` and `messages` is needed", field="prompt")
         if body.messages is not None:
-            return self.render(
-                body.messages, body.add_generation_prompt, body.chat_template_kwargs, body.add_special_tokens
-            )
-        self._check_characters(body.prompt or "", "prompt")
-        return self.tokenizer.encode(body.prompt or "", body.add_special_tokens is not False)
+            text = self.chat_text(body.messages, body)
+            return self._prompt(text, body.add_special_tokens is True, None, "messages").token_ids
+        return self._prompt(body.prompt or "", body.add_special_tokens is not False, None).token_ids
 
     def check_token_ids(self, token_ids: Sequence[int], name: str) -> None:
         """Raises InvalidRequest naming the first id outside the vocabulary."""
@@ -120,41 +213,80 @@ class Admission:
                 message = f"`{name}[{at}]`: {token} is not a token id of this model (0 to {size - 1})"
                 raise InvalidRequest(message, field=name)
 
-    def render(
-        self,
-        messages: Sequence[Message],
-        add_generation_prompt: bool | None,
-        variables: Mapping[str, Any] | None,
-        add_special_tokens: bool | None,
-    ) -> tuple[int, ...]:
-        """Token ids of a chat. The template writes its own BOS, so none is added unless asked for."""
-        text = self.chat_text(messages, add_generation_prompt, variables)
-        return self.tokenizer.encode(text, add_special_tokens=add_special_tokens is True)
-
-    def chat_text(
-        self, messages: Sequence[Message], add_generation_prompt: bool | None, variables: Mapping[str, Any] | None
-    ) -> str:
-        """What the template makes of a chat. Raises InvalidRequest."""
+    def chat_text(self, messages: Sequence[Message], asked: ChatBody | TokenizeBody) -> str:
+        """What the template makes of a chat; it writes its own BOS. Raises InvalidRequest."""
         template = self.tokenizer.chat_template
         if template is None:
             message = "this model has no chat template: send a prompt (/v1/completions) instead of messages"
             raise InvalidRequest(message, field="messages")
         if not messages:
             raise InvalidRequest("`messages` must not be empty", field="messages")
+        plain = [_plain(message, f"messages[{at}]", template) for at, message in enumerate(messages)]
+        variables = dict(asked.chat_template_kwargs or {})
+        effort = asked.reasoning_effort if isinstance(asked, ChatBody) else None
+        if effort is not None:
+            if "reasoning_effort" not in template.variables:
+                message = "`reasoning_effort` means nothing to this model's chat template: leave it out"
+                raise InvalidRequest(message, field="reasoning_effort")
+            variables.setdefault("reasoning_effort", effort)
+        if asked.continue_final_message and asked.add_generation_prompt:
+            message = "`continue_final_message` and `add_generation_prompt` exclude one another: leave out one of them"
+            raise InvalidRequest(message, field="continue_final_message")
         try:
-            text = template.render([_plain(m) for m in messages], add_generation_prompt is not False, variables)
+            if asked.continue_final_message:
+                text = template.render_open(plain, variables)
+            else:
+                text = template.render(plain, asked.add_generation_prompt is not False, variables)
         except TemplateRefused as error:
             message = f"the model's chat template does not accept these messages: {error}"
             raise InvalidRequest(message, field="messages") from error
-        self._check_characters(text, "messages")
         return text
 
-    def _prompt(self, prompt: str | list[int], add_special_tokens: bool) -> tuple[int, ...]:
-        if isinstance(prompt, str):
-            self._check_characters(prompt, "prompt")
-            return self.tokenizer.encode(prompt, add_special_tokens)
-        self.check_token_ids(prompt, "prompt")
-        return tuple(prompt)
+    def _check_common(self, body: Generate) -> None:
+        """What can be said before anything is tokenized."""
+        self.check_model(body.model)
+        sampling_modes.check_served(body, self.limits)
+        if body.stream_options is not None and not body.stream:
+            raise InvalidRequest("`stream_options` needs `stream: true`", field="stream_options")
+        if body.prompt_logprobs is not None and body.stream:
+            raise InvalidRequest("`prompt_logprobs` cannot be streamed: leave out `stream`", field="prompt_logprobs")
+
+    def _cut(self, body: Generate, max_tokens: int | None) -> int | None:
+        """How many tokens of a prompt are kept; None: all."""
+        cut = body.truncate_prompt_tokens
+        if cut is None:
+            return None
+        longest = max_new_tokens(self.limits, 0) - 1
+        if cut == -1:
+            return max(longest + 1 - max(max_tokens or 1, 1), 1)
+        if not 1 <= cut <= longest:
+            message = f"`truncate_prompt_tokens` must be from 1 to {longest}, or -1 for as many as fit, got {cut}"
+            raise InvalidRequest(message, field="truncate_prompt_tokens")
+        return cut
+
+    def _prompt(
+        self, prompt: str | list[int], add_special_tokens: bool, cut: int | None, name: str = "prompt"
+    ) -> Prompt:
+        if not isinstance(prompt, str):
+            self.check_token_ids(prompt, name)
+            return Prompt(tuple(prompt if cut is None else prompt[-cut:]))
+        if cut is None:
+            self._check_characters(prompt, name)
+            return Prompt(self.tokenizer.encode(prompt, add_special_tokens), prompt)
+        # Twice the text that could be kept: far behind where it is cut, its tokens are those of the whole text.
+        kept = prompt[-2 * cut * self.tokenizer.longest_token_characters :]
+        ids = self.tokenizer.encode(kept, add_special_tokens, max_tokens=cut)
+        return Prompt(ids, prompt if len(ids) < cut else None)
+
+    def _echo(self, prompt: Prompt, body: CompletionBody) -> Echo:
+        locates = body.logprobs is not None
+        if prompt.text is not None:
+            starts = self.tokenizer.starts(prompt.text, body.add_special_tokens is not False) if locates else ()
+            return Echo(prompt.text, starts)
+        if not locates:
+            return Echo(self.tokenizer.decode(prompt.token_ids, body.skip_special_tokens is not False), ())
+        answer = Answer(self.tokenizer, (), skip_special_tokens=body.skip_special_tokens is not False, locates=True)
+        return Echo(answer.feed(prompt.token_ids, FinishReason.LENGTH), tuple(answer.text_offsets))
 
     def _check_characters(self, text: str, name: str) -> None:
         # A text that cannot fit whatever its tokens are is not worth the seconds of tokenizing it.
@@ -182,71 +314,94 @@ class Admission:
         return InvalidRequest(message, field=name, code="context_length_exceeded")
 
     def _ask(
-        self, body: Generate, prompts: tuple[tuple[int, ...], ...], asked: int | None, name: str, default: int
+        self,
+        body: Generate,
+        prompts: tuple[Prompt, ...],
+        *,
+        asked: int | None,
+        name: str,
+        default: int,
+        logprobs: int | None,
+        prompt_logprobs: int | None,
+        **more: Any,
     ) -> Ask:
         num_choices = 1 if body.n is None else body.n
         most = min(MAX_CHOICES, self.limits.max_rows + self.max_queued_requests)
-        if num_choices < 1 or num_choices * len(prompts) > most:
-            message = f"`n` is {num_choices}: it must be positive, and prompts times `n` at most {most}"
+        if num_choices * len(prompts) > most:
+            message = f"`n` is {num_choices}: prompts times `n` are at most {most}"
             raise InvalidRequest(message, field="n")
-        if body.stream_options is not None and not body.stream:
-            raise InvalidRequest("`stream_options` needs `stream: true`", field="stream_options")
         options = body.stream_options
+        details = Details(
+            logprobs=logprobs is not None,
+            prompt_logprobs=body.prompt_logprobs is not None,
+            token_ids=body.return_token_ids is True,
+            tokens_as_token_ids=body.return_tokens_as_token_ids is True,
+        )
+        sampling = replace(self._sampling(body), logprobs=logprobs, prompt_logprobs=prompt_logprobs)
+        lengths = [self._max_tokens(len(prompt.token_ids), asked, name, default) for prompt in prompts]
+        if sampling.min_tokens > min(lengths):
+            message = f"`min_tokens` is {sampling.min_tokens}, above the {min(lengths)} tokens of the answer"
+            raise InvalidRequest(message, field="min_tokens")
         return Ask(
-            prompts=prompts,
-            sampling=tuple(self._sampling(body, len(prompt), asked, name, default) for prompt in prompts),
+            prompts=tuple(prompt.token_ids for prompt in prompts),
+            sampling=tuple(replace(sampling, max_tokens=max_tokens) for max_tokens in lengths),
             num_choices=num_choices,
+            details=details if details.logprobs or details.prompt_logprobs or details.token_ids else None,
             stop=_stops(body.stop),
             include_stop=body.include_stop_str_in_output is True,
             skip_special_tokens=body.skip_special_tokens is not False,
             priority=_within("priority", body.priority or 0, -(2**31), 2**31 - 1),
             cache_salt=_salt(body.cache_salt or ""),
             stream=body.stream is True,
-            include_usage=options is not None and options.include_usage,
-            continuous_usage=options is not None and options.include_usage and options.continuous_usage_stats,
+            include_usage=options is not None and options.include_usage is True,
+            continuous_usage=options is not None
+            and options.include_usage is True
+            and options.continuous_usage_stats is True,
+            **more,
         )
 
-    def _sampling(
-        self, body: Generate, num_prompt_tokens: int, asked: int | None, name: str, default: int
-    ) -> SamplingParams:
+    def _max_tokens(self, num_prompt_tokens: int, asked: int | None, name: str, default: int) -> int:
         room = max_new_tokens(self.limits, num_prompt_tokens)
-        if asked is not None and self.cuts_max_tokens:
-            asked = min(asked, room)
-        if asked is not None and asked > room:
-            message = (
-                f"`{name}` is {asked}, but a prompt of {num_prompt_tokens} tokens leaves room for {room}: together "
-                f"they have at most {room + num_prompt_tokens} tokens here"
-            )
-            raise InvalidRequest(message, field=name, code="context_length_exceeded")
-        max_tokens = _within(name, min(default, room) if asked is None else asked, 1, room)
-        temperature = self.defaults.temperature if body.temperature is None else body.temperature
-        _within("temperature", temperature, 0.0, MAX_TEMPERATURE)
-        top_p = self.defaults.top_p if body.top_p is None else body.top_p
-        if not 0.0 < top_p <= 1.0:
-            raise InvalidRequest(f"`top_p` must be above 0 and at most 1, got {top_p}", field="top_p")
-        seed = secrets.randbits(63) if body.seed is None else body.seed
-        if seed not in INT64:
-            raise InvalidRequest("`seed` must be an integer of 64 bits", field="seed")
+        if asked is None:
+            return min(default, room)
+        if asked <= room:
+            return asked
+        if self.cuts_max_tokens:
+            return room
+        message = (
+            f"`{name}` is {asked}, but a prompt of {num_prompt_tokens} tokens leaves room for {room}: together "
+            f"they have at most {room + num_prompt_tokens} tokens here"
+        )
+        raise InvalidRequest(message, field=name, code="context_length_exceeded")
+
+    def _sampling(self, body: Generate) -> SamplingParams:
+        """All of it but what depends on the prompt."""
+        defaults, size = self.defaults, self.tokenizer.vocabulary_size
+        temperature = _or(body.temperature, defaults.temperature)
         stop_token_ids = frozenset(body.stop_token_ids or ())
         if len(stop_token_ids) > MAX_STOP_TOKEN_IDS:
             message = f"`stop_token_ids` takes at most {MAX_STOP_TOKEN_IDS} ids, got {len(stop_token_ids)}"
             raise InvalidRequest(message, field="stop_token_ids")
         self.check_token_ids(body.stop_token_ids or (), "stop_token_ids")
-        ends = frozenset[int]() if body.ignore_eos else self.defaults.stop_token_ids
+        ends = frozenset[int]() if body.ignore_eos else defaults.stop_token_ids
         return SamplingParams(
-            max_tokens=max_tokens,
-            min_tokens=_within("min_tokens", body.min_tokens or 0, 0, max_tokens),
+            min_tokens=body.min_tokens or 0,
             temperature=temperature if temperature > GREEDY_TEMPERATURE else 0.0,
             top_k=self._top_k(body.top_k),
-            top_p=top_p,
-            seed=seed,
+            top_p=_or(body.top_p, defaults.top_p),
+            min_p=_or(body.min_p, defaults.min_p),
+            repetition_penalty=_or(body.repetition_penalty, defaults.repetition_penalty),
+            presence_penalty=body.presence_penalty or 0.0,
+            frequency_penalty=body.frequency_penalty or 0.0,
+            logit_bias=sampling_modes.bias_entries(body.logit_bias, size),
+            allowed_token_ids=sampling_modes.allowed_tokens(body.allowed_token_ids, size),
+            bad_words=bad_word_sequences(self.tokenizer, body.bad_words),
+            seed=secrets.randbits(63) if body.seed is None else body.seed,
             stop_token_ids=stop_token_ids | ends,
         )
 
     def _top_k(self, asked: int | None) -> int:
         top_k = self.defaults.top_k if asked is None else asked
-        if top_k < -1:
-            raise InvalidRequest(f"`top_k` must be positive, or 0 or -1 for all tokens, got {top_k}", field="top_k")
         if top_k <= 0 or top_k >= self.tokenizer.vocabulary_size:
             return 0
         if self.limits.max_top_k and top_k > self.limits.max_top_k:
@@ -278,10 +433,45 @@ def _id_lists(prompt: list[str | int | list[int]]) -> list[list[int]]:
     return msgspec.convert(prompt, list[list[int]])
 
 
-def _plain(message: Message) -> dict[str, str]:
-    content = message.content if isinstance(message.content, str) else "\n".join(p.text for p in message.content)
-    plain = {"role": message.role, "content": content}
+def _plain(message: Message, at: str, template: ChatTemplate) -> dict[str, Any]:
+    """A message as templates know it. Raises InvalidRequest for what only tools, images and sounds have."""
+    for name in ("tool_calls", "tool_call_id", "function_call", "audio", "refusal"):
+        if getattr(message, name) not in (None, []):
+            raise InvalidRequest(f"`{at}.{name}` is not supported yet: leave it out", field=f"{at}.{name}")
+    if message.role in ("tool", "function"):
+        raise InvalidRequest(
+            f"`{at}.role`: messages of the role `{message.role}` are not supported yet: leave them out",
+            field=f"{at}.role",
+        )
+    role = "system" if message.role == "developer" and not template.knows_developer else message.role
+    plain: dict[str, Any] = {"role": role, "content": _content(message, at, template)}
+    thought = message.reasoning_content if message.reasoning is None else message.reasoning
+    if thought is not None:
+        plain |= {"reasoning_content": thought, "reasoning": thought}
     return plain if message.name is None else {**plain, "name": message.name}
+
+
+def _content(message: Message, at: str, template: ChatTemplate) -> str | list[dict[str, str]]:
+    """The form that the template takes: a text, or a list of parts."""
+    content = message.content
+    if content is None:
+        if message.role != "assistant":
+            raise InvalidRequest(f"`{at}.content` is missing", field=f"{at}.content")
+        content = ""
+    if isinstance(content, str):
+        return content if template.takes_text else [{"type": "text", "text": content}]
+    texts = []
+    for number, part in enumerate(content):
+        where = f"{at}.content[{number}]"
+        if part.type != "text":
+            message_text = f"`{where}.type`: parts of the type `{part.type}` are not supported yet, only `text`"
+            raise InvalidRequest(message_text, field=f"{where}.type")
+        if part.text is None:
+            raise InvalidRequest(f"`{where}.text` is missing", field=f"{where}.text")
+        texts.append(part.text)
+    if template.takes_parts and texts:
+        return [{"type": "text", "text": text} for text in texts]
+    return "\n".join(texts)
 
 
 def _stops(stop: str | list[str] | None) -> tuple[str, ...]:
@@ -305,3 +495,7 @@ def _within(name: str, value: N, lowest: N, highest: N) -> N:
     if not lowest <= value <= highest:
         raise InvalidRequest(f"`{name}` must be from {lowest} to {highest}, got {value}", field=name)
     return value
+
+
+def _or(value: N | None, default: N) -> N:
+    return default if value is None else value

@@ -6,72 +6,87 @@ checked against the model's limits afterwards, in `server.admission`.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Any, Literal, TypeVar
 
 import msgspec
 
-from neuron_runtime.errors import BackendFailed, Draining, InvalidRequest, Overloaded, ServingError
+from neuron_runtime.errors import BackendFailed, Draining, InvalidRequest, Overloaded, ServingError, Unauthorized
 
 NOT_BUILT: dict[str, tuple[Any, ...]] = {
-    "allowed_token_ids": (),
     "audio": (),
-    "bad_words": ([],),
-    "best_of": (1,),
     "chat_template": (),
-    "continue_final_message": (False,),
     "documents": ([],),
-    "echo": (False,),
-    "frequency_penalty": (0,),
     "function_call": ("none", "auto"),
     "functions": ([],),
     "guided_choice": (),
     "guided_grammar": (),
     "guided_json": (),
     "guided_regex": (),
+    "kv_transfer_params": (),
     "length_penalty": (1,),
-    "logit_bias": ({},),
     "logits_processors": ([],),
-    "logprobs": (False,),
-    "min_p": (0,),
+    "mm_processor_kwargs": ({},),
     "modalities": (["text"],),
+    "moderation": (),
     "parallel_tool_calls": (True, False),
     "prediction": (),
-    "presence_penalty": (0,),
     "prompt_embeds": (),
-    "prompt_logprobs": (),
-    "reasoning_effort": (),
-    "repetition_penalty": (1,),
+    "repetition_detection": (),
     "response_format": ({"type": "text"},),
-    "return_token_ids": (False,),
-    "return_tokens_as_token_ids": (False,),
     "spaces_between_special_tokens": (True,),
     "structured_outputs": (),
     "suffix": ("",),
+    "thinking_token_budget": (),
     "tool_choice": ("none", "auto"),
     "tools": ([],),
-    "top_logprobs": (0,),
-    "truncate_prompt_tokens": (),
     "use_beam_search": (False,),
+    "verbosity": ("medium",),
+    "vllm_xargs": ({},),
     "web_search_options": (),
 }
 """Fields of OpenAI's and vLLM's API that are refused by name until built, with the values (besides null) that ask for
-nothing. A value is neutral only with its own type: `logprobs: 0` asks for something."""
+nothing. A value is neutral only with its own type: `suffix: false` asks for something."""
+
+CURES = {"chat_template": "the server's own template is used, which whoever runs it names with --chat-template"}
+"""What else to do about a refused field than to leave it out."""
 
 WITHOUT_EFFECT = frozenset(
-    {"metadata", "prompt_cache_key", "prompt_cache_retention", "safety_identifier", "service_tier", "store", "user"}
+    {
+        "metadata",
+        "prompt_cache_key",
+        "prompt_cache_options",
+        "prompt_cache_retention",
+        "request_id",
+        "safety_identifier",
+        "service_tier",
+        "store",
+        "user",
+    }
 )
 """Fields that say something about the caller and cannot change an answer."""
 
+NEUTRAL_ELSEWHERE: dict[str, tuple[Any, ...]] = {
+    "add_generation_prompt": (True,),
+    "best_of": (1,),
+    "chat_template_kwargs": ({},),
+    "continue_final_message": (False,),
+    "echo": (False,),
+    "include_reasoning": (True,),
+    "top_logprobs": (0,),
+}
+"""Of the fields that only one of both ways to generate has: values (besides null) that the other one lets pass."""
 
-class StreamOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    include_usage: bool = False
-    continuous_usage_stats: bool = False
-    include_obfuscation: bool = False
+
+class StreamOptions(msgspec.Struct, frozen=True):
+    include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
+    include_obfuscation: bool | None = None
 
 
-class Generate(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """The fields that both ways to generate share; None means the model's default."""
+class Generate(msgspec.Struct, frozen=True, kw_only=True):
+    """The fields that both ways to generate share; None means the model's default. Unknown ones are not looked at."""
 
     model: str | None = None
     max_tokens: int | None = None
@@ -79,6 +94,13 @@ class Generate(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     temperature: float | None = None
     top_p: float | None = None
     top_k: int | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    logit_bias: dict[int, float] | None = None
+    allowed_token_ids: list[int] | None = None
+    bad_words: list[str] | None = None
     seed: int | None = None
     n: int | None = None
     stop: str | list[str] | None = None
@@ -87,6 +109,10 @@ class Generate(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
     add_special_tokens: bool | None = None
+    truncate_prompt_tokens: int | None = None
+    prompt_logprobs: int | None = None
+    return_token_ids: bool | None = None
+    return_tokens_as_token_ids: bool | None = None
     priority: int | None = None
     cache_salt: str | None = None
     stream: bool | None = None
@@ -95,39 +121,60 @@ class Generate(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
 
 class CompletionBody(Generate, frozen=True, kw_only=True):
     prompt: str | list[str | int | list[int]]
+    logprobs: int | None = None
+    echo: bool | None = None
+    best_of: int | None = None
 
 
-class TextPart(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    type: Literal["text"]
-    text: str
+class Part(msgspec.Struct, frozen=True):
+    """A part of a message; only texts are served."""
+
+    type: str
+    text: str | None = None
 
 
-class Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    role: Literal["system", "developer", "user", "assistant"]
-    content: str | list[TextPart]
+class Message(msgspec.Struct, frozen=True):
+    role: Literal["system", "developer", "user", "assistant", "tool", "function"]
+    content: str | list[Part] | None = None
     name: str | None = None
+    reasoning: str | None = None
+    reasoning_content: str | None = None
+    refusal: str | None = None
+    audio: Any = None
+    function_call: Any = None
+    tool_call_id: str | None = None
+    tool_calls: list[Any] | None = None
 
 
 class ChatBody(Generate, frozen=True, kw_only=True):
     messages: list[Message]
-    max_completion_tokens: int | None = None
     add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    reasoning_effort: str | None = None
+    max_completion_tokens: int | None = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = None
+    include_reasoning: bool | None = None
 
 
-class TokenizeBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class TokenizeBody(msgspec.Struct, frozen=True, kw_only=True):
     model: str | None = None
     prompt: str | None = None
     messages: list[Message] | None = None
     add_special_tokens: bool | None = None
     add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     return_token_strs: bool | None = None
 
 
-class DetokenizeBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class DetokenizeBody(msgspec.Struct, frozen=True, kw_only=True):
     model: str | None = None
     tokens: list[int]
+
+
+GENERATING: dict[type[msgspec.Struct], str] = {CompletionBody: "/v1/completions", ChatBody: "/v1/chat/completions"}
 
 
 Body = TypeVar("Body", bound=msgspec.Struct)
@@ -146,36 +193,59 @@ def parse_body(raw: bytes, body_type: type[Body]) -> Body:
     return typed(fields, body_type)
 
 
-def typed(fields: Mapping[str, Any], body_type: type[Body]) -> Body:
-    """Named values, from a body or from a caller in Python, as a typed body. Raises InvalidRequest with the field."""
-    asked = {name: value for name, value in fields.items() if name not in WITHOUT_EFFECT and _asks(name, value)}
+def typed(fields: Mapping[str, Any], body_type: type[Body], *, unknown_pass: bool = True) -> Body:
+    """Named values, from a body or from a caller in Python, as a typed body.
+
+    Args:
+        unknown_pass: fields that no version of the API is known to have are not looked at, as OpenAI's clients expect;
+            else they are refused.
+
+    Raises:
+        InvalidRequest: with the field that is wrong, or that is known and cannot be served.
+    """
     known = body_type.__struct_fields__
-    for name in asked:
-        if name in NOT_BUILT:
-            raise InvalidRequest(f"`{name}` is not supported yet: leave it out", field=name)
-        if name not in known:
-            raise InvalidRequest(f"unknown field `{name}`", field=name)
+    asked = {}
+    for name, value in fields.items():
+        if name in known:
+            asked[name] = value
+        elif name not in WITHOUT_EFFECT:
+            _pass_unserved(name, value, body_type, unknown_pass)
     try:
-        return msgspec.convert(asked, body_type)
-    except msgspec.ValidationError as error:
-        message, _, path = str(error).partition(" - at `$")
-        field = path.rstrip("`").removeprefix(".")
+        return msgspec.convert(asked, body_type, str_keys=True)
+    except (msgspec.ValidationError, RecursionError) as error:
+        found = _PATH.fullmatch(str(error))
+        message, path = (found[1], found[2]) if found else (str(error), "")
+        field = path.removeprefix(".").removesuffix("[...]")
         missing = message.partition("missing required field `")[2].rstrip("`")
         if missing:
             field = f"{field}.{missing}" if field else missing
         raise InvalidRequest(f"`{field}`: {message}" if field else message, field=field or None) from error
 
 
-def _asks(name: str, value: Any) -> bool:
-    neutral = NOT_BUILT.get(name)
-    if neutral is None:
-        return True
-    return value is not None and not any(value == one and _same_type(value, one) for one in neutral)
+_PATH = re.compile(r"(.*) - at (?:`key` in )?`\$(.*)`")
 
 
-def _same_type(value: Any, neutral: Any) -> bool:
-    # 0, 0.0 are one number; False is not a number.
-    return isinstance(value, bool) == isinstance(neutral, bool)
+def _pass_unserved(name: str, value: Any, body_type: type[msgspec.Struct], unknown_pass: bool) -> None:
+    """Raises InvalidRequest for a field that `body_type` does not have and that asks for something."""
+    if name in NOT_BUILT:
+        if _asks(value, NOT_BUILT[name]):
+            raise InvalidRequest(f"`{name}` is not supported yet: {CURES.get(name, 'leave it out')}", field=name)
+        return
+    if body_type in GENERATING:
+        for other, path in GENERATING.items():
+            if name in other.__struct_fields__:
+                if _asks(value, NEUTRAL_ELSEWHERE.get(name, ())):
+                    raise InvalidRequest(f"`{name}` belongs to {path}: leave it out here", field=name)
+                return
+    if not unknown_pass:
+        raise InvalidRequest(f"unknown field `{name}`", field=name)
+
+
+def _asks(value: Any, neutral: tuple[Any, ...]) -> bool:
+    # 0 and 0.0 are one number; False is none.
+    return value is not None and not any(
+        value == one and isinstance(value, bool) == isinstance(one, bool) for one in neutral
+    )
 
 
 def error_object(message: str, kind: str, field: str | None = None, code: str | None = None) -> bytes:
@@ -189,13 +259,18 @@ def error_answer(error: ServingError) -> tuple[int, bytes, dict[str, str]]:
         case InvalidRequest():
             kind = "not_found_error" if error.status == 404 else "invalid_request_error"
             return error.status, error_object(str(error), kind, error.field, error.code), {}
+        case Unauthorized():
+            # RFC 6750, section 3: no error code where no key was sent.
+            challenge = 'Bearer realm="neuron-serving"' + (', error="invalid_token"' if error.presented else "")
+            body = error_object(str(error), "authentication_error", code=error.code)
+            return 401, body, {"www-authenticate": challenge}
         case Overloaded():
             headers = {"retry-after": str(max(1, round(error.retry_after_seconds)))}
-            return 429, error_object(str(error), "rate_limit_error", code="overloaded"), headers
+            return 429, error_object(str(error), "rate_limit_error", code=error.code), headers
         case Draining():
-            body = error_object(str(error), "service_unavailable_error", code="draining")
+            body = error_object(str(error), "service_unavailable_error", code=error.code)
             return 503, body, {"retry-after": "1", "connection": "close"}
         case BackendFailed():
-            return 503, error_object(str(error), "service_unavailable_error", code="not_ready"), {"retry-after": "5"}
+            return 503, error_object(str(error), "service_unavailable_error", code=error.code), {"retry-after": "5"}
         case _:
             raise TypeError(f"{type(error).__name__} is no answer to a client")

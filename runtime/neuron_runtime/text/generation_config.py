@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from neuron_runtime.errors import ExitCode, FatalError, InvalidConfig
+from neuron_runtime import sampling_modes
+from neuron_runtime.errors import ExitCode, FatalError, InvalidConfig, InvalidRequest
 from neuron_runtime.text.tokenizer import read_json
 
 AUTO = "auto"
@@ -70,7 +71,7 @@ def load_generation_defaults(model_dir: Path, eos_token_id: int | None, source: 
         settings = read_json(path)
         ends |= _token_ids(settings, path)
     greedy = settings.get("do_sample") is False
-    return GenerationDefaults(
+    defaults = GenerationDefaults(
         stop_token_ids=ends,
         temperature=0.0 if greedy else _number(settings, "temperature", 1.0, path),
         top_k=int(_number(settings, "top_k", 0, path)),
@@ -84,6 +85,11 @@ def load_generation_defaults(model_dir: Path, eos_token_id: int | None, source: 
             if settings.get(name) is not None and settings[name] != neutral
         ),
     )
+    try:
+        sampling_modes.check_ranges(defaults)
+    except InvalidRequest as error:
+        raise FatalError(ExitCode.INVALID_MODEL, f"{path}: {error}") from error
+    return defaults
 
 
 def _token_ids(settings: Mapping[str, Any], path: Path) -> frozenset[int]:
