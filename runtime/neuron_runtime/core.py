@@ -296,6 +296,10 @@ class BackendLimits:
                 "slot layout: block_size must be max_model_length and num_blocks must be max_rows",
             ),
             (
+                self.layout == "slots" and self.shares_prefixes,
+                "slot layout: there is nothing to share, shares_prefixes must be off",
+            ),
+            (
                 self.token_feedback == "host" and self.steps_in_flight != 1,
                 "host feedback allows one step in flight",
             ),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
@@ -9,6 +10,7 @@ from neuron_runtime.backend.strict import StrictBackend, next_token
 from neuron_runtime.core import BackendLimits, Batch, FinishReason, Late, Request, SamplingParams, StepOutput
 from neuron_runtime.engine.admission import max_steps
 from neuron_runtime.engine.loop import Engine, LateRule, nothing_late
+from neuron_runtime.engine.prefix_cache import Keys
 from neuron_runtime.engine.scheduler import Scheduler
 
 VOCABULARY_SIZE = 31
@@ -83,6 +85,13 @@ class Run:
     tokens: dict[str, list[int]] = field(default_factory=dict)
     reasons: dict[str, FinishReason] = field(default_factory=dict)
     aborted: set[str] = field(default_factory=set)
+    cached: dict[str, int] = field(default_factory=dict)
+    """Tokens that were cached when a request was taken up, once it has its first tokens."""
+    prompts: dict[str, list[int]] = field(default_factory=dict)
+    """Of requests that want to know about its tokens."""
+    late: Callable[[Request], LateRule | None] = nothing_late
+    held: dict[bytes, tuple[int, ...]] = field(default_factory=dict)
+    """Every key that a block may come to have, and what the block then holds."""
 
     @property
     def scheduler(self) -> Scheduler:
@@ -92,6 +101,10 @@ class Run:
         for asked in requests:
             self.engine.add(asked)
             self.tokens[asked.request_id] = []
+            if asked.sampling.prompt_logprobs is not None:
+                self.prompts[asked.request_id] = list(asked.prompt_token_ids)
+            if self.backend.limits.shares_prefixes:
+                self._foresee(asked)
 
     def abort(self, request_id: str) -> None:
         self.engine.abort(request_id)
@@ -104,6 +117,11 @@ class Run:
             assert name not in self.aborted, f"{name} was aborted and got news"
             assert event.token_ids, f"{name} got news without tokens"
             assert event.first == (not self.tokens[name])
+            assert event.first or not (event.num_cached_tokens or event.prompt_logprobs), "told twice"
+            if event.first:
+                self.cached[name] = event.num_cached_tokens
+                told = [entry.token_id for entry in event.prompt_logprobs]
+                assert told == (self.prompts[name][1:] if name in self.prompts else []), name
             self.tokens[name] += event.token_ids
             if event.finish_reason:
                 self.reasons[name] = event.finish_reason
@@ -115,19 +133,25 @@ class Run:
             assert len(self.backend.batches) <= most, f"not done after {most} steps"
 
     def check_books(self) -> None:
-        """Slots and blocks: each has one holder or is free, and nobody holds more than it needs."""
+        """Slots and blocks: each has its holders or is free, nobody holds more than it needs or what is another's."""
         scheduler, limits = self.scheduler, self.backend.limits
         in_flight = {id(s): s for planned in scheduler.planned for s in planned.sequences}
-        holders = [s for s in (*scheduler.running, *in_flight.values()) if s.slot >= 0]
-        holders = list({id(s): s for s in holders}.values())
-        slots = [s.slot for s in holders]
-        blocks = [block for s in holders for block in s.blocks]
+        holders = list({id(s): s for s in (*scheduler.running, *in_flight.values())}.values())
+        slots = [s.slot for s in holders if s.slot >= 0]
+        blocks = Counter(block for s in holders for block in s.blocks)
         assert len(set(slots)) == len(slots) == scheduler.slots.num_used
-        assert len(set(blocks)) == len(blocks) == scheduler.blocks.num_used
         assert len(slots) + scheduler.slots.num_free == limits.max_rows
+        assert {block: count for block, count in enumerate(scheduler.blocks._holders) if count} == blocks
+        assert len(blocks) == scheduler.blocks.num_used
         assert len(blocks) + scheduler.blocks.num_free == limits.num_blocks
+        assert limits.shares_prefixes or blocks.total() == len(blocks)
         if limits.layout == "slots":
-            assert all(s.blocks == [s.slot] for s in holders)
+            assert all(s.blocks == [s.slot] for s in holders if s.slot >= 0)
+        extras: dict[int, tuple[int, str]] = {}
+        for s in holders:
+            extra = (s.request.adapter, s.request.cache_salt)
+            assert all(extras.setdefault(block, extra) == extra for block in s.blocks), "shared across salts"
+        self.check_cache()
         for s in scheduler.running:
             ahead = limits.max_tokens_per_row if s.samples else 0
             held = len(s.tokens) + ahead + limits.num_lookahead_tokens
@@ -138,6 +162,22 @@ class Run:
         if not self.engine.has_work:
             assert (stats.num_blocks_used, stats.num_running, stats.num_waiting) == (0, 0, 0)
             assert scheduler.slots.num_used == 0
+
+    def check_cache(self) -> None:
+        """Every block that can be found holds what its key says, computed, and no step in flight writes to it."""
+        known = self.scheduler.blocks.known
+        assert not known or self.backend.limits.shares_prefixes
+        writable = self.backend._written_in_flight()
+        for key, block in known.items():
+            assert tuple(token for token, _ in self.backend._cache[block]) == self.held[key]
+            assert block not in writable
+
+    def _foresee(self, asked: Request) -> None:
+        tokens, size = [*asked.prompt_token_ids, *alone(asked, self.late)[0]], self.backend.limits.block_size
+        keys = Keys(tokens, size, adapter=asked.adapter, cache_salt=asked.cache_salt).first(len(tokens) // size)
+        for at, key in enumerate(keys):
+            block = tuple(tokens[at * size : (at + 1) * size])
+            assert self.held.setdefault(key, block) == block, "one key for two contents"
 
     def check_tokens(
         self, requests: Iterable[Request], late: Callable[[Request], LateRule | None] = nothing_late
@@ -157,7 +197,7 @@ def start(
     limits: BackendLimits, late: Callable[[Request], LateRule | None] = nothing_late, max_queued_requests: int = 100
 ) -> Run:
     backend = RecordingBackend(limits)
-    return Run(Engine(backend, late=late, max_queued_requests=max_queued_requests), backend)
+    return Run(Engine(backend, late=late, max_queued_requests=max_queued_requests), backend, late=late)
 
 
 def serve(limits: BackendLimits, *requests: Request) -> Run:

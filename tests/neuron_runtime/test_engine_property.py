@@ -8,7 +8,7 @@ import pytest
 from hypothesis import HealthCheck, event, given, note, settings
 from hypothesis import strategies as st
 
-from helpers.engine_driver import VOCABULARY_SIZE, even_only, request, start
+from helpers.engine_driver import VOCABULARY_SIZE, alone, even_only, request, start
 from neuron_runtime.core import BackendLimits, Request, SamplingParams
 from neuron_runtime.engine.admission import check_request, max_new_tokens, max_steps
 from neuron_runtime.errors import InvalidRequest
@@ -37,6 +37,7 @@ def backend_limits(draw: st.DrawFn) -> BackendLimits:
     blocks_of_one = -(-length // block_size)
     many = (3 * blocks_of_one // 2, 2 * blocks_of_one)
     device = draw(st.booleans())
+    shares = not slots and draw(st.sampled_from((True, True, False)))
     return BackendLimits(
         max_rows=max_rows,
         max_model_length=length,
@@ -55,18 +56,26 @@ def backend_limits(draw: st.DrawFn) -> BackendLimits:
         decodes_all_live_rows=all_live,
         sorts_rows=draw(st.booleans()),
         lowest_slot_first=draw(st.booleans()),
+        shares_prefixes=shares,
+        max_prefix_hit=draw(st.sampled_from((0, 0, 0, 2 * block_size, 5))) if shares else 0,
+        max_logprobs=2,
         steps_in_flight=draw(st.sampled_from((1, 2))) if device else 1,
         token_feedback="device" if device else "host",
     )
 
 
 @st.composite
-def requests_for(draw: st.DrawFn, limits: BackendLimits, name: str) -> Request:
+def requests_for(draw: st.DrawFn, limits: BackendLimits, name: str, earlier: list[Request]) -> Request:
     longest = limits.longest_sequence if limits.chunks_prefill else limits.longest_prefill
     longest = min(longest, max_new_tokens(limits, 0) - 1)
     if longest < limits.min_prefill_tokens:
         return request(name, 0)
+    # Few texts, which prompts follow for a while: that of an earlier request and its answer, say.
+    told = draw(st.sampled_from(earlier[-3:])) if earlier and draw(st.sampled_from((True, True, False))) else None
+    text = [*told.prompt_token_ids, *alone(told, even_only)[0]] if told else []
     num_prompt = draw(st.integers(limits.min_prefill_tokens, max(longest // 2, limits.min_prefill_tokens)))
+    if text:
+        num_prompt = min(max(num_prompt, draw(st.sampled_from((len(text), len(text) // 2)))), longest)
     room = max_new_tokens(limits, num_prompt)
     max_tokens = draw(st.sampled_from((room, room, max(room // 2, 1), 1, min(room, 2))) | st.integers(1, room))
     seed = draw(st.integers(0, 99))
@@ -77,9 +86,18 @@ def requests_for(draw: st.DrawFn, limits: BackendLimits, name: str) -> Request:
         choice=seed % 2,
         stop_token_ids=frozenset(draw(st.sampled_from(((), (), (), (1, 2), (3, 5, 8, 9))))),
         min_tokens=seed % (max_tokens + 1),
+        prompt_logprobs=draw(st.sampled_from((None,) * 9 + (1,))),
     )
-    prompt = tuple((seed * (at + 1)) % VOCABULARY_SIZE for at in range(num_prompt))
-    return Request(name, prompt, sampling, priority=draw(st.sampled_from((0, 0, 1))))
+    common = min(draw(st.sampled_from((num_prompt, num_prompt, num_prompt - 1, num_prompt // 2))), len(text))
+    prompt = (*text[:common], *(seed * (at + 1) % VOCABULARY_SIZE for at in range(common, num_prompt)))
+    return Request(
+        name,
+        prompt,
+        sampling,
+        priority=draw(st.sampled_from((0, 0, 1, 2))),
+        cache_salt=draw(st.sampled_from(("",) * 7 + ("salt",))),
+        adapter=draw(st.sampled_from((0,) * 7 + (1,))),
+    )
 
 
 def check_one_run(data: st.DataObject) -> None:
@@ -88,7 +106,7 @@ def check_one_run(data: st.DataObject) -> None:
     late = data.draw(st.sampled_from(((), (), (0, 3))), "numbers of requests that need the host")
     requests: list[Request] = []
     for number in range(data.draw(st.sampled_from((4, 6, 10, 1)), "number of requests")):
-        asked = data.draw(requests_for(limits, f"{'even' if number in late else 'r'}{number}"), "request")
+        asked = data.draw(requests_for(limits, f"{'even' if number in late else 'r'}{number}", requests), "request")
         try:
             check_request(limits, asked)
         except InvalidRequest:
@@ -113,6 +131,9 @@ def check_one_run(data: st.DataObject) -> None:
         (any(b.kept_blocks for b in batches), "surplus returned"),
         (any(not s for b in batches for s in b.rows.samples), "chunked"),
         (run.aborted, "aborted"),
+        (stats.num_prefix_hits_total, "shared a prefix"),
+        (stats.num_prefix_hits_total and stats.num_preemptions_total, "shared a prefix and preempted"),
+        (len({r.priority for r in requests}) > 1, "several priorities"),
         (any(call == "sample late" for call, _ in run.backend.calls), "sampled late"),
     ):
         if happened:

@@ -9,21 +9,21 @@ from types import ModuleType
 import pytest
 
 from neuron_runtime.backend.base import IllegalBatch
-from neuron_runtime.engine import blocks, loop, scheduler, sequence
+from neuron_runtime.engine import blocks, loop, prefix_cache, scheduler, sequence
 from neuron_runtime.errors import BackendFailed
 
 MUTANTS = [
     # One line of a module, what becomes of it, and the test in test_scheduler.py that notices.
     (
         scheduler,
-        "may_prefill = not decoding or self._consecutive_prefills < self._max_consecutive_prefills",
-        "may_prefill = True",
+        "not decoders_wait or self._consecutive_prefills < self._max_consecutive_prefills",
+        "True",
         "one_prefill_at_most_comes_between_decode_steps_while_rows_run",
     ),
     (
         scheduler,
-        "for s in sorted((s for s, _ in missing), key=_slot)]",
-        "for s, _ in missing]",
+        "insort(self.decoding, sequence, key=_slot)",
+        "self.decoding.append(sequence)",
         "every_live_row_is_in_every_decode_step_in_slot_order",
     ),
     (
@@ -40,44 +40,50 @@ MUTANTS = [
     ),
     (
         scheduler,
-        "victim.leaving, victim.computed = False, 0",
-        "victim.leaving = False",
+        "        sequence.computed = sequence.fed = len(cached) * self.limits.block_size",
+        "        pass",
         "a_preempted_sequence_goes_on_where_it_was",
     ),
     (
         scheduler,
-        "self._num_blocks(head) + growing <= self.blocks.num_free",
-        "self._num_blocks(head) <= self.blocks.num_free",
+        "spare = self.blocks.num_free - sum(len(s.blocks) < self._max_blocks(s) for s in self.running)",
+        "spare = self.blocks.num_free",
         "a_prompt_is_admitted_only_with_a_block_to_spare_for_each_that_may_grow",
     ),
     (
         scheduler,
-        "if not self.waiting or not self.slots.num_free:",
-        "if not self.waiting:",
+        "self.waiting[: self.slots.num_free]",
+        "self.waiting[:]",
         "waiting_requests_are_admitted_by_priority_then_arrival",
     ),
     (
         scheduler,
-        "        insort(self.waiting, sequence, key=_order)",
-        "        self.waiting.append(sequence)",
+        "insort(self.waiting, sequence, key=_order)",
+        "self.waiting.append(sequence)",
         "waiting_requests_are_admitted_by_priority_then_arrival",
     ),
     (
         scheduler,
-        "head = self.waiting[0]",
-        "head = min(self.waiting, key=lambda s: len(s.tokens))",
+        "            if spare < 0:\n                return",
+        "            if spare < 0:\n                spare = self.blocks.num_free - 1\n                continue",
         "the_head_of_the_queue_is_not_overtaken_by_a_smaller_request",
     ),
     (
         scheduler,
-        "if sequence.slot >= 0 and (sequence.row is None or self.limits.steps_in_flight == 1):",
+        "if sequence.slot >= 0 and not (in_flight and self._slots_wait):",
         "if sequence.slot >= 0:",
         "what_a_step_in_flight_may_write_to_is_not_handed_out",
     ),
     (
         scheduler,
-        "most if s.samples else 0)",
-        "1 if s.samples else 0)",
+        "if not (in_flight and self._blocks_wait):",
+        "if True:",
+        "what_a_step_in_flight_may_write_to_is_not_handed_out",
+    ),
+    (
+        scheduler,
+        "if len(s.tokens) + (most if s.samples else 0) > s.capacity]",
+        "if len(s.tokens) + (1 if s.samples else 0) > s.capacity]",
         "a_row_behind_one_that_may_be_the_last_waits",
     ),
     (
@@ -88,7 +94,7 @@ MUTANTS = [
     ),
     (
         scheduler,
-        "if self.limits.decodes_all_live_rows and len(ready) < len(decoding):",
+        "if self.limits.decodes_all_live_rows and len(ready) < len(self.decoding):",
         "if False:",
         "a_row_behind_one_that_may_be_the_last_waits",
     ),
@@ -112,19 +118,19 @@ MUTANTS = [
     ),
     (
         scheduler,
-        "while len(rows) < self.limits.max_prefill_rows:",
-        "while len(rows) < self.limits.max_rows:",
+        "part = self._part(todo, budget) if len(rows) < self.limits.max_prefill_rows else 0",
+        "part = self._part(todo, budget)",
         "a_step_prefills_no_more_rows_than_the_backend_can",
     ),
     (
         scheduler,
-        "part = min(sequence.todo, budget, self.limits.longest_prefill)",
-        "part = min(sequence.todo, budget)",
+        "part = min(todo, budget, self.limits.longest_prefill)",
+        "part = min(todo, budget)",
         "no_step_computes_more_of_a_sequence_than_one_shot_allows",
     ),
     (
         scheduler,
-        "return part if whole or (self.limits.chunks_prefill and part >= self.limits.min_chunk_tokens) else 0",
+        "return part if part == todo or (self.limits.chunks_prefill and part >= self.limits.min_chunk_tokens) else 0",
         "return part",
         "no_part_but_the_last_is_shorter_than_the_minimum",
     ),
@@ -136,20 +142,20 @@ MUTANTS = [
     ),
     (
         scheduler,
-        "sequence.computed += batch.rows.num_tokens[i] + max(len(sampled) - 1, 0)",
-        "sequence.computed += batch.rows.num_tokens[i]",
+        "                sequence.computed += len(sampled) - 1",
+        "                pass",
         "a_row_behind_one_that_may_be_the_last_waits",
     ),
     (
         scheduler,
-        "            if sampled and not sequence.done:",
-        "            if sampled:",
+        "            if not sequence.done:",
+        "            if True:",
         "a_row_of_a_request_that_has_ended_is_discarded",
     ),
     (
         sequence,
-        "num_before >= sampling.min_tokens:",
-        "num_before > sampling.min_tokens:",
+        "len(tokens) > self._min_length:",
+        "len(tokens) > self._min_length + 1:",
         "a_stop_token_before_min_tokens_does_not_end_the_answer",
     ),
     (
@@ -163,6 +169,126 @@ MUTANTS = [
         "heapq.heappush(self._free, number)",
         "self._free.append(number)",
         "the_lowest_free_slot_is_handed_out",
+    ),
+    (
+        scheduler,
+        "self._min_fed = 1 if limits.mixes_phases else 2",
+        "self._min_fed = 0",
+        "one_token_at_least_is_fed_however_much_is_cached",
+    ),
+    (
+        scheduler,
+        "self._min_fed = 1 if limits.mixes_phases else 2",
+        "self._min_fed = 1",
+        "one_token_at_least_is_fed_however_much_is_cached",
+    ),
+    (
+        scheduler,
+        "(limits.max_prefix_hit or limits.max_model_length)",
+        "limits.max_model_length",
+        "a_hit_is_no_longer_than_the_backend_allows",
+    ),
+    (
+        scheduler,
+        "decoders = sorted(decoders + cached, key=_slot)",
+        "decoders = decoders + cached",
+        "all_but_one_token_cached_makes_a_decode_row_in_slot_order",
+    ),
+    (
+        scheduler,
+        "self._blocks_wait = self._slots_wait or self._max_hit > 0",
+        "self._blocks_wait = self._slots_wait",
+        "a_prompt_with_one_token_of_answer_is_cached_too",
+    ),
+    (
+        scheduler,
+        "        self.blocks.share(cached)",
+        "        pass",
+        "identical_prompts_that_arrive_together_are_computed_once",
+    ),
+    (
+        scheduler,
+        "if sequence.request.sampling.prompt_logprobs is not None:",
+        "if False:",
+        "a_prompt_whose_logprobs_are_wanted_is_computed_whole_and_cached",
+    ),
+    (
+        scheduler,
+        "            if not prefix.num_coming:",
+        "            if True:",
+        "identical_prompts_that_arrive_together_are_computed_once",
+    ),
+    (
+        scheduler,
+        "spare -= num_blocks - known + prefix.num_idle + (num_blocks < self._max_blocks(sequence))",
+        "spare -= num_blocks - known + (num_blocks < self._max_blocks(sequence))",
+        "a_block_that_nobody_holds_is_free_until_it_is_shared",
+    ),
+    (
+        scheduler,
+        "last = min(sequence.computed, len(sequence.tokens)) // size",
+        "last = sequence.computed // size",
+        "what_was_computed_behind_a_stop_is_not_cached",
+    ),
+    (
+        scheduler,
+        "self.blocks.give_back(reversed(sequence.blocks))",
+        "self.blocks.give_back(sequence.blocks)",
+        "blocks_are_reused_least_recently_used_first_and_the_ends_of_prompts_before_their_beginnings",
+    ),
+    (
+        prefix_cache,
+        "hashlib.sha256(keys[-1] + tokens)",
+        "hashlib.sha256(tokens)",
+        "an_equal_block_behind_another_beginning_is_not_taken_for_it",
+    ),
+    (
+        prefix_cache,
+        'f"{adapter} {cache_salt}"',
+        'f"{adapter}"',
+        "salts_and_adapters_share_nothing",
+    ),
+    (
+        prefix_cache,
+        'f"{adapter} {cache_salt}"',
+        'f"{cache_salt}"',
+        "salts_and_adapters_share_nothing",
+    ),
+    (
+        prefix_cache,
+        "if num_coming or block in self._coming:",
+        "if num_coming:",
+        "identical_prompts_that_arrive_together_are_computed_once",
+    ),
+    (
+        prefix_cache,
+        "if block is None or self._coming.get(block, order) > order:",
+        "if block is None:",
+        "nobody_waits_for_a_prefix_of_one_that_is_served_later",
+    ),
+    (
+        prefix_cache,
+        "                del self._idle[number]\n",
+        "",
+        "blocks_that_somebody_holds_are_not_reused",
+    ),
+    (
+        prefix_cache,
+        "        self._forget(block)\n        return block",
+        "        return block",
+        "blocks_are_reused_least_recently_used_first_and_the_ends_of_prompts_before_their_beginnings",
+    ),
+    (
+        prefix_cache,
+        "self._idle.popitem(last=False)",
+        "self._idle.popitem(last=True)",
+        "blocks_are_reused_least_recently_used_first_and_the_ends_of_prompts_before_their_beginnings",
+    ),
+    (
+        prefix_cache,
+        "if number in self._key_of and number not in self._coming:",
+        "if number in self._key_of:",
+        "who_waited_for_a_prefix_computes_it_when_the_other_one_leaves",
     ),
 ]
 
@@ -203,6 +329,9 @@ def test_a_mutant_is_killed_by_its_test(
         monkeypatch.setattr(loop, "Scheduler", mutant.Scheduler)
     elif module is sequence:
         monkeypatch.setattr(scheduler, "Sequence", mutant.Sequence)
+    elif module is prefix_cache:
+        monkeypatch.setattr(scheduler, "PrefixCache", mutant.PrefixCache)
+        monkeypatch.setattr(sequence, "Keys", mutant.Keys)
     else:
         monkeypatch.setattr(scheduler, "Pool", mutant.Pool)
     with pytest.raises((AssertionError, IllegalBatch, BackendFailed, RuntimeError, ValueError, KeyError)):

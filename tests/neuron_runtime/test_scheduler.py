@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from dataclasses import replace
 from itertools import pairwise
+from typing import Any
 
 import pytest
 
 from helpers.engine_driver import RecordingBackend, Run, alone, request, serve, start
 from neuron_runtime.backend.strict import neuron_limits
-from neuron_runtime.core import BackendLimits, FinishReason, Kind, StepOutput
+from neuron_runtime.core import BackendLimits, FinishReason, Kind, Request, StepOutput
 from neuron_runtime.engine.admission import max_new_tokens
 from neuron_runtime.engine.blocks import Pool
 from neuron_runtime.engine.loop import Engine
@@ -22,6 +23,8 @@ NEURON = neuron_limits(max_rows=4, max_model_length=32)
 SEVERAL = replace(DEVICE, max_tokens_per_row=4, num_lookahead_tokens=3)
 SMALL = replace(BLOCKS, num_blocks=8)
 """Room for one sequence of the model's length."""
+SHARED = replace(BLOCKS, shares_prefixes=True)
+SHARED_DEVICE = replace(DEVICE, shares_prefixes=True)
 
 
 def kinds(run: Run) -> str:
@@ -126,6 +129,221 @@ def test_a_foreseen_end_makes_nobody_wait() -> None:
     run = serve(NEURON, request("a", 5, 4), request("b", 5, 20))
     stats = run.engine.stats
     assert stats.num_decode_steps_ahead_total == stats.num_decode_steps_total
+
+
+# Cached prefixes
+
+
+def again(asked: Request, name: str, more: int = 0, **changes: Any) -> Request:
+    """Another request with the same prompt, or with so many tokens more."""
+    prompt = (*asked.prompt_token_ids, *range(1, more + 1))
+    return replace(asked, request_id=name, prompt_token_ids=prompt, **changes)
+
+
+def one_after_another(limits: BackendLimits, *requests: Request) -> Run:
+    run = start(limits)
+    for asked in requests:
+        run.add(asked)
+        run.finish()
+    run.check_tokens(requests)
+    return run
+
+
+def num_fed(run: Run) -> int:
+    return sum(batch.num_tokens for batch in run.backend.batches)
+
+
+@pytest.mark.parametrize("limits", [SHARED, SHARED_DEVICE, replace(SHARED, mixes_phases=False, chunks_prefill=False)])
+def test_what_an_earlier_request_computed_is_not_computed_again(limits: BackendLimits) -> None:
+    first = request("first", 14, 3)
+    run = one_after_another(limits, first, again(first, "same"), again(first, "longer", more=2))
+    assert run.cached == {"first": 0, "same": 12, "longer": 12}
+    assert num_fed(run) == (14 + 2) + (2 + 2) + (4 + 2)
+    stats = run.engine.stats
+    assert (stats.num_prefix_queries_total, stats.num_prefix_hits_total) == (14 + 14 + 16, 12 + 12)
+
+
+def test_one_token_at_least_is_fed_however_much_is_cached() -> None:
+    for length, cached in ((16, 12), (17, 16), (18, 16)):
+        first = request("first", length, 3)
+        run = one_after_another(SHARED, first, again(first, "same"))
+        assert run.cached["same"] == cached
+    apart = replace(SHARED, max_step_tokens=20, mixes_phases=False, chunks_prefill=False, sorts_rows=True)
+    first = request("first", 17, 3)
+    run = one_after_another(apart, first, again(first, "same"))
+    assert run.cached["same"] == 12, "a row of one token would be a decode row"
+
+
+def test_all_but_one_token_cached_makes_a_decode_row_in_slot_order() -> None:
+    limits = replace(SHARED, sorts_rows=True, max_rows=3)
+    first = request("first", 17, 2)
+    run = one_after_another(limits, first)
+    asked = [request("short", 3, 2), request("long", 3, 12), again(first, "same", sampling=replace(first.sampling))]
+    run.add(*asked)
+    run.finish()
+    run.check_tokens(asked)
+    assert run.cached["same"] == 16
+
+
+def test_an_answer_is_found_by_the_next_turn() -> None:
+    for limits in (SHARED, SHARED_DEVICE, replace(SEVERAL, shares_prefixes=True)):
+        first = request("first", 6, 11)
+        turn = replace(first, request_id="turn", prompt_token_ids=(*first.prompt_token_ids, *alone(first)[0], 1, 2))
+        run = one_after_another(limits, first, turn)
+        assert run.cached["turn"] == 16, "the last token of an answer is never computed"
+
+
+def test_a_prompt_with_one_token_of_answer_is_cached_too() -> None:
+    for limits in (SHARED, SHARED_DEVICE):
+        first = request("first", 9, 1)
+        run = one_after_another(limits, first, again(first, "same"))
+        assert run.cached["same"] == 8
+
+
+def test_identical_prompts_that_arrive_together_are_computed_once() -> None:
+    for limits in (SHARED, SHARED_DEVICE, replace(SHARED, mixes_phases=False)):
+        first = request("a", 22, 4, temperature=1.0)
+        choices = [replace(first, request_id=f"a{n}", sampling=replace(first.sampling, choice=n)) for n in range(4)]
+        run = serve(replace(limits, max_step_tokens=8, max_prefill_rows=4), *choices)
+        assert run.cached == {"a0": 0, "a1": 20, "a2": 20, "a3": 20}
+        held = {added.blocks[:5] for batch in run.backend.batches for added in batch.added}
+        assert len(held) == 1, "the same blocks"
+
+
+def test_who_waits_for_a_prefix_holds_back_nobody_else() -> None:
+    limits = replace(SHARED, max_step_tokens=12, max_prefill_rows=4)
+    first, other = request("a", 18, 8), request("b", 3, 8)
+    run = serve(limits, first, again(first, "waits"), other)
+    lengths = [[len(added.token_ids) for added in batch.added] for batch in run.backend.batches]
+    assert lengths[:4] == [[18], [3], [], [18]]
+
+
+def test_who_waits_for_a_prefix_keeps_its_room() -> None:
+    limits = replace(SHARED, max_rows=2, max_step_tokens=12, max_prefill_rows=4)
+    first = request("a", 18, 8)
+    run = serve(limits, first, again(first, "waits"), request("b", 3, 8))
+    lengths = [len(added.token_ids) for batch in run.backend.batches for added in batch.added]
+    assert lengths == [18, 18, 3]
+
+
+def test_nobody_waits_for_a_prefix_of_one_that_is_served_later() -> None:
+    limits = replace(SHARED, max_one_shot_prefill=8, max_prefill_rows=4)
+    low = request("low", 24, 4, priority=5)
+    run = start(limits)
+    run.add(low)
+    run.step()
+    high = again(low, "high", priority=0)
+    run.add(high)
+    run.step()
+    assert {s.request.request_id for s in run.scheduler.running} == {"low", "high"}
+    run.finish()
+    run.check_tokens([low, high])
+
+
+def test_who_waited_for_a_prefix_computes_it_when_the_other_one_leaves() -> None:
+    first = request("a", 24, 4)
+    asked = [first, again(first, "b"), again(first, "c")]
+    for limits in (SHARED, SHARED_DEVICE):
+        for after in range(1, 5):
+            run = start(replace(limits, max_step_tokens=8))
+            run.add(*asked)
+            for _ in range(after):
+                run.step()
+            run.abort("a")
+            run.finish()
+            run.check_tokens(asked)
+            assert run.cached["c"] == 20
+
+
+def test_salts_and_adapters_share_nothing() -> None:
+    first = request("first", 14, 3)
+    salted, adapted = again(first, "salt", cache_salt="x"), again(first, "adapter", adapter=1)
+    others = [again(first, "other", cache_salt="y"), again(first, "odd", cache_salt="\ud800")]
+    run = one_after_another(SHARED, first, salted, adapted, *others, again(salted, "same salt"))
+    assert run.cached == {"first": 0, "salt": 0, "adapter": 0, "other": 0, "odd": 0, "same salt": 12}
+
+
+def test_an_equal_block_behind_another_beginning_is_not_taken_for_it() -> None:
+    first = request("first", 12, 3)
+    prompt = (*(token + 1 for token in first.prompt_token_ids[:4]), *first.prompt_token_ids[4:])
+    run = one_after_another(SHARED, first, replace(first, request_id="other", prompt_token_ids=prompt))
+    assert run.cached["other"] == 0
+
+
+def test_a_hit_is_no_longer_than_the_backend_allows() -> None:
+    first = request("first", 20, 3)
+    run = one_after_another(replace(SHARED, max_prefix_hit=11), first, again(first, "same"))
+    assert run.cached["same"] == 8
+
+
+def test_a_prompt_whose_logprobs_are_wanted_is_computed_whole_and_cached() -> None:
+    limits = replace(SHARED, max_logprobs=3, max_step_tokens=8)
+    first = request("first", 20, 3)
+    told = again(first, "told", sampling=replace(first.sampling, prompt_logprobs=2))
+    run = one_after_another(limits, told, again(told, "told again"), again(first, "plain"))
+    assert run.cached == {"told": 0, "told again": 0, "plain": 16}
+    assert run.engine.stats.num_prefix_queries_total == 20, "who does not look does not count"
+
+
+def test_blocks_are_reused_least_recently_used_first_and_the_ends_of_prompts_before_their_beginnings() -> None:
+    limits = replace(SHARED, num_blocks=8)
+    a, b, c = (request(name, 13, 2) for name in "abc")
+    run = one_after_another(limits, a, b, again(a, "touch a"), c, again(a, "a again"), again(b, "b again"))
+    assert run.cached["a again"] == 12, "used later than b"
+    assert run.cached["b again"] == 4
+
+
+def test_blocks_that_somebody_holds_are_not_reused() -> None:
+    first = request("first", 9, 1)
+    asked = [again(first, "holds"), *(request(name, 9, 2) for name in "abcdef")]
+    asked[0] = replace(asked[0], sampling=replace(first.sampling, max_tokens=20))
+    run = one_after_another(replace(SHARED, num_blocks=11, max_rows=2), first)
+    run.add(*asked)
+    run.finish()
+    run.check_tokens(asked)
+    assert run.cached["holds"] == 8
+
+
+def test_a_block_that_nobody_holds_is_free_until_it_is_shared() -> None:
+    # Of 8 blocks the running one holds 3 and may grow; the long prompt needs 5, whether 2 of them are cached or not.
+    limits = replace(SHARED, num_blocks=8, max_prefill_rows=2)
+    first = request("first", 9, 1)
+    run = one_after_another(limits, first)
+    long = again(first, "long", more=10, sampling=replace(first.sampling, max_tokens=10))
+    asked = [request("grows", 10, 6), long]
+    run.add(*asked)
+    run.finish()
+    run.check_tokens(asked)
+    assert run.cached["long"] == 8
+    assert run.engine.stats.num_preemptions_total == 0
+
+
+def test_what_was_computed_behind_a_stop_is_not_cached() -> None:
+    plain = request("a", 6, 20)
+    tokens = alone(plain)[0]
+    for limits in (replace(SEVERAL, shares_prefixes=True), SHARED_DEVICE):
+        for at in range(1, 12):
+            stops = frozenset({tokens[at]})
+            asked = replace(plain, sampling=replace(plain.sampling, stop_token_ids=stops))
+            serve(limits, asked)
+
+
+def test_a_preempted_sequence_finds_what_is_left_of_it() -> None:
+    for limits in (replace(SMALL, shares_prefixes=True), replace(SHARED_DEVICE, num_blocks=8)):
+        asked = request("a", 8, 20), request("b", 8, 20)
+        plain = serve(replace(limits, shares_prefixes=False), *asked)
+        run = serve(limits, *asked)
+        stats = run.engine.stats
+        assert stats.num_preemptions_total > 0
+        assert num_fed(run) < num_fed(plain)
+        assert (stats.num_prefix_queries_total, stats.num_prefix_hits_total) == (16, 0), "the first time counts"
+
+
+def test_without_sharing_nothing_is_remembered() -> None:
+    first = request("first", 14, 3)
+    run = one_after_another(BLOCKS, first, again(first, "same"))
+    stats = run.engine.stats
+    assert (run.cached["same"], stats.num_prefix_queries_total, run.scheduler.blocks.known) == (0, 0, {})
 
 
 # Preemption

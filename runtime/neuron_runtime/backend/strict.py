@@ -1,7 +1,8 @@
 """A backend on integers that refuses every illegal batch and does the damage that devices do silently.
 
-Used by the tests of everything above the Backend protocol. Its KV cache holds token ids, and the next token is a pure
-function of what the row finds there, so a batch that harms a cache line shows as wrong tokens, exactly as on a device.
+Used by the tests of everything above the Backend protocol. Its KV cache holds token ids, each bound to all tokens
+before it as keys and values are, and the next token is a pure function of what the row finds there. So a batch that
+harms a cache line, or takes a block for another prefix than its own, shows as wrong tokens, exactly as on a device.
 With `refuses=False` illegal batches run and only the damage is left to see.
 
 Every limit in `BackendLimits` and every rule of `Batch` is enforced here; `neuron_limits` are those of a compiled
@@ -12,7 +13,7 @@ from __future__ import annotations
 
 import zlib
 from array import array
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -35,6 +36,8 @@ EMPTY = -1
 """What a position of the cache holds that nobody wrote, or that padding overwrote."""
 DRAFT = -2
 """What a rejected draft token leaves behind."""
+STRANGE = -3
+"""What a row sees of a token that was computed behind other tokens than the row's."""
 SECONDS_PER_TOKEN = 1e-6
 
 
@@ -81,6 +84,14 @@ def next_token(
     return allowed[digest % len(allowed)] if allowed else digest % vocabulary_size
 
 
+Cell = tuple[int, int]
+"""A position of the cache: the token, and a fingerprint of it and of all tokens before it."""
+
+
+def _bound(before: int, token: int) -> Cell:
+    return token, hash((before, token))
+
+
 @dataclass(eq=False)
 class _Slot:
     """The mirror of one slot, fed by batches and by what was sampled."""
@@ -89,6 +100,9 @@ class _Slot:
     tokens: list[int]
     blocks: list[int]
     computed: int = 0
+    """Tokens whose keys and values are in the cache."""
+    shared: int = 0
+    """Those of a shared prefix."""
     prefilled: bool = False
     """A row that samples was launched for it."""
 
@@ -104,7 +118,7 @@ class _Step:
     """Blocks handed out by this batch although the step in flight writes to them."""
     sampled: bool = False
     late: Late | None = None
-    landed: dict[tuple[int, int], int] = field(default_factory=dict)
+    landed: dict[tuple[int, int], Cell] = field(default_factory=dict)
     """What the step before it wrote to `reused`, written once more after this step."""
 
 
@@ -116,8 +130,9 @@ class StrictBackend:
         self._vocabulary_size = vocabulary_size
         self._refuses = refuses
         self._slots: dict[int, _Slot] = {}
-        self._owners: dict[int, int] = {}
-        self._cache = [[EMPTY] * limits.block_size for _ in range(limits.num_blocks)]
+        self._holders: Counter[int] = Counter()
+        """How many slots hold a block."""
+        self._cache: list[list[Cell]] = [[(EMPTY, 0)] * limits.block_size for _ in range(limits.num_blocks)]
         self._in_flight: deque[_Step] = deque()
         self._num_launched = 0
         self._rows_before: set[int] = set()
@@ -187,19 +202,19 @@ class StrictBackend:
         for number in batch.released:
             self._demand(number in self._slots, f"slot {number} is released but free")
             slot = self._slots.pop(number, None)
-            for block in slot.blocks if slot else ():
-                self._owners.pop(block, None)
+            self._holders.subtract(slot.blocks if slot else ())
         for number, keep in batch.kept_blocks:
             slot = self._slot(number)
             self._demand(0 < keep < len(slot.blocks), f"slot {number} has {len(slot.blocks)} blocks and keeps {keep}")
-            for block in slot.blocks[keep:]:
-                self._owners.pop(block, None)
+            self._holders.subtract(slot.blocks[keep:])
             del slot.blocks[keep:]
         written = self._written_in_flight()
         reused: set[int] = set()
+        starts = dict(zip(batch.rows.slot, batch.rows.start, strict=False))
         for added in batch.added:
             self._add(added)
-            reused |= self._hand_out(added.slot, added.blocks, written)
+            num_shared = self._share(added, starts.get(added.slot, 0), written)
+            reused |= self._hand_out(added.slot, added.blocks[num_shared:], written)
         for number, block in batch.appended_blocks:
             self._slot(number).blocks.append(block)
             reused |= self._hand_out(number, (block,), written)
@@ -241,16 +256,46 @@ class StrictBackend:
         )
         self._slots[number] = _Slot(added, list(added.token_ids), list(added.blocks))
 
+    def _share(self, added: Added, start: int, written: set[int]) -> int:
+        """A sequence that starts behind its first token finds the tokens before in the cache; returns their blocks."""
+        limits, number = self._limits, added.slot
+        if not limits.shares_prefixes or not start:
+            return 0
+        self._demand(start < len(added.token_ids), f"slot {number} starts at {start}: nothing is left to feed")
+        self._demand(
+            not limits.max_prefix_hit or start <= limits.max_prefix_hit,
+            f"slot {number} shares {start} tokens, the limit is {limits.max_prefix_hit}",
+        )
+        self._demand(start % limits.block_size == 0, f"slot {number} shares {start} tokens, which ends within a block")
+        self._demand(
+            added.sampling.prompt_logprobs is None,
+            f"slot {number} shares {start} tokens, and the log-probabilities of all of them are wanted",
+        )
+        blocks = added.blocks[: start // limits.block_size]
+        for block in blocks:
+            self._demand(
+                block not in written, f"slot {number} shares block {block}, to which the step in flight still writes"
+            )
+        context = self._read(added.blocks, start, added.adapter)
+        self._demand(
+            context == list(added.token_ids[:start]),
+            f"slot {number} shares {start} tokens, and the blocks {blocks} do not hold them",
+        )
+        self._holders.update(blocks)
+        slot = self._slots[number]
+        slot.computed = slot.shared = start
+        return len(blocks)
+
     def _hand_out(self, number: int, blocks: tuple[int, ...], written: set[int]) -> set[int]:
         for block in blocks:
             self._demand(
                 0 <= block < self._limits.num_blocks, f"slot {number} gets block {block}, which does not exist"
             )
-            self._demand(block not in self._owners, f"slot {number} gets block {block}, which another slot holds")
+            self._demand(not self._holders[block], f"slot {number} gets block {block}, which another slot holds")
             self._demand(
                 block not in written, f"slot {number} gets block {block}, to which the step in flight still writes"
             )
-            self._owners[block] = number
+        self._holders.update(blocks)
         return written.intersection(blocks)
 
     def _slot(self, number: int) -> _Slot:
@@ -344,17 +389,22 @@ class StrictBackend:
                 reach <= limits.max_model_length,
                 f"slot {number} writes up to {reach}, the model's length is {limits.max_model_length}",
             )
+            for block in step.tables[i][start // limits.block_size : limits.blocks_for(reach)]:
+                self._demand(
+                    self._holders[block] <= 1,
+                    f"slot {number} writes to block {block}, which {self._holders[block]} slots hold",
+                )
             if rows.num_tokens[i] > 1 or not rows.samples[i] or start == 0:
-                self._check_prefill(number, start, end, known)
+                self._check_prefill(slot, number, start, end)
 
-    def _check_prefill(self, number: int, start: int, end: int, known: int) -> None:
-        limits = self._limits
+    def _check_prefill(self, slot: _Slot, number: int, start: int, end: int) -> None:
+        limits, known = self._limits, len(slot.tokens)
         self._demand(
             end - start <= limits.longest_prefill,
             f"slot {number} prefills {end - start} tokens, the limit is {limits.longest_prefill}",
         )
         self._demand(
-            limits.chunks_prefill or (start, end) == (0, known),
+            limits.chunks_prefill or (start == slot.shared and end == known),
             f"slot {number} prefills {start} to {end} of {known} tokens, only whole prompts can be prefilled",
         )
         self._demand(
@@ -366,14 +416,14 @@ class StrictBackend:
 
     def _run(self, step: _Step) -> StepOutput:
         batch, rows = step.batch, step.batch.rows
-        writes: dict[tuple[int, int], int] = {}
+        writes: dict[tuple[int, int], Cell] = {}
         token_ids = tuple(self._run_row(step, i, writes) for i in range(len(rows)))
         contiguous = self._limits.layout == "slots"
         if contiguous and batch.kind is Kind.DECODE and self._limits.decodes_all_live_rows:
             # The compiled graph works on all lines: absent ones get the first row's entry at the first row's position.
             fed = self._fed(step, 0)[0]
             for line in set(range(self._limits.max_rows)) - set(rows.slot):
-                self._write((line,), rows.start[0], fed, writes)
+                self._write((line,), rows.start[0], [fed], 0, writes)
         for (block, offset), value in step.landed.items():
             self._cache[block][offset] = value
         for following in self._in_flight:
@@ -382,23 +432,24 @@ class StrictBackend:
             step=batch.step,
             token_ids=token_ids,
             logprobs=self._logprobs(step, token_ids),
+            prompt_logprobs=self._prompt_logprobs(step),
             device_seconds=batch.num_tokens * SECONDS_PER_TOKEN,
         )
 
-    def _run_row(self, step: _Step, i: int, writes: dict[tuple[int, int], int]) -> tuple[int, ...]:
+    def _run_row(self, step: _Step, i: int, writes: dict[tuple[int, int], Cell]) -> tuple[int, ...]:
         limits, rows, slot = self._limits, step.batch.rows, step.slots[i]
         start, end = rows.start[i], rows.start[i] + rows.num_tokens[i]
         table = step.tables[i]
         contiguous = limits.layout == "slots"
         if contiguous and step.batch.kind is Kind.DECODE and limits.sorts_rows and len(rows) == limits.max_rows:
             table = (i,)  # a full batch is not gathered: row i reads line i, whoever lives there
-        for position, token in enumerate(self._fed(step, i), start):
-            self._write(table, position, token, writes)
+        adapter = slot.added.adapter
+        self._write(table, start, self._fed(step, i), adapter, writes)
         slot.computed = end
         if not rows.samples[i]:
             return ()
         allowed = step.late.allowed_token_ids[i] if step.late else None
-        context = [self._read(table, position) for position in range(end)]
+        context = self._read(table, end, adapter)
         if end < limits.min_prefill_tokens:
             context.append(EMPTY)  # the last token is looked up in the padding
         decodes = rows.num_tokens[i] == 1 and start > 0
@@ -412,14 +463,13 @@ class StrictBackend:
                 slot.added.sampling,
                 output_position,
                 vocabulary_size=self._vocabulary_size,
-                adapter=slot.added.adapter,
+                adapter=adapter,
                 allowed=allowed,
             )
             sampled.append(token)
             context.append(token)
         drafts = [*sampled[:-1], *[DRAFT] * (limits.num_lookahead_tokens - count + 1)]
-        for position, token in enumerate(drafts, end):
-            self._write(table, position, token, writes)
+        self._write(table, end, drafts, adapter, writes)
         slot.tokens = [*slot.tokens[:end], *sampled]
         slot.computed = end + count - 1
         return tuple(sampled)
@@ -430,27 +480,51 @@ class StrictBackend:
             return [rows.token[i]]
         return step.slots[i].tokens[start : start + rows.num_tokens[i]]
 
-    def _write(self, table: tuple[int, ...], position: int, token: int, writes: dict[tuple[int, int], int]) -> None:
+    def _write(
+        self, table: tuple[int, ...], start: int, tokens: list[int], adapter: int, writes: dict[tuple[int, int], Cell]
+    ) -> None:
+        before = self._cell(table, start - 1)[1] if start else adapter
+        for position, token in enumerate(tokens, start):
+            block, offset = self._place(table, position)
+            self._cache[block][offset] = writes[block, offset] = _bound(before, token)
+            before = self._cache[block][offset][1]
+
+    def _read(self, table: tuple[int, ...], end: int, adapter: int) -> list[int]:
+        """What a row sees of the positions before `end`."""
+        context, before = [], adapter
+        for position in range(end):
+            cell = self._cell(table, position)
+            context.append(cell[0] if cell == _bound(before, cell[0]) else STRANGE)
+            before = cell[1]
+        return context
+
+    def _cell(self, table: tuple[int, ...], position: int) -> Cell:
+        block, offset = self._place(table, position)
+        return self._cache[block][offset]
+
+    def _place(self, table: tuple[int, ...], position: int) -> tuple[int, int]:
         index, offset = divmod(position, self._limits.block_size)
         # A table is padded with zeros: whoever writes past it hits block 0.
-        block = table[index] if index < len(table) else 0
-        self._cache[block][offset] = token
-        writes[block, offset] = token
-
-    def _read(self, table: tuple[int, ...], position: int) -> int:
-        index, offset = divmod(position, self._limits.block_size)
-        return self._cache[table[index] if index < len(table) else 0][offset]
+        return table[index] if index < len(table) else 0, offset
 
     def _logprobs(self, step: _Step, token_ids: tuple[tuple[int, ...], ...]) -> tuple[tuple[TokenLogprobs, ...], ...]:
         wanted = [slot.added.sampling.logprobs for slot in step.slots]
         if not any(count is not None for count in wanted):
             return ()
         return tuple(
-            tuple(
-                TokenLogprobs(token, -1.0, tuple((token + rank, -1.0 - rank) for rank in range(count)))
-                for token in sampled
-            )
-            if count is not None
-            else ()
+            tuple(_told(token, count) for token in sampled) if count is not None else ()
             for sampled, count in zip(token_ids, wanted, strict=True)
         )
+
+    def _prompt_logprobs(self, step: _Step) -> tuple[tuple[TokenLogprobs, ...], ...]:
+        rows, found = step.batch.rows, []
+        for i, slot in enumerate(step.slots):
+            added, begin = slot.added, rows.start[i] + 1
+            count = added.sampling.prompt_logprobs
+            told = added.token_ids[begin : min(begin + rows.num_tokens[i], added.num_prompt_tokens)]
+            found.append(tuple(_told(token, count or 0) for token in told) if count is not None else ())
+        return tuple(found) if any(found) else ()
+
+
+def _told(token: int, count: int) -> TokenLogprobs:
+    return TokenLogprobs(token, -1.0, tuple((token + rank, -1.0 - rank) for rank in range(count)))

@@ -1,6 +1,7 @@
 """Numbers handed out and taken back: KV blocks and slots alike, lowest free number first.
 
-The scheduler holds one pool of slots and one of blocks. What a number means on the device is the backend's business.
+The scheduler holds one pool of slots and one of blocks. What a number means on the device is the backend's business;
+what a block still holds when nobody holds it is `prefix_cache`'s.
 """
 
 from __future__ import annotations
@@ -26,13 +27,13 @@ class Pool:
 
     @property
     def num_used(self) -> int:
-        return len(self._holders) - len(self._free)
+        return len(self._holders) - self.num_free
 
     def take(self, count: int) -> list[int]:
         """The `count` lowest free numbers, each with one holder. Raises ValueError when there are not as many."""
-        if count > len(self._free):
-            raise ValueError(f"{count} numbers wanted, {len(self._free)} free")
-        numbers = [heapq.heappop(self._free) for _ in range(count)]
+        if count > self.num_free:
+            raise ValueError(f"{count} numbers wanted, {self.num_free} free")
+        numbers = [self._next() for _ in range(count)]
         for number in numbers:
             self._holders[number] = 1
         return numbers
@@ -51,4 +52,10 @@ class Pool:
                 raise ValueError(f"{number} is free already")
             self._holders[number] -= 1
             if not self._holders[number]:
-                heapq.heappush(self._free, number)
+                self._return(number)
+
+    def _next(self) -> int:
+        return heapq.heappop(self._free)
+
+    def _return(self, number: int) -> None:
+        heapq.heappush(self._free, number)

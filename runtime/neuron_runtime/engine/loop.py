@@ -63,8 +63,10 @@ class EngineStats:
     num_prompt_tokens_total: int = 0
     """Prompt tokens of requests that got their first token."""
     num_generation_tokens_total: int = 0
-    num_cached_tokens_total: int = 0
-    """Prompt tokens that were not computed because a prefix of them was cached."""
+    num_prefix_queries_total: int = 0
+    """Prompt tokens that were looked for in the prefix cache, of requests taken up for the first time."""
+    num_prefix_hits_total: int = 0
+    """Those of them that were found, and so not computed again."""
     num_prefill_steps_total: int = 0
     num_decode_steps_total: int = 0
     num_mixed_steps_total: int = 0
@@ -150,11 +152,13 @@ class Engine:
         scheduler = self._scheduler
         return replace(
             self._totals,
-            num_running=len(scheduler.running),
+            num_running=scheduler.num_running,
             num_waiting=len(scheduler.waiting),
             num_blocks_used=scheduler.blocks.num_used,
             num_preemptions_total=scheduler.num_preemptions,
             num_prompt_tokens_total=scheduler.num_prompt_tokens,
+            num_prefix_queries_total=scheduler.num_prefix_queries,
+            num_prefix_hits_total=scheduler.num_prefix_hits,
             backend_seconds_total=self._backend_seconds,
         )
 
@@ -261,6 +265,5 @@ class Engine:
             num_mixed_steps_total=totals.num_mixed_steps_total + (batch.kind is Kind.MIXED),
             num_decode_steps_ahead_total=totals.num_decode_steps_ahead_total + (decodes and step.scheduled_ahead),
             device_seconds_total=totals.device_seconds_total + step.device_seconds,
-            num_cached_tokens_total=totals.num_cached_tokens_total + sum(e.num_cached_tokens for e in events),
             last_step=step,
         )

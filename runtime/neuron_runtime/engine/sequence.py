@@ -5,49 +5,79 @@ Made and changed by the scheduler alone. The one rule of scheduling reads here: 
 
 from __future__ import annotations
 
-from typing import NamedTuple
+import sys
 
-from neuron_runtime.core import FinishReason, Request
+from neuron_runtime.core import FinishReason, Request, TokenLogprobs
+from neuron_runtime.engine.prefix_cache import Keys
 
-
-class RowInFlight(NamedTuple):
-    """The newest scheduled row of a sequence that is not applied yet."""
-
-    step: int
-    row: int
-    num_tokens: int
-    samples: bool
+NEVER = sys.maxsize
 
 
 class Sequence:
-    """`order` is (priority, arrival): who is served first and preempted last."""
+    """`order` is (priority, arrival): who is served first and preempted last.
+
+    A row is named by plain attributes: several hundred sequences are walked in every step.
+    """
 
     __slots__ = (
+        "_min_length",
+        "_stop_token_ids",
         "blocks",
+        "capacity",
         "computed",
+        "decodes",
         "done",
+        "fed",
+        "keys",
         "leaving",
         "max_length",
+        "next_full",
+        "num_cached",
         "num_prompt",
         "order",
+        "prompt_logprobs",
         "request",
         "row",
+        "samples",
         "slot",
+        "step",
         "tokens",
     )
 
-    def __init__(self, request: Request, order: tuple[int, int]) -> None:
+    def __init__(self, request: Request, order: tuple[int, int], block_size: int) -> None:
+        sampling = request.sampling
         self.request = request
         self.order = order
         self.tokens = list(request.prompt_token_ids)
+        self.keys = Keys(self.tokens, block_size, adapter=request.adapter, cache_salt=request.cache_salt)
         self.num_prompt = len(self.tokens)
-        self.max_length = self.num_prompt + request.sampling.max_tokens
+        self.max_length = self.num_prompt + sampling.max_tokens
         """Tokens at which the sequence ends for certain."""
+        self._min_length = self.num_prompt + sampling.min_tokens
+        self._stop_token_ids = sampling.stop_token_ids
+        self.num_cached: int | None = None
+        """Tokens that were cached when it was first admitted; None before."""
+        self.prompt_logprobs: tuple[TokenLogprobs, ...] = ()
+        """As far as the prompt is computed; those who do not ask have none."""
+
         self.computed = 0
         """Leading tokens whose KV is in the cache, as far as steps have been applied."""
+        self.fed = 0
+        """Known tokens that are computed or being computed."""
+        self.next_full = NEVER
+        """When so many tokens are computed, a block is full that the prefix cache does not know."""
+        self.decodes = False
+        """One token is missing, and there is something before it: its rows are decode rows from now on."""
         self.slot = -1
         self.blocks: list[int] = []
-        self.row: RowInFlight | None = None
+        self.capacity = 0
+        """Known tokens for which its blocks have room, drafts aside."""
+        self.step = -1
+        """The step of its newest row."""
+        self.row = -1
+        """Its row in that step; -1 once that is applied."""
+        self.samples = False
+        """That row is in flight and brings new tokens."""
         self.done = False
         """Nobody waits for tokens any more: finished or aborted."""
         self.leaving = False
@@ -59,33 +89,17 @@ class Sequence:
         return self.tokens[self.num_prompt :]
 
     @property
-    def samples(self) -> bool:
-        """Whether the row in flight brings new tokens."""
-        return self.row is not None and self.row.samples
-
-    @property
-    def fed(self) -> int:
-        """Known tokens that are computed or being computed."""
-        return self.computed + (self.row.num_tokens if self.row else 0)
-
-    @property
     def todo(self) -> int:
         """Tokens to feed next; behind a sampling row in flight it is the one newest token which that row brings."""
         return 1 if self.samples else len(self.tokens) - self.fed
 
-    @property
-    def decodes(self) -> bool:
-        """One token is missing, and there is something before it: the next row is a decode row."""
-        return self.todo == 1 and self.fed > 0
-
     def accept(self, token_ids: tuple[int, ...]) -> tuple[tuple[int, ...], FinishReason | None]:
         """Walk sampled tokens in order up to the first reason to end; returns the tokens kept and that reason."""
-        sampling = self.request.sampling
+        tokens = self.tokens
         for count, token in enumerate(token_ids, 1):
-            num_before = len(self.tokens) - self.num_prompt
-            self.tokens.append(token)
-            if token in sampling.stop_token_ids and num_before >= sampling.min_tokens:
+            tokens.append(token)
+            if token in self._stop_token_ids and len(tokens) > self._min_length:
                 return token_ids[:count], FinishReason.STOP
-            if len(self.tokens) >= self.max_length:
+            if len(tokens) >= self.max_length:
                 return token_ids[:count], FinishReason.LENGTH
         return token_ids, None
