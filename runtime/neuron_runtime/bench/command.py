@@ -15,7 +15,9 @@ from typing import Protocol, cast
 from neuron_runtime import record
 from neuron_runtime.bench.report import add_output_arguments
 
-MODULES: dict[str, tuple[str, str]] = {}
+MODULES: dict[str, tuple[str, str]] = {
+    "host": ("neuron_runtime.bench.host", "what a step costs the host, and how busy the device is, without a device"),
+}
 """By command: its module, and one line for the help."""
 
 

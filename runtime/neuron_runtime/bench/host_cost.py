@@ -1,0 +1,150 @@
+"""CPU seconds of the engine per step, and how busy it keeps a device, over the simulated backend.
+
+Called by `bench host` and by the table of figures. The device is a timeline whose clock runs with the CPU seconds of
+the engine's thread, so that other work on the machine does not count. What that work does to caches and clock rates
+still shows: the quietest of several rounds is what the host needs.
+"""
+
+from __future__ import annotations
+
+import itertools
+import random
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from statistics import median
+from typing import Literal
+
+from neuron_runtime.backend.simulated.clock import CpuClock
+from neuron_runtime.backend.simulated.device import SimulatedBackend
+from neuron_runtime.backend.simulated.step_times import Phase, StepTimes, constant
+from neuron_runtime.bench.report import Load, Meter
+from neuron_runtime.core import BackendLimits, Batch, Kind, Late, Request, SamplingParams, StepOutput
+from neuron_runtime.engine import messages
+from neuron_runtime.engine.loop import Engine
+
+STEP_MILLISECONDS = 8.0
+NUM_ROUNDS = 8
+ROUND_STEPS = 100
+NUM_PROMPT_TOKENS = 64
+ANSWER_TOKENS = (100, 400)
+"""Fewest and most: rows join and leave all the time."""
+BLOCK_SIZE = 32
+VOCABULARY_SIZE = 128_256
+
+Feedback = Literal["device", "host"]
+
+
+@dataclass(frozen=True, slots=True)
+class HostCost:
+    """Of steps with all rows decoding, in CPU seconds of the engine's thread; the quietest round."""
+
+    rows: int
+    feedback: Feedback
+    busy_share: float
+    """Of the device, counted on its timeline."""
+    step_seconds: float
+    """Schedule, build the batch, hand it over, take the output, apply."""
+    backend_seconds: float
+    """Of that, inside the calls of the simulated backend, which keeps a mirror of all rows as any backend does."""
+    message_seconds: float
+    """News of all rows and the engine's numbers, encoded for the front end."""
+    median_step_seconds: float
+    """Of all rounds."""
+    load: Load
+
+
+class TimedBackend(SimulatedBackend):
+    """Adds up the CPU seconds that its calls take."""
+
+    spent_seconds = 0.0
+
+    def launch(self, batch: Batch) -> None:
+        began = time.thread_time()
+        super().launch(batch)
+        self.spent_seconds += time.thread_time() - began
+
+    def sample(self, step: int, late: Late | None) -> None:
+        began = time.thread_time()
+        super().sample(step, late)
+        self.spent_seconds += time.thread_time() - began
+
+    def collect(self, step: int) -> StepOutput:
+        began = time.thread_time()
+        output = super().collect(step)
+        self.spent_seconds += time.thread_time() - began
+        return output
+
+
+def measure(
+    rows: int,
+    feedback: Feedback,
+    *,
+    num_rounds: int = NUM_ROUNDS,
+    round_steps: int = ROUND_STEPS,
+    step_milliseconds: float = STEP_MILLISECONDS,
+) -> HostCost:
+    """Keep `rows` requests running for `num_rounds` times `round_steps` steps."""
+    length = NUM_PROMPT_TOKENS + ANSWER_TOKENS[1]
+    limits = BackendLimits(
+        max_rows=rows,
+        max_model_length=length,
+        max_step_tokens=rows + 4 * NUM_PROMPT_TOKENS,
+        max_prefill_rows=rows,
+        block_size=BLOCK_SIZE,
+        num_blocks=rows * -(-length // BLOCK_SIZE),
+        shares_prefixes=True,
+        sampling="Device",
+        vocabulary_size=VOCABULARY_SIZE,
+        steps_in_flight=2 if feedback == "device" else 1,
+        token_feedback=feedback,
+    )
+    phase = Phase(constant(step_milliseconds / 1000))
+    clock = CpuClock()
+    backend = TimedBackend(limits, StepTimes(decode=phase, prefill=phase), clock)
+    engine = Engine(backend, clock=clock.now)
+    arrivals = _requests(random.Random(rows))  # noqa: S311 - traffic, no secret
+    num_running = 0
+
+    def turn() -> tuple[float, float]:
+        """One step with all rows taken; CPU seconds of the step and of its message."""
+        nonlocal num_running
+        for _ in range(rows - num_running):
+            engine.add(next(arrivals))
+        began = time.thread_time()
+        events = engine.step()
+        stepped = time.thread_time()
+        told = messages.Step(tuple(map(messages.news, events)), (), messages.numbers(engine.stats))
+        messages.encoder.encode(told)
+        ended = time.thread_time()
+        num_running = rows - sum(event.finish_reason is not None for event in events)
+        return stepped - began, ended - stepped
+
+    turn()
+    while engine.stats.num_waiting or engine.stats.last_step is None or engine.stats.last_step.kind is not Kind.DECODE:
+        turn()
+    meter, timeline = Meter(), backend.timeline
+    rounds: list[tuple[float, float, float, float]] = []
+    for _ in range(num_rounds):
+        began, busy, spent = timeline.free_at, timeline.busy_seconds, backend.spent_seconds
+        steps, told = map(sum, zip(*(turn() for _ in range(round_steps)), strict=True))
+        share = (timeline.busy_seconds - busy) / (timeline.free_at - began)
+        inside = backend.spent_seconds - spent
+        rounds.append((steps / round_steps, inside / round_steps, told / round_steps, share))
+    step_seconds, backend_seconds, message_seconds, _ = min(rounds)
+    return HostCost(
+        rows=rows,
+        feedback=feedback,
+        busy_share=median(share for *_, share in rounds),
+        step_seconds=step_seconds,
+        backend_seconds=backend_seconds,
+        message_seconds=message_seconds,
+        median_step_seconds=median(step for step, *_ in rounds),
+        load=meter.read(),
+    )
+
+
+def _requests(numbers: random.Random) -> Iterator[Request]:
+    for number in itertools.count():
+        prompt = tuple(numbers.randrange(VOCABULARY_SIZE) for _ in range(NUM_PROMPT_TOKENS))
+        yield Request(f"cmpl-{number:032x}", prompt, SamplingParams(max_tokens=numbers.randint(*ANSWER_TOKENS)))
