@@ -15,6 +15,8 @@ from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import Literal
 
+import msgspec
+
 NO_TOKEN = -1
 """Stands in `Rows.token` where the token is not named by the row, and in `StepOutput.token_ids` as padding."""
 
@@ -208,8 +210,7 @@ class StepOutput:
     num_computed_tokens: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class TokenEvent:
+class TokenEvent(msgspec.Struct, frozen=True, gc=False):
     """News of one request from one step: the new tokens, and how it ended if it did.
 
     With FinishReason.STOP the last of `token_ids` is the stop token itself: counted in usage, no part of the text.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -11,7 +12,7 @@ import pytest
 from helpers.engine_driver import RecordingBackend, alone, even_only, request, serve, start
 from neuron_runtime.backend.strict import neuron_limits
 from neuron_runtime.core import BackendLimits, Batch, Kind, Late, Request, StepOutput
-from neuron_runtime.engine.admission import max_new_tokens, max_steps
+from neuron_runtime.engine.admission import max_new_tokens, max_steps, stream_gap_bound
 from neuron_runtime.engine.loop import Engine, LateRule
 from neuron_runtime.errors import InvalidRequest, Overloaded
 
@@ -313,6 +314,78 @@ def test_the_time_in_the_queue_comes_with_the_first_tokens() -> None:
     assert waited["a"] == 1.0
     assert 4.0 <= waited["b"] <= 5.0
     assert engine._added_at == engine._queue_seconds == {}
+
+
+class TimedBackend(RecordingBackend):
+    """Each step takes as long as `seconds` says, on a clock that nothing else moves."""
+
+    def __init__(self, limits: BackendLimits, seconds: Callable[[Batch], float]) -> None:
+        super().__init__(limits)
+        self._seconds = seconds
+        self.now = 0.0
+
+    def collect(self, step: int) -> StepOutput:
+        self.now += self._seconds(self.batches[step])
+        return super().collect(step)
+
+
+def worst_gap(
+    limits: BackendLimits, seconds: Callable[[Batch], float], max_consecutive_prefills: int = 1
+) -> tuple[float, float]:
+    """Of streams with long and short prompts among them, where requests come and go; and the bound that was stated."""
+    backend = TimedBackend(limits, seconds)
+    engine = Engine(
+        backend, max_consecutive_prefills=max_consecutive_prefills, clock=lambda: backend.now, max_queued_requests=100
+    )
+    last: dict[str, float] = {}
+    worst = 0.0
+
+    def step_while(busy: Callable[[], bool]) -> None:
+        nonlocal worst
+        while busy():
+            for event in engine.step():
+                worst = max(worst, backend.now - last.get(event.request_id, backend.now))
+                last[event.request_id] = backend.now
+
+    for number in range(18):
+        engine.add(request(f"r{number}", 7 + 61 * (number % 3), 5 + 9 * (number % 4)))
+        if number % 3 == 2:
+            step_while(lambda: engine.stats.num_running + engine.stats.num_waiting > 1)
+        if number == 8:
+            step_while(lambda: engine.has_work)
+            backend.now += 1000.0
+    step_while(lambda: engine.has_work)
+    assert engine.stats.num_preemptions_total == 0
+    return worst, engine.stats.stream_gap_bound_seconds
+
+
+@pytest.mark.parametrize("per_row", [1, 4])
+@pytest.mark.parametrize("prefills", [1, 3])
+@pytest.mark.parametrize("limits", [DEVICE, replace(DEVICE, mixes_phases=False), HOST, NEURON])
+def test_no_gap_of_a_running_stream_exceeds_the_bound_from_the_longest_steps(
+    limits: BackendLimits, prefills: int, per_row: int
+) -> None:
+    limits = replace(limits, max_tokens_per_row=per_row, num_lookahead_tokens=per_row - 1)
+    worst, bound = worst_gap(limits, lambda batch: 0.004 + 0.001 * batch.num_tokens, prefills)
+    assert 0 < worst <= bound + 1e-9
+    assert bound < 100, "the time without work counts for nothing"
+
+
+def test_the_bound_on_the_gap_is_reached() -> None:
+    times = {Kind.PREFILL: 0.3, Kind.DECODE: 0.01, Kind.MIXED: 0.1}
+    for limits, prefills, expected in ((NEURON, 1, 0.31), (NEURON, 3, 0.91), (HOST, 1, 0.1)):
+        worst, bound = worst_gap(limits, lambda batch: times[batch.kind], prefills)
+        assert bound == pytest.approx(expected)
+        assert worst == pytest.approx(expected)
+
+
+def test_the_bound_on_the_gap_by_the_kinds_of_steps() -> None:
+    longest = {Kind.PREFILL: 5.0, Kind.DECODE: 1.0, Kind.MIXED: 3.0}
+    several = replace(DEVICE, max_tokens_per_row=2, num_lookahead_tokens=1)
+    assert stream_gap_bound(NEURON, {}) == 0.0
+    assert stream_gap_bound(NEURON, {Kind.PREFILL: 5.0, Kind.DECODE: 1.0}, 2) == 11.0
+    assert stream_gap_bound(DEVICE, longest) == 3.0
+    assert stream_gap_bound(several, longest) == 3.0 + 5.0
 
 
 def test_logprobs_travel_with_the_tokens_they_belong_to() -> None:

@@ -6,9 +6,9 @@ the promise that every request ends. Pure functions of the backend's limits.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
-from neuron_runtime.core import BackendLimits, Request
+from neuron_runtime.core import BackendLimits, Kind, Request
 from neuron_runtime.errors import InvalidRequest
 
 
@@ -94,6 +94,23 @@ def max_steps(limits: BackendLimits, requests: Iterable[Request], max_consecutiv
     # With several tokens per row, a row behind one that may be the last sits out a step; and each request that ends
     # unforeseen leaves one step in flight that nobody needs.
     return advances * turns * (2 if limits.max_tokens_per_row > 1 else 1) + len(requests)
+
+
+def stream_gap_bound(
+    limits: BackendLimits, longest_step_seconds: Mapping[Kind, float], max_consecutive_prefills: int = 1
+) -> float:
+    """Seconds within which a stream that runs, and is not preempted, gets its next token.
+
+    Where phases mix, every step has a row of each running stream; else at most `max_consecutive_prefills` steps come
+    between two that have one. With several tokens per row, a row behind one that may be the last sits out a turn.
+
+    Args:
+        longest_step_seconds: by kind, from the end of the step before to the end of the step.
+    """
+    prefill = longest_step_seconds.get(Kind.PREFILL, 0.0)
+    own = max(longest_step_seconds.get(kind, 0.0) for kind in (Kind.DECODE, Kind.MIXED))
+    turn = own if limits.mixes_phases else own + max_consecutive_prefills * prefill
+    return turn + (max(turn, prefill) if limits.max_tokens_per_row > 1 else 0.0)
 
 
 def _tokens(count: int) -> str:

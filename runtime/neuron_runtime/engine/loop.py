@@ -11,9 +11,11 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
+import msgspec
+
 from neuron_runtime.backend.base import Backend
 from neuron_runtime.core import Batch, Kind, Late, Request, StepOutput, TokenEvent, fill
-from neuron_runtime.engine.admission import check_request
+from neuron_runtime.engine.admission import check_request, stream_gap_bound
 from neuron_runtime.engine.scheduler import Scheduler
 from neuron_runtime.errors import InvalidRequest, Overloaded
 
@@ -73,6 +75,8 @@ class EngineStats:
     num_decode_steps_ahead_total: int = 0
     """Decode steps that were scheduled while the step before them ran."""
     device_seconds_total: float = 0.0
+    stream_gap_bound_seconds: float = 0.0
+    """A running stream gets its next token within this time, as far as steps take no longer than any did so far."""
     backend_seconds_total: float = 0.0
     """Time that calls of the backend took, waiting for the device included; the rest of a turn is the host's."""
     last_step: StepStats | None = None
@@ -111,6 +115,8 @@ class Engine:
         self._limits = backend.limits
         self._scheduler = Scheduler(self._limits, max_consecutive_prefills)
         self._late = late
+        self._late_rules: dict[str, LateRule] = {}
+        """Of live requests that need the host."""
         self._clock = clock
         self._added_at: dict[str, float] = {}
         """Requests that no step has taken up yet."""
@@ -120,6 +126,11 @@ class Engine:
         self._in_flight: deque[_Launched] = deque()
         self._totals = EngineStats(num_blocks=self._limits.num_blocks)
         self._backend_seconds = 0.0
+        self._max_consecutive_prefills = max_consecutive_prefills
+        self._longest_step_seconds: dict[Kind, float] = {}
+        self._stream_gap_bound = 0.0
+        self._applied_at: float | None = None
+        """When the step before was applied; None when there was nothing to do in between."""
 
     def add(self, request: Request) -> None:
         """Accept a request.
@@ -133,7 +144,12 @@ class Engine:
             raise InvalidRequest(f"a request with the id {request.request_id!r} is running", field="request_id")
         if self._scheduler.num_live >= self._limits.max_rows + self._max_queued:
             raise Overloaded(f"the queue is full ({self._max_queued} requests wait); try again later")
+        if not self.has_work:
+            self._applied_at = None
         self._scheduler.add(request)
+        rule = self._late(request)
+        if rule is not None:
+            self._late_rules[request.request_id] = rule
         self._added_at[request.request_id] = self._clock()
 
     def abort(self, request_id: str) -> None:
@@ -141,6 +157,7 @@ class Engine:
         self._scheduler.abort(request_id)
         self._added_at.pop(request_id, None)
         self._queue_seconds.pop(request_id, None)
+        self._late_rules.pop(request_id, None)
 
     @property
     def has_work(self) -> bool:
@@ -159,6 +176,7 @@ class Engine:
             num_prompt_tokens_total=scheduler.num_prompt_tokens,
             num_prefix_queries_total=scheduler.num_prefix_queries,
             num_prefix_hits_total=scheduler.num_prefix_hits,
+            stream_gap_bound_seconds=self._stream_gap_bound,
             backend_seconds_total=self._backend_seconds,
         )
 
@@ -169,10 +187,12 @@ class Engine:
         feeds its own tokens, after `collect` when the host does, after `apply` when a row samples late.
         """
         self._totals = replace(self._totals, last_step=None)
+        if self._applied_at is None:
+            self._applied_at = self._clock()
         if not self._in_flight and not self._start():
             return []
         ahead = self._schedule()
-        late = ahead is not None and any(self._late_rules())
+        late = ahead is not None and self._samples_late()
         at_once = ahead is not None and not late and self._limits.steps_in_flight == 2
         if ahead and at_once:
             self._launch(_Launched(ahead, scheduled_ahead=True, launched_ahead=True), None)
@@ -219,28 +239,43 @@ class Engine:
         self._in_flight.append(launched)
 
     def _apply(self, launched: _Launched, output: StepOutput) -> list[TokenEvent]:
-        events = [
-            replace(event, queue_seconds=self._queue_seconds.pop(event.request_id)) if event.first else event
-            for event in self._scheduler.apply(output)
-        ]
+        events = self._scheduler.apply(output)
+        for at, event in enumerate(events):
+            if event.first:
+                waited = self._queue_seconds.pop(event.request_id)
+                events[at] = msgspec.structs.replace(event, queue_seconds=waited)
+            if event.finish_reason:
+                self._late_rules.pop(event.request_id, None)
+        self._measure(launched.batch.kind)
         self._count(launched, output, events)
         return events
 
-    def _late_rules(self) -> list[LateRule | None]:
+    def _measure(self, kind: Kind) -> None:
+        """The time from the end of the step before to now."""
+        now, longest = self._clock(), self._longest_step_seconds
+        seconds = now - (now if self._applied_at is None else self._applied_at)
+        self._applied_at = now
+        if seconds > longest.get(kind, 0.0):
+            longest[kind] = seconds
+            self._stream_gap_bound = stream_gap_bound(self._limits, longest, self._max_consecutive_prefills)
+
+    def _rules(self) -> list[LateRule | None]:
         """One for each row of the step scheduled last; None for a row that needs nothing from the host."""
         batch, sequences = self._scheduler.planned[-1]
         return [
-            self._late(sequence.request) if samples and not sequence.done else None
+            self._late_rules.get(sequence.request.request_id) if samples and not sequence.done else None
             for sequence, samples in zip(sequences, batch.rows.samples, strict=True)
         ]
 
+    def _samples_late(self) -> bool:
+        return bool(self._late_rules) and any(self._rules())
+
     def _allowed(self) -> Late | None:
         """What the step scheduled last may sample, now that the one before it is applied."""
-        rules = self._late_rules()
-        if not any(rules):
+        if not self._samples_late():
             return None
         sequences = self._scheduler.planned[-1].sequences
-        return Late(tuple(rule(s.output) if rule else None for rule, s in zip(rules, sequences, strict=True)))
+        return Late(tuple(rule(s.output) if rule else None for rule, s in zip(self._rules(), sequences, strict=True)))
 
     def _count(self, launched: _Launched, output: StepOutput, events: list[TokenEvent]) -> None:
         batch, totals = launched.batch, self._totals
