@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -17,7 +18,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from neuron_runtime import record
-from neuron_runtime.arguments import PATHS, config_of, default_weights_dir, model_uri, naming
+from neuron_runtime.arguments import PATHS, SERVER_PATHS, config_of, default_weights_dir, model_uri, naming
 from neuron_runtime.bench import command as bench_command
 from neuron_runtime.config import RuntimeConfig, load_config
 from neuron_runtime.console import say
@@ -32,13 +33,17 @@ DRAIN_ON_THE_COMMAND_LINE = {"delaySeconds": 0.0, "seconds": 30.0}
 MODEL_FLAGS = {f"--{name.replace('_', '-')}": path for name, path in PATHS.items()}
 """Where the value of a flag stands in the configuration document."""
 
-FLAG_OF_PATH = {"model.uri": "MODEL"} | {path: flag for flag, path in MODEL_FLAGS.items()}
+SERVER_FLAGS = {f"--{name.replace('_', '-')}": path for name, path in SERVER_PATHS.items()}
+"""The same, of what the HTTP server does besides answering."""
+
+FLAG_OF_PATH = {"model.uri": "MODEL"} | {path: flag for flag, path in (MODEL_FLAGS | SERVER_FLAGS).items()}
+
+API_KEY_VARIABLE = "VLLM_API_KEY"
 
 NOT_BUILT = {
     "--tensor-parallel-size": "1",
     "--additional-config": "{}",
     "--generation-config": "auto",
-    "--api-key": None,
     "--chat-template": None,
     "--reasoning-parser": None,
 }
@@ -104,6 +109,16 @@ def _add_serve(serve: argparse.ArgumentParser) -> None:
         "--weights-dir", type=Path, default=default_weights_dir(), help="where weights go (default: %(default)s)"
     )
     _add_record(serve)
+    serve.add_argument(
+        "--api-key-file", type=Path, metavar="FILE", help="clients must send one of the keys in it, one per line"
+    )
+    serve.add_argument(
+        "--api-key",
+        action="append",
+        metavar="KEY",
+        help=f"clients must send this key; others on this machine can see it: rather a file, or ${API_KEY_VARIABLE}",
+    )
+    _add_server_flags(serve.add_argument_group("server flags (not together with --config)"))
     model = serve.add_argument_group("model flags (not together with --config)")
     model.add_argument("--served-model-name", nargs="+", help="names clients may ask for (default: from MODEL)")
     model.add_argument("--backend", help="torch (default) or simulated; others as they are built")
@@ -128,6 +143,39 @@ def _add_serve(serve: argparse.ArgumentParser) -> None:
     for flag in NOT_BUILT:
         model.add_argument(flag, action=_NotBuilt, help=argparse.SUPPRESS)
     serve.set_defaults(run=_serve)
+
+
+def _add_server_flags(server: argparse._ArgumentGroup) -> None:
+    server.add_argument(
+        "--access-log",
+        action=argparse.BooleanOptionalAction,
+        help="a line of JSON on stdout for each request (default: on)",
+    )
+    server.add_argument("--disable-uvicorn-access-log", dest="access_log", action="store_false", help=argparse.SUPPRESS)
+    server.add_argument("--log-prompts", action="store_true", default=None, help="with the beginning of its prompts")
+    server.add_argument(
+        "--otlp-traces-endpoint", metavar="URL", help="send OpenTelemetry traces there (OTLP over HTTP)"
+    )
+    server.add_argument(
+        "--allowed-origins",
+        type=_origins,
+        metavar="JSON",
+        help="web pages that may call, as a JSON list (default: none)",
+    )
+    for flag, meaning in (
+        ("--max-log-len", "characters of a logged prompt"),
+        ("--max-body-bytes", "largest body of a request"),
+    ):
+        server.add_argument(flag, type=int, metavar="N", help=meaning)
+    server.set_defaults(access_log=None)
+
+
+def _origins(value: str) -> list[str]:
+    """vLLM's form, a JSON list, or one origin as it is."""
+    try:
+        return json.loads(value) if value.startswith("[") else [value]
+    except json.JSONDecodeError as error:
+        raise argparse.ArgumentTypeError(f"is no JSON list such as '[\"https://chat.example\"]': {error}") from error
 
 
 def _add_record(parser: argparse.ArgumentParser) -> None:
@@ -156,16 +204,27 @@ class _NotBuilt(argparse.Action):
 
 def _serve(options: argparse.Namespace, began: float) -> record.Record:
     from neuron_runtime.engine.backends import check_backend  # noqa: PLC0415
+    from neuron_runtime.server.auth import api_key_file, check_keys  # noqa: PLC0415
     from neuron_runtime.server.run_dir import made_run_dir  # noqa: PLC0415
     from neuron_runtime.server.supervisor import Signals, Supervisor, listen, url_of  # noqa: PLC0415
 
     config = serve_config(options)
+    # Out of the environment, so that no child has it in its own.
+    variable = os.environ.pop(API_KEY_VARIABLE, None)
+    keys = tuple(options.api_key or ([variable] if variable and options.api_key_file is None else ()))
+    check_keys(options.api_key_file, keys)
     with naming(FLAG_OF_PATH) if options.config is None else nullcontext():
         check_backend(config)
         with listen(options.host, options.port) as listener, made_run_dir() as run_dir:
             say(f"serving {config.model.uri} at {url_of(listener)}")
             supervisor = Supervisor(
-                config, listener, Signals(), run_dir=run_dir, weights_dir=options.weights_dir, began=began
+                config,
+                listener,
+                Signals(),
+                run_dir=run_dir,
+                weights_dir=options.weights_dir,
+                began=began,
+                api_key_file=api_key_file(options.api_key_file, keys, run_dir),
             )
             supervisor.run()
     return record.success("serve", seconds=time.monotonic() - began)
@@ -181,11 +240,11 @@ def _inspect(options: argparse.Namespace, began: float) -> record.Record:
 
 def serve_config(options: argparse.Namespace) -> RuntimeConfig:
     """The configuration document that the flags name or amount to. Raises InvalidConfig, naming the flag."""
-    names = (_attribute(flag) for flag in MODEL_FLAGS)
+    names = (_attribute(flag) for flag in MODEL_FLAGS | SERVER_FLAGS)
     given = {name: value for name in names if (value := getattr(options, name)) is not None}
     if options.config is not None:
         if options.model is not None or given:
-            raise InvalidConfig("--config", "says what to serve: leave out MODEL and the model flags")
+            raise InvalidConfig("--config", "says what to serve: leave out MODEL and the model and server flags")
         return load_config(options.config)
     if options.model is None:
         raise InvalidConfig("MODEL", "say what to serve: `neuron-runtime serve MODEL` or `serve --config FILE`")

@@ -32,6 +32,16 @@ PATHS = {
 }
 """Where the value of an argument stands in the configuration document."""
 
+SERVER_PATHS = {
+    "access_log": "server.accessLog",
+    "log_prompts": "server.logPrompts",
+    "max_log_len": "server.maxLoggedCharacters",
+    "otlp_traces_endpoint": "server.otlpTracesEndpoint",
+    "allowed_origins": "server.allowedOrigins",
+    "max_body_bytes": "server.maxBodyBytes",
+}
+"""The same, of arguments that only a server has."""
+
 LLM_NOT_BUILT: dict[str, tuple[Any, ...]] = {
     "convert": ("auto", "none"),
     "cpu_offload_gb": (0,),
@@ -107,7 +117,7 @@ def config_of(uri: str, given: Mapping[str, Any], **more: Any) -> RuntimeConfig:
     """The document that arguments amount to.
 
     Args:
-        given: values by the names in `PATHS`; a name that is left out has the document's default.
+        given: values by the names in `PATHS` and `SERVER_PATHS`; what is left out has the document's default.
         more: further keys of the document.
 
     Raises:
@@ -118,10 +128,11 @@ def config_of(uri: str, given: Mapping[str, Any], **more: Any) -> RuntimeConfig:
         "model": {"uri": uri},
         "servedNames": [uri.partition("@")[0].rstrip("/").rpartition("/")[2]],
         "limits": {},
+        "server": {},
         **more,
     }
     for name, value in given.items():
-        part, _, key = PATHS[name].rpartition(".")
+        part, _, key = (PATHS | SERVER_PATHS)[name].rpartition(".")
         (document[part] if part else document)[key] = value
     try:
         raw = msgspec.json.encode(document)

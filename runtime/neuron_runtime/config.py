@@ -7,6 +7,7 @@ record file) are flags of the command. Unknown keys are refused. Nothing here re
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any, Literal
 
@@ -16,6 +17,9 @@ from neuron_runtime.errors import InvalidConfig
 from neuron_runtime.uris import parse_uri
 
 CONFIG_VERSION = 1
+
+MAX_BODY_BYTES = 32 * 1024 * 1024
+"""Default of the largest body."""
 
 BackendName = Literal["nxdi", "optimum", "transformers-neuronx", "vllm", "torch", "simulated"]
 
@@ -49,6 +53,22 @@ class Drain(Document, frozen=True, kw_only=True):
     """Running streams may go on for this long after that."""
 
 
+class ServerOptions(Document, frozen=True, kw_only=True):
+    """What the HTTP server does besides answering, and the most that a request may be."""
+
+    access_log: bool = True
+    """A line of JSON on stdout for each request; health checks and metrics excepted."""
+    log_prompts: bool = False
+    max_logged_characters: int = 1000
+    """Of each prompt, where prompts are logged."""
+    otlp_traces_endpoint: str = ""
+    """Full URL of an OpenTelemetry collector (OTLP over HTTP); empty: $OTEL_EXPORTER_OTLP_TRACES_ENDPOINT, or none."""
+    allowed_origins: tuple[str, ...] = ()
+    """Origins of web pages that may call from a browser; `*`: all."""
+    max_body_bytes: int = MAX_BODY_BYTES
+    """Largest body of a request."""
+
+
 class RuntimeConfig(Document, frozen=True, kw_only=True):
     version: int
     model: ModelSource
@@ -59,6 +79,7 @@ class RuntimeConfig(Document, frozen=True, kw_only=True):
     layout: Literal["auto", "slots", "blocks"] = "auto"
     limits: EngineLimits = msgspec.field(default_factory=EngineLimits)
     drain: Drain = msgspec.field(default_factory=Drain)
+    server: ServerOptions = msgspec.field(default_factory=ServerOptions)
     override_neuron_config: dict[str, Any] = {}
 
 
@@ -92,6 +113,27 @@ def check_config(config: RuntimeConfig) -> None:
     for name, value in msgspec.to_builtins(config.drain).items():
         if value < 0:
             raise InvalidConfig(f"$.drain.{name}", f"must not be negative, got {value}")
+    _check_server(config.server)
+
+
+def _check_server(server: ServerOptions) -> None:
+    lowest = {"maxLoggedCharacters": 1, "maxBodyBytes": 1}
+    options = msgspec.to_builtins(server)
+    for name, least in lowest.items():
+        if options[name] < least:
+            raise InvalidConfig(f"$.server.{name}", f"must be at least {least}, got {options[name]}")
+    if server.otlp_traces_endpoint:
+        check_url(server.otlp_traces_endpoint, "$.server.otlpTracesEndpoint")
+    for origin in server.allowed_origins:
+        if origin != "*" and not re.fullmatch(r"https?://[^/\s?#]+", origin):
+            message = f"{origin!r} is no origin: give `https://host` or `http://host:port` without a path, or `*`"
+            raise InvalidConfig("$.server.allowedOrigins", message)
+
+
+def check_url(url: str, name: str) -> None:
+    """Raises InvalidConfig, in the name of whatever said it, unless this is the full URL of something on HTTP."""
+    if not re.fullmatch(r"https?://[^/\s?#@]+(/\S*)?", url):
+        raise InvalidConfig(name, "must be a URL such as http://collector:4318/v1/traces, without a user's name in it")
 
 
 def load_config(path: Path) -> RuntimeConfig:

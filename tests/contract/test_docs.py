@@ -31,7 +31,7 @@ from neuron_operator.errors import InvalidSpec, Unplaceable
 from neuron_operator.model import LATER, LATER_SCHEMES, parse
 from neuron_operator.why import CONDITIONS, REASONS
 from neuron_runtime import arguments, config, offline
-from neuron_runtime.__main__ import DRAIN_ON_THE_COMMAND_LINE, MODEL_FLAGS, build_parser, main
+from neuron_runtime.__main__ import DRAIN_ON_THE_COMMAND_LINE, MODEL_FLAGS, SERVER_FLAGS, build_parser, main
 from neuron_runtime.backend.torch import sizing
 from neuron_runtime.backend.torch.architecture import FAMILIES, FIXED
 from neuron_runtime.engine.process import DEFAULT_MAX_QUEUED_REQUESTS, MIN_STEP_SECONDS
@@ -48,6 +48,7 @@ CHART = ROOT / "charts" / "neuron-serving"
 NEURONMODEL = (DOCS / "neuronmodel.md").read_text()
 MODELS = (DOCS / "models.md").read_text()
 RUNTIME = (DOCS / "runtime.md").read_text()
+SERVER = (DOCS / "server.md").read_text()
 METRICS = (DOCS / "metrics.md").read_text()
 OFFLINE = (DOCS / "offline.md").read_text()
 TROUBLESHOOTING = (DOCS / "troubleshooting.md").read_text()
@@ -274,9 +275,11 @@ def serve_parser() -> argparse.ArgumentParser:
 
 
 def test_every_flag_of_serve_is_documented_and_no_other() -> None:
-    text = section(RUNTIME, "Flags")
-    told = set(re.findall(r"`(--?[a-z][a-z-]*)`", text))
-    assert told == {option for action in serve_parser()._actions for option in action.option_strings}
+    text, server = section(RUNTIME, "Flags"), section(SERVER, "Server flags")
+    told = set(re.findall(r"`(--?[a-z][a-z-]*)`", text + server))
+    assert told == {option for action in serve_parser()._actions for option in action.option_strings} | {"--config"}
+    keys = {words(first)[0]: words(place)[0] for first, place, *_ in rows(server) if words(place)[:1]}
+    assert {flag: key for flag, key in keys.items() if key.startswith("server.")} == SERVER_FLAGS
     flags = {words(first)[0]: words(place)[0] for first, place, _ in rows(text) if len(words(place)) == 1}
     assert {flag: place for flag, place in flags.items() if flag in MODEL_FLAGS} == MODEL_FLAGS
     assert f"lasts at most {DRAIN_ON_THE_COMMAND_LINE['seconds']:.0f} s" in text
@@ -284,7 +287,12 @@ def test_every_flag_of_serve_is_documented_and_no_other() -> None:
 
 def test_every_key_of_the_configuration_document_is_documented_and_no_other() -> None:
     text = section(RUNTIME, "The configuration document")
-    parts = {"model": config.ModelSource, "limits": config.EngineLimits, "drain": config.Drain}
+    parts = {
+        "model": config.ModelSource,
+        "limits": config.EngineLimits,
+        "drain": config.Drain,
+        "server": config.ServerOptions,
+    }
     known = set()
     for key in config.RuntimeConfig.__struct_encode_fields__:
         part = parts.get(key)
@@ -331,7 +339,7 @@ def test_every_route_is_documented() -> None:
 @pytest.mark.parametrize(
     "sentence",
     [
-        f"body {admission.MAX_BODY_BYTES // 2**20} MiB",
+        f"body {config.MAX_BODY_BYTES // 2**20} MiB",
         f"{admission.MAX_CHOICES} answers",
         f"{admission.MAX_STOP_STRINGS} stop texts of {admission.MAX_STOP_CHARACTERS} characters",
         f"{admission.MAX_STOP_TOKEN_IDS} stop token ids",

@@ -21,7 +21,7 @@ import zmq
 
 from helpers.chat_model import write_chat_model
 from neuron_runtime.backend.strict import StrictBackend
-from neuron_runtime.config import CONFIG_VERSION, ModelSource, RuntimeConfig
+from neuron_runtime.config import CONFIG_VERSION, ModelSource, RuntimeConfig, ServerOptions
 from neuron_runtime.core import BackendLimits, StepOutput
 from neuron_runtime.engine import messages
 from neuron_runtime.engine.lifeline import Deadline
@@ -194,10 +194,15 @@ async def serving(
     paced: bool = False,
     ready: bool = True,
     vocabulary_size: int = 320,
+    options: ServerOptions | None = None,
+    api_key_file: Path | None = None,
 ) -> AsyncIterator[Serving]:
     """A server on a free port, ready unless told otherwise; everything is gone afterwards."""
     config = RuntimeConfig(
-        version=CONFIG_VERSION, model=ModelSource(uri=model_dir.as_uri()), served_names=(MODEL, "alias")
+        version=CONFIG_VERSION,
+        model=ModelSource(uri=model_dir.as_uri()),
+        served_names=(MODEL, "alias"),
+        server=options or ServerOptions(access_log=False),
     )
     with tempfile.TemporaryDirectory(prefix="nr-") as folder, listen("127.0.0.1", 0) as listener:
         run_dir = Path(folder)
@@ -208,7 +213,7 @@ async def serving(
             engine.start(ready)
             return engine
 
-        front_end = FrontEnd(config, run_dir, url_of(listener), 0.0)
+        front_end = FrontEnd(config, run_dir, url_of(listener), 0.0, api_key_file)
         read_fd, write_fd = os.pipe()
         finished = asyncio.create_task(front_end.run(listener, os.fdopen(read_fd)))
         # Nothing here is encrypted; loading certificates would be a tenth of a test.

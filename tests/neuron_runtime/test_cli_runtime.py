@@ -71,7 +71,7 @@ def test_wrong_flags_are_named(arguments: list[str], field: str, says: str) -> N
 @pytest.mark.parametrize(
     "flags",
     [
-        ["--tensor-parallel-size", "2"], ["--api-key", "x"], ["--enable-prefix-caching"], ["--chat-template", "x"],
+        ["--tensor-parallel-size", "2"], ["--enable-prefix-caching"], ["--chat-template", "x"],
         ["--additional-config", "{"], ["--reasoning-parser", "x"],
         ["--generation-config", "vllm"], ["--no-enable-chunked-prefill"],
     ],

@@ -20,6 +20,7 @@ from starlette.types import Receive, Scope, Send
 
 from neuron_runtime.core import FinishReason
 from neuron_runtime.errors import ServingError
+from neuron_runtime.server.exchange import exchange_of
 from neuron_runtime.server.generation import Generation, Piece
 from neuron_runtime.server.http_protocol import body_writer
 from neuron_runtime.server.wire import error_answer
@@ -138,6 +139,7 @@ class Answer(Response):
             with self._running:
                 await (self._stream(scope, send) if self._generation.ask.stream else self._whole(send))
         except ServingError as error:
+            exchange_of(scope).error = error
             await self._fail(error, send)
         except ClientGone:
             return

@@ -19,10 +19,12 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from neuron_runtime.config import ServerOptions
 from neuron_runtime.errors import InvalidRequest, ServingError
-from neuron_runtime.server.admission import MAX_BODY_BYTES, Admission, Ask
+from neuron_runtime.server.admission import Admission, Ask
 from neuron_runtime.server.answers import CHAT, COMPLETION, Answer, Shape
 from neuron_runtime.server.engine_client import EngineClient
+from neuron_runtime.server.exchange import exchange_of
 from neuron_runtime.server.gate import Gate
 from neuron_runtime.server.generation import Generation
 from neuron_runtime.server.metrics import CONTENT_TYPE, Metrics
@@ -39,8 +41,8 @@ from neuron_runtime.server.wire import (
 
 Made = TypeVar("Made")
 
-DISCARDED_BYTES = 4 * MAX_BODY_BYTES
-"""Beyond this a connection is closed without reading on."""
+DISCARDED_BODIES = 4
+"""Beyond this many times the largest body a connection is closed without reading on."""
 LONG_BODY_BYTES = 16 * 1024
 """Bodies beyond this are parsed and tokenized on a thread, so that streams do not stall."""
 
@@ -52,6 +54,7 @@ class State(Protocol):
     metrics: Metrics
     gate: Gate
     served_names: tuple[str, ...]
+    options: ServerOptions
 
     def admission(self) -> Admission:
         """Raises BackendFailed until the model can be asked."""
@@ -97,7 +100,7 @@ class Routes:
             length = admission.limits.max_model_length
             return _json({"count": len(ids), "max_model_len": length, "tokens": ids, "token_strs": spelled})
 
-        return await _parsed(request, TokenizeBody, answer)
+        return await self._parsed(request, TokenizeBody, answer)
 
     async def detokenize(self, request: Request) -> Response:
         self._state.gate.check_admits()
@@ -108,7 +111,7 @@ class Routes:
             admission.check_token_ids(body.tokens, "tokens")
             return _json({"prompt": admission.tokenizer.decode(body.tokens, skip_special_tokens=False)})
 
-        return await _parsed(request, DetokenizeBody, answer)
+        return await self._parsed(request, DetokenizeBody, answer)
 
     async def models(self, request: Request) -> Response:
         names = self._state.served_names
@@ -155,7 +158,10 @@ class Routes:
             return Generation(admit(admission, body), state.client, state.metrics, admission.tokenizer)
 
         with state.gate.running():
-            generation = await _parsed(request, body_type, answer)
+            generation = await self._parsed(request, body_type, answer)
+        exchange = exchange_of(request.scope)
+        exchange.generation, exchange.model = generation, state.served_names[0]
+        exchange.tokenizer = admission.tokenizer
         return Answer(shape, state.served_names[0], generation, state.gate.running())
 
     def _model(self, name: str) -> dict[str, object]:
@@ -166,16 +172,15 @@ class Routes:
             return model
         return {**model, "max_model_len": length}
 
+    async def _parsed(self, request: Request, body_type: type[Body], use: Callable[[Body], Made]) -> Made:
+        """Read, parse and use a body; long ones on a thread. Raises InvalidRequest."""
+        raw = await read_body(request, self._state.options.max_body_bytes)
+        if len(raw) <= LONG_BODY_BYTES:
+            return use(parse_body(raw, body_type))
+        return await asyncio.to_thread(lambda: use(parse_body(raw, body_type)))
 
-async def _parsed(request: Request, body_type: type[Body], use: Callable[[Body], Made]) -> Made:
-    """Read, parse and use a body; long ones on a thread. Raises InvalidRequest."""
-    raw = await read_body(request)
-    if len(raw) <= LONG_BODY_BYTES:
-        return use(parse_body(raw, body_type))
-    return await asyncio.to_thread(lambda: use(parse_body(raw, body_type)))
 
-
-async def read_body(request: Request) -> bytes:
+async def read_body(request: Request, max_bytes: int) -> bytes:
     """The whole body. Raises InvalidRequest (413) when it is too long.
 
     A body that is somewhat too long is read to its end and dropped: most clients look for an answer only then.
@@ -183,24 +188,24 @@ async def read_body(request: Request) -> bytes:
     declared = request.headers.get("content-length", "0")
     parts: list[bytes] = []
     size = 0
-    if int(declared) > DISCARDED_BYTES:
-        raise _too_large()
+    if int(declared) > DISCARDED_BODIES * max_bytes:
+        raise _too_large(max_bytes)
     try:
         async for part in request.stream():
             size += len(part)
-            if size <= MAX_BODY_BYTES:
+            if size <= max_bytes:
                 parts.append(part)
-            elif size > DISCARDED_BYTES:
-                raise _too_large()
+            elif size > DISCARDED_BODIES * max_bytes:
+                raise _too_large(max_bytes)
     except ClientDisconnect as error:
         raise InvalidRequest("the client left before the body was complete") from error
-    if size > MAX_BODY_BYTES:
-        raise _too_large()
+    if size > max_bytes:
+        raise _too_large(max_bytes)
     return b"".join(parts)
 
 
-def _too_large() -> InvalidRequest:
-    return InvalidRequest(f"the body has more than {MAX_BODY_BYTES} bytes", status=413, code="body_too_large")
+def _too_large(max_bytes: int) -> InvalidRequest:
+    return InvalidRequest(f"the body has more than {max_bytes} bytes", status=413, code="body_too_large")
 
 
 def _json(value: object, status: int = 200) -> Response:
@@ -209,6 +214,7 @@ def _json(value: object, status: int = 200) -> Response:
 
 async def _serving_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, ServingError)
+    exchange_of(request.scope).error = error
     status, body, headers = error_answer(error)
     if status == 413:
         # The rest of the body is on its way; nobody will read it.
@@ -218,6 +224,9 @@ async def _serving_error(request: Request, error: Exception) -> Response:
 
 async def _http_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
+    if error.status_code == 405 and request.method == "OPTIONS":
+        # Which methods there are is what was asked.
+        return Response(status_code=204, headers=error.headers)
     message = f"{request.method} {request.url.path}: {error.detail}"
     kind = "not_found_error" if error.status_code == 404 else "invalid_request_error"
     return Response(error_object(message, kind), error.status_code, error.headers, media_type="application/json")

@@ -32,10 +32,11 @@ from neuron_runtime.server import control
 from neuron_runtime.server.admission import Admission
 from neuron_runtime.server.app import build_app
 from neuron_runtime.server.control import Drain, EngineEnded, EngineStarted
+from neuron_runtime.server.edge import Edge
 from neuron_runtime.server.engine_client import EngineClient
 from neuron_runtime.server.gate import Gate
 from neuron_runtime.server.http_protocol import BoundedProtocol
-from neuron_runtime.server.metrics import Metrics
+from neuron_runtime.server.metrics import LOG_LINES_LOST, Metrics
 from neuron_runtime.text.generation_config import GenerationDefaults, load_generation_defaults
 from neuron_runtime.text.tokenizer import Tokenizer, load_tokenizer
 
@@ -70,11 +71,16 @@ class Server(uvicorn.Server):
 class FrontEnd:
     """Holds what the routes share, and follows the supervisor."""
 
-    def __init__(self, config: RuntimeConfig, run_dir: Path, url: str, began: float) -> None:
+    def __init__(
+        self, config: RuntimeConfig, run_dir: Path, url: str, began: float, api_key_file: Path | None = None
+    ) -> None:
         self.served_names = config.served_names
+        self.options = config.server
         self.metrics = Metrics(config.served_names[0])
         self.gate = Gate()
         self.client = EngineClient(run_dir, self.metrics, self._model_found, self._engine_ready, self._fail)
+        self._edge = Edge(config.server, api_key_file)
+        self.metrics.read_at_scrape(LOG_LINES_LOST, lambda: self._edge.num_log_lines_lost)
         self._url = url
         self._began = began
         self._text: asyncio.Task[Text] | None = None
@@ -95,7 +101,7 @@ class FrontEnd:
         """
         server = Server(
             uvicorn.Config(
-                build_app(self),
+                self._edge.around(build_app(self)),
                 http=BoundedProtocol,
                 loop="none",
                 ws="none",
@@ -114,6 +120,7 @@ class FrontEnd:
         server.should_exit = True
         await serving
         self.client.close()
+        self._edge.close()
         if self._failed.done():
             self._failed.result()
 
@@ -192,7 +199,9 @@ class FrontEnd:
 async def run(options: argparse.Namespace) -> int:
     try:
         listener = socket.socket(fileno=options.listener_fd)
-        front_end = FrontEnd(load_config(options.config), options.run_dir, options.url, options.began)
+        front_end = FrontEnd(
+            load_config(options.config), options.run_dir, options.url, options.began, options.api_key_file
+        )
         await front_end.run(listener, sys.stdin)
     except FatalError as error:
         failure = record.failure("serve", error, time.monotonic() - options.began)
@@ -207,6 +216,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--run-dir", type=Path, required=True)
     parser.add_argument("--listener-fd", type=int, required=True)
     parser.add_argument("--url", required=True)
+    parser.add_argument("--api-key-file", type=Path)
     parser.add_argument("--began", type=float, required=True, help="monotonic clock at the command's start")
     parser.add_argument("--record", type=Path, required=True)
     parser.add_argument("--parent-pid", type=int, required=True)

@@ -126,6 +126,9 @@ COMPUTED_TOKENS = _engine_counter(
 LOAD_SECONDS = _gauge("neuron_serving_load_seconds", "Time it took to load the model.")
 WARM_UP_SECONDS = _gauge("neuron_serving_warm_up_seconds", "Time it took to compile what was not, and to warm up.")
 RESTARTS = _engine_counter("neuron_serving_engine_restarts_total", "Engine processes started after the first.")
+LOG_LINES_LOST = _counter(
+    "neuron_serving_access_log_lines_lost_total", "Lines of the access log that nobody read in time."
+)
 MEMBERS = _gauge("neuron_serving_group_members_present", "Ranks of this replica that take part.")
 
 NO_BUCKET = "none"
@@ -174,7 +177,7 @@ class Metrics:
         return self._book.text((self.export(), *others), self._labels)
 
     def read_at_scrape(self, family: Family, read: Callable[[], float]) -> None:
-        """A gauge whose value somebody else keeps."""
+        """A number that somebody else keeps."""
         self._at_scrape.append((family, read))
 
     # What the engine tells

@@ -118,6 +118,7 @@ class Supervisor:
     Args:
         run_dir: an empty folder of its own.
         began: the monotonic clock when the command started.
+        api_key_file: keys that clients must send; None: everybody is served.
     """
 
     def __init__(
@@ -129,10 +130,12 @@ class Supervisor:
         run_dir: Path,
         weights_dir: Path,
         began: float,
+        api_key_file: Path | None = None,
     ) -> None:
         self._config = config
         self._listener = listener
         self._weights_dir = weights_dir
+        self._keys = [] if api_key_file is None else [f"--api-key-file={api_key_file}"]
         self._signals = signals
         self._began = began
         self._budget = RestartBudget()
@@ -224,7 +227,7 @@ class Supervisor:
         self._front_end = self._start(
             "front end",
             "neuron_runtime.server.front_end",
-            [f"--listener-fd={fd}", f"--url={url_of(self._listener)}", f"--began={self._began}"],
+            [f"--listener-fd={fd}", f"--url={url_of(self._listener)}", f"--began={self._began}", *self._keys],
             stdin=subprocess.PIPE,
             pass_fds=(fd,),
         )

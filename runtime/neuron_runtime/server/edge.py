@@ -1,0 +1,75 @@
+"""The edge of the HTTP server: what every request passes on its way to the routes, and what is left of it afterwards.
+
+From the outside in: exchange (request id, access log, traces), cross-origin rules, API key, routes. The front end makes
+one from the configuration, wraps its routes in it and closes it last. Nothing here knows what a request asks for.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+from starlette.middleware.cors import CORSMiddleware
+from starlette.types import ASGIApp
+
+from neuron_runtime.config import ServerOptions, check_url
+from neuron_runtime.server.access_log import AccessLog, LineWriter
+from neuron_runtime.server.auth import ApiKeys, Guard
+from neuron_runtime.server.exchange import Exchanges, Observer
+
+TRACES_ENDPOINT = "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT"
+
+
+class Edge:
+    """
+    Args:
+        api_key_file: who sends none of its keys is refused; None: everybody is served.
+
+    Raises:
+        InvalidConfig: for keys that cannot be read and for an endpoint that is none.
+    """
+
+    def __init__(self, options: ServerOptions, api_key_file: Path | None) -> None:
+        self._options = options
+        self._keys = None if api_key_file is None else ApiKeys(api_key_file)
+        self._observers: list[Observer] = []
+        self._to_close: list[Callable[[], None]] = []
+        self._writer: LineWriter | None = None
+        # Who started this process with stdout closed wants no log.
+        if options.access_log and sys.stdout is not None:
+            self._writer = LineWriter(sys.stdout.fileno())
+            self._observers.append(AccessLog(self._writer.write, options.max_logged_characters * options.log_prompts))
+            self._to_close.append(self._writer.close)
+        endpoint = options.otlp_traces_endpoint or os.environ.get(TRACES_ENDPOINT, "")
+        if endpoint:
+            check_url(endpoint, TRACES_ENDPOINT)
+            from neuron_runtime.server.tracing import Traces  # noqa: PLC0415 - brings OpenTelemetry
+
+            traces = Traces(endpoint)
+            self._observers.append(traces)
+            self._to_close.append(traces.close)
+
+    @property
+    def num_log_lines_lost(self) -> int:
+        return 0 if self._writer is None else self._writer.num_lost
+
+    def around(self, app: ASGIApp) -> ASGIApp:
+        """The application to serve, routes included."""
+        if self._keys is not None:
+            app = Guard(app, self._keys)
+        if self._options.allowed_origins:
+            app = CORSMiddleware(
+                app,
+                allow_origins=self._options.allowed_origins,
+                allow_methods=("GET", "POST"),
+                allow_headers=("*",),
+                expose_headers=("x-request-id", "retry-after"),
+            )
+        return Exchanges(app, self._observers)
+
+    def close(self) -> None:
+        """Write and send what waits; takes a few seconds at most."""
+        for close in self._to_close:
+            close()

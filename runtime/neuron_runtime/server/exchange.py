@@ -1,0 +1,133 @@
+"""One HTTP request and what became of it, as access log and traces tell of it; and its request id.
+
+The outermost layer of the front end makes one for every request, routes and answers add what they know, and observers
+are shown it when the answer has ended. Nothing here happens per token.
+"""
+
+from __future__ import annotations
+
+import re
+import secrets
+import time
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Protocol
+
+from neuron_runtime.core import FinishReason
+
+if TYPE_CHECKING:
+    from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+    from neuron_runtime.errors import ServingError
+    from neuron_runtime.server.generation import Generation
+    from neuron_runtime.text.tokenizer import Tokenizer
+
+OPEN_PATHS = frozenset({"/health", "/live", "/metrics", "/version"})
+"""What platforms ask all day: needs no key, and is not logged."""
+CLIENT_LEFT = 499
+"""Status of a request whose client left before the answer began: nobody was told one."""
+
+_KEY = "neuron_serving.exchange"
+_REQUEST_ID = re.compile(rb"[\x21-\x7e]{1,128}")
+_NO_SNIFFING = (b"x-content-type-options", b"nosniff")
+
+
+@dataclass(slots=True)
+class Exchange:
+    request_id: str
+    method: str
+    path: str
+    client: str
+    """Address of whoever holds the other end of the connection."""
+    headers: Mapping[bytes, bytes]
+    began_at: float
+    """Seconds since 1970."""
+    began: float
+    """On the monotonic clock, as all times of a request are."""
+    seconds: float = 0.0
+    status: int = CLIENT_LEFT
+    key: int | None = None
+    """Which of the API keys it carried, from 1."""
+    error: ServingError | None = None
+    """Why it has no answer, or a part of one."""
+    generation: Generation | None = None
+    model: str | None = None
+    tokenizer: Tokenizer | None = field(default=None, repr=False)
+
+    @property
+    def first_token_seconds(self) -> float | None:
+        """Arrival to the first token of any choice."""
+        if self.generation is None:
+            return None
+        first = [choice.first_token_at for choice in self.generation.choices if choice.first_token_at is not None]
+        return min(first) - self.began if first else None
+
+    @property
+    def queue_seconds(self) -> float | None:
+        """The longest that any choice waited in the engine; None where no step took one up."""
+        if self.generation is None:
+            return None
+        return max((c.queue_seconds for c in self.generation.choices if c.queue_seconds is not None), default=None)
+
+    @property
+    def finish_reasons(self) -> list[FinishReason]:
+        """How the choices ended, in order; empty for a request that the engine did not take."""
+        if self.generation is None:
+            return []
+        return [choice.ended for choice in self.generation.choices if choice.ended is not None]
+
+
+class Observer(Protocol):
+    """Someone who wants to know of every exchange when it is over. Must return at once and never raise."""
+
+    def ended(self, exchange: Exchange) -> None: ...
+
+
+def exchange_of(scope: Scope) -> Exchange:
+    """The exchange that this request belongs to."""
+    exchange: Exchange = scope[_KEY]
+    return exchange
+
+
+class Exchanges:
+    """The outermost ASGI application: every request becomes an exchange, and every answer carries its id."""
+
+    def __init__(self, app: ASGIApp, observers: Iterable[Observer]) -> None:
+        self._app = app
+        self._observers = tuple(observers)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        exchange = scope[_KEY] = _begun(scope)
+        tags = ((b"x-request-id", exchange.request_id.encode()), _NO_SNIFFING)
+
+        async def tagged(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                exchange.status = message["status"]
+                message["headers"] = [*message["headers"], *tags]
+            await send(message)
+
+        try:
+            await self._app(scope, receive, tagged)
+        except Exception:
+            if exchange.status == CLIENT_LEFT:
+                exchange.status = 500
+            raise
+        finally:
+            exchange.seconds = time.monotonic() - exchange.began
+            for observer in self._observers:
+                observer.ended(exchange)
+
+
+def _begun(scope: Scope) -> Exchange:
+    headers = dict(scope["headers"])
+    asked = headers.get(b"x-request-id", b"")
+    client = scope.get("client")
+    return Exchange(
+        request_id=asked.decode() if _REQUEST_ID.fullmatch(asked) else secrets.token_hex(16),
+        method=scope["method"],
+        path=scope["path"],
+        client=client[0] if client else "",
+        headers=headers,
+        began_at=time.time(),
+        began=time.monotonic(),
+    )

@@ -1,0 +1,262 @@
+"""API keys: who is let in, what the others are told, and that a key appears nowhere."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import httpx
+import pytest
+import pytest_asyncio
+
+from helpers.chat_model import write_chat_model
+from helpers.front_end import Serving, make_model, serving
+from helpers.serve_command import children, serve
+from neuron_runtime.__main__ import API_KEY_VARIABLE, main
+from neuron_runtime.config import ServerOptions
+from neuron_runtime.errors import ExitCode, InvalidConfig
+from neuron_runtime.server.auth import LOOK_SECONDS, MAX_KEYS, ApiKeys, parse_keys
+
+KEYS = ("sk-first-0123456789", "sk-second-abcdefgh")
+BODY = {"prompt": "a core", "max_tokens": 2}
+OPEN = ("/health", "/live", "/metrics", "/version")
+GUARDED = (
+    *(("POST", "/v1/completions"), ("POST", "/v1/chat/completions"), ("GET", "/v1/models"), ("GET", "/v1/models/m")),
+    *(("POST", "/tokenize"), ("POST", "/detokenize"), ("GET", "/nothing"), ("GET", "//v1/models"), ("GET", "/HEALTH")),
+)
+
+
+def bearer(key: str) -> dict[str, str]:
+    return {"authorization": f"Bearer {key}"}
+
+
+@pytest.fixture(scope="module")
+def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_model(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="module")
+def key_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("keys") / "api-key"
+    path.write_text("\n".join(KEYS) + "\n")
+    return path
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def served(model_dir: Path, key_file: Path) -> AsyncIterator[Serving]:
+    options = ServerOptions(access_log=False, allowed_origins=("https://chat.example",))
+    async with serving(model_dir, api_key_file=key_file, options=options) as one:
+        yield one
+
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+
+@pytest.mark.parametrize("key", KEYS)
+async def test_every_key_of_the_file_is_served(served: Serving, key: str) -> None:
+    answer = await served.http.post("/v1/completions", json=BODY, headers=bearer(key))
+    assert answer.status_code == 200
+    models = await served.http.get("/v1/models", headers={"authorization": f"bearer  {key}"})
+    assert models.status_code == 200
+
+
+@pytest.mark.parametrize(("method", "path"), GUARDED)
+async def test_everything_but_the_open_paths_needs_a_key(served: Serving, method: str, path: str) -> None:
+    url = f"{str(served.http.base_url).rstrip('/')}{path}"
+    for headers in (
+        {},
+        bearer("wrong"),
+        {"authorization": "Bearer"},
+        {"authorization": KEYS[0]},
+        {"authorization": f"Basic {KEYS[0]}"},
+    ):
+        answer = await served.http.request(method, url, headers=headers)
+        assert answer.status_code == 401, headers
+        error = answer.json()["error"]
+        assert (error["type"], error["code"], error["param"]) == ("authentication_error", "invalid_api_key", None)
+
+
+@pytest.mark.parametrize("path", OPEN)
+async def test_probes_and_metrics_need_none(served: Serving, path: str) -> None:
+    assert (await served.http.get(path)).status_code == 200
+
+
+async def test_a_prefix_of_a_key_and_two_keys_at_once_are_no_keys(served: Serving) -> None:
+    for wrong in (KEYS[0][:-1], KEYS[0] + "x", " ".join(KEYS), KEYS[0].upper(), "\xff"):
+        headers = {"authorization": f"Bearer {wrong}".encode("latin-1")}
+        assert (await served.http.get("/v1/models", headers=headers)).status_code == 401
+
+
+async def test_the_challenge_says_whether_a_key_was_sent(served: Serving) -> None:
+    none = await served.http.get("/v1/models")
+    assert none.headers["www-authenticate"] == 'Bearer realm="neuron-serving"'
+    wrong = await served.http.get("/v1/models", headers=bearer("nobody"))
+    assert wrong.headers["www-authenticate"] == 'Bearer realm="neuron-serving", error="invalid_token"'
+    assert "nobody" not in wrong.text
+
+
+async def test_the_key_is_looked_at_before_any_of_the_body(served: Serving) -> None:
+    url = served.http.base_url
+    reader, writer = await asyncio.open_connection(url.host, url.port)
+    writer.write(
+        b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 1000000000\r\nExpect: 100-continue\r\n\r\n"
+    )
+    head = await reader.readuntil(b"\r\n\r\n")
+    assert head.startswith(b"HTTP/1.1 401 ")
+    assert b"connection: close" in head.lower()
+    assert b"invalid_api_key" in await reader.read()
+    writer.close()
+
+
+async def test_a_refused_client_keeps_its_connection(served: Serving) -> None:
+    url = served.http.base_url
+    reader, writer = await asyncio.open_connection(url.host, url.port)
+    ask = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 2\r\n%b\r\n{}"
+    for authorization, status in ((b"", b"401"), (b"Authorization: Bearer " + KEYS[0].encode() + b"\r\n", b"400")):
+        writer.write(ask % authorization)
+        head = await reader.readuntil(b"\r\n\r\n")
+        assert head.startswith(b"HTTP/1.1 " + status)
+        length = next(int(line.split(b":")[1]) for line in head.split(b"\r\n") if line.startswith(b"content-length"))
+        await reader.readexactly(length)
+    writer.close()
+
+
+async def test_a_browser_may_ask_first_without_a_key_and_reads_the_refusal(served: Serving) -> None:
+    origin = {"origin": "https://chat.example"}
+    asked = {**origin, "access-control-request-method": "POST", "access-control-request-headers": "authorization"}
+    preflight = await served.http.options("/v1/completions", headers=asked)
+    assert preflight.status_code == 200
+    assert preflight.headers["access-control-allow-origin"] == "https://chat.example"
+    assert "authorization" in preflight.headers["access-control-allow-headers"].lower()
+    refused = await served.http.post("/v1/completions", json=BODY, headers=origin)
+    assert (refused.status_code, refused.headers["access-control-allow-origin"]) == (401, "https://chat.example")
+    other = await served.http.get("/v1/models", headers={**bearer(KEYS[0]), "origin": "https://other.example"})
+    assert "access-control-allow-origin" not in other.headers
+
+
+# The file
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def replace(path: Path, text: str) -> None:
+    """As a kubelet does it: another file takes the name."""
+    new = path.with_name("new")
+    new.write_text(text)
+    os.replace(new, path)
+
+
+async def test_keys_are_numbered_by_their_line_and_spaces_around_them_do_not_count(tmp_path: Path) -> None:
+    path = tmp_path / "keys"
+    path.write_bytes(b"\n  one\t\r\n\ntwo")
+    keys = ApiKeys(path)
+    assert [keys.number_of(key) for key in (b"one", b"two", b"three", b"")] == [1, 2, None, None]
+
+
+async def test_a_changed_file_takes_effect_and_the_old_key_ends(tmp_path: Path) -> None:
+    path, clock = tmp_path / "keys", Clock()
+    path.write_text("old")
+    keys = ApiKeys(path, clock)
+    replace(path, "new\n")
+    assert keys.number_of(b"old") == 1
+    clock.now += LOOK_SECONDS
+    assert (keys.number_of(b"old"), keys.number_of(b"new")) == (None, 1)
+
+
+@pytest.mark.parametrize("broken", ["", " \n", "a key\n", "ключ"], ids=["empty", "blank", "a space", "not ASCII"])
+async def test_the_keys_in_force_outlive_a_file_that_is_broken_or_gone(
+    tmp_path: Path, broken: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path, clock = tmp_path / "keys", Clock()
+    path.write_text("old")
+    keys = ApiKeys(path, clock)
+    for change in (lambda: replace(path, broken), path.unlink):
+        change()
+        for _ in range(3):
+            clock.now += LOOK_SECONDS
+            assert (keys.number_of(b"old"), keys.number_of(broken.encode())) == (1, None)
+    assert capsys.readouterr().err.count("stay in force") == 1
+    replace(path, "new")
+    clock.now += LOOK_SECONDS
+    assert (keys.number_of(b"old"), keys.number_of(b"new")) == (None, 1)
+
+
+@pytest.mark.parametrize(
+    ("raw", "says"),
+    [
+        (b"", "1 to"),
+        (b"good\nsecret with a space\n", "line 2 of"),
+        (b"\xff\xfe", "line 1 of"),
+        (b"\n".join(b"k%d" % n for n in range(MAX_KEYS + 1)), f"{MAX_KEYS} keys"),
+        (b"k" * 100_000, "64 KiB"),
+    ],
+)
+async def test_a_file_without_usable_keys_is_refused_without_showing_them(raw: bytes, says: str) -> None:
+    with pytest.raises(InvalidConfig, match=says) as refusal:
+        parse_keys(raw, "/keys")
+    assert refusal.value.field == "--api-key-file"
+    assert "secret" not in str(refusal.value)
+
+
+# The command
+
+
+@pytest.mark.parametrize(
+    ("flags", "says"),
+    [
+        (["--api-key-file", "/nonexistent/keys"], "--api-key-file: cannot read /nonexistent/keys: No such file"),
+        (["--api-key", "with space"], "--api-key: line 1 of --api-key is no key"),
+        (["--api-key", "hush", "--api-key-file", "/dev/null"], "--api-key: is in the file already"),
+    ],
+)
+async def test_unusable_keys_end_the_command_before_a_port_opens(
+    flags: list[str], says: str, model_dir: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["serve", str(model_dir), "--port", "0", *flags]) == ExitCode.INVALID_ENGINE_CONFIG
+    told = capsys.readouterr().err
+    assert says in told
+    assert "serving" not in told
+    assert "hush" not in told
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(90)
+@pytest.mark.parametrize("way", ["file", "variable"])
+async def test_a_key_appears_nowhere_but_in_its_file(
+    way: str, tmp_path: Path, key_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if way == "variable":
+        monkeypatch.setenv(API_KEY_VARIABLE, KEYS[0])
+    flags = ["--api-key-file", str(key_file)] if way == "file" else []
+    model = write_chat_model(tmp_path / "tiny", max_length=256)
+    record = tmp_path / "record"
+    with serve(str(model), "--port", "0", "--record", str(record), *flags) as command:
+        url = command.until_ready()
+        answer = httpx.post(f"{url}/v1/completions", json=BODY, headers=bearer(KEYS[0]))
+        assert answer.status_code == 200
+        assert httpx.post(f"{url}/v1/completions", json=BODY).status_code == 401
+        # In a query it would be in other people's logs.
+        assert httpx.get(f"{url}/v1/models?api_key={KEYS[0]}").status_code == 401
+        seen = [answer.text, str(answer.headers), httpx.get(f"{url}/metrics").text]
+        seen += [httpx.get(f"{url}{path}").text for path in OPEN]
+        processes = [(command.process.pid, ""), *children(command.process.pid)]
+        seen += [Path(f"/proc/{pid}/cmdline").read_text() for pid, _ in processes]
+        seen += [Path(f"/proc/{pid}/environ").read_text() for pid, _ in processes[1:]]
+        holders = [
+            path for path in command.tmp_dir.rglob("*") if path.is_file() and KEYS[0].encode() in path.read_bytes()
+        ]
+        assert [path.name for path in holders] == ([] if way == "file" else ["api-keys"])
+        assert all(path.stat().st_mode & 0o077 == 0 for path in holders)
+        command.child("server.front_end")  # the file is an argument of its command, the key is not
+        assert command.end() == 0
+    seen += [command.text, record.read_text() if record.exists() else ""]
+    assert len(processes) == 3
+    assert not [text for text in seen for key in KEYS if key in text]
