@@ -58,7 +58,7 @@ def feed(decoder: Any, cache: KVCache, lines: Any, steps: list[list[tuple[int, i
         start = np.array([row[1] for row in step])
         rows = StepRows(start=start, num_tokens=np.array([row[2] for row in step]) - start, lines=lines[which])
         tokens = torch.tensor([t for i, begin, end in step for t in sequences[i][begin:end]])
-        logits = decoder.forward(tokens, cache.plan(rows), torch.arange(len(tokens)))
+        logits = decoder.logits(decoder.forward(tokens, cache.plan(rows)))
         offset = 0
         for i, begin, end in step:
             found[i][begin:end] = logits[offset : offset + end - begin]

@@ -3,24 +3,37 @@
 from __future__ import annotations
 
 import itertools
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
+from neuron_runtime.backend.torch import sampling
+from neuron_runtime.backend.torch.likeliest import Scores
 from neuron_runtime.backend.torch.sampling import (
-    MAX_CANDIDATES,
+    NUMBERS_OF_CANDIDATES,
+    Draws,
     NotFinite,
     SamplingTable,
     check_finite,
-    choose,
-    draw,
     logprobs,
     philox_4x32,
-    restrict,
     uniform,
 )
-from neuron_runtime.core import Late, SamplingParams
+from neuron_runtime.core import SamplingParams
+
+MAX_CANDIDATES = NUMBERS_OF_CANDIDATES[-1]
+
+
+def draw(logits: torch.Tensor, top_k: Any, top_p: Any, draws: Any, *, temperature: Any = 1.0, min_p: Any = 0.0) -> Any:
+    """Tokens for rows of logits; each parameter is one number for all rows or one for each."""
+    columns = (np.broadcast_to(np.asarray(one), len(logits)).copy() for one in (temperature, top_k, top_p, min_p))
+    return sampling.draw(Scores.of(logits.contiguous()), Draws(*columns, number=np.asarray(draws)))
+
+
+def choose(logits: torch.Tensor, table: SamplingTable, slots: Any, positions: Any) -> Any:
+    return sampling.choose(Scores.of(logits.contiguous()), table, slots, positions)
 
 
 def words(*values: int) -> np.ndarray:
@@ -187,36 +200,38 @@ def test_the_output_position_counts_from_the_prompt_of_the_client_not_from_what_
     assert choose(logits, short, slot, np.array([8])) != choose(logits, short, slot, np.array([9]))
 
 
-def test_a_late_mask_leaves_only_the_allowed_tokens_and_only_in_its_row() -> None:
-    logits = torch.randn(3, 30, generator=torch.Generator().manual_seed(8))
-    late = Late(allowed_token_ids=(None, (4, 7), None, (11,)))
-    masked = restrict(logits, np.array([0, 1, 3]), late)
-    assert torch.equal(masked[0], logits[0])
-    assert masked[1].isfinite().nonzero().ravel().tolist() == [4, 7]
-    assert torch.equal(masked[1, [4, 7]], logits[1, [4, 7]])
-    assert masked[2].argmax() == 11
-    drawn = draw(masked[1:2].expand(50, -1), np.zeros(50, int), np.full(50, 0.9), np.linspace(0, 0.999, 50))
-    assert set(drawn.tolist()) <= {4, 7}
-
-
 def test_logprobs_are_those_of_the_whole_vocabulary_best_first() -> None:
     logits = torch.randn(3, 30, generator=torch.Generator().manual_seed(8))
     logs = logits.log_softmax(-1)
-    found = logprobs(logits, np.array([6, 7, 8]), np.array([2, -1, 0]))
-    assert found[1] == ()
-    assert found[2][0].top == ()
-    assert found[2][0].logprob == pytest.approx(logs[2, 8].item())
-    assert found[0][0].token_id == 6
+    found = logprobs(Scores.of(logits), np.array([6, 7, 8]), np.array([2, 5, 0]))
+    assert [len(one.top) for one in found] == [2, 5, 0]
+    assert found[2].logprob == pytest.approx(logs[2, 8].item())
+    assert found[0].token_id == 6
     best = logs[0].topk(2)
-    assert [token for token, _ in found[0][0].top] == best.indices.tolist()
-    assert [value for _, value in found[0][0].top] == pytest.approx(best.values.tolist())
+    assert [token for token, _ in found[0].top] == best.indices.tolist()
+    assert [value for _, value in found[0].top] == pytest.approx(best.values.tolist())
+
+
+def test_the_rank_of_a_token_counts_the_likelier_ones_of_the_whole_vocabulary() -> None:
+    logits = torch.randn(40, 500, generator=torch.Generator().manual_seed(8))
+    logits[:, 7] = logits[:, 9]
+    order = logits.argsort(dim=-1, descending=True)
+    places = np.arange(40) * 12
+    tokens = order[torch.arange(40), torch.from_numpy(places)].numpy()
+    found = logprobs(Scores.of(logits), tokens, np.zeros(40, dtype=np.int64))
+    expected = [int((row > row[token]).sum()) + 1 for row, token in zip(logits, tokens, strict=True)]
+    assert [one.rank for one in found] == expected
+    assert expected[0] == 1
+    assert logprobs(Scores.of(logits[:1]), np.array([7]), np.array([0]))[0].rank == (
+        logprobs(Scores.of(logits[:1]), np.array([9]), np.array([0]))[0].rank
+    )
 
 
 @pytest.mark.parametrize("row", [[0.0, float("nan"), 1.0], [0.0, float("inf"), 1.0], [float("-inf")] * 3])
 def test_a_row_without_numbers_is_found_among_others(row: list[float]) -> None:
     with pytest.raises(NotFinite, match="of 1 of the requests"):
-        check_finite(torch.tensor([[1.0, 2.0, 3.0], row]))
+        check_finite(Scores.of(torch.tensor([[1.0, 2.0, 3.0], row])))
 
 
 def test_a_token_that_the_model_rules_out_is_no_failure() -> None:
-    check_finite(torch.tensor([[1.0, float("-inf"), -1e38], [3e38, 0.0, 0.0]]))
+    check_finite(Scores.of(torch.tensor([[1.0, float("-inf"), -1e38], [3e38, 0.0, 0.0]])))

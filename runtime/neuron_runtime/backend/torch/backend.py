@@ -19,6 +19,7 @@ from neuron_runtime.backend.base import Progress
 from neuron_runtime.backend.torch import sampling
 from neuron_runtime.backend.torch.cache import IntArray, KVCache
 from neuron_runtime.backend.torch.decoder import Decoder
+from neuron_runtime.backend.torch.likeliest import Scores
 from neuron_runtime.backend.torch.mirror import SlotMirror
 from neuron_runtime.checkpoint import InvalidModel
 from neuron_runtime.core import (
@@ -35,6 +36,12 @@ from neuron_runtime.core import (
     TokenLogprobs,
 )
 
+PerRow = tuple[tuple[TokenLogprobs, ...], ...]
+"""One tuple per row of a batch, or none at all."""
+
+LOGITS_AT_ONCE = 2**23
+"""Most that are computed together for log-probabilities of a prompt: 32 MiB."""
+
 
 class _Launched(NamedTuple):
     """A step between run and sample."""
@@ -44,6 +51,7 @@ class _Launched(NamedTuple):
     """The rows that sample."""
     logits: torch.Tensor | None
     """Theirs, float32 `[sampled, vocabulary]`; None when there are none."""
+    prompt_logprobs: PerRow
     begin: float
 
 
@@ -117,37 +125,83 @@ class TorchBackend:
         rows, token_ids = self._mirror.apply(batch)
         sampled = np.flatnonzero(np.array(batch.rows.samples, dtype=bool))
         if not len(batch.rows):
-            return _Launched(batch, sampled, None, begin)
-        last = np.cumsum(rows.num_tokens) - 1
-        logits = self._decoder.forward(
-            torch.from_numpy(token_ids), self._cache.plan(rows), torch.from_numpy(last[sampled])
-        )
-        return _Launched(batch, sampled, logits if len(sampled) else None, begin)
+            return _Launched(batch, sampled, None, (), begin)
+        hidden = self._decoder.forward(torch.from_numpy(token_ids), self._cache.plan(rows))
+        ends = np.cumsum(rows.num_tokens)
+        prompt_logprobs = self._prompt_logprobs(batch, hidden, ends - rows.num_tokens)
+        if not len(sampled):
+            return _Launched(batch, sampled, None, prompt_logprobs, begin)
+        last = torch.from_numpy(ends[sampled] - 1)
+        logits = self._decoder.logits(hidden[last] if len(last) != len(hidden) else hidden)
+        return _Launched(batch, sampled, logits, prompt_logprobs, begin)
+
+    def _prompt_logprobs(self, batch: Batch, hidden: torch.Tensor, begins: IntArray) -> PerRow:
+        """Some positions at a time: the logits of a whole prompt would take more memory than its model."""
+        targets = self._mirror.prompt_targets(batch)
+        if not targets:
+            return ()
+        counts = self._mirror.sampling.num_prompt_logprobs[list(batch.rows.slot)]
+        at_once = max(1, LOGITS_AT_ONCE // self._limits.vocabulary_size)
+        found: list[tuple[TokenLogprobs, ...]] = [()] * len(batch.rows)
+        for row, tokens in targets:
+            of_row: list[TokenLogprobs] = []
+            for begin in range(0, len(tokens), at_once):
+                part = tokens[begin : begin + at_once]
+                first = int(begins[row]) + begin
+                scores = Scores.of(self._decoder.logits(hidden[first : first + len(part)]))
+                sampling.check_finite(scores)
+                of_row += sampling.logprobs(scores, part, np.full(len(part), counts[row]))
+            found[row] = tuple(of_row)
+        return tuple(found)
 
     @torch.inference_mode()
     def _sample(self, launched: Future[_Launched], late: Late | None) -> StepOutput:
         step = launched.result()
         token_ids: list[tuple[int, ...]] = [()] * len(step.batch.rows)
-        logprobs: list[tuple[TokenLogprobs, ...]] = []
+        logprobs: PerRow = ()
         if step.logits is not None:
-            sampling.check_finite(step.logits)
-            logits = step.logits if late is None else sampling.restrict(step.logits, step.sampled, late)
-            slots, positions = self._mirror.sampled_positions(step.sampled)
-            table = self._mirror.sampling
-            tokens = sampling.choose(logits, table, slots, positions)
-            self._mirror.record(step.sampled, tokens)
+            tokens, logprobs = self._choose(step, step.logits, late)
             for row, token in zip(step.sampled.tolist(), tokens.tolist(), strict=True):
                 token_ids[row] = (token,)
-            wanted = table.num_logprobs[slots]
-            if (wanted >= 0).any():
-                logprobs = [()] * len(token_ids)
-                for row, found in zip(
-                    step.sampled.tolist(), sampling.logprobs(step.logits, tokens, wanted), strict=True
-                ):
-                    logprobs[row] = found
         return StepOutput(
             step=step.batch.step,
             token_ids=tuple(token_ids),
-            logprobs=tuple(logprobs),
+            logprobs=logprobs,
+            prompt_logprobs=step.prompt_logprobs,
             device_seconds=time.perf_counter() - step.begin,
         )
+
+    def _choose(self, step: _Launched, logits: torch.Tensor, late: Late | None) -> tuple[IntArray, PerRow]:
+        """A token for each sampling row, and the log-probabilities that some of them want."""
+        scores = Scores.of(logits)
+        sampling.check_finite(scores)
+        slots, positions = self._mirror.sampled_positions(step.sampled)
+        table = self._mirror.sampling
+        wanted = np.flatnonzero(table.num_logprobs[slots] >= 0)
+        allowed = _allowed(step.sampled, late)
+        changed = np.union1d(self._mirror.adjustments.asking(slots, positions), np.array(list(allowed), dtype=np.int64))
+        raw = scores
+        if len(changed):
+            # What is reported is what the model says, whatever requests make of it.
+            raw = scores.copy(torch.from_numpy(wanted)) if len(wanted) else scores
+            self._mirror.adjust(logits.numpy(), step.sampled, allowed)
+            scores.refresh(torch.from_numpy(changed))
+        elif len(wanted):
+            raw = scores.rows(torch.from_numpy(wanted))
+        tokens = sampling.choose(scores, table, slots, positions)
+        self._mirror.record(step.sampled, tokens)
+        if not len(wanted):
+            return tokens, ()
+        found: list[tuple[TokenLogprobs, ...]] = [()] * len(step.batch.rows)
+        reported = sampling.logprobs(raw, tokens[wanted], table.num_logprobs[slots[wanted]])
+        for row, one in zip(step.sampled[wanted].tolist(), reported, strict=True):
+            found[row] = (one,)
+        return tokens, tuple(found)
+
+
+def _allowed(sampled: IntArray, late: Late | None) -> dict[int, IntArray]:
+    """What the host allows, by index into the sampling rows."""
+    if late is None:
+        return {}
+    allowed = ((i, late.allowed_token_ids[row]) for i, row in enumerate(sampled.tolist()))
+    return {i: np.array(token_ids, dtype=np.int64) for i, token_ids in allowed if token_ids is not None}

@@ -1,7 +1,8 @@
 """The decoder: one forward step over the tokens of all rows, in plain eager torch.
 
 Called by the backend on its device thread. Linear layers run over all tokens of a step at once; attention treats
-one-token rows together and longer rows one by one. The head runs for sampled positions only. No sampling here.
+one-token rows together and longer rows one by one. The head runs for the positions whose logits are wanted. No
+sampling here.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ class Layer:
 
 
 class Decoder:
-    """A loaded model. `forward` is the only thing it does."""
+    """A loaded model: `forward` runs its blocks, `logits` its head."""
 
     def __init__(self, config: DecoderConfig, reader: WeightReader) -> None:
         self._config = config
@@ -47,15 +48,8 @@ class Decoder:
         self._norm = reader.take("model.norm.weight")
         self._head = linear(self._embedding if config.tied_embeddings else reader.take("lm_head.weight"))
 
-    def forward(self, token_ids: torch.Tensor, plan: StepPlan, sampled: torch.Tensor) -> torch.Tensor:
-        """Feed `token_ids` `[tokens]`, storing their keys and values.
-
-        Args:
-            sampled: indexes of the tokens whose next token is wanted.
-
-        Returns:
-            Logits, float32 `[sampled, vocabulary]`.
-        """
+    def forward(self, token_ids: torch.Tensor, plan: StepPlan) -> torch.Tensor:
+        """Feed `token_ids` `[tokens]`, storing their keys and values; hidden states `[tokens, hidden size]`."""
         config = self._config
         num_rotated = config.num_heads + config.num_kv_heads
         x = self._embedding[token_ids]
@@ -71,9 +65,11 @@ class Decoder:
             x = x + layer.output(self._attend(index, plan, query, key, value))
             gate, up = layer.gate_up(self._normalise(x, layer.mlp_norm)).chunk(2, dim=-1)
             x = x + layer.down(functional.silu(gate) * up)
-        if len(sampled) != len(x):
-            x = x[sampled]
-        return self._head(self._normalise(x, self._norm)).float()
+        return x
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Of the token behind each of some hidden states: float32 `[hidden states, vocabulary]`."""
+        return self._head(self._normalise(hidden, self._norm)).float()
 
     def _attend(
         self, layer: int, plan: StepPlan, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor

@@ -6,9 +6,12 @@ so a row that waits for the step in flight finds its token here. It refuses batc
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import numpy as np
 
 from neuron_runtime.backend.base import IllegalBatch
+from neuron_runtime.backend.torch.adjustments import Adjustments, FloatArray
 from neuron_runtime.backend.torch.cache import IntArray, StepRows
 from neuron_runtime.backend.torch.sampling import SamplingTable
 from neuron_runtime.core import KNOWN, NO_TOKEN, Added, BackendLimits, Batch
@@ -27,6 +30,7 @@ class SlotMirror:
         self._lines = np.zeros((limits.max_rows, max_lines), dtype=np.int64)
         self._num_lines = np.zeros(limits.max_rows, dtype=np.int64)
         self.sampling = SamplingTable(limits.max_rows)
+        self.adjustments = Adjustments(limits.max_rows, limits.vocabulary_size)
         self._slots: IntArray = np.zeros(0, dtype=np.int64)
         self._ends: IntArray = np.zeros(0, dtype=np.int64)
 
@@ -58,10 +62,34 @@ class SlotMirror:
         slots, positions = self._slots[rows], self._ends[rows]
         self._tokens[slots, positions] = tokens
         self._num_known[slots] = positions + 1
+        self.adjustments.record(slots, tokens)
 
     def sampled_positions(self, rows: IntArray) -> tuple[IntArray, IntArray]:
         """Slots of the given rows of the last batch, and the position in the sequence that each would sample."""
         return self._slots[rows], self._ends[rows]
+
+    def adjust(self, logits: FloatArray, rows: IntArray, late: Mapping[int, IntArray]) -> None:
+        """Change the logits of the given rows of the last batch in place, as their sequences ask for.
+
+        late: the only tokens that may be chosen, by index into `rows`.
+        """
+        self.adjustments.apply(logits, *self.sampled_positions(rows), self._tokens, late)
+
+    def prompt_targets(self, batch: Batch) -> list[tuple[int, IntArray]]:
+        """Rows of the batch applied last that feed prompt tokens whose log-probabilities are wanted.
+
+        Returns:
+            The row, and the prompt's tokens from the one behind the first that it feeds to the one behind the last,
+            as far as the prompt goes.
+        """
+        found = []
+        for row in np.flatnonzero(self.sampling.num_prompt_logprobs[self._slots] >= 0).tolist():
+            slot, end = self._slots[row], self._ends[row]
+            begin = end - batch.rows.num_tokens[row]
+            targets = self._tokens[slot, begin + 1 : min(end + 1, self.sampling.num_prompt_tokens[slot])]
+            if len(targets):
+                found.append((row, targets.astype(np.int64)))
+        return found
 
     def _add(self, step: int, added: Added) -> None:
         slot, length = added.slot, len(added.token_ids)
@@ -76,6 +104,7 @@ class SlotMirror:
         for block in added.blocks:
             self._append_line(step, slot, block)
         self.sampling.set(slot, added.sampling, added.num_prompt_tokens)
+        self.adjustments.set(slot, added.sampling, added.token_ids, added.num_prompt_tokens)
 
     def _append_line(self, step: int, slot: int, block: int) -> None:
         count = self._num_lines[slot]

@@ -1,7 +1,8 @@
-"""Choosing tokens from logits: greedy, temperature, top-k, top-p; the same token whatever else is in the batch.
+"""Choosing tokens from logits: greedy, temperature, min-p, top-k, top-p; the same token whatever else is in the batch.
 
-Called by the backend on its device thread. Greedy rows cost one argmax. A drawn token depends on the row's logits
-and on (seed, choice, output position) alone: the random number is a counter-based hash, there is no generator state.
+Called by the backend on its device thread, after `adjustments`. Greedy rows cost one argmax. A drawn token depends on
+the row's logits and on (seed, choice, output position) alone: the random number is a counter-based hash, there is no
+generator state.
 
 A draw walks the kept tokens in the order of their ids (inverse of the cumulative distribution), not of their
 probability: rounding that swaps two nearly equal logits then moves a boundary a little instead of swapping tokens.
@@ -9,17 +10,27 @@ probability: rounding that swaps two nearly equal logits then moves a boundary a
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, fields
+
 import numpy as np
 import numpy.typing as npt
 import torch
+from torch.nn import functional
 
-from neuron_runtime.core import Late, SamplingParams, TokenLogprobs
+from neuron_runtime.backend.torch.likeliest import GROUP, Scores
+from neuron_runtime.core import SamplingParams, TokenLogprobs
 from neuron_runtime.errors import ExitCode, FatalError
 
 IntArray = npt.NDArray[np.int64]
+FloatArray = npt.NDArray[np.float64]
 
-MAX_CANDIDATES = 1024
-"""Rows whose kept tokens are among this many likeliest are served without sorting the vocabulary."""
+NUMBERS_OF_CANDIDATES = (64, 256, 1024)
+"""How many likeliest tokens are looked at, one number after the other, for rows that may keep more than the one before.
+Rows that keep more than the last number are sorted whole."""
+ROWS_AT_ONCE = 8
+"""Of what is computed over the whole vocabulary: so much stays in a processor's cache."""
 MAX_LOGPROBS = 20
 MIN_TEMPERATURE = 1e-30
 """The draw is the best token long before; smaller ones would make infinities, of which softmax makes NaN."""
@@ -64,20 +75,24 @@ class SamplingTable:
         self.temperature = np.zeros(num_slots)
         self.top_k = np.zeros(num_slots, dtype=np.int64)
         self.top_p = np.ones(num_slots)
+        self.min_p = np.zeros(num_slots)
         self.seed = np.zeros(num_slots, dtype=np.uint64)
         self.choice = np.zeros(num_slots, dtype=np.uint64)
         self.num_prompt_tokens = np.zeros(num_slots, dtype=np.int64)
         self.num_logprobs = np.full(num_slots, -1, dtype=np.int64)
         """-1: none wanted."""
+        self.num_prompt_logprobs = np.full(num_slots, -1, dtype=np.int64)
 
     def set(self, slot: int, params: SamplingParams, num_prompt_tokens: int) -> None:
         self.temperature[slot] = params.temperature
         self.top_k[slot] = params.top_k
         self.top_p[slot] = params.top_p
+        self.min_p[slot] = params.min_p
         self.seed[slot] = params.seed & 0xFFFFFFFFFFFFFFFF
         self.choice[slot] = params.choice
         self.num_prompt_tokens[slot] = num_prompt_tokens
         self.num_logprobs[slot] = -1 if params.logprobs is None else params.logprobs
+        self.num_prompt_logprobs[slot] = -1 if params.prompt_logprobs is None else params.prompt_logprobs
 
 
 class NotFinite(FatalError):
@@ -91,148 +106,254 @@ class NotFinite(FatalError):
         )
 
 
-def check_finite(logits: torch.Tensor) -> None:
-    """Raises NotFinite for a row with NaN or +inf, or with nothing but -inf.
-
-    One look at each row's largest logit, which is NaN when any is: a few percent of what an argmax costs.
-    """
-    finite = logits.amax(dim=-1).isfinite()
+def check_finite(scores: Scores) -> None:
+    """Raises NotFinite for a row with NaN or +inf, or with nothing but -inf: its largest logit tells."""
+    finite = scores.maxima.amax(dim=-1).isfinite()
     if not finite.all():
         raise NotFinite(int((~finite).sum()))
 
 
-def choose(logits: torch.Tensor, table: SamplingTable, slots: IntArray, positions: IntArray) -> IntArray:
-    """One token per row of `logits` (float32 `[rows, vocabulary]`).
+@dataclass(frozen=True, slots=True)
+class Draws:
+    """How each of some rows is drawn, as arrays `[rows]`.
+
+    top_k: 0 means all. top_p: 1.0 means all. min_p: 0.0 means all. number: the random one, in [0, 1).
+    """
+
+    temperature: FloatArray
+    top_k: IntArray
+    top_p: FloatArray
+    min_p: FloatArray
+    number: FloatArray
+
+    def rows(self, index: IntArray) -> Draws:
+        return Draws(*(getattr(self, one.name)[index] for one in fields(self)))
+
+
+def choose(scores: Scores, table: SamplingTable, slots: IntArray, positions: IntArray) -> IntArray:
+    """One token per row.
 
     Args:
         slots: slot of each row, into `table`.
         positions: position in the sequence that each row's token will take.
     """
-    drawn = np.flatnonzero(table.temperature[slots] > 0.0)
-    if not len(drawn):
-        return _numpy(logits.argmax(dim=-1))
+    temperature = table.temperature[slots]
+    drawn = np.flatnonzero(temperature > 0.0)
     tokens = np.empty(len(slots), dtype=np.int64)
     if len(drawn) < len(slots):
-        greedy = np.flatnonzero(table.temperature[slots] == 0.0)
-        tokens[greedy] = _numpy(logits[torch.from_numpy(greedy)].argmax(dim=-1))
-        logits = logits[torch.from_numpy(drawn)]
-    slots, positions = slots[drawn], positions[drawn]
-    output_position = (positions - table.num_prompt_tokens[slots]).astype(np.uint64)
-    draws = uniform(table.seed[slots], table.choice[slots], output_position)
-    temperature = torch.from_numpy(np.maximum(table.temperature[slots], MIN_TEMPERATURE)).float().unsqueeze(1)
-    tokens[drawn] = draw(logits / temperature, table.top_k[slots], table.top_p[slots], draws)
+        greedy = np.flatnonzero(temperature == 0.0)
+        tokens[greedy] = _numpy(scores.rows(torch.from_numpy(greedy)).best())
+    if len(drawn):
+        slots, positions = slots[drawn], positions[drawn]
+        output_position = (positions - table.num_prompt_tokens[slots]).astype(np.uint64)
+        draws = Draws(
+            temperature=temperature[drawn],
+            top_k=table.top_k[slots],
+            top_p=table.top_p[slots],
+            min_p=table.min_p[slots],
+            number=uniform(table.seed[slots], table.choice[slots], output_position),
+        )
+        tokens[drawn] = draw(scores.rows(torch.from_numpy(drawn)), draws)
     return tokens
 
 
-def draw(
-    logits: torch.Tensor, top_k: IntArray, top_p: npt.NDArray[np.float64], draws: npt.NDArray[np.float64]
-) -> IntArray:
-    """Draw one token per row from softmax(logits) restricted to top-k, then to the nucleus of mass top-p.
+def draw(scores: Scores, draws: Draws) -> IntArray:
+    """Draw one token per row from softmax(logits / temperature), restricted as asked for.
 
-    The nucleus is the smallest set of likeliest tokens whose share of the top-k mass reaches top_p. A token exactly
-    as likely as the last one kept is kept too, so that ties have no order.
-
-    Args:
-        logits: float32 `[rows, vocabulary]`, temperature applied.
-        top_k: 0 means all. top_p: 1.0 means all. draws: in [0, 1).
+    Kept are the tokens that are at least `min_p` times as likely as the likeliest; of those the `top_k` likeliest; of
+    those the nucleus, which is the smallest set of likeliest tokens whose share of the mass reaches `top_p`. A token
+    exactly as likely as the last one kept is kept too, so that ties have no order.
     """
-    vocabulary = logits.shape[1]
-    top_k = np.where(top_k == 0, vocabulary, np.minimum(top_k, vocabulary))
-    tokens = np.empty(len(logits), dtype=np.int64)
-    restricted = (top_k < vocabulary) | (top_p < 1.0)
-    among_all = ~restricted
-    if restricted.any():
-        rows = np.flatnonzero(restricted)
-        found, complete = _draw_among_likeliest(logits[torch.from_numpy(rows)], top_k[rows], top_p[rows], draws[rows])
-        tokens[rows[complete]] = found[complete]
-        among_all[rows[~complete]] = True
-    if among_all.any():
-        rows = np.flatnonzero(among_all)
-        tokens[rows] = _draw_among_all(logits[torch.from_numpy(rows)], top_k[rows], top_p[rows], draws[rows])
+    vocabulary = scores.vocabulary
+    restricted = ((draws.top_k > 0) & (draws.top_k < vocabulary)) | (draws.top_p < 1.0) | (draws.min_p > 0.0)
+    tokens = np.empty(len(restricted), dtype=np.int64)
+    rows = np.flatnonzero(~restricted)
+    if len(rows):
+        tokens[rows] = _draw_among_all(scores.rows(torch.from_numpy(rows)), draws.rows(rows), None)
+    rows = np.flatnonzero(restricted)
+    if len(rows):
+        tokens[rows] = _draw_restricted(scores.rows(torch.from_numpy(rows)), draws.rows(rows))
     return tokens
+
+
+@dataclass(frozen=True, slots=True)
+class _Kept:
+    """What rows keep, as tensors `[rows, 1]`."""
+
+    top: torch.Tensor
+    """The largest logit, float32."""
+    temperature: torch.Tensor
+    top_k: torch.Tensor
+    top_p: torch.Tensor
+    floor: torch.Tensor
+    """The least logit that min-p keeps, float32; -inf without min-p."""
+    whole: torch.Tensor
+    """Whether top-p is of the mass of the whole vocabulary: neither min-p nor top-k come before it."""
+    mass: torch.Tensor
+    """That mass, in units of the likeliest token's; only for rows that need it."""
+
+    @classmethod
+    def of(cls, scores: Scores, draws: Draws) -> _Kept:
+        top_k = np.where((draws.top_k == 0) | (draws.top_k > scores.vocabulary), scores.vocabulary, draws.top_k)
+        whole = (top_k == scores.vocabulary) & (draws.min_p == 0.0)
+        temperature, top = _temperature(draws), scores.maxima.amax(dim=-1, keepdim=True)
+        mass = torch.ones(len(whole), 1, dtype=torch.float64)
+        rows = torch.from_numpy(np.flatnonzero(whole))
+        if len(rows):
+            some = scores.rows(rows)
+            parts = [weights.sum(-1, keepdim=True) for _, weights in _weights(some, top[rows], temperature[rows], None)]
+            mass[rows] = torch.cat(parts).double()
+        with np.errstate(divide="ignore"):
+            floor = top.double() + temperature * _column(np.log(draws.min_p))
+        return cls(
+            top=top,
+            temperature=temperature,
+            top_k=_column(top_k),
+            top_p=_column(draws.top_p),
+            floor=floor.float(),
+            whole=_column(whole),
+            mass=mass,
+        )
+
+    def rows(self, index: torch.Tensor) -> _Kept:
+        return _Kept(*(getattr(self, one.name)[index] for one in fields(self)))
+
+    def weights(self, logits: torch.Tensor) -> torch.Tensor:
+        """Probabilities in units of the likeliest token's, float64."""
+        return ((logits - self.top).double() / self.temperature).exp_()
+
+    def threshold(self, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """The least logit that each row keeps, given its largest ones in `values`; second: whether they sufficed."""
+        width = values.shape[1]
+        within = (torch.arange(width) < self.top_k) & (values >= self.floor)
+        weights = self.weights(values).masked_fill_(~within, 0.0)
+        until = weights.cumsum(dim=-1)
+        mass = torch.where(self.whole, self.mass, until[:, -1:])
+        num_kept = (within & (until - weights < self.top_p * mass)).sum(dim=-1, keepdim=True).clamp_min(1)
+        all_there = (self.top_k <= width) | (values[:, -1:] < self.floor)
+        return values.gather(1, num_kept - 1), all_there | (self.whole & (until[:, -1:] >= self.top_p * mass))
+
+
+def _draw_restricted(scores: Scores, draws: Draws) -> IntArray:
+    kept = _Kept.of(scores, draws)
+    number = _column(draws.number)
+    tokens = torch.empty(len(number), dtype=torch.int64)
+    left = torch.arange(len(number))
+    for width in NUMBERS_OF_CANDIDATES:
+        # One more than top-k shows whether its last token has others as likely.
+        tried = left[((kept.top_k == scores.vocabulary) | (kept.top_k < width))[left].squeeze(1)]
+        if len(tried):
+            found, complete = _draw_among_likeliest(scores.rows(tried), kept.rows(tried), number[tried], width)
+            tokens[tried[complete]] = found[complete]
+            done = torch.zeros(len(number), dtype=torch.bool)
+            done[tried[complete]] = True
+            left = left[~done[left]]
+    for begin in range(0, len(left), ROWS_AT_ONCE):
+        rows = left[begin : begin + ROWS_AT_ONCE]
+        some = scores.rows(rows)
+        # Five times as fast as sorting with torch, which sorts ids too.
+        values = torch.from_numpy(-np.sort(-some.logits.numpy(), axis=-1))
+        threshold, _ = kept.rows(rows).threshold(values)
+        tokens[rows] = torch.from_numpy(_draw_among_all(some, draws.rows(rows.numpy()), threshold))
+    return _numpy(tokens)
 
 
 def _draw_among_likeliest(
-    logits: torch.Tensor, top_k: IntArray, top_p: npt.NDArray[np.float64], draws: npt.NDArray[np.float64]
-) -> tuple[IntArray, npt.NDArray[np.bool_]]:
-    """Draw among the first candidates; second: whether all that a row keeps, ties included, is among them."""
-    # Twice top-k shows nearly every tie with its last token.
-    width = min(MAX_CANDIDATES, 2 * int(top_k.max()), logits.shape[1])
-    values, ids = logits.topk(width, dim=-1)
-    threshold, known = _threshold(logits, values, top_k, top_p)
-    complete = known & ((values[:, -1:] < threshold) | (width == logits.shape[1]))
-    by_id = ids.argsort(dim=-1)
-    weights = (values - values[:, :1]).double().exp().masked_fill(values < threshold, 0.0).gather(1, by_id)
-    chosen = ids.gather(1, by_id.gather(1, _invert(weights.cumsum(dim=-1), draws)))
-    return _numpy(chosen.squeeze(1)), np.asarray(complete.squeeze(1).numpy(), dtype=bool)
-
-
-def _draw_among_all(
-    logits: torch.Tensor, top_k: IntArray, top_p: npt.NDArray[np.float64], draws: npt.NDArray[np.float64]
-) -> IntArray:
-    """Draw from the whole vocabulary; only rows with a restriction are sorted."""
-    restricted = np.flatnonzero((top_k < logits.shape[1]) | (top_p < 1.0))
-    if len(restricted):
-        index = torch.from_numpy(restricted)
-        some = logits[index]
-        values = some.sort(dim=-1, descending=True).values
-        threshold, _ = _threshold(some, values, top_k[restricted], top_p[restricted])
-        logits = logits.index_copy(0, index, some.masked_fill(some < threshold, float("-inf")))
-    running = logits.softmax(dim=-1).cumsum(dim=-1, dtype=torch.float64)
-    return _numpy(_invert(running, draws).squeeze(1))
-
-
-def _threshold(
-    logits: torch.Tensor, values: torch.Tensor, top_k: IntArray, top_p: npt.NDArray[np.float64]
+    scores: Scores, kept: _Kept, number: torch.Tensor, width: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The least logit that each row keeps, given its largest ones in `values`; second: whether they sufficed."""
-    k, p = torch.from_numpy(top_k).unsqueeze(1), torch.from_numpy(top_p).unsqueeze(1)
-    width, no_top_k = values.shape[1], k == logits.shape[1]
-    in_top_k = torch.arange(width).unsqueeze(0) < k
-    candidates = values.double().masked_fill_(~in_top_k, float("-inf"))
-    # Without top-k the shares are of the whole mass, also of what lies beyond the candidates.
-    mass = torch.where(no_top_k, logits.logsumexp(-1, keepdim=True).double(), candidates.logsumexp(-1, keepdim=True))
-    shares = (candidates - mass).exp()
-    until = shares.cumsum(dim=-1)
-    num_kept = (in_top_k & (until - shares < p)).sum(dim=-1, keepdim=True).clamp_min(1)
-    known = (k <= width) | (no_top_k & (until[:, -1:] >= p))
-    return values.gather(1, num_kept - 1), known
+    """Draw among the first candidates; second: whether all that a row keeps, ties included, is among them."""
+    width = min(width, scores.vocabulary)
+    values, ids = scores.likeliest(width)
+    threshold, known = kept.threshold(values)
+    complete = known & (values[:, -1:] < threshold) if width < scores.vocabulary else torch.ones_like(kept.whole)
+    by_id = ids.argsort(dim=-1)
+    weights = kept.weights(values).masked_fill_(values < threshold, 0.0).gather(1, by_id)
+    at, _ = _invert(weights.cumsum(dim=-1), number)
+    return ids.gather(1, by_id.gather(1, at)).squeeze(1), complete.squeeze(1)
 
 
-def _invert(running: torch.Tensor, draws: npt.NDArray[np.float64]) -> torch.Tensor:
-    """Index `[rows, 1]` at which the running sum (float64 `[rows, n]`) passes `draws` times the whole."""
+def _draw_among_all(scores: Scores, draws: Draws, threshold: torch.Tensor | None) -> IntArray:
+    """Draw from the whole vocabulary, from what reaches `threshold` if there is one: a group first, then in the group.
+
+    A row costs two passes over its logits, and sums of its groups instead of as many sums as tokens.
+    """
+    number = _column(draws.number)
+    top = scores.maxima.amax(dim=-1, keepdim=True)
+    tokens = []
+    for rows, weights in _weights(scores, top, _temperature(draws), threshold):
+        missing = -weights.shape[1] % GROUP
+        groups = (functional.pad(weights, (0, missing)) if missing else weights).view(len(weights), -1, GROUP)
+        group, rest = _invert(groups.sum(dim=-1).cumsum(dim=-1, dtype=torch.float64), number[rows])
+        inside = groups.gather(1, group.unsqueeze(-1).expand(-1, 1, GROUP)).squeeze(1)
+        running = inside.cumsum(dim=-1, dtype=torch.float64)
+        at, _ = _invert(running, rest / running[:, -1:])
+        tokens.append(group * GROUP + at)
+    return _numpy(torch.cat(tokens).squeeze(1))
+
+
+def _weights(
+    scores: Scores, top: torch.Tensor, temperature: torch.Tensor, threshold: torch.Tensor | None
+) -> Iterator[tuple[slice, torch.Tensor]]:
+    """Some rows at a time: exp((logits - top) / temperature), float32, 0 below the threshold."""
+    # As a power of two, which takes half the time of one of e.
+    log2s = (math.log2(math.e) / temperature).float()
+    # One for all: memory that the kernel has to hand out anew costs more than what is computed in it.
+    buffer = torch.empty(min(ROWS_AT_ONCE, len(top)), scores.vocabulary)
+    for begin in range(0, len(top), ROWS_AT_ONCE):
+        rows = slice(begin, begin + ROWS_AT_ONCE)
+        some = scores.logits[rows]
+        weights = torch.sub(some, top[rows], out=buffer[: len(some)]).mul_(log2s[rows]).exp2_()
+        if threshold is not None:
+            weights.masked_fill_(some < threshold[rows], 0.0)
+        yield rows, weights
+
+
+def _invert(running: torch.Tensor, number: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Index `[rows, 1]` at which the running sum (float64 `[rows, n]`) passes `number` times the whole.
+
+    Second: by how much that target lies above the sum before that index.
+    """
     whole = running[:, -1:].contiguous()
     # Below the whole also after rounding, so that the index is never one behind the last token that weighs anything.
-    target = torch.minimum(torch.from_numpy(draws).unsqueeze(1) * whole, whole.nextafter(torch.zeros_like(whole)))
-    return torch.searchsorted(running, target, right=True)
+    target = torch.minimum(number * whole, whole.nextafter(torch.zeros_like(whole)))
+    index = torch.searchsorted(running, target, right=True)
+    before = running.gather(1, (index - 1).clamp_min(0)).masked_fill_(index == 0, 0.0)
+    return index, target - before
 
 
-def restrict(logits: torch.Tensor, rows: IntArray, late: Late) -> torch.Tensor:
-    """The logits of sampling rows `rows` with every token outside `late`'s allowed ones at -inf."""
-    out = logits.clone()
-    for i, row in enumerate(rows):
-        allowed = late.allowed_token_ids[row]
-        if allowed is not None:
-            ids = torch.tensor(allowed, dtype=torch.int64)
-            out[i] = float("-inf")
-            out[i, ids] = logits[i, ids]
-    return out
+def logprobs(scores: Scores, tokens: IntArray, num_alternatives: IntArray) -> list[TokenLogprobs]:
+    """Of each row's token, and of its likeliest alternatives, in the distribution that the logits alone make."""
+    most = int(num_alternatives.max(initial=0))
+    chosen = torch.from_numpy(tokens).unsqueeze(1)
+    logits = scores.logits.gather(1, chosen)
+    masses, ranks = [], []
+    for begin in range(0, len(logits), ROWS_AT_ONCE):
+        rows = slice(begin, begin + ROWS_AT_ONCE)
+        masses.append(scores.logits[rows].logsumexp(dim=-1, keepdim=True))
+        ranks.append((scores.logits[rows] > logits[rows]).sum(dim=-1))
+    whole = torch.cat(masses)
+    values, ids = scores.likeliest(max(1, most))
+    found = zip(
+        tokens.tolist(),
+        (logits - whole).squeeze(1).tolist(),
+        torch.cat(ranks).tolist(),
+        (values - whole).tolist(),
+        ids.tolist(),
+        num_alternatives.tolist(),
+        strict=True,
+    )
+    return [
+        TokenLogprobs(token, value, tuple(zip(best[:count], values_of_best[:count], strict=True)), rank + 1)
+        for token, value, rank, values_of_best, best, count in found
+    ]
 
 
-def logprobs(logits: torch.Tensor, tokens: IntArray, num_alternatives: IntArray) -> list[tuple[TokenLogprobs, ...]]:
-    """Log-probabilities before temperature, per row: of its token, and of its likeliest alternatives.
+def _temperature(draws: Draws) -> torch.Tensor:
+    return _column(np.maximum(draws.temperature, MIN_TEMPERATURE))
 
-    `num_alternatives[i] < 0` means that row i wants none, and gets an empty tuple.
-    """
-    out: list[tuple[TokenLogprobs, ...]] = [()] * len(tokens)
-    wanted = np.flatnonzero(num_alternatives >= 0)
-    logs = logits[torch.from_numpy(wanted)].log_softmax(dim=-1)
-    best = logs.topk(max(1, int(num_alternatives.max())), dim=-1)
-    for i, row in enumerate(wanted):
-        count, token = int(num_alternatives[row]), int(tokens[row])
-        top = tuple(zip(best.indices[i, :count].tolist(), best.values[i, :count].tolist(), strict=True))
-        out[row] = (TokenLogprobs(token_id=token, logprob=float(logs[i, token]), top=top),)
-    return out
+
+def _column(array: npt.NDArray[np.float64] | IntArray | npt.NDArray[np.bool_]) -> torch.Tensor:
+    return torch.from_numpy(array).unsqueeze(1)
 
 
 def _numpy(tensor: torch.Tensor) -> IntArray:

@@ -92,6 +92,7 @@ def derive_limits(config: RuntimeConfig, model: DecoderConfig, dtype_bytes: int,
         sampling="Host",
         vocabulary_size=model.vocabulary_size,
         max_logprobs=MAX_LOGPROBS,
+        reports_prompt_logprobs=True,
         steps_in_flight=2,
         token_feedback="device",
     )

@@ -1,0 +1,237 @@
+"""What requests change about logits before a token is chosen: bias, penalties, allowed and banned tokens.
+
+Called by the backend on its device thread, between the decoder and `sampling`. Kept per slot and fed like the mirror:
+by added sequences and by sampled tokens, so that nothing is counted anew in a step. Rows of requests that ask for
+nothing of this are not looked at.
+
+The order is that of vLLM's sampler (https://docs.vllm.ai/en/latest/api/vllm/v1/sample/sampler.html), in which allowed
+and banned tokens come first; here they come last, with the same result, as what is at -inf stays there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+
+from neuron_runtime.core import SamplingParams
+
+IntArray = npt.NDArray[np.int64]
+FloatArray = npt.NDArray[np.float32]
+
+ALWAYS = 2**62
+"""A position that no sequence reaches."""
+
+_ANY = -1
+"""Stands before a banned sequence that is shorter than the longest: matches every token."""
+_NOTHING = -2
+"""Stands before the answer: matches none."""
+
+_NO_IDS: IntArray = np.zeros(0, dtype=np.int64)
+
+
+class Seen:
+    """The distinct tokens of a sequence in the order of their first sight, and how often each is in the answer."""
+
+    def __init__(self, prompt: Sequence[int], answer: Sequence[int]) -> None:
+        self._ids = np.unique(np.asarray(prompt, dtype=np.int64))
+        self._counts = np.zeros(len(self._ids), dtype=np.float32)
+        self._size = len(self._ids)
+        self._index = dict(zip(self._ids.tolist(), range(self._size), strict=True))
+        for token in answer:
+            self.add(token)
+
+    @property
+    def ids(self) -> IntArray:
+        return self._ids[: self._size]
+
+    @property
+    def counts(self) -> FloatArray:
+        return self._counts[: self._size]
+
+    def add(self, token: int) -> None:
+        """A token of the answer."""
+        at = self._index.setdefault(token, self._size)
+        if at == self._size:
+            if at == len(self._ids):
+                self._ids = np.concatenate((self._ids, np.zeros(at + 64, dtype=np.int64)))
+                self._counts = np.concatenate((self._counts, np.zeros(at + 64, dtype=np.float32)))
+            self._ids[at] = token
+            self._size += 1
+        self._counts[at] += 1
+
+
+@dataclass(slots=True)
+class Rules:
+    """What one sequence asks for."""
+
+    num_prompt_tokens: int
+    bias_ids: IntArray
+    bias: FloatArray
+    repetition: float
+    presence: float
+    frequency: float
+    seen: Seen | None
+    """None unless there is a penalty."""
+    allowed: IntArray | None
+    banned: IntArray
+    """Tokens that are never drawn."""
+    prefixes: IntArray
+    """`[sequences, length]`: tokens behind which the token in `lasts` is not drawn, `_ANY` in front of short ones."""
+    lasts: IntArray
+    early_ends: IntArray
+    """Tokens that are not drawn at the first `min_tokens` positions of the answer."""
+    min_tokens: int
+
+    def bans(self, tokens: npt.NDArray[np.int32], position: int) -> IntArray:
+        """Tokens that must not come at `position` of the sequence `tokens`."""
+        output_position = position - self.num_prompt_tokens
+        banned = [self.banned]
+        if len(self.lasts):
+            length = self.prefixes.shape[1]
+            behind = np.full(length, _NOTHING, dtype=np.int64)
+            known = min(length, output_position)
+            behind[length - known :] = tokens[position - known : position]
+            matches = ((self.prefixes == behind) | (self.prefixes == _ANY)).all(axis=1)
+            banned.append(self.lasts[matches])
+        if output_position < self.min_tokens:
+            banned.append(self.early_ends)
+        return np.concatenate(banned)
+
+
+@dataclass(slots=True)
+class Adjustments:
+    """Per slot, up to which position of the sequence its rows are changed, and how."""
+
+    num_slots: int
+    vocabulary_size: int
+    until: IntArray = field(init=False)
+    """0 for a slot that asks for nothing."""
+    _rules: dict[int, Rules] = field(init=False, default_factory=dict)
+    _counting: npt.NDArray[np.bool_] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.until = np.zeros(self.num_slots, dtype=np.int64)
+        self._counting = np.zeros(self.num_slots, dtype=bool)
+
+    def set(self, slot: int, params: SamplingParams, token_ids: Sequence[int], num_prompt_tokens: int) -> None:
+        """A sequence enters the slot with these tokens, of which the first `num_prompt_tokens` are the prompt's."""
+        repeats = params.repetition_penalty != 1.0
+        counts = repeats or params.presence_penalty != 0.0 or params.frequency_penalty != 0.0
+        always = counts or params.logit_bias or params.bad_words or params.allowed_token_ids is not None
+        early = params.min_tokens if params.stop_token_ids else 0
+        self.until[slot] = ALWAYS if always else num_prompt_tokens + early if early else 0
+        self._counting[slot] = counts
+        if not self.until[slot]:
+            self._rules.pop(slot, None)
+            return
+        bias = [(token, value) for token, value in params.logit_bias if token < self.vocabulary_size]
+        words = [word for word in params.bad_words if max(word) < self.vocabulary_size]
+        longer = [word for word in words if len(word) > 1]
+        length = max(map(len, longer), default=1) - 1
+        prompt, answer = token_ids[:num_prompt_tokens], token_ids[num_prompt_tokens:]
+        self._rules[slot] = Rules(
+            num_prompt_tokens=num_prompt_tokens,
+            bias_ids=np.array([token for token, _ in bias], dtype=np.int64),
+            bias=np.array([value for _, value in bias], dtype=np.float32),
+            repetition=params.repetition_penalty,
+            presence=params.presence_penalty,
+            frequency=params.frequency_penalty,
+            seen=Seen(prompt if repeats else (), answer) if counts else None,
+            allowed=None if params.allowed_token_ids is None else self._known(params.allowed_token_ids),
+            banned=np.array([word[0] for word in words if len(word) == 1], dtype=np.int64),
+            prefixes=np.array(
+                [[_ANY] * (length + 1 - len(word)) + list(word[:-1]) for word in longer], dtype=np.int64
+            ).reshape(len(longer), length),
+            lasts=np.array([word[-1] for word in longer], dtype=np.int64),
+            early_ends=self._known(params.stop_token_ids),
+            min_tokens=params.min_tokens,
+        )
+
+    def record(self, slots: IntArray, tokens: IntArray) -> None:
+        """Token `tokens[i]` was chosen for `slots[i]`."""
+        for i in np.flatnonzero(self._counting[slots]).tolist():
+            seen = self._rules[int(slots[i])].seen
+            assert seen is not None
+            seen.add(int(tokens[i]))
+
+    def asking(self, slots: IntArray, positions: IntArray) -> IntArray:
+        """Which rows are changed, where row i chooses the token at `positions[i]` of the sequence in `slots[i]`."""
+        return np.flatnonzero(positions < self.until[slots])
+
+    def apply(
+        self,
+        logits: FloatArray,
+        slots: IntArray,
+        positions: IntArray,
+        tokens: npt.NDArray[np.int32],
+        late: Mapping[int, IntArray],
+    ) -> None:
+        """Change `logits` `[rows, vocabulary]` in place.
+
+        Args:
+            slots, positions: of every row, as in `asking`.
+            tokens: `[slots, length]`, those of the sequences.
+            late: the only tokens that a row may have whatever else is asked for, by row.
+        """
+        asking = self.asking(slots, positions).tolist()
+        rules = [self._rules[int(slots[row])] for row in asking]
+        flat = logits.reshape(-1)
+        self._add_bias(flat, asking, rules)
+        self._penalise(flat, asking, rules)
+        for row, only in late.items():
+            keep_only(logits[row], only)
+        for row, rule in zip(asking, rules, strict=True):
+            if rule.allowed is not None:
+                both = np.intersect1d(rule.allowed, late[row]) if row in late else rule.allowed
+                keep_only(logits[row], both if len(both) else late[row])
+            ban(logits[row], rule.bans(tokens[slots[row]], int(positions[row])))
+
+    def _add_bias(self, flat: FloatArray, rows: list[int], rules: list[Rules]) -> None:
+        at = self._places(rows, [rule.bias_ids for rule in rules])
+        if len(at):
+            flat[at] += np.concatenate([rule.bias for rule in rules])
+
+    def _penalise(self, flat: FloatArray, rows: list[int], rules: list[Rules]) -> None:
+        """Repetition divides positive logits and multiplies others; frequency and presence are subtracted."""
+        seen = [rule.seen.ids if rule.seen else _NO_IDS for rule in rules]
+        at = self._places(rows, seen)
+        if not len(at):
+            return
+        lengths = [len(ids) for ids in seen]
+        repetition, presence, frequency = (
+            np.repeat(np.array([getattr(rule, name) for rule in rules], dtype=np.float32), lengths)
+            for name in ("repetition", "presence", "frequency")
+        )
+        counts = np.concatenate([rule.seen.counts for rule in rules if rule.seen])
+        values = flat[at]
+        values = np.where(values > 0, values / repetition, values * repetition)
+        flat[at] = values - frequency * counts - presence * (counts > 0)
+
+    def _places(self, rows: list[int], ids: list[IntArray]) -> IntArray:
+        """Where the tokens `ids[i]` of row `rows[i]` stand in the flat logits."""
+        some = [ids_of_row + row * self.vocabulary_size for row, ids_of_row in zip(rows, ids, strict=True)]
+        return np.concatenate(some) if some else _NO_IDS
+
+    def _known(self, token_ids: Iterable[int]) -> IntArray:
+        """Those that the model has: a tokenizer may have more."""
+        return np.array(sorted(token for token in token_ids if token < self.vocabulary_size), dtype=np.int64)
+
+
+def keep_only(row: FloatArray, token_ids: IntArray) -> None:
+    """Everything else goes to -inf. Where the model rules all of these out, they are equally likely."""
+    kept = row[token_ids]
+    row.fill(-np.inf)
+    row[token_ids] = kept if kept.max() > -np.inf else 0.0
+
+
+def ban(row: FloatArray, token_ids: IntArray) -> None:
+    """These go to -inf, unless nothing would be left: some token has to come."""
+    if not len(token_ids):
+        return
+    before = row[token_ids]
+    row[token_ids] = -np.inf
+    if row.max() == -np.inf:
+        row[token_ids] = before
