@@ -1,0 +1,284 @@
+"""`neuron-runtime bench offline MODEL`: throughput and latency of a model in this process, without HTTP and text.
+
+Runs scheduler and backend on the caller's thread, as `LLM` does. For each number of sequences: all prompts at once,
+once for one new token (T1) and once for N (TN); decode is c(N - 1) / (TN - T1) tokens a second. With `--raw`, a bare
+decode step of the torch backend is timed in turns with it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Self
+
+from neuron_runtime.arguments import config_of, default_weights_dir, naming
+from neuron_runtime.bench.model import PREFIX, SHAPES, model_folder_or_uri
+from neuron_runtime.bench.report import Load, Meter, Report, Row, Table, check_outputs, deliver, machine_line
+from neuron_runtime.errors import InvalidConfig
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+    from neuron_runtime.bench.raw import RawSteps
+
+FIRST_TOKEN_ID = 256
+"""Prompts are random ids from here on: below it, byte-level vocabularies have single bytes and special tokens."""
+
+LIMITS = {
+    "max_model_len": ("--max-model-len", "tokens of prompt and answer together"),
+    "max_num_seqs": ("--max-num-seqs", "sequences that run at a time"),
+    "max_num_batched_tokens": ("--max-num-batched-tokens", "tokens of one step"),
+    "block_size": ("--block-size", "tokens of a KV block"),
+    "num_gpu_blocks_override": ("--num-gpu-blocks-override", "KV blocks"),
+}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "model",
+        metavar="MODEL",
+        help=f"as `serve` takes it, or {', '.join(PREFIX + shape for shape in SHAPES)}: random weights of that shape",
+    )
+    parser.add_argument(
+        "--concurrency", type=int, nargs="+", default=[1, 4, 8, 16, 32], metavar="C", help="sequences together"
+    )
+    parser.add_argument("--input-len", type=int, default=32, metavar="N", help="tokens of a prompt (%(default)s)")
+    parser.add_argument("--output-len", type=int, default=128, metavar="N", help="tokens of an answer (%(default)s)")
+    parser.add_argument(
+        "--prefill-len", type=int, default=512, metavar="N", help="of the prompt that prefill is timed by"
+    )
+    parser.add_argument("--num-iters", type=int, default=3, metavar="N", help="how often; medians count (%(default)s)")
+    parser.add_argument(
+        "--raw", action="store_true", help="also a bare decode step of the torch backend, and the ratio"
+    )
+    parser.add_argument("--seed", type=int, default=0, help="of the prompts (%(default)s)")
+    model = parser.add_argument_group("model flags, as of `serve`")
+    for name, words in (("backend", "torch (default)"), ("dtype", "auto (default)"), ("layout", "auto (default)")):
+        model.add_argument(f"--{name}", help=words)
+    for flag, meaning in LIMITS.values():
+        model.add_argument(flag, type=int, metavar="N", help=f"{meaning} (default: what the benchmark needs)")
+
+
+@dataclass(frozen=True, slots=True)
+class Timing:
+    """Prompts that were given at once."""
+
+    seconds: float
+    """Until the last token."""
+    first_token_seconds: tuple[float, ...]
+    """Until the first token of each."""
+
+
+@dataclass(frozen=True, slots=True)
+class Point:
+    """What was found for one number of sequences. Rates are tokens a second, medians of the iterations."""
+
+    concurrency: int
+    decode: float
+    throughput: float
+    """New tokens over the whole time, prefill included."""
+    median_first_token_seconds: float
+    step_seconds: float
+    """One decode step."""
+    raw_step_seconds: float | None
+    ratio_to_raw: float | None
+    """Decode to raw decode; the median of the iterations' ratios."""
+    load: Load
+
+
+class OfflineEngine:
+    """A loaded, warm engine in this process; a context manager.
+
+    Raises: as `serve` does for what cannot be loaded.
+    """
+
+    def __init__(self, model: str, arguments: Mapping[str, Any], cache_dir: Path | None = None) -> None:
+        from neuron_runtime.engine.backends import backend_package, check_backend  # noqa: PLC0415 - heavy
+        from neuron_runtime.engine.loop import Engine  # noqa: PLC0415
+        from neuron_runtime.sources import materialize  # noqa: PLC0415
+
+        config = config_of(model_folder_or_uri(model, cache_dir), arguments)
+        check_backend(config)
+        self.model_dir = materialize(config.model, default_weights_dir(), lambda stage, share: None)
+        self.backend = backend_package(config).load_backend(self.model_dir, config, lambda stage, share: None)
+        self.backend.warm_up(lambda stage, share: None)
+        self.engine = Engine(self.backend, max_queued_requests=2**31)
+        self._num_requests = 0
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.backend.close()
+
+    def generate(self, prompts: Sequence[Sequence[int]], max_tokens: int) -> Timing:
+        """All prompts at once, greedy, to the last of `max_tokens`."""
+        from neuron_runtime.core import Request, SamplingParams  # noqa: PLC0415
+
+        sampling = SamplingParams(max_tokens=max_tokens, temperature=0.0)
+        began = time.perf_counter()
+        for prompt in prompts:
+            self._num_requests += 1
+            self.engine.add(Request(str(self._num_requests), tuple(prompt), sampling))
+        first: list[float] = []
+        while self.engine.has_work:
+            events = self.engine.step()
+            if any(event.first for event in events):
+                now = time.perf_counter() - began
+                first += [now for event in events if event.first]
+        return Timing(time.perf_counter() - began, tuple(first))
+
+
+def random_prompts(count: int, length: int, seed: int, vocabulary_size: int) -> list[tuple[int, ...]]:
+    """`count` prompts of `length` token ids that stand for text in most vocabularies."""
+    source = random.Random(seed)  # noqa: S311 - not a secret
+    low = min(FIRST_TOKEN_ID, vocabulary_size // 2)
+    return [tuple(source.randrange(low, vocabulary_size) for _ in range(length)) for _ in range(count)]
+
+
+def measure(
+    engine: OfflineEngine,
+    concurrency: int,
+    *,
+    input_len: int,
+    output_len: int,
+    num_iters: int,
+    seed: int = 0,
+    raw: RawSteps | None = None,
+) -> Point:
+    """Time one number of sequences; iteration for iteration the bare step too, if it is there."""
+    vocabulary_size = engine.backend.limits.vocabulary_size
+    prompts = random_prompts(concurrency * num_iters, input_len, seed, vocabulary_size)
+    meter = Meter()
+    ones, alls, raws = [], [], []
+    for at in range(0, len(prompts), concurrency):
+        some = prompts[at : at + concurrency]
+        ones.append(engine.generate(some, 1))
+        if raw is not None:
+            raws.append(statistics.median(raw.decode(concurrency, input_len, output_len - 1)))
+        alls.append(engine.generate(some, output_len))
+    decode_seconds = [n.seconds - one.seconds for one, n in zip(ones, alls, strict=True)]
+    steps = [seconds / (output_len - 1) for seconds in decode_seconds]
+    return Point(
+        concurrency=concurrency,
+        decode=concurrency / statistics.median(steps),
+        throughput=concurrency * output_len / statistics.median(n.seconds for n in alls),
+        median_first_token_seconds=statistics.median(s for n in alls for s in n.first_token_seconds),
+        step_seconds=statistics.median(steps),
+        raw_step_seconds=statistics.median(raws) if raws else None,
+        ratio_to_raw=statistics.median(r / s for r, s in zip(raws, steps, strict=True)) if raws else None,
+        load=meter.read(),
+    )
+
+
+def measure_prefill(engine: OfflineEngine, length: int, num_iters: int, seed: int = 0) -> tuple[float, Load]:
+    """Seconds to the first token of one prompt of `length` tokens: median, and the load meanwhile."""
+    meter = Meter()
+    prompts = random_prompts(num_iters, length, seed + 1, engine.backend.limits.vocabulary_size)
+    return statistics.median(engine.generate([prompt], 1).seconds for prompt in prompts), meter.read()
+
+
+def raw_steps(engine: OfflineEngine) -> RawSteps:
+    """Raises InvalidConfig for a backend that has no such step."""
+    from neuron_runtime.backend.torch.backend import TorchBackend  # noqa: PLC0415 - torch
+    from neuron_runtime.bench.raw import RawSteps  # noqa: PLC0415
+
+    if not isinstance(engine.backend, TorchBackend):
+        raise InvalidConfig("--raw", "only the torch backend has a bare step to compare with: leave it out")
+    return RawSteps(engine.model_dir, engine.backend.limits)
+
+
+def run(options: argparse.Namespace) -> None:
+    check_outputs(options)
+    _check(options)
+    arguments = {name: getattr(options, name) for name in (*LIMITS, "backend", "dtype", "layout")}
+    longest = max(options.input_len + options.output_len, options.prefill_len + 1)
+    arguments["max_model_len"] = arguments["max_model_len"] or longest
+    arguments["max_num_seqs"] = arguments["max_num_seqs"] or max(options.concurrency)
+    names = {path: flag for flag, path in (("MODEL", "model.uri"), ("--max-model-len", "limits.maxModelLength"))}
+    with (
+        naming(names),
+        OfflineEngine(options.model, {name: value for name, value in arguments.items() if value}) as engine,
+    ):
+        raw = raw_steps(engine) if options.raw else None
+        measure(engine, 1, input_len=8, output_len=4, num_iters=1)
+        prefill_seconds, prefill_load = measure_prefill(engine, options.prefill_len, options.num_iters, options.seed)
+        points = [
+            measure(
+                engine,
+                concurrency,
+                input_len=options.input_len,
+                output_len=options.output_len,
+                num_iters=options.num_iters,
+                seed=options.seed,
+                raw=raw,
+            )
+            for concurrency in options.concurrency
+        ]
+    deliver(_report(options, arguments, points, prefill_seconds, prefill_load), options)
+
+
+def _check(options: argparse.Namespace) -> None:
+    for name, least in (("input_len", 1), ("output_len", 2), ("prefill_len", 1), ("num_iters", 1)):
+        if (value := getattr(options, name)) < least:
+            raise InvalidConfig(f"--{name.replace('_', '-')}", f"must be at least {least}, got {value}")
+    if min(options.concurrency) < 1:
+        raise InvalidConfig("--concurrency", f"must be at least 1, got {min(options.concurrency)}")
+
+
+def _report(
+    options: argparse.Namespace,
+    arguments: dict[str, Any],
+    points: Sequence[Point],
+    prefill_seconds: float,
+    prefill_load: Load,
+) -> Report:
+    columns = tuple(f"c={point.concurrency}" for point in points)
+    figures: list[tuple[str, str, Callable[[Point], float | None]]] = [
+        ("decode", "tokens/s", lambda point: point.decode),
+        ("end to end", "tokens/s", lambda point: point.throughput),
+        ("decode step", "ms", lambda point: 1000 * point.step_seconds),
+        ("time to first token", "ms", lambda point: 1000 * point.median_first_token_seconds),
+    ]
+    if options.raw:
+        figures += [
+            ("bare step", "ms", lambda point: 1000 * (point.raw_step_seconds or 0.0)),
+            ("decode : bare step", "ratio", lambda point: point.ratio_to_raw),
+        ]
+    figures.append(("foreign CPU", "share", lambda point: point.load.foreign_cpu_share))
+    title = (
+        f"{options.model}: {options.input_len} tokens in, {options.output_len} out, medians of {options.num_iters}; "
+        f"{machine_line()}"
+    )
+    rows = tuple(Row(name, tuple(of(point) for point in points), unit) for name, unit, of in figures)
+    prefill = Row(
+        f"prefill of {options.prefill_len} tokens",
+        (options.prefill_len / prefill_seconds,),
+        "tokens/s",
+        load=prefill_load,
+    )
+    first = Row("its time to first token", (1000 * prefill_seconds,), "ms", load=prefill_load)
+
+    def draw(figure: Figure) -> None:
+        axes = figure.add_subplot()
+        together = [point.concurrency for point in points]
+        axes.plot(together, [point.decode for point in points], "o-", label="decode")
+        axes.plot(together, [point.throughput for point in points], "s--", label="end to end")
+        axes.set(xlabel="sequences together", ylabel="tokens per second", title=options.model, ylim=(0, None))
+        axes.legend()
+
+    asked = {name: value for name, value in vars(options).items() if isinstance(value, int | str | list)}
+    return Report(
+        command="bench offline",
+        options=asked | {name: value for name, value in arguments.items() if value},
+        tables=(Table(title, rows, columns), Table("one long prompt", (prefill, first))),
+        draw=draw,
+    )

@@ -1,0 +1,362 @@
+"""`neuron-runtime bench serve --base-url URL`: load an OpenAI server, ours or another, and say what its clients saw.
+
+Random prompts, streamed answers; a fixed number of streams or Poisson arrivals. Options are those of `vllm bench serve`
+where the meaning is the same. `--spawn MODEL` brings a server of ours along and takes it down.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import shlex
+import statistics
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+from urllib.error import URLError
+from urllib.request import Request, urlopen
+
+from neuron_runtime.bench.model import PREFIX, SHAPES, model_folder_or_uri
+from neuron_runtime.bench.offline import FIRST_TOKEN_ID
+from neuron_runtime.bench.report import Load, Meter, Report, Row, Table, check_outputs, deliver, machine_line
+from neuron_runtime.errors import InvalidConfig, ServingError
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+    from neuron_runtime.bench.client import Ask, Run, Sample, Server
+
+ENDPOINTS = ("/v1/completions", "/v1/chat/completions")
+DEFAULT_VOCABULARY_SIZE = 4096
+"""Ids below this mean something in nearly every vocabulary."""
+BUSY_CLIENT_SHARE = 0.8
+"""Of one CPU: a client process beyond it may be what is measured."""
+MAX_SHOWN_ERRORS = 3
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    where = parser.add_argument_group("the server (one of the first two)")
+    where.add_argument("--base-url", metavar="URL", help="http://host:port of a server that runs")
+    where.add_argument(
+        "--spawn",
+        metavar="MODEL",
+        help="start `neuron-runtime serve MODEL` on a free port for this run; "
+        f"{', '.join(PREFIX + shape for shape in SHAPES)}: random weights of that shape",
+    )
+    where.add_argument("--spawn-args", default="", metavar="'FLAGS'", help="more flags for `serve`, in one argument")
+    where.add_argument("--model", metavar="NAME", help="as requests name it (default: the server's first)")
+    where.add_argument("--endpoint", choices=ENDPOINTS, default=ENDPOINTS[0], help="default: %(default)s")
+    where.add_argument("--header", nargs="*", default=[], metavar="NAME=VALUE", help="sent with each request")
+    load = parser.add_argument_group("the load")
+    load.add_argument("--num-prompts", type=int, default=100, metavar="N", help="requests in all (%(default)s)")
+    load.add_argument("--request-rate", type=float, default=float("inf"), metavar="R", help="per second; inf: at once")
+    load.add_argument(
+        "--burstiness", type=float, default=1.0, metavar="B", help="shape of the gaps; 1: Poisson, above: more even"
+    )
+    load.add_argument("--max-concurrency", type=int, metavar="C", help="requests under way at any time")
+    load.add_argument(
+        "--random-input-len", type=int, default=1024, metavar="N", help="tokens of a prompt (%(default)s)"
+    )
+    load.add_argument(
+        "--random-output-len", type=int, default=128, metavar="N", help="tokens of an answer (%(default)s)"
+    )
+    load.add_argument(
+        "--random-range-ratio",
+        type=float,
+        default=0.0,
+        metavar="X",
+        help="lengths are drawn from (1-X) to (1+X) of these",
+    )
+    load.add_argument(
+        "--random-prefix-len", type=int, default=0, metavar="N", help="tokens that all prompts begin with"
+    )
+    load.add_argument("--vocabulary-size", type=int, default=DEFAULT_VOCABULARY_SIZE, metavar="N", help="%(default)s")
+    load.add_argument("--num-warmups", type=int, default=0, metavar="N", help="requests before the clock starts")
+    load.add_argument("--ignore-eos", action="store_true", help="answers have their full length (not an OpenAI field)")
+    load.add_argument("--temperature", type=float, default=0.0, help="default: %(default)s")
+    load.add_argument("--extra-body", type=json.loads, default={}, metavar="JSON", help="more fields for each request")
+    load.add_argument("--seed", type=int, default=0, help="of prompts, lengths and arrivals (%(default)s)")
+    load.add_argument("--timeout", type=float, default=600.0, metavar="SECONDS", help="for one answer (%(default)s)")
+    load.add_argument(
+        "--client-processes", type=int, default=1, metavar="N", help="where one is too slow (%(default)s)"
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Workload:
+    """What is sent. Lengths in tokens; see the flags of the command."""
+
+    num_prompts: int
+    input_len: int
+    output_len: int
+    range_ratio: float = 0.0
+    prefix_len: int = 0
+    request_rate: float = float("inf")
+    burstiness: float = 1.0
+    vocabulary_size: int = DEFAULT_VOCABULARY_SIZE
+    seed: int = 0
+    body: Mapping[str, Any] | None = None
+    """Fields of every request."""
+    as_messages: bool = False
+    """Chat: the prompt is text, about a token a word."""
+
+    def asks(self) -> list[Ask]:
+        """The requests in the order in which they are sent."""
+        from neuron_runtime.bench.client import Ask  # noqa: PLC0415 - imports an event loop
+
+        source = random.Random(self.seed)  # noqa: S311 - not a secret
+        prefix = self._tokens(source, self.prefix_len)
+        asks, at = [], 0.0
+        for _ in range(self.num_prompts):
+            tokens = prefix + self._tokens(source, self._length(source, self.input_len))
+            asks.append(Ask(self._encode(tokens, self._length(source, self.output_len)), at))
+            if self.request_rate != float("inf"):
+                at += source.gammavariate(self.burstiness, 1 / (self.request_rate * self.burstiness))
+        return asks
+
+    def _length(self, source: random.Random, length: int) -> int:
+        if not self.range_ratio:
+            return length
+        return max(1, source.randint(int(length * (1 - self.range_ratio)), int(length * (1 + self.range_ratio))))
+
+    def _tokens(self, source: random.Random, length: int) -> list[int]:
+        low = min(FIRST_TOKEN_ID, self.vocabulary_size // 2)
+        return [source.randrange(low, self.vocabulary_size) for _ in range(length)]
+
+    def _encode(self, tokens: Sequence[int], max_tokens: int) -> bytes:
+        prompt: dict[str, Any] = {"prompt": list(tokens)}
+        if self.as_messages:
+            prompt = {"messages": [{"role": "user", "content": " ".join(_word(token) for token in tokens)}]}
+        fixed = {"max_tokens": max_tokens, "stream": True, "stream_options": {"include_usage": True}}
+        return json.dumps({**prompt, **fixed, **(self.body or {})}).encode()
+
+
+def _word(number: int) -> str:
+    """Three letters: what byte-level tokenizers make one or two tokens of."""
+    return "".join(chr(ord("a") + number // 26**place % 26) for place in range(3))
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What clients saw; seconds, and tokens a second. Percentiles are taken of `first_token` and the rest."""
+
+    num_completed: int
+    errors: Mapping[str, int]
+    """Failed requests by what went wrong."""
+    seconds: float
+    """From the first request to the last end."""
+    num_prompt_tokens: int
+    num_output_tokens: int
+    first_token: tuple[float, ...]
+    """Per request."""
+    per_token: tuple[float, ...]
+    """Per request: time per token after the first."""
+    gaps: tuple[float, ...]
+    """Between the events of each stream; those that came in one packet are 0 apart."""
+    end_to_end: tuple[float, ...]
+    client_cpu_seconds: tuple[float, ...]
+    """Of each client process."""
+    load: Load
+
+    @property
+    def output_rate(self) -> float:
+        return self.num_output_tokens / self.seconds
+
+    @property
+    def client_is_busy(self) -> bool:
+        return max(self.client_cpu_seconds) > BUSY_CLIENT_SHARE * self.seconds
+
+
+def outcome_of(run: Run, load: Load) -> Outcome:
+    """Sum up a run. Raises ServingError when nothing at all succeeded."""
+    good = [sample for sample in run.samples if not sample.error]
+    errors = Counter(sample.error for sample in run.samples if sample.error)
+    if not good:
+        raise ServingError(f"every request failed: {errors.most_common(1)[0][0]}")
+    outputs = [_num_output_tokens(sample) for sample in good]
+    return Outcome(
+        num_completed=len(good),
+        errors=dict(errors),
+        seconds=max(s.ended for s in run.samples) - min(s.began for s in run.samples),
+        num_prompt_tokens=sum(sample.num_prompt_tokens or 0 for sample in good),
+        num_output_tokens=sum(outputs),
+        first_token=tuple(s.tokens_at[0] - s.began for s in good if s.tokens_at),
+        per_token=tuple(
+            (s.tokens_at[-1] - s.tokens_at[0]) / (count - 1)
+            for s, count in zip(good, outputs, strict=True)
+            if s.tokens_at and count > 1
+        ),
+        gaps=tuple(b - a for s in good for a, b in zip(s.tokens_at, s.tokens_at[1:], strict=False)),
+        end_to_end=tuple(s.ended - s.began for s in good),
+        client_cpu_seconds=run.cpu_seconds,
+        load=load,
+    )
+
+
+def _num_output_tokens(sample: Sample) -> int:
+    """As the server counts; events, where it does not."""
+    return len(sample.tokens_at) if sample.num_output_tokens is None else sample.num_output_tokens
+
+
+def apply_load(
+    server: Server, workload: Workload, max_concurrency: int | None, num_processes: int = 1, num_warmups: int = 0
+) -> Outcome:
+    """Send a workload to a server. Raises ServingError when every request failed."""
+    from neuron_runtime.bench.client import run_clients  # noqa: PLC0415 - imports an event loop
+
+    asks = workload.asks()
+    if num_warmups:
+        run_clients(server, [type(ask)(ask.body) for ask in asks[:num_warmups]], max_concurrency)
+    meter = Meter()
+    run = run_clients(server, asks, max_concurrency, num_processes)
+    return outcome_of(run, meter.read())
+
+
+@contextmanager
+def served(options: argparse.Namespace) -> Iterator[str]:
+    """The base URL of the server that the flags name or bring along."""
+    from neuron_runtime.bench.spawned import SpawnedServer  # noqa: PLC0415
+
+    if (options.base_url is None) == (options.spawn is None):
+        raise InvalidConfig("--base-url", "say which server: exactly one of --base-url URL and --spawn MODEL")
+    if options.base_url is not None:
+        yield options.base_url.rstrip("/").removesuffix("/v1")
+        return
+    with SpawnedServer([model_folder_or_uri(options.spawn), *shlex.split(options.spawn_args)]) as server:
+        yield server.base_url
+
+
+def first_model(base_url: str, headers: Mapping[str, str]) -> str:
+    """The name that the server lists first. Raises ServingError."""
+    request = Request(f"{base_url}/v1/models", headers=dict(headers))  # noqa: S310 - the user's own URL
+    try:
+        with urlopen(request, timeout=30) as answer:  # noqa: S310
+            return str(json.loads(answer.read())["data"][0]["id"])
+    except (URLError, OSError, ValueError, LookupError, TypeError) as error:
+        message = f"{base_url}/v1/models names no model ({error}): does a server run there? --model NAME goes without"
+        raise ServingError(message) from error
+
+
+def run(options: argparse.Namespace) -> None:
+    from neuron_runtime.bench.client import Server  # noqa: PLC0415 - imports an event loop
+
+    check_outputs(options)
+    _check(options)
+    headers = _headers(options.header)
+    with served(options) as base_url:
+        body = {
+            "model": options.model or first_model(base_url, headers),
+            "temperature": options.temperature,
+            **({"ignore_eos": True} if options.ignore_eos else {}),
+            **options.extra_body,
+        }
+        workload = Workload(
+            num_prompts=options.num_prompts,
+            input_len=options.random_input_len,
+            output_len=options.random_output_len,
+            range_ratio=options.random_range_ratio,
+            prefix_len=options.random_prefix_len,
+            request_rate=options.request_rate,
+            burstiness=options.burstiness,
+            vocabulary_size=options.vocabulary_size,
+            seed=options.seed,
+            body=body,
+            as_messages=options.endpoint == ENDPOINTS[1],
+        )
+        server = Server(base_url, options.endpoint, headers, options.timeout)
+        outcome = apply_load(server, workload, options.max_concurrency, options.client_processes, options.num_warmups)
+    deliver(_report(options, outcome), options)
+
+
+def _check(options: argparse.Namespace) -> None:
+    least = {"num_prompts": 1, "random_input_len": 1, "random_output_len": 1, "client_processes": 1, "num_warmups": 0}
+    for name, bound in (least | {"random_prefix_len": 0, "vocabulary_size": 2}).items():
+        if (value := getattr(options, name)) < bound:
+            raise InvalidConfig(f"--{name.replace('_', '-')}", f"must be at least {bound}, got {value}")
+    for name in ("request_rate", "burstiness", "timeout"):
+        if not (value := getattr(options, name)) > 0:
+            raise InvalidConfig(f"--{name.replace('_', '-')}", f"must be more than 0, got {value}")
+    if not 0 <= options.random_range_ratio < 1:
+        raise InvalidConfig("--random-range-ratio", f"must be from 0 to below 1, got {options.random_range_ratio}")
+    if options.max_concurrency is not None and options.max_concurrency < 1:
+        raise InvalidConfig("--max-concurrency", f"must be at least 1, got {options.max_concurrency}")
+    if not isinstance(options.extra_body, dict):
+        raise InvalidConfig("--extra-body", "must be a JSON object")
+
+
+def _headers(given: Sequence[str]) -> dict[str, str]:
+    """`NAME=VALUE`s; a key in $OPENAI_API_KEY goes as a bearer token, as vLLM's client does it."""
+    headers = {}
+    if key := os.environ.get("OPENAI_API_KEY"):
+        headers["authorization"] = f"Bearer {key}"
+    for one in given:
+        name, separator, value = one.partition("=")
+        if not (name and separator):
+            raise InvalidConfig("--header", f"must be NAME=VALUE, got {one!r}")
+        headers[name.lower()] = value
+    return headers
+
+
+def _report(options: argparse.Namespace, outcome: Outcome) -> Report:
+    load, seconds = outcome.load, outcome.seconds
+    failed = sum(outcome.errors.values())
+    shown = "; ".join(f"{count} x {message}" for message, count in list(outcome.errors.items())[:MAX_SHOWN_ERRORS])
+    client = max(outcome.client_cpu_seconds) / seconds
+    counts = (
+        Row("requests answered", (outcome.num_completed,)),
+        Row("requests failed", (failed,), note=shown),
+        Row("duration", (seconds,), "s", load=load),
+        Row("requests", (outcome.num_completed / seconds,), "per s", load=load),
+        Row("prompt tokens", (outcome.num_prompt_tokens,)),
+        Row("output tokens", (outcome.num_output_tokens,)),
+        Row("output", (outcome.output_rate,), "tokens/s", load=load),
+        Row("all tokens", ((outcome.num_prompt_tokens + outcome.num_output_tokens) / seconds,), "tokens/s", load=load),
+        Row(
+            "client's CPU",
+            (client,),
+            "of one CPU",
+            note="busy: the client may be the limit, try --client-processes" if outcome.client_is_busy else "",
+        ),
+    )
+    latencies = tuple(
+        Row(name, tuple(1000 * of for of in _summary(values)), "ms", load=load)
+        for name, values in (
+            ("time to first token", outcome.first_token),
+            ("time per token after it", outcome.per_token),
+            ("gap between events", outcome.gaps),
+            ("whole answer", outcome.end_to_end),
+        )
+        if values
+    )
+    title = f"{options.spawn or options.base_url}, {options.endpoint}; {machine_line()}"
+
+    def draw(figure: Figure) -> None:
+        first, gaps = figure.subplots(1, 2)
+        for axes, values, name in ((first, outcome.first_token, "time to first token"), (gaps, outcome.gaps, "gap")):
+            ordered = sorted(1000 * value for value in values)
+            axes.plot(ordered, [(at + 1) / len(ordered) for at in range(len(ordered))])
+            axes.set(xlabel=f"{name}, ms", ylabel="share of all at most this", ylim=(0, 1))
+
+    plain = {name: value for name, value in vars(options).items() if isinstance(value, int | float | str | dict)}
+    if options.request_rate == float("inf"):
+        plain["request_rate"] = "inf"
+    plain.pop("header", None)
+    return Report(
+        command="bench serve",
+        options=plain,
+        tables=(Table(title, counts), Table("latencies", latencies, ("mean", "p50", "p90", "p99"))),
+        data={"errors": dict(outcome.errors), "time_to_first_token_seconds": list(outcome.first_token)},
+        draw=draw,
+    )
+
+
+def _summary(values: Sequence[float]) -> Iterator[float]:
+    from neuron_runtime.bench.client import percentile  # noqa: PLC0415
+
+    yield statistics.fmean(values)
+    for share in (0.5, 0.9, 0.99):
+        yield percentile(values, share) or 0.0

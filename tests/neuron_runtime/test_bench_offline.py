@@ -1,0 +1,113 @@
+"""Measuring in process: made models, rates by their formula, the bare step, and the command on a small model."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from pathlib import Path
+
+import pytest
+
+from helpers.torch_models import random_model as small_model
+from neuron_runtime.__main__ import main
+from neuron_runtime.bench import model as models
+from neuron_runtime.bench.model import SHAPES, byte_level_vocabulary, model_folder_or_uri, random_model
+from neuron_runtime.bench.offline import OfflineEngine, measure, measure_prefill, random_prompts, raw_steps
+from neuron_runtime.checkpoint import read_checkpoint
+from neuron_runtime.errors import InvalidConfig
+from neuron_runtime.text.tokenizer import load_tokenizer
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return small_model(tmp_path_factory.mktemp("bench") / "model")
+
+
+def test_a_made_model_is_whole_is_found_again_and_changes_its_folder_with_its_recipe(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(SHAPES, "tiny", {"hidden_size": 32, "num_layers": 1, "vocabulary_size": 900})
+    folder = random_model("tiny", tmp_path)
+    written = (folder / "model.safetensors").stat()
+    assert read_checkpoint(folder).config["vocab_size"] == 900
+    assert random_model("tiny", tmp_path) == folder
+    assert (folder / "model.safetensors").stat() == written
+    monkeypatch.setattr(models, "RECIPE", models.RECIPE + 1)
+    assert random_model("tiny", tmp_path) != folder
+    assert len(os.listdir(tmp_path)) == 2  # no half-written folder stays behind
+
+
+def test_every_id_of_a_made_model_is_text_and_letters_come_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(SHAPES, "tiny", {"hidden_size": 32, "num_layers": 1, "vocabulary_size": 5000})
+    tokenizer = load_tokenizer(random_model("tiny", tmp_path))
+    assert tokenizer.vocabulary_size == 5000
+    assert all(tokenizer.decode((one,)) for one in range(5000))
+    text = "some words, and a bit of Ünicode"
+    assert tokenizer.decode(tokenizer.encode(text)) == text
+
+
+def test_a_vocabulary_that_cannot_be_made_is_refused() -> None:
+    with pytest.raises(ValueError, match="cannot be made"):
+        byte_level_vocabulary(10_000_000)
+
+
+def test_an_unknown_shape_is_refused_with_the_known_ones() -> None:
+    with pytest.raises(InvalidConfig, match="random:139M"):
+        model_folder_or_uri("random:1T")
+    assert model_folder_or_uri("org/name") == "hf://org/name"
+
+
+def test_the_figures_of_a_point_follow_their_formulas(tiny: Path) -> None:
+    with OfflineEngine(str(tiny), {"max_num_seqs": 4, "max_model_len": 64}) as engine:
+        point = measure(engine, 4, input_len=8, output_len=16, num_iters=2, raw=raw_steps(engine))
+        seconds, load = measure_prefill(engine, 40, 2)
+        stats = engine.engine.stats
+    assert point.decode == pytest.approx(4 / point.step_seconds)
+    assert 0 < point.throughput < point.decode
+    assert point.raw_step_seconds is not None
+    assert point.ratio_to_raw is not None
+    assert math.isfinite(point.ratio_to_raw)
+    assert seconds > 0
+    assert load.wall_seconds >= seconds
+    # Both iterations, once with one token and once with all; then the two long prompts.
+    assert stats.num_generation_tokens_total == 2 * 4 * (1 + 16) + 2
+    assert stats.num_prompt_tokens_total == 2 * 2 * 4 * 8 + 2 * 40
+
+
+def test_prompts_are_the_same_for_the_same_seed_and_leave_small_ids_out() -> None:
+    assert random_prompts(3, 5, 1, 1000) == random_prompts(3, 5, 1, 1000) != random_prompts(3, 5, 2, 1000)
+    assert min(min(prompt) for prompt in random_prompts(50, 50, 0, 1000)) >= 256
+    assert max(max(prompt) for prompt in random_prompts(50, 50, 0, 100)) < 100
+
+
+def test_the_command_prints_a_column_for_each_number_of_sequences(
+    tiny: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    lengths = ["--input-len", "4", "--output-len", "6", "--prefill-len", "20", "--num-iters", "1"]
+    written, drawn = tmp_path / "out.json", tmp_path / "out.png"
+    outputs = ["--json", str(written), "--plot", str(drawn)]
+    assert main(["bench", "offline", str(tiny), "--concurrency", "1", "3", *lengths, *outputs]) == 0
+    tables = json.loads(written.read_bytes())["tables"]
+    values = {row["name"]: row["values"] for row in tables[0]["rows"]}
+    assert set(values["decode"]) == {"c=1", "c=3"}
+    assert all(value > 0 for value in values["decode"].values())
+    assert tables[1]["rows"][0]["name"] == "prefill of 20 tokens"
+    assert drawn.read_bytes().startswith(b"\x89PNG")
+    assert "bare step" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["--output-len", "1"],
+        ["--concurrency", "0"],
+        ["--num-iters", "0"],
+        ["--max-model-len", "100000"],
+        ["--dtype", "int8"],
+    ],
+)
+def test_what_cannot_be_measured_is_refused_with_code_2(tiny: Path, arguments: list[str]) -> None:
+    assert main(["bench", "offline", str(tiny), *arguments]) == 2

@@ -1,0 +1,295 @@
+"""The load client against servers that answer well and badly, and the command against a real server."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import threading
+from collections.abc import Awaitable, Callable, Iterator
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from helpers.chat_model import write_chat_model
+from neuron_runtime.__main__ import main
+from neuron_runtime.bench.client import Ask, Run, Sample, Server, percentile, run_clients
+from neuron_runtime.bench.report import Load
+from neuron_runtime.bench.serve import Workload, first_model, outcome_of
+from neuron_runtime.bench.spawned import SpawnedServer
+from neuron_runtime.errors import ServingError
+
+Answer = Callable[[dict[str, Any], asyncio.StreamWriter], Awaitable[None]]
+
+HEAD = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n"
+LOAD = Load(1.0, 1.0, 0.0)
+
+
+def chunk(data: bytes) -> bytes:
+    return b"%x\r\n%b\r\n" % (len(data), data)
+
+
+def event(text: str) -> bytes:
+    return b"data: " + json.dumps({"choices": [{"index": 0, "text": text}]}).encode() + b"\n\n"
+
+
+USAGE = b'data: {"choices":[],"usage":{"prompt_tokens":5,"completion_tokens":3}}\n\n'
+END = b"data: [DONE]\n\n"
+
+
+class Served:
+    """A server on a thread of its own that answers each request as told."""
+
+    def __init__(self, answer: Answer) -> None:
+        self.bodies: list[dict[str, Any]] = []
+        self.num_connections = 0
+        self.most_at_a_time = 0
+        self._at_a_time = 0
+        self._answer = answer
+
+    async def connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self.num_connections += 1
+        try:
+            while True:
+                head = await reader.readuntil(b"\r\n\r\n")
+                lines = dict(line.split(": ", 1) for line in head.decode().split("\r\n")[1:] if line)
+                self.bodies.append(json.loads(await reader.readexactly(int(lines["content-length"]))))
+                self._at_a_time += 1
+                self.most_at_a_time = max(self.most_at_a_time, self._at_a_time)
+                await self._answer(self.bodies[-1], writer)
+                self._at_a_time -= 1
+                await writer.drain()
+        except (asyncio.IncompleteReadError, ConnectionError, asyncio.CancelledError):
+            return
+        finally:
+            writer.transport.abort()
+
+
+@contextlib.contextmanager
+def serving(answer: Answer) -> Iterator[tuple[Served, Server]]:
+    served, started, loop = Served(answer), threading.Event(), asyncio.new_event_loop()
+    found: list[Server] = []
+
+    async def serve() -> None:
+        async with await asyncio.start_server(served.connected, "127.0.0.1", 0) as server:
+            port = server.sockets[0].getsockname()[1]
+            found.append(Server(f"http://127.0.0.1:{port}", "/v1/completions"))
+            started.set()
+            await ended.wait()
+        tasks = asyncio.all_tasks() - {asyncio.current_task()}
+        for task in tasks:
+            task.cancel()
+        await asyncio.wait(tasks) if tasks else None
+        await asyncio.sleep(0)
+
+    ended = asyncio.Event()
+    thread = threading.Thread(target=lambda: loop.run_until_complete(serve()))
+    thread.start()
+    started.wait()
+    try:
+        yield served, found[0]
+    finally:
+        loop.call_soon_threadsafe(ended.set)
+        thread.join()
+        loop.close()
+
+
+def asks(count: int = 1) -> list[Ask]:
+    return Workload(num_prompts=count, input_len=4, output_len=3, body={"model": "m"}).asks()
+
+
+def test_tokens_are_counted_whatever_way_the_bytes_are_cut() -> None:
+    stream = chunk(event("a\n\nb") + event("é")) + chunk(event("") + event("c") + USAGE + END) + chunk(b"")
+
+    async def by_bytes(body: dict[str, Any], writer: asyncio.StreamWriter) -> None:
+        for byte in HEAD + stream:
+            writer.write(bytes([byte]))
+            await writer.drain()
+
+    with serving(by_bytes) as (_, server):
+        (sample,) = run_clients(server, asks(), None).samples
+    assert sample.error == ""
+    assert len(sample.tokens_at) == 3
+    assert sample.tokens_at == sorted(sample.tokens_at)
+    assert (sample.num_prompt_tokens, sample.num_output_tokens) == (5, 3)
+    assert sample.began < sample.tokens_at[0] <= sample.tokens_at[-1] <= sample.ended
+
+
+def test_a_role_alone_is_no_token_and_thoughts_are() -> None:
+    deltas = [{"role": "assistant", "content": ""}, {"reasoning_content": "hm"}, {"content": "yes"}]
+
+    async def chat(body: dict[str, Any], writer: asyncio.StreamWriter) -> None:
+        frames = (b"data: %b\n\n" % json.dumps({"choices": [{"delta": delta}]}).encode() for delta in deltas)
+        writer.write(HEAD + chunk(b"".join(frames)) + chunk(END) + chunk(b""))
+
+    with serving(chat) as (_, server):
+        (sample,) = run_clients(server, asks(), None).samples
+    assert len(sample.tokens_at) == 2
+    assert sample.num_output_tokens is None
+
+
+def test_no_more_requests_are_under_way_than_allowed_and_connections_are_used_again() -> None:
+    async def slowly(body: dict[str, Any], writer: asyncio.StreamWriter) -> None:
+        await asyncio.sleep(0.02)
+        writer.write(HEAD + chunk(event("a") + USAGE + END) + chunk(b""))
+
+    with serving(slowly) as (served, server):
+        run = run_clients(server, asks(12), 3)
+    assert [sample.error for sample in run.samples] == [""] * 12
+    assert served.most_at_a_time == 3
+    assert served.num_connections == 3
+
+
+def test_requests_are_sent_at_their_times_even_when_answers_take_longer() -> None:
+    async def slowly(body: dict[str, Any], writer: asyncio.StreamWriter) -> None:
+        await asyncio.sleep(0.3)
+        writer.write(HEAD + chunk(event("a") + END) + chunk(b""))
+
+    with serving(slowly) as (_, server):
+        body = asks()[0].body
+        run = run_clients(server, [Ask(body, 0.0), Ask(body, 0.1), Ask(body, 0.2)], None)
+    began = [sample.began for sample in run.samples]
+    assert all(later - earlier >= 0.09 for earlier, later in pairwise(began))
+    assert max(began) < min(sample.ended for sample in run.samples)
+
+
+@pytest.mark.parametrize(
+    ("answer", "error"),
+    [
+        (b"HTTP/1.1 429 Busy\r\ncontent-length: 29\r\n\r\n" + b'{"error":{"message":"later"}}', "HTTP 429: later"),
+        (b"HTTP/1.1 502 Bad\r\ncontent-length: 4\r\n\r\noops", "HTTP 502: oops"),
+        (HEAD + chunk(event("a") + b'data: {"error":{"message":"died"}}\n\n') + chunk(b""), "died"),
+        (b"SMTP ready\r\n", "not HTTP"),
+    ],
+)
+def test_what_goes_wrong_is_told(answer: bytes, error: str) -> None:
+    async def badly(body: dict[str, Any], writer: asyncio.StreamWriter) -> None:
+        writer.write(answer)
+
+    with serving(badly) as (_, server):
+        (sample,) = run_clients(server, asks(), None).samples
+    assert sample.error.startswith(error)
+
+
+def test_a_connection_that_ends_early_or_never_answers_fails_its_request_alone() -> None:
+    async def first_dies(body: dict[str, Any], writer: asyncio.StreamWriter) -> None:
+        if len(served.bodies) == 1:
+            writer.write(HEAD + chunk(event("a")))
+            await writer.drain()
+            writer.close()
+        elif len(served.bodies) == 2:
+            await asyncio.sleep(60)
+        else:
+            writer.write(HEAD + chunk(event("a") + END) + chunk(b""))
+
+    with serving(first_dies) as (served, server):
+        short = Server(server.base_url, server.path, timeout_seconds=0.5)
+        errors = [sample.error for sample in run_clients(short, asks(3), 1).samples]
+    assert errors == ["the server closed the connection", "no end of the answer within 0 s", ""]
+
+
+def test_nobody_there_is_an_error_of_each_request() -> None:
+    with serving(asyncio.sleep) as (_, server):  # type: ignore[arg-type]
+        gone = server
+    errors = {sample.error for sample in run_clients(gone, asks(2), None).samples}
+    assert len(errors) == 1
+    assert "cannot connect" in errors.pop()
+
+
+def test_a_workload_is_the_same_for_the_same_seed_and_as_described() -> None:
+    workload = Workload(
+        num_prompts=200,
+        input_len=100,
+        output_len=50,
+        range_ratio=0.5,
+        prefix_len=10,
+        request_rate=20.0,
+        vocabulary_size=1000,
+        seed=3,
+    )
+    first, again = workload.asks(), workload.asks()
+    assert first == again
+    bodies = [json.loads(ask.body) for ask in first]
+    lengths = [len(body["prompt"]) for body in bodies]
+    assert 60 <= min(lengths) < max(lengths) <= 160
+    assert len({tuple(body["prompt"][:10]) for body in bodies}) == 1
+    assert {token for body in bodies for token in body["prompt"]} <= set(range(256, 1000))
+    assert {25, 75} >= {min(max(body["max_tokens"], 25), 75) for body in bodies} - set(range(26, 75))
+    gaps = [b.at_seconds - a.at_seconds for a, b in pairwise(first)]
+    assert sum(gaps) / len(gaps) == pytest.approx(1 / 20, rel=0.25)
+
+
+def test_an_outcome_counts_tokens_as_the_server_does_and_leaves_failures_out() -> None:
+    run = Run(
+        (
+            Sample(0.0, 4.0, [1.0, 2.0, 3.0], 7, 5),
+            Sample(0.5, 5.0, [1.5, 1.5], None, None),
+            Sample(0.0, 9.0, [1.0], error="gone"),
+        ),
+        (0.5,),
+    )
+    outcome = outcome_of(run, LOAD)
+    assert (outcome.num_completed, dict(outcome.errors)) == (2, {"gone": 1})
+    assert (outcome.seconds, outcome.num_prompt_tokens, outcome.num_output_tokens) == (9.0, 7, 7)
+    assert outcome.first_token == (1.0, 1.0)
+    assert outcome.per_token == (0.5, 0.0)
+    assert outcome.gaps == (1.0, 1.0, 0.0)
+    assert outcome.output_rate == pytest.approx(7 / 9)
+    assert not outcome.client_is_busy
+
+
+def test_nothing_but_failures_is_an_error_that_says_why() -> None:
+    with pytest.raises(ServingError, match="every request failed: gone"):
+        outcome_of(Run((Sample(0.0, 1.0, error="gone"),), (0.1,)), LOAD)
+
+
+def test_percentiles_are_values_that_were_there() -> None:
+    assert percentile([4.0, 1.0, 3.0, 2.0], 0.5) == 2.0
+    assert percentile([4.0, 1.0, 3.0, 2.0], 0.99) == 4.0
+    assert percentile([], 0.5) is None
+
+
+def test_a_server_without_models_is_named() -> None:
+    with serving(asyncio.sleep) as (_, server):  # type: ignore[arg-type]
+        gone = server.base_url
+    with pytest.raises(ServingError, match="does a server run there"):
+        first_model(gone, {})
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        [],
+        ["--base-url", "http://127.0.0.1:1", "--spawn", "m"],
+        ["--base-url", "http://127.0.0.1:1", "--num-prompts", "0"],
+        ["--base-url", "http://127.0.0.1:1", "--request-rate", "0"],
+        ["--base-url", "http://127.0.0.1:1", "--header", "nothing"],
+        ["--spawn", "random:none"],
+    ],
+)
+def test_flags_that_make_no_sense_are_refused_with_code_2(arguments: list[str]) -> None:
+    assert main(["bench", "serve", *arguments]) == 2
+
+
+def test_a_server_that_cannot_start_says_its_last_line(tmp_path: Path) -> None:
+    with pytest.raises(ServingError, match=r"ended with 10: .*ModelNotFound"), SpawnedServer([str(tmp_path / "none")]):
+        pass
+
+
+@pytest.mark.slow
+def test_the_command_brings_a_server_along_and_two_clients_see_every_token(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    model, written = write_chat_model(tmp_path / "model"), tmp_path / "out.json"
+    lengths = ["--random-input-len", "8", "--random-output-len", "12", "--ignore-eos", "--vocabulary-size", "300"]
+    load = ["--num-prompts", "10", "--max-concurrency", "4", "--client-processes", "2"]
+    assert main(["bench", "serve", "--spawn", str(model), *lengths, *load, "--json", str(written)]) == 0
+    found = {row["name"]: row["values"] for row in json.loads(written.read_bytes())["tables"][0]["rows"]}
+    assert found["requests answered"]["value"] == 10
+    assert found["requests failed"]["value"] == 0
+    assert found["output tokens"]["value"] == 120
+    assert found["prompt tokens"]["value"] == 80
+    assert "gap between events" in capsys.readouterr().out
