@@ -165,6 +165,7 @@ def _add_server_flags(server: argparse._ArgumentGroup) -> None:
     for flag, meaning in (
         ("--max-log-len", "characters of a logged prompt"),
         ("--max-body-bytes", "largest body of a request"),
+        ("--api-server-count", "processes that speak HTTP and text (default: 1)"),
     ):
         server.add_argument(flag, type=int, metavar="N", help=meaning)
     server.set_defaults(access_log=None)

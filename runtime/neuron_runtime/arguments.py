@@ -38,6 +38,7 @@ SERVER_PATHS = {
     "max_log_len": "server.maxLoggedCharacters",
     "otlp_traces_endpoint": "server.otlpTracesEndpoint",
     "allowed_origins": "server.allowedOrigins",
+    "api_server_count": "server.numFrontEnds",
     "max_body_bytes": "server.maxBodyBytes",
 }
 """The same, of arguments that only a server has."""

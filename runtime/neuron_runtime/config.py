@@ -21,6 +21,8 @@ CONFIG_VERSION = 1
 MAX_BODY_BYTES = 32 * 1024 * 1024
 """Default of the largest body."""
 
+MAX_FRONT_ENDS = 64
+
 BackendName = Literal["nxdi", "optimum", "transformers-neuronx", "vllm", "torch", "simulated"]
 
 
@@ -65,6 +67,8 @@ class ServerOptions(Document, frozen=True, kw_only=True):
     """Full URL of an OpenTelemetry collector (OTLP over HTTP); empty: $OTEL_EXPORTER_OTLP_TRACES_ENDPOINT, or none."""
     allowed_origins: tuple[str, ...] = ()
     """Origins of web pages that may call from a browser; `*`: all."""
+    num_front_ends: int = 1
+    """Processes that speak HTTP and text, beside the one with the engine."""
     max_body_bytes: int = MAX_BODY_BYTES
     """Largest body of a request."""
 
@@ -117,13 +121,16 @@ def check_config(config: RuntimeConfig) -> None:
 
 
 def _check_server(server: ServerOptions) -> None:
-    lowest = {"maxLoggedCharacters": 1, "maxBodyBytes": 1}
+    lowest = {"maxLoggedCharacters": 1, "maxBodyBytes": 1, "numFrontEnds": 1}
     options = msgspec.to_builtins(server)
     for name, least in lowest.items():
         if options[name] < least:
             raise InvalidConfig(f"$.server.{name}", f"must be at least {least}, got {options[name]}")
     if server.otlp_traces_endpoint:
         check_url(server.otlp_traces_endpoint, "$.server.otlpTracesEndpoint")
+    if server.num_front_ends > MAX_FRONT_ENDS:
+        message = f"at most {MAX_FRONT_ENDS} can be started, got {server.num_front_ends}"
+        raise InvalidConfig("$.server.numFrontEnds", message)
     for origin in server.allowed_origins:
         if origin != "*" and not re.fullmatch(r"https?://[^/\s?#]+", origin):
             message = f"{origin!r} is no origin: give `https://host` or `http://host:port` without a path, or `*`"

@@ -63,7 +63,7 @@ def test_an_end_is_read_from_code_and_record(
         write(Record(version=1, command="serve", ok=False, exit_code=code, message=named), path)
     process = subprocess.Popen(["sh", "-c", f"exit {code}" if code > 0 else f"kill {code} $$"])
     process.wait()
-    failure = Child("engine process", process, path).failure()
+    failure = Child("engine process", process, path, Deadline(tmp_path / "deadline")).failure()
     assert type(failure) is error
     assert str(failure) == (named or describe_exit("engine process", code))
     assert cured_by_restart(failure) is restarts

@@ -1,8 +1,9 @@
 """The border between the engine process and a front end: the messages, their encoding, and the sockets they take.
 
 A front end sends requests and aborts; the engine sends how far its start is, then **one message per step** with all
-that the step brought. The encoding is msgpack, checked against these types on the way in. Both ends run on one
-machine and from one installation, so there is no version. Nothing here decides anything.
+that the step brought; where there are several front ends, one to each, with what its own requests brought. The
+encoding is msgpack, checked against these types on the way in. Both ends run on one machine and from one installation,
+so there is no version. Nothing here decides anything.
 """
 
 from __future__ import annotations
@@ -20,6 +21,21 @@ ENGINE_INBOX = "engine-inbox"
 ENGINE_OUTBOX = "engine-outbox"
 RECONNECT_MILLISECONDS = 10
 """How often whoever is early looks whether the other process is there yet."""
+
+
+def request_id(front_end: int, number: int) -> str:
+    """The id of the n-th request of a front end."""
+    return f"{front_end}-{number}"
+
+
+def front_end_of(request_id: str) -> int:
+    """Whose request it is."""
+    return int(request_id.partition("-")[0])
+
+
+def outbox_of(front_end: int) -> str:
+    """The name of the socket on which a front end hears from the engine."""
+    return f"{ENGINE_OUTBOX}-{front_end}"
 
 
 class Add(msgspec.Struct, frozen=True, tag="add"):
@@ -109,6 +125,11 @@ class Numbers(msgspec.Struct, frozen=True, array_like=True):
     cache_usage: float = 0.0
     """Share of the KV blocks in use, 0 to 1."""
     num_preemptions_total: int = 0
+    num_prefix_queries_total: int = 0
+    """Prompt tokens that were looked for in the prefix cache."""
+    num_prefix_hits_total: int = 0
+    stream_gap_bound_seconds: float = 0.0
+    """Within this time a running stream gets its next token, judged by the longest steps so far."""
     step_kind: Kind | None = None
     num_step_tokens: int = 0
     """Tokens fed in the step."""
@@ -179,6 +200,9 @@ def numbers(stats: EngineStats, work_seconds: float = 0.0, host_seconds: float =
         num_waiting=stats.num_waiting,
         cache_usage=stats.num_blocks_used / stats.num_blocks if stats.num_blocks else 0.0,
         num_preemptions_total=stats.num_preemptions_total,
+        num_prefix_queries_total=stats.num_prefix_queries_total,
+        num_prefix_hits_total=stats.num_prefix_hits_total,
+        stream_gap_bound_seconds=stats.stream_gap_bound_seconds,
         step_kind=step.kind if step else None,
         num_step_tokens=step.num_tokens if step else 0,
         device_seconds=step.device_seconds if step else 0.0,

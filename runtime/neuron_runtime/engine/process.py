@@ -40,12 +40,15 @@ PROGRESS_PERIOD_SECONDS = 0.2
 
 
 class Border:
-    """The engine's end of the sockets."""
+    """The engine's end of the sockets: one inbox for all front ends, an outbox to each."""
 
-    def __init__(self, run_dir: Path, incarnation: int) -> None:
+    def __init__(self, run_dir: Path, incarnation: int, num_front_ends: int = 1) -> None:
         self._context = zmq.Context()
         self._inbox = messages.socket(self._context, zmq.PULL, run_dir, messages.ENGINE_INBOX, incarnation)
-        self._outbox = messages.socket(self._context, zmq.PUSH, run_dir, messages.ENGINE_OUTBOX, incarnation)
+        self._outboxes = [
+            messages.socket(self._context, zmq.PUSH, run_dir, messages.outbox_of(front_end), incarnation)
+            for front_end in range(num_front_ends)
+        ]
         self._poller = zmq.Poller()
         self._poller.register(self._inbox, zmq.POLLIN)
 
@@ -60,7 +63,23 @@ class Border:
         return lambda: bool(stops)
 
     def send(self, message: FromEngine) -> None:
-        self._outbox.send(messages.encoder.encode(message))
+        """To every front end."""
+        raw = messages.encoder.encode(message)
+        for outbox in self._outboxes:
+            outbox.send(raw)
+
+    def send_step(self, step: Step) -> None:
+        """To every front end the numbers, and the news of its own requests."""
+        if len(self._outboxes) == 1:
+            return self.send(step)
+        parts: list[tuple[list[messages.News], list[Refused]]] = [([], []) for _ in self._outboxes]
+        for news in step.news:
+            parts[messages.front_end_of(news.request_id)][0].append(news)
+        for refused in step.refused:
+            parts[messages.front_end_of(refused.request_id)][1].append(refused)
+        for outbox, (its_news, its_refused) in zip(self._outboxes, parts, strict=True):
+            outbox.send(messages.encoder.encode(Step(tuple(its_news), tuple(its_refused), step.numbers)))
+        return None
 
     def receive(self, wait: bool) -> list[ToEngine]:
         """All mail there is; with `wait`, sleeps until there is some or SIGTERM arrives."""
@@ -104,7 +123,7 @@ class Worker:
         if mail or works:
             # An abort changes the numbers too: a freed row is to be seen at once.
             numbers = self._numbers()
-            self._border.send(Step(tuple(map(messages.news, events)), tuple(refused), numbers))
+            self._border.send_step(Step(tuple(map(messages.news, events)), tuple(refused), numbers))
 
     def _numbers(self) -> messages.Numbers:
         """Of the turn that ends here; what it costs to send them belongs to the next one."""
@@ -193,12 +212,13 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--weights-dir", type=Path, required=True)
     parser.add_argument("--run-dir", type=Path, required=True)
     parser.add_argument("--incarnation", type=int, required=True)
+    parser.add_argument("--num-front-ends", type=int, required=True)
     parser.add_argument("--record", type=Path, required=True)
     parser.add_argument("--parent-pid", type=int, required=True)
     options = parser.parse_args(arguments)
     die_with_parent(options.parent_pid)
     faulthandler.enable()
-    border = Border(options.run_dir, options.incarnation)
+    border = Border(options.run_dir, options.incarnation, options.num_front_ends)
     began = time.monotonic()
     try:
         with Deadline(options.run_dir / f"deadline-{options.incarnation}") as deadline:

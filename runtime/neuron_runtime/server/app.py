@@ -28,6 +28,7 @@ from neuron_runtime.server.exchange import exchange_of
 from neuron_runtime.server.gate import Gate
 from neuron_runtime.server.generation import Generation
 from neuron_runtime.server.metrics import CONTENT_TYPE, Metrics
+from neuron_runtime.server.summed_metrics import SummedMetrics
 from neuron_runtime.server.wire import (
     Body,
     ChatBody,
@@ -52,6 +53,7 @@ class State(Protocol):
 
     client: EngineClient
     metrics: Metrics
+    summed_metrics: SummedMetrics
     gate: Gate
     served_names: tuple[str, ...]
     options: ServerOptions
@@ -144,7 +146,7 @@ class Routes:
         return _json({"status": "ok"})
 
     async def metrics(self, request: Request) -> Response:
-        return Response(self._state.metrics.render(), headers={"content-type": CONTENT_TYPE})
+        return Response(await self._state.summed_metrics.render(), headers={"content-type": CONTENT_TYPE})
 
     async def _generate(
         self, request: Request, body_type: type[Body], admit: Callable[[Admission, Body], Ask], shape: Shape
@@ -171,6 +173,7 @@ class Routes:
         except ServingError:
             return model
         return {**model, "max_model_len": length}
+
 
     async def _parsed(self, request: Request, body_type: type[Body], use: Callable[[Body], Made]) -> Made:
         """Read, parse and use a body; long ones on a thread. Raises InvalidRequest."""

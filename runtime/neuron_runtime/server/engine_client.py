@@ -49,6 +49,7 @@ class EngineClient:
     """Requests in, news out, across engine restarts.
 
     Args:
+        front_end: which one this is, from 0.
         on_model: called with the model's folder each time an engine has found it.
         on_ready: called each time an engine can serve.
         on_broken: called when receiving failed for good, which is a bug.
@@ -57,7 +58,9 @@ class EngineClient:
     def __init__(
         self,
         run_dir: Path,
+        front_end: int,
         metrics: Metrics,
+        *,
         on_model: Callable[[Path], None],
         on_ready: Callable[[Ready], None],
         on_broken: Callable[[BaseException], None],
@@ -65,6 +68,7 @@ class EngineClient:
         self.state = EngineState.STARTING
         self.detail = "starting"
         self._run_dir = run_dir
+        self._front_end = front_end
         self._metrics = metrics
         self._on_model = on_model
         self._on_ready = on_ready
@@ -80,7 +84,8 @@ class EngineClient:
         self._disconnect()
         self.state, self.detail = EngineState.STARTING, "starting"
         self._metrics.engine_started(incarnation)
-        self._from_engine = messages.socket(self._context, zmq.PULL, self._run_dir, messages.ENGINE_OUTBOX, incarnation)
+        name = messages.outbox_of(self._front_end)
+        self._from_engine = messages.socket(self._context, zmq.PULL, self._run_dir, name, incarnation)
         self._to_engine = messages.socket(self._context, zmq.PUSH, self._run_dir, messages.ENGINE_INBOX, incarnation)
         loop = asyncio.get_running_loop()
         loop.add_reader(self._from_engine.fileno(), self._receive)
@@ -104,7 +109,7 @@ class EngineClient:
         self.check_ready()
         ids = []
         for index, make in enumerate(requests):
-            request_id = str(next(self._ids))
+            request_id = messages.request_id(self._front_end, next(self._ids))
             self._recipients[request_id] = (recipient, index)
             self._send(Add(make(request_id)))
             ids.append(request_id)

@@ -10,6 +10,8 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import faulthandler
+import gc
 import os
 import socket
 import sys
@@ -25,7 +27,7 @@ import uvloop
 from neuron_runtime import record
 from neuron_runtime.config import RuntimeConfig, load_config
 from neuron_runtime.console import say
-from neuron_runtime.engine.lifeline import die_with_parent
+from neuron_runtime.engine.lifeline import Deadline, die_with_parent
 from neuron_runtime.engine.messages import Ready
 from neuron_runtime.errors import BackendFailed, Draining, FatalError
 from neuron_runtime.server import control
@@ -36,12 +38,18 @@ from neuron_runtime.server.edge import Edge
 from neuron_runtime.server.engine_client import EngineClient
 from neuron_runtime.server.gate import Gate
 from neuron_runtime.server.http_protocol import BoundedProtocol
-from neuron_runtime.server.metrics import LOG_LINES_LOST, Metrics
+from neuron_runtime.server.metrics import LOG_LINES_LOST, OPEN_CONNECTIONS, Metrics
+from neuron_runtime.server.summed_metrics import SummedMetrics
 from neuron_runtime.text.generation_config import GenerationDefaults, load_generation_defaults
 from neuron_runtime.text.tokenizer import Tokenizer, load_tokenizer
 
 KEEP_ALIVE_SECONDS = 75
 """Longer than the pools of common clients and proxies keep a connection, so that they close it first."""
+ALIVE_SECONDS = 30.0
+"""A turn of the event loop takes milliseconds; the supervisor ends a front end that stood still for this long."""
+BEAT_SECONDS = 1.0
+NUM_NEW_OBJECTS = 50_000
+"""More than the default between two garbage collections: what requests leave behind has no cycles."""
 SHUTDOWN_SECONDS = 5
 """How long connections may take to close when everything on them has ended."""
 
@@ -72,15 +80,33 @@ class FrontEnd:
     """Holds what the routes share, and follows the supervisor."""
 
     def __init__(
-        self, config: RuntimeConfig, run_dir: Path, url: str, began: float, api_key_file: Path | None = None
+        self,
+        config: RuntimeConfig,
+        run_dir: Path,
+        url: str,
+        began: float,
+        api_key_file: Path | None = None,
+        *,
+        front_end: int = 0,
     ) -> None:
+        """front_end: which of several this is, from 0."""
         self.served_names = config.served_names
         self.options = config.server
         self.metrics = Metrics(config.served_names[0])
         self.gate = Gate()
-        self.client = EngineClient(run_dir, self.metrics, self._model_found, self._engine_ready, self._fail)
-        self._edge = Edge(config.server, api_key_file)
+        self.summed_metrics = SummedMetrics(self.metrics, run_dir, front_end, config.server.num_front_ends)
+        self.client = EngineClient(
+            run_dir,
+            front_end,
+            self.metrics,
+            on_model=self._model_found,
+            on_ready=self._engine_ready,
+            on_broken=self._fail,
+        )
+        self._edge = Edge(config.server, api_key_file, (self.metrics,))
         self.metrics.read_at_scrape(LOG_LINES_LOST, lambda: self._edge.num_log_lines_lost)
+        self._front_end = front_end
+        self._deadline = Deadline(run_dir / f"front-end-{front_end}")
         self._url = url
         self._began = began
         self._text: asyncio.Task[Text] | None = None
@@ -113,16 +139,27 @@ class FrontEnd:
                 timeout_graceful_shutdown=SHUTDOWN_SECONDS,
             )
         )
+        await self.summed_metrics.open()
+        beating = asyncio.create_task(self._beat())
+        self.metrics.read_at_scrape(OPEN_CONNECTIONS, lambda: len(server.server_state.connections))
         serving = asyncio.create_task(server.serve(sockets=[listener]))
         following = asyncio.create_task(self._follow(orders))
         await asyncio.wait((serving, following, self._failed), return_when=asyncio.FIRST_COMPLETED)
         following.cancel()
         server.should_exit = True
         await serving
+        beating.cancel()
+        self._deadline.close()
+        self.summed_metrics.close()
         self.client.close()
         self._edge.close()
         if self._failed.done():
             self._failed.result()
+
+    async def _beat(self) -> None:
+        while True:
+            self._deadline.set(ALIVE_SECONDS)
+            await asyncio.sleep(BEAT_SECONDS)
 
     async def _follow(self, orders: IO[Any]) -> None:
         """Do what the supervisor says, until it says to end or is gone."""
@@ -190,6 +227,9 @@ class FrontEnd:
         self._admission = Admission(
             text.tokenizer, limits, self.served_names, text.defaults, self._ready.max_queued_requests
         )
+        if self._front_end:
+            # One of several speaks for all.
+            return
         say(
             f"ready after {time.monotonic() - self._began:.1f} s: {self._url}/v1 serves {', '.join(self.served_names)} "
             f"({limits.max_model_length} tokens, {limits.max_rows} at a time)"
@@ -200,7 +240,12 @@ async def run(options: argparse.Namespace) -> int:
     try:
         listener = socket.socket(fileno=options.listener_fd)
         front_end = FrontEnd(
-            load_config(options.config), options.run_dir, options.url, options.began, options.api_key_file
+            load_config(options.config),
+            options.run_dir,
+            options.url,
+            options.began,
+            options.api_key_file,
+            front_end=options.front_end,
         )
         await front_end.run(listener, sys.stdin)
     except FatalError as error:
@@ -216,13 +261,18 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--run-dir", type=Path, required=True)
     parser.add_argument("--listener-fd", type=int, required=True)
     parser.add_argument("--url", required=True)
+    parser.add_argument("--front-end", type=int, required=True, help="which of several this is, from 0")
     parser.add_argument("--api-key-file", type=Path)
     parser.add_argument("--began", type=float, required=True, help="monotonic clock at the command's start")
     parser.add_argument("--record", type=Path, required=True)
     parser.add_argument("--parent-pid", type=int, required=True)
     options = parser.parse_args(arguments)
     die_with_parent(options.parent_pid)
+    faulthandler.enable()
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    # What is imported stays. What a long body of many small values is parsed into is not searched through meanwhile.
+    gc.freeze()
+    gc.set_threshold(NUM_NEW_OBJECTS, 20, 20)
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         return runner.run(run(options))
 

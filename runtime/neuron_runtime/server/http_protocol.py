@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 from starlette.types import Scope
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
@@ -99,7 +99,7 @@ class BoundedProtocol(HttpToolsProtocol):
         super().on_headers_complete()
         writer = BodyWriter(self.cycle)
         # Whoever answers, a task that was just made or one that pipelining lets wait, has not seen the scope yet.
-        self.cycle.scope["extensions"] = {_BODY_WRITER: writer}
+        self.cycle.scope["extensions"] = cast("Any", {_BODY_WRITER: writer})
         self._writers = [*(one for one in self._writers if one.in_use), writer]
 
     def on_body(self, body: bytes) -> None:

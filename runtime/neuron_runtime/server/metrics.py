@@ -9,12 +9,16 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING
 
 from prometheus_client.exposition import CONTENT_TYPE_LATEST as CONTENT_TYPE
 
 from neuron_runtime.core import BackendLimits, FinishReason, Kind
 from neuron_runtime.engine.messages import Numbers, Step
 from neuron_runtime.server.series import Book, Exported, Family
+
+if TYPE_CHECKING:
+    from neuron_runtime.server.exchange import Exchange
 
 __all__ = ["CONTENT_TYPE", "FAMILIES", "Metrics"]
 
@@ -32,6 +36,7 @@ _LATENCY = (
     *(960.0, 1920.0, 7680.0),
 )
 _TOKENS = tuple(float(mantissa * 10**exponent) for exponent in range(6) for mantissa in (1, 2, 5))
+_CHOICES = (1.0, 2.0, 5.0, 10.0, 20.0, 50.0, 100.0)
 _STEP_TOKENS = (1.0, 8.0, 16.0, 32.0, 64.0, 128.0, 256.0, 512.0, 1024.0, 2048.0, 4096.0, 8192.0, 16384.0)
 _STEP = (0.001, 0.002, 0.004, 0.006, 0.008, 0.01, 0.015, 0.02, 0.03, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0)
 _HOST = (0.00005, 0.0001, 0.0002, 0.0003, 0.0005, 0.00075, 0.001, 0.0015, 0.002, 0.005, 0.01, 0.05, 0.1)
@@ -71,6 +76,10 @@ LORA_REQUESTS = _gauge(
     *("max_lora", "waiting_lora_adapters", "running_lora_adapters"),
 )
 PREEMPTIONS = _engine_counter("vllm:num_preemptions_total", "Times that a request lost its blocks and began again.")
+PREFIX_QUERIES = _engine_counter(
+    "vllm:prefix_cache_queries_total", "Prompt tokens that were looked for in the prefix cache."
+)
+PREFIX_HITS = _engine_counter("vllm:prefix_cache_hits_total", "Those of them that were found, and not computed again.")
 PROMPT_TOKENS = _counter("vllm:prompt_tokens_total", "Prompt tokens of requests that got their first token.")
 GENERATION_TOKENS = _counter("vllm:generation_tokens_total", "Tokens generated.")
 SUCCESS = _counter("vllm:request_success_total", "Requests that ended, by how.", "finished_reason")
@@ -85,6 +94,11 @@ PREFILL = _histogram("vllm:request_prefill_time_seconds", "Time from its first s
 DECODE = _histogram("vllm:request_decode_time_seconds", "First token to last.", _LATENCY)
 REQUEST_PROMPT = _histogram("vllm:request_prompt_tokens", "Prompt tokens of a request.", _TOKENS)
 REQUEST_GENERATION = _histogram("vllm:request_generation_tokens", "Tokens generated for a request.", _TOKENS)
+REQUEST_LONGEST = _histogram(
+    "vllm:request_max_num_generation_tokens", "Tokens of the longest of the answers to a prompt.", _TOKENS
+)
+PARAMS_N = _histogram("vllm:request_params_n", "Answers asked for to a prompt.", _CHOICES)
+PARAMS_MAX_TOKENS = _histogram("vllm:request_params_max_tokens", "Most tokens that a request may generate.", _TOKENS)
 ITERATION_TOKENS = _family(
     Family("vllm:iteration_tokens_total", "histogram", "Tokens fed in a step.", (), _STEP_TOKENS, "engine")
 )
@@ -114,6 +128,10 @@ WORK_SECONDS = _engine_counter(
     "neuron_serving_work_seconds_total",
     "Time in which the engine had requests; where the device is not busy, it waits.",
 )
+GAP_BOUND = _gauge(
+    "neuron_serving_stream_gap_bound_seconds",
+    "A running stream gets its next token within this time, judged by the longest steps so far.",
+)
 FED_TOKENS = _engine_counter(
     "neuron_serving_fed_tokens_total", "Tokens that steps were given, by kind and bucket.", "kind", "bucket"
 )
@@ -126,6 +144,12 @@ COMPUTED_TOKENS = _engine_counter(
 LOAD_SECONDS = _gauge("neuron_serving_load_seconds", "Time it took to load the model.")
 WARM_UP_SECONDS = _gauge("neuron_serving_warm_up_seconds", "Time it took to compile what was not, and to warm up.")
 RESTARTS = _engine_counter("neuron_serving_engine_restarts_total", "Engine processes started after the first.")
+REFUSED = _counter(
+    "neuron_serving_requests_refused_total", "Requests that were answered with an error and never run, by why.", "reason"
+)
+OPEN_CONNECTIONS = _family(
+    Family("neuron_serving_open_connections", "gauge", "HTTP connections, the one of this scrape included.")
+)
 LOG_LINES_LOST = _counter(
     "neuron_serving_access_log_lines_lost_total", "Lines of the access log that nobody read in time."
 )
@@ -148,6 +172,8 @@ class Metrics:
         self._running, self._waiting = book.number(RUNNING), book.number(WAITING)
         self._cache_usage = book.number(CACHE_USAGE)
         self._preemptions = book.number(PREEMPTIONS)
+        self._prefix_queries, self._prefix_hits = book.number(PREFIX_QUERIES), book.number(PREFIX_HITS)
+        self._gap_bound = book.number(GAP_BOUND)
         self._prompt_tokens = book.number(PROMPT_TOKENS)
         self._generation_tokens = book.number(GENERATION_TOKENS)
         self._success = {reason: book.number(SUCCESS, reason.value) for reason in FinishReason}
@@ -157,6 +183,8 @@ class Metrics:
         self._decode = book.distribution(DECODE)
         self._request_prompt = book.distribution(REQUEST_PROMPT)
         self._request_generation = book.distribution(REQUEST_GENERATION)
+        self._request_longest = book.distribution(REQUEST_LONGEST)
+        self._params_n, self._params_max_tokens = book.distribution(PARAMS_N), book.distribution(PARAMS_MAX_TOKENS)
         self._iteration = book.distribution(ITERATION_TOKENS)
         self._step_seconds = {kind: book.distribution(STEP_SECONDS, kind.value) for kind in Kind}
         self._host_seconds = book.distribution(HOST_SECONDS)
@@ -171,6 +199,11 @@ class Metrics:
         for family, read in self._at_scrape:
             self._book.number(family).value = read()
         return self._book.export(self._heard)
+
+    def restore(self, exported: Exported) -> None:
+        """Go on counting from what a predecessor exported."""
+        self._heard = exported.heard
+        self._book.restore(exported)
 
     def render(self, others: Iterable[Exported] = ()) -> bytes:
         """The text that Prometheus scrapes: this front end's numbers and those of the others, added up."""
@@ -198,7 +231,7 @@ class Metrics:
         self._members.value = 1
 
     def engine_ended(self) -> None:
-        for gauge in (self._running, self._waiting, self._cache_usage, self._members):
+        for gauge in (self._running, self._waiting, self._cache_usage, self._gap_bound, self._members):
             gauge.value = 0
 
     def step(self, step: Step) -> None:
@@ -208,6 +241,9 @@ class Metrics:
         self._running.value, self._waiting.value = numbers.num_running, numbers.num_waiting
         self._cache_usage.value = numbers.cache_usage
         self._preemptions.value += numbers.num_preemptions_total - last.num_preemptions_total
+        self._prefix_queries.value += numbers.num_prefix_queries_total - last.num_prefix_queries_total
+        self._prefix_hits.value += numbers.num_prefix_hits_total - last.num_prefix_hits_total
+        self._gap_bound.value = numbers.stream_gap_bound_seconds
         self._work.value += numbers.work_seconds
         if numbers.step_kind is not None:
             kind, bucket = numbers.step_kind.value, numbers.bucket or NO_BUCKET
@@ -245,3 +281,17 @@ class Metrics:
         self._decode.observe(decode_seconds)
         if num_tokens > 1:
             self._per_token.observe(decode_seconds / (num_tokens - 1))
+
+    def ended(self, exchange: Exchange) -> None:
+        """An HTTP request is over: what it asked for, or why it was refused."""
+        error, generation = exchange.error, exchange.generation
+        reasons = exchange.finish_reasons
+        if error is not None and exchange.status >= 400 and FinishReason.ERROR not in reasons:
+            self._book.number(REFUSED, error.code or "invalid_request").value += 1
+        elif generation is not None and reasons:
+            n = generation.ask.num_choices
+            for number, sampling in enumerate(generation.ask.sampling):
+                answers = [choice.num_tokens for choice in generation.choices[number * n : (number + 1) * n]]
+                self._params_n.observe(n)
+                self._params_max_tokens.observe(sampling.max_tokens, n)
+                self._request_longest.observe(max(answers))

@@ -56,6 +56,9 @@ class Number:
     def export(self) -> tuple[float, ...]:
         return (self.value,)
 
+    def restore(self, numbers: tuple[float, ...]) -> None:
+        (self.value,) = numbers
+
 
 class Distribution:
     """One histogram: how many observations fell into each bucket, and their sum."""
@@ -73,6 +76,10 @@ class Distribution:
 
     def export(self) -> tuple[float, ...]:
         return (self._sum, *self._counts)
+
+    def restore(self, numbers: tuple[float, ...]) -> None:
+        self._sum = numbers[0]
+        self._counts = [int(count) for count in numbers[1:]]
 
 
 class Exported(msgspec.Struct, frozen=True, array_like=True):
@@ -107,6 +114,14 @@ class Book:
 
     def export(self, heard: int) -> Exported:
         return Exported(heard, tuple((*key, one.export()) for key, one in self._series.items()))
+
+    def restore(self, exported: Exported) -> None:
+        """Take over what another process counted, in the place of what was counted here. What has no name is left."""
+        for name, labels, numbers in exported.series:
+            family = self._families.get(name)
+            if family is not None:
+                one = self.distribution(family, *labels) if family.bounds else self.number(family, *labels)
+                one.restore(numbers)
 
     def text(self, parts: Iterable[Exported], labels: dict[str, str]) -> bytes:
         """What Prometheus scrapes: the parts of all processes as one, each series with `labels` in front."""

@@ -1,12 +1,13 @@
-"""The supervisor of `neuron-runtime serve`: owns the listening socket, starts engine process and front end, watches.
+"""The supervisor of `neuron-runtime serve`: owns the listening socket, starts engine process and front ends, watches.
 
 A small process without an event loop: it sleeps until a signal or a second has passed. Children are commands of
-their own, never forks, and die with it. It starts an engine again in place a few times, ends a hung one, passes
+their own, never forks, and die with it. It starts an engine again in place a few times, ends what hangs, passes
 SIGTERM on as a drain, and leaves exit code and record behind when it ends badly. It touches no request.
 """
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import select
@@ -30,6 +31,8 @@ from neuron_runtime.server.control import Control, Drain, EngineEnded, EngineSta
 from neuron_runtime.server.restarts import RestartBudget, describe_exit
 
 TICK_SECONDS = 1.0
+MIN_LOOKS = 2
+"""A process hangs when it is overdue in so many looks in a row: after a freeze of everything the first says nothing."""
 STOP_SECONDS = 10.0
 """How long a child may take to end when it was told to, beyond what a drain allows."""
 BACKLOG = 2048
@@ -63,6 +66,25 @@ class Child:
     name: str
     process: subprocess.Popen[bytes]
     record_path: Path
+    deadline: Deadline
+    num_overdue: int = 0
+    """Looks in a row that found it overdue."""
+
+    @property
+    def lives(self) -> bool:
+        return self.process.poll() is None
+
+    def end_if_it_hangs(self) -> None:
+        """To be called again and again."""
+        overdue = self.deadline.overdue_seconds
+        self.num_overdue = self.num_overdue + 1 if overdue and self.lives else 0
+        if self.num_overdue >= MIN_LOOKS:
+            say(f"the {self.name} hangs ({overdue:.0f} s beyond its limit): ending it")
+            # Its fault handler shows where it hangs, even while the interpreter lock is held.
+            self.process.send_signal(signal.SIGABRT)
+            # One that was stopped takes the other signal when it goes on.
+            self.process.send_signal(signal.SIGCONT)
+            self.wait_or_kill(STOP_SECONDS)
 
     def failure(self) -> ServingError:
         """Why it ended, after it has: the error it named, or BackendFailed with how it died."""
@@ -79,12 +101,19 @@ class Child:
         except (OSError, msgspec.DecodeError):
             return ""
 
+    def close(self) -> None:
+        """Nobody talks to it any more; it has ended."""
+        self.deadline.close()
+        if self.process.stdin is not None:
+            with contextlib.suppress(BrokenPipeError):
+                self.process.stdin.close()
+
     def wait_or_kill(self, seconds: float) -> None:
         """It was told to end: make it, after a while."""
         try:
             self.process.wait(seconds)
         except subprocess.TimeoutExpired:
-            say(f"the {self.name} did not end within {seconds:.0f} s: killing it")
+            say(f"the {self.name} did not end in time: killing it")
             self.process.kill()
             self.process.wait()
 
@@ -140,27 +169,29 @@ class Supervisor:
         self._began = began
         self._budget = RestartBudget()
         self._incarnation = 0
+        self._front_ends: list[Child] = []
         self._run_dir = run_dir
         self._config_path = self._run_dir / "config.json"
         self._config_path.write_bytes(msgspec.json.encode(config))
 
     def run(self) -> None:
         """Returns after a drain. Raises ServingError when serving cannot go on."""
-        self._start_front_end()
+        self._start_front_ends()
         self._start_engine()
         try:
             self._serve()
         finally:
-            self._end_front_end()
+            self._end_front_ends()
             self._end_engine()
 
     def _serve(self) -> None:
         while not self._signals.num_stops:
             self._signals.sleep(TICK_SECONDS)
-            self._end_hung_engine()
-            if self._front_end.process.poll() is not None:
-                self._restart_all()
-            elif self._engine.process.poll() is not None:
+            self._end_what_hangs()
+            ended = next((one for one in self._front_ends if not one.lives), None)
+            if ended is not None:
+                self._restart_all(ended)
+            elif not self._engine.lives:
                 self._restart_engine()
         self._drain()
 
@@ -175,23 +206,19 @@ class Supervisor:
         self._tell(Drain(delay, drain.seconds))
         deadline = time.monotonic() + delay + drain.seconds + STOP_SECONDS
         stops, engine_lives = self._signals.num_stops, True
-        while self._front_end.process.poll() is None and time.monotonic() < deadline:
+        while any(one.lives for one in self._front_ends) and time.monotonic() < deadline:
             if self._signals.interrupted and self._signals.num_stops > stops:
                 stops = self._signals.num_stops
                 self._tell(Drain(0.0, 0.0))
-            if engine_lives and self._engine.process.poll() is not None:
+            if engine_lives and not self._engine.lives:
                 engine_lives = False
                 self._tell(EngineEnded(str(self._engine.failure())))
             self._signals.sleep(TICK_SECONDS)
-            self._end_hung_engine()
+            self._end_what_hangs()
 
-    def _end_hung_engine(self) -> None:
-        overdue = self._deadline.overdue_seconds
-        if overdue and self._engine.process.poll() is None:
-            say(f"a step of the engine hangs ({overdue:.0f} s beyond its limit): ending the engine process")
-            # Its fault handler shows where it hangs, even while the interpreter lock is held.
-            self._engine.process.send_signal(signal.SIGABRT)
-            self._engine.wait_or_kill(STOP_SECONDS)
+    def _end_what_hangs(self) -> None:
+        for child in (*self._front_ends, self._engine):
+            child.end_if_it_hangs()
 
     def _restart_engine(self) -> None:
         failure = self._engine.failure()
@@ -199,18 +226,23 @@ class Supervisor:
         self._check(failure)
         self._start_engine()
 
-    def _restart_all(self) -> None:
-        """Without its front end an engine works for nobody: both begin again."""
-        failure = self._front_end.failure()
+    def _restart_all(self, ended: Child) -> None:
+        """Nobody knows any more for whom the engine works: all begin again."""
+        failure = ended.failure()
+        self._end_front_ends()
         self._end_engine()
         self._check(failure)
-        self._start_front_end()
+        self._start_front_ends()
         self._start_engine()
 
-    def _end_front_end(self) -> None:
+    def _end_front_ends(self) -> None:
         """Give requests in flight the time to be answered with an error."""
         self._tell(Drain(0.0, 0.0))
-        self._front_end.wait_or_kill(STOP_SECONDS)
+        deadline = time.monotonic() + STOP_SECONDS
+        for child in self._front_ends:
+            child.wait_or_kill(max(0.0, deadline - time.monotonic()))
+            child.close()
+        self._front_ends.clear()
 
     def _end_engine(self) -> None:
         self._engine.process.terminate()
@@ -222,23 +254,30 @@ class Supervisor:
             raise error
         say(f"{failure}; starting again")
 
-    def _start_front_end(self) -> None:
+    def _start_front_ends(self) -> None:
         fd = self._listener.fileno()
-        self._front_end = self._start(
-            "front end",
-            "neuron_runtime.server.front_end",
-            [f"--listener-fd={fd}", f"--url={url_of(self._listener)}", f"--began={self._began}", *self._keys],
-            stdin=subprocess.PIPE,
-            pass_fds=(fd,),
-        )
+        common = [f"--listener-fd={fd}", f"--url={url_of(self._listener)}", f"--began={self._began}", *self._keys]
+        for number in range(self._config.server.num_front_ends):
+            # All of them accept from one socket, so whichever has time takes the next connection.
+            child = self._start(
+                "front end",
+                "neuron_runtime.server.front_end",
+                [*common, f"--front-end={number}"],
+                f"front-end-{number}",
+                stdin=subprocess.PIPE,
+                pass_fds=(fd,),
+            )
+            self._front_ends.append(child)
 
     def _start_engine(self) -> None:
         self._incarnation += 1
-        self._deadline = Deadline(self._run_dir / f"deadline-{self._incarnation}")
+        arguments = [
+            f"--weights-dir={self._weights_dir}",
+            f"--incarnation={self._incarnation}",
+            f"--num-front-ends={self._config.server.num_front_ends}",
+        ]
         self._engine = self._start(
-            "engine process",
-            "neuron_runtime.engine.process",
-            [f"--weights-dir={self._weights_dir}", f"--incarnation={self._incarnation}"],
+            "engine process", "neuron_runtime.engine.process", arguments, f"deadline-{self._incarnation}"
         )
         self._tell(EngineStarted(self._incarnation))
 
@@ -247,10 +286,12 @@ class Supervisor:
         name: str,
         module: str,
         arguments: list[str],
+        deadline: str,
+        *,
         stdin: int = subprocess.DEVNULL,
         pass_fds: tuple[int, ...] = (),
     ) -> Child:
-        record_path = self._run_dir / f"{module}.record"
+        record_path = self._run_dir / f"{deadline}.record"
         record_path.unlink(missing_ok=True)
         common = [
             f"--config={self._config_path}",
@@ -258,6 +299,9 @@ class Supervisor:
             f"--record={record_path}",
             f"--parent-pid={os.getpid()}",
         ]
+        watched = Deadline(self._run_dir / deadline)
+        # Of one that ended before it there may be one left.
+        watched.clear()
         process = subprocess.Popen(
             [sys.executable, "-P", "-m", module, *common, *arguments],
             stdin=stdin,
@@ -265,14 +309,14 @@ class Supervisor:
             # A Ctrl-C at the terminal is the supervisor's alone.
             start_new_session=True,
         )
-        return Child(name, process, record_path)
+        return Child(name, process, record_path, watched)
 
     def _tell(self, message: Control) -> None:
-        pipe = self._front_end.process.stdin
-        assert pipe is not None
-        try:
-            pipe.write(encode_line(message))
-            pipe.flush()
-        except BrokenPipeError:
-            # It has ended; the next look at it finds that out.
-            return
+        line = encode_line(message)
+        for child in self._front_ends:
+            pipe = child.process.stdin
+            assert pipe is not None
+            # One that has ended is found by the next look at it.
+            with contextlib.suppress(BrokenPipeError):
+                pipe.write(line)
+                pipe.flush()
