@@ -1,0 +1,95 @@
+"""The metrics of all front ends of one command as one text, whichever of them is asked.
+
+Made by the front end process. Each front end answers on a socket in the run folder with what it counted, and leaves the
+same in a file before anybody sees it: a front end that takes its predecessor's place goes on counting from there, and
+one that does not answer is believed to stand where it last was. So no counter that was scraped goes back.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from pathlib import Path
+
+import msgspec
+
+from neuron_runtime.server.metrics import Metrics
+from neuron_runtime.server.series import Exported
+
+PEER_SECONDS = 1.0
+"""How long another front end may take to say what it counted."""
+MAX_EXPORT_BYTES = 16 * 1024 * 1024
+
+_decoder = msgspec.msgpack.Decoder(Exported)
+
+
+class SummedMetrics:
+    """
+    Args:
+        run_dir: the folder in which the processes of one command meet.
+        front_end: which of the `num_front_ends` this is, from 0.
+    """
+
+    def __init__(self, metrics: Metrics, run_dir: Path, front_end: int, num_front_ends: int) -> None:
+        self._metrics = metrics
+        self._run_dir = run_dir
+        self._front_end = front_end
+        self._peers = [peer for peer in range(num_front_ends) if peer != front_end]
+        self._server: asyncio.Server | None = None
+
+    async def open(self) -> None:
+        """Go on from where a predecessor was, and answer the other front ends."""
+        kept = self._kept(self._front_end)
+        if kept is not None:
+            self._metrics.restore(kept)
+        if self._peers:
+            path = self._socket(self._front_end)
+            path.unlink(missing_ok=True)
+            self._server = await asyncio.start_unix_server(self._answer, path)
+
+    async def render(self) -> bytes:
+        """The text that Prometheus scrapes."""
+        others = await asyncio.gather(*map(self._ask, self._peers))
+        self._keep()
+        return self._metrics.render([other for other in others if other is not None])
+
+    def close(self) -> None:
+        if self._server is not None:
+            self._server.close()
+
+    def _keep(self) -> bytes:
+        """What this front end counted, once it is on file."""
+        raw = msgspec.msgpack.encode(self._metrics.export())
+        path = self._file(self._front_end)
+        written = path.with_suffix(".new")
+        written.write_bytes(raw)
+        os.replace(written, path)
+        return raw
+
+    async def _answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(self._keep())
+        writer.close()
+
+    async def _ask(self, peer: int) -> Exported | None:
+        try:
+            async with asyncio.timeout(PEER_SECONDS):
+                reader, writer = await asyncio.open_unix_connection(self._socket(peer))
+                try:
+                    return _decoder.decode(await reader.read(MAX_EXPORT_BYTES))
+                finally:
+                    writer.close()
+        except (OSError, TimeoutError, msgspec.DecodeError):
+            # It starts, has ended, or stands still.
+            return self._kept(peer)
+
+    def _kept(self, front_end: int) -> Exported | None:
+        try:
+            return _decoder.decode(self._file(front_end).read_bytes())
+        except FileNotFoundError:
+            return None
+
+    def _file(self, front_end: int) -> Path:
+        return self._run_dir / f"metrics-{front_end}"
+
+    def _socket(self, front_end: int) -> Path:
+        return self._run_dir / f"metrics-{front_end}.socket"

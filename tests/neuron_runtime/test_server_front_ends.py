@@ -1,0 +1,198 @@
+"""Several front ends behind one port: the real command, its processes killed and frozen while they serve."""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import json
+import os
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from helpers.chat_model import write_chat_model
+from helpers.serve_command import ServeCommand, alive, children, serve
+from neuron_runtime.engine.lifeline import Deadline
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
+
+FRONT_END, ENGINE = "neuron_runtime.server.front_end", "neuron_runtime.engine.process"
+NUM_CLIENTS = 24
+
+
+@pytest.fixture(scope="module")
+def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_chat_model(tmp_path_factory.mktemp("models") / "tiny", max_length=4096)
+
+
+OPEN: list[Client] = []
+
+
+@pytest.fixture(autouse=True)
+def _closed_afterwards() -> Iterator[None]:
+    yield
+    while OPEN:
+        OPEN.pop().close()
+
+
+@contextlib.contextmanager
+def serving(model_dir: Path, step_milliseconds: float = 5) -> Iterator[ServeCommand]:
+    device = json.dumps({"stepMilliseconds": step_milliseconds})
+    flags = ["--backend", "simulated", "--override-neuron-config", device, "--max-num-seqs", str(NUM_CLIENTS)]
+    with serve(str(model_dir), "--port", "0", "--no-access-log", "--api-server-count", "2", *flags) as command:
+        yield command
+
+
+class Client:
+    """One connection, kept alive."""
+
+    def __init__(self, url: str) -> None:
+        host, _, port = url.removeprefix("http://").partition(":")
+        self.http = http.client.HTTPConnection(host, int(port), timeout=60)
+        self.http.connect()
+        self._port = int(port)
+        self._streams: list[http.client.HTTPResponse] = []
+        OPEN.append(self)
+
+    def close(self) -> None:
+        for stream in self._streams:
+            stream.close()
+        self.http.close()
+
+    def get(self, path: str) -> tuple[int, str]:
+        self.http.request("GET", path)
+        answer = self.http.getresponse()
+        return answer.status, answer.read().decode()
+
+    def metric(self, name: str, labels: str = "") -> float:
+        lines = self.get("/metrics")[1].splitlines()
+        return sum(float(line.rpartition(" ")[2]) for line in lines if line.startswith(name + "{") and labels in line)
+
+    def stream(self, **changes: Any) -> http.client.HTTPResponse:
+        """A stream that has begun; its events are read by whoever wants them."""
+        body = {"prompt": "a core", "max_tokens": 50, "ignore_eos": True, "stream": True} | changes
+        self.http.request("POST", "/v1/completions", json.dumps(body))
+        self._streams.append(self.http.getresponse())
+        return self._streams[-1]
+
+    def owner(self, pids: list[int]) -> int:
+        """The process at the other end."""
+        own = self.http.sock.getsockname()[1]
+        for line in Path("/proc/net/tcp").read_text().splitlines()[1:]:
+            _, local, remote, *_, inode = line.split()[:10]
+            if int(local.partition(":")[2], 16) == self._port and int(remote.partition(":")[2], 16) == own:
+                break
+        for pid in pids:
+            for link in Path(f"/proc/{pid}/fd").iterdir():
+                with contextlib.suppress(FileNotFoundError):
+                    if os.readlink(link) == f"socket:[{inode}]":
+                        return pid
+        raise AssertionError("nobody has accepted the connection")
+
+
+def front_ends(command: ServeCommand) -> list[int]:
+    return sorted(pid for pid, line in children(command.process.pid) if FRONT_END in line)
+
+
+def clients_of_each(command: ServeCommand) -> dict[int, list[Client]]:
+    """Open connections by front end, when every front end can serve and has some."""
+    url, pids = command.until_ready(), front_ends(command)
+    found: dict[int, list[Client]] = {pid: [] for pid in pids}
+    while sum(map(len, found.values())) < NUM_CLIENTS or not all(found.values()):
+        client = Client(url)
+        while client.get("/health")[0] != 200:
+            time.sleep(0.05)
+        found[client.owner(pids)].append(client)
+    return found
+
+
+def test_every_front_end_serves_and_each_tells_the_numbers_of_all(model_dir: Path) -> None:
+    with serving(model_dir) as command:
+        found = clients_of_each(command)
+        assert len(found) == 2
+        everybody = [client for clients in found.values() for client in clients]
+        asked = everybody[:NUM_CLIENTS]
+        spare = Client(command.url())
+        streams = [client.stream(temperature=0, max_tokens=400) for client in asked]
+        assert spare.metric("vllm:num_requests_running") == NUM_CLIENTS
+        texts = [stream.read().decode() for stream in streams]
+        assert all(text.endswith("data: [DONE]\n\n") for text in texts)
+        for clients in found.values():
+            for client in clients[:2]:
+                assert client.metric("vllm:request_success_total", 'finished_reason="length"') == NUM_CLIENTS
+                assert client.metric("vllm:generation_tokens_total") == NUM_CLIENTS * 400
+                assert client.metric("vllm:prompt_tokens_total") % NUM_CLIENTS == 0
+                assert client.metric("vllm:num_requests_running") == 0
+        steps = {client.metric("vllm:iteration_tokens_total_count") for client in everybody[:4]}
+        assert len(steps) == 1
+        # Each ran 400 steps, many of them together.
+        assert 400 <= steps.pop() <= NUM_CLIENTS * 401
+
+
+def test_a_killed_front_end_takes_all_requests_along_and_no_count_goes_back(model_dir: Path) -> None:
+    with serving(model_dir) as command:
+        found = clients_of_each(command)
+        for clients in found.values():
+            clients[0].stream(max_tokens=10).read()
+        (victim, survivor), engine = found, command.child(ENGINE)
+        before = found[survivor][0].metric("vllm:generation_tokens_total")
+        assert before == 20
+        streams = [clients[0].stream(max_tokens=4000) for clients in found.values()]
+        os.kill(victim, signal.SIGKILL)
+        with pytest.raises((http.client.IncompleteRead, ConnectionResetError)):
+            streams[0].read()
+        end = streams[1].read().decode()
+        assert "shutting down" in json.loads(end.strip().rpartition("data: ")[2])["error"]["message"]
+        command.until_ready(times=2)
+        assert not alive(survivor)
+        assert not alive(engine)
+        again = clients_of_each(command)
+        assert not again.keys() & found.keys()
+        for clients in again.values():
+            assert clients[0].metric("vllm:generation_tokens_total") >= before
+            assert clients[0].metric("neuron_serving_engine_restarts_total") == 1
+            assert clients[0].metric("vllm:num_requests_running") == 0
+
+
+def test_a_front_end_that_stands_still_is_ended(model_dir: Path) -> None:
+    with serving(model_dir) as command:
+        found = clients_of_each(command)
+        frozen, other = found
+        os.kill(frozen, signal.SIGSTOP)
+        # The others tell what it counted last.
+        assert found[other][0].get("/metrics")[0] == 200
+        (path,) = (
+            path
+            for path in command.tmp_dir.glob("neuron-runtime-*/front-end-?")
+            if f"--{path.name[:-2]}={path.name[-1]}" in Path(f"/proc/{frozen}/cmdline").read_text()
+        )
+        with Deadline(path) as deadline:
+            deadline.set(-1.0)
+            command.until_ready(times=2)
+        assert "the front end hangs" in command.text
+        assert not alive(frozen)
+        assert all(clients[0].get("/health")[0] == 200 for clients in clients_of_each(command).values())
+
+
+def test_a_drain_waits_for_the_streams_of_all_front_ends(model_dir: Path) -> None:
+    with serving(model_dir) as command:
+        found = clients_of_each(command)
+        streams = [clients[0].stream(max_tokens=600) for clients in found.values()]
+        command.process.send_signal(signal.SIGTERM)
+        assert [stream.read().decode().endswith("data: [DONE]\n\n") for stream in streams] == [True, True]
+        assert command.wait() == 0
+
+
+def test_a_killed_engine_fails_the_requests_of_all_front_ends_and_is_replaced(model_dir: Path) -> None:
+    with serving(model_dir) as command:
+        found = clients_of_each(command)
+        streams = [clients[0].stream(max_tokens=4000) for clients in found.values()]
+        os.kill(command.child(ENGINE), signal.SIGKILL)
+        for stream in streams:
+            assert "SIGKILL" in stream.read().decode().rpartition("data: ")[2]
+        command.until_ready(times=2)
+        assert clients_of_each(command).keys() == found.keys()
