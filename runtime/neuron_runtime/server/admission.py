@@ -62,9 +62,10 @@ class Echo:
 class Details:
     """What an answer tells of itself besides its text."""
 
-    logprobs: bool = False
-    """Of the tokens of the answer; how many is in `SamplingParams`, like for the next one."""
-    prompt_logprobs: bool = False
+    logprobs: int | None = None
+    """How many alternatives to each token of the answer, and of a repeated prompt; None: no log-probabilities."""
+    prompt_logprobs: int | None = None
+    """The same for the prompt by itself."""
     token_ids: bool = False
     tokens_as_token_ids: bool = False
     """Tokens are written `token_id:N` where log-probabilities name them."""
@@ -161,7 +162,7 @@ class Admission:
             name="max_tokens",
             default=self.defaults.max_tokens or DEFAULT_COMPLETION_TOKENS,
             logprobs=body.logprobs,
-            prompt_logprobs=body.logprobs if echo and body.prompt_logprobs is None else body.prompt_logprobs,
+            repeated_logprobs=body.logprobs if echo else None,
             echoes=tuple(self._echo(prompt, body) for prompt in prompts) if echo else (),
             generates=generates,
         )
@@ -190,7 +191,6 @@ class Admission:
             name=name,
             default=self.defaults.max_tokens or self.limits.max_model_length,
             logprobs=(body.top_logprobs or 0) if body.logprobs else None,
-            prompt_logprobs=body.prompt_logprobs,
             thinks=None if self.reasoning is None else partial(Thoughts, self.reasoning, text),
             shows_thoughts=body.include_reasoning is not False,
         )
@@ -322,7 +322,7 @@ class Admission:
         name: str,
         default: int,
         logprobs: int | None,
-        prompt_logprobs: int | None,
+        repeated_logprobs: int | None = None,
         **more: Any,
     ) -> Ask:
         num_choices = 1 if body.n is None else body.n
@@ -332,12 +332,13 @@ class Admission:
             raise InvalidRequest(message, field="n")
         options = body.stream_options
         details = Details(
-            logprobs=logprobs is not None,
-            prompt_logprobs=body.prompt_logprobs is not None,
+            logprobs=logprobs,
+            prompt_logprobs=body.prompt_logprobs,
             token_ids=body.return_token_ids is True,
             tokens_as_token_ids=body.return_tokens_as_token_ids is True,
         )
-        sampling = replace(self._sampling(body), logprobs=logprobs, prompt_logprobs=prompt_logprobs)
+        of_prompt = [one for one in (body.prompt_logprobs, repeated_logprobs) if one is not None]
+        sampling = replace(self._sampling(body), logprobs=logprobs, prompt_logprobs=max(of_prompt, default=None))
         lengths = [self._max_tokens(len(prompt.token_ids), asked, name, default) for prompt in prompts]
         if sampling.min_tokens > min(lengths):
             message = f"`min_tokens` is {sampling.min_tokens}, above the {min(lengths)} tokens of the answer"
@@ -346,7 +347,7 @@ class Admission:
             prompts=tuple(prompt.token_ids for prompt in prompts),
             sampling=tuple(replace(sampling, max_tokens=max_tokens) for max_tokens in lengths),
             num_choices=num_choices,
-            details=details if details.logprobs or details.prompt_logprobs or details.token_ids else None,
+            details=None if replace(details, tokens_as_token_ids=False) == Details() else details,
             stop=_stops(body.stop),
             include_stop=body.include_stop_str_in_output is True,
             skip_special_tokens=body.skip_special_tokens is not False,

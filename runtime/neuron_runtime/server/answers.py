@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
@@ -20,14 +20,14 @@ from starlette.types import Receive, Scope, Send
 
 from neuron_runtime.core import FinishReason
 from neuron_runtime.errors import ServingError
+from neuron_runtime.server.admission import Details
 from neuron_runtime.server.exchange import exchange_of
-from neuron_runtime.server.generation import Generation, Piece
+from neuron_runtime.server.generation import Generation, Piece, Told
 from neuron_runtime.server.http_protocol import body_writer
+from neuron_runtime.server.logprobs import Located, Speller
 from neuron_runtime.server.wire import error_answer
 
 SSE_END = b"data: [DONE]\n\n"
-
-_FINISH = {None: b"null"} | {reason: orjson.dumps(reason.value) for reason in FinishReason}
 
 
 class ClientGone(Exception):
@@ -47,8 +47,19 @@ class Shape:
     after_text: bytes
     first: bytes
     """What a choice's first frame has in place of text and around it; empty: nothing goes before the text."""
-    choice: Callable[[int, str, str], dict[str, Any]]
-    """Index, text and reason of a whole choice."""
+    text: Callable[[str, str | None], dict[str, Any]]
+    """Text and thought (None where a model has none) of a whole choice."""
+    logprobs: Callable[[Speller, Sequence[Located], int], dict[str, Any]]
+    prompt_beside_choices: bool
+    """What is told of the prompt stands beside the choices, of which there is one prompt; else in each of them."""
+
+
+def _message(text: str, thought: str | None) -> dict[str, Any]:
+    if thought is None:
+        return {"message": {"role": "assistant", "content": text, "refusal": None}}
+    # vLLM renamed the field; clients look for either.
+    told = {"reasoning": thought or None, "reasoning_content": thought or None}
+    return {"message": {"role": "assistant", "content": text or None, "refusal": None, **told}}
 
 
 COMPLETION = Shape(
@@ -58,7 +69,9 @@ COMPLETION = Shape(
     before_text=b',"text":',
     after_text=b',"logprobs":null,"finish_reason":',
     first=b"",
-    choice=lambda index, text, reason: {"index": index, "text": text, "logprobs": None, "finish_reason": reason},
+    text=lambda text, thought: {"text": text},
+    logprobs=Speller.completion,
+    prompt_beside_choices=False,
 )
 CHAT = Shape(
     id_prefix="chatcmpl-",
@@ -67,13 +80,40 @@ CHAT = Shape(
     before_text=b',"delta":{"content":',
     after_text=b'},"logprobs":null,"finish_reason":',
     first=b',"delta":{"role":"assistant","content":""},"logprobs":null,"finish_reason":null}]',
-    choice=lambda index, text, reason: {
-        "index": index,
-        "message": {"role": "assistant", "content": text},
-        "logprobs": None,
-        "finish_reason": reason,
-    },
+    text=_message,
+    logprobs=Speller.chat,
+    prompt_beside_choices=True,
 )
+
+
+class Teller:
+    """Spells what an answer tells besides its text; for whole answers and for streams."""
+
+    def __init__(self, shape: Shape, generation: Generation) -> None:
+        self._shape = shape
+        self._generation = generation
+        self._details = generation.ask.details or Details()
+        self._speller = Speller(generation.tokenizer, self._details.tokens_as_token_ids)
+
+    def choice(self, told: Told) -> dict[str, Any]:
+        """Fields of a choice, or of a part of one."""
+        details = self._details
+        fields: dict[str, Any] = {}
+        if details.logprobs is not None:
+            fields["logprobs"] = self._shape.logprobs(self._speller, told.located, details.logprobs)
+        if details.token_ids:
+            fields["token_ids"] = told.token_ids
+        return fields
+
+    def prompt(self, index: int, told: Told) -> dict[str, Any]:
+        """Fields about the prompt of a choice."""
+        details = self._details
+        fields: dict[str, Any] = {}
+        if details.prompt_logprobs is not None:
+            fields["prompt_logprobs"] = self._speller.prompt(told.prompt_logprobs, details.prompt_logprobs)
+        if details.token_ids:
+            fields["prompt_token_ids"] = self._generation.choices[index].prompt_token_ids
+        return fields
 
 
 class Frames:
@@ -85,6 +125,7 @@ class Frames:
         self._usage = generation.ask.include_usage
         self._continuous = generation.ask.continuous_usage
         self._generation = generation
+        self._teller = Teller(shape, generation)
         self._begun: set[int] = set()
 
     def pieces(self, pieces: list[Piece]) -> bytes:
@@ -92,19 +133,51 @@ class Frames:
         shape = self._shape
         out: list[bytes] = []
         for piece in pieces:
+            if piece.told is not None or piece.finish_reason is not None:
+                out += self._told(piece, piece.told or Told())
+                continue
             index = b',"choices":[{"index":%d' % piece.index
             if shape.first and piece.index not in self._begun:
                 self._begun.add(piece.index)
                 out += (self._head, index, shape.first, self._tail(piece))
-            if piece.text or piece.finish_reason or self._continuous:
-                text, finish = orjson.dumps(piece.text), _FINISH[piece.finish_reason]
-                out += (self._head, index, shape.before_text, text, shape.after_text, finish, b"}]", self._tail(piece))
+            if piece.text or self._continuous:
+                text = orjson.dumps(piece.text)
+                out += (self._head, index, shape.before_text, text, shape.after_text, b"null}]", self._tail(piece))
         return b"".join(out)
 
     def end(self) -> bytes:
         if not self._usage:
             return SSE_END
         return b'%b,"choices":[],"usage":%b}\n\n%b' % (self._head, orjson.dumps(usage(self._generation)), SSE_END)
+
+    def _told(self, piece: Piece, told: Told) -> Iterator[bytes]:
+        """Frames of a piece that is more than text, or the last of its choice."""
+        shape, index = self._shape, piece.index
+        prompt: dict[str, Any] = {}
+        if index not in self._begun:
+            self._begun.add(index)
+            prompt = self._teller.prompt(index, told)
+            if shape.prompt_beside_choices:
+                begin = {"delta": {"role": "assistant", "content": ""}, "logprobs": None, "finish_reason": None}
+                yield self._frame(piece, begin, beside=prompt)
+                prompt = {}
+        if told.thought and self._generation.ask.shows_thoughts:
+            delta = {"reasoning": told.thought, "reasoning_content": told.thought}
+            # By itself, as clients look at one or the other.
+            yield self._frame(piece, {"delta": delta, "logprobs": None, "finish_reason": None})
+        more = self._teller.choice(told)
+        if not (piece.text or more or prompt or piece.finish_reason or self._continuous):
+            return
+        text = {"delta": {"content": piece.text}} if shape.first else {"text": piece.text}
+        choice: dict[str, Any] = {**text, "logprobs": None, "finish_reason": None, **more, **prompt}
+        if piece.finish_reason is not None:
+            choice["finish_reason"] = piece.finish_reason.value
+            choice["stop_reason"] = self._generation.stop_reasons[index]
+        yield self._frame(piece, choice)
+
+    def _frame(self, piece: Piece, choice: dict[str, Any], beside: dict[str, Any] | None = None) -> bytes:
+        fields = orjson.dumps({**(beside or {}), "choices": [{"index": piece.index, **choice}]})
+        return b"%b,%b%b" % (self._head, fields[1:-1], self._tail(piece))
 
     def _tail(self, piece: Piece) -> bytes:
         if self._continuous:
@@ -172,22 +245,42 @@ class Answer(Response):
     async def _whole(self, send: Send) -> None:
         generation = self._generation
         texts: list[list[str]] = [[] for _ in generation.choices]
+        tolds = [Told() for _ in generation.choices]
 
         def show(pieces: list[Piece]) -> bool:
             for piece in pieces:
                 texts[piece.index].append(piece.text)
+                if piece.told is not None:
+                    tolds[piece.index].add(piece.told)
             return True
 
         await generation.begin()
         await generation.finish(show)
-        reasons = (choice.finish_reason or FinishReason.ERROR for choice in generation.choices)
-        choices = [
-            self._shape.choice(index, "".join(text), reason.value)
-            for index, (text, reason) in enumerate(zip(texts, reasons, strict=True))
-        ]
-        body = orjson.dumps({**self._head, "choices": choices, "usage": usage(generation)})
+        body = orjson.dumps(self._object(["".join(text) for text in texts], tolds))
         await self._begin(200, {"content-type": "application/json", "content-length": str(len(body))}, send)
         await send({"type": "http.response.body", "body": body, "more_body": False})
+
+    def _object(self, texts: list[str], tolds: list[Told]) -> dict[str, Any]:
+        """The whole answer."""
+        shape, generation, ask = self._shape, self._generation, self._generation.ask
+        teller = Teller(shape, generation)
+        beside = shape.prompt_beside_choices
+        choices = []
+        for index, (text, told, stop_reason) in enumerate(zip(texts, tolds, generation.stop_reasons, strict=True)):
+            thought = told.thought if ask.thinks is not None and ask.shows_thoughts else None
+            choices.append(
+                {
+                    "index": index,
+                    **shape.text(text, thought),
+                    "logprobs": None,
+                    "finish_reason": (generation.choices[index].finish_reason or FinishReason.ERROR).value,
+                    "stop_reason": stop_reason,
+                    **teller.choice(told),
+                    **({} if beside else teller.prompt(index, told)),
+                }
+            )
+        prompt = teller.prompt(0, tolds[0]) if beside else {}
+        return {**self._head, "choices": choices, "usage": usage(generation), **prompt}
 
     async def _fail(self, error: ServingError, send: Send) -> None:
         status, body, headers = error_answer(error)
@@ -208,7 +301,10 @@ class Answer(Response):
 def usage(generation: Generation) -> dict[str, Any]:
     """OpenAI's usage object: the prompt counts once, however many answers it got."""
     counts: dict[str, Any] = _counts(generation.ask.num_prompt_tokens, generation.num_tokens)
-    return {**counts, "prompt_tokens_details": {"cached_tokens": generation.num_cached_tokens}}
+    counts["prompt_tokens_details"] = {"cached_tokens": generation.num_cached_tokens}
+    if generation.ask.thinks is not None:
+        counts["completion_tokens_details"] = {"reasoning_tokens": generation.num_reasoning_tokens}
+    return counts
 
 
 def _counts(prompt: int, completion: int) -> dict[str, int]:

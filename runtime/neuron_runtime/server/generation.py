@@ -9,17 +9,37 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 
-from neuron_runtime.core import FinishReason, Request, SamplingParams
+from neuron_runtime.core import FinishReason, Request, SamplingParams, TokenLogprobs
 from neuron_runtime.engine.messages import News
 from neuron_runtime.errors import InvalidRequest, Overloaded, ServingError
-from neuron_runtime.server.admission import Ask
+from neuron_runtime.server.admission import Ask, Echo
 from neuron_runtime.server.engine_client import EngineClient
+from neuron_runtime.server.logprobs import Located
 from neuron_runtime.server.metrics import Metrics
 from neuron_runtime.text.answer import Answer
 from neuron_runtime.text.tokenizer import Tokenizer
+
+
+@dataclass(slots=True)
+class Told:
+    """What an answer tells of the tokens of a piece besides their text."""
+
+    thought: str = ""
+    token_ids: list[int] = field(default_factory=list)
+    located: list[Located] = field(default_factory=list)
+    """The tokens with their log-probabilities, those of a prompt that is repeated before them; empty unless asked."""
+    prompt_logprobs: tuple[TokenLogprobs, ...] = ()
+    """With the first piece alone, if asked."""
+
+    def add(self, later: Told) -> None:
+        """Append what a later piece tells."""
+        self.thought += later.thought
+        self.token_ids += later.token_ids
+        self.located += later.located
+        self.prompt_logprobs += later.prompt_logprobs
 
 
 @dataclass(slots=True)
@@ -31,14 +51,25 @@ class Piece:
     num_tokens: int
     """Tokens of the choice so far."""
     finish_reason: FinishReason | None
+    told: Told | None = None
+    """None where an answer is text alone."""
 
 
 class Choice(Answer):
     """One answer, and what metrics want to know of it."""
 
     def __init__(
-        self, ask: Ask, prompt: tuple[int, ...], sampling: SamplingParams, tokenizer: Tokenizer, arrived: float
+        self,
+        ask: Ask,
+        prompt: tuple[int, ...],
+        sampling: SamplingParams,
+        tokenizer: Tokenizer,
+        *,
+        arrived: float,
+        echo: Echo | None,
     ) -> None:
+        self._details = ask.details
+        locates = ask.details is not None and ask.details.logprobs is not None
         super().__init__(
             tokenizer,
             prompt,
@@ -46,8 +77,18 @@ class Choice(Answer):
             include_stop=ask.include_stop,
             skip_special_tokens=ask.skip_special_tokens,
             min_tokens=sampling.min_tokens,
+            thoughts=ask.thinks and ask.thinks(),
+            locates=locates,
         )
+        self.tells = ask.details is not None or ask.thinks is not None or echo is not None
+        """Whether `tell` has anything to say."""
+        self.prompt_token_ids = prompt
         self.num_prompt_tokens = len(prompt)
+        self.stop_token_id: int | None = None
+        """The token that ended the answer, where one did."""
+        self._locates = locates
+        self._echo = echo
+        self._num_echoed_characters = 0
         self.num_cached_tokens = 0
         self.arrived = arrived
         self.queue_seconds: float | None = None
@@ -56,6 +97,38 @@ class Choice(Answer):
         """How it ended for its client; None while it runs, and where the engine did not take it."""
         self.first_token_at: float | None = None
         self.last_token_at = arrived
+
+    def tell(self, piece: Piece, news: News, num_tokens: int) -> None:
+        """Put into the piece what is to be told of the news, of which `num_tokens` tokens were taken."""
+        if piece.told is None:
+            piece.told = Told()
+        told, first = piece.told, self.num_tokens - num_tokens
+        if self._echo is not None:
+            self._repeat_prompt(self._echo, piece, told, news)
+            self._echo = None
+        told.thought += self.thought
+        self.thought = ""
+        token_ids = news.token_ids[:num_tokens]
+        told.token_ids += token_ids
+        if self._locates:
+            offsets = (self._num_echoed_characters + one for one in self.text_offsets[first:])
+            told.located += map(Located, token_ids, news.logprobs, offsets)
+        if self._details is not None and self._details.prompt_logprobs is not None:
+            told.prompt_logprobs += news.prompt_logprobs
+
+    def _repeat_prompt(self, echo: Echo, piece: Piece, told: Told, news: News) -> None:
+        piece.text = echo.text + piece.text
+        self._num_echoed_characters = len(echo.text)
+        if self._locates:
+            told.located += map(Located, self.prompt_token_ids, (None, *news.prompt_logprobs), echo.text_offsets)
+
+
+class RepeatedPrompt(Choice):
+    """One answer that is the prompt alone: the token that is computed behind it is nobody's."""
+
+    def feed(self, token_ids: tuple[int, ...], finish_reason: FinishReason | None) -> str:
+        self.finish_reason = FinishReason.LENGTH
+        return ""
 
 
 class Generation:
@@ -67,6 +140,7 @@ class Generation:
         self.choices: list[Choice] = []
         self._client = client
         self._metrics = metrics
+        self.tokenizer = tokenizer
         self._requests: list[Callable[[str], Request]] = []
         self._ids: list[str] = []
         self._running: set[int] = set()
@@ -74,15 +148,30 @@ class Generation:
         self._show: Callable[[list[Piece]], bool] | None = None
         self._waiter: asyncio.Future[None] | None = None
         self._error: Exception | None = None
-        for prompt, sampling in zip(ask.prompts, ask.sampling, strict=True):
+        choice = Choice if ask.generates else RepeatedPrompt
+        echoes = ask.echoes or (None,) * len(ask.prompts)
+        for prompt, sampling, echo in zip(ask.prompts, ask.sampling, echoes, strict=True):
             for number in range(ask.num_choices):
-                self.choices.append(Choice(ask, prompt, sampling, tokenizer, now))
+                self.choices.append(choice(ask, prompt, sampling, tokenizer, arrived=now, echo=echo))
                 chosen = replace(sampling, choice=number)
                 self._requests.append(partial(_request, prompt=prompt, sampling=chosen, ask=ask))
 
     @property
+    def stop_reasons(self) -> list[int | str | None]:
+        """Per choice the stop string or stop token that ended it; None for the tokenizer's own end token."""
+        own = self.tokenizer.eos_token_id
+        return [
+            choice.stop_string or (None if choice.stop_token_id == own else choice.stop_token_id)
+            for choice in self.choices
+        ]
+
+    @property
     def num_tokens(self) -> int:
         return sum(choice.num_tokens for choice in self.choices)
+
+    @property
+    def num_reasoning_tokens(self) -> int:
+        return sum(choice.num_reasoning_tokens for choice in self.choices)
 
     @property
     def num_cached_tokens(self) -> int:
@@ -131,8 +220,13 @@ class Generation:
             choice.num_cached_tokens = news.first.num_cached_tokens
         before = choice.num_tokens
         piece.text += choice.feed(news.token_ids, news.finish_reason)
-        self._count(choice, news, choice.num_tokens - before)
+        num_tokens = choice.num_tokens - before
+        if choice.tells:
+            choice.tell(piece, news, num_tokens)
+        self._count(choice, news, num_tokens)
         if choice.finish_reason is not None:
+            if news.finish_reason is FinishReason.STOP and choice.stop_string is None:
+                choice.stop_token_id = news.token_ids[-1]
             self._running.discard(index)
             self._finish(choice, choice.finish_reason, time.monotonic())
             if news.finish_reason is None:
@@ -163,7 +257,7 @@ class Generation:
             self._waiter.set_result(None)
 
     def _count(self, choice: Choice, news: News, num_tokens: int) -> None:
-        if not num_tokens:
+        if not num_tokens and news.first is None:
             return
         now = time.monotonic()
         if news.queue_seconds is not None:
