@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from starlette.middleware.cors import CORSMiddleware
@@ -26,15 +26,16 @@ class Edge:
     """
     Args:
         api_key_file: who sends none of its keys is refused; None: everybody is served.
+        observers: who wants to know of every exchange, besides access log and traces.
 
     Raises:
         InvalidConfig: for keys that cannot be read and for an endpoint that is none.
     """
 
-    def __init__(self, options: ServerOptions, api_key_file: Path | None) -> None:
+    def __init__(self, options: ServerOptions, api_key_file: Path | None, observers: Iterable[Observer] = ()) -> None:
         self._options = options
         self._keys = None if api_key_file is None else ApiKeys(api_key_file)
-        self._observers: list[Observer] = []
+        self._observers = list(observers)
         self._to_close: list[Callable[[], None]] = []
         self._writer: LineWriter | None = None
         # Who started this process with stdout closed wants no log.

@@ -145,7 +145,9 @@ LOAD_SECONDS = _gauge("neuron_serving_load_seconds", "Time it took to load the m
 WARM_UP_SECONDS = _gauge("neuron_serving_warm_up_seconds", "Time it took to compile what was not, and to warm up.")
 RESTARTS = _engine_counter("neuron_serving_engine_restarts_total", "Engine processes started after the first.")
 REFUSED = _counter(
-    "neuron_serving_requests_refused_total", "Requests that were answered with an error and never run, by why.", "reason"
+    "neuron_serving_requests_refused_total",
+    "Requests that were answered with an error and never run, by why.",
+    "reason",
 )
 OPEN_CONNECTIONS = _family(
     Family("neuron_serving_open_connections", "gauge", "HTTP connections, the one of this scrape included.")
@@ -168,6 +170,7 @@ class Metrics:
         self._heard = 0
         self._last = Numbers()
         self._at_scrape: list[tuple[Family, Callable[[], float]]] = []
+        self._seen: dict[str, float] = {}
 
         self._running, self._waiting = book.number(RUNNING), book.number(WAITING)
         self._cache_usage = book.number(CACHE_USAGE)
@@ -197,7 +200,13 @@ class Metrics:
     def export(self) -> Exported:
         """What this front end counted, for another one to render."""
         for family, read in self._at_scrape:
-            self._book.number(family).value = read()
+            seen, now = self._seen.get(family.name, 0.0), read()
+            if family.kind == "counter":
+                # On top of what a predecessor counted.
+                self._book.number(family).value += now - seen
+            else:
+                self._book.number(family).value = now
+            self._seen[family.name] = now
         return self._book.export(self._heard)
 
     def restore(self, exported: Exported) -> None:
@@ -210,7 +219,7 @@ class Metrics:
         return self._book.text((self.export(), *others), self._labels)
 
     def read_at_scrape(self, family: Family, read: Callable[[], float]) -> None:
-        """A number that somebody else keeps."""
+        """A number that somebody else keeps, from 0 on."""
         self._at_scrape.append((family, read))
 
     # What the engine tells
