@@ -103,7 +103,7 @@ class SlotMirror:
         self._num_lines[slot] = 0
         for block in added.blocks:
             self._append_line(step, slot, block)
-        self.sampling.set(slot, added.sampling, added.num_prompt_tokens)
+        self.sampling.set(slot, added.sampling, added.num_prompt_tokens, length)
         self.adjustments.set(slot, added.sampling, added.token_ids, added.num_prompt_tokens)
 
     def _append_line(self, step: int, slot: int, block: int) -> None:

@@ -82,8 +82,10 @@ class SamplingTable:
         self.num_logprobs = np.full(num_slots, -1, dtype=np.int64)
         """-1: none wanted."""
         self.num_prompt_logprobs = np.full(num_slots, -1, dtype=np.int64)
+        """-1: none wanted, or told before."""
 
-    def set(self, slot: int, params: SamplingParams, num_prompt_tokens: int) -> None:
+    def set(self, slot: int, params: SamplingParams, num_prompt_tokens: int, num_tokens: int = 0) -> None:
+        """A sequence of `num_tokens` tokens enters; one with an answer has had its prompt reported before."""
         self.temperature[slot] = params.temperature
         self.top_k[slot] = params.top_k
         self.top_p[slot] = params.top_p
@@ -92,7 +94,8 @@ class SamplingTable:
         self.choice[slot] = params.choice
         self.num_prompt_tokens[slot] = num_prompt_tokens
         self.num_logprobs[slot] = -1 if params.logprobs is None else params.logprobs
-        self.num_prompt_logprobs[slot] = -1 if params.prompt_logprobs is None else params.prompt_logprobs
+        reported = params.prompt_logprobs is None or num_tokens > num_prompt_tokens
+        self.num_prompt_logprobs[slot] = -1 if reported else params.prompt_logprobs
 
 
 class NotFinite(FatalError):

@@ -1,0 +1,178 @@
+"""Sampling behind the engine: a request gets the tokens and log-probabilities it would get alone, in any company."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from helpers.markov_backend import markov_backend, random_table
+from neuron_runtime.backend.torch import backend as torch_backend
+from neuron_runtime.core import FinishReason, Request, SamplingParams, TokenLogprobs
+from neuron_runtime.engine.loop import Engine
+
+VOCABULARY = 14
+TABLE = random_table(VOCABULARY)
+END = 3
+
+
+class Got:
+    """What one request was told."""
+
+    def __init__(self) -> None:
+        self.tokens: list[int] = []
+        self.logprobs: list[TokenLogprobs] = []
+        self.prompt_logprobs: list[tuple[TokenLogprobs, ...]] = []
+        self.reason: FinishReason | None = None
+
+
+def answers(requests: Sequence[Request], table: torch.Tensor = TABLE, **limits: Any) -> tuple[list[Got], int]:
+    """What each request is told, and how often one was preempted."""
+    backend = markov_backend(table, **limits)
+    try:
+        engine = Engine(backend)
+        got = {request.request_id: Got() for request in requests}
+        for request in requests:
+            engine.add(request)
+        while engine.has_work:
+            for event in engine.step():
+                one = got[event.request_id]
+                one.tokens += event.token_ids
+                one.logprobs += event.logprobs
+                if event.prompt_logprobs:
+                    one.prompt_logprobs.append(event.prompt_logprobs)
+                one.reason = event.finish_reason
+        return list(got.values()), engine.stats.num_preemptions_total
+    finally:
+        backend.close()
+
+
+token = st.integers(0, VOCABULARY - 1)
+parameters = st.builds(
+    SamplingParams,
+    max_tokens=st.integers(1, 14),
+    temperature=st.sampled_from([0.0, 0.7, 1.5]),
+    top_k=st.sampled_from([0, 3]),
+    top_p=st.sampled_from([1.0, 0.8]),
+    min_p=st.sampled_from([0.0, 0.1]),
+    repetition_penalty=st.sampled_from([1.0, 1.4]),
+    presence_penalty=st.sampled_from([0.0, 1.0]),
+    frequency_penalty=st.sampled_from([0.0, 0.5]),
+    logit_bias=st.dictionaries(token, st.sampled_from([-2.0, 3.0]), max_size=2).map(lambda d: tuple(d.items())),
+    allowed_token_ids=st.none() | st.sets(token, min_size=4).map(tuple),
+    bad_words=st.lists(st.lists(token, min_size=1, max_size=2).map(tuple), max_size=3).map(tuple),
+    seed=st.integers(0, 5),
+    choice=st.integers(0, 2),
+    stop_token_ids=st.just(frozenset({END})),
+    min_tokens=st.integers(0, 1),
+    logprobs=st.none() | st.integers(0, 3),
+    prompt_logprobs=st.none() | st.integers(0, 3),
+)
+prompts = st.lists(token, min_size=1, max_size=20).map(tuple)
+
+
+def check(requests: list[Request], **limits: Any) -> int:
+    together, preemptions = answers(requests, **limits)
+    for request, got in zip(requests, together, strict=True):
+        (alone,), _ = answers([request])
+        assert (got.tokens, got.reason) == (alone.tokens, alone.reason)
+        assert same(got.logprobs, alone.logprobs)
+        told = request.sampling.prompt_logprobs is not None and len(request.prompt_token_ids) > 1
+        assert len(got.prompt_logprobs) == len(alone.prompt_logprobs) == told
+        if told:
+            assert [one.token_id for one in got.prompt_logprobs[0]] == list(request.prompt_token_ids[1:])
+            assert same(got.prompt_logprobs[0], alone.prompt_logprobs[0])
+    return preemptions
+
+
+def same(some: Sequence[TokenLogprobs], others: Sequence[TokenLogprobs]) -> bool:
+    """Equal but for the rounding of sums over rows of other shapes."""
+    return len(some) == len(others) and all(
+        (one.token_id, one.rank, [t for t, _ in one.top]) == (other.token_id, other.rank, [t for t, _ in other.top])
+        and np.allclose([one.logprob, *(v for _, v in one.top)], [other.logprob, *(v for _, v in other.top)], atol=1e-5)
+        for one, other in zip(some, others, strict=True)
+    )
+
+
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(st.lists(st.tuples(prompts, parameters), min_size=1, max_size=6), st.sampled_from([9, 12, 64]))
+def test_a_request_gets_what_it_would_get_alone_whoever_is_beside_it_and_also_when_preempted(
+    asked: list[tuple[tuple[int, ...], SamplingParams]], num_blocks: int
+) -> None:
+    check([Request(str(n), *one) for n, one in enumerate(asked)], num_blocks=num_blocks, max_step_tokens=8)
+
+
+def test_preemption_happens_in_these_tests_and_repeats_nothing() -> None:
+    params = SamplingParams(
+        max_tokens=25, temperature=1.0, frequency_penalty=0.5, repetition_penalty=1.2, logprobs=2, prompt_logprobs=1
+    )
+    requests = [Request(str(n), (1, 2, 3, 4, 5, n), replace(params, seed=n)) for n in range(4)]
+    assert check(requests, num_blocks=14) > 0
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_an_end_token_is_not_drawn_before_min_tokens_and_is_free_behind_them(temperature: float) -> None:
+    table = TABLE.clone()
+    table[:, :, END] += 50.0
+    params = SamplingParams(
+        max_tokens=9, temperature=temperature, min_tokens=4, stop_token_ids=frozenset({END}), seed=1
+    )
+    (got,), _ = answers([Request("a", (1, 2), params)], table)
+    assert END not in got.tokens[:4]
+    assert (got.tokens[4:], got.reason) == ([END], FinishReason.STOP)
+
+
+def test_a_banned_sequence_never_comes_and_its_parts_do() -> None:
+    table = torch.full((1, VOCABULARY, VOCABULARY), -20.0)
+    for one in range(VOCABULARY):  # a circle: behind n comes n + 1, else n + 2
+        table[0, one, (one + 1) % VOCABULARY], table[0, one, (one + 2) % VOCABULARY] = 0.0, -1.0
+    params = SamplingParams(max_tokens=9, temperature=0.0, bad_words=((5, 6), (8,)))
+    (got,), _ = answers([Request("a", (1, 2, 3, 4, 5), params)], table)
+    # Behind the 5 of the prompt a 6 may come: only the answer must not contain the words.
+    assert got.tokens == [6, 7, 9, 10, 11, 12, 13, 0, 1]
+    (got,), _ = answers([Request("a", (1, 2, 3, 4), params)], table)
+    assert got.tokens == [5, 7, 9, 10, 11, 12, 13, 0, 1]
+
+
+def test_the_log_probabilities_are_those_of_the_model_whatever_is_asked_for() -> None:
+    params = SamplingParams(max_tokens=6, temperature=0.0, logit_bias=((7, 100.0),), logprobs=2, top_k=1)
+    (got,), _ = answers([Request("a", (1, 2), params)])
+    assert got.tokens == [7] * 6
+    raw = TABLE[1, 2].log_softmax(-1)
+    assert got.logprobs[0].logprob == pytest.approx(float(raw[7]), abs=1e-5)
+    assert got.logprobs[0].rank == int((raw > raw[7]).sum()) + 1
+    assert [one for one, _ in got.logprobs[0].top] == raw.topk(2).indices.tolist()
+
+
+@pytest.mark.parametrize("length", [1, 2, 17, 40])
+def test_a_prompts_log_probabilities_are_the_models_for_each_token_behind_the_first(length: int) -> None:
+    prompt = tuple((5 * n + n * n) % VOCABULARY for n in range(length))
+    params = SamplingParams(max_tokens=2, prompt_logprobs=3)
+    (got,), _ = answers([Request("a", prompt, params)], max_step_tokens=8)
+    (told,) = got.prompt_logprobs or [()]
+    assert len(told) == length - 1
+    for position, one in enumerate(told):
+        raw = TABLE[position % len(TABLE), prompt[position]].log_softmax(-1)
+        assert one.token_id == prompt[position + 1]
+        assert one.logprob == pytest.approx(float(raw[one.token_id]), abs=1e-5)
+        assert one.rank == int((raw > raw[one.token_id]).sum()) + 1
+        assert [found for found, _ in one.top] == raw.topk(3).indices.tolist()
+
+
+def test_a_long_prompts_logits_are_never_all_there_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch_backend, "LOGITS_AT_ONCE", 5 * VOCABULARY)
+    backend = markov_backend(TABLE, max_step_tokens=60)
+    try:
+        engine = Engine(backend)
+        engine.add(Request("a", tuple([1, 2, 3] * 17), SamplingParams(max_tokens=1, prompt_logprobs=0)))
+        (event,) = engine.step()
+        assert len(event.prompt_logprobs) == 50
+        assert backend._decoder.most_logits == 5  # type: ignore[attr-defined]
+    finally:
+        backend.close()
