@@ -25,12 +25,14 @@ def config_document(model: NeuronModel, facts: Facts) -> dict[str, Any]:
         "numBlocks": serving.num_blocks,
         "maxQueuedRequests": serving.max_queued_requests,
     }
+    switches = {"prefixCaching": serving.prefix_caching, "chunkedPrefill": serving.chunked_prefill}
     return {
         "version": VERSION,
         "model": {"uri": model.spec.model.uri, "digest": facts.digest},
         "servedNames": list(model.served_names),
         "backend": model.backend,
         "dtype": serving.dtype or "auto",
+        **{key: value.lower() for key, value in switches.items() if value != "Auto"},
         "limits": {key: value for key, value in limits.items() if value is not None},
         "drain": {"delaySeconds": rollout.drain_delay_seconds, "seconds": rollout.drain_seconds},
     }

@@ -244,8 +244,6 @@ LATER = (
     Later("serving.kv_cache_dtype", (None,), "remove it: the cache has serving.dtype"),
     Later("serving.context_buckets", ((),), "remove it: nothing is compiled"),
     Later("serving.token_generation_buckets", ((),), "remove it: nothing is compiled"),
-    Later("serving.prefix_caching", ("Auto",), "remove it or set Auto"),
-    Later("serving.chunked_prefill", ("Auto",), "remove it or set Auto"),
     Later("serving.sampling", (None, "Host"), "remove it or set Host"),
     Later("serving.api_key_secret_ref", (None,), "remove it and restrict callers with a NetworkPolicy"),
     Later("engine.override_neuron_config", ({},), "remove it: no Neuron backend reads it yet"),

@@ -49,8 +49,6 @@ NOT_BUILT = {
 }
 """Flags of vLLM that are refused until built, with the value that asks for nothing."""
 
-NOT_BUILT_SWITCHES = ("--enable-prefix-caching", "--no-enable-chunked-prefill")
-NEUTRAL_SWITCHES = ("--no-enable-prefix-caching", "--enable-chunked-prefill")
 
 
 class Parser(argparse.ArgumentParser):
@@ -136,10 +134,11 @@ def _add_serve(serve: argparse.ArgumentParser) -> None:
     model.add_argument(
         "--override-neuron-config", type=_object, metavar="JSON", help="settings of the backend, as a JSON object"
     )
-    for flag in NEUTRAL_SWITCHES:
-        model.add_argument(flag, action="store_true", help=argparse.SUPPRESS)
-    for flag in NOT_BUILT_SWITCHES:
-        model.add_argument(flag, action=_NotBuilt, nargs=0, help=argparse.SUPPRESS)
+    for flag, meaning in (
+        ("--enable-prefix-caching", "compute equal beginnings of prompts once (default: with layout blocks)"),
+        ("--enable-chunked-prefill", "compute long prompts in parts (default: where the backend can)"),
+    ):
+        model.add_argument(flag, action=argparse.BooleanOptionalAction, help=meaning)
     for flag in NOT_BUILT:
         model.add_argument(flag, action=_NotBuilt, help=argparse.SUPPRESS)
     serve.set_defaults(run=_serve)

@@ -22,6 +22,8 @@ PATHS = {
     "backend": "backend",
     "dtype": "dtype",
     "layout": "layout",
+    "enable_prefix_caching": "prefixCaching",
+    "enable_chunked_prefill": "chunkedPrefill",
     "max_model_len": "limits.maxModelLength",
     "max_num_seqs": "limits.maxSequences",
     "max_num_batched_tokens": "limits.maxStepTokens",
@@ -43,14 +45,15 @@ SERVER_PATHS = {
 }
 """The same, of arguments that only a server has."""
 
+SWITCHES = {"enable_prefix_caching", "enable_chunked_prefill"}
+"""Arguments that are true or false, where the document has a word for it."""
+
 LLM_NOT_BUILT: dict[str, tuple[Any, ...]] = {
     "convert": ("auto", "none"),
     "cpu_offload_gb": (0,),
     "data_parallel_size": (1,),
     "disable_sliding_window": (False,),
-    "enable_chunked_prefill": (True,),
     "enable_lora": (False,),
-    "enable_prefix_caching": (False,),
     "enable_prompt_embeds": (False,),
     "enable_sleep_mode": (False,),
     "generation_config": ("auto",),
@@ -134,7 +137,8 @@ def config_of(uri: str, given: Mapping[str, Any], **more: Any) -> RuntimeConfig:
     }
     for name, value in given.items():
         part, _, key = (PATHS | SERVER_PATHS)[name].rpartition(".")
-        (document[part] if part else document)[key] = value
+        switched = name in SWITCHES and isinstance(value, bool)
+        (document[part] if part else document)[key] = ("disabled", "enabled")[value] if switched else value
     try:
         raw = msgspec.json.encode(document)
     except TypeError as error:

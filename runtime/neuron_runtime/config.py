@@ -26,6 +26,9 @@ MAX_FRONT_ENDS = 64
 BackendName = Literal["nxdi", "optimum", "transformers-neuronx", "vllm", "torch", "simulated"]
 
 
+Switch = Literal["auto", "enabled", "disabled"]
+
+
 class Document(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, rename="camel"):
     """A part of the configuration: camelCase in JSON, unknown keys refused."""
 
@@ -81,6 +84,10 @@ class RuntimeConfig(Document, frozen=True, kw_only=True):
     backend: BackendName = "torch"
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     layout: Literal["auto", "slots", "blocks"] = "auto"
+    prefix_caching: Switch = "auto"
+    """Equal beginnings of prompts are computed once. Enabled: chooses blocks; auto: wherever the layout is blocks."""
+    chunked_prefill: Switch = "auto"
+    """Long prompts are computed in parts; auto: where the backend can."""
     limits: EngineLimits = msgspec.field(default_factory=EngineLimits)
     drain: Drain = msgspec.field(default_factory=Drain)
     server: ServerOptions = msgspec.field(default_factory=ServerOptions)

@@ -26,6 +26,12 @@ LIMITS = {
     "numBlocks": "num_blocks",
     "maxQueuedRequests": "max_queued_requests",
 }
+SWITCHES = {"prefixCaching": "prefix_caching", "chunkedPrefill": "chunked_prefill"}
+SERVING = {
+    "dtype": st.sampled_from(["auto", "float32", "bfloat16", "float16"]),
+    **dict.fromkeys(LIMITS, st.integers(1, 4096)),
+    **dict.fromkeys(SWITCHES, st.sampled_from(["Auto", "Enabled", "Disabled"])),
+}
 
 
 def rendered(spec: dict[str, Any]) -> runtime.RuntimeConfig:
@@ -35,8 +41,7 @@ def rendered(spec: dict[str, Any]) -> runtime.RuntimeConfig:
 
 @settings(deadline=None)
 @given(
-    st.fixed_dictionaries({}, optional={key: st.integers(1, 4096) for key in LIMITS}),
-    st.none() | st.sampled_from(["auto", "float32", "bfloat16", "float16"]),
+    st.fixed_dictionaries({}, optional=SERVING),
     st.integers(0, 600),
     st.integers(0, 7200),
     st.lists(
@@ -46,9 +51,8 @@ def rendered(spec: dict[str, Any]) -> runtime.RuntimeConfig:
     ),
 )
 def test_the_runtime_reads_back_what_the_manifest_says(
-    limits: dict[str, int], dtype: str | None, delay: int, drain: int, served: list[str]
+    serving: dict[str, Any], delay: int, drain: int, served: list[str]
 ) -> None:
-    serving = {**limits, **({"dtype": dtype} if dtype else {})}
     spec = {
         **SPEC,
         "model": {"uri": "hf://acme/tiny", "servedNames": served},
@@ -59,9 +63,12 @@ def test_the_runtime_reads_back_what_the_manifest_says(
     assert config.model == runtime.ModelSource(uri="hf://acme/tiny", digest=FACTS["digest"])
     assert config.served_names == (tuple(served) or ("chat",))
     assert config.backend == "torch"
-    assert config.dtype == (dtype or "auto")
+    assert config.dtype == serving.get("dtype", "auto")
     assert {key: getattr(config.limits, name) for key, name in LIMITS.items()} == {
-        key: limits.get(key, 0) for key in LIMITS
+        key: serving.get(key, 0) for key in LIMITS
+    }
+    assert {key: getattr(config, name) for key, name in SWITCHES.items()} == {
+        key: serving.get(key, "Auto").lower() for key in SWITCHES
     }
     assert (config.drain.delay_seconds, config.drain.seconds) == (delay, drain)
 

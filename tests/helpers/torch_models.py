@@ -27,13 +27,22 @@ def random_model(folder: Path, *, scale: float = 0.1, max_shard_bytes: int = 2**
     return folder
 
 
-def runtime_config(*, layout: Any = "auto", dtype: Any = "auto", **limits: int) -> RuntimeConfig:
+def runtime_config(
+    *,
+    layout: Any = "auto",
+    dtype: Any = "auto",
+    prefix_caching: Any = "auto",
+    chunked_prefill: Any = "auto",
+    **limits: int,
+) -> RuntimeConfig:
     return RuntimeConfig(
         version=1,
         model=ModelSource(uri="file:///model"),
         served_names=("model",),
         layout=layout,
         dtype=dtype,
+        prefix_caching=prefix_caching,
+        chunked_prefill=chunked_prefill,
         limits=EngineLimits(**limits),
     )
 

@@ -71,9 +71,9 @@ def test_wrong_flags_are_named(arguments: list[str], field: str, says: str) -> N
 @pytest.mark.parametrize(
     "flags",
     [
-        ["--tensor-parallel-size", "2"], ["--enable-prefix-caching"], ["--chat-template", "x"],
+        ["--tensor-parallel-size", "2"], ["--chat-template", "x"],
         ["--additional-config", "{"], ["--reasoning-parser", "x"],
-        ["--generation-config", "vllm"], ["--no-enable-chunked-prefill"],
+        ["--generation-config", "vllm"],
     ],
 )  # fmt: skip
 def test_flags_that_are_not_built_are_refused_by_name(flags: list[str], capsys: pytest.CaptureFixture[str]) -> None:
@@ -87,9 +87,17 @@ def test_flags_that_are_not_built_are_refused_by_name(flags: list[str], capsys: 
 
 def test_neutral_values_of_flags_that_are_not_built_are_accepted() -> None:
     config_of(
-        "a/m", "--tensor-parallel-size", "1", "--override-neuron-config", "{}", "--no-enable-prefix-caching",
-        "--enable-chunked-prefill", "--generation-config", "auto",
+        "a/m", "--tensor-parallel-size", "1", "--override-neuron-config", "{}", "--generation-config", "auto",
     )  # fmt: skip
+
+
+def test_switches_are_on_off_or_left_to_the_backend() -> None:
+    config = config_of("a/m", "--enable-prefix-caching", "--no-enable-chunked-prefill")
+    assert (config.prefix_caching, config.chunked_prefill) == ("enabled", "disabled")
+    config = config_of("a/m", "--no-enable-prefix-caching", "--enable-chunked-prefill")
+    assert (config.prefix_caching, config.chunked_prefill) == ("disabled", "enabled")
+    config = config_of("a/m")
+    assert (config.prefix_caching, config.chunked_prefill) == ("auto", "auto")
 
 
 def run(*arguments: str) -> subprocess.CompletedProcess[str]:

@@ -47,6 +47,23 @@ def test_naming_a_block_size_or_their_number_chooses_blocks() -> None:
     assert (found.block_size, found.num_blocks, found.max_model_length) == (16, 3 * 7, 100)
 
 
+def test_blocks_are_shared_unless_the_configuration_says_otherwise_and_asking_for_it_chooses_blocks() -> None:
+    assert limits(layout="blocks").shares_prefixes
+    assert not limits(layout="blocks", prefix_caching="disabled").shares_prefixes
+    assert not limits().shares_prefixes
+    found = limits(prefix_caching="enabled")
+    assert (found.layout, found.shares_prefixes) == ("blocks", True)
+    with pytest.raises(InvalidConfig, match="shares nothing; leave out the layout, or use blocks") as caught:
+        limits(layout="slots", prefix_caching="enabled")
+    assert caught.value.field == "$.prefixCaching"
+
+
+def test_prompts_are_computed_in_parts_unless_the_configuration_says_otherwise() -> None:
+    assert limits().chunks_prefill
+    assert limits(chunked_prefill="enabled").chunks_prefill
+    assert not limits(chunked_prefill="disabled").chunks_prefill
+
+
 @pytest.mark.parametrize("layout", ["slots", "blocks"])
 def test_what_is_not_asked_for_shrinks_with_the_memory_until_it_is_useless(layout: str) -> None:
     for available in (2 * GIB, 1 * GIB, GIB * 3 // 4):

@@ -110,6 +110,11 @@ def limits_of(config: RuntimeConfig, options: Options, *, vocabulary_size: int, 
     if not 2 <= length <= longest:
         raise InvalidConfig("$.limits.maxModelLength", f"{length} is not from 2 to the model's {longest} positions")
     whole, blocks = options.prefill == "whole", config.layout != "slots"
+    if config.prefix_caching == "enabled" and (whole or not blocks):
+        raise InvalidConfig("$.prefixCaching", "prefixes are shared with layout blocks and prompts in parts: use both")
+    if config.chunked_prefill == ("enabled" if whole else "disabled"):
+        setting = "overrideNeuronConfig.prefill"
+        raise InvalidConfig("$.chunkedPrefill", f"{config.chunked_prefill}, while {setting} is {options.prefill!r}")
     if config.layout == "auto":
         blocks = not whole or bool(wanted.block_size or wanted.num_blocks)
     if not blocks and (wanted.block_size or wanted.num_blocks):
@@ -139,7 +144,7 @@ def limits_of(config: RuntimeConfig, options: Options, *, vocabulary_size: int, 
             decodes_all_live_rows=whole and not blocks,
             sorts_rows=not blocks,
             lowest_slot_first=not blocks,
-            shares_prefixes=blocks and not whole,
+            shares_prefixes=blocks and not whole and config.prefix_caching != "disabled",
             sampling="Device" if options.token_feedback == "device" else "Host",
             vocabulary_size=vocabulary_size,
             max_logprobs=MAX_LOGPROBS,

@@ -3,7 +3,8 @@
 Called once by the loader before weights are read. Pure: the free memory is handed in.
 
 Defaults: 8 sequences; 512 tokens a step; the slot layout, or blocks of 16 when the configuration names a block size
-or a number of blocks; the model's own length and room for all sequences at that length, less where memory is short.
+or a number of blocks or wants prefixes cached; the model's own length and room for all sequences at that length, less
+where memory is short.
 """
 
 from __future__ import annotations
@@ -56,7 +57,14 @@ def derive_limits(config: RuntimeConfig, model: DecoderConfig, dtype_bytes: int,
         FatalError: DEVICE_OUT_OF_MEMORY when even the least does not fit.
     """
     limits = config.limits
-    wants_blocks = config.layout == "blocks" or limits.block_size > 0 or limits.num_blocks > 0
+    if config.layout == "slots" and config.prefix_caching == "enabled":
+        raise InvalidConfig("$.prefixCaching", "layout slots shares nothing; leave out the layout, or use blocks")
+    wants_blocks = (
+        config.layout == "blocks"
+        or limits.block_size > 0
+        or limits.num_blocks > 0
+        or config.prefix_caching == "enabled"
+    )
     if config.layout == "slots" and wants_blocks:
         raise InvalidConfig("$.layout", "layout slots has no blocks; leave out blockSize and numBlocks, or use blocks")
     rows = limits.max_sequences or DEFAULT_MAX_SEQUENCES
@@ -84,11 +92,12 @@ def derive_limits(config: RuntimeConfig, model: DecoderConfig, dtype_bytes: int,
         max_step_tokens=step_tokens,
         max_prefill_rows=rows,
         layout="blocks" if wants_blocks else "slots",
+        chunks_prefill=config.chunked_prefill != "disabled",
         block_size=block_size,
         num_blocks=num_blocks,
         # Compact slots are read in place; blocks may be shared, as rows may start anywhere.
         lowest_slot_first=not wants_blocks,
-        shares_prefixes=wants_blocks,
+        shares_prefixes=wants_blocks and config.prefix_caching != "disabled",
         sampling="Host",
         vocabulary_size=model.vocabulary_size,
         max_logprobs=MAX_LOGPROBS,
