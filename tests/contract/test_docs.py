@@ -34,7 +34,8 @@ from neuron_runtime import arguments, config, offline
 from neuron_runtime.__main__ import DRAIN_ON_THE_COMMAND_LINE, MODEL_FLAGS, SERVER_FLAGS, build_parser, main
 from neuron_runtime.backend.torch import sizing
 from neuron_runtime.backend.torch.architecture import FAMILIES, FIXED
-from neuron_runtime.engine.process import DEFAULT_MAX_QUEUED_REQUESTS, MIN_STEP_SECONDS
+from neuron_runtime.engine.process import DEFAULT_MAX_QUEUED_REQUESTS
+from neuron_runtime.engine.watchdog import FIRST_STEP_SECONDS, MIN_STEP_SECONDS
 from neuron_runtime.errors import ExitCode, ServingError
 from neuron_runtime.record import MAX_RECORD_BYTES, ModelFacts, Record
 from neuron_runtime.server import admission, restarts, wire
@@ -346,7 +347,7 @@ def test_every_route_is_documented() -> None:
         f"0 to {admission.MAX_TEMPERATURE:.0f}; 0 is greedy",
         f"At most {admission.MAX_SALT_CHARACTERS} characters",
         f"Completions: {admission.DEFAULT_COMPLETION_TOKENS}, or",
-        f"(at least {MIN_STEP_SECONDS:.0f} s)",
+        f"(at least {MIN_STEP_SECONDS:.0f} s; the first of a shape {FIRST_STEP_SECONDS:.0f} s)",
         f"JSON of at most {MAX_RECORD_BYTES // 1024} KiB",
     ],
 )

@@ -29,11 +29,8 @@ from neuron_runtime.engine.backends import backend_package
 from neuron_runtime.engine.lifeline import Deadline, die_with_parent
 from neuron_runtime.engine.loop import Engine
 from neuron_runtime.engine.messages import Abort, Add, FromEngine, ModelFound, Ready, Refused, Step, ToEngine
+from neuron_runtime.engine.watchdog import MIN_STEP_SECONDS, WatchedBackend
 from neuron_runtime.errors import ExitCode, FatalError, InvalidRequest, Overloaded, ServingError
-
-MIN_STEP_SECONDS = 30.0
-STEP_FACTOR = 10.0
-"""A step hangs when it takes this many times the longest one measured, and at least MIN_STEP_SECONDS."""
 
 DEFAULT_MAX_QUEUED_REQUESTS = 256
 PROGRESS_PERIOD_SECONDS = 0.2
@@ -103,7 +100,6 @@ class Worker:
         self._engine = engine
         self._border = border
         self._deadline = deadline
-        self._longest_step_seconds = 0.0
         self._accounted_until = time.monotonic()
         self._backend_seconds = 0.0
 
@@ -151,11 +147,10 @@ class Worker:
         return refused
 
     def _step(self) -> list[TokenEvent]:
-        began = time.monotonic()
-        self._deadline.set(max(MIN_STEP_SECONDS, STEP_FACTOR * self._longest_step_seconds))
+        # For what is decided before the device is called; from then on the watched backend knows how long.
+        self._deadline.set(MIN_STEP_SECONDS)
         events = self._engine.step()
         self._deadline.clear()
-        self._longest_step_seconds = max(self._longest_step_seconds, time.monotonic() - began)
         return events
 
 
@@ -199,7 +194,7 @@ def serve(config: RuntimeConfig, weights_dir: Path, border: Border, deadline: De
         loaded = time.monotonic()
         backend.warm_up(report)
         max_queued = config.limits.max_queued_requests or DEFAULT_MAX_QUEUED_REQUESTS
-        engine = Engine(backend, max_queued_requests=max_queued)
+        engine = Engine(WatchedBackend(backend, deadline), max_queued_requests=max_queued)
         border.send(Ready(backend.limits, max_queued, loaded - began, time.monotonic() - loaded))
         Worker(engine, border, deadline).run(border.stop_at_sigterm())
     finally:

@@ -1,0 +1,131 @@
+"""When a step hangs: a limit for every shape of step, from how long steps of that shape took; and who sets a deadline.
+
+The engine process wraps its backend in `WatchedBackend`, which says in shared memory until when the device must have
+answered; the supervisor, which reads that, ends a process that is overdue. `StepLimits` is the rule, without a clock.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+from neuron_runtime.backend.base import Backend, Progress
+from neuron_runtime.core import BackendLimits, Batch, Kind, Late, StepOutput
+
+MIN_STEP_SECONDS = 30.0
+STEP_FACTOR = 10.0
+FIRST_STEP_SECONDS = 600.0
+MEMORY = 0.9
+"""How much of a long step counts when a shorter one of its shape follows: one that compiled first is forgotten."""
+
+Shape = tuple[Kind, int, int]
+"""Kind of a step, its rows and its tokens, each rounded up to a power of two."""
+
+
+class StepLimits:
+    """How long a step may take.
+
+    Args:
+        min_seconds: any step may take this long.
+        factor: a step may take this many times what steps of its shape took.
+        first_seconds: the first step of a shape may take this long; it may be compiled then.
+    """
+
+    def __init__(
+        self,
+        min_seconds: float = MIN_STEP_SECONDS,
+        factor: float = STEP_FACTOR,
+        first_seconds: float = FIRST_STEP_SECONDS,
+    ) -> None:
+        self.min_seconds = min_seconds
+        self._factor = factor
+        self._first_seconds = first_seconds
+        self._measured: dict[Shape, float] = {}
+
+    def seconds(self, batch: Batch) -> float:
+        """For this step alone, from the end of the one before it."""
+        measured = self._measured.get(shape_of(batch))
+        if measured is None:
+            return max(self._first_seconds, self.min_seconds)
+        return max(self._factor * measured, self.min_seconds)
+
+    def observe(self, batch: Batch, seconds: float) -> None:
+        """A step took so long."""
+        shape = shape_of(batch)
+        self._measured[shape] = max(seconds, MEMORY * self._measured.get(shape, 0.0))
+
+
+def shape_of(batch: Batch) -> Shape:
+    return batch.kind, _rounded(len(batch.rows)), _rounded(batch.num_tokens)
+
+
+def _rounded(count: int) -> int:
+    return 1 << max(count - 1, 0).bit_length()
+
+
+class Watch(Protocol):
+    """`lifeline.Deadline`, as far as it is set here."""
+
+    def set(self, seconds: float) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class _Launched:
+    batch: Batch
+    began: float
+
+
+class WatchedBackend:
+    """A backend whose every call has a deadline: that of all steps in flight, one after the other.
+
+    Whoever calls `Engine.step` clears the deadline when it has returned.
+    """
+
+    def __init__(
+        self,
+        backend: Backend,
+        watch: Watch,
+        step_limits: StepLimits | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._backend = backend
+        self._watch = watch
+        self._step_limits = step_limits or StepLimits()
+        self._clock = clock
+        self._in_flight: deque[_Launched] = deque()
+        self._last_end = clock()
+
+    @property
+    def limits(self) -> BackendLimits:
+        return self._backend.limits
+
+    def warm_up(self, progress: Progress) -> None:
+        self._backend.warm_up(progress)
+
+    def launch(self, batch: Batch) -> None:
+        self._in_flight.append(_Launched(batch, self._clock()))
+        self._arm()
+        self._backend.launch(batch)
+
+    def sample(self, step: int, late: Late | None) -> None:
+        self._backend.sample(step, late)
+
+    def collect(self, step: int) -> StepOutput:
+        self._arm()
+        output = self._backend.collect(step)
+        launched, now = self._in_flight.popleft(), self._clock()
+        self._step_limits.observe(launched.batch, now - max(launched.began, self._last_end))
+        self._last_end = now
+        self._arm()
+        return output
+
+    def close(self) -> None:
+        self._backend.close()
+
+    def _arm(self) -> None:
+        seconds = sum(self._step_limits.seconds(launched.batch) for launched in self._in_flight)
+        # With nothing in flight, for what the host does with the last output.
+        self._watch.set(max(seconds, self._step_limits.min_seconds))

@@ -1,0 +1,154 @@
+"""A step that hangs: how long one may take is a rule over measured steps, and a real process that hangs is ended."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+
+import pytest
+
+from neuron_runtime.core import BackendLimits, Batch, Kind, Late, Rows, StepOutput
+from neuron_runtime.engine.lifeline import Deadline
+from neuron_runtime.engine.watchdog import StepLimits, WatchedBackend, shape_of
+from neuron_runtime.server.supervisor import Child
+
+LIMITS = BackendLimits(max_rows=64, max_model_length=64, max_step_tokens=1024, num_blocks=64)
+
+
+def batch(step: int, kind: Kind = Kind.DECODE, num_rows: int = 1, num_tokens: int = 1) -> Batch:
+    each = (num_tokens // num_rows,) * num_rows
+    return Batch(step, kind, Rows(slot=tuple(range(num_rows)), num_tokens=each))
+
+
+def test_the_shape_of_a_step_is_its_kind_with_rows_and_tokens_rounded_up() -> None:
+    assert shape_of(batch(0, num_rows=1)) == (Kind.DECODE, 1, 1)
+    assert shape_of(batch(0, num_rows=5, num_tokens=5)) == (Kind.DECODE, 8, 8)
+    assert shape_of(batch(0, Kind.PREFILL, 1, 65)) == (Kind.PREFILL, 1, 128)
+    assert shape_of(batch(0, Kind.PREFILL, 2, 64)) == (Kind.PREFILL, 2, 64)
+
+
+def test_a_step_may_take_ten_times_what_steps_of_its_shape_took_and_no_other_shape_counts() -> None:
+    limits = StepLimits(min_seconds=30.0, factor=10.0, first_seconds=600.0)
+    short, long = batch(0), batch(1, Kind.PREFILL, 1, 512)
+    assert limits.seconds(short) == limits.seconds(long) == 600.0
+    limits.observe(short, 0.02)
+    limits.observe(long, 8.0)
+    assert limits.seconds(short) == 30.0
+    assert limits.seconds(long) == 80.0
+    assert limits.seconds(batch(2, Kind.PREFILL, 1, 513)) == 600.0
+
+
+def test_one_step_that_compiled_first_is_forgotten_step_by_step() -> None:
+    limits = StepLimits(min_seconds=1.0, factor=10.0, first_seconds=600.0)
+    limits.observe(batch(0), 100.0)
+    assert limits.seconds(batch(0)) == 1000.0
+    for _ in range(100):
+        limits.observe(batch(0), 0.5)
+    assert limits.seconds(batch(0)) == pytest.approx(5.0)
+
+
+class TimedBackend:
+    """Every step takes what it is told, behind the one before it, on a clock that only the test moves."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        self.seconds: dict[int, float] = {}
+        self._end = 0.0
+        self._ends: dict[int, float] = {}
+        self.limits = LIMITS
+
+    def clock(self) -> float:
+        return self.now
+
+    def warm_up(self, progress: object) -> None: ...
+
+    def launch(self, batch: Batch) -> None:
+        self._end = max(self._end, self.now) + self.seconds[batch.step]
+        self._ends[batch.step] = self._end
+
+    def sample(self, step: int, late: Late | None) -> None: ...
+
+    def collect(self, step: int) -> StepOutput:
+        self.now = max(self.now, self._ends[step])
+        return StepOutput(step, ())
+
+    def close(self) -> None: ...
+
+
+class Armed:
+    def __init__(self) -> None:
+        self.seconds: list[float] = []
+
+    def set(self, seconds: float) -> None:
+        self.seconds.append(seconds)
+
+
+def test_a_deadline_covers_all_steps_in_flight_and_each_is_measured_from_the_end_of_the_one_before() -> None:
+    device, armed = TimedBackend(), Armed()
+    backend = WatchedBackend(device, armed, StepLimits(1.0, 10.0, 60.0), device.clock)
+    device.seconds = dict.fromkeys(range(4), 2.0) | {4: 3.0}
+    for step in (0, 1):
+        backend.launch(batch(step))
+    assert armed.seconds == [60.0, 120.0]
+    backend.collect(0)
+    assert armed.seconds[-1] == 20.0  # step 1, now that one was measured
+    backend.launch(batch(2))
+    assert armed.seconds[-1] == 40.0
+    for step in (1, 2):
+        backend.collect(step)
+    # Nothing runs: what the host does has its own limit. A pause is no part of the next step.
+    assert armed.seconds[-1] == 1.0
+    device.now += 1000.0
+    backend.launch(batch(3))
+    backend.collect(3)
+    backend.launch(batch(4))
+    assert armed.seconds[-1] == 20.0
+    backend.collect(4)
+    backend.launch(batch(0))
+    assert armed.seconds[-1] == 30.0
+
+
+HANG = """
+    import faulthandler, sys, time
+    from pathlib import Path
+    from neuron_runtime.backend.strict import StrictBackend
+    from neuron_runtime.core import BackendLimits, Request, SamplingParams
+    from neuron_runtime.engine.lifeline import Deadline
+    from neuron_runtime.engine.loop import Engine
+    from neuron_runtime.engine.watchdog import StepLimits, WatchedBackend
+
+    class HangingBackend(StrictBackend):
+        def collect(self, step):
+            if step == 5:
+                time.sleep(1000)
+            return super().collect(step)
+
+    faulthandler.enable()
+    limits = BackendLimits(max_rows=2, max_model_length=64, max_step_tokens=64, num_blocks=8)
+    backend = HangingBackend(limits, vocabulary_size=100)
+    with Deadline(Path(sys.argv[1])) as deadline:
+        engine = Engine(WatchedBackend(backend, deadline, StepLimits(0.1, 10.0, FIRST)))
+        engine.add(Request("1", (5, 6, 7), SamplingParams(max_tokens=40)))
+        while engine.has_work:
+            engine.step()
+"""
+
+
+@pytest.mark.parametrize("first", [0.1, 1000.0], ids=["of a known shape", "with longer limits for other shapes"])
+def test_a_process_whose_step_hangs_is_ended_and_shows_where(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], first: float
+) -> None:
+    code = textwrap.dedent(HANG).replace("FIRST", str(first))
+    with Deadline(tmp_path / "deadline") as deadline:
+        process = subprocess.Popen([sys.executable, "-c", code, str(tmp_path / "deadline")])
+        child = Child("engine process", process, tmp_path / "record", deadline)
+        while child.lives:
+            time.sleep(0.02)
+            child.end_if_it_hangs()
+    assert "SIGABRT" in str(child.failure())
+    said = capfd.readouterr().err
+    assert "the engine process hangs" in said
+    assert "in collect" in said
