@@ -144,6 +144,8 @@ CHECKS: dict[str, Check] = {
     "vllm:cache_config_info": info(block_size=str(BLOCK_SIZE), num_gpu_blocks=str(NUM_BLOCKS)),
     "vllm:lora_requests_info": info(max_lora="0", waiting_lora_adapters="", running_lora_adapters=""),
     "vllm:num_preemptions_total": is_(lambda load: load.expected.preemptions),
+    "vllm:prefix_cache_queries_total": is_(lambda load: sum(load.expected.prompts)),
+    "vllm:prefix_cache_hits_total": is_(lambda load: load.expected.prefix_hits),
     "vllm:prompt_tokens_total": is_(lambda load: sum(load.expected.prompts)),
     "vllm:generation_tokens_total": is_(lambda load: load.scrapes[-1].total("vllm:request_generation_tokens_sum")),
     "vllm:request_success_total": by("finished_reason", lambda load: load.expected.finished),
@@ -161,6 +163,9 @@ CHECKS: dict[str, Check] = {
     "vllm:request_decode_time_seconds": times(num_requests),
     "vllm:request_prompt_tokens": sizes(lambda load: load.expected.prompts),
     "vllm:request_generation_tokens": sizes(lambda load: load.expected.answers, cut_off=True),
+    "vllm:request_max_num_generation_tokens": sizes(lambda load: load.expected.longest, cut_off=True),
+    "vllm:request_params_n": sizes(lambda load: load.expected.choices),
+    "vllm:request_params_max_tokens": sizes(lambda load: load.expected.max_tokens),
     "vllm:iteration_tokens_total": lambda load, last, name: between(fed, fed_at_most)(load, last, f"{name}_sum"),
     "neuron_serving_step_seconds": times(steps),
     "neuron_serving_step_host_seconds": times(steps),
@@ -170,6 +175,7 @@ CHECKS: dict[str, Check] = {
     "neuron_serving_work_seconds_total": between(
         lambda load: load.scrapes[-1].total("neuron_serving_device_busy_seconds_total"), lambda load: load.seconds
     ),
+    "neuron_serving_stream_gap_bound_seconds": between(lambda load: 1e-6, lambda load: load.seconds),
     "neuron_serving_fed_tokens_total": is_(lambda load: load.scrapes[-1].total("vllm:iteration_tokens_total_sum")),
     "neuron_serving_computed_tokens_total": is_(
         lambda load: load.scrapes[-1].total("neuron_serving_fed_tokens_total", bucket="none")
@@ -177,6 +183,9 @@ CHECKS: dict[str, Check] = {
     "neuron_serving_load_seconds": between(lambda load: 1e-6, lambda load: 60),
     "neuron_serving_warm_up_seconds": between(lambda load: 1e-6, lambda load: 60),
     "neuron_serving_engine_restarts_total": is_(lambda load: load.expected.restarts),
+    "neuron_serving_requests_refused_total": by("reason", lambda load: load.expected.refused),
+    "neuron_serving_open_connections": between(lambda load: 1, lambda load: 6),
+    "neuron_serving_access_log_lines_lost_total": is_(lambda load: 0),
     "neuron_serving_group_members_present": is_(lambda load: 1),
 }
 
@@ -205,10 +214,19 @@ def test_nothing_that_counts_ever_goes_back_not_even_when_the_engine_dies(load: 
     assert len(seen) > 100
 
 
+def test_between_two_engines_nothing_runs_and_nobody_is_present(load: ScriptedLoad) -> None:
+    absent = [scrape for scrape in load.scrapes if scrape.total("neuron_serving_group_members_present") == 0]
+    assert len(absent) == 1
+    assert absent[0].total("vllm:num_requests_running") == 0
+
+
 def test_before_the_first_request_nothing_is_counted(load: ScriptedLoad) -> None:
     first = load.scrapes[0]
     told = {"vllm:cache_config_info", "vllm:lora_requests_info"}
-    told |= {f"neuron_serving_{name}" for name in ("load_seconds", "warm_up_seconds", "group_members_present")}
+    told |= {
+        f"neuron_serving_{name}"
+        for name in ("load_seconds", "warm_up_seconds", "group_members_present", "open_connections")
+    }
     assert {name for (name, _), value in first.values.items() if value} == told
 
 

@@ -157,6 +157,11 @@ LOG_LINES_LOST = _counter(
 )
 MEMBERS = _gauge("neuron_serving_group_members_present", "Ranks of this replica that take part.")
 
+REASONS = (
+    *("invalid_request", "context_length_exceeded", "model_not_found", "body_too_large", "invalid_api_key"),
+    *("overloaded", "draining", "not_ready"),
+)
+"""Why requests are refused, as far as that is known before the first one: a rate needs a series that began at 0."""
 NO_BUCKET = "none"
 """Label of steps whose shapes are free."""
 
@@ -180,6 +185,10 @@ class Metrics:
         self._prompt_tokens = book.number(PROMPT_TOKENS)
         self._generation_tokens = book.number(GENERATION_TOKENS)
         self._success = {reason: book.number(SUCCESS, reason.value) for reason in FinishReason}
+        for reason in REASONS:
+            book.number(REFUSED, reason)
+        for family in (OPEN_CONNECTIONS, LOG_LINES_LOST):
+            book.number(family)
         self._first_token, self._gap = book.distribution(FIRST_TOKEN), book.distribution(GAP)
         self._per_token, self._e2e = book.distribution(PER_TOKEN), book.distribution(E2E)
         self._queue, self._prefill = book.distribution(QUEUE), book.distribution(PREFILL)
