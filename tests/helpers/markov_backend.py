@@ -24,12 +24,15 @@ class MarkovDecoder:
         self.table = table
         self.most_logits = 0
         """Rows of logits that were asked for at once."""
+        self.num_logits = 0
+        """Rows of logits that were asked for in all."""
 
     def forward(self, token_ids: torch.Tensor, plan: StepPlan) -> torch.Tensor:
         return torch.stack((plan.positions % len(self.table), token_ids), dim=1)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         self.most_logits = max(self.most_logits, len(hidden))
+        self.num_logits += len(hidden)
         return self.table[hidden[:, 0], hidden[:, 1]].clone()
 
 

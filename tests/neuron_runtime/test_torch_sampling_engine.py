@@ -150,6 +150,16 @@ def test_the_log_probabilities_are_those_of_the_model_whatever_is_asked_for() ->
     assert [one for one, _ in got.logprobs[0].top] == raw.topk(2).indices.tolist()
 
 
+@pytest.mark.parametrize("temperature", [0.0, 0.01])
+def test_a_bias_moves_the_best_token_also_to_another_end_of_a_large_vocabulary(temperature: float) -> None:
+    params = SamplingParams(max_tokens=3, temperature=temperature, logit_bias=((250, 100.0),), top_p=0.9)
+    (got,), _ = answers([Request("a", (1, 2), params)], random_table(300, period=1))
+    assert got.tokens == [250] * 3
+    params = replace(params, logit_bias=(), allowed_token_ids=(299, 130), max_tokens=20, temperature=temperature * 1e6)
+    (got,), _ = answers([Request("a", (1, 2), params)], random_table(300, period=1))
+    assert set(got.tokens) <= {299, 130}
+
+
 @pytest.mark.parametrize("length", [1, 2, 17, 40])
 def test_a_prompts_log_probabilities_are_the_models_for_each_token_behind_the_first(length: int) -> None:
     prompt = tuple((5 * n + n * n) % VOCABULARY for n in range(length))
@@ -163,6 +173,23 @@ def test_a_prompts_log_probabilities_are_the_models_for_each_token_behind_the_fi
         assert one.logprob == pytest.approx(float(raw[one.token_id]), abs=1e-5)
         assert one.rank == int((raw > raw[one.token_id]).sum()) + 1
         assert [found for found, _ in one.top] == raw.topk(3).indices.tolist()
+
+
+def test_a_prompt_that_was_reported_is_not_looked_at_again_after_a_preemption() -> None:
+    backend = markov_backend(TABLE, num_blocks=14)
+    try:
+        engine = Engine(backend)
+        for n in range(4):
+            engine.add(Request(str(n), (1, 2, 3, 4, 5, n), SamplingParams(max_tokens=25, prompt_logprobs=0)))
+        while engine.has_work:
+            engine.step()
+        decoder: Any = backend._decoder
+        sampled = engine.stats.num_generation_tokens_total
+        assert engine.stats.num_preemptions_total > 0
+        # Of each prompt five positions once, and a few rows that nobody waited for any more.
+        assert 0 <= decoder.num_logits - sampled - 4 * 5 <= 8
+    finally:
+        backend.close()
 
 
 def test_a_long_prompts_logits_are_never_all_there_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
