@@ -56,6 +56,11 @@ class SecretKey(Part, frozen=True):
     optional: bool | None = None
 
 
+class ApiKeySecret(Part, frozen=True):
+    name: Name
+    key: Name
+
+
 class ModelSource(Part, frozen=True):
     uri: Annotated[str, Meta(min_length=1, max_length=1024)]
     served_names: Annotated[
@@ -91,7 +96,7 @@ class Serving(Part, frozen=True):
     prefix_caching: Literal["Auto", "Enabled", "Disabled"] = "Auto"
     chunked_prefill: Literal["Auto", "Enabled", "Disabled"] = "Auto"
     sampling: Literal["Device", "DeviceWithLogits", "Host"] | None = None
-    api_key_secret_ref: SecretKey | None = None
+    api_key_secret_ref: ApiKeySecret | None = None
 
 
 class EnvSource(Part, frozen=True):
@@ -245,7 +250,6 @@ LATER = (
     Later("serving.context_buckets", ((),), "remove it: nothing is compiled"),
     Later("serving.token_generation_buckets", ((),), "remove it: nothing is compiled"),
     Later("serving.sampling", (None, "Host"), "remove it or set Host"),
-    Later("serving.api_key_secret_ref", (None,), "remove it and restrict callers with a NetworkPolicy"),
     Later("engine.override_neuron_config", ({},), "remove it: no Neuron backend reads it yet"),
     Later(
         "storage.weights", (None, WeightsStorage(empty_dir=EmptyDir())), "remove it: weights lie in the pod's emptyDir"

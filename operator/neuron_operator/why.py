@@ -6,6 +6,7 @@ state that does not change is not written again.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -45,7 +46,8 @@ REASONS = {
     "Compiled": {"Compiling", "CompileFailed", "CompileOutOfMemory", "InvalidEngineConfig"},
     "Available": {
         *("InsufficientNeuron", "NoMatchingNode", "QuotaExceeded", "NodeProvisioning", "AllocationRejected"),
-        *("PodSecurityDenied", "ImagePull", "VolumeNotBound", "Loading", "ArtifactMissing", "DeviceHeld"),
+        *("PodSecurityDenied", "ImagePull", "SecretNotFound", "VolumeNotBound", "Loading", "ArtifactMissing"),
+        *("DeviceHeld",),
         *("DeviceOutOfMemory", "DeviceFailed", "DriverIncompatible", "DevicesNotAdjacent", "CrashLoop", "ProbeFailing"),
         *("GroupIncomplete", "RestartBudgetExhausted", "NodeLost", "Draining"),
     },
@@ -62,8 +64,8 @@ WEIGHT = {
         (
             *("PodSecurityDenied", "QuotaExceeded", "AllocationRejected", "DevicesNotAdjacent", "DriverIncompatible"),
             *("DeviceFailed", "DeviceOutOfMemory", "DeviceHeld", "RestartBudgetExhausted", "ArtifactMissing"),
-            *("GroupIncomplete", "ImagePull", "CrashLoop", "VolumeNotBound", "NodeLost", "InsufficientNeuron"),
-            *("NoMatchingNode", "ProbeFailing", "Draining", "Loading"),
+            *("GroupIncomplete", "ImagePull", "SecretNotFound", "CrashLoop", "VolumeNotBound", "NodeLost"),
+            *("InsufficientNeuron", "NoMatchingNode", "ProbeFailing", "Draining", "Loading"),
         )
     )
 }
@@ -256,6 +258,9 @@ def _explain_start(pod: Object, world: World, placement: Placement | None = None
     if _age(pod, world) < timedelta(seconds=UNEXPLAINED_SECONDS):
         return fails("Available", "Loading", f"pod {name} is being started")
     told = _event_words(name, world)
+    if "FailedMount" in told and re.search(r'secret ".*" not found|non-existent secret key', told):
+        text = f"pod {name} waits for the Secret of serving.apiKeySecretRef: {told}"
+        return fails("Available", "SecretNotFound", text, {Need.EVENTS})
     if "FailedMount" in told or "FailedAttachVolume" in told:
         return fails("Available", "VolumeNotBound", f"pod {name}: {told}", {Need.EVENTS})
     return fails("Available", "Loading", f"pod {name} is being started; {told or 'no event tells more'}", {Need.EVENTS})

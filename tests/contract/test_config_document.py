@@ -14,7 +14,7 @@ from neuron_operator import config_document as operator
 from neuron_operator import names
 from neuron_operator.model import Serving, parse
 from neuron_operator.records import Facts
-from neuron_operator.render.pods import SERVE_COMMAND
+from neuron_operator.render.pods import API_KEY_FLAG, SERVE_COMMAND
 from neuron_runtime import config as runtime
 from neuron_runtime.__main__ import build_parser
 
@@ -90,10 +90,11 @@ def test_every_dtype_and_every_limit_of_the_manifest_is_known_to_the_runtime() -
     assert {value for option in dtypes for value in option.get("enum", [])} == set(known)
 
 
-@pytest.mark.parametrize("command", ["serve", "inspect"])
+@pytest.mark.parametrize("command", ["serve", "serve with keys", "inspect"])
 def test_the_rendered_command_is_one_that_the_runtime_parses(command: str) -> None:
     arguments = {
         "serve": SERVE_COMMAND[1:],
+        "serve with keys": (*SERVE_COMMAND[1:], *API_KEY_FLAG),
         "inspect": ("inspect", "hf://acme/tiny", "--record", names.TERMINATION_LOG),
     }[command]
     parsed = build_parser().parse_args(arguments)

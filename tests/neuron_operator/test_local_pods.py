@@ -8,6 +8,7 @@ import os
 import signal
 import socket
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -94,6 +95,43 @@ def test_paths_ports_and_references_of_a_pod_become_those_of_this_machine(tmp_pa
     assert plan.readiness is not None
     assert plan.readiness.port == 9001
     assert plan.grace_seconds == 7
+
+
+def pod_with_keys() -> dict[str, Any]:
+    body = pod()
+    secret = {"secretName": "chat-keys", "items": [{"key": "api.key", "path": "keys"}], "defaultMode": 292}
+    body["spec"]["volumes"].append({"name": "api-key", "secret": secret})
+    mount = {"name": "api-key", "mountPath": "/etc/keys", "readOnly": True}
+    container = body["spec"]["containers"][0]
+    container["volumeMounts"].append(mount)
+    container["command"] += ["/etc/keys/keys"]
+    return body
+
+
+def with_variable(here: Host, name: str, value: str) -> Host:
+    return replace(here, environment={**here.environment, name: value})
+
+
+def test_a_mounted_secret_is_a_variable_of_this_shell(tmp_path: Path) -> None:
+    plan = interpret(pod_with_keys(), with_variable(host(tmp_path), "CHAT_KEYS_API_KEY", "sk-1\nsk-2"), {8000: 9001})
+    place = tmp_path / "default.chat" / "chat-0" / "api-key" / "keys"
+    assert plan.secrets == {place: "sk-1\nsk-2"}
+    assert plan.argv[-1] == str(place)
+    with pytest.raises(CannotRunHere, match=r"chat-keys/api\.key is not here; export CHAT_KEYS_API_KEY="):
+        interpret(pod_with_keys(), host(tmp_path), {8000: 9001})
+
+
+async def test_a_secret_lies_here_for_its_process_alone(tmp_path: Path) -> None:
+    body = pod_with_keys()
+    program = "import os, sys; print(oct(os.stat(sys.argv[1]).st_mode & 0o777), open(sys.argv[1]).read())"
+    body["spec"]["containers"][0]["command"] = [sys.executable, "-c", program, "/etc/keys/keys"]
+    plan = interpret(body, with_variable(host(tmp_path), "CHAT_KEYS_API_KEY", "sk-1"), {8000: free_port()})
+    said: list[str] = []
+    process = PodProcess(plan, lambda name, line: said.append(line))
+    await process.start()
+    await process.watch(lambda: None)
+    assert said == ["0o600 sk-1"]
+    assert [path for path in tmp_path.rglob("*") if path.is_file() and b"sk-1" in path.read_bytes()] == []
 
 
 def test_a_path_that_only_looks_like_a_mount_stays(tmp_path: Path) -> None:

@@ -237,6 +237,21 @@ def test_a_pod_that_stays_without_a_word_is_asked_about() -> None:
     assert "volume v is not there" in condition(told.status, "Ready")["message"]
 
 
+@pytest.mark.parametrize(
+    "note",
+    [
+        'MountVolume.SetUp failed for volume "api-key" : secret "chat-keys" not found',
+        'MountVolume.SetUp failed for volume "api-key" : references non-existent secret key: keys',
+    ],
+)
+def test_a_missing_api_key_is_named_by_the_field_that_asks_for_it(note: str) -> None:
+    event = {"regarding": {"kind": "Pod", "name": "chat-1"}, "reason": "FailedMount", "note": note}
+    told = condition(seen(pod(state=waiting("ContainerCreating")), events=(event,)).status, "Ready")
+    assert told["reason"] == "SecretNotFound"
+    assert "serving.apiKeySecretRef" in told["message"]
+    assert note in told["message"]
+
+
 # The resolve Job
 
 

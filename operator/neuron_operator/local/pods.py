@@ -7,6 +7,7 @@ the plan. It knows pods, and no field of NeuronModel.
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import sys
 from collections.abc import Mapping, Sequence
@@ -35,7 +36,7 @@ _CONTAINER_FIELDS = frozenset(
         "livenessProbe", "terminationMessagePath",
     }
 )  # fmt: skip
-_VOLUME_SOURCES = ("configMap", "emptyDir", "persistentVolumeClaim")
+_VOLUME_SOURCES = ("configMap", "emptyDir", "persistentVolumeClaim", "secret")
 _HOST_RESOURCES = frozenset({"cpu", "memory", "ephemeral-storage"})
 
 
@@ -64,6 +65,8 @@ class ContainerPlan:
     env: Mapping[str, str]
     folders: tuple[Path, ...]
     files: Mapping[Path, str]
+    secrets: Mapping[Path, str]
+    """Files that only this user may read, and only while the process lives."""
     termination_message: Path
     ports: Mapping[str, int]
     startup: Probe | None
@@ -79,7 +82,8 @@ class Host:
     root: Path
     """Folder for this workload's volumes and files."""
     environment: Mapping[str, str]
-    """Inherited by every process below the pod's own variables; also stands in for Secrets (key = variable)."""
+    """Inherited by every process below the pod's own variables; also stands in for Secrets: see `_environment` and
+    `_secret_files`."""
     num_neuron_devices: int
     config_maps: Mapping[str, Json] = field(default_factory=dict)
     """name -> ConfigMap object."""
@@ -103,9 +107,13 @@ def interpret(pod: Json, host: Host, ports: Mapping[int, int]) -> ContainerPlan:
     places: dict[str, Path] = {}  # path in the container -> path here
     folders: list[Path] = []
     files: dict[Path, str] = {}
+    secrets: dict[Path, str] = {}
     for mount in container.get("volumeMounts", []):
         _refuse_unknown(mount, {"name", "mountPath", "readOnly", "subPath"}, "volumeMounts")
-        folder = _volume(volumes[mount["name"]], name, host, files) / mount.get("subPath", "")
+        volume = volumes[mount["name"]]
+        if "secret" in volume:
+            secrets |= _secret_files(volume, host.root / name / str(volume["name"]), host)
+        folder = _volume(volume, name, host, files) / mount.get("subPath", "")
         folders.append(folder)
         places[mount["mountPath"]] = folder
     message = host.root / name / "termination-message"
@@ -127,6 +135,7 @@ def interpret(pod: Json, host: Host, ports: Mapping[int, int]) -> ContainerPlan:
         env=env,
         folders=tuple(folders),
         files=files,
+        secrets=secrets,
         termination_message=message,
         ports=named,
         startup=_probe(container.get("startupProbe"), "startupProbe", named, ports),
@@ -169,6 +178,21 @@ def _volume(volume: Json, pod: str, host: Host, files: dict[Path, str]) -> Path:
             raise CannotRunHere(f"volume {volume['name']}: there is no ConfigMap {volume[source]['name']}")
         files.update({folder / key: text for key, text in config_map.get("data", {}).items()})
     return folder
+
+
+def _secret_files(volume: Json, folder: Path, host: Host) -> dict[Path, str]:
+    """Keys of a Secret as files: the variable NAME_KEY of this shell stands in for each, in capitals."""
+    secret = volume["secret"]
+    _refuse_unknown(secret, {"secretName", "items", "defaultMode"}, f"volume {volume['name']}.secret")
+    files = {}
+    for item in secret.get("items", []):
+        variable = re.sub(r"\W", "_", f"{secret['secretName']}_{item['key']}").upper()
+        value = host.environment.get(variable)
+        if not value:
+            missing = f"{secret['secretName']}/{item['key']}"
+            raise CannotRunHere(f"volume {volume['name']}: {missing} is not here; export {variable}=... first")
+        files[folder / item["path"]] = value
+    return files
 
 
 def _translate(value: str, places: Mapping[str, Path]) -> str:

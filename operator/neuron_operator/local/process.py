@@ -53,6 +53,10 @@ class PodProcess:
             for path, text in self.plan.files.items():
                 path.parent.mkdir(parents=True, exist_ok=True)
                 path.write_text(text)
+            for path, text in self.plan.secrets.items():
+                path.parent.mkdir(parents=True, exist_ok=True)
+                path.touch(mode=0o600)
+                path.write_text(text)
             self.plan.termination_message.parent.mkdir(parents=True, exist_ok=True)
             self.plan.termination_message.write_bytes(b"")
         except OSError as error:
@@ -79,6 +83,8 @@ class PodProcess:
         finally:
             probing.cancel()
             await asyncio.wait([probing])  # unlike awaiting the task, this never swallows our own cancellation
+            for path in self.plan.secrets:
+                path.unlink(missing_ok=True)
         self.ready = False
         message = self.plan.termination_message.read_bytes()[:MAX_TERMINATION_MESSAGE_BYTES]
         self.terminated = Terminated(

@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 
 from neuron_operator import names
-from neuron_operator.model import NeuronModel
+from neuron_operator.model import ApiKeySecret, NeuronModel
 from neuron_operator.placement import Placement
 from neuron_operator.render.objects import without_empty
 from neuron_operator.world import Object, Settings
@@ -29,12 +29,20 @@ SERVE_COMMAND = (
 )
 
 
+API_KEY_FLAG = ("--api-key-file", f"{names.API_KEY_DIR}/{names.API_KEY_FILE}")
+READ_ONLY_VOLUMES = ("config", names.API_KEY_VOLUME)
+READABLE = 0o444
+"""Mode of the mounted key. The kubelet writes it as root, the container runs as somebody else, and without an fsGroup,
+which not every cluster lets a pod choose, they have no group in common. Nobody else is in the container."""
+
+
 def serving_pod_template(
     model: NeuronModel, placement: Placement, settings: Settings, *, revision: str, config_name: str, group_size: int
 ) -> Object:
     """The template of the pods of one revision; `group_size` is the number of pods of one replica."""
     overlay = model.spec.pod_template
     rollout = model.spec.rollout
+    api_key = model.spec.serving.api_key_secret_ref
     own_labels = {
         **names.labels(model.name, "server"),
         names.ROLE_LABEL: names.ROLE_LEADER,
@@ -45,7 +53,7 @@ def serving_pod_template(
     container = _container(
         model,
         settings,
-        command=list(SERVE_COMMAND),
+        command=[*SERVE_COMMAND, *(API_KEY_FLAG if api_key else ())],
         env=_merged_env(
             settings.jobs.env if model.fetched_by_pods else (),
             (msgspec.to_builtins(variable) for variable in model.spec.engine.env),
@@ -63,7 +71,12 @@ def serving_pod_template(
                 "requests": {**overlay_resources.requests, **placement.resources},
             }
         ),
-        mounts={"config": names.CONFIG_DIR, "tmp": names.TMP_DIR, "weights": names.WEIGHTS_DIR},
+        mounts={
+            "config": names.CONFIG_DIR,
+            "tmp": names.TMP_DIR,
+            "weights": names.WEIGHTS_DIR,
+            **({names.API_KEY_VOLUME: names.API_KEY_DIR} if api_key else {}),
+        },
     )
     container["ports"] = [{"name": names.PORT_NAME, "containerPort": names.PORT, "protocol": "TCP"}]
     container["startupProbe"] = _probe(
@@ -92,6 +105,7 @@ def serving_pod_template(
                     {"name": "config", "configMap": {"name": config_name}},
                     {"name": "tmp", "emptyDir": {}},
                     {"name": "weights", "emptyDir": {}},
+                    *([_api_key_volume(api_key)] if api_key else []),
                 ],
                 "nodeSelector": {
                     **overlay.spec.node_selector,
@@ -175,7 +189,7 @@ def _container(
             "env": env,
             "resources": dict(resources),
             "volumeMounts": [
-                {"name": name, "mountPath": path, **({"readOnly": True} if name == "config" else {})}
+                {"name": name, "mountPath": path, **({"readOnly": True} if name in READ_ONLY_VOLUMES else {})}
                 for name, path in mounts.items()
             ],
             "securityContext": {
@@ -215,6 +229,15 @@ def _hub_token(model: NeuronModel) -> tuple[Object, ...]:
         return ()
     key = {"name": secret.name, "key": names.HUB_TOKEN_KEY, "optional": True}
     return ({"name": names.HUB_TOKEN_KEY, "valueFrom": {"secretKeyRef": key}},)
+
+
+def _api_key_volume(secret: ApiKeySecret) -> Object:
+    """The Secret as a folder, which the kubelet keeps up to date; the operator never reads it."""
+    items = [{"key": secret.key, "path": names.API_KEY_FILE}]
+    return {
+        "name": names.API_KEY_VOLUME,
+        "secret": {"secretName": secret.name, "items": items, "defaultMode": READABLE},
+    }
 
 
 def _allocation(placement: Placement) -> str:
