@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -16,12 +18,13 @@ MODEL = Path(__file__).parents[2] / "examples" / "demo-model"
 NUM_REQUESTS = 8
 
 
-def engine(**limits: int) -> Engine:
+def engine(*, prefix_caching: Any = "auto", **limits: int) -> Engine:
     config = RuntimeConfig(
         version=1,
         model=ModelSource(uri=MODEL.as_uri()),
         served_names=("demo",),
         dtype="float32",
+        prefix_caching=prefix_caching,
         limits=EngineLimits(max_model_length=128, **limits),
     )
     return Engine(load_backend(MODEL, config, lambda stage, share: None))
@@ -46,6 +49,42 @@ def finish(engine: Engine) -> dict[str, list[int]]:
         for event in engine.step():
             tokens.setdefault(event.request_id, []).extend(event.token_ids)
     return tokens
+
+
+def chat() -> list[Request]:
+    """Turns that begin with the same text, some all the same, one of another tenant."""
+    numbers = random.Random(2)
+    begin = tuple(numbers.randrange(300) for _ in range(37))
+    turns = [(*begin, *(numbers.randrange(300) for _ in range(11 * number))) for number in range(4)]
+    turns += [turns[3], turns[3], turns[2]]
+    asked = [
+        Request(f"t{at}", prompt, SamplingParams(max_tokens=12, temperature=float(at % 2), seed=at))
+        for at, prompt in enumerate(turns)
+    ]
+    return [*asked, replace(asked[-1], request_id="tenant", cache_salt="another")]
+
+
+@pytest.mark.parametrize("limits", [{}, {"max_step_tokens": 16}, {"num_blocks": 28}], ids=["whole", "parts", "few"])
+def test_a_cached_prefix_changes_no_token(limits: dict[str, int]) -> None:
+    tokens, fed = [], []
+    for prefix_caching in ("enabled", "disabled"):
+        shares = engine(prefix_caching=prefix_caching, block_size=8, max_sequences=4, **limits)
+        num_fed = 0
+        found: dict[str, list[int]] = {}
+        for requests in (chat()[:1], chat()[1:]):
+            for request in requests:
+                shares.add(request)
+            while shares.has_work:
+                for event in shares.step():
+                    found.setdefault(event.request_id, []).extend(event.token_ids)
+                num_fed += shares.stats.last_step.num_tokens if shares.stats.last_step else 0
+        tokens.append(found)
+        fed.append(num_fed)
+        stats = shares.stats
+        assert (stats.num_prefix_hits_total >= 6 * 32) is (prefix_caching == "enabled")
+        assert stats.num_prefix_hits_total <= stats.num_prefix_queries_total
+    assert tokens[0] == tokens[1]
+    assert fed[0] <= fed[1] - 6 * 32
 
 
 @pytest.fixture(scope="module")

@@ -119,6 +119,53 @@ def test_the_head_of_the_queue_is_not_overtaken_by_a_smaller_request() -> None:
     assert lengths == [8, 16, 2]
 
 
+def test_priorities_decide_at_every_free_row_and_arrival_decides_among_equals() -> None:
+    run = start(replace(BLOCKS, max_rows=2))
+    asked = [request(f"{priority}-{at}", 6, 6, priority=priority) for at, priority in enumerate((3, 1, 1, 2, 3, 1))]
+    run.add(*asked)
+    run.step()
+    asked += [urgent := request("urgent", 6, 6, priority=-1)]
+    run.add(urgent)
+    run.finish()
+    run.check_tokens(asked)
+    assert list(run.reasons) == ["1-1", "1-2", "urgent", "1-5", "2-3", "3-0", "3-4"]
+
+
+@pytest.mark.parametrize("limits", [BLOCKS, DEVICE, SHARED_DEVICE, replace(BLOCKS, mixes_phases=False), NEURON])
+def test_a_flood_of_long_prompts_starves_nobody(limits: BackendLimits) -> None:
+    """Streams get a token in every step or every other; whoever comes gets its turn though the flood goes on."""
+    per_turn = 1 if limits.mixes_phases else 2
+    chunks = 1 if limits.longest_prefill >= 28 else 2
+    flood = (request(f"flood {at}", 26, 4) for at in range(1000))
+    run = start(limits, max_queued_requests=1000)
+    asked = [request("stream", 3, 28)]
+    run.add(*asked)
+    run.step()
+    at_step: dict[str, list[int]] = {"stream": [], "short": []}
+    arrived = None
+    for step in range(200):
+        if "short" in run.reasons and "stream" in run.reasons:
+            break
+        if run.engine.stats.num_waiting < 6:
+            asked.append(next(flood))
+            run.add(asked[-1])
+        if step == 8:
+            arrived, ahead = len(run.backend.batches), run.engine.stats.num_waiting
+            asked.append(request("short", 4, 3))
+            run.add(asked[-1])
+        before = {name: len(run.tokens.get(name, ())) for name in at_step}
+        run.step()
+        for name, steps in at_step.items():
+            if len(run.tokens.get(name, ())) > before[name]:
+                steps.append(len(run.backend.batches))
+    assert max(after - before for before, after in pairwise(at_step["stream"])) <= per_turn
+    assert arrived is not None
+    # Each one ahead in the queue takes its prompt's steps, and the answers of a row before it is free.
+    assert at_step["short"][0] - arrived <= (ahead + limits.max_rows) * (chunks + 4) * per_turn
+    run.finish()
+    run.check_tokens(asked)
+
+
 def test_no_step_is_spent_on_a_row_whose_end_is_known() -> None:
     for limits in (BLOCKS, DEVICE, NEURON):
         run = serve(limits, request("a", 5, max_tokens=6))

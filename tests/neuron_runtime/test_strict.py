@@ -62,6 +62,17 @@ def decode(step: int, *rows: tuple[int, int, int], after: tuple[int, ...] | None
     return Batch(step, Kind.DECODE, Rows(slot, start, (1,) * len(rows), token, waits, (True,) * len(rows)), **other)
 
 
+def join(step: int, new: Added, start: int, **other: Any) -> Batch:
+    """The rest of a prompt whose beginning is in the cache."""
+    length = len(new.token_ids) - start
+    return with_rows(
+        prefill(step, new, **other),
+        start=(start,),
+        num_tokens=(length,),
+        token=(new.token_ids[start] if length == 1 else NO_TOKEN,),
+    )
+
+
 def with_rows(batch: Batch, **columns: tuple[Any, ...]) -> Batch:
     return replace(batch, rows=replace(batch.rows, **columns))
 
@@ -90,6 +101,15 @@ BOTH = prefill(0, added(0), added(1, OTHER, (1, 2)))
 DECODE = decode(1, (0, 3, FIRST))
 TOP_9 = replace(GREEDY, top_k=9)
 TWO_PREFILLS = replace(BLOCKS, max_prefill_rows=2)
+
+
+SHARES = replace(BLOCKS, shares_prefixes=True, max_prefix_hit=8)
+LONG = (*PROMPT, 6, 1, 4, 2, 7, 9, 3, 5, 8, 0)
+FULL = prefill(0, added(0, LONG, (0, 1, 2, 3)))
+
+
+def sharing(tokens: tuple[int, ...] = LONG, blocks: tuple[int, ...] = (0, 1, 4, 5), **other: Any) -> Added:
+    return added(1, tokens, blocks, **other)
 
 
 def naive(rule: str, limits: BackendLimits, *batches: Batch) -> Any:
@@ -171,6 +191,21 @@ def naive(rule: str, limits: BackendLimits, *batches: Batch) -> Any:
             replace(BLOCKS, min_chunk_tokens=3),
             with_rows(prefill(0, added(0)), num_tokens=(2,), samples=(False,)),
         ),
+        naive("starts at 4, and 0 tokens are computed", BLOCKS, FULL, join(1, sharing(blocks=(4, 5, 6, 7)), 4)),
+        naive("nothing is left to feed", SHARES, FULL, join(1, sharing(LONG[:8], (0, 1)), 8)),
+        naive("shares 12 tokens, the limit is 8", SHARES, FULL, join(1, sharing(blocks=(0, 1, 2, 4)), 12)),
+        naive("shares 6 tokens, which ends within a block", SHARES, FULL, join(1, sharing(), 6)),
+        naive(
+            "the log-probabilities of all of them are wanted",
+            replace(SHARES, max_logprobs=1),
+            FULL,
+            join(1, sharing(sampling=replace(GREEDY, prompt_logprobs=1)), 8),
+        ),
+        naive("do not hold them", SHARES, FULL, join(1, sharing((*LONG[:7], 0, *LONG[8:])), 8)),
+        naive("do not hold them", SHARES, FULL, join(1, sharing(blocks=(0, 6, 4, 5)), 8)),
+        naive("do not hold them", SHARES, FULL, join(1, sharing((*LONG[4:8], *LONG[8:]), (1, 4, 5)), 4)),
+        naive("do not hold them", SHARES, FULL, join(1, sharing(adapter=1), 8)),
+        naive("block 2, which another slot holds", SHARES, FULL, join(1, sharing(blocks=(0, 1, 2, 4)), 8)),
     ],
 )  # fmt: skip
 def test_a_naive_caller_is_refused(limits: BackendLimits, batches: tuple[Batch, ...], rule: str) -> None:
@@ -209,6 +244,11 @@ NEXT = decode(1, (0, 0, NO_TOKEN), after=(0,))
         ("which is another's", DEVICE, lambda b: b.launch(with_rows(NEXT, after=(1,)))),
         ("the step in flight has a row in it", DEVICE, lambda b: b.launch(REUSED_SLOT)),
         ("to which the step in flight still writes", DEVICE, lambda b: b.launch(REUSED_BLOCK)),
+        (
+            "shares block 0, to which the step in flight still writes",
+            replace(DEVICE, shares_prefixes=True),
+            lambda b: b.launch(join(1, added(1, (*PROMPT, 6, 1), (0, 1)), 4)),
+        ),
     ],
 )  # fmt: skip
 def test_a_caller_careless_of_the_step_in_flight_is_refused(
@@ -262,6 +302,41 @@ def test_a_block_handed_out_while_the_step_in_flight_writes_to_it_loses_what_the
     backend.collect(1)
     (output,) = run(backend, decode(2, (1, 5, OTHER_FIRST)))
     assert output.token_ids[0] != follow(*OTHER, OTHER_FIRST)
+
+
+def test_a_prefix_that_is_shared_gives_the_tokens_of_the_definition() -> None:
+    for start in (4, 8):
+        blocks = (0, 1, 4, 5) if start == 8 else (0, 4, 5, 6)
+        output = run(StrictBackend(SHARES), FULL, join(1, sharing(blocks=blocks), start))[1]
+        assert output.token_ids == (follow(*LONG),)
+
+
+def test_an_equal_block_computed_behind_other_tokens_is_not_what_it_seems() -> None:
+    shifted = (*LONG[4:8], 1, 2)
+    output = run(StrictBackend(SHARES, refuses=False), FULL, join(1, sharing(shifted, (1, 4)), 4))[1]
+    assert output.token_ids != (follow(*shifted),)
+
+
+def test_whoever_computes_into_a_shared_block_spoils_it_for_the_others() -> None:
+    backend = StrictBackend(SHARES, refuses=False)
+    other = (4, 4, *LONG[2:])
+    (first, _) = run(backend, FULL, prefill(1, sharing(other)))
+    (token,) = first.token_ids[0]
+    (output,) = run(backend, decode(2, (0, 13, token)))
+    assert output.token_ids != (follow(*LONG, token),)
+
+
+def test_logprobs_of_a_prompt_come_with_the_rows_that_compute_it() -> None:
+    sampling = replace(GREEDY, prompt_logprobs=2)
+    backend = StrictBackend(replace(BLOCKS, max_logprobs=2))
+    new = added(0, LONG, (0, 1, 2, 3), sampling=sampling)
+    part = with_rows(prefill(0, new), num_tokens=(5,), samples=(False,))
+    rest = with_rows(replace(prefill(1, new), added=()), start=(5,), num_tokens=(8,))
+    (first,) = follow(*LONG)
+    outputs = run(backend, part, rest, decode(2, (0, 13, first)))
+    told = [[entry.token_id for row in output.prompt_logprobs for entry in row] for output in outputs]
+    assert told == [list(LONG[1:6]), list(LONG[6:]), []]
+    assert all(len(entry.top) == 2 for output in outputs for row in output.prompt_logprobs for entry in row)
 
 
 def test_a_row_that_writes_past_its_blocks_hits_another_sequence() -> None:

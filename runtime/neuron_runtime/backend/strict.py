@@ -389,11 +389,6 @@ class StrictBackend:
                 reach <= limits.max_model_length,
                 f"slot {number} writes up to {reach}, the model's length is {limits.max_model_length}",
             )
-            for block in step.tables[i][start // limits.block_size : limits.blocks_for(reach)]:
-                self._demand(
-                    self._holders[block] <= 1,
-                    f"slot {number} writes to block {block}, which {self._holders[block]} slots hold",
-                )
             if rows.num_tokens[i] > 1 or not rows.samples[i] or start == 0:
                 self._check_prefill(slot, number, start, end)
 
