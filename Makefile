@@ -1,7 +1,7 @@
 # Everything a person or CI does with this repository; `make` alone lists the targets.
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
-.PHONY: help setup demo serve format lint check test test-neuron-versions cluster cluster-images cluster-down cluster-deps clean-cache
+.PHONY: help setup demo serve format lint check test test-long test-neuron-versions cluster cluster-images cluster-down cluster-deps clean-cache
 
 PYTHON ?= python3
 BIN := .venv/bin
@@ -39,6 +39,9 @@ check: lint  ## style, types, import contracts, fast tests; under a minute
 
 test: lint cluster-deps test-neuron-versions  ## all tests, the cluster included where this machine can hold it
 	@$(BIN)/pytest
+
+test-long: setup  ## the engine under 100,000 random loads; half an hour
+	@NEURON_SERVING_PROPERTY_EXAMPLES=100000 $(TWO) $(BIN)/pytest -q tests/neuron_runtime/test_engine_property.py
 
 test-neuron-versions: .venv-neuron/.ready  ## the runtime's fast tests with the versions of AWS's Neuron images
 	@$(TWO) .venv-neuron/bin/pytest -q -n 2 -m "$(FAST)" tests/neuron_runtime
