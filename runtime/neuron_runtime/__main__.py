@@ -164,6 +164,9 @@ def _add_server_flags(server: argparse._ArgumentGroup) -> None:
     for flag, meaning in (
         ("--max-log-len", "characters of a logged prompt"),
         ("--max-body-bytes", "largest body of a request"),
+        ("--max-output-tokens", "largest max_tokens of a request"),
+        ("--max-prompts", "prompts in a request"),
+        ("--max-choices", "answers to a request: prompts times n"),
         ("--api-server-count", "processes that speak HTTP and text (default: 1)"),
     ):
         server.add_argument(flag, type=int, metavar="N", help=meaning)

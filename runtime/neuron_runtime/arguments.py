@@ -42,6 +42,9 @@ SERVER_PATHS = {
     "allowed_origins": "server.allowedOrigins",
     "api_server_count": "server.numFrontEnds",
     "max_body_bytes": "server.maxBodyBytes",
+    "max_output_tokens": "server.maxOutputTokens",
+    "max_prompts": "server.maxPrompts",
+    "max_choices": "server.maxChoices",
 }
 """The same, of arguments that only a server has."""
 

@@ -59,7 +59,7 @@ class Drain(Document, frozen=True, kw_only=True):
 
 
 class ServerOptions(Document, frozen=True, kw_only=True):
-    """What the HTTP server does besides answering, and the most that a request may be."""
+    """What the HTTP server does besides answering, and the most that one request may ask for."""
 
     access_log: bool = True
     """A line of JSON on stdout for each request; health checks and metrics excepted."""
@@ -74,6 +74,12 @@ class ServerOptions(Document, frozen=True, kw_only=True):
     """Processes that speak HTTP and text, beside the one with the engine."""
     max_body_bytes: int = MAX_BODY_BYTES
     """Largest body of a request."""
+    max_output_tokens: int = 0
+    """Largest `max_tokens`; 0: what fits behind the prompt."""
+    max_prompts: int = 128
+    """Prompts in one request."""
+    max_choices: int = 128
+    """Answers to one request: prompts times `n`."""
 
 
 class RuntimeConfig(Document, frozen=True, kw_only=True):
@@ -128,7 +134,8 @@ def check_config(config: RuntimeConfig) -> None:
 
 
 def _check_server(server: ServerOptions) -> None:
-    lowest = {"maxLoggedCharacters": 1, "maxBodyBytes": 1, "numFrontEnds": 1}
+    positive = ("maxLoggedCharacters", "maxBodyBytes", "numFrontEnds", "maxPrompts", "maxChoices")
+    lowest = {"maxOutputTokens": 0, **dict.fromkeys(positive, 1)}
     options = msgspec.to_builtins(server)
     for name, least in lowest.items():
         if options[name] < least:

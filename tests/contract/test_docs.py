@@ -341,7 +341,7 @@ def test_every_route_is_documented() -> None:
     "sentence",
     [
         f"body {config.MAX_BODY_BYTES // 2**20} MiB",
-        f"{admission.MAX_CHOICES} answers",
+        f"{config.ServerOptions().max_choices} answers",
         f"{admission.MAX_STOP_STRINGS} stop texts of {admission.MAX_STOP_CHARACTERS} characters",
         f"{admission.MAX_STOP_TOKEN_IDS} stop token ids",
         f"0 to {admission.MAX_TEMPERATURE:.0f}; 0 is greedy",

@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from neuron_runtime import sampling_modes
+from neuron_runtime.config import ServerOptions
 from neuron_runtime.core import BackendLimits, FinishReason, SamplingParams
 from neuron_runtime.engine.admission import max_new_tokens
 from neuron_runtime.errors import InvalidRequest
@@ -28,7 +29,6 @@ from neuron_runtime.text.tokenizer import Tokenizer
 
 DEFAULT_COMPLETION_TOKENS = 16
 """`max_tokens` of /v1/completions where neither client nor model says one, as in OpenAI's API."""
-MAX_CHOICES = 128
 """Answers to one HTTP request: prompts times `n`."""
 MAX_STOP_STRINGS = 16
 MAX_STOP_CHARACTERS = 1024
@@ -127,6 +127,8 @@ class Admission:
     max_queued_requests: int = 0
     cuts_max_tokens: bool = False
     """Where more tokens are asked for than fit behind the prompt, as many as fit are meant; else that is refused."""
+    options: ServerOptions = field(default_factory=ServerOptions)
+    """The most that one request may ask for."""
     reasoning: Marks | None = None
     """How the model writes its thoughts; None: they are left in the text."""
 
@@ -151,7 +153,7 @@ class Admission:
             sampling_modes.check_one_served("prompt_logprobs", self.limits, "echo")
         cut = self._cut(body, body.max_tokens)
         prompts = tuple(
-            self._prompt(prompt, body.add_special_tokens is not False, cut) for prompt in _prompts(body.prompt)
+            self._prompt(prompt, body.add_special_tokens is not False, cut) for prompt in self._prompts(body.prompt)
         )
         for prompt in prompts:
             self._check_prompt(prompt.token_ids, "prompt")
@@ -278,6 +280,21 @@ class Admission:
         ids = self.tokenizer.encode(kept, add_special_tokens, max_tokens=cut)
         return Prompt(ids, prompt if len(ids) < cut else None)
 
+    def _prompts(self, prompt: str | list[str | int | list[int]]) -> Iterable[str | list[int]]:
+        """One text, one list of ids, or a list of either, as OpenAI's API takes them."""
+        if isinstance(prompt, str):
+            return [prompt]
+        if not prompt:
+            raise InvalidRequest("`prompt` must not be empty", field="prompt")
+        most = self.options.max_prompts
+        if len(prompt) > most and not isinstance(prompt[0], int):
+            raise InvalidRequest(f"`prompt` takes at most {most} prompts, got {len(prompt)}", field="prompt")
+        try:
+            return msgspec.convert(prompt, list[str]) if isinstance(prompt[0], str) else _id_lists(prompt)
+        except msgspec.ValidationError as error:
+            message = "`prompt` must be a text, a list of texts, a list of token ids, or a list of such lists"
+            raise InvalidRequest(message, field="prompt") from error
+
     def _echo(self, prompt: Prompt, body: CompletionBody) -> Echo:
         locates = body.logprobs is not None
         if prompt.text is not None:
@@ -326,7 +343,7 @@ class Admission:
         **more: Any,
     ) -> Ask:
         num_choices = 1 if body.n is None else body.n
-        most = min(MAX_CHOICES, self.limits.max_rows + self.max_queued_requests)
+        most = min(self.options.max_choices, self.limits.max_rows + self.max_queued_requests)
         if num_choices * len(prompts) > most:
             message = f"`n` is {num_choices}: prompts times `n` are at most {most}"
             raise InvalidRequest(message, field="n")
@@ -363,8 +380,11 @@ class Admission:
 
     def _max_tokens(self, num_prompt_tokens: int, asked: int | None, name: str, default: int) -> int:
         room = max_new_tokens(self.limits, num_prompt_tokens)
+        most = self.options.max_output_tokens or room
         if asked is None:
-            return min(default, room)
+            return min(default, room, most)
+        if self.options.max_output_tokens and asked > most:
+            raise InvalidRequest(f"`{name}` is {asked}: an answer has at most {most} tokens here", field=name)
         if asked <= room:
             return asked
         if self.cuts_max_tokens:
@@ -411,21 +431,6 @@ class Admission:
             message = f"`top_k` is at most {self.limits.max_top_k} with {self.limits.sampling} sampling, got {top_k}"
             raise InvalidRequest(message, field="top_k")
         return top_k
-
-
-def _prompts(prompt: str | list[str | int | list[int]]) -> Iterable[str | list[int]]:
-    """One text, one list of ids, or a list of either, as OpenAI's API takes them."""
-    if isinstance(prompt, str):
-        return [prompt]
-    if not prompt:
-        raise InvalidRequest("`prompt` must not be empty", field="prompt")
-    if len(prompt) > MAX_CHOICES and not isinstance(prompt[0], int):
-        raise InvalidRequest(f"`prompt` takes at most {MAX_CHOICES} prompts, got {len(prompt)}", field="prompt")
-    try:
-        return msgspec.convert(prompt, list[str]) if isinstance(prompt[0], str) else _id_lists(prompt)
-    except msgspec.ValidationError as error:
-        message = "`prompt` must be a text, a list of texts, a list of token ids, or a list of such lists"
-        raise InvalidRequest(message, field="prompt") from error
 
 
 def _id_lists(prompt: list[str | int | list[int]]) -> list[list[int]]:

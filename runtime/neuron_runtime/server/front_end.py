@@ -225,7 +225,12 @@ class FrontEnd:
             return
         text, limits = self._text.result(), self._ready.limits
         self._admission = Admission(
-            text.tokenizer, limits, self.served_names, text.defaults, self._ready.max_queued_requests
+            text.tokenizer,
+            limits,
+            self.served_names,
+            text.defaults,
+            self._ready.max_queued_requests,
+            options=self.options,
         )
         if self._front_end:
             # One of several speaks for all.
