@@ -17,7 +17,7 @@ from cluster.rig.machine import wait_until
 from cluster.rig.needs import NotPossibleHere
 from helpers.apiserver import ApiServer, running
 from helpers.operator_rights import CLUSTER_RULES, LEASE_RULES
-from neuron_operator import settings
+from neuron_operator import names, settings
 from neuron_operator.world import JobSettings
 
 pytestmark = [pytest.mark.cluster, pytest.mark.slow]
@@ -43,6 +43,17 @@ EVERYTHING: dict[str, Any] = {
         "env": [{"name": "HTTPS_PROXY", "value": "http://proxy.test:3128"}],
     },
     "networkPolicy": {"ingressFrom": [{"namespaceSelector": {"matchLabels": {"team": "a"}}}]},
+    "monitoring": {
+        "dashboard": {
+            "enabled": True,
+            "namespace": "grafana",
+            "labels": {"grafana_dashboard": "1", "team": "a"},
+            "annotations": {"grafana_folder": "Serving"},
+            "datasource": "Thanos",
+        },
+        "podMonitors": {"enabled": True, "labels": {"release": "prometheus"}, "interval": "15s"},
+        "rules": {"enabled": True, "labels": {"release": "prometheus"}},
+    },
     "resources": {"requests": {"cpu": "1"}},
     "nodeSelector": {"pool": "system"},
     "tolerations": [{"operator": "Exists"}],
@@ -222,6 +233,58 @@ def test_selectors_select_the_operator_and_not_the_test(helm: Helm) -> None:
     for selector in selectors:
         assert selector.items() <= labels.items()
         assert not selector.items() <= test_labels.items()
+
+
+MONITORING = {"ConfigMap", "PodMonitor", "PrometheusRule"}
+
+
+def test_nothing_of_monitoring_is_there_unless_it_is_asked_for(helm: Helm) -> None:
+    assert not [d for d in helm.render(IMAGES) if d["kind"] in MONITORING]
+    for part, kind in (("dashboard", "ConfigMap"), ("podMonitors", "PodMonitor"), ("rules", "PrometheusRule")):
+        documents = helm.render({**IMAGES, "monitoring": {part: {"enabled": True}}})
+        assert {d["kind"] for d in documents} & MONITORING == {kind}
+
+
+def test_the_board_is_that_of_the_file_with_the_data_source_chosen(helm: Helm) -> None:
+    board = one(helm.render(EVERYTHING), "ConfigMap")
+    assert board["metadata"]["namespace"] == "grafana"
+    assert board["metadata"]["labels"]["grafana_dashboard"] == "1"
+    assert board["metadata"]["annotations"] == {"grafana_folder": "Serving"}
+    ((name, text),) = board["data"].items()
+    assert name == "neuron-serving.json"
+    rendered, file = json.loads(text), json.loads((CHART / "dashboards" / name).read_text())
+    assert rendered["templating"]["list"][0].pop("current") == {"text": "Thanos", "value": "Thanos"}
+    assert file["templating"]["list"][0].pop("current") == {}
+    assert rendered == file
+    assert len(text) < 300_000, "a ConfigMap holds 1 MiB, an annotation of kubectl apply 256 KiB"
+
+
+def test_monitors_select_what_the_operator_makes_and_the_operator(helm: Helm) -> None:
+    documents = helm.render(EVERYTHING)
+    models = one(documents, "PodMonitor", "neuron-operator-models")
+    wanted = models["spec"]["selector"]["matchLabels"]
+    assert wanted == {names.NAME_LABEL: names.APP, names.ROLE_LABEL: names.ROLE_LEADER}
+    assert models["spec"]["namespaceSelector"] == {"matchNames": EVERYTHING["watchNamespaces"]}
+    assert one(helm.render(EVERYTHING | {"watchNamespaces": []}), "PodMonitor", "neuron-operator-models")["spec"][
+        "namespaceSelector"
+    ] == {"any": True}
+    operator = one(documents, "PodMonitor", "neuron-operator-operator")
+    labels = one(documents, "Deployment")["spec"]["template"]["metadata"]["labels"]
+    assert operator["spec"]["selector"]["matchLabels"].items() <= labels.items()
+    assert (
+        not operator["spec"]["selector"]["matchLabels"].items() <= one(documents, "Pod")["metadata"]["labels"].items()
+    )
+    assert operator["spec"]["namespaceSelector"] == {"matchNames": [NAMESPACE]}
+    (port,) = one(documents, "Deployment")["spec"]["template"]["spec"]["containers"][0]["ports"]
+    for monitor, name in ((models, names.PORT_NAME), (operator, port["name"])):
+        assert monitor["spec"]["podMetricsEndpoints"] == [{"port": name, "path": "/metrics", "interval": "15s"}]
+        assert monitor["metadata"]["labels"]["release"] == "prometheus"
+
+
+def test_the_rules_are_those_of_the_file(helm: Helm) -> None:
+    rules = one(helm.render(EVERYTHING), "PrometheusRule")
+    assert rules["spec"] == yaml.safe_load((CHART / "rules" / "neuron-serving.yaml").read_text())
+    assert rules["metadata"]["labels"]["release"] == "prometheus"
 
 
 def test_a_single_replica_has_no_budget_that_would_block_a_drain(helm: Helm) -> None:

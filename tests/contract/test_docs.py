@@ -403,7 +403,7 @@ def test_fields_with_one_value_are_named_among_what_is_refused() -> None:
 
 def value_names(values: Mapping[str, Any], path: str = "") -> Iterator[str]:
     for key, value in values.items():
-        if isinstance(value, Mapping) and value and key != "resources":
+        if isinstance(value, Mapping) and value and key not in ("resources", "labels"):
             yield from value_names(value, f"{path}{key}.")
         else:
             yield f"{path}{key}"

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import random
+import signal
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -256,8 +258,20 @@ class ScriptedLoad:
             await asyncio.sleep(0.005)
 
 
-def model_folder(folder: Path) -> Path:
-    """A small model for the load."""
+def run_against_a_server(folder: Path) -> ScriptedLoad:
+    """The load, run against the command in processes of its own, with a small model on the torch backend."""
     from helpers.chat_model import write_chat_model
+    from helpers.serve_command import serve
 
-    return write_chat_model(folder, max_length=MODEL_LENGTH)
+    with serve(str(write_chat_model(folder / "model", max_length=MODEL_LENGTH)), *FLAGS) as command:
+
+        async def ready_again() -> None:
+            await asyncio.to_thread(command.until_ready, 2)
+
+        load = ScriptedLoad(
+            command.until_ready(),
+            kill_engine=lambda: os.kill(command.child("neuron_runtime.engine.process"), signal.SIGKILL),
+            until_ready=ready_again,
+        )
+        asyncio.run(load.run())
+    return load

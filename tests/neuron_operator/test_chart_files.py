@@ -33,6 +33,8 @@ WRONG: tuple[dict[str, Any], ...] = (
     {"devices": {"mode": "PluginWithExtension", "schedulerName": ""}},
     {"devices": {"mode": "Plugin", "schedulerName": "neuron-scheduler"}},
     {"jobs": {"image": "x"}},
+    {"monitoring": {"podMonitors": {"interval": "often"}}},
+    {"monitoring": {"serviceMonitor": {"enabled": True}}},
 )
 
 

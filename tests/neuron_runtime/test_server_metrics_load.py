@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import asyncio
-import os
 import re
-import signal
 import time
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from helpers.scripted_load import BLOCK_SIZE, FLAGS, NUM_BLOCKS, Scrape, ScriptedLoad, model_folder
-from helpers.serve_command import serve
+from helpers.scripted_load import BLOCK_SIZE, NUM_BLOCKS, Scrape, ScriptedLoad, run_against_a_server
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(110)]
 
@@ -27,19 +23,7 @@ DOCUMENTED = {
 
 @pytest.fixture(scope="module")
 def load(tmp_path_factory: pytest.TempPathFactory) -> ScriptedLoad:
-    """The load, run."""
-    folder = model_folder(tmp_path_factory.mktemp("load") / "model")
-    with serve(str(folder), *FLAGS) as command:
-        url = command.until_ready()
-
-        async def ready_again() -> None:
-            await asyncio.to_thread(command.until_ready, 2)
-
-        made = ScriptedLoad(
-            url, lambda: os.kill(command.child("neuron_runtime.engine.process"), signal.SIGKILL), ready_again
-        )
-        asyncio.run(made.run())
-    return made
+    return run_against_a_server(tmp_path_factory.mktemp("load"))
 
 
 Check = Callable[[ScriptedLoad, Scrape, str], None]

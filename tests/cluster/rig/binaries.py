@@ -103,10 +103,11 @@ COMPONENTS = {
             version_module="helm.sh/helm/v4",
             version_flags=("-X helm.sh/helm/v4/internal/version.version={version}",),
         ),
+        Component("promql", {"promql": "."}, minutes=0.8, version_module="github.com/prometheus/prometheus"),
     )
 }
 
-# What a running cluster is made of. Helm is a tool beside it, BuildKit builds images for it.
+# What a running cluster is made of. Helm is a tool beside it, BuildKit builds images for it, promql reads metrics.
 CLUSTER_COMPONENTS = ("containerd", "pause", "etcd", "hyper", "coredns")
 
 

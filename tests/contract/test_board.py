@@ -1,0 +1,319 @@
+"""The Grafana board and the alerts of the chart, every query evaluated by Prometheus' engine over real `/metrics`.
+
+What is scraped is a server under the scripted load, a model that fares badly, and an operator.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from cluster.rig.needs import NotPossibleHere
+from helpers.promql import Answer, Result, Scraped, evaluate
+from helpers.scripted_load import ScriptedLoad, run_against_a_server
+from neuron_operator.metrics import Metrics as OperatorMetrics
+from neuron_runtime.core import BackendLimits
+from neuron_runtime.engine.messages import Numbers, Step
+from neuron_runtime.server.metrics import FAMILIES, Metrics
+
+CHART = Path(__file__).parents[2] / "charts" / "neuron-serving"
+BOARD = json.loads((CHART / "dashboards" / "neuron-serving.json").read_text())
+DOCS = (Path(__file__).parents[2] / "docs" / "metrics.md").read_text()
+RULES_TEXT = (CHART / "rules" / "neuron-serving.yaml").read_text()
+RULES = {rule["alert"]: rule for group in yaml.safe_load(RULES_TEXT)["groups"] for rule in group["rules"]}
+PANELS = [panel for panel in BOARD["panels"] if panel["type"] != "row"]
+VARIABLES = {variable["name"]: variable for variable in BOARD["templating"]["list"]}
+QUERIES = {f"{panel['title']} / {t['refId']}": t["expr"] for panel in PANELS for t in panel["targets"]}
+
+PERIOD_SECONDS = 15.0
+"""Between two scrapes, as Prometheus would do it; how long the load took in truth does not matter."""
+
+
+def substituted(expression: str, num_scrapes: int) -> str:
+    """As Grafana sends it: all namespaces, the model of the load, a range that holds everything."""
+    values = {
+        "__rate_interval": f"{PERIOD_SECONDS * num_scrapes:.0f}s",
+        "namespace": ".*",
+        "model": "chat",
+    }
+    return re.sub(r"\$(\w+)", lambda match: values[match[1]], expression)
+
+
+# The file
+
+
+def test_every_panel_says_what_it_shows_and_asks_the_data_source_that_was_chosen() -> None:
+    for panel in PANELS:
+        assert panel["description"].endswith("."), panel["title"]
+        assert panel["fieldConfig"]["defaults"]["unit"], panel["title"]
+        for asker in (panel, *panel["targets"]):
+            assert asker["datasource"] == {"type": "prometheus", "uid": "${datasource}"}
+    assert len({panel["title"] for panel in PANELS}) == len(PANELS)
+
+
+def test_panels_lie_beside_each_other_and_not_over_each_other() -> None:
+    taken: set[tuple[int, int]] = set()
+    for panel in BOARD["panels"]:
+        place = panel["gridPos"]
+        cells = {
+            (x, y)
+            for x in range(place["x"], place["x"] + place["w"])
+            for y in range(place["y"], place["y"] + place["h"])
+        }
+        assert max(x for x, _ in cells) < 24
+        assert not cells & taken, panel["title"]
+        taken |= cells
+    assert len({panel["id"] for panel in BOARD["panels"]}) == len(BOARD["panels"])
+
+
+def test_queries_use_the_boards_variables_and_no_other() -> None:
+    used = {name for query in QUERIES.values() for name in re.findall(r"\$(\w+)", query)}
+    assert used == {"namespace", "model", "__rate_interval"}
+    assert VARIABLES.keys() == {"datasource", "namespace", "model"}
+    for title, query in QUERIES.items():
+        assert ("neuron_operator_" in query) or 'namespace=~"$namespace",model_name=~"$model"' in query, title
+
+
+# docs/metrics.md
+
+
+def table(title: str) -> list[list[str]]:
+    """Cells of the rows of the only table under a heading."""
+    text = re.split(r"^## ", DOCS, flags=re.MULTILINE)
+    (found,) = (part for part in text if part.startswith(f"{title}\n"))
+    lines = [line for line in found.splitlines() if line.startswith("|")]
+    return [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines[2:]]
+
+
+def test_the_docs_show_the_panels_of_the_board_in_its_order() -> None:
+    row, expected = "", []
+    for panel in BOARD["panels"]:
+        if panel["type"] == "row":
+            row = panel["title"]
+        else:
+            expected.append([row, panel["title"], panel["description"]])
+            row = ""
+    assert table("The board") == expected
+
+
+def test_the_docs_list_the_alerts_with_their_severity() -> None:
+    told = [(name.strip("`"), severity) for name, severity, _ in table("Alerts")]
+    assert told == [(name, rule["labels"]["severity"]) for name, rule in RULES.items()]
+
+
+# The queries
+
+
+def operator_text(passes: int, failed: int, leader: int, reason: str) -> str:
+    metrics = OperatorMetrics()
+    metrics.passes.labels("changed").inc(passes)
+    metrics.passes.labels("failed").inc(failed)
+    for _ in range(passes):
+        metrics.pass_seconds.observe(0.02)
+        metrics.observe_request("patch", "neuronmodels/status", "200")
+        metrics.observe_watch_start("pods", "watch")
+    metrics.leader.set(leader)
+    metrics.report_models(lambda: [{"status": {"conditions": [{"type": "Ready", "reason": reason}]}}])
+    return metrics.exposition().decode()
+
+
+def bad_model(num_stalls: int) -> str:
+    """A model whose tokens come late and whose cache is too small."""
+    metrics = Metrics("bad")
+    metrics.engine_started(1)
+    metrics.engine_ready(BackendLimits(2, 256, 256, num_blocks=64), 1.0, 1.0)
+    for _ in range(num_stalls):
+        metrics.tokens(1, 3.0)
+    metrics.step(Step((), (), Numbers(num_preemptions_total=num_stalls)))
+    return metrics.render().decode()
+
+
+@pytest.fixture(scope="module")
+def load(tmp_path_factory: pytest.TempPathFactory) -> ScriptedLoad:
+    return run_against_a_server(tmp_path_factory.mktemp("board"))
+
+
+@pytest.fixture(scope="module")
+def scraped(load: ScriptedLoad) -> list[Scraped]:
+    """Every scrape of the load, and at last one at which the operator fares badly."""
+    made = []
+    for number, scrape in enumerate([*load.scrapes, load.scrapes[-1]]):
+        at, last = number * PERIOD_SECONDS, number == len(load.scrapes)
+        model = {"namespace": "team", "pod": "chat-0", "job": "models"}
+        operator = {"namespace": "neuron-serving", "job": "operator"}
+        made += [
+            Scraped(scrape.text, at, model),
+            Scraped(bad_model(100 * number), at, model | {"pod": "bad-0"}),
+            Scraped(
+                operator_text(number, 2 * last, 1 - last, "ImagePull" if last else "Ready"),
+                at,
+                operator | {"pod": "operator-0"},
+            ),
+            Scraped(operator_text(0, 0, 0, "Ready"), at, operator | {"pod": "operator-1"}),
+        ]
+    return made
+
+
+def evaluated(scraped: list[Scraped], queries: list[tuple[str, float]]) -> Answer:
+    try:
+        return evaluate(scraped, queries, RULES_TEXT)
+    except NotPossibleHere as error:
+        pytest.skip(str(error))
+
+
+@pytest.fixture(scope="module")
+def answer(scraped: list[Scraped]) -> Answer:
+    num_scrapes = len({one.at for one in scraped})
+    at = (num_scrapes - 2) * PERIOD_SECONDS
+    return evaluated(scraped, [(substituted(query, num_scrapes), at) for query in QUERIES.values()])
+
+
+@pytest.fixture(scope="module")
+def results(answer: Answer) -> dict[str, Result]:
+    return dict(zip(QUERIES, answer.results, strict=True))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("title", QUERIES)
+def test_a_query_of_the_board_gives_something_to_draw(title: str, results: dict[str, Result]) -> None:
+    result = results[title]
+    assert result.error == ""
+    assert result.numbers, f"{QUERIES[title]} gives {result.samples}"
+
+
+@pytest.mark.slow
+def test_the_board_shows_what_the_load_did(
+    load: ScriptedLoad, scraped: list[Scraped], results: dict[str, Result]
+) -> None:
+    expected = load.expected
+    seconds = PERIOD_SECONDS * len({one.at for one in scraped})
+
+    def rates(title: str) -> dict[str, float]:
+        ((_, result),) = [(name, one) for name, one in results.items() if name == f"{title} / A"]
+        return {"".join(labels.values()): pytest.approx(value * seconds) for labels, value in result.samples}
+
+    assert rates("Requests") == expected.finished
+    assert {reason: count for reason, count in rates("Refused requests").items() if count != 0} == expected.refused
+    assert rates("Tokens") == {"": sum(expected.prompts)}
+    assert rates("Preemptions") == {"chat-0": expected.preemptions}
+    assert results["Replicas that serve / A"].numbers == [1]
+    hits = results["Prompt tokens from the prefix cache / A"].value(pod="chat-0")
+    assert hits == pytest.approx(expected.prefix_hits / sum(expected.prompts))
+    assert results["Device busy / A"].value(pod="chat-0") > 0
+    assert results["Padding waste / A"].value(kind="decode", bucket="none") == 0
+    assert results["Length of prompts / A"].numbers[0] <= max(expected.prompts)
+
+
+@pytest.mark.slow
+def test_every_metric_has_a_place_on_the_board_or_a_reason_to_have_none(results: dict[str, Result]) -> None:
+    shown = {re.sub(r"_(bucket|sum|count)$", "", name) for result in results.values() for name in result.metrics}
+    ours = {family.name for family in FAMILIES}
+    without = {
+        "vllm:cache_config_info": "the same for as long as a pod lives",
+        "vllm:lora_requests_info": "adapters are not built",
+        "vllm:request_params_n": "read when a model is sized",
+        "vllm:request_params_max_tokens": "read when a model is sized",
+        "vllm:request_max_num_generation_tokens": "read when a model is sized",
+    }
+    assert {name for name in shown if not name.startswith("neuron_operator_")} <= ours
+    assert ours - shown == without.keys()
+    operator = {name for name in shown if name.startswith("neuron_operator_")}
+    metrics = OperatorMetrics()
+    metrics.report_models(lambda: [{}])
+    declared = re.findall(r"^# TYPE (\S+) ", metrics.exposition().decode(), re.MULTILINE)
+    assert operator == {name for name in declared if not name.endswith("_created")}
+
+
+@pytest.mark.slow
+def test_the_variables_of_the_board_find_their_values(scraped: list[Scraped]) -> None:
+    at = max(one.at for one in scraped)
+    asked = {
+        name: re.fullmatch(r"label_values\((.+), (\w+)\)", variable["query"]["query"])
+        for name, variable in VARIABLES.items()
+        if variable["type"] == "query"
+    }
+    assert all(asked.values())
+    found = evaluated(scraped, [(substituted(match[1], 9), at) for match in asked.values() if match]).results
+    values = [
+        {labels[match[2]] for labels, _ in result.samples}
+        for match, result in zip(asked.values(), found, strict=True)
+        if match
+    ]
+    assert values == [{"team"}, {"bad", "chat"}]
+
+
+@pytest.mark.slow
+def test_the_names_are_those_that_prometheus_linter_asks_for(answer: Answer) -> None:
+    """What it says of `vllm:` names is vLLM's choice: boards and autoscalers know them."""
+    ours = [problem for problem in answer.lint_problems if not problem.startswith("vllm:")]
+    assert ours == []
+    kinds = {problem.partition(": ")[2] for problem in answer.lint_problems}
+    assert kinds <= {
+        "metric names should not contain ':'",
+        'non-counter metrics should not have "_total" suffix',
+    }
+
+
+@pytest.mark.slow
+def test_the_queries_of_the_docs_give_something(scraped: list[Scraped]) -> None:
+    shown = re.findall(r"^```promql\n(.*?)^```", DOCS, re.MULTILINE | re.DOTALL)
+    shown += [query.replace('namespace="default",', "") for query in re.findall(r"^ +query: (.+)$", DOCS, re.MULTILINE)]
+    assert len(shown) > 5
+    at = max(one.at for one in scraped)
+    for query, result in zip(shown, evaluated(scraped, [(query, at) for query in shown]).results, strict=True):
+        assert result.error == "", query
+        assert result.numbers, query
+
+
+# Alerts
+
+
+@pytest.mark.slow
+def test_the_rules_are_rules_of_prometheus(answer: Answer) -> None:
+    assert answer.rule_errors == ()
+    for name, rule in RULES.items():
+        assert rule["labels"]["severity"] in ("info", "warning", "critical"), name
+        assert rule["annotations"].keys() == {"summary", "description"}, name
+
+
+def fired(results: Iterator[Result], times: list[float]) -> dict[str, set[float]]:
+    """When each alert had something to tell."""
+    found: dict[str, set[float]] = {name: set() for name in RULES}
+    for at in times:
+        for name in RULES:
+            result = next(results)
+            assert result.error == "", name
+            if result.samples:
+                found[name].add(at)
+    return found
+
+
+@pytest.mark.slow
+def test_an_alert_fires_when_it_should_and_not_before(load: ScriptedLoad, scraped: list[Scraped]) -> None:
+    times = sorted({one.at for one in scraped})
+    queries = [(rule["expr"], at) for at in times for rule in RULES.values()]
+    found = fired(iter(evaluated(scraped, queries).results), times)
+
+    def moment(holds: Any) -> set[float]:
+        return {number * PERIOD_SECONDS for number, scrape in enumerate(load.scrapes) if holds(scrape)}
+
+    assert found["NeuronModelNotServing"] == moment(
+        lambda scrape: scrape.total("neuron_serving_group_members_present") == 0
+    )
+    assert found["NeuronModelQueueGrows"] == moment(lambda scrape: scrape.total("vllm:num_requests_waiting") > 0)
+    assert min(found["NeuronEngineRestarts"]) == min(
+        moment(lambda scrape: scrape.total("neuron_serving_engine_restarts_total") > 0)
+    )
+    refusals = moment(lambda s: s.total("neuron_serving_requests_refused_total", reason="overloaded") > 0)
+    assert min(found["NeuronModelRefusesRequests"]) == min(refusals)
+    for name in ("NeuronModelStreamsStall", "NeuronModelPreempts"):
+        assert found[name], name
+    for name in ("NeuronOperatorAbsent", "NeuronOperatorFails", "NeuronModelNotReady"):
+        assert found[name] == {times[-1]}, name
+    assert not any(times[0] in moments for moments in found.values()), "nothing fires where nothing happens"

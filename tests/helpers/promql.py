@@ -1,0 +1,71 @@
+"""Prometheus without its server: scrapes in, queries evaluated by its own engine, names linted, rules checked.
+
+The program is built like the cluster's, from `tests/cluster/build/promql`, once for each content of that folder.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import subprocess
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from cluster.rig.binaries import ensure
+
+
+@dataclass(frozen=True)
+class Scraped:
+    """An exposition, when Prometheus got it, and the labels that it attached."""
+
+    text: str
+    at: float
+    labels: Mapping[str, str]
+
+
+@dataclass(frozen=True)
+class Result:
+    """What a query gave. `metrics`: the names that it selects."""
+
+    error: str
+    metrics: tuple[str, ...]
+    samples: tuple[tuple[Mapping[str, str], float], ...]
+
+    @property
+    def numbers(self) -> list[float]:
+        """Values that a panel can draw."""
+        return [value for _, value in self.samples if not math.isnan(value)]
+
+    def value(self, **labels: str) -> float:
+        (found,) = (value for have, value in self.samples if labels.items() <= have.items())
+        return found
+
+
+@dataclass(frozen=True)
+class Answer:
+    results: tuple[Result, ...]
+    lint_problems: tuple[str, ...]
+    rule_errors: tuple[str, ...]
+
+
+def evaluate(scrapes: Iterable[Scraped], queries: Sequence[tuple[str, float]], rules: str = "") -> Answer:
+    """Evaluate (expression, time) pairs over what was scraped. Raises NotPossibleHere where Go is missing."""
+    program = ensure("promql")["promql"] / "promql"
+    asked: dict[str, Any] = {
+        "scrapes": [{"at": one.at, "labels": dict(one.labels), "text": one.text} for one in scrapes],
+        "queries": [{"expression": expression, "at": at} for expression, at in queries],
+        "rules": rules,
+    }
+    done = subprocess.run([program], input=json.dumps(asked), capture_output=True, text=True, check=False, timeout=60)
+    assert done.returncode == 0, done.stderr
+    told = json.loads(done.stdout)
+    results = tuple(
+        Result(
+            one.get("error", ""),
+            tuple(one["metrics"]),
+            tuple((sample["labels"], float(sample["value"])) for sample in one["samples"]),
+        )
+        for one in told["results"]
+    )
+    return Answer(results, tuple(told["lint_problems"]), tuple(told["rule_errors"]))
