@@ -33,7 +33,8 @@ from neuron_runtime.engine.admission import check_request
 from neuron_runtime.engine.backends import backend_package, check_backend
 from neuron_runtime.engine.loop import Engine
 from neuron_runtime.errors import BackendFailed, InvalidRequest
-from neuron_runtime.server.admission import DEFAULT_COMPLETION_TOKENS, Admission, Ask
+from neuron_runtime.sampling_modes import check_ranges
+from neuron_runtime.server.admission import DEFAULT_COMPLETION_TOKENS, Admission, Ask, served_defaults
 from neuron_runtime.server.wire import ChatBody, CompletionBody, typed
 from neuron_runtime.text.answer import Answer
 from neuron_runtime.text.generation_config import load_generation_defaults
@@ -88,6 +89,7 @@ class SamplingParams:
     logprobs: int | None = None
     """So many alternatives per token, the chosen one always; 0: only that one."""
     prompt_logprobs: int | None = None
+    """The same for the tokens of the prompt, the first one excepted."""
     detokenize: bool = True
     skip_special_tokens: bool = True
     spaces_between_special_tokens: bool = True
@@ -105,35 +107,32 @@ class SamplingParams:
     extra_args: dict[str, Any] | None = None
 
     def __post_init__(self) -> None:
-        self.body({"prompt": [0]}, 1)
+        check_ranges(self.body({"prompt": [0]}, 1))
 
     def clone(self) -> SamplingParams:
         """A copy that can be changed."""
         return copy.deepcopy(self)
 
     def body(self, prompt: Mapping[str, Any], max_model_length: int) -> CompletionBody:
-        """What the server would be asked, but for logprobs. Raises InvalidRequest.
+        """What the server would be asked. Raises InvalidRequest.
 
         prompt: the fields that say what is continued, which win over these parameters.
         """
-        given = {one.name: getattr(self, one.name) for one in fields(self) if one.name != "logprobs"}
+        given = {one.name: getattr(self, one.name) for one in fields(self)}
         for name, neutral in PYTHON_NOT_BUILT.items():
             if (value := given.pop(name)) is not None and value not in neutral:
                 raise InvalidRequest(f"`{name}` is not supported yet: leave it out", field=name)
         if given["max_tokens"] is None:
             given["max_tokens"] = max_model_length
-        if self.logprobs is not None and (not isinstance(self.logprobs, int) or self.logprobs < 0):
-            message = f"`logprobs` is how many alternatives to report, from 0, got {self.logprobs!r}"
-            raise InvalidRequest(message, field="logprobs")
         return typed({**given, **prompt}, CompletionBody)
 
 
 @dataclass(frozen=True, slots=True)
 class Logprob:
-    """One candidate at one position; `rank` counts from 1, None where the candidate is not among those reported."""
+    """One candidate at one position; `rank` is its place among all tokens of the vocabulary, from 1."""
 
     logprob: float
-    rank: int | None
+    rank: int
     decoded_token: str | None
 
 
@@ -169,7 +168,8 @@ class RequestOutput:
     finished: bool = True
     num_cached_tokens: int = 0
     """Tokens of the prompt that were not computed because a prefix of them was cached."""
-    prompt_logprobs: None = None
+    prompt_logprobs: list[dict[int, Logprob] | None] | None = None
+    """Per token of the prompt, the prompt's own one first; None for the first token, behind which nothing was known."""
 
 
 class LLM:
@@ -213,9 +213,10 @@ class LLM:
             self._model_dir = materialize(config.model, weights_dir, progress, with_weights=package.NEEDS_WEIGHTS)
             tokenizer = load_tokenizer(self._model_dir)
             defaults = load_generation_defaults(self._model_dir, tokenizer.eos_token_id)
+            backend = package.load_backend(self._model_dir, config, progress)
+            defaults = served_defaults(defaults, backend.limits)
             for setting in defaults.not_applied:
                 say(f"generation_config.json: {setting} is not supported yet and not applied")
-            backend = package.load_backend(self._model_dir, config, progress)
         self._close = weakref.finalize(self, backend.close)
         backend.warm_up(progress)
         # Whoever asks waits for all answers anyway: nothing is gained by refusing what can run later.
@@ -307,6 +308,8 @@ class LLM:
             temperature=defaults.temperature,
             top_k=defaults.top_k,
             top_p=defaults.top_p,
+            min_p=defaults.min_p,
+            repetition_penalty=defaults.repetition_penalty,
             max_tokens=defaults.max_tokens or DEFAULT_COMPLETION_TOKENS,
         )
 
@@ -360,10 +363,12 @@ class LLM:
     def _admit(self, prompt: dict[str, Any], params: SamplingParams, priority: int) -> _Asked:
         """Everything that can be wrong with a prompt and its parameters is said here. Raises InvalidRequest."""
         admission = self._admission
-        seed = self._random.getrandbits(MAX_SEED_BITS) if params.seed is None else params.seed
-        given = {**prompt, "seed": seed, "priority": priority}
+        given = {**prompt, "priority": priority}
         text = given.pop("text", None)
         ask = admission.completion(params.body(given, admission.limits.max_model_length))
+        if params.seed is None:
+            seed = self._random.getrandbits(MAX_SEED_BITS)
+            ask = replace(ask, sampling=tuple(replace(sampling, seed=seed) for sampling in ask.sampling))
         number = str(next(self._ids))
         choices = [_Choice(index, number, ask, params, admission.tokenizer) for index in range(ask.num_choices)]
         for choice in choices:
@@ -423,17 +428,20 @@ class _Choice:
             skip_special_tokens=ask.skip_special_tokens,
             min_tokens=sampling.min_tokens,
         )
-        chosen = replace(sampling, choice=index, logprobs=params.logprobs)
+        # The prompt is the same for all choices: the first one tells about it.
+        chosen = replace(sampling, choice=index, prompt_logprobs=None if index else sampling.prompt_logprobs)
         self.request = Request(f"{number}-{index}", prompt, chosen, ask.priority, ask.cache_salt)
         self._end_token_id = None if params.ignore_eos else tokenizer.eos_token_id
         self._pieces: list[str] = []
         self._token_ids: list[int] = []
         self._logprobs: list[TokenLogprobs] = []
+        self._prompt_logprobs: tuple[TokenLogprobs, ...] = ()
 
     def feed(self, event: TokenEvent) -> None:
         self._pieces.append(self.answer.feed(event.token_ids, event.finish_reason))
         self._token_ids += event.token_ids
         self._logprobs += event.logprobs
+        self._prompt_logprobs += event.prompt_logprobs
         self.num_cached_tokens = max(self.num_cached_tokens, event.num_cached_tokens)
 
     def output(self, tokenizer: Tokenizer) -> CompletionOutput:
@@ -451,6 +459,11 @@ class _Choice:
             finish_reason=None if reason is None else reason.value,
             stop_reason=self._stop_reason(token_ids[-1]) if reason is FinishReason.STOP else None,
         )
+
+    def prompt_logprobs(self, tokenizer: Tokenizer) -> list[dict[int, Logprob] | None] | None:
+        if self.request.sampling.prompt_logprobs is None:
+            return None
+        return [None, *(_candidates(one, tokenizer) for one in self._prompt_logprobs)]
 
     def _stop_reason(self, last: int) -> int | str | None:
         if self.answer.stop_string is not None:
@@ -480,15 +493,16 @@ class _Asked:
             outputs=[choice.output(self.tokenizer) for choice in self.choices],
             finished=self.finished,
             num_cached_tokens=first.num_cached_tokens,
+            prompt_logprobs=first.prompt_logprobs(self.tokenizer),
         )
 
 
 def _candidates(position: TokenLogprobs, tokenizer: Tokenizer) -> dict[int, Logprob]:
-    ranks = {token_id: rank for rank, (token_id, _) in enumerate(position.top, start=1)}
-    values = {position.token_id: position.logprob, **dict(position.top)}
+    found = {position.token_id: (position.logprob, position.rank)}
+    found |= {token_id: (value, rank) for rank, (token_id, value) in enumerate(position.top, start=1)}
     return {
-        token_id: Logprob(value, ranks.get(token_id), tokenizer.decode((token_id,), skip_special_tokens=False))
-        for token_id, value in values.items()
+        token_id: Logprob(value, rank, tokenizer.decode((token_id,), skip_special_tokens=False))
+        for token_id, (value, rank) in found.items()
     }
 
 

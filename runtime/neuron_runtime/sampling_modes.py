@@ -22,6 +22,10 @@ MAX_BAD_WORDS = 256
 MAX_BAD_WORD_CHARACTERS = 256
 
 
+ABOVE_ZERO = 5e-324
+"""The least number above 0: the lower end of what must be positive."""
+
+
 class Where(Enum):
     """Who acts on a parameter."""
 
@@ -45,6 +49,15 @@ class Parameter:
     lowest: float | None = None
     highest: float | None = None
 
+    @property
+    def range(self) -> str:
+        """In words."""
+        low, high = self.lowest, self.highest
+        least = "above 0" if low == ABOVE_ZERO else f"at least {low}"
+        if high is None:
+            return least
+        return f"above 0 and at most {high}" if low == ABOVE_ZERO else f"from {low} to {high}"
+
     def where(self, mode: str) -> Where:
         return {"Device": self.device, "DeviceWithLogits": self.device_with_logits, "Host": self.host}[mode]
 
@@ -66,9 +79,6 @@ def _on_logits(neutral: tuple[Any, ...] = (), lowest: float | None = None, highe
 def _on_tokens(neutral: tuple[Any, ...] = (), lowest: float | None = None, highest: float | None = None) -> Parameter:
     return Parameter(Where.HOST, Where.HOST, Where.HOST, neutral, lowest, highest)
 
-
-ABOVE_ZERO = 5e-324
-"""The least number above 0: the lower end of what must be positive."""
 
 PARAMETERS: Mapping[str, Parameter] = {
     "temperature": _on_device((1,), 0, 100),
@@ -115,7 +125,7 @@ def check_ranges(asked: object) -> None:
         low, high = parameter.lowest, parameter.highest
         # Written so that NaN lies in no range.
         if not ((low is None or value >= low) and (high is None or value <= high)):
-            raise InvalidRequest(f"`{name}` must be {_range(parameter)}, got {value}", field=name)
+            raise InvalidRequest(f"`{name}` must be {parameter.range}, got {value}", field=name)
 
 
 def check_served(asked: object, limits: BackendLimits) -> None:
@@ -188,11 +198,3 @@ def _token_id(key: Any) -> int | None:
 def _no_token(name: str, value: Any, vocabulary_size: int) -> InvalidRequest:
     message = f"`{name}`: {value!r} is not a token id of this model (0 to {vocabulary_size - 1})"
     return InvalidRequest(message, field=name)
-
-
-def _range(parameter: Parameter) -> str:
-    low, high = parameter.lowest, parameter.highest
-    least = "above 0" if low == ABOVE_ZERO else f"at least {low}"
-    if high is None:
-        return least
-    return f"above 0 and at most {high}" if low == ABOVE_ZERO else f"from {low} to {high}"

@@ -41,6 +41,13 @@ def llm() -> Iterator[LLM]:
         yield model
 
 
+@pytest.fixture(scope="module")
+def exact() -> Iterator[LLM]:
+    """Without the equal logits that bfloat16 makes."""
+    with LLM(str(MODEL), max_num_seqs=4, max_model_len=64, dtype="float32") as model:
+        yield model
+
+
 # Scripts
 
 SCRIPT = """
@@ -336,12 +343,82 @@ def test_logprobs_come_per_token_with_the_chosen_one_first(llm: LLM) -> None:
         assert len(candidates) == 3
         assert next(iter(candidates)) == token_id
         assert candidates[token_id].rank == 1
-        ranked = sorted(candidates.values(), key=lambda one: one.rank or 0)
+        ranked = sorted(candidates.values(), key=lambda one: one.rank)
         assert [one.logprob for one in ranked] == sorted((one.logprob for one in ranked), reverse=True)
     (without,) = llm.generate("The", GREEDY, use_tqdm=False)
     assert (without.outputs[0].logprobs, without.outputs[0].cumulative_logprob) == (None, None)
     with pytest.raises(InvalidRequest, match="at most"):
         llm.generate("The", SamplingParams(logprobs=10_000), use_tqdm=False)
+
+
+def test_a_token_beyond_the_reported_ones_has_its_rank_in_the_whole_vocabulary(exact: LLM) -> None:
+    (free,) = exact.generate("The", SamplingParams(temperature=0, max_tokens=1, logprobs=20), use_tqdm=False)
+    assert free.outputs[0].logprobs is not None
+    token_id, expected = list(free.outputs[0].logprobs[0].items())[14]
+    forced = SamplingParams(temperature=0, max_tokens=1, logprobs=2, allowed_token_ids=[token_id])
+    (output,) = exact.generate("The", forced, use_tqdm=False)
+    assert output.outputs[0].logprobs is not None
+    (candidates,) = output.outputs[0].logprobs
+    assert (candidates[token_id].rank, next(iter(candidates)), len(candidates)) == (15, token_id, 3)
+    assert candidates[token_id].logprob == pytest.approx(expected.logprob, abs=1e-4)
+    assert sorted(one.rank for one in candidates.values()) == [1, 2, 15]
+
+
+def test_log_probabilities_of_a_prompt_are_those_of_an_answer_with_the_same_tokens(exact: LLM) -> None:
+    (answered,) = exact.generate("The", SamplingParams(temperature=0, max_tokens=9, logprobs=2), use_tqdm=False)
+    answer = answered.outputs[0]
+    whole = [*answered.prompt_token_ids, *answer.token_ids]
+    params = SamplingParams(n=2, temperature=0, max_tokens=1, prompt_logprobs=2)
+    (output,) = exact.generate([whole], params, use_tqdm=False)
+    told = output.prompt_logprobs
+    assert told is not None
+    assert len(told) == len(whole)
+    assert told[0] is None
+    assert answer.logprobs is not None
+    for token_id, prompt, sampled in zip(answer.token_ids, told[-9:], answer.logprobs, strict=True):
+        assert prompt is not None
+        assert list(prompt) == list(sampled)
+        assert prompt[token_id].decoded_token == sampled[token_id].decoded_token
+        assert prompt[token_id].logprob == pytest.approx(sampled[token_id].logprob, abs=1e-4)
+    assert answered.prompt_logprobs is None
+    (single,) = exact.generate([[5]], SamplingParams(max_tokens=1, prompt_logprobs=0), use_tqdm=False)
+    assert single.prompt_logprobs == [None]
+
+
+def test_bias_bans_penalties_and_allowed_tokens_change_what_comes(llm: LLM) -> None:
+    def tokens(**params: Any) -> list[int]:
+        given = {"temperature": 0.0, "max_tokens": 8, "ignore_eos": True, **params}
+        return llm.generate("What is a core", SamplingParams(**given), use_tqdm=False)[0].outputs[0].token_ids
+
+    plain = tokens()
+    assert tokens(logit_bias={plain[0]: -100.0})[0] != plain[0]
+    assert tokens(logit_bias={9: 100.0}) == [9] * 8
+    assert set(tokens(allowed_token_ids=[11, 12])) <= {11, 12}
+    assert len(set(tokens(logit_bias={9: 100.0, 10: 99.0}, presence_penalty=2.0, max_tokens=2))) == 2
+    assert tokens(logit_bias={9: 50.0}, repetition_penalty=100.0)[1] != 9
+    assert tokens(min_p=1.0, temperature=1.0, seed=3) == plain
+    text = llm.get_tokenizer().decode(plain)
+    word = text.split()[1]
+    banned = tokens(bad_words=[word], max_tokens=30)
+    assert word not in llm.get_tokenizer().decode(banned)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "says"),
+    [
+        ("min_p", 1.5, "from 0 to 1"),
+        ("presence_penalty", 3, "from -2 to 2"),
+        ("repetition_penalty", 0, "from 0.01 to 100"),
+        ("top_p", 0, "above 0 and at most 1"),
+        ("temperature", float("nan"), "from 0 to 100"),
+        ("prompt_logprobs", -1, "at least 0"),
+        ("max_tokens", 0, "at least 1"),
+    ],
+)
+def test_a_value_out_of_range_is_refused_where_it_is_written(name: str, value: Any, says: str) -> None:
+    with pytest.raises(InvalidRequest, match=f"`{name}` must be {says}") as caught:
+        SamplingParams(**{name: value})
+    assert caught.value.field == name
 
 
 def test_more_tokens_than_fit_are_as_many_as_fit(llm: LLM) -> None:

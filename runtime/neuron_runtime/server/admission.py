@@ -7,6 +7,7 @@ typed body; gives back what the engine needs (`core.Request` without an id) and 
 from __future__ import annotations
 
 import secrets
+import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -125,6 +126,7 @@ class Admission:
     served_names: tuple[str, ...]
     defaults: GenerationDefaults = field(default_factory=GenerationDefaults)
     max_queued_requests: int = 0
+    max_queued_tokens: int = sys.maxsize
     cuts_max_tokens: bool = False
     """Where more tokens are asked for than fit behind the prompt, as many as fit are meant; else that is refused."""
     options: ServerOptions = field(default_factory=ServerOptions)
@@ -207,9 +209,15 @@ class Admission:
             return self._prompt(text, body.add_special_tokens is True, None, "messages").token_ids
         return self._prompt(body.prompt or "", body.add_special_tokens is not False, None).token_ids
 
+    @property
+    def vocabulary_size(self) -> int:
+        """Token ids that both the tokenizer and the model have are below this."""
+        known = self.tokenizer.vocabulary_size
+        return min(known, self.limits.vocabulary_size or known)
+
     def check_token_ids(self, token_ids: Sequence[int], name: str) -> None:
         """Raises InvalidRequest naming the first id outside the vocabulary."""
-        size = self.tokenizer.vocabulary_size
+        size = self.vocabulary_size
         for at, token in enumerate(token_ids):
             if not 0 <= token < size:
                 message = f"`{name}[{at}]`: {token} is not a token id of this model (0 to {size - 1})"
@@ -347,6 +355,11 @@ class Admission:
         if num_choices * len(prompts) > most:
             message = f"`n` is {num_choices}: prompts times `n` are at most {most}"
             raise InvalidRequest(message, field="n")
+        num_tokens = num_choices * sum(len(prompt.token_ids) for prompt in prompts)
+        if num_choices * len(prompts) > 1 and num_tokens > self.max_queued_tokens:
+            most = self.max_queued_tokens
+            message = f"`n` is {num_choices}: prompts times `n` have {num_tokens} tokens, at most {most} may wait"
+            raise InvalidRequest(message, field="n")
         options = body.stream_options
         details = Details(
             logprobs=logprobs,
@@ -397,7 +410,7 @@ class Admission:
 
     def _sampling(self, body: Generate) -> SamplingParams:
         """All of it but what depends on the prompt."""
-        defaults, size = self.defaults, self.tokenizer.vocabulary_size
+        defaults, size = self.defaults, self.vocabulary_size
         temperature = _or(body.temperature, defaults.temperature)
         stop_token_ids = frozenset(body.stop_token_ids or ())
         if len(stop_token_ids) > MAX_STOP_TOKEN_IDS:

@@ -94,8 +94,8 @@ class SamplingTable:
         self.choice[slot] = params.choice
         self.num_prompt_tokens[slot] = num_prompt_tokens
         self.num_logprobs[slot] = -1 if params.logprobs is None else params.logprobs
-        reported = params.prompt_logprobs is None or num_tokens > num_prompt_tokens
-        self.num_prompt_logprobs[slot] = -1 if reported else params.prompt_logprobs
+        wanted = None if num_tokens > num_prompt_tokens else params.prompt_logprobs
+        self.num_prompt_logprobs[slot] = -1 if wanted is None else wanted
 
 
 class NotFinite(FatalError):
