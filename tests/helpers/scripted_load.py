@@ -258,12 +258,12 @@ class ScriptedLoad:
             await asyncio.sleep(0.005)
 
 
-def run_against_a_server(folder: Path) -> ScriptedLoad:
+def run_against_a_server(folder: Path, *flags: str) -> ScriptedLoad:
     """The load, run against the command in processes of its own, with a small model on the torch backend."""
     from helpers.chat_model import write_chat_model
     from helpers.serve_command import serve
 
-    with serve(str(write_chat_model(folder / "model", max_length=MODEL_LENGTH)), *FLAGS) as command:
+    with serve(str(write_chat_model(folder / "model", max_length=MODEL_LENGTH)), *FLAGS, *flags) as command:
 
         async def ready_again() -> None:
             await asyncio.to_thread(command.until_ready, 2)

@@ -12,7 +12,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from prometheus_client.parser import text_string_to_metric_families
 
-from neuron_runtime.core import BackendLimits, FinishReason, Kind, SamplingParams
+from neuron_runtime.backend.simulated.clock import VirtualClock
+from neuron_runtime.backend.simulated.device import SimulatedBackend
+from neuron_runtime.backend.simulated.options import Options, limits_of, step_times
+from neuron_runtime.config import CONFIG_VERSION, ModelSource, RuntimeConfig
+from neuron_runtime.core import BackendLimits, FinishReason, Kind, Request, SamplingParams
+from neuron_runtime.engine import messages
+from neuron_runtime.engine.loop import Engine
 from neuron_runtime.engine.messages import Numbers, Step
 from neuron_runtime.errors import BackendFailed, Draining, InvalidRequest, Overloaded, ServingError, Unauthorized
 from neuron_runtime.server.exchange import Exchange
@@ -156,6 +162,28 @@ def test_steps_are_counted_by_kind_and_by_the_shape_they_ran_in() -> None:
     assert value(metrics, "neuron_serving_device_busy_seconds_total") == pytest.approx(0.024)
     assert value(metrics, "neuron_serving_work_seconds_total") == pytest.approx(0.032)
     assert value(metrics, "vllm:iteration_tokens_total_sum") == 106
+
+
+def test_padding_and_busy_time_are_those_of_the_device() -> None:
+    options = Options(decode_buckets=(4, 8), prefill_buckets=(32, 128), prefill="whole")
+    config = RuntimeConfig(version=CONFIG_VERSION, model=ModelSource(uri="file:///m"), served_names=("m",))
+    clock = VirtualClock()
+    limits = limits_of(config, options, vocabulary_size=512, longest=200)
+    backend = SimulatedBackend(limits, step_times(options), clock, host_seconds_per_step=0.001)
+    engine = Engine(backend, clock=clock.now)
+    for number, length in enumerate((20, 33, 100, 7, 64, 128)):
+        engine.add(Request(f"r{number}", tuple(range(length)), SamplingParams(max_tokens=4 + number)))
+    metrics = started()
+    while engine.has_work:
+        engine.step()
+        metrics.step(Step((), (), messages.numbers(engine.stats)))
+    assert {size for _, size in backend.timeline.shapes} == {4, 8, 32, 128}
+    for (kind, size), use in backend.timeline.shapes.items():
+        labels = {"kind": kind, "bucket": f"{kind}_{size}"}
+        assert value(metrics, "neuron_serving_fed_tokens_total", **labels) == use.num_used
+        assert value(metrics, "neuron_serving_computed_tokens_total", **labels) == use.num_used + use.num_padded
+    busy = value(metrics, "neuron_serving_device_busy_seconds_total")
+    assert busy == pytest.approx(backend.timeline.busy_seconds)
 
 
 # Requests that are over

@@ -23,7 +23,8 @@ DOCUMENTED = {
 
 @pytest.fixture(scope="module")
 def load(tmp_path_factory: pytest.TempPathFactory) -> ScriptedLoad:
-    return run_against_a_server(tmp_path_factory.mktemp("load"))
+    # Whichever front end a connection reaches counts its requests, and whichever is scraped tells of all.
+    return run_against_a_server(tmp_path_factory.mktemp("load"), "--api-server-count", "2")
 
 
 Check = Callable[[ScriptedLoad, Scrape, str], None]
@@ -224,6 +225,12 @@ def test_the_parts_of_a_requests_time_add_up(load: ScriptedLoad) -> None:
     assert first_token == pytest.approx(seconds("request_queue_time") + seconds("request_prefill_time"))
     assert seconds("e2e_request_latency") == pytest.approx(first_token + seconds("request_decode_time"), rel=0.02)
     assert seconds("inter_token_latency") == pytest.approx(seconds("request_decode_time"), rel=0.05)
+
+
+def test_the_time_of_the_engines_thread_is_the_hosts_and_the_backends(load: ScriptedLoad) -> None:
+    last = load.scrapes[-1]
+    host = last.total("neuron_serving_step_host_seconds_sum")
+    assert 0 < host < last.total("neuron_serving_work_seconds_total")
 
 
 def test_the_cache_was_in_use_while_requests_ran(load: ScriptedLoad) -> None:
