@@ -172,7 +172,7 @@ def test_padding_and_busy_time_are_those_of_the_device() -> None:
     backend = SimulatedBackend(limits, step_times(options), clock, host_seconds_per_step=0.001)
     engine = Engine(backend, clock=clock.now)
     for number, length in enumerate((20, 33, 100, 7, 64, 128)):
-        engine.add(Request(f"r{number}", tuple(range(length)), SamplingParams(max_tokens=4 + number)))
+        engine.add(Request(f"r{number}", tuple(range(length)), SamplingParams(max_tokens=20 + number)))
     metrics = started()
     while engine.has_work:
         engine.step()
