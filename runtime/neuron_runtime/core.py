@@ -84,6 +84,19 @@ class SamplingParams:
     def greedy(self) -> bool:
         return self.temperature == 0.0
 
+    @property
+    def adjusts(self) -> bool:
+        """Whether logits are changed in ways that only the host knows."""
+        return bool(
+            self.min_p > 0.0
+            or self.repetition_penalty != 1.0
+            or self.presence_penalty != 0.0
+            or self.frequency_penalty != 0.0
+            or self.logit_bias
+            or self.allowed_token_ids is not None
+            or self.bad_words
+        )
+
 
 @dataclass(frozen=True, slots=True)
 class Request:
@@ -104,7 +117,8 @@ class Added:
     token_ids: every token known so far (the prompt, and after a preemption also the answer up to now); which of them
         are computed when is told by rows alone.
     num_prompt_tokens: how many of them are the client's, so output positions can be counted.
-    blocks: KV blocks in order; with the slot layout exactly one, whose number equals the slot.
+    blocks: KV blocks in order; with the slot layout exactly one, whose number equals the slot. Where prefixes are
+        shared, those before the start of the first row hold its tokens already, and others may hold them too.
     """
 
     slot: int

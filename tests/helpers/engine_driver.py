@@ -90,12 +90,20 @@ class Run:
     prompts: dict[str, list[int]] = field(default_factory=dict)
     """Of requests that want to know about its tokens."""
     late: Callable[[Request], LateRule | None] = nothing_late
+    waited: bool = False
+    """Somebody waited for a prefix that another one computed."""
     held: dict[bytes, tuple[int, ...]] = field(default_factory=dict)
     """Every key that a block may come to have, and what the block then holds."""
 
     @property
     def scheduler(self) -> Scheduler:
         return self.engine._scheduler
+
+    @property
+    def known(self) -> dict[bytes, int]:
+        """The blocks that a request can find, by key."""
+        cache = self.scheduler.blocks
+        return {key: block for key, block in cache._block_of.items() if block not in cache._coming}
 
     def add(self, *requests: Request) -> None:
         for asked in requests:
@@ -152,6 +160,9 @@ class Run:
             extra = (s.request.adapter, s.request.cache_salt)
             assert all(extras.setdefault(block, extra) == extra for block in s.blocks), "shared across salts"
         self.check_cache()
+        self.waited = self.waited or any(
+            scheduler.blocks.find(s.keys.first(scheduler._findable(s)), s.order).num_coming for s in scheduler.waiting
+        )
         for s in scheduler.running:
             ahead = limits.max_tokens_per_row if s.samples else 0
             held = len(s.tokens) + ahead + limits.num_lookahead_tokens
@@ -165,7 +176,7 @@ class Run:
 
     def check_cache(self) -> None:
         """Every block that can be found holds what its key says, computed, and no step in flight writes to it."""
-        known = self.scheduler.blocks.known
+        known = self.known
         assert not known or self.backend.limits.shares_prefixes
         writable = self.backend._written_in_flight()
         for key, block in known.items():

@@ -132,6 +132,7 @@ def check_one_run(data: st.DataObject) -> None:
         (any(not s for b in batches for s in b.rows.samples), "chunked"),
         (run.aborted, "aborted"),
         (stats.num_prefix_hits_total, "shared a prefix"),
+        (run.waited, "waited for a prefix"),
         (stats.num_prefix_hits_total and stats.num_preemptions_total, "shared a prefix and preempted"),
         (len({r.priority for r in requests}) > 1, "several priorities"),
         (any(call == "sample late" for call, _ in run.backend.calls), "sampled late"),

@@ -390,7 +390,7 @@ def test_without_sharing_nothing_is_remembered() -> None:
     first = request("first", 14, 3)
     run = one_after_another(BLOCKS, first, again(first, "same"))
     stats = run.engine.stats
-    assert (run.cached["same"], stats.num_prefix_queries_total, run.scheduler.blocks.known) == (0, 0, {})
+    assert (run.cached["same"], stats.num_prefix_queries_total, run.known) == (0, 0, {})
 
 
 # Preemption

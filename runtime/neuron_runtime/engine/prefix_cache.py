@@ -74,11 +74,6 @@ class PrefixCache(Pool):
     def num_free(self) -> int:
         return len(self._free) + len(self._idle)
 
-    @property
-    def known(self) -> dict[bytes, int]:
-        """The computed blocks by key."""
-        return {key: block for key, block in self._block_of.items() if block not in self._coming}
-
     def find(self, keys: Iterable[bytes], order: Order) -> Prefix:
         """The longest run of known blocks for a sequence with this place in the order of service.
 
