@@ -13,13 +13,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from starlette.types import Message, Receive, Scope, Send
 
 from helpers.front_end import LIMITS, MODEL, Serving, make_model, serving
 from neuron_runtime.config import ServerOptions
 from neuron_runtime.errors import InvalidRequest
-from neuron_runtime.server import access_log
+from neuron_runtime.server import access_log, edge
 from neuron_runtime.server.access_log import MAX_TEXT, entry
-from neuron_runtime.server.exchange import Exchange
+from neuron_runtime.server.exchange import Exchange, Exchanges
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -133,6 +134,34 @@ async def test_prompts_are_logged_when_asked_and_only_their_beginning(logged: Lo
     assert second == "<|begin|>x"
 
 
+async def test_a_proxy_that_is_believed_tells_who_called(logged: Logged) -> None:
+    async with logged() as (served, log):
+        await served.http.get("/v1/models", headers={"x-forwarded-for": "203.0.113.7"})
+        (line,) = await log.lines(1)
+    assert line["client"] == "203.0.113.7"
+
+
+async def test_a_streamed_token_costs_nothing_here(logged: Logged, monkeypatch: pytest.MonkeyPatch) -> None:
+    passed: list[str] = []
+
+    class Counting(Exchanges):
+        async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+            async def counted(message: Message) -> None:
+                passed.append(message["type"])
+                await send(message)
+
+            await super().__call__(scope, receive, counted)
+
+    monkeypatch.setattr(edge, "Exchanges", Counting)
+    async with logged() as (served, _):
+        for num_tokens in (2, 100):
+            passed.clear()
+            body = {"prompt": "a core", "max_tokens": num_tokens, "ignore_eos": True, "stream": True}
+            answer = await served.http.post("/v1/completions", json=body)
+            assert answer.text.count("data: ") >= 2
+            assert passed == ["http.response.start", "http.response.body"]
+
+
 async def test_a_key_is_told_by_its_number(logged: Logged, tmp_path: Path) -> None:
     keys = tmp_path / "keys"
     keys.write_text("sk-one\nsk-two\n")
@@ -191,7 +220,7 @@ async def test_a_clients_request_id_is_kept(logged: Logged, sent: str) -> None:
 @pytest.mark.parametrize("sent", [None, "", "x" * 129, "two words", "tab\there", "caf\xe9"])
 async def test_another_one_is_replaced_and_every_answer_has_one(logged: Logged, sent: str | None) -> None:
     async with logged(access_log=False) as (served, log):
-        headers = {} if sent is None else {"x-request-id": sent.encode("latin-1")}
+        headers = [] if sent is None else [(b"x-request-id", sent.encode("latin-1"))]
         made = set()
         for method, path in (
             *(("GET", "/health"), ("GET", "/nothing"), ("PUT", "/v1/models"), ("HEAD", "/v1/models")),
