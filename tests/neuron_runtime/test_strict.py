@@ -130,6 +130,7 @@ def naive(rule: str, limits: BackendLimits, *batches: Batch) -> Any:
         naive("of 3 tokens are called the prompt", BLOCKS, prefill(0, added(0, num_prompt_tokens=4))),
         naive("top_k 9 is above 8", replace(BLOCKS, max_top_k=8), prefill(0, added(0, sampling=TOP_9))),
         naive("1 logprobs are above 0", BLOCKS, prefill(0, added(0, sampling=replace(GREEDY, logprobs=1)))),
+        naive("only logits on the host can serve", NEURON, prefill(0, added(0, sampling=replace(GREEDY, min_p=0.5)))),
         naive("which does not exist", BLOCKS, prefill(0, added(0, blocks=(16,)))),
         naive("which another slot holds", BLOCKS, prefill(0, added(0)), prefill(1, added(1, blocks=(0,)))),
         naive("slot 2 is free", BLOCKS, prefill(0, added(0)), decode(1, (0, 3, FIRST), appended_blocks=((2, 3),))),

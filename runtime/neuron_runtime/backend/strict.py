@@ -254,6 +254,10 @@ class StrictBackend:
             (sampling.logprobs or 0) <= limits.max_logprobs,
             f"slot {number}: {sampling.logprobs} logprobs are above {limits.max_logprobs}",
         )
+        self._demand(
+            limits.sampling != "Device" or not sampling.adjusts,
+            f"slot {number} asks for what only logits on the host can serve",
+        )
         self._slots[number] = _Slot(added, list(added.token_ids), list(added.blocks))
 
     def _share(self, added: Added, start: int, written: set[int]) -> int:

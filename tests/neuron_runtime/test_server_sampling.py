@@ -1,0 +1,106 @@
+"""The table of sampling modes against a running server: each parameter, neutral and asking, in each mode, over HTTP."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import pytest_asyncio
+
+from helpers.front_end import LIMITS, Serving, make_model, serving
+from neuron_runtime.sampling_modes import MODES, PARAMETERS, Where
+
+CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+
+ASKING: dict[str, Any] = {
+    "temperature": 0.5,
+    "top_k": 5,
+    "top_p": 0.5,
+    "min_p": 0.1,
+    "seed": 0,
+    "repetition_penalty": 1.1,
+    "presence_penalty": -0.5,
+    "frequency_penalty": 0.5,
+    "logit_bias": {"5": 1.0},
+    "allowed_token_ids": [5, 6],
+    "bad_words": ["device"],
+    "min_tokens": 1,
+    "logprobs": 0,
+    "top_logprobs": 2,
+    "prompt_logprobs": 0,
+    "max_tokens": 3,
+    "max_completion_tokens": 3,
+    "n": 2,
+    "stop": ["x"],
+    "stop_token_ids": [5],
+    "ignore_eos": True,
+    "include_stop_str_in_output": True,
+    "echo": True,
+}
+"""A value that asks for something, of every parameter of the table."""
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+
+@pytest.fixture(scope="module")
+def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_model(tmp_path_factory.mktemp("model"))
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module", params=MODES)
+async def served(model_dir: Path, request: pytest.FixtureRequest) -> AsyncIterator[Serving]:
+    limits = replace(LIMITS, sampling=request.param, reports_prompt_logprobs=request.param == "Host")
+    async with serving(model_dir, limits=limits) as one:
+        yield one
+
+
+async def ask(served: Serving, name: str, value: Any) -> tuple[int, dict[str, Any]]:
+    body: dict[str, Any] = {"max_tokens": 2, name: value}
+    if name in ("top_logprobs", "max_completion_tokens"):
+        path = CHAT
+        body = {"messages": [{"role": "user", "content": "a core"}], **body}
+        if name == "top_logprobs":
+            body["logprobs"] = bool(value)
+        else:
+            del body["max_tokens"]
+    else:
+        path, body = COMPLETIONS, {"prompt": "a core", **body}
+    answer = await served.http.post(path, json=body)
+    return answer.status_code, answer.json()
+
+
+async def test_every_parameter_of_the_table_is_asked_for() -> None:
+    assert set(ASKING) == set(PARAMETERS)
+    for name, value in ASKING.items():
+        assert PARAMETERS[name].asks(value)
+
+
+@pytest.mark.parametrize("name", PARAMETERS)
+async def test_the_running_server_serves_and_refuses_what_the_table_says(served: Serving, name: str) -> None:
+    mode, parameter = served.backend.limits.sampling, PARAMETERS[name]
+    for neutral in (None, *parameter.neutral):
+        # The one field whose type differs between the two ways to generate: completions have a number there.
+        if name == "logprobs" and neutral is False:
+            continue
+        status, answer = await ask(served, name, neutral)
+        assert status == 200, answer
+    status, answer = await ask(served, name, ASKING[name])
+    if parameter.where(mode) is not Where.REFUSED:
+        assert status == 200, answer
+        return
+    assert status == 400
+    error = answer["error"]
+    # Chat asks for log-probabilities by two fields; whichever is named, both are meant.
+    assert error["param"] in ({name} if name != "top_logprobs" else {"logprobs", "top_logprobs"})
+    assert f"cannot be served with {mode} sampling" in error["message"]
+    for other in MODES:
+        assert (f"`{other}`" in error["message"]) == (parameter.where(other) is not Where.REFUSED)
+
+
+async def test_an_engine_that_refused_much_still_answers(served: Serving) -> None:
+    status, answer = await ask(served, "temperature", 0)
+    assert status == 200
+    assert answer["usage"]["completion_tokens"] == 2
