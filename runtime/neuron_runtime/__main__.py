@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from neuron_runtime import record
-from neuron_runtime.arguments import PATHS, SERVER_PATHS, config_of, default_weights_dir, model_uri, naming
+from neuron_runtime.arguments import PATHS, SERVER_PATHS, TEXT_PATHS, config_of, default_weights_dir, model_uri, naming
 from neuron_runtime.bench import command as bench_command
 from neuron_runtime.config import RuntimeConfig, load_config
 from neuron_runtime.console import say
@@ -30,7 +30,7 @@ INTERRUPTED = 130
 DRAIN_ON_THE_COMMAND_LINE = {"delaySeconds": 0.0, "seconds": 30.0}
 """Without a platform that must notice first, a command that is told to end closes at once."""
 
-MODEL_FLAGS = {f"--{name.replace('_', '-')}": path for name, path in PATHS.items()}
+MODEL_FLAGS = {f"--{name.replace('_', '-')}": path for name, path in (PATHS | TEXT_PATHS).items()}
 """Where the value of a flag stands in the configuration document."""
 
 SERVER_FLAGS = {f"--{name.replace('_', '-')}": path for name, path in SERVER_PATHS.items()}
@@ -43,12 +43,8 @@ API_KEY_VARIABLE = "VLLM_API_KEY"
 NOT_BUILT = {
     "--tensor-parallel-size": "1",
     "--additional-config": "{}",
-    "--generation-config": "auto",
-    "--chat-template": None,
-    "--reasoning-parser": None,
 }
 """Flags of vLLM that are refused until built, with the value that asks for nothing."""
-
 
 
 class Parser(argparse.ArgumentParser):
@@ -139,6 +135,18 @@ def _add_serve(serve: argparse.ArgumentParser) -> None:
         ("--enable-chunked-prefill", "compute long prompts in parts (default: where the backend can)"),
     ):
         model.add_argument(flag, action=argparse.BooleanOptionalAction, help=meaning)
+    model.add_argument(
+        "--generation-config",
+        type=_word_or_folder,
+        metavar="auto|vllm|DIR",
+        help="where sampling defaults come from: the model (auto, default), nowhere (vllm), another folder",
+    )
+    model.add_argument(
+        "--chat-template", type=_template, metavar="FILE", help="a Jinja template instead of the model's own"
+    )
+    model.add_argument(
+        "--reasoning-parser", metavar="NAME", help="the model thinks before it answers, as qwen3 or deepseek_r1 do"
+    )
     for flag in NOT_BUILT:
         model.add_argument(flag, action=_NotBuilt, help=argparse.SUPPRESS)
     serve.set_defaults(run=_serve)
@@ -171,6 +179,20 @@ def _add_server_flags(server: argparse._ArgumentGroup) -> None:
     ):
         server.add_argument(flag, type=int, metavar="N", help=meaning)
     server.set_defaults(access_log=None)
+
+
+def _word_or_folder(value: str) -> str:
+    return value if value in ("auto", "vllm") else str(Path(value).expanduser().resolve())
+
+
+def _template(value: str) -> str:
+    """The template in a file, or, as in vLLM, the template itself."""
+    if any(character in value for character in "{}\n"):
+        return value
+    try:
+        return Path(value).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise argparse.ArgumentTypeError(f"{value} cannot be read: {error}") from error
 
 
 def _origins(value: str) -> list[str]:

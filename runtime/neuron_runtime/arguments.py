@@ -21,6 +21,7 @@ PATHS = {
     "served_model_name": "servedNames",
     "backend": "backend",
     "dtype": "dtype",
+    "generation_config": "text.generationConfig",
     "layout": "layout",
     "enable_prefix_caching": "prefixCaching",
     "enable_chunked_prefill": "chunkedPrefill",
@@ -51,6 +52,12 @@ SERVER_PATHS = {
 SWITCHES = {"enable_prefix_caching", "enable_chunked_prefill"}
 """Arguments that are true or false, where the document has a word for it."""
 
+TEXT_PATHS = {
+    "chat_template": "text.chatTemplate",
+    "reasoning_parser": "text.reasoningParser",
+}
+"""The same, of what only a server is told about chats."""
+
 LLM_NOT_BUILT: dict[str, tuple[Any, ...]] = {
     "convert": ("auto", "none"),
     "cpu_offload_gb": (0,),
@@ -59,7 +66,6 @@ LLM_NOT_BUILT: dict[str, tuple[Any, ...]] = {
     "enable_lora": (False,),
     "enable_prompt_embeds": (False,),
     "enable_sleep_mode": (False,),
-    "generation_config": ("auto",),
     "hf_config_path": (),
     "hf_overrides": ({},),
     "hf_token": (),
@@ -124,7 +130,7 @@ def config_of(uri: str, given: Mapping[str, Any], **more: Any) -> RuntimeConfig:
     """The document that arguments amount to.
 
     Args:
-        given: values by the names in `PATHS` and `SERVER_PATHS`; what is left out has the document's default.
+        given: values by the names in `PATHS`, `TEXT_PATHS` and `SERVER_PATHS`; what is left out has the document's default.
         more: further keys of the document.
 
     Raises:
@@ -135,11 +141,12 @@ def config_of(uri: str, given: Mapping[str, Any], **more: Any) -> RuntimeConfig:
         "model": {"uri": uri},
         "servedNames": [uri.partition("@")[0].rstrip("/").rpartition("/")[2]],
         "limits": {},
+        "text": {},
         "server": {},
         **more,
     }
     for name, value in given.items():
-        part, _, key = (PATHS | SERVER_PATHS)[name].rpartition(".")
+        part, _, key = (PATHS | TEXT_PATHS | SERVER_PATHS)[name].rpartition(".")
         switched = name in SWITCHES and isinstance(value, bool)
         (document[part] if part else document)[key] = ("disabled", "enabled")[value] if switched else value
     try:

@@ -58,6 +58,17 @@ class Drain(Document, frozen=True, kw_only=True):
     """Running streams may go on for this long after that."""
 
 
+class TextOptions(Document, frozen=True, kw_only=True):
+    """How text is read and written, where the model's own files do not say it as it is wanted."""
+
+    generation_config: str = "auto"
+    """Where sampling defaults come from: `auto`, the model's folder; `vllm`, nowhere; or the path of a folder."""
+    chat_template: str = ""
+    """A Jinja template, word for word; empty: the model's own."""
+    reasoning_parser: Literal["", "deepseek_r1", "qwen3"] = ""
+    """How the model writes its thoughts; empty: they stay in the text."""
+
+
 class ServerOptions(Document, frozen=True, kw_only=True):
     """What the HTTP server does besides answering, and the most that one request may ask for."""
 
@@ -96,6 +107,7 @@ class RuntimeConfig(Document, frozen=True, kw_only=True):
     """Long prompts are computed in parts; auto: where the backend can."""
     limits: EngineLimits = msgspec.field(default_factory=EngineLimits)
     drain: Drain = msgspec.field(default_factory=Drain)
+    text: TextOptions = msgspec.field(default_factory=TextOptions)
     server: ServerOptions = msgspec.field(default_factory=ServerOptions)
     override_neuron_config: dict[str, Any] = {}
 

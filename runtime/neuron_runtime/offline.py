@@ -212,11 +212,12 @@ class LLM:
             package = backend_package(config)
             self._model_dir = materialize(config.model, weights_dir, progress, with_weights=package.NEEDS_WEIGHTS)
             tokenizer = load_tokenizer(self._model_dir)
-            defaults = load_generation_defaults(self._model_dir, tokenizer.eos_token_id)
+            source = config.text.generation_config
+            defaults = load_generation_defaults(self._model_dir, tokenizer.eos_token_id, source)
             backend = package.load_backend(self._model_dir, config, progress)
             defaults = served_defaults(defaults, backend.limits)
             for setting in defaults.not_applied:
-                say(f"generation_config.json: {setting} is not supported yet and not applied")
+                say(f"generation_config.json: {setting} is not supported and not applied")
         self._close = weakref.finalize(self, backend.close)
         backend.warm_up(progress)
         # Whoever asks waits for all answers anyway: nothing is gained by refusing what can run later.

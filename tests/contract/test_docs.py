@@ -30,7 +30,7 @@ from neuron_operator.catalog import INSTANCE_TYPES
 from neuron_operator.errors import InvalidSpec, Unplaceable
 from neuron_operator.model import LATER, LATER_SCHEMES, parse
 from neuron_operator.why import CONDITIONS, REASONS
-from neuron_runtime import arguments, config, offline
+from neuron_runtime import arguments, config, offline, sampling_modes
 from neuron_runtime.__main__ import DRAIN_ON_THE_COMMAND_LINE, MODEL_FLAGS, SERVER_FLAGS, build_parser, main
 from neuron_runtime.backend.torch import sizing
 from neuron_runtime.backend.torch.architecture import FAMILIES, FIXED
@@ -293,6 +293,7 @@ def test_every_key_of_the_configuration_document_is_documented_and_no_other() ->
         "limits": config.EngineLimits,
         "drain": config.Drain,
         "server": config.ServerOptions,
+        "text": config.TextOptions,
     }
     known = set()
     for key in config.RuntimeConfig.__struct_encode_fields__:
@@ -314,18 +315,49 @@ def test_the_defaults_of_the_limits_are_those_of_the_torch_backend() -> None:
     assert f"{sizing.SHARE_OF_MEMORY * 100:.0f} % of the free memory" in RUNTIME
 
 
-def test_every_field_that_a_client_may_send_is_documented_and_no_other() -> None:
-    honoured, refused = re.split(r"^Refused by name.*$", section(RUNTIME, "HTTP API"), maxsplit=1, flags=re.MULTILINE)
-    known = {*wire.CompletionBody.__struct_fields__, *wire.ChatBody.__struct_fields__}
-    assert {word for row in rows(honoured) for word in words(row[0])} == known
+def http_fields() -> list[tuple[set[str], str, str, str]]:
+    """Rows of the table of fields: names, endpoints, meaning, default."""
+    honoured, _ = re.split(r"^Refused by name.*$", section(RUNTIME, "HTTP API"), maxsplit=1, flags=re.MULTILINE)
+    return [(set(words(first)), endpoints, meaning, default) for first, endpoints, meaning, default in rows(honoured)]
+
+
+def test_every_field_that_a_client_may_send_is_documented_for_its_endpoints_and_no_other() -> None:
+    completions, chat = (set(body.__struct_fields__) for body in (wire.CompletionBody, wire.ChatBody))
+    told: dict[str, set[str]] = {"completions": set(), "chat": set()}
+    for names, endpoints, _, _ in http_fields():
+        for endpoint in ("completions", "chat") if endpoints == "both" else (endpoints,):
+            assert not told[endpoint] & names
+            told[endpoint] |= names
+    assert told == {"completions": completions, "chat": chat}
+    (streaming,) = (words(meaning) for names, _, meaning, _ in http_fields() if names == {"stream_options"})
+    assert set(streaming) == {"stream", *wire.StreamOptions.__struct_fields__}
+
+
+def test_every_field_that_is_refused_is_documented_with_what_passes_and_no_other() -> None:
+    _, refused = re.split(r"^Refused by name.*$", section(RUNTIME, "HTTP API"), maxsplit=1, flags=re.MULTILINE)
     table, _, rest = refused.partition("Without effect")
-    told = {words(first)[0]: words(neutral) for first, neutral in rows(table)}
+    told = {words(first)[0]: words(neutral) for first, neutral in rows(table.partition("Of messages")[0])}
     assert told == {
         name: [json.dumps(value, separators=(",", ":")) for value in values] for name, values in wire.NOT_BUILT.items()
     }
-    assert set(words(rest.partition("Any other field")[0])) == wire.WITHOUT_EFFECT
-    streaming = set(wire.StreamOptions.__struct_fields__)
-    assert streaming == {w for row in rows(honoured) if "`stream_options`" in row[0] for w in words(row[1])}
+    assert set(words(rest.partition("`finish_reason`")[0])) == wire.WITHOUT_EFFECT
+    of_messages = set(words(table.partition("Of messages")[2]))
+    assert {*admission.MESSAGE_NOT_BUILT, *admission.ROLES_NOT_BUILT} <= of_messages
+
+
+def test_ranges_and_defaults_of_fields_are_those_of_the_code() -> None:
+    told = {(name, endpoints): row for names, endpoints, *row in http_fields() for name in names}
+    for name, parameter in sampling_modes.PARAMETERS.items():
+        if name == "seed" or parameter.lowest is None or parameter.highest is None:
+            continue
+        meaning, default = told[name, "both"]
+        low = "Above 0" if parameter.lowest == sampling_modes.ABOVE_ZERO else f"{parameter.lowest} to"
+        assert low in meaning, name
+        assert str(parameter.highest) in meaning, name
+        assert any(default in {str(value), f"the model's, else {value}"} for value in (*parameter.neutral, "")), name
+    assert f"at most {sampling_modes.MAX_BIASED_TOKENS} of them" in told["logit_bias", "both"][0]
+    bad_words = f"At most {sampling_modes.MAX_BAD_WORDS} texts of up to {sampling_modes.MAX_BAD_WORD_CHARACTERS} char"
+    assert bad_words in told["bad_words", "both"][0]
 
 
 def test_every_route_is_documented() -> None:
@@ -344,9 +376,8 @@ def test_every_route_is_documented() -> None:
         f"{config.ServerOptions().max_choices} answers",
         f"{admission.MAX_STOP_STRINGS} stop texts of {admission.MAX_STOP_CHARACTERS} characters",
         f"{admission.MAX_STOP_TOKEN_IDS} stop token ids",
-        f"0 to {admission.MAX_TEMPERATURE:.0f}; 0 is greedy",
         f"At most {admission.MAX_SALT_CHARACTERS} characters",
-        f"Completions: {admission.DEFAULT_COMPLETION_TOKENS}, or",
+        f"completions: {admission.DEFAULT_COMPLETION_TOKENS}, chat: all that fits",
         f"(at least {MIN_STEP_SECONDS:.0f} s; the first of a shape {FIRST_STEP_SECONDS:.0f} s)",
         f"JSON of at most {MAX_RECORD_BYTES // 1024} KiB",
     ],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import socket
 import subprocess
 import sys
@@ -71,9 +72,7 @@ def test_wrong_flags_are_named(arguments: list[str], field: str, says: str) -> N
 @pytest.mark.parametrize(
     "flags",
     [
-        ["--tensor-parallel-size", "2"], ["--chat-template", "x"],
-        ["--additional-config", "{"], ["--reasoning-parser", "x"],
-        ["--generation-config", "vllm"],
+        ["--tensor-parallel-size", "2"], ["--additional-config", "{"],
     ],
 )  # fmt: skip
 def test_flags_that_are_not_built_are_refused_by_name(flags: list[str], capsys: pytest.CaptureFixture[str]) -> None:
@@ -89,6 +88,25 @@ def test_neutral_values_of_flags_that_are_not_built_are_accepted() -> None:
     config_of(
         "a/m", "--tensor-parallel-size", "1", "--override-neuron-config", "{}", "--generation-config", "auto",
     )  # fmt: skip
+
+
+def test_how_text_is_read_and_written_is_said_by_flags(tmp_path: Path) -> None:
+    template = tmp_path / "chat.jinja"
+    template.write_text("{{ messages }} ☃", encoding="utf-8")
+    flags = ["--chat-template", str(template), "--reasoning-parser", "qwen3", "--generation-config", "vllm"]
+    text = config_of("a/m", *flags).text
+    assert (text.chat_template, text.reasoning_parser, text.generation_config) == ("{{ messages }} ☃", "qwen3", "vllm")
+    assert config_of("a/m", "--chat-template", "{{ x }}").text.chat_template == "{{ x }}"
+    folder = config_of("a/m", "--generation-config", os.path.relpath(tmp_path)).text.generation_config
+    assert folder == str(tmp_path)
+    with pytest.raises(InvalidConfig, match=r"--reasoning-parser \(\$\.text\.reasoningParser\)"):
+        config_of("a/m", "--reasoning-parser", "x")
+
+
+def test_a_chat_template_that_is_not_there_is_refused_by_name(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["serve", "m", "--chat-template", "none.jinja"])
+    assert "--chat-template: none.jinja cannot be read" in capsys.readouterr().err
 
 
 def test_switches_are_on_off_or_left_to_the_backend() -> None:

@@ -57,8 +57,9 @@ def test_a_truncation_stored_with_the_tokenizer_does_not_shorten_prompts(tmp_pat
 def test_loading_text_imports_no_torch(tmp_path: Path) -> None:
     write_chat_model(tmp_path)
     code = (
-        "import sys; from pathlib import Path; from neuron_runtime.server.front_end import load_text; "
-        f"load_text(Path({str(tmp_path)!r})); sys.exit('torch' in sys.modules or 'transformers' in sys.modules)"
+        "import sys; from pathlib import Path; from neuron_runtime.config import TextOptions; "
+        "from neuron_runtime.server.front_end import load_text; "
+        f"load_text(Path({str(tmp_path)!r}), TextOptions()); sys.exit('torch' in sys.modules or 'transformers' in sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
 

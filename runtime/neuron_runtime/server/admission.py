@@ -38,6 +38,10 @@ GREEDY_TEMPERATURE = 1e-5
 """At or below it logits divided by it overflow: the likeliest token is meant."""
 MAX_SALT_CHARACTERS = 256
 
+MESSAGE_NOT_BUILT = ("tool_calls", "tool_call_id", "function_call", "audio", "refusal")
+ROLES_NOT_BUILT = ("tool", "function")
+"""Fields and roles of messages that are refused until built."""
+
 N = TypeVar("N", int, float)
 
 
@@ -454,10 +458,10 @@ def _id_lists(prompt: list[str | int | list[int]]) -> list[list[int]]:
 
 def _plain(message: Message, at: str, template: ChatTemplate) -> dict[str, Any]:
     """A message as templates know it. Raises InvalidRequest for what only tools, images and sounds have."""
-    for name in ("tool_calls", "tool_call_id", "function_call", "audio", "refusal"):
+    for name in MESSAGE_NOT_BUILT:
         if getattr(message, name) not in (None, []):
             raise InvalidRequest(f"`{at}.{name}` is not supported yet: leave it out", field=f"{at}.{name}")
-    if message.role in ("tool", "function"):
+    if message.role in ROLES_NOT_BUILT:
         raise InvalidRequest(
             f"`{at}.role`: messages of the role `{message.role}` are not supported yet: leave them out",
             field=f"{at}.role",

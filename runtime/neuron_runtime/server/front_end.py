@@ -17,7 +17,7 @@ import socket
 import sys
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import IO, Any
 
@@ -25,13 +25,13 @@ import uvicorn
 import uvloop
 
 from neuron_runtime import record
-from neuron_runtime.config import RuntimeConfig, load_config
+from neuron_runtime.config import RuntimeConfig, TextOptions, load_config
 from neuron_runtime.console import say
 from neuron_runtime.engine.lifeline import Deadline, die_with_parent
 from neuron_runtime.engine.messages import Ready
-from neuron_runtime.errors import BackendFailed, Draining, FatalError
+from neuron_runtime.errors import BackendFailed, Draining, FatalError, InvalidConfig
 from neuron_runtime.server import control
-from neuron_runtime.server.admission import Admission
+from neuron_runtime.server.admission import Admission, served_defaults
 from neuron_runtime.server.app import build_app
 from neuron_runtime.server.control import Drain, EngineEnded, EngineStarted
 from neuron_runtime.server.edge import Edge
@@ -41,6 +41,7 @@ from neuron_runtime.server.http_protocol import BoundedProtocol
 from neuron_runtime.server.metrics import LOG_LINES_LOST, OPEN_CONNECTIONS, Metrics
 from neuron_runtime.server.summed_metrics import SummedMetrics
 from neuron_runtime.text.generation_config import GenerationDefaults, load_generation_defaults
+from neuron_runtime.text.reasoning import REASONING_PARSERS, Marks
 from neuron_runtime.text.tokenizer import Tokenizer, load_tokenizer
 
 KEEP_ALIVE_SECONDS = 75
@@ -60,12 +61,18 @@ class Text:
 
     tokenizer: Tokenizer
     defaults: GenerationDefaults
+    reasoning: Marks | None
 
 
-def load_text(model_dir: Path) -> Text:
+def load_text(model_dir: Path, options: TextOptions) -> Text:
     """Raises FatalError."""
-    tokenizer = load_tokenizer(model_dir)
-    return Text(tokenizer, load_generation_defaults(model_dir, tokenizer.eos_token_id))
+    tokenizer = load_tokenizer(model_dir, options.chat_template)
+    defaults = load_generation_defaults(model_dir, tokenizer.eos_token_id, options.generation_config)
+    reasoning = REASONING_PARSERS[options.reasoning_parser] if options.reasoning_parser else None
+    if reasoning is not None and tokenizer.hidden_tokens & {reasoning.start, reasoning.end}:
+        message = f"{reasoning.start} is no text for this model's tokenizer: leave the parser out"
+        raise InvalidConfig("$.text.reasoningParser", message)
+    return Text(tokenizer, defaults, reasoning)
 
 
 class Server(uvicorn.Server):
@@ -92,6 +99,7 @@ class FrontEnd:
         """front_end: which of several this is, from 0."""
         self.served_names = config.served_names
         self.options = config.server
+        self._text_options = config.text
         self.metrics = Metrics(config.served_names[0])
         self.gate = Gate()
         self.summed_metrics = SummedMetrics(self.metrics, run_dir, front_end, config.server.num_front_ends)
@@ -197,7 +205,7 @@ class FrontEnd:
             await self.gate.drain(0, SHUTDOWN_SECONDS)
 
     def _model_found(self, model_dir: Path) -> None:
-        self._text = asyncio.create_task(asyncio.to_thread(load_text, model_dir))
+        self._text = asyncio.create_task(asyncio.to_thread(load_text, model_dir, self._text_options))
         self._text.add_done_callback(self._text_loaded)
 
     def _text_loaded(self, task: asyncio.Task[Text]) -> None:
@@ -205,8 +213,6 @@ class FrontEnd:
             return
         error = task.exception()
         if error is None:
-            for setting in task.result().defaults.not_applied:
-                say(f"generation_config.json: {setting} is not supported yet and not applied")
             self._become_ready()
         else:
             self._fail(error)
@@ -224,6 +230,7 @@ class FrontEnd:
         if self._ready is None or self._text is None or not self._text.done():
             return
         text, limits = self._text.result(), self._ready.limits
+        text = replace(text, defaults=served_defaults(text.defaults, limits))
         self._admission = Admission(
             text.tokenizer,
             limits,
@@ -231,10 +238,13 @@ class FrontEnd:
             text.defaults,
             self._ready.max_queued_requests,
             options=self.options,
+            reasoning=text.reasoning,
         )
         if self._front_end:
             # One of several speaks for all.
             return
+        for setting in text.defaults.not_applied:
+            say(f"generation_config.json: {setting} is not supported and not applied")
         say(
             f"ready after {time.monotonic() - self._began:.1f} s: {self._url}/v1 serves {', '.join(self.served_names)} "
             f"({limits.max_model_length} tokens, {limits.max_rows} at a time)"

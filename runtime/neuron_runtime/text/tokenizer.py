@@ -16,7 +16,7 @@ from typing import Any
 from tokenizers import AddedToken
 from tokenizers import Tokenizer as FastTokenizer
 
-from neuron_runtime.errors import ExitCode, FatalError
+from neuron_runtime.errors import ExitCode, FatalError, InvalidConfig
 from neuron_runtime.text.chat_template import ChatTemplate
 
 SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
@@ -175,13 +175,16 @@ def _byte_level() -> dict[str, int]:
 _BYTE_LEVEL = _byte_level()
 
 
-def load_tokenizer(model_dir: Path) -> Tokenizer:
+def load_tokenizer(model_dir: Path, chat_template: str = "") -> Tokenizer:
     """Read tokenizer, special tokens and chat template of a model folder.
 
     The chat template is `chat_template.jinja` or, in older models, an entry of `tokenizer_config.json`.
 
+    Args:
+        chat_template: used instead of the model's own, unless empty.
+
     Raises:
-        FatalError: INVALID_MODEL with the file that is missing or broken.
+        FatalError: INVALID_MODEL with the file that is missing or broken; INVALID_ENGINE_CONFIG for `chat_template`.
     """
     settings = read_json(model_dir / "tokenizer_config.json")
     special_tokens = {}
@@ -190,10 +193,12 @@ def load_tokenizer(model_dir: Path) -> Tokenizer:
         value = value.get("content") if isinstance(value, dict) else value
         if isinstance(value, str):
             special_tokens[name] = value
-    source = _chat_template_source(model_dir, settings)
+    source = chat_template or _chat_template_source(model_dir, settings)
     try:
         template = None if source is None else ChatTemplate(source, special_tokens)
     except ValueError as error:
+        if chat_template:
+            raise InvalidConfig("$.text.chatTemplate", f"is no template: {error}") from error
         raise FatalError(ExitCode.INVALID_MODEL, f"the chat template in {model_dir} cannot be read: {error}") from error
     fast = _load_fast(model_dir)
     known = fast.get_vocab(with_added_tokens=True)
