@@ -208,7 +208,7 @@ MUTANTS = [
     ),
     (
         scheduler,
-        "if sequence.request.sampling.prompt_logprobs is not None:",
+        "if not sequence.reads_cache:",
         "if False:",
         "a_prompt_whose_logprobs_are_wanted_is_computed_whole_and_cached",
     ),

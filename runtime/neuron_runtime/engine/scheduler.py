@@ -74,6 +74,7 @@ class Scheduler:
         self._consecutive_prefills = 0
         self._recomputes = limits.recomputes
         self._most = limits.max_tokens_per_row
+        # In tokens; 0 where nothing is shared.
         self._max_hit = (limits.max_prefix_hit or limits.max_model_length) if limits.shares_prefixes else 0
         # One token is fed at least; where steps do not mix phases two, so that the row is one of a prompt.
         self._min_fed = 1 if limits.mixes_phases else 2
@@ -217,8 +218,8 @@ class Scheduler:
                 yield sequence, prefix.blocks
 
     def _findable(self, sequence: Sequence) -> int:
-        """The most blocks that it may find cached. Log-probabilities of a prompt need all of it computed."""
-        if sequence.request.sampling.prompt_logprobs is not None:
+        """The most blocks that it may find cached."""
+        if not sequence.reads_cache:
             return 0
         return max(min(len(sequence.tokens) - self._min_fed, self._max_hit), 0) // self.limits.block_size
 
@@ -229,14 +230,7 @@ class Scheduler:
         self._hold(sequence, cached + self.blocks.take(self._num_blocks(sequence) - len(cached)))
         sequence.computed = sequence.fed = len(cached) * self.limits.block_size
         if self._max_hit:
-            sequence.next_full = sequence.computed + self.limits.block_size
-            first, last = len(cached), len(sequence.tokens) // self.limits.block_size
-            self.blocks.expect(sequence.keys.first(last)[first:], sequence.blocks[first:last], sequence.order)
-            if sequence.num_cached is None and sequence.request.sampling.prompt_logprobs is None:
-                self.num_prefix_queries += sequence.num_prompt
-                self.num_prefix_hits += sequence.computed
-        if sequence.num_cached is None:
-            sequence.num_cached = sequence.computed
+            self._expect(sequence, len(cached))
         if sequence.todo > 1 or not sequence.fed:
             insort(self.starting, sequence, key=_order)
         else:
@@ -252,6 +246,17 @@ class Scheduler:
                 adapter=request.adapter,
             )
         )
+
+    def _expect(self, sequence: Sequence, num_cached: int) -> None:
+        """Tell the cache which blocks are being computed; the first time, count what was looked for and found."""
+        last = len(sequence.tokens) // self.limits.block_size
+        keys = sequence.keys.first(last)
+        self.blocks.expect(keys[num_cached:], sequence.blocks[num_cached:last], sequence.order)
+        sequence.next_full = sequence.computed + self.limits.block_size
+        if sequence.num_cached is None:
+            sequence.num_cached = sequence.computed
+            self.num_prefix_queries += sequence.num_prompt if sequence.reads_cache else 0
+            self.num_prefix_hits += sequence.computed
 
     def _decode(self, sequence: Sequence) -> None:
         """Its next row is a decode row, and so are all that follow."""

@@ -36,6 +36,7 @@ class Sequence:
         "num_prompt",
         "order",
         "prompt_logprobs",
+        "reads_cache",
         "request",
         "row",
         "samples",
@@ -56,7 +57,9 @@ class Sequence:
         self._min_length = self.num_prompt + sampling.min_tokens
         self._stop_token_ids = sampling.stop_token_ids
         self.num_cached: int | None = None
-        """Tokens that were cached when it was first admitted; None before."""
+        """Tokens that were cached when it was first admitted; None before, and where nothing is shared."""
+        self.reads_cache = sampling.prompt_logprobs is None
+        """Log-probabilities of a prompt need all of it computed."""
         self.prompt_logprobs: tuple[TokenLogprobs, ...] = ()
         """As far as the prompt is computed; those who do not ask have none."""
 
