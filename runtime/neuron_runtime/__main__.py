@@ -125,6 +125,7 @@ def _add_serve(serve: argparse.ArgumentParser) -> None:
         ("--block-size", "tokens of a KV block"),
         ("--num-gpu-blocks-override", "KV blocks"),
         ("--max-queued-requests", "requests that may wait for a row, beyond it: 429"),
+        ("--max-queued-tokens", "prompt tokens that may wait, beyond it: 429"),
     ):
         model.add_argument(flag, type=int, metavar="N", help=f"{meaning} (default: the backend's)")
     model.add_argument(

@@ -31,9 +31,13 @@ PATHS = {
     "block_size": "limits.blockSize",
     "num_gpu_blocks_override": "limits.numBlocks",
     "max_queued_requests": "limits.maxQueuedRequests",
+    "max_queued_tokens": "limits.maxQueuedTokens",
     "override_neuron_config": "overrideNeuronConfig",
 }
 """Where the value of an argument stands in the configuration document."""
+
+SERVED_ALONE = {"max_queued_requests", "max_queued_tokens"}
+"""Of these, what is about clients, so that `LLM` has no such argument."""
 
 SERVER_PATHS = {
     "access_log": "server.accessLog",
@@ -202,7 +206,7 @@ def llm_config(
     for name, value in given.items():
         if name in LLM_NOT_BUILT:
             raise InvalidConfig(name, f"{value!r} is not supported yet: {CURES.get(name, 'leave it out')}")
-        if name not in PATHS or name == "max_queued_requests":
+        if name not in PATHS or name in SERVED_ALONE:
             raise TypeError(f"LLM() has no argument {name!r}")
     if "dtype" in given:
         dtype = str(given["dtype"]).removeprefix("torch.")

@@ -49,6 +49,7 @@ class EngineLimits(Document, frozen=True, kw_only=True):
     block_size: int = 0
     num_blocks: int = 0
     max_queued_requests: int = 0
+    max_queued_tokens: int = 0
 
 
 class Drain(Document, frozen=True, kw_only=True):

@@ -34,7 +34,7 @@ from neuron_runtime import arguments, config, offline, sampling_modes
 from neuron_runtime.__main__ import DRAIN_ON_THE_COMMAND_LINE, MODEL_FLAGS, SERVER_FLAGS, build_parser, main
 from neuron_runtime.backend.torch import sizing
 from neuron_runtime.backend.torch.architecture import FAMILIES, FIXED
-from neuron_runtime.engine.process import DEFAULT_MAX_QUEUED_REQUESTS
+from neuron_runtime.engine.backpressure import DEFAULT_MAX_QUEUED_REQUESTS, MAX_RETRY_SECONDS, MOST_QUEUED_TOKENS
 from neuron_runtime.engine.watchdog import FIRST_STEP_SECONDS, MIN_STEP_SECONDS
 from neuron_runtime.errors import ExitCode, ServingError
 from neuron_runtime.record import MAX_RECORD_BYTES, ModelFacts, Record
@@ -312,6 +312,8 @@ def test_the_defaults_of_the_limits_are_those_of_the_torch_backend() -> None:
     assert told["blockSize"].startswith(f"{sizing.DEFAULT_BLOCK_SIZE} tokens")
     assert f"at least {sizing.MIN_DEFAULT_LENGTH} tokens" in told["maxModelLength"]
     assert told["maxQueuedRequests"] == str(DEFAULT_MAX_QUEUED_REQUESTS)
+    assert f"at most {MOST_QUEUED_TOKENS}" in told["maxQueuedTokens"]
+    assert f"`Retry-After` (1 to {MAX_RETRY_SECONDS} s)" in RUNTIME
     assert f"{sizing.SHARE_OF_MEMORY * 100:.0f} % of the free memory" in RUNTIME
 
 
@@ -539,7 +541,7 @@ def test_the_facts_used_here_are_those_of_a_record() -> None:
 def test_every_argument_of_the_offline_class_is_documented_and_no_other() -> None:
     signature = set(inspect.signature(offline.LLM).parameters) - {"arguments"}
     told = {word for first, _ in rows(section(OFFLINE, "Arguments")) for word in words(first)}
-    assert told == signature | arguments.PATHS.keys() - {"max_queued_requests"}
+    assert told == signature | arguments.PATHS.keys() - arguments.SERVED_ALONE
     refused = {words(first)[0]: words(neutral) for first, neutral in rows(section(OFFLINE, "Arguments refused"))}
     assert refused == {name: [repr(value) for value in values] for name, values in arguments.LLM_NOT_BUILT.items()}
     without, _, _ = section(OFFLINE, "Arguments without effect").partition("Any other")

@@ -24,6 +24,7 @@ from neuron_runtime.backend.strict import StrictBackend
 from neuron_runtime.config import CONFIG_VERSION, ModelSource, RuntimeConfig, ServerOptions
 from neuron_runtime.core import BackendLimits, StepOutput
 from neuron_runtime.engine import messages
+from neuron_runtime.engine.backpressure import QueueLimits
 from neuron_runtime.engine.lifeline import Deadline
 from neuron_runtime.engine.loop import Engine
 from neuron_runtime.engine.messages import Abort, ModelFound, Ready
@@ -92,7 +93,7 @@ class EngineThread:
 
     def become_ready(self) -> None:
         self._border.send(ModelFound(str(self._model_dir)))
-        self._border.send(Ready(self.backend.limits, self._max_queued, 0.5, 0.25))
+        self._border.send(Ready(self.backend.limits, QueueLimits(self._max_queued), 0.5, 0.25))
 
     def _run(self) -> None:
         try:

@@ -34,6 +34,7 @@ from neuron_runtime.bench.report import Meter, Row, at_most
 from neuron_runtime.config import CONFIG_VERSION, ModelSource, RuntimeConfig
 from neuron_runtime.core import BackendLimits
 from neuron_runtime.engine import messages
+from neuron_runtime.engine.backpressure import QueueLimits
 from neuron_runtime.engine.messages import First, ModelFound, News, Numbers, Ready, Step
 from neuron_runtime.server.control import EngineStarted, encode_line
 from neuron_runtime.server.supervisor import listen, url_of
@@ -137,10 +138,21 @@ def running_front_end(model_dir: Path, max_rows: int, max_model_length: int = 1_
         command = [
             *(sys.executable, "-m", "neuron_runtime.server.front_end"),
             *(f"--config={run_dir}/config.json", f"--run-dir={run_dir}", f"--record={run_dir}/record"),
-            *(f"--parent-pid={os.getpid()}", f"--listener-fd={fd}", f"--url={url}", "--front-end=0", f"--began={time.monotonic()}"),
+            *(
+                f"--parent-pid={os.getpid()}",
+                f"--listener-fd={fd}",
+                f"--url={url}",
+                "--front-end=0",
+                f"--began={time.monotonic()}",
+            ),
         ]
         process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stderr=subprocess.DEVNULL, pass_fds=(fd,), start_new_session=True
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,  # its log of requests
+            stderr=subprocess.DEVNULL,
+            pass_fds=(fd,),
+            start_new_session=True,
         )
         assert process.stdin is not None
         with process, inbox, outbox:
@@ -148,7 +160,7 @@ def running_front_end(model_dir: Path, max_rows: int, max_model_length: int = 1_
             process.stdin.flush()
             served = Served(url, process.pid, inbox, outbox)
             served.send(ModelFound(str(model_dir)))
-            served.send(Ready(limits, max_rows, 0.0, 0.0))
+            served.send(Ready(limits, QueueLimits(max_rows), 0.0, 0.0))
             try:
                 _await_healthy(url, process)
                 yield served

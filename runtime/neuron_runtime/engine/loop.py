@@ -6,6 +6,7 @@ requests into token events, step by step; knows no text, no HTTP and no process.
 
 from __future__ import annotations
 
+import sys
 import time
 from collections import deque
 from collections.abc import Callable
@@ -16,11 +17,9 @@ import msgspec
 from neuron_runtime.backend.base import Backend
 from neuron_runtime.core import Batch, Kind, Late, Request, StepOutput, TokenEvent, fill
 from neuron_runtime.engine.admission import check_request, stream_gap_bound
+from neuron_runtime.engine.backpressure import DEFAULT_MAX_QUEUED_REQUESTS, Backpressure, QueueLimits
 from neuron_runtime.engine.scheduler import Scheduler
-from neuron_runtime.errors import InvalidRequest, Overloaded
-
-DEFAULT_MAX_QUEUED_REQUESTS = 256
-
+from neuron_runtime.errors import InvalidRequest
 
 LateRule = Callable[[list[int]], tuple[int, ...]]
 """Says which token ids (at least one) may follow the answer so far: a grammar, say, which runs on the host."""
@@ -100,6 +99,7 @@ class Engine:
         backend: Backend,
         *,
         max_queued_requests: int = DEFAULT_MAX_QUEUED_REQUESTS,
+        max_queued_tokens: int = sys.maxsize,
         max_consecutive_prefills: int = 1,
         late: Callable[[Request], LateRule | None] = nothing_late,
         clock: Callable[[], float] = time.monotonic,
@@ -107,6 +107,7 @@ class Engine:
         """Take over a warmed-up backend.
 
         max_queued_requests: requests accepted beyond those that fit into the backend's rows.
+        max_queued_tokens: prompt tokens accepted beyond those that a step has taken up.
         max_consecutive_prefills: prefill steps in a row while decoding sequences wait, where phases do not mix.
         late: the rule of a request whose rows can be sampled only when the token before is known on the host, or None.
             Steps with such a row are scheduled ahead all the same, and launched when the step before was applied.
@@ -122,7 +123,8 @@ class Engine:
         """Requests that no step has taken up yet."""
         self._queue_seconds: dict[str, float] = {}
         """Requests that a step has taken up, until their first tokens."""
-        self._max_queued = max_queued_requests
+        queue = QueueLimits(max_queued_requests, max_queued_tokens)
+        self._backpressure = Backpressure(queue, self._limits.max_rows, clock())
         self._in_flight: deque[_Launched] = deque()
         self._totals = EngineStats(num_blocks=self._limits.num_blocks)
         self._backend_seconds = 0.0
@@ -137,23 +139,26 @@ class Engine:
 
         Raises:
             InvalidRequest: it can never run; names field and limit.
-            Overloaded: the queue is full.
+            Overloaded: the queue is full; says when there should be room.
         """
         check_request(self._limits, request)
         if request.request_id in self._scheduler:
             raise InvalidRequest(f"a request with the id {request.request_id!r} is running", field="request_id")
-        if self._scheduler.num_live >= self._limits.max_rows + self._max_queued:
-            raise Overloaded(f"the queue is full ({self._max_queued} requests wait); try again later")
+        now, num_live = self._clock(), self._scheduler.num_live
+        self._backpressure.enter(request.request_id, len(request.prompt_token_ids), num_live, now)
         if not self.has_work:
             self._applied_at = None
+            self._backpressure.resume(now)
         self._scheduler.add(request)
         rule = self._late(request)
         if rule is not None:
             self._late_rules[request.request_id] = rule
-        self._added_at[request.request_id] = self._clock()
+        self._added_at[request.request_id] = now
 
     def abort(self, request_id: str) -> None:
         """Stop working on a request; no event follows. Any number of times, with any id."""
+        if request_id in self._scheduler:
+            self._backpressure.leave((request_id,))
         self._scheduler.abort(request_id)
         self._added_at.pop(request_id, None)
         self._queue_seconds.pop(request_id, None)
@@ -229,6 +234,7 @@ class Engine:
                 name = sequence.request.request_id
                 if name in self._added_at:
                     self._queue_seconds[name] = now - self._added_at.pop(name)
+                    self._backpressure.take_up(name)
         return batch
 
     def _launch(self, launched: _Launched, late: Late | None) -> None:
@@ -247,6 +253,8 @@ class Engine:
             if event.finish_reason:
                 self._late_rules.pop(event.request_id, None)
         self._measure(launched.batch.kind)
+        self._backpressure.leave([event.request_id for event in events if event.finish_reason])
+        self._backpressure.turn(len(launched.batch.rows), self._applied_at or 0.0)
         self._count(launched, output, events)
         return events
 

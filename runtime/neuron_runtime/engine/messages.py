@@ -15,6 +15,7 @@ import msgspec
 import zmq
 
 from neuron_runtime.core import BackendLimits, FinishReason, Kind, Request, TokenEvent, TokenLogprobs
+from neuron_runtime.engine.backpressure import QueueLimits
 from neuron_runtime.engine.loop import EngineStats
 
 ENGINE_INBOX = "engine-inbox"
@@ -70,7 +71,7 @@ class Ready(msgspec.Struct, frozen=True, tag="ready"):
     """Engine to front end: it can serve, within these limits."""
 
     limits: BackendLimits
-    max_queued_requests: int
+    queue: QueueLimits
     load_seconds: float
     warm_up_seconds: float
 

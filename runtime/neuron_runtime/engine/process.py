@@ -26,13 +26,13 @@ from neuron_runtime.console import StageLines
 from neuron_runtime.core import TokenEvent
 from neuron_runtime.engine import messages
 from neuron_runtime.engine.backends import backend_package
+from neuron_runtime.engine.backpressure import queue_limits
 from neuron_runtime.engine.lifeline import Deadline, die_with_parent
 from neuron_runtime.engine.loop import Engine
 from neuron_runtime.engine.messages import Abort, Add, FromEngine, ModelFound, Ready, Refused, Step, ToEngine
 from neuron_runtime.engine.watchdog import MIN_STEP_SECONDS, WatchedBackend
 from neuron_runtime.errors import ExitCode, FatalError, InvalidRequest, Overloaded, ServingError
 
-DEFAULT_MAX_QUEUED_REQUESTS = 256
 PROGRESS_PERIOD_SECONDS = 0.2
 
 
@@ -193,9 +193,13 @@ def serve(config: RuntimeConfig, weights_dir: Path, border: Border, deadline: De
     try:
         loaded = time.monotonic()
         backend.warm_up(report)
-        max_queued = config.limits.max_queued_requests or DEFAULT_MAX_QUEUED_REQUESTS
-        engine = Engine(WatchedBackend(backend, deadline), max_queued_requests=max_queued)
-        border.send(Ready(backend.limits, max_queued, loaded - began, time.monotonic() - loaded))
+        queue = queue_limits(backend.limits, config.limits.max_queued_requests, config.limits.max_queued_tokens)
+        engine = Engine(
+            WatchedBackend(backend, deadline),
+            max_queued_requests=queue.max_requests,
+            max_queued_tokens=queue.max_tokens,
+        )
+        border.send(Ready(backend.limits, queue, loaded - began, time.monotonic() - loaded))
         Worker(engine, border, deadline).run(border.stop_at_sigterm())
     finally:
         backend.close()

@@ -236,7 +236,8 @@ class FrontEnd:
             limits,
             self.served_names,
             text.defaults,
-            self._ready.max_queued_requests,
+            max_queued_requests=self._ready.queue.max_requests,
+            max_queued_tokens=self._ready.queue.max_tokens,
             options=self.options,
             reasoning=text.reasoning,
         )
