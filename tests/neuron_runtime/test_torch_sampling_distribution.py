@@ -1,0 +1,162 @@
+"""What is drawn follows the distribution that was asked for, and draws know nothing of one another.
+
+Chi-square tests over fixed seeds: the same numbers in every run, so a test that passes once passes always. The bound is
+the 99.9 % point of the distribution.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from neuron_runtime.backend.torch.adjustments import Adjustments
+from neuron_runtime.backend.torch.likeliest import Scores
+from neuron_runtime.backend.torch.sampling import SamplingTable, choose
+from neuron_runtime.core import SamplingParams
+
+VOCABULARY = 30
+PROMPT = (3, 4, 5, 28, 28)
+ANSWER = (7, 8, 8, 29, 29, 29)
+LOGITS = torch.randn(VOCABULARY, generator=torch.Generator().manual_seed(11)) * 1.5
+NUM_DRAWS = 6000
+
+
+def asked_for(params: SamplingParams) -> np.ndarray:
+    """The distribution, written down step by step."""
+    logits = [float(one) for one in LOGITS]
+    for token in range(VOCABULARY):
+        forbidden = params.allowed_token_ids is not None and token not in params.allowed_token_ids
+        ends_word = any(
+            word[-1] == token and ANSWER[len(ANSWER) - len(word) + 1 :] == word[:-1] for word in params.bad_words
+        )
+        if forbidden or ends_word:
+            logits[token] = -math.inf
+        logits[token] += dict(params.logit_bias).get(token, 0.0)
+        if token in PROMPT + ANSWER:
+            logits[token] *= params.repetition_penalty if logits[token] < 0 else 1 / params.repetition_penalty
+        logits[token] -= params.frequency_penalty * ANSWER.count(token) + params.presence_penalty * (token in ANSWER)
+    weights = np.exp(np.array(logits) / params.temperature)
+    weights[weights < params.min_p * weights.max()] = 0.0
+    order = np.argsort(-weights)
+    weights[order[params.top_k or VOCABULARY :]] = 0.0
+    shares = weights / weights.sum()
+    before = 0.0
+    for token in order:
+        if before >= params.top_p:
+            shares[token] = 0.0
+        before += shares[token]
+    return np.asarray(shares / shares.sum())
+
+
+def drawn(params: SamplingParams, *, seeds: Any = 0, choices: Any = 0, positions: Any = 0) -> np.ndarray:
+    """One draw for each seed, choice and output position; each is one for all or one for each."""
+    seeds, choices, positions = (one.ravel() for one in np.broadcast_arrays(seeds, choices, positions))
+    num = len(seeds)
+    table, adjustments = SamplingTable(num), Adjustments(num, VOCABULARY)
+    for slot in range(num):
+        table.set(slot, params, len(PROMPT))
+    table.seed[:], table.choice[:] = seeds, choices
+    adjustments.set(0, params, PROMPT + ANSWER, len(PROMPT))
+    logits = LOGITS.expand(1, -1).clone()
+    known = len(PROMPT + ANSWER)
+    tokens = np.array([PROMPT + ANSWER], dtype=np.int32)
+    adjustments.apply(logits.numpy(), np.zeros(1, dtype=np.int64), np.array([known]), tokens, {})
+    scores = Scores.of(logits.expand(num, -1).contiguous())
+    return choose(scores, table, np.arange(num), positions + len(PROMPT))
+
+
+def bound(degrees: int) -> float:
+    """The 99.9 % point of chi-square, after Wilson and Hilferty (1931)."""
+    part = 2 / (9 * degrees)
+    return float(degrees * (1 - part + 3.0902 * math.sqrt(part)) ** 3)
+
+
+def assert_follows(counts: np.ndarray, shares: np.ndarray) -> None:
+    assert not counts[shares == 0].any()
+    expected = shares * counts.sum()
+    rare = expected < 5
+    merged = [(expected[~rare], counts[~rare]), (expected[rare].sum(keepdims=True), counts[rare].sum(keepdims=True))]
+    wanted, found = (np.concatenate(both) for both in zip(*merged, strict=True))
+    wanted, found = wanted[wanted > 0], found[wanted > 0]
+    if len(wanted) > 1:
+        assert (((found - wanted) ** 2) / wanted).sum() < bound(len(wanted) - 1)
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [
+        {},
+        {"temperature": 0.6},
+        {"temperature": 2.5},
+        {"top_k": 7},
+        {"top_p": 0.7},
+        {"min_p": 0.15},
+        {"top_k": 9, "top_p": 0.8, "min_p": 0.05, "temperature": 1.4},
+        {"min_p": 0.1, "top_p": 0.9},
+        {"repetition_penalty": 1.8},
+        {"repetition_penalty": 0.6, "temperature": 0.8},
+        {"presence_penalty": 1.5, "frequency_penalty": 0.7},
+        {"frequency_penalty": -1.0, "top_p": 0.95},
+        {"logit_bias": ((2, 2.0), (8, -3.0), (17, 1.0)), "top_k": 12},
+        {"allowed_token_ids": (1, 2, 8, 29), "temperature": 1.3},
+        {"bad_words": ((12,), (29, 6), (8, 29, 29, 29, 14), (1, 2)), "min_p": 0.02},
+        {
+            "temperature": 0.9, "top_k": 20, "top_p": 0.97, "min_p": 0.01, "repetition_penalty": 1.2,
+            "presence_penalty": 0.4, "frequency_penalty": 0.3, "logit_bias": ((5, 3.0),), "bad_words": ((29, 5), (2,)),
+        },
+    ],
+    ids=lambda asked: "-".join(asked) or "plain",
+)  # fmt: skip
+def test_draws_follow_what_was_asked_for(asked: dict[str, Any]) -> None:
+    params = SamplingParams(**asked)
+    counts = np.bincount(drawn(params, seeds=5, positions=np.arange(NUM_DRAWS)), minlength=VOCABULARY)
+    assert_follows(counts, asked_for(params))
+
+
+def test_a_wrong_distribution_does_not_pass() -> None:
+    counts = np.bincount(drawn(SamplingParams(), seeds=5, positions=np.arange(NUM_DRAWS)), minlength=VOCABULARY)
+    with pytest.raises(AssertionError):
+        assert_follows(counts, asked_for(SamplingParams(temperature=1.1)))
+
+
+def assert_independent(some: np.ndarray, others: np.ndarray) -> None:
+    """A contingency table of the few likeliest tokens and the rest."""
+    few = np.argsort(-asked_for(SamplingParams()))[:6]
+    kinds = np.full(VOCABULARY, len(few))
+    kinds[few] = np.arange(len(few))
+    observed = np.zeros((len(few) + 1, len(few) + 1))
+    np.add.at(observed, (kinds[some], kinds[others]), 1)
+    expected = observed.sum(1, keepdims=True) * observed.sum(0, keepdims=True) / observed.sum()
+    assert (((observed - expected) ** 2) / expected).sum() < bound(len(few) ** 2)
+
+
+def test_positions_of_an_answer_are_drawn_independently() -> None:
+    tokens = drawn(SamplingParams(), seeds=9, positions=np.arange(NUM_DRAWS))
+    for lag in (1, 2, 7, 256):
+        assert_independent(tokens[:-lag], tokens[lag:])
+
+
+def test_the_choices_of_a_prompt_are_drawn_independently() -> None:
+    positions = np.arange(NUM_DRAWS)
+    first, second, third = (drawn(SamplingParams(), seeds=9, choices=n, positions=positions) for n in range(3))
+    assert_independent(first, second)
+    assert_independent(first, third)
+    assert_independent(first[:-1], second[1:])
+
+
+@pytest.mark.parametrize("other", [1, 2**31, 2**32, 2**63 - 1])
+def test_requests_with_other_seeds_are_drawn_independently(other: int) -> None:
+    positions = np.arange(NUM_DRAWS)
+    assert_independent(
+        drawn(SamplingParams(), seeds=0, positions=positions), drawn(SamplingParams(), seeds=other, positions=positions)
+    )
+
+
+def test_rows_of_one_step_with_consecutive_seeds_follow_the_distribution_together() -> None:
+    tokens = drawn(SamplingParams(), seeds=np.arange(NUM_DRAWS), positions=3)
+    assert_follows(np.bincount(tokens, minlength=VOCABULARY), asked_for(SamplingParams()))
+    assert_independent(tokens[:-1], tokens[1:])
