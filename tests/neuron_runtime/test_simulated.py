@@ -128,7 +128,7 @@ def runs(draw: st.DrawFn) -> tuple[BackendLimits, list[Request]]:
         block_size=draw(st.sampled_from((2, 4))) if layout == "blocks" else 0,
         num_blocks=draw(st.sampled_from((20, 30, 60))) if layout == "blocks" else 0,
     )
-    options = Options(prefill=prefill, token_feedback=draw(st.sampled_from(("device", "host"))))
+    options = Options(prefill=prefill, token_feedback=draw(st.sampled_from(("device", "host"))), sampling="Host")
     requests = []
     for number in range(draw(st.integers(1, 7))):
         num_prompt = draw(st.integers(1, length // 2))

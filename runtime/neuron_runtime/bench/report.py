@@ -102,7 +102,7 @@ class Table:
     def text(self) -> str:
         """Aligned columns; target, note and foreign CPU only where some row has one."""
         head = ["", *(self.columns if len(self.columns) > 1 else [""]), "unit", "target", "foreign CPU", "note"]
-        lines = [head, *(_cells(row) for row in self.rows)]
+        lines = [head, *(cells(row) for row in self.rows)]
         # A column that says nothing is left out, whatever its head.
         used = [at for at in range(len(head)) if at <= len(self.columns) or any(line[at] for line in lines[1:])]
         widths = [max(len(line[at]) for line in lines) for at in used]
@@ -272,7 +272,8 @@ def _tree_seconds(proc: Path) -> float:
     return seconds
 
 
-def _cells(row: Row) -> list[str]:
+def cells(row: Row) -> list[str]:
+    """Name, values, unit, target, foreign CPU and note of a row, as people read them."""
     target = "" if row.target is None else f"{row.target.sign} {row.target.bound:g}"
     if row.met is not None:
         target += ", met" if row.met else ", missed"
@@ -287,6 +288,8 @@ def _number(value: float | str | None) -> str:
         return "-"
     if isinstance(value, str | int):
         return str(value)
+    if value == 0:
+        return "0"
     digits = next((digits for bound, digits in ((100, 0), (10, 1), (1, 2), (0.1, 3)) if abs(value) >= bound), 4)
     return f"{value:.{digits}f}"
 

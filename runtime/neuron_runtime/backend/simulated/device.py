@@ -41,6 +41,11 @@ class ShapeUse:
     num_used: int = 0
     num_padded: int = 0
     """Computed for nobody."""
+    seconds: float = 0.0
+
+    @property
+    def padded_share(self) -> float:
+        return self.num_padded / (self.num_used + self.num_padded)
 
 
 @dataclass
@@ -63,11 +68,16 @@ class Timeline:
         self.num_steps += 1
         return self.free_at
 
-    def count(self, phase: str, bucket: int, used: int) -> None:
+    def count(self, phase: str, bucket: int, used: int, seconds: float) -> None:
         use = self.shapes.setdefault((phase, bucket), ShapeUse())
         use.num_steps += 1
         use.num_used += used
         use.num_padded += bucket - used
+        use.seconds += seconds
+
+    def busy_until(self, now: float) -> float:
+        """Seconds of work until now, where at most the steps launched last are not over."""
+        return self.busy_seconds - max(0.0, self.free_at - now)
 
     @property
     def busy_share(self) -> float:
@@ -219,8 +229,9 @@ class SimulatedBackend:
         ):
             if size:
                 bucket = phase.bucket(size)
-                self.timeline.count(name, bucket, size)
-                seconds += phase.curve.seconds(bucket)
+                took = phase.curve.seconds(bucket)
+                self.timeline.count(name, bucket, size, took)
+                seconds += took
                 num_computed += bucket
                 names += [f"{name}_{bucket}"] if phase.buckets else []
         return _Work(seconds, "+".join(names), num_computed)

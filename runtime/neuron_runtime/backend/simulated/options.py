@@ -46,6 +46,8 @@ class Options(msgspec.Struct, frozen=True, forbid_unknown_fields=True, rename="c
     prefill: PrefillMode = "mixed"
     """Prompts whole in a step of their own, in chunks between decode steps, or in chunks beside decode rows."""
     token_feedback: TokenFeedback = "device"
+    sampling: Literal["Device", "DeviceWithLogits", "Host"] = "Device"
+    """The mode that the model would be compiled for: which sampling parameters are taken."""
 
 
 def read_options(given: dict[str, Any]) -> Options:
@@ -110,13 +112,13 @@ def limits_of(config: RuntimeConfig, options: Options, *, vocabulary_size: int, 
     if not 2 <= length <= longest:
         raise InvalidConfig("$.limits.maxModelLength", f"{length} is not from 2 to the model's {longest} positions")
     whole, blocks = options.prefill == "whole", config.layout != "slots"
-    if config.prefix_caching == "enabled" and (whole or not blocks):
-        raise InvalidConfig("$.prefixCaching", "prefixes are shared with layout blocks and prompts in parts: use both")
+    if config.prefix_caching == "enabled" and not blocks:
+        raise InvalidConfig("$.prefixCaching", "prefixes are shared where the layout is blocks: use that")
     if config.chunked_prefill == ("enabled" if whole else "disabled"):
         setting = "overrideNeuronConfig.prefill"
         raise InvalidConfig("$.chunkedPrefill", f"{config.chunked_prefill}, while {setting} is {options.prefill!r}")
     if config.layout == "auto":
-        blocks = not whole or bool(wanted.block_size or wanted.num_blocks)
+        blocks = not whole or bool(wanted.block_size or wanted.num_blocks) or config.prefix_caching == "enabled"
     if not blocks and (wanted.block_size or wanted.num_blocks):
         raise InvalidConfig("$.layout", "layout slots has no blocks; leave out blockSize and numBlocks, or use blocks")
     # Where prompts are computed whole, the step must hold the longest one.
@@ -144,10 +146,11 @@ def limits_of(config: RuntimeConfig, options: Options, *, vocabulary_size: int, 
             decodes_all_live_rows=whole and not blocks,
             sorts_rows=not blocks,
             lowest_slot_first=not blocks,
-            shares_prefixes=blocks and not whole and config.prefix_caching != "disabled",
-            sampling="Device" if options.token_feedback == "device" else "Host",
+            shares_prefixes=blocks and config.prefix_caching != "disabled",
+            sampling=options.sampling,
             vocabulary_size=vocabulary_size,
             max_logprobs=MAX_LOGPROBS,
+            reports_prompt_logprobs=options.sampling == "Host",
             steps_in_flight=2 if options.token_feedback == "device" else 1,
             token_feedback=options.token_feedback,
         )

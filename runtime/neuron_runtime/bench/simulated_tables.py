@@ -1,0 +1,236 @@
+"""What simulated traffic came to: tables, curves and plots of one or several rates, two policies side by side.
+
+Called by `bench simulate`. Pure; the numbers are those of `simulation.Outcome`.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_right
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from neuron_runtime.bench.report import Row, Table
+from neuron_runtime.bench.simulation import Outcome
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.axis import Axis
+    from matplotlib.figure import Figure
+
+MAX_CURVE_POINTS = 300
+"""Of a distribution in the JSON."""
+COLORS = ("tab:blue", "tab:orange")
+
+
+@dataclass(frozen=True, slots=True)
+class Targets:
+    """Seconds within which a good request has its first token, and each further one after the one before."""
+
+    ttft: float
+    gap: float
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """The outcomes of the policies at one rate, ours first."""
+
+    rate: float
+    outcomes: Sequence[Outcome]
+
+
+def quantile(values: Sequence[float], share: float) -> float | None:
+    """Of ascending values the first that is exceeded by at most the rest of them; None where there are none."""
+    return values[max(math.ceil(share * len(values)), 1) - 1] if values else None
+
+
+def tables(run: Run, targets: Targets) -> list[Table]:
+    columns = tuple(outcome.policy.name for outcome in run.outcomes)
+    return [
+        Table(f"Simulated traffic, {run.rate:g} requests/s", _figures(run.outcomes, targets), columns),
+        Table(f"Compiled sizes, {run.rate:g} requests/s", _shapes(run.outcomes), columns),
+    ]
+
+
+def _figures(outcomes: Sequence[Outcome], targets: Targets) -> tuple[Row, ...]:
+    ttft = [sorted(asked.ttft for asked in outcome.requests) for outcome in outcomes]
+    long = [sorted(asked.ttft for asked in outcome.requests if asked.long) for outcome in outcomes]
+    gaps = [sorted(outcome.gaps) for outcome in outcomes]
+    good = [outcome.num_good(targets.ttft, targets.gap) for outcome in outcomes]
+    within = f"first token in {targets.ttft * 1000:g} ms, every gap in {targets.gap * 1000:g} ms"
+
+    def milliseconds(name: str, values: Sequence[float | None], note: str = "") -> Row:
+        return Row(name, tuple(None if value is None else value * 1000 for value in values), "ms", note=note)
+
+    def each(name: str, values: Sequence[float | int], unit: str, note: str = "") -> Row:
+        return Row(name, tuple(values), unit, note=note)
+
+    return (
+        milliseconds("time to first token, p50", [quantile(values, 0.5) for values in ttft]),
+        milliseconds("time to first token, p99", [quantile(values, 0.99) for values in ttft]),
+        milliseconds("  of long prompts, p99", [quantile(values, 0.99) for values in long]),
+        milliseconds("gap between tokens, p50", [quantile(values, 0.5) for values in gaps]),
+        milliseconds("gap between tokens, p99", [quantile(values, 0.99) for values in gaps]),
+        milliseconds("gap between tokens, worst", [values[-1] if values else None for values in gaps]),
+        milliseconds(
+            "  bound that the engine states", [o.gap_bound for o in outcomes], "neuron_serving_stream_gap_bound_seconds"
+        ),
+        each("good requests", [n / len(o.requests) * 100 for n, o in zip(good, outcomes, strict=True)], "%", within),
+        each("goodput", [o.goodput(targets.ttft, targets.gap) for o in outcomes], "requests/s"),
+        each("throughput", [o.num_tokens / o.seconds for o in outcomes], "tokens/s"),
+        each("prompt tokens found in the cache", [o.cached_share * 100 for o in outcomes], "%"),
+        each("requests waiting, mean", [o.mean_queue for o in outcomes], "", "for a row"),
+        each("requests waiting, most", [max(count for _, count in o.queue) for o in outcomes], ""),
+        each("preemptions", [o.num_preemptions for o in outcomes], ""),
+        each("device busy", [o.busy_share * 100 for o in outcomes], "%"),
+        each("padding", [_padding(o) * 100 for o in outcomes], "%", "of the device's time, see the sizes"),
+    )
+
+
+def _padding(outcome: Outcome) -> float:
+    uses = outcome.shapes.values()
+    return sum(use.seconds * use.padded_share for use in uses) / sum(use.seconds for use in uses)
+
+
+def _shapes(outcomes: Sequence[Outcome]) -> tuple[Row, ...]:
+    """Per compiled size, the share that was computed for nobody."""
+    rows = []
+    for shape in sorted({shape for outcome in outcomes for shape in outcome.shapes}):
+        uses = [outcome.shapes.get(shape) for outcome in outcomes]
+        shares = tuple(None if use is None else use.padded_share * 100 for use in uses)
+        counts = " and ".join(str(use.num_steps if use else 0) for use in uses)
+        phase, size = shape
+        unit = "rows" if phase == "decode" else "tokens"
+        rows.append(Row(f"{phase}, {size} {unit}", shares, "% padding", note=f"in {counts} steps"))
+    return tuple(rows)
+
+
+def curves(run: Run, targets: Targets) -> dict[str, Any]:
+    """For the JSON: distributions as quantiles, the queue as changes."""
+    return {
+        "rate": run.rate,
+        "policies": [
+            {
+                "name": outcome.policy.name,
+                "num_requests": len(outcome.requests),
+                "num_good": outcome.num_good(targets.ttft, targets.gap),
+                "seconds": outcome.seconds,
+                "ttft_seconds": _quantiles(asked.ttft for asked in outcome.requests),
+                "gap_seconds": _quantiles(outcome.gaps),
+                "queue": outcome.queue[:: -(-len(outcome.queue) // MAX_CURVE_POINTS)],
+                "shapes": [
+                    {
+                        "phase": phase,
+                        "size": size,
+                        "steps": use.num_steps,
+                        "used": use.num_used,
+                        "padded": use.num_padded,
+                    }
+                    for (phase, size), use in sorted(outcome.shapes.items())
+                ],
+            }
+            for outcome in run.outcomes
+        ],
+    }
+
+
+def _quantiles(values: Any) -> list[float]:
+    """MAX_CURVE_POINTS of them from the least to the most, or all where there are fewer."""
+    ordered = sorted(values)
+    count = min(MAX_CURVE_POINTS, len(ordered))
+    return [ordered[round(at * (len(ordered) - 1) / max(count - 1, 1))] for at in range(count)]
+
+
+# Plots
+
+
+def draw(figure: Figure, runs: Sequence[Run], targets: Targets) -> None:
+    """Distributions at the rate with our highest goodput; with several rates, a second line of panels over the rate."""
+    best = max(runs, key=lambda run: run.outcomes[0].goodput(targets.ttft, targets.gap))
+    panels = figure.subplots(2 if len(runs) > 1 else 1, 3, squeeze=False)
+    _draw_ttft(panels[0][0], best, targets.ttft)
+    _draw_gaps(panels[0][1], best, targets.gap)
+    _draw_queue(panels[0][2], best)
+    below = "; below, over the rate" if len(runs) > 1 else ""
+    figure.suptitle(f"Simulated traffic, {best.rate:g} requests/s{below}")
+    if len(runs) > 1:
+        _draw_over_rates(panels[1], runs, targets)
+    handles, labels = panels[0][1].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower center", ncols=len(labels), frameon=False)
+
+
+def _draw_ttft(panel: Axes, run: Run, target: float) -> None:
+    for color, outcome in zip(COLORS, run.outcomes, strict=True):
+        values = sorted(asked.ttft for asked in outcome.requests)
+        panel.step(values, [(at + 1) / len(values) * 100 for at in range(len(values))], where="post", color=color)
+    panel.axvline(target, color="gray", linestyle="--")
+    panel.set_xscale("log")
+    _plain_numbers(panel.xaxis)
+    panel.set(title="Time to first token", xlabel="seconds", ylabel="% of requests within")
+    _finish(panel)
+
+
+def _draw_gaps(panel: Axes, run: Run, target: float) -> None:
+    """The tail is what is felt: how many gaps are longer."""
+    for color, outcome in zip(COLORS, run.outcomes, strict=True):
+        values = sorted(gap * 1000 for gap in outcome.gaps)
+        distinct = sorted(set(values))
+        longer = [(len(values) - bisect_right(values, value)) / len(values) * 100 for value in distinct]
+        panel.step([distinct[0], *distinct], [100.0, *longer], where="post", color=color, label=outcome.policy.name)
+    panel.axvline(target * 1000, color="gray", linestyle="--", label="target")
+    panel.set_xscale("log")
+    _plain_numbers(panel.xaxis)
+    panel.set_yscale("log")
+    _plain_numbers(panel.yaxis, (1.0,))
+    panel.set(title="Gap between tokens", xlabel="milliseconds", ylabel="% of gaps, longer")
+    _finish(panel)
+
+
+def _draw_queue(panel: Axes, run: Run) -> None:
+    for color, outcome in zip(COLORS, run.outcomes, strict=True):
+        moments = [*(moment for moment, _ in outcome.queue), outcome.seconds]
+        counts = [*(count for _, count in outcome.queue), outcome.queue[-1][1]]
+        panel.step(moments, counts, where="post", color=color, linewidth=0.8, alpha=0.8)
+    panel.set(title="Requests waiting for a row", xlabel="seconds", ylabel="requests")
+    panel.set_ylim(bottom=0)
+    _finish(panel)
+
+
+def _draw_over_rates(panels: Sequence[Axes], runs: Sequence[Run], targets: Targets) -> None:
+    ordered = sorted(runs, key=lambda run: run.rate)
+    rates = [run.rate for run in ordered]
+    for number, color in enumerate(COLORS):
+        outcomes = [run.outcomes[number] for run in ordered]
+        ttft = [quantile(sorted(asked.ttft for asked in outcome.requests), 0.99) or 0.0 for outcome in outcomes]
+        gaps = [sorted(outcome.gaps) or [0.0] for outcome in outcomes]
+        panels[0].plot(rates, ttft, "o-", color=color)
+        panels[1].plot(rates, [values[-1] * 1000 for values in gaps], "o-", color=color)
+        panels[1].plot(rates, [(quantile(values, 0.99) or 0.0) * 1000 for values in gaps], "o:", color=color)
+        panels[2].plot(rates, [o.goodput(targets.ttft, targets.gap) for o in outcomes], "o-", color=color)
+    panels[0].axhline(targets.ttft, color="gray", linestyle="--")
+    panels[1].axhline(targets.gap * 1000, color="gray", linestyle="--")
+    panels[2].plot(rates, rates, color="black", linestyle=":", linewidth=1, zorder=0)
+    panels[0].set(title="Time to first token, p99", ylabel="seconds", yscale="log")
+    panels[1].set(title="Gap between tokens, worst (dotted: p99)", ylabel="milliseconds", yscale="log")
+    _plain_numbers(panels[0].yaxis)
+    _plain_numbers(panels[1].yaxis)
+    panels[2].set(title="Goodput (dotted: all that is asked)", ylabel="good requests/s")
+    panels[2].set_ylim(bottom=0)
+    for panel in panels:
+        panel.set_xlabel("requests/s")
+        _finish(panel)
+
+
+def _plain_numbers(axis: Axis, steps: tuple[float, ...] = (1.0, 2.0, 5.0)) -> None:
+    """Beside a logarithmic axis, in place of powers of ten."""
+    from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator  # noqa: PLC0415 - an extra
+
+    axis.set_major_locator(LogLocator(subs=steps))
+    axis.set_major_formatter(FuncFormatter(lambda value, place: f"{value:g}"))
+    axis.set_minor_locator(NullLocator())
+
+
+def _finish(panel: Axes) -> None:
+    panel.grid(alpha=0.3)
+    panel.set_axisbelow(True)

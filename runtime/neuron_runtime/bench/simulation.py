@@ -1,0 +1,234 @@
+"""One run of the engine over a simulated device in virtual time: who asked when, and what each request got.
+
+Called by `bench simulate`, once per policy and rate. The engine, its scheduler and its prefix cache are the real ones;
+only the device is a timeline. Same traffic, same device, same policy: same outcome, on any machine.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from itertools import islice, pairwise
+
+from neuron_runtime.backend.simulated.clock import VirtualClock
+from neuron_runtime.backend.simulated.device import ShapeUse, SimulatedBackend
+from neuron_runtime.backend.simulated.step_times import StepTimes
+from neuron_runtime.bench.traffic import Conversation
+from neuron_runtime.core import BackendLimits, Request, SamplingParams, TokenEvent
+from neuron_runtime.engine.loop import Engine
+
+
+@dataclass(frozen=True, slots=True)
+class Policy:
+    """How the scheduler weighs prompts against running answers."""
+
+    name: str
+    max_consecutive_prefills: int = 1
+
+    @property
+    def prefills_first(self) -> bool:
+        return self.max_consecutive_prefills == sys.maxsize
+
+    def applied_to(self, limits: BackendLimits) -> BackendLimits:
+        """The device as the policy uses it: one that computes all prompts first never mixes the phases."""
+        return replace(limits, mixes_phases=limits.mixes_phases and not self.prefills_first)
+
+
+PREFILL_FIRST = Policy("prefill first", sys.maxsize)
+"""Whoever has room is computed before any running answer goes on."""
+
+
+@dataclass(slots=True)
+class Asked:
+    """One request: when it came and when its tokens did, in seconds of virtual time."""
+
+    came: float
+    long: bool
+    num_prompt: int
+    first: float = math.nan
+    last: float = math.nan
+    worst_gap: float = 0.0
+    num_cached: int = 0
+
+    @property
+    def ttft(self) -> float:
+        return self.first - self.came
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What one policy made of the traffic, measured over a span of time with a warm-up before it."""
+
+    policy: Policy
+    seconds: float
+    """How long was measured."""
+    requests: list[Asked]
+    """Those that came meanwhile; they were all waited for."""
+    gaps: list[float]
+    """Between any two tokens of an answer to one of these."""
+    queue: list[tuple[float, int]]
+    """From each of these moments on (0 is the begin) as many requests waited for a row."""
+    num_tokens: int
+    """Of all answers, meanwhile."""
+    busy_share: float
+    """Of the time, in which the device worked."""
+    shapes: dict[tuple[str, int], ShapeUse]
+    """Of the whole run."""
+    num_preemptions: int
+    gap_bound: float | None
+    """What the engine said itself: a running answer goes on within this time. None where there is no bound."""
+
+    def num_good(self, ttft_target: float, gap_target: float) -> int:
+        """Requests whose first token and all others came in time."""
+        return sum(asked.ttft <= ttft_target and asked.worst_gap <= gap_target for asked in self.requests)
+
+    def goodput(self, ttft_target: float, gap_target: float) -> float:
+        """Good requests a second."""
+        return self.num_good(ttft_target, gap_target) / self.seconds
+
+    @property
+    def cached_share(self) -> float:
+        """Of all prompt tokens, those found in the prefix cache."""
+        return sum(a.num_cached for a in self.requests) / sum(a.num_prompt for a in self.requests)
+
+    @property
+    def mean_queue(self) -> float:
+        """Over time."""
+        changes = [*self.queue, (self.seconds, 0)]
+        return sum(count * (end - begin) for (begin, count), (end, _) in pairwise(changes)) / self.seconds
+
+
+@dataclass(eq=False)
+class _Talk:
+    """A conversation on its way."""
+
+    number: int
+    conversation: Conversation
+    said: list[int] = field(default_factory=list)
+    turn: int = 0
+    asked: Asked | None = None
+    measured: bool = False
+    """Its current question came within the measured time."""
+
+
+class Simulation:
+    """One policy's run; made for one call of `run`."""
+
+    def __init__(
+        self,
+        conversations: Iterator[Conversation],
+        limits: BackendLimits,
+        times: StepTimes,
+        policy: Policy,
+        *,
+        warm_up_seconds: float,
+        seconds: float,
+        host_seconds_per_step: float = 0.0,
+    ) -> None:
+        """Take conversations, in order of their begin, for as long as anything measured runs.
+
+        Raises:
+            ValueError: `seconds` is not positive.
+        """
+        if not seconds > 0:
+            raise ValueError(f"nothing can be measured in {seconds} s")
+        self._policy = policy
+        self._begin, self._end = warm_up_seconds, warm_up_seconds + seconds
+        self._clock = VirtualClock()
+        self._backend = SimulatedBackend(
+            policy.applied_to(limits), times, self._clock, host_seconds_per_step=host_seconds_per_step
+        )
+        self._engine = Engine(
+            self._backend,
+            max_queued_requests=sys.maxsize,
+            max_consecutive_prefills=policy.max_consecutive_prefills,
+            clock=self._clock.now,
+        )
+        self._conversations = enumerate(conversations)
+        self._coming: list[tuple[float, int, _Talk]] = []
+        """Next questions as a heap, those at the same time by number; the next talk to begin is always among them."""
+        self._running: dict[str, _Talk] = {}
+        self._num_measured_running = 0
+        self._requests: list[Asked] = []
+        self._gaps: list[float] = []
+        self._queue = [(0.0, 0)]
+        self._num_tokens = 0
+
+    def run(self) -> Outcome:
+        self._begin_talk()
+        busy_before = busy_after = 0.0
+        while self._clock.now() < self._end or self._num_measured_running:
+            if not self._engine.has_work:
+                self._clock.sleep_until(self._coming[0][0] if self._coming else self._end)
+            while self._coming and self._coming[0][0] <= self._clock.now():
+                came, _, talk = heapq.heappop(self._coming)
+                if talk.turn == 0:
+                    self._begin_talk()
+                self._ask(talk, came)
+            for event in self._engine.step():
+                self._take(event)
+            busy = self._backend.timeline.busy_until(self._clock.now())
+            busy_before = busy if self._clock.now() <= self._begin else busy_before
+            busy_after = busy if self._clock.now() <= self._end else busy_after
+            self._watch_queue()
+        return Outcome(
+            policy=self._policy,
+            seconds=self._end - self._begin,
+            requests=self._requests,
+            gaps=self._gaps,
+            queue=self._queue,
+            num_tokens=self._num_tokens,
+            busy_share=(busy_after - busy_before) / (self._end - self._begin),
+            shapes=self._backend.timeline.shapes,
+            num_preemptions=self._engine.stats.num_preemptions_total,
+            gap_bound=None if self._policy.prefills_first else self._engine.stats.stream_gap_bound_seconds,
+        )
+
+    def _begin_talk(self) -> None:
+        for number, conversation in islice(self._conversations, 1):
+            heapq.heappush(self._coming, (conversation.begins, number, _Talk(number, conversation)))
+
+    def _ask(self, talk: _Talk, came: float) -> None:
+        turn = talk.conversation.turns[talk.turn]
+        talk.said += turn.token_ids
+        talk.asked = Asked(came, talk.conversation.long and talk.turn == 0, len(talk.said))
+        talk.measured = self._begin <= came < self._end
+        if talk.measured:
+            self._requests.append(talk.asked)
+            self._num_measured_running += 1
+        request_id = f"{talk.number}-{talk.turn}"
+        self._running[request_id] = talk
+        sampling = SamplingParams(max_tokens=turn.answer_tokens, seed=talk.number)
+        self._engine.add(Request(request_id, tuple(talk.said), sampling))
+
+    def _take(self, event: TokenEvent) -> None:
+        talk, now = self._running[event.request_id], self._clock.now()
+        asked = talk.asked
+        assert asked is not None
+        if event.first:
+            asked.first, asked.num_cached = now, event.num_cached_tokens
+        else:
+            asked.worst_gap = max(asked.worst_gap, now - asked.last)
+            if talk.measured:
+                self._gaps.append(now - asked.last)
+        asked.last = now
+        talk.said += event.token_ids
+        self._num_tokens += len(event.token_ids) if self._begin <= now < self._end else 0
+        if event.finish_reason is None:
+            return
+        del self._running[event.request_id]
+        self._num_measured_running -= talk.measured
+        talk.turn += 1
+        if talk.turn < len(talk.conversation.turns):
+            pause = talk.conversation.turns[talk.turn].think_seconds
+            heapq.heappush(self._coming, (now + pause, talk.number, talk))
+
+    def _watch_queue(self) -> None:
+        now, waiting = self._clock.now(), self._engine.stats.num_waiting
+        if now <= self._begin:
+            self._queue = [(0.0, waiting)]
+        elif now < self._end and waiting != self._queue[-1][1]:
+            self._queue.append((now - self._begin, waiting))

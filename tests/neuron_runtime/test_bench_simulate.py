@@ -1,0 +1,421 @@
+"""Simulated traffic: the same seed gives the same, virtual time is counted exactly, and the policies differ as told."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from dataclasses import replace
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import pytest
+
+from neuron_runtime.__main__ import build_parser, main
+from neuron_runtime.backend.simulated.device import ShapeUse
+from neuron_runtime.backend.simulated.step_times import Phase, StepTimes, constant, milliseconds
+from neuron_runtime.bench import simulated_tables
+from neuron_runtime.bench.device import device_of, powers_of_two
+from neuron_runtime.bench.simulated_tables import Run, Targets, quantile
+from neuron_runtime.bench.simulation import PREFILL_FIRST, Asked, Outcome, Policy, Simulation
+from neuron_runtime.bench.traffic import Conversation, Traffic, Turn, conversations
+from neuron_runtime.core import BackendLimits
+from neuron_runtime.errors import InvalidConfig
+
+TRAFFIC = Traffic(
+    rate=4.0,
+    short_prompt=(20, 100),
+    long_prompt=(600, 900),
+    long_share=0.2,
+    answer=(20, 100),
+    turns=1.0,
+    follow_up=(5, 20),
+    think_seconds=2.0,
+    system_tokens=0,
+)
+LENGTH = 1024
+TIMES = StepTimes(
+    decode=Phase(milliseconds(((8, 10),)), (8,)), prefill=Phase(milliseconds(((100, 10), (1000, 90))), (128, 1024))
+)
+OURS = Policy("ours")
+
+
+def limits(**other: Any) -> BackendLimits:
+    return BackendLimits(
+        **{
+            "max_rows": 8,
+            "max_model_length": LENGTH,
+            "max_step_tokens": LENGTH,
+            "block_size": 16,
+            "num_blocks": 8 * LENGTH // 16,
+            "mixes_phases": False,
+            "chunks_prefill": False,
+            "vocabulary_size": 128_256,
+            "steps_in_flight": 2,
+            "token_feedback": "device",
+            **other,
+        }
+    )
+
+
+def outcome(policy: Policy = OURS, traffic: Traffic = TRAFFIC, seconds: float = 40.0, **other: Any) -> Outcome:
+    talks = conversations(traffic, 1, LENGTH)
+    device, host = limits(**other), 0.0
+    return Simulation(
+        talks, device, TIMES, policy, warm_up_seconds=10.0, seconds=seconds, host_seconds_per_step=host
+    ).run()
+
+
+def one_talk(*turns: Turn, begins: float = 0.0) -> Conversation:
+    return Conversation(begins, False, turns)
+
+
+# Traffic
+
+
+def test_traffic_depends_on_the_seed_alone() -> None:
+    def first(seed: int) -> list[Conversation]:
+        return list(islice(conversations(replace(TRAFFIC, turns=3.0), seed, LENGTH), 50))
+
+    assert first(1) == first(1)
+    assert first(1) != first(2)
+
+
+def test_traffic_is_what_was_asked_for_on_average() -> None:
+    traffic = replace(TRAFFIC, turns=3.0, system_tokens=7)
+    talks = list(islice(conversations(traffic, 0, 10**6), 3000))
+    num_turns = sum(len(talk.turns) for talk in talks)
+    assert num_turns / len(talks) == pytest.approx(3.0, rel=0.1)
+    assert num_turns / talks[-1].begins == pytest.approx(4.0, rel=0.1)
+    assert sum(talk.long for talk in talks) / len(talks) == pytest.approx(0.2, rel=0.15)
+    pauses = [turn.think_seconds for talk in talks for turn in talk.turns[1:]]
+    assert sum(pauses) / len(pauses) == pytest.approx(2.0, rel=0.1)
+    for talk in talks:
+        low, high = traffic.long_prompt if talk.long else traffic.short_prompt
+        assert low <= len(talk.turns[0].token_ids) - 7 <= high
+        assert all(5 <= len(turn.token_ids) <= 20 for turn in talk.turns[1:])
+        assert all(20 <= turn.answer_tokens <= 100 for turn in talk.turns)
+    assert len({talk.turns[0].token_ids[:7] for talk in talks}) == 1
+    assert len({talk.turns[0].token_ids for talk in talks}) == len(talks)
+
+
+def test_what_does_not_fit_is_not_asked() -> None:
+    for talk in islice(conversations(replace(TRAFFIC, turns=9.0, system_tokens=300), 0, 500), 300):
+        assert sum(len(turn.token_ids) + turn.answer_tokens for turn in talk.turns) <= 500
+
+
+# Virtual time, counted
+
+
+def test_one_request_takes_the_steps_that_it_takes() -> None:
+    talks = iter([one_talk(Turn((5,) * 100, 4, 0.0), begins=1.0)])
+    (asked,) = Simulation(talks, limits(), TIMES, OURS, warm_up_seconds=0.0, seconds=10.0).run().requests
+    # A prompt of 100 tokens in the bucket of 128, then three steps of 10 ms.
+    prefill = TIMES.prefill.seconds(100)
+    assert prefill == pytest.approx(0.010 + 0.080 * 28 / 900)
+    assert asked == Asked(came=1.0, long=False, num_prompt=100, first=1.0 + prefill, last=pytest.approx(1.03 + prefill),
+                          worst_gap=pytest.approx(0.01), num_cached=0)  # fmt: skip
+
+
+def test_a_follow_up_comes_after_its_pause_with_all_that_was_said() -> None:
+    talks = iter(
+        [one_talk(Turn((5,) * 64, 16, 0.0), Turn((6,) * 8, 2, 3.0)), one_talk(Turn((1,), 1, 0.0), begins=99.0)]
+    )
+    run = Simulation(talks, limits(shares_prefixes=True), TIMES, OURS, warm_up_seconds=0.0, seconds=10.0).run()
+    first, second = run.requests
+    assert second.came == pytest.approx(first.last + 3.0)
+    assert second.num_prompt == 64 + 16 + 8
+    assert second.num_cached == 64  # the last answer token was never fed, so the fifth block is not full
+    assert run.cached_share == pytest.approx(64 / (64 + 88))
+    assert run.num_tokens == 18
+
+
+def test_only_requests_of_the_measured_time_count_and_all_of_them_are_waited_for() -> None:
+    run = outcome(traffic=replace(TRAFFIC, rate=9.0), seconds=20.0)
+    assert all(10.0 <= asked.came < 30.0 for asked in run.requests)
+    assert max(asked.last for asked in run.requests) > 30.0
+    assert len(run.requests) == pytest.approx(180, rel=0.25)
+    assert all(0.0 <= moment < 20.0 for moment, _ in run.queue)
+    assert run.busy_share <= 1.0
+    assert run.mean_queue > 0.0
+
+
+def test_the_same_traffic_comes_to_the_same() -> None:
+    assert outcome(seconds=20.0) == outcome(seconds=20.0)
+
+
+def test_host_work_shows_in_virtual_time() -> None:
+    talks = [Turn((5,) * 100, 50, 0.0)]
+
+    def last(host: float, **other: Any) -> float:
+        traffic = iter([one_talk(*talks)])
+        run = Simulation(
+            traffic, limits(**other), TIMES, OURS, warm_up_seconds=0.0, seconds=9.0, host_seconds_per_step=host
+        ).run()
+        return run.requests[0].last
+
+    host_fed = {"steps_in_flight": 1, "token_feedback": "host"}
+    # Device feedback hides it behind the steps, but for the very first; host feedback adds it to every step.
+    assert last(0.002) - last(0.0) == pytest.approx(0.002)
+    assert last(0.002, **host_fed) - last(0.0, **host_fed) == pytest.approx(0.100)
+
+
+# The policies
+
+
+@pytest.mark.parametrize("rate", [6.0, 9.0])
+def test_long_prompts_hold_running_answers_up_no_longer_than_the_engine_says(rate: float) -> None:
+    traffic = replace(TRAFFIC, rate=rate)
+    ours, other = outcome(traffic=traffic), outcome(PREFILL_FIRST, traffic)
+    longest = TIMES.prefill.seconds(LENGTH) + TIMES.decode.seconds(8)
+    assert ours.gap_bound == pytest.approx(longest)
+    assert max(ours.gaps) == pytest.approx(longest)
+    assert max(other.gaps) >= 2 * TIMES.prefill.seconds(LENGTH)
+    assert other.gap_bound is None
+    ours_p99, other_p99 = (quantile(sorted(run.gaps), 0.99) for run in (ours, other))
+    assert ours_p99 is not None
+    assert other_p99 is not None
+    assert ours_p99 <= other_p99
+    assert ours.num_good(9.0, longest + 1e-6) == len(ours.requests)
+    assert other.num_good(9.0, longest + 1e-6) < len(other.requests)
+
+
+def test_more_consecutive_prefills_trade_gaps_for_first_tokens() -> None:
+    traffic = replace(TRAFFIC, rate=7.0)
+    runs = [outcome(Policy(str(count), count), traffic) for count in (1, 2, 4)]
+    worst = [max(run.gaps) for run in runs]
+    assert worst == sorted(worst)
+    assert worst[0] < worst[-1]
+    assert all(max(run.gaps) <= (run.gap_bound or 0) + 1e-9 for run in runs)
+
+
+def test_prefixes_that_are_shared_are_not_computed_again() -> None:
+    traffic = replace(TRAFFIC, turns=4.0, system_tokens=200)
+    plain, shared = (outcome(traffic=traffic, shares_prefixes=shares) for shares in (False, True))
+    assert plain.cached_share == 0.0
+    assert shared.cached_share > 0.5
+
+    def p99(run: Outcome) -> float:
+        return quantile(sorted(asked.ttft for asked in run.requests), 0.99) or 0.0
+
+    assert p99(shared) < p99(plain)
+
+
+def test_mixing_keeps_gaps_as_short_as_a_chunk() -> None:
+    device = {"mixes_phases": True, "chunks_prefill": True, "max_step_tokens": 128, "max_prefill_rows": 4}
+    mixed, other = outcome(OURS, **device), outcome(PREFILL_FIRST, **device)
+    assert max(mixed.gaps) <= TIMES.prefill.seconds(128) + TIMES.decode.seconds(8) + 1e-9
+    assert max(other.gaps) > max(mixed.gaps)
+
+
+# Figures
+
+
+@pytest.mark.parametrize(
+    ("share", "expected"), [(0.0, 1.0), (0.5, 2.0), (0.51, 3.0), (0.75, 3.0), (0.99, 4.0), (1.0, 4.0)]
+)
+def test_a_quantile_is_exceeded_by_at_most_the_rest(share: float, expected: float) -> None:
+    assert quantile([1.0, 2.0, 3.0, 4.0], share) == expected
+    assert quantile([], share) is None
+
+
+def test_the_table_counts_what_happened() -> None:
+    run = Outcome(
+        policy=OURS,
+        seconds=10.0,
+        requests=[
+            Asked(0.0, False, 100, first=1.0, last=2.0, worst_gap=0.2, num_cached=25),
+            Asked(1.0, True, 300, first=4.0, last=5.0, worst_gap=0.1, num_cached=75),
+            Asked(2.0, False, 100, first=2.5, last=3.0, worst_gap=0.4),
+        ],
+        gaps=[0.1] * 98 + [0.2, 0.4],
+        queue=[(0.0, 2), (4.0, 0), (5.0, 6)],
+        num_tokens=50,
+        busy_share=0.5,
+        shapes={("decode", 8): ShapeUse(num_steps=3, num_used=12, num_padded=12, seconds=1.0)},
+        num_preemptions=3,
+        gap_bound=0.45,
+    )
+    rows = {row.name.strip(): row.values[0] for row in simulated_tables._figures([run], Targets(2.0, 0.3))}
+    assert rows == {
+        "time to first token, p50": 1000.0,
+        "time to first token, p99": 3000.0,
+        "of long prompts, p99": 3000.0,
+        "gap between tokens, p50": 100.0,
+        "gap between tokens, p99": 200.0,
+        "gap between tokens, worst": 400.0,
+        "bound that the engine states": 450.0,
+        "good requests": pytest.approx(100 / 3),
+        "goodput": pytest.approx(0.1),
+        "throughput": 5.0,
+        "prompt tokens found in the cache": pytest.approx(20.0),
+        "requests waiting, mean": pytest.approx((2 * 4 + 6 * 5) / 10),
+        "requests waiting, most": 6,
+        "preemptions": 3,
+        "device busy": 50.0,
+        "padding": 50.0,
+    }
+
+
+def test_padding_weighs_sizes_by_the_time_they_took() -> None:
+    run = outcome(seconds=10.0)
+    seconds = sum(use.seconds for use in run.shapes.values())
+    padding = sum(use.seconds * use.num_padded / (use.num_padded + use.num_used) for use in run.shapes.values())
+    *_, last = simulated_tables._figures([run], Targets(1, 1))
+    assert (last.name, last.values) == ("padding", (pytest.approx(padding / seconds * 100),))
+    (table,) = [table for table in simulated_tables.tables(Run(1.0, [run]), Targets(1, 1)) if "sizes" in table.title]
+    assert [row.name for row in table.rows] == ["decode, 8 rows", "prefill, 128 tokens", "prefill, 1024 tokens"]
+
+
+# The command
+
+FLAGS = [
+    "--rate", "3", "--seconds", "20", "--warm-up-seconds", "5", "--max-num-seqs", "8", "--max-model-len", "1024",
+    "--long-prompt", "600", "900", "--decode-milliseconds", "8:10", "--prefill-milliseconds", "100:10", "1000:90",
+]  # fmt: skip
+
+SCHEMA = {
+    "type": "object",
+    "required": ["version", "command", "options", "versions", "machine", "tables", "data"],
+    "properties": {
+        "command": {"const": "bench simulate"},
+        "options": {"type": "object", "required": ["rate", "seed", "device", "limits", "gap_target"]},
+        "tables": {"type": "array", "items": {"type": "object", "required": ["title", "rows"]}},
+        "data": {
+            "type": "object",
+            "required": ["runs"],
+            "properties": {
+                "runs": {
+                    "type": "array",
+                    "items": {
+                        "type": "object",
+                        "required": ["rate", "policies"],
+                        "properties": {
+                            "rate": {"type": "number"},
+                            "policies": {
+                                "type": "array",
+                                "minItems": 2,
+                                "maxItems": 2,
+                                "items": {
+                                    "type": "object",
+                                    "additionalProperties": False,
+                                    "required": ["name", "num_good", "ttft_seconds", "gap_seconds", "queue", "shapes"],
+                                    "properties": {
+                                        "name": {"enum": ["ours", "prefill first"]},
+                                        "num_requests": {"type": "integer"},
+                                        "num_good": {"type": "integer"},
+                                        "seconds": {"type": "number"},
+                                        "ttft_seconds": {"type": "array", "items": {"type": "number"}, "maxItems": 300},
+                                        "gap_seconds": {"type": "array", "items": {"type": "number"}, "maxItems": 300},
+                                        "queue": {"type": "array", "maxItems": 300},
+                                        "shapes": {"type": "array", "items": {"required": ["phase", "size", "steps"]}},
+                                    },
+                                },
+                            },
+                        },
+                    },
+                }
+            },
+        },
+    },
+}
+
+
+def written(folder: Path, *flags: str) -> dict[str, Any]:
+    path = folder / "out.json"
+    assert main(["bench", "simulate", *FLAGS, "--json", str(path), *flags]) == 0
+    document: dict[str, Any] = json.loads(path.read_text())
+    return document
+
+
+def test_the_command_leaves_the_same_json_each_time(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    document = written(tmp_path)
+    jsonschema.validate(document, SCHEMA)
+    printed = capsys.readouterr().out
+    assert "Simulated traffic, 3 requests/s" in printed
+    assert "gap between tokens, worst" in printed
+    assert written(tmp_path) == document
+    assert written(tmp_path, "--seed", "7")["data"] != document["data"]
+
+
+@pytest.mark.parametrize("rates", [["3"], ["2", "4"]])
+def test_the_plot_shows_distributions_and_what_the_rate_does(rates: list[str], tmp_path: Path) -> None:
+    plot = tmp_path / "plot.svg"
+    written(tmp_path, "--plot", str(plot), "--rate", *rates)
+    assert plot.read_text().count('<g id="axes_') == (3 if len(rates) == 1 else 6)
+
+
+@pytest.mark.parametrize(
+    ("flags", "says"),
+    [
+        (["--rate", "0"], "--rate: must be positive, got 0"),
+        (["--rate", "nan"], "--rate: must be positive"),
+        (["--seconds", "-1"], "--seconds: must be positive"),
+        (["--seconds", "0.001"], "--seconds: no request came"),
+        (["--turns", "0.5"], "--turns: must be at least 1"),
+        (["--warm-up-seconds", "-1"], "--warm-up-seconds: must be at least 0"),
+        (["--long-share", "2"], "--long-share: is a share"),
+        (["--answer", "9", "3"], "--answer: must be two counts from 1, the fewest first, got 9 3"),
+        (["--answer", "0", "3"], "--answer: must be two counts"),
+        (["--max-consecutive-prefills", "0"], "--max-consecutive-prefills: must be at least 1"),
+        (["--step-times", "tpu"], "--step-times: 'tpu' is not known; known are llama"),
+        (["--step-milliseconds", "8"], "--step-milliseconds: is given beside other times"),
+        (["--decode-milliseconds", "8:1", "4:1"], "--decode-milliseconds: sizes must be positive and grow"),
+        (["--prefill-buckets", "9", "8"], "--prefill-buckets: must be positive and in ascending order"),
+        (["--max-num-seqs", "0"], "--max-num-seqs: must be at least 1"),
+        (
+            ["--max-num-batched-tokens", "9", "--prefill", "mixed", "--max-num-seqs", "32"],
+            "--max-num-batched-tokens: 9",
+        ),
+        (["--num-gpu-blocks-override", "3", "--layout", "blocks"], "--num-gpu-blocks-override: one sequence of"),
+        (["--layout", "slots", "--block-size", "4"], "--layout: layout slots has no blocks"),
+        (["--layout", "slots", "--enable-prefix-caching"], "--enable-prefix-caching: "),
+    ],
+)
+def test_what_cannot_be_is_refused_by_the_flag(flags: list[str], says: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "simulate", *FLAGS, *flags]) == 2
+    told = capsys.readouterr().err.splitlines()[-1]
+    assert says in told
+
+
+@pytest.mark.parametrize("point", ["8", "a:1", "8:x", ":"])
+def test_a_point_that_is_none_is_shown_one(point: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["bench", "simulate", "--decode-milliseconds", point])
+    assert "is not SIZE:MILLISECONDS, such as 64:12.5" in capsys.readouterr().err
+
+
+def parsed(*flags: str) -> argparse.Namespace:
+    return build_parser().parse_args(["bench", "simulate", *flags])
+
+
+def test_a_device_is_by_default_as_its_times_were_measured() -> None:
+    device = device_of(parsed("--step-times", "llama-3-70b-trn1-tp32"))
+    assert (device.limits.max_rows, device.limits.max_model_length, device.limits.layout) == (4, 4096, "slots")
+    assert device.times.decode.buckets == (4,)
+    assert device.times.prefill.buckets == (128, 256, 512, 1024, 2048, 4096)
+    assert device_of(parsed()).settings["stepTimes"] == "llama-3.1-8b-trn2-tp4"
+
+
+def test_times_of_ones_own_take_the_place_of_published_ones() -> None:
+    device = device_of(parsed("--decode-milliseconds", "1:6", "64:20", "--prefill-milliseconds", "128:15", "4096:150"))
+    assert device.times.decode.curve.seconds(64) == pytest.approx(0.020)
+    assert device.limits.max_rows == 32
+    whole = device_of(parsed("--step-milliseconds", "5", "--decode-buckets", "0", "--prefill-buckets", "0"))
+    assert (whole.times.decode.buckets, whole.times.prefill.buckets) == ((), ())
+    assert whole.times.decode.curve == constant(0.005)
+
+
+def test_blocks_share_prefixes_unless_told_otherwise() -> None:
+    assert device_of(parsed("--layout", "blocks")).limits.shares_prefixes
+    assert device_of(parsed("--enable-prefix-caching")).limits.layout == "blocks"
+    assert not device_of(parsed("--layout", "blocks", "--no-enable-prefix-caching")).limits.shares_prefixes
+    with pytest.raises(InvalidConfig, match="--enable-prefix-caching"):
+        device_of(parsed("--enable-prefix-caching", "--layout", "slots"))
+
+
+def test_compiled_sizes_are_powers_of_two_and_the_longest() -> None:
+    assert powers_of_two(100) == [100]
+    assert powers_of_two(128) == [128]
+    assert powers_of_two(3000) == [128, 256, 512, 1024, 2048, 3000]
