@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import argparse
 import re
 from pathlib import Path
 
+from neuron_runtime.__main__ import build_parser
+from neuron_runtime.backend.simulated.device import ShapeUse
 from neuron_runtime.backend.simulated.options import Options
 from neuron_runtime.backend.simulated.step_times import PUBLISHED
+from neuron_runtime.bench import simulated_tables
+from neuron_runtime.bench.simulated_tables import Run, Targets
+from neuron_runtime.bench.simulation import PREFILL_FIRST, Asked, Outcome
 
 PAGE = (Path(__file__).parents[2] / "docs" / "benchmarks.md").read_text()
 
@@ -32,3 +38,37 @@ def test_the_published_step_times_are_those_of_the_code() -> None:
     assert table("Published step times") == [
         [f"`{one.name}`", points(one.decode), points(one.prefill), one.source] for one in PUBLISHED.values()
     ]
+
+
+def simulate_parser() -> argparse.ArgumentParser:
+    parser = build_parser()
+    for name in ("bench", "simulate"):
+        commands = next(a for a in parser._actions if isinstance(a, argparse._SubParsersAction))
+        parser = commands.choices[name]
+    return parser
+
+
+def test_every_flag_of_simulate_is_documented_with_its_default_and_no_other() -> None:
+    told = {flag: row for row in table("Flags of bench simulate") for flag in re.findall(r"`(--?[a-z-]+)`", row[0])}
+    actions = {option: action for action in simulate_parser()._actions for option in action.option_strings}
+    assert sorted(told) == sorted(actions)
+    for flag, action in actions.items():
+        defaults = action.default if isinstance(action.default, list) else [action.default]
+        if defaults[0] not in (None, argparse.SUPPRESS, False):
+            assert " ".join(f"{value:g}" if isinstance(value, float) else str(value) for value in defaults) in told[
+                flag
+            ][2].replace("`", ""), flag
+
+
+def test_the_example_shows_the_rows_that_the_command_prints() -> None:
+    fence = "`" * 3
+    shown = PAGE.partition("### An example\n")[2].partition(f"{fence}\nSimulated traffic")[2].partition(fence)[0]
+    names = [re.split(r"  +", line.strip())[0] for line in shown.splitlines()]
+    asked = Asked(0.0, False, 10, first=1.0, last=2.0)
+    use = ShapeUse(num_steps=1, num_used=1, num_padded=1, seconds=1.0)
+    run = Outcome(
+        policy=PREFILL_FIRST, seconds=1.0, requests=[asked], gaps=[0.1], queue=[(0.0, 0)], num_tokens=1,
+        busy_share=1.0, shapes={("decode", 32): use}, num_preemptions=0, gap_bound=None,
+    )  # fmt: skip
+    for made in simulated_tables.tables(Run(5.0, [run]), Targets(2.0, 0.25)):
+        assert [row.name.strip() for row in made.rows if row.name.strip() not in names] == []
