@@ -10,9 +10,10 @@ import sys
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import msgspec
+from msgspec.structs import replace
 
 from neuron_runtime.backend.base import Backend
 from neuron_runtime.core import Batch, Kind, Late, Request, StepOutput, TokenEvent, fill
@@ -30,8 +31,7 @@ def nothing_late(request: Request) -> LateRule | None:
     return None
 
 
-@dataclass(frozen=True, slots=True)
-class StepStats:
+class StepStats(msgspec.Struct, frozen=True, kw_only=True):
     """One applied step."""
 
     step: int
@@ -52,8 +52,7 @@ class StepStats:
     """Tokens that the device computed, padding included."""
 
 
-@dataclass(frozen=True, slots=True)
-class EngineStats:
+class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     """The engine in numbers. Counts named `num_*_total` only grow."""
 
     num_running: int = 0
@@ -246,16 +245,18 @@ class Engine:
 
     def _apply(self, launched: _Launched, output: StepOutput) -> list[TokenEvent]:
         events = self._scheduler.apply(output)
+        num_new_tokens, ended = 0, []
         for at, event in enumerate(events):
+            num_new_tokens += len(event.token_ids)
             if event.first:
-                waited = self._queue_seconds.pop(event.request_id)
-                events[at] = msgspec.structs.replace(event, queue_seconds=waited)
+                events[at] = replace(event, queue_seconds=self._queue_seconds.pop(event.request_id))
             if event.finish_reason:
                 self._late_rules.pop(event.request_id, None)
+                ended.append(event.request_id)
         self._measure(launched.batch.kind)
-        self._backpressure.leave([event.request_id for event in events if event.finish_reason])
+        self._backpressure.leave(ended)
         self._backpressure.turn(len(launched.batch.rows), self._applied_at or 0.0)
-        self._count(launched, output, events)
+        self._count(launched, output, num_new_tokens)
         return events
 
     def _measure(self, kind: Kind) -> None:
@@ -285,14 +286,14 @@ class Engine:
         sequences = self._scheduler.planned[-1].sequences
         return Late(tuple(rule(s.output) if rule else None for rule, s in zip(self._rules(), sequences, strict=True)))
 
-    def _count(self, launched: _Launched, output: StepOutput, events: list[TokenEvent]) -> None:
+    def _count(self, launched: _Launched, output: StepOutput, num_new_tokens: int) -> None:
         batch, totals = launched.batch, self._totals
         step = StepStats(
             step=batch.step,
             kind=batch.kind,
             num_rows=len(batch.rows),
             num_tokens=batch.num_tokens,
-            num_new_tokens=sum(len(event.token_ids) for event in events),
+            num_new_tokens=num_new_tokens,
             device_seconds=output.device_seconds,
             scheduled_ahead=launched.scheduled_ahead,
             launched_ahead=launched.launched_ahead,
