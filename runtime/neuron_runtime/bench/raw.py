@@ -43,12 +43,12 @@ class RawSteps:
     @torch.inference_mode()
     def decode(self, num_rows: int, start: int, num_steps: int) -> list[float]:
         """Seconds of each of `num_steps` greedy steps of `num_rows` rows, the first at position `start`."""
-        token_ids, sampled = torch.zeros(num_rows, dtype=torch.int64), torch.arange(num_rows)
+        token_ids = torch.zeros(num_rows, dtype=torch.int64)
         lines, ones = np.arange(num_rows).reshape(-1, 1), np.ones(num_rows, dtype=np.int64)
         seconds = []
         for position in range(start, start + num_steps):
             began = time.perf_counter()
             plan = self._cache.plan(StepRows(start=np.full(num_rows, position), num_tokens=ones, lines=lines))
-            token_ids = self._decoder.forward(token_ids, plan, sampled).argmax(dim=-1)
+            token_ids = self._decoder.logits(self._decoder.forward(token_ids, plan)).argmax(dim=-1)
             seconds.append(time.perf_counter() - began)
         return seconds

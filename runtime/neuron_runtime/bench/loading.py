@@ -1,0 +1,125 @@
+"""How fast weights come from the disk into the layout that is computed with, beside a plain read of the same files.
+
+Called by the suite. Both are timed with files that are not in the page cache, as after a pod's start on a fresh node,
+and with cached ones. Only the files of the model are dropped from the cache, nobody else's; that needs no rights.
+"""
+
+from __future__ import annotations
+
+import os
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from neuron_runtime.bench.report import Load, Meter
+
+READ_BYTES = 8 * 2**20
+PROBES = 64
+"""Places of a file that are looked at to see how much of it is cached."""
+
+
+@dataclass(frozen=True, slots=True)
+class Loading:
+    """Bytes a second, medians; `cold` is None where the files could not be dropped from the cache."""
+
+    num_bytes: int
+    read_cold: float | None
+    read_warm: float
+    load_cold: float | None
+    load_warm: float
+    load: Load
+
+    @property
+    def ratio_cold(self) -> float | None:
+        if self.read_cold is None or self.load_cold is None:
+            return None
+        return self.load_cold / self.read_cold
+
+
+def measure(model_dir: Path, num_iters: int = 3) -> Loading:
+    """Time reading and loading in turns. Raises what the loader raises for a folder that is no model."""
+    from neuron_runtime.backend.torch.architecture import decoder_config  # noqa: PLC0415 - torch
+    from neuron_runtime.backend.torch.loader import STORED_DTYPES, load_decoder  # noqa: PLC0415
+    from neuron_runtime.checkpoint import read_checkpoint  # noqa: PLC0415
+
+    checkpoint = read_checkpoint(model_dir)
+    model = decoder_config(checkpoint.config)
+    dtype = STORED_DTYPES[checkpoint.tensors["model.embed_tokens.weight"].dtype]
+    files = [model_dir / file for file in checkpoint.files]
+    num_bytes = sum(file.stat().st_size for file in files)
+
+    def load() -> None:
+        load_decoder(checkpoint, model, dtype, lambda stage, share: None)
+
+    load()  # libraries choose their kernels once
+    meter = Meter()
+    cold = drop_from_cache(files)
+    read_cold, load_cold, read_warm, load_warm = [], [], [], []
+    for _ in range(num_iters):
+        if cold:
+            drop_from_cache(files)
+            read_cold.append(_seconds(lambda: read_through(files)))
+            drop_from_cache(files)
+            load_cold.append(_seconds(load))
+        read_warm.append(_seconds(lambda: read_through(files)))
+        load_warm.append(_seconds(load))
+    return Loading(
+        num_bytes=num_bytes,
+        read_cold=num_bytes / statistics.median(read_cold) if cold else None,
+        read_warm=num_bytes / statistics.median(read_warm),
+        load_cold=num_bytes / statistics.median(load_cold) if cold else None,
+        load_warm=num_bytes / statistics.median(load_warm),
+        load=meter.read(),
+    )
+
+
+def read_through(files: Sequence[Path]) -> int:
+    """Read all bytes in order into one buffer; how many there were."""
+    buffer = bytearray(READ_BYTES)
+    count = 0
+    for path in files:
+        with path.open("rb", buffering=0) as file:
+            while read := file.readinto(buffer):
+                count += read
+    return count
+
+
+def drop_from_cache(files: Sequence[Path]) -> bool:
+    """Ask the kernel to forget these files' pages; whether it did, for all of them."""
+    if not hasattr(os, "posix_fadvise"):
+        return False
+    for path in files:
+        fd = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(fd)  # a page that is not written yet stays
+            os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+        finally:
+            os.close(fd)
+    return all(cached_share(path) == 0.0 for path in files)
+
+
+def cached_share(path: Path) -> float:
+    """How much of a file is in the page cache, by a look at a few places that waits for no disk."""
+    size = path.stat().st_size
+    if not size:
+        return 0.0
+    found = 0
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        for number in range(PROBES):
+            try:
+                os.preadv(fd, [bytearray(1)], size * number // PROBES, os.RWF_NOWAIT)
+                found += 1
+            except BlockingIOError:
+                continue
+    finally:
+        os.close(fd)
+    return found / PROBES
+
+
+def _seconds(work: Callable[[], object]) -> float:
+    began = time.perf_counter()
+    work()
+    return time.perf_counter() - began

@@ -1,0 +1,425 @@
+"""`neuron-runtime bench suite`: the figures this project is held to, in one table from one run; `make bench`.
+
+Each section measures one thing and gives rows; the sections run one after another, and what is compared is measured in
+turns. A row says what it is held against and how much of the machine others used meanwhile. Everything runs on models
+made here, so nothing is downloaded.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import statistics
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from neuron_runtime.bench.model import model_folder_or_uri, random_model
+from neuron_runtime.bench.report import (
+    Load,
+    Meter,
+    Report,
+    Row,
+    Table,
+    at_least,
+    at_most,
+    cells,
+    check_outputs,
+    deliver,
+    machine_line,
+)
+from neuron_runtime.console import say
+from neuron_runtime.errors import InvalidConfig
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+    from neuron_runtime.bench.offline import OfflineEngine
+
+MODEL = "random:139M"
+SHAPE = MODEL.partition(":")[2]
+INPUT_LEN, OUTPUT_LEN = 32, 128
+MAX_ROWS, MAX_MODEL_LENGTH = 32, 256
+PREFIX_LEN, PREFIX_SHARED = 1024, 0.9
+PREFILL_LEN = 512
+
+RAW_TARGETS = {1: 0.90, 8: 0.93, 16: 0.93, 32: 0.93}
+"""Decode of the engine to bare steps, by sequences."""
+HTTP_TARGET, HTTP_AIM = 0.90, 0.97
+HTTP_STREAMS = (8, 16, 32)
+LOADING_TARGET = 0.5
+PREFIX_TARGET = 3.0
+READY_TARGET_SECONDS = 5.0
+
+MAX_FOREIGN_SHARE = 0.05
+"""Of the machine's CPUs: timings beside more are not to be trusted."""
+
+BEGIN, END = "<!-- figures: written by `make bench` -->", "<!-- end of figures -->"
+STAGE = re.compile(r"neuron-runtime: (?P<stage>[a-z ]+): (?P<seconds>[\d.]+) s$")
+
+
+@dataclass(frozen=True, slots=True)
+class Effort:
+    """How much is measured."""
+
+    num_iters: int = 3
+    host_rounds: int = 5
+    front_end_steps: int = 200
+    concurrency: tuple[int, ...] = (1, 8, 16, 32)
+    http_streams: tuple[int, ...] = HTTP_STREAMS
+    output_len: int = OUTPUT_LEN
+
+
+QUICK = Effort(num_iters=1, host_rounds=1, front_end_steps=40, concurrency=(1, 8), http_streams=(8,), output_len=32)
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """What a section found, and how to draw it; sections without a picture are only in the table."""
+
+    title: str
+    rows: tuple[Row, ...]
+    data: Mapping[str, Any]
+    draw: Callable[[Any], None] | None = None
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--quick", action="store_true", help="every section once and short: does it run?")
+    parser.add_argument("--only", nargs="+", choices=sorted(SECTIONS), metavar="SECTION", help=", ".join(SECTIONS))
+    parser.add_argument("--folder", type=Path, metavar="DIR", help="figures.json, figures.png and figures.md go here")
+    parser.add_argument(
+        "--markdown",
+        type=Path,
+        nargs="+",
+        default=[],
+        metavar="FILE",
+        help="rewrite the table between the marks in FILE",
+    )
+
+
+def run(options: argparse.Namespace) -> None:
+    if options.folder is not None:
+        options.folder.mkdir(parents=True, exist_ok=True)
+        options.json = options.json or options.folder / "figures.json"
+        options.plot = options.plot or options.folder / "figures.png"
+    check_outputs(options)
+    for page in options.markdown:
+        replaced(page, "")
+    effort = QUICK if options.quick else Effort()
+    found = []
+    for name in options.only or SECTIONS:
+        began = time.monotonic()
+        found.append(SECTIONS[name](effort))
+        say(f"{name}: {time.monotonic() - began:.0f} s")
+    tables = tuple(Table(one.title, one.rows) for one in found)
+    pictures = [one for one in found if one.draw]
+
+    def draw(figure: Figure) -> None:
+        for axes, one in zip(figure.subplots(1, len(pictures), squeeze=False)[0], pictures, strict=True):
+            assert one.draw
+            one.draw(axes)
+
+    report = Report(
+        command="bench suite",
+        options={"quick": options.quick, "only": options.only or list(SECTIONS), "model": MODEL},
+        tables=tables,
+        data={one.title: dict(one.data) for one in found},
+        draw=draw if pictures else None,
+        size_inches=(5.0 * max(1, len(pictures)), 4.5),
+    )
+    deliver(report, options)
+    for line in warnings(tables):
+        say(line)
+    text = markdown(tables)
+    if options.folder is not None:
+        (options.folder / "figures.md").write_text(text, encoding="utf-8")
+    for page in options.markdown:
+        page.write_text(replaced(page, text), encoding="utf-8")
+
+
+# Sections
+
+
+def host_section(effort: Effort) -> Found:
+    from neuron_runtime.bench import host  # noqa: PLC0415
+
+    costs = host.measure_all(num_rounds=effort.host_rounds)
+    return Found("host work of the engine, simulated device", host.figures(costs), {})
+
+
+def front_end_section(effort: Effort) -> Found:
+    from neuron_runtime.bench import front_end  # noqa: PLC0415
+
+    rows = front_end.measure(num_steps=effort.front_end_steps, num_runs=effort.num_iters)
+    return Found("HTTP front end, free engine", tuple(rows), {})
+
+
+def engine_section(effort: Effort) -> Found:
+    """The engine in process against bare steps and against the machine's memory."""
+    from neuron_runtime.bench import offline  # noqa: PLC0415
+
+    read_rate, read_load = memory_read_rate()
+    with _engine() as engine:
+        raw = offline.raw_steps(engine)
+        offline.measure(engine, 2, input_len=INPUT_LEN, output_len=8, num_iters=1, raw=raw)
+        points = [
+            offline.measure(
+                engine,
+                concurrency,
+                input_len=INPUT_LEN,
+                output_len=effort.output_len,
+                num_iters=effort.num_iters,
+                raw=raw,
+            )
+            for concurrency in effort.concurrency
+        ]
+        step_bytes = _bytes_of_a_step(engine)
+    ratios = [
+        Row(
+            f"decode : bare step, {point.concurrency} sequences",
+            (point.ratio_to_raw,),
+            "ratio",
+            at_least(RAW_TARGETS[point.concurrency]),
+            f"{point.decode:.0f} tokens/s",
+            point.load,
+        )
+        for point in points
+    ]
+    bound = read_rate / step_bytes
+    rows = (
+        *ratios,
+        Row("memory read by all cores", (read_rate / 1e9,), "GB/s", load=read_load),
+        Row(
+            "decode of 1 sequence : bound of memory",
+            (points[0].decode / bound,),
+            "ratio",
+            note=f"bound {bound:.0f} tokens/s: {step_bytes / 1e6:.0f} MB of weights a step",
+            load=points[0].load,
+        ),
+    )
+    data = {str(point.concurrency): point.decode for point in points}
+
+    def draw(axes: Any) -> None:
+        together = [point.concurrency for point in points]
+        axes.plot(together, [point.decode for point in points], "o-", label="engine")
+        bare = [point.concurrency / point.raw_step_seconds for point in points if point.raw_step_seconds]
+        axes.plot(together, bare, "s--", label="bare steps")
+        axes.set(title="decode, in process", xlabel="sequences", ylabel="tokens per second", ylim=(0, None))
+        axes.legend()
+
+    return Found(f"engine in process, {MODEL}", rows, data, draw)
+
+
+def http_section(effort: Effort) -> Found:
+    """A server of ours against the same engine without it, in turns; the clients share the machine with the server."""
+    from neuron_runtime.bench import offline, serve  # noqa: PLC0415
+    from neuron_runtime.bench.client import Server  # noqa: PLC0415
+    from neuron_runtime.bench.spawned import SpawnedServer  # noqa: PLC0415
+
+    flags = ["--max-num-seqs", str(MAX_ROWS), "--max-model-len", str(MAX_MODEL_LENGTH), "--served-model-name", "m"]
+    rows, data = [], {}
+    outcomes: list[serve.Outcome] = []
+    with _engine() as engine, SpawnedServer([model_folder_or_uri(MODEL), *flags]) as spawned:
+        server = Server(spawned.base_url, "/v1/completions")
+
+        def over_http(streams: int, seed: int, output_len: int) -> serve.Outcome:
+            body = {"model": "m", "temperature": 0, "ignore_eos": True}
+            size = engine.backend.limits.vocabulary_size
+            workload = serve.Workload(streams, INPUT_LEN, output_len, vocabulary_size=size, seed=seed, body=body)
+            return serve.apply_load(server, workload, streams)
+
+        over_http(4, 99, 8)
+        engine.generate(offline.random_prompts(4, INPUT_LEN, 99, 1000), 8)
+        for streams in effort.http_streams:
+            ratios, rates = [], []
+            meter = Meter()
+            for number in range(effort.num_iters):
+                prompts = offline.random_prompts(streams, INPUT_LEN, number, engine.backend.limits.vocabulary_size)
+                alone = streams * effort.output_len / engine.generate(prompts, effort.output_len).seconds
+                outcomes.append(over_http(streams, 1000 + number, effort.output_len))
+                rates.append(outcomes[-1].output_rate)
+                ratios.append(rates[-1] / alone)
+            first = statistics.median(outcomes[-1].first_token)
+            note = f"aim {HTTP_AIM:g}; {statistics.median(rates):.0f} tokens/s, first token {1000 * first:.0f} ms"
+            rows.append(
+                Row(
+                    f"HTTP : in process, {streams} streams",
+                    (statistics.median(ratios),),
+                    "ratio",
+                    at_least(HTTP_TARGET),
+                    note,
+                    meter.read(),
+                )
+            )
+            data[str(streams)] = ratios
+
+    def draw(axes: Any) -> None:
+        for number, ratios in enumerate(data.values()):
+            axes.plot([number] * len(ratios), ratios, "o", color="tab:blue")
+        axes.axhline(HTTP_TARGET, color="tab:red", linestyle="--", label="target")
+        axes.set_xticks(range(len(data)), list(data))
+        axes.set(title="HTTP : in process", xlabel="streams", ylabel="ratio of tokens per second", ylim=(0, None))
+        axes.legend()
+
+    return Found(f"HTTP, client on the same CPUs, {MODEL}", tuple(rows), data, draw)
+
+
+def prefix_section(effort: Effort) -> Found:
+    """Time to first token of a prompt whose beginning is cached, against one whose beginning is new."""
+    from neuron_runtime.bench import offline  # noqa: PLC0415
+
+    shared = int(PREFIX_LEN * PREFIX_SHARED)
+    new, hit = [], []
+    with _engine(max_num_seqs=4, max_model_len=PREFIX_LEN + 16, enable_prefix_caching=True) as engine:
+        size = engine.backend.limits.vocabulary_size
+        meter = Meter()
+        for number in range(effort.num_iters):
+            (begin,) = offline.random_prompts(1, shared, 2 * number, size)
+            ends = offline.random_prompts(2, PREFIX_LEN - shared, 2 * number + 1, size)
+            new.append(engine.generate([begin + ends[0]], 1).seconds)
+            hit.append(engine.generate([begin + ends[1]], 1).seconds)
+        cached = engine.engine.stats.num_prefix_hits_total / effort.num_iters
+    before, after = statistics.median(new), statistics.median(hit)
+    note = f"{1000 * before:.0f} to {1000 * after:.0f} ms; {cached:.0f} of {PREFIX_LEN} tokens cached"
+    row = Row("first token sooner by a hit", (before / after,), "times", at_least(PREFIX_TARGET), note, meter.read())
+    return Found(f"prefix cache, {PREFIX_SHARED:.0%} of {PREFIX_LEN} tokens shared, {MODEL}", (row,), {})
+
+
+def loading_section(effort: Effort) -> Found:
+    from neuron_runtime.bench import loading  # noqa: PLC0415
+
+    found = loading.measure(random_model(SHAPE), effort.num_iters)
+    rates = {
+        "plain read": (found.read_cold, found.read_warm),
+        "loading": (found.load_cold, found.load_warm),
+    }
+    note = ", ".join(
+        f"{name} {cold / 1e9:.2f} GB/s cold and {warm / 1e9:.2f} cached" if cold else f"{name} {warm / 1e9:.2f} cached"
+        for name, (cold, warm) in rates.items()
+    )
+    if found.ratio_cold is None:
+        note += "; this file system keeps its files cached"
+    row = Row("loading : plain read", (found.ratio_cold,), "ratio", at_least(LOADING_TARGET), note, found.load)
+    return Found(f"loading {found.num_bytes / 1e6:.0f} MB of weights", (row,), {"bytes_per_second": rates})
+
+
+def ready_section(effort: Effort) -> Found:
+    """From the start of the command to the first 200 of /health."""
+    from neuron_runtime.bench.spawned import SpawnedServer  # noqa: PLC0415
+
+    rows, data = [], {}
+    for shape in ("4M", SHAPE):
+        meter = Meter()
+        seconds, parts = [], []
+        for _ in range(effort.num_iters):
+            with SpawnedServer([model_folder_or_uri(f"random:{shape}")]) as server:
+                seconds.append(server.seconds_to_ready)
+                parts.append(stages(line for _, line in server.lines))
+        names = dict.fromkeys(name for part in parts for name in part)
+        typical = {name: statistics.median(part.get(name, 0.0) for part in parts) for name in names}
+        note = ", ".join(f"{name} {value:.1f} s" for name, value in typical.items())
+        total = statistics.median(seconds)
+        target = None if shape == "4M" else READY_TARGET_SECONDS
+        rows.append(
+            Row(
+                f"ready to serve, random:{shape}",
+                (total,),
+                "s",
+                None if target is None else at_most(target),
+                note,
+                meter.read(),
+            )
+        )
+        data[shape] = {"seconds": seconds, "parts": typical}
+    return Found("serve, from the command to /health", tuple(rows), data)
+
+
+SECTIONS: dict[str, Callable[[Effort], Found]] = {
+    "host": host_section,
+    "front-end": front_end_section,
+    "engine": engine_section,
+    "http": http_section,
+    "prefix": prefix_section,
+    "loading": loading_section,
+    "ready": ready_section,
+}
+"""By name, in the order in which they run."""
+
+
+def _engine(**arguments: Any) -> OfflineEngine:
+    from neuron_runtime.bench.offline import OfflineEngine  # noqa: PLC0415
+
+    return OfflineEngine(MODEL, {"max_num_seqs": MAX_ROWS, "max_model_len": MAX_MODEL_LENGTH} | arguments)
+
+
+def memory_read_rate(num_bytes: int = 2**29, num_iters: int = 7) -> tuple[float, Load]:
+    """Bytes a second that all cores together read from memory: the best of several sums over a large array."""
+    import torch  # noqa: PLC0415 - heavy
+
+    values = torch.zeros(num_bytes // 4)
+    meter = Meter()
+    seconds = []
+    for _ in range(num_iters):
+        began = time.perf_counter()
+        values.sum()
+        seconds.append(time.perf_counter() - began)
+    return num_bytes / min(seconds), meter.read()
+
+
+def _bytes_of_a_step(engine: OfflineEngine) -> int:
+    """What a decode step reads of the weights: all but the rows of the input embedding that it does not look up."""
+    from neuron_runtime.checkpoint import read_checkpoint  # noqa: PLC0415
+
+    tensors = read_checkpoint(engine.model_dir).tensors
+    tied = "lm_head.weight" not in tensors
+    return sum(one.num_bytes for name, one in tensors.items() if tied or name != "model.embed_tokens.weight")
+
+
+def stages(lines: Iterator[str]) -> dict[str, float]:
+    """Seconds of each stage that `serve` reports on its lines."""
+    found = (STAGE.search(line) for line in lines)
+    return {match["stage"]: float(match["seconds"]) for match in found if match}
+
+
+# What is left behind
+
+
+def warnings(tables: Sequence[Table]) -> list[str]:
+    """One line if others used much of the machine while something was timed."""
+    disturbed = [
+        f"{row.name} ({row.load.foreign_cpu_share:.0%})"
+        for table in tables
+        for row in table.rows
+        if row.load and (row.load.foreign_cpu_share or 0.0) > MAX_FOREIGN_SHARE
+    ]
+    if not disturbed:
+        return []
+    return [f"warning: others used more than {MAX_FOREIGN_SHARE:.0%} of the CPUs beside {', '.join(disturbed)}"]
+
+
+def markdown(tables: Sequence[Table]) -> str:
+    """All rows as one Markdown table, misses marked, and under it the machine and the day."""
+    lines = ["| figure | found | held to | met | foreign CPU | |", "|---|---|---|---|---|---|"]
+    for table in tables:
+        lines.append(f"| **{table.title}** | | | | | |")
+        for row in table.rows:
+            name, value, unit, _, foreign, note = cells(row)
+            bound = "" if row.target is None else f"{row.target.sign} {row.target.bound:g}"
+            met = {None: "", True: "yes", False: "**no**"}[row.met]
+            lines.append(f"| {name} | {value} {unit} | {bound} | {met} | {foreign} | {note} |")
+    lines += ["", f"{machine_line()}, {time.strftime('%Y-%m-%d', time.gmtime())}."]
+    return "\n".join(lines) + "\n"
+
+
+def replaced(page: Path, text: str) -> str:
+    """The page with `text` between the marks. Raises InvalidConfig for a page without them."""
+    try:
+        before, begin, rest = page.read_text(encoding="utf-8").partition(BEGIN)
+    except OSError as error:
+        raise InvalidConfig("--markdown", f"cannot read {page}: {error.strerror}") from error
+    _, end, after = rest.partition(END)
+    if not (begin and end):
+        raise InvalidConfig("--markdown", f"{page} has no lines {BEGIN} and {END}: the table goes between them")
+    return f"{before}{begin}\n\n{text}\n{end}{after}"
