@@ -15,13 +15,14 @@ import time
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass, field
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 import httpx
 from prometheus_client.parser import text_string_to_metric_families
 
-BLOCK_SIZE, NUM_BLOCKS, ROWS, QUEUED, MODEL_LENGTH = 16, 40, 2, 1, 512
+BLOCK_SIZE, NUM_BLOCKS, ROWS, QUEUED, MODEL_LENGTH = 16, 300, 2, 1, 4096
 FLAGS = (
     *("--served-model-name", "chat", "--port", "0", "--layout", "blocks", "--dtype", "float32"),
     *("--block-size", str(BLOCK_SIZE), "--num-gpu-blocks-override", str(NUM_BLOCKS)),
@@ -33,6 +34,7 @@ VOCABULARY = 300
 Values = dict[tuple[str, frozenset[tuple[str, str]]], float]
 
 
+@lru_cache
 def values_of(text: str) -> Values:
     """Every series of an exposition by name and labels, `model_name` left out."""
     return {
@@ -157,9 +159,9 @@ class ScriptedLoad:
             self.expected.prefix_hits += cached
 
     async def a_full_queue(self) -> None:
-        """Two run, one waits, one is refused."""
+        """Two run, one waits, one is refused; then those that run leave."""
         async with contextlib.AsyncExitStack() as stack:
-            streams = [await stack.enter_async_context(self._stream(10, 280)) for _ in range(ROWS)]
+            streams = [await stack.enter_async_context(self._stream(10, 2300)) for _ in range(ROWS)]
             for lines in streams:
                 await anext(lines)
             waiting = asyncio.create_task(self._complete(11, 5))
@@ -167,20 +169,19 @@ class ScriptedLoad:
             refused = await self._http.post("/v1/completions", json=self._body(self._prompt(8), 5))
             assert refused.status_code == 429, refused.text
             self.expected.refused["overloaded"] += 1
-            for lines in streams:
-                async for _ in lines:
-                    pass
-                self.expected.ended("length", 10, 280, 280)
-            await waiting
+        for _ in range(ROWS):
+            self.expected.was_cut_off("abort", 10, 2300)
+        await waiting
 
     async def more_than_the_cache_holds(self) -> None:
         """Two answers that fit alone, not together: the younger one begins again."""
-        length = 16 + 330
+        num_prompt, max_tokens = 2000, 450
+        length = num_prompt + max_tokens
         assert -(-length // BLOCK_SIZE) < NUM_BLOCKS < 2 * -(-length // BLOCK_SIZE)
-        prompts = [self._prompt(16) for _ in range(2)]
-        await self._post("/v1/completions", self._body(prompts, 330))
-        for prompt in prompts:
-            self.expected.ended("length", len(prompt), 330, 330)
+        prompts = [self._prompt(num_prompt) for _ in range(2)]
+        await self._post("/v1/completions", self._body(prompts, max_tokens))
+        for _ in prompts:
+            self.expected.ended("length", num_prompt, max_tokens, max_tokens)
         self.expected.preemptions += 1
 
     async def mistakes(self) -> None:
@@ -195,13 +196,13 @@ class ScriptedLoad:
             self.expected.refused[reason] += 1
 
     async def a_client_that_leaves(self) -> None:
-        async with self._stream(13, 400) as lines:
+        async with self._stream(13, 3000) as lines:
             await anext(lines)
-        self.expected.was_cut_off("abort", 13, 400)
+        self.expected.was_cut_off("abort", 13, 3000)
         await self._until("vllm:num_requests_running", 0)
 
     async def an_engine_that_dies(self) -> None:
-        async with self._stream(14, 400) as lines:
+        async with self._stream(14, 3000) as lines:
             await anext(lines)
             await self.scrape()
             self._kill_engine()
@@ -210,7 +211,7 @@ class ScriptedLoad:
                     last = await anext(lines)
         assert "error" in last
         await self.scrape()
-        self.expected.was_cut_off("error", 14, 400)
+        self.expected.was_cut_off("error", 14, 3000)
         self.expected.restarts += 1
         await self._until_ready()
         await self._complete(15, 5)
