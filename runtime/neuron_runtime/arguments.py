@@ -134,7 +134,7 @@ def config_of(uri: str, given: Mapping[str, Any], **more: Any) -> RuntimeConfig:
     """The document that arguments amount to.
 
     Args:
-        given: values by the names in `PATHS`, `TEXT_PATHS` and `SERVER_PATHS`; what is left out has the document's default.
+        given: values by the names in `PATHS`, `TEXT_PATHS` and `SERVER_PATHS`; what is left out has its default.
         more: further keys of the document.
 
     Raises:

@@ -21,7 +21,7 @@ import zmq
 
 from helpers.chat_model import write_chat_model
 from neuron_runtime.backend.strict import StrictBackend
-from neuron_runtime.config import CONFIG_VERSION, ModelSource, RuntimeConfig, ServerOptions
+from neuron_runtime.config import CONFIG_VERSION, ModelSource, RuntimeConfig, ServerOptions, TextOptions
 from neuron_runtime.core import BackendLimits, StepOutput
 from neuron_runtime.engine import messages
 from neuron_runtime.engine.backpressure import QueueLimits
@@ -198,6 +198,7 @@ async def serving(
     ready: bool = True,
     vocabulary_size: int = 320,
     options: ServerOptions | None = None,
+    text: TextOptions | None = None,
     api_key_file: Path | None = None,
 ) -> AsyncIterator[Serving]:
     """A server on a free port, ready unless told otherwise; everything is gone afterwards."""
@@ -206,6 +207,7 @@ async def serving(
         model=ModelSource(uri=model_dir.as_uri()),
         served_names=(MODEL, "alias"),
         server=options or ServerOptions(access_log=False),
+        text=text or TextOptions(),
     )
     with tempfile.TemporaryDirectory(prefix="nr-") as folder, listen("127.0.0.1", 0) as listener:
         run_dir = Path(folder)

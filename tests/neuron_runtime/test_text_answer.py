@@ -67,3 +67,12 @@ def test_the_token_that_ends_an_answer_is_located_behind_its_text(tokenizer: Tok
     answer = Answer(tokenizer, (), locates=True)
     assert answer.feed((*ids, 1), FinishReason.STOP) == "a core"
     assert (answer.num_tokens, answer.text_offsets[-1]) == (len(ids) + 1, 6)
+
+
+def test_tokens_that_are_not_shown_and_bytes_that_are_no_text_shift_nothing(tokenizer: Tokenizer) -> None:
+    ids = tokenizer.encode("a<|end|>☃b", add_special_tokens=False)
+    broken = next(one for one in range(320) if tokenizer.token_bytes(one) == b"\xce")
+    answer = Answer(tokenizer, (), locates=True)
+    text = answer.feed((*ids, broken, *ids), FinishReason.LENGTH)
+    assert text == "a☃b\N{REPLACEMENT CHARACTER}a☃b"
+    assert answer.text_offsets == [0, 1, 1, 1, 1, 2, 3, 4, 5, 5, 5, 5, 6]

@@ -167,7 +167,31 @@ class Routes:
         return Answer(shape, state.served_names[0], generation, state.gate.running())
 
     def _model(self, name: str) -> dict[str, object]:
-        model = {"id": name, "object": "model", "created": self._started, "owned_by": "neuron-serving"}
+        """OpenAI's model object with vLLM's additions; all names are the same model, that of the first one."""
+        model = {
+            "id": name,
+            "object": "model",
+            "created": self._started,
+            "owned_by": "neuron-serving",
+            "root": self._state.served_names[0],
+            "parent": None,
+            "permission": [
+                {
+                    "id": f"modelperm-{name}",
+                    "object": "model_permission",
+                    "created": self._started,
+                    "allow_create_engine": False,
+                    "allow_sampling": True,
+                    "allow_logprobs": True,
+                    "allow_search_indices": False,
+                    "allow_view": True,
+                    "allow_fine_tuning": False,
+                    "organization": "*",
+                    "group": None,
+                    "is_blocking": False,
+                }
+            ],
+        }
         try:
             length = self._state.admission().limits.max_model_length
         except ServingError:

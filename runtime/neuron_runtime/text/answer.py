@@ -6,6 +6,7 @@ offline class. Aborting a request whose answer ended by its text is the caller's
 
 from __future__ import annotations
 
+import codecs
 from collections.abc import Sequence
 
 from neuron_runtime.core import FinishReason
@@ -13,6 +14,9 @@ from neuron_runtime.text.detokenizer import make_detokenizer
 from neuron_runtime.text.reasoning import Thoughts
 from neuron_runtime.text.stop_strings import StopStrings
 from neuron_runtime.text.tokenizer import Tokenizer
+
+
+_Utf8 = codecs.getincrementaldecoder("utf-8")
 
 
 class Answer:
@@ -49,6 +53,7 @@ class Answer:
         self._thoughts = thoughts
         self._locates = locates
         self._tokenizer = tokenizer
+        self._skips_special = skip_special_tokens
         self._num_characters = 0
         self._held = b""
         """Of tokens that are no text yet, as the last one ends inside a character."""
@@ -100,8 +105,15 @@ class Answer:
         return "".join(parts)
 
     def _locate(self, token_id: int, part: str) -> None:
-        self.text_offsets.append(self._num_characters + len(self._held.decode(errors="ignore")))
-        self._held = b"" if part else self._held + self._tokenizer.token_bytes(token_id)
+        hidden = self._skips_special and self._tokenizer.is_special(token_id)
+        own = b"" if hidden else self._tokenizer.token_bytes(token_id)
+        if part:
+            at = max(len(part) - len(_Utf8(errors="replace").decode(own)), 0)
+            self._held = b""
+        else:
+            at = len(self._held.decode(errors="ignore"))
+            self._held += own
+        self.text_offsets.append(self._num_characters + at)
         self._num_characters += len(part)
 
     def _without_thought(self, text: str, num_tokens: int) -> str:

@@ -109,6 +109,10 @@ class Tokenizer:
         self._pieces[skip_special_tokens][token_id] = piece
         return piece
 
+    def is_special(self, token_id: int) -> bool:
+        """Whether `decode` leaves the id out."""
+        return self._spelling.is_special(token_id)
+
     @property
     def hidden_tokens(self) -> frozenset[str]:
         """Special tokens: those that `decode` leaves out."""
