@@ -160,9 +160,12 @@ class TorchBackend:
         token_ids: list[tuple[int, ...]] = [()] * len(step.batch.rows)
         logprobs: PerRow = ()
         if step.logits is not None:
-            tokens, logprobs = self._choose(step, step.logits, late)
+            tokens, found = choose_tokens(self._mirror, step.sampled, step.logits, late)
             for row, token in zip(step.sampled.tolist(), tokens.tolist(), strict=True):
                 token_ids[row] = (token,)
+            if found:
+                of_row = dict(zip(step.sampled.tolist(), found, strict=True))
+                logprobs = tuple((one,) if (one := of_row.get(row)) else () for row in range(len(token_ids)))
         return StepOutput(
             step=step.batch.step,
             token_ids=tuple(token_ids),
@@ -171,32 +174,43 @@ class TorchBackend:
             device_seconds=time.perf_counter() - step.begin,
         )
 
-    def _choose(self, step: _Launched, logits: torch.Tensor, late: Late | None) -> tuple[IntArray, PerRow]:
-        """A token for each sampling row, and the log-probabilities that some of them want."""
-        scores = Scores.of(logits)
-        sampling.check_finite(scores)
-        slots, positions = self._mirror.sampled_positions(step.sampled)
-        table = self._mirror.sampling
-        wanted = np.flatnonzero(table.num_logprobs[slots] >= 0)
-        allowed = _allowed(step.sampled, late)
-        changed = np.union1d(self._mirror.adjustments.asking(slots, positions), np.array(list(allowed), dtype=np.int64))
-        raw = scores
-        if len(changed):
-            # What is reported is what the model says, whatever requests make of it.
-            raw = scores.copy(torch.from_numpy(wanted)) if len(wanted) else scores
-            self._mirror.adjust(logits.numpy(), step.sampled, allowed)
-            scores.refresh(torch.from_numpy(changed))
-        elif len(wanted):
-            raw = scores.rows(torch.from_numpy(wanted))
-        tokens = sampling.choose(scores, table, slots, positions)
-        self._mirror.record(step.sampled, tokens)
-        if not len(wanted):
-            return tokens, ()
-        found: list[tuple[TokenLogprobs, ...]] = [()] * len(step.batch.rows)
-        reported = sampling.logprobs(raw, tokens[wanted], table.num_logprobs[slots[wanted]])
-        for row, one in zip(step.sampled[wanted].tolist(), reported, strict=True):
-            found[row] = (one,)
-        return tokens, tuple(found)
+
+def choose_tokens(
+    mirror: SlotMirror, sampled: IntArray, logits: torch.Tensor, late: Late | None
+) -> tuple[IntArray, list[TokenLogprobs | None]]:
+    """A token for each sampling row of the batch that the mirror applied last, which it records.
+
+    Args:
+        sampled: indexes of those rows.
+        logits: float32 `[sampled, vocabulary]`; changed in place where requests ask for it.
+
+    Returns:
+        The tokens, and for each of them its log-probabilities if they are wanted; an empty list if nobody wants any.
+
+    Raises:
+        NotFinite: the logits of a row are no numbers.
+    """
+    scores = Scores.of(logits)
+    sampling.check_finite(scores)
+    slots, positions = mirror.sampled_positions(sampled)
+    wanted = np.flatnonzero(mirror.sampling.num_logprobs[slots] >= 0)
+    reported = scores.rows(torch.from_numpy(wanted)) if len(wanted) else None
+    allowed = _allowed(sampled, late)
+    changed = np.union1d(mirror.adjustments.asking(slots, positions), np.array(list(allowed), dtype=np.int64))
+    if len(changed):
+        # What is reported is what the model says, whatever requests make of it.
+        reported = reported and reported.copy()
+        mirror.adjust(logits.numpy(), sampled, allowed)
+        scores.refresh(changed.tolist())
+    tokens = sampling.choose(scores, mirror.sampling, slots, positions)
+    mirror.record(sampled, tokens)
+    if reported is None:
+        return tokens, []
+    found: list[TokenLogprobs | None] = [None] * len(tokens)
+    of_wanted = sampling.logprobs(reported, tokens[wanted], mirror.sampling.num_logprobs[slots[wanted]])
+    for i, one in zip(wanted.tolist(), of_wanted, strict=True):
+        found[i] = one
+    return tokens, found
 
 
 def _allowed(sampled: IntArray, late: Late | None) -> dict[int, IntArray]:

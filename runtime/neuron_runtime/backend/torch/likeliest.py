@@ -6,6 +6,7 @@ asked afterwards (is a row finite, its best token, its best hundred) looks at gr
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -13,39 +14,55 @@ import torch
 GROUP = 64
 """Tokens whose logits share a maximum. Measured: with 32 the maxima take longer, with 128 what is read behind them."""
 
+ROWS_AT_ONCE = 8
+
 
 @dataclass(frozen=True, slots=True)
 class Scores:
-    """Logits of some rows and the maxima of their groups.
+    """Logits of some rows and the maxima of their groups. Rows are chosen without copying their logits.
 
-    logits: float32 `[rows, vocabulary]`.
+    everything: float32 `[all rows, vocabulary]`, contiguous.
+    index: int64 `[rows]`, which of them these are, ascending.
     maxima: `[rows, groups]`, the last group being shorter where the vocabulary is no multiple of `GROUP`.
     """
 
-    logits: torch.Tensor
+    everything: torch.Tensor
+    index: torch.Tensor
     maxima: torch.Tensor
 
     @classmethod
     def of(cls, logits: torch.Tensor) -> Scores:
-        return cls(logits, group_maxima(logits))
+        return cls(logits, torch.arange(len(logits)), group_maxima(logits))
+
+    def __len__(self) -> int:
+        return len(self.index)
 
     @property
     def vocabulary(self) -> int:
-        return self.logits.shape[1]
+        return self.everything.shape[1]
 
     def rows(self, index: torch.Tensor) -> Scores:
-        """Some of the rows, in ascending order; no copy where they are all of them."""
-        if len(index) == len(self.logits):
-            return self
-        return Scores(self.logits[index], self.maxima[index])
+        """Some of the rows, in ascending order."""
+        return Scores(self.everything, self.index[index], self.maxima[index])
 
-    def copy(self, index: torch.Tensor) -> Scores:
+    def parts(self) -> Iterator[tuple[slice, torch.Tensor]]:
+        """A few rows at a time, and their logits; what is computed over so much stays in a processor's cache."""
+        for begin in range(0, len(self), ROWS_AT_ONCE):
+            rows = slice(begin, min(begin + ROWS_AT_ONCE, len(self)))
+            yield rows, self._logits(self.index[rows])
+
+    def take(self, token_ids: torch.Tensor) -> torch.Tensor:
+        """Logits of tokens `[rows, n]` of each row."""
+        return self.everything.view(-1).take(token_ids + self.index.unsqueeze(1) * self.vocabulary)
+
+    def copy(self) -> Scores:
         """The same, but what happens to the one does not happen to the other."""
-        return Scores(self.logits[index], self.maxima[index])
+        return Scores(self.everything[self.index], torch.arange(len(self)), self.maxima.clone())
 
-    def refresh(self, index: torch.Tensor) -> None:
-        """Logits of these rows were changed in place."""
-        self.maxima[index] = group_maxima(self.logits[index])
+    def refresh(self, rows: Iterable[int]) -> None:
+        """Logits of these rows of all were changed in place."""
+        for row in rows:
+            self.maxima[row] = group_maxima(self.everything[row : row + 1])
 
     def best(self) -> torch.Tensor:
         """The best token of each row, the first of several as good ones: int64 `[rows]`."""
@@ -59,19 +76,24 @@ class Scores:
         They lie in the `count` groups with the largest maxima. Of equal logits at the end any may be among them.
         """
         if count * GROUP * 4 > self.vocabulary:
-            return self.logits.topk(count, dim=-1)
-        logits, ids = self._of_groups(self.maxima.topk(count, dim=-1, sorted=False).indices)
-        values, at = logits.topk(count, dim=-1)
-        return values, ids.gather(1, at)
+            values, ids = zip(*(logits.topk(count, dim=-1) for _, logits in self.parts()), strict=True)
+            return torch.cat(values), torch.cat(ids)
+        logits, token_ids = self._of_groups(self.maxima.topk(count, dim=-1, sorted=False).indices)
+        best, at = logits.topk(count, dim=-1)
+        return best, token_ids.gather(1, at)
+
+    def _logits(self, index: torch.Tensor) -> torch.Tensor:
+        begin, end = int(index[0]), int(index[-1]) + 1
+        return self.everything[begin:end] if end - begin == len(index) else self.everything[index]
 
     def _of_groups(self, groups: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Logits and ids of all tokens of some groups of each row: `[rows, groups * GROUP]` each."""
         ids = (groups.unsqueeze(-1) * GROUP + torch.arange(GROUP)).flatten(1)
         if not self.vocabulary % GROUP:
-            return self.logits.gather(1, ids), ids
+            return self.take(ids), ids
         outside = ids >= self.vocabulary
         ids = ids.clamp_max(self.vocabulary - 1)
-        return self.logits.gather(1, ids).masked_fill_(outside, float("-inf")), ids
+        return self.take(ids).masked_fill_(outside, float("-inf")), ids
 
 
 def group_maxima(logits: torch.Tensor) -> torch.Tensor:

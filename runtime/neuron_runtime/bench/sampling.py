@@ -1,0 +1,111 @@
+"""What it costs the torch backend to choose tokens from logits: the plain case, and each parameter beside it.
+
+Called by the suite. Logits are made here, for the vocabulary of Qwen's models: like those of a language model, in which
+the probability of the n-th likeliest token falls with a power of n, from 1 to 2 over the rows. Nothing is computed by a
+model, and the copy that brings back changed logits is not timed.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from typing import Any
+
+import numpy as np
+import torch
+
+from neuron_runtime.backend.torch.backend import choose_tokens
+from neuron_runtime.backend.torch.mirror import SlotMirror
+from neuron_runtime.bench.report import Meter, Row, at_most
+from neuron_runtime.core import KNOWN, NO_TOKEN, Added, BackendLimits, Batch, Kind, Rows, SamplingParams
+
+VOCABULARY = 151_936
+NUM_ROWS = 64
+PROMPT_LEN = 512
+TARGET_MILLISECONDS = 8.0
+
+CASES: dict[str, dict[str, Any]] = {
+    "temperature 0.7, top_p 0.9": {"top_p": 0.9},
+    "greedy": {"temperature": 0.0},
+    "temperature alone": {},
+    "top_k 50": {"top_k": 50},
+    "min_p 0.05": {"min_p": 0.05},
+    "top_p 0.9, all penalties": {
+        "top_p": 0.9,
+        "repetition_penalty": 1.1,
+        "presence_penalty": 0.5,
+        "frequency_penalty": 0.5,
+    },
+    "top_p 0.9, logit_bias of 300": {"top_p": 0.9, "logit_bias": tuple((7 * n, 1.0) for n in range(300))},
+    "top_p 0.9, 32 bad_words": {"top_p": 0.9, "bad_words": tuple((n, n + 1) for n in range(32))},
+    "top_p 0.9, allowed_token_ids of 1,000": {"top_p": 0.9, "allowed_token_ids": tuple(range(0, 7000, 7))},
+    "top_p 0.9, 5 logprobs": {"top_p": 0.9, "logprobs": 5},
+}
+"""Parameters of all rows, with temperature 0.7 unless they say another."""
+
+
+def measure(num_iters: int = 9, vocabulary_size: int = VOCABULARY, num_rows: int = NUM_ROWS) -> tuple[Row, ...]:
+    """Medians in milliseconds for all rows together, with as many threads as torch has; CPU time in the notes."""
+    logits = like_a_model(num_rows, vocabulary_size)
+    return tuple(_row(name, params, logits, num_iters) for name, params in CASES.items())
+
+
+def like_a_model(num_rows: int, vocabulary_size: int) -> torch.Tensor:
+    """Logits, float32 `[rows, vocabulary]`, likely tokens scattered over the vocabulary."""
+    generator = torch.Generator().manual_seed(0)
+    fall = -torch.arange(1, vocabulary_size + 1).float().log()
+    powers = torch.linspace(1, 2, num_rows).tolist()
+    return torch.stack([power * fall[torch.randperm(vocabulary_size, generator=generator)] for power in powers])
+
+
+@torch.inference_mode()
+def _row(name: str, params: dict[str, Any], logits: torch.Tensor, num_iters: int) -> Row:
+    num_rows, vocabulary_size = logits.shape
+    mirror = _mirror(SamplingParams(**{"temperature": 0.7, **params}), num_rows, vocabulary_size)
+    sampled, changed = np.arange(num_rows), torch.empty_like(logits)
+    wall, cpu = [], []
+    meter = Meter()
+    for _ in range(num_iters + 1):
+        changed.copy_(logits)
+        began, cpu_began = time.perf_counter(), time.process_time()
+        choose_tokens(mirror, sampled, changed, None)
+        wall.append(time.perf_counter() - began)
+        cpu.append(time.process_time() - cpu_began)
+    # The first one takes memory and chooses kernels.
+    milliseconds, cpu_milliseconds = (1e3 * statistics.median(one[1:]) for one in (wall, cpu))
+    return Row(
+        f"{name}, {num_rows} rows",
+        (milliseconds,),
+        unit="ms",
+        target=at_most(TARGET_MILLISECONDS) if params == CASES["temperature 0.7, top_p 0.9"] else None,
+        note=f"{cpu_milliseconds:.1f} ms of CPU",
+        load=meter.read(),
+    )
+
+
+def _mirror(params: SamplingParams, num_rows: int, vocabulary_size: int) -> SlotMirror:
+    """One in which each row is about to get the first token behind a prompt."""
+    limits = BackendLimits(
+        max_rows=num_rows,
+        max_model_length=2 * PROMPT_LEN,
+        max_step_tokens=num_rows * PROMPT_LEN,
+        layout="slots",
+        block_size=2 * PROMPT_LEN,
+        num_blocks=num_rows,
+        vocabulary_size=vocabulary_size,
+    )
+    prompts = np.random.default_rng(0).integers(0, vocabulary_size, size=(num_rows, PROMPT_LEN))
+    added = tuple(
+        Added(slot, tuple(prompt), PROMPT_LEN, params, (slot,)) for slot, prompt in enumerate(prompts.tolist())
+    )
+    rows = Rows(
+        slot=tuple(range(num_rows)),
+        start=(0,) * num_rows,
+        num_tokens=(PROMPT_LEN,) * num_rows,
+        token=(NO_TOKEN,) * num_rows,
+        after=(KNOWN,) * num_rows,
+        samples=(True,) * num_rows,
+    )
+    mirror = SlotMirror(limits)
+    mirror.apply(Batch(0, Kind.PREFILL, rows, added))
+    return mirror
