@@ -19,6 +19,7 @@ from neuron_runtime.errors import InvalidRequest, Overloaded
 HOST = BackendLimits(max_rows=4, max_model_length=256, max_step_tokens=64, block_size=8, num_blocks=128)
 DEVICE = replace(HOST, steps_in_flight=2, token_feedback="device")
 DEVICE_ONE = replace(HOST, steps_in_flight=1, token_feedback="device")
+REPORTING = replace(HOST, reports_prompt_logprobs=True)
 NEURON = neuron_limits(max_rows=4, max_model_length=256)
 
 
@@ -159,6 +160,8 @@ def test_several_tokens_per_row_and_late_rows_go_together() -> None:
         (HOST, request("a", 5, 5, min_tokens=6), "min_tokens", "above max_tokens"),
         (replace(HOST, max_top_k=64), request("a", 5, top_k=65), "top_k", "at most 64"),
         (HOST, request("a", 5, logprobs=1), "logprobs", "at most 0"),
+        (HOST, request("a", 5, prompt_logprobs=0), "prompt_logprobs", "does not report"),
+        (REPORTING, request("a", 5, prompt_logprobs=1), "prompt_logprobs", "at most 0"),
     ],
 )  # fmt: skip
 def test_what_can_never_run_is_refused_with_field_and_limit(

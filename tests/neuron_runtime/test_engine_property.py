@@ -59,6 +59,7 @@ def backend_limits(draw: st.DrawFn) -> BackendLimits:
         shares_prefixes=shares,
         max_prefix_hit=draw(st.sampled_from((0, 0, 0, 2 * block_size, 5))) if shares else 0,
         max_logprobs=2,
+        reports_prompt_logprobs=draw(st.booleans()),
         steps_in_flight=draw(st.sampled_from((1, 2))) if device else 1,
         token_feedback="device" if device else "host",
     )
@@ -86,7 +87,7 @@ def requests_for(draw: st.DrawFn, limits: BackendLimits, name: str, earlier: lis
         choice=seed % 2,
         stop_token_ids=frozenset(draw(st.sampled_from(((), (), (), (1, 2), (3, 5, 8, 9))))),
         min_tokens=seed % (max_tokens + 1),
-        prompt_logprobs=draw(st.sampled_from((None,) * 9 + (1,))),
+        prompt_logprobs=draw(st.sampled_from((None,) * 4 + (1,))) if limits.reports_prompt_logprobs else None,
     )
     common = min(draw(st.sampled_from((num_prompt, num_prompt, num_prompt - 1, num_prompt // 2))), len(text))
     prompt = (*text[:common], *(seed * (at + 1) % VOCABULARY_SIZE for at in range(common, num_prompt)))

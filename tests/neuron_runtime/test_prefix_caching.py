@@ -37,6 +37,16 @@ def test_outputs_say_what_was_found_and_are_the_same_as_without() -> None:
     assert found[1] == [0, 0, 0, 0]
 
 
+def test_logprobs_of_a_cached_prompt_are_those_of_all_its_tokens() -> None:
+    llm = LLM(MODEL, enable_prefix_caching=True, block_size=8, dtype="float32", max_num_batched_tokens=16)
+    told = SamplingParams(temperature=0.0, max_tokens=2, prompt_logprobs=1)
+    answers = [llm.generate(PROMPT, params, use_tqdm=False)[0] for params in (told, GREEDY, told)]
+    assert [one.num_cached_tokens > 0 for one in answers] == [False, True, False]
+    first, _, again = (one.prompt_logprobs for one in answers)
+    assert first == again
+    assert len(first or ()) == len(answers[0].prompt_token_ids)
+
+
 def test_asking_for_it_where_nothing_is_shared_names_the_argument_and_the_cure() -> None:
     with pytest.raises(InvalidConfig, match="leave out the layout, or use blocks") as caught:
         LLM(MODEL, enable_prefix_caching=True, layout="slots")

@@ -324,7 +324,7 @@ def test_a_hit_is_no_longer_than_the_backend_allows() -> None:
 
 
 def test_a_prompt_whose_logprobs_are_wanted_is_computed_whole_and_cached() -> None:
-    limits = replace(SHARED, max_logprobs=3, max_step_tokens=8)
+    limits = replace(SHARED, max_logprobs=3, reports_prompt_logprobs=True, max_step_tokens=8)
     first = request("first", 20, 3)
     told = again(first, "told", sampling=replace(first.sampling, prompt_logprobs=2))
     run = one_after_another(limits, told, again(told, "told again"), again(first, "plain"))

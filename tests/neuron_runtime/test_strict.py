@@ -99,6 +99,7 @@ OTHER = (9, 2, 4, 7, 1)
 (OTHER_FIRST,) = follow(*OTHER)
 BOTH = prefill(0, added(0), added(1, OTHER, (1, 2)))
 DECODE = decode(1, (0, 3, FIRST))
+TOLD = replace(GREEDY, prompt_logprobs=0)
 TOP_9 = replace(GREEDY, top_k=9)
 TWO_PREFILLS = replace(BLOCKS, max_prefill_rows=2)
 
@@ -130,6 +131,7 @@ def naive(rule: str, limits: BackendLimits, *batches: Batch) -> Any:
         naive("of 3 tokens are called the prompt", BLOCKS, prefill(0, added(0, num_prompt_tokens=4))),
         naive("top_k 9 is above 8", replace(BLOCKS, max_top_k=8), prefill(0, added(0, sampling=TOP_9))),
         naive("1 logprobs are above 0", BLOCKS, prefill(0, added(0, sampling=replace(GREEDY, logprobs=1)))),
+        naive("of a prompt are wanted, 0 each", BLOCKS, prefill(0, added(0, sampling=TOLD))),
         naive("only logits on the host can serve", NEURON, prefill(0, added(0, sampling=replace(GREEDY, min_p=0.5)))),
         naive("which does not exist", BLOCKS, prefill(0, added(0, blocks=(16,)))),
         naive("which another slot holds", BLOCKS, prefill(0, added(0)), prefill(1, added(1, blocks=(0,)))),
@@ -198,7 +200,7 @@ def naive(rule: str, limits: BackendLimits, *batches: Batch) -> Any:
         naive("shares 6 tokens, which ends within a block", SHARES, FULL, join(1, sharing(), 6)),
         naive(
             "the log-probabilities of all of them are wanted",
-            replace(SHARES, max_logprobs=1),
+            replace(SHARES, max_logprobs=1, reports_prompt_logprobs=True),
             FULL,
             join(1, sharing(sampling=replace(GREEDY, prompt_logprobs=1)), 8),
         ),
@@ -329,7 +331,7 @@ def test_whoever_computes_into_a_shared_block_spoils_it_for_the_others() -> None
 
 def test_logprobs_of_a_prompt_come_with_the_rows_that_compute_it() -> None:
     sampling = replace(GREEDY, prompt_logprobs=2)
-    backend = StrictBackend(replace(BLOCKS, max_logprobs=2))
+    backend = StrictBackend(replace(BLOCKS, max_logprobs=2, reports_prompt_logprobs=True))
     new = added(0, LONG, (0, 1, 2, 3), sampling=sampling)
     part = with_rows(prefill(0, new), num_tokens=(5,), samples=(False,))
     rest = with_rows(replace(prefill(1, new), added=()), start=(5,), num_tokens=(8,))

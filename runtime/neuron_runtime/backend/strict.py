@@ -255,6 +255,11 @@ class StrictBackend:
             f"slot {number}: {sampling.logprobs} logprobs are above {limits.max_logprobs}",
         )
         self._demand(
+            sampling.prompt_logprobs is None
+            or (limits.reports_prompt_logprobs and sampling.prompt_logprobs <= limits.max_logprobs),
+            f"slot {number}: log-probabilities of a prompt are wanted, {sampling.prompt_logprobs} each",
+        )
+        self._demand(
             limits.sampling != "Device" or not sampling.adjusts,
             f"slot {number} asks for what only logits on the host can serve",
         )

@@ -72,6 +72,17 @@ def check_request(limits: BackendLimits, request: Request) -> None:
             "logprobs",
             f"{sampling.logprobs} logprobs per token are wanted, this model reports at most {limits.max_logprobs}",
         ),
+        (
+            sampling.prompt_logprobs is not None and not limits.reports_prompt_logprobs,
+            "prompt_logprobs",
+            "this model does not report the log-probabilities of prompts",
+        ),
+        (
+            (sampling.prompt_logprobs or 0) > limits.max_logprobs,
+            "prompt_logprobs",
+            f"{sampling.prompt_logprobs} per token of the prompt are wanted, this model reports at most "
+            f"{limits.max_logprobs}",
+        ),
     ):
         if wrong:
             raise InvalidRequest(message, field=name)
