@@ -168,6 +168,7 @@ CHECKS: dict[str, Check] = {
     "neuron_serving_load_seconds": between(lambda load: 1e-6, lambda load: 60),
     "neuron_serving_warm_up_seconds": between(lambda load: 1e-6, lambda load: 60),
     "neuron_serving_engine_restarts_total": is_(lambda load: load.expected.restarts),
+    "neuron_serving_waiting_tokens": rises(11),
     "neuron_serving_requests_refused_total": by("reason", lambda load: load.expected.refused),
     "neuron_serving_open_connections": between(lambda load: 1, lambda load: 6),
     "neuron_serving_access_log_lines_lost_total": is_(lambda load: 0),

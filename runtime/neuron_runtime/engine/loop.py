@@ -57,6 +57,8 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
 
     num_running: int = 0
     num_waiting: int = 0
+    num_waiting_tokens: int = 0
+    """Prompt tokens of requests that no step has taken up."""
     num_blocks_used: int = 0
     num_blocks: int = 0
     num_preemptions_total: int = 0
@@ -175,6 +177,7 @@ class Engine:
             self._totals,
             num_running=scheduler.num_running,
             num_waiting=len(scheduler.waiting),
+            num_waiting_tokens=self._backpressure.num_tokens,
             num_blocks_used=scheduler.blocks.num_used,
             num_preemptions_total=scheduler.num_preemptions,
             num_prompt_tokens_total=scheduler.num_prompt_tokens,

@@ -123,6 +123,8 @@ class Numbers(msgspec.Struct, frozen=True, array_like=True):
 
     num_running: int = 0
     num_waiting: int = 0
+    num_waiting_tokens: int = 0
+    """Prompt tokens of requests that no step has taken up."""
     cache_usage: float = 0.0
     """Share of the KV blocks in use, 0 to 1."""
     num_preemptions_total: int = 0
@@ -199,6 +201,7 @@ def numbers(stats: EngineStats, work_seconds: float = 0.0, host_seconds: float =
     return Numbers(
         num_running=stats.num_running,
         num_waiting=stats.num_waiting,
+        num_waiting_tokens=stats.num_waiting_tokens,
         cache_usage=stats.num_blocks_used / stats.num_blocks if stats.num_blocks else 0.0,
         num_preemptions_total=stats.num_preemptions_total,
         num_prefix_queries_total=stats.num_prefix_queries_total,

@@ -144,6 +144,7 @@ COMPUTED_TOKENS = _engine_counter(
 LOAD_SECONDS = _gauge("neuron_serving_load_seconds", "Time it took to load the model.")
 WARM_UP_SECONDS = _gauge("neuron_serving_warm_up_seconds", "Time it took to compile what was not, and to warm up.")
 RESTARTS = _engine_counter("neuron_serving_engine_restarts_total", "Engine processes started after the first.")
+WAITING_TOKENS = _gauge("neuron_serving_waiting_tokens", "Prompt tokens of requests that no step has taken up.")
 REFUSED = _counter(
     "neuron_serving_requests_refused_total",
     "Requests that were answered with an error and never run, by why.",
@@ -178,6 +179,7 @@ class Metrics:
         self._seen: dict[str, float] = {}
 
         self._running, self._waiting = book.number(RUNNING), book.number(WAITING)
+        self._waiting_tokens = book.number(WAITING_TOKENS)
         self._cache_usage = book.number(CACHE_USAGE)
         self._preemptions = book.number(PREEMPTIONS)
         self._prefix_queries, self._prefix_hits = book.number(PREFIX_QUERIES), book.number(PREFIX_HITS)
@@ -249,7 +251,8 @@ class Metrics:
         self._members.value = 1
 
     def engine_ended(self) -> None:
-        for gauge in (self._running, self._waiting, self._cache_usage, self._gap_bound, self._members):
+        gauges = (self._running, self._waiting, self._waiting_tokens, self._cache_usage, self._gap_bound, self._members)
+        for gauge in gauges:
             gauge.value = 0
 
     def step(self, step: Step) -> None:
@@ -257,6 +260,7 @@ class Metrics:
         numbers, last = step.numbers, self._last
         self._heard += 1
         self._running.value, self._waiting.value = numbers.num_running, numbers.num_waiting
+        self._waiting_tokens.value = numbers.num_waiting_tokens
         self._cache_usage.value = numbers.cache_usage
         self._preemptions.value += numbers.num_preemptions_total - last.num_preemptions_total
         self._prefix_queries.value += numbers.num_prefix_queries_total - last.num_prefix_queries_total
