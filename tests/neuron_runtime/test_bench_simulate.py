@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+from collections.abc import Iterator
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
@@ -139,6 +140,23 @@ def test_only_requests_of_the_measured_time_count_and_all_of_them_are_waited_for
     assert all(0.0 <= moment < 20.0 for moment, _ in run.queue)
     assert run.busy_share <= 1.0
     assert run.mean_queue > 0.0
+
+
+def test_more_than_can_ever_be_served_ends_without_asking_for_ever() -> None:
+    num_taken = 0
+
+    def counted() -> Iterator[Conversation]:
+        nonlocal num_taken
+        for talk in conversations(replace(TRAFFIC, rate=100.0), 1, LENGTH):
+            num_taken += 1
+            yield talk
+
+    run = Simulation(counted(), limits(), TIMES, OURS, warm_up_seconds=0.0, seconds=5.0).run()
+    assert max(asked.last for asked in run.requests) > 30.0
+    assert len(run.requests) < num_taken
+    # Nearly all that was asked was measured: hardly anything was added to the queue once nobody looked any more.
+    num_prefilled = sum(use.num_used for (phase, _), use in run.shapes.items() if phase == "prefill")
+    assert num_prefilled <= 1.05 * sum(asked.num_prompt for asked in run.requests)
 
 
 def test_the_same_traffic_comes_to_the_same() -> None:

@@ -206,7 +206,8 @@ def test_seed_and_choice_draw_other_tokens_and_greedy_ignores_them() -> None:
 
 
 def test_logprobs_are_those_of_equally_likely_tokens_and_cover_the_prompt() -> None:
-    engine = Engine(SimulatedBackend(limits(max_sequences=2, max_step_tokens=4), STEP, VirtualClock()))
+    made = limits(Options(sampling="Host"), max_sequences=2, max_step_tokens=4)
+    engine = Engine(SimulatedBackend(made, STEP, VirtualClock()))
     engine.add(request("r", 9, max_tokens=2, logprobs=2, prompt_logprobs=0))
     events = []
     while engine.has_work:
@@ -218,8 +219,7 @@ def test_logprobs_are_those_of_equally_likely_tokens_and_cover_the_prompt() -> N
     assert told.logprob == pytest.approx(-4.6151, abs=1e-4)
     assert [logprob for _, logprob in told.top] == [told.logprob] * 2
     asked = request("r", 9)
-    if first.prompt_logprobs:  # told by engines that pass them on
-        assert [one.token_id for one in first.prompt_logprobs] == list(asked.prompt_token_ids[1:])
+    assert [one.token_id for one in first.prompt_logprobs] == list(asked.prompt_token_ids[1:])
 
 
 def test_several_tokens_per_row_and_an_unknown_vocabulary_are_refused() -> None:

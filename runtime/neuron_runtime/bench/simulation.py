@@ -167,7 +167,9 @@ class Simulation:
                 came, _, talk = heapq.heappop(self._coming)
                 if talk.turn == 0:
                     self._begin_talk()
-                self._ask(talk, came)
+                # Behind a queue, what nobody measures changes nothing that is: served in order, it would only pile up.
+                if came < self._end or not self._engine.stats.num_waiting:
+                    self._ask(talk, came)
             for event in self._engine.step():
                 self._take(event)
             busy = self._backend.timeline.busy_until(self._clock.now())

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import random
+import struct
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -94,6 +95,6 @@ def _draw(numbers: random.Random, span: Span) -> int:
 
 
 def _token_ids(numbers: random.Random, count: int) -> tuple[int, ...]:
-    # Four bytes a token, at once: prompts are long.
-    raw = numbers.randbytes(4 * count)
-    return tuple(int.from_bytes(raw[at : at + 4], "little") % VOCABULARY_SIZE for at in range(0, 4 * count, 4))
+    # All at once: prompts are long.
+    raw = struct.unpack(f"<{count}I", numbers.randbytes(4 * count))
+    return tuple(number % VOCABULARY_SIZE for number in raw)
