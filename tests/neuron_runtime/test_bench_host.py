@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from neuron_runtime.backend.simulated.step_times import Phase, StepTimes, consta
 from neuron_runtime.bench import host, host_cost
 from neuron_runtime.core import BackendLimits, Batch, Late, Request, SamplingParams, StepOutput
 from neuron_runtime.engine.loop import Engine
+from neuron_runtime.engine.scheduler import Scheduler
 
 
 class LoggingBackend(SimulatedBackend):
@@ -36,7 +38,7 @@ class LoggingBackend(SimulatedBackend):
         return super().collect(step)
 
 
-def decoding(rows: int, feedback: Any, host_seconds: float = 0.0) -> LoggingBackend:
+def decoding(rows: int, feedback: Any, host_seconds: float = 0.0, clock: VirtualClock | None = None) -> LoggingBackend:
     """Rows that decode to their end, 8 ms a step."""
     limits = BackendLimits(
         max_rows=rows,
@@ -49,7 +51,8 @@ def decoding(rows: int, feedback: Any, host_seconds: float = 0.0) -> LoggingBack
         token_feedback=feedback,
     )
     phase = Phase(constant(0.008))
-    backend = LoggingBackend(limits, StepTimes(phase, phase), VirtualClock(), host_seconds_per_step=host_seconds)
+    clock = clock or VirtualClock()
+    backend = LoggingBackend(limits, StepTimes(phase, phase), clock, host_seconds_per_step=host_seconds)
     engine = Engine(backend)
     for number in range(rows):
         engine.add(Request(f"r{number}", (number,) * 8, SamplingParams(max_tokens=100)))
@@ -78,6 +81,23 @@ def test_with_host_feedback_the_device_waits_only_between_collect_and_launch(
 ) -> None:
     # Had the whole work of a step (schedule and apply too) been spent there, it would be less.
     assert decoding(rows, "host", host_milliseconds / 1000).timeline.busy_share >= share
+
+
+@pytest.mark.parametrize("feedback", ["device", "host"])
+def test_scheduling_and_applying_never_keep_the_device_waiting(feedback: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = VirtualClock()
+
+    def slow(method: Callable[..., Any]) -> Callable[..., Any]:
+        def wrapped(*given: Any) -> Any:
+            clock.sleep_until(clock.now() + 0.003)
+            return method(*given)
+
+        return wrapped
+
+    for name in ("schedule", "apply"):
+        monkeypatch.setattr(Scheduler, name, slow(getattr(Scheduler, name)))
+    # 3 ms each, in steps of 8: done in a row with the device they would leave it busy for 8 of 14.
+    assert decoding(64, feedback, clock=clock).timeline.busy_share >= 0.99
 
 
 @pytest.mark.parametrize("feedback", ["device", "host"])
