@@ -26,6 +26,7 @@ CHART = Path(__file__).resolve().parents[2] / "charts" / "neuron-serving"
 NAMESPACE = "neuron-serving"
 CRD = "/apis/apiextensions.k8s.io/v1/customresourcedefinitions/neuronmodels.neuron-serving.dev"
 MODELS = "/apis/neuron-serving.dev/v1alpha1/namespaces/default/neuronmodels"
+CASES = Path(__file__).resolve().parents[1] / "cases" / "rendered"
 IMAGES = {"image": {"operator": "registry.test:5000/operator:1", "runtime": "registry.test:5000/runtime:1"}}
 # Every value away from its default, for what the defaults do not reach.
 EVERYTHING: dict[str, Any] = {
@@ -263,7 +264,13 @@ def test_monitors_select_what_the_operator_makes_and_the_operator(helm: Helm) ->
     documents = helm.render(EVERYTHING)
     models = one(documents, "PodMonitor", "neuron-operator-models")
     wanted = models["spec"]["selector"]["matchLabels"]
-    assert wanted == {names.NAME_LABEL: names.APP, names.ROLE_LABEL: names.ROLE_LEADER}
+    for made in sorted(CASES.glob("*.yaml")):
+        for child in yaml.safe_load(made.read_text())["expect"]["objects"]:
+            if child["kind"] in ("Deployment", "Job"):
+                pod = child["spec"]["template"]
+                serves = child["kind"] == "Deployment"
+                assert (wanted.items() <= pod["metadata"]["labels"].items()) == serves, made.name
+                assert not serves or pod["spec"]["containers"][0]["ports"][0]["name"] == names.PORT_NAME
     assert models["spec"]["namespaceSelector"] == {"matchNames": EVERYTHING["watchNamespaces"]}
     assert one(helm.render(EVERYTHING | {"watchNamespaces": []}), "PodMonitor", "neuron-operator-models")["spec"][
         "namespaceSelector"

@@ -130,7 +130,7 @@ def bad_model(num_stalls: int) -> str:
     metrics.engine_ready(BackendLimits(2, 256, 256, num_blocks=64), 1.0, 1.0)
     for _ in range(num_stalls):
         metrics.tokens(1, 3.0)
-    metrics.step(Step((), (), Numbers(num_preemptions_total=num_stalls)))
+    metrics.step(Step((), (), Numbers(num_preemptions_total=num_stalls, stream_gap_bound_seconds=0.1 * num_stalls)))
     return metrics.render().decode()
 
 
@@ -312,7 +312,7 @@ def test_an_alert_fires_when_it_should_and_not_before(load: ScriptedLoad, scrape
     )
     refusals = moment(lambda s: s.total("neuron_serving_requests_refused_total", reason="overloaded") > 0)
     assert min(found["NeuronModelRefusesRequests"]) == min(refusals)
-    for name in ("NeuronModelStreamsStall", "NeuronModelPreempts"):
+    for name in ("NeuronModelStreamsStall", "NeuronModelStreamsMayStall", "NeuronModelPreempts"):
         assert found[name], name
     for name in ("NeuronOperatorAbsent", "NeuronOperatorFails", "NeuronModelNotReady"):
         assert found[name] == {times[-1]}, name
