@@ -46,6 +46,9 @@ test-long: setup  ## the engine under 100,000 random loads; half an hour
 test-neuron-versions: .venv-neuron/.ready  ## the runtime's fast tests with the versions of AWS's Neuron images
 	@$(TWO) .venv-neuron/bin/pytest -q -n 2 -m "$(FAST)" tests/neuron_runtime
 
+bench: setup  ## the figures, into bench-results/; QUICK=1 for a short look, PAGES="README.md ..." to put them there
+	@$(BIN)/neuron-runtime bench suite --folder bench-results $(if $(QUICK),--quick) $(if $(PAGES),--markdown $(PAGES))
+
 cluster: setup cluster-deps  ## a real cluster on this machine, fake Neuron devices; prints the KUBECONFIG
 	@$(RIG) up
 

@@ -6,11 +6,13 @@ import argparse
 import re
 from pathlib import Path
 
+import pytest
+
 from neuron_runtime.__main__ import build_parser
 from neuron_runtime.backend.simulated.device import ShapeUse
 from neuron_runtime.backend.simulated.options import Options
 from neuron_runtime.backend.simulated.step_times import PUBLISHED
-from neuron_runtime.bench import simulated_tables
+from neuron_runtime.bench import simulated_tables, suite
 from neuron_runtime.bench.simulated_tables import Run, Targets
 from neuron_runtime.bench.simulation import PREFILL_FIRST, Asked, Outcome
 
@@ -40,9 +42,9 @@ def test_the_published_step_times_are_those_of_the_code() -> None:
     ]
 
 
-def simulate_parser() -> argparse.ArgumentParser:
+def bench_parser(command: str) -> argparse.ArgumentParser:
     parser = build_parser()
-    for name in ("bench", "simulate"):
+    for name in ("bench", command):
         commands = next(a for a in parser._actions if isinstance(a, argparse._SubParsersAction))
         parser = commands.choices[name]
     return parser
@@ -50,7 +52,7 @@ def simulate_parser() -> argparse.ArgumentParser:
 
 def test_every_flag_of_simulate_is_documented_with_its_default_and_no_other() -> None:
     told = {flag: row for row in table("Flags of bench simulate") for flag in re.findall(r"`(--?[a-z-]+)`", row[0])}
-    actions = {option: action for action in simulate_parser()._actions for option in action.option_strings}
+    actions = {option: action for action in bench_parser("simulate")._actions for option in action.option_strings}
     assert sorted(told) == sorted(actions)
     for flag, action in actions.items():
         defaults = action.default if isinstance(action.default, list) else [action.default]
@@ -58,6 +60,30 @@ def test_every_flag_of_simulate_is_documented_with_its_default_and_no_other() ->
             assert " ".join(f"{value:g}" if isinstance(value, float) else str(value) for value in defaults) in told[
                 flag
             ][2].replace("`", ""), flag
+
+
+@pytest.mark.parametrize(
+    ("title", "command"),
+    [("The figures", "suite"), ("A server under load", "serve"), ("A model in this process", "offline")],
+)
+def test_every_flag_of_the_other_commands_is_documented_with_its_default_and_no_other(title: str, command: str) -> None:
+    told = {flag: row for row in table(title) for flag in re.findall(r"`(--[a-z-]+)`", row[0])}
+    actions = {
+        option: action
+        for action in bench_parser(command)._actions
+        for option in action.option_strings
+        if option.startswith("--")
+    }
+    assert sorted(told) == sorted(actions.keys() - {"--help", "--json", "--plot"})
+    for flag, row in told.items():
+        default = actions[flag].default
+        if isinstance(default, int | float) and not isinstance(default, bool):
+            assert f"{default:g}" in row[2], flag
+
+
+def test_every_section_of_the_figures_is_named() -> None:
+    (row,) = (row for row in table("The figures") if row[0] == "`--only`")
+    assert re.findall(r"`([a-z-]+)`", row[1]) == list(suite.SECTIONS)
 
 
 def test_the_example_shows_the_rows_that_the_command_prints() -> None:

@@ -287,6 +287,13 @@ def prefix_section(effort: Effort) -> Found:
     return Found(f"prefix cache, {PREFIX_SHARED:.0%} of {PREFIX_LEN} tokens shared, {MODEL}", (row,), {})
 
 
+def sampling_section(effort: Effort) -> Found:
+    from neuron_runtime.bench import sampling  # noqa: PLC0415
+
+    title = f"choosing tokens, vocabulary {sampling.VOCABULARY:,}"
+    return Found(title, sampling.measure(num_iters=3 * effort.num_iters), {})
+
+
 def loading_section(effort: Effort) -> Found:
     from neuron_runtime.bench import loading  # noqa: PLC0415
 
@@ -342,6 +349,7 @@ SECTIONS: dict[str, Callable[[Effort], Found]] = {
     "engine": engine_section,
     "http": http_section,
     "prefix": prefix_section,
+    "sampling": sampling_section,
     "loading": loading_section,
     "ready": ready_section,
 }
