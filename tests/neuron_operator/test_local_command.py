@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -116,3 +117,31 @@ def test_one_model_is_served_by_one_local_at_a_time(tmp_path: Path) -> None:
         ended = local(tmp_path, MODEL % ("file:///x", "CPU", ""))
     assert ended.returncode == 2
     assert "another `neuron-operator local` serves demo" in ended.stderr
+
+
+WITH_KEYS = "  serving: {apiKeySecretRef: {name: chat-keys, key: api.keys}}"
+DEMO_MODEL = Path(__file__).parents[2] / "examples" / "demo-model"
+
+
+def test_a_secret_with_keys_that_is_not_there_is_said_with_the_cure(tmp_path: Path) -> None:
+    ended = local(tmp_path, MODEL % (DEMO_MODEL.as_uri(), "CPU", WITH_KEYS))
+    assert ended.returncode == 2
+    assert "chat-keys/api.keys is not here; export CHAT_KEYS_API_KEYS=... first" in ended.stderr
+
+
+@pytest.mark.slow
+def test_keys_are_taken_from_the_shell_and_the_question_is_asked_with_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CHAT_KEYS_API_KEYS", "\nsk-local-first\nsk-local-second\n")
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    manifest = MODEL % (DEMO_MODEL.as_uri(), "CPU", WITH_KEYS)
+    ended = local(tmp_path, manifest, "--port", str(port), "--ask", "What is a device?", "--exit")
+    assert ended.returncode == 0, ended.stderr
+    assert "first token after" in ended.stdout
+    assert '"api_key":1' in ended.stderr
+    written = [path.read_bytes() for path in (tmp_path / "cache").rglob("*") if path.is_file()]
+    assert written
+    assert not [one for one in (ended.stdout.encode(), ended.stderr.encode(), *written) if b"sk-local" in one]

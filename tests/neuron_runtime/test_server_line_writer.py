@@ -34,6 +34,19 @@ def test_lines_of_a_pipe_come_whole_and_in_order() -> None:
         os.close(fd)
 
 
+def test_what_waits_is_written_when_close_returns(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(access_log, "GATHER_SECONDS", 3600.0)
+    read_fd, write_fd = os.pipe()
+    os.set_blocking(read_fd, False)
+    writer = LineWriter(write_fd)
+    for _ in range(50):
+        writer.write(b"x" * 999 + b"\n")
+    writer.close()
+    assert os.read(read_fd, 65536).count(b"\n") == 50
+    for fd in (read_fd, write_fd):
+        os.close(fd)
+
+
 def test_a_reader_that_does_not_read_costs_lines_and_never_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(access_log, "FLUSH_SECONDS", 0.05)
     read_fd, write_fd = os.pipe()

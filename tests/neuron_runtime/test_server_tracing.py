@@ -25,6 +25,7 @@ from neuron_runtime.config import ServerOptions
 from neuron_runtime.errors import InvalidConfig
 from neuron_runtime.server import tracing
 from neuron_runtime.server.edge import TRACES_ENDPOINT, Edge
+from neuron_runtime.server.exchange import Exchange
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -225,10 +226,33 @@ async def test_the_end_does_not_wait_for_an_endpoint_that_takes_for_ever(
     endpoint = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}/v1/traces"
     async with traced(model_dir, endpoint) as served:
         await served.http.post("/v1/completions", json={"prompt": "x", "max_tokens": 2})
-    # Here the server has ended, although its span is still held.
+    # The server has ended, although its span is still held.
+    assert "traces-flush" in [thread.name for thread in threading.enumerate()]
     held.set()
     server.close()
     await server.wait_closed()
+
+
+async def test_what_waits_is_sent_when_close_returns(
+    model_dir: Path, collector: Collector, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    exchanges: list[Exchange] = []
+
+    class Keeping(tracing.Traces):
+        def ended(self, exchange: Exchange) -> None:
+            exchanges.append(exchange)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(tracing, "Traces", Keeping)
+        async with traced(model_dir, collector.endpoint) as served:
+            await served.http.post("/v1/completions", json={"prompt": "x", "max_tokens": 2})
+    monkeypatch.setenv("OTEL_BSP_SCHEDULE_DELAY", "3600000")
+    traces = tracing.Traces(collector.endpoint)
+    for _ in range(3):
+        traces.ended(exchanges[-1])
+    assert collector.spans == []
+    traces.close()
+    assert len(collector.spans) == 3
 
 
 async def test_without_an_endpoint_nothing_of_it_is_imported(monkeypatch: pytest.MonkeyPatch) -> None:

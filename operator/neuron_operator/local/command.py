@@ -34,6 +34,7 @@ from neuron_operator.local.machine import Machine, timestamp
 from neuron_operator.local.pods import (
     LOOPBACK,
     CannotRunHere,
+    ContainerPlan,
     Host,
     count_neuron_devices,
     environment_to_inherit,
@@ -260,8 +261,9 @@ class _Session:
 
     async def _announce(self, machine: Machine) -> None:
         self._say("ready")
-        ports = [port for pod in machine.running if pod.process.ready for port in pod.process.plan.ports.values()]
-        async with aiohttp.ClientSession() as session:
+        plans = [pod.process.plan for pod in machine.running if pod.process.ready]
+        ports = [port for plan in plans for port in plan.ports.values()]
+        async with aiohttp.ClientSession(headers=_authorization(plans[0])) as session:
             name = await _served_name(session, ports[0])
             for port in ports:
                 print(f"  API      http://{LOOPBACK}:{port}/v1   (model: {name})")
@@ -277,6 +279,13 @@ class _Session:
 
     def _say(self, text: str) -> None:
         print(f"{time.monotonic() - self.started:8.1f} s  {text}", file=sys.stderr, flush=True)
+
+
+def _authorization(plan: ContainerPlan) -> dict[str, str]:
+    """The headers with which a pod that asks for an API key answers: its first key."""
+    lines = (line.strip() for text in plan.secrets.values() for line in text.splitlines())
+    key = next(filter(None, lines), None)
+    return {} if key is None else {"Authorization": f"Bearer {key}"}
 
 
 async def _served_name(session: aiohttp.ClientSession, port: int) -> str:

@@ -81,10 +81,11 @@ class PodProcess:
                 self._log(self.plan.pod, line.decode(errors="replace").rstrip("\n"))
             code = await self._process.wait()
         finally:
-            probing.cancel()
-            await asyncio.wait([probing])  # unlike awaiting the task, this never swallows our own cancellation
+            # First, as whoever waits below may be cancelled.
             for path in self.plan.secrets:
                 path.unlink(missing_ok=True)
+            probing.cancel()
+            await asyncio.wait([probing])  # unlike awaiting the task, this never swallows our own cancellation
         self.ready = False
         message = self.plan.termination_message.read_bytes()[:MAX_TERMINATION_MESSAGE_BYTES]
         self.terminated = Terminated(
