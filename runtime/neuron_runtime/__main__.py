@@ -85,7 +85,8 @@ def build_parser() -> argparse.ArgumentParser:
     inspect.add_argument("--json", action="store_true", help="print the facts as JSON")
     _add_record(inspect)
     inspect.set_defaults(run=_inspect)
-    bench_command.add_commands(commands.add_parser("bench", help="measure", description="Measure; see docs."))
+    meaning = "measure what the runtime costs and what a deployment carries"
+    bench_command.add_commands(commands.add_parser("bench", help=meaning, description=f"{meaning.capitalize()}."))
     return parser
 
 

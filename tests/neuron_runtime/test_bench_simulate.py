@@ -289,7 +289,7 @@ def test_padding_weighs_sizes_by_the_time_they_took() -> None:
 # The command
 
 FLAGS = [
-    "--rate", "3", "--seconds", "20", "--warm-up-seconds", "5", "--max-num-seqs", "8", "--max-model-len", "1024",
+    "--rate", "3", "--seconds", "8", "--warm-up-seconds", "2", "--max-num-seqs", "8", "--max-model-len", "1024",
     "--long-prompt", "600", "900", "--decode-milliseconds", "8:10", "--prefill-milliseconds", "100:10", "1000:90",
 ]  # fmt: skip
 
