@@ -178,6 +178,7 @@ def _add_server_flags(server: argparse._ArgumentGroup) -> None:
         ("--max-prompts", "prompts in a request"),
         ("--max-choices", "answers to a request: prompts times n"),
         ("--api-server-count", "processes that speak HTTP and text (default: 1)"),
+        ("--client-stall-seconds", "a client that takes nothing for so long is gone (default: 60)"),
     ):
         server.add_argument(flag, type=int, metavar="N", help=meaning)
     server.set_defaults(access_log=None)
@@ -242,7 +243,7 @@ def _serve(options: argparse.Namespace, began: float) -> record.Record:
     check_keys(options.api_key_file, keys)
     with naming(FLAG_OF_PATH) if options.config is None else nullcontext():
         check_backend(config)
-        with listen(options.host, options.port) as listener, made_run_dir() as run_dir:
+        with listen(options.host, options.port, config.server.client_stall_seconds) as listener, made_run_dir() as run_dir:
             say(f"serving {config.model.uri} at {url_of(listener)}")
             supervisor = Supervisor(
                 config,

@@ -46,6 +46,7 @@ SERVER_PATHS = {
     "otlp_traces_endpoint": "server.otlpTracesEndpoint",
     "allowed_origins": "server.allowedOrigins",
     "api_server_count": "server.numFrontEnds",
+    "client_stall_seconds": "server.clientStallSeconds",
     "max_body_bytes": "server.maxBodyBytes",
     "max_output_tokens": "server.maxOutputTokens",
     "max_prompts": "server.maxPrompts",

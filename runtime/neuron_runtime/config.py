@@ -82,6 +82,8 @@ class ServerOptions(Document, frozen=True, kw_only=True):
     """Full URL of an OpenTelemetry collector (OTLP over HTTP); empty: $OTEL_EXPORTER_OTLP_TRACES_ENDPOINT, or none."""
     allowed_origins: tuple[str, ...] = ()
     """Origins of web pages that may call from a browser; `*`: all."""
+    client_stall_seconds: int = 60
+    """A client that takes nothing of what is sent for so long is taken for gone."""
     num_front_ends: int = 1
     """Processes that speak HTTP and text, beside the one with the engine."""
     max_body_bytes: int = MAX_BODY_BYTES
@@ -147,7 +149,7 @@ def check_config(config: RuntimeConfig) -> None:
 
 
 def _check_server(server: ServerOptions) -> None:
-    positive = ("maxLoggedCharacters", "maxBodyBytes", "numFrontEnds", "maxPrompts", "maxChoices")
+    positive = ("maxLoggedCharacters", "maxBodyBytes", "numFrontEnds", "clientStallSeconds", "maxPrompts", "maxChoices")
     lowest = {"maxOutputTokens": 0, **dict.fromkeys(positive, 1)}
     options = msgspec.to_builtins(server)
     for name, least in lowest.items():

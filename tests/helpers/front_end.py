@@ -200,6 +200,7 @@ async def serving(
     options: ServerOptions | None = None,
     text: TextOptions | None = None,
     api_key_file: Path | None = None,
+    stall_seconds: int = 60,
 ) -> AsyncIterator[Serving]:
     """A server on a free port, ready unless told otherwise; everything is gone afterwards."""
     config = RuntimeConfig(
@@ -209,7 +210,7 @@ async def serving(
         server=options or ServerOptions(access_log=False),
         text=text or TextOptions(),
     )
-    with tempfile.TemporaryDirectory(prefix="nr-") as folder, listen("127.0.0.1", 0) as listener:
+    with tempfile.TemporaryDirectory(prefix="nr-") as folder, listen("127.0.0.1", 0, stall_seconds) as listener:
         run_dir = Path(folder)
 
         def start_engine(incarnation: int) -> EngineThread:

@@ -6,7 +6,6 @@ never a 5xx: whatever is wrong with a request is an OpenAI error object with the
 
 from __future__ import annotations
 
-import asyncio
 import time
 from collections.abc import Callable
 from importlib.metadata import version
@@ -15,7 +14,7 @@ from typing import Protocol, TypeVar
 import orjson
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
-from starlette.requests import ClientDisconnect, Request
+from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
@@ -23,6 +22,7 @@ from neuron_runtime.config import ServerOptions
 from neuron_runtime.errors import InvalidRequest, ServingError
 from neuron_runtime.server.admission import Admission, Ask
 from neuron_runtime.server.answers import CHAT, COMPLETION, Answer, Shape
+from neuron_runtime.server.bodies import Bodies
 from neuron_runtime.server.engine_client import EngineClient
 from neuron_runtime.server.exchange import exchange_of
 from neuron_runtime.server.gate import Gate
@@ -42,11 +42,6 @@ from neuron_runtime.server.wire import (
 
 Made = TypeVar("Made")
 
-DISCARDED_BODIES = 4
-"""Beyond this many times the largest body a connection is closed without reading on."""
-LONG_BODY_BYTES = 16 * 1024
-"""Bodies beyond this are parsed and tokenized on a thread, so that streams do not stall."""
-
 
 class State(Protocol):
     """What the routes need of the front end."""
@@ -55,6 +50,7 @@ class State(Protocol):
     metrics: Metrics
     summed_metrics: SummedMetrics
     gate: Gate
+    bodies: Bodies
     served_names: tuple[str, ...]
     options: ServerOptions
 
@@ -198,41 +194,10 @@ class Routes:
             return model
         return {**model, "max_model_len": length}
 
-
     async def _parsed(self, request: Request, body_type: type[Body], use: Callable[[Body], Made]) -> Made:
-        """Read, parse and use a body; long ones on a thread. Raises InvalidRequest."""
-        raw = await read_body(request, self._state.options.max_body_bytes)
-        if len(raw) <= LONG_BODY_BYTES:
-            return use(parse_body(raw, body_type))
-        return await asyncio.to_thread(lambda: use(parse_body(raw, body_type)))
-
-
-async def read_body(request: Request, max_bytes: int) -> bytes:
-    """The whole body. Raises InvalidRequest (413) when it is too long.
-
-    A body that is somewhat too long is read to its end and dropped: most clients look for an answer only then.
-    """
-    declared = request.headers.get("content-length", "0")
-    parts: list[bytes] = []
-    size = 0
-    if int(declared) > DISCARDED_BODIES * max_bytes:
-        raise _too_large(max_bytes)
-    try:
-        async for part in request.stream():
-            size += len(part)
-            if size <= max_bytes:
-                parts.append(part)
-            elif size > DISCARDED_BODIES * max_bytes:
-                raise _too_large(max_bytes)
-    except ClientDisconnect as error:
-        raise InvalidRequest("the client left before the body was complete") from error
-    if size > max_bytes:
-        raise _too_large(max_bytes)
-    return b"".join(parts)
-
-
-def _too_large(max_bytes: int) -> InvalidRequest:
-    return InvalidRequest(f"the body has more than {max_bytes} bytes", status=413, code="body_too_large")
+        """Read, parse and use a body. Raises InvalidRequest, and Overloaded where too many others are read."""
+        async with self._state.bodies.read(request) as raw:
+            return await self._state.bodies.use(raw, lambda raw: use(parse_body(raw, body_type)))
 
 
 def _json(value: object, status: int = 200) -> Response:
@@ -243,7 +208,7 @@ async def _serving_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, ServingError)
     exchange_of(request.scope).error = error
     status, body, headers = error_answer(error)
-    if status == 413:
+    if status in (408, 413):
         # The rest of the body is on its way; nobody will read it.
         headers = {**headers, "connection": "close"}
     return Response(body, status, headers, media_type="application/json")

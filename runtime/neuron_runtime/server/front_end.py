@@ -33,6 +33,7 @@ from neuron_runtime.errors import BackendFailed, Draining, FatalError, InvalidCo
 from neuron_runtime.server import control
 from neuron_runtime.server.admission import Admission, served_defaults
 from neuron_runtime.server.app import build_app
+from neuron_runtime.server.bodies import Bodies
 from neuron_runtime.server.control import Drain, EngineEnded, EngineStarted
 from neuron_runtime.server.edge import Edge
 from neuron_runtime.server.engine_client import EngineClient
@@ -102,6 +103,7 @@ class FrontEnd:
         self._text_options = config.text
         self.metrics = Metrics(config.served_names[0])
         self.gate = Gate()
+        self.bodies = Bodies(config.server.max_body_bytes)
         self.summed_metrics = SummedMetrics(self.metrics, run_dir, front_end, config.server.num_front_ends)
         self.client = EngineClient(
             run_dir,

@@ -18,6 +18,8 @@ from neuron_runtime.server.wire import error_object
 
 MAX_HEAD_BYTES = 64 * 1024
 """Request line and headers together; also trailers, and what lies between two chunks."""
+WRITE_BUFFER_BYTES = 16 * 1024
+"""Where a client does not keep up, what it has not taken; the text of further tokens is gathered into one event."""
 HEAD_SECONDS = 75.0
 """From the connection, or from a request's first byte, to the end of its head."""
 
@@ -77,6 +79,7 @@ class BoundedProtocol(HttpToolsProtocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
+        transport.set_write_buffer_limits(high=WRITE_BUFFER_BYTES)
         self._await_head()
 
     def connection_lost(self, exc: Exception | None) -> None:

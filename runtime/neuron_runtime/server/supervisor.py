@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import resource
 import select
 import signal
 import socket
@@ -36,20 +37,41 @@ MIN_LOOKS = 2
 STOP_SECONDS = 10.0
 """How long a child may take to end when it was told to, beyond what a drain allows."""
 BACKLOG = 2048
+SEND_BUFFER_BYTES = 64 * 1024
+"""What the kernel keeps for a client that does not read; some hundred tokens."""
+NUM_PROBES = 4
 
 
-def listen(host: str, port: int) -> socket.socket:
-    """The listening socket. Raises InvalidConfig with the cure."""
+def listen(host: str, port: int, stall_seconds: int = 60) -> socket.socket:
+    """The listening socket. Raises InvalidConfig with the cure.
+
+    stall_seconds: the kernel ends a connection whose client has taken nothing, or said nothing to probes, for so long.
+    """
     if not 0 <= port <= 65535:
         raise InvalidConfig("--port", f"must be from 0 to 65535, got {port}")
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
-        return socket.create_server((host, port), family=family, backlog=BACKLOG)
+        made = socket.create_server((host, port), family=family, backlog=BACKLOG)
     except OSError as error:
         if error.errno == errno.EADDRINUSE:
             message = f"{port} on {host} is in use: stop what listens there, or choose another port with --port"
             raise InvalidConfig("--port", message) from error
         raise InvalidConfig("--host", f"cannot listen on {host}, port {port}: {error.strerror or error}") from error
+    # Linux hands these on to every connection that is accepted.
+    made.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER_BYTES)
+    made.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    if sys.platform == "linux":
+        made.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, stall_seconds)
+        made.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, max(stall_seconds // NUM_PROBES, 1))
+        made.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, NUM_PROBES)
+        made.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, stall_seconds * 1000)
+    return made
+
+
+def raise_open_files() -> None:
+    """Every connection is an open file: take as many as this user may have, as servers do."""
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
 def url_of(listener: socket.socket) -> str:
@@ -176,6 +198,7 @@ class Supervisor:
 
     def run(self) -> None:
         """Returns after a drain. Raises ServingError when serving cannot go on."""
+        raise_open_files()
         self._start_front_ends()
         self._start_engine()
         try:
