@@ -9,11 +9,11 @@ from types import ModuleType
 import pytest
 
 from neuron_runtime.backend.base import IllegalBatch
-from neuron_runtime.engine import blocks, loop, prefix_cache, scheduler, sequence
+from neuron_runtime.engine import admission, blocks, loop, prefix_cache, scheduler, sequence
 from neuron_runtime.errors import BackendFailed
 
 MUTANTS = [
-    # One line of a module, what becomes of it, and the test in test_scheduler.py that notices.
+    # One line of a module, what becomes of it, and the test in test_scheduler.py or test_engine.py that notices.
     (
         scheduler,
         "not decoders_wait or self._consecutive_prefills < self._max_consecutive_prefills",
@@ -55,6 +55,12 @@ MUTANTS = [
         "self.waiting[: self.slots.num_free]",
         "self.waiting[:]",
         "waiting_requests_are_admitted_by_priority_then_arrival",
+    ),
+    (
+        scheduler,
+        "merge(started, self._admissible(), key=_first_order)",
+        "[*started, *self._admissible()]",
+        "a_long_prompt_in_progress_does_not_hold_up_one_that_is_served_before_it",
     ),
     (
         scheduler,
@@ -290,13 +296,51 @@ MUTANTS = [
         "if number in self._key_of:",
         "who_waited_for_a_prefix_computes_it_when_the_other_one_leaves",
     ),
+    (
+        admission,
+        "own + max_consecutive_prefills * prefill",
+        "own + prefill",
+        "the_bound_on_the_gap_is_reached",
+    ),
+    (
+        admission,
+        "turn = own if limits.mixes_phases else own",
+        "turn = own",
+        "the_bound_on_the_gap_is_reached",
+    ),
+    (
+        loop,
+        "        if not self.has_work:\n            self._applied_at = None",
+        "        if not self.has_work:\n            pass",
+        "the_bound_on_the_gap_is_reached",
+    ),
+    (
+        loop,
+        "self._queue_seconds[name] = now - self._added_at.pop(name)",
+        "self._queue_seconds[name] = now - self._added_at[name]",
+        "the_time_in_the_queue_comes_with_the_first_tokens",
+    ),
 ]
 
 
-def load_cases() -> ModuleType:
-    """The tests of the scheduler as a module of its own."""
-    path = Path(__file__).with_name("test_scheduler.py")
-    spec = importlib.util.spec_from_file_location("scheduler_cases", path)
+USED: dict[ModuleType, list[tuple[ModuleType | None, str]]] = {
+    scheduler: [(loop, "Scheduler")],
+    sequence: [(scheduler, "Sequence")],
+    blocks: [(scheduler, "Pool")],
+    prefix_cache: [(scheduler, "PrefixCache"), (sequence, "Keys")],
+    admission: [(loop, "stream_gap_bound")],
+    loop: [(None, "Engine")],
+}
+"""Who uses what of a module; None: the tests themselves."""
+
+
+def load_cases(killer: str) -> ModuleType:
+    """The tests that this one stands among, as a module of its own."""
+    folder = Path(__file__).parent
+    (path,) = [
+        folder / name for name in ("test_scheduler.py", "test_engine.py") if killer in (folder / name).read_text()
+    ]
+    spec = importlib.util.spec_from_file_location("cases", path)
     assert spec is not None
     assert spec.loader is not None
     cases = importlib.util.module_from_spec(spec)
@@ -322,17 +366,11 @@ def mutate(module: ModuleType, line: str, replacement: str) -> ModuleType:
 def test_a_mutant_is_killed_by_its_test(
     module: ModuleType, line: str, replacement: str, killer: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    killing_test = getattr(load_cases(), f"test_{killer}")
+    cases = load_cases(f"def test_{killer}(")
+    killing_test = getattr(cases, f"test_{killer}")
     killing_test()
     mutant = mutate(module, line, replacement)
-    if module is scheduler:
-        monkeypatch.setattr(loop, "Scheduler", mutant.Scheduler)
-    elif module is sequence:
-        monkeypatch.setattr(scheduler, "Sequence", mutant.Sequence)
-    elif module is prefix_cache:
-        monkeypatch.setattr(scheduler, "PrefixCache", mutant.PrefixCache)
-        monkeypatch.setattr(sequence, "Keys", mutant.Keys)
-    else:
-        monkeypatch.setattr(scheduler, "Pool", mutant.Pool)
+    for place, name in USED[module]:
+        monkeypatch.setattr(place or cases, name, getattr(mutant, name))
     with pytest.raises((AssertionError, IllegalBatch, BackendFailed, RuntimeError, ValueError, KeyError)):
         killing_test()

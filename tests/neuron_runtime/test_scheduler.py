@@ -131,6 +131,19 @@ def test_priorities_decide_at_every_free_row_and_arrival_decides_among_equals() 
     assert list(run.reasons) == ["1-1", "1-2", "urgent", "1-5", "2-3", "3-0", "3-4"]
 
 
+def test_a_long_prompt_in_progress_does_not_hold_up_one_that_is_served_before_it() -> None:
+    for limits in (BLOCKS, DEVICE, replace(BLOCKS, mixes_phases=False)):
+        run = start(replace(limits, max_step_tokens=6))
+        asked = [request("long", 28, 2, priority=1), request("equal", 4, 2, priority=1)]
+        run.add(*asked)
+        run.step()
+        asked += [request("urgent", 4, 2)]
+        run.add(asked[-1])
+        run.finish()
+        run.check_tokens(asked)
+        assert list(run.reasons) == ["urgent", "long", "equal"]
+
+
 @pytest.mark.parametrize("limits", [BLOCKS, DEVICE, SHARED_DEVICE, replace(BLOCKS, mixes_phases=False), NEURON])
 def test_a_flood_of_long_prompts_starves_nobody(limits: BackendLimits) -> None:
     """Streams get a token in every step or every other; whoever comes gets its turn though the flood goes on."""

@@ -13,6 +13,7 @@ from __future__ import annotations
 from bisect import insort
 from collections import deque
 from collections.abc import Iterator
+from heapq import merge
 from operator import attrgetter
 from typing import NamedTuple
 
@@ -35,8 +36,15 @@ from neuron_runtime.errors import BackendFailed
 _order = attrgetter("order")
 _slot = attrgetter("slot")
 
+
+def _first_order(candidate: Candidate) -> tuple[int, int]:
+    return candidate[0].order
+
+
 PrefillRow = tuple[Sequence, int]
 """A sequence and how many of its tokens a step feeds."""
+Candidate = tuple[Sequence, list[int] | None]
+"""A sequence whose prompt may go on, and if it is new, the blocks that hold its first tokens already."""
 
 
 class Planned(NamedTuple):
@@ -173,20 +181,16 @@ class Scheduler:
         return ready
 
     def _prefill_rows(self, budget: int) -> list[PrefillRow]:
-        """Prompts in progress first, then new ones in order; the first that does not fit holds back those behind."""
+        """Prompts in progress and new ones in order of service; the first that does not fit holds back those behind."""
         rows: list[PrefillRow] = []
-        for sequence in self.starting:
-            part = self._part(sequence.todo, budget) if len(rows) < self.limits.max_prefill_rows else 0
-            if not part:
-                return rows
-            rows.append((sequence, part))
-            budget -= part
-        for sequence, cached in self._admissible():
-            todo = len(sequence.tokens) - len(cached) * self.limits.block_size
+        started: list[Candidate] = [(sequence, None) for sequence in self.starting]
+        for sequence, cached in merge(started, self._admissible(), key=_first_order):
+            todo = sequence.todo if cached is None else len(sequence.tokens) - len(cached) * self.limits.block_size
             part = self._part(todo, budget) if len(rows) < self.limits.max_prefill_rows else 0
             if not part:
-                return rows
-            self._admit(sequence, cached)
+                break
+            if cached is not None:
+                self._admit(sequence, cached)
             rows.append((sequence, part))
             budget -= part
         return rows
@@ -196,7 +200,7 @@ class Scheduler:
         part = min(todo, budget, self.limits.longest_prefill)
         return part if part == todo or (self.limits.chunks_prefill and part >= self.limits.min_chunk_tokens) else 0
 
-    def _admissible(self) -> Iterator[tuple[Sequence, list[int]]]:
+    def _admissible(self) -> Iterator[Candidate]:
         """Those of the queue that can start, in order, with the blocks that hold their first tokens already.
 
         A whole prompt has room, with one block to spare for each sequence that may still grow; the first without room
