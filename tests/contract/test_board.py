@@ -231,6 +231,16 @@ def test_every_metric_has_a_place_on_the_board_or_a_reason_to_have_none(results:
 
 
 @pytest.mark.slow
+def test_a_restart_is_marked_on_every_panel(load: ScriptedLoad, scraped: list[Scraped]) -> None:
+    ((title, query),) = [(one["name"], one["expr"]) for one in BOARD["annotations"]["list"]]
+    assert title == "Engine restarts"
+    restarts = [scrape.total("neuron_serving_engine_restarts_total") for scrape in load.scrapes]
+    times = [number * PERIOD_SECONDS for number in range(len(restarts))]
+    found = evaluated(scraped, [(substituted(query, len(times)), at) for at in times]).results
+    assert [bool(result.samples) for result in found] == [number > 0 for number in restarts]
+
+
+@pytest.mark.slow
 def test_the_variables_of_the_board_find_their_values(scraped: list[Scraped]) -> None:
     at = max(one.at for one in scraped)
     asked = {

@@ -254,6 +254,32 @@ def test_the_series_that_a_board_needs_are_there_before_the_first_request() -> N
             assert there & {family.name, f"{family.name}_count"}, family.name
 
 
+READ_BY_OTHERS = {
+    "the board of vLLM's examples": {
+        "counter": "prompt_tokens_total generation_tokens_total request_success_total",
+        "gauge": "num_requests_running num_requests_waiting kv_cache_usage_perc",
+        "histogram": "time_to_first_token_seconds inter_token_latency_seconds e2e_request_latency_seconds "
+        "request_queue_time_seconds request_prefill_time_seconds request_decode_time_seconds "
+        "request_prompt_tokens request_generation_tokens request_max_num_generation_tokens",
+    },
+    "an inference gateway, which picks a pod": {
+        "gauge": "num_requests_running num_requests_waiting kv_cache_usage_perc cache_config_info lora_requests_info"
+    },
+    "whoever sizes a deployment": {
+        "counter": "num_preemptions_total prefix_cache_queries_total prefix_cache_hits_total",
+        "histogram": "request_time_per_output_token_seconds iteration_tokens_total request_params_n "
+        "request_params_max_tokens",
+    },
+}
+
+
+@pytest.mark.parametrize("who", READ_BY_OTHERS)
+def test_what_was_made_for_vllm_finds_its_metrics(who: str) -> None:
+    kinds = {family.name: family.kind for family in FAMILIES}
+    for kind, names in READ_BY_OTHERS[who].items():
+        assert {name: kinds.get(f"vllm:{name}") for name in names.split()} == dict.fromkeys(names.split(), kind)
+
+
 def test_every_name_says_its_unit_as_prometheus_asks() -> None:
     seen: set[str] = set()
     for family in FAMILIES:
