@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import AsyncIterator, Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -312,6 +313,22 @@ async def test_tokens_behind_a_stop_text_are_told_nowhere(client: AsyncOpenAI, i
         "text": choice.text, "finish_reason": "stop", "logprobs": None, "token_ids": ids,
     }  # fmt: skip
     assert same_logprobs(choice.logprobs, joined(parts)["logprobs"])
+
+
+async def test_tokens_that_a_step_made_behind_the_stop_text_are_told_nowhere(model_dir: Path) -> None:
+    several = replace(LIMITS, max_tokens_per_row=4, num_lookahead_tokens=3)
+    async with serving(model_dir, limits=several) as served, client_of(served) as client:
+        free = (await complete(client)).choices[0].text
+        for at in range(6, 12):
+            whole = await complete(
+                client, stop=[free[at : at + 2]], logprobs=0, extra_body=extra(return_token_ids=True)
+            )
+            choice = whole.choices[0]
+            assert choice.text == free[: free.index(free[at : at + 2])]
+            assert whole.usage is not None
+            assert choice.logprobs is not None
+            ids = choice.token_ids  # type: ignore[attr-defined]
+            assert whole.usage.completion_tokens == len(ids) == len(choice.logprobs.tokens or ())
 
 
 async def test_a_stop_token_is_told_and_not_shown(client: AsyncOpenAI, tokenizer: Tokenizer) -> None:
