@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -15,11 +17,14 @@ from prometheus_client.parser import text_string_to_metric_families
 from neuron_runtime.backend.simulated.clock import VirtualClock
 from neuron_runtime.backend.simulated.device import SimulatedBackend
 from neuron_runtime.backend.simulated.options import Options, limits_of, step_times
+from neuron_runtime.backend.simulated.step_times import Phase, StepTimes, constant
 from neuron_runtime.config import CONFIG_VERSION, ModelSource, RuntimeConfig
 from neuron_runtime.core import BackendLimits, FinishReason, Kind, Request, SamplingParams
 from neuron_runtime.engine import messages
+from neuron_runtime.engine.lifeline import Deadline
 from neuron_runtime.engine.loop import Engine
-from neuron_runtime.engine.messages import Numbers, Step
+from neuron_runtime.engine.messages import Add, Numbers, Step
+from neuron_runtime.engine.process import Worker
 from neuron_runtime.errors import BackendFailed, Draining, InvalidRequest, Overloaded, ServingError, Unauthorized
 from neuron_runtime.server.exchange import Exchange
 from neuron_runtime.server.metrics import FAMILIES, LOG_LINES_LOST, OPEN_CONNECTIONS, Metrics
@@ -184,6 +189,62 @@ def test_padding_and_busy_time_are_those_of_the_device() -> None:
         assert value(metrics, "neuron_serving_computed_tokens_total", **labels) == use.num_used + use.num_padded
     busy = value(metrics, "neuron_serving_device_busy_seconds_total")
     assert busy == pytest.approx(backend.timeline.busy_seconds)
+
+
+class Post:
+    """A border in virtual time: mail comes after a long wait, and every turn costs the host something."""
+
+    WAIT, LOOK, SEND = 100.0, 0.001, 0.002
+
+    def __init__(self, clock: VirtualClock, mail: list[Request]) -> None:
+        self.steps: list[Step] = []
+        self.num_looks = 0
+        self._clock = clock
+        self._mail = mail
+
+    def receive(self, wait: bool) -> list[Add]:
+        self.num_looks += not wait
+        self._pass(self.WAIT if wait else self.LOOK)
+        return [Add(self._mail.pop())] if wait else []
+
+    def send_step(self, step: Step) -> None:
+        self.steps.append(step)
+        self._pass(self.SEND)
+
+    def _pass(self, seconds: float) -> None:
+        self._clock.sleep_until(self._clock.now() + seconds)
+
+
+def test_waiting_for_requests_is_no_work_and_waiting_for_the_device_is_not_the_hosts(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    clock = VirtualClock()
+    monkeypatch.setattr("neuron_runtime.engine.process.time", SimpleNamespace(monotonic=clock.now))
+    backend = SimulatedBackend(
+        replace(LIMITS, vocabulary_size=512, steps_in_flight=1, token_feedback="host"),
+        StepTimes(decode=Phase(constant(0.01)), prefill=Phase(constant(0.03))),
+        clock,
+    )
+    engine = Engine(backend, clock=clock.now)
+    post = Post(clock, [Request(f"r{number}", (1, 2, 3), SamplingParams(max_tokens=5)) for number in range(2)])
+    with Deadline(tmp_path / "deadline") as deadline:
+        worker = Worker(engine, cast(Any, post), deadline)
+        for _ in range(2):
+            worker.turn()
+            while engine.has_work:
+                worker.turn()
+    metrics = started()
+    for one in post.steps:
+        metrics.step(one)
+    busy = value(metrics, "neuron_serving_device_busy_seconds_total")
+    assert busy == pytest.approx(2 * (0.03 + 4 * 0.01))
+    # What it costs to send a turn's message belongs to the next turn; behind the last one there is none.
+    host = sum(one.numbers.host_seconds for one in post.steps)
+    assert host == pytest.approx(post.num_looks * Post.LOOK + (len(post.steps) - 2) * Post.SEND)
+    # The next step runs while the host sends and looks: the device never waits for it.
+    work = value(metrics, "neuron_serving_work_seconds_total")
+    assert work == pytest.approx(busy)
+    assert clock.now() == pytest.approx(work + 2 * Post.WAIT + 2 * Post.SEND)
 
 
 # Requests that are over
