@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import faulthandler
+import gc
 import os
 import signal
 import sys
@@ -193,6 +194,9 @@ def serve(config: RuntimeConfig, weights_dir: Path, border: Border, deadline: De
     try:
         loaded = time.monotonic()
         backend.warm_up(report)
+        # Libraries and weights stay: a full collection that walks them would hold up every stream for 100 ms.
+        gc.collect()
+        gc.freeze()
         queue = queue_limits(backend.limits, config.limits.max_queued_requests, config.limits.max_queued_tokens)
         engine = Engine(
             WatchedBackend(backend, deadline),
