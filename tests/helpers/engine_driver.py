@@ -90,6 +90,9 @@ class Run:
     prompts: dict[str, list[int]] = field(default_factory=dict)
     """Of requests that want to know about its tokens."""
     late: Callable[[Request], LateRule | None] = nothing_late
+    worst_gap: int = 0
+    """Most steps between two tokens of a stream."""
+    last_step: dict[str, int] = field(default_factory=dict)
     waited: bool = False
     """Somebody waited for a prefix that another one computed."""
     held: dict[bytes, tuple[int, ...]] = field(default_factory=dict)
@@ -131,6 +134,10 @@ class Run:
                 told = [entry.token_id for entry in event.prompt_logprobs]
                 assert told == (self.prompts[name][1:] if name in self.prompts else []), name
             self.tokens[name] += event.token_ids
+            step = self.engine.stats.last_step
+            assert step is not None
+            self.worst_gap = max(self.worst_gap, step.step - self.last_step.get(name, step.step))
+            self.last_step[name] = step.step
             if event.finish_reason:
                 self.reasons[name] = event.finish_reason
         self.check_books()
@@ -205,10 +212,19 @@ class Run:
 
 
 def start(
-    limits: BackendLimits, late: Callable[[Request], LateRule | None] = nothing_late, max_queued_requests: int = 100
+    limits: BackendLimits,
+    late: Callable[[Request], LateRule | None] = nothing_late,
+    max_queued_requests: int = 100,
+    max_consecutive_prefills: int = 1,
 ) -> Run:
     backend = RecordingBackend(limits)
-    return Run(Engine(backend, late=late, max_queued_requests=max_queued_requests), backend, late=late)
+    engine = Engine(
+        backend,
+        late=late,
+        max_queued_requests=max_queued_requests,
+        max_consecutive_prefills=max_consecutive_prefills,
+    )
+    return Run(engine, backend, late=late)
 
 
 def serve(limits: BackendLimits, *requests: Request) -> Run:

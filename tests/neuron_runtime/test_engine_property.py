@@ -9,8 +9,8 @@ from hypothesis import HealthCheck, event, given, note, settings
 from hypothesis import strategies as st
 
 from helpers.engine_driver import VOCABULARY_SIZE, alone, even_only, request, start
-from neuron_runtime.core import BackendLimits, Request, SamplingParams
-from neuron_runtime.engine.admission import check_request, max_new_tokens, max_steps
+from neuron_runtime.core import BackendLimits, Kind, Request, SamplingParams
+from neuron_runtime.engine.admission import check_request, max_new_tokens, max_steps, stream_gap_bound
 from neuron_runtime.errors import InvalidRequest
 
 NUM_EXAMPLES = 300
@@ -103,7 +103,8 @@ def requests_for(draw: st.DrawFn, limits: BackendLimits, name: str, earlier: lis
 
 def check_one_run(data: st.DataObject) -> None:
     limits = data.draw(backend_limits(), "limits")
-    run = start(limits, late=even_only)
+    prefills = data.draw(st.sampled_from((1, 1, 1, 2, 5)), "prefill steps in a row")
+    run = start(limits, late=even_only, max_consecutive_prefills=prefills)
     late = data.draw(st.sampled_from(((), (), (0, 3))), "numbers of requests that need the host")
     requests: list[Request] = []
     for number in range(data.draw(st.sampled_from((4, 6, 10, 1)), "number of requests")):
@@ -120,12 +121,15 @@ def check_one_run(data: st.DataObject) -> None:
         for name in data.draw(st.sampled_from(((),) * 15 + tuple((r.request_id,) for r in requests)), "abort"):
             if name not in run.reasons:
                 run.abort(name)
-    bound = max_steps(limits, requests)
+    bound = max_steps(limits, requests, prefills)
     note(f"at most {bound} steps")
     run.finish(bound)
     assert len(run.backend.batches) <= bound
     run.check_tokens(requests, even_only)
     stats, batches = run.engine.stats, run.backend.batches
+    if not stats.num_preemptions_total:
+        # Steps that take a second each: the bound on the time is one on their number.
+        assert run.worst_gap <= stream_gap_bound(limits, dict.fromkeys(Kind, 1.0), prefills)
     for happened, what in (
         (stats.num_preemptions_total, "preempted"),
         (stats.num_decode_steps_ahead_total, "scheduled ahead"),
