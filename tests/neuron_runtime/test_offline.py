@@ -255,6 +255,13 @@ def test_a_chat_that_cannot_be_is_refused_by_name(llm: LLM, messages: Any, optio
     assert says in str(caught.value)
 
 
+def test_the_last_message_of_a_chat_can_be_continued(llm: LLM) -> None:
+    begun = [*user("What is a slot?"), {"role": "assistant", "content": "A slot is"}]
+    (output,) = llm.chat(begun, GREEDY, use_tqdm=False, add_generation_prompt=False, continue_final_message=True)
+    assert output.prompt is not None
+    assert output.prompt.endswith("A slot is")
+
+
 def test_neutral_options_of_a_chat_are_accepted(llm: LLM) -> None:
     options: dict[str, Any] = {"tools": None, "chat_template": None, "chat_template_content_format": "auto"}
     (output,) = llm.chat(user("What is a slot?"), GREEDY, use_tqdm=False, chat_template_kwargs={"a": 1}, **options)
