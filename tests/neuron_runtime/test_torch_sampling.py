@@ -28,12 +28,13 @@ MAX_CANDIDATES = NUMBERS_OF_CANDIDATES[-1]
 
 def draw(logits: torch.Tensor, top_k: Any, top_p: Any, draws: Any, *, temperature: Any = 1.0, min_p: Any = 0.0) -> Any:
     """Tokens for rows of logits; each parameter is one number for all rows or one for each."""
-    columns = (np.broadcast_to(np.asarray(one), len(logits)).copy() for one in (temperature, top_k, top_p, min_p))
-    return sampling.draw(Scores.of(logits.contiguous()), Draws(*columns, number=np.asarray(draws)))
+    columns = [np.broadcast_to(np.asarray(one), len(logits)).copy() for one in (temperature, top_k, top_p, min_p)]
+    return sampling.draw(Scores.of(logits.contiguous(), columns[0]), Draws(*columns, number=np.asarray(draws)))
 
 
 def choose(logits: torch.Tensor, table: SamplingTable, slots: Any, positions: Any) -> Any:
-    return sampling.choose(Scores.of(logits.contiguous()), table, slots, positions)
+    scores = Scores.of(logits.contiguous(), sampling.weighed_at(table, slots, logits.shape[1]))
+    return sampling.choose(scores, table, slots, positions)
 
 
 def words(*values: int) -> np.ndarray:

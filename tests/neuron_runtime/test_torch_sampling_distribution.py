@@ -15,7 +15,7 @@ import torch
 
 from neuron_runtime.backend.torch.adjustments import Adjustments
 from neuron_runtime.backend.torch.likeliest import Scores
-from neuron_runtime.backend.torch.sampling import SamplingTable, choose
+from neuron_runtime.backend.torch.sampling import SamplingTable, choose, weighed_at
 from neuron_runtime.core import SamplingParams
 
 VOCABULARY = 30
@@ -65,8 +65,9 @@ def drawn(params: SamplingParams, *, seeds: Any = 0, choices: Any = 0, positions
     known = len(PROMPT + ANSWER)
     tokens = np.array([PROMPT + ANSWER], dtype=np.int32)
     adjustments.apply(logits.numpy(), np.zeros(1, dtype=np.int64), np.array([known]), tokens, {})
-    scores = Scores.of(logits.expand(num, -1).contiguous())
-    return choose(scores, table, np.arange(num), positions + len(PROMPT))
+    slots = np.arange(num)
+    scores = Scores.of(logits.expand(num, -1).contiguous(), weighed_at(table, slots, VOCABULARY))
+    return choose(scores, table, slots, positions + len(PROMPT))
 
 
 def bound(degrees: int) -> float:

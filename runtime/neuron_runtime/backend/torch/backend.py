@@ -190,18 +190,21 @@ def choose_tokens(
     Raises:
         NotFinite: the logits of a row are no numbers.
     """
-    scores = Scores.of(logits)
-    sampling.check_finite(scores)
     slots, positions = mirror.sampled_positions(sampled)
-    wanted = np.flatnonzero(mirror.sampling.num_logprobs[slots] >= 0)
-    reported = scores.rows(torch.from_numpy(wanted)) if len(wanted) else None
     allowed = _allowed(sampled, late)
     changed = np.union1d(mirror.adjustments.asking(slots, positions), np.array(list(allowed), dtype=np.int64))
+    weighed_at = sampling.weighed_at(mirror.sampling, slots, logits.shape[1])
+    unchanged_at = weighed_at.copy()
+    unchanged_at[changed] = 0.0
+    scores = Scores.of(logits, unchanged_at)
+    sampling.check_finite(scores)
+    wanted = np.flatnonzero(mirror.sampling.num_logprobs[slots] >= 0)
+    reported = scores.rows(torch.from_numpy(wanted)) if len(wanted) else None
     if len(changed):
         # What is reported is what the model says, whatever requests make of it.
         reported = reported and reported.copy()
         mirror.adjust(logits.numpy(), sampled, allowed)
-        scores.refresh(changed.tolist())
+        scores.refresh(changed.tolist(), weighed_at)
     tokens = sampling.choose(scores, mirror.sampling, slots, positions)
     mirror.record(sampled, tokens)
     if reported is None:

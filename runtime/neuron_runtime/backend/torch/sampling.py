@@ -10,7 +10,6 @@ probability: rounding that swaps two nearly equal logits then moves a boundary a
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
 
@@ -19,7 +18,7 @@ import numpy.typing as npt
 import torch
 from torch.nn import functional
 
-from neuron_runtime.backend.torch.likeliest import GROUP, ROWS_AT_ONCE, Scores
+from neuron_runtime.backend.torch.likeliest import GROUP, ROWS_AT_ONCE, Scores, weigh
 from neuron_runtime.core import SamplingParams, TokenLogprobs
 from neuron_runtime.errors import ExitCode, FatalError
 
@@ -131,10 +130,20 @@ class Draws:
         return Draws(*(getattr(self, one.name)[index] for one in fields(self)))
 
 
+def weighed_at(table: SamplingTable, slots: IntArray, vocabulary_size: int) -> FloatArray:
+    """The temperature at which the mass of each row is needed, for `Scores.of`: 0 for rows that draw without it."""
+    everything = (table.top_k[slots] == 0) | (table.top_k[slots] >= vocabulary_size)
+    needed = everything & (table.min_p[slots] == 0.0) & (table.top_p[slots] < 1.0)
+    return np.where(
+        needed & (table.temperature[slots] > 0.0), np.maximum(table.temperature[slots], MIN_TEMPERATURE), 0.0
+    )
+
+
 def choose(scores: Scores, table: SamplingTable, slots: IntArray, positions: IntArray) -> IntArray:
     """One token per row.
 
     Args:
+        scores: with the masses of `weighed_at`.
         slots: slot of each row, into `table`.
         positions: position in the sequence that each row's token will take.
     """
@@ -198,12 +207,6 @@ class _Kept:
         top_k = np.where((draws.top_k == 0) | (draws.top_k > scores.vocabulary), scores.vocabulary, draws.top_k)
         whole = (top_k == scores.vocabulary) & (draws.min_p == 0.0)
         temperature, top = _temperature(draws), scores.maxima.amax(dim=-1, keepdim=True)
-        mass = torch.ones(len(whole), 1, dtype=torch.float64)
-        rows = torch.from_numpy(np.flatnonzero(whole))
-        if len(rows):
-            some = scores.rows(rows)
-            parts = [weights.sum(-1, keepdim=True) for _, weights in _weights(some, top[rows], temperature[rows], None)]
-            mass[rows] = torch.cat(parts).double()
         with np.errstate(divide="ignore"):
             floor = top.double() + temperature * _column(np.log(draws.min_p))
         return cls(
@@ -213,7 +216,7 @@ class _Kept:
             top_p=_column(draws.top_p),
             floor=floor.float(),
             whole=_column(whole),
-            mass=mass,
+            mass=scores.masses.double(),
         )
 
     def rows(self, index: torch.Tensor) -> _Kept:
@@ -296,13 +299,10 @@ def _draw_among_all(scores: Scores, draws: Draws, threshold: torch.Tensor | None
 def _weights(
     scores: Scores, top: torch.Tensor, temperature: torch.Tensor, threshold: torch.Tensor | None
 ) -> Iterator[tuple[slice, torch.Tensor]]:
-    """Some rows at a time: exp((logits - top) / temperature), float32, 0 below the threshold."""
-    # As a power of two, which takes half the time of one of e.
-    log2s = (math.log2(math.e) / temperature).float()
-    # One for all: memory that the kernel has to hand out anew costs more than what is computed in it.
+    """Some rows at a time: `weigh`, 0 below the threshold."""
     buffer = torch.empty(min(ROWS_AT_ONCE, len(top)), scores.vocabulary)
     for rows, logits in scores.parts():
-        weights = torch.sub(logits, top[rows], out=buffer[: len(logits)]).mul_(log2s[rows]).exp2_()
+        weights = weigh(logits, top[rows], temperature[rows], buffer)
         if threshold is not None:
             weights.masked_fill_(logits < threshold[rows], 0.0)
         yield rows, weights
