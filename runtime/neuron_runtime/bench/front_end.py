@@ -113,7 +113,9 @@ class Served:
 
 
 @contextlib.contextmanager
-def running_front_end(model_dir: Path, max_rows: int, max_model_length: int = 1_000_000) -> Iterator[Served]:
+def running_front_end(
+    model_dir: Path, max_rows: int, max_model_length: int = 1_000_000, stall_seconds: int = 60
+) -> Iterator[Served]:
     """The process as the supervisor starts it. It ends when its supervisor, this process, closes its orders."""
     config = RuntimeConfig(
         version=CONFIG_VERSION, model=ModelSource(uri=model_dir.as_uri()), served_names=("bench",), backend="simulated"
@@ -127,7 +129,7 @@ def running_front_end(model_dir: Path, max_rows: int, max_model_length: int = 1_
     )
     with (
         tempfile.TemporaryDirectory(prefix="neuron-bench-") as folder,
-        listen("127.0.0.1", 0) as listener,
+        listen("127.0.0.1", 0, stall_seconds) as listener,
         zmq.Context() as context,
     ):
         run_dir = Path(folder)

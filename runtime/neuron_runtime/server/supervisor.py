@@ -104,8 +104,7 @@ class Child:
             say(f"the {self.name} hangs ({overdue:.0f} s beyond its limit): ending it")
             # Its fault handler shows where it hangs, even while the interpreter lock is held.
             self.process.send_signal(signal.SIGABRT)
-            # One that was stopped takes the other signal when it goes on.
-            self.process.send_signal(signal.SIGCONT)
+            self.go_on()
             self.wait_or_kill(STOP_SECONDS)
 
     def failure(self) -> ServingError:
@@ -122,6 +121,10 @@ class Child:
             return msgspec.json.decode(self.record_path.read_bytes(), type=Record).message
         except (OSError, msgspec.DecodeError):
             return ""
+
+    def go_on(self) -> None:
+        """One that was stopped takes other signals, and messages, when it goes on."""
+        self.process.send_signal(signal.SIGCONT)
 
     def close(self) -> None:
         """Nobody talks to it any more; it has ended."""
@@ -233,6 +236,9 @@ class Supervisor:
             if self._signals.interrupted and self._signals.num_stops > stops:
                 stops = self._signals.num_stops
                 self._tell(Drain(0.0, 0.0))
+                for child in self._front_ends:
+                    child.go_on()
+                deadline = min(deadline, time.monotonic() + STOP_SECONDS)
             if engine_lives and not self._engine.lives:
                 engine_lives = False
                 self._tell(EngineEnded(str(self._engine.failure())))
@@ -263,12 +269,15 @@ class Supervisor:
         self._tell(Drain(0.0, 0.0))
         deadline = time.monotonic() + STOP_SECONDS
         for child in self._front_ends:
+            child.go_on()
+        for child in self._front_ends:
             child.wait_or_kill(max(0.0, deadline - time.monotonic()))
             child.close()
         self._front_ends.clear()
 
     def _end_engine(self) -> None:
         self._engine.process.terminate()
+        self._engine.go_on()
         self._engine.wait_or_kill(STOP_SECONDS)
 
     def _check(self, failure: ServingError) -> None:

@@ -1,0 +1,329 @@
+"""Clients that are slow, many, gone, or send too much: what they cost is bounded, and nobody else waits."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import resource
+import signal
+import socket
+import struct
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from helpers.chat_model import write_chat_model
+from helpers.front_end import make_model, serving
+from helpers.serve_command import ServeCommand, children, serve
+from neuron_runtime.bench.front_end import Served, english_token_ids, running_front_end, write_text_files
+from neuron_runtime.engine import messages
+from neuron_runtime.engine.messages import First, News, Numbers, Step
+from neuron_runtime.server.bodies import BODIES_AT_ONCE
+from neuron_runtime.server.supervisor import listen, url_of
+
+pytestmark = pytest.mark.timeout(120)
+
+FRONT_END, ENGINE = "neuron_runtime.server.front_end", "neuron_runtime.engine.process"
+LONG: dict[str, Any] = {"prompt": [5, 6, 7], "max_tokens": 200, "ignore_eos": True, "temperature": 0, "stream": True}
+
+
+@pytest.fixture(scope="module")
+def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_model(tmp_path_factory.mktemp("model"))
+
+
+def request(body: dict[str, Any], path: str = "/v1/completions") -> bytes:
+    raw = json.dumps(body).encode()
+    return b"POST %b HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n%b" % (path.encode(), len(raw), raw)
+
+
+def connect(url: str, receive_bytes: int = 0) -> socket.socket:
+    """A connection; with `receive_bytes` one whose kernel takes little more than that from the server unread."""
+    host, _, port = url.removeprefix("http://").partition(":")
+    made = socket.socket()
+    if receive_bytes:
+        made.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_bytes)
+    made.connect((host, int(port)))
+    return made
+
+
+def resident_bytes(pid: int) -> int:
+    return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * resource.getpagesize()
+
+
+# Slow and vanished readers
+
+
+class Engine:
+    """The engine of a front end process: this test makes its steps."""
+
+    def __init__(self, model: Path, served: Served) -> None:
+        self._tokens = english_token_ids(model)
+        self._served = served
+        self._num_steps = 0
+        self._begun: set[str] = set()
+
+    def step(self, ids: Iterable[str]) -> None:
+        """A token for each."""
+        token = self._tokens[self._num_steps % len(self._tokens)]
+        news = tuple(News(one, (token,), first=None if one in self._begun else First(0, 0.0, ())) for one in ids)
+        self._begun.update(one.request_id for one in news)
+        self._num_steps += 1
+        self._served.send(Step(news, (), Numbers(num_running=len(news))))
+
+
+ENDLESS = request({"prompt": [1, 2], "max_tokens": 900_000, "ignore_eos": True, "stream": True})
+
+
+def next_event(stream: socket.socket) -> None:
+    """Were it to wait for anything else, it would come never."""
+    received = b""
+    while b"data: " not in received:
+        received += stream.recv(65536)
+
+
+@pytest.fixture(scope="module")
+def text_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_text_files(tmp_path_factory.mktemp("text"))
+
+
+@pytest.mark.slow
+def test_256_clients_that_do_not_read_cost_bounded_memory_and_no_step_of_the_one_that_does(text_dir: Path) -> None:
+    num_slow, num_to_fill, num_more = 256, 600, 1000
+    with running_front_end(text_dir, num_slow + 1) as served, contextlib.ExitStack() as connections:
+        for _ in range(num_slow):
+            connections.enter_context(connect(served.url, receive_bytes=2048)).sendall(ENDLESS)
+        slow = served.take_requests(num_slow)
+        fast = connections.enter_context(connect(served.url))
+        fast.sendall(ENDLESS)
+        ids = [*slow, *served.take_requests(1)]
+        engine = Engine(text_dir, served)
+        for _ in range(num_to_fill):
+            engine.step(ids)
+            next_event(fast)
+        full = resident_bytes(served.pid)
+        for _ in range(num_more):
+            engine.step(ids)
+            next_event(fast)
+        # Of what does not fit into the buffers there is the text, some bytes a token.
+        assert resident_bytes(served.pid) - full < num_more * num_slow * 30
+
+
+def test_a_client_that_takes_nothing_is_gone_and_its_request_aborted(text_dir: Path) -> None:
+    with running_front_end(text_dir, 2, stall_seconds=1) as served, connect(served.url, receive_bytes=2048) as stuck:
+        stuck.sendall(ENDLESS)
+        ids = served.take_requests(1)
+        engine = Engine(text_dir, served)
+        for _ in range(2000):
+            engine.step(ids)
+        # More than buffers hold: the engine hears of it although the answer has not ended.
+        assert messages.decode_to_engine(served.inbox.recv()) == messages.Abort(tuple(ids))
+
+
+@pytest.mark.parametrize("ending", ["closed", "reset"])
+def test_a_client_that_leaves_is_known_to_the_engine_before_the_next_step(text_dir: Path, ending: str) -> None:
+    with running_front_end(text_dir, 2) as served:
+        with connect(served.url) as leaving:
+            leaving.sendall(ENDLESS)
+            ids = served.take_requests(1)
+            engine = Engine(text_dir, served)
+            engine.step(ids)
+            next_event(leaving)
+            if ending == "reset":
+                leaving.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        # No step is made meanwhile.
+        assert messages.decode_to_engine(served.inbox.recv()) == messages.Abort(tuple(ids))
+
+
+def test_connections_that_go_silent_are_probed_and_written_to_no_longer_than_told() -> None:
+    with (
+        listen("127.0.0.1", 0, stall_seconds=7) as listener,
+        connect(url_of(listener)),
+    ):
+        accepted, _ = listener.accept()
+        with accepted:
+            assert accepted.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) == 1
+            assert accepted.getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE) == 7
+            assert accepted.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) == 7000
+
+
+# Bodies
+
+
+async def test_a_body_that_trickles_in_is_refused_and_its_connection_ends(model_dir: Path) -> None:
+    async with serving(model_dir) as served:
+        served.front_end.bodies._seconds = 0.2
+        url = served.http.base_url
+        reader, writer = await asyncio.open_connection(url.host, url.port)
+        writer.write(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 1000\r\n\r\n{")
+        answer = await reader.read()  # to its end
+        writer.close()
+        assert answer.startswith(b"HTTP/1.1 408 ")
+        assert b"body_too_slow" in answer
+
+
+async def test_all_bodies_together_are_bounded(model_dir: Path) -> None:
+    async with serving(model_dir) as served:
+        bodies = served.front_end.bodies
+        bodies._max_bytes = size = 256 * 1024
+        url = served.http.base_url
+        head = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n" % size
+        opened = [await asyncio.open_connection(url.host, url.port) for _ in range(BODIES_AT_ONCE + 2)]
+        for _, writer in opened:
+            writer.write(head + b" " * (size - 1000))
+        answers = [asyncio.create_task(reader.read(65536)) for reader, _ in opened]
+        # Some are refused although all of them are allowed; when they are gone, there is room again.
+        done, waiting = await asyncio.wait(answers, return_when=asyncio.FIRST_COMPLETED)
+        assert {answer.result()[:12] for answer in done} == {b"HTTP/1.1 429"}
+        assert bodies._num_bytes <= BODIES_AT_ONCE * size
+        for _, writer in opened:
+            writer.write(b" " * 1000)
+        await asyncio.wait(waiting)
+        codes = Counter(answer.result()[9:12] for answer in answers)
+        assert codes[b"400"] >= BODIES_AT_ONCE - 1  # read to their ends: no JSON
+        assert codes[b"400"] + codes[b"429"] == len(opened)
+        assert bodies._num_bytes == 0
+        for _, writer in opened:
+            writer.close()
+        assert (await served.http.post("/v1/completions", content=b" " * size)).status_code == 400
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "body",
+    [
+        {"prompt": "some words " * 200_000, "user": "x" * 8_000_000, "max_tokens": 10_000_000},
+        {"prompt": [1] * 3_000_000},
+        {"messages": [{"role": "user", "content": "two words"}] * 200_000},
+        {"prompt": [[]] * 3_000_000},
+    ],
+    ids=["text", "token ids", "messages", "empty lists"],
+)
+def test_a_stream_and_the_liveness_probe_go_on_while_ten_megabytes_are_handled(
+    text_dir: Path, body: dict[str, Any]
+) -> None:
+    """Counted in events: were large bodies handled on the event loop, at most one would come before their answers."""
+    path = "/v1/chat/completions" if "messages" in body else "/v1/completions"
+    raw = json.dumps(body).encode()
+    with running_front_end(text_dir, 2) as served, connect(served.url) as stream, ThreadPoolExecutor(1) as thread:
+        stream.sendall(ENDLESS)
+        ids = served.take_requests(1)
+        engine = Engine(text_dir, served)
+        num_events = 0
+        with httpx.Client(base_url=served.url, timeout=60) as http:
+            handled = thread.submit(httpx.post, f"{served.url}{path}", content=raw, timeout=60)
+            while not handled.done():
+                engine.step(ids)
+                next_event(stream)
+                assert http.get("/live").status_code == 200
+                num_events += 1
+        assert handled.result().status_code == 400, handled.result().text[:200]
+        assert num_events >= 4
+
+
+# Many connections
+
+
+@pytest.fixture(scope="module")
+def chat_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_chat_model(tmp_path_factory.mktemp("models") / "tiny", max_length=4096)
+
+
+@contextlib.contextmanager
+def simulated(model_dir: Path, *flags: str, step_milliseconds: float = 5) -> Iterator[ServeCommand]:
+    device = json.dumps({"stepMilliseconds": step_milliseconds})
+    backend = ["--backend", "simulated", "--override-neuron-config", device, "--no-access-log"]
+    with serve(str(model_dir), "--port", "0", *backend, *flags) as command:
+        yield command
+
+
+@pytest.mark.slow
+def test_a_thousand_connections_are_served_although_fewer_files_were_allowed(chat_dir: Path) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if hard < 4096:
+        pytest.skip(f"only {hard} open files are allowed")
+    with contextlib.ExitStack() as connections:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (256, hard))
+        try:
+            command = connections.enter_context(simulated(chat_dir))
+            url = command.until_ready()
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, 4096), hard))
+        pid = command.child(FRONT_END)
+        httpx.get(f"{url}/live")
+        before = resident_bytes(pid)
+        opened = [connections.enter_context(connect(url)) for _ in range(1000)]
+        # While they are idle, one more is served; then all of them are, at once.
+        body = LONG | {"max_tokens": 5, "stream": False}
+        assert httpx.post(f"{url}/v1/completions", json=body, timeout=60).status_code == 200
+        for one in opened:
+            one.sendall(b"GET /live HTTP/1.1\r\nhost: x\r\n\r\n")
+        assert {one.recv(12) for one in opened} == {b"HTTP/1.1 200"}
+        assert resident_bytes(pid) - before < 1000 * 64 * 1024
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+@pytest.mark.slow
+async def test_in_a_flood_whoever_comes_back_when_told_is_served(chat_dir: Path) -> None:
+    """Four rows and eight places; a hundred clients at once."""
+    refusals: list[int] = []
+    with simulated(chat_dir, "--max-num-seqs", "4", "--max-queued-requests", "8") as command:
+        url = command.until_ready()
+        body = LONG | {"max_tokens": 20, "stream": False}
+        async with httpx.AsyncClient(timeout=60, limits=httpx.Limits(max_connections=None)) as http:
+
+            async def ask() -> int:
+                attempts = 0
+                while True:
+                    attempts += 1
+                    answer = await http.post(f"{url}/v1/completions", json=body)
+                    if answer.status_code == 200:
+                        assert answer.json()["usage"]["completion_tokens"] == 20
+                        return attempts
+                    assert answer.status_code == 429, answer.text
+                    refusals.append(int(answer.headers["retry-after"]))
+                    await asyncio.sleep(refusals[-1])
+
+            # How fast places become free is known from here on.
+            await asyncio.gather(*(ask() for _ in range(12)))
+            assert refusals == []
+            attempts = await asyncio.gather(*(ask() for _ in range(100)))
+    assert len(attempts) == 100
+    assert refusals
+    assert 1 <= min(refusals) <= max(refusals) <= 60
+    # Most of them find room when they come back; those whose second was full come once or twice more.
+    assert sum(attempts) / len(attempts) < 3.5, Counter(attempts)
+
+
+# After the end
+
+
+@pytest.mark.slow
+def test_frozen_and_killed_processes_under_load_leave_nothing_behind(chat_dir: Path) -> None:
+    """The port, the files and the processes are looked at by `serve` itself."""
+    with simulated(chat_dir, "--api-server-count", "2", "--max-num-seqs", "8") as command:
+        url = command.until_ready()
+        with contextlib.ExitStack() as connections:
+            for _ in range(16):
+                one = connections.enter_context(connect(url))
+                one.sendall(request(LONG | {"max_tokens": 4000}))
+            shared = set(os.listdir("/dev/shm"))
+            pids = [pid for pid, line in children(command.process.pid) if "neuron_runtime" in line]
+            assert len(pids) == 3
+            for pid in pids:
+                os.kill(pid, signal.SIGSTOP)
+            os.kill(command.child(ENGINE), signal.SIGKILL)
+            command.process.send_signal(signal.SIGINT)
+            command.until(lambda: "stopping:" in command.text)
+            command.process.send_signal(signal.SIGINT)
+            assert command.wait() == 0
+        assert set(os.listdir("/dev/shm")) <= shared
+        with pytest.raises(httpx.ConnectError):
+            httpx.get(f"{url}/live")
