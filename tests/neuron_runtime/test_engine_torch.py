@@ -64,11 +64,11 @@ def chat() -> list[Request]:
     return [*asked, replace(asked[-1], request_id="tenant", cache_salt="another")]
 
 
-@pytest.mark.parametrize("limits", [{}, {"max_step_tokens": 16}, {"num_blocks": 28}], ids=["whole", "parts", "few"])
+@pytest.mark.parametrize("limits", [{}, {"max_step_tokens": 16}, {"num_blocks": 34}], ids=["whole", "parts", "few"])
 def test_a_cached_prefix_changes_no_token(limits: dict[str, int]) -> None:
-    tokens, fed = [], []
+    tokens, fed, preemptions = [], [], []
     for prefix_caching in ("enabled", "disabled"):
-        shares = engine(prefix_caching=prefix_caching, block_size=8, max_sequences=4, **limits)
+        shares = engine(prefix_caching=prefix_caching, block_size=4, max_sequences=4, **limits)
         num_fed = 0
         found: dict[str, list[int]] = {}
         for requests in (chat()[:1], chat()[1:]):
@@ -83,8 +83,10 @@ def test_a_cached_prefix_changes_no_token(limits: dict[str, int]) -> None:
         stats = shares.stats
         assert (stats.num_prefix_hits_total >= 6 * 32) is (prefix_caching == "enabled")
         assert stats.num_prefix_hits_total <= stats.num_prefix_queries_total
+        preemptions.append(stats.num_preemptions_total)
     assert tokens[0] == tokens[1]
     assert fed[0] <= fed[1] - 6 * 32
+    assert (preemptions[0] > 0) is ("num_blocks" in limits)
 
 
 @pytest.fixture(scope="module")
