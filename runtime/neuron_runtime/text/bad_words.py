@@ -15,8 +15,8 @@ from neuron_runtime.text.tokenizer import Tokenizer
 def bad_word_sequences(tokenizer: Tokenizer, words: Iterable[str] | None) -> tuple[tuple[int, ...], ...]:
     """`core.SamplingParams.bad_words`: each word as it is written at the beginning of a text, and behind a space.
 
-    The second spelling counts where the space is part of the word's own tokens: as many tokens, another first one.
-    So does vLLM, https://docs.vllm.ai/en/latest/api/vllm/sampling_params.html.
+    Often the second spelling is one token where the first is several, and the one that answers use. vLLM counts it only
+    where both have as many, https://docs.vllm.ai/en/latest/api/vllm/sampling_params.html.
 
     Raises:
         InvalidRequest: too many words, or one that is empty or too long.
@@ -34,7 +34,5 @@ def bad_word_sequences(tokenizer: Tokenizer, words: Iterable[str] | None) -> tup
         if not begins:
             raise InvalidRequest(f"`bad_words`: {word!r} has no tokens", field="bad_words")
         sequences[begins] = None
-        follows = tokenizer.encode(f" {bare}", add_special_tokens=False)
-        if len(follows) == len(begins) and follows[0] != begins[0]:
-            sequences[follows] = None
+        sequences[tokenizer.encode(f" {bare}", add_special_tokens=False)] = None
     return tuple(sequences)
