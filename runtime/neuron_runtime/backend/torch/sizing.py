@@ -12,6 +12,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from neuron_runtime.backend.torch.architecture import DecoderConfig, tensor_shapes
+from neuron_runtime.backend.torch.likeliest import ROWS_AT_ONCE
 from neuron_runtime.backend.torch.sampling import MAX_LOGPROBS
 from neuron_runtime.config import RuntimeConfig
 from neuron_runtime.core import BackendLimits
@@ -145,8 +146,9 @@ def _memory(model: DecoderConfig, dtype_bytes: int, available_bytes: int, rows: 
     # A tied head is a second, packed copy. While a weight is packed it exists twice: the largest is an embedding.
     weights = (num_parameters + embedding * (1 + model.tied_embeddings)) * dtype_bytes
     activations = step_tokens * (8 * model.hidden_size + 3 * model.intermediate_size) * 4
-    # Logits as float32, and float64 copies of them while sampling.
-    scores = rows * model.vocabulary_size * (4 + 4 * 8)
+    # Logits as the head gives them, as float32, and once more where both changed and reported; beside them float64
+    # copies of the few rows that are sorted at once.
+    scores = model.vocabulary_size * (rows * 3 * 4 + ROWS_AT_ONCE * 8 * 8)
     return Memory(
         available=available_bytes,
         weights=weights,

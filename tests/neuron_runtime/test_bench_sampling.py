@@ -1,0 +1,22 @@
+"""The benchmark of sampling measures what the backend does: every case runs, on a vocabulary that takes no time."""
+
+from __future__ import annotations
+
+from neuron_runtime.bench import sampling
+from neuron_runtime.bench.report import Table
+
+
+def test_every_case_gives_a_figure_and_the_named_one_is_held_to_its_bound() -> None:
+    rows = sampling.measure(num_iters=1, vocabulary_size=9000, num_rows=3)
+    assert len(rows) == len(sampling.CASES)
+    held = [row for row in rows if row.target is not None]
+    assert [row.name for row in held] == ["temperature 0.7, top_p 0.9, 3 rows"]
+    assert held[0].target is not None
+    assert held[0].target.bound == sampling.TARGET_MILLISECONDS == 8.0
+    for row in rows:
+        (milliseconds,) = row.values
+        assert isinstance(milliseconds, float)
+        assert milliseconds > 0
+        assert row.note.endswith("ms of CPU")
+        assert row.load is not None
+    assert "top_p 0.9, all penalties" in Table("sampling", rows).text()
