@@ -10,7 +10,7 @@ from typing import Any
 
 import httpx
 import pytest
-from hypothesis import HealthCheck, assume, given, settings
+from hypothesis import HealthCheck, assume, event, given, settings
 from hypothesis import strategies as st
 
 from helpers.chat_model import write_chat_model
@@ -135,7 +135,10 @@ def runs(draw: st.DrawFn) -> tuple[BackendLimits, list[Request]]:
         name = f"{draw(st.sampled_from(('r', 'r', 'odd')))}{number}"
         asked = request(name, num_prompt, draw(st.integers(1, length - num_prompt)))
         only = draw(st.sampled_from((None, None, (4, 9, 30))))
-        requests.append(replace(asked, sampling=replace(asked.sampling, allowed_token_ids=only)))
+        first = draw(st.sampled_from((5, 5, 60)))  # so that many begin alike
+        prompt = tuple((first + 3 * at) % VOCABULARY_SIZE for at in range(num_prompt))
+        sampling = replace(asked.sampling, allowed_token_ids=only)
+        requests.append(replace(asked, prompt_token_ids=prompt, sampling=sampling))
     made = limits_of(config(wanted, layout=layout), options, vocabulary_size=VOCABULARY_SIZE, longest=1000)
     return made, requests
 
@@ -159,8 +162,8 @@ def test_it_takes_whatever_the_strict_backend_takes_and_draws_what_its_cache_say
     tokens: dict[str, list[int]] = {}
 
     def take(events: list[TokenEvent]) -> None:
-        for event in events:
-            tokens.setdefault(event.request_id, []).extend(event.token_ids)
+        for news in events:
+            tokens.setdefault(news.request_id, []).extend(news.token_ids)
 
     for at, asked in enumerate(requests):
         engine.add(asked)
@@ -168,6 +171,7 @@ def test_it_takes_whatever_the_strict_backend_takes_and_draws_what_its_cache_say
             take(engine.step())
     while engine.has_work:
         take(engine.step())
+    event(f"{bool(engine.stats.num_prefix_hits_total)=}, {bool(engine.stats.num_preemptions_total)=}")
     for asked in requests:
         quiet = Engine(SimulatedBackend(limits, STEP, VirtualClock()), late=odd_only)
         quiet.add(asked)
@@ -384,6 +388,29 @@ def test_whole_prompts_without_blocks_are_what_a_compiled_model_with_cache_lines
     assert made.longest_prefill == 128
     assert limits(Options(prefill="whole"), block_size=8).layout == "blocks"
     assert limits(max_sequences=4).shares_prefixes
+
+
+@pytest.mark.parametrize(
+    ("prefill", "asked", "field"),
+    [
+        ("whole", {"prefix_caching": "enabled"}, "$.prefixCaching"),
+        ("mixed", {"prefix_caching": "enabled", "layout": "slots"}, "$.prefixCaching"),
+        ("whole", {"chunked_prefill": "enabled"}, "$.chunkedPrefill"),
+        ("mixed", {"chunked_prefill": "disabled"}, "$.chunkedPrefill"),
+    ],
+)
+def test_switches_that_contradict_the_device_are_named(prefill: Any, asked: dict[str, Any], field: str) -> None:
+    with pytest.raises(InvalidConfig) as caught:
+        limits_of(config(EngineLimits(), **asked), Options(prefill=prefill), vocabulary_size=9, longest=1000)
+    assert caught.value.field == field
+
+
+def test_switches_that_the_device_can_follow_are_followed() -> None:
+    plain = limits_of(config(EngineLimits(), prefix_caching="disabled"), Options(), vocabulary_size=9, longest=1000)
+    assert not plain.shares_prefixes
+    asked = config(EngineLimits(), prefix_caching="enabled", chunked_prefill="enabled")
+    made = limits_of(asked, Options(), vocabulary_size=9, longest=1000)
+    assert (made.shares_prefixes, made.chunks_prefill) == (True, True)
 
 
 @pytest.fixture
