@@ -148,7 +148,7 @@ def scraped(load: ScriptedLoad) -> list[Scraped]:
         model = {"namespace": "team", "pod": "chat-0", "job": "models"}
         operator = {"namespace": "neuron-serving", "job": "operator"}
         made += [
-            Scraped(scrape.text, at, model),
+            Scraped(scrape.text, at, model, scrape.content_type),
             Scraped(bad_model(100 * number), at, model | {"pod": "bad-0"}),
             Scraped(
                 operator_text(number, 2 * last, 1 - last, "ImagePull" if last else "Ready"),

@@ -12,6 +12,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from prometheus_client.exposition import CONTENT_TYPE_LATEST as CONTENT_TYPE
+
 from cluster.rig.binaries import ensure
 
 
@@ -22,6 +24,7 @@ class Scraped:
     text: str
     at: float
     labels: Mapping[str, str]
+    content_type: str = CONTENT_TYPE
 
 
 @dataclass(frozen=True)
@@ -53,7 +56,10 @@ def evaluate(scrapes: Iterable[Scraped], queries: Sequence[tuple[str, float]], r
     """Evaluate (expression, time) pairs over what was scraped. Raises NotPossibleHere where Go is missing."""
     program = ensure("promql")["promql"] / "promql"
     asked: dict[str, Any] = {
-        "scrapes": [{"at": one.at, "labels": dict(one.labels), "text": one.text} for one in scrapes],
+        "scrapes": [
+            {"at": one.at, "labels": dict(one.labels), "content_type": one.content_type, "text": one.text}
+            for one in scrapes
+        ],
         "queries": [{"expression": expression, "at": at} for expression, at in queries],
         "rules": rules,
     }

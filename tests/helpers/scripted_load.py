@@ -51,8 +51,7 @@ class Scrape:
     """What `/metrics` said at some moment of the load."""
 
     text: str
-    at: float
-    """On the monotonic clock."""
+    content_type: str
 
     @property
     def values(self) -> Values:
@@ -218,7 +217,7 @@ class ScriptedLoad:
 
     async def scrape(self) -> Scrape:
         answer = await self._http.get("/metrics")
-        made = Scrape(answer.text, time.monotonic())
+        made = Scrape(answer.text, answer.headers["content-type"])
         self.scrapes.append(made)
         return made
 

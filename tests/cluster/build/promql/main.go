@@ -28,9 +28,10 @@ import (
 )
 
 type scrape struct {
-	At     float64           `json:"at"`
-	Labels map[string]string `json:"labels"`
-	Text   string            `json:"text"`
+	At          float64           `json:"at"`
+	Labels      map[string]string `json:"labels"`
+	ContentType string            `json:"content_type"`
+	Text        string            `json:"text"`
 }
 
 type request struct {
@@ -63,7 +64,8 @@ type answer struct {
 type memory map[string]*promql.Series
 
 func (m memory) add(s scrape) error {
-	p, err := textparse.New([]byte(s.Text), "text/plain; version=0.0.4", nil, textparse.ParserOptions{})
+	at := int64(math.Round(s.At * 1000))
+	p, err := textparse.New([]byte(s.Text), s.ContentType, nil, textparse.ParserOptions{})
 	if err != nil {
 		return err
 	}
@@ -91,7 +93,10 @@ func (m memory) add(s scrape) error {
 			known = &promql.Series{Metric: of}
 			m[of.String()] = known
 		}
-		known.Floats = append(known.Floats, promql.FPoint{T: int64(math.Round(s.At * 1000)), F: value})
+		if last := len(known.Floats) - 1; last >= 0 && known.Floats[last].T >= at {
+			return fmt.Errorf("%s is there twice, or came too late", of)
+		}
+		known.Floats = append(known.Floats, promql.FPoint{T: at, F: value})
 	}
 }
 
