@@ -13,7 +13,7 @@ from helpers.torch_models import random_model as small_model
 from neuron_runtime.__main__ import main
 from neuron_runtime.bench import model as models
 from neuron_runtime.bench.model import SHAPES, byte_level_vocabulary, model_folder_or_uri, random_model
-from neuron_runtime.bench.offline import OfflineEngine, measure, measure_prefill, random_prompts, raw_steps
+from neuron_runtime.bench.offline import OfflineEngine, bare_steps, measure, measure_prefill, random_prompts
 from neuron_runtime.checkpoint import read_checkpoint
 from neuron_runtime.errors import InvalidConfig
 from neuron_runtime.text.tokenizer import load_tokenizer
@@ -62,7 +62,7 @@ def test_an_unknown_shape_is_refused_with_the_known_ones() -> None:
 
 def test_the_figures_of_a_point_follow_their_formulas(tiny: Path) -> None:
     with OfflineEngine(str(tiny), {"max_num_seqs": 4, "max_model_len": 64}) as engine:
-        point = measure(engine, 4, input_len=8, output_len=16, num_iters=2, raw=raw_steps(engine))
+        point = measure(engine, 4, input_len=8, output_len=16, num_iters=2, raw=bare_steps(engine))
         seconds, load = measure_prefill(engine, 40, 2)
         stats = engine.engine.stats
     assert point.decode == pytest.approx(4 / point.step_seconds)

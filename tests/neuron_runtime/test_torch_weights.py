@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import sys
+import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,6 +19,8 @@ from neuron_runtime.backend import torch as torch_backend
 from neuron_runtime.backend.torch.linear import linear
 from neuron_runtime.backend.torch.loader import load
 from neuron_runtime.backend.torch.random_model import main
+from neuron_runtime.backend.torch.read_ahead import read_ahead
+from neuron_runtime.bench.loading import cached_share, drop_from_cache
 from neuron_runtime.checkpoint import InvalidModel, read_checkpoint
 
 Tensors = dict[str, torch.Tensor]
@@ -116,3 +120,35 @@ def test_the_generator_writes_equal_bytes_for_equal_arguments(tmp_path: Path, mo
     assert files[0] == files[1]
     assert one.tensors["lm_head.weight"].dtype == "BF16"
     assert json.loads((tmp_path / "one" / "config.json").read_text())["hidden_size"] == 32
+
+
+def test_files_are_read_ahead_of_the_loader_and_one_that_cannot_be_read_stops_nothing(tmp_path: Path) -> None:
+    for name in ("a", "b", "c"):
+        (tmp_path / f"{name}.safetensors").write_bytes(b"x" * 3_000_000)
+    files = sorted(tmp_path.iterdir())
+    if not drop_from_cache(files):
+        pytest.skip("this file system keeps its files in memory")
+    read_ahead(tmp_path, max_bytes=5_000_000).join()
+    while cached_share(files[0]) < 1.0 or cached_share(files[1]) < 0.5:
+        time.sleep(0.01)
+    assert cached_share(files[2]) == 0.0
+    (tmp_path / "0.safetensors").mkdir()
+    read_ahead(tmp_path).join()
+    read_ahead(tmp_path / "nowhere").join()
+
+
+def test_loading_runs_on_the_device_thread_which_ends_with_what_ends_loading(tmp_path: Path) -> None:
+    folder = random_model(tmp_path / "model")
+    threads, seen = set(), []
+
+    def interrupted(stage: str, share: float) -> None:
+        threads.add(threading.current_thread().name)
+        seen.append(share)
+        if len(seen) == 3:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        load(folder, runtime_config(), interrupted, lambda: 2**30)
+    assert len(seen) == 3
+    assert threads == {"device_0"}
+    assert "device_0" not in {thread.name for thread in threading.enumerate()}

@@ -12,6 +12,7 @@ import itertools
 import json
 import string
 import tempfile
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -80,7 +81,9 @@ def random_model(shape: str, cache_dir: Path | None = None) -> Path:
         return folder
     parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=f".{folder.name}-", dir=parent) as made:
-        write_random_model(Path(made, "model"), config)
+        with ThreadPoolExecutor(1) as thread:
+            # The helpers of whatever is computed in parallel end with it; see `device_thread` of the torch backend.
+            thread.submit(write_random_model, Path(made, "model"), config).result()
         _write_tokenizer(Path(made, "model"), config["vocab_size"])
         try:
             Path(made, "model").rename(folder)

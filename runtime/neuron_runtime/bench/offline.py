@@ -25,8 +25,6 @@ from neuron_runtime.errors import InvalidConfig
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-    from neuron_runtime.bench.raw import RawSteps
-
 FIRST_TOKEN_ID = 256
 """Prompts are random ids from here on: below it, byte-level vocabularies have single bytes and special tokens."""
 
@@ -152,9 +150,9 @@ def measure(
     output_len: int,
     num_iters: int,
     seed: int = 0,
-    raw: RawSteps | None = None,
+    raw: BareSteps | None = None,
 ) -> Point:
-    """Time one number of sequences; iteration for iteration the bare step too, if it is there."""
+    """Time one number of sequences; iteration for iteration bare steps too, if `raw` runs them."""
     vocabulary_size = engine.backend.limits.vocabulary_size
     prompts = random_prompts(concurrency * num_iters, input_len, seed, vocabulary_size)
     meter = Meter()
@@ -163,7 +161,7 @@ def measure(
         some = prompts[at : at + concurrency]
         ones.append(engine.generate(some, 1))
         if raw is not None:
-            raws.append(statistics.median(raw.decode(concurrency, input_len, output_len - 1)))
+            raws.append(statistics.median(raw(concurrency, input_len, output_len - 1)))
         alls.append(engine.generate(some, output_len))
     decode_seconds = [n.seconds - one.seconds for one, n in zip(ones, alls, strict=True)]
     steps = [seconds / (output_len - 1) for seconds in decode_seconds]
@@ -186,14 +184,20 @@ def measure_prefill(engine: OfflineEngine, length: int, num_iters: int, seed: in
     return statistics.median(engine.generate([prompt], 1).seconds for prompt in prompts), meter.read()
 
 
-def raw_steps(engine: OfflineEngine) -> RawSteps:
+BareSteps = Callable[[int, int, int], list[float]]
+"""Runs steps of so many rows, from a position, so many of them; seconds of each. See `bench.raw`."""
+
+
+def bare_steps(engine: OfflineEngine) -> BareSteps:
     """Raises InvalidConfig for a backend that has no such step."""
     from neuron_runtime.backend.torch.backend import TorchBackend  # noqa: PLC0415 - torch
     from neuron_runtime.bench.raw import RawSteps  # noqa: PLC0415
 
-    if not isinstance(engine.backend, TorchBackend):
+    backend = engine.backend
+    if not isinstance(backend, TorchBackend):
         raise InvalidConfig("--raw", "only the torch backend has a bare step to compare with: leave it out")
-    return RawSteps(engine.model_dir, engine.backend.limits)
+    raw = backend.run_on_device(lambda: RawSteps(engine.model_dir, backend.limits))
+    return lambda rows, start, steps: backend.run_on_device(lambda: raw.decode(rows, start, steps))
 
 
 def run(options: argparse.Namespace) -> None:
@@ -208,7 +212,7 @@ def run(options: argparse.Namespace) -> None:
         naming(names),
         OfflineEngine(options.model, {name: value for name, value in arguments.items() if value}) as engine,
     ):
-        raw = raw_steps(engine) if options.raw else None
+        raw = bare_steps(engine) if options.raw else None
         measure(engine, 1, input_len=8, output_len=4, num_iters=1)
         prefill_seconds, prefill_load = measure_prefill(engine, options.prefill_len, options.num_iters, options.seed)
         points = [

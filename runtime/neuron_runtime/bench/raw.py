@@ -1,7 +1,8 @@
 """The bare decode step of the torch backend: the same kernels on the same shapes, and nothing around them.
 
 Called by `bench offline --raw`: it shows what scheduler, mirror, sampling options and the border between threads cost.
-It has its own copy of the weights, and none of the engine.
+It has its own copy of the weights and runs on the engine's device thread, whose helpers it shares: with helpers of its
+own both would be slow.
 """
 
 from __future__ import annotations

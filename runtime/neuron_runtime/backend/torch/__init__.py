@@ -8,6 +8,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from neuron_runtime.backend.torch.read_ahead import read_ahead
 from neuron_runtime.errors import InvalidConfig
 
 if TYPE_CHECKING:
@@ -32,6 +33,7 @@ def load_backend(model_dir: Path, config: RuntimeConfig, progress: Progress) -> 
         FatalError: MODEL_NOT_FOUND, INVALID_MODEL, UNSUPPORTED_ARCHITECTURE or DEVICE_OUT_OF_MEMORY.
         InvalidConfig: a limit or the dtype of the configuration cannot be served; the field is named.
     """
+    read_ahead(model_dir)
     from neuron_runtime.backend.torch.loader import load  # noqa: PLC0415  (torch takes seconds to import)
 
     return load(model_dir, config, progress)

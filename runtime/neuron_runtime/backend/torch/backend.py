@@ -10,7 +10,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -39,6 +39,8 @@ from neuron_runtime.core import (
 PerRow = tuple[tuple[TokenLogprobs, ...], ...]
 """One tuple per row of a batch, or none at all."""
 
+Result = TypeVar("Result")
+
 LOGITS_AT_ONCE = 2**23
 """Most that are computed together for log-probabilities of a prompt: 32 MiB."""
 
@@ -55,17 +57,28 @@ class _Launched(NamedTuple):
     begin: float
 
 
+def device_thread(set_up: Callable[[], None] = lambda: None) -> ThreadPoolExecutor:
+    """The thread that does everything that torch computes in parallel, from loading on.
+
+    Each thread that computes in parallel has helpers of its own. With those of a second one there would be more threads
+    than CPUs, and then helpers sleep between operations instead of waiting awake: a step took 1.4 times as long.
+
+    set_up: runs first on it (thread settings are per thread).
+    """
+    return ThreadPoolExecutor(max_workers=1, thread_name_prefix="device", initializer=set_up)
+
+
 class TorchBackend:
-    """See `backend.base.Backend`. `set_up` runs first on the device thread (thread settings are per thread)."""
+    """See `backend.base.Backend`. `device` is the one thread that computes, on which the decoder was made."""
 
     def __init__(
-        self, decoder: Decoder, cache: KVCache, limits: BackendLimits, set_up: Callable[[], None] = lambda: None
+        self, decoder: Decoder, cache: KVCache, limits: BackendLimits, device: ThreadPoolExecutor | None = None
     ) -> None:
         self._decoder = decoder
         self._cache = cache
         self._limits = limits
         self._mirror = SlotMirror(limits)
-        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="device", initializer=set_up)
+        self._thread = device or device_thread()
         self._running: deque[tuple[int, Future[_Launched]]] = deque()
         self._finished: dict[int, Future[StepOutput]] = {}
 
@@ -115,6 +128,10 @@ class TorchBackend:
 
     def collect(self, step: int) -> StepOutput:
         return self._finished.pop(step).result()
+
+    def run_on_device(self, work: Callable[[], Result]) -> Result:
+        """Something else on the device thread, between steps, and wait for it."""
+        return self._thread.submit(work).result()
 
     def close(self) -> None:
         self._thread.shutdown(wait=True, cancel_futures=True)

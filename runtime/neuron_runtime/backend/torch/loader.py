@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from threading import Event
 
 import torch
 
 from neuron_runtime.backend.base import Progress
 from neuron_runtime.backend.torch.architecture import DecoderConfig, decoder_config, tensor_shapes
-from neuron_runtime.backend.torch.backend import TorchBackend
+from neuron_runtime.backend.torch.backend import TorchBackend, device_thread
 from neuron_runtime.backend.torch.cache import KVCache
 from neuron_runtime.backend.torch.decoder import Decoder
 from neuron_runtime.backend.torch.host import available_memory_bytes, usable_cpus
@@ -35,8 +37,9 @@ def load(
     check_tensors(checkpoint, tensor_shapes(model))
     dtype = _dtype(config, checkpoint)
     limits = derive_limits(config, model, dtype.itemsize, available_bytes())
+    device = device_thread(_limit_threads)
     return TorchBackend(
-        decoder=load_decoder(checkpoint, model, dtype, progress),
+        decoder=_load_on(device, checkpoint, model, dtype, progress),
         cache=KVCache(
             windows=model.windows,
             num_lines=limits.num_blocks,
@@ -46,8 +49,27 @@ def load(
             dtype=dtype,
         ),
         limits=limits,
-        set_up=_limit_threads,
+        device=device,
     )
+
+
+def _load_on(
+    device: ThreadPoolExecutor, checkpoint: Checkpoint, model: DecoderConfig, dtype: torch.dtype, progress: Progress
+) -> Decoder:
+    """Load on the device thread; when this thread is interrupted meanwhile, loading ends at the next tensor."""
+    interrupted = Event()
+
+    def report(stage: str, share: float) -> None:
+        if interrupted.is_set():
+            raise InterruptedError("nobody waits for this model any more")
+        progress(stage, share)
+
+    try:
+        return device.submit(load_decoder, checkpoint, model, dtype, report).result()
+    except BaseException:
+        interrupted.set()
+        device.shutdown()
+        raise
 
 
 def load_decoder(checkpoint: Checkpoint, model: DecoderConfig, dtype: torch.dtype, progress: Progress) -> Decoder:
