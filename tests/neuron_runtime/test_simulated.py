@@ -60,8 +60,8 @@ def limits(options: Options | None = None, **wanted: int) -> BackendLimits:
 def finish(engine: Engine) -> dict[str, list[int]]:
     tokens: dict[str, list[int]] = {}
     while engine.has_work:
-        for event in engine.step():
-            tokens.setdefault(event.request_id, []).extend(event.token_ids)
+        for news in engine.step():
+            tokens.setdefault(news.request_id, []).extend(news.token_ids)
     return tokens
 
 
@@ -171,7 +171,7 @@ def test_it_takes_whatever_the_strict_backend_takes_and_draws_what_its_cache_say
             take(engine.step())
     while engine.has_work:
         take(engine.step())
-    event(f"{bool(engine.stats.num_prefix_hits_total)=}, {bool(engine.stats.num_preemptions_total)=}")
+    event(f"shared: {engine.stats.num_prefix_hits_total > 0}, preempted: {engine.stats.num_preemptions_total > 0}")
     for asked in requests:
         quiet = Engine(SimulatedBackend(limits, STEP, VirtualClock()), late=odd_only)
         quiet.add(asked)
@@ -393,7 +393,6 @@ def test_whole_prompts_without_blocks_are_what_a_compiled_model_with_cache_lines
 @pytest.mark.parametrize(
     ("prefill", "asked", "field"),
     [
-        ("whole", {"prefix_caching": "enabled"}, "$.prefixCaching"),
         ("mixed", {"prefix_caching": "enabled", "layout": "slots"}, "$.prefixCaching"),
         ("whole", {"chunked_prefill": "enabled"}, "$.chunkedPrefill"),
         ("mixed", {"chunked_prefill": "disabled"}, "$.chunkedPrefill"),
@@ -411,6 +410,9 @@ def test_switches_that_the_device_can_follow_are_followed() -> None:
     asked = config(EngineLimits(), prefix_caching="enabled", chunked_prefill="enabled")
     made = limits_of(asked, Options(), vocabulary_size=9, longest=1000)
     assert (made.shares_prefixes, made.chunks_prefill) == (True, True)
+    whole = config(EngineLimits(), prefix_caching="enabled", chunked_prefill="disabled")
+    made = limits_of(whole, Options(prefill="whole"), vocabulary_size=9, longest=1000)
+    assert (made.layout, made.shares_prefixes, made.chunks_prefill) == ("blocks", True, False)
 
 
 @pytest.fixture
