@@ -12,6 +12,7 @@ from helpers.front_end import LIMITS
 from neuron_runtime.errors import InvalidRequest
 from neuron_runtime.server.admission import Admission, served_defaults
 from neuron_runtime.server.wire import ChatBody, CompletionBody, typed
+from neuron_runtime.text.chat_template import ChatTemplate
 from neuron_runtime.text.generation_config import GenerationDefaults
 from neuron_runtime.text.tokenizer import Tokenizer, load_tokenizer
 
@@ -98,3 +99,34 @@ def test_an_echo_without_an_answer_computes_one_token_that_nobody_sees(tokenizer
     ask = admission(tokenizer).completion(completion(echo=True, max_tokens=0))
     assert (ask.generates, ask.sampling[0].max_tokens) == (False, 1)
     assert admission(tokenizer).completion(completion(echo=True, max_tokens=1)).generates
+
+
+LISTS = "{% for m in messages %}<{{ m.role }}>{% for part in m.content %}{{ part.text }}{% endfor %}{% endfor %}"
+TEXTS = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{{ m.reasoning_content or '' }}{% endfor %}"
+DEVELOPERS = TEXTS + "{# developer #}"
+
+
+@pytest.mark.parametrize(
+    ("template", "expected"),
+    [
+        (LISTS, "<system>Be brief.<user>ab<assistant>"),
+        (TEXTS, "<system>Be brief.<user>a\nb<assistant>thought"),
+        (DEVELOPERS, "<developer>Be brief.<user>a\nb<assistant>thought"),
+    ],
+)
+def test_messages_are_written_in_the_form_that_the_template_takes(
+    tokenizer: Tokenizer, template: str, expected: str
+) -> None:
+    messages = [
+        {"role": "developer", "content": "Be brief."},
+        {"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]},
+        {"role": "assistant", "content": None, "reasoning": "thought", "tool_calls": []},
+    ]
+    body = typed({"messages": messages}, ChatBody)
+    admits = admission(tokenizer)
+    known = tokenizer.chat_template
+    tokenizer.chat_template = ChatTemplate(template, {})
+    try:
+        assert admits.chat_text(body.messages, body) == expected
+    finally:
+        tokenizer.chat_template = known
