@@ -35,6 +35,7 @@ pytestmark = [pytest.mark.cluster, pytest.mark.slow, pytest.mark.timeout(600, fu
 
 QUESTION = "How do I make the operator decide anew?"
 TOKEN, WRONG_TOKEN = "hf_Aright0000000000000000000000000000", "hf_Wrong0000000000000000000000000000"
+API_KEY = "sk-Cluster00000000000000000000000000"
 CPU_NODE, NEURON_NODE = "n3", "n1"
 ENGINE_MODULE = "neuron_runtime.engine.process"
 PAUSED = "neuron-serving.dev/paused"
@@ -50,6 +51,17 @@ request = urllib.request.Request(
 )
 answer = json.load(urllib.request.urlopen(request, timeout=60))
 print(answer["choices"][0]["message"]["content"])
+"""
+
+ASK_LOCKED = """
+import json, sys, urllib.error, urllib.request
+url, key = sys.argv[1:]
+def status(**headers):
+    try:
+        return urllib.request.urlopen(urllib.request.Request(url + "/v1/models", headers=headers), timeout=60).status
+    except urllib.error.HTTPError as refused:
+        return refused.code
+print(status(), status(Authorization="Bearer other"), status(Authorization="Bearer " + key))
 """
 
 LONG_ANSWER = """
@@ -228,6 +240,7 @@ def test_what_people_get_wrong_is_named_and_heals_when_it_is_undone(installation
     story.apply(theirs)
     before = _get(story, "service", "taken")
     with story.stage("names and images: told"):
+        story.apply(_model("locked", "hf://demo/demo", serving={"apiKeySecretRef": {"name": "keys", "key": "api"}}))
         # Nothing of it runs, so that nothing is waited for: what is resolved is known for the edit that follows.
         story.apply(_model("pulls", "hf://demo/demo", replicas=0))
         story.apply(_model("taken", "hf://demo/demo", replicas=0))
@@ -240,7 +253,13 @@ def test_what_people_get_wrong_is_named_and_heals_when_it_is_undone(installation
         story.until("the Job's image is told", lambda: never in story.condition("never", "Ready")["message"])
         assert story.condition("never", "Ready")["reason"] == "Resolving"
         assert _get(story, "service", "taken") == before
+        missing = _until_reason(story, "locked", "SecretNotFound")["message"]
+        assert "serving.apiKeySecretRef" in missing
+        assert 'secret "keys" not found' in missing
     with story.stage("names and images: undone"):
+        story.apply(
+            {"apiVersion": "v1", "kind": "Secret", "metadata": {"name": "keys"}, "stringData": {"api": API_KEY + "\n"}}
+        )
         story.kubectl("delete", "service", "taken")
         story.apply(_model("pulls", "hf://demo/demo", replicas=0))
         _until_reason(story, "pulls", "ScaledToZero")
@@ -248,6 +267,17 @@ def test_what_people_get_wrong_is_named_and_heals_when_it_is_undone(installation
         assert (
             _get(story, "service", "taken")["metadata"]["labels"]["app.kubernetes.io/managed-by"] == "neuron-operator"
         )
+    with story.stage("keys: asked for"):
+        story.until_ready(1, "locked")
+        url = _url(story, "locked")
+        assert story.run_client(installation.runtime_image, "locked", ASK_LOCKED, url, API_KEY) == "401 401 200\n"
+        (pod,) = story.ready_pods("locked")
+        told = story.kubectl("get", f"nm,events,{CHILD_KINDS}", "-o", "yaml")
+        told += story.kubectl("logs", pod["metadata"]["name"])
+        assert "apiKeySecretRef" in told
+        assert '"api_key":1' in told
+        assert API_KEY not in told
+        story.kubectl("delete", "nm", "locked")
 
     with story.stage("paused: edits wait"):
         story.until_ready(1)
@@ -341,8 +371,8 @@ def _until_reason(story: Story, model: str, reason: str) -> dict[str, Any]:
     return ready
 
 
-def _url(story: Story) -> str:
-    return f"http://chat.{story.namespace}.svc.cluster.local:8000"
+def _url(story: Story, model: str = "chat") -> str:
+    return f"http://{model}.{story.namespace}.svc.cluster.local:8000"
 
 
 def _ask(installation: Installation, story: Story) -> str:

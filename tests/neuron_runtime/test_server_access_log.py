@@ -195,6 +195,19 @@ async def test_a_client_that_leaves_and_an_engine_that_ends_are_told(logged: Log
     assert line["output_tokens"] > 0
 
 
+async def test_a_mistake_of_ours_is_told_as_one(logged: Logged, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken() -> None:
+        raise RuntimeError(SECRET)
+
+    async with logged() as (served, log):
+        monkeypatch.setattr(served.front_end, "admission", broken)
+        answer = await served.http.post("/tokenize", json={"prompt": "x"})
+        (line,) = await log.lines(1)
+    assert (answer.status_code, line["status"]) == (500, 500)
+    assert answer.headers["x-request-id"] == line["request_id"]
+    assert SECRET not in answer.text + log.text
+
+
 async def test_a_full_queue_is_told_without_a_finish(logged: Logged) -> None:
     body = {"prompt": "a core", "max_tokens": 50, "ignore_eos": True}
     async with logged(paced=True, max_queued=0) as (served, log):
