@@ -224,8 +224,9 @@ def test_the_parts_of_a_requests_time_add_up(load: ScriptedLoad) -> None:
 
     first_token = seconds("time_to_first_token")
     assert first_token == pytest.approx(seconds("request_queue_time") + seconds("request_prefill_time"))
-    assert seconds("e2e_request_latency") == pytest.approx(first_token + seconds("request_decode_time"), rel=0.02)
-    assert seconds("inter_token_latency") == pytest.approx(seconds("request_decode_time"), rel=0.05)
+    assert seconds("inter_token_latency") == pytest.approx(seconds("request_decode_time"))
+    # What was cut off ended some time after its last token.
+    assert seconds("e2e_request_latency") > first_token + seconds("request_decode_time")
 
 
 def test_the_time_of_the_engines_thread_is_the_hosts_and_the_backends(load: ScriptedLoad) -> None:

@@ -271,8 +271,11 @@ class Generation:
 
     def _finish(self, choice: Choice, reason: FinishReason, now: float) -> None:
         choice.ended = reason
-        began = now if choice.first_token_at is None else choice.first_token_at
-        self._metrics.finished(reason, choice.num_prompt_tokens, choice.num_tokens, now - choice.arrived, now - began)
+        began = choice.last_token_at if choice.first_token_at is None else choice.first_token_at
+        decode_seconds = choice.last_token_at - began
+        self._metrics.finished(
+            reason, choice.num_prompt_tokens, choice.num_tokens, now - choice.arrived, decode_seconds
+        )
 
 
 def _request(request_id: str, prompt: tuple[int, ...], sampling: SamplingParams, ask: Ask) -> Request:

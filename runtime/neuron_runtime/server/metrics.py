@@ -295,7 +295,7 @@ class Metrics:
     def finished(
         self, reason: FinishReason, num_prompt_tokens: int, num_tokens: int, seconds: float, decode_seconds: float
     ) -> None:
-        """A request ended `seconds` after it arrived and `decode_seconds` after its first token."""
+        """A request ended `seconds` after it arrived; its last token came `decode_seconds` after its first."""
         self._success[reason].value += 1
         self._request_prompt.observe(num_prompt_tokens)
         self._request_generation.observe(num_tokens)
