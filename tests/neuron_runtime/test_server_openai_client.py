@@ -186,6 +186,23 @@ async def test_a_chat_completion_is_what_the_schema_says(client: AsyncOpenAI) ->
     assert {name for part in parts for name in beyond(part)} == {"choices.stop_reason"}
 
 
+async def test_the_clients_own_assembly_of_a_stream_is_the_whole_answer(client: AsyncOpenAI) -> None:
+    free = (await chat(client)).choices[0].message.content or ""
+    # The client takes an answer that was cut for an error.
+    asked: dict[str, Any] = {**ASK, "messages": CHAT, "logprobs": True, "top_logprobs": 2, "stop": [free[-3:]]}
+    whole = await chat(client, **asked)
+    async with client.chat.completions.stream(**asked, stream_options={"include_usage": True}) as stream:
+        kinds = {event.type async for event in stream}
+        final = await stream.get_final_completion()
+    assert {"chunk", "content.delta", "content.done", "logprobs.content.delta", "logprobs.content.done"} <= kinds
+    assert final.choices[0].message.content == whole.choices[0].message.content
+    assert final.choices[0].finish_reason == "stop"
+    assert final.choices[0].logprobs is not None
+    assert whole.choices[0].logprobs is not None
+    assert final.choices[0].logprobs.content == whole.choices[0].logprobs.content
+    assert final.usage == whole.usage
+
+
 async def test_several_prompts_and_answers_are_numbered(client: AsyncOpenAI) -> None:
     whole = await complete(client, prompt=["a core", "a node"], n=2)
     assert [choice.index for choice in whole.choices] == [0, 1, 2, 3]

@@ -29,6 +29,9 @@ from neuron_runtime.server.wire import error_answer
 
 SSE_END = b"data: [DONE]\n\n"
 
+MANY_TOKENS = 256
+"""Of which log-probabilities are told in one answer; more are spelled on a thread."""
+
 
 class ClientGone(Exception):
     """Nobody reads the answer any more."""
@@ -256,22 +259,26 @@ class Answer(Response):
 
         await generation.begin()
         await generation.finish(show)
-        body = orjson.dumps(self._object(["".join(text) for text in texts], tolds))
+        if sum(len(told.located) + len(told.prompt_logprobs) for told in tolds) > MANY_TOKENS:
+            # Spelling them takes longer than streams should wait.
+            body = await asyncio.to_thread(self._body, texts, tolds)
+        else:
+            body = self._body(texts, tolds)
         await self._begin(200, {"content-type": "application/json", "content-length": str(len(body))}, send)
         await send({"type": "http.response.body", "body": body, "more_body": False})
 
-    def _object(self, texts: list[str], tolds: list[Told]) -> dict[str, Any]:
+    def _body(self, texts: list[list[str]], tolds: list[Told]) -> bytes:
         """The whole answer."""
         shape, generation, ask = self._shape, self._generation, self._generation.ask
         teller = Teller(shape, generation)
         beside = shape.prompt_beside_choices
         choices = []
-        for index, (text, told, stop_reason) in enumerate(zip(texts, tolds, generation.stop_reasons, strict=True)):
+        for index, (parts, told, stop_reason) in enumerate(zip(texts, tolds, generation.stop_reasons, strict=True)):
             thought = told.thought if ask.thinks is not None and ask.shows_thoughts else None
             choices.append(
                 {
                     "index": index,
-                    **shape.text(text, thought),
+                    **shape.text("".join(parts), thought),
                     "logprobs": None,
                     "finish_reason": (generation.choices[index].finish_reason or FinishReason.ERROR).value,
                     "stop_reason": stop_reason,
@@ -280,7 +287,7 @@ class Answer(Response):
                 }
             )
         prompt = teller.prompt(0, tolds[0]) if beside else {}
-        return {**self._head, "choices": choices, "usage": usage(generation), **prompt}
+        return orjson.dumps({**self._head, "choices": choices, "usage": usage(generation), **prompt})
 
     async def _fail(self, error: ServingError, send: Send) -> None:
         status, body, headers = error_answer(error)
