@@ -109,6 +109,13 @@ class _Slot:
     end: int = 0
     """Position behind the last token fed by any launched step."""
 
+    @property
+    def asks(self) -> bool:
+        """Whether it wants more than any token: certain ones, or log-probabilities."""
+        sampling = self.added.sampling
+        wants = sampling.allowed_token_ids, sampling.logprobs, sampling.prompt_logprobs
+        return any(want is not None for want in wants)
+
 
 class _Work(NamedTuple):
     """What a step is for the device."""
@@ -122,6 +129,8 @@ class _Launched(NamedTuple):
     batch: Batch
     slots: list[_Slot]
     ends: list[int]
+    plain: bool
+    """No live sequence asks for anything."""
     work: _Work
     ready_at: float
 
@@ -149,6 +158,8 @@ class SimulatedBackend:
         self._slots: dict[int, _Slot] = {}
         self._in_flight: deque[_Launched] = deque()
         self._late: dict[int, Late] = {}
+        self._asking: set[int] = set()
+        """Slots of sequences that ask for something."""
 
     @property
     def limits(self) -> BackendLimits:
@@ -162,9 +173,12 @@ class SimulatedBackend:
             self._clock.sleep_until(self._clock.now() + self._host_seconds)
         for number in batch.released:
             del self._slots[number]
+            self._asking.discard(number)
         for added in batch.added:
             prompt = added.token_ids[: added.num_prompt_tokens]
-            self._slots[added.slot] = _Slot(added, first_number(prompt, added.sampling, added.adapter))
+            slot = self._slots[added.slot] = _Slot(added, first_number(prompt, added.sampling, added.adapter))
+            if slot.asks:
+                self._asking.add(added.slot)
         rows = batch.rows
         slots = [self._slots[number] for number in rows.slot]
         ends = []
@@ -174,7 +188,7 @@ class SimulatedBackend:
             ends.append(slot.end)
         work = self._work(batch)
         ready_at = self.timeline.run(self._clock.now(), work.seconds)
-        self._in_flight.append(_Launched(batch, slots, ends, work, ready_at))
+        self._in_flight.append(_Launched(batch, slots, ends, not self._asking, work, ready_at))
 
     def sample(self, step: int, late: Late | None) -> None:
         if late is not None:
@@ -187,7 +201,7 @@ class SimulatedBackend:
         self._clock.sleep_until(done.ready_at)
         late, size = self._late.pop(step, None), self._limits.vocabulary_size
         samples = done.batch.rows.samples
-        if late is None and not any(slot.added.sampling.allowed_token_ids for slot in done.slots):
+        if late is None and done.plain:
             token_ids = tuple(
                 ((slot.number + STRIDE * end) % size,) if sampled else ()
                 for slot, end, sampled in zip(done.slots, done.ends, samples, strict=True)
@@ -201,8 +215,8 @@ class SimulatedBackend:
         return StepOutput(
             step=step,
             token_ids=token_ids,
-            logprobs=self._logprobs(done, token_ids),
-            prompt_logprobs=self._prompt_logprobs(done),
+            logprobs=() if done.plain else self._logprobs(done, token_ids),
+            prompt_logprobs=() if done.plain else self._prompt_logprobs(done),
             device_seconds=done.work.seconds,
             bucket=done.work.bucket,
             num_computed_tokens=done.work.num_computed_tokens,
