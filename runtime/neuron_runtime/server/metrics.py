@@ -224,6 +224,8 @@ class Metrics:
         """Go on counting from what a predecessor exported."""
         self._heard = exported.heard
         self._book.restore(exported)
+        # What an engine had then, none has now.
+        self.engine_ended()
 
     def render(self, others: Iterable[Exported] = ()) -> bytes:
         """The text that Prometheus scrapes: this front end's numbers and those of the others, added up."""

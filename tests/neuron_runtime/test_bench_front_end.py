@@ -1,0 +1,49 @@
+"""The front end's cost per streamed token: measured as the table of figures does, held against bare writes."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+from pathlib import Path
+
+import pytest
+
+from neuron_runtime.bench import front_end
+from neuron_runtime.bench.front_end import cpu_seconds, reading_clients
+from neuron_runtime.server.supervisor import listen, url_of
+
+NUM_STREAMS, NUM_STEPS = 64, 100
+EVENT = b"data: " + b"x" * 160 + b"\n\n"
+MAX_BARE_WRITES = 4.0
+"""A token costs less than so many bare writes of an event; with a task that wakes for each it was more than five."""
+
+
+def bare_write_microseconds() -> float:
+    """CPU of this process for writing an event to a socket that another process reads."""
+    with (
+        listen("127.0.0.1", 0) as listener,
+        reading_clients(url_of(listener), NUM_STREAMS) as readers,
+        contextlib.ExitStack() as connections,
+    ):
+        streams = [connections.enter_context(listener.accept()[0]) for _ in range(NUM_STREAMS)]
+        for stream in streams:
+            stream.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            assert stream.recv(65536)
+        began = cpu_seconds(os.getpid())
+        for _ in range(NUM_STEPS):
+            for stream in streams:
+                stream.send(EVENT)
+            readers.await_round()
+        return (cpu_seconds(os.getpid()) - began) / (NUM_STEPS * NUM_STREAMS) * 1e6
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not Path("/proc/self/schedstat").exists(), reason="needs the kernel's count of CPU time")
+def test_a_streamed_token_costs_a_few_bare_writes() -> None:
+    bare = min(bare_write_microseconds() for _ in range(2))
+    (row,) = front_end.measure((NUM_STREAMS,), NUM_STEPS, num_runs=2)
+    (taken,) = row.values
+    assert isinstance(taken, float)
+    assert row.load is not None
+    assert taken < MAX_BARE_WRITES * bare
