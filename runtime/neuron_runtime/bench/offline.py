@@ -161,7 +161,7 @@ def measure(
         some = prompts[at : at + concurrency]
         ones.append(engine.generate(some, 1))
         if raw is not None:
-            raws.append(statistics.median(raw(concurrency, input_len, output_len - 1)))
+            raws.append(statistics.fmean(raw(concurrency, input_len, output_len - 1)))
         alls.append(engine.generate(some, output_len))
     decode_seconds = [n.seconds - one.seconds for one, n in zip(ones, alls, strict=True)]
     steps = [seconds / (output_len - 1) for seconds in decode_seconds]
