@@ -16,9 +16,15 @@ MUTANTS = [
     # One line of a module, what becomes of it, and the test in test_scheduler.py or test_engine.py that notices.
     (
         scheduler,
-        "not decoders_wait or self._consecutive_prefills < self._max_consecutive_prefills",
+        "self._consecutive_prefills < self._max_consecutive_prefills",
         "True",
         "one_prefill_at_most_comes_between_decode_steps_while_rows_run",
+    ),
+    (
+        scheduler,
+        "if limits.mixes_phases or not self.decoding:",
+        "if limits.mixes_phases:",
+        "a_prompt_in_progress_goes_on_when_all_that_decode_were_preempted_for_want_of_blocks",
     ),
     (
         scheduler,

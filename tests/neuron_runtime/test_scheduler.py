@@ -433,6 +433,20 @@ def test_a_preempted_sequence_goes_on_where_it_was() -> None:
         assert any(len(a.token_ids) > a.num_prompt_tokens for a in added), "the answer so far came along"
 
 
+def test_a_prompt_in_progress_goes_on_when_all_that_decode_were_preempted_for_want_of_blocks() -> None:
+    for limits in (BLOCKS, DEVICE):
+        run = start(replace(limits, mixes_phases=False, max_rows=2, max_step_tokens=2, num_blocks=9))
+        asked = [request("low", 4, 28, priority=1), request("high", 20, 2)]
+        run.add(asked[0])
+        while len(run.tokens["low"]) < 4:
+            run.step()
+        run.add(asked[1])
+        run.finish()
+        run.check_tokens(asked)
+        assert run.engine.stats.num_preemptions_total == 1
+        assert list(run.reasons) == ["high", "low"]
+
+
 def test_nobody_is_preempted_where_a_long_sequence_could_not_be_computed_again() -> None:
     limits = replace(SMALL, chunks_prefill=False, max_one_shot_prefill=8)
     run = serve(limits, request("a", 8, 16), request("b", 8, 16), request("c", 8, 16))

@@ -136,25 +136,22 @@ class Scheduler:
         limits = self.limits
         for sequence in [s for s in self.decoding if s.samples and len(s.tokens) + 1 >= s.max_length]:
             self._leave(sequence)  # the row in flight brings its last token for certain
-        decoders_wait = bool(self.decoding)
         decoders: list[Sequence] = []
         prefills: list[PrefillRow] = []
-        if not limits.mixes_phases and (
-            not decoders_wait or self._consecutive_prefills < self._max_consecutive_prefills
-        ):
+        if not limits.mixes_phases and self._consecutive_prefills < self._max_consecutive_prefills:
             prefills = self._prefill_rows(limits.max_step_tokens)
         if not prefills:
             ready = self._make_room()
             if ready is None:
                 return None
             decoders = ready
-            if limits.mixes_phases:
+            if limits.mixes_phases or not self.decoding:
                 prefills = self._prefill_rows(limits.max_step_tokens - len(decoders))
                 if cached := [s for s, _ in prefills if s.decodes]:
                     # All but the last token was cached: a decode row from the start.
                     decoders = sorted(decoders + cached, key=_slot)
                     prefills = [(s, n) for s, n in prefills if not s.decodes]
-        return self._batch(decoders, prefills, decoders_wait) if decoders or prefills else None
+        return self._batch(decoders, prefills) if decoders or prefills else None
 
     def _make_room(self) -> list[Sequence] | None:
         """The sequences that decode now, each with the blocks it needs; None: wait for the step in flight.
@@ -267,10 +264,11 @@ class Scheduler:
         sequence.decodes = True
         insort(self.decoding, sequence, key=_slot)
 
-    def _batch(self, decoders: list[Sequence], prefills: list[PrefillRow], decoders_wait: bool) -> Batch:
+    def _batch(self, decoders: list[Sequence], prefills: list[PrefillRow]) -> Batch:
         step, num_decode = self._num_steps, len(decoders)
         kind = Kind.PREFILL if not decoders else Kind.MIXED if prefills else Kind.DECODE
-        self._consecutive_prefills = self._consecutive_prefills + 1 if kind is Kind.PREFILL and decoders_wait else 0
+        decoders_wait = kind is Kind.PREFILL and bool(self.decoding)
+        self._consecutive_prefills = self._consecutive_prefills + 1 if decoders_wait else 0
         sequences = decoders + [s for s, _ in prefills]
         batch = Batch(
             step=step,
