@@ -74,7 +74,8 @@ class SamplingParams:
     stop_token_ids: frozenset[int] = frozenset()
     """Token ids that end the answer with FinishReason.STOP, end tokens of the model included."""
     min_tokens: int = 0
-    """A stop token ends the answer only when at least this many tokens were generated before it."""
+    """A stop token ends the answer only when at least this many tokens were generated before it; whoever samples from
+    logits draws none earlier."""
     logprobs: int | None = None
     """How many alternatives to report per token; None: no logprobs."""
     prompt_logprobs: int | None = None
