@@ -17,6 +17,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import fields
 from operator import attrgetter
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -34,12 +35,14 @@ from neuron_runtime import arguments, config, offline, sampling_modes
 from neuron_runtime.__main__ import DRAIN_ON_THE_COMMAND_LINE, MODEL_FLAGS, SERVER_FLAGS, build_parser, main
 from neuron_runtime.backend.torch import sizing
 from neuron_runtime.backend.torch.architecture import FAMILIES, FIXED
+from neuron_runtime.core import FinishReason, SamplingParams
 from neuron_runtime.engine.backpressure import DEFAULT_MAX_QUEUED_REQUESTS, MAX_RETRY_SECONDS, MOST_QUEUED_TOKENS
 from neuron_runtime.engine.watchdog import FIRST_STEP_SECONDS, MIN_STEP_SECONDS
-from neuron_runtime.errors import ExitCode, ServingError
+from neuron_runtime.errors import ExitCode, InvalidRequest, ServingError
 from neuron_runtime.record import MAX_RECORD_BYTES, ModelFacts, Record
-from neuron_runtime.server import admission, restarts, wire
+from neuron_runtime.server import access_log, admission, auth, restarts, tracing, wire
 from neuron_runtime.server.app import build_app
+from neuron_runtime.server.exchange import OPEN_PATHS, Exchange
 from neuron_runtime.server.metrics import FAMILIES as METRIC_FAMILIES
 from neuron_runtime.server.supervisor import listen
 
@@ -391,6 +394,53 @@ def test_the_numbers_are_those_of_the_code(sentence: str) -> None:
 def test_the_restart_budget_is_the_supervisors() -> None:
     assert (restarts.MAX_RESTARTS, restarts.RESTART_WINDOW_SECONDS) == (3, 600)
     assert "After three restarts within ten minutes the command ends with code 50" in " ".join(RUNTIME.split())
+
+
+# docs/server.md
+
+
+def an_exchange() -> Exchange:
+    """One that has everything to tell."""
+    sampling = SamplingParams(max_tokens=1)
+    ask = SimpleNamespace(stream=True, num_choices=1, prompts=((1,),), num_prompt_tokens=1, sampling=(sampling,))
+    choice = SimpleNamespace(queue_seconds=0.0, first_token_at=0.0, ended=FinishReason.ABORT)
+    generation: Any = SimpleNamespace(ask=ask, choices=[choice], num_cached_tokens=0, num_tokens=1)
+    tokenizer: Any = SimpleNamespace(decode=lambda ids, skip_special_tokens: "x")
+    error = InvalidRequest("wrong", field="n")
+    more: dict[str, Any] = {"key": 1, "error": error, "generation": generation, "model": "m", "tokenizer": tokenizer}
+    return Exchange("id", "POST", "/v1/completions", "127.0.0.1", {}, 0.0, 0.0, **more)
+
+
+def test_every_field_of_the_access_log_is_documented_and_no_other() -> None:
+    text = section(SERVER, "Access log")
+    told = [word for first, _ in rows(text) for word in words(first)]
+    known = access_log.entry(an_exchange(), prompt_characters=1).keys()
+    assert sorted(told) == sorted(known)
+    (line,) = re.findall(r"^```json\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
+    assert list(json.loads(line)) == [name for name in known if name not in ("error", "param", "prompt_texts")]
+
+
+def test_every_attribute_of_a_span_is_documented_and_no_other() -> None:
+    told = [word for first, _ in rows(section(SERVER, "Traces")) for word in words(first)]
+    assert sorted(told) == sorted(tracing.attributes(an_exchange()))
+    assert f"named `{tracing.SPAN_NAME}`" in SERVER
+
+
+@pytest.mark.parametrize(
+    "sentence",
+    [
+        f"at most {auth.MAX_KEYS} keys in {auth.MAX_FILE_BYTES // 1024} KiB",
+        f"({access_log.MAX_QUEUED_LINES:,} lines may wait)",
+        f"at most {access_log.MAX_TEXT} characters",
+        f"| {config.ServerOptions().max_logged_characters} |",
+        f"| {config.ServerOptions().max_body_bytes} |",
+        f"(default `{tracing.SERVICE_NAME}`)",
+        ", ".join(f"`{path}`" for path in ("/health", "/live", "/metrics")) + " and `/version` need no key",
+    ],
+)
+def test_the_numbers_of_the_edge_are_those_of_the_code(sentence: str) -> None:
+    assert sentence in " ".join(SERVER.split())
+    assert {"/health", "/live", "/metrics", "/version"} == OPEN_PATHS
 
 
 # docs/metrics.md
