@@ -77,6 +77,10 @@ class Bodies:
             return use(raw)
         return await asyncio.get_running_loop().run_in_executor(self._threads, use, raw)
 
+    def close(self) -> None:
+        """Bodies that nobody has begun to work on are left."""
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
     async def _parts(self, request: Request) -> AsyncGenerator[bytes, None]:
         max_bytes, size = self._max_bytes, 0
         if int(request.headers.get("content-length", "0")) > DISCARDED_BODIES * max_bytes:

@@ -161,6 +161,7 @@ class FrontEnd:
         beating.cancel()
         self._deadline.close()
         self.summed_metrics.close()
+        self.bodies.close()
         self.client.close()
         self._edge.close()
         if self._failed.done():
