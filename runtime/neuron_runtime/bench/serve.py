@@ -17,8 +17,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
-from urllib.error import URLError
-from urllib.request import Request, urlopen
 
 from neuron_runtime.bench.model import PREFIX, SHAPES, model_folder_or_uri
 from neuron_runtime.bench.offline import FIRST_TOKEN_ID
@@ -232,6 +230,9 @@ def served(options: argparse.Namespace) -> Iterator[str]:
 
 def first_model(base_url: str, headers: Mapping[str, str]) -> str:
     """The name that the server lists first. Raises ServingError."""
+    from urllib.error import URLError  # noqa: PLC0415 - every command reads this module's flags
+    from urllib.request import Request, urlopen  # noqa: PLC0415
+
     request = Request(f"{base_url}/v1/models", headers=dict(headers))  # noqa: S310 - the user's own URL
     try:
         with urlopen(request, timeout=30) as answer:  # noqa: S310
