@@ -243,7 +243,10 @@ def _serve(options: argparse.Namespace, began: float) -> record.Record:
     check_keys(options.api_key_file, keys)
     with naming(FLAG_OF_PATH) if options.config is None else nullcontext():
         check_backend(config)
-        with listen(options.host, options.port, config.server.client_stall_seconds) as listener, made_run_dir() as run_dir:
+        with (
+            listen(options.host, options.port, config.server.client_stall_seconds) as listener,
+            made_run_dir() as run_dir,
+        ):
             say(f"serving {config.model.uri} at {url_of(listener)}")
             supervisor = Supervisor(
                 config,
