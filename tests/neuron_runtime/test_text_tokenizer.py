@@ -59,7 +59,8 @@ def test_loading_text_imports_no_torch(tmp_path: Path) -> None:
     code = (
         "import sys; from pathlib import Path; from neuron_runtime.config import TextOptions; "
         "from neuron_runtime.server.front_end import load_text; "
-        f"load_text(Path({str(tmp_path)!r}), TextOptions()); sys.exit('torch' in sys.modules or 'transformers' in sys.modules)"
+        f"load_text(Path({str(tmp_path)!r}), TextOptions()); "
+        "sys.exit('torch' in sys.modules or 'transformers' in sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
 

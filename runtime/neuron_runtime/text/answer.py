@@ -15,7 +15,6 @@ from neuron_runtime.text.reasoning import Thoughts
 from neuron_runtime.text.stop_strings import StopStrings
 from neuron_runtime.text.tokenizer import Tokenizer
 
-
 _Utf8 = codecs.getincrementaldecoder("utf-8")
 
 
