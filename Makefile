@@ -40,7 +40,7 @@ check: lint  ## style, types, import contracts, fast tests; under a minute
 test: lint cluster-deps test-neuron-versions  ## all tests, the cluster included where this machine can hold it
 	@$(BIN)/pytest
 
-test-long: setup  ## the engine under 100,000 random loads; half an hour
+test-long: setup  ## the engine under 100,000 random loads; ten minutes
 	@NEURON_SERVING_PROPERTY_EXAMPLES=100000 $(TWO) $(BIN)/pytest -q tests/neuron_runtime/test_engine_property.py
 
 test-neuron-versions: .venv-neuron/.ready  ## the runtime's fast tests with the versions of AWS's Neuron images
