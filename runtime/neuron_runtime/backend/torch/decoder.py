@@ -22,7 +22,7 @@ from neuron_runtime.backend.torch.weights import WeightReader
 
 @dataclass(frozen=True, slots=True)
 class Layer:
-    """Weights of one block; `qkv` and `gate_up` are fused projections.
+    """Weights of one block; `qkv` and `gate_up` are fused projections, weights of norms are float32.
 
     head_norm: `[heads + kv_heads, head_dim]`, for each head of queries and keys; None where they are not normalised.
     """
@@ -45,7 +45,7 @@ class Decoder:
         self._frequencies = rotary.inverse_frequencies(config.rope, config.head_dim)
         self._embedding = reader.take("model.embed_tokens.weight")
         self._layers = [_load_layer(config, reader, f"model.layers.{i}.") for i in range(config.num_layers)]
-        self._norm = reader.take("model.norm.weight")
+        self._norm = reader.take("model.norm.weight").float()
         self._head = linear(self._embedding if config.tied_embeddings else reader.take("lm_head.weight"))
 
     def forward(self, token_ids: torch.Tensor, plan: StepPlan) -> torch.Tensor:
@@ -58,7 +58,7 @@ class Decoder:
             heads = layer.qkv(self._normalise(x, layer.attention_norm)).view(len(x), -1, config.head_dim)
             turning = heads[:, :num_rotated]
             if layer.head_norm is not None:
-                turning = self._normalise(turning, None) * layer.head_norm
+                turning = self._normalise(turning, layer.head_norm)
             rotated = rotary.rotate(turning, cosine, sine)
             query, key, value = rotated[:, : config.num_heads], rotated[:, config.num_heads :], heads[:, num_rotated:]
             plan.cache.write(index, plan, key, value)
@@ -98,8 +98,15 @@ class Decoder:
         out = decode_attention(lanes, key, value, part.mask, self._scale)
         return out if part.lanes is None else out.index_select(0, part.lanes)
 
-    def _normalise(self, x: torch.Tensor, weight: torch.Tensor | None) -> torch.Tensor:
-        return functional.rms_norm(x, (x.shape[-1],), weight, self._config.rms_norm_epsilon)
+    def _normalise(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        """Root mean square norm over the last dimension, in float32 as its weight.
+
+        torch's own mixes dtypes in half precision: ten times slower at hundreds of tokens, equal at a few.
+        """
+        exact = x.float()
+        length: torch.Tensor = torch.linalg.vector_norm(exact, dim=-1, keepdim=True)
+        scale = length.square_().div_(x.shape[-1]).add_(self._config.rms_norm_epsilon).rsqrt_()
+        return (exact * scale).mul_(weight).to(x.dtype)
 
 
 def _load_layer(config: DecoderConfig, reader: WeightReader, prefix: str) -> Layer:
@@ -108,16 +115,16 @@ def _load_layer(config: DecoderConfig, reader: WeightReader, prefix: str) -> Lay
         return linear(weight, reader.take_if_any(has_bias, *(f"{prefix}{name}.bias" for name in names)))
 
     return Layer(
-        attention_norm=reader.take(f"{prefix}input_layernorm.weight"),
+        attention_norm=reader.take(f"{prefix}input_layernorm.weight").float(),
         qkv=projection(config.qkv_bias, "self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
         head_norm=_load_head_norm(config, reader, prefix) if config.query_key_norm else None,
         output=projection(config.output_bias, "self_attn.o_proj"),
-        mlp_norm=reader.take(f"{prefix}post_attention_layernorm.weight"),
+        mlp_norm=reader.take(f"{prefix}post_attention_layernorm.weight").float(),
         gate_up=projection(config.mlp_bias, "mlp.gate_proj", "mlp.up_proj"),
         down=projection(config.mlp_bias, "mlp.down_proj"),
     )
 
 
 def _load_head_norm(config: DecoderConfig, reader: WeightReader, prefix: str) -> torch.Tensor:
-    query, key = (reader.take(f"{prefix}self_attn.{name}.weight") for name in ("q_norm", "k_norm"))
+    query, key = (reader.take(f"{prefix}self_attn.{name}.weight").float() for name in ("q_norm", "k_norm"))
     return torch.cat((query.expand(config.num_heads, -1), key.expand(config.num_kv_heads, -1)))
