@@ -197,19 +197,20 @@ async def test_all_bodies_together_are_bounded(model_dir: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "body",
+    ("body", "least"),
     [
-        {"prompt": "some words " * 200_000, "user": "x" * 8_000_000, "max_tokens": 10_000_000},
-        {"prompt": [1] * 3_000_000},
-        {"messages": [{"role": "user", "content": "two words"}] * 200_000},
-        {"prompt": [[]] * 3_000_000},
+        ({"prompt": "some words " * 100_000, "user": "x" * 9_000_000, "max_tokens": 10_000_000}, 50),
+        ({"prompt": [1] * 3_000_000}, 3),
+        ({"messages": [{"role": "user", "content": "two words"}] * 200_000}, 3),
+        ({"prompt": [[]] * 3_000_000}, 3),
     ],
     ids=["text", "token ids", "messages", "empty lists"],
 )
 def test_a_stream_and_the_liveness_probe_go_on_while_ten_megabytes_are_handled(
-    text_dir: Path, body: dict[str, Any]
+    text_dir: Path, body: dict[str, Any], least: int
 ) -> None:
-    """Counted in events: were large bodies handled on the event loop, at most one would come before their answers."""
+    """Counted in events. Most of the seconds of a text go into its tokens; were they made on the event loop, some ten
+    events would come, while the body is read. A body that is refused for its form takes little more than that."""
     path = "/v1/chat/completions" if "messages" in body else "/v1/completions"
     raw = json.dumps(body).encode()
     with running_front_end(text_dir, 2) as served, connect(served.url) as stream, ThreadPoolExecutor(1) as thread:
@@ -225,7 +226,7 @@ def test_a_stream_and_the_liveness_probe_go_on_while_ten_megabytes_are_handled(
                 assert http.get("/live").status_code == 200
                 num_events += 1
         assert handled.result().status_code == 400, handled.result().text[:200]
-        assert num_events >= 4
+        assert num_events >= least
 
 
 # Many connections
