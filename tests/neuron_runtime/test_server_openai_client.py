@@ -5,6 +5,7 @@ Every whole answer and every part of a stream is read strictly. Fields beyond th
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import AsyncIterator, Callable
 from dataclasses import replace
@@ -578,6 +579,24 @@ async def test_a_thought_stands_beside_the_content(
         assert parts[-1].usage == whole.usage
         assert whole.choices[0].logprobs is not None
         assert len(whole.choices[0].logprobs.content or ()) == whole.usage.completion_tokens
+
+
+async def test_a_thought_is_streamed_as_it_comes(model_dir: Path, says: Callable[[str], None]) -> None:
+    says("<think>a ☃ core holds</think>a node")
+    options = TextOptions(reasoning_parser="qwen3", chat_template=THINKS)
+    async with serving(model_dir, text=options, paced=True) as served, client_of(served) as client:
+        asked = asyncio.create_task(chat_streamed(client, max_tokens=40, extra_body={}))
+        await served.until(asked.done)
+        deltas = [choice.delta for part in asked.result() for choice in part.choices]
+        assert (deltas[0].role, deltas[0].content) == ("assistant", "")
+        thoughts = [(delta.model_extra or {}).get("reasoning") for delta in deltas]
+        again = [(delta.model_extra or {}).get("reasoning_content") for delta in deltas]
+        assert thoughts == again
+        assert "".join(filter(None, thoughts)) == "a ☃ core holds"
+        assert len(list(filter(None, thoughts))) > 2
+        assert "".join(delta.content or "" for delta in deltas) == "a node"
+        # One or the other: some clients look no further when they have found one.
+        assert not any(thought and delta.content for thought, delta in zip(thoughts, deltas, strict=True))
 
 
 async def test_a_thought_may_be_left_out_and_its_effort_reaches_the_template(

@@ -43,6 +43,16 @@ def test_thought_and_answer_do_not_depend_on_how_many_tokens_a_step_brings(
     assert answer.num_reasoning_tokens in (len(of_the_thought), len(of_the_thought) + 1)
 
 
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(sizes=st.lists(st.integers(1, 5), min_size=1, max_size=4))
+def test_every_token_of_thought_and_answer_is_counted_once(tokenizer: Tokenizer, sizes: list[int]) -> None:
+    ids = tokenizer.encode(TEXT, add_special_tokens=False)
+    answer = Answer(tokenizer, (), thoughts=Thoughts(REASONING_PARSERS["qwen3"], ""))
+    assert feed(answer, ids, sizes) == "naïve 😀 devices end here"
+    assert (answer.num_tokens, answer.thought) == (len(ids), "a core ☃")
+    assert 0 < answer.num_reasoning_tokens < len(ids)
+
+
 def test_a_stop_string_ends_a_thought_too(tokenizer: Tokenizer) -> None:
     ids = tokenizer.encode(TEXT, add_special_tokens=False)
     answer = Answer(tokenizer, (), stop=("core",), thoughts=Thoughts(REASONING_PARSERS["qwen3"], ""))

@@ -119,6 +119,11 @@ class Teller:
         return fields
 
 
+_THOUGHT = b',"delta":{"reasoning":'
+_THOUGHT_AGAIN = b',"reasoning_content":'
+_THOUGHT_END = b'},"logprobs":null,"finish_reason":null}]'
+
+
 class Frames:
     """Server-sent events of one stream."""
 
@@ -128,6 +133,7 @@ class Frames:
         self._usage = generation.ask.include_usage
         self._continuous = generation.ask.continuous_usage
         self._generation = generation
+        self._shows_thoughts = generation.ask.shows_thoughts
         self._teller = Teller(shape, generation)
         self._begun: set[int] = set()
 
@@ -143,6 +149,9 @@ class Frames:
             if shape.first and piece.index not in self._begun:
                 self._begun.add(piece.index)
                 out += (self._head, index, shape.first, self._tail(piece))
+            if piece.thought and self._shows_thoughts:
+                thought = orjson.dumps(piece.thought)
+                out += (self._head, index, _THOUGHT, thought, _THOUGHT_AGAIN, thought, _THOUGHT_END, self._tail(piece))
             if piece.text or self._continuous:
                 text = orjson.dumps(piece.text)
                 out += (self._head, index, shape.before_text, text, shape.after_text, b"null}]", self._tail(piece))
@@ -164,8 +173,8 @@ class Frames:
                 begin = {"delta": {"role": "assistant", "content": ""}, "logprobs": None, "finish_reason": None}
                 yield self._frame(piece, begin, beside=prompt)
                 prompt = {}
-        if told.thought and self._generation.ask.shows_thoughts:
-            delta = {"reasoning": told.thought, "reasoning_content": told.thought}
+        if piece.thought and self._shows_thoughts:
+            delta = {"reasoning": piece.thought, "reasoning_content": piece.thought}
             # By itself, as clients look at one or the other.
             yield self._frame(piece, {"delta": delta, "logprobs": None, "finish_reason": None})
         more = self._teller.choice(told)
@@ -248,11 +257,13 @@ class Answer(Response):
     async def _whole(self, send: Send) -> None:
         generation = self._generation
         texts: list[list[str]] = [[] for _ in generation.choices]
+        thoughts: list[list[str]] = [[] for _ in generation.choices]
         tolds = [Told() for _ in generation.choices]
 
         def show(pieces: list[Piece]) -> bool:
             for piece in pieces:
                 texts[piece.index].append(piece.text)
+                thoughts[piece.index].append(piece.thought)
                 if piece.told is not None:
                     tolds[piece.index].add(piece.told)
             return True
@@ -261,20 +272,20 @@ class Answer(Response):
         await generation.finish(show)
         if sum(len(told.located) + len(told.prompt_logprobs) for told in tolds) > MANY_TOKENS:
             # Spelling them takes longer than streams should wait.
-            body = await asyncio.to_thread(self._body, texts, tolds)
+            body = await asyncio.to_thread(self._body, texts, thoughts, tolds)
         else:
-            body = self._body(texts, tolds)
+            body = self._body(texts, thoughts, tolds)
         await self._begin(200, {"content-type": "application/json", "content-length": str(len(body))}, send)
         await send({"type": "http.response.body", "body": body, "more_body": False})
 
-    def _body(self, texts: list[list[str]], tolds: list[Told]) -> bytes:
+    def _body(self, texts: list[list[str]], thoughts: list[list[str]], tolds: list[Told]) -> bytes:
         """The whole answer."""
         shape, generation, ask = self._shape, self._generation, self._generation.ask
         teller = Teller(shape, generation)
         beside = shape.prompt_beside_choices
         choices = []
         for index, (parts, told, stop_reason) in enumerate(zip(texts, tolds, generation.stop_reasons, strict=True)):
-            thought = told.thought if ask.thinks is not None and ask.shows_thoughts else None
+            thought = "".join(thoughts[index]) if ask.thinks is not None and ask.shows_thoughts else None
             choices.append(
                 {
                     "index": index,

@@ -27,7 +27,6 @@ from neuron_runtime.text.tokenizer import Tokenizer
 class Told:
     """What an answer tells of the tokens of a piece besides their text."""
 
-    thought: str = ""
     token_ids: list[int] = field(default_factory=list)
     located: list[Located] = field(default_factory=list)
     """The tokens with their log-probabilities, those of a prompt that is repeated before them; empty unless asked."""
@@ -36,7 +35,6 @@ class Told:
 
     def add(self, later: Told) -> None:
         """Append what a later piece tells."""
-        self.thought += later.thought
         self.token_ids += later.token_ids
         self.located += later.located
         self.prompt_logprobs += later.prompt_logprobs
@@ -51,6 +49,7 @@ class Piece:
     num_tokens: int
     """Tokens of the choice so far."""
     finish_reason: FinishReason | None
+    thought: str = ""
     told: Told | None = None
     """None where an answer is text alone."""
 
@@ -80,7 +79,7 @@ class Choice(Answer):
             thoughts=ask.thinks and ask.thinks(),
             locates=locates,
         )
-        self.tells = ask.details is not None or ask.thinks is not None or echo is not None
+        self.tells = ask.details is not None or echo is not None
         """Whether `tell` has anything to say."""
         self.prompt_token_ids = prompt
         self.num_prompt_tokens = len(prompt)
@@ -106,8 +105,6 @@ class Choice(Answer):
         if self._echo is not None:
             self._repeat_prompt(self._echo, piece, told, news)
             self._echo = None
-        told.thought += self.thought
-        self.thought = ""
         token_ids = news.token_ids[:num_tokens]
         told.token_ids += token_ids
         if self._locates:
@@ -220,6 +217,9 @@ class Generation:
             choice.num_cached_tokens = news.first.num_cached_tokens
         before = choice.num_tokens
         piece.text += choice.feed(news.token_ids, news.finish_reason)
+        if choice.thought:
+            piece.thought += choice.thought
+            choice.thought = ""
         num_tokens = choice.num_tokens - before
         if choice.tells:
             choice.tell(piece, news, num_tokens)

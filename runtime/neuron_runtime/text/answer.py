@@ -56,7 +56,8 @@ class Answer:
         self._num_characters = 0
         self._held = b""
         """Of tokens that are no text yet, as the last one ends inside a character."""
-        self._one_by_one = bool(stop) or thoughts is not None or locates
+        self._always_one_by_one = bool(stop) or locates
+        self._one_by_one = self._always_one_by_one or thoughts is not None
         self._shows_stop_token = include_stop
         self._min_tokens = min_tokens
 
@@ -74,11 +75,12 @@ class Answer:
         shown = token_ids
         if finish_reason is FinishReason.STOP and not self._shows_stop_token:
             shown = token_ids[:-1]
-        text = self._feed_one_by_one(shown) if self._one_by_one else self._detokenizer.feed(shown)
+        one_by_one = self._one_by_one
+        text = self._feed_one_by_one(shown) if one_by_one else self._detokenizer.feed(shown)
         if self.finish_reason is not None:
             return text + self._flush_thoughts()
         hidden = len(token_ids) - len(shown)
-        self.num_tokens += hidden if self._one_by_one else len(token_ids)
+        self.num_tokens += hidden if one_by_one else len(token_ids)
         if self._locates:
             self.text_offsets += [self._num_characters] * hidden
         if finish_reason is None:
@@ -101,6 +103,8 @@ class Answer:
             if self._stops.stopped is not None:
                 self.finish_reason = FinishReason.STOP
                 break
+        if self._thoughts is not None and self._thoughts.over:
+            self._one_by_one = self._always_one_by_one
         return "".join(parts)
 
     def _locate(self, token_id: int, part: str) -> None:

@@ -98,5 +98,10 @@ class Thoughts:
         return (held, "") if self._state is _State.INSIDE else ("", held)
 
     @property
+    def over(self) -> bool:
+        """Whatever comes now is answer."""
+        return self._state is _State.OUTSIDE
+
+    @property
     def _unopened(self) -> _State:
         return _State.INSIDE if self._marks.thinks_unmarked else _State.OUTSIDE
