@@ -97,11 +97,17 @@ def collector() -> Iterator[Collector]:
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Spans are sent at once, and what the exporter's log became is undone."""
+    """Spans are sent at once, and nothing of it is left: no exporter that tries again, no changed log."""
     monkeypatch.setenv("OTEL_BSP_SCHEDULE_DELAY", "10")
     logger = logging.getLogger("opentelemetry")
     before = logger.handlers, logger.propagate
+    threads = set(threading.enumerate())
     yield
+    for thread in set(threading.enumerate()) - threads:
+        # An event loop's own pool of threads stays with the loop.
+        if not thread.name.startswith("asyncio_"):
+            thread.join(30)
+            assert not thread.is_alive(), thread.name
     logger.handlers, logger.propagate = before
 
 
