@@ -6,8 +6,10 @@ import json
 import os
 import signal
 import socket
+import tempfile
 import threading
 import time
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -25,6 +27,13 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(90)]
 LONG: dict[str, Any] = {"prompt": "a core", "max_tokens": 3500, "ignore_eos": True, "temperature": 0, "stream": True}
 DEMO_MODEL = Path(__file__).parents[2] / "examples" / "demo-model"
 FRONT_END, ENGINE = "neuron_runtime.server.front_end", "neuron_runtime.engine.process"
+
+
+@pytest.fixture
+def short_dir() -> Iterator[Path]:
+    """Sockets need a short path; pytest's own grow with the name of the test."""
+    with tempfile.TemporaryDirectory(prefix="nr-") as folder:
+        yield Path(folder)
 
 
 @pytest.fixture(scope="module")
@@ -151,19 +160,19 @@ def test_too_many_restarts_end_the_command_with_a_record(model_dir: Path, tmp_pa
     assert "SIGKILL" in written["message"]
 
 
-def test_a_killed_supervisor_takes_its_children_along(model_dir: Path, tmp_path: Path) -> None:
-    command = ServeCommand([str(model_dir), "--port", "0"], tmp_path)
+def test_a_killed_supervisor_takes_its_children_along(model_dir: Path, short_dir: Path) -> None:
+    command = ServeCommand([str(model_dir), "--port", "0"], short_dir)
     command.until_ready()
     pids = [pid for pid, _ in children(command.process.pid)]
     assert len(pids) == 2
     assert command.end(signal.SIGKILL) == -signal.SIGKILL
     until(lambda: not any(alive(pid) for pid in pids))
-    (left,) = tmp_path.iterdir()
-    command = ServeCommand([str(model_dir), "--port", "0"], tmp_path)
+    (left,) = short_dir.iterdir()
+    command = ServeCommand([str(model_dir), "--port", "0"], short_dir)
     command.url()
     command.until(lambda: not left.exists())
     assert command.end() == 0
-    assert list(tmp_path.iterdir()) == []
+    assert list(short_dir.iterdir()) == []
 
 
 def test_a_stopped_engine_is_found_to_hang(model_dir: Path) -> None:

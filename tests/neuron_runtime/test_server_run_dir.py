@@ -5,11 +5,15 @@ from __future__ import annotations
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import zmq
 
-from neuron_runtime.server.run_dir import PREFIX, made_run_dir
+from neuron_runtime.engine import messages
+from neuron_runtime.errors import InvalidConfig
+from neuron_runtime.server.run_dir import MAX_PATH_BYTES, PREFIX, made_run_dir
 
 HOLD = """
 from neuron_runtime.server.run_dir import made_run_dir
@@ -21,10 +25,11 @@ with made_run_dir() as folder:
 
 
 @pytest.fixture(autouse=True)
-def tmpdir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv("TMPDIR", str(tmp_path))
-    monkeypatch.setattr(tempfile, "tempdir", None)
-    return tmp_path
+def tmpdir(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    with tempfile.TemporaryDirectory(prefix="nr-") as folder:
+        monkeypatch.setenv("TMPDIR", folder)
+        monkeypatch.setattr(tempfile, "tempdir", None)
+        yield Path(folder)
 
 
 def holder() -> tuple[subprocess.Popen[str], Path]:
@@ -65,3 +70,18 @@ def test_what_a_killed_command_left_is_removed_by_the_next_and_nothing_else(tmpd
                 assert ours.exists()
         living.communicate("\n")
     assert not used.exists()
+
+
+def test_a_folder_whose_sockets_could_have_no_address_is_refused(tmpdir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    longest = MAX_PATH_BYTES - len(f"/{PREFIX}12345678")
+    for length in (longest, longest + 1):
+        folder = tmpdir / ("x" * (length - len(str(tmpdir)) - 1))
+        folder.mkdir()
+        monkeypatch.setattr(tempfile, "tempdir", str(folder))
+        if length > longest:
+            with pytest.raises(InvalidConfig, match=rf"TMPDIR.*at most {longest} bytes"), made_run_dir():
+                pass
+        else:
+            with made_run_dir() as made, zmq.Context() as context:
+                messages.socket(context, zmq.PULL, made, messages.outbox_of(999), 10_000).close()
+        assert list(folder.iterdir()) == []
