@@ -23,7 +23,7 @@ from neuron_runtime.backend.torch.sampling import (
 )
 from neuron_runtime.core import SamplingParams
 
-MAX_CANDIDATES = NUMBERS_OF_CANDIDATES[-1]
+MAX_CANDIDATES = max(NUMBERS_OF_CANDIDATES)
 
 
 def draw(logits: torch.Tensor, top_k: Any, top_p: Any, draws: Any, *, temperature: Any = 1.0, min_p: Any = 0.0) -> Any:

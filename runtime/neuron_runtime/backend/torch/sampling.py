@@ -25,9 +25,10 @@ from neuron_runtime.errors import ExitCode, FatalError
 IntArray = npt.NDArray[np.int64]
 FloatArray = npt.NDArray[np.float64]
 
-NUMBERS_OF_CANDIDATES = (64, 256, 1024)
-"""How many likeliest tokens are looked at, one number after the other, for rows that may keep more than the one before.
-Rows that keep more than the last number are sorted whole."""
+NUMBERS_OF_CANDIDATES = {32: True, 64: False, 128: True, 256: False, 1024: True}
+"""How many likeliest tokens are looked at, one number after the other, and whether also for rows without top-k: those
+may keep any number, mostly a small one, so they go in longer steps (measured). Rows that keep more than the last number
+are sorted whole."""
 MAX_LOGPROBS = 20
 MIN_TEMPERATURE = 1e-30
 """The draw is the best token long before; smaller ones would make infinities, of which softmax makes NaN."""
@@ -243,9 +244,10 @@ def _draw_restricted(scores: Scores, draws: Draws) -> IntArray:
     number = _column(draws.number)
     tokens = torch.empty(len(number), dtype=torch.int64)
     left = torch.arange(len(number))
-    for width in NUMBERS_OF_CANDIDATES:
+    unbounded = kept.top_k == scores.vocabulary
+    for width, for_unbounded in NUMBERS_OF_CANDIDATES.items():
         # One more than top-k shows whether its last token has others as likely.
-        tried = left[((kept.top_k == scores.vocabulary) | (kept.top_k < width))[left].squeeze(1)]
+        tried = left[((unbounded & for_unbounded) | (kept.top_k < width))[left].squeeze(1)]
         if len(tried):
             found, complete = _draw_among_likeliest(scores.rows(tried), kept.rows(tried), number[tried], width)
             tokens[tried[complete]] = found[complete]
