@@ -34,7 +34,7 @@ format: setup  ## rewrite the code in the project's style
 lint: setup
 	@$(BIN)/ruff check -q . && $(BIN)/ruff format --check -q . && $(BIN)/mypy && $(BIN)/lint-imports --no-cache
 
-check: lint  ## style, types, import contracts, fast tests; under a minute
+check: lint  ## style, types, import contracts, fast tests; two minutes
 	@$(TWO) $(BIN)/pytest -q -n 2 -m "$(FAST)"
 
 test: lint cluster-deps test-neuron-versions  ## all tests, the cluster included where this machine can hold it
