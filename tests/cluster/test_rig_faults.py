@@ -40,7 +40,7 @@ def test_a_node_without_power_is_lost_and_comes_back_with_its_pods_started_anew(
     with power_off(rig, "n2"):
         assert rig.machine("n2").group.processes() == []
         _wait_until_lost(rig, "n2")
-        # Four silent seconds are a lost node here; on a machine that others use the others may have them too, and return.
+        # Four silent seconds are a lost node here: where others use the machine, another may be lost for a moment.
         wait_until("the other node is ready", 30, lambda: _is_ready(rig, "n1") == "True", pause_seconds=0.2)
         assert _is_ready(rig, "n2") == "Unknown"
     assert _is_ready(rig, "n2") == "True"
