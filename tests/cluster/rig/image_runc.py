@@ -6,11 +6,14 @@ from __future__ import annotations
 
 import json
 import os
+import ssl
 import sys
 from pathlib import Path
 from typing import Any
 
-BUNDLE = Path("/etc/ssl/certs/ca-certificates.crt")
+_TRUSTED = ssl.get_default_verify_paths()
+BUNDLE = Path(_TRUSTED.cafile or _TRUSTED.openssl_cafile).resolve()
+"""What programs of this machine trust, wherever its OpenSSL or $SSL_CERT_FILE says that lies."""
 # /dev is a tmpfs in a step: nothing of this lands in a layer.
 BUNDLE_IN_STEP = "/dev/host-certificates.crt"
 _VARIABLES = (
