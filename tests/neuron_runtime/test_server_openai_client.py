@@ -23,6 +23,7 @@ from pydantic import BaseModel
 from helpers.front_end import LIMITS, MODEL, Serving, make_model, serving
 from neuron_runtime.backend import strict
 from neuron_runtime.config import TextOptions
+from neuron_runtime.core import Request
 from neuron_runtime.errors import FatalError
 from neuron_runtime.server.front_end import load_text
 from neuron_runtime.text.tokenizer import Tokenizer, load_tokenizer
@@ -430,6 +431,30 @@ async def test_prompt_logprobs_have_vllms_form(client: AsyncOpenAI, tokenizer: T
     assert len(asked) == said.usage.prompt_tokens
     check_prompt_logprobs(said.prompt_logprobs, asked, tokenizer)  # type: ignore[attr-defined]
     assert beyond(said) == {"choices.stop_reason", "choices.token_ids", "prompt_logprobs", "prompt_token_ids"}
+
+
+@pytest.mark.parametrize("more", [{}, {"echo": True}, {"echo": True, "logprobs": 0}])
+async def test_the_logprobs_of_a_prompt_are_computed_once_for_all_answers_unless_each_repeats_it(
+    client: AsyncOpenAI,
+    served: Serving,
+    tokenizer: Tokenizer,
+    monkeypatch: pytest.MonkeyPatch,
+    more: dict[str, Any],
+) -> None:
+    asked: list[tuple[int, int | None]] = []
+    add = served.engine.engine.add
+
+    def seen(request: Request) -> None:
+        asked.append((request.sampling.choice, request.sampling.prompt_logprobs))
+        add(request)
+
+    monkeypatch.setattr(served.engine.engine, "add", seen)
+    prompts = [PROMPT, "a node"]
+    whole = await complete(client, prompt=prompts, n=2, extra_body=extra(prompt_logprobs=2), **more)
+    assert asked == 2 * [(0, 2), (1, 2 if "logprobs" in more else None)]
+    for index, choice in enumerate(whole.choices):
+        ids = tokenizer.encode(prompts[index // 2])
+        check_prompt_logprobs(choice.prompt_logprobs, ids, tokenizer)  # type: ignore[attr-defined]
 
 
 def check_prompt_logprobs(told: Any, ids: Any, tokenizer: Tokenizer) -> None:

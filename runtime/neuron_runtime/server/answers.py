@@ -294,7 +294,7 @@ class Answer(Response):
                     "finish_reason": (generation.choices[index].finish_reason or FinishReason.ERROR).value,
                     "stop_reason": stop_reason,
                     **teller.choice(told),
-                    **({} if beside else teller.prompt(index, told)),
+                    **({} if beside else teller.prompt(index, tolds[index - index % ask.num_choices])),
                 }
             )
         prompt = teller.prompt(0, tolds[0]) if beside else {}

@@ -31,7 +31,7 @@ class Told:
     located: list[Located] = field(default_factory=list)
     """The tokens with their log-probabilities, those of a prompt that is repeated before them; empty unless asked."""
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()
-    """With the first piece alone, if asked."""
+    """With the first piece of a prompt's first choice alone, if asked."""
 
     def add(self, later: Told) -> None:
         """Append what a later piece tells."""
@@ -147,10 +147,13 @@ class Generation:
         self._error: Exception | None = None
         choice = Choice if ask.generates else RepeatedPrompt
         echoes = ask.echoes or (None,) * len(ask.prompts)
+        locates = ask.details is not None and ask.details.logprobs is not None
         for prompt, sampling, echo in zip(ask.prompts, ask.sampling, echoes, strict=True):
+            # What is told of a prompt goes with its first answer, unless each one repeats it with its logprobs.
+            later = sampling if echo is not None and locates else replace(sampling, prompt_logprobs=None)
             for number in range(ask.num_choices):
                 self.choices.append(choice(ask, prompt, sampling, tokenizer, arrived=now, echo=echo))
-                chosen = replace(sampling, choice=number)
+                chosen = replace(later if number else sampling, choice=number)
                 self._requests.append(partial(_request, prompt=prompt, sampling=chosen, ask=ask))
 
     @property
