@@ -11,7 +11,9 @@ from pathlib import Path
 
 import pytest
 
+from cluster.rig.cgroups import process_of
 from cluster.rig.commands import run
+from cluster.rig.machine import wait_until
 from cluster.rig.rig import Rig
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(240, func_only=True)]
@@ -129,3 +131,17 @@ def test_the_environment_makes_kubectl_talk_to_it(rig: Rig) -> None:
     with _command_line("env") as env:
         lines, _ = env.communicate()
     assert run("sh", "-c", f"{lines}\nkubectl get nodes -o name").split() == ["node/n1", "node/n2", "node/n3"]
+
+
+def test_a_process_is_seen_while_it_becomes_another_program_and_no_more_once_it_is_dead(tmp_path: Path) -> None:
+    again = tmp_path / "again.sh"
+    again.write_text('[ "$1" -gt 0 ] && exec sh "$0" $(($1 - 1))\nread line\n')
+    with subprocess.Popen(["sh", str(again), "300"], stdin=subprocess.PIPE) as changing:
+        last: tuple[str, ...] = ()
+        while last[2:] != ("0",):
+            seen = process_of(changing.pid)
+            assert seen is not None
+            last = seen.command
+        changing.kill()
+        wait_until("it is dead", 10, lambda: process_of(changing.pid) is None)
+        assert Path(f"/proc/{changing.pid}").exists()  # a zombie: nobody has waited for it yet

@@ -15,6 +15,9 @@ from cluster.rig.needs import CGROUP_ROOT, cgroup_hierarchies
 
 ROOT_GROUP = "neuron-serving"
 
+DEAD = ("Z", "X", "x")
+"""States of `/proc/*/status` in which a process runs nothing any more."""
+
 
 @dataclass(frozen=True)
 class Process:
@@ -54,7 +57,7 @@ class Group:
 
     def processes(self) -> list[Process]:
         """Living processes of this group and those below it."""
-        found = (_process(pid) for pid in _pids(_hierarchy() / self.path))
+        found = (process_of(pid) for pid in _pids(_hierarchy() / self.path))
         return [process for process in found if process is not None]
 
     def find(self, path: str) -> list[Group]:
@@ -122,18 +125,18 @@ def _pids(folder: Path) -> Iterator[int]:
         yield from map(int, text.split())
 
 
-def _process(pid: int) -> Process | None:
-    """None for one that is gone, and for a zombie, which has no command line."""
+def process_of(pid: int) -> Process | None:
+    """None for one that is gone or dead. An empty command line tells neither: for a moment of `exec` there is none."""
     folder = Path("/proc") / str(pid)
     try:
         command = folder.joinpath("cmdline").read_bytes().decode(errors="replace").rstrip("\0")
         status = folder.joinpath("status").read_text()
     except (FileNotFoundError, ProcessLookupError):
         return None
-    if not command:
+    fields = dict(line.split(":", 1) for line in status.splitlines())
+    if fields["State"].split()[0] in DEAD:
         return None
-    inner = next(line for line in status.splitlines() if line.startswith("NSpid:")).split()[-1]
-    return Process(pid, int(inner), tuple(command.split("\0")))
+    return Process(pid, int(fields["NSpid"].split()[-1]), tuple(command.split("\0")))
 
 
 def _remove_tree(folder: Path) -> bool:
