@@ -34,8 +34,23 @@ def config_document(model: NeuronModel, facts: Facts) -> dict[str, Any]:
         "dtype": serving.dtype or "auto",
         **{key: value.lower() for key, value in switches.items() if value != "Auto"},
         "limits": {key: value for key, value in limits.items() if value is not None},
+        **({"overrideNeuronConfig": override} if (override := override_neuron_config(model)) else {}),
         "drain": {"delaySeconds": rollout.drain_delay_seconds, "seconds": rollout.drain_seconds},
     }
+
+
+def override_neuron_config(model: NeuronModel) -> dict[str, Any]:
+    """The backend's own settings. A simulated device is told there how it samples; what the user writes there holds."""
+    sampling, written = model.spec.serving.sampling, model.spec.engine.override_neuron_config
+    told = {"sampling": sampling} if sampling and model.backend == "simulated" else {}
+    return {**told, **written}
+
+
+def sampling_mode(model: NeuronModel) -> str:
+    """Where tokens are chosen, as the runtime will have it."""
+    if model.backend != "simulated":
+        return "Host"
+    return str(override_neuron_config(model).get("sampling", "Device"))
 
 
 def to_json(document: dict[str, Any]) -> str:

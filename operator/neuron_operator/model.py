@@ -238,6 +238,8 @@ class Later:
     path: str
     accepted: tuple[object, ...]
     cure: str
+    but_with: tuple[str, ...] = ()
+    """Backends that act on it already."""
 
 
 LATER = (
@@ -249,8 +251,8 @@ LATER = (
     Later("serving.kv_cache_dtype", (None,), "remove it: the cache has serving.dtype"),
     Later("serving.context_buckets", ((),), "remove it: nothing is compiled"),
     Later("serving.token_generation_buckets", ((),), "remove it: nothing is compiled"),
-    Later("serving.sampling", (None, "Host"), "remove it or set Host"),
-    Later("engine.override_neuron_config", ({},), "remove it: no Neuron backend reads it yet"),
+    Later("serving.sampling", (None, "Host"), "remove it or set Host", but_with=("simulated",)),
+    Later("engine.override_neuron_config", ({},), "remove it: no Neuron backend reads it yet", but_with=("simulated",)),
     Later(
         "storage.weights", (None, WeightsStorage(empty_dir=EmptyDir())), "remove it: weights lie in the pod's emptyDir"
     ),
@@ -261,6 +263,9 @@ LATER = (
 )
 
 LATER_SCHEMES = ("s3", "pvc", "oci")
+
+BACKENDS = {"torch": "computes on the host", "simulated": "simulates a device"}
+"""Backends of this version, and what they do."""
 
 
 def default_backend(spec: Spec) -> str:
@@ -392,12 +397,12 @@ def _refuse_later(spec: Spec) -> None:
     if scheme in LATER_SCHEMES:
         raise FieldNotSupported("spec.model.uri", f"{scheme}://", "use hf://org/name or file:///path")
     backend = spec.engine.backend or default_backend(spec)
-    if backend != "torch":
+    if backend not in BACKENDS:
         asked = backend if spec.engine.backend else f"{backend} (the default on Neuron)"
         raise FieldNotSupported("spec.engine.backend", asked, "set engine.backend: torch (computes on the host)")
     for later in LATER:
         value = attrgetter(later.path)(spec)
-        if value not in later.accepted:
+        if value not in later.accepted and backend not in later.but_with:
             raise FieldNotSupported("spec." + _camel(later.path), _shown(value), later.cure)
 
 

@@ -14,9 +14,9 @@ import msgspec
 from msgspec import Struct
 
 from neuron_operator import names
-from neuron_operator.config_document import config_document
+from neuron_operator.config_document import config_document, sampling_mode
 from neuron_operator.errors import InvalidSpec
-from neuron_operator.model import LATER, NeuronModel
+from neuron_operator.model import BACKENDS, LATER, NeuronModel
 from neuron_operator.objects import dig, labels_of, whole
 from neuron_operator.placement import Placement, place
 from neuron_operator.records import Facts
@@ -27,9 +27,6 @@ from neuron_operator.world import Object, Settings
 
 FORMAT = 1
 """Version of `Pinned`; part of every revision's name, because a ControllerRevision's data never changes."""
-
-NOT_PINNED = frozenset({"replicas", *(later.path for later in LATER)})
-"""Paths that pods do not depend on; fields that are not acted on yet have values here that ask for nothing."""
 
 
 class Pinned(Struct, frozen=True, kw_only=True, rename="camel"):
@@ -73,18 +70,20 @@ class Revision(Struct, frozen=True, kw_only=True):
 
 def spec_hash(model: NeuronModel) -> str:
     """Over the part of the spec that pods or placement depend on; written-out defaults do not change it."""
-    return names.digest([FORMAT, _said(model.spec)])
+    # Fields that its backend does not act on yet have values here that ask for nothing.
+    idle = (later.path for later in LATER if model.backend not in later.but_with)
+    return names.digest([FORMAT, _said(model.spec, frozenset({"replicas", *idle}))])
 
 
-def _said(part: Struct, path: str = "") -> dict[str, Any]:
-    """What the manifest says beyond defaults, without the fields that do not belong to a revision."""
+def _said(part: Struct, without: frozenset[str], path: str = "") -> dict[str, Any]:
+    """What the manifest says beyond defaults, without the fields at these paths."""
     said: dict[str, Any] = {}
     for field in msgspec.structs.fields(part):
         value, here = getattr(part, field.name), f"{path}{field.name}"
         default = field.default if field.default_factory is msgspec.NODEFAULT else field.default_factory()
-        if value == default or here in NOT_PINNED:
+        if value == default or here in without:
             continue
-        told = _said(value, f"{here}.") if isinstance(value, Struct) else msgspec.to_builtins(value)
+        told = _said(value, without, f"{here}.") if isinstance(value, Struct) else msgspec.to_builtins(value)
         if told != {}:
             said[field.encode_name] = told
     return said
@@ -196,11 +195,11 @@ def _plan(model: NeuronModel, facts: Facts, placement: Placement) -> dict[str, A
         "numBlocks": serving.num_blocks,
         "backend": model.backend,
         "dtype": (serving.dtype or facts.dtype)[:64],
-        "sampling": "Host",
+        "sampling": sampling_mode(model)[:64],
     }
     where = f" on {placement.instance_type}" if placement.instance_type else ""
     summary = (
-        f"each replica holds {placement.words}{where} and computes on the host with backend {model.backend}; "
+        f"each replica holds {placement.words}{where} and {BACKENDS[model.backend]} with backend {model.backend}; "
         f"weights {facts.weights_bytes} bytes ({facts.parameters} parameters, {facts.dtype[:64]})"
     )
     return {**{key: value for key, value in pinned.items() if value is not None}, "summary": summary}

@@ -17,6 +17,7 @@ from neuron_operator.records import Facts
 from neuron_operator.render.pods import API_KEY_FLAG, SERVE_COMMAND
 from neuron_runtime import config as runtime
 from neuron_runtime.__main__ import build_parser
+from neuron_runtime.backend.simulated.options import read_options
 
 KNOWN = msgspec.convert(FACTS, Facts)
 LIMITS = {
@@ -71,6 +72,27 @@ def test_the_runtime_reads_back_what_the_manifest_says(
         key: serving.get(key, "Auto").lower() for key in SWITCHES
     }
     assert (config.drain.delay_seconds, config.drain.seconds) == (delay, drain)
+
+
+@pytest.mark.parametrize(
+    ("sampling", "written", "mode"),
+    [
+        (None, {}, "Device"),
+        ("Host", {}, "Host"),
+        ("DeviceWithLogits", {"stepMilliseconds": 5}, "DeviceWithLogits"),
+        ("Host", {"sampling": "Device"}, "Device"),
+    ],
+)
+def test_a_simulated_device_is_told_its_times_and_how_it_samples(
+    sampling: str | None, written: dict[str, Any], mode: str
+) -> None:
+    engine = {"backend": "simulated", "overrideNeuronConfig": written}
+    model = parse(body({**SPEC, "engine": engine, "serving": {"sampling": sampling}}))
+    config = rendered({**SPEC, "engine": engine, "serving": {"sampling": sampling}})
+    options = read_options(config.override_neuron_config)
+    assert config.backend == "simulated"
+    assert (options.sampling, operator.sampling_mode(model)) == (mode, mode)
+    assert options.step_milliseconds == written.get("stepMilliseconds")
 
 
 def test_both_sides_have_the_same_version() -> None:

@@ -153,6 +153,7 @@ def test_scaling_and_written_out_defaults_do_not_roll(spec: dict[str, Any]) -> N
         {"accelerator": {"devices": 1}},
         {"engine": {"backend": "torch", "image": "registry.example/other:1"}},
         {"engine": {"backend": "torch", "env": [{"name": "A", "value": "1"}]}},
+        {"engine": {"backend": "simulated"}},
         {"podTemplate": {"spec": {"nodeSelector": {"a": "b"}}}},
         {"rollout": {"drainSeconds": 1}},
     ],
@@ -165,6 +166,20 @@ def test_an_edit_of_the_pods_rolls_without_reading_the_model_again(spec: dict[st
     assert "Job" not in kinds(after)
     strategy = find(after.desired, "Deployment")["spec"]["strategy"]["rollingUpdate"]
     assert strategy == {"maxSurge": 0, "maxUnavailable": 1}
+
+
+def test_another_simulated_device_rolls() -> None:
+    def simulated(sampling: str, milliseconds: int) -> dict[str, Any]:
+        engine = {"backend": "simulated", "overrideNeuronConfig": {"stepMilliseconds": milliseconds}}
+        return {"engine": engine, "serving": {"sampling": sampling}}
+
+    world, _ = resolved_world()
+    names = [
+        revision_of(settle(edited(world, **simulated(*device)))[1])
+        for device in (("Host", 8), ("Host", 9), ("Device", 8), ("Host", 8))
+    ]
+    assert len(set(names)) == 3
+    assert names[0] == names[-1]
 
 
 def test_another_model_is_resolved_while_the_old_one_serves_on() -> None:

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import fcntl
+import signal
 import socket
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+from typing import IO
 
+import httpx
 import pytest
 
 from neuron_operator.local.command import _require_space, read_manifest
@@ -107,6 +111,51 @@ def test_devices_that_this_machine_lacks_are_said_with_the_cure(tmp_path: Path) 
     ended = local(tmp_path, MODEL % (demo.as_uri(), "Neuron, devices: 1", "  engine: {backend: torch}"))
     assert ended.returncode == 2
     assert "1 Neuron device(s) wanted, 0 under /dev/neuron*: set spec.accelerator.type: CPU" in ended.stderr
+
+
+SIMULATED = """
+  serving: {sampling: Host}
+  engine: {backend: simulated, overrideNeuronConfig: {stepMilliseconds: %s}}
+  rollout: {drainDelaySeconds: 0}
+"""
+
+
+def test_a_simulated_device_is_served_like_any_other(tmp_path: Path) -> None:
+    demo = Path(__file__).parents[2] / "examples" / "demo-model"
+    file = tmp_path / "model.yaml"
+    file.write_text(MODEL % (demo.as_uri(), "CPU", SIMULATED % 5))
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    command = [sys.executable, "-m", "neuron_operator", "local", "-f", str(file), "--cache-dir", str(tmp_path / "c")]
+    with subprocess.Popen(
+        [*command, "--port", str(port)], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    ) as running:
+        try:
+            assert running.stdout is not None
+            lines = list(iter_until(running.stdout, "Ctrl-C ends it"))
+            body = {"model": "demo", "prompt": "What is a pod?", "max_tokens": 6, "ignore_eos": True, "logprobs": 1}
+            answer = httpx.post(f"http://127.0.0.1:{port}/v1/completions", json=body, timeout=30).json()
+        finally:
+            running.send_signal(signal.SIGINT)
+        running.communicate(timeout=60)
+    assert any("simulates a device with backend simulated" in line for line in lines)
+    assert answer["usage"]["completion_tokens"] == 6
+    assert len(answer["choices"][0]["logprobs"]["tokens"]) == 6
+
+
+def iter_until(lines: IO[str], last: str) -> Iterator[str]:
+    for line in lines:
+        yield line
+        if last in line:
+            return
+
+
+def test_a_setting_that_a_simulated_device_does_not_have_ends_the_command_by_name(tmp_path: Path) -> None:
+    demo = Path(__file__).parents[2] / "examples" / "demo-model"
+    ended = local(tmp_path, MODEL % (demo.as_uri(), "CPU", (SIMULATED % 5).replace("stepMilliseconds", "speed")))
+    assert ended.returncode == 1
+    assert "InvalidEngineConfig" in ended.stderr
+    assert "$.overrideNeuronConfig.speed: the simulated backend has no such setting" in ended.stderr
 
 
 def test_one_model_is_served_by_one_local_at_a_time(tmp_path: Path) -> None:
