@@ -69,9 +69,11 @@ def test_some_rows_are_as_they_would_be_alone(vocabulary: int) -> None:
         assert torch.equal(torch.cat([part for _, part in some.parts()]), given[rows])
 
 
-def test_masses_are_those_of_the_temperatures_given() -> None:
-    given = logits(ROWS_AT_ONCE + 4, 5 * GROUP - 3)
-    temperature = np.linspace(0.3, 2.0, len(given))
+@pytest.mark.parametrize("raised", [0.0, 1000.0, -3e6])
+@pytest.mark.parametrize(("coldest", "warmest"), [(0.3, 2.0), (0.7, 0.7), (1e-30, 1.0), (1e-30, 1e-30)])
+def test_masses_are_those_of_the_temperatures_given(raised: float, coldest: float, warmest: float) -> None:
+    given = logits(ROWS_AT_ONCE + 4, 5 * GROUP - 3) + raised
+    temperature = np.linspace(coldest, warmest, len(given))
     column = torch.from_numpy(temperature).unsqueeze(1)
     expected = ((given.double() - given.amax(-1, keepdim=True)) / column).exp().sum(-1, keepdim=True)
     assert torch.allclose(Scores.of(given, temperature).masses.double(), expected, rtol=1e-5)

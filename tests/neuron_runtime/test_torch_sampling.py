@@ -230,9 +230,20 @@ def test_the_rank_of_a_token_counts_the_likelier_ones_of_the_whole_vocabulary() 
 
 @pytest.mark.parametrize("row", [[0.0, float("nan"), 1.0], [0.0, float("inf"), 1.0], [float("-inf")] * 3])
 def test_a_row_without_numbers_is_found_among_others(row: list[float]) -> None:
+    logits = torch.tensor([[1.0, 2.0, 3.0], row])
     with pytest.raises(NotFinite, match="of 1 of the requests"):
-        check_finite(Scores.of(torch.tensor([[1.0, 2.0, 3.0], row])))
+        check_finite(Scores.of(logits))
+    with pytest.raises(NotFinite, match="of 1 of the requests"):
+        sampling.best(logits)
 
 
 def test_a_token_that_the_model_rules_out_is_no_failure() -> None:
-    check_finite(Scores.of(torch.tensor([[1.0, float("-inf"), -1e38], [3e38, 0.0, 0.0]])))
+    logits = torch.tensor([[1.0, float("-inf"), -1e38], [3e38, 0.0, 0.0]])
+    check_finite(Scores.of(logits))
+    assert sampling.best(logits).tolist() == [0, 0]
+
+
+@pytest.mark.parametrize("vocabulary", [1, 127, 5000])
+def test_the_best_tokens_of_rows_alone_are_those_that_scores_find(vocabulary: int) -> None:
+    logits = (torch.randn(9, vocabulary, generator=torch.Generator().manual_seed(5)) * 3).round()
+    assert sampling.best(logits).tolist() == Scores.of(logits).best().tolist()

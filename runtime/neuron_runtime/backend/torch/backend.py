@@ -209,13 +209,19 @@ def choose_tokens(
     """
     slots, positions = mirror.sampled_positions(sampled)
     allowed = _allowed(sampled, late)
-    changed = np.union1d(mirror.adjustments.asking(slots, positions), np.array(list(allowed), dtype=np.int64))
+    changed = mirror.adjustments.asking(slots, positions)
+    if allowed:
+        changed = np.union1d(changed, list(allowed))
+    wanted = np.flatnonzero(mirror.sampling.num_logprobs[slots] >= 0)
+    if not (len(changed) or len(wanted) or mirror.sampling.temperature[slots].any()):
+        tokens = sampling.best(logits)
+        mirror.record(sampled, tokens)
+        return tokens, []
     weighed_at = sampling.weighed_at(mirror.sampling, slots, logits.shape[1])
     unchanged_at = weighed_at.copy()
     unchanged_at[changed] = 0.0
     scores = Scores.of(logits, unchanged_at)
     sampling.check_finite(scores)
-    wanted = np.flatnonzero(mirror.sampling.num_logprobs[slots] >= 0)
     reported = scores.rows(torch.from_numpy(wanted)) if len(wanted) else None
     if len(changed):
         # What is reported is what the model says, whatever requests make of it.

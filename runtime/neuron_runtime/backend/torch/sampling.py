@@ -35,6 +35,8 @@ MIN_TEMPERATURE = 1e-30
 
 _LOW = np.uint64(0xFFFFFFFF)
 _HIGH = np.uint64(32)
+_MULTIPLIERS = np.array([[0xD2511F53], [0xCD9E8D57]], dtype=np.uint64)
+_KEY_STEPS = np.array([[0x9E3779B9], [0xBB67AE85]], dtype=np.uint64)
 
 
 def philox_4x32(counter: npt.NDArray[np.uint64], key: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
@@ -46,13 +48,12 @@ def philox_4x32(counter: npt.NDArray[np.uint64], key: npt.NDArray[np.uint64]) ->
     Returns:
         `[4, n]`, each below 2**32.
     """
-    c0, c1, c2, c3 = counter
-    k0, k1 = key
+    even, odd = counter[0::2], counter[1::2]
     for _ in range(10):
-        product0, product1 = np.uint64(0xD2511F53) * c0, np.uint64(0xCD9E8D57) * c2
-        c0, c1, c2, c3 = (product1 >> _HIGH) ^ c1 ^ k0, product1 & _LOW, (product0 >> _HIGH) ^ c3 ^ k1, product0 & _LOW
-        k0, k1 = (k0 + np.uint64(0x9E3779B9)) & _LOW, (k1 + np.uint64(0xBB67AE85)) & _LOW
-    return np.stack((c0, c1, c2, c3))
+        product = _MULTIPLIERS * even
+        even, odd = (product[::-1] >> _HIGH) ^ odd ^ key, product[::-1] & _LOW
+        key = (key + _KEY_STEPS) & _LOW
+    return np.stack((even[0], odd[0], even[1], odd[1]))
 
 
 def uniform(
@@ -109,9 +110,23 @@ class NotFinite(FatalError):
 
 def check_finite(scores: Scores) -> None:
     """Raises NotFinite for a row with NaN or +inf, or with nothing but -inf: its largest logit tells."""
-    finite = scores.maxima.amax(dim=-1).isfinite()
+    finite = scores.top.isfinite()
     if not finite.all():
         raise NotFinite(int((~finite).sum()))
+
+
+def best(logits: torch.Tensor) -> IntArray:
+    """The best token of each row, the first of several as good ones, where nobody asks for anything else.
+
+    Raises:
+        NotFinite: as `check_finite`.
+    """
+    values = logits.numpy()
+    tokens: IntArray = values.argmax(axis=1)  # a third of the time of torch; NaN counts as the largest
+    finite = np.isfinite(values[np.arange(len(tokens)), tokens])
+    if not finite.all():
+        raise NotFinite(int((~finite).sum()))
+    return tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,16 +143,18 @@ class Draws:
     number: FloatArray
 
     def rows(self, index: IntArray) -> Draws:
+        """Some of the rows, in ascending order."""
+        if len(index) == len(self.number):
+            return self
         return Draws(*(getattr(self, one.name)[index] for one in fields(self)))
 
 
 def weighed_at(table: SamplingTable, slots: IntArray, vocabulary_size: int) -> FloatArray:
     """The temperature at which the mass of each row is needed, for `Scores.of`: 0 for rows that draw without it."""
+    temperature = table.temperature[slots]
     everything = (table.top_k[slots] == 0) | (table.top_k[slots] >= vocabulary_size)
     needed = everything & (table.min_p[slots] == 0.0) & (table.top_p[slots] < 1.0)
-    return np.where(
-        needed & (table.temperature[slots] > 0.0), np.maximum(table.temperature[slots], MIN_TEMPERATURE), 0.0
-    )
+    return np.where(needed & (temperature > 0.0), np.maximum(temperature, MIN_TEMPERATURE), 0.0)
 
 
 def choose(scores: Scores, table: SamplingTable, slots: IntArray, positions: IntArray) -> IntArray:
@@ -207,7 +224,7 @@ class _Kept:
     def of(cls, scores: Scores, draws: Draws) -> _Kept:
         top_k = np.where((draws.top_k == 0) | (draws.top_k > scores.vocabulary), scores.vocabulary, draws.top_k)
         whole = (top_k == scores.vocabulary) & (draws.min_p == 0.0)
-        temperature, top = _temperature(draws), scores.maxima.amax(dim=-1, keepdim=True)
+        temperature, top = _column(_temperature(draws)), scores.top
         with np.errstate(divide="ignore"):
             floor = top.double() + temperature * _column(np.log(draws.min_p))
         return cls(
@@ -221,20 +238,27 @@ class _Kept:
         )
 
     def rows(self, index: torch.Tensor) -> _Kept:
+        """Some of the rows, in ascending order."""
+        if len(index) == len(self.top):
+            return self
         return _Kept(*(getattr(self, one.name)[index] for one in fields(self)))
 
     def weights(self, logits: torch.Tensor) -> torch.Tensor:
         """Probabilities in units of the likeliest token's, float64."""
         return ((logits - self.top).double() / self.temperature).exp_()
 
-    def threshold(self, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """The least logit that each row keeps, given its largest ones in `values`; second: whether they sufficed."""
+    def threshold(self, values: torch.Tensor, weights: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """The least logit that each row keeps; second: whether its largest ones told.
+
+        Args:
+            values: the largest logits of each row, best first. weights: theirs.
+        """
         width = values.shape[1]
         within = (torch.arange(width) < self.top_k) & (values >= self.floor)
-        weights = self.weights(values).masked_fill_(~within, 0.0)
+        weights = weights.masked_fill(~within, 0.0)
         until = weights.cumsum(dim=-1)
         mass = torch.where(self.whole, self.mass, until[:, -1:])
-        num_kept = (within & (until - weights < self.top_p * mass)).sum(dim=-1, keepdim=True).clamp_min(1)
+        num_kept = (within & (until - weights < self.top_p * mass)).sum(dim=-1, keepdim=True).clamp_min_(1)
         all_there = (self.top_k <= width) | (values[:, -1:] < self.floor)
         return values.gather(1, num_kept - 1), all_there | (self.whole & (until[:, -1:] >= self.top_p * mass))
 
@@ -242,41 +266,43 @@ class _Kept:
 def _draw_restricted(scores: Scores, draws: Draws) -> IntArray:
     kept = _Kept.of(scores, draws)
     number = _column(draws.number)
-    tokens = torch.empty(len(number), dtype=torch.int64)
-    left = torch.arange(len(number))
-    unbounded = kept.top_k == scores.vocabulary
+    top_k = _numpy(kept.top_k.squeeze(1))
+    tokens = np.empty(len(top_k), dtype=np.int64)
+    left = np.ones(len(top_k), dtype=bool)
     for width, for_unbounded in NUMBERS_OF_CANDIDATES.items():
         # One more than top-k shows whether its last token has others as likely.
-        tried = left[((unbounded & for_unbounded) | (kept.top_k < width))[left].squeeze(1)]
+        tried = np.flatnonzero(left & ((top_k < width) | (for_unbounded & (top_k == scores.vocabulary))))
         if len(tried):
-            found, complete = _draw_among_likeliest(scores.rows(tried), kept.rows(tried), number[tried], width)
+            rows = torch.from_numpy(tried)
+            found, complete = _draw_among_likeliest(scores.rows(rows), kept.rows(rows), number[rows], width)
             tokens[tried[complete]] = found[complete]
-            done = torch.zeros(len(number), dtype=torch.bool)
-            done[tried[complete]] = True
-            left = left[~done[left]]
-    for begin in range(0, len(left), ROWS_AT_ONCE):
-        rows = left[begin : begin + ROWS_AT_ONCE]
-        some = scores.rows(rows)
+            left[tried[complete]] = False
+    rest = np.flatnonzero(left)
+    for begin in range(0, len(rest), ROWS_AT_ONCE):
+        rows_of_rest = rest[begin : begin + ROWS_AT_ONCE]
+        rows = torch.from_numpy(rows_of_rest)
+        some, of_some = scores.rows(rows), kept.rows(rows)
         ((_, logits),) = some.parts()
         # A fraction of the time of torch, which sorts ids too.
         values = torch.from_numpy(-np.sort(-logits.numpy(), axis=-1))
-        threshold, _ = kept.rows(rows).threshold(values)
-        tokens[rows] = torch.from_numpy(_draw_among_all(some, draws.rows(rows.numpy()), threshold))
-    return _numpy(tokens)
+        threshold, _ = of_some.threshold(values, of_some.weights(values))
+        tokens[rows_of_rest] = _draw_among_all(some, draws.rows(rows_of_rest), threshold)
+    return tokens
 
 
 def _draw_among_likeliest(
     scores: Scores, kept: _Kept, number: torch.Tensor, width: int
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> tuple[IntArray, npt.NDArray[np.bool_]]:
     """Draw among the first candidates; second: whether all that a row keeps, ties included, is among them."""
     width = min(width, scores.vocabulary)
     values, ids = scores.likeliest(width)
-    threshold, known = kept.threshold(values)
+    weights = kept.weights(values)
+    threshold, known = kept.threshold(values, weights)
     complete = known & (values[:, -1:] < threshold) if width < scores.vocabulary else torch.ones_like(kept.whole)
     by_id = ids.argsort(dim=-1)
-    weights = kept.weights(values).masked_fill_(values < threshold, 0.0).gather(1, by_id)
-    at, _ = _invert(weights.cumsum(dim=-1), number)
-    return ids.gather(1, by_id.gather(1, at)).squeeze(1), complete.squeeze(1)
+    running = weights.masked_fill_(values < threshold, 0.0).gather(1, by_id).cumsum(dim=-1)
+    at, _ = _invert(running, number)
+    return _numpy(ids.gather(1, by_id.gather(1, at)).squeeze(1)), complete.squeeze(1).numpy()
 
 
 def _draw_among_all(scores: Scores, draws: Draws, threshold: torch.Tensor | None) -> IntArray:
@@ -285,9 +311,8 @@ def _draw_among_all(scores: Scores, draws: Draws, threshold: torch.Tensor | None
     A row costs two passes over its logits, and sums of its groups instead of as many sums as tokens.
     """
     number = _column(draws.number)
-    top = scores.maxima.amax(dim=-1, keepdim=True)
     tokens = []
-    for rows, weights in _weights(scores, top, _temperature(draws), threshold):
+    for rows, weights in _weights(scores, _temperature(draws), threshold):
         missing = -weights.shape[1] % GROUP
         groups = (functional.pad(weights, (0, missing)) if missing else weights).view(len(weights), -1, GROUP)
         group, rest = _invert(groups.sum(dim=-1).cumsum(dim=-1, dtype=torch.float64), number[rows])
@@ -299,12 +324,12 @@ def _draw_among_all(scores: Scores, draws: Draws, threshold: torch.Tensor | None
 
 
 def _weights(
-    scores: Scores, top: torch.Tensor, temperature: torch.Tensor, threshold: torch.Tensor | None
+    scores: Scores, temperature: FloatArray, threshold: torch.Tensor | None
 ) -> Iterator[tuple[slice, torch.Tensor]]:
     """Some rows at a time: `weigh`, 0 below the threshold."""
-    buffer = torch.empty(min(ROWS_AT_ONCE, len(top)), scores.vocabulary)
+    buffer = torch.empty(min(ROWS_AT_ONCE, len(scores)), scores.vocabulary)
     for rows, logits in scores.parts():
-        weights = weigh(logits, top[rows], temperature[rows], buffer)
+        weights = weigh(logits, scores.top[rows], temperature[rows], buffer)
         if threshold is not None:
             weights.masked_fill_(logits < threshold[rows], 0.0)
         yield rows, weights
@@ -326,12 +351,10 @@ def _invert(running: torch.Tensor, number: torch.Tensor) -> tuple[torch.Tensor, 
 def logprobs(scores: Scores, tokens: IntArray, num_alternatives: IntArray) -> list[TokenLogprobs]:
     """Of each row's token, and of its likeliest alternatives, in the distribution that the logits alone make."""
     logits = scores.take(torch.from_numpy(tokens).unsqueeze(1))
-    top = scores.maxima.amax(dim=-1, keepdim=True)
-    plain = torch.ones(len(top), 1, dtype=torch.float64)
-    masses = [weights.sum(dim=-1, keepdim=True) for _, weights in _weights(scores, top, plain, None)]
-    whole = top + torch.cat(masses).log()
+    masses = [weights.sum(dim=-1, keepdim=True) for _, weights in _weights(scores, np.ones(len(scores)), None)]
+    whole = scores.top + torch.cat(masses).log()
     # Written as numbers: several times as fast to add up as truth values.
-    buffer = torch.empty(min(ROWS_AT_ONCE, len(top)), scores.vocabulary)
+    buffer = torch.empty(min(ROWS_AT_ONCE, len(scores)), scores.vocabulary)
     likelier = [torch.gt(some, logits[rows], out=buffer[: len(some)]).sum(dim=-1) for rows, some in scores.parts()]
     values, ids = scores.likeliest(max(1, int(num_alternatives.max(initial=0))))
     found = zip(
@@ -349,8 +372,8 @@ def logprobs(scores: Scores, tokens: IntArray, num_alternatives: IntArray) -> li
     ]
 
 
-def _temperature(draws: Draws) -> torch.Tensor:
-    return _column(np.maximum(draws.temperature, MIN_TEMPERATURE))
+def _temperature(draws: Draws) -> FloatArray:
+    return np.maximum(draws.temperature, MIN_TEMPERATURE)
 
 
 def _column(array: npt.NDArray[np.float64] | IntArray | npt.NDArray[np.bool_]) -> torch.Tensor:
