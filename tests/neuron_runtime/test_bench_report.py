@@ -199,3 +199,11 @@ def test_work_of_a_child_is_our_own() -> None:
     meter = Meter()
     subprocess.run([sys.executable, "-c", "sum(i * i for i in range(3_000_000))"], check=True)
     assert meter.read().own_cpu_seconds >= 0.03
+
+
+def test_loads_of_several_stretches_weigh_by_their_length_and_one_unknown_makes_all_unknown() -> None:
+    long = Load(wall_seconds=6.0, own_cpu_seconds=3.0, foreign_cpu_share=0.07)
+    together = Load.together([QUIET, long])
+    assert (together.wall_seconds, together.own_cpu_seconds) == (8.0, 4.5)
+    assert together.foreign_cpu_share == pytest.approx(0.06)
+    assert Load.together([QUIET, Load(1.0, 1.0, None)]).foreign_cpu_share is None

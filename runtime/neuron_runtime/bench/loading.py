@@ -40,6 +40,7 @@ class Loading:
 
 def measure(model_dir: Path, num_iters: int = 3) -> Loading:
     """Time reading and loading in turns. Raises what the loader raises for a folder that is no model."""
+    from neuron_runtime.backend.torch import prepare  # noqa: PLC0415
     from neuron_runtime.backend.torch.architecture import decoder_config  # noqa: PLC0415 - torch
     from neuron_runtime.backend.torch.loader import STORED_DTYPES, load_decoder  # noqa: PLC0415
     from neuron_runtime.checkpoint import read_checkpoint  # noqa: PLC0415
@@ -51,6 +52,7 @@ def measure(model_dir: Path, num_iters: int = 3) -> Loading:
     num_bytes = sum(file.stat().st_size for file in files)
 
     def load() -> None:
+        prepare(model_dir)
         load_decoder(checkpoint, model, dtype, lambda stage, share: None)
 
     load()  # libraries choose their kernels once

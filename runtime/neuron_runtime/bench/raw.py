@@ -16,6 +16,7 @@ import torch
 from neuron_runtime.backend.torch.architecture import decoder_config
 from neuron_runtime.backend.torch.cache import KVCache, StepRows
 from neuron_runtime.backend.torch.loader import load_decoder
+from neuron_runtime.backend.torch.sampling import best
 from neuron_runtime.checkpoint import read_checkpoint
 from neuron_runtime.core import BackendLimits
 
@@ -50,6 +51,6 @@ class RawSteps:
         for position in range(start, start + num_steps):
             began = time.perf_counter()
             plan = self._cache.plan(StepRows(start=np.full(num_rows, position), num_tokens=ones, lines=lines))
-            token_ids = self._decoder.logits(self._decoder.forward(token_ids, plan)).argmax(dim=-1)
+            token_ids = torch.from_numpy(best(self._decoder.logits(self._decoder.forward(token_ids, plan))))
             seconds.append(time.perf_counter() - began)
         return seconds

@@ -10,7 +10,7 @@ import argparse
 import os
 import platform
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
@@ -61,6 +61,14 @@ class Load:
     """Of this process and all its descendants."""
     foreign_cpu_share: float | None
     """CPU time of everything else, as a share of all CPUs of the machine, 0 to 1; None where it cannot be known."""
+
+    @classmethod
+    def together(cls, loads: Sequence[Load]) -> Load:
+        """Of several stretches of time as one."""
+        wall = sum(load.wall_seconds for load in loads)
+        known = [load.foreign_cpu_share * load.wall_seconds for load in loads if load.foreign_cpu_share is not None]
+        share = sum(known) / wall if len(known) == len(loads) and wall > 0 else None
+        return cls(wall, sum(load.own_cpu_seconds for load in loads), share)
 
 
 @dataclass(frozen=True, slots=True)

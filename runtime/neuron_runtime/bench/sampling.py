@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from neuron_runtime.backend.torch.allocation import set_up_allocation
 from neuron_runtime.backend.torch.backend import choose_tokens
 from neuron_runtime.backend.torch.mirror import SlotMirror
 from neuron_runtime.bench.report import Meter, Row, at_most
@@ -46,6 +47,7 @@ CASES: dict[str, dict[str, Any]] = {
 
 def measure(num_iters: int = 9, vocabulary_size: int = VOCABULARY, num_rows: int = NUM_ROWS) -> tuple[Row, ...]:
     """Medians in milliseconds for all rows together, with as many threads as torch has; CPU time in the notes."""
+    set_up_allocation()
     logits = like_a_model(num_rows, vocabulary_size)
     return tuple(_row(name, params, logits, num_iters) for name, params in CASES.items())
 

@@ -8,6 +8,7 @@ made here, so nothing is downloaded.
 from __future__ import annotations
 
 import argparse
+import math
 import re
 import statistics
 import time
@@ -37,6 +38,7 @@ from neuron_runtime.errors import InvalidConfig
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
+    from neuron_runtime.bench.client import Server
     from neuron_runtime.bench.offline import OfflineEngine
 
 Result = TypeVar("Result")
@@ -68,6 +70,10 @@ class Effort:
     """How much is measured."""
 
     num_iters: int = 3
+    """How often; models and processes are made anew each time, as where their memory comes to lie is worth some
+    percent."""
+    num_turns: int = 2
+    """How often one after the other are timed, of two things that are compared, each time."""
     host_rounds: int = 5
     front_end_steps: int = 200
     concurrency: tuple[int, ...] = (1, 8, 16, 32)
@@ -75,7 +81,9 @@ class Effort:
     output_len: int = OUTPUT_LEN
 
 
-QUICK = Effort(num_iters=1, host_rounds=1, front_end_steps=40, concurrency=(1, 8), http_streams=(8,), output_len=32)
+QUICK = Effort(
+    num_iters=1, num_turns=1, host_rounds=1, front_end_steps=40, concurrency=(1, 8), http_streams=(8,), output_len=32
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,100 +173,82 @@ def engine_section(effort: Effort) -> Found:
     """The engine in process against bare steps and against the machine's memory."""
     from neuron_runtime.bench import offline  # noqa: PLC0415
 
-    with _engine() as engine:
-        read_rate, read_load = on_device(engine, memory_read_rate)
-        raw = offline.bare_steps(engine)
-        offline.measure(engine, 2, input_len=INPUT_LEN, output_len=8, num_iters=1, raw=raw)
-        points = [
-            offline.measure(
-                engine,
-                concurrency,
-                input_len=INPUT_LEN,
-                output_len=effort.output_len,
-                num_iters=effort.num_iters,
-                raw=raw,
-            )
-            for concurrency in effort.concurrency
-        ]
-        step_bytes = _bytes_of_a_step(engine)
+    reads: list[tuple[float, Load]] = []
+    points: dict[int, list[offline.Point]] = {concurrency: [] for concurrency in effort.concurrency}
+    for number in range(effort.num_iters):
+        with _engine() as engine:
+            reads.append(on_device(engine, memory_read_rate))
+            raw = offline.bare_steps(engine)
+            offline.measure(engine, 2, input_len=INPUT_LEN, output_len=8, num_iters=1, raw=raw)
+            for concurrency, found in points.items():
+                point = offline.measure(
+                    engine,
+                    concurrency,
+                    input_len=INPUT_LEN,
+                    output_len=effort.output_len,
+                    num_iters=effort.num_turns,
+                    seed=number,
+                    raw=raw,
+                )
+                found.append(point)
+            step_bytes = _bytes_of_a_step(engine)
+    decode = {concurrency: statistics.median(one.decode for one in found) for concurrency, found in points.items()}
+    bare = {
+        concurrency: concurrency / statistics.median(one.raw_step_seconds or math.inf for one in found)
+        for concurrency, found in points.items()
+    }
+    loads = {concurrency: Load.together([one.load for one in found]) for concurrency, found in points.items()}
     ratios = [
         Row(
-            f"decode : bare step, {point.concurrency} sequences",
-            (point.ratio_to_raw,),
+            f"decode : bare step, {concurrency} sequences",
+            (statistics.median(one.ratio_to_raw or 0.0 for one in found),),
             "ratio",
-            at_least(RAW_TARGETS[point.concurrency]),
-            f"{point.decode:.0f} tokens/s",
-            point.load,
+            at_least(RAW_TARGETS[concurrency]),
+            f"{decode[concurrency]:.0f} tokens/s",
+            loads[concurrency],
         )
-        for point in points
+        for concurrency, found in points.items()
     ]
+    read_rate = max(rate for rate, _ in reads)
     bound = read_rate / step_bytes
     rows = (
         *ratios,
-        Row("memory read by all cores", (read_rate / 1e9,), "GB/s", load=read_load),
+        Row("memory read by all cores", (read_rate / 1e9,), "GB/s", load=Load.together([load for _, load in reads])),
         Row(
             "decode of 1 sequence : bound of memory",
-            (points[0].decode / bound,),
+            (decode[1] / bound,),
             "ratio",
             note=f"bound {bound:.0f} tokens/s: {step_bytes / 1e6:.0f} MB of weights a step",
-            load=points[0].load,
+            load=loads[1],
         ),
     )
-    data = {str(point.concurrency): point.decode for point in points}
 
     def draw(axes: Any) -> None:
-        together = [point.concurrency for point in points]
-        axes.plot(together, [point.decode for point in points], "o-", label="engine")
-        bare = [point.concurrency / point.raw_step_seconds for point in points if point.raw_step_seconds]
-        axes.plot(together, bare, "s--", label="bare steps")
+        axes.plot(list(decode), list(decode.values()), "o-", label="engine")
+        axes.plot(list(bare), list(bare.values()), "s--", label="bare steps")
         axes.set(title="decode, in process", xlabel="sequences", ylabel="tokens per second", ylim=(0, None))
         axes.legend()
 
+    data = {str(concurrency): rate for concurrency, rate in decode.items()}
     return Found(f"engine in process, {MODEL}", rows, data, draw)
 
 
 def http_section(effort: Effort) -> Found:
     """A server of ours against the same engine without it, in turns; the clients share the machine with the server."""
-    from neuron_runtime.bench import offline, serve  # noqa: PLC0415
     from neuron_runtime.bench.client import Server  # noqa: PLC0415
     from neuron_runtime.bench.spawned import SpawnedServer  # noqa: PLC0415
 
     flags = ["--max-num-seqs", str(MAX_ROWS), "--max-model-len", str(MAX_MODEL_LENGTH), "--served-model-name", "m"]
-    rows, data = [], {}
-    outcomes: list[serve.Outcome] = []
-    with _engine() as engine, SpawnedServer([model_folder_or_uri(MODEL), *flags]) as spawned:
-        server = Server(spawned.base_url, "/v1/completions")
-
-        def over_http(streams: int, seed: int, output_len: int) -> serve.Outcome:
-            body = {"model": "m", "temperature": 0, "ignore_eos": True}
-            size = engine.backend.limits.vocabulary_size
-            workload = serve.Workload(streams, INPUT_LEN, output_len, vocabulary_size=size, seed=seed, body=body)
-            return serve.apply_load(server, workload, streams)
-
-        over_http(4, 99, 8)
-        engine.generate(offline.random_prompts(4, INPUT_LEN, 99, 1000), 8)
-        for streams in effort.http_streams:
-            ratios, rates = [], []
-            meter = Meter()
-            for number in range(effort.num_iters):
-                prompts = offline.random_prompts(streams, INPUT_LEN, number, engine.backend.limits.vocabulary_size)
-                alone = streams * effort.output_len / engine.generate(prompts, effort.output_len).seconds
-                outcomes.append(over_http(streams, 1000 + number, effort.output_len))
-                rates.append(outcomes[-1].output_rate)
-                ratios.append(rates[-1] / alone)
-            first = statistics.median(outcomes[-1].first_token)
-            note = f"aim {HTTP_AIM:g}; {statistics.median(rates):.0f} tokens/s, first token {1000 * first:.0f} ms"
-            rows.append(
-                Row(
-                    f"HTTP : in process, {streams} streams",
-                    (statistics.median(ratios),),
-                    "ratio",
-                    at_least(HTTP_TARGET),
-                    note,
-                    meter.read(),
-                )
-            )
-            data[str(streams)] = ratios
+    turns: dict[int, list[_Turn]] = {streams: [] for streams in effort.http_streams}
+    for number in range(effort.num_iters):
+        with _engine() as engine, SpawnedServer([model_folder_or_uri(MODEL), *flags]) as spawned:
+            server = Server(spawned.base_url, "/v1/completions")
+            _http_turn(engine, server, streams=4, output_len=8, seed=99)
+            for streams, found in turns.items():
+                for seed in range(number * effort.num_turns, (number + 1) * effort.num_turns):
+                    found.append(_http_turn(engine, server, streams=streams, output_len=effort.output_len, seed=seed))
+    rows = tuple(_http_row(streams, found) for streams, found in turns.items())
+    data = {str(streams): [one.ratio for one in found] for streams, found in turns.items()}
 
     def draw(axes: Any) -> None:
         for number, ratios in enumerate(data.values()):
@@ -268,7 +258,48 @@ def http_section(effort: Effort) -> Found:
         axes.set(title="HTTP : in process", xlabel="streams", ylabel="ratio of tokens per second", ylim=(0, None))
         axes.legend()
 
-    return Found(f"HTTP, client on the same CPUs, {MODEL}", tuple(rows), data, draw)
+    return Found(f"HTTP, client on the same CPUs, {MODEL}", rows, data, draw)
+
+
+@dataclass(frozen=True, slots=True)
+class _Turn:
+    """The same streams in process, and then over HTTP."""
+
+    ratio: float
+    """Tokens a second over HTTP to those in process."""
+    rate: float
+    first_token_seconds: float
+    load: Load
+
+
+def _http_turn(engine: OfflineEngine, server: Server, *, streams: int, output_len: int, seed: int) -> _Turn:
+    from neuron_runtime.bench import offline, serve  # noqa: PLC0415
+
+    size = engine.backend.limits.vocabulary_size
+    meter = Meter()
+    alone = engine.generate(offline.random_prompts(streams, INPUT_LEN, seed, size), output_len)
+    body = {"model": "m", "temperature": 0, "ignore_eos": True}
+    workload = serve.Workload(streams, INPUT_LEN, output_len, vocabulary_size=size, seed=1000 + seed, body=body)
+    outcome = serve.apply_load(server, workload, streams)
+    return _Turn(
+        ratio=outcome.output_rate * alone.seconds / (streams * output_len),
+        rate=outcome.output_rate,
+        first_token_seconds=statistics.median(outcome.first_token),
+        load=meter.read(),
+    )
+
+
+def _http_row(streams: int, turns: Sequence[_Turn]) -> Row:
+    rate = statistics.median(one.rate for one in turns)
+    first = statistics.median(one.first_token_seconds for one in turns)
+    return Row(
+        f"HTTP : in process, {streams} streams",
+        (statistics.median(one.ratio for one in turns),),
+        "ratio",
+        at_least(HTTP_TARGET),
+        f"aim {HTTP_AIM:g}; {rate:.0f} tokens/s, first token {1000 * first:.0f} ms",
+        Load.together([one.load for one in turns]),
+    )
 
 
 def prefix_section(effort: Effort) -> Found:
@@ -296,7 +327,7 @@ def sampling_section(effort: Effort) -> Found:
     from neuron_runtime.bench import sampling  # noqa: PLC0415
 
     title = f"choosing tokens, vocabulary {sampling.VOCABULARY:,}"
-    return Found(title, sampling.measure(num_iters=3 * effort.num_iters), {})
+    return Found(title, sampling.measure(num_iters=10 * effort.num_iters), {})
 
 
 def loading_section(effort: Effort) -> Found:
