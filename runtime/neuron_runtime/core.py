@@ -153,6 +153,16 @@ class Rows:
     def __len__(self) -> int:
         return len(self.slot)
 
+    @property
+    def prefills(self) -> list[bool]:
+        """Whether row i is a prefill row, see `Kind`."""
+        return [
+            num_tokens > 1 or not samples or (start == 0 and after == KNOWN)
+            for num_tokens, samples, start, after in zip(
+                self.num_tokens, self.samples, self.start, self.after, strict=True
+            )
+        ]
+
 
 @dataclass(frozen=True, slots=True)
 class Batch:

@@ -338,12 +338,7 @@ class StrictBackend:
             f"the step feeds {batch.num_tokens} tokens, the limit is {limits.max_step_tokens}",
         )
         self._check_after(batch)
-        prefills = [
-            num_tokens > 1 or not samples or (start == 0 and after == KNOWN)
-            for num_tokens, samples, start, after in zip(
-                rows.num_tokens, rows.samples, rows.start, rows.after, strict=True
-            )
-        ]
+        prefills = rows.prefills
         kind = Kind.MIXED if len(set(prefills)) == 2 else Kind.PREFILL if prefills[0] else Kind.DECODE
         self._demand(batch.kind is kind, f"the batch is called {batch.kind.value} and is {kind.value}")
         self._demand(limits.mixes_phases or kind is not Kind.MIXED, "prefill and decode rows share a step")
@@ -377,6 +372,7 @@ class StrictBackend:
     def _check_values(self, step: _Step) -> None:
         """Start, tokens and extent of every row, once they are known."""
         limits, rows = self._limits, step.batch.rows
+        prefills = rows.prefills
         for i, slot in enumerate(step.slots):
             number, start, end = rows.slot[i], rows.start[i], rows.start[i] + rows.num_tokens[i]
             known, token = len(slot.tokens), rows.token[i]
@@ -398,7 +394,7 @@ class StrictBackend:
                 reach <= limits.max_model_length,
                 f"slot {number} writes up to {reach}, the model's length is {limits.max_model_length}",
             )
-            if rows.num_tokens[i] > 1 or not rows.samples[i] or start == 0:
+            if prefills[i]:
                 self._check_prefill(slot, number, start, end)
 
     def _check_prefill(self, slot: _Slot, number: int, start: int, end: int) -> None:

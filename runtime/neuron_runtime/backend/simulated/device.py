@@ -229,12 +229,7 @@ class SimulatedBackend:
         rows = batch.rows
         num_decode, num_prefill = len(rows), 0
         if batch.kind is not Kind.DECODE:
-            columns = zip(rows.num_tokens, rows.start, rows.after, rows.samples, strict=True)
-            fed = [
-                num_tokens
-                for num_tokens, start, after, samples in columns
-                if batch.kind is Kind.PREFILL or num_tokens > 1 or not samples or (start == 0 and after == KNOWN)
-            ]
+            fed = [count for count, prefills in zip(rows.num_tokens, rows.prefills, strict=True) if prefills]
             num_decode, num_prefill = len(rows) - len(fed), sum(fed)
         seconds, num_computed, names = 0.0, 0, []
         for name, phase, size in (
