@@ -28,12 +28,12 @@ from tqdm import tqdm  # type: ignore[import-untyped]
 
 from neuron_runtime.arguments import default_weights_dir, llm_config, llm_names, naming
 from neuron_runtime.console import StageLines, say
-from neuron_runtime.core import FinishReason, Request, TokenEvent, TokenLogprobs
+from neuron_runtime.core import BackendLimits, FinishReason, Request, TokenEvent, TokenLogprobs
 from neuron_runtime.engine.admission import check_request
 from neuron_runtime.engine.backends import backend_package, check_backend
 from neuron_runtime.engine.loop import Engine
-from neuron_runtime.errors import BackendFailed, InvalidRequest
-from neuron_runtime.sampling_modes import check_ranges
+from neuron_runtime.errors import BackendFailed, InvalidConfig, InvalidRequest
+from neuron_runtime.sampling_modes import check_one_served, check_ranges
 from neuron_runtime.server.admission import DEFAULT_COMPLETION_TOKENS, Admission, Ask, served_defaults
 from neuron_runtime.server.wire import ChatBody, CompletionBody, typed
 from neuron_runtime.text.answer import Answer
@@ -178,7 +178,8 @@ class LLM:
     Args:
         model: `org/name`, `hf://org/name[@revision]`, `file:///path`, or the path of a folder.
         device: "cpu" or "neuron"; left out: what this runtime was built for.
-        seed: makes answers whose parameters have no seed of their own the same in every run.
+        seed: makes answers whose parameters have no seed of their own the same in every run; refused where a seed of
+            `SamplingParams` is.
         revision: of a model on a hub.
         download_dir: where weights from a hub go.
         additional_config: `{"override_neuron_config": {...}}`, as vLLM's newer versions take it.
@@ -215,10 +216,12 @@ class LLM:
             source = config.text.generation_config
             defaults = load_generation_defaults(self._model_dir, tokenizer.eos_token_id, source)
             backend = package.load_backend(self._model_dir, config, progress)
+            self._close = weakref.finalize(self, backend.close)
+            if seed is not None:
+                _check_seed(backend.limits)
             defaults = served_defaults(defaults, backend.limits)
             for setting in defaults.not_applied:
                 say(f"generation_config.json: {setting} is not supported and not applied")
-        self._close = weakref.finalize(self, backend.close)
         backend.warm_up(progress)
         # Whoever asks waits for all answers anyway: nothing is gained by refusing what can run later.
         self._engine = Engine(backend, max_queued_requests=sys.maxsize)
@@ -496,6 +499,14 @@ class _Asked:
             num_cached_tokens=first.num_cached_tokens,
             prompt_logprobs=first.prompt_logprobs(self.tokenizer),
         )
+
+
+def _check_seed(limits: BackendLimits) -> None:
+    """What holds for a seed of a request holds for that of the class. Raises InvalidConfig."""
+    try:
+        check_one_served("seed", limits)
+    except InvalidRequest as error:
+        raise InvalidConfig("seed", str(error)) from error
 
 
 def _candidates(position: TokenLogprobs, tokenizer: Tokenizer) -> dict[int, Logprob]:

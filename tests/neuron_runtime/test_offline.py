@@ -291,6 +291,16 @@ def test_the_seed_of_the_class_makes_runs_equal_and_prompts_different() -> None:
     assert runs[0][0] != runs[0][1]
 
 
+def test_a_seed_of_the_class_is_refused_where_one_of_a_request_is() -> None:
+    class_of = {"backend": "simulated", "max_model_len": 64}
+    device = {**class_of, "override_neuron_config": {"sampling": "Device"}}
+    with pytest.raises(InvalidConfig, match="^seed: `seed` cannot be served with Device sampling, it needs"):
+        LLM(str(MODEL), seed=0, **device)
+    for served in ({**class_of, "override_neuron_config": {"sampling": "Host"}, "seed": 0}, device):
+        with LLM(str(MODEL), **served) as model:
+            model.generate("The", SamplingParams(max_tokens=2), use_tqdm=False)
+
+
 def test_a_stop_string_ends_text_tokens_and_work(llm: LLM) -> None:
     params = SamplingParams(temperature=0, max_tokens=60, ignore_eos=True, logprobs=0)
     question = QUESTIONS[0]
