@@ -7,6 +7,7 @@ this side leaves out what is not pinned, so that the runtime's documented defaul
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from typing import Any
 
 from neuron_operator.model import NeuronModel
@@ -26,6 +27,15 @@ def config_document(model: NeuronModel, facts: Facts) -> dict[str, Any]:
         "maxQueuedRequests": serving.max_queued_requests,
     }
     switches = {"prefixCaching": serving.prefix_caching, "chunkedPrefill": serving.chunked_prefill}
+    text = {
+        "generationConfig": "vllm" if serving.generation_config == "Disabled" else None,
+        "chatTemplate": serving.chat_template,
+        "reasoningParser": serving.reasoning_parser,
+    }
+    server = {
+        "accessLog": False if serving.access_log == "Disabled" else None,
+        "numFrontEnds": serving.num_front_ends,
+    }
     return {
         "version": VERSION,
         "model": {"uri": model.spec.model.uri, "digest": facts.digest},
@@ -33,10 +43,15 @@ def config_document(model: NeuronModel, facts: Facts) -> dict[str, Any]:
         "backend": model.backend,
         "dtype": serving.dtype or "auto",
         **{key: value.lower() for key, value in switches.items() if value != "Auto"},
-        "limits": {key: value for key, value in limits.items() if value is not None},
+        "limits": _said(limits),
+        **{key: said for key, part in {"text": text, "server": server}.items() if (said := _said(part))},
         **({"overrideNeuronConfig": override} if (override := override_neuron_config(model)) else {}),
         "drain": {"delaySeconds": rollout.drain_delay_seconds, "seconds": rollout.drain_seconds},
     }
+
+
+def _said(part: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in part.items() if value is not None}
 
 
 def override_neuron_config(model: NeuronModel) -> dict[str, Any]:

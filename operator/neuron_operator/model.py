@@ -96,6 +96,12 @@ class Serving(Part, frozen=True):
     prefix_caching: Literal["Auto", "Enabled", "Disabled"] = "Auto"
     chunked_prefill: Literal["Auto", "Enabled", "Disabled"] = "Auto"
     sampling: Literal["Device", "DeviceWithLogits", "Host"] | None = None
+    generation_config: Literal["Enabled", "Disabled"] = "Enabled"
+    chat_template: Annotated[str, Meta(min_length=1, max_length=32_768)] | None = None
+    """The bound keeps the manifest, however escaped, within the 256 KiB that `kubectl apply` can annotate."""
+    reasoning_parser: Literal["deepseek_r1", "qwen3"] | None = None
+    access_log: Literal["Enabled", "Disabled"] = "Enabled"
+    num_front_ends: Annotated[int, Meta(ge=1, le=64)] | None = None
     api_key_secret_ref: ApiKeySecret | None = None
 
 

@@ -32,6 +32,11 @@ SERVING = {
     "dtype": st.sampled_from(["auto", "float32", "bfloat16", "float16"]),
     **dict.fromkeys(LIMITS, st.integers(1, 4096)),
     **dict.fromkeys(SWITCHES, st.sampled_from(["Auto", "Enabled", "Disabled"])),
+    "chatTemplate": st.text(st.characters(codec="utf-8"), min_size=1),
+    "reasoningParser": st.sampled_from(["deepseek_r1", "qwen3"]),
+    "generationConfig": st.sampled_from(["Enabled", "Disabled"]),
+    "accessLog": st.sampled_from(["Enabled", "Disabled"]),
+    "numFrontEnds": st.integers(1, runtime.MAX_FRONT_ENDS),
 }
 
 
@@ -72,6 +77,14 @@ def test_the_runtime_reads_back_what_the_manifest_says(
         key: serving.get(key, "Auto").lower() for key in SWITCHES
     }
     assert (config.drain.delay_seconds, config.drain.seconds) == (delay, drain)
+    assert config.text == runtime.TextOptions(
+        generation_config="vllm" if serving.get("generationConfig") == "Disabled" else "auto",
+        chat_template=serving.get("chatTemplate", ""),
+        reasoning_parser=serving.get("reasoningParser", ""),
+    )
+    assert config.server == runtime.ServerOptions(
+        access_log=serving.get("accessLog") != "Disabled", num_front_ends=serving.get("numFrontEnds", 1)
+    )
 
 
 @pytest.mark.parametrize(
@@ -100,16 +113,25 @@ def test_both_sides_have_the_same_version() -> None:
 
 
 def test_what_is_not_pinned_is_left_to_the_runtime() -> None:
-    assert rendered(SPEC).limits == runtime.EngineLimits()
+    config = rendered(SPEC)
+    assert config.limits == runtime.EngineLimits()
+    assert config.text == runtime.TextOptions()
+    assert config.server == runtime.ServerOptions()
 
 
-def test_every_dtype_and_every_limit_of_the_manifest_is_known_to_the_runtime() -> None:
+def schema_of(kind: type, field: str) -> dict[str, Any]:
+    """What a field may hold, without null."""
+    (top,), parts = msgspec.json.schema_components([kind])
+    schema: dict[str, Any] = parts[top["$ref"].rpartition("/")[2]]["properties"][field]
+    return next((option for option in schema.get("anyOf", []) if option.get("type") != "null"), schema)
+
+
+def test_the_words_and_bounds_of_the_manifest_are_those_of_the_runtime() -> None:
     assert set(LIMITS) <= set(runtime.EngineLimits.__struct_encode_fields__)
-    (mine,), parts = msgspec.json.schema_components([Serving])
-    dtypes = parts[mine["$ref"].rpartition("/")[2]]["properties"]["dtype"]["anyOf"]
-    (theirs,), all_parts = msgspec.json.schema_components([runtime.RuntimeConfig])
-    known = all_parts[theirs["$ref"].rpartition("/")[2]]["properties"]["dtype"]["enum"]
-    assert {value for option in dtypes for value in option.get("enum", [])} == set(known)
+    assert schema_of(Serving, "dtype")["enum"] == schema_of(runtime.RuntimeConfig, "dtype")["enum"]
+    parsers = schema_of(runtime.TextOptions, "reasoningParser")["enum"]
+    assert ["", *schema_of(Serving, "reasoningParser")["enum"]] == parsers
+    assert schema_of(Serving, "numFrontEnds")["maximum"] == runtime.MAX_FRONT_ENDS
 
 
 @pytest.mark.parametrize("command", ["serve", "serve with keys", "inspect"])
