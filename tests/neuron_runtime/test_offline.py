@@ -292,12 +292,14 @@ def test_the_seed_of_the_class_makes_runs_equal_and_prompts_different() -> None:
 
 
 def test_a_seed_of_the_class_is_refused_where_one_of_a_request_is() -> None:
-    class_of = {"backend": "simulated", "max_model_len": 64}
-    device = {**class_of, "override_neuron_config": {"sampling": "Device"}}
-    with pytest.raises(InvalidConfig, match="^seed: `seed` cannot be served with Device sampling, it needs"):
-        LLM(str(MODEL), seed=0, **device)
-    for served in ({**class_of, "override_neuron_config": {"sampling": "Host"}, "seed": 0}, device):
-        with LLM(str(MODEL), **served) as model:
+    def simulated(sampling: str, seed: int | None) -> LLM:
+        override = {"sampling": sampling}
+        return LLM(str(MODEL), backend="simulated", max_model_len=64, override_neuron_config=override, seed=seed)
+
+    with pytest.raises(InvalidConfig, match=r"^seed: `seed` cannot be served with Device sampling"):
+        simulated("Device", 0)
+    for sampling, seed in (("Host", 0), ("Device", None)):
+        with simulated(sampling, seed) as model:
             model.generate("The", SamplingParams(max_tokens=2), use_tqdm=False)
 
 
