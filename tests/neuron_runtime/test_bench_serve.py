@@ -16,7 +16,7 @@ import pytest
 
 from helpers.chat_model import write_chat_model
 from neuron_runtime.__main__ import main
-from neuron_runtime.bench.client import Ask, Run, Sample, Server, percentile, run_clients
+from neuron_runtime.bench.client import Ask, Run, Sample, Server, run_clients
 from neuron_runtime.bench.report import Load
 from neuron_runtime.bench.serve import Workload, first_model, outcome_of
 from neuron_runtime.bench.spawned import SpawnedServer
@@ -244,12 +244,6 @@ def test_an_outcome_counts_tokens_as_the_server_does_and_leaves_failures_out() -
 def test_nothing_but_failures_is_an_error_that_says_why() -> None:
     with pytest.raises(ServingError, match="every request failed: gone"):
         outcome_of(Run((Sample(0.0, 1.0, error="gone"),), (0.1,)), LOAD)
-
-
-def test_percentiles_are_values_that_were_there() -> None:
-    assert percentile([4.0, 1.0, 3.0, 2.0], 0.5) == 2.0
-    assert percentile([4.0, 1.0, 3.0, 2.0], 0.99) == 4.0
-    assert percentile([], 0.5) is None
 
 
 def test_a_server_without_models_is_named() -> None:

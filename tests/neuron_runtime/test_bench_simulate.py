@@ -18,7 +18,8 @@ from neuron_runtime.backend.simulated.device import ShapeUse
 from neuron_runtime.backend.simulated.step_times import Phase, StepTimes, constant, milliseconds
 from neuron_runtime.bench import simulated_tables
 from neuron_runtime.bench.device import device_of, powers_of_two
-from neuron_runtime.bench.simulated_tables import Run, Targets, quantile
+from neuron_runtime.bench.report import percentile
+from neuron_runtime.bench.simulated_tables import Run, Targets
 from neuron_runtime.bench.simulation import PREFILL_FIRST, Asked, Outcome, Policy, Simulation
 from neuron_runtime.bench.traffic import Conversation, Traffic, Turn, conversations
 from neuron_runtime.core import BackendLimits
@@ -191,7 +192,7 @@ def test_long_prompts_hold_running_answers_up_no_longer_than_the_engine_says(rat
     assert max(ours.gaps) == pytest.approx(longest)
     assert max(other.gaps) >= 2 * TIMES.prefill.seconds(LENGTH)
     assert other.gap_bound is None
-    ours_p99, other_p99 = (quantile(sorted(run.gaps), 0.99) for run in (ours, other))
+    ours_p99, other_p99 = (percentile(run.gaps, 0.99) for run in (ours, other))
     assert ours_p99 is not None
     assert other_p99 is not None
     assert ours_p99 <= other_p99
@@ -215,7 +216,7 @@ def test_prefixes_that_are_shared_are_not_computed_again() -> None:
     assert shared.cached_share > 0.5
 
     def p99(run: Outcome) -> float:
-        return quantile(sorted(asked.ttft for asked in run.requests), 0.99) or 0.0
+        return percentile([asked.ttft for asked in run.requests], 0.99) or 0.0
 
     assert p99(shared) < p99(plain)
 
@@ -233,9 +234,9 @@ def test_mixing_keeps_gaps_as_short_as_a_chunk() -> None:
 @pytest.mark.parametrize(
     ("share", "expected"), [(0.0, 1.0), (0.5, 2.0), (0.51, 3.0), (0.75, 3.0), (0.99, 4.0), (1.0, 4.0)]
 )
-def test_a_quantile_is_exceeded_by_at_most_the_rest(share: float, expected: float) -> None:
-    assert quantile([1.0, 2.0, 3.0, 4.0], share) == expected
-    assert quantile([], share) is None
+def test_a_percentile_is_exceeded_by_at_most_the_rest(share: float, expected: float) -> None:
+    assert percentile([4.0, 1.0, 3.0, 2.0], share) == expected
+    assert percentile([], share) is None
 
 
 def test_the_table_counts_what_happened() -> None:

@@ -7,7 +7,6 @@ callback a packet, a C parser), so that it takes little of the machine that it l
 from __future__ import annotations
 
 import asyncio
-import math
 import ssl
 import time
 from collections import deque
@@ -280,10 +279,3 @@ class _Pool:
     def close(self) -> None:
         for connection in self._idle:
             connection.close()
-
-
-def percentile(values: Sequence[float], share: float) -> float | None:
-    """The value that `share` (0 to 1) of the others do not exceed, by nearest rank; None of nothing."""
-    if not values:
-        return None
-    return sorted(values)[max(0, math.ceil(share * len(values)) - 1)]

@@ -74,6 +74,15 @@ class Timing:
 
 
 @dataclass(frozen=True, slots=True)
+class Bare:
+    """A bare decode step of the same rows."""
+
+    step_seconds: float
+    ratio: float
+    """Decode to bare decode; the median of the iterations' ratios."""
+
+
+@dataclass(frozen=True, slots=True)
 class Point:
     """What was found for one number of sequences. Rates are tokens a second, medians of the iterations."""
 
@@ -84,9 +93,7 @@ class Point:
     median_first_token_seconds: float
     step_seconds: float
     """One decode step."""
-    raw_step_seconds: float | None
-    ratio_to_raw: float | None
-    """Decode to raw decode; the median of the iterations' ratios."""
+    bare: Bare | None
     load: Load
 
 
@@ -165,14 +172,14 @@ def measure(
         alls.append(engine.generate(some, output_len))
     decode_seconds = [n.seconds - one.seconds for one, n in zip(ones, alls, strict=True)]
     steps = [seconds / (output_len - 1) for seconds in decode_seconds]
+    ratios = [bare / step for bare, step in zip(raws, steps, strict=False)]
     return Point(
         concurrency=concurrency,
         decode=concurrency / statistics.median(steps),
         throughput=concurrency * output_len / statistics.median(n.seconds for n in alls),
         median_first_token_seconds=statistics.median(s for n in alls for s in n.first_token_seconds),
         step_seconds=statistics.median(steps),
-        raw_step_seconds=statistics.median(raws) if raws else None,
-        ratio_to_raw=statistics.median(r / s for r, s in zip(raws, steps, strict=True)) if raws else None,
+        bare=Bare(statistics.median(raws), statistics.median(ratios)) if raws else None,
         load=meter.read(),
     )
 
@@ -254,8 +261,8 @@ def _report(
     ]
     if options.raw:
         figures += [
-            ("bare step", "ms", lambda point: 1000 * (point.raw_step_seconds or 0.0)),
-            ("decode : bare step", "ratio", lambda point: point.ratio_to_raw),
+            ("bare step", "ms", lambda point: 1000 * point.bare.step_seconds if point.bare else None),
+            ("decode : bare step", "ratio", lambda point: point.bare.ratio if point.bare else None),
         ]
     figures.append(("foreign CPU", "share", lambda point: point.load.foreign_cpu_share))
     title = (

@@ -7,6 +7,7 @@ meanwhile, so that a reader can tell a slow program from a busy machine. Measure
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import platform
 import time
@@ -69,6 +70,11 @@ class Load:
         known = [load.foreign_cpu_share * load.wall_seconds for load in loads if load.foreign_cpu_share is not None]
         share = sum(known) / wall if len(known) == len(loads) and wall > 0 else None
         return cls(wall, sum(load.own_cpu_seconds for load in loads), share)
+
+
+def percentile(values: Sequence[float], share: float) -> float | None:
+    """The least value that at most `1 - share` (0 to 1) of the values exceed; None of nothing."""
+    return sorted(values)[max(math.ceil(share * len(values)), 1) - 1] if values else None
 
 
 @dataclass(frozen=True, slots=True)

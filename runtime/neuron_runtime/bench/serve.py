@@ -20,7 +20,17 @@ from typing import TYPE_CHECKING, Any
 
 from neuron_runtime.bench.model import PREFIX, SHAPES, model_folder_or_uri
 from neuron_runtime.bench.offline import FIRST_TOKEN_ID
-from neuron_runtime.bench.report import Load, Meter, Report, Row, Table, check_outputs, deliver, machine_line
+from neuron_runtime.bench.report import (
+    Load,
+    Meter,
+    Report,
+    Row,
+    Table,
+    check_outputs,
+    deliver,
+    machine_line,
+    percentile,
+)
 from neuron_runtime.errors import InvalidConfig, ServingError
 
 if TYPE_CHECKING:
@@ -324,7 +334,7 @@ def _report(options: argparse.Namespace, outcome: Outcome) -> Report:
         ),
     )
     latencies = tuple(
-        Row(name, tuple(1000 * of for of in _summary(values)), "ms", load=load)
+        Row(name, tuple(_summary([1000 * seconds for seconds in values])), "ms", load=load)
         for name, values in (
             ("time to first token", outcome.first_token),
             ("time per token after it", outcome.per_token),
@@ -355,9 +365,7 @@ def _report(options: argparse.Namespace, outcome: Outcome) -> Report:
     )
 
 
-def _summary(values: Sequence[float]) -> Iterator[float]:
-    from neuron_runtime.bench.client import percentile  # noqa: PLC0415
-
+def _summary(values: Sequence[float]) -> Iterator[float | None]:
     yield statistics.fmean(values)
     for share in (0.5, 0.9, 0.99):
-        yield percentile(values, share) or 0.0
+        yield percentile(values, share)

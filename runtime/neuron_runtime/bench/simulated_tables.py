@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from neuron_runtime.bench.report import Row, Table
+from neuron_runtime.bench.report import Row, Table, percentile
 from neuron_runtime.bench.simulation import Outcome
 
 if TYPE_CHECKING:
@@ -40,11 +40,6 @@ class Run:
     outcomes: Sequence[Outcome]
 
 
-def quantile(values: Sequence[float], share: float) -> float | None:
-    """Of ascending values the first that is exceeded by at most the rest of them; None where there are none."""
-    return values[max(math.ceil(share * len(values)), 1) - 1] if values else None
-
-
 def tables(run: Run, targets: Targets) -> list[Table]:
     columns = tuple(outcome.policy.name for outcome in run.outcomes)
     return [
@@ -67,11 +62,11 @@ def _figures(outcomes: Sequence[Outcome], targets: Targets) -> tuple[Row, ...]:
         return Row(name, tuple(values), unit, note=note)
 
     return (
-        milliseconds("time to first token, p50", [quantile(values, 0.5) for values in ttft]),
-        milliseconds("time to first token, p99", [quantile(values, 0.99) for values in ttft]),
-        milliseconds("  of long prompts, p99", [quantile(values, 0.99) for values in long]),
-        milliseconds("gap between tokens, p50", [quantile(values, 0.5) for values in gaps]),
-        milliseconds("gap between tokens, p99", [quantile(values, 0.99) for values in gaps]),
+        milliseconds("time to first token, p50", [percentile(values, 0.5) for values in ttft]),
+        milliseconds("time to first token, p99", [percentile(values, 0.99) for values in ttft]),
+        milliseconds("  of long prompts, p99", [percentile(values, 0.99) for values in long]),
+        milliseconds("gap between tokens, p50", [percentile(values, 0.5) for values in gaps]),
+        milliseconds("gap between tokens, p99", [percentile(values, 0.99) for values in gaps]),
         milliseconds("gap between tokens, worst", [values[-1] if values else None for values in gaps]),
         milliseconds(
             "  bound that the engine states", [o.gap_bound for o in outcomes], "neuron_serving_stream_gap_bound_seconds"
@@ -145,6 +140,11 @@ def _quantiles(values: Any) -> list[float]:
 # Plots
 
 
+def _shown(value: float | None) -> float:
+    """What a plot leaves out where there is no figure."""
+    return math.nan if value is None else value
+
+
 def draw(figure: Figure, runs: Sequence[Run], targets: Targets) -> None:
     """Distributions at the rate with our highest goodput; with several rates, a second line of panels over the rate."""
     best = max(runs, key=lambda run: run.outcomes[0].goodput(targets.ttft, targets.gap))
@@ -202,11 +202,12 @@ def _draw_over_rates(panels: Sequence[Axes], runs: Sequence[Run], targets: Targe
     rates = [run.rate for run in ordered]
     for number, color in enumerate(COLORS):
         outcomes = [run.outcomes[number] for run in ordered]
-        ttft = [quantile(sorted(asked.ttft for asked in outcome.requests), 0.99) or 0.0 for outcome in outcomes]
-        gaps = [sorted(outcome.gaps) or [0.0] for outcome in outcomes]
+        ttft = [_shown(percentile([asked.ttft for asked in outcome.requests], 0.99)) for outcome in outcomes]
+        worst = [_shown(max(outcome.gaps, default=None)) * 1000 for outcome in outcomes]
+        gaps = [_shown(percentile(outcome.gaps, 0.99)) * 1000 for outcome in outcomes]
         panels[0].plot(rates, ttft, "o-", color=color)
-        panels[1].plot(rates, [values[-1] * 1000 for values in gaps], "o-", color=color)
-        panels[1].plot(rates, [(quantile(values, 0.99) or 0.0) * 1000 for values in gaps], "o:", color=color)
+        panels[1].plot(rates, worst, "o-", color=color)
+        panels[1].plot(rates, gaps, "o:", color=color)
         panels[2].plot(rates, [o.goodput(targets.ttft, targets.gap) for o in outcomes], "o-", color=color)
     panels[0].axhline(targets.ttft, color="gray", linestyle="--")
     panels[1].axhline(targets.gap * 1000, color="gray", linestyle="--")

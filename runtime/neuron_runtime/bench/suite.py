@@ -8,7 +8,6 @@ made here, so nothing is downloaded.
 from __future__ import annotations
 
 import argparse
-import math
 import re
 import statistics
 import time
@@ -193,21 +192,22 @@ def engine_section(effort: Effort) -> Found:
                 found.append(point)
             step_bytes = _bytes_of_a_step(engine)
     decode = {concurrency: statistics.median(one.decode for one in found) for concurrency, found in points.items()}
+    bares = {concurrency: [one.bare for one in found if one.bare] for concurrency, found in points.items()}
     bare = {
-        concurrency: concurrency / statistics.median(one.raw_step_seconds or math.inf for one in found)
-        for concurrency, found in points.items()
+        concurrency: concurrency / statistics.median(one.step_seconds for one in found)
+        for concurrency, found in bares.items()
     }
     loads = {concurrency: Load.together([one.load for one in found]) for concurrency, found in points.items()}
     ratios = [
         Row(
             f"decode : bare step, {concurrency} sequences",
-            (statistics.median(one.ratio_to_raw or 0.0 for one in found),),
+            (statistics.median(one.ratio for one in found),),
             "ratio",
             at_least(RAW_TARGETS[concurrency]),
             f"{decode[concurrency]:.0f} tokens/s",
             loads[concurrency],
         )
-        for concurrency, found in points.items()
+        for concurrency, found in bares.items()
     ]
     read_rate = max(rate for rate, _ in reads)
     bound = read_rate / step_bytes
