@@ -36,6 +36,12 @@ def config_document(model: NeuronModel, facts: Facts) -> dict[str, Any]:
         "accessLog": False if serving.access_log == "Disabled" else None,
         "numFrontEnds": serving.num_front_ends,
     }
+    sampling = {"sampling": serving.sampling} if model.backend == "simulated" else {}
+    parts = {
+        "text": _pinned(text),
+        "server": _pinned(server),
+        "overrideNeuronConfig": {**_pinned(sampling), **model.spec.engine.override_neuron_config},
+    }
     return {
         "version": VERSION,
         "model": {"uri": model.spec.model.uri, "digest": facts.digest},
@@ -43,29 +49,19 @@ def config_document(model: NeuronModel, facts: Facts) -> dict[str, Any]:
         "backend": model.backend,
         "dtype": serving.dtype or "auto",
         **{key: value.lower() for key, value in switches.items() if value != "Auto"},
-        "limits": _said(limits),
-        **{key: said for key, part in {"text": text, "server": server}.items() if (said := _said(part))},
-        **({"overrideNeuronConfig": override} if (override := override_neuron_config(model)) else {}),
+        "limits": _pinned(limits),
+        **{key: part for key, part in parts.items() if part},
         "drain": {"delaySeconds": rollout.drain_delay_seconds, "seconds": rollout.drain_seconds},
     }
 
 
-def _said(part: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in part.items() if value is not None}
-
-
-def override_neuron_config(model: NeuronModel) -> dict[str, Any]:
-    """The backend's own settings. A simulated device is told there how it samples; what the user writes there holds."""
-    sampling, written = model.spec.serving.sampling, model.spec.engine.override_neuron_config
-    told = {"sampling": sampling} if sampling and model.backend == "simulated" else {}
-    return {**told, **written}
-
-
 def sampling_mode(model: NeuronModel) -> str:
     """Where tokens are chosen, as the runtime will have it."""
-    if model.backend != "simulated":
-        return "Host"
-    return str(override_neuron_config(model).get("sampling", "Device"))
+    return (model.spec.serving.sampling or "Device") if model.backend == "simulated" else "Host"
+
+
+def _pinned(part: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in part.items() if value is not None}
 
 
 def to_json(document: dict[str, Any]) -> str:

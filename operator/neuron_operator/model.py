@@ -410,6 +410,10 @@ def _refuse_later(spec: Spec) -> None:
         value = attrgetter(later.path)(spec)
         if value not in later.accepted and backend not in later.but_with:
             raise FieldNotSupported("spec." + _camel(later.path), _shown(value), later.cure)
+    settings = spec.engine.override_neuron_config
+    if "sampling" in settings:  # said in one place, so that status.plan shows what the device is told
+        path = "spec.engine.overrideNeuronConfig.sampling"
+        raise FieldNotSupported(path, _shown(settings["sampling"]), "set serving.sampling")
 
 
 def _camel(path: str) -> str:

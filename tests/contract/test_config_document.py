@@ -93,7 +93,7 @@ def test_the_runtime_reads_back_what_the_manifest_says(
         (None, {}, "Device"),
         ("Host", {}, "Host"),
         ("DeviceWithLogits", {"stepMilliseconds": 5}, "DeviceWithLogits"),
-        ("Host", {"sampling": "Device"}, "Device"),
+        ("Device", {"stepTimes": None}, "Device"),
     ],
 )
 def test_a_simulated_device_is_told_its_times_and_how_it_samples(
