@@ -18,7 +18,7 @@ from helpers.serve_command import serve
 from neuron_runtime import LLM, SamplingParams
 from neuron_runtime.__main__ import main
 from neuron_runtime.backend import strict
-from neuron_runtime.backend.base import IllegalBatch
+from neuron_runtime.backend.base import IllegalBatch, StepTime
 from neuron_runtime.backend.simulated import load_backend
 from neuron_runtime.backend.simulated.clock import Clock, CpuClock, VirtualClock, WallClock
 from neuron_runtime.backend.simulated.device import SimulatedBackend, Timeline, first_number, token_at
@@ -77,7 +77,7 @@ class Twins:
         self.simulated = SimulatedBackend(limits, STEP, VirtualClock())
         self.num_late = 0
 
-    def warm_up(self, progress: Any) -> None:
+    def warm_up(self, progress: Any) -> tuple[StepTime, ...]:
         raise AssertionError("nothing to warm up")
 
     def launch(self, batch: Batch) -> None:

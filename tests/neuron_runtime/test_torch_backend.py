@@ -156,8 +156,10 @@ def test_blocks_given_back_are_not_used_again(folder: Path) -> None:
 
 def test_warming_up_leaves_no_trace(backend: TorchBackend, folder: Path) -> None:
     seen: list[float] = []
-    backend.warm_up(lambda what, share: seen.append(share))
+    times = backend.warm_up(lambda what, share: seen.append(share))
     assert (seen[0], seen[-1]) == (0.0, 1.0)
+    assert [(batch.kind, len(batch.rows)) for batch, _ in times] == [(Kind.PREFILL, 1), (Kind.DECODE, 1)]
+    assert all(seconds > 0 for _, seconds in times)
     output = run(backend, 0, rows((0, 0, 13, True)), added=(added(backend, 0),))
     assert output.token_ids[0] == greedy(folder, PROMPT, 1)
 

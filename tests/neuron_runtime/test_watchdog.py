@@ -2,16 +2,25 @@
 
 from __future__ import annotations
 
+import gc
 import subprocess
 import sys
 import textwrap
 import time
+from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
-from neuron_runtime.core import BackendLimits, Batch, Kind, Late, Rows, StepOutput
+from neuron_runtime.arguments import config_of
+from neuron_runtime.backend.base import Progress, StepTime
+from neuron_runtime.backend.strict import StrictBackend
+from neuron_runtime.core import BackendLimits, Batch, Kind, Late, Request, Rows, SamplingParams, StepOutput
+from neuron_runtime.engine import process
 from neuron_runtime.engine.lifeline import Deadline
+from neuron_runtime.engine.messages import Add, FromEngine, Step, ToEngine
 from neuron_runtime.engine.watchdog import StepLimits, WatchedBackend, shape_of
 from neuron_runtime.server.supervisor import Child
 
@@ -63,7 +72,9 @@ class TimedBackend:
     def clock(self) -> float:
         return self.now
 
-    def warm_up(self, progress: object) -> None: ...
+    def warm_up(self, progress: Progress) -> list[StepTime]:
+        self.now += 2000.0  # to compile
+        return [(batch(0), 2.0), (batch(0, Kind.PREFILL, 1, 512), 0.5)]
 
     def launch(self, batch: Batch) -> None:
         self._end = max(self._end, self.now) + self.seconds[batch.step]
@@ -109,6 +120,62 @@ def test_a_deadline_covers_all_steps_in_flight_and_each_is_measured_from_the_end
     backend.collect(4)
     backend.launch(batch(0))
     assert armed.seconds[-1] == 30.0
+
+
+def test_what_was_warmed_up_counts_as_measured_and_has_no_deadline_itself() -> None:
+    device, armed = TimedBackend(), Armed()
+    backend = WatchedBackend(device, armed, StepLimits(10.0, 10.0, 600.0), device.clock)
+    backend.warm_up(lambda what, share: None)
+    assert armed.seconds == []
+    device.seconds = dict.fromkeys(range(3), 1.0)
+    for launched in (batch(0), batch(1, Kind.PREFILL, 1, 512), batch(2, num_rows=2, num_tokens=2)):
+        backend.launch(launched)
+    assert armed.seconds == [20.0, 20.0 + 10.0, 20.0 + 10.0 + 600.0]
+
+
+class WarmBackend(StrictBackend):
+    """Knows before the first request that a prompt of three tokens takes a while."""
+
+    def warm_up(self, progress: Progress) -> tuple[StepTime, ...]:
+        return ((batch(0, Kind.PREFILL, 1, 3), 7.0),)
+
+
+class OneRequest:
+    """The engine process's border: one request comes over it, and when that has its answer, SIGTERM."""
+
+    def __init__(self, asked: Request) -> None:
+        self._mail: list[ToEngine] = [Add(asked)]
+        self._stops = False
+
+    def stop_at_sigterm(self) -> Callable[[], bool]:
+        return lambda: self._stops
+
+    def send(self, message: FromEngine) -> None: ...
+
+    def send_step(self, step: Step) -> None:
+        self._stops = any(news.finish_reason for news in step.news)
+
+    def receive(self, wait: bool) -> list[ToEngine]:
+        mail, self._mail = self._mail, []
+        assert mail or not wait
+        return mail
+
+
+class ArmedDeadline(Armed):
+    def clear(self) -> None: ...
+
+
+def test_the_engine_process_knows_a_shape_from_its_start_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    package = SimpleNamespace(NEEDS_WEIGHTS=False, load_backend=lambda *given: WarmBackend(LIMITS))
+    monkeypatch.setattr(process, "backend_package", lambda config: package)
+    armed = ArmedDeadline()
+    asked = Request("0-1", (5, 6, 7), SamplingParams(max_tokens=1))
+    try:
+        process.serve(config_of(tmp_path.as_uri(), {}), tmp_path, cast(Any, OneRequest(asked)), cast(Any, armed))
+    finally:
+        gc.unfreeze()
+    assert max(armed.seconds) == 70.0
 
 
 HANG = """

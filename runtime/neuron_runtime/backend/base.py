@@ -6,13 +6,16 @@ knows batches and token ids; requests, text and HTTP are not its business.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Protocol
 
 from neuron_runtime.core import BackendLimits, Batch, Late, StepOutput
 
 Progress = Callable[[str, float], None]
 """Called with (what is being done, share done from 0 to 1) during long work."""
+
+StepTime = tuple[Batch, float]
+"""A step, and the seconds that one of its shape takes."""
 
 
 class IllegalBatch(Exception):
@@ -30,8 +33,12 @@ class Backend(Protocol):
     @property
     def limits(self) -> BackendLimits: ...
 
-    def warm_up(self, progress: Progress) -> None:
-        """Run every compiled shape once, so that the first request pays for nothing. Called once, before launch."""
+    def warm_up(self, progress: Progress) -> Iterable[StepTime]:
+        """Run every compiled shape, so that the first request pays for nothing. Called once, before launch.
+
+        Returns:
+            Steps of the shapes that were run and timed, each without what happens the first time alone.
+        """
 
     def launch(self, batch: Batch) -> None:
         """Take over the delta and start the step. Returns as soon as the device has been told."""

@@ -17,7 +17,7 @@ from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from neuron_runtime.backend.base import IllegalBatch, Progress
+from neuron_runtime.backend.base import IllegalBatch, Progress, StepTime
 from neuron_runtime.core import (
     KNOWN,
     NO_TOKEN,
@@ -142,8 +142,9 @@ class StrictBackend:
     def limits(self) -> BackendLimits:
         return self._limits
 
-    def warm_up(self, progress: Progress) -> None:
+    def warm_up(self, progress: Progress) -> tuple[StepTime, ...]:
         progress("warm up", 1.0)
+        return ()
 
     def close(self) -> None:
         self._in_flight.clear()

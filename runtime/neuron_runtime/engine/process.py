@@ -193,13 +193,14 @@ def serve(config: RuntimeConfig, weights_dir: Path, border: Border, deadline: De
     backend: Backend = package.load_backend(model_dir, config, report)
     try:
         loaded = time.monotonic()
-        backend.warm_up(report)
+        watched = WatchedBackend(backend, deadline)
+        watched.warm_up(report)
         # Libraries and weights stay: a full collection that walks them would hold up every stream for 100 ms.
         gc.collect()
         gc.freeze()
         queue = queue_limits(backend.limits, config.limits.max_queued_requests, config.limits.max_queued_tokens)
         engine = Engine(
-            WatchedBackend(backend, deadline),
+            watched,
             max_queued_requests=queue.max_requests,
             max_queued_tokens=queue.max_tokens,
         )

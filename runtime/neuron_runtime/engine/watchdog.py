@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
-from neuron_runtime.backend.base import Backend, Progress
+from neuron_runtime.backend.base import Backend, Progress, StepTime
 from neuron_runtime.core import BackendLimits, Batch, Kind, Late, StepOutput
 
 MIN_STEP_SECONDS = 30.0
@@ -31,7 +31,7 @@ class StepLimits:
     Args:
         min_seconds: any step may take this long.
         factor: a step may take this many times what steps of its shape took.
-        first_seconds: the first step of a shape may take this long; it may be compiled then.
+        first_seconds: the first step of a shape that was not warmed up may take this long; it may be compiled then.
     """
 
     def __init__(
@@ -102,8 +102,12 @@ class WatchedBackend:
     def limits(self) -> BackendLimits:
         return self._backend.limits
 
-    def warm_up(self, progress: Progress) -> None:
-        self._backend.warm_up(progress)
+    def warm_up(self, progress: Progress) -> tuple[StepTime, ...]:
+        """Without a deadline: what is compiled takes its time. The steps count as measured."""
+        times = tuple(self._backend.warm_up(progress))
+        for batch, seconds in times:
+            self._step_limits.observe(batch, seconds)
+        return times
 
     def launch(self, batch: Batch) -> None:
         self._in_flight.append(_Launched(batch, self._clock()))

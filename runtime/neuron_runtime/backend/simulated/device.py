@@ -14,7 +14,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from neuron_runtime.backend.base import IllegalBatch, Progress
+from neuron_runtime.backend.base import IllegalBatch, Progress, StepTime
 from neuron_runtime.backend.simulated.clock import Clock
 from neuron_runtime.backend.simulated.step_times import StepTimes
 from neuron_runtime.core import (
@@ -165,8 +165,9 @@ class SimulatedBackend:
     def limits(self) -> BackendLimits:
         return self._limits
 
-    def warm_up(self, progress: Progress) -> None:
+    def warm_up(self, progress: Progress) -> tuple[StepTime, ...]:
         progress("warming up", 1.0)
+        return ()
 
     def launch(self, batch: Batch) -> None:
         if self._host_seconds:
