@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import fcntl
 import signal
-import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -14,6 +13,7 @@ from typing import IO
 import httpx
 import pytest
 
+from helpers.ports import free_ports
 from neuron_operator.local.command import _require_space, read_manifest
 from neuron_operator.local.pods import CannotRunHere
 
@@ -33,7 +33,7 @@ def local(folder: Path, manifest: str, *arguments: str) -> subprocess.CompletedP
     file = folder / "model.yaml"
     file.write_text(manifest)
     command = [sys.executable, "-m", "neuron_operator", "local", "-f", str(file), "--cache-dir", str(folder / "cache")]
-    return subprocess.run([*command, *arguments], capture_output=True, text=True, timeout=60, check=False)
+    return subprocess.run([*command, *arguments], capture_output=True, text=True, timeout=100, check=False)
 
 
 def test_a_model_that_is_not_there_ends_the_command_with_its_reason(tmp_path: Path) -> None:
@@ -96,7 +96,7 @@ def test_a_date_in_a_manifest_is_a_text_as_for_kubectl(tmp_path: Path) -> None:
 
 def test_a_file_that_is_not_there_is_refused_in_one_line(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "neuron_operator", "local", "-f", str(tmp_path / "none.yaml")]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
     assert (ended.returncode, ended.stderr.count("\n")) == (2, 1)
     assert "No such file" in ended.stderr
 
@@ -124,20 +124,21 @@ def test_a_simulated_device_is_served_like_any_other(tmp_path: Path) -> None:
     demo = Path(__file__).parents[2] / "examples" / "demo-model"
     file = tmp_path / "model.yaml"
     file.write_text(MODEL % (demo.as_uri(), "CPU", SIMULATED % 5))
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
     command = [sys.executable, "-m", "neuron_operator", "local", "-f", str(file), "--cache-dir", str(tmp_path / "c")]
-    with subprocess.Popen(
-        [*command, "--port", str(port)], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-    ) as running:
+    with (
+        free_ports() as port,
+        subprocess.Popen(
+            [*command, "--port", str(port)], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        ) as running,
+    ):
         try:
             assert running.stdout is not None
             lines = list(iter_until(running.stdout, "Ctrl-C ends it"))
             body = {"model": "demo", "prompt": "What is a pod?", "max_tokens": 6, "ignore_eos": True, "logprobs": 1}
-            answer = httpx.post(f"http://127.0.0.1:{port}/v1/completions", json=body, timeout=30).json()
+            answer = httpx.post(f"http://127.0.0.1:{port}/v1/completions", json=body, timeout=60).json()
         finally:
             running.send_signal(signal.SIGINT)
-        running.communicate(timeout=60)
+        running.communicate(timeout=100)
     assert any("simulates a device with backend simulated" in line for line in lines)
     assert answer["usage"]["completion_tokens"] == 6
     assert len(answer["choices"][0]["logprobs"]["tokens"]) == 6
@@ -154,8 +155,10 @@ def test_a_setting_that_a_simulated_device_does_not_have_ends_the_command_by_nam
     demo = Path(__file__).parents[2] / "examples" / "demo-model"
     ended = local(tmp_path, MODEL % (demo.as_uri(), "CPU", (SIMULATED % 5).replace("stepMilliseconds", "speed")))
     assert ended.returncode == 1
-    assert "InvalidEngineConfig" in ended.stderr
-    assert "$.overrideNeuronConfig.speed: the simulated backend has no such setting" in ended.stderr
+    told = [line for line in ended.stderr.splitlines() if line.startswith("neuron-operator local: ")]
+    ended_with = "InvalidEngineConfig: pod demo-0 ended with exit code 2 (restarts: 0): $.overrideNeuronConfig.speed: "
+    assert len(told) == 1
+    assert f"{ended_with}the simulated backend has no such setting" in told[0]
 
 
 def test_one_model_is_served_by_one_local_at_a_time(tmp_path: Path) -> None:
@@ -183,11 +186,9 @@ def test_keys_are_taken_from_the_shell_and_the_question_is_asked_with_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("CHAT_KEYS_API_KEYS", "\nsk-local-first\nsk-local-second\n")
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
     manifest = MODEL % (DEMO_MODEL.as_uri(), "CPU", WITH_KEYS)
-    ended = local(tmp_path, manifest, "--port", str(port), "--ask", "What is a device?", "--exit")
+    with free_ports() as port:
+        ended = local(tmp_path, manifest, "--port", str(port), "--ask", "What is a device?", "--exit")
     assert ended.returncode == 0, ended.stderr
     assert "first token after" in ended.stdout
     assert '"api_key":1' in ended.stderr

@@ -263,7 +263,9 @@ def _pod_status(pod: LocalPod) -> dict[str, Any]:
         phase, state = "Running", {"running": {"startedAt": pod.body["metadata"]["creationTimestamp"]}}
     else:
         ended = process.terminated
-        phase = "Succeeded" if ended.exit_code == 0 else "Failed"
+        phase = "Running"  # as a kubelet has it: a pod whose container may start again has not failed
+        if pod.body["spec"].get("restartPolicy") == "Never":
+            phase = "Succeeded" if ended.exit_code == 0 else "Failed"
         state = {
             "terminated": {
                 "exitCode": ended.exit_code,
