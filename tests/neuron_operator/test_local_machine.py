@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from helpers.ports import free_ports
 from neuron_operator.local.machine import Machine
 from neuron_operator.local.pods import CannotRunHere, Host
 
@@ -37,33 +38,25 @@ def machine(root: Path, first_port: int = 0) -> tuple[Machine, list[str]]:
 
 
 async def until(condition: Any) -> None:
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(60):
         while not condition():
             await asyncio.sleep(0.01)
 
 
-def free_ports() -> int:
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return int(s.getsockname()[1])
-
-
 async def test_replicas_take_consecutive_ports_and_scaling_down_ends_the_last(tmp_path: Path) -> None:
-    first = free_ports()
-    here, _ = machine(tmp_path, first)
-    await here.apply(deployment(2, port=8000))
-    assert [p.ports for p in here.running] == [{8000: first}, {8000: first + 1}]
-    await until(lambda: here.children[0]["status"]["readyReplicas"] == 2)
-    await here.apply(deployment(1, port=8000))
-    assert [p.name for p in here.running] == ["chat-0"]
-    await here.close()
-    assert here.pods == ()
+    with free_ports(2) as first:
+        here, _ = machine(tmp_path, first)
+        await here.apply(deployment(2, port=8000))
+        assert [p.ports for p in here.running] == [{8000: first}, {8000: first + 1}]
+        await until(lambda: here.children[0]["status"]["readyReplicas"] == 2)
+        await here.apply(deployment(1, port=8000))
+        assert [p.name for p in here.running] == ["chat-0"]
+        await here.close()
+        assert here.pods == ()
 
 
 async def test_a_busy_port_is_said_with_the_cure(tmp_path: Path) -> None:
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        taken.listen()
+    with socket.create_server(("127.0.0.1", 0)) as taken:
         here, _ = machine(tmp_path, taken.getsockname()[1])
         with pytest.raises(CannotRunHere, match="in use on this machine: choose another with --port"):
             await here.apply(deployment(port=8000))
@@ -73,7 +66,7 @@ async def test_closing_ends_pods_that_served_without_starting_them_again(tmp_pat
     here, lines = machine(tmp_path)
     await here.apply(deployment())
     await until(lambda: here.running[0].process.ready and lines)
-    await asyncio.wait_for(here.close(), 20)
+    await here.close()
     await asyncio.sleep(1.5)  # longer than the first back-off
     assert lines == ["up"]
 
@@ -82,19 +75,20 @@ def serving_deployment(root: Path) -> dict[str, Any]:
     """A replica that serves HTTP until somebody kills it."""
     server = [sys.executable, "-m", "http.server", "8000", "--bind", "127.0.0.1", "--directory", str(root)]
     body = deployment(port=8000)
-    probe = {"httpGet": {"path": "/", "port": "http"}, "periodSeconds": 0.05}
+    probe = {"httpGet": {"path": "/", "port": "http"}, "periodSeconds": 0.05, "timeoutSeconds": 60}
     body["spec"]["template"]["spec"]["containers"][0] |= {"command": server, "readinessProbe": probe}
     return body
 
 
 async def test_a_pod_that_served_is_started_again_after_it_was_killed(tmp_path: Path) -> None:
-    here, _ = machine(tmp_path, free_ports())
-    await here.apply(serving_deployment(tmp_path))
-    await until(lambda: here.running[0].process.ready)
-    here.kill()
-    await until(lambda: here.running[0].num_restarts == 1 and here.running[0].process.ready)
-    assert here.pods[0]["status"]["containerStatuses"][0]["restartCount"] == 1
-    await here.close()
+    with free_ports() as first:
+        here, _ = machine(tmp_path, first)
+        await here.apply(serving_deployment(tmp_path))
+        await until(lambda: here.running[0].process.ready)
+        here.kill()
+        await until(lambda: here.running[0].num_restarts == 1 and here.running[0].process.ready)
+        assert here.pods[0]["status"]["containerStatuses"][0]["restartCount"] == 1
+        await here.close()
 
 
 async def test_a_pod_that_never_served_is_not_tried_again(tmp_path: Path) -> None:

@@ -6,14 +6,15 @@ import asyncio
 import copy
 import os
 import signal
-import socket
 import sys
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from helpers.ports import free_ports
 from neuron_operator.local.pods import CannotRunHere, Host, interpret
 from neuron_operator.local.process import PodProcess
 
@@ -37,7 +38,7 @@ def pod() -> dict[str, Any]:
         "metadata": {"name": "chat-0", "namespace": "default", "uid": "u"},
         "spec": {
             "serviceAccountName": "chat",
-            "terminationGracePeriodSeconds": 7,
+            "terminationGracePeriodSeconds": 57,
             "containers": [
                 {
                     "name": "runtime",
@@ -56,9 +57,12 @@ def pod() -> dict[str, Any]:
                         {"name": "state", "mountPath": "/state"},
                     ],
                     "startupProbe": {
-                        "httpGet": {"path": "/live", "port": "http"}, "periodSeconds": 0.05, "failureThreshold": 400
+                        "httpGet": {"path": "/live", "port": "http"}, "periodSeconds": 0.05, "timeoutSeconds": 60,
+                        "failureThreshold": 2000,
                     },
-                    "readinessProbe": {"httpGet": {"path": "/health", "port": "http"}, "periodSeconds": 0.05},
+                    "readinessProbe": {
+                        "httpGet": {"path": "/health", "port": "http"}, "periodSeconds": 0.05, "timeoutSeconds": 60
+                    },
                     "resources": {"requests": {"cpu": "1"}},
                 }
             ],
@@ -77,10 +81,11 @@ def host(root: Path, devices: int = 0) -> Host:
     return Host(root / "default.chat", environment, devices, {"chat-config": config})
 
 
-def free_port() -> int:
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return int(s.getsockname()[1])
+@pytest.fixture
+def port() -> Iterator[int]:
+    """Kept free for the pod."""
+    with free_ports() as first:
+        yield first
 
 
 def test_paths_ports_and_references_of_a_pod_become_those_of_this_machine(tmp_path: Path) -> None:
@@ -94,7 +99,7 @@ def test_paths_ports_and_references_of_a_pod_become_those_of_this_machine(tmp_pa
     assert plan.ports == {"http": 9001}
     assert plan.readiness is not None
     assert plan.readiness.port == 9001
-    assert plan.grace_seconds == 7
+    assert plan.grace_seconds == 57
 
 
 def pod_with_keys() -> dict[str, Any]:
@@ -121,11 +126,11 @@ def test_a_mounted_secret_is_a_variable_of_this_shell(tmp_path: Path) -> None:
         interpret(pod_with_keys(), host(tmp_path), {8000: 9001})
 
 
-async def test_a_secret_lies_here_for_its_process_alone(tmp_path: Path) -> None:
+async def test_a_secret_lies_here_for_its_process_alone(tmp_path: Path, port: int) -> None:
     body = pod_with_keys()
     program = "import os, sys; print(oct(os.stat(sys.argv[1]).st_mode & 0o777), open(sys.argv[1]).read())"
     body["spec"]["containers"][0]["command"] = [sys.executable, "-c", program, "/etc/keys/keys"]
-    plan = interpret(body, with_variable(host(tmp_path), "CHAT_KEYS_API_KEY", "sk-1"), {8000: free_port()})
+    plan = interpret(body, with_variable(host(tmp_path), "CHAT_KEYS_API_KEY", "sk-1"), {8000: port})
     said: list[str] = []
     process = PodProcess(plan, lambda name, line: said.append(line))
     await process.start()
@@ -177,14 +182,16 @@ def test_devices_that_are_here_are_enough(tmp_path: Path) -> None:
 
 
 async def _until(condition: Any) -> None:
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(60):
         while not condition():
             await asyncio.sleep(0.01)
 
 
-async def test_a_pod_is_ready_when_its_probe_says_so_and_ends_with_its_termination_message(tmp_path: Path) -> None:
+async def test_a_pod_is_ready_when_its_probe_says_so_and_ends_with_its_termination_message(
+    tmp_path: Path, port: int
+) -> None:
     lines: list[str] = []
-    process = PodProcess(interpret(pod(), host(tmp_path), {8000: free_port()}), lambda _, line: lines.append(line))
+    process = PodProcess(interpret(pod(), host(tmp_path), {8000: port}), lambda _, line: lines.append(line))
     await process.start()
     watching = asyncio.create_task(process.watch(lambda: None))
     await _until(lambda: process.started)
@@ -201,7 +208,7 @@ async def test_a_pod_is_ready_when_its_probe_says_so_and_ends_with_its_terminati
     assert lines == ["serving", "bye"]
 
 
-async def test_a_pod_that_ignores_sigterm_is_killed_after_its_grace_period(tmp_path: Path) -> None:
+async def test_a_pod_that_ignores_sigterm_is_killed_after_its_grace_period(tmp_path: Path, port: int) -> None:
     body = pod()
     code = (
         "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('deaf', flush=True); time.sleep(60)"
@@ -209,7 +216,7 @@ async def test_a_pod_that_ignores_sigterm_is_killed_after_its_grace_period(tmp_p
     body["spec"]["containers"][0] |= {"command": [sys.executable, "-c", code]}
     body["spec"]["terminationGracePeriodSeconds"] = 0.2
     lines: list[str] = []
-    process = PodProcess(interpret(body, host(tmp_path), {8000: free_port()}), lambda _, line: lines.append(line))
+    process = PodProcess(interpret(body, host(tmp_path), {8000: port}), lambda _, line: lines.append(line))
     await process.start()
     watching = asyncio.create_task(process.watch(lambda: None))
     await _until(lambda: lines == ["deaf"])
@@ -218,11 +225,11 @@ async def test_a_pod_that_ignores_sigterm_is_killed_after_its_grace_period(tmp_p
     assert (ended.exit_code, ended.signal) == (137, signal.SIGKILL)
 
 
-async def test_a_pod_whose_start_up_probe_never_answers_is_stopped(tmp_path: Path) -> None:
+async def test_a_pod_whose_start_up_probe_never_answers_is_stopped(tmp_path: Path, port: int) -> None:
     body = pod()
     body["spec"]["containers"][0]["startupProbe"] |= {"failureThreshold": 2, "httpGet": {"path": "/no", "port": "http"}}
     lines: list[str] = []
-    process = PodProcess(interpret(body, host(tmp_path), {8000: free_port()}), lambda _, line: lines.append(line))
+    process = PodProcess(interpret(body, host(tmp_path), {8000: port}), lambda _, line: lines.append(line))
     await process.start()
     await process.watch(lambda: None)
     assert not process.started
