@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
+import re
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -12,7 +14,7 @@ import pytest_asyncio
 
 from helpers.front_end import Serving, make_model, serving
 from neuron_runtime.server import http_protocol
-from neuron_runtime.server.http_protocol import MAX_HEAD_BYTES
+from neuron_runtime.server.http_protocol import MAX_HEAD_BYTES, MAX_PIPELINED
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -79,3 +81,101 @@ async def test_a_head_that_never_comes_ends_the_connection(
     writer.write(sent)
     await reader.read()  # to its end
     writer.close()
+
+
+async def ask(served: Serving, *sent: bytes) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    """A connection on which this was sent, in as many packets."""
+    url = served.http.base_url
+    reader, writer = await asyncio.open_connection(url.host, url.port)
+    for part in sent:
+        writer.write(part)
+        await writer.drain()
+        # The kernel may put packets together; then they are read as one.
+        await asyncio.sleep(0.05)
+    return reader, writer
+
+
+def post(body: dict[str, Any], *headers: bytes) -> bytes:
+    raw = json.dumps(body).encode()
+    head = [b"POST /v1/completions HTTP/1.1", b"Host: x", b"Content-Length: %d" % len(raw), *headers, b"", b""]
+    return b"\r\n".join(head) + raw
+
+
+async def until_closed(reader: asyncio.StreamReader) -> bytes:
+    """What comes before the server ends the connection, whichever way it does."""
+    parts = []
+    with contextlib.suppress(ConnectionResetError):
+        while part := await reader.read(65536):
+            parts.append(part)
+    return b"".join(parts)
+
+
+LAST = GET + b"Connection: close\r\n\r\n"
+H2C = (b"Connection: Upgrade, HTTP2-Settings", b"Upgrade: h2c", b"HTTP2-Settings: AAEAAEAAAAIAAAAB")
+UPGRADED = post({"prompt": "a core", "max_tokens": 3, "ignore_eos": True}, *H2C)
+HEAD, _, BODY = UPGRADED.partition(b"\r\n\r\n")
+CHUNKED = b"%b\r\n\r\n%x\r\n%b\r\n0\r\n\r\n" % (
+    HEAD.replace(b"Content-Length: %d" % len(BODY), b"Transfer-Encoding: chunked"),
+    *(len(BODY), BODY),
+)
+WEBSOCKET = GET + b"Connection: Upgrade\r\nUpgrade: websocket\r\n\r\n"
+
+
+@pytest.mark.parametrize(
+    ("sent", "word"),
+    [
+        ((UPGRADED + LAST,), b'"completion_tokens":3'),
+        ((UPGRADED[:-20], UPGRADED[-20:] + LAST), b'"completion_tokens":3'),
+        ((CHUNKED + LAST,), b'"completion_tokens":3'),
+        ((WEBSOCKET + LAST,), b'{"status":"ok"}'),
+    ],
+    ids=["at once", "in two parts", "in chunks", "without a body"],
+)
+async def test_who_asks_for_another_protocol_is_answered_in_this_one(
+    served: Serving, sent: tuple[bytes, ...], word: bytes
+) -> None:
+    reader, writer = await ask(served, *sent)
+    answers = await reader.read()
+    writer.close()
+    assert answers.count(b"HTTP/1.1 200 OK") == 2
+    assert word in answers
+
+
+async def test_requests_that_come_before_their_answers_are_answered_in_order_up_to_a_number(served: Serving) -> None:
+    known, unknown = GET + b"\r\n", GET.replace(b"health", b"nowhere") + b"\r\n"
+    reader, writer = await ask(served, (known + unknown) * (MAX_PIPELINED // 2) + LAST)
+    statuses = re.findall(rb"HTTP/1.1 (\d+) ", await reader.read())
+    writer.close()
+    assert statuses == [*[b"200", b"404"] * (MAX_PIPELINED // 2), b"200"]
+    reader, writer = await ask(served, (GET + b"\r\n") * (MAX_PIPELINED + 2))
+    assert (await until_closed(reader)).count(b"HTTP/1.1 ") < MAX_PIPELINED
+    writer.close()
+
+
+async def test_nothing_is_written_into_an_answer_that_is_under_way(served: Serving) -> None:
+    stream = {"prompt": "a core", "max_tokens": 200, "ignore_eos": True, "stream": True}
+    served.backend.paced = True
+    reader, writer = await ask(served, post(stream))
+    await served.until_metric("vllm:num_requests_running", 1)
+    assert (await reader.readuntil(b"\r\n\r\n")).startswith(b"HTTP/1.1 200 ")
+    writer.write(b"this is no request\r\n\r\n")
+    assert b"HTTP/1.1" not in await until_closed(reader)
+    writer.close()
+    await served.until_metric("vllm:num_requests_running", 0)
+    served.unpace()
+
+
+async def test_a_stream_whose_client_leaves_with_a_request_behind_it_frees_its_row(
+    served: Serving, capfd: pytest.CaptureFixture[str]
+) -> None:
+    served.backend.paced = True
+    _, writer = await ask(served, post({"prompt": "a core", "max_tokens": 200, "ignore_eos": True, "stream": True}))
+    await served.until_metric("vllm:num_requests_running", 1)
+    aborted = await served.metric("vllm:request_success_total", finished_reason="abort")
+    writer.write(GET + b"\r\n")
+    await writer.drain()
+    writer.transport.abort()
+    await served.until_metric("vllm:request_success_total", aborted + 1, finished_reason="abort")
+    await served.until_metric("vllm:num_requests_running", 0)
+    served.unpace()
+    assert capfd.readouterr().err == ""
