@@ -17,7 +17,6 @@ class InstanceType:
     name: str
     devices: int
     cores_per_device: int
-    hbm_gib_per_device: int
     topology: Literal["single", "ring", "torus"]
 
     @property
@@ -52,15 +51,15 @@ class InstanceType:
 INSTANCE_TYPES = {
     instance.name: instance
     for instance in (
-        InstanceType("inf2.xlarge", 1, 2, 32, "single"),
-        InstanceType("inf2.8xlarge", 1, 2, 32, "single"),
-        InstanceType("inf2.24xlarge", 6, 2, 32, "ring"),
-        InstanceType("inf2.48xlarge", 12, 2, 32, "ring"),
-        InstanceType("trn1.2xlarge", 1, 2, 32, "single"),
-        InstanceType("trn1.32xlarge", 16, 2, 32, "torus"),
-        InstanceType("trn1n.32xlarge", 16, 2, 32, "torus"),
-        InstanceType("trn2.3xlarge", 1, 4, 96, "single"),
-        InstanceType("trn2.48xlarge", 16, 4, 96, "torus"),
-        InstanceType("trn2u.48xlarge", 16, 4, 96, "torus"),
+        InstanceType("inf2.xlarge", 1, 2, "single"),
+        InstanceType("inf2.8xlarge", 1, 2, "single"),
+        InstanceType("inf2.24xlarge", 6, 2, "ring"),
+        InstanceType("inf2.48xlarge", 12, 2, "ring"),
+        InstanceType("trn1.2xlarge", 1, 2, "single"),
+        InstanceType("trn1.32xlarge", 16, 2, "torus"),
+        InstanceType("trn1n.32xlarge", 16, 2, "torus"),
+        InstanceType("trn2.3xlarge", 1, 4, "single"),
+        InstanceType("trn2.48xlarge", 16, 4, "torus"),
+        InstanceType("trn2u.48xlarge", 16, 4, "torus"),
     )
 }

@@ -52,7 +52,6 @@ class Topology:
     host_address: str = "198.18.0.1"
     api_address: str = "198.18.0.10"
     api_port: int = 6443
-    node_cidr: str = "198.18.0.0/24"
     pod_cidr: str = "10.244.0.0/16"
     service_cidr: str = "10.96.0.0/16"
     kubernetes_service_address: str = "10.96.0.1"
