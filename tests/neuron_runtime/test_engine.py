@@ -20,6 +20,7 @@ HOST = BackendLimits(max_rows=4, max_model_length=256, max_step_tokens=64, block
 DEVICE = replace(HOST, steps_in_flight=2, token_feedback="device")
 DEVICE_ONE = replace(HOST, steps_in_flight=1, token_feedback="device")
 REPORTING = replace(HOST, reports_prompt_logprobs=True)
+SPOKEN = replace(HOST, vocabulary_size=9)
 NEURON = neuron_limits(max_rows=4, max_model_length=256)
 
 
@@ -149,6 +150,9 @@ def test_several_tokens_per_row_and_late_rows_go_together() -> None:
     ("limits", "asked", "field", "complaint"),
     [
         (HOST, request("a", 0), "prompt", "empty"),
+        (SPOKEN, request("a", 0), "prompt", "empty"),
+        (SPOKEN, Request("a", (3, 9, 4)), "prompt", "outside the model's vocabulary of 9"),
+        (SPOKEN, Request("a", (3, -1, 4)), "prompt", "outside the model's vocabulary of 9"),
         (NEURON, request("a", 1), "prompt", "has 1 token, this model needs at least 2"),
         (replace(NEURON, max_step_tokens=100), request("a", 101), "prompt", "has 101 tokens, at most 100"),
         (HOST, request("a", 300), "prompt", "has 300 tokens, at most 256"),

@@ -64,8 +64,8 @@ MUTANTS = [
     ),
     (
         scheduler,
-        "merge(started, self._admissible(), key=_first_order)",
-        "[*started, *self._admissible()]",
+        "merge(self.starting[:], waiting, key=_order)",
+        "[*self.starting, *waiting]",
         "a_long_prompt_in_progress_does_not_hold_up_one_that_is_served_before_it",
     ),
     (
@@ -76,8 +76,8 @@ MUTANTS = [
     ),
     (
         scheduler,
-        "            if spare < 0:\n                return",
-        "            if spare < 0:\n                spare = self.blocks.num_free - 1\n                continue",
+        "            if spare < 0:\n                continue",
+        "            spare = max(spare, self.blocks.num_free - 1)",
         "the_head_of_the_queue_is_not_overtaken_by_a_smaller_request",
     ),
     (
@@ -130,8 +130,8 @@ MUTANTS = [
     ),
     (
         scheduler,
-        "part = self._part(todo, budget) if len(rows) < self.limits.max_prefill_rows else 0",
-        "part = self._part(todo, budget)",
+        "if not budget or len(rows) == self.limits.max_prefill_rows:",
+        "if not budget:",
         "a_step_prefills_no_more_rows_than_the_backend_can",
     ),
     (
@@ -226,8 +226,8 @@ MUTANTS = [
     ),
     (
         scheduler,
-        "            if not prefix.num_coming:",
-        "            if True:",
+        "if spare >= 0 and not prefix.num_coming:",
+        "if spare >= 0:",
         "identical_prompts_that_arrive_together_are_computed_once",
     ),
     (

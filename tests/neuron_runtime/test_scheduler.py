@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from itertools import pairwise
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -284,6 +285,19 @@ def test_who_waits_for_a_prefix_keeps_its_room() -> None:
     run = serve(limits, first, again(first, "waits"), request("b", 3, 8))
     lengths = [len(added.token_ids) for batch in run.backend.batches for added in batch.added]
     assert lengths == [18, 18, 3]
+
+
+@pytest.mark.parametrize("changes", [{"max_step_tokens": 8}, {"max_one_shot_prefill": 8}])
+def test_a_step_without_room_looks_for_nobodys_prefix(changes: dict[str, int], monkeypatch: pytest.MonkeyPatch) -> None:
+    run = start(replace(SHARED, **changes))
+    find = Mock(wraps=run.scheduler.blocks.find)
+    monkeypatch.setattr(run.scheduler.blocks, "find", find)
+    first = request("a", 24, 2)
+    for one in (first, *(again(first, name) for name in "bcd")):
+        run.engine.add(one)
+    run.engine.step()
+    assert [batch.num_tokens for batch in run.backend.batches] == [8, 8]
+    assert find.call_count == 1, "for the one that started"
 
 
 def test_nobody_waits_for_a_prefix_of_one_that_is_served_later() -> None:

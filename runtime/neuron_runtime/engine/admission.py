@@ -24,14 +24,15 @@ def check_request(limits: BackendLimits, request: Request) -> None:
     Raises:
         InvalidRequest: naming the field and the limit.
     """
-    sampling, length = request.sampling, len(request.prompt_token_ids)
+    sampling, token_ids = request.sampling, request.prompt_token_ids
+    length = len(token_ids)
     longest_prompt = limits.longest_sequence if limits.chunks_prefill else limits.longest_prefill
     room = max_new_tokens(limits, length)
     for wrong, name, message in (
         (not length, "prompt", "the prompt is empty: at least one token is needed"),
         (
-            bool(limits.vocabulary_size)
-            and any(not 0 <= token < limits.vocabulary_size for token in request.prompt_token_ids),
+            bool(limits.vocabulary_size and token_ids)
+            and not 0 <= min(token_ids) <= max(token_ids) < limits.vocabulary_size,
             "prompt",
             f"the prompt has a token outside the model's vocabulary of {limits.vocabulary_size}",
         ),

@@ -37,10 +37,6 @@ _order = attrgetter("order")
 _slot = attrgetter("slot")
 
 
-def _first_order(candidate: Candidate) -> tuple[int, int]:
-    return candidate[0].order
-
-
 PrefillRow = tuple[Sequence, int]
 """A sequence and how many of its tokens a step feeds."""
 Candidate = tuple[Sequence, list[int] | None]
@@ -180,16 +176,17 @@ class Scheduler:
     def _prefill_rows(self, budget: int) -> list[PrefillRow]:
         """Prompts in progress and new ones in order of service; the first that does not fit holds back those behind."""
         rows: list[PrefillRow] = []
-        started: list[Candidate] = [(sequence, None) for sequence in self.starting]
-        for sequence, cached in merge(started, self._admissible(), key=_first_order):
+        for sequence, cached in self._candidates():
             todo = sequence.todo if cached is None else len(sequence.tokens) - len(cached) * self.limits.block_size
-            part = self._part(todo, budget) if len(rows) < self.limits.max_prefill_rows else 0
+            part = self._part(todo, budget)
             if not part:
                 break
             if cached is not None:
                 self._admit(sequence, cached)
             rows.append((sequence, part))
             budget -= part
+            if not budget or len(rows) == self.limits.max_prefill_rows:
+                break  # before the next one's prefix is looked for
         return rows
 
     def _part(self, todo: int, budget: int) -> int:
@@ -197,25 +194,29 @@ class Scheduler:
         part = min(todo, budget, self.limits.longest_prefill)
         return part if part == todo or (self.limits.chunks_prefill and part >= self.limits.min_chunk_tokens) else 0
 
-    def _admissible(self) -> Iterator[Candidate]:
-        """Those of the queue that can start, in order, with the blocks that hold their first tokens already.
+    def _candidates(self) -> Iterator[Candidate]:
+        """Prompts in progress and those of the queue that can start, in order of service.
 
-        A whole prompt has room, with one block to spare for each sequence that may still grow; the first without room
-        holds back those behind. One whose prefix is being computed is passed over, and keeps its room: the row that
-        computes it comes first in order, so it waits for that and nothing else.
+        To start, a whole prompt has room, with one block to spare for each sequence that may still grow; the first
+        without room holds back those behind it in the queue. One whose prefix is being computed is passed over, and
+        keeps its room: the row that computes it comes first in order, so it waits for that and nothing else.
         """
-        candidates = self.waiting[: self.slots.num_free]
-        if not candidates:
+        waiting = self.waiting[: self.slots.num_free]
+        if not waiting:
+            yield from [(sequence, None) for sequence in self.starting]
             return
         spare = self.blocks.num_free - sum(len(s.blocks) < self._max_blocks(s) for s in self.running)
-        for sequence in candidates:
+        for sequence in merge(self.starting[:], waiting, key=_order):
+            if sequence.slot >= 0:
+                yield sequence, None
+                continue
+            if spare < 0:
+                continue
             prefix = self.blocks.find(sequence.keys.first(self._findable(sequence)), sequence.order)
             num_blocks = self._num_blocks(sequence)
             known = len(prefix.blocks) + prefix.num_coming
             spare -= num_blocks - known + prefix.num_idle + (num_blocks < self._max_blocks(sequence))
-            if spare < 0:
-                return
-            if not prefix.num_coming:
+            if spare >= 0 and not prefix.num_coming:
                 yield sequence, prefix.blocks
 
     def _findable(self, sequence: Sequence) -> int:
