@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from neuron_runtime import record
-from neuron_runtime.arguments import PATHS, SERVER_PATHS, TEXT_PATHS, config_of, default_weights_dir, model_uri, naming
+from neuron_runtime.arguments import PATHS, config_of, default_weights_dir, model_uri, naming
 from neuron_runtime.bench import command as bench_command
 from neuron_runtime.config import RuntimeConfig, load_config
 from neuron_runtime.console import say
@@ -30,13 +30,8 @@ INTERRUPTED = 130
 DRAIN_ON_THE_COMMAND_LINE = {"delaySeconds": 0.0, "seconds": 30.0}
 """Without a platform that must notice first, a command that is told to end closes at once."""
 
-MODEL_FLAGS = {f"--{name.replace('_', '-')}": path for name, path in (PATHS | TEXT_PATHS).items()}
-"""Where the value of a flag stands in the configuration document."""
-
-SERVER_FLAGS = {f"--{name.replace('_', '-')}": path for name, path in SERVER_PATHS.items()}
-"""The same, of what the HTTP server does besides answering."""
-
-FLAG_OF_PATH = {"model.uri": "MODEL"} | {path: flag for flag, path in (MODEL_FLAGS | SERVER_FLAGS).items()}
+FLAG_OF_PATH = {"model.uri": "MODEL"} | {path: f"--{name.replace('_', '-')}" for name, path in PATHS.items()}
+"""What says the value that stands at a path of the configuration document."""
 
 API_KEY_VARIABLE = "VLLM_API_KEY"
 
@@ -271,8 +266,7 @@ def _inspect(options: argparse.Namespace, began: float) -> record.Record:
 
 def serve_config(options: argparse.Namespace) -> RuntimeConfig:
     """The configuration document that the flags name or amount to. Raises InvalidConfig, naming the flag."""
-    names = (_attribute(flag) for flag in MODEL_FLAGS | SERVER_FLAGS)
-    given = {name: value for name in names if (value := getattr(options, name)) is not None}
+    given = {name: value for name in PATHS if (value := getattr(options, name)) is not None}
     if options.config is not None:
         if options.model is not None or given:
             raise InvalidConfig("--config", "says what to serve: leave out MODEL and the model and server flags")
@@ -281,10 +275,6 @@ def serve_config(options: argparse.Namespace) -> RuntimeConfig:
         raise InvalidConfig("MODEL", "say what to serve: `neuron-runtime serve MODEL` or `serve --config FILE`")
     with naming(FLAG_OF_PATH):
         return config_of(model_uri(options.model), given, drain=DRAIN_ON_THE_COMMAND_LINE)
-
-
-def _attribute(flag: str) -> str:
-    return flag.removeprefix("--").replace("-", "_")
 
 
 def _write(outcome: record.Record, path: Path) -> None:

@@ -17,7 +17,7 @@ import msgspec
 from neuron_runtime.config import CONFIG_VERSION, RuntimeConfig, parse_config
 from neuron_runtime.errors import FatalError, InvalidConfig
 
-PATHS = {
+LLM_PATHS = {
     "served_model_name": "servedNames",
     "backend": "backend",
     "dtype": "dtype",
@@ -30,16 +30,15 @@ PATHS = {
     "max_num_batched_tokens": "limits.maxStepTokens",
     "block_size": "limits.blockSize",
     "num_gpu_blocks_override": "limits.numBlocks",
-    "max_queued_requests": "limits.maxQueuedRequests",
-    "max_queued_tokens": "limits.maxQueuedTokens",
     "override_neuron_config": "overrideNeuronConfig",
 }
-"""Where the value of an argument stands in the configuration document."""
+"""Where the value of an argument of `LLM` stands in the configuration document."""
 
-SERVED_ALONE = {"max_queued_requests", "max_queued_tokens"}
-"""Of these, what is about clients, so that `LLM` has no such argument."""
-
-SERVER_PATHS = {
+PATHS = LLM_PATHS | {
+    "max_queued_requests": "limits.maxQueuedRequests",
+    "max_queued_tokens": "limits.maxQueuedTokens",
+    "chat_template": "text.chatTemplate",
+    "reasoning_parser": "text.reasoningParser",
     "access_log": "server.accessLog",
     "log_prompts": "server.logPrompts",
     "max_log_len": "server.maxLoggedCharacters",
@@ -52,16 +51,10 @@ SERVER_PATHS = {
     "max_prompts": "server.maxPrompts",
     "max_choices": "server.maxChoices",
 }
-"""The same, of arguments that only a server has."""
+"""The same of `serve`, which has flags for what is about clients besides."""
 
 SWITCHES = {"enable_prefix_caching", "enable_chunked_prefill"}
 """Arguments that are true or false, where the document has a word for it."""
-
-TEXT_PATHS = {
-    "chat_template": "text.chatTemplate",
-    "reasoning_parser": "text.reasoningParser",
-}
-"""The same, of what only a server is told about chats."""
 
 LLM_NOT_BUILT: dict[str, tuple[Any, ...]] = {
     "convert": ("auto", "none"),
@@ -135,7 +128,7 @@ def config_of(uri: str, given: Mapping[str, Any], **more: Any) -> RuntimeConfig:
     """The document that arguments amount to.
 
     Args:
-        given: values by the names in `PATHS`, `TEXT_PATHS` and `SERVER_PATHS`; what is left out has its default.
+        given: values by the names in `PATHS`; what is left out has its default.
         more: further keys of the document.
 
     Raises:
@@ -151,7 +144,7 @@ def config_of(uri: str, given: Mapping[str, Any], **more: Any) -> RuntimeConfig:
         **more,
     }
     for name, value in given.items():
-        part, _, key = (PATHS | TEXT_PATHS | SERVER_PATHS)[name].rpartition(".")
+        part, _, key = PATHS[name].rpartition(".")
         switched = name in SWITCHES and isinstance(value, bool)
         (document[part] if part else document)[key] = ("disabled", "enabled")[value] if switched else value
     try:
@@ -181,7 +174,7 @@ def naming(names: Mapping[str, str]) -> Iterator[None]:
 
 def llm_names() -> dict[str, str]:
     """For `naming`: the arguments of `LLM`."""
-    return {"model.uri": "model"} | {path: name for name, path in PATHS.items()}
+    return {"model.uri": "model"} | {path: name for name, path in LLM_PATHS.items()}
 
 
 def llm_config(
@@ -207,7 +200,7 @@ def llm_config(
     for name, value in given.items():
         if name in LLM_NOT_BUILT:
             raise InvalidConfig(name, f"{value!r} is not supported yet: {CURES.get(name, 'leave it out')}")
-        if name not in PATHS or name in SERVED_ALONE:
+        if name not in LLM_PATHS:
             raise TypeError(f"LLM() has no argument {name!r}")
     if "dtype" in given:
         dtype = str(given["dtype"]).removeprefix("torch.")

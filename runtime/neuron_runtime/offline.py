@@ -184,7 +184,7 @@ class LLM:
         download_dir: where weights from a hub go.
         additional_config: `{"override_neuron_config": {...}}`, as vLLM's newer versions take it.
         arguments: `max_model_len`, `max_num_seqs`, `block_size` and whatever else vLLM's class has. They are honoured,
-            or refused by name; see `arguments.PATHS`, `LLM_NOT_BUILT` and `LLM_WITHOUT_EFFECT`.
+            or refused by name; see `arguments.LLM_PATHS`, `LLM_NOT_BUILT` and `LLM_WITHOUT_EFFECT`.
 
     Raises:
         TypeError: an unknown argument.

@@ -32,7 +32,7 @@ from neuron_operator.errors import InvalidSpec, Unplaceable
 from neuron_operator.model import LATER, LATER_SCHEMES, parse
 from neuron_operator.why import CONDITIONS, REASONS
 from neuron_runtime import arguments, config, offline, sampling_modes
-from neuron_runtime.__main__ import DRAIN_ON_THE_COMMAND_LINE, MODEL_FLAGS, SERVER_FLAGS, build_parser, main
+from neuron_runtime.__main__ import DRAIN_ON_THE_COMMAND_LINE, FLAG_OF_PATH, build_parser, main
 from neuron_runtime.backend.torch import sizing
 from neuron_runtime.backend.torch.architecture import FAMILIES, FIXED
 from neuron_runtime.core import FinishReason, SamplingParams
@@ -282,10 +282,10 @@ def test_every_flag_of_serve_is_documented_and_no_other() -> None:
     text, server = section(RUNTIME, "Flags"), section(SERVER, "Server flags")
     told = set(re.findall(r"`(--?[a-z][a-z-]*)`", text + server))
     assert told == {option for action in serve_parser()._actions for option in action.option_strings} | {"--config"}
-    keys = {words(first)[0]: words(place)[0] for first, place, *_ in rows(server) if words(place)[:1]}
-    assert {flag: key for flag, key in keys.items() if key.startswith("server.")} == SERVER_FLAGS
-    flags = {words(first)[0]: words(place)[0] for first, place, _ in rows(text) if len(words(place)) == 1}
-    assert {flag: place for flag, place in flags.items() if flag in MODEL_FLAGS} == MODEL_FLAGS
+    keys = paths(section(RUNTIME, "The configuration document"))
+    places = {words(first)[0]: words(place)[:1] for first, place, *_ in rows(text) + rows(server)}
+    flags = {place[0]: flag for flag, place in places.items() if keys.intersection(place)}
+    assert {"model.uri": "MODEL"} | flags == FLAG_OF_PATH
     assert f"lasts at most {DRAIN_ON_THE_COMMAND_LINE['seconds']:.0f} s" in text
 
 
@@ -591,7 +591,7 @@ def test_the_facts_used_here_are_those_of_a_record() -> None:
 def test_every_argument_of_the_offline_class_is_documented_and_no_other() -> None:
     signature = set(inspect.signature(offline.LLM).parameters) - {"arguments"}
     told = {word for first, _ in rows(section(OFFLINE, "Arguments")) for word in words(first)}
-    assert told == signature | arguments.PATHS.keys() - arguments.SERVED_ALONE
+    assert told == signature | arguments.LLM_PATHS.keys()
     refused = {words(first)[0]: words(neutral) for first, neutral in rows(section(OFFLINE, "Arguments refused"))}
     assert refused == {name: [repr(value) for value in values] for name, values in arguments.LLM_NOT_BUILT.items()}
     without, _, _ = section(OFFLINE, "Arguments without effect").partition("Any other")

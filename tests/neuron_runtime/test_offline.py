@@ -14,7 +14,7 @@ import pytest
 
 from helpers.chat_model import write_chat_model
 from neuron_runtime import LLM, RequestOutput, SamplingParams
-from neuron_runtime.arguments import LLM_NOT_BUILT, LLM_WITHOUT_EFFECT, PATHS, llm_config
+from neuron_runtime.arguments import LLM_NOT_BUILT, LLM_PATHS, LLM_WITHOUT_EFFECT, llm_config
 from neuron_runtime.core import TokenEvent, TokenLogprobs
 from neuron_runtime.errors import BackendFailed, FatalError, InvalidConfig, InvalidRequest
 from neuron_runtime.offline import PYTHON_NOT_BUILT
@@ -537,7 +537,7 @@ def test_arguments_that_ask_for_nothing_are_accepted_and_others_are_not() -> Non
     without_effect = dict.fromkeys(LLM_WITHOUT_EFFECT, 0.5)
     plain = llm_config(HARMLESS, {})
     assert llm_config(HARMLESS, {**neutral, **without_effect}) == plain
-    assert llm_config(HARMLESS, dict.fromkeys([*LLM_NOT_BUILT, *PATHS])) == plain
+    assert llm_config(HARMLESS, dict.fromkeys([*LLM_NOT_BUILT, *LLM_PATHS])) == plain
     for name in LLM_NOT_BUILT:
         with pytest.raises(InvalidConfig, match=f"^{name}: 'x' is not supported yet"):
             llm_config(HARMLESS, {name: "x"})
