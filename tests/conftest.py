@@ -1,6 +1,7 @@
 """What holds for every test: where CI=true is set nothing may skip, and torch does not fight itself for two cores.
 
-Properties have no deadline: how long an example takes says something about the machine alone.
+Properties have no deadline, nor a limit on how long their examples take to make: both say something about the machine
+alone.
 """
 
 from __future__ import annotations
@@ -10,9 +11,9 @@ from collections.abc import Generator
 from typing import Any
 
 import pytest
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
 
-settings.register_profile("untimed", parent=settings(), deadline=None)
+settings.register_profile("untimed", parent=settings(), deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("untimed")
 
 os.environ.setdefault("OMP_NUM_THREADS", "2")

@@ -9,7 +9,7 @@ from typing import Any
 import httpx
 import pytest
 import pytest_asyncio
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from helpers.front_end import MODEL, Serving, make_model, serving
@@ -161,7 +161,7 @@ def as_json(value: Any) -> bytes:
     return json.dumps(value).encode()
 
 
-@settings(max_examples=120, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=120)
 @given(path=st.sampled_from([COMPLETIONS, CHATS, "/tokenize", "/detokenize"]), body=bodies() | values)
 async def test_whatever_is_sent_is_answered_or_refused_in_words(served: Serving, path: str, body: Any) -> None:
     answer = await served.http.post(path, content=as_json(body))
@@ -173,7 +173,7 @@ async def test_whatever_is_sent_is_answered_or_refused_in_words(served: Serving,
     assert served.engine.error is None
 
 
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=40)
 @given(path=st.sampled_from([COMPLETIONS, CHATS, "/tokenize", "/detokenize"]), raw=st.binary(max_size=60))
 async def test_bytes_that_are_no_json_are_refused_in_words(served: Serving, path: str, raw: bytes) -> None:
     answer = await served.http.post(path, content=raw)

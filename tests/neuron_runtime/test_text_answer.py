@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from helpers.chat_model import write_chat_model
@@ -29,7 +29,6 @@ def feed(answer: Answer, token_ids: tuple[int, ...], sizes: list[int]) -> str:
     return text
 
 
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(sizes=st.lists(st.integers(1, 5), min_size=1, max_size=4))
 def test_thought_and_answer_do_not_depend_on_how_many_tokens_a_step_brings(
     tokenizer: Tokenizer, sizes: list[int]
@@ -43,7 +42,6 @@ def test_thought_and_answer_do_not_depend_on_how_many_tokens_a_step_brings(
     assert answer.num_reasoning_tokens in (len(of_the_thought), len(of_the_thought) + 1)
 
 
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(sizes=st.lists(st.integers(1, 5), min_size=1, max_size=4))
 def test_every_token_of_thought_and_answer_is_counted_once(tokenizer: Tokenizer, sizes: list[int]) -> None:
     ids = tokenizer.encode(TEXT, add_special_tokens=False)
@@ -59,7 +57,6 @@ def test_a_stop_string_ends_a_thought_too(tokenizer: Tokenizer) -> None:
     assert (feed(answer, ids, [2]), answer.thought, answer.stop_string) == ("", "a ", "core")
 
 
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(sizes=st.lists(st.integers(1, 5), min_size=1, max_size=4))
 def test_every_token_is_located_at_the_character_that_it_begins(tokenizer: Tokenizer, sizes: list[int]) -> None:
     ids = tokenizer.encode(TEXT, add_special_tokens=False)
