@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import os
 import tempfile
 import threading
@@ -136,6 +137,8 @@ class Serving:
         os.write(self.orders, encode_line(message))
 
     def permit(self, num_steps: int = 1) -> None:
+        # Whoever looks again before the engine's thread has run finds it waiting no more.
+        self.backend.waiting = False
         self.backend.permits.release(num_steps)
 
     async def replace_engine(self, message: str) -> None:
@@ -170,6 +173,16 @@ class Serving:
             if self.backend.waiting:
                 self.permit()
             await asyncio.sleep(0.01)
+
+    async def answer_token_by_token(self, asked: asyncio.Task[Any]) -> None:
+        """Until it is done, for one request alone: its next token is computed when the front end has the one before."""
+        before = await self.metric("vllm:generation_tokens_total")
+        for number in itertools.count(1):
+            self.permit()
+            while not asked.done() and await self.metric("vllm:generation_tokens_total") < before + number:
+                await asyncio.sleep(0.001)
+            if asked.done():
+                return
 
     async def until_metric(self, name: str, expected: float, **labels: str) -> None:
         async def holds() -> bool:
@@ -223,7 +236,7 @@ async def serving(
         read_fd, write_fd = os.pipe()
         finished = asyncio.create_task(front_end.run(listener, os.fdopen(read_fd)))
         # Nothing here is encrypted; loading certificates would be a tenth of a test.
-        async with httpx.AsyncClient(base_url=url_of(listener), timeout=30, verify=False) as http:
+        async with httpx.AsyncClient(base_url=url_of(listener), timeout=60, verify=False) as http:
             served = Serving(http, front_end, start_engine(1), run_dir, finished, write_fd, start_engine)
             served.tell(EngineStarted(1))
             try:

@@ -142,11 +142,13 @@ async def test_a_drain_admits_for_a_while_then_refuses_and_lets_streams_end(mode
         gate = served.front_end.gate
         stream = post(served, stream=True)
         await served.until_metric("vllm:num_requests_running", 1)
-        served.tell(Drain(0.3, 60.0))
+        served.tell(Drain(3600.0, 60.0))
         await served.until(lambda: gate.draining)
         assert (await served.http.get("/health")).json() == {"status": "draining"}
         late = post(served, max_tokens=5)
         await served.until(lambda: len(served.front_end.client._recipients) == 2)
+        # The while is over. That it ends by itself is the gate's business.
+        served.tell(Drain(0.0, 60.0))
         await served.until(lambda: gate.closed)
         refused = await served.http.post("/v1/completions", json=LONG)
         assert (refused.status_code, refused.headers["connection"]) == (503, "close")

@@ -611,7 +611,7 @@ async def test_a_thought_is_streamed_as_it_comes(model_dir: Path, says: Callable
     options = TextOptions(reasoning_parser="qwen3", chat_template=THINKS)
     async with serving(model_dir, text=options, paced=True) as served, client_of(served) as client:
         asked = asyncio.create_task(chat_streamed(client, max_tokens=40, extra_body={}))
-        await served.until(asked.done)
+        await served.answer_token_by_token(asked)
         deltas = [choice.delta for part in asked.result() for choice in part.choices]
         assert (deltas[0].role, deltas[0].content) == ("assistant", "")
         thoughts = [(delta.model_extra or {}).get("reasoning") for delta in deltas]

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import subprocess
-import time
 from pathlib import Path
 
 import pytest
 
+from helpers import virtual_time
 from neuron_runtime.engine.lifeline import Deadline
 from neuron_runtime.errors import BackendFailed, Draining, ExitCode, FatalError, ServingError
 from neuron_runtime.record import Record, write
@@ -103,9 +103,18 @@ async def test_a_gate_waits_for_what_began_as_the_last_one_ended() -> None:
         gate.check_admits()
 
 
-async def test_a_gate_gives_up_in_time() -> None:
-    gate = Gate()
-    began = time.monotonic()
-    with gate.running():
-        assert await gate.drain(0.0, 0.05) is False
-    assert time.monotonic() - began >= 0.05
+def test_a_gate_admits_for_its_delay_and_gives_up_after_its_patience() -> None:
+    async def drains() -> None:
+        gate = Gate()
+        with gate.running():
+            drained = asyncio.create_task(gate.drain(10.0, 60.0))
+            await asyncio.sleep(9.9)
+            gate.check_admits()
+            assert gate.draining
+            await asyncio.sleep(0.2)
+            with pytest.raises(Draining):
+                gate.check_admits()
+            assert await drained is False
+        assert virtual_time.now() == pytest.approx(70.0)
+
+    virtual_time.run(drains())
