@@ -36,6 +36,7 @@ def test_lines_of_a_pipe_come_whole_and_in_order() -> None:
 
 def test_what_waits_is_written_when_close_returns(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(access_log, "GATHER_SECONDS", 3600.0)
+    monkeypatch.setattr(access_log, "FLUSH_SECONDS", 60.0)
     read_fd, write_fd = os.pipe()
     os.set_blocking(read_fd, False)
     writer = LineWriter(write_fd)

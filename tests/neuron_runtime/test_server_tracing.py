@@ -20,6 +20,7 @@ from opentelemetry.proto.trace.v1.trace_pb2 import Span, Status
 
 from helpers.chat_model import write_chat_model
 from helpers.front_end import MODEL, Serving, make_model, serving
+from helpers.ports import free_ports
 from helpers.serve_command import serve
 from neuron_runtime.config import ServerOptions
 from neuron_runtime.errors import InvalidConfig
@@ -158,8 +159,10 @@ async def test_a_request_is_a_span_with_its_usage_and_times(model_dir: Path, col
         "client.address": "127.0.0.1",
     }
     queue, first, end = (seconds[f"gen_ai.latency.{name}"] for name in ("time_in_queue", "time_to_first_token", "e2e"))
-    assert 0 <= queue <= first <= end
-    assert seconds["gen_ai.latency.time_in_model_prefill"] == pytest.approx(first - queue)
+    # One of both choices may wait while the other has its first token already.
+    assert 0 <= queue <= end
+    assert 0 <= first <= end
+    assert seconds["gen_ai.latency.time_in_model_prefill"] == pytest.approx(max(0, first - queue))
     assert seconds["gen_ai.latency.time_in_model_decode"] == pytest.approx(end - first)
     assert seconds["gen_ai.latency.time_in_model_inference"] == pytest.approx(end - queue)
     assert collector.resources[0]["service.name"] == "neuron-serving"
@@ -208,24 +211,30 @@ async def test_an_endpoint_that_refuses_or_is_not_there_costs_spans_and_one_line
     model_dir: Path, collector: Collector, capsys: pytest.CaptureFixture[str]
 ) -> None:
     collector.status = 400
-    unused = ThreadingHTTPServer(("127.0.0.1", 0), BaseHTTPRequestHandler)
-    unused.server_close()
-    for endpoint in (collector.endpoint, f"http://127.0.0.1:{unused.server_port}/v1/traces"):
-        async with traced(model_dir, endpoint) as served:
-            for _ in range(20):
-                answer = await served.http.post("/v1/completions", json={"prompt": "x", "max_tokens": 2})
-                assert answer.status_code == 200
-        assert capsys.readouterr().err.count("traces cannot be sent") == 1
+    with free_ports() as nobodys:
+        for endpoint in (collector.endpoint, f"http://127.0.0.1:{nobodys}/v1/traces"):
+            told = ""
+            async with traced(model_dir, endpoint) as served:
+                for _ in range(20):
+                    answer = await served.http.post("/v1/completions", json={"prompt": "x", "max_tokens": 2})
+                    assert answer.status_code == 200
+                while "traces cannot be sent" not in told:
+                    await asyncio.sleep(0.01)
+                    told += capsys.readouterr().err
+            told += capsys.readouterr().err
+            assert told.count("traces cannot be sent") == 1
 
 
 async def test_the_end_does_not_wait_for_an_endpoint_that_takes_for_ever(
     model_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tracing, "FLUSH_SECONDS", 0.1)
+    monkeypatch.setattr(tracing, "EXPORT_SECONDS", 3600.0)
     held = asyncio.Event()
 
     async def hold(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await held.wait()
+        writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: 0\r\n\r\n")
         writer.close()
 
     server = await asyncio.start_server(hold, "127.0.0.1", 0)
@@ -253,6 +262,7 @@ async def test_what_waits_is_sent_when_close_returns(
         async with traced(model_dir, collector.endpoint) as served:
             await served.http.post("/v1/completions", json={"prompt": "x", "max_tokens": 2})
     monkeypatch.setenv("OTEL_BSP_SCHEDULE_DELAY", "3600000")
+    monkeypatch.setattr(tracing, "FLUSH_SECONDS", 60.0)
     traces = tracing.Traces(collector.endpoint)
     for _ in range(3):
         traces.ended(exchanges[-1])
@@ -286,7 +296,7 @@ async def test_what_opentelemetry_refuses_of_its_environment_is_named(monkeypatc
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(90)
+@pytest.mark.timeout(300)
 async def test_a_drained_command_has_sent_its_spans(
     tmp_path: Path, collector: Collector, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -297,7 +307,7 @@ async def test_a_drained_command_has_sent_its_spans(
     model = write_chat_model(tmp_path / "tiny", max_length=256)
     with serve(str(model), "--port", "0", "--no-access-log") as command:
         url = await asyncio.to_thread(command.until_ready)
-        async with httpx.AsyncClient(base_url=url) as client:
+        async with httpx.AsyncClient(base_url=url, timeout=60) as client:
             for _ in range(3):
                 answer = await client.post("/v1/completions", json={"prompt": "x", "max_tokens": 2})
                 assert answer.status_code == 200
