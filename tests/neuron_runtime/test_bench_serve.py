@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from helpers.chat_model import write_chat_model
+from helpers.ports import free_ports
 from neuron_runtime.__main__ import main
 from neuron_runtime.bench.client import Ask, Run, Sample, Server, run_clients
 from neuron_runtime.bench.report import Load
@@ -132,11 +133,15 @@ def test_a_role_alone_is_no_token_and_thoughts_are() -> None:
 
 
 def test_no_more_requests_are_under_way_than_allowed_and_connections_are_used_again() -> None:
-    async def slowly(body: dict[str, Any], writer: asyncio.StreamWriter) -> None:
+    async def in_threes(body: dict[str, Any], writer: asyncio.StreamWriter) -> None:
+        number = len(served.bodies)
+        while len(served.bodies) < -(-number // 3) * 3:
+            await asyncio.sleep(0.001)
+        # One too many would come meanwhile.
         await asyncio.sleep(0.02)
         writer.write(HEAD + chunk(event("a") + USAGE + END) + chunk(b""))
 
-    with serving(slowly) as (served, server):
+    with serving(in_threes) as (served, server):
         run = run_clients(server, asks(12), 3)
     assert [sample.error for sample in run.samples] == [""] * 12
     assert served.most_at_a_time == 3
@@ -174,27 +179,34 @@ def test_what_goes_wrong_is_told(answer: bytes, error: str) -> None:
     assert sample.error.startswith(error)
 
 
-def test_a_connection_that_ends_early_or_never_answers_fails_its_request_alone() -> None:
-    async def first_dies(body: dict[str, Any], writer: asyncio.StreamWriter) -> None:
-        if len(served.bodies) == 1:
-            writer.write(HEAD + chunk(event("a")))
-            await writer.drain()
-            writer.close()
-        elif len(served.bodies) == 2:
-            await asyncio.sleep(60)
-        else:
-            writer.write(HEAD + chunk(event("a") + END) + chunk(b""))
+def test_a_connection_that_ends_early_or_never_answers_fails_its_request_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = asks(3)
+    bodies = [json.loads(ask.body) for ask in asked]
 
-    with serving(first_dies) as (served, server):
+    async def first_dies(body: dict[str, Any], writer: asyncio.StreamWriter) -> None:
+        match bodies.index(body):
+            case 0:
+                writer.write(HEAD + chunk(event("a")))
+                await writer.drain()
+                writer.close()
+            case 1:
+                await asyncio.sleep(3600)
+            case 2:
+                writer.write(HEAD + chunk(event("a") + END) + chunk(b""))
+
+    # Patience ends where it is to end, and not with those who are answered late.
+    timeout, seconds = asyncio.timeout, iter((60.0, 0.1, 60.0))
+    monkeypatch.setattr(asyncio, "timeout", lambda told: timeout(next(seconds)))
+    with serving(first_dies) as (_, server):
         short = Server(server.base_url, server.path, timeout_seconds=2.0)
-        errors = [sample.error for sample in run_clients(short, asks(3), 1).samples]
+        errors = [sample.error for sample in run_clients(short, asked, 1).samples]
     assert errors == ["the server closed the connection", "no end of the answer within 2 s", ""]
 
 
 def test_nobody_there_is_an_error_of_each_request() -> None:
-    with serving(asyncio.sleep) as (_, server):  # type: ignore[arg-type]
-        gone = server
-    errors = {sample.error for sample in run_clients(gone, asks(2), None).samples}
+    with free_ports() as nobodys:
+        gone = Server(f"http://127.0.0.1:{nobodys}", "/v1/completions")
+        errors = {sample.error for sample in run_clients(gone, asks(2), None).samples}
     assert len(errors) == 1
     assert "cannot connect" in errors.pop()
 
@@ -247,10 +259,8 @@ def test_nothing_but_failures_is_an_error_that_says_why() -> None:
 
 
 def test_a_server_without_models_is_named() -> None:
-    with serving(asyncio.sleep) as (_, server):  # type: ignore[arg-type]
-        gone = server.base_url
-    with pytest.raises(ServingError, match="does a server run there"):
-        first_model(gone, {})
+    with free_ports() as nobodys, pytest.raises(ServingError, match="does a server run there"):
+        first_model(f"http://127.0.0.1:{nobodys}", {})
 
 
 @pytest.mark.parametrize(
