@@ -12,7 +12,7 @@ import pytest
 from helpers.torch_models import random_model
 
 LOAD = """
-import re, resource
+import os, re, resource
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from neuron_runtime.backend.torch import load_backend
@@ -24,6 +24,7 @@ backend = load_backend(Path({folder!r}), config, lambda stage, share: None)
 import torch
 """
 HUGE = """
+print(os.environ["THP_MEM_ALLOC_ENABLE"])
 weights = torch.ones(2**22)
 inside = weights.data_ptr() + 2**22
 for begin, end, flags in re.findall(
@@ -41,12 +42,11 @@ def faults():
     return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
 
 with ThreadPoolExecutor(1) as thread:
-    for _ in range(100):
-        thread.submit(step).result()
-    before = faults()
-    for _ in range(50):
-        thread.submit(step).result()
-print(faults() - before)
+    for _ in range(10):
+        before = faults()
+        for _ in range(15):
+            thread.submit(step).result()
+        print(faults() - before)
 backend.close()
 """
 
@@ -69,17 +69,21 @@ def printed(script: str, folder: Path, **environment: str) -> str:
     return found.stdout.strip()
 
 
-@pytest.mark.skipif(
-    not Path("/sys/kernel/mm/transparent_hugepage").exists(), reason="a kernel without transparent huge pages"
-)
+HAS_HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage").exists()
+"""Whether the kernel notes what is asked for, whatever it then does about it."""
+
+
 @pytest.mark.parametrize("environment", [{}, {"THP_MEM_ALLOC_ENABLE": "0"}])
 def test_weights_ask_for_huge_pages_unless_the_environment_says_otherwise(
     folder: Path, environment: dict[str, str]
 ) -> None:
-    assert printed(HUGE, folder, **environment) == str(not environment)
+    switch, *noted = printed(HUGE, folder, **environment).split()
+    assert switch == environment.get("THP_MEM_ALLOC_ENABLE", "1")
+    assert noted == [str(not environment)] or not HAS_HUGE_PAGES
 
 
 def test_memory_that_a_step_freed_is_there_for_the_next_one(folder: Path) -> None:
-    num_faults = int(printed(STEPS, folder))
-    # 50 steps of 24 MiB are some 26,000 faults if each one's memory comes from the kernel anew.
-    assert num_faults < 2600
+    num_faults = min(map(int, printed(STEPS, folder).split()))
+    # 15 steps of 24 MiB are thousands of faults each time if their memory comes from the kernel anew, and next to none
+    # else: but for what the kernel itself moves about now and then, so the quietest of several stretches counts.
+    assert num_faults < 100
