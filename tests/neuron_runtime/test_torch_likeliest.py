@@ -12,8 +12,12 @@ VOCABULARIES = [1, 7, GROUP, GROUP + 1, 5 * GROUP - 3, 40 * GROUP, 300 * GROUP, 
 
 
 def logits(rows: int, vocabulary: int, *, coarse: bool = False) -> torch.Tensor:
-    found = torch.randn(rows, vocabulary, generator=torch.Generator().manual_seed(vocabulary)) * 3
-    return found.round() if coarse else found
+    """Normal ones. No two of a row are equal, on any processor, or many are, where they are coarse."""
+    random = torch.Generator().manual_seed(vocabulary)
+    if coarse:
+        return (torch.randn(rows, vocabulary, generator=random) * 3).round()
+    ranks = torch.stack([torch.randperm(vocabulary, generator=random) for _ in range(rows)])
+    return 3 * torch.special.ndtri((ranks.double() + 0.5) / vocabulary).float()
 
 
 @pytest.mark.parametrize("vocabulary", VOCABULARIES)
