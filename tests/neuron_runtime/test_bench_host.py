@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -100,19 +101,42 @@ def test_scheduling_and_applying_never_keep_the_device_waiting(feedback: Any, mo
     assert decoding(64, feedback, clock=clock).timeline.busy_share >= 0.99
 
 
+REFERENCE_MILLISECONDS = 1.6
+"""What `reference` takes on a quiet core of the machine that the targets were stated for."""
+
+
+def reference() -> float:
+    """Milliseconds of CPU for plain Python of an engine's kind, always the same: how fast this machine is just now."""
+
+    def once() -> float:
+        began = time.thread_time()
+        sorted({number * 7919 % 4096: (number, str(number)) for number in range(4096)}.items())
+        return 1000 * (time.thread_time() - began)
+
+    return min(once() for _ in range(9))
+
+
 @pytest.mark.parametrize("feedback", ["device", "host"])
 @pytest.mark.parametrize("rows", [64, 256])
 def test_cpu_seconds_of_a_step_and_the_busy_share_meet_their_targets(rows: int, feedback: Any) -> None:
-    # CPU seconds, not time: another process on the machine slows a step by caches alone. Three chances against that.
-    costs = []
-    for _ in range(3):
-        cost = host_cost.measure(rows, feedback, num_rounds=3, round_steps=40)
-        assert cost.busy_share >= host.BUSY_TARGETS[feedback, rows]
+    """On a machine that is slower, or that others slow down through caches and clock rates, a step and its device may
+    take longer in proportion. What disturbs it but for a moment does not disturb it each time."""
+    found = []
+    for _ in range(6):
+        slower = max(1.0, reference() / REFERENCE_MILLISECONDS)
+        cost = host_cost.measure(
+            rows,
+            feedback,
+            num_rounds=3,
+            round_steps=40,
+            step_milliseconds=slower * host_cost.STEP_MILLISECONDS,
+        )
         assert 0 < cost.backend_seconds < cost.step_seconds <= cost.median_step_seconds
-        costs.append((cost.step_seconds + cost.message_seconds) * 1000)
-        if costs[-1] <= host.STEP_TARGETS[rows]:
+        milliseconds = (cost.step_seconds + cost.message_seconds) * 1000 / slower
+        found.append((milliseconds, cost.busy_share))
+        if milliseconds <= host.STEP_TARGETS[rows] and cost.busy_share >= host.BUSY_TARGETS[feedback, rows]:
             return
-    pytest.fail(f"{costs} ms of CPU per step of {rows} rows, at most {host.STEP_TARGETS[rows]} are wanted")
+    pytest.fail(f"ms of CPU per step of {rows} rows and busy shares: {found}")
 
 
 def test_a_slow_host_shows_as_a_device_that_waits(monkeypatch: pytest.MonkeyPatch) -> None:
