@@ -33,7 +33,7 @@ def local(folder: Path, manifest: str, *arguments: str) -> subprocess.CompletedP
     file = folder / "model.yaml"
     file.write_text(manifest)
     command = [sys.executable, "-m", "neuron_operator", "local", "-f", str(file), "--cache-dir", str(folder / "cache")]
-    return subprocess.run([*command, *arguments], capture_output=True, text=True, timeout=100, check=False)
+    return subprocess.run([*command, *arguments], capture_output=True, text=True, timeout=200, check=False)
 
 
 def test_a_model_that_is_not_there_ends_the_command_with_its_reason(tmp_path: Path) -> None:
@@ -96,7 +96,7 @@ def test_a_date_in_a_manifest_is_a_text_as_for_kubectl(tmp_path: Path) -> None:
 
 def test_a_file_that_is_not_there_is_refused_in_one_line(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "neuron_operator", "local", "-f", str(tmp_path / "none.yaml")]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)
     assert (ended.returncode, ended.stderr.count("\n")) == (2, 1)
     assert "No such file" in ended.stderr
 
@@ -138,7 +138,7 @@ def test_a_simulated_device_is_served_like_any_other(tmp_path: Path) -> None:
             answer = httpx.post(f"http://127.0.0.1:{port}/v1/completions", json=body, timeout=60).json()
         finally:
             running.send_signal(signal.SIGINT)
-        running.communicate(timeout=100)
+        running.communicate(timeout=200)
     assert any("simulates a device with backend simulated" in line for line in lines)
     assert answer["usage"]["completion_tokens"] == 6
     assert len(answer["choices"][0]["logprobs"]["tokens"]) == 6

@@ -63,7 +63,7 @@ def printed(script: str, folder: Path, **environment: str) -> str:
         env={**given, **environment, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=200,
         check=True,
     )
     return found.stdout.strip()
