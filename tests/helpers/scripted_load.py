@@ -13,7 +13,7 @@ import random
 import signal
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
@@ -22,7 +22,9 @@ from typing import Any
 import httpx
 from prometheus_client.parser import text_string_to_metric_families
 
-BLOCK_SIZE, NUM_BLOCKS, ROWS, QUEUED, MODEL_LENGTH = 16, 300, 2, 1, 4096
+BLOCK_SIZE, NUM_BLOCKS, ROWS, QUEUED, MODEL_LENGTH = 16, 1020, 2, 1, 16000
+LONG = 8000
+"""Tokens of an answer that nobody awaits: ten seconds on an idle machine, in which the client does what it has to."""
 FLAGS = (
     *("--served-model-name", "chat", "--port", "0", "--layout", "blocks", "--dtype", "float32"),
     *("--block-size", str(BLOCK_SIZE), "--num-gpu-blocks-override", str(NUM_BLOCKS)),
@@ -105,16 +107,21 @@ class Expected:
 class ScriptedLoad:
     """Runs the phases, one after the other.
 
-    kill_engine: ends the engine process by force.
+    killed_engine: ends the engine process by force; inside the context no other one can serve.
     until_ready: waits until the server can serve again.
     """
 
-    def __init__(self, url: str, kill_engine: Callable[[], None], until_ready: Callable[[], Awaitable[None]]) -> None:
+    def __init__(
+        self,
+        url: str,
+        killed_engine: Callable[[], contextlib.AbstractContextManager[None]],
+        until_ready: Callable[[], Awaitable[None]],
+    ) -> None:
         self.expected = Expected()
         self.scrapes: list[Scrape] = []
-        self.began = time.monotonic()
+        self.began, self.began_at = time.monotonic(), time.time()
         self.seconds = 0.0
-        self._kill_engine, self._until_ready = kill_engine, until_ready
+        self._killed_engine, self._until_ready = killed_engine, until_ready
         self._random = random.Random(7)
         self._http = httpx.AsyncClient(base_url=url, timeout=60, verify=False)
 
@@ -160,7 +167,7 @@ class ScriptedLoad:
     async def a_full_queue(self) -> None:
         """Two run, one waits, one is refused; then those that run leave."""
         async with contextlib.AsyncExitStack() as stack:
-            streams = [await stack.enter_async_context(self._stream(10, 2300)) for _ in range(ROWS)]
+            streams = [await stack.enter_async_context(self._stream(10, LONG)) for _ in range(ROWS)]
             for lines in streams:
                 await anext(lines)
             waiting = asyncio.create_task(self._complete(11, 5))
@@ -169,12 +176,12 @@ class ScriptedLoad:
             assert refused.status_code == 429, refused.text
             self.expected.refused["overloaded"] += 1
         for _ in range(ROWS):
-            self.expected.was_cut_off("abort", 10, 2300)
+            self.expected.was_cut_off("abort", 10, LONG)
         await waiting
 
     async def more_than_the_cache_holds(self) -> None:
         """Two answers that fit alone, not together: the younger one begins again."""
-        num_prompt, max_tokens = 2000, 450
+        num_prompt, max_tokens = 7800, 450
         length = num_prompt + max_tokens
         assert -(-length // BLOCK_SIZE) < NUM_BLOCKS < 2 * -(-length // BLOCK_SIZE)
         prompts = [self._prompt(num_prompt) for _ in range(2)]
@@ -195,22 +202,23 @@ class ScriptedLoad:
             self.expected.refused[reason] += 1
 
     async def a_client_that_leaves(self) -> None:
-        async with self._stream(13, 3000) as lines:
+        async with self._stream(13, LONG) as lines:
             await anext(lines)
-        self.expected.was_cut_off("abort", 13, 3000)
+        self.expected.was_cut_off("abort", 13, LONG)
         await self._until("vllm:num_requests_running", 0)
 
     async def an_engine_that_dies(self) -> None:
-        async with self._stream(14, 3000) as lines:
+        async with self._stream(14, LONG) as lines:
             await anext(lines)
             await self.scrape()
-            self._kill_engine()
-            with contextlib.suppress(StopAsyncIteration):
-                while True:
-                    last = await anext(lines)
-        assert "error" in last
-        await self.scrape()
-        self.expected.was_cut_off("error", 14, 3000)
+            with self._killed_engine():
+                with contextlib.suppress(StopAsyncIteration):
+                    while True:
+                        last = await anext(lines)
+                assert "error" in last
+                # Front ends are told one after the other.
+                await self._until("neuron_serving_group_members_present", 0)
+        self.expected.was_cut_off("error", 14, LONG)
         self.expected.restarts += 1
         await self._until_ready()
         await self._complete(15, 5)
@@ -261,17 +269,20 @@ class ScriptedLoad:
 def run_against_a_server(folder: Path, *flags: str) -> ScriptedLoad:
     """The load, run against the command in processes of its own, with a small model on the torch backend."""
     from helpers.chat_model import write_chat_model
-    from helpers.serve_command import serve
+    from helpers.serve_command import ENGINE, serve, stopped
 
     with serve(str(write_chat_model(folder / "model", max_length=MODEL_LENGTH)), *FLAGS, *flags) as command:
 
         async def ready_again() -> None:
-            await asyncio.to_thread(command.until_ready, 2)
+            await asyncio.to_thread(command.until_every_front_end_is_ready, 2)
 
-        load = ScriptedLoad(
-            command.until_ready(),
-            kill_engine=lambda: os.kill(command.child("neuron_runtime.engine.process"), signal.SIGKILL),
-            until_ready=ready_again,
-        )
+        @contextlib.contextmanager
+        def killed_engine() -> Iterator[None]:
+            engine = command.child(ENGINE)
+            os.kill(engine, signal.SIGKILL)
+            with stopped(command.successor(ENGINE, engine)):
+                yield
+
+        load = ScriptedLoad(command.until_every_front_end_is_ready(), killed_engine, until_ready=ready_again)
         asyncio.run(load.run())
     return load

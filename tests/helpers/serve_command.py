@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import http.client
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -13,11 +15,17 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
 
 import httpx
 
 READY = re.compile(r"ready after [\d.]+ s: (http://\S+)/v1")
 AT = re.compile(r" at (http://\S+)")
+FRONT_END, ENGINE = "neuron_runtime.server.front_end", "neuron_runtime.engine.process"
+PATIENCE_SECONDS = 60.0
+"""For an answer, on a machine that has other things to do."""
+END_SECONDS = 240.0
 
 
 class ServeCommand:
@@ -65,16 +73,41 @@ class ServeCommand:
         self.until(lambda: len(READY.findall(self.text)) >= times)
         return str(READY.findall(self.text)[-1])
 
+    def until_every_front_end_is_ready(self, times: int = 1) -> str:
+        """One of several says for all that it is ready, when it is itself."""
+        url = self.until_ready(times)
+        waiting = {pid for pid, command in children(self.process.pid) if FRONT_END in command}
+        pids, address = sorted(waiting), urlsplit(url)
+        with contextlib.ExitStack() as opened:
+            while waiting:
+                assert address.hostname
+                one = http.client.HTTPConnection(address.hostname, address.port, timeout=PATIENCE_SECONDS)
+                opened.callback(one.close)
+                until_healthy(one)
+                waiting.discard(owner(one.sock, pids))
+        return url
+
     def child(self, module: str) -> int:
         """Process id of the newest child that runs this module."""
         return max(pid for pid, command in children(self.process.pid) if module in command)
+
+    def successor(self, module: str, pid: int) -> int:
+        """Process id of the child that runs this module in the place of another one."""
+        found: list[int] = []
+
+        def runs() -> bool:
+            found[:] = [one for one, command in children(self.process.pid) if module in command and one != pid]
+            return bool(found)
+
+        self.until(runs)
+        return found[0]
 
     def end(self, number: signal.Signals = signal.SIGTERM) -> int:
         self.process.send_signal(number)
         return self.wait()
 
     def wait(self) -> int:
-        code = self.process.wait(60)
+        code = self.process.wait(END_SECONDS)
         self._reader.join()
         return code
 
@@ -92,11 +125,65 @@ def children(parent: int) -> list[tuple[int, str]]:
     return found
 
 
-def alive(pid: int) -> bool:
+def state(pid: int) -> str:
+    """As the kernel calls it, `T` for stopped, `Z` for ended and not waited for; empty where there is none."""
     try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     except OSError:
-        return False
+        return ""
+
+
+def alive(pid: int) -> bool:
+    return state(pid) not in ("", "Z")
+
+
+def stop(pid: int) -> None:
+    """Stops a process; when this returns, it stands."""
+    os.kill(pid, signal.SIGSTOP)
+    while state(pid) != "T":
+        time.sleep(0.001)
+
+
+@contextlib.contextmanager
+def stopped(pid: int) -> Iterator[None]:
+    """Stops a process for a while."""
+    stop(pid)
+    try:
+        yield
+    finally:
+        os.kill(pid, signal.SIGCONT)
+
+
+def owner(connection: socket.socket, pids: list[int]) -> int:
+    """Which process has accepted a connection to this machine, over which it has said something already."""
+    own, other = connection.getsockname()[1], connection.getpeername()[1]
+    while True:
+        # The kernel's list is read in parts while it changes: a line that is there may be missing in it.
+        for line in Path("/proc/net/tcp").read_text().splitlines()[1:]:
+            _, local, remote, *_, inode = line.split()[:10]
+            if int(local.partition(":")[2], 16) == other and int(remote.partition(":")[2], 16) == own:
+                for pid in pids:
+                    if f"socket:[{inode}]" in open_files(pid):
+                        return pid
+
+
+def open_files(pid: int) -> set[str]:
+    found = set()
+    for link in Path(f"/proc/{pid}/fd").iterdir():
+        with contextlib.suppress(FileNotFoundError):
+            found.add(os.readlink(link))
+    return found
+
+
+def until_healthy(connection: http.client.HTTPConnection) -> None:
+    """Until whoever is at its other end can serve."""
+    while True:
+        connection.request("GET", "/health")
+        answer = connection.getresponse()
+        answer.read()
+        if answer.status == 200:
+            return
+        time.sleep(0.05)
 
 
 @contextlib.contextmanager
@@ -119,8 +206,17 @@ def serve(*arguments: str) -> Iterator[ServeCommand]:
         assert list(Path(folder).iterdir()) == []
 
 
+def get(url: str) -> httpx.Response:
+    # Nothing here is encrypted: certificates are not even read.
+    return httpx.get(url, timeout=PATIENCE_SECONDS, verify=False)
+
+
+def post(url: str, body: dict[str, Any], headers: dict[str, str] | None = None) -> httpx.Response:
+    return httpx.post(url, json=body, headers=headers, timeout=PATIENCE_SECONDS, verify=False)
+
+
 def metric(url: str, name: str) -> float:
-    for line in httpx.get(f"{url}/metrics").text.splitlines():
+    for line in get(f"{url}/metrics").text.splitlines():
         if line.startswith(name + "{"):
             return float(line.rpartition(" ")[2])
     raise AssertionError(f"no series {name}")

@@ -120,7 +120,7 @@ def test_switches_are_on_off_or_left_to_the_backend() -> None:
 
 def run(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-m", "neuron_runtime", *arguments], capture_output=True, text=True, check=False, timeout=60
+        [sys.executable, "-m", "neuron_runtime", *arguments], capture_output=True, text=True, check=False, timeout=200
     )
 
 

@@ -21,16 +21,14 @@ import pytest
 
 from helpers.chat_model import write_chat_model
 from helpers.front_end import make_model, serving
-from helpers.serve_command import ServeCommand, children, serve
+from helpers.ports import free_ports
+from helpers.serve_command import ENGINE, FRONT_END, ServeCommand, children, get, metric, post, serve, stop
 from neuron_runtime.bench.front_end import Served, english_token_ids, running_front_end, write_text_files
 from neuron_runtime.engine import messages
 from neuron_runtime.engine.messages import First, News, Numbers, Step
 from neuron_runtime.server.bodies import BODIES_AT_ONCE
 from neuron_runtime.server.supervisor import listen, url_of
 
-pytestmark = pytest.mark.timeout(120)
-
-FRONT_END, ENGINE = "neuron_runtime.server.front_end", "neuron_runtime.engine.process"
 LONG: dict[str, Any] = {"prompt": [5, 6, 7], "max_tokens": 200, "ignore_eos": True, "temperature": 0, "stream": True}
 
 
@@ -54,8 +52,22 @@ def connect(url: str, receive_bytes: int = 0) -> socket.socket:
     return made
 
 
+def mapped_files(pid: int) -> set[str]:
+    lines = Path(f"/proc/{pid}/maps").read_text().splitlines()
+    return {fields[5] for line in lines if len(fields := line.split(maxsplit=5)) == 6}
+
+
 def resident_bytes(pid: int) -> int:
     return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * resource.getpagesize()
+
+
+def threads_seconds(pid: int) -> tuple[float, float]:
+    """CPU time of a process's first thread, which runs its event loop, and of all others."""
+    ticks = {}
+    for thread in Path(f"/proc/{pid}/task").iterdir():
+        after_name = (thread / "stat").read_text().rpartition(")")[2].split()
+        ticks[int(thread.name)] = (int(after_name[11]) + int(after_name[12])) / os.sysconf("SC_CLK_TCK")
+    return ticks.pop(pid), sum(ticks.values())
 
 
 # Slow and vanished readers
@@ -197,36 +209,37 @@ async def test_all_bodies_together_are_bounded(model_dir: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("body", "least"),
+    "body",
     [
-        ({"prompt": "some words " * 100_000, "user": "x" * 9_000_000, "max_tokens": 10_000_000}, 50),
-        ({"prompt": [1] * 3_000_000}, 3),
-        ({"messages": [{"role": "user", "content": "two words"}] * 200_000}, 3),
-        ({"prompt": [[]] * 3_000_000}, 3),
+        {"prompt": "some words " * 100_000, "user": "x" * 9_000_000, "max_tokens": 10_000_000},
+        {"prompt": [1] * 3_000_000},
+        {"messages": [{"role": "user", "content": "two words"}] * 200_000},
+        {"prompt": [[]] * 3_000_000},
     ],
     ids=["text", "token ids", "messages", "empty lists"],
 )
 def test_a_stream_and_the_liveness_probe_go_on_while_ten_megabytes_are_handled(
-    text_dir: Path, body: dict[str, Any], least: int
+    text_dir: Path, body: dict[str, Any]
 ) -> None:
-    """Counted in events. Most of the seconds of a text go into its tokens; were they made on the event loop, some ten
-    events would come, while the body is read. A body that is refused for its form takes little more than that."""
+    """Counted in CPU time, which a machine that has other things to do does not take away: whatever is made of a body
+    costs more than reading it, and is made on a thread beside the event loop's."""
     path = "/v1/chat/completions" if "messages" in body else "/v1/completions"
     raw = json.dumps(body).encode()
     with running_front_end(text_dir, 2) as served, connect(served.url) as stream, ThreadPoolExecutor(1) as thread:
+        loop, others = threads_seconds(served.pid)
+        assert httpx.post(f"{served.url}{path}", content=raw, timeout=60).status_code == 400
+        loop_now, others_now = threads_seconds(served.pid)
+        assert loop_now - loop < others_now - others
         stream.sendall(ENDLESS)
         ids = served.take_requests(1)
         engine = Engine(text_dir, served)
-        num_events = 0
         with httpx.Client(base_url=served.url, timeout=60) as http:
             handled = thread.submit(httpx.post, f"{served.url}{path}", content=raw, timeout=60)
             while not handled.done():
                 engine.step(ids)
                 next_event(stream)
                 assert http.get("/live").status_code == 200
-                num_events += 1
         assert handled.result().status_code == 400, handled.result().text[:200]
-        assert num_events >= least
 
 
 # Many connections
@@ -241,7 +254,8 @@ def chat_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def simulated(model_dir: Path, *flags: str, step_milliseconds: float = 5) -> Iterator[ServeCommand]:
     device = json.dumps({"stepMilliseconds": step_milliseconds})
     backend = ["--backend", "simulated", "--override-neuron-config", device, "--no-access-log"]
-    with serve(str(model_dir), "--port", "0", *backend, *flags) as command:
+    # The port is nobody else's when the command has ended.
+    with free_ports() as port, serve(str(model_dir), "--port", str(port), *backend, *flags) as command:
         yield command
 
 
@@ -258,12 +272,12 @@ def test_a_thousand_connections_are_served_although_fewer_files_were_allowed(cha
         finally:
             resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, 4096), hard))
         pid = command.child(FRONT_END)
-        httpx.get(f"{url}/live")
+        get(f"{url}/live")
         before = resident_bytes(pid)
         opened = [connections.enter_context(connect(url)) for _ in range(1000)]
         # While they are idle, one more is served; then all of them are, at once.
         body = LONG | {"max_tokens": 5, "stream": False}
-        assert httpx.post(f"{url}/v1/completions", json=body, timeout=60).status_code == 200
+        assert post(f"{url}/v1/completions", body).status_code == 200
         for one in opened:
             one.sendall(b"GET /live HTTP/1.1\r\nhost: x\r\n\r\n")
         assert {one.recv(12) for one in opened} == {b"HTTP/1.1 200"}
@@ -273,21 +287,20 @@ def test_a_thousand_connections_are_served_although_fewer_files_were_allowed(cha
 
 @pytest.mark.slow
 async def test_in_a_flood_whoever_comes_back_when_told_is_served(chat_dir: Path) -> None:
-    """Four rows and eight places; a hundred clients at once."""
+    """Four rows and eight places; a hundred clients at once, while all of them are taken."""
     refusals: list[int] = []
-    with simulated(chat_dir, "--max-num-seqs", "4", "--max-queued-requests", "8") as command:
+    places = ("--max-num-seqs", "4", "--max-queued-requests", "8")
+    with simulated(chat_dir, *places, step_milliseconds=20) as command:
         url = command.until_ready()
-        body = LONG | {"max_tokens": 20, "stream": False}
-        async with httpx.AsyncClient(timeout=60, limits=httpx.Limits(max_connections=None)) as http:
+        body = LONG | {"max_tokens": 5, "stream": False}
+        async with httpx.AsyncClient(timeout=200, limits=httpx.Limits(max_connections=None), verify=False) as http:
 
-            async def ask() -> int:
-                attempts = 0
+            async def ask() -> None:
                 while True:
-                    attempts += 1
                     answer = await http.post(f"{url}/v1/completions", json=body)
                     if answer.status_code == 200:
-                        assert answer.json()["usage"]["completion_tokens"] == 20
-                        return attempts
+                        assert answer.json()["usage"]["completion_tokens"] == 5
+                        return
                     assert answer.status_code == 429, answer.text
                     refusals.append(int(answer.headers["retry-after"]))
                     await asyncio.sleep(refusals[-1])
@@ -295,12 +308,18 @@ async def test_in_a_flood_whoever_comes_back_when_told_is_served(chat_dir: Path)
             # How fast places become free is known from here on.
             await asyncio.gather(*(ask() for _ in range(12)))
             assert refusals == []
-            attempts = await asyncio.gather(*(ask() for _ in range(100)))
-    assert len(attempts) == 100
-    assert refusals
+            long = body | {"max_tokens": 4000}
+            taken = [asyncio.create_task(http.post(f"{url}/v1/completions", json=long)) for _ in range(12)]
+            while await asyncio.to_thread(metric, url, "vllm:num_requests_waiting") < 8:
+                await asyncio.sleep(0.01)
+            flood = [asyncio.create_task(ask()) for _ in range(100)]
+            while not refusals:
+                await asyncio.sleep(0.01)
+            for one in taken:
+                one.cancel()
+            # How often they have to come says how evenly this machine runs; test_backpressure has a clock of its own.
+            await asyncio.gather(*flood)
     assert 1 <= min(refusals) <= max(refusals) <= 60
-    # Most of them find room when they come back; those whose second was full come once or twice more.
-    assert sum(attempts) / len(attempts) < 3.5, Counter(attempts)
 
 
 # After the end
@@ -315,16 +334,16 @@ def test_frozen_and_killed_processes_under_load_leave_nothing_behind(chat_dir: P
             for _ in range(16):
                 one = connections.enter_context(connect(url))
                 one.sendall(request(LONG | {"max_tokens": 4000}))
-            shared = set(os.listdir("/dev/shm"))
             pids = [pid for pid, line in children(command.process.pid) if "neuron_runtime" in line]
             assert len(pids) == 3
             for pid in pids:
-                os.kill(pid, signal.SIGSTOP)
+                stop(pid)
+            shared = {path for pid in pids for path in mapped_files(pid) if path.startswith("/dev/shm/")}
             os.kill(command.child(ENGINE), signal.SIGKILL)
             command.process.send_signal(signal.SIGINT)
             command.until(lambda: "stopping:" in command.text)
             command.process.send_signal(signal.SIGINT)
             assert command.wait() == 0
-        assert set(os.listdir("/dev/shm")) <= shared
+        assert [path for path in shared if os.path.exists(path)] == []
         with pytest.raises(httpx.ConnectError):
-            httpx.get(f"{url}/live")
+            get(f"{url}/live")

@@ -296,7 +296,6 @@ async def test_what_opentelemetry_refuses_of_its_environment_is_named(monkeypatc
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
 async def test_a_drained_command_has_sent_its_spans(
     tmp_path: Path, collector: Collector, monkeypatch: pytest.MonkeyPatch
 ) -> None:
