@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 from collections.abc import Callable
 from dataclasses import replace
@@ -376,6 +377,28 @@ def test_no_gap_of_a_running_stream_exceeds_the_bound_from_the_longest_steps(
     worst, bound = worst_gap(limits, lambda batch: 0.004 + 0.001 * batch.num_tokens, prefills)
     assert 0 < worst <= bound + 1e-9
     assert bound < 100, "the time without work counts for nothing"
+
+
+@pytest.mark.parametrize("limits", [NEURON, HOST, DEVICE, replace(DEVICE, mixes_phases=False)])
+def test_who_is_sent_away_finds_room_when_told_also_where_rows_wait_for_prompts(limits: BackendLimits) -> None:
+    backend = TimedBackend(limits, lambda batch: 0.05 if batch.kind is Kind.DECODE else 0.5)
+    engine = Engine(backend, max_queued_requests=20, clock=lambda: backend.now)
+    names = (f"r{number}" for number in itertools.count())
+
+    def serve_on(num_requests: int) -> float:
+        """With a queue that stays full; how long it took."""
+        began, num_ended = backend.now, 0
+        while num_ended < num_requests:
+            num_ended += sum(event.finish_reason is not None for event in engine.step())
+            while engine.stats.num_running + engine.stats.num_waiting < limits.max_rows + 20:
+                engine.add(request(next(names), 20, 10))
+        return backend.now - began
+
+    serve_on(100)
+    for _ in range(20):
+        with pytest.raises(Overloaded) as refused:
+            engine.add(request(next(names), 20, 10))
+    assert refused.value.retry_after_seconds == pytest.approx(serve_on(20), rel=0.25)
 
 
 def test_the_bound_on_the_gap_is_reached() -> None:

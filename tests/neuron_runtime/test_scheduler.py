@@ -288,7 +288,7 @@ def test_who_waits_for_a_prefix_keeps_its_room() -> None:
 
 
 @pytest.mark.parametrize("changes", [{"max_step_tokens": 8}, {"max_one_shot_prefill": 8}])
-def test_a_step_without_room_looks_for_nobodys_prefix(changes: dict[str, int], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_step_without_room_looks_for_nobodys_prefix(changes: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     run = start(replace(SHARED, **changes))
     find = Mock(wraps=run.scheduler.blocks.find)
     monkeypatch.setattr(run.scheduler.blocks, "find", find)

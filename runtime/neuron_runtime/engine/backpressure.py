@@ -126,7 +126,7 @@ class Backpressure:
         self._turned_at = now
 
     def turn(self, num_running: int, now: float) -> None:
-        """A step of so many rows was applied. What fewer rows than there are achieve is taken as a part of the rate."""
+        """A step was applied while so many ran. What fewer of them than rows achieve is taken as a part of the rate."""
         seconds = max(now - self._turned_at, 0.0) * min(num_running / max(self._max_rows, 1), 1.0)
         self._requests.observe(self._num_ended, seconds)
         self._tokens.observe(self._num_taken_up, seconds)

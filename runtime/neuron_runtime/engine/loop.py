@@ -258,7 +258,9 @@ class Engine:
                 ended.append(event.request_id)
         self._measure(launched.batch.kind)
         self._backpressure.leave(ended)
-        self._backpressure.turn(len(launched.batch.rows), self._applied_at or 0.0)
+        # Rows that wait for somebody's prompt are busy too.
+        num_busy = max(len(launched.batch.rows), self._scheduler.num_running)
+        self._backpressure.turn(num_busy, self._applied_at or 0.0)
         self._count(launched, output, num_new_tokens)
         return events
 
