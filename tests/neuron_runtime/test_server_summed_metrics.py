@@ -19,6 +19,12 @@ from neuron_runtime.server.metrics import Metrics
 from neuron_runtime.server.summed_metrics import SummedMetrics
 
 
+@pytest.fixture(autouse=True)
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever answers at all is waited for, however long this process stands still."""
+    monkeypatch.setattr(summed_metrics, "PEER_SECONDS", 60.0)
+
+
 @pytest.fixture
 def run_dir() -> Iterator[Path]:
     # Sockets have short names.

@@ -16,8 +16,9 @@ import msgspec
 from neuron_runtime.server.metrics import Metrics
 from neuron_runtime.server.series import Exported
 
-PEER_SECONDS = 1.0
-"""How long another front end may take to say what it counted."""
+PEER_SECONDS = 5.0
+"""How long another front end may take to say what it counted: longer than a busy machine makes it wait for a processor,
+shorter than Prometheus waits for a scrape (10 s unless told otherwise)."""
 MAX_EXPORT_BYTES = 16 * 1024 * 1024
 
 _decoder = msgspec.msgpack.Decoder(Exported)
