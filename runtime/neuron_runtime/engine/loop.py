@@ -166,6 +166,12 @@ class Engine:
         self._late_rules.pop(request_id, None)
 
     @property
+    def request_ids(self) -> list[str]:
+        """Of what waits or runs."""
+        scheduler = self._scheduler
+        return [sequence.request.request_id for sequence in (*scheduler.waiting, *scheduler.running)]
+
+    @property
     def has_work(self) -> bool:
         """Whether anything waits, runs or is in flight."""
         return bool(self._scheduler.num_live or self._in_flight)

@@ -1,9 +1,9 @@
 """The border between the engine process and a front end: the messages, their encoding, and the sockets they take.
 
-A front end sends requests and aborts; the engine sends how far its start is, then **one message per step** with all
-that the step brought; where there are several front ends, one to each, with what its own requests brought. The
-encoding is msgpack, checked against these types on the way in. Both ends run on one machine and from one installation,
-so there is no version. Nothing here decides anything.
+A front end sends requests and aborts, and says when it takes another's place; the engine sends how far its start is,
+then **one message per step** with all that the step brought; where there are several front ends, one to each, with
+what its own requests brought. The encoding is msgpack, checked against these types on the way in. Both ends run on one
+machine and from one installation, so there is no version. Nothing here decides anything.
 """
 
 from __future__ import annotations
@@ -51,7 +51,13 @@ class Abort(msgspec.Struct, frozen=True, tag="abort"):
     request_ids: tuple[str, ...]
 
 
-ToEngine = Add | Abort
+class Joined(msgspec.Struct, frozen=True, tag="joined"):
+    """Front end to engine, when it takes the place of one that has ended: nobody waits for what that one asked for."""
+
+    front_end: int
+
+
+ToEngine = Add | Abort | Joined
 
 
 class Progress(msgspec.Struct, frozen=True, tag="progress"):

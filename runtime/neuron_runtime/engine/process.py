@@ -30,7 +30,7 @@ from neuron_runtime.engine.backends import backend_package
 from neuron_runtime.engine.backpressure import queue_limits
 from neuron_runtime.engine.lifeline import Deadline, die_with_parent
 from neuron_runtime.engine.loop import Engine
-from neuron_runtime.engine.messages import Abort, Add, FromEngine, ModelFound, Ready, Refused, Step, ToEngine
+from neuron_runtime.engine.messages import Abort, Add, FromEngine, Joined, ModelFound, Ready, Refused, Step, ToEngine
 from neuron_runtime.engine.watchdog import MIN_STEP_SECONDS, WatchedBackend
 from neuron_runtime.errors import ExitCode, FatalError, InvalidRequest, Overloaded, ServingError
 
@@ -47,6 +47,8 @@ class Border:
             messages.socket(self._context, zmq.PUSH, run_dir, messages.outbox_of(front_end), incarnation)
             for front_end in range(num_front_ends)
         ]
+        self._told: dict[type, bytes] = {}
+        """What a front end must know that comes later: the model and its limits."""
         self._poller = zmq.Poller()
         self._poller.register(self._inbox, zmq.POLLIN)
 
@@ -63,8 +65,15 @@ class Border:
     def send(self, message: FromEngine) -> None:
         """To every front end."""
         raw = messages.encoder.encode(message)
+        if isinstance(message, ModelFound | Ready):
+            self._told[type(message)] = raw
         for outbox in self._outboxes:
             outbox.send(raw)
+
+    def tell_again(self, front_end: int) -> None:
+        """A front end that was not there what it must know."""
+        for raw in self._told.values():
+            self._outboxes[front_end].send(raw)
 
     def send_step(self, step: Step) -> None:
         """To every front end the numbers, and the news of its own requests."""
@@ -145,6 +154,11 @@ class Worker:
                 case Abort(request_ids):
                     for request_id in request_ids:
                         self._engine.abort(request_id)
+                case Joined(front_end):
+                    for request_id in self._engine.request_ids:
+                        if messages.front_end_of(request_id) == front_end:
+                            self._engine.abort(request_id)
+                    self._border.tell_again(front_end)
         return refused
 
     def _step(self) -> list[TokenEvent]:

@@ -9,9 +9,11 @@ import msgspec
 
 
 class EngineStarted(msgspec.Struct, frozen=True, tag="engine_started"):
-    """The n-th engine process was started; it is not ready yet."""
+    """The n-th engine process was started; it is not ready yet, unless front ends in this one's place knew it."""
 
     incarnation: int
+    num_predecessors: int = 0
+    """So many of them have ended."""
 
 
 class EngineEnded(msgspec.Struct, frozen=True, tag="engine_ended"):

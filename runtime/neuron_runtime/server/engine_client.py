@@ -18,12 +18,14 @@ import zmq
 
 from neuron_runtime.core import Request
 from neuron_runtime.engine import messages
-from neuron_runtime.engine.messages import Abort, Add, ModelFound, News, Progress, Ready, Refused, Step
+from neuron_runtime.engine.messages import Abort, Add, Joined, ModelFound, News, Progress, Ready, Refused, Step
 from neuron_runtime.errors import BackendFailed, InvalidRequest, Overloaded, ServingError
 from neuron_runtime.server.metrics import Metrics
 
 MAX_STEPS_AT_ONCE = 64
 """Messages that are worked on before everything else on the loop has its turn."""
+MAX_IDS = 10**12
+"""Of the requests of one front end; those of its successor come behind them."""
 
 
 class Recipient(Protocol):
@@ -79,14 +81,18 @@ class EngineClient:
         self._to_engine: zmq.Socket[bytes] | None = None
         self._from_engine: zmq.Socket[bytes] | None = None
 
-    def engine_started(self, incarnation: int) -> None:
-        """Connect to the n-th engine process."""
+    def engine_started(self, incarnation: int, num_predecessors: int = 0) -> None:
+        """Connect to the n-th engine process, which so many front ends in this one's place have known."""
         self._disconnect()
         self.state, self.detail = EngineState.STARTING, "starting"
-        self._metrics.engine_started(incarnation)
+        self._metrics.engine_started(incarnation, joined=num_predecessors > 0)
         name = messages.outbox_of(self._front_end)
         self._from_engine = messages.socket(self._context, zmq.PULL, self._run_dir, name, incarnation)
         self._to_engine = messages.socket(self._context, zmq.PUSH, self._run_dir, messages.ENGINE_INBOX, incarnation)
+        if num_predecessors:
+            # News of what they asked for is on its way.
+            self._ids = itertools.count(num_predecessors * MAX_IDS)
+            self._send(Joined(self._front_end))
         loop = asyncio.get_running_loop()
         loop.add_reader(self._from_engine.fileno(), self._receive)
         # The descriptor tells of changes alone: what came before it was watched is looked for once.
@@ -139,7 +145,7 @@ class EngineClient:
             self._to_engine.close(linger=0)
             self._to_engine = None
 
-    def _send(self, message: Add | Abort) -> None:
+    def _send(self, message: messages.ToEngine) -> None:
         assert self._to_engine is not None
         self._to_engine.send(messages.encoder.encode(message), zmq.NOBLOCK)
 

@@ -115,7 +115,8 @@ class FrontEnd:
         )
         self._edge = Edge(config.server, api_key_file, (self.metrics,))
         self.metrics.read_at_scrape(LOG_LINES_LOST, lambda: self._edge.num_log_lines_lost)
-        self._front_end = front_end
+        self._first, self._speaks = front_end == 0, False
+        """One of several tells for all that the engine can serve; one that takes another's place for itself."""
         self._deadline = Deadline(run_dir / f"front-end-{front_end}")
         self._url = url
         self._began = began
@@ -189,9 +190,10 @@ class FrontEnd:
             if not raw:
                 return
             match control.decode_line(raw):
-                case EngineStarted(incarnation):
+                case EngineStarted(incarnation, num_predecessors):
                     self._ready = None
-                    self.client.engine_started(incarnation)
+                    self._speaks = self._first or num_predecessors > 0
+                    self.client.engine_started(incarnation, num_predecessors)
                 case EngineEnded(message):
                     self.client.engine_ended(message)
                 case Drain(delay_seconds, seconds):
@@ -244,8 +246,7 @@ class FrontEnd:
             options=self.options,
             reasoning=text.reasoning,
         )
-        if self._front_end:
-            # One of several speaks for all.
+        if not self._speaks:
             return
         for setting in text.defaults.not_applied:
             say(f"generation_config.json: {setting} is not supported and not applied")

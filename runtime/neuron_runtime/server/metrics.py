@@ -174,7 +174,7 @@ class Metrics:
         self._labels = {"model_name": model_name}
         self._book = book = Book(FAMILIES)
         self._heard = 0
-        self._last = Numbers()
+        self._last: Numbers | None = None
         self._at_scrape: list[tuple[Family, Callable[[], float]]] = []
         self._seen: dict[str, float] = {}
 
@@ -237,9 +237,9 @@ class Metrics:
 
     # What the engine tells
 
-    def engine_started(self, incarnation: int) -> None:
-        """Counts of an engine begin at zero with its process; ours go on."""
-        self._last = Numbers()
+    def engine_started(self, incarnation: int, joined: bool = False) -> None:
+        """Counts of an engine begin at zero with its process, ours go on. One that was joined has counted before."""
+        self._last = None if joined else Numbers()
         self._restarts.value = incarnation - 1
 
     def engine_ready(self, limits: BackendLimits, load_seconds: float, warm_up_seconds: float) -> None:
@@ -259,7 +259,8 @@ class Metrics:
 
     def step(self, step: Step) -> None:
         """Called for every message of the engine, so only what a step always changes."""
-        numbers, last = step.numbers, self._last
+        numbers = step.numbers
+        last = self._last or numbers
         self._heard += 1
         self._running.value, self._waiting.value = numbers.num_running, numbers.num_waiting
         self._waiting_tokens.value = numbers.num_waiting_tokens

@@ -1,7 +1,7 @@
 """The supervisor of `neuron-runtime serve`: owns the listening socket, starts engine process and front ends, watches.
 
 A small process without an event loop: it sleeps until a signal or a second has passed. Children are commands of
-their own, never forks, and die with it. It starts an engine again in place a few times, ends what hangs, passes
+their own, never forks, and die with it. It starts what has ended again in place a few times, ends what hangs, passes
 SIGTERM on as a drain, and leaves exit code and record behind when it ends badly. It touches no request.
 """
 
@@ -195,6 +195,8 @@ class Supervisor:
         self._budget = RestartBudget()
         self._incarnation = 0
         self._front_ends: list[Child] = []
+        self._num_predecessors: list[int] = []
+        """Front ends in each place that knew this engine and have ended."""
         self._run_dir = run_dir
         self._config_path = self._run_dir / "config.json"
         self._config_path.write_bytes(msgspec.json.encode(config))
@@ -202,7 +204,8 @@ class Supervisor:
     def run(self) -> None:
         """Returns after a drain. Raises ServingError when serving cannot go on."""
         raise_open_files()
-        self._start_front_ends()
+        for number in range(self._config.server.num_front_ends):
+            self._front_ends.append(self._start_front_end(number))
         self._start_engine()
         try:
             self._serve()
@@ -214,9 +217,9 @@ class Supervisor:
         while not self._signals.num_stops:
             self._signals.sleep(TICK_SECONDS)
             self._end_what_hangs()
-            ended = next((one for one in self._front_ends if not one.lives), None)
+            ended = next((number for number, one in enumerate(self._front_ends) if not one.lives), None)
             if ended is not None:
-                self._restart_all(ended)
+                self._replace_front_end(ended)
             elif not self._engine.lives:
                 self._restart_engine()
         self._drain()
@@ -255,14 +258,14 @@ class Supervisor:
         self._check(failure)
         self._start_engine()
 
-    def _restart_all(self, ended: Child) -> None:
-        """Nobody knows any more for whom the engine works: all begin again."""
-        failure = ended.failure()
-        self._end_front_ends()
-        self._end_engine()
-        self._check(failure)
-        self._start_front_ends()
-        self._start_engine()
+    def _replace_front_end(self, number: int) -> None:
+        """Its connections ended with it; what the engine does for the others goes on."""
+        ended = self._front_ends[number]
+        self._check(ended.failure())
+        ended.close()
+        self._num_predecessors[number] += 1
+        self._front_ends[number] = self._start_front_end(number)
+        self._tell(EngineStarted(self._incarnation, self._num_predecessors[number]), self._front_ends[number])
 
     def _end_front_ends(self) -> None:
         """Give requests in flight the time to be answered with an error."""
@@ -286,23 +289,24 @@ class Supervisor:
             raise error
         say(f"{failure}; starting again")
 
-    def _start_front_ends(self) -> None:
+    def _start_front_end(self, number: int) -> Child:
+        """One of those that accept from one socket: whichever has time takes the next connection."""
         fd = self._listener.fileno()
-        common = [f"--listener-fd={fd}", f"--url={url_of(self._listener)}", f"--began={self._began}", *self._keys]
-        for number in range(self._config.server.num_front_ends):
-            # All of them accept from one socket, so whichever has time takes the next connection.
-            child = self._start(
-                "front end",
-                "neuron_runtime.server.front_end",
-                [*common, f"--front-end={number}"],
-                f"front-end-{number}",
-                stdin=subprocess.PIPE,
-                pass_fds=(fd,),
-            )
-            self._front_ends.append(child)
+        return self._start(
+            "front end",
+            "neuron_runtime.server.front_end",
+            [
+                *(f"--listener-fd={fd}", f"--url={url_of(self._listener)}", f"--began={self._began}", *self._keys),
+                f"--front-end={number}",
+            ],
+            f"front-end-{number}",
+            stdin=subprocess.PIPE,
+            pass_fds=(fd,),
+        )
 
     def _start_engine(self) -> None:
         self._incarnation += 1
+        self._num_predecessors = [0] * len(self._front_ends)
         arguments = [
             f"--weights-dir={self._weights_dir}",
             f"--incarnation={self._incarnation}",
@@ -343,9 +347,10 @@ class Supervisor:
         )
         return Child(name, process, record_path, watched)
 
-    def _tell(self, message: Control) -> None:
+    def _tell(self, message: Control, *only: Child) -> None:
+        """All front ends, or these alone."""
         line = encode_line(message)
-        for child in self._front_ends:
+        for child in only or self._front_ends:
             pipe = child.process.stdin
             assert pipe is not None
             # One that has ended is found by the next look at it.

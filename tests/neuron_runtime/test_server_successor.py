@@ -1,0 +1,38 @@
+"""A front end that takes the place of one that has ended, while the engine goes on."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+from helpers.front_end import make_model, serving, until_healthy
+from neuron_runtime.engine.messages import Numbers, Step
+from neuron_runtime.server.control import EngineStarted
+from neuron_runtime.server.engine_client import MAX_IDS
+from neuron_runtime.server.metrics import Metrics
+
+LONG = {"prompt": "a core", "max_tokens": 200, "ignore_eos": True, "temperature": 0}
+
+
+async def test_it_learns_what_the_engine_can_and_nobody_works_for_its_predecessor(tmp_path: Path) -> None:
+    async with serving(make_model(tmp_path), paced=True) as served:
+        left = asyncio.create_task(served.http.post("/v1/completions", json=LONG))
+        await served.until_metric("vllm:num_requests_running", 1)
+        served.tell(EngineStarted(1, num_predecessors=1))
+        await served.until_metric("vllm:num_requests_running", 0)
+        await until_healthy(served)
+        assert await served.metric("vllm:request_success_total", finished_reason="length") == 0
+        asked = asyncio.create_task(served.http.post("/v1/completions", json=LONG | {"max_tokens": 3}))
+        answer = await served.answer(asked)
+        assert answer.json()["usage"]["completion_tokens"] == 3
+        # Late news of the predecessor's requests finds nobody.
+        assert next(served.front_end.client._ids) == MAX_IDS + 1
+        left.cancel()
+
+
+def test_what_the_engine_counted_before_is_not_counted_again() -> None:
+    metrics = Metrics("m")
+    metrics.engine_started(1, joined=True)
+    for queries in (50, 60):
+        metrics.step(Step((), (), Numbers(num_prefix_queries_total=queries)))
+    assert b'vllm:prefix_cache_queries_total{model_name="m"} 10.0' in metrics.render()
