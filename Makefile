@@ -1,7 +1,7 @@
 # Everything a person or CI does with this repository; `make` alone lists the targets.
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
-.PHONY: help setup demo serve format lint check test test-long test-neuron-versions cluster cluster-images cluster-down cluster-deps clean-cache
+.PHONY: help setup demo serve format lint check test test-long test-neuron-versions programs cluster cluster-images cluster-down cluster-deps clean-cache
 
 PYTHON ?= python3
 BIN := .venv/bin
@@ -37,7 +37,9 @@ lint: setup
 check: lint  ## style, types, import contracts, fast tests; two minutes
 	@$(TWO) $(BIN)/pytest -q -n 2 -m "$(FAST)"
 
-test: lint cluster-deps test-neuron-versions  ## all tests, the cluster included where this machine can hold it
+test: cluster-deps  ## all tests, the cluster included where this machine can hold it
+	@$(MAKE) --no-print-directory -j 2 programs lint .venv-neuron/.ready
+	@$(MAKE) --no-print-directory test-neuron-versions
 	@$(BIN)/pytest
 
 test-long: setup  ## the engine under 100,000 random loads; ten minutes
@@ -48,6 +50,9 @@ test-neuron-versions: .venv-neuron/.ready  ## the runtime's fast tests with the 
 
 bench: setup  ## the figures, into bench-results/; QUICK=1 for a short look, PAGES="README.md ..." to put them there
 	@$(BIN)/neuron-runtime bench suite --folder bench-results $(if $(QUICK),--quick) $(if $(PAGES),--markdown $(PAGES))
+
+programs:  # those that tests run, from Go modules: minutes, once; a test that needs one says why there is none
+	-@PYTHONPATH=tests $(PYTHON) -m cluster.rig.binaries
 
 cluster: setup cluster-deps  ## a real cluster on this machine, fake Neuron devices; prints the KUBECONFIG
 	@$(RIG) up

@@ -8,6 +8,7 @@ import stat
 import tarfile
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cluster.conftest import not_possible
-from cluster.rig import needs
+from cluster.rig import binaries, needs
 from cluster.rig.binaries import BUILD_FOLDER, COMPONENTS, pinned_version
 from cluster.rig.cache import Cache, cache_root, content_key
 from cluster.rig.cache import main as cache_main
@@ -234,6 +235,47 @@ def test_a_component_that_nothing_pins_is_an_error(tmp_path: Path) -> None:
         pinned_version(COMPONENTS["etcd"], tmp_path)
 
 
+_GO = """#!/bin/sh
+echo "$*" >> calls
+case $1 in
+  list) [ "$(wc -l < calls)" -gt "$BREAKS_OFF" ] || { echo 'reading module: connection reset by peer' >&2; exit 1; } ;;
+  build) [ "$BREAKS_OFF" -lt 9 ] || { echo 'reading module: connection reset by peer' >&2; exit 1; }
+    while [ "$1" != -o ]; do shift; done; echo program > "$2" ;;
+esac
+"""
+
+
+@pytest.fixture
+def breaks_off(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[int], Path]:
+    """Builds the component `pause` with a Go whose first downloads break off, so often; gives the program's folder."""
+    go = tmp_path / "bin" / "go"
+    go.parent.mkdir()
+    go.write_text(_GO)
+    go.chmod(0o755)
+    (tmp_path / "build" / "pause").mkdir(parents=True)
+    monkeypatch.setenv("PATH", f"{go.parent}:{os.environ['PATH']}")
+    monkeypatch.setattr(binaries, "BUILD_FOLDER", tmp_path / "build")
+    monkeypatch.setattr(binaries, "_PAUSES_SECONDS", (0, 0, 0))
+
+    def build(times: int) -> Path:
+        monkeypatch.setenv("BREAKS_OFF", str(times))
+        return binaries.ensure("pause", cache=Cache(tmp_path / "cache"))["pause"]
+
+    return build
+
+
+def test_downloads_that_break_off_are_begun_again(
+    breaks_off: Callable[[int], Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert (breaks_off(2) / "pause").read_text() == "program\n"
+    assert capsys.readouterr().out.count("connection reset by peer; again in 0 s") == 2
+
+
+def test_downloads_that_always_break_off_are_told(breaks_off: Callable[[int], Path]) -> None:
+    with pytest.raises(NotPossibleHere, match="building pause failed: reading module: connection reset by peer"):
+        breaks_off(9)
+
+
 # Images
 
 
@@ -313,3 +355,9 @@ def test_a_failed_command_says_what_it_said() -> None:
     with pytest.raises(CommandFailed, match="exit status 3: it broke") as caught:
         run("sh", "-c", "echo it broke >&2; exit 3")
     assert (caught.value.status, caught.value.output) == (3, "it broke")
+
+
+def test_a_command_that_does_not_end_has_failed_too() -> None:
+    with pytest.raises(CommandFailed, match=r"sleep 1000: did not end in time: killed after 0\.1 s") as caught:
+        run("sleep", "1000", timeout_seconds=0.1)
+    assert caught.value.status is None

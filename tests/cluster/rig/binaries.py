@@ -22,6 +22,8 @@ BUILD_FOLDER = Path(__file__).parent.parent / "build"
 # Modules and compiled packages of all components; they only save time when a component is built again.
 _MAX_GO_BYTES = 8 * 10**9
 _GO_FLAGS = "-trimpath -buildvcs=false -mod=readonly -modcacherw"
+# Downloads break off; what was there before then is kept.
+_PAUSES_SECONDS = (5, 15, 45)
 
 
 @dataclass(frozen=True)
@@ -147,14 +149,14 @@ def _ensure(component: Component, cache: Cache, say: Callable[[str], None]) -> P
         title = f"{component.name} {pinned_version(component)}".strip()
         say(f"building {title} (about {component.minutes:g} min on two cores)")
         with cache.lock("go", on_wait=lambda: say(f"{component.name} waits: another build goes on")):
-            _build(component, source, folder, cache.folder("go"))
+            _build(component, source, folder, cache.folder("go"), say)
             cache.bound("go", _MAX_GO_BYTES)
         say(f"built {title} in {time.monotonic() - started:.0f} s")
 
     return cache.entry("bin", component.name, key, build)
 
 
-def _build(component: Component, source: Path, folder: Path, go_cache: Path) -> None:
+def _build(component: Component, source: Path, folder: Path, go_cache: Path, say: Callable[[str], None]) -> None:
     go = shutil.which("go") or shutil.which("go", path="/usr/local/go/bin")
     if go is None:
         raise NotPossibleHere(
@@ -174,6 +176,13 @@ def _build(component: Component, source: Path, folder: Path, go_cache: Path) -> 
             raise NotPossibleHere(f"building {component.name} failed: {' | '.join(reason[-3:])}")
         return done.stdout.strip()
 
+    for pause_seconds in _PAUSES_SECONDS:
+        try:
+            run("list", "-deps", *component.programs.values())  # fetches every module that the build reads
+            break
+        except NotPossibleHere as failure:
+            say(f"{failure}; again in {pause_seconds} s")
+            time.sleep(pause_seconds)
     for program, package in component.programs.items():
         run("build", "-ldflags", flags, "-o", str(folder / program), package)
     for name, program in component.names.items():
