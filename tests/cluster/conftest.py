@@ -14,16 +14,17 @@ import pytest
 from cluster.rig.binaries import ensure
 from cluster.rig.needs import NotPossibleHere
 from cluster.rig.node_images import write_program_archive
-from cluster.rig.rig import Rig, tests_lock
+from cluster.rig.rig import WAITING, Rig, tests_lock
 
+HERE = Path(__file__).parent
 PROBE_IMAGE = "localhost/probe:1"
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
-        # Building the programs takes minutes, once; the limit is for the test.
-        if "rig" in getattr(item, "fixturenames", ()) and item.get_closest_marker("timeout") is None:
-            item.add_marker(pytest.mark.timeout(180, func_only=True))
+        # Building programs and images takes minutes, once; the limit is for the test, and only what hangs reaches it.
+        if item.path.parent == HERE and item.get_closest_marker("timeout") is None:
+            item.add_marker(pytest.mark.timeout(900, func_only=True))
 
 
 def not_possible(reason: str) -> NoReturn:
@@ -34,19 +35,26 @@ def not_possible(reason: str) -> NoReturn:
 
 @pytest.fixture(scope="session")
 def rig() -> Iterator[Rig]:
-    """The cluster, up. One that was up before, by hand, is used as it is and stays up."""
+    """The cluster, up. One that was up before, by hand, is used as it is and stays up; one that a killed run of tests
+    left, perhaps with a fault that it had made, is made anew."""
     try:
         rig = Rig.prepare()
     except NotPossibleHere as error:
         not_possible(str(error))
     with tests_lock(lambda: print("waiting: another run of tests uses the cluster", flush=True)):
+        of_tests = rig.cache.folder("locks") / "cluster-of-tests"
+        if of_tests.exists():
+            rig.down()
         was_up = rig.is_up
         try:
+            if not was_up:
+                of_tests.touch()
             rig.up()
             yield rig
         finally:
             if not was_up:
                 rig.down()
+                of_tests.unlink()
 
 
 @pytest.fixture(scope="session")
@@ -62,7 +70,7 @@ def probe(rig: Rig, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def namespace(rig: Rig) -> Iterator[str]:
     """A namespace of the test's own, deleted after it."""
     name = f"test-{uuid.uuid4().hex[:8]}"
-    rig.kubectl("create", "namespace", name)
+    rig.create_namespace(name)
     yield name
     rig.kubectl("delete", "namespace", name, "--wait=false")
 
@@ -103,7 +111,7 @@ class Pods:
         self.wait(name, "condition=Ready")
 
     def wait(self, name: str, condition: str) -> None:
-        self.rig.kubectl("-n", self.namespace, "wait", f"--for={condition}", f"pod/{name}", "--timeout=60s")
+        self.rig.kubectl("-n", self.namespace, "wait", f"--for={condition}", f"pod/{name}", WAITING)
 
     def run(self, name: str, *arguments: str) -> str:
         """What `probe ARGUMENTS` prints in a pod."""

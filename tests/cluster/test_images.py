@@ -40,7 +40,7 @@ from cluster.rig.images import (
 from cluster.rig.machine import wait_until
 from cluster.rig.needs import NotPossibleHere, require_machine, search_path
 
-pytestmark = [pytest.mark.cluster, pytest.mark.slow, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.cluster, pytest.mark.slow, pytest.mark.timeout(1800, func_only=True)]
 
 GROUP = Group(f"{ROOT_GROUP}-test-images")
 CONTAINERD = """\
@@ -112,12 +112,12 @@ def containers(cache: Cache) -> Iterator[Containers]:
                 return subprocess.run([*ctr, "version"], capture_output=True, check=False).returncode == 0
 
             try:
-                wait_until("containerd answers", 30, answers)
+                wait_until("containerd answers", answers)
                 yield Containers(ctr)
             finally:
                 GROUP.kill()
                 daemon.terminate()
-                daemon.wait(30)
+                daemon.wait()
                 GROUP.remove()
 
 
@@ -374,7 +374,7 @@ def test_a_run_that_is_killed_leaves_nothing_that_the_next_one_does_not_end(cach
         return [process.command for process in group.processes() if process.command[0] == "sleep"]
 
     with subprocess.Popen(arguments, env={**os.environ, "PYTHONPATH": str(ROOT / "tests")}) as run:
-        wait_until("the step runs", 60, lambda: sleepers() == [("sleep", "1000")])
+        wait_until("the step runs", lambda: sleepers() == [("sleep", "1000")])
         run.kill()
     with running_builder(cache):
         assert not sleepers()

@@ -107,7 +107,7 @@ def test_a_new_kubelet_gets_the_devices_again_and_keeps_what_pods_hold(rig: Rig,
     before = _held(rig, "n1", namespace)
     with kubelet_killed(rig, "n1"):
         pass
-    wait_until("the new kubelet knows who holds what", 30, lambda: _held(rig, "n1", namespace) == before)
+    wait_until("the new kubelet knows who holds what", lambda: _held(rig, "n1", namespace) == before)
     pods.start("b", node="n1", resources={DEVICE_RESOURCE: 1})
     after = _held(rig, "n1", namespace)
     assert after["a"] == before["a"]

@@ -66,21 +66,27 @@ class Group:
         folders = [folder for folder in _folders(hierarchy / self.path) if str(folder).endswith(f"/{path}")]
         return [Group(str(folder.relative_to(hierarchy))) for folder in folders]
 
-    def kill(self, *, timeout_seconds: float = 10) -> None:
+    def kill(self, *, timeout_seconds: float = 120) -> None:
         """Kills every process of this group and those below it, and waits until they are gone.
 
         Raises:
             TimeoutError: some process outlived SIGKILL for that long.
         """
         end = time.monotonic() + timeout_seconds
-        while processes := self.processes():
+        dying: set[int] = set()
+        while True:
+            found = {process.pid for process in self.processes()}
+            for pid in found:
+                kill(pid)
+            # The group has forgotten a process before that has let go of its files and ports.
+            dying = {pid for pid in dying | found if process_of(pid) is not None}
+            if not dying:
+                return
             if time.monotonic() > end:
-                raise TimeoutError(f"processes of {self.path} do not die: {[p.pid for p in processes]}")
-            for process in processes:
-                kill(process.pid)
+                raise TimeoutError(f"processes of {self.path} do not die: {sorted(dying)}")
             time.sleep(0.02)
 
-    def remove(self, *, timeout_seconds: float = 60) -> None:
+    def remove(self, *, timeout_seconds: float = 120) -> None:
         """Removes the group with those below it; its processes must be dead, or dying, which may take a busy disk long.
 
         Raises:
@@ -126,7 +132,10 @@ def _pids(folder: Path) -> Iterator[int]:
 
 
 def process_of(pid: int) -> Process | None:
-    """None for one that is gone or dead. An empty command line tells neither: for a moment of `exec` there is none."""
+    """None for one that is gone, or dead with all its threads: the first may be so long before one that holds a port.
+
+    An empty command line tells neither: for a moment of `exec` there is none.
+    """
     folder = Path("/proc") / str(pid)
     try:
         command = folder.joinpath("cmdline").read_bytes().decode(errors="replace").rstrip("\0")
@@ -134,7 +143,7 @@ def process_of(pid: int) -> Process | None:
     except (FileNotFoundError, ProcessLookupError):
         return None
     fields = dict(line.split(":", 1) for line in status.splitlines())
-    if fields["State"].split()[0] in DEAD:
+    if fields["State"].split()[0] in DEAD and int(fields["Threads"]) <= 1:
         return None
     return Process(pid, int(fields["NSpid"].split()[-1]), tuple(command.split("\0")))
 

@@ -5,7 +5,9 @@ what it broke is well again."""
 from __future__ import annotations
 
 import contextlib
+import os
 import re
+import signal
 import threading
 import time
 from collections.abc import Collection, Iterator
@@ -93,11 +95,35 @@ def kill_processes(rig: Rig, pod: Any, word: str) -> None:
     Raises:
         ValueError: there is none.
     """
+    for pid in _processes_with(rig, pod, word):
+        kill(pid)
+
+
+@contextlib.contextmanager
+def frozen(rig: Rig, pod: Any, word: str) -> Iterator[None]:
+    """The processes that `kill_processes` would kill stand still.
+
+    Raises:
+        ValueError: there is none.
+    """
+    pids = _processes_with(rig, pod, word)
+    try:
+        for pid in pids:
+            os.kill(pid, signal.SIGSTOP)
+        yield
+    finally:
+        for pid in pids:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGCONT)
+
+
+def _processes_with(rig: Rig, pod: Any, word: str) -> list[int]:
     processes = [process for group in _container_groups(rig, pod) for process in group.processes()]
     hit = [process.pid for process in processes if word in process.command]
-    if not [pid for pid in hit if kill(pid)]:
+    if not hit:
         commands = [" ".join(process.command) for process in processes]
         raise ValueError(f"no process with {word} runs in pod {pod['metadata']['name']}, but {commands}")
+    return hit
 
 
 def _container_groups(rig: Rig, pod: Any) -> Iterator[Group]:
@@ -122,16 +148,16 @@ def throttled(rig: Rig, user: str) -> Iterator[None]:
     holder = threading.Thread(target=_hold_seat, args=(rig, stop))
     try:
         # Only then: a request that the level does not know yet would be held in another one.
-        wait_until(f"{user} is of the level", 20, lambda: rig.ask(_PATH, user).headers.get(_SCHEMA_HEADER) == schema)
+        wait_until(f"{user} is of the level", lambda: rig.ask(_PATH, user).headers.get(_SCHEMA_HEADER) == schema)
         holder.start()
-        wait_until(f"{user} is throttled", 20, lambda: rig.ask(_PATH, user).status == 429)
+        wait_until(f"{user} is throttled", lambda: rig.ask(_PATH, user).status == 429)
         yield
     finally:
         stop.set()
         if holder.ident is not None:
             holder.join()
         rig.kubectl("delete", f"flowschema/{name}", f"prioritylevelconfiguration/{name}")
-        wait_until(f"{user} is throttled no more", 20, lambda: rig.ask(_PATH, user).status != 429)
+        wait_until(f"{user} is throttled no more", lambda: rig.ask(_PATH, user).status != 429)
 
 
 def _hold_seat(rig: Rig, stop: threading.Event) -> None:

@@ -4,6 +4,7 @@ never by name or by files that remember pids. `Rig` says which machines there ar
 
 from __future__ import annotations
 
+import json
 import shlex
 import subprocess
 import time
@@ -12,18 +13,23 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from cluster.rig.cgroups import ROOT_GROUP, Group
-from cluster.rig.commands import CommandFailed, run
+from cluster.rig.commands import COMMAND_SECONDS, CommandFailed, run
 from cluster.rig.needs import search_path
 
 NETNS_FOLDER = Path("/run/netns")
+WAIT_SECONDS = 300.0
+"""How long anything is waited for: what works takes a hundredth of it, and several times as long on a busy machine."""
 _INIT = "init"
+_WHOLE = "whole"
 
 
 class StartFailed(Exception):
     """Something did not come up; the message names its log."""
 
 
-def wait_until(what: str, seconds: float, condition: Callable[[], bool], *, pause_seconds: float = 0.05) -> None:
+def wait_until(
+    what: str, condition: Callable[[], bool], *, seconds: float = WAIT_SECONDS, pause_seconds: float = 0.05
+) -> None:
     """Raises:
     StartFailed: `condition` was not true in time.
     """
@@ -40,6 +46,7 @@ class Machine:
     name: unique in the cluster; also the name of its link on the bridge.
     state: the folder of its files and logs.
     init: the program that holds it, in a path that ends with its name.
+    link: its link to the others, as it is called in the machine.
     mounts: folders of the machine (absolute) -> folders of the host that take their place.
     setup: shell lines run in it once, before anything else, with its mounts in place.
     """
@@ -47,6 +54,7 @@ class Machine:
     name: str
     state: Path
     init: Path
+    link: str
     mounts: Mapping[str, Path]
     setup: str = ""
 
@@ -76,16 +84,33 @@ class Machine:
     def is_on(self) -> bool:
         return self.init_pid is not None
 
-    def add_network(self) -> bool:
-        """Gives it a network namespace with nothing in it; false when it had one."""
-        if (NETNS_FOLDER / self.netns).exists():
-            return False
+    def make_network(self, fill: Callable[[], None]) -> None:
+        """Gives it a network namespace and has `fill` put links and routes into it; nothing is done when it has one.
+
+        One that a killed run left half-made is made anew: the last step names the loopback link.
+        """
+        if (NETNS_FOLDER / self.netns).exists() and self._links().get("lo") == _WHOLE:
+            return
+        self.remove_network()
         run("ip", "netns", "add", self.netns)
         self.ip("link", "set", "lo", "up")
-        return True
+        fill()
+        self.ip("link", "set", "lo", "alias", _WHOLE)
+
+    def remove_network(self) -> None:
+        """The link first: when the kernel removes those of a deleted namespace, and their other ends, is its choice."""
+        if not (NETNS_FOLDER / self.netns).exists():
+            return
+        if self.link in self._links():
+            self.ip("link", "del", self.link)
+        run("ip", "netns", "del", self.netns)
 
     def ip(self, *arguments: str) -> str:
         return run("ip", "-n", self.netns, *arguments)
+
+    def _links(self) -> dict[str, str]:
+        """Its links with their further names."""
+        return {link["ifname"]: link.get("ifalias", "") for link in json.loads(self.ip("-json", "link", "show"))}
 
     def power_on(self) -> None:
         """Starts its first process. It must have its network; when it is on, nothing is done.
@@ -120,7 +145,7 @@ class Machine:
         flags = ("--mount", "--pid", "--uts", "--ipc", "--fork", "--kill-child", "--mount-proc")
         unshare = ("unshare", *flags, "--propagation", "private")
         self._launch(_INIT, [*unshare, "sh", "-c", script], outside=("nsenter", f"--net={NETNS_FOLDER / self.netns}"))
-        wait_until(f"machine {self.name} is on, see {self.log(_INIT)}", 10, ready.exists, pause_seconds=0.01)
+        wait_until(f"machine {self.name} is on, see {self.log(_INIT)}", ready.exists, pause_seconds=0.01)
 
     def power_off(self) -> None:
         """As if the plug were pulled: every process dies at once, the network goes, files stay."""
@@ -128,8 +153,7 @@ class Machine:
         if pid is not None:
             self.program_group(_INIT).kill()
         self.group.kill()
-        if (NETNS_FOLDER / self.netns).exists():
-            run("ip", "netns", "del", self.netns)
+        self.remove_network()
         self.group.remove()
 
     def is_running(self, program: str) -> bool:
@@ -149,11 +173,11 @@ class Machine:
         """Kills it, as `kill -9` would."""
         self.program_group(program).kill()
 
-    def run(self, *command: str, stdin: str | None = None, timeout_seconds: float = 120) -> str:
+    def run(self, *command: str, stdin: str | None = None, timeout_seconds: float = COMMAND_SECONDS) -> str:
         """Runs `command` in the machine to its end and returns its stdout.
 
         Raises:
-            CommandFailed: its status was not 0.
+            CommandFailed: its status was not 0, or it did not end in time.
             StartFailed: the machine is off.
         """
         return run(*self._enter(), *command, stdin=stdin, timeout_seconds=timeout_seconds)
@@ -161,7 +185,7 @@ class Machine:
     def answers(self, *command: str) -> bool:
         try:
             self.run(*command, timeout_seconds=5)
-        except (CommandFailed, subprocess.TimeoutExpired):
+        except CommandFailed:
             return False
         return True
 

@@ -204,7 +204,7 @@ def _running_containerd(root: Path, state: Path, containerd_folder: Path) -> Ite
     ctr = (str(containerd_folder / "ctr"), "--address", f"{state}/s")
     try:
         run("sh", "-c", "\n".join(["set -e", *joins, launch]), "sh", *program)
-        wait_until("the containerd that unpacks images answers", 20, lambda: _succeeds(*ctr, "version"))
+        wait_until(f"the containerd that unpacks images answers, see {state}/log", lambda: _succeeds(*ctr, "version"))
         yield ctr
     finally:
         remove_store_builder()

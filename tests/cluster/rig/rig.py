@@ -14,6 +14,7 @@ import os
 import shutil
 import ssl
 import string
+import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -28,10 +29,11 @@ from cluster.rig import programs
 from cluster.rig.binaries import CLUSTER_COMPONENTS, ensure
 from cluster.rig.cache import Cache, content_key
 from cluster.rig.cgroups import ROOT_GROUP, Group
-from cluster.rig.commands import CommandFailed, run
-from cluster.rig.machine import NETNS_FOLDER, Machine, StartFailed, wait_until
+from cluster.rig.commands import COMMAND_SECONDS, CommandFailed, run
+from cluster.rig.device_plugin import read_unhealthy
+from cluster.rig.machine import NETNS_FOLDER, WAIT_SECONDS, Machine, StartFailed, wait_until
 from cluster.rig.needs import NotPossibleHere, require_machine, search_path
-from cluster.rig.neuron_devices import DEVICE_RESOURCE
+from cluster.rig.neuron_devices import CORE_RESOURCE, DEVICE_RESOURCE, resource_ids, unhealthy_ids
 from cluster.rig.node_images import (
     Archive,
     ensure_store,
@@ -47,6 +49,8 @@ from cluster.rig.pki import make_pki
 from cluster.rig.stubs import ensure_stubs, import_stubs
 from cluster.rig.topology import TOPOLOGY, Node, Topology
 
+WAITING = f"--timeout={WAIT_SECONDS:g}s"
+"""For commands of kubectl and helm that wait."""
 _CONTROL_PLANE = "control-plane"
 _BRIDGE = "br0"
 _HOST_LINK = "neuron-serving"
@@ -137,11 +141,13 @@ class Rig:
             "NO_PROXY": ",".join(filter(None, [os.environ.get("NO_PROXY"), self.topology.api_address])),
         }
 
-    def kubectl(self, *arguments: str, stdin: str | None = None, timeout_seconds: float = 120) -> str:
+    def kubectl(
+        self, *arguments: str, stdin: str | None = None, timeout_seconds: float = COMMAND_SECONDS + WAIT_SECONDS
+    ) -> str:
         """Runs kubectl as the administrator and returns its stdout.
 
         Raises:
-            CommandFailed: kubectl said no; `output` is what it said.
+            CommandFailed: kubectl said no, and `output` is what it said; or it did not end in time.
         """
         return self.command("kubectl", *arguments, stdin=stdin, timeout_seconds=timeout_seconds)
 
@@ -154,10 +160,15 @@ class Rig:
         items = {"apiVersion": "v1", "kind": "List", "items": list(objects)}
         self.kubectl("apply", "-f", "-", stdin=json.dumps(items))
 
-    def helm(self, *arguments: str, timeout_seconds: float = 300) -> str:
+    def create_namespace(self, name: str) -> None:
+        """Creates it, and waits until it takes pods: they need its `default` ServiceAccount, which comes after it."""
+        self.kubectl("create", "namespace", name)
+        self.kubectl("--namespace", name, "wait", "--for=create", "serviceaccount/default", WAITING)
+
+    def helm(self, *arguments: str, timeout_seconds: float = 2 * COMMAND_SECONDS) -> str:
         return self.command("helm", *arguments, timeout_seconds=timeout_seconds)
 
-    def command(self, *command: str, stdin: str | None = None, timeout_seconds: float = 120) -> str:
+    def command(self, *command: str, stdin: str | None = None, timeout_seconds: float = COMMAND_SECONDS) -> str:
         """Runs any program of the host with `environment`."""
         environment = {**os.environ, **self.environment}
         return run(*command, stdin=stdin, environment=environment, timeout_seconds=timeout_seconds)
@@ -174,7 +185,7 @@ class Rig:
         pki, topology = self.folders.pki, self.topology
         context = ssl.create_default_context(cafile=pki.crt("ca"))
         context.load_cert_chain(pki.crt("admin"), pki.key("admin"))
-        return http.client.HTTPSConnection(topology.api_address, topology.api_port, context=context, timeout=10)
+        return http.client.HTTPSConnection(topology.api_address, topology.api_port, context=context, timeout=60)
 
     def load_image(self, path: Path, nodes: Sequence[str] | None = None) -> Archive:
         """Makes the image of an OCI archive known to running nodes (all of them by default); known ones take no time.
@@ -212,7 +223,9 @@ class Rig:
             raise StartFailed(f"node {node} is off")
         socket = f"/proc/{pid}/root/var/lib/kubelet/pod-resources/kubelet.sock"
         with grpc.insecure_channel(f"unix://{socket}") as channel:  # type: ignore[no-untyped-call]
-            answer = services.PodResourcesListerStub(channel).List(messages.ListPodResourcesRequest(), timeout=10)
+            request = messages.ListPodResourcesRequest()
+            # A kubelet that has just started may have said that it is ready before it serves this.
+            answer = services.PodResourcesListerStub(channel).List(request, timeout=60, wait_for_ready=True)
         return [
             DeviceHolding(
                 pod.namespace, pod.name, container.name, devices.resource_name, tuple(sorted(devices.device_ids))
@@ -252,7 +265,7 @@ class Rig:
 
     @property
     def control_plane(self) -> Machine:
-        return Machine(_CONTROL_PLANE, self.folders.machine(_CONTROL_PLANE), self._init_program, {})
+        return Machine(_CONTROL_PLANE, self.folders.machine(_CONTROL_PLANE), self._init_program, "host", {})
 
     def machine(self, name: str) -> Machine:
         """The machine of a node.
@@ -277,7 +290,7 @@ class Rig:
                 "echo 1 > /proc/sys/net/bridge/bridge-nf-call-iptables",
             ]
         )
-        return Machine(node.name, state, self._init_program, mounts, setup)
+        return Machine(node.name, state, self._init_program, "eth0", mounts, setup)
 
     @property
     def _init_program(self) -> Path:
@@ -325,6 +338,7 @@ class Rig:
             self._up([read_archive(path) for path in archives], progress)
 
     def _up(self, archives: list[Archive], progress: Callable[[str], None]) -> None:
+        since = datetime.now(UTC)
         make_pki(self.folders.pki.folder, self.topology)
         self._start_control_plane()
         progress("control plane started")
@@ -349,9 +363,9 @@ class Rig:
                 self.control_plane.start(program.name, program.command, program.environment)
             list(pool.map(self._start_node_programs, self.topology.nodes))
         self._apply_base()
-        self.wait_for_nodes()
+        self.wait_for_nodes(since=since)
         progress("nodes and devices ready")
-        self.kubectl("-n", "kube-system", "rollout", "status", "daemonset/coredns", "--timeout=90s")
+        self.kubectl("-n", "kube-system", "rollout", "status", "daemonset/coredns", WAITING)
         progress("DNS ready")
         for archive in archives:
             self.load_image(archive.path)
@@ -360,7 +374,8 @@ class Rig:
         here = Path(__file__).parent
         parts = [here / name for name in _SPECIFIED_BY]
         running = [str(self.folders.components[name]) for name in CLUSTER_COMPONENTS]
-        return content_key(repr(self.topology), *running, *parts)
+        # What runs reads files of this working tree, and one part of it is run by this Python.
+        return content_key(repr(self.topology), str(here), sys.executable, *running, *parts)
 
     def _claim_machine(self) -> None:
         """Writes down whose this machine's cluster is: groups, links and namespaces have the same names for all."""
@@ -382,39 +397,36 @@ class Rig:
 
     def _start_control_plane(self) -> None:
         machine = self.control_plane
-        machine.add_network()
-        topology = self.topology
-        if not _has_link(machine, _BRIDGE):
-            machine.ip("link", "add", _BRIDGE, "type", "bridge")
-            machine.ip("address", "add", f"{topology.api_address}/24", "dev", _BRIDGE)
-            machine.ip("link", "set", _BRIDGE, "up")
-            machine.ip("route", "add", "unreachable", topology.service_cidr)
-            for node in topology.nodes:
-                machine.ip("route", "add", node.pod_cidr, "via", node.address)
-        if not _has_link(machine, "host"):
-            run("ip", "link", "add", _HOST_LINK, "type", "veth", "peer", "name", "host", "netns", machine.netns)
-            machine.ip("link", "set", "host", "master", _BRIDGE, "up")
-            run("ip", "address", "replace", f"{topology.host_address}/24", "dev", _HOST_LINK)
-            run("ip", "link", "set", _HOST_LINK, "up")
+        machine.make_network(self._fill_control_network)
         machine.power_on()
         for program in self._control_programs()[:2]:
             machine.start(program.name, program.command, program.environment)
 
-    def _add_node_network(self, node: Node) -> None:
+    def _fill_control_network(self) -> None:
+        machine, topology = self.control_plane, self.topology
+        machine.ip("link", "add", _BRIDGE, "type", "bridge")
+        machine.ip("address", "add", f"{topology.api_address}/24", "dev", _BRIDGE)
+        machine.ip("link", "set", _BRIDGE, "up")
+        machine.ip("route", "add", "unreachable", topology.service_cidr)
+        for node in topology.nodes:
+            machine.ip("route", "add", node.pod_cidr, "via", node.address)
+        run("ip", "link", "add", _HOST_LINK, "type", "veth", "peer", "name", machine.link, "netns", machine.netns)
+        machine.ip("link", "set", machine.link, "master", _BRIDGE, "up")
+        run("ip", "address", "replace", f"{topology.host_address}/24", "dev", _HOST_LINK)
+        run("ip", "link", "set", _HOST_LINK, "up")
+
+    def _fill_node_network(self, node: Node) -> None:
         machine, control = self.machine(node.name), self.control_plane
-        machine.add_network()
-        if _has_link(control, node.name):
-            return
-        control.ip("link", "add", node.name, "type", "veth", "peer", "name", "eth0", "netns", machine.netns)
+        control.ip("link", "add", node.name, "type", "veth", "peer", "name", machine.link, "netns", machine.netns)
         control.ip("link", "set", node.name, "master", _BRIDGE, "up")
-        machine.ip("address", "add", f"{node.address}/24", "dev", "eth0")
-        machine.ip("link", "set", "eth0", "up")
+        machine.ip("address", "add", f"{node.address}/24", "dev", machine.link)
+        machine.ip("link", "set", machine.link, "up")
         for other in self.topology.nodes:
             if other != node:
                 machine.ip("route", "add", other.pod_cidr, "via", other.address)
         # The node's own programs need some route before kube-proxy's rules can catch a service's address. A pod's
         # packet that no rule caught is refused at once; it would wait for an answer that cannot come.
-        machine.ip("route", "add", self.topology.service_cidr, "dev", "eth0")
+        machine.ip("route", "add", self.topology.service_cidr, "dev", machine.link)
         # Nor may pods ask the host, whose answers would leave it by its own default route.
         for refused in (self.topology.service_cidr, self.topology.host_address):
             machine.ip("rule", "add", "iif", "cni0", "to", refused, "unreachable")
@@ -423,14 +435,13 @@ class Rig:
     def _start_containerd(self, node: Node) -> None:
         machine = self.machine(node.name)
         programs.write_node_files(self.topology, node, self.folders, machine.group)
-        self._add_node_network(node)
+        machine.make_network(lambda: self._fill_node_network(node))
         machine.power_on()
         (machine.group / "system" / "shims").make()
         program = programs.containerd(node, self.folders)
         machine.start(program.name, program.command, program.environment)
         wait_until(
             f"containerd of {node.name} answers, see {machine.log(program.name)}",
-            30,
             lambda: machine.answers(self.folders.containerd("ctr"), "version"),
         )
 
@@ -464,13 +475,13 @@ class Rig:
             except CommandFailed:
                 return False
 
-        wait_until(f"the API server is ready, see {self.control_plane.log('kube-apiserver')}", 60, ready)
+        wait_until(f"the API server is ready, see {self.control_plane.log('kube-apiserver')}", ready)
 
     def _apply_base(self) -> None:
         manifest = string.Template((_MANIFESTS / "base.yaml").read_text()).substitute(
             dns_address=self.topology.dns_address, coredns_image=programs.COREDNS_IMAGE
         )
-        wait_until("namespace kube-system", 30, lambda: self._exists("namespace", "kube-system"))
+        wait_until("namespace kube-system", lambda: self._exists("namespace", "kube-system"))
         self.kubectl("apply", "--server-side", "-f", "-", stdin=manifest)
 
     def _exists(self, *arguments: str) -> bool:
@@ -487,9 +498,7 @@ class Rig:
             present = {item["metadata"]["name"]: item["status"] for item in self.get("nodes")["items"]}
             return all(node.name in present and self._is_ready(node, present[node.name], since) for node in wanted)
 
-        wait_until(
-            f"nodes {' '.join(n.name for n in wanted)} and their devices are ready", 90, ready, pause_seconds=0.2
-        )
+        wait_until(f"nodes {' '.join(n.name for n in wanted)} and their devices are ready", ready, pause_seconds=0.2)
 
     def _is_ready(self, node: Node, status: Any, since: datetime | None) -> bool:
         condition = next((c for c in status.get("conditions", ()) if c["type"] == "Ready"), None)
@@ -499,9 +508,12 @@ class Rig:
             return False
         if node.neuron is None:
             return True
-        unhealthy = self.folders.unhealthy_file(node)
-        num_unhealthy = len(unhealthy.read_text().split()) if unhealthy.exists() else 0
-        return int(status["allocatable"].get(DEVICE_RESOURCE, -1)) == node.neuron.num_devices - num_unhealthy
+        unhealthy = read_unhealthy(self.folders.unhealthy_file(node))
+        healthy = {
+            resource: len(resource_ids(node.neuron, resource)) - len(unhealthy_ids(node.neuron, resource, unhealthy))
+            for resource in (DEVICE_RESOURCE, CORE_RESOURCE)
+        }
+        return {resource: int(status["allocatable"].get(resource, -1)) for resource in healthy} == healthy
 
     # Images.
 
@@ -549,10 +561,11 @@ def take_down(state: Path) -> None:
     group = Group(ROOT_GROUP)
     group.kill()
     remove_store_builder()
-    for netns in NETNS_FOLDER.glob(f"{ROOT_GROUP}-*"):
-        run("ip", "netns", "del", netns.name)
+    # Before the namespace of its other end, which would take it along at a moment of the kernel's choice.
     if Path("/sys/class/net", _HOST_LINK).exists():
         run("ip", "link", "del", _HOST_LINK)
+    for netns in NETNS_FOLDER.glob(f"{ROOT_GROUP}-*"):
+        run("ip", "netns", "del", netns.name)
     group.remove()
     owner = _MACHINE_FOLDER / "state"
     states = {state, Path(owner.read_text())} if owner.exists() else {state}
@@ -593,10 +606,6 @@ def _lock(name: str, when_taken: Callable[[], None]) -> Iterator[None]:
             when_taken()
             fcntl.flock(file, fcntl.LOCK_EX)
         yield
-
-
-def _has_link(machine: Machine, link: str) -> bool:
-    return any(entry["ifname"] == link for entry in json.loads(machine.ip("-json", "link", "show")))
 
 
 def _mounts_below(folder: Path) -> list[str]:

@@ -37,11 +37,12 @@ class Node:
 
 @dataclass(frozen=True)
 class Times:
-    """How soon the loss of a node is noticed: a tenth of Kubernetes' defaults, so that tests need not wait minutes."""
+    """How soon the loss of a node is noticed: a fifth of Kubernetes' defaults, so that tests need not wait minutes, and
+    a machine that stops for some seconds, with all the nodes that it plays, loses none of them."""
 
     node_monitor_period: str = "500ms"
-    node_monitor_grace_period: str = "4s"
-    node_lease_duration_seconds: int = 2
+    node_monitor_grace_period: str = "10s"
+    node_lease_duration_seconds: int = 4
     node_status_frequency: str = "1s"
     toleration_seconds: int = 3
 
