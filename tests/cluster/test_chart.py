@@ -15,7 +15,7 @@ import yaml
 from cluster.rig.binaries import ensure
 from cluster.rig.machine import wait_until
 from cluster.rig.needs import NotPossibleHere
-from helpers.apiserver import ApiServer, running
+from helpers.apiserver import NOT_YET_SERVED, ApiServer, running
 from helpers.operator_rights import CLUSTER_RULES, LEASE_RULES
 from neuron_operator import names, settings
 from neuron_operator.world import JobSettings
@@ -350,9 +350,8 @@ def test_models_survive_an_uninstall_and_the_next_install_takes_over(helm: Helm,
     }
     uid = _when_served(server, model)["metadata"]["uid"]
     before = generation()
-    resource = server.call("GET", CRD)
-    resource["spec"]["names"]["shortNames"] = ["old"]
-    server.call("PUT", CRD, resource)
+    old = {"spec": {"names": {"shortNames": ["old"]}}}
+    server.call("PATCH", CRD, old, "application/merge-patch+json")
     helm("upgrade", "neuron-serving", str(CHART), *cluster, "--force-conflicts", values={**IMAGES, "replicas": 3})
     assert server.call("GET", CRD)["spec"]["names"]["shortNames"] == ["nm"], "an upgrade leaves an old resource behind"
     assert generation() > before
@@ -374,9 +373,9 @@ def _when_served(server: ApiServer, model: dict[str, Any]) -> dict[str, Any]:
         try:
             applied.append(server.apply(f"{MODELS}/{model['metadata']['name']}", model))
         except urllib.error.HTTPError as error:
-            if error.code != 404:
+            if error.code not in NOT_YET_SERVED:
                 raise
         return bool(applied)
 
-    wait_until("the resource is served", 20, is_applied)
+    wait_until("the resource is served", is_applied)
     return applied[0]

@@ -10,7 +10,6 @@ import contextlib
 import json
 import secrets
 import shutil
-import socket
 import ssl
 import subprocess
 import time
@@ -24,8 +23,13 @@ from typing import Any
 import yaml
 
 from cluster.rig import binaries
+from cluster.rig.machine import WAIT_SECONDS
+from helpers.ports import free_ports
 
-START_SECONDS = 60.0
+GROUPS = ("system:serviceaccounts", "system:authenticated")
+"""Of every user but `admin`."""
+NOT_YET_SERVED = (404, 429)
+"""What the server says of a resource that is new: it does not know it, then it prepares to keep it."""
 
 
 def service_account(namespace: str, name: str) -> str:
@@ -39,6 +43,7 @@ class ApiServer:
 
     folder: Path
     port: int
+    """The first of three: the server's own, and two of its store."""
     tokens: dict[str, str]
     processes: list[subprocess.Popen[bytes]] = field(default_factory=list)
 
@@ -74,7 +79,7 @@ class ApiServer:
             headers={"Authorization": f"Bearer {self.tokens['admin']}", "Content-Type": content_type},
         )
         try:
-            with urllib.request.urlopen(request, context=self._tls(), timeout=30) as response:
+            with urllib.request.urlopen(request, context=self._tls(), timeout=WAIT_SECONDS) as response:
                 content = response.read()
         except urllib.error.HTTPError as error:
             error.add_note(error.read().decode(errors="replace"))
@@ -86,13 +91,24 @@ class ApiServer:
         return self.call("PATCH", f"{path}?fieldManager={manager}&force=true", body, "application/apply-patch+yaml")
 
     def requests(self, user: str = "") -> list[dict[str, Any]]:
-        """Audit events of finished requests, of one user or of all but the server itself, oldest first."""
-        events = map(json.loads, (self.folder / "audit.log").read_text().splitlines())
+        """Audit events of finished requests, of one user or of all but the server itself, oldest first.
+
+        An answer may reach who asked before it is here.
+        """
+        lines = (self.folder / "audit.log").read_text().splitlines(keepends=True)
+        events = [json.loads(line) for line in lines if line.endswith("\n")]  # the last may be being written
         return [
             event
             for event in events
             if (event["user"]["username"] == user if user else event["user"]["username"] != "system:apiserver")
         ]
+
+    def may(self, user: str, verb: str, resource: str, group: str = "") -> bool:
+        """Whether the server lets a user do that in any namespace: it learns of a changed role a moment after it."""
+        asked = {"verb": verb, "group": group, "resource": resource}
+        review = {"spec": {"user": user, "groups": list(GROUPS), "resourceAttributes": asked}}
+        answer = self.call("POST", "/apis/authorization.k8s.io/v1/subjectaccessreviews", review)
+        return bool(answer["status"]["allowed"])
 
     def stop(self) -> None:
         for process in reversed(self.processes):
@@ -104,32 +120,26 @@ class ApiServer:
         return ssl.create_default_context(cafile=str(self.ca_file))
 
 
-def free_port() -> int:
-    with contextlib.closing(socket.socket()) as listener:
-        listener.bind(("127.0.0.1", 0))
-        port: int = listener.getsockname()[1]
-        return port
-
-
 @contextlib.contextmanager
 def running(folder: Path, users: tuple[str, ...] = ()) -> Iterator[ApiServer]:
     """A fresh server with its data in `folder`. Raises NotPossibleHere where its programs cannot be had."""
     programs = binaries.ensure("etcd", "hyper")
-    server = ApiServer(folder, free_port(), {user: secrets.token_hex(16) for user in ("admin", *users)})
-    try:
-        _start(server, programs["etcd"] / "etcd", programs["hyper"] / "kube-apiserver")
-        yield server
-    finally:
-        server.stop()
-        shutil.rmtree(folder / "etcd", ignore_errors=True)
+    with free_ports(3) as port:
+        server = ApiServer(folder, port, {user: secrets.token_hex(16) for user in ("admin", *users)})
+        try:
+            _start(server, programs["etcd"] / "etcd", programs["hyper"] / "kube-apiserver")
+            yield server
+        finally:
+            server.stop()
+            shutil.rmtree(folder / "etcd", ignore_errors=True)
 
 
 def _start(server: ApiServer, etcd: Path, kube_apiserver: Path) -> None:
     folder = server.folder
     folder.mkdir(parents=True, exist_ok=True)
-    client_url, peer_url = (f"http://127.0.0.1:{free_port()}" for _ in range(2))
+    client_url, peer_url = (f"http://127.0.0.1:{server.port + more}" for more in (1, 2))
     groups = {"admin": '"system:masters"'}
-    accounts = '"system:serviceaccounts,system:authenticated"'
+    accounts = f'"{",".join(GROUPS)}"'
     tokens = "".join(f"{token},{user},{user},{groups.get(user, accounts)}\n" for user, token in server.tokens.items())
     (folder / "tokens.csv").write_text(tokens)
     # Only what was asked and answered, once each; a watch is seen when it starts.
@@ -170,7 +180,7 @@ def _start(server: ApiServer, etcd: Path, kube_apiserver: Path) -> None:
         f"--audit-policy-file={folder / 'audit.yaml'}",
         f"--audit-log-path={folder / 'audit.log'}",
     )
-    deadline = time.monotonic() + START_SECONDS
+    deadline = time.monotonic() + WAIT_SECONDS
     while True:
         with contextlib.suppress(OSError):
             if server.call("GET", "/readyz") == "ok":

@@ -8,6 +8,7 @@ import contextlib
 import dataclasses
 import json
 import time
+import urllib.error
 import uuid
 from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
@@ -16,6 +17,7 @@ from typing import Any, TypeVar
 import pytest
 import yaml
 
+from cluster.rig.machine import WAIT_SECONDS, wait_until
 from cluster.rig.needs import NotPossibleHere
 from helpers import apiserver
 from helpers.apiserver import ApiServer
@@ -78,15 +80,25 @@ def served(folder: Path) -> Iterator[ApiServer]:
         crd = yaml.safe_load(CRD_FILE.read_text())
         path = f"/apis/apiextensions.k8s.io/v1/customresourcedefinitions/{crd['metadata']['name']}"
         server.apply(path, crd)
-        deadline = time.monotonic() + 30
-        while not _is_established(server.call("GET", path)) and time.monotonic() < deadline:
-            time.sleep(0.05)
+        wait_until("the resource is served", lambda: serves_models(server))
+        wait_until("the rights are in force", lambda: may_write_services(server))
         yield server
 
 
-def _is_established(crd: Any) -> bool:
-    conditions = crd.get("status", {}).get("conditions") or ()
-    return any(c["type"] == "Established" and c["status"] == "True" for c in conditions)
+def serves_models(server: ApiServer) -> bool:
+    """Whether the server knows the resource: from a moment after the CRD is made until a moment after it is deleted."""
+    try:
+        server.call("GET", NEURON_MODELS.path(None))
+    except urllib.error.HTTPError as error:
+        if error.code not in apiserver.NOT_YET_SERVED:
+            raise
+        return False
+    return True
+
+
+def may_write_services(server: ApiServer) -> bool:
+    """Whether the server has seen what `grant` gave the operator last, by one of its rights."""
+    return server.may(OPERATOR_USER, "create", "services")
 
 
 class Namespace:
@@ -169,7 +181,7 @@ class Namespace:
 
 
 async def eventually(
-    check: Callable[[], Found], seconds: float = 20.0, about: Callable[[], object] = lambda: ""
+    check: Callable[[], Found], seconds: float = WAIT_SECONDS, about: Callable[[], object] = lambda: ""
 ) -> Found:
     """Poll until `check` gives something true. Fails with its last answer, and what `about` tells."""
     deadline = time.monotonic() + seconds
