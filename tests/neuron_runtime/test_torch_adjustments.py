@@ -76,7 +76,7 @@ def changed(adjustments: Adjustments, logits: np.ndarray, sequences: Any, late: 
     return out
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300, derandomize=True, database=None)
 @given(sequences=st.lists(sequence, min_size=1, max_size=5), data=st.data())
 def test_each_row_is_changed_as_defined_whoever_is_beside_it_and_also_after_a_preemption(
     sequences: list[Any], data: st.DataObject

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from helpers.markov_backend import markov_backend, random_table
@@ -100,7 +100,7 @@ def same(some: Sequence[TokenLogprobs], others: Sequence[TokenLogprobs]) -> bool
     )
 
 
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=40, derandomize=True, database=None)
 @given(st.lists(st.tuples(prompts, parameters), min_size=1, max_size=6), st.sampled_from([9, 12, 64]))
 def test_a_request_gets_what_it_would_get_alone_whoever_is_beside_it_and_also_when_preempted(
     asked: list[tuple[tuple[int, ...], SamplingParams]], num_blocks: int
