@@ -1,6 +1,6 @@
 """The Grafana board and the alerts of the chart, every query evaluated by Prometheus' engine over real `/metrics`.
 
-What is scraped is a server under the scripted load, a model that fares badly, and an operator.
+What is scraped is a server under the scripted load, a model that fares badly, a vLLM of somebody else, and an operator.
 """
 
 from __future__ import annotations
@@ -36,11 +36,12 @@ PERIOD_SECONDS = 15.0
 
 
 def substituted(expression: str, num_scrapes: int) -> str:
-    """As Grafana sends it: all namespaces, the model of the load, a range that holds everything."""
+    """As Grafana sends it: all namespaces and pods, the model of the load, a range that holds everything."""
     values = {
         "__rate_interval": f"{PERIOD_SECONDS * num_scrapes:.0f}s",
         "namespace": ".*",
         "model": "chat",
+        "pod": ".*",
     }
     return re.sub(r"\$(\w+)", lambda match: values[match[1]], expression)
 
@@ -74,10 +75,38 @@ def test_panels_lie_beside_each_other_and_not_over_each_other() -> None:
 
 def test_queries_use_the_boards_variables_and_no_other() -> None:
     used = {name for query in QUERIES.values() for name in re.findall(r"\$(\w+)", query)}
-    assert used == {"namespace", "model", "__rate_interval"}
-    assert VARIABLES.keys() == {"datasource", "namespace", "model"}
+    assert used == {"namespace", "model", "pod", "__rate_interval"}
+    assert VARIABLES.keys() == {"datasource", "namespace", "model", "pod"}
     for title, query in QUERIES.items():
-        assert ("neuron_operator_" in query) or 'namespace=~"$namespace",model_name=~"$model"' in query, title
+        for selected in re.findall(r"\b((?:vllm:|neuron_)\w+)(?:\{(.*?)\})?", query):
+            operators = selected[0].startswith("neuron_operator_")
+            expected = "" if operators else 'namespace=~"$namespace",model_name=~"$model",pod=~"$pod"'
+            assert selected[1] == expected, title
+
+
+def test_the_columns_of_the_table_are_its_queries_in_order() -> None:
+    (table,) = [panel for panel in PANELS if panel["type"] == "table"]
+    for target in table["targets"]:
+        assert (target["format"], target["instant"]) == ("table", True)
+        assert "by (namespace, model_name" in target["expr"]
+    merge, organize = table["transformations"]
+    assert (merge["id"], organize["id"]) == ("merge", "organize")
+    fields = ["namespace", "model_name", *(f"Value #{target['refId']}" for target in table["targets"])]
+    names, order = organize["options"]["renameByName"], organize["options"]["indexByName"]
+    assert list(names) == fields
+    assert sorted(order, key=order.__getitem__) == ["Time", *fields]
+    used = {override["matcher"]["options"] for override in table["fieldConfig"]["overrides"]}
+    used |= {column["displayName"] for column in table["options"]["sortBy"]}
+    (link,) = [
+        link
+        for override in table["fieldConfig"]["overrides"]
+        for one in override["properties"]
+        if one["id"] == "links"
+        for link in one["value"]
+    ]
+    assert link["url"].startswith(f"/d/{BOARD['uid']}/")
+    used |= set(re.findall(r"\$\{__data\.fields\.(\w+)\}", link["url"]))
+    assert used <= set(names.values())
 
 
 # docs/metrics.md
@@ -134,6 +163,15 @@ def bad_model(num_stalls: int) -> str:
     return metrics.render().decode()
 
 
+def somebody_elses(num_waiting: int) -> str:
+    """A vLLM that fares as badly: it has the metrics that we took over, and none of ours."""
+    lines = [line for line in bad_model(num_waiting).splitlines(keepends=True) if "neuron_serving_" not in line]
+    text = "".join(lines).replace('"bad"', '"theirs"')
+    idle = 'vllm:num_requests_waiting{model_name="theirs"} 0.0'
+    assert idle in text
+    return text.replace(idle, idle.replace("0.0", str(num_waiting)))
+
+
 @pytest.fixture(scope="module")
 def load(tmp_path_factory: pytest.TempPathFactory) -> ScriptedLoad:
     return run_against_a_server(tmp_path_factory.mktemp("board"))
@@ -150,6 +188,7 @@ def scraped(load: ScriptedLoad) -> list[Scraped]:
         made += [
             Scraped(scrape.text, at, model, scrape.content_type),
             Scraped(bad_model(100 * number), at, model | {"pod": "bad-0"}),
+            Scraped(somebody_elses(100 * number), at, {"namespace": "elsewhere", "job": "vllm", "pod": "theirs-0"}),
             Scraped(
                 operator_text(number, 2 * last, 1 - last, "ImagePull" if last else "Ready"),
                 at,
@@ -232,7 +271,7 @@ def test_every_metric_has_a_place_on_the_board_or_a_reason_to_have_none(results:
 
 @pytest.mark.slow
 def test_a_restart_is_marked_on_every_panel(load: ScriptedLoad, scraped: list[Scraped]) -> None:
-    ((title, query),) = [(one["name"], one["expr"]) for one in BOARD["annotations"]["list"]]
+    ((title, query),) = [(one["name"], one["target"]["expr"]) for one in BOARD["annotations"]["list"]]
     assert title == "Engine restarts"
     restarts = [scrape.total("neuron_serving_engine_restarts_total") for scrape in load.scrapes]
     times = [number * PERIOD_SECONDS for number in range(len(restarts))]
@@ -255,7 +294,7 @@ def test_the_variables_of_the_board_find_their_values(scraped: list[Scraped]) ->
         for match, result in zip(asked.values(), found, strict=True)
         if match
     ]
-    assert values == [{"team"}, {"bad", "chat"}]
+    assert values == [{"team"}, {"bad", "chat"}, {"chat-0"}]
 
 
 @pytest.mark.slow
@@ -293,12 +332,13 @@ def test_the_rules_are_rules_of_prometheus(answer: Answer) -> None:
 
 
 def fired(results: Iterator[Result], times: list[float]) -> dict[str, set[float]]:
-    """When each alert had something to tell."""
+    """When each alert had something to tell. None tells of a model of somebody else."""
     found: dict[str, set[float]] = {name: set() for name in RULES}
     for at in times:
         for name in RULES:
             result = next(results)
             assert result.error == "", name
+            assert "theirs" not in [labels.get("model_name") for labels, _ in result.samples], name
             if result.samples:
                 found[name].add(at)
     return found
