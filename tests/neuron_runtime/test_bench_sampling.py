@@ -8,7 +8,7 @@ from neuron_runtime.bench.report import Table
 
 def test_every_case_gives_a_figure_and_the_named_one_is_held_to_its_bound() -> None:
     rows = sampling.measure(num_iters=1, vocabulary_size=9000, num_rows=3)
-    assert len(rows) == len(sampling.CASES)
+    assert len(rows) == len(sampling.CASES) + len(sampling.SPREADS)
     held = [row for row in rows if row.target is not None]
     assert [row.name for row in held] == ["temperature 0.7, top_p 0.9, 3 rows"]
     assert held[0].target is not None
@@ -19,4 +19,6 @@ def test_every_case_gives_a_figure_and_the_named_one_is_held_to_its_bound() -> N
         assert milliseconds > 0
         assert row.note.endswith("ms of CPU")
         assert row.load is not None
-    assert "top_p 0.9, all penalties" in Table("sampling", rows).text()
+    text = Table("sampling", rows).text()
+    assert "top_p 0.9, all penalties" in text
+    assert "top_p 0.9, normal logits, sigma 2, 3 rows" in text

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from neuron_runtime.backend.torch import sampling
-from neuron_runtime.backend.torch.likeliest import Scores
+from neuron_runtime.backend.torch.likeliest import GROUP, Scores
 from neuron_runtime.backend.torch.sampling import (
     NUMBERS_OF_CANDIDATES,
     Draws,
@@ -131,6 +131,97 @@ def test_every_path_through_the_sampler_gives_the_same_token() -> None:
         token = together[i]
         assert shares[token] > 0
         assert running[token] - shares[token].item() - 1e-5 <= draws[i] <= running[token] + 1e-5
+
+
+def spread(rows: int, vocabulary: int, sigma: float, *, coarse: bool = False) -> torch.Tensor:
+    logits = torch.randn(rows, vocabulary, generator=torch.Generator().manual_seed(6)) * sigma
+    return logits.bfloat16().float() if coarse else logits
+
+
+def ruled_out(logits: torch.Tensor, every: int) -> torch.Tensor:
+    """The model, or an allowed list, leaves none of the tokens `0, every, 2 * every...`."""
+    changed = logits.clone()
+    changed[:, ::every] = float("-inf")
+    return changed
+
+
+def raised(logits: torch.Tensor, every: int) -> torch.Tensor:
+    changed = logits.clone()
+    changed[:, ::every] += 20.0
+    return changed
+
+
+LARGE = 150 * GROUP
+SHAPES = {
+    "tens": spread(4, LARGE, 6.0),
+    "hundreds": spread(4, LARGE, 3.0),
+    "thousands": spread(4, LARGE, 1.5),
+    "most": spread(4, LARGE, 0.3),
+    "part of a group behind": spread(4, LARGE + 77, 1.5),
+    "smaller than the pivots apart": spread(4, 3 * GROUP, 1.0),
+    "coarse": spread(4, LARGE, 1.5, coarse=True),
+    "a few values": spread(4, LARGE, 1.5).round(),
+    "all equal": torch.full((2, LARGE), 2.5),
+    "two values": (spread(4, LARGE, 1.0) > 0.5).float(),
+    "every pivot ruled out": ruled_out(spread(4, LARGE, 1.5), GROUP),
+    "all but pivots ruled out": ruled_out(spread(4, LARGE, 1.5).roll(1, dims=1), 1).scatter(
+        1, torch.arange(0, LARGE, GROUP).expand(4, -1), spread(4, LARGE // GROUP, 1.5)
+    ),
+    "half ruled out": ruled_out(spread(4, LARGE, 1.5), 2),
+    "every pivot raised": raised(spread(4, LARGE, 1.0), GROUP),
+    "mass in few that are no pivots": raised(spread(4, LARGE, 1.0).roll(1, dims=1), 40 * GROUP + 1),
+}
+
+
+@pytest.mark.parametrize("logits", SHAPES.values(), ids=SHAPES)
+@pytest.mark.parametrize(
+    "asked",
+    [
+        (0, 0.9, 0.0, 1.0), (0, 0.05, 0.0, 1.0), (0, 0.999, 0.0, 0.5), (0, 0.5, 0.0, 2.0), (0, 1e-9, 0.0, 1.0),
+        (2000, 1.0, 0.0, 1.0), (2000, 0.9, 0.0, 1.0), (300, 0.5, 0.0, 1.0), (0, 0.9, 0.01, 1.0), (0, 1.0, 0.01, 1.0),
+        (2000, 0.7, 0.05, 1.0),
+    ],
+)  # fmt: skip
+def test_what_is_kept_of_the_whole_vocabulary_is_the_smallest_set_that_reaches_top_p(
+    monkeypatch: pytest.MonkeyPatch, logits: torch.Tensor, asked: tuple[int, float, float, float]
+) -> None:
+    top_k, top_p, min_p, temperature = asked
+    monkeypatch.setattr(sampling, "NUMBERS_OF_CANDIDATES", {})
+    thresholds = []
+    draw_by_groups = sampling._draw_by_groups
+
+    def noting(scores: Scores, draws: Draws, masses: torch.Tensor, threshold: torch.Tensor) -> Any:
+        thresholds.append(threshold)
+        return draw_by_groups(scores, draws, masses, threshold)
+
+    monkeypatch.setattr(sampling, "_draw_by_groups", noting)
+    number = np.linspace(0.0, 1.0, len(logits), endpoint=False)
+    tokens = draw(logits, top_k, top_p, number, temperature=temperature, min_p=min_p)
+    (found,) = thresholds
+    for row, least, token in zip(logits.double(), found.ravel().tolist(), tokens.tolist(), strict=True):
+        weights = ((row - row.max()) / temperature).exp()
+        allowed = weights >= min_p * (1 - 1e-6)
+        order = torch.where(allowed, row, -torch.inf).argsort(descending=True)[: top_k or len(row)]
+        order = order[allowed[order]]
+        assert row[token] >= least
+        if top_p == 1.0:
+            assert not weights[(row >= least) != (row >= row[order].min())].any()
+            continue
+        wanted = top_p * weights[order].sum()
+        # The masses are sums of float32 weights.
+        assert weights[row >= least].sum() >= wanted * (1 - 5e-6)
+        assert weights[row > least].sum() < wanted * (1 + 5e-6)
+        assert (row == least).any()
+
+
+def test_a_row_of_a_flat_distribution_draws_the_same_token_alone_and_beside_others() -> None:
+    sigmas = [0.0, 0.3, 1.0, 1.5, 2.0, 3.0, 6.0, 0.5, 1.2, 2.5, 4.0, 1.0]
+    logits = torch.cat([spread(12, LARGE + 5, sigma)[n : n + 1] for n, sigma in enumerate(sigmas)])
+    draws = np.random.default_rng(3).random(len(logits))
+    together = draw(logits, 0, 0.9, draws)
+    for i in range(len(logits)):
+        row = slice(i, i + 1)
+        assert draw(logits[row], 0, 0.9, draws[row])[0] == together[i]
 
 
 def test_rounding_that_swaps_two_nearly_equal_logits_does_not_swap_the_tokens_drawn() -> None:

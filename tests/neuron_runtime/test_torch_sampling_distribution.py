@@ -124,6 +124,31 @@ def test_a_wrong_distribution_does_not_pass() -> None:
         assert_follows(counts, asked_for(SamplingParams(temperature=1.1)))
 
 
+@pytest.mark.parametrize("asked", [{"top_p": 0.9}, {"top_p": 0.9, "top_k": 3000}, {"min_p": 0.01, "top_p": 0.7}, {}])
+@pytest.mark.parametrize("sigma", [0.0, 0.5, 1.5, 3.0])
+def test_draws_of_flat_distributions_follow_what_was_asked_for(asked: dict[str, Any], sigma: float) -> None:
+    vocabulary, num, at_once, num_bins = 9000, 3000, 100, 40
+    logits = torch.randn(vocabulary, generator=torch.Generator().manual_seed(2)) * sigma
+    weights = logits.double().exp()
+    weights[weights < asked.get("min_p", 0.0) * weights.max()] = 0.0
+    order = weights.argsort(descending=True)
+    until = weights[order][: asked.get("top_k", vocabulary)].cumsum(0)
+    last = int(torch.searchsorted(until, asked.get("top_p", 1.0) * until[-1] * (1 - 1e-9)))
+    shares = torch.where(logits >= logits[order[last]], weights, 0.0).numpy()
+    shares = shares / shares.sum()
+    table = SamplingTable(1)
+    table.set(0, SamplingParams(temperature=1.0, seed=4, **asked), 0)
+    slots = np.zeros(at_once, dtype=np.int64)
+    some = logits.expand(at_once, -1).contiguous()
+    scores = Scores.of(some, weighed_at(table, slots, vocabulary))
+    parts = [choose(scores, table, slots, np.arange(n, n + at_once)) for n in range(0, num, at_once)]
+    counts = np.bincount(np.concatenate(parts), minlength=vocabulary)
+    assert not counts[shares == 0].any()
+    # Neighbouring tokens together, about equal shares.
+    bins = np.minimum((shares.cumsum() - shares / 2) * num_bins, num_bins - 1).astype(int)
+    assert_follows(*(np.bincount(bins, one, minlength=num_bins) for one in (counts, shares)))
+
+
 def assert_independent(some: np.ndarray, others: np.ndarray) -> None:
     """A contingency table of the few likeliest tokens and the rest."""
     few = np.argsort(-asked_for(SamplingParams()))[:6]

@@ -89,9 +89,19 @@ class Scores:
             rows = slice(begin, min(begin + ROWS_AT_ONCE, len(self)))
             yield rows, self._logits(self.index[rows])
 
+    def logits(self, i: int) -> torch.Tensor:
+        """Of one row: `[vocabulary]`."""
+        return self.everything[int(self.index[i])]
+
     def take(self, token_ids: torch.Tensor) -> torch.Tensor:
         """Logits of tokens `[rows, n]` of each row."""
         return self.everything.view(-1).take(token_ids + self.index.unsqueeze(1) * self.vocabulary)
+
+    def buffer(self, num_rows: int) -> torch.Tensor:
+        """For weights of so many rows, in whole groups; behind the vocabulary they are 0."""
+        made = torch.empty(num_rows, self.maxima.shape[1] * GROUP)
+        made[:, self.vocabulary :] = 0.0
+        return made
 
     def copy(self) -> Scores:
         """The same, but what happens to the one does not happen to the other."""
@@ -109,7 +119,7 @@ class Scores:
 
     def best(self) -> torch.Tensor:
         """The best token of each row, the first of several as good ones: int64 `[rows]`."""
-        at = self._of_groups(self.top_group).argmax(dim=-1, keepdim=True)
+        at = self.of_groups(self.top_group).argmax(dim=-1, keepdim=True)
         return _ids(self.top_group, at).squeeze(1)
 
     def likeliest(self, count: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -121,7 +131,7 @@ class Scores:
             values, ids = zip(*(logits.topk(count, dim=-1) for _, logits in self.parts()), strict=True)
             return torch.cat(values), torch.cat(ids)
         groups = self.maxima.topk(count, dim=-1, sorted=False).indices
-        logits = self._of_groups(groups)
+        logits = self.of_groups(groups)
         # Tokens of a part lie a stride apart, so that the maxima of neighbouring parts are found at once.
         stride = logits.shape[1] // PART
         parts = logits.view(len(self), PART, stride).amax(dim=1).topk(count, dim=-1, sorted=False).indices
@@ -145,7 +155,7 @@ class Scores:
         begin, end = int(index[0]), int(index[-1]) + 1
         return self.everything[begin:end] if end - begin == len(index) else self.everything[index]
 
-    def _of_groups(self, groups: torch.Tensor) -> torch.Tensor:
+    def of_groups(self, groups: torch.Tensor) -> torch.Tensor:
         """Logits of all tokens of some groups of each row: `[rows, groups * GROUP]`, -inf behind the vocabulary."""
         if not self.vocabulary % GROUP:
             # Whole groups are copied, which takes a tenth of the time of taking tokens one by one.
@@ -157,7 +167,7 @@ class Scores:
 
 
 def _ids(groups: torch.Tensor, at: torch.Tensor) -> torch.Tensor:
-    """Token ids of places `[rows, n]` in what `_of_groups` gave."""
+    """Token ids of places `[rows, n]` in what `of_groups` gave."""
     return groups.gather(1, at // GROUP) * GROUP + at % GROUP
 
 
@@ -193,3 +203,8 @@ def group_maxima(logits: torch.Tensor) -> torch.Tensor:
         return maxima
     rest = logits[:, num_whole * GROUP :].amax(dim=-1, keepdim=True)
     return torch.cat((maxima, rest), dim=1)
+
+
+def group_sums(weights: torch.Tensor) -> torch.Tensor:
+    """Of the last dimension, which is of whole groups."""
+    return weights.view(*weights.shape[:-1], -1, GROUP).sum(dim=-1)

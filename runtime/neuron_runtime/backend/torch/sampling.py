@@ -10,25 +10,31 @@ probability: rounding that swaps two nearly equal logits then moves a boundary a
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import itertools
 from dataclasses import dataclass, fields
 
 import numpy as np
 import numpy.typing as npt
 import torch
-from torch.nn import functional
 
-from neuron_runtime.backend.torch.likeliest import GROUP, ROWS_AT_ONCE, Scores, weigh
+from neuron_runtime.backend.torch.likeliest import GROUP, ROWS_AT_ONCE, Scores, group_sums, weigh
 from neuron_runtime.core import SamplingParams, TokenLogprobs
 from neuron_runtime.errors import ExitCode, FatalError
 
 IntArray = npt.NDArray[np.int64]
 FloatArray = npt.NDArray[np.float64]
 
-NUMBERS_OF_CANDIDATES = {32: True, 64: False, 128: True, 256: False, 1024: True}
+NUMBERS_OF_CANDIDATES = {32: True, 64: False, 128: True, 256: False}
 """How many likeliest tokens are looked at, one number after the other, and whether also for rows without top-k: those
-may keep any number, mostly a small one, so they go in longer steps (measured). Rows that keep more than the last number
-are sorted whole."""
+may keep any number, mostly a small one, so they go in longer steps (measured). Of rows that keep more than the last
+number, what is kept is found among all tokens, at a cost that does not depend on how many they are."""
+MARGIN = 8
+MAX_APART = 32
+"""In pivots, each of which stands for `GROUP` tokens: how far around its expected place the end of a nucleus is looked
+for, and how far apart two pivots may be when the tokens between them are sorted. Measured: with fewer the mass
+above a pivot is asked for more often, with more there is more to sort."""
+MAX_GUESSES = 3
+"""How often that place is guessed before it is searched for by halves."""
 MAX_LOGPROBS = 20
 MIN_TEMPERATURE = 1e-30
 """The draw is the best token long before; smaller ones would make infinities, of which softmax makes NaN."""
@@ -197,7 +203,7 @@ def draw(scores: Scores, draws: Draws) -> IntArray:
     tokens = np.empty(len(restricted), dtype=np.int64)
     rows = np.flatnonzero(~restricted)
     if len(rows):
-        tokens[rows] = _draw_among_all(scores.rows(torch.from_numpy(rows)), draws.rows(rows), None)
+        tokens[rows] = _draw_among_all(scores.rows(torch.from_numpy(rows)), draws.rows(rows))
     rows = np.flatnonzero(restricted)
     if len(rows):
         tokens[rows] = _draw_restricted(scores.rows(torch.from_numpy(rows)), draws.rows(rows))
@@ -269,70 +275,165 @@ def _draw_restricted(scores: Scores, draws: Draws) -> IntArray:
     top_k = _numpy(kept.top_k.squeeze(1))
     tokens = np.empty(len(top_k), dtype=np.int64)
     left = np.ones(len(top_k), dtype=bool)
+    # One more than top-k shows whether its last token has others as likely.
+    unbounded = top_k == scores.vocabulary
+    needed = np.where(unbounded, 1, top_k + 1)
     for width, for_unbounded in NUMBERS_OF_CANDIDATES.items():
-        # One more than top-k shows whether its last token has others as likely.
-        tried = np.flatnonzero(left & ((top_k < width) | (for_unbounded & (top_k == scores.vocabulary))))
+        tried = np.flatnonzero(left & (needed <= width) & (for_unbounded | ~unbounded))
         if len(tried):
             rows = torch.from_numpy(tried)
-            found, complete = _draw_among_likeliest(scores.rows(rows), kept.rows(rows), number[rows], width)
+            found, complete, needed[tried] = _draw_among_likeliest(
+                scores.rows(rows), kept.rows(rows), number[rows], width
+            )
             tokens[tried[complete]] = found[complete]
             left[tried[complete]] = False
     rest = np.flatnonzero(left)
-    for begin in range(0, len(rest), ROWS_AT_ONCE):
-        rows_of_rest = rest[begin : begin + ROWS_AT_ONCE]
-        rows = torch.from_numpy(rows_of_rest)
-        some, of_some = scores.rows(rows), kept.rows(rows)
-        ((_, logits),) = some.parts()
-        # A fraction of the time of torch, which sorts ids too.
-        values = torch.from_numpy(-np.sort(-logits.numpy(), axis=-1))
-        threshold, _ = of_some.threshold(values, of_some.weights(values))
-        tokens[rows_of_rest] = _draw_among_all(some, draws.rows(rows_of_rest), threshold)
+    if len(rest):
+        rows = torch.from_numpy(rest)
+        tokens[rest] = _draw_among_kept(scores.rows(rows), draws.rows(rest), kept.rows(rows))
     return tokens
 
 
 def _draw_among_likeliest(
     scores: Scores, kept: _Kept, number: torch.Tensor, width: int
-) -> tuple[IntArray, npt.NDArray[np.bool_]]:
-    """Draw among the first candidates; second: whether all that a row keeps, ties included, is among them."""
+) -> tuple[IntArray, npt.NDArray[np.bool_], IntArray]:
+    """Draw among the first candidates; second: whether all that a row keeps, ties included, is among them.
+
+    Third: how many there must be at least, where it is not.
+    """
     width = min(width, scores.vocabulary)
     values, ids = scores.likeliest(width)
     weights = kept.weights(values)
     threshold, known = kept.threshold(values, weights)
     complete = known & (values[:, -1:] < threshold) if width < scores.vocabulary else torch.ones_like(kept.whole)
+    # The others are no likelier than the last one.
+    missing = torch.where(kept.whole, kept.top_p * kept.mass - weights.sum(dim=-1, keepdim=True), 0.0)
+    needed = width + 1 + (missing / weights[:, -1:]).nan_to_num_(0.0).clamp(0.0, scores.vocabulary).long()
     by_id = ids.argsort(dim=-1)
     running = weights.masked_fill_(values < threshold, 0.0).gather(1, by_id).cumsum(dim=-1)
     at, _ = _invert(running, number)
-    return _numpy(ids.gather(1, by_id.gather(1, at)).squeeze(1)), complete.squeeze(1).numpy()
+    tokens = ids.gather(1, by_id.gather(1, at))
+    return _numpy(tokens.squeeze(1)), complete.squeeze(1).numpy(), _numpy(needed.squeeze(1))
 
 
-def _draw_among_all(scores: Scores, draws: Draws, threshold: torch.Tensor | None) -> IntArray:
-    """Draw from the whole vocabulary, from what reaches `threshold` if there is one: a group first, then in the group.
-
-    A row costs two passes over its logits, and sums of its groups instead of as many sums as tokens.
-    """
-    number = _column(draws.number)
-    tokens = []
-    for rows, weights in _weights(scores, _temperature(draws), threshold):
-        missing = -weights.shape[1] % GROUP
-        groups = (functional.pad(weights, (0, missing)) if missing else weights).view(len(weights), -1, GROUP)
-        group, rest = _invert(groups.sum(dim=-1).cumsum(dim=-1, dtype=torch.float64), number[rows])
-        inside = groups.gather(1, group.unsqueeze(-1).expand(-1, 1, GROUP)).squeeze(1)
-        running = inside.cumsum(dim=-1, dtype=torch.float64)
-        at, _ = _invert(running, rest / running[:, -1:])
-        tokens.append(group * GROUP + at)
-    return _numpy(torch.cat(tokens).squeeze(1))
-
-
-def _weights(
-    scores: Scores, temperature: FloatArray, threshold: torch.Tensor | None
-) -> Iterator[tuple[slice, torch.Tensor]]:
-    """Some rows at a time: `weigh`, 0 below the threshold."""
-    buffer = torch.empty(min(ROWS_AT_ONCE, len(scores)), scores.vocabulary)
+def _draw_among_all(scores: Scores, draws: Draws) -> IntArray:
+    """Draw from the whole vocabulary, at the cost of one pass over it."""
+    temperature, buffer = _temperature(draws), scores.buffer(min(ROWS_AT_ONCE, len(scores)))
+    masses = torch.empty_like(scores.maxima)
     for rows, logits in scores.parts():
-        weights = weigh(logits, scores.top[rows], temperature[rows], buffer)
-        if threshold is not None:
-            weights.masked_fill_(logits < threshold[rows], 0.0)
-        yield rows, weights
+        weigh(logits, scores.top[rows], temperature[rows], buffer[:, : scores.vocabulary])
+        masses[rows] = group_sums(buffer[: len(logits)])
+    return _draw_by_groups(scores, draws, masses, torch.full_like(scores.top, float("-inf")))
+
+
+def _draw_among_kept(scores: Scores, draws: Draws, kept: _Kept) -> IntArray:
+    """Draw from what rows keep, however much it is, at the cost of some passes over the vocabulary."""
+    temperature, (weights, spare) = _temperature(draws), scores.buffer(2)
+    masses, threshold = torch.empty_like(scores.maxima), torch.empty_like(scores.top)
+    # One row at a time stays in a processor's cache, and knows nothing of the others.
+    for i in range(len(scores)):
+        row, one = _Row(scores.logits(i), weights, spare), slice(i, i + 1)
+        weigh(row.logits.unsqueeze(0), scores.top[one], temperature[one], weights[: scores.vocabulary].unsqueeze(0))
+        mass = float(kept.mass[i]) if kept.whole[i] else None
+        least = row.threshold(float(kept.floor[i]), int(kept.top_k[i]), float(kept.top_p[i]), mass)
+        masses[i], threshold[i] = row.reaching(least), least
+    return _draw_by_groups(scores, draws, masses, threshold)
+
+
+def _draw_by_groups(scores: Scores, draws: Draws, masses: torch.Tensor, threshold: torch.Tensor) -> IntArray:
+    """Draw a group by the masses `[rows, groups]` of what reaches the threshold `[rows, 1]`, then a token in it."""
+    group, rest = _invert(masses.cumsum(dim=-1, dtype=torch.float64), _column(draws.number))
+    logits = scores.of_groups(group)
+    weights = weigh(logits, scores.top, _temperature(draws), torch.empty_like(logits)).mul_(logits >= threshold)
+    running = weights.cumsum(dim=-1, dtype=torch.float64)
+    at, _ = _invert(running, rest / running[:, -1:])
+    return _numpy((group * GROUP + at).squeeze(1))
+
+
+@dataclass(frozen=True, slots=True)
+class _Row:
+    """A row whose least kept token is looked for among all.
+
+    logits: `[vocabulary]`.
+    weights: `[groups * GROUP]`, probabilities in units of the likeliest token's, 0 behind the vocabulary.
+    spare: like `weights`, overwritten by each question.
+    """
+
+    logits: torch.Tensor
+    weights: torch.Tensor
+    spare: torch.Tensor
+
+    def reaching(self, threshold: float) -> torch.Tensor:
+        """The mass of what is not below the threshold, per group."""
+        # A mask of numbers: several times as fast to write and to apply as one of truth values.
+        torch.ge(self.logits, threshold, out=self.spare[: len(self.logits)])
+        return group_sums(self.spare.mul_(self.weights))
+
+    def mass(self, threshold: float) -> float:
+        return float(self.reaching(threshold).sum(dtype=torch.float64))
+
+    def threshold(self, floor: float, top_k: int, top_p: float, mass: float | None) -> float:
+        """The least logit that the row keeps.
+
+        Args:
+            floor: the least that min-p keeps.
+            mass: that of the whole vocabulary, if top-p is of it.
+        """
+        logits = self.logits.numpy()
+        if top_k < len(logits):
+            floor = max(floor, float(np.partition(logits, -top_k)[-top_k]))
+        if top_p == 1.0:
+            return floor
+        if mass is not None:
+            return self._crossing(top_p * mass, floor, mass)
+        mass = self.mass(floor)
+        # Tokens as likely as the last one of top-k are kept, but top-p is of the mass of no more than `top_k`.
+        surplus = max(0, int(np.count_nonzero(logits >= floor)) - top_k)
+        without = surplus * float(self.weights[int((logits == floor).argmax())]) if surplus else 0.0
+        return self._crossing(top_p * (mass - without), floor, mass)
+
+    def _crossing(self, target: float, floor: float, mass: float) -> float:
+        """The largest threshold that tokens of the mass `target` reach; tokens of `mass` reach `floor`.
+
+        The first token of each group is a pivot. Their own weights tell near which pivot the threshold is to be
+        expected, and the mass above another one tells it better; only tokens between two close ones are sorted.
+        """
+        logits, weights = self.logits.numpy(), self.weights.numpy()
+        some = _falling(logits[::GROUP])
+        some = some[: np.count_nonzero(some > floor)]
+        pivots = np.concatenate(([np.inf], some, [floor]))
+        seen = np.zeros(len(pivots))
+        np.cumsum(_falling(weights[: len(logits) : GROUP])[: len(some)], out=seen[1:-1])
+        seen[-1] = seen[-2]
+        low, above, high, within = 0, 0.0, len(pivots) - 1, mass
+        for guesses in itertools.count():
+            expected = (low + high) // 2
+            if guesses < MAX_GUESSES:
+                share = (target - above) / (within - above)
+                expected = low + int(np.searchsorted(seen[low:high], seen[low] + share * (seen[high] - seen[low])))
+            at = min(expected + MARGIN, high)
+            if at - low > MAX_APART:
+                at = max(expected - MARGIN, low + MARGIN)
+            else:
+                between = np.flatnonzero((logits > float(pivots[at])) & (logits < float(pivots[low])))
+                until = above + _falling(weights[between]).cumsum(dtype=np.float64)
+                last = int(np.searchsorted(until, target)) + 1
+                if last <= len(between):
+                    return float(np.partition(logits[between], -last)[-last])
+                if at == high:
+                    break
+            found = self.mass(float(pivots[at]))
+            # All pivots that are as large share the mass.
+            if found >= target:
+                high, within = int(np.searchsorted(-pivots, -pivots[at])), found
+            else:
+                low, above = int(np.searchsorted(-pivots, -pivots[at], side="right")) - 1, found
+        return float(pivots[high])
+
+
+def _falling(some: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
+    """Sorted, largest first. A fraction of the time of torch, which sorts indexes too."""
+    return np.sort(some)[::-1]
 
 
 def _invert(running: torch.Tensor, number: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -351,10 +452,11 @@ def _invert(running: torch.Tensor, number: torch.Tensor) -> tuple[torch.Tensor, 
 def logprobs(scores: Scores, tokens: IntArray, num_alternatives: IntArray) -> list[TokenLogprobs]:
     """Of each row's token, and of its likeliest alternatives, in the distribution that the logits alone make."""
     logits = scores.take(torch.from_numpy(tokens).unsqueeze(1))
-    masses = [weights.sum(dim=-1, keepdim=True) for _, weights in _weights(scores, np.ones(len(scores)), None)]
-    whole = scores.top + torch.cat(masses).log()
-    # Written as numbers: several times as fast to add up as truth values.
     buffer = torch.empty(min(ROWS_AT_ONCE, len(scores)), scores.vocabulary)
+    at_one = np.ones(len(scores))
+    weights = (weigh(some, scores.top[rows], at_one[rows], buffer) for rows, some in scores.parts())
+    whole = scores.top + torch.cat([one.sum(dim=-1, keepdim=True) for one in weights]).log()
+    # Written as numbers: several times as fast to add up as truth values.
     likelier = [torch.gt(some, logits[rows], out=buffer[: len(some)]).sum(dim=-1) for rows, some in scores.parts()]
     values, ids = scores.likeliest(max(1, int(num_alternatives.max(initial=0))))
     found = zip(

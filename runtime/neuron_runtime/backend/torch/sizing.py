@@ -146,8 +146,8 @@ def _memory(model: DecoderConfig, dtype_bytes: int, available_bytes: int, rows: 
     # A tied head is a second, packed copy. While a weight is packed it exists twice: the largest is an embedding.
     weights = (num_parameters + embedding * (1 + model.tied_embeddings)) * dtype_bytes
     activations = step_tokens * (8 * model.hidden_size + 3 * model.intermediate_size) * 4
-    # Logits as the head gives them, as float32, and once more where both changed and reported; beside them float64
-    # copies of the few rows that are sorted at once.
+    # Logits as the head gives them, as float32, and once more where both changed and reported; beside them what
+    # is computed over a few rows at once.
     scores = model.vocabulary_size * (rows * 3 * 4 + ROWS_AT_ONCE * 8 * 8)
     return Memory(
         available=available_bytes,
