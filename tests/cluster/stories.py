@@ -14,7 +14,8 @@ from typing import Any
 
 from cluster.rig.faults import kill_containers
 from cluster.rig.images import build_image
-from cluster.rig.rig import Rig
+from cluster.rig.machine import WAIT_SECONDS
+from cluster.rig.rig import WAITING, Rig
 
 ROOT = Path(__file__).parents[2]
 CHART = ROOT / "charts" / "neuron-serving"
@@ -30,6 +31,20 @@ CHILD_KINDS = (
 )
 
 DEVICES_SEEN = "import glob, os; print(*sorted(os.minor(os.stat(d).st_rdev) for d in glob.glob('/dev/neuron*')))"
+
+OPENED = f"""
+import time, urllib.error, urllib.request
+def opened(request, patience_seconds={WAIT_SECONDS}):
+    # A node knows the pods of a Service a moment after the API server does.
+    end = time.monotonic() + patience_seconds
+    while True:
+        try:
+            return urllib.request.urlopen(request, timeout=patience_seconds)
+        except urllib.error.URLError as error:
+            if isinstance(error, urllib.error.HTTPError) or time.monotonic() > end:
+                raise
+            time.sleep(0.1)
+"""
 
 
 @dataclass(frozen=True)
@@ -50,7 +65,7 @@ def load_images(rig: Rig) -> Images:
 def install(rig: Rig, images: Images, *options: str) -> None:
     """`helm install --wait` with further options of helm."""
     values = f"image.operator={images.operator},image.runtime={images.runtime},image.pullPolicy=Never"
-    where = ("-n", OPERATOR_NAMESPACE, "--create-namespace", "--wait", "--timeout", "3m")
+    where = ("-n", OPERATOR_NAMESPACE, "--create-namespace", "--wait", WAITING)
     rig.helm("install", "neuron-serving", str(CHART), *where, "--set", values, *options)
 
 
@@ -89,11 +104,11 @@ class Story:
         current = [c for c in found if c["observedGeneration"] == body["metadata"]["generation"]]
         return current[0] if current else {"status": "Unknown", "reason": "", "message": ""}
 
-    def until(self, what: str, holds: Callable[[], Any], seconds: float = 120) -> Any:
-        deadline = time.monotonic() + seconds
+    def until(self, what: str, holds: Callable[[], Any]) -> Any:
+        deadline = time.monotonic() + WAIT_SECONDS
         while not (result := holds()):
             if time.monotonic() > deadline:
-                raise AssertionError(f"not within {seconds} s: {what}\n{self.kubectl('describe', 'nm')}")
+                raise AssertionError(f"not within {WAIT_SECONDS} s: {what}\n{self.kubectl('describe', 'nm')}")
             time.sleep(0.25)
         return result
 
@@ -101,7 +116,6 @@ class Story:
         self.until(
             f"{replicas} replicas ready",
             lambda: self.condition(model, "Ready")["status"] == "True" and len(self.ready_pods(model)) == replicas,
-            240,
         )
 
     def serving_pods(self, model: str = "chat") -> list[Any]:
@@ -121,7 +135,7 @@ class Story:
         self.rig.kubectl("-n", OPERATOR_NAMESPACE, "delete", "pods", "-l", OPERATOR_SELECTOR, "--wait=false")
 
     def run_client(self, image: str, name: str, code: str, *arguments: str) -> str:
-        """Runs Python in a pod of its own and returns what it printed."""
+        """Runs Python in a pod of its own, which has `OPENED` for requests, and returns what it printed."""
         self.start_client(image, name, code, *arguments)
         return self.end_client(name)
 
@@ -130,7 +144,7 @@ class Story:
             "name": "client",
             "image": image,
             "imagePullPolicy": "Never",
-            "command": ["python", "-c", code, *arguments],
+            "command": ["python", "-c", OPENED + code, *arguments],
         }
         self.apply(
             {

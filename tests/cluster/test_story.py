@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from cluster.rig.commands import CommandFailed
-from cluster.rig.rig import Rig
+from cluster.rig.rig import WAITING, Rig
 from cluster.stories import (
     ANSWERS,
     CHILD_KINDS,
@@ -28,7 +28,7 @@ from cluster.stories import (
     uninstall,
 )
 
-pytestmark = [pytest.mark.cluster, pytest.mark.slow, pytest.mark.timeout(1500, func_only=True)]
+pytestmark = [pytest.mark.cluster, pytest.mark.slow, pytest.mark.timeout(3600, func_only=True)]
 
 QUESTION = "What is a NeuronModel?"
 RIGHTS_FOR_FAULTS = {
@@ -64,7 +64,7 @@ body = {"model": "chat", "messages": [{"role": "user", "content": question}], "t
 headers = {"Content-Type": "application/json"}
 request = urllib.request.Request(url + "/v1/chat/completions", json.dumps(body).encode(), headers)
 began, first, text, num_events = time.monotonic(), None, "", 0
-for line in urllib.request.urlopen(request, timeout=60):
+for line in opened(request):
     if line.startswith(b"data: {"):
         piece = json.loads(line[6:])["choices"][0]["delta"].get("content") or ""
         num_events += bool(piece)
@@ -76,7 +76,7 @@ print(json.dumps({"text": text, "events": num_events, "first_token_seconds": fir
 SCRAPE = """
 import sys, urllib.request
 for url in sys.argv[1:]:
-    print(urllib.request.urlopen(url, timeout=10).read().decode())
+    print(opened(url).read().decode())
 """
 
 
@@ -98,12 +98,12 @@ def test_from_install_to_tokens_and_back(rig: Rig, namespace: str, capsys: pytes
 def _tell(story: Story, images: Images) -> None:
     with story.stage("install: helm install --wait"):
         install(story.rig, images)
-        story.rig.helm("test", "neuron-serving", "-n", OPERATOR_NAMESPACE)
+        story.rig.helm("test", "neuron-serving", "-n", OPERATOR_NAMESPACE, WAITING)
 
     with story.stage("apply to Ready: 2 replicas of 6 devices"):
         story.apply(MODEL)
         story.kill_operator()
-        story.kubectl("wait", "--for=condition=Ready", "nm/chat", "--timeout=240s", timeout_seconds=250)
+        story.kubectl("wait", "--for=condition=Ready", "nm/chat", WAITING)
     pods = story.ready_pods()
     assert {pod["spec"]["nodeName"] for pod in pods} == {"n1", "n2"}
     assert [story.minors_seen(pod) for pod in pods] == [set(range(6))] * 2
@@ -217,7 +217,7 @@ def _edit_every_child(story: Story) -> None:
     def repaired() -> bool:
         return children <= {(c["kind"], c["metadata"]["name"]) for c in story.items(kinds, OURS)}
 
-    story.until("children repaired", repaired, 30)
+    story.until("children repaired", repaired)
     print(f"    repaired within {time.monotonic() - began:.1f} s of the first edit")
 
 

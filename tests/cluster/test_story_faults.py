@@ -15,8 +15,8 @@ from typing import Any
 
 import pytest
 
-from cluster.rig.faults import devices_unhealthy, kill_processes, power_off
-from cluster.rig.rig import Rig
+from cluster.rig.faults import devices_unhealthy, frozen, kill_processes, power_off
+from cluster.rig.rig import WAITING, Rig
 from cluster.stories import (
     ANSWERS,
     CHILD_KINDS,
@@ -31,7 +31,7 @@ from cluster.stories import (
     uninstall,
 )
 
-pytestmark = [pytest.mark.cluster, pytest.mark.slow, pytest.mark.timeout(600, func_only=True)]
+pytestmark = [pytest.mark.cluster, pytest.mark.slow, pytest.mark.timeout(1800, func_only=True)]
 
 QUESTION = "How do I make the operator decide anew?"
 TOKEN, WRONG_TOKEN = "hf_Aright0000000000000000000000000000", "hf_Wrong0000000000000000000000000000"
@@ -49,7 +49,7 @@ body = {"model": "chat", "messages": [{"role": "user", "content": question}], "t
 request = urllib.request.Request(
     url + "/v1/chat/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
 )
-answer = json.load(urllib.request.urlopen(request, timeout=60))
+answer = json.load(opened(request))
 print(answer["choices"][0]["message"]["content"])
 """
 
@@ -58,7 +58,7 @@ import json, sys, urllib.error, urllib.request
 url, key = sys.argv[1:]
 def status(**headers):
     try:
-        return urllib.request.urlopen(urllib.request.Request(url + "/v1/models", headers=headers), timeout=60).status
+        return opened(urllib.request.Request(url + "/v1/models", headers=headers)).status
     except urllib.error.HTTPError as refused:
         return refused.code
 print(status(), status(Authorization="Bearer other"), status(Authorization="Bearer " + key))
@@ -73,7 +73,7 @@ request = urllib.request.Request(
     url + "/v1/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
 )
 pieces, usage, error, ended = 0, None, None, False
-for line in urllib.request.urlopen(request, timeout=120):
+for line in opened(request):
     if line.startswith(b"data: {"):
         event = json.loads(line[6:])
         usage, error = event.get("usage") or usage, event.get("error") or error
@@ -101,7 +101,7 @@ def installation(rig: Rig) -> Iterator[Installation]:
     images = load_images(rig)
     audit_begins = len(rig.audit_events())
     namespace = f"hub-{uuid.uuid4().hex[:8]}"
-    rig.kubectl("create", "namespace", namespace)
+    rig.create_namespace(namespace)
     try:
         rig.apply(*_hub(namespace, images.runtime))
         values = {
@@ -110,7 +110,7 @@ def installation(rig: Rig) -> Iterator[Installation]:
             "jobs": {"env": [{"name": "HF_ENDPOINT", "value": f"http://hub.{namespace}.svc.cluster.local:8080"}]},
         }
         install(rig, images, *(f"--set-json={key}={json.dumps(value)}" for key, value in values.items()))
-        rig.kubectl("-n", namespace, "wait", "--for=condition=Ready", "pod/hub", "--timeout=60s")
+        rig.kubectl("-n", namespace, "wait", "--for=condition=Ready", "pod/hub", WAITING)
         listing = (
             "import urllib.request as u; print(u.urlopen('http://localhost:8080/api/models/demo/demo').read().decode())"
         )
@@ -126,7 +126,7 @@ def story(installation: Installation) -> Iterator[Story]:
     """The namespace of a user with one replica of the open model, `chat`."""
     namespace = f"test-{uuid.uuid4().hex[:8]}"
     rig = installation.rig
-    rig.kubectl("create", "namespace", namespace)
+    rig.create_namespace(namespace)
     story = Story(rig, namespace)
     story.apply(_model("chat", "hf://demo/demo", serving={"maxModelLength": 2048}))
     yield story
@@ -202,9 +202,10 @@ def test_a_pod_that_is_deleted_finishes_the_answers_that_it_has_begun(installati
     (before,) = story.ready_pods()
     with story.stage("drain: the stream runs to its end"):
         _begin_stream(installation, story, "long")
-        story.kubectl("delete", "pod", before["metadata"]["name"], "--wait=false")
-        _until_reason(story, "chat", "Draining")
-        seen = time.time()
+        with frozen(story.rig, before, ENGINE_MODULE):  # so the answer cannot end before that is seen
+            story.kubectl("delete", "pod", before["metadata"]["name"], "--wait=false")
+            _until_reason(story, "chat", "Draining")
+            seen = time.time()
         told = json.loads(story.end_client("long").splitlines()[-1])
         assert told["error"] is None
         assert told["done"]
@@ -382,7 +383,7 @@ def _ask(installation: Installation, story: Story) -> str:
 def _begin_stream(installation: Installation, story: Story, name: str) -> None:
     """Starts a client of its name in the cluster, and returns when it has the beginning of a long answer."""
     story.start_client(installation.runtime_image, name, LONG_ANSWER, str(NUM_TOKENS), _url(story))
-    story.kubectl("wait", "--for=jsonpath={.status.containerStatuses[0].started}=true", f"pod/{name}", "--timeout=60s")
+    story.kubectl("wait", "--for=jsonpath={.status.containerStatuses[0].started}=true", f"pod/{name}", WAITING)
     story.until("the stream's beginning", lambda: "streaming" in story.kubectl("logs", name))
 
 
