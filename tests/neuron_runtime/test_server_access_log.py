@@ -205,6 +205,18 @@ async def test_a_client_that_leaves_and_an_engine_that_ends_are_told(logged: Log
     assert line["output_tokens"] > 0
 
 
+async def test_a_client_that_leaves_in_the_middle_of_its_body_was_refused_nothing(logged: Logged) -> None:
+    async with logged() as (served, log):
+        refused = await served.metric("neuron_serving_requests_refused_total")
+        _, writer = await asyncio.open_connection(served.http.base_url.host, served.http.base_url.port)
+        writer.write(b'POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\n{"prompt')
+        await writer.drain()
+        writer.close()
+        (line,) = await log.lines(1)
+        assert (line["status"], line.get("error")) == (499, None)
+        assert await served.metric("neuron_serving_requests_refused_total") == refused
+
+
 async def test_a_mistake_of_ours_is_told_as_one(logged: Logged, monkeypatch: pytest.MonkeyPatch) -> None:
     def broken() -> None:
         raise RuntimeError(SECRET)

@@ -85,6 +85,15 @@ async def test_a_longer_body_is_refused_and_the_connection_ends_with_it(served: 
     assert answer.headers["connection"] == "close"
 
 
+async def test_a_compressed_body_is_refused_by_its_encoding(served: Serving) -> None:
+    body = b'{"prompt": "a"}'
+    for encoding, status in (("identity", 200), ("gzip", 415), ("br, gzip", 415)):
+        answer = await served.http.post("/v1/completions", content=body, headers={"content-encoding": encoding})
+        assert answer.status_code == status
+    assert "br, gzip" in answer.json()["error"]["message"]
+    assert answer.json()["error"]["code"] == "body_encoded"
+
+
 async def test_a_body_whose_length_is_not_declared_is_counted(served: Serving) -> None:
     url = served.http.base_url
     reader, writer = await asyncio.open_connection(url.host, url.port)

@@ -14,7 +14,7 @@ from typing import Protocol, TypeVar
 import orjson
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.routing import Route
 
@@ -24,7 +24,7 @@ from neuron_runtime.server.admission import Admission, Ask
 from neuron_runtime.server.answers import CHAT, COMPLETION, Answer, Shape
 from neuron_runtime.server.bodies import Bodies
 from neuron_runtime.server.engine_client import EngineClient
-from neuron_runtime.server.exchange import exchange_of
+from neuron_runtime.server.exchange import CLIENT_LEFT, exchange_of
 from neuron_runtime.server.gate import Gate
 from neuron_runtime.server.generation import Generation
 from neuron_runtime.server.metrics import CONTENT_TYPE, Metrics
@@ -73,7 +73,12 @@ def build_app(state: State) -> Starlette:
             Route("/live", routes.live),
             Route("/metrics", routes.metrics),
         ],
-        exception_handlers={ServingError: _serving_error, HTTPException: _http_error, Exception: _bug},
+        exception_handlers={
+            ServingError: _serving_error,
+            HTTPException: _http_error,
+            ClientDisconnect: _client_left,
+            Exception: _bug,
+        },
     )
 
 
@@ -222,6 +227,11 @@ async def _http_error(request: Request, error: Exception) -> Response:
     message = f"{request.method} {request.url.path}: {error.detail}"
     kind = "not_found_error" if error.status_code == 404 else "invalid_request_error"
     return Response(error_object(message, kind), error.status_code, error.headers, media_type="application/json")
+
+
+async def _client_left(request: Request, error: Exception) -> Response:
+    """In the middle of the body: nobody is told, log and traces are."""
+    return Response(status_code=CLIENT_LEFT)
 
 
 async def _bug(request: Request, error: Exception) -> Response:

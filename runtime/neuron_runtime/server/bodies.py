@@ -12,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing, asynccontextmanager
 from typing import TypeVar
 
-from starlette.requests import ClientDisconnect, Request
+from starlette.requests import Request
 
 from neuron_runtime.errors import InvalidRequest, Overloaded
 
@@ -52,7 +52,8 @@ class Bodies:
         A body that is somewhat too long is read to its end and dropped: most clients look for an answer only then.
 
         Raises:
-            InvalidRequest: it is too long (413), too slow (408), or the client has left.
+            InvalidRequest: it is too long (413), too slow (408), or compressed (415).
+            ClientDisconnect: the client has left.
             Overloaded: too many others are being read.
         """
         parts: list[bytes] = []
@@ -82,6 +83,11 @@ class Bodies:
         self._threads.shutdown(wait=False, cancel_futures=True)
 
     async def _parts(self, request: Request) -> AsyncGenerator[bytes, None]:
+        encoding = request.headers.get("content-encoding", "identity")
+        if encoding.lower() != "identity":
+            raise InvalidRequest(
+                f"Content-Encoding: {encoding}: send the body as it is", status=415, code="body_encoded"
+            )
         max_bytes, size = self._max_bytes, 0
         if int(request.headers.get("content-length", "0")) > DISCARDED_BODIES * max_bytes:
             raise self._too_large()
@@ -96,8 +102,6 @@ class Bodies:
             except TimeoutError as error:
                 message = f"the body came too slowly: {size} bytes of it within {self._seconds:.0f} s"
                 raise InvalidRequest(message, status=408, code="body_too_slow") from error
-            except ClientDisconnect as error:
-                raise InvalidRequest("the client left before the body was complete") from error
             size += len(part)
             if size <= max_bytes:
                 yield part
