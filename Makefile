@@ -1,7 +1,7 @@
 # Everything a person or CI does with this repository; `make` alone lists the targets.
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
-.PHONY: help setup demo serve format lint check test test-long test-neuron-versions programs cluster cluster-images cluster-down cluster-deps clean-cache
+.PHONY: help setup demo serve format generate lint check test test-long test-neuron-versions programs cluster cluster-images cluster-down cluster-deps clean-cache
 
 PYTHON ?= python3
 BIN := .venv/bin
@@ -31,8 +31,12 @@ serve: setup  ## the same, and stay
 format: setup  ## rewrite the code in the project's style
 	@$(BIN)/ruff check --fix -q . ; $(BIN)/ruff format -q .
 
+generate: setup  ## rewrite what follows from declarations: the CRD, tables of the docs
+	@$(BIN)/python scripts/generate.py
+
 lint: setup
 	@$(BIN)/ruff check -q . && $(BIN)/ruff format --check -q . && $(BIN)/mypy && $(BIN)/lint-imports --no-cache
+	@$(BIN)/python scripts/generate.py --check
 
 check: lint  ## style, types, import contracts, fast tests; two minutes
 	@$(TWO) $(BIN)/pytest -q -n 2 -m "$(FAST)"

@@ -64,13 +64,6 @@ def test_every_value_has_a_default_and_a_type() -> None:
     assert set(SCHEMA["properties"]) - {"global"} == set(VALUES)
 
 
-def test_the_chart_holds_the_resource_as_it_is_in_the_repository() -> None:
-    in_chart = (CHART / "files" / "neuronmodels.yaml").read_bytes()
-    assert in_chart == (ROOT / "crds" / "neuronmodels.yaml").read_bytes(), (
-        "cp crds/neuronmodels.yaml charts/neuron-serving/files/"
-    )
-
-
 def test_the_resource_outlives_the_chart() -> None:
     resource = yaml.safe_load((CHART / "files" / "neuronmodels.yaml").read_text())
     assert resource["metadata"]["annotations"]["helm.sh/resource-policy"] == "keep"

@@ -1,0 +1,77 @@
+"""Write what follows from declarations in the code: whole files, and the marked parts of pages.
+
+`make generate` runs this; `make lint` runs it with --check, which changes nothing and fails where what is committed
+differs. A part of a page stands between `<!-- generated: NAME -->` and `<!-- end -->`. TARGETS lists all of them.
+A function that renders one returns its text without the markers; it lives in `scripts/*_tables.py` or beside
+what it reads.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+END = "<!-- end -->"
+
+
+@dataclass(frozen=True)
+class Target:
+    path: str
+    """Relative to the repository."""
+    render: Callable[[], str]
+    part: str = ""
+    """Name of the marked part of a page; empty: the whole file."""
+
+
+TARGETS = (Target("charts/neuron-serving/files/neuronmodels.yaml", (ROOT / "crds/neuronmodels.yaml").read_text),)
+
+
+def generated(root: Path, targets: Iterable[Target]) -> dict[str, str]:
+    """The text that each file of the targets should have, by path.
+
+    Raises:
+        ValueError: a page has no such part, or it does not end.
+    """
+    files: dict[str, str] = {}
+    for target in targets:
+        text = target.render()
+        if target.part:
+            page = files.get(target.path) or (root / target.path).read_text()
+            text = _replaced(page, target, text)
+        files[target.path] = text
+    return files
+
+
+def _replaced(page: str, target: Target, text: str) -> str:
+    begin = f"<!-- generated: {target.part} -->\n"
+    before, found, rest = page.partition(begin)
+    _, ended, after = rest.partition(END)
+    if not found or not ended:
+        raise ValueError(f"{target.path}: found no part from {begin.strip()} to {END}")
+    return f"{before}{begin}{text.strip()}\n{END}{after}"
+
+
+def main(arguments: list[str] | None = None, root: Path = ROOT, targets: Iterable[Target] = TARGETS) -> int:
+    parser = argparse.ArgumentParser(description="Write the generated files and parts of pages.")
+    parser.add_argument("--check", action="store_true", help="change nothing; fail where a file differs")
+    check = parser.parse_args(arguments).check
+    status = 0
+    for path, text in generated(root, targets).items():
+        file = root / path
+        if file.exists() and file.read_text() == text:
+            continue
+        if check:
+            print(f'{path} differs from what the code declares: run "make generate"', file=sys.stderr)
+            status = 1
+        else:
+            file.write_text(text)
+            print(f"wrote {path}")
+    return status
+
+
+if __name__ == "__main__":
+    sys.exit(main())
