@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
-from neuron_runtime.backend.strict import StrictBackend, next_token
+from helpers.strict_backend import StrictBackend, next_token
 from neuron_runtime.core import BackendLimits, Batch, FinishReason, Late, Request, SamplingParams, StepOutput
 from neuron_runtime.engine.admission import max_steps
 from neuron_runtime.engine.loop import Engine, LateRule, nothing_late

@@ -21,7 +21,7 @@ import httpx
 import zmq
 
 from helpers.chat_model import write_chat_model
-from neuron_runtime.backend.strict import StrictBackend
+from helpers.strict_backend import StrictBackend
 from neuron_runtime.config import CONFIG_VERSION, ModelSource, RuntimeConfig, ServerOptions, TextOptions
 from neuron_runtime.core import BackendLimits, StepOutput
 from neuron_runtime.engine import messages

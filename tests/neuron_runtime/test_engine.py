@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from helpers.engine_driver import RecordingBackend, alone, even_only, request, serve, start
-from neuron_runtime.backend.strict import neuron_limits
+from helpers.strict_backend import neuron_limits
 from neuron_runtime.core import BackendLimits, Batch, Kind, Late, Request, StepOutput
 from neuron_runtime.engine.admission import max_new_tokens, max_steps, stream_gap_bound
 from neuron_runtime.engine.loop import Engine, LateRule

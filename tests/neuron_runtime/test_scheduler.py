@@ -10,7 +10,7 @@ from unittest.mock import Mock
 import pytest
 
 from helpers.engine_driver import RecordingBackend, Run, alone, request, serve, start
-from neuron_runtime.backend.strict import neuron_limits
+from helpers.strict_backend import neuron_limits
 from neuron_runtime.core import BackendLimits, FinishReason, Kind, Request, StepOutput
 from neuron_runtime.engine.admission import max_new_tokens
 from neuron_runtime.engine.blocks import Pool

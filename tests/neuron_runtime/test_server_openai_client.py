@@ -20,8 +20,8 @@ from openai.types import Completion, Model
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 from pydantic import BaseModel
 
+from helpers import strict_backend
 from helpers.front_end import LIMITS, MODEL, Serving, make_model, serving
-from neuron_runtime.backend import strict
 from neuron_runtime.config import TextOptions
 from neuron_runtime.core import Request
 from neuron_runtime.errors import FatalError
@@ -556,7 +556,9 @@ def says(monkeypatch: pytest.MonkeyPatch, tokenizer: Tokenizer) -> Callable[[str
 
     def say(text: str) -> None:
         ids = (*tokenizer.encode(text, add_special_tokens=False), tokenizer.eos_token_id)
-        monkeypatch.setattr(strict, "next_token", lambda context, sampling, position, **_: ids[position % len(ids)])
+        monkeypatch.setattr(
+            strict_backend, "next_token", lambda context, sampling, position, **_: ids[position % len(ids)]
+        )
 
     return say
 

@@ -13,18 +13,18 @@ import pytest
 from hypothesis import HealthCheck, assume, event, given, settings
 from hypothesis import strategies as st
 
+from helpers import strict_backend
 from helpers.chat_model import write_chat_model
 from helpers.serve_command import serve
+from helpers.strict_backend import StrictBackend
 from neuron_runtime import LLM, SamplingParams
 from neuron_runtime.__main__ import main
-from neuron_runtime.backend import strict
 from neuron_runtime.backend.base import IllegalBatch, StepTime
 from neuron_runtime.backend.simulated import load_backend
 from neuron_runtime.backend.simulated.clock import Clock, CpuClock, VirtualClock, WallClock
 from neuron_runtime.backend.simulated.device import SimulatedBackend, Timeline, first_number, token_at
 from neuron_runtime.backend.simulated.options import Options, limits_of, read_options, step_times
 from neuron_runtime.backend.simulated.step_times import PUBLISHED, Curve, Phase, StepTimes, constant, milliseconds
-from neuron_runtime.backend.strict import StrictBackend
 from neuron_runtime.config import EngineLimits, ModelSource, RuntimeConfig
 from neuron_runtime.core import BackendLimits, Batch, Late, Request, StepOutput, TokenEvent
 from neuron_runtime.core import SamplingParams as CoreParams
@@ -108,7 +108,7 @@ def simulated_token(context: Any, sampling: CoreParams, output_position: int, **
 
 @pytest.fixture
 def strict_draws_as_simulated(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(strict, "next_token", simulated_token)
+    monkeypatch.setattr(strict_backend, "next_token", simulated_token)
 
 
 def odd_only(asked: Request) -> LateRule | None:
@@ -181,7 +181,9 @@ def test_it_takes_whatever_the_strict_backend_takes_and_draws_what_its_cache_say
 
 @pytest.mark.usefixtures("strict_draws_as_simulated")
 def test_the_twins_would_notice_a_token_that_is_not_the_caches(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(strict, "next_token", lambda context, *rest, **more: (len(context) * 7) % VOCABULARY_SIZE)
+    monkeypatch.setattr(
+        strict_backend, "next_token", lambda context, *rest, **more: (len(context) * 7) % VOCABULARY_SIZE
+    )
     engine = Engine(Twins(limits(max_sequences=2)))
     engine.add(request("r", 5))
     with pytest.raises(AssertionError):

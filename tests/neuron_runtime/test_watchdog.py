@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 import subprocess
 import sys
 import textwrap
@@ -14,9 +15,10 @@ from typing import Any, cast
 
 import pytest
 
+from helpers import strict_backend
+from helpers.strict_backend import StrictBackend
 from neuron_runtime.arguments import config_of
 from neuron_runtime.backend.base import Progress, StepTime
-from neuron_runtime.backend.strict import StrictBackend
 from neuron_runtime.core import BackendLimits, Batch, Kind, Late, Request, Rows, SamplingParams, StepOutput
 from neuron_runtime.engine import process
 from neuron_runtime.engine.lifeline import Deadline
@@ -181,7 +183,7 @@ def test_the_engine_process_knows_a_shape_from_its_start_on(tmp_path: Path, monk
 HANG = """
     import faulthandler, sys, time
     from pathlib import Path
-    from neuron_runtime.backend.strict import StrictBackend
+    from helpers.strict_backend import StrictBackend
     from neuron_runtime.core import BackendLimits, Request, SamplingParams
     from neuron_runtime.engine.lifeline import Deadline
     from neuron_runtime.engine.loop import Engine
@@ -212,7 +214,10 @@ def test_a_process_whose_step_hangs_is_ended_and_shows_where(
     code = textwrap.dedent(HANG).replace("FIRST", str(first))
     hangs = tmp_path / "hangs"
     with Deadline(tmp_path / "deadline") as deadline:
-        process = subprocess.Popen([sys.executable, "-c", code, str(tmp_path / "deadline"), str(hangs)])
+        environment = {**os.environ, "PYTHONPATH": str(Path(strict_backend.__file__).parents[1])}
+        process = subprocess.Popen(
+            [sys.executable, "-c", code, str(tmp_path / "deadline"), str(hangs)], env=environment
+        )
         child = Child("engine process", process, tmp_path / "record", deadline)
         while child.lives:
             time.sleep(0.02)

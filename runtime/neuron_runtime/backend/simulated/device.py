@@ -1,7 +1,8 @@
 """`SimulatedBackend`: the Backend protocol over a timeline; tokens are a cheap function of prompt and position.
 
-It computes nothing, checks no batch (`strict` does), and its answers mean nothing: every token is as likely as any
-other, so what would shape a distribution changes nothing. Tokens that a request or a late rule allows are kept to.
+It computes nothing and checks no batch (the strict backend of the tests does). Its tokens mean nothing: each is as
+likely as any other, so fields that shape a distribution change nothing. It draws only tokens that a request and its
+late rules allow.
 """
 
 from __future__ import annotations

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
+from helpers.strict_backend import StrictBackend, neuron_limits, next_token
 from neuron_runtime.backend.base import IllegalBatch
-from neuron_runtime.backend.strict import StrictBackend, neuron_limits, next_token
 from neuron_runtime.core import (
     KNOWN,
     NO_TOKEN,
