@@ -44,7 +44,7 @@ class FinishReason(Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class SamplingParams:
+class Sampling:
     """How to choose tokens and when to stop; already checked against the limits when it gets here.
 
     temperature 0 is greedy. top_k 0 means the whole vocabulary; top_p 1.0 the whole mass; min_p 0.0 no floor. The
@@ -105,7 +105,7 @@ class Request:
 
     request_id: str
     prompt_token_ids: tuple[int, ...]
-    sampling: SamplingParams = field(default_factory=SamplingParams)
+    sampling: Sampling = field(default_factory=Sampling)
     priority: int = 0
     cache_salt: str = ""
     adapter: int = 0
@@ -125,7 +125,7 @@ class Added:
     slot: int
     token_ids: tuple[int, ...]
     num_prompt_tokens: int
-    sampling: SamplingParams
+    sampling: Sampling
     blocks: tuple[int, ...]
     adapter: int = 0
 

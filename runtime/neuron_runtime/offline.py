@@ -36,7 +36,7 @@ from neuron_runtime.errors import BackendFailed, InvalidConfig, InvalidRequest
 from neuron_runtime.sampling_modes import check_one_served, check_ranges
 from neuron_runtime.server.admission import DEFAULT_COMPLETION_TOKENS, Admission, Ask, served_defaults
 from neuron_runtime.server.wire import ChatBody, CompletionBody, typed
-from neuron_runtime.text.answer import Answer
+from neuron_runtime.text.choice_text import ChoiceText
 from neuron_runtime.text.generation_config import load_generation_defaults
 from neuron_runtime.text.tokenizer import Tokenizer, load_tokenizer
 
@@ -424,7 +424,7 @@ class _Choice:
         (prompt,), (sampling,) = ask.prompts, ask.sampling
         self.index = index
         self.num_cached_tokens = 0
-        self.answer = Answer(
+        self.answer = ChoiceText(
             tokenizer,
             prompt,
             stop=ask.stop,

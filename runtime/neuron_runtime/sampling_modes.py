@@ -2,7 +2,7 @@
 
 Asked by whoever admits requests, the server and the offline class, before anything is computed: `check_ranges` as soon
 as the values are there, `check_served` when it is known what will compute them. The functions below turn a client's
-spelling of token ids into that of `core.SamplingParams`. Which mode a model runs in is decided when it is compiled:
+spelling of token ids into that of `core.Sampling`. Which mode a model runs in is decided when it is compiled:
 `Device` (the device hands out tokens alone), `DeviceWithLogits` (it also hands out the logits of the sampled position,
 for the rows that need them), `Host` (the host samples).
 """
@@ -157,7 +157,7 @@ def check_one_served(name: str, limits: BackendLimits, field: str | None = None)
 
 
 def bias_entries(logit_bias: Mapping[Any, float] | None, vocabulary_size: int) -> tuple[tuple[int, float], ...]:
-    """`core.SamplingParams.logit_bias` from a mapping whose keys are token ids, as JSON has it also in strings.
+    """`core.Sampling.logit_bias` from a mapping whose keys are token ids, as JSON has it also in strings.
 
     Raises:
         InvalidRequest: naming the entry.
@@ -177,7 +177,7 @@ def bias_entries(logit_bias: Mapping[Any, float] | None, vocabulary_size: int) -
 
 
 def allowed_tokens(token_ids: Collection[int] | None, vocabulary_size: int) -> tuple[int, ...] | None:
-    """`core.SamplingParams.allowed_token_ids`, each once. Raises InvalidRequest."""
+    """`core.Sampling.allowed_token_ids`, each once. Raises InvalidRequest."""
     if token_ids is None:
         return None
     if not token_ids:

@@ -35,7 +35,7 @@ from neuron_runtime import arguments, config, offline, sampling_modes
 from neuron_runtime.__main__ import DRAIN_ON_THE_COMMAND_LINE, FLAG_OF_PATH, build_parser, main
 from neuron_runtime.backend.torch import sizing
 from neuron_runtime.backend.torch.architecture import FAMILIES, FIXED
-from neuron_runtime.core import FinishReason, SamplingParams
+from neuron_runtime.core import FinishReason, Sampling
 from neuron_runtime.engine.backpressure import DEFAULT_MAX_QUEUED_REQUESTS, MAX_RETRY_SECONDS, MOST_QUEUED_TOKENS
 from neuron_runtime.engine.watchdog import FIRST_STEP_SECONDS, MIN_STEP_SECONDS
 from neuron_runtime.errors import ExitCode, InvalidRequest, ServingError
@@ -401,7 +401,7 @@ def test_the_restart_budget_is_the_supervisors() -> None:
 
 def an_exchange() -> Exchange:
     """One that has everything to tell."""
-    sampling = SamplingParams(max_tokens=1)
+    sampling = Sampling(max_tokens=1)
     ask = SimpleNamespace(stream=True, num_choices=1, prompts=((1,),), num_prompt_tokens=1, sampling=(sampling,))
     choice = SimpleNamespace(queue_seconds=0.0, first_token_at=0.0, ended=FinishReason.ABORT)
     generation: Any = SimpleNamespace(ask=ask, choices=[choice], num_cached_tokens=0, num_tokens=1)

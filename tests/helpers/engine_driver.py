@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 from helpers.strict_backend import StrictBackend, next_token
-from neuron_runtime.core import BackendLimits, Batch, FinishReason, Late, Request, SamplingParams, StepOutput
+from neuron_runtime.core import BackendLimits, Batch, FinishReason, Late, Request, Sampling, StepOutput
 from neuron_runtime.engine.admission import max_steps
 from neuron_runtime.engine.loop import Engine, LateRule, nothing_late
 from neuron_runtime.engine.prefix_cache import Keys
@@ -20,7 +20,7 @@ def request(name: str, num_prompt: int, max_tokens: int = 8, priority: int = 0, 
     """A greedy request (unless `sampling` says otherwise) whose prompt differs from that of every other name."""
     seed = sum(map(ord, name))
     prompt = tuple((seed * 7 + 3 * i) % VOCABULARY_SIZE for i in range(num_prompt))
-    params = SamplingParams(**{"temperature": 0.0, "max_tokens": max_tokens, **sampling})  # type: ignore[arg-type]
+    params = Sampling(**{"temperature": 0.0, "max_tokens": max_tokens, **sampling})  # type: ignore[arg-type]
     return Request(name, prompt, params, priority=priority)
 
 

@@ -26,7 +26,7 @@ from neuron_runtime.core import (
     Batch,
     Kind,
     Late,
-    SamplingParams,
+    Sampling,
     StepOutput,
     TokenLogprobs,
     fill,
@@ -67,7 +67,7 @@ def neuron_limits(max_rows: int = 4, max_model_length: int = 64, max_tokens_per_
 
 def next_token(
     context: Sequence[int],
-    sampling: SamplingParams,
+    sampling: Sampling,
     output_position: int,
     *,
     vocabulary_size: int,

@@ -15,7 +15,7 @@ from neuron_runtime.backend.simulated.clock import VirtualClock
 from neuron_runtime.backend.simulated.device import SimulatedBackend
 from neuron_runtime.backend.simulated.step_times import Phase, StepTimes, constant
 from neuron_runtime.bench import host, host_cost
-from neuron_runtime.core import BackendLimits, Batch, Late, Request, SamplingParams, StepOutput
+from neuron_runtime.core import BackendLimits, Batch, Late, Request, Sampling, StepOutput
 from neuron_runtime.engine.loop import Engine
 from neuron_runtime.engine.scheduler import Scheduler
 
@@ -56,7 +56,7 @@ def decoding(rows: int, feedback: Any, host_seconds: float = 0.0, clock: Virtual
     backend = LoggingBackend(limits, StepTimes(phase, phase), clock, host_seconds_per_step=host_seconds)
     engine = Engine(backend)
     for number in range(rows):
-        engine.add(Request(f"r{number}", (number,) * 8, SamplingParams(max_tokens=100)))
+        engine.add(Request(f"r{number}", (number,) * 8, Sampling(max_tokens=100)))
     while engine.has_work:
         engine.step()
     return backend

@@ -16,7 +16,7 @@ from hypothesis import HealthCheck, event, given, settings
 from hypothesis import strategies as st
 
 from helpers.engine_driver import VOCABULARY_SIZE, Run, alone, even_only, start
-from neuron_runtime.core import BackendLimits, Kind, Request, SamplingParams
+from neuron_runtime.core import BackendLimits, Kind, Request, Sampling
 from neuron_runtime.engine.admission import check_request, max_new_tokens, max_steps, stream_gap_bound
 
 NUM_EXAMPLES = 200
@@ -89,7 +89,7 @@ def some_requests(random: Random, limits: BackendLimits) -> Iterator[Request]:
             Request(
                 f"{'even' if number < num_late else 'r'}{number}",
                 (*text[:common], *(seed * (at + 1) % VOCABULARY_SIZE for at in range(common, num_prompt))),
-                SamplingParams(
+                Sampling(
                     max_tokens=max_tokens,
                     temperature=choice((0.0, 1.0)),
                     seed=seed % 7,

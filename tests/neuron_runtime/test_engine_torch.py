@@ -11,7 +11,7 @@ import pytest
 
 from neuron_runtime.backend.torch import load_backend
 from neuron_runtime.config import EngineLimits, ModelSource, RuntimeConfig
-from neuron_runtime.core import Request, SamplingParams
+from neuron_runtime.core import Request, Sampling
 from neuron_runtime.engine.loop import Engine
 
 MODEL = Path(__file__).parents[2] / "examples" / "demo-model"
@@ -37,7 +37,7 @@ def requests() -> list[Request]:
         Request(
             f"r{number}",
             tuple(numbers.randrange(300) for _ in range(numbers.randrange(1, 60))),
-            SamplingParams(max_tokens=24, temperature=float(number % 2), seed=number),
+            Sampling(max_tokens=24, temperature=float(number % 2), seed=number),
         )
         for number in range(NUM_REQUESTS)
     ]
@@ -58,7 +58,7 @@ def chat() -> list[Request]:
     turns = [(*begin, *(numbers.randrange(300) for _ in range(11 * number))) for number in range(4)]
     turns += [turns[3], turns[3], turns[2]]
     asked = [
-        Request(f"t{at}", prompt, SamplingParams(max_tokens=12, temperature=float(at % 2), seed=at))
+        Request(f"t{at}", prompt, Sampling(max_tokens=12, temperature=float(at % 2), seed=at))
         for at, prompt in enumerate(turns)
     ]
     return [*asked, replace(asked[-1], request_id="tenant", cache_salt="another")]

@@ -19,7 +19,7 @@ from neuron_runtime.backend.simulated.device import SimulatedBackend
 from neuron_runtime.backend.simulated.options import Options, limits_of, step_times
 from neuron_runtime.backend.simulated.step_times import Phase, StepTimes, constant
 from neuron_runtime.config import CONFIG_VERSION, ModelSource, RuntimeConfig
-from neuron_runtime.core import BackendLimits, FinishReason, Kind, Request, SamplingParams
+from neuron_runtime.core import BackendLimits, FinishReason, Kind, Request, Sampling
 from neuron_runtime.engine import messages
 from neuron_runtime.engine.lifeline import Deadline
 from neuron_runtime.engine.loop import Engine
@@ -177,7 +177,7 @@ def test_padding_and_busy_time_are_those_of_the_device() -> None:
     backend = SimulatedBackend(limits, step_times(options), clock, host_seconds_per_step=0.001)
     engine = Engine(backend, clock=clock.now)
     for number, length in enumerate((20, 33, 100, 7, 64, 128)):
-        engine.add(Request(f"r{number}", tuple(range(length)), SamplingParams(max_tokens=20 + number)))
+        engine.add(Request(f"r{number}", tuple(range(length)), Sampling(max_tokens=20 + number)))
     metrics = started()
     while engine.has_work:
         engine.step()
@@ -226,7 +226,7 @@ def test_waiting_for_requests_is_no_work_and_waiting_for_the_device_is_not_the_h
         clock,
     )
     engine = Engine(backend, clock=clock.now)
-    post = Post(clock, [Request(f"r{number}", (1, 2, 3), SamplingParams(max_tokens=5)) for number in range(2)])
+    post = Post(clock, [Request(f"r{number}", (1, 2, 3), Sampling(max_tokens=5)) for number in range(2)])
     with Deadline(tmp_path / "deadline") as deadline:
         worker = Worker(engine, cast(Any, post), deadline)
         for _ in range(2):
@@ -253,7 +253,7 @@ def test_waiting_for_requests_is_no_work_and_waiting_for_the_device_is_not_the_h
 def over(error: ServingError | None, status: int, *ended: FinishReason) -> Exchange:
     exchange = Exchange("id", "POST", "/v1/completions", "", {}, 0.0, 0.0, status=status, error=error)
     choices = [SimpleNamespace(ended=reason, num_tokens=4 + number) for number, reason in enumerate(ended)]
-    ask = SimpleNamespace(num_choices=2, sampling=[SamplingParams(max_tokens=9)] * (len(ended) // 2))
+    ask = SimpleNamespace(num_choices=2, sampling=[Sampling(max_tokens=9)] * (len(ended) // 2))
     exchange.generation = cast(Any, SimpleNamespace(choices=choices, ask=ask)) if ended else None
     return exchange
 

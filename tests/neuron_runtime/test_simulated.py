@@ -26,8 +26,7 @@ from neuron_runtime.backend.simulated.device import SimulatedBackend, Timeline, 
 from neuron_runtime.backend.simulated.options import Options, limits_of, read_options, step_times
 from neuron_runtime.backend.simulated.step_times import PUBLISHED, Curve, Phase, StepTimes, constant, milliseconds
 from neuron_runtime.config import EngineLimits, ModelSource, RuntimeConfig
-from neuron_runtime.core import BackendLimits, Batch, Late, Request, StepOutput, TokenEvent
-from neuron_runtime.core import SamplingParams as CoreParams
+from neuron_runtime.core import BackendLimits, Batch, Late, Request, Sampling, StepOutput, TokenEvent
 from neuron_runtime.engine.loop import Engine, LateRule
 from neuron_runtime.errors import InvalidConfig
 
@@ -37,7 +36,7 @@ STEP = StepTimes(decode=Phase(constant(0.008)), prefill=Phase(constant(0.008)))
 
 def request(name: str, num_prompt: int, max_tokens: int = 8, **sampling: Any) -> Request:
     prompt = tuple((sum(map(ord, name)) + 3 * at) % VOCABULARY_SIZE for at in range(num_prompt))
-    return Request(name, prompt, CoreParams(max_tokens=max_tokens, temperature=0.0, **sampling))
+    return Request(name, prompt, Sampling(max_tokens=max_tokens, temperature=0.0, **sampling))
 
 
 def config(limits: EngineLimits | None = None, **other: Any) -> RuntimeConfig:
@@ -99,7 +98,7 @@ class Twins:
         self.simulated.close()
 
 
-def simulated_token(context: Any, sampling: CoreParams, output_position: int, **more: Any) -> int:
+def simulated_token(context: Any, sampling: Sampling, output_position: int, **more: Any) -> int:
     """What the strict backend must draw from its cache, so that it agrees: the prompt alone decides."""
     num_prompt = len(context) - output_position
     number = first_number(context[:num_prompt], sampling, more["adapter"])
@@ -202,13 +201,13 @@ def test_steps_are_collected_in_order() -> None:
 def test_seed_and_choice_draw_other_tokens_and_greedy_ignores_them() -> None:
     drawn = {
         tuple(
-            token_at(first_number((1, 2, 3), CoreParams(temperature=t, seed=seed, choice=choice)), at, 32_000)
+            token_at(first_number((1, 2, 3), Sampling(temperature=t, seed=seed, choice=choice)), at, 32_000)
             for at in range(3, 9)
         )
         for t, seed, choice in ((1.0, 0, 0), (1.0, 1, 0), (1.0, 1, 1), (0.0, 0, 0), (0.0, 1, 0), (0.0, 5, 5))
     }
     assert len(drawn) == 3  # greedy draws as seed 0, choice 0
-    assert first_number((1,), CoreParams(seed=2**64 - 1)) > 0
+    assert first_number((1,), Sampling(seed=2**64 - 1)) > 0
 
 
 def test_logprobs_are_those_of_equally_likely_tokens_and_cover_the_prompt() -> None:

@@ -19,12 +19,12 @@ from neuron_runtime.core import (
     Kind,
     Late,
     Rows,
-    SamplingParams,
+    Sampling,
     StepOutput,
     fill,
 )
 
-GREEDY = SamplingParams(temperature=0.0)
+GREEDY = Sampling(temperature=0.0)
 PROMPT = (5, 3, 8)
 BLOCKS = BackendLimits(max_rows=4, max_model_length=32, max_step_tokens=16, block_size=4, num_blocks=16)
 DEVICE = replace(BLOCKS, steps_in_flight=2, token_feedback="device")
@@ -376,7 +376,7 @@ def test_late_ids_narrow_the_choice_of_their_row() -> None:
 
 def test_random_numbers_depend_on_seed_choice_and_output_position_alone() -> None:
     def draw(seed: int, choice: int, position: int, temperature: float = 1.0) -> int:
-        sampling = SamplingParams(seed=seed, choice=choice, temperature=temperature)
+        sampling = Sampling(seed=seed, choice=choice, temperature=temperature)
         return next_token(PROMPT, sampling, position, vocabulary_size=10**6)
 
     assert draw(1, 0, 0) == draw(1, 0, 0)

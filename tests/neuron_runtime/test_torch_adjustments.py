@@ -12,15 +12,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from neuron_runtime.backend.torch.adjustments import Adjustments, Seen
-from neuron_runtime.core import SamplingParams
+from neuron_runtime.core import Sampling
 
 VOCABULARY = 12
 LENGTH = 40
 
 
-def by_definition(
-    logits: np.ndarray, params: SamplingParams, prompt: Sequence[int], answer: Sequence[int]
-) -> np.ndarray:
+def by_definition(logits: np.ndarray, params: Sampling, prompt: Sequence[int], answer: Sequence[int]) -> np.ndarray:
     """One row, token by token, in the order of vLLM's sampler."""
     row = logits.astype(np.float64)
     if params.allowed_token_ids is not None:
@@ -51,7 +49,7 @@ def by_definition(
 
 token = st.integers(0, VOCABULARY - 1)
 asked = st.builds(
-    SamplingParams,
+    Sampling,
     repetition_penalty=st.sampled_from([1.0, 1.0, 1.5, 0.5]),
     presence_penalty=st.sampled_from([0.0, 0.0, 1.25, -2.0]),
     frequency_penalty=st.sampled_from([0.0, 0.0, 0.5, -1.0]),
@@ -96,20 +94,20 @@ def test_each_row_is_changed_as_defined_whoever_is_beside_it_and_also_after_a_pr
 
 def test_a_sequence_that_asks_for_nothing_is_not_looked_at_and_one_with_min_tokens_only_so_long() -> None:
     adjustments = Adjustments(3, VOCABULARY)
-    adjustments.set(0, SamplingParams(temperature=0.5, top_p=0.5, min_p=0.1, stop_token_ids=frozenset({1})), (1, 2), 2)
-    adjustments.set(1, SamplingParams(min_tokens=3, stop_token_ids=frozenset({4})), (1, 2), 2)
-    adjustments.set(2, SamplingParams(min_tokens=3), (1, 2), 2)
+    adjustments.set(0, Sampling(temperature=0.5, top_p=0.5, min_p=0.1, stop_token_ids=frozenset({1})), (1, 2), 2)
+    adjustments.set(1, Sampling(min_tokens=3, stop_token_ids=frozenset({4})), (1, 2), 2)
+    adjustments.set(2, Sampling(min_tokens=3), (1, 2), 2)
     slots = np.arange(3)
     for position, expected in ((2, [1]), (4, [1]), (5, []), (30, [])):
         assert adjustments.asking(slots, np.full(3, position)).tolist() == expected
-    adjustments.set(1, SamplingParams(), (1, 2), 2)
+    adjustments.set(1, Sampling(), (1, 2), 2)
     assert adjustments.asking(slots, np.full(3, 2)).tolist() == []
     assert not adjustments._rules
 
 
 def test_a_slot_forgets_the_sequence_before() -> None:
     adjustments = Adjustments(1, VOCABULARY)
-    penalised = SamplingParams(presence_penalty=1.0)
+    penalised = Sampling(presence_penalty=1.0)
     adjustments.set(0, penalised, (1, 2, 3), 2)
     adjustments.set(0, penalised, (1, 2), 2)
     logits = np.zeros((1, VOCABULARY), dtype=np.float32)
@@ -125,19 +123,19 @@ def test_a_slot_forgets_the_sequence_before() -> None:
     ],
 )
 def test_what_the_host_allows_holds_whatever_the_request_allows(allowed: Any, late: Any, expected: set[int]) -> None:
-    params = SamplingParams(allowed_token_ids=allowed)
+    params = Sampling(allowed_token_ids=allowed)
     adjustments = Adjustments(2, VOCABULARY)
     adjustments.set(0, params, (1,), 1)
-    adjustments.set(1, SamplingParams(), (1,), 1)
+    adjustments.set(1, Sampling(), (1,), 1)
     logits = np.random.default_rng(0).normal(size=(2, VOCABULARY)).astype(np.float32)
-    out = changed(adjustments, logits, [(params, (1,), ()), (SamplingParams(), (1,), ())], {0: np.array(late)})
+    out = changed(adjustments, logits, [(params, (1,), ()), (Sampling(), (1,), ())], {0: np.array(late)})
     assert set(np.flatnonzero(np.isfinite(out[0])).tolist()) == expected
     assert all(out[0, token] == logits[0, token] for token in expected)
     assert (out[1] == logits[1]).all()
 
 
 def test_tokens_that_the_model_itself_rules_out_are_equally_likely_where_only_they_are_allowed() -> None:
-    params = SamplingParams(allowed_token_ids=(3, 4))
+    params = Sampling(allowed_token_ids=(3, 4))
     adjustments = Adjustments(1, VOCABULARY)
     adjustments.set(0, params, (1,), 1)
     logits = np.zeros((1, VOCABULARY), dtype=np.float32)
@@ -149,7 +147,7 @@ def test_tokens_that_the_model_itself_rules_out_are_equally_likely_where_only_th
 
 def test_tokens_beyond_the_models_vocabulary_cannot_come_anyway() -> None:
     beyond = VOCABULARY + 3
-    params = SamplingParams(
+    params = Sampling(
         logit_bias=((1, 1.0), (beyond, 5.0)),
         allowed_token_ids=(1, 2, beyond),
         bad_words=((beyond,), (1, beyond)),

@@ -17,10 +17,10 @@ from neuron_runtime.backend.base import IllegalBatch
 from neuron_runtime.backend.torch.backend import TorchBackend
 from neuron_runtime.backend.torch.sampling import NotFinite
 from neuron_runtime.checkpoint import InvalidModel
-from neuron_runtime.core import KNOWN, NO_TOKEN, Added, Batch, Kind, Late, Rows, SamplingParams, StepOutput
+from neuron_runtime.core import KNOWN, NO_TOKEN, Added, Batch, Kind, Late, Rows, Sampling, StepOutput
 from neuron_runtime.errors import ExitCode
 
-GREEDY = SamplingParams(temperature=0.0)
+GREEDY = Sampling(temperature=0.0)
 PROMPT = tuple(range(40, 53))
 
 
@@ -97,7 +97,7 @@ def test_a_token_named_by_the_row_counts_more_than_the_one_sampled_here(backend:
 
 
 def test_a_preempted_sequence_goes_on_elsewhere_with_the_same_draws(backend: TorchBackend) -> None:
-    drawing = SamplingParams(temperature=1.0, seed=5)
+    drawing = Sampling(temperature=1.0, seed=5)
     first = run(backend, 0, rows((0, 0, 13, True)), added=(added(backend, 0, sampling=drawing),)).token_ids[0]
     second = run(backend, 1, rows((0, 13, 1, True))).token_ids[0]
     again = added(backend, 3, (*PROMPT, *first), num_prompt_tokens=len(PROMPT), sampling=drawing)
@@ -214,10 +214,8 @@ def spoil(folder: Path, tensor: str, rows: slice) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("sampling", [GREEDY, SamplingParams(), SamplingParams(top_k=5), SamplingParams(top_p=0.5)])
-def test_a_row_whose_logits_are_no_numbers_ends_the_device_with_a_name(
-    sampling: SamplingParams, tmp_path: Path
-) -> None:
+@pytest.mark.parametrize("sampling", [GREEDY, Sampling(), Sampling(top_k=5), Sampling(top_p=0.5)])
+def test_a_row_whose_logits_are_no_numbers_ends_the_device_with_a_name(sampling: Sampling, tmp_path: Path) -> None:
     spoil(random_model(tmp_path), "model.embed_tokens.weight", slice(PROMPT[4], PROMPT[4] + 1))
     backend = load_backend(tmp_path, layout="slots", max_sequences=4, max_model_length=64)
     backend.warm_up(lambda what, share: None)

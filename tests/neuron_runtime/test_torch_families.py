@@ -26,7 +26,7 @@ from helpers.torch_parity import (
 )
 from neuron_runtime.backend.torch.architecture import FAMILIES
 from neuron_runtime.backend.torch.cache import KVCache, StepRows
-from neuron_runtime.core import Request, SamplingParams
+from neuron_runtime.core import Request, Sampling
 
 LLAMA3_SCALING = {
     "rope_type": "llama3",
@@ -168,7 +168,7 @@ def test_greedy_tokens_are_those_of_transformers_while_sequences_join_and_leave(
         Request(
             f"r{i}",
             tuple(rng.integers(0, 256, length).tolist()),
-            SamplingParams(max_tokens=30 - 4 * i, temperature=0.0),
+            Sampling(max_tokens=30 - 4 * i, temperature=0.0),
         )
         for i, length in enumerate((300, 1, 33, 120, 17, 64))
     ]

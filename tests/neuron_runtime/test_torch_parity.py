@@ -13,7 +13,7 @@ from tokenizers import Tokenizer
 
 from helpers.torch_models import random_model
 from helpers.torch_parity import check_greedy, serve
-from neuron_runtime.core import Request, SamplingParams
+from neuron_runtime.core import Request, Sampling
 from neuron_runtime.errors import InvalidRequest
 
 DEMO_MODEL = Path(__file__).parents[2] / "examples" / "demo-model"
@@ -41,7 +41,7 @@ def requests(sampling: Mapping[str, Any], *, lengths: Sequence[int] = (1, 2, 7, 
         Request(
             request_id=f"r{i}",
             prompt_token_ids=tuple(rng.integers(0, 256, length).tolist()),
-            sampling=SamplingParams(max_tokens=40 - 3 * i, **{"seed": 100 + i, **sampling}),
+            sampling=Sampling(max_tokens=40 - 3 * i, **{"seed": 100 + i, **sampling}),
         )
         for i, length in enumerate(lengths)
     ]
@@ -74,7 +74,7 @@ def test_greedy_tokens_of_the_demo_model_are_those_of_transformers() -> None:
     tokenizer = Tokenizer.from_file(str(DEMO_MODEL / "tokenizer.json"))
     questions = list(json.loads((DEMO_MODEL / "expected.json").read_text()))[:12]
     asked = [
-        Request(question, tuple(tokenizer.encode(question).ids), SamplingParams(max_tokens=24, temperature=0.0))
+        Request(question, tuple(tokenizer.encode(question).ids), Sampling(max_tokens=24, temperature=0.0))
         for question in questions
     ]
     tokens, _ = serve(DEMO_MODEL, list(enumerate(asked)), dtype="float32", max_model_length=128)
@@ -94,7 +94,7 @@ def test_seed_and_choice_change_the_answer_and_the_request_id_does_not(folder: P
     prompt = tuple(range(20))
 
     def answer(name: str, seed: int, choice: int) -> tuple[int, ...]:
-        sampling = SamplingParams(max_tokens=12, temperature=1.0, seed=seed, choice=choice)
+        sampling = Sampling(max_tokens=12, temperature=1.0, seed=seed, choice=choice)
         tokens, _ = serve(folder, [(0, Request(name, prompt, sampling))], layout="slots")
         return tuple(tokens[name])
 
@@ -107,12 +107,12 @@ def test_a_prompt_with_a_token_outside_the_vocabulary_is_refused_before_it_reach
     token: int, folder: Path
 ) -> None:
     with pytest.raises(InvalidRequest, match="outside the model's vocabulary of 256"):
-        serve(folder, [(0, Request("r", (1, token), SamplingParams()))])
+        serve(folder, [(0, Request("r", (1, token), Sampling()))])
 
 
 def test_a_greedy_row_is_not_moved_by_drawing_rows_beside_it(folder: Path) -> None:
     drawing = requests({"temperature": 1.0})
-    greedy = Request("greedy", tuple(range(9)), SamplingParams(max_tokens=20, temperature=0.0))
+    greedy = Request("greedy", tuple(range(9)), Sampling(max_tokens=20, temperature=0.0))
     alone, _ = serve(folder, [(0, greedy)], layout="slots")
     beside, _ = serve(folder, [(0, greedy), *((i, r) for i, r in enumerate(drawing))], layout="slots")
     assert beside["greedy"] == alone["greedy"]

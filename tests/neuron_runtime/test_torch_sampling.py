@@ -21,7 +21,7 @@ from neuron_runtime.backend.torch.sampling import (
     philox_4x32,
     uniform,
 )
-from neuron_runtime.core import SamplingParams
+from neuron_runtime.core import Sampling
 
 MAX_CANDIDATES = max(NUMBERS_OF_CANDIDATES)
 
@@ -105,7 +105,7 @@ def test_draws_follow_the_restricted_distribution(top_k: int, top_p: float) -> N
 def test_random_draws_pass_a_chi_square_test() -> None:
     logits = torch.linspace(0, 3, 20)
     table = SamplingTable(1)
-    table.set(0, SamplingParams(temperature=0.7, seed=42), num_prompt_tokens=3)
+    table.set(0, Sampling(temperature=0.7, seed=42), num_prompt_tokens=3)
     num = 5000
     tokens = choose(logits.expand(num, -1), table, np.zeros(num, dtype=np.int64), np.arange(3, 3 + num))
     expected = expected_shares(logits / 0.7, 0, 1.0).numpy() * num
@@ -265,7 +265,7 @@ def test_the_largest_and_smallest_draw_stay_within_what_is_kept() -> None:
 def test_the_smallest_temperatures_and_nuclei_draw_the_best_token(temperature: float, top_k: int, top_p: float) -> None:
     logits = torch.tensor([[-3.0, 40.0, 60.0, 59.0, float("-inf"), 1.0, 2.0]])
     table = SamplingTable(1)
-    table.set(0, SamplingParams(temperature=temperature, top_k=top_k, top_p=top_p), num_prompt_tokens=1)
+    table.set(0, Sampling(temperature=temperature, top_k=top_k, top_p=top_p), num_prompt_tokens=1)
     assert choose(logits, table, np.zeros(1, dtype=np.int64), np.array([5]))[0] == 2
 
 
@@ -273,7 +273,7 @@ def test_a_batch_of_greedy_and_drawing_rows_gives_each_row_its_own() -> None:
     logits = torch.randn(6, 50, generator=torch.Generator().manual_seed(3))
     table = SamplingTable(6)
     for slot in range(6):
-        table.set(slot, SamplingParams(temperature=0.0 if slot % 2 else 1.0, seed=slot), num_prompt_tokens=4)
+        table.set(slot, Sampling(temperature=0.0 if slot % 2 else 1.0, seed=slot), num_prompt_tokens=4)
     slots, positions = np.array([5, 0, 3, 2, 1, 4]), np.array([9, 4, 5, 8, 4, 7])
     together = choose(logits, table, slots, positions)
     for i in range(6):
@@ -285,8 +285,8 @@ def test_a_batch_of_greedy_and_drawing_rows_gives_each_row_its_own() -> None:
 def test_the_output_position_counts_from_the_prompt_of_the_client_not_from_what_was_recomputed() -> None:
     logits = torch.zeros(1, 1000)
     short, long = SamplingTable(1), SamplingTable(1)
-    short.set(0, SamplingParams(seed=9), num_prompt_tokens=5)
-    long.set(0, SamplingParams(seed=9), num_prompt_tokens=50)
+    short.set(0, Sampling(seed=9), num_prompt_tokens=5)
+    long.set(0, Sampling(seed=9), num_prompt_tokens=50)
     slot = np.zeros(1, dtype=np.int64)
     assert choose(logits, short, slot, np.array([8])) == choose(logits, long, slot, np.array([53]))
     assert choose(logits, short, slot, np.array([8])) != choose(logits, short, slot, np.array([9]))

@@ -16,7 +16,7 @@ import torch
 from neuron_runtime.backend.torch.adjustments import Adjustments
 from neuron_runtime.backend.torch.likeliest import Scores
 from neuron_runtime.backend.torch.sampling import SamplingTable, choose, weighed_at
-from neuron_runtime.core import SamplingParams
+from neuron_runtime.core import Sampling
 
 VOCABULARY = 30
 PROMPT = (3, 4, 5, 28, 28)
@@ -25,7 +25,7 @@ LOGITS = torch.randn(VOCABULARY, generator=torch.Generator().manual_seed(11)) * 
 NUM_DRAWS = 6000
 
 
-def asked_for(params: SamplingParams) -> np.ndarray:
+def asked_for(params: Sampling) -> np.ndarray:
     """The distribution, written down step by step."""
     logits = [float(one) for one in LOGITS]
     for token in range(VOCABULARY):
@@ -52,7 +52,7 @@ def asked_for(params: SamplingParams) -> np.ndarray:
     return np.asarray(shares / shares.sum())
 
 
-def drawn(params: SamplingParams, *, seeds: Any = 0, choices: Any = 0, positions: Any = 0) -> np.ndarray:
+def drawn(params: Sampling, *, seeds: Any = 0, choices: Any = 0, positions: Any = 0) -> np.ndarray:
     """One draw for each seed, choice and output position; each is one for all or one for each."""
     seeds, choices, positions = (one.ravel() for one in np.broadcast_arrays(seeds, choices, positions))
     num = len(seeds)
@@ -113,15 +113,15 @@ def assert_follows(counts: np.ndarray, shares: np.ndarray) -> None:
     ids=lambda asked: "-".join(asked) or "plain",
 )  # fmt: skip
 def test_draws_follow_what_was_asked_for(asked: dict[str, Any]) -> None:
-    params = SamplingParams(**asked)
+    params = Sampling(**asked)
     counts = np.bincount(drawn(params, seeds=5, positions=np.arange(NUM_DRAWS)), minlength=VOCABULARY)
     assert_follows(counts, asked_for(params))
 
 
 def test_a_wrong_distribution_does_not_pass() -> None:
-    counts = np.bincount(drawn(SamplingParams(), seeds=5, positions=np.arange(NUM_DRAWS)), minlength=VOCABULARY)
+    counts = np.bincount(drawn(Sampling(), seeds=5, positions=np.arange(NUM_DRAWS)), minlength=VOCABULARY)
     with pytest.raises(AssertionError):
-        assert_follows(counts, asked_for(SamplingParams(temperature=1.1)))
+        assert_follows(counts, asked_for(Sampling(temperature=1.1)))
 
 
 @pytest.mark.parametrize("asked", [{"top_p": 0.9}, {"top_p": 0.9, "top_k": 3000}, {"min_p": 0.01, "top_p": 0.7}, {}])
@@ -137,7 +137,7 @@ def test_draws_of_flat_distributions_follow_what_was_asked_for(asked: dict[str, 
     shares = torch.where(logits >= logits[order[last]], weights, 0.0).numpy()
     shares = shares / shares.sum()
     table = SamplingTable(1)
-    table.set(0, SamplingParams(temperature=1.0, seed=4, **asked), 0)
+    table.set(0, Sampling(temperature=1.0, seed=4, **asked), 0)
     slots = np.zeros(at_once, dtype=np.int64)
     some = logits.expand(at_once, -1).contiguous()
     scores = Scores.of(some, weighed_at(table, slots, vocabulary))
@@ -151,7 +151,7 @@ def test_draws_of_flat_distributions_follow_what_was_asked_for(asked: dict[str, 
 
 def assert_independent(some: np.ndarray, others: np.ndarray) -> None:
     """A contingency table of the few likeliest tokens and the rest."""
-    few = np.argsort(-asked_for(SamplingParams()))[:6]
+    few = np.argsort(-asked_for(Sampling()))[:6]
     kinds = np.full(VOCABULARY, len(few))
     kinds[few] = np.arange(len(few))
     observed = np.zeros((len(few) + 1, len(few) + 1))
@@ -161,14 +161,14 @@ def assert_independent(some: np.ndarray, others: np.ndarray) -> None:
 
 
 def test_positions_of_an_answer_are_drawn_independently() -> None:
-    tokens = drawn(SamplingParams(), seeds=9, positions=np.arange(NUM_DRAWS))
+    tokens = drawn(Sampling(), seeds=9, positions=np.arange(NUM_DRAWS))
     for lag in (1, 2, 7, 256):
         assert_independent(tokens[:-lag], tokens[lag:])
 
 
 def test_the_choices_of_a_prompt_are_drawn_independently() -> None:
     positions = np.arange(NUM_DRAWS)
-    first, second, third = (drawn(SamplingParams(), seeds=9, choices=n, positions=positions) for n in range(3))
+    first, second, third = (drawn(Sampling(), seeds=9, choices=n, positions=positions) for n in range(3))
     assert_independent(first, second)
     assert_independent(first, third)
     assert_independent(first[:-1], second[1:])
@@ -178,11 +178,11 @@ def test_the_choices_of_a_prompt_are_drawn_independently() -> None:
 def test_requests_with_other_seeds_are_drawn_independently(other: int) -> None:
     positions = np.arange(NUM_DRAWS)
     assert_independent(
-        drawn(SamplingParams(), seeds=0, positions=positions), drawn(SamplingParams(), seeds=other, positions=positions)
+        drawn(Sampling(), seeds=0, positions=positions), drawn(Sampling(), seeds=other, positions=positions)
     )
 
 
 def test_rows_of_one_step_with_consecutive_seeds_follow_the_distribution_together() -> None:
-    tokens = drawn(SamplingParams(), seeds=np.arange(NUM_DRAWS), positions=3)
-    assert_follows(np.bincount(tokens, minlength=VOCABULARY), asked_for(SamplingParams()))
+    tokens = drawn(Sampling(), seeds=np.arange(NUM_DRAWS), positions=3)
+    assert_follows(np.bincount(tokens, minlength=VOCABULARY), asked_for(Sampling()))
     assert_independent(tokens[:-1], tokens[1:])

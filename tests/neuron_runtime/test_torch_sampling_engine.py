@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from helpers.markov_backend import markov_backend, random_table
 from neuron_runtime.backend.torch import backend as torch_backend
-from neuron_runtime.core import FinishReason, Request, SamplingParams, TokenLogprobs
+from neuron_runtime.core import FinishReason, Request, Sampling, TokenLogprobs
 from neuron_runtime.engine.loop import Engine
 
 VOCABULARY = 14
@@ -55,7 +55,7 @@ def answers(requests: Sequence[Request], table: torch.Tensor = TABLE, **limits: 
 
 token = st.integers(0, VOCABULARY - 1)
 parameters = st.builds(
-    SamplingParams,
+    Sampling,
     max_tokens=st.integers(1, 14),
     temperature=st.sampled_from([0.0, 0.7, 1.5]),
     top_k=st.sampled_from([0, 3]),
@@ -103,13 +103,13 @@ def same(some: Sequence[TokenLogprobs], others: Sequence[TokenLogprobs]) -> bool
 @settings(max_examples=40, derandomize=True, database=None)
 @given(st.lists(st.tuples(prompts, parameters), min_size=1, max_size=6), st.sampled_from([9, 12, 64]))
 def test_a_request_gets_what_it_would_get_alone_whoever_is_beside_it_and_also_when_preempted(
-    asked: list[tuple[tuple[int, ...], SamplingParams]], num_blocks: int
+    asked: list[tuple[tuple[int, ...], Sampling]], num_blocks: int
 ) -> None:
     check([Request(str(n), *one) for n, one in enumerate(asked)], num_blocks=num_blocks, max_step_tokens=8)
 
 
 def test_preemption_happens_in_these_tests_and_repeats_nothing() -> None:
-    params = SamplingParams(
+    params = Sampling(
         max_tokens=25, temperature=1.0, frequency_penalty=0.5, repetition_penalty=1.2, logprobs=2, prompt_logprobs=1
     )
     requests = [Request(str(n), (1, 2, 3, 4, 5, n), replace(params, seed=n)) for n in range(4)]
@@ -120,9 +120,7 @@ def test_preemption_happens_in_these_tests_and_repeats_nothing() -> None:
 def test_an_end_token_is_not_drawn_before_min_tokens_and_is_free_behind_them(temperature: float) -> None:
     table = TABLE.clone()
     table[:, :, END] += 50.0
-    params = SamplingParams(
-        max_tokens=9, temperature=temperature, min_tokens=4, stop_token_ids=frozenset({END}), seed=1
-    )
+    params = Sampling(max_tokens=9, temperature=temperature, min_tokens=4, stop_token_ids=frozenset({END}), seed=1)
     (got,), _ = answers([Request("a", (1, 2), params)], table)
     assert END not in got.tokens[:4]
     assert (got.tokens[4:], got.reason) == ([END], FinishReason.STOP)
@@ -132,7 +130,7 @@ def test_a_banned_sequence_never_comes_and_its_parts_do() -> None:
     table = torch.full((1, VOCABULARY, VOCABULARY), -20.0)
     for one in range(VOCABULARY):  # a circle: behind n comes n + 1, else n + 2
         table[0, one, (one + 1) % VOCABULARY], table[0, one, (one + 2) % VOCABULARY] = 0.0, -1.0
-    params = SamplingParams(max_tokens=9, temperature=0.0, bad_words=((5, 6), (8,)))
+    params = Sampling(max_tokens=9, temperature=0.0, bad_words=((5, 6), (8,)))
     (got,), _ = answers([Request("a", (1, 2, 3, 4, 5), params)], table)
     # Behind the 5 of the prompt a 6 may come: only the answer must not contain the words.
     assert got.tokens == [6, 7, 9, 10, 11, 12, 13, 0, 1]
@@ -141,7 +139,7 @@ def test_a_banned_sequence_never_comes_and_its_parts_do() -> None:
 
 
 def test_the_log_probabilities_are_those_of_the_model_whatever_is_asked_for() -> None:
-    params = SamplingParams(max_tokens=6, temperature=0.0, logit_bias=((7, 100.0),), logprobs=2, top_k=1)
+    params = Sampling(max_tokens=6, temperature=0.0, logit_bias=((7, 100.0),), logprobs=2, top_k=1)
     (got,), _ = answers([Request("a", (1, 2), params)])
     assert got.tokens == [7] * 6
     raw = TABLE[1, 2].log_softmax(-1)
@@ -152,7 +150,7 @@ def test_the_log_probabilities_are_those_of_the_model_whatever_is_asked_for() ->
 
 @pytest.mark.parametrize("temperature", [0.0, 0.01])
 def test_a_bias_moves_the_best_token_also_to_another_end_of_a_large_vocabulary(temperature: float) -> None:
-    params = SamplingParams(max_tokens=3, temperature=temperature, logit_bias=((250, 100.0),), top_p=0.9)
+    params = Sampling(max_tokens=3, temperature=temperature, logit_bias=((250, 100.0),), top_p=0.9)
     (got,), _ = answers([Request("a", (1, 2), params)], random_table(300, period=1))
     assert got.tokens == [250] * 3
     params = replace(params, logit_bias=(), allowed_token_ids=(299, 130), max_tokens=20, temperature=temperature * 1e6)
@@ -163,7 +161,7 @@ def test_a_bias_moves_the_best_token_also_to_another_end_of_a_large_vocabulary(t
 @pytest.mark.parametrize("length", [1, 2, 17, 40])
 def test_a_prompts_log_probabilities_are_the_models_for_each_token_behind_the_first(length: int) -> None:
     prompt = tuple((5 * n + n * n) % VOCABULARY for n in range(length))
-    params = SamplingParams(max_tokens=2, prompt_logprobs=3)
+    params = Sampling(max_tokens=2, prompt_logprobs=3)
     (got,), _ = answers([Request("a", prompt, params)], max_step_tokens=8)
     (told,) = got.prompt_logprobs or [()]
     assert len(told) == length - 1
@@ -180,7 +178,7 @@ def test_a_prompt_that_was_reported_is_not_looked_at_again_after_a_preemption() 
     try:
         engine = Engine(backend)
         for n in range(4):
-            engine.add(Request(str(n), (1, 2, 3, 4, 5, n), SamplingParams(max_tokens=25, prompt_logprobs=0)))
+            engine.add(Request(str(n), (1, 2, 3, 4, 5, n), Sampling(max_tokens=25, prompt_logprobs=0)))
         while engine.has_work:
             engine.step()
         decoder: Any = backend._decoder
@@ -197,7 +195,7 @@ def test_a_long_prompts_logits_are_never_all_there_at_once(monkeypatch: pytest.M
     backend = markov_backend(TABLE, max_step_tokens=60)
     try:
         engine = Engine(backend)
-        engine.add(Request("a", tuple([1, 2, 3] * 17), SamplingParams(max_tokens=1, prompt_logprobs=0)))
+        engine.add(Request("a", tuple([1, 2, 3] * 17), Sampling(max_tokens=1, prompt_logprobs=0)))
         (event,) = engine.step()
         assert len(event.prompt_logprobs) == 50
         assert backend._decoder.most_logits == 5  # type: ignore[attr-defined]

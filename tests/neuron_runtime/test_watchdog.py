@@ -19,7 +19,7 @@ from helpers import strict_backend
 from helpers.strict_backend import StrictBackend
 from neuron_runtime.arguments import config_of
 from neuron_runtime.backend.base import Progress, StepTime
-from neuron_runtime.core import BackendLimits, Batch, Kind, Late, Request, Rows, SamplingParams, StepOutput
+from neuron_runtime.core import BackendLimits, Batch, Kind, Late, Request, Rows, Sampling, StepOutput
 from neuron_runtime.engine import process
 from neuron_runtime.engine.lifeline import Deadline
 from neuron_runtime.engine.messages import Add, FromEngine, Step, ToEngine
@@ -172,7 +172,7 @@ def test_the_engine_process_knows_a_shape_from_its_start_on(tmp_path: Path, monk
     package = SimpleNamespace(NEEDS_WEIGHTS=False, load_backend=lambda *given: WarmBackend(LIMITS))
     monkeypatch.setattr(process, "backend_package", lambda config: package)
     armed = ArmedDeadline()
-    asked = Request("0-1", (5, 6, 7), SamplingParams(max_tokens=1))
+    asked = Request("0-1", (5, 6, 7), Sampling(max_tokens=1))
     try:
         process.serve(config_of(tmp_path.as_uri(), {}), tmp_path, cast(Any, OneRequest(asked)), cast(Any, armed))
     finally:
@@ -184,7 +184,7 @@ HANG = """
     import faulthandler, sys, time
     from pathlib import Path
     from helpers.strict_backend import StrictBackend
-    from neuron_runtime.core import BackendLimits, Request, SamplingParams
+    from neuron_runtime.core import BackendLimits, Request, Sampling
     from neuron_runtime.engine.lifeline import Deadline
     from neuron_runtime.engine.loop import Engine
     from neuron_runtime.engine.watchdog import StepLimits, WatchedBackend
@@ -201,7 +201,7 @@ HANG = """
     backend = HangingBackend(limits, vocabulary_size=100)
     with Deadline(Path(sys.argv[1])) as deadline:
         engine = Engine(WatchedBackend(backend, deadline, StepLimits(0.1, 10.0, FIRST)))
-        engine.add(Request("1", (5, 6, 7), SamplingParams(max_tokens=40)))
+        engine.add(Request("1", (5, 6, 7), Sampling(max_tokens=40)))
         while engine.has_work:
             engine.step()
 """

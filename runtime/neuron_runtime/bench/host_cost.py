@@ -19,7 +19,7 @@ from neuron_runtime.backend.simulated.clock import CpuClock
 from neuron_runtime.backend.simulated.device import SimulatedBackend
 from neuron_runtime.backend.simulated.step_times import Phase, StepTimes, constant
 from neuron_runtime.bench.report import Load, Meter
-from neuron_runtime.core import BackendLimits, Batch, Kind, Late, Request, SamplingParams, StepOutput
+from neuron_runtime.core import BackendLimits, Batch, Kind, Late, Request, Sampling, StepOutput
 from neuron_runtime.engine import messages
 from neuron_runtime.engine.loop import Engine
 
@@ -147,4 +147,4 @@ def measure(
 def _requests(numbers: random.Random) -> Iterator[Request]:
     for number in itertools.count():
         prompt = tuple(numbers.randrange(VOCABULARY_SIZE) for _ in range(NUM_PROMPT_TOKENS))
-        yield Request(f"cmpl-{number:032x}", prompt, SamplingParams(max_tokens=numbers.randint(*ANSWER_TOKENS)))
+        yield Request(f"cmpl-{number:032x}", prompt, Sampling(max_tokens=numbers.randint(*ANSWER_TOKENS)))

@@ -126,9 +126,9 @@ class OfflineEngine:
 
     def generate(self, prompts: Sequence[Sequence[int]], max_tokens: int) -> Timing:
         """All prompts at once, greedy, to the last of `max_tokens`."""
-        from neuron_runtime.core import Request, SamplingParams  # noqa: PLC0415
+        from neuron_runtime.core import Request, Sampling  # noqa: PLC0415
 
-        sampling = SamplingParams(max_tokens=max_tokens, temperature=0.0)
+        sampling = Sampling(max_tokens=max_tokens, temperature=0.0)
         began = time.perf_counter()
         for prompt in prompts:
             self._num_requests += 1

@@ -19,7 +19,7 @@ from neuron_runtime.backend.torch.allocation import set_up_allocation
 from neuron_runtime.backend.torch.backend import choose_tokens
 from neuron_runtime.backend.torch.mirror import SlotMirror
 from neuron_runtime.bench.report import Meter, Row, at_most
-from neuron_runtime.core import KNOWN, NO_TOKEN, Added, BackendLimits, Batch, Kind, Rows, SamplingParams
+from neuron_runtime.core import KNOWN, NO_TOKEN, Added, BackendLimits, Batch, Kind, Rows, Sampling
 
 VOCABULARY = 151_936
 NUM_ROWS = 64
@@ -70,7 +70,7 @@ def like_a_model(num_rows: int, vocabulary_size: int) -> torch.Tensor:
 @torch.inference_mode()
 def _row(name: str, params: dict[str, Any], logits: torch.Tensor, num_iters: int) -> Row:
     num_rows, vocabulary_size = logits.shape
-    mirror = _mirror(SamplingParams(**{"temperature": 0.7, **params}), num_rows, vocabulary_size)
+    mirror = _mirror(Sampling(**{"temperature": 0.7, **params}), num_rows, vocabulary_size)
     sampled, changed = np.arange(num_rows), torch.empty_like(logits)
     wall, cpu = [], []
     meter = Meter()
@@ -92,7 +92,7 @@ def _row(name: str, params: dict[str, Any], logits: torch.Tensor, num_iters: int
     )
 
 
-def _mirror(params: SamplingParams, num_rows: int, vocabulary_size: int) -> SlotMirror:
+def _mirror(params: Sampling, num_rows: int, vocabulary_size: int) -> SlotMirror:
     """One in which each row is about to get the first token behind a prompt."""
     limits = BackendLimits(
         max_rows=num_rows,

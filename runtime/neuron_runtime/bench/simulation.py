@@ -17,7 +17,7 @@ from neuron_runtime.backend.simulated.clock import VirtualClock
 from neuron_runtime.backend.simulated.device import ShapeUse, SimulatedBackend
 from neuron_runtime.backend.simulated.step_times import StepTimes
 from neuron_runtime.bench.traffic import Conversation
-from neuron_runtime.core import BackendLimits, Request, SamplingParams, TokenEvent
+from neuron_runtime.core import BackendLimits, Request, Sampling, TokenEvent
 from neuron_runtime.engine.loop import Engine
 
 
@@ -203,7 +203,7 @@ class Simulation:
             self._num_measured_running += 1
         request_id = f"{talk.number}-{talk.turn}"
         self._running[request_id] = talk
-        sampling = SamplingParams(max_tokens=turn.answer_tokens, seed=talk.number)
+        sampling = Sampling(max_tokens=turn.answer_tokens, seed=talk.number)
         self._engine.add(Request(request_id, tuple(talk.said), sampling))
 
     def _take(self, event: TokenEvent) -> None:

@@ -17,13 +17,13 @@ import msgspec
 
 from neuron_runtime import sampling_modes
 from neuron_runtime.config import ServerOptions
-from neuron_runtime.core import BackendLimits, FinishReason, SamplingParams
+from neuron_runtime.core import BackendLimits, FinishReason, Sampling
 from neuron_runtime.engine.admission import max_new_tokens
 from neuron_runtime.errors import InvalidRequest
 from neuron_runtime.server.wire import ChatBody, CompletionBody, Generate, Message, TokenizeBody
-from neuron_runtime.text.answer import Answer
 from neuron_runtime.text.bad_words import bad_word_sequences
 from neuron_runtime.text.chat_template import ChatTemplate, TemplateRefused
+from neuron_runtime.text.choice_text import ChoiceText
 from neuron_runtime.text.generation_config import GenerationDefaults
 from neuron_runtime.text.reasoning import Marks, Thoughts
 from neuron_runtime.text.tokenizer import Tokenizer
@@ -81,7 +81,7 @@ class Ask:
     """One HTTP request, admitted: its prompts and how each is continued."""
 
     prompts: tuple[tuple[int, ...], ...]
-    sampling: tuple[SamplingParams, ...]
+    sampling: tuple[Sampling, ...]
     """Per prompt; for `n` answers each is used with `choice` 0 to n-1."""
     num_choices: int = 1
     echoes: tuple[Echo, ...] = ()
@@ -314,7 +314,7 @@ class Admission:
             return Echo(prompt.text, starts)
         if not locates:
             return Echo(self.tokenizer.decode(prompt.token_ids, body.skip_special_tokens is not False), ())
-        answer = Answer(self.tokenizer, (), skip_special_tokens=body.skip_special_tokens is not False, locates=True)
+        answer = ChoiceText(self.tokenizer, (), skip_special_tokens=body.skip_special_tokens is not False, locates=True)
         return Echo(answer.feed(prompt.token_ids, FinishReason.LENGTH), tuple(answer.text_offsets))
 
     def _check_characters(self, text: str, name: str) -> None:
@@ -412,7 +412,7 @@ class Admission:
         )
         raise InvalidRequest(message, field=name, code="context_length_exceeded")
 
-    def _sampling(self, body: Generate) -> SamplingParams:
+    def _sampling(self, body: Generate) -> Sampling:
         """All of it but what depends on the prompt."""
         defaults, size = self.defaults, self.vocabulary_size
         temperature = _or(body.temperature, defaults.temperature)
@@ -422,7 +422,7 @@ class Admission:
             raise InvalidRequest(message, field="stop_token_ids")
         self.check_token_ids(body.stop_token_ids or (), "stop_token_ids")
         ends = frozenset[int]() if body.ignore_eos else defaults.stop_token_ids
-        return SamplingParams(
+        return Sampling(
             min_tokens=body.min_tokens or 0,
             temperature=temperature if temperature > GREEDY_TEMPERATURE else 0.0,
             top_k=self._top_k(body.top_k),

@@ -1,6 +1,6 @@
 """One HTTP request on its way through the engine: requests in, pieces of text out, choice by choice.
 
-Stop 8 of a request, whose text is `text.answer`'s. The routes read the pieces and write bytes. Leaving early, for
+Stop 8 of a request, whose text is `text.choice_text`'s. The routes read the pieces and write bytes. Leaving early, for
 whatever reason, aborts what still runs.
 """
 
@@ -12,14 +12,14 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
 
-from neuron_runtime.core import FinishReason, Request, SamplingParams, TokenLogprobs
+from neuron_runtime.core import FinishReason, Request, Sampling, TokenLogprobs
 from neuron_runtime.engine.messages import News
 from neuron_runtime.errors import InvalidRequest, Overloaded, ServingError
 from neuron_runtime.server.admission import Ask, Echo
 from neuron_runtime.server.engine_client import EngineClient
 from neuron_runtime.server.logprobs import Located
 from neuron_runtime.server.metrics import Metrics
-from neuron_runtime.text.answer import Answer
+from neuron_runtime.text.choice_text import ChoiceText
 from neuron_runtime.text.tokenizer import Tokenizer
 
 
@@ -54,14 +54,14 @@ class Piece:
     """None where an answer is text alone."""
 
 
-class Choice(Answer):
+class Choice(ChoiceText):
     """One answer, and what metrics want to know of it."""
 
     def __init__(
         self,
         ask: Ask,
         prompt: tuple[int, ...],
-        sampling: SamplingParams,
+        sampling: Sampling,
         tokenizer: Tokenizer,
         *,
         arrived: float,
@@ -281,5 +281,5 @@ class Generation:
         )
 
 
-def _request(request_id: str, prompt: tuple[int, ...], sampling: SamplingParams, ask: Ask) -> Request:
+def _request(request_id: str, prompt: tuple[int, ...], sampling: Sampling, ask: Ask) -> Request:
     return Request(request_id, prompt, sampling, ask.priority, ask.cache_salt)

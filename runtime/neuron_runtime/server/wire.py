@@ -126,7 +126,7 @@ class CompletionBody(Generate, frozen=True, kw_only=True):
     best_of: int | None = None
 
 
-class Part(msgspec.Struct, frozen=True):
+class ContentPart(msgspec.Struct, frozen=True):
     """A part of a message; only texts are served."""
 
     type: str
@@ -135,7 +135,7 @@ class Part(msgspec.Struct, frozen=True):
 
 class Message(msgspec.Struct, frozen=True):
     role: Literal["system", "developer", "user", "assistant", "tool", "function"]
-    content: str | list[Part] | None = None
+    content: str | list[ContentPart] | None = None
     name: str | None = None
     reasoning: str | None = None
     reasoning_content: str | None = None

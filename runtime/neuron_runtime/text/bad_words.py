@@ -13,7 +13,7 @@ from neuron_runtime.text.tokenizer import Tokenizer
 
 
 def bad_word_sequences(tokenizer: Tokenizer, words: Iterable[str] | None) -> tuple[tuple[int, ...], ...]:
-    """`core.SamplingParams.bad_words`: each word as it is written at the beginning of a text, and behind a space.
+    """`core.Sampling.bad_words`: each word as it is written at the beginning of a text, and behind a space.
 
     Often the second spelling is one token where the first is several, and the one that answers use. vLLM counts it only
     where both have as many, https://docs.vllm.ai/en/latest/api/vllm/sampling_params.html.

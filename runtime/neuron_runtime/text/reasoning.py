@@ -1,6 +1,6 @@
 """Models that think before they answer: which part of a text is the thought, and which the answer.
 
-One `Thoughts` per stream, fed with text from which stop strings are already taken, by `text.answer`. Which marks a
+One `Thoughts` per stream, fed with text from which stop strings are already taken, by `text.choice_text`. Which marks a
 model uses is data, named by `--reasoning-parser`; whether an answer begins inside a thought is read from the end of
 its prompt, because templates open a thought, close an empty one, or leave it to the model.
 """

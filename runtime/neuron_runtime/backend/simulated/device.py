@@ -25,7 +25,7 @@ from neuron_runtime.core import (
     Batch,
     Kind,
     Late,
-    SamplingParams,
+    Sampling,
     StepOutput,
     TokenLogprobs,
 )
@@ -89,7 +89,7 @@ class Timeline:
 # Tokens
 
 
-def first_number(prompt: Iterable[int], sampling: SamplingParams, adapter: int = 0) -> int:
+def first_number(prompt: Iterable[int], sampling: Sampling, adapter: int = 0) -> int:
     """From what the tokens of an answer follow: prompt, adapter and, unless greedy, what the client may vary."""
     draw = (0, 0) if sampling.greedy else (sampling.seed & 0x7FFF_FFFF_FFFF_FFFF, sampling.choice)
     return zlib.crc32(array("q", [adapter, *draw, *prompt]).tobytes())

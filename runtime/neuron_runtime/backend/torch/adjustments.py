@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
-from neuron_runtime.core import SamplingParams
+from neuron_runtime.core import Sampling
 
 IntArray = npt.NDArray[np.int64]
 FloatArray = npt.NDArray[np.float32]
@@ -116,7 +116,7 @@ class Adjustments:
         self.until = np.zeros(self.num_slots, dtype=np.int64)
         self._counting = np.zeros(self.num_slots, dtype=bool)
 
-    def set(self, slot: int, params: SamplingParams, token_ids: Sequence[int], num_prompt_tokens: int) -> None:
+    def set(self, slot: int, params: Sampling, token_ids: Sequence[int], num_prompt_tokens: int) -> None:
         """A sequence enters the slot with these tokens, of which the first `num_prompt_tokens` are the prompt's."""
         repeats = params.repetition_penalty != 1.0
         counts = repeats or params.presence_penalty != 0.0 or params.frequency_penalty != 0.0

@@ -31,7 +31,7 @@ from neuron_runtime.core import (
     Kind,
     Late,
     Rows,
-    SamplingParams,
+    Sampling,
     StepOutput,
     TokenLogprobs,
 )
@@ -98,7 +98,7 @@ class TorchBackend:
             slot=0,
             token_ids=(0,) * length,
             num_prompt_tokens=length,
-            sampling=SamplingParams(temperature=0.0),
+            sampling=Sampling(temperature=0.0),
             blocks=tuple(range(-(-(length + 1) // self._limits.block_size))),
         )
         prompt = Rows((0,), (0,), (length,), (NO_TOKEN,), (KNOWN,), (True,))

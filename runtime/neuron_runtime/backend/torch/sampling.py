@@ -18,7 +18,7 @@ import numpy.typing as npt
 import torch
 
 from neuron_runtime.backend.torch.likeliest import GROUP, ROWS_AT_ONCE, Scores, group_sums, weigh
-from neuron_runtime.core import SamplingParams, TokenLogprobs
+from neuron_runtime.core import Sampling, TokenLogprobs
 from neuron_runtime.errors import ExitCode, FatalError
 
 IntArray = npt.NDArray[np.int64]
@@ -89,7 +89,7 @@ class SamplingTable:
         self.num_prompt_logprobs = np.full(num_slots, -1, dtype=np.int64)
         """-1: none wanted, or told before."""
 
-    def set(self, slot: int, params: SamplingParams, num_prompt_tokens: int, num_tokens: int = 0) -> None:
+    def set(self, slot: int, params: Sampling, num_prompt_tokens: int, num_tokens: int = 0) -> None:
         """A sequence of `num_tokens` tokens enters; one with an answer has had its prompt reported before."""
         self.temperature[slot] = params.temperature
         self.top_k[slot] = params.top_k

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from helpers.chat_model import write_chat_model
 from neuron_runtime.core import FinishReason
-from neuron_runtime.text.answer import Answer
+from neuron_runtime.text.choice_text import ChoiceText
 from neuron_runtime.text.reasoning import REASONING_PARSERS, Thoughts
 from neuron_runtime.text.tokenizer import Tokenizer, load_tokenizer
 
@@ -20,7 +20,7 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
     return load_tokenizer(write_chat_model(tmp_path_factory.mktemp("model")))
 
 
-def feed(answer: Answer, token_ids: tuple[int, ...], sizes: list[int]) -> str:
+def feed(answer: ChoiceText, token_ids: tuple[int, ...], sizes: list[int]) -> str:
     text, at, turn = "", 0, 0
     while at < len(token_ids) and answer.finish_reason is None:
         part = token_ids[at : at + sizes[turn % len(sizes)]]
@@ -35,7 +35,7 @@ def test_thought_and_answer_do_not_depend_on_how_many_tokens_a_step_brings(
 ) -> None:
     ids = tokenizer.encode(TEXT, add_special_tokens=False)
     thoughts = Thoughts(REASONING_PARSERS["qwen3"], "")
-    answer = Answer(tokenizer, (), stop=("end",), thoughts=thoughts)
+    answer = ChoiceText(tokenizer, (), stop=("end",), thoughts=thoughts)
     assert (feed(answer, ids, sizes), answer.thought) == ("naïve 😀 devices ", "a core ☃")
     assert answer.finish_reason is FinishReason.STOP
     of_the_thought = tokenizer.encode("<think>a core ☃</think>", add_special_tokens=False)
@@ -45,7 +45,7 @@ def test_thought_and_answer_do_not_depend_on_how_many_tokens_a_step_brings(
 @given(sizes=st.lists(st.integers(1, 5), min_size=1, max_size=4))
 def test_every_token_of_thought_and_answer_is_counted_once(tokenizer: Tokenizer, sizes: list[int]) -> None:
     ids = tokenizer.encode(TEXT, add_special_tokens=False)
-    answer = Answer(tokenizer, (), thoughts=Thoughts(REASONING_PARSERS["qwen3"], ""))
+    answer = ChoiceText(tokenizer, (), thoughts=Thoughts(REASONING_PARSERS["qwen3"], ""))
     assert feed(answer, ids, sizes) == "naïve 😀 devices end here"
     assert (answer.num_tokens, answer.thought) == (len(ids), "a core ☃")
     assert 0 < answer.num_reasoning_tokens < len(ids)
@@ -53,14 +53,14 @@ def test_every_token_of_thought_and_answer_is_counted_once(tokenizer: Tokenizer,
 
 def test_a_stop_string_ends_a_thought_too(tokenizer: Tokenizer) -> None:
     ids = tokenizer.encode(TEXT, add_special_tokens=False)
-    answer = Answer(tokenizer, (), stop=("core",), thoughts=Thoughts(REASONING_PARSERS["qwen3"], ""))
+    answer = ChoiceText(tokenizer, (), stop=("core",), thoughts=Thoughts(REASONING_PARSERS["qwen3"], ""))
     assert (feed(answer, ids, [2]), answer.thought, answer.stop_string) == ("", "a ", "core")
 
 
 @given(sizes=st.lists(st.integers(1, 5), min_size=1, max_size=4))
 def test_every_token_is_located_at_the_character_that_it_begins(tokenizer: Tokenizer, sizes: list[int]) -> None:
     ids = tokenizer.encode(TEXT, add_special_tokens=False)
-    answer = Answer(tokenizer, (), locates=True)
+    answer = ChoiceText(tokenizer, (), locates=True)
     text = feed(answer, ids, sizes)
     assert text == TEXT
     assert len(answer.text_offsets) == answer.num_tokens == len(ids)
@@ -71,7 +71,7 @@ def test_every_token_is_located_at_the_character_that_it_begins(tokenizer: Token
 
 def test_the_token_that_ends_an_answer_is_located_behind_its_text(tokenizer: Tokenizer) -> None:
     ids = tokenizer.encode("a core", add_special_tokens=False)
-    answer = Answer(tokenizer, (), locates=True)
+    answer = ChoiceText(tokenizer, (), locates=True)
     assert answer.feed((*ids, 1), FinishReason.STOP) == "a core"
     assert (answer.num_tokens, answer.text_offsets[-1]) == (len(ids) + 1, 6)
 
@@ -79,7 +79,7 @@ def test_the_token_that_ends_an_answer_is_located_behind_its_text(tokenizer: Tok
 def test_tokens_that_are_not_shown_and_bytes_that_are_no_text_shift_nothing(tokenizer: Tokenizer) -> None:
     ids = tokenizer.encode("a<|end|>☃b", add_special_tokens=False)
     broken = next(one for one in range(320) if tokenizer.token_bytes(one) == b"\xce")
-    answer = Answer(tokenizer, (), locates=True)
+    answer = ChoiceText(tokenizer, (), locates=True)
     text = answer.feed((*ids, broken, *ids), FinishReason.LENGTH)
     assert text == "a☃b\N{REPLACEMENT CHARACTER}a☃b"
     assert answer.text_offsets == [0, 1, 1, 1, 1, 2, 3, 4, 5, 5, 5, 5, 6]

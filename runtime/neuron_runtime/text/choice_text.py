@@ -1,7 +1,7 @@
-"""One answer as text: tokens in as the engine makes them, text out as far as it is certain, and where the answer ends.
+"""The text of one choice, assembled token by token: detokenizer, stop strings and thoughts together.
 
-Stop 8 of a request: detokenizer, stop strings and thoughts together. One per choice, in the front end and in the
-offline class. Aborting a request whose answer ended by its text is the caller's business.
+Stop 8 of a request; the front end and the offline class make one per choice. It finds where the text ends the answer,
+and leaves it to the caller to abort the request then.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from neuron_runtime.text.tokenizer import Tokenizer
 _Utf8 = codecs.getincrementaldecoder("utf-8")
 
 
-class Answer:
-    """Tokens behind its end, which the engine may have run on to make, are not looked at.
+class ChoiceText:
+    """Takes the tokens of a choice as they come and returns the text that is certain; tokens after its end are ignored.
 
     Args:
         stop: texts that end the answer, once more than `min_tokens` tokens were generated.
