@@ -187,11 +187,9 @@ async def load_configuration(kubeconfig: str = "") -> Configuration:
                     f"no cluster: there is no kubeconfig at {path}; set KUBECONFIG or pass --kubeconfig",
                     retriable=False,
                 )
-            await kubernetes_config.load_kube_config(  # type: ignore[no-untyped-call]
-                path, client_configuration=configuration, persist_config=False
-            )
+            await kubernetes_config.load_kube_config(path, client_configuration=configuration, persist_config=False)
         else:
-            kubernetes_config.load_incluster_config(configuration)  # type: ignore[no-untyped-call]
+            kubernetes_config.load_incluster_config(configuration)
     except _BROKEN_CONFIGURATION as error:
         raise ClusterFault(
             f"no cluster: {error}; check the kubeconfig or the ServiceAccount token", retriable=False

@@ -11,8 +11,9 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping
-from decimal import Decimal, InvalidOperation
 from typing import Any
+
+from kubernetes.utils.quantity import parse_quantity
 
 from neuron_operator.names import FIELD_MANAGER
 from neuron_operator.world import Object
@@ -22,14 +23,6 @@ Fields = Mapping[str, Any]
 
 _QUANTITY_PARENTS = frozenset({"limits", "requests"})
 _QUANTITY_FIELDS = frozenset({"sizeLimit", "divisor"})
-_SUFFIXES = {
-    "n": Decimal("1e-9"),
-    "u": Decimal("1e-6"),
-    "m": Decimal("1e-3"),
-    "": Decimal(1),
-    **{suffix: Decimal(1000) ** power for power, suffix in enumerate(("k", "M", "G", "T", "P", "E"), start=1)},
-    **{suffix: Decimal(1024) ** power for power, suffix in enumerate(("Ki", "Mi", "Gi", "Ti", "Pi", "Ei"), start=1)},
-}
 
 
 def needs_apply(desired: Object, live: Object) -> bool:
@@ -131,11 +124,8 @@ def _tree(*paths: tuple[str, ...]) -> dict[str, Any]:
 
 
 def _quantity(value: Any) -> Any:
-    """A quantity as a number (https://kubernetes.io/docs/reference/kubernetes-api/common-definitions/quantity/);
-    what is none comes back as it is."""
-    text = str(value)
-    digits = text.rstrip("numkKMGTPEi")
+    """A quantity as a number; anything else comes back unchanged."""
     try:
-        return Decimal(digits) * _SUFFIXES[text[len(digits) :]]
-    except (InvalidOperation, KeyError):
+        return parse_quantity(value)
+    except ValueError:
         return value

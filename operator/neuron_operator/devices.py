@@ -10,6 +10,8 @@ import asyncio
 from collections.abc import Iterable
 from typing import Any
 
+from kubernetes.utils.quantity import parse_quantity
+
 from neuron_operator.client import EVENTS, NODES, PODS, Cluster, Forbidden
 from neuron_operator.names import ALLOCATION_LABEL, CORE_RESOURCE, DEVICE_RESOURCE, INSTANCE_TYPE_LABEL
 from neuron_operator.reflector import Key, key_of_model
@@ -78,7 +80,7 @@ def node_devices(node: Object, pods: Iterable[Object]) -> NodeDevices:
     metadata, status = node["metadata"], node.get("status", {})
     labels = metadata.get("labels", {})
     allocatable = status.get("allocatable", {})
-    devices, cores = int(allocatable.get(DEVICE_RESOURCE, 0)), int(allocatable.get(CORE_RESOURCE, 0))
+    devices, cores = (int(parse_quantity(allocatable.get(name, 0))) for name in (DEVICE_RESOURCE, CORE_RESOURCE))
     pods = tuple(pods)
     ready = any(c["type"] == "Ready" and c["status"] == "True" for c in status.get("conditions", ()))
     return NodeDevices(
@@ -99,7 +101,7 @@ def requested(pod: Object, resource: str) -> int:
 
     def of(container: Object) -> int:
         resources: dict[str, Any] = container.get("resources", {})
-        return int((resources.get("requests") or resources.get("limits") or {}).get(resource, 0))
+        return int(parse_quantity((resources.get("requests") or resources.get("limits") or {}).get(resource, 0)))
 
     spec = pod["spec"]
     sidecars = largest = 0

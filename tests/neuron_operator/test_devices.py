@@ -32,6 +32,7 @@ SIDECAR = {"restartPolicy": "Always"}
         (pod(container(1), container(2)), 3),
         (pod({"resources": {}}, {}), 0),
         (pod({"resources": {"limits": {NEURON: "4"}}}), 4),
+        (pod({"resources": {"limits": {NEURON: "1k"}}}), 1000),
         (pod(container(1), init=(container(6), container(2))), 6),
         (pod(container(2), init=(container(1, **SIDECAR),)), 3),
         (pod(container(1), init=(container(2, **SIDECAR), container(3))), 5),
