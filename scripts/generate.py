@@ -12,7 +12,11 @@ import argparse
 import sys
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+
+from neuron_runtime.not_built import Surface
+from request_tables import as_json, names, refused
 
 ROOT = Path(__file__).resolve().parents[1]
 END = "<!-- end -->"
@@ -27,7 +31,14 @@ class Target:
     """Name of the marked part of a page; empty: the whole file."""
 
 
-TARGETS = (Target("charts/neuron-serving/files/neuronmodels.yaml", (ROOT / "crds/neuronmodels.yaml").read_text),)
+TARGETS = (
+    Target("charts/neuron-serving/files/neuronmodels.yaml", (ROOT / "crds/neuronmodels.yaml").read_text),
+    Target("docs/runtime.md", partial(refused, Surface.BODY, "Field", as_json), "refused fields"),
+    Target("docs/runtime.md", partial(names, Surface.BODY, has_effect=False), "fields without effect"),
+    Target("docs/offline.md", partial(refused, Surface.LLM, "Argument", repr), "refused arguments"),
+    Target("docs/offline.md", partial(names, Surface.LLM, has_effect=False), "arguments without effect"),
+    Target("docs/offline.md", partial(names, Surface.SAMPLING_PARAMS, has_effect=True), "refused parameters"),
+)
 
 
 def generated(root: Path, targets: Iterable[Target]) -> dict[str, str]:

@@ -17,12 +17,13 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any, NoReturn
 
-from neuron_runtime import record
+from neuron_runtime import not_built, record
 from neuron_runtime.arguments import PATHS, config_of, default_weights_dir, model_uri, naming
 from neuron_runtime.bench import command as bench_command
 from neuron_runtime.config import RuntimeConfig, load_config
 from neuron_runtime.console import say
 from neuron_runtime.errors import InvalidConfig, ServingError
+from neuron_runtime.not_built import Surface
 
 DEFAULT_PORT = 8000
 INTERRUPTED = 130
@@ -34,12 +35,6 @@ FLAG_OF_PATH = {"model.uri": "MODEL"} | {path: f"--{name.replace('_', '-')}" for
 """What says the value that stands at a path of the configuration document."""
 
 API_KEY_VARIABLE = "VLLM_API_KEY"
-
-NOT_BUILT = {
-    "--tensor-parallel-size": "1",
-    "--additional-config": "{}",
-}
-"""Flags of vLLM that are refused until built, with the value that asks for nothing."""
 
 
 class Parser(argparse.ArgumentParser):
@@ -144,8 +139,8 @@ def _add_serve(serve: argparse.ArgumentParser) -> None:
     model.add_argument(
         "--reasoning-parser", metavar="NAME", help="the model thinks before it answers, as qwen3 or deepseek_r1 do"
     )
-    for flag in NOT_BUILT:
-        model.add_argument(flag, action=_NotBuilt, help=argparse.SUPPRESS)
+    for row in not_built.rows(Surface.FLAG):
+        model.add_argument(f"--{row.name.replace('_', '-')}", action=_NotBuilt, help=argparse.SUPPRESS)
     serve.set_defaults(run=_serve)
 
 
@@ -221,8 +216,14 @@ class _NotBuilt(argparse.Action):
     def __call__(
         self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, values: Any, option: str | None = None
     ) -> None:
-        if option is None or NOT_BUILT.get(option) is None or values != NOT_BUILT[option]:
-            parser.error(f"{option} is not supported yet: leave it out")
+        try:
+            value = json.loads(values)
+        except json.JSONDecodeError:
+            value = values
+        try:
+            not_built.refuse(Surface.FLAG, self.dest, value, at=option)
+        except InvalidConfig as error:
+            parser.error(str(error))
 
 
 def _serve(options: argparse.Namespace, began: float) -> record.Record:

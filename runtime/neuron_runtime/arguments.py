@@ -16,6 +16,7 @@ import msgspec
 
 from neuron_runtime.config import CONFIG_VERSION, RuntimeConfig, parse_config
 from neuron_runtime.errors import FatalError, InvalidConfig
+from neuron_runtime.not_built import Surface, refuse
 
 LLM_PATHS = {
     "served_model_name": "servedNames",
@@ -56,72 +57,8 @@ PATHS = LLM_PATHS | {
 SWITCHES = {"enable_prefix_caching", "enable_chunked_prefill"}
 """Arguments that are true or false, where the document has a word for it."""
 
-LLM_NOT_BUILT: dict[str, tuple[Any, ...]] = {
-    "convert": ("auto", "none"),
-    "cpu_offload_gb": (0,),
-    "data_parallel_size": (1,),
-    "disable_sliding_window": (False,),
-    "enable_lora": (False,),
-    "enable_prompt_embeds": (False,),
-    "enable_sleep_mode": (False,),
-    "hf_config_path": (),
-    "hf_overrides": ({},),
-    "hf_token": (),
-    "kv_cache_dtype": ("auto",),
-    "limit_mm_per_prompt": ({},),
-    "load_format": ("auto", "safetensors"),
-    "logits_processors": ([],),
-    "mm_processor_kwargs": ({},),
-    "num_scheduler_steps": (1,),
-    "num_speculative_tokens": (),
-    "override_generation_config": ({},),
-    "pipeline_parallel_size": (1,),
-    "quantization": (),
-    "rope_scaling": ({},),
-    "rope_theta": (),
-    "runner": ("auto", "generate"),
-    "skip_tokenizer_init": (False,),
-    "speculative_config": ({},),
-    "speculative_draft_tensor_parallel_size": (),
-    "speculative_max_model_len": (),
-    "speculative_model": (),
-    "task": ("auto", "generate"),
-    "tensor_parallel_size": (1,),
-    "tokenizer": (),
-    "tokenizer_mode": ("auto",),
-    "tokenizer_revision": (),
-}
-"""Arguments of vLLM's class that are refused until built, with the values (besides None) that ask for nothing."""
-
-LLM_WITHOUT_EFFECT = frozenset(
-    {
-        "compilation_config",
-        "disable_async_output_proc",
-        "disable_custom_all_reduce",
-        "disable_log_stats",
-        "distributed_executor_backend",
-        "enforce_eager",
-        "gpu_memory_utilization",
-        "max_parallel_loading_workers",
-        "max_seq_len_to_capture",
-        "preemption_mode",
-        "scheduling_policy",
-        "swap_space",
-        "trust_remote_code",
-        "use_v2_block_manager",
-        "worker_use_ray",
-    }
-)
-"""Arguments of vLLM's class that tune a GPU or vLLM's own parts, and cannot change an answer here."""
-
 DTYPES = {"half": "float16", "float": "float32"}
 """Other names that vLLM has for a dtype."""
-
-CURES = {
-    "hf_token": "set the environment variable HF_TOKEN",
-    "speculative_model": "leave it out, the answers are the same",
-    "tensor_parallel_size": "the torch backend has one rank: leave it out",
-}
 
 
 def config_of(uri: str, given: Mapping[str, Any], **more: Any) -> RuntimeConfig:
@@ -196,12 +133,15 @@ def llm_config(
         TypeError: an argument that neither vLLM's class nor this one has.
         InvalidConfig: naming the argument that cannot be honoured.
     """
-    given = {name: value for name, value in arguments.items() if _asks(name, value)}
-    for name, value in given.items():
-        if name in LLM_NOT_BUILT:
-            raise InvalidConfig(name, f"{value!r} is not supported yet: {CURES.get(name, 'leave it out')}")
-        if name not in LLM_PATHS:
+    given = {}
+    for name, value in arguments.items():
+        if refuse(Surface.LLM, name, value):
+            continue
+        if name in LLM_PATHS:
+            given[name] = value
+        elif value is not None:
             raise TypeError(f"LLM() has no argument {name!r}")
+    given = {name: value for name, value in given.items() if value is not None}
     if "dtype" in given:
         dtype = str(given["dtype"]).removeprefix("torch.")
         given["dtype"] = DTYPES.get(dtype, dtype)
@@ -231,13 +171,6 @@ def default_weights_dir() -> Path:
     """Where downloads go unless told otherwise."""
     cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(cache, "neuron-serving", "weights")
-
-
-def _asks(name: str, value: Any) -> bool:
-    neutral = LLM_NOT_BUILT.get(name, ())
-    # 1 == True, but no number asks for what a switch does.
-    same = (value == one and isinstance(value, bool) == isinstance(one, bool) for one in neutral)
-    return value is not None and name not in LLM_WITHOUT_EFFECT and not any(same)
 
 
 def _neuron_config(override: Any, additional: Mapping[str, Any] | None) -> Any:

@@ -33,21 +33,13 @@ from neuron_runtime.engine.admission import check_request
 from neuron_runtime.engine.backends import backend_package, check_backend
 from neuron_runtime.engine.loop import Engine
 from neuron_runtime.errors import BackendFailed, InvalidConfig, InvalidRequest
+from neuron_runtime.not_built import Surface, refuse
 from neuron_runtime.sampling_modes import check_one_served, check_ranges
 from neuron_runtime.server.admission import DEFAULT_COMPLETION_TOKENS, Admission, Ask, served_defaults
 from neuron_runtime.server.wire import ChatBody, CompletionBody, typed
 from neuron_runtime.text.choice_text import ChoiceText
 from neuron_runtime.text.generation_config import load_generation_defaults
 from neuron_runtime.text.tokenizer import Tokenizer, load_tokenizer
-
-PYTHON_NOT_BUILT: dict[str, tuple[Any, ...]] = {
-    "detokenize": (True,),
-    "early_stopping": (False,),
-    "extra_args": ({},),
-    "guided_decoding": (),
-}
-"""Sampling parameters that only vLLM's Python class has and that are refused until built, with the values (besides
-None) that ask for nothing. The others are the server's: see `server.wire.NOT_BUILT`."""
 
 MAX_SEED_BITS = 63
 
@@ -118,10 +110,11 @@ class SamplingParams:
 
         prompt: the fields that say what is continued, which win over these parameters.
         """
-        given = {one.name: getattr(self, one.name) for one in fields(self)}
-        for name, neutral in PYTHON_NOT_BUILT.items():
-            if (value := given.pop(name)) is not None and value not in neutral:
-                raise InvalidRequest(f"`{name}` is not supported yet: leave it out", field=name)
+        given = {}
+        for name in (one.name for one in fields(self)):
+            value = getattr(self, name)
+            if not refuse(Surface.SAMPLING_PARAMS, name, value):
+                given[name] = value
         if given["max_tokens"] is None:
             given["max_tokens"] = max_model_length
         return typed({**given, **prompt}, CompletionBody)
@@ -184,7 +177,7 @@ class LLM:
         download_dir: where weights from a hub go.
         additional_config: `{"override_neuron_config": {...}}`, as vLLM's newer versions take it.
         arguments: `max_model_len`, `max_num_seqs`, `block_size` and whatever else vLLM's class has. They are honoured,
-            or refused by name; see `arguments.LLM_PATHS`, `LLM_NOT_BUILT` and `LLM_WITHOUT_EFFECT`.
+            or refused by name; see `arguments.LLM_PATHS` and `not_built.ROWS`.
 
     Raises:
         TypeError: an unknown argument.
@@ -346,8 +339,7 @@ class LLM:
         lora_request: object,
         use_tqdm: bool | Callable[..., Any],
     ) -> list[RequestOutput]:
-        if lora_request is not None:
-            raise InvalidRequest("`lora_request` is not supported yet: leave it out", field="lora_request")
+        refuse(Surface.CALL, "lora_request", lora_request)
         params = _one_each(sampling_params, len(prompts), self.get_default_sampling_params, "sampling_params")
         priorities = _one_each(priority, len(prompts), lambda: 0, "priority")
         with self._one_at_a_time:

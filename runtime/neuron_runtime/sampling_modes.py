@@ -16,6 +16,7 @@ from typing import Any
 
 from neuron_runtime.core import BackendLimits
 from neuron_runtime.errors import InvalidRequest
+from neuron_runtime.not_built import is_neutral
 
 MAX_BIASED_TOKENS = 1024
 MAX_BAD_WORDS = 256
@@ -62,10 +63,8 @@ class Parameter:
         return {"Device": self.device, "DeviceWithLogits": self.device_with_logits, "Host": self.host}[mode]
 
     def asks(self, value: Any) -> bool:
-        """Whether a value changes anything; 0 and 0.0 are one number, False is none."""
-        return value is not None and not any(
-            value == one and isinstance(value, bool) == isinstance(one, bool) for one in self.neutral
-        )
+        """Whether a value changes anything."""
+        return not is_neutral(value, self.neutral)
 
 
 def _on_device(neutral: tuple[Any, ...] = (), lowest: float | None = None, highest: float | None = None) -> Parameter:

@@ -12,8 +12,7 @@ from pathlib import Path
 from urllib.parse import unquote
 
 from neuron_runtime.errors import InvalidConfig
-
-LATER_SCHEMES = ("s3", "pvc", "oci")
+from neuron_runtime.not_built import Surface, refuse
 
 
 @dataclass(frozen=True)
@@ -63,6 +62,6 @@ def parse_uri(uri: str, field: str = "$.model.uri") -> HubModel | FolderModel:
         if not rest.startswith("///") or "\0" in rest:
             raise InvalidConfig(field, f"{uri!r} names no absolute path; write file:///absolute/path")
         return FolderModel(Path(unquote(rest.removeprefix("//"))))
-    supported = "this version reads hf://org/name[@revision] and file:///absolute/path"
-    what = "is not supported yet" if scheme in LATER_SCHEMES else "is unknown"
-    raise InvalidConfig(field, f"the scheme {scheme}: of {uri!r} {what}; {supported}")
+    refuse(Surface.SCHEME, scheme, uri, at=field)
+    cure = "use hf://org/name[@revision] or file:///absolute/path"
+    raise InvalidConfig(field, f"the scheme {scheme}: of {uri!r} is unknown: {cure}")

@@ -31,7 +31,7 @@ from neuron_operator.catalog import INSTANCE_TYPES
 from neuron_operator.errors import InvalidSpec, Unplaceable
 from neuron_operator.model import LATER, LATER_SCHEMES, parse
 from neuron_operator.why import CONDITIONS, REASONS
-from neuron_runtime import arguments, config, offline, sampling_modes
+from neuron_runtime import arguments, config, not_built, offline, sampling_modes
 from neuron_runtime.__main__ import DRAIN_ON_THE_COMMAND_LINE, FLAG_OF_PATH, build_parser, main
 from neuron_runtime.backend.torch import sizing
 from neuron_runtime.backend.torch.architecture import FAMILIES, FIXED
@@ -39,6 +39,7 @@ from neuron_runtime.core import FinishReason, Sampling
 from neuron_runtime.engine.backpressure import DEFAULT_MAX_QUEUED_REQUESTS, MAX_RETRY_SECONDS, MOST_QUEUED_TOKENS
 from neuron_runtime.engine.watchdog import FIRST_STEP_SECONDS, MIN_STEP_SECONDS
 from neuron_runtime.errors import ExitCode, InvalidRequest, ServingError
+from neuron_runtime.not_built import Surface
 from neuron_runtime.record import MAX_RECORD_BYTES, ModelFacts, Record
 from neuron_runtime.server import access_log, admission, auth, restarts, tracing, wire
 from neuron_runtime.server.app import build_app
@@ -338,16 +339,10 @@ def test_every_field_that_a_client_may_send_is_documented_for_its_endpoints_and_
     assert set(streaming) == {"stream", *wire.StreamOptions.__struct_fields__}
 
 
-def test_every_field_that_is_refused_is_documented_with_what_passes_and_no_other() -> None:
-    _, refused = re.split(r"^Refused by name.*$", section(RUNTIME, "HTTP API"), maxsplit=1, flags=re.MULTILINE)
-    table, _, rest = refused.partition("Without effect")
-    told = {words(first)[0]: words(neutral) for first, neutral in rows(table.partition("Of messages")[0])}
-    assert told == {
-        name: [json.dumps(value, separators=(",", ":")) for value in values] for name, values in wire.NOT_BUILT.items()
-    }
-    assert set(words(rest.partition("`finish_reason`")[0])) == wire.WITHOUT_EFFECT
-    of_messages = set(words(table.partition("Of messages")[2]))
-    assert {*admission.MESSAGE_NOT_BUILT, *admission.ROLES_NOT_BUILT} <= of_messages
+def test_every_refused_part_of_a_message_is_documented() -> None:
+    refused = re.split(r"^Refused by name.*$", section(RUNTIME, "HTTP API"), maxsplit=1, flags=re.MULTILINE)[1]
+    of_messages = {row.name for surface in (Surface.MESSAGE, Surface.ROLE) for row in not_built.rows(surface)}
+    assert of_messages <= set(words(refused.partition("Messages with the roles")[2].partition("These fields")[0]))
 
 
 def test_ranges_and_defaults_of_fields_are_those_of_the_code() -> None:
@@ -592,17 +587,12 @@ def test_every_argument_of_the_offline_class_is_documented_and_no_other() -> Non
     signature = set(inspect.signature(offline.LLM).parameters) - {"arguments"}
     told = {word for first, _ in rows(section(OFFLINE, "Arguments")) for word in words(first)}
     assert told == signature | arguments.LLM_PATHS.keys()
-    refused = {words(first)[0]: words(neutral) for first, neutral in rows(section(OFFLINE, "Arguments refused"))}
-    assert refused == {name: [repr(value) for value in values] for name, values in arguments.LLM_NOT_BUILT.items()}
-    without, _, _ = section(OFFLINE, "Arguments without effect").partition("Any other")
-    assert set(words(without)) == arguments.LLM_WITHOUT_EFFECT
 
 
 def test_every_sampling_parameter_of_the_offline_class_is_documented_and_no_other() -> None:
     honoured, _, refused = section(OFFLINE, "Sampling parameters").partition("Refused by name")
     now, later = ({word for row in rows(honoured) for word in words(row[0])}, set(words(refused)))
     assert now | later == set(inspect.signature(offline.SamplingParams).parameters)
-    assert later <= wire.NOT_BUILT.keys() | offline.PYTHON_NOT_BUILT.keys()
     assert now <= {*wire.CompletionBody.__struct_fields__, "logprobs"}
 
 

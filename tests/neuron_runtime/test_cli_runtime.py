@@ -70,23 +70,28 @@ def test_wrong_flags_are_named(arguments: list[str], field: str, says: str) -> N
 
 
 @pytest.mark.parametrize(
-    "flags",
+    ("flag", "value", "says"),
     [
-        ["--tensor-parallel-size", "2"], ["--additional-config", "{"],
+        ("--tensor-parallel-size", "2", "2 is not supported yet: the torch backend has one rank"),
+        ("--tensor-parallel-size", "true", "True is not supported yet"),
+        ("--additional-config", "{", "'{' is not supported yet: leave it out"),
     ],
-)  # fmt: skip
-def test_flags_that_are_not_built_are_refused_by_name(flags: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+)
+def test_flags_that_are_not_built_are_refused_by_name(
+    flag: str, value: str, says: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     with pytest.raises(SystemExit) as caught:
-        main(["serve", "m", *flags])
+        main(["serve", "m", flag, value])
     assert caught.value.code == 2
     error = capsys.readouterr().err
-    assert f"{flags[0]} is not supported yet" in error
+    assert f"{flag}: {says}" in error
     assert error.count("\n") == 1
 
 
 def test_neutral_values_of_flags_that_are_not_built_are_accepted() -> None:
     config_of(
-        "a/m", "--tensor-parallel-size", "1", "--override-neuron-config", "{}", "--generation-config", "auto",
+        "a/m", "--tensor-parallel-size", "1", "--additional-config", "{}", "--override-neuron-config", "{}",
+        "--generation-config", "auto",
     )  # fmt: skip
 
 

@@ -14,10 +14,10 @@ import pytest
 
 from helpers.chat_model import write_chat_model
 from neuron_runtime import LLM, RequestOutput, SamplingParams
-from neuron_runtime.arguments import LLM_NOT_BUILT, LLM_PATHS, LLM_WITHOUT_EFFECT, llm_config
+from neuron_runtime.arguments import LLM_PATHS, llm_config
 from neuron_runtime.core import TokenEvent, TokenLogprobs
 from neuron_runtime.errors import BackendFailed, FatalError, InvalidConfig, InvalidRequest
-from neuron_runtime.offline import PYTHON_NOT_BUILT
+from neuron_runtime.not_built import Surface, rows
 from neuron_runtime.server import wire
 
 MODEL = Path(__file__).parents[2] / "examples" / "demo-model"
@@ -457,7 +457,7 @@ def test_every_parameter_is_either_the_servers_or_refused_by_name() -> None:
     names = set(inspect.signature(SamplingParams).parameters)
     honoured = set(wire.CompletionBody.__struct_fields__) | {"logprobs"}
     assert set(ASKS) == names - honoured
-    assert set(ASKS) <= wire.NOT_BUILT.keys() | PYTHON_NOT_BUILT.keys()
+    assert set(ASKS) == {row.name for row in rows(Surface.SAMPLING_PARAMS)}
 
 
 @pytest.mark.parametrize(("name", "value"), ASKS.items())
@@ -533,12 +533,13 @@ def test_arguments_that_cannot_be_honoured_are_refused_by_name(arguments: dict[s
 
 
 def test_arguments_that_ask_for_nothing_are_accepted_and_others_are_not() -> None:
-    neutral = {name: value for name, values in LLM_NOT_BUILT.items() for value in values}
-    without_effect = dict.fromkeys(LLM_WITHOUT_EFFECT, 0.5)
+    refused = [row for row in rows(Surface.LLM) if row.has_effect]
+    neutral = {row.name: value for row in refused for value in row.neutral}
+    without_effect = dict.fromkeys((row.name for row in rows(Surface.LLM) if not row.has_effect), 0.5)
     plain = llm_config(HARMLESS, {})
     assert llm_config(HARMLESS, {**neutral, **without_effect}) == plain
-    assert llm_config(HARMLESS, dict.fromkeys([*LLM_NOT_BUILT, *LLM_PATHS])) == plain
-    for name in LLM_NOT_BUILT:
+    assert llm_config(HARMLESS, dict.fromkeys([*(row.name for row in refused), *LLM_PATHS])) == plain
+    for name in (row.name for row in refused):
         with pytest.raises(InvalidConfig, match=f"^{name}: 'x' is not supported yet"):
             llm_config(HARMLESS, {name: "x"})
     for name in ("max_modle_len", "max_queued_requests"):

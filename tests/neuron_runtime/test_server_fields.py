@@ -13,7 +13,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from helpers.front_end import MODEL, Serving, make_model, serving
-from neuron_runtime.server.wire import NEUTRAL_ELSEWHERE, NOT_BUILT, WITHOUT_EFFECT, ChatBody, CompletionBody
+from neuron_runtime.not_built import Surface, rows
+from neuron_runtime.server.wire import NEUTRAL_ELSEWHERE, ChatBody, CompletionBody
+
+NOT_BUILT = {row.name: row.neutral for row in rows(Surface.BODY) if row.has_effect}
+WITHOUT_EFFECT = [row.name for row in rows(Surface.BODY) if not row.has_effect]
 
 CHAT = [{"role": "user", "content": "What is a device?"}]
 COMPLETIONS, CHATS = "/v1/completions", "/v1/chat/completions"

@@ -276,7 +276,11 @@ BAD_CHATS: list[tuple[dict[str, Any], str, str]] = [
     ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages[0].content[0].type", "image_url"),
     ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "messages[0].content[0].text", "is missing"),
     ({"messages": [{"role": "user", "content": ["a"]}]}, "messages[0].content[0]", "Expected `object`"),
-    ({"messages": [*CHAT, {"role": "tool", "content": "a"}]}, "messages[1].role", "`tool` are not supported yet"),
+    (
+        {"messages": [*CHAT, {"role": "tool", "content": "a"}]},
+        "messages[1].role",
+        "role `tool` is not supported yet",
+    ),
     (
         {"messages": [{"role": "tool", "tool_call_id": "a", "content": "a"}]},
         "messages[0].tool_call_id",

@@ -81,7 +81,7 @@ class TestUris:
 
     @pytest.mark.parametrize("uri", ["s3://bucket/prefix", "pvc://claim/path", "oci://image@sha256:00"])
     def test_schemes_of_later_versions_are_refused_with_what_works_now(self, uri: str) -> None:
-        with pytest.raises(InvalidConfig, match=r"not supported yet; this version reads hf://.* and file:///"):
+        with pytest.raises(InvalidConfig, match=r"not supported yet: use hf://.* or file:///"):
             parse_uri(uri)
 
     @pytest.mark.parametrize(

@@ -20,6 +20,7 @@ from neuron_runtime.config import ServerOptions
 from neuron_runtime.core import BackendLimits, FinishReason, Sampling
 from neuron_runtime.engine.admission import max_new_tokens
 from neuron_runtime.errors import InvalidRequest
+from neuron_runtime.not_built import Surface, refuse
 from neuron_runtime.server.wire import ChatBody, CompletionBody, Generate, Message, TokenizeBody
 from neuron_runtime.text.bad_words import bad_word_sequences
 from neuron_runtime.text.chat_template import ChatTemplate, TemplateRefused
@@ -37,10 +38,6 @@ MAX_STOP_TOKEN_IDS = 1024
 GREEDY_TEMPERATURE = 1e-5
 """At or below it logits divided by it overflow: the likeliest token is meant."""
 MAX_SALT_CHARACTERS = 256
-
-MESSAGE_NOT_BUILT = ("tool_calls", "tool_call_id", "function_call", "audio", "refusal")
-ROLES_NOT_BUILT = ("tool", "function")
-"""Fields and roles of messages that are refused until built."""
 
 N = TypeVar("N", int, float)
 
@@ -458,14 +455,9 @@ def _id_lists(prompt: list[str | int | list[int]]) -> list[list[int]]:
 
 def _plain(message: Message, at: str, template: ChatTemplate) -> dict[str, Any]:
     """A message as templates know it. Raises InvalidRequest for what only tools, images and sounds have."""
-    for name in MESSAGE_NOT_BUILT:
-        if getattr(message, name) not in (None, []):
-            raise InvalidRequest(f"`{at}.{name}` is not supported yet: leave it out", field=f"{at}.{name}")
-    if message.role in ROLES_NOT_BUILT:
-        raise InvalidRequest(
-            f"`{at}.role`: messages of the role `{message.role}` are not supported yet: leave them out",
-            field=f"{at}.role",
-        )
+    for name in message.__struct_fields__:
+        refuse(Surface.MESSAGE, name, getattr(message, name), at=f"{at}.{name}")
+    refuse(Surface.ROLE, message.role, message.role, at=f"{at}.role")
     role = "system" if message.role == "developer" and not template.knows_developer else message.role
     plain: dict[str, Any] = {"role": role, "content": _content(message, at, template)}
     thought = message.reasoning_content if message.reasoning is None else message.reasoning

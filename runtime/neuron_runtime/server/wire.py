@@ -1,4 +1,4 @@
-"""The HTTP bodies that clients send: their types, the fields that are refused until built, and error objects.
+"""The HTTP bodies that clients send: their types, how they are parsed, and error objects.
 
 Stop 1 of a request: a body of bytes becomes a typed body or an InvalidRequest that names the field. Values are
 checked against the model's limits afterwards, in `server.admission`.
@@ -13,59 +13,7 @@ from typing import Any, Literal, TypeVar
 import msgspec
 
 from neuron_runtime.errors import BackendFailed, Draining, InvalidRequest, Overloaded, ServingError, Unauthorized
-
-NOT_BUILT: dict[str, tuple[Any, ...]] = {
-    "audio": (),
-    "chat_template": (),
-    "documents": ([],),
-    "function_call": ("none", "auto"),
-    "functions": ([],),
-    "guided_choice": (),
-    "guided_grammar": (),
-    "guided_json": (),
-    "guided_regex": (),
-    "kv_transfer_params": (),
-    "length_penalty": (1,),
-    "logits_processors": ([],),
-    "mm_processor_kwargs": ({},),
-    "modalities": (["text"],),
-    "moderation": (),
-    "parallel_tool_calls": (True, False),
-    "prediction": (),
-    "prompt_embeds": (),
-    "repetition_detection": (),
-    "response_format": ({"type": "text"},),
-    "spaces_between_special_tokens": (True,),
-    "structured_outputs": (),
-    "suffix": ("",),
-    "thinking_token_budget": (),
-    "tool_choice": ("none", "auto"),
-    "tools": ([],),
-    "use_beam_search": (False,),
-    "verbosity": ("medium",),
-    "vllm_xargs": ({},),
-    "web_search_options": (),
-}
-"""Fields of OpenAI's and vLLM's API that are refused by name until built, with the values (besides null) that ask for
-nothing. A value is neutral only with its own type: `suffix: false` asks for something."""
-
-CURES = {"chat_template": "the server's own template is used, which whoever runs it names with --chat-template"}
-"""What else to do about a refused field than to leave it out."""
-
-WITHOUT_EFFECT = frozenset(
-    {
-        "metadata",
-        "prompt_cache_key",
-        "prompt_cache_options",
-        "prompt_cache_retention",
-        "request_id",
-        "safety_identifier",
-        "service_tier",
-        "store",
-        "user",
-    }
-)
-"""Fields that say something about the caller and cannot change an answer."""
+from neuron_runtime.not_built import Surface, is_neutral, refuse
 
 NEUTRAL_ELSEWHERE: dict[str, tuple[Any, ...]] = {
     "add_generation_prompt": (True,),
@@ -76,7 +24,7 @@ NEUTRAL_ELSEWHERE: dict[str, tuple[Any, ...]] = {
     "include_reasoning": (True,),
     "top_logprobs": (0,),
 }
-"""Of the fields that only one of both ways to generate has: values (besides null) that the other one lets pass."""
+"""Of the fields that only one of the two generating routes has: values (besides null) that the other one accepts."""
 
 
 class StreamOptions(msgspec.Struct, frozen=True):
@@ -208,7 +156,7 @@ def typed(fields: Mapping[str, Any], body_type: type[Body], *, unknown_pass: boo
     for name, value in fields.items():
         if name in known:
             asked[name] = value
-        elif name not in WITHOUT_EFFECT:
+        elif not refuse(Surface.BODY, name, value):
             _pass_unserved(name, value, body_type, unknown_pass)
     try:
         return msgspec.convert(asked, body_type, str_keys=True)
@@ -227,25 +175,14 @@ _PATH = re.compile(r"(.*) - at (?:`key` in )?`\$(.*)`")
 
 def _pass_unserved(name: str, value: Any, body_type: type[msgspec.Struct], unknown_pass: bool) -> None:
     """Raises InvalidRequest for a field that `body_type` does not have and that asks for something."""
-    if name in NOT_BUILT:
-        if _asks(value, NOT_BUILT[name]):
-            raise InvalidRequest(f"`{name}` is not supported yet: {CURES.get(name, 'leave it out')}", field=name)
-        return
     if body_type in GENERATING:
         for other, path in GENERATING.items():
             if name in other.__struct_fields__:
-                if _asks(value, NEUTRAL_ELSEWHERE.get(name, ())):
+                if not is_neutral(value, NEUTRAL_ELSEWHERE.get(name, ())):
                     raise InvalidRequest(f"`{name}` belongs to {path}: leave it out here", field=name)
                 return
     if not unknown_pass:
         raise InvalidRequest(f"unknown field `{name}`", field=name)
-
-
-def _asks(value: Any, neutral: tuple[Any, ...]) -> bool:
-    # 0 and 0.0 are one number; False is none.
-    return value is not None and not any(
-        value == one and isinstance(value, bool) == isinstance(one, bool) for one in neutral
-    )
 
 
 def error_object(message: str, kind: str, field: str | None = None, code: str | None = None) -> bytes:

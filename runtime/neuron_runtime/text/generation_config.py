@@ -13,18 +13,12 @@ from typing import Any
 
 from neuron_runtime import sampling_modes
 from neuron_runtime.errors import ExitCode, FatalError, InvalidConfig, InvalidRequest
+from neuron_runtime.not_built import Surface, rows
 from neuron_runtime.text.tokenizer import read_json
 
 AUTO = "auto"
 NEUTRAL = "vllm"
 """vLLM's word for its own defaults, which change nothing."""
-
-NOT_APPLIED: Mapping[str, Any] = {
-    "typical_p": 1.0,
-    "no_repeat_ngram_size": 0,
-    "num_beams": 1,
-}
-"""Settings that would change answers but are not built, with the value that means nothing."""
 
 
 @dataclass(frozen=True)
@@ -80,9 +74,9 @@ def load_generation_defaults(model_dir: Path, eos_token_id: int | None, source: 
         repetition_penalty=_number(settings, "repetition_penalty", 1.0, path),
         max_tokens=int(_number(settings, "max_new_tokens", 0, path)) or None,
         not_applied=tuple(
-            f"{name}={settings[name]}"
-            for name, neutral in NOT_APPLIED.items()
-            if settings.get(name) is not None and settings[name] != neutral
+            f"{row.name}={settings[row.name]}"
+            for row in rows(Surface.GENERATION_CONFIG)
+            if not row.accepts(settings.get(row.name))
         ),
     )
     try:

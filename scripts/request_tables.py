@@ -1,0 +1,42 @@
+"""Tables of the docs about what a request may contain, read from the runtime's declarations."""
+
+from __future__ import annotations
+
+import json
+import textwrap
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from neuron_runtime.not_built import LEAVE_OUT, Row, Surface, rows
+
+
+def as_json(value: Any) -> str:
+    return json.dumps(value, separators=(",", ":"))
+
+
+def table(head: Iterable[str], lines: Iterable[Iterable[str]]) -> str:
+    """A Markdown table."""
+    first, *others = (f"| {' | '.join(cells)} |".replace("|  |", "| |") for cells in (head, *lines))
+    return "\n".join((first, "|" + "---|" * (first.count("|") - 1), *others))
+
+
+def refused(where: Surface, title: str, spelled: Callable[[Any], str]) -> str:
+    """The names of one surface that are refused, with their neutral values."""
+    return table(
+        (title, "Accepted values"),
+        (
+            (f"`{row.name}`{_cure(row)}", ", ".join(f"`{spelled(value)}`" for value in row.neutral))
+            for row in rows(where)
+            if row.has_effect
+        ),
+    )
+
+
+def names(where: Surface, *, has_effect: bool) -> str:
+    """The names of one surface in one paragraph."""
+    found = ", ".join(f"`{row.name}`" for row in rows(where) if row.has_effect is has_effect)
+    return textwrap.fill(found, 120, break_long_words=False, break_on_hyphens=False)
+
+
+def _cure(row: Row) -> str:
+    return "" if row.cure == LEAVE_OUT else f" ({row.cure})"
