@@ -1,7 +1,7 @@
 # Everything a person or CI does with this repository; `make` alone lists the targets.
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
-.PHONY: help setup demo serve format generate lint check test test-long test-neuron-versions programs cluster cluster-images cluster-down cluster-deps clean-cache
+.PHONY: help setup demo serve format generate lint check test test-long test-neuron-versions bench programs cluster cluster-images cluster-down cluster-deps clean-cache
 
 PYTHON ?= python3
 BIN := .venv/bin
@@ -53,7 +53,7 @@ test-neuron-versions: .venv-neuron/.ready  ## the runtime's fast tests with the 
 	@$(TWO) .venv-neuron/bin/pytest -q -n 2 -m "$(FAST)" tests/neuron_runtime
 
 bench: setup  ## the figures, into bench-results/; QUICK=1 for a short look, PAGES="README.md ..." to put them there
-	@$(BIN)/neuron-runtime bench suite --folder bench-results $(if $(QUICK),--quick) $(if $(PAGES),--markdown $(PAGES))
+	@PYTHONPATH=tests $(BIN)/python -m bench.suite --folder bench-results $(if $(QUICK),--quick) $(if $(PAGES),--markdown $(PAGES))
 
 programs:  # those that tests run, from Go modules: minutes, once; a test that needs one says why there is none
 	-@PYTHONPATH=tests $(PYTHON) -m cluster.rig.binaries

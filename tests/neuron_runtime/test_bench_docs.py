@@ -12,7 +12,7 @@ from neuron_runtime.__main__ import build_parser
 from neuron_runtime.backend.simulated.device import ShapeUse
 from neuron_runtime.backend.simulated.options import Options
 from neuron_runtime.backend.simulated.step_times import PUBLISHED
-from neuron_runtime.bench import simulated_tables, suite
+from neuron_runtime.bench import simulated_tables
 from neuron_runtime.bench.simulated_tables import Run, Targets
 from neuron_runtime.bench.simulation import PREFILL_FIRST, Asked, Outcome
 
@@ -64,7 +64,7 @@ def test_every_flag_of_simulate_is_documented_with_its_default_and_no_other() ->
 
 @pytest.mark.parametrize(
     ("title", "command"),
-    [("The figures", "suite"), ("A server under load", "serve"), ("A model in this process", "offline")],
+    [("A server under load", "serve"), ("A model in this process", "offline")],
 )
 def test_every_flag_of_the_other_commands_is_documented_with_its_default_and_no_other(title: str, command: str) -> None:
     told = {flag: row for row in table(title) for flag in re.findall(r"`(--[a-z-]+)`", row[0])}
@@ -79,11 +79,6 @@ def test_every_flag_of_the_other_commands_is_documented_with_its_default_and_no_
         default = actions[flag].default
         if isinstance(default, int | float) and not isinstance(default, bool):
             assert f"{default:g}" in row[2], flag
-
-
-def test_every_section_of_the_figures_is_named() -> None:
-    (row,) = (row for row in table("The figures") if row[0] == "`--only`")
-    assert re.findall(r"`([a-z-]+)`", row[1]) == list(suite.SECTIONS)
 
 
 def test_the_example_shows_the_rows_that_the_command_prints() -> None:

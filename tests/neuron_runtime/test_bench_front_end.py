@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from neuron_runtime.bench import front_end
-from neuron_runtime.bench.front_end import cpu_seconds, reading_clients
+from bench import front_end
+from bench.front_end import cpu_seconds, reading_clients
 from neuron_runtime.server.supervisor import listen, url_of
 
 NUM_STREAMS, NUM_STEPS = 64, 100

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from neuron_runtime.__main__ import main
+from bench import host
 from neuron_runtime.backend.simulated.clock import VirtualClock
 from neuron_runtime.backend.simulated.device import SimulatedBackend
 from neuron_runtime.backend.simulated.step_times import Phase, StepTimes, constant
-from neuron_runtime.bench import host, host_cost
+from neuron_runtime.bench.report import at_least, at_most
 from neuron_runtime.core import BackendLimits, Batch, Late, Request, Sampling, StepOutput
 from neuron_runtime.engine.loop import Engine
 from neuron_runtime.engine.scheduler import Scheduler
@@ -124,12 +122,12 @@ def test_cpu_seconds_of_a_step_and_the_busy_share_meet_their_targets(rows: int, 
     found = []
     for _ in range(6):
         slower = max(1.0, reference() / REFERENCE_MILLISECONDS)
-        cost = host_cost.measure(
+        cost = host.measure(
             rows,
             feedback,
             num_rounds=3,
             round_steps=40,
-            step_milliseconds=slower * host_cost.STEP_MILLISECONDS,
+            step_milliseconds=slower * host.STEP_MILLISECONDS,
         )
         assert 0 < cost.backend_seconds < cost.step_seconds <= cost.median_step_seconds
         milliseconds = (cost.step_seconds + cost.message_seconds) * 1000 / slower
@@ -147,30 +145,27 @@ def test_a_slow_host_shows_as_a_device_that_waits(monkeypatch: pytest.MonkeyPatc
         slow(self, batch)
 
     monkeypatch.setattr(SimulatedBackend, "launch", launch)
-    cost = host_cost.measure(8, "host", num_rounds=1, round_steps=20, step_milliseconds=1.0)
+    cost = host.measure(8, "host", num_rounds=1, round_steps=20, step_milliseconds=1.0)
     assert cost.busy_share < 0.8
     assert cost.backend_seconds > 0.0005
 
 
-def test_the_command_prints_and_writes_what_was_measured(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    json_file, plot_file = tmp_path / "host.json", tmp_path / "host.svg"
-    monkeypatch.setattr(host_cost, "ROUND_STEPS", 5)
-    arguments = ["--rows", "4", "64", "--rounds", "1", "--json", str(json_file), "--plot", str(plot_file)]
-    assert main(["bench", "host", *arguments]) == 0
-    rows = json.loads(json_file.read_text())["tables"][0]["rows"]
-    assert [row["name"] for row in rows][::4] == [
-        "device busy, 4 rows, device feedback",
-        "host time per step, 4 rows, device feedback",
+def test_figures_carry_targets_for_the_rows_that_have_them_and_the_load_of_the_machine() -> None:
+    costs = [host.measure(rows, "host", num_rounds=1, round_steps=5) for rows in (4, 64)]
+    rows = {row.name: row for row in host.figures(costs)}
+    assert list(rows) == [
+        "device busy, 4 rows, host feedback",
+        "device busy, 64 rows, host feedback",
+        "host time per step, 4 rows, host feedback",
+        "host time per step, 64 rows, host feedback",
     ]
-    assert all(row["load"]["wall_seconds"] > 0 for row in rows)
-    assert {row["target"] for row in rows if ", 4 rows" in row["name"]} == {None}
-    assert "device busy, 64 rows, host feedback" in capsys.readouterr().out
-    assert plot_file.read_text().startswith("<?xml")
+    assert all(row.load is not None and row.load.wall_seconds > 0 for row in rows.values())
+    targets = [row.target for row in rows.values()]
+    assert targets == [None, at_least(96.0), None, at_most(0.5)]
 
 
-@pytest.mark.parametrize("flags", [["--rows", "0"], ["--rounds", "0"]])
-def test_counts_that_cannot_be_are_refused_by_flag(flags: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["bench", "host", *flags]) == 2
-    assert f"{flags[0]}: must be at least 1, got 0" in capsys.readouterr().err
+def test_every_feedback_and_number_of_rows_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    measured = []
+    monkeypatch.setattr(host, "measure", lambda *given, **more: measured.append((*given, more)))
+    host.measure_all(num_rounds=2)
+    assert measured == [(rows, one, {"num_rounds": 2}) for one in ("device", "host") for rows in (64, 256)]

@@ -1,4 +1,4 @@
-"""Measuring in process: made models, rates by their formula, the bare step, and the command on a small model."""
+"""Measuring in process: made models, rates by their formula, and the command on a small model."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from helpers.torch_models import random_model as small_model
 from neuron_runtime.__main__ import main
 from neuron_runtime.bench import model as models
 from neuron_runtime.bench.model import SHAPES, byte_level_vocabulary, model_folder_or_uri, random_model
-from neuron_runtime.bench.offline import OfflineEngine, Timing, bare_steps, measure, measure_prefill, random_prompts
+from neuron_runtime.bench.offline import OfflineEngine, Timing, measure, measure_prefill, random_prompts
 from neuron_runtime.checkpoint import read_checkpoint
 from neuron_runtime.errors import InvalidConfig
 from neuron_runtime.text.tokenizer import load_tokenizer
@@ -64,14 +64,11 @@ def test_an_unknown_shape_is_refused_with_the_known_ones() -> None:
 
 def test_the_figures_of_a_point_follow_their_formulas(tiny: Path) -> None:
     with OfflineEngine(str(tiny), {"max_num_seqs": 4, "max_model_len": 64}) as engine:
-        point = measure(engine, 4, input_len=8, output_len=16, num_iters=2, raw=bare_steps(engine))
+        point = measure(engine, 4, input_len=8, output_len=16, num_iters=2)
         seconds, load = measure_prefill(engine, 40, 2)
         stats = engine.engine.stats
     assert point.decode == pytest.approx(4 / point.step_seconds)
     assert point.throughput > 0
-    assert point.bare is not None
-    assert point.bare.step_seconds > 0
-    assert point.bare.ratio > 0
     assert seconds > 0
     assert load.wall_seconds >= seconds
     # Both iterations at least, once with one token and once with all; then the two long prompts.
@@ -121,7 +118,6 @@ def test_the_command_prints_a_column_for_each_number_of_sequences(
     assert all(value > 0 for value in values["decode"].values())
     assert tables[1]["rows"][0]["name"] == "prefill of 20 tokens"
     assert drawn.read_bytes().startswith(b"\x89PNG")
-    assert "bare step" not in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

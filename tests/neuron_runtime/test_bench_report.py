@@ -144,7 +144,7 @@ def test_a_plot_without_matplotlib_says_how_to_get_it(
     monkeypatch.setattr(report, "find_spec", lambda name: None)
     assert main(["bench", "dummy", "--plot", "x.png"]) == 2
     told = capsys.readouterr().err
-    assert "pip install 'neuron-serving[bench]'" in told
+    assert "pip install matplotlib" in told
     assert told.count("\n") == 1
     assert not measures
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from neuron_runtime.bench import sampling
+from bench import sampling
 from neuron_runtime.bench.report import Table
 
 

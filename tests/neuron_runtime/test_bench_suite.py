@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from bench import loading, suite
+from bench.suite import main
 from helpers.torch_models import random_model as small_model
-from neuron_runtime.__main__ import main
-from neuron_runtime.bench import loading, suite
 from neuron_runtime.bench.model import SHAPES
 from neuron_runtime.bench.report import Load, Row, Table, at_least
 from neuron_runtime.errors import InvalidConfig
@@ -35,7 +35,7 @@ def test_sections_in_this_process_find_every_row_they_promise(
     folder, page = tmp_path / "out", tmp_path / "README.md"
     page.write_text(f"before\n{suite.BEGIN}\nold\n{suite.END}\nafter\n")
     wanted = ["engine", "prefix", "loading"]
-    assert main(["bench", "suite", "--quick", "--only", *wanted, "--folder", str(folder), "--markdown", str(page)]) == 0
+    assert main(["--quick", "--only", *wanted, "--folder", str(folder), "--markdown", str(page)]) == 0
     found = json.loads((folder / "figures.json").read_bytes())
     values = {one["name"]: one for table in found["tables"] for one in table["rows"]}
     assert values["decode : bare step, 1 sequences"]["target"] == ">= 0.9"
@@ -52,7 +52,7 @@ def test_sections_in_this_process_find_every_row_they_promise(
 @pytest.mark.slow
 def test_sections_with_a_server_find_every_row_they_promise(small: None, tmp_path: Path) -> None:
     folder = tmp_path / "out"
-    assert main(["bench", "suite", "--quick", "--only", "http", "ready", "--folder", str(folder)]) == 0
+    assert main(["--quick", "--only", "http", "ready", "--folder", str(folder)]) == 0
     found = json.loads((folder / "figures.json").read_bytes())
     values = {one["name"]: one["values"]["value"] for table in found["tables"] for one in table["rows"]}
     assert set(values) == {"HTTP : in process, 8 streams", "ready to serve, random:4M", "ready to serve, random:139M"}
@@ -86,8 +86,8 @@ def test_a_page_without_the_marks_is_refused_before_anything_is_measured(tmp_pat
     page.write_text(text)
     with pytest.raises(InvalidConfig, match="the table goes between them"):
         suite.replaced(page, "")
-    assert main(["bench", "suite", "--markdown", str(page)]) == 2
-    assert main(["bench", "suite", "--markdown", str(tmp_path / "none.md")]) == 2
+    assert main(["--markdown", str(page)]) == 2
+    assert main(["--markdown", str(tmp_path / "none.md")]) == 2
 
 
 def test_stages_are_read_from_the_lines_of_serve() -> None:

@@ -19,11 +19,11 @@ from typing import Any
 import httpx
 import pytest
 
+from bench.front_end import Served, english_token_ids, running_front_end, write_text_files
 from helpers.chat_model import write_chat_model
 from helpers.front_end import make_model, serving
 from helpers.ports import free_ports
 from helpers.serve_command import ENGINE, FRONT_END, ServeCommand, children, get, metric, post, serve, stop
-from neuron_runtime.bench.front_end import Served, english_token_ids, running_front_end, write_text_files
 from neuron_runtime.engine import messages
 from neuron_runtime.engine.messages import First, News, Numbers, Step
 from neuron_runtime.server.bodies import BODIES_AT_ONCE

@@ -15,13 +15,13 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from bench.loading import cached_share, drop_from_cache
 from helpers.torch_models import load_backend, random_model, runtime_config
 from neuron_runtime.backend import torch as torch_backend
 from neuron_runtime.backend.torch.linear import linear
 from neuron_runtime.backend.torch.loader import load
 from neuron_runtime.backend.torch.random_model import main
 from neuron_runtime.backend.torch.read_ahead import read_ahead
-from neuron_runtime.bench.loading import cached_share, drop_from_cache
 from neuron_runtime.checkpoint import InvalidModel, read_checkpoint
 
 Tensors = dict[str, torch.Tensor]

@@ -19,8 +19,6 @@ MODULES: dict[str, tuple[str, str]] = {
     "offline": ("neuron_runtime.bench.offline", "throughput and latency of a model in this process, without HTTP"),
     "serve": ("neuron_runtime.bench.serve", "load an OpenAI server, and say what its clients saw"),
     "simulate": ("neuron_runtime.bench.simulate", "what a deployment carries, in virtual time, without a device"),
-    "suite": ("neuron_runtime.bench.suite", "the figures this project is held to, in one table"),
-    "host": ("neuron_runtime.bench.host", "what a step costs the host, and how busy the device is, without a device"),
 }
 """By command: its module, and one line for the help."""
 

@@ -1,8 +1,7 @@
 """`neuron-runtime bench offline MODEL`: throughput and latency of a model in this process, without HTTP and text.
 
 Runs scheduler and backend on the caller's thread, as `LLM` does. For each number of sequences: all prompts at once,
-once for one new token (T1) and once for N (TN); decode is c(N - 1) / (TN - T1) tokens a second. With `--raw`, a bare
-decode step of the torch backend is timed in turns with it.
+once for one new token (T1) and once for N (TN); decode is c(N - 1) / (TN - T1) tokens a second.
 """
 
 from __future__ import annotations
@@ -52,9 +51,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--prefill-len", type=int, default=512, metavar="N", help="of the prompt that prefill is timed by"
     )
     parser.add_argument("--num-iters", type=int, default=3, metavar="N", help="how often; medians count (%(default)s)")
-    parser.add_argument(
-        "--raw", action="store_true", help="also a bare decode step of the torch backend, and the ratio"
-    )
     parser.add_argument("--seed", type=int, default=0, help="of the prompts (%(default)s)")
     model = parser.add_argument_group("model flags, as of `serve`")
     for name, words in (("backend", "torch (default)"), ("dtype", "auto (default)"), ("layout", "auto (default)")):
@@ -74,12 +70,19 @@ class Timing:
 
 
 @dataclass(frozen=True, slots=True)
-class Bare:
-    """A bare decode step of the same rows."""
+class Iteration:
+    """The same prompts twice."""
 
-    step_seconds: float
-    ratio: float
-    """Decode to bare decode; the median of the iterations' ratios."""
+    first: Timing
+    """For one new token of each."""
+    whole: Timing
+    """For `output_len` tokens of each."""
+    output_len: int
+
+    @property
+    def step_seconds(self) -> float:
+        """Of one decode step."""
+        return (self.whole.seconds - self.first.seconds) / (self.output_len - 1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,8 +96,20 @@ class Point:
     median_first_token_seconds: float
     step_seconds: float
     """One decode step."""
-    bare: Bare | None
     load: Load
+
+    @classmethod
+    def of(cls, concurrency: int, iterations: Sequence[Iteration], load: Load) -> Self:
+        step_seconds = statistics.median(one.step_seconds for one in iterations)
+        first_tokens = [seconds for one in iterations for seconds in one.whole.first_token_seconds]
+        return cls(
+            concurrency=concurrency,
+            decode=concurrency / step_seconds,
+            throughput=statistics.median(concurrency * one.output_len / one.whole.seconds for one in iterations),
+            median_first_token_seconds=statistics.median(first_tokens),
+            step_seconds=step_seconds,
+            load=load,
+        )
 
 
 class OfflineEngine:
@@ -149,48 +164,33 @@ def random_prompts(count: int, length: int, seed: int, vocabulary_size: int) -> 
     return [tuple(source.randrange(low, vocabulary_size) for _ in range(length)) for _ in range(count)]
 
 
-def measure(
-    engine: OfflineEngine,
-    concurrency: int,
-    *,
-    input_len: int,
-    output_len: int,
-    num_iters: int,
-    seed: int = 0,
-    raw: BareSteps | None = None,
-) -> Point:
-    """Time one number of sequences; iteration for iteration bare steps too, if `raw` runs them.
+def prompts_of_iterations(
+    engine: OfflineEngine, concurrency: int, input_len: int, num_iters: int, seed: int
+) -> list[list[tuple[int, ...]]]:
+    """For each iteration, a prompt of each sequence; no prompt comes twice."""
+    prompts = random_prompts(concurrency * num_iters, input_len, seed, engine.backend.limits.vocabulary_size)
+    return [prompts[at : at + concurrency] for at in range(0, len(prompts), concurrency)]
 
-    An iteration in which something else held one token up for longer than all of them tells nothing: it is timed anew.
+
+def iterate(engine: OfflineEngine, prompts: Sequence[Sequence[int]], output_len: int) -> Iteration:
+    """Time the prompts for one token, then for all.
+
+    A pair in which something else held one token up for longer than all of them tells nothing: it is timed anew.
     """
-    vocabulary_size = engine.backend.limits.vocabulary_size
-    prompts = random_prompts(concurrency * num_iters, input_len, seed, vocabulary_size)
+    while True:
+        first, whole = engine.generate(prompts, 1), engine.generate(prompts, output_len)
+        if whole.seconds > first.seconds:
+            return Iteration(first, whole, output_len)
+
+
+def measure(
+    engine: OfflineEngine, concurrency: int, *, input_len: int, output_len: int, num_iters: int, seed: int = 0
+) -> Point:
+    """Time one number of sequences."""
     meter = Meter()
-    ones, alls, raws = [], [], []
-    for at in range(0, len(prompts), concurrency):
-        some = prompts[at : at + concurrency]
-        while True:
-            first = engine.generate(some, 1)
-            bare = None if raw is None else statistics.fmean(raw(concurrency, input_len, output_len - 1))
-            whole = engine.generate(some, output_len)
-            if whole.seconds > first.seconds:
-                break
-        ones.append(first)
-        alls.append(whole)
-        if bare is not None:
-            raws.append(bare)
-    decode_seconds = [n.seconds - one.seconds for one, n in zip(ones, alls, strict=True)]
-    steps = [seconds / (output_len - 1) for seconds in decode_seconds]
-    ratios = [bare / step for bare, step in zip(raws, steps, strict=False)]
-    return Point(
-        concurrency=concurrency,
-        decode=concurrency / statistics.median(steps),
-        throughput=concurrency * output_len / statistics.median(n.seconds for n in alls),
-        median_first_token_seconds=statistics.median(s for n in alls for s in n.first_token_seconds),
-        step_seconds=statistics.median(steps),
-        bare=Bare(statistics.median(raws), statistics.median(ratios)) if raws else None,
-        load=meter.read(),
-    )
+    prompts = prompts_of_iterations(engine, concurrency, input_len, num_iters, seed)
+    iterations = [iterate(engine, some, output_len) for some in prompts]
+    return Point.of(concurrency, iterations, meter.read())
 
 
 def measure_prefill(engine: OfflineEngine, length: int, num_iters: int, seed: int = 0) -> tuple[float, Load]:
@@ -198,22 +198,6 @@ def measure_prefill(engine: OfflineEngine, length: int, num_iters: int, seed: in
     meter = Meter()
     prompts = random_prompts(num_iters, length, seed + 1, engine.backend.limits.vocabulary_size)
     return statistics.median(engine.generate([prompt], 1).seconds for prompt in prompts), meter.read()
-
-
-BareSteps = Callable[[int, int, int], list[float]]
-"""Runs steps of so many rows, from a position, so many of them; seconds of each. See `bench.raw`."""
-
-
-def bare_steps(engine: OfflineEngine) -> BareSteps:
-    """Raises InvalidConfig for a backend that has no such step."""
-    from neuron_runtime.backend.torch.backend import TorchBackend  # noqa: PLC0415 - torch
-    from neuron_runtime.bench.raw import RawSteps  # noqa: PLC0415
-
-    backend = engine.backend
-    if not isinstance(backend, TorchBackend):
-        raise InvalidConfig("--raw", "only the torch backend has a bare step to compare with: leave it out")
-    raw = backend.run_on_device(lambda: RawSteps(engine.model_dir, backend.limits))
-    return lambda rows, start, steps: backend.run_on_device(lambda: raw.decode(rows, start, steps))
 
 
 def run(options: argparse.Namespace) -> None:
@@ -228,7 +212,6 @@ def run(options: argparse.Namespace) -> None:
         naming(names),
         OfflineEngine(options.model, {name: value for name, value in arguments.items() if value}) as engine,
     ):
-        raw = bare_steps(engine) if options.raw else None
         measure(engine, 1, input_len=8, output_len=4, num_iters=1)
         prefill_seconds, prefill_load = measure_prefill(engine, options.prefill_len, options.num_iters, options.seed)
         points = [
@@ -239,7 +222,6 @@ def run(options: argparse.Namespace) -> None:
                 output_len=options.output_len,
                 num_iters=options.num_iters,
                 seed=options.seed,
-                raw=raw,
             )
             for concurrency in options.concurrency
         ]
@@ -267,13 +249,8 @@ def _report(
         ("end to end", "tokens/s", lambda point: point.throughput),
         ("decode step", "ms", lambda point: 1000 * point.step_seconds),
         ("time to first token", "ms", lambda point: 1000 * point.median_first_token_seconds),
+        ("foreign CPU", "share", lambda point: point.load.foreign_cpu_share),
     ]
-    if options.raw:
-        figures += [
-            ("bare step", "ms", lambda point: 1000 * point.bare.step_seconds if point.bare else None),
-            ("decode : bare step", "ratio", lambda point: point.bare.ratio if point.bare else None),
-        ]
-    figures.append(("foreign CPU", "share", lambda point: point.load.foreign_cpu_share))
     title = (
         f"{options.model}: {options.input_len} tokens in, {options.output_len} out, medians of {options.num_iters}; "
         f"{machine_line()}"

@@ -165,7 +165,7 @@ def check_outputs(options: argparse.Namespace) -> None:
     if options.plot.suffix not in (".png", ".svg", ".pdf"):
         raise InvalidConfig("--plot", f"{options.plot.name} should end in .png, .svg or .pdf")
     if find_spec("matplotlib") is None:
-        raise InvalidConfig("--plot", "plots need matplotlib: pip install 'neuron-serving[bench]'")
+        raise InvalidConfig("--plot", "plots need matplotlib: pip install matplotlib")
 
 
 def deliver(report: Report, options: argparse.Namespace) -> None:

@@ -1,27 +1,76 @@
 """The bare decode step of the torch backend: the same kernels on the same shapes, and nothing around them.
 
-Called by `bench offline --raw`: it shows what scheduler, mirror, sampling options and the border between threads cost.
+Called by the suite: it shows what scheduler, mirror, sampling options and the border between threads cost.
 It has its own copy of the weights and runs on the engine's device thread, whose helpers it shares: with helpers of its
 own both would be slow.
 """
 
 from __future__ import annotations
 
+import statistics
 import time
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import torch
 
 from neuron_runtime.backend.torch.architecture import decoder_config
+from neuron_runtime.backend.torch.backend import TorchBackend
 from neuron_runtime.backend.torch.cache import KVCache, StepRows
 from neuron_runtime.backend.torch.loader import load_decoder
 from neuron_runtime.backend.torch.sampling import best
+from neuron_runtime.bench import offline
+from neuron_runtime.bench.report import Meter
 from neuron_runtime.checkpoint import read_checkpoint
 from neuron_runtime.core import BackendLimits
 
+BareSteps = Callable[[int, int, int], list[float]]
+"""Runs steps of so many rows, from a position, so many of them; seconds of each."""
 
-class RawSteps:
+
+@dataclass(frozen=True, slots=True)
+class Point:
+    """The engine and bare steps in turns, for one number of sequences."""
+
+    engine: offline.Point
+    bare_step_seconds: float
+    ratio: float
+    """Decode to bare decode; the median of the iterations' ratios."""
+
+
+def bare_steps(engine: offline.OfflineEngine) -> BareSteps:
+    """For an engine over the torch backend."""
+    backend = engine.backend
+    assert isinstance(backend, TorchBackend)
+    decoder = backend.run_on_device(lambda: BareDecoder(engine.model_dir, backend.limits))
+    return lambda rows, start, steps: backend.run_on_device(lambda: decoder.decode(rows, start, steps))
+
+
+def measure(
+    engine: offline.OfflineEngine,
+    bare: BareSteps,
+    concurrency: int,
+    *,
+    input_len: int,
+    output_len: int,
+    num_iters: int,
+    seed: int = 0,
+) -> Point:
+    """Time one number of sequences; before each iteration, bare steps of the same rows."""
+    meter = Meter()
+    iterations, seconds = [], []
+    for prompts in offline.prompts_of_iterations(engine, concurrency, input_len, num_iters, seed):
+        seconds.append(statistics.fmean(bare(concurrency, input_len, output_len - 1)))
+        iterations.append(offline.iterate(engine, prompts, output_len))
+    ratios = [one / whole.step_seconds for one, whole in zip(seconds, iterations, strict=True)]
+    return Point(
+        offline.Point.of(concurrency, iterations, meter.read()), statistics.median(seconds), statistics.median(ratios)
+    )
+
+
+class BareDecoder:
     """A decoder and a cache in the slot layout, in the dtype of the file.
 
     limits: as the engine has them, so that both have caches of one shape.

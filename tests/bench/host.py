@@ -1,8 +1,8 @@
 """CPU seconds of the engine per step, and how busy it keeps a device, over the simulated backend.
 
-Called by `bench host` and by the table of figures. The device is a timeline whose clock runs with the CPU seconds of
-the engine's thread, so that other work on the machine does not count. What that work does to caches and clock rates
-still shows: the quietest of several rounds is what the host needs.
+Called by the suite. The device is a timeline whose clock runs with the CPU seconds of the engine's thread, so that
+other work on the machine does not count. What that work does to caches and clock rates still shows: the quietest of
+several rounds is what the host needs.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import random
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from statistics import median
 from typing import Literal
@@ -18,7 +18,7 @@ from typing import Literal
 from neuron_runtime.backend.simulated.clock import CpuClock
 from neuron_runtime.backend.simulated.device import SimulatedBackend
 from neuron_runtime.backend.simulated.step_times import Phase, StepTimes, constant
-from neuron_runtime.bench.report import Load, Meter
+from neuron_runtime.bench.report import Load, Meter, Row, at_least, at_most
 from neuron_runtime.core import BackendLimits, Batch, Kind, Late, Request, Sampling, StepOutput
 from neuron_runtime.engine import messages
 from neuron_runtime.engine.loop import Engine
@@ -33,6 +33,13 @@ BLOCK_SIZE = 32
 VOCABULARY_SIZE = 128_256
 
 Feedback = Literal["device", "host"]
+FEEDBACKS: tuple[Feedback, ...] = ("device", "host")
+ROWS = (64, 256)
+
+BUSY_TARGETS = {("device", 64): 0.99, ("device", 256): 0.97, ("host", 64): 0.96, ("host", 256): 0.90}
+STEP_TARGETS = {64: 0.5, 256: 1.5}
+"""Milliseconds by rows."""
+STEP_AIMS = {64: 0.25, 256: 0.8}
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +83,43 @@ class TimedBackend(SimulatedBackend):
         return output
 
 
+def measure_all(num_rounds: int = NUM_ROUNDS) -> list[HostCost]:
+    """One measurement for each kind of feedback and number of rows."""
+    return [measure(count, feedback, num_rounds=num_rounds) for feedback in FEEDBACKS for count in ROWS]
+
+
+def figures(costs: Sequence[HostCost]) -> tuple[Row, ...]:
+    """As rows of a table."""
+    busy = [
+        Row(
+            f"device busy, {cost.rows} rows, {cost.feedback} feedback",
+            (cost.busy_share * 100,),
+            "%",
+            None if (target := BUSY_TARGETS.get((cost.feedback, cost.rows))) is None else at_least(target * 100),
+            "steps of 8 ms, clock of CPU seconds",
+            cost.load,
+        )
+        for cost in costs
+    ]
+    spent = [
+        Row(
+            f"host time per step, {cost.rows} rows, {cost.feedback} feedback",
+            (cost.step_seconds * 1000,),
+            "ms",
+            None if (target := STEP_TARGETS.get(cost.rows)) is None else at_most(target),
+            _step_note(cost),
+            cost.load,
+        )
+        for cost in costs
+    ]
+    return (*busy, *spent)
+
+
+def _step_note(cost: HostCost) -> str:
+    aim = f"aim {STEP_AIMS[cost.rows]}; " if cost.rows in STEP_AIMS else ""
+    return f"{aim}median {cost.median_step_seconds * 1000:.3f}; message {cost.message_seconds * 1000:.3f} more"
+
+
 def measure(
     rows: int,
     feedback: Feedback,
@@ -103,7 +147,7 @@ def measure(
     clock = CpuClock()
     backend = TimedBackend(limits, StepTimes(decode=phase, prefill=phase), clock)
     engine = Engine(backend, clock=clock.now)
-    arrivals = _requests(random.Random(rows))  # noqa: S311 - traffic, no secret
+    arrivals = _requests(random.Random(rows))
     num_running = 0
 
     def turn() -> tuple[float, float]:

@@ -40,10 +40,10 @@ class Loading:
 
 def measure(model_dir: Path, num_iters: int = 3) -> Loading:
     """Time reading and loading in turns. Raises what the loader raises for a folder that is no model."""
-    from neuron_runtime.backend.torch import prepare  # noqa: PLC0415
-    from neuron_runtime.backend.torch.architecture import decoder_config  # noqa: PLC0415 - torch
-    from neuron_runtime.backend.torch.loader import STORED_DTYPES, load_decoder  # noqa: PLC0415
-    from neuron_runtime.checkpoint import read_checkpoint  # noqa: PLC0415
+    from neuron_runtime.backend.torch import prepare
+    from neuron_runtime.backend.torch.architecture import decoder_config
+    from neuron_runtime.backend.torch.loader import STORED_DTYPES, load_decoder
+    from neuron_runtime.checkpoint import read_checkpoint
 
     checkpoint = read_checkpoint(model_dir)
     model = decoder_config(checkpoint.config)

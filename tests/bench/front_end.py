@@ -1,9 +1,9 @@
 """CPU of the front end per streamed token: the real process, real sockets, and an engine that costs nothing.
 
-Called by the table of figures, and as a command of its own. This process plays supervisor and engine at the far side
-of the border, one message per step with a token for every stream; another process reads the streams. A step is sent
-when every event of the one before has been read, so each token is an event and a write of its own. What is counted
-is the CPU time of all threads of the front end process: border, detokenizer, JSON, socket.
+Called by the suite. The calling process plays supervisor and engine at the far side of the border, one message per
+step with a token for every stream; this module as a command is the process that reads the streams. A step is sent when
+every event of the one before has been read, so each token is an event and a write of its own. What is counted is the
+CPU time of all threads of the front end process: border, detokenizer, JSON, socket.
 """
 
 from __future__ import annotations
@@ -174,7 +174,7 @@ def running_front_end(
 def _await_healthy(url: str, process: subprocess.Popen[bytes]) -> None:
     while process.poll() is None:
         # 503 while it starts is an error for urllib, and one of these.
-        with contextlib.suppress(URLError), urlopen(f"{url}/health"):  # noqa: S310
+        with contextlib.suppress(URLError), urlopen(f"{url}/health"):
             return
         time.sleep(0.05)
     raise RuntimeError(f"the front end ended with {process.returncode}")
@@ -194,7 +194,7 @@ class Readers:
 
 @contextlib.contextmanager
 def reading_clients(url: str, num_streams: int) -> Iterator[Readers]:
-    command = [sys.executable, "-m", "neuron_runtime.bench.front_end", url, str(num_streams)]
+    command = [sys.executable, __file__, url, str(num_streams)]
     # Unbuffered, so that a round is told as it ends.
     with subprocess.Popen(command, stdout=subprocess.PIPE, bufsize=0) as process:
         try:
@@ -236,7 +236,7 @@ def cpu_seconds(pid: int) -> float:
 
 def write_text_files(folder: Path) -> Path:
     """A model's folder as far as the front end reads it: a byte-level tokenizer, trained on English prose."""
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers  # noqa: PLC0415
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -254,7 +254,7 @@ def write_text_files(folder: Path) -> Path:
 
 def english_token_ids(model_dir: Path) -> list[int]:
     """A long text in the tokens of the folder's tokenizer."""
-    from neuron_runtime.text.tokenizer import load_tokenizer  # noqa: PLC0415
+    from neuron_runtime.text.tokenizer import load_tokenizer
 
     return list(load_tokenizer(model_dir).encode("".join(_prose()[:20])))
 
@@ -264,8 +264,4 @@ def _prose() -> list[str]:
 
 
 if __name__ == "__main__":
-    if len(sys.argv) > 1:
-        read_streams(sys.argv[1], int(sys.argv[2]))
-    else:
-        for row in measure():
-            print(f"{row.name}: {row.values[0]:.1f} {row.unit} ({row.note})")
+    read_streams(sys.argv[1], int(sys.argv[2]))

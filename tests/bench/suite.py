@@ -1,4 +1,4 @@
-"""`neuron-runtime bench suite`: the figures this project is held to, in one table from one run; `make bench`.
+"""`make bench`: the figures this project is held to, in one table from one run.
 
 Each section measures one thing and gives rows; the sections run one after another, and what is compared is measured in
 turns. A row says what it is held against and how much of the machine others used meanwhile. Everything runs on models
@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import re
 import statistics
+import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -24,6 +25,7 @@ from neuron_runtime.bench.report import (
     Report,
     Row,
     Table,
+    add_output_arguments,
     at_least,
     at_most,
     cells,
@@ -32,7 +34,7 @@ from neuron_runtime.bench.report import (
     machine_line,
 )
 from neuron_runtime.console import say
-from neuron_runtime.errors import InvalidConfig
+from neuron_runtime.errors import InvalidConfig, ServingError
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -109,6 +111,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="bench.suite", description="Measure the figures this project is held to.")
+    add_arguments(parser)
+    add_output_arguments(parser)
+    try:
+        run(parser.parse_args(arguments))
+    except ServingError as error:
+        print(f"bench: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
 def run(options: argparse.Namespace) -> None:
     if options.folder is not None:
         options.folder.mkdir(parents=True, exist_ok=True)
@@ -134,7 +148,7 @@ def run(options: argparse.Namespace) -> None:
             one.draw(axes)
 
     report = Report(
-        command="bench suite",
+        command="bench.suite",
         options={"quick": options.quick, "only": options.only or list(SECTIONS), "model": MODEL},
         tables=tables,
         data={one.title: dict(one.data) for one in found},
@@ -155,14 +169,14 @@ def run(options: argparse.Namespace) -> None:
 
 
 def host_section(effort: Effort) -> Found:
-    from neuron_runtime.bench import host  # noqa: PLC0415
+    from bench import host
 
     costs = host.measure_all(num_rounds=effort.host_rounds)
     return Found("host work of the engine, simulated device", host.figures(costs), {})
 
 
 def front_end_section(effort: Effort) -> Found:
-    from neuron_runtime.bench import front_end  # noqa: PLC0415
+    from bench import front_end
 
     rows = front_end.measure(num_steps=effort.front_end_steps, num_runs=effort.num_iters)
     return Found("HTTP front end, free engine", tuple(rows), {})
@@ -170,34 +184,33 @@ def front_end_section(effort: Effort) -> Found:
 
 def engine_section(effort: Effort) -> Found:
     """The engine in process against bare steps and against the machine's memory."""
-    from neuron_runtime.bench import offline  # noqa: PLC0415
+    from bench import bare_step
+    from neuron_runtime.bench import offline
 
     reads: list[tuple[float, Load]] = []
-    points: dict[int, list[offline.Point]] = {concurrency: [] for concurrency in effort.concurrency}
+    points: dict[int, list[bare_step.Point]] = {concurrency: [] for concurrency in effort.concurrency}
     for number in range(effort.num_iters):
         with _engine() as engine:
             reads.append(on_device(engine, memory_read_rate))
-            raw = offline.bare_steps(engine)
-            offline.measure(engine, 2, input_len=INPUT_LEN, output_len=8, num_iters=1, raw=raw)
+            bare = bare_step.bare_steps(engine)
+            offline.measure(engine, 2, input_len=INPUT_LEN, output_len=8, num_iters=1)
             for concurrency, found in points.items():
-                point = offline.measure(
+                point = bare_step.measure(
                     engine,
+                    bare,
                     concurrency,
                     input_len=INPUT_LEN,
                     output_len=effort.output_len,
                     num_iters=effort.num_turns,
                     seed=number,
-                    raw=raw,
                 )
                 found.append(point)
             step_bytes = _bytes_of_a_step(engine)
-    decode = {concurrency: statistics.median(one.decode for one in found) for concurrency, found in points.items()}
-    bares = {concurrency: [one.bare for one in found if one.bare] for concurrency, found in points.items()}
-    bare = {
-        concurrency: concurrency / statistics.median(one.step_seconds for one in found)
-        for concurrency, found in bares.items()
+    decode = {count: statistics.median(one.engine.decode for one in found) for count, found in points.items()}
+    bare_rate = {
+        count: count / statistics.median(one.bare_step_seconds for one in found) for count, found in points.items()
     }
-    loads = {concurrency: Load.together([one.load for one in found]) for concurrency, found in points.items()}
+    loads = {concurrency: Load.together([one.engine.load for one in found]) for concurrency, found in points.items()}
     ratios = [
         Row(
             f"decode : bare step, {concurrency} sequences",
@@ -207,7 +220,7 @@ def engine_section(effort: Effort) -> Found:
             f"{decode[concurrency]:.0f} tokens/s",
             loads[concurrency],
         )
-        for concurrency, found in bares.items()
+        for concurrency, found in points.items()
     ]
     read_rate = max(rate for rate, _ in reads)
     bound = read_rate / step_bytes
@@ -225,7 +238,7 @@ def engine_section(effort: Effort) -> Found:
 
     def draw(axes: Any) -> None:
         axes.plot(list(decode), list(decode.values()), "o-", label="engine")
-        axes.plot(list(bare), list(bare.values()), "s--", label="bare steps")
+        axes.plot(list(bare_rate), list(bare_rate.values()), "s--", label="bare steps")
         axes.set(title="decode, in process", xlabel="sequences", ylabel="tokens per second", ylim=(0, None))
         axes.legend()
 
@@ -235,8 +248,8 @@ def engine_section(effort: Effort) -> Found:
 
 def http_section(effort: Effort) -> Found:
     """A server of ours against the same engine without it, in turns; the clients share the machine with the server."""
-    from neuron_runtime.bench.client import Server  # noqa: PLC0415
-    from neuron_runtime.bench.spawned import SpawnedServer  # noqa: PLC0415
+    from neuron_runtime.bench.client import Server
+    from neuron_runtime.bench.spawned import SpawnedServer
 
     flags = ["--max-num-seqs", str(MAX_ROWS), "--max-model-len", str(MAX_MODEL_LENGTH), "--served-model-name", "m"]
     turns: dict[int, list[_Turn]] = {streams: [] for streams in effort.http_streams}
@@ -273,7 +286,7 @@ class _Turn:
 
 
 def _http_turn(engine: OfflineEngine, server: Server, *, streams: int, output_len: int, seed: int) -> _Turn:
-    from neuron_runtime.bench import offline, serve  # noqa: PLC0415
+    from neuron_runtime.bench import offline, serve
 
     size = engine.backend.limits.vocabulary_size
     meter = Meter()
@@ -304,7 +317,7 @@ def _http_row(streams: int, turns: Sequence[_Turn]) -> Row:
 
 def prefix_section(effort: Effort) -> Found:
     """Time to first token of a prompt whose beginning is cached, against one whose beginning is new."""
-    from neuron_runtime.bench import offline  # noqa: PLC0415
+    from neuron_runtime.bench import offline
 
     shared = int(PREFIX_LEN * PREFIX_SHARED)
     new, hit = [], []
@@ -324,14 +337,14 @@ def prefix_section(effort: Effort) -> Found:
 
 
 def sampling_section(effort: Effort) -> Found:
-    from neuron_runtime.bench import sampling  # noqa: PLC0415
+    from bench import sampling
 
     title = f"choosing tokens, vocabulary {sampling.VOCABULARY:,}"
     return Found(title, sampling.measure(num_iters=10 * effort.num_iters), {})
 
 
 def loading_section(effort: Effort) -> Found:
-    from neuron_runtime.bench import loading  # noqa: PLC0415
+    from bench import loading
 
     found = loading.measure(random_model(SHAPE), effort.num_iters)
     rates = {
@@ -350,7 +363,7 @@ def loading_section(effort: Effort) -> Found:
 
 def ready_section(effort: Effort) -> Found:
     """From the start of the command to the first 200 of /health."""
-    from neuron_runtime.bench.spawned import SpawnedServer  # noqa: PLC0415
+    from neuron_runtime.bench.spawned import SpawnedServer
 
     rows, data = [], {}
     for shape in ("4M", SHAPE):
@@ -393,13 +406,13 @@ SECTIONS: dict[str, Callable[[Effort], Found]] = {
 
 
 def _engine(**arguments: Any) -> OfflineEngine:
-    from neuron_runtime.bench.offline import OfflineEngine  # noqa: PLC0415
+    from neuron_runtime.bench.offline import OfflineEngine
 
     return OfflineEngine(MODEL, {"max_num_seqs": MAX_ROWS, "max_model_len": MAX_MODEL_LENGTH} | arguments)
 
 
 def on_device(engine: OfflineEngine, work: Callable[[], Result]) -> Result:
-    from neuron_runtime.backend.torch.backend import TorchBackend  # noqa: PLC0415 - torch
+    from neuron_runtime.backend.torch.backend import TorchBackend
 
     assert isinstance(engine.backend, TorchBackend)
     return engine.backend.run_on_device(work)
@@ -407,7 +420,7 @@ def on_device(engine: OfflineEngine, work: Callable[[], Result]) -> Result:
 
 def memory_read_rate(num_bytes: int = 2**29, num_iters: int = 7) -> tuple[float, Load]:
     """Bytes a second that all cores together read from memory: the best of several sums over a large array."""
-    import torch  # noqa: PLC0415 - heavy
+    import torch
 
     values = torch.zeros(num_bytes // 4)
     meter = Meter()
@@ -421,7 +434,7 @@ def memory_read_rate(num_bytes: int = 2**29, num_iters: int = 7) -> tuple[float,
 
 def _bytes_of_a_step(engine: OfflineEngine) -> int:
     """What a decode step reads of the weights: all but the rows of the input embedding that it does not look up."""
-    from neuron_runtime.checkpoint import read_checkpoint  # noqa: PLC0415
+    from neuron_runtime.checkpoint import read_checkpoint
 
     tensors = read_checkpoint(engine.model_dir).tensors
     tied = "lm_head.weight" not in tensors
@@ -474,3 +487,7 @@ def replaced(page: Path, text: str) -> str:
     if not (begin and end):
         raise InvalidConfig("--markdown", f"{page} has no lines {BEGIN} and {END}: the table goes between them")
     return f"{before}{begin}\n\n{text}\n{end}{after}"
+
+
+if __name__ == "__main__":
+    sys.exit(main())
