@@ -17,6 +17,7 @@ from cluster.rig.machine import wait_until
 from cluster.rig.needs import NotPossibleHere
 from helpers.apiserver import NOT_YET_SERVED, ApiServer, running
 from helpers.operator_rights import CLUSTER_RULES, LEASE_RULES
+from helpers.rendered_cases import FILES, render
 from neuron_operator import names, settings
 from neuron_operator.world import JobSettings
 
@@ -26,7 +27,6 @@ CHART = Path(__file__).resolve().parents[2] / "charts" / "neuron-serving"
 NAMESPACE = "neuron-serving"
 CRD = "/apis/apiextensions.k8s.io/v1/customresourcedefinitions/neuronmodels.neuron-serving.dev"
 MODELS = "/apis/neuron-serving.dev/v1alpha1/namespaces/default/neuronmodels"
-CASES = Path(__file__).resolve().parents[1] / "cases" / "rendered"
 IMAGES = {"image": {"operator": "registry.test:5000/operator:1", "runtime": "registry.test:5000/runtime:1"}}
 # Every value away from its default, for what the defaults do not reach.
 EVERYTHING: dict[str, Any] = {
@@ -264,8 +264,8 @@ def test_monitors_select_what_the_operator_makes_and_the_operator(helm: Helm) ->
     documents = helm.render(EVERYTHING)
     models = one(documents, "PodMonitor", "neuron-operator-models")
     wanted = models["spec"]["selector"]["matchLabels"]
-    for made in sorted(CASES.glob("*.yaml")):
-        for child in yaml.safe_load(made.read_text())["expect"]["objects"]:
+    for made in FILES:
+        for child in render(yaml.safe_load(made.read_text())["given"])["objects"]:
             if child["kind"] in ("Deployment", "Job"):
                 pod = child["spec"]["template"]
                 serves = child["kind"] == "Deployment"

@@ -13,16 +13,16 @@ import pytest
 import yaml
 
 from helpers.apiserver import ApiServer
-from helpers.manifests import CASES, REFUSED, spec_with
+from helpers.manifests import REFUSED, spec_with
 from helpers.operator_rights import ensure_namespace
 from helpers.operator_worlds import body, condition, resolved_world
 from helpers.operators import served
+from helpers.rendered_cases import FILES, render
 from neuron_operator.client import NEURON_MODELS, resource_of
 
 pytestmark = [pytest.mark.cluster, pytest.mark.slow]
 
 NAMESPACE = "team"
-RENDERED = sorted((CASES / "rendered").glob("*.yaml"))
 
 
 @pytest.fixture(scope="module")
@@ -96,18 +96,18 @@ def test_defaults_are_written_by_the_server(server: ApiServer) -> None:
     assert spec["rollout"]["drainSeconds"] == 300
 
 
-@pytest.mark.parametrize("path", RENDERED, ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
 def test_everything_rendered_is_valid_on_the_server(server: ApiServer, path: Path) -> None:
-    for child in yaml.safe_load(path.read_text())["expect"]["objects"]:
+    for child in render(yaml.safe_load(path.read_text())["given"])["objects"]:
         url = resource_of(child).path(NAMESPACE, child["metadata"]["name"])
         query = "?dryRun=All&fieldManager=test&force=true&fieldValidation=Strict"
         made = server.call("PATCH", url + query, child, "application/apply-patch+yaml")
         assert made["metadata"]["name"] == child["metadata"]["name"]
 
 
-@pytest.mark.parametrize("path", RENDERED, ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
 def test_every_pod_is_let_into_a_restricted_namespace(server: ApiServer, path: Path) -> None:
-    for child in yaml.safe_load(path.read_text())["expect"]["objects"]:
+    for child in render(yaml.safe_load(path.read_text())["given"])["objects"]:
         if child["kind"] in ("Deployment", "Job"):
             pod = copy.deepcopy(child["spec"]["template"])
             pod["metadata"]["name"] = "a-pod"

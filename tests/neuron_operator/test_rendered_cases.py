@@ -1,4 +1,4 @@
-"""Golden cases: a spec and what is known of the model, then the objects that stand in the cluster, or the refusal.
+"""The golden cases of `helpers/rendered_cases.py`, and what holds for every rendered object.
 
 `NEURON_SERVING_UPDATE_CASES=1` writes what is rendered now into the files, for a reader to check in the diff.
 """
@@ -7,42 +7,32 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import yaml
 
-from helpers.manifests import CASES
-from helpers.operator_worlds import (
-    NOW,
-    body,
-    find,
-    resolved_pod,
-    settings,
-    settle,
-    stored,
-)
+from helpers.rendered_cases import FILES, FULL, Plain, differences, render
 from neuron_operator import names
-from neuron_operator.world import Object, World
-
-FILES = sorted((CASES / "rendered").glob("*.yaml"))
+from neuron_operator.world import Object
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
 def test_a_case_is_rendered_as_written_down(path: Path) -> None:
     case = yaml.safe_load(path.read_text())
     found = render(case["given"])
+    if path != FULL:
+        found = differences(render(yaml.safe_load(FULL.read_text())["given"]), found)
+    key = "expect" if path == FULL else "differences"
     if os.environ.get("NEURON_SERVING_UPDATE_CASES") == "1":
-        case["expect"] = found
-        path.write_text(yaml.dump(case, Dumper=_Plain, sort_keys=False, width=120, allow_unicode=True))
-    assert found == case.get("expect")
+        case = {"description": case["description"], "given": case["given"], key: found}
+        path.write_text(yaml.dump(case, Dumper=Plain, sort_keys=False, width=120, allow_unicode=True))
+    assert found == case.get(key)
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
 def test_every_child_is_labelled_and_collected_with_its_model(path: Path) -> None:
-    for child in yaml.safe_load(path.read_text())["expect"]["objects"]:
+    for child in render(yaml.safe_load(path.read_text())["given"])["objects"]:
         metadata = child["metadata"]
         assert metadata["namespace"] == "team"
         assert len(metadata["name"]) <= 63
@@ -52,7 +42,7 @@ def test_every_child_is_labelled_and_collected_with_its_model(path: Path) -> Non
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
 def test_every_pod_is_restricted_and_has_no_identity(path: Path) -> None:
-    for pod in pods_of(yaml.safe_load(path.read_text())["expect"]["objects"]):
+    for pod in pods_of(render(yaml.safe_load(path.read_text())["given"])["objects"]):
         spec = pod["spec"]
         assert spec["automountServiceAccountToken"] is False
         assert spec["enableServiceLinks"] is False
@@ -80,31 +70,5 @@ def test_the_longest_name_leaves_room_in_every_derived_name() -> None:
         assert len(child["metadata"]["name"]) + room <= 63
 
 
-def render(given: dict[str, Any]) -> dict[str, Any]:
-    """The objects that stand when the line comes to rest, and the refusal where there is one."""
-    using = settings(given.get("settings", {}))
-    world = World(body=body(given["spec"], **given.get("metadata", {})), children=(), pods=(), now=NOW)
-    world, decision = settle(world, using)
-    if given["resolved"] and any(child["kind"] == "Job" for child in decision.desired):
-        world = replace(world, pods=(resolved_pod(find(decision.desired, "Job")),))
-        done = {"status": {"conditions": [{"type": "Complete", "status": "True"}]}}
-        children = tuple({**child, **done} if child["kind"] == "Job" else child for child in world.children)
-        world, decision = settle(replace(world, children=children), using)
-    assert decision.status is not None
-    refused = [
-        c for c in decision.status["conditions"] if c["type"] in ("Accepted", "Placed") and c["status"] == "False"
-    ]
-    refusal = {key: refused[0][key] for key in ("type", "reason", "message")} if refused else None
-    objects = sorted(stored(decision.desired), key=lambda child: (child["kind"], child["metadata"]["name"]))
-    return {**({"refusal": refusal} if refusal else {}), "objects": objects}
-
-
 def pods_of(objects: list[Object]) -> Iterator[Object]:
     yield from (child["spec"]["template"] for child in objects if child["kind"] in ("Deployment", "Job"))
-
-
-class _Plain(yaml.SafeDumper):
-    """Without anchors: a reader sees every object whole."""
-
-    def ignore_aliases(self, data: object) -> bool:
-        return True

@@ -1,0 +1,89 @@
+"""Golden cases: a spec and what is known of the model, then the objects that stand in the cluster, or the refusal.
+
+`cases/rendered/cpu-demo.yaml` holds all objects; every other case holds what differs from it, as paths. Read by the
+tests of the renderer and by those that ask a real API server about the objects.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import yaml
+
+from helpers.manifests import CASES
+from helpers.operator_worlds import NOW, body, find, resolved_pod, settings, settle, stored
+from neuron_operator.world import World
+
+FULL = CASES / "rendered" / "cpu-demo.yaml"
+FILES = sorted((CASES / "rendered").glob("*.yaml"))
+ABSENT = "absent"
+
+
+def render(given: dict[str, Any]) -> dict[str, Any]:
+    """The objects that stand when the line comes to rest, and the refusal where there is one."""
+    using = settings(given.get("settings", {}))
+    world = World(body=body(given["spec"], **given.get("metadata", {})), children=(), pods=(), now=NOW)
+    world, decision = settle(world, using)
+    if given["resolved"] and any(child["kind"] == "Job" for child in decision.desired):
+        world = replace(world, pods=(resolved_pod(find(decision.desired, "Job")),))
+        done = {"status": {"conditions": [{"type": "Complete", "status": "True"}]}}
+        children = tuple({**child, **done} if child["kind"] == "Job" else child for child in world.children)
+        world, decision = settle(replace(world, children=children), using)
+    assert decision.status is not None
+    refused = [
+        c for c in decision.status["conditions"] if c["type"] in ("Accepted", "Placed") and c["status"] == "False"
+    ]
+    refusal = {key: refused[0][key] for key in ("type", "reason", "message")} if refused else None
+    objects = sorted(stored(decision.desired), key=lambda child: (child["kind"], child["metadata"]["name"]))
+    return {**({"refusal": refusal} if refusal else {}), "objects": objects}
+
+
+def differences(full: dict[str, Any], found: dict[str, Any]) -> dict[str, Any]:
+    """What `found` has otherwise than `full`: path to value, ABSENT for what only `full` has."""
+    before, after = dict(_leaves(_by_kind(full))), dict(_leaves(_by_kind(found)))
+    kinds = {path.partition(".")[0] for path in before} - {path.partition(".")[0] for path in after}
+    removed = {path: ABSENT for path in before.keys() - after.keys() if path.partition(".")[0] not in kinds}
+    changed = {path: value for path, value in after.items() if path not in before or before[path] != value}
+    return dict(sorted({**dict.fromkeys(kinds, ABSENT), **removed, **changed}.items()))
+
+
+def _by_kind(rendered: dict[str, Any]) -> dict[str, Any]:
+    """One key for each object: its kind, with a number where there are several of it. What a revision repeats of the
+    Deployment and the ConfigMap is left out of it."""
+    named: dict[str, Any] = {key: value for key, value in rendered.items() if key != "objects"}
+    for child in rendered["objects"]:
+        kind, number = child["kind"], 1
+        while (key := kind if number == 1 else f"{kind}-{number}") in named:
+            number += 1
+        named[key] = child
+    if "Deployment" in named:
+        revision, template = named["ControllerRevision"], named["Deployment"]["spec"]["template"]
+        same = {"template": template, "config": json.loads(named["ConfigMap"]["data"]["config.json"])}
+        data = {key: "the same" if value == same.get(key) else value for key, value in revision["data"].items()}
+        named["ControllerRevision"] = {**revision, "data": data}
+    return named
+
+
+def _leaves(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+    """Every scalar with its path; members of lists are called by their `name` where they have one."""
+    if path.endswith(".json"):
+        value = json.loads(value)  # a document in a ConfigMap
+    if isinstance(value, dict) and value:
+        for key, member in value.items():
+            yield from _leaves(member, f"{path}.{key}".removeprefix("."))
+    elif isinstance(value, list) and value:
+        for index, member in enumerate(value):
+            name = member.get("name", index) if isinstance(member, dict) else index
+            yield from _leaves(member, f"{path}[{name}]")
+    else:
+        yield path, value
+
+
+class Plain(yaml.SafeDumper):
+    """Without anchors: a reader sees every object whole."""
+
+    def ignore_aliases(self, data: object) -> bool:
+        return True
