@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from importlib.resources import files
 
 USAGE = """usage: neuron-operator COMMAND [flags]
 
   run              the operator in a cluster
   local -f FILE    serve a manifest on this machine, without a cluster
+  local --demo     the same with the demo model
+  crd              print the CustomResourceDefinition, for `kubectl apply --server-side -f -`
 
 `neuron-operator COMMAND --help` lists the flags."""
 
@@ -25,6 +28,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             from neuron_operator import local  # noqa: PLC0415
 
             return local.main(arguments[1:])
+        case ["crd"]:
+            print(files("neuron_operator").joinpath("data/neuronmodels.yaml").read_text("utf-8"), end="")
+            return 0
         case ["-h" | "--help" | "help"]:
             print(USAGE)
             return 0

@@ -1,4 +1,4 @@
-"""`neuron-operator local -f FILE`: serve a manifest on this machine, without a cluster.
+"""`neuron-operator local -f FILE` or `--demo`: serve a manifest on this machine, without a cluster.
 
 Drives the same pure decision as the operator in a cluster against a `Machine`, prints every change of a condition with
 the seconds since the start, the addresses once the model is ready, and optionally the streamed answer to one question.
@@ -21,6 +21,7 @@ import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
+from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +42,9 @@ from neuron_operator.local.pods import (
 )
 from neuron_operator.world import FreeDevices, Settings, World
 
+DEMO = Path(str(files("neuron_operator"))) / "data" / "neuronmodel-local.yaml"
+"""Its model lies beside it. In a checkout both are links into `examples`."""
+
 EXIT_OK, EXIT_FAILED, EXIT_USAGE = 0, 1, 2
 
 _MIN_FREE_BYTES = 64 * 2**20
@@ -53,7 +57,9 @@ _NO_IMAGE = "this-machine"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("-f", "--file", type=Path, required=True, help="manifest with one NeuronModel")
+    manifest = parser.add_mutually_exclusive_group(required=True)
+    manifest.add_argument("-f", "--file", type=Path, help="manifest with one NeuronModel")
+    manifest.add_argument("--demo", action="store_const", dest="file", const=DEMO, help="the demo model's manifest")
     parser.add_argument(
         "--port", type=int, default=8000, help="port of the first replica; the next follow (default 8000)"
     )

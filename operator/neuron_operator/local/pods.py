@@ -249,7 +249,7 @@ def _program(program: str, env: Mapping[str, str]) -> str:
     """Our own programs come from the environment this command runs in, others from PATH."""
     found = shutil.which(program, path=f"{Path(sys.executable).parent}{os.pathsep}{env.get('PATH', os.defpath)}")
     if found is None:
-        raise CannotRunHere(f"{program} is not installed here: pip install 'neuron-serving[runtime]'")
+        raise CannotRunHere(f"{program} is not installed here: install neuron-serving with the extra 'runtime'")
     return found
 
 

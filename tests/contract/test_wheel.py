@@ -1,0 +1,111 @@
+"""What a wheel of the project carries: it is built and installed here, and its commands run without the repository."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import zipfile
+from collections.abc import Callable
+from email import message_from_string
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from helpers.ports import free_ports
+
+ROOT = Path(__file__).parents[2]
+MODEL_FILES = ("config.json", "generation_config.json", "model.safetensors", "tokenizer.json", "chat_template.jinja")
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("dist")
+    command = [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(folder)]
+    subprocess.run(command, cwd=ROOT, check=True, capture_output=True)
+    (built,) = folder.iterdir()
+    return built
+
+
+@pytest.fixture(scope="module")
+def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("installed")
+    command = [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--no-index", "--target", str(folder)]
+    subprocess.run([*command, str(wheel)], check=True, capture_output=True)
+    return folder
+
+
+Run = Callable[..., subprocess.CompletedProcess[str]]
+
+
+@pytest.fixture
+def run(installed: Path, tmp_path: Path) -> Run:
+    """Runs Python outside the repository, with the installed packages before those of the repository."""
+
+    def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [sys.executable, *arguments],
+            cwd=tmp_path,
+            env={**os.environ, "PYTHONPATH": str(installed)},
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+
+    return run
+
+
+def test_both_packages_are_typed_and_the_metadata_names_authors_links_and_versions(wheel: Path) -> None:
+    with zipfile.ZipFile(wheel) as archive:
+        names = archive.namelist()
+        (path,) = (name for name in names if name.endswith(".dist-info/METADATA"))
+        metadata = message_from_string(archive.read(path).decode())
+    assert {"neuron_operator/py.typed", "neuron_runtime/py.typed"} <= set(names)
+    assert {"Author", "Project-URL", "Keywords", "License-Expression"} <= set(metadata.keys())
+    assert "Typing :: Typed" in metadata.get_all("Classifier", [])
+
+
+def test_the_wheel_carries_the_packages_and_nothing_of_tests_or_training(wheel: Path) -> None:
+    with zipfile.ZipFile(wheel) as archive:
+        names = archive.namelist()
+    folders = {name.split("/")[0] for name in names if ".dist-info" not in name}
+    assert folders == {"neuron_operator", "neuron_runtime"}
+    assert not [name for name in names if "corpus" in name or "train" in name or "bench/suite" in name]
+
+
+def test_crd_prints_the_definition_of_the_repository(run: Run) -> None:
+    printed = run("-m", "neuron_operator", "crd")
+    assert printed.stdout == (ROOT / "crds" / "neuronmodels.yaml").read_text()
+    assert (printed.returncode, printed.stderr) == (0, "")
+
+
+def test_the_demo_manifest_names_the_model_beside_it(run: Run, installed: Path) -> None:
+    program = """
+        import json
+        from neuron_operator.local.command import DEMO, read_manifest
+        print(json.dumps(read_manifest(DEMO)["spec"]["model"]["uri"]))
+    """
+    uri = msgspec.json.decode(run("-c", "if True:" + program).stdout, type=str)
+    folder = installed / "neuron_operator" / "data" / "demo-model"
+    assert uri == folder.as_uri()
+    for name in MODEL_FILES:
+        assert (folder / name).read_bytes() == (ROOT / "examples" / "demo-model" / name).read_bytes()
+
+
+@pytest.mark.slow
+def test_local_demo_serves_and_answers(run: Run, tmp_path: Path) -> None:
+    with free_ports() as port:
+        flags = ["--port", str(port), "--cache-dir", str(tmp_path / "cache"), "--exit"]
+        ended = run("-m", "neuron_operator", "local", "--demo", "--ask", "What is neuron-serving?", *flags)
+    assert ended.returncode == 0, ended.stderr
+    assert "Kubernetes" in ended.stdout
+
+
+def test_local_takes_a_manifest_or_the_demo_and_not_both(run: Run) -> None:
+    both = run("-m", "neuron_operator", "local", "--demo", "-f", "x.yaml")
+    assert both.returncode == 2
+    assert "not allowed with argument" in both.stderr
+    neither = run("-m", "neuron_operator", "local")
+    assert neither.returncode == 2
+    assert "one of the arguments -f/--file --demo is required" in neither.stderr
