@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
+import runtime_tables
 from neuron_runtime.not_built import Surface
 from request_tables import as_json, names, refused
 
@@ -38,6 +39,11 @@ TARGETS = (
     Target("docs/offline.md", partial(refused, Surface.LLM, "Argument", repr), "refused arguments"),
     Target("docs/offline.md", partial(names, Surface.LLM, has_effect=False), "arguments without effect"),
     Target("docs/offline.md", partial(names, Surface.SAMPLING_PARAMS, has_effect=True), "refused parameters"),
+    Target("docs/runtime.md", runtime_tables.command_flags, "flags of serve"),
+    Target("docs/runtime.md", runtime_tables.refused_flags, "refused flags"),
+    Target("docs/runtime.md", runtime_tables.document_keys, "keys of the document"),
+    Target("docs/server.md", runtime_tables.server_keys, "keys of the server"),
+    Target("docs/offline.md", runtime_tables.llm_arguments, "arguments of LLM"),
 )
 
 

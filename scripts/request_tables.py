@@ -4,20 +4,15 @@ from __future__ import annotations
 
 import json
 import textwrap
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
+from markdown_table import table
 from neuron_runtime.not_built import LEAVE_OUT, Row, Surface, rows
 
 
 def as_json(value: Any) -> str:
     return json.dumps(value, separators=(",", ":"))
-
-
-def table(head: Iterable[str], lines: Iterable[Iterable[str]]) -> str:
-    """A Markdown table."""
-    first, *others = (f"| {' | '.join(cells)} |".replace("|  |", "| |") for cells in (head, *lines))
-    return "\n".join((first, "|" + "---|" * (first.count("|") - 1), *others))
 
 
 def refused(where: Surface, title: str, spelled: Callable[[Any], str]) -> str:

@@ -16,56 +16,24 @@ import msgspec
 
 from neuron_runtime.config import CONFIG_VERSION, RuntimeConfig, parse_config
 from neuron_runtime.errors import FatalError, InvalidConfig
+from neuron_runtime.flags import fields_of
 from neuron_runtime.not_built import Surface, refuse
 
-LLM_PATHS = {
-    "served_model_name": "servedNames",
-    "backend": "backend",
-    "dtype": "dtype",
-    "generation_config": "text.generationConfig",
-    "layout": "layout",
-    "enable_prefix_caching": "prefixCaching",
-    "enable_chunked_prefill": "chunkedPrefill",
-    "max_model_len": "limits.maxModelLength",
-    "max_num_seqs": "limits.maxSequences",
-    "max_num_batched_tokens": "limits.maxStepTokens",
-    "block_size": "limits.blockSize",
-    "num_gpu_blocks_override": "limits.numBlocks",
-    "override_neuron_config": "overrideNeuronConfig",
-}
-"""Where the value of an argument of `LLM` stands in the configuration document."""
+FIELDS = tuple(fields_of(RuntimeConfig))
 
-PATHS = LLM_PATHS | {
-    "max_queued_requests": "limits.maxQueuedRequests",
-    "max_queued_tokens": "limits.maxQueuedTokens",
-    "chat_template": "text.chatTemplate",
-    "reasoning_parser": "text.reasoningParser",
-    "access_log": "server.accessLog",
-    "log_prompts": "server.logPrompts",
-    "max_log_len": "server.maxLoggedCharacters",
-    "otlp_traces_endpoint": "server.otlpTracesEndpoint",
-    "allowed_origins": "server.allowedOrigins",
-    "api_server_count": "server.numFrontEnds",
-    "client_stall_seconds": "server.clientStallSeconds",
-    "max_body_bytes": "server.maxBodyBytes",
-    "max_output_tokens": "server.maxOutputTokens",
-    "max_prompts": "server.maxPrompts",
-    "max_choices": "server.maxChoices",
-}
-"""The same of `serve`, which has flags for what is about clients besides."""
+BY_ARGUMENT = {field.argument: field for field in FIELDS if field.flag}
+LLM_ARGUMENTS = {name: field for name, field in BY_ARGUMENT.items() if field.flag and field.flag.llm}
 
-SWITCHES = {"enable_prefix_caching", "enable_chunked_prefill"}
-"""Arguments that are true or false, where the document has a word for it."""
-
-DTYPES = {"half": "float16", "float": "float32"}
-"""Other names that vLLM has for a dtype."""
+FLAG_NAMES = {"model.uri": "MODEL"} | {field.path: field.option for field in BY_ARGUMENT.values()}
+LLM_NAMES = {"model.uri": "model"} | {field.path: name for name, field in LLM_ARGUMENTS.items()}
+"""What sets the value at a path of the document: a flag of `serve`, an argument of `LLM`. See `naming`."""
 
 
 def config_of(uri: str, given: Mapping[str, Any], **more: Any) -> RuntimeConfig:
     """The document that arguments amount to.
 
     Args:
-        given: values by the names in `PATHS`; what is left out has its default.
+        given: values by the names in `BY_ARGUMENT`; the others have their defaults.
         more: further keys of the document.
 
     Raises:
@@ -75,28 +43,28 @@ def config_of(uri: str, given: Mapping[str, Any], **more: Any) -> RuntimeConfig:
         "version": CONFIG_VERSION,
         "model": {"uri": uri},
         "servedNames": [uri.partition("@")[0].rstrip("/").rpartition("/")[2]],
-        "limits": {},
-        "text": {},
-        "server": {},
         **more,
     }
     for name, value in given.items():
-        part, _, key = PATHS[name].rpartition(".")
-        switched = name in SWITCHES and isinstance(value, bool)
-        (document[part] if part else document)[key] = ("disabled", "enabled")[value] if switched else value
+        field = BY_ARGUMENT[name]
+        part, _, key = field.path.rpartition(".")
+        try:
+            (document.setdefault(part, {}) if part else document)[key] = field.read(value)
+        except ValueError as error:
+            raise InvalidConfig(f"$.{field.path}", str(error)) from error
     try:
         raw = msgspec.json.encode(document)
     except TypeError as error:
         raise InvalidConfig("$", f"only plain values can be configured: {error}") from error
-    return parse_config(raw, "arguments")
+    return parse_config(raw)
 
 
 @contextmanager
 def naming(names: Mapping[str, str]) -> Iterator[None]:
-    """Errors about a document that arguments amount to, from whatever process, name the argument before the path.
+    """Errors about a document that arguments amount to, from any process, name the argument before the path.
 
     Args:
-        names: what the person wrote, by the document's path without `$.`.
+        names: what the person wrote, by the document's path without `$.`: `FLAG_NAMES` or `LLM_NAMES`.
     """
     try:
         yield
@@ -106,12 +74,7 @@ def naming(names: Mapping[str, str]) -> Iterator[None]:
         name = names.get(inside) or names.get(inside.partition(".")[0])
         if name is None:
             raise
-        raise InvalidConfig(f"{name} ({path})", message.removesuffix(" (in arguments)")) from error
-
-
-def llm_names() -> dict[str, str]:
-    """For `naming`: the arguments of `LLM`."""
-    return {"model.uri": "model"} | {path: name for name, path in LLM_PATHS.items()}
+        raise InvalidConfig(f"{name} ({path})", message) from error
 
 
 def llm_config(
@@ -137,23 +100,20 @@ def llm_config(
     for name, value in arguments.items():
         if refuse(Surface.LLM, name, value):
             continue
-        if name in LLM_PATHS:
+        if name in LLM_ARGUMENTS:
             given[name] = value
         elif value is not None:
             raise TypeError(f"LLM() has no argument {name!r}")
     given = {name: value for name, value in given.items() if value is not None}
     if "dtype" in given:
-        dtype = str(given["dtype"]).removeprefix("torch.")
-        given["dtype"] = DTYPES.get(dtype, dtype)
-    if isinstance(given.get("served_model_name"), str):
-        given["served_model_name"] = [given["served_model_name"]]
+        given["dtype"] = str(given["dtype"])
     override = _neuron_config(given.pop("override_neuron_config", None), additional_config)
     if override:
         given["override_neuron_config"] = override
     backend = _backend(device, dev)
     if backend is not None:
         given.setdefault("backend", backend)
-    with naming(llm_names()):
+    with naming(LLM_NAMES):
         return config_of(_with_revision(model_uri(model), revision), given)
 
 
@@ -168,7 +128,7 @@ def model_uri(model: str) -> str:
 
 
 def default_weights_dir() -> Path:
-    """Where downloads go unless told otherwise."""
+    """Where downloads go by default."""
     cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(cache, "neuron-serving", "weights")
 

@@ -1,32 +1,37 @@
 """`RuntimeConfig`: the one JSON document that crosses the border from operator to runtime.
 
 Rendered by the operator into an immutable ConfigMap, read by `neuron-runtime serve --config FILE`, and built from
-flags by `neuron-runtime serve MODEL`. It says what to serve; where things lie on this machine (weights folder, port,
+flags or arguments by `arguments.py`. It says what to serve; where things lie on this machine (weights folder, port,
 record file) are flags of the command. Unknown keys are refused. Nothing here reads weights or opens ports.
+
+A field is declared here and nowhere else: type, bounds, description, default and flag. The parser, the flags of
+`serve`, the arguments of `LLM` and the tables of the docs (`make generate`) follow from it.
 """
 
 from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import msgspec
+from msgspec import Meta
 
 from neuron_runtime.errors import InvalidConfig
+from neuron_runtime.flags import Flag, dtype_word, json_list, json_object, template, word_or_folder
 from neuron_runtime.uris import parse_uri
 
 CONFIG_VERSION = 1
 
-MAX_BODY_BYTES = 32 * 1024 * 1024
-"""Default of the largest body."""
-
-MAX_FRONT_ENDS = 64
-
 BackendName = Literal["nxdi", "optimum", "transformers-neuronx", "vllm", "torch", "simulated"]
 
-
 Switch = Literal["auto", "enabled", "disabled"]
+
+CHOSEN = "chosen at the start"
+
+Limit = Annotated[int, Meta(ge=0)]
+Count = Annotated[int, Meta(ge=1)]
+Seconds = Annotated[float, Meta(ge=0)]
 
 
 class Document(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, rename="camel"):
@@ -34,140 +39,198 @@ class Document(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
 
 
 class ModelSource(Document, frozen=True, kw_only=True):
-    uri: str
-    """`hf://org/name[@revision]` or `file:///absolute/path`."""
-    digest: str = ""
-    """What `inspect` found behind the URI (a commit, or a hash over config and index); empty: not pinned."""
+    uri: Annotated[str, Meta(description="What to serve: `hf://org/name[@revision]` or `file:///absolute/path`")]
+    digest: Annotated[
+        str,
+        Meta(
+            description="What `inspect` found: a commit for `hf://`, a hash for a folder. Anything else ends with "
+            "`ChecksumMismatch`"
+        ),
+    ] = ""
 
 
 class EngineLimits(Document, frozen=True, kw_only=True):
-    """Zero means: the backend's documented default, checked against memory."""
+    """Zero: chosen at the start, from the model and the memory that is free."""
 
-    max_model_length: int = 0
-    max_sequences: int = 0
-    max_step_tokens: int = 0
-    block_size: int = 0
-    num_blocks: int = 0
-    max_queued_requests: int = 0
-    max_queued_tokens: int = 0
+    max_model_length: Annotated[
+        Limit,
+        Meta(description="Most tokens of prompt and answer together"),
+        Flag("max_model_len", llm=True, default=CHOSEN),
+    ] = 0
+    max_sequences: Annotated[
+        Limit, Meta(description="Most requests that run at a time"), Flag("max_num_seqs", llm=True, default=CHOSEN)
+    ] = 0
+    max_step_tokens: Annotated[
+        Limit, Meta(description="Most tokens of one step"), Flag("max_num_batched_tokens", llm=True, default=CHOSEN)
+    ] = 0
+    block_size: Annotated[
+        Limit, Meta(description="Tokens of a block of the KV cache"), Flag(llm=True, default=CHOSEN)
+    ] = 0
+    num_blocks: Annotated[
+        Limit, Meta(description="Blocks of the KV cache"), Flag("num_gpu_blocks_override", llm=True, default=CHOSEN)
+    ] = 0
+    max_queued_requests: Annotated[
+        Limit, Meta(description="Most requests that wait; one more is answered with 429"), Flag(default=CHOSEN)
+    ] = 0
+    max_queued_tokens: Annotated[
+        Limit, Meta(description="Most prompt tokens that wait; more are answered with 429"), Flag(default=CHOSEN)
+    ] = 0
 
 
-class Drain(Document, frozen=True, kw_only=True):
-    delay_seconds: float = 10.0
-    """After SIGTERM `/health` is 503 at once, but requests are still admitted for this long."""
-    seconds: float = 300.0
-    """Running streams may go on for this long after that."""
+class DrainOptions(Document, frozen=True, kw_only=True):
+    delay_seconds: Annotated[
+        Seconds, Meta(description="After SIGTERM `/health` is 503 at once; requests are still admitted for this long")
+    ] = 10.0
+    seconds: Annotated[Seconds, Meta(description="After that, running answers may go on for this long")] = 300.0
 
 
 class TextOptions(Document, frozen=True, kw_only=True):
-    """How text is read and written, where the model's own files do not say it as it is wanted."""
+    """How text is read and written, where the model's own files are not to decide it."""
 
-    generation_config: str = "auto"
-    """Where sampling defaults come from: `auto`, the model's folder; `vllm`, nowhere; or the path of a folder."""
-    chat_template: str = ""
-    """A Jinja template, word for word; empty: the model's own."""
-    reasoning_parser: Literal["", "deepseek_r1", "qwen3"] = ""
-    """How the model writes its thoughts; empty: they stay in the text."""
+    generation_config: Annotated[
+        str,
+        Meta(
+            description="Where sampling defaults come from: `auto`, the model's `generation_config.json`; `vllm`, "
+            "nowhere; or a folder that has such a file. The model's end tokens always hold"
+        ),
+        Flag(llm=True, metavar="auto|vllm|DIR", read=word_or_folder),
+    ] = "auto"
+    chat_template: Annotated[
+        str,
+        Meta(description="A Jinja template; the flag takes a file or the template itself"),
+        Flag(metavar="FILE", default="the model's own", read=template),
+    ] = ""
+    reasoning_parser: Annotated[
+        Literal["", "deepseek_r1", "qwen3"],
+        Meta(description="How the model marks its reasoning, which is then returned apart from the answer"),
+        Flag(),
+    ] = ""
 
 
 class ServerOptions(Document, frozen=True, kw_only=True):
     """What the HTTP server does besides answering, and the most that one request may ask for."""
 
-    access_log: bool = True
-    """A line of JSON on stdout for each request; health checks and metrics excepted."""
-    log_prompts: bool = False
-    max_logged_characters: int = 1000
-    """Of each prompt, where prompts are logged."""
-    otlp_traces_endpoint: str = ""
-    """Full URL of an OpenTelemetry collector (OTLP over HTTP); empty: $OTEL_EXPORTER_OTLP_TRACES_ENDPOINT, or none."""
-    allowed_origins: tuple[str, ...] = ()
-    """Origins of web pages that may call from a browser; `*`: all."""
-    client_stall_seconds: int = 60
-    """A client that takes nothing of what is sent for so long is taken for gone."""
-    num_front_ends: int = 1
-    """Processes that speak HTTP and text, beside the one with the engine."""
-    max_body_bytes: int = MAX_BODY_BYTES
-    """Largest body of a request."""
-    max_output_tokens: int = 0
-    """Largest `max_tokens`; 0: what fits behind the prompt."""
-    max_prompts: int = 128
-    """Prompts in one request."""
-    max_choices: int = 128
-    """Answers to one request: prompts times `n`."""
+    access_log: Annotated[bool, Meta(description="Log each request as a line of JSON on stdout"), Flag()] = True
+    log_prompts: Annotated[bool, Meta(description="Log the beginning of each prompt in that line"), Flag()] = False
+    max_logged_characters: Annotated[
+        Count, Meta(description="Characters logged of each prompt"), Flag("max_log_len")
+    ] = 1000
+    otlp_traces_endpoint: Annotated[
+        str,
+        Meta(description="URL to which OpenTelemetry traces are sent (OTLP over HTTP)"),
+        Flag(metavar="URL", default="`$OTEL_EXPORTER_OTLP_TRACES_ENDPOINT`, else none"),
+    ] = ""
+    allowed_origins: Annotated[
+        tuple[str, ...],
+        Meta(description="Origins of web pages that may call from a browser; `*`: all"),
+        Flag(metavar="JSON", read=json_list),
+    ] = ()
+    client_stall_seconds: Annotated[
+        Count, Meta(description="Close the connection of a client that has read nothing for this long"), Flag()
+    ] = 60
+    num_front_ends: Annotated[
+        int, Meta(ge=1, le=64, description="Front-end processes, which do HTTP and text"), Flag("api_server_count")
+    ] = 1
+    max_body_bytes: Annotated[Count, Meta(description="Largest body of a request"), Flag()] = 32 * 1024 * 1024
+    max_output_tokens: Annotated[
+        int,
+        Meta(ge=0, description="Largest `max_tokens` of a request; 0: what fits behind the prompt"),
+        Flag(),
+    ] = 0
+    max_prompts: Annotated[Count, Meta(description="Most prompts in one request"), Flag()] = 128
+    max_choices: Annotated[Count, Meta(description="Most answers to one request: prompts times `n`"), Flag()] = 128
 
 
 class RuntimeConfig(Document, frozen=True, kw_only=True):
-    version: int
+    version: Annotated[int, Meta(description=f"Version of this format: {CONFIG_VERSION}")]
     model: ModelSource
-    served_names: tuple[str, ...]
-    """Names a client may ask for; the first one is reported in answers and metrics."""
-    backend: BackendName = "torch"
-    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
-    layout: Literal["auto", "slots", "blocks"] = "auto"
-    prefix_caching: Switch = "auto"
-    """Equal beginnings of prompts are computed once. Enabled: chooses blocks; auto: wherever the layout is blocks."""
-    chunked_prefill: Switch = "auto"
-    """Long prompts are computed in parts; auto: where the backend can."""
+    served_names: Annotated[
+        tuple[str, ...],
+        Meta(min_length=1, description="Names that clients may ask for; answers and metrics report the first one"),
+        Flag("served_model_name", llm=True, default="the last part of MODEL"),
+    ]
+    backend: Annotated[
+        BackendName,
+        Meta(description="What computes: `torch` or `simulated`; the others are not built yet"),
+        Flag(llm=True, metavar="NAME"),
+    ] = "torch"
+    dtype: Annotated[
+        Literal["auto", "float32", "bfloat16", "float16"],
+        Meta(description="Type of weights and cache; `auto`: as the weights are stored"),
+        Flag(llm=True, read=dtype_word),
+    ] = "auto"
+    layout: Annotated[
+        Literal["auto", "slots", "blocks"],
+        Meta(description="KV cache: `slots`, one line per request, or `blocks`, pages taken as a request grows"),
+        Flag(llm=True),
+    ] = "auto"
+    prefix_caching: Annotated[
+        Switch,
+        Meta(description="Compute equal beginnings of prompts once; enabled chooses layout `blocks`"),
+        Flag("enable_prefix_caching", llm=True, default="on with layout `blocks`"),
+    ] = "auto"
+    chunked_prefill: Annotated[
+        Switch,
+        Meta(description="Compute long prompts in parts; disabled: a prompt longer than a step is refused with 400"),
+        Flag("enable_chunked_prefill", llm=True, default="on where the backend can"),
+    ] = "auto"
     limits: EngineLimits = msgspec.field(default_factory=EngineLimits)
-    drain: Drain = msgspec.field(default_factory=Drain)
+    drain: DrainOptions = msgspec.field(default_factory=DrainOptions)
     text: TextOptions = msgspec.field(default_factory=TextOptions)
     server: ServerOptions = msgspec.field(default_factory=ServerOptions)
-    override_neuron_config: dict[str, Any] = {}
+    override_neuron_config: Annotated[
+        dict[str, Any],
+        Meta(description="Settings of the backend"),
+        Flag(llm=True, metavar="JSON", read=json_object),
+    ] = {}
 
 
-def parse_config(raw: bytes, source: str = "configuration") -> RuntimeConfig:
+def parse_config(raw: bytes, source: str = "") -> RuntimeConfig:
     """Read a document or refuse it.
+
+    Args:
+        source: where it comes from, for the message; empty where the path says it.
 
     Raises:
         InvalidConfig: naming the JSON path, e.g. `$.limits.maxSequences`, and what was expected there.
     """
+    where = f" (in {source})" if source else ""
     try:
         config = msgspec.json.decode(raw, type=RuntimeConfig)
     except msgspec.ValidationError as error:
         message, _, path = str(error).partition(" - at `")
-        raise InvalidConfig(path.rstrip("`") or "$", f"{message} (in {source})") from error
+        path = path.rstrip("`") or "$"
+        if ">=" in message or "<=" in message:
+            message += f", got {_value_at(raw, path)}"
+        raise InvalidConfig(path, message + where) from error
     except msgspec.DecodeError as error:
-        raise InvalidConfig("$", f"{source} is not JSON: {error}") from error
-    check_config(config)
+        raise InvalidConfig("$", f"{source or 'configuration'} is not JSON: {error}") from error
+    _check(config)
     return config
 
 
-def check_config(config: RuntimeConfig) -> None:
+def _value_at(raw: bytes, path: str) -> Any:
+    value = msgspec.json.decode(raw)
+    for key in path.split(".")[1:]:
+        value = value[key]
+    return value
+
+
+def _check(config: RuntimeConfig) -> None:
     """Rules that types do not say. Raises InvalidConfig with the field."""
     if config.version != CONFIG_VERSION:
         raise InvalidConfig("$.version", f"this runtime reads version {CONFIG_VERSION}, got {config.version}")
     parse_uri(config.model.uri)
-    if not config.served_names:
-        raise InvalidConfig("$.servedNames", "at least one name is needed")
-    for name, value in msgspec.to_builtins(config.limits).items():
-        if value < 0:
-            raise InvalidConfig(f"$.limits.{name}", f"must not be negative, got {value}")
-    for name, value in msgspec.to_builtins(config.drain).items():
-        if value < 0:
-            raise InvalidConfig(f"$.drain.{name}", f"must not be negative, got {value}")
-    _check_server(config.server)
-
-
-def _check_server(server: ServerOptions) -> None:
-    positive = ("maxLoggedCharacters", "maxBodyBytes", "numFrontEnds", "clientStallSeconds", "maxPrompts", "maxChoices")
-    lowest = {"maxOutputTokens": 0, **dict.fromkeys(positive, 1)}
-    options = msgspec.to_builtins(server)
-    for name, least in lowest.items():
-        if options[name] < least:
-            raise InvalidConfig(f"$.server.{name}", f"must be at least {least}, got {options[name]}")
-    if server.otlp_traces_endpoint:
-        check_url(server.otlp_traces_endpoint, "$.server.otlpTracesEndpoint")
-    if server.num_front_ends > MAX_FRONT_ENDS:
-        message = f"at most {MAX_FRONT_ENDS} can be started, got {server.num_front_ends}"
-        raise InvalidConfig("$.server.numFrontEnds", message)
-    for origin in server.allowed_origins:
+    if config.server.otlp_traces_endpoint:
+        check_url(config.server.otlp_traces_endpoint, "$.server.otlpTracesEndpoint")
+    for origin in config.server.allowed_origins:
         if origin != "*" and not re.fullmatch(r"https?://[^/\s?#]+", origin):
-            message = f"{origin!r} is no origin: give `https://host` or `http://host:port` without a path, or `*`"
+            message = f"{origin!r} is not an origin: give `https://host` or `http://host:port` without a path, or `*`"
             raise InvalidConfig("$.server.allowedOrigins", message)
 
 
 def check_url(url: str, name: str) -> None:
-    """Raises InvalidConfig, in the name of whatever said it, unless this is the full URL of something on HTTP."""
+    """Raises InvalidConfig, in the name of whatever said it, unless this is a full HTTP URL without a user."""
     if not re.fullmatch(r"https?://[^/\s?#@]+(/\S*)?", url):
         raise InvalidConfig(name, "must be a URL such as http://collector:4318/v1/traces, without a user's name in it")
 

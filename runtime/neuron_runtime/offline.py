@@ -26,7 +26,7 @@ from typing import Any, TypeVar
 
 from tqdm import tqdm  # type: ignore[import-untyped]
 
-from neuron_runtime.arguments import default_weights_dir, llm_config, llm_names, naming
+from neuron_runtime.arguments import LLM_NAMES, default_weights_dir, llm_config, naming
 from neuron_runtime.console import StageLines, say
 from neuron_runtime.core import BackendLimits, FinishReason, Request, TokenEvent, TokenLogprobs
 from neuron_runtime.engine.admission import check_request
@@ -177,7 +177,7 @@ class LLM:
         download_dir: where weights from a hub go.
         additional_config: `{"override_neuron_config": {...}}`, as vLLM's newer versions take it.
         arguments: `max_model_len`, `max_num_seqs`, `block_size` and whatever else vLLM's class has. They are honoured,
-            or refused by name; see `arguments.LLM_PATHS` and `not_built.ROWS`.
+            or refused by name; see `arguments.LLM_ARGUMENTS` and `not_built.ROWS`.
 
     Raises:
         TypeError: an unknown argument.
@@ -197,7 +197,7 @@ class LLM:
         **arguments: Any,
     ) -> None:
         config = llm_config(model, arguments, device=device, revision=revision, additional_config=additional_config)
-        with naming(llm_names()):
+        with naming(LLM_NAMES):
             check_backend(config)
             from neuron_runtime.sources import materialize  # noqa: PLC0415  (brings a hub client)
 

@@ -7,6 +7,7 @@ test).
 
 from __future__ import annotations
 
+import argparse
 from pathlib import Path
 
 import msgspec
@@ -77,6 +78,12 @@ def encode(record: Record) -> bytes:
         record = msgspec.structs.replace(record, message=record.message[:cut])
         raw = msgspec.json.encode(record)
     return raw
+
+
+def add_flag(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--record", type=Path, metavar="FILE", help="Leave the outcome here as JSON (`serve`: if it ends badly)"
+    )
 
 
 def write(record: Record, path: Path) -> None:

@@ -30,7 +30,7 @@ from neuron_runtime.engine.lifeline import Deadline
 from neuron_runtime.engine.loop import Engine
 from neuron_runtime.engine.messages import Abort, ModelFound, Ready
 from neuron_runtime.engine.process import Border, Worker
-from neuron_runtime.server.control import Control, Drain, EngineEnded, EngineStarted, encode_line
+from neuron_runtime.server.control import Control, EngineEnded, EngineStarted, StartDrain, encode_line
 from neuron_runtime.server.front_end import FrontEnd
 from neuron_runtime.server.supervisor import listen, url_of
 
@@ -245,7 +245,7 @@ async def serving(
                 yield served
             finally:
                 if not finished.done():
-                    served.tell(Drain(0.0, 0.0))
+                    served.tell(StartDrain(0.0, 0.0))
                 await asyncio.wait((finished,))
                 await asyncio.to_thread(served.engine.stop)
                 os.close(write_fd)

@@ -13,14 +13,15 @@ import msgspec
 import pytest
 
 from helpers.chat_model import write_chat_model
-from neuron_runtime.__main__ import build_parser, main, serve_config
+from neuron_runtime.__main__ import build_parser, main
 from neuron_runtime.arguments import model_uri
+from neuron_runtime.commands.serve import configuration
 from neuron_runtime.config import RuntimeConfig
 from neuron_runtime.errors import InvalidConfig
 
 
 def config_of(*arguments: str) -> RuntimeConfig:
-    return serve_config(build_parser().parse_args(["serve", *arguments]))
+    return configuration(build_parser().parse_args(["serve", *arguments]))
 
 
 def test_flags_amount_to_a_document() -> None:
@@ -56,7 +57,7 @@ def test_a_model_is_named_as_people_write_it(tmp_path: Path, monkeypatch: pytest
         (["--config", "/nowhere"], "--config", "cannot read /nowhere"),
         (["a/m", "--dtype", "int7"], "--dtype ($.dtype)", "Invalid enum value 'int7'"),
         (["a/m", "--backend", "magic"], "--backend ($.backend)", "Invalid enum value 'magic'"),
-        (["a/m", "--max-num-seqs", "-1"], "--max-num-seqs ($.limits.maxSequences)", "must not be negative, got -1"),
+        (["a/m", "--max-num-seqs", "-1"], "--max-num-seqs ($.limits.maxSequences)", "Expected `int` >= 0, got -1"),
         (["m"], "MODEL ($.model.uri)", "write hf://org/name"),
         (["s3://bucket/m"], "MODEL ($.model.uri)", "not supported yet"),
     ],
@@ -66,7 +67,6 @@ def test_wrong_flags_are_named(arguments: list[str], field: str, says: str) -> N
         config_of(*arguments)
     assert caught.value.field == field
     assert says in str(caught.value)
-    assert "(in arguments)" not in str(caught.value)
 
 
 @pytest.mark.parametrize(
@@ -80,9 +80,7 @@ def test_wrong_flags_are_named(arguments: list[str], field: str, says: str) -> N
 def test_flags_that_are_not_built_are_refused_by_name(
     flag: str, value: str, says: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    with pytest.raises(SystemExit) as caught:
-        main(["serve", "m", flag, value])
-    assert caught.value.code == 2
+    assert main(["serve", "m", flag, value]) == 2
     error = capsys.readouterr().err
     assert f"{flag}: {says}" in error
     assert error.count("\n") == 1
@@ -109,9 +107,8 @@ def test_how_text_is_read_and_written_is_said_by_flags(tmp_path: Path) -> None:
 
 
 def test_a_chat_template_that_is_not_there_is_refused_by_name(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        main(["serve", "m", "--chat-template", "none.jinja"])
-    assert "--chat-template: none.jinja cannot be read" in capsys.readouterr().err
+    assert main(["serve", "a/m", "--chat-template", "none.jinja"]) == 2
+    assert "--chat-template ($.text.chatTemplate): cannot read none.jinja" in capsys.readouterr().err
 
 
 def test_switches_are_on_off_or_left_to_the_backend() -> None:

@@ -14,7 +14,7 @@ import pytest
 
 from helpers.chat_model import write_chat_model
 from neuron_runtime import LLM, RequestOutput, SamplingParams
-from neuron_runtime.arguments import LLM_PATHS, llm_config
+from neuron_runtime.arguments import LLM_ARGUMENTS, llm_config
 from neuron_runtime.core import TokenEvent, TokenLogprobs
 from neuron_runtime.errors import BackendFailed, FatalError, InvalidConfig, InvalidRequest
 from neuron_runtime.not_built import Surface, rows
@@ -518,7 +518,7 @@ def test_arguments_of_the_guides_amount_to_a_configuration(tmp_path: Path) -> No
         ({"additional_config": {"a": 1}}, "additional_config['a']: is not supported"),
         ({"backend": "nxdi"}, "backend ($.backend): `nxdi` is not built into this runtime yet"),
         ({"max_model_len": "long"}, "max_model_len ($.limits.maxModelLength): Expected `int`, got `str`"),
-        ({"max_model_len": -1}, "max_model_len ($.limits.maxModelLength): must not be negative"),
+        ({"max_model_len": -1}, "max_model_len ($.limits.maxModelLength): Expected `int` >= 0, got -1"),
         ({"max_model_len": 9999}, "max_model_len ($.limits.maxModelLength): 9999 is more than the model's 2048"),
         ({"dtype": "int4"}, "dtype ($.dtype): Invalid enum value 'int4'"),
         ({"revision": "main"}, "revision: 'main' is for models on a hub"),
@@ -538,7 +538,7 @@ def test_arguments_that_ask_for_nothing_are_accepted_and_others_are_not() -> Non
     without_effect = dict.fromkeys((row.name for row in rows(Surface.LLM) if not row.has_effect), 0.5)
     plain = llm_config(HARMLESS, {})
     assert llm_config(HARMLESS, {**neutral, **without_effect}) == plain
-    assert llm_config(HARMLESS, dict.fromkeys([*(row.name for row in refused), *LLM_PATHS])) == plain
+    assert llm_config(HARMLESS, dict.fromkeys([*(row.name for row in refused), *LLM_ARGUMENTS])) == plain
     for name in (row.name for row in refused):
         with pytest.raises(InvalidConfig, match=f"^{name}: 'x' is not supported yet"):
             llm_config(HARMLESS, {name: "x"})

@@ -14,7 +14,7 @@ import httpx
 import pytest
 
 from helpers.front_end import LIMITS, MODEL, Serving, make_model, serving, until_healthy
-from neuron_runtime.server.control import Drain, EngineEnded, EngineStarted
+from neuron_runtime.server.control import EngineEnded, EngineStarted, StartDrain
 
 LONG = {"prompt": "a core", "max_tokens": 200, "ignore_eos": True, "temperature": 0}
 STREAM = {**LONG, "stream": True}
@@ -142,13 +142,13 @@ async def test_a_drain_admits_for_a_while_then_refuses_and_lets_streams_end(mode
         gate = served.front_end.gate
         stream = post(served, stream=True)
         await served.until_metric("vllm:num_requests_running", 1)
-        served.tell(Drain(3600.0, 60.0))
+        served.tell(StartDrain(3600.0, 60.0))
         await served.until(lambda: gate.draining)
         assert (await served.http.get("/health")).json() == {"status": "draining"}
         late = post(served, max_tokens=5)
         await served.until(lambda: len(served.front_end.client._recipients) == 2)
         # The while is over. That it ends by itself is the gate's business.
-        served.tell(Drain(0.0, 60.0))
+        served.tell(StartDrain(0.0, 60.0))
         await served.until(lambda: gate.closed)
         refused = await served.http.post("/v1/completions", json=LONG)
         assert (refused.status_code, refused.headers["connection"]) == (503, "close")
@@ -164,7 +164,7 @@ async def test_a_drain_that_takes_too_long_ends_streams_with_an_error(model_dir:
     async with serving(model_dir, paced=True) as served:
         stream, whole = post(served, stream=True), post(served)
         await served.until_metric("vllm:num_requests_running", 2)
-        served.tell(Drain(0.0, 0.1))
+        served.tell(StartDrain(0.0, 0.1))
         last = [line for line in (await stream).text.split("\n\n") if line][-1]
         assert "shutting down" in json.loads(last.removeprefix("data: "))["error"]["message"]
         assert (await whole).status_code == 503

@@ -12,7 +12,7 @@ import pytest
 import pytest_asyncio
 
 from helpers.front_end import LIMITS, MODEL, Serving, make_model, serving
-from neuron_runtime.config import MAX_BODY_BYTES
+from neuron_runtime.config import ServerOptions
 
 CHAT = [{"role": "user", "content": "What is a device?"}]
 
@@ -351,9 +351,9 @@ async def test_an_unknown_model_is_a_404_and_any_served_name_is_known(served: Se
 
 
 async def test_a_huge_body_is_a_413(served: Serving) -> None:
-    answer = await served.http.post("/v1/completions", content=b" " * (MAX_BODY_BYTES + 1))
+    answer = await served.http.post("/v1/completions", content=b" " * (ServerOptions().max_body_bytes + 1))
     assert answer.status_code == 413
-    assert str(MAX_BODY_BYTES) in answer.json()["error"]["message"]
+    assert str(ServerOptions().max_body_bytes) in answer.json()["error"]["message"]
 
 
 async def test_a_huge_body_without_a_length_is_a_413(served: Serving) -> None:

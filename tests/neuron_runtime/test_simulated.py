@@ -456,6 +456,5 @@ def test_a_wrong_setting_is_refused_before_a_port_opens(model: Path, capsys: pyt
     assert main([*arguments, '{"speed": 9}']) == 2
     told = capsys.readouterr().err
     assert "--override-neuron-config ($.overrideNeuronConfig.speed): the simulated backend has no such setting" in told
-    with pytest.raises(SystemExit):
-        main([*arguments, "{"])
+    assert main([*arguments, "{"]) == 2
     assert "is not a JSON object" in capsys.readouterr().err

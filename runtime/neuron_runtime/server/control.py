@@ -22,14 +22,14 @@ class EngineEnded(msgspec.Struct, frozen=True, tag="engine_ended"):
     message: str
 
 
-class Drain(msgspec.Struct, frozen=True, tag="drain"):
+class StartDrain(msgspec.Struct, frozen=True, tag="start_drain"):
     """Not healthy from now on; admit for `delay_seconds` more, let answers run for `seconds` after that, then exit."""
 
     delay_seconds: float
     seconds: float
 
 
-Control = EngineStarted | EngineEnded | Drain
+Control = EngineStarted | EngineEnded | StartDrain
 
 _encoder = msgspec.json.Encoder()
 _decoder: msgspec.json.Decoder[Control] = msgspec.json.Decoder(Control)

@@ -34,7 +34,7 @@ from neuron_runtime.server import control
 from neuron_runtime.server.admission import Admission, served_defaults
 from neuron_runtime.server.app import build_app
 from neuron_runtime.server.bodies import Bodies
-from neuron_runtime.server.control import Drain, EngineEnded, EngineStarted
+from neuron_runtime.server.control import EngineEnded, EngineStarted, StartDrain
 from neuron_runtime.server.edge import Edge
 from neuron_runtime.server.engine_client import EngineClient
 from neuron_runtime.server.gate import Gate
@@ -196,7 +196,7 @@ class FrontEnd:
                     self.client.engine_started(incarnation, num_predecessors)
                 case EngineEnded(message):
                     self.client.engine_ended(message)
-                case Drain(delay_seconds, seconds):
+                case StartDrain(delay_seconds, seconds):
                     if draining is not None:
                         draining.cancel()
                     draining = asyncio.create_task(self._drain(delay_seconds, seconds))

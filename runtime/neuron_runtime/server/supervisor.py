@@ -28,7 +28,7 @@ from neuron_runtime.console import say
 from neuron_runtime.engine.lifeline import Deadline
 from neuron_runtime.errors import BackendFailed, ExitCode, FatalError, InvalidConfig, ServingError
 from neuron_runtime.record import GENERAL_FAILURE, Record
-from neuron_runtime.server.control import Control, Drain, EngineEnded, EngineStarted, encode_line
+from neuron_runtime.server.control import Control, EngineEnded, EngineStarted, StartDrain, encode_line
 from neuron_runtime.server.restarts import RestartBudget, describe_exit
 
 TICK_SECONDS = 1.0
@@ -232,13 +232,13 @@ class Supervisor:
             if delay
             else f"stopping: answers may run for {drain.seconds:.0f} s more; interrupt again to end them"
         )
-        self._tell(Drain(delay, drain.seconds))
+        self._tell(StartDrain(delay, drain.seconds))
         deadline = time.monotonic() + delay + drain.seconds + STOP_SECONDS
         stops, engine_lives = self._signals.num_stops, True
         while any(one.lives for one in self._front_ends) and time.monotonic() < deadline:
             if self._signals.interrupted and self._signals.num_stops > stops:
                 stops = self._signals.num_stops
-                self._tell(Drain(0.0, 0.0))
+                self._tell(StartDrain(0.0, 0.0))
                 for child in self._front_ends:
                     child.go_on()
                 deadline = min(deadline, time.monotonic() + STOP_SECONDS)
@@ -269,7 +269,7 @@ class Supervisor:
 
     def _end_front_ends(self) -> None:
         """Give requests in flight the time to be answered with an error."""
-        self._tell(Drain(0.0, 0.0))
+        self._tell(StartDrain(0.0, 0.0))
         deadline = time.monotonic() + STOP_SECONDS
         for child in self._front_ends:
             child.go_on()

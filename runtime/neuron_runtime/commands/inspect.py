@@ -1,0 +1,24 @@
+"""`neuron-runtime inspect URI`: says what a model is, without loading it. Run by the operator in a Job."""
+
+from __future__ import annotations
+
+import argparse
+import time
+
+from neuron_runtime import record
+from neuron_runtime.arguments import model_uri
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("uri", metavar="URI", help="hf://org/name[@revision] or file:///absolute/path")
+    parser.add_argument("--json", action="store_true", help="Print the facts as JSON")
+    record.add_flag(parser)
+    parser.set_defaults(run=run)
+
+
+def run(options: argparse.Namespace, began: float) -> record.Record:
+    from neuron_runtime.inspection import facts_as_json, facts_as_text, inspect_model  # noqa: PLC0415
+
+    facts = inspect_model(model_uri(options.uri))
+    print(facts_as_json(facts) if options.json else facts_as_text(options.uri, facts))
+    return record.success("inspect", facts, time.monotonic() - began)

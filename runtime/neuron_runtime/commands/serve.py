@@ -1,0 +1,128 @@
+"""`neuron-runtime serve MODEL` or `serve --config FILE`: serves a model over HTTP.
+
+The flags of what is served follow from the fields of `RuntimeConfig`; those declared here say where things lie on this
+machine. Builds the supervisor and runs it. Imports no torch: that belongs to the engine process.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import time
+from contextlib import nullcontext
+from pathlib import Path
+
+from neuron_runtime import not_built, record
+from neuron_runtime.arguments import BY_ARGUMENT, FLAG_NAMES, config_of, default_weights_dir, model_uri, naming
+from neuron_runtime.config import RuntimeConfig, load_config
+from neuron_runtime.console import say
+from neuron_runtime.errors import InvalidConfig
+from neuron_runtime.flags import add_flags, json_or_text
+from neuron_runtime.not_built import Surface
+
+DEFAULT_PORT = 8000
+
+DRAIN_ON_THE_COMMAND_LINE = {"delaySeconds": 0.0, "seconds": 30.0}
+"""No platform has to notice first, so the command admits nothing after SIGTERM."""
+
+API_KEY_VARIABLE = "VLLM_API_KEY"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "model",
+        nargs="?",
+        metavar="MODEL",
+        help="hf://org/name[@revision], org/name (the same), file:///path, or the path of a folder",
+    )
+    parser.add_argument(
+        "--config",
+        type=Path,
+        metavar="FILE",
+        help="A configuration document instead of MODEL, model and server flags",
+    )
+    parser.add_argument("--host", default="127.0.0.1", help="Address to listen on (default: %(default)s)")
+    parser.add_argument(
+        "--port", type=int, metavar="N", default=DEFAULT_PORT, help="Port, 0 for any free one (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--weights-dir",
+        type=Path,
+        metavar="DIR",
+        default=default_weights_dir(),
+        help="Where downloads go; complete ones are not repeated "
+        "(default: neuron-serving/weights in $XDG_CACHE_HOME, else in ~/.cache)",
+    )
+    record.add_flag(parser)
+    parser.add_argument(
+        "--api-key-file", type=Path, metavar="FILE", help="Clients must send one of the keys in it, one per line"
+    )
+    parser.add_argument(
+        "--api-key",
+        action="append",
+        metavar="KEY",
+        help="Clients must send this key, which other users of this machine can see in the list of processes: prefer "
+        f"the file, or ${API_KEY_VARIABLE}",
+    )
+    fields = BY_ARGUMENT.values()
+    model = parser.add_argument_group("model flags (not together with --config)")
+    add_flags(model, (field for field in fields if not field.path.startswith("server.")))
+    for row in not_built.rows(Surface.FLAG):
+        model.add_argument(flag_of(row), type=json_or_text, help=argparse.SUPPRESS)
+    server = parser.add_argument_group("server flags (not together with --config)")
+    add_flags(server, (field for field in fields if field.path.startswith("server.")))
+    server.add_argument(
+        "--disable-uvicorn-access-log", dest="access_log", action="store_false", default=None, help=argparse.SUPPRESS
+    )
+    parser.set_defaults(run=run)
+
+
+def run(options: argparse.Namespace, began: float) -> record.Record:
+    """Serve until a signal. Raises ServingError for what cannot be served."""
+    from neuron_runtime.engine.backends import check_backend  # noqa: PLC0415
+    from neuron_runtime.server.auth import api_key_file, check_keys  # noqa: PLC0415
+    from neuron_runtime.server.run_dir import made_run_dir  # noqa: PLC0415
+    from neuron_runtime.server.supervisor import Signals, Supervisor, listen, url_of  # noqa: PLC0415
+
+    config = configuration(options)
+    # Out of the environment, so that no child has it in its own.
+    variable = os.environ.pop(API_KEY_VARIABLE, None)
+    keys = tuple(options.api_key or ([variable] if variable and options.api_key_file is None else ()))
+    check_keys(options.api_key_file, keys)
+    with naming(FLAG_NAMES) if options.config is None else nullcontext():
+        check_backend(config)
+        with (
+            listen(options.host, options.port, config.server.client_stall_seconds) as listener,
+            made_run_dir() as run_dir,
+        ):
+            say(f"serving {config.model.uri} at {url_of(listener)}")
+            supervisor = Supervisor(
+                config,
+                listener,
+                Signals(),
+                run_dir=run_dir,
+                weights_dir=options.weights_dir,
+                began=began,
+                api_key_file=api_key_file(options.api_key_file, keys, run_dir),
+            )
+            supervisor.run()
+    return record.success("serve", seconds=time.monotonic() - began)
+
+
+def configuration(options: argparse.Namespace) -> RuntimeConfig:
+    """The document that the flags name or amount to. Raises InvalidConfig, naming the flag."""
+    for row in not_built.rows(Surface.FLAG):
+        not_built.refuse(Surface.FLAG, row.name, getattr(options, row.name), at=flag_of(row))
+    given = {name: value for name in BY_ARGUMENT if (value := getattr(options, name)) is not None}
+    if options.config is not None:
+        if options.model is not None or given:
+            raise InvalidConfig("--config", "says what to serve: leave out MODEL and the model and server flags")
+        return load_config(options.config)
+    if options.model is None:
+        raise InvalidConfig("MODEL", "say what to serve: `neuron-runtime serve MODEL` or `serve --config FILE`")
+    with naming(FLAG_NAMES):
+        return config_of(model_uri(options.model), given, drain=DRAIN_ON_THE_COMMAND_LINE)
+
+
+def flag_of(row: not_built.Row) -> str:
+    return f"--{row.name.replace('_', '-')}"

@@ -1,0 +1,172 @@
+"""How a field of a configuration Struct is set from a command line or from Python: declared beside the field's type.
+
+A field is `name: Annotated[type, Meta(ge=..., description=...), Flag(...)] = default`. `fields_of` reads these
+declarations; argparse flags, argument names and the tables of the docs follow from what it returns. Nothing here knows
+a particular configuration.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, get_args
+
+import msgspec
+from msgspec import inspect
+
+
+@dataclass(frozen=True)
+class Flag:
+    """A field that has a command-line flag."""
+
+    argument: str = ""
+    """Name of the argument, vLLM's where the meaning is the same; with dashes it is the flag. Empty: the field's."""
+    llm: bool = False
+    """Whether `LLM` takes it as an argument too."""
+    metavar: str = ""
+    """Empty: by the type."""
+    default: str = ""
+    """What holds if the field is not set, where its default value does not say it."""
+    read: Callable[[str], Any] | None = None
+    """Turns the text that a person writes into what the document holds. Raises ValueError."""
+
+
+@dataclass(frozen=True)
+class Field:
+    """A field of the document, at any depth."""
+
+    path: str
+    """Keys of the JSON document, joined by dots."""
+    kind: inspect.Type
+    description: str
+    value: Any
+    """Default; NODEFAULT: required."""
+    flag: Flag | None
+    argument: str
+
+    @property
+    def option(self) -> str:
+        return f"--{self.argument.replace('_', '-')}"
+
+    @property
+    def default(self) -> str:
+        """What holds if the field is not set, in words."""
+        if self.flag and self.flag.default:
+            return self.flag.default
+        if self.value is msgspec.NODEFAULT:
+            return "required"
+        if isinstance(self.value, bool):
+            return "on" if self.value else "off"
+        return "none" if self.value in ("", (), {}) else str(self.value).removesuffix(".0")
+
+    @property
+    def is_switch(self) -> bool:
+        """True and false where the document has words."""
+        return isinstance(self.kind, inspect.LiteralType) and "enabled" in self.kind.values
+
+    def read(self, given: Any) -> Any:
+        """What the document holds for what a person wrote. Raises ValueError."""
+        if self.is_switch and isinstance(given, bool):
+            return "enabled" if given else "disabled"
+        if not isinstance(given, str):
+            return given
+        if self.flag and self.flag.read:
+            return self.flag.read(given)
+        return [given] if isinstance(self.kind, inspect.VarTupleType) else given
+
+
+def fields_of(struct: type[msgspec.Struct], path: str = "") -> Iterator[Field]:
+    """The fields of a configuration and of its parts, in the order of their declaration."""
+    for field in msgspec.structs.fields(struct):
+        kind, description = _kind(field.type)
+        if isinstance(kind, inspect.StructType):
+            yield from fields_of(kind.cls, f"{path}{field.encode_name}.")
+            continue
+        flag = next((one for one in get_args(field.type)[1:] if isinstance(one, Flag)), None)
+        yield Field(
+            path=path + field.encode_name,
+            kind=kind,
+            description=description,
+            value=field.default if field.default_factory is msgspec.NODEFAULT else field.default_factory(),
+            flag=flag,
+            argument=flag.argument or field.name if flag else "",
+        )
+
+
+def _kind(annotated: Any) -> tuple[inspect.Type, str]:
+    """A field's type, and its description."""
+    match inspect.type_info(annotated):
+        case inspect.Metadata(kind, extra):
+            return kind, (extra or {}).get("description", "")
+        case kind:
+            return kind, ""
+
+
+def add_flags(parser: argparse._ActionsContainer, fields: Iterable[Field]) -> None:
+    """The flags of these fields; a flag that is not given is None."""
+    for field in fields:
+        if field.flag is not None:
+            meaning = f"{field.description} (default: {field.default})".replace("`", "")
+            parser.add_argument(field.option, help=meaning, **_form(field, field.flag))
+
+
+def _form(field: Field, flag: Flag) -> dict[str, Any]:
+    """How argparse reads the flag of a field."""
+    match field.kind:
+        case inspect.BoolType():
+            return {"action": argparse.BooleanOptionalAction}
+        case inspect.LiteralType() if field.is_switch:
+            return {"action": argparse.BooleanOptionalAction}
+        case inspect.IntType():
+            return {"type": int, "metavar": flag.metavar or "N"}
+        case inspect.LiteralType(values):
+            return {"metavar": flag.metavar or "|".join(str(value) for value in values if value)}
+        case inspect.VarTupleType() if flag.read is None:
+            return {"nargs": "+", "metavar": flag.metavar or "NAME"}
+    return {"metavar": flag.metavar or "TEXT"}
+
+
+def dtype_word(text: str) -> str:
+    """Also vLLM's other names of a dtype, and those of torch's dtypes."""
+    word = text.removeprefix("torch.")
+    return {"half": "float16", "float": "float32"}.get(word, word)
+
+
+def word_or_folder(text: str) -> str:
+    return text if text in ("auto", "vllm") else str(Path(text).expanduser().resolve())
+
+
+def template(text: str) -> str:
+    """The template in a file, or, as in vLLM, the template itself."""
+    if any(character in text for character in "{}\n"):
+        return text
+    try:
+        return Path(text).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"cannot read {text}: {error}") from error
+
+
+def json_list(text: str) -> Any:
+    """vLLM's form, a JSON list, or one item as it is."""
+    return _json(text, "list") if text.startswith("[") else [text]
+
+
+def json_object(text: str) -> Any:
+    return _json(text, "object")
+
+
+def json_or_text(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError:
+        return text
+
+
+def _json(text: str, form: str) -> Any:
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{text!r} is not a JSON {form}: {error}") from error
