@@ -16,6 +16,7 @@ from functools import partial
 from pathlib import Path
 
 import runtime_tables
+from bench_tables import published_step_times
 from neuron_runtime.not_built import Surface
 from request_tables import as_json, names, refused
 
@@ -33,6 +34,7 @@ class Target:
 
 
 TARGETS = (
+    Target("docs/benchmarks.md", published_step_times, "published step times"),
     Target("charts/neuron-serving/files/neuronmodels.yaml", (ROOT / "crds/neuronmodels.yaml").read_text),
     Target("docs/runtime.md", partial(refused, Surface.BODY, "Field", as_json), "refused fields"),
     Target("docs/runtime.md", partial(names, Surface.BODY, has_effect=False), "fields without effect"),
