@@ -12,6 +12,7 @@ from neuron_runtime.engine.admission import max_steps
 from neuron_runtime.engine.loop import Engine, LateRule, nothing_late
 from neuron_runtime.engine.prefix_cache import Keys
 from neuron_runtime.engine.scheduler import Scheduler
+from neuron_runtime.engine.sequence import Phase
 
 VOCABULARY_SIZE = 31
 
@@ -105,7 +106,7 @@ class Run:
     @property
     def known(self) -> dict[bytes, int]:
         """The blocks that a request can find, by key."""
-        cache = self.scheduler.blocks
+        cache = self.scheduler.blocks.cache
         return {key: block for key, block in cache._block_of.items() if block not in cache._coming}
 
     def add(self, *requests: Request) -> None:
@@ -150,15 +151,16 @@ class Run:
     def check_books(self) -> None:
         """Slots and blocks: each has its holders or is free, nobody holds more than it needs or what is another's."""
         scheduler, limits = self.scheduler, self.backend.limits
-        in_flight = {id(s): s for planned in scheduler.planned for s in planned.sequences}
+        slot_pool, cache = scheduler.running.slots, scheduler.blocks.cache
+        in_flight = {id(s): s for step in scheduler.scheduled for s in step.sequences}
         holders = list({id(s): s for s in (*scheduler.running, *in_flight.values())}.values())
         slots = [s.slot for s in holders if s.slot >= 0]
         blocks = Counter(block for s in holders for block in s.blocks)
-        assert len(set(slots)) == len(slots) == scheduler.slots.num_used
-        assert len(slots) + scheduler.slots.num_free == limits.max_rows
-        assert {block: count for block, count in enumerate(scheduler.blocks._holders) if count} == blocks
-        assert len(blocks) == scheduler.blocks.num_used
-        assert len(blocks) + scheduler.blocks.num_free == limits.num_blocks
+        assert len(set(slots)) == len(slots) == slot_pool.num_used
+        assert len(slots) + slot_pool.num_free == limits.max_rows
+        assert {block: count for block, count in enumerate(cache._holders) if count} == blocks
+        assert len(blocks) == cache.num_used
+        assert len(blocks) + cache.num_free == limits.num_blocks
         assert limits.shares_prefixes or blocks.total() == len(blocks)
         if limits.layout == "slots":
             assert all(s.blocks == [s.slot] for s in holders if s.slot >= 0)
@@ -167,9 +169,8 @@ class Run:
             extra = (s.request.adapter, s.request.cache_salt)
             assert all(extras.setdefault(block, extra) == extra for block in s.blocks), "shared across salts"
         self.check_cache()
-        self.waited = self.waited or any(
-            scheduler.blocks.find(s.keys.first(scheduler._findable(s)), s.order).num_coming for s in scheduler.waiting
-        )
+        self.check_phases()
+        self.waited = self.waited or any(scheduler.blocks.find(s).num_coming for s in scheduler.waiting)
         for s in scheduler.running:
             ahead = limits.max_tokens_per_row if s.samples else 0
             held = len(s.tokens) + ahead + limits.num_lookahead_tokens
@@ -179,7 +180,26 @@ class Run:
         assert stats.num_running + stats.num_waiting <= len(self.tokens)
         if not self.engine.has_work:
             assert (stats.num_blocks_used, stats.num_running, stats.num_waiting) == (0, 0, 0)
-            assert scheduler.slots.num_used == 0
+            assert slot_pool.num_used == 0
+
+    def check_phases(self) -> None:
+        """A sequence is where its phase says, and holds what its phase allows."""
+        scheduler, running = self.scheduler, self.scheduler.running
+        for phase, sequences in (
+            (Phase.WAITING, scheduler.waiting),
+            (Phase.PREFILL, running.prefilling),
+            (Phase.DECODE, running.decoding),
+        ):
+            assert all(s.phase is phase for s in sequences)
+        assert not any(s.slot >= 0 or s.blocks or s.in_flight for s in scheduler.waiting)
+        assert running.prefilling == sorted(running.prefilling, key=lambda s: s.order)
+        assert running.decoding == sorted(running.decoding, key=lambda s: s.slot)
+        newest = {id(s): (step.batch, row) for step in scheduler.scheduled for row, s in enumerate(step.sequences)}
+        for s in scheduler._live.values():
+            batch, row = newest.get(id(s), (None, 0))
+            assert (s.in_flight is None) == (batch is None)
+            if batch and s.in_flight:
+                assert (s.in_flight.step, s.row, s.samples) == (batch.step, row, batch.rows.samples[row])
 
     def check_cache(self) -> None:
         """Every block that can be found holds what its key says, computed, and no step in flight writes to it."""

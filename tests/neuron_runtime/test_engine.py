@@ -63,8 +63,8 @@ def test_the_next_step_is_scheduled_while_one_runs_and_launched_too_when_the_dev
         if not backend.waits.acquire(timeout=0.2):
             continue
         # `collect` blocks now, so whatever is scheduled or launched was so before the step ended.
-        running = next(planned.batch for planned in engine._scheduler.planned)
-        newest = engine._scheduler.planned[-1].batch
+        running = engine._scheduler.scheduled[0].batch
+        newest = engine._scheduler.scheduled[-1].batch
         if running.kind is Kind.DECODE:
             num_decode += 1
             num_scheduled_ahead += newest.step == running.step + 1

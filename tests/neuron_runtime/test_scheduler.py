@@ -13,8 +13,8 @@ from helpers.engine_driver import RecordingBackend, Run, alone, request, serve, 
 from helpers.strict_backend import neuron_limits
 from neuron_runtime.core import BackendLimits, FinishReason, Kind, Request, StepOutput
 from neuron_runtime.engine.admission import max_new_tokens
-from neuron_runtime.engine.blocks import Pool
 from neuron_runtime.engine.loop import Engine
+from neuron_runtime.engine.pool import Pool
 from neuron_runtime.engine.scheduler import Scheduler
 from neuron_runtime.errors import BackendFailed
 
@@ -339,9 +339,11 @@ def test_salts_and_adapters_share_nothing() -> None:
 
 def test_an_equal_block_behind_another_beginning_is_not_taken_for_it() -> None:
     first = request("first", 12, 3)
-    prompt = (*(token + 1 for token in first.prompt_token_ids[:4]), *first.prompt_token_ids[4:])
-    run = one_after_another(SHARED, first, replace(first, request_id="other", prompt_token_ids=prompt))
-    assert run.cached["other"] == 0
+    beginning = tuple(token + 1 for token in first.prompt_token_ids[:4])
+    short = replace(first, request_id="short", prompt_token_ids=(*beginning, 0))
+    other = replace(first, request_id="other", prompt_token_ids=(*beginning, *first.prompt_token_ids[4:]))
+    run = one_after_another(SHARED, first, short, other)
+    assert run.cached["other"] == 4, "the beginning of the short one, and nothing of the first"
 
 
 def test_a_hit_is_no_longer_than_the_backend_allows() -> None:
@@ -520,7 +522,7 @@ def test_at_most_two_steps_are_scheduled_and_not_applied() -> None:
     run.add(request("a", 4, 20))
     while run.engine.has_work:
         run.step()
-        assert len(run.scheduler.planned) <= 1
+        assert len(run.scheduler.scheduled) <= 1
 
 
 # Ends

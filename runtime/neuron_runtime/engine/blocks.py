@@ -1,61 +1,123 @@
-"""Numbers handed out and taken back: KV blocks and slots alike, lowest free number first.
+"""The KV blocks of every sequence: how many it needs, which it holds, which are shared through the prefix cache.
 
-The scheduler holds one pool of slots and one of blocks. What a number means on the device is the backend's business;
-what a block still holds when nobody holds it is `prefix_cache`'s.
+The scheduler asks what fits and when to let go; this counts, and notes what the next batch says of blocks. Knows
+sequences and limits; no rows, steps or order of service.
 """
 
 from __future__ import annotations
 
-import heapq
 from collections.abc import Iterable
 
+from neuron_runtime.core import BackendLimits
+from neuron_runtime.engine.prefix_cache import Prefix, PrefixCache
+from neuron_runtime.engine.sequence import NEVER, Sequence
+from neuron_runtime.engine.stats import EngineStats
 
-class Pool:
-    """Numbers 0 to size - 1 with a count of holders each.
 
-    Lowest first keeps live slots compact (batch buckets) and, where a sequence takes one slot and one block
-    together, makes the two numbers equal (slot layout).
-    """
+class BlockManager:
+    """Keeps `Sequence.blocks`, `.capacity` and `.next_full`; a block is free, cached, or held by sequences."""
 
-    def __init__(self, size: int) -> None:
-        self._free = list(range(size))
-        self._holders = [0] * size
+    def __init__(self, limits: BackendLimits, stats: EngineStats) -> None:
+        self.cache = PrefixCache(limits.num_blocks)
+        self.appended: list[tuple[int, int]] = []
+        self.kept: dict[int, int] = {}
+        """What the next batch says of blocks, see `Batch`."""
+        self._limits = limits
+        self._stats = stats
+        self._block_size = limits.block_size
+        # In tokens; 0 where nothing is shared.
+        self._max_hit = (limits.max_prefix_hit or limits.max_model_length) if limits.shares_prefixes else 0
+        # One token is fed at least; where steps do not mix phases two, so that the row is one of a prompt.
+        self._min_fed = 1 if limits.mixes_phases else 2
 
-    @property
-    def num_free(self) -> int:
-        return len(self._free)
+    # Admission
 
-    @property
-    def num_used(self) -> int:
-        return len(self._holders) - self.num_free
+    def num_spare(self, running: Iterable[Sequence]) -> int:
+        """Free blocks beyond one for each running sequence that may still grow."""
+        return self.cache.num_free - sum(len(s.blocks) < self._most(s) for s in running)
 
-    def take(self, count: int) -> list[int]:
-        """The `count` lowest free numbers, each with one holder. Raises ValueError when there are not as many."""
-        if count > self.num_free:
-            raise ValueError(f"{count} numbers wanted, {self.num_free} free")
-        numbers = [self._next() for _ in range(count)]
-        for number in numbers:
-            self._holders[number] = 1
-        return numbers
+    def find(self, sequence: Sequence) -> Prefix:
+        """What is cached, or being computed, of a waiting sequence's tokens."""
+        max_found = 0
+        if sequence.request.sampling.prompt_logprobs is None:  # which need the whole prompt computed
+            max_found = max(min(len(sequence.tokens) - self._min_fed, self._max_hit), 0) // self._block_size
+        return self.cache.find(sequence.keys.first(max_found), sequence.order)
 
-    def share(self, numbers: Iterable[int]) -> None:
-        """One more holder for each of these numbers, which must be in use."""
-        for number in numbers:
-            if not self._holders[number]:
-                raise ValueError(f"{number} is free and cannot be shared")
-            self._holders[number] += 1
+    def num_claimed(self, sequence: Sequence, prefix: Prefix) -> int:
+        """How much of `num_spare` a waiting sequence takes when it is admitted."""
+        needed = self._needed(sequence)
+        known = len(prefix.blocks) + prefix.num_coming
+        return needed - known + prefix.num_idle + (needed < self._most(sequence))
 
-    def give_back(self, numbers: Iterable[int]) -> None:
-        """One holder less for each; a number without holders is free. Raises ValueError for a free one."""
-        for number in numbers:
-            if not self._holders[number]:
-                raise ValueError(f"{number} is free already")
-            self._holders[number] -= 1
-            if not self._holders[number]:
-                self._return(number)
+    def allocate(self, sequence: Sequence, cached: list[int]) -> None:
+        """Give a waiting sequence blocks for all its tokens; `cached` of them hold its first tokens already."""
+        self.cache.share(cached)
+        self._hold(sequence, cached + self.cache.take(self._needed(sequence) - len(cached)))
+        sequence.num_computed_tokens = sequence.num_scheduled_tokens = len(cached) * self._block_size
+        if self._max_hit:
+            self._expect(sequence, len(cached))
 
-    def _next(self) -> int:
-        return heapq.heappop(self._free)
+    def _expect(self, sequence: Sequence, num_cached: int) -> None:
+        """Tell the cache which blocks are being computed; the first time, count what was looked for and found."""
+        last = len(sequence.tokens) // self._block_size
+        keys = sequence.keys.first(last)
+        self.cache.expect(keys[num_cached:], sequence.blocks[num_cached:last], sequence.order)
+        sequence.next_full = sequence.num_computed_tokens + self._block_size
+        if sequence.num_cached is None:
+            sequence.num_cached = sequence.num_computed_tokens
+            if sequence.request.sampling.prompt_logprobs is None:
+                self._stats.num_prefix_queries_total += sequence.num_prompt
+            self._stats.num_prefix_hits_total += sequence.num_cached
 
-    def _return(self, number: int) -> None:
-        heapq.heappush(self._free, number)
+    # Growth and shrinkage
+
+    def append(self, sequences: list[Sequence]) -> bool:
+        """Give each the blocks that it lacks for its next row; False, and nothing, when not all of them are free."""
+        missing = [max(self._needed(s, s.samples) - len(s.blocks), 0) for s in sequences]
+        if sum(missing) > self.cache.num_free:
+            return False
+        for sequence, count in zip(sequences, missing, strict=True):
+            blocks = self.cache.take(count)
+            self._hold(sequence, sequence.blocks + blocks)
+            self.appended += [(sequence.slot, block) for block in blocks]
+        return True
+
+    def return_surplus(self, sequence: Sequence) -> None:
+        """Take back what was reserved for tokens that a row did not bring."""
+        needed = self._needed(sequence)
+        if surplus := sequence.blocks[needed:]:
+            self._hold(sequence, sequence.blocks[:needed])
+            self.cache.give_back(surplus)
+            self.kept[sequence.slot] = needed
+
+    def remember(self, sequence: Sequence) -> None:
+        """Tell the cache of blocks that a row has filled; what is computed beyond the known tokens does not count."""
+        size = self._block_size
+        last = min(sequence.num_computed_tokens, len(sequence.tokens)) // size
+        first = sequence.next_full // size - 1
+        self.cache.computed(sequence.keys.first(last)[first:], sequence.blocks[first:last])
+        sequence.next_full = (last + 1) * size
+
+    def free(self, sequence: Sequence) -> None:
+        """Take back all that it holds, the end first: a beginning stays cached longer than what builds on it."""
+        self.cache.give_back(reversed(sequence.blocks))
+        self._hold(sequence, [])
+        sequence.next_full = NEVER
+
+    # Arithmetic
+
+    def _hold(self, sequence: Sequence, blocks: list[int]) -> None:
+        sequence.blocks = blocks
+        sequence.capacity = len(blocks) * self._block_size - self._limits.num_lookahead_tokens
+
+    def _needed(self, sequence: Sequence, with_coming: bool = False) -> int:
+        """Blocks for its tokens, drafts, and what the row in flight may bring; never preempted: for all it may have."""
+        limits = self._limits
+        if not limits.recomputes:
+            return self._most(sequence)
+        num_coming = limits.max_tokens_per_row if with_coming else 0
+        return limits.blocks_for(len(sequence.tokens) + num_coming + limits.num_lookahead_tokens)
+
+    def _most(self, sequence: Sequence) -> int:
+        """Blocks it holds at most: the last token is never fed."""
+        return self._limits.blocks_for(sequence.max_length - 1 + self._limits.num_lookahead_tokens)

@@ -12,7 +12,6 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
-import msgspec
 from msgspec.structs import replace
 
 from neuron_runtime.backend.base import Backend
@@ -20,6 +19,8 @@ from neuron_runtime.core import Batch, Kind, Late, Request, StepOutput, TokenEve
 from neuron_runtime.engine.admission import check_request, stream_gap_bound
 from neuron_runtime.engine.backpressure import DEFAULT_MAX_QUEUED_REQUESTS, Backpressure, QueueLimits
 from neuron_runtime.engine.scheduler import Scheduler
+from neuron_runtime.engine.sequence import Phase
+from neuron_runtime.engine.stats import EngineStats, StepStats
 from neuron_runtime.errors import InvalidRequest
 
 LateRule = Callable[[list[int]], tuple[int, ...]]
@@ -31,60 +32,8 @@ def nothing_late(request: Request) -> LateRule | None:
     return None
 
 
-class StepStats(msgspec.Struct, frozen=True, kw_only=True):
-    """One applied step."""
-
-    step: int
-    kind: Kind
-    num_rows: int
-    num_tokens: int
-    """Tokens fed."""
-    num_new_tokens: int
-    """Tokens that went to clients."""
-    device_seconds: float
-    scheduled_ahead: bool
-    """This step was scheduled while the one before it ran."""
-    launched_ahead: bool
-    """It was also launched before the one before it was collected."""
-    bucket: str = ""
-    """The compiled shape it ran in; empty where shapes are free."""
-    num_computed_tokens: int = 0
-    """Tokens that the device computed, padding included."""
-
-
-class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
-    """The engine in numbers. Counts named `num_*_total` only grow."""
-
-    num_running: int = 0
-    num_waiting: int = 0
-    num_waiting_tokens: int = 0
-    """Prompt tokens of requests that no step has taken up."""
-    num_blocks_used: int = 0
-    num_blocks: int = 0
-    num_preemptions_total: int = 0
-    num_prompt_tokens_total: int = 0
-    """Prompt tokens of requests that got their first token."""
-    num_generation_tokens_total: int = 0
-    num_prefix_queries_total: int = 0
-    """Prompt tokens that were looked for in the prefix cache, of requests taken up for the first time."""
-    num_prefix_hits_total: int = 0
-    """Those of them that were found, and so not computed again."""
-    num_prefill_steps_total: int = 0
-    num_decode_steps_total: int = 0
-    num_mixed_steps_total: int = 0
-    num_decode_steps_ahead_total: int = 0
-    """Decode steps that were scheduled while the step before them ran."""
-    device_seconds_total: float = 0.0
-    stream_gap_bound_seconds: float = 0.0
-    """A running stream gets its next token within this time, as far as steps take no longer than any did so far."""
-    backend_seconds_total: float = 0.0
-    """Time that calls of the backend took, waiting for the device included; the rest of a turn is the host's."""
-    last_step: StepStats | None = None
-    """The step applied by the latest call of `Engine.step`; None if that call applied none."""
-
-
 @dataclass(frozen=True, slots=True)
-class _Launched:
+class StepInFlight:
     """A step on the device; its batch is filled in as soon as the step before it is collected."""
 
     batch: Batch
@@ -126,7 +75,7 @@ class Engine:
         """Requests that a step has taken up, until their first tokens."""
         queue = QueueLimits(max_queued_requests, max_queued_tokens)
         self._backpressure = Backpressure(queue, self._limits.max_rows, clock())
-        self._in_flight: deque[_Launched] = deque()
+        self._in_flight: deque[StepInFlight] = deque()
         self._totals = EngineStats(num_blocks=self._limits.num_blocks)
         self._backend_seconds = 0.0
         self._max_consecutive_prefills = max_consecutive_prefills
@@ -181,14 +130,14 @@ class Engine:
         scheduler = self._scheduler
         return replace(
             self._totals,
-            num_running=scheduler.num_running,
+            num_running=len(scheduler.running),
             num_waiting=len(scheduler.waiting),
             num_waiting_tokens=self._backpressure.num_tokens,
-            num_blocks_used=scheduler.blocks.num_used,
-            num_preemptions_total=scheduler.num_preemptions,
-            num_prompt_tokens_total=scheduler.num_prompt_tokens,
-            num_prefix_queries_total=scheduler.num_prefix_queries,
-            num_prefix_hits_total=scheduler.num_prefix_hits,
+            num_blocks_used=scheduler.blocks.cache.num_used,
+            num_preemptions_total=scheduler.stats.num_preemptions_total,
+            num_prompt_tokens_total=scheduler.stats.num_prompt_tokens_total,
+            num_prefix_queries_total=scheduler.stats.num_prefix_queries_total,
+            num_prefix_hits_total=scheduler.stats.num_prefix_hits_total,
             stream_gap_bound_seconds=self._stream_gap_bound,
             backend_seconds_total=self._backend_seconds,
         )
@@ -208,13 +157,13 @@ class Engine:
         late = ahead is not None and self._samples_late()
         at_once = ahead is not None and not late and self._limits.steps_in_flight == 2
         if ahead and at_once:
-            self._launch(_Launched(ahead, scheduled_ahead=True, launched_ahead=True), None)
+            self._launch(StepInFlight(ahead, scheduled_ahead=True, launched_ahead=True), None)
 
         current = self._in_flight.popleft()
         began = self._clock()
         output = self._backend.collect(current.batch.step)
         self._backend_seconds += self._clock() - began
-        following = _Launched(fill(ahead, output, current.batch), True, at_once) if ahead else None
+        following = StepInFlight(fill(ahead, output, current.batch), True, at_once) if ahead else None
         if following and at_once:
             self._in_flight[0] = following
         elif following and not late:
@@ -231,28 +180,28 @@ class Engine:
             if self._scheduler.num_live:
                 raise RuntimeError(f"the scheduler has no step for {self._scheduler.num_live} live requests")
             return False
-        self._launch(_Launched(batch), self._allowed())
+        self._launch(StepInFlight(batch), self._allowed())
         return True
 
     def _schedule(self) -> Batch | None:
         batch = self._scheduler.schedule()
         if batch is not None and batch.added:
             now = self._clock()
-            for sequence in self._scheduler.planned[-1].sequences:
+            for sequence in self._scheduler.scheduled[-1].sequences:
                 name = sequence.request.request_id
                 if name in self._added_at:
                     self._queue_seconds[name] = now - self._added_at.pop(name)
                     self._backpressure.take_up(name)
         return batch
 
-    def _launch(self, launched: _Launched, late: Late | None) -> None:
+    def _launch(self, launched: StepInFlight, late: Late | None) -> None:
         began = self._clock()
         self._backend.launch(launched.batch)
         self._backend.sample(launched.batch.step, late)
         self._backend_seconds += self._clock() - began
         self._in_flight.append(launched)
 
-    def _apply(self, launched: _Launched, output: StepOutput) -> list[TokenEvent]:
+    def _apply(self, launched: StepInFlight, output: StepOutput) -> list[TokenEvent]:
         events = self._scheduler.apply(output)
         num_new_tokens, ended = 0, []
         for at, event in enumerate(events):
@@ -265,7 +214,7 @@ class Engine:
         self._measure(launched.batch.kind)
         self._backpressure.leave(ended)
         # Rows that wait for somebody's prompt are busy too.
-        num_busy = max(len(launched.batch.rows), self._scheduler.num_running)
+        num_busy = max(len(launched.batch.rows), len(self._scheduler.running))
         self._backpressure.turn(num_busy, self._applied_at or 0.0)
         self._count(launched, output, num_new_tokens)
         return events
@@ -281,9 +230,11 @@ class Engine:
 
     def _rules(self) -> list[LateRule | None]:
         """One for each row of the step scheduled last; None for a row that needs nothing from the host."""
-        batch, sequences = self._scheduler.planned[-1]
+        batch, sequences = self._scheduler.scheduled[-1]
         return [
-            self._late_rules.get(sequence.request.request_id) if samples and not sequence.done else None
+            self._late_rules.get(sequence.request.request_id)
+            if samples and sequence.phase is not Phase.FINISHED
+            else None
             for sequence, samples in zip(sequences, batch.rows.samples, strict=True)
         ]
 
@@ -294,10 +245,10 @@ class Engine:
         """What the step scheduled last may sample, now that the one before it is applied."""
         if not self._samples_late():
             return None
-        sequences = self._scheduler.planned[-1].sequences
+        sequences = self._scheduler.scheduled[-1].sequences
         return Late(tuple(rule(s.output) if rule else None for rule, s in zip(self._rules(), sequences, strict=True)))
 
-    def _count(self, launched: _Launched, output: StepOutput, num_new_tokens: int) -> None:
+    def _count(self, launched: StepInFlight, output: StepOutput, num_new_tokens: int) -> None:
         batch, totals = launched.batch, self._totals
         step = StepStats(
             step=batch.step,

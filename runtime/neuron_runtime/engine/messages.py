@@ -16,7 +16,7 @@ import zmq
 
 from neuron_runtime.core import BackendLimits, FinishReason, Kind, Request, TokenEvent, TokenLogprobs
 from neuron_runtime.engine.backpressure import QueueLimits
-from neuron_runtime.engine.loop import EngineStats
+from neuron_runtime.engine.stats import EngineStats
 
 ENGINE_INBOX = "engine-inbox"
 ENGINE_OUTBOX = "engine-outbox"

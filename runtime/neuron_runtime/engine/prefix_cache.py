@@ -13,7 +13,7 @@ from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-from neuron_runtime.engine.blocks import Pool
+from neuron_runtime.engine.pool import Pool
 
 Order = tuple[int, int]
 """Who is served first; see `Sequence.order`."""

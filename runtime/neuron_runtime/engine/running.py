@@ -1,0 +1,85 @@
+"""Which sequences wait and which run: the scheduler's two collections, each in the orders in which it is read.
+
+They move a sequence, hand out its slot and keep its phase; what to move, and when, the scheduler decides.
+"""
+
+from __future__ import annotations
+
+from bisect import insort
+from collections.abc import Iterator
+from operator import attrgetter
+
+from neuron_runtime.core import Added
+from neuron_runtime.engine.pool import Pool
+from neuron_runtime.engine.sequence import Phase, Sequence
+
+by_order = attrgetter("order")
+by_slot = attrgetter("slot")
+
+
+class WaitingQueue(list[Sequence]):
+    """Sequences without a slot, in order of service."""
+
+    def insert_in_order(self, sequence: Sequence) -> None:
+        sequence.phase = Phase.WAITING
+        insort(self, sequence, key=by_order)
+
+
+class RunningSet:
+    """Sequences that hold a slot and still need it. A sequence is in `prefilling` or `decoding` as its phase says."""
+
+    def __init__(self, max_rows: int) -> None:
+        self.slots = Pool(max_rows)
+        self.prefilling: list[Sequence] = []
+        """In order of service."""
+        self.decoding: list[Sequence] = []
+        """In slot order."""
+        self.added: list[Added] = []
+        self.released: list[int] = []
+        """What the next batch says of slots."""
+
+    def __len__(self) -> int:
+        return len(self.prefilling) + len(self.decoding)
+
+    def __iter__(self) -> Iterator[Sequence]:
+        yield from self.prefilling
+        yield from self.decoding
+
+    def admit(self, sequence: Sequence) -> None:
+        """Give the lowest free slot to a sequence that has its blocks."""
+        (sequence.slot,) = self.slots.take(1)
+        if sequence.num_unscheduled_tokens > 1 or not sequence.num_computed_tokens:
+            sequence.phase = Phase.PREFILL
+            insort(self.prefilling, sequence, key=by_order)
+        else:
+            self._decode(sequence)
+        request = sequence.request
+        self.added.append(
+            Added(
+                slot=sequence.slot,
+                token_ids=tuple(sequence.tokens),
+                num_prompt_tokens=sequence.num_prompt,
+                sampling=request.sampling,
+                blocks=tuple(sequence.blocks),
+                adapter=request.adapter,
+            )
+        )
+
+    def finish_prefill(self, sequence: Sequence) -> None:
+        """Its next row is a decode row."""
+        self.prefilling.remove(sequence)
+        self._decode(sequence)
+
+    def release(self, sequence: Sequence) -> None:
+        """The next batch releases its slot; the number is free once `free_slot` is called."""
+        (self.decoding if sequence.phase is Phase.DECODE else self.prefilling).remove(sequence)
+        self.released.append(sequence.slot)
+        sequence.phase = Phase.LEAVING
+
+    def free_slot(self, sequence: Sequence) -> None:
+        self.slots.give_back([sequence.slot])
+        sequence.slot = -1
+
+    def _decode(self, sequence: Sequence) -> None:
+        sequence.phase = Phase.DECODE
+        insort(self.decoding, sequence, key=by_slot)
