@@ -336,8 +336,8 @@ def test_ranges_and_defaults_of_fields_are_those_of_the_code() -> None:
 
 
 def test_every_route_is_documented() -> None:
-    app = build_app(None)  # type: ignore[arg-type]
-    routes = {re.sub(r"\{.*\}", "NAME", getattr(route, "path", "")) for route in app.routes}
+    app = build_app(SimpleNamespace(has_keys=False))  # type: ignore[arg-type]
+    routes = {re.sub(r"\{.*\}", "NAME", path) for path in app.openapi()["paths"]} | {app.openapi_url, "/docs"}
     told = {word.partition(" ")[2] for word in words(section(RUNTIME, "HTTP API")) if " /" in word}
     assert routes == told
     bodies = {*wire.TokenizeBody.__struct_fields__, *wire.DetokenizeBody.__struct_fields__} - {"model"}

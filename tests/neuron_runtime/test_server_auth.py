@@ -21,10 +21,11 @@ from neuron_runtime.server.auth import LOOK_SECONDS, MAX_KEYS, ApiKeys, parse_ke
 
 KEYS = ("sk-first-0123456789", "sk-second-abcdefgh")
 BODY = {"prompt": "a core", "max_tokens": 2}
-OPEN = ("/health", "/live", "/metrics", "/version")
+OPEN = ("/health", "/live", "/metrics", "/version", "/openapi.json", "/docs", "/docs/static/swagger-ui.css")
 GUARDED = (
     *(("POST", "/v1/completions"), ("POST", "/v1/chat/completions"), ("GET", "/v1/models"), ("GET", "/v1/models/m")),
     *(("POST", "/tokenize"), ("POST", "/detokenize"), ("GET", "/nothing"), ("GET", "//v1/models"), ("GET", "/HEALTH")),
+    *(("GET", "/docsx"), ("GET", "/openapi.json/")),
 )
 
 
@@ -79,8 +80,17 @@ async def test_everything_but_the_open_paths_needs_a_key(served: Serving, method
 
 
 @pytest.mark.parametrize("path", OPEN)
-async def test_probes_and_metrics_need_none(served: Serving, path: str) -> None:
+async def test_probes_metrics_and_documentation_need_no_key(served: Serving, path: str) -> None:
     assert (await served.http.get(path)).status_code == 200
+
+
+@pytest.mark.parametrize("path", ["/docs/../v1/models", "/docs/static/../../v1/models", "/docs/%2e%2e/v1/models"])
+async def test_a_path_through_the_documentation_leads_nowhere(served: Serving, path: str) -> None:
+    url = served.http.base_url
+    reader, writer = await asyncio.open_connection(url.host, url.port)
+    writer.write(f"GET {path} HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n".encode())
+    assert (await reader.read()).startswith(b"HTTP/1.1 404 ")
+    writer.close()
 
 
 async def test_a_prefix_of_a_key_and_two_keys_at_once_are_no_keys(served: Serving) -> None:

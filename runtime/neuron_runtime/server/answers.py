@@ -198,7 +198,7 @@ class Frames:
         return b',"usage":null}\n\n' if self._usage else b"}\n\n"
 
 
-class Answer(Response):
+class GenerationResponse(Response):
     """The ASGI response of one generating request.
 
     Args:

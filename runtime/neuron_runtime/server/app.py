@@ -11,23 +11,37 @@ from collections.abc import Callable
 from importlib.metadata import version
 from typing import Protocol, TypeVar
 
-import orjson
-from starlette.applications import Starlette
+import msgspec
+from fastapi import FastAPI
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
-from starlette.routing import Route
 
 from neuron_runtime.config import ServerOptions
 from neuron_runtime.errors import InvalidRequest, ServingError
 from neuron_runtime.server.admission import Admission, Ask
-from neuron_runtime.server.answers import CHAT, COMPLETION, Answer, Shape
+from neuron_runtime.server.answers import CHAT, COMPLETION, GenerationResponse, Shape
 from neuron_runtime.server.bodies import Bodies
 from neuron_runtime.server.engine_client import EngineClient
 from neuron_runtime.server.exchange import CLIENT_LEFT, exchange_of
 from neuron_runtime.server.gate import Gate
 from neuron_runtime.server.generation import Generation
 from neuron_runtime.server.metrics import CONTENT_TYPE, Metrics
+from neuron_runtime.server.objects import (
+    ChatCompletion,
+    ChatCompletionChunk,
+    Completion,
+    CompletionChunk,
+    Detokenized,
+    ErrorObject,
+    Health,
+    Model,
+    ModelList,
+    ModelPermission,
+    Tokens,
+    Version,
+)
+from neuron_runtime.server.openapi import Operation, application
 from neuron_runtime.server.summed_metrics import SummedMetrics
 from neuron_runtime.server.wire import (
     Body,
@@ -53,39 +67,86 @@ class State(Protocol):
     bodies: Bodies
     served_names: tuple[str, ...]
     options: ServerOptions
+    has_keys: bool
+    """Clients must send an API key."""
 
     def admission(self) -> Admission:
         """Raises BackendFailed until the model can be asked."""
 
 
-def build_app(state: State) -> Starlette:
+def build_app(state: State) -> FastAPI:
     routes = Routes(state)
-    return Starlette(
-        routes=[
-            Route("/v1/completions", routes.completions, methods=["POST"]),
-            Route("/v1/chat/completions", routes.chat_completions, methods=["POST"]),
-            Route("/v1/models", routes.models),
-            Route("/v1/models/{model:path}", routes.model),
-            Route("/tokenize", routes.tokenize, methods=["POST"]),
-            Route("/detokenize", routes.detokenize, methods=["POST"]),
-            Route("/version", routes.version),
-            Route("/health", routes.health),
-            Route("/live", routes.live),
-            Route("/metrics", routes.metrics),
-        ],
-        exception_handlers={
-            ServingError: _serving_error,
-            HTTPException: _http_error,
-            ClientDisconnect: _client_left,
-            Exception: _bug,
-        },
+    operations = (
+        Operation(
+            "OpenAI's API",
+            "POST",
+            "/v1/completions",
+            routes.completions,
+            "Continue a prompt",
+            Completion,
+            body=CompletionBody,
+            event=CompletionChunk,
+        ),
+        Operation(
+            "OpenAI's API",
+            "POST",
+            "/v1/chat/completions",
+            routes.chat_completions,
+            "Answer a chat",
+            ChatCompletion,
+            body=ChatBody,
+            event=ChatCompletionChunk,
+        ),
+        Operation("OpenAI's API", "GET", "/v1/models", routes.models, "List the served names", ModelList),
+        Operation(
+            "OpenAI's API",
+            "GET",
+            "/v1/models/{model:path}",
+            routes.model,
+            "Describe one served name",
+            Model,
+            failures={404: ErrorObject},
+            parameters={"model": "A served name."},
+        ),
+        Operation(
+            "Tokens",
+            "POST",
+            "/tokenize",
+            routes.tokenize,
+            "Turn a text or a chat into tokens",
+            Tokens,
+            body=TokenizeBody,
+        ),
+        Operation(
+            "Tokens",
+            "POST",
+            "/detokenize",
+            routes.detokenize,
+            "Turn tokens into text",
+            Detokenized,
+            body=DetokenizeBody,
+        ),
+        Operation("Server", "GET", "/version", routes.version, "Version of the server", Version),
+        Operation(
+            "Server", "GET", "/health", routes.health, "Whether the server can serve", Health, failures={503: Health}
+        ),
+        Operation("Server", "GET", "/live", routes.live, "Whether the process is alive", Health),
+        Operation("Server", "GET", "/metrics", routes.metrics, "Metrics in Prometheus' text format", "text/plain"),
     )
+    handlers = {
+        ServingError: _serving_error,
+        HTTPException: _http_error,
+        ClientDisconnect: _client_left,
+        Exception: _bug,
+    }
+    return application(operations, handlers, state.has_keys)
 
 
 class Routes:
     def __init__(self, state: State) -> None:
         self._state = state
         self._started = int(time.time())
+        self._version = Version(version("neuron-serving"))
 
     async def completions(self, request: Request) -> Response:
         return await self._generate(request, CompletionBody, Admission.completion, COMPLETION)
@@ -101,7 +162,7 @@ class Routes:
             ids = admission.tokenize(body)
             spelled = [admission.tokenizer.token(one) for one in ids] if body.return_token_strs else None
             length = admission.limits.max_model_length
-            return _json({"count": len(ids), "max_model_len": length, "tokens": ids, "token_strs": spelled})
+            return _json(Tokens(count=len(ids), max_model_len=length, tokens=list(ids), token_strs=spelled))
 
         return await self._parsed(request, TokenizeBody, answer)
 
@@ -112,13 +173,13 @@ class Routes:
         def answer(body: DetokenizeBody) -> Response:
             admission.check_model(body.model)
             admission.check_token_ids(body.tokens, "tokens")
-            return _json({"prompt": admission.tokenizer.decode(body.tokens, skip_special_tokens=False)})
+            return _json(Detokenized(admission.tokenizer.decode(body.tokens, skip_special_tokens=False)))
 
         return await self._parsed(request, DetokenizeBody, answer)
 
     async def models(self, request: Request) -> Response:
         names = self._state.served_names
-        return _json({"object": "list", "data": [self._model(name) for name in names]})
+        return _json(ModelList(data=[self._model(name) for name in names]))
 
     async def model(self, request: Request) -> Response:
         name = request.path_params["model"]
@@ -128,23 +189,23 @@ class Routes:
         return _json(self._model(name))
 
     async def version(self, request: Request) -> Response:
-        return _json({"version": version("neuron-serving")})
+        return _json(self._version)
 
     async def health(self, request: Request) -> Response:
         """200 only when it can serve: readiness and start-up."""
         gate = self._state.gate
         if gate.draining:
-            return _json({"status": "draining"}, 503)
+            return _json(Health("draining"), 503)
         try:
             self._state.client.check_ready()
             self._state.admission()
         except ServingError as error:
-            return _json({"status": "not ready", "detail": str(error)}, 503)
-        return _json({"status": "ok"})
+            return _json(Health("not ready", str(error)), 503)
+        return _json(Health("ok"))
 
     async def live(self, request: Request) -> Response:
         """200 as long as anything answers: a hung engine is the supervisor's to end."""
-        return _json({"status": "ok"})
+        return _json(Health("ok"))
 
     async def metrics(self, request: Request) -> Response:
         return Response(await self._state.summed_metrics.render(), headers={"content-type": CONTENT_TYPE})
@@ -165,39 +226,20 @@ class Routes:
         exchange = exchange_of(request.scope)
         exchange.generation, exchange.model = generation, state.served_names[0]
         exchange.tokenizer = admission.tokenizer
-        return Answer(shape, state.served_names[0], generation, state.gate.running())
+        return GenerationResponse(shape, state.served_names[0], generation, state.gate.running())
 
-    def _model(self, name: str) -> dict[str, object]:
-        """OpenAI's model object with vLLM's additions; all names are the same model, that of the first one."""
-        model = {
-            "id": name,
-            "object": "model",
-            "created": self._started,
-            "owned_by": "neuron-serving",
-            "root": self._state.served_names[0],
-            "parent": None,
-            "permission": [
-                {
-                    "id": f"modelperm-{name}",
-                    "object": "model_permission",
-                    "created": self._started,
-                    "allow_create_engine": False,
-                    "allow_sampling": True,
-                    "allow_logprobs": True,
-                    "allow_search_indices": False,
-                    "allow_view": True,
-                    "allow_fine_tuning": False,
-                    "organization": "*",
-                    "group": None,
-                    "is_blocking": False,
-                }
-            ],
-        }
+    def _model(self, name: str) -> Model:
         try:
-            length = self._state.admission().limits.max_model_length
+            length: int | msgspec.UnsetType = self._state.admission().limits.max_model_length
         except ServingError:
-            return model
-        return {**model, "max_model_len": length}
+            length = msgspec.UNSET
+        return Model(
+            id=name,
+            created=self._started,
+            root=self._state.served_names[0],
+            permission=[ModelPermission(id=f"modelperm-{name}", created=self._started)],
+            max_model_len=length,
+        )
 
     async def _parsed(self, request: Request, body_type: type[Body], use: Callable[[Body], Made]) -> Made:
         """Read, parse and use a body. Raises InvalidRequest, and Overloaded where too many others are read."""
@@ -205,8 +247,8 @@ class Routes:
             return await self._state.bodies.use(raw, lambda raw: use(parse_body(raw, body_type)))
 
 
-def _json(value: object, status: int = 200) -> Response:
-    return Response(orjson.dumps(value), status, media_type="application/json")
+def _json(value: msgspec.Struct, status: int = 200) -> Response:
+    return Response(msgspec.json.encode(value), status, media_type="application/json")
 
 
 async def _serving_error(request: Request, error: Exception) -> Response:

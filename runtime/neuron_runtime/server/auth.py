@@ -31,6 +31,8 @@ MAX_DROPPED_BYTES = 1024 * 1024
 """A body of at most this length that nobody reads does not cost the client its connection."""
 LOOK_SECONDS = 1.0
 """How often a request's arrival makes the file be looked at."""
+DOCUMENTATION = ("/openapi.json", "/docs")
+"""Describes the API and nothing else. A browser cannot send a key when it opens a page."""
 
 _KEY = re.compile(rb"[\x21-\x7e]+")
 
@@ -124,8 +126,13 @@ class ApiKeys:
         self._seen = seen
 
 
+def needs_key(path: str) -> bool:
+    """Whether requests to this path must carry a key."""
+    return path not in OPEN_PATHS and path not in DOCUMENTATION and not path.startswith("/docs/")
+
+
 class Guard:
-    """An ASGI layer that lets requests with a known key pass, and everybody to the open paths.
+    """An ASGI layer that lets requests with a known key pass, and all requests to paths that need no key.
 
     The others are answered before anything of their body is read.
     """
@@ -136,7 +143,7 @@ class Guard:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         # OPTIONS says which methods there are, and a browser asks it without credentials.
-        if scope["path"] not in OPEN_PATHS and scope["method"] != "OPTIONS":
+        if needs_key(scope["path"]) and scope["method"] != "OPTIONS":
             exchange = exchange_of(scope)
             presented = _bearer(exchange.headers.get(b"authorization", b""))
             exchange.key = self._keys.number_of(presented) if presented else None

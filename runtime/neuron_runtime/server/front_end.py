@@ -100,6 +100,7 @@ class FrontEnd:
         """front_end: which of several this is, from 0."""
         self.served_names = config.served_names
         self.options = config.server
+        self.has_keys = api_key_file is not None
         self._text_options = config.text
         self.metrics = Metrics(config.served_names[0])
         self.gate = Gate()

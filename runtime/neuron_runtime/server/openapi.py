@@ -1,0 +1,171 @@
+"""The FastAPI application, from one declaration per route, with `/openapi.json` and `/docs`.
+
+`server.app` declares its routes with the Structs that it parses and answers with; schemas, defaults and ranges come
+from those. FastAPI routes and assembles the document. It parses and checks nothing: a handler gets the request and
+returns the response, so every error is an OpenAI error object.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
+from importlib.metadata import version
+from typing import Any
+
+import msgspec
+from fastapi import FastAPI
+from fastapi.openapi.utils import get_openapi
+from fastapi.routing import APIRoute
+from fastapi_offline import FastAPIOffline
+from starlette.requests import Request
+from starlette.responses import Response
+
+from neuron_runtime.not_built import Surface, rows
+from neuron_runtime.server.auth import needs_key
+from neuron_runtime.server.objects import ErrorObject
+
+Struct = type[msgspec.Struct]
+Handler = Callable[[Request], Awaitable[Response]]
+
+KEY_SCHEME = "apiKey"
+DESCRIPTION = """\
+OpenAI's API with vLLM's additions. A field that is known and not built is refused with an error that names it; a field
+that neither API has is ignored. Null means the default. Every answer has the header `x-request-id`: that of the request
+where it has one."""
+
+ERRORS: Mapping[int, str] = {
+    400: "The body is not a JSON object, or a field is wrong or not supported.",
+    401: "No API key, or an unknown one.",
+    404: "The model does not exist here.",
+    408: "The body came too slowly.",
+    413: "The body is too large.",
+    415: "The body is compressed.",
+    429: "Too many requests or prompt tokens wait. The header `Retry-After` says how many seconds to wait.",
+    503: "The model is not ready, or the server is shutting down. The header `Retry-After` says when to try again.",
+}
+BODY_ERRORS = (400, 404, 408, 413, 415, 429, 503)
+"""What a request with a body may get instead of its answer."""
+
+
+@dataclass(frozen=True)
+class Operation:
+    """One route."""
+
+    tag: str
+    method: str
+    path: str
+    handler: Handler
+    summary: str
+    answer: Struct | str
+    """What it answers with status 200; a media type where that is not JSON."""
+    body: Struct | None = None
+    event: Struct | None = None
+    """The data of each server-sent event, where the answer can be streamed."""
+    failures: Mapping[int, Struct] | None = None
+    """What other statuses carry; None: error objects with those that its body can have."""
+    parameters: Mapping[str, str] | None = None
+    """Those in the path, with their descriptions."""
+
+
+class Route(APIRoute):
+    """A route whose handler reads the request and makes the response itself."""
+
+    def get_route_handler(self) -> Callable[[Request], Any]:
+        return self.endpoint
+
+
+def application(operations: Sequence[Operation], exception_handlers: Mapping[Any, Any], has_keys: bool) -> FastAPI:
+    """has_keys: clients must send an API key."""
+    app: FastAPI = FastAPIOffline(
+        title="neuron-serving",
+        version=version("neuron-serving"),
+        description=DESCRIPTION,
+        exception_handlers=exception_handlers,
+        generate_unique_id_function=lambda route: route.name,
+        redoc_url=None,
+        static_url="/docs/static",
+    )
+    app.router.route_class = Route
+    for operation in operations:
+        app.add_api_route(
+            operation.path,
+            operation.handler,
+            methods=["GET", "HEAD"] if operation.method == "GET" else [operation.method],
+            tags=[operation.tag],
+            summary=operation.summary,
+            response_class=Response,
+            responses=_responses(operation, has_keys),
+            openapi_extra=_extra(operation, has_keys),
+        )
+    app.openapi = functools.cache(functools.partial(_document, app, operations, has_keys))  # type: ignore[method-assign]
+    return app
+
+
+def _document(app: FastAPI, operations: Sequence[Operation], has_keys: bool) -> dict[str, Any]:
+    routes = [_documented(route) for route in app.routes if isinstance(route, Route)]
+    document = get_openapi(title=app.title, version=app.version, description=app.description, routes=routes)
+    structs = {one for operation in operations for one in _structs(operation)}
+    _, schemas = msgspec.json.schema_components(
+        sorted(structs, key=lambda one: one.__name__), ref_template="#/components/schemas/{name}"
+    )
+    not_built = {row.name: list(row.neutral) for row in rows(Surface.BODY) if row.has_effect}
+    for operation in operations:
+        if operation.body is not None:
+            schemas[operation.body.__name__]["x-not-supported"] = not_built
+    document["components"] = {"schemas": schemas}
+    if has_keys:
+        document["components"]["securitySchemes"] = {KEY_SCHEME: {"type": "http", "scheme": "bearer"}}
+    return document
+
+
+def _documented(route: Route) -> Route:
+    """Without HEAD, which goes wherever GET goes."""
+    route = copy.copy(route)
+    route.methods = (route.methods or set()) - {"HEAD"}
+    return route
+
+
+def _structs(operation: Operation) -> set[Struct]:
+    found = {operation.body, operation.event, operation.answer, *_failures(operation, True).values()}
+    return {one for one in found if isinstance(one, type)}
+
+
+def _failures(operation: Operation, has_keys: bool) -> dict[int, Struct]:
+    failures = dict(operation.failures or {})
+    statuses: tuple[int, ...] = () if operation.body is None else BODY_ERRORS
+    if has_keys and needs_key(operation.path):
+        statuses += (401,)
+    return dict(sorted((failures | dict.fromkeys(statuses, ErrorObject)).items()))
+
+
+def _responses(operation: Operation, has_keys: bool) -> dict[int | str, dict[str, Any]]:
+    content = _content(operation.answer)
+    if operation.event is not None:
+        content |= _content(operation.event, "text/event-stream")
+    failures = _failures(operation, has_keys).items()
+    return {
+        200: {"description": "The answer.", "content": content},
+        **{status: {"description": ERRORS[status], "content": _content(struct)} for status, struct in failures},
+    }
+
+
+def _extra(operation: Operation, has_keys: bool) -> dict[str, Any]:
+    extra: dict[str, Any] = {}
+    if operation.parameters is not None:
+        extra["parameters"] = [
+            {"name": name, "in": "path", "required": True, "description": description, "schema": {"type": "string"}}
+            for name, description in operation.parameters.items()
+        ]
+    if operation.body is not None:
+        extra["requestBody"] = {"required": True, "content": _content(operation.body)}
+    if has_keys and needs_key(operation.path):
+        extra["security"] = [{KEY_SCHEME: []}]
+    return extra
+
+
+def _content(kind: Struct | str, media_type: str = "application/json") -> dict[str, Any]:
+    if isinstance(kind, str):
+        return {kind: {"schema": {"type": "string"}}}
+    return {media_type: {"schema": {"$ref": f"#/components/schemas/{kind.__name__}"}}}

@@ -1,0 +1,205 @@
+"""The published API: the document is whole and true, and the page that shows it needs no other server."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import pytest_asyncio
+from jsonschema import Draft202012Validator
+
+from helpers.front_end import Serving, make_model, serving
+from neuron_runtime.config import TextOptions
+from neuron_runtime.not_built import Surface, rows
+from neuron_runtime.server.wire import ChatBody, CompletionBody
+
+MESSAGES = [{"role": "user", "content": "What is a device?"}]
+DETAILS: dict[str, Any] = {"max_tokens": 6, "n": 2, "return_token_ids": True}
+CHAT = {"messages": MESSAGES, **DETAILS, "logprobs": True, "top_logprobs": 2}
+COMPLETION = {"prompt": ["a core", "a node"], **DETAILS, "logprobs": 2, "echo": True}
+STREAM = {"stream": True, "stream_options": {"include_usage": True, "continuous_usage_stats": True}}
+BODIES: tuple[tuple[str, dict[str, Any]], ...] = (
+    ("/v1/chat/completions", {"messages": MESSAGES, "max_tokens": 3}),
+    ("/v1/chat/completions", CHAT | {"prompt_logprobs": 1}),
+    ("/v1/completions", {"prompt": "a core", "stop": "e"}),
+    ("/v1/completions", COMPLETION | {"prompt_logprobs": 1}),
+    ("/tokenize", {"prompt": "a core", "return_token_strs": True}),
+    ("/tokenize", {"messages": MESSAGES}),
+    ("/detokenize", {"tokens": [1, 2, 3]}),
+)
+STREAMS = (
+    ("/v1/chat/completions", {"messages": MESSAGES, "stream": True}),
+    ("/v1/chat/completions", CHAT | STREAM),
+    ("/v1/completions", {"prompt": "a core", "stream": True}),
+    ("/v1/completions", COMPLETION | STREAM),
+)
+
+
+@pytest.fixture(scope="module")
+def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_model(tmp_path_factory.mktemp("model"))
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def served(model_dir: Path) -> AsyncIterator[Serving]:
+    async with serving(model_dir) as one:
+        yield one
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def document(served: Serving) -> dict[str, Any]:
+    answer = await served.http.get("/openapi.json")
+    assert answer.status_code == 200
+    found: dict[str, Any] = answer.json()
+    return found
+
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+
+def operations(document: dict[str, Any]) -> Iterator[tuple[str, str, dict[str, Any]]]:
+    for path, methods in document["paths"].items():
+        for method, operation in methods.items():
+            yield method, path, operation
+
+
+def check(document: dict[str, Any], media: dict[str, Any], value: object) -> None:
+    """The value has the fields that the schema names, and no others."""
+    schemas = json.loads(json.dumps(document["components"]["schemas"]))
+    for schema in schemas.values():
+        schema["additionalProperties"] = False
+    Draft202012Validator({**media["schema"], "components": {"schemas": schemas}}).validate(value)
+
+
+async def test_the_document_is_of_openapi_3_1_and_its_schemas_are_json_schemas(document: dict[str, Any]) -> None:
+    assert re.fullmatch(r"3\.1\.\d+", document["openapi"])
+    for schema in document["components"]["schemas"].values():
+        Draft202012Validator.check_schema(schema)
+    refs = set(re.findall(r'"\$ref": "(.*?)"', json.dumps(document)))
+    assert refs == {f"#/components/schemas/{name}" for name in document["components"]["schemas"]}
+
+
+async def test_every_operation_has_a_summary_a_tag_and_a_schema_for_each_status(document: dict[str, Any]) -> None:
+    ids = [operation["operationId"] for _, _, operation in operations(document)]
+    assert len(ids) == len(set(ids))
+    for method, path, operation in operations(document):
+        assert operation["summary"], path
+        assert operation["tags"], path
+        for status, response in operation["responses"].items():
+            assert response["description"], (path, status)
+            assert all(media["schema"] for media in response["content"].values()), (path, status)
+        assert ("requestBody" in operation) == (method == "post")
+        assert "422" not in operation["responses"]
+
+
+async def test_bodies_have_every_field_with_its_default(document: dict[str, Any]) -> None:
+    for body in (ChatBody, CompletionBody):
+        schema = document["components"]["schemas"][body.__name__]
+        assert set(schema["properties"]) == set(body.__struct_fields__)
+        assert all(
+            "default" in schema["properties"][name] for name in body.__struct_fields__ if name not in schema["required"]
+        )
+        assert set(schema["x-not-supported"]) == {row.name for row in rows(Surface.BODY) if row.has_effect}
+
+
+@pytest.mark.parametrize(("path", "body"), BODIES)
+async def test_an_answer_has_exactly_the_fields_of_its_schema(
+    served: Serving, document: dict[str, Any], path: str, body: dict[str, Any]
+) -> None:
+    answer = await served.http.post(path, json=body)
+    assert answer.status_code == 200, answer.text
+    check(document, document["paths"][path]["post"]["responses"]["200"]["content"]["application/json"], answer.json())
+
+
+@pytest.mark.parametrize(("path", "body"), STREAMS)
+async def test_an_event_has_exactly_the_fields_of_its_schema(
+    served: Serving, document: dict[str, Any], path: str, body: dict[str, Any]
+) -> None:
+    answer = await served.http.post(path, json=body)
+    events = [event.removeprefix("data: ") for event in answer.text.split("\n\n") if event]
+    assert events.pop() == "[DONE]"
+    assert events
+    media = document["paths"][path]["post"]["responses"]["200"]["content"]["text/event-stream"]
+    for event in events:
+        check(document, media, json.loads(event))
+
+
+@pytest.mark.parametrize("path", ["/v1/models", "/v1/models/alias", "/version", "/health", "/live"])
+async def test_what_has_no_body_answers_as_its_schema_says(
+    served: Serving, document: dict[str, Any], path: str
+) -> None:
+    answer = await served.http.get(path)
+    operation = document["paths"][path.replace("alias", "{model}")]["get"]
+    check(document, operation["responses"]["200"]["content"]["application/json"], answer.json())
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "status"),
+    [
+        ("/v1/completions", {}, 400),
+        ("/v1/completions", {"prompt": "a", "model": "other"}, 404),
+        ("/v1/chat/completions", {"messages": 1}, 400),
+        ("/tokenize", {}, 400),
+        ("/detokenize", {"tokens": [-1]}, 400),
+    ],
+)
+async def test_an_error_answers_as_its_schema_says(
+    served: Serving, document: dict[str, Any], path: str, body: dict[str, Any], status: int
+) -> None:
+    answer = await served.http.post(path, json=body)
+    assert answer.status_code == status
+    operation = document["paths"][path]["post"]
+    check(document, operation["responses"][str(status)]["content"]["application/json"], answer.json())
+
+
+async def test_health_that_is_not_ready_answers_as_its_schema_says(model_dir: Path, document: dict[str, Any]) -> None:
+    async with serving(model_dir, ready=False) as starting:
+        for path, status in (("/health", 503), ("/v1/models", 200)):
+            answer = await starting.http.get(path)
+            assert answer.status_code == status
+            response = document["paths"][path]["get"]["responses"][str(status)]
+            check(document, response["content"]["application/json"], answer.json())
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_reasoning_answers_as_its_schema_says(model_dir: Path, document: dict[str, Any], stream: bool) -> None:
+    async with serving(model_dir, text=TextOptions(reasoning_parser="deepseek_r1")) as thinking:
+        answer = await thinking.http.post("/v1/chat/completions", json={"messages": MESSAGES, "stream": stream})
+    assert '"reasoning"' in answer.text
+    content = document["paths"]["/v1/chat/completions"]["post"]["responses"]["200"]["content"]
+    if not stream:
+        check(document, content["application/json"], answer.json())
+        return
+    for event in answer.text.split("\n\n")[:-2]:
+        check(document, content["text/event-stream"], json.loads(event.removeprefix("data: ")))
+
+
+async def test_the_page_loads_nothing_from_another_server(served: Serving) -> None:
+    page = (await served.http.get("/docs")).text
+    loaded = re.findall(r'(?:src|href)="(.*?)"', page)
+    assert len(loaded) == 3
+    assert "://" not in page
+    for path in loaded:
+        assert (await served.http.get(path)).status_code == 200, path
+
+
+async def test_keys_are_part_of_the_document_where_clients_must_send_them(
+    model_dir: Path, document: dict[str, Any], tmp_path: Path
+) -> None:
+    (tmp_path / "keys").write_text("secret")
+    async with serving(model_dir, api_key_file=tmp_path / "keys") as guarded:
+        found = (await guarded.http.get("/openapi.json")).json()
+        needing = {path for _, path, operation in operations(found) if "security" in operation}
+        for _, path, operation in operations(found):
+            assert ("401" in operation["responses"]) == (path in needing)
+            method = "POST" if "requestBody" in operation else "GET"
+            asked = await guarded.http.request(method, path)
+            assert (asked.status_code == 401) == (path in needing), path
+            if path in needing:
+                check(found, operation["responses"]["401"]["content"]["application/json"], asked.json())
+    assert needing
+    assert "securitySchemes" not in document["components"]
