@@ -6,7 +6,7 @@ SHELL := /bin/bash
 PYTHON ?= python3
 BIN := .venv/bin
 RIG := PYTHONPATH=tests $(BIN)/python -m cluster.rig
-FAST := not slow and not cluster
+FAST := not slow and not cluster and not long
 # Two test processes share the machine: each computes on one processor.
 TWO := OMP_NUM_THREADS=1
 
@@ -44,13 +44,17 @@ check: lint  ## style, types, import contracts, fast tests; two minutes
 test: cluster-deps  ## all tests, the cluster included where this machine can hold it
 	@$(MAKE) --no-print-directory -j 2 programs lint .venv-neuron/.ready
 	@$(MAKE) --no-print-directory test-neuron-versions
-	@$(BIN)/pytest
+	@$(TWO) $(BIN)/pytest -q -n 2 --dist loadscope -m "not long"
 
-test-long: setup  ## the engine under 100,000 random loads; ten minutes
-	@NEURON_SERVING_PROPERTY_EXAMPLES=100000 $(TWO) $(BIN)/pytest -q tests/neuron_runtime/test_engine_property.py
+test-long: setup cluster-deps  ## what `make test` leaves out: 100,000 random loads, the test cluster under faults
+	@NEURON_SERVING_PROPERTY_EXAMPLES=100000 $(TWO) $(BIN)/pytest -q -n 2 --dist loadscope \
+	  tests/neuron_runtime/test_engine_property.py
+	@$(TWO) $(BIN)/pytest -q -n 2 --dist loadscope -m long
 
-test-neuron-versions: .venv-neuron/.ready  ## the runtime's fast tests with the versions of AWS's Neuron images
-	@$(TWO) .venv-neuron/bin/pytest -q -n 2 -m "$(FAST)" tests/neuron_runtime
+# What those versions can change: tests that name one of the libraries or a model made with them.
+VERSIONED = $(shell grep -lE "torch|transformers|tokenizers|safetensors|(chat|tiny)_model" tests/neuron_runtime/test_*.py)
+test-neuron-versions: .venv-neuron/.ready  ## the tests that AWS's Neuron images can change, with the images' versions
+	@$(TWO) .venv-neuron/bin/pytest -q -n 2 -m "$(FAST)" $(VERSIONED)
 
 bench: setup  ## the figures, into bench-results/; QUICK=1 for a short look, PAGES="README.md ..." to put them there
 	@PYTHONPATH=tests $(BIN)/python -m bench.suite --folder bench-results $(if $(QUICK),--quick) $(if $(PAGES),--markdown $(PAGES))

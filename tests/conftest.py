@@ -1,17 +1,19 @@
-"""What holds for every test: where CI=true is set nothing may skip, and torch does not fight itself for two cores.
+"""Settings for every test: with CI=true nothing may skip, torch uses two threads, and with `--dist loadscope` the tests
+that use the cluster stay in one test process.
 
-Properties have no deadline, nor a limit on how long their examples take to make: both say something about the machine
-alone.
+Properties have no deadline and no limit on how long examples take to draw: both would only measure the machine.
 """
 
 from __future__ import annotations
 
 import os
 from collections.abc import Generator
+from pathlib import PurePath
 from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, settings
+from xdist.scheduler import LoadScopeScheduling, Scheduling
 
 settings.register_profile("untimed", parent=settings(), deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("untimed")
@@ -29,3 +31,19 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) ->
         report.outcome = "failed"
         report.longrepr = f"nothing may skip in CI, but this test did: {reason}"
     return report
+
+
+class ClusterScheduling(LoadScopeScheduling):
+    """Tests that use the cluster run one after another; each other file of its folder starts servers of its own and
+    stays together; all other tests go to whichever process is free."""
+
+    def _split_scope(self, nodeid: str) -> str:
+        file = PurePath(nodeid.partition("::")[0])
+        if "cluster" not in file.parts:
+            return nodeid
+        return "cluster" if file.name.startswith(("test_rig_", "test_story")) else file.name
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Scheduling | None:
+    return ClusterScheduling(config, log) if config.getvalue("dist") == "loadscope" else None

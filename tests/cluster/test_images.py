@@ -333,6 +333,7 @@ def test_buildkit_has_nothing_to_say_about_a_target(target: str, cache: Cache) -
         assert lint(target, builder, cache) == ""
 
 
+@pytest.mark.long
 def test_buildkit_does_say_something_about_a_bad_dockerfile(cache: Cache, tmp_path: Path) -> None:
     shutil.copyfile(ROOT / ".dockerignore", tmp_path / ".dockerignore")
     text = (ROOT / "Dockerfile.neuron").read_text()
@@ -343,6 +344,7 @@ def test_buildkit_does_say_something_about_a_bad_dockerfile(cache: Cache, tmp_pa
         assert "FromAsCasing" in lint("operator", builder, cache, root=tmp_path)
 
 
+@pytest.mark.long
 def test_a_failed_step_is_named_with_what_it_printed(cache: Cache, tmp_path: Path) -> None:
     shutil.copyfile(ROOT / ".dockerignore", tmp_path / ".dockerignore")
     (tmp_path / "Dockerfile.neuron").write_text("FROM python:3.11-slim AS operator\nRUN echo no luck today; exit 3\n")
@@ -355,6 +357,7 @@ def test_a_failed_step_is_named_with_what_it_printed(cache: Cache, tmp_path: Pat
     assert str(cache.folder("buildkit")) not in Path("/proc/self/mounts").read_text()
 
 
+@pytest.mark.long
 def test_a_run_that_is_killed_leaves_nothing_that_the_next_one_does_not_end(cache: Cache, tmp_path: Path) -> None:
     shutil.copyfile(ROOT / ".dockerignore", tmp_path / ".dockerignore")
     (tmp_path / "Dockerfile.neuron").write_text("FROM python:3.11-slim AS operator\nRUN sleep 1000\n")

@@ -14,7 +14,7 @@ from cluster.rig.rig import Rig
 if TYPE_CHECKING:
     from cluster.conftest import Pods
 
-pytestmark = pytest.mark.cluster
+pytestmark = [pytest.mark.cluster, pytest.mark.long]
 
 
 def _is_ready(rig: Rig, node: str) -> str:

@@ -18,7 +18,7 @@ from cluster.rig.commands import run
 from cluster.rig.machine import wait_until
 from cluster.rig.rig import WAITING, Rig
 
-pytestmark = pytest.mark.cluster
+pytestmark = [pytest.mark.cluster, pytest.mark.long]
 
 _FOLDERS = (
     "/var/lib/containerd",

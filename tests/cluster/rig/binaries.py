@@ -20,7 +20,7 @@ from cluster.rig.needs import NotPossibleHere
 BUILD_FOLDER = Path(__file__).parent.parent / "build"
 
 # Modules and compiled packages of all components; they only save time when a component is built again.
-_MAX_GO_BYTES = 8 * 10**9
+_MAX_GO_BYTES = 12 * 10**9
 _GO_FLAGS = "-trimpath -buildvcs=false -mod=readonly -modcacherw"
 # Downloads break off; what was there before then is kept.
 _PAUSES_SECONDS = (5, 15, 45)

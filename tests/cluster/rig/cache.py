@@ -135,7 +135,7 @@ class Cache:
         """Removes the folder `name` below the root when it has grown beyond `max_bytes`."""
         folder = self.root / name
         if sum(_disk_bytes(folder.rglob("*"))) > max_bytes:
-            shutil.rmtree(folder)
+            shutil.rmtree(folder, ignore_errors=True)  # another process may be filling it
 
     def clear(self) -> int:
         """Removes all of it and returns the number of bytes freed.
