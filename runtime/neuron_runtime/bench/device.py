@@ -69,7 +69,9 @@ class Device:
 def add_device_arguments(device: argparse._ArgumentGroup) -> None:
     names = ", ".join(PUBLISHED)
     device.add_argument("--step-times", metavar="NAME", help=f"published times: {names} (default: the first)")
-    device.add_argument("--step-milliseconds", type=float, metavar="MS", help="instead: every step takes this")
+    device.add_argument(
+        "--step-milliseconds", type=float, metavar="MS", help="every step takes this, instead of published times"
+    )
     for phase, unit, default in (
         ("decode", "rows", "all requests that run at a time"),
         ("prefill", "tokens", f"powers of two from {SMALLEST_BUCKET}"),
@@ -95,7 +97,10 @@ def add_device_arguments(device: argparse._ArgumentGroup) -> None:
         help="prompts whole, in chunks between decode steps, or in chunks beside decoding rows (%(default)s)",
     )
     device.add_argument(
-        "--token-feedback", choices=("device", "host"), default="device", help="who feeds tokens back (%(default)s)"
+        "--token-feedback",
+        choices=("device", "host"),
+        default="device",
+        help="where a step gets the tokens of the step before (%(default)s)",
     )
     device.add_argument("--layout", choices=("slots", "blocks"), help="KV cache (slots for whole prompts, else blocks)")
     for flag, meaning in LIMITS.values():
@@ -103,7 +108,7 @@ def add_device_arguments(device: argparse._ArgumentGroup) -> None:
     device.add_argument(
         "--enable-prefix-caching",
         action=argparse.BooleanOptionalAction,
-        help="blocks of an equal beginning are shared (on with blocks)",
+        help="share blocks of prompts that begin alike (on with blocks)",
     )
 
 

@@ -43,15 +43,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help=f"as `serve` takes it, or {', '.join(PREFIX + shape for shape in SHAPES)}: random weights of that shape",
     )
     parser.add_argument(
-        "--concurrency", type=int, nargs="+", default=[1, 4, 8, 16, 32], metavar="C", help="sequences together"
+        "--concurrency", type=int, nargs="+", default=[1, 4, 8, 16, 32], metavar="C", help="numbers of sequences"
     )
     parser.add_argument("--input-len", type=int, default=32, metavar="N", help="tokens of a prompt (%(default)s)")
     parser.add_argument("--output-len", type=int, default=128, metavar="N", help="tokens of an answer (%(default)s)")
     parser.add_argument(
-        "--prefill-len", type=int, default=512, metavar="N", help="of the prompt that prefill is timed by"
+        "--prefill-len",
+        type=int,
+        default=512,
+        metavar="N",
+        help="tokens of the prompt that prefill is timed with (%(default)s)",
     )
-    parser.add_argument("--num-iters", type=int, default=3, metavar="N", help="how often; medians count (%(default)s)")
-    parser.add_argument("--seed", type=int, default=0, help="of the prompts (%(default)s)")
+    parser.add_argument(
+        "--num-iters", type=int, default=3, metavar="N", help="iterations; the table shows medians (%(default)s)"
+    )
+    parser.add_argument("--seed", type=int, default=0, help="seed of the prompts (%(default)s)")
     model = parser.add_argument_group("model flags, as of `serve`")
     for name, words in (("backend", "torch (default)"), ("dtype", "auto (default)"), ("layout", "auto (default)")):
         model.add_argument(f"--{name}", help=words)

@@ -48,7 +48,7 @@ MAX_SHOWN_ERRORS = 3
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     where = parser.add_argument_group("the server (one of the first two)")
-    where.add_argument("--base-url", metavar="URL", help="http://host:port of a server that runs")
+    where.add_argument("--base-url", metavar="URL", help="http://host:port of a running server")
     where.add_argument(
         "--spawn",
         metavar="MODEL",
@@ -56,16 +56,26 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         f"{', '.join(PREFIX + shape for shape in SHAPES)}: random weights of that shape",
     )
     where.add_argument("--spawn-args", default="", metavar="'FLAGS'", help="more flags for `serve`, in one argument")
-    where.add_argument("--model", metavar="NAME", help="as requests name it (default: the server's first)")
+    where.add_argument("--model", metavar="NAME", help="name in requests (default: the first that the server lists)")
     where.add_argument("--endpoint", choices=ENDPOINTS, default=ENDPOINTS[0], help="default: %(default)s")
     where.add_argument("--header", nargs="*", default=[], metavar="NAME=VALUE", help="sent with each request")
     load = parser.add_argument_group("the load")
     load.add_argument("--num-prompts", type=int, default=100, metavar="N", help="requests in all (%(default)s)")
-    load.add_argument("--request-rate", type=float, default=float("inf"), metavar="R", help="per second; inf: at once")
     load.add_argument(
-        "--burstiness", type=float, default=1.0, metavar="B", help="shape of the gaps; 1: Poisson, above: more even"
+        "--request-rate",
+        type=float,
+        default=float("inf"),
+        metavar="R",
+        help="requests a second; inf: as soon as --max-concurrency allows",
     )
-    load.add_argument("--max-concurrency", type=int, metavar="C", help="requests under way at any time")
+    load.add_argument(
+        "--burstiness",
+        type=float,
+        default=1.0,
+        metavar="B",
+        help="shape of the gaps between requests; 1: Poisson, above 1: more even",
+    )
+    load.add_argument("--max-concurrency", type=int, metavar="C", help="most requests in progress at any time")
     load.add_argument(
         "--random-input-len", type=int, default=1024, metavar="N", help="tokens of a prompt (%(default)s)"
     )
@@ -82,15 +92,23 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     load.add_argument(
         "--random-prefix-len", type=int, default=0, metavar="N", help="tokens that all prompts begin with"
     )
-    load.add_argument("--vocabulary-size", type=int, default=DEFAULT_VOCABULARY_SIZE, metavar="N", help="%(default)s")
+    load.add_argument(
+        "--vocabulary-size",
+        type=int,
+        default=DEFAULT_VOCABULARY_SIZE,
+        metavar="N",
+        help="prompt ids are below N (%(default)s)",
+    )
     load.add_argument("--num-warmups", type=int, default=0, metavar="N", help="requests before the clock starts")
     load.add_argument("--ignore-eos", action="store_true", help="answers have their full length (not an OpenAI field)")
     load.add_argument("--temperature", type=float, default=0.0, help="default: %(default)s")
     load.add_argument("--extra-body", type=json.loads, default={}, metavar="JSON", help="more fields for each request")
-    load.add_argument("--seed", type=int, default=0, help="of prompts, lengths and arrivals (%(default)s)")
-    load.add_argument("--timeout", type=float, default=600.0, metavar="SECONDS", help="for one answer (%(default)s)")
+    load.add_argument("--seed", type=int, default=0, help="seed of prompts, lengths and arrivals (%(default)s)")
     load.add_argument(
-        "--client-processes", type=int, default=1, metavar="N", help="where one is too slow (%(default)s)"
+        "--timeout", type=float, default=600.0, metavar="SECONDS", help="time limit of one answer (%(default)s)"
+    )
+    load.add_argument(
+        "--client-processes", type=int, default=1, metavar="N", help="processes that send requests (%(default)s)"
     )
 
 

@@ -40,9 +40,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="R",
         help="requests a second; several are compared (1.5)",
     )
-    traffic.add_argument("--seconds", type=float, default=300.0, metavar="S", help="how long is measured (%(default)s)")
     traffic.add_argument(
-        "--warm-up-seconds", type=float, metavar="S", help="before that (30, and twice the pauses of a conversation)"
+        "--seconds", type=float, default=300.0, metavar="S", help="seconds of measured traffic (%(default)s)"
+    )
+    traffic.add_argument(
+        "--warm-up-seconds",
+        type=float,
+        metavar="S",
+        help="traffic before the measurement (30, and twice the pauses of a conversation)",
     )
     traffic.add_argument("--seed", type=int, default=0, metavar="N", help="same seed, same traffic (%(default)s)")
     for flag, ((low, high), meaning) in SPANS.items():
@@ -72,10 +77,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="prefill steps in a row while answers run (%(default)s)",
     )
     policy.add_argument(
-        "--ttft-target", type=float, default=2000.0, metavar="MS", help="for the first token (%(default)s)"
+        "--ttft-target",
+        type=float,
+        default=2000.0,
+        metavar="MS",
+        help="time to first token of a good request (%(default)s)",
     )
     policy.add_argument(
-        "--gap-target", type=float, default=250.0, metavar="MS", help="for every gap between tokens (%(default)s)"
+        "--gap-target",
+        type=float,
+        default=250.0,
+        metavar="MS",
+        help="longest gap between tokens of a good request (%(default)s)",
     )
 
 
