@@ -1,24 +1,26 @@
 """The operator's way to the API server: raw JSON objects, typed faults. Called by reflectors, passes and the lease.
 
-The kubernetes package loads the configuration (in a cluster or from a kubeconfig, with tokens that are renewed);
-requests go over one aiohttp session, because a typed model of each object costs more CPU and memory than all else the
-operator does. Nothing here retries or caches: who calls knows what a fault means.
+The kubernetes package's asyncio client does the HTTP: authentication, exec plugins, token rotation, proxies, TLS. Its
+typed models are not used: they cost more CPU and memory than all else the operator does. Nothing here retries or
+caches: the caller knows what a fault means.
 """
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
+import json
 import os
-import ssl
+import re
 from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
-from urllib.parse import urlencode
 
 import aiohttp
 import msgspec
 import yaml
 from kubernetes.aio import config as kubernetes_config
-from kubernetes.aio.client import Configuration
+from kubernetes.aio.client import ApiClient, Configuration
 
 from neuron_operator.containment import own_entries
 from neuron_operator.errors import ClusterFault
@@ -31,7 +33,10 @@ WATCH_SECONDS = 570
 """The API server ends a watch after this time; then it is opened again where it ended."""
 WATCH_SILENCE_SECONDS = 75.0
 """A watch with bookmarks brings one each minute; one that is silent for longer is a connection that died unseen."""
+TOKEN_CHECK_SECONDS = 60.0
+"""How often the token of a kubeconfig's exec plugin is checked for its expiry."""
 PAGE_SIZE = 500
+_REQUEST_TIMEOUTS = aiohttp.ClientTimeout(total=REQUEST_SECONDS, sock_connect=CONNECT_SECONDS)
 DEFAULT_KUBECONFIG = os.path.expanduser("~/.kube/config")
 
 
@@ -172,57 +177,40 @@ _BROKEN_CONFIGURATION = (
 )
 
 
-async def load_configuration(kubeconfig: str = "") -> Configuration:
-    """Connection and credentials: `kubeconfig` where given, else the pod's ServiceAccount, else the usual kubeconfig.
+@contextlib.asynccontextmanager
+async def connect(
+    kubeconfig: str = "", *, token_check_seconds: float = TOKEN_CHECK_SECONDS, **options: Any
+) -> AsyncIterator[Client]:
+    """A `Client` with `options`: of `kubeconfig` where given, else the pod's ServiceAccount, else the usual kubeconfig.
 
-    Raises ClusterFault, with the cure, where none of them is there or is not usable.
+    Raises ClusterFault, with the cure, where none of them exists or can be used.
     """
-    configuration = Configuration()
-    in_cluster = "KUBERNETES_SERVICE_HOST" in os.environ
+    configuration = Configuration(connection_pool_maxsize=0)  # no limit: each watch holds a connection
+    loader = None
     try:
-        if kubeconfig or not in_cluster:
+        if kubeconfig or "KUBERNETES_SERVICE_HOST" not in os.environ:
             path = kubeconfig or os.environ.get("KUBECONFIG") or DEFAULT_KUBECONFIG
             if not any(map(os.path.isfile, path.split(os.pathsep))):
                 raise ClusterFault(
                     f"no cluster: there is no kubeconfig at {path}; set KUBECONFIG or pass --kubeconfig",
                     retriable=False,
                 )
-            await kubernetes_config.load_kube_config(path, client_configuration=configuration, persist_config=False)
+            loader = await kubernetes_config.load_kube_config(
+                path, client_configuration=configuration, persist_config=False
+            )
         else:
             kubernetes_config.load_incluster_config(configuration)
+        api = ApiClient(configuration)
     except _BROKEN_CONFIGURATION as error:
         raise ClusterFault(
             f"no cluster: {error}; check the kubeconfig or the ServiceAccount token", retriable=False
         ) from error
-    if configuration.tls_server_name:
-        raise ClusterFault("the kubeconfig sets tls-server-name, which is not supported; remove it", retriable=False)
-    return configuration
-
-
-def open_session(configuration: Configuration) -> aiohttp.ClientSession:
-    """A session that authenticates each request with the token of the moment. The caller closes it."""
-
-    async def authenticate(
-        request: aiohttp.ClientRequest, handler: aiohttp.ClientHandlerType
-    ) -> aiohttp.ClientResponse:
-        token = await configuration.get_api_key_with_prefix("BearerToken")
-        if token:
-            request.headers["Authorization"] = token
-        return await handler(request)
-
-    context = ssl.create_default_context(cafile=configuration.ssl_ca_cert, cadata=configuration.ca_cert_data)
-    if configuration.cert_file:
-        context.load_cert_chain(configuration.cert_file, keyfile=configuration.key_file)
-    if not configuration.verify_ssl:
-        context.check_hostname = False
-        context.verify_mode = ssl.CERT_NONE
-    return aiohttp.ClientSession(
-        connector=aiohttp.TCPConnector(ssl=context, limit=0),
-        middlewares=(authenticate,),
-        headers={"User-Agent": "neuron-operator", "Accept": "application/json"},
-        proxy=configuration.proxy,
-        timeout=aiohttp.ClientTimeout(total=REQUEST_SECONDS, sock_connect=CONNECT_SECONDS),
-    )
+    async with contextlib.AsyncExitStack() as stack:
+        await stack.enter_async_context(api)
+        if loader is not None:  # the ServiceAccount's token renews itself
+            renewal = kubernetes_config.refresh_token(loader, configuration, token_check_seconds)
+            stack.callback(asyncio.create_task(renewal, name="token renewal").cancel)
+        yield Client(api, **options)
 
 
 def _ignore_request(verb: str, resource: str, code: str) -> None:
@@ -234,16 +222,16 @@ class Client:
 
     def __init__(
         self,
-        session: aiohttp.ClientSession,
-        server: str,
+        api: ApiClient,
         *,
         observe: Callable[[str, str, str], None] = _ignore_request,
         watch_silence_seconds: float = WATCH_SILENCE_SECONDS,
     ) -> None:
-        self._session = session
-        self._server = server.rstrip("/")
+        api.user_agent = FIELD_MANAGER
+        self.configuration = api.configuration
+        self._api = api
         self._observe = observe
-        self._watch_timeout = aiohttp.ClientTimeout(
+        self._watch_timeouts = aiohttp.ClientTimeout(
             total=None, sock_connect=CONNECT_SECONDS, sock_read=watch_silence_seconds
         )
 
@@ -286,29 +274,28 @@ class Client:
             "labelSelector": label_selector,
             "fieldSelector": field_selector,
         }
-        url = self._url(resource.path(namespace), query)
-        try:
-            async with self._session.get(url, timeout=self._watch_timeout) as response:
-                self._observe("watch", resource.plural, str(response.status))
-                if response.status != 200:
-                    raise _fault(response, await response.read(), "watch", resource)
-                pending = bytearray()
-                async for chunk in response.content.iter_any():  # lines may be longer than any buffer's limit
-                    pending += chunk
-                    *lines, rest = pending.split(b"\n")
-                    pending = bytearray(rest)
-                    for line in lines:
-                        event = msgspec.json.decode(line)
-                        if event["type"] == "ERROR":
-                            raise _status_fault(event["object"], {}, f"watch {resource.plural}")
-                        yield WatchEvent(event["type"], event["object"])
-        except (aiohttp.ClientError, TimeoutError, OSError) as error:
-            raise Unreachable(f"watch {resource.plural}: {_in_words(error)}", retriable=True) from error
+        path = resource.path(namespace)
+        async with self._answer("watch", resource, path, query=query, timeouts=self._watch_timeouts) as response:
+            pending = bytearray()
+            async for chunk in response.content.iter_any():  # lines may be longer than any buffer's limit
+                pending += chunk
+                *lines, rest = pending.split(b"\n")
+                pending = bytearray(rest)
+                for line in lines:
+                    event = msgspec.json.decode(line)
+                    if event["type"] == "ERROR":
+                        raise _status_fault(event["object"], {}, f"watch {resource.plural}")
+                    yield WatchEvent(event["type"], event["object"])
 
     async def create(self, resource: Resource, obj: Object) -> Object:
-        """Raises AlreadyExists where the name is taken, whoever has it."""
+        """Raises AlreadyExists where the name is taken, whoever has it.
+
+        The body is YAML, which the API server turns into JSON of its own making. It would keep JSON as it came, and
+        take its own JSON of a later apply for a change in the data of a ControllerRevision, which may never change.
+        """
         path = resource.path(obj["metadata"].get("namespace"))
-        return await self._request("create", resource, path, query={"fieldManager": FIELD_MANAGER}, body=obj)
+        query = {"fieldManager": FIELD_MANAGER}
+        return await self._request("create", resource, path, query=query, body=obj, content_type="application/yaml")
 
     async def replace(self, resource: Resource, obj: Object) -> Object:
         """Raises Conflict where `obj` is not the newest version."""
@@ -330,12 +317,10 @@ class Client:
         metadata = desired["metadata"]
         path = resource.path(metadata.get("namespace"), metadata["name"])
         body = {**desired, "metadata": {**metadata, "uid": live["metadata"]["uid"]}}
-        query = {"fieldManager": FIELD_MANAGER, "force": "true"}
         try:
-            return await self._request("patch", resource, path, query, body, "application/apply-patch+yaml")
+            return await self._patch(resource, path, _APPLY, body, force="true")
         except Invalid:
-            query = {"fieldManager": FIELD_MANAGER}
-            return await self._request("patch", resource, path, query, body, "application/merge-patch+json")
+            return await self._patch(resource, path, "merge-patch+json", body)
 
     async def _make_applied(self, resource: Resource, live: Object) -> None:
         metadata = live["metadata"]
@@ -354,9 +339,7 @@ class Client:
             {"op": "replace", "path": "/metadata/resourceVersion", "value": newest["metadata"]["resourceVersion"]},
         ]
         path = resource.path(metadata.get("namespace"), metadata["name"])
-        await self._request(
-            "patch", resource, path, {"fieldManager": FIELD_MANAGER}, patch, "application/json-patch+json"
-        )
+        await self._patch(resource, path, "json-patch+json", patch)
 
     async def apply_status(self, resource: Resource, live: Object, status: Object) -> Object:
         """Server-side apply of the whole status of exactly `live`."""
@@ -368,8 +351,7 @@ class Client:
             "status": status,
         }
         path = resource.path(metadata["namespace"], metadata["name"], "status")
-        query = {"fieldManager": STATUS_FIELD_MANAGER, "force": "true"}
-        return await self._request("patch", resource, path, query, body, "application/apply-patch+yaml")
+        return await self._patch(resource, path, _APPLY, body, force="true", fieldManager=STATUS_FIELD_MANAGER)
 
     async def delete(self, resource: Resource, live: Object) -> None:
         """Deletes exactly `live`, its dependents in the background; Conflict where another has its name by now."""
@@ -382,36 +364,52 @@ class Client:
         }
         await self._request("delete", resource, resource.path(metadata.get("namespace"), metadata["name"]), body=body)
 
-    async def _request(  # noqa: PLR0917 - private, and each is a part of one request
+    async def _patch(self, resource: Resource, path: str, kind: str, body: Any, **query: str) -> Object:
+        query = {"fieldManager": FIELD_MANAGER, **query}
+        return await self._request("patch", resource, path, query=query, body=body, content_type=f"application/{kind}")
+
+    async def _request(self, verb: str, resource: Resource, path: str, **request: Any) -> Object:
+        async with self._answer(verb, resource, path, **request) as response:
+            result: Object = msgspec.json.decode(await response.read())
+            return result
+
+    @contextlib.asynccontextmanager
+    async def _answer(
         self,
         verb: str,
         resource: Resource,
         path: str,
+        *,
         query: Mapping[str, str] | None = None,
         body: Any = None,
         content_type: str = "application/json",
-    ) -> Object:
-        data = None if body is None else _encode(body)
-        headers = {"Content-Type": content_type} if data else {}
+        timeouts: aiohttp.ClientTimeout = _REQUEST_TIMEOUTS,
+    ) -> AsyncIterator[aiohttp.ClientResponse]:
+        """A good answer, its body still to be read. What goes wrong up to the end of the block is a ClusterFault."""
         try:
-            async with self._session.request(
-                _METHODS[verb], self._url(path, query or {}), data=data, headers=headers
-            ) as response:
-                content = await response.read()
-        except (aiohttp.ClientError, TimeoutError, OSError) as error:
-            raise Unreachable(f"{verb} {resource.plural}: {_in_words(error)}", retriable=True) from error
-        self._observe(verb, resource.plural, str(response.status))
-        if response.status >= 300:
-            raise _fault(response, content, verb, resource)
-        result: Object = msgspec.json.decode(content)
-        return result
+            method, url, headers, body, _ = await self._api.param_serialize(
+                _METHODS.get(verb, "GET"),
+                path,
+                query_params={key: value for key, value in (query or {}).items() if value},
+                header_params={"Content-Type": content_type},
+                body=as_yaml(body) if "yaml" in content_type else body,
+                auth_settings=["BearerToken"],
+            )
+            answer = await self._api.call_api(method, url, headers, body, _request_timeout=timeouts)
+            async with answer.response as response:
+                self._observe(verb, resource.plural, str(response.status))
+                if response.status >= 300:
+                    raise _fault(response, await response.read(), verb, resource)
+                yield response
+        except (aiohttp.ClientError, kubernetes_config.ConfigException, TimeoutError, OSError) as error:
+            # aiohttp and asyncio raise time-outs without a message.
+            text = str(error) or type(error).__name__
+            raise Unreachable(f"{verb} {resource.plural}: {text}", retriable=True) from error
 
-    def _url(self, path: str, query: Mapping[str, str]) -> str:
-        text = urlencode({key: value for key, value in query.items() if value})
-        return f"{self._server}{path}?{text}" if text else f"{self._server}{path}"
 
-
-_METHODS = {"get": "GET", "list": "GET", "create": "POST", "update": "PUT", "patch": "PATCH", "delete": "DELETE"}
+_APPLY = "apply-patch+yaml; charset=utf-8"
+"""With a parameter, or the kubernetes package would write the body as JSON that is no YAML."""
+_METHODS = {"create": "POST", "update": "PUT", "patch": "PATCH", "delete": "DELETE"}
 
 
 def _fault(response: aiohttp.ClientResponse, content: bytes, verb: str, resource: Resource) -> ClusterFault:
@@ -445,18 +443,7 @@ def _status_fault(status: Object, headers: Mapping[str, str], what: str) -> Clus
     return ClusterFault(message, retriable=True, status=code)
 
 
-def _encode(body: Any) -> bytes:
-    """JSON as the API server itself writes it: sorted, with the characters escaped that Go escapes.
-
-    The data of a ControllerRevision may never change, and is compared as bytes: those of our create with those that the
-    server makes of a later apply.
-    """
-    encoded = msgspec.json.encode(body, order="sorted")
-    for character in "<>&\u2028\u2029":
-        encoded = encoded.replace(character.encode(), f"\\u{ord(character):04x}".encode())
-    return encoded
-
-
-def _in_words(error: BaseException) -> str:
-    """aiohttp and asyncio raise time-outs without a message."""
-    return str(error) or type(error).__name__
+def as_yaml(body: Any) -> str:
+    """JSON that is YAML as well. YAML has no surrogate pairs, and refuses some characters or takes them for line breaks
+    where they are not escaped (https://yaml.org/spec/1.1/#id868524)."""
+    return re.sub("[\x7f-\uffff]", lambda found: f"\\u{ord(found[0]):04x}", json.dumps(body, ensure_ascii=False))

@@ -1,77 +1,75 @@
-"""The only module that knows kopf: an event of a NeuronModel puts its key into the queue, and nothing else.
+"""The only module that knows kopf, which owns the process: start-up, login, signals, liveness, stopping. For `run`.
 
-kopf brings login, start-up and its own well-tried watch as a second waker beside our reflectors; it writes nothing: no
-finalizer, no annotation, no peering, no Events. What a pass reads never comes from here.
+kopf watches no resource here and posts no Events: docs/architecture.md names the tests that keep ours.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Coroutine
 from typing import Any
 
-import aiohttp
 import kopf
+from kubernetes.aio.client import Configuration
 
 from neuron_operator.errors import ClusterFault
-from neuron_operator.names import GROUP, PLURAL, VERSION
-from neuron_operator.reflector import Key
-
-logger = logging.getLogger(__name__)
-
-WATCH_SECONDS = 600
-
-
-def registry_for(
-    wake: Callable[[Key], None], server: str, open_session: Callable[[], aiohttp.ClientSession]
-) -> kopf.OperatorRegistry:
-    """The handlers. `open_session` makes a session of kopf's own: it closes the one it is given."""
-    registry = kopf.OperatorRegistry()
-
-    @kopf.on.login(registry=registry)
-    async def login(**_: Any) -> kopf.AiohttpSession:
-        return kopf.AiohttpSession(server=server, aiohttp_session=open_session())
-
-    @kopf.on.event(GROUP, VERSION, PLURAL, registry=registry)
-    async def seen(namespace: str | None, name: str | None, **_: Any) -> None:
-        if namespace and name:
-            wake((namespace, name))
-
-    return registry
 
 
 async def run_kopf(
-    registry: kopf.OperatorRegistry,
-    namespaces: Sequence[str],
-    started: Callable[[], Awaitable[None]] | None,
-    stop: asyncio.Event,
+    work: Callable[[], Coroutine[Any, Any, None]], configuration: Configuration, liveness_endpoint: str
 ) -> None:
-    """Run kopf until `stop` is set; `namespaces` empty means all.
+    """Run `work` from kopf's start-up to its cleanup: until SIGTERM or SIGINT, or until the work ends by itself.
 
-    `started` is awaited once kopf has set its signal handlers, which the caller may then replace. Raises ClusterFault
-    where kopf ends by itself: what its own watch meets (a right taken away, the resource deleted) it does not survive.
+    Raises what `work` raises, OSError where the endpoint's port is taken, ClusterFault where kopf cannot go on.
     """
+    registry = kopf.OperatorRegistry()
+    ended = asyncio.Event()
+    working: list[asyncio.Task[None]] = []
+
+    @kopf.on.login(registry=registry)
+    async def login(**__: Any) -> kopf.ConnectionInfo:
+        header = await configuration.get_api_key_with_prefix("BearerToken") or ""
+        scheme, _, token = header.partition(" ")
+        return kopf.ConnectionInfo(
+            server=configuration.host,
+            ca_path=configuration.ssl_ca_cert,
+            insecure=not configuration.verify_ssl,
+            scheme=scheme or None,
+            token=token or None,
+            certificate_path=configuration.cert_file,
+            private_key_path=configuration.key_file,
+            proxy_url=configuration.proxy,
+        )
+
+    @kopf.on.startup(registry=registry)
+    async def start(**_: Any) -> None:
+        task = asyncio.create_task(work(), name="operator")
+        task.add_done_callback(lambda _: ended.set())
+        working.append(task)
+
+    @kopf.on.cleanup(registry=registry)
+    async def end(**_: Any) -> None:
+        working[0].cancel()
+        await asyncio.wait(working)
+
     logging.getLogger("kopf").setLevel(logging.WARNING)
     settings = kopf.OperatorSettings()
     settings.posting.enabled = False
     settings.scanning.disabled = True
-    settings.watching.server_timeout = WATCH_SECONDS
-    settings.watching.client_timeout = WATCH_SECONDS + 30
-    settings.watching.connect_timeout = 5
     settings.networking.request_timeout = 30
-    others = asyncio.all_tasks()  # kopf cancels all other tasks of the loop when it ends
-    tasks = await kopf.spawn_tasks(
-        registry=registry,
-        settings=settings,
-        standalone=True,
-        clusterwide=not namespaces,
-        namespaces=namespaces,
-        stop_flag=stop,
-    )
-    if started is not None:
-        await started()
     try:
-        await kopf.run_tasks(tasks, ignored=others)
+        await kopf.operator(
+            registry=registry,
+            settings=settings,
+            standalone=True,
+            clusterwide=True,
+            stop_flag=ended,
+            liveness_endpoint=liveness_endpoint,
+        )
+    except OSError:
+        raise
     except Exception as error:  # kopf does not export what its client raises
-        raise ClusterFault(f"the watch of {PLURAL} by kopf ended: {error}", retriable=True) from error
+        raise ClusterFault(f"kopf ended: {error}", retriable=True) from error
+    if working and not working[0].cancelled():
+        working[0].result()

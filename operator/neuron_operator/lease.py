@@ -1,10 +1,8 @@
 """Leadership by a Lease: of several replicas one acts, and another takes over when it stops. Called by `run`.
 
-Why not `kubernetes.aio.leaderelection`: a standby polls, the deadline is on the wall clock, a renewal that hangs is not
-cut at the deadline (the work would outlive the lease), and the lease is not given back at the end. Here the standby
-watches, time is the monotonic clock of each side's own observation, and every request is bounded by what is left of the
-term. The rule that keeps two from acting: a holder stops its work at `deadline_seconds` after its last renewal was
-*sent*, another takes over no sooner than `duration_seconds` after it *saw* that renewal.
+The standby watches, time is the monotonic clock of each side's own observation, and every request is bounded by what is
+left of the term. The rule that keeps two from acting: a holder stops its work at `deadline_seconds` after its last
+renewal was *sent*, another takes over no sooner than `duration_seconds` after it *saw* that renewal.
 """
 
 from __future__ import annotations

@@ -1,11 +1,9 @@
 """A cache of one resource, kept true by list and watch. Passes read it; each change wakes the key it belongs to.
 
-Why not the kubernetes package's SharedInformer: it runs in threads, lists unpaged into typed models (many times the
-memory of raw JSON), and says nothing of a scope it may not read. This is the same loop on the event loop: list, then
-watch from the list's version with bookmarks, open again where a watch ended, list again when that version is gone
-(410), and report as deleted what a new list no longer shows. A watch that is silent for longer than bookmarks take is
-cut by the client and opened again, so that a dead connection cannot hide a change for long. Idle, it makes no call but
-its watch.
+List, then watch from the list's version with bookmarks, open again where a watch ended, list again when that version is
+gone (410), and report as deleted what a new list no longer shows. A watch that is silent for longer than bookmarks take
+is cut by the client and opened again, so that a dead connection cannot hide a change for long. Idle, it makes no call
+but its watch.
 """
 
 from __future__ import annotations

@@ -1,17 +1,17 @@
 """`neuron-operator run`: builds the object graph of one replica and runs it until a signal or a fatal error.
 
-All replicas keep their caches warm; the one that holds the Lease works. At SIGTERM the work ends, then the Lease is
-given back, then the rest stops.
+All replicas keep their caches warm; the one that holds the Lease works. kopf owns the process: at SIGTERM it ends the
+work, which gives the Lease back.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
-import signal
 import sys
 import uuid
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from datetime import UTC, datetime
 
 from aiohttp import web
@@ -19,17 +19,15 @@ from aiohttp import web
 from neuron_operator import settings as settings_module
 from neuron_operator.client import (
     NEURON_MODELS,
-    Client,
     Cluster,
     Forbidden,
     NotFound,
     Throttled,
-    load_configuration,
-    open_session,
+    connect,
 )
 from neuron_operator.decide import decide
 from neuron_operator.errors import ClusterFault, OperatorError
-from neuron_operator.handlers import registry_for, run_kopf
+from neuron_operator.handlers import run_kopf
 from neuron_operator.lease import LeaderLease
 from neuron_operator.metrics import Metrics
 from neuron_operator.names import API_VERSION
@@ -39,11 +37,6 @@ from neuron_operator.settings import InvalidSetting, RunSettings
 from neuron_operator.workqueue import WorkQueue
 
 logger = logging.getLogger(__name__)
-
-LOOP_TICK_SECONDS = 1.0
-MAX_LOOP_LAG_SECONDS = 10.0
-"""An event loop that is later than this is stuck: liveness fails."""
-
 
 _NONE = "metadata.name=none"
 """Selects nothing: only whether the list may be read is asked."""
@@ -141,19 +134,9 @@ def in_words(error: BaseException) -> str:
     return str(error) or type(error).__name__
 
 
-async def serve_http(operator: Operator, metrics: Metrics, host: str, port: int) -> web.AppRunner:
-    """`/healthz` (the loop turns), `/readyz` (the caches are true), `/metrics`. Raises OSError for a taken port."""
-    loop = asyncio.get_running_loop()
-    last_tick = loop.time()
-
-    def tick() -> None:
-        nonlocal last_tick
-        last_tick = loop.time()
-        loop.call_later(LOOP_TICK_SECONDS, tick)
-
-    async def healthz(_: web.Request) -> web.Response:
-        lag = loop.time() - last_tick - LOOP_TICK_SECONDS
-        return web.Response(text=f"loop lag {max(lag, 0.0):.1f} s\n", status=200 if lag < MAX_LOOP_LAG_SECONDS else 503)
+@contextlib.asynccontextmanager
+async def serving(operator: Operator, metrics: Metrics, host: str, port: int) -> AsyncIterator[None]:
+    """Serve `/readyz` (the caches are true) and `/metrics` meanwhile. Raises OSError for a taken port."""
 
     async def readyz(_: web.Request) -> web.Response:
         return web.Response(text=f"leading: {operator.is_leading}\n", status=200 if operator.is_ready else 503)
@@ -161,66 +144,32 @@ async def serve_http(operator: Operator, metrics: Metrics, host: str, port: int)
     async def exposition(_: web.Request) -> web.Response:
         return web.Response(body=metrics.exposition(), headers={"Content-Type": "text/plain; version=0.0.4"})
 
-    tick()
     app = web.Application()
-    app.add_routes([web.get("/healthz", healthz), web.get("/readyz", readyz), web.get("/metrics", exposition)])
+    app.add_routes([web.get("/readyz", readyz), web.get("/metrics", exposition)])
     runner = web.AppRunner(app, access_log=None)
     await runner.setup()
-    site = web.TCPSite(runner, host, port)
-    await site.start()
-    logger.info("health and metrics at %s", site.name)
-    return runner
+    try:
+        site = web.TCPSite(runner, host, port)
+        await site.start()
+        logger.info("readiness and metrics at %s", site.name)
+        yield
+    finally:
+        await runner.cleanup()
 
 
 async def run(settings: RunSettings) -> None:
-    """One replica, until SIGTERM or SIGINT. Raises OperatorError, perhaps in a group, or OSError for the port."""
-    configuration = await load_configuration(settings.kubeconfig)
+    """One replica, until SIGTERM or SIGINT. Raises OperatorError, perhaps in a group, or OSError for a taken port."""
     metrics = Metrics()
-    stopping = asyncio.Event()
-    loop = asyncio.get_running_loop()
-
-    async def catch_signals() -> None:
-        for number in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(number, stopping.set)
-
-    async with open_session(configuration) as session:
-        cluster = Client(session, configuration.host, observe=metrics.observe_request)
+    async with connect(settings.kubeconfig, observe=metrics.observe_request) as cluster:
         await check_installed(cluster, settings.watch_namespaces)
         operator = Operator(cluster, settings, metrics)
-        http = await serve_http(operator, metrics, settings.http_host, settings.http_port)
-        try:
-            registry = registry_for(operator.wake, configuration.host, lambda: open_session(configuration))
-            await _run_until(
-                stopping,
-                operator.run(),
-                lambda stop: run_kopf(registry, settings.watch_namespaces, catch_signals, stop),
-            )
-        finally:
-            await http.cleanup()
 
+        async def work() -> None:
+            async with serving(operator, metrics, settings.http_host, settings.http_port):
+                await operator.run()
 
-async def _run_until(
-    stopping: asyncio.Event,
-    work: Awaitable[None],
-    kopf: Callable[[asyncio.Event], Awaitable[None]],
-) -> None:
-    """End both when asked to, or with the error of the one that ends by itself: the work first, as kopf's end cancels
-    every task of the loop."""
-    stop_kopf = asyncio.Event()
-    working = asyncio.ensure_future(work)
-    watching = asyncio.ensure_future(kopf(stop_kopf))
-    asked = asyncio.ensure_future(stopping.wait())
-    await asyncio.wait((working, watching, asked), return_when=asyncio.FIRST_COMPLETED)
-    asked.cancel()
-    working.cancel()
-    await asyncio.wait((working,))
-    stop_kopf.set()
-    await asyncio.wait((watching,))
-    for task in (working, watching):
-        if not task.cancelled() and (error := task.exception()) is not None:
-            raise error
-    if not stopping.is_set():
-        raise ClusterFault("the operator's watch ended by itself", retriable=True)
+        liveness = f"http://{settings.http_host}:{settings.health_port}/healthz"
+        await run_kopf(work, cluster.configuration, liveness)
 
 
 def main(argv: Sequence[str]) -> int:

@@ -41,6 +41,7 @@ class RunSettings:
     num_workers: int
     http_host: str
     http_port: int
+    health_port: int
     kubeconfig: str
     log_level: str
 
@@ -138,7 +139,8 @@ SETTINGS = (
     _Setting("watch_namespaces", _words, "", "namespaces to serve, separated by commas; empty: all"),
     _Setting("num_workers", _between(1, 256), "16", "passes at the same time"),
     _Setting("http_host", _text, "0.0.0.0", "address for /healthz, /readyz and /metrics"),
-    _Setting("http_port", _between(0, 65535), "8080", "port of that address; 0: any free one"),
+    _Setting("http_port", _between(0, 65535), "8080", "port of that address for /readyz and /metrics; 0: any free one"),
+    _Setting("health_port", _between(1, 65535), "8081", "port of that address for /healthz"),
     _Setting(
         "kubeconfig", _text, "", "kubeconfig; empty: the pod's ServiceAccount, or the usual kubeconfig outside a pod"
     ),
@@ -196,6 +198,7 @@ def _assemble(values: Mapping[str, Any]) -> RunSettings:
         num_workers=values["num_workers"],
         http_host=values["http_host"],
         http_port=values["http_port"],
+        health_port=values["health_port"],
         kubeconfig=values["kubeconfig"],
         log_level=values["log_level"],
     )

@@ -203,19 +203,23 @@ def test_the_default_values_are_the_operators_own(helm: Helm) -> None:
 def test_every_setting_is_given_by_the_chart_or_left_alone_on_purpose(helm: Helm) -> None:
     (container,) = one(helm.render(IMAGES), "Deployment")["spec"]["template"]["spec"]["containers"]
     known = {setting.variable for setting in settings.SETTINGS}
-    left_alone = {f"{settings.ENV_PREFIX}{name}" for name in ("HTTP_HOST", "HTTP_PORT", "KUBECONFIG", "LEASE_NAME")}
+    left_alone = {
+        f"{settings.ENV_PREFIX}{name}" for name in ("HTTP_HOST", "HTTP_PORT", "HEALTH_PORT", "KUBECONFIG", "LEASE_NAME")
+    }
     assert {entry["name"] for entry in container["env"]} == known - left_alone
 
 
-def test_service_and_probes_reach_the_port_that_the_operator_opens(helm: Helm) -> None:
+def test_service_and_probes_reach_the_ports_that_the_operator_opens(helm: Helm) -> None:
     documents = helm.render(IMAGES)
     (container,) = one(documents, "Deployment")["spec"]["template"]["spec"]["containers"]
-    (port,) = container["ports"]
-    assert port["containerPort"] == settings_of(documents).http_port
+    own = settings_of(documents)
+    ports = {port["name"]: port["containerPort"] for port in container["ports"]}
+    assert ports == {"http": own.http_port, "health": own.health_port}
     (service_port,) = one(documents, "Service")["spec"]["ports"]
-    assert service_port["targetPort"] == port["name"]
-    for probe in ("startupProbe", "livenessProbe", "readinessProbe"):
-        assert container[probe]["httpGet"]["port"] == port["name"]
+    assert service_port["targetPort"] == "http"
+    probed = {probe: container[probe]["httpGet"] for probe in ("startupProbe", "livenessProbe", "readinessProbe")}
+    live, ready = {"path": "/healthz", "port": "health"}, {"path": "/readyz", "port": "http"}
+    assert probed == {"startupProbe": live, "livenessProbe": live, "readinessProbe": ready}
 
 
 def test_selectors_select_the_operator_and_not_the_test(helm: Helm) -> None:

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import urllib.error
 import urllib.request
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -27,7 +28,7 @@ from helpers.operators import (
     serves_models,
 )
 from helpers.ports import free_ports
-from neuron_operator.client import LEASES
+from neuron_operator.client import CHILDREN, LEASES, NEURON_MODELS, PODS
 
 LEASE_SECONDS = 15
 """Long enough that no replica loses it because the machine stops for some seconds."""
@@ -60,6 +61,8 @@ class Process:
             "run",
             "--http-port",
             str(self.port),
+            "--health-port",
+            str(self.port + 1),
             "--lease-seconds",
             str(LEASE_SECONDS),
         ]
@@ -69,8 +72,9 @@ class Process:
             )
 
     def get(self, path: str) -> tuple[int, str]:
+        port = self.port + 1 if path == "/healthz" else self.port
         try:
-            with urllib.request.urlopen(f"http://127.0.0.1:{self.port}{path}", timeout=60) as response:
+            with urllib.request.urlopen(f"http://127.0.0.1:{port}{path}", timeout=60) as response:
                 return response.status, response.read().decode()
         except urllib.error.HTTPError as error:
             return error.code, ""
@@ -99,7 +103,7 @@ def start(server: ApiServer, tmp_path: Path) -> Iterator[Start]:
     with contextlib.ExitStack() as stack:
 
         def start(name: str, *flags: str) -> Process:
-            process = Process(server, tmp_path / name, stack.enter_context(free_ports()), *flags)
+            process = Process(server, tmp_path / name, stack.enter_context(free_ports(2)), *flags)
             stack.callback(process.kill)
             return process
 
@@ -139,6 +143,22 @@ async def test_the_framework_writes_nothing_and_asks_for_nothing_that_is_not_gra
     assert managers <= {"user", "neuron-operator-status"}
 
 
+async def test_a_replica_opens_one_watch_of_each_resource(server: ApiServer, start: Start) -> None:
+    def watches() -> Counter[str]:
+        """Those that have begun; each is in the audit log again when it ends."""
+        events = server.requests(OPERATOR_USER)
+        return Counter(
+            e["objectRef"]["resource"] for e in events if (e["verb"], e["stage"]) == ("watch", "ResponseStarted")
+        )
+
+    expected = Counter(resource.plural for resource in (*CHILDREN, PODS, NEURON_MODELS, LEASES))
+    before = watches()
+    process = start("log")
+    await eventually(lambda: (watches() - before).keys() >= expected.keys())
+    assert process.end() == 0
+    assert watches() - before == expected
+
+
 async def test_sigterm_ends_a_leader_with_code_0(start: Start) -> None:
     process = start("log")
     await eventually(process.is_leading)
@@ -163,9 +183,10 @@ async def test_a_missing_right_ends_the_start_with_the_cure(server: ApiServer, s
 async def test_a_taken_port_and_a_missing_cluster_are_said_in_one_line(
     server: ApiServer, tmp_path: Path, start: Start
 ) -> None:
-    port = start("port", "--http-port", str(server.port))
-    assert port.process.wait(WAIT_SECONDS) == 1
-    assert "address already in use" in port.log.read_text().splitlines()[-1]
+    for flag in ("--http-port", "--health-port"):
+        port = start("port", flag, str(server.port))
+        assert port.process.wait(WAIT_SECONDS) == 1
+        assert "address already in use" in port.log.read_text().splitlines()[-1]
     config = start("config", "--kubeconfig", str(tmp_path / "none"))
     assert config.process.wait(WAIT_SECONDS) == 1
     (line,) = config.log.read_text().splitlines()

@@ -24,7 +24,9 @@ import yaml
 
 from cluster.rig import binaries
 from cluster.rig.machine import WAIT_SECONDS
+from helpers import kubeconfigs
 from helpers.ports import free_ports
+from neuron_operator.client import as_yaml
 
 GROUPS = ("system:serviceaccounts", "system:authenticated")
 """Of every user but `admin`."""
@@ -58,23 +60,16 @@ class ApiServer:
     def kubeconfig(self, user: str, server: str | None = None) -> Path:
         """A kubeconfig for a user of `tokens`; `server` where requests go through a proxy."""
         path = self.folder / f"{user.replace(':', '_')}-{abs(hash(server))}.kubeconfig"
-        cluster = {"server": server or self.url, "certificate-authority": str(self.ca_file)}
-        document = {
-            "apiVersion": "v1",
-            "kind": "Config",
-            "clusters": [{"name": "test", "cluster": cluster}],
-            "users": [{"name": user, "user": {"token": self.tokens[user]}}],
-            "contexts": [{"name": "test", "context": {"cluster": "test", "user": user}}],
-            "current-context": "test",
-        }
-        path.write_text(yaml.safe_dump(document))
+        credentials = {"token": self.tokens[user]}
+        kubeconfigs.write(path, server or self.url, credentials, **{"certificate-authority": str(self.ca_file)})
         return path
 
     def call(self, method: str, path: str, body: Any = None, content_type: str = "application/json") -> Any:
         """One request as admin. Raises HTTPError with the server's words."""
+        text = as_yaml(body) if "yaml" in content_type else json.dumps(body)
         request = urllib.request.Request(
             self.url + path,
-            data=None if body is None else json.dumps(body).encode(),
+            data=None if body is None else text.encode(),
             method=method,
             headers={"Authorization": f"Bearer {self.tokens['admin']}", "Content-Type": content_type},
         )

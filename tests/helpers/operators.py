@@ -30,8 +30,7 @@ from neuron_operator.client import (
     Client,
     Cluster,
     Resource,
-    load_configuration,
-    open_session,
+    connect,
 )
 from neuron_operator.lease import LeaseTimings
 from neuron_operator.metrics import Metrics
@@ -47,7 +46,7 @@ SPEC = {
     "model": {"uri": "file:///models/demo"},
     "replicas": 2,
     "accelerator": {"type": "CPU"},
-    "engine": {"backend": "torch", "env": [{"name": "GREETING", "value": "héllo <&> \u2028"}]},
+    "engine": {"backend": "torch", "env": [{"name": "GREETING", "value": "héllo <&> \u2028 \x7f\x85\ufeff 😀"}]},
 }
 FACTS = {
     "architecture": "LlamaForCausalLM",
@@ -206,9 +205,8 @@ async def client_of(
     server: ApiServer, user: str = OPERATOR_USER, via: str | None = None, **options: Any
 ) -> AsyncIterator[Client]:
     """A client as `user`; `via` is the URL of a proxy in front of the server."""
-    configuration = await load_configuration(str(server.kubeconfig(user, via)))
-    async with open_session(configuration) as session:
-        yield Client(session, configuration.host, **options)
+    async with connect(str(server.kubeconfig(user, via)), **options) as client:
+        yield client
     await asyncio.sleep(0.1)  # TLS connections say good-bye after the session is closed
 
 

@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
-import aiohttp
 import pytest
 from aiohttp import web
 
+from helpers import kubeconfigs
 from neuron_operator import client as module
 from neuron_operator.client import (
     CHILDREN,
     NEURON_MODELS,
     NODES,
     AlreadyExists,
-    Client,
     Conflict,
     Forbidden,
     Gone,
@@ -23,14 +24,31 @@ from neuron_operator.client import (
     NotFound,
     Throttled,
     Unreachable,
-    load_configuration,
+    connect,
 )
 from neuron_operator.errors import ClusterFault
 
 CONFIG_MAPS = next(resource for resource in CHILDREN if resource.kind == "ConfigMap")
 
 
-async def answered(status: int, body: Any, headers: dict[str, str] | None = None) -> ClusterFault:
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+
+@asynccontextmanager
+async def serving(handle: Handler) -> AsyncIterator[str]:
+    """The URL of a server that answers each request with `handle`."""
+    app = web.Application()
+    app.router.add_route("*", "/{path:.*}", handle)
+    runner = web.AppRunner(app)
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    try:
+        yield f"http://127.0.0.1:{runner.addresses[0][1]}"
+    finally:
+        await runner.cleanup()
+
+
+async def answered(folder: Path, status: int, body: Any, headers: dict[str, str] | None = None) -> ClusterFault:
     """The fault that a create meets."""
 
     async def handle(request: web.Request) -> web.StreamResponse:
@@ -38,19 +56,10 @@ async def answered(status: int, body: Any, headers: dict[str, str] | None = None
             return web.Response(status=status, text=body, headers=headers)
         return web.json_response(body, status=status, headers=headers)
 
-    app = web.Application()
-    app.router.add_route("*", "/{path:.*}", handle)
-    runner = web.AppRunner(app)
-    await runner.setup()
-    await web.TCPSite(runner, "127.0.0.1", 0).start()
-    try:
-        async with aiohttp.ClientSession() as session:
-            client = Client(session, f"http://127.0.0.1:{runner.addresses[0][1]}")
-            with pytest.raises(ClusterFault) as raised:
-                await client.create(CONFIG_MAPS, {"metadata": {"namespace": "ns", "name": "a"}})
-            return raised.value
-    finally:
-        await runner.cleanup()
+    async with serving(handle) as server, connect(kubeconfigs.write(folder / "config", server)) as client:
+        with pytest.raises(ClusterFault) as raised:
+            await client.create(CONFIG_MAPS, {"metadata": {"namespace": "ns", "name": "a"}})
+        return raised.value
 
 
 TERMINATING = {"causes": [{"reason": "NamespaceTerminating"}]}
@@ -73,9 +82,9 @@ TERMINATING = {"causes": [{"reason": "NamespaceTerminating"}]}
     ],
 )
 async def test_an_answer_becomes_the_fault_that_says_who_must_act(
-    status: int, body: Any, kind: type[ClusterFault], retriable: bool
+    tmp_path: Path, status: int, body: Any, kind: type[ClusterFault], retriable: bool
 ) -> None:
-    fault = await answered(status, body)
+    fault = await answered(tmp_path, status, body)
     assert type(fault) is kind
     assert fault.retriable == retriable
     assert str(fault).startswith("create configmaps: ")
@@ -92,16 +101,15 @@ async def test_an_answer_becomes_the_fault_that_says_who_must_act(
     ],
 )
 async def test_a_server_that_asks_to_come_back_later_says_when(
-    status: int, body: Any, headers: dict[str, str], seconds: float
+    tmp_path: Path, status: int, body: Any, headers: dict[str, str], seconds: float
 ) -> None:
-    fault = await answered(status, body, headers)
+    fault = await answered(tmp_path, status, body, headers)
     assert isinstance(fault, Throttled)
     assert fault.retry_after_seconds == seconds
 
 
-async def test_a_server_that_is_not_there_is_unreachable() -> None:
-    async with aiohttp.ClientSession() as session:
-        client = Client(session, "http://127.0.0.1:1")
+async def test_a_server_that_is_not_there_is_unreachable(tmp_path: Path) -> None:
+    async with connect(kubeconfigs.write(tmp_path / "config", "http://127.0.0.1:1")) as client:
         with pytest.raises(Unreachable, match="get nodes: "):
             await client.get(NODES, None, "n1")
         with pytest.raises(Unreachable, match="watch nodes: "):
@@ -117,6 +125,39 @@ def test_paths_name_group_version_namespace_and_subresource() -> None:
     assert NEURON_MODELS.path("ns", "chat", "status") == status
 
 
+async def test_the_token_of_an_exec_plugin_is_renewed_when_it_expires(tmp_path: Path) -> None:
+    seen: list[str] = []
+
+    async def handle(request: web.Request) -> web.StreamResponse:
+        seen.append(request.headers["Authorization"])
+        return web.json_response({})
+
+    plugin = tmp_path / "plugin"
+    plugin.write_text(
+        """#!/bin/sh
+        echo x >> "$0.calls"
+        calls=$(wc -l < "$0.calls")
+        status="{\\"token\\": \\"token-$calls\\", \\"expirationTimestamp\\": \\"2026-01-01T00:00:00Z\\"}"
+        echo "{\\"apiVersion\\": \\"client.authentication.k8s.io/v1\\", \\"kind\\": \\"ExecCredential\\",
+               \\"status\\": $status}"
+        """
+    )
+    plugin.chmod(0o755)
+    user = {"exec": {"apiVersion": "client.authentication.k8s.io/v1", "command": str(plugin)}}
+    async with (
+        serving(handle) as server,
+        connect(kubeconfigs.write(tmp_path / "config", server, user), token_check_seconds=0.01) as client,
+    ):
+        while len(set(seen)) < 3:
+            await client.get(NODES, None, "n1")
+    assert seen[0].startswith("Bearer token-")
+
+
+async def enter(kubeconfig: str = "") -> None:
+    async with connect(kubeconfig):
+        pass
+
+
 async def test_a_configuration_that_cannot_be_used_is_said_in_one_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -124,12 +165,12 @@ async def test_a_configuration_that_cannot_be_used_is_said_in_one_line(
     monkeypatch.setattr(module, "DEFAULT_KUBECONFIG", str(tmp_path / "none"))
     monkeypatch.delenv("KUBECONFIG", raising=False)
     with pytest.raises(ClusterFault, match=r"no kubeconfig at .*none; set KUBECONFIG or pass --kubeconfig"):
-        await load_configuration()
+        await enter()
     broken = tmp_path / "broken"
     for content in ("", "{", "apiVersion: v1\nkind: Config\n", "[1]"):
         broken.write_text(content)
         with pytest.raises(ClusterFault, match="no cluster: "):
-            await load_configuration(str(broken))
+            await enter(str(broken))
     monkeypatch.setenv("KUBERNETES_SERVICE_HOST", "10.0.0.1")
     with pytest.raises(ClusterFault, match="no cluster: "):
-        await load_configuration()
+        await enter()
