@@ -50,11 +50,11 @@ def _keys(fields: Iterable[Field]) -> str:
     actions = _actions()
     rows = []
     for field in fields:
-        flags = actions[field.argument].option_strings if field.flag else ["MODEL"] if field.path == "model.uri" else []
+        flags = actions[field.argument].option_strings if field.argument else ()
         default = f"`{field.default}`" if field.default == field.value else field.default
-        if field.value is NODEFAULT and field.flag:
+        if field.value is NODEFAULT and field.argument:
             default = f"required; with flags: {default}"
-        rows.append((f"`{field.path}`", _texts(flags), values(field.kind), field.description, default))
+        rows.append((f"`{field.path}`", _texts(flags), values(field.kind), field.key.description, default))
     return table(("Key", "Flag", "Values", "Meaning", "Default"), rows)
 
 

@@ -1,6 +1,6 @@
-"""How a field of a configuration Struct is set from a command line or from Python: declared beside the field's type.
+"""How a field of a configuration Struct is set by a flag or an argument: declared beside the field's type.
 
-A field is `name: Annotated[type, Meta(ge=..., description=...), Flag(...)] = default`. `fields_of` reads these
+A field is `name: Annotated[type, Meta(ge=...), Flag("What it does", ...)] = default`. `fields_of` reads these
 declarations; argparse flags, argument names and the tables of the docs follow from what it returns. Nothing here knows
 a particular configuration.
 """
@@ -19,8 +19,15 @@ from msgspec import inspect
 
 
 @dataclass(frozen=True)
-class Flag:
-    """A field that has a command-line flag."""
+class Key:
+    """What a key of the document does."""
+
+    description: str
+
+
+@dataclass(frozen=True)
+class Flag(Key):
+    """A key that has a command-line flag."""
 
     argument: str = ""
     """Name of the argument, vLLM's where the meaning is the same; with dashes it is the flag. Empty: the field's."""
@@ -41,11 +48,11 @@ class Field:
     path: str
     """Keys of the JSON document, joined by dots."""
     kind: inspect.Type
-    description: str
+    key: Key
     value: Any
     """Default; NODEFAULT: required."""
-    flag: Flag | None
-    argument: str
+    argument: str = ""
+    """Empty: no flag."""
 
     @property
     def option(self) -> str:
@@ -54,8 +61,8 @@ class Field:
     @property
     def default(self) -> str:
         """What holds if the field is not set, in words."""
-        if self.flag and self.flag.default:
-            return self.flag.default
+        if isinstance(self.key, Flag) and self.key.default:
+            return self.key.default
         if self.value is msgspec.NODEFAULT:
             return "required"
         if isinstance(self.value, bool):
@@ -71,46 +78,30 @@ class Field:
         """What the document holds for what a person wrote. Raises ValueError."""
         if self.is_switch and isinstance(given, bool):
             return "enabled" if given else "disabled"
-        if not isinstance(given, str):
-            return given
-        if self.flag and self.flag.read:
-            return self.flag.read(given)
-        return [given] if isinstance(self.kind, inspect.VarTupleType) else given
+        if isinstance(given, str) and isinstance(self.key, Flag) and self.key.read:
+            given = self.key.read(given)
+        return [given] if isinstance(given, str) and isinstance(self.kind, inspect.VarTupleType) else given
 
 
 def fields_of(struct: type[msgspec.Struct], path: str = "") -> Iterator[Field]:
     """The fields of a configuration and of its parts, in the order of their declaration."""
     for field in msgspec.structs.fields(struct):
-        kind, description = _kind(field.type)
+        kind = inspect.type_info(field.type)
         if isinstance(kind, inspect.StructType):
             yield from fields_of(kind.cls, f"{path}{field.encode_name}.")
             continue
-        flag = next((one for one in get_args(field.type)[1:] if isinstance(one, Flag)), None)
-        yield Field(
-            path=path + field.encode_name,
-            kind=kind,
-            description=description,
-            value=field.default if field.default_factory is msgspec.NODEFAULT else field.default_factory(),
-            flag=flag,
-            argument=flag.argument or field.name if flag else "",
-        )
-
-
-def _kind(annotated: Any) -> tuple[inspect.Type, str]:
-    """A field's type, and its description."""
-    match inspect.type_info(annotated):
-        case inspect.Metadata(kind, extra):
-            return kind, (extra or {}).get("description", "")
-        case kind:
-            return kind, ""
+        value = field.default if field.default_factory is msgspec.NODEFAULT else field.default_factory()
+        key = next(one for one in get_args(field.type) if isinstance(one, Key))
+        argument = key.argument or field.name if isinstance(key, Flag) else ""
+        yield Field(path + field.encode_name, kind, key, value, argument)
 
 
 def add_flags(parser: argparse._ActionsContainer, fields: Iterable[Field]) -> None:
     """The flags of these fields; a flag that is not given is None."""
     for field in fields:
-        if field.flag is not None:
-            meaning = f"{field.description} (default: {field.default})".replace("`", "")
-            parser.add_argument(field.option, help=meaning, **_form(field, field.flag))
+        if isinstance(field.key, Flag):
+            meaning = f"{field.key.description} (default: {field.default})".replace("`", "")
+            parser.add_argument(field.option, help=meaning, **_form(field, field.key))
 
 
 def _form(field: Field, flag: Flag) -> dict[str, Any]:
@@ -122,6 +113,8 @@ def _form(field: Field, flag: Flag) -> dict[str, Any]:
             return {"action": argparse.BooleanOptionalAction}
         case inspect.IntType():
             return {"type": int, "metavar": flag.metavar or "N"}
+        case inspect.FloatType():
+            return {"type": float, "metavar": flag.metavar or "N"}
         case inspect.LiteralType(values):
             return {"metavar": flag.metavar or "|".join(str(value) for value in values if value)}
         case inspect.VarTupleType() if flag.read is None:
@@ -149,13 +142,11 @@ def template(text: str) -> str:
         raise ValueError(f"cannot read {text}: {error}") from error
 
 
-def json_list(text: str) -> Any:
-    """vLLM's form, a JSON list, or one item as it is."""
-    return _json(text, "list") if text.startswith("[") else [text]
-
-
-def json_object(text: str) -> Any:
-    return _json(text, "object")
+def json_value(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{text!r} is not JSON: {error}") from error
 
 
 def json_or_text(text: str) -> Any:
@@ -163,10 +154,3 @@ def json_or_text(text: str) -> Any:
         return json.loads(text)
     except json.JSONDecodeError:
         return text
-
-
-def _json(text: str, form: str) -> Any:
-    try:
-        return json.loads(text)
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{text!r} is not a JSON {form}: {error}") from error

@@ -22,10 +22,10 @@ from helpers.chat_model import write_chat_model
 from helpers.front_end import MODEL, Serving, make_model, serving
 from helpers.ports import free_ports
 from helpers.serve_command import serve
-from neuron_runtime.config import ServerOptions
+from neuron_runtime.config import TRACES_ENDPOINT, ServerOptions
 from neuron_runtime.errors import InvalidConfig
 from neuron_runtime.server import tracing
-from neuron_runtime.server.edge import TRACES_ENDPOINT, Edge
+from neuron_runtime.server.edge import Edge
 from neuron_runtime.server.exchange import Exchange
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")

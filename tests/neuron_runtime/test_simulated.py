@@ -457,4 +457,4 @@ def test_a_wrong_setting_is_refused_before_a_port_opens(model: Path, capsys: pyt
     told = capsys.readouterr().err
     assert "--override-neuron-config ($.overrideNeuronConfig.speed): the simulated backend has no such setting" in told
     assert main([*arguments, "{"]) == 2
-    assert "is not a JSON object" in capsys.readouterr().err
+    assert "is not JSON" in capsys.readouterr().err

@@ -14,12 +14,10 @@ from pathlib import Path
 from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp
 
-from neuron_runtime.config import ServerOptions, check_url
+from neuron_runtime.config import TRACES_ENDPOINT, ServerOptions, check_url
 from neuron_runtime.server.access_log import AccessLog, LineWriter
 from neuron_runtime.server.auth import ApiKeys, Guard
 from neuron_runtime.server.exchange import Exchanges, Observer
-
-TRACES_ENDPOINT = "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT"
 
 
 class Edge:

@@ -1,0 +1,74 @@
+"""A field that is declared once: its flag, how the flag is read, and what the help says."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Annotated, Any, Literal
+
+import msgspec
+import pytest
+from msgspec import Meta
+
+from neuron_runtime.flags import Flag, Key, add_flags, fields_of, json_or_text
+
+
+class Part(msgspec.Struct, rename="camel"):
+    num_things: Annotated[int, Meta(ge=1), Flag("How many", "things")] = 3
+    share: Annotated[float, Flag("Which part")] = 1.0
+
+
+class Whole(msgspec.Struct, rename="camel"):
+    names: Annotated[tuple[str, ...], Flag("Names", default="from `MODEL`")]
+    kind: Annotated[Literal["", "a", "b"], Flag("Of `a` or `b`")] = ""
+    switch: Annotated[Literal["auto", "enabled", "disabled"], Flag("On or off")] = "auto"
+    loud: Annotated[bool, Flag("Say more")] = False
+    origins: Annotated[tuple[str, ...], Flag("Where from", metavar="JSON", read=json_or_text)] = ()
+    inner: Annotated[str, Key("Only in the document")] = ""
+    part: Part = msgspec.field(default_factory=Part)
+
+
+FIELDS = {field.path: field for field in fields_of(Whole)}
+
+
+def parser() -> argparse.ArgumentParser:
+    flags = argparse.ArgumentParser()
+    add_flags(flags, FIELDS.values())
+    return flags
+
+
+def test_fields_are_named_by_their_path_and_those_without_a_flag_have_none() -> None:
+    assert list(FIELDS) == ["names", "kind", "switch", "loud", "origins", "inner", "part.numThings", "part.share"]
+    assert FIELDS["part.numThings"].option == "--things"
+    assert "inner" not in vars(parser().parse_args([]))
+
+
+def test_a_flag_that_is_not_given_is_none() -> None:
+    assert set(vars(parser().parse_args([])).values()) == {None}
+
+
+@pytest.mark.parametrize(
+    ("path", "words", "value"),
+    [
+        ("names", ["--names", "x", "y"], ["x", "y"]),
+        ("kind", ["--kind", "b"], "b"),
+        ("switch", ["--switch"], "enabled"),
+        ("switch", ["--no-switch"], "disabled"),
+        ("loud", ["--no-loud"], False),
+        ("origins", ["--origins", '["x", "y"]'], ["x", "y"]),
+        ("origins", ["--origins", "x"], ["x"]),
+        ("part.numThings", ["--things", "7"], 7),
+        ("part.share", ["--share", "0.5"], 0.5),
+    ],
+)
+def test_a_flag_is_read_by_the_type_of_its_field(path: str, words: list[str], value: Any) -> None:
+    field = FIELDS[path]
+    assert field.read(getattr(parser().parse_args(words), field.argument)) == value
+
+
+def test_the_help_has_the_description_the_values_and_the_default() -> None:
+    text = " ".join(parser().format_help().split())
+    assert "--names NAME [NAME ...] Names (default: from MODEL)" in text
+    assert "--kind a|b Of a or b (default: none)" in text
+    assert "--loud, --no-loud Say more (default: off)" in text
+    assert "--things N How many (default: 3)" in text
+    assert "--share N Which part (default: 1)" in text
