@@ -15,8 +15,10 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
+import operator_tables
 import runtime_tables
 from bench_tables import published_step_times
+from neuron_operator import schema
 from neuron_runtime.not_built import Surface
 from request_tables import as_json, names, refused
 
@@ -35,7 +37,6 @@ class Target:
 
 TARGETS = (
     Target("docs/benchmarks.md", published_step_times, "published step times"),
-    Target("charts/neuron-serving/files/neuronmodels.yaml", (ROOT / "crds/neuronmodels.yaml").read_text),
     Target("docs/runtime.md", partial(refused, Surface.BODY, "Field", as_json), "refused fields"),
     Target("docs/runtime.md", partial(names, Surface.BODY, has_effect=False), "fields without effect"),
     Target("docs/offline.md", partial(refused, Surface.LLM, "Argument", repr), "refused arguments"),
@@ -46,6 +47,12 @@ TARGETS = (
     Target("docs/runtime.md", runtime_tables.document_keys, "keys of the document"),
     Target("docs/server.md", runtime_tables.server_keys, "keys of the server"),
     Target("docs/offline.md", runtime_tables.llm_arguments, "arguments of LLM"),
+    Target("crds/neuronmodels.yaml", schema.to_yaml),
+    Target("charts/neuron-serving/files/neuronmodels.yaml", schema.to_yaml),
+    Target("docs/neuronmodel.md", operator_tables.fields, "fields of spec"),
+    Target("docs/neuronmodel.md", operator_tables.not_supported, "fields not supported"),
+    Target("docs/neuronmodel.md", operator_tables.status, "fields of status"),
+    Target("docs/neuronmodel.md", operator_tables.columns, "columns"),
 )
 
 

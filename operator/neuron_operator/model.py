@@ -1,204 +1,563 @@
-"""NeuronModel as a frozen value: parse a body or refuse it with the field.
+"""NeuronModel as a frozen value: every field of the resource, declared once, and `parse`, which reads a manifest.
 
-Called by `decide` for every pass, and so by `neuron-operator local` and `plan`, where no API server has checked the
-manifest: what the CRD's schema and CEL rules refuse is refused here too, with the same field. Fields that this version
-does not act on are refused, never ignored. Nothing here renders or does I/O.
+`make generate` writes the CRD and the tables of docs/neuronmodel.md from these declarations. Called by `decide` for
+every pass, and so by `neuron-operator local` and `plan`, where no API server has checked the manifest: what the CRD
+refuses is refused here too, with the same field. Fields that this version does not act on are refused, never ignored.
 """
-
-from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import pairwise
-from operator import attrgetter
 from typing import Annotated, Any, Literal
 
 import msgspec
-from msgspec import Meta, Struct, field
+from msgspec import UNSET, Meta, field
 
 from neuron_operator import names
 from neuron_operator.errors import FieldNotSupported, InvalidSpec
+from neuron_operator.fields import (
+    ConfigKey,
+    Json,
+    Rule,
+    SpecPart,
+    Supported,
+    broken_rules,
+    exactly_one,
+    unique,
+    walk,
+)
 
 NAME_PATTERN = r"^[a-z]([-a-z0-9]*[a-z0-9])?$"
-ENV_NAME_PATTERN = r"^[A-Za-z_][A-Za-z0-9_]*$"
-URI_PATTERNS = {
-    "hf": r"^hf://[A-Za-z0-9][A-Za-z0-9._-]{0,95}/[A-Za-z0-9][A-Za-z0-9._-]{0,95}(@[A-Za-z0-9][A-Za-z0-9._/-]{0,127})?$",
-    "s3": r"^s3://[a-z0-9][a-z0-9.-]{1,61}[a-z0-9]/[^\s]+$",
-    "pvc": r"^pvc://[a-z0-9]([-a-z0-9.]{0,251}[a-z0-9])?(/[^\s]*)?$",
-    "oci": r"^oci://[^\s#]+(#[^\s#]+)?$",
-    "file": r"^file:///[^\s]+$",
+
+
+@dataclass(frozen=True)
+class UriScheme:
+    form: str
+    pattern: str
+    supported: bool = False
+
+
+URI_SCHEMES = {
+    "hf": UriScheme(
+        "hf://org/name[@revision]",
+        r"^hf://[A-Za-z0-9][A-Za-z0-9._-]{0,95}/[A-Za-z0-9][A-Za-z0-9._-]{0,95}"
+        r"(@[A-Za-z0-9][A-Za-z0-9._/-]{0,127})?$",
+        supported=True,
+    ),
+    "s3": UriScheme("s3://bucket/prefix", r"^s3://[a-z0-9][a-z0-9.-]{1,61}[a-z0-9]/[^\s]+$"),
+    "pvc": UriScheme("pvc://claim/path", r"^pvc://[a-z0-9]([-a-z0-9.]{0,251}[a-z0-9])?(/[^\s]*)?$"),
+    "oci": UriScheme("oci://image[@digest][#path]", r"^oci://[^\s#]+(#[^\s#]+)?$"),
+    "file": UriScheme("file:///path", r"^file:///[^\s]+$", supported=True),
 }
-RELATIVE_FILE_PREFIX = "file:./"
+URI_FORMS = [scheme.form for scheme in URI_SCHEMES.values()]
+RELATIVE_FILE = "file:./"
+IS_RELATIVE = f"self.startsWith('{RELATIVE_FILE}')"
+
+BACKENDS = {"torch": "computes on the host", "simulated": "simulates a device"}
+"""Backends of this version, and what they do."""
+
 
 Name = Annotated[str, Meta(min_length=1, max_length=253)]
+ServedName = Annotated[str, Meta(min_length=1, max_length=256, pattern=r"^\S+$")]
 ShortText = Annotated[str, Meta(min_length=1, max_length=64)]
+LabelValue = Annotated[str, Meta(max_length=63)]
+TopologyKey = Annotated[str, Meta(max_length=317)]
+Quantity = int | Annotated[str, Meta(max_length=32)]
 Length = Annotated[int, Meta(ge=1, le=16_777_216)]
-Bucket = Annotated[int, Meta(ge=1, le=16_777_216)]
-Buckets = Annotated[tuple[Bucket, ...], Meta(max_length=32)]
-LabelMap = Annotated[dict[str, Annotated[str, Meta(max_length=63)]], Meta(max_length=32)]
-AnnotationMap = Annotated[dict[str, Annotated[str, Meta(max_length=4096)]], Meta(max_length=32)]
-Quantities = Annotated[dict[str, int | Annotated[str, Meta(max_length=32)]], Meta(max_length=16)]
-Json = dict[str, Any]
+Long = Meta(extra_json_schema={"format": "int64"})
+Toggle = Literal["Enabled", "Disabled"]
+AutoToggle = Literal["Auto", "Enabled", "Disabled"]
+SWITCH = {"Auto": None, "Enabled": "enabled", "Disabled": "disabled"}
 
 
-class Part(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, rename="camel", omit_defaults=True):
-    """A part of the spec: camelCase in JSON, unknown keys refused."""
+def _has_known_form(uri: str) -> bool:
+    scheme = URI_SCHEMES.get(uri.partition("://")[0])
+    return uri.startswith(RELATIVE_FILE) or bool(scheme and re.fullmatch(scheme.pattern, uri))
 
 
-class SecretName(Part, frozen=True):
+def _matches(pattern: str) -> str:
+    return f"self.matches('{pattern}')".replace("\\", "\\\\")
+
+
+Uri = Annotated[
+    str,
+    Meta(min_length=1, max_length=1024),
+    Rule(
+        "file:./ is relative to the manifest and works with `neuron-operator local` only; use file:///path",
+        lambda uri: not uri.startswith(RELATIVE_FILE),
+        f"!{IS_RELATIVE}",
+    ),
+    Rule(
+        f"must be {', '.join(URI_FORMS[:-1])} or {URI_FORMS[-1]}",
+        _has_known_form,
+        " || ".join([IS_RELATIVE, *(_matches(scheme.pattern) for scheme in URI_SCHEMES.values())]),
+    ),
+    Rule(
+        "must not contain the path segment '..'",
+        lambda uri: uri.startswith(RELATIVE_FILE) or ".." not in uri.split("/"),
+        f"{IS_RELATIVE} || !self.matches('(^|/)[.][.](/|$)')",
+    ),
+]
+Buckets = Annotated[
+    tuple[Length, ...],
+    Meta(max_length=32),
+    Rule(
+        "must be ascending",
+        lambda buckets: all(low < high for low, high in pairwise(buckets)),
+        "self.isSorted() && self.all(x, self.exists_one(y, x == y))",
+    ),
+]
+OURS = Rule(
+    f"{names.GROUP}/ is the operator's own prefix",
+    lambda keys: not any(key.startswith(f"{names.GROUP}/") for key in keys),
+    f"self.all(key, !key.startsWith('{names.GROUP}/'))",
+)
+Quantities = Annotated[
+    dict[str, Quantity],
+    Meta(max_length=16),
+    Rule(
+        "request Neuron devices with accelerator.devices or cores",
+        lambda keys: not any(map(names.is_neuron_resource, keys)),
+        f"self.all(key, !key.startsWith('{names.NEURON_RESOURCE_PREFIX}'))",
+    ),
+]
+
+
+class SecretName(SpecPart, frozen=True):
     name: Name
 
 
-class SecretKey(Part, frozen=True):
+class SecretKey(SpecPart, frozen=True):
     name: Name
     key: Name
     optional: bool | None = None
 
 
-class ApiKeySecret(Part, frozen=True):
+class ApiKeySecret(SpecPart, frozen=True):
+    """Clients must send one of the keys in this Secret of the namespace, one per line, as a bearer token. By default
+    all clients are served. See [Credentials](#credentials)."""
+
     name: Name
     key: Name
 
 
-class ModelSource(Part, frozen=True):
-    uri: Annotated[str, Meta(min_length=1, max_length=1024)]
+class ModelSource(SpecPart, frozen=True):
+    """Where the model comes from and what clients call it."""
+
+    uri: Annotated[
+        Uri,
+        "Where the model comes from. `hf://org/name[@revision]`: a Hugging Face hub; a branch or tag is pinned to its "
+        "commit when the model is resolved. `file:///path`: a folder in the runtime image. `file:./path`, relative to "
+        "the manifest, works with `neuron-operator local` only. `s3://bucket/prefix`, `pvc://claim/path` and "
+        "`oci://image[@digest][#path]` are for later versions. No path segment `..`.",
+        ConfigKey("model.uri"),
+        Supported(
+            f"use {' or '.join(scheme.form for scheme in URI_SCHEMES.values() if scheme.supported)}",
+            values=tuple(f"{name}://" for name, scheme in URI_SCHEMES.items() if scheme.supported),
+            of=lambda spec: f"{spec.uri_scheme}://",
+        ),
+    ]
     served_names: Annotated[
-        tuple[Annotated[str, Meta(min_length=1, max_length=256, pattern=r"^\S+$")], ...], Meta(max_length=16)
+        tuple[ServedName, ...],
+        Meta(max_length=16),
+        "Names that clients may ask for, without white space; the first is reported in answers and is "
+        "the metrics' label `model_name`. By default the name of the object.",
+        unique(),
+        ConfigKey("servedNames", {(): None}),
     ] = ()
-    credentials_secret_ref: SecretName | None = None
+    credentials_secret_ref: Annotated[
+        SecretName | None,
+        "Secret of the namespace; its key `HF_TOKEN` is given only to pods that fetch. "
+        "See [Credentials](#credentials).",
+    ] = None
 
 
-class Accelerator(Part, frozen=True):
-    type: Literal["Neuron", "CPU"] = "Neuron"
-    instance_types: Annotated[tuple[ShortText, ...], Meta(max_length=16)] = ()
-    devices: Annotated[int, Meta(ge=1, le=64)] | None = None
-    cores: Annotated[int, Meta(ge=1, le=512)] | None = None
-    logical_neuron_core: Literal[1, 2] | None = None
+class Accelerator(SpecPart, frozen=True):
+    """What one node gives to one replica."""
+
+    RULES = (
+        Rule(
+            "devices and cores exclude one another",
+            lambda self: self.devices is None or self.cores is None,
+            "!(has(self.devices) && has(self.cores))",
+        ),
+        Rule(
+            "devices and cores are for type Neuron",
+            lambda self: self.type != "CPU" or (self.devices is None and self.cores is None),
+            "self.type != 'CPU' || !(has(self.devices) || has(self.cores))",
+        ),
+    )
+
+    type: Annotated[
+        Literal["Neuron", "CPU"],
+        "`Neuron`: each replica holds devices, or cores. `CPU`: neither.",
+    ] = "Neuron"
+    instance_types: Annotated[
+        tuple[ShortText, ...],
+        Meta(max_length=16),
+        "Instance types it may run on, best first.",
+        Supported("choose nodes with podTemplate.spec.nodeSelector"),
+    ] = ()
+    devices: Annotated[
+        Annotated[int, Meta(ge=1, le=64)] | None,
+        "Neuron devices of one replica, in [sizes that the device plugin grants]"
+        "(#devices-and-cores), by default 1. Excludes `cores`; not with `CPU`.",
+    ] = None
+    cores: Annotated[
+        Annotated[int, Meta(ge=1, le=512)] | None,
+        "NeuronCores instead of devices; only on nodes labelled "
+        f"`{names.ALLOCATION_LABEL}={names.ALLOCATION_CORES}`. Excludes `devices`; not with `CPU`.",
+    ] = None
+    logical_neuron_core: Annotated[
+        Literal[1, 2] | None,
+        "Physical cores that act as one; by default the instance type's.",
+        Supported("remove it: the node's own setting is used"),
+    ] = None
 
 
-class Parallelism(Part, frozen=True):
-    tensor: Annotated[int, Meta(ge=1, le=1024)] | None = None
-    nodes: Annotated[int, Meta(ge=1, le=64)] | None = None
+class Parallelism(SpecPart, frozen=True):
+    """How one replica is spread."""
+
+    tensor: Annotated[
+        Annotated[int, Meta(ge=1, le=1024)] | None,
+        "Tensor-parallel degree of the whole replica.",
+        Supported("remove it: one process serves a replica", values=(1,)),
+    ] = None
+    nodes: Annotated[
+        Annotated[int, Meta(ge=1, le=64)] | None,
+        "Nodes of one replica.",
+        Supported("remove it: a replica is one pod", values=(1,)),
+    ] = None
 
 
-class Serving(Part, frozen=True):
-    max_model_length: Length | None = None
-    max_sequences: Annotated[int, Meta(ge=1, le=4096)] | None = None
-    block_size: Annotated[int, Meta(ge=1, le=4096)] | None = None
-    num_blocks: Annotated[int, Meta(ge=1, le=16_777_216)] | None = None
-    max_queued_requests: Annotated[int, Meta(ge=1, le=1_000_000)] | None = None
-    dtype: Literal["auto", "float32", "bfloat16", "float16"] | None = None
-    quantization: ShortText | None = None
-    kv_cache_dtype: ShortText | None = None
-    context_buckets: Buckets = ()
-    token_generation_buckets: Buckets = ()
-    prefix_caching: Literal["Auto", "Enabled", "Disabled"] = "Auto"
-    chunked_prefill: Literal["Auto", "Enabled", "Disabled"] = "Auto"
-    sampling: Literal["Device", "DeviceWithLogits", "Host"] | None = None
-    generation_config: Literal["Enabled", "Disabled"] = "Enabled"
-    chat_template: Annotated[str, Meta(min_length=1, max_length=32_768)] | None = None
-    """The bound keeps the manifest, however escaped, within the 256 KiB that `kubectl apply` can annotate."""
-    reasoning_parser: Literal["deepseek_r1", "qwen3"] | None = None
-    access_log: Literal["Enabled", "Disabled"] = "Enabled"
-    num_front_ends: Annotated[int, Meta(ge=1, le=64)] | None = None
+class Serving(SpecPart, frozen=True):
+    """Limits and modes of the engine; what is left out, the engine chooses."""
+
+    max_model_length: Annotated[
+        Length | None,
+        "Maximum tokens of a prompt and its answer together. More than the model was made for is "
+        "`InvalidSpec` once the model is resolved.",
+        ConfigKey("limits.maxModelLength"),
+    ] = None
+    max_sequences: Annotated[
+        Annotated[int, Meta(ge=1, le=4096)] | None,
+        "Maximum requests that are computed at the same time.",
+        ConfigKey("limits.maxSequences"),
+    ] = None
+    block_size: Annotated[
+        Annotated[int, Meta(ge=1, le=4096)] | None,
+        "Tokens of one block of the KV cache. Setting it or `numBlocks` selects the block layout.",
+        ConfigKey("limits.blockSize"),
+    ] = None
+    num_blocks: Annotated[
+        Annotated[int, Meta(ge=1, le=16_777_216)] | None,
+        "Blocks of the KV cache.",
+        ConfigKey("limits.numBlocks"),
+    ] = None
+    max_queued_requests: Annotated[
+        Annotated[int, Meta(ge=1, le=1_000_000)] | None,
+        "Maximum requests that wait; further ones are answered with 429.",
+        ConfigKey("limits.maxQueuedRequests"),
+    ] = None
+    dtype: Annotated[
+        Literal["auto", "float32", "bfloat16", "float16"] | None,
+        "Number type of weights and activations; by default the model's.",
+        ConfigKey("dtype"),
+    ] = None
+    quantization: Annotated[
+        ShortText | None,
+        "How weights are quantized.",
+        Supported("remove it: the model is served in serving.dtype"),
+    ] = None
+    kv_cache_dtype: Annotated[
+        ShortText | None,
+        "Number type of the KV cache.",
+        Supported("remove it: the cache has serving.dtype"),
+    ] = None
+    context_buckets: Annotated[
+        Buckets,
+        "Prompt lengths to compile for, ascending.",
+        Supported("remove it: nothing is compiled"),
+    ] = ()
+    token_generation_buckets: Annotated[
+        Buckets,
+        "Context lengths to compile token generation for, ascending.",
+        Supported("remove it: nothing is compiled"),
+    ] = ()
+    prefix_caching: Annotated[
+        AutoToggle,
+        "Whether [equal beginnings of prompts are computed once](runtime.md#prefix-caching). `Enabled` "
+        "selects the block layout; `Auto`: wherever the layout is blocks.",
+        ConfigKey("prefixCaching", SWITCH),
+    ] = "Auto"
+    chunked_prefill: Annotated[
+        AutoToggle,
+        "Whether long prompts are computed in parts, beside the answers in progress. `Disabled`: a "
+        "prompt longer than one step is refused; `Auto`: where the engine can.",
+        ConfigKey("chunkedPrefill", SWITCH),
+    ] = "Auto"
+    sampling: Annotated[
+        Literal["Device", "DeviceWithLogits", "Host"] | None,
+        "Where tokens are chosen, see [sampling](sampling.md); by default `Device` on a simulated device.",
+        ConfigKey("overrideNeuronConfig.sampling"),
+        Supported("remove it or set Host", values=("Host",), backends=("simulated",)),
+    ] = None
+    generation_config: Annotated[
+        Toggle,
+        "Whether the model's own `generation_config.json` gives the defaults of sampling. `Disabled`: "
+        "they are OpenAI's (temperature 1, no cut-off). The model's end tokens hold in any case.",
+        ConfigKey("text.generationConfig", {"Enabled": None, "Disabled": "vllm"}),
+    ] = "Enabled"
+    # The bound keeps the manifest, however escaped, within the 256 KiB that `kubectl apply` can annotate.
+    chat_template: Annotated[
+        Annotated[str, Meta(min_length=1, max_length=32_768)] | None,
+        "A Jinja template, verbatim; by default the model's own. A template with a syntax error is "
+        "`InvalidEngineConfig`, with the line.",
+        ConfigKey("text.chatTemplate"),
+    ] = None
+    reasoning_parser: Annotated[
+        Literal["deepseek_r1", "qwen3"] | None,
+        "The format of the model's thoughts, which are then [separated from the answer]"
+        "(runtime.md#models-that-think). By default they stay in the answer.",
+        ConfigKey("text.reasoningParser"),
+    ] = None
+    access_log: Annotated[
+        Toggle,
+        "Whether each request is [a line of JSON](server.md#access-log) in the pod's log, without its content.",
+        ConfigKey("server.accessLog", {"Enabled": None, "Disabled": False}),
+    ] = "Enabled"
+    num_front_ends: Annotated[
+        Annotated[int, Meta(ge=1, le=64)] | None,
+        "Processes of each pod for HTTP and text, beside the engine's, by default 1, see "
+        "[several front ends](server.md#several-front-ends).",
+        ConfigKey("server.numFrontEnds"),
+    ] = None
     api_key_secret_ref: ApiKeySecret | None = None
 
 
-class EnvSource(Part, frozen=True):
+class EnvSource(SpecPart, frozen=True):
+    RULES = (exactly_one("secretKeyRef", "configMapKeyRef"),)
+
     secret_key_ref: SecretKey | None = None
     config_map_key_ref: SecretKey | None = None
 
 
-class EnvVar(Part, frozen=True):
-    name: Annotated[str, Meta(min_length=1, max_length=128, pattern=ENV_NAME_PATTERN)]
+class EnvVar(SpecPart, frozen=True):
+    RULES = (exactly_one("value", "valueFrom"),)
+
+    name: Annotated[
+        str,
+        Meta(min_length=1, max_length=128, pattern=r"^[A-Za-z_][A-Za-z0-9_]*$"),
+        Rule(
+            "is set by the operator; HF_TOKEN comes from model.credentialsSecretRef",
+            lambda name: not names.is_reserved_env(name),
+            f"!self.startsWith('{names.RESERVED_ENV_PREFIX}') && !(self in {sorted(names.RESERVED_ENV)})",
+        ),
+    ]
     value: Annotated[str, Meta(max_length=4096)] | None = None
     value_from: EnvSource | None = None
 
 
-class Engine(Part, frozen=True):
-    backend: Literal["nxdi", "optimum", "transformers-neuronx", "vllm", "torch", "simulated"] | None = None
-    override_neuron_config: Json = field(default_factory=dict)
-    env: Annotated[tuple[EnvVar, ...], Meta(max_length=64)] = ()
-    image: Annotated[str, Meta(min_length=1, max_length=512, pattern=r"^\S+$")] | None = None
-    image_pull_policy: Literal["Always", "IfNotPresent", "Never"] | None = None
+class Engine(SpecPart, frozen=True):
+    """The program that computes."""
+
+    backend: Annotated[
+        Literal["nxdi", "optimum", "transformers-neuronx", "vllm", "torch", "simulated"] | None,
+        "By default `nxdi` on Neuron and `torch` on CPU. `torch` computes on the host. `simulated` "
+        "computes nothing: steps [take the time that a device would take]"
+        "(benchmarks.md#a-served-model-without-a-device), for load tests of what surrounds a model.",
+        ConfigKey("backend"),
+        Supported(
+            "set engine.backend: torch (computes on the host); the default on Neuron is nxdi",
+            values=tuple(BACKENDS),
+            of=lambda spec: spec.backend,
+        ),
+    ] = None
+    override_neuron_config: Annotated[
+        Json,
+        Meta(max_length=256),
+        "Settings of the backend, as [of a simulated device]"
+        "(benchmarks.md#a-served-model-without-a-device); one that the runtime does not know is "
+        "`InvalidEngineConfig`.",
+        ConfigKey("overrideNeuronConfig"),
+        Supported("remove it: no Neuron backend reads it yet", backends=("simulated",)),
+        # One home, so that status.plan shows the mode that the device has.
+        Supported(
+            "set serving.sampling",
+            values=(UNSET,),
+            of=lambda spec: spec.engine.override_neuron_config.get("sampling", UNSET),
+            key="sampling",
+        ),
+    ] = field(default_factory=dict)
+    env: Annotated[
+        tuple[EnvVar, ...],
+        Meta(max_length=64),
+        "Environment of the serving pods, with unique names; exactly one of `value` and `valueFrom`, "
+        "and of `secretKeyRef` and `configMapKeyRef`. Names that begin with "
+        f"`{names.RESERVED_ENV_PREFIX}` and {', '.join(f'`{name}`' for name in sorted(names.RESERVED_ENV))} are "
+        "refused. The resolve Job does not get these variables: mirrors and proxies belong into the chart's "
+        "`jobs.env`.",
+        unique(by="name"),
+    ] = ()
+    image: Annotated[
+        Annotated[str, Meta(min_length=1, max_length=512, pattern=r"^\S+$")] | None,
+        "Another runtime image for this model, its Job included; by default the chart's `image.runtime`.",
+    ] = None
+    image_pull_policy: Annotated[
+        Literal["Always", "IfNotPresent", "Never"] | None,
+        "When a node pulls the image; by default the chart's `image.pullPolicy`.",
+    ] = None
 
 
-class Claim(Part, frozen=True):
+class Claim(SpecPart, frozen=True):
     claim_name: Name
     sub_path: Annotated[str, Meta(max_length=512)] | None = None
 
 
-class EmptyDir(Part, frozen=True):
-    size_limit: int | Annotated[str, Meta(max_length=32)] | None = None
+class EmptyDir(SpecPart, frozen=True):
+    size_limit: Quantity | None = None
 
 
-class ObjectStore(Part, frozen=True):
+class ObjectStore(SpecPart, frozen=True):
     uri: Annotated[str, Meta(min_length=1, max_length=1024)]
 
 
-class WeightsStorage(Part, frozen=True):
+class WeightsStorage(SpecPart, frozen=True):
+    """Where weights are kept."""
+
+    RULES = (exactly_one("persistentVolumeClaim", "emptyDir", "objectStore"),)
+
     persistent_volume_claim: Claim | None = None
     empty_dir: EmptyDir | None = None
     object_store: ObjectStore | None = None
 
 
-class ArtifactsStorage(Part, frozen=True):
+class ArtifactsStorage(SpecPart, frozen=True):
+    """Where compiled artifacts are kept."""
+
+    RULES = (exactly_one("persistentVolumeClaim", "objectStore"),)
+
     persistent_volume_claim: Claim | None = None
     object_store: ObjectStore | None = None
 
 
-class Storage(Part, frozen=True):
-    weights: WeightsStorage | None = None
-    artifacts: ArtifactsStorage | None = None
+class Storage(SpecPart, frozen=True):
+    """Where weights and compiled artifacts are kept; by default as the chart says."""
+
+    weights: Annotated[
+        WeightsStorage | None,
+        Supported("remove it: weights are kept in the pod's emptyDir", values=(WeightsStorage(empty_dir=EmptyDir()),)),
+    ] = None
+    artifacts: Annotated[ArtifactsStorage, Supported("remove it: nothing is compiled")] | None = None
 
 
-class Rollout(Part, frozen=True):
-    strategy: Literal["Auto", "Surge", "Replace"] = "Auto"
-    progress_deadline_seconds: Annotated[int, Meta(ge=60, le=86_400)] = 3600
-    drain_delay_seconds: Annotated[int, Meta(ge=0, le=600)] = 10
-    drain_seconds: Annotated[int, Meta(ge=0, le=7200)] = 300
-    revision_history_limit: Annotated[int, Meta(ge=0, le=50)] = 5
+class Rollout(SpecPart, frozen=True):
+    """How an edit reaches the replicas, and how a replica ends."""
+
+    strategy: Annotated[
+        Literal["Auto", "Surge", "Replace"],
+        "Whether a new replica starts before an old one ends.",
+        Supported("remove it: replicas are replaced one at a time"),
+    ] = "Auto"
+    progress_deadline_seconds: Annotated[
+        int,
+        Meta(ge=60, le=86_400),
+        "A rollout without progress for this long is given up.",
+        Supported("remove it: no rollout is given up yet"),
+    ] = 3600
+    drain_delay_seconds: Annotated[
+        int,
+        Meta(ge=0, le=600),
+        "A replica that ends is unready at once and still admits requests for this long, until every "
+        "proxy has noticed.",
+        ConfigKey("drain.delaySeconds"),
+    ] = 10
+    drain_seconds: Annotated[
+        int,
+        Meta(ge=0, le=7200),
+        "After that its answers may go on for this long. The pod's grace period is both together and 30 s.",
+        ConfigKey("drain.seconds"),
+    ] = 300
+    revision_history_limit: Annotated[
+        int,
+        Meta(ge=0, le=50),
+        "Earlier revisions that are kept.",
+        Supported("remove it: five earlier revisions are kept"),
+    ] = 5
 
 
-class PodMetadata(Part, frozen=True):
-    labels: LabelMap = field(default_factory=dict)
-    annotations: AnnotationMap = field(default_factory=dict)
+class PodMetadata(SpecPart, frozen=True):
+    """Added to the serving pods; keys below `neuron-serving.dev/` are refused."""
+
+    labels: Annotated[dict[str, LabelValue], Meta(max_length=32), OURS] = field(default_factory=dict)
+    annotations: Annotated[dict[str, Annotated[str, Meta(max_length=4096)]], Meta(max_length=32), OURS] = field(
+        default_factory=dict
+    )
 
 
-class PodSecurity(Part, frozen=True):
-    fs_group: Annotated[int, Meta(ge=1, le=2_147_483_647)] | None = None
+class Toleration(SpecPart, frozen=True):
+    """As in a pod."""
+
+    key: TopologyKey | None = None
+    operator: Literal["Exists", "Equal"] | None = None
+    value: LabelValue | None = None
+    effect: Literal["NoSchedule", "PreferNoSchedule", "NoExecute"] | None = None
+    toleration_seconds: Annotated[int, Long] | None = None
 
 
-class Resources(Part, frozen=True):
+class TopologySpread(SpecPart, frozen=True):
+    """As in a pod."""
+
+    max_skew: Annotated[int, Meta(ge=1)]
+    topology_key: Annotated[TopologyKey, Meta(min_length=1)]
+    when_unsatisfiable: Literal["DoNotSchedule", "ScheduleAnyway"]
+    min_domains: Annotated[int, Meta(ge=1)] | None = None
+    node_affinity_policy: Literal["Honor", "Ignore"] | None = None
+    node_taints_policy: Literal["Honor", "Ignore"] | None = None
+    match_label_keys: Annotated[tuple[TopologyKey, ...], Meta(max_length=8)] | None = None
+    label_selector: Annotated[Json, Meta(max_length=2)] | None = None
+
+
+class PodSecurity(SpecPart, frozen=True):
+    fs_group: Annotated[int, Meta(ge=1, le=2_147_483_647), Long] | None = None
+
+
+class Resources(SpecPart, frozen=True):
+    """CPU, memory and the like; devices are requested with `accelerator`."""
+
     limits: Quantities = field(default_factory=dict)
     requests: Quantities = field(default_factory=dict)
 
 
-class PodSpec(Part, frozen=True):
-    node_selector: LabelMap = field(default_factory=dict)
-    tolerations: Annotated[tuple[Json, ...], Meta(max_length=32)] = ()
+class PodSpec(SpecPart, frozen=True):
+    """As in a pod, see [What podTemplate may change](#what-podtemplate-may-change)."""
+
+    node_selector: Annotated[dict[str, LabelValue], Meta(max_length=32)] = field(default_factory=dict)
+    tolerations: Annotated[tuple[Toleration, ...], Meta(max_length=32)] = ()
     affinity: Annotated[Json, Meta(max_length=3)] = field(default_factory=dict)
-    topology_spread_constraints: Annotated[tuple[Json, ...], Meta(max_length=8)] = ()
+    topology_spread_constraints: Annotated[tuple[TopologySpread, ...], Meta(max_length=8)] = ()
     priority_class_name: Name | None = None
     scheduler_name: Name | None = None
     runtime_class_name: Name | None = None
     service_account_name: Name | None = None
-    image_pull_secrets: Annotated[tuple[SecretName, ...], Meta(max_length=8)] = ()
+    image_pull_secrets: Annotated[tuple[SecretName, ...], Meta(max_length=8), unique(by="name")] = ()
     security_context: PodSecurity = PodSecurity()
     resources: Resources = field(default_factory=Resources)
 
 
-class PodTemplate(Part, frozen=True):
+class PodTemplate(SpecPart, frozen=True):
+    """Laid over the serving pods; Jobs take imagePullSecrets and serviceAccountName of it."""
+
     metadata: PodMetadata = field(default_factory=PodMetadata)
     spec: PodSpec = field(default_factory=PodSpec)
 
 
-class Spec(Part, frozen=True):
-    """`spec` of a NeuronModel, as API.md has it; None and empty mean: planned or defaulted."""
+class Spec(SpecPart, frozen=True):
+    """What to serve and how. Only model.uri is required; the rest has a default or is chosen."""
 
     model: ModelSource
-    replicas: Annotated[int, Meta(ge=0, le=1000)] = 1
+    replicas: Annotated[int, Meta(ge=0, le=1000), "Copies of the model. Also set by `kubectl scale`."] = 1
     accelerator: Accelerator = Accelerator()
     parallelism: Parallelism = Parallelism()
     serving: Serving = Serving()
@@ -206,6 +565,14 @@ class Spec(Part, frozen=True):
     storage: Storage = Storage()
     rollout: Rollout = Rollout()
     pod_template: PodTemplate = field(default_factory=PodTemplate)
+
+    @property
+    def backend(self) -> str:
+        return self.engine.backend or ("nxdi" if self.accelerator.type == "Neuron" else "torch")
+
+    @property
+    def uri_scheme(self) -> str:
+        return self.model.uri.partition(":")[0]
 
 
 @dataclass(frozen=True)
@@ -221,7 +588,7 @@ class NeuronModel:
 
     @property
     def backend(self) -> str:
-        return self.spec.engine.backend or default_backend(self.spec)
+        return self.spec.backend
 
     @property
     def served_names(self) -> tuple[str, ...]:
@@ -229,53 +596,12 @@ class NeuronModel:
 
     @property
     def uri_scheme(self) -> str:
-        return self.spec.model.uri.partition(":")[0]
+        return self.spec.uri_scheme
 
     @property
     def fetched_by_pods(self) -> bool:
         """Whether serving pods load the weights over the network themselves."""
         return self.uri_scheme == "hf"
-
-
-@dataclass(frozen=True)
-class Later:
-    """A field that a later version acts on: `accepted` are the values that ask for nothing."""
-
-    path: str
-    accepted: tuple[object, ...]
-    cure: str
-    but_with: tuple[str, ...] = ()
-    """Backends that act on it already."""
-
-
-LATER = (
-    Later("accelerator.instance_types", ((),), "choose nodes with podTemplate.spec.nodeSelector"),
-    Later("accelerator.logical_neuron_core", (None,), "remove it: the node's own setting is used"),
-    Later("parallelism.tensor", (None, 1), "remove it: one process serves a replica"),
-    Later("parallelism.nodes", (None, 1), "remove it: a replica is one pod"),
-    Later("serving.quantization", (None,), "remove it: the model is served in serving.dtype"),
-    Later("serving.kv_cache_dtype", (None,), "remove it: the cache has serving.dtype"),
-    Later("serving.context_buckets", ((),), "remove it: nothing is compiled"),
-    Later("serving.token_generation_buckets", ((),), "remove it: nothing is compiled"),
-    Later("serving.sampling", (None, "Host"), "remove it or set Host", but_with=("simulated",)),
-    Later("engine.override_neuron_config", ({},), "remove it: no Neuron backend reads it yet", but_with=("simulated",)),
-    Later(
-        "storage.weights", (None, WeightsStorage(empty_dir=EmptyDir())), "remove it: weights lie in the pod's emptyDir"
-    ),
-    Later("storage.artifacts", (None,), "remove it: nothing is compiled"),
-    Later("rollout.strategy", ("Auto",), "remove it: replicas are replaced one at a time"),
-    Later("rollout.progress_deadline_seconds", (3600,), "remove it: no rollout is given up yet"),
-    Later("rollout.revision_history_limit", (5,), "remove it: five earlier revisions are kept"),
-)
-
-LATER_SCHEMES = ("s3", "pvc", "oci")
-
-BACKENDS = {"torch": "computes on the host", "simulated": "simulates a device"}
-"""Backends of this version, and what they do."""
-
-
-def default_backend(spec: Spec) -> str:
-    return "nxdi" if spec.accelerator.type == "Neuron" else "torch"
 
 
 def parse(body: Mapping[str, Any]) -> NeuronModel:
@@ -294,9 +620,10 @@ def parse(body: Mapping[str, Any]) -> NeuronModel:
             f"must be a DNS label of at most {names.MAX_MODEL_NAME} characters that begins with a letter",
         )
     spec = _convert(body.get("spec"))
-    for path, message in _broken_rules(spec):
+    for path, message in broken_rules(Spec, spec, "spec"):
         raise InvalidSpec(path, message)
-    _refuse_later(spec)
+    for refusal in not_supported(spec):
+        raise refusal
     annotations = metadata.get("annotations")
     annotations = annotations if isinstance(annotations, Mapping) else {}
     return NeuronModel(
@@ -326,98 +653,15 @@ def _convert(raw: object) -> Spec:
         raise InvalidSpec(f"spec{path}", message.replace("`", "")) from error
 
 
-def _broken_rules(spec: Spec) -> Iterator[tuple[str, str]]:
-    """Rules between fields: the CEL rules of the CRD, in its order."""
-    yield from _uri_rules(spec.model.uri)
-    accelerator = spec.accelerator
-    if accelerator.devices is not None and accelerator.cores is not None:
-        yield "spec.accelerator", "devices and cores exclude one another"
-    if accelerator.type == "CPU" and (accelerator.devices is not None or accelerator.cores is not None):
-        yield "spec.accelerator", "devices and cores are for type Neuron"
-    for path, buckets in (
-        ("spec.serving.contextBuckets", spec.serving.context_buckets),
-        ("spec.serving.tokenGenerationBuckets", spec.serving.token_generation_buckets),
-    ):
-        if any(low >= high for low, high in pairwise(buckets)):
-            yield path, "must be ascending"
-    if len(set(spec.model.served_names)) < len(spec.model.served_names):
-        yield "spec.model.servedNames", "must be unique"
-    yield from _env_rules(spec.engine.env)
-    yield from _storage_rules(spec.storage)
-    yield from _pod_rules(spec.pod_template)
-
-
-def _uri_rules(uri: str) -> Iterator[tuple[str, str]]:
-    path = "spec.model.uri"
-    if uri.startswith(RELATIVE_FILE_PREFIX):
-        yield path, "file:./ is relative to the manifest and works with `neuron-operator local` only; use file:///path"
-        return
-    pattern = URI_PATTERNS.get(uri.partition("://")[0])
-    if pattern is None or not re.fullmatch(pattern, uri):
-        yield (
-            path,
-            (
-                "must be hf://org/name[@revision], s3://bucket/prefix, pvc://claim/path, oci://image[@digest][#path] "
-                "or file:///path"
-            ),
-        )
-    elif ".." in uri.split("/"):
-        yield path, "must not contain the path segment '..'"
-
-
-def _env_rules(env: tuple[EnvVar, ...]) -> Iterator[tuple[str, str]]:
-    if len({variable.name for variable in env}) < len(env):
-        yield "spec.engine.env", "names must be unique"
-    for index, variable in enumerate(env):
-        path = f"spec.engine.env[{index}]"
-        if names.is_reserved_env(variable.name):
-            yield (
-                f"{path}.name",
-                f"{variable.name} is set by the operator; HF_TOKEN comes from model.credentialsSecretRef",
-            )
-        if (variable.value is None) == (variable.value_from is None):
-            yield path, "exactly one of value and valueFrom is needed"
-        source = variable.value_from
-        if source is not None and (source.secret_key_ref is None) == (source.config_map_key_ref is None):
-            yield f"{path}.valueFrom", "exactly one of secretKeyRef and configMapKeyRef is needed"
-
-
-def _storage_rules(storage: Storage) -> Iterator[tuple[str, str]]:
-    for path, store in (("spec.storage.weights", storage.weights), ("spec.storage.artifacts", storage.artifacts)):
-        if store is not None and len(msgspec.to_builtins(store)) != 1:
-            yield path, f"exactly one of {', '.join(store.__struct_encode_fields__)} is needed"
-
-
-def _pod_rules(template: PodTemplate) -> Iterator[tuple[str, str]]:
-    metadata, spec = template.metadata, template.spec
-    for path, keys in (("labels", metadata.labels), ("annotations", metadata.annotations)):
-        if any(key.startswith(f"{names.GROUP}/") for key in keys):
-            yield f"spec.podTemplate.metadata.{path}", f"{names.GROUP}/ is the operator's own prefix"
-    for path, quantities in (("limits", spec.resources.limits), ("requests", spec.resources.requests)):
-        if any(names.is_neuron_resource(key) for key in quantities):
-            yield f"spec.podTemplate.spec.resources.{path}", "ask for Neuron devices with accelerator.devices or cores"
-
-
-def _refuse_later(spec: Spec) -> None:
-    scheme = spec.model.uri.partition(":")[0]
-    if scheme in LATER_SCHEMES:
-        raise FieldNotSupported("spec.model.uri", f"{scheme}://", "use hf://org/name or file:///path")
-    backend = spec.engine.backend or default_backend(spec)
-    if backend not in BACKENDS:
-        asked = backend if spec.engine.backend else f"{backend} (the default on Neuron)"
-        raise FieldNotSupported("spec.engine.backend", asked, "set engine.backend: torch (computes on the host)")
-    for later in LATER:
-        value = attrgetter(later.path)(spec)
-        if value not in later.accepted and backend not in later.but_with:
-            raise FieldNotSupported("spec." + _camel(later.path), _shown(value), later.cure)
-    settings = spec.engine.override_neuron_config
-    if "sampling" in settings:  # said in one place, so that status.plan shows what the device is told
-        path = "spec.engine.overrideNeuronConfig.sampling"
-        raise FieldNotSupported(path, _shown(settings["sampling"]), "set serving.sampling")
-
-
-def _camel(path: str) -> str:
-    return re.sub(r"_([a-z])", lambda match: match.group(1).upper(), path)
+def not_supported(spec: Spec) -> Iterator[FieldNotSupported]:
+    """A refusal for each valid value that this version does not act on."""
+    found = [(path, one, said, value) for path, one, value in walk(spec, "spec") for said in one.said(Supported)]
+    # What decides about other fields, as the backend does, is named before them.
+    for path, one, said, value in sorted(found, key=lambda row: row[2].of is None):
+        asked = said.of(spec) if said.of else value
+        accepted = said.values if said.of else (one.default, *said.values)
+        if asked not in accepted and spec.backend not in said.backends:
+            yield FieldNotSupported(f"{path}.{said.key}" if said.key else path, _shown(asked), said.cure)
 
 
 def _shown(value: object) -> str:

@@ -16,7 +16,8 @@ from msgspec import Struct
 from neuron_operator import names
 from neuron_operator.config_document import config_document, sampling_mode
 from neuron_operator.errors import InvalidSpec
-from neuron_operator.model import BACKENDS, LATER, NeuronModel
+from neuron_operator.fields import SpecPart, Supported, fields_of
+from neuron_operator.model import BACKENDS, NeuronModel
 from neuron_operator.objects import dig, labels_of, whole
 from neuron_operator.placement import Placement, place
 from neuron_operator.records import Facts
@@ -70,22 +71,20 @@ class Revision(Struct, frozen=True, kw_only=True):
 
 def spec_hash(model: NeuronModel) -> str:
     """Over the part of the spec that pods or placement depend on; written-out defaults do not change it."""
-    # Fields that its backend does not act on yet have values here that ask for nothing.
-    idle = (later.path for later in LATER if model.backend not in later.but_with)
-    return names.digest([FORMAT, _said(model.spec, frozenset({"replicas", *idle}))])
+    spec = msgspec.structs.replace(model.spec, replicas=1)
+    return names.digest([FORMAT, _beyond_defaults(spec, model.backend)])
 
 
-def _said(part: Struct, without: frozenset[str], path: str = "") -> dict[str, Any]:
-    """What the manifest says beyond defaults, without the fields at these paths."""
+def _beyond_defaults(part: SpecPart, backend: str) -> dict[str, Any]:
+    """What the manifest says beyond defaults, without fields that nothing acts on: their values mean the default."""
     said: dict[str, Any] = {}
-    for field in msgspec.structs.fields(part):
-        value, here = getattr(part, field.name), f"{path}{field.name}"
-        default = field.default if field.default_factory is msgspec.NODEFAULT else field.default_factory()
-        if value == default or here in without:
+    for one in fields_of(type(part)):
+        value = getattr(part, one.name)
+        if value == one.default or any(support.idle(backend) for support in one.said(Supported)):
             continue
-        told = _said(value, without, f"{here}.") if isinstance(value, Struct) else msgspec.to_builtins(value)
-        if told != {}:
-            said[field.encode_name] = told
+        kept = _beyond_defaults(value, backend) if isinstance(value, SpecPart) else msgspec.to_builtins(value)
+        if kept != {}:
+            said[one.key] = kept
     return said
 
 

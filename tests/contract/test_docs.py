@@ -28,7 +28,7 @@ from neuron_operator import metrics as operator_metrics
 from neuron_operator import placement
 from neuron_operator.catalog import INSTANCE_TYPES
 from neuron_operator.errors import InvalidSpec, Unplaceable
-from neuron_operator.model import LATER, LATER_SCHEMES, parse
+from neuron_operator.model import parse
 from neuron_operator.why import CONDITIONS, REASONS
 from neuron_runtime import config, not_built, offline, sampling_modes
 from neuron_runtime.__main__ import build_parser, main
@@ -65,13 +65,6 @@ PAGES = sorted(
     if not any(part.startswith(".") for part in path.relative_to(ROOT).parts)
 )
 
-KUBERNETES_OWN = {
-    "podTemplate.spec.tolerations",
-    "podTemplate.spec.affinity",
-    "podTemplate.spec.topologySpreadConstraints",
-}
-"""Fields whose insides are a pod's, documented by Kubernetes."""
-
 
 def section(page: str, title: str) -> str:
     """What stands under a heading, up to the next one of the same level or above."""
@@ -102,23 +95,6 @@ def paths(text: str) -> set[str]:
         base, *more = words(first) or [""]
         found |= {base, *(base + word if word[0] in ".[" else word for word in more)}
     return found - {""}
-
-
-def schema() -> Mapping[str, Any]:
-    crd = yaml.safe_load((ROOT / "crds" / "neuronmodels.yaml").read_text())
-    properties: Mapping[str, Any] = crd["spec"]["versions"][0]["schema"]["openAPIV3Schema"]["properties"]
-    return properties
-
-
-def leaves(part: Mapping[str, Any], path: str = "") -> Iterator[str]:
-    """Paths of all fields that have no fields of their own."""
-    below = part.get("properties") or part.get("items", {}).get("properties")
-    inside = f"{path}[]" if "items" in part else path
-    if not below or path in KUBERNETES_OWN:
-        yield path
-        return
-    for name, child in below.items():
-        yield from leaves(child, f"{inside}.{name}" if inside else name)
 
 
 # Every page
@@ -187,31 +163,6 @@ def test_every_runtime_command_shown_is_one_that_parses(page: Path) -> None:
 # docs/neuronmodel.md
 
 
-def test_every_field_of_the_resource_is_documented_once_and_no_other() -> None:
-    now = paths(section(NEURONMODEL, "Fields acted on now"))
-    later = paths(section(NEURONMODEL, "Fields refused by this version"))
-    assert now & later == {"model.uri", "engine.backend", "engine.overrideNeuronConfig", "serving.sampling"}
-    known = set(leaves(schema()["spec"]))
-    parents = {path[: match.start()] for path in known for match in re.finditer(r"\.|\[\]", path)}
-    assert known - (now | later) == set()
-    assert (now | later) - known - parents == set()
-
-
-def test_the_fields_refused_are_those_of_the_code_with_its_cures() -> None:
-    told = {words(first)[0]: cure for first, _, cure in rows(section(NEURONMODEL, "Fields refused by this version"))}
-    camel = {re.sub(r"_([a-z])", lambda m: m[1].upper(), later.path): later.cure for later in LATER}
-    assert {path: cure for path, cure in told.items() if path not in ("model.uri", "engine.backend")} == camel
-    assert all(f"`{scheme}://`" in told["model.uri"] for scheme in LATER_SCHEMES)
-
-
-def test_every_field_of_the_status_is_documented_and_no_other() -> None:
-    known = set(leaves(schema()["status"]))
-    parents = {path[: match.start()] for path in known for match in re.finditer(r"\.|\[\]", path)}
-    told = paths(section(NEURONMODEL, "Status"))
-    assert known - told == set()
-    assert told - known - parents == set()
-
-
 def documented_reasons(condition: str) -> dict[str, bool]:
     """Reason to whether it is marked as reserved."""
     return {words(row[0])[0]: row[1].startswith("*reserved*") for row in rows(section(NEURONMODEL, condition))}
@@ -259,14 +210,6 @@ def test_the_table_of_sizes_is_the_catalog() -> None:
         [known.name, *(placement._ranges(list(sizes)) for sizes in tables(known))] for known in INSTANCE_TYPES.values()
     ]
     assert rows(section(NEURONMODEL, "Devices and cores")) == expected
-
-
-def test_the_columns_are_those_of_the_resource() -> None:
-    crd = yaml.safe_load((ROOT / "crds" / "neuronmodels.yaml").read_text())
-    columns = crd["spec"]["versions"][0]["additionalPrinterColumns"]
-    normal = ", ".join(c["name"] for c in columns if not c.get("priority"))
-    wide = ", ".join(c["name"] for c in columns if c.get("priority"))
-    assert f"shows {normal}; `-o wide` adds {wide}." in NEURONMODEL
 
 
 # docs/runtime.md

@@ -1,10 +1,8 @@
 """A manifest is parsed into a frozen value or refused with the field; what is not acted on is never ignored."""
 
-import re
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import pytest
 import yaml
 from hypothesis import given, settings
@@ -13,7 +11,7 @@ from helpers.manifests import REFUSED, spec_with
 from helpers.operator_worlds import JSON_VALUES, body
 from neuron_operator import names
 from neuron_operator.errors import FieldNotSupported, InvalidSpec
-from neuron_operator.model import ENV_NAME_PATTERN, NAME_PATTERN, URI_PATTERNS, Spec, is_paused, parse
+from neuron_operator.model import is_paused, parse
 
 CRD = Path(__file__).parents[2] / "crds" / "neuronmodels.yaml"
 
@@ -57,29 +55,6 @@ def test_only_the_word_true_pauses(value: str | None, paused: bool) -> None:
     assert is_paused(body(annotations=annotations)) is paused
 
 
-def test_schema_and_parser_have_the_same_patterns_and_reserved_names() -> None:
-    spec = _schema()["properties"]["spec"]["properties"]
-    rules = " ".join(rule["rule"] for rule in spec["model"]["properties"]["uri"]["x-kubernetes-validations"])
-    assert re.findall(r"\^[a-z0-9]+://.*?\$(?='\))", rules) == [
-        p.replace("\\s", "\\\\s") for p in URI_PATTERNS.values()
-    ]
-    assert _schema()["properties"]["metadata"]["properties"]["name"] == {
-        "type": "string",
-        "maxLength": names.MAX_MODEL_NAME,
-        "pattern": NAME_PATTERN,
-    }
-    env_name = spec["engine"]["properties"]["env"]["items"]["properties"]["name"]
-    assert env_name["pattern"] == ENV_NAME_PATTERN
-    (reserved,) = env_name["x-kubernetes-validations"]
-    assert set(re.findall(r"'([A-Z_]+)'", reserved["rule"])) == {*names.RESERVED_ENV, names.RESERVED_ENV_PREFIX}
-
-
-def test_schema_and_parser_know_the_same_fields_defaults_and_bounds() -> None:
-    (mine,), parts = msgspec.json.schema_components([Spec])
-    mine = parts[mine["$ref"].rpartition("/")[2]]
-    _compare(_schema()["properties"]["spec"], mine, parts, "spec")
-
-
 def test_every_list_map_and_text_of_the_spec_is_bounded() -> None:
     unbounded = list(_unbounded(_schema()["properties"]["spec"], "spec"))
     assert unbounded == []
@@ -106,33 +81,6 @@ def _schema() -> dict[str, Any]:
     crd = yaml.safe_load(CRD.read_text())
     schema: dict[str, Any] = crd["spec"]["versions"][0]["schema"]["openAPIV3Schema"]
     return schema
-
-
-# Parts that the schema describes closer than the parser: the API server checks them again in the pod template.
-LOOSER_HERE = ("tolerations", "topologySpreadConstraints", "affinity", "overrideNeuronConfig")
-
-
-def _compare(theirs: dict[str, Any], mine: dict[str, Any], parts: dict[str, Any], path: str) -> None:
-    if "anyOf" in mine and "x-kubernetes-int-or-string" not in theirs:
-        (mine,) = [option for option in mine["anyOf"] if option.get("type") != "null"]
-    if "$ref" in mine:
-        mine = parts[mine["$ref"].rpartition("/")[2]]
-    if path.rpartition(".")[2] in LOOSER_HERE:
-        return
-    for bound in ("minimum", "maximum", "minLength", "maxLength", "maxItems", "maxProperties", "pattern"):
-        if "x-kubernetes-int-or-string" not in theirs:
-            assert theirs.get(bound) == mine.get(bound), f"{path}: {bound}"
-    assert sorted(theirs.get("enum", [])) == sorted(mine.get("enum", [])), path
-    if "properties" in theirs:
-        assert set(theirs["properties"]) == set(mine["properties"]), path
-        assert set(theirs.get("required", [])) == set(mine.get("required", [])), path
-        for name, child in theirs["properties"].items():
-            if "default" in child:
-                assert mine["properties"][name]["default"] == child["default"], f"{path}.{name}"
-            _compare(child, mine["properties"][name], parts, f"{path}.{name}")
-    for step in ("items", "additionalProperties"):
-        if step in theirs:
-            _compare(theirs[step], mine[step], parts, path)
 
 
 def _unbounded(schema: dict[str, Any], path: str) -> Any:

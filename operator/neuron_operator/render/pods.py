@@ -113,10 +113,10 @@ def serving_pod_template(
                 },
                 "tolerations": [
                     *([{"key": names.NEURON_TAINT, "operator": "Exists"}] if placement.resources else []),
-                    *overlay.spec.tolerations,
+                    *msgspec.to_builtins(overlay.spec.tolerations),
                 ],
                 "affinity": _kept_apart(overlay.spec.affinity, placement),
-                "topologySpreadConstraints": list(overlay.spec.topology_spread_constraints),
+                "topologySpreadConstraints": list(msgspec.to_builtins(overlay.spec.topology_spread_constraints)),
                 "priorityClassName": overlay.spec.priority_class_name,
                 "schedulerName": overlay.spec.scheduler_name
                 or (settings.device_scheduler_name if placement.resources else None),

@@ -1,0 +1,164 @@
+"""What the declaration of a field says beside its type: description, rules, support, its key in RuntimeConfig.
+
+`model.py` declares with it; the parser, `schema.py`, `config_document.py`, `revision.py` and the docs' tables read it.
+In `Annotated`, a string is the description, in Markdown; bounds are msgspec's `Meta`. No field is known here by name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import cache
+from types import NoneType, UnionType
+from typing import Annotated, Any, ClassVar, TypeVar, Union, get_args, get_origin
+
+import msgspec
+from msgspec import NODEFAULT, Struct
+
+T = TypeVar("T")
+Json = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Rule:
+    """A rule over a value that bounds cannot say: once in CEL for the API server, once in Python for the parser.
+
+    Rules follow a field's type in `Annotated`, or stand in the RULES of the Struct that they constrain.
+    """
+
+    message: str
+    holds: Callable[[Any], bool]
+    cel: str = ""
+    schema: Mapping[str, Any] = field(default_factory=dict)
+    """Markers that enforce it in the schema, for a rule without CEL."""
+
+
+def unique(by: str = "") -> Rule:
+    """Items of a list differ, or their fields `by` do."""
+    kind = {"x-kubernetes-list-type": "map", "x-kubernetes-list-map-keys": [by]} if by else {}
+
+    def holds(items: tuple[Any, ...]) -> bool:
+        return len({getattr(item, by) if by else item for item in items}) == len(items)
+
+    return Rule("must be unique", holds, schema=kind or {"x-kubernetes-list-type": "set"})
+
+
+def exactly_one(*keys: str) -> Rule:
+    """One field of the Struct is set, no more; `keys` are all of its fields that count, as JSON has them."""
+
+    def holds(part: SpecPart) -> bool:
+        return sum(getattr(part, one.name) is not None for one in fields_of(type(part)) if one.key in keys) == 1
+
+    there = ", ".join(f"has(self.{key})" for key in keys)
+    return Rule(f"exactly one of {', '.join(keys)} is needed", holds, f"[{there}].exists_one(x, x)")
+
+
+@dataclass(frozen=True)
+class Supported:
+    """The field is valid, but this version does not act on every value; others are refused, with the cure.
+
+    Accepted are the default, `values`, and with one of `backends` all values. Accepted values of a field that is not
+    acted on mean the same as its default.
+    """
+
+    cure: str
+    values: tuple[object, ...] = ()
+    backends: tuple[str, ...] = ()
+    of: Callable[[Any], object] | None = None
+    """Reads from the spec what must be one of `values`, instead of the field's own value."""
+    key: str = ""
+    """The key inside the field that `of` reads."""
+
+    def idle(self, backend: str) -> bool:
+        """Whether nothing acts on the field."""
+        return self.of is None and backend not in self.backends
+
+
+@dataclass(frozen=True)
+class ConfigKey:
+    """Where the value goes in the RuntimeConfig document, unless it is None or nothing acts on the field."""
+
+    path: str
+    words: Mapping[object, object] = field(default_factory=dict)
+    """What the document has instead of these values."""
+
+
+class SpecPart(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, rename="camel", omit_defaults=True):
+    """A part of the resource: camelCase in JSON, unknown keys refused. Its docstring is its description."""
+
+    RULES: ClassVar[tuple[Rule, ...]] = ()
+
+
+@dataclass(frozen=True)
+class Field:
+    """A field of a SpecPart, as declared."""
+
+    name: str
+    key: str
+    """Its name in JSON."""
+    kind: Any
+    """The annotated type."""
+    default: Any
+    """NODEFAULT: required."""
+
+    def said(self, kind: type[T]) -> tuple[T, ...]:
+        """What the declaration says of this kind."""
+        return tuple(one for one in peeled(self.kind)[1] if isinstance(one, kind))
+
+
+@cache
+def fields_of(part: type[SpecPart]) -> tuple[Field, ...]:
+    return tuple(
+        Field(
+            one.name,
+            one.encode_name,
+            one.type,
+            one.default if one.default_factory is NODEFAULT else one.default_factory(),
+        )
+        for one in msgspec.structs.fields(part)
+    )
+
+
+def peeled(kind: Any) -> tuple[Any, tuple[object, ...]]:
+    """The type below `Annotated` and `| None`, and all that is said about it, RULES of a SpecPart last."""
+    said: tuple[object, ...] = ()
+    while True:
+        arguments = get_args(kind)
+        if get_origin(kind) is Annotated:
+            kind, said = arguments[0], (*arguments[1:], *said)
+        elif get_origin(kind) in (Union, UnionType) and NoneType in arguments and len(arguments) == 2:
+            (kind,) = (option for option in arguments if option is not NoneType)
+        else:
+            return kind, (*said, *getattr(kind, "RULES", ()))
+
+
+def described(kind: Any) -> str:
+    """The description in Markdown: the string of the declaration, else the docstring of a SpecPart, else empty."""
+    core, said = peeled(kind)
+    text = next((one for one in said if isinstance(one, str)), None)
+    if text is None and isinstance(core, type) and issubclass(core, SpecPart):
+        text = core.__doc__
+    return " ".join((text or "").split())
+
+
+def walk(part: SpecPart, path: str) -> Iterator[tuple[str, Field, Any]]:
+    """Path, declaration and value of each field, those of parts within parts included, in the order of declaration."""
+    for one in fields_of(type(part)):
+        value, here = getattr(part, one.name), f"{path}.{one.key}"
+        yield here, one, value
+        if isinstance(value, SpecPart):
+            yield from walk(value, here)
+
+
+def broken_rules(kind: Any, value: Any, path: str) -> Iterator[tuple[str, str]]:
+    """Path and message of each rule that does not hold, in the order of declaration; what is None breaks none."""
+    if value is None:
+        return
+    core, said = peeled(kind)
+    yield from ((path, rule.message) for rule in said if isinstance(rule, Rule) and not rule.holds(value))
+    if isinstance(value, SpecPart):
+        for one in fields_of(type(value)):
+            yield from broken_rules(one.kind, getattr(value, one.name), f"{path}.{one.key}")
+    elif isinstance(value, tuple):
+        for index, item in enumerate(value):
+            yield from broken_rules(get_args(core)[0], item, f"{path}[{index}]")

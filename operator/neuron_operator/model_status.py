@@ -1,0 +1,105 @@
+"""`status` of a NeuronModel, declared once: its schema in the CRD and its table in docs/neuronmodel.md are generated.
+
+`revision` fills the plan, `status` fills the rest. What nothing fills yet is reserved for later versions.
+"""
+
+from typing import Annotated, Literal
+
+from msgspec import Meta
+
+from neuron_operator.fields import SpecPart, unique
+
+MAX_WORD = 256
+"""Of strings that a runtime reports."""
+MAX_MESSAGE = 1024
+
+Word = Annotated[str, Meta(max_length=64)]
+Message = Annotated[str, Meta(max_length=MAX_MESSAGE)]
+Reported = Annotated[str, Meta(max_length=MAX_WORD)]
+Long = Annotated[int, Meta(extra_json_schema={"format": "int64"})]
+
+
+class Condition(SpecPart, frozen=True):
+    type: Word
+    status: Literal["True", "False", "Unknown"]
+    reason: Annotated[str, Meta(min_length=1, max_length=64)]
+    message: Message
+    last_transition_time: Annotated[str, Meta(extra_json_schema={"format": "date-time"})]
+    observed_generation: Annotated[Long, Meta(ge=0)] | None = None
+
+
+class ModelFacts(SpecPart, frozen=True):
+    """Facts about the model; the digest is the commit (`hf://`), else a hash over configuration and weights headers."""
+
+    architecture: Reported | None = None
+    parameters: Long | None = None
+    layers: Long | None = None
+    heads: Long | None = None
+    bytes: Long | None = None
+    digest: Reported | None = None
+
+
+class MemoryPlan(SpecPart, frozen=True):
+    """Bytes per NeuronCore. Reserved."""
+
+    weights_bytes: Long | None = None
+    kv_cache_bytes: Long | None = None
+    scratch_bytes: Long | None = None
+    available_bytes: Long | None = None
+
+
+class Plan(SpecPart, frozen=True):
+    """Where a replica runs and with which limits. A limit is shown when the spec sets it; what the engine chose itself
+    is in the pod's log and in `/v1/models`."""
+
+    instance_type: Word | None = None
+    devices: int | None = None
+    cores: int | None = None
+    tensor: int | None = None
+    nodes: int | None = None
+    max_model_length: int | None = None
+    max_sequences: int | None = None
+    block_size: int | None = None
+    num_blocks: int | None = None
+    backend: Word | None = None
+    dtype: Word | None = None
+    sampling: Word | None = None
+    memory: MemoryPlan | None = None
+    summary: Message | None = None
+
+
+class ArtifactStatus(SpecPart, frozen=True):
+    key: Annotated[str, Meta(max_length=128)]
+    state: Word | None = None
+    seconds: Long | None = None
+
+
+class GroupStatus(SpecPart, frozen=True):
+    name: Annotated[str, Meta(max_length=253)]
+    revision: Word | None = None
+    members: int | None = None
+    ready_members: int | None = None
+
+
+class Status(SpecPart, frozen=True):
+    """What the operator found and decided."""
+
+    conditions: Annotated[
+        tuple[Condition, ...],
+        Meta(max_length=16),
+        unique(by="type"),
+        "One for each step on the way to ready, each for the generation of the spec that it names; "
+        "see [conditions](#conditions-and-reasons).",
+    ] = ()
+    replicas: Annotated[int | None, "Pods that exist."] = None
+    ready_replicas: Annotated[int | None, "Replicas that answer."] = None
+    updated_replicas: Annotated[int | None, "Replicas of the wanted revision."] = None
+    selector: Annotated[Message | None, "Selects the serving pods, for `/scale`."] = None
+    url: Annotated[Message | None, "The Service's address in the cluster."] = None
+    current_revision: Annotated[Word | None, "The revision that serves; during an edit, the one being replaced."] = None
+    update_revision: Annotated[Word | None, "The revision that is wanted."] = None
+    failed_revision: Annotated[Word | None, "Reserved."] = None
+    model: ModelFacts | None = None
+    plan: Plan | None = None
+    artifacts: Annotated[tuple[ArtifactStatus, ...], Meta(max_length=2), unique(by="key"), "Reserved."] = ()
+    groups: Annotated[tuple[GroupStatus, ...], Meta(max_length=32), unique(by="name"), "Reserved."] = ()

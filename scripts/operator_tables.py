@@ -1,0 +1,139 @@
+"""Tables of docs/neuronmodel.md, from the declarations of the resource's fields. `generate.py` calls them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any, get_args
+
+import msgspec
+from msgspec import NODEFAULT
+
+from neuron_operator.fields import Field, SpecPart, Supported, described, fields_of, peeled
+from neuron_operator.model import Spec
+from neuron_operator.model_status import Status
+from neuron_operator.schema import COLUMNS, schema_of
+
+
+@dataclass(frozen=True)
+class Row:
+    """A field with a description, and the paths below it that have none of their own."""
+
+    path: str
+    field: Field
+    below: tuple[str, ...]
+
+    @property
+    def names(self) -> str:
+        return " ".join([f"`{self.path}`", *(f"`{path.removeprefix(self.path)}`" for path in self.below)])
+
+    @property
+    def supported(self) -> tuple[Supported, ...]:
+        return self.field.said(Supported)
+
+
+def fields() -> str:
+    """Fields of the spec that some backend acts on."""
+    acted_on = [row for row in rows(Spec) if all(said.of or said.backends for said in row.supported)]
+    return table(
+        ("Field", "Meaning", "Values", "Default"),
+        ((row.names, described(row.field.kind), values(row.field), default(row.field)) for row in acted_on),
+    )
+
+
+def not_supported() -> str:
+    """Fields of the spec, or values of them, that this version refuses."""
+    return table(
+        ("Field", "Meaning", "Accepted values", "Otherwise"),
+        (
+            (f"`{row.path}.{said.key}`" if said.key else row.names, meaning(row, said), accepted(row, said), said.cure)
+            for row in rows(Spec)
+            for said in row.supported
+        ),
+    )
+
+
+def status() -> str:
+    """Fields of the status."""
+    return table(("Field of `status`", "Meaning"), ((row.names, described(row.field.kind)) for row in rows(Status)))
+
+
+def columns() -> str:
+    """The sentence about the columns of `kubectl get`."""
+    normal, wide = (", ".join(name for name, *_, one in COLUMNS if one == priority) for priority in (0, 1))
+    return f"`kubectl get nm` shows {normal}; `-o wide` adds {wide}."
+
+
+def rows(part: type[SpecPart], path: str = "") -> Iterator[Row]:
+    for one in fields_of(part):
+        here = f"{path}.{one.key}" if path else one.key
+        inner = part_of(one)
+        bare = tuple(undescribed(*inner, here)) if inner else ()
+        if described(one.kind) and (bare or not inner):
+            yield Row(here, one, bare)
+        if inner:
+            yield from rows(inner[0], here + inner[1])
+
+
+def undescribed(part: type[SpecPart], step: str, path: str) -> Iterator[str]:
+    for one in fields_of(part):
+        if not described(one.kind):
+            here = f"{path}{step}.{one.key}"
+            yield here
+            inner = part_of(one)
+            if inner and not described(inner[0]):
+                yield from undescribed(*inner, here)
+
+
+def part_of(one: Field) -> tuple[type[SpecPart], str] | None:
+    """The fields inside a field, and the step to them in a path."""
+    core, _ = peeled(one.kind)
+    step = ""
+    if get_args(core) and core.__origin__ is tuple:
+        core, step = peeled(get_args(core)[0])[0], "[]"
+    return (core, step) if isinstance(core, type) and issubclass(core, SpecPart) else None
+
+
+def values(one: Field) -> str:
+    schema = schema_of(one.kind)
+    match schema:
+        case {"enum": options}:
+            return ", ".join(f"`{option}`" for option in options)
+        case {"minimum": low, "maximum": high}:
+            return f"{low} to {high}"
+        case {"type": "string", "maxLength": high}:
+            return f"at most {high} characters"
+        case {"maxItems": high}:
+            return f"at most {high} items"
+        case {"maxProperties": high}:
+            return f"at most {high} keys"
+    return ""
+
+
+def default(one: Field) -> str:
+    if one.default is NODEFAULT:
+        return "required"
+    return f"`{one.default}`" if isinstance(one.default, int | str) else ""
+
+
+def meaning(row: Row, said: Supported) -> str:
+    return "see above" if said.of or said.backends else described(row.field.kind)
+
+
+def accepted(row: Row, said: Supported) -> str:
+    options = said.values if said.of else (row.field.default, *said.values)
+    some = ", ".join(map(shown, options))
+    return f"{some}; any with {' and '.join(f'`{name}`' for name in said.backends)}" if said.backends else some
+
+
+def shown(value: Any) -> str:
+    if value in (None, msgspec.UNSET):
+        return "unset"
+    if value in ((), {}):
+        return "empty"
+    return f"`{value if isinstance(value, str) else msgspec.json.encode(value).decode()}`"
+
+
+def table(head: tuple[str, ...], lines: Iterable[tuple[str, ...]]) -> str:
+    first, *rest = (" ".join(["|", *(f"{cell} |".lstrip() for cell in cells)]) for cells in (head, *lines))
+    return "\n".join([first, "|---" * len(head) + "|", *rest])
