@@ -20,7 +20,7 @@ import runtime_tables
 from bench_tables import published_step_times
 from neuron_operator import schema
 from neuron_runtime.not_built import Surface
-from request_tables import as_json, names, refused
+from request_tables import as_json, fields, names, refused, sampling_modes, sampling_parameters
 
 ROOT = Path(__file__).resolve().parents[1]
 END = "<!-- end -->"
@@ -37,6 +37,9 @@ class Target:
 
 TARGETS = (
     Target("docs/benchmarks.md", published_step_times, "published step times"),
+    Target("docs/runtime.md", fields, "fields"),
+    Target("docs/sampling.md", sampling_parameters, "sampling parameters"),
+    Target("docs/sampling.md", sampling_modes, "sampling modes"),
     Target("docs/runtime.md", partial(refused, Surface.BODY, "Field", as_json), "refused fields"),
     Target("docs/runtime.md", partial(names, Surface.BODY, has_effect=False), "fields without effect"),
     Target("docs/offline.md", partial(refused, Surface.LLM, "Argument", repr), "refused arguments"),

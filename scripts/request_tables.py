@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import json
 import textwrap
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from markdown_table import table
 from neuron_runtime.not_built import LEAVE_OUT, Row, Surface, rows
+from neuron_runtime.requests.bodies import ChatBody, CompletionBody
+from neuron_runtime.requests.parameters import MODES, Parameter, parameters_of
+from neuron_runtime.requests.sampling_fields import SamplingFields
 
 
 def as_json(value: Any) -> str:
@@ -25,6 +28,51 @@ def refused(where: Surface, title: str, spelled: Callable[[Any], str]) -> str:
             if row.has_effect
         ),
     )
+
+
+def fields() -> str:
+    """The fields of the bodies of both generating routes."""
+    both = (parameters_of(CompletionBody), parameters_of(ChatBody))
+    completions, chat = both
+    lines = []
+    for name in completions | chat:
+        rows = [(route, body[name]) for route, body in zip(("completions", "chat"), both, strict=True) if name in body]
+        if completions.get(name) == chat.get(name):
+            rows = [("both", completions[name])]
+        for routes, row in rows:
+            required = name in ("prompt", "messages")
+            default = "required" if required else "" if row.default is None else f"`{as_json(row.default)}`"
+            lines.append((f"`{name}`", routes, row.description, row.range, default))
+    return table(("Field", "Route", "Meaning", "Range", "Default"), lines)
+
+
+def sampling_parameters() -> str:
+    """The sampling parameters with ranges and neutral values."""
+    return table(
+        ("Parameter", "Range", "Neutral", "Meaning"),
+        (
+            (name, row.range, ", ".join(f"`{as_json(value)}`" for value in row.neutral), row.description)
+            for name, row in _sampling()
+        ),
+    )
+
+
+def sampling_modes() -> str:
+    """What serves each sampling parameter in each mode."""
+    return table(
+        ("Parameter", *(f"`{mode}`" for mode in MODES)),
+        ((name, *(row.where(mode).value for mode in MODES)) for name, row in _sampling()),
+    )
+
+
+def _sampling() -> Iterator[tuple[str, Parameter]]:
+    """Sampling parameters of both routes; those that differ say which route they belong to."""
+    shared = parameters_of(SamplingFields)
+    yield from ((f"`{name}`", row) for name, row in shared.items() if row.modes)
+    for body, route in ((CompletionBody, "completions"), (ChatBody, "chat")):
+        for name, row in parameters_of(body).items():
+            if row.modes and row != shared.get(name):
+                yield f"`{name}` ({route})", row
 
 
 def names(where: Surface, *, has_effect: bool) -> str:

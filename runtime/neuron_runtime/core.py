@@ -359,6 +359,11 @@ class BackendLimits:
         """Most tokens of prompt and answer together: the drafts of the last row must stay inside the model length."""
         return self.max_model_length - max(self.num_lookahead_tokens - 1, 0)
 
+    def max_new_tokens(self, num_prompt_tokens: int) -> int:
+        """The largest `max_tokens` for a prompt of this length; not positive when the prompt is too long."""
+        cached = self.num_blocks * self.block_size - self.num_lookahead_tokens
+        return min(self.longest_sequence, cached + 1) - num_prompt_tokens
+
     @property
     def recomputes(self) -> bool:
         """Whether every sequence can be prefilled again, whatever it has grown to; without that none is preempted."""

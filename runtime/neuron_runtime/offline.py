@@ -19,7 +19,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any, TypeVar
@@ -29,16 +29,16 @@ from tqdm import tqdm  # type: ignore[import-untyped]
 from neuron_runtime.arguments import LLM_NAMES, default_weights_dir, llm_config, naming
 from neuron_runtime.console import StageLines, say
 from neuron_runtime.core import BackendLimits, FinishReason, Request, TokenEvent, TokenLogprobs
-from neuron_runtime.engine.admission import check_request
 from neuron_runtime.engine.backends import backend_package, check_backend
 from neuron_runtime.engine.loop import Engine
 from neuron_runtime.errors import BackendFailed, InvalidConfig, InvalidRequest
 from neuron_runtime.not_built import Surface, refuse
-from neuron_runtime.sampling_modes import check_one_served, check_ranges
-from neuron_runtime.server.admission import DEFAULT_COMPLETION_TOKENS, Admission, Ask, served_defaults
-from neuron_runtime.server.wire import ChatBody, CompletionBody, typed
+from neuron_runtime.requests.admission import Admission, Ask
+from neuron_runtime.requests.bodies import ChatBody, CompletionBody, typed
+from neuron_runtime.requests.generation_defaults import load_generation_defaults
+from neuron_runtime.requests.parameters import check_parameter_served, parameters_of
+from neuron_runtime.requests.sampling_fields import DEFAULT_COMPLETION_TOKENS, SamplingFields
 from neuron_runtime.text.choice_text import ChoiceText
-from neuron_runtime.text.generation_config import load_generation_defaults
 from neuron_runtime.text.tokenizer import Tokenizer, load_tokenizer
 
 MAX_SEED_BITS = 63
@@ -51,55 +51,36 @@ Conversation = Sequence[Mapping[str, Any]]
 Given = TypeVar("Given")
 
 
-@dataclass(slots=True)
-class SamplingParams:
+class SamplingParams(SamplingFields, kw_only=True):
     """How to continue a prompt; names and defaults are those of vLLM's class.
 
-    What this runtime cannot do yet is refused by name as soon as it is asked for; values that ask for nothing are
-    always accepted. What depends on the model (lengths, the vocabulary) is checked when a prompt is there.
+    Values out of range and parameters that are not built yet are refused when the object is made; values that depend on
+    the model (lengths, the vocabulary) when a prompt is there. None means vLLM's default, not the model's.
 
     Raises:
         InvalidRequest: naming the parameter.
     """
 
-    n: int = 1
-    best_of: int | None = None
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    repetition_penalty: float = 1.0
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = 0
-    min_p: float = 0.0
-    seed: int | None = None
-    stop: str | list[str] | None = None
-    stop_token_ids: list[int] | None = None
-    ignore_eos: bool = False
-    max_tokens: int | None = 16
-    """None: as many as fit. More than fit are cut to what fits, as vLLM does it."""
-    min_tokens: int = 0
+    max_tokens: int | None = DEFAULT_COMPLETION_TOKENS
+    """None: as many as fit. More than fit are cut to what fits, as in vLLM."""
     logprobs: int | None = None
-    """So many alternatives per token, the chosen one always; 0: only that one."""
-    prompt_logprobs: int | None = None
-    """The same for the tokens of the prompt, the first one excepted."""
+    """How many alternatives to report per token, the chosen one always; 0: only that one."""
+    best_of: int | None = None
     detokenize: bool = True
-    skip_special_tokens: bool = True
-    spaces_between_special_tokens: bool = True
-    include_stop_str_in_output: bool = False
-    bad_words: list[str] | None = None
-    logit_bias: dict[int, float] | None = None
-    allowed_token_ids: list[int] | None = None
-    truncate_prompt_tokens: int | None = None
-    logits_processors: list[Any] | None = None
-    structured_outputs: Any = None
-    guided_decoding: Any = None
-    use_beam_search: bool = False
-    length_penalty: float = 1.0
     early_stopping: bool = False
     extra_args: dict[str, Any] | None = None
+    guided_decoding: Any = None
+    length_penalty: float = 1.0
+    logits_processors: list[Any] | None = None
+    spaces_between_special_tokens: bool = True
+    structured_outputs: Any = None
+    use_beam_search: bool = False
 
     def __post_init__(self) -> None:
-        check_ranges(self.body({"prompt": [0]}, 1))
+        for name, row in parameters_of(SamplingFields).items():
+            if getattr(self, name) is None and row.default is not None:
+                setattr(self, name, row.default)
+        self.body({"prompt": [0]}, 1)
 
     def clone(self) -> SamplingParams:
         """A copy that can be changed."""
@@ -111,7 +92,7 @@ class SamplingParams:
         prompt: the fields that say what is continued, which win over these parameters.
         """
         given = {}
-        for name in (one.name for one in fields(self)):
+        for name in self.__struct_fields__:
             value = getattr(self, name)
             if not refuse(Surface.SAMPLING_PARAMS, name, value):
                 given[name] = value
@@ -212,7 +193,7 @@ class LLM:
             self._close = weakref.finalize(self, backend.close)
             if seed is not None:
                 _check_seed(backend.limits)
-            defaults = served_defaults(defaults, backend.limits)
+            defaults = defaults.served(backend.limits)
             for setting in defaults.not_applied:
                 say(f"generation_config.json: {setting} is not supported and not applied")
         backend.warm_up(progress)
@@ -289,7 +270,7 @@ class LLM:
         conversations: Any = [messages] if messages and isinstance(messages[0], Mapping) else messages
 
         def prompt(conversation: Conversation) -> dict[str, Any]:
-            body = typed({**common, "messages": conversation}, ChatBody, unknown_pass=False)
+            body = typed({**common, "messages": conversation}, ChatBody, ignores_unknown=False)
             text = self._admission.chat_text(body.messages, body)
             # The template writes its own BOS.
             return {"prompt": text, "add_special_tokens": False}
@@ -300,15 +281,9 @@ class LLM:
 
     def get_default_sampling_params(self) -> SamplingParams:
         """What is used when no parameters are given: the model's `generation_config.json`, else vLLM's defaults."""
-        defaults = self._admission.defaults
-        return SamplingParams(
-            temperature=defaults.temperature,
-            top_k=defaults.top_k,
-            top_p=defaults.top_p,
-            min_p=defaults.min_p,
-            repetition_penalty=defaults.repetition_penalty,
-            max_tokens=defaults.max_tokens or DEFAULT_COMPLETION_TOKENS,
-        )
+        defaults = self._admission.defaults.sampling
+        given = {name: value for name in defaults.__struct_fields__ if (value := getattr(defaults, name)) is not None}
+        return SamplingParams(**given)
 
     def get_tokenizer(self) -> Any:
         """The model's tokenizer as transformers loads it."""
@@ -367,8 +342,6 @@ class LLM:
             ask = replace(ask, sampling=tuple(replace(sampling, seed=seed) for sampling in ask.sampling))
         number = str(next(self._ids))
         choices = [_Choice(index, number, ask, params, admission.tokenizer) for index in range(ask.num_choices)]
-        for choice in choices:
-            check_request(admission.limits, choice.request)
         text = given["prompt"] if isinstance(given["prompt"], str) else text
         return _Asked(number, text, choices, admission.tokenizer)
 
@@ -496,7 +469,7 @@ class _Asked:
 def _check_seed(limits: BackendLimits) -> None:
     """What holds for a seed of a request holds for that of the class. Raises InvalidConfig."""
     try:
-        check_one_served("seed", limits)
+        check_parameter_served("seed", parameters_of(SamplingFields)["seed"], limits)
     except InvalidRequest as error:
         raise InvalidConfig("seed", str(error)) from error
 

@@ -30,7 +30,7 @@ from neuron_operator.catalog import INSTANCE_TYPES
 from neuron_operator.errors import InvalidSpec, Unplaceable
 from neuron_operator.model import parse
 from neuron_operator.why import CONDITIONS, REASONS
-from neuron_runtime import config, not_built, offline, sampling_modes
+from neuron_runtime import config, not_built, offline
 from neuron_runtime.__main__ import build_parser, main
 from neuron_runtime.backend.torch import sizing
 from neuron_runtime.backend.torch.architecture import FAMILIES, FIXED
@@ -41,7 +41,8 @@ from neuron_runtime.engine.watchdog import FIRST_STEP_SECONDS, MIN_STEP_SECONDS
 from neuron_runtime.errors import ExitCode, InvalidRequest, ServingError
 from neuron_runtime.not_built import Surface
 from neuron_runtime.record import MAX_RECORD_BYTES, ModelFacts, Record
-from neuron_runtime.server import access_log, admission, auth, restarts, tracing, wire
+from neuron_runtime.requests import bodies, sampling_fields
+from neuron_runtime.server import access_log, auth, restarts, tracing
 from neuron_runtime.server.app import build_app
 from neuron_runtime.server.exchange import OPEN_PATHS, Exchange
 from neuron_runtime.server.metrics import FAMILIES as METRIC_FAMILIES
@@ -239,43 +240,10 @@ def test_the_defaults_of_the_limits_are_those_of_the_torch_backend() -> None:
     assert f"{sizing.SHARE_OF_MEMORY * 100:.0f} % of the free memory" in RUNTIME
 
 
-def http_fields() -> list[tuple[set[str], str, str, str]]:
-    """Rows of the table of fields: names, endpoints, meaning, default."""
-    honoured, _ = re.split(r"^Refused by name.*$", section(RUNTIME, "HTTP API"), maxsplit=1, flags=re.MULTILINE)
-    return [(set(words(first)), endpoints, meaning, default) for first, endpoints, meaning, default in rows(honoured)]
-
-
-def test_every_field_that_a_client_may_send_is_documented_for_its_endpoints_and_no_other() -> None:
-    completions, chat = (set(body.__struct_fields__) for body in (wire.CompletionBody, wire.ChatBody))
-    told: dict[str, set[str]] = {"completions": set(), "chat": set()}
-    for names, endpoints, _, _ in http_fields():
-        for endpoint in ("completions", "chat") if endpoints == "both" else (endpoints,):
-            assert not told[endpoint] & names
-            told[endpoint] |= names
-    assert told == {"completions": completions, "chat": chat}
-    (streaming,) = (words(meaning) for names, _, meaning, _ in http_fields() if names == {"stream_options"})
-    assert set(streaming) == {"stream", *wire.StreamOptions.__struct_fields__}
-
-
 def test_every_refused_part_of_a_message_is_documented() -> None:
     refused = re.split(r"^Refused by name.*$", section(RUNTIME, "HTTP API"), maxsplit=1, flags=re.MULTILINE)[1]
     of_messages = {row.name for surface in (Surface.MESSAGE, Surface.ROLE) for row in not_built.rows(surface)}
     assert of_messages <= set(words(refused.partition("Messages with the roles")[2].partition("These fields")[0]))
-
-
-def test_ranges_and_defaults_of_fields_are_those_of_the_code() -> None:
-    told = {(name, endpoints): row for names, endpoints, *row in http_fields() for name in names}
-    for name, parameter in sampling_modes.PARAMETERS.items():
-        if name == "seed" or parameter.lowest is None or parameter.highest is None:
-            continue
-        meaning, default = told[name, "both"]
-        low = "Above 0" if parameter.lowest == sampling_modes.ABOVE_ZERO else f"{parameter.lowest} to"
-        assert low in meaning, name
-        assert str(parameter.highest) in meaning, name
-        assert any(default in {str(value), f"the model's, else {value}"} for value in (*parameter.neutral, "")), name
-    assert f"at most {sampling_modes.MAX_BIASED_TOKENS} of them" in told["logit_bias", "both"][0]
-    bad_words = f"At most {sampling_modes.MAX_BAD_WORDS} texts of up to {sampling_modes.MAX_BAD_WORD_CHARACTERS} char"
-    assert bad_words in told["bad_words", "both"][0]
 
 
 def test_every_route_is_documented() -> None:
@@ -283,8 +251,8 @@ def test_every_route_is_documented() -> None:
     routes = {re.sub(r"\{.*\}", "NAME", path) for path in app.openapi()["paths"]} | {app.openapi_url, "/docs"}
     told = {word.partition(" ")[2] for word in words(section(RUNTIME, "HTTP API")) if " /" in word}
     assert routes == told
-    bodies = {*wire.TokenizeBody.__struct_fields__, *wire.DetokenizeBody.__struct_fields__} - {"model"}
-    assert bodies <= set(words(section(RUNTIME, "Other routes")))
+    fields_of_bodies = {*bodies.TokenizeBody.__struct_fields__, *bodies.DetokenizeBody.__struct_fields__} - {"model"}
+    assert fields_of_bodies <= set(words(section(RUNTIME, "Other routes")))
 
 
 @pytest.mark.parametrize(
@@ -292,10 +260,8 @@ def test_every_route_is_documented() -> None:
     [
         f"body {config.ServerOptions().max_body_bytes // 2**20} MiB",
         f"{config.ServerOptions().max_choices} answers",
-        f"{admission.MAX_STOP_STRINGS} stop texts of {admission.MAX_STOP_CHARACTERS} characters",
-        f"{admission.MAX_STOP_TOKEN_IDS} stop token ids",
-        f"At most {admission.MAX_SALT_CHARACTERS} characters",
-        f"completions: {admission.DEFAULT_COMPLETION_TOKENS}, chat: all that fits",
+        f"{sampling_fields.MAX_STOP_STRINGS} stop texts of {sampling_fields.MAX_STOP_CHARACTERS} characters",
+        f"{sampling_fields.MAX_STOP_TOKEN_IDS} stop token ids",
         f"(at least {MIN_STEP_SECONDS:.0f} s; the first of a shape {FIRST_STEP_SECONDS:.0f} s)",
         f"JSON of at most {MAX_RECORD_BYTES // 1024} KiB",
     ],
@@ -509,7 +475,7 @@ def test_every_sampling_parameter_of_the_offline_class_is_documented_and_no_othe
     honoured, _, refused = section(OFFLINE, "Sampling parameters").partition("Refused by name")
     now, later = ({word for row in rows(honoured) for word in words(row[0])}, set(words(refused)))
     assert now | later == set(inspect.signature(offline.SamplingParams).parameters)
-    assert now <= {*wire.CompletionBody.__struct_fields__, "logprobs"}
+    assert now <= {*bodies.CompletionBody.__struct_fields__, "logprobs"}
 
 
 def test_every_field_of_an_offline_output_is_documented() -> None:

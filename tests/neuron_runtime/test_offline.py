@@ -18,7 +18,7 @@ from neuron_runtime.arguments import LLM_ARGUMENTS, llm_config
 from neuron_runtime.core import TokenEvent, TokenLogprobs
 from neuron_runtime.errors import BackendFailed, FatalError, InvalidConfig, InvalidRequest
 from neuron_runtime.not_built import Surface, rows
-from neuron_runtime.server import wire
+from neuron_runtime.requests.bodies import CompletionBody
 
 MODEL = Path(__file__).parents[2] / "examples" / "demo-model"
 EXPECTED: dict[str, str] = json.loads((MODEL / "expected.json").read_text(encoding="utf-8"))
@@ -455,7 +455,7 @@ ASKS = {
 
 def test_every_parameter_is_either_the_servers_or_refused_by_name() -> None:
     names = set(inspect.signature(SamplingParams).parameters)
-    honoured = set(wire.CompletionBody.__struct_fields__) | {"logprobs"}
+    honoured = set(CompletionBody.__struct_fields__) | {"logprobs"}
     assert set(ASKS) == names - honoured
     assert set(ASKS) == {row.name for row in rows(Surface.SAMPLING_PARAMS)}
 

@@ -1,28 +1,30 @@
-"""The table of sampling parameters: ranges, neutral values, and who serves what; token ids in clients' spellings."""
+"""Sampling parameters: ranges, neutral values, what serves them in which mode, and how clients write token ids."""
 
 from __future__ import annotations
 
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from neuron_runtime.core import BackendLimits
 from neuron_runtime.errors import InvalidRequest
-from neuron_runtime.sampling_modes import (
+from neuron_runtime.not_built import is_neutral
+from neuron_runtime.requests.bodies import ChatBody, CompletionBody, typed
+from neuron_runtime.requests.parameters import MODES, Where, check_parameter_served, check_served, parameters_of
+from neuron_runtime.requests.sampling_fields import (
     MAX_BAD_WORD_CHARACTERS,
     MAX_BAD_WORDS,
     MAX_BIASED_TOKENS,
-    MODES,
-    PARAMETERS,
-    Where,
-    allowed_tokens,
-    bias_entries,
-    check_one_served,
-    check_ranges,
-    check_served,
+    SamplingFields,
 )
-from neuron_runtime.text.bad_words import bad_word_sequences
+from neuron_runtime.requests.token_ids import allowed_tokens, bad_word_sequences, bias_entries
+
+REQUIRED: dict[Any, dict[str, Any]] = {CompletionBody: {"prompt": "a"}, ChatBody: {"messages": []}}
+SAMPLING = [(body, name) for body in REQUIRED for name, row in parameters_of(body).items() if row.modes]
+
+
+def body_with(body: Any, name: str, value: Any) -> Any:
+    return typed({**REQUIRED[body], name: value}, body)
 
 
 def limits(mode: Any, **changes: Any) -> BackendLimits:
@@ -57,49 +59,77 @@ def refusal(check: Any, *arguments: Any) -> InvalidRequest:
     ],
 )
 def test_a_value_out_of_range_is_refused_with_the_range(name: str, value: float, says: str) -> None:
-    error = refusal(check_ranges, SimpleNamespace(**{name: value}))
+    error = refusal(body_with, CompletionBody, name, value)
     assert error.field == name
     assert says in str(error)
 
 
-def test_the_ends_of_every_range_are_in_it() -> None:
-    for name, parameter in PARAMETERS.items():
-        for value in (parameter.lowest, parameter.highest, None, *parameter.neutral):
-            check_ranges(SimpleNamespace(**{name: value}))
+@pytest.mark.parametrize(("body", "name"), SAMPLING)
+def test_the_ends_of_every_range_and_the_neutral_values_are_in_it(body: Any, name: str) -> None:
+    row = parameters_of(body)[name]
+    for value in (
+        row.highest,
+        None,
+        row.default,
+        *row.neutral,
+        *([] if row.above or name == "max_tokens" else [row.lowest]),
+    ):
+        assert getattr(body_with(body, name, value), name) == value
+    if row.above:
+        assert row.lowest is not None
+        body_with(body, name, row.lowest + 5e-324)
+        assert row.range in str(refusal(body_with, body, name, row.lowest))
+
+
+def test_zero_tokens_are_for_a_repeated_prompt() -> None:
+    assert typed({"prompt": "a", "max_tokens": 0, "echo": True}, CompletionBody).max_tokens == 0
+    error = refusal(typed, {"prompt": "a", "max_tokens": 0}, CompletionBody)
+    assert (error.field, str(error)) == ("max_tokens", "`max_tokens` must be at least 1 without `echo`, got 0")
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_neutral_values_are_accepted_in_every_mode(mode: str) -> None:
-    for name, parameter in PARAMETERS.items():
-        for value in (None, *parameter.neutral):
-            check_served(SimpleNamespace(**{name: value}), limits(mode, max_logprobs=0, reports_prompt_logprobs=False))
+@pytest.mark.parametrize(("body", "name"), SAMPLING)
+def test_neutral_values_are_accepted_in_every_mode(body: Any, name: str, mode: str) -> None:
+    for value in (None, *parameters_of(body)[name].neutral):
+        check_served(body_with(body, name, value), limits(mode, max_logprobs=0, reports_prompt_logprobs=False))
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_what_a_mode_cannot_serve_is_refused_with_the_modes_that_can(mode: str) -> None:
-    for name, parameter in PARAMETERS.items():
-        if parameter.where(mode) is not Where.REFUSED:
-            check_one_served(name, limits(mode))
-            continue
-        error = refusal(check_served, SimpleNamespace(**{name: 1 if not parameter.neutral else 0.5}), limits(mode))
-        assert error.field == name
-        for other in MODES:
-            assert (f"`{other}`" in str(error)) == (parameter.where(other) is not Where.REFUSED)
+@pytest.mark.parametrize(("body", "name"), SAMPLING)
+def test_what_a_mode_cannot_serve_is_refused_with_the_modes_that_can(body: Any, name: str, mode: str) -> None:
+    row = parameters_of(body)[name]
+    if row.where(mode) is not Where.REFUSED:
+        check_parameter_served(name, row, limits(mode))
+        return
+    changed = body_with(body, name, None)
+    setattr(changed, name, 0.5)
+    error = refusal(check_served, changed, limits(mode))
+    assert error.field == name
+    for other in MODES:
+        assert (f"`{other}`" in str(error)) == (row.where(other) is not Where.REFUSED)
 
 
-def test_zero_asks_for_logprobs_and_false_does_not() -> None:
-    assert PARAMETERS["logprobs"].asks(0)
-    assert not PARAMETERS["logprobs"].asks(False)
-    assert not PARAMETERS["min_p"].asks(0.0)
+def test_a_default_is_neutral_where_there_is_one() -> None:
+    for body, name in SAMPLING:
+        row = parameters_of(body)[name]
+        assert is_neutral(row.default, row.neutral)
+
+
+def test_zero_alternatives_are_reported_and_false_is_not() -> None:
+    assert refusal(check_served, body_with(CompletionBody, "logprobs", 0), limits("Device")).field == "logprobs"
+    check_served(body_with(ChatBody, "logprobs", False), limits("Device"))
 
 
 def test_no_more_logprobs_than_the_backend_reports() -> None:
-    assert "at most 20 here, got 21" in str(refusal(check_served, SimpleNamespace(logprobs=21), limits("Host")))
-    check_served(SimpleNamespace(logprobs=20, top_logprobs=20, prompt_logprobs=20), limits("Host"))
+    for body, name in ((CompletionBody, "logprobs"), (ChatBody, "top_logprobs"), (CompletionBody, "prompt_logprobs")):
+        says = f"`{name}` is at most 20 here, got 21"
+        assert says in str(refusal(check_served, body_with(body, name, 21), limits("Host")))
+        check_served(body_with(body, name, 20), limits("Host"))
 
 
 def test_logprobs_of_a_prompt_need_a_backend_that_has_them() -> None:
-    error = refusal(check_one_served, "prompt_logprobs", limits("Host", reports_prompt_logprobs=False), "echo")
+    row = parameters_of(SamplingFields)["prompt_logprobs"]
+    error = refusal(check_parameter_served, "echo", row, limits("Host", reports_prompt_logprobs=False))
     assert (error.field, str(error)) == ("echo", "`echo` cannot be served by this backend: leave it out")
 
 
@@ -146,7 +176,7 @@ class Spelling:
 
 
 def sequences(words: Any) -> Any:
-    return bad_word_sequences(Spelling(), words)  # type: ignore[arg-type]
+    return bad_word_sequences(words, Spelling())  # type: ignore[arg-type]
 
 
 def test_a_bad_word_is_banned_at_the_beginning_of_a_text_and_behind_a_space() -> None:

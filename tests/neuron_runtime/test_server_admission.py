@@ -10,14 +10,15 @@ import pytest
 from helpers.chat_model import write_chat_model
 from helpers.front_end import LIMITS
 from neuron_runtime.errors import InvalidRequest
-from neuron_runtime.server.admission import Admission, served_defaults
-from neuron_runtime.server.wire import ChatBody, CompletionBody, typed
+from neuron_runtime.requests.admission import Admission
+from neuron_runtime.requests.bodies import ChatBody, CompletionBody, typed
+from neuron_runtime.requests.generation_defaults import GenerationDefaults
+from neuron_runtime.requests.sampling_fields import SamplingFields
 from neuron_runtime.text.chat_template import ChatTemplate
-from neuron_runtime.text.generation_config import GenerationDefaults
 from neuron_runtime.text.tokenizer import Tokenizer, load_tokenizer
 
 DEFAULTS = GenerationDefaults(
-    stop_token_ids=frozenset({1}), temperature=0.6, top_k=20, top_p=0.8, min_p=0.05, repetition_penalty=1.1
+    frozenset({1}), SamplingFields(temperature=0.6, top_k=20, top_p=0.8, min_p=0.05, repetition_penalty=1.1)
 )
 DEVICE = replace(LIMITS, sampling="Device", max_logprobs=0, reports_prompt_logprobs=False)
 WITH_LOGITS = replace(LIMITS, sampling="DeviceWithLogits", reports_prompt_logprobs=False)
@@ -29,7 +30,7 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
 
 
 def admission(tokenizer: Tokenizer, limits: Any = LIMITS, defaults: GenerationDefaults = DEFAULTS) -> Admission:
-    return Admission(tokenizer, limits, ("m",), served_defaults(defaults, limits), 4)
+    return Admission(tokenizer, limits, ("m",), defaults.served(limits), 4)
 
 
 def completion(**fields: Any) -> CompletionBody:
@@ -48,9 +49,9 @@ def test_the_models_defaults_hold_where_a_client_says_nothing_and_only_there(tok
 
 
 def test_a_default_that_the_sampling_mode_cannot_serve_is_told_and_left_out(tokenizer: Tokenizer) -> None:
-    assert served_defaults(DEFAULTS, LIMITS) == served_defaults(DEFAULTS, WITH_LOGITS) == DEFAULTS
-    left = served_defaults(DEFAULTS, DEVICE)
-    assert (left.min_p, left.repetition_penalty, left.temperature) == (0.0, 1.0, 0.6)
+    assert DEFAULTS.served(LIMITS) == DEFAULTS.served(WITH_LOGITS) == DEFAULTS
+    left = DEFAULTS.served(DEVICE)
+    assert [left.value(name) for name in ("min_p", "repetition_penalty", "temperature")] == [0.0, 1.0, 0.6]
     assert left.not_applied == ("min_p=0.05 (with Device sampling)", "repetition_penalty=1.1 (with Device sampling)")
     (sampling,) = admission(tokenizer, DEVICE).completion(completion()).sampling
     assert (sampling.min_p, sampling.repetition_penalty) == (0.0, 1.0)

@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 
 from helpers.front_end import MODEL, Serving, make_model, serving
 from neuron_runtime.not_built import Surface, rows
-from neuron_runtime.server.wire import NEUTRAL_ELSEWHERE, ChatBody, CompletionBody
+from neuron_runtime.requests.bodies import ChatBody, CompletionBody
+from neuron_runtime.requests.parameters import parameters_of
 
 NOT_BUILT = {row.name: row.neutral for row in rows(Surface.BODY) if row.has_effect}
 WITHOUT_EFFECT = [row.name for row in rows(Surface.BODY) if not row.has_effect]
@@ -100,7 +101,7 @@ async def test_a_field_of_the_other_endpoint_is_refused_by_name_unless_it_asks_f
         strange = set(BODIES[other][0].__struct_fields__) - set(BODIES[path][0].__struct_fields__)
         assert strange
         for name in strange:
-            neutral = NEUTRAL_ELSEWHERE.get(name, ())
+            neutral = parameters_of(BODIES[other][0])[name].neutral
             value = {**SAMPLES, **TEMPLATES, "top_logprobs": 2, "echo": True, "best_of": 2}[name]
             if value not in neutral:
                 assert refused_for(await post(served, path, **{name: value})) == name

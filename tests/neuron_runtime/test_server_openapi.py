@@ -15,7 +15,7 @@ from jsonschema import Draft202012Validator
 from helpers.front_end import Serving, make_model, serving
 from neuron_runtime.config import TextOptions
 from neuron_runtime.not_built import Surface, rows
-from neuron_runtime.server.wire import ChatBody, CompletionBody
+from neuron_runtime.requests.bodies import ChatBody, CompletionBody
 
 MESSAGES = [{"role": "user", "content": "What is a device?"}]
 DETAILS: dict[str, Any] = {"max_tokens": 6, "n": 2, "return_token_ids": True}

@@ -233,7 +233,7 @@ BAD_FIELDS: list[tuple[dict[str, Any], str, str]] = [
     ({"prompt_logprobs": 1, "stream": True}, "prompt_logprobs", "cannot be streamed"),
     ({"echo": 1}, "echo", "Expected `bool"),
     ({"echo": False, "max_tokens": 0}, "max_tokens", "at least 1"),
-    ({"echo": True, "max_tokens": -1}, "max_tokens", "at least 1"),
+    ({"echo": True, "max_tokens": -1}, "max_tokens", "at least 0"),
     ({"frequency_penalty": 2.5}, "frequency_penalty", "from -2 to 2"),
     ({"presence_penalty": -2.5}, "presence_penalty", "from -2 to 2"),
     ({"repetition_penalty": 0}, "repetition_penalty", "from 0.01 to 100"),

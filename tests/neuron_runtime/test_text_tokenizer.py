@@ -16,7 +16,7 @@ from tokenizers import Tokenizer as FastTokenizer
 
 from helpers.chat_model import END, EOS, byte_level_tokenizer, metaspace_tokenizer, write_chat_model
 from neuron_runtime.errors import ExitCode, FatalError
-from neuron_runtime.text.generation_config import load_generation_defaults
+from neuron_runtime.requests.generation_defaults import load_generation_defaults
 from neuron_runtime.text.tokenizer import Tokenizer, load_tokenizer
 
 MADE: dict[str, FastTokenizer] = {}
@@ -94,13 +94,14 @@ def test_end_tokens_come_from_the_generation_config_and_the_tokenizer(tmp_path: 
 def test_sampling_defaults_are_the_models_own(tmp_path: Path) -> None:
     write_chat_model(tmp_path)
     rewrite(tmp_path / "generation_config.json", temperature=0.6, top_p=0.9, top_k=20, max_new_tokens=99)
-    defaults = load_generation_defaults(tmp_path, None)
-    assert (defaults.temperature, defaults.top_p, defaults.top_k, defaults.max_tokens) == (0.6, 0.9, 20, 99)
+    sampling = load_generation_defaults(tmp_path, None).sampling
+    assert (sampling.temperature, sampling.top_p, sampling.top_k, sampling.max_tokens) == (0.6, 0.9, 20, 99)
     rewrite(tmp_path / "generation_config.json", repetition_penalty=1.1, min_p=0.05)
     defaults = load_generation_defaults(tmp_path, None)
-    assert (defaults.repetition_penalty, defaults.min_p, defaults.not_applied) == (1.1, 0.05, ())
+    sampling = defaults.sampling
+    assert (sampling.repetition_penalty, sampling.min_p, defaults.not_applied) == (1.1, 0.05, ())
     rewrite(tmp_path / "generation_config.json", do_sample=False)
-    assert load_generation_defaults(tmp_path, None).temperature == 0.0
+    assert load_generation_defaults(tmp_path, None).sampling.temperature == 0.0
 
 
 def test_a_default_that_cannot_be_honoured_is_reported(tmp_path: Path) -> None:
@@ -161,9 +162,13 @@ def test_defaults_may_come_from_another_folder_or_from_nowhere(tmp_path: Path) -
     (other / "generation_config.json").write_text('{"top_p": 0.5, "eos_token_id": 9}')
     own = load_generation_defaults(model, None)
     neutral = load_generation_defaults(model, None, "vllm")
-    assert (neutral.temperature, neutral.stop_token_ids) == (1.0, own.stop_token_ids)
+    assert (neutral.value("temperature"), neutral.stop_token_ids) == (1.0, own.stop_token_ids)
     others = load_generation_defaults(model, None, str(other))
-    assert (others.temperature, others.top_p, others.stop_token_ids) == (1.0, 0.5, own.stop_token_ids | {9})
+    assert (others.value("temperature"), others.value("top_p"), others.stop_token_ids) == (
+        1.0,
+        0.5,
+        own.stop_token_ids | {9},
+    )
     with pytest.raises(FatalError, match=r"text\.generationConfig.*no generation_config\.json") as caught:
         load_generation_defaults(model, None, str(tmp_path))
     assert caught.value.exit_code is ExitCode.INVALID_ENGINE_CONFIG

@@ -20,7 +20,7 @@ from starlette.types import Receive, Scope, Send
 
 from neuron_runtime.core import FinishReason
 from neuron_runtime.errors import ServingError
-from neuron_runtime.server.admission import Details
+from neuron_runtime.requests.admission import Details
 from neuron_runtime.server.exchange import exchange_of
 from neuron_runtime.server.generation import Generation, Piece, Told
 from neuron_runtime.server.http_protocol import body_writer

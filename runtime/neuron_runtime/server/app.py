@@ -19,7 +19,8 @@ from starlette.responses import Response
 
 from neuron_runtime.config import ServerOptions
 from neuron_runtime.errors import InvalidRequest, ServingError
-from neuron_runtime.server.admission import Admission, Ask
+from neuron_runtime.requests.admission import Admission, Ask
+from neuron_runtime.requests.bodies import Body, ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
 from neuron_runtime.server.answers import CHAT, COMPLETION, GenerationResponse, Shape
 from neuron_runtime.server.bodies import Bodies
 from neuron_runtime.server.engine_client import EngineClient
@@ -43,16 +44,7 @@ from neuron_runtime.server.objects import (
 )
 from neuron_runtime.server.openapi import Operation, application
 from neuron_runtime.server.summed_metrics import SummedMetrics
-from neuron_runtime.server.wire import (
-    Body,
-    ChatBody,
-    CompletionBody,
-    DetokenizeBody,
-    TokenizeBody,
-    error_answer,
-    error_object,
-    parse_body,
-)
+from neuron_runtime.server.wire import error_answer, error_object, parse_body
 
 Made = TypeVar("Made")
 

@@ -30,8 +30,9 @@ from neuron_runtime.console import say
 from neuron_runtime.engine.lifeline import Deadline, die_with_parent
 from neuron_runtime.engine.messages import Ready
 from neuron_runtime.errors import BackendFailed, Draining, FatalError, InvalidConfig
+from neuron_runtime.requests.admission import Admission
+from neuron_runtime.requests.generation_defaults import GenerationDefaults, load_generation_defaults
 from neuron_runtime.server import control
-from neuron_runtime.server.admission import Admission, served_defaults
 from neuron_runtime.server.app import build_app
 from neuron_runtime.server.bodies import Bodies
 from neuron_runtime.server.control import EngineEnded, EngineStarted, StartDrain
@@ -41,7 +42,6 @@ from neuron_runtime.server.gate import Gate
 from neuron_runtime.server.http_protocol import BoundedProtocol
 from neuron_runtime.server.metrics import LOG_LINES_LOST, OPEN_CONNECTIONS, Metrics
 from neuron_runtime.server.summed_metrics import SummedMetrics
-from neuron_runtime.text.generation_config import GenerationDefaults, load_generation_defaults
 from neuron_runtime.text.reasoning import REASONING_PARSERS, Marks
 from neuron_runtime.text.tokenizer import Tokenizer, load_tokenizer
 
@@ -236,7 +236,7 @@ class FrontEnd:
         if self._ready is None or self._text is None or not self._text.done():
             return
         text, limits = self._text.result(), self._ready.limits
-        text = replace(text, defaults=served_defaults(text.defaults, limits))
+        text = replace(text, defaults=text.defaults.served(limits))
         self._admission = Admission(
             text.tokenizer,
             limits,

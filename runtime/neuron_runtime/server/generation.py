@@ -15,7 +15,8 @@ from functools import partial
 from neuron_runtime.core import FinishReason, Request, Sampling, TokenLogprobs
 from neuron_runtime.engine.messages import News
 from neuron_runtime.errors import InvalidRequest, Overloaded, ServingError
-from neuron_runtime.server.admission import Ask, Echo
+from neuron_runtime.requests.admission import Ask
+from neuron_runtime.requests.prompts import Echo
 from neuron_runtime.server.engine_client import EngineClient
 from neuron_runtime.server.logprobs import Located
 from neuron_runtime.server.metrics import Metrics

@@ -1,7 +1,7 @@
 """The JSON objects that the server answers with, as OpenAI's API and vLLM's additions to it define them.
 
 The routes and `server.answers` fill them in; `server.openapi` publishes them as schemas. What clients send is declared
-in `server.wire`. A field whose default is UNSET is present only where its description says so.
+in `requests.bodies`. A field whose default is UNSET is present only where its description says so.
 """
 
 from __future__ import annotations

@@ -1,24 +1,31 @@
 """What a model's own files say about generating: end tokens and sampling defaults.
 
-Read once by the front end. A client's field always wins over a default found here; a default that this runtime
-cannot honour is reported, not silently applied or dropped.
+Read once by the front end and by the offline class. A client's field always wins over a default found here; a default
+that this runtime cannot honour is reported and not applied.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from neuron_runtime import sampling_modes
+import msgspec
+
+from neuron_runtime.core import BackendLimits
 from neuron_runtime.errors import ExitCode, FatalError, InvalidConfig, InvalidRequest
-from neuron_runtime.not_built import Surface, rows
+from neuron_runtime.not_built import Surface, is_neutral, rows
+from neuron_runtime.requests.bodies import typed
+from neuron_runtime.requests.parameters import Where, parameters_of
+from neuron_runtime.requests.sampling_fields import SamplingFields
 from neuron_runtime.text.tokenizer import read_json
 
 AUTO = "auto"
 NEUTRAL = "vllm"
 """vLLM's word for its own defaults, which change nothing."""
+
+PARAMETERS = parameters_of(SamplingFields)
 
 
 @dataclass(frozen=True)
@@ -26,14 +33,29 @@ class GenerationDefaults:
     """Sampling defaults of one model; None and empty where its files are silent."""
 
     stop_token_ids: frozenset[int] = frozenset()
-    temperature: float = 1.0
-    top_k: int = 0
-    top_p: float = 1.0
-    min_p: float = 0.0
-    repetition_penalty: float = 1.0
-    max_tokens: int | None = None
+    sampling: SamplingFields = field(default_factory=SamplingFields)
     not_applied: tuple[str, ...] = ()
     """Settings of the file that this runtime leaves out, as `name=value`."""
+
+    def value(self, name: str) -> Any:
+        """Of a parameter that a client leaves out: the model's, else the parameter's own default."""
+        own = getattr(self.sampling, name)
+        return PARAMETERS[name].default if own is None else own
+
+    def served(self, limits: BackendLimits) -> GenerationDefaults:
+        """These defaults as far as the model's sampling mode serves them; the others are added to `not_applied`."""
+        refused = {
+            name: value
+            for name, row in PARAMETERS.items()
+            if row.modes
+            and row.where(limits.sampling) is Where.REFUSED
+            and not is_neutral(value := getattr(self.sampling, name), row.neutral)
+        }
+        if not refused:
+            return self
+        left_out = tuple(f"{name}={value} (with {limits.sampling} sampling)" for name, value in refused.items())
+        sampling = msgspec.structs.replace(self.sampling, **dict.fromkeys(refused))
+        return replace(self, sampling=sampling, not_applied=self.not_applied + left_out)
 
 
 def load_generation_defaults(model_dir: Path, eos_token_id: int | None, source: str = AUTO) -> GenerationDefaults:
@@ -64,26 +86,21 @@ def load_generation_defaults(model_dir: Path, eos_token_id: int | None, source: 
             )
         settings = read_json(path)
         ends |= _token_ids(settings, path)
-    greedy = settings.get("do_sample") is False
-    defaults = GenerationDefaults(
-        stop_token_ids=ends,
-        temperature=0.0 if greedy else _number(settings, "temperature", 1.0, path),
-        top_k=int(_number(settings, "top_k", 0, path)),
-        top_p=_number(settings, "top_p", 1.0, path),
-        min_p=_number(settings, "min_p", 0.0, path),
-        repetition_penalty=_number(settings, "repetition_penalty", 1.0, path),
-        max_tokens=int(_number(settings, "max_new_tokens", 0, path)) or None,
-        not_applied=tuple(
-            f"{row.name}={settings[row.name]}"
-            for row in rows(Surface.GENERATION_CONFIG)
-            if not row.accepts(settings.get(row.name))
-        ),
-    )
+    given = {name: _number(settings, row.setting, path) for name, row in PARAMETERS.items() if row.setting}
+    if settings.get("do_sample") is False:
+        given["temperature"] = 0.0
+    # transformers writes 0 for "no limit".
+    given["max_tokens"] = given["max_tokens"] or None
     try:
-        sampling_modes.check_ranges(defaults)
+        sampling = typed(given, SamplingFields)
     except InvalidRequest as error:
         raise FatalError(ExitCode.INVALID_MODEL, f"{path}: {error}") from error
-    return defaults
+    not_applied = tuple(
+        f"{row.name}={settings[row.name]}"
+        for row in rows(Surface.GENERATION_CONFIG)
+        if not row.accepts(settings.get(row.name))
+    )
+    return GenerationDefaults(ends, sampling, not_applied)
 
 
 def _token_ids(settings: Mapping[str, Any], path: Path) -> frozenset[int]:
@@ -94,10 +111,10 @@ def _token_ids(settings: Mapping[str, Any], path: Path) -> frozenset[int]:
     return frozenset(values)
 
 
-def _number(settings: Mapping[str, Any], name: str, default: float, path: Path) -> float:
+def _number(settings: Mapping[str, Any], name: str, path: Path) -> float | None:
     value = settings.get(name)
     if value is None:
-        return default
+        return None
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < float("inf"):
         raise FatalError(ExitCode.INVALID_MODEL, f"{path}: {name} must be a number from 0, got {value!r}")
-    return value
+    return int(value) if value == int(value) else value

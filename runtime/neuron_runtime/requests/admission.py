@@ -1,0 +1,279 @@
+"""Admission, stop 2 of a request: template, tokenize, and check every length and count against the model's limits.
+
+What passes here cannot fail in the scheduler or on the device, which check nothing again. Called by the routes and by
+the offline class with a typed body; returns what the engine needs (`core.Request` without an id) and what the text
+needs. No I/O, no clock.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property, partial
+from typing import Any
+
+from neuron_runtime.config import ServerOptions
+from neuron_runtime.core import BackendLimits, Sampling
+from neuron_runtime.errors import InvalidRequest
+from neuron_runtime.requests.bodies import (
+    MAX_SALT_CHARACTERS,
+    ChatBody,
+    CompletionBody,
+    Generate,
+    Message,
+    TokenizeBody,
+)
+from neuron_runtime.requests.chats import chat_text
+from neuron_runtime.requests.generation_defaults import PARAMETERS, GenerationDefaults
+from neuron_runtime.requests.parameters import check_parameter_served, check_served
+from neuron_runtime.requests.prompts import Echo, Prompt, Prompts
+from neuron_runtime.requests.sampling import Sampler
+from neuron_runtime.requests.sampling_fields import DEFAULT_COMPLETION_TOKENS, MAX_STOP_CHARACTERS, MAX_STOP_STRINGS
+from neuron_runtime.requests.token_ids import check_token_ids
+from neuron_runtime.text.reasoning import Marks, Thoughts
+from neuron_runtime.text.tokenizer import Tokenizer
+
+
+@dataclass(frozen=True)
+class Details:
+    """What an answer tells of itself besides its text."""
+
+    logprobs: int | None = None
+    """How many alternatives to each token of the answer, and of a repeated prompt; None: no log-probabilities."""
+    prompt_logprobs: int | None = None
+    """The same for the prompt by itself."""
+    token_ids: bool = False
+    tokens_as_token_ids: bool = False
+    """Tokens are written `token_id:N` where log-probabilities name them."""
+
+
+@dataclass(frozen=True)
+class Ask:
+    """One HTTP request, admitted: its prompts and how each is continued."""
+
+    prompts: tuple[tuple[int, ...], ...]
+    sampling: tuple[Sampling, ...]
+    """Per prompt; for `n` answers each is used with `choice` 0 to n-1."""
+    num_choices: int = 1
+    echoes: tuple[Echo, ...] = ()
+    """Per prompt, where the answers repeat it; else empty."""
+    generates: bool = True
+    """False: the answers are the echo alone, although one token is computed."""
+    details: Details | None = None
+    """None: text alone, as most clients ask; such answers pay for nothing else."""
+    thinks: Callable[[], Thoughts] | None = None
+    """Makes what tells the thought of an answer from its text; None: there is nothing to tell apart."""
+    shows_thoughts: bool = True
+    stop: tuple[str, ...] = ()
+    include_stop: bool = False
+    skip_special_tokens: bool = True
+    priority: int = 0
+    cache_salt: str = ""
+    stream: bool = False
+    include_usage: bool = False
+    continuous_usage: bool = False
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        return sum(map(len, self.prompts))
+
+
+@dataclass(frozen=True)
+class Admission:
+    """What a model can be asked, as data."""
+
+    tokenizer: Tokenizer
+    limits: BackendLimits
+    served_names: tuple[str, ...]
+    defaults: GenerationDefaults = field(default_factory=GenerationDefaults)
+    max_queued_requests: int = 0
+    max_queued_tokens: int = sys.maxsize
+    cuts_max_tokens: bool = False
+    """Where more tokens are asked for than fit behind the prompt, as many as fit are meant; else that is refused."""
+    options: ServerOptions = field(default_factory=ServerOptions)
+    """The most that one request may ask for."""
+    reasoning: Marks | None = None
+    """How the model writes its thoughts; None: they are left in the text."""
+
+    def check_model(self, name: str | None) -> None:
+        """Raises InvalidRequest (404) for a model that is not served here; no name at all means the one there is."""
+        if name is not None and name not in self.served_names:
+            known = ", ".join(self.served_names)
+            message = f"the model `{name}` does not exist here; served: {known}"
+            raise InvalidRequest(message, field="model", status=404, code="model_not_found")
+
+    def completion(self, body: CompletionBody) -> Ask:
+        """Raises InvalidRequest."""
+        self._check_common(body)
+        echo = body.echo is True
+        if body.best_of not in (None, 1, body.n):
+            message = f"`best_of` is {body.best_of}: more answers than `n` are not supported yet, leave it out"
+            raise InvalidRequest(message, field="best_of")
+        generates = body.max_tokens != 0
+        if echo and body.logprobs is not None:
+            check_parameter_served("echo", PARAMETERS["prompt_logprobs"], self.limits)
+        cut = self._prompts.cut(body.truncate_prompt_tokens, body.max_tokens)
+        prompts = self._prompts.completions(body.prompt, body, cut, self.options.max_prompts)
+        return self._ask(
+            body,
+            prompts,
+            asked=body.max_tokens if generates else 1,
+            name="max_tokens",
+            default=self.defaults.sampling.max_tokens or DEFAULT_COMPLETION_TOKENS,
+            logprobs=body.logprobs,
+            repeated_logprobs=body.logprobs if echo else None,
+            echoes=tuple(self._prompts.echo(prompt, body) for prompt in prompts) if echo else (),
+            generates=generates,
+        )
+
+    def chat(self, body: ChatBody) -> Ask:
+        """Raises InvalidRequest."""
+        self._check_common(body)
+        if body.top_logprobs and not body.logprobs:
+            raise InvalidRequest("`top_logprobs` needs `logprobs: true`", field="top_logprobs")
+        if None not in (body.max_tokens, body.max_completion_tokens) and body.max_tokens != body.max_completion_tokens:
+            message = (
+                f"`max_tokens` is {body.max_tokens} and `max_completion_tokens` {body.max_completion_tokens}: they are "
+                "one limit, leave `max_tokens` out"
+            )
+            raise InvalidRequest(message, field="max_tokens")
+        name = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
+        asked = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
+        text = self.chat_text(body.messages, body)
+        cut = self._prompts.cut(body.truncate_prompt_tokens, asked)
+        prompt = self._prompts.checked(text, body.add_special_tokens is True, cut, "messages")
+        return self._ask(
+            body,
+            (prompt,),
+            asked=asked,
+            name=name,
+            default=self.defaults.sampling.max_tokens or self.limits.max_model_length,
+            logprobs=(body.top_logprobs or 0) if body.logprobs else None,
+            thinks=None if self.reasoning is None else partial(Thoughts, self.reasoning, text),
+            shows_thoughts=body.include_reasoning is not False,
+        )
+
+    def tokenize(self, body: TokenizeBody) -> tuple[int, ...]:
+        """Raises InvalidRequest."""
+        self.check_model(body.model)
+        if (body.prompt is None) == (body.messages is None):
+            raise InvalidRequest("exactly one of `prompt` and `messages` is needed", field="prompt")
+        if body.messages is not None:
+            text = self.chat_text(body.messages, body)
+            return self._prompts.read(text, body.add_special_tokens is True, None, "messages").token_ids
+        return self._prompts.read(body.prompt or "", body.add_special_tokens is not False, None, "prompt").token_ids
+
+    def check_token_ids(self, token_ids: Sequence[int], name: str) -> None:
+        """Raises InvalidRequest naming the first id outside the vocabulary."""
+        check_token_ids(token_ids, name, self._prompts.vocabulary_size)
+
+    def chat_text(self, messages: Sequence[Message], body: ChatBody | TokenizeBody) -> str:
+        """What the template makes of a chat. Raises InvalidRequest."""
+        return chat_text(self.tokenizer.chat_template, messages, body)
+
+    @cached_property
+    def _prompts(self) -> Prompts:
+        return Prompts(self.tokenizer, self.limits)
+
+    @cached_property
+    def _sampler(self) -> Sampler:
+        return Sampler(self.tokenizer, self.limits, self.defaults, self._prompts.vocabulary_size)
+
+    def _check_common(self, body: Generate) -> None:
+        """What can be said before anything is tokenized."""
+        self.check_model(body.model)
+        check_served(body, self.limits)
+        if body.stream_options is not None and not body.stream:
+            raise InvalidRequest("`stream_options` needs `stream: true`", field="stream_options")
+        if body.prompt_logprobs is not None and body.stream:
+            raise InvalidRequest("`prompt_logprobs` cannot be streamed: leave out `stream`", field="prompt_logprobs")
+
+    def _ask(
+        self,
+        body: Generate,
+        prompts: tuple[Prompt, ...],
+        *,
+        asked: int | None,
+        name: str,
+        default: int,
+        logprobs: int | None,
+        repeated_logprobs: int | None = None,
+        **more: Any,
+    ) -> Ask:
+        num_choices = 1 if body.n is None else body.n
+        most = min(self.options.max_choices, self.limits.max_rows + self.max_queued_requests)
+        if num_choices * len(prompts) > most:
+            message = f"`n` is {num_choices}: prompts times `n` are at most {most}"
+            raise InvalidRequest(message, field="n")
+        num_tokens = num_choices * sum(len(prompt.token_ids) for prompt in prompts)
+        if num_choices * len(prompts) > 1 and num_tokens > self.max_queued_tokens:
+            most = self.max_queued_tokens
+            message = f"`n` is {num_choices}: prompts times `n` have {num_tokens} tokens, at most {most} may wait"
+            raise InvalidRequest(message, field="n")
+        options = body.stream_options
+        details = Details(
+            logprobs=logprobs,
+            prompt_logprobs=body.prompt_logprobs,
+            token_ids=body.return_token_ids is True,
+            tokens_as_token_ids=body.return_tokens_as_token_ids is True,
+        )
+        of_prompt = [one for one in (body.prompt_logprobs, repeated_logprobs) if one is not None]
+        sampling = replace(
+            self._sampler.sampling(body), logprobs=logprobs, prompt_logprobs=max(of_prompt, default=None)
+        )
+        lengths = [self._max_tokens(len(prompt.token_ids), asked, name, default) for prompt in prompts]
+        if sampling.min_tokens > min(lengths):
+            message = f"`min_tokens` is {sampling.min_tokens}, above the {min(lengths)} tokens of the answer"
+            raise InvalidRequest(message, field="min_tokens")
+        return Ask(
+            prompts=tuple(prompt.token_ids for prompt in prompts),
+            sampling=tuple(replace(sampling, max_tokens=max_tokens) for max_tokens in lengths),
+            num_choices=num_choices,
+            details=None if replace(details, tokens_as_token_ids=False) == Details() else details,
+            stop=_stops(body.stop),
+            include_stop=body.include_stop_str_in_output is True,
+            skip_special_tokens=body.skip_special_tokens is not False,
+            priority=body.priority or 0,
+            cache_salt=_salt(body.cache_salt or ""),
+            stream=body.stream is True,
+            include_usage=options is not None and options.include_usage is True,
+            continuous_usage=options is not None
+            and options.include_usage is True
+            and options.continuous_usage_stats is True,
+            **more,
+        )
+
+    def _max_tokens(self, num_prompt_tokens: int, asked: int | None, name: str, default: int) -> int:
+        room = self.limits.max_new_tokens(num_prompt_tokens)
+        most = self.options.max_output_tokens or room
+        if asked is None:
+            return min(default, room, most)
+        if self.options.max_output_tokens and asked > most:
+            raise InvalidRequest(f"`{name}` is {asked}: an answer has at most {most} tokens here", field=name)
+        if asked <= room:
+            return asked
+        if self.cuts_max_tokens:
+            return room
+        message = (
+            f"`{name}` is {asked}, but a prompt of {num_prompt_tokens} tokens leaves room for {room}: together "
+            f"they have at most {room + num_prompt_tokens} tokens here"
+        )
+        raise InvalidRequest(message, field=name, code="context_length_exceeded")
+
+
+def _stops(stop: str | list[str] | None) -> tuple[str, ...]:
+    stops = (stop,) if isinstance(stop, str) else tuple(stop or ())
+    if len(stops) > MAX_STOP_STRINGS:
+        raise InvalidRequest(f"`stop` takes at most {MAX_STOP_STRINGS} strings, got {len(stops)}", field="stop")
+    for one in stops:
+        if not 1 <= len(one) <= MAX_STOP_CHARACTERS:
+            message = f"`stop` strings have from 1 to {MAX_STOP_CHARACTERS} characters, got {len(one)}"
+            raise InvalidRequest(message, field="stop")
+    return stops
+
+
+def _salt(salt: str) -> str:
+    if len(salt) > MAX_SALT_CHARACTERS:
+        raise InvalidRequest(f"`cache_salt` has at most {MAX_SALT_CHARACTERS} characters", field="cache_salt")
+    return salt

@@ -1,0 +1,140 @@
+"""How a field of a request is declared: its meaning, range, neutral values, default, and which sampling mode serves it.
+
+`bodies` declares each field once with `parameter(...)`; range checks, defaults of a model, the offline class, the
+published schema and the tables of the docs read it from there. The sampling mode of a model is decided when it is
+compiled: `Device` (the device returns tokens alone), `DeviceWithLogits` (it also returns the logits of the sampled
+position, for the rows that need them), `Host` (the host samples).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+from functools import cache
+from typing import Any, get_type_hints
+
+import msgspec
+from msgspec import Meta
+
+from neuron_runtime.core import BackendLimits
+from neuron_runtime.errors import InvalidRequest
+from neuron_runtime.not_built import is_neutral
+
+
+class Where(Enum):
+    """What acts on a parameter."""
+
+    DEVICE = "device"
+    HOST = "host"
+    REFUSED = "refused"
+
+
+MODES = ("Device", "DeviceWithLogits", "Host")
+
+ON_DEVICE = (Where.DEVICE, Where.DEVICE, Where.HOST)
+ON_LOGITS = (Where.REFUSED, Where.HOST, Where.HOST)
+ON_PROMPT_LOGITS = (Where.REFUSED, Where.REFUSED, Where.HOST)
+"""No compiled Neuron graph returns the logits of every position of a prompt."""
+ON_TOKENS = (Where.HOST, Where.HOST, Where.HOST)
+
+
+@dataclass(frozen=True, slots=True)
+class Parameter:
+    """What is known of one field besides its name and type.
+
+    modes: what acts on it in each of MODES; empty for a field that does not sample.
+    neutral: the values besides None that change nothing; every mode and every route accepts them.
+    lowest, highest: the range of a number, both ends included unless `above`; None: no end, or one that depends on the
+        model.
+    default: what None means where the model has no default of its own.
+    setting: the name in a model's generation_config.json that holds its own default; empty: there is none.
+    """
+
+    description: str
+    modes: tuple[Where, ...] = ()
+    neutral: tuple[Any, ...] = ()
+    lowest: float | None = None
+    highest: float | None = None
+    above: bool = False
+    default: Any = None
+    setting: str = ""
+
+    @property
+    def range(self) -> str:
+        """In words; empty where there is none."""
+        low, high = self.lowest, self.highest
+        if low is None:
+            return ""
+        if high is None:
+            return f"at least {low}"
+        return f"above {low} and at most {high}" if self.above else f"from {low} to {high}"
+
+    def where(self, mode: str) -> Where:
+        return self.modes[MODES.index(mode)]
+
+    def check(self, name: str, value: Any) -> None:
+        """Raises InvalidRequest for a value outside the range."""
+        low, high = self.lowest, self.highest
+        if value is None or low is None:
+            return
+        # Written so that NaN lies in no range.
+        if not ((value > low if self.above else value >= low) and (high is None or value <= high)):
+            raise InvalidRequest(f"`{name}` must be {self.range}, got {value}", field=name)
+
+
+def parameter(
+    description: str,
+    modes: tuple[Where, ...] = (),
+    *,
+    neutral: tuple[Any, ...] = (),
+    ge: float | None = None,
+    gt: float | None = None,
+    le: float | None = None,
+    default: Any = None,
+    setting: str = "",
+) -> Meta:
+    """The annotation of a field of a body; see `Parameter`. The range also stands in the JSON schema of the body."""
+    low = ge if gt is None else gt
+    row = Parameter(description, modes, neutral, low, le, gt is not None, default, setting)
+    ends = {"minimum": ge, "exclusiveMinimum": gt, "maximum": le}
+    schema = {name: end for name, end in ends.items() if end is not None}
+    return Meta(description=description, extra_json_schema=schema, extra={"parameter": row})
+
+
+@cache
+def parameters_of(body_type: type[msgspec.Struct]) -> dict[str, Parameter]:
+    """Every field of a body that is declared with `parameter`, by name."""
+    return {
+        name: meta.extra["parameter"]
+        for name, hint in get_type_hints(body_type, include_extras=True).items()
+        for meta in getattr(hint, "__metadata__", ())
+        if isinstance(meta, Meta) and meta.extra
+    }
+
+
+def check_served(body: msgspec.Struct, limits: BackendLimits) -> None:
+    """The sampling mode serves every parameter of a body that is not neutral.
+
+    Raises:
+        InvalidRequest: naming the field, and the mode that would serve it.
+    """
+    for name, row in parameters_of(type(body)).items():
+        value = getattr(body, name)
+        if row.modes and not is_neutral(value, row.neutral):
+            check_parameter_served(name, row, limits)
+            if name in _COUNTS_OF_LOGPROBS and value is not True and value > limits.max_logprobs:
+                message = f"`{name}` is at most {limits.max_logprobs} here, got {value}"
+                raise InvalidRequest(message, field=name)
+
+
+def check_parameter_served(name: str, row: Parameter, limits: BackendLimits) -> None:
+    """The same for one parameter, by the name that the error should give it."""
+    if row.where(limits.sampling) is Where.REFUSED:
+        serving = " or ".join(f"`{mode}`" for mode in MODES if row.where(mode) is not Where.REFUSED)
+        message = f"`{name}` cannot be served with {limits.sampling} sampling, it needs {serving}: leave it out"
+        raise InvalidRequest(message, field=name)
+    if row.modes == ON_PROMPT_LOGITS and not limits.reports_prompt_logprobs:
+        raise InvalidRequest(f"`{name}` cannot be served by this backend: leave it out", field=name)
+
+
+_COUNTS_OF_LOGPROBS = ("logprobs", "top_logprobs", "prompt_logprobs")

@@ -1,0 +1,71 @@
+"""The sampling parameters of a body, and the model's defaults, as `core.Sampling`. Called by `admission`."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from typing import Any
+
+from neuron_runtime.core import BackendLimits, Sampling
+from neuron_runtime.errors import InvalidRequest
+from neuron_runtime.requests import token_ids
+from neuron_runtime.requests.bodies import Generate
+from neuron_runtime.requests.generation_defaults import PARAMETERS, GenerationDefaults
+from neuron_runtime.text.tokenizer import Tokenizer
+
+GREEDY_TEMPERATURE = 1e-5
+"""At or below it, logits divided by it overflow: the likeliest token is meant."""
+
+_OF_THE_ANSWER = {"max_tokens", "logprobs", "prompt_logprobs"}
+"""What `admission` decides per prompt."""
+SHARED = [one.name for one in fields(Sampling) if one.name in PARAMETERS and one.name not in _OF_THE_ANSWER]
+"""Parameters that have the same name in bodies and in `core.Sampling`."""
+
+
+@dataclass(frozen=True)
+class Sampler:
+    """Makes `core.Sampling` for one model."""
+
+    tokenizer: Tokenizer
+    limits: BackendLimits
+    defaults: GenerationDefaults
+    vocabulary_size: int
+
+    def sampling(self, body: Generate) -> Sampling:
+        """All of it but what depends on the prompt. Raises InvalidRequest."""
+        values = {}
+        for name in SHARED:
+            value = getattr(body, name)
+            if value is None:
+                value = self.defaults.value(name)
+            convert = _CONVERSIONS.get(name)
+            values[name] = value if convert is None else convert(self, value, body)
+        return Sampling(**values)
+
+    def _stop_token_ids(self, given: list[int] | None, body: Generate) -> frozenset[int]:
+        ends = frozenset[int]() if body.ignore_eos else self.defaults.stop_token_ids
+        return token_ids.stop_tokens(given, self.vocabulary_size) | ends
+
+    def _top_k(self, top_k: int, body: Generate) -> int:
+        limits = self.limits
+        if top_k <= 0 or top_k >= self.tokenizer.vocabulary_size:
+            return 0
+        if limits.max_top_k and top_k > limits.max_top_k:
+            if body.top_k is None:
+                return limits.max_top_k
+            message = f"`top_k` is at most {limits.max_top_k} with {limits.sampling} sampling, got {top_k}"
+            raise InvalidRequest(message, field="top_k")
+        return top_k
+
+
+_CONVERSIONS: dict[str, Callable[[Sampler, Any, Generate], Any]] = {
+    "temperature": lambda sampler, value, body: value if value > GREEDY_TEMPERATURE else 0.0,
+    "top_k": Sampler._top_k,
+    "logit_bias": lambda sampler, value, body: token_ids.bias_entries(value, sampler.vocabulary_size),
+    "allowed_token_ids": lambda sampler, value, body: token_ids.allowed_tokens(value, sampler.vocabulary_size),
+    "bad_words": lambda sampler, value, body: token_ids.bad_word_sequences(value, sampler.tokenizer),
+    "seed": lambda sampler, value, body: secrets.randbits(63) if value is None else value,
+    "stop_token_ids": Sampler._stop_token_ids,
+}
+"""Of the parameters that `core.Sampling` does not hold as clients write them."""
