@@ -70,7 +70,7 @@ def build_app(state: State) -> FastAPI:
     routes = Routes(state)
     operations = (
         Operation(
-            "OpenAI's API",
+            "openai",
             "POST",
             "/v1/completions",
             routes.completions,
@@ -80,7 +80,7 @@ def build_app(state: State) -> FastAPI:
             event=CompletionChunk,
         ),
         Operation(
-            "OpenAI's API",
+            "openai",
             "POST",
             "/v1/chat/completions",
             routes.chat_completions,
@@ -89,9 +89,9 @@ def build_app(state: State) -> FastAPI:
             body=ChatBody,
             event=ChatCompletionChunk,
         ),
-        Operation("OpenAI's API", "GET", "/v1/models", routes.models, "List the served names", ModelList),
+        Operation("openai", "GET", "/v1/models", routes.models, "List the served names", ModelList),
         Operation(
-            "OpenAI's API",
+            "openai",
             "GET",
             "/v1/models/{model:path}",
             routes.model,
@@ -101,7 +101,7 @@ def build_app(state: State) -> FastAPI:
             parameters={"model": "A served name."},
         ),
         Operation(
-            "Tokens",
+            "tokens",
             "POST",
             "/tokenize",
             routes.tokenize,
@@ -110,7 +110,7 @@ def build_app(state: State) -> FastAPI:
             body=TokenizeBody,
         ),
         Operation(
-            "Tokens",
+            "tokens",
             "POST",
             "/detokenize",
             routes.detokenize,
@@ -118,12 +118,12 @@ def build_app(state: State) -> FastAPI:
             Detokenized,
             body=DetokenizeBody,
         ),
-        Operation("Server", "GET", "/version", routes.version, "Version of the server", Version),
+        Operation("server", "GET", "/version", routes.version, "Version of the server", Version),
         Operation(
-            "Server", "GET", "/health", routes.health, "Whether the server can serve", Health, failures={503: Health}
+            "server", "GET", "/health", routes.health, "Whether the server can serve", Health, failures={503: Health}
         ),
-        Operation("Server", "GET", "/live", routes.live, "Whether the process is alive", Health),
-        Operation("Server", "GET", "/metrics", routes.metrics, "Metrics in Prometheus' text format", "text/plain"),
+        Operation("server", "GET", "/live", routes.live, "Whether the process is alive", Health),
+        Operation("server", "GET", "/metrics", routes.metrics, "Metrics in Prometheus' text format", "text/plain"),
     )
     handlers = {
         ServingError: _serving_error,

@@ -114,10 +114,20 @@ def _document(app: FastAPI, operations: Sequence[Operation], has_keys: bool) -> 
     for operation in operations:
         if operation.body is not None:
             schemas[operation.body.__name__]["x-not-supported"] = not_built
-    document["components"] = {"schemas": schemas}
+    document["components"] = {"schemas": _with_items(schemas)}
     if has_keys:
         document["components"]["securitySchemes"] = {KEY_SCHEME: {"type": "http", "scheme": "bearer"}}
     return document
+
+
+def _with_items(schema: Any) -> Any:
+    """Arrays of anything say so: msgspec leaves `items` out, and generators of clients require it."""
+    if isinstance(schema, list):
+        return [_with_items(one) for one in schema]
+    if not isinstance(schema, dict):
+        return schema
+    items: dict[str, Any] = {"items": {}} if schema.get("type") == "array" else {}
+    return items | {key: _with_items(value) for key, value in schema.items()}
 
 
 def _documented(route: Route) -> Route:
@@ -143,7 +153,7 @@ def _failures(operation: Operation, has_keys: bool) -> dict[int, Struct]:
 def _responses(operation: Operation, has_keys: bool) -> dict[int | str, dict[str, Any]]:
     content = _content(operation.answer)
     if operation.event is not None:
-        content |= _content(operation.event, "text/event-stream")
+        content["text/event-stream"] = {"schema": _event(operation.event)}
     failures = _failures(operation, has_keys).items()
     return {
         200: {"description": "The answer.", "content": content},
@@ -165,7 +175,18 @@ def _extra(operation: Operation, has_keys: bool) -> dict[str, Any]:
     return extra
 
 
-def _content(kind: Struct | str, media_type: str = "application/json") -> dict[str, Any]:
+def _event(struct: Struct) -> dict[str, Any]:
+    """One event of a stream. A stream ends with `[DONE]`, or with an error object where it fails after its start."""
+    objects = [_reference(struct), _reference(ErrorObject)]
+    json = {"type": "string", "contentMediaType": "application/json", "contentSchema": {"anyOf": objects}}
+    return {"type": "object", "properties": {"data": {"anyOf": [json, {"const": "[DONE]"}]}}, "required": ["data"]}
+
+
+def _content(kind: Struct | str) -> dict[str, Any]:
     if isinstance(kind, str):
         return {kind: {"schema": {"type": "string"}}}
-    return {media_type: {"schema": {"$ref": f"#/components/schemas/{kind.__name__}"}}}
+    return {"application/json": {"schema": _reference(kind)}}
+
+
+def _reference(struct: Struct) -> dict[str, str]:
+    return {"$ref": f"#/components/schemas/{struct.__name__}"}
