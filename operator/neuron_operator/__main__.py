@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from importlib.resources import files
 
 USAGE = """usage: neuron-operator COMMAND [flags]
 
@@ -29,7 +28,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
             return local.main(arguments[1:])
         case ["crd"]:
-            print(files("neuron_operator").joinpath("data/neuronmodels.yaml").read_text("utf-8"), end="")
+            from neuron_operator import schema  # noqa: PLC0415
+
+            print(schema.to_yaml(), end="")
             return 0
         case ["-h" | "--help" | "help"]:
             print(USAGE)

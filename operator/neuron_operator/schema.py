@@ -1,7 +1,7 @@
 """The CustomResourceDefinition of NeuronModel, from the Structs that declare its fields.
 
-`make generate` writes it to `crds/` and into the chart. Pure; nothing reads it while the operator runs. The schema is
-structural, every list has a type for merging, and a description is the declared Markdown without its links.
+`make generate` writes it to `crds/` and into the chart; `neuron-operator crd` prints it. The schema is structural,
+every list has a type for merging, and a description is the declared Markdown without its links.
 """
 
 from __future__ import annotations

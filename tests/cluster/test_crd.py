@@ -7,10 +7,13 @@ import json
 import urllib.error
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args, get_origin
 
+import msgspec
 import pytest
 import yaml
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from helpers.apiserver import ApiServer
 from helpers.manifests import REFUSED, spec_with
@@ -19,6 +22,8 @@ from helpers.operator_worlds import body, condition, resolved_world
 from helpers.operators import served
 from helpers.rendered_cases import FILES, render
 from neuron_operator.client import NEURON_MODELS, resource_of
+from neuron_operator.fields import Rule, SpecPart, broken_rules, fields_of, peeled
+from neuron_operator.model import Spec
 
 pytestmark = [pytest.mark.cluster, pytest.mark.slow]
 
@@ -67,6 +72,104 @@ def test_a_wrong_manifest_is_refused_with_its_field(server: ApiServer, case: dic
 )
 def test_what_only_this_version_of_the_operator_refuses_is_valid(server: ApiServer, case: dict[str, Any]) -> None:
     create(server, spec_with(case["spec"]))
+
+
+def declared_rules(kind: Any) -> Iterator[Rule]:
+    """The rules of a declared type and of all types within it."""
+    core, said = peeled(kind)
+    yield from (one for one in said if isinstance(one, Rule))
+    inner = fields_of(core) if isinstance(core, type) and issubclass(core, SpecPart) else ()
+    for below in (*(one.kind for one in inner), *(get_args(core)[:1] if get_origin(core) is tuple else ())):
+        yield from declared_rules(below)
+
+
+def kind_at(path: str) -> Any:
+    kind: Any = Spec
+    for key in path.split("."):
+        kind = next(one.kind for one in fields_of(peeled(kind)[0]) if one.key == key)
+    return kind
+
+
+def some_of(**values: Any) -> st.SearchStrategy[dict[str, Any]]:
+    return st.fixed_dictionaries({}, optional={key: st.just(value) for key, value in values.items()})
+
+
+def lists_of(*values: Any) -> st.SearchStrategy[list[Any]]:
+    return st.lists(st.sampled_from(values), max_size=3)
+
+
+def keys_of(*keys: str) -> st.SearchStrategy[dict[str, str]]:
+    return st.dictionaries(st.sampled_from(keys), st.just("1"))
+
+
+KEY = {"name": "n", "key": "k"}
+STORES = {"persistentVolumeClaim": {"claimName": "c"}, "objectStore": {"uri": "s3://b/p"}}
+NAMES = ("A", "B", "HOME", "HF_TOKEN", "NEURON_SERVING_RANK", "NEURON_SERVING")
+SCHEMES = ("hf://", "s3://", "pvc://", "oci://", "file:///", "file://", "file:./", "hf:", "")
+PIECES = ("a", "B9", "/", "/", "..", ".", "-", "_", "@", "#", " ", "a/b", "bucket/p")
+VALUES: dict[str, st.SearchStrategy[Any]] = {
+    "model.uri": st.builds(
+        lambda scheme, pieces: scheme + "".join(pieces),
+        st.sampled_from(SCHEMES),
+        st.lists(st.sampled_from(PIECES), min_size=1, max_size=5),
+    ),
+    "model.servedNames": lists_of("a", "b", "c"),
+    "accelerator": st.builds(
+        lambda kind, sizes: {**kind, **sizes},
+        st.sampled_from([{}, {"type": "CPU"}, {"type": "Neuron"}]),
+        some_of(devices=1, cores=2),
+    ),
+    "serving.contextBuckets": lists_of(1, 2, 3),
+    "serving.tokenGenerationBuckets": lists_of(1, 2, 3),
+    "engine.env": st.lists(
+        st.builds(
+            lambda name, value, source: {"name": name, **value, **source},
+            st.sampled_from(NAMES),
+            some_of(value="x"),
+            st.fixed_dictionaries({}, optional={"valueFrom": some_of(secretKeyRef=KEY, configMapKeyRef=KEY)}),
+        ),
+        max_size=2,
+    ),
+    "storage.weights": some_of(**STORES, emptyDir={}),
+    "storage.artifacts": some_of(**STORES),
+    "podTemplate.metadata.labels": keys_of("a", "neuron-serving.dev/a", "neuron-serving.development/a"),
+    "podTemplate.metadata.annotations": keys_of("a", "neuron-serving.dev/a", "neuron-serving.development/a"),
+    "podTemplate.spec.imagePullSecrets": lists_of({"name": "a"}, {"name": "b"}),
+    "podTemplate.spec.resources.limits": keys_of("cpu", "aws.amazon.com/neuron", "aws.amazon.company/a"),
+    "podTemplate.spec.resources.requests": keys_of("cpu", "aws.amazon.com/neuron", "aws.amazon.company/a"),
+}
+
+
+@pytest.mark.parametrize("path", VALUES)
+def test_server_and_parser_find_the_same_rules_broken(server: ApiServer, path: str) -> None:
+    broken_once: set[str] = set()
+
+    @settings(max_examples=60, deadline=None, derandomize=True, database=None)
+    @given(VALUES[path])
+    def compare(value: Any) -> None:
+        for key in reversed(path.split(".")):
+            value = {key: value}
+        spec = spec_with(value)
+        broken = list(broken_rules(Spec, msgspec.convert(spec, Spec), "spec"))
+        broken_once.update(message for _, message in broken)
+        if not broken:
+            create(server, spec)
+            return
+        causes = refusal(server, spec)
+        # Duplicates are found before CEL runs, at the second item.
+        twice = [(place, "Duplicate value") for place, message in broken if message == "must be unique"]
+        for place, message in twice or broken:
+            assert any(field.startswith(place) and message in said for field, said in causes), (place, causes)
+        places = {place for place, _ in twice or broken}
+        assert all(any(field.startswith(place) for place in places) for field, _ in causes), causes
+
+    compare()
+    assert broken_once == {rule.message for rule in declared_rules(kind_at(path))}
+
+
+def test_every_rule_is_compared() -> None:
+    compared = [rule for path in VALUES for rule in declared_rules(kind_at(path))]
+    assert set(map(id, declared_rules(Spec))) == set(map(id, compared))
 
 
 @pytest.mark.parametrize("changes", REFUSED["accepted"], ids=str)
