@@ -19,7 +19,8 @@ from helpers.promql import Answer, Result, Scraped, evaluate
 from helpers.scripted_load import ScriptedLoad, run_against_a_server
 from neuron_operator.metrics import Metrics as OperatorMetrics
 from neuron_runtime.core import BackendLimits
-from neuron_runtime.engine.messages import Numbers, Step
+from neuron_runtime.engine.messages import Step
+from neuron_runtime.engine.stats import EngineStats
 from neuron_runtime.server.metrics import FAMILIES, Metrics
 
 CHART = Path(__file__).parents[2] / "charts" / "neuron-serving"
@@ -159,7 +160,7 @@ def bad_model(num_stalls: int) -> str:
     metrics.engine_ready(BackendLimits(2, 256, 256, num_blocks=64), 1.0, 1.0)
     for _ in range(num_stalls):
         metrics.tokens(1, 3.0)
-    metrics.step(Step((), (), Numbers(num_preemptions_total=num_stalls, stream_gap_bound_seconds=0.1 * num_stalls)))
+    metrics.step(Step((), (), EngineStats(num_preemptions_total=num_stalls, stream_gap_bound_seconds=0.1 * num_stalls)))
     return metrics.render().decode()
 
 

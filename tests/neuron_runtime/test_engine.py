@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import threading
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -279,20 +280,19 @@ def test_the_numbers_add_up_step_by_step() -> None:
     asked = [request(name, 10, 6) for name in "abc"]
     run.add(*asked)
     assert (run.engine.stats.num_running, run.engine.stats.num_waiting) == (0, 3)
-    fed = new = seconds = 0.0
+    fed = new = 0
     while run.engine.has_work:
         run.step()
         last = run.engine.stats.last_step
         assert last is not None
         assert last.num_tokens == run.backend.batches[last.step].num_tokens
-        fed, new, seconds = fed + last.num_tokens, new + last.num_new_tokens, seconds + last.device_seconds
+        assert last.device_seconds > 0
+        fed, new = fed + last.num_tokens, new + last.num_new_tokens
     stats = run.engine.stats
     assert (stats.num_prompt_tokens_total, stats.num_generation_tokens_total) == (30, 18)
     assert (fed, new) == (30 + 3 * 5, 18)
-    assert stats.device_seconds_total == pytest.approx(seconds)
-    assert seconds > 0
-    num_steps = stats.num_prefill_steps_total + stats.num_decode_steps_total + stats.num_mixed_steps_total
-    assert num_steps == len(run.backend.batches)
+    kinds = Counter(batch.kind for batch in run.backend.batches)
+    assert (stats.num_decode_steps_total, stats.num_mixed_steps_total) == (kinds[Kind.DECODE], kinds[Kind.MIXED])
     assert (stats.num_blocks_used, stats.num_blocks) == (0, 128)
     run.step()
     assert run.engine.stats.last_step is None

@@ -5,11 +5,12 @@ from __future__ import annotations
 import msgspec
 
 from neuron_runtime.core import FinishReason, TokenEvent, TokenLogprobs
-from neuron_runtime.engine.messages import Numbers, Step, decode_from_engine, encoder, news
+from neuron_runtime.engine.messages import Step, decode_from_engine, encoder, news
+from neuron_runtime.engine.stats import EngineStats
 
 
 def over_the_border(event: TokenEvent) -> Step:
-    decoded = decode_from_engine(encoder.encode(Step((news(event),), (), Numbers())))
+    decoded = decode_from_engine(encoder.encode(Step((news(event),), (), EngineStats())))
     assert isinstance(decoded, Step)
     return decoded
 

@@ -23,8 +23,9 @@ from neuron_runtime.core import BackendLimits, FinishReason, Kind, Request, Samp
 from neuron_runtime.engine import messages
 from neuron_runtime.engine.lifeline import Deadline
 from neuron_runtime.engine.loop import Engine
-from neuron_runtime.engine.messages import Add, Numbers, Step
+from neuron_runtime.engine.messages import Add, Step
 from neuron_runtime.engine.process import Worker
+from neuron_runtime.engine.stats import EngineStats, StepStats
 from neuron_runtime.errors import BackendFailed, Draining, InvalidRequest, Overloaded, ServingError, Unauthorized
 from neuron_runtime.server.exchange import Exchange
 from neuron_runtime.server.metrics import FAMILIES, LOG_LINES_LOST, OPEN_CONNECTIONS, Metrics
@@ -45,7 +46,7 @@ def value(metrics: Metrics, name: str, *others: Exported, **labels: str) -> floa
 
 
 def step(**numbers: object) -> Step:
-    return Step((), (), Numbers(**numbers))  # type: ignore[arg-type]
+    return Step((), (), EngineStats(**numbers))  # type: ignore[arg-type]
 
 
 def started(incarnation: int = 1) -> Metrics:
@@ -131,7 +132,7 @@ def test_counters_go_on_when_the_engine_begins_again() -> None:
 
 def test_an_engine_that_ended_runs_nothing_and_takes_part_in_nothing() -> None:
     metrics = started()
-    metrics.step(step(num_running=2, num_waiting=3, cache_usage=0.5))
+    metrics.step(step(num_running=2, num_waiting=3, num_blocks=8, num_blocks_used=4))
     assert value(metrics, "vllm:num_requests_waiting") == 3
     assert value(metrics, "neuron_serving_group_members_present") == 1
     metrics.engine_ended()
@@ -150,11 +151,12 @@ def test_a_restarted_engine_with_another_cache_leaves_no_series_of_the_old_one()
 
 def test_steps_are_counted_by_kind_and_by_the_shape_they_ran_in() -> None:
     metrics = started()
-    prefill = {"step_kind": Kind.PREFILL, "num_step_tokens": 100, "num_computed_tokens": 128, "bucket": "1x128"}
-    decode = {"step_kind": Kind.DECODE, "num_step_tokens": 3, "num_computed_tokens": 3}
-    for numbers in (prefill, decode, decode):
-        metrics.step(step(**numbers, device_seconds=0.008, host_seconds=0.0004, work_seconds=0.01))
-    metrics.step(step(work_seconds=0.002))  # a turn that applied no step
+    prefill = {"kind": Kind.PREFILL, "num_tokens": 100, "num_computed_tokens": 128, "bucket": "1x128"}
+    decode = {"kind": Kind.DECODE, "num_tokens": 3, "num_computed_tokens": 3}
+    for number, numbers in enumerate((prefill, decode, decode)):
+        applied = StepStats(step=number, device_seconds=0.008, host_seconds=0.0004, **numbers)  # type: ignore[arg-type]
+        metrics.step(step(last_step=applied, work_seconds_total=0.01 * (number + 1)))
+    metrics.step(step(work_seconds_total=0.032))  # a turn that applied no step
     for name, kind, bucket, expected in (
         ("fed", "prefill", "1x128", 100),
         ("computed", "prefill", "1x128", 128),
@@ -181,7 +183,7 @@ def test_padding_and_busy_time_are_those_of_the_device() -> None:
     metrics = started()
     while engine.has_work:
         engine.step()
-        metrics.step(Step((), (), messages.numbers(engine.stats)))
+        metrics.step(Step((), (), engine.stats))
     assert {size for _, size in backend.timeline.shapes} == {4, 8, 32, 128}
     for (kind, size), use in backend.timeline.shapes.items():
         labels = {"kind": kind, "bucket": f"{kind}_{size}"}
@@ -208,7 +210,7 @@ class Post:
         return [Add(self._mail.pop())] if wait else []
 
     def send_step(self, step: Step) -> None:
-        self.steps.append(step)
+        self.steps.append(cast(Step, messages.decode_from_engine(messages.encoder.encode(step))))
         self._pass(self.SEND)
 
     def _pass(self, seconds: float) -> None:
@@ -239,12 +241,28 @@ def test_waiting_for_requests_is_no_work_and_waiting_for_the_device_is_not_the_h
     busy = value(metrics, "neuron_serving_device_busy_seconds_total")
     assert busy == pytest.approx(2 * (0.03 + 4 * 0.01))
     # What it costs to send a turn's message belongs to the next turn; behind the last one there is none.
-    host = sum(one.numbers.host_seconds for one in post.steps)
+    host = sum(one.stats.last_step.host_seconds for one in post.steps if one.stats.last_step)
     assert host == pytest.approx(post.num_looks * Post.LOOK + (len(post.steps) - 2) * Post.SEND)
     # The next step runs while the host sends and looks: the device never waits for it.
     work = value(metrics, "neuron_serving_work_seconds_total")
     assert work == pytest.approx(busy)
     assert clock.now() == pytest.approx(work + 2 * Post.WAIT + 2 * Post.SEND)
+
+
+def test_a_step_counts_once_although_mail_comes_behind_it(tmp_path: Path) -> None:
+    clock = VirtualClock()
+    times = StepTimes(decode=Phase(constant(0.01)), prefill=Phase(constant(0.03)))
+    engine = Engine(SimulatedBackend(replace(LIMITS, vocabulary_size=512), times, clock), clock=clock.now)
+    mail = [Request("too long", (1,) * 300, Sampling()), Request("served", (1, 2, 3), Sampling(max_tokens=2))]
+    post, metrics = Post(clock, mail), started()
+    with Deadline(tmp_path / "deadline") as deadline:
+        worker = Worker(engine, cast(Any, post), deadline)
+        while mail or engine.has_work:
+            worker.turn()
+    for one in post.steps:
+        metrics.step(one)
+    assert post.steps[-1].refused
+    assert value(metrics, "vllm:iteration_tokens_total_count") == 2
 
 
 # Requests that are over

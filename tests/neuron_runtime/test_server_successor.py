@@ -6,7 +6,8 @@ import asyncio
 from pathlib import Path
 
 from helpers.front_end import make_model, serving, until_healthy
-from neuron_runtime.engine.messages import Numbers, Step
+from neuron_runtime.engine.messages import Step
+from neuron_runtime.engine.stats import EngineStats
 from neuron_runtime.server.control import EngineStarted
 from neuron_runtime.server.engine_client import MAX_IDS
 from neuron_runtime.server.metrics import Metrics
@@ -34,5 +35,5 @@ def test_what_the_engine_counted_before_is_not_counted_again() -> None:
     metrics = Metrics("m")
     metrics.engine_started(1, joined=True)
     for queries in (50, 60):
-        metrics.step(Step((), (), Numbers(num_prefix_queries_total=queries)))
+        metrics.step(Step((), (), EngineStats(num_prefix_queries_total=queries)))
     assert b'vllm:prefix_cache_queries_total{model_name="m"} 10.0' in metrics.render()

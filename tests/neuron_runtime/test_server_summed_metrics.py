@@ -12,8 +12,9 @@ import zmq
 
 from neuron_runtime.core import FinishReason
 from neuron_runtime.engine import messages
-from neuron_runtime.engine.messages import News, Numbers, Refused, Step
+from neuron_runtime.engine.messages import News, Refused, Step
 from neuron_runtime.engine.process import Border
+from neuron_runtime.engine.stats import EngineStats
 from neuron_runtime.server import summed_metrics
 from neuron_runtime.server.metrics import Metrics
 from neuron_runtime.server.summed_metrics import SummedMetrics
@@ -45,7 +46,7 @@ async def test_counts_are_added_and_what_the_engine_tells_everybody_appears_once
     ends = [front_end(run_dir, number) for number in range(2)]
     for number, (metrics, summed) in enumerate(ends):
         await summed.open()
-        metrics.step(Step((), (), Numbers(num_running=3, num_waiting=1)))
+        metrics.step(Step((), (), EngineStats(num_running=3, num_waiting=1)))
         metrics.tokens(10 + number, None)
     for _, summed in ends:
         text = await summed.render()
@@ -103,10 +104,10 @@ def test_each_front_end_hears_of_its_own_requests_alone_and_every_one_the_number
         inboxes = [messages.socket(context, zmq.PULL, run_dir, messages.outbox_of(number), 1) for number in range(3)]
         news = tuple(News(messages.request_id(number, 7 + number), (number,)) for number in (2, 0, 2))
         refused = (Refused(messages.request_id(1, 3), "no"),)
-        border.send_step(Step(news, refused, Numbers(num_running=3)))
+        border.send_step(Step(news, refused, EngineStats(num_running=3)))
         heard = [messages.decode_from_engine(inbox.recv()) for inbox in inboxes]
         steps = [step for step in heard if isinstance(step, Step)]
-        assert [step.numbers.num_running for step in steps] == [3, 3, 3]
+        assert [step.stats.num_running for step in steps] == [3, 3, 3]
         assert [[one.request_id for one in step.news] for step in steps] == [["0-7"], [], ["2-9", "2-9"]]
         assert [[one.request_id for one in step.refused] for step in steps] == [[], ["1-3"], []]
         for inbox in inboxes:

@@ -38,7 +38,7 @@ class StepInFlight:
 
     batch: Batch
     scheduled_ahead: bool = False
-    launched_ahead: bool = False
+    """While the step before it ran."""
 
 
 class Engine:
@@ -76,11 +76,9 @@ class Engine:
         queue = QueueLimits(max_queued_requests, max_queued_tokens)
         self._backpressure = Backpressure(queue, self._limits.max_rows, clock())
         self._in_flight: deque[StepInFlight] = deque()
-        self._totals = EngineStats(num_blocks=self._limits.num_blocks)
-        self._backend_seconds = 0.0
+        self._stats = self._scheduler.stats
         self._max_consecutive_prefills = max_consecutive_prefills
         self._longest_step_seconds: dict[Kind, float] = {}
-        self._stream_gap_bound = 0.0
         self._applied_at: float | None = None
         """When the step before was applied; None when there was nothing to do in between."""
 
@@ -127,20 +125,13 @@ class Engine:
 
     @property
     def stats(self) -> EngineStats:
-        scheduler = self._scheduler
-        return replace(
-            self._totals,
-            num_running=len(scheduler.running),
-            num_waiting=len(scheduler.waiting),
-            num_waiting_tokens=self._backpressure.num_tokens,
-            num_blocks_used=scheduler.blocks.cache.num_used,
-            num_preemptions_total=scheduler.stats.num_preemptions_total,
-            num_prompt_tokens_total=scheduler.stats.num_prompt_tokens_total,
-            num_prefix_queries_total=scheduler.stats.num_prefix_queries_total,
-            num_prefix_hits_total=scheduler.stats.num_prefix_hits_total,
-            stream_gap_bound_seconds=self._stream_gap_bound,
-            backend_seconds_total=self._backend_seconds,
-        )
+        """As of now; always the same struct."""
+        scheduler, stats = self._scheduler, self._stats
+        stats.num_running = len(scheduler.running)
+        stats.num_waiting = len(scheduler.waiting)
+        stats.num_waiting_tokens = self._backpressure.num_tokens
+        stats.num_blocks_used = scheduler.blocks.cache.num_used
+        return stats
 
     def step(self) -> list[TokenEvent]:
         """One turn: the next step is scheduled while the one in flight runs, then that one is collected and applied.
@@ -148,7 +139,7 @@ class Engine:
         The next step is launched at the first moment at which everything it needs is known: at once when the device
         feeds its own tokens, after `collect` when the host does, after `apply` when a row samples late.
         """
-        self._totals = replace(self._totals, last_step=None)
+        self._stats.last_step = None
         if self._applied_at is None:
             self._applied_at = self._clock()
         if not self._in_flight and not self._start():
@@ -157,13 +148,13 @@ class Engine:
         late = ahead is not None and self._samples_late()
         at_once = ahead is not None and not late and self._limits.steps_in_flight == 2
         if ahead and at_once:
-            self._launch(StepInFlight(ahead, scheduled_ahead=True, launched_ahead=True), None)
+            self._launch(StepInFlight(ahead, scheduled_ahead=True), None)
 
         current = self._in_flight.popleft()
         began = self._clock()
         output = self._backend.collect(current.batch.step)
-        self._backend_seconds += self._clock() - began
-        following = StepInFlight(fill(ahead, output, current.batch), True, at_once) if ahead else None
+        self._stats.backend_seconds_total += self._clock() - began
+        following = StepInFlight(fill(ahead, output, current.batch), True) if ahead else None
         if following and at_once:
             self._in_flight[0] = following
         elif following and not late:
@@ -198,7 +189,7 @@ class Engine:
         began = self._clock()
         self._backend.launch(launched.batch)
         self._backend.sample(launched.batch.step, late)
-        self._backend_seconds += self._clock() - began
+        self._stats.backend_seconds_total += self._clock() - began
         self._in_flight.append(launched)
 
     def _apply(self, launched: StepInFlight, output: StepOutput) -> list[TokenEvent]:
@@ -226,7 +217,9 @@ class Engine:
         self._applied_at = now
         if seconds > longest.get(kind, 0.0):
             longest[kind] = seconds
-            self._stream_gap_bound = stream_gap_bound(self._limits, longest, self._max_consecutive_prefills)
+            self._stats.stream_gap_bound_seconds = stream_gap_bound(
+                self._limits, longest, self._max_consecutive_prefills
+            )
 
     def _rules(self) -> list[LateRule | None]:
         """One for each row of the step scheduled last; None for a row that needs nothing from the host."""
@@ -249,27 +242,18 @@ class Engine:
         return Late(tuple(rule(s.output) if rule else None for rule, s in zip(self._rules(), sequences, strict=True)))
 
     def _count(self, launched: StepInFlight, output: StepOutput, num_new_tokens: int) -> None:
-        batch, totals = launched.batch, self._totals
-        step = StepStats(
+        batch, stats = launched.batch, self._stats
+        decodes = batch.kind is Kind.DECODE
+        stats.num_generation_tokens_total += num_new_tokens
+        stats.num_decode_steps_total += decodes
+        stats.num_mixed_steps_total += batch.kind is Kind.MIXED
+        stats.num_decode_steps_ahead_total += decodes and launched.scheduled_ahead
+        stats.last_step = StepStats(
             step=batch.step,
             kind=batch.kind,
-            num_rows=len(batch.rows),
             num_tokens=batch.num_tokens,
+            num_computed_tokens=output.num_computed_tokens or batch.num_tokens,
             num_new_tokens=num_new_tokens,
             device_seconds=output.device_seconds,
-            scheduled_ahead=launched.scheduled_ahead,
-            launched_ahead=launched.launched_ahead,
             bucket=output.bucket,
-            num_computed_tokens=output.num_computed_tokens or batch.num_tokens,
-        )
-        decodes = batch.kind is Kind.DECODE
-        self._totals = replace(
-            totals,
-            num_generation_tokens_total=totals.num_generation_tokens_total + step.num_new_tokens,
-            num_prefill_steps_total=totals.num_prefill_steps_total + (batch.kind is Kind.PREFILL),
-            num_decode_steps_total=totals.num_decode_steps_total + decodes,
-            num_mixed_steps_total=totals.num_mixed_steps_total + (batch.kind is Kind.MIXED),
-            num_decode_steps_ahead_total=totals.num_decode_steps_ahead_total + (decodes and step.scheduled_ahead),
-            device_seconds_total=totals.device_seconds_total + step.device_seconds,
-            last_step=step,
         )

@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 import zmq
 
-from neuron_runtime.core import BackendLimits, FinishReason, Kind, Request, TokenEvent, TokenLogprobs
+from neuron_runtime.core import BackendLimits, FinishReason, Request, TokenEvent, TokenLogprobs
 from neuron_runtime.engine.backpressure import QueueLimits
 from neuron_runtime.engine.stats import EngineStats
 
@@ -124,41 +124,12 @@ class Refused(msgspec.Struct, frozen=True, array_like=True):
     retry_after_seconds: float | None = None
 
 
-class Numbers(msgspec.Struct, frozen=True, array_like=True):
-    """The engine's state after a turn, and the step that the turn applied, if any; for metrics."""
-
-    num_running: int = 0
-    num_waiting: int = 0
-    num_waiting_tokens: int = 0
-    """Prompt tokens of requests that no step has taken up."""
-    cache_usage: float = 0.0
-    """Share of the KV blocks in use, 0 to 1."""
-    num_preemptions_total: int = 0
-    num_prefix_queries_total: int = 0
-    """Prompt tokens that were looked for in the prefix cache."""
-    num_prefix_hits_total: int = 0
-    stream_gap_bound_seconds: float = 0.0
-    """Within this time a running stream gets its next token, judged by the longest steps so far."""
-    step_kind: Kind | None = None
-    num_step_tokens: int = 0
-    """Tokens fed in the step."""
-    device_seconds: float = 0.0
-    bucket: str = ""
-    """The compiled shape of the step; empty where shapes are free."""
-    num_computed_tokens: int = 0
-    """Tokens that the device computed in the step, padding included."""
-    host_seconds: float = 0.0
-    """Time of the turn outside the backend's calls."""
-    work_seconds: float = 0.0
-    """Time of the turn: since the one before, or since there was anything to do."""
-
-
 class Step(msgspec.Struct, frozen=True, tag="step"):
     """Engine to front end: all that one turn of the loop brought."""
 
     news: tuple[News, ...]
     refused: tuple[Refused, ...]
-    numbers: Numbers
+    stats: EngineStats
 
 
 FromEngine = Progress | ModelFound | Ready | Step
@@ -200,24 +171,3 @@ def news(event: TokenEvent) -> News:
     if event.first:
         first = First(event.num_cached_tokens, event.queue_seconds or 0.0, event.prompt_logprobs)
     return News(event.request_id, event.token_ids, event.finish_reason, event.logprobs, first)
-
-
-def numbers(stats: EngineStats, work_seconds: float = 0.0, host_seconds: float = 0.0) -> Numbers:
-    step = stats.last_step
-    return Numbers(
-        num_running=stats.num_running,
-        num_waiting=stats.num_waiting,
-        num_waiting_tokens=stats.num_waiting_tokens,
-        cache_usage=stats.num_blocks_used / stats.num_blocks if stats.num_blocks else 0.0,
-        num_preemptions_total=stats.num_preemptions_total,
-        num_prefix_queries_total=stats.num_prefix_queries_total,
-        num_prefix_hits_total=stats.num_prefix_hits_total,
-        stream_gap_bound_seconds=stats.stream_gap_bound_seconds,
-        step_kind=step.kind if step else None,
-        num_step_tokens=step.num_tokens if step else 0,
-        device_seconds=step.device_seconds if step else 0.0,
-        bucket=step.bucket if step else "",
-        num_computed_tokens=step.num_computed_tokens if step else 0,
-        host_seconds=host_seconds,
-        work_seconds=work_seconds,
-    )

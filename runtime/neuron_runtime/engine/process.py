@@ -31,6 +31,7 @@ from neuron_runtime.engine.backpressure import queue_limits
 from neuron_runtime.engine.lifeline import Deadline, die_with_parent
 from neuron_runtime.engine.loop import Engine
 from neuron_runtime.engine.messages import Abort, Add, FromEngine, Joined, ModelFound, Ready, Refused, Step, ToEngine
+from neuron_runtime.engine.stats import EngineStats
 from neuron_runtime.engine.watchdog import MIN_STEP_SECONDS, WatchedBackend
 from neuron_runtime.errors import ExitCode, FatalError, InvalidRequest, Overloaded, ServingError
 
@@ -85,7 +86,7 @@ class Border:
         for refused in step.refused:
             parts[messages.front_end_of(refused.request_id)][1].append(refused)
         for outbox, (its_news, its_refused) in zip(self._outboxes, parts, strict=True):
-            outbox.send(messages.encoder.encode(Step(tuple(its_news), tuple(its_refused), step.numbers)))
+            outbox.send(messages.encoder.encode(Step(tuple(its_news), tuple(its_refused), step.stats)))
         return None
 
     def receive(self, wait: bool) -> list[ToEngine]:
@@ -126,18 +127,21 @@ class Worker:
         refused = self._deliver(mail)
         works = self._engine.has_work
         events = self._step() if works else []
+        if not works:
+            self._engine.stats.last_step = None
         if mail or works:
             # An abort changes the numbers too: a freed row is to be seen at once.
-            numbers = self._numbers()
-            self._border.send_step(Step(tuple(map(messages.news, events)), tuple(refused), numbers))
+            self._border.send_step(Step(tuple(map(messages.news, events)), tuple(refused), self._account()))
 
-    def _numbers(self) -> messages.Numbers:
-        """Of the turn that ends here; what it costs to send them belongs to the next one."""
+    def _account(self) -> EngineStats:
+        """The numbers with the times of the turn that ends here; to send them is part of the next one."""
         stats, now = self._engine.stats, time.monotonic()
         work = now - self._accounted_until
-        inside = stats.backend_seconds_total - self._backend_seconds
+        stats.work_seconds_total += work
+        if stats.last_step is not None:
+            stats.last_step.host_seconds = work - (stats.backend_seconds_total - self._backend_seconds)
         self._accounted_until, self._backend_seconds = now, stats.backend_seconds_total
-        return messages.numbers(stats, work_seconds=work, host_seconds=work - inside)
+        return stats
 
     def _deliver(self, mail: list[ToEngine]) -> list[Refused]:
         refused = []

@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from prometheus_client.exposition import CONTENT_TYPE_LATEST as CONTENT_TYPE
 
 from neuron_runtime.core import BackendLimits, FinishReason, Kind
-from neuron_runtime.engine.messages import Numbers, Step
+from neuron_runtime.engine.messages import Step
+from neuron_runtime.engine.stats import EngineStats, StepStats
 from neuron_runtime.server.series import Book, Exported, Family
 
 if TYPE_CHECKING:
@@ -50,12 +51,31 @@ def _family(family: Family) -> Family:
     return family
 
 
-def _gauge(name: str, text: str, *labels: str) -> Family:
+def _engine_gauge(name: str, text: str, read: Callable[[EngineStats], float]) -> Family:
+    """A value that `EngineStats` holds."""
+    return _family(Family(name, "gauge", text, counted_by="engine", read=read))
+
+
+def _engine_counter(name: str, text: str, read: Callable[[EngineStats], float]) -> Family:
+    """A total that `EngineStats` holds; it starts at 0 with each engine process."""
+    return _family(Family(name, "counter", text, counted_by="engine", read=read))
+
+
+def _step_counter(name: str, text: str, read: Callable[[StepStats], float], *labels: str) -> Family:
+    """Each step adds a number of its `StepStats`; its kind and bucket are the labels."""
+    return _family(Family(name, "counter", text, labels, counted_by="step", read=read))
+
+
+def _step_histogram(
+    name: str, text: str, bounds: tuple[float, ...], read: Callable[[StepStats], float], *labels: str
+) -> Family:
+    """One observation for each step."""
+    return _family(Family(name, "histogram", text, labels, bounds, "step", read))
+
+
+def _start_gauge(name: str, text: str, *labels: str) -> Family:
+    """A value that is known when an engine starts."""
     return _family(Family(name, "gauge", text, labels, counted_by="engine"))
-
-
-def _engine_counter(name: str, text: str, *labels: str) -> Family:
-    return _family(Family(name, "counter", text, labels, counted_by="engine"))
 
 
 def _counter(name: str, text: str, *labels: str) -> Family:
@@ -66,20 +86,34 @@ def _histogram(name: str, text: str, bounds: tuple[float, ...]) -> Family:
     return _family(Family(name, "histogram", text, bounds=bounds))
 
 
-RUNNING = _gauge("vllm:num_requests_running", "Requests that have a row.")
-WAITING = _gauge("vllm:num_requests_waiting", "Requests that wait for a row.")
-CACHE_USAGE = _gauge("vllm:kv_cache_usage_perc", "Share of the KV blocks in use; 1 is all.")
-CACHE_CONFIG = _gauge("vllm:cache_config_info", "The KV cache's shape; always 1.", "block_size", "num_gpu_blocks")
-LORA_REQUESTS = _gauge(
+_engine_gauge("vllm:num_requests_running", "Requests that have a row.", lambda stats: stats.num_running)
+_engine_gauge("vllm:num_requests_waiting", "Requests that wait for a row.", lambda stats: stats.num_waiting)
+_engine_gauge(
+    "vllm:kv_cache_usage_perc",
+    "Share of the KV blocks in use; 1 is all.",
+    lambda stats: stats.num_blocks_used / max(stats.num_blocks, 1),
+)
+CACHE_CONFIG = _start_gauge("vllm:cache_config_info", "The KV cache's shape; always 1.", "block_size", "num_gpu_blocks")
+LORA_REQUESTS = _start_gauge(
     "vllm:lora_requests_info",
-    "Adapters in use and waited for; when that was so, in Unix time.",
+    "Adapters in use and waited for, at the Unix time that is the value.",
     *("max_lora", "waiting_lora_adapters", "running_lora_adapters"),
 )
-PREEMPTIONS = _engine_counter("vllm:num_preemptions_total", "Times that a request lost its blocks and began again.")
-PREFIX_QUERIES = _engine_counter(
-    "vllm:prefix_cache_queries_total", "Prompt tokens that were looked for in the prefix cache."
+_engine_counter(
+    "vllm:num_preemptions_total",
+    "Times that a request lost its blocks and had to be computed again.",
+    lambda stats: stats.num_preemptions_total,
 )
-PREFIX_HITS = _engine_counter("vllm:prefix_cache_hits_total", "Those of them that were found, and not computed again.")
+_engine_counter(
+    "vllm:prefix_cache_queries_total",
+    "Prompt tokens looked up in the prefix cache.",
+    lambda stats: stats.num_prefix_queries_total,
+)
+_engine_counter(
+    "vllm:prefix_cache_hits_total",
+    "Prompt tokens found in the prefix cache, and not computed again.",
+    lambda stats: stats.num_prefix_hits_total,
+)
 PROMPT_TOKENS = _counter("vllm:prompt_tokens_total", "Prompt tokens of requests that got their first token.")
 GENERATION_TOKENS = _counter("vllm:generation_tokens_total", "Tokens generated.")
 SUCCESS = _counter("vllm:request_success_total", "Requests that ended, by how.", "finished_reason")
@@ -99,64 +133,74 @@ REQUEST_LONGEST = _histogram(
 )
 PARAMS_N = _histogram("vllm:request_params_n", "Answers asked for to a prompt.", _CHOICES)
 PARAMS_MAX_TOKENS = _histogram("vllm:request_params_max_tokens", "Most tokens that a request may generate.", _TOKENS)
-ITERATION_TOKENS = _family(
-    Family("vllm:iteration_tokens_total", "histogram", "Tokens fed in a step.", (), _STEP_TOKENS, "engine")
+_step_histogram("vllm:iteration_tokens_total", "Tokens fed in a step.", _STEP_TOKENS, lambda step: step.num_tokens)
+_step_histogram(
+    "neuron_serving_step_seconds",
+    "Time the device worked on a step, by kind.",
+    _STEP,
+    lambda step: step.device_seconds,
+    "kind",
 )
-
-STEP_SECONDS = _family(
-    Family(
-        "neuron_serving_step_seconds",
-        "histogram",
-        "Time the device worked on a step, by kind.",
-        ("kind",),
-        _STEP,
-        "engine",
-    )
+_step_histogram(
+    "neuron_serving_step_host_seconds",
+    "Time of the engine's thread around a step, without the backend's calls.",
+    _HOST,
+    lambda step: step.host_seconds,
 )
-HOST_SECONDS = _family(
-    Family(
-        "neuron_serving_step_host_seconds",
-        "histogram",
-        "Time of the engine's thread around a step, without the backend's calls.",
-        (),
-        _HOST,
-        "engine",
-    )
+_step_counter(
+    "neuron_serving_device_busy_seconds_total",
+    "Time the device worked on steps.",
+    lambda step: step.device_seconds,
 )
-BUSY_SECONDS = _engine_counter("neuron_serving_device_busy_seconds_total", "Time the device worked on steps.")
-WORK_SECONDS = _engine_counter(
+_engine_counter(
     "neuron_serving_work_seconds_total",
-    "Time in which the engine had requests; where the device is not busy, it waits.",
+    "Time in which the engine had requests; the device idles in the part in which it is not busy.",
+    lambda stats: stats.work_seconds_total,
 )
-GAP_BOUND = _gauge(
+_engine_gauge(
     "neuron_serving_stream_gap_bound_seconds",
     "A running stream gets its next token within this time, judged by the longest steps so far.",
+    lambda stats: stats.stream_gap_bound_seconds,
 )
-FED_TOKENS = _engine_counter(
-    "neuron_serving_fed_tokens_total", "Tokens that steps were given, by kind and bucket.", "kind", "bucket"
+_step_counter(
+    "neuron_serving_fed_tokens_total",
+    "Tokens fed to steps, by kind and bucket.",
+    lambda step: step.num_tokens,
+    *("kind", "bucket"),
 )
-COMPUTED_TOKENS = _engine_counter(
+_step_counter(
     "neuron_serving_computed_tokens_total",
-    "Tokens that the device computed for them, padding included.",
-    "kind",
-    "bucket",
+    "Tokens that the device computed in steps, padding included, by kind and bucket.",
+    lambda step: step.num_computed_tokens,
+    *("kind", "bucket"),
 )
-LOAD_SECONDS = _gauge("neuron_serving_load_seconds", "Time it took to load the model.")
-WARM_UP_SECONDS = _gauge("neuron_serving_warm_up_seconds", "Time it took to compile what was not, and to warm up.")
-RESTARTS = _engine_counter("neuron_serving_engine_restarts_total", "Engine processes started after the first.")
-WAITING_TOKENS = _gauge("neuron_serving_waiting_tokens", "Prompt tokens of requests that no step has taken up.")
+LOAD_SECONDS = _start_gauge("neuron_serving_load_seconds", "Time it took to load the model.")
+WARM_UP_SECONDS = _start_gauge("neuron_serving_warm_up_seconds", "Time it took to compile and to warm up.")
+RESTARTS = _family(
+    Family(
+        "neuron_serving_engine_restarts_total",
+        "counter",
+        "Engine processes started after the first.",
+        counted_by="engine",
+    )
+)
+_engine_gauge(
+    "neuron_serving_waiting_tokens",
+    "Prompt tokens of requests that no step has taken up.",
+    lambda stats: stats.num_waiting_tokens,
+)
 REFUSED = _counter(
     "neuron_serving_requests_refused_total",
-    "Requests that were answered with an error and never run, by why.",
+    "Requests that were answered with an error and never ran, by reason.",
     "reason",
 )
 OPEN_CONNECTIONS = _family(
     Family("neuron_serving_open_connections", "gauge", "HTTP connections, the one of this scrape included.")
 )
 LOG_LINES_LOST = _counter(
-    "neuron_serving_access_log_lines_lost_total", "Lines of the access log that nobody read in time."
+    "neuron_serving_access_log_lines_lost_total", "Lines of the access log that were dropped because nothing read them."
 )
-MEMBERS = _gauge("neuron_serving_group_members_present", "Ranks of this replica that take part.")
+MEMBERS = _start_gauge("neuron_serving_group_members_present", "Ranks of this replica that take part.")
 
 REASONS = (
     *("invalid_request", "context_length_exceeded", "model_not_found", "body_too_large", "invalid_api_key"),
@@ -174,16 +218,21 @@ class Metrics:
         self._labels = {"model_name": model_name}
         self._book = book = Book(FAMILIES)
         self._heard = 0
-        self._last: Numbers | None = None
+        self._last: EngineStats | None = None
         self._at_scrape: list[tuple[Family, Callable[[], float]]] = []
         self._seen: dict[str, float] = {}
 
-        self._running, self._waiting = book.number(RUNNING), book.number(WAITING)
-        self._waiting_tokens = book.number(WAITING_TOKENS)
-        self._cache_usage = book.number(CACHE_USAGE)
-        self._preemptions = book.number(PREEMPTIONS)
-        self._prefix_queries, self._prefix_hits = book.number(PREFIX_QUERIES), book.number(PREFIX_HITS)
-        self._gap_bound = book.number(GAP_BOUND)
+        read = [(family, family.read) for family in FAMILIES if family.read is not None]
+        told = [(family, take) for family, take in read if family.counted_by == "engine"]
+        self._gauges = [(book.number(family), take) for family, take in told if family.kind == "gauge"]
+        self._totals = [(book.number(family), take) for family, take in told if family.kind == "counter"]
+        self._per_step = [(family, take) for family, take in read if family.counted_by == "step"]
+        self._of_shape: dict[tuple[Kind, str], list[tuple[Callable[[float], None], Callable[[Any], float]]]] = {}
+        """How a step of this kind and bucket counts."""
+        for family, _ in self._per_step:
+            if "bucket" not in family.labels:
+                for kind in Kind:
+                    self._counter_of_step(family, kind, "")
         self._prompt_tokens = book.number(PROMPT_TOKENS)
         self._generation_tokens = book.number(GENERATION_TOKENS)
         self._success = {reason: book.number(SUCCESS, reason.value) for reason in FinishReason}
@@ -199,10 +248,6 @@ class Metrics:
         self._request_generation = book.distribution(REQUEST_GENERATION)
         self._request_longest = book.distribution(REQUEST_LONGEST)
         self._params_n, self._params_max_tokens = book.distribution(PARAMS_N), book.distribution(PARAMS_MAX_TOKENS)
-        self._iteration = book.distribution(ITERATION_TOKENS)
-        self._step_seconds = {kind: book.distribution(STEP_SECONDS, kind.value) for kind in Kind}
-        self._host_seconds = book.distribution(HOST_SECONDS)
-        self._busy, self._work = book.number(BUSY_SECONDS), book.number(WORK_SECONDS)
         self._load, self._warm_up = book.number(LOAD_SECONDS), book.number(WARM_UP_SECONDS)
         self._restarts, self._members = book.number(RESTARTS), book.number(MEMBERS)
 
@@ -239,7 +284,7 @@ class Metrics:
 
     def engine_started(self, incarnation: int, joined: bool = False) -> None:
         """Counts of an engine begin at zero with its process, ours go on. One that was joined has counted before."""
-        self._last = None if joined else Numbers()
+        self._last = None if joined else EngineStats()
         self._restarts.value = incarnation - 1
 
     def engine_ready(self, limits: BackendLimits, load_seconds: float, warm_up_seconds: float) -> None:
@@ -253,32 +298,35 @@ class Metrics:
         self._members.value = 1
 
     def engine_ended(self) -> None:
-        gauges = (self._running, self._waiting, self._waiting_tokens, self._cache_usage, self._gap_bound, self._members)
-        for gauge in gauges:
+        for gauge, _ in self._gauges:
             gauge.value = 0
+        self._members.value = 0
 
     def step(self, step: Step) -> None:
-        """Called for every message of the engine, so only what a step always changes."""
-        numbers = step.numbers
-        last = self._last or numbers
+        """Called for every message of the engine."""
+        stats = step.stats
+        last = self._last or stats
         self._heard += 1
-        self._running.value, self._waiting.value = numbers.num_running, numbers.num_waiting
-        self._waiting_tokens.value = numbers.num_waiting_tokens
-        self._cache_usage.value = numbers.cache_usage
-        self._preemptions.value += numbers.num_preemptions_total - last.num_preemptions_total
-        self._prefix_queries.value += numbers.num_prefix_queries_total - last.num_prefix_queries_total
-        self._prefix_hits.value += numbers.num_prefix_hits_total - last.num_prefix_hits_total
-        self._gap_bound.value = numbers.stream_gap_bound_seconds
-        self._work.value += numbers.work_seconds
-        if numbers.step_kind is not None:
-            kind, bucket = numbers.step_kind.value, numbers.bucket or NO_BUCKET
-            self._iteration.observe(numbers.num_step_tokens)
-            self._step_seconds[numbers.step_kind].observe(numbers.device_seconds)
-            self._host_seconds.observe(numbers.host_seconds)
-            self._busy.value += numbers.device_seconds
-            self._book.number(FED_TOKENS, kind, bucket).value += numbers.num_step_tokens
-            self._book.number(COMPUTED_TOKENS, kind, bucket).value += numbers.num_computed_tokens
-        self._last = numbers
+        for gauge, read in self._gauges:
+            gauge.value = read(stats)
+        for total, read in self._totals:
+            total.value += read(stats) - read(last)
+        if (applied := stats.last_step) is not None:
+            shape = (applied.kind, applied.bucket)
+            counters = self._of_shape.get(shape)
+            if counters is None:
+                counters = [(self._counter_of_step(family, *shape), take) for family, take in self._per_step]
+                self._of_shape[shape] = counters
+            for count, take in counters:
+                count(take(applied))
+        self._last = stats
+
+    def _counter_of_step(self, family: Family, kind: Kind, bucket: str) -> Callable[[float], None]:
+        known = {"kind": kind.value, "bucket": bucket or NO_BUCKET}
+        labels = [known[label] for label in family.labels]
+        if family.kind == "histogram":
+            return self._book.distribution(family, *labels).observe
+        return self._book.number(family, *labels).add
 
     # What becomes of requests
 

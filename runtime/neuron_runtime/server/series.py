@@ -30,8 +30,10 @@ class Family:
     name: as it is scraped; a counter's ends with `_total`.
     labels: names beyond those that every series of the process carries.
     bounds: upper ends of a histogram's buckets, ascending, without infinity.
-    counted_by: `each`: every front end counts its own part, and the parts are added; `engine`: the engine tells every
-        front end the same, and the one that heard most is believed.
+    counted_by: `each`: every front end counts its own part, and the parts are added; `engine` and `step`: every front
+        end gets the same numbers from the engine, with each message or with each step, and the one with most messages
+        is believed.
+    read: takes the number out of what the engine sent, see `Metrics.step`.
     """
 
     name: str
@@ -39,7 +41,8 @@ class Family:
     text: str
     labels: Labels = ()
     bounds: tuple[float, ...] = ()
-    counted_by: Literal["each", "engine"] = "each"
+    counted_by: Literal["each", "engine", "step"] = "each"
+    read: Callable[[Any], float] | None = None
 
 
 class Number:
