@@ -343,7 +343,7 @@ def test_the_table_of_families_is_that_of_the_torch_backend() -> None:
 
 
 def test_fields_with_one_value_are_named_among_what_is_refused() -> None:
-    told = set(words(section(MODELS, "What is refused")))
+    told = set(words(section(MODELS, "Refused configurations")))
     assert {name for family in FAMILIES.values() for name in {**FIXED, **family.fixed}} <= told
 
 
