@@ -73,7 +73,7 @@ def test_every_flag_of_the_other_commands_is_documented_with_its_default_and_no_
 
 def test_the_example_shows_the_rows_that_the_command_prints() -> None:
     fence = "`" * 3
-    shown = PAGE.partition("### An example\n")[2].partition(f"{fence}\nSimulated traffic")[2].partition(fence)[0]
+    shown = PAGE.partition("### Example\n")[2].partition(f"{fence}\nSimulated traffic")[2].partition(fence)[0]
     names = [re.split(r"  +", line.strip())[0] for line in shown.splitlines()]
     asked = Asked(0.0, False, 10, first=1.0, last=2.0)
     use = ShapeUse(num_steps=1, num_used=1, num_padded=1, seconds=1.0)
