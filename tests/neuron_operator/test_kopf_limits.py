@@ -16,8 +16,9 @@ from aiohttp import web
 
 from helpers import kubeconfigs
 from neuron_operator.client import NEURON_MODELS, connect
+from neuron_operator.metrics import Metrics
 from neuron_operator.names import GROUP, KIND, PLURAL, VERSION
-from neuron_operator.reflector import Reflector, key_of_model
+from neuron_operator.reflector import Caches, Key
 
 
 def model(name: str, version: int) -> dict[str, Any]:
@@ -35,24 +36,28 @@ class ForgetfulServer:
         self._num_lists = 0
 
     async def answer(self, request: web.Request) -> web.StreamResponse:
-        if request.path.endswith(f"/{PLURAL}"):
-            return await (self._watch(request) if "watch" in request.query else self._list())
-        return web.json_response(DISCOVERY[request.path])
+        if request.path in DISCOVERY:
+            return web.json_response(DISCOVERY[request.path])
+        is_ours = request.path.endswith(f"/{PLURAL}")
+        if "watch" in request.query:
+            return await self._watch(request, is_ours)
+        return self._list() if is_ours else web.json_response({"metadata": {"resourceVersion": "1"}, "items": []})
 
-    async def _list(self) -> web.StreamResponse:
+    def _list(self) -> web.StreamResponse:
         self._num_lists += 1
         items = [model("chat", 1), model("other", 2)] if self._num_lists == 1 else [model("other", 2)]
         return web.json_response({"metadata": {"resourceVersion": str(10 * self._num_lists)}, "items": items})
 
-    async def _watch(self, request: web.Request) -> web.StreamResponse:
+    async def _watch(self, request: web.Request, is_ours: bool) -> web.StreamResponse:
         response = web.StreamResponse()
         await response.prepare(request)
-        if request.query["resourceVersion"] == "10":
+        if is_ours and request.query["resourceVersion"] == "10":
             await self.is_seen.wait()
             gone = {"kind": "Status", "code": 410, "reason": "Expired", "message": "too old resource version"}
             await response.write(json.dumps({"type": "ERROR", "object": gone}).encode() + b"\n")
             return response
-        await response.write(json.dumps({"type": "MODIFIED", "object": model("other", 21)}).encode() + b"\n")
+        if is_ours:
+            await response.write(json.dumps({"type": "MODIFIED", "object": model("other", 21)}).encode() + b"\n")
         await asyncio.Event().wait()
         return response
 
@@ -157,14 +162,18 @@ async def test_kopf_posts_events_from_handlers_of_a_watched_resource_only() -> N
             await posted[0]
 
 
-async def test_the_reflector_reports_a_model_that_was_deleted_while_its_watch_was_lost(tmp_path: Path) -> None:
-    woken: list[tuple[str, str]] = []
+async def test_the_operator_forgets_a_model_that_was_deleted_while_its_watch_was_lost(tmp_path: Path) -> None:
+    woken: list[Key] = []
+    metrics = Metrics()
     async with forgetful() as (server, url), connect(kubeconfigs.write(tmp_path / "config", url)) as client:
-        reflector = Reflector(client, NEURON_MODELS, None, key_of=key_of_model, wake=woken.append)
-        async with running(reflector.run()):
-            await until(lambda: len(tuple(reflector.objects())) == 2)
+        caches = Caches(client, [None], wake=woken.append)
+        metrics.report_models(caches.models)
+        async with running(caches.run()):
+            await caches.wait_synced()
+            assert 'neuron_operator_models{reason="Unknown"} 2.0' in metrics.exposition().decode()
             woken.clear()
             server.is_seen.set()
             await until(lambda: ("ns", "other") in woken)
-            assert [obj["metadata"]["name"] for obj in reflector.objects()] == ["other"]
-            assert ("ns", "chat") in woken
+    assert ("ns", "chat") in woken
+    assert caches.model(("ns", "chat")) is None
+    assert 'neuron_operator_models{reason="Unknown"} 1.0' in metrics.exposition().decode()
