@@ -108,7 +108,7 @@ class Forbidden(ClusterFault):
 
 
 class Throttled(ClusterFault):
-    """429, or another answer with Retry-After: the API server asks to come back later."""
+    """429, or another answer with Retry-After: try again after that time."""
 
     def __init__(self, message: str, *, status: int, retry_after_seconds: float) -> None:
         super().__init__(message, retriable=True, status=status)
@@ -136,7 +136,7 @@ class WatchEvent:
 
 
 class Cluster(Protocol):
-    """What the rest of the operator asks of an API server. Every method raises ClusterFault or a class of it."""
+    """The API server as the rest of the operator sees it. Every method raises ClusterFault or a class of it."""
 
     async def get(self, resource: Resource, namespace: str | None, name: str) -> Object: ...
 
@@ -214,7 +214,7 @@ async def connect(
 
 
 def _ignore_request(verb: str, resource: str, code: str) -> None:
-    """The observer of a client whose requests nobody counts."""
+    """Counts nothing."""
 
 
 class Client:
@@ -288,7 +288,7 @@ class Client:
                     yield WatchEvent(event["type"], event["object"])
 
     async def create(self, resource: Resource, obj: Object) -> Object:
-        """Raises AlreadyExists where the name is taken, whoever has it.
+        """Raises AlreadyExists where the name is taken, also by an object of ours.
 
         The body is YAML, which the API server turns into JSON of its own making. It would keep JSON as it came, and
         take its own JSON of a later apply for a change in the data of a ControllerRevision, which may never change.
@@ -305,7 +305,7 @@ class Client:
         )
 
     async def apply(self, resource: Resource, desired: Object, live: Object) -> Object:
-        """Server-side apply onto exactly `live`: Conflict where its name belongs to another object by now.
+        """Server-side apply onto exactly `live`: Conflict where another object has its name.
 
         Fields that a create has set belong to an entry "Update", and no later apply would remove them: the first apply
         after a create makes that entry its own (as client-go's csaupgrade does). Where the merged object is not valid,
@@ -354,7 +354,7 @@ class Client:
         return await self._patch(resource, path, _APPLY, body, force="true", fieldManager=STATUS_FIELD_MANAGER)
 
     async def delete(self, resource: Resource, live: Object) -> None:
-        """Deletes exactly `live`, its dependents in the background; Conflict where another has its name by now."""
+        """Deletes exactly `live`, its dependents in the background; Conflict where another object has its name."""
         metadata = live["metadata"]
         body = {
             "apiVersion": "v1",
@@ -423,7 +423,7 @@ def _fault(response: aiohttp.ClientResponse, content: bytes, verb: str, resource
 
 
 def _status_fault(status: Object, headers: Mapping[str, str], what: str) -> ClusterFault:
-    """A `Status` of the API server as the fault that says who must act."""
+    """The fault for a `Status` of the API server."""
     code = int(status.get("code") or 500)
     details = status.get("details") or {}
     message = f"{what}: {status.get('message') or f'HTTP {code}'}"

@@ -72,7 +72,7 @@ class LeaderLease:
     async def run(self, work: Callable[[], Coroutine[Any, Any, None]]) -> None:
         """Run `work` whenever this replica leads, and cancel it when it does not; until cancelled.
 
-        Whatever ends it, a held lease is given back. Raises what `work` raises, and Forbidden without rights on Leases.
+        A held lease is released at the end. Raises what `work` raises, and Forbidden without rights on Leases.
         """
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(self._reflector.run(), name="lease watch")
@@ -88,7 +88,7 @@ class LeaderLease:
                     logger.info("no longer leading")
 
     async def _acquire(self) -> tuple[Object, float]:
-        """The lease as this replica holds it, and when it asked for it."""
+        """The lease as this replica holds it, and when the request for it was sent."""
         while True:
             self._changed.clear()
             live = self._reflector.find(*self._name)
@@ -167,14 +167,14 @@ class LeaderLease:
     async def _write(self, held: Object, changes: Object) -> Object:
         """Change the spec of a lease that is ours, also where a write whose answer was lost came between.
 
-        Raises _Lost where another holds it by now.
+        Raises _Lost where another replica holds it.
         """
         try:
             return await self._cluster.replace(LEASES, {**held, "spec": {**held["spec"], **changes}})
         except Conflict:
             newest = await self._cluster.get(LEASES, *self._name)
             if _holder(newest) != self._identity:
-                raise _Lost(f"the lease was taken by {_holder(newest) or 'nobody'}") from None
+                raise _Lost(f"the lease is lost; its holder is {_holder(newest) or 'not set'}") from None
             return await self._cluster.replace(LEASES, {**newest, "spec": {**newest["spec"], **changes}})
 
     async def _give_back(self, term: _Term) -> None:

@@ -103,7 +103,7 @@ class Reconciler:
                 known: frozenset[tuple[str, str]] = getattr(world, refused.what)
                 logger.warning("%s/%s: %s: %s %s", *key, refused.what, *refused.about)
                 if refused.about not in known:
-                    # What was written meanwhile is in the caches.
+                    # The caches have what this pass wrote so far.
                     refusals: dict[str, Any] = {refused.what: known | {refused.about}}
                     world = replace(world, children=self._caches.children(key), pods=self._caches.pods(key), **refusals)
                     continue
@@ -201,7 +201,7 @@ class _Writes:
         self.number += 1
         try:
             written = await self._cluster.apply_status(NEURON_MODELS, body, status)
-        except NotFound:  # deleted meanwhile
+        except NotFound:  # deleted during the pass
             return
         self._caches.observe_written(NEURON_MODELS, written)
 

@@ -39,7 +39,7 @@ from neuron_operator.workqueue import WorkQueue
 logger = logging.getLogger(__name__)
 
 _NONE = "metadata.name=none"
-"""Selects nothing: only whether the list may be read is asked."""
+"""Selects nothing: the list only shows whether it may be read."""
 
 
 class Operator:
@@ -136,7 +136,7 @@ def in_words(error: BaseException) -> str:
 
 @contextlib.asynccontextmanager
 async def serving(operator: Operator, metrics: Metrics, host: str, port: int) -> AsyncIterator[None]:
-    """Serve `/readyz` (the caches are true) and `/metrics` meanwhile. Raises OSError for a taken port."""
+    """Serve `/readyz` (the caches are true) and `/metrics` in the block. Raises OSError for a taken port."""
 
     async def readyz(_: web.Request) -> web.Response:
         return web.Response(text=f"leading: {operator.is_leading}\n", status=200 if operator.is_ready else 503)

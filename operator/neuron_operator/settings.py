@@ -30,7 +30,7 @@ class InvalidSetting(OperatorError):
 
 @dataclass(frozen=True)
 class RunSettings:
-    """All that one process of the operator is told."""
+    """The settings of one process of the operator."""
 
     models: Settings
     namespace: str

@@ -1,6 +1,6 @@
 """A keyed queue for level-triggered work: keys wait once, none runs twice at the same time, failures back off.
 
-Reflectors add keys, workers take them. The queue is memory only: whoever starts anew adds all keys. It knows
+Reflectors add keys, workers take them. The queue is memory only: a new leader adds all keys. It knows
 nothing of Kubernetes, and reads only the event loop's monotonic clock.
 """
 
