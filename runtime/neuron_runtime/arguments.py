@@ -70,7 +70,7 @@ def naming(names: Mapping[str, str]) -> Iterator[None]:
         yield
     except FatalError as error:
         path, _, message = str(error).partition(": ")
-        inside = path.removeprefix("$.")
+        inside = path.removeprefix("$.").partition("[")[0]
         name = names.get(inside) or names.get(inside.partition(".")[0])
         if name is None:
             raise

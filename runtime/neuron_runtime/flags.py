@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, get_args
@@ -96,11 +96,18 @@ def fields_of(struct: type[msgspec.Struct], path: str = "") -> Iterator[Field]:
         yield Field(path + field.encode_name, kind, key, value, argument)
 
 
-def add_flags(parser: argparse._ActionsContainer, fields: Iterable[Field]) -> None:
-    """The flags of these fields; a flag that is not given is None."""
+def add_flags(
+    parser: argparse._ActionsContainer, fields: Iterable[Field], defaults: Mapping[str, str] | None = None
+) -> None:
+    """The flags of these fields; a flag that is not given is None.
+
+    Args:
+        defaults: words for the help by argument, where a command has defaults of its own.
+    """
     for field in fields:
         if isinstance(field.key, Flag):
-            meaning = f"{field.key.description} (default: {field.default})".replace("`", "")
+            default = (defaults or {}).get(field.argument, field.default)
+            meaning = f"{field.key.description} (default: {default})".replace("`", "")
             parser.add_argument(field.option, help=meaning, **_form(field, field.key))
 
 

@@ -378,18 +378,33 @@ def test_the_plot_shows_distributions_and_what_the_rate_does(rates: list[str], t
         (["--answer", "9", "3"], "--answer: must be two counts from 1, the fewest first, got 9 3"),
         (["--answer", "0", "3"], "--answer: must be two counts"),
         (["--max-consecutive-prefills", "0"], "--max-consecutive-prefills: must be at least 1"),
-        (["--step-times", "tpu"], "--step-times: 'tpu' is not known; known are llama"),
-        (["--step-milliseconds", "8"], "--step-milliseconds: is given beside other times"),
-        (["--decode-milliseconds", "8:1", "4:1"], "--decode-milliseconds: sizes must be positive and grow"),
-        (["--prefill-buckets", "9", "8"], "--prefill-buckets: must be positive and in ascending order"),
-        (["--max-num-seqs", "0"], "--max-num-seqs: must be at least 1"),
+        (
+            ["--step-times", "tpu"],
+            "--step-times ($.overrideNeuronConfig.stepTimes): 'tpu' is not known; known are llama",
+        ),
+        (
+            ["--step-milliseconds", "8"],
+            "--step-milliseconds ($.overrideNeuronConfig.stepMilliseconds): is given beside other times",
+        ),
+        (
+            ["--decode-milliseconds", "8:1", "4:1"],
+            "$.overrideNeuronConfig.decodeMilliseconds): sizes must be positive and grow",
+        ),
+        (
+            ["--prefill-buckets", "9", "8"],
+            "--prefill-buckets ($.overrideNeuronConfig.prefillBuckets): must be positive and in ascending order",
+        ),
+        (["--max-num-seqs", "-1"], "--max-num-seqs ($.limits.maxSequences): Expected `int` >= 0, got -1"),
         (
             ["--max-num-batched-tokens", "9", "--prefill", "mixed", "--max-num-seqs", "32"],
-            "--max-num-batched-tokens: 9",
+            "--max-num-batched-tokens ($.limits.maxStepTokens): 9",
         ),
-        (["--num-gpu-blocks-override", "3", "--layout", "blocks"], "--num-gpu-blocks-override: one sequence of"),
-        (["--layout", "slots", "--block-size", "4"], "--layout: layout slots has no blocks"),
-        (["--layout", "slots", "--enable-prefix-caching"], "--enable-prefix-caching: "),
+        (
+            ["--num-gpu-blocks-override", "3", "--layout", "blocks"],
+            "--num-gpu-blocks-override ($.limits.numBlocks): one sequence of",
+        ),
+        (["--layout", "slots", "--block-size", "4"], "--layout ($.layout): layout slots has no blocks"),
+        (["--layout", "slots", "--enable-prefix-caching"], "--enable-prefix-caching ($.prefixCaching): "),
     ],
 )
 def test_what_cannot_be_is_refused_by_the_flag(flags: list[str], says: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -58,6 +58,7 @@ def test_a_model_is_named_as_people_write_it(tmp_path: Path, monkeypatch: pytest
         (["a/m", "--dtype", "int7"], "--dtype ($.dtype)", "Invalid enum value 'int7'"),
         (["a/m", "--backend", "magic"], "--backend ($.backend)", "Invalid enum value 'magic'"),
         (["a/m", "--max-num-seqs", "-1"], "--max-num-seqs ($.limits.maxSequences)", "Expected `int` >= 0, got -1"),
+        (["a/m", "--allowed-origins", "[1]"], "--allowed-origins ($.server.allowedOrigins[0])", "got `int`"),
         (["m"], "MODEL ($.model.uri)", "write hf://org/name"),
         (["s3://bucket/m"], "MODEL ($.model.uri)", "not supported yet"),
     ],

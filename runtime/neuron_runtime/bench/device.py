@@ -11,19 +11,20 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from neuron_runtime.arguments import BY_ARGUMENT, FLAG_NAMES, config_of, naming
 from neuron_runtime.backend.simulated.options import (
+    DEFAULT_BLOCK_SIZE,
     DEFAULT_MAX_LENGTH,
     DEFAULT_MAX_SEQUENCES,
-    PATH,
+    DEFAULT_MAX_STEP_TOKENS,
     limits_of,
     read_options,
     step_times,
 )
 from neuron_runtime.backend.simulated.step_times import PUBLISHED, StepTimes
 from neuron_runtime.bench.traffic import VOCABULARY_SIZE
-from neuron_runtime.config import CONFIG_VERSION, EngineLimits, ModelSource, RuntimeConfig, Switch
 from neuron_runtime.core import BackendLimits
-from neuron_runtime.errors import InvalidConfig
+from neuron_runtime.flags import add_flags
 
 DEFAULT_STEP_TIMES = "llama-3.1-8b-trn2-tp4"
 SMALLEST_BUCKET = 128
@@ -42,20 +43,16 @@ SETTINGS = {
 }
 """Flags by the setting of `overrideNeuronConfig` that they stand for."""
 
-LIMITS = {
-    "maxModelLength": ("--max-model-len", "tokens of prompt and answer together (of the published times, or 4096)"),
-    "maxSequences": ("--max-num-seqs", "requests that run at a time (of the published times, or 32)"),
-    "maxStepTokens": (
-        "--max-num-batched-tokens",
-        "tokens of one step, so of a chunk (512; the model's length for whole)",
-    ),
-    "blockSize": ("--block-size", "tokens of a KV block (16)"),
-    "numBlocks": ("--num-gpu-blocks-override", "KV blocks (room for all requests at full length)"),
+ENGINE_DEFAULTS = {
+    "layout": "slots for whole prompts, else blocks",
+    "enable_prefix_caching": "on with layout blocks",
+    "max_model_len": f"that of the published times, or {DEFAULT_MAX_LENGTH}",
+    "max_num_seqs": f"that of the published times, or {DEFAULT_MAX_SEQUENCES}",
+    "max_num_batched_tokens": f"{DEFAULT_MAX_STEP_TOKENS}; for whole prompts the longest one",
+    "block_size": str(DEFAULT_BLOCK_SIZE),
+    "num_gpu_blocks_override": "room for all requests at full length",
 }
-"""Flags, and what they mean, by the limit of the configuration document that they stand for."""
-
-
-SWITCH: Mapping[bool | None, Switch] = {None: "auto", True: "enabled", False: "disabled"}
+"""Flags of `serve` that shape the device too, and what holds without them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,21 +99,11 @@ def add_device_arguments(device: argparse._ArgumentGroup) -> None:
         default="device",
         help="where a step gets the tokens of the step before (%(default)s)",
     )
-    device.add_argument("--layout", choices=("slots", "blocks"), help="KV cache (slots for whole prompts, else blocks)")
-    for flag, meaning in LIMITS.values():
-        device.add_argument(flag, type=int, metavar="N", help=meaning)
-    device.add_argument(
-        "--enable-prefix-caching",
-        action=argparse.BooleanOptionalAction,
-        help="share blocks of prompts that begin alike (on with blocks)",
-    )
+    add_flags(device, (BY_ARGUMENT[name] for name in ENGINE_DEFAULTS), ENGINE_DEFAULTS)
 
 
 def device_of(options: argparse.Namespace) -> Device:
     """The device of the flags. Raises InvalidConfig, naming the flag."""
-    for flag, _ in LIMITS.values():
-        if (value := value_of(options, flag)) is not None and value < 1:
-            raise InvalidConfig(flag, f"must be at least 1, got {value}")
     given = {key: value for key, flag in SETTINGS.items() if (value := value_of(options, flag)) is not None}
     given |= {key: [] for key in ("decodeBuckets", "prefillBuckets") if given.get(key) == EVERY_SIZE}
     if not {"stepMilliseconds", "decodeMilliseconds", "prefillMilliseconds"} & given.keys():
@@ -124,29 +111,14 @@ def device_of(options: argparse.Namespace) -> Device:
     published = PUBLISHED.get(given.get("stepTimes", ""))
     rows = options.max_num_seqs or (published.max_rows if published else DEFAULT_MAX_SEQUENCES)
     length = options.max_model_len or (published.max_model_length if published else DEFAULT_MAX_LENGTH)
-    wanted = EngineLimits(
-        max_model_length=length,
-        max_sequences=rows,
-        max_step_tokens=options.max_num_batched_tokens or 0,
-        block_size=options.block_size or 0,
-        num_blocks=options.num_gpu_blocks_override or 0,
-    )
-    config = RuntimeConfig(
-        version=CONFIG_VERSION,
-        model=ModelSource(uri="file:///"),
-        served_names=("simulated",),
-        layout=options.layout or "auto",
-        prefix_caching=SWITCH[options.enable_prefix_caching],
-        limits=wanted,
-    )
-    try:
-        settings = read_options(given)
-        limits = limits_of(config, settings, vocabulary_size=VOCABULARY_SIZE, longest=length)
+    engine = {name: value for name in ENGINE_DEFAULTS if (value := getattr(options, name)) is not None}
+    engine |= {"max_num_seqs": rows, "max_model_len": length}
+    with naming(FLAG_NAMES | {f"overrideNeuronConfig.{key}": flag for key, flag in SETTINGS.items()}):
+        config = config_of("file:///simulated", engine)
+        limits = limits_of(config, read_options(given), vocabulary_size=VOCABULARY_SIZE, longest=length)
         given.setdefault("decodeBuckets", [rows])
         given.setdefault("prefillBuckets", powers_of_two(limits.longest_prefill))
         times = step_times(read_options(given))
-    except InvalidConfig as error:
-        raise _naming(error) from error
     return Device(times, limits, given)
 
 
@@ -163,15 +135,6 @@ def powers_of_two(largest: int) -> list[int]:
 def value_of(options: argparse.Namespace, flag: str) -> Any:
     """What was given for a flag, or its default."""
     return getattr(options, flag.removeprefix("--").replace("-", "_"))
-
-
-def _naming(error: InvalidConfig) -> InvalidConfig:
-    """The same in the name of the flag."""
-    names = {f"{PATH}.{key}": flag for key, flag in SETTINGS.items()}
-    names |= {f"$.limits.{key}": flag for key, (flag, _) in LIMITS.items()}
-    names |= {"$.layout": "--layout", "$.prefixCaching": "--enable-prefix-caching"}
-    path = error.field.partition("[")[0]
-    return InvalidConfig(names.get(path, error.field), str(error).partition(": ")[2])
 
 
 def _point(value: str) -> tuple[int, float]:

@@ -16,10 +16,11 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
-from neuron_runtime.arguments import config_of, default_weights_dir, naming
+from neuron_runtime.arguments import BY_ARGUMENT, FLAG_NAMES, config_of, default_weights_dir, naming
 from neuron_runtime.bench.model import PREFIX, SHAPES, model_folder_or_uri
 from neuron_runtime.bench.report import Load, Meter, Report, Row, Table, check_outputs, deliver, machine_line
 from neuron_runtime.errors import InvalidConfig
+from neuron_runtime.flags import add_flags
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -27,13 +28,17 @@ if TYPE_CHECKING:
 FIRST_TOKEN_ID = 256
 """Prompts are random ids from here on: below it, byte-level vocabularies have single bytes and special tokens."""
 
-LIMITS = {
-    "max_model_len": ("--max-model-len", "tokens of prompt and answer together"),
-    "max_num_seqs": ("--max-num-seqs", "sequences that run at a time"),
-    "max_num_batched_tokens": ("--max-num-batched-tokens", "tokens of one step"),
-    "block_size": ("--block-size", "tokens of a KV block"),
-    "num_gpu_blocks_override": ("--num-gpu-blocks-override", "KV blocks"),
-}
+MODEL_FLAGS = (
+    "backend",
+    "dtype",
+    "layout",
+    "max_model_len",
+    "max_num_seqs",
+    "max_num_batched_tokens",
+    "block_size",
+    "num_gpu_blocks_override",
+)
+"""Flags of `serve` that hold here too."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -59,10 +64,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--seed", type=int, default=0, help="seed of the prompts (%(default)s)")
     model = parser.add_argument_group("model flags, as of `serve`")
-    for name, words in (("backend", "torch (default)"), ("dtype", "auto (default)"), ("layout", "auto (default)")):
-        model.add_argument(f"--{name}", help=words)
-    for flag, meaning in LIMITS.values():
-        model.add_argument(flag, type=int, metavar="N", help=f"{meaning} (default: what the benchmark needs)")
+    needed = dict.fromkeys(("max_model_len", "max_num_seqs"), "what the benchmark needs")
+    add_flags(model, (BY_ARGUMENT[name] for name in MODEL_FLAGS), needed)
 
 
 @dataclass(frozen=True, slots=True)
@@ -209,13 +212,12 @@ def measure_prefill(engine: OfflineEngine, length: int, num_iters: int, seed: in
 def run(options: argparse.Namespace) -> None:
     check_outputs(options)
     _check(options)
-    arguments = {name: getattr(options, name) for name in (*LIMITS, "backend", "dtype", "layout")}
+    arguments = {name: getattr(options, name) for name in MODEL_FLAGS}
     longest = max(options.input_len + options.output_len, options.prefill_len + 1)
     arguments["max_model_len"] = arguments["max_model_len"] or longest
     arguments["max_num_seqs"] = arguments["max_num_seqs"] or max(options.concurrency)
-    names = {path: flag for flag, path in (("MODEL", "model.uri"), ("--max-model-len", "limits.maxModelLength"))}
     with (
-        naming(names),
+        naming(FLAG_NAMES),
         OfflineEngine(options.model, {name: value for name, value in arguments.items() if value}) as engine,
     ):
         measure(engine, 1, input_len=8, output_len=4, num_iters=1)
