@@ -19,6 +19,7 @@ import operator_tables
 import runtime_tables
 from bench_tables import published_step_times
 from neuron_operator import schema
+from neuron_operator.reasons import CONDITIONS
 from neuron_runtime.not_built import Surface
 from request_tables import as_json, fields, names, refused, sampling_modes, sampling_parameters
 
@@ -40,6 +41,10 @@ TARGETS = (
     Target("docs/runtime.md", fields, "fields"),
     Target("docs/sampling.md", sampling_parameters, "sampling parameters"),
     Target("docs/sampling.md", sampling_modes, "sampling modes"),
+    *(
+        Target("docs/neuronmodel.md", partial(operator_tables.reasons, kind), f"reasons of {kind}")
+        for kind in CONDITIONS
+    ),
     Target("docs/runtime.md", partial(refused, Surface.BODY, "Field", as_json), "refused fields"),
     Target("docs/runtime.md", partial(names, Surface.BODY, has_effect=False), "fields without effect"),
     Target("docs/offline.md", partial(refused, Surface.LLM, "Argument", repr), "refused arguments"),

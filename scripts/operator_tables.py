@@ -1,4 +1,4 @@
-"""Tables of docs/neuronmodel.md, from the declarations of the resource's fields. `generate.py` calls them."""
+"""Tables of docs/neuronmodel.md, from the declarations of fields and reasons. `generate.py` calls them."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from msgspec import NODEFAULT
 from neuron_operator.fields import Field, SpecPart, Supported, described, fields_of, peeled
 from neuron_operator.model import Spec
 from neuron_operator.model_status import Status
+from neuron_operator.reasons import Condition, Reason
 from neuron_operator.schema import COLUMNS, schema_of
 
 
@@ -137,3 +138,15 @@ def shown(value: Any) -> str:
 def table(head: tuple[str, ...], lines: Iterable[tuple[str, ...]]) -> str:
     first, *rest = (" ".join(["|", *(f"{cell} |".lstrip() for cell in cells)]) for cells in (head, *lines))
     return "\n".join([first, "|---" * len(head) + "|", *rest])
+
+
+def reasons(condition: Condition) -> str:
+    """The reasons of one condition by weight, then those that are reserved."""
+    declared = [reason.row for reason in Reason if condition in reason.row.conditions]
+    return table(
+        ("Reason", "Means", "What to do"),
+        (
+            *((f"`{row.name}`", row.means, row.do) for row in declared if row.means),
+            *((f"`{row.name}`", "*reserved*", "") for row in declared if not row.means),
+        ),
+    )

@@ -9,6 +9,8 @@ OperatorError
 
 from __future__ import annotations
 
+from neuron_operator.reasons import Reason
+
 
 class OperatorError(Exception):
     """Base of every error this package raises on purpose. `str(error)` is one sentence for the person who acts."""
@@ -17,7 +19,7 @@ class OperatorError(Exception):
 class InvalidSpec(OperatorError):
     """The manifest is wrong at `field` (a path as in `kubectl explain`, e.g. `spec.model.uri`)."""
 
-    reason = "InvalidSpec"
+    reason = Reason.INVALID_SPEC
 
     def __init__(self, field: str, message: str) -> None:
         super().__init__(f"{field}: {message}")
@@ -27,7 +29,7 @@ class InvalidSpec(OperatorError):
 class FieldNotSupported(InvalidSpec):
     """The manifest asks for something that this version does not act on; `cure` says what to write instead."""
 
-    reason = "FieldNotSupported"
+    reason = Reason.FIELD_NOT_SUPPORTED
 
     def __init__(self, field: str, asked: str, cure: str) -> None:
         super().__init__(field, f"{asked} is not supported by this version; {cure}")
@@ -37,7 +39,7 @@ class FieldNotSupported(InvalidSpec):
 class Unplaceable(OperatorError):
     """No node could ever hold this model as asked; `reason` is `ModelTooLarge` or `TopologyImpossible`."""
 
-    def __init__(self, reason: str, message: str) -> None:
+    def __init__(self, reason: Reason, message: str) -> None:
         super().__init__(message)
         self.reason = reason
 

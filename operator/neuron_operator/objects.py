@@ -1,4 +1,4 @@
-"""Reading raw Kubernetes objects: missing and oddly typed parts read as absent. Used by the operator's pure middle.
+"""Reading raw Kubernetes objects: missing and oddly typed parts read as absent. Used by `views` and `revision`.
 
 Objects are JSON as the API server sends it; nothing here changes one.
 """
@@ -19,6 +19,12 @@ def dig(value: Any, *path: str) -> Any:
     return value
 
 
+def text(value: Any, *path: str) -> str:
+    """The string below `path`; empty where there is none."""
+    found = dig(value, *path)
+    return found if isinstance(found, str) else ""
+
+
 def items(value: Any, *path: str) -> list[Mapping[str, Any]]:
     """The objects of the list below `path`; empty where there is none."""
     found = dig(value, *path)
@@ -26,7 +32,7 @@ def items(value: Any, *path: str) -> list[Mapping[str, Any]]:
 
 
 def name_of(value: Any) -> str:
-    return str(dig(value, "metadata", "name") or "")
+    return text(value, "metadata", "name")
 
 
 def labels_of(value: Any) -> Mapping[str, str]:
@@ -34,23 +40,12 @@ def labels_of(value: Any) -> Mapping[str, str]:
     return found if isinstance(found, Mapping) else {}
 
 
-def condition(value: Any, kind: str) -> Mapping[str, Any]:
-    """The condition `kind` of the object's status; empty where there is none."""
-    return next((c for c in items(value, "status", "conditions") if c.get("type") == kind), {})
-
-
-def is_true(value: Any, kind: str) -> bool:
-    return condition(value, kind).get("status") == "True"
-
-
-def is_deleting(value: Any) -> bool:
-    return bool(dig(value, "metadata", "deletionTimestamp"))
-
-
 def whole(value: Any) -> int:
     """A whole number, written as one or as a string; 0 where it is neither."""
-    text = str(value)
-    return int(text) if text.isdecimal() else 0
+    if isinstance(value, int) and not isinstance(value, bool):
+        return max(value, 0)
+    is_number = isinstance(value, str) and value.isdecimal() and len(value) < 20
+    return int(value) if is_number else 0
 
 
 def instant(value: Any) -> datetime | None:

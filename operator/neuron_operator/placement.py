@@ -12,6 +12,7 @@ from neuron_operator import names
 from neuron_operator.catalog import INSTANCE_TYPES, InstanceType
 from neuron_operator.errors import Unplaceable
 from neuron_operator.model import NeuronModel
+from neuron_operator.reasons import Reason
 from neuron_operator.world import FreeDevices, Settings
 
 
@@ -87,7 +88,7 @@ def _check(field: str, asked: int, instance_type: str, legal: str) -> None:
     where = instance_type or "any known instance type"
     hint = "; other sizes need the scheduler extension (chart value devices.mode)" if legal.startswith("plain") else ""
     raise Unplaceable(
-        "TopologyImpossible",
+        Reason.TOPOLOGY_IMPOSSIBLE,
         f"spec.{field}: {asked} is not a size that {where} grants to one pod; legal: {_ranges(sizes)}{hint}",
     )
 

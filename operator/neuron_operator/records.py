@@ -1,6 +1,6 @@
 """The record: what the runtime's commands leave as termination message, read without trust.
 
-Called by `decide` (facts of the resolve Job) and `why` (reasons of containers that ended). A message may be a record,
+Called by `views`; `steps` uses the facts, `why` the messages. A message may be a record,
 the tail of a log, cut anywhere, or nothing; only a whole record is one. The fields mirror `neuron_runtime.record`.
 """
 
@@ -10,28 +10,6 @@ import msgspec
 from msgspec import Struct
 
 VERSION = 1
-
-REASON_BY_EXIT_CODE = {
-    2: "InvalidEngineConfig",
-    10: "ModelNotFound",
-    11: "WeightsUnauthorized",
-    12: "UnsupportedArchitecture",
-    13: "InvalidModel",
-    14: "ChecksumMismatch",
-    15: "StorageFull",
-    20: "ArtifactMissing",
-    21: "CompileFailed",
-    22: "CompileOutOfMemory",
-    30: "DeviceHeld",
-    31: "DeviceOutOfMemory",
-    32: "DeviceFailed",
-    33: "DeviceFailed",
-    34: "DriverIncompatible",
-    35: "DevicesNotAdjacent",
-    40: "GroupIncomplete",
-    41: "GroupIncomplete",
-    50: "RestartBudgetExhausted",
-}
 
 
 class Facts(Struct, frozen=True, kw_only=True, rename="camel"):

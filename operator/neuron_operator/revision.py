@@ -18,7 +18,7 @@ from neuron_operator.config_document import config_document, sampling_mode
 from neuron_operator.errors import InvalidSpec
 from neuron_operator.fields import SpecPart, Supported, fields_of
 from neuron_operator.model import BACKENDS, NeuronModel
-from neuron_operator.objects import dig, labels_of, whole
+from neuron_operator.objects import dig, labels_of, text, whole
 from neuron_operator.placement import Placement, place
 from neuron_operator.records import Facts
 from neuron_operator.render.objects import child
@@ -97,14 +97,25 @@ def resolve_key(model: NeuronModel, settings: Settings) -> str:
 
 
 def wanted(model: NeuronModel, revisions: Iterable[Revision]) -> Revision | None:
-    """The revision that was pinned for this spec, if any; the last one where several were (after a refresh)."""
-    key = spec_hash(model)
+    """The revision that was pinned for this spec, if any; the last one where several were (after a refresh).
+
+    An earlier one that is wanted again is numbered as the latest.
+    """
+    key, all_revisions = spec_hash(model), tuple(revisions)
     matching = (
         revision
-        for revision in revisions
+        for revision in all_revisions
         if revision.pinned.spec_hash == key and model.refresh in ("", revision.pinned.refresh)
     )
-    return max(matching, key=lambda revision: revision.number, default=None)
+    found = max(matching, key=lambda revision: revision.number, default=None)
+    highest = next_number(all_revisions) - 1
+    if found is None or found.number == highest:
+        return found
+    return msgspec.structs.replace(found, number=highest + 1)
+
+
+def next_number(revisions: Iterable[Revision]) -> int:
+    return max((revision.number for revision in revisions), default=0) + 1
 
 
 def known_facts(model: NeuronModel, settings: Settings, revisions: Iterable[Revision]) -> Facts | None:
@@ -170,7 +181,7 @@ def to_object(model: NeuronModel, revision: Revision) -> Object:
 
 def from_object(keeper: Object) -> Revision | None:
     """Read one back; None where it is of another format or not one of ours."""
-    name = labels_of(keeper).get(names.REVISION_LABEL)
+    name = text(labels_of(keeper), names.REVISION_LABEL)
     try:
         pinned = msgspec.convert(dig(keeper, "data"), Pinned)
     except msgspec.ValidationError:

@@ -10,36 +10,35 @@ from datetime import UTC, datetime
 from typing import Any
 
 from neuron_operator import names
-from neuron_operator.objects import condition, dig, items
+from neuron_operator.reasons import CONDITIONS, Finding, Reason
 from neuron_operator.revision import Revision
-from neuron_operator.why import CONDITIONS, MAX_MESSAGE, Finding
+from neuron_operator.views import ModelView
 from neuron_operator.world import Announcement, Object
+
+MAX_MESSAGE = 1024
 
 MAX_WORD = 256
 """Of strings that a runtime reports; the schema of the status has the same bounds."""
 
-PASSING = {"Resolving", "Loading", "RollingOut", "Draining", "Paused", "Fetching", "Compiling", "NodeProvisioning"}
-"""Reasons that are a step on the way and not a trouble: Events about them are Normal."""
-
 
 def complete(findings: Sequence[Finding]) -> tuple[Finding, ...]:
-    """One Finding for every condition: what nobody could say yet waits for the first that is not true. Ready last.
+    """One Finding for every condition, Ready last. A condition without one waits for the first that is not true.
 
-    Where several speak of one condition, the last one that is not true wins.
+    Where several findings are about one condition, the last one that is not true wins.
     """
-    told: dict[str, Finding] = {}
+    found: dict[str, Finding] = {}
     for finding in findings:
-        if finding.condition not in told or finding.status != "True":
-            told[finding.condition] = finding
-    first = next((told[kind] for kind in CONDITIONS if kind in told and told[kind].status != "True"), None)
-    reason = first.reason if first else "Resolving"
+        if finding.condition not in found or finding.status != "True":
+            found[finding.condition] = finding
+    first = next((found[kind] for kind in CONDITIONS if kind in found and found[kind].status != "True"), None)
+    reason = first.reason if first else Reason.RESOLVING
     waits = f"waits for {first.condition}" if first else "not looked at yet"
-    all_found = [told.get(kind) or Finding(kind, "Unknown", reason, waits) for kind in CONDITIONS]
+    all_found = [found.get(kind) or Finding(kind, "Unknown", reason, waits) for kind in CONDITIONS]
     return (*all_found, _roll_up(all_found))
 
 
 def build(
-    body: Object,
+    model: ModelView,
     findings: Sequence[Finding],
     *,
     counts: Mapping[str, int],
@@ -52,8 +51,8 @@ def build(
     """The whole status. `findings` are complete; `shown` is the revision whose facts and plan a reader wants to see."""
     status: dict[str, Any] = {
         **counts,
-        "selector": names.selector_string(names.serving_selector(str(dig(body, "metadata", "name")))),
-        "conditions": [_condition(body, finding, now) for finding in findings],
+        "selector": names.selector_string(names.serving_selector(model.name)),
+        "conditions": [_condition(model, finding, now) for finding in findings],
     }
     named = {"url": url, "currentRevision": current_revision, "updateRevision": update_revision}
     status.update({key: value for key, value in named.items() if value})
@@ -71,14 +70,15 @@ def build(
     return status
 
 
-def announcements(body: Object, status: Object) -> tuple[Announcement, ...]:
+def announcements(model: ModelView, status: Object) -> tuple[Announcement, ...]:
     """An Event where Ready or its reason changed."""
-    ready = condition({"status": status}, "Ready")
-    before = condition(body, "Ready")
-    if (before.get("status"), before.get("reason")) == (ready["status"], ready["reason"]):
+    ready = next(c for c in status["conditions"] if c["type"] == "Ready")
+    before = model.conditions.get("Ready")
+    if before is not None and (before.status, before.reason) == (ready["status"], ready["reason"]):
         return ()
-    calm = ready["status"] == "True" or ready["reason"] in PASSING
-    return (Announcement("Normal" if calm else "Warning", ready["reason"], ready["message"]),)
+    reason = Reason.named(ready["reason"])
+    is_trouble = ready["status"] != "True" and not (reason and reason.row.passing)
+    return (Announcement("Warning" if is_trouble else "Normal", ready["reason"], ready["message"]),)
 
 
 def _roll_up(findings: Sequence[Finding]) -> Finding:
@@ -90,15 +90,15 @@ def _roll_up(findings: Sequence[Finding]) -> Finding:
     return Finding("Ready", "True", reason, available.message)
 
 
-def _condition(body: Object, finding: Finding, now: datetime) -> Object:
-    before = next((c for c in items(body, "status", "conditions") if c.get("type") == finding.condition), {})
-    kept = before.get("lastTransitionTime") if before.get("status") == finding.status else None
+def _condition(model: ModelView, finding: Finding, now: datetime) -> Object:
+    before = model.conditions.get(finding.condition)
+    since = before.since if before is not None and before.status == finding.status else ""
     message = finding.message
     return {
         "type": finding.condition,
         "status": finding.status,
-        "reason": finding.reason,
+        "reason": str(finding.reason),
         "message": message if len(message) <= MAX_MESSAGE else message[: MAX_MESSAGE - 3] + "...",
-        "observedGeneration": dig(body, "metadata", "generation") or 0,
-        "lastTransitionTime": kept or now.astimezone(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
+        "observedGeneration": model.generation,
+        "lastTransitionTime": since or now.astimezone(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
     }

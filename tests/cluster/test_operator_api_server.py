@@ -292,7 +292,7 @@ async def test_an_event_explains_a_child_that_nothing_else_explains(server: ApiS
     async with client_of(server) as client, operating(client, only(namespace), now=minutes_ahead):
         namespace.put_model()
         (job,) = await eventually(lambda: namespace.list(BY_KIND["Job"]))
-        await eventually(lambda: "has not been made" in message(namespace, "ModelResolved"))
+        await eventually(lambda: "has not been created" in message(namespace, "ModelResolved"))
         event = {
             "apiVersion": "events.k8s.io/v1",
             "kind": "Event",

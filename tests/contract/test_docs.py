@@ -29,7 +29,7 @@ from neuron_operator import placement
 from neuron_operator.catalog import INSTANCE_TYPES
 from neuron_operator.errors import InvalidSpec, Unplaceable
 from neuron_operator.model import parse
-from neuron_operator.why import CONDITIONS, REASONS
+from neuron_operator.reasons import Reason
 from neuron_runtime import config, not_built, offline
 from neuron_runtime.__main__ import build_parser, main
 from neuron_runtime.backend.torch import sizing
@@ -164,27 +164,6 @@ def test_every_runtime_command_shown_is_one_that_parses(page: Path) -> None:
 # docs/neuronmodel.md
 
 
-def documented_reasons(condition: str) -> dict[str, bool]:
-    """Reason to whether it is marked as reserved."""
-    return {words(row[0])[0]: row[1].startswith("*reserved*") for row in rows(section(NEURONMODEL, condition))}
-
-
-@pytest.mark.parametrize("condition", CONDITIONS)
-def test_every_reason_of_a_condition_is_documented_and_no_other(condition: str) -> None:
-    assert set(documented_reasons(condition)) == REASONS[condition]
-
-
-def words_in_functions(*modules: str) -> set[str]:
-    """String constants inside functions and classes: what a module says, without its module-level tables."""
-    found = set()
-    for module in modules:
-        tree = ast.parse((ROOT / "operator" / "neuron_operator" / f"{module}.py").read_text())
-        for part in tree.body:
-            if isinstance(part, ast.FunctionDef | ast.ClassDef):
-                found |= {n.value for n in ast.walk(part) if isinstance(n, ast.Constant) and isinstance(n.value, str)}
-    return found
-
-
 def exit_codes_given() -> set[ExitCode]:
     """The codes that some function or class of the runtime names; tables at module level only speak of them."""
     names = set()
@@ -196,13 +175,11 @@ def exit_codes_given() -> set[ExitCode]:
 
 
 def test_reserved_reasons_are_those_that_nothing_gives() -> None:
-    said = words_in_functions("decide", "why", "placement", "errors")
-    given = said | {code.reason for code in exit_codes_given()}
-    told: dict[str, bool] = {}
-    for condition in CONDITIONS:
-        for reason, reserved in documented_reasons(condition).items():
-            told[reason] = told.get(reason, True) and reserved  # reserved under one condition, given under another
-    assert {reason for reason, reserved in told.items() if reserved} == set(told) - given
+    given = {str(code.reason) for code in exit_codes_given()}
+    for path in (ROOT / "operator" / "neuron_operator").rglob("*.py"):
+        constants = re.findall(r"\bReason\.([A-Z_]+)", path.read_text())
+        given |= {Reason[name] for name in constants}
+    assert {reason for reason in Reason if not reason.row.means} == set(Reason) - given
 
 
 def test_the_table_of_sizes_is_the_catalog() -> None:

@@ -3,6 +3,9 @@ ours; deciding again without news changes nothing."""
 
 from __future__ import annotations
 
+import contextlib
+import copy
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -451,13 +454,51 @@ def test_no_manifest_makes_a_pass_fall(spec: object, annotations: object, old_st
     assert decision.desired == ()
 
 
-@hypothesis_settings(deadline=None)
-@given(JSON_VALUES, JSON_VALUES)
-def test_no_garbage_in_a_child_or_pod_makes_a_pass_fall(status: object, labels: object) -> None:
+def worlds_to_spoil() -> list[World]:
+    """Before the model is resolved, and serving with a pod in trouble."""
+    resolving, decision = settle(fresh())
+    resolving = replace(resolving, pods=(job_pod(find(decision.desired, "Job"), ended(10, "x")),))
     world, _ = resolved_world()
-    children = tuple({**child, "status": status} for child in world.children)
     deployment = find(world.children, "Deployment")
-    pod = {**serving_pod(deployment), "status": status}
-    odd = {"metadata": {"labels": labels}, "spec": labels, "status": status}
-    decision = decide(replace(world, children=children, pods=(pod, odd)), SETTINGS)
+    pods = (serving_pod(deployment, last=ended(31), restarts=2), serving_pod(deployment, "chat-2", ready=True))
+    event = {"regarding": {"name": "chat-1"}, "reason": "FailedMount", "note": "no volume"}
+    return [resolving, replace(world, pods=pods, events=(event,))]
+
+
+def places(value: object, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    """The path of everything below an object or list."""
+    parts = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    for key, part in parts:
+        yield (*path, key)
+        yield from places(part, (*path, key))
+
+
+def spoiled(raw: dict[str, Any], changes: list[tuple[tuple[Any, ...], object]]) -> dict[str, Any]:
+    """A copy with other JSON at these places, where the place is still there."""
+    raw = copy.deepcopy(raw)
+    for path, value in changes:
+        part: Any = raw
+        with contextlib.suppress(KeyError, IndexError, TypeError):
+            for key in path[:-1]:
+                part = part[key]
+            part[path[-1]] = value
+    return raw
+
+
+@pytest.mark.parametrize("world", worlds_to_spoil(), ids=["resolving", "serving"])
+@hypothesis_settings(deadline=None)
+@given(data=st.data())
+def test_no_garbage_in_an_object_makes_a_pass_fall(world: World, data: st.DataObject) -> None:
+    raw = {
+        "status": world.body["status"],
+        "children": list(world.children),
+        "pods": list(world.pods),
+        "events": list(world.events or ()),
+    }
+    below = [path for path in places(raw) if len(path) > 2 or path[0] == "status"]
+    changes = data.draw(st.lists(st.tuples(st.sampled_from(below), JSON_VALUES), min_size=1, max_size=6))
+    found = spoiled(raw, changes)
+    listed = {key: tuple(found[key]) for key in ("children", "pods", "events")}
+    decision = decide(replace(world, body={**world.body, "status": found["status"]}, **listed), SETTINGS)
     assert decision.status is not None
+    assert len(decision.status["conditions"]) == 8

@@ -33,8 +33,8 @@ from neuron_operator.decide import decide
 from neuron_operator.errors import Unplaceable
 from neuron_operator.model import parse
 from neuron_operator.placement import place
-from neuron_operator.records import REASON_BY_EXIT_CODE
-from neuron_operator.why import CONDITIONS, MAX_MESSAGE, REASONS, WEIGHT, Finding
+from neuron_operator.reasons import CONDITIONS, Finding, Reason
+from neuron_operator.status import MAX_MESSAGE
 from neuron_operator.world import Decision, FreeDevices, Need, NodeDevices, Object, Settings
 
 INSUFFICIENT = (
@@ -80,7 +80,7 @@ CRASH = waiting("CrashLoopBackOff", "back-off 10s restarting failed container")
         ({"started": True}, "Loading", "is loading the model"),
         ({"started": True, "conditions": [UNREADY_BEFORE]}, "Loading", "is loading the model"),
         ({"started": True, "conditions": [UNREADY_SINCE]}, "ProbeFailing", "does not answer /health"),
-        ({"state": waiting("ContainerCreating")}, "Loading", "is being started"),
+        ({"state": waiting("ContainerCreating")}, "Loading", "is starting"),
         ({"state": waiting("ImagePullBackOff", PULL_BACK_OFF)}, "ImagePull", "cannot be pulled: rpc error: not found"),
         ({"state": waiting("ErrImagePull", "rpc error: not found")}, "ImagePull", "cannot be pulled: rpc error"),
         ({"state": waiting("InvalidImageName", "bad")}, "ImagePull", "bad"),
@@ -121,7 +121,7 @@ def test_a_replica_that_does_not_answer_says_why(state: dict[str, Any], reason: 
     [(2, "Compiled"), (10, "ModelResolved"), (11, "WeightsReady"), (14, "WeightsReady"), (15, "WeightsReady")],
 )
 def test_a_pod_that_found_the_model_or_weights_wanting_speaks_for_that_step(code: int, kind: str) -> None:
-    reason = REASON_BY_EXIT_CODE[code]
+    reason = str(Reason.of_exit_code(code))
     record = failure_record(code, reason, "told so", "serve")
     decision = seen(pod(state=CRASH, last=ended(code, record), restarts=2))
     assert condition(decision.status, kind)["reason"] == reason
@@ -263,7 +263,7 @@ def resolving(state: Object, **fields: Any) -> Decision:
 
 @pytest.mark.parametrize("code", [10, 11, 12, 13])
 def test_what_inspect_found_is_told_before_any_device_is_held(code: int) -> None:
-    reason = REASON_BY_EXIT_CODE[code]
+    reason = str(Reason.of_exit_code(code))
     decision = resolving(ended(code, failure_record(code, reason, "the hub says no")))
     assert condition(decision.status, "ModelResolved")["reason"] == reason
     assert condition(decision.status, "Ready")["message"].startswith("the hub says no")
@@ -333,18 +333,22 @@ def test_sizes_that_a_node_grants_are_placed_and_others_refused_with_the_legal_o
     else:
         with pytest.raises(Unplaceable, match=r"is not a size .* legal: 1") as refusal:
             place(model, using)
-        assert refusal.value.reason in REASONS["Placed"]
+        assert "Placed" in refusal.value.reason.row.conditions
 
 
 # The closed sets
 
 
-def test_every_reason_that_a_pod_can_leave_belongs_to_a_condition() -> None:
-    told = set().union(*REASONS.values())
-    assert set(REASON_BY_EXIT_CODE.values()) <= told
-    assert set(WEIGHT) <= REASONS["Available"]
-    assert list(REASONS) == list(CONDITIONS)
-    assert told >= status.PASSING
+def test_every_reason_names_its_conditions_in_their_order() -> None:
+    for reason in Reason:
+        conditions = reason.row.conditions
+        assert conditions == tuple(kind for kind in CONDITIONS if kind in conditions) != ()
+        assert re.fullmatch(r"[A-Z][A-Za-z]*", reason)
+
+
+def test_every_exit_code_means_one_reason() -> None:
+    codes = [code for reason in Reason for code in reason.row.exit_codes]
+    assert len(codes) == len(set(codes))
 
 
 @given(st.lists(st.tuples(st.sampled_from(CONDITIONS), st.sampled_from(["True", "False", "Unknown"])), max_size=10))
@@ -370,7 +374,9 @@ def test_every_status_keeps_to_the_reasons_and_to_its_size(state: object, last: 
         assert decision.status is not None
         for found in decision.status["conditions"]:
             if found["status"] == "False" and found["type"] != "Ready":
-                assert found["reason"] in REASONS[found["type"]]
+                reason = Reason.named(found["reason"])
+                assert reason is not None
+                assert found["type"] in reason.row.conditions
             assert re.fullmatch(r"[A-Z][A-Za-z]*", found["reason"])
             assert len(found["message"]) <= MAX_MESSAGE
         assert len(msgspec.json.encode(decision.status)) <= 16 * 1024

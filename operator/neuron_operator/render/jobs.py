@@ -1,6 +1,6 @@
 """One-shot steps as Jobs, named by the hash of what they run, so that the API server's uniqueness is the lock.
 
-Called by `decide`. A step's answer is its record, never its logs.
+Called by `steps`. A step's answer is its record, never its logs.
 """
 
 from __future__ import annotations
@@ -8,12 +8,11 @@ from __future__ import annotations
 from neuron_operator import names
 from neuron_operator.catalog import INSTANCE_TYPES
 from neuron_operator.model import NeuronModel
+from neuron_operator.reasons import FINAL_EXIT_CODES
 from neuron_operator.render.objects import child
 from neuron_operator.render.pods import step_pod_template
 from neuron_operator.world import Object, Settings
 
-FINAL_EXIT_CODES = (2, 10, 11, 12, 13)
-"""`inspect` says with these that another try would end the same way."""
 RETRY_AFTER_SECONDS = 600
 """A finished Job vanishes after this long; one that failed is then made anew, as the world may have changed."""
 DEADLINE_SECONDS = 1800

@@ -1,0 +1,314 @@
+"""Typed views of the objects that a pass looks at, read from JSON once. Called by `decide`; used by all that explains.
+
+A view has exactly the fields that are used. Missing and oddly typed parts read as absent: nothing here raises, whatever
+the JSON holds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import UTC, datetime, timedelta
+from typing import Any
+
+from neuron_operator import names, revision
+from neuron_operator.objects import dig, instant, items, labels_of, name_of, text, whole
+from neuron_operator.records import Record, parse_record
+from neuron_operator.revision import Revision
+from neuron_operator.world import FreeDevices, Object, World
+
+_DAWN = datetime.min.replace(tzinfo=UTC)
+
+
+@dataclass(frozen=True)
+class ConditionView:
+    status: str = ""
+    reason: str = ""
+    message: str = ""
+    since: str = ""
+    """`lastTransitionTime` as written."""
+    generation: int = 0
+    """`observedGeneration`."""
+
+
+@dataclass(frozen=True)
+class ModelView:
+    """The NeuronModel without its spec: what it is called, and what its status said before this pass."""
+
+    name: str
+    namespace: str
+    uid: str
+    generation: int
+    is_deleting: bool
+    conditions: Mapping[str, ConditionView]
+    current_revision: str
+    update_revision: str
+
+
+@dataclass(frozen=True)
+class Termination:
+    """How a container ended."""
+
+    exit_code: int
+    reason: str
+    """The kubelet's word, such as OOMKilled."""
+    message: str
+    """The record, or the tail of the log that the kubelet put in its place."""
+
+    @property
+    def record(self) -> Record | None:
+        return parse_record(self.message)
+
+
+@dataclass(frozen=True)
+class ContainerView:
+    """The runtime container of a pod; all fields are empty before the kubelet has seen the pod."""
+
+    image: str
+    num_restarts: int
+    has_run: bool
+    """It runs, or has ended and was not started again yet."""
+    running_since: str
+    waiting_reason: str
+    waiting_message: str
+    ended: Termination | None
+    """How it last ended, where it is not ready since."""
+
+
+@dataclass(frozen=True)
+class PodView:
+    """A serving pod or the pod of a Job."""
+
+    name: str
+    created: datetime | None
+    role: str
+    revision: str
+    job: str
+    """Name of the Job that owns it; empty where none does."""
+    node: str
+    phase: str
+    reason: str
+    message: str
+    is_deleting: bool
+    is_ready: bool
+    are_containers_ready: bool
+    readiness_changed: datetime | None
+    unscheduled: str | None
+    """What the scheduler says where it found no node; None where it did not say that."""
+    disruption: str
+    """Reason of the condition DisruptionTarget."""
+    container: ContainerView
+
+    @property
+    def is_answering(self) -> bool:
+        return self.is_ready and not self.is_deleting
+
+    @property
+    def is_live(self) -> bool:
+        """Counts as a replica: neither ended nor being deleted."""
+        return not self.is_deleting and self.phase not in ("Failed", "Succeeded")
+
+    @property
+    def age_key(self) -> tuple[datetime, str]:
+        """Sorts from the oldest to the newest."""
+        return self.created or _DAWN, self.name
+
+
+@dataclass(frozen=True)
+class JobView:
+    name: str
+    created: datetime | None
+    is_complete: bool
+    failure: str | None
+    """Message of the condition Failed; None where it has not failed."""
+    live: Object
+
+    @property
+    def is_finished(self) -> bool:
+        return self.is_complete or self.failure is not None
+
+
+@dataclass(frozen=True)
+class DeploymentView:
+    revision: str
+    """Of the pods that it makes now."""
+    replicas: int
+    replica_failure: str | None
+    """Why its pods cannot be created, in the words of its ReplicaSet; None where they can."""
+
+
+@dataclass(frozen=True)
+class ChildView:
+    kind: str
+    name: str
+    live: Object
+
+
+@dataclass(frozen=True)
+class Observed:
+    """The world of one pass with its objects read and sorted. Children are those that are this model's by owner UID."""
+
+    model: ModelView
+    children: tuple[ChildView, ...]
+    deployment: DeploymentView | None
+    jobs: Mapping[str, JobView]
+    revisions: tuple[Revision, ...]
+    replicas: tuple[PodView, ...]
+    """Serving pods, whatever their revision."""
+    job_pods: tuple[PodView, ...]
+    warnings: Mapping[str, str]
+    """The last warning about an object, by the object's name; empty where events were not read."""
+    free: FreeDevices | None
+    now: datetime
+
+    def serving(self, besides: Revision | None = None) -> Revision | None:
+        """The revision of the pods that are made now. Where somebody deleted the Deployment: the last pinned one, other
+        than one whose steps are not done (`besides`)."""
+        label = self.deployment.revision if self.deployment else ""
+        named = next((known for known in self.revisions if known.name == label), None)
+        pinned = (known for known in self.revisions if besides is None or known.name != besides.name)
+        return named or max(pinned, key=lambda known: known.number, default=None)
+
+    def pods_of(self, job_name: str) -> tuple[PodView, ...]:
+        """The pods of a Job, newest first."""
+        pods = (pod for pod in self.job_pods if pod.job == job_name)
+        return tuple(sorted(pods, key=lambda pod: pod.age_key, reverse=True))
+
+    def answers_of(self, job_name: str) -> tuple[Record, ...]:
+        """The records of a Job's pods that ended well."""
+        records = (pod.container.ended.record for pod in self.pods_of(job_name) if pod.container.ended)
+        return tuple(record for record in records if record is not None and record.ok)
+
+    def age(self, created: datetime | None) -> timedelta:
+        """Zero where the time of creation is not known."""
+        return self.now - created if created else timedelta(0)
+
+
+def observe(world: World) -> Observed:
+    """Read everything that this pass looks at."""
+    model = model_view(world.body)
+    owned = [child for child in world.children if model.uid in _owner_uids(child)]
+    children = tuple(ChildView(text(child, "kind"), name_of(child), child) for child in owned)
+    jobs = (_job(child.live) for child in children if child.kind == "Job")
+    keepers = (revision.from_object(child.live) for child in children if child.kind == "ControllerRevision")
+    pods = [_pod(pod) for pod in world.pods]
+    return Observed(
+        model=model,
+        children=children,
+        deployment=next((_deployment(child.live) for child in children if child.kind == "Deployment"), None),
+        jobs={job.name: job for job in jobs},
+        revisions=tuple(known for known in keepers if known is not None),
+        replicas=tuple(pod for pod in pods if pod.role == names.ROLE_LEADER),
+        job_pods=tuple(pod for pod in pods if pod.job),
+        warnings={
+            text(event, "regarding", "name"): f"{text(event, 'reason')}: {text(event, 'note')}"
+            for event in world.events or ()
+        },
+        free=world.free,
+        now=world.now,
+    )
+
+
+def model_view(body: Object) -> ModelView:
+    return ModelView(
+        name=name_of(body),
+        namespace=text(body, "metadata", "namespace"),
+        uid=text(body, "metadata", "uid"),
+        generation=whole(dig(body, "metadata", "generation")),
+        is_deleting=_is_deleting(body),
+        conditions=_conditions(body),
+        current_revision=text(body, "status", "currentRevision"),
+        update_revision=text(body, "status", "updateRevision"),
+    )
+
+
+def _pod(pod: Object) -> PodView:
+    conditions = _conditions(pod)
+    scheduled, ready = conditions.get("PodScheduled", _ABSENT), conditions.get("Ready", _ABSENT)
+    owners = items(pod, "metadata", "ownerReferences")
+    return PodView(
+        name=name_of(pod),
+        created=_created(pod),
+        role=text(labels_of(pod), names.ROLE_LABEL),
+        revision=text(labels_of(pod), names.REVISION_LABEL),
+        job=next((text(owner, "name") for owner in owners if owner.get("kind") == "Job"), ""),
+        node=text(pod, "spec", "nodeName"),
+        phase=text(pod, "status", "phase"),
+        reason=text(pod, "status", "reason"),
+        message=text(pod, "status", "message"),
+        is_deleting=_is_deleting(pod),
+        is_ready=ready.status == "True",
+        are_containers_ready=conditions.get("ContainersReady", _ABSENT).status == "True",
+        readiness_changed=instant(ready.since),
+        unscheduled=scheduled.message if scheduled.status == "False" else None,
+        disruption=conditions.get("DisruptionTarget", _ABSENT).reason,
+        container=_container(pod),
+    )
+
+
+def _container(pod: Object) -> ContainerView:
+    statuses = items(pod, "status", "containerStatuses")
+    status = next((status for status in statuses if status.get("name") == names.RUNTIME_CONTAINER), {})
+    state = dig(status, "state")
+    ended = dig(state, "terminated") or dig(status, "lastState", "terminated")
+    termination = None
+    if isinstance(ended, Mapping) and not status.get("ready"):
+        termination = Termination(whole(ended.get("exitCode")), text(ended, "reason"), text(ended, "message"))
+    return ContainerView(
+        image=text(status, "image"),
+        num_restarts=whole(status.get("restartCount")),
+        has_run=bool(dig(state, "running") or dig(state, "terminated")),
+        running_since=text(state, "running", "startedAt"),
+        waiting_reason=text(state, "waiting", "reason"),
+        waiting_message=text(state, "waiting", "message"),
+        ended=termination,
+    )
+
+
+def _job(job: Object) -> JobView:
+    conditions = _conditions(job)
+    failed = conditions.get("Failed", _ABSENT)
+    return JobView(
+        name=name_of(job),
+        created=_created(job),
+        is_complete=conditions.get("Complete", _ABSENT).status == "True",
+        failure=failed.message if failed.status == "True" else None,
+        live=job,
+    )
+
+
+def _deployment(deployment: Object) -> DeploymentView:
+    failure = _conditions(deployment).get("ReplicaFailure", _ABSENT)
+    return DeploymentView(
+        revision=text(labels_of(dig(deployment, "spec", "template")), names.REVISION_LABEL),
+        replicas=whole(dig(deployment, "spec", "replicas")),
+        replica_failure=failure.message if failure.status == "True" else None,
+    )
+
+
+_ABSENT = ConditionView()
+
+
+def _conditions(value: Object) -> Mapping[str, ConditionView]:
+    return {
+        text(found, "type"): ConditionView(
+            status=text(found, "status"),
+            reason=text(found, "reason"),
+            message=text(found, "message"),
+            since=text(found, "lastTransitionTime"),
+            generation=whole(found.get("observedGeneration")),
+        )
+        for found in items(value, "status", "conditions")
+    }
+
+
+def _owner_uids(value: Any) -> set[str]:
+    return {text(owner, "uid") for owner in items(value, "metadata", "ownerReferences")}
+
+
+def _is_deleting(value: Any) -> bool:
+    return bool(dig(value, "metadata", "deletionTimestamp"))
+
+
+def _created(value: Any) -> datetime | None:
+    return instant(dig(value, "metadata", "creationTimestamp"))

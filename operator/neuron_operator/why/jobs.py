@@ -1,0 +1,64 @@
+"""Why the Job of a step has not answered yet. Called by `steps`."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from datetime import timedelta
+
+from neuron_operator.reasons import Finding, Reason, unmet
+from neuron_operator.render.jobs import RETRY_AFTER_SECONDS
+from neuron_operator.views import JobView, Observed, PodView, Termination
+from neuron_operator.why.pods import UNEXPLAINED_SECONDS, explain_start, how_it_ended, last_words
+from neuron_operator.world import Need
+
+
+def explain_job(waiting: Finding, job: JobView | None, observed: Observed) -> Finding:
+    """Why the record that a step waits for is not there; `waiting` is the finding while nothing is wrong.
+
+    `job` is the live Job; None where it is not there yet, or not any more.
+    """
+    if job is None:
+        return _last_verdict(waiting, observed) or waiting
+    pods = observed.pods_of(job.name)
+    for pod in pods:
+        if pod.container.ended is not None:
+            return _explain_end(waiting, job, pod, pod.container.ended)
+    if job.failure is not None:
+        text = f"the Job {job.name} failed without a record: {job.failure or 'no message'}"
+        return replace(waiting, message=text)
+    return _last_verdict(waiting, observed) or _explain_start(waiting, job, pods, observed) or waiting
+
+
+def _explain_end(waiting: Finding, job: JobView, pod: PodView, end: Termination) -> Finding:
+    reason = Reason.of_exit_code(end.exit_code)
+    if reason is not None and waiting.condition in reason.row.conditions:
+        again = f"tried again every {RETRY_AFTER_SECONDS // 60} minutes"
+        return unmet(waiting.condition, reason, f"{last_words(end)}; {again}")
+    is_over = job.failure is not None or end.exit_code == 0
+    next_step = "does not try again" if is_over else "will try again"
+    text = f"pod {pod.name} ended with {how_it_ended(end)} and no facts: {last_words(end)}; the Job {next_step}"
+    return replace(waiting, message=text)
+
+
+def _explain_start(waiting: Finding, job: JobView, pods: tuple[PodView, ...], observed: Observed) -> Finding | None:
+    """Why the Job does not run; None where it runs, or where it is too early to say."""
+    if pods:
+        starting = explain_start(pods[0], observed)
+        if starting is None:
+            return None
+        return replace(waiting, message=f"the Job {job.name} has not run yet: {starting.message}", needs=starting.needs)
+    if observed.age(job.created) < timedelta(seconds=UNEXPLAINED_SECONDS):
+        return None
+    text = f"the Job {job.name} waits: {observed.warnings.get(job.name) or 'its pod has not been created'}"
+    return replace(waiting, message=text, needs=frozenset({Need.EVENTS}))
+
+
+def _last_verdict(waiting: Finding, observed: Observed) -> Finding | None:
+    """What the last Job found for this generation: it stands until the next one has found something else."""
+    before = observed.model.conditions.get(waiting.condition)
+    if before is None or before.status != "False" or before.generation != observed.model.generation:
+        return None
+    reason = Reason.named(before.reason)
+    if reason is None or reason == waiting.reason or waiting.condition not in reason.row.conditions:
+        return None
+    return unmet(waiting.condition, reason, before.message)

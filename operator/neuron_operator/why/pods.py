@@ -1,0 +1,74 @@
+"""What a pod shows, for pods of replicas and of Jobs alike: why it does not run, and how its container ended."""
+
+from __future__ import annotations
+
+import re
+from datetime import timedelta
+
+from neuron_operator import names
+from neuron_operator.placement import Placement, describe_free
+from neuron_operator.reasons import Finding, Reason, unmet
+from neuron_operator.views import Observed, PodView, Termination
+from neuron_operator.world import Need
+
+UNEXPLAINED_SECONDS = 20
+"""The events of a pod or Job are read once it has stayed unexplained for this long."""
+
+_STARTING = ("", "ContainerCreating", "PodInitializing")
+
+
+def explain_start(pod: PodView, observed: Observed, placement: Placement | None = None) -> Finding | None:
+    """Why a pod has no running container; None where it has one. `placement` is what a pod of a replica holds."""
+    if pod.unscheduled is not None:
+        return _explain_unscheduled(pod, pod.unscheduled, observed, placement)
+    container = pod.container
+    if container.has_run:
+        return None
+    reason, message = container.waiting_reason, container.waiting_message
+    if "Image" in reason:
+        message = message.rpartition("ErrImagePull: ")[2]
+        text = f"pod {pod.name}: image {container.image} cannot be pulled: {message}"
+        return unmet("Available", Reason.IMAGE_PULL, text)
+    if reason == "CreateContainerConfigError" and "secret" in message:
+        return unmet("WeightsReady", Reason.SECRET_NOT_FOUND, f"pod {pod.name}: {message}")
+    if reason not in _STARTING:
+        return unmet("Available", Reason.CRASH_LOOP, f"pod {pod.name} cannot start: {reason}: {message}")
+    if observed.age(pod.created) < timedelta(seconds=UNEXPLAINED_SECONDS):
+        return unmet("Available", Reason.LOADING, f"pod {pod.name} is starting")
+    return _explain_by_events(pod, observed.warnings.get(pod.name, ""))
+
+
+def _explain_by_events(pod: PodView, warning: str) -> Finding:
+    needs = {Need.EVENTS}
+    if "FailedMount" in warning and re.search(r'secret ".*" not found|non-existent secret key', warning):
+        text = f"pod {pod.name} waits for the Secret of serving.apiKeySecretRef: {warning}"
+        return unmet("Available", Reason.SECRET_NOT_FOUND, text, needs)
+    if "FailedMount" in warning or "FailedAttachVolume" in warning:
+        return unmet("Available", Reason.VOLUME_NOT_BOUND, f"pod {pod.name}: {warning}", needs)
+    return unmet("Available", Reason.LOADING, f"pod {pod.name} is starting; {warning or 'no event says more'}", needs)
+
+
+def _explain_unscheduled(pod: PodView, message: str, observed: Observed, placement: Placement | None) -> Finding:
+    if "unbound immediate PersistentVolumeClaims" in message or "persistentvolumeclaim" in message:
+        return unmet("Available", Reason.VOLUME_NOT_BOUND, f"pod {pod.name} cannot be scheduled: {message}")
+    if placement is not None and f"Insufficient {names.NEURON_RESOURCE_PREFIX}" in message:
+        free = describe_free(observed.free, placement)
+        verdict = message.partition(". ")[0].rstrip(".")
+        text = f"pod {pod.name} needs {placement.words} on one node; {free}; the scheduler says {verdict}"
+        return unmet("Available", Reason.INSUFFICIENT_NEURON, text, {Need.FREE_DEVICES})
+    text = f"pod {pod.name} cannot be scheduled: {message or 'no reason given'}"
+    return unmet("Available", Reason.NO_MATCHING_NODE, text)
+
+
+def how_it_ended(end: Termination) -> str:
+    """`exit code 137 (OOMKilled)`."""
+    return f"exit code {end.exit_code}" + (f" ({end.reason})" if end.reason not in ("", "Error", "Completed") else "")
+
+
+def last_words(end: Termination) -> str:
+    """The message of the record, or the last line of the log that the kubelet put in its place."""
+    record = end.record
+    if record is not None:
+        return record.message or record.reason
+    lines = [line.strip() for line in end.message.splitlines() if line.strip()]
+    return lines[-1][:300] if lines else "it left no record"

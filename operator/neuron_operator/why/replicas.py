@@ -1,0 +1,104 @@
+"""Why fewer replicas answer than the spec promises. Called by `decide`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import datetime
+
+from neuron_operator.objects import instant
+from neuron_operator.placement import Placement
+from neuron_operator.reasons import Finding, Reason, met, unmet
+from neuron_operator.views import DeploymentView, Observed, PodView, Termination
+from neuron_operator.why.pods import explain_start, how_it_ended, last_words
+
+
+def explain_replicas(observed: Observed, promised: int, placement: Placement) -> tuple[Finding, ...]:
+    """Why fewer than `promised` replicas answer: a Finding for Available, and those that pods gave for other
+    conditions."""
+    num_answering = sum(pod.is_answering for pod in observed.replicas)
+    counted = f"{num_answering} of {promised} replicas answer"
+    if promised == 0:
+        return (met("Available", "the spec asks for no replica", "ScaledToZero"),)
+    if num_answering >= promised:
+        return (met("Available", counted),)
+    found = [
+        *_explain_deployment(observed.deployment),
+        *(_explain_pod(pod, observed, placement) for pod in _current(observed.replicas) if not pod.is_answering),
+    ]
+    if not found:
+        return (unmet("Available", Reason.LOADING, f"{counted}; waiting for pods to be created"),)
+    elsewhere = {finding.condition: finding for finding in found if finding.condition != "Available"}
+    worst = min(found, key=lambda finding: _reason(finding).weight)
+    reason = _reason(worst) if worst.condition == "Available" else Reason.CRASH_LOOP
+    alike = sum(finding.reason == worst.reason for finding in found)
+    others = f" (and {alike - 1} more like it)" if alike > 1 else ""
+    available = unmet("Available", reason, f"{counted}; {worst.message}{others}", worst.needs)
+    return (*elsewhere.values(), available)
+
+
+def _reason(finding: Finding) -> Reason:
+    return Reason.named(finding.reason) or Reason.CRASH_LOOP
+
+
+def _current(pods: Sequence[PodView]) -> list[PodView]:
+    """The pods that say something about now: all but failed ones that newer pods have replaced for good."""
+    alive = [pod for pod in pods if pod.is_live or pod.is_deleting]
+    newest = max((pod.age_key[0] for pod in pods if pod.is_live), default=None)
+    failed = max((pod for pod in pods if pod not in alive), key=lambda pod: pod.age_key, default=None)
+    if failed is not None and (newest is None or failed.age_key[0] >= newest):
+        alive.append(failed)
+    return alive
+
+
+def _explain_deployment(deployment: DeploymentView | None) -> list[Finding]:
+    """Pods that could not be created: the Deployment carries the last error of its ReplicaSet."""
+    if deployment is None or deployment.replica_failure is None:
+        return []
+    words = deployment.replica_failure
+    reason = Reason.CRASH_LOOP
+    if "exceeded quota" in words:
+        reason = Reason.QUOTA_EXCEEDED
+    elif "PodSecurity" in words:
+        reason = Reason.POD_SECURITY_DENIED
+    return [unmet("Available", reason, f"pods cannot be created: {words}")]
+
+
+def _explain_pod(pod: PodView, observed: Observed, placement: Placement) -> Finding:
+    if pod.disruption == "DeletionByTaintManager" or _is_node_lost(pod):
+        text = f"pod {pod.name}: its node {pod.node} does not answer any more"
+        return unmet("Available", Reason.NODE_LOST, text)
+    if pod.phase == "Failed":
+        was_refused = pod.reason == "UnexpectedAdmissionError"
+        text = f"pod {pod.name} was refused or ended by its node: {pod.reason}: {pod.message}"
+        return unmet("Available", Reason.ALLOCATION_REJECTED if was_refused else Reason.CRASH_LOOP, text)
+    if pod.is_deleting:
+        return unmet("Available", Reason.DRAINING, f"pod {pod.name} is finishing its streams before it ends")
+    if pod.container.ended is not None:
+        return _explain_end(pod, pod.container.ended)
+    starting = explain_start(pod, observed, placement)
+    if starting is not None:
+        return starting
+    since = pod.container.running_since
+    if _was_ready_since(pod, instant(since)):
+        text = f"pod {pod.name} has run since {since} and does not answer /health"
+        return unmet("Available", Reason.PROBE_FAILING, text)
+    return unmet("Available", Reason.LOADING, f"pod {pod.name} is loading the model since {since}")
+
+
+def _explain_end(pod: PodView, end: Termination) -> Finding:
+    """A container that ended: the reason of its exit code, for the condition that the reason belongs to."""
+    reason = Reason.of_exit_code(end.exit_code) or Reason.CRASH_LOOP
+    restarts = pod.container.num_restarts
+    text = f"pod {pod.name} ended with {how_it_ended(end)} (restarts: {restarts}): {last_words(end)}"
+    return unmet(reason.row.conditions[-1], reason, text)
+
+
+def _was_ready_since(pod: PodView, started: datetime | None) -> bool:
+    """It answered before and does not now; the first answer comes a moment after the end of loading."""
+    changed = pod.readiness_changed
+    return changed is not None and started is not None and changed > started
+
+
+def _is_node_lost(pod: PodView) -> bool:
+    """The node controller marks the pod as not ready and leaves its containers as they last were: ready."""
+    return not pod.is_ready and pod.are_containers_ready

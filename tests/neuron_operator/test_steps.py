@@ -1,0 +1,163 @@
+"""The steps before replicas: a list is walked up to the first step whose Job has not answered; a step more is one entry
+more, and `decide` does not know it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import msgspec
+import pytest
+
+from helpers.operator_worlds import (
+    SETTINGS,
+    carried_out,
+    condition,
+    ended,
+    failure_record,
+    find,
+    fresh,
+    job_pod,
+    resolved_pod,
+    settle,
+)
+from neuron_operator.decide import decide
+from neuron_operator.errors import FieldNotSupported
+from neuron_operator.objects import name_of
+from neuron_operator.reasons import CONDITIONS, Finding, Reason, met, unmet
+from neuron_operator.records import Record
+from neuron_operator.render.objects import child
+from neuron_operator.steps import STEPS, Known, Step, Task
+from neuron_operator.world import Decision, Object, World
+
+JOB_NAME = "chat-fetch-1234567890"
+
+
+def fetch_job(known: Known) -> Object | None:
+    """The Job of a made-up step; it has nothing to do for models with another digest."""
+    if known.resolved.digest != "sha256:0123456789abcdef":
+        return None
+    job = child(known.model, "batch/v1", "Job", JOB_NAME, component="fetch")
+    return {**job, "spec": {"template": {"metadata": {"labels": {}}}}}
+
+
+def learn_bytes(known: Known, record: Record) -> Known | None:
+    if record.command != "fetch":
+        return None
+    return replace(known, facts=msgspec.structs.replace(known.resolved, weights_bytes=7))
+
+
+def fetched(known: Known) -> tuple[Known, Finding]:
+    return known, met("WeightsReady", f"{known.resolved.weights_bytes} bytes are there")
+
+
+FETCH = Step(fetched, Task(unmet("WeightsReady", Reason.FETCHING, "downloading the weights"), fetch_job, learn_bytes))
+LONGER = (*STEPS[:2], FETCH, *STEPS[3:])
+
+
+def fetching_world() -> tuple[World, Decision]:
+    """Resolved and pinned; the made-up step has made its Job, which has no pod yet."""
+    world, decision = settle(fresh())
+    world = replace(world, pods=(resolved_pod(find(decision.desired, "Job")),))
+    for _ in range(2):
+        decision = decide(world, SETTINGS, LONGER)
+        world = carried_out(world, decision)
+    return world, decision
+
+
+def with_pod(world: World, state: Object, **fields: Any) -> World:
+    pod = job_pod(find(world.children, "Job"), state, "fetch-x", **fields)
+    owner = [{"kind": "Job", "name": JOB_NAME}]
+    return replace(world, pods=(*world.pods, {**pod, "metadata": {**pod["metadata"], "ownerReferences": owner}}))
+
+
+def jobs(decision: Decision) -> list[str]:
+    return [name_of(made) for made in decision.desired if made["kind"] == "Job"]
+
+
+def test_the_steps_answer_for_the_conditions_in_their_order() -> None:
+    world, decision = settle(fresh())
+    _, decision = settle(replace(world, pods=(resolved_pod(find(decision.desired, "Job")),)))
+    true = [c["type"] for c in decision.status["conditions"] if c["status"] == "True"]  # type: ignore[index]
+    assert true == [kind for kind in CONDITIONS if kind != "Available"]
+
+
+def test_a_step_behind_waits_for_its_job_and_the_revision_is_pinned_meanwhile() -> None:
+    _, decision = fetching_world()
+    assert jobs(decision) == [JOB_NAME]
+    kinds = {made["kind"] for made in decision.desired}
+    assert "ControllerRevision" in kinds
+    assert "Deployment" not in kinds
+    waiting = condition(decision.status, "WeightsReady")
+    assert (waiting["reason"], waiting["message"]) == ("Fetching", "downloading the weights")
+    for behind in ("Compiled", "Available", "UpToDate"):
+        assert condition(decision.status, behind)["message"] == "waits for WeightsReady"
+    assert condition(decision.status, "Ready")["reason"] == "Fetching"
+    assert decision.requeue_after_seconds is not None
+
+
+def test_while_a_step_of_an_edit_waits_the_earlier_revision_serves_on() -> None:
+    world, decision = settle(fresh())
+    world, before = settle(replace(world, pods=(resolved_pod(find(decision.desired, "Job")),)))
+    edit = {**world.body["spec"], "serving": {"maxModelLength": 512}}
+    world = replace(world, body={**world.body, "spec": edit})
+    for _ in range(2):
+        decision = decide(world, SETTINGS, LONGER)
+        world = carried_out(world, decision)
+    assert jobs(decision) == [JOB_NAME]
+    assert find(decision.desired, "Deployment") == find(before.desired, "Deployment")
+    assert len([made for made in world.children if made["kind"] == "ControllerRevision"]) == 2
+    assert condition(decision.status, "Available")["reason"] == "Loading"
+
+
+def test_what_a_job_has_found_out_reaches_the_steps_behind_it() -> None:
+    world, _ = fetching_world()
+    record = '{"version": 1, "command": "fetch", "ok": true}'
+    decision = decide(with_pod(world, ended(0, record), phase="Succeeded"), SETTINGS, LONGER)
+    assert condition(decision.status, "WeightsReady")["message"] == "7 bytes are there"
+    assert jobs(decision) == []
+    assert "Deployment" in {made["kind"] for made in decision.desired}
+    assert decision.delete == ()
+
+
+@pytest.mark.parametrize(
+    ("state", "reason", "says"),
+    [
+        (ended(15, failure_record(15, "StorageFull", "no room for 9 bytes", "fetch")), "StorageFull", "no room"),
+        (ended(1, "Traceback\nOSError: reset\n"), "Fetching", "OSError: reset"),
+        ({"waiting": {"reason": "ErrImagePull", "message": "no such image"}}, "Fetching", "no such image"),
+    ],
+)
+def test_the_trouble_of_any_step_is_explained_alike(state: Object, reason: str, says: str) -> None:
+    world, _ = fetching_world()
+    decision = decide(with_pod(world, state), SETTINGS, LONGER)
+    assert condition(decision.status, "WeightsReady")["reason"] == reason
+    assert says in condition(decision.status, "WeightsReady")["message"]
+    assert jobs(decision) == [JOB_NAME]
+
+
+def test_a_step_with_nothing_to_do_makes_no_job() -> None:
+    task = replace(FETCH.task, job=lambda _: None) if FETCH.task else None
+    world, decision = settle(fresh())
+    world = replace(world, pods=(resolved_pod(find(decision.desired, "Job")),))
+    decision = decide(world, SETTINGS, (*STEPS[:2], replace(FETCH, task=task), *STEPS[3:]))
+    assert jobs(decision) == []
+    assert condition(decision.status, "WeightsReady")["message"] == "6000000 bytes are there"
+
+
+def test_a_step_that_refuses_ends_the_way_and_what_serves_stays() -> None:
+    def refuses(_: Known) -> tuple[Known, Finding]:
+        raise FieldNotSupported("spec.storage", "this", "leave it out")
+
+    world, decision = settle(fresh())
+    world, before = settle(replace(world, pods=(resolved_pod(find(decision.desired, "Job")),)))
+    decision = decide(world, SETTINGS, (*STEPS[:3], Step(refuses)))
+    assert condition(decision.status, "Accepted")["reason"] == "FieldNotSupported"
+    assert find(decision.desired, "Deployment") == find(before.desired, "Deployment")
+
+
+def test_a_step_in_the_wrong_place_is_an_error_of_ours() -> None:
+    with pytest.raises(LookupError, match="behind the step that resolves"):
+        decide(fresh(), SETTINGS, (FETCH,))
+    with pytest.raises(LookupError, match="behind the step that pins"):
+        decide(fresh(), SETTINGS, STEPS[3:])
