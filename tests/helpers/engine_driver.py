@@ -6,9 +6,10 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
+from helpers.checked_requests import check_request
 from helpers.strict_backend import StrictBackend, next_token
 from neuron_runtime.core import BackendLimits, Batch, FinishReason, Late, Request, Sampling, StepOutput
-from neuron_runtime.engine.admission import max_steps
+from neuron_runtime.engine.bounds import max_steps
 from neuron_runtime.engine.loop import Engine, LateRule, nothing_late
 from neuron_runtime.engine.prefix_cache import Keys
 from neuron_runtime.engine.scheduler import Scheduler
@@ -111,6 +112,7 @@ class Run:
 
     def add(self, *requests: Request) -> None:
         for asked in requests:
+            check_request(self.backend.limits, asked)
             self.engine.add(asked)
             self.tokens[asked.request_id] = []
             if asked.sampling.prompt_logprobs is not None:

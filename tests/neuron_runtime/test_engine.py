@@ -14,7 +14,7 @@ import pytest
 from helpers.engine_driver import RecordingBackend, alone, even_only, request, serve, start
 from helpers.strict_backend import neuron_limits
 from neuron_runtime.core import BackendLimits, Batch, Kind, Late, Request, StepOutput
-from neuron_runtime.engine.admission import max_new_tokens, max_steps, stream_gap_bound
+from neuron_runtime.engine.bounds import max_steps, stream_gap_bound
 from neuron_runtime.engine.loop import Engine, LateRule
 from neuron_runtime.errors import InvalidRequest, Overloaded
 
@@ -145,49 +145,14 @@ def test_several_tokens_per_row_and_late_rows_go_together() -> None:
         run.check_tokens(asked, even_only)
 
 
-# Admission
+# Adding requests
 
 
-@pytest.mark.parametrize(
-    ("limits", "asked", "field", "complaint"),
-    [
-        (HOST, request("a", 0), "prompt", "empty"),
-        (SPOKEN, request("a", 0), "prompt", "empty"),
-        (SPOKEN, Request("a", (3, 9, 4)), "prompt", "outside the model's vocabulary of 9"),
-        (SPOKEN, Request("a", (3, -1, 4)), "prompt", "outside the model's vocabulary of 9"),
-        (NEURON, request("a", 1), "prompt", "has 1 token, this model needs at least 2"),
-        (replace(NEURON, max_step_tokens=100), request("a", 101), "prompt", "has 101 tokens, at most 100"),
-        (HOST, request("a", 300), "prompt", "has 300 tokens, at most 256"),
-        (HOST, request("a", 256), "prompt", "may have 256"),
-        (replace(HOST, num_blocks=4), request("a", 33), "prompt", "may have 33"),
-        (HOST, request("a", 5, 0), "max_tokens", "at least 1, got 0"),
-        (HOST, request("a", 200, 57), "max_tokens", "ask for at most 56"),
-        (replace(HOST, num_blocks=4), request("a", 20, 14), "max_tokens", "ask for at most 13"),
-        (HOST, request("a", 5, 5, min_tokens=6), "min_tokens", "above max_tokens"),
-        (replace(HOST, max_top_k=64), request("a", 5, top_k=65), "top_k", "at most 64"),
-        (HOST, request("a", 5, logprobs=1), "logprobs", "at most 0"),
-        (HOST, request("a", 5, prompt_logprobs=0), "prompt_logprobs", "does not report"),
-        (REPORTING, request("a", 5, prompt_logprobs=1), "prompt_logprobs", "at most 0"),
-    ],
-)  # fmt: skip
-def test_what_can_never_run_is_refused_with_field_and_limit(
-    limits: BackendLimits, asked: Request, field: str, complaint: str
-) -> None:
-    engine = start(limits).engine
-    with pytest.raises(InvalidRequest, match=complaint) as caught:
-        engine.add(asked)
-    assert caught.value.field == field
-    assert not engine.has_work
-
-
-def test_whatever_is_admitted_runs_to_its_end_at_the_edge_of_the_limits() -> None:
+def test_a_request_at_the_edge_of_the_limits_runs_to_its_end() -> None:
     several = replace(DEVICE, max_tokens_per_row=4, num_lookahead_tokens=5)
     for limits in (HOST, several, NEURON, replace(several, num_blocks=5), replace(HOST, num_blocks=3)):
-        for num_prompt in (2, 17, max_new_tokens(limits, 0) - 1):
-            room = max_new_tokens(limits, num_prompt)
-            serve(limits, request("a", num_prompt, room))
-            with pytest.raises(InvalidRequest):
-                start(limits).add(request("a", num_prompt, room + 1))
+        for num_prompt in (2, 17, limits.max_new_tokens(0) - 1):
+            serve(limits, request("a", num_prompt, limits.max_new_tokens(num_prompt)))
 
 
 def test_a_request_id_in_use_is_refused_until_its_request_has_ended() -> None:

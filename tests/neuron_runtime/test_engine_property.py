@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from helpers.engine_driver import VOCABULARY_SIZE, Run, alone, even_only, start
 from neuron_runtime.core import BackendLimits, Kind, Request, Sampling
-from neuron_runtime.engine.admission import check_request, max_new_tokens, max_steps, stream_gap_bound
+from neuron_runtime.engine.bounds import max_steps, stream_gap_bound
 
 NUM_EXAMPLES = 200
 NUM_RUNS = int(os.environ.get("NEURON_SERVING_PROPERTY_EXAMPLES", "2000"))
@@ -72,7 +72,7 @@ def some_requests(random: Random, limits: BackendLimits) -> Iterator[Request]:
     """Prompts follow few texts for a while: that of an earlier request and its answer, say."""
     choice = random.choice
     longest = limits.longest_sequence if limits.chunks_prefill else limits.longest_prefill
-    longest, least = min(longest, max_new_tokens(limits, 0) - 1), limits.min_prefill_tokens
+    longest, least = min(longest, limits.max_new_tokens(0) - 1), limits.min_prefill_tokens
     num_late = choice((0, 0, 2))
     earlier: list[Request] = []
     for number in range(choice((4, 6, 8, 12, 1)) if longest >= least else 0):
@@ -82,7 +82,7 @@ def some_requests(random: Random, limits: BackendLimits) -> Iterator[Request]:
             text = [*told.prompt_token_ids, *alone(told, even_only)[0]]
         num_prompt = choice((random.randint(least, max(longest // 2, least)), len(text), 2 * longest // 3))
         num_prompt = min(max(num_prompt, least), longest)
-        room, seed = max_new_tokens(limits, num_prompt), random.randint(0, 99)
+        room, seed = limits.max_new_tokens(num_prompt), random.randint(0, 99)
         max_tokens = choice((room, room, max(room // 2, 1), 1, min(room, 2), random.randint(1, room)))
         common = min(choice((num_prompt, num_prompt, num_prompt - 1, num_prompt // 2)), len(text))
         earlier.append(
@@ -112,7 +112,6 @@ def check_one_run(random: Random) -> dict[str, bool]:
     run = start(limits, late=even_only, max_consecutive_prefills=prefills)
     requests: list[Request] = []
     for asked in some_requests(random, limits):
-        check_request(limits, asked)
         run.add(asked)
         requests.append(asked)
         for _ in range(random.choice((0, 0, 0, 1, 2, 5))):

@@ -167,11 +167,11 @@ MUTANTS = [
         "who_waited_for_a_prefix_computes_it_when_the_other_one_leaves",
     ),
     (
-        "admission:stream_gap_bound",
+        "bounds:stream_gap_bound",
         left_out("max_consecutive_prefills"),
         "the_bound_on_the_gap_is_reached",
     ),
-    ("admission:stream_gap_bound", forced("mixes_phases", True), "the_bound_on_the_gap_is_reached"),
+    ("bounds:stream_gap_bound", forced("mixes_phases", True), "the_bound_on_the_gap_is_reached"),
     ("loop:Engine.add", without("_applied_at"), "the_bound_on_the_gap_is_reached"),
     ("loop:Engine._schedule", not_removed(), "the_time_in_the_queue_comes_with_the_first_tokens"),
 ]

@@ -12,7 +12,6 @@ import pytest
 from helpers.engine_driver import RecordingBackend, Run, alone, request, serve, start
 from helpers.strict_backend import neuron_limits
 from neuron_runtime.core import BackendLimits, FinishReason, Kind, Request, StepOutput
-from neuron_runtime.engine.admission import max_new_tokens
 from neuron_runtime.engine.loop import Engine
 from neuron_runtime.engine.pool import Pool
 from neuron_runtime.engine.scheduler import Scheduler
@@ -514,7 +513,7 @@ def test_a_row_behind_one_that_may_be_the_last_waits() -> None:
         for max_tokens in range(1, 9):
             serve(limits, request("a", 8, max_tokens), request("b", 5, 12), request("c", 9, max_tokens))
         for num_prompt in range(8, 16):
-            serve(limits, request("to the edge", num_prompt, max_new_tokens(limits, num_prompt)))
+            serve(limits, request("to the edge", num_prompt, limits.max_new_tokens(num_prompt)))
 
 
 def test_at_most_two_steps_are_scheduled_and_not_applied() -> None:

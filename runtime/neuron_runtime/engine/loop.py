@@ -16,8 +16,8 @@ from msgspec.structs import replace
 
 from neuron_runtime.backend.base import Backend
 from neuron_runtime.core import Batch, Kind, Late, Request, StepOutput, TokenEvent, fill
-from neuron_runtime.engine.admission import check_request, stream_gap_bound
 from neuron_runtime.engine.backpressure import DEFAULT_MAX_QUEUED_REQUESTS, Backpressure, QueueLimits
+from neuron_runtime.engine.bounds import stream_gap_bound
 from neuron_runtime.engine.scheduler import Scheduler
 from neuron_runtime.engine.sequence import Phase
 from neuron_runtime.engine.stats import EngineStats, StepStats
@@ -83,13 +83,12 @@ class Engine:
         """When the step before was applied; None when there was nothing to do in between."""
 
     def add(self, request: Request) -> None:
-        """Accept a request.
+        """Accept a request that admission has made: its lengths and parameters are within the limits.
 
         Raises:
-            InvalidRequest: it can never run; names field and limit.
+            InvalidRequest: a request of the same id is running.
             Overloaded: the queue is full; says when there should be room.
         """
-        check_request(self._limits, request)
         if request.request_id in self._scheduler:
             raise InvalidRequest(f"a request with the id {request.request_id!r} is running", field="request_id")
         now, num_live = self._clock(), self._scheduler.num_live

@@ -64,7 +64,7 @@ class Scheduler:
         return len(self._live)
 
     def add(self, request: Request) -> None:
-        """Queue a request that `admission.check_request` has passed."""
+        """Queue a request that can run within the limits."""
         sequence = Sequence(request, (request.priority, self._num_arrivals), self.limits.block_size)
         self._num_arrivals += 1
         self._live[request.request_id] = sequence

@@ -6,9 +6,14 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from helpers.chat_model import write_chat_model
+from helpers.checked_requests import check_request
 from helpers.front_end import LIMITS
+from helpers.strict_backend import neuron_limits
+from neuron_runtime.core import BackendLimits, Request
 from neuron_runtime.errors import InvalidRequest
 from neuron_runtime.requests.admission import Admission
 from neuron_runtime.requests.bodies import ChatBody, CompletionBody, typed
@@ -100,6 +105,74 @@ def test_an_echo_without_an_answer_computes_one_token_that_nobody_sees(tokenizer
     ask = admission(tokenizer).completion(completion(echo=True, max_tokens=0))
     assert (ask.generates, ask.sampling[0].max_tokens) == (False, 1)
     assert admission(tokenizer).completion(completion(echo=True, max_tokens=1)).generates
+
+
+def ids(count: int) -> list[int]:
+    return [5] * count
+
+
+BLOCKS = replace(LIMITS, block_size=8, num_blocks=4)
+NEURON = neuron_limits(max_rows=4, max_model_length=256)
+REFUSED: list[tuple[BackendLimits, dict[str, Any], str, str]] = [
+    (LIMITS, {"prompt": []}, "prompt", "must not be empty"),
+    (LIMITS, {"prompt": [[]]}, "prompt", "at least one is needed"),
+    (replace(LIMITS, vocabulary_size=9), {"prompt": [3, 9, 4]}, "prompt", "`prompt[1]`: 9 is not a token id"),
+    (replace(LIMITS, vocabulary_size=9), {"prompt": [3, -1, 4]}, "prompt", "`prompt[1]`: -1 is not a token id"),
+    (replace(LIMITS, vocabulary_size=9), {"prompt": "a core"}, "prompt", "is not a token id of this model (0 to 8)"),
+    (NEURON, {"prompt": [5]}, "prompt", "has 1 tokens: this backend needs at least 2"),
+    (replace(NEURON, max_step_tokens=100), {"prompt": ids(101)}, "prompt", "can prefill at most 100"),
+    (LIMITS, {"prompt": ids(300)}, "prompt", "have at most 256 tokens"),
+    (LIMITS, {"prompt": ids(256)}, "prompt", "have at most 256 tokens"),
+    (BLOCKS, {"prompt": ids(33)}, "prompt", "have at most 33 tokens"),
+    (LIMITS, {"max_tokens": 0}, "max_tokens", "at least 1"),
+    (LIMITS, {"prompt": ids(200), "max_tokens": 57}, "max_tokens", "leaves room for 56"),
+    (BLOCKS, {"prompt": ids(20), "max_tokens": 14}, "max_tokens", "leaves room for 13"),
+    (LIMITS, {"max_tokens": 5, "min_tokens": 6}, "min_tokens", "above the 5 tokens"),
+    (LIMITS, {"top_k": 65}, "top_k", "at most 64"),
+    (LIMITS, {"logprobs": 6}, "logprobs", "at most 5"),
+    (LIMITS, {"prompt_logprobs": 6}, "prompt_logprobs", "at most 5"),
+    (replace(LIMITS, reports_prompt_logprobs=False), {"prompt_logprobs": 0}, "prompt_logprobs", "by this backend"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("limits", "fields", "field", "says"), REFUSED, ids=lambda value: str(value)[:40])
+def test_what_can_never_run_is_refused_with_field_and_limit(
+    tokenizer: Tokenizer, limits: BackendLimits, fields: dict[str, Any], field: str, says: str
+) -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        admission(tokenizer, limits).completion(completion(**fields))
+    assert caught.value.field == field
+    assert says in str(caught.value)
+
+
+some_limits = st.builds(
+    replace,
+    st.sampled_from([LIMITS, BLOCKS, NEURON, DEVICE, WITH_LOGITS]),
+    vocabulary_size=st.sampled_from([0, 9, 100, 1000]),
+    max_top_k=st.sampled_from([0, 4, 64]),
+)
+some_fields = st.fixed_dictionaries(
+    {"prompt": st.lists(st.integers(-1, 10), max_size=40) | st.text(max_size=300) | st.integers(1, 300).map(ids)},
+    optional={
+        "max_tokens": st.integers(-1, 300), "min_tokens": st.integers(-1, 300), "top_k": st.integers(-2, 400),
+        "logprobs": st.integers(-1, 7), "prompt_logprobs": st.integers(-1, 7), "echo": st.booleans(),
+        "truncate_prompt_tokens": st.integers(-2, 300), "add_special_tokens": st.booleans(), "temperature": st.floats(),
+        "top_p": st.floats(), "n": st.integers(0, 3), "seed": st.integers(-(2**64), 2**64),
+    },
+)  # fmt: skip
+
+
+@settings(max_examples=300)
+@given(limits=some_limits, fields=some_fields, cuts=st.booleans())
+def test_what_is_admitted_can_run(tokenizer: Tokenizer, limits: BackendLimits, fields: Any, cuts: bool) -> None:
+    admits = replace(admission(tokenizer, limits), cuts_max_tokens=cuts)
+    try:
+        ask = admits.completion(completion(**fields))
+    except InvalidRequest:
+        return
+    for prompt, sampling in zip(ask.prompts, ask.sampling, strict=True):
+        check_request(limits, Request("a", prompt, sampling))
+        assert (0 <= sampling.temperature <= 100, 0 < sampling.top_p <= 1) == (True, True)
 
 
 LISTS = "{% for m in messages %}<{{ m.role }}>{% for part in m.content %}{{ part.text }}{% endfor %}{% endfor %}"

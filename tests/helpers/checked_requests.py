@@ -1,0 +1,18 @@
+"""What the engine trusts admission for, as assertions: a request that passes runs to its end on an empty engine."""
+
+from __future__ import annotations
+
+from neuron_runtime.core import BackendLimits, Request
+
+
+def check_request(limits: BackendLimits, request: Request) -> None:
+    sampling, prompt = request.sampling, request.prompt_token_ids
+    assert len(prompt) >= max(1, limits.min_prefill_tokens)
+    assert not limits.vocabulary_size or 0 <= min(prompt) <= max(prompt) < limits.vocabulary_size
+    assert limits.chunks_prefill or len(prompt) <= limits.longest_prefill
+    assert 1 <= sampling.max_tokens <= limits.max_new_tokens(len(prompt))
+    assert 0 <= sampling.min_tokens <= sampling.max_tokens
+    assert not limits.max_top_k or sampling.top_k <= limits.max_top_k
+    assert (sampling.logprobs or 0) <= limits.max_logprobs
+    assert sampling.prompt_logprobs is None or limits.reports_prompt_logprobs
+    assert (sampling.prompt_logprobs or 0) <= limits.max_logprobs
