@@ -8,7 +8,6 @@ refuses is refused here too, with the same field. Fields that this version does 
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import Annotated, Any, Literal
 
 import msgspec
@@ -16,6 +15,24 @@ from msgspec import UNSET, Meta, field
 
 from neuron_operator import names
 from neuron_operator.errors import FieldNotSupported, InvalidSpec
+from neuron_operator.field_types import (
+    SWITCH_WORDS,
+    URI_SCHEMES,
+    WITHOUT_OUR_PREFIX,
+    AutoToggle,
+    Buckets,
+    Int64,
+    LabelValue,
+    Length,
+    Name,
+    Quantities,
+    Quantity,
+    ServedName,
+    ShortText,
+    Toggle,
+    TopologyKey,
+    Uri,
+)
 from neuron_operator.fields import (
     ConfigKey,
     Json,
@@ -31,97 +48,8 @@ from neuron_operator.fields import (
 NAME_PATTERN = r"^[a-z]([-a-z0-9]*[a-z0-9])?$"
 
 
-@dataclass(frozen=True)
-class UriScheme:
-    form: str
-    pattern: str
-    supported: bool = False
-
-
-URI_SCHEMES = {
-    "hf": UriScheme(
-        "hf://org/name[@revision]",
-        r"^hf://[A-Za-z0-9][A-Za-z0-9._-]{0,95}/[A-Za-z0-9][A-Za-z0-9._-]{0,95}"
-        r"(@[A-Za-z0-9][A-Za-z0-9._/-]{0,127})?$",
-        supported=True,
-    ),
-    "s3": UriScheme("s3://bucket/prefix", r"^s3://[a-z0-9][a-z0-9.-]{1,61}[a-z0-9]/[^\s]+$"),
-    "pvc": UriScheme("pvc://claim/path", r"^pvc://[a-z0-9]([-a-z0-9.]{0,251}[a-z0-9])?(/[^\s]*)?$"),
-    "oci": UriScheme("oci://image[@digest][#path]", r"^oci://[^\s#]+(#[^\s#]+)?$"),
-    "file": UriScheme("file:///path", r"^file:///[^\s]+$", supported=True),
-}
-URI_FORMS = [scheme.form for scheme in URI_SCHEMES.values()]
-RELATIVE_FILE = "file:./"
-IS_RELATIVE = f"self.startsWith('{RELATIVE_FILE}')"
-
 BACKENDS = {"torch": "computes on the host", "simulated": "simulates a device"}
 """Backends of this version, and what they do."""
-
-
-Name = Annotated[str, Meta(min_length=1, max_length=253)]
-ServedName = Annotated[str, Meta(min_length=1, max_length=256, pattern=r"^\S+$")]
-ShortText = Annotated[str, Meta(min_length=1, max_length=64)]
-LabelValue = Annotated[str, Meta(max_length=63)]
-TopologyKey = Annotated[str, Meta(max_length=317)]
-Quantity = int | Annotated[str, Meta(max_length=32)]
-Length = Annotated[int, Meta(ge=1, le=16_777_216)]
-Long = Meta(extra_json_schema={"format": "int64"})
-Toggle = Literal["Enabled", "Disabled"]
-AutoToggle = Literal["Auto", "Enabled", "Disabled"]
-SWITCH = {"Auto": None, "Enabled": "enabled", "Disabled": "disabled"}
-
-
-def _has_known_form(uri: str) -> bool:
-    scheme = URI_SCHEMES.get(uri.partition("://")[0])
-    return uri.startswith(RELATIVE_FILE) or bool(scheme and re.fullmatch(scheme.pattern, uri))
-
-
-def _matches(pattern: str) -> str:
-    return f"self.matches('{pattern}')".replace("\\", "\\\\")
-
-
-Uri = Annotated[
-    str,
-    Meta(min_length=1, max_length=1024),
-    Rule(
-        "file:./ is relative to the manifest and works with `neuron-operator local` only; use file:///path",
-        lambda uri: not uri.startswith(RELATIVE_FILE),
-        f"!{IS_RELATIVE}",
-    ),
-    Rule(
-        f"must be {', '.join(URI_FORMS[:-1])} or {URI_FORMS[-1]}",
-        _has_known_form,
-        " || ".join([IS_RELATIVE, *(_matches(scheme.pattern) for scheme in URI_SCHEMES.values())]),
-    ),
-    Rule(
-        "must not contain the path segment '..'",
-        lambda uri: uri.startswith(RELATIVE_FILE) or ".." not in uri.split("/"),
-        f"{IS_RELATIVE} || !self.matches('(^|/)[.][.](/|$)')",
-    ),
-]
-Buckets = Annotated[
-    tuple[Length, ...],
-    Meta(max_length=32),
-    Rule(
-        "must be ascending",
-        lambda buckets: all(low < high for low, high in pairwise(buckets)),
-        "self.isSorted() && self.all(x, self.exists_one(y, x == y))",
-    ),
-]
-OURS = Rule(
-    f"{names.GROUP}/ is the operator's own prefix",
-    lambda keys: not any(key.startswith(f"{names.GROUP}/") for key in keys),
-    f"self.all(key, !key.startsWith('{names.GROUP}/'))",
-)
-Quantities = Annotated[
-    dict[str, Quantity],
-    Meta(max_length=16),
-    Rule(
-        "request Neuron devices with accelerator.devices or cores",
-        lambda keys: not any(map(names.is_neuron_resource, keys)),
-        f"self.all(key, !key.startsWith('{names.NEURON_RESOURCE_PREFIX}'))",
-    ),
-]
 
 
 class SecretName(SpecPart, frozen=True):
@@ -289,13 +217,13 @@ class Serving(SpecPart, frozen=True):
         AutoToggle,
         "Whether [equal beginnings of prompts are computed once](runtime.md#prefix-caching). `Enabled` "
         "selects the block layout; `Auto`: wherever the layout is blocks.",
-        ConfigKey("prefixCaching", SWITCH),
+        ConfigKey("prefixCaching", SWITCH_WORDS),
     ] = "Auto"
     chunked_prefill: Annotated[
         AutoToggle,
         "Whether long prompts are computed in parts, beside the answers in progress. `Disabled`: a "
         "prompt longer than one step is refused; `Auto`: where the engine can.",
-        ConfigKey("chunkedPrefill", SWITCH),
+        ConfigKey("chunkedPrefill", SWITCH_WORDS),
     ] = "Auto"
     sampling: Annotated[
         Literal["Device", "DeviceWithLogits", "Host"] | None,
@@ -490,10 +418,10 @@ class Rollout(SpecPart, frozen=True):
 class PodMetadata(SpecPart, frozen=True):
     """Added to the serving pods; keys below `neuron-serving.dev/` are refused."""
 
-    labels: Annotated[dict[str, LabelValue], Meta(max_length=32), OURS] = field(default_factory=dict)
-    annotations: Annotated[dict[str, Annotated[str, Meta(max_length=4096)]], Meta(max_length=32), OURS] = field(
-        default_factory=dict
-    )
+    labels: Annotated[dict[str, LabelValue], Meta(max_length=32), WITHOUT_OUR_PREFIX] = field(default_factory=dict)
+    annotations: Annotated[
+        dict[str, Annotated[str, Meta(max_length=4096)]], Meta(max_length=32), WITHOUT_OUR_PREFIX
+    ] = field(default_factory=dict)
 
 
 class Toleration(SpecPart, frozen=True):
@@ -503,7 +431,7 @@ class Toleration(SpecPart, frozen=True):
     operator: Literal["Exists", "Equal"] | None = None
     value: LabelValue | None = None
     effect: Literal["NoSchedule", "PreferNoSchedule", "NoExecute"] | None = None
-    toleration_seconds: Annotated[int, Long] | None = None
+    toleration_seconds: Int64 | None = None
 
 
 class TopologySpread(SpecPart, frozen=True):
@@ -520,7 +448,7 @@ class TopologySpread(SpecPart, frozen=True):
 
 
 class PodSecurity(SpecPart, frozen=True):
-    fs_group: Annotated[int, Meta(ge=1, le=2_147_483_647), Long] | None = None
+    fs_group: Annotated[Int64, Meta(ge=1, le=2_147_483_647)] | None = None
 
 
 class Resources(SpecPart, frozen=True):

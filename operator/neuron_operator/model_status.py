@@ -7,6 +7,7 @@ from typing import Annotated, Literal
 
 from msgspec import Meta
 
+from neuron_operator.field_types import Int64
 from neuron_operator.fields import SpecPart, unique
 
 MAX_WORD = 256
@@ -16,7 +17,6 @@ MAX_MESSAGE = 1024
 Word = Annotated[str, Meta(max_length=64)]
 Message = Annotated[str, Meta(max_length=MAX_MESSAGE)]
 Reported = Annotated[str, Meta(max_length=MAX_WORD)]
-Long = Annotated[int, Meta(extra_json_schema={"format": "int64"})]
 
 
 class Condition(SpecPart, frozen=True):
@@ -25,27 +25,27 @@ class Condition(SpecPart, frozen=True):
     reason: Annotated[str, Meta(min_length=1, max_length=64)]
     message: Message
     last_transition_time: Annotated[str, Meta(extra_json_schema={"format": "date-time"})]
-    observed_generation: Annotated[Long, Meta(ge=0)] | None = None
+    observed_generation: Annotated[Int64, Meta(ge=0)] | None = None
 
 
 class ModelFacts(SpecPart, frozen=True):
     """Facts about the model; the digest is the commit (`hf://`), else a hash over configuration and weights headers."""
 
     architecture: Reported | None = None
-    parameters: Long | None = None
-    layers: Long | None = None
-    heads: Long | None = None
-    bytes: Long | None = None
+    parameters: Int64 | None = None
+    layers: Int64 | None = None
+    heads: Int64 | None = None
+    bytes: Int64 | None = None
     digest: Reported | None = None
 
 
 class MemoryPlan(SpecPart, frozen=True):
     """Bytes per NeuronCore. Reserved."""
 
-    weights_bytes: Long | None = None
-    kv_cache_bytes: Long | None = None
-    scratch_bytes: Long | None = None
-    available_bytes: Long | None = None
+    weights_bytes: Int64 | None = None
+    kv_cache_bytes: Int64 | None = None
+    scratch_bytes: Int64 | None = None
+    available_bytes: Int64 | None = None
 
 
 class Plan(SpecPart, frozen=True):
@@ -71,7 +71,7 @@ class Plan(SpecPart, frozen=True):
 class ArtifactStatus(SpecPart, frozen=True):
     key: Annotated[str, Meta(max_length=128)]
     state: Word | None = None
-    seconds: Long | None = None
+    seconds: Int64 | None = None
 
 
 class GroupStatus(SpecPart, frozen=True):

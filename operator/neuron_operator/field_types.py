@@ -1,0 +1,103 @@
+"""Types that the fields of NeuronModel are made of, with their bounds and rules. `model.py` declares fields of them."""
+
+import re
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Annotated, Literal
+
+from msgspec import Meta
+
+from neuron_operator import names
+from neuron_operator.fields import Rule
+
+
+@dataclass(frozen=True)
+class UriScheme:
+    """A way to name a model; `supported` by this version or declared for later ones."""
+
+    form: str
+    pattern: str
+    supported: bool = False
+
+
+URI_SCHEMES = {
+    "hf": UriScheme(
+        "hf://org/name[@revision]",
+        r"^hf://[A-Za-z0-9][A-Za-z0-9._-]{0,95}/[A-Za-z0-9][A-Za-z0-9._-]{0,95}"
+        r"(@[A-Za-z0-9][A-Za-z0-9._/-]{0,127})?$",
+        supported=True,
+    ),
+    "s3": UriScheme("s3://bucket/prefix", r"^s3://[a-z0-9][a-z0-9.-]{1,61}[a-z0-9]/[^\s]+$"),
+    "pvc": UriScheme("pvc://claim/path", r"^pvc://[a-z0-9]([-a-z0-9.]{0,251}[a-z0-9])?(/[^\s]*)?$"),
+    "oci": UriScheme("oci://image[@digest][#path]", r"^oci://[^\s#]+(#[^\s#]+)?$"),
+    "file": UriScheme("file:///path", r"^file:///[^\s]+$", supported=True),
+}
+URI_FORMS = [scheme.form for scheme in URI_SCHEMES.values()]
+RELATIVE_FILE = "file:./"
+IS_RELATIVE = f"self.startsWith('{RELATIVE_FILE}')"
+
+Name = Annotated[str, Meta(min_length=1, max_length=253)]
+ServedName = Annotated[str, Meta(min_length=1, max_length=256, pattern=r"^\S+$")]
+ShortText = Annotated[str, Meta(min_length=1, max_length=64)]
+LabelValue = Annotated[str, Meta(max_length=63)]
+TopologyKey = Annotated[str, Meta(max_length=317)]
+Quantity = int | Annotated[str, Meta(max_length=32)]
+Length = Annotated[int, Meta(ge=1, le=16_777_216)]
+Int64 = Annotated[int, Meta(extra_json_schema={"format": "int64"})]
+Toggle = Literal["Enabled", "Disabled"]
+AutoToggle = Literal["Auto", "Enabled", "Disabled"]
+SWITCH_WORDS = {"Auto": None, "Enabled": "enabled", "Disabled": "disabled"}
+"""What RuntimeConfig has for an AutoToggle."""
+
+
+def _has_known_form(uri: str) -> bool:
+    scheme = URI_SCHEMES.get(uri.partition("://")[0])
+    return uri.startswith(RELATIVE_FILE) or bool(scheme and re.fullmatch(scheme.pattern, uri))
+
+
+def _matches(pattern: str) -> str:
+    return f"self.matches('{pattern}')".replace("\\", "\\\\")
+
+
+Uri = Annotated[
+    str,
+    Meta(min_length=1, max_length=1024),
+    Rule(
+        "file:./ is relative to the manifest and works with `neuron-operator local` only; use file:///path",
+        lambda uri: not uri.startswith(RELATIVE_FILE),
+        f"!{IS_RELATIVE}",
+    ),
+    Rule(
+        f"must be {', '.join(URI_FORMS[:-1])} or {URI_FORMS[-1]}",
+        _has_known_form,
+        " || ".join([IS_RELATIVE, *(_matches(scheme.pattern) for scheme in URI_SCHEMES.values())]),
+    ),
+    Rule(
+        "must not contain the path segment '..'",
+        lambda uri: uri.startswith(RELATIVE_FILE) or ".." not in uri.split("/"),
+        f"{IS_RELATIVE} || !self.matches('(^|/)[.][.](/|$)')",
+    ),
+]
+Buckets = Annotated[
+    tuple[Length, ...],
+    Meta(max_length=32),
+    Rule(
+        "must be ascending",
+        lambda buckets: all(low < high for low, high in pairwise(buckets)),
+        "self.isSorted() && self.all(x, self.exists_one(y, x == y))",
+    ),
+]
+WITHOUT_OUR_PREFIX = Rule(
+    f"{names.GROUP}/ is the operator's own prefix",
+    lambda keys: not any(key.startswith(f"{names.GROUP}/") for key in keys),
+    f"self.all(key, !key.startsWith('{names.GROUP}/'))",
+)
+Quantities = Annotated[
+    dict[str, Quantity],
+    Meta(max_length=16),
+    Rule(
+        "request Neuron devices with accelerator.devices or cores",
+        lambda keys: not any(map(names.is_neuron_resource, keys)),
+        f"self.all(key, !key.startsWith('{names.NEURON_RESOURCE_PREFIX}'))",
+    ),
+]
