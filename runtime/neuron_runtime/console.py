@@ -22,7 +22,7 @@ def say(line: str) -> None:
 
 
 class StageLines:
-    """A `Progress` callback that shows each stage when it ends, and long ones every few seconds.
+    """A `ProgressCallback` that shows each stage when it ends, and long ones every few seconds.
 
     A stage ends with its share at 1, or when another begins.
     """

@@ -37,7 +37,7 @@ from huggingface_hub.utils import (  # type: ignore[attr-defined]
     hf_raise_for_status,
 )
 
-from neuron_runtime.backend.base import Progress
+from neuron_runtime.backend.base import ProgressCallback
 from neuron_runtime.checkpoint import INDEX_FILE, WEIGHTS_FILE, header_length, parse_index, read_checkpoint, read_config
 from neuron_runtime.config import ModelSource
 from neuron_runtime.console import say
@@ -209,7 +209,7 @@ class Hub:
 def materialize(
     source: ModelSource,
     weights_dir: Path,
-    progress: Progress,
+    progress: ProgressCallback,
     hub: Hub | None = None,
     free_bytes: Callable[[Path], int] = lambda folder: shutil.disk_usage(folder).free,
     *,
@@ -249,7 +249,7 @@ def _download(
     model: HubModel,
     digest: str,
     weights_dir: Path,
-    progress: Progress,
+    progress: ProgressCallback,
     *,
     hub: Hub,
     free_bytes: Callable[[Path], int],

@@ -87,7 +87,7 @@ class EngineThread:
         self._thread = threading.Thread(target=self._run, name="engine")
 
     def start(self, ready: bool = True) -> None:
-        self._border.send(messages.Progress("loading weights", 0.25))
+        self._border.send(messages.StartProgress("loading weights", 0.25))
         if ready:
             self.become_ready()
         self._thread.start()

@@ -17,7 +17,7 @@ from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from neuron_runtime.backend.base import IllegalBatch, Progress, StepTime
+from neuron_runtime.backend.base import IllegalBatch, ProgressCallback, StepTime
 from neuron_runtime.core import (
     KNOWN,
     NO_TOKEN,
@@ -142,7 +142,7 @@ class StrictBackend:
     def limits(self) -> BackendLimits:
         return self._limits
 
-    def warm_up(self, progress: Progress) -> tuple[StepTime, ...]:
+    def warm_up(self, progress: ProgressCallback) -> tuple[StepTime, ...]:
         progress("warm up", 1.0)
         return ()
 

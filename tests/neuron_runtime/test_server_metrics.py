@@ -27,7 +27,7 @@ from neuron_runtime.engine.messages import Add, Step
 from neuron_runtime.engine.process import Worker
 from neuron_runtime.engine.stats import EngineStats, StepStats
 from neuron_runtime.errors import BackendFailed, Draining, InvalidRequest, Overloaded, ServingError, Unauthorized
-from neuron_runtime.server.exchange import Exchange
+from neuron_runtime.server.exchange import Exchange, ExchangeCounter
 from neuron_runtime.server.metrics import FAMILIES, LOG_LINES_LOST, OPEN_CONNECTIONS, Metrics
 from neuron_runtime.server.series import Book, Distribution, Exported, Family
 
@@ -292,16 +292,16 @@ def over(error: ServingError | None, status: int, *ended: FinishReason) -> Excha
 def test_a_refused_request_is_counted_by_why(error: ServingError, status: int, reason: str) -> None:
     metrics = started()
     assert value(metrics, "neuron_serving_requests_refused_total", reason=reason) == 0, "a rate begins at 0"
-    metrics.ended(over(error, status))
+    ExchangeCounter(metrics).ended(over(error, status))
     assert value(metrics, "neuron_serving_requests_refused_total", reason=reason) == 1
     assert value(metrics, "vllm:request_params_n_count") == 0
 
 
 def test_a_request_that_ran_is_not_refused_however_it_ended() -> None:
     metrics = started()
-    metrics.ended(over(BackendFailed("died"), 503, FinishReason.ERROR, FinishReason.ERROR))
-    metrics.ended(over(BackendFailed("died"), 200, FinishReason.STOP, FinishReason.ERROR))
-    metrics.ended(over(None, 200, *[FinishReason.STOP] * 4))
+    ExchangeCounter(metrics).ended(over(BackendFailed("died"), 503, FinishReason.ERROR, FinishReason.ERROR))
+    ExchangeCounter(metrics).ended(over(BackendFailed("died"), 200, FinishReason.STOP, FinishReason.ERROR))
+    ExchangeCounter(metrics).ended(over(None, 200, *[FinishReason.STOP] * 4))
     refused = [v for (name, _), v in samples(metrics.render()).items() if name.endswith("requests_refused_total")]
     assert sum(refused) == 0
     assert value(metrics, "vllm:request_params_n_count") == 4, "once for each prompt"

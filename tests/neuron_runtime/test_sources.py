@@ -23,7 +23,7 @@ MODEL = "hf://acme/tiny"
 
 
 def quiet(stage: str, share: float) -> None:
-    """A Progress that nobody watches."""
+    """A ProgressCallback without output."""
 
 
 @pytest.fixture

@@ -18,7 +18,7 @@ import pytest
 from helpers import strict_backend
 from helpers.strict_backend import StrictBackend
 from neuron_runtime.arguments import config_of
-from neuron_runtime.backend.base import Progress, StepTime
+from neuron_runtime.backend.base import ProgressCallback, StepTime
 from neuron_runtime.core import BackendLimits, Batch, Kind, Late, Request, Rows, Sampling, StepOutput
 from neuron_runtime.engine import process
 from neuron_runtime.engine.lifeline import Deadline
@@ -74,7 +74,7 @@ class TimedBackend:
     def clock(self) -> float:
         return self.now
 
-    def warm_up(self, progress: Progress) -> list[StepTime]:
+    def warm_up(self, progress: ProgressCallback) -> list[StepTime]:
         self.now += 2000.0  # to compile
         return [(batch(0), 2.0), (batch(0, Kind.PREFILL, 1, 512), 0.5)]
 
@@ -138,7 +138,7 @@ def test_what_was_warmed_up_counts_as_measured_and_has_no_deadline_itself() -> N
 class WarmBackend(StrictBackend):
     """Knows before the first request that a prompt of three tokens takes a while."""
 
-    def warm_up(self, progress: Progress) -> tuple[StepTime, ...]:
+    def warm_up(self, progress: ProgressCallback) -> tuple[StepTime, ...]:
         return ((batch(0, Kind.PREFILL, 1, 3), 7.0),)
 
 

@@ -11,7 +11,7 @@ from typing import Protocol
 
 from neuron_runtime.core import BackendLimits, Batch, Late, StepOutput
 
-Progress = Callable[[str, float], None]
+ProgressCallback = Callable[[str, float], None]
 """Called with (what is being done, share done from 0 to 1) during long work."""
 
 StepTime = tuple[Batch, float]
@@ -33,7 +33,7 @@ class Backend(Protocol):
     @property
     def limits(self) -> BackendLimits: ...
 
-    def warm_up(self, progress: Progress) -> Iterable[StepTime]:
+    def warm_up(self, progress: ProgressCallback) -> Iterable[StepTime]:
         """Run every compiled shape, so that the first request pays for nothing. Called once, before launch.
 
         Returns:

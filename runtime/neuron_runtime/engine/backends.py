@@ -10,7 +10,7 @@ import importlib
 from pathlib import Path
 from typing import Protocol, cast
 
-from neuron_runtime.backend.base import Backend, Progress
+from neuron_runtime.backend.base import Backend, ProgressCallback
 from neuron_runtime.config import RuntimeConfig
 from neuron_runtime.errors import InvalidConfig
 
@@ -26,7 +26,7 @@ class BackendPackage(Protocol):
     def check_config(self, config: RuntimeConfig) -> None:
         """What can be said without the model and without a device. Raises InvalidConfig."""
 
-    def load_backend(self, model_dir: Path, config: RuntimeConfig, progress: Progress) -> Backend:
+    def load_backend(self, model_dir: Path, config: RuntimeConfig, progress: ProgressCallback) -> Backend:
         """See `load_backend` of the torch backend."""
 
 

@@ -60,7 +60,7 @@ class Joined(msgspec.Struct, frozen=True, tag="joined"):
 ToEngine = Add | Abort | Joined
 
 
-class Progress(msgspec.Struct, frozen=True, tag="progress"):
+class StartProgress(msgspec.Struct, frozen=True, tag="progress"):
     """Engine to front end, while it starts."""
 
     stage: str
@@ -132,7 +132,7 @@ class Step(msgspec.Struct, frozen=True, tag="step"):
     stats: EngineStats
 
 
-FromEngine = Progress | ModelFound | Ready | Step
+FromEngine = StartProgress | ModelFound | Ready | Step
 
 
 def socket(context: zmq.Context[Any], kind: int, run_dir: Path, name: str, incarnation: int) -> Any:

@@ -174,7 +174,7 @@ class Worker:
 
 
 class StartReport:
-    """A `Progress` callback: lines for the person, messages (not too many) for the front end."""
+    """A `ProgressCallback`: lines for the person, messages (not too many) for the front end."""
 
     def __init__(self, border: Border) -> None:
         self._border = border
@@ -186,7 +186,7 @@ class StartReport:
         now = time.monotonic()
         if share >= 1.0 or now - self._sent >= PROGRESS_PERIOD_SECONDS:
             self._sent = now
-            self._border.send(messages.Progress(stage, share))
+            self._border.send(messages.StartProgress(stage, share))
 
 
 def device_failure(error: Exception) -> ServingError:

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
-from neuron_runtime.backend.base import Backend, Progress, StepTime
+from neuron_runtime.backend.base import Backend, ProgressCallback, StepTime
 from neuron_runtime.core import BackendLimits, Batch, Kind, Late, StepOutput
 
 MIN_STEP_SECONDS = 30.0
@@ -73,7 +73,7 @@ class Watch(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class _Launched:
+class _TimedStep:
     batch: Batch
     began: float
 
@@ -95,14 +95,14 @@ class WatchedBackend:
         self._watch = watch
         self._step_limits = step_limits or StepLimits()
         self._clock = clock
-        self._in_flight: deque[_Launched] = deque()
+        self._in_flight: deque[_TimedStep] = deque()
         self._last_end = clock()
 
     @property
     def limits(self) -> BackendLimits:
         return self._backend.limits
 
-    def warm_up(self, progress: Progress) -> tuple[StepTime, ...]:
+    def warm_up(self, progress: ProgressCallback) -> tuple[StepTime, ...]:
         """Without a deadline: what is compiled takes its time. The steps count as measured."""
         times = tuple(self._backend.warm_up(progress))
         for batch, seconds in times:
@@ -110,7 +110,7 @@ class WatchedBackend:
         return times
 
     def launch(self, batch: Batch) -> None:
-        self._in_flight.append(_Launched(batch, self._clock()))
+        self._in_flight.append(_TimedStep(batch, self._clock()))
         self._arm()
         self._backend.launch(batch)
 

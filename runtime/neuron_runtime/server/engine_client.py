@@ -18,7 +18,7 @@ import zmq
 
 from neuron_runtime.core import Request
 from neuron_runtime.engine import messages
-from neuron_runtime.engine.messages import Abort, Add, Joined, ModelFound, News, Progress, Ready, Refused, Step
+from neuron_runtime.engine.messages import Abort, Add, Joined, ModelFound, News, Ready, Refused, StartProgress, Step
 from neuron_runtime.errors import BackendFailed, InvalidRequest, Overloaded, ServingError
 from neuron_runtime.server.metrics import Metrics
 
@@ -170,7 +170,7 @@ class EngineClient:
         match message:
             case Step():
                 self._deliver(message, touched)
-            case Progress(stage, share):
+            case StartProgress(stage, share):
                 self.detail = f"{stage} {share:.0%}"
             case ModelFound(model_dir):
                 self._on_model(Path(model_dir))

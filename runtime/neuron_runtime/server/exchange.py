@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
     from neuron_runtime.errors import ServingError
     from neuron_runtime.server.generation import Generation
+    from neuron_runtime.server.metrics import Metrics
     from neuron_runtime.text.tokenizer import Tokenizer
 
 OPEN_PATHS = frozenset({"/health", "/live", "/metrics", "/version"})
@@ -81,6 +82,24 @@ class Observer(Protocol):
     """Someone who wants to know of every exchange when it is over. Must return at once and never raise."""
 
     def ended(self, exchange: Exchange) -> None: ...
+
+
+class ExchangeCounter:
+    """Counts what requests wanted, and why the others were refused."""
+
+    def __init__(self, metrics: Metrics) -> None:
+        self._metrics = metrics
+
+    def ended(self, exchange: Exchange) -> None:
+        error, generation = exchange.error, exchange.generation
+        reasons = exchange.finish_reasons
+        if error is not None and exchange.status >= 400 and FinishReason.ERROR not in reasons:
+            self._metrics.refused(error.code or "invalid_request")
+        elif generation is not None and reasons:
+            n = generation.ask.num_choices
+            for number, sampling in enumerate(generation.ask.sampling):
+                choices = generation.choices[number * n : (number + 1) * n]
+                self._metrics.answered(sampling.max_tokens, [choice.num_tokens for choice in choices])
 
 
 def exchange_of(scope: Scope) -> Exchange:

@@ -38,6 +38,7 @@ from neuron_runtime.server.bodies import Bodies
 from neuron_runtime.server.control import EngineEnded, EngineStarted, StartDrain
 from neuron_runtime.server.edge import Edge
 from neuron_runtime.server.engine_client import EngineClient
+from neuron_runtime.server.exchange import ExchangeCounter
 from neuron_runtime.server.gate import Gate
 from neuron_runtime.server.http_protocol import BoundedProtocol
 from neuron_runtime.server.metrics import LOG_LINES_LOST, OPEN_CONNECTIONS, Metrics
@@ -114,7 +115,7 @@ class FrontEnd:
             on_ready=self._engine_ready,
             on_broken=self._fail,
         )
-        self._edge = Edge(config.server, api_key_file, (self.metrics,))
+        self._edge = Edge(config.server, api_key_file, (ExchangeCounter(self.metrics),))
         self.metrics.read_at_scrape(LOG_LINES_LOST, lambda: self._edge.num_log_lines_lost)
         self._first, self._speaks = front_end == 0, False
         """One of several tells for all that the engine can serve; one that takes another's place for itself."""

@@ -8,8 +8,8 @@ server counted. Nothing here decides or measures.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 from prometheus_client.exposition import CONTENT_TYPE_LATEST as CONTENT_TYPE
 
@@ -17,9 +17,6 @@ from neuron_runtime.core import BackendLimits, FinishReason, Kind
 from neuron_runtime.engine.messages import Step
 from neuron_runtime.engine.stats import EngineStats, StepStats
 from neuron_runtime.server.series import Book, Exported, Family
-
-if TYPE_CHECKING:
-    from neuron_runtime.server.exchange import Exchange
 
 __all__ = ["CONTENT_TYPE", "FAMILIES", "Metrics"]
 
@@ -355,16 +352,12 @@ class Metrics:
         if num_tokens > 1:
             self._per_token.observe(decode_seconds / (num_tokens - 1))
 
-    def ended(self, exchange: Exchange) -> None:
-        """An HTTP request is over: what it asked for, or why it was refused."""
-        error, generation = exchange.error, exchange.generation
-        reasons = exchange.finish_reasons
-        if error is not None and exchange.status >= 400 and FinishReason.ERROR not in reasons:
-            self._book.number(REFUSED, error.code or "invalid_request").value += 1
-        elif generation is not None and reasons:
-            n = generation.ask.num_choices
-            for number, sampling in enumerate(generation.ask.sampling):
-                answers = [choice.num_tokens for choice in generation.choices[number * n : (number + 1) * n]]
-                self._params_n.observe(n)
-                self._params_max_tokens.observe(sampling.max_tokens, n)
-                self._request_longest.observe(max(answers))
+    def answered(self, max_tokens: int, num_tokens: Sequence[int]) -> None:
+        """All choices of one prompt are over, each with so many tokens of at most `max_tokens`."""
+        self._params_n.observe(len(num_tokens))
+        self._params_max_tokens.observe(max_tokens, len(num_tokens))
+        self._request_longest.observe(max(num_tokens))
+
+    def refused(self, reason: str) -> None:
+        """An HTTP request was answered with an error and never ran."""
+        self._book.number(REFUSED, reason).value += 1

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from neuron_runtime.backend.base import Backend, Progress
+from neuron_runtime.backend.base import Backend, ProgressCallback
 from neuron_runtime.backend.simulated.clock import WallClock
 from neuron_runtime.backend.simulated.device import SimulatedBackend
 from neuron_runtime.backend.simulated.options import DEFAULT_MAX_LENGTH, limits_of, read_options, step_times
@@ -25,7 +25,7 @@ def check_config(config: RuntimeConfig) -> None:
     read_options(config.override_neuron_config)
 
 
-def load_backend(model_dir: Path, config: RuntimeConfig, progress: Progress) -> Backend:
+def load_backend(model_dir: Path, config: RuntimeConfig, progress: ProgressCallback) -> Backend:
     """A device with the model's vocabulary and length, and the times of the settings.
 
     Raises:

@@ -15,7 +15,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from neuron_runtime.backend.base import IllegalBatch, Progress, StepTime
+from neuron_runtime.backend.base import IllegalBatch, ProgressCallback, StepTime
 from neuron_runtime.backend.simulated.clock import Clock
 from neuron_runtime.backend.simulated.step_times import StepTimes
 from neuron_runtime.core import (
@@ -126,7 +126,7 @@ class _Work(NamedTuple):
     num_computed_tokens: int
 
 
-class _Launched(NamedTuple):
+class _SimulatedStep(NamedTuple):
     batch: Batch
     slots: list[_Slot]
     ends: list[int]
@@ -157,7 +157,7 @@ class SimulatedBackend:
         self._clock = clock
         self._host_seconds = host_seconds_per_step
         self._slots: dict[int, _Slot] = {}
-        self._in_flight: deque[_Launched] = deque()
+        self._in_flight: deque[_SimulatedStep] = deque()
         self._late: dict[int, Late] = {}
         self._asking: set[int] = set()
         """Slots of sequences that ask for something."""
@@ -166,7 +166,7 @@ class SimulatedBackend:
     def limits(self) -> BackendLimits:
         return self._limits
 
-    def warm_up(self, progress: Progress) -> tuple[StepTime, ...]:
+    def warm_up(self, progress: ProgressCallback) -> tuple[StepTime, ...]:
         progress("warming up", 1.0)
         return ()
 
@@ -190,7 +190,7 @@ class SimulatedBackend:
             ends.append(slot.end)
         work = self._work(batch)
         ready_at = self.timeline.run(self._clock.now(), work.seconds)
-        self._in_flight.append(_Launched(batch, slots, ends, not self._asking, work, ready_at))
+        self._in_flight.append(_SimulatedStep(batch, slots, ends, not self._asking, work, ready_at))
 
     def sample(self, step: int, late: Late | None) -> None:
         if late is not None:
@@ -248,7 +248,7 @@ class SimulatedBackend:
         return _Work(seconds, "+".join(names), num_computed)
 
     def _logprobs(
-        self, done: _Launched, token_ids: tuple[tuple[int, ...], ...]
+        self, done: _SimulatedStep, token_ids: tuple[tuple[int, ...], ...]
     ) -> tuple[tuple[TokenLogprobs, ...], ...]:
         wanted = [slot.added.sampling.logprobs for slot in done.slots]
         if all(count is None for count in wanted):
@@ -258,7 +258,7 @@ class SimulatedBackend:
             for sampled, count in zip(token_ids, wanted, strict=True)
         )
 
-    def _prompt_logprobs(self, done: _Launched) -> tuple[tuple[TokenLogprobs, ...], ...]:
+    def _prompt_logprobs(self, done: _SimulatedStep) -> tuple[tuple[TokenLogprobs, ...], ...]:
         wanted = [slot.added.sampling.prompt_logprobs for slot in done.slots]
         if all(count is None for count in wanted):
             return ()

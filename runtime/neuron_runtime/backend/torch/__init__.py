@@ -14,7 +14,7 @@ from neuron_runtime.backend.torch.read_ahead import read_ahead
 from neuron_runtime.errors import InvalidConfig
 
 if TYPE_CHECKING:
-    from neuron_runtime.backend.base import Backend, Progress
+    from neuron_runtime.backend.base import Backend, ProgressCallback
     from neuron_runtime.config import RuntimeConfig
 
 __all__ = ["NEEDS_WEIGHTS", "check_config", "load_backend", "prepare"]
@@ -34,7 +34,7 @@ def prepare(model_dir: Path) -> None:
     read_ahead(model_dir)
 
 
-def load_backend(model_dir: Path, config: RuntimeConfig, progress: Progress) -> Backend:
+def load_backend(model_dir: Path, config: RuntimeConfig, progress: ProgressCallback) -> Backend:
     """Check a model folder, decide the limits, read the weights. `warm_up` is left to the caller.
 
     Raises:

@@ -15,7 +15,7 @@ from typing import NamedTuple, TypeVar
 import numpy as np
 import torch
 
-from neuron_runtime.backend.base import Progress, StepTime
+from neuron_runtime.backend.base import ProgressCallback, StepTime
 from neuron_runtime.backend.torch import sampling
 from neuron_runtime.backend.torch.cache import IntArray, KVCache
 from neuron_runtime.backend.torch.decoder import Decoder
@@ -45,7 +45,7 @@ LOGITS_AT_ONCE = 2**23
 """Most that are computed together for log-probabilities of a prompt: 32 MiB."""
 
 
-class _Launched(NamedTuple):
+class _TorchStep(NamedTuple):
     """A step between run and sample."""
 
     batch: Batch
@@ -79,14 +79,14 @@ class TorchBackend:
         self._limits = limits
         self._mirror = SlotMirror(limits)
         self._thread = device or device_thread()
-        self._running: deque[tuple[int, Future[_Launched]]] = deque()
+        self._running: deque[tuple[int, Future[_TorchStep]]] = deque()
         self._finished: dict[int, Future[StepOutput]] = {}
 
     @property
     def limits(self) -> BackendLimits:
         return self._limits
 
-    def warm_up(self, progress: Progress) -> list[StepTime]:
+    def warm_up(self, progress: ProgressCallback) -> list[StepTime]:
         """Run a prompt and a decode step: the kernels are chosen and their scratch memory is taken.
 
         Raises:
@@ -142,20 +142,20 @@ class TorchBackend:
         self._thread.shutdown(wait=True, cancel_futures=True)
 
     @torch.inference_mode()
-    def _run(self, batch: Batch) -> _Launched:
+    def _run(self, batch: Batch) -> _TorchStep:
         begin = time.perf_counter()
         rows, token_ids = self._mirror.apply(batch)
         sampled = np.flatnonzero(np.array(batch.rows.samples, dtype=bool))
         if not len(batch.rows):
-            return _Launched(batch, sampled, None, (), begin)
+            return _TorchStep(batch, sampled, None, (), begin)
         hidden = self._decoder.forward(torch.from_numpy(token_ids), self._cache.plan(rows))
         ends = np.cumsum(rows.num_tokens)
         prompt_logprobs = self._prompt_logprobs(batch, hidden, ends - rows.num_tokens)
         if not len(sampled):
-            return _Launched(batch, sampled, None, prompt_logprobs, begin)
+            return _TorchStep(batch, sampled, None, prompt_logprobs, begin)
         last = torch.from_numpy(ends[sampled] - 1)
         logits = self._decoder.logits(hidden[last] if len(last) != len(hidden) else hidden)
-        return _Launched(batch, sampled, logits, prompt_logprobs, begin)
+        return _TorchStep(batch, sampled, logits, prompt_logprobs, begin)
 
     def _prompt_logprobs(self, batch: Batch, hidden: torch.Tensor, begins: IntArray) -> PerRow:
         """Some positions at a time: the logits of a whole prompt would take more memory than its model."""
@@ -177,7 +177,7 @@ class TorchBackend:
         return tuple(found)
 
     @torch.inference_mode()
-    def _sample(self, launched: Future[_Launched], late: Late | None) -> StepOutput:
+    def _sample(self, launched: Future[_TorchStep], late: Late | None) -> StepOutput:
         step = launched.result()
         token_ids: list[tuple[int, ...]] = [()] * len(step.batch.rows)
         logprobs: PerRow = ()

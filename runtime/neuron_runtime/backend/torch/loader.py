@@ -10,7 +10,7 @@ from threading import Event
 
 import torch
 
-from neuron_runtime.backend.base import Progress
+from neuron_runtime.backend.base import ProgressCallback
 from neuron_runtime.backend.torch.architecture import DecoderConfig, decoder_config, tensor_shapes
 from neuron_runtime.backend.torch.backend import TorchBackend, device_thread
 from neuron_runtime.backend.torch.cache import KVCache
@@ -28,7 +28,7 @@ STORED_DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.floa
 def load(
     model_dir: Path,
     config: RuntimeConfig,
-    progress: Progress,
+    progress: ProgressCallback,
     available_bytes: Callable[[], int] = available_memory_bytes,
 ) -> TorchBackend:
     """See `load_backend`."""
@@ -54,7 +54,11 @@ def load(
 
 
 def _load_on(
-    device: ThreadPoolExecutor, checkpoint: Checkpoint, model: DecoderConfig, dtype: torch.dtype, progress: Progress
+    device: ThreadPoolExecutor,
+    checkpoint: Checkpoint,
+    model: DecoderConfig,
+    dtype: torch.dtype,
+    progress: ProgressCallback,
 ) -> Decoder:
     """Load on the device thread; when this thread is interrupted meanwhile, loading ends at the next tensor."""
     interrupted = Event()
@@ -72,7 +76,9 @@ def _load_on(
         raise
 
 
-def load_decoder(checkpoint: Checkpoint, model: DecoderConfig, dtype: torch.dtype, progress: Progress) -> Decoder:
+def load_decoder(
+    checkpoint: Checkpoint, model: DecoderConfig, dtype: torch.dtype, progress: ProgressCallback
+) -> Decoder:
     """Read the weights of a checked checkpoint in `dtype`."""
     with WeightReader(checkpoint, dtype, progress) as reader, torch.inference_mode():
         return Decoder(model, reader)

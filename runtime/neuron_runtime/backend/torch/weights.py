@@ -13,7 +13,7 @@ from typing import Self
 import torch
 from safetensors import SafetensorError, safe_open
 
-from neuron_runtime.backend.base import Progress
+from neuron_runtime.backend.base import ProgressCallback
 from neuron_runtime.checkpoint import Checkpoint, InvalidModel
 
 READABLE_DTYPES = ("F32", "BF16", "F16")
@@ -46,7 +46,7 @@ def check_tensors(checkpoint: Checkpoint, shapes: Mapping[str, tuple[int, ...]])
 class WeightReader:
     """Hands out tensors of a checkpoint by name, converted to one dtype; a context manager that holds the files."""
 
-    def __init__(self, checkpoint: Checkpoint, dtype: torch.dtype, progress: Progress) -> None:
+    def __init__(self, checkpoint: Checkpoint, dtype: torch.dtype, progress: ProgressCallback) -> None:
         self._checkpoint = checkpoint
         self._dtype = dtype
         self._progress = progress
