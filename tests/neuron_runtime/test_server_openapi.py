@@ -16,6 +16,7 @@ from helpers.front_end import Serving, make_model, serving
 from neuron_runtime.config import TextOptions
 from neuron_runtime.not_built import Surface, rows
 from neuron_runtime.requests.bodies import ChatBody, CompletionBody
+from neuron_runtime.requests.parameters import parameters_of
 
 MESSAGES = [{"role": "user", "content": "What is a device?"}]
 DETAILS: dict[str, Any] = {"max_tokens": 6, "n": 2, "return_token_ids": True}
@@ -102,6 +103,24 @@ async def test_every_operation_has_a_summary_a_tag_and_a_schema_for_each_status(
             assert all(media["schema"] for media in response["content"].values()), (path, status)
         assert ("requestBody" in operation) == (method == "post")
         assert "422" not in operation["responses"]
+
+
+async def test_every_schema_and_every_field_has_a_description(document: dict[str, Any]) -> None:
+    for name, schema in document["components"]["schemas"].items():
+        assert schema["description"], name
+        for field, found in schema["properties"].items():
+            assert found["description"], (name, field)
+
+
+async def test_ranges_and_defaults_are_those_that_requests_are_checked_against(document: dict[str, Any]) -> None:
+    for body in (ChatBody, CompletionBody):
+        fields = document["components"]["schemas"][body.__name__]["properties"]
+        for name, row in parameters_of(body).items():
+            least = fields[name].get("exclusiveMinimum" if row.above else "minimum")
+            assert (least, fields[name].get("maximum")) == (row.lowest, row.highest), name
+            if row.default is not None:
+                told = fields[name]["description"] if row.setting else json.dumps(fields[name]["default"])
+                assert told.endswith(json.dumps(row.default)), name
 
 
 async def test_bodies_have_every_field_with_its_default(document: dict[str, Any]) -> None:

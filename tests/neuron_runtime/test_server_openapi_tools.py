@@ -75,26 +75,28 @@ async def test_a_client_generated_from_the_document_works(
     )
     assert "WARNING" not in printed
     monkeypatch.syspath_prepend(tmp_path)
-    client = import_module("neuron_client").Client(base_url=str(served.http.base_url))
     models = import_module("neuron_client.models")
+    async with import_module("neuron_client").Client(base_url=str(served.http.base_url)) as client:
 
-    async def ask(operation: str, *path: str, **arguments: Any) -> Any:
-        return await import_module(f"neuron_client.api.{operation}").asyncio(*path, client=client, **arguments)
+        async def ask(operation: str, *path: str, **arguments: Any) -> Any:
+            return await import_module(f"neuron_client.api.{operation}").asyncio(*path, client=client, **arguments)
 
-    message = models.Message(role=models.MessageRole.USER, content="What is a device?")
-    chat = await ask("openai.chat_completions", body=models.ChatBody(messages=[message], max_tokens=5, temperature=0))
-    assert chat.usage.completion_tokens <= 5
-    assert chat.choices[0].message.role == "assistant"
-    body = models.CompletionBody(prompt="a core", max_tokens=5, n=2, logprobs=1)
-    completion = await ask("openai.completions", body=body)
-    assert [choice.index for choice in completion.choices] == [0, 1]
-    assert len(completion.choices[0].logprobs.tokens) == len(completion.choices[0].logprobs.token_logprobs)
-    tokens = await ask("tokens.tokenize", body=models.TokenizeBody(prompt="a core"))
-    assert tokens.count == len(tokens.tokens)
-    text = await ask("tokens.detokenize", body=models.DetokenizeBody(tokens=tokens.tokens))
-    assert text.prompt.endswith("a core")
-    assert [model.id for model in (await ask("openai.models")).data] == [MODEL, "alias"]
-    assert (await ask("openai.model", MODEL)).max_model_len == 256
-    assert (await ask("server.health")).status == "ok"
-    refused = await ask("openai.completions", body=models.CompletionBody(prompt="a core", model="other"))
-    assert refused.error.code == "model_not_found"
+        message = models.Message(role=models.MessageRole.USER, content="What is a device?")
+        chat = await ask(
+            "openai.chat_completions", body=models.ChatBody(messages=[message], max_tokens=5, temperature=0)
+        )
+        assert chat.usage.completion_tokens <= 5
+        assert chat.choices[0].message.role == "assistant"
+        body = models.CompletionBody(prompt="a core", max_tokens=5, n=2, logprobs=1)
+        completion = await ask("openai.completions", body=body)
+        assert [choice.index for choice in completion.choices] == [0, 1]
+        assert len(completion.choices[0].logprobs.tokens) == len(completion.choices[0].logprobs.token_logprobs)
+        tokens = await ask("tokens.tokenize", body=models.TokenizeBody(prompt="a core"))
+        assert tokens.count == len(tokens.tokens)
+        text = await ask("tokens.detokenize", body=models.DetokenizeBody(tokens=tokens.tokens))
+        assert text.prompt.endswith("a core")
+        assert [model.id for model in (await ask("openai.models")).data] == [MODEL, "alias"]
+        assert (await ask("openai.model", MODEL)).max_model_len == 256
+        assert (await ask("server.health")).status == "ok"
+        refused = await ask("openai.completions", body=models.CompletionBody(prompt="a core", model="other"))
+        assert refused.error.code == "model_not_found"

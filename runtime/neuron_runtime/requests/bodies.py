@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
+from msgspec import Meta
 
 from neuron_runtime.config import ServerOptions
 from neuron_runtime.errors import InvalidRequest
@@ -20,8 +21,12 @@ from neuron_runtime.requests.sampling_fields import DEFAULT_COMPLETION_TOKENS, S
 
 MAX_SALT_CHARACTERS = 256
 
+_NOT_BUILT = Meta(description="Not supported yet")
+
 
 class StreamOptions(msgspec.Struct, frozen=True):
+    """What a stream tells besides text."""
+
     include_usage: Annotated[bool | None, parameter("A last event with the usage")] = None
     continuous_usage_stats: Annotated[bool | None, parameter("The usage in each event; with `include_usage`")] = None
     include_obfuscation: Annotated[bool | None, parameter("Accepted; nothing is padded")] = None
@@ -70,6 +75,8 @@ class Generate(SamplingFields, kw_only=True):
 
 
 class CompletionBody(Generate, kw_only=True):
+    """Prompts and how to continue them."""
+
     prompt: Annotated[
         str | list[str | int | list[int]],
         parameter(
@@ -114,21 +121,31 @@ class CompletionBody(Generate, kw_only=True):
 class ContentPart(msgspec.Struct, frozen=True):
     """A part of a message; only texts are served."""
 
-    type: str
-    text: str | None = None
+    type: Annotated[str, Meta(description="`text`; other types are not supported yet")]
+    text: Annotated[str | None, Meta(description="The text; required")] = None
 
 
 class Message(msgspec.Struct, frozen=True):
-    role: Literal["system", "developer", "user", "assistant", "tool", "function"]
-    content: str | list[ContentPart] | None = None
-    name: str | None = None
-    reasoning: str | None = None
-    reasoning_content: str | None = None
-    refusal: str | None = None
-    audio: Any = None
-    function_call: Any = None
-    tool_call_id: str | None = None
-    tool_calls: list[Any] | None = None
+    """A message of a chat."""
+
+    role: Annotated[
+        Literal["system", "developer", "user", "assistant", "tool", "function"],
+        Meta(
+            description="Author of the message; `developer` is a system message where the template knows no such "
+            "role, `tool` and `function` are not supported yet"
+        ),
+    ]
+    content: Annotated[
+        str | list[ContentPart] | None, Meta(description="A text or a list of parts; required but for `assistant`")
+    ] = None
+    name: Annotated[str | None, Meta(description="Name of the author, for the template")] = None
+    reasoning: Annotated[str | None, Meta(description="Reasoning of an earlier answer, for the template")] = None
+    reasoning_content: Annotated[str | None, Meta(description="The older name of `reasoning`")] = None
+    refusal: Annotated[str | None, _NOT_BUILT] = None
+    audio: Annotated[Any, _NOT_BUILT] = None
+    function_call: Annotated[Any, _NOT_BUILT] = None
+    tool_call_id: Annotated[str | None, _NOT_BUILT] = None
+    tool_calls: Annotated[list[Any] | None, _NOT_BUILT] = None
 
 
 AddGenerationPrompt = Annotated[
@@ -147,6 +164,8 @@ TemplateVariables = Annotated[dict[str, Any] | None, parameter("Variables for th
 
 
 class ChatBody(Generate, kw_only=True):
+    """A chat and how to answer it."""
+
     messages: Annotated[
         list[Message],
         parameter(
@@ -177,6 +196,8 @@ class ChatBody(Generate, kw_only=True):
 
 
 class TokenizeBody(msgspec.Struct, kw_only=True):
+    """A text or a chat."""
+
     model: Annotated[str | None, parameter("One of the served names")] = None
     prompt: Annotated[str | None, parameter("A text; either this or `messages`")] = None
     messages: Annotated[list[Message] | None, parameter("A chat, written with the model's template")] = None
@@ -190,6 +211,8 @@ class TokenizeBody(msgspec.Struct, kw_only=True):
 
 
 class DetokenizeBody(msgspec.Struct, kw_only=True):
+    """Tokens."""
+
     model: Annotated[str | None, parameter("One of the served names")] = None
     tokens: Annotated[list[int], parameter("Token ids")]
 

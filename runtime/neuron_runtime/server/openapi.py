@@ -23,6 +23,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from neuron_runtime.not_built import Surface, rows
+from neuron_runtime.requests.parameters import Parameter, parameters_of
 from neuron_runtime.server.auth import needs_key
 from neuron_runtime.server.objects import ErrorObject
 
@@ -110,6 +111,9 @@ def _document(app: FastAPI, operations: Sequence[Operation], has_keys: bool) -> 
     _, schemas = msgspec.json.schema_components(
         sorted(structs, key=lambda one: one.__name__), ref_template="#/components/schemas/{name}"
     )
+    for struct in structs:
+        for name, row in parameters_of(struct).items():
+            schemas[struct.__name__]["properties"][name] |= _default(row)
     not_built = {row.name: list(row.neutral) for row in rows(Surface.BODY) if row.has_effect}
     for operation in operations:
         if operation.body is not None:
@@ -118,6 +122,16 @@ def _document(app: FastAPI, operations: Sequence[Operation], has_keys: bool) -> 
     if has_keys:
         document["components"]["securitySchemes"] = {KEY_SCHEME: {"type": "http", "scheme": "bearer"}}
     return document
+
+
+def _default(row: Parameter) -> dict[str, Any]:
+    """What a field means where a request leaves it out, if not always the same as null."""
+    if row.default is None:
+        return {}
+    if row.setting:
+        # A generated client may send what is published as default, and the model's own is then lost.
+        return {"description": f"{row.description}. Left out: the model's own default, else {row.default}"}
+    return {"default": row.default}
 
 
 def _with_items(schema: Any) -> Any:
