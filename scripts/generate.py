@@ -21,7 +21,16 @@ from bench_tables import published_step_times
 from neuron_operator import schema
 from neuron_operator.reasons import CONDITIONS
 from neuron_runtime.not_built import Surface
-from request_tables import as_json, fields, names, refused, sampling_modes, sampling_parameters
+from request_tables import (
+    as_json,
+    fields,
+    names,
+    offline_parameters,
+    refused,
+    sampling_modes,
+    sampling_parameters,
+    settings,
+)
 
 ROOT = Path(__file__).resolve().parents[1]
 END = "<!-- end -->"
@@ -40,6 +49,8 @@ TARGETS = (
     Target("docs/benchmarks.md", published_step_times, "published step times"),
     Target("docs/runtime.md", fields, "fields"),
     Target("docs/sampling.md", sampling_parameters, "sampling parameters"),
+    Target("docs/sampling.md", settings, "settings"),
+    Target("docs/offline.md", offline_parameters, "parameters"),
     Target("docs/sampling.md", sampling_modes, "sampling modes"),
     *(
         Target("docs/neuronmodel.md", partial(operator_tables.reasons, kind), f"reasons of {kind}")

@@ -9,6 +9,7 @@ from typing import Any
 
 from markdown_table import table
 from neuron_runtime.not_built import LEAVE_OUT, Row, Surface, rows
+from neuron_runtime.offline import SamplingParams
 from neuron_runtime.requests.bodies import ChatBody, CompletionBody
 from neuron_runtime.requests.parameters import MODES, Parameter, parameters_of
 from neuron_runtime.requests.sampling_fields import SamplingFields
@@ -55,6 +56,25 @@ def sampling_parameters() -> str:
             for name, row in _sampling()
         ),
     )
+
+
+def offline_parameters() -> str:
+    """The fields of `SamplingParams` that are served, with their defaults."""
+    params = SamplingParams()
+    refused_names = {row.name for row in rows(Surface.SAMPLING_PARAMS)}
+    return table(
+        ("Parameter", "Default"),
+        (
+            (f"`{name}`", f"`{getattr(params, name)!r}`")
+            for name in SamplingParams.__struct_fields__
+            if name not in refused_names
+        ),
+    )
+
+
+def settings() -> str:
+    """The names in generation_config.json that are defaults of sampling parameters."""
+    return ", ".join(f"`{row.setting}`" for row in parameters_of(SamplingFields).values() if row.setting)
 
 
 def sampling_modes() -> str:

@@ -437,13 +437,6 @@ def test_every_argument_of_the_offline_class_is_documented_and_no_other() -> Non
     assert signature <= told
 
 
-def test_every_sampling_parameter_of_the_offline_class_is_documented_and_no_other() -> None:
-    honoured, _, refused = section(OFFLINE, "Sampling parameters").partition("Refused by name")
-    now, later = ({word for row in rows(honoured) for word in words(row[0])}, set(words(refused)))
-    assert now | later == set(inspect.signature(offline.SamplingParams).parameters)
-    assert now <= {*bodies.CompletionBody.__struct_fields__, "logprobs"}
-
-
 def test_every_field_of_an_offline_output_is_documented() -> None:
     text = section(OFFLINE, "Outputs")
     assert {words(row[0])[0] for row in rows(text)} == {one.name for one in fields(offline.CompletionOutput)}
