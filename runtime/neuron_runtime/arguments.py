@@ -16,7 +16,7 @@ import msgspec
 
 from neuron_runtime.config import CONFIG_VERSION, RuntimeConfig, parse_config
 from neuron_runtime.errors import FatalError, InvalidConfig
-from neuron_runtime.flags import Flag, fields_of
+from neuron_runtime.flags import Flag, absolute, fields_of
 from neuron_runtime.not_built import Surface, refuse
 
 FIELDS = tuple(fields_of(RuntimeConfig))
@@ -98,13 +98,11 @@ def llm_config(
     """
     given = {}
     for name, value in arguments.items():
-        if refuse(Surface.LLM, name, value):
+        if refuse(Surface.LLM, name, value) or value is None:
             continue
-        if name in LLM_ARGUMENTS:
-            given[name] = value
-        elif value is not None:
+        if name not in LLM_ARGUMENTS:
             raise TypeError(f"LLM() has no argument {name!r}")
-    given = {name: value for name, value in given.items() if value is not None}
+        given[name] = value
     if "dtype" in given:
         given["dtype"] = str(given["dtype"])
     override = _neuron_config(given.pop("override_neuron_config", None), additional_config)
@@ -118,13 +116,15 @@ def llm_config(
 
 
 def model_uri(model: str) -> str:
-    """A model as people write it, as a URI: a folder that exists, else `org/name` on the hub."""
+    """A model as people write it, as a URI: a folder that exists, else `org/name` on the hub. Raises InvalidConfig."""
     if "://" in model:
         return model
-    folder = Path(model)
-    if folder.exists() or model.startswith(("/", ".", "~")):
-        return folder.expanduser().absolute().as_uri()
-    return f"hf://{model}"
+    if not model.startswith(("/", ".", "~")) and not Path(model).exists():
+        return f"hf://{model}"
+    try:
+        return absolute(model).as_uri()
+    except ValueError as error:
+        raise InvalidConfig("$.model.uri", str(error)) from error
 
 
 def default_weights_dir() -> Path:

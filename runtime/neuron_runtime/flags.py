@@ -135,8 +135,16 @@ def dtype_word(text: str) -> str:
     return {"half": "float16", "float": "float32"}.get(word, word)
 
 
+def absolute(text: str) -> Path:
+    """Raises ValueError for the home of an unknown user."""
+    try:
+        return Path(text).expanduser().absolute()
+    except RuntimeError as error:
+        raise ValueError(f"{text}: there is no home directory of that user") from error
+
+
 def word_or_folder(text: str) -> str:
-    return text if text in ("auto", "vllm") else str(Path(text).expanduser().resolve())
+    return text if text in ("auto", "vllm") else str(absolute(text).resolve())
 
 
 def template(text: str) -> str:

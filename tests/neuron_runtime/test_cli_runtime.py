@@ -59,6 +59,8 @@ def test_a_model_is_named_as_people_write_it(tmp_path: Path, monkeypatch: pytest
         (["a/m", "--backend", "magic"], "--backend ($.backend)", "Invalid enum value 'magic'"),
         (["a/m", "--max-num-seqs", "-1"], "--max-num-seqs ($.limits.maxSequences)", "Expected `int` >= 0, got -1"),
         (["a/m", "--allowed-origins", "[1]"], "--allowed-origins ($.server.allowedOrigins[0])", "got `int`"),
+        (["~nobody-here/m"], "MODEL ($.model.uri)", "no home directory"),
+        (["a/m", "--generation-config", "~nobody-here"], "--generation-config ($.text.generationConfig)", "no home"),
         (["m"], "MODEL ($.model.uri)", "write hf://org/name"),
         (["s3://bucket/m"], "MODEL ($.model.uri)", "not supported yet"),
     ],
