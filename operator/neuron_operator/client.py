@@ -15,6 +15,8 @@ import re
 from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
+from urllib.parse import urlsplit
+from urllib.request import getproxies, proxy_bypass
 
 import aiohttp
 import msgspec
@@ -185,7 +187,12 @@ async def connect(
 
     Raises ClusterFault, with the cure, where none of them exists or can be used.
     """
-    configuration = Configuration(connection_pool_maxsize=0)  # no limit: each watch holds a connection
+    configuration = Configuration(
+        connection_pool_maxsize=0,  # no limit: each watch holds a connection
+        client_session_kwargs={
+            "trust_env": False
+        },  # or aiohttp looks for proxy and netrc, in a thread, at each request
+    )
     loader = None
     try:
         if kubeconfig or "KUBERNETES_SERVICE_HOST" not in os.environ:
@@ -200,6 +207,9 @@ async def connect(
             )
         else:
             kubernetes_config.load_incluster_config(configuration)
+        server = urlsplit(configuration.host)
+        if not configuration.proxy and not proxy_bypass(server.netloc):
+            configuration.proxy = getproxies().get(server.scheme)
         api = ApiClient(configuration)
     except _BROKEN_CONFIGURATION as error:
         raise ClusterFault(

@@ -153,6 +153,27 @@ async def test_the_token_of_an_exec_plugin_is_renewed_when_it_expires(tmp_path: 
     assert seen[0].startswith("Bearer token-")
 
 
+async def test_the_proxy_of_the_environment_is_used_unless_it_says_otherwise(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[str] = []
+
+    async def handle(request: web.Request) -> web.StreamResponse:
+        seen.append(request.headers["Host"])
+        return web.json_response({})
+
+    config = kubeconfigs.write(tmp_path / "config", "http://127.0.0.1:1")
+    async with serving(handle) as proxy:
+        monkeypatch.setenv("http_proxy", proxy)
+        async with connect(config) as client:
+            await client.get(NODES, None, "n1")
+        assert seen == ["127.0.0.1:1"]
+        monkeypatch.setenv("no_proxy", "127.0.0.1")
+        async with connect(config) as client:
+            with pytest.raises(Unreachable):
+                await client.get(NODES, None, "n1")
+
+
 async def enter(kubeconfig: str = "") -> None:
     async with connect(kubeconfig):
         pass
