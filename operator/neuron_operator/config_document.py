@@ -9,9 +9,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
-import msgspec
-
-from neuron_operator.fields import ConfigKey, Supported, walk
+from neuron_operator.fields import ConfigKey, Supported, as_json, walk
 from neuron_operator.model import NeuronModel
 from neuron_operator.records import Facts
 
@@ -33,7 +31,7 @@ def config_document(model: NeuronModel, facts: Facts) -> dict[str, Any]:
         for to in one.said(ConfigKey):
             written = to.words.get(value, value) if to.words else value
             if acted_on and written not in (None, {}):
-                _put(document, to.path, msgspec.to_builtins(written))
+                _put(document, to.path, as_json(written))
     return document
 
 

@@ -214,11 +214,9 @@ def _status(observed: Observed, course: Course, findings: Sequence[Finding]) -> 
     return status.build(
         observed.model,
         findings,
-        counts={
-            "replicas": len(live),
-            "readyReplicas": sum(pod.is_answering for pod in live),
-            "updatedReplicas": sum(pod.revision == wanted for pod in live),
-        },
+        replicas=len(live),
+        ready_replicas=sum(pod.is_answering for pod in live),
+        updated_replicas=sum(pod.revision == wanted for pod in live),
         shown=course.wanted or course.served,
         current_revision=current,
         update_revision=wanted or observed.model.update_revision,

@@ -141,6 +141,17 @@ def described(kind: Any) -> str:
     return " ".join((text or "").split())
 
 
+def as_json(value: Any) -> Any:
+    """A declared value as JSON has it: parts as objects without defaults, lists for tuples."""
+    return _with_lists(msgspec.to_builtins(value))
+
+
+def _with_lists(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _with_lists(inner) for key, inner in value.items()}
+    return [_with_lists(inner) for inner in value] if isinstance(value, list | tuple) else value
+
+
 def walk(part: SpecPart, path: str) -> Iterator[tuple[str, Field, Any]]:
     """Path, declaration and value of each field, those of parts within parts included, in the order of declaration."""
     for one in fields_of(type(part)):

@@ -5,6 +5,7 @@ every pass, and so by `neuron-operator local` and `plan`, where no API server ha
 refuses is refused here too, with the same field. Fields that this version does not act on are refused, never ignored.
 """
 
+import json
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -39,6 +40,7 @@ from neuron_operator.fields import (
     Rule,
     SpecPart,
     Supported,
+    as_json,
     broken_rules,
     exactly_one,
     unique,
@@ -593,5 +595,5 @@ def not_supported(spec: Spec) -> Iterator[FieldNotSupported]:
 
 
 def _shown(value: object) -> str:
-    text = msgspec.json.encode(value).decode()
+    text = json.dumps(as_json(value), ensure_ascii=False)
     return text if len(text) <= 80 else text[:77] + "..."

@@ -13,13 +13,18 @@ from neuron_operator.fields import SpecPart, unique
 MAX_WORD = 256
 """Of strings that a runtime reports."""
 MAX_MESSAGE = 1024
+"""Of texts that are written for people."""
 
 Word = Annotated[str, Meta(max_length=64)]
 Message = Annotated[str, Meta(max_length=MAX_MESSAGE)]
 Reported = Annotated[str, Meta(max_length=MAX_WORD)]
 
 
-class Condition(SpecPart, frozen=True):
+class StatusPart(SpecPart, frozen=True, forbid_unknown_fields=False):
+    """A part of the status. A plan that another version pinned may have more fields."""
+
+
+class Condition(StatusPart, frozen=True):
     type: Word
     status: Literal["True", "False", "Unknown"]
     reason: Annotated[str, Meta(min_length=1, max_length=64)]
@@ -28,7 +33,7 @@ class Condition(SpecPart, frozen=True):
     observed_generation: Annotated[Int64, Meta(ge=0)] | None = None
 
 
-class ModelFacts(SpecPart, frozen=True):
+class ModelFacts(StatusPart, frozen=True):
     """Facts about the model; the digest is the commit (`hf://`), else a hash over configuration and weights headers."""
 
     architecture: Reported | None = None
@@ -39,7 +44,7 @@ class ModelFacts(SpecPart, frozen=True):
     digest: Reported | None = None
 
 
-class MemoryPlan(SpecPart, frozen=True):
+class MemoryPlan(StatusPart, frozen=True):
     """Bytes per NeuronCore. Reserved."""
 
     weights_bytes: Int64 | None = None
@@ -48,7 +53,7 @@ class MemoryPlan(SpecPart, frozen=True):
     available_bytes: Int64 | None = None
 
 
-class Plan(SpecPart, frozen=True):
+class Plan(StatusPart, frozen=True):
     """Where a replica runs and with which limits. A limit is shown when the spec sets it; what the engine chose itself
     is in the pod's log and in `/v1/models`."""
 
@@ -68,20 +73,20 @@ class Plan(SpecPart, frozen=True):
     summary: Message | None = None
 
 
-class ArtifactStatus(SpecPart, frozen=True):
+class ArtifactStatus(StatusPart, frozen=True):
     key: Annotated[str, Meta(max_length=128)]
     state: Word | None = None
     seconds: Int64 | None = None
 
 
-class GroupStatus(SpecPart, frozen=True):
+class GroupStatus(StatusPart, frozen=True):
     name: Annotated[str, Meta(max_length=253)]
     revision: Word | None = None
     members: int | None = None
     ready_members: int | None = None
 
 
-class Status(SpecPart, frozen=True):
+class Status(StatusPart, frozen=True):
     """What the operator found and decided."""
 
     conditions: Annotated[

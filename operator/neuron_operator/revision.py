@@ -16,8 +16,9 @@ from msgspec import Struct
 from neuron_operator import names
 from neuron_operator.config_document import config_document, sampling_mode
 from neuron_operator.errors import InvalidSpec
-from neuron_operator.fields import SpecPart, Supported, fields_of
+from neuron_operator.fields import SpecPart, Supported, as_json, fields_of
 from neuron_operator.model import BACKENDS, NeuronModel
+from neuron_operator.model_status import Plan
 from neuron_operator.objects import dig, labels_of, text, whole
 from neuron_operator.placement import Placement, place
 from neuron_operator.records import Facts
@@ -43,8 +44,7 @@ class Pinned(Struct, frozen=True, kw_only=True, rename="camel"):
     devices: int
     cores: int
     instance_type: str
-    plan: dict[str, Any]
-    """As shown in `status.plan`."""
+    plan: Plan
     config: dict[str, Any]
     """The RuntimeConfig document."""
     template: dict[str, Any]
@@ -82,7 +82,7 @@ def _beyond_defaults(part: SpecPart, backend: str) -> dict[str, Any]:
         value = getattr(part, one.name)
         if value == one.default or any(support.idle(backend) for support in one.said(Supported)):
             continue
-        kept = _beyond_defaults(value, backend) if isinstance(value, SpecPart) else msgspec.to_builtins(value)
+        kept = _beyond_defaults(value, backend) if isinstance(value, SpecPart) else as_json(value)
         if kept != {}:
             said[one.key] = kept
     return said
@@ -176,7 +176,7 @@ def to_object(model: NeuronModel, revision: Revision) -> Object:
         component="server",
         labels={names.REVISION_LABEL: revision.name},
     )
-    return {**keeper, "revision": revision.number, "data": msgspec.to_builtins(revision.pinned)}
+    return {**keeper, "revision": revision.number, "data": as_json(revision.pinned)}
 
 
 def from_object(keeper: Object) -> Revision | None:
@@ -191,25 +191,22 @@ def from_object(keeper: Object) -> Revision | None:
     return Revision(name=name, number=whole(keeper.get("revision")), pinned=pinned)
 
 
-def _plan(model: NeuronModel, facts: Facts, placement: Placement) -> dict[str, Any]:
+def _plan(model: NeuronModel, facts: Facts, placement: Placement) -> Plan:
     serving = model.spec.serving
-    pinned = {
-        "instanceType": placement.instance_type or None,
-        "devices": placement.devices,
-        "cores": placement.cores or None,
-        "tensor": 1,
-        "nodes": 1,
-        "maxModelLength": serving.max_model_length,
-        "maxSequences": serving.max_sequences,
-        "blockSize": serving.block_size,
-        "numBlocks": serving.num_blocks,
-        "backend": model.backend,
-        "dtype": (serving.dtype or facts.dtype)[:64],
-        "sampling": sampling_mode(model)[:64],
-    }
     where = f" on {placement.instance_type}" if placement.instance_type else ""
-    summary = (
-        f"each replica holds {placement.words}{where} and {BACKENDS[model.backend]} with backend {model.backend}; "
-        f"weights {facts.weights_bytes} bytes ({facts.parameters} parameters, {facts.dtype[:64]})"
+    return Plan(
+        instance_type=placement.instance_type or None,
+        devices=placement.devices,
+        cores=placement.cores or None,
+        tensor=1,
+        nodes=1,
+        max_model_length=serving.max_model_length,
+        max_sequences=serving.max_sequences,
+        block_size=serving.block_size,
+        num_blocks=serving.num_blocks,
+        backend=model.backend,
+        dtype=(serving.dtype or facts.dtype)[:64],
+        sampling=sampling_mode(model)[:64],
+        summary=f"each replica holds {placement.words}{where} and {BACKENDS[model.backend]} with backend "
+        f"{model.backend}; weights {facts.weights_bytes} bytes ({facts.parameters} parameters, {facts.dtype[:64]})",
     )
-    return {**{key: value for key, value in pinned.items() if value is not None}, "summary": summary}

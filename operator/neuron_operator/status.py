@@ -5,20 +5,17 @@ No phase, no counter, no clock but `lastTransitionTime`: the same findings give 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from datetime import UTC, datetime
-from typing import Any
 
 from neuron_operator import names
+from neuron_operator.fields import as_json
+from neuron_operator.model_status import MAX_MESSAGE, MAX_WORD, Condition, ModelFacts, Status
 from neuron_operator.reasons import CONDITIONS, Finding, Reason
+from neuron_operator.records import Facts
 from neuron_operator.revision import Revision
 from neuron_operator.views import ModelView
 from neuron_operator.world import Announcement, Object
-
-MAX_MESSAGE = 1024
-
-MAX_WORD = 256
-"""Of strings that a runtime reports; the schema of the status has the same bounds."""
 
 
 def complete(findings: Sequence[Finding]) -> tuple[Finding, ...]:
@@ -41,7 +38,9 @@ def build(
     model: ModelView,
     findings: Sequence[Finding],
     *,
-    counts: Mapping[str, int],
+    replicas: int,
+    ready_replicas: int,
+    updated_replicas: int,
     shown: Revision | None,
     current_revision: str,
     update_revision: str,
@@ -49,25 +48,31 @@ def build(
     now: datetime,
 ) -> Object:
     """The whole status. `findings` are complete; `shown` is the revision whose facts and plan a reader wants to see."""
-    status: dict[str, Any] = {
-        **counts,
-        "selector": names.selector_string(names.serving_selector(model.name)),
-        "conditions": [_condition(model, finding, now) for finding in findings],
-    }
-    named = {"url": url, "currentRevision": current_revision, "updateRevision": update_revision}
-    status.update({key: value for key, value in named.items() if value})
-    if shown is not None:
-        facts = shown.pinned.facts
-        status["model"] = {
-            "architecture": facts.architecture[:MAX_WORD],
-            "parameters": facts.parameters,
-            "layers": facts.num_layers,
-            "heads": facts.num_heads,
-            "bytes": facts.weights_bytes,
-            "digest": facts.digest[:MAX_WORD],
-        }
-        status["plan"] = shown.pinned.plan
-    return status
+    status = Status(
+        conditions=tuple(_condition(model, finding, now) for finding in findings),
+        replicas=replicas,
+        ready_replicas=ready_replicas,
+        updated_replicas=updated_replicas,
+        selector=names.selector_string(names.serving_selector(model.name)),
+        url=url or None,
+        current_revision=current_revision or None,
+        update_revision=update_revision or None,
+        model=_facts(shown.pinned.facts) if shown else None,
+        plan=shown.pinned.plan if shown else None,
+    )
+    written: Object = as_json(status)
+    return written
+
+
+def _facts(facts: Facts) -> ModelFacts:
+    return ModelFacts(
+        architecture=facts.architecture[:MAX_WORD],
+        parameters=facts.parameters,
+        layers=facts.num_layers,
+        heads=facts.num_heads,
+        bytes=facts.weights_bytes,
+        digest=facts.digest[:MAX_WORD],
+    )
 
 
 def announcements(model: ModelView, status: Object) -> tuple[Announcement, ...]:
@@ -90,15 +95,15 @@ def _roll_up(findings: Sequence[Finding]) -> Finding:
     return Finding("Ready", "True", reason, available.message)
 
 
-def _condition(model: ModelView, finding: Finding, now: datetime) -> Object:
+def _condition(model: ModelView, finding: Finding, now: datetime) -> Condition:
     before = model.conditions.get(finding.condition)
     since = before.since if before is not None and before.status == finding.status else ""
     message = finding.message
-    return {
-        "type": finding.condition,
-        "status": finding.status,
-        "reason": str(finding.reason),
-        "message": message if len(message) <= MAX_MESSAGE else message[: MAX_MESSAGE - 3] + "...",
-        "observedGeneration": model.generation,
-        "lastTransitionTime": since or now.astimezone(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
-    }
+    return Condition(
+        type=finding.condition,
+        status=finding.status,
+        reason=str(finding.reason),
+        message=message if len(message) <= MAX_MESSAGE else message[: MAX_MESSAGE - 3] + "...",
+        observed_generation=model.generation,
+        last_transition_time=since or now.astimezone(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
+    )

@@ -133,7 +133,7 @@ def _resolved(known: Known) -> tuple[Known, Finding]:
 
 def _placed(known: Known) -> tuple[Known, Finding]:
     pinned = known.revision or revision.pin(known.model, known.resolved, known.settings, known.next_number)
-    summary = pinned.pinned.plan.get("summary") or pinned.placement.words
+    summary = pinned.pinned.plan.summary or pinned.placement.words
     return replace(known, revision=pinned), met("Placed", str(summary))
 
 

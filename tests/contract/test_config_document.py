@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import msgspec
@@ -9,12 +10,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from helpers.operator_worlds import FACTS, SPEC, body
+from helpers.operator_worlds import FACTS, SETTINGS, SPEC, body
 from neuron_operator import config_document as operator
 from neuron_operator import names
 from neuron_operator.model import Serving, parse
 from neuron_operator.records import Facts
 from neuron_operator.render.pods import API_KEY_FLAG, SERVE_COMMAND
+from neuron_operator.revision import pin
 from neuron_runtime import config as runtime
 from neuron_runtime.__main__ import build_parser
 from neuron_runtime.backend.simulated.options import read_options
@@ -106,6 +108,19 @@ def test_a_simulated_device_is_told_its_times_and_how_it_samples(
     assert config.backend == "simulated"
     assert (options.sampling, operator.sampling_mode(model)) == (mode, mode)
     assert options.step_milliseconds == written.get("stepMilliseconds")
+
+
+def test_the_document_and_the_pod_template_are_what_json_has() -> None:
+    spread = {"maxSkew": 1, "topologyKey": "zone", "whenUnsatisfiable": "ScheduleAnyway", "matchLabelKeys": ["a"]}
+    spec = {
+        **SPEC,
+        "model": {"uri": "hf://acme/tiny", "servedNames": ["a", "b"]},
+        "podTemplate": {"spec": {"topologySpreadConstraints": [spread], "tolerations": [{"operator": "Exists"}]}},
+    }
+    pinned = pin(parse(body(spec)), KNOWN, SETTINGS, 1).pinned
+    for part in (pinned.config, pinned.template):
+        assert json.loads(json.dumps(part)) == part
+    assert pinned.template["spec"]["topologySpreadConstraints"] == [spread]
 
 
 def test_both_sides_have_the_same_version() -> None:

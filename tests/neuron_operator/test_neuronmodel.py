@@ -49,6 +49,11 @@ def test_an_unknown_field_is_refused_by_name() -> None:
         parse(body(spec_with({"serving": {"maxLength": 1}})))
 
 
+def test_a_number_beyond_64_bits_is_shown_in_the_refusal() -> None:
+    with pytest.raises(FieldNotSupported, match=r"overrideNeuronConfig: .*1000000000000000000000"):
+        parse(body(spec_with({"engine": {"overrideNeuronConfig": {"x": 10**21}}})))
+
+
 @pytest.mark.parametrize(("value", "paused"), [("true", True), ("false", False), ("", False), (None, False)])
 def test_only_the_word_true_pauses(value: str | None, paused: bool) -> None:
     annotations = {} if value is None else {names.PAUSED_ANNOTATION: value}

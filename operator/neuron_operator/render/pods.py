@@ -8,9 +8,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-import msgspec
-
 from neuron_operator import names
+from neuron_operator.fields import as_json
 from neuron_operator.model import ApiKeySecret, NeuronModel
 from neuron_operator.placement import Placement
 from neuron_operator.render.objects import without_empty
@@ -56,7 +55,7 @@ def serving_pod_template(
         command=[*SERVE_COMMAND, *(API_KEY_FLAG if api_key else ())],
         env=_merged_env(
             settings.jobs.env if model.fetched_by_pods else (),
-            (msgspec.to_builtins(variable) for variable in model.spec.engine.env),
+            as_json(model.spec.engine.env),
             _hub_token(model) if model.fetched_by_pods else (),
             (
                 {"name": "HOME", "value": names.TMP_DIR},
@@ -97,7 +96,7 @@ def serving_pod_template(
                 "securityContext": {
                     "runAsNonRoot": True,
                     "seccompProfile": {"type": "RuntimeDefault"},
-                    **msgspec.to_builtins(overlay.spec.security_context),
+                    **as_json(overlay.spec.security_context),
                 },
                 "terminationGracePeriodSeconds": rollout.drain_delay_seconds + rollout.drain_seconds + RELEASE_SECONDS,
                 "containers": [container],
@@ -113,10 +112,10 @@ def serving_pod_template(
                 },
                 "tolerations": [
                     *([{"key": names.NEURON_TAINT, "operator": "Exists"}] if placement.resources else []),
-                    *msgspec.to_builtins(overlay.spec.tolerations),
+                    *as_json(overlay.spec.tolerations),
                 ],
                 "affinity": _kept_apart(overlay.spec.affinity, placement),
-                "topologySpreadConstraints": list(msgspec.to_builtins(overlay.spec.topology_spread_constraints)),
+                "topologySpreadConstraints": as_json(overlay.spec.topology_spread_constraints),
                 "priorityClassName": overlay.spec.priority_class_name,
                 "schedulerName": overlay.spec.scheduler_name
                 or (settings.device_scheduler_name if placement.resources else None),
