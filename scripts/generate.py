@@ -18,6 +18,7 @@ from pathlib import Path
 import operator_tables
 import runtime_tables
 from bench_tables import published_step_times
+from metric_tables import model_metrics
 from neuron_operator import schema
 from neuron_operator.reasons import CONDITIONS
 from neuron_runtime.not_built import Surface
@@ -64,6 +65,7 @@ TARGETS = (
     Target("docs/runtime.md", runtime_tables.command_flags, "flags of serve"),
     Target("docs/runtime.md", runtime_tables.refused_flags, "refused flags"),
     Target("docs/runtime.md", runtime_tables.document_keys, "keys of the document"),
+    Target("docs/metrics.md", model_metrics, "metrics of a model"),
     Target("docs/server.md", runtime_tables.server_keys, "keys of the server"),
     Target("docs/offline.md", runtime_tables.llm_arguments, "arguments of LLM"),
     Target("crds/neuronmodels.yaml", schema.to_yaml),

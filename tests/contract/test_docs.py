@@ -45,7 +45,6 @@ from neuron_runtime.requests import bodies, sampling_fields
 from neuron_runtime.server import access_log, restarts, tracing
 from neuron_runtime.server.app import build_app
 from neuron_runtime.server.exchange import OPEN_PATHS, Exchange
-from neuron_runtime.server.metrics import FAMILIES as METRIC_FAMILIES
 from neuron_runtime.server.supervisor import listen
 
 ROOT = Path(__file__).parents[2]
@@ -284,15 +283,6 @@ def test_every_attribute_of_a_span_is_documented_and_no_other() -> None:
 
 def test_the_paths_that_need_no_key_are_named() -> None:
     assert set(words(section(SERVER, "API keys"))) >= OPEN_PATHS
-
-
-# docs/metrics.md
-
-
-def test_every_metric_of_the_runtime_is_documented_with_its_type_and_labels_and_no_other() -> None:
-    table = rows(section(METRICS, "Metrics of a model"))
-    told = [(words(first)[0], kind, tuple(words(labels))) for first, kind, labels, *_ in table]
-    assert told == [(family.name, family.kind, family.labels) for family in METRIC_FAMILIES]
 
 
 # docs/runtime.md again

@@ -23,7 +23,7 @@ from neuron_runtime.core import BackendLimits, FinishReason, Kind, Request, Samp
 from neuron_runtime.engine import messages
 from neuron_runtime.engine.lifeline import Deadline
 from neuron_runtime.engine.loop import Engine
-from neuron_runtime.engine.messages import Add, Step
+from neuron_runtime.engine.messages import Abort, Add, Step, ToEngine
 from neuron_runtime.engine.process import Worker
 from neuron_runtime.engine.stats import EngineStats, StepStats
 from neuron_runtime.errors import BackendFailed, Draining, InvalidRequest, Overloaded, ServingError, Unauthorized
@@ -198,16 +198,16 @@ class Post:
 
     WAIT, LOOK, SEND = 100.0, 0.001, 0.002
 
-    def __init__(self, clock: VirtualClock, mail: list[Request]) -> None:
+    def __init__(self, clock: VirtualClock, mail: list[ToEngine]) -> None:
         self.steps: list[Step] = []
         self.num_looks = 0
         self._clock = clock
         self._mail = mail
 
-    def receive(self, wait: bool) -> list[Add]:
+    def receive(self, wait: bool) -> list[ToEngine]:
         self.num_looks += not wait
         self._pass(self.WAIT if wait else self.LOOK)
-        return [Add(self._mail.pop())] if wait else []
+        return [self._mail.pop()] if wait else []
 
     def send_step(self, step: Step) -> None:
         self.steps.append(cast(Step, messages.decode_from_engine(messages.encoder.encode(step))))
@@ -228,7 +228,7 @@ def test_waiting_for_requests_is_no_work_and_waiting_for_the_device_is_not_the_h
         clock,
     )
     engine = Engine(backend, clock=clock.now)
-    post = Post(clock, [Request(f"r{number}", (1, 2, 3), Sampling(max_tokens=5)) for number in range(2)])
+    post = Post(clock, [Add(Request(f"r{number}", (1, 2, 3), Sampling(max_tokens=5))) for number in range(2)])
     with Deadline(tmp_path / "deadline") as deadline:
         worker = Worker(engine, cast(Any, post), deadline)
         for _ in range(2):
@@ -253,7 +253,7 @@ def test_a_step_counts_once_although_mail_comes_behind_it(tmp_path: Path) -> Non
     clock = VirtualClock()
     times = StepTimes(decode=Phase(constant(0.01)), prefill=Phase(constant(0.03)))
     engine = Engine(SimulatedBackend(replace(LIMITS, vocabulary_size=512), times, clock), clock=clock.now)
-    mail = [Request("too long", (1,) * 300, Sampling()), Request("served", (1, 2, 3), Sampling(max_tokens=2))]
+    mail: list[ToEngine] = [Abort(("r",)), Add(Request("r", (1, 2, 3), Sampling(max_tokens=2)))]
     post, metrics = Post(clock, mail), started()
     with Deadline(tmp_path / "deadline") as deadline:
         worker = Worker(engine, cast(Any, post), deadline)
@@ -261,7 +261,7 @@ def test_a_step_counts_once_although_mail_comes_behind_it(tmp_path: Path) -> Non
             worker.turn()
     for one in post.steps:
         metrics.step(one)
-    assert post.steps[-1].refused
+    assert post.steps[-1].stats.last_step is None
     assert value(metrics, "vllm:iteration_tokens_total_count") == 2
 
 

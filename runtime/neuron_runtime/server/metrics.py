@@ -48,156 +48,228 @@ def _family(family: Family) -> Family:
     return family
 
 
-def _engine_gauge(name: str, text: str, read: Callable[[EngineStats], float]) -> Family:
+def _engine_gauge(name: str, text: str, read: Callable[[EngineStats], float], use: str = "") -> Family:
     """A value that `EngineStats` holds."""
-    return _family(Family(name, "gauge", text, counted_by="engine", read=read))
+    return _family(Family(name, "gauge", text, counted_by="engine", read=read, use=use))
 
 
-def _engine_counter(name: str, text: str, read: Callable[[EngineStats], float]) -> Family:
+def _engine_counter(name: str, text: str, read: Callable[[EngineStats], float], use: str = "") -> Family:
     """A total that `EngineStats` holds; it starts at 0 with each engine process."""
-    return _family(Family(name, "counter", text, counted_by="engine", read=read))
+    return _family(Family(name, "counter", text, counted_by="engine", read=read, use=use))
 
 
-def _step_counter(name: str, text: str, read: Callable[[StepStats], float], *labels: str) -> Family:
+def _step_counter(name: str, text: str, read: Callable[[StepStats], float], *labels: str, use: str = "") -> Family:
     """Each step adds a number of its `StepStats`; its kind and bucket are the labels."""
-    return _family(Family(name, "counter", text, labels, counted_by="step", read=read))
+    return _family(Family(name, "counter", text, labels, counted_by="step", read=read, use=use))
 
 
 def _step_histogram(
-    name: str, text: str, bounds: tuple[float, ...], read: Callable[[StepStats], float], *labels: str
+    name: str, text: str, bounds: tuple[float, ...], read: Callable[[StepStats], float], *labels: str, use: str = ""
 ) -> Family:
     """One observation for each step."""
-    return _family(Family(name, "histogram", text, labels, bounds, "step", read))
+    return _family(Family(name, "histogram", text, labels, bounds, "step", read, use))
 
 
-def _start_gauge(name: str, text: str, *labels: str) -> Family:
+def _start_gauge(name: str, text: str, *labels: str, use: str = "") -> Family:
     """A value that is known when an engine starts."""
-    return _family(Family(name, "gauge", text, labels, counted_by="engine"))
+    return _family(Family(name, "gauge", text, labels, counted_by="engine", use=use))
 
 
-def _counter(name: str, text: str, *labels: str) -> Family:
-    return _family(Family(name, "counter", text, labels))
+def _counter(name: str, text: str, *labels: str, use: str = "") -> Family:
+    return _family(Family(name, "counter", text, labels, use=use))
 
 
-def _histogram(name: str, text: str, bounds: tuple[float, ...]) -> Family:
-    return _family(Family(name, "histogram", text, bounds=bounds))
+def _histogram(name: str, text: str, bounds: tuple[float, ...], use: str = "") -> Family:
+    return _family(Family(name, "histogram", text, bounds=bounds, use=use))
 
 
-_engine_gauge("vllm:num_requests_running", "Requests that have a row.", lambda stats: stats.num_running)
-_engine_gauge("vllm:num_requests_waiting", "Requests that wait for a row.", lambda stats: stats.num_waiting)
+_engine_gauge(
+    "vllm:num_requests_running", "Requests that have a row of the batch.", lambda stats: stats.num_running, use="load"
+)
+_engine_gauge(
+    "vllm:num_requests_waiting", "Requests that wait for a row.", lambda stats: stats.num_waiting, use="scale on this"
+)
 _engine_gauge(
     "vllm:kv_cache_usage_perc",
-    "Share of the KV blocks in use; 1 is all.",
+    "Share of the KV blocks in use, 0 to 1.",
     lambda stats: stats.num_blocks_used / max(stats.num_blocks, 1),
+    use="near 1 with preemptions: the cache is too small",
 )
-CACHE_CONFIG = _start_gauge("vllm:cache_config_info", "The KV cache's shape; always 1.", "block_size", "num_gpu_blocks")
+CACHE_CONFIG = _start_gauge(
+    "vllm:cache_config_info",
+    "Always 1; the labels are tokens per block and the number of blocks.",
+    "block_size",
+    "num_gpu_blocks",
+    use="capacity in tokens",
+)
 LORA_REQUESTS = _start_gauge(
     "vllm:lora_requests_info",
-    "Adapters in use and waited for, at the Unix time that is the value.",
+    "Adapters in use, at the Unix time that is the value. Adapters are not built: 0 and empty lists.",
     *("max_lora", "waiting_lora_adapters", "running_lora_adapters"),
+    use="read by inference gateways",
 )
 _engine_counter(
     "vllm:num_preemptions_total",
     "Times that a request lost its blocks and had to be computed again.",
     lambda stats: stats.num_preemptions_total,
+    use="work done twice",
 )
 _engine_counter(
     "vllm:prefix_cache_queries_total",
-    "Prompt tokens looked up in the prefix cache.",
+    "Prompt tokens looked up in the prefix cache, once for each request.",
     lambda stats: stats.num_prefix_queries_total,
 )
 _engine_counter(
     "vllm:prefix_cache_hits_total",
     "Prompt tokens found in the prefix cache, and not computed again.",
     lambda stats: stats.num_prefix_hits_total,
+    use="its share of the queries is what the cache saves",
 )
-PROMPT_TOKENS = _counter("vllm:prompt_tokens_total", "Prompt tokens of requests that got their first token.")
-GENERATION_TOKENS = _counter("vllm:generation_tokens_total", "Tokens generated.")
-SUCCESS = _counter("vllm:request_success_total", "Requests that ended, by how.", "finished_reason")
-FIRST_TOKEN = _histogram("vllm:time_to_first_token_seconds", "Arrival to first token.", _FIRST_TOKEN)
-GAP = _histogram("vllm:inter_token_latency_seconds", "Time between two tokens of a request.", _GAP)
+PROMPT_TOKENS = _counter(
+    "vllm:prompt_tokens_total",
+    "Prompt tokens of requests that got their first token; those found in the prefix cache count too.",
+    use="tokens in",
+)
+GENERATION_TOKENS = _counter("vllm:generation_tokens_total", "Tokens generated.", use="tokens out")
+SUCCESS = _counter(
+    "vllm:request_success_total",
+    "Requests that ended: stop, length, abort (the client left), error (the engine ended).",
+    "finished_reason",
+    use="traffic, errors",
+)
+FIRST_TOKEN = _histogram(
+    "vllm:time_to_first_token_seconds", "Arrival to first token.", _FIRST_TOKEN, use="what a person waits for"
+)
+GAP = _histogram(
+    "vllm:inter_token_latency_seconds",
+    "Time between two tokens of a request; tokens that came together share it.",
+    _GAP,
+    use="fluency",
+)
 PER_TOKEN = _histogram(
-    "vllm:request_time_per_output_token_seconds", "Mean time per token of a request after the first.", _GAP
+    "vllm:request_time_per_output_token_seconds",
+    "Mean time per token of a request after the first.",
+    _GAP,
+    use="fluency, each request once",
 )
 E2E = _histogram("vllm:e2e_request_latency_seconds", "Arrival to the end of the answer.", _LATENCY)
-QUEUE = _histogram("vllm:request_queue_time_seconds", "Time a request waited for its first step.", _LATENCY)
-PREFILL = _histogram("vllm:request_prefill_time_seconds", "Time from its first step to its first token.", _LATENCY)
+QUEUE = _histogram(
+    "vllm:request_queue_time_seconds",
+    "Time a request waited in the engine for its first step.",
+    _LATENCY,
+    use="queueing apart from computing",
+)
+PREFILL = _histogram(
+    "vllm:request_prefill_time_seconds", "Time from the first step of a request to its first token.", _LATENCY
+)
 DECODE = _histogram("vllm:request_decode_time_seconds", "First token to last.", _LATENCY)
-REQUEST_PROMPT = _histogram("vllm:request_prompt_tokens", "Prompt tokens of a request.", _TOKENS)
-REQUEST_GENERATION = _histogram("vllm:request_generation_tokens", "Tokens generated for a request.", _TOKENS)
+REQUEST_PROMPT = _histogram(
+    "vllm:request_prompt_tokens", "Prompt tokens of a request.", _TOKENS, use="shape of the traffic"
+)
+REQUEST_GENERATION = _histogram(
+    "vllm:request_generation_tokens", "Tokens generated for a request.", _TOKENS, use="shape of the traffic"
+)
 REQUEST_LONGEST = _histogram(
     "vllm:request_max_num_generation_tokens", "Tokens of the longest of the answers to a prompt.", _TOKENS
 )
-PARAMS_N = _histogram("vllm:request_params_n", "Answers asked for to a prompt.", _CHOICES)
-PARAMS_MAX_TOKENS = _histogram("vllm:request_params_max_tokens", "Most tokens that a request may generate.", _TOKENS)
-_step_histogram("vllm:iteration_tokens_total", "Tokens fed in a step.", _STEP_TOKENS, lambda step: step.num_tokens)
+PARAMS_N = _histogram("vllm:request_params_n", "Answers wanted for a prompt.", _CHOICES, use="shape of the traffic")
+PARAMS_MAX_TOKENS = _histogram(
+    "vllm:request_params_max_tokens",
+    "Most tokens that a request may generate, by its parameter or by default.",
+    _TOKENS,
+)
+_step_histogram(
+    "vllm:iteration_tokens_total",
+    "Tokens fed in a step.",
+    _STEP_TOKENS,
+    lambda step: step.num_tokens,
+    use="how full steps are",
+)
 _step_histogram(
     "neuron_serving_step_seconds",
-    "Time the device worked on a step, by kind.",
+    "Time the device worked on a step.",
     _STEP,
     lambda step: step.device_seconds,
     "kind",
+    use="a decode step is the floor of the gap",
 )
 _step_histogram(
     "neuron_serving_step_host_seconds",
-    "Time of the engine's thread around a step, without the backend's calls.",
+    "Time of the engine's thread around a step, without the calls of the backend.",
     _HOST,
     lambda step: step.host_seconds,
+    use="must stay well below a step",
 )
 _step_counter(
     "neuron_serving_device_busy_seconds_total",
     "Time the device worked on steps.",
     lambda step: step.device_seconds,
+    use="utilization",
 )
 _engine_counter(
     "neuron_serving_work_seconds_total",
-    "Time in which the engine had requests; the device idles in the part in which it is not busy.",
+    "Time in which the engine had requests.",
     lambda stats: stats.work_seconds_total,
+    use="with the one before: the share of the time in which the device idles",
 )
 _engine_gauge(
     "neuron_serving_stream_gap_bound_seconds",
-    "A running stream gets its next token within this time, judged by the longest steps so far.",
+    "A running stream gets its next token within this time, judged by the longest step of each kind so far.",
     lambda stats: stats.stream_gap_bound_seconds,
+    use="what a flood of prompts can do to streams",
 )
 _step_counter(
     "neuron_serving_fed_tokens_total",
-    "Tokens fed to steps, by kind and bucket.",
+    "Tokens fed to steps, by the compiled shape they ran in (none where shapes are free).",
     lambda step: step.num_tokens,
     *("kind", "bucket"),
+    use="with the next one: padding waste",
 )
 _step_counter(
     "neuron_serving_computed_tokens_total",
-    "Tokens that the device computed in steps, padding included, by kind and bucket.",
+    "Tokens that the device computed in steps, padding included.",
     lambda step: step.num_computed_tokens,
     *("kind", "bucket"),
+    use="choose buckets",
 )
-LOAD_SECONDS = _start_gauge("neuron_serving_load_seconds", "Time it took to load the model.")
-WARM_UP_SECONDS = _start_gauge("neuron_serving_warm_up_seconds", "Time it took to compile and to warm up.")
+LOAD_SECONDS = _start_gauge("neuron_serving_load_seconds", "Time it took to load the model.", use="starts")
+WARM_UP_SECONDS = _start_gauge(
+    "neuron_serving_warm_up_seconds",
+    "Time it took to compile what was not compiled, and to run every shape once.",
+    use="starts",
+)
 RESTARTS = _family(
     Family(
         "neuron_serving_engine_restarts_total",
         "counter",
         "Engine processes started after the first.",
         counted_by="engine",
+        use="should stay 0",
     )
 )
 _engine_gauge(
     "neuron_serving_waiting_tokens",
     "Prompt tokens of requests that no step has taken up.",
     lambda stats: stats.num_waiting_tokens,
+    use="compare with maxQueuedTokens",
 )
 REFUSED = _counter(
     "neuron_serving_requests_refused_total",
-    "Requests that were answered with an error and never ran, by reason.",
+    "Requests answered with an error before they ran; the reason is the code of the error object, or invalid_request.",
     "reason",
+    use="overloaded: add replicas",
 )
 OPEN_CONNECTIONS = _family(
-    Family("neuron_serving_open_connections", "gauge", "HTTP connections, the one of this scrape included.")
+    Family("neuron_serving_open_connections", "gauge", "HTTP connections, the one of the scrape included.")
 )
 LOG_LINES_LOST = _counter(
-    "neuron_serving_access_log_lines_lost_total", "Lines of the access log that were dropped because nothing read them."
+    "neuron_serving_access_log_lines_lost_total",
+    "Lines of the access log that were dropped because nothing read them in time.",
+    use="should stay 0",
 )
-MEMBERS = _start_gauge("neuron_serving_group_members_present", "Ranks of this replica that take part.")
+MEMBERS = _start_gauge(
+    "neuron_serving_group_members_present", "Ranks of this replica that take part; 0 while its engine is not ready."
+)
 
 REASONS = (
     *("invalid_request", "context_length_exceeded", "model_not_found", "body_too_large", "invalid_api_key"),

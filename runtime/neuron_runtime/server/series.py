@@ -34,6 +34,7 @@ class Family:
         end gets the same numbers from the engine, with each message or with each step, and the one with most messages
         is believed.
     read: takes the number out of what the engine sent, see `Metrics.step`.
+    use: what a person reads it for; stands in docs/metrics.md.
     """
 
     name: str
@@ -43,6 +44,7 @@ class Family:
     bounds: tuple[float, ...] = ()
     counted_by: Literal["each", "engine", "step"] = "each"
     read: Callable[[Any], float] | None = None
+    use: str = ""
 
 
 class Number:

@@ -3,6 +3,9 @@
 Made by the front end process. Each front end answers on a socket in the run folder with what it counted, and leaves the
 same in a file before anybody sees it: a front end that takes its predecessor's place goes on counting from there, and
 one that does not answer is believed to stand where it last was. So no counter that was scraped goes back.
+
+Not prometheus_client's multiprocess mode: an increment there costs ten times as much, for every token, and it would add
+up what the engine sends to every front end alike.
 """
 
 from __future__ import annotations
