@@ -18,7 +18,7 @@ from neuron_operator.reasons import Finding, Reason, met, unmet
 from neuron_operator.render import serving
 from neuron_operator.render.replicas import replicas
 from neuron_operator.revision import Revision
-from neuron_operator.steps import STEPS, Known, Step, Walk, refused, walk
+from neuron_operator.steps import STEPS, Known, Step, Walk, refusal_of, walk
 from neuron_operator.views import Observed, observe
 from neuron_operator.why.pods import UNEXPLAINED_SECONDS
 from neuron_operator.why.replicas import explain_replicas
@@ -83,7 +83,7 @@ def _set_course(world: World, observed: Observed, settings: Settings, steps: Seq
     try:
         model = manifest.parse(world.body)
     except InvalidSpec as error:
-        return Course((refused(error),), served=observed.serving())
+        return Course((refusal_of(error),), served=observed.serving())
     wanted = revision.wanted(model, observed.revisions)
     refusal = _refusal(world)
     if refusal is not None:
@@ -112,21 +112,21 @@ def _set_course(world: World, observed: Observed, settings: Settings, steps: Seq
 def _refusal(world: World) -> Finding | None:
     """What the API server refused in this pass."""
     if world.forbidden:
-        told = "; ".join(f"{kind}: {message}" for kind, message in sorted(world.forbidden))
-        return unmet("Accepted", Reason.OPERATOR_FORBIDDEN, f"the operator lacks a right here: {told}")
+        refused = "; ".join(f"{kind}: {message}" for kind, message in sorted(world.forbidden))
+        return unmet("Accepted", Reason.OPERATOR_FORBIDDEN, f"the operator lacks a right here: {refused}")
     if world.taken:
-        told = ", ".join(f"{kind} {name}" for kind, name in sorted(world.taken))
-        text = f"{told} exists and is not this model's; rename the model or delete it"
+        taken = ", ".join(f"{kind} {name}" for kind, name in sorted(world.taken))
+        text = f"{taken} exists and is not this model's; rename the model or delete it"
         return unmet("Accepted", Reason.NAME_CONFLICT, text)
     if world.rejected:
-        told = "; ".join(f"{kind}: {message}" for kind, message in sorted(world.rejected))
-        text = f"the API server refused what spec.podTemplate makes of {told}"
+        rejected = "; ".join(f"{kind}: {message}" for kind, message in sorted(world.rejected))
+        text = f"the API server refused what spec.podTemplate makes of {rejected}"
         return unmet("Accepted", Reason.INVALID_SPEC, text)
     return None
 
 
 def _standing(model: NeuronModel, settings: Settings) -> tuple[Object, ...]:
-    """What is there from the first pass on; the Service first, as its name is the one that others may have taken."""
+    """What every model has from the first pass on. The Service comes first: its name is the likeliest to be taken."""
     return (
         serving.service(model),
         serving.service_account(model),

@@ -94,7 +94,7 @@ def walk(steps: Sequence[Step], known: Known, observed: Observed) -> Walk:
         try:
             known, finding = step.finish(known)
         except (InvalidSpec, Unplaceable) as refusal:
-            return Walk(known, (*findings, refused(refusal)))
+            return Walk(known, (*findings, refusal_of(refusal)))
         findings = (*findings, finding)
     return Walk(known, findings, is_complete=True)
 
@@ -106,8 +106,8 @@ def _wait(task: Task, job: Object, known: Known, findings: tuple[Finding, ...], 
     return Walk(known, (*findings, waiting), job=job, lost=live if is_lost else None)
 
 
-def refused(refusal: InvalidSpec | Unplaceable) -> Finding:
-    """The finding for what a manifest asks for and cannot have."""
+def refusal_of(refusal: InvalidSpec | Unplaceable) -> Finding:
+    """The finding for a manifest that cannot be met."""
     return unmet(refusal.reason.row.conditions[-1], refusal.reason, str(refusal))
 
 

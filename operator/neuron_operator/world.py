@@ -3,15 +3,15 @@
 The rim fills a World from its caches, calls `decide.decide(world, settings)` and carries the Decision out. Nothing here
 does I/O, and nothing here knows a field of a NeuronModel's spec.
 
-How a pass goes, for whoever carries it out:
+How the rim runs a pass:
 
-1. `decide`; where `needs` is not empty and was not asked in this pass, read those facts and decide again.
+1. `decide`; where it `needs` facts that were not read in this pass, read them and decide again.
 2. Apply `desired` in order, each only where it is not contained in the live object. A create that meets an object of
    another owner goes into `taken`, a 403 into `forbidden`, a 422 into `rejected`: stop applying and decide again.
-   A new pass starts with these three empty, so that what was repaired by others is found out.
+   A new pass starts with these three empty, so that it notices what others have repaired.
 3. Delete `delete` (propagation in the background), with the UIDs of the objects given as preconditions. 404 and 409 are
    fine.
-4. Write `status` where it differs from `body["status"]`; last, so that it never speaks of a step that was not made.
+4. Write `status` where it differs from `body["status"]`; last, so that it never reports a step that was not made.
 5. Emit `announcements` where the status was written; come back after `requeue_after_seconds` at the latest.
 """
 
@@ -28,7 +28,7 @@ Object = dict[str, Any]
 
 @dataclass(frozen=True)
 class NodeDevices:
-    """Neuron devices (or cores) of one node: what the kubelet offers and what no pod has asked for."""
+    """Neuron devices (or cores) of one node: what the kubelet offers and what no pod requests."""
 
     name: str
     instance_type: str
@@ -39,7 +39,7 @@ class NodeDevices:
     """Allocatable `aws.amazon.com/neuroncore`; counted apart from devices, as the kubelet does."""
     free_cores: int
     allocation: str = ""
-    """Label neuron-serving.dev/allocation; `cores` where cores may be asked for."""
+    """Label neuron-serving.dev/allocation; `cores` where pods may request cores."""
     schedulable: bool = True
 
 
@@ -51,7 +51,7 @@ class FreeDevices:
 
 
 class Need(Enum):
-    """Facts that are read on demand only, because reading them is dear."""
+    """Facts that are read on demand only, because reading them is expensive."""
 
     FREE_DEVICES = "free devices"
     EVENTS = "events"
@@ -78,10 +78,10 @@ class World:
     rejected: frozenset[tuple[str, str]] = frozenset()
     """(kind, message) that the API server refused with 422: our object is not valid, mostly because of an overlay."""
     free: FreeDevices | None = None
-    """None: not asked for."""
+    """None: not read in this pass."""
     events: tuple[Object, ...] | None = None
-    """Warnings as `events.k8s.io/v1` has them, oldest first. None: not asked for; empty also where the operator may not
-    read them."""
+    """Warnings as `events.k8s.io/v1` has them, oldest first. None: not read in this pass; empty also where the
+    operator may not read them."""
 
 
 @dataclass(frozen=True)

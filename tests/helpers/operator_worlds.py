@@ -131,13 +131,13 @@ def serving_pod(
         "state": state if state is not None else {"running": {"startedAt": "2026-03-01T11:51:00Z"}},
         "lastState": last or {},
     }
-    told = [
+    all_conditions = [
         {"type": "PodScheduled", "status": "True"},
         {"type": "ContainersReady", "status": str(ready)},
         {"type": "Ready", "status": str(ready)},
     ]
     for condition in conditions:
-        told = [*(c for c in told if c["type"] != condition["type"]), condition]
+        all_conditions = [*(c for c in all_conditions if c["type"] != condition["type"]), condition]
     return {
         "apiVersion": "v1",
         "kind": "Pod",
@@ -147,7 +147,7 @@ def serving_pod(
             "labels": deployment["spec"]["template"]["metadata"]["labels"],
         },
         "spec": {"nodeName": "n1"},
-        "status": {"phase": phase, "conditions": told, "containerStatuses": [container], **status},
+        "status": {"phase": phase, "conditions": all_conditions, "containerStatuses": [container], **status},
     }
 
 

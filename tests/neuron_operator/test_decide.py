@@ -106,7 +106,7 @@ def test_a_transition_is_announced_once() -> None:
     assert decide(carried_out(world, first), SETTINGS).announcements == ()
 
 
-def test_trouble_is_announced_as_a_warning() -> None:
+def test_a_problem_is_announced_as_a_warning() -> None:
     decision = decide(fresh(spec={"model": {"uri": "hf://a/b"}}), SETTINGS)
     assert [(a.type, a.reason) for a in decision.announcements] == [("Warning", "FieldNotSupported")]
 
@@ -313,7 +313,7 @@ def test_a_deleted_model_is_left_to_the_garbage_collector() -> None:
         ({"rejected": frozenset({("Deployment", "spec.x: Invalid value")})}, "InvalidSpec", "spec.x"),
     ],
 )
-def test_what_the_server_refuses_is_told_and_nothing_more_is_written(
+def test_a_refusal_of_the_api_server_is_shown_and_nothing_more_is_written(
     refused: dict[str, Any], reason: str, says: str
 ) -> None:
     world, _ = resolved_world()
@@ -384,7 +384,7 @@ def test_a_verdict_outlives_its_job_until_the_next_one() -> None:
     assert condition(elsewhere.status, "Ready")["reason"] == "Resolving"
 
 
-def test_a_job_without_a_pod_is_asked_about_and_its_event_is_told() -> None:
+def test_the_events_of_a_job_without_a_pod_are_read_and_shown() -> None:
     world, decision = settle(fresh())
     job = find(decision.desired, "Job")
     old = {**job, "metadata": {**job["metadata"], "creationTimestamp": "2026-03-01T11:59:00Z"}}
@@ -396,8 +396,8 @@ def test_a_job_without_a_pod_is_asked_about_and_its_event_is_told() -> None:
         "reason": "FailedCreate",
         "note": "exceeded quota: pods",
     }
-    told = decide(replace(world, children=children, events=(event,)), SETTINGS)
-    assert "FailedCreate: exceeded quota: pods" in condition(told.status, "Ready")["message"]
+    explained = decide(replace(world, children=children, events=(event,)), SETTINGS)
+    assert "FailedCreate: exceeded quota: pods" in condition(explained.status, "Ready")["message"]
 
 
 # Always
@@ -447,7 +447,7 @@ def test_the_line_comes_to_rest_from_any_state_and_stays_there(
 
 @hypothesis_settings(deadline=None)
 @given(JSON_VALUES, JSON_VALUES, JSON_VALUES)
-def test_no_manifest_makes_a_pass_fall(spec: object, annotations: object, old_status: object) -> None:
+def test_no_manifest_makes_decide_raise(spec: object, annotations: object, old_status: object) -> None:
     raw: Object = {"metadata": {"name": "chat", "annotations": annotations}, "spec": spec, "status": old_status}
     decision = decide(World(body=raw, children=(), pods=(), now=NOW), SETTINGS)
     assert condition(decision.status, "Accepted")["reason"] == "InvalidSpec"
@@ -455,7 +455,7 @@ def test_no_manifest_makes_a_pass_fall(spec: object, annotations: object, old_st
 
 
 def worlds_to_spoil() -> list[World]:
-    """Before the model is resolved, and serving with a pod in trouble."""
+    """Before the model is resolved, and serving with a pod that failed."""
     resolving, decision = settle(fresh())
     resolving = replace(resolving, pods=(job_pod(find(decision.desired, "Job"), ended(10, "x")),))
     world, _ = resolved_world()
@@ -488,7 +488,7 @@ def spoiled(raw: dict[str, Any], changes: list[tuple[tuple[Any, ...], object]]) 
 @pytest.mark.parametrize("world", worlds_to_spoil(), ids=["resolving", "serving"])
 @hypothesis_settings(deadline=None)
 @given(data=st.data())
-def test_no_garbage_in_an_object_makes_a_pass_fall(world: World, data: st.DataObject) -> None:
+def test_no_garbage_in_an_object_makes_decide_raise(world: World, data: st.DataObject) -> None:
     raw = {
         "status": world.body["status"],
         "children": list(world.children),

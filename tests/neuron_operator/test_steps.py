@@ -1,5 +1,5 @@
-"""The steps before replicas: a list is walked up to the first step whose Job has not answered; a step more is one entry
-more, and `decide` does not know it."""
+"""The steps before replicas: `decide` walks a list up to the first step whose Job has not answered. A new step is one
+more entry of the list."""
 
 from __future__ import annotations
 
@@ -128,7 +128,7 @@ def test_what_a_job_has_found_out_reaches_the_steps_behind_it() -> None:
         ({"waiting": {"reason": "ErrImagePull", "message": "no such image"}}, "Fetching", "no such image"),
     ],
 )
-def test_the_trouble_of_any_step_is_explained_alike(state: Object, reason: str, says: str) -> None:
+def test_a_failing_job_of_any_step_is_explained_alike(state: Object, reason: str, says: str) -> None:
     world, _ = fetching_world()
     decision = decide(with_pod(world, state), SETTINGS, LONGER)
     assert condition(decision.status, "WeightsReady")["reason"] == reason

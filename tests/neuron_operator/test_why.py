@@ -120,13 +120,13 @@ def test_a_replica_that_does_not_answer_says_why(state: dict[str, Any], reason: 
     ("code", "kind"),
     [(2, "Compiled"), (10, "ModelResolved"), (11, "WeightsReady"), (14, "WeightsReady"), (15, "WeightsReady")],
 )
-def test_a_pod_that_found_the_model_or_weights_wanting_speaks_for_that_step(code: int, kind: str) -> None:
+def test_a_pod_that_ended_because_of_model_or_weights_explains_that_condition(code: int, kind: str) -> None:
     reason = str(Reason.of_exit_code(code))
-    record = failure_record(code, reason, "told so", "serve")
+    record = failure_record(code, reason, "the hub says no", "serve")
     decision = seen(pod(state=CRASH, last=ended(code, record), restarts=2))
     assert condition(decision.status, kind)["reason"] == reason
     assert condition(decision.status, "Ready")["reason"] == reason
-    assert "told so" in condition(decision.status, "Ready")["message"]
+    assert "the hub says no" in condition(decision.status, "Ready")["message"]
     assert condition(decision.status, "Available")["reason"] == "CrashLoop"
 
 
@@ -136,40 +136,40 @@ def test_a_missing_secret_is_named() -> None:
     assert 'secret "words" not found' in condition(decision.status, "Ready")["message"]
 
 
-def test_a_lack_of_devices_is_told_with_what_is_needed_and_what_is_free() -> None:
+def test_a_lack_of_devices_is_explained_by_what_is_needed_and_what_is_free() -> None:
     stuck = [lambda d, n=n: unscheduled_pod(d, INSUFFICIENT, f"chat-{n}") for n in range(2)]
-    asking = seen(*stuck)
-    assert asking.needs == {Need.FREE_DEVICES}
-    told = seen(*stuck, free=FreeDevices(NODES))
-    ready = condition(told.status, "Ready")
+    unexplained = seen(*stuck)
+    assert unexplained.needs == {Need.FREE_DEVICES}
+    found = seen(*stuck, free=FreeDevices(NODES))
+    ready = condition(found.status, "Ready")
     assert ready["reason"] == "InsufficientNeuron"
     assert "0 of 2 replicas answer" in ready["message"]
     assert "needs 6 Neuron devices on one node; free: 4 (n2 4, n1 0); the scheduler says 0/3" in ready["message"]
     assert ready["message"].endswith("2 Insufficient aws.amazon.com/neuron (and 1 more like it)")
-    assert told.requeue_after_seconds is not None
+    assert found.requeue_after_seconds is not None
 
 
 def test_without_the_right_to_look_the_free_devices_are_unknown() -> None:
-    told = seen(lambda d: unscheduled_pod(d, INSUFFICIENT), free=FreeDevices(None))
-    assert "needs 6 Neuron devices on one node; free: unknown" in condition(told.status, "Ready")["message"]
+    found = seen(lambda d: unscheduled_pod(d, INSUFFICIENT), free=FreeDevices(None))
+    assert "needs 6 Neuron devices on one node; free: unknown" in condition(found.status, "Ready")["message"]
 
 
-def test_where_no_node_has_devices_that_is_said() -> None:
-    told = seen(lambda d: unscheduled_pod(d, INSUFFICIENT), free=FreeDevices(NODES[2:]))
-    assert "free: 0, as no ready node offers any" in condition(told.status, "Ready")["message"]
+def test_the_message_says_that_no_node_has_devices() -> None:
+    found = seen(lambda d: unscheduled_pod(d, INSUFFICIENT), free=FreeDevices(NODES[2:]))
+    assert "free: 0, as no ready node offers any" in condition(found.status, "Ready")["message"]
 
 
 def test_cores_are_counted_as_cores() -> None:
     spec = {**SPEC, "accelerator": {"cores": 1}}
     message = INSUFFICIENT.replace("neuron.", "neuroncore.")
-    told = seen(lambda d: unscheduled_pod(d, message), free=FreeDevices(NODES), spec=spec)
-    assert "needs 1 NeuronCore on one node; free: 24" in condition(told.status, "Ready")["message"]
+    found = seen(lambda d: unscheduled_pod(d, message), free=FreeDevices(NODES), spec=spec)
+    assert "needs 1 NeuronCore on one node; free: 24" in condition(found.status, "Ready")["message"]
 
 
-def test_another_reason_of_the_scheduler_is_told_in_its_words() -> None:
-    told = seen(lambda d: unscheduled_pod(d, "0/3 nodes are available: 3 Insufficient memory."))
-    assert condition(told.status, "Ready")["reason"] == "NoMatchingNode"
-    assert "3 Insufficient memory" in condition(told.status, "Ready")["message"]
+def test_the_message_quotes_any_other_reason_of_the_scheduler() -> None:
+    found = seen(lambda d: unscheduled_pod(d, "0/3 nodes are available: 3 Insufficient memory."))
+    assert condition(found.status, "Ready")["reason"] == "NoMatchingNode"
+    assert "3 Insufficient memory" in condition(found.status, "Ready")["message"]
 
 
 @pytest.mark.parametrize(
@@ -193,10 +193,10 @@ def test_pods_that_cannot_be_made_are_explained_by_the_deployment(message: str, 
 def test_a_node_that_went_away_is_named_before_its_pods_are_evicted() -> None:
     def lost(deployment: Object) -> Object:
         made = serving_pod(deployment, ready=True)
-        told = [
+        conditions = [
             c if c["type"] != "Ready" else {"type": "Ready", "status": "False"} for c in made["status"]["conditions"]
         ]
-        return {**made, "status": {**made["status"], "conditions": told}}
+        return {**made, "status": {**made["status"], "conditions": conditions}}
 
     decision = seen(lost)
     assert condition(decision.status, "Ready")["reason"] == "NodeLost"
@@ -222,19 +222,19 @@ def test_a_failed_pod_is_forgotten_once_newer_pods_are_on_their_way() -> None:
     assert condition(decision.status, "Ready")["reason"] == "Loading"
 
 
-def test_the_reason_that_least_heals_by_waiting_is_told_first() -> None:
+def test_the_reason_that_heals_least_by_waiting_is_shown() -> None:
     decision = seen(pod("a"), pod("b", state=waiting("ErrImagePull", "no such image")))
     assert condition(decision.status, "Ready")["reason"] == "ImagePull"
 
 
-def test_a_pod_that_stays_without_a_word_is_asked_about() -> None:
+def test_the_events_of_a_pod_that_stays_unexplained_are_read() -> None:
     creating = pod(state=waiting("ContainerCreating"))
-    asking = seen(creating, events=None)
-    assert asking.needs == {Need.EVENTS}
+    unexplained = seen(creating, events=None)
+    assert unexplained.needs == {Need.EVENTS}
     event = {"regarding": {"kind": "Pod", "name": "chat-1"}, "reason": "FailedMount", "note": "volume v is not there"}
-    told = seen(creating, events=(event,))
-    assert condition(told.status, "Ready")["reason"] == "VolumeNotBound"
-    assert "volume v is not there" in condition(told.status, "Ready")["message"]
+    found = seen(creating, events=(event,))
+    assert condition(found.status, "Ready")["reason"] == "VolumeNotBound"
+    assert "volume v is not there" in condition(found.status, "Ready")["message"]
 
 
 @pytest.mark.parametrize(
@@ -244,12 +244,12 @@ def test_a_pod_that_stays_without_a_word_is_asked_about() -> None:
         'MountVolume.SetUp failed for volume "api-key" : references non-existent secret key: keys',
     ],
 )
-def test_a_missing_api_key_is_named_by_the_field_that_asks_for_it(note: str) -> None:
+def test_a_missing_api_key_is_named_by_its_field(note: str) -> None:
     event = {"regarding": {"kind": "Pod", "name": "chat-1"}, "reason": "FailedMount", "note": note}
-    told = condition(seen(pod(state=waiting("ContainerCreating")), events=(event,)).status, "Ready")
-    assert told["reason"] == "SecretNotFound"
-    assert "serving.apiKeySecretRef" in told["message"]
-    assert note in told["message"]
+    found = condition(seen(pod(state=waiting("ContainerCreating")), events=(event,)).status, "Ready")
+    assert found["reason"] == "SecretNotFound"
+    assert "serving.apiKeySecretRef" in found["message"]
+    assert note in found["message"]
 
 
 # The resolve Job
@@ -262,7 +262,7 @@ def resolving(state: Object, **fields: Any) -> Decision:
 
 
 @pytest.mark.parametrize("code", [10, 11, 12, 13])
-def test_what_inspect_found_is_told_before_any_device_is_held(code: int) -> None:
+def test_the_message_of_inspect_is_shown_before_any_device_is_held(code: int) -> None:
     reason = str(Reason.of_exit_code(code))
     decision = resolving(ended(code, failure_record(code, reason, "the hub says no")))
     assert condition(decision.status, "ModelResolved")["reason"] == reason
@@ -279,13 +279,13 @@ def test_what_inspect_found_is_told_before_any_device_is_held(code: int) -> None
         (ended(0, "no record here"), "no record here"),
     ],
 )
-def test_a_job_in_trouble_is_told_in_its_words(state: Object, says: str) -> None:
+def test_the_message_quotes_a_job_that_fails_or_does_not_start(state: Object, says: str) -> None:
     decision = resolving(state)
     assert condition(decision.status, "ModelResolved")["status"] == "False"
     assert says in condition(decision.status, "Ready")["message"]
 
 
-def test_a_job_that_runs_for_long_is_not_asked_about() -> None:
+def test_no_event_is_read_of_a_job_that_runs() -> None:
     decision = resolving({"running": {"startedAt": "2026-03-01T11:00:00Z"}}, phase="Running")
     assert decision.needs == set()
     assert condition(decision.status, "Ready")["message"] == "reading the model's configuration"
@@ -353,8 +353,8 @@ def test_every_exit_code_means_one_reason() -> None:
 
 @given(st.lists(st.tuples(st.sampled_from(CONDITIONS), st.sampled_from(["True", "False", "Unknown"])), max_size=10))
 @settings(deadline=None)
-def test_ready_is_the_first_condition_that_is_not_true(told: list[tuple[str, Any]]) -> None:
-    findings = [Finding(kind, state, f"{kind}{state}", "m") for kind, state in told]
+def test_ready_is_the_first_condition_that_is_not_true(given: list[tuple[Any, Any]]) -> None:
+    findings = [Finding(kind, state, f"{kind}{state}", "m") for kind, state in given]
     found = status.complete(findings)
     assert [finding.condition for finding in found] == [*CONDITIONS, "Ready"]
     first = next((finding for finding in found[:-1] if finding.status != "True"), None)
