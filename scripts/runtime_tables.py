@@ -54,7 +54,7 @@ def _keys(fields: Iterable[Field]) -> str:
         default = f"`{field.default}`" if field.default == field.value else field.default
         if field.value is NODEFAULT and field.argument:
             default = f"required; with flags: {default}"
-        rows.append((f"`{field.path}`", _texts(flags), values(field.kind), field.key.description, default))
+        rows.append((f"`{field.path}`", _texts(flags), values(field.kind), field.description, default))
     return table(("Key", "Flag", "Values", "Meaning", "Default"), rows)
 
 

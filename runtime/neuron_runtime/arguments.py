@@ -16,13 +16,13 @@ import msgspec
 
 from neuron_runtime.config import CONFIG_VERSION, RuntimeConfig, parse_config
 from neuron_runtime.errors import FatalError, InvalidConfig
-from neuron_runtime.flags import Flag, absolute, fields_of
+from neuron_runtime.flags import absolute, fields_of
 from neuron_runtime.not_built import Surface, refuse
 
 FIELDS = tuple(fields_of(RuntimeConfig))
 
 BY_ARGUMENT = {field.argument: field for field in FIELDS if field.argument}
-LLM_ARGUMENTS = {name: field for name, field in BY_ARGUMENT.items() if isinstance(field.key, Flag) and field.key.llm}
+LLM_ARGUMENTS = {name: field for name, field in BY_ARGUMENT.items() if field.flag and field.flag.llm}
 
 FLAG_NAMES = {"model.uri": "MODEL"} | {field.path: field.option for field in BY_ARGUMENT.values()}
 LLM_NAMES = {"model.uri": "model"} | {field.path: name for name, field in LLM_ARGUMENTS.items()}

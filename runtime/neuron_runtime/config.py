@@ -19,7 +19,7 @@ import msgspec
 from msgspec import Meta
 
 from neuron_runtime.errors import InvalidConfig
-from neuron_runtime.flags import Flag, Key, dtype_word, json_or_text, json_value, template, word_or_folder
+from neuron_runtime.flags import Flag, dtype_word, json_or_text, json_value, template, word_or_folder
 from neuron_runtime.uris import parse_uri
 
 CONFIG_VERSION = 1
@@ -43,29 +43,29 @@ class Document(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
 
 
 class ModelSource(Document, frozen=True, kw_only=True):
-    uri: Annotated[str, Key("What to serve: `hf://org/name[@revision]` or `file:///absolute/path`")]
+    uri: Annotated[str, "What to serve: `hf://org/name[@revision]` or `file:///absolute/path`"]
     digest: Annotated[
-        str, Key("Commit (`hf://`) or hash (folder) that `inspect` found; another one ends with `ChecksumMismatch`")
+        str, "Commit (`hf://`) or hash (folder) that `inspect` found; another one ends with `ChecksumMismatch`"
     ] = ""
 
 
 class EngineLimits(Document, frozen=True, kw_only=True):
     """Zero: chosen at the start, from the model and the memory that is free."""
 
-    max_model_length: Annotated[Limit, LimitFlag("Most tokens of prompt and answer", "max_model_len", llm=True)] = 0
-    max_sequences: Annotated[Limit, LimitFlag("Most requests that run at a time", "max_num_seqs", llm=True)] = 0
-    max_step_tokens: Annotated[Limit, LimitFlag("Most tokens of a step", "max_num_batched_tokens", llm=True)] = 0
-    block_size: Annotated[Limit, LimitFlag("Tokens of a block of the KV cache", llm=True)] = 0
-    num_blocks: Annotated[Limit, LimitFlag("Blocks of the KV cache", "num_gpu_blocks_override", llm=True)] = 0
-    max_queued_requests: Annotated[Limit, LimitFlag("Most requests that wait; one more is answered with 429")] = 0
-    max_queued_tokens: Annotated[Limit, LimitFlag("Most prompt tokens that wait; more are answered with 429")] = 0
+    max_model_length: Annotated[Limit, "Most tokens of prompt and answer", LimitFlag("max_model_len", llm=True)] = 0
+    max_sequences: Annotated[Limit, "Most requests that run at a time", LimitFlag("max_num_seqs", llm=True)] = 0
+    max_step_tokens: Annotated[Limit, "Most tokens of a step", LimitFlag("max_num_batched_tokens", llm=True)] = 0
+    block_size: Annotated[Limit, "Tokens of a block of the KV cache", LimitFlag(llm=True)] = 0
+    num_blocks: Annotated[Limit, "Blocks of the KV cache", LimitFlag("num_gpu_blocks_override", llm=True)] = 0
+    max_queued_requests: Annotated[Limit, "Most requests that wait; one more is answered with 429", LimitFlag()] = 0
+    max_queued_tokens: Annotated[Limit, "Most prompt tokens that wait; more are answered with 429", LimitFlag()] = 0
 
 
 class DrainOptions(Document, frozen=True, kw_only=True):
     delay_seconds: Annotated[
-        Seconds, Key("After SIGTERM `/health` is 503 at once; requests are still admitted for this long")
+        Seconds, "After SIGTERM `/health` is 503 at once; requests are still admitted for this long"
     ] = 10.0
-    seconds: Annotated[Seconds, Key("After that, running answers may go on for this long")] = 300.0
+    seconds: Annotated[Seconds, "After that, running answers may go on for this long"] = 300.0
 
 
 class TextOptions(Document, frozen=True, kw_only=True):
@@ -73,93 +73,88 @@ class TextOptions(Document, frozen=True, kw_only=True):
 
     generation_config: Annotated[
         str,
-        Flag(
-            "Where sampling defaults come from: `auto`, the model's `generation_config.json`; `vllm`, nowhere; or a "
-            "folder that has such a file. The model's end tokens always hold",
-            llm=True,
-            metavar="auto|vllm|DIR",
-            read=word_or_folder,
-        ),
+        "Where sampling defaults come from: `auto`, the model's `generation_config.json`; `vllm`, nowhere; or a "
+        "folder that has such a file. The model's end tokens always hold",
+        Flag(llm=True, metavar="auto|vllm|DIR", read=word_or_folder),
     ] = "auto"
     chat_template: Annotated[
         str,
-        Flag("A Jinja template; the flag also takes a file", metavar="FILE", default="the model's own", read=template),
+        "A Jinja template; the flag also takes a file",
+        Flag(metavar="FILE", default="the model's own", read=template),
     ] = ""
     reasoning_parser: Annotated[
-        Literal["", "deepseek_r1", "qwen3"], Flag("Return reasoning apart from the answer, for models of this kind")
+        Literal["", "deepseek_r1", "qwen3"], "Return reasoning apart from the answer, for models of this kind", Flag()
     ] = ""
 
 
 class ServerOptions(Document, frozen=True, kw_only=True):
     """What the HTTP server does besides answering, and the most that one request may ask for."""
 
-    access_log: Annotated[bool, Flag("Log each request as a line of JSON on stdout")] = True
-    log_prompts: Annotated[bool, Flag("Log the beginning of each prompt in that line")] = False
-    max_logged_characters: Annotated[Count, Flag("Characters logged of each prompt", "max_log_len")] = 1000
+    access_log: Annotated[bool, "Log each request as a line of JSON on stdout", Flag()] = True
+    log_prompts: Annotated[bool, "Log the beginning of each prompt in that line", Flag()] = False
+    max_logged_characters: Annotated[Count, "Characters logged of each prompt", Flag("max_log_len")] = 1000
     otlp_traces_endpoint: Annotated[
         str,
-        Flag("Send OpenTelemetry traces there (OTLP/HTTP)", metavar="URL", default=f"`${TRACES_ENDPOINT}`, or none"),
+        "Send OpenTelemetry traces there (OTLP/HTTP)",
+        Flag(metavar="URL", default=f"`${TRACES_ENDPOINT}`, or none"),
     ] = ""
     allowed_origins: Annotated[
         tuple[str, ...],
-        Flag("Origins of web pages that may call from a browser; `*`: all", metavar="JSON", read=json_or_text),
+        "Origins of web pages that may call from a browser; `*`: all",
+        Flag(metavar="JSON", read=json_or_text),
     ] = ()
-    client_stall_seconds: Annotated[Count, Flag("Disconnect a client that has read nothing for this long")] = 60
+    client_stall_seconds: Annotated[Count, "Disconnect a client that has read nothing for this long", Flag()] = 60
     num_front_ends: Annotated[
-        int, Meta(ge=1, le=64), Flag("Front-end processes, which do HTTP and text", "api_server_count")
+        int, Meta(ge=1, le=64), "Front-end processes, which do HTTP and text", Flag("api_server_count")
     ] = 1
-    max_body_bytes: Annotated[Count, Flag("Largest body of a request")] = 32 * 1024 * 1024
+    max_body_bytes: Annotated[Count, "Largest body of a request", Flag()] = 32 * 1024 * 1024
     max_output_tokens: Annotated[
-        int, Meta(ge=0), Flag("Largest `max_tokens` of a request; 0: what fits behind the prompt")
+        int, Meta(ge=0), "Largest `max_tokens` of a request; 0: what fits behind the prompt", Flag()
     ] = 0
-    max_prompts: Annotated[Count, Flag("Most prompts in one request")] = 128
-    max_choices: Annotated[Count, Flag("Most answers to one request: prompts times `n`")] = 128
+    max_prompts: Annotated[Count, "Most prompts in one request", Flag()] = 128
+    max_choices: Annotated[Count, "Most answers to one request: prompts times `n`", Flag()] = 128
 
 
 class RuntimeConfig(Document, frozen=True, kw_only=True):
-    version: Annotated[int, Key(f"Version of this format: {CONFIG_VERSION}")]
+    version: Annotated[int, f"Version of this format: {CONFIG_VERSION}"]
     model: ModelSource
     served_names: Annotated[
         tuple[str, ...],
         Meta(min_length=1),
-        Flag("Names clients may ask for; answers have the first", "served_model_name", llm=True, default="from MODEL"),
+        "Names clients may ask for; answers have the first",
+        Flag("served_model_name", llm=True, default="from MODEL"),
     ]
     backend: Annotated[
         BackendName,
-        Flag("What computes: `torch` or `simulated`; the others are not built yet", llm=True, metavar="NAME"),
+        "What computes: `torch` or `simulated`; the others are not built yet",
+        Flag(llm=True, metavar="NAME"),
     ] = "torch"
     dtype: Annotated[
         Literal["auto", "float32", "bfloat16", "float16"],
-        Flag("Type of weights and cache; `auto`: as the weights are stored", llm=True, read=dtype_word),
+        "Type of weights and cache; `auto`: as the weights are stored",
+        Flag(llm=True, read=dtype_word),
     ] = "auto"
     layout: Annotated[
         Literal["auto", "slots", "blocks"],
-        Flag("KV cache: `slots`, one line per request, or `blocks`, pages taken as a request grows", llm=True),
+        "KV cache: `slots`, one line per request, or `blocks`, pages taken as a request grows",
+        Flag(llm=True),
     ] = "auto"
     prefix_caching: Annotated[
         Switch,
-        Flag(
-            "Compute equal beginnings of prompts once; enabled chooses layout `blocks`",
-            "enable_prefix_caching",
-            llm=True,
-            default="on with layout `blocks`",
-        ),
+        "Compute equal beginnings of prompts once; enabled chooses layout `blocks`",
+        Flag("enable_prefix_caching", llm=True, default="on with layout `blocks`"),
     ] = "auto"
     chunked_prefill: Annotated[
         Switch,
-        Flag(
-            "Compute long prompts in parts; disabled: a prompt longer than a step is refused with 400",
-            "enable_chunked_prefill",
-            llm=True,
-            default="on where the backend can",
-        ),
+        "Compute long prompts in parts; disabled: a prompt longer than a step is refused with 400",
+        Flag("enable_chunked_prefill", llm=True, default="on where the backend can"),
     ] = "auto"
     limits: EngineLimits = EngineLimits()
     drain: DrainOptions = DrainOptions()
     text: TextOptions = TextOptions()
     server: ServerOptions = ServerOptions()
     override_neuron_config: Annotated[
-        dict[str, Any], Flag("Settings of the backend", llm=True, metavar="JSON", read=json_value)
+        dict[str, Any], "Settings of the backend", Flag(llm=True, metavar="JSON", read=json_value)
     ] = {}
 
 

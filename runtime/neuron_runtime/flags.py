@@ -1,6 +1,6 @@
 """How a field of a configuration Struct is set by a flag or an argument: declared beside the field's type.
 
-A field is `name: Annotated[type, Meta(ge=...), Flag("What it does", ...)] = default`. `fields_of` reads these
+A field is `name: Annotated[type, Meta(ge=...), "What it does", Flag(...)] = default`. `fields_of` reads these
 declarations; argparse flags, argument names and the tables of the docs follow from what it returns. Nothing here knows
 a particular configuration.
 """
@@ -19,15 +19,8 @@ from msgspec import inspect
 
 
 @dataclass(frozen=True)
-class Key:
-    """What a key of the document does."""
-
-    description: str
-
-
-@dataclass(frozen=True)
-class Flag(Key):
-    """A key that has a command-line flag."""
+class Flag:
+    """A field that has a command-line flag."""
 
     argument: str = ""
     """Name of the argument, vLLM's where the meaning is the same; with dashes it is the flag. Empty: the field's."""
@@ -48,10 +41,11 @@ class Field:
     path: str
     """Keys of the JSON document, joined by dots."""
     kind: inspect.Type
-    key: Key
+    description: str
     value: Any
     """Default; NODEFAULT: required."""
-    argument: str = ""
+    flag: Flag | None
+    argument: str
     """Empty: no flag."""
 
     @property
@@ -61,8 +55,8 @@ class Field:
     @property
     def default(self) -> str:
         """What holds if the field is not set, in words."""
-        if isinstance(self.key, Flag) and self.key.default:
-            return self.key.default
+        if self.flag and self.flag.default:
+            return self.flag.default
         if self.value is msgspec.NODEFAULT:
             return "required"
         if isinstance(self.value, bool):
@@ -78,8 +72,8 @@ class Field:
         """What the document holds for what a person wrote. Raises ValueError."""
         if self.is_switch and isinstance(given, bool):
             return "enabled" if given else "disabled"
-        if isinstance(given, str) and isinstance(self.key, Flag) and self.key.read:
-            given = self.key.read(given)
+        if isinstance(given, str) and self.flag and self.flag.read:
+            given = self.flag.read(given)
         return [given] if isinstance(given, str) and isinstance(self.kind, inspect.VarTupleType) else given
 
 
@@ -91,9 +85,11 @@ def fields_of(struct: type[msgspec.Struct], path: str = "") -> Iterator[Field]:
             yield from fields_of(kind.cls, f"{path}{field.encode_name}.")
             continue
         value = field.default if field.default_factory is msgspec.NODEFAULT else field.default_factory()
-        key = next(one for one in get_args(field.type) if isinstance(one, Key))
-        argument = key.argument or field.name if isinstance(key, Flag) else ""
-        yield Field(path + field.encode_name, kind, key, value, argument)
+        annotations = get_args(field.type)
+        description = next(one for one in annotations if isinstance(one, str))
+        flag = next((one for one in annotations if isinstance(one, Flag)), None)
+        argument = flag.argument or field.name if flag else ""
+        yield Field(path + field.encode_name, kind, description, value, flag, argument)
 
 
 def add_flags(
@@ -105,10 +101,10 @@ def add_flags(
         defaults: words for the help by argument, where a command has defaults of its own.
     """
     for field in fields:
-        if isinstance(field.key, Flag):
+        if field.flag:
             default = (defaults or {}).get(field.argument, field.default)
-            meaning = f"{field.key.description} (default: {default})".replace("`", "")
-            parser.add_argument(field.option, help=meaning, **_form(field, field.key))
+            meaning = f"{field.description} (default: {default})".replace("`", "")
+            parser.add_argument(field.option, help=meaning, **_form(field, field.flag))
 
 
 def _form(field: Field, flag: Flag) -> dict[str, Any]:

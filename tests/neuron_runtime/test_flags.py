@@ -9,21 +9,21 @@ import msgspec
 import pytest
 from msgspec import Meta
 
-from neuron_runtime.flags import Flag, Key, add_flags, fields_of, json_or_text
+from neuron_runtime.flags import Flag, add_flags, fields_of, json_or_text
 
 
 class Part(msgspec.Struct, rename="camel"):
-    num_things: Annotated[int, Meta(ge=1), Flag("How many", "things")] = 3
-    share: Annotated[float, Flag("Which part")] = 1.0
+    num_things: Annotated[int, Meta(ge=1), "How many", Flag("things")] = 3
+    share: Annotated[float, "Which part", Flag()] = 1.0
 
 
 class Whole(msgspec.Struct, rename="camel"):
-    names: Annotated[tuple[str, ...], Flag("Names", default="from `MODEL`")]
-    kind: Annotated[Literal["", "a", "b"], Flag("Of `a` or `b`")] = ""
-    switch: Annotated[Literal["auto", "enabled", "disabled"], Flag("On or off")] = "auto"
-    loud: Annotated[bool, Flag("Say more")] = False
-    origins: Annotated[tuple[str, ...], Flag("Where from", metavar="JSON", read=json_or_text)] = ()
-    inner: Annotated[str, Key("Only in the document")] = ""
+    names: Annotated[tuple[str, ...], "Names", Flag(default="from `MODEL`")]
+    kind: Annotated[Literal["", "a", "b"], "Of `a` or `b`", Flag()] = ""
+    switch: Annotated[Literal["auto", "enabled", "disabled"], "On or off", Flag()] = "auto"
+    loud: Annotated[bool, "Say more", Flag()] = False
+    origins: Annotated[tuple[str, ...], "Where from", Flag(metavar="JSON", read=json_or_text)] = ()
+    inner: Annotated[str, "Only in the document"] = ""
     part: Part = msgspec.field(default_factory=Part)
 
 
