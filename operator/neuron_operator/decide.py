@@ -9,8 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from neuron_operator import model as manifest
-from neuron_operator import names, revision, status
+from neuron_operator import manifest, names, revision, status
 from neuron_operator.errors import InvalidSpec
 from neuron_operator.model import NeuronModel
 from neuron_operator.objects import name_of

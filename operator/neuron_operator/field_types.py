@@ -10,6 +10,9 @@ from msgspec import Meta
 from neuron_operator import names
 from neuron_operator.fields import Rule
 
+NAME_PATTERN = r"^[a-z]([-a-z0-9]*[a-z0-9])?$"
+"""Of the object's name: with names.MAX_MODEL_NAME, what names of children can grow from."""
+
 
 @dataclass(frozen=True)
 class UriScheme:

@@ -15,8 +15,9 @@ import yaml
 from msgspec import NODEFAULT, Meta
 
 from neuron_operator import names
+from neuron_operator.field_types import NAME_PATTERN
 from neuron_operator.fields import Json, Rule, SpecPart, described, fields_of, peeled
-from neuron_operator.model import NAME_PATTERN, Spec
+from neuron_operator.model import Spec
 from neuron_operator.model_status import Status
 
 Schema = dict[str, Any]

@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from helpers.operator_worlds import FACTS, SETTINGS, SPEC, body
 from neuron_operator import config_document as operator
 from neuron_operator import names
-from neuron_operator.model import Serving, parse
+from neuron_operator.manifest import parse
+from neuron_operator.model import Serving
 from neuron_operator.records import Facts
 from neuron_operator.render.pods import API_KEY_FLAG, SERVE_COMMAND
 from neuron_operator.revision import pin

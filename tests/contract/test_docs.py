@@ -28,7 +28,7 @@ from neuron_operator import metrics as operator_metrics
 from neuron_operator import placement
 from neuron_operator.catalog import INSTANCE_TYPES
 from neuron_operator.errors import InvalidSpec, Unplaceable
-from neuron_operator.model import parse
+from neuron_operator.manifest import parse
 from neuron_operator.reasons import Reason
 from neuron_runtime import config, not_built, offline
 from neuron_runtime.__main__ import build_parser, main

@@ -11,7 +11,7 @@ from helpers.manifests import REFUSED, spec_with
 from helpers.operator_worlds import JSON_VALUES, body
 from neuron_operator import names
 from neuron_operator.errors import FieldNotSupported, InvalidSpec
-from neuron_operator.model import is_paused, parse
+from neuron_operator.manifest import is_paused, parse
 
 CRD = Path(__file__).parents[2] / "crds" / "neuronmodels.yaml"
 

@@ -31,7 +31,7 @@ from helpers.operator_worlds import (
 from neuron_operator import status
 from neuron_operator.decide import decide
 from neuron_operator.errors import Unplaceable
-from neuron_operator.model import parse
+from neuron_operator.manifest import parse
 from neuron_operator.placement import place
 from neuron_operator.reasons import CONDITIONS, Finding, Reason
 from neuron_operator.status import MAX_MESSAGE
