@@ -1,0 +1,288 @@
+"""`LLM`: loads a model, and runs scheduler and backend on the caller's thread.
+
+All prompts of a call are admitted before the first one is computed. Text and outputs are `running`'s.
+"""
+
+from __future__ import annotations
+
+import itertools
+import random
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from types import TracebackType
+from typing import Any, TypeVar
+
+from tqdm import tqdm  # type: ignore[import-untyped]
+
+from neuron_runtime.arguments import LLM_NAMES, default_weights_dir, llm_config, naming
+from neuron_runtime.console import StageLines, say
+from neuron_runtime.core import BackendLimits, TokenEvent
+from neuron_runtime.engine.backends import backend_package, check_backend
+from neuron_runtime.engine.loop import Engine
+from neuron_runtime.errors import BackendFailed, InvalidConfig, InvalidRequest
+from neuron_runtime.not_built import Surface, refuse
+from neuron_runtime.offline.outputs import RequestOutput
+from neuron_runtime.offline.prompts import Prompt, listed, naming_prompt, one_each, prompt_fields
+from neuron_runtime.offline.running import RunningChoice, RunningPrompt
+from neuron_runtime.offline.sampling_params import SamplingParams
+from neuron_runtime.requests.admission import Admission
+from neuron_runtime.requests.bodies import ChatBody, typed
+from neuron_runtime.requests.generation_defaults import load_generation_defaults
+from neuron_runtime.requests.parameters import check_parameter_served, parameters_of
+from neuron_runtime.requests.sampling_fields import SamplingFields
+from neuron_runtime.text.tokenizer import load_tokenizer
+
+MAX_SEED_BITS = 63
+
+Conversation = Sequence[Mapping[str, Any]]
+
+Given = TypeVar("Given")
+
+
+class LLM:
+    """A model, loaded and ready.
+
+    Args:
+        model: `org/name`, `hf://org/name[@revision]`, `file:///path`, or the path of a folder.
+        device: "cpu" or "neuron"; left out: what this runtime was built for.
+        seed: makes answers whose parameters have no seed of their own the same in every run; refused where a seed of
+            `SamplingParams` is.
+        revision: of a model on a hub.
+        download_dir: where weights from a hub go.
+        additional_config: `{"override_neuron_config": {...}}`, as vLLM's newer versions take it.
+        arguments: `max_model_len`, `max_num_seqs`, `block_size` and whatever else vLLM's class has. They are honoured,
+            or refused by name; see `arguments.LLM_ARGUMENTS` and `not_built.ROWS`.
+
+    Raises:
+        TypeError: an unknown argument.
+        InvalidConfig: naming the argument that cannot be honoured, with the cure.
+        FatalError: the model cannot be found, read or held.
+    """
+
+    def __init__(
+        self,
+        model: str,
+        *,
+        device: str | None = None,
+        seed: int | None = None,
+        revision: str | None = None,
+        download_dir: str | Path | None = None,
+        additional_config: Mapping[str, Any] | None = None,
+        **arguments: Any,
+    ) -> None:
+        config = llm_config(model, arguments, device=device, revision=revision, additional_config=additional_config)
+        with naming(LLM_NAMES):
+            check_backend(config)
+            from neuron_runtime.sources import materialize  # noqa: PLC0415  (brings a hub client)
+
+            progress = StageLines()
+            weights_dir = default_weights_dir() if download_dir is None else Path(download_dir)
+            package = backend_package(config)
+            self._model_dir = materialize(config.model, weights_dir, progress, with_weights=package.NEEDS_WEIGHTS)
+            tokenizer = load_tokenizer(self._model_dir)
+            source = config.text.generation_config
+            defaults = load_generation_defaults(self._model_dir, tokenizer.eos_token_id, source)
+            backend = package.load_backend(self._model_dir, config, progress)
+            self._close = weakref.finalize(self, backend.close)
+            if seed is not None:
+                _check_seed(backend.limits)
+            defaults = defaults.served(backend.limits)
+            for setting in defaults.not_applied:
+                say(f"generation_config.json: {setting} is not supported and not applied")
+        backend.warm_up(progress)
+        # Whoever asks waits for all answers anyway: nothing is gained by refusing what can run later.
+        self._engine = Engine(backend, max_queued_requests=sys.maxsize)
+        self._admission = Admission(
+            tokenizer,
+            backend.limits,
+            config.served_names,
+            defaults,
+            max_queued_requests=sys.maxsize,
+            cuts_max_tokens=True,
+        )
+        self._random = random.SystemRandom() if seed is None else random.Random(seed)  # noqa: S311
+        self._ids = itertools.count()
+        self._one_at_a_time = threading.Lock()
+        self._ended = ""
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt] | None = None,
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        use_tqdm: bool | Callable[..., Any] = True,
+        priority: Sequence[int] | None = None,
+        prompt_token_ids: Sequence[int] | Sequence[Sequence[int]] | None = None,
+        lora_request: None = None,
+    ) -> list[RequestOutput]:
+        """Continue prompts; the outputs come in their order.
+
+        Args:
+            prompts: one or many, see `Prompt`.
+            sampling_params: one for all, one for each, or None for the model's own defaults.
+            use_tqdm: whether a progress bar is shown on stderr, or what makes one.
+            priority: one number for each prompt, lower ones run first.
+            prompt_token_ids: an older way to give token ids instead of `prompts`.
+
+        Raises:
+            InvalidRequest: naming the parameter, and the prompt where there are several. Nothing was computed.
+            BackendFailed: this object cannot be used any more.
+        """
+        if (prompts is None) == (prompt_token_ids is None):
+            raise InvalidRequest("exactly one of `prompts` and `prompt_token_ids` is needed", field="prompts")
+        given = listed(prompts if prompts is not None else prompt_token_ids)
+        return self._run(
+            given, prompt_fields, sampling_params, priority=priority, lora_request=lora_request, use_tqdm=use_tqdm
+        )
+
+    def chat(
+        self,
+        messages: Conversation | Sequence[Conversation],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        use_tqdm: bool | Callable[..., Any] = True,
+        add_generation_prompt: bool = True,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        lora_request: None = None,
+        **options: Any,
+    ) -> list[RequestOutput]:
+        """Answer one conversation or several, written with the model's chat template.
+
+        Args:
+            messages: each with `role` and `content`.
+            options: `tools`, `chat_template` and others of vLLM's method; refused by name where they ask for anything.
+
+        Raises: as `generate`.
+        """
+        options.pop("chat_template_content_format", None)  # how a template is told of images, and there are none
+        common = {
+            **options,
+            "add_generation_prompt": add_generation_prompt,
+            "chat_template_kwargs": None if chat_template_kwargs is None else dict(chat_template_kwargs),
+        }
+        conversations: Any = [messages] if messages and isinstance(messages[0], Mapping) else messages
+
+        def prompt(conversation: Conversation) -> dict[str, Any]:
+            body = typed({**common, "messages": conversation}, ChatBody, ignores_unknown=False)
+            text = self._admission.chat_text(body.messages, body)
+            # The template writes its own BOS.
+            return {"prompt": text, "add_special_tokens": False}
+
+        return self._run(
+            conversations, prompt, sampling_params, priority=None, lora_request=lora_request, use_tqdm=use_tqdm
+        )
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        """What is used when no parameters are given: the model's `generation_config.json`, else vLLM's defaults."""
+        defaults = self._admission.defaults.sampling
+        given = {name: value for name in defaults.__struct_fields__ if (value := getattr(defaults, name)) is not None}
+        return SamplingParams(**given)
+
+    def get_tokenizer(self) -> Any:
+        """The model's tokenizer as transformers loads it."""
+        from transformers import AutoTokenizer  # noqa: PLC0415 - heavy
+
+        return AutoTokenizer.from_pretrained(str(self._model_dir), local_files_only=True)
+
+    def close(self) -> None:
+        """Release the device and the memory; also done when nothing refers to this object any more."""
+        self._ended = self._ended or "it was closed"
+        self._close()
+
+    def __enter__(self) -> LLM:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _run(
+        self,
+        prompts: Sequence[Given],
+        fields_of: Callable[[Given], dict[str, Any]],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None,
+        *,
+        priority: Sequence[int] | None,
+        lora_request: object,
+        use_tqdm: bool | Callable[..., Any],
+    ) -> list[RequestOutput]:
+        refuse(Surface.CALL, "lora_request", lora_request)
+        params = one_each(sampling_params, len(prompts), self.get_default_sampling_params, "sampling_params")
+        priorities = one_each(priority, len(prompts), lambda: 0, "priority")
+        with self._one_at_a_time:
+            if self._ended:
+                raise BackendFailed(f"this LLM cannot be used any more ({self._ended}): make a new one")
+            asked = []
+            for number, (prompt, one, rank) in enumerate(zip(prompts, params, priorities, strict=True)):
+                with naming_prompt(number, len(prompts)):
+                    asked.append(self._admit(fields_of(prompt), one, rank))
+            make_bar = use_tqdm if callable(use_tqdm) else tqdm
+            with make_bar(
+                total=len(asked), desc="Processed prompts", unit="prompt", dynamic_ncols=True, disable=not use_tqdm
+            ) as bar:
+                self._finish(asked, bar)
+            return [one.output() for one in asked]
+
+    def _admit(self, prompt: dict[str, Any], params: SamplingParams, priority: int) -> RunningPrompt:
+        """Everything that can be wrong with a prompt and its parameters is said here. Raises InvalidRequest."""
+        admission = self._admission
+        given = {**prompt, "priority": priority}
+        text = given.pop("text", None)
+        ask = admission.completion(params.body(given, admission.limits.max_model_length))
+        if params.seed is None:
+            seed = self._random.getrandbits(MAX_SEED_BITS)
+            ask = replace(ask, sampling=tuple(replace(sampling, seed=seed) for sampling in ask.sampling))
+        number = str(next(self._ids))
+        choices = [RunningChoice(index, number, ask, params, admission.tokenizer) for index in range(ask.num_choices)]
+        text = given["prompt"] if isinstance(given["prompt"], str) else text
+        return RunningPrompt(number, text, choices, admission.tokenizer)
+
+    def _finish(self, asked: Iterable[RunningPrompt], bar: Any) -> None:
+        live: dict[str, tuple[RunningPrompt, RunningChoice]] = {}
+        began, num_tokens = time.monotonic(), 0
+        try:
+            for one in asked:
+                for choice in one.choices:
+                    self._engine.add(choice.request)
+                    live[choice.request.request_id] = one, choice
+            while live:
+                for event in self._step():
+                    # What was aborted may still be heard of.
+                    if event.request_id not in live:
+                        continue
+                    one, choice = live[event.request_id]
+                    choice.feed(event)
+                    if choice.answer.finish_reason is None:
+                        continue
+                    del live[event.request_id]
+                    if event.finish_reason is None:
+                        self._engine.abort(event.request_id)
+                    num_tokens += choice.answer.num_tokens
+                    if one.finished:
+                        bar.set_postfix_str(f"{num_tokens / (time.monotonic() - began):.1f} tokens/s", refresh=False)
+                        bar.update(1)
+        finally:
+            for request_id in live:
+                self._engine.abort(request_id)
+
+    def _step(self) -> list[TokenEvent]:
+        try:
+            return self._engine.step()
+        except BaseException as error:
+            # Also Ctrl-C: a step that was left in the middle is neither done nor undone.
+            self._ended = f"{type(error).__name__} within a step"
+            raise
+
+
+def _check_seed(limits: BackendLimits) -> None:
+    """What holds for a seed of a request holds for that of the class. Raises InvalidConfig."""
+    try:
+        check_parameter_served("seed", parameters_of(SamplingFields)["seed"], limits)
+    except InvalidRequest as error:
+        raise InvalidConfig("seed", str(error)) from error

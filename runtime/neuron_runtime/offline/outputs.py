@@ -1,0 +1,50 @@
+"""What `LLM.generate` and `LLM.chat` return, with the fields of vLLM's classes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Logprob:
+    """One candidate at one position; `rank` is its place among all tokens of the vocabulary, from 1."""
+
+    logprob: float
+    rank: int
+    decoded_token: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class CompletionOutput:
+    """One answer to a prompt."""
+
+    index: int
+    text: str
+    token_ids: list[int]
+    """The token included that ended the answer, although its text is not."""
+    cumulative_logprob: float | None
+    logprobs: list[dict[int, Logprob]] | None
+    """Per token, the chosen one first."""
+    finish_reason: str | None
+    """`stop` or `length`."""
+    stop_reason: int | str | None
+    """The stop string or stop token that ended the answer; None for the tokenizer's end token and for `length`."""
+
+    def finished(self) -> bool:
+        return self.finish_reason is not None
+
+
+@dataclass(frozen=True, slots=True)
+class RequestOutput:
+    """A prompt and its answers."""
+
+    request_id: str
+    prompt: str | None
+    """None where token ids alone were given."""
+    prompt_token_ids: list[int]
+    outputs: list[CompletionOutput]
+    finished: bool = True
+    num_cached_tokens: int = 0
+    """Tokens of the prompt that were not computed because a prefix of them was cached."""
+    prompt_logprobs: list[dict[int, Logprob] | None] | None = None
+    """Per token of the prompt, the prompt's own one first; None for the first token, behind which nothing was known."""

@@ -1,0 +1,66 @@
+"""The forms in which callers of `LLM` give prompts and their parameters. Used by `llm`."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from neuron_runtime.errors import InvalidRequest
+from neuron_runtime.offline.sampling_params import SamplingParams
+
+Prompt = str | Sequence[int] | Mapping[str, Any]
+"""A text, token ids, or `{"prompt": text}` or `{"prompt_token_ids": ids}`, either with a `cache_salt`."""
+
+
+def listed(prompts: Any) -> list[Prompt]:
+    """One prompt or many, as a list."""
+    if isinstance(prompts, str | Mapping):
+        return [prompts]
+    given = list(prompts)
+    return [given] if given and hasattr(given[0], "__index__") else given
+
+
+def prompt_fields(prompt: Prompt) -> dict[str, Any]:
+    """Fields of a completion's body that say what is continued; `text` where both text and ids are there."""
+    if isinstance(prompt, str):
+        return {"prompt": prompt}
+    if not isinstance(prompt, Mapping):
+        return {"prompt": _token_ids(prompt)}
+    given = {name: value for name, value in prompt.items() if value is not None}
+    text, token_ids, salt = (given.pop(name, None) for name in ("prompt", "prompt_token_ids", "cache_salt"))
+    for name in given:
+        raise InvalidRequest(f"`{name}` of a prompt is not supported yet: leave it out", field=name)
+    if text is None and token_ids is None:
+        raise InvalidRequest("a prompt needs `prompt` or `prompt_token_ids`", field="prompt")
+    return {"prompt": text if token_ids is None else _token_ids(token_ids), "text": text, "cache_salt": salt}
+
+
+def _token_ids(given: Any) -> list[int]:
+    try:
+        return [operator.index(token_id) for token_id in given]
+    except TypeError as error:
+        message = "a prompt is a text, token ids, or a dict with `prompt` or `prompt_token_ids`"
+        raise InvalidRequest(message, field="prompt") from error
+
+
+def one_each(given: Any, count: int, default: Callable[[], Any], name: str) -> list[Any]:
+    """One value for each prompt, from one for all, one for each, or none."""
+    if given is None or isinstance(given, SamplingParams):
+        return [default() if given is None else given] * count
+    values = list(given)
+    if len(values) != count:
+        raise InvalidRequest(f"`{name}` has {len(values)} values for {count} prompts", field=name)
+    return values
+
+
+@contextmanager
+def naming_prompt(number: int, count: int) -> Iterator[None]:
+    """Errors about one of several prompts say which."""
+    try:
+        yield
+    except InvalidRequest as error:
+        if count == 1:
+            raise
+        raise InvalidRequest(f"prompt {number}: {error}", error.field, error.status, error.code) from error
