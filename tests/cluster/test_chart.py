@@ -286,7 +286,8 @@ def test_monitors_select_what_the_operator_makes_and_the_operator(helm: Helm) ->
         not operator["spec"]["selector"]["matchLabels"].items() <= one(documents, "Pod")["metadata"]["labels"].items()
     )
     assert operator["spec"]["namespaceSelector"] == {"matchNames": [NAMESPACE]}
-    (port,) = one(documents, "Deployment")["spec"]["template"]["spec"]["containers"][0]["ports"]
+    ports = one(documents, "Deployment")["spec"]["template"]["spec"]["containers"][0]["ports"]
+    (port,) = (port for port in ports if port["containerPort"] == settings_of(documents).http_port)
     for monitor, name in ((models, names.PORT_NAME), (operator, port["name"])):
         assert monitor["spec"]["podMetricsEndpoints"] == [{"port": name, "path": "/metrics", "interval": "15s"}]
         assert monitor["metadata"]["labels"]["release"] == "prometheus"
