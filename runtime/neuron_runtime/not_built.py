@@ -185,7 +185,9 @@ ROWS = (
     ),
 )
 
-_ROWS = {(surface, row.name): row for row in ROWS for surface in row.where}
+_ROWS: dict[str, dict[Surface, Row]] = {}
+for _row in ROWS:
+    _ROWS.setdefault(_row.name, {}).update(dict.fromkeys(_row.where, _row))
 _SUBJECTS = {
     Surface.LLM: "{value!r}",
     Surface.FLAG: "{value!r}",
@@ -213,7 +215,8 @@ def refuse(where: Surface, name: str, value: Any, at: str | None = None) -> bool
         InvalidRequest: of a body, a message or a sampling parameter.
         InvalidConfig: of an argument, a flag or a model URI.
     """
-    row = _ROWS.get((where, name))
+    found = _ROWS.get(name)
+    row = None if found is None else found.get(where)
     if row is not None and not row.accepts(value):
         at = name if at is None else at
         subject = _SUBJECTS.get(where, "`{at}`").format(name=name, value=value, at=at)

@@ -219,9 +219,7 @@ class Admission:
             tokens_as_token_ids=body.return_tokens_as_token_ids is True,
         )
         of_prompt = [one for one in (body.prompt_logprobs, repeated_logprobs) if one is not None]
-        sampling = replace(
-            self._sampler.sampling(body), logprobs=logprobs, prompt_logprobs=max(of_prompt, default=None)
-        )
+        sampling = self._sampler.sampling(body, logprobs=logprobs, prompt_logprobs=max(of_prompt, default=None))
         lengths = [self._max_tokens(len(prompt.token_ids), asked, name, default) for prompt in prompts]
         if sampling.min_tokens > min(lengths):
             message = f"`min_tokens` is {sampling.min_tokens}, above the {min(lengths)} tokens of the answer"

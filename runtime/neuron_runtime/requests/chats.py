@@ -6,9 +6,11 @@ from collections.abc import Sequence
 from typing import Any
 
 from neuron_runtime.errors import InvalidRequest
-from neuron_runtime.not_built import Surface, refuse
+from neuron_runtime.not_built import Surface, refuse, rows
 from neuron_runtime.requests.bodies import ChatBody, Message, TokenizeBody
 from neuron_runtime.text.chat_template import ChatTemplate, TemplateRefused
+
+_NOT_BUILT = [row.name for row in rows(Surface.MESSAGE)]
 
 
 def chat_text(template: ChatTemplate | None, messages: Sequence[Message], body: ChatBody | TokenizeBody) -> str:
@@ -40,7 +42,7 @@ def chat_text(template: ChatTemplate | None, messages: Sequence[Message], body: 
 
 def _plain(message: Message, at: str, template: ChatTemplate) -> dict[str, Any]:
     """A message as templates know it. Raises InvalidRequest for what is not built yet."""
-    for name in message.__struct_fields__:
+    for name in _NOT_BUILT:
         value = getattr(message, name)
         if value is not None:
             refuse(Surface.MESSAGE, name, value, at=f"{at}.{name}")

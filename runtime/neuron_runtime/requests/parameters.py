@@ -120,7 +120,7 @@ def check_served(body: msgspec.Struct, limits: BackendLimits) -> None:
     """
     for name, row in parameters_of(type(body)).items():
         value = getattr(body, name)
-        if row.modes and not is_neutral(value, row.neutral):
+        if value is not None and row.modes and not is_neutral(value, row.neutral):
             check_parameter_served(name, row, limits)
             if name in _COUNTS_OF_LOGPROBS and value is not True and value > limits.max_logprobs:
                 message = f"`{name}` is at most {limits.max_logprobs} here, got {value}"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import secrets
 from collections.abc import Callable
 from dataclasses import dataclass, fields
+from functools import cached_property
 from typing import Any
 
 from neuron_runtime.core import BackendLimits, Sampling
@@ -32,13 +33,20 @@ class Sampler:
     defaults: GenerationDefaults
     vocabulary_size: int
 
-    def sampling(self, body: Generate) -> Sampling:
-        """All of it but what depends on the prompt. Raises InvalidRequest."""
-        values = {}
-        for name in SHARED:
+    @cached_property
+    def _defaults(self) -> dict[str, Any]:
+        return {name: self.defaults.value(name) for name in SHARED}
+
+    def sampling(self, body: Generate, **reported: int | None) -> Sampling:
+        """All of it but `max_tokens`, which depends on the prompt. Raises InvalidRequest.
+
+        reported: `logprobs` and `prompt_logprobs`.
+        """
+        values: dict[str, Any] = {**reported}
+        for name, default in self._defaults.items():
             value = getattr(body, name)
             if value is None:
-                value = self.defaults.value(name)
+                value = default
             convert = _CONVERSIONS.get(name)
             values[name] = value if convert is None else convert(self, value, body)
         return Sampling(**values)
