@@ -154,6 +154,14 @@ async def test_an_event_has_exactly_the_fields_of_its_schema(
         check(document, event_media(document, path), json.loads(event))
 
 
+async def test_the_example_of_a_body_is_served(served: Serving, document: dict[str, Any]) -> None:
+    for method, path, operation in operations(document):
+        if method == "post":
+            body = operation["requestBody"]["content"]["application/json"]["example"]
+            answer = await served.http.post(path, json=body)
+            assert answer.status_code == 200, (path, answer.text)
+
+
 @pytest.mark.parametrize("path", ["/v1/models", "/v1/models/alias", "/version", "/health", "/live"])
 async def test_what_has_no_body_answers_as_its_schema_says(
     served: Serving, document: dict[str, Any], path: str

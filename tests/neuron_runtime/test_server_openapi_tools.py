@@ -51,7 +51,7 @@ async def test_a_schema_fuzzer_finds_no_answer_that_the_document_does_not_declar
     printed = await output(
         tmp_path,
         *(BIN / "schemathesis", "run", f"{served.http.base_url}/openapi.json", "--no-color"),
-        *("--generation-deterministic", "--max-examples=10", "--phases=coverage,fuzzing"),
+        *("--generation-deterministic", "--max-examples=10", "--phases=examples,coverage,fuzzing"),
         *("--exclude-checks=positive_data_acceptance", "--request-timeout=60"),
     )
     num_operations = sum(map(len, (await served.http.get("/openapi.json")).json()["paths"].values()))

@@ -14,6 +14,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
+import msgspec
 import orjson
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
@@ -25,6 +26,16 @@ from neuron_runtime.server.exchange import exchange_of
 from neuron_runtime.server.generation import Generation, Piece, Told
 from neuron_runtime.server.http_protocol import body_writer
 from neuron_runtime.server.logprobs import Located, Speller
+from neuron_runtime.server.objects import (
+    ChatAnswer,
+    ChatChoice,
+    ChatCompletion,
+    Completion,
+    CompletionChoice,
+    CompletionTokensDetails,
+    PromptTokensDetails,
+    Usage,
+)
 from neuron_runtime.server.wire import error_answer
 
 SSE_END = b"data: [DONE]\n\n"
@@ -50,6 +61,10 @@ class Shape:
     after_text: bytes
     first: bytes
     """What a choice's first frame has in place of text and around it; empty: nothing goes before the text."""
+    answer: Callable[..., msgspec.Struct]
+    """A whole answer."""
+    choice: Callable[..., msgspec.Struct]
+    """A whole choice."""
     text: Callable[[str, str | None], dict[str, Any]]
     """Text and thought (None where a model has none) of a whole choice."""
     logprobs: Callable[[Speller, Sequence[Located], int], dict[str, Any]]
@@ -59,10 +74,11 @@ class Shape:
 
 def _message(text: str, thought: str | None) -> dict[str, Any]:
     if thought is None:
-        return {"message": {"role": "assistant", "content": text, "refusal": None}}
+        return {"message": ChatAnswer(role="assistant", content=text, refusal=None)}
     # vLLM renamed the field; clients look for either.
-    told = {"reasoning": thought or None, "reasoning_content": thought or None}
-    return {"message": {"role": "assistant", "content": text or None, "refusal": None, **told}}
+    reasoning = thought or None
+    message = ChatAnswer("assistant", text or None, None, reasoning=reasoning, reasoning_content=reasoning)
+    return {"message": message}
 
 
 COMPLETION = Shape(
@@ -72,6 +88,8 @@ COMPLETION = Shape(
     before_text=b',"text":',
     after_text=b',"logprobs":null,"finish_reason":',
     first=b"",
+    answer=Completion,
+    choice=CompletionChoice,
     text=lambda text, thought: {"text": text},
     logprobs=Speller.completion,
     prompt_beside_choices=False,
@@ -83,6 +101,8 @@ CHAT = Shape(
     before_text=b',"delta":{"content":',
     after_text=b'},"logprobs":null,"finish_reason":',
     first=b',"delta":{"role":"assistant","content":""},"logprobs":null,"finish_reason":null}]',
+    answer=ChatCompletion,
+    choice=ChatChoice,
     text=_message,
     logprobs=Speller.chat,
     prompt_beside_choices=True,
@@ -160,7 +180,11 @@ class Frames:
     def end(self) -> bytes:
         if not self._usage:
             return SSE_END
-        return b'%b,"choices":[],"usage":%b}\n\n%b' % (self._head, orjson.dumps(usage(self._generation)), SSE_END)
+        return b'%b,"choices":[],"usage":%b}\n\n%b' % (
+            self._head,
+            msgspec.json.encode(usage(self._generation)),
+            SSE_END,
+        )
 
     def _told(self, piece: Piece, told: Told) -> Iterator[bytes]:
         """Frames of a piece that is more than text, or the last of its choice."""
@@ -194,7 +218,7 @@ class Frames:
     def _tail(self, piece: Piece) -> bytes:
         if self._continuous:
             prompt = self._generation.choices[piece.index].num_prompt_tokens
-            return b',"usage":%b}\n\n' % orjson.dumps(_counts(prompt, piece.num_tokens))
+            return b',"usage":%b}\n\n' % msgspec.json.encode(_counts(prompt, piece.num_tokens))
         return b',"usage":null}\n\n' if self._usage else b"}\n\n"
 
 
@@ -286,19 +310,17 @@ class GenerationResponse(Response):
         choices = []
         for index, (parts, told, stop_reason) in enumerate(zip(texts, tolds, generation.stop_reasons, strict=True)):
             thought = "".join(thoughts[index]) if ask.thinks is not None and ask.shows_thoughts else None
-            choices.append(
-                {
-                    "index": index,
-                    **shape.text("".join(parts), thought),
-                    "logprobs": None,
-                    "finish_reason": (generation.choices[index].finish_reason or FinishReason.ERROR).value,
-                    "stop_reason": stop_reason,
-                    **teller.choice(told),
-                    **({} if beside else teller.prompt(index, tolds[index - index % ask.num_choices])),
-                }
-            )
+            fields = {
+                **shape.text("".join(parts), thought),
+                "logprobs": None,
+                "finish_reason": (generation.choices[index].finish_reason or FinishReason.ERROR).value,
+                "stop_reason": stop_reason,
+                **teller.choice(told),
+                **({} if beside else teller.prompt(index, tolds[index - index % ask.num_choices])),
+            }
+            choices.append(shape.choice(index=index, **fields))
         prompt = teller.prompt(0, tolds[0]) if beside else {}
-        return orjson.dumps({**self._head, "choices": choices, "usage": usage(generation), **prompt})
+        return msgspec.json.encode(shape.answer(**self._head, choices=choices, usage=usage(generation), **prompt))
 
     async def _fail(self, error: ServingError, send: Send) -> None:
         status, body, headers = error_answer(error)
@@ -316,14 +338,14 @@ class GenerationResponse(Response):
         await send({"type": "http.response.start", "status": status, "headers": raw})
 
 
-def usage(generation: Generation) -> dict[str, Any]:
-    """OpenAI's usage object: the prompt counts once, however many answers it got."""
-    counts: dict[str, Any] = _counts(generation.ask.num_prompt_tokens, generation.num_tokens)
-    counts["prompt_tokens_details"] = {"cached_tokens": generation.num_cached_tokens}
+def usage(generation: Generation) -> Usage:
+    """The prompt counts once, however many answers it got."""
+    counts = _counts(generation.ask.num_prompt_tokens, generation.num_tokens)
+    counts.prompt_tokens_details = PromptTokensDetails(generation.num_cached_tokens)
     if generation.ask.thinks is not None:
-        counts["completion_tokens_details"] = {"reasoning_tokens": generation.num_reasoning_tokens}
+        counts.completion_tokens_details = CompletionTokensDetails(generation.num_reasoning_tokens)
     return counts
 
 
-def _counts(prompt: int, completion: int) -> dict[str, int]:
-    return {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
+def _counts(prompt: int, completion: int) -> Usage:
+    return Usage(prompt, completion, prompt + completion)

@@ -48,6 +48,8 @@ from neuron_runtime.server.wire import error_answer, error_object, parse_body
 
 Made = TypeVar("Made")
 
+EXAMPLE_MESSAGE = {"role": "user", "content": "What is a token?"}
+
 
 class State(Protocol):
     """What the routes need of the front end."""
@@ -77,6 +79,7 @@ def build_app(state: State) -> FastAPI:
             "Continue a prompt",
             Completion,
             body=CompletionBody,
+            example={"prompt": "The capital of France is", "max_tokens": 16},
             event=CompletionChunk,
         ),
         Operation(
@@ -87,6 +90,7 @@ def build_app(state: State) -> FastAPI:
             "Answer a chat",
             ChatCompletion,
             body=ChatBody,
+            example={"messages": [EXAMPLE_MESSAGE], "max_tokens": 64},
             event=ChatCompletionChunk,
         ),
         Operation("openai", "GET", "/v1/models", routes.models, "List the served names", ModelList),
@@ -108,6 +112,7 @@ def build_app(state: State) -> FastAPI:
             "Turn a text or a chat into tokens",
             Tokens,
             body=TokenizeBody,
+            example={"messages": [EXAMPLE_MESSAGE]},
         ),
         Operation(
             "tokens",
@@ -117,6 +122,7 @@ def build_app(state: State) -> FastAPI:
             "Turn tokens into text",
             Detokenized,
             body=DetokenizeBody,
+            example={"tokens": [1, 2, 3]},
         ),
         Operation("server", "GET", "/version", routes.version, "Version of the server", Version),
         Operation(

@@ -62,6 +62,8 @@ class Operation:
     answer: Struct | str
     """What it answers with status 200; a media type where that is not JSON."""
     body: Struct | None = None
+    example: Mapping[str, Any] | None = None
+    """Of the body."""
     event: Struct | None = None
     """The data of each server-sent event, where the answer can be streamed."""
     failures: Mapping[int, Struct] | None = None
@@ -183,7 +185,8 @@ def _extra(operation: Operation, has_keys: bool) -> dict[str, Any]:
             for name, description in operation.parameters.items()
         ]
     if operation.body is not None:
-        extra["requestBody"] = {"required": True, "content": _content(operation.body)}
+        media = {"schema": _reference(operation.body), "example": operation.example}
+        extra["requestBody"] = {"required": True, "content": {"application/json": media}}
     if has_keys and needs_key(operation.path):
         extra["security"] = [{KEY_SCHEME: []}]
     return extra
