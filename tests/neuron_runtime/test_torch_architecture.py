@@ -8,6 +8,7 @@ import pytest
 from transformers import AutoConfig
 
 from neuron_runtime.backend.torch.architecture import FAMILIES, Rope, decoder_config, tensor_shapes
+from neuron_runtime.backend.torch.random_model import model_type
 from neuron_runtime.checkpoint import InvalidModel
 from neuron_runtime.errors import ExitCode, FatalError
 
@@ -174,7 +175,7 @@ def test_fields_left_out_mean_what_transformers_means(family: str) -> None:
         "max_position_embeddings": 8192,
     }
     model = decoder_config(fields)
-    theirs = AutoConfig.for_model(family.removesuffix("ForCausalLM").lower(), **fields)
+    theirs = AutoConfig.for_model(model_type(family), **fields)
     assert model.num_kv_heads == theirs.num_key_value_heads
     assert model.head_dim == (getattr(theirs, "head_dim", None) or 10)
     assert model.rms_norm_epsilon == theirs.rms_norm_eps

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,11 @@ from neuron_runtime.backend.torch.architecture import FAMILIES, decoder_config, 
 from neuron_runtime.checkpoint import CONFIG_FILE, INDEX_FILE, WEIGHTS_FILE
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+def model_type(architecture: str) -> str:
+    """What transformers calls the family: `SeedOssForCausalLM` is `seed_oss`."""
+    return re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", architecture.removesuffix("ForCausalLM")).lower()
 
 
 def model_config(
@@ -36,7 +42,7 @@ def model_config(
     """A config.json; `others` are fields of the file, e.g. `tie_word_embeddings=True` or `sliding_window=64`."""
     return {
         "architectures": [architecture],
-        "model_type": architecture.removesuffix("ForCausalLM").lower(),
+        "model_type": model_type(architecture),
         "vocab_size": vocabulary_size,
         "hidden_size": hidden_size,
         "intermediate_size": intermediate_size,
