@@ -202,7 +202,8 @@ async def test_health_that_is_not_ready_answers_as_its_schema_says(model_dir: Pa
 @pytest.mark.parametrize("stream", [False, True])
 async def test_reasoning_answers_as_its_schema_says(model_dir: Path, document: dict[str, Any], stream: bool) -> None:
     async with serving(model_dir, text=TextOptions(reasoning_parser="deepseek_r1")) as thinking:
-        answer = await thinking.http.post("/v1/chat/completions", json={"messages": MESSAGES, "stream": stream})
+        body = {"messages": MESSAGES, "stream": stream, "temperature": 0, "ignore_eos": True, "max_tokens": 20}
+        answer = await thinking.http.post("/v1/chat/completions", json=body)
     assert '"reasoning"' in answer.text
     content = document["paths"]["/v1/chat/completions"]["post"]["responses"]["200"]["content"]
     if not stream:
