@@ -1,8 +1,8 @@
-"""What lies in a model folder, without reading weights: config.json, and where each tensor is in the safetensors files.
+"""Reads a model folder without its weights: config.json, and the location of each tensor in the safetensors files.
 
 Called by `inspect` (facts about a model) and by the backends (what to load, how many bytes). Uses neither torch nor
 the safetensors package, so it starts fast and its errors name the file and the byte counts. It does not read tensor
-data and does not judge whether an architecture is supported.
+data or check whether an architecture is supported.
 
 File format: https://github.com/huggingface/safetensors#format (8 bytes header length, JSON header, tensor data).
 """
@@ -25,7 +25,7 @@ CONFIG_FILE = "config.json"
 WEIGHTS_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 MAX_HEADER_BYTES = 100_000_000
-"""The limit of the format's own library."""
+"""The limit of the safetensors library."""
 MAX_JSON_BYTES = 64_000_000
 
 DTYPE_BITS = {
@@ -37,7 +37,7 @@ DTYPE_BITS = {
 
 
 class InvalidModel(FatalError):
-    """The folder is not a model that can be read; the message names the file."""
+    """The folder does not contain a readable model; the message names the file."""
 
     def __init__(self, message: str) -> None:
         super().__init__(ExitCode.INVALID_MODEL, message)
@@ -45,14 +45,14 @@ class InvalidModel(FatalError):
 
 @dataclass(frozen=True, slots=True)
 class TensorInfo:
-    """One tensor as its file's header describes it; the data are bytes `begin` to `end` of the file."""
+    """One tensor as described by its file's header; its data are bytes `begin` to `end` of the file."""
 
     name: str
     dtype: str
-    """As safetensors spells it, e.g. `BF16`."""
+    """As in safetensors, e.g. `BF16`."""
     shape: tuple[int, ...]
     file: str
-    """Name of the file inside the folder."""
+    """File name within the folder."""
     begin: int
     end: int
 
@@ -92,7 +92,7 @@ def read_checkpoint(folder: Path) -> Checkpoint:
     """Read configuration and headers of a model folder.
 
     Raises:
-        FatalError: MODEL_NOT_FOUND when there is no such folder.
+        FatalError: MODEL_NOT_FOUND if the folder does not exist.
         InvalidModel: config.json or weights are missing, malformed or truncated.
     """
     raw_config = _read_config(folder)
@@ -103,7 +103,7 @@ def read_checkpoint(folder: Path) -> Checkpoint:
     files = [WEIGHTS_FILE]
     if not (folder / WEIGHTS_FILE).exists():
         index_path = folder / INDEX_FILE
-        raw_index = _read(index_path, _what_is_there_instead(folder))
+        raw_index = _read(index_path, _advice_without_safetensors(folder))
         digest.update(raw_index)
         weight_map = parse_index(raw_index, index_path)
         files = sorted(set(weight_map.values()))
@@ -112,19 +112,19 @@ def read_checkpoint(folder: Path) -> Checkpoint:
     for file in files:
         header, found = read_header(folder / file)
         digest.update(header)
-        # A shard may hold more than the index lists; what the index does not list is no part of the model.
+        # A shard may contain tensors that the index does not list; they are not part of the model.
         tensors.update((t.name, t) for t in found if weight_map is None or weight_map.get(t.name) == file)
     if weight_map is not None and (missing := sorted(weight_map.keys() - tensors.keys())):
         name = missing[0]
         raise InvalidModel(
-            f"{folder / weight_map[name]}: {INDEX_FILE} says that tensor {name} is in this file, but it is not"
+            f"{folder / weight_map[name]}: {INDEX_FILE} lists tensor {name} in this file, but it is missing"
             f"{_and_more(missing)}"
         )
     return Checkpoint(folder=folder, config=config, tensors=tensors, digest=digest.hexdigest())
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """config.json alone, of a folder that needs no weights. Raises as `read_checkpoint`."""
+    """Read only config.json, from a folder that may have no weights. Raises as `read_checkpoint`."""
     return _json_object(_read_config(folder), folder / CONFIG_FILE)
 
 
@@ -170,19 +170,19 @@ def header_length(prefix: bytes, num_file_bytes: int, path: Path) -> int:
     length = int.from_bytes(prefix, "little")
     if length > MAX_HEADER_BYTES:
         raise InvalidModel(
-            f"{path}: not a safetensors file: its first 8 bytes announce a header of {length} bytes, "
+            f"{path}: not a safetensors file: its first 8 bytes declare a header of {length} bytes, "
             f"the limit is {MAX_HEADER_BYTES}"
         )
     if 8 + length > num_file_bytes:
         raise InvalidModel(
-            f"{path}: truncated: the header ends at byte {8 + length}, the file has {num_file_bytes} bytes; "
+            f"{path}: truncated: the header ends at byte {8 + length}, but the file has {num_file_bytes} bytes; "
             "download it again"
         )
     return length
 
 
 def parse_header(header: bytes, num_file_bytes: int, path: Path) -> list[TensorInfo]:
-    """Tensors of a file from its header; every range is checked against dtype, shape and the file's size."""
+    """Tensors of a file from its header; checks every range against dtype, shape and file size."""
     data_begin = 8 + len(header)
     tensors: list[TensorInfo] = []
     for name, entry in _json_object(header, path).items():
@@ -193,12 +193,12 @@ def parse_header(header: bytes, num_file_bytes: int, path: Path) -> list[TensorI
     for tensor in sorted(tensors, key=lambda t: (t.begin, t.end)):
         if tensor.begin != position:
             raise InvalidModel(
-                f"{path}: tensor {tensor.name} begins at byte {tensor.begin}, the one before ends at {position}"
+                f"{path}: tensor {tensor.name} begins at byte {tensor.begin}, but the previous one ends at {position}"
             )
         position = tensor.end
     if position > num_file_bytes:
         raise InvalidModel(
-            f"{path}: truncated: its tensors end at byte {position}, the file has {num_file_bytes} bytes; "
+            f"{path}: truncated: its tensors end at byte {position}, but the file has {num_file_bytes} bytes; "
             "download it again"
         )
     if position < num_file_bytes:
@@ -215,14 +215,14 @@ def _tensor(name: str, entry: object, data_begin: int, path: Path) -> TensorInfo
         ):
             pass
         case _:
-            raise InvalidModel(f"{path}: the header's entry of tensor {name} is malformed")
+            raise InvalidModel(f"{path}: the header entry of tensor {name} is malformed")
     if dtype not in DTYPE_BITS:
-        raise InvalidModel(f"{path}: tensor {name} has the unknown dtype {dtype}")
+        raise InvalidModel(f"{path}: tensor {name} has unknown dtype {dtype}")
     num_bytes = math.prod(shape) * DTYPE_BITS[dtype] // 8
     if end - begin != num_bytes or begin < 0:
         raise InvalidModel(
             f"{path}: tensor {name} of dtype {dtype} and shape {shape} needs {num_bytes} bytes, "
-            f"its data_offsets are [{begin}, {end}]"
+            f"but its data_offsets are [{begin}, {end}]"
         )
     return TensorInfo(
         name=name, dtype=dtype, shape=tuple(shape), file=path.name, begin=data_begin + begin, end=data_begin + end
@@ -231,21 +231,23 @@ def _tensor(name: str, entry: object, data_begin: int, path: Path) -> TensorInfo
 
 def _read_config(folder: Path) -> bytes:
     if not folder.is_dir():
-        raise FatalError(ExitCode.MODEL_NOT_FOUND, f"{folder} is not a folder; give the folder that holds config.json")
-    return _read(folder / CONFIG_FILE, "a model folder holds config.json beside its weights")
+        raise FatalError(
+            ExitCode.MODEL_NOT_FOUND, f"{folder} is not a folder; name the folder that contains config.json"
+        )
+    return _read(folder / CONFIG_FILE, "a model folder contains config.json beside its weights")
 
 
-def _what_is_there_instead(folder: Path) -> str:
+def _advice_without_safetensors(folder: Path) -> str:
     others = sorted(p.name for pattern in ("*.bin", "*.pt", "*.pth", "*.gguf") for p in folder.glob(pattern))
     if others:
-        return f"only safetensors weights are read and the folder holds {others[0]}; convert the model to safetensors"
-    return f"the folder holds neither {WEIGHTS_FILE} nor {INDEX_FILE}; fetch the model's weights"
+        return f"only safetensors weights are supported, but the folder contains {others[0]}; convert the model"
+    return f"the folder contains neither {WEIGHTS_FILE} nor {INDEX_FILE}; download the model's weights"
 
 
 def _check_regular(path: Path) -> None:
-    """Opening a pipe or a device would wait for whoever is at its other end."""
+    """Opening a pipe or a device could block."""
     if path.exists() and not path.is_file():
-        raise InvalidModel(f"{path}: is not a regular file")
+        raise InvalidModel(f"{path}: not a regular file")
 
 
 def _read(path: Path, cure: str) -> bytes:
@@ -266,7 +268,7 @@ def _json_object(raw: bytes, source: Path) -> dict[str, Any]:
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise InvalidModel(f"{source}: malformed JSON: {error}") from error
     if not isinstance(value, dict):
-        raise InvalidModel(f"{source}: must hold a JSON object, got {type(value).__name__}")
+        raise InvalidModel(f"{source}: must be a JSON object, got {type(value).__name__}")
     return value
 
 

@@ -1,6 +1,6 @@
-"""Lines for the person who started a command, on stderr: what is happening and how many seconds it took.
+"""Progress lines on stderr: what is happening and how many seconds it took.
 
-Used by every process of `neuron-runtime serve` and by the one-shot commands. Not a log of requests.
+Used by every process of `neuron-runtime serve` and by the one-shot commands. Requests are logged by `access_log`.
 """
 
 from __future__ import annotations
@@ -10,11 +10,11 @@ import time
 from collections.abc import Callable
 
 REPORT_SECONDS = 5.0
-"""How long a stage stays silent before its share is shown."""
+"""Interval of progress lines during a stage."""
 
 
 def say(line: str) -> None:
-    """One line; a closed stderr is nobody's problem."""
+    """Print one line; a closed stderr is ignored."""
     try:
         print(f"neuron-runtime: {line}", file=sys.stderr, flush=True)
     except BrokenPipeError:
@@ -22,9 +22,9 @@ def say(line: str) -> None:
 
 
 class StageLines:
-    """A `ProgressCallback` that shows each stage when it ends, and long ones every few seconds.
+    """A `ProgressCallback` callback that prints each stage when it ends, and long ones every few seconds.
 
-    A stage ends with its share at 1, or when another begins.
+    A stage ends when its share reaches 1 or another stage begins.
     """
 
     def __init__(self, show: Callable[[str], None] = say, clock: Callable[[], float] = time.monotonic) -> None:

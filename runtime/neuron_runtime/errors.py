@@ -1,16 +1,16 @@
-"""The runtime's error tree: each class names who must act, and carries what that person needs to know.
+"""The runtime's error tree: one class for each party that must act, with the details that it needs.
 
-Raised at the rim (server, config, loaders, backends) and caught by the server (status codes) and by `__main__`
-(exit codes). Nothing here does I/O.
+Raised at the rim (server, config, loaders, backends), caught by the server (status codes) and by `__main__` (exit
+codes).
 
     ServingError
-    ├── InvalidRequest        the client: 400 with the field (404 for an unknown model, 413 for a huge body)
-    ├── Unauthorized          the client: 401 with WWW-Authenticate
-    ├── Overloaded            the client, later: 429 with Retry-After
-    ├── Draining              the load balancer: 503, Connection: close
-    ├── BackendFailed         the platform: 503, not ready
-    └── FatalError            the process ends with `exit_code`; the record carries reason and message
-        └── InvalidConfig     the deployer: exit 2 with the field, before a port opens
+    ├── InvalidRequest        client: 400 with the field (404 for an unknown model, 413 for a large body)
+    ├── Unauthorized          client: 401 with WWW-Authenticate
+    ├── Overloaded            client, later: 429 with Retry-After
+    ├── Draining              load balancer: 503, Connection: close
+    ├── BackendFailed         platform: 503, not ready
+    └── FatalError            the process exits with `exit_code`; the record has reason and message
+        └── InvalidConfig     deployer: exit 2 with the field, before the port opens
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from enum import IntEnum
 
 
 class ExitCode(IntEnum):
-    """Exit codes that cross the border to the operator; `reason` is the word used in conditions."""
+    """Exit codes shared with the operator; `reason` is the reason in its conditions."""
 
     INVALID_ENGINE_CONFIG = 2
     MODEL_NOT_FOUND = 10
@@ -46,7 +46,7 @@ class ExitCode(IntEnum):
         return _SHARED_REASONS.get(self) or "".join(word.title() for word in self.name.split("_"))
 
 
-# Codes that differ for whoever restarts the process, not for whoever reads the condition.
+# Codes that differ for restart policies but have the same reason in conditions.
 _SHARED_REASONS = {
     ExitCode.DEVICE_FAILED_NODE: "DeviceFailed",
     ExitCode.GROUP_MEMBER_LOST: "GroupIncomplete",
@@ -55,14 +55,14 @@ _SHARED_REASONS = {
 
 
 class ServingError(Exception):
-    """Base of every error this package raises on purpose. `str(error)` is one sentence for the person who acts."""
+    """Base of every error that this package raises on purpose. `str(error)` is one sentence for the user."""
 
     code: str | None = None
-    """A word for programs; clients read it as `code` of an error object."""
+    """Machine-readable; `code` of an OpenAI error object."""
 
 
 class InvalidRequest(ServingError):
-    """The client asked for something wrong; `field` is the JSON path of the culprit, None for the body itself."""
+    """The request is invalid; `field` is the JSON path of the wrong value, None for the body itself."""
 
     def __init__(self, message: str, field: str | None = None, status: int = 400, code: str | None = None) -> None:
         super().__init__(message)
@@ -72,21 +72,21 @@ class InvalidRequest(ServingError):
 
 
 class Unauthorized(ServingError):
-    """The request carries no key of this server; `presented` says whether it carries one at all. Never the key."""
+    """The request has no valid API key; `presented` is whether it has a key at all. Never contains the key."""
 
     code = "invalid_api_key"
 
     def __init__(self, presented: bool) -> None:
         super().__init__(
-            "this API key is not known here: ask whoever runs this server for one"
+            "invalid API key: ask the administrator of this server for a key"
             if presented
-            else "an API key is needed: send `Authorization: Bearer KEY`"
+            else "an API key is required: send `Authorization: Bearer KEY`"
         )
         self.presented = presented
 
 
 class Overloaded(ServingError):
-    """The queue is full; try again after `retry_after_seconds`."""
+    """The queue is full; the client may retry after `retry_after_seconds`."""
 
     code = "overloaded"
 
@@ -96,7 +96,7 @@ class Overloaded(ServingError):
 
 
 class Draining(ServingError):
-    """The process is shutting down and admits nothing new."""
+    """The process is shutting down and admits no requests."""
 
     code = "draining"
 
@@ -108,7 +108,7 @@ class BackendFailed(ServingError):
 
 
 class FatalError(ServingError):
-    """The process cannot go on; it ends with `exit_code` and leaves a record."""
+    """The process cannot continue; it exits with `exit_code` and writes a record."""
 
     def __init__(self, exit_code: ExitCode, message: str) -> None:
         super().__init__(message)

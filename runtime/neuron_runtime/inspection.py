@@ -1,8 +1,7 @@
-"""What a model is, found out without its weights and without torch: the facts that the operator plans with.
+"""Collects the facts about a model that the operator plans with, without reading weights or importing torch.
 
 Called by `neuron-runtime inspect URI` (a Job of a few seconds before any device is held) and by `serve` for its own
-arithmetic. It says whether a backend knows the architecture and whether the files fit together; it decides nothing
-about placement.
+arithmetic. It checks that the architecture is supported and that the files match each other.
 """
 
 from __future__ import annotations
@@ -20,19 +19,19 @@ from neuron_runtime.record import ModelFacts
 from neuron_runtime.sources import Hub, outline
 
 DTYPE_NAMES = {"F64": "float64", "F32": "float32", "BF16": "bfloat16", "F16": "float16", "F8_E4M3": "float8_e4m3fn"}
-"""safetensors' spelling to torch's; others are reported as they are."""
+"""safetensors names to torch names; others are reported unchanged."""
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
-"""One of these holds a vocabulary; without it nothing can be served as text."""
+"""A model needs one of these to serve text."""
 
 
 def inspect_model(uri: str, hub: Hub | None = None) -> ModelFacts:
-    """Look at a model: config.json, the index and the headers of the weights, and whether a tokenizer is there.
+    """Inspect a model: config.json, the index, the headers of the weights, and whether it has a tokenizer.
 
     Raises:
-        InvalidConfig: the URI is malformed or of a scheme that is not supported.
+        InvalidConfig: the URI is malformed or its scheme is not supported.
         FatalError: MODEL_NOT_FOUND, WEIGHTS_UNAUTHORIZED, UNSUPPORTED_ARCHITECTURE or INVALID_MODEL.
-        HubUnreachable: the hub does not answer; try again later.
+        HubUnreachable: the hub does not respond; retry later.
     """
     with (
         tempfile.TemporaryDirectory(prefix="neuron-inspect-") as scratch,
@@ -40,7 +39,7 @@ def inspect_model(uri: str, hub: Hub | None = None) -> ModelFacts:
     ):
         facts = model_facts(read_checkpoint(folder), commit)
         if not any((folder / name).is_file() for name in TOKENIZER_FILES):
-            raise InvalidModel(f"{folder}: there is no tokenizer; add its {' or '.join(TOKENIZER_FILES)} to the model")
+            raise InvalidModel(f"{folder}: tokenizer is missing; add {' or '.join(TOKENIZER_FILES)} to the model")
         return facts
 
 
@@ -54,11 +53,11 @@ def model_facts(checkpoint: Checkpoint, commit: str | None = None) -> ModelFacts
     for name, shape in tensor_shapes(config).items():
         tensor = checkpoint.tensors.get(name)
         if tensor is None:
-            raise InvalidModel(f"{checkpoint.folder}: config.json promises tensor {name}, no weights file has it")
+            raise InvalidModel(f"{checkpoint.folder}: config.json requires tensor {name}, but no weights file has it")
         if tensor.shape != shape:
             raise InvalidModel(
                 f"{checkpoint.folder}: tensor {name} of {tensor.file} has shape {list(tensor.shape)}, "
-                f"config.json says {list(shape)}"
+                f"but config.json requires {list(shape)}"
             )
     num_bytes_by_dtype: Counter[str] = Counter()
     for tensor in checkpoint.tensors.values():
@@ -82,7 +81,7 @@ def model_facts(checkpoint: Checkpoint, commit: str | None = None) -> ModelFacts
 
 
 def facts_as_text(uri: str, facts: ModelFacts) -> str:
-    """A summary for a person: some lines, numbers with their units."""
+    """A summary for people, one line per fact."""
     heads = f"{facts.num_heads} heads, {facts.num_kv_heads} for keys and values, of {facts.head_dim}"
     cache_bytes = 2 * facts.num_layers * facts.num_kv_heads * facts.head_dim
     rows = {
@@ -99,7 +98,7 @@ def facts_as_text(uri: str, facts: ModelFacts) -> str:
 
 
 def facts_as_json(facts: ModelFacts) -> str:
-    """The facts as they stand in the record, indented."""
+    """The facts as in the record, indented."""
     return json.dumps(msgspec.to_builtins(facts), indent=2)
 
 

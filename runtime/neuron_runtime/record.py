@@ -1,8 +1,7 @@
-"""The record: what `inspect`, `fetch`, `compile`, and a `serve` that ended badly leave for the operator.
+"""The record: the outcome of `inspect`, `fetch`, `compile`, or a failed `serve`, for the operator.
 
-JSON of at most 2 KiB with a closed list of fields, written to the container's termination message. Called by
-`__main__`; reading it is the operator's business (`neuron_operator.records` mirrors these fields, held by a contract
-test).
+JSON of at most 2 KiB with a closed list of fields, written to the container's termination message by `__main__`.
+`neuron_operator.records` reads it; a contract test compares the fields of both.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ GENERAL_FAILURE = 1
 
 
 class ModelFacts(msgspec.Struct, frozen=True, kw_only=True, rename="camel"):
-    """What `inspect` found out about a model from its config and index, without reading weights."""
+    """Facts about a model from its config and index, without reading weights."""
 
     architecture: str
     model_type: str
@@ -37,7 +36,7 @@ class ModelFacts(msgspec.Struct, frozen=True, kw_only=True, rename="camel"):
     vocabulary_size: int
     max_position_embeddings: int
     digest: str
-    """A commit for hf://, else sha256 over config and index (weights headers); pins what is served."""
+    """The commit for hf://, else sha256 over config, index and headers of the weights; pins the served model."""
 
 
 class Record(msgspec.Struct, frozen=True, kw_only=True, rename="camel", omit_defaults=True):
@@ -52,7 +51,7 @@ class Record(msgspec.Struct, frozen=True, kw_only=True, rename="camel", omit_def
 
 
 def failure(command: str, error: ServingError, seconds: float = 0.0) -> Record:
-    """An error without a code of its own (what time may heal) leaves the general exit code and no reason."""
+    """Errors without an exit code (temporary ones) get the general exit code and no reason."""
     named = error.exit_code if isinstance(error, FatalError) else None
     return Record(
         version=RECORD_VERSION,
@@ -70,7 +69,7 @@ def success(command: str, facts: ModelFacts | None = None, seconds: float = 0.0)
 
 
 def encode(record: Record) -> bytes:
-    """At most MAX_RECORD_BYTES of JSON; a message that does not fit is cut, nothing else can be long."""
+    """At most MAX_RECORD_BYTES of JSON; truncates the message, the only field that can be long."""
     raw = msgspec.json.encode(record)
     while len(raw) > MAX_RECORD_BYTES:
         over = len(raw) - MAX_RECORD_BYTES
@@ -82,10 +81,10 @@ def encode(record: Record) -> bytes:
 
 def add_flag(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--record", type=Path, metavar="FILE", help="Leave the outcome here as JSON (`serve`: if it ends badly)"
+        "--record", type=Path, metavar="FILE", help="Write the outcome as JSON (`serve`: only if it fails)"
     )
 
 
 def write(record: Record, path: Path) -> None:
-    """Write over what is there: the kubelet mounts the termination message as a file that must not be replaced."""
+    """Write in place: the kubelet mounts the termination message as a file that must not be replaced."""
     path.write_bytes(encode(record))

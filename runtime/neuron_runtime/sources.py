@@ -1,11 +1,11 @@
-"""Where models come from: what a URI names is looked at without its weights, or made a folder of this machine.
+"""Model sources: reads the outline of the model at a URI without its weights, or downloads it to a local folder.
 
-Called by `inspection` (an outline of the model folder: small files whole, of the weights only their headers) and by
-the engine process before it loads (`materialize`). It imports no torch, judges no architecture, and never prints a
-token. What each failure means to the person who acts is decided in one place, `_verdict`.
+Called by `inspection` (`outline`: small files whole, only the headers of the weights) and by the engine process before
+it loads (`materialize`). It does not import torch, does not check architectures and never prints a token. `_verdict`
+decides what each failure means to the user.
 
-Contract with the hub: https://huggingface.co/docs/hub/api, spoken by the huggingface_hub library; the ordinary
-environment (HF_ENDPOINT, HF_TOKEN, proxies) is honoured.
+Contract with the hub: https://huggingface.co/docs/hub/api, through the huggingface_hub library, which reads the usual
+environment (HF_ENDPOINT, HF_TOKEN, proxies).
 """
 
 from __future__ import annotations
@@ -60,40 +60,40 @@ SMALL_FILES = (
     "*.jinja",
     INDEX_FILE,
 )
-"""What a model needs beside its weights, as patterns of names in the repository's root."""
+"""Files of a model besides its weights, as patterns of names in the repository's root."""
 
 DEFAULT_ENDPOINT = "https://huggingface.co"
 NUM_TRANSFERS = 4
 FIRST_HEADER_BYTES = 200_000
-"""Enough for the header of most safetensors files, so that one request is."""
+"""Enough for the header of most safetensors files, so that one request suffices."""
 TIMEOUT_SECONDS = 30.0
 RETRY_SECONDS = (1.0, 2.0, 4.0, 8.0)
-"""Pauses between attempts; one attempt more than there are pauses."""
+"""Pauses between attempts; there is one more attempt than pauses."""
 RETRIED_STATUSES = frozenset({408, 425, 429, *range(500, 600)})
 COMPLETE_MARK = ".complete"
 
-# Every failure of the library and of the HTTP client below it, whichever client this release of the library uses.
+# Every failure of the library and of its HTTP client, which differs between releases of the library.
 _HUB_FAILURES: tuple[type[BaseException], ...] = (*HfHubHTTPError.__bases__, EntryNotFoundError, OSError)
 
 
 class HubUnreachable(ServingError):
-    """The hub did not answer, or answered that it cannot now. Time may heal it, so there is no named exit code."""
+    """The hub did not respond or is temporarily unavailable. A retry may succeed, so there is no named exit code."""
 
 
 @dataclass(frozen=True)
 class Listing:
-    """One commit of a repository: its root's file names and their bytes."""
+    """One commit of a repository: names and sizes of the files in its root."""
 
     commit: str
     files: dict[str, int]
 
 
 class Hub:
-    """A Hugging Face hub. Each call is tried again while time may heal its failure, then raises what `_verdict` says.
+    """A Hugging Face hub. Retries temporary failures; `_verdict` decides what is permanent.
 
     Raises from every method:
         FatalError: MODEL_NOT_FOUND, WEIGHTS_UNAUTHORIZED or STORAGE_FULL.
-        HubUnreachable: still failing after the last attempt.
+        HubUnreachable: the last attempt failed, too.
     """
 
     def __init__(self, endpoint: str, token: str | None, sleep: Callable[[float], None] = time.sleep) -> None:
@@ -107,7 +107,7 @@ class Hub:
         return cls(os.environ.get("HF_ENDPOINT") or DEFAULT_ENDPOINT, get_token())
 
     def listing(self, model: HubModel) -> Listing:
-        """The commit that the model's revision means now, and its files."""
+        """The current commit of the model's revision, and its files."""
         api = HfApi(endpoint=self.endpoint, token=self._token or False)
         info = self._attempt(
             model,
@@ -116,14 +116,14 @@ class Hub:
             ),
         )
         if not info.sha:
-            raise HubUnreachable(f"{self.endpoint} names no commit for {model}; is HF_ENDPOINT the address of a hub?")
+            raise HubUnreachable(f"{self.endpoint} returned no commit for {model}; is HF_ENDPOINT the URL of a hub?")
         siblings = info.siblings or []
         return Listing(
             commit=info.sha, files={s.rfilename: s.size or 0 for s in siblings if _is_plain_name(s.rfilename)}
         )
 
     def fetch(self, model: HubModel, commit: str, name: str, folder: Path) -> Path:
-        """Download one file into the folder, going on where an earlier attempt ended."""
+        """Download one file into the folder, resuming an earlier attempt."""
         return Path(
             self._attempt(
                 model,
@@ -140,7 +140,7 @@ class Hub:
         )
 
     def read_start(self, model: HubModel, commit: str, name: str, num_bytes: int) -> bytes:
-        """The first bytes of a file; fewer when it is shorter."""
+        """The first bytes of a file; fewer if it is shorter."""
         url = hf_hub_url(model.repository, name, revision=commit, endpoint=self.endpoint)
         headers = {
             **build_hf_headers(token=self._token or False),
@@ -169,15 +169,15 @@ class Hub:
                         f"{self.endpoint} cannot be reached for {model} after {len(RETRY_SECONDS) + 1} attempts "
                         f"({reason}); check HF_ENDPOINT, proxy settings and, in a cluster, network policies"
                     ) from error
-                say(f"{self.endpoint} failed ({reason}); trying again in {pause:.0f} s")
+                say(f"{self.endpoint} failed ({reason}); retrying in {pause:.0f} s")
                 self._sleep(pause)
         raise AssertionError("unreachable: the last attempt returns or raises")
 
     def _verdict(self, model: HubModel, error: BaseException) -> FatalError | None:
-        """What a failure means to the person who acts; None when time may heal it."""
+        """The error to report for a failure; None if a retry may succeed."""
         causes = list(_chain(error))
         if any(isinstance(e, OSError) and e.errno in (errno.ENOSPC, errno.EDQUOT) for e in causes):
-            return FatalError(ExitCode.STORAGE_FULL, f"{model}: the disk became full; give the weights more space")
+            return FatalError(ExitCode.STORAGE_FULL, f"{model}: the disk is full; provide more space for the weights")
         refused = next((e for e in causes if isinstance(e, HfHubHTTPError) and e.response is not None), None)
         if refused is None:
             return None
@@ -185,7 +185,7 @@ class Hub:
         if status in RETRIED_STATUSES:
             return None
         where = f"{model} at {self.endpoint}"
-        give_token = "give a token that may read it (HF_TOKEN; model.credentialsSecretRef in a NeuronModel)"
+        give_token = "provide a token that may read it (HF_TOKEN; model.credentialsSecretRef in a NeuronModel)"
         match refused:
             case GatedRepoError():
                 message = f"{where} is gated: accept its terms on its page, then {give_token}"
@@ -196,7 +196,7 @@ class Hub:
             case EntryNotFoundError():
                 return FatalError(ExitCode.MODEL_NOT_FOUND, f"{where} no longer has a file that it listed; try again")
         if status == 404 or (status == 401 and self._token is None):
-            # A hub tells anonymous callers the same (401) of what is private and of what does not exist.
+            # A hub returns the same 401 to anonymous callers for private and for missing repositories.
             message = f"{where} does not exist or is private; check the spelling, or {give_token}"
             return FatalError(ExitCode.MODEL_NOT_FOUND, message)
         if status in (401, 403):
@@ -215,15 +215,15 @@ def materialize(
     *,
     with_weights: bool = True,
 ) -> Path:
-    """The folder of this machine that holds the model, downloaded below `weights_dir` if need be.
+    """The local folder of the model, downloaded below `weights_dir` if needed.
 
-    A pinned digest is kept: that commit is downloaded, or the folder at hand must be what was inspected. Without
-    weights a folder is taken as it is, and of a hub's model only the small files are downloaded.
+    A pinned digest must match: that commit is downloaded, or a local folder must have that digest. Without weights
+    a local folder is not checked, and only the small files of a hub model are downloaded.
 
     Raises:
-        InvalidConfig: the URI cannot be read, or weights_dir cannot be written.
+        InvalidConfig: the URI is malformed, or weights_dir cannot be written.
         FatalError: MODEL_NOT_FOUND, WEIGHTS_UNAUTHORIZED, INVALID_MODEL, CHECKSUM_MISMATCH or STORAGE_FULL.
-        HubUnreachable: see there.
+        HubUnreachable: the hub does not respond.
     """
     match parse_uri(source.uri):
         case FolderModel(folder):
@@ -234,8 +234,8 @@ def materialize(
             if source.digest and digest != source.digest:
                 raise FatalError(
                     ExitCode.CHECKSUM_MISMATCH,
-                    f"{source.uri} has digest {digest}, pinned is {source.digest}; serve the image that was inspected, "
-                    "or set the refresh annotation to pin what is there now",
+                    f"{source.uri} has digest {digest}, but {source.digest} is pinned; serve the inspected image, "
+                    "or set the refresh annotation to pin the current model",
                 )
             return folder
         case HubModel() as model:
@@ -261,7 +261,7 @@ def _download(
     pinned = HubModel(model.repository, digest or model.revision)
     listing = hub.listing(pinned)
     if digest and listing.commit != digest:
-        message = f"{pinned} is commit {listing.commit} at {hub.endpoint}; a pinned digest is the name of a commit"
+        message = f"{pinned} is commit {listing.commit} at {hub.endpoint}; a pinned digest must be a commit"
         raise FatalError(ExitCode.CHECKSUM_MISMATCH, message)
     folder = weights_dir / f"{name}--{listing.commit}"
     if (folder / COMPLETE_MARK).exists():
@@ -273,11 +273,11 @@ def _download(
 
     small = [file for file in listing.files if _is_small(file)]
     stage = f"downloading {model} ({listing.commit[:12]})"
-    with _saying_where(folder, model):
+    with _naming(folder, model):
         for file in small:
             hub.fetch(pinned, listing.commit, file, folder)
         if not with_weights:
-            # Not marked as complete: who needs the weights goes on from here.
+            # Not marked as complete: a later call with weights resumes here.
             read_config(folder)
             return folder
         weights = _weight_files(listing, folder)
@@ -286,7 +286,7 @@ def _download(
         if (free := free_bytes(folder)) < needed:
             raise FatalError(
                 ExitCode.STORAGE_FULL,
-                f"{model} needs {needed:,} bytes more in {weights_dir}, {free:,} are free; give the weights more space",
+                f"{model} needs {needed:,} more bytes in {weights_dir}, but {free:,} are free; provide more space",
             )
         total = max(1, sum(wanted.values()))
         _all_done(
@@ -295,7 +295,7 @@ def _download(
         )
         for file, num_bytes in wanted.items():
             if (actual := (folder / file).stat().st_size) != num_bytes:
-                message = f"{model}: {file} has {actual:,} bytes, the hub lists {num_bytes:,}; download it again"
+                message = f"{model}: {file} has {actual:,} bytes, but the hub lists {num_bytes:,}; download it again"
                 raise FatalError(ExitCode.CHECKSUM_MISMATCH, message)
         read_checkpoint(folder)
     shutil.rmtree(folder / ".cache", ignore_errors=True)
@@ -305,7 +305,7 @@ def _download(
 
 
 def _all_done(calls: Iterable[Callable[[], object]], while_waiting: Callable[[], None]) -> None:
-    """Make calls side by side; the first failure is raised and stops those that have not begun."""
+    """Make calls concurrently; raises the first failure and cancels calls that have not started."""
     with ThreadPoolExecutor(NUM_TRANSFERS, thread_name_prefix="transfer") as pool:
         pending = {pool.submit(call) for call in calls}
         try:
@@ -320,13 +320,13 @@ def _all_done(calls: Iterable[Callable[[], object]], while_waiting: Callable[[],
 
 @contextlib.contextmanager
 def outline(uri: str, scratch: Path, hub: Hub | None = None) -> Iterator[tuple[Path, str | None]]:
-    """A folder that looks like the model's to `read_checkpoint`, and the commit that it shows (None for a folder).
+    """A folder that `read_checkpoint` can read like the model's, and its commit (None for a local folder).
 
-    Of a model on a hub only small files and the headers of the weights are downloaded, to `scratch`; every other byte
-    is a hole, so sizes are true and every check of a real folder applies. Errors raised in the body name the URI
-    where they would name the scratch folder.
+    For a hub model, config.json, the index and the headers of the weights are downloaded to `scratch`; every other
+    byte is a hole, so file sizes are right and all checks apply. Errors raised in the body name the URI instead of the
+    scratch folder.
 
-    Raises: as `materialize`, but for storage.
+    Raises: as `materialize`, except storage errors.
     """
     match parse_uri(uri, "URI"):
         case FolderModel(folder):
@@ -334,7 +334,7 @@ def outline(uri: str, scratch: Path, hub: Hub | None = None) -> Iterator[tuple[P
         case HubModel() as model:
             hub = hub or Hub.from_environment()
             listing = hub.listing(model)
-            with _saying_where(scratch, model):
+            with _naming(scratch, model):
                 _draw(hub, model, listing, scratch)
                 yield scratch, listing.commit
 
@@ -359,7 +359,7 @@ def _draw(hub: Hub, model: HubModel, listing: Listing, scratch: Path) -> None:
 
 
 def _weight_files(listing: Listing, folder: Path) -> list[str]:
-    """The safetensors files that make up the model, by the same rule as `read_checkpoint`; [] when there are none."""
+    """The safetensors files of the model, by the same rule as `read_checkpoint`; empty if there are none."""
     if WEIGHTS_FILE in listing.files:
         return [WEIGHTS_FILE]
     if INDEX_FILE not in listing.files:
@@ -369,8 +369,8 @@ def _weight_files(listing: Listing, folder: Path) -> list[str]:
 
 
 @contextlib.contextmanager
-def _saying_where(folder: Path, model: HubModel) -> Iterator[None]:
-    """Errors about files of `folder` speak of the model instead: nobody knows that folder."""
+def _naming(folder: Path, model: HubModel) -> Iterator[None]:
+    """Replace `folder` by the model's URI in error messages: users do not know the folder."""
     try:
         yield
     except FatalError as error:
@@ -388,7 +388,7 @@ def _is_plain_name(name: str) -> bool:
 
 
 def _bytes_below(folder: Path) -> int:
-    """Bytes on disk, unfinished downloads included; a file that is renamed meanwhile counts as nothing."""
+    """Bytes on disk, including unfinished downloads; a file renamed during the walk counts as 0."""
     total = 0
     for base, _, names in os.walk(folder):
         for name in names:
@@ -405,7 +405,7 @@ def _chain(error: BaseException) -> Iterator[BaseException]:
 
 
 def _root(error: BaseException) -> BaseException:
-    """The first cause: the library wraps "connection refused" in advice about caches."""
+    """The root cause: the library wraps "connection refused" in advice about caches."""
     causes = list(_chain(error))
     return next((e for e in causes if isinstance(e, HfHubHTTPError)), causes[-1])
 

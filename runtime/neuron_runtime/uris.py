@@ -1,7 +1,6 @@
-"""Model URIs: which forms there are, and what one names.
+"""Parses model URIs.
 
-Asked by whoever reads a configuration or a command line, before anything is opened, and by `sources`, which goes
-there. Pure, and light enough for every process.
+Called when a configuration or a command line is read, and by `sources`, which opens them. Pure and cheap to import.
 """
 
 from __future__ import annotations
@@ -41,21 +40,21 @@ _REVISION = re.compile(r"[A-Za-z0-9][\w./-]{0,199}", re.ASCII)
 
 
 def parse_uri(uri: str, field: str = "$.model.uri") -> HubModel | FolderModel:
-    """What a model URI names.
+    """Parse a model URI.
 
     Raises:
-        InvalidConfig: at `field`, for another scheme or a malformed URI, with the form that is read.
+        InvalidConfig: at `field`, for an unknown scheme or a malformed URI; names the accepted form.
     """
     scheme, separator, rest = uri.partition(":")
     if not separator:
-        raise InvalidConfig(field, f"{uri!r} is no URI; write hf://org/name[@revision] or file:///absolute/path")
+        raise InvalidConfig(field, f"{uri!r} is not a URI; write hf://org/name[@revision] or file:///absolute/path")
     if scheme == "hf" and rest.startswith("//"):
         repository, at, revision = rest.removeprefix("//").partition("@")
         if not _REPOSITORY.fullmatch(repository) or ".." in repository or "--" in repository:
             raise InvalidConfig(field, f"{uri!r} names no repository; write hf://org/name[@revision]")
         if at and (not _REVISION.fullmatch(revision) or ".." in revision):
             raise InvalidConfig(
-                field, f"{uri!r} has no revision behind the @; write hf://org/name@branch-tag-or-commit"
+                field, f"{uri!r} has no valid revision after the @; write hf://org/name@branch-tag-or-commit"
             )
         return HubModel(repository, revision or None)
     if scheme == "file":
@@ -64,4 +63,4 @@ def parse_uri(uri: str, field: str = "$.model.uri") -> HubModel | FolderModel:
         return FolderModel(Path(unquote(rest.removeprefix("//"))))
     refuse(Surface.SCHEME, scheme, uri, at=field)
     cure = "use hf://org/name[@revision] or file:///absolute/path"
-    raise InvalidConfig(field, f"the scheme {scheme}: of {uri!r} is unknown: {cure}")
+    raise InvalidConfig(field, f"unknown scheme {scheme}: in {uri!r}: {cure}")

@@ -187,7 +187,7 @@ def test_an_engine_that_is_killed_is_replaced_in_its_pod_and_its_streams_are_tol
         cut = json.loads(story.end_client("cut").splitlines()[-1])
         assert not cut["done"]
         assert cut["usage"] is None
-        assert "engine process was ended by SIGKILL" in cut["error"]["message"]
+        assert "engine process was killed by SIGKILL" in cut["error"]["message"]
     with story.stage("kill: ready again"):
         story.until("a second engine", lambda: story.kubectl("logs", name).count("ready after") == 2)
         story.until_ready(1)

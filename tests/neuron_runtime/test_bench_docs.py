@@ -13,7 +13,7 @@ from neuron_runtime.backend.simulated.device import ShapeUse
 from neuron_runtime.backend.simulated.options import Options
 from neuron_runtime.bench import simulated_tables
 from neuron_runtime.bench.simulated_tables import Run, Targets
-from neuron_runtime.bench.simulation import PREFILL_FIRST, Asked, Outcome
+from neuron_runtime.bench.simulation import PREFILL_FIRST, Outcome, Timed
 
 PAGE = (Path(__file__).parents[2] / "docs" / "benchmarks.md").read_text()
 
@@ -75,7 +75,7 @@ def test_the_example_shows_the_rows_that_the_command_prints() -> None:
     fence = "`" * 3
     shown = PAGE.partition("### Example\n")[2].partition(f"{fence}\nSimulated traffic")[2].partition(fence)[0]
     names = [re.split(r"  +", line.strip())[0] for line in shown.splitlines()]
-    asked = Asked(0.0, False, 10, first=1.0, last=2.0)
+    asked = Timed(0.0, False, 10, first=1.0, last=2.0)
     use = ShapeUse(num_steps=1, num_used=1, num_padded=1, seconds=1.0)
     run = Outcome(
         policy=PREFILL_FIRST, seconds=1.0, requests=[asked], gaps=[0.1], queue=[(0.0, 0)], num_tokens=1,

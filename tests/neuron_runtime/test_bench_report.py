@@ -121,9 +121,9 @@ def test_a_benchmark_runs_as_a_command(measures: list[argparse.Namespace], capsy
 @pytest.mark.parametrize(
     ("flag", "name", "says"),
     [
-        ("--json", "gone/x.json", "there is no folder"),
-        ("--plot", "gone/x.png", "there is no folder"),
-        ("--plot", "x.gif", "x.gif should end in .png, .svg or .pdf"),
+        ("--json", "gone/x.json", "does not exist"),
+        ("--plot", "gone/x.png", "does not exist"),
+        ("--plot", "x.gif", "x.gif must end in .png, .svg or .pdf"),
         ("--json", "", "cannot write"),
     ],
 )

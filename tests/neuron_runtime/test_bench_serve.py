@@ -200,7 +200,7 @@ def test_a_connection_that_ends_early_or_never_answers_fails_its_request_alone(m
     with serving(first_dies) as (_, server):
         short = Server(server.base_url, server.path, timeout_seconds=2.0)
         errors = [sample.error for sample in run_clients(short, asked, 1).samples]
-    assert errors == ["the server closed the connection", "no end of the answer within 2 s", ""]
+    assert errors == ["the server closed the connection", "the response was incomplete after 2 s", ""]
 
 
 def test_nobody_there_is_an_error_of_each_request() -> None:
@@ -259,7 +259,7 @@ def test_nothing_but_failures_is_an_error_that_says_why() -> None:
 
 
 def test_a_server_without_models_is_named() -> None:
-    with free_ports() as nobodys, pytest.raises(ServingError, match="does a server run there"):
+    with free_ports() as nobodys, pytest.raises(ServingError, match="check that a server runs"):
         first_model(f"http://127.0.0.1:{nobodys}", {})
 
 
@@ -279,7 +279,10 @@ def test_flags_that_make_no_sense_are_refused_with_code_2(arguments: list[str]) 
 
 
 def test_a_server_that_cannot_start_says_its_last_line(tmp_path: Path) -> None:
-    with pytest.raises(ServingError, match=r"ended with 10: .*ModelNotFound"), SpawnedServer([str(tmp_path / "none")]):
+    with (
+        pytest.raises(ServingError, match=r"exited with code 10: .*ModelNotFound"),
+        SpawnedServer([str(tmp_path / "none")]),
+    ):
         pass
 
 
@@ -293,7 +296,7 @@ def test_the_command_brings_a_server_along_and_two_clients_see_every_token(
     load = ["--num-prompts", "10", "--max-concurrency", "4", "--client-processes", "2"]
     assert main(["bench", "serve", "--spawn", str(model), *lengths, *load, "--json", str(written)]) == 0
     found = {row["name"]: row["values"] for row in json.loads(written.read_bytes())["tables"][0]["rows"]}
-    assert found["requests answered"]["value"] == 10
+    assert found["requests completed"]["value"] == 10
     assert found["requests failed"]["value"] == 0
     assert found["output tokens"]["value"] == 120
     assert found["prompt tokens"]["value"] == 80

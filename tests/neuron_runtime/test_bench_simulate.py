@@ -20,7 +20,7 @@ from neuron_runtime.bench import simulated_tables
 from neuron_runtime.bench.device import device_of, powers_of_two
 from neuron_runtime.bench.report import percentile
 from neuron_runtime.bench.simulated_tables import Run, Targets
-from neuron_runtime.bench.simulation import PREFILL_FIRST, Asked, Outcome, Policy, Simulation
+from neuron_runtime.bench.simulation import PREFILL_FIRST, Outcome, Policy, Simulation, Timed
 from neuron_runtime.bench.traffic import Conversation, Traffic, Turn, conversations
 from neuron_runtime.core import BackendLimits
 from neuron_runtime.errors import InvalidConfig
@@ -116,8 +116,15 @@ def test_one_request_takes_the_steps_that_it_takes() -> None:
     # A prompt of 100 tokens in the bucket of 128, then three steps of 10 ms.
     prefill = TIMES.prefill.seconds(100)
     assert prefill == pytest.approx(0.010 + 0.080 * 28 / 900)
-    assert asked == Asked(came=1.0, long=False, num_prompt=100, first=1.0 + prefill, last=pytest.approx(1.03 + prefill),
-                          worst_gap=pytest.approx(0.01), num_cached=0)  # fmt: skip
+    assert asked == Timed(
+        arrived=1.0,
+        long=False,
+        num_prompt=100,
+        first=1.0 + prefill,
+        last=pytest.approx(1.03 + prefill),
+        worst_gap=pytest.approx(0.01),
+        num_cached=0,
+    )
 
 
 def test_a_follow_up_comes_after_its_pause_with_all_that_was_said() -> None:
@@ -126,7 +133,7 @@ def test_a_follow_up_comes_after_its_pause_with_all_that_was_said() -> None:
     )
     run = Simulation(talks, limits(shares_prefixes=True), TIMES, OURS, warm_up_seconds=0.0, seconds=10.0).run()
     first, second = run.requests
-    assert second.came == pytest.approx(first.last + 3.0)
+    assert second.arrived == pytest.approx(first.last + 3.0)
     assert second.num_prompt == 64 + 16 + 8
     assert second.num_cached == 64  # the last answer token was never fed, so the fifth block is not full
     assert run.cached_share == pytest.approx(64 / (64 + 88))
@@ -135,7 +142,7 @@ def test_a_follow_up_comes_after_its_pause_with_all_that_was_said() -> None:
 
 def test_only_requests_of_the_measured_time_count_and_all_of_them_are_waited_for() -> None:
     run = outcome(traffic=replace(TRAFFIC, rate=9.0), seconds=20.0)
-    assert all(10.0 <= asked.came < 30.0 for asked in run.requests)
+    assert all(10.0 <= asked.arrived < 30.0 for asked in run.requests)
     assert max(asked.last for asked in run.requests) > 30.0
     assert len(run.requests) == pytest.approx(180, rel=0.25)
     assert all(0.0 <= moment < 20.0 for moment, _ in run.queue)
@@ -244,9 +251,9 @@ def test_the_table_counts_what_happened() -> None:
         policy=OURS,
         seconds=10.0,
         requests=[
-            Asked(0.0, False, 100, first=1.0, last=2.0, worst_gap=0.2, num_cached=25),
-            Asked(1.0, True, 300, first=4.0, last=5.0, worst_gap=0.1, num_cached=75),
-            Asked(2.0, False, 100, first=2.5, last=3.0, worst_gap=0.4),
+            Timed(0.0, False, 100, first=1.0, last=2.0, worst_gap=0.2, num_cached=25),
+            Timed(1.0, True, 300, first=4.0, last=5.0, worst_gap=0.1, num_cached=75),
+            Timed(2.0, False, 100, first=2.5, last=3.0, worst_gap=0.4),
         ],
         gaps=[0.1] * 98 + [0.2, 0.4],
         queue=[(0.0, 2), (4.0, 0), (5.0, 6)],
@@ -264,13 +271,13 @@ def test_the_table_counts_what_happened() -> None:
         "gap between tokens, p50": 100.0,
         "gap between tokens, p99": 200.0,
         "gap between tokens, worst": 400.0,
-        "bound that the engine states": 450.0,
+        "bound by the engine": 450.0,
         "good requests": pytest.approx(100 / 3),
         "goodput": pytest.approx(0.1),
         "throughput": 5.0,
-        "prompt tokens found in the cache": pytest.approx(20.0),
+        "prompt tokens from the cache": pytest.approx(20.0),
         "requests waiting, mean": pytest.approx((2 * 4 + 6 * 5) / 10),
-        "requests waiting, most": 6,
+        "requests waiting, max": 6,
         "preemptions": 3,
         "device busy": 50.0,
         "padding": 50.0,
@@ -371,24 +378,24 @@ def test_the_plot_shows_distributions_and_what_the_rate_does(rates: list[str], t
         (["--rate", "0"], "--rate: must be positive, got 0"),
         (["--rate", "nan"], "--rate: must be positive"),
         (["--seconds", "-1"], "--seconds: must be positive"),
-        (["--seconds", "0.001"], "--seconds: no request came"),
+        (["--seconds", "0.001"], "--seconds: no request arrived"),
         (["--turns", "0.5"], "--turns: must be at least 1"),
         (["--warm-up-seconds", "-1"], "--warm-up-seconds: must be at least 0"),
-        (["--long-share", "2"], "--long-share: is a share"),
-        (["--answer", "9", "3"], "--answer: must be two counts from 1, the fewest first, got 9 3"),
-        (["--answer", "0", "3"], "--answer: must be two counts"),
+        (["--long-share", "2"], "--long-share: must be from 0 to 1"),
+        (["--answer", "9", "3"], "--answer: must be MIN MAX with 1 <= MIN <= MAX, got 9 3"),
+        (["--answer", "0", "3"], "--answer: must be MIN MAX"),
         (["--max-consecutive-prefills", "0"], "--max-consecutive-prefills: must be at least 1"),
         (
             ["--step-times", "tpu"],
-            "--step-times ($.overrideNeuronConfig.stepTimes): 'tpu' is not known; known are llama",
+            "--step-times ($.overrideNeuronConfig.stepTimes): must be one of llama",
         ),
         (
             ["--step-milliseconds", "8"],
-            "--step-milliseconds ($.overrideNeuronConfig.stepMilliseconds): is given beside other times",
+            "--step-milliseconds ($.overrideNeuronConfig.stepMilliseconds): cannot be combined with other times",
         ),
         (
             ["--decode-milliseconds", "8:1", "4:1"],
-            "$.overrideNeuronConfig.decodeMilliseconds): sizes must be positive and grow",
+            "$.overrideNeuronConfig.decodeMilliseconds): sizes must be positive and in ascending order",
         ),
         (
             ["--prefill-buckets", "9", "8"],

@@ -96,14 +96,15 @@ WHOLE = safetensors(TENSORS)
 BROKEN: dict[str, tuple[Callable[[Path], None], str]] = {
     "data cut short": (
         lambda f: write(f, WHOLE[:-7]),
-        rf"model\.safetensors: truncated: its tensors end at byte {len(WHOLE)}, the file has {len(WHOLE) - 7} bytes",
+        rf"model\.safetensors: truncated: its tensors end at byte {len(WHOLE)}, "
+        rf"but the file has {len(WHOLE) - 7} bytes",
     ),
-    "header cut short": (lambda f: write(f, WHOLE[:50]), r"the header ends at byte \d+, the file has 50 bytes"),
+    "header cut short": (lambda f: write(f, WHOLE[:50]), r"the header ends at byte \d+, but the file has 50 bytes"),
     "nearly empty": (lambda f: write(f, b"\1\0\0"), "3 bytes are too few"),
     "a web page": (lambda f: write(f, b"<!DOCTYPE html><html>"), "not a safetensors file"),
     "data behind the last tensor": (lambda f: write(f, WHOLE + b"x"), "its tensors end at byte"),
     "header without JSON": (lambda f: write(f, (4).to_bytes(8, "little") + b"{,}!"), "malformed JSON"),
-    "header with a list": (lambda f: write(f, (2).to_bytes(8, "little") + b"[]"), "must hold a JSON object, got list"),
+    "header with a list": (lambda f: write(f, (2).to_bytes(8, "little") + b"[]"), "must be a JSON object, got list"),
     "header that is not UTF-8": (lambda f: write(f, (3).to_bytes(8, "little") + b'{"\xff'), "malformed JSON"),
     "deeply nested header": (
         lambda f: write(f, (400_000).to_bytes(8, "little") + b'{"a":' * 40_000 + b"[" * 200_000),
@@ -111,16 +112,16 @@ BROKEN: dict[str, tuple[Callable[[Path], None], str]] = {
     ),
     "range and shape differ": (edit("a", shape=[2, 4]), "tensor a of dtype F32 and shape .2, 4. needs 32 bytes"),
     "negative size": (edit("a", shape=[-2, 3]), "entry of tensor a is malformed"),
-    "unknown dtype": (edit("b", dtype="Q4"), "tensor b has the unknown dtype Q4"),
+    "unknown dtype": (edit("b", dtype="Q4"), "tensor b has unknown dtype Q4"),
     "overlap": (edit("b", data_offsets=[20, 28]), "tensor b begins at byte"),
     "no entry": (lambda f: write(f, safetensors({"a": 1}, 0)), "entry of tensor a is malformed"),
-    "no weights": (lambda f: (f / "model.safetensors").unlink(), "holds neither model.safetensors nor"),
+    "no weights": (lambda f: (f / "model.safetensors").unlink(), "contains neither model.safetensors nor"),
     "weights of another format": (
         lambda f: (f / "model.safetensors").rename(f / "pytorch_model.bin"),
-        "holds pytorch_model.bin; convert the model to safetensors",
+        "contains pytorch_model.bin; convert the model",
     ),
     "no config": (lambda f: (f / "config.json").unlink(), r"config\.json is missing"),
-    "config that is a list": (lambda f: (f / "config.json").write_text("[]") and None, r"config\.json: must hold"),
+    "config that is a list": (lambda f: (f / "config.json").write_text("[]") and None, r"config\.json: must be"),
     "index without a map": (lambda f: shard(f, {}), "weight_map must be an object"),
     "index that leaves the folder": (
         lambda f: shard(f, {"a": "../one.safetensors"}),
@@ -130,7 +131,7 @@ BROKEN: dict[str, tuple[Callable[[Path], None], str]] = {
     "shard not there": (lambda f: shard(f, {"a": "three.safetensors"}), r"three\.safetensors: cannot read the weights"),
     "tensor not in its shard": (
         lambda f: shard(f, {"a": "two.safetensors", "b": "two.safetensors"}),
-        r"two\.safetensors: .* tensor a is in this file, but it is not \(and 1 more\)",
+        r"two\.safetensors: .* tensor a in this file, but it is missing \(and 1 more\)",
     ),
 }
 

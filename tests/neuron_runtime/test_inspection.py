@@ -132,10 +132,10 @@ BROKEN = [
     (drop("model.safetensors"), ExitCode.INVALID_MODEL, "neither model.safetensors nor"),
     (truncate, ExitCode.INVALID_MODEL, "model.safetensors: truncated"),
     (write("model.safetensors", b"<html>404</html>"), ExitCode.INVALID_MODEL, "not a safetensors file"),
-    (configure(num_hidden_layers=3), ExitCode.INVALID_MODEL, "promises tensor model.layers.2"),
-    (configure(vocab_size=65), ExitCode.INVALID_MODEL, "has shape [64, 32], config.json says [65, 32]"),
+    (configure(num_hidden_layers=3), ExitCode.INVALID_MODEL, "requires tensor model.layers.2"),
+    (configure(vocab_size=65), ExitCode.INVALID_MODEL, "has shape [64, 32], but config.json requires [65, 32]"),
     (configure(hidden_size=None), ExitCode.INVALID_MODEL, "hidden_size must be a positive integer"),
-    (drop("tokenizer.json"), ExitCode.INVALID_MODEL, "there is no tokenizer; add its tokenizer.json or"),
+    (drop("tokenizer.json"), ExitCode.INVALID_MODEL, "tokenizer is missing; add tokenizer.json or"),
     (configure(architectures=["MambaForCausalLM"]), ExitCode.UNSUPPORTED_ARCHITECTURE, "supported: LlamaForCausalLM"),
 ]
 
@@ -160,14 +160,14 @@ def test_a_model_that_cannot_work_is_named_with_file_and_cause(
 def test_a_pipe_in_the_place_of_a_file_is_refused_at_once(tmp_path: Path, name: str) -> None:
     folder = write_tiny_model(tmp_path / "model")
     become_a_pipe(name)(folder)
-    with pytest.raises(FatalError, match=f"{name}: is not a regular file"):
+    with pytest.raises(FatalError, match=f"{name}: not a regular file"):
         inspect_model(f"file://{folder}")
 
 
 def test_a_model_that_only_has_pickled_weights_is_told_to_convert(shelf: Shelf, hub: Hub) -> None:
     folder = write_tiny_model(shelf.root / "acme/old/main")
     (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
-    with pytest.raises(FatalError, match=r"holds pytorch_model\.bin; convert the model to safetensors"):
+    with pytest.raises(FatalError, match=r"contains pytorch_model\.bin; convert the model"):
         inspect_model("hf://acme/old", hub)
 
 

@@ -519,7 +519,10 @@ def test_arguments_of_the_guides_amount_to_a_configuration(tmp_path: Path) -> No
         ({"backend": "nxdi"}, "backend ($.backend): `nxdi` is not built into this runtime yet"),
         ({"max_model_len": "long"}, "max_model_len ($.limits.maxModelLength): Expected `int`, got `str`"),
         ({"max_model_len": -1}, "max_model_len ($.limits.maxModelLength): Expected `int` >= 0, got -1"),
-        ({"max_model_len": 9999}, "max_model_len ($.limits.maxModelLength): 9999 is more than the model's 2048"),
+        (
+            {"max_model_len": 9999},
+            "max_model_len ($.limits.maxModelLength): must be at most the model's 2048 positions, got 9999",
+        ),
         ({"dtype": "int4"}, "dtype ($.dtype): Invalid enum value 'int4'"),
         ({"revision": "main"}, "revision: 'main' is for models on a hub"),
         ({"override_neuron_config": {"a": object()}}, "only plain values can be configured"),

@@ -17,7 +17,7 @@ from neuron_runtime.__main__ import main
 from neuron_runtime.commands.serve import API_KEY_VARIABLE
 from neuron_runtime.config import ServerOptions
 from neuron_runtime.errors import ExitCode, InvalidConfig
-from neuron_runtime.server.auth import LOOK_SECONDS, MAX_KEYS, ApiKeys, parse_keys
+from neuron_runtime.server.auth import CHECK_SECONDS, MAX_KEYS, ApiKeys, parse_keys
 
 KEYS = ("sk-first-0123456789", "sk-second-abcdefgh")
 BODY = {"prompt": "a core", "max_tokens": 2}
@@ -177,7 +177,7 @@ async def test_a_changed_file_takes_effect_and_the_old_key_ends(tmp_path: Path) 
     keys = ApiKeys(path, clock)
     replace(path, "new\n")
     assert keys.number_of(b"old") == 1
-    clock.now += LOOK_SECONDS
+    clock.now += CHECK_SECONDS
     assert (keys.number_of(b"old"), keys.number_of(b"new")) == (None, 1)
 
 
@@ -193,7 +193,7 @@ async def test_a_secret_that_the_kubelet_changed_takes_effect(tmp_path: Path) ->
     assert keys.number_of(b"sk-1") == 1
     (tmp_path / "..data_tmp").symlink_to("..2")
     os.replace(tmp_path / "..data_tmp", tmp_path / "..data")
-    clock.now += LOOK_SECONDS
+    clock.now += CHECK_SECONDS
     assert (keys.number_of(b"sk-1"), keys.number_of(b"sk-2")) == (None, 1)
 
 
@@ -207,12 +207,12 @@ async def test_the_keys_in_force_outlive_a_file_that_is_broken_or_gone(
     replace(path, broken)
     for after in (3, 6):
         while clock.now < after:
-            clock.now += LOOK_SECONDS
+            clock.now += CHECK_SECONDS
             assert (keys.number_of(b"old"), keys.number_of(broken.encode())) == (1, None)
         path.unlink(missing_ok=True)
-    assert capsys.readouterr().err.count("stay in force") == 1
+    assert capsys.readouterr().err.count("stay valid") == 1
     replace(path, "new")
-    clock.now += LOOK_SECONDS
+    clock.now += CHECK_SECONDS
     assert (keys.number_of(b"old"), keys.number_of(b"new")) == (None, 1)
 
 
@@ -240,8 +240,8 @@ async def test_a_file_without_usable_keys_is_refused_without_showing_them(raw: b
     ("flags", "says"),
     [
         (["--api-key-file", "/nonexistent/keys"], "--api-key-file: cannot read /nonexistent/keys: No such file"),
-        (["--api-key", "with space"], "--api-key: line 1 of --api-key is no key"),
-        (["--api-key", "hush", "--api-key-file", "/dev/null"], "--api-key: is in the file already"),
+        (["--api-key", "with space"], "--api-key: line 1 of --api-key is not a key"),
+        (["--api-key", "hush", "--api-key-file", "/dev/null"], "--api-key: cannot be combined with --api-key-file"),
     ],
 )
 async def test_unusable_keys_end_the_command_before_a_port_opens(

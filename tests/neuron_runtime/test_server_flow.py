@@ -176,7 +176,7 @@ async def test_an_engine_that_ends_fails_what_it_had_and_the_next_one_serves(mod
         stream, whole = post(served, stream=True), post(served)
         await served.until_metric("vllm:num_requests_running", 2)
         await served.until_metric("vllm:time_to_first_token_seconds_count", 2)
-        await served.replace_engine("the engine process was ended by SIGKILL")
+        await served.replace_engine("the engine process was killed by SIGKILL")
         broken = await whole
         assert broken.status_code == 503
         assert "SIGKILL" in broken.json()["error"]["message"]

@@ -292,7 +292,7 @@ def test_a_hub_that_cannot_be_reached_ends_the_command_once_with_what_to_check(t
     written = msgspec.json.decode(record.read_bytes())
     assert "cannot be reached for hf://org/name" in written["message"]
     assert "reason" not in written
-    assert "starting again" not in command.text
+    assert "restarting it" not in command.text
     assert command.text.count("cannot be reached for hf://org/name") == 1
     assert "Traceback" not in command.text
 

@@ -70,7 +70,7 @@ def test_an_end_is_read_from_code_and_record(
 
 
 def test_an_exit_without_a_record_is_described() -> None:
-    assert describe_exit("engine process", 7) == "the engine process ended with exit code 7"
+    assert describe_exit("engine process", 7) == "the engine process exited with code 7"
     assert "SIGKILL" in describe_exit("engine process", -9)
     assert "out of memory" in describe_exit("engine process", -9)
     assert "SIGSEGV" in describe_exit("engine process", -11)

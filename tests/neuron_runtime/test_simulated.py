@@ -194,7 +194,7 @@ def test_steps_are_collected_in_order() -> None:
     engine = Engine(backend)
     engine.add(request("r", 5))
     engine.step()
-    with pytest.raises(IllegalBatch, match="step 7 is collected, and step 1"):
+    with pytest.raises(IllegalBatch, match="step 7 was collected before step 1"):
         backend.collect(7)
 
 
@@ -331,7 +331,7 @@ def test_a_size_runs_in_the_smallest_bucket_that_holds_it() -> None:
 
 @pytest.mark.parametrize("points", [(), ((0, 1.0),), ((2, 1.0), (2, 2.0)), ((3, 1.0), (2, 2.0)), ((1, 0.0),)])
 def test_points_that_are_no_curve_are_refused(points: Any) -> None:
-    with pytest.raises(ValueError, match=r"sizes must|more than no time"):
+    with pytest.raises(ValueError, match=r"sizes must|must be positive"):
         Curve(points)
 
 
@@ -354,9 +354,9 @@ def test_every_published_table_makes_times_that_grow(name: str) -> None:
         ({"speed": 9}, ".speed", "no such setting"),
         ({"stepMilliseconds": "8"}, ".stepMilliseconds", "Expected `float"),
         ({"stepMilliseconds": 0}, ".stepMilliseconds", "must be positive"),
-        ({"stepMilliseconds": 8, "stepTimes": "x"}, ".stepMilliseconds", "beside other times"),
+        ({"stepMilliseconds": 8, "stepTimes": "x"}, ".stepMilliseconds", "cannot be combined"),
         ({"stepTimes": "tpu"}, ".stepTimes", "llama-3.1-8b-trn2-tp4"),
-        ({"decodeMilliseconds": [[4, 1], [2, 1]]}, ".decodeMilliseconds", "grow from point to point"),
+        ({"decodeMilliseconds": [[4, 1], [2, 1]]}, ".decodeMilliseconds", "in ascending order"),
         ({"decodeMilliseconds": [4]}, ".decodeMilliseconds[0]", "Expected `array`"),
         ({"prefillBuckets": [128, 64]}, ".prefillBuckets", "ascending"),
         ({"prefill": "never"}, ".prefill", "Invalid enum value"),

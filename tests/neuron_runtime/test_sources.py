@@ -112,7 +112,7 @@ class TestFolders:
 
     def test_a_folder_that_is_not_what_was_pinned_is_refused(self, tmp_path: Path) -> None:
         folder = write_tiny_model(tmp_path / "model")
-        with pytest.raises(FatalError, match="pinned is 0000") as caught:
+        with pytest.raises(FatalError, match=r"0000.* is pinned") as caught:
             materialize(ModelSource(uri=f"file://{folder}", digest="0000"), tmp_path, quiet)
         assert caught.value.exit_code is ExitCode.CHECKSUM_MISMATCH
 
@@ -206,7 +206,7 @@ class TestDownloads:
     def test_weights_that_cannot_fit_are_refused_before_they_are_downloaded(
         self, shelf: Shelf, hub: Hub, tmp_path: Path
     ) -> None:
-        with pytest.raises(FatalError, match=r"needs [\d,]+ bytes more in .*, 1,000 are free") as caught:
+        with pytest.raises(FatalError, match=r"needs [\d,]+ more bytes in .*, but 1,000 are free") as caught:
             materialize(ModelSource(uri=MODEL), tmp_path, quiet, hub, free_bytes=lambda folder: 1000)
         assert caught.value.exit_code is ExitCode.STORAGE_FULL
         assert not any("/large/" in asked.path for asked in shelf.asked)
@@ -281,7 +281,7 @@ class TestRetries:
         with pytest.raises(HubUnreachable, match=r"^http://127.0.0.1:9 cannot be reached for hf://acme/tiny after 5"):
             materialize(ModelSource(uri=MODEL), tmp_path, quiet, nowhere)
         assert pauses == list(RETRY_SECONDS)
-        assert capsys.readouterr().err.count("trying again") == len(RETRY_SECONDS)
+        assert capsys.readouterr().err.count("retrying in") == len(RETRY_SECONDS)
 
     def test_the_environment_names_the_hub_and_the_token(
         self, endpoint: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

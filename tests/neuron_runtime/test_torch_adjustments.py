@@ -99,9 +99,9 @@ def test_a_sequence_that_asks_for_nothing_is_not_looked_at_and_one_with_min_toke
     adjustments.set(2, Sampling(min_tokens=3), (1, 2), 2)
     slots = np.arange(3)
     for position, expected in ((2, [1]), (4, [1]), (5, []), (30, [])):
-        assert adjustments.asking(slots, np.full(3, position)).tolist() == expected
+        assert adjustments.adjusted(slots, np.full(3, position)).tolist() == expected
     adjustments.set(1, Sampling(), (1, 2), 2)
-    assert adjustments.asking(slots, np.full(3, 2)).tolist() == []
+    assert adjustments.adjusted(slots, np.full(3, 2)).tolist() == []
     assert not adjustments._rules
 
 

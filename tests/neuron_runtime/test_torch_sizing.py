@@ -53,7 +53,7 @@ def test_blocks_are_shared_unless_the_configuration_says_otherwise_and_asking_fo
     assert not limits().shares_prefixes
     found = limits(prefix_caching="enabled")
     assert (found.layout, found.shares_prefixes) == ("blocks", True)
-    with pytest.raises(InvalidConfig, match="shares nothing; leave out the layout, or use blocks") as caught:
+    with pytest.raises(InvalidConfig, match="cannot share prefixes; leave out the layout, or use blocks") as caught:
         limits(layout="slots", prefix_caching="enabled")
     assert caught.value.field == "$.prefixCaching"
 
@@ -71,9 +71,7 @@ def test_what_is_not_asked_for_shrinks_with_the_memory_until_it_is_useless(layou
         taken = found.num_blocks * found.block_size * BYTES_PER_TOKEN
         assert taken < available * 0.9 - 2 * 139_000_000
         assert found.max_model_length <= found.num_blocks * found.block_size
-    with pytest.raises(
-        FatalError, match=r"of 0\.30 GiB free, 90% may be taken: weights 0\.\d\d GiB, scratch"
-    ) as caught:
+    with pytest.raises(FatalError, match=r"90% of 0\.30 GiB free may be used: weights 0\.\d\d GiB, scratch") as caught:
         limits(int(0.3 * GIB), layout=layout)
     assert caught.value.exit_code is ExitCode.DEVICE_OUT_OF_MEMORY
 
@@ -86,18 +84,18 @@ def test_a_sequence_of_one_token_could_answer_nothing() -> None:
 REFUSED: dict[str, tuple[str, str, dict[str, Any]]] = {
     "longer than the model": (
         "$.limits.maxModelLength",
-        "9000 is more than the model's 8192",
+        "must be at most the model's 8192 positions, got 9000",
         {"max_model_length": 9000},
     ),
     "fewer step tokens than rows": (
         "$.limits.maxStepTokens",
-        r"16 is less than maxSequences \(32\)",
+        r"must be at least maxSequences \(32\), one token each; got 16",
         {"max_step_tokens": 16, "max_sequences": 32},
     ),
     "slots with blocks": ("$.layout", "layout slots has no blocks", {"layout": "slots", "block_size": 16}),
     "length beyond memory": (
         "$.limits.maxModelLength",
-        "8 sequences of 8192 tokens do not fit: of 1.00 GiB free",
+        "8 sequences of 8192 tokens do not fit: 90% of 1.00 GiB free",
         {"max_model_length": 8192, "available_bytes": GIB},
     ),
     "sequences beyond memory": (
@@ -107,12 +105,12 @@ REFUSED: dict[str, tuple[str, str, dict[str, Any]]] = {
     ),
     "blocks beyond memory": (
         "$.limits.numBlocks",
-        r"100000 blocks of 16 tokens do not fit, \d+ would",
+        r"100000 blocks of 16 tokens do not fit, at most \d+ do",
         {"num_blocks": 100_000, "available_bytes": 2 * GIB},
     ),
     "blocks short of one sequence": (
         "$.limits.numBlocks",
-        "one sequence of 1000 tokens needs 63 blocks of 16, there are 62",
+        "one sequence of 1000 tokens needs 63 blocks of 16, but there are 62",
         {"num_blocks": 62, "max_model_length": 1000},
     ),
     "a sequence beyond memory, in blocks": (

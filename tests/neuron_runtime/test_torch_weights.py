@@ -44,11 +44,11 @@ WRONG: dict[str, tuple[Callable[[Tensors], Any], str]] = {
     ),
     "shape": (
         lambda t: t.update({KEY: torch.zeros(16, 64)}),
-        rf"model\.safetensors: tensor {KEY} has shape \[16, 64\], config\.json wants \[32, 64\]",
+        rf"model\.safetensors: tensor {KEY} has shape \[16, 64\], config\.json requires \[32, 64\]",
     ),
     "dtype": (
         lambda t: t.update({KEY: torch.zeros(32, 64, dtype=torch.int8)}),
-        f"tensor {KEY} has dtype I8, readable are F32, BF16, F16",
+        f"tensor {KEY} has dtype I8; supported dtypes are F32, BF16, F16",
     ),
 }
 

@@ -222,7 +222,7 @@ def test_a_process_whose_step_hangs_is_ended_and_shows_where(
         while child.lives:
             time.sleep(0.02)
             if hangs.exists():  # before, a machine that stalls could make a step take as long
-                child.end_if_it_hangs()
+                child.kill_if_hung()
     assert "SIGABRT" in str(child.failure())
     said = capfd.readouterr().err
     assert "the engine process hangs" in said

@@ -1,7 +1,7 @@
 """The seam between engine and device: the Backend protocol that every backend (torch, NxDI, fakes) implements.
 
-Called by `engine.loop` on the one thread that owns the device, and wrapped by `distributed` for groups. A backend
-knows batches and token ids; requests, text and HTTP are not its business.
+Called by `engine.loop` on the one thread that owns the device. A backend handles batches and token ids; it knows
+nothing of requests, text or HTTP.
 """
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ from typing import Protocol
 from neuron_runtime.core import BackendLimits, Batch, Late, StepOutput
 
 ProgressCallback = Callable[[str, float], None]
-"""Called with (what is being done, share done from 0 to 1) during long work."""
+"""Called with (stage, share done from 0 to 1) during long work."""
 
 StepTime = tuple[Batch, float]
-"""A step, and the seconds that one of its shape takes."""
+"""A step, and the seconds that a step of its shape takes."""
 
 
 class IllegalBatch(Exception):
-    """A batch broke the contract of `Batch` or `BackendLimits`. A bug of the engine, never a client's doing."""
+    """A batch broke the contract of `Batch` or `BackendLimits`. Always a bug in the engine."""
 
 
 class Backend(Protocol):
@@ -34,17 +34,17 @@ class Backend(Protocol):
     def limits(self) -> BackendLimits: ...
 
     def warm_up(self, progress: ProgressCallback) -> Iterable[StepTime]:
-        """Run every compiled shape, so that the first request pays for nothing. Called once, before launch.
+        """Run every compiled shape, so that the first request is not slower than others. Called once, before launch.
 
         Returns:
-            Steps of the shapes that were run and timed, each without what happens the first time alone.
+            Steps of the shapes that were run, with their times without first-run overhead.
         """
 
     def launch(self, batch: Batch) -> None:
-        """Take over the delta and start the step. Returns as soon as the device has been told."""
+        """Apply the delta and start the step. Returns as soon as the step is enqueued."""
 
     def sample(self, step: int, late: Late | None) -> None:
-        """Choose tokens for the launched step; `late` is None unless a row needs the host."""
+        """Choose tokens for the launched step; `late` is None unless a row needs data from the host."""
 
     def collect(self, step: int) -> StepOutput:
         """Block until the step is done and return what it produced."""

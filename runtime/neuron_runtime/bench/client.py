@@ -1,7 +1,7 @@
-"""A cheap client of the OpenAI API: sends requests at given times or as fast as answers come, and times every token.
+"""A lightweight client of the OpenAI API that sends requests at given times or as fast as possible and times tokens.
 
-Called by `bench serve` and the suite, in this process or in several. It reads streams straight from the socket (one
-callback a packet, a C parser), so that it takes little of the machine that it loads. It draws no conclusions.
+Called by `bench serve` and the suite, in this process or in several. It reads streams directly from the socket (one
+callback per packet, a C parser), to use little of the machine that it loads.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ import orjson
 import uvloop
 
 START_SECONDS = 0.05
-"""Between the moment at which the clients are ready and the first request."""
+"""Delay before the first request."""
 
 
 @dataclass(frozen=True, slots=True)
 class Server:
-    """Where requests go. `headers` go with each, names in lower case."""
+    """The server under test. `headers` are sent with each request, names in lower case."""
 
     base_url: str
     path: str
@@ -40,7 +40,7 @@ class Ask:
     """One request.
 
     body: JSON, with `"stream": true`.
-    at_seconds: when it is sent, counted from the start; 0 for as soon as `max_concurrency` allows.
+    at_seconds: when to send it, counted from the start; 0: as soon as `max_concurrency` allows.
     """
 
     body: bytes
@@ -49,11 +49,11 @@ class Ask:
 
 @dataclass(slots=True)
 class Sample:
-    """What became of a request; all times on the monotonic clock, in seconds.
+    """The result of a request; times in seconds on the monotonic clock.
 
-    tokens_at: when each event with text arrived, one entry an event; events of one packet have the same time.
-    num_prompt_tokens, num_output_tokens: as the server counts them; None where it does not say.
-    error: why it failed, empty when it did not.
+    tokens_at: arrival of each event with text; events of one packet have the same time.
+    num_prompt_tokens, num_output_tokens: as reported by the server, or None.
+    error: why it failed; empty on success.
     """
 
     began: float
@@ -66,11 +66,11 @@ class Sample:
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """All that one run of the clients found."""
+    """The results of one run."""
 
     samples: tuple[Sample, ...]
     cpu_seconds: tuple[float, ...]
-    """Of each client process."""
+    """CPU time of each client process."""
 
 
 class Connection(asyncio.Protocol):
@@ -102,7 +102,7 @@ class Connection(asyncio.Protocol):
             self._transport.close()
 
     async def ask(self, head: bytes, body: bytes, timeout_seconds: float) -> Sample:
-        """Send a request and wait for the end of its answer."""
+        """Send a request and wait for the end of its response."""
         assert self._transport is not None
         self._parser = httptools.HttpResponseParser(self)
         self._line, self._other, self._status = b"", [], 0
@@ -113,7 +113,7 @@ class Connection(asyncio.Protocol):
             async with asyncio.timeout(timeout_seconds):
                 await self._ended
         except TimeoutError:
-            sample.error = f"no end of the answer within {timeout_seconds:.0f} s"
+            sample.error = f"the response was incomplete after {timeout_seconds:.0f} s"
             self.usable = False
         self._sample = None
         sample.ended = sample.ended or time.monotonic()
@@ -177,7 +177,7 @@ def _content(delta: Mapping[str, object] | None) -> bool:
 
 
 def _message(body: bytes) -> str:
-    """Of an OpenAI error object; of anything else its beginning."""
+    """The message of an OpenAI error object; for other bodies their beginning."""
     try:
         error = orjson.loads(body)["error"]
         return str(error["message"] if isinstance(error, dict) else error)
@@ -186,16 +186,16 @@ def _message(body: bytes) -> str:
 
 
 def run_clients(server: Server, asks: Sequence[Ask], max_concurrency: int | None, num_processes: int = 1) -> Run:
-    """Send all requests and wait for their ends. What fails is a sample with an error, never an exception.
+    """Send all requests and wait until they end. A failure is a sample with an error, never an exception.
 
     Args:
-        max_concurrency: requests under way at any time, over all processes; None: no bound.
-        num_processes: client processes; 1 runs here. Requests are dealt out in turn.
+        max_concurrency: maximum requests in flight over all processes; None: no limit.
+        num_processes: client processes, which get requests in turn; 1: send from this process.
     """
     start = time.monotonic() + START_SECONDS
     if num_processes == 1:
         return _run_here(server, tuple(asks), max_concurrency, start)
-    start += num_processes  # the time in which processes start
+    start += num_processes  # time for processes to start
     bounds = [
         None if max_concurrency is None else _share(max_concurrency, i, num_processes) for i in range(num_processes)
     ]
@@ -242,7 +242,7 @@ async def _send_all(server: Server, asks: tuple[Ask, ...], max_concurrency: int 
 
 
 class _Pool:
-    """Connections that are kept and used again."""
+    """Keep-alive connections."""
 
     def __init__(self, server: Server) -> None:
         parts = urlsplit(server.base_url)

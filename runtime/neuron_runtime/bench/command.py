@@ -1,8 +1,7 @@
-"""`neuron-runtime bench COMMAND`: the commands that measure, each a module of its own.
+"""`neuron-runtime bench COMMAND`: the benchmarks, one module each.
 
-Called by `__main__`. A module has `add_arguments(parser)` and `run(options)`; at its top level it imports nothing
-heavy, since every start of `neuron-runtime` reads its arguments. What is printed, written and drawn goes through
-`report`.
+Called by `__main__`. A module has `add_arguments(parser)` and `run(options)`. It must be cheap to import, because every
+start of `neuron-runtime` reads its arguments. All output goes through `report`.
 """
 
 from __future__ import annotations
@@ -17,24 +16,24 @@ from neuron_runtime.bench.report import add_output_arguments
 
 MODULES: dict[str, tuple[str, str]] = {
     "offline": ("neuron_runtime.bench.offline", "throughput and latency of a model in this process, without HTTP"),
-    "serve": ("neuron_runtime.bench.serve", "load an OpenAI server, and say what its clients saw"),
-    "simulate": ("neuron_runtime.bench.simulate", "what a deployment carries, in virtual time, without a device"),
+    "serve": ("neuron_runtime.bench.serve", "throughput and latency of an OpenAI server under load"),
+    "simulate": ("neuron_runtime.bench.simulate", "capacity of a deployment, in virtual time, without a device"),
 }
-"""By command: its module, and one line for the help."""
+"""By command: its module, and a line of help."""
 
 
 class Bench(Protocol):
-    """What a module of `MODULES` has."""
+    """Interface of the modules in `MODULES`."""
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
-        """Its own flags; `--json` and `--plot` are there already."""
+        """Add the flags of the benchmark; `--json` and `--plot` are added for all."""
 
     def run(self, options: argparse.Namespace) -> None:
-        """Measure, and hand a `Report` to `report.deliver`. Raises ServingError."""
+        """Measure, and pass a `Report` to `report.deliver`. Raises ServingError."""
 
 
 def add_commands(bench: argparse.ArgumentParser) -> None:
-    """The parsers of all commands below `bench`."""
+    """Add the parsers of all `bench` commands."""
     commands = bench.add_subparsers(dest="bench", required=True, metavar="COMMAND")
     for name, (module_name, meaning) in MODULES.items():
         module = cast(Bench, importlib.import_module(module_name))

@@ -1,8 +1,8 @@
-"""Models made for measuring: random weights of a given shape and a tokenizer whose every id is text, kept on disk.
+"""Models for benchmarks: random weights of a given shape and a tokenizer in which every id is text, cached on disk.
 
-Called by the commands of `bench` for a MODEL of the form `random:SHAPE`, so that figures need no download. What such
-a model says is noise; what it costs is what a trained one of its shape costs. A folder is named by the hash of what
-it is made from and appears whole or not at all.
+Called by the `bench` commands for a MODEL of the form `random:SHAPE`, so that benchmarks need no download. The output
+is noise, but the cost is that of a trained model of the same shape. A folder is named by the hash of its inputs and
+created atomically.
 """
 
 from __future__ import annotations
@@ -47,29 +47,29 @@ SHAPES: dict[str, dict[str, Any]] = {
 """Arguments of `random_model.model_config` by name."""
 
 RECIPE = 1
-"""Counted up whenever the same shape would be written differently."""
+"""Increase it when the files written for a shape change."""
 
 CHAT_TEMPLATE = "{% for message in messages %}{{ message['content'] }} {% endfor %}"
 
 
 def model_folder_or_uri(model: str, cache_dir: Path | None = None) -> str:
-    """What `serve` understands for a MODEL of a benchmark: random ones are made if they are not there yet.
+    """The MODEL argument of `serve` for the MODEL of a benchmark; creates random models if needed.
 
     Raises:
-        InvalidConfig: a shape that nobody knows.
+        InvalidConfig: the shape is unknown.
     """
     if not model.startswith(PREFIX):
         return model_uri(model)
     name = model.removeprefix(PREFIX)
     if name not in SHAPES:
-        raise InvalidConfig("MODEL", f"`{model}` is no shape known here: {', '.join(PREFIX + one for one in SHAPES)}")
+        raise InvalidConfig("MODEL", f"must be one of {', '.join(PREFIX + one for one in SHAPES)}; got {model}")
     return random_model(name, cache_dir).as_uri()
 
 
 def random_model(shape: str, cache_dir: Path | None = None) -> Path:
-    """The folder of the model of that shape, written on first use.
+    """The folder of the random model of a shape, written on first use.
 
-    cache_dir: where such folders go; None: beside the downloaded weights.
+    cache_dir: parent of such folders; None: next to the downloaded weights.
     """
     from neuron_runtime.backend.torch.random_model import model_config, write_random_model  # noqa: PLC0415 - torch
 
@@ -82,7 +82,7 @@ def random_model(shape: str, cache_dir: Path | None = None) -> Path:
     parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=f".{folder.name}-", dir=parent) as made:
         with ThreadPoolExecutor(1) as thread:
-            # The helpers of whatever is computed in parallel end with it; see `device_thread` of the torch backend.
+            # OpenMP workers exit with this thread; see `device_thread` of the torch backend.
             thread.submit(write_random_model, Path(made, "model"), config).result()
         _write_tokenizer(Path(made, "model"), config["vocab_size"])
         try:
@@ -106,7 +106,7 @@ def _write_tokenizer(folder: Path, size: int) -> None:
 
 
 def byte_level_vocabulary(size: int) -> tuple[dict[str, int], list[tuple[str, str]]]:
-    """Bytes, then two and three letters with and without a space in front, `size` entries in all, and their merges."""
+    """Bytes, then two and three letters with and without a leading space: `size` entries and their merges."""
     from tokenizers import pre_tokenizers  # noqa: PLC0415
 
     letters = string.ascii_lowercase
@@ -118,5 +118,5 @@ def byte_level_vocabulary(size: int) -> tuple[dict[str, int], list[tuple[str, st
     merges = (pairs + longer + longest)[: size - len(alphabet)]
     tokens = alphabet + [a + b for a, b in merges]
     if len(tokens) != size:
-        raise ValueError(f"a vocabulary of {size} entries cannot be made: from {len(alphabet)} to {len(tokens)}")
+        raise ValueError(f"the vocabulary size must be from {len(alphabet)} to {len(tokens)}, got {size}")
     return {token: number for number, token in enumerate(tokens)}, merges

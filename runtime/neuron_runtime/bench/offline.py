@@ -1,7 +1,7 @@
 """`neuron-runtime bench offline MODEL`: throughput and latency of a model in this process, without HTTP and text.
 
-Runs scheduler and backend on the caller's thread, as `LLM` does. For each number of sequences: all prompts at once,
-once for one new token (T1) and once for N (TN); decode is c(N - 1) / (TN - T1) tokens a second.
+Runs scheduler and backend on the caller's thread, like `LLM`. For each number of sequences c it runs all prompts
+together, once for one output token (T1) and once for N (TN); decode is c(N - 1) / (TN - T1) tokens per second.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 FIRST_TOKEN_ID = 256
-"""Prompts are random ids from here on: below it, byte-level vocabularies have single bytes and special tokens."""
+"""Smallest random id of prompts: lower ids of byte-level vocabularies are single bytes and special tokens."""
 
 MODEL_FLAGS = (
     "backend",
@@ -48,7 +48,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help=f"as `serve` takes it, or {', '.join(PREFIX + shape for shape in SHAPES)}: random weights of that shape",
     )
     parser.add_argument(
-        "--concurrency", type=int, nargs="+", default=[1, 4, 8, 16, 32], metavar="C", help="numbers of sequences"
+        "--concurrency", type=int, nargs="+", default=[1, 4, 8, 16, 32], metavar="C", help="numbers of sequences to run"
     )
     parser.add_argument("--input-len", type=int, default=32, metavar="N", help="tokens of a prompt (%(default)s)")
     parser.add_argument("--output-len", type=int, default=128, metavar="N", help="tokens of an answer (%(default)s)")
@@ -57,7 +57,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=int,
         default=512,
         metavar="N",
-        help="tokens of the prompt that prefill is timed with (%(default)s)",
+        help="tokens of the prompt for the prefill measurement (%(default)s)",
     )
     parser.add_argument(
         "--num-iters", type=int, default=3, metavar="N", help="iterations; the table shows medians (%(default)s)"
@@ -70,41 +70,41 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Timing:
-    """Prompts that were given at once."""
+    """Times of prompts that were submitted together."""
 
     seconds: float
     """Until the last token."""
     first_token_seconds: tuple[float, ...]
-    """Until the first token of each."""
+    """Until the first token of each prompt."""
 
 
 @dataclass(frozen=True, slots=True)
 class Iteration:
-    """The same prompts twice."""
+    """Two runs of the same prompts."""
 
     first: Timing
-    """For one new token of each."""
+    """For one output token of each."""
     whole: Timing
     """For `output_len` tokens of each."""
     output_len: int
 
     @property
     def step_seconds(self) -> float:
-        """Of one decode step."""
+        """Time of one decode step."""
         return (self.whole.seconds - self.first.seconds) / (self.output_len - 1)
 
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """What was found for one number of sequences. Rates are tokens a second, medians of the iterations."""
+    """Results for one number of sequences. Rates are tokens per second, medians of the iterations."""
 
     concurrency: int
     decode: float
     throughput: float
-    """New tokens over the whole time, prefill included."""
+    """Output tokens over the whole time, including prefill."""
     median_first_token_seconds: float
     step_seconds: float
-    """One decode step."""
+    """Time of one decode step."""
     load: Load
 
     @classmethod
@@ -122,9 +122,9 @@ class Point:
 
 
 class OfflineEngine:
-    """A loaded, warm engine in this process; a context manager.
+    """A loaded engine in this process, after warm-up; a context manager.
 
-    Raises: as `serve` does for what cannot be loaded.
+    Raises: the errors of `serve` for models that cannot be loaded.
     """
 
     def __init__(self, model: str, arguments: Mapping[str, Any], cache_dir: Path | None = None) -> None:
@@ -149,7 +149,7 @@ class OfflineEngine:
         self.backend.close()
 
     def generate(self, prompts: Sequence[Sequence[int]], max_tokens: int) -> Timing:
-        """All prompts at once, greedy, to the last of `max_tokens`."""
+        """Run all prompts together, greedy, for `max_tokens` tokens each."""
         from neuron_runtime.core import Request, Sampling  # noqa: PLC0415
 
         sampling = Sampling(max_tokens=max_tokens, temperature=0.0)
@@ -167,7 +167,7 @@ class OfflineEngine:
 
 
 def random_prompts(count: int, length: int, seed: int, vocabulary_size: int) -> list[tuple[int, ...]]:
-    """`count` prompts of `length` token ids that stand for text in most vocabularies."""
+    """`count` prompts of `length` token ids that are text in most vocabularies."""
     source = random.Random(seed)  # noqa: S311 - not a secret
     low = min(FIRST_TOKEN_ID, vocabulary_size // 2)
     return [tuple(source.randrange(low, vocabulary_size) for _ in range(length)) for _ in range(count)]
@@ -176,7 +176,7 @@ def random_prompts(count: int, length: int, seed: int, vocabulary_size: int) -> 
 def prompts_of_iterations(
     engine: OfflineEngine, concurrency: int, input_len: int, num_iters: int, seed: int
 ) -> list[list[tuple[int, ...]]]:
-    """For each iteration, a prompt of each sequence; no prompt comes twice."""
+    """For each iteration, one prompt per sequence; no prompt occurs twice."""
     prompts = random_prompts(concurrency * num_iters, input_len, seed, engine.backend.limits.vocabulary_size)
     return [prompts[at : at + concurrency] for at in range(0, len(prompts), concurrency)]
 
@@ -184,7 +184,7 @@ def prompts_of_iterations(
 def iterate(engine: OfflineEngine, prompts: Sequence[Sequence[int]], output_len: int) -> Iteration:
     """Time the prompts for one token, then for all.
 
-    A pair in which something else held one token up for longer than all of them tells nothing: it is timed anew.
+    Repeats a pair in which one token took longer than all of them, because something else delayed it.
     """
     while True:
         first, whole = engine.generate(prompts, 1), engine.generate(prompts, output_len)
@@ -203,7 +203,7 @@ def measure(
 
 
 def measure_prefill(engine: OfflineEngine, length: int, num_iters: int, seed: int = 0) -> tuple[float, Load]:
-    """Seconds to the first token of one prompt of `length` tokens: median, and the load meanwhile."""
+    """Median seconds to the first token of one prompt of `length` tokens, and the load during the measurement."""
     meter = Meter()
     prompts = random_prompts(num_iters, length, seed + 1, engine.backend.limits.vocabulary_size)
     return statistics.median(engine.generate([prompt], 1).seconds for prompt in prompts), meter.read()
@@ -270,20 +270,20 @@ def _report(
         "tokens/s",
         load=prefill_load,
     )
-    first = Row("its time to first token", (1000 * prefill_seconds,), "ms", load=prefill_load)
+    first = Row("time to first token", (1000 * prefill_seconds,), "ms", load=prefill_load)
 
     def draw(figure: Figure) -> None:
         axes = figure.add_subplot()
         together = [point.concurrency for point in points]
         axes.plot(together, [point.decode for point in points], "o-", label="decode")
         axes.plot(together, [point.throughput for point in points], "s--", label="end to end")
-        axes.set(xlabel="sequences together", ylabel="tokens per second", title=options.model, ylim=(0, None))
+        axes.set(xlabel="concurrent sequences", ylabel="tokens per second", title=options.model, ylim=(0, None))
         axes.legend()
 
-    asked = {name: value for name, value in vars(options).items() if isinstance(value, int | str | list)}
+    settings = {name: value for name, value in vars(options).items() if isinstance(value, int | str | list)}
     return Report(
         command="bench offline",
-        options=asked | {name: value for name, value in arguments.items() if value},
+        options=settings | {name: value for name, value in arguments.items() if value},
         tables=(Table(title, rows, columns), Table("one long prompt", (prefill, first))),
         draw=draw,
     )

@@ -1,7 +1,7 @@
-"""What every benchmark leaves: a table for the terminal, JSON for a machine, a plot for the eye.
+"""Reports of benchmarks: tables for the terminal, JSON, and plots.
 
-Called by the modules of `bench`. Tables are frozen data; a figure that was timed carries the load of the machine
-meanwhile, so that a reader can tell a slow program from a busy machine. Measures nothing but that load.
+Called by the modules of `bench`. Tables are frozen data. A timed figure includes the load of the machine during the
+measurement, so that a reader can tell a slow program from a busy machine.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ if TYPE_CHECKING:
 REPORT_VERSION = 1
 
 VERSIONS_OF = ("neuron-serving", "torch", "transformers", "uvicorn", "uvloop", "pyzmq", "msgspec")
-"""Packages whose versions decide what is measured."""
+"""Packages whose versions affect results."""
 
 PLOT_DPI = 150
 
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """What a figure is held against."""
+    """The bound that a figure must meet."""
 
     sign: Literal[">=", "<="]
     bound: float
@@ -55,17 +55,17 @@ def at_most(bound: float) -> Target:
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """What the machine did while something was timed."""
+    """Load of the machine during a measurement."""
 
     wall_seconds: float
     own_cpu_seconds: float
-    """Of this process and all its descendants."""
+    """CPU time of this process and all its descendants."""
     foreign_cpu_share: float | None
-    """CPU time of everything else, as a share of all CPUs of the machine, 0 to 1; None where it cannot be known."""
+    """CPU time of all other processes, as a share of all CPUs of the machine, 0 to 1; None if unknown."""
 
     @classmethod
     def together(cls, loads: Sequence[Load]) -> Load:
-        """Of several stretches of time as one."""
+        """The sum of several measurements."""
         wall = sum(load.wall_seconds for load in loads)
         known = [load.foreign_cpu_share * load.wall_seconds for load in loads if load.foreign_cpu_share is not None]
         share = sum(known) / wall if len(known) == len(loads) and wall > 0 else None
@@ -73,13 +73,13 @@ class Load:
 
 
 def percentile(values: Sequence[float], share: float) -> float | None:
-    """The least value that at most `1 - share` (0 to 1) of the values exceed; None of nothing."""
+    """The smallest value that at most `1 - share` (0 to 1) of the values exceed; None without values."""
     return sorted(values)[max(math.ceil(share * len(values)), 1) - 1] if values else None
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One figure, in as many columns as its table has; None where a column has no such figure."""
+    """One figure, with a value for each column of its table, or None."""
 
     name: str
     values: tuple[float | str | None, ...]
@@ -98,10 +98,10 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """Figures that belong together. `columns` name the values of each row, `("value",)` where there is one.
+    """Related figures. `columns` name the values of each row.
 
     Raises:
-        ValueError: a row does not have one value for each column.
+        ValueError: a row does not have one value per column.
     """
 
     title: str
@@ -114,10 +114,10 @@ class Table:
                 raise ValueError(f"{self.title}: {row.name} has {len(row.values)} values for {len(self.columns)}")
 
     def text(self) -> str:
-        """Aligned columns; target, note and foreign CPU only where some row has one."""
+        """Aligned columns; omits unit, target, foreign CPU and note if no row has one."""
         head = ["", *(self.columns if len(self.columns) > 1 else [""]), "unit", "target", "foreign CPU", "note"]
         lines = [head, *(cells(row) for row in self.rows)]
-        # A column that says nothing is left out, whatever its head.
+        # Empty columns are omitted.
         used = [at for at in range(len(head)) if at <= len(self.columns) or any(line[at] for line in lines[1:])]
         widths = [max(len(line[at]) for line in lines) for at in used]
         numbers = range(1, 1 + len(self.columns))
@@ -136,40 +136,40 @@ Draw = Callable[["Figure"], None]
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """All that one run of a benchmark found."""
+    """The results of one benchmark run."""
 
     command: str
     options: Mapping[str, Any]
-    """What was asked for, defaults included; plain values."""
+    """Options of the run, including defaults; plain values."""
     tables: tuple[Table, ...]
     data: Mapping[str, Any] = field(default_factory=dict)
-    """Whatever more a machine may want: curves, samples; plain values."""
+    """More data for the JSON, such as curves and samples; plain values."""
     draw: Draw | None = None
-    """Fills an empty figure; None: there is nothing to draw."""
+    """Draws into an empty figure; None: no plot."""
     size_inches: tuple[float, float] = (11.0, 7.0)
 
 
 def add_output_arguments(parser: argparse.ArgumentParser) -> None:
-    outputs = parser.add_argument_group("outputs, beside the table")
+    outputs = parser.add_argument_group("outputs in addition to the table")
     outputs.add_argument("--json", type=Path, metavar="FILE", help="write figures, versions and machine as JSON")
     outputs.add_argument("--plot", type=Path, metavar="FILE", help="draw a plot: .png, .svg or .pdf")
 
 
 def check_outputs(options: argparse.Namespace) -> None:
-    """Say now what would be wrong with `--json` and `--plot` after a long run. Raises InvalidConfig."""
+    """Check `--json` and `--plot` before a long run. Raises InvalidConfig."""
     for flag, path in (("--json", options.json), ("--plot", options.plot)):
         if path is not None and not path.absolute().parent.is_dir():
-            raise InvalidConfig(flag, f"there is no folder {path.parent}: make it first")
+            raise InvalidConfig(flag, f"folder {path.parent} does not exist: create it first")
     if options.plot is None:
         return
     if options.plot.suffix not in (".png", ".svg", ".pdf"):
-        raise InvalidConfig("--plot", f"{options.plot.name} should end in .png, .svg or .pdf")
+        raise InvalidConfig("--plot", f"{options.plot.name} must end in .png, .svg or .pdf")
     if find_spec("matplotlib") is None:
         raise InvalidConfig("--plot", "plots need matplotlib: pip install matplotlib")
 
 
 def deliver(report: Report, options: argparse.Namespace) -> None:
-    """Print the tables; write and draw what `--json` and `--plot` ask for. Raises InvalidConfig with the flag."""
+    """Print the tables and write the files of `--json` and `--plot`. Raises InvalidConfig with the flag."""
     print("\n\n".join(table.text() for table in report.tables))
     if options.json is not None:
         with _writing("--json", options.json):
@@ -197,7 +197,7 @@ def document(report: Report) -> dict[str, Any]:
 
 
 def versions() -> dict[str, str]:
-    """Python, and those of `VERSIONS_OF` that are installed."""
+    """Versions of Python and of the installed packages in `VERSIONS_OF`."""
     found = {"python": platform.python_version()}
     for name in VERSIONS_OF:
         try:
@@ -208,7 +208,7 @@ def versions() -> dict[str, str]:
 
 
 def machine() -> dict[str, Any]:
-    """CPUs this process may use, all that the machine has, model of the CPU, memory."""
+    """CPUs that this process may use and all CPUs of the machine, CPU model, memory."""
     facts = Path("/proc/cpuinfo")
     lines = facts.read_text().splitlines() if facts.exists() else []
     models = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
@@ -223,13 +223,13 @@ def machine() -> dict[str, Any]:
 
 
 def machine_line() -> str:
-    """The machine in one line, for the head of a table."""
+    """The machine in one line, for the title of a table."""
     facts = machine()
     return f"{facts['num_cpus']} CPUs ({facts['cpu']}), {facts['memory_bytes'] / 2**30:.0f} GiB"
 
 
 class Meter:
-    """Gives the load since it was made."""
+    """Measures the load since it was created."""
 
     def __init__(self, proc: Path = Path("/proc")) -> None:
         self._proc = proc
@@ -244,13 +244,13 @@ class Meter:
         now = _busy_seconds(self._proc)
         if now is not None and self._busy is not None and wall > 0:
             (busy, num_cpus), (before, _) = now, self._busy
-            # The kernel counts in hundredths of a second, so short timings may come out slightly negative.
+            # The kernel counts in hundredths of a second, so short measurements may be slightly negative.
             share = min(max((busy - before - own) / (wall * num_cpus), 0.0), 1.0)
         return Load(wall, own, share)
 
 
 def _busy_seconds(proc: Path) -> tuple[float, int] | None:
-    """CPU time of the whole machine that was not idle, and the number of its CPUs; None where there is no such file."""
+    """Busy CPU time of the whole machine, and the number of its CPUs; None without /proc/stat."""
     try:
         lines = (proc / "stat").read_text().splitlines()
     except OSError:
@@ -261,7 +261,7 @@ def _busy_seconds(proc: Path) -> tuple[float, int] | None:
 
 
 def _tree_seconds(proc: Path) -> float:
-    """CPU time of this process and its descendants, the ended ones that were waited for included."""
+    """CPU time of this process and its descendants, including those that exited and were waited for."""
     if not (proc / "self").exists():
         times = os.times()
         return times.user + times.system + times.children_user + times.children_system
@@ -271,10 +271,10 @@ def _tree_seconds(proc: Path) -> float:
         if not folder.name.isdecimal():
             continue
         try:
-            # The name, in brackets, may hold anything.
+            # The name, in parentheses, may contain any character.
             fields = (folder / "stat").read_text().rpartition(")")[2].split()
         except OSError:
-            continue  # it ended meanwhile
+            continue  # it has exited
         pid = int(folder.name)
         spent[pid] = sum(map(int, fields[11:15])) / os.sysconf("SC_CLK_TCK")
         children.setdefault(int(fields[1]), []).append(pid)
@@ -287,7 +287,7 @@ def _tree_seconds(proc: Path) -> float:
 
 
 def cells(row: Row) -> list[str]:
-    """Name, values, unit, target, foreign CPU and note of a row, as people read them."""
+    """Name, values, unit, target, foreign CPU and note of a row, formatted."""
     target = "" if row.target is None else f"{row.target.sign} {row.target.bound:g}"
     if row.met is not None:
         target += ", met" if row.met else ", missed"

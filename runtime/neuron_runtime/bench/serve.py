@@ -1,7 +1,7 @@
-"""`neuron-runtime bench serve --base-url URL`: load an OpenAI server, ours or another, and say what its clients saw.
+"""`neuron-runtime bench serve --base-url URL`: throughput and latency of any OpenAI server under load.
 
-Random prompts, streamed answers; a fixed number of streams or Poisson arrivals. Options are those of `vllm bench serve`
-where the meaning is the same. `--spawn MODEL` brings a server of ours along and takes it down.
+Sends random prompts and streams the answers, with a fixed number of streams or Poisson arrivals. Options have the names
+of `vllm bench serve` where the meaning is the same. `--spawn MODEL` starts and stops our own server.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ if TYPE_CHECKING:
 
 ENDPOINTS = ("/v1/completions", "/v1/chat/completions")
 DEFAULT_VOCABULARY_SIZE = 4096
-"""Ids below this mean something in nearly every vocabulary."""
+"""Nearly every vocabulary has this many ids."""
 BUSY_CLIENT_SHARE = 0.8
-"""Of one CPU: a client process beyond it may be what is measured."""
+"""Share of one CPU beyond which a client process may limit the result."""
 MAX_SHOWN_ERRORS = 3
 
 
@@ -55,27 +55,27 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="start `neuron-runtime serve MODEL` on a free port for this run; "
         f"{', '.join(PREFIX + shape for shape in SHAPES)}: random weights of that shape",
     )
-    where.add_argument("--spawn-args", default="", metavar="'FLAGS'", help="more flags for `serve`, in one argument")
+    where.add_argument("--spawn-args", default="", metavar="'FLAGS'", help="flags for `serve`, as one argument")
     where.add_argument("--model", metavar="NAME", help="name in requests (default: the first that the server lists)")
     where.add_argument("--endpoint", choices=ENDPOINTS, default=ENDPOINTS[0], help="default: %(default)s")
     where.add_argument("--header", nargs="*", default=[], metavar="NAME=VALUE", help="sent with each request")
     load = parser.add_argument_group("the load")
-    load.add_argument("--num-prompts", type=int, default=100, metavar="N", help="requests in all (%(default)s)")
+    load.add_argument("--num-prompts", type=int, default=100, metavar="N", help="number of requests (%(default)s)")
     load.add_argument(
         "--request-rate",
         type=float,
         default=float("inf"),
         metavar="R",
-        help="requests a second; inf: as soon as --max-concurrency allows",
+        help="requests per second; inf: as fast as --max-concurrency allows",
     )
     load.add_argument(
         "--burstiness",
         type=float,
         default=1.0,
         metavar="B",
-        help="shape of the gaps between requests; 1: Poisson, above 1: more even",
+        help="shape of the gamma distribution of gaps between requests; 1: Poisson, above 1: more even",
     )
-    load.add_argument("--max-concurrency", type=int, metavar="C", help="most requests in progress at any time")
+    load.add_argument("--max-concurrency", type=int, metavar="C", help="maximum number of requests in flight")
     load.add_argument(
         "--random-input-len", type=int, default=1024, metavar="N", help="tokens of a prompt (%(default)s)"
     )
@@ -87,11 +87,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=float,
         default=0.0,
         metavar="X",
-        help="lengths are drawn from (1-X) to (1+X) of these",
+        help="draw lengths uniformly from (1-X) to (1+X) times these",
     )
-    load.add_argument(
-        "--random-prefix-len", type=int, default=0, metavar="N", help="tokens that all prompts begin with"
-    )
+    load.add_argument("--random-prefix-len", type=int, default=0, metavar="N", help="tokens of a prefix of all prompts")
     load.add_argument(
         "--vocabulary-size",
         type=int,
@@ -99,13 +97,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="prompt ids are below N (%(default)s)",
     )
-    load.add_argument("--num-warmups", type=int, default=0, metavar="N", help="requests before the clock starts")
-    load.add_argument("--ignore-eos", action="store_true", help="answers have their full length (not an OpenAI field)")
+    load.add_argument("--num-warmups", type=int, default=0, metavar="N", help="requests before the measurement")
+    load.add_argument("--ignore-eos", action="store_true", help="generate the full output length (not an OpenAI field)")
     load.add_argument("--temperature", type=float, default=0.0, help="default: %(default)s")
-    load.add_argument("--extra-body", type=json.loads, default={}, metavar="JSON", help="more fields for each request")
+    load.add_argument("--extra-body", type=json.loads, default={}, metavar="JSON", help="extra fields of each request")
     load.add_argument("--seed", type=int, default=0, help="seed of prompts, lengths and arrivals (%(default)s)")
     load.add_argument(
-        "--timeout", type=float, default=600.0, metavar="SECONDS", help="time limit of one answer (%(default)s)"
+        "--timeout", type=float, default=600.0, metavar="SECONDS", help="time limit of one request (%(default)s)"
     )
     load.add_argument(
         "--client-processes", type=int, default=1, metavar="N", help="processes that send requests (%(default)s)"
@@ -114,7 +112,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """What is sent. Lengths in tokens; see the flags of the command."""
+    """The requests to send. Lengths in tokens; see the flags of the command."""
 
     num_prompts: int
     input_len: int
@@ -128,10 +126,10 @@ class Workload:
     body: Mapping[str, Any] | None = None
     """Fields of every request."""
     as_messages: bool = False
-    """Chat: the prompt is text, about a token a word."""
+    """Chat: the prompt is text, about one token per word."""
 
     def asks(self) -> list[Ask]:
-        """The requests in the order in which they are sent."""
+        """The requests, in order."""
         from neuron_runtime.bench.client import Ask  # noqa: PLC0415 - imports an event loop
 
         source = random.Random(self.seed)  # noqa: S311 - not a secret
@@ -162,17 +160,17 @@ class Workload:
 
 
 def _word(number: int) -> str:
-    """Three letters: what byte-level tokenizers make one or two tokens of."""
+    """Three letters, which are one or two tokens in byte-level vocabularies."""
     return "".join(chr(ord("a") + number // 26**place % 26) for place in range(3))
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What clients saw; seconds, and tokens a second. Percentiles are taken of `first_token` and the rest."""
+    """Client-side results; times in seconds."""
 
     num_completed: int
     errors: Mapping[str, int]
-    """Failed requests by what went wrong."""
+    """Number of failed requests by error."""
     seconds: float
     """From the first request to the last end."""
     num_prompt_tokens: int
@@ -182,10 +180,10 @@ class Outcome:
     per_token: tuple[float, ...]
     """Per request: time per token after the first."""
     gaps: tuple[float, ...]
-    """Between the events of each stream; those that came in one packet are 0 apart."""
+    """Between consecutive events of each stream; 0 for events of one packet."""
     end_to_end: tuple[float, ...]
     client_cpu_seconds: tuple[float, ...]
-    """Of each client process."""
+    """CPU time of each client process."""
     load: Load
 
     @property
@@ -198,7 +196,7 @@ class Outcome:
 
 
 def outcome_of(run: Run, load: Load) -> Outcome:
-    """Sum up a run. Raises ServingError when nothing at all succeeded."""
+    """Summarize a run. Raises ServingError if every request failed."""
     good = [sample for sample in run.samples if not sample.error]
     errors = Counter(sample.error for sample in run.samples if sample.error)
     if not good:
@@ -224,14 +222,14 @@ def outcome_of(run: Run, load: Load) -> Outcome:
 
 
 def _num_output_tokens(sample: Sample) -> int:
-    """As the server counts; events, where it does not."""
+    """As reported by the server, else the number of events."""
     return len(sample.tokens_at) if sample.num_output_tokens is None else sample.num_output_tokens
 
 
 def apply_load(
     server: Server, workload: Workload, max_concurrency: int | None, num_processes: int = 1, num_warmups: int = 0
 ) -> Outcome:
-    """Send a workload to a server. Raises ServingError when every request failed."""
+    """Send a workload to a server. Raises ServingError if every request failed."""
     from neuron_runtime.bench.client import run_clients  # noqa: PLC0415 - imports an event loop
 
     asks = workload.asks()
@@ -244,11 +242,11 @@ def apply_load(
 
 @contextmanager
 def served(options: argparse.Namespace) -> Iterator[str]:
-    """The base URL of the server that the flags name or bring along."""
+    """The base URL of the server in `--base-url`, or of one started for `--spawn`."""
     from neuron_runtime.bench.spawned import SpawnedServer  # noqa: PLC0415
 
     if (options.base_url is None) == (options.spawn is None):
-        raise InvalidConfig("--base-url", "say which server: exactly one of --base-url URL and --spawn MODEL")
+        raise InvalidConfig("--base-url", "set exactly one of --base-url URL and --spawn MODEL")
     if options.base_url is not None:
         yield options.base_url.rstrip("/").removesuffix("/v1")
         return
@@ -257,7 +255,7 @@ def served(options: argparse.Namespace) -> Iterator[str]:
 
 
 def first_model(base_url: str, headers: Mapping[str, str]) -> str:
-    """The name that the server lists first. Raises ServingError."""
+    """The first model that the server lists. Raises ServingError."""
     from urllib.error import URLError  # noqa: PLC0415 - every command reads this module's flags
     from urllib.request import Request, urlopen  # noqa: PLC0415
 
@@ -266,7 +264,7 @@ def first_model(base_url: str, headers: Mapping[str, str]) -> str:
         with urlopen(request, timeout=30) as answer:  # noqa: S310
             return str(json.loads(answer.read())["data"][0]["id"])
     except (URLError, OSError, ValueError, LookupError, TypeError) as error:
-        message = f"{base_url}/v1/models names no model ({error}): does a server run there? --model NAME goes without"
+        message = f"cannot get a model from {base_url}/v1/models ({error}): check that a server runs, or set --model"
         raise ServingError(message) from error
 
 
@@ -308,9 +306,9 @@ def _check(options: argparse.Namespace) -> None:
             raise InvalidConfig(f"--{name.replace('_', '-')}", f"must be at least {bound}, got {value}")
     for name in ("request_rate", "burstiness", "timeout"):
         if not (value := getattr(options, name)) > 0:
-            raise InvalidConfig(f"--{name.replace('_', '-')}", f"must be more than 0, got {value}")
+            raise InvalidConfig(f"--{name.replace('_', '-')}", f"must be positive, got {value}")
     if not 0 <= options.random_range_ratio < 1:
-        raise InvalidConfig("--random-range-ratio", f"must be from 0 to below 1, got {options.random_range_ratio}")
+        raise InvalidConfig("--random-range-ratio", f"must be >= 0 and < 1, got {options.random_range_ratio}")
     if options.max_concurrency is not None and options.max_concurrency < 1:
         raise InvalidConfig("--max-concurrency", f"must be at least 1, got {options.max_concurrency}")
     if not isinstance(options.extra_body, dict):
@@ -318,7 +316,7 @@ def _check(options: argparse.Namespace) -> None:
 
 
 def _headers(given: Sequence[str]) -> dict[str, str]:
-    """`NAME=VALUE`s; a key in $OPENAI_API_KEY goes as a bearer token, as vLLM's client does it."""
+    """Parse `NAME=VALUE` headers. Like vLLM's client, sends $OPENAI_API_KEY as a bearer token."""
     headers = {}
     if key := os.environ.get("OPENAI_API_KEY"):
         headers["authorization"] = f"Bearer {key}"
@@ -336,7 +334,7 @@ def _report(options: argparse.Namespace, outcome: Outcome) -> Report:
     shown = "; ".join(f"{count} x {message}" for message, count in list(outcome.errors.items())[:MAX_SHOWN_ERRORS])
     client = max(outcome.client_cpu_seconds) / seconds
     counts = (
-        Row("requests answered", (outcome.num_completed,)),
+        Row("requests completed", (outcome.num_completed,)),
         Row("requests failed", (failed,), note=shown),
         Row("duration", (seconds,), "s", load=load),
         Row("requests", (outcome.num_completed / seconds,), "per s", load=load),
@@ -345,19 +343,19 @@ def _report(options: argparse.Namespace, outcome: Outcome) -> Report:
         Row("output", (outcome.output_rate,), "tokens/s", load=load),
         Row("all tokens", ((outcome.num_prompt_tokens + outcome.num_output_tokens) / seconds,), "tokens/s", load=load),
         Row(
-            "client's CPU",
+            "client CPU",
             (client,),
             "of one CPU",
-            note="busy: the client may be the limit, try --client-processes" if outcome.client_is_busy else "",
+            note="busy: the client may be the bottleneck, try --client-processes" if outcome.client_is_busy else "",
         ),
     )
     latencies = tuple(
         Row(name, tuple(_summary([1000 * seconds for seconds in values])), "ms", load=load)
         for name, values in (
             ("time to first token", outcome.first_token),
-            ("time per token after it", outcome.per_token),
+            ("time per output token", outcome.per_token),
             ("gap between events", outcome.gaps),
-            ("whole answer", outcome.end_to_end),
+            ("end to end", outcome.end_to_end),
         )
         if values
     )
@@ -368,7 +366,7 @@ def _report(options: argparse.Namespace, outcome: Outcome) -> Report:
         for axes, values, name in ((first, outcome.first_token, "time to first token"), (gaps, outcome.gaps, "gap")):
             ordered = sorted(1000 * value for value in values)
             axes.plot(ordered, [(at + 1) / len(ordered) for at in range(len(ordered))])
-            axes.set(xlabel=f"{name}, ms", ylabel="share of all at most this", ylim=(0, 1))
+            axes.set(xlabel=f"{name}, ms", ylabel="cumulative share", ylim=(0, 1))
 
     plain = {name: value for name, value in vars(options).items() if isinstance(value, int | float | str | dict)}
     if options.request_rate == float("inf"):

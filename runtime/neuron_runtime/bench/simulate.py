@@ -1,7 +1,7 @@
-"""`neuron-runtime bench simulate`: what a deployment carries before there is one, in virtual time.
+"""`neuron-runtime bench simulate`: predicts the capacity of a deployment, in virtual time.
 
-Reads the flags, makes traffic and a device of them, runs our policy against one that always prefills first, and shows
-both side by side. `traffic`, `device` and `simulation` do the work, `simulated_tables` says what came of it.
+Builds traffic and a device from the flags, runs our policy and a prefill-first policy, and compares them. Uses
+`traffic`, `device`, `simulation` and, for the report, `simulated_tables`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from neuron_runtime.bench.simulation import Outcome
 
 SPANS = {
-    "--short-prompt": ((50, 500), "tokens of a short prompt, fewest and most"),
+    "--short-prompt": ((50, 500), "tokens of a short prompt, minimum and maximum"),
     "--long-prompt": ((1500, 3500), "tokens of a long prompt"),
     "--answer": ((50, 400), "tokens of an answer"),
     "--follow-up": ((10, 100), "tokens that a follow-up question adds"),
@@ -38,7 +38,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         nargs="+",
         default=[1.5],
         metavar="R",
-        help="requests a second; several are compared (1.5)",
+        help="requests per second; several rates are compared (1.5)",
     )
     traffic.add_argument(
         "--seconds", type=float, default=300.0, metavar="S", help="seconds of measured traffic (%(default)s)"
@@ -47,26 +47,26 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--warm-up-seconds",
         type=float,
         metavar="S",
-        help="traffic before the measurement (30, and twice the pauses of a conversation)",
+        help="traffic before the measurement (30 plus twice the pauses of a conversation)",
     )
-    traffic.add_argument("--seed", type=int, default=0, metavar="N", help="same seed, same traffic (%(default)s)")
+    traffic.add_argument("--seed", type=int, default=0, metavar="N", help="seed of the traffic (%(default)s)")
     for flag, ((low, high), meaning) in SPANS.items():
         traffic.add_argument(
             flag, type=int, nargs=2, default=[low, high], metavar=("MIN", "MAX"), help=f"{meaning} ({low} {high})"
         )
     for flag, default, meaning in (
-        ("--long-share", 0.1, "of conversations, those that begin with a long prompt"),
-        ("--turns", 1.0, "questions of a conversation, on average"),
-        ("--think-seconds", 10.0, "between an answer and the follow-up, on average"),
+        ("--long-share", 0.1, "share of conversations that start with a long prompt"),
+        ("--turns", 1.0, "mean number of requests per conversation"),
+        ("--think-seconds", 10.0, "mean time between an answer and the follow-up"),
     ):
         traffic.add_argument(flag, type=float, default=default, metavar="X", help=f"{meaning} (%(default)s)")
     traffic.add_argument(
-        "--system-prompt", type=int, default=0, metavar="N", help="tokens with which every prompt begins (%(default)s)"
+        "--system-prompt", type=int, default=0, metavar="N", help="tokens of a prefix of all prompts (%(default)s)"
     )
     device = parser.add_argument_group("device")
     add_device_arguments(device)
     device.add_argument(
-        "--host-milliseconds", type=float, default=0.0, metavar="MS", help="host work before each launch (%(default)s)"
+        "--host-milliseconds", type=float, default=0.0, metavar="MS", help="host work before each step (%(default)s)"
     )
     policy = parser.add_argument_group("policy and targets")
     policy.add_argument(
@@ -74,21 +74,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=int,
         default=1,
         metavar="N",
-        help="prefill steps in a row while answers run (%(default)s)",
+        help="consecutive prefill steps while requests decode (%(default)s)",
     )
     policy.add_argument(
         "--ttft-target",
         type=float,
         default=2000.0,
         metavar="MS",
-        help="time to first token of a good request (%(default)s)",
+        help="maximum time to first token of a good request (%(default)s)",
     )
     policy.add_argument(
         "--gap-target",
         type=float,
         default=250.0,
         metavar="MS",
-        help="longest gap between tokens of a good request (%(default)s)",
+        help="maximum gap between tokens of a good request (%(default)s)",
     )
 
 
@@ -101,10 +101,10 @@ def run(options: argparse.Namespace) -> None:
     runs = [simulated_tables.Run(rate, outcomes_at(rate, options, device)) for rate in options.rate]
     targets = simulated_tables.Targets(options.ttft_target / 1000, options.gap_target / 1000)
     left_out = {"command", "bench", "run", "measure", "record", "json", "plot"}
-    asked = {name: value for name, value in vars(options).items() if name not in left_out}
+    settings = {name: value for name, value in vars(options).items() if name not in left_out}
     report = Report(
         "bench simulate",
-        {**asked, "device": dict(device.settings), "limits": asdict(device.limits)},
+        {**settings, "device": dict(device.settings), "limits": asdict(device.limits)},
         tuple(table for one in runs for table in simulated_tables.tables(one, targets)),
         data={"runs": [simulated_tables.curves(one, targets) for one in runs]},
         draw=lambda figure: simulated_tables.draw(figure, runs, targets),
@@ -114,7 +114,7 @@ def run(options: argparse.Namespace) -> None:
 
 
 def outcomes_at(rate: float, options: argparse.Namespace, device: Device) -> list[Outcome]:
-    """The same traffic under our policy and under the other."""
+    """The same traffic under both policies."""
     from neuron_runtime.bench.simulation import PREFILL_FIRST, Policy, Simulation  # noqa: PLC0415 - brings the engine
 
     traffic = Traffic(
@@ -145,7 +145,7 @@ def outcomes_at(rate: float, options: argparse.Namespace, device: Device) -> lis
         )
         outcomes.append(simulation.run())
         if not outcomes[-1].requests:
-            message = f"no request came within {options.seconds:g} s at {rate:g} requests/s: simulate longer"
+            message = f"no request arrived within {options.seconds:g} s at {rate:g} requests/s: increase it"
             raise InvalidConfig("--seconds", message)
         say(f"{rate:g} requests/s, {policy.name}: simulated in {time.monotonic() - began:.1f} s")
     return outcomes
@@ -173,8 +173,8 @@ def check_numbers(options: argparse.Namespace) -> None:
         if not min(values) > 0:
             raise InvalidConfig(flag, f"must be positive, got {min(values):g}")
     if not 0 <= options.long_share <= 1:
-        raise InvalidConfig("--long-share", f"is a share from 0 to 1, got {options.long_share:g}")
+        raise InvalidConfig("--long-share", f"must be from 0 to 1, got {options.long_share:g}")
     for flag in SPANS:
         low, high = value_of(options, flag)
         if not 1 <= low <= high:
-            raise InvalidConfig(flag, f"must be two counts from 1, the fewest first, got {low} {high}")
+            raise InvalidConfig(flag, f"must be MIN MAX with 1 <= MIN <= MAX, got {low} {high}")

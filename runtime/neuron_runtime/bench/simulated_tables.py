@@ -1,6 +1,6 @@
-"""What simulated traffic came to: tables, curves and plots of one or several rates, two policies side by side.
+"""Tables, curves and plots of simulated traffic at one or several rates, for two policies.
 
-Called by `bench simulate`. Pure; the numbers are those of `simulation.Outcome`.
+Called by `bench simulate`. Pure functions of `simulation.Outcome`.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 MAX_CURVE_POINTS = 300
-"""Of a distribution in the JSON."""
+"""Points of a distribution in the JSON."""
 COLORS = ("tab:blue", "tab:orange")
 
 
 @dataclass(frozen=True, slots=True)
 class Targets:
-    """Seconds within which a good request has its first token, and each further one after the one before."""
+    """Maximum time to first token and maximum gap between tokens of a good request, in seconds."""
 
     ttft: float
     gap: float
@@ -49,11 +49,11 @@ def tables(run: Run, targets: Targets) -> list[Table]:
 
 
 def _figures(outcomes: Sequence[Outcome], targets: Targets) -> tuple[Row, ...]:
-    ttft = [sorted(asked.ttft for asked in outcome.requests) for outcome in outcomes]
-    long = [sorted(asked.ttft for asked in outcome.requests if asked.long) for outcome in outcomes]
+    ttft = [sorted(one.ttft for one in outcome.requests) for outcome in outcomes]
+    long = [sorted(one.ttft for one in outcome.requests if one.long) for outcome in outcomes]
     gaps = [sorted(outcome.gaps) for outcome in outcomes]
     good = [outcome.num_good(targets.ttft, targets.gap) for outcome in outcomes]
-    within = f"first token in {targets.ttft * 1000:g} ms, every gap in {targets.gap * 1000:g} ms"
+    within = f"first token within {targets.ttft * 1000:g} ms, every gap within {targets.gap * 1000:g} ms"
 
     def milliseconds(name: str, values: Sequence[float | None], note: str = "") -> Row:
         return Row(name, tuple(None if value is None else value * 1000 for value in values), "ms", note=note)
@@ -69,17 +69,17 @@ def _figures(outcomes: Sequence[Outcome], targets: Targets) -> tuple[Row, ...]:
         milliseconds("gap between tokens, p99", [percentile(values, 0.99) for values in gaps]),
         milliseconds("gap between tokens, worst", [values[-1] if values else None for values in gaps]),
         milliseconds(
-            "  bound that the engine states", [o.gap_bound for o in outcomes], "neuron_serving_stream_gap_bound_seconds"
+            "  bound by the engine", [o.gap_bound for o in outcomes], "neuron_serving_stream_gap_bound_seconds"
         ),
         each("good requests", [n / len(o.requests) * 100 for n, o in zip(good, outcomes, strict=True)], "%", within),
         each("goodput", [o.goodput(targets.ttft, targets.gap) for o in outcomes], "requests/s"),
         each("throughput", [o.num_tokens / o.seconds for o in outcomes], "tokens/s"),
-        each("prompt tokens found in the cache", [o.cached_share * 100 for o in outcomes], "%"),
+        each("prompt tokens from the cache", [o.cached_share * 100 for o in outcomes], "%"),
         each("requests waiting, mean", [o.mean_queue for o in outcomes], "", "for a row"),
-        each("requests waiting, most", [max(count for _, count in o.queue) for o in outcomes], ""),
+        each("requests waiting, max", [max(count for _, count in o.queue) for o in outcomes], ""),
         each("preemptions", [o.num_preemptions for o in outcomes], ""),
         each("device busy", [o.busy_share * 100 for o in outcomes], "%"),
-        each("padding", [_padding(o) * 100 for o in outcomes], "%", "of the device's time, see the sizes"),
+        each("padding", [_padding(o) * 100 for o in outcomes], "%", "of device time, see the compiled sizes"),
     )
 
 
@@ -89,7 +89,7 @@ def _padding(outcome: Outcome) -> float:
 
 
 def _shapes(outcomes: Sequence[Outcome]) -> tuple[Row, ...]:
-    """Per compiled size, the share that was computed for nobody."""
+    """Share of padding per compiled size."""
     rows = []
     for shape in sorted({shape for outcome in outcomes for shape in outcome.shapes}):
         uses = [outcome.shapes.get(shape) for outcome in outcomes]
@@ -102,7 +102,7 @@ def _shapes(outcomes: Sequence[Outcome]) -> tuple[Row, ...]:
 
 
 def curves(run: Run, targets: Targets) -> dict[str, Any]:
-    """For the JSON: distributions as quantiles, the queue as changes."""
+    """Data for the JSON: distributions as quantiles, the queue as changes."""
     return {
         "rate": run.rate,
         "policies": [
@@ -111,7 +111,7 @@ def curves(run: Run, targets: Targets) -> dict[str, Any]:
                 "num_requests": len(outcome.requests),
                 "num_good": outcome.num_good(targets.ttft, targets.gap),
                 "seconds": outcome.seconds,
-                "ttft_seconds": _quantiles(asked.ttft for asked in outcome.requests),
+                "ttft_seconds": _quantiles(one.ttft for one in outcome.requests),
                 "gap_seconds": _quantiles(outcome.gaps),
                 "queue": outcome.queue[:: -(-len(outcome.queue) // MAX_CURVE_POINTS)],
                 "shapes": [
@@ -131,7 +131,7 @@ def curves(run: Run, targets: Targets) -> dict[str, Any]:
 
 
 def _quantiles(values: Any) -> list[float]:
-    """MAX_CURVE_POINTS of them from the least to the most, or all where there are fewer."""
+    """At most MAX_CURVE_POINTS quantiles, from minimum to maximum."""
     ordered = sorted(values)
     count = min(MAX_CURVE_POINTS, len(ordered))
     return [ordered[round(at * (len(ordered) - 1) / max(count - 1, 1))] for at in range(count)]
@@ -141,12 +141,12 @@ def _quantiles(values: Any) -> list[float]:
 
 
 def _shown(value: float | None) -> float:
-    """What a plot leaves out where there is no figure."""
+    """NaN for missing values, which plots leave out."""
     return math.nan if value is None else value
 
 
 def draw(figure: Figure, runs: Sequence[Run], targets: Targets) -> None:
-    """Distributions at the rate with our highest goodput; with several rates, a second line of panels over the rate."""
+    """Distributions at the rate with our highest goodput; with several rates, a second row of panels over the rate."""
     best = max(runs, key=lambda run: run.outcomes[0].goodput(targets.ttft, targets.gap))
     panels = figure.subplots(2 if len(runs) > 1 else 1, 3, squeeze=False)
     _draw_ttft(panels[0][0], best, targets.ttft)
@@ -162,7 +162,7 @@ def draw(figure: Figure, runs: Sequence[Run], targets: Targets) -> None:
 
 def _draw_ttft(panel: Axes, run: Run, target: float) -> None:
     for color, outcome in zip(COLORS, run.outcomes, strict=True):
-        values = sorted(asked.ttft for asked in outcome.requests)
+        values = sorted(one.ttft for one in outcome.requests)
         panel.step(values, [(at + 1) / len(values) * 100 for at in range(len(values))], where="post", color=color)
     panel.axvline(target, color="gray", linestyle="--")
     panel.set_xscale("log")
@@ -172,7 +172,7 @@ def _draw_ttft(panel: Axes, run: Run, target: float) -> None:
 
 
 def _draw_gaps(panel: Axes, run: Run, target: float) -> None:
-    """The tail is what is felt: how many gaps are longer."""
+    """Complementary distribution, because users notice the tail."""
     for color, outcome in zip(COLORS, run.outcomes, strict=True):
         values = sorted(gap * 1000 for gap in outcome.gaps)
         distinct = sorted(set(values))
@@ -202,7 +202,7 @@ def _draw_over_rates(panels: Sequence[Axes], runs: Sequence[Run], targets: Targe
     rates = [run.rate for run in ordered]
     for number, color in enumerate(COLORS):
         outcomes = [run.outcomes[number] for run in ordered]
-        ttft = [_shown(percentile([asked.ttft for asked in outcome.requests], 0.99)) for outcome in outcomes]
+        ttft = [_shown(percentile([one.ttft for one in outcome.requests], 0.99)) for outcome in outcomes]
         worst = [_shown(max(outcome.gaps, default=None)) * 1000 for outcome in outcomes]
         gaps = [_shown(percentile(outcome.gaps, 0.99)) * 1000 for outcome in outcomes]
         panels[0].plot(rates, ttft, "o-", color=color)
@@ -216,7 +216,7 @@ def _draw_over_rates(panels: Sequence[Axes], runs: Sequence[Run], targets: Targe
     panels[1].set(title="Gap between tokens, worst (dotted: p99)", ylabel="milliseconds", yscale="log")
     _plain_numbers(panels[0].yaxis)
     _plain_numbers(panels[1].yaxis)
-    panels[2].set(title="Goodput (dotted: all that is asked)", ylabel="good requests/s")
+    panels[2].set(title="Goodput (dotted: request rate)", ylabel="good requests/s")
     panels[2].set_ylim(bottom=0)
     for panel in panels:
         panel.set_xlabel("requests/s")
@@ -224,7 +224,7 @@ def _draw_over_rates(panels: Sequence[Axes], runs: Sequence[Run], targets: Targe
 
 
 def _plain_numbers(axis: Axis, steps: tuple[float, ...] = (1.0, 2.0, 5.0)) -> None:
-    """Beside a logarithmic axis, in place of powers of ten."""
+    """Label a logarithmic axis with plain numbers instead of powers of ten."""
     from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator  # noqa: PLC0415 - an extra
 
     axis.set_major_locator(LogLocator(subs=steps))

@@ -1,7 +1,7 @@
-"""One run of the engine over a simulated device in virtual time: who asked when, and what each request got.
+"""Runs the engine on a simulated device in virtual time and records the times of each request.
 
-Called by `bench simulate`, once per policy and rate. The engine, its scheduler and its prefix cache are the real ones;
-only the device is a timeline. Same traffic, same device, same policy: same outcome, on any machine.
+Called by `bench simulate`, once per policy and rate. Engine, scheduler and prefix cache are the real ones; only the
+device is simulated. Equal traffic, device and policy give equal results on any machine.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from neuron_runtime.engine.loop import Engine
 
 @dataclass(frozen=True, slots=True)
 class Policy:
-    """How the scheduler weighs prompts against running answers."""
+    """How the scheduler prioritizes prefill and decode."""
 
     name: str
     max_consecutive_prefills: int = 1
@@ -33,19 +33,19 @@ class Policy:
         return self.max_consecutive_prefills == sys.maxsize
 
     def applied_to(self, limits: BackendLimits) -> BackendLimits:
-        """The device as the policy uses it: one that computes all prompts first never mixes the phases."""
+        """The limits with this policy; a prefill-first policy never mixes phases."""
         return replace(limits, mixes_phases=limits.mixes_phases and not self.prefills_first)
 
 
 PREFILL_FIRST = Policy("prefill first", sys.maxsize)
-"""Whoever has room is computed before any running answer goes on."""
+"""Prefills every request that fits before any decode step."""
 
 
 @dataclass(slots=True)
-class Asked:
-    """One request: when it came and when its tokens did, in seconds of virtual time."""
+class Timed:
+    """One request: its arrival and the times of its tokens, in seconds of virtual time."""
 
-    came: float
+    arrived: float
     long: bool
     num_prompt: int
     first: float = math.nan
@@ -55,67 +55,67 @@ class Asked:
 
     @property
     def ttft(self) -> float:
-        return self.first - self.came
+        return self.first - self.arrived
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What one policy made of the traffic, measured over a span of time with a warm-up before it."""
+    """Results of one policy, measured over a period after a warm-up."""
 
     policy: Policy
     seconds: float
-    """How long was measured."""
-    requests: list[Asked]
-    """Those that came meanwhile; they were all waited for."""
+    """Length of the measured period."""
+    requests: list[Timed]
+    """Requests that arrived in the period; all of them were completed."""
     gaps: list[float]
-    """Between any two tokens of an answer to one of these."""
+    """Times between consecutive tokens of these requests."""
     queue: list[tuple[float, int]]
-    """From each of these moments on (0 is the begin) as many requests waited for a row."""
+    """(time since the start of the period, number of waiting requests from then on)."""
     num_tokens: int
-    """Of all answers, meanwhile."""
+    """Output tokens of all requests in the period."""
     busy_share: float
-    """Of the time, in which the device worked."""
+    """Share of the period in which the device was busy."""
     shapes: dict[tuple[str, int], ShapeUse]
-    """Of the whole run."""
+    """Of the whole run, including warm-up."""
     num_preemptions: int
     gap_bound: float | None
-    """What the engine said itself: a running answer goes on within this time. None where there is no bound."""
+    """The engine's own bound of the gap between tokens; None if there is none."""
 
     def num_good(self, ttft_target: float, gap_target: float) -> int:
-        """Requests whose first token and all others came in time."""
-        return sum(asked.ttft <= ttft_target and asked.worst_gap <= gap_target for asked in self.requests)
+        """Requests that met both targets."""
+        return sum(one.ttft <= ttft_target and one.worst_gap <= gap_target for one in self.requests)
 
     def goodput(self, ttft_target: float, gap_target: float) -> float:
-        """Good requests a second."""
+        """Good requests per second."""
         return self.num_good(ttft_target, gap_target) / self.seconds
 
     @property
     def cached_share(self) -> float:
-        """Of all prompt tokens, those found in the prefix cache."""
+        """Share of prompt tokens found in the prefix cache."""
         return sum(a.num_cached for a in self.requests) / sum(a.num_prompt for a in self.requests)
 
     @property
     def mean_queue(self) -> float:
-        """Over time."""
+        """Mean queue length over time."""
         changes = [*self.queue, (self.seconds, 0)]
         return sum(count * (end - begin) for (begin, count), (end, _) in pairwise(changes)) / self.seconds
 
 
 @dataclass(eq=False)
 class _Talk:
-    """A conversation on its way."""
+    """A conversation in progress."""
 
     number: int
     conversation: Conversation
     said: list[int] = field(default_factory=list)
     turn: int = 0
-    asked: Asked | None = None
+    request: Timed | None = None
     measured: bool = False
-    """Its current question came within the measured time."""
+    """Its current request arrived within the measured period."""
 
 
 class Simulation:
-    """One policy's run; made for one call of `run`."""
+    """The run of one policy; call `run` once."""
 
     def __init__(
         self,
@@ -128,13 +128,13 @@ class Simulation:
         seconds: float,
         host_seconds_per_step: float = 0.0,
     ) -> None:
-        """Take conversations, in order of their begin, for as long as anything measured runs.
+        """Takes conversations, ordered by start time, until all measured requests are complete.
 
         Raises:
             ValueError: `seconds` is not positive.
         """
         if not seconds > 0:
-            raise ValueError(f"nothing can be measured in {seconds} s")
+            raise ValueError(f"seconds must be positive, got {seconds}")
         self._policy = policy
         self._begin, self._end = warm_up_seconds, warm_up_seconds + seconds
         self._clock = VirtualClock()
@@ -149,10 +149,10 @@ class Simulation:
         )
         self._conversations = enumerate(conversations)
         self._coming: list[tuple[float, int, _Talk]] = []
-        """Next questions as a heap, those at the same time by number; the next talk to begin is always among them."""
+        """Heap of next requests by time, then number; always includes the first request of the next conversation."""
         self._running: dict[str, _Talk] = {}
         self._num_measured_running = 0
-        self._requests: list[Asked] = []
+        self._requests: list[Timed] = []
         self._gaps: list[float] = []
         self._queue = [(0.0, 0)]
         self._num_tokens = 0
@@ -164,12 +164,12 @@ class Simulation:
             if not self._engine.has_work:
                 self._clock.sleep_until(self._coming[0][0] if self._coming else self._end)
             while self._coming and self._coming[0][0] <= self._clock.now():
-                came, _, talk = heapq.heappop(self._coming)
+                arrived, _, talk = heapq.heappop(self._coming)
                 if talk.turn == 0:
                     self._begin_talk()
-                # Behind a queue, what nobody measures changes nothing that is: served in order, it would only pile up.
-                if came < self._end or not self._engine.stats.num_waiting:
-                    self._ask(talk, came)
+                # Later requests matter only while there is no queue: in a queue they wait behind all measured ones.
+                if arrived < self._end or not self._engine.stats.num_waiting:
+                    self._send(talk, arrived)
             for event in self._engine.step():
                 self._take(event)
             busy = self._backend.timeline.busy_until(self._clock.now())
@@ -193,13 +193,13 @@ class Simulation:
         for number, conversation in islice(self._conversations, 1):
             heapq.heappush(self._coming, (conversation.begins, number, _Talk(number, conversation)))
 
-    def _ask(self, talk: _Talk, came: float) -> None:
+    def _send(self, talk: _Talk, arrived: float) -> None:
         turn = talk.conversation.turns[talk.turn]
         talk.said += turn.token_ids
-        talk.asked = Asked(came, talk.conversation.long and talk.turn == 0, len(talk.said))
-        talk.measured = self._begin <= came < self._end
+        talk.request = Timed(arrived, talk.conversation.long and talk.turn == 0, len(talk.said))
+        talk.measured = self._begin <= arrived < self._end
         if talk.measured:
-            self._requests.append(talk.asked)
+            self._requests.append(talk.request)
             self._num_measured_running += 1
         request_id = f"{talk.number}-{talk.turn}"
         self._running[request_id] = talk
@@ -208,15 +208,15 @@ class Simulation:
 
     def _take(self, event: TokenEvent) -> None:
         talk, now = self._running[event.request_id], self._clock.now()
-        asked = talk.asked
-        assert asked is not None
+        request = talk.request
+        assert request is not None
         if event.first:
-            asked.first, asked.num_cached = now, event.num_cached_tokens
+            request.first, request.num_cached = now, event.num_cached_tokens
         else:
-            asked.worst_gap = max(asked.worst_gap, now - asked.last)
+            request.worst_gap = max(request.worst_gap, now - request.last)
             if talk.measured:
-                self._gaps.append(now - asked.last)
-        asked.last = now
+                self._gaps.append(now - request.last)
+        request.last = now
         talk.said += event.token_ids
         self._num_tokens += len(event.token_ids) if self._begin <= now < self._end else 0
         if event.finish_reason is None:

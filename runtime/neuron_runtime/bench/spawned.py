@@ -1,7 +1,7 @@
-"""`neuron-runtime serve` as a child process, for benchmarks that bring their own server.
+"""`neuron-runtime serve` as a child process, for benchmarks that start their own server.
 
-Called by `bench serve --spawn` and the suite. Starts the real command on a free port, waits until it can serve,
-keeps its lines with the time at which each came, and takes it down. Knows nothing of what is measured.
+Called by `bench serve --spawn` and the suite. Starts the command on a free port, waits until it is healthy, records
+its output lines with their times, and stops it.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ _AT = re.compile(r" at (http://\S+)$")
 
 
 class SpawnedServer:
-    """A context manager: inside it the server answers `/health` with 200.
+    """A context manager; within it `/health` of the server returns 200.
 
     Raises:
-        ServingError: the command ended, or was not ready in time; with its last line.
+        ServingError: the command exited, or was not ready in time; includes its last line.
     """
 
     def __init__(
@@ -40,7 +40,7 @@ class SpawnedServer:
         self.seconds_to_ready = 0.0
         """From the start of the command to the first 200."""
         self.lines: list[tuple[float, str]] = []
-        """What it printed: seconds since its start, line."""
+        """Its output: (seconds since its start, line)."""
         self._arguments = list(arguments)
         self._env = {**os.environ, **(env or {})}
         self._ready_within_seconds = ready_within_seconds
@@ -80,17 +80,18 @@ class SpawnedServer:
         while not (self.base_url and _healthy(self.base_url)):
             if self.process.poll() is not None:
                 self._reader.join()
-                raise ServingError(f"the server ended with {self.process.returncode}: {self._last_line()}")
+                raise ServingError(f"the server exited with code {self.process.returncode}: {self._last_line()}")
             if time.monotonic() - self._began > self._ready_within_seconds:
-                raise ServingError(f"the server was not ready in time: {self._last_line()}")
+                seconds = self._ready_within_seconds
+                raise ServingError(f"the server was not ready within {seconds:.0f} s: {self._last_line()}")
             time.sleep(POLL_SECONDS)
         self.seconds_to_ready = time.monotonic() - self._began
 
     def _last_line(self) -> str:
-        return self.lines[-1][1] if self.lines else "it said nothing"
+        return self.lines[-1][1] if self.lines else "it printed nothing"
 
     def _end(self) -> None:
-        """Once asks for a drain, twice for an end; nobody's answers are awaited here."""
+        """The first interrupt starts a drain, the second ends it; no requests are running."""
         for _ in range(2):
             if self.process.poll() is None:
                 self.process.send_signal(signal.SIGINT)

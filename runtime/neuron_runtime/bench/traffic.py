@@ -1,7 +1,6 @@
-"""Traffic of people who talk with a model: conversations that begin at random, some with a long document.
+"""Random chat traffic: conversations that start at random times, some with a long document.
 
-Made from a seed, so that two policies see the same. Called by `bench simulate`; knows no engine and no time but the
-moments it draws.
+Generated from a seed, so that two policies get equal traffic. Called by `bench simulate`.
 """
 
 from __future__ import annotations
@@ -15,43 +14,43 @@ from dataclasses import dataclass
 VOCABULARY_SIZE = 128_256
 
 Span = tuple[int, int]
-"""The fewest and the most; in between, all orders of magnitude are equally likely."""
+"""Minimum and maximum of a log-uniform distribution."""
 
 
 @dataclass(frozen=True, slots=True)
 class Traffic:
-    """What is asked, on average. Token counts are drawn from spans."""
+    """Parameters of the traffic. Token counts are drawn from spans."""
 
     rate: float
-    """Requests per second, follow-up questions included."""
+    """Requests per second, including follow-ups."""
     short_prompt: Span
     long_prompt: Span
     long_share: float
-    """Of conversations that begin with a long prompt."""
+    """Share of conversations that start with a long prompt."""
     answer: Span
     turns: float
-    """Questions of a conversation, on average; 1: no follow-up."""
+    """Mean number of requests per conversation; 1: no follow-up."""
     follow_up: Span
-    """What a follow-up adds to what was said."""
+    """Tokens that a follow-up adds to the conversation."""
     think_seconds: float
-    """Between an answer's end and the follow-up, on average."""
+    """Mean time between the end of an answer and the follow-up."""
     system_tokens: int
-    """The beginning that all prompts share."""
+    """Tokens of the prefix shared by all prompts."""
 
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """One question: what it adds to all that was said, and how long its answer is."""
+    """One request: the tokens that it adds to the conversation, and the length of its answer."""
 
     token_ids: tuple[int, ...]
     answer_tokens: int
     think_seconds: float
-    """After the answer before; of the first turn 0."""
+    """Time since the previous answer; 0 for the first turn."""
 
 
 @dataclass(frozen=True, slots=True)
 class Conversation:
-    """`begins`: when its first question comes, in seconds."""
+    """`begins`: time of its first request, in seconds."""
 
     begins: float
     long: bool
@@ -59,9 +58,9 @@ class Conversation:
 
 
 def conversations(traffic: Traffic, seed: int, max_length: int) -> Iterator[Conversation]:
-    """Without end, in order of their begin from 0 on; what would not fit into `max_length` is not asked.
+    """An endless sequence, ordered by start time, of conversations that fit `max_length`.
 
-    Arrivals are a Poisson process; numbers of turns are geometric.
+    Arrivals are a Poisson process; the number of turns is geometric.
     """
     numbers = random.Random(seed)  # noqa: S311 - traffic, no secret
     system = _token_ids(numbers, traffic.system_tokens)
@@ -75,10 +74,10 @@ def conversations(traffic: Traffic, seed: int, max_length: int) -> Iterator[Conv
 def _turns(
     numbers: random.Random, traffic: Traffic, system: tuple[int, ...], long: bool, max_length: int
 ) -> Iterator[Turn]:
-    """The first one is cut to fit; with a later one that does not fit the conversation ends."""
+    """Truncates the first turn to fit; the conversation ends before a later turn that does not fit."""
     answer = min(_draw(numbers, traffic.answer), max_length - 1)
-    asked = max(_draw(numbers, traffic.long_prompt if long else traffic.short_prompt), 1)
-    prompt = (system + _token_ids(numbers, asked))[: max_length - answer]
+    length = max(_draw(numbers, traffic.long_prompt if long else traffic.short_prompt), 1)
+    prompt = (system + _token_ids(numbers, length))[: max_length - answer]
     yield Turn(prompt, answer, 0.0)
     said = len(prompt) + answer
     while numbers.random() >= 1 / traffic.turns:
@@ -95,6 +94,6 @@ def _draw(numbers: random.Random, span: Span) -> int:
 
 
 def _token_ids(numbers: random.Random, count: int) -> tuple[int, ...]:
-    # All at once: prompts are long.
+    # In one call, because prompts are long.
     raw = struct.unpack(f"<{count}I", numbers.randbytes(4 * count))
     return tuple(number % VOCABULARY_SIZE for number in raw)

@@ -1,7 +1,8 @@
-"""The access log: one line of JSON for every request that has ended, open paths excepted.
+"""The access log: one line of JSON for every completed request, except to open paths.
 
-Shown every exchange by the outermost layer. Lines are written by a thread of their own, so that a reader who is slow,
-or gone, costs lines and never time; lost lines are counted. No key, no answer and, unless asked for, no prompt.
+The outermost layer passes every exchange to it. A separate thread writes the lines, so that a slow or closed reader
+loses lines but never delays requests; lost lines are counted. Keys and answers are never logged, prompts only if
+configured.
 """
 
 from __future__ import annotations
@@ -22,15 +23,15 @@ from neuron_runtime.errors import InvalidRequest, ServingError
 from neuron_runtime.server.exchange import OPEN_PATHS, Exchange
 
 MAX_TEXT = 200
-"""Characters of a path or a user agent that are logged."""
+"""Maximum characters of a path or a user agent in the log."""
 MAX_QUEUED_LINES = 10_000
-"""Lines that may wait for the reader; beyond them the newest are lost."""
+"""Lines that may wait for the reader; further lines are dropped."""
 GATHER_SECONDS = 0.05
-"""How long lines are gathered before they are written together."""
+"""How long lines are collected before one write."""
 WRITE_BYTES = 4096
-"""What a pipe takes in one piece (PIPE_BUF): lines of several processes do not mix."""
+"""PIPE_BUF: writes up to this size are atomic, so that lines of several processes do not mix."""
 FLUSH_SECONDS = 2.0
-"""How long the end of the process waits for a slow reader."""
+"""How long the process waits for a slow reader when it exits."""
 
 _FIELD = re.compile(r"[a-z0-9_.\[\]]{1,64}")
 
@@ -39,8 +40,8 @@ class AccessLog:
     """An observer of exchanges.
 
     Args:
-        write: takes lines, each ended by a newline; must not block.
-        prompt_characters: how much of each prompt is logged; 0: nothing.
+        write: takes a line that ends with a newline; must not block.
+        prompt_characters: characters of each prompt to log; 0: none.
     """
 
     def __init__(self, write: Callable[[bytes], None], prompt_characters: int = 0) -> None:
@@ -49,13 +50,13 @@ class AccessLog:
 
     def ended(self, exchange: Exchange) -> None:
         if exchange.path not in OPEN_PATHS:
-            told = entry(exchange, self._prompt_characters)
-            self._write(orjson.dumps(told, option=orjson.OPT_APPEND_NEWLINE))
+            line = orjson.dumps(entry(exchange, self._prompt_characters), option=orjson.OPT_APPEND_NEWLINE)
+            self._write(line)
 
 
 def entry(exchange: Exchange, prompt_characters: int = 0) -> dict[str, Any]:
-    """What the log says of an exchange; docs/server.md has the meaning of each field."""
-    told: dict[str, Any] = {
+    """The log entry of an exchange; docs/server.md describes each field."""
+    fields: dict[str, Any] = {
         "time": datetime.fromtimestamp(exchange.began_at, UTC).isoformat(timespec="milliseconds"),
         "request_id": exchange.request_id,
         "client": exchange.client,
@@ -66,14 +67,14 @@ def entry(exchange: Exchange, prompt_characters: int = 0) -> dict[str, Any]:
         "user_agent": exchange.headers.get(b"user-agent", b"")[:MAX_TEXT].decode("latin-1"),
     }
     if exchange.key is not None:
-        told["api_key"] = exchange.key
+        fields["api_key"] = exchange.key
     if exchange.error is not None:
-        told["error"] = exchange.error.code or "invalid_request"
-        told["param"] = _param(exchange.error)
+        fields["error"] = exchange.error.code or "invalid_request"
+        fields["param"] = _param(exchange.error)
     generation = exchange.generation
     if generation is not None:
         ask = generation.ask
-        told |= {
+        fields |= {
             "model": exchange.model,
             "stream": ask.stream,
             "n": ask.num_choices,
@@ -86,15 +87,15 @@ def entry(exchange: Exchange, prompt_characters: int = 0) -> dict[str, Any]:
             "finish_reasons": exchange.finish_reasons,
         }
         if prompt_characters and exchange.tokenizer is not None:
-            # Tokens are bytes at least: no more of them are looked at than characters may be shown.
+            # A token has at least one byte, so no more tokens than characters are needed.
             decode = exchange.tokenizer.decode
             texts = (decode(list(prompt[:prompt_characters]), skip_special_tokens=False) for prompt in ask.prompts)
-            told["prompt_texts"] = [text[:prompt_characters] for text in texts]
-    return told
+            fields["prompt_texts"] = [text[:prompt_characters] for text in texts]
+    return fields
 
 
 def _param(error: ServingError) -> str | None:
-    """The field that was wrong, unless a client made it up: then it could be anything, a prompt included."""
+    """The invalid field; "..." for names made up by the client, which could contain anything, e.g. a prompt."""
     field = error.field if isinstance(error, InvalidRequest) else None
     return field if field is None or _FIELD.fullmatch(field) else "..."
 
@@ -104,7 +105,7 @@ def _rounded(seconds: float | None) -> float | None:
 
 
 class LineWriter:
-    """Writes lines to a file descriptor on a thread of its own, many at once; never blocks whoever has a line."""
+    """Writes lines to a file descriptor in batches on a separate thread; `write` never blocks."""
 
     def __init__(self, fd: int) -> None:
         self._fd = fd
@@ -119,7 +120,7 @@ class LineWriter:
 
     @property
     def num_lost(self) -> int:
-        """Lines that found no room, or could not be written."""
+        """Lines that were dropped or could not be written."""
         return self._num_dropped + self._num_unwritten
 
     def write(self, line: bytes) -> None:
@@ -131,7 +132,7 @@ class LineWriter:
             self._wake.set()
 
     def close(self) -> None:
-        """Write what waits, as far as the reader takes it in time."""
+        """Write queued lines, waiting at most FLUSH_SECONDS."""
         self._closing.set()
         self._wake.set()
         self._thread.join(FLUSH_SECONDS)
@@ -140,7 +141,7 @@ class LineWriter:
         while True:
             self._wake.wait()
             closing = self._closing.wait(GATHER_SECONDS)
-            # Cleared before the lines are looked at: what comes later wakes again.
+            # Cleared before the queue is read, so that later lines wake the thread again.
             self._wake.clear()
             while self._lines:
                 self._write_some()
@@ -167,5 +168,5 @@ def _write_all(fd: int, data: bytes | bytearray) -> None:
         try:
             left = left[os.write(fd, left) :]
         except BlockingIOError:
-            # Somebody made this descriptor, which others share, not wait.
+            # Another process that shares this descriptor made it non-blocking.
             select.select([], [fd], [])

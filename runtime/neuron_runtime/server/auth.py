@@ -1,7 +1,7 @@
-"""API keys: read from a file, compared in constant time, read again when the file changes.
+"""API keys: read from a file, compared in constant time, reloaded when the file changes.
 
-The outermost layer of the front end asks for the key of every request that is not for an open path, before any of its
-body is read. Keys are held as digests and appear in no log, error, record or configuration document.
+The outermost layer of the front end requires a key for every request except to open paths, before it reads the body.
+Only digests of keys are stored; keys never appear in a log, error, record or configuration document.
 """
 
 from __future__ import annotations
@@ -28,19 +28,19 @@ KEYS_NAME = "api-keys"
 MAX_FILE_BYTES = 64 * 1024
 MAX_KEYS = 256
 MAX_DROPPED_BYTES = 1024 * 1024
-"""A body of at most this length that nobody reads does not cost the client its connection."""
-LOOK_SECONDS = 1.0
-"""How often a request's arrival makes the file be looked at."""
+"""The connection of a refused request stays open if its unread body is at most this long."""
+CHECK_SECONDS = 1.0
+"""Minimum interval between checks of the file, which requests trigger."""
 DOCUMENTATION = ("/openapi.json", "/docs")
-"""Describes the API and nothing else. A browser cannot send a key when it opens a page."""
+"""Open, because they only describe the API and a browser cannot send a key when it opens a page."""
 
 _KEY = re.compile(rb"[\x21-\x7e]+")
 
 
 def check_keys(file: Path | None, keys: Sequence[str]) -> None:
-    """What a command was given, before anything is started with it. Raises InvalidConfig, never with a key in it."""
+    """Check the arguments of a command before anything starts. Raises InvalidConfig, which never contains a key."""
     if file is not None and keys:
-        raise InvalidConfig(KEY_FLAG, f"is in the file already: give it or {FILE_FLAG}")
+        raise InvalidConfig(KEY_FLAG, f"cannot be combined with {FILE_FLAG}: set one of them")
     if file is not None:
         ApiKeys(file)
     elif keys:
@@ -48,9 +48,9 @@ def check_keys(file: Path | None, keys: Sequence[str]) -> None:
 
 
 def api_key_file(file: Path | None, keys: Sequence[str], folder: Path) -> Path | None:
-    """The file for the front end: the one that was given, or one in `folder` with the keys that were; None: no keys.
+    """The file for the front end: `file`, or a new file in `folder` with `keys`; None without keys.
 
-    A file, because the arguments of a process can be read by every user of a machine.
+    A file, because every user of a machine can read the arguments of a process.
     """
     if not keys:
         return file
@@ -61,26 +61,26 @@ def api_key_file(file: Path | None, keys: Sequence[str], folder: Path) -> Path |
 
 
 def parse_keys(raw: bytes, source: str, flag: str = FILE_FLAG) -> tuple[bytes, ...]:
-    """Keys, one per line; empty lines do not count. Raises InvalidConfig, which names a line and never shows it."""
+    """Keys, one per line; skips empty lines. Raises InvalidConfig, which has the line number but not its content."""
     lines = [line.strip() for line in raw.splitlines()]
     for number, line in enumerate(lines, 1):
         if line and not _KEY.fullmatch(line):
-            message = f"line {number} of {source} is no key: a key is printable ASCII without spaces"
+            message = f"line {number} of {source} is not a key: a key is printable ASCII without spaces"
             raise InvalidConfig(flag, message)
     keys = tuple(filter(None, lines))
     if not 1 <= len(keys) <= MAX_KEYS or len(raw) > MAX_FILE_BYTES:
         wanted = f"from 1 to {MAX_KEYS} keys, one per line, in at most {MAX_FILE_BYTES // 1024} KiB"
-        raise InvalidConfig(flag, f"{source} must hold {wanted}; it has {len(keys)} in {len(raw)} bytes")
+        raise InvalidConfig(flag, f"{source} must contain {wanted}; it has {len(keys)} in {len(raw)} bytes")
     return keys
 
 
 class ApiKeys:
-    """The keys of a file, and those that it holds later.
+    """The keys of a file, reloaded when it changes.
 
-    A file that is missing or wrong at the start is an error; later the keys that were read last stay in force.
+    A missing or invalid file is an error at the start; later the previous keys stay valid.
 
     Raises:
-        InvalidConfig: naming the file and what is wrong with it.
+        InvalidConfig: names the file and the problem.
     """
 
     def __init__(self, path: Path, clock: Callable[[], float] = time.monotonic) -> None:
@@ -88,15 +88,15 @@ class ApiKeys:
         self._clock = clock
         self._seen: object = None
         self._digests: tuple[bytes, ...] = ()
-        self._look_at = clock() + LOOK_SECONDS
+        self._check_at = clock() + CHECK_SECONDS
         self._read()
 
     def number_of(self, presented: bytes) -> int | None:
-        """Which key of the file this is, from 1; None for none. Takes the same time whichever it is."""
+        """The number of this key in the file, from 1; None if unknown. Takes constant time."""
         now = self._clock()
-        if now >= self._look_at:
-            self._look_at = now + LOOK_SECONDS
-            self._look()
+        if now >= self._check_at:
+            self._check_at = now + CHECK_SECONDS
+            self._reload_if_changed()
         digest = _digest(presented)
         found = None
         for number, known in enumerate(self._digests, 1):
@@ -104,15 +104,15 @@ class ApiKeys:
                 found = number
         return found
 
-    def _look(self) -> None:
+    def _reload_if_changed(self) -> None:
         try:
             if _signature(os.stat(self._path)) != self._seen:
                 self._read()
-                say(f"{self._path} has changed: {len(self._digests)} API keys are in force")
+                say(f"{self._path} has changed: {len(self._digests)} API keys are valid now")
         except (OSError, InvalidConfig) as error:
             if self._seen is not None:
                 self._seen = None
-                say(f"{error}; the API keys that were read before stay in force")
+                say(f"{error}; the previous API keys stay valid")
 
     def _read(self) -> None:
         try:
@@ -121,20 +121,20 @@ class ApiKeys:
                 raw = file.read(MAX_FILE_BYTES + 1)
         except OSError as error:
             raise InvalidConfig(FILE_FLAG, f"cannot read {self._path}: {error.strerror}") from error
-        # Equal lengths for every key, and nothing to read in a dump of memory.
+        # Digests have equal lengths, and a memory dump does not reveal the keys.
         self._digests = tuple(map(_digest, parse_keys(raw, str(self._path))))
         self._seen = seen
 
 
 def needs_key(path: str) -> bool:
-    """Whether requests to this path must carry a key."""
+    """Whether requests to this path need a key."""
     return path not in OPEN_PATHS and path not in DOCUMENTATION and not path.startswith("/docs/")
 
 
 class Guard:
-    """An ASGI layer that lets requests with a known key pass, and all requests to paths that need no key.
+    """An ASGI layer that passes requests with a valid key and requests to open paths.
 
-    The others are answered before anything of their body is read.
+    It answers all others with 401, before it reads their body.
     """
 
     def __init__(self, app: ASGIApp, keys: ApiKeys) -> None:
@@ -142,7 +142,7 @@ class Guard:
         self._keys = keys
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        # OPTIONS says which methods there are, and a browser asks it without credentials.
+        # Browsers send OPTIONS without credentials.
         if needs_key(scope["path"]) and scope["method"] != "OPTIONS":
             exchange = exchange_of(scope)
             presented = _bearer(exchange.headers.get(b"authorization", b""))
@@ -158,14 +158,14 @@ async def _refuse(error: Unauthorized, headers: Mapping[bytes, bytes], send: Sen
     status, body, more = error_answer(error)
     if b"transfer-encoding" in headers or int(headers.get(b"content-length", b"0")) > MAX_DROPPED_BYTES:
         more = {**more, "connection": "close"}
-    told = {"content-type": "application/json", "content-length": str(len(body)), **more}
-    raw = [(name.encode(), value.encode()) for name, value in told.items()]
+    fields = {"content-type": "application/json", "content-length": str(len(body)), **more}
+    raw = [(name.encode(), value.encode()) for name, value in fields.items()]
     await send({"type": "http.response.start", "status": status, "headers": raw})
     await send({"type": "http.response.body", "body": body, "more_body": False})
 
 
 def _bearer(authorization: bytes) -> bytes:
-    """The token of an Authorization header; empty where it is of another kind."""
+    """The token of an Authorization header; empty for other schemes."""
     scheme, _, token = authorization.partition(b" ")
     return token.strip() if scheme.lower() == b"bearer" else b""
 

@@ -1,7 +1,7 @@
-"""Bodies of requests: read within bounds of size, time and memory, and worked on where streams do not wait for it.
+"""Reads request bodies within limits of size, time and memory, and processes long ones on a thread.
 
 Used by the routes. All bodies that are being read or parsed count against one budget, so that many large ones cannot
-take all memory; one that trickles in ends its connection. What is in a body is not looked at here.
+exhaust memory; a body that arrives too slowly closes its connection. It does not parse bodies.
 """
 
 from __future__ import annotations
@@ -19,24 +19,24 @@ from neuron_runtime.errors import InvalidRequest, Overloaded
 Made = TypeVar("Made")
 
 DISCARDED_BODIES = 4
-"""Beyond this many times the largest body a connection is closed without reading on."""
+"""A body beyond this many times the maximum size closes the connection without being read to its end."""
 BODIES_AT_ONCE = 4
-"""So many of the largest bodies may be in memory together."""
+"""Memory budget of all bodies, in bodies of maximum size."""
 BODY_SECONDS = 60.0
-"""How long a short body may take to arrive."""
+"""Time limit for a short body to arrive."""
 MIN_BYTES_PER_SECOND = 16 * 1024
-"""Longer ones may take longer, but must keep this pace."""
+"""Minimum rate of longer bodies."""
 LONG_BODY_BYTES = 16 * 1024
-"""Bodies beyond this are parsed and tokenized on a thread, so that streams do not stall."""
+"""Longer bodies are parsed and tokenized on a thread, so that streams do not stall."""
 NUM_THREADS = 2
-"""Long bodies that are worked on at a time: parsed, one may take many times its size."""
+"""Long bodies processed concurrently; few, because a parsed body may take many times its size."""
 
 
 class Bodies:
     """
     Args:
-        max_bytes: of one body.
-        seconds: how long a short one may take to arrive.
+        max_bytes: maximum size of one body.
+        seconds: time limit for a short body to arrive.
     """
 
     def __init__(self, max_bytes: int, seconds: float = BODY_SECONDS) -> None:
@@ -47,14 +47,14 @@ class Bodies:
 
     @asynccontextmanager
     async def read(self, request: Request) -> AsyncIterator[bytes]:
-        """A whole body, which counts against the budget until the context is left.
+        """A whole body, which counts against the budget until the end of the context.
 
-        A body that is somewhat too long is read to its end and dropped: most clients look for an answer only then.
+        A body that is somewhat too long is read to its end and dropped, because most clients read a response only then.
 
         Raises:
-            InvalidRequest: it is too long (413), too slow (408), or compressed (415).
-            ClientDisconnect: the client has left.
-            Overloaded: too many others are being read.
+            InvalidRequest: too long (413), too slow (408), or compressed (415).
+            ClientDisconnect: the client disconnected.
+            Overloaded: the budget is exhausted.
         """
         parts: list[bytes] = []
         kept = 0
@@ -64,7 +64,7 @@ class Bodies:
                     kept += len(part)
                     self._num_bytes += len(part)
                     if self._num_bytes > BODIES_AT_ONCE * self._max_bytes:
-                        raise Overloaded(f"requests that are being read fill {self._num_bytes} bytes; try again later")
+                        raise Overloaded(f"request bodies in memory have {self._num_bytes} bytes; try again later")
                     parts.append(part)
             whole = b"".join(parts)
             parts.clear()
@@ -73,20 +73,22 @@ class Bodies:
             self._num_bytes -= kept
 
     async def use(self, raw: bytes, use: Callable[[bytes], Made]) -> Made:
-        """What `use` makes of a body; of a long one on a thread."""
+        """Returns `use(raw)`, computed on a thread if the body is long."""
         if len(raw) <= LONG_BODY_BYTES:
             return use(raw)
         return await asyncio.get_running_loop().run_in_executor(self._threads, use, raw)
 
     def close(self) -> None:
-        """Bodies that nobody has begun to work on are left."""
+        """Cancel queued work."""
         self._threads.shutdown(wait=False, cancel_futures=True)
 
     async def _parts(self, request: Request) -> AsyncGenerator[bytes, None]:
         encoding = request.headers.get("content-encoding", "identity")
         if encoding.lower() != "identity":
             raise InvalidRequest(
-                f"Content-Encoding: {encoding}: send the body as it is", status=415, code="body_encoded"
+                f"Content-Encoding: {encoding} is not supported: send the body uncompressed",
+                status=415,
+                code="body_encoded",
             )
         max_bytes, size = self._max_bytes, 0
         if int(request.headers.get("content-length", "0")) > DISCARDED_BODIES * max_bytes:
@@ -100,7 +102,7 @@ class Bodies:
             except StopAsyncIteration:
                 break
             except TimeoutError as error:
-                message = f"the body came too slowly: {size} bytes of it within {self._seconds:.0f} s"
+                message = f"the body arrived too slowly: {size} bytes in {self._seconds:.0f} s"
                 raise InvalidRequest(message, status=408, code="body_too_slow") from error
             size += len(part)
             if size <= max_bytes:

@@ -1,6 +1,6 @@
-"""What the supervisor tells the front end, as JSON lines on its standard input.
+"""Messages from the supervisor to a front end, as JSON lines on its standard input.
 
-The end of the stream means that the supervisor is gone. The front end answers with its exit code only.
+End of file means that the supervisor has exited. The only reply is the front end's exit code.
 """
 
 from __future__ import annotations
@@ -9,21 +9,21 @@ import msgspec
 
 
 class EngineStarted(msgspec.Struct, frozen=True, tag="engine_started"):
-    """The n-th engine process was started; it is not ready yet, unless front ends in this one's place knew it."""
+    """The n-th engine process has started. It may be ready only if earlier front ends in this place used it."""
 
     incarnation: int
     num_predecessors: int = 0
-    """So many of them have ended."""
+    """Number of those front ends."""
 
 
 class EngineEnded(msgspec.Struct, frozen=True, tag="engine_ended"):
-    """The engine process is gone and with it every request it had; the message says why."""
+    """The engine process has exited and lost all its requests; `message` is the reason."""
 
     message: str
 
 
 class StartDrain(msgspec.Struct, frozen=True, tag="start_drain"):
-    """Not healthy from now on; admit for `delay_seconds` more, let answers run for `seconds` after that, then exit."""
+    """Report unhealthy, admit requests for `delay_seconds`, let running ones finish within `seconds`, then exit."""
 
     delay_seconds: float
     seconds: float

@@ -1,6 +1,6 @@
-"""The gate of a serving process: open, draining (not healthy, still admitting), closed.
+"""The gate of a serving process: open, draining (unhealthy but still admitting), or closed.
 
-Asked by the routes, moved by the front end when it is told to drain. Counts what runs, so that a drain can wait.
+The routes check it; the front end closes it during a drain. It counts running requests, so that a drain can wait.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from neuron_runtime.errors import Draining
 class Gate:
     def __init__(self) -> None:
         self.draining = False
-        """Told to end: `/health` says so, that is all."""
+        """`/health` returns 503."""
         self.closed = False
-        """Nothing new is admitted."""
+        """No request is admitted."""
         self._num_running = 0
         self._idle = asyncio.Event()
         self._idle.set()
@@ -29,11 +29,11 @@ class Gate:
     def check_admits(self) -> None:
         """Raises Draining."""
         if self.closed:
-            raise Draining("shutting down: send this to another replica")
+            raise Draining("the server is shutting down: send this request to another replica")
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """Entered for as long as a request is worked on."""
+        """Counts a request as running."""
         self._num_running += 1
         self._idle.clear()
         try:
@@ -44,13 +44,13 @@ class Gate:
                 self._idle.set()
 
     async def drain(self, delay_seconds: float, seconds: float) -> bool:
-        """Say so, admit for a while, close, wait until nothing runs; False when something still does in the end."""
+        """Set draining, wait `delay_seconds`, close, wait for running requests; False if some still run at the end."""
         self.draining = True
         await asyncio.sleep(delay_seconds)
         self.closed = True
         try:
             async with asyncio.timeout(seconds):
-                # What was read before the gate closed may begin just as the last one ends.
+                # A request read before the gate closed may start just after the last one ends.
                 while self._num_running:
                     await self._idle.wait()
         except TimeoutError:

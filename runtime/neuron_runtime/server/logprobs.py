@@ -1,7 +1,6 @@
-"""Log-probabilities as clients read them: OpenAI's two shapes and vLLM's for prompts.
+"""Formats log-probabilities for responses: OpenAI's two formats, and vLLM's for prompts.
 
-Called by `server.answers` for the few answers that tell them. Tokens are spelled here; which tokens there are, and
-where they lie in the text, is `server.generation`'s.
+Called by `server.answers`. It converts tokens to text; `server.generation` collects tokens and text offsets.
 """
 
 from __future__ import annotations
@@ -13,23 +12,23 @@ from neuron_runtime.core import TokenLogprobs
 from neuron_runtime.text.tokenizer import Tokenizer
 
 LEAST = -9999.0
-"""OpenAI's word for a probability of nothing, which JSON has no number for."""
+"""OpenAI's value for a probability of 0, because JSON has no infinity."""
 
 
 class Located(NamedTuple):
-    """A token of an answer, or of the prompt that it repeats."""
+    """A token of an answer, or of the echoed prompt."""
 
     token_id: int
     logprobs: TokenLogprobs | None
-    """None for the first token of a prompt, which follows nothing."""
+    """None for the first token of a prompt."""
     text_offset: int
 
 
 class Speller:
-    """How log-probabilities name tokens.
+    """Formats tokens and their log-probabilities.
 
     Args:
-        as_token_ids: by number instead of by text.
+        as_token_ids: name tokens by id instead of by text.
     """
 
     def __init__(self, tokenizer: Tokenizer, as_token_ids: bool) -> None:
@@ -60,7 +59,7 @@ class Speller:
         return {"content": content, "refusal": None}
 
     def prompt(self, logprobs: Sequence[TokenLogprobs], num_alternatives: int) -> list[dict[str, Any] | None]:
-        """vLLM's `prompt_logprobs`: for each token but the first its own and the likeliest ones, by token id."""
+        """vLLM's `prompt_logprobs`: by token id, for each token but the first."""
         return [None, *({str(key): value for key, value in self._ranked(one, num_alternatives)} for one in logprobs)]
 
     def _ranked(self, one: TokenLogprobs, num_alternatives: int) -> list[tuple[int, dict[str, Any]]]:
@@ -85,7 +84,7 @@ class Speller:
         return self._tokenizer.token_bytes(token_id).decode(errors="replace")
 
     def _unmistakable(self, token_id: int) -> str:
-        """The token's text; its bytes, as OpenAI writes them, where they are no text and nothing else tells them."""
+        """The token's text, or its bytes in OpenAI's notation if they are not valid UTF-8."""
         if self._as_token_ids:
             return f"token_id:{token_id}"
         raw = self._tokenizer.token_bytes(token_id)

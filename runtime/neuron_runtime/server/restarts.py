@@ -1,6 +1,6 @@
-"""What to do when a child process has ended: start it again here, or end the command with which code.
+"""Decides, when a child process has exited, whether the supervisor restarts it or exits itself, and with which code.
 
-Pure decisions of the supervisor over exit codes and points in time.
+Pure functions of exit codes and times.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ MAX_RESTARTS = 3
 RESTART_WINDOW_SECONDS = 600.0
 
 CURED_BY_RESTART = frozenset({ExitCode.DEVICE_FAILED})
-"""Named codes after which the same command may succeed at once. Every other named code would come back."""
+"""Exit codes after which an immediate restart may succeed; the other codes would occur again."""
 
 
 def cured_by_restart(failure: ServingError) -> bool:
-    """Whether a process that ended like this is worth starting again at once.
+    """Whether to restart a process at once after this failure.
 
-    One that died without a word is. One that named what it lacks is not: somebody must change something, or (an
-    unreachable hub, tried for a while already) time must pass, which the platform counts, with growing pauses.
+    True if it died without a record. An error with a record needs a change by a person or, for an unreachable hub that
+    was retried already, time; the platform restarts with increasing delays.
     """
     return (
         failure.exit_code in CURED_BY_RESTART if isinstance(failure, FatalError) else isinstance(failure, BackendFailed)
@@ -29,7 +29,7 @@ def cured_by_restart(failure: ServingError) -> bool:
 
 
 class RestartBudget:
-    """Restarts in place: at most `max_restarts` within `window_seconds`."""
+    """Allows at most `max_restarts` within `window_seconds`."""
 
     def __init__(self, max_restarts: int = MAX_RESTARTS, window_seconds: float = RESTART_WINDOW_SECONDS) -> None:
         self._max_restarts = max_restarts
@@ -37,9 +37,9 @@ class RestartBudget:
         self._restarts: deque[float] = deque()
 
     def failure_to_end_with(self, failure: ServingError, now: float) -> ServingError | None:
-        """None: start it again (counted). Else the error to end the command with.
+        """None: restart it (counts a restart). Otherwise the error with which the command exits.
 
-        failure: the error that a process named, or BackendFailed where it died without naming one.
+        failure: the error in the record of the process, or BackendFailed if it left none.
         """
         if not cured_by_restart(failure):
             return failure
@@ -47,19 +47,19 @@ class RestartBudget:
             self._restarts.popleft()
         if len(self._restarts) >= self._max_restarts:
             restarts = f"restarted {self._max_restarts} times within {self._window_seconds:.0f} s"
-            message = f"{restarts}, and it ended again: {failure}"
+            message = f"{restarts}, and failed again: {failure}"
             return FatalError(ExitCode.RESTART_BUDGET_EXHAUSTED, message)
         self._restarts.append(now)
         return None
 
 
 def describe_exit(name: str, return_code: int) -> str:
-    """How a process died that left no record."""
+    """A message for a process that exited without a record."""
     if return_code >= 0:
-        return f"the {name} ended with exit code {return_code}"
+        return f"the {name} exited with code {return_code}"
     try:
         killer = signal.Signals(-return_code).name
     except ValueError:
         killer = f"signal {-return_code}"
-    hint = " (often: the machine ran out of memory)" if killer == "SIGKILL" else ""
-    return f"the {name} was ended by {killer}{hint}"
+    hint = " (often because the machine ran out of memory)" if killer == "SIGKILL" else ""
+    return f"the {name} was killed by {killer}{hint}"

@@ -1,7 +1,7 @@
-"""The folder in which the processes of one serving command meet: sockets, the deadline, configuration, records.
+"""The folder shared by the processes of one serving command: sockets, deadlines, configuration, records.
 
-Made by the supervisor's command and removed when it ends. A command that was killed cannot remove its own; the next one
-does, and knows by a lock, which the kernel drops with the process that held it, that nobody is in there.
+Created by the supervisor's command and removed when it exits. The next command removes the folder of a command that was
+killed: the kernel has released the lock of that folder.
 """
 
 from __future__ import annotations
@@ -19,26 +19,25 @@ from neuron_runtime.errors import InvalidConfig
 PREFIX = "neuron-runtime-"
 LOCK_FILE = "lock"
 MAX_PATH_BYTES = 80
-"""Longest path of the folder: with the name of a socket behind it, it must fit into an address of 107 bytes
-(`sun_path`, unix(7))."""
+"""Longest path of the folder: the path of a socket in it must fit into 107 bytes (`sun_path`, unix(7))."""
 
 
 @contextmanager
 def made_run_dir() -> Iterator[Path]:
-    """A new folder below $TMPDIR for as long as the context lasts; folders of killed commands are removed.
+    """A new folder below $TMPDIR that is removed at the end of the context. Also removes folders of killed commands.
 
     Raises:
-        InvalidConfig: sockets cannot be made below $TMPDIR, because its path is too long.
+        InvalidConfig: the path of $TMPDIR is too long for sockets.
     """
     _remove_abandoned(Path(tempfile.gettempdir()))
     folder = Path(tempfile.mkdtemp(prefix=PREFIX))
     try:
         if (length := len(os.fsencode(folder))) > MAX_PATH_BYTES:
             most = MAX_PATH_BYTES - length + len(os.fsencode(folder.parent))
-            message = f"{folder.parent} is too long a path for sockets in it, at most {most} bytes: name another folder"
+            message = f"path of {folder.parent} is too long for sockets, max {most} bytes: choose another folder"
             raise InvalidConfig("TMPDIR", message)
         with (folder / "lock-to-be").open("w") as lock:
-            # Renamed when it is held: a lock that others can see and take is one whose owner is gone.
+            # Renamed once it is held, so that only locks of dead owners can be acquired under this name.
             fcntl.flock(lock, fcntl.LOCK_EX)
             os.rename(lock.name, folder / LOCK_FILE)
             yield folder
@@ -53,13 +52,13 @@ def _remove_abandoned(parent: Path) -> None:
                 continue
             lock = os.open(folder / LOCK_FILE, os.O_RDONLY | os.O_NOFOLLOW)
         except OSError:
-            # No folder of ours, or one that is being made or removed right now.
+            # Not such a folder, or one that is being created or removed.
             continue
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             shutil.rmtree(folder, ignore_errors=True)
         except BlockingIOError:
-            # Its command lives.
+            # Its command is running.
             continue
         finally:
             os.close(lock)

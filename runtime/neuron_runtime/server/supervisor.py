@@ -1,8 +1,8 @@
-"""The supervisor of `neuron-runtime serve`: owns the listening socket, starts engine process and front ends, watches.
+"""The supervisor of `neuron-runtime serve`: owns the listening socket, runs the engine process and the front ends.
 
-A small process without an event loop: it sleeps until a signal or a second has passed. Children are commands of
-their own, never forks, and die with it. It starts what has ended again in place a few times, ends what hangs, passes
-SIGTERM on as a drain, and leaves exit code and record behind when it ends badly. It touches no request.
+A small process without an event loop: it wakes up once a second or on a signal. Children are separate commands, never
+forks, and exit with it. It restarts children that exit a limited number of times, kills those that hang, turns SIGTERM
+into a drain, and exits with a code and a record on failure. It does not handle requests.
 """
 
 from __future__ import annotations
@@ -32,20 +32,20 @@ from neuron_runtime.server.control import Control, EngineEnded, EngineStarted, S
 from neuron_runtime.server.restarts import RestartBudget, describe_exit
 
 TICK_SECONDS = 1.0
-MIN_LOOKS = 2
-"""A process hangs when it is overdue in so many looks in a row: after a freeze of everything the first says nothing."""
+MIN_CHECKS = 2
+"""A process hangs if this many checks in a row find it overdue; one is not enough after a freeze of the machine."""
 STOP_SECONDS = 10.0
-"""How long a child may take to end when it was told to, beyond what a drain allows."""
+"""Time that a child has to exit, in addition to a drain."""
 BACKLOG = 2048
 SEND_BUFFER_BYTES = 64 * 1024
-"""What the kernel keeps for a client that does not read; some hundred tokens."""
+"""Kernel buffer for a client that does not read; several hundred tokens."""
 NUM_PROBES = 4
 
 
 def listen(host: str, port: int, stall_seconds: int = 60) -> socket.socket:
-    """The listening socket. Raises InvalidConfig with the cure.
+    """The listening socket. Raises InvalidConfig with advice.
 
-    stall_seconds: the kernel ends a connection whose client has taken nothing, or said nothing to probes, for so long.
+    stall_seconds: the kernel closes a connection whose client has not read data or answered probes for this long.
     """
     if not 0 <= port <= 65535:
         raise InvalidConfig("--port", f"must be from 0 to 65535, got {port}")
@@ -54,10 +54,10 @@ def listen(host: str, port: int, stall_seconds: int = 60) -> socket.socket:
         made = socket.create_server((host, port), family=family, backlog=BACKLOG)
     except OSError as error:
         if error.errno == errno.EADDRINUSE:
-            message = f"{port} on {host} is in use: stop what listens there, or choose another port with --port"
+            message = f"{port} on {host} is in use: stop the program that listens there, or choose another port"
             raise InvalidConfig("--port", message) from error
         raise InvalidConfig("--host", f"cannot listen on {host}, port {port}: {error.strerror or error}") from error
-    # Linux hands these on to every connection that is accepted.
+    # On Linux accepted connections inherit these.
     made.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER_BYTES)
     made.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     if sys.platform == "linux":
@@ -69,13 +69,13 @@ def listen(host: str, port: int, stall_seconds: int = 60) -> socket.socket:
 
 
 def raise_open_files() -> None:
-    """Every connection is an open file: take as many as this user may have, as servers do."""
+    """Every connection is an open file: raise the soft limit to the hard limit."""
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
 def url_of(listener: socket.socket) -> str:
-    """Where a person on this machine reaches the socket."""
+    """The URL of the socket for users on this machine."""
     host, port = listener.getsockname()[:2]
     host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
@@ -83,32 +83,32 @@ def url_of(listener: socket.socket) -> str:
 
 @dataclass
 class Child:
-    """A running command of ours."""
+    """A child process: a command of this package."""
 
     name: str
     process: subprocess.Popen[bytes]
     record_path: Path
     deadline: Deadline
     num_overdue: int = 0
-    """Looks in a row that found it overdue."""
+    """Consecutive checks that found it overdue."""
 
     @property
     def lives(self) -> bool:
         return self.process.poll() is None
 
-    def end_if_it_hangs(self) -> None:
-        """To be called again and again."""
+    def kill_if_hung(self) -> None:
+        """Call this periodically."""
         overdue = self.deadline.overdue_seconds
         self.num_overdue = self.num_overdue + 1 if overdue and self.lives else 0
-        if self.num_overdue >= MIN_LOOKS:
-            say(f"the {self.name} hangs ({overdue:.0f} s beyond its limit): ending it")
-            # Its fault handler shows where it hangs, even while the interpreter lock is held.
+        if self.num_overdue >= MIN_CHECKS:
+            say(f"the {self.name} hangs ({overdue:.0f} s over its limit): stopping it")
+            # Its fault handler prints where it hangs, even while the GIL is held.
             self.process.send_signal(signal.SIGABRT)
-            self.go_on()
+            self.resume()
             self.wait_or_kill(STOP_SECONDS)
 
     def failure(self) -> ServingError:
-        """Why it ended, after it has: the error it named, or BackendFailed with how it died."""
+        """Why it exited: the error in its record, or BackendFailed with its exit code or signal."""
         code = self.process.returncode
         named = self._message()
         message = named or describe_exit(self.name, code)
@@ -122,29 +122,29 @@ class Child:
         except (OSError, msgspec.DecodeError):
             return ""
 
-    def go_on(self) -> None:
-        """One that was stopped takes other signals, and messages, when it goes on."""
+    def resume(self) -> None:
+        """Continue a stopped process, so that it handles other signals and messages."""
         self.process.send_signal(signal.SIGCONT)
 
     def close(self) -> None:
-        """Nobody talks to it any more; it has ended."""
+        """Release its deadline and pipe after it has exited."""
         self.deadline.close()
         if self.process.stdin is not None:
             with contextlib.suppress(BrokenPipeError):
                 self.process.stdin.close()
 
     def wait_or_kill(self, seconds: float) -> None:
-        """It was told to end: make it, after a while."""
+        """Wait for it to exit, then kill it."""
         try:
             self.process.wait(seconds)
         except subprocess.TimeoutExpired:
-            say(f"the {self.name} did not end in time: killing it")
+            say(f"the {self.name} did not exit within {seconds:.0f} s: killing it")
             self.process.kill()
             self.process.wait()
 
 
 class Signals:
-    """Signals as things to look at, and a sleep that they end."""
+    """Records signals, and provides a sleep that they interrupt."""
 
     def __init__(self) -> None:
         self.num_stops = 0
@@ -167,12 +167,12 @@ class Signals:
 
 
 class Supervisor:
-    """Runs one serving command until it is told to end or cannot go on.
+    """Runs one serving command until it is stopped or cannot continue.
 
     Args:
-        run_dir: an empty folder of its own.
+        run_dir: an empty folder for this command only.
         began: the monotonic clock when the command started.
-        api_key_file: keys that clients must send; None: everybody is served.
+        api_key_file: keys that clients must send; None: no key is required.
     """
 
     def __init__(
@@ -196,13 +196,13 @@ class Supervisor:
         self._incarnation = 0
         self._front_ends: list[Child] = []
         self._num_predecessors: list[int] = []
-        """Front ends in each place that knew this engine and have ended."""
+        """For each front end, earlier processes in its place that used the current engine process."""
         self._run_dir = run_dir
         self._config_path = self._run_dir / "config.json"
         self._config_path.write_bytes(msgspec.json.encode(config))
 
     def run(self) -> None:
-        """Returns after a drain. Raises ServingError when serving cannot go on."""
+        """Returns after a drain. Raises ServingError if serving cannot continue."""
         raise_open_files()
         for number in range(self._config.server.num_front_ends):
             self._front_ends.append(self._start_front_end(number))
@@ -216,7 +216,7 @@ class Supervisor:
     def _serve(self) -> None:
         while not self._signals.num_stops:
             self._signals.sleep(TICK_SECONDS)
-            self._end_what_hangs()
+            self._kill_hung_children()
             ended = next((number for number, one in enumerate(self._front_ends) if not one.lives), None)
             if ended is not None:
                 self._replace_front_end(ended)
@@ -228,51 +228,51 @@ class Supervisor:
         drain = self._config.drain
         delay = 0.0 if self._signals.interrupted else drain.delay_seconds
         say(
-            f"stopping: requests are admitted for {delay:.0f} s more, answers may run for {drain.seconds:.0f} s"
+            f"stopping: admitting requests for {delay:.0f} s, then running ones have {drain.seconds:.0f} s to finish"
             if delay
-            else f"stopping: answers may run for {drain.seconds:.0f} s more; interrupt again to end them"
+            else f"stopping: running requests have {drain.seconds:.0f} s to finish; interrupt again to end them"
         )
-        self._tell(StartDrain(delay, drain.seconds))
+        self._send(StartDrain(delay, drain.seconds))
         deadline = time.monotonic() + delay + drain.seconds + STOP_SECONDS
         stops, engine_lives = self._signals.num_stops, True
         while any(one.lives for one in self._front_ends) and time.monotonic() < deadline:
             if self._signals.interrupted and self._signals.num_stops > stops:
                 stops = self._signals.num_stops
-                self._tell(StartDrain(0.0, 0.0))
+                self._send(StartDrain(0.0, 0.0))
                 for child in self._front_ends:
-                    child.go_on()
+                    child.resume()
                 deadline = min(deadline, time.monotonic() + STOP_SECONDS)
             if engine_lives and not self._engine.lives:
                 engine_lives = False
-                self._tell(EngineEnded(str(self._engine.failure())))
+                self._send(EngineEnded(str(self._engine.failure())))
             self._signals.sleep(TICK_SECONDS)
-            self._end_what_hangs()
+            self._kill_hung_children()
 
-    def _end_what_hangs(self) -> None:
+    def _kill_hung_children(self) -> None:
         for child in (*self._front_ends, self._engine):
-            child.end_if_it_hangs()
+            child.kill_if_hung()
 
     def _restart_engine(self) -> None:
         failure = self._engine.failure()
-        self._tell(EngineEnded(str(failure)))
+        self._send(EngineEnded(str(failure)))
         self._check(failure)
         self._start_engine()
 
     def _replace_front_end(self, number: int) -> None:
-        """Its connections ended with it; what the engine does for the others goes on."""
+        """Only its own connections are lost; the engine continues requests of the others."""
         ended = self._front_ends[number]
         self._check(ended.failure())
         ended.close()
         self._num_predecessors[number] += 1
         self._front_ends[number] = self._start_front_end(number)
-        self._tell(EngineStarted(self._incarnation, self._num_predecessors[number]), self._front_ends[number])
+        self._send(EngineStarted(self._incarnation, self._num_predecessors[number]), self._front_ends[number])
 
     def _end_front_ends(self) -> None:
-        """Give requests in flight the time to be answered with an error."""
-        self._tell(StartDrain(0.0, 0.0))
+        """Stop the front ends, which get time to answer requests in flight with an error."""
+        self._send(StartDrain(0.0, 0.0))
         deadline = time.monotonic() + STOP_SECONDS
         for child in self._front_ends:
-            child.go_on()
+            child.resume()
         for child in self._front_ends:
             child.wait_or_kill(max(0.0, deadline - time.monotonic()))
             child.close()
@@ -280,17 +280,17 @@ class Supervisor:
 
     def _end_engine(self) -> None:
         self._engine.process.terminate()
-        self._engine.go_on()
+        self._engine.resume()
         self._engine.wait_or_kill(STOP_SECONDS)
 
     def _check(self, failure: ServingError) -> None:
         error = self._budget.failure_to_end_with(failure, time.monotonic())
         if error is not None:
             raise error
-        say(f"{failure}; starting again")
+        say(f"{failure}; restarting it")
 
     def _start_front_end(self, number: int) -> Child:
-        """One of those that accept from one socket: whichever has time takes the next connection."""
+        """All front ends accept from the same socket; an idle one takes the next connection."""
         fd = self._listener.fileno()
         return self._start(
             "front end",
@@ -315,7 +315,7 @@ class Supervisor:
         self._engine = self._start(
             "engine process", "neuron_runtime.engine.process", arguments, f"deadline-{self._incarnation}"
         )
-        self._tell(EngineStarted(self._incarnation))
+        self._send(EngineStarted(self._incarnation))
 
     def _start(
         self,
@@ -336,24 +336,24 @@ class Supervisor:
             f"--parent-pid={os.getpid()}",
         ]
         watched = Deadline(self._run_dir / deadline)
-        # Of one that ended before it there may be one left.
+        # An earlier process may have left one.
         watched.clear()
         process = subprocess.Popen(
             [sys.executable, "-P", "-m", module, *common, *arguments],
             stdin=stdin,
             pass_fds=pass_fds,
-            # A Ctrl-C at the terminal is the supervisor's alone.
+            # Only the supervisor handles Ctrl-C.
             start_new_session=True,
         )
         return Child(name, process, record_path, watched)
 
-    def _tell(self, message: Control, *only: Child) -> None:
-        """All front ends, or these alone."""
+    def _send(self, message: Control, *only: Child) -> None:
+        """Send to all front ends, or only to these."""
         line = encode_line(message)
         for child in only or self._front_ends:
             pipe = child.process.stdin
             assert pipe is not None
-            # One that has ended is found by the next look at it.
+            # The next check finds one that has exited.
             with contextlib.suppress(BrokenPipeError):
                 pipe.write(line)
                 pipe.flush()

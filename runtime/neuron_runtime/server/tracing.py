@@ -1,8 +1,8 @@
-"""OpenTelemetry traces: one server span for every generating request, sent by OTLP over HTTP.
+"""OpenTelemetry traces: one server span for every generation request, sent by OTLP over HTTP.
 
-Made by the outermost layer when an endpoint is given; only then is OpenTelemetry imported. A span is made when its
-exchange has ended, with everything in it, and sent by the exporter's own thread: an endpoint that does not answer costs
-spans, never time. Names of attributes are those of the GenAI conventions and, beyond them, vLLM's.
+Created by the outermost layer if an endpoint is configured; OpenTelemetry is imported only then. A complete span is
+created when its exchange ends, and the exporter's thread sends it: an endpoint that does not respond loses spans but
+never delays requests. Attribute names are those of the GenAI conventions and, beyond them, vLLM's.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from neuron_runtime.server.exchange import Exchange
 SERVICE_NAME = "neuron-serving"
 SPAN_NAME = "llm_request"
 FLUSH_SECONDS = 2.0
-"""How long the end of the process waits for spans to be taken."""
+"""How long the process waits for the export of spans when it exits."""
 EXPORT_SECONDS = 5.0
-"""How long one export may take, its repetitions included."""
+"""Time limit of one export, including retries."""
 COMPLAINT_SECONDS = 60.0
-"""How often, at most, a line says that spans cannot be sent."""
+"""Minimum interval between log lines about failed exports."""
 
 OPERATIONS = {"/v1/chat/completions": "chat", "/v1/completions": "text_completion"}
 """`gen_ai.operation.name` by path."""
@@ -40,10 +40,10 @@ class Traces:
     """An observer of exchanges.
 
     Args:
-        endpoint: the full URL that takes spans.
+        endpoint: the full URL of the collector.
 
     Raises:
-        InvalidConfig: when OpenTelemetry refuses its own environment variables.
+        InvalidConfig: OpenTelemetry rejects its environment variables.
     """
 
     def __init__(self, endpoint: str) -> None:
@@ -54,7 +54,7 @@ class Traces:
             exporter = OTLPSpanExporter(endpoint=endpoint, timeout=EXPORT_SECONDS)
             self._provider.add_span_processor(BatchSpanProcessor(exporter))
         except ValueError as error:
-            raise InvalidConfig("OTEL_*", f"OpenTelemetry refuses its environment: {error}") from error
+            raise InvalidConfig("OTEL_*", f"OpenTelemetry rejects its environment variables: {error}") from error
         self._tracer = self._provider.get_tracer("neuron_runtime")
         self._propagator = TraceContextTextMapPropagator()
 
@@ -73,18 +73,18 @@ class Traces:
         span.end(round((exchange.began_at + exchange.seconds) * 1e9))
 
     def close(self) -> None:
-        """Send what waits, as far as the endpoint takes it in time."""
+        """Send queued spans, waiting at most FLUSH_SECONDS."""
         thread = threading.Thread(target=self._provider.shutdown, name="traces-flush", daemon=True)
         thread.start()
         thread.join(FLUSH_SECONDS)
 
 
 def attributes(exchange: Exchange) -> dict[str, str | int | float | bool | list[str]]:
-    """What a span says of an exchange that generated; times in seconds. Nothing of prompt or answer."""
+    """Span attributes of a generation request; times in seconds. Contains no text of prompt or answer."""
     generation = exchange.generation
     assert generation is not None
     ask, sampling = generation.ask, generation.ask.sampling[0]
-    told: dict[str, str | int | float | bool | list[str]] = {
+    span: dict[str, str | int | float | bool | list[str]] = {
         "gen_ai.operation.name": OPERATIONS.get(exchange.path, "text_completion"),
         "gen_ai.request.id": exchange.request_id,
         "gen_ai.request.model": exchange.model or "",
@@ -108,7 +108,7 @@ def attributes(exchange: Exchange) -> dict[str, str | int | float | bool | list[
     }
     first, queued = exchange.first_token_seconds, exchange.queue_seconds
     if first is not None and queued is not None:
-        told |= {
+        span |= {
             "gen_ai.latency.time_in_queue": queued,
             "gen_ai.latency.time_to_first_token": first,
             "gen_ai.latency.time_in_model_prefill": max(0.0, first - queued),
@@ -116,18 +116,18 @@ def attributes(exchange: Exchange) -> dict[str, str | int | float | bool | list[
             "gen_ai.latency.time_in_model_inference": max(0.0, exchange.seconds - queued),
         }
     if exchange.error is not None:
-        told["error.type"] = exchange.error.code or "invalid_request"
-    return told
+        span["error.type"] = exchange.error.code or "invalid_request"
+    return span
 
 
 def _text(headers: Mapping[bytes, bytes]) -> dict[str, str]:
-    """The headers that carry a caller's trace (W3C trace context)."""
+    """The headers of the caller's trace (W3C trace context)."""
     wanted = (b"traceparent", b"tracestate")
     return {name.decode(): headers[name].decode("latin-1") for name in wanted if name in headers}
 
 
 class _Complaint(logging.Handler):
-    """OpenTelemetry's own log: a line for the person who runs this, and only once in a while."""
+    """Prints messages of OpenTelemetry's logger, at most one per COMPLAINT_SECONDS."""
 
     def __init__(self, endpoint: str) -> None:
         super().__init__(logging.WARNING)

@@ -1,9 +1,8 @@
-"""Chat templates: messages in, the text of a prompt out. Compiled once per model, rendered for every chat request.
+"""Chat templates: messages in, prompt text out. Compiled once per model, rendered for every chat request.
 
-The environment is the one that published templates are written for (what `apply_chat_template` of transformers
-offers them: a sandbox without side effects, trimmed blocks, loop controls, `raise_exception`, `strftime_now`, `tojson`
-without HTML escapes); a test holds both to the same text. It is built here, and not taken from transformers, because
-importing transformers imports torch, which the front end does without.
+The environment is that of `apply_chat_template` in transformers, for which published templates are written: a sandbox,
+trimmed blocks, loop controls, `raise_exception`, `strftime_now`, `tojson` without HTML escapes. A test compares the
+output of both. It is built here because importing transformers imports torch, which the front end must not.
 """
 
 from __future__ import annotations
@@ -22,15 +21,15 @@ from jinja2.runtime import Macro
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 _OPEN_END = "\ue000open end\ue001 "
-"""Marks where the last message ends, in what a template makes of it; ends with a space, as what follows is trimmed."""
+"""Marks the end of the last message in the rendered text; ends with a space, to detect whether the template trims."""
 
 
 class TemplateRefused(Exception):
-    """The template does not accept these messages; the text is the template's own."""
+    """The template does not accept these messages; the message is the template's own."""
 
 
 class _GenerationBlocks(Extension):
-    """`{% generation %}` marks what a model said, for training; for serving its content is what counts."""
+    """`{% generation %}` marks model output for training; serving renders only its content."""
 
     tags = {"generation"}  # noqa: RUF012 - jinja2 declares the attribute
 
@@ -44,7 +43,7 @@ class _GenerationBlocks(Extension):
 
 
 class ChatTemplate:
-    """A compiled template together with the special tokens that it may name.
+    """A compiled template together with the special tokens that it may use.
 
     Raises:
         ValueError: the source is not a template.
@@ -60,16 +59,16 @@ class ChatTemplate:
         try:
             self._template = environment.from_string(source)
             self.variables = frozenset(jinja2.meta.find_undeclared_variables(environment.parse(source)))
-            """The names that the template looks at."""
+            """Names of the variables that the template uses."""
         except jinja2.TemplateSyntaxError as error:
             raise ValueError(f"line {error.lineno}: {error.message}") from error
         self._special_tokens = dict(special_tokens)
         self.knows_developer = "developer" in source
-        """The role has a meaning of its own here; elsewhere it is a system message's."""
+        """Whether the template handles the role; otherwise developer messages become system messages."""
         self.takes_parts = self._shows([{"type": "text", "text": _PROBE}])
-        """A message may be a list of parts."""
+        """Whether the content of a message may be a list of parts."""
         self.takes_text = self._shows(_PROBE) or not self.takes_parts
-        """A message may be a text."""
+        """Whether the content of a message may be a string."""
 
     def render(
         self,
@@ -77,7 +76,7 @@ class ChatTemplate:
         add_generation_prompt: bool = True,
         variables: Mapping[str, Any] | None = None,
     ) -> str:
-        """The prompt's text, special tokens included. Raises TemplateRefused."""
+        """The prompt text, including special tokens. Raises TemplateRefused."""
         try:
             return self._template.render(
                 {
@@ -98,11 +97,11 @@ class ChatTemplate:
             AttributeError,
             RecursionError,
         ) as error:
-            # What a template does with messages it was not written for is whatever its expressions raise.
+            # Expressions of a template can raise any of these for messages that it was not written for.
             raise TemplateRefused(str(error) or type(error).__name__) from error
 
     def render_open(self, messages: Sequence[Mapping[str, Any]], variables: Mapping[str, Any] | None = None) -> str:
-        """The prompt's text up to the end of the last message, which the answer continues. Raises TemplateRefused."""
+        """The prompt text up to the end of the last message, which the output continues. Raises TemplateRefused."""
         *before, last = messages
         content = last["content"]
         if isinstance(content, str):
@@ -112,8 +111,8 @@ class ChatTemplate:
         text = self.render([*before, {**last, "content": opened}], add_generation_prompt=False, variables=variables)
         begun, mark, rest = text.rpartition(_OPEN_END.rstrip())
         if not mark:
-            raise TemplateRefused("it does not show the end of the last message, so that cannot be continued")
-        # Where the template trims a message, what it trims is no part of the prompt.
+            raise TemplateRefused("it does not render the end of the last message, so the message cannot be continued")
+        # If the template trims messages, trailing whitespace is not part of the prompt.
         return begun if rest.startswith(" ") else begun.rstrip()
 
     def _shows(self, content: Any) -> bool:

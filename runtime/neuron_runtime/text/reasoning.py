@@ -1,8 +1,8 @@
-"""Models that think before they answer: which part of a text is the thought, and which the answer.
+"""Splits the output of reasoning models into reasoning and answer.
 
-One `Thoughts` per stream, fed with text from which stop strings are already taken, by `text.choice_text`. Which marks a
-model uses is data, named by `--reasoning-parser`; whether an answer begins inside a thought is read from the end of
-its prompt, because templates open a thought, close an empty one, or leave it to the model.
+`text.choice_text` feeds one `Thoughts` per stream, after stop strings. `--reasoning-parser` selects the marks that a
+model uses. Whether the output begins inside the reasoning depends on the end of the prompt, because templates open the
+reasoning, close an empty one, or leave it to the model.
 """
 
 from __future__ import annotations
@@ -15,36 +15,36 @@ from neuron_runtime.text.stop_strings import num_possible_start_characters
 
 @dataclass(frozen=True, slots=True)
 class Marks:
-    """How a family of models writes its thoughts."""
+    """How a family of models marks its reasoning."""
 
     start: str
     end: str
-    thinks_unmarked: bool
-    """An answer whose thought nobody opened begins with one all the same."""
+    starts_inside: bool
+    """The output begins with reasoning even without a start mark."""
 
 
 REASONING_PARSERS = {
-    "deepseek_r1": Marks("<think>", "</think>", thinks_unmarked=True),
-    "qwen3": Marks("<think>", "</think>", thinks_unmarked=False),
+    "deepseek_r1": Marks("<think>", "</think>", starts_inside=True),
+    "qwen3": Marks("<think>", "</think>", starts_inside=False),
 }
-"""By vLLM's names."""
+"""By name in vLLM."""
 
 
 class _State(Enum):
     BEGIN = "begin"
-    """Nothing was said yet but, maybe, a part of the start mark."""
+    """No text yet except, maybe, part of the start mark."""
     INSIDE = "inside"
     OUTSIDE = "outside"
 
 
 class Thoughts:
-    """Cuts a stream of text into thought and answer; the marks belong to neither.
+    """Splits a stream of text into reasoning and answer; the marks belong to neither.
 
-    What comes out depends on the text alone, not on how it was cut into pieces. Text that could be the beginning of a
+    The result depends only on the text, not on how it was split into pieces. Text that could be the beginning of a
     mark is held back until it is known not to be.
 
     Args:
-        prompt: the text that the answer follows; its end decides where the answer begins.
+        prompt: the text before the output; its end decides whether the output begins inside the reasoning.
     """
 
     def __init__(self, marks: Marks, prompt: str) -> None:
@@ -52,7 +52,7 @@ class Thoughts:
         self._held = ""
         self._num_held_tokens = 0
         self.num_tokens = 0
-        """Tokens of the thought so far, marks included."""
+        """Tokens of the reasoning so far, including marks."""
         end = prompt.rstrip()
         if end.endswith(marks.end):
             self._state = _State.OUTSIDE
@@ -62,7 +62,7 @@ class Thoughts:
             self._state = _State.BEGIN
 
     def feed(self, text: str, num_tokens: int = 1) -> tuple[str, str]:
-        """Thought and answer, as far as it is known which; `num_tokens` tokens were needed to say it."""
+        """Add text of `num_tokens` tokens; returns (reasoning, answer) as far as they can be told apart."""
         if self._state is _State.OUTSIDE:
             return "", text
         self._num_held_tokens += num_tokens
@@ -80,16 +80,16 @@ class Thoughts:
             return "", text
         self.num_tokens += self._num_held_tokens
         self._num_held_tokens = 0
-        thought, mark, answer = text.partition(self._marks.end)
+        reasoning, mark, answer = text.partition(self._marks.end)
         if mark:
             self._state = _State.OUTSIDE
-            return thought, answer
+            return reasoning, answer
         keep = num_possible_start_characters(text, (self._marks.end,))
         self._held = text[len(text) - keep :]
         return text[: len(text) - keep], ""
 
     def flush(self) -> tuple[str, str]:
-        """What was held back when the stream has ended."""
+        """The text that was held back, at the end of the stream."""
         held, self._held = self._held, ""
         if self._state is _State.BEGIN:
             self._state = self._unopened
@@ -99,9 +99,9 @@ class Thoughts:
 
     @property
     def over(self) -> bool:
-        """Whatever comes now is answer."""
+        """All further text is answer."""
         return self._state is _State.OUTSIDE
 
     @property
     def _unopened(self) -> _State:
-        return _State.INSIDE if self._marks.thinks_unmarked else _State.OUTSIDE
+        return _State.INSIDE if self._marks.starts_inside else _State.OUTSIDE

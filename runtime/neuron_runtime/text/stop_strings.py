@@ -1,7 +1,7 @@
-"""Stop strings: texts at which an answer ends, wherever the borders between tokens lie.
+"""Stop strings: texts at which the output ends, independent of token boundaries.
 
-One per stream, fed with the pieces of the detokenizer. Text that could be the beginning of a stop string is held
-back until it is known not to be. Aborting the request in the engine is the caller's business.
+One `StopStrings` per stream, fed by the detokenizer. Text that could be the beginning of a stop string is held back
+until it is known not to be. The caller aborts the request in the engine.
 """
 
 from __future__ import annotations
@@ -10,13 +10,13 @@ from collections.abc import Sequence
 
 
 class StopStrings:
-    """Watches a stream of text for the first stop string that completes (of several at once, the longest).
+    """Watches a stream of text for the first stop string that completes (the longest, if several do at once).
 
-    The answer ends before the stop string, or behind it with `include`. What comes out depends on the text alone,
-    not on how it was cut into pieces.
+    The output ends before the stop string, or after it with `include`. The result depends only on the text, not on how
+    it was split into pieces.
 
     Args:
-        stops: non-empty strings; none at all makes this a pass-through.
+        stops: non-empty strings; without any, text passes through.
     """
 
     def __init__(self, stops: Sequence[str] = (), include: bool = False) -> None:
@@ -27,7 +27,7 @@ class StopStrings:
         """The stop string that ended the text."""
 
     def feed(self, piece: str) -> str:
-        """The text that may be shown now; nothing more once stopped."""
+        """The text that may be emitted now; empty once stopped."""
         if not self._stops:
             return piece
         if self.stopped is not None:
@@ -43,13 +43,13 @@ class StopStrings:
         return text[: len(text) - keep]
 
     def flush(self) -> str:
-        """What was held back when the stream has ended without a stop string."""
+        """The text that was held back, at the end of a stream without a stop string."""
         held, self._held = self._held, ""
         return held
 
 
 def num_possible_start_characters(text: str, stops: Sequence[str]) -> int:
-    """Length of the longest end of `text` that begins one of `stops`, and is not all of it."""
+    """Length of the longest suffix of `text` that is a proper prefix of one of `stops`."""
     longest = min(len(text), max(map(len, stops)) - 1)
     ends = (n for n in range(longest, 0, -1) if any(stop.startswith(text[-n:]) for stop in stops))
     return next(ends, 0)

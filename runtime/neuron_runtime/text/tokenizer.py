@@ -1,8 +1,8 @@
 """A model's tokenizer, chat template and end tokens, read from its folder; text to ids and back.
 
-Made once by the front end (and by the offline class) from the files that come with the weights. It uses the
-`tokenizers` library directly, which starts in a tenth of a second; transformers, which brings torch, is imported only
-for a model that ships no `tokenizer.json`. Streams of ids become text in `text.detokenizer`.
+Loaded once by the front end (and by the offline class). It uses the `tokenizers` library directly, which starts in a
+tenth of a second; transformers, which imports torch, is imported only for a model without `tokenizer.json`.
+`text.detokenizer` turns streams of ids into text.
 """
 
 from __future__ import annotations
@@ -45,16 +45,16 @@ class Tokenizer:
         self._spelling = _Spelling(fast)
         self._bytes: dict[int, bytes] = {}
         self.joins_bytes = self._spelling.joins_bytes
-        """The text of ids is what they stand for one by one, bytes behind bytes, read as UTF-8."""
+        """The text of ids is the concatenation of their bytes, decoded as UTF-8."""
         self._pieces: dict[bool, dict[int, str | bytes]] = {False: {}, True: {}}
 
     def encode(self, text: str, add_special_tokens: bool = True, max_tokens: int | None = None) -> tuple[int, ...]:
-        """Ids of a text; `add_special_tokens` puts what the model expects around it (usually a BOS in front).
+        """Ids of a text; `add_special_tokens` adds the model's special tokens (usually a BOS in front).
 
-        max_tokens: cuts the text at its beginning, so that this many ids, special ones included, are left.
+        max_tokens: truncates the beginning of the text to this many ids, including special ones.
         """
         if max_tokens is None:
-            # A batch of one, because only a batch lets other threads run meanwhile.
+            # A batch of one, because only batch calls release the GIL.
             (encoding,) = self._fast.encode_batch_fast([text], add_special_tokens=add_special_tokens)
             return tuple(encoding.ids)
         encoding = self._fast.encode(text, add_special_tokens=False)
@@ -64,27 +64,27 @@ class Tokenizer:
         return tuple(whole.ids[:max_tokens])
 
     def starts(self, text: str, add_special_tokens: bool = True) -> tuple[int, ...]:
-        """For each id of `encode`, the character of the text at which it begins."""
+        """For each id of `encode`, the index of the character at which it begins."""
         starts: list[int] = []
         before = 0
         for start, end in self._fast.encode(text, add_special_tokens=add_special_tokens).offsets:
-            # Spaces that belong to a word are left out of some tokenizers' spans; added tokens have an empty one.
+            # Some tokenizers leave the space before a word out of its span; added tokens have an empty span.
             at = before if start == end else min(start, before)
             starts.append(max(at, starts[-1] if starts else 0))
             before = max(before, end)
         return tuple(starts)
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
-        """Text of ids; bytes that are no UTF-8 become U+FFFD."""
+        """Text of ids; bytes that are not UTF-8 become U+FFFD."""
         return str(self._fast.decode(list(token_ids), skip_special_tokens=skip_special_tokens))
 
     def token(self, token_id: int) -> str | None:
-        """The vocabulary's own spelling of an id, None for an id without an entry."""
+        """The vocabulary entry of an id, None for an unknown id."""
         spelling: str | None = self._fast.id_to_token(token_id)
         return spelling
 
     def token_bytes(self, token_id: int) -> bytes:
-        """What an id stands for: bytes that may begin or end inside a character; empty for an id without an entry."""
+        """Bytes of an id, which may begin or end inside a character; empty for an unknown id."""
         known = self._bytes.get(token_id)
         if known is None:
             spelled = self._fast.id_to_token(token_id)
@@ -92,11 +92,11 @@ class Tokenizer:
         return known
 
     def pieces(self, skip_special_tokens: bool) -> dict[int, str | bytes]:
-        """What `piece` has looked up so far."""
+        """The cache of `piece`."""
         return self._pieces[skip_special_tokens]
 
     def piece(self, token_id: int, skip_special_tokens: bool) -> str | bytes:
-        """Where `joins_bytes`: the text of an id, or its bytes where they are not whole characters."""
+        """The text of an id, or its bytes if they are not whole characters. Only valid if `joins_bytes`."""
         spelled = self._fast.id_to_token(token_id)
         if spelled is None or (skip_special_tokens and self._spelling.is_special(token_id)):
             raw = b""
@@ -110,17 +110,17 @@ class Tokenizer:
         return piece
 
     def is_special(self, token_id: int) -> bool:
-        """Whether `decode` leaves the id out."""
+        """Whether `decode` skips the id."""
         return self._spelling.is_special(token_id)
 
     @property
     def hidden_tokens(self) -> frozenset[str]:
-        """Special tokens: those that `decode` leaves out."""
+        """Special tokens, which `decode` skips."""
         return frozenset(one.content for one in self._fast.get_added_tokens_decoder().values() if one.special)
 
 
 class _Spelling:
-    """How a vocabulary spells bytes; read from the decoder that comes with it."""
+    """How a vocabulary spells bytes; read from the tokenizer's decoder."""
 
     def __init__(self, fast: FastTokenizer) -> None:
         self._fast = fast
@@ -140,7 +140,7 @@ class _Spelling:
         return token_id in self._special
 
     def joined_bytes(self, spelled: str) -> bytes:
-        """As a byte-level decoder reads it, which does not tell added tokens from others."""
+        """Bytes of an entry by the rules of a byte-level decoder, which treats added tokens like others."""
         known = (_BYTE_LEVEL.get(one) for one in spelled)
         found = [one for one in known if one is not None]
         return bytes(found) if len(found) == len(spelled) else spelled.encode()
@@ -161,7 +161,7 @@ _BYTE = re.compile("<0x[0-9A-F]{2}>")
 
 
 def _parts(decoder: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
-    """A decoder, or the ones that it is a sequence of."""
+    """A decoder, or its parts if it is a sequence."""
     if "type" in decoder:
         yield decoder
     for part in decoder.get("decoders", ()):
@@ -169,8 +169,8 @@ def _parts(decoder: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
 
 
 def _byte_level() -> dict[str, int]:
-    """The character by which byte-level vocabularies spell each byte: itself where it can be seen, else one of U+0100
-    and following, in order (as published with GPT-2)."""
+    """The character that byte-level vocabularies use for each byte: itself if printable, else U+0100 and following, in
+    order (as published with GPT-2)."""
     visible = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = (byte for byte in range(256) if byte not in visible)
     return {chr(byte): byte for byte in visible} | {chr(0x100 + n): byte for n, byte in enumerate(others)}
@@ -185,10 +185,10 @@ def load_tokenizer(model_dir: Path, chat_template: str = "") -> Tokenizer:
     The chat template is `chat_template.jinja` or, in older models, an entry of `tokenizer_config.json`.
 
     Args:
-        chat_template: used instead of the model's own, unless empty.
+        chat_template: overrides the model's own, unless empty.
 
     Raises:
-        FatalError: INVALID_MODEL with the file that is missing or broken; INVALID_ENGINE_CONFIG for `chat_template`.
+        FatalError: INVALID_MODEL, naming the missing or broken file; INVALID_ENGINE_CONFIG for `chat_template`.
     """
     settings = read_json(model_dir / "tokenizer_config.json")
     special_tokens = {}
@@ -202,8 +202,8 @@ def load_tokenizer(model_dir: Path, chat_template: str = "") -> Tokenizer:
         template = None if source is None else ChatTemplate(source, special_tokens)
     except ValueError as error:
         if chat_template:
-            raise InvalidConfig("$.text.chatTemplate", f"is no template: {error}") from error
-        raise FatalError(ExitCode.INVALID_MODEL, f"the chat template in {model_dir} cannot be read: {error}") from error
+            raise InvalidConfig("$.text.chatTemplate", f"not a valid template: {error}") from error
+        raise FatalError(ExitCode.INVALID_MODEL, f"the chat template in {model_dir} is invalid: {error}") from error
     fast = _load_fast(model_dir)
     known = fast.get_vocab(with_added_tokens=True)
     added = [_added_token(entry) for entry in settings.get("added_tokens_decoder", {}).values()]
@@ -212,7 +212,7 @@ def load_tokenizer(model_dir: Path, chat_template: str = "") -> Tokenizer:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """An object from a model's JSON file; empty when there is no such file. Raises FatalError (INVALID_MODEL)."""
+    """The object in a model's JSON file; empty if the file is missing. Raises FatalError (INVALID_MODEL)."""
     try:
         value = json.loads(path.read_bytes())
     except FileNotFoundError:
@@ -220,7 +220,7 @@ def read_json(path: Path) -> dict[str, Any]:
     except (OSError, ValueError) as error:
         raise FatalError(ExitCode.INVALID_MODEL, f"{path} cannot be read: {error}") from error
     if not isinstance(value, dict):
-        raise FatalError(ExitCode.INVALID_MODEL, f"{path} must hold a JSON object")
+        raise FatalError(ExitCode.INVALID_MODEL, f"{path} must be a JSON object")
     return value
 
 
@@ -237,7 +237,7 @@ def _load_fast(model_dir: Path) -> FastTokenizer:
         fast = AutoTokenizer.from_pretrained(str(model_dir), use_fast=True, local_files_only=True).backend_tokenizer
     except (OSError, ValueError, AttributeError, ImportError) as error:
         reason = str(error).partition("\n")[0]
-        message = f"{model_dir} has no tokenizer.json and nothing that transformers can turn into one: {reason}"
+        message = f"{model_dir} has no tokenizer.json, and transformers cannot create one: {reason}"
         raise FatalError(ExitCode.INVALID_MODEL, message) from error
     assert isinstance(fast, FastTokenizer)
     return fast

@@ -1,7 +1,7 @@
-"""The simulated backend: no model, a device that is a timeline. `check_config` and `load_backend` serve with it.
+"""The simulated backend: a device that only keeps time. Its entry points are `check_config` and `load_backend`.
 
-As backend `simulated` of a served model it keeps real time and needs no weights, only the model's config.json and
-tokenizer: everything above the device can be loaded and timed. The benchmarks put its parts together themselves.
+As backend `simulated` of a served model it runs in real time and needs no weights, only config.json and tokenizer, so
+that everything above the device can be loaded and timed. Benchmarks assemble its parts themselves.
 """
 
 from __future__ import annotations
@@ -21,22 +21,22 @@ NEEDS_WEIGHTS = False
 
 
 def check_config(config: RuntimeConfig) -> None:
-    """Raises InvalidConfig for settings that cannot be, whatever the model."""
+    """Raises InvalidConfig for settings that are invalid with any model."""
     read_options(config.override_neuron_config)
 
 
 def load_backend(model_dir: Path, config: RuntimeConfig, progress: ProgressCallback) -> Backend:
-    """A device with the model's vocabulary and length, and the times of the settings.
+    """A device with the model's vocabulary and length and the configured step times.
 
     Raises:
-        InvalidModel: config.json is missing or says no vocabulary size.
-        InvalidConfig: a limit or a setting cannot be; the field is named.
+        InvalidModel: config.json is missing or has no vocabulary size.
+        InvalidConfig: a limit or a setting is invalid; names the field.
     """
     model = read_config(model_dir)
     size, positions = model.get("vocab_size"), model.get("max_position_embeddings", DEFAULT_MAX_LENGTH)
     for name, value, least in (("vocab_size", size, 1), ("max_position_embeddings", positions, 2)):
         if not isinstance(value, int) or value < least:
-            raise InvalidModel(f"{model_dir / 'config.json'}: {name} must be a number from {least}, got {value!r}")
+            raise InvalidModel(f"{model_dir / 'config.json'}: {name} must be an integer >= {least}, got {value!r}")
     assert isinstance(size, int)
     options = read_options(config.override_neuron_config)
     limits = limits_of(config, options, vocabulary_size=size, longest=positions)

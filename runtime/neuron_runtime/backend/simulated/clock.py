@@ -1,6 +1,6 @@
-"""What time it is for an engine and its simulated device: the wall's, none but what is waited for, or the CPU's.
+"""Clocks for an engine and its simulated device: wall time, virtual time, or CPU time.
 
-Handed to `SimulatedBackend` and `Engine` by whoever puts them together.
+Passed to `SimulatedBackend` and `Engine` when they are created.
 """
 
 from __future__ import annotations
@@ -10,16 +10,16 @@ from typing import Protocol
 
 
 class Clock(Protocol):
-    """What time it is for the engine and its device, in seconds from any start."""
+    """Seconds since an arbitrary start."""
 
     def now(self) -> float: ...
 
     def sleep_until(self, moment: float) -> None:
-        """Let time pass; a moment that has passed is fine."""
+        """Wait until `moment`; returns at once if it has passed."""
 
 
 class WallClock:
-    """The time of day's pace, for serving."""
+    """Real time, for serving."""
 
     def now(self) -> float:
         return time.monotonic()
@@ -29,7 +29,7 @@ class WallClock:
 
 
 class VirtualClock:
-    """Time that passes only where somebody waits: as fast as the host can, and the same on any machine."""
+    """Time that passes only in `sleep_until`: runs as fast as the host can, with equal results on any machine."""
 
     def __init__(self) -> None:
         self._now = 0.0
@@ -42,9 +42,9 @@ class VirtualClock:
 
 
 class CpuClock:
-    """Time that passes with the CPU seconds of this thread, and jumps where it waits.
+    """Time that advances with the CPU seconds of this thread, and jumps in `sleep_until`.
 
-    What the host works on counts as on a quiet machine, whatever else this one does meanwhile.
+    Host work counts as on an otherwise idle machine, whatever else runs.
     """
 
     def __init__(self) -> None:

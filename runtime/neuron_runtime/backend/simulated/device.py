@@ -1,8 +1,7 @@
 """`SimulatedBackend`: the Backend protocol over a timeline; tokens are a cheap function of prompt and position.
 
-It computes nothing and checks no batch (the strict backend of the tests does). Its tokens mean nothing: each is as
-likely as any other, so fields that shape a distribution change nothing. It draws only tokens that a request and its
-late rules allow.
+It does not check batches (the strict backend of the tests does). All tokens are equally likely, so temperature, top-k
+and the like have no effect. It draws only tokens that a request and its late rules allow.
 """
 
 from __future__ import annotations
@@ -31,17 +30,17 @@ from neuron_runtime.core import (
 )
 
 STRIDE = 40_503
-"""Between the tokens of neighbouring positions; odd, and prime to common vocabulary sizes, so that few repeat."""
+"""Distance of tokens at neighbouring positions; odd and coprime to common vocabulary sizes, so that few repeat."""
 
 
 @dataclass
 class ShapeUse:
-    """How often one compiled size ran, and how much of it was used (rows or tokens)."""
+    """How often one compiled size ran, and how many of its rows or tokens were used."""
 
     num_steps: int = 0
     num_used: int = 0
     num_padded: int = 0
-    """Computed for nobody."""
+    """Rows or tokens computed as padding."""
     seconds: float = 0.0
 
     @property
@@ -51,7 +50,7 @@ class ShapeUse:
 
 @dataclass
 class Timeline:
-    """One device: a step begins when it is launched or when the one before ends, whatever is later."""
+    """One device: a step starts when it is launched or when the previous one ends, whichever is later."""
 
     began: float | None = None
     free_at: float = 0.0
@@ -61,7 +60,7 @@ class Timeline:
     """By phase (`decode`, `prefill`) and size."""
 
     def run(self, launched: float, seconds: float) -> float:
-        """When the step ends."""
+        """Add a step; returns when it ends."""
         start = max(launched, self.free_at)
         self.began = start if self.began is None else self.began
         self.free_at = start + seconds
@@ -77,12 +76,12 @@ class Timeline:
         use.seconds += seconds
 
     def busy_until(self, now: float) -> float:
-        """Seconds of work until now, where at most the steps launched last are not over."""
+        """Seconds of work done until now, without the part of the last steps that is still ahead."""
         return self.busy_seconds - max(0.0, self.free_at - now)
 
     @property
     def busy_share(self) -> float:
-        """Of the time from the first step's start to the last one's end; 0 before the first."""
+        """Share of the time from the start of the first step to the end of the last; 0 before the first."""
         return 0.0 if self.began is None else self.busy_seconds / (self.free_at - self.began)
 
 
@@ -90,7 +89,7 @@ class Timeline:
 
 
 def first_number(prompt: Iterable[int], sampling: Sampling, adapter: int = 0) -> int:
-    """From what the tokens of an answer follow: prompt, adapter and, unless greedy, what the client may vary."""
+    """Hash that determines all output tokens: of prompt, adapter and, unless greedy, seed and choice."""
     draw = (0, 0) if sampling.greedy else (sampling.seed & 0x7FFF_FFFF_FFFF_FFFF, sampling.choice)
     return zlib.crc32(array("q", [adapter, *draw, *prompt]).tobytes())
 
@@ -108,18 +107,18 @@ class _Slot:
     added: Added
     number: int
     end: int = 0
-    """Position behind the last token fed by any launched step."""
+    """Position after the last token fed by any launched step."""
 
     @property
-    def asks(self) -> bool:
-        """Whether it wants more than any token: certain ones, or log-probabilities."""
+    def is_special(self) -> bool:
+        """Whether the request restricts tokens or requests log-probabilities."""
         sampling = self.added.sampling
         wants = sampling.allowed_token_ids, sampling.logprobs, sampling.prompt_logprobs
         return any(want is not None for want in wants)
 
 
 class _Work(NamedTuple):
-    """What a step is for the device."""
+    """Cost of a step on the device."""
 
     seconds: float
     bucket: str
@@ -131,23 +130,23 @@ class _SimulatedStep(NamedTuple):
     slots: list[_Slot]
     ends: list[int]
     plain: bool
-    """No live sequence asks for anything."""
+    """No live sequence is special."""
     work: _Work
     ready_at: float
 
 
 class SimulatedBackend:
-    """See `backend.base.Backend`; one token per row, any layout, feedback and phases that the limits name."""
+    """See `backend.base.Backend`. One token per row; layout, feedback and phases are those of the limits."""
 
     def __init__(
         self, limits: BackendLimits, times: StepTimes, clock: Clock, *, host_seconds_per_step: float = 0.0
     ) -> None:
-        """Take limits as they are.
+        """Uses the limits as given.
 
-        host_seconds_per_step: time that passes before each launch, for a host whose work is not measured.
+        host_seconds_per_step: time that passes before each launch, to simulate host work.
 
         Raises:
-            ValueError: rows with several tokens, or no vocabulary to draw from.
+            ValueError: the limits have several tokens per row, or no vocabulary.
         """
         if limits.max_tokens_per_row != 1 or not limits.vocabulary_size:
             raise ValueError("a simulated backend draws one token per row from a vocabulary of known size")
@@ -159,8 +158,8 @@ class SimulatedBackend:
         self._slots: dict[int, _Slot] = {}
         self._in_flight: deque[_SimulatedStep] = deque()
         self._late: dict[int, Late] = {}
-        self._asking: set[int] = set()
-        """Slots of sequences that ask for something."""
+        self._special: set[int] = set()
+        """Slots of special sequences."""
 
     @property
     def limits(self) -> BackendLimits:
@@ -175,22 +174,22 @@ class SimulatedBackend:
             self._clock.sleep_until(self._clock.now() + self._host_seconds)
         for number in batch.released:
             del self._slots[number]
-            self._asking.discard(number)
+            self._special.discard(number)
         for added in batch.added:
             prompt = added.token_ids[: added.num_prompt_tokens]
             slot = self._slots[added.slot] = _Slot(added, first_number(prompt, added.sampling, added.adapter))
-            if slot.asks:
-                self._asking.add(added.slot)
+            if slot.is_special:
+                self._special.add(added.slot)
         rows = batch.rows
         slots = [self._slots[number] for number in rows.slot]
         ends = []
         for slot, start, num_tokens, after in zip(slots, rows.start, rows.num_tokens, rows.after, strict=True):
-            # A row that waits starts where the one in flight ends: one token per row is no surprise.
+            # A row that waits starts where the one in flight ends, which is known: one token per row.
             slot.end = (start if after == KNOWN else slot.end) + num_tokens
             ends.append(slot.end)
         work = self._work(batch)
         ready_at = self.timeline.run(self._clock.now(), work.seconds)
-        self._in_flight.append(_SimulatedStep(batch, slots, ends, not self._asking, work, ready_at))
+        self._in_flight.append(_SimulatedStep(batch, slots, ends, not self._special, work, ready_at))
 
     def sample(self, step: int, late: Late | None) -> None:
         if late is not None:
@@ -199,7 +198,7 @@ class SimulatedBackend:
     def collect(self, step: int) -> StepOutput:
         done = self._in_flight.popleft()
         if done.batch.step != step:
-            raise IllegalBatch(f"step {step} is collected, and step {done.batch.step} was launched first")
+            raise IllegalBatch(f"step {step} was collected before step {done.batch.step}, which was launched first")
         self._clock.sleep_until(done.ready_at)
         late, size = self._late.pop(step, None), self._limits.vocabulary_size
         samples = done.batch.rows.samples
@@ -275,7 +274,7 @@ class SimulatedBackend:
         )
 
     def _uniform(self, token: int, count: int) -> TokenLogprobs:
-        """All tokens are equally likely; the alternatives are this one and those behind it."""
+        """All tokens are equally likely; the alternatives are this token and the ones after it."""
         size = self._limits.vocabulary_size
         logprob = -math.log(size)
         return TokenLogprobs(token, logprob, tuple(((token + rank) % size, logprob) for rank in range(count)))

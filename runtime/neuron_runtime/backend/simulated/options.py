@@ -1,6 +1,6 @@
-"""What a simulated device can be told: step times, compiled sizes, phases, feedback; and the limits that follow.
+"""Options of a simulated device (step times, compiled sizes, phases, feedback) and its limits.
 
-Read from `overrideNeuronConfig` of a served model, and made from flags by `neuron-runtime bench simulate`.
+Read from `overrideNeuronConfig` of a served model, and built from flags by `neuron-runtime bench simulate`.
 """
 
 from __future__ import annotations
@@ -32,26 +32,26 @@ class Options(msgspec.Struct, frozen=True, forbid_unknown_fields=True, rename="c
     """The device of a simulated backend."""
 
     step_milliseconds: float | None = None
-    """Every step takes this; not together with other times."""
+    """Duration of every step; excludes other times."""
     step_times: str | None = None
-    """A name of `PUBLISHED`."""
+    """A name in `PUBLISHED`."""
     decode_milliseconds: tuple[tuple[int, float], ...] = ()
-    """Pairs of rows and milliseconds; in place of those of `step_times`."""
+    """Pairs of rows and milliseconds; replaces those of `step_times`."""
     prefill_milliseconds: tuple[tuple[int, float], ...] = ()
-    """Pairs of prompt tokens and milliseconds; in place of those of `step_times`."""
+    """Pairs of prompt tokens and milliseconds; replaces those of `step_times`."""
     decode_buckets: tuple[int, ...] = ()
     """Compiled sizes in rows; empty: every size."""
     prefill_buckets: tuple[int, ...] = ()
     """Compiled sizes in tokens; empty: every size."""
     prefill: PrefillMode = "mixed"
-    """Prompts whole in a step of their own, in chunks between decode steps, or in chunks beside decode rows."""
+    """Prefill whole prompts in their own step, chunks between decode steps, or chunks in one step with decode rows."""
     token_feedback: TokenFeedback = "device"
     sampling: Literal["Device", "DeviceWithLogits", "Host"] = "Device"
-    """The mode that the model would be compiled for: which sampling parameters are taken."""
+    """The sampling mode to simulate, which determines the accepted sampling parameters."""
 
 
 def read_options(given: dict[str, Any]) -> Options:
-    """Raises InvalidConfig with the path of the key."""
+    """Raises InvalidConfig, naming the path of the key."""
     try:
         options = msgspec.convert(given, Options)
     except msgspec.ValidationError as error:
@@ -65,18 +65,18 @@ def read_options(given: dict[str, Any]) -> Options:
 
 
 def step_times(options: Options) -> StepTimes:
-    """Raises InvalidConfig where the times are no times."""
+    """Raises InvalidConfig if the times are invalid or contradict each other."""
     given = options.decode_milliseconds, options.prefill_milliseconds
     if options.step_milliseconds is not None:
         if options.step_times is not None or any(given):
-            raise InvalidConfig(f"{PATH}.stepMilliseconds", "is given beside other times: leave out one of them")
+            raise InvalidConfig(f"{PATH}.stepMilliseconds", "cannot be combined with other times: set one of them")
         if options.step_milliseconds <= 0:
             raise InvalidConfig(f"{PATH}.stepMilliseconds", f"must be positive, got {options.step_milliseconds}")
         decode = prefill = constant(options.step_milliseconds / 1000)
     elif options.step_times is not None:
         if options.step_times not in PUBLISHED:
             known = ", ".join(PUBLISHED)
-            raise InvalidConfig(f"{PATH}.stepTimes", f"{options.step_times!r} is not known; known are {known}")
+            raise InvalidConfig(f"{PATH}.stepTimes", f"must be one of {known}; got {options.step_times!r}")
         published = PUBLISHED[options.step_times]
         decode, prefill = milliseconds(published.decode), milliseconds(published.prefill)
     else:
@@ -99,29 +99,31 @@ def _phase(name: str, curve: Curve, points: tuple[tuple[int, float], ...], bucke
 
 
 def limits_of(config: RuntimeConfig, options: Options, *, vocabulary_size: int, longest: int) -> BackendLimits:
-    """The limits of a simulated device; what the configuration leaves open follows from the rest.
+    """The limits of a simulated device. Values that the configuration leaves open are derived.
 
-    longest: what the model can do; the default is at most DEFAULT_MAX_LENGTH of it.
+    longest: the model's maximum length; the default is that, but at most DEFAULT_MAX_LENGTH.
 
     Raises:
-        InvalidConfig: with the field and the numbers.
+        InvalidConfig: names the field and the numbers.
     """
     wanted = config.limits
     rows = wanted.max_sequences or DEFAULT_MAX_SEQUENCES
     length = wanted.max_model_length or min(longest, DEFAULT_MAX_LENGTH)
     if not 2 <= length <= longest:
-        raise InvalidConfig("$.limits.maxModelLength", f"{length} is not from 2 to the model's {longest} positions")
+        raise InvalidConfig(
+            "$.limits.maxModelLength", f"must be from 2 to the model's {longest} positions, got {length}"
+        )
     whole, blocks = options.prefill == "whole", config.layout != "slots"
     if config.prefix_caching == "enabled" and not blocks:
-        raise InvalidConfig("$.prefixCaching", "prefixes are shared where the layout is blocks: use that")
+        raise InvalidConfig("$.prefixCaching", "layout slots cannot share prefixes; use blocks")
     if config.chunked_prefill == ("enabled" if whole else "disabled"):
         setting = "overrideNeuronConfig.prefill"
-        raise InvalidConfig("$.chunkedPrefill", f"{config.chunked_prefill}, while {setting} is {options.prefill!r}")
+        raise InvalidConfig("$.chunkedPrefill", f"{config.chunked_prefill} contradicts {setting} {options.prefill!r}")
     if config.layout == "auto":
         blocks = not whole or bool(wanted.block_size or wanted.num_blocks) or config.prefix_caching == "enabled"
     if not blocks and (wanted.block_size or wanted.num_blocks):
         raise InvalidConfig("$.layout", "layout slots has no blocks; leave out blockSize and numBlocks, or use blocks")
-    # Where prompts are computed whole, the step must hold the longest one.
+    # With whole prompts, a step must fit the longest one.
     step_tokens = wanted.max_step_tokens or (length if whole else max(DEFAULT_MAX_STEP_TOKENS, 2 * rows))
     block_size = (wanted.block_size or DEFAULT_BLOCK_SIZE) if blocks else length
     per_sequence = -(-length // block_size)
@@ -129,7 +131,7 @@ def limits_of(config: RuntimeConfig, options: Options, *, vocabulary_size: int, 
     if num_blocks < per_sequence:
         raise InvalidConfig(
             "$.limits.numBlocks",
-            f"one sequence of {length} tokens needs {per_sequence} blocks of {block_size}, there are {num_blocks}",
+            f"one sequence of {length} tokens needs {per_sequence} blocks of {block_size}, but there are {num_blocks}",
         )
     try:
         return BackendLimits(
@@ -142,7 +144,7 @@ def limits_of(config: RuntimeConfig, options: Options, *, vocabulary_size: int, 
             num_blocks=num_blocks,
             mixes_phases=options.prefill == "mixed",
             chunks_prefill=not whole,
-            # As compiled graphs with contiguous cache lines want it.
+            # Compiled graphs with contiguous cache lines require it.
             decodes_all_live_rows=whole and not blocks,
             sorts_rows=not blocks,
             lowest_slot_first=not blocks,

@@ -1,6 +1,6 @@
-"""How long a device works on a step: curves over its size, compiled sizes (buckets), and figures that others published.
+"""Durations of device steps: curves over step size, compiled sizes (buckets), and published measurements.
 
-Used by the simulated backend alone. Pure data and arithmetic; what a step contains is the backend's business.
+Used by the simulated backend only. Pure data and arithmetic.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ from itertools import pairwise
 
 @dataclass(frozen=True, slots=True)
 class Curve:
-    """Seconds over a size (rows or tokens): straight lines between points in ascending order of size.
+    """Seconds over a size (rows or tokens): linear interpolation between points in ascending order of size.
 
-    Below the first point it is flat, as a small step still reads all weights. Behind the last it goes on with the last
-    slope; a single point goes on in proportion.
+    Constant below the first point, because a small step still reads all weights. Beyond the last point it continues
+    with the last slope; beyond a single point it is proportional to size.
     """
 
     points: tuple[tuple[int, float], ...]
@@ -24,9 +24,9 @@ class Curve:
     def __post_init__(self) -> None:
         sizes = [size for size, _ in self.points]
         if not sizes or sizes[0] < 1 or any(b <= a for a, b in pairwise(sizes)):
-            raise ValueError(f"sizes must be positive and grow from point to point, got {sizes}")
+            raise ValueError(f"sizes must be positive and in ascending order, got {sizes}")
         if any(seconds <= 0 for _, seconds in self.points):
-            raise ValueError("every point must take more than no time")
+            raise ValueError("every duration must be positive")
 
     def seconds(self, size: int) -> float:
         at = bisect_left(self.points, (size, 0.0))
@@ -47,7 +47,7 @@ class Phase:
     """In ascending order; empty: every size is compiled."""
 
     def bucket(self, size: int) -> int:
-        """The size computed for `size`: the smallest bucket that holds it, or the largest one several times."""
+        """The size computed for `size`: the smallest bucket that fits it, or a multiple of the largest one."""
         if not self.buckets:
             return size
         at = bisect_left(self.buckets, size)
@@ -63,7 +63,7 @@ class StepTimes:
     """The two phases of a model on a device. A step that mixes them takes the sum of both.
 
     decode: over rows, one token each.
-    prefill: over tokens of prompts, those found in the prefix cache not counted.
+    prefill: over prompt tokens, without those found in the prefix cache.
     """
 
     decode: Phase
@@ -77,7 +77,7 @@ def constant(seconds: float) -> Curve:
 
 @dataclass(frozen=True, slots=True)
 class Published:
-    """Step times of one model on one machine, in milliseconds, and who measured them."""
+    """Step times of one model on one machine, in milliseconds, with their source."""
 
     name: str
     max_rows: int
@@ -89,7 +89,7 @@ class Published:
 
 
 def milliseconds(points: Iterable[tuple[int, float]]) -> Curve:
-    """Raises ValueError where the points are no curve."""
+    """Raises ValueError if the points are not a valid curve."""
     return Curve(tuple((size, value / 1000) for size, value in points))
 
 
@@ -141,4 +141,4 @@ PUBLISHED = {
         ),
     )
 }
-"""Times to first token stand for prefill: they include what the server of that measurement added."""
+"""Prefill times are measured times to first token, which include overhead of the measured server."""

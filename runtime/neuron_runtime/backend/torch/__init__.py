@@ -1,5 +1,5 @@
-"""The torch backend: a decoder of our own on CPUs. `check_config` and `load_backend` are its only entrances;
-`prepare` is the part of the latter that benchmarks time with the loader.
+"""The torch backend: our own decoder on CPUs. Its entry points are `check_config` and `load_backend`; benchmarks also
+call `prepare`, the first part of `load_backend`, to time it with the loader.
 
 Importing this package is cheap: torch is imported when a model is loaded, so commands that need no model start fast.
 """
@@ -23,23 +23,23 @@ NEEDS_WEIGHTS = True
 
 
 def check_config(config: RuntimeConfig) -> None:
-    """Raises InvalidConfig for what this backend can never do, whatever the model."""
+    """Raises InvalidConfig for settings that this backend does not support with any model."""
     for key in config.override_neuron_config:
         raise InvalidConfig(f"$.overrideNeuronConfig.{key}", "the torch backend has no such setting: leave it out")
 
 
 def prepare(model_dir: Path) -> None:
-    """What has to begin before torch is imported, or is best begun then."""
-    set_up_allocation()  # first: a thread that is there already has a heap of its own
+    """Set up memory allocation and start reading the weights; must run before torch is imported."""
+    set_up_allocation()  # first: threads that exist already have their own heap
     read_ahead(model_dir)
 
 
 def load_backend(model_dir: Path, config: RuntimeConfig, progress: ProgressCallback) -> Backend:
-    """Check a model folder, decide the limits, read the weights. `warm_up` is left to the caller.
+    """Check a model folder, derive the limits, read the weights. The caller runs `warm_up`.
 
     Raises:
         FatalError: MODEL_NOT_FOUND, INVALID_MODEL, UNSUPPORTED_ARCHITECTURE or DEVICE_OUT_OF_MEMORY.
-        InvalidConfig: a limit or the dtype of the configuration cannot be served; the field is named.
+        InvalidConfig: a limit or the dtype in the configuration cannot be served; names the field.
     """
     prepare(model_dir)
     from neuron_runtime.backend.torch.loader import load  # noqa: PLC0415  (torch takes seconds to import)

@@ -1,11 +1,10 @@
-"""What requests change about logits before a token is chosen: bias, penalties, allowed and banned tokens.
+"""Changes to logits before a token is chosen: bias, penalties, allowed and banned tokens.
 
-Called by the backend on its device thread, between the decoder and `sampling`. Kept per slot and fed like the mirror:
-by added sequences and by sampled tokens, so that nothing is counted anew in a step. Rows of requests that ask for
-nothing of this are not looked at.
+Called by the backend on its device thread, between the decoder and `sampling`. State is kept per slot and updated
+incrementally, by added sequences and sampled tokens. Rows without such parameters cost nothing.
 
-The order is that of vLLM's sampler (https://docs.vllm.ai/en/latest/api/vllm/v1/sample/sampler.html), in which allowed
-and banned tokens come first; here they come last, with the same result, as what is at -inf stays there.
+The order is that of vLLM's sampler (https://docs.vllm.ai/en/latest/api/vllm/v1/sample/sampler.html), except that
+allowed and banned tokens come last instead of first. The result is the same, because logits at -inf stay there.
 """
 
 from __future__ import annotations
@@ -25,15 +24,15 @@ ALWAYS = 2**62
 """A position that no sequence reaches."""
 
 _ANY = -1
-"""Stands before a banned sequence that is shorter than the longest: matches every token."""
+"""Pads banned sequences that are shorter than the longest; matches every token."""
 _NOTHING = -2
-"""Stands before the answer: matches none."""
+"""Pads the output at its beginning; matches no token."""
 
 _NO_IDS: IntArray = np.zeros(0, dtype=np.int64)
 
 
 class Seen:
-    """The distinct tokens of a sequence in the order of their first sight, and how often each is in the answer."""
+    """The distinct tokens of a sequence, in order of first occurrence, and how often each occurs in the output."""
 
     def __init__(self, prompt: Sequence[int], answer: Sequence[int]) -> None:
         self._ids = np.unique(np.asarray(prompt, dtype=np.int64))
@@ -52,7 +51,7 @@ class Seen:
         return self._counts[: self._size]
 
     def add(self, token: int) -> None:
-        """A token of the answer."""
+        """Count a token of the output."""
         at = self._index.setdefault(token, self._size)
         if at == self._size:
             if at == len(self._ids):
@@ -65,7 +64,7 @@ class Seen:
 
 @dataclass(slots=True)
 class Rules:
-    """What one sequence asks for."""
+    """The adjustments of one sequence."""
 
     num_prompt_tokens: int
     bias_ids: IntArray
@@ -77,16 +76,16 @@ class Rules:
     """None unless there is a penalty."""
     allowed: IntArray | None
     banned: IntArray
-    """Tokens that are never drawn."""
+    """Tokens that are always banned."""
     prefixes: IntArray
-    """`[sequences, length]`: tokens behind which the token in `lasts` is not drawn, `_ANY` in front of short ones."""
+    """`[sequences, length]`: tokens after which the token in `lasts` is banned; short ones are padded with `_ANY`."""
     lasts: IntArray
     early_ends: IntArray
-    """Tokens that are not drawn at the first `min_tokens` positions of the answer."""
+    """Tokens that are banned at the first `min_tokens` positions of the output."""
     min_tokens: int
 
     def bans(self, tokens: npt.NDArray[np.int32], position: int) -> IntArray:
-        """Tokens that must not come at `position` of the sequence `tokens`."""
+        """Tokens that are banned at `position` of the sequence `tokens`."""
         output_position = position - self.num_prompt_tokens
         banned = [self.banned]
         if len(self.lasts):
@@ -103,12 +102,12 @@ class Rules:
 
 @dataclass(slots=True)
 class Adjustments:
-    """Per slot, up to which position of the sequence its rows are changed, and how."""
+    """Per slot: the position of the sequence up to which rows are adjusted, and how."""
 
     num_slots: int
     vocabulary_size: int
     until: IntArray = field(init=False)
-    """0 for a slot that asks for nothing."""
+    """0 for a slot without adjustments."""
     _rules: dict[int, Rules] = field(init=False, default_factory=dict)
     _counting: npt.NDArray[np.bool_] = field(init=False)
 
@@ -117,7 +116,7 @@ class Adjustments:
         self._counting = np.zeros(self.num_slots, dtype=bool)
 
     def set(self, slot: int, params: Sampling, token_ids: Sequence[int], num_prompt_tokens: int) -> None:
-        """A sequence enters the slot with these tokens, of which the first `num_prompt_tokens` are the prompt's."""
+        """Put a sequence into the slot; the first `num_prompt_tokens` of its tokens are the prompt."""
         repeats = params.repetition_penalty != 1.0
         counts = repeats or params.presence_penalty != 0.0 or params.frequency_penalty != 0.0
         always = counts or params.logit_bias or params.bad_words or params.allowed_token_ids is not None
@@ -157,8 +156,8 @@ class Adjustments:
             assert seen is not None
             seen.add(int(tokens[i]))
 
-    def asking(self, slots: IntArray, positions: IntArray) -> IntArray:
-        """Which rows are changed, where row i chooses the token at `positions[i]` of the sequence in `slots[i]`."""
+    def adjusted(self, slots: IntArray, positions: IntArray) -> IntArray:
+        """Rows to adjust, where row i chooses the token at `positions[i]` of the sequence in `slots[i]`."""
         return np.flatnonzero(positions < self.until[slots])
 
     def apply(
@@ -172,18 +171,18 @@ class Adjustments:
         """Change `logits` `[rows, vocabulary]` in place.
 
         Args:
-            slots, positions: of every row, as in `asking`.
-            tokens: `[slots, length]`, those of the sequences.
-            late: the only tokens that a row may have whatever else is asked for, by row.
+            slots, positions: of every row, as in `adjusted`.
+            tokens: `[slots, length]`, the tokens of the sequences.
+            late: by row, the only tokens that it may choose; takes precedence over the request's own parameters.
         """
-        asking = self.asking(slots, positions).tolist()
-        rules = [self._rules[int(slots[row])] for row in asking]
+        adjusted = self.adjusted(slots, positions).tolist()
+        rules = [self._rules[int(slots[row])] for row in adjusted]
         flat = logits.reshape(-1)
-        self._add_bias(flat, asking, rules)
-        self._penalise(flat, asking, rules)
+        self._add_bias(flat, adjusted, rules)
+        self._penalise(flat, adjusted, rules)
         for row, only in late.items():
             keep_only(logits[row], only)
-        for row, rule in zip(asking, rules, strict=True):
+        for row, rule in zip(adjusted, rules, strict=True):
             if rule.allowed is not None:
                 both = np.intersect1d(rule.allowed, late[row]) if row in late else rule.allowed
                 keep_only(logits[row], both if len(both) else late[row])
@@ -211,24 +210,24 @@ class Adjustments:
         flat[at] = values - frequency * counts - presence * (counts > 0)
 
     def _places(self, rows: list[int], ids: list[IntArray]) -> IntArray:
-        """Where the tokens `ids[i]` of row `rows[i]` stand in the flat logits."""
+        """Indexes of the tokens `ids[i]` of row `rows[i]` in the flat logits."""
         some = [ids_of_row + row * self.vocabulary_size for row, ids_of_row in zip(rows, ids, strict=True)]
         return np.concatenate(some) if some else _NO_IDS
 
     def _known(self, token_ids: Iterable[int]) -> IntArray:
-        """Those that the model has: a tokenizer may have more."""
+        """The tokens that the model has; a tokenizer may have more."""
         return np.array(sorted(token for token in token_ids if token < self.vocabulary_size), dtype=np.int64)
 
 
 def keep_only(row: FloatArray, token_ids: IntArray) -> None:
-    """Everything else goes to -inf. Where the model rules all of these out, they are equally likely."""
+    """Set all other tokens to -inf. If the kept ones are all -inf already, they become equally likely."""
     kept = row[token_ids]
     row.fill(-np.inf)
     row[token_ids] = kept if kept.max() > -np.inf else 0.0
 
 
 def ban(row: FloatArray, token_ids: IntArray) -> None:
-    """These go to -inf, unless nothing would be left: some token has to come."""
+    """Set these tokens to -inf, unless no other token would remain."""
     if not len(token_ids):
         return
     before = row[token_ids]

@@ -1,7 +1,7 @@
-"""What a decoder looks like, as data: read from config.json, so that a further model family is a table entry.
+"""The shape of a decoder as data, read from config.json. A new model family is a table entry.
 
-Called by the loader, by the memory arithmetic and by `inspect` (which must not import torch: this module does not).
-It reads no weights and knows no tensors, only their names and shapes.
+Called by the loader, by the memory arithmetic and by `inspect`, which must not import torch; this module does not. It
+knows names and shapes of tensors but reads no weights.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from neuron_runtime.checkpoint import InvalidModel
 from neuron_runtime.errors import ExitCode, FatalError
 
 MAX_LAYERS = 10_000
-"""Beyond this a config.json is a mistake, and listing its tensors would take for ever."""
+"""A config.json with more is a mistake, and listing its tensors would never end."""
 
 LAYER_TYPES = ("full_attention", "sliding_attention")
 
@@ -27,7 +27,7 @@ ROPE_FIELDS: Mapping[str, frozenset[str]] = {
     "linear": frozenset({"factor"}),
     "llama3": frozenset({"factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"}),
 }
-"""What each kind of rotary positions is described by, beside its name and `rope_theta`."""
+"""Fields of each rope type besides its name and `rope_theta`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,9 +62,9 @@ class DecoderConfig:
     output_bias: bool
     mlp_bias: bool
     query_key_norm: bool
-    """RMSNorm over each head of queries and of keys, before they turn."""
+    """RMSNorm over each head of queries and of keys, before rotation."""
     windows: tuple[int | None, ...]
-    """Per layer: how many positions a token sees, its own and those right before it; None for all of them."""
+    """Sliding window per layer: how many positions a token sees, including its own; None for all of them."""
 
     @property
     def kv_elements_per_token(self) -> int:
@@ -75,11 +75,11 @@ class DecoderConfig:
 class Family:
     """How one architecture differs from the others.
 
-    defaults: fields of config.json and what they mean where the file leaves them out: the values of the
-        configuration class in transformers. A field that is null counts as given.
-    fixed: fields that this architecture knows one value of. Left out they mean that value; a file that says otherwise
-        is refused, because transformers would ignore what it says.
-    output_bias: whether `attention_bias` covers the output projection, too.
+    defaults: values of fields that config.json leaves out, as in the configuration class of transformers. A null field
+        counts as given.
+    fixed: fields with only one supported value, which is also their default. Other values are refused, because
+        transformers would ignore them.
+    output_bias: whether `attention_bias` also applies to the output projection.
     """
 
     defaults: Mapping[str, Any] = field(default_factory=dict)
@@ -88,7 +88,7 @@ class Family:
     query_key_norm: bool = False
 
 
-# Of all architectures here.
+# For every architecture.
 FIXED: Mapping[str, Any] = {"hidden_act": "silu", "partial_rotary_factor": 1.0, "is_causal": True, "use_mrope": False}
 
 # Qwen's sliding layers begin at max_window_layers; where all layers slide (Mistral), that is layer 0.
@@ -111,15 +111,15 @@ FAMILIES: Mapping[str, Family] = {
         query_key_norm=True,
     ),
 }
-"""By the class that config.json names in `architectures`. One decoder computes all of them."""
+"""By the class named in `architectures` of config.json. One decoder computes all of them."""
 
 
 def decoder_config(config: Mapping[str, Any]) -> DecoderConfig:
     """Read a config.json as written by transformers 4 or 5, and as transformers reads it.
 
     Raises:
-        FatalError: UNSUPPORTED_ARCHITECTURE with the architecture (or the feature) and what is supported.
-        InvalidModel: a field is missing or of the wrong type; the message names it.
+        FatalError: UNSUPPORTED_ARCHITECTURE, naming the architecture or feature and the supported ones.
+        InvalidModel: a field is missing or has the wrong type; names the field.
     """
     architecture = _architecture(config)
     family = FAMILIES[architecture]
@@ -158,7 +158,7 @@ def decoder_config(config: Mapping[str, Any]) -> DecoderConfig:
         output_bias=attention_bias and family.output_bias,
         mlp_bias=_boolean(config, "mlp_bias", False),
         query_key_norm=family.query_key_norm,
-        # A window as long as the longest sequence hides nothing.
+        # A window as long as the longest sequence has no effect.
         windows=tuple(
             None if window is None or window >= max_position_embeddings else window
             for window in _windows(config, architecture, num_layers)
@@ -167,7 +167,7 @@ def decoder_config(config: Mapping[str, Any]) -> DecoderConfig:
 
 
 def tensor_shapes(config: DecoderConfig) -> dict[str, tuple[int, ...]]:
-    """Name and shape of every tensor that a checkpoint of this model must hold (names as transformers writes them)."""
+    """Name and shape of every tensor that a checkpoint of this model must contain, named as in transformers."""
     hidden, inner = config.hidden_size, config.intermediate_size
     query, key = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
     shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (config.vocabulary_size, hidden)}
@@ -209,12 +209,12 @@ def _architecture(config: Mapping[str, Any]) -> str:
 
 
 def _filled_in(config: Mapping[str, Any], architecture: str) -> dict[str, Any]:
-    """The configuration with the architecture's defaults, once it says nothing that the architecture cannot do."""
+    """The configuration with the architecture's defaults. Refuses values that the architecture does not support."""
     family = FAMILIES[architecture]
     fixed = {**FIXED, **family.fixed}
     for name, only in fixed.items():
         value = config.get(name, only)
-        # A null is what a field that means nothing to the architecture looks like.
+        # Files write null for fields that the architecture does not use.
         if value is not None and value != only:
             raise _unsupported(f"{name} {value!r} of {architecture}", json.dumps(only))
     return {**family.defaults, **config, **fixed}

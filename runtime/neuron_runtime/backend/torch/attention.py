@@ -1,7 +1,7 @@
 """Attention of the torch backend: decode rows together as two batched matrix products, prompt rows one by one.
 
 Called by the decoder once per layer. For decoding on CPUs two products and a softmax over grouped queries beat the
-fused kernel, except for a single row; repeating keys and values (or `enable_gqa`) would lose by 4 to 30 times.
+fused kernel, except for a single row; repeating keys and values (or `enable_gqa`) is 4 to 30 times slower.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ def decode_attention(
     """One query position per lane.
 
     Args:
-        query: `[lanes, kv_heads, group, dim]`, the queries that share a key head side by side.
-        key, value: `[lanes, kv_heads, length, dim]`, views of the cache are fine.
-        mask: `[lanes, 1, 1, length]`, 0 where a lane may look and -inf elsewhere.
+        query: `[lanes, kv_heads, group, dim]`, queries of one key head adjacent.
+        key, value: `[lanes, kv_heads, length, dim]`, may be views of the cache.
+        mask: `[lanes, 1, 1, length]`, 0 where a lane attends and -inf elsewhere.
 
     Returns:
         `[lanes, kv_heads * group, dim]`
@@ -27,7 +27,7 @@ def decode_attention(
     if lanes == 1:
         out = functional.scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scale)
         return out.view(lanes, kv_heads * group, dim)
-    # A cut of a longer line is copied here, in order; the product would copy it too, transposed and much slower.
+    # Copies a slice of a longer line in order; bmm would copy it transposed, which is much slower.
     keys = key.contiguous().view(lanes * kv_heads, -1, dim)
     scores = torch.bmm((query * scale).view(-1, group, dim), keys.transpose(1, 2))
     scores = scores.view(lanes, kv_heads, group, -1).add_(mask).softmax(dim=-1)
@@ -42,7 +42,7 @@ def prompt_attention(
     Args:
         query: `[positions, heads, dim]`
         key, value: `[kv_heads, length, dim]`
-        mask: `[positions, length]` (0 or -inf), or None when positions == length and each sees those before it.
+        mask: `[positions, length]` (0 or -inf), or None for causal attention with positions == length.
 
     Returns:
         `[positions, heads, dim]`
@@ -50,7 +50,7 @@ def prompt_attention(
     positions, heads, dim = query.shape
     kv_heads, length, _ = key.shape
     group = heads // kv_heads
-    # Key heads play the batch and their group the heads, so that keys are shared by stride instead of by copy.
+    # Key heads become the batch and their group the heads, so that keys are shared by stride instead of copied.
     grouped = query.view(positions, kv_heads, group, dim).permute(1, 2, 0, 3)
     shared = (kv_heads, group, length, dim)
     out = functional.scaled_dot_product_attention(

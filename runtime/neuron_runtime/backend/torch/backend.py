@@ -1,7 +1,7 @@
-"""`TorchBackend`: the Backend protocol over a decoder on CPUs, with everything that computes on one device thread.
+"""`TorchBackend`: the Backend protocol over a decoder on CPUs; all computation runs on one device thread.
 
-Made by `load_backend`, called by `engine.loop`. The caller only queues work and waits, so it schedules the next
-step while this one runs. A row that waits for the step in flight is resolved on the device thread from the mirror.
+Created by `load_backend`, called by `engine.loop`. Calls only enqueue work or wait for it, so the engine schedules the
+next step while this one runs. A row that waits for the step in flight is resolved on the device thread by the mirror.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ from neuron_runtime.core import (
 )
 
 PerRow = tuple[tuple[TokenLogprobs, ...], ...]
-"""One tuple per row of a batch, or none at all."""
+"""One tuple per row of a batch; empty when no row requests any."""
 
 Result = TypeVar("Result")
 
 LOGITS_AT_ONCE = 2**23
-"""Most that are computed together for log-probabilities of a prompt: 32 MiB."""
+"""Logits computed together for prompt log-probabilities: 32 MiB."""
 
 
 class _TorchStep(NamedTuple):
@@ -52,24 +52,24 @@ class _TorchStep(NamedTuple):
     sampled: IntArray
     """The rows that sample."""
     logits: torch.Tensor | None
-    """Theirs, float32 `[sampled, vocabulary]`; None when there are none."""
+    """Float32 `[sampled, vocabulary]`; None when no row samples."""
     prompt_logprobs: PerRow
     begin: float
 
 
 def device_thread(set_up: Callable[[], None] = lambda: None) -> ThreadPoolExecutor:
-    """The thread that does everything that torch computes in parallel, from loading on.
+    """The only thread that runs parallel torch operations, from loading on.
 
-    Each thread that computes in parallel has helpers of its own. With those of a second one there would be more threads
-    than CPUs, and then helpers sleep between operations instead of waiting awake: a step took 1.4 times as long.
+    Each thread that runs them gets its own OpenMP workers. Two such threads would have more workers than CPUs, and
+    workers would then sleep between operations instead of spinning: a step took 1.4 times as long.
 
-    set_up: runs first on it (thread settings are per thread).
+    set_up: runs first on the thread (thread settings are per thread).
     """
     return ThreadPoolExecutor(max_workers=1, thread_name_prefix="device", initializer=set_up)
 
 
 class TorchBackend:
-    """See `backend.base.Backend`. `device` is the one thread that computes, on which the decoder was made."""
+    """See `backend.base.Backend`. `device` is the thread on which the decoder was loaded."""
 
     def __init__(
         self, decoder: Decoder, cache: KVCache, limits: BackendLimits, device: ThreadPoolExecutor | None = None
@@ -87,10 +87,10 @@ class TorchBackend:
         return self._limits
 
     def warm_up(self, progress: ProgressCallback) -> list[StepTime]:
-        """Run a prompt and a decode step: the kernels are chosen and their scratch memory is taken.
+        """Run a prefill and a decode step, which selects kernels and allocates scratch memory.
 
         Raises:
-            InvalidModel: the model computes no numbers.
+            InvalidModel: the logits are not finite.
         """
         progress("warming up", 0.0)
         length = min(8, self._limits.max_model_length - 1)
@@ -109,10 +109,10 @@ class TorchBackend:
             Batch(step=-1, kind=Kind.DECODE, rows=Rows(), released=(0,)),
         )
         try:
-            for _ in range(2):  # the second time is the one that counts
+            for _ in range(2):  # only the second run is timed
                 *times, _released = [(batch, self._run_alone(batch).device_seconds) for batch in steps]
         except sampling.NotFinite as error:
-            # No request had a part in this: the same would come of any.
+            # No request is involved, so every request would fail like this.
             raise InvalidModel(str(error)) from error
         progress("warming up", 1.0)
         return times
@@ -135,7 +135,7 @@ class TorchBackend:
         return self.collect(batch.step)
 
     def run_on_device(self, work: Callable[[], Result]) -> Result:
-        """Something else on the device thread, between steps, and wait for it."""
+        """Run `work` on the device thread, between steps, and return its result."""
         return self._thread.submit(work).result()
 
     def close(self) -> None:
@@ -158,7 +158,7 @@ class TorchBackend:
         return _TorchStep(batch, sampled, logits, prompt_logprobs, begin)
 
     def _prompt_logprobs(self, batch: Batch, hidden: torch.Tensor, begins: IntArray) -> PerRow:
-        """Some positions at a time: the logits of a whole prompt would take more memory than its model."""
+        """Computed for some positions at a time: logits of a whole prompt could take more memory than the model."""
         targets = self._mirror.prompt_targets(batch)
         if not targets:
             return ()
@@ -200,21 +200,21 @@ class TorchBackend:
 def choose_tokens(
     mirror: SlotMirror, sampled: IntArray, logits: torch.Tensor, late: Late | None
 ) -> tuple[IntArray, list[TokenLogprobs | None]]:
-    """A token for each sampling row of the batch that the mirror applied last, which it records.
+    """Choose a token for each sampling row of the batch that the mirror applied last, and record it in the mirror.
 
     Args:
         sampled: indexes of those rows.
-        logits: float32 `[sampled, vocabulary]`; changed in place where requests ask for it.
+        logits: float32 `[sampled, vocabulary]`; changed in place by penalties, bias and the like.
 
     Returns:
-        The tokens, and for each of them its log-probabilities if they are wanted; an empty list if nobody wants any.
+        The tokens, and the log-probabilities of each if requested; an empty list if no row requests any.
 
     Raises:
-        NotFinite: the logits of a row are no numbers.
+        NotFinite: the logits of a row are not finite.
     """
     slots, positions = mirror.sampled_positions(sampled)
     allowed = _allowed(sampled, late)
-    changed = mirror.adjustments.asking(slots, positions)
+    changed = mirror.adjustments.adjusted(slots, positions)
     if allowed:
         changed = np.union1d(changed, list(allowed))
     wanted = np.flatnonzero(mirror.sampling.num_logprobs[slots] >= 0)
@@ -229,7 +229,7 @@ def choose_tokens(
     sampling.check_finite(scores)
     reported = scores.rows(torch.from_numpy(wanted)) if len(wanted) else None
     if len(changed):
-        # What is reported is what the model says, whatever requests make of it.
+        # Log-probabilities are reported from the model's own logits, before adjustments.
         reported = reported and reported.copy()
         mirror.adjust(logits.numpy(), sampled, allowed)
         scores.refresh(changed.tolist(), weighed_at)
@@ -245,7 +245,7 @@ def choose_tokens(
 
 
 def _allowed(sampled: IntArray, late: Late | None) -> dict[int, IntArray]:
-    """What the host allows, by index into the sampling rows."""
+    """Tokens that the host allows, by index into the sampling rows."""
     if late is None:
         return {}
     allowed = ((i, late.allowed_token_ids[row]) for i, row in enumerate(sampled.tolist()))

@@ -1,8 +1,8 @@
-"""Keys and values of all live sequences, and which of them a step reads and writes.
+"""The KV cache of all live sequences, and which parts of it a step reads and writes.
 
-One storage shape serves both layouts, `[line, kv_head, position, dim]` per layer: with slots a line is a slot of the
-model's length, with blocks it is a block. The backend makes one `StepPlan` per step from its mirror; the decoder uses
-it in every layer. Nothing here chooses slots or blocks: the engine does.
+One storage shape serves both layouts, `[line, kv_head, position, dim]` per layer: a line is a slot of the model's
+length, or a block. The backend makes one `StepPlan` per step from its mirror; the decoder uses it in every layer. The
+engine, not this module, assigns slots and blocks.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ import torch
 IntArray = npt.NDArray[np.int64]
 
 LENGTH_STEP = 32
-"""Decode attention covers lengths rounded up to this."""
+"""Decode attention rounds lengths up to a multiple of this."""
 MAX_RANGE_WASTE = 2
-"""Slots are read in place as one range unless the range holds more than this many lines per row."""
+"""Slots are read in place as one range unless the range has more than this many lines per row."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,9 +42,9 @@ class DecodePart:
     flat: index of each row among the step's tokens, None when the step has no others.
     range: lines `[begin, end)` to read in place, or None to gather.
     gather: lines to gather, `[rows, lines per row]`, where `range` is None.
-    lanes: which lane each row takes; None when lanes are the rows in order.
+    lanes: the lane of each row; None when lanes are the rows in order.
     num_lanes: lanes that attention covers.
-    span: positions `[begin, end)` of each line that it covers. mask: `[lanes, 1, 1, positions]`.
+    span: positions `[begin, end)` of each line that attention covers. mask: `[lanes, 1, 1, positions]`.
     """
 
     flat: torch.Tensor | None
@@ -60,8 +60,8 @@ class DecodePart:
 class PromptPart:
     """A row of several tokens: tokens `[begin, end)` of the step.
 
-    lines: cache lines that hold what the row sees. span: the part of them that it sees, counted from the first.
-    mask: `[end - begin, positions of span]`; None when the row starts its sequence and sees all of itself.
+    lines: cache lines that the row attends to. span: the positions of them that it sees, counted from the first.
+    mask: `[end - begin, positions of span]`; None for plain causal attention from the start of the sequence.
     """
 
     begin: int
@@ -72,7 +72,7 @@ class PromptPart:
 
 
 class Reads(NamedTuple):
-    """What the tokens of a step look at in a layer."""
+    """What the tokens of a step attend to in a layer."""
 
     decode: DecodePart | None
     prompts: tuple[PromptPart, ...]
@@ -80,7 +80,7 @@ class Reads(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class StepPlan:
-    """Where the tokens of a step go in `cache`, and what they look at.
+    """Where the tokens of a step are written in `cache`, and what they attend to.
 
     positions, write_line, write_offset: `[tokens]`. reads: per layer; layers with equal windows share one.
     """
@@ -95,8 +95,8 @@ class StepPlan:
 class KVCache:
     """Storage of `[lines, kv_heads, line_length, dim]` for keys and for values of each layer.
 
-    windows: per layer, how many positions a token sees, its own the last of them; None for all. Every layer stores all
-        positions; what no window reaches any more is not read.
+    windows: per layer, how many positions a token sees, including its own; None for all. Every layer stores all
+        positions; positions outside every window are not read.
     """
 
     def __init__(
@@ -117,7 +117,7 @@ class KVCache:
         self._dtype = dtype
 
     def plan(self, rows: StepRows) -> StepPlan:
-        """Work out one step for all layers."""
+        """Plan one step for all layers."""
         num_tokens, start = rows.num_tokens, rows.start
         ends = np.cumsum(num_tokens)
         begins = ends - num_tokens
@@ -160,7 +160,7 @@ class KVCache:
         _, kv_heads, line_length, dim = storage.shape
         if part.gather.shape[1] == 1:
             return storage[:, :, part.span].index_select(0, part.gather.view(-1))
-        # (line, head) pairs as rows of a matrix: one copy puts the blocks of a head behind each other.
+        # (line, head) pairs as rows of a matrix: one copy makes the blocks of a head contiguous.
         pairs = (part.gather.unsqueeze(1) * kv_heads + torch.arange(kv_heads).view(1, -1, 1)).view(-1)
         gathered = storage.view(-1, line_length * dim).index_select(0, pairs)
         return gathered.view(part.num_lanes, kv_heads, -1, dim)
@@ -176,7 +176,7 @@ class KVCache:
         lines = rows.lines[decodes]
         read_range, gather, lanes = None, None, np.arange(len(decodes))
         if rows.lines.shape[1] == 1:
-            # One span for all rows, from the first position that any of them sees to the last.
+            # One span for all rows, from the first to the last position that any of them sees.
             origins = np.full_like(ends, firsts.min() // LENGTH_STEP * LENGTH_STEP)
             begin, end = int(origins[0]), min(_rounded(ends.max(), LENGTH_STEP), self.line_length)
             low, high = int(lines.min()), int(lines.max()) + 1
@@ -185,7 +185,7 @@ class KVCache:
             else:
                 gather = torch.from_numpy(lines)
         else:
-            # Each row from the line that holds the first position it sees.
+            # Each row starts at the line of the first position that it sees.
             first_lines = firsts // self.line_length
             origins = first_lines * self.line_length
             num_lines = -(-_rounded((ends - origins).max(), LENGTH_STEP) // self.line_length)
@@ -194,7 +194,7 @@ class KVCache:
             wanted = np.minimum(first_lines[:, np.newaxis] + np.arange(num_lines), lines.shape[1] - 1)
             gather = torch.from_numpy(np.take_along_axis(lines, wanted, axis=1))
         num_lanes = read_range[1] - read_range[0] if read_range else len(decodes)
-        # Lanes without a row look at one position, so that no row of scores is empty.
+        # Lanes without a row attend to one position, so that no row of scores is empty.
         seen_from, seen_to = np.zeros(num_lanes, dtype=np.int64), np.ones(num_lanes, dtype=np.int64)
         seen_from[lanes], seen_to[lanes] = firsts - origins, ends - origins
         column = torch.arange(end - begin)
@@ -246,7 +246,7 @@ def _additive(visible: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 def _lazy_zeros(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    # numpy asks the system for zeroed pages and touches none, so lines cost memory when a sequence first uses them.
-    # Zeros matter: a masked position still takes part in the products, where old memory could hold NaN.
+    # numpy gets zeroed pages without touching them, so a line costs memory only once a sequence uses it. The zeros
+    # matter: masked positions take part in the products, where uninitialized memory could be NaN.
     num_bytes = int(np.prod(shape)) * dtype.itemsize
     return torch.from_numpy(np.zeros(num_bytes, dtype=np.uint8)).view(dtype).view(shape)

@@ -1,8 +1,7 @@
 """The decoder: one forward step over the tokens of all rows, in plain eager torch.
 
-Called by the backend on its device thread. Linear layers run over all tokens of a step at once; attention treats
-one-token rows together and longer rows one by one. The head runs for the positions whose logits are wanted. No
-sampling here.
+Called by the backend on its device thread. Linear layers run over all tokens of a step at once; attention computes
+one-token rows together and longer rows one by one. The head runs for the requested positions only. It does not sample.
 """
 
 from __future__ import annotations
@@ -68,7 +67,7 @@ class Decoder:
         return x
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Of the token behind each of some hidden states: float32 `[hidden states, vocabulary]`."""
+        """Logits of the token that follows each hidden state: float32 `[hidden states, vocabulary]`."""
         return self._head(self._normalise(hidden, self._norm)).float()
 
     def _attend(
@@ -99,9 +98,9 @@ class Decoder:
         return out if part.lanes is None else out.index_select(0, part.lanes)
 
     def _normalise(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        """Root mean square norm over the last dimension, in float32 as its weight.
+        """Root mean square norm over the last dimension, computed in float32 like its weight.
 
-        torch's own mixes dtypes in half precision: ten times slower at hundreds of tokens, equal at a few.
+        torch's rms_norm mixes dtypes in half precision: ten times slower at hundreds of tokens, equal at a few.
         """
         exact = x.float()
         length: torch.Tensor = torch.linalg.vector_norm(exact, dim=-1, keepdim=True)

@@ -1,6 +1,6 @@
-"""What this process may use of the machine: memory and CPUs, as the kernel and the container's limits say.
+"""Memory and CPUs that this process may use, from the kernel and the container's limits.
 
-Called once while a backend is set up. Reads /proc and the cgroup files, which a test can point elsewhere.
+Called once during backend set-up. Reads /proc and the cgroup files below `root`.
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ from pathlib import Path
 
 
 def available_memory_bytes(root: Path = Path("/")) -> int:
-    """Memory that can still be taken: the least of the machine's and of the container's limit less its use.
+    """Memory that is still available: the minimum over the machine and the container's limit minus its usage.
 
-    Cached files are no use: the kernel drops them when memory is wanted, weights just downloaded among them.
+    The page cache (e.g. weights just downloaded) does not count as usage, because the kernel drops it on demand.
     """
     found = [_meminfo(root / "proc/meminfo")]
     for folder, limit, usage, cached in (
@@ -30,7 +30,7 @@ def available_memory_bytes(root: Path = Path("/")) -> int:
 
 
 def usable_cpus(root: Path = Path("/")) -> int:
-    """CPUs this process may keep busy: its affinity, or the container's quota where that is less. At least 1."""
+    """CPUs this process may keep busy: the smaller of its affinity and the container's quota, at least 1."""
     counts = [float(len(os.sched_getaffinity(0)))]
     quota = _words(root / "sys/fs/cgroup/cpu.max")
     if len(quota) == 2 and quota[0].isdigit():
@@ -51,7 +51,7 @@ def _meminfo(path: Path) -> int:
 
 
 def _number(path: Path) -> int | None:
-    """The number in a cgroup file; None where there is no such file or no limit (`max`, -1)."""
+    """The number in a cgroup file; None if the file is missing or sets no limit (`max`, -1)."""
     words = _words(path)
     return int(words[0]) if len(words) == 1 and words[0].isdigit() else None
 

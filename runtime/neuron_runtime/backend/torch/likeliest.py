@@ -1,8 +1,7 @@
 """The likeliest tokens of each row without sorting the vocabulary: by the maxima of groups of neighbouring tokens.
 
-Called by sampling and log-probabilities. One pass over the logits finds the largest one of each group, and the mass of
-rows that need it; whatever is asked afterwards (is a row finite, its best token, its best hundred) looks at groups
-instead of tokens.
+Called by sampling and log-probabilities. One pass over the logits finds the maximum of each group, and the mass of
+rows that need it. Later queries (is a row finite, its best token, its best hundred) read groups instead of tokens.
 """
 
 from __future__ import annotations
@@ -19,14 +18,13 @@ import torch
 FloatArray = npt.NDArray[np.float64]
 
 GROUP = 128
-"""Tokens whose logits share a maximum. Measured: with fewer there are more maxima to choose from, with more there is
-more to read behind them."""
+"""Tokens per maximum. Measured: smaller groups have more maxima to search, larger ones more tokens to read."""
 PART = 8
-"""The tokens of the groups that were chosen are chosen from likewise, in parts of so many."""
+"""Tokens per maximum when searching within the chosen groups."""
 ROWS_AT_ONCE = 8
 MAX_SHIFT = 128.0
-"""Rows with a smaller shift (their top over their temperature) are shifted and scaled in one pass: rounding the shift
-then changes weights by less than 3e-6 of themselves."""
+"""Rows with a smaller shift (top divided by temperature) are shifted and scaled in one pass: rounding the shift then
+changes weights by a relative error below 3e-6."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,10 +32,10 @@ class Scores:
     """Logits of some rows and the maxima of their groups. Rows are chosen without copying their logits.
 
     everything: float32 `[all rows, vocabulary]`, contiguous.
-    index: int64 `[rows]`, which of them these are, ascending.
-    maxima: `[rows, groups]`, the last group being shorter where the vocabulary is no multiple of `GROUP`.
-    top, top_group: `[rows, 1]`, the largest logit and the first group that has it.
-    masses: `[rows, 1]`, the sum of `weigh` over the vocabulary, of rows for which a temperature was given.
+    index: int64 `[rows]`, positions of these rows in `everything`, ascending.
+    maxima: `[rows, groups]`; the last group is shorter where the vocabulary is not a multiple of `GROUP`.
+    top, top_group: `[rows, 1]`, the largest logit and the first group that contains it.
+    masses: `[rows, 1]`, the sum of `weigh` over the vocabulary, for rows with a temperature.
     """
 
     everything: torch.Tensor
@@ -49,7 +47,7 @@ class Scores:
 
     @classmethod
     def of(cls, logits: torch.Tensor, temperature: FloatArray | None = None) -> Scores:
-        """Of all rows of `logits`; a temperature of 0 (or none at all): the mass of that row is not needed."""
+        """Scores of all rows of `logits`. With temperature 0, or without one, the mass of a row is not computed."""
         num_rows, vocabulary = logits.shape
         made = cls(
             everything=logits,
@@ -77,20 +75,20 @@ class Scores:
         return self.everything.shape[1]
 
     def rows(self, index: torch.Tensor) -> Scores:
-        """Some of the rows, in ascending order."""
+        """The rows at `index`, which is ascending."""
         if len(index) == len(self):
             return self
         chosen = (one[index] for one in (self.index, self.maxima, self.top, self.top_group, self.masses))
         return Scores(self.everything, *chosen)
 
     def parts(self) -> Iterator[tuple[slice, torch.Tensor]]:
-        """A few rows at a time, and their logits; what is computed over so much stays in a processor's cache."""
+        """A few rows at a time with their logits, so that intermediate results fit the processor's cache."""
         for begin in range(0, len(self), ROWS_AT_ONCE):
             rows = slice(begin, min(begin + ROWS_AT_ONCE, len(self)))
             yield rows, self._logits(self.index[rows])
 
     def logits(self, i: int) -> torch.Tensor:
-        """Of one row: `[vocabulary]`."""
+        """Logits of one row: `[vocabulary]`."""
         return self.everything[int(self.index[i])]
 
     def take(self, token_ids: torch.Tensor) -> torch.Tensor:
@@ -98,18 +96,18 @@ class Scores:
         return self.everything.view(-1).take(token_ids + self.index.unsqueeze(1) * self.vocabulary)
 
     def buffer(self, num_rows: int) -> torch.Tensor:
-        """For weights of so many rows, in whole groups; behind the vocabulary they are 0."""
+        """A buffer for weights of `num_rows` rows, in whole groups; 0 beyond the vocabulary."""
         made = torch.empty(num_rows, self.maxima.shape[1] * GROUP)
         made[:, self.vocabulary :] = 0.0
         return made
 
     def copy(self) -> Scores:
-        """The same, but what happens to the one does not happen to the other."""
+        """A deep copy."""
         cloned = (one.clone() for one in (self.maxima, self.top, self.top_group, self.masses))
         return Scores(self.everything[self.index], torch.arange(len(self)), *cloned)
 
     def refresh(self, rows: Iterable[int], temperature: FloatArray | None = None) -> None:
-        """Logits of these rows of all were changed in place."""
+        """Recompute rows of `everything` whose logits were changed in place."""
         buffer = torch.empty(1, self.vocabulary)
         for row in rows:
             one = slice(row, row + 1)
@@ -118,21 +116,21 @@ class Scores:
                 self._weigh(one, temperature[one], buffer)
 
     def best(self) -> torch.Tensor:
-        """The best token of each row, the first of several as good ones: int64 `[rows]`."""
+        """The best token of each row, the first one on a tie: int64 `[rows]`."""
         at = self.of_groups(self.top_group).argmax(dim=-1, keepdim=True)
         return _ids(self.top_group, at).squeeze(1)
 
     def likeliest(self, count: int) -> tuple[torch.Tensor, torch.Tensor]:
         """The `count` largest logits of each row, best first, and their ids: `[rows, count]` each.
 
-        They lie in the `count` groups with the largest maxima. Of equal logits at the end any may be among them.
+        They are in the `count` groups with the largest maxima. Ties at the end are broken arbitrarily.
         """
         if count * GROUP * 4 > self.vocabulary:
             values, ids = zip(*(logits.topk(count, dim=-1) for _, logits in self.parts()), strict=True)
             return torch.cat(values), torch.cat(ids)
         groups = self.maxima.topk(count, dim=-1, sorted=False).indices
         logits = self.of_groups(groups)
-        # Tokens of a part lie a stride apart, so that the maxima of neighbouring parts are found at once.
+        # Tokens of a part are a stride apart, so that the maxima of neighbouring parts are vectorized.
         stride = logits.shape[1] // PART
         parts = logits.view(len(self), PART, stride).amax(dim=1).topk(count, dim=-1, sorted=False).indices
         among = (parts.unsqueeze(1) + torch.arange(0, PART * stride, stride).unsqueeze(1)).flatten(1)
@@ -140,12 +138,12 @@ class Scores:
         return best, _ids(groups, among.gather(1, at))
 
     def _look(self, rows: slice) -> None:
-        """Find the maxima of rows, and their tops."""
+        """Compute the maxima and tops of rows."""
         self.maxima[rows] = group_maxima(self.everything[rows])
         torch.max(self.maxima[rows], dim=-1, keepdim=True, out=(self.top[rows], self.top_group[rows]))
 
     def _weigh(self, rows: slice, temperature: FloatArray, buffer: torch.Tensor) -> None:
-        """Find the masses of rows that were just looked at: while they are in the processor's cache."""
+        """Compute the masses of rows right after `_look`, while they are in the processor's cache."""
         if temperature.any():
             some = np.where(temperature > 0.0, temperature, 1.0)
             weights = weigh(self.everything[rows], self.top[rows], some, buffer)
@@ -156,9 +154,9 @@ class Scores:
         return self.everything[begin:end] if end - begin == len(index) else self.everything[index]
 
     def of_groups(self, groups: torch.Tensor) -> torch.Tensor:
-        """Logits of all tokens of some groups of each row: `[rows, groups * GROUP]`, -inf behind the vocabulary."""
+        """Logits of all tokens of some groups of each row: `[rows, groups * GROUP]`, -inf beyond the vocabulary."""
         if not self.vocabulary % GROUP:
-            # Whole groups are copied, which takes a tenth of the time of taking tokens one by one.
+            # Copying whole groups takes a tenth of the time of copying single tokens.
             places = (self.index.unsqueeze(1) * self.maxima.shape[1] + groups).flatten()
             return self.everything.view(-1, GROUP).index_select(0, places).view(len(self), -1)
         token_ids = (groups.unsqueeze(-1) * GROUP + torch.arange(GROUP)).flatten(1)
@@ -167,20 +165,20 @@ class Scores:
 
 
 def _ids(groups: torch.Tensor, at: torch.Tensor) -> torch.Tensor:
-    """Token ids of places `[rows, n]` in what `of_groups` gave."""
+    """Token ids of positions `[rows, n]` in the result of `of_groups`."""
     return groups.gather(1, at // GROUP) * GROUP + at % GROUP
 
 
 def weigh(logits: torch.Tensor, top: torch.Tensor, temperature: FloatArray, buffer: torch.Tensor) -> torch.Tensor:
-    """exp((logits - top) / temperature), float32 `[rows, vocabulary]`, in the first rows of a buffer of such rows.
+    """exp((logits - top) / temperature), float32 `[rows, vocabulary]`, in the first rows of `buffer`.
 
-    One buffer serves many calls: memory that the kernel has to hand out anew costs more than what is computed in it.
-    How a row is computed does not depend on the rows beside it; neighbours that go the same way go together.
+    Reuse one buffer: getting fresh memory from the kernel costs more than this computation. The result of a row does
+    not depend on other rows; neighbours with the same method are computed together.
 
     Args:
         top: `[rows, 1]`. temperature: `[rows]`.
     """
-    # As powers of two, which take half the time of those of e.
+    # exp2 takes half the time of exp.
     rates = (math.log2(math.e) / temperature).astype(np.float32)
     shift, out = top * torch.from_numpy(-rates).unsqueeze(1), buffer[: len(logits)]
     ways = zip(rates.tolist(), (shift.squeeze(1).abs() < MAX_SHIFT).tolist(), strict=True)
@@ -206,5 +204,5 @@ def group_maxima(logits: torch.Tensor) -> torch.Tensor:
 
 
 def group_sums(weights: torch.Tensor) -> torch.Tensor:
-    """Of the last dimension, which is of whole groups."""
+    """Sums over each group of the last dimension, which consists of whole groups."""
     return weights.view(*weights.shape[:-1], -1, GROUP).sum(dim=-1)

@@ -1,4 +1,4 @@
-"""From a model folder and a configuration to a `TorchBackend`: the one place that puts its parts together."""
+"""Builds a `TorchBackend` from a model folder and a configuration."""
 
 from __future__ import annotations
 
@@ -60,12 +60,12 @@ def _load_on(
     dtype: torch.dtype,
     progress: ProgressCallback,
 ) -> Decoder:
-    """Load on the device thread; when this thread is interrupted meanwhile, loading ends at the next tensor."""
+    """Load on the device thread. If this thread is interrupted, loading stops at the next tensor."""
     interrupted = Event()
 
     def report(stage: str, share: float) -> None:
         if interrupted.is_set():
-            raise InterruptedError("nobody waits for this model any more")
+            raise InterruptedError("the caller stopped waiting for this model")
         progress(stage, share)
 
     try:
@@ -85,13 +85,13 @@ def load_decoder(
 
 
 def _dtype(config: RuntimeConfig, checkpoint: Checkpoint) -> torch.dtype:
-    """`auto` is what the weights are stored in, taken from the embedding."""
+    """`auto` means the dtype in which the embedding is stored."""
     if config.dtype != "auto":
         return DTYPES[config.dtype]
     return STORED_DTYPES[checkpoint.tensors["model.embed_tokens.weight"].dtype]
 
 
 def _limit_threads() -> None:
-    # torch counts the machine's CPUs; in a container with a quota that many threads wait for each other.
+    # torch counts the machine's CPUs; with a container's CPU quota, that many threads block each other.
     if "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(min(torch.get_num_threads(), usable_cpus()))

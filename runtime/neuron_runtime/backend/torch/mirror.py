@@ -1,7 +1,7 @@
 """The backend's mirror of the slots, fed by batches alone: tokens, cache lines and sampling parameters of each slot.
 
-Lives on the device thread. It resolves the rows of a batch (which tokens, from where) and takes over sampled tokens,
-so a row that waits for the step in flight finds its token here. It refuses batches that no correct engine sends.
+Used on the device thread only. It resolves the rows of a batch (which tokens, from where) and records sampled tokens,
+so a row that waits for the step in flight finds its token here. It refuses batches that violate the contract.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ class SlotMirror:
         self._ends: IntArray = np.zeros(0, dtype=np.int64)
 
     def apply(self, batch: Batch) -> tuple[StepRows, IntArray]:
-        """Take over the delta and resolve the rows.
+        """Apply the delta and resolve the rows.
 
         Returns:
             The rows, and the token ids they feed, row after row.
 
         Raises:
-            IllegalBatch: a slot, block, position or token that cannot be.
+            IllegalBatch: a slot, block, position or token is impossible.
         """
         for slot in batch.released:
             if not self._live[slot]:
@@ -69,18 +69,17 @@ class SlotMirror:
         return self._slots[rows], self._ends[rows]
 
     def adjust(self, logits: FloatArray, rows: IntArray, late: Mapping[int, IntArray]) -> None:
-        """Change the logits of the given rows of the last batch in place, as their sequences ask for.
+        """Change the logits of the given rows of the last batch in place, by their sampling parameters.
 
         late: the only tokens that may be chosen, by index into `rows`.
         """
         self.adjustments.apply(logits, *self.sampled_positions(rows), self._tokens, late)
 
     def prompt_targets(self, batch: Batch) -> list[tuple[int, IntArray]]:
-        """Rows of the batch applied last that feed prompt tokens whose log-probabilities are wanted.
+        """Rows of the batch applied last that feed prompt tokens and request prompt log-probabilities.
 
         Returns:
-            The row, and the prompt's tokens from the one behind the first that it feeds to the one behind the last,
-            as far as the prompt goes.
+            Each row with the tokens that follow the ones it feeds, up to the end of the prompt.
         """
         found = []
         for row in np.flatnonzero(self.sampling.num_prompt_logprobs[self._slots] >= 0).tolist():

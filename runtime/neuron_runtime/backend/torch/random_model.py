@@ -1,4 +1,4 @@
-"""Model folders of any shape with random weights, for parity and speed tests: no download, no tokenizer, no sense.
+"""Model folders of any shape with random weights and no tokenizer, for parity and speed tests.
 
 `python -m neuron_runtime.backend.torch.random_model FOLDER --hidden-size 768 ...` writes config.json and safetensors
 (sharded when larger than `--max-shard-bytes`) as transformers reads them. Equal arguments give equal bytes.
@@ -66,7 +66,7 @@ def write_random_model(
 ) -> None:
     """Write config.json and weights drawn from a normal distribution of standard deviation `scale`.
 
-    Norm weights are drawn around 1. Raises what `decoder_config` raises for a config that it does not know.
+    Norm weights are drawn around 1. Raises the errors of `decoder_config`.
     """
     dtype = DTYPES[config["torch_dtype"]]
     generator = torch.Generator().manual_seed(seed)

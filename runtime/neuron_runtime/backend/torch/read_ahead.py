@@ -1,7 +1,6 @@
-"""Has the kernel fetch weight files from the disk while torch is imported, which takes about as long.
+"""Makes the kernel read weight files from the disk while torch is imported, which takes about as long.
 
-Called by `load_backend` before anything heavy. Advice only: it holds no memory of its own, and what is wrong with a
-file is for the loader to say.
+Called by `load_backend` first. It is advice to the kernel: it allocates no memory and leaves file errors to the loader.
 """
 
 from __future__ import annotations
@@ -11,13 +10,13 @@ import threading
 from pathlib import Path
 
 STEP_BYTES = 2**20
-"""Asked for at a time: the kernel cuts longer requests short."""
+"""Bytes per request; the kernel truncates longer ones."""
 MAX_BYTES = 2 * 2**30
-"""About what a fast disk delivers meanwhile; more might push out what was read first."""
+"""About what a fast disk delivers during the import; more might evict what was read first."""
 
 
 def read_ahead(model_dir: Path, max_bytes: int = MAX_BYTES) -> threading.Thread:
-    """Begin with the files in the order of their names; returns at once."""
+    """Read files in order of their names, in the background; returns at once."""
     thread = threading.Thread(target=_advise, args=(model_dir, max_bytes), name="read-ahead", daemon=True)
     thread.start()
     return thread

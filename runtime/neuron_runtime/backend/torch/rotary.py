@@ -1,7 +1,8 @@
 """Rotary position embedding, for the decoder.
 
-Formulas: https://arxiv.org/abs/2104.09864; scaling `llama3` as published with Llama 3.1 and read by transformers
-(`modeling_rope_utils`): long wavelengths are divided by `factor`, short ones stay, between them a linear blend.
+Formulas: https://arxiv.org/abs/2104.09864. Scaling `llama3` as published with Llama 3.1 and implemented in transformers
+(`modeling_rope_utils`): frequencies of long wavelengths are divided by `factor`, short wavelengths are unchanged, and
+those between are interpolated linearly.
 """
 
 from __future__ import annotations
@@ -29,8 +30,8 @@ def inverse_frequencies(rope: Rope, head_dim: int) -> torch.Tensor:
 def turns(positions: torch.Tensor, frequencies: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
     """Cosine and signed sine of each position `[tokens]`, both `[tokens, 1, head_dim]`; computed in float32.
 
-    With `swap` exchanging the halves of the last dimension, a vector turns by `x * cosine + swap(x) * sine`: the
-    first half of the sines carries the minus of the rotation.
+    With `swap` exchanging the halves of the last dimension, the rotation is `x * cosine + swap(x) * sine`; the first
+    half of the sines is negated.
     """
     angles = torch.outer(positions.float(), frequencies).unsqueeze(1)
     cosine, sine = angles.cos().to(dtype), angles.sin().to(dtype)
@@ -38,7 +39,7 @@ def turns(positions: torch.Tensor, frequencies: torch.Tensor, dtype: torch.dtype
 
 
 def rotate(x: torch.Tensor, cosine: torch.Tensor, sine: torch.Tensor) -> torch.Tensor:
-    """Turn `x` `[tokens, heads, head_dim]` by `cosine` and `sine` `[tokens, 1, head_dim]`."""
+    """Rotate `x` `[tokens, heads, head_dim]` by `cosine` and `sine` `[tokens, 1, head_dim]`."""
     half = x.shape[-1] // 2
     swapped = torch.cat((x[..., half:], x[..., :half]), dim=-1)
     return torch.addcmul(x * cosine, swapped, sine)

@@ -1,11 +1,11 @@
-"""Choosing tokens from logits: greedy, temperature, min-p, top-k, top-p; the same token whatever else is in the batch.
+"""Token sampling from logits: greedy, temperature, min-p, top-k, top-p. The result does not depend on other rows.
 
-Called by the backend on its device thread, after `adjustments`. Greedy rows cost one argmax. A drawn token depends on
-the row's logits and on (seed, choice, output position) alone: the random number is a counter-based hash, there is no
+Called by the backend on its device thread, after `adjustments`. Greedy rows cost one argmax. A drawn token depends
+only on the row's logits and on (seed, choice, output position): the random number is a counter-based hash without
 generator state.
 
-A draw walks the kept tokens in the order of their ids (inverse of the cumulative distribution), not of their
-probability: rounding that swaps two nearly equal logits then moves a boundary a little instead of swapping tokens.
+A draw walks the kept tokens in order of id (inverse of the cumulative distribution), not of probability: rounding
+that swaps two nearly equal logits then moves a boundary a little instead of swapping tokens.
 """
 
 from __future__ import annotations
@@ -25,19 +25,19 @@ IntArray = npt.NDArray[np.int64]
 FloatArray = npt.NDArray[np.float64]
 
 NUMBERS_OF_CANDIDATES = {32: True, 64: False, 128: True, 256: False}
-"""How many likeliest tokens are looked at, one number after the other, and whether also for rows without top-k: those
-may keep any number, mostly a small one, so they go in longer steps (measured). Of rows that keep more than the last
-number, what is kept is found among all tokens, at a cost that does not depend on how many they are."""
+"""Numbers of likeliest tokens to try, in order, and whether rows without top-k try them too. Rows without top-k may
+keep any number of tokens, usually few, so they take larger steps (measured). Rows that keep more than the last number
+search the whole vocabulary, at a cost that does not depend on how many tokens they keep."""
 MARGIN = 8
 MAX_APART = 32
-"""In pivots, each of which stands for `GROUP` tokens: how far around its expected place the end of a nucleus is looked
-for, and how far apart two pivots may be when the tokens between them are sorted. Measured: with fewer the mass
-above a pivot is asked for more often, with more there is more to sort."""
+"""In pivots of `GROUP` tokens each: MARGIN is how far around the expected end of a nucleus to search, MAX_APART how far
+apart two pivots may be for the tokens between them to be sorted. Measured: smaller values compute the mass above a
+pivot more often, larger ones sort more."""
 MAX_GUESSES = 3
-"""How often that place is guessed before it is searched for by halves."""
+"""Guesses of that place before a binary search."""
 MAX_LOGPROBS = 20
 MIN_TEMPERATURE = 1e-30
-"""The draw is the best token long before; smaller ones would make infinities, of which softmax makes NaN."""
+"""At this value a draw always returns the best token; smaller ones overflow to infinity, and softmax to NaN."""
 
 _LOW = np.uint64(0xFFFFFFFF)
 _HIGH = np.uint64(32)
@@ -85,12 +85,12 @@ class SamplingTable:
         self.choice = np.zeros(num_slots, dtype=np.uint64)
         self.num_prompt_tokens = np.zeros(num_slots, dtype=np.int64)
         self.num_logprobs = np.full(num_slots, -1, dtype=np.int64)
-        """-1: none wanted."""
+        """-1: none requested."""
         self.num_prompt_logprobs = np.full(num_slots, -1, dtype=np.int64)
-        """-1: none wanted, or told before."""
+        """-1: none requested, or already reported."""
 
     def set(self, slot: int, params: Sampling, num_prompt_tokens: int, num_tokens: int = 0) -> None:
-        """A sequence of `num_tokens` tokens enters; one with an answer has had its prompt reported before."""
+        """Add a sequence of `num_tokens` tokens. If it has output tokens, its prompt was reported before."""
         self.temperature[slot] = params.temperature
         self.top_k[slot] = params.top_k
         self.top_p[slot] = params.top_p
@@ -104,7 +104,7 @@ class SamplingTable:
 
 
 class NotFinite(FatalError):
-    """The model computed no numbers. Its cache may hold the like for other rows too, so the device begins anew."""
+    """The model computed NaN or infinity. Its cache may hold such values for other rows too, so the engine restarts."""
 
     def __init__(self, num_rows: int) -> None:
         super().__init__(
@@ -115,20 +115,20 @@ class NotFinite(FatalError):
 
 
 def check_finite(scores: Scores) -> None:
-    """Raises NotFinite for a row with NaN or +inf, or with nothing but -inf: its largest logit tells."""
+    """Raises NotFinite for a row with NaN or +inf, or with only -inf; checking its largest logit is enough."""
     finite = scores.top.isfinite()
     if not finite.all():
         raise NotFinite(int((~finite).sum()))
 
 
 def best(logits: torch.Tensor) -> IntArray:
-    """The best token of each row, the first of several as good ones, where nobody asks for anything else.
+    """The best token of each row, the first one on a tie. For steps in which every row is plain greedy.
 
     Raises:
         NotFinite: as `check_finite`.
     """
     values = logits.numpy()
-    tokens: IntArray = values.argmax(axis=1)  # a third of the time of torch; NaN counts as the largest
+    tokens: IntArray = values.argmax(axis=1)  # takes a third of torch's time; NaN counts as the largest
     finite = np.isfinite(values[np.arange(len(tokens)), tokens])
     if not finite.all():
         raise NotFinite(int((~finite).sum()))
@@ -137,9 +137,9 @@ def best(logits: torch.Tensor) -> IntArray:
 
 @dataclass(frozen=True, slots=True)
 class Draws:
-    """How each of some rows is drawn, as arrays `[rows]`.
+    """Sampling parameters of the rows to draw, as arrays `[rows]`.
 
-    top_k: 0 means all. top_p: 1.0 means all. min_p: 0.0 means all. number: the random one, in [0, 1).
+    top_k: 0 means all. top_p: 1.0 means all. min_p: 0.0 means all. number: the random number, in [0, 1).
     """
 
     temperature: FloatArray
@@ -149,14 +149,14 @@ class Draws:
     number: FloatArray
 
     def rows(self, index: IntArray) -> Draws:
-        """Some of the rows, in ascending order."""
+        """The rows at `index`, which is ascending."""
         if len(index) == len(self.number):
             return self
         return Draws(*(getattr(self, one.name)[index] for one in fields(self)))
 
 
 def weighed_at(table: SamplingTable, slots: IntArray, vocabulary_size: int) -> FloatArray:
-    """The temperature at which the mass of each row is needed, for `Scores.of`: 0 for rows that draw without it."""
+    """The temperature for `Scores.of` at which each row needs its mass; 0 for rows that draw without it."""
     temperature = table.temperature[slots]
     everything = (table.top_k[slots] == 0) | (table.top_k[slots] >= vocabulary_size)
     needed = everything & (table.min_p[slots] == 0.0) & (table.top_p[slots] < 1.0)
@@ -169,7 +169,7 @@ def choose(scores: Scores, table: SamplingTable, slots: IntArray, positions: Int
     Args:
         scores: with the masses of `weighed_at`.
         slots: slot of each row, into `table`.
-        positions: position in the sequence that each row's token will take.
+        positions: position of each row's new token in its sequence.
     """
     temperature = table.temperature[slots]
     drawn = np.flatnonzero(temperature > 0.0)
@@ -192,11 +192,11 @@ def choose(scores: Scores, table: SamplingTable, slots: IntArray, positions: Int
 
 
 def draw(scores: Scores, draws: Draws) -> IntArray:
-    """Draw one token per row from softmax(logits / temperature), restricted as asked for.
+    """Draw one token per row from softmax(logits / temperature), restricted by min-p, top-k and top-p.
 
-    Kept are the tokens that are at least `min_p` times as likely as the likeliest; of those the `top_k` likeliest; of
-    those the nucleus, which is the smallest set of likeliest tokens whose share of the mass reaches `top_p`. A token
-    exactly as likely as the last one kept is kept too, so that ties have no order.
+    Min-p keeps the tokens that are at least `min_p` times as likely as the likeliest; top-k keeps the `top_k` likeliest
+    of those; top-p keeps the nucleus of those, the smallest set of likeliest tokens whose share of the mass reaches
+    `top_p`. A token exactly as likely as the last one kept is kept too, so that ties have no order.
     """
     vocabulary = scores.vocabulary
     restricted = ((draws.top_k > 0) & (draws.top_k < vocabulary)) | (draws.top_p < 1.0) | (draws.min_p > 0.0)
@@ -212,7 +212,7 @@ def draw(scores: Scores, draws: Draws) -> IntArray:
 
 @dataclass(frozen=True, slots=True)
 class _Kept:
-    """What rows keep, as tensors `[rows, 1]`."""
+    """Which tokens each row keeps, as tensors `[rows, 1]`."""
 
     top: torch.Tensor
     """The largest logit, float32."""
@@ -220,11 +220,11 @@ class _Kept:
     top_k: torch.Tensor
     top_p: torch.Tensor
     floor: torch.Tensor
-    """The least logit that min-p keeps, float32; -inf without min-p."""
+    """The smallest logit that min-p keeps, float32; -inf without min-p."""
     whole: torch.Tensor
-    """Whether top-p is of the mass of the whole vocabulary: neither min-p nor top-k come before it."""
+    """Whether top-p applies to the whole vocabulary: the row has neither min-p nor top-k."""
     mass: torch.Tensor
-    """That mass, in units of the likeliest token's; only for rows that need it."""
+    """Mass of the whole vocabulary, in units of the likeliest token's; only for rows that need it."""
 
     @classmethod
     def of(cls, scores: Scores, draws: Draws) -> _Kept:
@@ -244,7 +244,7 @@ class _Kept:
         )
 
     def rows(self, index: torch.Tensor) -> _Kept:
-        """Some of the rows, in ascending order."""
+        """The rows at `index`, which is ascending."""
         if len(index) == len(self.top):
             return self
         return _Kept(*(getattr(self, one.name)[index] for one in fields(self)))
@@ -254,10 +254,10 @@ class _Kept:
         return ((logits - self.top).double() / self.temperature).exp_()
 
     def threshold(self, values: torch.Tensor, weights: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """The least logit that each row keeps; second: whether its largest ones told.
+        """The smallest logit that each row keeps, and whether `values` were enough to find it.
 
         Args:
-            values: the largest logits of each row, best first. weights: theirs.
+            values: the largest logits of each row, best first. weights: their weights.
         """
         width = values.shape[1]
         within = (torch.arange(width) < self.top_k) & (values >= self.floor)
@@ -275,7 +275,7 @@ def _draw_restricted(scores: Scores, draws: Draws) -> IntArray:
     top_k = _numpy(kept.top_k.squeeze(1))
     tokens = np.empty(len(top_k), dtype=np.int64)
     left = np.ones(len(top_k), dtype=bool)
-    # One more than top-k shows whether its last token has others as likely.
+    # One more than top-k shows whether its last token is tied with the next.
     unbounded = top_k == scores.vocabulary
     needed = np.where(unbounded, 1, top_k + 1)
     for width, for_unbounded in NUMBERS_OF_CANDIDATES.items():
@@ -297,16 +297,18 @@ def _draw_restricted(scores: Scores, draws: Draws) -> IntArray:
 def _draw_among_likeliest(
     scores: Scores, kept: _Kept, number: torch.Tensor, width: int
 ) -> tuple[IntArray, npt.NDArray[np.bool_], IntArray]:
-    """Draw among the first candidates; second: whether all that a row keeps, ties included, is among them.
+    """Draw among the `width` likeliest tokens.
 
-    Third: how many there must be at least, where it is not.
+    Returns:
+        The tokens; whether the candidates included every token that the row keeps, ties included; and a lower bound of
+        the number of candidates needed where they did not.
     """
     width = min(width, scores.vocabulary)
     values, ids = scores.likeliest(width)
     weights = kept.weights(values)
     threshold, known = kept.threshold(values, weights)
     complete = known & (values[:, -1:] < threshold) if width < scores.vocabulary else torch.ones_like(kept.whole)
-    # The others are no likelier than the last one.
+    # The remaining tokens are at most as likely as the last candidate.
     missing = torch.where(kept.whole, kept.top_p * kept.mass - weights.sum(dim=-1, keepdim=True), 0.0)
     needed = width + 1 + (missing / weights[:, -1:]).nan_to_num_(0.0).clamp(0.0, scores.vocabulary).long()
     by_id = ids.argsort(dim=-1)
@@ -317,7 +319,7 @@ def _draw_among_likeliest(
 
 
 def _draw_among_all(scores: Scores, draws: Draws) -> IntArray:
-    """Draw from the whole vocabulary, at the cost of one pass over it."""
+    """Draw from the whole vocabulary, in one pass over it."""
     temperature, buffer = _temperature(draws), scores.buffer(min(ROWS_AT_ONCE, len(scores)))
     masses = torch.empty_like(scores.maxima)
     for rows, logits in scores.parts():
@@ -327,10 +329,10 @@ def _draw_among_all(scores: Scores, draws: Draws) -> IntArray:
 
 
 def _draw_among_kept(scores: Scores, draws: Draws, kept: _Kept) -> IntArray:
-    """Draw from what rows keep, however much it is, at the cost of some passes over the vocabulary."""
+    """Draw from any number of kept tokens, in a few passes over the vocabulary."""
     temperature, (weights, spare) = _temperature(draws), scores.buffer(2)
     masses, threshold = torch.empty_like(scores.maxima), torch.empty_like(scores.top)
-    # One row at a time stays in a processor's cache, and knows nothing of the others.
+    # A single row fits the processor's cache.
     for i in range(len(scores)):
         row, one = _Row(scores.logits(i), weights, spare), slice(i, i + 1)
         weigh(row.logits.unsqueeze(0), scores.top[one], temperature[one], weights[: scores.vocabulary].unsqueeze(0))
@@ -341,7 +343,7 @@ def _draw_among_kept(scores: Scores, draws: Draws, kept: _Kept) -> IntArray:
 
 
 def _draw_by_groups(scores: Scores, draws: Draws, masses: torch.Tensor, threshold: torch.Tensor) -> IntArray:
-    """Draw a group by the masses `[rows, groups]` of what reaches the threshold `[rows, 1]`, then a token in it."""
+    """Draw a group by the masses `[rows, groups]` of its tokens at or above the threshold `[rows, 1]`, then a token."""
     group, rest = _invert(masses.cumsum(dim=-1, dtype=torch.float64), _column(draws.number))
     logits = scores.of_groups(group)
     weights = weigh(logits, scores.top, _temperature(draws), torch.empty_like(logits)).mul_(logits >= threshold)
@@ -352,11 +354,11 @@ def _draw_by_groups(scores: Scores, draws: Draws, masses: torch.Tensor, threshol
 
 @dataclass(frozen=True, slots=True)
 class _Row:
-    """A row whose least kept token is looked for among all.
+    """A row whose smallest kept logit is searched in the whole vocabulary.
 
     logits: `[vocabulary]`.
-    weights: `[groups * GROUP]`, probabilities in units of the likeliest token's, 0 behind the vocabulary.
-    spare: like `weights`, overwritten by each question.
+    weights: `[groups * GROUP]`, probabilities in units of the likeliest token's, 0 beyond the vocabulary.
+    spare: scratch space like `weights`.
     """
 
     logits: torch.Tensor
@@ -364,8 +366,8 @@ class _Row:
     spare: torch.Tensor
 
     def reaching(self, threshold: float) -> torch.Tensor:
-        """The mass of what is not below the threshold, per group."""
-        # A mask of numbers: several times as fast to write and to apply as one of truth values.
+        """The mass of tokens at or above the threshold, per group."""
+        # A float mask is several times as fast to write and to apply as a boolean one.
         torch.ge(self.logits, threshold, out=self.spare[: len(self.logits)])
         return group_sums(self.spare.mul_(self.weights))
 
@@ -373,11 +375,11 @@ class _Row:
         return float(self.reaching(threshold).sum(dtype=torch.float64))
 
     def threshold(self, floor: float, top_k: int, top_p: float, mass: float | None) -> float:
-        """The least logit that the row keeps.
+        """The smallest logit that the row keeps.
 
         Args:
-            floor: the least that min-p keeps.
-            mass: that of the whole vocabulary, if top-p is of it.
+            floor: the smallest logit that min-p keeps.
+            mass: mass of the whole vocabulary if top-p applies to it, else None.
         """
         logits = self.logits.numpy()
         if top_k < len(logits):
@@ -387,16 +389,16 @@ class _Row:
         if mass is not None:
             return self._crossing(top_p * mass, floor, mass)
         mass = self.mass(floor)
-        # Tokens as likely as the last one of top-k are kept, but top-p is of the mass of no more than `top_k`.
+        # Tokens tied with the last one of top-k are kept, but top-p counts the mass of `top_k` tokens only.
         surplus = max(0, int(np.count_nonzero(logits >= floor)) - top_k)
         without = surplus * float(self.weights[int((logits == floor).argmax())]) if surplus else 0.0
         return self._crossing(top_p * (mass - without), floor, mass)
 
     def _crossing(self, target: float, floor: float, mass: float) -> float:
-        """The largest threshold that tokens of the mass `target` reach; tokens of `mass` reach `floor`.
+        """The largest threshold with a mass of at least `target` at or above it; `mass` is the mass above `floor`.
 
-        The first token of each group is a pivot. Their own weights tell near which pivot the threshold is to be
-        expected, and the mass above another one tells it better; only tokens between two close ones are sorted.
+        The first token of each group is a pivot. The pivots' own weights give a first estimate of the threshold, the
+        mass above a pivot refines it, and only the tokens between two close pivots are sorted.
         """
         logits, weights = self.logits.numpy(), self.weights.numpy()
         some = _falling(logits[::GROUP])
@@ -423,7 +425,7 @@ class _Row:
                 if at == high:
                     break
             found = self.mass(float(pivots[at]))
-            # All pivots that are as large share the mass.
+            # Equal pivots have the same mass above them.
             if found >= target:
                 high, within = int(np.searchsorted(-pivots, -pivots[at])), found
             else:
@@ -432,17 +434,17 @@ class _Row:
 
 
 def _falling(some: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
-    """Sorted, largest first. A fraction of the time of torch, which sorts indexes too."""
+    """Sorted, largest first. Much faster than torch, which sorts indexes too."""
     return np.sort(some)[::-1]
 
 
 def _invert(running: torch.Tensor, number: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Index `[rows, 1]` at which the running sum (float64 `[rows, n]`) passes `number` times the whole.
+    """Index `[rows, 1]` at which the running sum (float64 `[rows, n]`) passes `number` times the total.
 
-    Second: by how much that target lies above the sum before that index.
+    Also returns the difference between that target and the sum before the index.
     """
     whole = running[:, -1:].contiguous()
-    # Below the whole also after rounding, so that the index is never one behind the last token that weighs anything.
+    # Stays below the total after rounding, so that the index never passes the last token with a weight.
     target = torch.minimum(number * whole, whole.nextafter(torch.zeros_like(whole)))
     index = torch.searchsorted(running, target, right=True)
     before = running.gather(1, (index - 1).clamp_min(0)).masked_fill_(index == 0, 0.0)
@@ -450,13 +452,13 @@ def _invert(running: torch.Tensor, number: torch.Tensor) -> tuple[torch.Tensor, 
 
 
 def logprobs(scores: Scores, tokens: IntArray, num_alternatives: IntArray) -> list[TokenLogprobs]:
-    """Of each row's token, and of its likeliest alternatives, in the distribution that the logits alone make."""
+    """Log-probabilities of each row's token and of its likeliest alternatives, from the unmodified logits."""
     logits = scores.take(torch.from_numpy(tokens).unsqueeze(1))
     buffer = torch.empty(min(ROWS_AT_ONCE, len(scores)), scores.vocabulary)
     at_one = np.ones(len(scores))
     weights = (weigh(some, scores.top[rows], at_one[rows], buffer) for rows, some in scores.parts())
     whole = scores.top + torch.cat([one.sum(dim=-1, keepdim=True) for one in weights]).log()
-    # Written as numbers: several times as fast to add up as truth values.
+    # Floats are several times as fast to add up as booleans.
     likelier = [torch.gt(some, logits[rows], out=buffer[: len(some)]).sum(dim=-1) for rows, some in scores.parts()]
     values, ids = scores.likeliest(max(1, int(num_alternatives.max(initial=0))))
     found = zip(

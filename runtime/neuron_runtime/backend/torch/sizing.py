@@ -1,10 +1,10 @@
-"""Limits of the torch backend from configuration, model shape and free memory; or a refusal with the arithmetic.
+"""Derives the limits of the torch backend from configuration, model shape and free memory, or refuses with the numbers.
 
-Called once by the loader before weights are read. Pure: the free memory is handed in.
+Called once by the loader before weights are read. Pure: the caller passes the free memory.
 
-Defaults: 8 sequences; 512 tokens a step; the slot layout, or blocks of 16 when the configuration names a block size
-or a number of blocks or wants prefixes cached; the model's own length and room for all sequences at that length, less
-where memory is short.
+Defaults: 8 sequences; 512 tokens per step; the slot layout, or blocks of 16 if the configuration sets a block size, a
+number of blocks or prefix caching; the model's maximum length with room for all sequences at that length, or less if
+memory is short.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ DEFAULT_MAX_SEQUENCES = 8
 DEFAULT_MAX_STEP_TOKENS = 512
 DEFAULT_BLOCK_SIZE = 16
 SHARE_OF_MEMORY = 0.9
-"""Of what is free, the part that weights, scratch and cache may take; the rest is for the other processes."""
+"""Share of free memory for weights, scratch and cache; the rest is for other processes."""
 MIN_DEFAULT_LENGTH = 64
-"""Where less than this fits, the process ends instead of serving uselessly short answers."""
+"""If less than this fits, the process exits instead of serving uselessly short sequences."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,27 +39,29 @@ class Memory:
 
     @property
     def cache(self) -> int:
-        """What is left for keys and values; may be negative."""
+        """Memory left for keys and values; may be negative."""
         return int(self.available * SHARE_OF_MEMORY) - self.weights - self.scratch
 
     def __str__(self) -> str:
         return (
-            f"of {_gib(self.available)} free, {SHARE_OF_MEMORY:.0%} may be taken: weights {_gib(self.weights)}, "
-            f"scratch {_gib(self.scratch)}, which leaves {_gib(self.cache)} for the cache "
-            f"at {self.per_token} bytes a token"
+            f"{SHARE_OF_MEMORY:.0%} of {_gib(self.available)} free may be used: weights {_gib(self.weights)}, "
+            f"scratch {_gib(self.scratch)}, leaving {_gib(self.cache)} for the cache "
+            f"at {self.per_token} bytes per token"
         )
 
 
 def derive_limits(config: RuntimeConfig, model: DecoderConfig, dtype_bytes: int, available_bytes: int) -> BackendLimits:
-    """Decide every limit.
+    """Derive every limit.
 
     Raises:
-        InvalidConfig: a limit of the configuration cannot be; the field and the numbers are named.
-        FatalError: DEVICE_OUT_OF_MEMORY when even the least does not fit.
+        InvalidConfig: a configured limit is impossible; names the field and the numbers.
+        FatalError: DEVICE_OUT_OF_MEMORY if not even the minimum fits.
     """
     limits = config.limits
     if config.layout == "slots" and config.prefix_caching == "enabled":
-        raise InvalidConfig("$.prefixCaching", "layout slots shares nothing; leave out the layout, or use blocks")
+        raise InvalidConfig(
+            "$.prefixCaching", "layout slots cannot share prefixes; leave out the layout, or use blocks"
+        )
     wants_blocks = (
         config.layout == "blocks"
         or limits.block_size > 0
@@ -72,15 +74,15 @@ def derive_limits(config: RuntimeConfig, model: DecoderConfig, dtype_bytes: int,
     step_tokens = limits.max_step_tokens or max(DEFAULT_MAX_STEP_TOKENS, rows)
     if step_tokens < rows:
         raise InvalidConfig(
-            "$.limits.maxStepTokens", f"{step_tokens} is less than maxSequences ({rows}), one token each"
+            "$.limits.maxStepTokens", f"must be at least maxSequences ({rows}), one token each; got {step_tokens}"
         )
     if limits.max_model_length > model.max_position_embeddings:
         raise InvalidConfig(
             "$.limits.maxModelLength",
-            f"{limits.max_model_length} is more than the model's {model.max_position_embeddings} positions",
+            f"must be at most the model's {model.max_position_embeddings} positions, got {limits.max_model_length}",
         )
     if limits.max_model_length == 1:
-        raise InvalidConfig("$.limits.maxModelLength", "must be at least 2: a token of the prompt, one of the answer")
+        raise InvalidConfig("$.limits.maxModelLength", "must be at least 2: one prompt token and one output token")
     memory = _memory(model, dtype_bytes, available_bytes, rows, step_tokens)
     if memory.cache < MIN_DEFAULT_LENGTH * memory.per_token:
         raise FatalError(ExitCode.DEVICE_OUT_OF_MEMORY, f"not enough memory for this model: {memory}")
@@ -96,7 +98,7 @@ def derive_limits(config: RuntimeConfig, model: DecoderConfig, dtype_bytes: int,
         chunks_prefill=config.chunked_prefill != "disabled",
         block_size=block_size,
         num_blocks=num_blocks,
-        # Compact slots are read in place; blocks may be shared, as rows may start anywhere.
+        # Compact slots are read in place. Blocks may be shared, because rows may start anywhere.
         lowest_slot_first=not wants_blocks,
         shares_prefixes=wants_blocks and config.prefix_caching != "disabled",
         sampling="Host",
@@ -112,7 +114,7 @@ def _slots(config: RuntimeConfig, model: DecoderConfig, memory: Memory, rows: in
     fits = memory.cache // (rows * memory.per_token)
     length = config.limits.max_model_length or min(model.max_position_embeddings, fits)
     if length > fits or length < min(MIN_DEFAULT_LENGTH, model.max_position_embeddings) > fits:
-        # Whoever set the length is told about it; else the number of sequences is what can be changed.
+        # Name the length if the configuration sets it; otherwise the number of sequences is what can be changed.
         field = "$.limits.maxModelLength" if config.limits.max_model_length else "$.limits.maxSequences"
         raise InvalidConfig(field, f"{rows} sequences of {max(length, MIN_DEFAULT_LENGTH)} tokens do not fit: {memory}")
     return length, rows, length
@@ -126,14 +128,15 @@ def _blocks(config: RuntimeConfig, model: DecoderConfig, memory: Memory, rows: i
     num_blocks = config.limits.num_blocks or min(rows * per_sequence, fits)
     if num_blocks > fits:
         field = "$.limits.numBlocks" if config.limits.num_blocks else "$.limits.maxModelLength"
-        raise InvalidConfig(field, f"{num_blocks} blocks of {size} tokens do not fit, {fits} would: {memory}")
+        raise InvalidConfig(field, f"{num_blocks} blocks of {size} tokens do not fit, at most {fits} do: {memory}")
     if num_blocks < per_sequence:
         if not config.limits.max_model_length:
             return size, num_blocks, num_blocks * size
         field = "$.limits.numBlocks" if config.limits.num_blocks else "$.limits.maxModelLength"
         raise InvalidConfig(
             field,
-            f"one sequence of {length} tokens needs {per_sequence} blocks of {size}, there are {num_blocks}: {memory}",
+            f"one sequence of {length} tokens needs {per_sequence} blocks of {size}, but there are {num_blocks}: "
+            f"{memory}",
         )
     return size, num_blocks, length
 
@@ -143,11 +146,11 @@ def _memory(model: DecoderConfig, dtype_bytes: int, available_bytes: int, rows: 
     for shape in tensor_shapes(model).values():
         num_parameters += shape[0] * (shape[1] if len(shape) == 2 else 1)
     embedding = model.vocabulary_size * model.hidden_size
-    # A tied head is a second, packed copy. While a weight is packed it exists twice: the largest is an embedding.
+    # A tied head is a second, packed copy. A weight exists twice while it is packed; the largest is an embedding.
     weights = (num_parameters + embedding * (1 + model.tied_embeddings)) * dtype_bytes
     activations = step_tokens * (8 * model.hidden_size + 3 * model.intermediate_size) * 4
-    # Logits as the head gives them, as float32, and once more where both changed and reported; beside them what
-    # is computed over a few rows at once.
+    # Logits from the head, as float32, and a copy where they are both adjusted and reported; plus scratch for a few
+    # rows at a time.
     scores = model.vocabulary_size * (rows * 3 * 4 + ROWS_AT_ONCE * 8 * 8)
     return Memory(
         available=available_bytes,

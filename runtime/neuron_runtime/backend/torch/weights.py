@@ -1,6 +1,6 @@
-"""Tensors of a checkpoint, read memory-mapped and one at a time, straight into the layout the decoder computes with.
+"""Reads the tensors of a checkpoint, memory-mapped and one at a time, into the decoder's layout.
 
-Called by `load_backend`. Checks names and shapes before the first byte is read; reports progress in bytes.
+Called by `load_backend`. Checks names and shapes before it reads any data; reports progress in bytes.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ MAX_NAMED = 5
 
 
 def check_tensors(checkpoint: Checkpoint, shapes: Mapping[str, tuple[int, ...]]) -> None:
-    """The checkpoint holds what the model needs, in the right shapes, and nothing unknown.
+    """Check that the checkpoint has exactly the model's tensors in the right shapes.
 
     Raises:
-        InvalidModel: naming missing and unexpected tensors, or the first wrong shape or dtype with its file.
+        InvalidModel: names missing and unexpected tensors, or the first wrong shape or dtype with its file.
     """
     missing = [name for name in shapes if name not in checkpoint.tensors]
     unexpected = sorted(name for name in checkpoint.tensors if name not in shapes and not _ignored(name))
@@ -33,18 +33,18 @@ def check_tensors(checkpoint: Checkpoint, shapes: Mapping[str, tuple[int, ...]])
         parts = [
             f"{what}: {_named(names)}" for what, names in (("missing", missing), ("unexpected", unexpected)) if names
         ]
-        raise InvalidModel(f"{checkpoint.folder}: the weights do not fit config.json; tensors {'; '.join(parts)}")
+        raise InvalidModel(f"{checkpoint.folder}: the weights do not match config.json; tensors {'; '.join(parts)}")
     for name, shape in shapes.items():
         tensor = checkpoint.tensors[name]
         where = f"{checkpoint.folder / tensor.file}: tensor {name}"
         if tensor.shape != shape:
-            raise InvalidModel(f"{where} has shape {list(tensor.shape)}, config.json wants {list(shape)}")
+            raise InvalidModel(f"{where} has shape {list(tensor.shape)}, config.json requires {list(shape)}")
         if tensor.dtype not in READABLE_DTYPES:
-            raise InvalidModel(f"{where} has dtype {tensor.dtype}, readable are {', '.join(READABLE_DTYPES)}")
+            raise InvalidModel(f"{where} has dtype {tensor.dtype}; supported dtypes are {', '.join(READABLE_DTYPES)}")
 
 
 class WeightReader:
-    """Hands out tensors of a checkpoint by name, converted to one dtype; a context manager that holds the files."""
+    """Returns tensors of a checkpoint by name, converted to one dtype. A context manager that keeps the files open."""
 
     def __init__(self, checkpoint: Checkpoint, dtype: torch.dtype, progress: ProgressCallback) -> None:
         self._checkpoint = checkpoint
@@ -62,7 +62,7 @@ class WeightReader:
         self._files.clear()
 
     def take(self, *names: str) -> torch.Tensor:
-        """The named tensors below each other as one new contiguous tensor."""
+        """The named tensors concatenated along the first dimension as a new contiguous tensor."""
         infos = [self._checkpoint.tensors[name] for name in names]
         rows = sum(info.shape[0] for info in infos)
         out = torch.empty((rows, *infos[0].shape[1:]), dtype=self._dtype)
@@ -86,7 +86,7 @@ def _open(path: Path) -> safe_open:
 
 
 def _ignored(name: str) -> bool:
-    # Tied checkpoints may carry a copy of the embedding, old ones the rotary frequencies: both follow from the rest.
+    # Tied checkpoints may contain a copy of the embedding, old ones the rotary frequencies; both are redundant.
     return name == "lm_head.weight" or name.endswith(".rotary_emb.inv_freq")
 
 
