@@ -236,8 +236,8 @@ class Serving(SpecPart, frozen=True):
     ] = None
     reasoning_parser: Annotated[
         Literal["deepseek_r1", "qwen3"] | None,
-        "The format of the model's thoughts, which are then [separated from the answer]"
-        "(runtime.md#models-that-think). By default they stay in the answer.",
+        "The format of the model's reasoning, which is then [separated from the answer]"
+        "(runtime.md#reasoning-models). By default it stays in the answer.",
         ConfigKey("text.reasoningParser"),
     ] = None
     access_log: Annotated[

@@ -129,7 +129,7 @@ def test_the_docs_show_the_panels_of_the_board_in_its_order() -> None:
         else:
             expected.append([row, panel["title"], panel["description"]])
             row = ""
-    assert table("The board") == expected
+    assert table("Grafana board") == expected
 
 
 def test_the_docs_list_the_alerts_with_their_severity() -> None:
@@ -242,12 +242,12 @@ def test_the_board_shows_what_the_load_did(
     assert {reason: count for reason, count in rates("Refused requests").items() if count != 0} == expected.refused
     assert rates("Tokens") == {"": sum(expected.prompts)}
     assert rates("Preemptions") == {"chat-0": expected.preemptions}
-    assert results["Replicas that serve / A"].numbers == [1]
-    hits = results["Prompt tokens from the prefix cache / A"].value(pod="chat-0")
+    assert results["Ready replicas / A"].numbers == [1]
+    hits = results["Prefix cache hit rate / A"].value(pod="chat-0")
     assert hits == pytest.approx(expected.prefix_hits / sum(expected.prompts))
-    assert results["Device busy / A"].value(pod="chat-0") > 0
+    assert results["Device utilization / A"].value(pod="chat-0") > 0
     assert results["Padding waste / A"].value(kind="decode", bucket="none") == 0
-    assert results["Length of prompts / A"].numbers[0] <= max(expected.prompts)
+    assert results["Prompt length / A"].numbers[0] <= max(expected.prompts)
 
 
 @pytest.mark.slow
