@@ -11,66 +11,56 @@ from collections.abc import Mapping
 from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
-from msgspec import Meta
 
 from neuron_runtime.config import ServerOptions
 from neuron_runtime.errors import InvalidRequest
 from neuron_runtime.not_built import Surface, is_neutral, refuse
-from neuron_runtime.requests.parameters import ON_LOGITS, ON_TOKENS, parameter, parameters_of
+from neuron_runtime.requests.parameters import ON_LOGITS, ON_TOKENS, Parameter, parameters_of
 from neuron_runtime.requests.sampling_fields import DEFAULT_COMPLETION_TOKENS, SamplingFields
 
 MAX_SALT_CHARACTERS = 256
 
-_NOT_BUILT = Meta(description="Not supported yet")
+_NOT_BUILT = "Not supported yet"
 
 
 class StreamOptions(msgspec.Struct, frozen=True):
     """What a stream tells besides text."""
 
-    include_usage: Annotated[bool | None, parameter("A last event with the usage")] = None
-    continuous_usage_stats: Annotated[bool | None, parameter("The usage in each event; with `include_usage`")] = None
-    include_obfuscation: Annotated[bool | None, parameter("Accepted; nothing is padded")] = None
+    include_usage: Annotated[bool | None, "A last event with the usage"] = None
+    continuous_usage_stats: Annotated[bool | None, "The usage in each event; with `include_usage`"] = None
+    include_obfuscation: Annotated[bool | None, "Accepted; nothing is padded"] = None
 
 
 class Generate(SamplingFields, kw_only=True):
     """The fields that both generating routes share. Unknown ones are ignored."""
 
-    model: Annotated[str | None, parameter("One of the served names. Left out: the model that is served")] = None
+    model: Annotated[str | None, "One of the served names. Left out: the model that is served"] = None
     add_special_tokens: Annotated[
         bool | None,
-        parameter(
-            "Add what the tokenizer puts around a text, such as a BOS; a chat's template writes its own. Left out: "
-            "true for completions, false for chats"
-        ),
+        "Add what the tokenizer puts around a text, such as a BOS; a chat's template writes its own. Left out: "
+        "true for completions, false for chats",
     ] = None
     return_token_ids: Annotated[
         bool | None,
-        parameter(
-            "Return `token_ids` in each choice, and `prompt_token_ids` beside it (chat: beside the choices)",
-            default=False,
-        ),
+        "Return `token_ids` in each choice, and `prompt_token_ids` beside it (chat: beside the choices)",
+        Parameter(default=False),
     ] = None
     return_tokens_as_token_ids: Annotated[
-        bool | None, parameter("Log-probabilities name tokens `token_id:N`", default=False)
+        bool | None, "Log-probabilities name tokens `token_id:N`", Parameter(default=False)
     ] = None
     priority: Annotated[
-        int | None, parameter("Lower numbers are served first", ge=-(2**31), le=2**31 - 1, default=0)
+        int | None, "Lower numbers are served first", Parameter(lowest=-(2**31), highest=2**31 - 1, default=0)
     ] = None
     cache_salt: Annotated[
         str | None,
-        parameter(
-            f"At most {MAX_SALT_CHARACTERS} characters. Only requests of the same salt share cached beginnings of "
-            "prompts",
-            default="",
-        ),
+        f"At most {MAX_SALT_CHARACTERS} characters. Only requests of the same salt share cached beginnings of prompts",
+        Parameter(default=""),
     ] = None
-    stream: Annotated[bool | None, parameter("Server-sent events, ended by `[DONE]`", default=False)] = None
+    stream: Annotated[bool | None, "Server-sent events, ended by `[DONE]`", Parameter(default=False)] = None
     stream_options: Annotated[
         StreamOptions | None,
-        parameter(
-            "With `stream`. `include_usage`: a last event with the usage; `continuous_usage_stats`: the usage in each "
-            "event; `include_obfuscation`: accepted, nothing is padded"
-        ),
+        "With `stream`. `include_usage`: a last event with the usage; `continuous_usage_stats`: the usage in each "
+        "event; `include_obfuscation`: accepted, nothing is padded",
     ] = None
 
 
@@ -79,38 +69,26 @@ class CompletionBody(Generate, kw_only=True):
 
     prompt: Annotated[
         str | list[str | int | list[int]],
-        parameter(
-            "A text, a list of texts, a list of token ids, or a list of such lists; at most "
-            f"{ServerOptions().max_prompts} prompts"
-        ),
+        "A text, a list of texts, a list of token ids, or a list of such lists; at most "
+        f"{ServerOptions().max_prompts} prompts",
     ]
     max_tokens: Annotated[
         int | None,
-        parameter(
-            "The largest number of tokens of the answer; prompt and answer together must fit. 0 only with `echo`. Left "
-            f"out: the model's `max_new_tokens`, else {DEFAULT_COMPLETION_TOKENS}",
-            ON_TOKENS,
-            ge=0,
-        ),
+        "The largest number of tokens of the answer; prompt and answer together must fit. 0 only with `echo`. Left "
+        f"out: the model's `max_new_tokens`, else {DEFAULT_COMPLETION_TOKENS}",
+        Parameter(ON_TOKENS, lowest=0),
     ] = None
     logprobs: Annotated[
         int | None,
-        parameter(
-            "Log-probabilities of the answer's tokens, with this many alternatives each, the chosen one always",
-            ON_LOGITS,
-            ge=0,
-        ),
+        "Log-probabilities of the answer's tokens, with this many alternatives each, the chosen one always",
+        Parameter(ON_LOGITS, lowest=0),
     ] = None
     echo: Annotated[
         bool | None,
-        parameter(
-            "The prompt stands before each answer; with `logprobs`, its log-probabilities too",
-            ON_TOKENS,
-            neutral=(False,),
-            default=False,
-        ),
+        "The prompt stands before each answer; with `logprobs`, its log-probabilities too",
+        Parameter(ON_TOKENS, neutral=(False,), default=False),
     ] = None
-    best_of: Annotated[int | None, parameter("1 or `n`", neutral=(1,))] = None
+    best_of: Annotated[int | None, "1 or `n`", Parameter(neutral=(1,))] = None
 
     def __post_init__(self) -> None:
         if self.max_tokens is not None and self.max_tokens < 1 and not self.echo:
@@ -121,8 +99,8 @@ class CompletionBody(Generate, kw_only=True):
 class ContentPart(msgspec.Struct, frozen=True):
     """A part of a message; only texts are served."""
 
-    type: Annotated[str, Meta(description="`text`; other types are not supported yet")]
-    text: Annotated[str | None, Meta(description="The text; required")] = None
+    type: Annotated[str, "`text`; other types are not supported yet"]
+    text: Annotated[str | None, "The text; required"] = None
 
 
 class Message(msgspec.Struct, frozen=True):
@@ -130,17 +108,13 @@ class Message(msgspec.Struct, frozen=True):
 
     role: Annotated[
         Literal["system", "developer", "user", "assistant", "tool", "function"],
-        Meta(
-            description="Author of the message; `developer` is a system message where the template knows no such "
-            "role, `tool` and `function` are not supported yet"
-        ),
+        "Author of the message; `developer` is a system message where the template knows no such "
+        "role, `tool` and `function` are not supported yet",
     ]
-    content: Annotated[
-        str | list[ContentPart] | None, Meta(description="A text or a list of parts; required but for `assistant`")
-    ] = None
-    name: Annotated[str | None, Meta(description="Name of the author, for the template")] = None
-    reasoning: Annotated[str | None, Meta(description="Reasoning of an earlier answer, for the template")] = None
-    reasoning_content: Annotated[str | None, Meta(description="The older name of `reasoning`")] = None
+    content: Annotated[str | list[ContentPart] | None, "A text or a list of parts; required but for `assistant`"] = None
+    name: Annotated[str | None, "Name of the author, for the template"] = None
+    reasoning: Annotated[str | None, "Reasoning of an earlier answer, for the template"] = None
+    reasoning_content: Annotated[str | None, "The older name of `reasoning`"] = None
     refusal: Annotated[str | None, _NOT_BUILT] = None
     audio: Annotated[Any, _NOT_BUILT] = None
     function_call: Annotated[Any, _NOT_BUILT] = None
@@ -150,17 +124,15 @@ class Message(msgspec.Struct, frozen=True):
 
 AddGenerationPrompt = Annotated[
     bool | None,
-    parameter("The template opens an answer. Left out: true, false with `continue_final_message`", neutral=(True,)),
+    "The template opens an answer. Left out: true, false with `continue_final_message`",
+    Parameter(neutral=(True,)),
 ]
 ContinueFinalMessage = Annotated[
     bool | None,
-    parameter(
-        "The last message is left open and the answer continues it; not together with `add_generation_prompt`",
-        neutral=(False,),
-        default=False,
-    ),
+    "The last message is left open and the answer continues it; not together with `add_generation_prompt`",
+    Parameter(neutral=(False,), default=False),
 ]
-TemplateVariables = Annotated[dict[str, Any] | None, parameter("Variables for the template", neutral=({},))]
+TemplateVariables = Annotated[dict[str, Any] | None, "Variables for the template", Parameter(neutral=({},))]
 
 
 class ChatBody(Generate, kw_only=True):
@@ -168,53 +140,52 @@ class ChatBody(Generate, kw_only=True):
 
     messages: Annotated[
         list[Message],
-        parameter(
-            "Roles `system`, `developer` (a system message where the template knows no developers), `user`, "
-            "`assistant`; `content` is a text or a list of `text` parts; `name` and, of earlier answers, `reasoning` "
-            "or `reasoning_content` are given to the template"
-        ),
+        "Roles `system`, `developer` (a system message where the template knows no developers), `user`, "
+        "`assistant`; `content` is a text or a list of `text` parts; `name` and, of earlier answers, `reasoning` "
+        "or `reasoning_content` are given to the template",
     ]
     add_generation_prompt: AddGenerationPrompt = None
     continue_final_message: ContinueFinalMessage = None
     chat_template_kwargs: TemplateVariables = None
     reasoning_effort: Annotated[
-        str | None, parameter("A variable for the template; refused where the template does not read it")
+        str | None, "A variable for the template; refused where the template does not read it"
     ] = None
     max_completion_tokens: Annotated[
-        int | None, parameter("The newer name of `max_tokens`; the two must not differ", ON_TOKENS, ge=1)
+        int | None, "The newer name of `max_tokens`; the two must not differ", Parameter(ON_TOKENS, lowest=1)
     ] = None
     logprobs: Annotated[
-        bool | None, parameter("Log-probabilities of the answer's tokens", ON_LOGITS, neutral=(False,), default=False)
+        bool | None, "Log-probabilities of the answer's tokens", Parameter(ON_LOGITS, neutral=(False,), default=False)
     ] = None
     top_logprobs: Annotated[
         int | None,
-        parameter("This many alternatives per token; with `logprobs`", ON_LOGITS, ge=0, neutral=(0,), default=0),
+        "This many alternatives per token; with `logprobs`",
+        Parameter(ON_LOGITS, lowest=0, neutral=(0,), default=0),
     ] = None
     include_reasoning: Annotated[
-        bool | None, parameter("Show the thoughts of a model that thinks", neutral=(True,), default=True)
+        bool | None, "Show the thoughts of a model that thinks", Parameter(neutral=(True,), default=True)
     ] = None
 
 
 class TokenizeBody(msgspec.Struct, kw_only=True):
     """A text or a chat."""
 
-    model: Annotated[str | None, parameter("One of the served names")] = None
-    prompt: Annotated[str | None, parameter("A text; either this or `messages`")] = None
-    messages: Annotated[list[Message] | None, parameter("A chat, written with the model's template")] = None
+    model: Annotated[str | None, "One of the served names"] = None
+    prompt: Annotated[str | None, "A text; either this or `messages`"] = None
+    messages: Annotated[list[Message] | None, "A chat, written with the model's template"] = None
     add_special_tokens: Annotated[
-        bool | None, parameter("Add what the tokenizer puts around a text. Left out: true for a text, false for a chat")
+        bool | None, "Add what the tokenizer puts around a text. Left out: true for a text, false for a chat"
     ] = None
     add_generation_prompt: AddGenerationPrompt = None
     continue_final_message: ContinueFinalMessage = None
     chat_template_kwargs: TemplateVariables = None
-    return_token_strs: Annotated[bool | None, parameter("Return the tokens as texts too", default=False)] = None
+    return_token_strs: Annotated[bool | None, "Return the tokens as texts too", Parameter(default=False)] = None
 
 
 class DetokenizeBody(msgspec.Struct, kw_only=True):
     """Tokens."""
 
-    model: Annotated[str | None, parameter("One of the served names")] = None
-    tokens: Annotated[list[int], parameter("Token ids")]
+    model: Annotated[str | None, "One of the served names"] = None
+    tokens: Annotated[list[int], "Token ids"]
 
 
 ROUTES: dict[type[msgspec.Struct], str] = {CompletionBody: "/v1/completions", ChatBody: "/v1/chat/completions"}

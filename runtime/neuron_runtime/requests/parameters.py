@@ -1,6 +1,6 @@
 """How a field of a request is declared: its meaning, range, neutral values, default, and which sampling mode serves it.
 
-`bodies` declares each field once with `parameter(...)`; range checks, defaults of a model, the offline class, the
+`bodies` declares each field once with a `Parameter`; range checks, defaults of a model, the offline class, the
 published schema and the tables of the docs read it from there. The sampling mode of a model is decided when it is
 compiled: `Device` (the device returns tokens alone), `DeviceWithLogits` (it also returns the logits of the sampled
 position, for the rows that need them), `Host` (the host samples).
@@ -8,13 +8,13 @@ position, for the rows that need them), `Host` (the host samples).
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from enum import Enum
 from functools import cache
-from typing import Any, get_type_hints
+from typing import Any, get_args, get_type_hints
 
 import msgspec
-from msgspec import Meta
 
 from neuron_runtime.core import BackendLimits
 from neuron_runtime.errors import InvalidRequest
@@ -40,24 +40,25 @@ ON_TOKENS = (Where.HOST, Where.HOST, Where.HOST)
 
 @dataclass(frozen=True, slots=True)
 class Parameter:
-    """What is known of one field besides its name and type.
+    """What is known of one field besides its name, type and description.
 
     modes: what acts on it in each of MODES; empty for a field that does not sample.
-    neutral: the values besides None that change nothing; every mode and every route accepts them.
     lowest, highest: the range of a number, both ends included unless `above`; None: no end, or one that depends on the
         model.
+    neutral: the values besides None that change nothing; every mode and every route accepts them.
     default: what None means where the model has no default of its own.
     setting: the name in a model's generation_config.json that holds its own default; empty: there is none.
+    description: see `parameters_of`.
     """
 
-    description: str
     modes: tuple[Where, ...] = ()
-    neutral: tuple[Any, ...] = ()
     lowest: float | None = None
     highest: float | None = None
     above: bool = False
+    neutral: tuple[Any, ...] = ()
     default: Any = None
     setting: str = ""
+    description: str = ""
 
     @property
     def range(self) -> str:
@@ -82,34 +83,24 @@ class Parameter:
             raise InvalidRequest(f"`{name}` must be {self.range}, got {value}", field=name)
 
 
-def parameter(
-    description: str,
-    modes: tuple[Where, ...] = (),
-    *,
-    neutral: tuple[Any, ...] = (),
-    ge: float | None = None,
-    gt: float | None = None,
-    le: float | None = None,
-    default: Any = None,
-    setting: str = "",
-) -> Meta:
-    """The annotation of a field of a body; see `Parameter`. The range also stands in the JSON schema of the body."""
-    low = ge if gt is None else gt
-    row = Parameter(description, modes, neutral, low, le, gt is not None, default, setting)
-    ends = {"minimum": ge, "exclusiveMinimum": gt, "maximum": le}
-    schema = {name: end for name, end in ends.items() if end is not None}
-    return Meta(description=description, extra_json_schema=schema, extra={"parameter": row})
-
-
 @cache
-def parameters_of(body_type: type[msgspec.Struct]) -> dict[str, Parameter]:
-    """Every field of a body that is declared with `parameter`, by name."""
+def parameters_of(struct: type[msgspec.Struct]) -> dict[str, Parameter]:
+    """Every field by name, declared as `Annotated[type, "What it means", Parameter(...)]`; either may be absent."""
     return {
-        name: meta.extra["parameter"]
-        for name, hint in get_type_hints(body_type, include_extras=True).items()
-        for meta in getattr(hint, "__metadata__", ())
-        if isinstance(meta, Meta) and meta.extra
+        name: replace(
+            next((one for one in found if isinstance(one, Parameter)), Parameter()),
+            description=next((one for one in found if isinstance(one, str)), ""),
+        )
+        for name, hint in get_type_hints(struct, include_extras=True).items()
+        for found in [tuple(_annotations(hint))]
     }
+
+
+def _annotations(hint: Any) -> Iterator[Any]:
+    """What a type is annotated with, as a whole before its parts."""
+    yield from getattr(hint, "__metadata__", ())
+    for part in get_args(hint):
+        yield from _annotations(part)
 
 
 def check_served(body: msgspec.Struct, limits: BackendLimits) -> None:

@@ -14,84 +14,77 @@ from msgspec import UNSET, Meta, UnsetType
 Count = Annotated[int, Meta(ge=0)]
 Positive = Annotated[int, Meta(ge=1)]
 TokenId = Annotated[int, Meta(ge=0)]
-Created = Annotated[int, Meta(description="Seconds since 1970.")]
-ModelName = Annotated[str, Meta(description="The first served name.")]
-Index = Annotated[
-    int, Meta(ge=0, description="Position of the choice: the prompt's number times `n`, plus the answer's.")
-]
+Created = Annotated[int, "Seconds since 1970."]
+ModelName = Annotated[str, "The first served name."]
+Index = Annotated[Count, "Position of the choice: the prompt's number times `n`, plus the answer's."]
 FinishReason = Annotated[
     Literal["stop", "length", "abort", "error"],
-    Meta(description="`stop`: an end token or a stop text; `length`: `max_tokens` or the model's length is reached."),
+    "`stop`: an end token or a stop text; `length`: `max_tokens` or the model's length is reached.",
 ]
 StopReason = Annotated[
     int | str | None,
-    Meta(description="The stop text, or the id of the stop token; null for the tokenizer's own end token."),
+    "The stop text, or the id of the stop token; null for the tokenizer's own end token.",
 ]
-TokenIds = Annotated[list[TokenId], Meta(description="Ids of the new tokens; with `return_token_ids`.")]
-PromptTokenIds = Annotated[list[TokenId], Meta(description="Ids of the prompt's tokens; with `return_token_ids`.")]
-Reasoning = Annotated[str | None, Meta(description="What the model thought; only where a reasoning parser is in use.")]
-ReasoningContent = Annotated[str | None, Meta(description="The same as `reasoning`, under the field's older name.")]
-Text = Annotated[str, Meta(description="Text of the answer, or the new part of it.")]
-RequestId = Annotated[str, Meta(description="The server's own id of this answer.")]
+TokenIds = Annotated[list[TokenId], "Ids of the new tokens; with `return_token_ids`."]
+PromptTokenIds = Annotated[list[TokenId], "Ids of the prompt's tokens; with `return_token_ids`."]
+Reasoning = Annotated[str | None, "What the model thought; only where a reasoning parser is in use."]
+ReasoningContent = Annotated[str | None, "The same as `reasoning`, under the field's older name."]
+Text = Annotated[str, "Text of the answer, or the new part of it."]
+RequestId = Annotated[str, "The server's own id of this answer."]
 
 
 class PromptLogprob(msgspec.Struct):
     """One token that could stand at a position of the prompt."""
 
-    logprob: Annotated[float, Meta(description="Natural logarithm of the token's probability.")]
-    rank: Annotated[Positive, Meta(description="1 for the likeliest token.")]
-    decoded_token: Annotated[str, Meta(description="The token's text.")]
+    logprob: Annotated[float, "Natural logarithm of the token's probability."]
+    rank: Annotated[Positive, "1 for the likeliest token."]
+    decoded_token: Annotated[str, "The token's text."]
 
 
 PromptLogprobs = Annotated[
     list[dict[str, PromptLogprob] | None],
-    Meta(description="For each token of the prompt the likeliest ones by token id, null for the first; "
-         "with `prompt_logprobs`."),
-]  # fmt: skip
+    "For each token of the prompt the likeliest ones by token id, null for the first; with `prompt_logprobs`.",
+]
 
 
 class PromptTokensDetails(msgspec.Struct):
     """Where the prompt's tokens came from."""
 
-    cached_tokens: Annotated[Count, Meta(description="Tokens found in the prefix cache.")]
+    cached_tokens: Annotated[Count, "Tokens found in the prefix cache."]
 
 
 class CompletionTokensDetails(msgspec.Struct):
     """What the answer's tokens are."""
 
-    reasoning_tokens: Annotated[Count, Meta(description="Tokens of the reasoning.")]
+    reasoning_tokens: Annotated[Count, "Tokens of the reasoning."]
 
 
 class Usage(msgspec.Struct):
     """Numbers of tokens. A prompt counts once, however many answers it got."""
 
-    prompt_tokens: Annotated[Count, Meta(description="Tokens of all prompts.")]
-    completion_tokens: Annotated[Count, Meta(description="Tokens of all answers.")]
-    total_tokens: Annotated[Count, Meta(description="Both together.")]
-    prompt_tokens_details: Annotated[
-        PromptTokensDetails | UnsetType, Meta(description="Absent from the usage of a single event.")
-    ] = UNSET
+    prompt_tokens: Annotated[Count, "Tokens of all prompts."]
+    completion_tokens: Annotated[Count, "Tokens of all answers."]
+    total_tokens: Annotated[Count, "Both together."]
+    prompt_tokens_details: Annotated[PromptTokensDetails | UnsetType, "Absent from the usage of an event."] = UNSET
     completion_tokens_details: Annotated[
-        CompletionTokensDetails | UnsetType, Meta(description="Only where a reasoning parser is in use.")
+        CompletionTokensDetails | UnsetType, "Only where a reasoning parser is in use."
     ] = UNSET
 
 
 ChunkUsage = Annotated[
     Usage | UnsetType | None,
-    Meta(description="With `stream_options.include_usage`: null but in the last event; "
-         "with `continuous_usage_stats` the numbers so far in each."),
-]  # fmt: skip
+    "With `stream_options.include_usage`: null but in the last event; "
+    "with `continuous_usage_stats` the numbers so far in each.",
+]
 
 
 class CompletionLogprobs(msgspec.Struct):
     """Log-probabilities of a completion's tokens, one entry for each token."""
 
-    text_offset: Annotated[list[int], Meta(description="Character of the text at which each token begins.")]
-    token_logprobs: Annotated[list[float | None], Meta(description="Null for the first token of an echoed prompt.")]
-    tokens: Annotated[list[str], Meta(description="Texts of the tokens, or `bytes:\\x..` where they are not text.")]
-    top_logprobs: Annotated[
-        list[dict[str, float] | None], Meta(description="The likeliest tokens at each position, and the chosen one.")
-    ]
+    text_offset: Annotated[list[int], "Character of the text at which each token begins."]
+    token_logprobs: Annotated[list[float | None], "Null for the first token of an echoed prompt."]
+    tokens: Annotated[list[str], "Texts of the tokens, or `bytes:\\x..` where they are not text."]
+    top_logprobs: Annotated[list[dict[str, float] | None], "The likeliest tokens at each position, and the chosen one."]
 
 
 class CompletionChoice(msgspec.Struct):
@@ -99,7 +92,7 @@ class CompletionChoice(msgspec.Struct):
 
     index: Index
     text: Text
-    logprobs: Annotated[CompletionLogprobs | None, Meta(description="With `logprobs`, else null.")]
+    logprobs: Annotated[CompletionLogprobs | None, "With `logprobs`, else null."]
     finish_reason: FinishReason
     stop_reason: StopReason
     token_ids: TokenIds | UnsetType = UNSET
@@ -111,11 +104,11 @@ class Completion(msgspec.Struct):
     """A whole completion."""
 
     id: RequestId
-    object: Annotated[Literal["text_completion"], Meta(description="The kind of object.")]
+    object: Annotated[Literal["text_completion"], "The kind of object."]
     created: Created
     model: ModelName
-    choices: Annotated[list[CompletionChoice], Meta(description="`n` answers for each prompt, prompt by prompt.")]
-    usage: Annotated[Usage, Meta(description="Numbers of tokens.")]
+    choices: Annotated[list[CompletionChoice], "`n` answers for each prompt, prompt by prompt."]
+    usage: Annotated[Usage, "Numbers of tokens."]
 
 
 class CompletionChunkChoice(msgspec.Struct):
@@ -123,8 +116,8 @@ class CompletionChunkChoice(msgspec.Struct):
 
     index: Index
     text: Text
-    logprobs: Annotated[CompletionLogprobs | None, Meta(description="With `logprobs`, else null.")]
-    finish_reason: Annotated[FinishReason | None, Meta(description="Null until the answer's last event.")]
+    logprobs: Annotated[CompletionLogprobs | None, "With `logprobs`, else null."]
+    finish_reason: Annotated[FinishReason | None, "Null until the answer's last event."]
     stop_reason: StopReason | UnsetType = UNSET
     token_ids: TokenIds | UnsetType = UNSET
     prompt_token_ids: PromptTokenIds | UnsetType = UNSET
@@ -134,40 +127,40 @@ class CompletionChunk(msgspec.Struct):
     """Data of one server-sent event of a completion."""
 
     id: RequestId
-    object: Annotated[Literal["text_completion"], Meta(description="The kind of object.")]
+    object: Annotated[Literal["text_completion"], "The kind of object."]
     created: Created
     model: ModelName
-    choices: Annotated[list[CompletionChunkChoice], Meta(description="One choice; none in the event with the usage.")]
+    choices: Annotated[list[CompletionChunkChoice], "One choice; none in the event with the usage."]
     usage: ChunkUsage = UNSET
 
 
 class TopLogprob(msgspec.Struct):
     """A token and its log-probability."""
 
-    token: Annotated[str, Meta(description="The token's text.")]
-    logprob: Annotated[float, Meta(description="Natural logarithm of the token's probability.")]
-    bytes: Annotated[list[int], Meta(description="The token's bytes; it may be a part of a character.")]
+    token: Annotated[str, "The token's text."]
+    logprob: Annotated[float, "Natural logarithm of the token's probability."]
+    bytes: Annotated[list[int], "The token's bytes; it may be a part of a character."]
 
 
 class TokenLogprob(TopLogprob):
     """A token of the answer, with the likeliest ones at its position."""
 
-    top_logprobs: Annotated[list[TopLogprob], Meta(description="`top_logprobs` of them, the likeliest first.")]
+    top_logprobs: Annotated[list[TopLogprob], "`top_logprobs` of them, the likeliest first."]
 
 
 class ChatLogprobs(msgspec.Struct):
     """Log-probabilities of a chat completion's tokens."""
 
-    content: Annotated[list[TokenLogprob], Meta(description="One entry for each token.")]
-    refusal: Annotated[None, Meta(description="Always null: no refusals are told apart.")]
+    content: Annotated[list[TokenLogprob], "One entry for each token."]
+    refusal: Annotated[None, "Always null: no refusals are told apart."]
 
 
 class ChatAnswer(msgspec.Struct):
     """The message that the model wrote."""
 
-    role: Annotated[Literal["assistant"], Meta(description="Role of the message.")]
-    content: Annotated[str | None, Meta(description="Text of the message; null where everything is reasoning.")]
-    refusal: Annotated[None, Meta(description="Always null: no refusals are told apart.")]
+    role: Annotated[Literal["assistant"], "Role of the message."]
+    content: Annotated[str | None, "Text of the message; null where everything is reasoning."]
+    refusal: Annotated[None, "Always null: no refusals are told apart."]
     reasoning: Reasoning | UnsetType = UNSET
     reasoning_content: ReasoningContent | UnsetType = UNSET
 
@@ -176,8 +169,8 @@ class ChatChoice(msgspec.Struct):
     """One answer of a chat completion."""
 
     index: Index
-    message: Annotated[ChatAnswer, Meta(description="The message.")]
-    logprobs: Annotated[ChatLogprobs | None, Meta(description="With `logprobs`, else null.")]
+    message: Annotated[ChatAnswer, "The message."]
+    logprobs: Annotated[ChatLogprobs | None, "With `logprobs`, else null."]
     finish_reason: FinishReason
     stop_reason: StopReason
     token_ids: TokenIds | UnsetType = UNSET
@@ -187,11 +180,11 @@ class ChatCompletion(msgspec.Struct):
     """A whole chat completion."""
 
     id: RequestId
-    object: Annotated[Literal["chat.completion"], Meta(description="The kind of object.")]
+    object: Annotated[Literal["chat.completion"], "The kind of object."]
     created: Created
     model: ModelName
-    choices: Annotated[list[ChatChoice], Meta(description="`n` answers.")]
-    usage: Annotated[Usage, Meta(description="Numbers of tokens.")]
+    choices: Annotated[list[ChatChoice], "`n` answers."]
+    usage: Annotated[Usage, "Numbers of tokens."]
     prompt_token_ids: PromptTokenIds | UnsetType = UNSET
     prompt_logprobs: PromptLogprobs | UnsetType = UNSET
 
@@ -199,7 +192,7 @@ class ChatCompletion(msgspec.Struct):
 class ChatDelta(msgspec.Struct):
     """What an event adds to a message."""
 
-    role: Annotated[Literal["assistant"] | UnsetType, Meta(description="In the first event of a choice.")] = UNSET
+    role: Annotated[Literal["assistant"] | UnsetType, "In the first event of a choice."] = UNSET
     content: Text | UnsetType = UNSET
     reasoning: Reasoning | UnsetType = UNSET
     reasoning_content: ReasoningContent | UnsetType = UNSET
@@ -209,9 +202,9 @@ class ChatChunkChoice(msgspec.Struct):
     """New text of one answer."""
 
     index: Index
-    delta: Annotated[ChatDelta, Meta(description="What is new.")]
-    logprobs: Annotated[ChatLogprobs | None, Meta(description="With `logprobs`, else null.")]
-    finish_reason: Annotated[FinishReason | None, Meta(description="Null until the answer's last event.")]
+    delta: Annotated[ChatDelta, "What is new."]
+    logprobs: Annotated[ChatLogprobs | None, "With `logprobs`, else null."]
+    finish_reason: Annotated[FinishReason | None, "Null until the answer's last event."]
     stop_reason: StopReason | UnsetType = UNSET
     token_ids: TokenIds | UnsetType = UNSET
 
@@ -220,10 +213,10 @@ class ChatCompletionChunk(msgspec.Struct):
     """Data of one server-sent event of a chat completion."""
 
     id: RequestId
-    object: Annotated[Literal["chat.completion.chunk"], Meta(description="The kind of object.")]
+    object: Annotated[Literal["chat.completion.chunk"], "The kind of object."]
     created: Created
     model: ModelName
-    choices: Annotated[list[ChatChunkChoice], Meta(description="One choice; none in the event with the usage.")]
+    choices: Annotated[list[ChatChunkChoice], "One choice; none in the event with the usage."]
     usage: ChunkUsage = UNSET
     prompt_token_ids: PromptTokenIds | UnsetType = UNSET
 
@@ -231,80 +224,80 @@ class ChatCompletionChunk(msgspec.Struct):
 class ModelPermission(msgspec.Struct, kw_only=True):
     """What may be done with a model, in the form that older clients expect."""
 
-    id: Annotated[str, Meta(description="Id of the permission.")]
-    object: Annotated[Literal["model_permission"], Meta(description="The kind of object.")] = "model_permission"
+    id: Annotated[str, "Id of the permission."]
+    object: Annotated[Literal["model_permission"], "The kind of object."] = "model_permission"
     created: Created
-    allow_create_engine: Annotated[bool, Meta(description="Always false.")] = False
-    allow_sampling: Annotated[bool, Meta(description="Always true.")] = True
-    allow_logprobs: Annotated[bool, Meta(description="Always true.")] = True
-    allow_search_indices: Annotated[bool, Meta(description="Always false.")] = False
-    allow_view: Annotated[bool, Meta(description="Always true.")] = True
-    allow_fine_tuning: Annotated[bool, Meta(description="Always false.")] = False
-    organization: Annotated[str, Meta(description="Always `*`.")] = "*"
-    group: Annotated[None, Meta(description="Always null.")] = None
-    is_blocking: Annotated[bool, Meta(description="Always false.")] = False
+    allow_create_engine: Annotated[bool, "Always false."] = False
+    allow_sampling: Annotated[bool, "Always true."] = True
+    allow_logprobs: Annotated[bool, "Always true."] = True
+    allow_search_indices: Annotated[bool, "Always false."] = False
+    allow_view: Annotated[bool, "Always true."] = True
+    allow_fine_tuning: Annotated[bool, "Always false."] = False
+    organization: Annotated[str, "Always `*`."] = "*"
+    group: Annotated[None, "Always null."] = None
+    is_blocking: Annotated[bool, "Always false."] = False
 
 
 class Model(msgspec.Struct, kw_only=True):
     """A served name. All names are the same model."""
 
-    id: Annotated[str, Meta(description="The name, as `model` of a request.")]
-    object: Annotated[Literal["model"], Meta(description="The kind of object.")] = "model"
+    id: Annotated[str, "The name, as `model` of a request."]
+    object: Annotated[Literal["model"], "The kind of object."] = "model"
     created: Created
-    owned_by: Annotated[str, Meta(description="Always `neuron-serving`.")] = "neuron-serving"
+    owned_by: Annotated[str, "Always `neuron-serving`."] = "neuron-serving"
     root: ModelName
-    parent: Annotated[None, Meta(description="Always null.")] = None
-    permission: Annotated[list[ModelPermission], Meta(description="One entry.")]
+    parent: Annotated[None, "Always null."] = None
+    permission: Annotated[list[ModelPermission], "One entry."]
     max_model_len: Annotated[
-        Positive | UnsetType, Meta(description="Tokens of prompt and answer together; absent until the model is ready.")
+        Positive | UnsetType, "Tokens of prompt and answer together; absent until the model is ready."
     ] = UNSET
 
 
 class ModelList(msgspec.Struct, kw_only=True):
     """The served names."""
 
-    object: Annotated[Literal["list"], Meta(description="The kind of object.")] = "list"
-    data: Annotated[list[Model], Meta(description="One entry for each name.")]
+    object: Annotated[Literal["list"], "The kind of object."] = "list"
+    data: Annotated[list[Model], "One entry for each name."]
 
 
 class Tokens(msgspec.Struct):
     """A text as the model reads it."""
 
-    count: Annotated[Count, Meta(description="Number of tokens.")]
-    max_model_len: Annotated[Positive, Meta(description="Tokens of prompt and answer together.")]
-    tokens: Annotated[list[TokenId], Meta(description="Ids of the tokens.")]
-    token_strs: Annotated[list[str | None] | None, Meta(description="The tokens as the tokenizer writes them.")]
+    count: Annotated[Count, "Number of tokens."]
+    max_model_len: Annotated[Positive, "Tokens of prompt and answer together."]
+    tokens: Annotated[list[TokenId], "Ids of the tokens."]
+    token_strs: Annotated[list[str | None] | None, "The tokens as the tokenizer writes them."]
 
 
 class Detokenized(msgspec.Struct):
     """The text of tokens."""
 
-    prompt: Annotated[str, Meta(description="The text, special tokens included.")]
+    prompt: Annotated[str, "The text, special tokens included."]
 
 
 class Version(msgspec.Struct):
     """What answers."""
 
-    version: Annotated[str, Meta(description="Version of neuron-serving.")]
+    version: Annotated[str, "Version of neuron-serving."]
 
 
 class Health(msgspec.Struct):
     """Whether the server can serve."""
 
-    status: Annotated[Literal["ok", "draining", "not ready"], Meta(description="`ok` with status 200.")]
-    detail: Annotated[str | UnsetType, Meta(description="How far the start is; with `not ready`.")] = UNSET
+    status: Annotated[Literal["ok", "draining", "not ready"], "`ok` with status 200."]
+    detail: Annotated[str | UnsetType, "How far the start is; with `not ready`."] = UNSET
 
 
 class Error(msgspec.Struct):
     """What is wrong with a request, or with the server."""
 
-    message: Annotated[str, Meta(description="What happened and what to do.")]
-    type: Annotated[str, Meta(description="Kind of the error, e.g. `invalid_request_error`.")]
-    param: Annotated[str | None, Meta(description="The field that is wrong.")]
-    code: Annotated[str | None, Meta(description="The reason as one word, e.g. `context_length_exceeded`.")]
+    message: Annotated[str, "What happened and what to do."]
+    type: Annotated[str, "Kind of the error, e.g. `invalid_request_error`."]
+    param: Annotated[str | None, "The field that is wrong."]
+    code: Annotated[str | None, "The reason as one word, e.g. `context_length_exceeded`."]
 
 
 class ErrorObject(msgspec.Struct):
     """OpenAI's error object, the body of every error."""
 
-    error: Annotated[Error, Meta(description="The error.")]
+    error: Annotated[Error, "The error."]

@@ -23,7 +23,9 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from neuron_runtime.not_built import Surface, rows
+from neuron_runtime.requests import bodies
 from neuron_runtime.requests.parameters import Parameter, parameters_of
+from neuron_runtime.server import objects
 from neuron_runtime.server.auth import needs_key
 from neuron_runtime.server.objects import ErrorObject
 
@@ -113,9 +115,10 @@ def _document(app: FastAPI, operations: Sequence[Operation], has_keys: bool) -> 
     _, schemas = msgspec.json.schema_components(
         sorted(structs, key=lambda one: one.__name__), ref_template="#/components/schemas/{name}"
     )
-    for struct in structs:
+    declared = {name: one for module in (bodies, objects) for name, one in vars(module).items() if name in schemas}
+    for struct_name, struct in declared.items():
         for name, row in parameters_of(struct).items():
-            schemas[struct.__name__]["properties"][name] |= _default(row)
+            schemas[struct_name]["properties"][name] |= _schema(row)
     not_built = {row.name: list(row.neutral) for row in rows(Surface.BODY) if row.has_effect}
     for operation in operations:
         if operation.body is not None:
@@ -126,14 +129,15 @@ def _document(app: FastAPI, operations: Sequence[Operation], has_keys: bool) -> 
     return document
 
 
-def _default(row: Parameter) -> dict[str, Any]:
-    """What a field means where a request leaves it out, if not always the same as null."""
-    if row.default is None:
-        return {}
-    if row.setting:
+def _schema(row: Parameter) -> dict[str, Any]:
+    """What is known of a field besides its type. A default stands for null too."""
+    ends = {"exclusiveMinimum" if row.above else "minimum": row.lowest, "maximum": row.highest}
+    schema = {"description": row.description, "default": row.default, **ends}
+    if row.setting and row.default is not None:
         # A generated client may send what is published as default, and the model's own is then lost.
-        return {"description": f"{row.description}. Left out: the model's own default, else {row.default}"}
-    return {"default": row.default}
+        text = f"{row.description}. Left out: the model's own default, else {row.default}"
+        schema |= {"description": text, "default": None}
+    return {key: value for key, value in schema.items() if value is not None}
 
 
 def _with_items(schema: Any) -> Any:
