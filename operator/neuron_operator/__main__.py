@@ -1,4 +1,4 @@
-"""The command `neuron-operator`: picks the subcommand. Each imports only what it needs when it is called."""
+"""The command `neuron-operator`: runs a subcommand and imports only what that one needs."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 USAGE = """usage: neuron-operator COMMAND [flags]
 
-  run              the operator in a cluster
+  run              run the operator in a cluster
   local -f FILE    serve a manifest on this machine, without a cluster
   local --demo     the same with the demo model
   crd              print the CustomResourceDefinition, for `kubectl apply --server-side -f -`
@@ -16,7 +16,7 @@ USAGE = """usage: neuron-operator COMMAND [flags]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The exit code: 0 when all went well, 1 for a fault, 2 for wrong usage."""
+    """Returns the exit code: 0 for success, 1 for a fault, 2 for wrong usage."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     match arguments[:1]:
         case ["run"]:

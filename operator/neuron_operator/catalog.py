@@ -1,7 +1,7 @@
-"""Instance types with Neuron devices, as a table: a hint about what exists, never a closed list.
+"""A table of instance types with Neuron devices.
 
-Used by `placement` to say which device counts can be had. Types that are missing here are not refused; the kubelet and
-the scheduler know them.
+`placement` checks device counts against it. Types that are missing here are accepted: the kubelet and the scheduler
+decide.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ class InstanceType:
 
     @property
     def plain_devices(self) -> tuple[int, ...]:
-        """Device counts that the device plugin grants by itself: one, or all of a node."""
+        """Device counts that the device plugin grants on its own: one, or all of a node."""
         return tuple(sorted({1, self.devices}))
 
     @property
     def extension_devices(self) -> tuple[int, ...]:
-        """Device counts that are granted where the scheduler extension looks after adjacency."""
+        """Device counts that are granted with the scheduler extension, which picks adjacent devices."""
         if self.topology == "torus":
             return (1, 4, 8, 16)
         return tuple(range(1, self.devices + 1))
@@ -41,7 +41,7 @@ class InstanceType:
 
     @property
     def extension_cores(self) -> tuple[int, ...]:
-        """Any run of cores on a ring; on a torus those of one device, or of a legal set of devices."""
+        """On a ring any number of cores; on a torus those of one device, or of a legal set of devices."""
         if self.topology == "ring":
             return tuple(range(1, self.cores + 1))
         within = range(1, self.cores_per_device + 1)

@@ -1,7 +1,7 @@
-"""The operator's way to the API server: raw JSON objects, typed faults. Called by reflectors, passes and the lease.
+"""The client of the API server: raw JSON objects, typed faults. Called by reflectors, passes and the lease.
 
 The kubernetes package's asyncio client does the HTTP: authentication, exec plugins, token rotation, proxies, TLS. Its
-typed models are not used: they cost more CPU and memory than all else the operator does. Nothing here retries or
+typed models are not used: they cost more CPU and memory than everything else in the operator. Nothing here retries or
 caches: the caller knows what a fault means.
 """
 
@@ -32,11 +32,11 @@ from neuron_operator.world import Object
 REQUEST_SECONDS = 30.0
 CONNECT_SECONDS = 5.0
 WATCH_SECONDS = 570
-"""The API server ends a watch after this time; then it is opened again where it ended."""
+"""The API server ends a watch after this time; the reflector then resumes it."""
 WATCH_SILENCE_SECONDS = 75.0
-"""A watch with bookmarks brings one each minute; one that is silent for longer is a connection that died unseen."""
+"""A bookmark arrives every minute; a watch that is silent for longer has lost its connection."""
 TOKEN_CHECK_SECONDS = 60.0
-"""How often the token of a kubeconfig's exec plugin is checked for its expiry."""
+"""How often the expiry of an exec plugin's token is checked."""
 PAGE_SIZE = 500
 _REQUEST_TIMEOUTS = aiohttp.ClientTimeout(total=REQUEST_SECONDS, sock_connect=CONNECT_SECONDS)
 DEFAULT_KUBECONFIG = os.path.expanduser("~/.kube/config")
@@ -44,7 +44,7 @@ DEFAULT_KUBECONFIG = os.path.expanduser("~/.kube/config")
 
 @dataclass(frozen=True)
 class Resource:
-    """A resource of the API server. `kind` is what objects say, `plural` what URLs and RBAC rules say."""
+    """A resource of the API server. Objects contain `kind`; URLs and RBAC rules contain `plural`."""
 
     api_version: str
     kind: str
@@ -56,7 +56,7 @@ class Resource:
         return self.api_version.rpartition("/")[0]
 
     def path(self, namespace: str | None, name: str | None = None, subresource: str | None = None) -> str:
-        """The URL's path; `namespace` None means all namespaces (or none, for resources of the cluster)."""
+        """The URL's path; `namespace` None means all namespaces, and is ignored for cluster-scoped resources."""
         root = f"/apis/{self.api_version}" if self.group else f"/api/{self.api_version}"
         scope = ("namespaces", namespace) if namespace is not None and self.namespaced else ()
         return "/".join((root, *scope, self.plural, *(part for part in (name, subresource) if part is not None)))
@@ -81,7 +81,6 @@ _BY_KIND = {(resource.api_version, resource.kind): resource for resource in (*CH
 
 
 def resource_of(obj: Object) -> Resource:
-    """The resource of an object that says its own `apiVersion` and `kind`."""
     return _BY_KIND[(obj["apiVersion"], obj["kind"])]
 
 
@@ -94,15 +93,15 @@ class AlreadyExists(ClusterFault):
 
 
 class Conflict(ClusterFault):
-    """409: the object is not the one, or not the version, that the write was meant for."""
+    """409: the write was meant for another object or version."""
 
 
 class Gone(ClusterFault):
-    """410: the version to watch or page on from is no longer known; list again."""
+    """410: the resource version to watch or page from has expired; list again."""
 
 
 class Invalid(ClusterFault):
-    """422 (or 400): the API server does not accept the object; nothing but another object helps."""
+    """422 (or 400): the API server rejects the object; retrying does not help."""
 
 
 class Forbidden(ClusterFault):
@@ -118,12 +117,12 @@ class Throttled(ClusterFault):
 
 
 class Unreachable(ClusterFault):
-    """No answer: the network, or an API server that is gone."""
+    """No response: the network or the API server is down."""
 
 
 @dataclass(frozen=True)
 class Page:
-    """A whole list, read page by page, and the version it is of."""
+    """A complete list, read page by page, and its resource version."""
 
     items: tuple[Object, ...]
     resource_version: str
@@ -138,7 +137,7 @@ class WatchEvent:
 
 
 class Cluster(Protocol):
-    """The API server as the rest of the operator sees it. Every method raises ClusterFault or a class of it."""
+    """The API server as the rest of the operator sees it. Every method raises ClusterFault or a subclass."""
 
     async def get(self, resource: Resource, namespace: str | None, name: str) -> Object: ...
 
@@ -167,7 +166,7 @@ class Cluster(Protocol):
     async def delete(self, resource: Resource, live: Object) -> None: ...
 
 
-# What the kubernetes package raises where a kubeconfig is not what it expects, beside its own.
+# What the kubernetes package raises for a malformed kubeconfig.
 _BROKEN_CONFIGURATION = (
     kubernetes_config.ConfigException,
     yaml.YAMLError,
@@ -183,15 +182,14 @@ _BROKEN_CONFIGURATION = (
 async def connect(
     kubeconfig: str = "", *, token_check_seconds: float = TOKEN_CHECK_SECONDS, **options: Any
 ) -> AsyncIterator[Client]:
-    """A `Client` with `options`: of `kubeconfig` where given, else the pod's ServiceAccount, else the usual kubeconfig.
+    """A `Client` from `kubeconfig` if given, else from the pod's ServiceAccount, else from $KUBECONFIG or the default.
 
-    Raises ClusterFault, with the cure, where none of them exists or can be used.
+    Raises ClusterFault, with the cure, if none of them exists or works. `options` are passed to `Client`.
     """
     configuration = Configuration(
         connection_pool_maxsize=0,  # no limit: each watch holds a connection
-        client_session_kwargs={
-            "trust_env": False
-        },  # or aiohttp looks for proxy and netrc, in a thread, at each request
+        # Otherwise aiohttp looks up proxy and netrc in a thread for each request.
+        client_session_kwargs={"trust_env": False},
     )
     loader = None
     try:
@@ -199,7 +197,7 @@ async def connect(
             path = kubeconfig or os.environ.get("KUBECONFIG") or DEFAULT_KUBECONFIG
             if not any(map(os.path.isfile, path.split(os.pathsep))):
                 raise ClusterFault(
-                    f"no cluster: there is no kubeconfig at {path}; set KUBECONFIG or pass --kubeconfig",
+                    f"no kubeconfig at {path}; set KUBECONFIG or pass --kubeconfig",
                     retriable=False,
                 )
             loader = await kubernetes_config.load_kube_config(
@@ -213,7 +211,8 @@ async def connect(
         api = ApiClient(configuration)
     except _BROKEN_CONFIGURATION as error:
         raise ClusterFault(
-            f"no cluster: {error}; check the kubeconfig or the ServiceAccount token", retriable=False
+            f"cannot load the cluster configuration: {error}; check the kubeconfig or the ServiceAccount token",
+            retriable=False,
         ) from error
     async with contextlib.AsyncExitStack() as stack:
         await stack.enter_async_context(api)
@@ -223,10 +222,6 @@ async def connect(
         yield Client(api, **options)
 
 
-def _ignore_request(verb: str, resource: str, code: str) -> None:
-    """Counts nothing."""
-
-
 class Client:
     """`Cluster` over HTTP. `observe(verb, resource, code)` is called once for each answered request."""
 
@@ -234,7 +229,7 @@ class Client:
         self,
         api: ApiClient,
         *,
-        observe: Callable[[str, str, str], None] = _ignore_request,
+        observe: Callable[[str, str, str], None] = lambda verb, resource, code: None,
         watch_silence_seconds: float = WATCH_SILENCE_SECONDS,
     ) -> None:
         api.user_agent = FIELD_MANAGER
@@ -260,7 +255,7 @@ class Client:
         }
         while True:
             page = await self._request("list", resource, resource.path(namespace), query=query)
-            # Lists leave these two out of their items.
+            # The items of a list lack these two.
             items += ({"apiVersion": resource.api_version, "kind": resource.kind, **item} for item in page["items"])
             query["continue"] = page["metadata"].get("continue") or ""
             if not query["continue"]:
@@ -275,7 +270,7 @@ class Client:
         label_selector: str = "",
         field_selector: str = "",
     ) -> AsyncIterator[WatchEvent]:
-        """Yields until the API server ends the watch; raises Gone where `resource_version` is too old."""
+        """Yields until the API server ends the watch; raises Gone if `resource_version` has expired."""
         query = {
             "watch": "true",
             "allowWatchBookmarks": "true",
@@ -287,7 +282,7 @@ class Client:
         path = resource.path(namespace)
         async with self._answer("watch", resource, path, query=query, timeouts=self._watch_timeouts) as response:
             pending = bytearray()
-            async for chunk in response.content.iter_any():  # lines may be longer than any buffer's limit
+            async for chunk in response.content.iter_any():  # a line may exceed any buffer limit
                 pending += chunk
                 *lines, rest = pending.split(b"\n")
                 pending = bytearray(rest)
@@ -298,29 +293,29 @@ class Client:
                     yield WatchEvent(event["type"], event["object"])
 
     async def create(self, resource: Resource, obj: Object) -> Object:
-        """Raises AlreadyExists where the name is taken, also by an object of ours.
+        """Raises AlreadyExists if the name is taken, also by an object of ours.
 
-        The body is YAML, which the API server turns into JSON of its own making. It would keep JSON as it came, and
-        take its own JSON of a later apply for a change in the data of a ControllerRevision, which may never change.
+        The body is YAML because the API server stores JSON verbatim. A later apply would then look like a change of a
+        ControllerRevision's immutable data, since the API server formats its JSON differently.
         """
         path = resource.path(obj["metadata"].get("namespace"))
         query = {"fieldManager": FIELD_MANAGER}
         return await self._request("create", resource, path, query=query, body=obj, content_type="application/yaml")
 
     async def replace(self, resource: Resource, obj: Object) -> Object:
-        """Raises Conflict where `obj` is not the newest version."""
+        """Raises Conflict if `obj` is not the newest version."""
         metadata = obj["metadata"]
         return await self._request(
             "update", resource, resource.path(metadata.get("namespace"), metadata["name"]), body=obj
         )
 
     async def apply(self, resource: Resource, desired: Object, live: Object) -> Object:
-        """Server-side apply onto exactly `live`: Conflict where another object has its name.
+        """Server-side apply onto exactly `live`; raises Conflict if another object has its name.
 
-        Fields that a create has set belong to an entry "Update", and no later apply would remove them: the first apply
-        after a create makes that entry its own (as client-go's csaupgrade does). Where the merged object is not valid,
-        as when a hand edit put an item of another key but the same name beside ours, a merge patch puts our whole lists
-        in their place.
+        A create leaves its fields in a managedFields entry "Update", from which no apply removes fields. The first
+        apply after a create therefore turns that entry into "Apply", as client-go's csaupgrade does. If the merged
+        object is invalid, for example because a manual edit added a list item with the same name but another key, a
+        merge patch replaces whole lists with ours.
         """
         if any(entry.get("operation") == "Update" for entry in own_entries(live)):
             await self._make_applied(resource, live)
@@ -364,7 +359,7 @@ class Client:
         return await self._patch(resource, path, _APPLY, body, force="true", fieldManager=STATUS_FIELD_MANAGER)
 
     async def delete(self, resource: Resource, live: Object) -> None:
-        """Deletes exactly `live`, its dependents in the background; Conflict where another object has its name."""
+        """Deletes exactly `live`, its dependents in the background; raises Conflict if another object has its name."""
         metadata = live["metadata"]
         body = {
             "apiVersion": "v1",
@@ -395,7 +390,7 @@ class Client:
         content_type: str = "application/json",
         timeouts: aiohttp.ClientTimeout = _REQUEST_TIMEOUTS,
     ) -> AsyncIterator[aiohttp.ClientResponse]:
-        """A good answer, its body still to be read. What goes wrong up to the end of the block is a ClusterFault."""
+        """A successful response with its body unread. Errors up to the end of the block become a ClusterFault."""
         try:
             method, url, headers, body, _ = await self._api.param_serialize(
                 _METHODS.get(verb, "GET"),
@@ -412,20 +407,20 @@ class Client:
                     raise _fault(response, await response.read(), verb, resource)
                 yield response
         except (aiohttp.ClientError, kubernetes_config.ConfigException, TimeoutError, OSError) as error:
-            # aiohttp and asyncio raise time-outs without a message.
+            # Time-outs of aiohttp and asyncio have no message.
             text = str(error) or type(error).__name__
             raise Unreachable(f"{verb} {resource.plural}: {text}", retriable=True) from error
 
 
 _APPLY = "apply-patch+yaml; charset=utf-8"
-"""With a parameter, or the kubernetes package would write the body as JSON that is no YAML."""
+"""The charset keeps the kubernetes package from serializing the body as JSON that is not valid YAML."""
 _METHODS = {"create": "POST", "update": "PUT", "patch": "PATCH", "delete": "DELETE"}
 
 
 def _fault(response: aiohttp.ClientResponse, content: bytes, verb: str, resource: Resource) -> ClusterFault:
     try:
         status = msgspec.json.decode(content)
-    except msgspec.DecodeError:  # something in front of the API server answered
+    except msgspec.DecodeError:  # a proxy in front of the API server answered
         status = {"message": content.decode(errors="replace")[:200]}
     if not isinstance(status, dict):
         status = {}
@@ -454,6 +449,6 @@ def _status_fault(status: Object, headers: Mapping[str, str], what: str) -> Clus
 
 
 def as_yaml(body: Any) -> str:
-    """JSON that is YAML as well. YAML has no surrogate pairs, and refuses some characters or takes them for line breaks
-    where they are not escaped (https://yaml.org/spec/1.1/#id868524)."""
+    """JSON that is also valid YAML, which has no surrogate pairs, and rejects some unescaped characters or treats them
+    as line breaks (https://yaml.org/spec/1.1/#id868524)."""
     return re.sub("[\x7f-\uffff]", lambda found: f"\\u{ord(found[0]):04x}", json.dumps(body, ensure_ascii=False))

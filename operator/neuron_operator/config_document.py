@@ -1,7 +1,7 @@
-"""`RuntimeConfig`, written: the JSON document that tells a serving pod what to serve.
+"""Writes `RuntimeConfig`, the JSON document that configures a serving pod.
 
-Called when a revision is pinned. The runtime parses it strictly (`neuron_runtime.config`, held by a contract test);
-this side leaves out what is not pinned, so that the runtime's documented defaults hold.
+Called when a revision is pinned. The runtime parses it strictly (`neuron_runtime.config`; a contract test checks both
+sides). Fields that the spec does not set are omitted, so that the runtime's defaults apply.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ VERSION = 1
 
 
 def config_document(model: NeuronModel, facts: Facts) -> dict[str, Any]:
-    """The document of one revision: the fields that have a ConfigKey, over what holds where they are not set."""
+    """The document of one revision: the fields that have a ConfigKey, over the operator's own defaults."""
     document: dict[str, Any] = {
         "version": VERSION,
         "model": {"digest": facts.digest},
@@ -46,7 +46,7 @@ def _put(document: dict[str, Any], path: str, value: Any) -> None:
 
 
 def sampling_mode(model: NeuronModel) -> str:
-    """Where tokens are chosen, as the runtime will have it."""
+    """Where the runtime will sample tokens."""
     return (model.spec.serving.sampling or "Device") if model.backend == "simulated" else "Host"
 
 

@@ -1,9 +1,9 @@
-"""Does a live object already hold all that is desired? Called by the pass before every write, so that an unchanged
-model costs none.
+"""Whether a live object already contains everything desired. Passes check this before every write, so that an
+unchanged model causes none.
 
-A live object differs from what was applied without being wrong: the API server adds defaults, drops empty values,
-writes quantities its own way, and others add fields. What is ours is read from the object's own `managedFields`; they
-also tell which lists are merged by key, so no schema is needed. Their structure is that of
+A live object may legitimately differ from what was applied: the API server adds defaults, drops empty values and
+normalizes quantities, and other managers add fields. The object's `managedFields` name the fields that are ours and the
+lists that are merged by key, so no schema is needed. Their format:
 https://kubernetes.io/docs/reference/using-api/server-side-apply/#field-management.
 """
 
@@ -26,8 +26,8 @@ _QUANTITY_FIELDS = frozenset({"sizeLimit", "divisor"})
 
 
 def needs_apply(desired: Object, live: Object) -> bool:
-    """True where applying `desired` would change `live`: a field is missing, differs, is no longer marked as ours
-    (somebody replaced what holds it), or is ours and not wanted any more."""
+    """Whether applying `desired` would change `live`: a field is missing, differs, is no longer marked as ours (another
+    manager replaced its parent), or is ours and no longer desired."""
     entries = list(own_entries(live))
     owned = _union(entry.get("fieldsV1") or {} for entry in entries)
     identity = _tree(("f:apiVersion",), ("f:kind",), ("f:metadata", "f:name"), ("f:metadata", "f:namespace"))
@@ -38,7 +38,7 @@ def needs_apply(desired: Object, live: Object) -> bool:
 
 
 def own_entries(live: Object) -> Iterable[Object]:
-    """The `managedFields` entries of this operator's field manager, those of subresources left out."""
+    """The `managedFields` entries of this operator's field manager, without those of subresources."""
     for entry in live.get("metadata", {}).get("managedFields") or ():
         if entry.get("manager") == FIELD_MANAGER and not entry.get("subresource"):
             yield entry
@@ -47,9 +47,9 @@ def own_entries(live: Object) -> Iterable[Object]:
 def _contained(
     desired: Any, live: Any, owned: Fields | None, *, is_quantity: bool = False, children_are: bool = False
 ) -> bool:
-    """`owned` None: the field is not ours. A leaf owns all that is below it."""
+    """`owned` None: the field is not ours. A leaf owns everything below it."""
     if live is None and not desired:
-        return True  # the API server leaves out what is empty
+        return True  # the API server drops empty values
     if owned is None:
         return False
     if isinstance(desired, Mapping):
@@ -68,11 +68,11 @@ def _contained(
     if isinstance(desired, list | tuple):
         if not isinstance(live, list):
             return False
-        if not owned:  # one value: order and number count
+        if not owned:  # atomic: order and length count
             return len(desired) == len(live) and all(
                 _contained(item, other, owned) for item, other in zip(desired, live, strict=True)
             )
-        # Merged by key: others may have added items, the order means nothing.
+        # Merged by key: others may have added items, and the order has no meaning.
         return all(any(_contained(item, other, _item_fields(owned, other)) for other in live) for item in desired)
     if is_quantity:
         desired, live = _quantity(desired), _quantity(live)
@@ -80,7 +80,7 @@ def _contained(
 
 
 def _item_fields(owned: Fields, item: Any) -> Fields | None:
-    """What is ours of a live list item; None: the item is not."""
+    """Our fields of a live list item; None: the item is not ours."""
     for key, below in owned.items():
         mark, _, text = key.partition(":")
         if mark == "v" and json.loads(text) == item:
@@ -92,7 +92,7 @@ def _item_fields(owned: Fields, item: Any) -> Fields | None:
 
 
 def _has_surplus(owned: Fields, desired: Any) -> bool:
-    """True where `owned`, all that was applied last, names a field that `desired` no longer has."""
+    """Whether `owned`, the fields applied last, contains one that `desired` no longer has."""
     for key, below in owned.items():
         mark, _, name = key.partition(":")
         if mark == "f":
@@ -102,7 +102,7 @@ def _has_surplus(owned: Fields, desired: Any) -> bool:
                 return True
         elif mark == "k":
             identity = json.loads(name)
-            # A key may hold a default that `desired` leaves out, as the protocol of a port.
+            # A key may contain a default that `desired` omits, such as the protocol of a port.
             item = next((i for i in desired or () if all(i.get(n, v) == v for n, v in identity.items())), None)
             if item is None or _has_surplus(below, item):
                 return True

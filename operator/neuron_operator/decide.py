@@ -1,7 +1,7 @@
-"""The decision of one pass: what a World calls for next. Called by the rim (reconcile, local).
+"""The decision of one pass over a World. Called by the rim (reconcile, local).
 
-Pure: the same world gives the same decision, and nothing a manifest or an object says makes it raise. The way is
-accept, the steps (`steps.py`), serve; where a step cannot be taken, what serves already stays as it is.
+Pure: the same world gives the same decision, and no manifest or object makes it raise. The order is accept, the steps
+(`steps.py`), serve; while a step is incomplete, the replicas that serve stay unchanged.
 """
 
 from __future__ import annotations
@@ -24,33 +24,32 @@ from neuron_operator.why.replicas import explain_replicas
 from neuron_operator.world import Decision, Need, Object, Settings, World
 
 LOOK_AGAIN_SECONDS = 30.0
-"""Where what we wait for sends no event: another owner's object, rights, devices of other pods, events."""
+"""For causes that wake no pass: objects of other owners, rights, devices held by other pods, Events."""
 
 KEPT_REVISIONS = 5
 
-ACCEPTED = met("Accepted", "the spec can be acted on")
+ACCEPTED = met("Accepted", "the spec is valid and supported")
 
 
 @dataclass(frozen=True)
 class Course:
-    """How far this pass came, and what it wants done."""
+    """How far this pass got, and the changes that follow."""
 
     findings: tuple[Finding, ...] = ()
     desired: tuple[Object, ...] = ()
     delete: tuple[Object, ...] = ()
     wanted: Revision | None = None
-    """The one pinned for this spec."""
+    """The revision pinned for this spec."""
     served: Revision | None = None
-    """The one that replicas are made of: the wanted one once all its steps are done."""
+    """The revision of the replicas: the wanted one once all its steps are done."""
     promised: int | None = None
-    """Replicas that the spec asks for; None where it cannot be read."""
+    """`spec.replicas`; None if the spec is invalid."""
 
 
 def decide(world: World, settings: Settings, steps: Sequence[Step] = STEPS) -> Decision:
-    """The objects to apply and to delete now, and the whole status."""
     observed = observe(world)
     if observed.model.is_deleting:
-        return Decision()  # what is ours is collected with its owner
+        return Decision()  # the garbage collector deletes the children
     course = _set_course(world, observed, settings, steps)
     if manifest.is_paused(world.body):
         course = _paused(course)
@@ -67,8 +66,8 @@ def decide(world: World, settings: Settings, steps: Sequence[Step] = STEPS) -> D
 
 
 def _paused(course: Course) -> Course:
-    """Observe and report, change nothing."""
-    note = f"; nothing is done while annotation {names.PAUSED_ANNOTATION} is set"
+    """Report only, change nothing."""
+    note = f"; paused: the operator changes nothing until annotation {names.PAUSED_ANNOTATION} is removed"
     findings = tuple(replace(f, message=f.message + note) if _is_waiting(f) else f for f in course.findings)
     return replace(course, findings=findings, desired=(), delete=())
 
@@ -109,23 +108,23 @@ def _set_course(world: World, observed: Observed, settings: Settings, steps: Seq
 
 
 def _refusal(world: World) -> Finding | None:
-    """What the API server refused in this pass."""
+    """The finding for what the API server refused in this pass."""
     if world.forbidden:
         refused = "; ".join(f"{kind}: {message}" for kind, message in sorted(world.forbidden))
-        return unmet("Accepted", Reason.OPERATOR_FORBIDDEN, f"the operator lacks a right here: {refused}")
+        return unmet("Accepted", Reason.OPERATOR_FORBIDDEN, f"the API server denied the operator a request: {refused}")
     if world.taken:
         taken = ", ".join(f"{kind} {name}" for kind, name in sorted(world.taken))
-        text = f"{taken} exists and is not this model's; rename the model or delete it"
+        text = f"{taken} exists and does not belong to this model; delete or rename it, or rename the model"
         return unmet("Accepted", Reason.NAME_CONFLICT, text)
     if world.rejected:
         rejected = "; ".join(f"{kind}: {message}" for kind, message in sorted(world.rejected))
-        text = f"the API server refused what spec.podTemplate makes of {rejected}"
+        text = f"the API server rejected an object; check spec.podTemplate: {rejected}"
         return unmet("Accepted", Reason.INVALID_SPEC, text)
     return None
 
 
 def _standing(model: NeuronModel, settings: Settings) -> tuple[Object, ...]:
-    """What every model has from the first pass on. The Service comes first: its name is the likeliest to be taken."""
+    """Objects that exist from the first pass on. The Service comes first: its name is the likeliest to be taken."""
     return (
         serving.service(model),
         serving.service_account(model),
@@ -135,7 +134,7 @@ def _standing(model: NeuronModel, settings: Settings) -> tuple[Object, ...]:
 
 
 def _workload(model: NeuronModel, observed: Observed, served: Revision) -> tuple[Object, ...]:
-    """The replicas of one revision, with the documents of every revision that still has pods."""
+    """The replicas of one revision, with the ConfigMaps of every revision that still has pods."""
     still = _with_pods(observed)
     documents = [served.pinned.config, *(known.pinned.config for known in observed.revisions if known.name in still)]
     config_maps = {name_of(found): found for found in (serving.config_map(model, document) for document in documents)}
@@ -143,8 +142,8 @@ def _workload(model: NeuronModel, observed: Observed, served: Revision) -> tuple
 
 
 def _jobs_to_delete(observed: Observed, done: Walk) -> Iterator[Object]:
-    """Jobs that run and that no step waits for, and the one that has to run again. Finished Jobs go by themselves, and
-    so does a Job that has answered and is about to finish."""
+    """Running Jobs that no step waits for, and the Job that has to run again. Finished Jobs, and those that have left
+    their record, expire on their own."""
     needed = name_of(done.job)
     for job in observed.jobs.values():
         is_needed = job.name == needed or job.is_finished or observed.answers_of(job.name)
@@ -153,7 +152,7 @@ def _jobs_to_delete(observed: Observed, done: Walk) -> Iterator[Object]:
 
 
 def _outlived(model: NeuronModel, observed: Observed, wanted: Revision | None) -> Iterator[Object]:
-    """Revisions that nothing needs any more, and their documents."""
+    """Revisions that nothing needs any more, and their ConfigMaps."""
     kept = _kept_revisions(observed, wanted)
     needed = {
         "ControllerRevision": {names.revision_name(model.name, known.name) for known in kept},
@@ -165,7 +164,7 @@ def _outlived(model: NeuronModel, observed: Observed, wanted: Revision | None) -
 
 
 def _kept_revisions(observed: Observed, wanted: Revision | None) -> tuple[Revision, ...]:
-    """The wanted one, those that still have pods, and the latest few to go back to."""
+    """The wanted revision, those that still have pods, and the latest KEPT_REVISIONS others."""
     current = {known.name: known for known in observed.revisions if known.name in _with_pods(observed)}
     if wanted is not None:
         current[wanted.name] = wanted
@@ -178,7 +177,7 @@ def _with_pods(observed: Observed) -> set[str]:
 
 
 def _explain_serving(world: World, observed: Observed, course: Course) -> tuple[Finding, ...]:
-    """What the replicas show, however far the steps came."""
+    """Findings about the replicas, whether or not the steps are complete."""
     if course.served is None:
         return ()
     promised = course.promised
@@ -194,11 +193,11 @@ def _explain_revision(world: World, observed: Observed, course: Course) -> tuple
     live = [pod for pod in observed.replicas if pod.is_live]
     updated = sum(pod.revision == wanted for pod in live)
     if observed.deployment and observed.deployment.revision == wanted and updated == len(live):
-        return (met("UpToDate", f"all replicas are of revision {wanted}"),)
+        return (met("UpToDate", f"all replicas run revision {wanted}"),)
     if manifest.is_paused(world.body):
-        text = f"paused by annotation {names.PAUSED_ANNOTATION}; wants revision {wanted}"
+        text = f"paused; revision {wanted} rolls out once annotation {names.PAUSED_ANNOTATION} is removed"
         return (unmet("UpToDate", Reason.PAUSED, text),)
-    text = f"{updated} of {course.promised} replicas are of revision {wanted}"
+    text = f"{updated} of {course.promised} replicas run revision {wanted}"
     return (unmet("UpToDate", Reason.ROLLING_OUT, text),)
 
 
@@ -225,7 +224,7 @@ def _status(observed: Observed, course: Course, findings: Sequence[Finding]) -> 
 
 
 def _look_again(world: World, findings: Sequence[Finding], steps: Sequence[Step]) -> float | None:
-    """Where no event will come from what is waited for; None: events are enough."""
+    """When to run again although no watch event may come; None: watch events suffice."""
     if world.taken or world.forbidden or any(finding.needs for finding in findings):
         return LOOK_AGAIN_SECONDS
     silent = {Reason.LOADING, *(step.task.waiting.reason for step in steps if step.task)}

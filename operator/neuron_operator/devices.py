@@ -1,7 +1,7 @@
-"""Free Neuron devices of the cluster, and events that explain a child: read on demand, kept for seconds. For the pass.
+"""Free Neuron devices of the cluster, and events about children: read on demand by passes and cached for seconds.
 
-Neither is watched: both would stream what concerns no model of ours. Without the right to read them they are unknown
-(`FreeDevices(None)`) or empty, and the scheduler decides.
+Neither is watched: a watch would mostly stream changes that concern no NeuronModel. Without the right to read them they
+are unknown (`FreeDevices(None)`) or empty.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from neuron_operator.world import FreeDevices, NodeDevices, Object
 FREE_DEVICES_SECONDS = 5.0
 EVENTS_SECONDS = 15.0
 MAX_READS = 8
-"""Pod lists in flight at the same time; there is one for each node with Neuron devices."""
+"""Concurrent pod lists; there is one for each node with Neuron devices."""
 
 
 class OnDemand:
-    """Reads of one process, shared by its passes."""
+    """The reads of one process, shared by its passes."""
 
     def __init__(self, cluster: Cluster) -> None:
         self._cluster = cluster
@@ -33,7 +33,7 @@ class OnDemand:
         self._events: dict[Key, tuple[float, tuple[Object, ...]]] = {}
 
     async def free_devices(self) -> FreeDevices:
-        """Of every node with Neuron devices: allocatable minus what its pods request, at most seconds old."""
+        """For every node with Neuron devices: allocatable minus requested, cached for FREE_DEVICES_SECONDS."""
         async with self._free_lock:
             now = asyncio.get_running_loop().time()
             if self._free is None or now - self._free[0] > FREE_DEVICES_SECONDS:
@@ -41,7 +41,7 @@ class OnDemand:
             return self._free[1]
 
     async def events(self, key: Key, children: Iterable[Object], pods: Iterable[Object]) -> tuple[Object, ...]:
-        """Warnings about a model's Jobs, ReplicaSets and pods, the newest last; read again after seconds only."""
+        """Warnings about a model's Jobs, ReplicaSets and pods, newest last, cached for EVENTS_SECONDS."""
         now = asyncio.get_running_loop().time()
         for old in [old for old, (read_at, _) in self._events.items() if now - read_at > EVENTS_SECONDS]:
             del self._events[old]
@@ -76,7 +76,7 @@ class OnDemand:
 
 
 def node_devices(node: Object, pods: Iterable[Object]) -> NodeDevices:
-    """A node's devices and cores, and those that `pods`, all unfinished ones on it, leave."""
+    """A node's devices and cores in total, and without those of `pods`, all unfinished pods on the node."""
     metadata, status = node["metadata"], node.get("status", {})
     labels = metadata.get("labels", {})
     allocatable = status.get("allocatable", {})
@@ -96,8 +96,8 @@ def node_devices(node: Object, pods: Iterable[Object]) -> NodeDevices:
 
 
 def requested(pod: Object, resource: str) -> int:
-    """What the scheduler counts for a pod: its containers together, or its largest init container beside the sidecars
-    that were started before it (https://kubernetes.io/docs/concepts/workloads/pods/init-containers/)."""
+    """What the scheduler counts for a pod: the sum over its containers and sidecars, or its largest init container with
+    the sidecars started before it (https://kubernetes.io/docs/concepts/workloads/pods/init-containers/)."""
 
     def of(container: Object) -> int:
         resources: dict[str, Any] = container.get("resources", {})
@@ -121,13 +121,13 @@ def _has_devices(node: Object) -> bool:
 def _concerns(event: Object, names: set[tuple[str, str]]) -> bool:
     about = event.get("regarding") or {}
     kind, name = about.get("kind", ""), about.get("name", "")
-    if kind == "ReplicaSet":  # its name is the Deployment's and a hash without hyphens
+    if kind == "ReplicaSet":  # named after its Deployment, with a hash appended
         kind, name = "Deployment", name.rpartition("-")[0]
     return (kind, name) in names
 
 
 def _time_of(event: Object) -> str:
-    """When it happened last: RFC 3339 in UTC, which sorts as text."""
+    """When it last happened: RFC 3339 in UTC, which sorts as text."""
     series = event.get("series") or {}
     times = (
         series.get("lastObservedTime"),

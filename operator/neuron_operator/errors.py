@@ -1,4 +1,4 @@
-"""The operator's error tree: each class names who must act. Raised by the pure middle and by the client.
+"""The operator's errors: each class says who must act. Raised by the pure middle and by the client.
 
 OperatorError
 ├── InvalidSpec          the user: condition Accepted with the field; no retry until an edit
@@ -13,11 +13,11 @@ from neuron_operator.reasons import Reason
 
 
 class OperatorError(Exception):
-    """Base of every error this package raises on purpose. `str(error)` is one sentence for the person who acts."""
+    """Base of every error this package raises deliberately. `str(error)` is one sentence for whoever must act."""
 
 
 class InvalidSpec(OperatorError):
-    """The manifest is wrong at `field` (a path as in `kubectl explain`, e.g. `spec.model.uri`)."""
+    """The manifest is invalid at `field`, a path such as `spec.model.uri`."""
 
     reason = Reason.INVALID_SPEC
 
@@ -27,7 +27,7 @@ class InvalidSpec(OperatorError):
 
 
 class FieldNotSupported(InvalidSpec):
-    """The manifest asks for something that this version does not act on; `cure` says what to write instead."""
+    """The manifest sets a value that this version does not support; `cure` says what to write instead."""
 
     reason = Reason.FIELD_NOT_SUPPORTED
 
@@ -37,7 +37,7 @@ class FieldNotSupported(InvalidSpec):
 
 
 class Unplaceable(OperatorError):
-    """No node could ever hold this model as asked; `reason` is `ModelTooLarge` or `TopologyImpossible`."""
+    """No node can hold this model as configured; `reason` is `ModelTooLarge` or `TopologyImpossible`."""
 
     def __init__(self, reason: Reason, message: str) -> None:
         super().__init__(message)
@@ -45,7 +45,7 @@ class Unplaceable(OperatorError):
 
 
 class ClusterFault(OperatorError):
-    """The API server or the network failed an operation; `retriable` says whether time may heal it."""
+    """The API server or the network failed a request; `retriable`: a retry may succeed."""
 
     def __init__(self, message: str, *, retriable: bool, status: int | None = None) -> None:
         super().__init__(message)

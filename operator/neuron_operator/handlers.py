@@ -1,6 +1,6 @@
 """The only module that knows kopf, which owns the process: start-up, login, signals, liveness, stopping. For `run`.
 
-kopf watches no resource here and posts no Events: docs/architecture.md names the tests that keep ours.
+kopf watches no resource here and posts no Events: docs/architecture.md says why.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from neuron_operator.errors import ClusterFault
 async def run_kopf(
     work: Callable[[], Coroutine[Any, Any, None]], configuration: Configuration, liveness_endpoint: str
 ) -> None:
-    """Run `work` from kopf's start-up to its cleanup: until SIGTERM or SIGINT, or until the work ends by itself.
+    """Run `work` until SIGTERM or SIGINT, or until it ends by itself.
 
-    Raises what `work` raises, OSError where the endpoint's port is taken, ClusterFault where kopf cannot go on.
+    Raises what `work` raises, OSError if the endpoint's port is in use, ClusterFault if kopf fails.
     """
     registry = kopf.OperatorRegistry()
     ended = asyncio.Event()
@@ -70,6 +70,6 @@ async def run_kopf(
     except OSError:
         raise
     except Exception as error:  # kopf does not export what its client raises
-        raise ClusterFault(f"kopf ended: {error}", retriable=True) from error
+        raise ClusterFault(f"kopf failed: {error}", retriable=True) from error
     if working and not working[0].cancelled():
         working[0].result()

@@ -1,8 +1,8 @@
-"""Leadership by a Lease: of several replicas one acts, and another takes over when it stops. Called by `run`.
+"""Leader election by a Lease: one replica leads, and another takes over when it stops. Called by `run`.
 
-The standby watches, time is the monotonic clock of each side's own observation, and every request is bounded by what is
-left of the term. The rule that keeps two from acting: a holder stops its work at `deadline_seconds` after its last
-renewal was *sent*, another takes over no sooner than `duration_seconds` after it *saw* that renewal.
+The standby watches the Lease. Each side uses its own monotonic clock, and every request is bounded by the rest of the
+term. Two replicas never lead at once: a holder stops `deadline_seconds` after it *sent* its last renewal, and another
+takes over no sooner than `duration_seconds` after it *saw* that renewal.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class LeaseTimings:
-    """`renew` < `deadline` < `duration`: what lies between the last two is for the work to end."""
+    """`renew` < `deadline` < `duration`: between the last two, the work ends."""
 
     duration_seconds: int = 12
     deadline_seconds: float = 8.0
@@ -59,7 +59,7 @@ class LeaderLease:
         self._on_change = on_change
         self._changed = asyncio.Event()
         self._seen_at = 0.0
-        """When this replica saw the lease change last, on its own clock."""
+        """When this replica last saw the Lease change, on its own clock."""
         self._reflector = Reflector(
             cluster,
             LEASES,
@@ -70,9 +70,9 @@ class LeaderLease:
         )
 
     async def run(self, work: Callable[[], Coroutine[Any, Any, None]]) -> None:
-        """Run `work` whenever this replica leads, and cancel it when it does not; until cancelled.
+        """Run `work` while this replica leads and cancel it when it does not, until cancelled itself.
 
-        A held lease is released at the end. Raises what `work` raises, and Forbidden without rights on Leases.
+        A held Lease is released at the end. Raises what `work` raises, and Forbidden without rights on Leases.
         """
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(self._reflector.run(), name="lease watch")
@@ -88,7 +88,7 @@ class LeaderLease:
                     logger.info("no longer leading")
 
     async def _acquire(self) -> tuple[Object, float]:
-        """The lease as this replica holds it, and when the request for it was sent."""
+        """The Lease as this replica holds it, and when the request was sent."""
         while True:
             self._changed.clear()
             live = self._reflector.find(*self._name)
@@ -100,10 +100,10 @@ class LeaderLease:
                 try:
                     async with asyncio.timeout(self._timings.deadline_seconds):
                         return await self._take(live), sent_at
-                except (AlreadyExists, Conflict):  # another was faster: the watch will show it
+                except (AlreadyExists, Conflict):  # another replica was faster: the watch will show it
                     wait_seconds = self._timings.retry_seconds
                 except (ClusterFault, TimeoutError) as fault:
-                    logger.warning("cannot take the lease: %s", fault)
+                    logger.warning("cannot acquire the lease: %s", fault)
                     wait_seconds = self._timings.retry_seconds
             await _first(self._changed.wait(), wait_seconds)
 
@@ -125,7 +125,7 @@ class LeaderLease:
         return await self._cluster.replace(LEASES, {**live, "spec": spec})
 
     async def _lead(self, held: Object, sent_at: float, work: Callable[[], Awaitable[None]]) -> None:
-        """Work and renew, until the work ends, the lease is lost, or this is cancelled. Gives back what is held."""
+        """Work and renew until the work ends, the Lease is lost, or this is cancelled; then release the Lease."""
         term = _Term(held, sent_at)
         working = asyncio.ensure_future(work())
         renewing = asyncio.create_task(self._renew(term), name="lease renewal")
@@ -136,13 +136,13 @@ class LeaderLease:
                 task.cancel()
             outcomes = await asyncio.gather(working, renewing, return_exceptions=True)
             if not term.lost:
-                await self._give_back(term)
+                await self._release(term)
         for outcome in outcomes:
             if isinstance(outcome, Exception):
                 raise outcome
 
     async def _renew(self, term: _Term) -> None:
-        """Returns when the lease is lost."""
+        """Returns when the Lease is lost."""
         while True:
             await asyncio.sleep(self._timings.renew_seconds)
             deadline = term.sent_at + self._timings.deadline_seconds
@@ -160,31 +160,31 @@ class LeaderLease:
                 except (ClusterFault, TimeoutError) as fault:
                     logger.warning("cannot renew the lease: %s", fault)
                 if _now() + self._timings.retry_seconds >= deadline:
-                    # It may still be ours on the server, and is given back if it can be reached.
+                    # The server may still have us as holder: `_lead` tries to release it.
                     return
                 await asyncio.sleep(self._timings.retry_seconds)
 
     async def _write(self, held: Object, changes: Object) -> Object:
-        """Change the spec of a lease that is ours, also where a write whose answer was lost came between.
+        """Change the spec of a Lease that is ours, also after an earlier write whose response was lost.
 
-        Raises _Lost where another replica holds it.
+        Raises _Lost if another replica holds it.
         """
         try:
             return await self._cluster.replace(LEASES, {**held, "spec": {**held["spec"], **changes}})
         except Conflict:
             newest = await self._cluster.get(LEASES, *self._name)
             if _holder(newest) != self._identity:
-                raise _Lost(f"the lease is lost; its holder is {_holder(newest) or 'not set'}") from None
+                raise _Lost(f"the lease is lost; its holder is now {_holder(newest) or 'empty'}") from None
             return await self._cluster.replace(LEASES, {**newest, "spec": {**newest["spec"], **changes}})
 
-    async def _give_back(self, term: _Term) -> None:
+    async def _release(self, term: _Term) -> None:
         try:
             async with asyncio.timeout(self._timings.retry_seconds * 2):
                 await self._write(term.held, {"holderIdentity": "", "leaseDurationSeconds": 1})
         except _Lost as lost:
             logger.info("%s", lost)
         except (ClusterFault, TimeoutError) as fault:
-            logger.warning("cannot give the lease back, it runs out by itself: %s", fault)
+            logger.warning("cannot release the lease, it expires on its own: %s", fault)
 
     def _lease_changed(self, key: Key) -> None:
         self._seen_at = _now()
@@ -197,7 +197,7 @@ class _Lost(Exception):
 
 @dataclass
 class _Term:
-    """A lease that is held: the version last written, and when that write was sent."""
+    """A held Lease: the version last written, and when that write was sent."""
 
     held: Object
     sent_at: float
@@ -213,7 +213,7 @@ def _now() -> float:
 
 
 def _micro_time() -> str:
-    """For people only: no decision reads it, as clocks of different machines differ."""
+    """For people only: clocks of machines differ, so no decision reads it."""
     return datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%S.%fZ")
 
 

@@ -1,6 +1,6 @@
-"""The operator's own numbers, `neuron_operator_*`, for `/metrics`. Fed by client, reflectors, workers and lease.
+"""The operator's own metrics, `neuron_operator_*`. Updated by client, reflectors, workers and Lease.
 
-Each process has one `Metrics` with a registry of its own, so that tests can hold several side by side.
+Each `Metrics` has its own registry, so that tests can have several in one process.
 """
 
 from __future__ import annotations
@@ -19,23 +19,23 @@ PASS_BUCKETS = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0)
 
 
 class Metrics:
-    """What is counted; the names and labels are part of the operator's interface."""
+    """Names and labels are part of the operator's interface."""
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
         self.passes = Counter(
             "neuron_operator_passes",
-            "Passes over a NeuronModel by result: unchanged, changed (something was written), retried (a fault), "
-            "failed (an error of the operator itself), cancelled (leadership ended).",
+            "Reconciliations of a NeuronModel by result: unchanged, changed (something was written), retried (the API "
+            "server or network failed), failed (a bug in the operator), cancelled (leadership ended).",
             ["result"],
             registry=self.registry,
         )
         self.pass_seconds = Histogram(
-            "neuron_operator_pass_seconds", "Time of one pass.", buckets=PASS_BUCKETS, registry=self.registry
+            "neuron_operator_pass_seconds", "Seconds per reconciliation.", buckets=PASS_BUCKETS, registry=self.registry
         )
         self.api_requests = Counter(
             "neuron_operator_api_requests",
-            "Answered requests to the API server.",
+            "Requests that the API server answered.",
             ["verb", "resource", "code"],
             registry=self.registry,
         )
@@ -45,9 +45,9 @@ class Metrics:
             ["resource", "how"],
             registry=self.registry,
         )
-        self.leader = Gauge("neuron_operator_leader", "1 where this replica acts, else 0.", registry=self.registry)
+        self.leader = Gauge("neuron_operator_leader", "1 if this replica leads, else 0.", registry=self.registry)
         self.queue_depth = Gauge(
-            "neuron_operator_queue_depth", "Models that wait for a worker.", registry=self.registry
+            "neuron_operator_queue_depth", "NeuronModels waiting for a worker.", registry=self.registry
         )
 
     def observe_request(self, verb: str, resource: str, code: str) -> None:
@@ -57,7 +57,7 @@ class Metrics:
         self.watch_starts.labels(resource, how).inc()
 
     def report_models(self, models: Callable[[], Iterable[Object]]) -> None:
-        """Count models by the reason of their condition Ready at each scrape."""
+        """Count `models` by the reason of their condition Ready at each scrape."""
         self.registry.register(_ModelsByReason(models))
 
     def exposition(self) -> bytes:
@@ -72,7 +72,7 @@ class _ModelsByReason(Collector):
     def collect(self) -> Iterator[Any]:
         family = GaugeMetricFamily(
             "neuron_operator_models",
-            "NeuronModels by the reason of their condition Ready; counted by the replica that leads.",
+            "NeuronModels by the reason of their condition Ready; only the leader reports them.",
             labels=["reason"],
         )
         for reason, number in sorted(Tally(map(_reason, self._models())).items()):

@@ -1,7 +1,7 @@
 """Every string that a cluster sees: API group, kinds, labels, annotations, resource names, names of children.
 
-Used everywhere in the operator. Derived names are functions here, each with its length budget: a model's name has at
-most 40 characters, and what is appended keeps it a DNS label of at most 63, with room for what controllers append.
+Used everywhere in the operator. Derived names are functions, each with its length budget: a model's name has at most 40
+characters, and derived names stay DNS labels of at most 63, with room for the suffixes that controllers append.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ HOSTNAME_LABEL = "kubernetes.io/hostname"
 APP = "neuron-serving"
 MANAGER = "neuron-operator"
 
-# Labels and annotations of ours.
+# Our labels and annotations.
 MODEL_LABEL = f"{GROUP}/model"
 ROLE_LABEL = f"{GROUP}/role"
 REVISION_LABEL = f"{GROUP}/revision"
@@ -45,7 +45,7 @@ ROLE_RESOLVE = "resolve"
 ALLOCATION_DEVICES = "devices"
 ALLOCATION_CORES = "cores"
 
-# Selects every child and pod of ours, for watches.
+# Selects all our children and pods, for watches.
 OWNED_SELECTOR = f"{MANAGED_BY_LABEL}={MANAGER},{MODEL_LABEL}"
 
 # Extended resources of the Neuron device plugin.
@@ -72,7 +72,7 @@ RANK_VARIABLE = "NEURON_SERVING_RANK"
 GROUP_SIZE_VARIABLE = "NEURON_SERVING_GROUP_SIZE"
 LEADER_VARIABLE = "NEURON_SERVING_LEADER"
 
-# Variables that the operator or the device plugin sets: a manifest may not.
+# Variables of the operator or the device plugin, which a manifest may not set.
 RESERVED_ENV_PREFIX = "NEURON_SERVING_"
 RESERVED_ENV = frozenset(
     {
@@ -90,18 +90,18 @@ HASH_LENGTH = 10
 
 
 def digest(value: object) -> str:
-    """Ten hexadecimal digits over the canonical JSON of `value`: for names only, never to compare live objects."""
+    """Ten hexadecimal digits of a hash over the canonical JSON of `value`; for names only."""
     canonical = json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=False)
     return hashlib.sha256(canonical.encode()).hexdigest()[:HASH_LENGTH]
 
 
 def service_name(model: str) -> str:
-    """40: what clients write in their URL. Deployment, PodDisruptionBudget and NetworkPolicy have it too."""
+    """40: the host name in clients' URLs; also of the Deployment, PodDisruptionBudget and NetworkPolicy."""
     return model
 
 
 def service_account_name(model: str) -> str:
-    """40 + 8 = 48; a suffix, as every namespace has a ServiceAccount `default`."""
+    """40 + 8 = 48; with a suffix because every namespace has a ServiceAccount `default`."""
     return f"{model}-serving"
 
 
@@ -121,7 +121,7 @@ def resolve_job_name(model: str, key: str) -> str:
 
 
 def labels(model: str, component: str) -> dict[str, str]:
-    """What every child of ours carries."""
+    """Labels of every child."""
     return {
         NAME_LABEL: APP,
         INSTANCE_LABEL: model,
@@ -138,7 +138,7 @@ def serving_selector(model: str) -> dict[str, str]:
 
 
 def selector_string(selector: Mapping[str, str]) -> str:
-    """The form that the scale subresource reports."""
+    """The format of the scale subresource."""
     return ",".join(f"{key}={value}" for key, value in sorted(selector.items()))
 
 

@@ -1,7 +1,4 @@
-"""Reading raw Kubernetes objects: missing and oddly typed parts read as absent. Used by `views` and `revision`.
-
-Objects are JSON as the API server sends it; nothing here changes one.
-"""
+"""Reads raw Kubernetes objects: missing and wrongly typed parts read as absent. Used by `views` and `revision`."""
 
 from __future__ import annotations
 
@@ -11,7 +8,7 @@ from typing import Any
 
 
 def dig(value: Any, *path: str) -> Any:
-    """The value below `path`, or None where a step is missing or is not an object."""
+    """The value below `path`, or None if a step is missing or not an object."""
     for step in path:
         if not isinstance(value, Mapping):
             return None
@@ -20,13 +17,13 @@ def dig(value: Any, *path: str) -> Any:
 
 
 def text(value: Any, *path: str) -> str:
-    """The string below `path`; empty where there is none."""
+    """The string below `path`, else empty."""
     found = dig(value, *path)
     return found if isinstance(found, str) else ""
 
 
 def items(value: Any, *path: str) -> list[Mapping[str, Any]]:
-    """The objects of the list below `path`; empty where there is none."""
+    """The objects of the list below `path`, else empty."""
     found = dig(value, *path)
     return [item for item in found if isinstance(item, Mapping)] if isinstance(found, list | tuple) else []
 
@@ -41,7 +38,7 @@ def labels_of(value: Any) -> Mapping[str, str]:
 
 
 def whole(value: Any) -> int:
-    """A whole number, written as one or as a string; 0 where it is neither."""
+    """A non-negative integer, as a number or a string; else 0."""
     if isinstance(value, int) and not isinstance(value, bool):
         return max(value, 0)
     is_number = isinstance(value, str) and value.isdecimal() and len(value) < 20
@@ -49,7 +46,7 @@ def whole(value: Any) -> int:
 
 
 def instant(value: Any) -> datetime | None:
-    """A time as Kubernetes writes it, with time zone."""
+    """A timestamp with time zone, else None."""
     try:
         found = datetime.fromisoformat(value)
     except (TypeError, ValueError):

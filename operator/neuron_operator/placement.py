@@ -1,7 +1,6 @@
-"""Placement: the devices of one replica and the nodes it may stand on, or Unplaceable with the numbers.
+"""Placement: the devices of one replica and the nodes it may run on, or Unplaceable with the numbers.
 
-Called when a revision is pinned (`place`) and by `why` for the words about what is free (`describe_free`). It takes the
-manifest's pins, or one device. Pure.
+Called when a revision is pinned (`place`) and by `why` to describe free devices (`describe_free`). Pure.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from neuron_operator.world import FreeDevices, Settings
 
 @dataclass(frozen=True)
 class Placement:
-    """What one replica holds on its node; zero devices and cores: it computes on the host."""
+    """What one replica requests on its node; zero devices and cores: it runs on the CPU."""
 
     devices: int = 0
     cores: int = 0
@@ -39,7 +38,7 @@ class Placement:
 
 
 def place(model: NeuronModel, settings: Settings) -> Placement:
-    """The pins of the manifest, or one device. Raises Unplaceable for a size that no node grants."""
+    """The devices or cores of the manifest, or one device. Raises Unplaceable for a size that no node grants."""
     accelerator = model.spec.accelerator
     instance_type = model.spec.pod_template.spec.node_selector.get(names.INSTANCE_TYPE_LABEL, "")
     if accelerator.type == "CPU":
@@ -55,12 +54,12 @@ def place(model: NeuronModel, settings: Settings) -> Placement:
 
 
 def describe_free(free: FreeDevices | None, placement: Placement) -> str:
-    """One clause for a condition: how many devices are free in all and on which nodes, or that it is unknown."""
+    """A clause for a condition: the number of free devices in total and per node, or that it is unknown."""
     if free is None or free.nodes is None:
         return "free: unknown (the operator may not list nodes and pods)"
     usable = [node for node in free.nodes if node.schedulable]
     if not usable:
-        return "free: 0, as no ready node offers any"
+        return "free: 0 (no ready node offers any)"
     by_node = {node.name: node.free_cores if placement.cores else node.free_devices for node in usable}
     shown = sorted(by_node.items(), key=lambda item: (-item[1], item[0]))[:8]
     more = ", ..." if len(by_node) > len(shown) else ""
@@ -72,7 +71,7 @@ def _extended(settings: Settings) -> bool:
 
 
 def _candidates(instance_type: str) -> tuple[InstanceType, ...]:
-    """Types to judge a size by: the one named, all when none is named, none when the named one is unknown."""
+    """Instance types to check a size against: the given one if known, all if none is given."""
     if not instance_type:
         return tuple(INSTANCE_TYPES.values())
     known = INSTANCE_TYPES.get(instance_type)
@@ -80,7 +79,7 @@ def _candidates(instance_type: str) -> tuple[InstanceType, ...]:
 
 
 def _check(field: str, asked: int, instance_type: str, legal: str) -> None:
-    """Raises Unplaceable unless a candidate's table `legal` (a property of InstanceType) has the size."""
+    """Raises Unplaceable unless the property `legal` of some candidate InstanceType contains the size."""
     tables: list[tuple[int, ...]] = [getattr(candidate, legal) for candidate in _candidates(instance_type)]
     if not tables or any(asked in table for table in tables):
         return
@@ -89,7 +88,7 @@ def _check(field: str, asked: int, instance_type: str, legal: str) -> None:
     hint = "; other sizes need the scheduler extension (chart value devices.mode)" if legal.startswith("plain") else ""
     raise Unplaceable(
         Reason.TOPOLOGY_IMPOSSIBLE,
-        f"spec.{field}: {asked} is not a size that {where} grants to one pod; legal: {_ranges(sizes)}{hint}",
+        f"spec.{field}: {asked} is not a size that {where} grants to one pod; choose one of {_ranges(sizes)}{hint}",
     )
 
 

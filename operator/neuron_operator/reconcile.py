@@ -1,8 +1,8 @@
 """The pass over one NeuronModel: observe, decide, apply, prune, status. Called by the workers with a key.
 
-All judgement is in `decide`; here are only the order of writes and what a refusal means. A pass may run at any time,
-from any state, and be cut off at any request: the next one sees in the API what was done and goes on. Nothing is
-remembered between passes but caches of what the API says.
+`decide` decides; this module orders the writes and handles refusals. A pass may run at any time, from any state, and be
+interrupted at any request: the next one reads from the API what was done and continues. Between passes only caches of
+the API's objects remain.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ Decide = Callable[[World, Settings], Decision]
 
 @dataclass(frozen=True)
 class Outcome:
-    """What one pass did. `num_writes` counts requests that changed something, or could have."""
+    """What one pass did. `num_writes` counts write requests, whether or not they changed something."""
 
     num_writes: int = 0
     requeue_after_seconds: float | None = None
@@ -53,14 +53,14 @@ class Outcome:
 
 @dataclass
 class _Refused(Exception):
-    """A write that the next decision must know of: `what` is the World's field, `about` its new member."""
+    """A refused write that the next decision must see: `about` is added to the World's field `what`."""
 
     what: str
     about: tuple[str, str]
 
 
 class Reconciler:
-    """Runs passes. `identity` names this replica in Events; `now` is the wall clock, for what people read."""
+    """Runs passes. `identity` names this replica in Events; `now` is the wall clock."""
 
     def __init__(
         self,
@@ -81,9 +81,9 @@ class Reconciler:
         self._on_demand = OnDemand(cluster)
 
     async def reconcile(self, key: Key) -> Outcome:
-        """One pass. Raises ClusterFault where something must be tried again."""
+        """One pass. Raises ClusterFault if it must be retried."""
         body = self._caches.model(key)
-        if body is None:  # deleted: its children carry owner references, the garbage collector has them
+        if body is None:  # deleted: the garbage collector deletes its children
             return Outcome()
         writes = _Writes(self._cluster, self._caches)
         world = World(body=body, children=self._caches.children(key), pods=self._caches.pods(key), now=self._now())
@@ -103,7 +103,7 @@ class Reconciler:
                 known: frozenset[tuple[str, str]] = getattr(world, refused.what)
                 logger.warning("%s/%s: %s: %s %s", *key, refused.what, *refused.about)
                 if refused.about not in known:
-                    # The caches have what this pass wrote so far.
+                    # The caches contain what this pass wrote so far.
                     refusals: dict[str, Any] = {refused.what: known | {refused.about}}
                     world = replace(world, children=self._caches.children(key), pods=self._caches.pods(key), **refusals)
                     continue
@@ -122,7 +122,7 @@ class Reconciler:
         return world
 
     async def _announce(self, body: Object, announcement: Announcement) -> None:
-        """An Event tells people of a change that the status holds already: it is not worth a retry."""
+        """Create an Event. A failure is only logged: the status already contains the change."""
         metadata = body["metadata"]
         event = {
             "apiVersion": EVENTS.api_version,
@@ -146,11 +146,11 @@ class Reconciler:
         try:
             await self._cluster.create(EVENTS, event)
         except ClusterFault as fault:
-            logger.warning("event lost: %s", fault)
+            logger.warning("cannot create the Event: %s", fault)
 
 
 class _Writes:
-    """The writes of one pass, counted; each is safe to repeat."""
+    """The writes of one pass, counted; each can be repeated safely."""
 
     def __init__(self, cluster: Cluster, caches: Caches) -> None:
         self._cluster = cluster
@@ -158,7 +158,7 @@ class _Writes:
         self.number = 0
 
     async def ensure(self, desired: Object, body: Object) -> None:
-        """Create, or apply where the live object does not hold all that is desired. Never touches another's object."""
+        """Create, or apply if the live object lacks something. Raises _Refused if the live object is not ours."""
         resource, metadata = resource_of(desired), desired["metadata"]
         live = self._caches.find(resource, metadata["namespace"], metadata["name"])
         try:
@@ -167,7 +167,7 @@ class _Writes:
             if not _is_owned(live, body):
                 raise _Refused("taken", (resource.kind, metadata["name"]))
             if "deletionTimestamp" in live["metadata"] or not needs_apply(desired, live):
-                return  # one that is being deleted wakes us when it is gone
+                return  # the end of a deletion wakes us
             self.number += 1
             self._caches.observe_written(resource, await self._cluster.apply(resource, desired, live))
         except Forbidden as fault:
@@ -193,7 +193,7 @@ class _Writes:
         try:
             await self._cluster.delete(resource, live)
         except (NotFound, Conflict) as gone:
-            logger.debug("already gone: %s", gone)
+            logger.debug("already deleted: %s", gone)
         except Forbidden as fault:
             raise _Refused("forbidden", (resource.kind, str(fault))) from fault
 
@@ -207,18 +207,18 @@ class _Writes:
 
 
 def _is_owned(live: Object, body: Object) -> bool:
-    """Raises Conflict for what an earlier model of this name left to the garbage collector: soon the name is free."""
+    """Raises Conflict (retriable) for a child of a deleted model of the same name, until it is garbage-collected."""
     owners = live["metadata"].get("ownerReferences") or ()
     if any(owner["uid"] == body["metadata"]["uid"] for owner in owners):
         return True
     if any((owner["kind"], owner["name"]) == (KIND, body["metadata"]["name"]) for owner in owners):
         name = live["metadata"]["name"]
-        raise Conflict(f"{live['kind']} {name} of a deleted {KIND} is still there", retriable=True, status=409)
+        raise Conflict(f"{live['kind']} {name} of a deleted {KIND} still exists", retriable=True, status=409)
     return False
 
 
 async def run_workers(queue: WorkQueue[Key], reconciler: Reconciler, metrics: Metrics, num_workers: int) -> None:
-    """Work on `queue` until cancelled. No failure of one model ends a worker."""
+    """Work on `queue` until cancelled. The failure of one model never ends a worker."""
 
     async def handle(key: Key) -> None:
         started = time.perf_counter()
@@ -240,7 +240,7 @@ async def run_workers(queue: WorkQueue[Key], reconciler: Reconciler, metrics: Me
         except asyncio.CancelledError:
             result = "cancelled"
             raise
-        except Exception:  # an error of ours in one model must not stop the others
+        except Exception:  # a bug that affects one model must not stop the others
             logger.exception("%s/%s: the pass failed", *key)
             queue.retry(key)
         finally:

@@ -1,7 +1,7 @@
-"""The record: what the runtime's commands leave as termination message, read without trust.
+"""Parses the record that the runtime's commands leave as termination message. The input is not trusted.
 
-Called by `views`; `steps` uses the facts, `why` the messages. A message may be a record,
-the tail of a log, cut anywhere, or nothing; only a whole record is one. The fields mirror `neuron_runtime.record`.
+Called by `views`; `steps` uses the facts, `why` the messages. A message may be a record, a truncated one, the tail of a
+log, or empty. The fields mirror `neuron_runtime.record`.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ VERSION = 1
 
 
 class Facts(Struct, frozen=True, kw_only=True, rename="camel"):
-    """What `inspect` found out about a model. Sizes in bytes, `parameters` as a count."""
+    """What `inspect` reports about a model."""
 
     architecture: str
     model_type: str
@@ -42,9 +42,9 @@ class Record(Struct, frozen=True, kw_only=True, rename="camel"):
 
 
 def parse_record(message: object) -> Record | None:
-    """The record in a termination message, or None where it holds no whole record of this version.
+    """The record in a termination message, or None if it is not a complete record of this version.
 
-    Keys that a newer runtime adds are ignored; the version says when a meaning changes.
+    Unknown keys, which a newer runtime may add, are ignored.
     """
     if not isinstance(message, str):
         return None

@@ -1,9 +1,8 @@
-"""A cache of one resource, kept true by list and watch. Passes read it; each change wakes the key it belongs to.
+"""A cache of one resource, kept up to date by list and watch. Passes read it; each change wakes the object's model.
 
-List, then watch from the list's version with bookmarks, open again where a watch ended, list again when that version is
-gone (410), and report as deleted what a new list no longer shows. A watch that is silent for longer than bookmarks take
-is cut by the client and opened again, so that a dead connection cannot hide a change for long. Idle, it makes no call
-but its watch.
+It lists, watches from the list's resource version with bookmarks, and resumes a watch that ended. When that version has
+expired (410), it lists again and treats objects missing from the new list as deleted. The client cuts a watch without
+bookmarks, so that a dead connection cannot hide a change for long.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ Key = tuple[str, str]
 
 
 def trimmed(obj: Object) -> Object:
-    """The object without what only costs memory: of `managedFields`, our own entries are enough."""
+    """The object with only our own entries of `managedFields`: the others only cost memory."""
     metadata = {key: value for key, value in obj["metadata"].items() if key != "managedFields"}
     ours = list(own_entries(obj))
     if ours:
@@ -50,10 +49,10 @@ def _version(obj: Object) -> int:
 
 
 class Reflector:
-    """The objects of `resource` in `namespace` (None: all) that the selectors take.
+    """The objects of `resource` in `namespace` (None: all) that match the selectors.
 
-    `key_of` says which model an object belongs to, `wake` is called with that key at each change, `count_start(plural,
-    reason)` at each list ("list") and each opened watch ("watch").
+    `key_of` returns the model that an object belongs to. `wake` is called with that key on each change,
+    `count_start(plural, reason)` on each list ("list") and each opened watch ("watch").
     """
 
     def __init__(
@@ -72,7 +71,7 @@ class Reflector:
         self.resource = resource
         self.namespace = namespace
         self.synced = asyncio.Event()
-        """Set after the first list, for good."""
+        """Set permanently after the first list."""
         self._cluster = cluster
         self._selectors = {"label_selector": label_selector, "field_selector": field_selector}
         self._key_of = key_of
@@ -84,29 +83,26 @@ class Reflector:
         self._resource_version = ""
 
     def find(self, namespace: str, name: str) -> Object | None:
-        """The object of that name."""
         return self._objects.get((namespace, name))
 
     def of_model(self, key: Key) -> Iterable[Object]:
-        """The objects that belong to a model."""
         return self._by_model[key].values() if key in self._by_model else ()
 
     def objects(self) -> Iterable[Object]:
-        """All objects."""
         return tuple(self._objects.values())
 
     def observe_written(self, obj: Object) -> None:
-        """Take in the answer of a write before the watch brings it, so that the next pass sees what this one did.
+        """Store the result of a write before the watch delivers it, so that the next pass sees what this one did.
 
-        What the watch has brought already is at least as new and may be a deletion: then it is left as it is. The
-        versions of one API server compare as numbers
+        If the watch has already passed that version, its state is at least as new and may be a deletion: keep it.
+        Versions of one API server compare as numbers
         (https://kubernetes.io/docs/reference/using-api/api-concepts/#resource-versions).
         """
         if _version(obj) > int(self._resource_version or 0):
             self._put(trimmed(obj))
 
     async def run(self) -> None:
-        """Keep the cache true until cancelled. Raises Forbidden where the first list is refused."""
+        """Keep the cache up to date until cancelled. Raises Forbidden if the first list is refused."""
         failures = 0
         while True:
             hold_seconds = 0.0
@@ -122,7 +118,7 @@ class Reflector:
             except Forbidden:
                 if not self.synced.is_set():
                     raise
-                logger.warning("no longer allowed to watch %s", self.resource.plural)
+                logger.warning("permission to watch %s was withdrawn", self.resource.plural)
                 self._resource_version = ""
             except Throttled as fault:
                 hold_seconds = fault.retry_after_seconds
@@ -170,12 +166,12 @@ class Reflector:
         self._wake(key)
 
     def _is_older(self, obj: Object) -> bool:
-        """The answer of a write of ours came before the events that led to it."""
+        """Our own write was stored before the watch delivered the events that preceded it."""
         known = self._objects.get(key_of_model(obj))
         return known is not None and _version(known) > _version(obj)
 
     def _drop(self, obj: Object) -> None:
-        """Forget an object by its name; the key is that under which it was known."""
+        """Forget an object by its name, and wake the model that it belonged to when it was stored."""
         name = key_of_model(obj)
         known = self._objects.pop(name, None)
         if known is None:
@@ -188,7 +184,7 @@ class Reflector:
 
 
 class Caches:
-    """All that passes read: NeuronModels, their children and pods, in `namespaces` (None alone: everywhere)."""
+    """Everything passes read: NeuronModels, their children and pods, in `namespaces` (`(None,)`: all)."""
 
     def __init__(
         self,
@@ -217,7 +213,7 @@ class Caches:
         }
 
     async def run(self) -> None:
-        """Keep all of them true until cancelled. Raises Forbidden where one may not be listed."""
+        """Keep all of them up to date until cancelled. Raises Forbidden if one may not be listed."""
         async with asyncio.TaskGroup() as tasks:
             for (resource, _), reflector in self._reflectors.items():
                 tasks.create_task(reflector.run(), name=f"reflector of {resource.plural}")
@@ -227,7 +223,7 @@ class Caches:
         return all(reflector.synced.is_set() for reflector in self._reflectors.values())
 
     async def wait_synced(self) -> None:
-        """No pass may run before: what is not known yet would look as if it did not exist."""
+        """No pass may run earlier: objects that are not listed yet would look deleted."""
         for reflector in self._reflectors.values():
             await reflector.synced.wait()
 

@@ -1,8 +1,8 @@
 """The pinned decision of one spec revision: facts, plan, configuration and pod template, kept in a ControllerRevision.
 
-Called by `decide`. A revision is decided once; later passes read it, so that neither a new operator nor a new default
-image changes pods that run. Only what pods or their placement depend on belongs to a revision: replicas, pause and the
-rollout's pace do not; the drain times do, as they are part of the pod.
+Called by `decide` and `steps`. A revision is decided once; later passes read it, so that neither a new operator nor a
+new default image changes running pods. It contains only what pods or their placement depend on: the drain times, but
+not replicas, pause or the pace of rollouts.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from neuron_operator.render.serving import config_name
 from neuron_operator.world import Object, Settings
 
 FORMAT = 1
-"""Version of `Pinned`; part of every revision's name, because a ControllerRevision's data never changes."""
+"""Version of `Pinned`; part of every revision's name, because a ControllerRevision's data is immutable."""
 
 
 class Pinned(Struct, frozen=True, kw_only=True, rename="camel"):
@@ -37,9 +37,9 @@ class Pinned(Struct, frozen=True, kw_only=True, rename="camel"):
     format: int
     spec_hash: str
     refresh: str
-    """The refresh token it was decided for."""
+    """The refresh annotation that it was decided for."""
     resolve_key: str
-    """What the facts depend on: an edit that leaves it alone keeps facts and digest."""
+    """Hash of what the facts depend on: other edits keep facts and digest."""
     facts: Facts
     devices: int
     cores: int
@@ -55,9 +55,9 @@ class Revision(Struct, frozen=True, kw_only=True):
     """A pinned decision with its identity."""
 
     name: str
-    """Hash; value of the revision label."""
+    """A hash; the value of the revision label."""
     number: int
-    """The highest is the one decided or wanted last."""
+    """The highest was decided, or wanted again, last."""
     pinned: Pinned
 
     @property
@@ -70,26 +70,26 @@ class Revision(Struct, frozen=True, kw_only=True):
 
 
 def spec_hash(model: NeuronModel) -> str:
-    """Over the part of the spec that pods or placement depend on; written-out defaults do not change it."""
+    """Hash of the part of the spec that pods or placement depend on. Explicit defaults do not change it."""
     spec = msgspec.structs.replace(model.spec, replicas=1)
-    return names.digest([FORMAT, _beyond_defaults(spec, model.backend)])
+    return names.digest([FORMAT, _non_defaults(spec, model.backend)])
 
 
-def _beyond_defaults(part: SpecPart, backend: str) -> dict[str, Any]:
-    """What the manifest says beyond defaults, without fields that nothing acts on: their values mean the default."""
-    said: dict[str, Any] = {}
+def _non_defaults(part: SpecPart, backend: str) -> dict[str, Any]:
+    """The fields that differ from their defaults, without those that nothing acts on."""
+    changed: dict[str, Any] = {}
     for one in fields_of(type(part)):
         value = getattr(part, one.name)
         if value == one.default or any(support.idle(backend) for support in one.said(Supported)):
             continue
-        kept = _beyond_defaults(value, backend) if isinstance(value, SpecPart) else as_json(value)
+        kept = _non_defaults(value, backend) if isinstance(value, SpecPart) else as_json(value)
         if kept != {}:
-            said[one.key] = kept
-    return said
+            changed[one.key] = kept
+    return changed
 
 
 def resolve_key(model: NeuronModel, settings: Settings) -> str:
-    """What facts depend on: the address, the credentials, the refresh token; the image for a model inside it."""
+    """Hash of what facts depend on: URI, credentials, refresh annotation; also the image for a model inside it."""
     source = model.spec.model
     secret = source.credentials_secret_ref
     image = runtime_image(model, settings) if model.uri_scheme == "file" else ""
@@ -97,9 +97,9 @@ def resolve_key(model: NeuronModel, settings: Settings) -> str:
 
 
 def wanted(model: NeuronModel, revisions: Iterable[Revision]) -> Revision | None:
-    """The revision that was pinned for this spec, if any; the last one where several were (after a refresh).
+    """The revision pinned for this spec, if any; of several (after a refresh) the last.
 
-    An earlier one that is wanted again is numbered as the latest.
+    An earlier revision that is wanted again gets the next number.
     """
     key, all_revisions = spec_hash(model), tuple(revisions)
     matching = (
@@ -119,7 +119,7 @@ def next_number(revisions: Iterable[Revision]) -> int:
 
 
 def known_facts(model: NeuronModel, settings: Settings, revisions: Iterable[Revision]) -> Facts | None:
-    """Facts that an earlier revision pinned for the same model address and credentials."""
+    """Facts that an earlier revision pinned for the same resolve key."""
     key = resolve_key(model, settings)
     same = (revision for revision in revisions if revision.pinned.resolve_key == key)
     latest = max(same, key=lambda revision: revision.number, default=None)
@@ -131,13 +131,13 @@ def pin(model: NeuronModel, facts: Facts, settings: Settings, number: int) -> Re
 
     Raises:
         Unplaceable: no node could hold a replica.
-        InvalidSpec: a limit that the model's facts rule out.
+        InvalidSpec: a limit that exceeds the model's.
     """
     length = model.spec.serving.max_model_length
     if length and 0 < facts.max_position_embeddings < length:
         raise InvalidSpec(
             "spec.serving.maxModelLength",
-            f"{length} exceeds the {facts.max_position_embeddings} positions that the model was made for",
+            f"{length} exceeds the model's maximum length of {facts.max_position_embeddings} tokens",
         )
     placement = place(model, settings)
     config = config_document(model, facts)
@@ -167,7 +167,7 @@ def pin(model: NeuronModel, facts: Facts, settings: Settings, number: int) -> Re
 
 
 def to_object(model: NeuronModel, revision: Revision) -> Object:
-    """The ControllerRevision that keeps it."""
+    """The ControllerRevision that stores it."""
     keeper = child(
         model,
         "apps/v1",
@@ -180,7 +180,7 @@ def to_object(model: NeuronModel, revision: Revision) -> Object:
 
 
 def from_object(keeper: Object) -> Revision | None:
-    """Read one back; None where it is of another format or not one of ours."""
+    """The revision in a ControllerRevision; None if it has another format or is not ours."""
     name = text(labels_of(keeper), names.REVISION_LABEL)
     try:
         pinned = msgspec.convert(dig(keeper, "data"), Pinned)

@@ -1,7 +1,7 @@
 """`neuron-operator run`: builds the object graph of one replica and runs it until a signal or a fatal error.
 
-All replicas keep their caches warm; the one that holds the Lease works. kopf owns the process: at SIGTERM it ends the
-work, which gives the Lease back.
+All replicas keep their caches up to date; the one that holds the Lease works. kopf owns the process: on SIGTERM it
+cancels the work, which releases the Lease.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ from neuron_operator.workqueue import WorkQueue
 logger = logging.getLogger(__name__)
 
 _NONE = "metadata.name=none"
-"""Selects nothing: the list only shows whether it may be read."""
+"""Selects nothing: the request only checks the right to list."""
 
 
 class Operator:
-    """One replica without its rim: caches, lease, queue and workers. Tests run several side by side."""
+    """One replica without its process: caches, Lease, queue and workers."""
 
     def __init__(
         self,
@@ -82,16 +82,15 @@ class Operator:
 
     @property
     def is_ready(self) -> bool:
-        """The caches are true: this replica leads, or could at once."""
+        """The caches are filled: this replica leads, or could at once."""
         return self.caches.is_synced
 
     def wake(self, key: Key) -> None:
-        """Something of this model changed."""
         if self._queue is not None:
             self._queue.add(key)
 
     async def run(self) -> None:
-        """Until cancelled; then the lease is given back. Raises ClusterFault, in a group, where a right is missing."""
+        """Run until cancelled, then release the Lease. Raises ClusterFault, in a group, if a right is missing."""
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(self.caches.run(), name="caches")
             await self.caches.wait_synced()
@@ -108,25 +107,25 @@ class Operator:
 
 
 async def check_installed(cluster: Cluster, namespaces: Sequence[str]) -> None:
-    """Raises ClusterFault with the cure where the CRD is missing, the rights are, or the API server is out of reach."""
+    """Raises ClusterFault, with the cure, if the CRD or a right is missing or the API server is unreachable."""
     try:
         while True:
             try:
                 await cluster.list(NEURON_MODELS, namespaces[0] if namespaces else None, field_selector=_NONE)
                 return
-            except Throttled as fault:  # also while the resource is new
+            except Throttled as fault:  # also right after the CRD was created
                 logger.info("%s", fault)
                 await asyncio.sleep(fault.retry_after_seconds)
     except NotFound as fault:
         raise ClusterFault(
-            f"the cluster does not know {NEURON_MODELS.plural} of {API_VERSION}; install them with "
+            f"the cluster has no {NEURON_MODELS.plural} of {API_VERSION}; install the CRD with "
             "`kubectl apply --server-side -f crds/neuronmodels.yaml` or with the chart neuron-serving",
             retriable=False,
         ) from fault
 
 
 def in_words(error: BaseException) -> str:
-    """One line for the first fault in `error`, with its cure."""
+    """The first fault in `error` in one line, with its cure."""
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
     if isinstance(error, Forbidden):
@@ -136,7 +135,7 @@ def in_words(error: BaseException) -> str:
 
 @contextlib.asynccontextmanager
 async def serving(operator: Operator, metrics: Metrics, host: str, port: int) -> AsyncIterator[None]:
-    """Serve `/readyz` (the caches are true) and `/metrics` in the block. Raises OSError for a taken port."""
+    """Serve `/readyz` and `/metrics` within the block. Raises OSError if the port is in use."""
 
     async def readyz(_: web.Request) -> web.Response:
         return web.Response(text=f"leading: {operator.is_leading}\n", status=200 if operator.is_ready else 503)
@@ -151,14 +150,14 @@ async def serving(operator: Operator, metrics: Metrics, host: str, port: int) ->
     try:
         site = web.TCPSite(runner, host, port)
         await site.start()
-        logger.info("readiness and metrics at %s", site.name)
+        logger.info("serving /readyz and /metrics at %s", site.name)
         yield
     finally:
         await runner.cleanup()
 
 
 async def run(settings: RunSettings) -> None:
-    """One replica, until SIGTERM or SIGINT. Raises OperatorError, perhaps in a group, or OSError for a taken port."""
+    """Run one replica until SIGTERM or SIGINT. Raises OperatorError or OSError (port in use), possibly in a group."""
     metrics = Metrics()
     async with connect(settings.kubeconfig, observe=metrics.observe_request) as cluster:
         await check_installed(cluster, settings.watch_namespaces)
@@ -173,7 +172,7 @@ async def run(settings: RunSettings) -> None:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Exit code 0 after a signal, 2 for a setting, 1 for a fault; one line says which."""
+    """Returns 0 after a signal, 2 for an invalid setting, 1 for a fault; prints one line for the last two."""
     try:
         settings = settings_module.load(argv)
     except InvalidSetting as error:

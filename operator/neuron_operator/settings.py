@@ -1,7 +1,7 @@
-"""Settings of `neuron-operator run`: each is a flag and an environment variable, the flag wins. Read once at start.
+"""Settings of `neuron-operator run`: each is a flag and an environment variable; the flag wins. Read once at start.
 
-The chart sets the variables. What concerns models rather than the process ends in `world.Settings`. A value that cannot
-be used is refused with its name before anything is started.
+The chart sets the variables. Settings of models, not of the process, are the fields of `world.Settings`. An invalid
+value is refused, with its name, before anything starts.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ NAMESPACE_FILE = Path("/var/run/secrets/kubernetes.io/serviceaccount/namespace")
 
 
 class InvalidSetting(OperatorError):
-    """A flag or variable has a value that cannot be used; the message names it."""
+    """A flag or variable has an invalid value; the message names it."""
 
 
 @dataclass(frozen=True)
@@ -108,22 +108,22 @@ class _Setting:
 
 
 SETTINGS = (
-    _Setting("runtime_image", _text, None, "image of the runtime, for models that name none"),
+    _Setting("runtime_image", _text, None, "runtime image of models that set none"),
     _Setting(
         "image_pull_policy",
         _one_of("", "Always", "IfNotPresent", "Never"),
         "",
-        "pull policy of that image; empty: Kubernetes' default",
+        "pull policy of the runtime image; empty: Kubernetes' default",
     ),
-    _Setting("image_pull_secrets", _words, "", "names of pull secrets for all pods, separated by commas"),
+    _Setting("image_pull_secrets", _words, "", "comma-separated pull secrets of all pods"),
     _Setting("jobs", _jobs, "{}", 'JSON: nodeSelector, tolerations, resources and env of Jobs, e.g. {"env": [...]}'),
     _Setting(
         "device_mode",
         _one_of("Plugin", "PluginWithExtension"),
         "Plugin",
-        "whether the Neuron scheduler extension is installed, which allows more device counts",
+        "PluginWithExtension if the Neuron scheduler extension is installed: it allows more device counts",
     ),
-    _Setting("device_scheduler_name", _text, "", "scheduler with that extension"),
+    _Setting("device_scheduler_name", _text, "", "scheduler that has the extension; required with PluginWithExtension"),
     _Setting(
         "network_policy_ingress_from",
         _objects,
@@ -133,16 +133,14 @@ SETTINGS = (
     _Setting("namespace", _text, "", "namespace of the Lease; empty: the pod's own"),
     _Setting("identity", _text, "", "name of this replica, usually the pod's; empty: the host name"),
     _Setting("lease_name", _text, "neuron-operator", "name of the Lease"),
-    _Setting(
-        "lease_seconds", _between(3, 3600), "12", "a standby takes over after this time; renewed each third of it"
-    ),
-    _Setting("watch_namespaces", _words, "", "namespaces to serve, separated by commas; empty: all"),
-    _Setting("num_workers", _between(1, 256), "16", "passes at the same time"),
+    _Setting("lease_seconds", _between(3, 3600), "12", "seconds until a standby takes over; renewed every third of it"),
+    _Setting("watch_namespaces", _words, "", "comma-separated namespaces to watch; empty: all"),
+    _Setting("num_workers", _between(1, 256), "16", "maximum NeuronModels reconciled at the same time"),
     _Setting("http_host", _text, "0.0.0.0", "address for /healthz, /readyz and /metrics"),
-    _Setting("http_port", _between(0, 65535), "8080", "port of that address for /readyz and /metrics; 0: any free one"),
-    _Setting("health_port", _between(1, 65535), "8081", "port of that address for /healthz"),
+    _Setting("http_port", _between(0, 65535), "8080", "port of /readyz and /metrics; 0: any free port"),
+    _Setting("health_port", _between(1, 65535), "8081", "port of /healthz"),
     _Setting(
-        "kubeconfig", _text, "", "kubeconfig; empty: the pod's ServiceAccount, or the usual kubeconfig outside a pod"
+        "kubeconfig", _text, "", "path of the kubeconfig; empty: the pod's ServiceAccount, or $KUBECONFIG outside a pod"
     ),
     _Setting("log_level", _one_of("debug", "info", "warning", "error"), "info", "debug, info, warning or error"),
 )
@@ -179,7 +177,9 @@ def load(argv: Sequence[str], environ: Mapping[str, str] | None = None) -> RunSe
 def _assemble(values: Mapping[str, Any]) -> RunSettings:
     mode: Literal["Plugin", "PluginWithExtension"] = values["device_mode"]
     if (mode == "PluginWithExtension") != bool(values["device_scheduler_name"]):
-        raise InvalidSetting("--device-scheduler-name goes with --device-mode PluginWithExtension: set both or neither")
+        raise InvalidSetting(
+            "--device-scheduler-name and --device-mode PluginWithExtension belong together: set both or neither"
+        )
     return RunSettings(
         models=Settings(
             runtime_image=values["runtime_image"],

@@ -1,6 +1,6 @@
-"""Reasons to conditions: the whole status of a NeuronModel from what a pass found. Called by `decide`.
+"""Findings to conditions and Events. Called by `decide`.
 
-No phase, no counter, no clock but `lastTransitionTime`: the same findings give the same status.
+The same findings give the same status, except for `lastTransitionTime`.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from neuron_operator.world import Announcement, Object
 
 
 def complete(findings: Sequence[Finding]) -> tuple[Finding, ...]:
-    """One Finding for every condition, Ready last. A condition without one waits for the first that is not true.
+    """One Finding for every condition, Ready last. A condition without a finding waits for the first that is not true.
 
-    Where several findings are about one condition, the last one that is not true wins.
+    Of several findings about one condition, the last one that is not true wins.
     """
     found: dict[str, Finding] = {}
     for finding in findings:
@@ -29,7 +29,7 @@ def complete(findings: Sequence[Finding]) -> tuple[Finding, ...]:
             found[finding.condition] = finding
     first = next((found[kind] for kind in CONDITIONS if kind in found and found[kind].status != "True"), None)
     reason = first.reason if first else Reason.RESOLVING
-    waits = f"waits for {first.condition}" if first else "not looked at yet"
+    waits = f"waiting for {first.condition}" if first else "not checked yet"
     all_found = [found.get(kind) or Finding(kind, "Unknown", reason, waits) for kind in CONDITIONS]
     return (*all_found, _roll_up(all_found))
 
@@ -76,7 +76,7 @@ def _facts(facts: Facts) -> ModelFacts:
 
 
 def announcements(model: ModelView, status: Object) -> tuple[Announcement, ...]:
-    """An Event where Ready or its reason changed."""
+    """An Event if Ready or its reason changed."""
     ready = next(c for c in status["conditions"] if c["type"] == "Ready")
     before = model.conditions.get("Ready")
     if before is not None and (before.status, before.reason) == (ready["status"], ready["reason"]):

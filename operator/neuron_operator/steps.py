@@ -1,7 +1,7 @@
-"""The way from a manifest to replicas, as a list of steps. `decide` walks it; each step answers for one condition.
+"""The steps from a manifest to replicas. `decide` walks them; each step sets one condition.
 
-A step finds out something by a Job, or has nothing to find out. What it finds out is added to `Known` for the steps
-behind it. Pure: a step renders its Job and reads the record that the Job left; it never waits.
+A step may run a Job; the Job's record is added to `Known` for the later steps. Pure: a step renders its Job and reads
+the record that the Job left; it never waits.
 """
 
 from __future__ import annotations
@@ -24,27 +24,27 @@ from neuron_operator.world import Object, Settings
 
 @dataclass(frozen=True)
 class Known:
-    """What the steps may use: the manifest, and what the steps before have found out."""
+    """The input of a step: the manifest, and the results of earlier steps."""
 
     model: NeuronModel
     settings: Settings
     next_number: int
-    """Of the revision, where a new one is pinned."""
+    """Number of the revision if a new one is pinned."""
     facts: Facts | None = None
     revision: Revision | None = None
 
     @property
     def resolved(self) -> Facts:
-        """The facts. Raises LookupError in a step that stands before the one that finds them."""
+        """The facts. Raises LookupError in a step before Resolve."""
         if self.facts is None:
-            raise LookupError("this step needs facts: it has to stand behind the step that resolves the model")
+            raise LookupError("this step needs facts: place it after Resolve")
         return self.facts
 
     @property
     def pinned(self) -> Revision:
-        """The revision. Raises LookupError in a step that stands before the one that pins it."""
+        """The revision. Raises LookupError in a step before Place."""
         if self.revision is None:
-            raise LookupError("this step needs the revision: it has to stand behind the step that pins it")
+            raise LookupError("this step needs the revision: place it after Place")
         return self.revision
 
 
@@ -53,35 +53,35 @@ class Task:
     """The Job of a step."""
 
     waiting: Finding
-    """The finding while the Job is under way; other findings about it have its condition."""
+    """The finding while the Job runs; other findings about the Job have the same condition."""
     job: Callable[[Known], Object | None]
-    """The Job, named by the hash of what it runs; None: there is nothing (left) to find out."""
+    """The Job, named by the hash of its spec; None: the step needs none."""
     learn: Callable[[Known, Record], Known | None]
-    """What is known after a Job that ended well; None where its record does not say it."""
+    """What is known after a successful Job; None if its record lacks it."""
 
 
 @dataclass(frozen=True)
 class Step:
     finish: Callable[[Known], tuple[Known, Finding]]
-    """Called once the task has nothing left to find out. Raises InvalidSpec or Unplaceable where the way ends here."""
+    """Called once the task is done. Raises InvalidSpec or Unplaceable if the model cannot be served."""
     task: Task | None = None
 
 
 @dataclass(frozen=True)
 class Walk:
-    """How far the steps came."""
+    """How far the steps got."""
 
     known: Known
     findings: tuple[Finding, ...]
     is_complete: bool = False
     job: Object | None = None
-    """The Job that the next step waits for."""
+    """The Job that the current step waits for."""
     lost: JobView | None = None
-    """That Job, where it ended well and its pod is gone before its record was read: it has to run again."""
+    """That Job, if it succeeded but its pod was deleted before the record was read: it has to run again."""
 
 
 def walk(steps: Sequence[Step], known: Known, observed: Observed) -> Walk:
-    """Take one step after the other, up to the first whose Job has not answered or that cannot be taken."""
+    """Take the steps in order, up to the first that waits for its Job or refuses the manifest."""
     findings: tuple[Finding, ...] = ()
     for step in steps:
         job = step.task.job(known) if step.task else None
@@ -107,11 +107,8 @@ def _wait(task: Task, job: Object, known: Known, findings: tuple[Finding, ...], 
 
 
 def refusal_of(refusal: InvalidSpec | Unplaceable) -> Finding:
-    """The finding for a manifest that cannot be met."""
+    """The finding for a refused manifest."""
     return unmet(refusal.reason.row.conditions[-1], refusal.reason, str(refusal))
-
-
-# Resolve: what the model is
 
 
 def _resolve_job(known: Known) -> Object | None:
@@ -122,46 +119,40 @@ def _learn_facts(known: Known, record: Record) -> Known | None:
     return replace(known, facts=record.facts) if record.facts else None
 
 
-def _resolved(known: Known) -> tuple[Known, Finding]:
+def _finish_resolve(known: Known) -> tuple[Known, Finding]:
     facts = known.resolved
     text = f"{facts.architecture}, {facts.parameters} parameters, at {facts.digest}"
     return known, met("ModelResolved", text)
 
 
-# Place: where it runs, pinned for this spec
-
-
-def _placed(known: Known) -> tuple[Known, Finding]:
+def _finish_place(known: Known) -> tuple[Known, Finding]:
     pinned = known.revision or revision.pin(known.model, known.resolved, known.settings, known.next_number)
     summary = pinned.pinned.plan.summary or pinned.placement.words
     return replace(known, revision=pinned), met("Placed", str(summary))
 
 
-# Fetch and compile: nothing to do beforehand
-
-
-def _fetched(known: Known) -> tuple[Known, Finding]:
+def _finish_fetch(known: Known) -> tuple[Known, Finding]:
     if known.model.fetched_by_pods:
         return known, met("WeightsReady", "serving pods download the weights themselves", "FetchedByPods")
     return known, met("WeightsReady", "the weights are part of the runtime image")
 
 
-def _compiled(known: Known) -> tuple[Known, Finding]:
+def _finish_compile(known: Known) -> tuple[Known, Finding]:
     backend = known.pinned.pinned.config.get("backend")
-    return known, met("Compiled", f"backend {backend} compiles nothing", "NotRequired")
+    return known, met("Compiled", f"backend {backend} needs no compilation", "NotRequired")
 
 
 STEPS = (
     Step(
-        _resolved,
+        _finish_resolve,
         Task(
             waiting=unmet("ModelResolved", Reason.RESOLVING, "reading the model's configuration"),
             job=_resolve_job,
             learn=_learn_facts,
         ),
     ),
-    Step(_placed),
-    Step(_fetched),
-    Step(_compiled),
+    Step(_finish_place),
+    Step(_finish_fetch),
+    Step(_finish_compile),
 )
 """In the order of the conditions."""

@@ -1,7 +1,6 @@
-"""Typed views of the objects that a pass looks at, read from JSON once. Called by `decide`; used by all that explains.
+"""Typed views of the objects of a pass, read from JSON once. Called by `decide`; used by `steps`, `status` and `why`.
 
-A view has exactly the fields that are used. Missing and oddly typed parts read as absent: nothing here raises, whatever
-the JSON holds.
+A view has only the fields that are used. Missing and wrongly typed parts read as absent: no JSON makes this raise.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from neuron_operator.records import Record, parse_record
 from neuron_operator.revision import Revision
 from neuron_operator.world import FreeDevices, Object, World
 
-_DAWN = datetime.min.replace(tzinfo=UTC)
+_EARLIEST = datetime.min.replace(tzinfo=UTC)
 
 
 @dataclass(frozen=True)
@@ -33,7 +32,7 @@ class ConditionView:
 
 @dataclass(frozen=True)
 class ModelView:
-    """The NeuronModel without its spec: what it is called, and what its status said before this pass."""
+    """The NeuronModel without its spec: its identity, and its status before this pass."""
 
     name: str
     namespace: str
@@ -51,9 +50,9 @@ class Termination:
 
     exit_code: int
     reason: str
-    """The kubelet's word, such as OOMKilled."""
+    """The kubelet's reason, such as OOMKilled."""
     message: str
-    """The record, or the tail of the log that the kubelet put in its place."""
+    """The record, or the tail of the log if there is none."""
 
     @property
     def record(self) -> Record | None:
@@ -62,17 +61,17 @@ class Termination:
 
 @dataclass(frozen=True)
 class ContainerView:
-    """The runtime container of a pod; all fields are empty before the kubelet has seen the pod."""
+    """The runtime container of a pod; all fields are empty until the kubelet reports."""
 
     image: str
     num_restarts: int
     has_run: bool
-    """It runs, or has ended and was not started again yet."""
+    """It runs, or has ended and has not been restarted yet."""
     running_since: str
     waiting_reason: str
     waiting_message: str
     ended: Termination | None
-    """How it last ended, where it is not ready since."""
+    """How it last ended; None if it is ready again."""
 
 
 @dataclass(frozen=True)
@@ -84,7 +83,7 @@ class PodView:
     role: str
     revision: str
     job: str
-    """Name of the Job that owns it; empty where none does."""
+    """Name of the Job that owns it; empty: none."""
     node: str
     phase: str
     reason: str
@@ -94,7 +93,7 @@ class PodView:
     are_containers_ready: bool
     readiness_changed: datetime | None
     unscheduled: str | None
-    """What the scheduler says where it found no node; None where it did not say that."""
+    """The scheduler's message if it found no node, else None."""
     disruption: str
     """Reason of the condition DisruptionTarget."""
     container: ContainerView
@@ -111,7 +110,7 @@ class PodView:
     @property
     def age_key(self) -> tuple[datetime, str]:
         """Sorts from the oldest to the newest."""
-        return self.created or _DAWN, self.name
+        return self.created or _EARLIEST, self.name
 
 
 @dataclass(frozen=True)
@@ -120,7 +119,7 @@ class JobView:
     created: datetime | None
     is_complete: bool
     failure: str | None
-    """Message of the condition Failed; None where it has not failed."""
+    """Message of the condition Failed; None: it has not failed."""
     live: Object
 
     @property
@@ -131,10 +130,10 @@ class JobView:
 @dataclass(frozen=True)
 class DeploymentView:
     revision: str
-    """Of the pods that it makes now."""
+    """The revision of its pod template."""
     replicas: int
     replica_failure: str | None
-    """Why its pods cannot be created, in the words of its ReplicaSet; None where they can."""
+    """Message of the condition ReplicaFailure; None: its pods can be created."""
 
 
 @dataclass(frozen=True)
@@ -146,7 +145,7 @@ class ChildView:
 
 @dataclass(frozen=True)
 class Observed:
-    """The world of one pass with its objects read and sorted. Children are those that are this model's by owner UID."""
+    """The objects of one pass as views. Only children with this model's owner UID are included."""
 
     model: ModelView
     children: tuple[ChildView, ...]
@@ -157,13 +156,13 @@ class Observed:
     """Serving pods, whatever their revision."""
     job_pods: tuple[PodView, ...]
     warnings: Mapping[str, str]
-    """The last warning about an object, by the object's name; empty where events were not read."""
+    """The last warning about an object, by the object's name; empty if events were not read."""
     free: FreeDevices | None
     now: datetime
 
     def serving(self, besides: Revision | None = None) -> Revision | None:
-        """The revision of the pods that are made now. Where somebody deleted the Deployment: the last pinned one, other
-        than one whose steps are not done (`besides`)."""
+        """The revision of the Deployment. If that was deleted: the last pinned one except `besides`, whose steps are
+        not done."""
         label = self.deployment.revision if self.deployment else ""
         named = next((known for known in self.revisions if known.name == label), None)
         pinned = (known for known in self.revisions if besides is None or known.name != besides.name)
@@ -175,17 +174,16 @@ class Observed:
         return tuple(sorted(pods, key=lambda pod: pod.age_key, reverse=True))
 
     def answers_of(self, job_name: str) -> tuple[Record, ...]:
-        """The records of a Job's pods that ended well."""
+        """The records of a Job's pods that succeeded."""
         records = (pod.container.ended.record for pod in self.pods_of(job_name) if pod.container.ended)
         return tuple(record for record in records if record is not None and record.ok)
 
     def age(self, created: datetime | None) -> timedelta:
-        """Zero where the time of creation is not known."""
+        """Zero if the time of creation is unknown."""
         return self.now - created if created else timedelta(0)
 
 
 def observe(world: World) -> Observed:
-    """Read everything that this pass looks at."""
     model = model_view(world.body)
     owned = [child for child in world.children if model.uid in _owner_uids(child)]
     children = tuple(ChildView(text(child, "kind"), name_of(child), child) for child in owned)

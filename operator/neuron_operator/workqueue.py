@@ -1,7 +1,7 @@
-"""A keyed queue for level-triggered work: keys wait once, none runs twice at the same time, failures back off.
+"""A keyed queue for level-triggered work: a key waits once, never runs twice at a time, and backs off on failure.
 
-Reflectors add keys, workers take them. The queue is memory only: a new leader adds all keys. It knows
-nothing of Kubernetes, and reads only the event loop's monotonic clock.
+Reflectors add keys, workers take them. The queue is in memory only: a new leader adds all keys. It does not depend
+on Kubernetes, and its only clock is the event loop's.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class WorkQueue(Generic[Key]):
         self._draw = draw
         self._waiting: deque[Key] = deque()
         self._dirty: set[Key] = set()
-        """Keys that must run: those in `_waiting`, and those that were added while they run."""
+        """Keys that must run: those in `_waiting`, and running keys that were added again."""
         self._running: set[Key] = set()
         self._timers: dict[Key, asyncio.TimerHandle] = {}
         self._held_until: dict[Key, float] = {}
@@ -45,12 +45,12 @@ class WorkQueue(Generic[Key]):
         self._arrived = asyncio.Event()
 
     def __len__(self) -> int:
-        """Keys that wait for a worker now."""
+        """Keys waiting for a worker."""
         return len(self._waiting)
 
     @property
     def is_idle(self) -> bool:
-        """Nothing waits and nothing runs; timers may be set."""
+        """Nothing waits and nothing runs; timers may be pending."""
         return not self._dirty and not self._running
 
     def add(self, key: Key) -> None:
@@ -67,7 +67,7 @@ class WorkQueue(Generic[Key]):
                 self._arrived.set()
 
     def add_after(self, key: Key, seconds: float) -> None:
-        """Add the key later; of several such calls the earliest counts. A run that starts before forgets it."""
+        """Add the key later; of several calls the earliest counts. A run that starts earlier cancels it."""
         loop = asyncio.get_running_loop()
         due = loop.time() + seconds
         timer = self._timers.get(key)
@@ -78,14 +78,14 @@ class WorkQueue(Generic[Key]):
         self._timers[key] = loop.call_at(due, self._timer_rang, key)
 
     def retry(self, key: Key, *, hold_seconds: float = 0.0) -> None:
-        """Add a key that failed after its back-off. A change may bring it forward, yet not into `hold_seconds`."""
+        """Add a failed key after its back-off. A change may run it earlier, but not within `hold_seconds`."""
         failures = self._num_failures[key] = self._num_failures.get(key, 0) + 1
         if hold_seconds > 0:
             self._held_until[key] = asyncio.get_running_loop().time() + hold_seconds
         self.add_after(key, max(hold_seconds, self._backoff.delay_seconds(failures, self._draw())))
 
     def forget(self, key: Key) -> None:
-        """The key succeeded: its next failure is a first one."""
+        """The key succeeded: reset its back-off."""
         self._num_failures.pop(key, None)
 
     async def work(self, handle: Callable[[Key], Awaitable[None]]) -> None:

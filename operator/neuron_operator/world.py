@@ -1,18 +1,17 @@
 """What one pass sees and what it decides: the types between the rim (reconcile, local) and the pure middle (decide).
 
-The rim fills a World from its caches, calls `decide.decide(world, settings)` and carries the Decision out. Nothing here
-does I/O, and nothing here knows a field of a NeuronModel's spec.
+The rim fills a World from its caches, calls `decide.decide(world, settings)` and executes the Decision. Nothing here
+does I/O or knows a field of a NeuronModel's spec.
 
 How the rim runs a pass:
 
-1. `decide`; where it `needs` facts that were not read in this pass, read them and decide again.
-2. Apply `desired` in order, each only where it is not contained in the live object. A create that meets an object of
-   another owner goes into `taken`, a 403 into `forbidden`, a 422 into `rejected`: stop applying and decide again.
-   A new pass starts with these three empty, so that it notices what others have repaired.
-3. Delete `delete` (propagation in the background), with the UIDs of the objects given as preconditions. 404 and 409 are
-   fine.
-4. Write `status` where it differs from `body["status"]`; last, so that it never reports a step that was not made.
-5. Emit `announcements` where the status was written; come back after `requeue_after_seconds` at the latest.
+1. `decide`; if it `needs` facts that this pass has not read, read them and decide again.
+2. Apply `desired` in order, skipping objects that the live object already contains. A name owned by something else goes
+   into `taken`, a 403 into `forbidden`, a 422 into `rejected`: stop applying and decide again. A new pass starts with
+   these three empty, so that it notices repairs.
+3. Delete `delete` in the background, with the objects' UIDs as preconditions. Ignore 404 and 409.
+4. Write `status` if it differs from `body["status"]`; last, so that it never reports a step that did not happen.
+5. Create the Events in `announcements` if the status was written; run again within `requeue_after_seconds`.
 """
 
 from __future__ import annotations
@@ -28,15 +27,15 @@ Object = dict[str, Any]
 
 @dataclass(frozen=True)
 class NodeDevices:
-    """Neuron devices (or cores) of one node: what the kubelet offers and what no pod requests."""
+    """Neuron devices (or cores) of one node: allocatable, and not requested by any pod."""
 
     name: str
     instance_type: str
-    """Label node.kubernetes.io/instance-type; empty when the node has none."""
+    """Label node.kubernetes.io/instance-type; empty if the node has none."""
     devices: int
     free_devices: int
     cores: int
-    """Allocatable `aws.amazon.com/neuroncore`; counted apart from devices, as the kubelet does."""
+    """Allocatable `aws.amazon.com/neuroncore`, which the kubelet counts separately from devices."""
     free_cores: int
     allocation: str = ""
     """Label neuron-serving.dev/allocation; `cores` where pods may request cores."""
@@ -45,13 +44,13 @@ class NodeDevices:
 
 @dataclass(frozen=True)
 class FreeDevices:
-    """Free devices of the cluster; `nodes` is None where the operator may not list nodes and pods: free is unknown."""
+    """Free devices of the cluster; `nodes` is None (unknown) if the operator may not list nodes and pods."""
 
     nodes: tuple[NodeDevices, ...] | None
 
 
 class Need(Enum):
-    """Facts that are read on demand only, because reading them is expensive."""
+    """Facts that are expensive and therefore read on demand only."""
 
     FREE_DEVICES = "free devices"
     EVENTS = "events"
@@ -65,23 +64,21 @@ class World:
     body: Object
     """The NeuronModel as read, status included."""
     children: tuple[Object, ...]
-    """What carries our labels for this model: Deployment, Service, ConfigMap, ServiceAccount, PodDisruptionBudget,
-    NetworkPolicy, ControllerRevision, Job. Each with its `kind` and `apiVersion` (lists of the API leave them out)."""
+    """Objects with our labels for this model, of the kinds in `client.CHILDREN`, each with `kind` and `apiVersion`."""
     pods: tuple[Object, ...]
     """Serving pods and Job pods of this model."""
     now: datetime
     """UTC, with time zone."""
     taken: frozenset[tuple[str, str]] = frozenset()
-    """(kind, name) that exist and are not ours by owner UID."""
+    """(kind, name) of objects that exist and are not ours by owner UID."""
     forbidden: frozenset[tuple[str, str]] = frozenset()
     """(kind, message) that the API server refused with 403."""
     rejected: frozenset[tuple[str, str]] = frozenset()
-    """(kind, message) that the API server refused with 422: our object is not valid, mostly because of an overlay."""
+    """(kind, message) that the API server refused with 422: our object is invalid, usually because of podTemplate."""
     free: FreeDevices | None = None
     """None: not read in this pass."""
     events: tuple[Object, ...] | None = None
-    """Warnings as `events.k8s.io/v1` has them, oldest first. None: not read in this pass; empty also where the
-    operator may not read them."""
+    """Warnings (`events.k8s.io/v1`), oldest first. None: not read in this pass; empty without the right to read."""
 
 
 @dataclass(frozen=True)
@@ -98,11 +95,11 @@ class Decision:
     """The next single step of one NeuronModel."""
 
     desired: tuple[Object, ...] = ()
-    """In apply order, complete with owner references; empty where nothing may be changed now."""
+    """In apply order, with owner references; empty if nothing may be changed now."""
     delete: tuple[Object, ...] = ()
     """Live objects to prune."""
     status: Object | None = None
-    """The whole status; None: leave it as it is (the model is being deleted, or is not one)."""
+    """The whole status; None: leave it unchanged, because the model is being deleted."""
     requeue_after_seconds: float | None = None
     needs: frozenset[Need] = frozenset()
     announcements: tuple[Announcement, ...] = ()
@@ -116,12 +113,12 @@ class JobSettings:
     tolerations: tuple[Object, ...] = ()
     resources: Object = field(default_factory=dict)
     env: tuple[Object, ...] = ()
-    """EnvVars for all pods that fetch something (mirrors, proxies, CA): Jobs, and serving pods that load from a hub."""
+    """EnvVars (mirrors, proxies, CA) of all pods that download: Jobs, and serving pods that load from a hub."""
 
 
 @dataclass(frozen=True)
 class Settings:
-    """What an installation decides for all models; loaded by the rim from flags and environment."""
+    """Settings of the installation for all models; the rim loads them from flags and environment."""
 
     runtime_image: str
     image_pull_policy: str = ""
@@ -130,6 +127,6 @@ class Settings:
     jobs: JobSettings = field(default_factory=JobSettings)
     device_mode: Literal["Plugin", "PluginWithExtension"] = "Plugin"
     device_scheduler_name: str = ""
-    """The scheduler that knows the extension; only with PluginWithExtension."""
+    """The scheduler with the extension; only with PluginWithExtension."""
     network_policy_ingress_from: tuple[Object, ...] = ()
-    """NetworkPolicyPeers that may call port 8000; empty: everyone in the cluster."""
+    """NetworkPolicyPeers that may call port 8000; empty: the whole cluster."""

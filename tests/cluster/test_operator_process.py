@@ -190,7 +190,7 @@ async def test_a_taken_port_and_a_missing_cluster_are_said_in_one_line(
     config = start("config", "--kubeconfig", str(tmp_path / "none"))
     assert config.process.wait(WAIT_SECONDS) == 1
     (line,) = config.log.read_text().splitlines()
-    assert line.startswith("neuron-operator: no cluster: there is no kubeconfig at")
+    assert line.startswith("neuron-operator: no kubeconfig at")
 
 
 async def test_a_cluster_without_the_resource_is_told_how_to_install_it(server: ApiServer, start: Start) -> None:

@@ -190,8 +190,8 @@ async def test_a_configuration_that_cannot_be_used_is_said_in_one_line(
     broken = tmp_path / "broken"
     for content in ("", "{", "apiVersion: v1\nkind: Config\n", "[1]"):
         broken.write_text(content)
-        with pytest.raises(ClusterFault, match="no cluster: "):
+        with pytest.raises(ClusterFault, match="cannot load the cluster configuration: "):
             await enter(str(broken))
     monkeypatch.setenv("KUBERNETES_SERVICE_HOST", "10.0.0.1")
-    with pytest.raises(ClusterFault, match="no cluster: "):
+    with pytest.raises(ClusterFault, match="cannot load the cluster configuration: "):
         await enter()

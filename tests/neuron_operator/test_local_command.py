@@ -58,8 +58,8 @@ def test_a_field_that_is_not_acted_on_ends_the_command_with_the_cure(tmp_path: P
     ("manifest", "complaint"),
     [
         ("{", "is not YAML"),
-        ("kind: Pod", "holds 0 NeuronModels"),
-        ("kind: NeuronModel\n---\nkind: NeuronModel", "holds 2 NeuronModels"),
+        ("kind: Pod", "contains 0 NeuronModels"),
+        ("kind: NeuronModel\n---\nkind: NeuronModel", "contains 2 NeuronModels"),
         ("kind: NeuronModel", "apiVersion must be neuron-serving.dev/v1alpha1"),
         (SERVABLE.replace("v1alpha1", "v9"), "apiVersion must be neuron-serving.dev/v1alpha1"),
         (SERVABLE.replace("{name: demo}", "{}"), "metadata.name is missing"),
@@ -110,7 +110,7 @@ def test_devices_that_this_machine_lacks_are_said_with_the_cure(tmp_path: Path) 
     demo = Path(__file__).parents[2] / "examples" / "demo-model"
     ended = local(tmp_path, MODEL % (demo.as_uri(), "Neuron, devices: 1", "  engine: {backend: torch}"))
     assert ended.returncode == 2
-    assert "1 Neuron device(s) wanted, 0 under /dev/neuron*: set spec.accelerator.type: CPU" in ended.stderr
+    assert "requests 1 Neuron device(s), this machine has 0 (/dev/neuron*): set spec.accelerator" in ended.stderr
 
 
 SIMULATED = """
@@ -133,7 +133,7 @@ def test_a_simulated_device_is_served_like_any_other(tmp_path: Path) -> None:
     ):
         try:
             assert running.stdout is not None
-            lines = list(iter_until(running.stdout, "Ctrl-C ends it"))
+            lines = list(iter_until(running.stdout, "Ctrl-C stops it"))
             body = {"model": "demo", "prompt": "What is a pod?", "max_tokens": 6, "ignore_eos": True, "logprobs": 1}
             answer = httpx.post(f"http://127.0.0.1:{port}/v1/completions", json=body, timeout=60).json()
         finally:
@@ -168,7 +168,7 @@ def test_one_model_is_served_by_one_local_at_a_time(tmp_path: Path) -> None:
         fcntl.flock(held, fcntl.LOCK_EX)
         ended = local(tmp_path, MODEL % ("file:///x", "CPU", ""))
     assert ended.returncode == 2
-    assert "another `neuron-operator local` serves demo" in ended.stderr
+    assert "another `neuron-operator local` is serving demo" in ended.stderr
 
 
 WITH_KEYS = "  serving: {apiKeySecretRef: {name: chat-keys, key: api.keys}}"
@@ -178,7 +178,7 @@ DEMO_MODEL = Path(__file__).parents[2] / "examples" / "demo-model"
 def test_a_secret_with_keys_that_is_not_there_is_said_with_the_cure(tmp_path: Path) -> None:
     ended = local(tmp_path, MODEL % (DEMO_MODEL.as_uri(), "CPU", WITH_KEYS))
     assert ended.returncode == 2
-    assert "chat-keys/api.keys is not here; export CHAT_KEYS_API_KEYS=... first" in ended.stderr
+    assert "`local` has no Secret chat-keys/api.keys; export CHAT_KEYS_API_KEYS=... first" in ended.stderr
 
 
 @pytest.mark.slow

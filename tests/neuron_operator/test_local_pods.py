@@ -122,7 +122,7 @@ def test_a_mounted_secret_is_a_variable_of_this_shell(tmp_path: Path) -> None:
     place = tmp_path / "default.chat" / "chat-0" / "api-key" / "keys"
     assert plan.secrets == {place: "sk-1\nsk-2"}
     assert plan.argv[-1] == str(place)
-    with pytest.raises(CannotRunHere, match=r"chat-keys/api\.key is not here; export CHAT_KEYS_API_KEY="):
+    with pytest.raises(CannotRunHere, match=r"has no Secret chat-keys/api\.key; export CHAT_KEYS_API_KEY="):
         interpret(pod_with_keys(), host(tmp_path), {8000: 9001})
 
 

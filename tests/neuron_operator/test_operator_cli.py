@@ -31,6 +31,4 @@ def test_no_cluster_ends_with_code_1_and_the_cure(
     monkeypatch.delenv("KUBERNETES_SERVICE_HOST", raising=False)
     assert main(["run", "--runtime-image", "x", "--kubeconfig", "/does/not/exist"]) == 1
     (line,) = capsys.readouterr().err.splitlines()
-    assert line == (
-        "neuron-operator: no cluster: there is no kubeconfig at /does/not/exist; set KUBECONFIG or pass --kubeconfig"
-    )
+    assert line == ("neuron-operator: no kubeconfig at /does/not/exist; set KUBECONFIG or pass --kubeconfig")

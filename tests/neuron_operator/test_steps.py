@@ -91,7 +91,7 @@ def test_a_step_behind_waits_for_its_job_and_the_revision_is_pinned_meanwhile() 
     waiting = condition(decision.status, "WeightsReady")
     assert (waiting["reason"], waiting["message"]) == ("Fetching", "downloading the weights")
     for behind in ("Compiled", "Available", "UpToDate"):
-        assert condition(decision.status, behind)["message"] == "waits for WeightsReady"
+        assert condition(decision.status, behind)["message"] == "waiting for WeightsReady"
     assert condition(decision.status, "Ready")["reason"] == "Fetching"
     assert decision.requeue_after_seconds is not None
 
@@ -157,7 +157,7 @@ def test_a_step_that_refuses_ends_the_way_and_what_serves_stays() -> None:
 
 
 def test_a_step_in_the_wrong_place_is_an_error_of_ours() -> None:
-    with pytest.raises(LookupError, match="behind the step that resolves"):
+    with pytest.raises(LookupError, match="place it after Resolve"):
         decide(fresh(), SETTINGS, (FETCH,))
-    with pytest.raises(LookupError, match="behind the step that pins"):
+    with pytest.raises(LookupError, match="place it after Place"):
         decide(fresh(), SETTINGS, STEPS[3:])

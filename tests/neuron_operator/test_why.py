@@ -76,9 +76,9 @@ CRASH = waiting("CrashLoopBackOff", "back-off 10s restarting failed container")
 @pytest.mark.parametrize(
     ("state", "reason", "says"),
     [
-        ({}, "Loading", "is loading the model since 2026-03-01T11:51:00Z"),
-        ({"started": True}, "Loading", "is loading the model"),
-        ({"started": True, "conditions": [UNREADY_BEFORE]}, "Loading", "is loading the model"),
+        ({}, "Loading", "has been loading the model since 2026-03-01T11:51:00Z"),
+        ({"started": True}, "Loading", "has been loading the model"),
+        ({"started": True, "conditions": [UNREADY_BEFORE]}, "Loading", "has been loading the model"),
         ({"started": True, "conditions": [UNREADY_SINCE]}, "ProbeFailing", "does not answer /health"),
         ({"state": waiting("ContainerCreating")}, "Loading", "is starting"),
         ({"state": waiting("ImagePullBackOff", PULL_BACK_OFF)}, "ImagePull", "cannot be pulled: rpc error: not found"),
@@ -97,7 +97,7 @@ CRASH = waiting("CrashLoopBackOff", "back-off 10s restarting failed container")
             "exit code 137 (OOMKilled)",
         ),
         ({"last": ended(30, failure_record(30, "DeviceHeld", "held by 7"))}, "DeviceHeld", "held by 7"),
-        ({"last": ended(31)}, "DeviceOutOfMemory", "exit code 31 (restarts: 0): it left no record"),
+        ({"last": ended(31)}, "DeviceOutOfMemory", "exit code 31 (restarts: 0): it left no record and no log"),
         ({"last": ended(50, "garbage {")}, "RestartBudgetExhausted", "garbage {"),
         (
             {"phase": "Failed", "reason": "UnexpectedAdmissionError", "message": "Allocate failed", "state": {}},
@@ -144,8 +144,8 @@ def test_a_lack_of_devices_is_explained_by_what_is_needed_and_what_is_free() -> 
     ready = condition(found.status, "Ready")
     assert ready["reason"] == "InsufficientNeuron"
     assert "0 of 2 replicas answer" in ready["message"]
-    assert "needs 6 Neuron devices on one node; free: 4 (n2 4, n1 0); the scheduler says 0/3" in ready["message"]
-    assert ready["message"].endswith("2 Insufficient aws.amazon.com/neuron (and 1 more like it)")
+    assert "needs 6 Neuron devices on one node; free: 4 (n2 4, n1 0); the scheduler reports 0/3" in ready["message"]
+    assert ready["message"].endswith("2 Insufficient aws.amazon.com/neuron (and 1 more with this reason)")
     assert found.requeue_after_seconds is not None
 
 
@@ -156,7 +156,7 @@ def test_without_the_right_to_look_the_free_devices_are_unknown() -> None:
 
 def test_the_message_says_that_no_node_has_devices() -> None:
     found = seen(lambda d: unscheduled_pod(d, INSUFFICIENT), free=FreeDevices(NODES[2:]))
-    assert "free: 0, as no ready node offers any" in condition(found.status, "Ready")["message"]
+    assert "free: 0 (no ready node offers any)" in condition(found.status, "Ready")["message"]
 
 
 def test_cores_are_counted_as_cores() -> None:
@@ -331,7 +331,7 @@ def test_sizes_that_a_node_grants_are_placed_and_others_refused_with_the_legal_o
         assert placement.devices == (0 if {"cores", "type"} & set(accelerator) else accelerator.get("devices", 1))
         assert placement.cores == accelerator.get("cores", 0)
     else:
-        with pytest.raises(Unplaceable, match=r"is not a size .* legal: 1") as refusal:
+        with pytest.raises(Unplaceable, match=r"is not a size .* choose one of 1") as refusal:
             place(model, using)
         assert "Placed" in refusal.value.reason.row.conditions
 

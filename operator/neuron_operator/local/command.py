@@ -58,20 +58,23 @@ _NO_IMAGE = "this-machine"
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     manifest = parser.add_mutually_exclusive_group(required=True)
-    manifest.add_argument("-f", "--file", type=Path, help="manifest with one NeuronModel")
-    manifest.add_argument("--demo", action="store_const", dest="file", const=DEMO, help="the demo model's manifest")
+    manifest.add_argument("-f", "--file", type=Path, help="manifest that contains one NeuronModel")
+    manifest.add_argument("--demo", action="store_const", dest="file", const=DEMO, help="use the demo model's manifest")
     parser.add_argument(
-        "--port", type=int, default=8000, help="port of the first replica; the next follow (default 8000)"
+        "--port",
+        type=int,
+        default=8000,
+        help="port of the first replica; others take the next ones (default %(default)s)",
     )
     parser.add_argument("--ask", metavar="QUESTION", help="stream the answer to this question once the model is ready")
-    parser.add_argument("--exit", action="store_true", help="end as soon as the model is ready (and has answered)")
-    parser.add_argument("--quiet", action="store_true", help="do not show the output of the pods")
-    parser.add_argument("--fresh", action="store_true", help="empty the model's folder in the cache first")
+    parser.add_argument("--exit", action="store_true", help="exit once the model is ready (and has answered --ask)")
+    parser.add_argument("--quiet", action="store_true", help="hide the output of the pods")
+    parser.add_argument("--fresh", action="store_true", help="delete the model's cached files first")
     parser.add_argument(
         "--cache-dir",
         type=Path,
         default=default_cache_dir(),
-        help="volumes and files of the pods (default %(default)s)",
+        help="where the volumes and files of the pods are kept (default %(default)s)",
     )
 
 
@@ -107,7 +110,7 @@ def read_manifest(path: Path) -> dict[str, Any]:
         raise CannotRunHere(f"{path} is not YAML that JSON can express: {' '.join(str(error).split())}") from error
     models = [d for d in documents if isinstance(d, dict) and d.get("kind") == names.KIND]
     if len(models) != 1:
-        raise CannotRunHere(f"{path} holds {len(models)} NeuronModels; `local` serves exactly one")
+        raise CannotRunHere(f"{path} contains {len(models)} NeuronModels; `local` serves exactly one")
     body: dict[str, Any] = models[0]
     if body.get("apiVersion") != names.API_VERSION:
         raise CannotRunHere(f"{path}: apiVersion must be {names.API_VERSION}")
@@ -152,7 +155,7 @@ def _locked_root(cache_dir: Path, body: Mapping[str, Any], *, fresh: bool) -> It
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
                 raise CannotRunHere(
-                    f"another `neuron-operator local` serves {metadata['name']} from {root}: "
+                    f"another `neuron-operator local` is serving {metadata['name']} from {root}: "
                     "stop it, or choose another --cache-dir"
                 ) from None
             if fresh:
@@ -194,7 +197,7 @@ class _Session:
 
         def end() -> None:
             if stop.is_set():
-                self._say("stopping at once")
+                self._say("killing the pods")
                 machine.kill()
             stop.set()
             self.wake.set()
@@ -205,9 +208,9 @@ class _Session:
             return await self._drive(machine, stop)
         finally:
             if machine.running:
-                self._say("stopping (again: at once)")
+                self._say("stopping (press Ctrl-C again to kill the pods)")
             await machine.close()
-            self._say("ended")
+            self._say("stopped")
 
     async def _drive(self, machine: Machine, stop: asyncio.Event) -> int:
         while not stop.is_set():
@@ -251,7 +254,7 @@ class _Session:
         if self.wake.is_set() or (working and not failed):
             return None
         ready = next((c for c in self.status.get("conditions", []) if c["type"] == "Ready"), None)
-        return f"{ready['reason']}: {ready['message']}" if ready else "nothing left to do and not ready"
+        return f"{ready['reason']}: {ready['message']}" if ready else "nothing is running and the model is not ready"
 
     def _show_conditions(self) -> bool:
         ready = False
@@ -277,7 +280,7 @@ class _Session:
             if self.options.ask:
                 await _ask(session, ports[0], name, self.options.ask)
         if not self.options.exit:
-            print("  Ctrl-C ends it", flush=True)
+            print("  Ctrl-C stops it", flush=True)
 
     def _log(self, pod: str, line: str) -> None:
         if not self.options.quiet:
@@ -314,7 +317,7 @@ async def _ask(session: aiohttp.ClientSession, port: int, model: str, question: 
     num_tokens = 0
     async with session.post(f"http://{LOOPBACK}:{port}/v1/chat/completions", json=request) as response:
         if response.status != 200:
-            raise CannotRunHere(f"the question was refused: {(await response.text())[:500]}")
+            raise CannotRunHere(f"the model rejected the question: {(await response.text())[:500]}")
         async for line in response.content:
             if not line.startswith(b"data: ") or line.strip() == b"data: [DONE]":
                 continue

@@ -98,7 +98,7 @@ def interpret(pod: Json, host: Host, ports: Mapping[int, int]) -> ContainerPlan:
     name, spec = str(pod["metadata"]["name"]), pod["spec"]
     _refuse_unknown(spec, _POD_FIELDS | _CLUSTER_ONLY_POD_FIELDS, "spec")
     if len(spec["containers"]) != 1:
-        raise CannotRunHere(f"spec.containers: {len(spec['containers'])} containers; a pod here is one process")
+        raise CannotRunHere(f"spec.containers: {len(spec['containers'])} containers; `local` runs one per pod")
     container = spec["containers"][0]
     _refuse_unknown(container, _CONTAINER_FIELDS | _CLUSTER_ONLY_CONTAINER_FIELDS, "spec.containers[0]")
     _check_devices(container, host.num_neuron_devices)
@@ -126,7 +126,7 @@ def interpret(pod: Json, host: Host, ports: Mapping[int, int]) -> ContainerPlan:
 
     argv = [here(word) for word in (*container.get("command", []), *container.get("args", []))]
     if not argv:
-        raise CannotRunHere("spec.containers[0].command: missing; there is no image here whose command could run")
+        raise CannotRunHere("spec.containers[0].command: missing; `local` does not use the image's command")
     env = {**host.environment, **{k: here(v) for k, v in _environment(container, pod, host).items()}}
     named = {p.get("name", str(p["containerPort"])): ports[p["containerPort"]] for p in container.get("ports", [])}
     return ContainerPlan(
@@ -159,7 +159,7 @@ def _check_devices(container: Json, num_devices: int) -> None:
             raise CannotRunHere(f"resources.limits.{resource}: this machine has none; use spec.accelerator.type: CPU")
         if int(amount) > num_devices:
             raise CannotRunHere(
-                f"{amount} Neuron device(s) wanted, {num_devices} under /dev/neuron*: "
+                f"the pod requests {amount} Neuron device(s), this machine has {num_devices} (/dev/neuron*): "
                 "set spec.accelerator.type: CPU in the manifest, or run on an inf2, trn1 or trn2 machine"
             )
 
@@ -190,7 +190,9 @@ def _secret_files(volume: Json, folder: Path, host: Host) -> dict[Path, str]:
         value = host.environment.get(variable)
         if not value:
             missing = f"{secret['secretName']}/{item['key']}"
-            raise CannotRunHere(f"volume {volume['name']}: {missing} is not here; export {variable}=... first")
+            raise CannotRunHere(
+                f"volume {volume['name']}: `local` has no Secret {missing}; export {variable}=... first"
+            )
         files[folder / item["path"]] = value
     return files
 
@@ -224,7 +226,7 @@ def _environment(container: Json, pod: Json, host: Host) -> dict[str, str]:
                 env[name] = value
             elif not ref.get("optional", False):
                 raise CannotRunHere(
-                    f"env {name}: {ref['name']}/{ref['key']} is not here; export {ref['key']}=... first"
+                    f"env {name}: `local` has no {ref['name']}/{ref['key']}; export {ref['key']}=... first"
                 )
         else:
             raise CannotRunHere(f"env {name}: {next(iter(source))} cannot be interpreted without a cluster")
@@ -249,7 +251,7 @@ def _program(program: str, env: Mapping[str, str]) -> str:
     """Our own programs come from the environment this command runs in, others from PATH."""
     found = shutil.which(program, path=f"{Path(sys.executable).parent}{os.pathsep}{env.get('PATH', os.defpath)}")
     if found is None:
-        raise CannotRunHere(f"{program} is not installed here: install neuron-serving with the extra 'runtime'")
+        raise CannotRunHere(f"{program} is not installed: install neuron-serving with the extra 'runtime'")
     return found
 
 

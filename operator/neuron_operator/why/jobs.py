@@ -24,7 +24,7 @@ def explain_job(waiting: Finding, job: JobView | None, observed: Observed) -> Fi
         if pod.container.ended is not None:
             return _explain_end(waiting, job, pod, pod.container.ended)
     if job.failure is not None:
-        text = f"the Job {job.name} failed without a record: {job.failure or 'no message'}"
+        text = f"Job {job.name} failed and left no record: {job.failure or 'no message'}"
         return replace(waiting, message=text)
     return _last_verdict(waiting, observed) or _explain_start(waiting, job, pods, observed) or waiting
 
@@ -32,10 +32,10 @@ def explain_job(waiting: Finding, job: JobView | None, observed: Observed) -> Fi
 def _explain_end(waiting: Finding, job: JobView, pod: PodView, end: Termination) -> Finding:
     reason = Reason.of_exit_code(end.exit_code)
     if reason is not None and waiting.condition in reason.row.conditions:
-        again = f"tried again every {RETRY_AFTER_SECONDS // 60} minutes"
+        again = f"the operator tries again every {RETRY_AFTER_SECONDS // 60} minutes"
         return unmet(waiting.condition, reason, f"{last_words(end)}; {again}")
     is_over = job.failure is not None or end.exit_code == 0
-    next_step = "does not try again" if is_over else "will try again"
+    next_step = "does not retry" if is_over else "retries"
     text = f"pod {pod.name} ended with {how_it_ended(end)} and no facts: {last_words(end)}; the Job {next_step}"
     return replace(waiting, message=text)
 
@@ -46,10 +46,10 @@ def _explain_start(waiting: Finding, job: JobView, pods: tuple[PodView, ...], ob
         starting = explain_start(pods[0], observed)
         if starting is None:
             return None
-        return replace(waiting, message=f"the Job {job.name} has not run yet: {starting.message}", needs=starting.needs)
+        return replace(waiting, message=f"Job {job.name} has not started: {starting.message}", needs=starting.needs)
     if observed.age(job.created) < timedelta(seconds=UNEXPLAINED_SECONDS):
         return None
-    text = f"the Job {job.name} waits: {observed.warnings.get(job.name) or 'its pod has not been created'}"
+    text = f"Job {job.name} is waiting: {observed.warnings.get(job.name) or 'its pod has not been created'}"
     return replace(waiting, message=text, needs=frozenset({Need.EVENTS}))
 
 

@@ -41,11 +41,11 @@ def explain_start(pod: PodView, observed: Observed, placement: Placement | None 
 def _explain_by_events(pod: PodView, warning: str) -> Finding:
     needs = {Need.EVENTS}
     if "FailedMount" in warning and re.search(r'secret ".*" not found|non-existent secret key', warning):
-        text = f"pod {pod.name} waits for the Secret of serving.apiKeySecretRef: {warning}"
+        text = f"pod {pod.name} is waiting for the Secret in serving.apiKeySecretRef: {warning}"
         return unmet("Available", Reason.SECRET_NOT_FOUND, text, needs)
     if "FailedMount" in warning or "FailedAttachVolume" in warning:
         return unmet("Available", Reason.VOLUME_NOT_BOUND, f"pod {pod.name}: {warning}", needs)
-    return unmet("Available", Reason.LOADING, f"pod {pod.name} is starting; {warning or 'no event says more'}", needs)
+    return unmet("Available", Reason.LOADING, f"pod {pod.name} is starting; {warning or 'no warnings so far'}", needs)
 
 
 def _explain_unscheduled(pod: PodView, message: str, observed: Observed, placement: Placement | None) -> Finding:
@@ -54,7 +54,7 @@ def _explain_unscheduled(pod: PodView, message: str, observed: Observed, placeme
     if placement is not None and f"Insufficient {names.NEURON_RESOURCE_PREFIX}" in message:
         free = describe_free(observed.free, placement)
         verdict = message.partition(". ")[0].rstrip(".")
-        text = f"pod {pod.name} needs {placement.words} on one node; {free}; the scheduler says {verdict}"
+        text = f"pod {pod.name} needs {placement.words} on one node; {free}; the scheduler reports {verdict}"
         return unmet("Available", Reason.INSUFFICIENT_NEURON, text, {Need.FREE_DEVICES})
     text = f"pod {pod.name} cannot be scheduled: {message or 'no reason given'}"
     return unmet("Available", Reason.NO_MATCHING_NODE, text)
@@ -71,4 +71,4 @@ def last_words(end: Termination) -> str:
     if record is not None:
         return record.message or record.reason
     lines = [line.strip() for line in end.message.splitlines() if line.strip()]
-    return lines[-1][:300] if lines else "it left no record"
+    return lines[-1][:300] if lines else "it left no record and no log"

@@ -18,7 +18,7 @@ def explain_replicas(observed: Observed, promised: int, placement: Placement) ->
     num_answering = sum(pod.is_answering for pod in observed.replicas)
     counted = f"{num_answering} of {promised} replicas answer"
     if promised == 0:
-        return (met("Available", "the spec asks for no replica", "ScaledToZero"),)
+        return (met("Available", "spec.replicas is 0", "ScaledToZero"),)
     if num_answering >= promised:
         return (met("Available", counted),)
     found = [
@@ -31,7 +31,7 @@ def explain_replicas(observed: Observed, promised: int, placement: Placement) ->
     worst = min(found, key=lambda finding: _reason(finding).weight)
     reason = _reason(worst) if worst.condition == "Available" else Reason.CRASH_LOOP
     alike = sum(finding.reason == worst.reason for finding in found)
-    others = f" (and {alike - 1} more like it)" if alike > 1 else ""
+    others = f" (and {alike - 1} more with this reason)" if alike > 1 else ""
     available = unmet("Available", reason, f"{counted}; {worst.message}{others}", worst.needs)
     return (*elsewhere.values(), available)
 
@@ -65,14 +65,14 @@ def _explain_deployment(deployment: DeploymentView | None) -> list[Finding]:
 
 def _explain_pod(pod: PodView, observed: Observed, placement: Placement) -> Finding:
     if pod.disruption == "DeletionByTaintManager" or _is_node_lost(pod):
-        text = f"pod {pod.name}: its node {pod.node} does not answer any more"
+        text = f"pod {pod.name}: its node {pod.node} no longer responds"
         return unmet("Available", Reason.NODE_LOST, text)
     if pod.phase == "Failed":
         was_refused = pod.reason == "UnexpectedAdmissionError"
-        text = f"pod {pod.name} was refused or ended by its node: {pod.reason}: {pod.message}"
+        text = f"pod {pod.name} was rejected or stopped by its node: {pod.reason}: {pod.message}"
         return unmet("Available", Reason.ALLOCATION_REJECTED if was_refused else Reason.CRASH_LOOP, text)
     if pod.is_deleting:
-        return unmet("Available", Reason.DRAINING, f"pod {pod.name} is finishing its streams before it ends")
+        return unmet("Available", Reason.DRAINING, f"pod {pod.name} is finishing its responses before it stops")
     if pod.container.ended is not None:
         return _explain_end(pod, pod.container.ended)
     starting = explain_start(pod, observed, placement)
@@ -80,9 +80,9 @@ def _explain_pod(pod: PodView, observed: Observed, placement: Placement) -> Find
         return starting
     since = pod.container.running_since
     if _was_ready_since(pod, instant(since)):
-        text = f"pod {pod.name} has run since {since} and does not answer /health"
+        text = f"pod {pod.name} has been running since {since} but does not answer /health"
         return unmet("Available", Reason.PROBE_FAILING, text)
-    return unmet("Available", Reason.LOADING, f"pod {pod.name} is loading the model since {since}")
+    return unmet("Available", Reason.LOADING, f"pod {pod.name} has been loading the model since {since}")
 
 
 def _explain_end(pod: PodView, end: Termination) -> Finding:
