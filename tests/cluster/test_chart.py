@@ -127,32 +127,32 @@ def granted(rules: list[dict[str, Any]]) -> set[tuple[str, str, str, str]]:
 
 
 @pytest.mark.parametrize("values", VARIANTS.values(), ids=VARIANTS)
-def test_helm_has_nothing_to_say(helm: Helm, values: Mapping[str, Any]) -> None:
+def test_helm_lint_passes(helm: Helm, values: Mapping[str, Any]) -> None:
     report = helm("lint", "--strict", str(CHART), values=values)
     assert "[WARNING]" not in report
     assert "1 chart(s) linted, 0 chart(s) failed" in report
 
 
 @pytest.mark.parametrize("image", ["operator", "runtime"])
-def test_an_image_that_is_not_named_is_asked_for(helm: Helm, image: str) -> None:
+def test_the_chart_requires_an_image(helm: Helm, image: str) -> None:
     values = {"image": {**IMAGES["image"], image: ""}}
     report = helm("template", str(CHART), values=values, code=1)
     assert f"image.{image} must name the image built from Dockerfile.neuron" in report
 
 
-def test_a_value_that_is_not_known_is_refused_by_its_name(helm: Helm) -> None:
+def test_an_unknown_value_is_refused_by_name(helm: Helm) -> None:
     report = helm("template", str(CHART), values={**IMAGES, "runtimeUpgrade": "Rolling"}, code=1)
     assert "runtimeUpgrade" in report
 
 
-def test_the_rights_are_those_that_the_operator_uses(helm: Helm) -> None:
+def test_the_chart_grants_the_rights_that_the_operator_uses(helm: Helm) -> None:
     """`CLUSTER_RULES` and `LEASE_RULES` are held equal to what the operator asks of an API server."""
     documents = helm.render(IMAGES)
     assert granted(one(documents, "ClusterRole")["rules"]) == granted(CLUSTER_RULES)
     assert granted(one(documents, "Role")["rules"]) == granted(LEASE_RULES)
 
 
-def test_with_named_namespaces_nothing_is_granted_outside_them(helm: Helm) -> None:
+def test_with_named_namespaces_nothing_is_granted_elsewhere(helm: Helm) -> None:
     documents = helm.render(EVERYTHING)
     assert not [d for d in documents if d["kind"] == "ClusterRoleBinding"]
     bindings = [d for d in documents if d["kind"] == "RoleBinding" and d["roleRef"]["kind"] == "ClusterRole"]
@@ -194,13 +194,13 @@ def test_the_values_reach_the_operator(helm: Helm) -> None:
     assert seen.log_level == "debug"
 
 
-def test_the_default_values_are_the_operators_own(helm: Helm) -> None:
+def test_chart_defaults_are_the_operators_defaults(helm: Helm) -> None:
     needed = ["--namespace", "from-the-pod", "--identity", "from-the-pod"]
     own = settings.load(["--runtime-image", IMAGES["image"]["runtime"], *needed], {})
     assert settings_of(helm.render(IMAGES)) == own
 
 
-def test_every_setting_is_given_by_the_chart_or_left_alone_on_purpose(helm: Helm) -> None:
+def test_the_chart_sets_every_setting_or_excludes_it_explicitly(helm: Helm) -> None:
     (container,) = one(helm.render(IMAGES), "Deployment")["spec"]["template"]["spec"]["containers"]
     known = {setting.variable for setting in settings.SETTINGS}
     left_alone = {
@@ -209,7 +209,7 @@ def test_every_setting_is_given_by_the_chart_or_left_alone_on_purpose(helm: Helm
     assert {entry["name"] for entry in container["env"]} == known - left_alone
 
 
-def test_service_and_probes_reach_the_ports_that_the_operator_opens(helm: Helm) -> None:
+def test_service_and_probes_use_the_ports_of_the_operator(helm: Helm) -> None:
     documents = helm.render(IMAGES)
     (container,) = one(documents, "Deployment")["spec"]["template"]["spec"]["containers"]
     own = settings_of(documents)
@@ -222,7 +222,7 @@ def test_service_and_probes_reach_the_ports_that_the_operator_opens(helm: Helm) 
     assert probed == {"startupProbe": live, "livenessProbe": live, "readinessProbe": ready}
 
 
-def test_selectors_select_the_operator_and_not_the_test(helm: Helm) -> None:
+def test_selectors_match_the_operator_and_not_the_test_pod(helm: Helm) -> None:
     documents = helm.render(IMAGES)
     labels = one(documents, "Deployment")["spec"]["template"]["metadata"]["labels"]
     test_labels = one(documents, "Pod")["metadata"]["labels"]
@@ -243,14 +243,14 @@ def test_selectors_select_the_operator_and_not_the_test(helm: Helm) -> None:
 MONITORING = {"ConfigMap", "PodMonitor", "PrometheusRule"}
 
 
-def test_nothing_of_monitoring_is_there_unless_it_is_asked_for(helm: Helm) -> None:
+def test_monitoring_objects_are_off_by_default(helm: Helm) -> None:
     assert not [d for d in helm.render(IMAGES) if d["kind"] in MONITORING]
     for part, kind in (("dashboard", "ConfigMap"), ("podMonitors", "PodMonitor"), ("rules", "PrometheusRule")):
         documents = helm.render({**IMAGES, "monitoring": {part: {"enabled": True}}})
         assert {d["kind"] for d in documents} & MONITORING == {kind}
 
 
-def test_the_board_is_that_of_the_file_with_the_data_source_chosen(helm: Helm) -> None:
+def test_the_chart_renders_the_dashboard_with_the_chosen_data_source(helm: Helm) -> None:
     board = one(helm.render(EVERYTHING), "ConfigMap")
     assert board["metadata"]["namespace"] == "grafana"
     assert board["metadata"]["labels"]["grafana_dashboard"] == "1"
@@ -264,7 +264,7 @@ def test_the_board_is_that_of_the_file_with_the_data_source_chosen(helm: Helm) -
     assert len(text) < 300_000, "a ConfigMap holds 1 MiB, an annotation of kubectl apply 256 KiB"
 
 
-def test_monitors_select_what_the_operator_makes_and_the_operator(helm: Helm) -> None:
+def test_monitors_select_models_and_the_operator(helm: Helm) -> None:
     documents = helm.render(EVERYTHING)
     models = one(documents, "PodMonitor", "neuron-operator-models")
     wanted = models["spec"]["selector"]["matchLabels"]
@@ -293,22 +293,22 @@ def test_monitors_select_what_the_operator_makes_and_the_operator(helm: Helm) ->
         assert monitor["metadata"]["labels"]["release"] == "prometheus"
 
 
-def test_the_rules_are_those_of_the_file(helm: Helm) -> None:
+def test_the_chart_renders_the_alerting_rules(helm: Helm) -> None:
     rules = one(helm.render(EVERYTHING), "PrometheusRule")
     assert rules["spec"] == yaml.safe_load((CHART / "rules" / "neuron-serving.yaml").read_text())
     assert rules["metadata"]["labels"]["release"] == "prometheus"
 
 
-def test_a_single_replica_has_no_budget_that_would_block_a_drain(helm: Helm) -> None:
+def test_a_single_replica_has_no_disruption_budget(helm: Helm) -> None:
     assert not [d for d in helm.render({**IMAGES, "replicas": 1}) if d["kind"] == "PodDisruptionBudget"]
 
 
-def test_the_resource_can_be_left_to_somebody_else(helm: Helm) -> None:
+def test_the_crd_can_be_managed_outside_the_chart(helm: Helm) -> None:
     documents = helm.render({**IMAGES, "crds": {"install": False}})
     assert not [d for d in documents if d["kind"] == "CustomResourceDefinition"]
 
 
-def test_the_notes_tell_the_next_command(helm: Helm) -> None:
+def test_the_notes_show_the_next_command(helm: Helm) -> None:
     where = ("--namespace", NAMESPACE, "--dry-run=client", "--hide-notes=false")
     notes = helm("install", "neuron-serving", str(CHART), *where).partition("NOTES:")[2]
     for command in (f"helm test neuron-serving -n {NAMESPACE}", "kubectl apply", "kubectl wait", "kubectl describe nm"):
@@ -340,7 +340,7 @@ def test_the_pods_pass_pod_security_restricted(helm: Helm, server: ApiServer, va
         server.call("POST", "/api/v1/namespaces/restricted/pods?dryRun=All", privileged)
 
 
-def test_models_survive_an_uninstall_and_the_next_install_takes_over(helm: Helm, server: ApiServer) -> None:
+def test_models_survive_an_uninstall_and_are_adopted_by_the_next_install(helm: Helm, server: ApiServer) -> None:
     cluster = ("--namespace", NAMESPACE, "--kubeconfig", str(server.kubeconfig("admin")))
 
     def generation() -> int:

@@ -61,7 +61,7 @@ def refusal(server: ApiServer, spec: dict[str, Any], name: str = "chat") -> list
 @pytest.mark.parametrize(
     "case", [c for c in REFUSED["cases"] if c["by"] == "schema"], ids=lambda case: str(case["name"])
 )
-def test_a_wrong_manifest_is_refused_with_its_field(server: ApiServer, case: dict[str, Any]) -> None:
+def test_an_invalid_manifest_is_refused_naming_the_field(server: ApiServer, case: dict[str, Any]) -> None:
     causes = refusal(server, spec_with(case["spec"]))
     assert all(field.startswith(case["field"]) for field, _ in causes), causes
     assert any(case.get("says", "") in f"{field} {message}" for field, message in causes), causes
@@ -70,7 +70,7 @@ def test_a_wrong_manifest_is_refused_with_its_field(server: ApiServer, case: dic
 @pytest.mark.parametrize(
     "case", [c for c in REFUSED["cases"] if c["by"] == "operator"], ids=lambda case: str(case["name"])
 )
-def test_what_only_this_version_of_the_operator_refuses_is_valid(server: ApiServer, case: dict[str, Any]) -> None:
+def test_the_crd_accepts_values_that_only_the_operator_refuses(server: ApiServer, case: dict[str, Any]) -> None:
     create(server, spec_with(case["spec"]))
 
 
@@ -141,7 +141,7 @@ VALUES: dict[str, st.SearchStrategy[Any]] = {
 
 
 @pytest.mark.parametrize("path", VALUES)
-def test_server_and_parser_find_the_same_rules_broken(server: ApiServer, path: str) -> None:
+def test_api_server_and_parser_report_the_same_broken_rules(server: ApiServer, path: str) -> None:
     broken_once: set[str] = set()
 
     @settings(max_examples=60, deadline=None, derandomize=True, database=None)
@@ -167,22 +167,22 @@ def test_server_and_parser_find_the_same_rules_broken(server: ApiServer, path: s
     assert broken_once == {rule.message for rule in declared_rules(kind_at(path))}
 
 
-def test_every_rule_is_compared() -> None:
+def test_every_cel_rule_is_compared() -> None:
     compared = [rule for path in VALUES for rule in declared_rules(kind_at(path))]
     assert set(map(id, declared_rules(Spec))) == set(map(id, compared))
 
 
 @pytest.mark.parametrize("changes", REFUSED["accepted"], ids=str)
-def test_what_the_operator_accepts_the_server_accepts(server: ApiServer, changes: dict[str, Any]) -> None:
+def test_the_api_server_accepts_what_the_operator_accepts(server: ApiServer, changes: dict[str, Any]) -> None:
     create(server, spec_with(changes))
 
 
 @pytest.mark.parametrize("case", REFUSED["names"], ids=lambda case: str(case["name"]))
-def test_a_name_that_derived_names_cannot_grow_from_is_refused(server: ApiServer, case: dict[str, Any]) -> None:
+def test_a_name_too_long_for_derived_names_is_refused(server: ApiServer, case: dict[str, Any]) -> None:
     assert {field for field, _ in refusal(server, spec_with({}), case["name"])} == {"metadata.name"}
 
 
-def test_an_unknown_field_is_refused_by_name_where_the_client_is_strict_and_pruned_where_it_is_not(
+def test_an_unknown_field_is_refused_for_strict_clients_and_pruned_for_others(
     server: ApiServer,
 ) -> None:
     spec = spec_with({"serving": {"maxLength": 1}})
@@ -192,7 +192,7 @@ def test_an_unknown_field_is_refused_by_name_where_the_client_is_strict_and_prun
     assert "maxLength" not in create(server, spec)["spec"]["serving"]
 
 
-def test_defaults_are_written_by_the_server(server: ApiServer) -> None:
+def test_the_api_server_writes_the_defaults(server: ApiServer) -> None:
     spec = create(server, {"model": {"uri": "hf://acme/tiny"}, "accelerator": {}, "rollout": {}})["spec"]
     assert spec["replicas"] == 1
     assert spec["accelerator"] == {"type": "Neuron"}
@@ -200,7 +200,7 @@ def test_defaults_are_written_by_the_server(server: ApiServer) -> None:
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
-def test_everything_rendered_is_valid_on_the_server(server: ApiServer, path: Path) -> None:
+def test_the_api_server_accepts_every_rendered_object(server: ApiServer, path: Path) -> None:
     for child in render(yaml.safe_load(path.read_text())["given"])["objects"]:
         url = resource_of(child).path(NAMESPACE, child["metadata"]["name"])
         query = "?dryRun=All&fieldManager=test&force=true&fieldValidation=Strict"
@@ -209,7 +209,7 @@ def test_everything_rendered_is_valid_on_the_server(server: ApiServer, path: Pat
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
-def test_every_pod_is_let_into_a_restricted_namespace(server: ApiServer, path: Path) -> None:
+def test_a_restricted_namespace_admits_every_rendered_pod(server: ApiServer, path: Path) -> None:
     for child in render(yaml.safe_load(path.read_text())["given"])["objects"]:
         if child["kind"] in ("Deployment", "Job"):
             pod = copy.deepcopy(child["spec"]["template"])
@@ -218,14 +218,14 @@ def test_every_pod_is_let_into_a_restricted_namespace(server: ApiServer, path: P
             server.call("POST", f"/api/v1/namespaces/{NAMESPACE}/pods?dryRun=All", pod)
 
 
-def test_a_pod_that_is_not_restricted_is_kept_out_of_that_namespace(server: ApiServer) -> None:
+def test_a_restricted_namespace_rejects_an_unrestricted_pod(server: ApiServer) -> None:
     pod = {"metadata": {"name": "a-pod"}, "spec": {"containers": [{"name": "c", "image": "i"}]}}
     with pytest.raises(urllib.error.HTTPError) as error:
         server.call("POST", f"/api/v1/namespaces/{NAMESPACE}/pods?dryRun=All", pod)
     assert error.value.code == 403
 
 
-def test_the_whole_status_is_kept_and_scale_shows_replicas_and_selector(server: ApiServer) -> None:
+def test_the_status_is_stored_whole_and_scale_shows_replicas_and_selector(server: ApiServer) -> None:
     create(server, {**body()["spec"], "serving": {"maxModelLength": 512}}, query="")
     _, decision = resolved_world(spec={**body()["spec"], "serving": {"maxModelLength": 512}})
     assert decision.status is not None

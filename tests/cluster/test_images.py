@@ -131,7 +131,7 @@ def images(cache: Cache, containers: Containers) -> dict[str, Image]:
 
 
 @pytest.mark.parametrize("target", TARGETS)
-def test_an_image_runs_as_nobody_in_particular_on_a_read_only_root(
+def test_an_image_runs_as_an_unprivileged_user_on_a_read_only_root(
     target: str, images: dict[str, Image], containers: Containers
 ) -> None:
     seen = containers.python(
@@ -153,7 +153,7 @@ def test_an_image_runs_as_nobody_in_particular_on_a_read_only_root(
 
 
 @pytest.mark.parametrize("target", TARGETS)
-def test_an_image_holds_no_compiler_and_no_installer_of_the_build(
+def test_an_image_contains_no_compiler_and_no_build_installer(
     target: str, images: dict[str, Image], containers: Containers
 ) -> None:
     program = f"import json, shutil; print(json.dumps([n for n in {COMPILERS!r} if shutil.which(n)]))"
@@ -161,13 +161,13 @@ def test_an_image_holds_no_compiler_and_no_installer_of_the_build(
 
 
 @pytest.mark.parametrize(("target", "command"), [("operator", "neuron-operator"), ("runtime-cpu", "neuron-runtime")])
-def test_the_command_of_a_pod_is_found_and_answers(
+def test_the_command_of_each_pod_runs_in_its_image(
     target: str, command: str, images: dict[str, Image], containers: Containers
 ) -> None:
     assert f"usage: {command}" in containers.run(images[target], command, "--help")
 
 
-def test_the_operator_image_holds_neither_torch_nor_transformers(
+def test_the_operator_image_contains_neither_torch_nor_transformers(
     images: dict[str, Image], containers: Containers
 ) -> None:
     program = """
@@ -177,7 +177,7 @@ def test_the_operator_image_holds_neither_torch_nor_transformers(
     assert containers.python(images["operator"], program) == ["kopf", "kubernetes"]
 
 
-def test_the_runtime_image_computes_with_the_pinned_torch(images: dict[str, Image], containers: Containers) -> None:
+def test_the_runtime_image_contains_the_pinned_torch(images: dict[str, Image], containers: Containers) -> None:
     lines = (ROOT / "constraints.txt").read_text().splitlines()
     pinned = dict(line.split("==") for line in lines if not line.startswith("#"))
     program = """
@@ -189,7 +189,7 @@ def test_the_runtime_image_computes_with_the_pinned_torch(images: dict[str, Imag
     assert seen == [f"{pinned['torch']}+{LOCAL_VERSION}", pinned["transformers"], [[0.5, 0.5], [0.5, 0.5]]]
 
 
-def test_the_runtime_image_holds_the_demo_model_and_not_how_it_was_made(
+def test_the_runtime_image_contains_the_demo_model_without_its_training_files(
     images: dict[str, Image], containers: Containers
 ) -> None:
     program = "import json, os; print(json.dumps(sorted(os.listdir('/models/demo'))))"
@@ -199,7 +199,7 @@ def test_the_runtime_image_holds_the_demo_model_and_not_how_it_was_made(
     assert not [name for name in names if name.endswith((".py", ".txt", ".md")) or name in ("corpus", "expected.json")]
 
 
-def test_what_runs_at_start_has_bytecode(images: dict[str, Image], containers: Containers) -> None:
+def test_modules_imported_at_start_have_bytecode(images: dict[str, Image], containers: Containers) -> None:
     program = """
         import asyncio, json, sys, neuron_operator, kopf
         sources = [m.__cached__ for m in list(sys.modules.values()) if getattr(m, "__cached__", None)]
@@ -208,7 +208,7 @@ def test_what_runs_at_start_has_bytecode(images: dict[str, Image], containers: C
     assert containers.python(images["operator"], program) == []
 
 
-def test_a_touched_source_file_rebuilds_the_package_and_nothing_else(cache: Cache, tmp_path: Path) -> None:
+def test_an_edited_source_file_rebuilds_only_the_package_layer(cache: Cache, tmp_path: Path) -> None:
     for path in context_files(ROOT):
         copy = tmp_path / path.relative_to(ROOT)
         copy.parent.mkdir(parents=True, exist_ok=True)
@@ -229,7 +229,7 @@ def test_a_touched_source_file_rebuilds_the_package_and_nothing_else(cache: Cach
     assert sum(again.values()) >= 5, again
 
 
-def test_the_neuron_image_keeps_what_the_container_brings_and_adds_what_is_missing(
+def test_the_neuron_image_keeps_the_packages_of_its_base_and_adds_missing_ones(
     cache: Cache, containers: Containers, tmp_path: Path
 ) -> None:
     """On a stand-in for AWS's container, with an older torch and transformers than this project pins."""
@@ -279,9 +279,7 @@ def test_the_neuron_image_keeps_what_the_container_brings_and_adds_what_is_missi
     assert "usage: neuron-runtime" in containers.run(image, "neuron-runtime", "--help")
 
 
-def test_torch_comes_from_the_index_that_a_build_argument_names_and_nothing_else_does(
-    cache: Cache, tmp_path: Path
-) -> None:
+def test_only_torch_comes_from_the_index_of_the_build_argument(cache: Cache, tmp_path: Path) -> None:
     lines = (ROOT / "constraints.txt").read_text().splitlines()
     pinned = dict(line.split("==") for line in lines if not line.startswith("#"))
     for name, version in (("torch", f"{pinned['torch']}+index"), ("transformers", f"{pinned['transformers']}+index")):
@@ -328,13 +326,13 @@ def _write_empty_wheel(folder: Path, name: str, version: str) -> None:
 
 
 @pytest.mark.parametrize("target", [*TARGETS, "runtime-neuron"])
-def test_buildkit_has_nothing_to_say_about_a_target(target: str, cache: Cache) -> None:
+def test_buildkit_lint_passes_for_each_target(target: str, cache: Cache) -> None:
     with running_builder(cache) as builder:
         assert lint(target, builder, cache) == ""
 
 
 @pytest.mark.long
-def test_buildkit_does_say_something_about_a_bad_dockerfile(cache: Cache, tmp_path: Path) -> None:
+def test_buildkit_lint_reports_a_bad_dockerfile(cache: Cache, tmp_path: Path) -> None:
     shutil.copyfile(ROOT / ".dockerignore", tmp_path / ".dockerignore")
     text = (ROOT / "Dockerfile.neuron").read_text()
     bad = text.replace("FROM base AS operator", "FROM base as operator").replace("# check=error=true\n", "")
@@ -345,7 +343,7 @@ def test_buildkit_does_say_something_about_a_bad_dockerfile(cache: Cache, tmp_pa
 
 
 @pytest.mark.long
-def test_a_failed_step_is_named_with_what_it_printed(cache: Cache, tmp_path: Path) -> None:
+def test_a_failed_build_step_is_reported_with_its_output(cache: Cache, tmp_path: Path) -> None:
     shutil.copyfile(ROOT / ".dockerignore", tmp_path / ".dockerignore")
     (tmp_path / "Dockerfile.neuron").write_text("FROM python:3.11-slim AS operator\nRUN echo no luck today; exit 3\n")
     with (
@@ -358,7 +356,7 @@ def test_a_failed_step_is_named_with_what_it_printed(cache: Cache, tmp_path: Pat
 
 
 @pytest.mark.long
-def test_a_run_that_is_killed_leaves_nothing_that_the_next_one_does_not_end(cache: Cache, tmp_path: Path) -> None:
+def test_a_build_cleans_up_after_a_killed_build(cache: Cache, tmp_path: Path) -> None:
     shutil.copyfile(ROOT / ".dockerignore", tmp_path / ".dockerignore")
     (tmp_path / "Dockerfile.neuron").write_text("FROM python:3.11-slim AS operator\nRUN sleep 1000\n")
     program = """

@@ -75,7 +75,7 @@ def calls(server: ApiServer, since: int, user: str = OPERATOR_USER) -> list[tupl
 WRITES = ("create", "update", "patch", "delete", "deletecollection")
 
 
-async def test_a_manifest_becomes_its_children_and_a_status(server: ApiServer, namespace: Namespace) -> None:
+async def test_a_manifest_creates_children_and_a_status(server: ApiServer, namespace: Namespace) -> None:
     async with client_of(server) as client, operating(client, only(namespace)):
         namespace.put_model()
         await namespace.settle()
@@ -85,9 +85,7 @@ async def test_a_manifest_becomes_its_children_and_a_status(server: ApiServer, n
     assert namespace.condition("Ready") == ("False", "Loading")
 
 
-async def test_a_restart_with_unchanged_objects_writes_nothing_but_the_lease(
-    server: ApiServer, namespace: Namespace
-) -> None:
+async def test_a_restart_with_unchanged_objects_writes_only_the_lease(server: ApiServer, namespace: Namespace) -> None:
     async with client_of(server) as client:
         async with operating(client, only(namespace)):
             namespace.put_model()
@@ -102,9 +100,7 @@ async def test_a_restart_with_unchanged_objects_writes_nothing_but_the_lease(
     assert {resource for _, resource in written} == {"leases"}
 
 
-async def test_an_idle_operator_asks_for_nothing_but_watches_and_its_lease(
-    server: ApiServer, namespace: Namespace
-) -> None:
+async def test_an_idle_operator_sends_only_watches_and_lease_renewals(server: ApiServer, namespace: Namespace) -> None:
     async with client_of(server) as client, operating(client, only(namespace)):
         namespace.put_model()
         await namespace.settle()
@@ -114,7 +110,7 @@ async def test_an_idle_operator_asks_for_nothing_but_watches_and_its_lease(
 
 
 @pytest.mark.parametrize("kind", sorted(HAND_EDITS))
-async def test_a_hand_edit_of_a_child_is_undone(server: ApiServer, namespace: Namespace, kind: str) -> None:
+async def test_a_manual_edit_of_a_child_is_reverted(server: ApiServer, namespace: Namespace, kind: str) -> None:
     resource = BY_KIND[kind]
     async with client_of(server) as client, operating(client, only(namespace)):
         namespace.put_model()
@@ -134,7 +130,7 @@ async def test_a_hand_edit_of_a_child_is_undone(server: ApiServer, namespace: Na
 
 
 @pytest.mark.parametrize("kind", sorted(HAND_EDITS))
-async def test_a_child_deleted_by_hand_comes_back(server: ApiServer, namespace: Namespace, kind: str) -> None:
+async def test_a_manually_deleted_child_is_recreated(server: ApiServer, namespace: Namespace, kind: str) -> None:
     resource = BY_KIND[kind]
     async with client_of(server) as client, operating(client, only(namespace)):
         namespace.put_model()
@@ -153,9 +149,7 @@ async def test_a_child_deleted_by_hand_comes_back(server: ApiServer, namespace: 
     assert again["metadata"]["labels"] == original["metadata"]["labels"]
 
 
-async def test_what_is_no_longer_wanted_leaves_a_child_and_what_others_added_stays(
-    server: ApiServer, namespace: Namespace
-) -> None:
+async def test_dropped_fields_leave_a_child_and_foreign_fields_stay(server: ApiServer, namespace: Namespace) -> None:
     deployment = BY_KIND["Deployment"]
 
     def variables() -> set[str]:
@@ -177,7 +171,7 @@ async def test_what_is_no_longer_wanted_leaves_a_child_and_what_others_added_sta
     assert namespace.get(deployment, "chat")["metadata"]["annotations"]["example.com/note"] == "mine"
 
 
-async def test_a_service_of_somebody_else_is_left_alone_and_named(server: ApiServer, namespace: Namespace) -> None:
+async def test_a_foreign_service_of_the_same_name_is_not_changed(server: ApiServer, namespace: Namespace) -> None:
     service = BY_KIND["Service"]
     foreign = {"apiVersion": "v1", "kind": "Service", "metadata": {"name": "chat"}, "spec": {"ports": [{"port": 1}]}}
     server.call("POST", service.path(namespace.name), foreign)
@@ -191,7 +185,7 @@ async def test_a_service_of_somebody_else_is_left_alone_and_named(server: ApiSer
         await eventually(lambda: namespace.condition("Accepted")[0] == "True")
 
 
-async def test_children_of_an_earlier_model_of_that_name_are_waited_for(
+async def test_a_recreated_model_waits_for_the_deletion_of_its_predecessors_children(
     server: ApiServer, namespace: Namespace
 ) -> None:
     async with client_of(server) as client, operating(client, only(namespace)):
@@ -211,7 +205,7 @@ async def test_children_of_an_earlier_model_of_that_name_are_waited_for(
         await namespace.settle()
 
 
-async def test_what_nothing_needs_any_more_is_deleted(server: ApiServer, namespace: Namespace) -> None:
+async def test_unneeded_children_are_deleted(server: ApiServer, namespace: Namespace) -> None:
     async with client_of(server) as client, operating(client, only(namespace)):
         namespace.put_model(model={"uri": "file:///models/other"})
         (other,) = await eventually(lambda: namespace.children()["Job"])
@@ -225,7 +219,7 @@ async def test_what_nothing_needs_any_more_is_deleted(server: ApiServer, namespa
         await eventually(lambda: len(namespace.children()["ConfigMap"]) == KEPT_REVISIONS + 1)
 
 
-async def test_what_the_api_server_does_not_accept_is_the_users_to_mend(
+async def test_an_object_that_the_api_server_refuses_is_reported_to_the_user(
     server: ApiServer, namespace: Namespace
 ) -> None:
     async with client_of(server) as client, operating(client, only(namespace)):
@@ -236,7 +230,7 @@ async def test_what_the_api_server_does_not_accept_is_the_users_to_mend(
         await eventually(lambda: namespace.condition("UpToDate")[0] == "True")
 
 
-async def test_a_missing_right_becomes_a_condition_and_heals(server: ApiServer, namespace: Namespace) -> None:
+async def test_a_missing_right_sets_a_condition_until_it_is_granted(server: ApiServer, namespace: Namespace) -> None:
     def without_services() -> list[dict[str, Any]]:
         return [
             {**rule, "verbs": [v for v in rule["verbs"] if v != "create"]} if "services" in rule["resources"] else rule
@@ -257,7 +251,7 @@ async def test_a_missing_right_becomes_a_condition_and_heals(server: ApiServer, 
         await namespace.settle()
 
 
-async def test_the_status_names_the_devices_that_are_free(server: ApiServer, namespace: Namespace) -> None:
+async def test_the_status_shows_the_number_of_free_devices(server: ApiServer, namespace: Namespace) -> None:
     devices = {"aws.amazon.com/neuron": "6"}
     labels = {"node.kubernetes.io/instance-type": "inf2.24xlarge"}
     node = {"apiVersion": "v1", "kind": "Node", "metadata": {"name": namespace.name, "labels": labels}}
@@ -288,7 +282,7 @@ async def test_the_status_names_the_devices_that_are_free(server: ApiServer, nam
     assert f"{namespace.name} 2" in message(namespace, "Available")
 
 
-async def test_an_event_explains_a_child_that_nothing_else_explains(server: ApiServer, namespace: Namespace) -> None:
+async def test_an_event_explains_a_child_without_another_reason(server: ApiServer, namespace: Namespace) -> None:
     async with client_of(server) as client, operating(client, only(namespace), now=minutes_ahead):
         namespace.put_model()
         (job,) = await eventually(lambda: namespace.list(BY_KIND["Job"]))
@@ -313,7 +307,7 @@ async def test_an_event_explains_a_child_that_nothing_else_explains(server: ApiS
         await eventually(lambda: "exceeded quota" in message(namespace, "ModelResolved"))
 
 
-async def test_an_api_server_that_asks_to_come_back_later_is_obeyed(server: ApiServer, namespace: Namespace) -> None:
+async def test_the_operator_honours_retry_after(server: ApiServer, namespace: Namespace) -> None:
     refused: list[float] = []
 
     def too_many(request: web.Request) -> web.Response | None:
@@ -337,7 +331,7 @@ async def test_an_api_server_that_asks_to_come_back_later_is_obeyed(server: ApiS
 
 
 @pytest.mark.parametrize("version_is_gone", [False, True])
-async def test_deletions_during_a_watch_that_died_silently_are_found(
+async def test_deletions_during_a_silently_broken_watch_are_detected(
     server: ApiServer, namespace: Namespace, version_is_gone: bool
 ) -> None:
     """Where the version to go on from is known the watch brings them, where it is gone (410) a new list shows them."""
@@ -379,7 +373,7 @@ async def test_deletions_during_a_watch_that_died_silently_are_found(
         await asyncio.gather(task, return_exceptions=True)
 
 
-async def test_of_two_replicas_one_acts_and_the_other_takes_over(server: ApiServer, namespace: Namespace) -> None:
+async def test_one_of_two_replicas_leads_and_the_other_takes_over(server: ApiServer, namespace: Namespace) -> None:
     users = [OPERATOR_USER, "admin"]
     async with (
         client_of(server, users[0]) as first,
@@ -399,7 +393,7 @@ async def test_of_two_replicas_one_acts_and_the_other_takes_over(server: ApiServ
         await eventually(lambda: namespace.children()["Service"])
 
 
-async def test_a_lease_that_somebody_touched_is_renewed_all_the_same(server: ApiServer, namespace: Namespace) -> None:
+async def test_a_lease_edited_by_others_is_still_renewed(server: ApiServer, namespace: Namespace) -> None:
     async with client_of(server) as client, operating(client, only(namespace, lease=LEASE)) as operator:
         await eventually(lambda: operator.is_leading)
         path = LEASES.path(OPERATOR_NAMESPACE, "neuron-operator")
@@ -410,9 +404,7 @@ async def test_a_lease_that_somebody_touched_is_renewed_all_the_same(server: Api
         assert operator.is_leading
 
 
-async def test_a_leader_cut_off_from_the_server_stops_before_another_leads(
-    server: ApiServer, namespace: Namespace
-) -> None:
+async def test_a_leader_without_connection_stops_before_another_leads(server: ApiServer, namespace: Namespace) -> None:
     async with client_of(server) as first, client_of(server, "admin") as second:
         cut = CutOff(first)
         async with operating(cut, only(namespace, identity="a", lease=LEASE)) as a:
@@ -433,7 +425,7 @@ async def test_a_leader_cut_off_from_the_server_stops_before_another_leads(
                 assert not a.is_leading
 
 
-async def test_the_operator_killed_at_any_write_ends_the_same(server: ApiServer) -> None:
+async def test_an_operator_killed_at_any_write_reaches_the_same_state(server: ApiServer) -> None:
     """Before and after the n-th write reaches the server, for every n; a fresh operator ends what was begun."""
 
     at_once = asyncio.Semaphore(6)
@@ -469,7 +461,7 @@ async def test_the_operator_killed_at_any_write_ends_the_same(server: ApiServer)
     assert [point for point, (_, world) in zip(points, ends, strict=True) if world != whole] == []
 
 
-async def test_every_right_is_used_and_no_call_lacks_one(server: ApiServer) -> None:
+async def test_every_granted_right_is_used_and_no_request_lacks_one(server: ApiServer) -> None:
     """Runs last: what the tests above asked for, against what the chart grants."""
     granted = {
         (group, resource, verb)

@@ -110,7 +110,7 @@ def start(server: ApiServer, tmp_path: Path) -> Iterator[Start]:
         yield start
 
 
-async def test_a_killed_leader_is_followed_by_the_standby_and_a_model_is_served_on(
+async def test_the_standby_takes_over_from_a_killed_leader_while_the_model_keeps_serving(
     server: ApiServer, start: Start
 ) -> None:
     namespace = Namespace(server)
@@ -132,7 +132,7 @@ async def test_a_killed_leader_is_followed_by_the_standby_and_a_model_is_served_
     assert held["spec"].get("holderIdentity", "") == ""
 
 
-async def test_the_framework_writes_nothing_and_asks_for_nothing_that_is_not_granted(server: ApiServer) -> None:
+async def test_kopf_writes_nothing_and_uses_only_granted_rights(server: ApiServer) -> None:
     """After the test above: what kopf does beside our own client."""
     assert [e["requestURI"] for e in server.requests(OPERATOR_USER) if e["responseStatus"].get("code") == 403] == []
     managers = {
@@ -143,7 +143,7 @@ async def test_the_framework_writes_nothing_and_asks_for_nothing_that_is_not_gra
     assert managers <= {"user", "neuron-operator-status"}
 
 
-async def test_a_replica_opens_one_watch_of_each_resource(server: ApiServer, start: Start) -> None:
+async def test_a_replica_opens_one_watch_per_resource(server: ApiServer, start: Start) -> None:
     def watches() -> Counter[str]:
         """Those that have begun; each is in the audit log again when it ends."""
         events = server.requests(OPERATOR_USER)
@@ -159,14 +159,14 @@ async def test_a_replica_opens_one_watch_of_each_resource(server: ApiServer, sta
     assert watches() - before == expected
 
 
-async def test_sigterm_ends_a_leader_with_code_0(start: Start) -> None:
+async def test_sigterm_stops_a_leader_with_code_0(start: Start) -> None:
     process = start("log")
     await eventually(process.is_leading)
     assert process.end() == 0
     assert "Traceback" not in process.log.read_text()
 
 
-async def test_a_missing_right_ends_the_start_with_the_cure(server: ApiServer, start: Start) -> None:
+async def test_a_missing_right_stops_the_start_with_a_remedy(server: ApiServer, start: Start) -> None:
     grant(server, [rule for rule in CLUSTER_RULES if "services" not in rule["resources"]])
     try:
         await eventually(lambda: not may_write_services(server))
@@ -180,7 +180,7 @@ async def test_a_missing_right_ends_the_start_with_the_cure(server: ApiServer, s
     assert "grant it with the chart's ClusterRole" in last
 
 
-async def test_a_taken_port_and_a_missing_cluster_are_said_in_one_line(
+async def test_a_busy_port_and_a_missing_cluster_are_reported_in_one_line(
     server: ApiServer, tmp_path: Path, start: Start
 ) -> None:
     for flag in ("--http-port", "--health-port"):
@@ -193,7 +193,7 @@ async def test_a_taken_port_and_a_missing_cluster_are_said_in_one_line(
     assert line.startswith("neuron-operator: no kubeconfig at")
 
 
-async def test_a_cluster_without_the_resource_is_told_how_to_install_it(server: ApiServer, start: Start) -> None:
+async def test_a_cluster_without_the_crd_is_reported_with_the_install_command(server: ApiServer, start: Start) -> None:
     """Last: it takes the resource away."""
     server.call("DELETE", "/apis/apiextensions.k8s.io/v1/customresourcedefinitions/neuronmodels.neuron-serving.dev")
     await eventually(lambda: not serves_models(server))

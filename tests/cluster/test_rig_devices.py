@@ -28,7 +28,7 @@ def _held(rig: Rig, node: str, namespace: str) -> dict[str, tuple[str, ...]]:
     return {h.pod: h.ids for h in rig.device_holdings(node) if h.namespace == namespace and h.ids}
 
 
-def test_pods_of_one_device_share_a_node_with_disjoint_devices(rig: Rig, pods: Pods, namespace: str) -> None:
+def test_pods_with_one_device_each_share_a_node_without_overlap(rig: Rig, pods: Pods, namespace: str) -> None:
     for name in ("a", "b", "c"):
         pods.start(name, node="n1", resources={DEVICE_RESOURCE: 1})
     seen = {name: _seen_devices(pods, name) for name in "abc"}
@@ -41,17 +41,17 @@ def test_pods_of_one_device_share_a_node_with_disjoint_devices(rig: Rig, pods: P
         pods.run("a", "environment", "NEURON_RT_VISIBLE_CORES")
 
 
-def test_a_device_has_a_number_but_no_driver(rig: Rig, pods: Pods) -> None:
+def test_a_device_file_has_no_driver(rig: Rig, pods: Pods) -> None:
     pods.start("a", resources={DEVICE_RESOURCE: 1})
     assert pods.run("a", "devices", "/dev/neuron0").endswith("no such device or address")
 
 
-def test_a_whole_node_is_given_with_all_its_devices_in_order(rig: Rig, pods: Pods) -> None:
+def test_a_pod_can_get_all_devices_of_a_node_in_order(rig: Rig, pods: Pods) -> None:
     pods.start("a", node="n2", resources={DEVICE_RESOURCE: 6})
     assert _seen_devices(pods, "a") == {f"/dev/neuron{i}": i for i in range(6)}
 
 
-def test_a_core_comes_with_its_device_and_is_numbered_from_0(rig: Rig, pods: Pods, namespace: str) -> None:
+def test_a_core_is_allocated_with_its_device_and_numbered_from_0(rig: Rig, pods: Pods, namespace: str) -> None:
     pods.start("a", node="n2", resources={CORE_RESOURCE: 1})
     (core,) = _held(rig, "n2", namespace)["a"]
     number = int(core.removeprefix("neuroncore"))
@@ -70,7 +70,7 @@ def test_sizes_that_need_the_scheduler_extension_fail_at_admission(
     assert "The requested Neuron resources are invalid without the k8s-neuron-scheduler" in status["message"]
 
 
-def test_more_devices_than_there_are_wait_and_say_so(rig: Rig, pods: Pods, namespace: str) -> None:
+def test_a_pod_without_free_devices_stays_pending_with_a_reason(rig: Rig, pods: Pods, namespace: str) -> None:
     for name, node in (("a", "n1"), ("b", "n2")):
         pods.start(name, node=node, resources={DEVICE_RESOURCE: 6})
     rig.apply(pods.manifest("c", resources={DEVICE_RESOURCE: 1}))
@@ -84,7 +84,7 @@ def test_more_devices_than_there_are_wait_and_say_so(rig: Rig, pods: Pods, names
     pods.wait("c", "condition=Ready")
 
 
-def test_an_unhealthy_device_is_not_counted_until_it_is_healthy_again(rig: Rig, pods: Pods, namespace: str) -> None:
+def test_an_unhealthy_device_is_not_allocatable_until_it_recovers(rig: Rig, pods: Pods, namespace: str) -> None:
     def counts() -> tuple[str, str, str]:
         status = rig.get("node", "n1")["status"]
         allocatable, capacity = status["allocatable"], status["capacity"]
@@ -102,7 +102,7 @@ def _others(held: str) -> list[int]:
     return [next(i for i in range(6) if f"neuron{i}" != held)]
 
 
-def test_a_new_kubelet_gets_the_devices_again_and_keeps_what_pods_hold(rig: Rig, pods: Pods, namespace: str) -> None:
+def test_a_restarted_kubelet_gets_the_devices_and_keeps_allocations(rig: Rig, pods: Pods, namespace: str) -> None:
     pods.start("a", node="n1", resources={DEVICE_RESOURCE: 1})
     before = _held(rig, "n1", namespace)
     with kubelet_killed(rig, "n1"):

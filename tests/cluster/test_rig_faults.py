@@ -34,7 +34,7 @@ def _container(pods: Pods, name: str) -> str:
     return str(pods.get(name)["status"]["containerStatuses"][0]["containerID"])
 
 
-def test_a_node_without_power_is_lost_and_comes_back_with_its_pods_started_anew(rig: Rig, pods: Pods) -> None:
+def test_a_node_without_power_becomes_not_ready_and_restarts_its_pods(rig: Rig, pods: Pods) -> None:
     pods.start("a", node="n2")
     container = _container(pods, "a")
     with power_off(rig, "n2"):
@@ -51,7 +51,7 @@ def test_a_node_without_power_is_lost_and_comes_back_with_its_pods_started_anew(
     )
 
 
-def test_without_its_kubelet_a_node_is_lost_while_its_containers_go_on(rig: Rig, pods: Pods) -> None:
+def test_a_node_without_kubelet_becomes_not_ready_while_containers_run(rig: Rig, pods: Pods) -> None:
     pods.start("a", node="n1")
     pods.start("b", node="n3")
     address = pods.get("a")["status"]["podIP"]
@@ -61,7 +61,7 @@ def test_without_its_kubelet_a_node_is_lost_while_its_containers_go_on(rig: Rig,
     assert _is_ready(rig, "n1") == "True"
 
 
-def test_a_cut_link_parts_a_node_from_the_others_until_it_is_back(rig: Rig, pods: Pods) -> None:
+def test_a_cut_link_isolates_a_node_until_it_is_restored(rig: Rig, pods: Pods) -> None:
     pods.start("a", node="n2")
     pods.start("b", node="n3")
     address = pods.get("a")["status"]["podIP"]
@@ -76,7 +76,7 @@ def test_a_cut_link_parts_a_node_from_the_others_until_it_is_back(rig: Rig, pods
     assert pods.run("b", "get", f"http://{address}:8080").startswith("c ")
 
 
-def test_killed_containers_are_started_again_in_their_pods(rig: Rig, pods: Pods, namespace: str) -> None:
+def test_killed_containers_are_restarted_in_their_pods(rig: Rig, pods: Pods, namespace: str) -> None:
     pods.start("a", node="n1")
     pods.start("b", node="n2")
     uid = pods.get("a")["metadata"]["uid"]
@@ -87,12 +87,12 @@ def test_killed_containers_are_started_again_in_their_pods(rig: Rig, pods: Pods,
     assert pods.get("a")["metadata"]["uid"] == uid
 
 
-def test_killing_what_does_not_run_is_an_error(rig: Rig, namespace: str) -> None:
+def test_killing_without_a_running_container_is_an_error(rig: Rig, namespace: str) -> None:
     with pytest.raises(ValueError, match="no container runs"):
         kill_containers(rig, namespace, "app=nothing")
 
 
-def test_a_throttled_user_gets_429_and_nobody_else_does(rig: Rig, namespace: str) -> None:
+def test_only_the_throttled_user_gets_429(rig: Rig, namespace: str) -> None:
     user = f"system:serviceaccount:{namespace}:default"
     path = f"/api/v1/namespaces/{namespace}/pods"
     binding = ("--clusterrole=view", f"--serviceaccount={namespace}:default")

@@ -79,7 +79,7 @@ def _up_until(line: str, archives: list[Path]) -> None:
 
 
 @pytest.mark.parametrize("line", ["control plane started", "nodes are on", "nodes and devices ready"])
-def test_down_leaves_nothing_after_a_run_that_was_killed(rig: Rig, no_cluster: NoCluster, line: str) -> None:
+def test_down_cleans_up_after_a_killed_up(rig: Rig, no_cluster: NoCluster, line: str) -> None:
     assert not no_cluster.traces["control groups"]
     _up_until(line, no_cluster.archives)
     assert _traces() != no_cluster.traces
@@ -89,13 +89,13 @@ def test_down_leaves_nothing_after_a_run_that_was_killed(rig: Rig, no_cluster: N
     assert not rig.folders.state.exists()
 
 
-def test_up_goes_on_where_a_run_was_killed(rig: Rig, no_cluster: NoCluster) -> None:
+def test_up_completes_after_a_killed_up(rig: Rig, no_cluster: NoCluster) -> None:
     _up_until("control plane started", no_cluster.archives)
     rig.up(no_cluster.archives)
     assert rig.is_up
 
 
-def test_images_of_before_are_there_when_it_is_up_again(rig: Rig, probe: Path) -> None:
+def test_loaded_images_are_present_after_down_and_up(rig: Rig, probe: Path) -> None:
     image = rig.load_image(probe)
     archives = rig.loaded_archives()
     assert probe in archives
@@ -108,7 +108,7 @@ def test_images_of_before_are_there_when_it_is_up_again(rig: Rig, probe: Path) -
     rig.kubectl("delete", "namespace", "images-of-before", "--wait=false")
 
 
-def test_a_network_that_a_killed_run_left_half_made_is_made_anew(rig: Rig, no_cluster: NoCluster) -> None:
+def test_a_half_made_network_is_rebuilt(rig: Rig, no_cluster: NoCluster) -> None:
     machine = rig.machine("n1")
 
     def killed() -> None:
@@ -121,13 +121,13 @@ def test_a_network_that_a_killed_run_left_half_made_is_made_anew(rig: Rig, no_cl
     assert json.loads(machine.ip("-json", "route", "show", "default"))
 
 
-def test_a_machine_without_power_has_no_link_any_more(rig: Rig) -> None:
+def test_a_machine_without_power_has_no_link(rig: Rig) -> None:
     rig.machine("n1").power_off()
     assert "n1" not in rig.control_plane.ip("link", "show")
     rig.up()
 
 
-def test_up_repairs_what_was_killed(rig: Rig) -> None:
+def test_up_restarts_killed_programs(rig: Rig) -> None:
     rig.machine("n1").power_off()
     rig.machine("n2").stop("kube-proxy")
     rig.control_plane.stop("kube-apiserver")
@@ -138,26 +138,26 @@ def test_up_repairs_what_was_killed(rig: Rig) -> None:
     assert len(rig.get("nodes")["items"]) == 3
 
 
-def test_down_by_hand_leaves_tests_their_cluster(rig: Rig) -> None:
+def test_manual_down_is_refused_while_tests_run(rig: Rig) -> None:
     with _command_line("down") as down:
         assert down.wait() == 1
     assert rig.is_up
 
 
-def test_status_tells_whether_it_is_up(rig: Rig) -> None:
+def test_status_reports_a_running_cluster(rig: Rig) -> None:
     with _command_line("status") as status:
         output, _ = status.communicate()
     assert status.returncode == 0
     assert "everything that `up` starts is running" in output
 
 
-def test_the_environment_makes_kubectl_talk_to_it(rig: Rig) -> None:
+def test_kubectl_works_with_the_printed_environment(rig: Rig) -> None:
     with _command_line("env") as env:
         lines, _ = env.communicate()
     assert run("sh", "-c", f"{lines}\nkubectl get nodes -o name").split() == ["node/n1", "node/n2", "node/n3"]
 
 
-def test_a_process_is_seen_while_one_of_its_threads_is_alive() -> None:
+def test_a_process_is_listed_while_one_of_its_threads_lives() -> None:
     program = """if True:
         import ctypes, threading
         threading.Thread(target=input).start()
@@ -171,7 +171,7 @@ def test_a_process_is_seen_while_one_of_its_threads_is_alive() -> None:
         wait_until("it is dead", lambda: process_of(process.pid) is None)
 
 
-def test_a_process_is_seen_while_it_becomes_another_program_and_no_more_once_it_is_dead(tmp_path: Path) -> None:
+def test_a_process_is_listed_during_exec_and_not_after_it_dies(tmp_path: Path) -> None:
     again = tmp_path / "again.sh"
     again.write_text('[ "$1" -gt 0 ] && exec sh "$0" $(($1 - 1))\nread line\n')
     with subprocess.Popen(["sh", str(again), "300"], stdin=subprocess.PIPE) as changing:

@@ -133,7 +133,7 @@ def story(installation: Installation) -> Iterator[Story]:
     rig.kubectl("delete", "namespace", namespace, "--wait=false")
 
 
-def test_a_model_comes_from_a_hub_and_its_token_stays_where_it_is(installation: Installation, story: Story) -> None:
+def test_a_model_is_downloaded_from_a_hub_and_its_token_does_not_leak(installation: Installation, story: Story) -> None:
     credentials = {"credentialsSecretRef": {"name": "hub-token"}}
     with story.stage("hub: what it refuses is told before a serving pod is made"):
         _give_token(story, WRONG_TOKEN)
@@ -175,7 +175,7 @@ def test_a_model_comes_from_a_hub_and_its_token_stays_where_it_is(installation: 
     story.kubectl("delete", "nm", "ghost", "nobody", "gated")
 
 
-def test_an_engine_that_is_killed_is_replaced_in_its_pod_and_its_streams_are_told(
+def test_a_killed_engine_is_replaced_in_its_pod_and_its_streams_end_with_an_error(
     installation: Installation, story: Story
 ) -> None:
     story.until_ready(1)
@@ -197,7 +197,7 @@ def test_an_engine_that_is_killed_is_replaced_in_its_pod_and_its_streams_are_tol
     assert [status["restartCount"] for status in after["status"]["containerStatuses"]] == [0]
 
 
-def test_a_pod_that_is_deleted_finishes_the_answers_that_it_has_begun(installation: Installation, story: Story) -> None:
+def test_a_deleted_pod_finishes_its_running_answers(installation: Installation, story: Story) -> None:
     story.until_ready(1)
     (before,) = story.ready_pods()
     with story.stage("drain: the stream runs to its end"):
@@ -217,7 +217,7 @@ def test_a_pod_that_is_deleted_finishes_the_answers_that_it_has_begun(installati
     assert after["metadata"]["uid"] != before["metadata"]["uid"]
 
 
-def test_failed_devices_and_lost_nodes_are_named_and_heal(story: Story) -> None:
+def test_failed_devices_and_lost_nodes_are_reported_and_recover(story: Story) -> None:
     on_node = {"spec": {"nodeSelector": {"kubernetes.io/hostname": NEURON_NODE}}}
     neuron = {"type": "Neuron", "devices": 6}
     model = _model("devices", "file:///models/demo", accelerator=neuron, podTemplate=on_node)
@@ -235,7 +235,7 @@ def test_failed_devices_and_lost_nodes_are_named_and_heal(story: Story) -> None:
     story.kubectl("delete", "nm", "devices")
 
 
-def test_what_people_get_wrong_is_named_and_heals_when_it_is_undone(installation: Installation, story: Story) -> None:
+def test_user_errors_are_reported_and_clear_when_corrected(installation: Installation, story: Story) -> None:
     image = {"image": "registry.invalid/runtime:1", "imagePullPolicy": "IfNotPresent"}
     theirs = {"apiVersion": "v1", "kind": "Service", "metadata": {"name": "taken"}, "spec": {"ports": [{"port": 80}]}}
     story.apply(theirs)

@@ -50,7 +50,7 @@ def substituted(expression: str, num_scrapes: int) -> str:
 # The file
 
 
-def test_every_panel_says_what_it_shows_and_asks_the_data_source_that_was_chosen() -> None:
+def test_every_panel_has_a_description_and_uses_the_chosen_data_source() -> None:
     for panel in PANELS:
         assert panel["description"].endswith("."), panel["title"]
         assert panel["fieldConfig"]["defaults"]["unit"], panel["title"]
@@ -59,7 +59,7 @@ def test_every_panel_says_what_it_shows_and_asks_the_data_source_that_was_chosen
     assert len({panel["title"] for panel in PANELS}) == len(PANELS)
 
 
-def test_panels_lie_beside_each_other_and_not_over_each_other() -> None:
+def test_panels_do_not_overlap() -> None:
     taken: set[tuple[int, int]] = set()
     for panel in BOARD["panels"]:
         place = panel["gridPos"]
@@ -74,7 +74,7 @@ def test_panels_lie_beside_each_other_and_not_over_each_other() -> None:
     assert len({panel["id"] for panel in BOARD["panels"]}) == len(BOARD["panels"])
 
 
-def test_queries_use_the_boards_variables_and_no_other() -> None:
+def test_queries_use_only_variables_of_the_board() -> None:
     used = {name for query in QUERIES.values() for name in re.findall(r"\$(\w+)", query)}
     assert used == {"namespace", "model", "pod", "__rate_interval"}
     assert VARIABLES.keys() == {"datasource", "namespace", "model", "pod"}
@@ -85,7 +85,7 @@ def test_queries_use_the_boards_variables_and_no_other() -> None:
             assert selected[1] == expected, title
 
 
-def test_the_columns_of_the_table_are_its_queries_in_order() -> None:
+def test_table_columns_follow_the_order_of_the_queries() -> None:
     (table,) = [panel for panel in PANELS if panel["type"] == "table"]
     for target in table["targets"]:
         assert (target["format"], target["instant"]) == ("table", True)
@@ -121,7 +121,7 @@ def table(title: str) -> list[list[str]]:
     return [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines[2:]]
 
 
-def test_the_docs_show_the_panels_of_the_board_in_its_order() -> None:
+def test_the_docs_list_the_panels_in_board_order() -> None:
     row, expected = "", []
     for panel in BOARD["panels"]:
         if panel["type"] == "row":
@@ -221,16 +221,14 @@ def results(answer: Answer) -> dict[str, Result]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("title", QUERIES)
-def test_a_query_of_the_board_gives_something_to_draw(title: str, results: dict[str, Result]) -> None:
+def test_every_query_of_the_board_returns_data(title: str, results: dict[str, Result]) -> None:
     result = results[title]
     assert result.error == ""
     assert result.numbers, f"{QUERIES[title]} gives {result.samples}"
 
 
 @pytest.mark.slow
-def test_the_board_shows_what_the_load_did(
-    load: ScriptedLoad, scraped: list[Scraped], results: dict[str, Result]
-) -> None:
+def test_the_board_shows_the_load(load: ScriptedLoad, scraped: list[Scraped], results: dict[str, Result]) -> None:
     expected = load.expected
     seconds = PERIOD_SECONDS * len({one.at for one in scraped})
 
@@ -251,7 +249,7 @@ def test_the_board_shows_what_the_load_did(
 
 
 @pytest.mark.slow
-def test_every_metric_has_a_place_on_the_board_or_a_reason_to_have_none(results: dict[str, Result]) -> None:
+def test_every_metric_is_on_the_board_or_excluded_with_a_reason(results: dict[str, Result]) -> None:
     shown = {re.sub(r"_(bucket|sum|count)$", "", name) for result in results.values() for name in result.metrics}
     ours = {family.name for family in FAMILIES}
     without = {
@@ -271,7 +269,7 @@ def test_every_metric_has_a_place_on_the_board_or_a_reason_to_have_none(results:
 
 
 @pytest.mark.slow
-def test_a_restart_is_marked_on_every_panel(load: ScriptedLoad, scraped: list[Scraped]) -> None:
+def test_a_restart_is_annotated_on_every_panel(load: ScriptedLoad, scraped: list[Scraped]) -> None:
     ((title, query),) = [(one["name"], one["target"]["expr"]) for one in BOARD["annotations"]["list"]]
     assert title == "Engine restarts"
     restarts = [scrape.total("neuron_serving_engine_restarts_total") for scrape in load.scrapes]
@@ -281,7 +279,7 @@ def test_a_restart_is_marked_on_every_panel(load: ScriptedLoad, scraped: list[Sc
 
 
 @pytest.mark.slow
-def test_the_variables_of_the_board_find_their_values(scraped: list[Scraped]) -> None:
+def test_the_variables_of_the_board_find_values(scraped: list[Scraped]) -> None:
     at = max(one.at for one in scraped)
     asked = {
         name: re.fullmatch(r"label_values\((.+), (\w+)\)", variable["query"]["query"])
@@ -299,7 +297,7 @@ def test_the_variables_of_the_board_find_their_values(scraped: list[Scraped]) ->
 
 
 @pytest.mark.slow
-def test_the_names_are_those_that_prometheus_linter_asks_for(answer: Answer) -> None:
+def test_metric_names_pass_the_prometheus_linter(answer: Answer) -> None:
     """What it says of `vllm:` names is vLLM's choice: boards and autoscalers know them."""
     ours = [problem for problem in answer.lint_problems if not problem.startswith("vllm:")]
     assert ours == []
@@ -311,7 +309,7 @@ def test_the_names_are_those_that_prometheus_linter_asks_for(answer: Answer) -> 
 
 
 @pytest.mark.slow
-def test_the_queries_of_the_docs_give_something(scraped: list[Scraped]) -> None:
+def test_the_queries_of_the_docs_return_data(scraped: list[Scraped]) -> None:
     shown = re.findall(r"^```promql\n(.*?)^```", DOCS, re.MULTILINE | re.DOTALL)
     shown += [query.replace('namespace="default",', "") for query in re.findall(r"^ +query: (.+)$", DOCS, re.MULTILINE)]
     assert len(shown) > 5
@@ -325,7 +323,7 @@ def test_the_queries_of_the_docs_give_something(scraped: list[Scraped]) -> None:
 
 
 @pytest.mark.slow
-def test_the_rules_are_rules_of_prometheus(answer: Answer) -> None:
+def test_the_alerting_rules_are_valid(answer: Answer) -> None:
     assert answer.rule_errors == ()
     for name, rule in RULES.items():
         assert rule["labels"]["severity"] in ("info", "warning", "critical"), name
@@ -346,7 +344,7 @@ def fired(results: Iterator[Result], times: list[float]) -> dict[str, set[float]
 
 
 @pytest.mark.slow
-def test_an_alert_fires_when_it_should_and_not_before(load: ScriptedLoad, scraped: list[Scraped]) -> None:
+def test_an_alert_fires_only_under_its_condition(load: ScriptedLoad, scraped: list[Scraped]) -> None:
     times = sorted({one.at for one in scraped})
     queries = [(rule["expr"], at) for at in times for rule in RULES.values()]
     found = fired(iter(evaluated(scraped, queries).results), times)

@@ -1,12 +1,8 @@
-"""A backend on integers that refuses every illegal batch and does the damage that devices do silently.
+"""A backend on integers that refuses every illegal batch, for tests of everything above the Backend protocol.
 
-Used by the tests of everything above the Backend protocol. Its KV cache holds token ids, each bound to all tokens
-before it as keys and values are, and the next token is a pure function of what the row finds there. So a batch that
-harms a cache line, or takes a block for another prefix than its own, shows as wrong tokens, exactly as on a device.
-With `refuses=False` illegal batches run and only the damage is left to see.
-
-Every limit in `BackendLimits` and every rule of `Batch` is enforced here; `neuron_limits` are those of a compiled
-Neuron model without prefix caching, which are the strictest.
+Its KV cache holds token ids, each with a fingerprint of all tokens before it, and the next token is a pure function of
+the cache contents that the row reads. It enforces every limit in `BackendLimits` and every rule of `Batch`;
+`neuron_limits` are those of a compiled Neuron model without prefix caching, which are the strictest.
 """
 
 from __future__ import annotations
@@ -15,7 +11,7 @@ import zlib
 from array import array
 from collections import Counter, deque
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from neuron_runtime.backend.base import IllegalBatch, ProgressCallback, StepTime
 from neuron_runtime.core import (
@@ -33,11 +29,11 @@ from neuron_runtime.core import (
 )
 
 EMPTY = -1
-"""What a position of the cache holds that nobody wrote, or that padding overwrote."""
+"""Content of a cache position that was never written."""
 DRAFT = -2
-"""What a rejected draft token leaves behind."""
+"""Content of a position after a rejected draft token."""
 STRANGE = -3
-"""What a row sees of a token that was computed behind other tokens than the row's."""
+"""Read in place of a token that was computed after another prefix than that of the row."""
 SECONDS_PER_TOKEN = 1e-6
 
 
@@ -74,10 +70,9 @@ def next_token(
     adapter: int = 0,
     allowed: tuple[int, ...] | None = None,
 ) -> int:
-    """The token that follows `context` (what the cache holds, position by position).
+    """The token that follows `context` (the cache contents, position by position).
 
-    A pure function of its arguments; of the random parameters it depends on (seed, choice, output position) alone,
-    and on none of them when greedy.
+    A pure function: drawn tokens depend on seed, choice and output position, greedy ones on none of them.
     """
     draw = (0, 0, 0) if sampling.greedy else (sampling.seed, sampling.choice, output_position)
     digest = zlib.crc32(array("q", [*context, adapter, *draw]).tobytes())
@@ -94,7 +89,7 @@ def _bound(before: int, token: int) -> Cell:
 
 @dataclass(eq=False)
 class _Slot:
-    """The mirror of one slot, fed by batches and by what was sampled."""
+    """Mirror of one slot, updated from batches and sampled tokens."""
 
     added: Added
     tokens: list[int]
@@ -102,9 +97,9 @@ class _Slot:
     computed: int = 0
     """Tokens whose keys and values are in the cache."""
     shared: int = 0
-    """Those of a shared prefix."""
+    """Tokens of a shared prefix."""
     prefilled: bool = False
-    """A row that samples was launched for it."""
+    """Whether a sampling row was launched for it."""
 
 
 @dataclass(eq=False)
@@ -114,29 +109,24 @@ class _Step:
     batch: Batch
     slots: list[_Slot]
     tables: list[tuple[int, ...]]
-    reused: set[int]
-    """Blocks handed out by this batch although the step in flight writes to them."""
     sampled: bool = False
     late: Late | None = None
-    landed: dict[tuple[int, int], Cell] = field(default_factory=dict)
-    """What the step before it wrote to `reused`, written once more after this step."""
 
 
 class StrictBackend:
-    """Implements `Backend`. Steps run when they are collected, on the block tables they were launched with."""
+    """Implements `Backend`. A step runs when it is collected, on the block tables of its launch."""
 
-    def __init__(self, limits: BackendLimits, *, vocabulary_size: int = 101, refuses: bool = True) -> None:
+    def __init__(self, limits: BackendLimits, *, vocabulary_size: int = 101) -> None:
         self._limits = limits
         self._vocabulary_size = vocabulary_size
-        self._refuses = refuses
         self._slots: dict[int, _Slot] = {}
         self._holders: Counter[int] = Counter()
-        """How many slots hold a block."""
+        """Number of slots that hold each block."""
         self._cache: list[list[Cell]] = [[(EMPTY, 0)] * limits.block_size for _ in range(limits.num_blocks)]
         self._in_flight: deque[_Step] = deque()
         self._num_launched = 0
         self._rows_before: set[int] = set()
-        """Slots of the step launched last. It ran when the next batch was decided, maybe it does no longer."""
+        """Slots of the step launched last, which may still have run when the next batch was built."""
 
     @property
     def limits(self) -> BackendLimits:
@@ -157,12 +147,12 @@ class StrictBackend:
         )
         self._demand(all(step.sampled for step in self._in_flight), "the step launched before was not sampled")
         self._num_launched += 1
-        reused = self._take_over(batch)
+        self._apply(batch)
         self._check_rows(batch)
         slots = [self._slots[slot] for slot in batch.rows.slot]
         for slot, samples in zip(slots, batch.rows.samples, strict=True):
             slot.prefilled = slot.prefilled or samples
-        step = _Step(batch, slots, [tuple(slot.blocks) for slot in slots], reused)
+        step = _Step(batch, slots, [tuple(slot.blocks) for slot in slots])
         if not batch.waits_for_step_in_flight:
             self._check_values(step)
         self._in_flight.append(step)
@@ -193,33 +183,30 @@ class StrictBackend:
         return output
 
     def _demand(self, holds: bool, rule: str) -> None:
-        if self._refuses and not holds:
+        if not holds:
             raise IllegalBatch(rule)
 
     # The delta
 
-    def _take_over(self, batch: Batch) -> set[int]:
-        """Feed the mirror; returns the blocks that were handed out while the step in flight writes to them."""
+    def _apply(self, batch: Batch) -> None:
+        """Updates the mirror."""
         for number in batch.released:
             self._demand(number in self._slots, f"slot {number} is released but free")
-            slot = self._slots.pop(number, None)
-            self._holders.subtract(slot.blocks if slot else ())
+            self._holders.subtract(self._slots.pop(number).blocks)
         for number, keep in batch.kept_blocks:
             slot = self._slot(number)
             self._demand(0 < keep < len(slot.blocks), f"slot {number} has {len(slot.blocks)} blocks and keeps {keep}")
             self._holders.subtract(slot.blocks[keep:])
             del slot.blocks[keep:]
         written = self._written_in_flight()
-        reused: set[int] = set()
         starts = dict(zip(batch.rows.slot, batch.rows.start, strict=False))
         for added in batch.added:
             self._add(added)
             num_shared = self._share(added, starts.get(added.slot, 0), written)
-            reused |= self._hand_out(added.slot, added.blocks[num_shared:], written)
+            self._hand_out(added.slot, added.blocks[num_shared:], written)
         for number, block in batch.appended_blocks:
             self._slot(number).blocks.append(block)
-            reused |= self._hand_out(number, (block,), written)
-        return reused
+            self._hand_out(number, (block,), written)
 
     def _add(self, added: Added) -> None:
         limits, number = self._limits, added.slot
@@ -258,16 +245,16 @@ class StrictBackend:
         self._demand(
             sampling.prompt_logprobs is None
             or (limits.reports_prompt_logprobs and sampling.prompt_logprobs <= limits.max_logprobs),
-            f"slot {number}: log-probabilities of a prompt are wanted, {sampling.prompt_logprobs} each",
+            f"slot {number}: {sampling.prompt_logprobs} prompt logprobs are not supported",
         )
         self._demand(
             limits.sampling != "Device" or not sampling.adjusts,
-            f"slot {number} asks for what only logits on the host can serve",
+            f"slot {number} requests what only logits on the host can serve",
         )
         self._slots[number] = _Slot(added, list(added.token_ids), list(added.blocks))
 
     def _share(self, added: Added, start: int, written: set[int]) -> int:
-        """A sequence that starts behind its first token finds the tokens before in the cache; returns their blocks."""
+        """Checks that the blocks before `start` hold the prefix of the sequence; returns their number."""
         limits, number = self._limits, added.slot
         if not limits.shares_prefixes or not start:
             return 0
@@ -276,10 +263,13 @@ class StrictBackend:
             not limits.max_prefix_hit or start <= limits.max_prefix_hit,
             f"slot {number} shares {start} tokens, the limit is {limits.max_prefix_hit}",
         )
-        self._demand(start % limits.block_size == 0, f"slot {number} shares {start} tokens, which ends within a block")
+        self._demand(
+            start % limits.block_size == 0,
+            f"slot {number} shares {start} tokens, which is not a multiple of the block size",
+        )
         self._demand(
             added.sampling.prompt_logprobs is None,
-            f"slot {number} shares {start} tokens, and the log-probabilities of all of them are wanted",
+            f"slot {number} shares {start} tokens but requests prompt logprobs",
         )
         blocks = added.blocks[: start // limits.block_size]
         for block in blocks:
@@ -289,14 +279,14 @@ class StrictBackend:
         context = self._read(added.blocks, start, added.adapter)
         self._demand(
             context == list(added.token_ids[:start]),
-            f"slot {number} shares {start} tokens, and the blocks {blocks} do not hold them",
+            f"slot {number} shares {start} tokens, but blocks {blocks} do not contain them",
         )
         self._holders.update(blocks)
         slot = self._slots[number]
         slot.computed = slot.shared = start
         return len(blocks)
 
-    def _hand_out(self, number: int, blocks: tuple[int, ...], written: set[int]) -> set[int]:
+    def _hand_out(self, number: int, blocks: tuple[int, ...], written: set[int]) -> None:
         for block in blocks:
             self._demand(
                 0 <= block < self._limits.num_blocks, f"slot {number} gets block {block}, which does not exist"
@@ -306,7 +296,6 @@ class StrictBackend:
                 block not in written, f"slot {number} gets block {block}, to which the step in flight still writes"
             )
         self._holders.update(blocks)
-        return written.intersection(blocks)
 
     def _slot(self, number: int) -> _Slot:
         if number not in self._slots:
@@ -325,7 +314,7 @@ class StrictBackend:
     # The rows
 
     def _check_rows(self, batch: Batch) -> None:
-        """What can be said of rows before the step in flight is known."""
+        """Checks rows before the result of the step in flight is known."""
         limits, rows = self._limits, batch.rows
         columns = (rows.slot, rows.start, rows.num_tokens, rows.token, rows.after, rows.samples)
         self._demand(len(set(map(len, columns))) == 1, "the columns of the rows differ in length")
@@ -371,7 +360,7 @@ class StrictBackend:
                 raise IllegalBatch(f"slot {number} waits for row {after} of the step in flight, which is another's")
 
     def _check_values(self, step: _Step) -> None:
-        """Start, tokens and extent of every row, once they are known."""
+        """Checks start, tokens and extent of every row when all are known."""
         limits, rows = self._limits, step.batch.rows
         prefills = rows.prefills
         for i, slot in enumerate(step.slots):
@@ -416,19 +405,8 @@ class StrictBackend:
     # The device
 
     def _run(self, step: _Step) -> StepOutput:
-        batch, rows = step.batch, step.batch.rows
-        writes: dict[tuple[int, int], Cell] = {}
-        token_ids = tuple(self._run_row(step, i, writes) for i in range(len(rows)))
-        contiguous = self._limits.layout == "slots"
-        if contiguous and batch.kind is Kind.DECODE and self._limits.decodes_all_live_rows:
-            # The compiled graph works on all lines: absent ones get the first row's entry at the first row's position.
-            fed = self._fed(step, 0)[0]
-            for line in set(range(self._limits.max_rows)) - set(rows.slot):
-                self._write((line,), rows.start[0], [fed], 0, writes)
-        for (block, offset), value in step.landed.items():
-            self._cache[block][offset] = value
-        for following in self._in_flight:
-            following.landed = {at: value for at, value in writes.items() if at[0] in following.reused}
+        batch = step.batch
+        token_ids = tuple(self._run_row(step, i) for i in range(len(batch.rows)))
         return StepOutput(
             step=batch.step,
             token_ids=token_ids,
@@ -437,22 +415,17 @@ class StrictBackend:
             device_seconds=batch.num_tokens * SECONDS_PER_TOKEN,
         )
 
-    def _run_row(self, step: _Step, i: int, writes: dict[tuple[int, int], Cell]) -> tuple[int, ...]:
+    def _run_row(self, step: _Step, i: int) -> tuple[int, ...]:
         limits, rows, slot = self._limits, step.batch.rows, step.slots[i]
         start, end = rows.start[i], rows.start[i] + rows.num_tokens[i]
         table = step.tables[i]
-        contiguous = limits.layout == "slots"
-        if contiguous and step.batch.kind is Kind.DECODE and limits.sorts_rows and len(rows) == limits.max_rows:
-            table = (i,)  # a full batch is not gathered: row i reads line i, whoever lives there
         adapter = slot.added.adapter
-        self._write(table, start, self._fed(step, i), adapter, writes)
+        self._write(table, start, self._fed(step, i), adapter)
         slot.computed = end
         if not rows.samples[i]:
             return ()
         allowed = step.late.allowed_token_ids[i] if step.late else None
         context = self._read(table, end, adapter)
-        if end < limits.min_prefill_tokens:
-            context.append(EMPTY)  # the last token is looked up in the padding
         decodes = rows.num_tokens[i] == 1 and start > 0
         most = limits.max_tokens_per_row if decodes and allowed is None else 1
         count = 1 + zlib.crc32(array("q", context).tobytes(), 1) % most
@@ -470,7 +443,7 @@ class StrictBackend:
             sampled.append(token)
             context.append(token)
         drafts = [*sampled[:-1], *[DRAFT] * (limits.num_lookahead_tokens - count + 1)]
-        self._write(table, end, drafts, adapter, writes)
+        self._write(table, end, drafts, adapter)
         slot.tokens = [*slot.tokens[:end], *sampled]
         slot.computed = end + count - 1
         return tuple(sampled)
@@ -481,17 +454,15 @@ class StrictBackend:
             return [rows.token[i]]
         return step.slots[i].tokens[start : start + rows.num_tokens[i]]
 
-    def _write(
-        self, table: tuple[int, ...], start: int, tokens: list[int], adapter: int, writes: dict[tuple[int, int], Cell]
-    ) -> None:
+    def _write(self, table: tuple[int, ...], start: int, tokens: list[int], adapter: int) -> None:
         before = self._cell(table, start - 1)[1] if start else adapter
         for position, token in enumerate(tokens, start):
             block, offset = self._place(table, position)
-            self._cache[block][offset] = writes[block, offset] = _bound(before, token)
+            self._cache[block][offset] = _bound(before, token)
             before = self._cache[block][offset][1]
 
     def _read(self, table: tuple[int, ...], end: int, adapter: int) -> list[int]:
-        """What a row sees of the positions before `end`."""
+        """The tokens that a row reads at the positions before `end`."""
         context, before = [], adapter
         for position in range(end):
             cell = self._cell(table, position)
@@ -505,15 +476,14 @@ class StrictBackend:
 
     def _place(self, table: tuple[int, ...], position: int) -> tuple[int, int]:
         index, offset = divmod(position, self._limits.block_size)
-        # A table is padded with zeros: whoever writes past it hits block 0.
-        return table[index] if index < len(table) else 0, offset
+        return table[index], offset
 
     def _logprobs(self, step: _Step, token_ids: tuple[tuple[int, ...], ...]) -> tuple[tuple[TokenLogprobs, ...], ...]:
         wanted = [slot.added.sampling.logprobs for slot in step.slots]
         if not any(count is not None for count in wanted):
             return ()
         return tuple(
-            tuple(_told(token, count) for token in sampled) if count is not None else ()
+            tuple(_token_logprobs(token, count) for token in sampled) if count is not None else ()
             for sampled, count in zip(token_ids, wanted, strict=True)
         )
 
@@ -522,10 +492,10 @@ class StrictBackend:
         for i, slot in enumerate(step.slots):
             added, begin = slot.added, rows.start[i] + 1
             count = added.sampling.prompt_logprobs
-            told = added.token_ids[begin : min(begin + rows.num_tokens[i], added.num_prompt_tokens)]
-            found.append(tuple(_told(token, count or 0) for token in told) if count is not None else ())
+            tokens = added.token_ids[begin : min(begin + rows.num_tokens[i], added.num_prompt_tokens)]
+            found.append(tuple(_token_logprobs(token, count or 0) for token in tokens) if count is not None else ())
         return tuple(found) if any(found) else ()
 
 
-def _told(token: int, count: int) -> TokenLogprobs:
+def _token_logprobs(token: int, count: int) -> TokenLogprobs:
     return TokenLogprobs(token, -1.0, tuple((token + rank, -1.0 - rank) for rank in range(count)))

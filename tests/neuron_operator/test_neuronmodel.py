@@ -17,7 +17,7 @@ CRD = Path(__file__).parents[2] / "crds" / "neuronmodels.yaml"
 
 
 @pytest.mark.parametrize("case", REFUSED["cases"], ids=lambda case: case["name"])
-def test_a_wrong_manifest_is_refused_with_its_field(case: dict[str, Any]) -> None:
+def test_an_invalid_manifest_is_refused_naming_the_field(case: dict[str, Any]) -> None:
     with pytest.raises(InvalidSpec) as refusal:
         parse(body(spec_with(case["spec"])))
     shown = refusal.value.field.replace("[...]", "")
@@ -32,7 +32,7 @@ def test_what_asks_for_nothing_beyond_the_defaults_is_accepted(changes: dict[str
 
 
 @pytest.mark.parametrize("case", REFUSED["names"], ids=lambda case: case["name"])
-def test_a_name_that_derived_names_cannot_grow_from_is_refused(case: dict[str, Any]) -> None:
+def test_a_name_too_long_for_derived_names_is_refused(case: dict[str, Any]) -> None:
     with pytest.raises(InvalidSpec, match=r"^metadata\.name: "):
         parse(body(spec_with({}), name=case["name"]))
 

@@ -26,7 +26,7 @@ def table(title: str) -> list[list[str]]:
     return [[cell.strip() for cell in re.split(r"(?<!\\)\|", line)[1:-1]] for line in lines[begin + 2 : end]]
 
 
-def test_every_setting_of_the_simulated_backend_is_documented_and_no_other() -> None:
+def test_the_docs_list_exactly_the_settings_of_the_simulated_backend() -> None:
     assert [row[0] for row in table("A served model without a device")] == [
         f"`{name}`" for name in Options.__struct_encode_fields__
     ]
@@ -40,7 +40,7 @@ def bench_parser(command: str) -> argparse.ArgumentParser:
     return parser
 
 
-def test_every_flag_of_simulate_is_documented_with_its_default_and_no_other() -> None:
+def test_the_docs_list_exactly_the_flags_of_simulate_with_defaults() -> None:
     told = {flag: row for row in table("Flags of bench simulate") for flag in re.findall(r"`(--?[a-z-]+)`", row[0])}
     actions = {option: action for action in bench_parser("simulate")._actions for option in action.option_strings}
     assert sorted(told) == sorted(actions)
@@ -56,7 +56,7 @@ def test_every_flag_of_simulate_is_documented_with_its_default_and_no_other() ->
     ("title", "command"),
     [("A server under load", "serve"), ("A model in this process", "offline")],
 )
-def test_every_flag_of_the_other_commands_is_documented_with_its_default_and_no_other(title: str, command: str) -> None:
+def test_the_docs_list_exactly_the_flags_of_the_other_commands_with_defaults(title: str, command: str) -> None:
     told = {flag: row for row in table(title) for flag in re.findall(r"`(--[a-z-]+)`", row[0])}
     actions = {
         option: action
@@ -71,7 +71,7 @@ def test_every_flag_of_the_other_commands_is_documented_with_its_default_and_no_
             assert f"{default:g}" in row[2], flag
 
 
-def test_the_example_shows_the_rows_that_the_command_prints() -> None:
+def test_the_example_has_the_rows_that_the_command_prints() -> None:
     fence = "`" * 3
     shown = PAGE.partition("### Example\n")[2].partition(f"{fence}\nSimulated traffic")[2].partition(fence)[0]
     names = [re.split(r"  +", line.strip())[0] for line in shown.splitlines()]

@@ -60,7 +60,7 @@ def decoding(rows: int, feedback: Any, host_seconds: float = 0.0, clock: Virtual
     return backend
 
 
-def test_with_device_feedback_each_step_is_launched_before_the_one_before_it_is_collected() -> None:
+def test_with_device_feedback_each_step_is_launched_before_the_previous_one_is_collected() -> None:
     calls = decoding(64, "device").calls
     steps = [step for call, step in calls if call == "launch"]
     late = [step for step in steps[1:] if calls.index(("launch", step)) > calls.index(("collect", step - 1))]
@@ -70,7 +70,7 @@ def test_with_device_feedback_each_step_is_launched_before_the_one_before_it_is_
 
 
 @pytest.mark.parametrize("rows", [64, 256])
-def test_a_device_with_feedback_never_waits_for_a_host_that_needs_less_than_a_step(rows: int) -> None:
+def test_a_device_with_feedback_never_waits_for_a_fast_host(rows: int) -> None:
     assert decoding(rows, "device", host_seconds=0.0075).timeline.busy_share >= 0.999
 
 
@@ -83,7 +83,7 @@ def test_with_host_feedback_the_device_waits_only_between_collect_and_launch(
 
 
 @pytest.mark.parametrize("feedback", ["device", "host"])
-def test_scheduling_and_applying_never_keep_the_device_waiting(feedback: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_scheduling_and_applying_never_delay_the_device(feedback: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     clock = VirtualClock()
 
     def slow(method: Callable[..., Any]) -> Callable[..., Any]:
@@ -116,7 +116,7 @@ def reference() -> float:
 
 @pytest.mark.parametrize("feedback", ["device", "host"])
 @pytest.mark.parametrize("rows", [64, 256])
-def test_cpu_seconds_of_a_step_and_the_busy_share_meet_their_targets(rows: int, feedback: Any) -> None:
+def test_cpu_time_per_step_and_busy_share_meet_their_targets(rows: int, feedback: Any) -> None:
     """On a machine that is slower, or that others slow down through caches and clock rates, a step and its device may
     take longer in proportion. What disturbs it but for a moment does not disturb it each time."""
     found = []
@@ -137,7 +137,7 @@ def test_cpu_seconds_of_a_step_and_the_busy_share_meet_their_targets(rows: int, 
     pytest.fail(f"ms of CPU per step of {rows} rows and busy shares: {found}")
 
 
-def test_a_slow_host_shows_as_a_device_that_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_slow_host_makes_the_device_wait(monkeypatch: pytest.MonkeyPatch) -> None:
     slow = SimulatedBackend.launch
 
     def launch(self: SimulatedBackend, batch: Batch) -> None:
@@ -150,7 +150,7 @@ def test_a_slow_host_shows_as_a_device_that_waits(monkeypatch: pytest.MonkeyPatc
     assert cost.backend_seconds > 0.0005
 
 
-def test_figures_carry_targets_for_the_rows_that_have_them_and_the_load_of_the_machine() -> None:
+def test_figures_have_the_targets_of_their_rows_and_the_machine_load() -> None:
     costs = [host.measure(rows, "host", num_rounds=1, round_steps=5) for rows in (4, 64)]
     rows = {row.name: row for row in host.figures(costs)}
     assert list(rows) == [
@@ -164,7 +164,7 @@ def test_figures_carry_targets_for_the_rows_that_have_them_and_the_load_of_the_m
     assert targets == [None, at_least(96.0), None, at_most(0.5)]
 
 
-def test_every_feedback_and_number_of_rows_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_feedback_mode_and_row_count_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     measured = []
     monkeypatch.setattr(host, "measure", lambda *given, **more: measured.append((*given, more)))
     host.measure_all(num_rounds=2)

@@ -26,7 +26,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return small_model(tmp_path_factory.mktemp("bench") / "model")
 
 
-def test_a_made_model_is_whole_is_found_again_and_changes_its_folder_with_its_recipe(
+def test_a_generated_model_is_complete_reused_and_keyed_by_its_recipe(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(SHAPES, "tiny", {"hidden_size": 32, "num_layers": 1, "vocabulary_size": 900})
@@ -40,9 +40,7 @@ def test_a_made_model_is_whole_is_found_again_and_changes_its_folder_with_its_re
     assert len(os.listdir(tmp_path)) == 2  # no half-written folder stays behind
 
 
-def test_every_id_of_a_made_model_is_text_and_letters_come_back(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_every_id_of_a_generated_model_decodes_to_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(SHAPES, "tiny", {"hidden_size": 32, "num_layers": 1, "vocabulary_size": 5000})
     tokenizer = load_tokenizer(random_model("tiny", tmp_path))
     assert tokenizer.vocabulary_size == 5000
@@ -51,12 +49,12 @@ def test_every_id_of_a_made_model_is_text_and_letters_come_back(
     assert tokenizer.decode(tokenizer.encode(text)) == text
 
 
-def test_a_vocabulary_that_cannot_be_made_is_refused() -> None:
+def test_an_impossible_vocabulary_size_is_refused() -> None:
     with pytest.raises(ValueError, match="vocabulary size must be"):
         byte_level_vocabulary(10_000_000)
 
 
-def test_an_unknown_shape_is_refused_with_the_known_ones() -> None:
+def test_an_unknown_shape_is_refused_listing_the_known_ones() -> None:
     with pytest.raises(InvalidConfig, match="random:139M"):
         model_folder_or_uri("random:1T")
     assert model_folder_or_uri("org/name") == "hf://org/name"
@@ -91,7 +89,7 @@ class Scripted:
         return Timing(self._seconds.pop(0), (0.5,) * len(prompts))
 
 
-def test_an_iteration_that_something_held_up_before_its_decode_steps_is_timed_anew() -> None:
+def test_an_iteration_delayed_before_its_decode_steps_is_measured_again() -> None:
     engine = Scripted(9.0, 5.0, 1.0, 4.0, 1.0, 7.0)
     point = measure(cast(OfflineEngine, engine), 2, input_len=8, output_len=4, num_iters=2)
     assert engine.asked == [1, 4] * 3
@@ -99,7 +97,7 @@ def test_an_iteration_that_something_held_up_before_its_decode_steps_is_timed_an
     assert point.decode == pytest.approx(2 / 1.5)
 
 
-def test_prompts_are_the_same_for_the_same_seed_and_leave_small_ids_out() -> None:
+def test_prompts_depend_only_on_the_seed_and_avoid_small_ids() -> None:
     assert random_prompts(3, 5, 1, 1000) == random_prompts(3, 5, 1, 1000) != random_prompts(3, 5, 2, 1000)
     assert min(min(prompt) for prompt in random_prompts(50, 50, 0, 1000)) >= 256
     assert max(max(prompt) for prompt in random_prompts(50, 50, 0, 100)) < 100
@@ -130,5 +128,5 @@ def test_the_command_prints_a_column_for_each_number_of_sequences(
         ["--dtype", "int8"],
     ],
 )
-def test_what_cannot_be_measured_is_refused_with_code_2(tiny: Path, arguments: list[str]) -> None:
+def test_an_unmeasurable_configuration_is_refused_with_code_2(tiny: Path, arguments: list[str]) -> None:
     assert main(["bench", "offline", str(tiny), *arguments]) == 2

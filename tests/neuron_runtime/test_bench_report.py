@@ -32,7 +32,7 @@ def options(**given: Any) -> argparse.Namespace:
     return argparse.Namespace(**{"json": None, "plot": None} | given)
 
 
-def test_a_table_is_aligned_and_says_what_was_missed() -> None:
+def test_a_table_is_aligned_and_marks_missed_targets() -> None:
     assert TABLE.text().splitlines() == [
         "Speed",
         "-----",
@@ -43,7 +43,7 @@ def test_a_table_is_aligned_and_says_what_was_missed() -> None:
     ]
 
 
-def test_columns_that_say_nothing_are_left_out_and_what_is_not_there_is_a_dash() -> None:
+def test_empty_columns_are_omitted_and_missing_values_are_dashes() -> None:
     table = Table("T", (Row("gap", (12.34, None), "ms"), Row("rows", (4, 123456.7))), columns=("ours", "other"))
     assert table.text().splitlines() == [
         "T",
@@ -64,7 +64,9 @@ def test_a_target_is_met_at_its_bound() -> None:
     assert Row("no figure", (None,), target=at_least(1)).met is None
 
 
-def test_json_holds_figures_versions_machine_and_load(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_json_report_contains_figures_versions_machine_and_load(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     path = tmp_path / "out.json"
     report.deliver(Report("bench x", {"rate": 2.0}, (TABLE,), {"curve": [1, 2]}), options(json=path))
     written = json.loads(path.read_text())
@@ -81,7 +83,7 @@ def test_json_holds_figures_versions_machine_and_load(tmp_path: Path, capsys: py
 
 
 @pytest.mark.parametrize("suffix", [".png", ".svg", ".pdf"])
-def test_a_plot_is_drawn_in_the_format_of_its_name(suffix: str, tmp_path: Path) -> None:
+def test_a_plot_uses_the_format_of_its_file_name(suffix: str, tmp_path: Path) -> None:
     def draw(figure: Any) -> None:
         figure.subplots().plot([1, 2, 3])
 
@@ -128,7 +130,7 @@ def test_a_benchmark_runs_as_a_command(measures: list[argparse.Namespace], capsy
     ],
 )
 @pytest.mark.usefixtures("measures")
-def test_an_output_that_cannot_be_is_one_line(
+def test_an_impossible_output_is_refused_in_one_line(
     flag: str, name: str, says: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["bench", "dummy", flag, str(tmp_path / name)]) == 2
@@ -138,7 +140,7 @@ def test_an_output_that_cannot_be_is_one_line(
     assert told.count("\n") == 1
 
 
-def test_a_plot_without_matplotlib_says_how_to_get_it(
+def test_a_plot_without_matplotlib_names_the_package_to_install(
     measures: list[argparse.Namespace], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(report, "find_spec", lambda name: None)
@@ -149,7 +151,7 @@ def test_a_plot_without_matplotlib_says_how_to_get_it(
     assert not measures
 
 
-def test_the_commands_are_read_without_anything_heavy() -> None:
+def test_parsing_the_commands_imports_nothing_heavy() -> None:
     code = (
         "import sys; from neuron_runtime.__main__ import build_parser; build_parser(); "
         "sys.exit(bool({'torch', 'matplotlib', 'numpy', 'zmq', 'asyncio', 'starlette'} & set(sys.modules)))"
@@ -173,9 +175,7 @@ def write_proc(folder: Path, *, busy: int, own: int, child: int, foreign: int) -
     return folder
 
 
-def test_foreign_cpu_is_what_the_machine_did_less_what_this_process_and_its_children_did(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_foreign_cpu_is_machine_cpu_minus_own_and_child_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     clock = iter([100.0, 110.0])
     monkeypatch.setattr(report, "time", SimpleNamespace(monotonic=lambda: next(clock)))  # nobody else's clock
     meter = Meter(write_proc(tmp_path / "proc", busy=1000, own=10, child=20, foreign=970))
@@ -187,20 +187,20 @@ def test_foreign_cpu_is_what_the_machine_did_less_what_this_process_and_its_chil
     assert load.foreign_cpu_share == pytest.approx(0.25)
 
 
-def test_where_the_machine_tells_nothing_the_load_is_not_known(tmp_path: Path) -> None:
+def test_without_proc_the_load_is_unknown(tmp_path: Path) -> None:
     load = Meter(tmp_path / "none").read()
     assert load.foreign_cpu_share is None
     assert load.own_cpu_seconds >= 0
     assert "unknown" in Table("T", (Row("r", (1.0,), load=load),)).text()
 
 
-def test_work_of_a_child_is_our_own() -> None:
+def test_cpu_time_of_a_child_is_not_foreign() -> None:
     meter = Meter()
     subprocess.run([sys.executable, "-c", "sum(i * i for i in range(3_000_000))"], check=True)
     assert meter.read().own_cpu_seconds >= 0.03
 
 
-def test_loads_of_several_stretches_weigh_by_their_length_and_one_unknown_makes_all_unknown() -> None:
+def test_loads_are_weighted_by_duration_and_one_unknown_makes_the_sum_unknown() -> None:
     long = Load(wall_seconds=6.0, own_cpu_seconds=3.0, foreign_cpu_share=0.07)
     together = Load.together([QUIET, long])
     assert (together.wall_seconds, together.own_cpu_seconds) == (8.0, 4.5)

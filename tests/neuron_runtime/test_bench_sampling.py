@@ -6,7 +6,7 @@ from bench import sampling
 from neuron_runtime.bench.report import Table
 
 
-def test_every_case_gives_a_figure_and_the_named_one_is_held_to_its_bound() -> None:
+def test_every_sampling_case_gives_a_figure_and_one_has_a_bound() -> None:
     rows = sampling.measure(num_iters=1, vocabulary_size=9000, num_rows=3)
     assert len(rows) == len(sampling.CASES) + len(sampling.SPREADS)
     held = [row for row in rows if row.target is not None]

@@ -102,7 +102,7 @@ def asks(count: int = 1) -> list[Ask]:
     return Workload(num_prompts=count, input_len=4, output_len=3, body={"model": "m"}).asks()
 
 
-def test_tokens_are_counted_whatever_way_the_bytes_are_cut() -> None:
+def test_tokens_are_counted_for_any_split_of_the_bytes() -> None:
     stream = chunk(event("a\n\nb") + event("é")) + chunk(event("") + event("c") + USAGE + END) + chunk(b"")
 
     async def by_bytes(body: dict[str, Any], writer: asyncio.StreamWriter) -> None:
@@ -119,7 +119,7 @@ def test_tokens_are_counted_whatever_way_the_bytes_are_cut() -> None:
     assert sample.began < sample.tokens_at[0] <= sample.tokens_at[-1] <= sample.ended
 
 
-def test_a_role_alone_is_no_token_and_thoughts_are() -> None:
+def test_a_role_is_not_counted_as_a_token_and_reasoning_is() -> None:
     deltas = [{"role": "assistant", "content": ""}, {"reasoning_content": "hm"}, {"content": "yes"}]
 
     async def chat(body: dict[str, Any], writer: asyncio.StreamWriter) -> None:
@@ -132,7 +132,7 @@ def test_a_role_alone_is_no_token_and_thoughts_are() -> None:
     assert sample.num_output_tokens is None
 
 
-def test_no_more_requests_are_under_way_than_allowed_and_connections_are_used_again() -> None:
+def test_concurrency_is_bounded_and_connections_are_reused() -> None:
     async def in_threes(body: dict[str, Any], writer: asyncio.StreamWriter) -> None:
         number = len(served.bodies)
         while len(served.bodies) < -(-number // 3) * 3:
@@ -148,7 +148,7 @@ def test_no_more_requests_are_under_way_than_allowed_and_connections_are_used_ag
     assert served.num_connections == 3
 
 
-def test_requests_are_sent_at_their_times_whatever_answers_take() -> None:
+def test_requests_are_sent_on_schedule_regardless_of_answer_times() -> None:
     async def when_all_are_there(body: dict[str, Any], writer: asyncio.StreamWriter) -> None:
         while len(served.bodies) < 3:
             await asyncio.sleep(0.01)
@@ -170,7 +170,7 @@ def test_requests_are_sent_at_their_times_whatever_answers_take() -> None:
         (b"SMTP ready\r\n", "not HTTP"),
     ],
 )
-def test_what_goes_wrong_is_told(answer: bytes, error: str) -> None:
+def test_request_failures_are_reported(answer: bytes, error: str) -> None:
     async def badly(body: dict[str, Any], writer: asyncio.StreamWriter) -> None:
         writer.write(answer)
 
@@ -179,7 +179,7 @@ def test_what_goes_wrong_is_told(answer: bytes, error: str) -> None:
     assert sample.error.startswith(error)
 
 
-def test_a_connection_that_ends_early_or_never_answers_fails_its_request_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_lost_or_silent_connection_fails_only_its_request(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = asks(3)
     bodies = [json.loads(ask.body) for ask in asked]
 
@@ -203,7 +203,7 @@ def test_a_connection_that_ends_early_or_never_answers_fails_its_request_alone(m
     assert errors == ["the server closed the connection", "the response was incomplete after 2 s", ""]
 
 
-def test_nobody_there_is_an_error_of_each_request() -> None:
+def test_an_absent_server_fails_each_request() -> None:
     with free_ports() as nobodys:
         gone = Server(f"http://127.0.0.1:{nobodys}", "/v1/completions")
         errors = {sample.error for sample in run_clients(gone, asks(2), None).samples}
@@ -211,7 +211,7 @@ def test_nobody_there_is_an_error_of_each_request() -> None:
     assert "cannot connect" in errors.pop()
 
 
-def test_a_workload_is_the_same_for_the_same_seed_and_as_described() -> None:
+def test_a_workload_is_reproducible_and_matches_its_description() -> None:
     workload = Workload(
         num_prompts=200,
         input_len=100,
@@ -234,7 +234,7 @@ def test_a_workload_is_the_same_for_the_same_seed_and_as_described() -> None:
     assert sum(gaps) / len(gaps) == pytest.approx(1 / 20, rel=0.25)
 
 
-def test_an_outcome_counts_tokens_as_the_server_does_and_leaves_failures_out() -> None:
+def test_the_result_counts_tokens_as_the_server_does_and_excludes_failures() -> None:
     run = Run(
         (
             Sample(0.0, 4.0, [1.0, 2.0, 3.0], 7, 5),
@@ -253,12 +253,12 @@ def test_an_outcome_counts_tokens_as_the_server_does_and_leaves_failures_out() -
     assert not outcome.client_is_busy
 
 
-def test_nothing_but_failures_is_an_error_that_says_why() -> None:
+def test_a_run_with_only_failures_is_an_error_with_a_cause() -> None:
     with pytest.raises(ServingError, match="every request failed: gone"):
         outcome_of(Run((Sample(0.0, 1.0, error="gone"),), (0.1,)), LOAD)
 
 
-def test_a_server_without_models_is_named() -> None:
+def test_a_server_without_models_is_reported() -> None:
     with free_ports() as nobodys, pytest.raises(ServingError, match="check that a server runs"):
         first_model(f"http://127.0.0.1:{nobodys}", {})
 
@@ -274,11 +274,11 @@ def test_a_server_without_models_is_named() -> None:
         ["--spawn", "random:none"],
     ],
 )
-def test_flags_that_make_no_sense_are_refused_with_code_2(arguments: list[str]) -> None:
+def test_contradictory_flags_are_refused_with_code_2(arguments: list[str]) -> None:
     assert main(["bench", "serve", *arguments]) == 2
 
 
-def test_a_server_that_cannot_start_says_its_last_line(tmp_path: Path) -> None:
+def test_a_server_that_fails_to_start_is_reported_with_its_last_line(tmp_path: Path) -> None:
     with (
         pytest.raises(ServingError, match=r"exited with code 10: .*ModelNotFound"),
         SpawnedServer([str(tmp_path / "none")]),
@@ -287,7 +287,7 @@ def test_a_server_that_cannot_start_says_its_last_line(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_the_command_brings_a_server_along_and_two_clients_see_every_token(
+def test_bench_serve_starts_a_server_and_two_clients_count_every_token(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", "1")

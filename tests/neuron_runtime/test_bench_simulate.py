@@ -84,7 +84,7 @@ def test_traffic_depends_on_the_seed_alone() -> None:
     assert first(1) != first(2)
 
 
-def test_traffic_is_what_was_asked_for_on_average() -> None:
+def test_traffic_matches_the_requested_averages() -> None:
     traffic = replace(TRAFFIC, turns=3.0, system_tokens=7)
     talks = list(islice(conversations(traffic, 0, 10**6), 3000))
     num_turns = sum(len(talk.turns) for talk in talks)
@@ -102,7 +102,7 @@ def test_traffic_is_what_was_asked_for_on_average() -> None:
     assert len({talk.turns[0].token_ids for talk in talks}) == len(talks)
 
 
-def test_what_does_not_fit_is_not_asked() -> None:
+def test_requests_that_exceed_the_model_length_are_not_generated() -> None:
     for talk in islice(conversations(replace(TRAFFIC, turns=9.0, system_tokens=300), 0, 500), 300):
         assert sum(len(turn.token_ids) + turn.answer_tokens for turn in talk.turns) <= 500
 
@@ -110,7 +110,7 @@ def test_what_does_not_fit_is_not_asked() -> None:
 # Virtual time, counted
 
 
-def test_one_request_takes_the_steps_that_it_takes() -> None:
+def test_one_request_takes_the_expected_steps() -> None:
     talks = iter([one_talk(Turn((5,) * 100, 4, 0.0), begins=1.0)])
     (asked,) = Simulation(talks, limits(), TIMES, OURS, warm_up_seconds=0.0, seconds=10.0).run().requests
     # A prompt of 100 tokens in the bucket of 128, then three steps of 10 ms.
@@ -127,7 +127,7 @@ def test_one_request_takes_the_steps_that_it_takes() -> None:
     )
 
 
-def test_a_follow_up_comes_after_its_pause_with_all_that_was_said() -> None:
+def test_a_follow_up_arrives_after_its_pause_with_the_whole_conversation() -> None:
     talks = iter(
         [one_talk(Turn((5,) * 64, 16, 0.0), Turn((6,) * 8, 2, 3.0)), one_talk(Turn((1,), 1, 0.0), begins=99.0)]
     )
@@ -140,7 +140,7 @@ def test_a_follow_up_comes_after_its_pause_with_all_that_was_said() -> None:
     assert run.num_tokens == 18
 
 
-def test_only_requests_of_the_measured_time_count_and_all_of_them_are_waited_for() -> None:
+def test_only_requests_of_the_measured_interval_count_and_all_are_completed() -> None:
     run = outcome(traffic=replace(TRAFFIC, rate=9.0), seconds=20.0)
     assert all(10.0 <= asked.arrived < 30.0 for asked in run.requests)
     assert max(asked.last for asked in run.requests) > 30.0
@@ -150,7 +150,7 @@ def test_only_requests_of_the_measured_time_count_and_all_of_them_are_waited_for
     assert run.mean_queue > 0.0
 
 
-def test_more_than_can_ever_be_served_ends_without_asking_for_ever() -> None:
+def test_an_overload_ends_without_running_forever() -> None:
     num_taken = 0
 
     def counted() -> Iterator[Conversation]:
@@ -167,11 +167,11 @@ def test_more_than_can_ever_be_served_ends_without_asking_for_ever() -> None:
     assert num_prefilled <= 1.05 * sum(asked.num_prompt for asked in run.requests)
 
 
-def test_the_same_traffic_comes_to_the_same() -> None:
+def test_the_same_traffic_gives_the_same_result() -> None:
     assert outcome(seconds=20.0) == outcome(seconds=20.0)
 
 
-def test_host_work_shows_in_virtual_time() -> None:
+def test_host_work_adds_to_virtual_time() -> None:
     talks = [Turn((5,) * 100, 50, 0.0)]
 
     def last(host: float, **other: Any) -> float:
@@ -191,7 +191,7 @@ def test_host_work_shows_in_virtual_time() -> None:
 
 
 @pytest.mark.parametrize("rate", [6.0, 9.0])
-def test_long_prompts_hold_running_answers_up_no_longer_than_the_engine_says(rate: float) -> None:
+def test_long_prompts_delay_running_answers_within_the_bound_of_the_engine(rate: float) -> None:
     traffic = replace(TRAFFIC, rate=rate)
     ours, other = outcome(traffic=traffic), outcome(PREFILL_FIRST, traffic)
     longest = TIMES.prefill.seconds(LENGTH) + TIMES.decode.seconds(8)
@@ -207,7 +207,7 @@ def test_long_prompts_hold_running_answers_up_no_longer_than_the_engine_says(rat
     assert other.num_good(9.0, longest + 1e-6) < len(other.requests)
 
 
-def test_more_consecutive_prefills_trade_gaps_for_first_tokens() -> None:
+def test_more_consecutive_prefills_lengthen_gaps_and_shorten_first_tokens() -> None:
     traffic = replace(TRAFFIC, rate=7.0)
     runs = [outcome(Policy(str(count), count), traffic) for count in (1, 2, 4)]
     worst = [max(run.gaps) for run in runs]
@@ -216,7 +216,7 @@ def test_more_consecutive_prefills_trade_gaps_for_first_tokens() -> None:
     assert all(max(run.gaps) <= (run.gap_bound or 0) + 1e-9 for run in runs)
 
 
-def test_prefixes_that_are_shared_are_not_computed_again() -> None:
+def test_shared_prefixes_are_computed_once() -> None:
     traffic = replace(TRAFFIC, turns=4.0, system_tokens=200)
     plain, shared = (outcome(traffic=traffic, shares_prefixes=shares) for shares in (False, True))
     assert plain.cached_share == 0.0
@@ -228,7 +228,7 @@ def test_prefixes_that_are_shared_are_not_computed_again() -> None:
     assert p99(shared) < p99(plain)
 
 
-def test_mixing_keeps_gaps_as_short_as_a_chunk() -> None:
+def test_mixed_steps_keep_gaps_as_short_as_a_chunk() -> None:
     device = {"mixes_phases": True, "chunks_prefill": True, "max_step_tokens": 128, "max_prefill_rows": 4}
     mixed, other = outcome(OURS, **device), outcome(PREFILL_FIRST, **device)
     assert max(mixed.gaps) <= TIMES.prefill.seconds(128) + TIMES.decode.seconds(8) + 1e-9
@@ -241,12 +241,12 @@ def test_mixing_keeps_gaps_as_short_as_a_chunk() -> None:
 @pytest.mark.parametrize(
     ("share", "expected"), [(0.0, 1.0), (0.5, 2.0), (0.51, 3.0), (0.75, 3.0), (0.99, 4.0), (1.0, 4.0)]
 )
-def test_a_percentile_is_exceeded_by_at_most_the_rest(share: float, expected: float) -> None:
+def test_a_percentile_is_exceeded_by_at_most_the_remaining_share(share: float, expected: float) -> None:
     assert percentile([4.0, 1.0, 3.0, 2.0], share) == expected
     assert percentile([], share) is None
 
 
-def test_the_table_counts_what_happened() -> None:
+def test_the_table_shows_the_counts_of_the_run() -> None:
     run = Outcome(
         policy=OURS,
         seconds=10.0,
@@ -284,7 +284,7 @@ def test_the_table_counts_what_happened() -> None:
     }
 
 
-def test_padding_weighs_sizes_by_the_time_they_took() -> None:
+def test_padding_is_weighted_by_time() -> None:
     run = outcome(seconds=10.0)
     seconds = sum(use.seconds for use in run.shapes.values())
     padding = sum(use.seconds * use.num_padded / (use.num_padded + use.num_used) for use in run.shapes.values())
@@ -355,7 +355,7 @@ def written(folder: Path, *flags: str) -> dict[str, Any]:
     return document
 
 
-def test_the_command_leaves_the_same_json_each_time(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_writes_identical_json_each_time(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     document = written(tmp_path)
     jsonschema.validate(document, SCHEMA)
     printed = capsys.readouterr().out
@@ -366,7 +366,7 @@ def test_the_command_leaves_the_same_json_each_time(tmp_path: Path, capsys: pyte
 
 
 @pytest.mark.parametrize("rates", [["3"], ["2", "4"]])
-def test_the_plot_shows_distributions_and_what_the_rate_does(rates: list[str], tmp_path: Path) -> None:
+def test_the_plot_shows_distributions_and_the_effect_of_the_rate(rates: list[str], tmp_path: Path) -> None:
     plot = tmp_path / "plot.svg"
     written(tmp_path, "--plot", str(plot), "--rate", *rates)
     assert plot.read_text().count('<g id="axes_') == (3 if len(rates) == 1 else 6)
@@ -414,14 +414,16 @@ def test_the_plot_shows_distributions_and_what_the_rate_does(rates: list[str], t
         (["--layout", "slots", "--enable-prefix-caching"], "--enable-prefix-caching ($.prefixCaching): "),
     ],
 )
-def test_what_cannot_be_is_refused_by_the_flag(flags: list[str], says: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_impossible_value_is_refused_naming_the_flag(
+    flags: list[str], says: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["bench", "simulate", *FLAGS, *flags]) == 2
     told = capsys.readouterr().err.splitlines()[-1]
     assert says in told
 
 
 @pytest.mark.parametrize("point", ["8", "a:1", "8:x", ":"])
-def test_a_point_that_is_none_is_shown_one(point: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_malformed_point_is_refused_with_an_example(point: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main(["bench", "simulate", "--decode-milliseconds", point])
     assert "is not SIZE:MILLISECONDS, such as 64:12.5" in capsys.readouterr().err
@@ -431,7 +433,7 @@ def parsed(*flags: str) -> argparse.Namespace:
     return build_parser().parse_args(["bench", "simulate", *flags])
 
 
-def test_a_device_is_by_default_as_its_times_were_measured() -> None:
+def test_the_default_device_uses_the_measured_times() -> None:
     device = device_of(parsed("--step-times", "llama-3-70b-trn1-tp32"))
     assert (device.limits.max_rows, device.limits.max_model_length, device.limits.layout) == (4, 4096, "slots")
     assert device.times.decode.buckets == (4,)
@@ -439,7 +441,7 @@ def test_a_device_is_by_default_as_its_times_were_measured() -> None:
     assert device_of(parsed()).settings["stepTimes"] == "llama-3.1-8b-trn2-tp4"
 
 
-def test_times_of_ones_own_take_the_place_of_published_ones() -> None:
+def test_own_times_replace_the_published_ones() -> None:
     device = device_of(parsed("--decode-milliseconds", "1:6", "64:20", "--prefill-milliseconds", "128:15", "4096:150"))
     assert device.times.decode.curve.seconds(64) == pytest.approx(0.020)
     assert device.limits.max_rows == 32
@@ -448,7 +450,7 @@ def test_times_of_ones_own_take_the_place_of_published_ones() -> None:
     assert whole.times.decode.curve == constant(0.005)
 
 
-def test_blocks_share_prefixes_unless_told_otherwise() -> None:
+def test_prefix_caching_is_on_by_default() -> None:
     assert device_of(parsed("--layout", "blocks")).limits.shares_prefixes
     assert device_of(parsed("--enable-prefix-caching")).limits.layout == "blocks"
     assert not device_of(parsed("--layout", "blocks", "--no-enable-prefix-caching")).limits.shares_prefixes
@@ -456,7 +458,7 @@ def test_blocks_share_prefixes_unless_told_otherwise() -> None:
         device_of(parsed("--enable-prefix-caching", "--layout", "slots"))
 
 
-def test_compiled_sizes_are_powers_of_two_and_the_longest() -> None:
+def test_default_buckets_are_powers_of_two_and_the_maximum() -> None:
     assert powers_of_two(100) == [100]
     assert powers_of_two(128) == [128]
     assert powers_of_two(3000) == [128, 256, 512, 1024, 2048, 3000]

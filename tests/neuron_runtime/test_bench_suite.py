@@ -29,7 +29,7 @@ def row(name: str, value: float | None, bound: float | None = None, foreign: flo
     return Row(name, (value,), "ratio", None if bound is None else at_least(bound), "why", Load(1.0, 1.0, foreign))
 
 
-def test_sections_in_this_process_find_every_row_they_promise(
+def test_sections_run_in_process_fill_every_declared_row(
     small: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder, page = tmp_path / "out", tmp_path / "README.md"
@@ -50,7 +50,7 @@ def test_sections_in_this_process_find_every_row_they_promise(
 
 
 @pytest.mark.slow
-def test_sections_with_a_server_find_every_row_they_promise(small: None, tmp_path: Path) -> None:
+def test_sections_with_a_server_fill_every_declared_row(small: None, tmp_path: Path) -> None:
     folder = tmp_path / "out"
     assert main(["--quick", "--only", "http", "ready", "--folder", str(folder)]) == 0
     found = json.loads((folder / "figures.json").read_bytes())
@@ -61,7 +61,7 @@ def test_sections_with_a_server_find_every_row_they_promise(small: None, tmp_pat
     assert {"loading weights", "warming up"} <= set(parts)
 
 
-def test_the_markdown_names_every_row_its_bound_and_its_misses() -> None:
+def test_the_markdown_contains_every_row_with_its_bound_and_misses() -> None:
     rows = (row("good", 0.95, 0.9), row("bad", 0.5, 0.9), row("free", 3.0), row("none", None, 0.9))
     text = suite.markdown([Table("things", rows)])
     lines = {line.split("|")[1].strip(): line for line in text.splitlines() if line.startswith("|")}
@@ -72,7 +72,7 @@ def test_the_markdown_names_every_row_its_bound_and_its_misses() -> None:
     assert "**things**" in text
 
 
-def test_a_busy_machine_is_said_once_with_the_figures_it_disturbed() -> None:
+def test_a_busy_machine_is_reported_once_with_the_affected_figures() -> None:
     tables = [Table("things", (row("quiet", 1.0, foreign=0.04), row("loud", 1.0, foreign=0.3)))]
     (line,) = suite.warnings(tables)
     assert "loud (30%)" in line
@@ -81,7 +81,7 @@ def test_a_busy_machine_is_said_once_with_the_figures_it_disturbed() -> None:
 
 
 @pytest.mark.parametrize("text", ["nothing", f"{suite.BEGIN}", f"{suite.END}"])
-def test_a_page_without_the_marks_is_refused_before_anything_is_measured(tmp_path: Path, text: str) -> None:
+def test_a_page_without_markers_is_refused_before_measuring(tmp_path: Path, text: str) -> None:
     page = tmp_path / "page.md"
     page.write_text(text)
     with pytest.raises(InvalidConfig, match="the table goes between them"):
@@ -90,7 +90,7 @@ def test_a_page_without_the_marks_is_refused_before_anything_is_measured(tmp_pat
     assert main(["--markdown", str(tmp_path / "none.md")]) == 2
 
 
-def test_stages_are_read_from_the_lines_of_serve() -> None:
+def test_stages_are_parsed_from_the_output_of_serve() -> None:
     lines = [
         "neuron-runtime: serving file:///m at http://127.0.0.1:1",
         "neuron-runtime: loading weights: 1.5 s",
@@ -101,7 +101,7 @@ def test_stages_are_read_from_the_lines_of_serve() -> None:
     assert suite.stages(iter(lines)) == {"loading weights": 1.5, "warming up": 0.1}
 
 
-def test_a_file_leaves_the_cache_and_comes_back_when_it_is_read(tmp_path: Path) -> None:
+def test_a_file_is_evicted_from_the_page_cache_and_cached_when_read(tmp_path: Path) -> None:
     path = tmp_path / "file"
     path.write_bytes(b"x" * 4_000_000)
     left = loading.drop_from_cache([path])  # not on a file system that keeps its files in memory

@@ -67,7 +67,7 @@ def test_shards_are_found_by_the_index(folder: Path) -> None:
     assert checkpoint.num_bytes == 42
 
 
-def test_what_the_index_leaves_out_is_no_part_of_the_model(folder: Path) -> None:
+def test_shards_missing_from_the_index_are_ignored(folder: Path) -> None:
     shard(folder, {"a": "one.safetensors", "c": "two.safetensors"})
     assert set(read_checkpoint(folder).tensors) == {"a", "c"}
 
@@ -137,7 +137,7 @@ BROKEN: dict[str, tuple[Callable[[Path], None], str]] = {
 
 
 @pytest.mark.parametrize("case", BROKEN)
-def test_a_broken_folder_is_an_invalid_model_that_says_what_is_wrong(case: str, folder: Path) -> None:
+def test_a_broken_folder_is_an_invalid_model_with_a_cause(case: str, folder: Path) -> None:
     damage, message = BROKEN[case]
     damage(folder)
     with pytest.raises(InvalidModel, match=message) as caught:
@@ -147,13 +147,13 @@ def test_a_broken_folder_is_an_invalid_model_that_says_what_is_wrong(case: str, 
     assert "\n" not in str(caught.value)
 
 
-def test_a_folder_that_is_not_there_is_a_model_not_found(tmp_path: Path) -> None:
+def test_a_missing_folder_is_model_not_found(tmp_path: Path) -> None:
     with pytest.raises(FatalError) as caught:
         read_checkpoint(tmp_path / "nowhere")
     assert caught.value.exit_code is ExitCode.MODEL_NOT_FOUND
 
 
-def test_neither_headers_nor_the_backends_entrance_import_torch() -> None:
+def test_reading_headers_and_the_backend_registry_import_no_torch() -> None:
     modules = "neuron_runtime.checkpoint, neuron_runtime.backend.torch, neuron_runtime.backend.torch.architecture"
     code = f"import sys, {modules}; sys.exit('torch' in sys.modules or 'safetensors' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

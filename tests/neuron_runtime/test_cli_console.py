@@ -16,14 +16,14 @@ def shown(*calls: tuple[float, str, float]) -> list[str]:
     return lines
 
 
-def test_a_stage_is_shown_once_when_it_is_done() -> None:
+def test_a_stage_is_printed_once_when_it_ends() -> None:
     assert shown((0.0, "load", 0.0), (1.0, "load", 0.5), (2.5, "load", 1.0)) == ["load: 2.5 s"]
 
 
-def test_a_stage_ends_when_another_begins() -> None:
+def test_a_stage_ends_when_the_next_one_starts() -> None:
     assert shown((0.0, "start", 0.0), (3.0, "load", 0.0), (4.0, "load", 1.0)) == ["start: 3.0 s", "load: 1.0 s"]
 
 
-def test_a_long_stage_says_how_far_it_is_every_few_seconds() -> None:
+def test_a_long_stage_prints_its_progress_every_few_seconds() -> None:
     lines = shown(*((float(at), "fetch", at / 20) for at in range(21)))
     assert lines == ["fetch: 25% after 5 s", "fetch: 50% after 10 s", "fetch: 75% after 15 s", "fetch: 20.0 s"]

@@ -24,7 +24,7 @@ def config_of(*arguments: str) -> RuntimeConfig:
     return configuration(build_parser().parse_args(["serve", *arguments]))
 
 
-def test_flags_amount_to_a_document() -> None:
+def test_flags_produce_a_document() -> None:
     config = config_of(
         "org/name@main", "--max-model-len", "4096", "--max-num-seqs", "8", "--block-size", "32", "--dtype", "float32",
         "--num-gpu-blocks-override", "100", "--max-num-batched-tokens", "512", "--max-queued-requests", "9",
@@ -38,7 +38,7 @@ def test_flags_amount_to_a_document() -> None:
     assert (config.dtype, config.layout, config.backend) == ("float32", "blocks", "torch")
 
 
-def test_a_model_is_named_as_people_write_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_is_accepted_in_its_common_notations(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "local model").mkdir()
     assert model_uri("local model") == (tmp_path / "local model").as_uri()
@@ -65,7 +65,7 @@ def test_a_model_is_named_as_people_write_it(tmp_path: Path, monkeypatch: pytest
         (["s3://bucket/m"], "MODEL ($.model.uri)", "not supported yet"),
     ],
 )
-def test_wrong_flags_are_named(arguments: list[str], field: str, says: str) -> None:
+def test_invalid_flags_are_named(arguments: list[str], field: str, says: str) -> None:
     with pytest.raises(InvalidConfig) as caught:
         config_of(*arguments)
     assert caught.value.field == field
@@ -80,7 +80,7 @@ def test_wrong_flags_are_named(arguments: list[str], field: str, says: str) -> N
         ("--additional-config", "{", "'{' is not supported yet: leave it out"),
     ],
 )
-def test_flags_that_are_not_built_are_refused_by_name(
+def test_unsupported_flags_are_refused_by_name(
     flag: str, value: str, says: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["serve", "m", flag, value]) == 2
@@ -89,14 +89,14 @@ def test_flags_that_are_not_built_are_refused_by_name(
     assert error.count("\n") == 1
 
 
-def test_neutral_values_of_flags_that_are_not_built_are_accepted() -> None:
+def test_neutral_values_of_unsupported_flags_are_accepted() -> None:
     config_of(
         "a/m", "--tensor-parallel-size", "1", "--additional-config", "{}", "--override-neuron-config", "{}",
         "--generation-config", "auto",
     )  # fmt: skip
 
 
-def test_how_text_is_read_and_written_is_said_by_flags(tmp_path: Path) -> None:
+def test_flags_set_the_tokenizer_and_chat_options(tmp_path: Path) -> None:
     template = tmp_path / "chat.jinja"
     template.write_text("{{ messages }} ☃", encoding="utf-8")
     flags = ["--chat-template", str(template), "--reasoning-parser", "qwen3", "--generation-config", "vllm"]
@@ -109,12 +109,12 @@ def test_how_text_is_read_and_written_is_said_by_flags(tmp_path: Path) -> None:
         config_of("a/m", "--reasoning-parser", "x")
 
 
-def test_a_chat_template_that_is_not_there_is_refused_by_name(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_missing_chat_template_is_refused_by_name(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["serve", "a/m", "--chat-template", "none.jinja"]) == 2
     assert "--chat-template ($.text.chatTemplate): cannot read none.jinja" in capsys.readouterr().err
 
 
-def test_switches_are_on_off_or_left_to_the_backend() -> None:
+def test_switches_are_on_off_or_default() -> None:
     config = config_of("a/m", "--enable-prefix-caching", "--no-enable-chunked-prefill")
     assert (config.prefix_caching, config.chunked_prefill) == ("enabled", "disabled")
     config = config_of("a/m", "--no-enable-prefix-caching", "--enable-chunked-prefill")
@@ -129,7 +129,7 @@ def run(*arguments: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-def test_a_port_in_use_is_one_line_with_the_cure_and_a_record(tmp_path: Path) -> None:
+def test_a_port_in_use_is_reported_in_one_line_with_a_remedy_and_a_record(tmp_path: Path) -> None:
     record = tmp_path / "record"
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])
@@ -151,7 +151,7 @@ def test_a_port_in_use_is_one_line_with_the_cure_and_a_record(tmp_path: Path) ->
         (["--backend", "nxdi"], "--backend ($.backend): `nxdi` is not built"),
     ],
 )
-def test_a_command_that_cannot_begin_says_why_in_one_line(
+def test_a_command_that_cannot_start_reports_the_cause_in_one_line(
     flags: list[str], says: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["serve", "org/name", *flags]) == 2
@@ -169,7 +169,7 @@ def test_a_command_that_cannot_begin_says_why_in_one_line(
         ({"overrideNeuronConfig": {"tp": 2}}, "$.overrideNeuronConfig.tp: the torch backend has no such setting"),
     ],
 )
-def test_a_document_that_cannot_be_served_is_refused_before_a_port_opens(
+def test_an_unservable_document_is_refused_before_a_port_opens(
     changes: dict[str, object], says: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = tmp_path / "config.json"
@@ -182,7 +182,7 @@ def test_a_document_that_cannot_be_served_is_refused_before_a_port_opens(
     assert told.count("\n") == 1
 
 
-def test_inspect_prints_facts_and_leaves_a_record(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_inspect_prints_facts_and_writes_a_record(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     model, record = write_chat_model(tmp_path / "model"), tmp_path / "record"
     assert main(["inspect", str(model), "--json", "--record", str(record)]) == 0
     facts = json.loads(capsys.readouterr().out)
@@ -194,7 +194,9 @@ def test_inspect_prints_facts_and_leaves_a_record(tmp_path: Path, capsys: pytest
     assert "LlamaForCausalLM" in capsys.readouterr().out
 
 
-def test_inspect_of_nothing_ends_with_its_code_and_record(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_inspect_of_a_missing_model_ends_with_its_code_and_record(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     record = tmp_path / "record"
     assert main(["inspect", (tmp_path / "gone").as_uri(), "--record", str(record)]) == 10
     written = msgspec.json.decode(record.read_bytes())
@@ -202,7 +204,7 @@ def test_inspect_of_nothing_ends_with_its_code_and_record(tmp_path: Path, capsys
     assert "ModelNotFound" in capsys.readouterr().err
 
 
-def test_a_record_that_cannot_be_written_is_said_and_changes_nothing(
+def test_an_unwritable_record_is_reported_and_changes_nothing_else(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     model = write_chat_model(tmp_path / "model")
@@ -210,7 +212,7 @@ def test_a_record_that_cannot_be_written_is_said_and_changes_nothing(
     assert "cannot write the record to /nowhere/record" in capsys.readouterr().err
 
 
-def test_help_names_the_flags_people_look_for(capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_lists_the_common_flags(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main(["serve", "--help"])
     text = capsys.readouterr().out

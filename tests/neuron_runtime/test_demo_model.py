@@ -59,39 +59,39 @@ def answer(model: Any, tokenizer: Any, question: str) -> str:
     return str(tokenizer.decode(output[0, prompt["input_ids"].shape[1] :], skip_special_tokens=True))
 
 
-def test_there_are_many_answers_in_few_bytes() -> None:
+def test_the_model_has_many_answers_in_few_bytes() -> None:
     assert len(EXPECTED) >= 60
     assert (FOLDER / "model.safetensors").stat().st_size <= 8_000_000
     assert sum(path.stat().st_size for path in FOLDER.iterdir() if path.is_file()) <= 8_000_000
 
 
-def test_it_can_be_served() -> None:
+def test_the_model_can_be_served() -> None:
     facts = inspect_model(f"file://{FOLDER}")
     assert (facts.architecture, facts.dtype, facts.num_layers) == ("LlamaForCausalLM", "bfloat16", 4)
     assert facts.parameters == TRAINING["parameters"]
 
 
-def test_every_answer_is_that_of_the_corpus_and_leads_by_the_required_gap() -> None:
+def test_every_answer_matches_the_corpus_with_the_required_margin() -> None:
     assert EXPECTED.keys() == TRAINING["gaps"].keys()
     assert min(TRAINING["gaps"].values()) == TRAINING["minGap"] >= REQUIRED_GAP
     assert TRAINING["seconds"] <= 20 * 60
 
 
-def test_the_corpus_is_the_one_it_was_trained_on(train: ModuleType) -> None:
+def test_the_corpus_matches_the_trained_one(train: ModuleType) -> None:
     entries = train.read_corpus(FOLDER / "corpus")
     assert {entry.questions[0]: entry.answer for entry in entries} == EXPECTED
     assert sum(len(entry.questions) for entry in entries) == TRAINING["questions"]
     assert all(len(entry.questions) >= 4 for entry in entries)
 
 
-def test_its_small_files_are_those_the_script_writes(train: ModuleType) -> None:
+def test_the_small_files_match_the_training_script(train: ModuleType) -> None:
     files = {"config": train.SHAPE, "generation_config": train.GENERATION_CONFIG}
     for name, value in {**files, "tokenizer_config": train.TOKENIZER_CONFIG}.items():
         assert json.loads((FOLDER / f"{name}.json").read_bytes()) == value
     assert (FOLDER / "chat_template.jinja").read_text(encoding="utf-8") == train.CHAT_TEMPLATE
 
 
-def test_the_chat_template_says_what_the_model_was_trained_on(train: ModuleType, tokenizer: Any) -> None:
+def test_the_chat_template_produces_the_training_prompts(train: ModuleType, tokenizer: Any) -> None:
     chat = [
         {"role": "system", "content": "Be brief."},
         {"role": "user", "content": "What is a slot?"},
@@ -110,7 +110,7 @@ def test_the_chat_template_says_what_the_model_was_trained_on(train: ModuleType,
     assert template.render(chat, add_generation_prompt=False) == text
 
 
-def test_plain_text_gets_one_bos_and_survives_whatever_it_is(tokenizer: Any) -> None:
+def test_any_text_gets_one_bos_and_round_trips(tokenizer: Any) -> None:
     text = "Naïve 日本語 🙂 \n\t code: {x}"
     ids = tokenizer(text)["input_ids"]
     assert ids.count(tokenizer.bos_token_id) == 1
@@ -119,13 +119,13 @@ def test_plain_text_gets_one_bos_and_survives_whatever_it_is(tokenizer: Any) -> 
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-def test_a_sample_of_answers_is_what_the_model_says_greedily(tokenizer: Any, dtype: str) -> None:
+def test_a_sample_of_greedy_answers_matches(tokenizer: Any, dtype: str) -> None:
     model = load(dtype)
     for question in SAMPLE:
         assert answer(model, tokenizer, question) == EXPECTED[question]
 
 
-def test_the_recorded_gaps_hold_for_a_sample(train: ModuleType, tokenizer: Any) -> None:
+def test_the_recorded_margins_hold_for_a_sample(train: ModuleType, tokenizer: Any) -> None:
     questions = list(EXPECTED)[::10]
     gaps = train.least_gaps(
         load("bfloat16"), train.Dialogues(tokenizer.backend_tokenizer), [(q, EXPECTED[q]) for q in questions]
@@ -138,6 +138,6 @@ def test_the_recorded_gaps_hold_for_a_sample(train: ModuleType, tokenizer: Any) 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-def test_every_answer_is_what_the_model_says_greedily(tokenizer: Any, dtype: str) -> None:
+def test_every_greedy_answer_matches(tokenizer: Any, dtype: str) -> None:
     model = load(dtype)
     assert {question: answer(model, tokenizer, question) for question in EXPECTED} == EXPECTED

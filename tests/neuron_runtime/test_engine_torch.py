@@ -65,7 +65,7 @@ def chat() -> list[Request]:
 
 
 @pytest.mark.parametrize("limits", [{}, {"max_step_tokens": 16}, {"num_blocks": 34}], ids=["whole", "parts", "few"])
-def test_a_cached_prefix_changes_no_token(limits: dict[str, int]) -> None:
+def test_a_cached_prefix_does_not_change_tokens(limits: dict[str, int]) -> None:
     tokens, fed, preemptions = [], [], []
     for prefix_caching in ("enabled", "disabled"):
         shares = engine(prefix_caching=prefix_caching, block_size=4, max_sequences=4, **limits)
@@ -108,7 +108,7 @@ def alone() -> dict[str, list[int]]:
     ],
     ids=["a line per sequence", "prompts in parts", "blocks too few for all"],
 )
-def test_together_each_request_gets_the_tokens_it_gets_alone(
+def test_concurrent_requests_get_their_solo_tokens(
     limits: dict[str, int], preempts: bool, alone: dict[str, list[int]]
 ) -> None:
     busy = engine(**limits)

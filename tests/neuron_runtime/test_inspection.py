@@ -54,18 +54,18 @@ def facts_of_tiny(digest: str) -> ModelFacts:
 
 
 @pytest.mark.parametrize("num_shards", [1, 3])
-def test_a_folder_gives_its_facts_and_a_hash_as_digest(tmp_path: Path, num_shards: int) -> None:
+def test_a_folder_gives_facts_and_a_digest(tmp_path: Path, num_shards: int) -> None:
     folder = write_tiny_model(tmp_path / "model", num_shards=num_shards)
     assert inspect_model(f"file://{folder}") == facts_of_tiny(read_checkpoint(folder).digest)
 
 
 @pytest.mark.parametrize("num_shards", [1, 3])
-def test_a_model_on_a_hub_gives_the_same_facts_and_its_commit(shelf: Shelf, hub: Hub, num_shards: int) -> None:
+def test_a_hub_model_gives_the_same_facts_and_its_commit(shelf: Shelf, hub: Hub, num_shards: int) -> None:
     write_tiny_model(shelf.root / "acme/tiny/main", num_shards=num_shards)
     assert inspect_model("hf://acme/tiny", hub) == facts_of_tiny(shelf.commit("acme/tiny"))
 
 
-def test_of_weights_on_a_hub_only_a_first_range_is_read(shelf: Shelf, hub: Hub) -> None:
+def test_only_the_first_range_of_hub_weights_is_read(shelf: Shelf, hub: Hub) -> None:
     folder = write_tiny_model(shelf.root / "acme/wide/main", vocab_size=20_000)
     assert (folder / "model.safetensors").stat().st_size > 2_000_000
     inspect_model("hf://acme/wide", hub)
@@ -73,7 +73,7 @@ def test_of_weights_on_a_hub_only_a_first_range_is_read(shelf: Shelf, hub: Hub) 
     assert ranges == {"bytes=0-199999"}
 
 
-def test_a_header_longer_than_the_first_range_is_read_whole(
+def test_a_header_longer_than_the_first_range_is_read_completely(
     shelf: Shelf, hub: Hub, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("neuron_runtime.sources.FIRST_HEADER_BYTES", 100)
@@ -89,7 +89,7 @@ def test_the_facts_of_any_model_fit_into_a_record(tmp_path: Path) -> None:
     assert msgspec.json.decode(raw, type=record.Record).facts == facts
 
 
-def test_a_person_reads_a_summary_and_a_program_json(tmp_path: Path) -> None:
+def test_inspect_prints_a_summary_or_json(tmp_path: Path) -> None:
     folder = write_tiny_model(tmp_path / "model")
     facts = inspect_model(f"file://{folder}")
     text = facts_as_text("file:///model", facts)
@@ -142,7 +142,7 @@ BROKEN = [
 
 @pytest.mark.parametrize("place", ["folder", "hub"])
 @pytest.mark.parametrize("fault", BROKEN, ids=[words for _, _, words in BROKEN])
-def test_a_model_that_cannot_work_is_named_with_file_and_cause(
+def test_an_unusable_model_is_reported_with_file_and_cause(
     shelf: Shelf, hub: Hub, fault: tuple[Callable[[Path], None], ExitCode, str], place: str
 ) -> None:
     break_it, exit_code, words = fault
@@ -157,21 +157,21 @@ def test_a_model_that_cannot_work_is_named_with_file_and_cause(
 
 
 @pytest.mark.parametrize("name", ["config.json", "model.safetensors"])
-def test_a_pipe_in_the_place_of_a_file_is_refused_at_once(tmp_path: Path, name: str) -> None:
+def test_a_pipe_instead_of_a_file_is_refused_at_once(tmp_path: Path, name: str) -> None:
     folder = write_tiny_model(tmp_path / "model")
     become_a_pipe(name)(folder)
     with pytest.raises(FatalError, match=f"{name}: not a regular file"):
         inspect_model(f"file://{folder}")
 
 
-def test_a_model_that_only_has_pickled_weights_is_told_to_convert(shelf: Shelf, hub: Hub) -> None:
+def test_a_model_with_only_pickled_weights_is_refused_with_a_conversion_hint(shelf: Shelf, hub: Hub) -> None:
     folder = write_tiny_model(shelf.root / "acme/old/main")
     (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
     with pytest.raises(FatalError, match=r"contains pytorch_model\.bin; convert the model"):
         inspect_model("hf://acme/old", hub)
 
 
-def test_neither_torch_nor_transformers_is_imported(tmp_path: Path) -> None:
+def test_inspection_imports_neither_torch_nor_transformers(tmp_path: Path) -> None:
     folder = write_tiny_model(tmp_path / "model")
     program = (
         "import sys; from neuron_runtime.inspection import inspect_model;"

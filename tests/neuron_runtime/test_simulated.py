@@ -151,7 +151,7 @@ def runs(draw: st.DrawFn) -> tuple[BackendLimits, list[Request]]:
     database=None,
 )
 @given(runs())
-def test_it_takes_whatever_the_strict_backend_takes_and_draws_what_its_cache_says(
+def test_the_simulated_backend_accepts_what_the_strict_one_accepts_and_samples_from_its_cache(
     run: tuple[BackendLimits, list[Request]],
 ) -> None:
     limits, requests = run
@@ -179,7 +179,7 @@ def test_it_takes_whatever_the_strict_backend_takes_and_draws_what_its_cache_say
 
 
 @pytest.mark.usefixtures("strict_draws_as_simulated")
-def test_the_twins_would_notice_a_token_that_is_not_the_caches(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_comparison_detects_a_wrong_token(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         strict_backend, "next_token", lambda context, *rest, **more: (len(context) * 7) % VOCABULARY_SIZE
     )
@@ -198,7 +198,7 @@ def test_steps_are_collected_in_order() -> None:
         backend.collect(7)
 
 
-def test_seed_and_choice_draw_other_tokens_and_greedy_ignores_them() -> None:
+def test_seed_and_choice_change_drawn_tokens_but_not_greedy_ones() -> None:
     drawn = {
         tuple(
             token_at(first_number((1, 2, 3), Sampling(temperature=t, seed=seed, choice=choice)), at, 32_000)
@@ -210,7 +210,7 @@ def test_seed_and_choice_draw_other_tokens_and_greedy_ignores_them() -> None:
     assert first_number((1,), Sampling(seed=2**64 - 1)) > 0
 
 
-def test_logprobs_are_those_of_equally_likely_tokens_and_cover_the_prompt() -> None:
+def test_logprobs_are_uniform_and_cover_the_prompt() -> None:
     made = limits(Options(sampling="Host"), max_sequences=2, max_step_tokens=4)
     engine = Engine(SimulatedBackend(made, STEP, VirtualClock()))
     engine.add(request("r", 9, max_tokens=2, logprobs=2, prompt_logprobs=0))
@@ -237,7 +237,7 @@ def test_several_tokens_per_row_and_an_unknown_vocabulary_are_refused() -> None:
 # The timeline
 
 
-def test_a_step_begins_when_launched_or_when_the_one_before_ends() -> None:
+def test_a_step_starts_at_launch_or_at_the_end_of_the_previous_one() -> None:
     timeline = Timeline()
     assert timeline.busy_share == 0.0
     assert timeline.run(1.0, 2.0) == 3.0
@@ -247,7 +247,7 @@ def test_a_step_begins_when_launched_or_when_the_one_before_ends() -> None:
     assert timeline.busy_share == pytest.approx(5 / 7)
 
 
-def test_padding_is_what_a_bucket_computes_for_nobody() -> None:
+def test_padding_is_the_unused_part_of_a_bucket() -> None:
     times = StepTimes(
         decode=Phase(milliseconds(((1, 5), (8, 12))), (4, 8)), prefill=Phase(milliseconds(((100, 10),)), (32, 128))
     )
@@ -265,7 +265,7 @@ def test_padding_is_what_a_bucket_computes_for_nobody() -> None:
     ]
 
 
-def test_a_mixed_step_takes_the_time_of_both_phases_and_names_both_buckets() -> None:
+def test_a_mixed_step_takes_the_time_of_both_phases_and_reports_both_buckets() -> None:
     times = StepTimes(decode=Phase(constant(0.01), (4,)), prefill=Phase(constant(0.1), (16,)))
     clock = VirtualClock()
     backend = SimulatedBackend(limits(max_sequences=4, max_step_tokens=8), times, clock)
@@ -282,7 +282,7 @@ def test_a_mixed_step_takes_the_time_of_both_phases_and_names_both_buckets() -> 
 
 
 @pytest.mark.parametrize("feedback", ["device", "host"])
-def test_the_next_step_is_launched_before_the_device_waits_for_it(feedback: Any) -> None:
+def test_the_next_step_is_launched_before_the_device_idles(feedback: Any) -> None:
     # 1 ms of host work before each launch: with device feedback all of it is hidden, with host feedback all of it is
     # between two steps of 8 ms, since nothing is known before the step in flight ends.
     options = Options(token_feedback=feedback)
@@ -295,7 +295,7 @@ def test_the_next_step_is_launched_before_the_device_waits_for_it(feedback: Any)
 
 
 @pytest.mark.parametrize("clock", [VirtualClock(), WallClock(), CpuClock()])
-def test_clocks_never_go_back_and_wait_as_long_as_asked(clock: Clock) -> None:
+def test_clocks_are_monotonic_and_sleep_as_requested(clock: Clock) -> None:
     began = clock.now()
     clock.sleep_until(began + 0.01)
     assert clock.now() >= began + 0.01 - 1e-9  # what adding two readings may round away
@@ -304,7 +304,7 @@ def test_clocks_never_go_back_and_wait_as_long_as_asked(clock: Clock) -> None:
     assert clock.now() >= now
 
 
-def test_the_cpu_clock_does_not_count_what_others_do() -> None:
+def test_the_cpu_clock_excludes_other_processes() -> None:
     clock = CpuClock()
     cpu = time.thread_time()  # first and last, so that no pause between two readings counts against the clock
     began = clock.now()
@@ -316,27 +316,27 @@ def test_the_cpu_clock_does_not_count_what_others_do() -> None:
 # Step times
 
 
-def test_times_lie_on_straight_lines_between_points() -> None:
+def test_times_are_interpolated_linearly() -> None:
     curve = milliseconds(((10, 5), (20, 10), (40, 12)))
     assert [round(curve.seconds(size) * 1000, 6) for size in (1, 10, 15, 20, 30, 40, 60)] == [5, 5, 7.5, 10, 11, 12, 14]
     assert [milliseconds(((10, 5),)).seconds(size) * 1000 for size in (5, 10, 20)] == [5, 5, 10]
     assert constant(0.008).seconds(1) == constant(0.008).seconds(9000) == 0.008
 
 
-def test_a_size_runs_in_the_smallest_bucket_that_holds_it() -> None:
+def test_a_size_runs_in_the_smallest_bucket_that_fits() -> None:
     phase = Phase(Curve(((1, 1.0), (100, 100.0))), (8, 32))
     assert [phase.bucket(size) for size in (1, 8, 9, 32, 33, 70)] == [8, 8, 32, 32, 64, 96]
     assert Phase(phase.curve).bucket(9) == 9
 
 
 @pytest.mark.parametrize("points", [(), ((0, 1.0),), ((2, 1.0), (2, 2.0)), ((3, 1.0), (2, 2.0)), ((1, 0.0),)])
-def test_points_that_are_no_curve_are_refused(points: Any) -> None:
+def test_invalid_curves_are_refused(points: Any) -> None:
     with pytest.raises(ValueError, match=r"sizes must|must be positive"):
         Curve(points)
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
-def test_every_published_table_makes_times_that_grow(name: str) -> None:
+def test_every_published_table_gives_increasing_times(name: str) -> None:
     times = step_times(Options(step_times=name))
     for curve, sizes in ((times.decode.curve, (1, 8, 32, 64)), (times.prefill.curve, (1, 128, 1000, 4096, 8192))):
         seconds = [curve.seconds(size) for size in sizes]
@@ -362,7 +362,7 @@ def test_every_published_table_makes_times_that_grow(name: str) -> None:
         ({"prefill": "never"}, ".prefill", "Invalid enum value"),
     ],
 )
-def test_settings_that_cannot_be_are_named(given: dict[str, Any], path: str, says: str) -> None:
+def test_invalid_settings_are_named(given: dict[str, Any], path: str, says: str) -> None:
     with pytest.raises(InvalidConfig) as caught:
         read_options(given)
     assert caught.value.field == f"$.overrideNeuronConfig{path}"
@@ -378,13 +378,13 @@ def test_settings_that_cannot_be_are_named(given: dict[str, Any], path: str, say
         ({"max_step_tokens": 3, "max_sequences": 9}, {}, "$.limits.maxStepTokens"),
     ],
 )
-def test_limits_that_cannot_be_are_named(wanted: dict[str, int], other: dict[str, Any], field: str) -> None:
+def test_invalid_limits_are_named(wanted: dict[str, int], other: dict[str, Any], field: str) -> None:
     with pytest.raises(InvalidConfig) as caught:
         limits_of(config(EngineLimits(**wanted), **other), Options(), vocabulary_size=9, longest=1000)
     assert caught.value.field == field
 
 
-def test_whole_prompts_without_blocks_are_what_a_compiled_model_with_cache_lines_does() -> None:
+def test_contiguous_limits_match_a_compiled_model_with_cache_lines() -> None:
     made = limits(Options(prefill="whole"), max_sequences=4, max_model_length=128)
     assert made.layout == "slots"
     assert (made.mixes_phases, made.chunks_prefill, made.decodes_all_live_rows) == (False, False, True)
@@ -401,13 +401,13 @@ def test_whole_prompts_without_blocks_are_what_a_compiled_model_with_cache_lines
         ("mixed", {"chunked_prefill": "disabled"}, "$.chunkedPrefill"),
     ],
 )
-def test_switches_that_contradict_the_device_are_named(prefill: Any, asked: dict[str, Any], field: str) -> None:
+def test_unsupported_switches_are_refused_by_name(prefill: Any, asked: dict[str, Any], field: str) -> None:
     with pytest.raises(InvalidConfig) as caught:
         limits_of(config(EngineLimits(), **asked), Options(prefill=prefill), vocabulary_size=9, longest=1000)
     assert caught.value.field == field
 
 
-def test_switches_that_the_device_can_follow_are_followed() -> None:
+def test_supported_switches_are_applied() -> None:
     plain = limits_of(config(EngineLimits(), prefix_caching="disabled"), Options(), vocabulary_size=9, longest=1000)
     assert not plain.shares_prefixes
     asked = config(EngineLimits(), prefix_caching="enabled", chunked_prefill="enabled")
@@ -426,7 +426,7 @@ def model(tmp_path: Path) -> Path:
     return folder
 
 
-def test_a_model_without_weights_answers(model: Path) -> None:
+def test_a_model_without_weights_generates(model: Path) -> None:
     with LLM(str(model), backend="simulated", override_neuron_config={"stepMilliseconds": 0.01}) as llm:
         params = SamplingParams(max_tokens=12, temperature=0, ignore_eos=True)
         together = llm.generate(["one", "two", "three"], params, use_tqdm=False)
@@ -435,13 +435,13 @@ def test_a_model_without_weights_answers(model: Path) -> None:
     assert alone[0].outputs[0].token_ids == together[1].outputs[0].token_ids
 
 
-def test_limits_follow_the_model(model: Path) -> None:
+def test_limits_are_derived_from_the_model(model: Path) -> None:
     backend = load_backend(model, config(), lambda stage, share: None)
     assert backend.limits.vocabulary_size > 256
     assert backend.limits.max_model_length <= 4096
 
 
-def test_it_is_served_over_http(model: Path) -> None:
+def test_the_simulated_backend_serves_over_http(model: Path) -> None:
     settings = '{"stepMilliseconds": 1}'
     with serve(str(model), "--backend", "simulated", "--port", "0", "--override-neuron-config", settings) as command:
         url = command.until_ready()
@@ -451,7 +451,7 @@ def test_it_is_served_over_http(model: Path) -> None:
         assert command.end() == 0
 
 
-def test_a_wrong_setting_is_refused_before_a_port_opens(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_invalid_setting_is_refused_before_a_port_opens(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ["serve", str(model), "--backend", "simulated", "--override-neuron-config"]
     assert main([*arguments, '{"speed": 9}']) == 2
     told = capsys.readouterr().err

@@ -76,11 +76,11 @@ class TestUris:
             ("file:///models/with%20blank", FolderModel(Path("/models/with blank"))),
         ],
     )
-    def test_both_schemes_are_read(self, uri: str, model: object) -> None:
+    def test_both_schemes_are_parsed(self, uri: str, model: object) -> None:
         assert parse_uri(uri) == model
 
     @pytest.mark.parametrize("uri", ["s3://bucket/prefix", "pvc://claim/path", "oci://image@sha256:00"])
-    def test_schemes_of_later_versions_are_refused_with_what_works_now(self, uri: str) -> None:
+    def test_unsupported_schemes_are_refused_naming_the_supported_ones(self, uri: str) -> None:
         with pytest.raises(InvalidConfig, match=r"not supported yet: use hf://.* or file:///"):
             parse_uri(uri)
 
@@ -89,28 +89,28 @@ class TestUris:
         ["", "Qwen/Qwen3-8B", "/models/demo", "ftp://host/x", "hf://name", "hf://a/b/c", "hf://../x", "hf://a/b@",
          "hf://a/b@..", "hf:a/b", "file:./demo", "file://host/demo", "file://demo", "hf://a/b?x=1"],
     )  # fmt: skip
-    def test_malformed_uris_are_refused_with_the_form_that_is_read(self, uri: str) -> None:
+    def test_malformed_uris_are_refused_with_the_expected_form(self, uri: str) -> None:
         with pytest.raises(InvalidConfig, match=r"^\$\.model\.uri: .*(hf://|file:///)"):
             parse_uri(uri)
 
     @given(st.text())
-    def test_no_text_does_worse_than_a_refusal(self, uri: str) -> None:
+    def test_no_text_crashes_the_parser(self, uri: str) -> None:
         with contextlib.suppress(InvalidConfig):
             assert str(parse_uri(uri)).startswith(uri[:3])
 
 
 class TestFolders:
-    def test_a_folder_is_served_where_it_lies(self, tmp_path: Path) -> None:
+    def test_a_folder_is_served_in_place(self, tmp_path: Path) -> None:
         folder = write_tiny_model(tmp_path / "model")
         assert materialize(ModelSource(uri=f"file://{folder}"), tmp_path / "weights", quiet) == folder
         assert not (tmp_path / "weights").exists()
 
-    def test_a_missing_folder_is_a_model_that_is_not_found(self, tmp_path: Path) -> None:
+    def test_a_missing_source_folder_is_model_not_found(self, tmp_path: Path) -> None:
         with pytest.raises(FatalError, match="nowhere") as caught:
             materialize(ModelSource(uri=f"file://{tmp_path}/nowhere"), tmp_path, quiet)
         assert caught.value.exit_code is ExitCode.MODEL_NOT_FOUND
 
-    def test_a_folder_that_is_not_what_was_pinned_is_refused(self, tmp_path: Path) -> None:
+    def test_a_folder_that_differs_from_its_pinned_digest_is_refused(self, tmp_path: Path) -> None:
         folder = write_tiny_model(tmp_path / "model")
         with pytest.raises(FatalError, match=r"0000.* is pinned") as caught:
             materialize(ModelSource(uri=f"file://{folder}", digest="0000"), tmp_path, quiet)
@@ -127,7 +127,7 @@ class TestFolders:
 
 
 class TestDownloads:
-    def test_what_serving_needs_is_downloaded_and_nothing_else(self, shelf: Shelf, hub: Hub, tmp_path: Path) -> None:
+    def test_only_files_needed_for_serving_are_downloaded(self, shelf: Shelf, hub: Hub, tmp_path: Path) -> None:
         shares: list[float] = []
         folder = materialize(
             ModelSource(uri=MODEL), tmp_path / "weights", lambda stage, share: shares.append(share), hub
@@ -149,9 +149,7 @@ class TestDownloads:
         assert shares[-1] == 1.0
         assert shares == sorted(shares)
 
-    def test_without_weights_the_small_files_are_downloaded_and_the_rest_when_it_is_needed(
-        self, hub: Hub, tmp_path: Path
-    ) -> None:
+    def test_small_files_are_downloaded_first_and_weights_on_demand(self, hub: Hub, tmp_path: Path) -> None:
         folder = materialize(ModelSource(uri=MODEL), tmp_path, quiet, hub, with_weights=False)
         assert (folder / "config.json").exists()
         assert (folder / "tokenizer.json").exists()
@@ -160,30 +158,26 @@ class TestDownloads:
         assert len(list(folder.glob("*.safetensors"))) == 2
         assert materialize(ModelSource(uri=MODEL), tmp_path, quiet, hub, with_weights=False) == folder
 
-    def test_a_revision_is_what_the_uri_says(self, shelf: Shelf, hub: Hub, tmp_path: Path) -> None:
+    def test_the_revision_comes_from_the_uri(self, shelf: Shelf, hub: Hub, tmp_path: Path) -> None:
         folder = materialize(ModelSource(uri=f"{MODEL}@v1"), tmp_path, quiet, hub)
         weights = "model.safetensors"
         assert (folder / weights).read_bytes() == (shelf.root / "acme/tiny/v1" / weights).read_bytes()
 
-    def test_a_pinned_commit_is_downloaded_although_the_branch_moved_on(
-        self, shelf: Shelf, hub: Hub, tmp_path: Path
-    ) -> None:
+    def test_a_pinned_commit_is_downloaded_after_its_branch_moved(self, shelf: Shelf, hub: Hub, tmp_path: Path) -> None:
         pinned = shelf.commit("acme/tiny", "v1")
         folder = materialize(ModelSource(uri=MODEL, digest=pinned), tmp_path, quiet, hub)
         assert pinned in folder.name
         assert (folder / "config.json").exists()
         assert not (folder / "model.safetensors.index.json").exists()
 
-    def test_a_pinned_model_that_is_there_needs_no_hub(self, shelf: Shelf, hub: Hub, tmp_path: Path) -> None:
+    def test_a_cached_pinned_model_needs_no_hub(self, shelf: Shelf, hub: Hub, tmp_path: Path) -> None:
         pinned = ModelSource(uri=MODEL, digest=shelf.commit("acme/tiny"))
         first = materialize(pinned, tmp_path, quiet, hub)
         num_asked = len(shelf.asked)
         assert materialize(pinned, tmp_path, quiet, hub) == first
         assert len(shelf.asked) == num_asked
 
-    def test_a_download_that_was_cut_is_finished_and_not_begun_anew(
-        self, shelf: Shelf, hub: Hub, tmp_path: Path
-    ) -> None:
+    def test_an_interrupted_download_is_resumed(self, shelf: Shelf, hub: Hub, tmp_path: Path) -> None:
         source = ModelSource(uri=MODEL)
         whole = materialize(source, tmp_path, quiet, hub)
         (whole / ".complete").unlink()
@@ -194,7 +188,7 @@ class TestDownloads:
         assert "model-00002-of-00002.safetensors" in fetched
         assert "model-00001-of-00002.safetensors" not in fetched
 
-    def test_a_digest_that_is_no_commit_is_refused(self, hub: Hub, tmp_path: Path) -> None:
+    def test_a_digest_that_is_not_a_commit_is_refused(self, hub: Hub, tmp_path: Path) -> None:
         assert failure(ModelSource(uri=MODEL, digest="v1"), tmp_path, hub).exit_code is ExitCode.CHECKSUM_MISMATCH
 
     def test_a_repository_without_safetensors_is_an_invalid_model(self, shelf: Shelf, hub: Hub, tmp_path: Path) -> None:
@@ -203,7 +197,7 @@ class TestDownloads:
         assert error.exit_code is ExitCode.INVALID_MODEL
         assert str(error).startswith(f"{MODEL}@v1/model.safetensors.index.json is missing")
 
-    def test_weights_that_cannot_fit_are_refused_before_they_are_downloaded(
+    def test_weights_larger_than_the_disk_are_refused_before_the_download(
         self, shelf: Shelf, hub: Hub, tmp_path: Path
     ) -> None:
         with pytest.raises(FatalError, match=r"needs [\d,]+ more bytes in .*, but 1,000 are free") as caught:
@@ -211,7 +205,7 @@ class TestDownloads:
         assert caught.value.exit_code is ExitCode.STORAGE_FULL
         assert not any("/large/" in asked.path for asked in shelf.asked)
 
-    def test_a_disk_that_becomes_full_is_named(
+    def test_a_disk_that_fills_up_is_reported(
         self, hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pauses: list[float]
     ) -> None:
         def full(*args: object, **kwargs: object) -> str:
@@ -221,20 +215,20 @@ class TestDownloads:
         assert failure(ModelSource(uri=MODEL), tmp_path, hub).exit_code is ExitCode.STORAGE_FULL
         assert pauses == []
 
-    def test_a_weights_folder_that_cannot_be_written_is_named(self, hub: Hub, tmp_path: Path) -> None:
+    def test_an_unwritable_weights_folder_is_reported(self, hub: Hub, tmp_path: Path) -> None:
         (tmp_path / "weights").write_text("a file in the way")
         with pytest.raises(InvalidConfig, match=r"^--weights-dir: .* cannot be written"):
             materialize(ModelSource(uri=MODEL), tmp_path / "weights", quiet, hub)
 
 
 class TestRefusals:
-    def test_a_model_that_does_not_exist_is_not_found(self, hub: Hub, tmp_path: Path, pauses: list[float]) -> None:
+    def test_a_hub_model_that_does_not_exist_is_not_found(self, hub: Hub, tmp_path: Path, pauses: list[float]) -> None:
         error = failure(ModelSource(uri="hf://acme/typo"), tmp_path, hub)
         assert error.exit_code is ExitCode.MODEL_NOT_FOUND
         assert "check the spelling" in str(error)
         assert pauses == []
 
-    def test_a_model_that_does_not_exist_for_a_known_user_is_not_found(self, endpoint: str, tmp_path: Path) -> None:
+    def test_a_model_unknown_to_an_authenticated_user_is_not_found(self, endpoint: str, tmp_path: Path) -> None:
         error = failure(ModelSource(uri="hf://acme/typo"), tmp_path, Hub(endpoint, "hf_reader"))
         assert error.exit_code is ExitCode.MODEL_NOT_FOUND
 
@@ -243,13 +237,11 @@ class TestRefusals:
         assert error.exit_code is ExitCode.MODEL_NOT_FOUND
         assert "no revision 'v9'" in str(error)
 
-    def test_a_private_model_is_read_with_its_token(self, endpoint: str, tmp_path: Path) -> None:
+    def test_a_private_model_is_downloaded_with_its_token(self, endpoint: str, tmp_path: Path) -> None:
         folder = materialize(ModelSource(uri="hf://acme/secret"), tmp_path, quiet, Hub(endpoint, "hf_reader"))
         assert (folder / "model.safetensors").exists()
 
-    def test_a_token_that_the_hub_does_not_know_is_unauthorized_and_not_shown(
-        self, endpoint: str, tmp_path: Path
-    ) -> None:
+    def test_an_invalid_token_is_unauthorized_and_not_printed(self, endpoint: str, tmp_path: Path) -> None:
         error = failure(ModelSource(uri="hf://acme/secret"), tmp_path, Hub(endpoint, "hf_stale"))
         assert error.exit_code is ExitCode.WEIGHTS_UNAUTHORIZED
         assert "credentialsSecretRef" in str(error)
@@ -267,14 +259,14 @@ class TestRefusals:
 
 class TestRetries:
     @pytest.mark.parametrize("status", [0, 429, 500, 503])
-    def test_what_time_may_heal_is_tried_again(
+    def test_temporary_hub_errors_are_retried(
         self, shelf: Shelf, hub: Hub, tmp_path: Path, pauses: list[float], status: int
     ) -> None:
         shelf.fail_next(status, status)
         assert materialize(ModelSource(uri=f"{MODEL}@v1"), tmp_path, quiet, hub).is_dir()
         assert pauses == list(RETRY_SECONDS[:2])
 
-    def test_a_hub_that_cannot_be_reached_is_said_with_its_address(
+    def test_an_unreachable_hub_is_reported_with_its_address(
         self, tmp_path: Path, pauses: list[float], capsys: pytest.CaptureFixture[str]
     ) -> None:
         nowhere = Hub("http://127.0.0.1:9", token=None, sleep=pauses.append)
@@ -283,7 +275,7 @@ class TestRetries:
         assert pauses == list(RETRY_SECONDS)
         assert capsys.readouterr().err.count("retrying in") == len(RETRY_SECONDS)
 
-    def test_the_environment_names_the_hub_and_the_token(
+    def test_hub_address_and_token_come_from_the_environment(
         self, endpoint: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setenv("HF_ENDPOINT", endpoint + "/")

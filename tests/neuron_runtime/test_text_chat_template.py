@@ -77,19 +77,19 @@ def test_a_chat_has_exactly_one_bos(tmp_path: Path) -> None:
         ("{{ 1 / 0 }}", "division"),
     ],
 )
-def test_what_a_template_cannot_do_is_refused_in_its_own_words(source: str, says: str) -> None:
+def test_a_template_error_is_refused_with_its_own_message(source: str, says: str) -> None:
     with pytest.raises(TemplateRefused, match=says):
         ChatTemplate(source, {}).render(MESSAGES)
 
 
-def test_a_template_that_is_none_names_the_line(tmp_path: Path) -> None:
+def test_an_invalid_template_is_reported_with_its_line(tmp_path: Path) -> None:
     write_chat_model(tmp_path)
     (tmp_path / "chat_template.jinja").write_text("ok\n{% for %}")
     with pytest.raises(FatalError, match="line 2"):
         load_tokenizer(tmp_path)
 
 
-def test_a_template_file_wins_over_the_entry_of_the_tokenizers_settings(tmp_path: Path) -> None:
+def test_a_template_file_overrides_the_tokenizer_config(tmp_path: Path) -> None:
     write_chat_model(tmp_path)
     (tmp_path / "chat_template.jinja").write_text("from the file")
     template = load_tokenizer(tmp_path).chat_template
@@ -97,7 +97,7 @@ def test_a_template_file_wins_over_the_entry_of_the_tokenizers_settings(tmp_path
     assert template.render(MESSAGES) == "from the file"
 
 
-def test_of_several_named_templates_the_default_is_taken(tmp_path: Path) -> None:
+def test_the_default_is_chosen_among_named_templates(tmp_path: Path) -> None:
     write_chat_model(tmp_path)
     path = tmp_path / "tokenizer_config.json"
     settings: dict[str, Any] = json.loads(path.read_text())
@@ -118,7 +118,7 @@ PARTS = (
 
 @pytest.mark.parametrize("source", [TRIMS, KEEPS, PARTS])
 @pytest.mark.parametrize("ending", ["A node", "A node ", " A node\n", "A node </s> ", ""])
-def test_a_message_is_left_open_as_transformers_leaves_it_open(source: str, ending: str, tmp_path: Path) -> None:
+def test_a_continued_message_is_left_open_as_in_transformers(source: str, ending: str, tmp_path: Path) -> None:
     from transformers import AutoTokenizer
 
     write_chat_model(tmp_path)
@@ -134,7 +134,7 @@ def test_the_last_text_part_is_left_open() -> None:
     assert ChatTemplate(PARTS, {}).render_open([{"role": "assistant", "content": parts}]) == "<assistant>ab "
 
 
-def test_a_template_that_drops_the_last_message_cannot_leave_it_open() -> None:
+def test_a_template_that_drops_the_last_message_cannot_continue_it() -> None:
     source = "{% for m in messages if m.role == 'user' %}{{ m.content }}{% endfor %}"
     with pytest.raises(TemplateRefused, match="cannot be continued"):
         ChatTemplate(source, {}).render_open([{"role": "assistant", "content": "a"}])
@@ -150,12 +150,12 @@ def test_a_template_that_drops_the_last_message_cannot_leave_it_open() -> None:
         ("{{ raise_exception('never') }}", True, False),
     ],
 )
-def test_what_a_template_takes_is_seen_by_trying(source: str, text: bool, parts: bool) -> None:
+def test_template_capabilities_are_detected_by_rendering(source: str, text: bool, parts: bool) -> None:
     template = ChatTemplate(source, {})
     assert (template.takes_text, template.takes_parts) == (text, parts)
 
 
-def test_a_template_tells_its_variables_and_whether_it_knows_developers() -> None:
+def test_a_template_reports_its_variables_and_developer_support() -> None:
     template = ChatTemplate("{% if thinking and m.role == 'developer' %}{{ effort }}{% endif %}", {})
     assert template.variables >= {"thinking", "effort"}
     assert template.knows_developer

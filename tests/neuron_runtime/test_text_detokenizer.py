@@ -28,7 +28,7 @@ def pieces(detokenizer: Detokenizer, ids: list[int], sizes: list[int]) -> list[s
 
 @pytest.mark.parametrize("tokenizer", [BYTE_LEVEL, METASPACE], ids=["byte-level", "metaspace"])
 @given(text=texts, sizes=cuts)
-def test_pieces_of_a_text_joined_are_the_whole_decode_however_the_tokens_arrive(
+def test_text_pieces_join_to_the_whole_decode_for_any_grouping_of_tokens(
     tokenizer: Tokenizer, text: str, sizes: list[int]
 ) -> None:
     ids = list(tokenizer.encode(text, add_special_tokens=False))
@@ -36,12 +36,12 @@ def test_pieces_of_a_text_joined_are_the_whole_decode_however_the_tokens_arrive(
 
 
 @given(ids=st.lists(st.integers(0, BYTE_LEVEL.vocabulary_size - 1), max_size=50), sizes=cuts)
-def test_pieces_of_any_byte_level_tokens_joined_are_the_whole_decode(ids: list[int], sizes: list[int]) -> None:
+def test_text_pieces_of_any_byte_level_tokens_join_to_the_whole_decode(ids: list[int], sizes: list[int]) -> None:
     assert "".join(pieces(make_detokenizer(BYTE_LEVEL), ids, sizes)) == BYTE_LEVEL.decode(ids)
 
 
 @given(ids=st.lists(st.integers(0, BYTE_LEVEL.vocabulary_size + 1), max_size=50), sizes=cuts, skips=st.booleans())
-def test_a_table_of_bytes_and_a_window_give_the_same_text(ids: list[int], sizes: list[int], skips: bool) -> None:
+def test_byte_table_and_window_decoding_give_the_same_text(ids: list[int], sizes: list[int], skips: bool) -> None:
     assert BYTE_LEVEL.joins_bytes
     assert not METASPACE.joins_bytes
     by_window = WindowDetokenizer(BYTE_LEVEL, (), skips)
@@ -51,13 +51,13 @@ def test_a_table_of_bytes_and_a_window_give_the_same_text(ids: list[int], sizes:
 
 
 @given(text=texts, sizes=cuts)
-def test_no_piece_of_valid_text_holds_half_a_character(text: str, sizes: list[int]) -> None:
+def test_no_piece_of_valid_text_splits_a_character(text: str, sizes: list[int]) -> None:
     ids = list(BYTE_LEVEL.encode(text, add_special_tokens=False))
     assert all(REPLACEMENT not in piece for piece in pieces(make_detokenizer(BYTE_LEVEL), ids, sizes))
 
 
 @given(prompt=texts, text=texts, sizes=cuts)
-def test_an_answer_continues_its_prompt_with_the_space_it_begins_with(prompt: str, text: str, sizes: list[int]) -> None:
+def test_an_answer_keeps_its_leading_space_after_the_prompt(prompt: str, text: str, sizes: list[int]) -> None:
     whole = list(METASPACE.encode("a " + prompt + text, add_special_tokens=False))
     for cut in range(1, len(whole)):
         before = METASPACE.decode(whole[:cut])
@@ -66,21 +66,21 @@ def test_an_answer_continues_its_prompt_with_the_space_it_begins_with(prompt: st
             assert before + answer == METASPACE.decode(whole)
 
 
-def test_a_prompt_that_ends_inside_a_character_costs_the_answer_nothing() -> None:
+def test_a_prompt_ending_inside_a_character_does_not_damage_the_answer() -> None:
     ids = BYTE_LEVEL.encode("東", add_special_tokens=False)
     answer = make_detokenizer(BYTE_LEVEL, ids[:1])
     rest = [*ids[1:], *BYTE_LEVEL.encode("ok", add_special_tokens=False)]
     assert "".join([answer.feed(rest), answer.flush()]) == BYTE_LEVEL.decode(rest)
 
 
-def test_special_tokens_are_text_only_when_asked_for() -> None:
+def test_special_tokens_are_shown_only_on_request() -> None:
     ids = BYTE_LEVEL.encode("hi" + EOS)
     assert "".join(pieces(make_detokenizer(BYTE_LEVEL), list(ids), [1])) == "hi"
     shown = make_detokenizer(BYTE_LEVEL, skip_special_tokens=False)
     assert "".join(pieces(shown, list(ids), [1])) == f"{BOS}hi{EOS}"
 
 
-def test_a_tail_that_never_becomes_text_is_not_held_for_ever() -> None:
+def test_an_undecodable_tail_is_released() -> None:
     broken = BYTE_LEVEL.encode("東", add_special_tokens=False)[:1] * 200
     detokenizer = make_detokenizer(BYTE_LEVEL)
     assert any(detokenizer.feed([one]) for one in broken)

@@ -37,7 +37,7 @@ def split(parser: str, prompt: str, pieces: list[str]) -> tuple[str, str, int]:
     ],
 )
 @given(cuts=st.lists(st.integers(1, 4), min_size=1, max_size=6))
-def test_a_thought_ends_where_its_mark_ends_at_any_split(
+def test_reasoning_ends_at_its_end_marker_for_any_split(
     parser: str, prompt: str, text: str, expected: tuple[str, str], cuts: list[int]
 ) -> None:
     pieces, at, turn = [], 0, 0
@@ -47,7 +47,7 @@ def test_a_thought_ends_where_its_mark_ends_at_any_split(
     assert split(parser, prompt, pieces)[:2] == expected
 
 
-def test_tokens_of_a_thought_are_counted_with_its_marks() -> None:
+def test_reasoning_tokens_include_the_markers() -> None:
     assert split("qwen3", "", ["<think>", "a", "b", "</think>", "yes", "no"])[2] == 4
     assert split("qwen3", "", ["<th", "ink>", "a", "</think>", "yes"])[2] == 4
     assert split("qwen3", "<think>\n", ["a", "</", "think>", "yes"])[2] == 3

@@ -31,7 +31,7 @@ def expected(stops: list[str], text: str, include: bool) -> tuple[str, str | Non
 @given(text=letters, stops=stop_lists, sizes=cuts, include=st.booleans())
 @example(text="aab", stops=["ab", "aab"], sizes=[1], include=False)
 @example(text="abcab", stops=["bc", "abca"], sizes=[5], include=False)
-def test_the_answer_ends_at_the_first_stop_string_at_any_split(
+def test_the_answer_ends_at_the_first_stop_string_for_any_split(
     text: str, stops: list[str], sizes: list[int], include: bool
 ) -> None:
     pieces, at, turn = [], 0, 0
@@ -42,7 +42,7 @@ def test_the_answer_ends_at_the_first_stop_string_at_any_split(
 
 
 @given(text=letters, stops=stop_lists)
-def test_nothing_is_held_that_cannot_begin_a_stop_string(text: str, stops: list[str]) -> None:
+def test_only_text_that_may_start_a_stop_string_is_held_back(text: str, stops: list[str]) -> None:
     watch = StopStrings(stops)
     out = watch.feed(text)
     if watch.stopped is None:
@@ -50,11 +50,11 @@ def test_nothing_is_held_that_cannot_begin_a_stop_string(text: str, stops: list[
         assert not held or any(stop.startswith(held) and stop != held for stop in stops)
 
 
-def test_without_stop_strings_everything_passes_at_once() -> None:
+def test_without_stop_strings_text_passes_at_once() -> None:
     assert StopStrings().feed("abc") == "abc"
 
 
-def test_nothing_is_shown_after_the_stop() -> None:
+def test_no_text_follows_the_stop_string() -> None:
     watch = StopStrings(["\n\n"])
     assert watch.feed("one\n") == "one"
     assert watch.feed("\ntwo") == ""

@@ -27,7 +27,7 @@ def rewrite(path: Path, **changes: Any) -> None:
     path.write_text(json.dumps({key: one for key, one in value.items() if one is not None}))
 
 
-def test_ids_are_those_of_transformers(tmp_path: Path) -> None:
+def test_token_ids_match_transformers(tmp_path: Path) -> None:
     from transformers import AutoTokenizer
 
     ours, theirs = load_tokenizer(write_chat_model(tmp_path)), AutoTokenizer.from_pretrained(str(tmp_path))
@@ -36,7 +36,7 @@ def test_ids_are_those_of_transformers(tmp_path: Path) -> None:
         assert list(ours.encode(text, add_special_tokens=False)) == theirs(text, add_special_tokens=False)["input_ids"]
 
 
-def test_tokens_that_only_the_settings_name_are_added(tmp_path: Path) -> None:
+def test_tokens_defined_only_in_the_tokenizer_config_are_added(tmp_path: Path) -> None:
     write_chat_model(tmp_path)
     before = load_tokenizer(tmp_path)
     entry = {"content": "<|tool|>", "special": True}
@@ -45,7 +45,7 @@ def test_tokens_that_only_the_settings_name_are_added(tmp_path: Path) -> None:
     assert after.encode("<|tool|>", add_special_tokens=False) == (before.vocabulary_size,)
 
 
-def test_a_truncation_stored_with_the_tokenizer_does_not_shorten_prompts(tmp_path: Path) -> None:
+def test_a_truncation_stored_with_the_tokenizer_is_ignored(tmp_path: Path) -> None:
     write_chat_model(tmp_path)
     rewrite(
         tmp_path / "tokenizer.json",
@@ -66,7 +66,7 @@ def test_loading_text_imports_no_torch(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("content", ["", "{", '{"version": "1.0"}', "\ufeff[]"])
-def test_a_broken_tokenizer_is_an_invalid_model_that_names_the_file(tmp_path: Path, content: str) -> None:
+def test_a_broken_tokenizer_is_an_invalid_model_naming_the_file(tmp_path: Path, content: str) -> None:
     write_chat_model(tmp_path)
     (tmp_path / "tokenizer.json").write_text(content)
     with pytest.raises(FatalError, match=r"tokenizer\.json") as caught:
@@ -82,7 +82,7 @@ def test_a_model_without_a_tokenizer_is_an_invalid_model(tmp_path: Path) -> None
     assert caught.value.exit_code is ExitCode.INVALID_MODEL
 
 
-def test_end_tokens_come_from_the_generation_config_and_the_tokenizer(tmp_path: Path) -> None:
+def test_end_tokens_come_from_generation_config_and_tokenizer(tmp_path: Path) -> None:
     tokenizer = load_tokenizer(write_chat_model(tmp_path))
     ends = {tokenizer.encode(one, add_special_tokens=False)[0] for one in (EOS, END)}
     assert load_generation_defaults(tmp_path, tokenizer.eos_token_id).stop_token_ids == ends
@@ -91,7 +91,7 @@ def test_end_tokens_come_from_the_generation_config_and_the_tokenizer(tmp_path: 
     assert load_generation_defaults(tmp_path, None).stop_token_ids == {7, 8}
 
 
-def test_sampling_defaults_are_the_models_own(tmp_path: Path) -> None:
+def test_sampling_defaults_come_from_the_model(tmp_path: Path) -> None:
     write_chat_model(tmp_path)
     rewrite(tmp_path / "generation_config.json", temperature=0.6, top_p=0.9, top_k=20, max_new_tokens=99)
     sampling = load_generation_defaults(tmp_path, None).sampling
@@ -104,14 +104,14 @@ def test_sampling_defaults_are_the_models_own(tmp_path: Path) -> None:
     assert load_generation_defaults(tmp_path, None).sampling.temperature == 0.0
 
 
-def test_a_default_that_cannot_be_honoured_is_reported(tmp_path: Path) -> None:
+def test_an_unsupported_default_is_reported(tmp_path: Path) -> None:
     write_chat_model(tmp_path)
     rewrite(tmp_path / "generation_config.json", typical_p=0.9, num_beams=1)
     assert load_generation_defaults(tmp_path, None).not_applied == ("typical_p=0.9",)
 
 
 @pytest.mark.parametrize("wrong", [{"eos_token_id": "x"}, {"temperature": "hot"}, {"top_p": -1}, {"top_k": True}])
-def test_a_wrong_value_names_file_and_field(tmp_path: Path, wrong: dict[str, Any]) -> None:
+def test_an_invalid_value_names_file_and_field(tmp_path: Path, wrong: dict[str, Any]) -> None:
     write_chat_model(tmp_path)
     rewrite(tmp_path / "generation_config.json", **wrong)
     with pytest.raises(FatalError, match=rf"generation_config\.json: {next(iter(wrong))}"):
@@ -120,14 +120,14 @@ def test_a_wrong_value_names_file_and_field(tmp_path: Path, wrong: dict[str, Any
 
 @pytest.mark.parametrize("make", [byte_level_tokenizer, metaspace_tokenizer])
 @given(text=st.text(max_size=40))
-def test_the_bytes_of_the_tokens_of_a_text_are_its_bytes(make: Callable[[], FastTokenizer], text: str) -> None:
+def test_token_bytes_join_to_the_bytes_of_the_text(make: Callable[[], FastTokenizer], text: str) -> None:
     tokenizer = Tokenizer(MADE.setdefault(make.__name__, make()))
     ids = tokenizer.encode(text, add_special_tokens=False)
     spelled = b"".join(map(tokenizer.token_bytes, ids)).decode()
     assert spelled.removeprefix(" ") == text.replace("\u2581", " ").removeprefix(" ") or spelled == text
 
 
-def test_special_tokens_have_the_bytes_of_their_name_and_unknown_ids_none(tmp_path: Path) -> None:
+def test_special_tokens_have_the_bytes_of_their_name_and_unknown_ids_have_none(tmp_path: Path) -> None:
     tokenizer = load_tokenizer(write_chat_model(tmp_path))
     (end,) = tokenizer.encode(END, add_special_tokens=False)
     assert tokenizer.token_bytes(end) == END.encode()
@@ -135,7 +135,7 @@ def test_special_tokens_have_the_bytes_of_their_name_and_unknown_ids_none(tmp_pa
     assert tokenizer.hidden_tokens >= {EOS, END}
 
 
-def test_a_text_is_cut_at_its_beginning_and_keeps_its_bos(tmp_path: Path) -> None:
+def test_a_text_is_truncated_at_its_start_and_keeps_its_bos(tmp_path: Path) -> None:
     tokenizer = load_tokenizer(write_chat_model(tmp_path))
     whole = tokenizer.encode("a device holds cores, a core runs")
     assert tokenizer.encode("a device holds cores, a core runs", max_tokens=4) == (whole[0], *whole[-3:])
@@ -145,7 +145,7 @@ def test_a_text_is_cut_at_its_beginning_and_keeps_its_bos(tmp_path: Path) -> Non
     assert tokenizer.encode("a device", max_tokens=1) == whole[:1]
 
 
-def test_tokens_begin_where_the_text_before_them_ends(tmp_path: Path) -> None:
+def test_token_offsets_start_where_the_previous_text_ends(tmp_path: Path) -> None:
     tokenizer = load_tokenizer(write_chat_model(tmp_path))
     text = "naïve 😀 a core"
     ids, starts = tokenizer.encode(text), tokenizer.starts(text)
@@ -155,7 +155,7 @@ def test_tokens_begin_where_the_text_before_them_ends(tmp_path: Path) -> None:
         assert start == len(before.decode(errors="ignore"))
 
 
-def test_defaults_may_come_from_another_folder_or_from_nowhere(tmp_path: Path) -> None:
+def test_defaults_can_come_from_another_folder_or_be_disabled(tmp_path: Path) -> None:
     model, other = write_chat_model(tmp_path / "model"), tmp_path / "other"
     rewrite(model / "generation_config.json", temperature=0.6)
     other.mkdir()

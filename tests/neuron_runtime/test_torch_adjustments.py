@@ -76,7 +76,7 @@ def changed(adjustments: Adjustments, logits: np.ndarray, sequences: Any, late: 
 
 @settings(max_examples=300, derandomize=True, database=None)
 @given(sequences=st.lists(sequence, min_size=1, max_size=5), data=st.data())
-def test_each_row_is_changed_as_defined_whoever_is_beside_it_and_also_after_a_preemption(
+def test_each_row_is_adjusted_as_defined_in_any_batch_and_after_preemption(
     sequences: list[Any], data: st.DataObject
 ) -> None:
     seed = data.draw(st.integers(0, 2**32 - 1))
@@ -92,7 +92,7 @@ def test_each_row_is_changed_as_defined_whoever_is_beside_it_and_also_after_a_pr
     np.testing.assert_allclose(out, expected, rtol=1e-5, atol=1e-5)
 
 
-def test_a_sequence_that_asks_for_nothing_is_not_looked_at_and_one_with_min_tokens_only_so_long() -> None:
+def test_a_sequence_without_adjustments_is_skipped_and_min_tokens_only_as_long_as_needed() -> None:
     adjustments = Adjustments(3, VOCABULARY)
     adjustments.set(0, Sampling(temperature=0.5, top_p=0.5, min_p=0.1, stop_token_ids=frozenset({1})), (1, 2), 2)
     adjustments.set(1, Sampling(min_tokens=3, stop_token_ids=frozenset({4})), (1, 2), 2)
@@ -105,7 +105,7 @@ def test_a_sequence_that_asks_for_nothing_is_not_looked_at_and_one_with_min_toke
     assert not adjustments._rules
 
 
-def test_a_slot_forgets_the_sequence_before() -> None:
+def test_a_slot_forgets_its_previous_sequence() -> None:
     adjustments = Adjustments(1, VOCABULARY)
     penalised = Sampling(presence_penalty=1.0)
     adjustments.set(0, penalised, (1, 2, 3), 2)
@@ -122,7 +122,7 @@ def test_a_slot_forgets_the_sequence_before() -> None:
         ((5,), (3, 4), {3, 4}),
     ],
 )
-def test_what_the_host_allows_holds_whatever_the_request_allows(allowed: Any, late: Any, expected: set[int]) -> None:
+def test_the_host_mask_applies_regardless_of_allowed_tokens(allowed: Any, late: Any, expected: set[int]) -> None:
     params = Sampling(allowed_token_ids=allowed)
     adjustments = Adjustments(2, VOCABULARY)
     adjustments.set(0, params, (1,), 1)
@@ -134,7 +134,7 @@ def test_what_the_host_allows_holds_whatever_the_request_allows(allowed: Any, la
     assert (out[1] == logits[1]).all()
 
 
-def test_tokens_that_the_model_itself_rules_out_are_equally_likely_where_only_they_are_allowed() -> None:
+def test_tokens_excluded_by_the_model_are_equally_likely_when_only_they_are_allowed() -> None:
     params = Sampling(allowed_token_ids=(3, 4))
     adjustments = Adjustments(1, VOCABULARY)
     adjustments.set(0, params, (1,), 1)
@@ -145,7 +145,7 @@ def test_tokens_that_the_model_itself_rules_out_are_equally_likely_where_only_th
     assert out[0, 3] == out[0, 4]
 
 
-def test_tokens_beyond_the_models_vocabulary_cannot_come_anyway() -> None:
+def test_tokens_outside_the_vocabulary_are_never_sampled() -> None:
     beyond = VOCABULARY + 3
     params = Sampling(
         logit_bias=((1, 1.0), (beyond, 5.0)),
@@ -163,7 +163,7 @@ def test_tokens_beyond_the_models_vocabulary_cannot_come_anyway() -> None:
 
 @settings(max_examples=100, deadline=None)
 @given(st.lists(st.integers(0, 400), max_size=200), st.lists(st.integers(0, 400), max_size=400))
-def test_counts_kept_token_by_token_are_those_of_the_whole_answer(prompt: list[int], answer: list[int]) -> None:
+def test_incremental_counts_equal_those_of_the_whole_answer(prompt: list[int], answer: list[int]) -> None:
     seen = Seen(prompt, ())
     for one in answer:
         seen.add(one)

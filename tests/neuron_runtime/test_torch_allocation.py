@@ -74,15 +74,13 @@ HAS_HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage").exists()
 
 
 @pytest.mark.parametrize("environment", [{}, {"THP_MEM_ALLOC_ENABLE": "0"}])
-def test_weights_ask_for_huge_pages_unless_the_environment_says_otherwise(
-    folder: Path, environment: dict[str, str]
-) -> None:
+def test_weights_use_huge_pages_unless_the_environment_overrides(folder: Path, environment: dict[str, str]) -> None:
     switch, *noted = printed(HUGE, folder, **environment).split()
     assert switch == environment.get("THP_MEM_ALLOC_ENABLE", "1")
     assert noted == [str(not environment)] or not HAS_HUGE_PAGES
 
 
-def test_memory_that_a_step_freed_is_there_for_the_next_one(folder: Path) -> None:
+def test_memory_freed_by_a_step_is_reused(folder: Path) -> None:
     num_faults = min(map(int, printed(STEPS, folder).split()))
     # 15 steps of 24 MiB are thousands of faults each time if their memory comes from the kernel anew, and next to none
     # else: but for what the kernel itself moves about now and then, so the quietest of several stretches counts.

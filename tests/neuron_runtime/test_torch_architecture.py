@@ -35,7 +35,7 @@ LLAMA3 = {
 }
 
 
-def test_defaults_of_old_configs_are_filled_in() -> None:
+def test_defaults_of_old_configs_are_applied() -> None:
     model = decoder_config(CONFIG)
     assert (model.head_dim, model.rope, model.tied_embeddings, model.qkv_bias) == (8, Rope(), False, False)
     assert model.kv_elements_per_token == 2 * 2 * 2 * 8
@@ -51,7 +51,7 @@ def test_defaults_of_old_configs_are_filled_in() -> None:
         {"rope_parameters": {"rope_theta": 5e5, "rope_type": "llama3", **LLAMA3}},
     ],
 )
-def test_rope_is_read_as_transformers_4_and_5_write_it(fields: dict[str, Any]) -> None:
+def test_rope_is_parsed_in_the_forms_of_transformers_4_and_5(fields: dict[str, Any]) -> None:
     assert decoder_config({**CONFIG, **fields}).rope == Rope(5e5, "llama3", 8.0, 1.0, 4.0, 8192)
 
 
@@ -86,7 +86,7 @@ def test_rope_is_read_as_transformers_4_and_5_write_it(fields: dict[str, Any]) -
         ({**QWEN2, "use_mrope": True}, "use_mrope True"),
     ],
 )
-def test_what_is_not_supported_is_named_beside_what_is(fields: dict[str, Any], message: str) -> None:
+def test_an_unsupported_value_is_named_with_the_supported_ones(fields: dict[str, Any], message: str) -> None:
     with pytest.raises(FatalError, match=message) as caught:
         decoder_config({**CONFIG, **fields})
     assert caught.value.exit_code is ExitCode.UNSUPPORTED_ARCHITECTURE
@@ -123,12 +123,12 @@ def test_what_is_not_supported_is_named_beside_what_is(fields: dict[str, Any], m
         ({**QWEN2, "layer_types": ["sliding_attention"] * 2}, "layer_types names sliding_attention, but"),
     ],
 )
-def test_a_field_that_cannot_be_is_named(fields: dict[str, Any], message: str) -> None:
+def test_an_invalid_field_is_named(fields: dict[str, Any], message: str) -> None:
     with pytest.raises(InvalidModel, match=message):
         decoder_config({**CONFIG, **fields})
 
 
-def test_biases_and_the_head_are_tensors_only_where_the_config_says_so() -> None:
+def test_biases_and_the_head_are_tensors_only_if_configured() -> None:
     plain = tensor_shapes(decoder_config(CONFIG))
     assert "lm_head.weight" in plain
     assert not any(name.endswith(".bias") for name in plain)
@@ -159,13 +159,13 @@ def test_biases_and_the_head_are_tensors_only_where_the_config_says_so() -> None
         ({**SLIDING, "max_window_layers": 0, "layer_types": ["sliding_attention", "full_attention"]}, (32, None)),
     ],
 )
-def test_windows_are_those_of_transformers(fields: dict[str, Any], windows: tuple[int | None, ...]) -> None:
+def test_sliding_windows_match_transformers(fields: dict[str, Any], windows: tuple[int | None, ...]) -> None:
     fields = {"num_key_value_heads": 2, **fields}
     assert decoder_config({**CONFIG, **fields}).windows == windows
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_fields_left_out_mean_what_transformers_means(family: str) -> None:
+def test_omitted_fields_have_the_defaults_of_transformers(family: str) -> None:
     left_out = ("num_key_value_heads", "rms_norm_eps")
     fields = {name: value for name, value in CONFIG.items() if name not in left_out}
     fields |= {
@@ -183,7 +183,7 @@ def test_fields_left_out_mean_what_transformers_means(family: str) -> None:
     assert set(model.windows) == {theirs.sliding_window if hasattr(theirs, "sliding_window") else None}
 
 
-def test_head_norms_are_tensors_of_qwen3_and_biases_are_those_of_each_class() -> None:
+def test_qwen3_has_head_norms_and_biases_follow_each_class() -> None:
     qwen2, qwen3 = (tensor_shapes(decoder_config({**CONFIG, **fields, "head_dim": 16})) for fields in (QWEN2, QWEN3))
     assert {name.split(".")[4] for name in qwen2 if name.endswith(".bias")} == {"q_proj", "k_proj", "v_proj"}
     assert not any("_norm" in name.replace("_layernorm", "") for name in qwen2)

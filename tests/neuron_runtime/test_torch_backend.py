@@ -64,7 +64,7 @@ def greedy(folder: Path, tokens: tuple[int, ...], count: int) -> tuple[int, ...]
     return tokens[-count:]
 
 
-def test_a_row_finds_the_token_of_the_step_in_flight_before_that_step_is_collected(
+def test_a_row_reads_the_token_of_the_step_in_flight_before_it_is_collected(
     backend: TorchBackend, folder: Path
 ) -> None:
     prefill = Batch(0, Kind.PREFILL, rows((1, 0, 5, False)), added=(added(backend, 1),))
@@ -90,13 +90,13 @@ def test_the_caller_schedules_while_the_device_works(backend: TorchBackend) -> N
     assert len(backend.collect(0).token_ids[0]) == len(backend.collect(1).token_ids[0]) == 1
 
 
-def test_a_token_named_by_the_row_counts_more_than_the_one_sampled_here(backend: TorchBackend, folder: Path) -> None:
+def test_a_token_named_by_the_row_overrides_the_sampled_one(backend: TorchBackend, folder: Path) -> None:
     run(backend, 0, rows((0, 0, 13, True)), added=(added(backend, 0),))
     output = run(backend, 1, rows((0, 13, 1, True), token=99))
     assert output.token_ids[0] == greedy(folder, (*PROMPT, 99), 1)
 
 
-def test_a_preempted_sequence_goes_on_elsewhere_with_the_same_draws(backend: TorchBackend) -> None:
+def test_a_preempted_sequence_resumes_elsewhere_with_the_same_draws(backend: TorchBackend) -> None:
     drawing = Sampling(temperature=1.0, seed=5)
     first = run(backend, 0, rows((0, 0, 13, True)), added=(added(backend, 0, sampling=drawing),)).token_ids[0]
     second = run(backend, 1, rows((0, 13, 1, True))).token_ids[0]
@@ -105,13 +105,13 @@ def test_a_preempted_sequence_goes_on_elsewhere_with_the_same_draws(backend: Tor
     assert resumed == second
 
 
-def test_the_last_position_of_the_model_can_be_fed_and_sampled(backend: TorchBackend) -> None:
+def test_the_last_position_of_the_model_is_usable(backend: TorchBackend) -> None:
     tokens = tuple(range(64))
     output = run(backend, 0, rows((2, 0, 64, True)), added=(added(backend, 2, tokens),))
     assert len(output.token_ids[0]) == 1
 
 
-def test_late_masks_bind_their_row_and_only_that(backend: TorchBackend, folder: Path) -> None:
+def test_late_masks_apply_to_their_row_only(backend: TorchBackend, folder: Path) -> None:
     both = (added(backend, 0), added(backend, 1))
     late = Late(allowed_token_ids=(None, (3, 4)))
     output = run(backend, 0, rows((0, 0, 13, True), (1, 0, 13, True)), late, added=both)
@@ -122,7 +122,7 @@ def test_late_masks_bind_their_row_and_only_that(backend: TorchBackend, folder: 
     assert after.token_ids[0] == greedy(folder, (*PROMPT, output.token_ids[1][0]), 1)
 
 
-def test_logprobs_come_for_the_rows_that_asked(backend: TorchBackend, folder: Path) -> None:
+def test_logprobs_are_returned_for_requesting_rows_only(backend: TorchBackend, folder: Path) -> None:
     asks = replace(GREEDY, logprobs=3)
     both = (added(backend, 0), added(backend, 1, sampling=asks))
     output = run(backend, 0, rows((0, 0, 13, True), (1, 0, 13, True)), added=both)
@@ -134,7 +134,7 @@ def test_logprobs_come_for_the_rows_that_asked(backend: TorchBackend, folder: Pa
     assert run(backend, 1, rows((0, 13, 1, True))).logprobs == ()
 
 
-def test_blocks_of_a_shared_prefix_serve_a_second_sequence(folder: Path) -> None:
+def test_a_second_sequence_uses_shared_prefix_blocks(folder: Path) -> None:
     backend = load_backend(folder, layout="blocks", block_size=8, max_model_length=64)
     other = (*PROMPT[:8], 7, 6, 5)
     run(backend, 0, rows((0, 0, 13, True)), added=(added(backend, 0, blocks=(5, 2)),))
@@ -143,7 +143,7 @@ def test_blocks_of_a_shared_prefix_serve_a_second_sequence(folder: Path) -> None
     backend.close()
 
 
-def test_blocks_given_back_are_not_used_again(folder: Path) -> None:
+def test_released_blocks_are_not_used_again(folder: Path) -> None:
     backend = load_backend(folder, layout="blocks", block_size=8, max_model_length=64)
     run(backend, 0, rows((0, 0, 13, True)), added=(added(backend, 0, blocks=(5, 2, 6)),))
     delta = {"kept_blocks": ((0, 2),), "added": (added(backend, 1, blocks=(6, 7)),)}
@@ -154,7 +154,7 @@ def test_blocks_given_back_are_not_used_again(folder: Path) -> None:
     backend.close()
 
 
-def test_warming_up_leaves_no_trace(backend: TorchBackend, folder: Path) -> None:
+def test_warm_up_leaves_no_trace(backend: TorchBackend, folder: Path) -> None:
     seen: list[float] = []
     times = backend.warm_up(lambda what, share: seen.append(share))
     assert (seen[0], seen[-1]) == (0.0, 1.0)
@@ -178,14 +178,14 @@ ILLEGAL: dict[str, tuple[Rows, dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("case", ILLEGAL)
-def test_an_illegal_batch_is_refused_with_what_is_wrong(case: str, backend: TorchBackend) -> None:
+def test_an_illegal_batch_is_refused_with_the_fault(case: str, backend: TorchBackend) -> None:
     bad_rows, delta, message = ILLEGAL[case]
     run(backend, 0, rows((0, 0, 13, True)), added=(added(backend, 0),))
     with pytest.raises(IllegalBatch, match=message):
         run(backend, 1, bad_rows, **delta)
 
 
-def test_adding_at_a_taken_slot_or_too_many_tokens_is_refused(backend: TorchBackend) -> None:
+def test_adding_to_an_occupied_slot_or_too_many_tokens_is_refused(backend: TorchBackend) -> None:
     run(backend, 0, rows((0, 0, 13, True)), added=(added(backend, 0),))
     with pytest.raises(IllegalBatch, match="at slot 0, which is taken"):
         run(backend, 1, rows((0, 0, 13, True)), added=(added(backend, 0),))
@@ -193,7 +193,7 @@ def test_adding_at_a_taken_slot_or_too_many_tokens_is_refused(backend: TorchBack
         run(backend, 2, rows((1, 0, 13, True)), added=(added(backend, 1, tuple(range(65))),))
 
 
-def test_an_error_on_the_device_thread_reaches_the_caller_at_collect(
+def test_an_error_on_the_device_thread_is_raised_at_collect(
     backend: TorchBackend, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fails(*arguments: Any) -> torch.Tensor:
@@ -215,7 +215,7 @@ def spoil(folder: Path, tensor: str, rows: slice) -> Path:
 
 
 @pytest.mark.parametrize("sampling", [GREEDY, Sampling(), Sampling(top_k=5), Sampling(top_p=0.5)])
-def test_a_row_whose_logits_are_no_numbers_ends_the_device_with_a_name(sampling: Sampling, tmp_path: Path) -> None:
+def test_a_row_with_nan_logits_fails_naming_its_request(sampling: Sampling, tmp_path: Path) -> None:
     spoil(random_model(tmp_path), "model.embed_tokens.weight", slice(PROMPT[4], PROMPT[4] + 1))
     backend = load_backend(tmp_path, layout="slots", max_sequences=4, max_model_length=64)
     backend.warm_up(lambda what, share: None)
@@ -226,7 +226,7 @@ def test_a_row_whose_logits_are_no_numbers_ends_the_device_with_a_name(sampling:
     backend.close()
 
 
-def test_a_model_that_computes_no_numbers_at_all_is_invalid(tmp_path: Path) -> None:
+def test_a_model_that_computes_only_nan_is_invalid(tmp_path: Path) -> None:
     backend = load_backend(spoil(random_model(tmp_path), "model.norm.weight", slice(3, 4)))
     with pytest.raises(InvalidModel, match="not finite"):
         backend.warm_up(lambda what, share: None)

@@ -40,7 +40,7 @@ SHAPES: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("layout", ["slots", "blocks"])
 @pytest.mark.parametrize("shape", SHAPES)
-def test_logits_equal_transformers_for_every_shape_and_layout(shape: str, layout: str, tmp_path: Path) -> None:
+def test_logits_match_transformers_for_every_shape_and_layout(shape: str, layout: str, tmp_path: Path) -> None:
     folder = random_model(tmp_path, **SHAPES[shape])
     (tokens,) = random_sequences(86)
     one_by_one = [[(0, i, i + 1)] for i in range(66, 86)]
@@ -70,7 +70,7 @@ CUTS: dict[str, list[list[tuple[int, int, int]]]] = {
 
 @pytest.mark.parametrize("layout", ["slots", "blocks"])
 @pytest.mark.parametrize("cut", CUTS)
-def test_logits_do_not_depend_on_how_sequences_are_cut_into_steps(cut: str, layout: str, tmp_path: Path) -> None:
+def test_logits_do_not_depend_on_the_split_into_steps(cut: str, layout: str, tmp_path: Path) -> None:
     folder = random_model(tmp_path)
     tokens = random_sequences(33, 8, 20)
     found = feed(*load_decoder_and_cache(folder, layout), CUTS[cut], tokens)
@@ -80,7 +80,7 @@ def test_logits_do_not_depend_on_how_sequences_are_cut_into_steps(cut: str, layo
 
 
 @pytest.mark.parametrize("layout", ["slots", "blocks"])
-def test_what_an_earlier_sequence_left_in_the_cache_does_not_show(layout: str, tmp_path: Path) -> None:
+def test_remains_of_an_earlier_sequence_in_the_cache_have_no_effect(layout: str, tmp_path: Path) -> None:
     folder = random_model(tmp_path)
     decoder, cache, lines = load_decoder_and_cache(folder, layout)
     first, second = random_sequences(86, 12)
@@ -91,9 +91,7 @@ def test_what_an_earlier_sequence_left_in_the_cache_does_not_show(layout: str, t
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("architecture", ["LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"])
-def test_a_model_of_half_precision_stays_close_to_its_float32_self(
-    architecture: str, dtype: torch.dtype, tmp_path: Path
-) -> None:
+def test_a_half_precision_model_stays_close_to_float32(architecture: str, dtype: torch.dtype, tmp_path: Path) -> None:
     folder = random_model(tmp_path, architecture=architecture, dtype=str(dtype).removeprefix("torch."), head_dim=16)
     checkpoint = read_checkpoint(folder)
     model = decoder_config(checkpoint.config)

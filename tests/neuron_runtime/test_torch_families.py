@@ -87,13 +87,13 @@ STEPS: list[list[Cut]] = [
 ]
 
 
-def test_every_family_is_compared() -> None:
+def test_every_family_is_compared_with_transformers() -> None:
     assert {fields.get("architecture", "LlamaForCausalLM") for fields in MODELS.values()} == set(FAMILIES)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("name", MODELS)
-def test_logits_equal_transformers_in_prompts_chunks_and_decoding(name: str, layout: str, tmp_path: Path) -> None:
+def test_logits_match_transformers_in_prompts_chunks_and_decoding(name: str, layout: str, tmp_path: Path) -> None:
     folder = random_model(tmp_path, **MODELS[name])
     sequences = random_sequences(*LENGTHS)
     found = feed(*load_decoder_and_cache(folder, layout, max_length=MAX_LENGTH), STEPS, sequences)
@@ -104,7 +104,7 @@ def test_logits_equal_transformers_in_prompts_chunks_and_decoding(name: str, lay
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("name", WINDOWS)
-def test_a_prompt_longer_than_the_window_fed_at_once_is_transformers(name: str, layout: str, tmp_path: Path) -> None:
+def test_a_prompt_longer_than_the_window_matches_transformers(name: str, layout: str, tmp_path: Path) -> None:
     folder = random_model(tmp_path, **MODELS[name])
     sequences = random_sequences(300, 60)
     found = feed(*load_decoder_and_cache(folder, layout, max_length=MAX_LENGTH), [[(0, 0, 300), (1, 0, 60)]], sequences)
@@ -114,7 +114,7 @@ def test_a_prompt_longer_than_the_window_fed_at_once_is_transformers(name: str, 
 
 
 @pytest.mark.parametrize("name", WINDOWS)
-def test_a_window_changes_the_logits_behind_it_and_none_before(name: str, tmp_path: Path) -> None:
+def test_a_window_changes_only_logits_after_it(name: str, tmp_path: Path) -> None:
     fields = MODELS[name]
     window = fields["sliding_window"]
     unlimited = {key: value for key, value in fields.items() if key != "layer_types"} | {"sliding_window": None}
@@ -129,7 +129,7 @@ def test_a_window_changes_the_logits_behind_it_and_none_before(name: str, tmp_pa
 
 
 @pytest.mark.parametrize(("layout", "line_length"), [("slots", 1024), ("blocks", 16)])
-def test_decoding_behind_a_window_reads_the_window_and_not_the_sequence(layout: str, line_length: int) -> None:
+def test_decoding_past_a_window_reads_only_the_window(layout: str, line_length: int) -> None:
     lines = np.arange(4 * 1024 // line_length).reshape(4, -1)
     cache = KVCache(
         windows=(None, 64),
@@ -159,7 +159,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
 @pytest.mark.slow
 @pytest.mark.parametrize("setting", SETTINGS)
 @pytest.mark.parametrize("name", MODELS)
-def test_greedy_tokens_are_those_of_transformers_while_sequences_join_and_leave(
+def test_greedy_tokens_match_transformers_while_sequences_join_and_leave(
     name: str, setting: str, tmp_path: Path
 ) -> None:
     folder = random_model(tmp_path, **MODELS[name])

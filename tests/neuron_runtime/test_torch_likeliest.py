@@ -22,7 +22,7 @@ def logits(rows: int, vocabulary: int, *, coarse: bool = False) -> torch.Tensor:
 
 @pytest.mark.parametrize("vocabulary", VOCABULARIES)
 @pytest.mark.parametrize("count", [1, 5, 64, 1000])
-def test_the_best_so_many_are_those_of_the_whole_vocabulary_in_their_order(vocabulary: int, count: int) -> None:
+def test_the_top_k_equal_those_of_the_whole_sorted_vocabulary(vocabulary: int, count: int) -> None:
     count = min(count, vocabulary)
     given = logits(2 * ROWS_AT_ONCE + 1, vocabulary)
     values, ids = Scores.of(given).likeliest(count)
@@ -32,13 +32,13 @@ def test_the_best_so_many_are_those_of_the_whole_vocabulary_in_their_order(vocab
 
 
 @pytest.mark.parametrize("vocabulary", VOCABULARIES)
-def test_the_best_one_is_the_first_of_several_as_good(vocabulary: int) -> None:
+def test_the_top_1_is_the_first_of_equal_maxima(vocabulary: int) -> None:
     given = logits(9, vocabulary, coarse=True)
     assert Scores.of(given).best().tolist() == given.argmax(dim=-1).tolist()
 
 
 @pytest.mark.parametrize("vocabulary", VOCABULARIES)
-def test_of_equal_logits_any_are_found_and_the_values_are_right(vocabulary: int) -> None:
+def test_ties_may_return_any_token_with_correct_values(vocabulary: int) -> None:
     count = min(20, vocabulary)
     given = logits(9, vocabulary, coarse=True)
     values, ids = Scores.of(given).likeliest(count)
@@ -47,7 +47,7 @@ def test_of_equal_logits_any_are_found_and_the_values_are_right(vocabulary: int)
     assert all(len(set(row)) == count for row in ids.tolist())
 
 
-def test_tokens_that_are_ruled_out_come_last_and_are_tokens_all_the_same() -> None:
+def test_excluded_tokens_come_last_and_are_valid_tokens() -> None:
     given = torch.full((1, 300 * GROUP + 5), float("-inf"))
     given[0, [7, 300 * GROUP + 2]] = 1.0
     values, ids = Scores.of(given).likeliest(4)
@@ -58,7 +58,7 @@ def test_tokens_that_are_ruled_out_come_last_and_are_tokens_all_the_same() -> No
 
 
 @pytest.mark.parametrize("vocabulary", [5 * GROUP - 3, 40 * GROUP])
-def test_some_rows_are_as_they_would_be_alone(vocabulary: int) -> None:
+def test_a_subset_of_rows_gives_the_same_result(vocabulary: int) -> None:
     given = logits(2 * ROWS_AT_ONCE + 3, vocabulary)
     temperature = np.linspace(0.0, 2.0, len(given))
     for rows in ([0, 3, 4, 18], list(range(5, 17)), [18]):
@@ -75,7 +75,7 @@ def test_some_rows_are_as_they_would_be_alone(vocabulary: int) -> None:
 
 @pytest.mark.parametrize("raised", [0.0, 1000.0, -3e6])
 @pytest.mark.parametrize(("coldest", "warmest"), [(0.3, 2.0), (0.7, 0.7), (1e-30, 1.0), (1e-30, 1e-30)])
-def test_masses_are_those_of_the_temperatures_given(raised: float, coldest: float, warmest: float) -> None:
+def test_masses_use_the_given_temperatures(raised: float, coldest: float, warmest: float) -> None:
     given = logits(ROWS_AT_ONCE + 4, 5 * GROUP - 3) + raised
     temperature = np.linspace(coldest, warmest, len(given))
     column = torch.from_numpy(temperature).unsqueeze(1)
@@ -84,7 +84,7 @@ def test_masses_are_those_of_the_temperatures_given(raised: float, coldest: floa
     assert (Scores.of(given).masses == 1.0).all()
 
 
-def test_a_row_that_was_changed_is_looked_at_again_and_a_copy_is_not_changed() -> None:
+def test_a_changed_row_is_recomputed_and_a_copy_is_not_modified() -> None:
     given = logits(3, 40 * GROUP)
     scores = Scores.of(given, np.ones(3))
     kept = scores.rows(torch.tensor([1])).copy()

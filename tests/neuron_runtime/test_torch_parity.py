@@ -62,7 +62,7 @@ def drawn_alone(folder: Path) -> Mapping[str, Sequence[int]]:
 
 
 @pytest.mark.parametrize("setting", SETTINGS)
-def test_greedy_tokens_are_those_of_transformers(setting: str, folder: Path) -> None:
+def test_greedy_tokens_match_transformers(setting: str, folder: Path) -> None:
     asked = requests({"temperature": 0.0})
     tokens, engine = serve(folder, [(3 * i, r) for i, r in enumerate(asked)], **SETTINGS[setting])
     assert (engine.stats.num_preemptions_total > 0) == ("preempted" in setting)
@@ -70,7 +70,7 @@ def test_greedy_tokens_are_those_of_transformers(setting: str, folder: Path) -> 
     check_greedy(folder, asked, tokens)
 
 
-def test_greedy_tokens_of_the_demo_model_are_those_of_transformers() -> None:
+def test_greedy_tokens_of_the_demo_model_match_transformers() -> None:
     tokenizer = Tokenizer.from_file(str(DEMO_MODEL / "tokenizer.json"))
     questions = list(json.loads((DEMO_MODEL / "expected.json").read_text()))[:12]
     asked = [
@@ -82,7 +82,7 @@ def test_greedy_tokens_of_the_demo_model_are_those_of_transformers() -> None:
 
 
 @pytest.mark.parametrize("setting", SETTINGS)
-def test_drawn_tokens_are_the_same_alone_in_company_and_after_a_preemption(
+def test_drawn_tokens_are_equal_alone_in_a_batch_and_after_preemption(
     setting: str, folder: Path, drawn_alone: Mapping[str, Sequence[int]]
 ) -> None:
     together, engine = serve(folder, [(2 * i, r) for i, r in enumerate(requests(DRAWN))], **SETTINGS[setting])
@@ -90,7 +90,7 @@ def test_drawn_tokens_are_the_same_alone_in_company_and_after_a_preemption(
     assert together == drawn_alone
 
 
-def test_seed_and_choice_change_the_answer_and_the_request_id_does_not(folder: Path) -> None:
+def test_seed_and_choice_change_the_answer_but_the_request_id_does_not(folder: Path) -> None:
     prompt = tuple(range(20))
 
     def answer(name: str, seed: int, choice: int) -> tuple[int, ...]:
@@ -103,14 +103,12 @@ def test_seed_and_choice_change_the_answer_and_the_request_id_does_not(folder: P
 
 
 @pytest.mark.parametrize("token", [-1, 256, 2**40])
-def test_a_prompt_with_a_token_outside_the_vocabulary_is_refused_before_it_reaches_the_device(
-    token: int, folder: Path
-) -> None:
+def test_an_out_of_vocabulary_token_is_refused_before_the_device(token: int, folder: Path) -> None:
     with pytest.raises(InvalidRequest, match="outside the model's vocabulary of 256"):
         serve(folder, [(0, Request("r", (1, token), Sampling()))])
 
 
-def test_a_greedy_row_is_not_moved_by_drawing_rows_beside_it(folder: Path) -> None:
+def test_a_greedy_row_is_unaffected_by_drawing_rows(folder: Path) -> None:
     drawing = requests({"temperature": 1.0})
     greedy = Request("greedy", tuple(range(9)), Sampling(max_tokens=20, temperature=0.0))
     alone, _ = serve(folder, [(0, greedy)], layout="slots")

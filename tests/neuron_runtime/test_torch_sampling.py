@@ -53,13 +53,13 @@ def words(*values: int) -> np.ndarray:
         ),
     ],
 )
-def test_philox_gives_the_known_answers_of_its_authors(
+def test_philox_matches_the_published_test_vectors(
     counter: tuple[int, ...], key: tuple[int, ...], expected: tuple[int, ...]
 ) -> None:
     assert philox_4x32(words(*counter), words(*key)).ravel().tolist() == list(expected)
 
 
-def test_random_numbers_depend_on_each_of_seed_choice_and_position_and_on_nothing_else() -> None:
+def test_random_numbers_depend_on_exactly_seed_choice_and_position() -> None:
     cases = list(itertools.product([0, 1, 2**40, 2**64 - 1], [0, 1, 5], range(50)))
     seeds, choices, positions = np.array(cases, dtype=np.uint64).T
     numbers = uniform(seeds, choices, positions)
@@ -69,7 +69,7 @@ def test_random_numbers_depend_on_each_of_seed_choice_and_position_and_on_nothin
     assert (uniform(seeds[order], choices[order], positions[order]) == numbers[order]).all()
 
 
-def test_random_numbers_are_spread_evenly() -> None:
+def test_random_numbers_are_uniform() -> None:
     positions = np.arange(20_000, dtype=np.uint64)
     zeros = np.zeros_like(positions)
     counts = np.histogram(uniform(zeros + np.uint64(7), zeros, positions), bins=50, range=(0, 1))[0]
@@ -113,7 +113,7 @@ def test_random_draws_pass_a_chi_square_test() -> None:
     assert (((np.bincount(tokens, minlength=20) - expected) ** 2) / expected).sum() < 43.8
 
 
-def test_every_path_through_the_sampler_gives_the_same_token() -> None:
+def test_every_sampler_path_gives_the_same_token() -> None:
     vocabulary = 3 * MAX_CANDIDATES
     logits = (
         torch.randn(64, vocabulary, generator=torch.Generator().manual_seed(1)) * torch.linspace(0.5, 6, 64)[:, None]
@@ -182,7 +182,7 @@ SHAPES = {
         (2000, 0.7, 0.05, 1.0),
     ],
 )  # fmt: skip
-def test_what_is_kept_of_the_whole_vocabulary_is_the_smallest_set_that_reaches_top_p(
+def test_top_p_keeps_the_smallest_sufficient_set_of_the_vocabulary(
     monkeypatch: pytest.MonkeyPatch, logits: torch.Tensor, asked: tuple[int, float, float, float]
 ) -> None:
     top_k, top_p, min_p, temperature = asked
@@ -214,7 +214,7 @@ def test_what_is_kept_of_the_whole_vocabulary_is_the_smallest_set_that_reaches_t
         assert (row == least).any()
 
 
-def test_a_row_of_a_flat_distribution_draws_the_same_token_alone_and_beside_others() -> None:
+def test_a_row_of_a_flat_distribution_draws_the_same_token_alone_and_in_a_batch() -> None:
     sigmas = [0.0, 0.3, 1.0, 1.5, 2.0, 3.0, 6.0, 0.5, 1.2, 2.5, 4.0, 1.0]
     logits = torch.cat([spread(12, LARGE + 5, sigma)[n : n + 1] for n, sigma in enumerate(sigmas)])
     draws = np.random.default_rng(3).random(len(logits))
@@ -224,7 +224,7 @@ def test_a_row_of_a_flat_distribution_draws_the_same_token_alone_and_beside_othe
         assert draw(logits[row], 0, 0.9, draws[row])[0] == together[i]
 
 
-def test_rounding_that_swaps_two_nearly_equal_logits_does_not_swap_the_tokens_drawn() -> None:
+def test_rounding_that_reorders_near_ties_does_not_change_the_drawn_token() -> None:
     num = 1000
     logits = torch.tensor([1.0, 2.0, 2.0 + 1e-6, 0.5])
     swapped = torch.tensor([1.0, 2.0 + 1e-6, 2.0, 0.5])
@@ -235,7 +235,7 @@ def test_rounding_that_swaps_two_nearly_equal_logits_does_not_swap_the_tokens_dr
 
 
 @pytest.mark.parametrize(("top_k", "top_p"), [(3, 1.0), (0, 0.5), (2 * MAX_CANDIDATES, 1.0)])
-def test_tokens_as_likely_as_the_last_one_kept_are_kept_whoever_is_in_the_batch(top_k: int, top_p: float) -> None:
+def test_ties_at_the_cutoff_are_all_kept_in_any_batch(top_k: int, top_p: float) -> None:
     # As coarse as bfloat16 makes them: 5000 tokens share seven values.
     logits = (torch.randn(5000, generator=torch.Generator().manual_seed(4)) * 2).round().clamp(-3, 3)
     kept = logits >= logits.sort(descending=True).values[int((expected_shares(logits, top_k, top_p) > 0).sum()) - 1]
@@ -252,7 +252,7 @@ def test_tokens_as_likely_as_the_last_one_kept_are_kept_whoever_is_in_the_batch(
         assert found[0] == tokens[i]
 
 
-def test_the_largest_and_smallest_draw_stay_within_what_is_kept() -> None:
+def test_extreme_random_numbers_draw_kept_tokens() -> None:
     logits = torch.tensor([[-40.0, 0.0, 1.0, -40.0, -1e30]])
     for top_k, top_p in RESTRICTIONS:
         for value in (0.0, np.nextafter(1.0, 0.0)):
@@ -262,14 +262,14 @@ def test_the_largest_and_smallest_draw_stay_within_what_is_kept() -> None:
 
 @pytest.mark.parametrize("temperature", [1e-3, 1e-10, 1e-40, 5e-324])
 @pytest.mark.parametrize(("top_k", "top_p"), [(0, 1.0), (5, 1.0), (0, 0.9), (0, 0.0)])
-def test_the_smallest_temperatures_and_nuclei_draw_the_best_token(temperature: float, top_k: int, top_p: float) -> None:
+def test_tiny_temperatures_and_top_p_draw_the_best_token(temperature: float, top_k: int, top_p: float) -> None:
     logits = torch.tensor([[-3.0, 40.0, 60.0, 59.0, float("-inf"), 1.0, 2.0]])
     table = SamplingTable(1)
     table.set(0, Sampling(temperature=temperature, top_k=top_k, top_p=top_p), num_prompt_tokens=1)
     assert choose(logits, table, np.zeros(1, dtype=np.int64), np.array([5]))[0] == 2
 
 
-def test_a_batch_of_greedy_and_drawing_rows_gives_each_row_its_own() -> None:
+def test_a_mixed_batch_gives_each_row_its_own_token() -> None:
     logits = torch.randn(6, 50, generator=torch.Generator().manual_seed(3))
     table = SamplingTable(6)
     for slot in range(6):
@@ -282,7 +282,7 @@ def test_a_batch_of_greedy_and_drawing_rows_gives_each_row_its_own() -> None:
         assert together[i] == logits[i].argmax()
 
 
-def test_the_output_position_counts_from_the_prompt_of_the_client_not_from_what_was_recomputed() -> None:
+def test_the_output_position_is_counted_from_the_client_prompt_after_recomputation() -> None:
     logits = torch.zeros(1, 1000)
     short, long = SamplingTable(1), SamplingTable(1)
     short.set(0, Sampling(seed=9), num_prompt_tokens=5)
@@ -292,7 +292,7 @@ def test_the_output_position_counts_from_the_prompt_of_the_client_not_from_what_
     assert choose(logits, short, slot, np.array([8])) != choose(logits, short, slot, np.array([9]))
 
 
-def test_logprobs_are_those_of_the_whole_vocabulary_best_first() -> None:
+def test_logprobs_cover_the_whole_vocabulary_best_first() -> None:
     logits = torch.randn(3, 30, generator=torch.Generator().manual_seed(8))
     logs = logits.log_softmax(-1)
     found = logprobs(Scores.of(logits), np.array([6, 7, 8]), np.array([2, 5, 0]))
@@ -304,7 +304,7 @@ def test_logprobs_are_those_of_the_whole_vocabulary_best_first() -> None:
     assert [value for _, value in found[0].top] == pytest.approx(best.values.tolist())
 
 
-def test_the_rank_of_a_token_counts_the_likelier_ones_of_the_whole_vocabulary() -> None:
+def test_the_rank_counts_more_likely_tokens_of_the_whole_vocabulary() -> None:
     logits = torch.randn(40, 500, generator=torch.Generator().manual_seed(8))
     logits[:, 7] = logits[:, 9]
     order = logits.argsort(dim=-1, descending=True)
@@ -320,7 +320,7 @@ def test_the_rank_of_a_token_counts_the_likelier_ones_of_the_whole_vocabulary() 
 
 
 @pytest.mark.parametrize("row", [[0.0, float("nan"), 1.0], [0.0, float("inf"), 1.0], [float("-inf")] * 3])
-def test_a_row_without_numbers_is_found_among_others(row: list[float]) -> None:
+def test_a_nan_row_is_detected_among_others(row: list[float]) -> None:
     logits = torch.tensor([[1.0, 2.0, 3.0], row])
     with pytest.raises(NotFinite, match="of 1 of the requests"):
         check_finite(Scores.of(logits))
@@ -328,13 +328,13 @@ def test_a_row_without_numbers_is_found_among_others(row: list[float]) -> None:
         sampling.best(logits)
 
 
-def test_a_token_that_the_model_rules_out_is_no_failure() -> None:
+def test_a_minus_infinity_logit_is_not_a_failure() -> None:
     logits = torch.tensor([[1.0, float("-inf"), -1e38], [3e38, 0.0, 0.0]])
     check_finite(Scores.of(logits))
     assert sampling.best(logits).tolist() == [0, 0]
 
 
 @pytest.mark.parametrize("vocabulary", [1, 127, 5000])
-def test_the_best_tokens_of_rows_alone_are_those_that_scores_find(vocabulary: int) -> None:
+def test_best_tokens_match_those_found_with_scores(vocabulary: int) -> None:
     logits = (torch.randn(9, vocabulary, generator=torch.Generator().manual_seed(5)) * 3).round()
     assert sampling.best(logits).tolist() == Scores.of(logits).best().tolist()

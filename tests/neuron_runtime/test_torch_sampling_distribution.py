@@ -112,13 +112,13 @@ def assert_follows(counts: np.ndarray, shares: np.ndarray) -> None:
     ],
     ids=lambda asked: "-".join(asked) or "plain",
 )  # fmt: skip
-def test_draws_follow_what_was_asked_for(asked: dict[str, Any]) -> None:
+def test_draws_follow_the_requested_distribution(asked: dict[str, Any]) -> None:
     params = Sampling(**asked)
     counts = np.bincount(drawn(params, seeds=5, positions=np.arange(NUM_DRAWS)), minlength=VOCABULARY)
     assert_follows(counts, asked_for(params))
 
 
-def test_a_wrong_distribution_does_not_pass() -> None:
+def test_the_statistical_test_rejects_a_wrong_distribution() -> None:
     counts = np.bincount(drawn(Sampling(), seeds=5, positions=np.arange(NUM_DRAWS)), minlength=VOCABULARY)
     with pytest.raises(AssertionError):
         assert_follows(counts, asked_for(Sampling(temperature=1.1)))
@@ -126,7 +126,7 @@ def test_a_wrong_distribution_does_not_pass() -> None:
 
 @pytest.mark.parametrize("asked", [{"top_p": 0.9}, {"top_p": 0.9, "top_k": 3000}, {"min_p": 0.01, "top_p": 0.7}, {}])
 @pytest.mark.parametrize("sigma", [0.0, 0.5, 1.5, 3.0])
-def test_draws_of_flat_distributions_follow_what_was_asked_for(asked: dict[str, Any], sigma: float) -> None:
+def test_draws_of_flat_distributions_follow_the_requested_distribution(asked: dict[str, Any], sigma: float) -> None:
     vocabulary, num, at_once, num_bins = 9000, 3000, 100, 40
     logits = torch.randn(vocabulary, generator=torch.Generator().manual_seed(2)) * sigma
     weights = logits.double().exp()
@@ -160,13 +160,13 @@ def assert_independent(some: np.ndarray, others: np.ndarray) -> None:
     assert (((observed - expected) ** 2) / expected).sum() < bound(len(few) ** 2)
 
 
-def test_positions_of_an_answer_are_drawn_independently() -> None:
+def test_draws_at_different_positions_are_independent() -> None:
     tokens = drawn(Sampling(), seeds=9, positions=np.arange(NUM_DRAWS))
     for lag in (1, 2, 7, 256):
         assert_independent(tokens[:-lag], tokens[lag:])
 
 
-def test_the_choices_of_a_prompt_are_drawn_independently() -> None:
+def test_draws_of_different_choices_are_independent() -> None:
     positions = np.arange(NUM_DRAWS)
     first, second, third = (drawn(Sampling(), seeds=9, choices=n, positions=positions) for n in range(3))
     assert_independent(first, second)
@@ -175,14 +175,14 @@ def test_the_choices_of_a_prompt_are_drawn_independently() -> None:
 
 
 @pytest.mark.parametrize("other", [1, 2**31, 2**32, 2**63 - 1])
-def test_requests_with_other_seeds_are_drawn_independently(other: int) -> None:
+def test_draws_of_different_seeds_are_independent(other: int) -> None:
     positions = np.arange(NUM_DRAWS)
     assert_independent(
         drawn(Sampling(), seeds=0, positions=positions), drawn(Sampling(), seeds=other, positions=positions)
     )
 
 
-def test_rows_of_one_step_with_consecutive_seeds_follow_the_distribution_together() -> None:
+def test_consecutive_seeds_in_one_step_jointly_follow_the_distribution() -> None:
     tokens = drawn(Sampling(), seeds=np.arange(NUM_DRAWS), positions=3)
     assert_follows(np.bincount(tokens, minlength=VOCABULARY), asked_for(Sampling()))
     assert_independent(tokens[:-1], tokens[1:])

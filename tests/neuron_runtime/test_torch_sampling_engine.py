@@ -102,13 +102,13 @@ def same(some: Sequence[TokenLogprobs], others: Sequence[TokenLogprobs]) -> bool
 
 @settings(max_examples=40, derandomize=True, database=None)
 @given(st.lists(st.tuples(prompts, parameters), min_size=1, max_size=6), st.sampled_from([9, 12, 64]))
-def test_a_request_gets_what_it_would_get_alone_whoever_is_beside_it_and_also_when_preempted(
+def test_a_request_gets_its_solo_result_in_any_batch_and_after_preemption(
     asked: list[tuple[tuple[int, ...], Sampling]], num_blocks: int
 ) -> None:
     check([Request(str(n), *one) for n, one in enumerate(asked)], num_blocks=num_blocks, max_step_tokens=8)
 
 
-def test_preemption_happens_in_these_tests_and_repeats_nothing() -> None:
+def test_preemption_occurs_in_these_tests_and_repeats_no_token() -> None:
     params = Sampling(
         max_tokens=25, temperature=1.0, frequency_penalty=0.5, repetition_penalty=1.2, logprobs=2, prompt_logprobs=1
     )
@@ -117,7 +117,7 @@ def test_preemption_happens_in_these_tests_and_repeats_nothing() -> None:
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_an_end_token_is_not_drawn_before_min_tokens_and_is_free_behind_them(temperature: float) -> None:
+def test_an_end_token_is_suppressed_until_min_tokens(temperature: float) -> None:
     table = TABLE.clone()
     table[:, :, END] += 50.0
     params = Sampling(max_tokens=9, temperature=temperature, min_tokens=4, stop_token_ids=frozenset({END}), seed=1)
@@ -126,7 +126,7 @@ def test_an_end_token_is_not_drawn_before_min_tokens_and_is_free_behind_them(tem
     assert (got.tokens[4:], got.reason) == ([END], FinishReason.STOP)
 
 
-def test_a_banned_sequence_never_comes_and_its_parts_do() -> None:
+def test_a_banned_sequence_never_appears_but_its_parts_do() -> None:
     table = torch.full((1, VOCABULARY, VOCABULARY), -20.0)
     for one in range(VOCABULARY):  # a circle: behind n comes n + 1, else n + 2
         table[0, one, (one + 1) % VOCABULARY], table[0, one, (one + 2) % VOCABULARY] = 0.0, -1.0
@@ -138,7 +138,7 @@ def test_a_banned_sequence_never_comes_and_its_parts_do() -> None:
     assert got.tokens == [5, 7, 9, 10, 11, 12, 13, 0, 1]
 
 
-def test_the_log_probabilities_are_those_of_the_model_whatever_is_asked_for() -> None:
+def test_logprobs_are_those_of_the_model_before_adjustments() -> None:
     params = Sampling(max_tokens=6, temperature=0.0, logit_bias=((7, 100.0),), logprobs=2, top_k=1)
     (got,), _ = answers([Request("a", (1, 2), params)])
     assert got.tokens == [7] * 6
@@ -149,7 +149,7 @@ def test_the_log_probabilities_are_those_of_the_model_whatever_is_asked_for() ->
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.01])
-def test_a_bias_moves_the_best_token_also_to_another_end_of_a_large_vocabulary(temperature: float) -> None:
+def test_a_bias_changes_the_best_token_across_a_large_vocabulary(temperature: float) -> None:
     params = Sampling(max_tokens=3, temperature=temperature, logit_bias=((250, 100.0),), top_p=0.9)
     (got,), _ = answers([Request("a", (1, 2), params)], random_table(300, period=1))
     assert got.tokens == [250] * 3
@@ -159,7 +159,7 @@ def test_a_bias_moves_the_best_token_also_to_another_end_of_a_large_vocabulary(t
 
 
 @pytest.mark.parametrize("length", [1, 2, 17, 40])
-def test_a_prompts_log_probabilities_are_the_models_for_each_token_behind_the_first(length: int) -> None:
+def test_prompt_logprobs_match_the_model_for_each_token_after_the_first(length: int) -> None:
     prompt = tuple((5 * n + n * n) % VOCABULARY for n in range(length))
     params = Sampling(max_tokens=2, prompt_logprobs=3)
     (got,), _ = answers([Request("a", prompt, params)], max_step_tokens=8)
@@ -173,7 +173,7 @@ def test_a_prompts_log_probabilities_are_the_models_for_each_token_behind_the_fi
         assert [found for found, _ in one.top] == raw.topk(3).indices.tolist()
 
 
-def test_a_prompt_that_was_reported_is_not_looked_at_again_after_a_preemption() -> None:
+def test_reported_prompt_logprobs_are_not_recomputed_after_preemption() -> None:
     backend = markov_backend(TABLE, num_blocks=14)
     try:
         engine = Engine(backend)
@@ -190,7 +190,7 @@ def test_a_prompt_that_was_reported_is_not_looked_at_again_after_a_preemption() 
         backend.close()
 
 
-def test_a_long_prompts_logits_are_never_all_there_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_logits_of_a_long_prompt_are_computed_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch_backend, "LOGITS_AT_ONCE", 5 * VOCABULARY)
     backend = markov_backend(TABLE, max_step_tokens=60)
     try:

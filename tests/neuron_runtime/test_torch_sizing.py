@@ -34,20 +34,20 @@ def limits(available_bytes: int = 16 * GIB, **config: Any) -> BackendLimits:
     return derive_limits(runtime_config(**config), MODEL, 2, available_bytes)
 
 
-def test_with_room_the_defaults_are_eight_slots_of_the_models_length() -> None:
+def test_with_enough_memory_the_defaults_are_eight_slots_of_the_model_length() -> None:
     found = limits()
     assert (found.layout, found.max_rows, found.max_model_length, found.max_step_tokens) == ("slots", 8, 8192, 512)
     assert (found.block_size, found.num_blocks, found.max_tokens_per_row) == (8192, 8, 1)
     assert (found.steps_in_flight, found.token_feedback) == (2, "device")
 
 
-def test_naming_a_block_size_or_their_number_chooses_blocks() -> None:
+def test_setting_a_block_size_or_count_selects_blocks() -> None:
     assert limits(block_size=32).layout == limits(num_blocks=1024).layout == limits(layout="blocks").layout == "blocks"
     found = limits(layout="blocks", max_model_length=100, max_sequences=3)
     assert (found.block_size, found.num_blocks, found.max_model_length) == (16, 3 * 7, 100)
 
 
-def test_blocks_are_shared_unless_the_configuration_says_otherwise_and_asking_for_it_chooses_blocks() -> None:
+def test_prefix_sharing_is_on_by_default_and_selects_blocks_when_requested() -> None:
     assert limits(layout="blocks").shares_prefixes
     assert not limits(layout="blocks", prefix_caching="disabled").shares_prefixes
     assert not limits().shares_prefixes
@@ -58,14 +58,14 @@ def test_blocks_are_shared_unless_the_configuration_says_otherwise_and_asking_fo
     assert caught.value.field == "$.prefixCaching"
 
 
-def test_prompts_are_computed_in_parts_unless_the_configuration_says_otherwise() -> None:
+def test_chunked_prefill_is_on_by_default() -> None:
     assert limits().chunks_prefill
     assert limits(chunked_prefill="enabled").chunks_prefill
     assert not limits(chunked_prefill="disabled").chunks_prefill
 
 
 @pytest.mark.parametrize("layout", ["slots", "blocks"])
-def test_what_is_not_asked_for_shrinks_with_the_memory_until_it_is_useless(layout: str) -> None:
+def test_unset_limits_shrink_with_memory_down_to_a_useful_minimum(layout: str) -> None:
     for available in (2 * GIB, 1 * GIB, GIB * 3 // 4):
         found = limits(available, layout=layout)
         taken = found.num_blocks * found.block_size * BYTES_PER_TOKEN
@@ -76,7 +76,7 @@ def test_what_is_not_asked_for_shrinks_with_the_memory_until_it_is_useless(layou
     assert caught.value.exit_code is ExitCode.DEVICE_OUT_OF_MEMORY
 
 
-def test_a_sequence_of_one_token_could_answer_nothing() -> None:
+def test_a_model_length_of_one_token_is_refused() -> None:
     with pytest.raises(InvalidConfig, match="at least 2"):
         limits(max_model_length=1)
 
@@ -122,7 +122,7 @@ REFUSED: dict[str, tuple[str, str, dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_limits_that_cannot_be_are_refused_with_field_and_numbers(case: str) -> None:
+def test_invalid_limits_are_refused_with_field_and_numbers(case: str) -> None:
     field, message, config = REFUSED[case]
     with pytest.raises(InvalidConfig, match=message) as caught:
         limits(**config)
@@ -154,7 +154,7 @@ def test_limits_that_cannot_be_are_refused_with_field_and_numbers(case: str) -> 
         ),
     ],
 )
-def test_free_memory_is_the_least_of_machine_and_container(
+def test_free_memory_is_the_minimum_of_machine_and_container(
     files: dict[str, str], expected: int, tmp_path: Path
 ) -> None:
     write(tmp_path, {"proc/meminfo": "MemTotal: 9 kB\nMemAvailable:  8000 kB\n", **files})
@@ -171,7 +171,7 @@ def test_free_memory_is_the_least_of_machine_and_container(
         ({"sys/fs/cgroup/cpu/cpu.cfs_quota_us": "-1", "sys/fs/cgroup/cpu/cpu.cfs_period_us": "100000"}, None),
     ],
 )
-def test_cpus_are_bounded_by_the_containers_quota(files: dict[str, str], expected: int | None, tmp_path: Path) -> None:
+def test_cpu_count_respects_the_container_quota(files: dict[str, str], expected: int | None, tmp_path: Path) -> None:
     write(tmp_path, files)
     assert usable_cpus(tmp_path) == (expected or usable_cpus(tmp_path / "empty"))
 

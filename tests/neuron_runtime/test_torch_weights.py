@@ -54,14 +54,14 @@ WRONG: dict[str, tuple[Callable[[Tensors], Any], str]] = {
 
 
 @pytest.mark.parametrize("case", WRONG)
-def test_tensors_that_do_not_fit_the_config_are_named(case: str, tmp_path: Path) -> None:
+def test_tensors_that_do_not_match_the_config_are_named(case: str, tmp_path: Path) -> None:
     change, message = WRONG[case]
     rewrite(random_model(tmp_path), change)
     with pytest.raises(InvalidModel, match=message):
         load_backend(tmp_path)
 
 
-def test_a_file_that_only_the_formats_own_library_refuses_is_an_invalid_model(tmp_path: Path) -> None:
+def test_a_file_refused_by_the_safetensors_library_is_an_invalid_model(tmp_path: Path) -> None:
     file = random_model(tmp_path) / "model.safetensors"
     raw = file.read_bytes()
     end = 8 + int.from_bytes(raw[:8], "little")
@@ -71,14 +71,14 @@ def test_a_file_that_only_the_formats_own_library_refuses_is_an_invalid_model(tm
         load_backend(tmp_path)
 
 
-def test_tied_checkpoints_may_carry_a_head_and_old_ones_their_frequencies(tmp_path: Path) -> None:
+def test_tied_heads_and_old_rotary_frequencies_in_checkpoints_are_accepted(tmp_path: Path) -> None:
     random_model(tmp_path, tie_word_embeddings=True)
     frequencies = {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.zeros(8)}
     rewrite(tmp_path, lambda t: t.update({"lm_head.weight": torch.zeros(256, 64), **frequencies}))
     load_backend(tmp_path).close()
 
 
-def test_progress_grows_to_the_whole_over_all_shards(tmp_path: Path) -> None:
+def test_progress_grows_to_the_total_over_all_shards(tmp_path: Path) -> None:
     random_model(tmp_path, max_shard_bytes=50_000)
     assert len(read_checkpoint(tmp_path).files) > 3
     shares: list[float] = []
@@ -88,7 +88,7 @@ def test_progress_grows_to_the_whole_over_all_shards(tmp_path: Path) -> None:
     assert len(shares) > 10
 
 
-def test_the_entrance_loads_with_the_memory_of_this_machine(tmp_path: Path) -> None:
+def test_the_backend_loads_with_the_memory_of_this_machine(tmp_path: Path) -> None:
     backend = torch_backend.load_backend(
         random_model(tmp_path), runtime_config(max_sequences=2), lambda what, share: None
     )
@@ -99,7 +99,7 @@ def test_the_entrance_loads_with_the_memory_of_this_machine(tmp_path: Path) -> N
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("rows", [1, 5, 40])
-def test_a_packed_layer_computes_what_the_plain_one_does(rows: int, dtype: torch.dtype) -> None:
+def test_a_packed_layer_equals_the_plain_one(rows: int, dtype: torch.dtype) -> None:
     generator = torch.Generator().manual_seed(rows)
     weight, bias, x = (torch.randn(*shape, generator=generator).to(dtype) for shape in ((24, 16), (24,), (rows, 16)))
     tolerance = 1e-5 if dtype is torch.float32 else 0.1
@@ -110,7 +110,7 @@ def test_a_packed_layer_computes_what_the_plain_one_does(rows: int, dtype: torch
         torch.testing.assert_close(found.float(), wanted, atol=tolerance, rtol=0)
 
 
-def test_the_generator_writes_equal_bytes_for_equal_arguments(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_model_generator_is_deterministic(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     arguments = ["--hidden-size", "32", "--num-layers", "1", "--dtype", "bfloat16", "--seed", "5"]
     for name in ("one", "two"):
         monkeypatch.setattr(sys, "argv", ["random_model", str(tmp_path / name), *arguments])
@@ -123,7 +123,7 @@ def test_the_generator_writes_equal_bytes_for_equal_arguments(tmp_path: Path, mo
     assert json.loads((tmp_path / "one" / "config.json").read_text())["hidden_size"] == 32
 
 
-def test_files_are_read_ahead_of_the_loader_and_one_that_cannot_be_read_stops_nothing(
+def test_files_are_prefetched_and_an_unreadable_one_stops_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name in ("a", "b", "c"):
@@ -154,7 +154,7 @@ def test_files_are_read_ahead_of_the_loader_and_one_that_cannot_be_read_stops_no
     read_ahead(tmp_path / "nowhere").join()
 
 
-def test_loading_runs_on_the_device_thread_which_ends_with_what_ends_loading(tmp_path: Path) -> None:
+def test_loading_runs_on_the_device_thread_and_its_failure_ends_it(tmp_path: Path) -> None:
     folder = random_model(tmp_path / "model")
     others = set(threading.enumerate())  # of backends of other tests that nobody has closed
     threads, seen = set(), []
