@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -129,4 +130,6 @@ def test_the_command_prints_a_column_for_each_number_of_sequences(
     ],
 )
 def test_an_unmeasurable_configuration_is_refused_with_code_2(tiny: Path, arguments: list[str]) -> None:
-    assert main(["bench", "offline", str(tiny), *arguments]) == 2
+    with pytest.raises(SystemExit) as ended:
+        sys.exit(main(["bench", "offline", str(tiny), *arguments]))
+    assert ended.value.code == 2

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import sys
 import threading
 import time
 from collections.abc import Awaitable, Callable, Iterator
@@ -275,7 +276,9 @@ def test_a_server_without_models_is_reported() -> None:
     ],
 )
 def test_contradictory_flags_are_refused_with_code_2(arguments: list[str]) -> None:
-    assert main(["bench", "serve", *arguments]) == 2
+    with pytest.raises(SystemExit) as ended:
+        sys.exit(main(["bench", "serve", *arguments]))
+    assert ended.value.code == 2
 
 
 def test_a_server_that_fails_to_start_is_reported_with_its_last_line(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import islice
@@ -417,7 +418,9 @@ def test_the_plot_shows_distributions_and_the_effect_of_the_rate(rates: list[str
 def test_an_impossible_value_is_refused_naming_the_flag(
     flags: list[str], says: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["bench", "simulate", *FLAGS, *flags]) == 2
+    with pytest.raises(SystemExit) as ended:
+        sys.exit(main(["bench", "simulate", *FLAGS, *flags]))
+    assert ended.value.code == 2
     told = capsys.readouterr().err.splitlines()[-1]
     assert says in told
 

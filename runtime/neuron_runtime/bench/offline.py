@@ -12,14 +12,15 @@ import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
 from neuron_runtime.arguments import BY_ARGUMENT, FLAG_NAMES, config_of, default_weights_dir, naming
 from neuron_runtime.bench.model import PREFIX, SHAPES, model_folder_or_uri
+from neuron_runtime.bench.number_flags import add_number
 from neuron_runtime.bench.report import Load, Meter, Report, Row, Table, check_outputs, deliver, machine_line
-from neuron_runtime.errors import InvalidConfig
 from neuron_runtime.flags import add_flags
 
 if TYPE_CHECKING:
@@ -47,22 +48,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="MODEL",
         help=f"as `serve` takes it, or {', '.join(PREFIX + shape for shape in SHAPES)}: random weights of that shape",
     )
-    parser.add_argument(
-        "--concurrency", type=int, nargs="+", default=[1, 4, 8, 16, 32], metavar="C", help="numbers of sequences to run"
-    )
-    parser.add_argument("--input-len", type=int, default=32, metavar="N", help="tokens of a prompt (%(default)s)")
-    parser.add_argument("--output-len", type=int, default=128, metavar="N", help="tokens of an answer (%(default)s)")
-    parser.add_argument(
-        "--prefill-len",
-        type=int,
-        default=512,
-        metavar="N",
-        help="tokens of the prompt for the prefill measurement (%(default)s)",
-    )
-    parser.add_argument(
-        "--num-iters", type=int, default=3, metavar="N", help="iterations; the table shows medians (%(default)s)"
-    )
-    parser.add_argument("--seed", type=int, default=0, help="seed of the prompts (%(default)s)")
+    number = partial(add_number, parser)
+    number("--concurrency", [1, 4, 8, 16, 32], "C", "numbers of sequences to run", least=1)
+    number("--input-len", 32, "N", "tokens of a prompt", least=1)
+    number("--output-len", 128, "N", "tokens of an answer", least=2)
+    number("--prefill-len", 512, "N", "tokens of the prompt for the prefill measurement", least=1)
+    number("--num-iters", 3, "N", "iterations; the table shows medians", least=1)
+    number("--seed", 0, "N", "seed of the prompts")
     model = parser.add_argument_group("model flags, as of `serve`")
     needed = dict.fromkeys(("max_model_len", "max_num_seqs"), "what the benchmark needs")
     add_flags(model, (BY_ARGUMENT[name] for name in MODEL_FLAGS), needed)
@@ -211,7 +203,6 @@ def measure_prefill(engine: OfflineEngine, length: int, num_iters: int, seed: in
 
 def run(options: argparse.Namespace) -> None:
     check_outputs(options)
-    _check(options)
     arguments = {name: getattr(options, name) for name in MODEL_FLAGS}
     longest = max(options.input_len + options.output_len, options.prefill_len + 1)
     arguments["max_model_len"] = arguments["max_model_len"] or longest
@@ -234,14 +225,6 @@ def run(options: argparse.Namespace) -> None:
             for concurrency in options.concurrency
         ]
     deliver(_report(options, arguments, points, prefill_seconds, prefill_load), options)
-
-
-def _check(options: argparse.Namespace) -> None:
-    for name, least in (("input_len", 1), ("output_len", 2), ("prefill_len", 1), ("num_iters", 1)):
-        if (value := getattr(options, name)) < least:
-            raise InvalidConfig(f"--{name.replace('_', '-')}", f"must be at least {least}, got {value}")
-    if min(options.concurrency) < 1:
-        raise InvalidConfig("--concurrency", f"must be at least 1, got {min(options.concurrency)}")
 
 
 def _report(

@@ -16,9 +16,12 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
+from math import inf
 from typing import TYPE_CHECKING, Any
 
 from neuron_runtime.bench.model import PREFIX, SHAPES, model_folder_or_uri
+from neuron_runtime.bench.number_flags import add_number
 from neuron_runtime.bench.offline import FIRST_TOKEN_ID
 from neuron_runtime.bench.report import (
     Load,
@@ -60,54 +63,24 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     where.add_argument("--endpoint", choices=ENDPOINTS, default=ENDPOINTS[0], help="default: %(default)s")
     where.add_argument("--header", nargs="*", default=[], metavar="NAME=VALUE", help="sent with each request")
     load = parser.add_argument_group("the load")
-    load.add_argument("--num-prompts", type=int, default=100, metavar="N", help="number of requests (%(default)s)")
-    load.add_argument(
-        "--request-rate",
-        type=float,
-        default=float("inf"),
-        metavar="R",
-        help="requests per second; inf: as fast as --max-concurrency allows",
-    )
-    load.add_argument(
-        "--burstiness",
-        type=float,
-        default=1.0,
-        metavar="B",
-        help="shape of the gamma distribution of gaps between requests; 1: Poisson, above 1: more even",
-    )
-    load.add_argument("--max-concurrency", type=int, metavar="C", help="maximum number of requests in flight")
-    load.add_argument(
-        "--random-input-len", type=int, default=1024, metavar="N", help="tokens of a prompt (%(default)s)"
-    )
-    load.add_argument(
-        "--random-output-len", type=int, default=128, metavar="N", help="tokens of an answer (%(default)s)"
-    )
-    load.add_argument(
-        "--random-range-ratio",
-        type=float,
-        default=0.0,
-        metavar="X",
-        help="draw lengths uniformly from (1-X) to (1+X) times these",
-    )
-    load.add_argument("--random-prefix-len", type=int, default=0, metavar="N", help="tokens of a prefix of all prompts")
-    load.add_argument(
-        "--vocabulary-size",
-        type=int,
-        default=DEFAULT_VOCABULARY_SIZE,
-        metavar="N",
-        help="prompt ids are below N (%(default)s)",
-    )
-    load.add_argument("--num-warmups", type=int, default=0, metavar="N", help="requests before the measurement")
+    number = partial(add_number, load)
+    number("--num-prompts", 100, "N", "number of requests", least=1)
+    number("--request-rate", inf, "R", "requests per second; inf: as fast as --max-concurrency allows", positive=True)
+    meaning = "shape of the gamma distribution of gaps between requests; 1: Poisson, above 1: more even"
+    number("--burstiness", 1.0, "B", meaning, positive=True)
+    number("--max-concurrency", None, "C", "maximum number of requests in flight", kind=int, least=1)
+    number("--random-input-len", 1024, "N", "tokens of a prompt", least=1)
+    number("--random-output-len", 128, "N", "tokens of an answer", least=1)
+    number("--random-range-ratio", 0.0, "X", "draw lengths uniformly from (1-X) to (1+X) times these")
+    number("--random-prefix-len", 0, "N", "tokens of a prefix of all prompts", least=0)
+    number("--vocabulary-size", DEFAULT_VOCABULARY_SIZE, "N", "prompt ids are below N", least=2)
+    number("--num-warmups", 0, "N", "requests before the measurement", least=0)
     load.add_argument("--ignore-eos", action="store_true", help="generate the full output length (not an OpenAI field)")
-    load.add_argument("--temperature", type=float, default=0.0, help="default: %(default)s")
+    number("--temperature", 0.0, "T", "sampling temperature")
     load.add_argument("--extra-body", type=json.loads, default={}, metavar="JSON", help="extra fields of each request")
-    load.add_argument("--seed", type=int, default=0, help="seed of prompts, lengths and arrivals (%(default)s)")
-    load.add_argument(
-        "--timeout", type=float, default=600.0, metavar="SECONDS", help="time limit of one request (%(default)s)"
-    )
-    load.add_argument(
-        "--client-processes", type=int, default=1, metavar="N", help="processes that send requests (%(default)s)"
-    )
+    number("--seed", 0, "N", "seed of prompts, lengths and arrivals")
+    number("--timeout", 600.0, "SECONDS", "time limit of one request", positive=True)
+    number("--client-processes", 1, "N", "processes that send requests", least=1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,7 +92,7 @@ class Workload:
     output_len: int
     range_ratio: float = 0.0
     prefix_len: int = 0
-    request_rate: float = float("inf")
+    request_rate: float = inf
     burstiness: float = 1.0
     vocabulary_size: int = DEFAULT_VOCABULARY_SIZE
     seed: int = 0
@@ -138,7 +111,7 @@ class Workload:
         for _ in range(self.num_prompts):
             tokens = prefix + self._tokens(source, self._length(source, self.input_len))
             asks.append(Ask(self._encode(tokens, self._length(source, self.output_len)), at))
-            if self.request_rate != float("inf"):
+            if self.request_rate != inf:
                 at += source.gammavariate(self.burstiness, 1 / (self.request_rate * self.burstiness))
         return asks
 
@@ -300,17 +273,8 @@ def run(options: argparse.Namespace) -> None:
 
 
 def _check(options: argparse.Namespace) -> None:
-    least = {"num_prompts": 1, "random_input_len": 1, "random_output_len": 1, "client_processes": 1, "num_warmups": 0}
-    for name, bound in (least | {"random_prefix_len": 0, "vocabulary_size": 2}).items():
-        if (value := getattr(options, name)) < bound:
-            raise InvalidConfig(f"--{name.replace('_', '-')}", f"must be at least {bound}, got {value}")
-    for name in ("request_rate", "burstiness", "timeout"):
-        if not (value := getattr(options, name)) > 0:
-            raise InvalidConfig(f"--{name.replace('_', '-')}", f"must be positive, got {value}")
     if not 0 <= options.random_range_ratio < 1:
         raise InvalidConfig("--random-range-ratio", f"must be >= 0 and < 1, got {options.random_range_ratio}")
-    if options.max_concurrency is not None and options.max_concurrency < 1:
-        raise InvalidConfig("--max-concurrency", f"must be at least 1, got {options.max_concurrency}")
     if not isinstance(options.extra_body, dict):
         raise InvalidConfig("--extra-body", "must be a JSON object")
 
@@ -369,7 +333,7 @@ def _report(options: argparse.Namespace, outcome: Outcome) -> Report:
             axes.set(xlabel=f"{name}, ms", ylabel="cumulative share", ylim=(0, 1))
 
     plain = {name: value for name, value in vars(options).items() if isinstance(value, int | float | str | dict)}
-    if options.request_rate == float("inf"):
+    if options.request_rate == inf:
         plain["request_rate"] = "inf"
     plain.pop("header", None)
     return Report(

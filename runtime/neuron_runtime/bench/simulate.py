@@ -9,9 +9,11 @@ from __future__ import annotations
 import argparse
 import time
 from dataclasses import asdict
+from functools import partial
 from typing import TYPE_CHECKING
 
 from neuron_runtime.bench.device import Device, add_device_arguments, device_of, value_of
+from neuron_runtime.bench.number_flags import add_number
 from neuron_runtime.bench.report import Report, check_outputs, deliver
 from neuron_runtime.bench.traffic import Traffic, conversations
 from neuron_runtime.console import say
@@ -32,71 +34,34 @@ WARM_UP_SECONDS = 30.0
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     traffic = parser.add_argument_group("traffic")
-    traffic.add_argument(
-        "--rate",
-        type=float,
-        nargs="+",
-        default=[1.5],
-        metavar="R",
-        help="requests per second; several rates are compared (1.5)",
-    )
-    traffic.add_argument(
-        "--seconds", type=float, default=300.0, metavar="S", help="seconds of measured traffic (%(default)s)"
-    )
-    traffic.add_argument(
-        "--warm-up-seconds",
-        type=float,
-        metavar="S",
-        help="traffic before the measurement (30 plus twice the pauses of a conversation)",
-    )
-    traffic.add_argument("--seed", type=int, default=0, metavar="N", help="seed of the traffic (%(default)s)")
+    number = partial(add_number, traffic)
+    number("--rate", [1.5], "R", "requests per second; several rates are compared", positive=True)
+    number("--seconds", 300.0, "S", "seconds of measured traffic", positive=True)
+    meaning = "traffic before the measurement (30 plus twice the pauses of a conversation)"
+    number("--warm-up-seconds", None, "S", meaning, kind=float, least=0)
+    number("--seed", 0, "N", "seed of the traffic")
     for flag, ((low, high), meaning) in SPANS.items():
         traffic.add_argument(
             flag, type=int, nargs=2, default=[low, high], metavar=("MIN", "MAX"), help=f"{meaning} ({low} {high})"
         )
-    for flag, default, meaning in (
-        ("--long-share", 0.1, "share of conversations that start with a long prompt"),
-        ("--turns", 1.0, "mean number of requests per conversation"),
-        ("--think-seconds", 10.0, "mean time between an answer and the follow-up"),
-    ):
-        traffic.add_argument(flag, type=float, default=default, metavar="X", help=f"{meaning} (%(default)s)")
-    traffic.add_argument(
-        "--system-prompt", type=int, default=0, metavar="N", help="tokens of a prefix of all prompts (%(default)s)"
-    )
+    number("--long-share", 0.1, "X", "share of conversations that start with a long prompt")
+    number("--turns", 1.0, "X", "mean number of requests per conversation", least=1)
+    number("--think-seconds", 10.0, "X", "mean time between an answer and the follow-up", least=0)
+    number("--system-prompt", 0, "N", "tokens of a prefix of all prompts", least=0)
     device = parser.add_argument_group("device")
     add_device_arguments(device)
-    device.add_argument(
-        "--host-milliseconds", type=float, default=0.0, metavar="MS", help="host work before each step (%(default)s)"
-    )
-    policy = parser.add_argument_group("policy and targets")
-    policy.add_argument(
-        "--max-consecutive-prefills",
-        type=int,
-        default=1,
-        metavar="N",
-        help="consecutive prefill steps while requests decode (%(default)s)",
-    )
-    policy.add_argument(
-        "--ttft-target",
-        type=float,
-        default=2000.0,
-        metavar="MS",
-        help="maximum time to first token of a good request (%(default)s)",
-    )
-    policy.add_argument(
-        "--gap-target",
-        type=float,
-        default=250.0,
-        metavar="MS",
-        help="maximum gap between tokens of a good request (%(default)s)",
-    )
+    add_number(device, "--host-milliseconds", 0.0, "MS", "host work before each step", least=0)
+    number = partial(add_number, parser.add_argument_group("policy and targets"))
+    number("--max-consecutive-prefills", 1, "N", "consecutive prefill steps while requests decode", least=1)
+    number("--ttft-target", 2000.0, "MS", "maximum time to first token of a good request", positive=True)
+    number("--gap-target", 250.0, "MS", "maximum gap between tokens of a good request", positive=True)
 
 
 def run(options: argparse.Namespace) -> None:
     from neuron_runtime.bench import simulated_tables  # noqa: PLC0415 - brings the engine
 
     check_outputs(options)
-    check_numbers(options)
+    _check(options)
     device = device_of(options)
     runs = [simulated_tables.Run(rate, outcomes_at(rate, options, device)) for rate in options.rate]
     targets = simulated_tables.Targets(options.ttft_target / 1000, options.gap_target / 1000)
@@ -151,27 +116,7 @@ def outcomes_at(rate: float, options: argparse.Namespace, device: Device) -> lis
     return outcomes
 
 
-def check_numbers(options: argparse.Namespace) -> None:
-    """Raises InvalidConfig, naming the flag."""
-    for flag, least in (
-        ("--warm-up-seconds", 0),
-        ("--turns", 1),
-        ("--think-seconds", 0),
-        ("--system-prompt", 0),
-        ("--host-milliseconds", 0),
-        ("--max-consecutive-prefills", 1),
-    ):
-        value = value_of(options, flag)
-        if value is not None and not value >= least:
-            raise InvalidConfig(flag, f"must be at least {least}, got {value:g}")
-    for flag, values in (
-        ("--rate", options.rate),
-        ("--seconds", [options.seconds]),
-        ("--ttft-target", [options.ttft_target]),
-        ("--gap-target", [options.gap_target]),
-    ):
-        if not min(values) > 0:
-            raise InvalidConfig(flag, f"must be positive, got {min(values):g}")
+def _check(options: argparse.Namespace) -> None:
     if not 0 <= options.long_share <= 1:
         raise InvalidConfig("--long-share", f"must be from 0 to 1, got {options.long_share:g}")
     for flag in SPANS:
