@@ -1,7 +1,7 @@
 """NeuronModel as a frozen value: every field of its spec, declared once.
 
 `make generate` writes the CRD and the tables of docs/neuronmodel.md from these declarations; `manifest.py` parses with
-them. A field that this version does not act on says so with `Supported`, and is refused, never ignored.
+them. A field that this version does not support declares it with `Supported`, and is refused, never ignored.
 """
 
 from dataclasses import dataclass
@@ -53,8 +53,8 @@ class SecretKey(SpecPart, frozen=True):
 
 
 class ApiKeySecret(SpecPart, frozen=True):
-    """Clients must send one of the keys in this Secret of the namespace, one per line, as a bearer token. By default
-    all clients are served. See [Credentials](#credentials)."""
+    """Clients must send one of the keys in this Secret, one per line, as a bearer token. By default no key is needed. See
+    [Credentials](#credentials)."""
 
     name: Name
     key: Name
@@ -68,7 +68,7 @@ class ModelSource(SpecPart, frozen=True):
         "Where the model comes from. `hf://org/name[@revision]`: a Hugging Face hub; a branch or tag is pinned to its "
         "commit when the model is resolved. `file:///path`: a folder in the runtime image. `file:./path`, relative to "
         "the manifest, works with `neuron-operator local` only. `s3://bucket/prefix`, `pvc://claim/path` and "
-        "`oci://image[@digest][#path]` are for later versions. No path segment `..`.",
+        "`oci://image[@digest][#path]` are not supported yet. Path segments `..` are refused.",
         ConfigKey("model.uri"),
         Supported(
             f"use {' or '.join(scheme.form for scheme in URI_SCHEMES.values() if scheme.supported)}",
@@ -79,20 +79,20 @@ class ModelSource(SpecPart, frozen=True):
     served_names: Annotated[
         tuple[ServedName, ...],
         Meta(max_length=16),
-        "Names that clients may ask for, without white space; the first is reported in answers and is "
-        "the metrics' label `model_name`. By default the name of the object.",
+        "Model names that clients may use, without white space. Answers and the metrics' label `model_name` have the "
+        "first one. By default the name of the object.",
         unique(),
         ConfigKey("servedNames", {(): None}),
     ] = ()
     credentials_secret_ref: Annotated[
         SecretName | None,
-        "Secret of the namespace; its key `HF_TOKEN` is given only to pods that fetch. "
+        "Secret in the same namespace; its key `HF_TOKEN` is given only to pods that download. "
         "See [Credentials](#credentials).",
     ] = None
 
 
 class Accelerator(SpecPart, frozen=True):
-    """What one node gives to one replica."""
+    """The devices of one replica on one node."""
 
     RULES = (
         Rule(
@@ -109,18 +109,18 @@ class Accelerator(SpecPart, frozen=True):
 
     type: Annotated[
         Literal["Neuron", "CPU"],
-        "`Neuron`: each replica holds devices, or cores. `CPU`: neither.",
+        "`Neuron`: each replica holds devices or cores. `CPU`: it holds neither.",
     ] = "Neuron"
     instance_types: Annotated[
         tuple[ShortText, ...],
         Meta(max_length=16),
-        "Instance types it may run on, best first.",
+        "Allowed instance types, best first.",
         Supported("choose nodes with podTemplate.spec.nodeSelector"),
     ] = ()
     devices: Annotated[
         Annotated[int, Meta(ge=1, le=64)] | None,
-        "Neuron devices of one replica, in [sizes that the device plugin grants]"
-        "(#devices-and-cores), by default 1. Excludes `cores`; not with `CPU`.",
+        "Neuron devices of one replica, by default 1, in [legal sizes](#devices-and-cores). Excludes `cores`; not with "
+        "`CPU`.",
     ] = None
     cores: Annotated[
         Annotated[int, Meta(ge=1, le=512)] | None,
@@ -129,13 +129,13 @@ class Accelerator(SpecPart, frozen=True):
     ] = None
     logical_neuron_core: Annotated[
         Literal[1, 2] | None,
-        "Physical cores that act as one; by default the instance type's.",
+        "Physical cores per logical core; by default the instance type's.",
         Supported("remove it: the node's own setting is used"),
     ] = None
 
 
 class Parallelism(SpecPart, frozen=True):
-    """How one replica is spread."""
+    """How one replica is distributed."""
 
     tensor: Annotated[
         Annotated[int, Meta(ge=1, le=1024)] | None,
@@ -150,17 +150,17 @@ class Parallelism(SpecPart, frozen=True):
 
 
 class Serving(SpecPart, frozen=True):
-    """Limits and modes of the engine; what is left out, the engine chooses."""
+    """Limits and modes of the engine, and how the model is served over HTTP."""
 
     max_model_length: Annotated[
         Length | None,
-        "Maximum tokens of a prompt and its answer together. More than the model was made for is "
-        "`InvalidSpec` once the model is resolved.",
+        "Maximum tokens of a prompt and its answer together. A value above the model's maximum is `InvalidSpec` once "
+        "the model is resolved.",
         ConfigKey("limits.maxModelLength"),
     ] = None
     max_sequences: Annotated[
         Annotated[int, Meta(ge=1, le=4096)] | None,
-        "Maximum requests that are computed at the same time.",
+        "Maximum requests computed at the same time.",
         ConfigKey("limits.maxSequences"),
     ] = None
     block_size: Annotated[
@@ -175,7 +175,7 @@ class Serving(SpecPart, frozen=True):
     ] = None
     max_queued_requests: Annotated[
         Annotated[int, Meta(ge=1, le=1_000_000)] | None,
-        "Maximum requests that wait; further ones are answered with 429.",
+        "Maximum waiting requests; further requests get 429.",
         ConfigKey("limits.maxQueuedRequests"),
     ] = None
     dtype: Annotated[
@@ -205,33 +205,32 @@ class Serving(SpecPart, frozen=True):
     ] = ()
     prefix_caching: Annotated[
         AutoToggle,
-        "Whether [equal beginnings of prompts are computed once](runtime.md#prefix-caching). `Enabled` "
-        "selects the block layout; `Auto`: wherever the layout is blocks.",
+        "Whether [common prefixes of prompts are computed once](runtime.md#prefix-caching). `Enabled` selects the block "
+        "layout; `Auto`: enabled with the block layout.",
         ConfigKey("prefixCaching", SWITCH_WORDS),
     ] = "Auto"
     chunked_prefill: Annotated[
         AutoToggle,
-        "Whether long prompts are computed in parts, beside the answers in progress. `Disabled`: a "
-        "prompt longer than one step is refused; `Auto`: where the engine can.",
+        "Whether long prompts are computed in chunks while other answers continue. `Disabled`: a prompt longer than one "
+        "step is refused; `Auto`: enabled if the backend supports it.",
         ConfigKey("chunkedPrefill", SWITCH_WORDS),
     ] = "Auto"
     sampling: Annotated[
         Literal["Device", "DeviceWithLogits", "Host"] | None,
-        "Where tokens are chosen, see [sampling](sampling.md); by default `Device` on a simulated device.",
+        "Where tokens are sampled, see [modes](sampling.md#modes); by default `Device` on a simulated device.",
         ConfigKey("overrideNeuronConfig.sampling"),
         Supported("remove it or set Host", values=("Host",), backends=("simulated",)),
     ] = None
     generation_config: Annotated[
         Toggle,
-        "Whether the model's own `generation_config.json` gives the defaults of sampling. `Disabled`: "
-        "they are OpenAI's (temperature 1, no cut-off). The model's end tokens hold in any case.",
+        "Whether the model's `generation_config.json` sets the sampling defaults. `Disabled`: OpenAI's defaults "
+        "(temperature 1, no cut-off). The model's end tokens apply in both cases.",
         ConfigKey("text.generationConfig", {"Enabled": None, "Disabled": "vllm"}),
     ] = "Enabled"
     # The bound keeps the manifest, however escaped, within the 256 KiB that `kubectl apply` can annotate.
     chat_template: Annotated[
         Annotated[str, Meta(min_length=1, max_length=32_768)] | None,
-        "A Jinja template, verbatim; by default the model's own. A template with a syntax error is "
-        "`InvalidEngineConfig`, with the line.",
+        "A Jinja template; by default the model's own. A syntax error is `InvalidEngineConfig`, with the line.",
         ConfigKey("text.chatTemplate"),
     ] = None
     reasoning_parser: Annotated[
@@ -242,12 +241,12 @@ class Serving(SpecPart, frozen=True):
     ] = None
     access_log: Annotated[
         Toggle,
-        "Whether each request is [a line of JSON](server.md#access-log) in the pod's log, without its content.",
+        "Whether each request is logged as [a line of JSON](server.md#access-log), without its content.",
         ConfigKey("server.accessLog", {"Enabled": None, "Disabled": False}),
     ] = "Enabled"
     num_front_ends: Annotated[
         Annotated[int, Meta(ge=1, le=64)] | None,
-        "Processes of each pod for HTTP and text, beside the engine's, by default 1, see "
+        "Processes per pod for HTTP and text, in addition to the engine; by default 1. See "
         "[several front ends](server.md#several-front-ends).",
         ConfigKey("server.numFrontEnds"),
     ] = None
@@ -278,13 +277,13 @@ class EnvVar(SpecPart, frozen=True):
 
 
 class Engine(SpecPart, frozen=True):
-    """The program that computes."""
+    """The backend and the runtime image."""
 
     backend: Annotated[
         Literal["nxdi", "optimum", "transformers-neuronx", "vllm", "torch", "simulated"] | None,
         "By default `nxdi` on Neuron and `torch` on CPU. `torch` computes on the host. `simulated` "
-        "computes nothing: steps [take the time that a device would take]"
-        "(benchmarks.md#a-served-model-without-a-device), for load tests of what surrounds a model.",
+        "computes nothing: steps [take as long as on a device]"
+        "(benchmarks.md#a-served-model-without-a-device), for load tests of everything except the model.",
         ConfigKey("backend"),
         Supported(
             "set engine.backend: torch (computes on the host); the default on Neuron is nxdi",
@@ -295,9 +294,8 @@ class Engine(SpecPart, frozen=True):
     override_neuron_config: Annotated[
         Json,
         Meta(max_length=256),
-        "Settings of the backend, as [of a simulated device]"
-        "(benchmarks.md#a-served-model-without-a-device); one that the runtime does not know is "
-        "`InvalidEngineConfig`.",
+        "Settings of the backend, for example [of a simulated device]"
+        "(benchmarks.md#a-served-model-without-a-device); an unknown setting is `InvalidEngineConfig`.",
         ConfigKey("overrideNeuronConfig"),
         Supported("remove it: no Neuron backend reads it yet", backends=("simulated",)),
         # One home, so that status.plan shows the mode that the device has.
@@ -311,16 +309,15 @@ class Engine(SpecPart, frozen=True):
     env: Annotated[
         tuple[EnvVar, ...],
         Meta(max_length=64),
-        "Environment of the serving pods, with unique names; exactly one of `value` and `valueFrom`, "
+        "Environment variables of the serving pods, with unique names; exactly one of `value` and `valueFrom`, "
         "and of `secretKeyRef` and `configMapKeyRef`. Names that begin with "
         f"`{names.RESERVED_ENV_PREFIX}` and {', '.join(f'`{name}`' for name in sorted(names.RESERVED_ENV))} are "
-        "refused. The resolve Job does not get these variables: mirrors and proxies belong into the chart's "
-        "`jobs.env`.",
+        "refused. The resolve Job does not get these variables: set mirrors and proxies in the chart's `jobs.env`.",
         unique(by="name"),
     ] = ()
     image: Annotated[
         Annotated[str, Meta(min_length=1, max_length=512, pattern=r"^\S+$")] | None,
-        "Another runtime image for this model, its Job included; by default the chart's `image.runtime`.",
+        "Runtime image for this model and its Job; by default the chart's `image.runtime`.",
     ] = None
     image_pull_policy: Annotated[
         Literal["Always", "IfNotPresent", "Never"] | None,
@@ -361,7 +358,7 @@ class ArtifactsStorage(SpecPart, frozen=True):
 
 
 class Storage(SpecPart, frozen=True):
-    """Where weights and compiled artifacts are kept; by default as the chart says."""
+    """Where weights and compiled artifacts are kept; by default as set in the chart."""
 
     weights: Annotated[
         WeightsStorage | None,
@@ -381,26 +378,26 @@ class Rollout(SpecPart, frozen=True):
     progress_deadline_seconds: Annotated[
         int,
         Meta(ge=60, le=86_400),
-        "A rollout without progress for this long is given up.",
-        Supported("remove it: no rollout is given up yet"),
+        "A rollout fails after this long without progress.",
+        Supported("remove it: rollouts have no deadline yet"),
     ] = 3600
     drain_delay_seconds: Annotated[
         int,
         Meta(ge=0, le=600),
-        "A replica that ends is unready at once and still admits requests for this long, until every "
-        "proxy has noticed.",
+        "A replica that shuts down becomes unready at once and admits requests for this long, until every proxy has "
+        "noticed.",
         ConfigKey("drain.delaySeconds"),
     ] = 10
     drain_seconds: Annotated[
         int,
         Meta(ge=0, le=7200),
-        "After that its answers may go on for this long. The pod's grace period is both together and 30 s.",
+        "After that, its running answers may continue for this long. The pod's grace period is the sum of both plus 30 s.",
         ConfigKey("drain.seconds"),
     ] = 300
     revision_history_limit: Annotated[
         int,
         Meta(ge=0, le=50),
-        "Earlier revisions that are kept.",
+        "Number of earlier revisions to keep.",
         Supported("remove it: five earlier revisions are kept"),
     ] = 5
 
@@ -442,7 +439,7 @@ class PodSecurity(SpecPart, frozen=True):
 
 
 class Resources(SpecPart, frozen=True):
-    """CPU, memory and the like; devices are requested with `accelerator`."""
+    """CPU, memory and other resources; request devices with `accelerator`."""
 
     limits: Quantities = field(default_factory=dict)
     requests: Quantities = field(default_factory=dict)
@@ -465,17 +462,17 @@ class PodSpec(SpecPart, frozen=True):
 
 
 class PodTemplate(SpecPart, frozen=True):
-    """Laid over the serving pods; Jobs take imagePullSecrets and serviceAccountName of it."""
+    """Overlay for the serving pods; Jobs use only its imagePullSecrets and serviceAccountName."""
 
     metadata: PodMetadata = field(default_factory=PodMetadata)
     spec: PodSpec = field(default_factory=PodSpec)
 
 
 class Spec(SpecPart, frozen=True):
-    """What to serve and how. Only model.uri is required; the rest has a default or is chosen."""
+    """What to serve and how. Only model.uri is required."""
 
     model: ModelSource
-    replicas: Annotated[int, Meta(ge=0, le=1000), "Copies of the model. Also set by `kubectl scale`."] = 1
+    replicas: Annotated[int, Meta(ge=0, le=1000), "Number of replicas. Also set by `kubectl scale`."] = 1
     accelerator: Accelerator = Accelerator()
     parallelism: Parallelism = Parallelism()
     serving: Serving = Serving()
@@ -501,7 +498,7 @@ class NeuronModel:
     namespace: str
     uid: str
     refresh: str
-    """Value of the refresh annotation; another token means: decide anew. Empty: none."""
+    """Value of the refresh annotation; a new token starts a new decision. Empty: none."""
     spec: Spec
 
     @property

@@ -1,6 +1,6 @@
 """`status` of a NeuronModel, declared once: its schema in the CRD and its table in docs/neuronmodel.md are generated.
 
-`revision` fills the plan, `status` fills the rest. What nothing fills yet is reserved for later versions.
+`revision` fills the plan, `status` fills the rest. Fields that nothing fills yet are reserved for later versions.
 """
 
 from typing import Annotated, Literal
@@ -11,9 +11,9 @@ from neuron_operator.field_types import Int64
 from neuron_operator.fields import SpecPart, unique
 
 MAX_WORD = 256
-"""Of strings that a runtime reports."""
+"""Characters of a string that a runtime reports."""
 MAX_MESSAGE = 1024
-"""Of texts that are written for people."""
+"""Characters of a message."""
 
 Word = Annotated[str, Meta(max_length=64)]
 Message = Annotated[str, Meta(max_length=MAX_MESSAGE)]
@@ -34,7 +34,7 @@ class Condition(StatusPart, frozen=True):
 
 
 class ModelFacts(StatusPart, frozen=True):
-    """Facts about the model; the digest is the commit (`hf://`), else a hash over configuration and weights headers."""
+    """Facts about the model; the digest is the commit (`hf://`), otherwise a hash of configuration and weights headers."""
 
     architecture: Reported | None = None
     parameters: Int64 | None = None
@@ -54,8 +54,8 @@ class MemoryPlan(StatusPart, frozen=True):
 
 
 class Plan(StatusPart, frozen=True):
-    """Where a replica runs and with which limits. A limit is shown when the spec sets it; what the engine chose itself
-    is in the pod's log and in `/v1/models`."""
+    """Where a replica runs and with which limits. Shows limits that the spec sets; those that the engine chose are in
+    the pod's log and in `/v1/models`."""
 
     instance_type: Word | None = None
     devices: int | None = None
@@ -87,22 +87,22 @@ class GroupStatus(StatusPart, frozen=True):
 
 
 class Status(StatusPart, frozen=True):
-    """What the operator found and decided."""
+    """What the operator observed and decided."""
 
     conditions: Annotated[
         tuple[Condition, ...],
         Meta(max_length=16),
         unique(by="type"),
-        "One for each step on the way to ready, each for the generation of the spec that it names; "
-        "see [conditions](#conditions-and-reasons).",
+        "One for each step towards ready, with the generation of the spec that it describes; see "
+        "[conditions](#conditions-and-reasons).",
     ] = ()
-    replicas: Annotated[int | None, "Pods that exist."] = None
-    ready_replicas: Annotated[int | None, "Replicas that answer."] = None
-    updated_replicas: Annotated[int | None, "Replicas of the wanted revision."] = None
-    selector: Annotated[Message | None, "Selects the serving pods, for `/scale`."] = None
+    replicas: Annotated[int | None, "Existing pods."] = None
+    ready_replicas: Annotated[int | None, "Replicas that can serve."] = None
+    updated_replicas: Annotated[int | None, "Replicas of the desired revision."] = None
+    selector: Annotated[Message | None, "Label selector of the serving pods, for `/scale`."] = None
     url: Annotated[Message | None, "The Service's address in the cluster."] = None
-    current_revision: Annotated[Word | None, "The revision that serves; during an edit, the one being replaced."] = None
-    update_revision: Annotated[Word | None, "The revision that is wanted."] = None
+    current_revision: Annotated[Word | None, "The serving revision; during an edit, the one being replaced."] = None
+    update_revision: Annotated[Word | None, "The desired revision."] = None
     failed_revision: Annotated[Word | None, "Reserved."] = None
     model: ModelFacts | None = None
     plan: Plan | None = None

@@ -1,7 +1,7 @@
-"""The words of the conditions: their order, the closed set of reasons, and the Finding that carries one.
+"""Conditions in their order, the closed set of reasons, and the Finding that carries one.
 
-Used by everything that explains (`why`, `steps`, `decide`), by `status`, and by `make generate` for the tables of
-reasons in docs/neuronmodel.md. It looks at no object.
+Used by `why`, `steps`, `decide` and `status`, and by `make generate` for the tables of reasons in
+docs/neuronmodel.md. It reads no objects.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ Condition = Literal["Accepted", "ModelResolved", "Placed", "WeightsReady", "Comp
 CONDITIONS: tuple[Condition, ...] = (
     *("Accepted", "ModelResolved", "Placed", "WeightsReady", "Compiled", "Available", "UpToDate"),
 )
-"""In the order in which a model becomes ready; `Ready` is the first of them that is not true."""
+"""In the order in which a model becomes ready. `Ready` repeats the first one that is not true."""
 
 
 @dataclass(frozen=True)
@@ -27,21 +27,21 @@ class Row:
 
     name: str
     conditions: tuple[Condition, ...]
-    """In the order of CONDITIONS. A serving pod that ends for this reason speaks for the last one."""
+    """In the order of CONDITIONS. If a serving pod ends for this reason, the last one becomes false."""
     means: str = ""
-    """For the documentation, in Markdown. Empty: reserved, nothing gives this reason yet."""
+    """For the documentation, in Markdown. Empty: reserved, no code gives this reason yet."""
     do: str = ""
-    """What to do, in Markdown, with a link to the section that says more."""
+    """The cure, in Markdown, with a link to more details."""
     passing: bool = False
-    """Goes on by itself, or as a person wants it: its Event is Normal. All others are Warnings."""
+    """Progress or an intended state: its Event is Normal. All others are Warnings."""
     exit_codes: tuple[int, ...] = ()
     """Exit codes of the runtime that mean this reason (`neuron_runtime/errors.py`)."""
     final: bool = False
-    """Another try with the same input ends the same way: a Job is not repeated after these exit codes."""
+    """A retry with the same input would fail the same way: a Job is not repeated after these exit codes."""
 
 
 class Reason(StrEnum):
-    """Every reason, the one that heals least by waiting first: where replicas differ, the first one is shown."""
+    """Every reason, the one least likely to resolve by waiting first: if replicas differ, the first one is shown."""
 
     row: Row
     weight: int
@@ -54,32 +54,33 @@ class Reason(StrEnum):
         reason.weight = len(cls.__members__)
         return reason
 
-    # The spec has to change, or the cluster around it.
+    # The spec or the cluster has to change.
     INVALID_SPEC = Row(
         "InvalidSpec",
         ("Accepted",),
-        "A field is wrong; the message begins with its path. Also: `maxModelLength` above what the model was made for, "
-        "and objects that the API server refuses because of `podTemplate`",
+        "A field is wrong; the message starts with its path. Also: `maxModelLength` exceeds the model's maximum, or the "
+        "API server refuses an object because of `podTemplate`",
         "Edit the field",
     )
     FIELD_NOT_SUPPORTED = Row(
         "FieldNotSupported",
         ("Accepted",),
-        "The field is valid, but this version does not act on it",
-        "Do what the message says, see [above](#fields-refused-by-this-version)",
+        "The field is valid, but this version does not support it",
+        "Follow the message, see [unsupported fields](#unsupported-fields)",
     )
     NAME_CONFLICT = Row(
         "NameConflict",
         ("Accepted",),
-        "A Service (or another child) of this name exists and belongs to something else. The operator leaves it alone",
-        "Rename the model, or delete or rename that object. The operator looks again every 30 s. See "
+        "A Service (or another child object) with this name exists and belongs to another owner. The operator does not "
+        "change it",
+        "Rename the model, or delete the other object. The operator retries every 30 s. See "
         "[troubleshooting](troubleshooting.md#nameconflict)",
     )
     OPERATOR_FORBIDDEN = Row(
         "OperatorForbidden",
         ("Accepted",),
-        "The API server refused the operator a right",
-        "`helm upgrade` grants what this version needs; check admission policies. The operator looks again every 30 s. "
+        "The API server refused a request of the operator (403)",
+        "Run `helm upgrade`, which grants the permissions; check admission policies. The operator retries every 30 s. "
         "See [troubleshooting](troubleshooting.md#operatorforbidden)",
     )
     STORAGE_NOT_CONFIGURED = Row("StorageNotConfigured", ("Accepted",))
@@ -87,16 +88,16 @@ class Reason(StrEnum):
     TOPOLOGY_IMPOSSIBLE = Row(
         "TopologyImpossible",
         ("Placed",),
-        "No node grants this number of devices or cores to one pod; the message has the legal sizes",
-        "Choose one of [them](#devices-and-cores)",
+        "No node can allocate this number of devices or cores to one pod; the message lists the legal sizes",
+        "Choose a [legal size](#devices-and-cores)",
     )
 
-    # Pods cannot be created, or do not get what they hold.
+    # Pods cannot be created, or do not get their resources.
     POD_SECURITY_DENIED = Row(
         "PodSecurityDenied",
         ("Available",),
         "The namespace's Pod Security level refuses the pods",
-        "Our pods pass `restricted`; check `podTemplate`",
+        "The operator's pods pass `restricted`; check `podTemplate`",
     )
     QUOTA_EXCEEDED = Row(
         "QuotaExceeded", ("Available",), "A ResourceQuota refuses the pods", "Raise the quota, or request less"
@@ -104,8 +105,8 @@ class Reason(StrEnum):
     ALLOCATION_REJECTED = Row(
         "AllocationRejected",
         ("Available",),
-        "The kubelet refused the pod after scheduling (`UnexpectedAdmissionError`): usually the device plugin, which "
-        "cannot grant these devices together",
+        "The kubelet refused the pod after scheduling (`UnexpectedAdmissionError`), usually because the device plugin "
+        "cannot allocate these devices together",
         "Restart the device plugin's pod on that node; see "
         "[troubleshooting](troubleshooting.md#unexpectedadmissionerror)",
     )
@@ -114,15 +115,15 @@ class Reason(StrEnum):
     DEVICE_FAILED = Row(
         "DeviceFailed",
         ("Available",),
-        "The device (or the computation on it) failed again after the engine was restarted in place",
-        "Read the log; a faulty device shows in the node's events",
+        "The device or the computation failed again after the engine was restarted in place",
+        "Read the log; check the node's events for a faulty device",
         exit_codes=(32, 33),
     )
     DEVICE_OUT_OF_MEMORY = Row(
         "DeviceOutOfMemory",
         ("Available",),
         "Not enough memory for this model; the message has the arithmetic",
-        "More memory (with torch: `podTemplate.spec.resources`) or smaller limits; see "
+        "Give the pod more memory (with torch: `podTemplate.spec.resources`) or lower the limits; see "
         "[troubleshooting](troubleshooting.md#it-does-not-fit)",
         exit_codes=(31,),
     )
@@ -131,7 +132,7 @@ class Reason(StrEnum):
         "RestartBudgetExhausted",
         ("Available",),
         "The engine ended again after three restarts within ten minutes",
-        "The message has the last cause",
+        "See the last cause in the message",
         exit_codes=(50,),
     )
     ARTIFACT_MISSING = Row("ArtifactMissing", ("Available",), exit_codes=(20,))
@@ -147,32 +148,32 @@ class Reason(StrEnum):
         ("WeightsReady", "Available"),
         "A Secret, or a key in it, does not exist: of `engine.env` (`WeightsReady`) or of `serving.apiKeySecretRef` "
         "(`Available`)",
-        "`kubectl create secret generic NAME --from-file=KEY`: the pods go on by themselves. Or set `optional: true` "
-        "in `engine.env`",
+        "Run `kubectl create secret generic NAME --from-file=KEY`; the pods then start by themselves. Or set "
+        "`optional: true` in `engine.env`",
     )
 
-    # The runtime ended with a reason.
+    # The runtime ended with a named reason.
     MODEL_NOT_FOUND = Row(
         "ModelNotFound",
         ("ModelResolved",),
-        "No such repository, revision or folder; or a private one without a token",
-        "Check spelling and revision; give a token. The operator tries again every ten minutes and after each edit. "
-        "See [troubleshooting](troubleshooting.md#the-model-cannot-be-read)",
+        "The repository, revision or folder does not exist, or is private and no token was given",
+        "Check spelling and revision; give a token. The operator retries every ten minutes and after each edit. See "
+        " [troubleshooting](troubleshooting.md#the-model-cannot-be-read)",
         exit_codes=(10,),
         final=True,
     )
     WEIGHTS_UNAUTHORIZED = Row(
         "WeightsUnauthorized",
         ("ModelResolved", "WeightsReady"),
-        "The hub refused the token, or the model is gated. `WeightsReady`: it refused a serving pod",
-        "Accept the model's terms on its page; put a token that may read it into the Secret",
+        "The hub refused the token, or the model is gated. As `WeightsReady`: the hub refused a serving pod",
+        "Accept the model's terms on its page; put a token with read access into the Secret",
         exit_codes=(11,),
         final=True,
     )
     UNSUPPORTED_ARCHITECTURE = Row(
         "UnsupportedArchitecture",
         ("ModelResolved",),
-        "The message names the architecture (or feature) and what is supported",
+        "This version does not support the model's architecture or a feature of it; the message lists what is supported",
         "Choose another model or a newer version",
         exit_codes=(12,),
         final=True,
@@ -180,7 +181,7 @@ class Reason(StrEnum):
     INVALID_MODEL = Row(
         "InvalidModel",
         ("ModelResolved",),
-        "Files are missing, malformed, truncated, or contradict one another; the message names the file",
+        "Files are missing, malformed, truncated or inconsistent; the message names the file",
         "Repair the repository or folder",
         exit_codes=(13,),
         final=True,
@@ -188,14 +189,14 @@ class Reason(StrEnum):
     CHECKSUM_MISMATCH = Row(
         "ChecksumMismatch",
         ("WeightsReady",),
-        "The downloaded files, or those in the image, differ from what was pinned",
-        "Set the `refresh` annotation to pin what is there now",
+        "The files in the hub or image differ from the pinned ones",
+        "Set the `refresh` annotation to pin the current files",
         exit_codes=(14,),
     )
     STORAGE_FULL = Row(
         "StorageFull",
         ("WeightsReady",),
-        "The node's disk has no room for the weights; the message has the bytes needed and free",
+        "The weights do not fit on the node's disk; the message has the bytes needed and free",
         "Use nodes with more ephemeral storage, or request `ephemeral-storage` in `podTemplate.spec.resources`; see "
         "[troubleshooting](troubleshooting.md#full-disk)",
         exit_codes=(15,),
@@ -203,9 +204,9 @@ class Reason(StrEnum):
     INVALID_ENGINE_CONFIG = Row(
         "InvalidEngineConfig",
         ("Compiled",),
-        "The runtime refused its configuration and ended; the message names the field: usually sizes that do not fit "
-        "into memory, with the arithmetic",
-        "Smaller `serving.maxModelLength`, `maxSequences` or `numBlocks`, or more memory",
+        "The runtime refused its configuration; the message names the field. Often limits exceed the memory; the message "
+        "then has the arithmetic",
+        "Lower `serving.maxModelLength`, `maxSequences` or `numBlocks`, or give the pod more memory",
         exit_codes=(2,),
         final=True,
     )
@@ -214,12 +215,12 @@ class Reason(StrEnum):
     CRASH_LOOP = Row(
         "CrashLoop",
         ("Available",),
-        "The container ended without a reason of its own; the message has exit code, last words and the number of "
+        "The container ended without a named reason; the message has the exit code, the last log line and the number of "
         "restarts",
-        "`kubectl logs --previous`",
+        "Run `kubectl logs --previous`",
     )
 
-    # Time or the cluster's owner may heal these.
+    # Time or a cluster administrator may resolve these.
     VOLUME_NOT_BOUND = Row(
         "VolumeNotBound",
         ("Available",),
@@ -230,48 +231,48 @@ class Reason(StrEnum):
         "NodeLost",
         ("Available",),
         "The pod's node does not answer",
-        "Kubernetes replaces the pod after its eviction time; delete a node that is gone",
+        "Kubernetes replaces the pod after the eviction timeout; delete the Node if the machine no longer exists",
     )
     INSUFFICIENT_NEURON = Row(
         "InsufficientNeuron",
         ("Available",),
-        "The scheduler finds no node with enough free devices; the message has the number needed, the number free, and "
+        "The scheduler finds no node with enough free devices; the message has the number needed, the number free and "
         "the nodes",
-        "Add nodes, or ask for fewer replicas or fewer `devices`: all devices of a replica come from one node. See "
+        "Add nodes, or request fewer replicas or `devices`: all devices of a replica come from one node. See "
         "[troubleshooting](troubleshooting.md#pending-pods)",
     )
     NO_MATCHING_NODE = Row(
         "NoMatchingNode",
         ("Available",),
         "The scheduler finds no node for another reason (selector, taint, CPU, memory); the message quotes it",
-        "Change what it names; see [troubleshooting](troubleshooting.md#pending-pods)",
+        "Follow the quoted message; see [troubleshooting](troubleshooting.md#pending-pods)",
     )
     PROBE_FAILING = Row(
         "ProbeFailing",
         ("Available",),
-        "The pod has started and no longer answers `/health`",
-        "Read its log: `kubectl logs`",
+        "The pod was ready and no longer answers `/health`",
+        "Read its log with `kubectl logs`",
     )
     PROGRESS_DEADLINE_EXCEEDED = Row("ProgressDeadlineExceeded", ("UpToDate",))
     ROLLED_BACK = Row("RolledBack", ("UpToDate",))
     WAITING_FOR_CAPACITY = Row("WaitingForCapacity", ("UpToDate",))
 
-    # A part of the way.
+    # Progress.
     NODE_PROVISIONING = Row("NodeProvisioning", ("Available",), passing=True)
     DRAINING = Row(
         "Draining",
         ("Available",),
-        "A pod is finishing its answers before it ends",
-        "Wait, up to the drain times",
+        "A pod finishes its running answers before it ends",
+        "Wait, at most for the drain times",
         passing=True,
     )
     RESOLVING = Row(
         "Resolving",
         ("ModelResolved",),
-        "The Job runs, waits to run (the message says for what: image, node, quota, admission), or failed in a way "
-        "that time may heal, such as an unreachable hub",
-        "Read the message. Unreachable hub: chart value `jobs.env` (`HF_ENDPOINT`, `HTTPS_PROXY`) and network "
-        "policies. See [troubleshooting](troubleshooting.md#resolving-does-not-end)",
+        "The Job is running, is waiting (the message says for what: image, node, quota, admission), or had a temporary "
+        "failure such as an unreachable hub",
+        "Read the message. For an unreachable hub, check chart value `jobs.env` (`HF_ENDPOINT`, `HTTPS_PROXY`) and "
+        "network policies. See [troubleshooting](troubleshooting.md#resolving-does-not-end)",
         passing=True,
     )
     FETCHING = Row("Fetching", ("WeightsReady",), passing=True)
@@ -279,15 +280,15 @@ class Reason(StrEnum):
     LOADING = Row(
         "Loading",
         ("Available",),
-        "Pods are being created, are starting, or are loading the model",
-        "Wait; for long starts see [troubleshooting](troubleshooting.md#slow-start)",
+        "Pods are being created, are starting or are loading the model",
+        "Wait; for slow starts see [troubleshooting](troubleshooting.md#slow-start)",
         passing=True,
     )
     ROLLING_OUT = Row(
         "RollingOut",
         ("UpToDate",),
         "Replicas are being replaced, one at a time",
-        "Wait; when it stays, `Available` says why the new one does not answer",
+        "Wait; if it does not finish, `Available` says why the new replica is not ready",
         passing=True,
     )
     PAUSED = Row(
