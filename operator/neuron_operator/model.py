@@ -53,8 +53,8 @@ class SecretKey(SpecPart, frozen=True):
 
 
 class ApiKeySecret(SpecPart, frozen=True):
-    """Clients must send one of the keys in this Secret, one per line, as a bearer token. By default no key is needed. See
-    [Credentials](#credentials)."""
+    """Clients must send one of the keys in this Secret, one per line, as a bearer token. By default no key is needed.
+    See [Credentials](#credentials)."""
 
     name: Name
     key: Name
@@ -205,14 +205,14 @@ class Serving(SpecPart, frozen=True):
     ] = ()
     prefix_caching: Annotated[
         AutoToggle,
-        "Whether [common prefixes of prompts are computed once](runtime.md#prefix-caching). `Enabled` selects the block "
-        "layout; `Auto`: enabled with the block layout.",
+        "Whether [common prefixes of prompts are computed once](runtime.md#prefix-caching). `Enabled` selects the "
+        "block layout; `Auto`: enabled with the block layout.",
         ConfigKey("prefixCaching", SWITCH_WORDS),
     ] = "Auto"
     chunked_prefill: Annotated[
         AutoToggle,
-        "Whether long prompts are computed in chunks while other answers continue. `Disabled`: a prompt longer than one "
-        "step is refused; `Auto`: enabled if the backend supports it.",
+        "Whether long prompts are computed in chunks while other answers continue. `Disabled`: a prompt longer than "
+        "one step is refused; `Auto`: enabled if the backend supports it.",
         ConfigKey("chunkedPrefill", SWITCH_WORDS),
     ] = "Auto"
     sampling: Annotated[
@@ -391,7 +391,8 @@ class Rollout(SpecPart, frozen=True):
     drain_seconds: Annotated[
         int,
         Meta(ge=0, le=7200),
-        "After that, its running answers may continue for this long. The pod's grace period is the sum of both plus 30 s.",
+        "After that, its running answers may continue for this long. The pod's grace period is the sum of both plus "
+        "30 s.",
         ConfigKey("drain.seconds"),
     ] = 300
     revision_history_limit: Annotated[

@@ -34,7 +34,7 @@ class Condition(StatusPart, frozen=True):
 
 
 class ModelFacts(StatusPart, frozen=True):
-    """Facts about the model; the digest is the commit (`hf://`), otherwise a hash of configuration and weights headers."""
+    """Facts about the model; the digest is the commit (`hf://`), otherwise a hash of the configuration and headers."""
 
     architecture: Reported | None = None
     parameters: Int64 | None = None

@@ -58,8 +58,8 @@ class Reason(StrEnum):
     INVALID_SPEC = Row(
         "InvalidSpec",
         ("Accepted",),
-        "A field is wrong; the message starts with its path. Also: `maxModelLength` exceeds the model's maximum, or the "
-        "API server refuses an object because of `podTemplate`",
+        "A field is wrong; the message starts with its path. Also: `maxModelLength` exceeds the model's maximum, or "
+        "the API server refuses an object because of `podTemplate`",
         "Edit the field",
     )
     FIELD_NOT_SUPPORTED = Row(
@@ -124,7 +124,7 @@ class Reason(StrEnum):
         ("Available",),
         "Not enough memory for this model; the message has the arithmetic",
         "Give the pod more memory (with torch: `podTemplate.spec.resources`) or lower the limits; see "
-        "[troubleshooting](troubleshooting.md#it-does-not-fit)",
+        "[troubleshooting](troubleshooting.md#not-enough-memory)",
         exit_codes=(31,),
     )
     DEVICE_HELD = Row("DeviceHeld", ("Available",), exit_codes=(30,))
@@ -173,7 +173,8 @@ class Reason(StrEnum):
     UNSUPPORTED_ARCHITECTURE = Row(
         "UnsupportedArchitecture",
         ("ModelResolved",),
-        "This version does not support the model's architecture or a feature of it; the message lists what is supported",
+        "This version does not support the model's architecture or a feature of it; the message lists what is "
+        "supported",
         "Choose another model or a newer version",
         exit_codes=(12,),
         final=True,
@@ -204,8 +205,8 @@ class Reason(StrEnum):
     INVALID_ENGINE_CONFIG = Row(
         "InvalidEngineConfig",
         ("Compiled",),
-        "The runtime refused its configuration; the message names the field. Often limits exceed the memory; the message "
-        "then has the arithmetic",
+        "The runtime refused its configuration; the message names the field. Often limits exceed the memory; the "
+        "message then has the arithmetic",
         "Lower `serving.maxModelLength`, `maxSequences` or `numBlocks`, or give the pod more memory",
         exit_codes=(2,),
         final=True,
@@ -215,8 +216,8 @@ class Reason(StrEnum):
     CRASH_LOOP = Row(
         "CrashLoop",
         ("Available",),
-        "The container ended without a named reason; the message has the exit code, the last log line and the number of "
-        "restarts",
+        "The container ended without a named reason; the message has the exit code, the last log line and the number "
+        "of restarts",
         "Run `kubectl logs --previous`",
     )
 
