@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 from helpers.checked_requests import check_request
+from helpers.step_counts import StepCounts
 from helpers.strict_backend import StrictBackend, next_token
 from neuron_runtime.core import BackendLimits, Batch, FinishReason, Late, Request, Sampling, StepOutput
 from neuron_runtime.engine.bounds import max_steps
@@ -99,6 +100,9 @@ class Run:
     """Somebody waited for a prefix that another one computed."""
     held: dict[bytes, tuple[int, ...]] = field(default_factory=dict)
     """Every key that a block may come to have, and what the block then holds."""
+
+    def __post_init__(self) -> None:
+        self.steps = StepCounts(self.engine)
 
     @property
     def scheduler(self) -> Scheduler:

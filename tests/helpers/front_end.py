@@ -56,6 +56,7 @@ class PacedBackend(StrictBackend):
         self.paced = paced
         self.permits = threading.Semaphore(0)
         self.waiting = False
+        self.num_collected = 0
         self.failure: Exception | None = None
 
     def collect(self, step: int) -> StepOutput:
@@ -65,6 +66,7 @@ class PacedBackend(StrictBackend):
             self.waiting = False
         if self.failure is not None:
             raise self.failure
+        self.num_collected += 1
         return super().collect(step)
 
 

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from helpers.step_counts import StepCounts
 from helpers.torch_models import NEAR_TIE, load_backend, reference, reference_logits
 from neuron_runtime.backend.torch.architecture import decoder_config, tensor_shapes
 from neuron_runtime.backend.torch.cache import KVCache, StepRows
@@ -73,12 +74,13 @@ def random_sequences(*lengths: int) -> list[list[int]]:
 
 def serve(
     folder: Path, requests: Sequence[tuple[int, Request]], **config: Any
-) -> tuple[Mapping[str, Sequence[int]], Engine]:
+) -> tuple[Mapping[str, Sequence[int]], Engine, StepCounts]:
     """Tokens of each request; request `r` of `(n, r)` arrives before the engine's n-th step."""
     backend = load_backend(folder, **config)
     try:
         backend.warm_up(lambda what, share: None)
         engine = Engine(backend)
+        steps = StepCounts(engine)
         tokens: dict[str, list[int]] = {request.request_id: [] for _, request in requests}
         arrivals = sorted(requests, key=lambda item: item[0])
         num_steps = 0
@@ -88,7 +90,7 @@ def serve(
             for event in engine.step():
                 tokens[event.request_id] += event.token_ids
             num_steps += 1
-        return tokens, engine
+        return tokens, engine, steps
     finally:
         backend.close()
 

@@ -18,6 +18,7 @@ from neuron_runtime.bench import model as models
 from neuron_runtime.bench.model import SHAPES, byte_level_vocabulary, model_folder_or_uri, random_model
 from neuron_runtime.bench.offline import OfflineEngine, Timing, measure, measure_prefill, random_prompts
 from neuron_runtime.checkpoint import read_checkpoint
+from neuron_runtime.core import Request
 from neuron_runtime.errors import InvalidConfig
 from neuron_runtime.text.tokenizer import load_tokenizer
 
@@ -61,20 +62,27 @@ def test_an_unknown_shape_is_refused_listing_the_known_ones() -> None:
     assert model_folder_or_uri("org/name") == "hf://org/name"
 
 
-def test_the_figures_of_a_point_follow_their_formulas(tiny: Path) -> None:
+def test_the_figures_of_a_point_follow_their_formulas(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    requests: list[Request] = []
     with OfflineEngine(str(tiny), {"max_num_seqs": 4, "max_model_len": 64}) as engine:
+        add = engine.engine.add
+
+        def noted(request: Request) -> None:
+            requests.append(request)
+            add(request)
+
+        monkeypatch.setattr(engine.engine, "add", noted)
         point = measure(engine, 4, input_len=8, output_len=16, num_iters=2)
         seconds, load = measure_prefill(engine, 40, 2)
-        stats = engine.engine.stats
     assert point.decode == pytest.approx(4 / point.step_seconds)
     assert point.throughput > 0
     assert seconds > 0
     assert load.wall_seconds >= seconds
     # Both iterations at least, once with one token and once with all; then the two long prompts.
-    num_iters, left = divmod(stats.num_generation_tokens_total - 2, 4 * (1 + 16))
+    num_iters, left = divmod(sum(one.sampling.max_tokens for one in requests) - 2, 4 * (1 + 16))
     assert left == 0
     assert num_iters >= 2
-    assert stats.num_prompt_tokens_total == num_iters * 2 * 4 * 8 + 2 * 40
+    assert sum(len(one.prompt_token_ids) for one in requests) == num_iters * 2 * 4 * 8 + 2 * 40
 
 
 class Scripted:

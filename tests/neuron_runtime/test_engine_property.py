@@ -133,7 +133,7 @@ def what_happened(run: Run) -> dict[str, bool]:
     stats, batches = run.engine.stats, run.backend.batches
     happened = {
         "preempted": stats.num_preemptions_total,
-        "scheduled ahead": stats.num_decode_steps_ahead_total,
+        "scheduled ahead": run.steps.num_ahead,
         "shared a prefix": stats.num_prefix_hits_total,
         "shared a prefix and preempted": stats.num_prefix_hits_total and stats.num_preemptions_total,
         "waited for a prefix": run.waited,

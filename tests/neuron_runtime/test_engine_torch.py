@@ -9,9 +9,10 @@ from typing import Any
 
 import pytest
 
+from helpers.step_counts import StepCounts
 from neuron_runtime.backend.torch import load_backend
 from neuron_runtime.config import EngineLimits, ModelSource, RuntimeConfig
-from neuron_runtime.core import Request, Sampling
+from neuron_runtime.core import Kind, Request, Sampling
 from neuron_runtime.engine.loop import Engine
 
 MODEL = Path(__file__).parents[2] / "examples" / "demo-model"
@@ -112,9 +113,9 @@ def test_concurrent_requests_get_their_solo_tokens(
     limits: dict[str, int], preempts: bool, alone: dict[str, list[int]]
 ) -> None:
     busy = engine(**limits)
+    steps = StepCounts(busy)
     for request in requests():
         busy.add(request)
     assert finish(busy) == alone
-    stats = busy.stats
-    assert (stats.num_preemptions_total > 0) is preempts
-    assert stats.num_decode_steps_ahead_total >= 0.9 * stats.num_decode_steps_total
+    assert (busy.stats.num_preemptions_total > 0) is preempts
+    assert steps.num_ahead >= 0.9 * steps.num(Kind.DECODE)

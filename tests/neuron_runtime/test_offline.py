@@ -196,11 +196,11 @@ def test_a_prompt_is_a_text_or_token_ids_in_every_form_that_vllm_takes(llm: LLM)
     ],
 )
 def test_a_prompt_that_cannot_be_is_refused_before_anything_is_computed(llm: LLM, prompts: Any, says: str) -> None:
-    steps = llm._engine.stats.num_prompt_tokens_total
+    seconds = llm._engine.stats.backend_seconds_total
     with pytest.raises(InvalidRequest) as caught:
         llm.generate(prompts, GREEDY, use_tqdm=False)
     assert says in str(caught.value)
-    assert llm._engine.stats.num_prompt_tokens_total == steps
+    assert llm._engine.stats.backend_seconds_total == seconds
     assert not llm._engine.has_work
 
 

@@ -187,8 +187,7 @@ def test_no_step_is_spent_on_a_row_whose_end_is_known() -> None:
 
 def test_a_foreseen_end_makes_nobody_wait() -> None:
     run = serve(NEURON, request("a", 5, 4), request("b", 5, 20))
-    stats = run.engine.stats
-    assert stats.num_decode_steps_ahead_total == stats.num_decode_steps_total
+    assert run.steps.num_ahead == run.steps.num(Kind.DECODE)
 
 
 # Cached prefixes

@@ -13,7 +13,7 @@ from tokenizers import Tokenizer
 
 from helpers.torch_models import random_model
 from helpers.torch_parity import check_greedy, serve
-from neuron_runtime.core import Request, Sampling
+from neuron_runtime.core import Kind, Request, Sampling
 from neuron_runtime.errors import InvalidRequest
 
 DEMO_MODEL = Path(__file__).parents[2] / "examples" / "demo-model"
@@ -64,9 +64,9 @@ def drawn_alone(folder: Path) -> Mapping[str, Sequence[int]]:
 @pytest.mark.parametrize("setting", SETTINGS)
 def test_greedy_tokens_match_transformers(setting: str, folder: Path) -> None:
     asked = requests({"temperature": 0.0})
-    tokens, engine = serve(folder, [(3 * i, r) for i, r in enumerate(asked)], **SETTINGS[setting])
+    tokens, engine, steps = serve(folder, [(3 * i, r) for i, r in enumerate(asked)], **SETTINGS[setting])
     assert (engine.stats.num_preemptions_total > 0) == ("preempted" in setting)
-    assert engine.stats.num_decode_steps_ahead_total + engine.stats.num_mixed_steps_total > 0
+    assert steps.num_ahead + steps.num(Kind.MIXED) > 0
     check_greedy(folder, asked, tokens)
 
 
@@ -77,7 +77,7 @@ def test_greedy_tokens_of_the_demo_model_match_transformers() -> None:
         Request(question, tuple(tokenizer.encode(question).ids), Sampling(max_tokens=24, temperature=0.0))
         for question in questions
     ]
-    tokens, _ = serve(DEMO_MODEL, list(enumerate(asked)), dtype="float32", max_model_length=128)
+    tokens, *_ = serve(DEMO_MODEL, list(enumerate(asked)), dtype="float32", max_model_length=128)
     check_greedy(DEMO_MODEL, asked, tokens)
 
 
@@ -85,7 +85,7 @@ def test_greedy_tokens_of_the_demo_model_match_transformers() -> None:
 def test_drawn_tokens_are_equal_alone_in_a_batch_and_after_preemption(
     setting: str, folder: Path, drawn_alone: Mapping[str, Sequence[int]]
 ) -> None:
-    together, engine = serve(folder, [(2 * i, r) for i, r in enumerate(requests(DRAWN))], **SETTINGS[setting])
+    together, engine, _ = serve(folder, [(2 * i, r) for i, r in enumerate(requests(DRAWN))], **SETTINGS[setting])
     assert (engine.stats.num_preemptions_total > 0) == ("preempted" in setting)
     assert together == drawn_alone
 
@@ -95,7 +95,7 @@ def test_seed_and_choice_change_the_answer_but_the_request_id_does_not(folder: P
 
     def answer(name: str, seed: int, choice: int) -> tuple[int, ...]:
         sampling = Sampling(max_tokens=12, temperature=1.0, seed=seed, choice=choice)
-        tokens, _ = serve(folder, [(0, Request(name, prompt, sampling))], layout="slots")
+        tokens, *_ = serve(folder, [(0, Request(name, prompt, sampling))], layout="slots")
         return tuple(tokens[name])
 
     assert answer("a", 1, 0) == answer("b", 1, 0)
@@ -111,6 +111,6 @@ def test_an_out_of_vocabulary_token_is_refused_before_the_device(token: int, fol
 def test_a_greedy_row_is_unaffected_by_drawing_rows(folder: Path) -> None:
     drawing = requests({"temperature": 1.0})
     greedy = Request("greedy", tuple(range(9)), Sampling(max_tokens=20, temperature=0.0))
-    alone, _ = serve(folder, [(0, greedy)], layout="slots")
-    beside, _ = serve(folder, [(0, greedy), *((i, r) for i, r in enumerate(drawing))], layout="slots")
+    alone, *_ = serve(folder, [(0, greedy)], layout="slots")
+    beside, *_ = serve(folder, [(0, greedy), *((i, r) for i, r in enumerate(drawing))], layout="slots")
     assert beside["greedy"] == alone["greedy"]

@@ -10,7 +10,6 @@ import sys
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
 
 from msgspec.structs import replace
 
@@ -30,15 +29,6 @@ LateRule = Callable[[list[int]], tuple[int, ...]]
 def nothing_late(request: Request) -> LateRule | None:
     """For engines whose requests all sample without the host."""
     return None
-
-
-@dataclass(frozen=True, slots=True)
-class StepInFlight:
-    """A step on the device; its batch is filled in as soon as the step before it is collected."""
-
-    batch: Batch
-    scheduled_ahead: bool = False
-    """While the step before it ran."""
 
 
 class Engine:
@@ -75,7 +65,8 @@ class Engine:
         """Requests that a step has taken up, until their first tokens."""
         queue = QueueLimits(max_queued_requests, max_queued_tokens)
         self._backpressure = Backpressure(queue, self._limits.max_rows, clock())
-        self._in_flight: deque[StepInFlight] = deque()
+        self._in_flight: deque[Batch] = deque()
+        """A batch is filled in as soon as the step before it is collected."""
         self._stats = self._scheduler.stats
         self._max_consecutive_prefills = max_consecutive_prefills
         self._longest_step_seconds: dict[Kind, float] = {}
@@ -147,13 +138,13 @@ class Engine:
         late = ahead is not None and self._samples_late()
         at_once = ahead is not None and not late and self._limits.steps_in_flight == 2
         if ahead and at_once:
-            self._launch(StepInFlight(ahead, scheduled_ahead=True), None)
+            self._launch(ahead, None)
 
         current = self._in_flight.popleft()
         began = self._clock()
-        output = self._backend.collect(current.batch.step)
+        output = self._backend.collect(current.step)
         self._stats.backend_seconds_total += self._clock() - began
-        following = StepInFlight(fill(ahead, output, current.batch), True) if ahead else None
+        following = fill(ahead, output, current) if ahead else None
         if following and at_once:
             self._in_flight[0] = following
         elif following and not late:
@@ -170,7 +161,7 @@ class Engine:
             if self._scheduler.num_live:
                 raise RuntimeError(f"the scheduler has no step for {self._scheduler.num_live} live requests")
             return False
-        self._launch(StepInFlight(batch), self._allowed())
+        self._launch(batch, self._allowed())
         return True
 
     def _schedule(self) -> Batch | None:
@@ -184,14 +175,14 @@ class Engine:
                     self._backpressure.take_up(name)
         return batch
 
-    def _launch(self, launched: StepInFlight, late: Late | None) -> None:
+    def _launch(self, batch: Batch, late: Late | None) -> None:
         began = self._clock()
-        self._backend.launch(launched.batch)
-        self._backend.sample(launched.batch.step, late)
+        self._backend.launch(batch)
+        self._backend.sample(batch.step, late)
         self._stats.backend_seconds_total += self._clock() - began
-        self._in_flight.append(launched)
+        self._in_flight.append(batch)
 
-    def _apply(self, launched: StepInFlight, output: StepOutput) -> list[TokenEvent]:
+    def _apply(self, batch: Batch, output: StepOutput) -> list[TokenEvent]:
         events = self._scheduler.apply(output)
         num_new_tokens, ended = 0, []
         for at, event in enumerate(events):
@@ -201,12 +192,20 @@ class Engine:
             if event.finish_reason:
                 self._late_rules.pop(event.request_id, None)
                 ended.append(event.request_id)
-        self._measure(launched.batch.kind)
+        self._measure(batch.kind)
         self._backpressure.leave(ended)
         # Rows that wait for somebody's prompt are busy too.
-        num_busy = max(len(launched.batch.rows), len(self._scheduler.running))
+        num_busy = max(len(batch.rows), len(self._scheduler.running))
         self._backpressure.turn(num_busy, self._applied_at or 0.0)
-        self._count(launched, output, num_new_tokens)
+        self._stats.last_step = StepStats(
+            step=batch.step,
+            kind=batch.kind,
+            num_tokens=batch.num_tokens,
+            num_computed_tokens=output.num_computed_tokens or batch.num_tokens,
+            num_new_tokens=num_new_tokens,
+            device_seconds=output.device_seconds,
+            bucket=output.bucket,
+        )
         return events
 
     def _measure(self, kind: Kind) -> None:
@@ -239,20 +238,3 @@ class Engine:
             return None
         sequences = self._scheduler.scheduled[-1].sequences
         return Late(tuple(rule(s.output) if rule else None for rule, s in zip(self._rules(), sequences, strict=True)))
-
-    def _count(self, launched: StepInFlight, output: StepOutput, num_new_tokens: int) -> None:
-        batch, stats = launched.batch, self._stats
-        decodes = batch.kind is Kind.DECODE
-        stats.num_generation_tokens_total += num_new_tokens
-        stats.num_decode_steps_total += decodes
-        stats.num_mixed_steps_total += batch.kind is Kind.MIXED
-        stats.num_decode_steps_ahead_total += decodes and launched.scheduled_ahead
-        stats.last_step = StepStats(
-            step=batch.step,
-            kind=batch.kind,
-            num_tokens=batch.num_tokens,
-            num_computed_tokens=output.num_computed_tokens or batch.num_tokens,
-            num_new_tokens=num_new_tokens,
-            device_seconds=output.device_seconds,
-            bucket=output.bucket,
-        )

@@ -238,7 +238,6 @@ class Scheduler:
                     logprobs = output.logprobs[i][: len(kept)] if output.logprobs else ()
                     request_id = sequence.request.request_id
                     if first:
-                        self.stats.num_prompt_tokens_total += sequence.num_prompt
                         cached, prompt = sequence.num_cached or 0, sequence.prompt_logprobs
                         events.append(TokenEvent(request_id, kept, reason, logprobs, prompt, cached, first=True))
                     else:

@@ -38,17 +38,10 @@ class EngineStats(msgspec.Struct, kw_only=True, array_like=True):
     num_blocks_used: int = 0
     num_blocks: int = 0
     num_preemptions_total: int = 0
-    num_prompt_tokens_total: int = 0
-    """Prompt tokens of requests that got their first token."""
-    num_generation_tokens_total: int = 0
     num_prefix_queries_total: int = 0
     """Prompt tokens that were looked for in the prefix cache, of requests taken up for the first time."""
     num_prefix_hits_total: int = 0
     """Those of them that were found, and so not computed again."""
-    num_decode_steps_total: int = 0
-    num_mixed_steps_total: int = 0
-    num_decode_steps_ahead_total: int = 0
-    """Decode steps that were scheduled while the step before them ran."""
     stream_gap_bound_seconds: float = 0.0
     """A running stream gets its next token within this time if no step takes longer than the longest so far."""
     backend_seconds_total: float = 0.0
