@@ -1,17 +1,17 @@
-"""Tables of docs/benchmarks.md, from what the simulated backend declares. Called by `generate`; measures nothing."""
+"""The table of step times in docs/benchmarks.md, from the simulated backend. Called by `generate`."""
 
 from __future__ import annotations
 
+from markdown_table import table
 from neuron_runtime.backend.simulated.step_times import PUBLISHED
 
 
 def published_step_times() -> str:
     """The step times that `--step-times` and `stepTimes` name, with their sources."""
-    rows = (
-        f"| `{one.name}` | {_points(one.decode)} | {_points(one.prefill)} | {one.source} |"
-        for one in PUBLISHED.values()
+    return table(
+        ("Name", "Decode, ms at rows", "Prefill, ms at tokens", "Source"),
+        ((f"`{one.name}`", _points(one.decode), _points(one.prefill), one.source) for one in PUBLISHED.values()),
     )
-    return "\n".join(["| Name | Decode, ms at rows | Prefill, ms at tokens | Source |", "|---|---|---|---|", *rows])
 
 
 def _points(curve: tuple[tuple[int, float], ...]) -> str:

@@ -1,9 +1,8 @@
-"""Write what follows from declarations in the code: whole files, and the marked parts of pages.
+"""Generate files and marked parts of pages from declarations in the code.
 
-`make generate` runs this; `make lint` runs it with --check, which changes nothing and fails where what is committed
-differs. A part of a page stands between `<!-- generated: NAME -->` and `<!-- end -->`. TARGETS lists all of them.
-A function that renders one returns its text without the markers; it lives in `scripts/*_tables.py` or beside
-what it reads.
+`make generate` runs this; `make lint` runs it with --check, which only reports differences. A generated part of a page
+is between `<!-- generated: NAME -->` and `<!-- end -->`. TARGETS lists all of them; their render functions, in
+`scripts/*_tables.py` or next to the declarations, return the text without markers.
 """
 
 from __future__ import annotations
@@ -78,10 +77,10 @@ TARGETS = (
 
 
 def generated(root: Path, targets: Iterable[Target]) -> dict[str, str]:
-    """The text that each file of the targets should have, by path.
+    """The expected text of each target's file, by path.
 
     Raises:
-        ValueError: a page has no such part, or it does not end.
+        ValueError: a page lacks the markers of a part.
     """
     files: dict[str, str] = {}
     for target in targets:
@@ -98,13 +97,13 @@ def _replaced(page: str, target: Target, text: str) -> str:
     before, found, rest = page.partition(begin)
     _, ended, after = rest.partition(END)
     if not found or not ended:
-        raise ValueError(f"{target.path}: found no part from {begin.strip()} to {END}")
+        raise ValueError(f"{target.path}: missing {begin.strip()} or its {END}")
     return f"{before}{begin}{text.strip()}\n{END}{after}"
 
 
 def main(arguments: list[str] | None = None, root: Path = ROOT, targets: Iterable[Target] = TARGETS) -> int:
     parser = argparse.ArgumentParser(description="Write the generated files and parts of pages.")
-    parser.add_argument("--check", action="store_true", help="change nothing; fail where a file differs")
+    parser.add_argument("--check", action="store_true", help="change nothing; fail if a file differs")
     check = parser.parse_args(arguments).check
     status = 0
     for path, text in generated(root, targets).items():
@@ -112,7 +111,7 @@ def main(arguments: list[str] | None = None, root: Path = ROOT, targets: Iterabl
         if file.exists() and file.read_text() == text:
             continue
         if check:
-            print(f'{path} differs from what the code declares: run "make generate"', file=sys.stderr)
+            print(f'{path} is out of date: run "make generate"', file=sys.stderr)
             status = 1
         else:
             file.write_text(text)

@@ -1,4 +1,4 @@
-"""The table of docs/metrics.md, from the families that the front end declares. Called by `generate`."""
+"""The table of docs/metrics.md, from the metric families of the front end. Called by `generate`."""
 
 from __future__ import annotations
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, get_args
 
 import msgspec
 from msgspec import NODEFAULT
 
+from markdown_table import table
 from neuron_operator.fields import Field, SpecPart, Supported, described, fields_of, peeled
 from neuron_operator.model import Spec
 from neuron_operator.model_status import Status
@@ -18,7 +19,7 @@ from neuron_operator.schema import COLUMNS, schema_of
 
 @dataclass(frozen=True)
 class Row:
-    """A field with a description, and the paths below it that have none of their own."""
+    """A field with a description, and the paths below it without one."""
 
     path: str
     field: Field
@@ -34,7 +35,7 @@ class Row:
 
 
 def fields() -> str:
-    """Fields of the spec that some backend acts on."""
+    """Fields of the spec that some backend supports."""
     acted_on = [row for row in rows(Spec) if all(said.of or said.backends for said in row.supported)]
     return table(
         ("Field", "Meaning", "Values", "Default"),
@@ -43,7 +44,7 @@ def fields() -> str:
 
 
 def not_supported() -> str:
-    """Fields of the spec, or values of them, that this version refuses."""
+    """Fields of the spec, or their values, that this version refuses."""
     return table(
         ("Field", "Meaning", "Accepted values", "Otherwise"),
         (
@@ -87,7 +88,7 @@ def undescribed(part: type[SpecPart], step: str, path: str) -> Iterator[str]:
 
 
 def part_of(one: Field) -> tuple[type[SpecPart], str] | None:
-    """The fields inside a field, and the step to them in a path."""
+    """The type of the fields inside a field, and the path segment to them."""
     core, _ = peeled(one.kind)
     step = ""
     if get_args(core) and core.__origin__ is tuple:
@@ -135,13 +136,8 @@ def shown(value: Any) -> str:
     return f"`{value if isinstance(value, str) else msgspec.json.encode(value).decode()}`"
 
 
-def table(head: tuple[str, ...], lines: Iterable[tuple[str, ...]]) -> str:
-    first, *rest = (" ".join(["|", *(f"{cell} |".lstrip() for cell in cells)]) for cells in (head, *lines))
-    return "\n".join([first, "|---" * len(head) + "|", *rest])
-
-
 def reasons(condition: Condition) -> str:
-    """The reasons of one condition by weight, then those that are reserved."""
+    """The reasons of one condition by weight, reserved ones last."""
     declared = [reason.row for reason in Reason if condition in reason.row.conditions]
     return table(
         ("Reason", "Means", "What to do"),

@@ -1,4 +1,4 @@
-"""Tables of the docs about what a request may contain, read from the runtime's declarations."""
+"""Tables of request fields and parameters, from the runtime's declarations. Called by `generate`."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def as_json(value: Any) -> str:
 
 
 def refused(where: Surface, title: str, spelled: Callable[[Any], str]) -> str:
-    """The names of one surface that are refused, with their neutral values."""
+    """The refused names of one surface, with their neutral values."""
     return table(
         (title, "Accepted values"),
         (
@@ -32,7 +32,7 @@ def refused(where: Surface, title: str, spelled: Callable[[Any], str]) -> str:
 
 
 def fields() -> str:
-    """The fields of the bodies of both generating routes."""
+    """The body fields of both completion routes."""
     both = (parameters_of(CompletionBody), parameters_of(ChatBody))
     completions, chat = both
     lines = []
@@ -59,7 +59,7 @@ def sampling_parameters() -> str:
 
 
 def offline_parameters() -> str:
-    """The fields of `SamplingParams` that are served, with their defaults."""
+    """The supported fields of `SamplingParams`, with their defaults."""
     params = SamplingParams()
     refused_names = {row.name for row in rows(Surface.SAMPLING_PARAMS)}
     return table(
@@ -73,12 +73,12 @@ def offline_parameters() -> str:
 
 
 def settings() -> str:
-    """The names in generation_config.json that are defaults of sampling parameters."""
+    """The names in generation_config.json that set defaults of sampling parameters."""
     return ", ".join(f"`{row.setting}`" for row in parameters_of(SamplingFields).values() if row.setting)
 
 
 def sampling_modes() -> str:
-    """What serves each sampling parameter in each mode."""
+    """Where each sampling parameter is computed in each mode."""
     return table(
         ("Parameter", *(f"`{mode}`" for mode in MODES)),
         ((name, *(row.where(mode).value for mode in MODES)) for name, row in _sampling()),
@@ -86,7 +86,7 @@ def sampling_modes() -> str:
 
 
 def _sampling() -> Iterator[tuple[str, Parameter]]:
-    """Sampling parameters of both routes; those that differ say which route they belong to."""
+    """Sampling parameters of both routes; those that differ name their route."""
     shared = parameters_of(SamplingFields)
     yield from ((f"`{name}`", row) for name, row in shared.items() if row.modes)
     for body, route in ((CompletionBody, "completions"), (ChatBody, "chat")):
@@ -96,7 +96,7 @@ def _sampling() -> Iterator[tuple[str, Parameter]]:
 
 
 def names(where: Surface, *, has_effect: bool) -> str:
-    """The names of one surface in one paragraph."""
+    """The names of one surface as a paragraph."""
     found = ", ".join(f"`{row.name}`" for row in rows(where) if row.has_effect is has_effect)
     return textwrap.fill(found, 120, break_long_words=False, break_on_hyphens=False)
 

@@ -1,6 +1,6 @@
 """Tables of docs/runtime.md, docs/server.md and docs/offline.md: flags of `serve`, keys of its document, arguments.
 
-Called by generate.py. What they say is declared in `neuron_runtime.config` and `neuron_runtime.commands.serve`.
+Called by `generate`, from `neuron_runtime.config` and `neuron_runtime.commands.serve`.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def refused_flags() -> str:
 
 
 def document_keys() -> str:
-    """The keys of the document, but for those of the HTTP server."""
+    """The keys of the document without those of the HTTP server."""
     return _keys(field for field in FIELDS if not field.path.startswith("server."))
 
 
@@ -59,7 +59,7 @@ def _keys(fields: Iterable[Field]) -> str:
 
 
 def values(kind: inspect.Type) -> str:
-    """What a field may hold, in words."""
+    """The values of a field, in words."""
     match kind:
         case inspect.LiteralType(known):
             return _texts(filter(None, known))

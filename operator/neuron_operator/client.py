@@ -61,6 +61,9 @@ class Resource:
         scope = ("namespaces", namespace) if namespace is not None and self.namespaced else ()
         return "/".join((root, *scope, self.plural, *(part for part in (name, subresource) if part is not None)))
 
+    def path_of(self, obj: Object, subresource: str | None = None) -> str:
+        return self.path(obj["metadata"].get("namespace"), obj["metadata"]["name"], subresource)
+
 
 NEURON_MODELS = Resource(API_VERSION, KIND, PLURAL)
 PODS = Resource("v1", "Pod", "pods")
@@ -304,10 +307,7 @@ class Client:
 
     async def replace(self, resource: Resource, obj: Object) -> Object:
         """Raises Conflict if `obj` is not the newest version."""
-        metadata = obj["metadata"]
-        return await self._request(
-            "update", resource, resource.path(metadata.get("namespace"), metadata["name"]), body=obj
-        )
+        return await self._request("update", resource, resource.path_of(obj), body=obj)
 
     async def apply(self, resource: Resource, desired: Object, live: Object) -> Object:
         """Server-side apply onto exactly `live`; raises Conflict if another object has its name.
@@ -319,9 +319,8 @@ class Client:
         """
         if any(entry.get("operation") == "Update" for entry in own_entries(live)):
             await self._make_applied(resource, live)
-        metadata = desired["metadata"]
-        path = resource.path(metadata.get("namespace"), metadata["name"])
-        body = {**desired, "metadata": {**metadata, "uid": live["metadata"]["uid"]}}
+        path = resource.path_of(desired)
+        body = {**desired, "metadata": {**desired["metadata"], "uid": live["metadata"]["uid"]}}
         try:
             return await self._patch(resource, path, _APPLY, body, force="true")
         except Invalid:
@@ -343,8 +342,7 @@ class Client:
             {"op": "replace", "path": "/metadata/managedFields", "value": entries},
             {"op": "replace", "path": "/metadata/resourceVersion", "value": newest["metadata"]["resourceVersion"]},
         ]
-        path = resource.path(metadata.get("namespace"), metadata["name"])
-        await self._patch(resource, path, "json-patch+json", patch)
+        await self._patch(resource, resource.path_of(live), "json-patch+json", patch)
 
     async def apply_status(self, resource: Resource, live: Object, status: Object) -> Object:
         """Server-side apply of the whole status of exactly `live`."""
@@ -355,19 +353,18 @@ class Client:
             "metadata": {key: metadata[key] for key in ("name", "namespace", "uid")},
             "status": status,
         }
-        path = resource.path(metadata["namespace"], metadata["name"], "status")
+        path = resource.path_of(live, "status")
         return await self._patch(resource, path, _APPLY, body, force="true", fieldManager=STATUS_FIELD_MANAGER)
 
     async def delete(self, resource: Resource, live: Object) -> None:
         """Deletes exactly `live`, its dependents in the background; raises Conflict if another object has its name."""
-        metadata = live["metadata"]
         body = {
             "apiVersion": "v1",
             "kind": "DeleteOptions",
             "propagationPolicy": "Background",
-            "preconditions": {"uid": metadata["uid"]},
+            "preconditions": {"uid": live["metadata"]["uid"]},
         }
-        await self._request("delete", resource, resource.path(metadata.get("namespace"), metadata["name"]), body=body)
+        await self._request("delete", resource, resource.path_of(live), body=body)
 
     async def _patch(self, resource: Resource, path: str, kind: str, body: Any, **query: str) -> Object:
         query = {"fieldManager": FIELD_MANAGER, **query}

@@ -11,7 +11,9 @@ from dataclasses import dataclass, replace
 
 from neuron_operator import manifest, names, revision, status
 from neuron_operator.errors import InvalidSpec
+from neuron_operator.fields import as_json
 from neuron_operator.model import NeuronModel
+from neuron_operator.model_status import Status
 from neuron_operator.objects import name_of
 from neuron_operator.reasons import Finding, Reason, met, unmet
 from neuron_operator.render import serving
@@ -190,9 +192,8 @@ def _explain_revision(world: World, observed: Observed, course: Course) -> tuple
     if course.wanted is None or course.wanted != course.served:
         return ()
     wanted = course.wanted.name
-    live = [pod for pod in observed.replicas if pod.is_live]
-    updated = sum(pod.revision == wanted for pod in live)
-    if observed.deployment and observed.deployment.revision == wanted and updated == len(live):
+    updated = observed.num_updated(wanted)
+    if observed.deployment and observed.deployment.revision == wanted and updated == len(observed.live):
         return (met("UpToDate", f"all replicas run revision {wanted}"),)
     if manifest.is_paused(world.body):
         text = f"paused; revision {wanted} rolls out once annotation {names.PAUSED_ANNOTATION} is removed"
@@ -202,25 +203,28 @@ def _explain_revision(world: World, observed: Observed, course: Course) -> tuple
 
 
 def _status(observed: Observed, course: Course, findings: Sequence[Finding]) -> Object:
-    live = [pod for pod in observed.replicas if pod.is_live]
+    model, shown = observed.model, course.wanted or course.served
     wanted = course.wanted.name if course.wanted else ""
-    others = sorted(pod.revision for pod in live if pod.revision != wanted)
-    current = others[0] if others else observed.model.current_revision
+    others = sorted(pod.revision for pod in observed.live if pod.revision != wanted)
+    current = others[0] if others else model.current_revision
     if any(finding.condition == "UpToDate" and finding.status == "True" for finding in findings):
         current = wanted
     service = next((child for child in observed.children if child.kind == "Service"), None)
-    return status.build(
-        observed.model,
-        findings,
-        replicas=len(live),
-        ready_replicas=sum(pod.is_answering for pod in live),
-        updated_replicas=sum(pod.revision == wanted for pod in live),
-        shown=course.wanted or course.served,
-        current_revision=current,
-        update_revision=wanted or observed.model.update_revision,
-        url=f"http://{service.name}.{observed.model.namespace}.svc:{names.PORT}" if service else "",
-        now=observed.now,
+    built: Object = as_json(
+        Status(
+            conditions=tuple(status.condition_of(finding, model, observed.now) for finding in findings),
+            replicas=len(observed.live),
+            ready_replicas=sum(pod.is_answering for pod in observed.live),
+            updated_replicas=observed.num_updated(wanted),
+            selector=names.selector_string(names.serving_selector(model.name)),
+            url=f"http://{service.name}.{model.namespace}.svc:{names.PORT}" if service else None,
+            current_revision=current or None,
+            update_revision=wanted or model.update_revision or None,
+            model=status.facts_of(shown.pinned.facts) if shown else None,
+            plan=shown.pinned.plan if shown else None,
+        )
     )
+    return built
 
 
 def _look_again(world: World, findings: Sequence[Finding], steps: Sequence[Step]) -> float | None:

@@ -1,4 +1,4 @@
-"""Types that the fields of NeuronModel are made of, with their bounds and rules. `model.py` declares fields of them."""
+"""Types of the fields of NeuronModel, with their bounds and rules, for `model.py`."""
 
 import re
 from dataclasses import dataclass
@@ -11,12 +11,12 @@ from neuron_operator import names
 from neuron_operator.fields import Rule
 
 NAME_PATTERN = r"^[a-z]([-a-z0-9]*[a-z0-9])?$"
-"""Of the object's name: with names.MAX_MODEL_NAME, what names of children can grow from."""
+"""Pattern of the object's name. With names.MAX_MODEL_NAME it keeps the names of children valid."""
 
 
 @dataclass(frozen=True)
 class UriScheme:
-    """A way to name a model; `supported` by this version or declared for later ones."""
+    """A form of model URI; `supported` by this version or declared for later ones."""
 
     form: str
     pattern: str
@@ -50,7 +50,7 @@ Int64 = Annotated[int, Meta(extra_json_schema={"format": "int64"})]
 Toggle = Literal["Enabled", "Disabled"]
 AutoToggle = Literal["Auto", "Enabled", "Disabled"]
 SWITCH_WORDS = {"Auto": None, "Enabled": "enabled", "Disabled": "disabled"}
-"""What RuntimeConfig has for an AutoToggle."""
+"""The values of an AutoToggle in RuntimeConfig."""
 
 
 def _has_known_form(uri: str) -> bool:
@@ -66,7 +66,7 @@ Uri = Annotated[
     str,
     Meta(min_length=1, max_length=1024),
     Rule(
-        "file:./ is relative to the manifest and works with `neuron-operator local` only; use file:///path",
+        "file:./ works with `neuron-operator local` only, where it is relative to the manifest; use file:///path",
         lambda uri: not uri.startswith(RELATIVE_FILE),
         f"!{IS_RELATIVE}",
     ),
@@ -91,7 +91,7 @@ Buckets = Annotated[
     ),
 ]
 WITHOUT_OUR_PREFIX = Rule(
-    f"{names.GROUP}/ is the operator's own prefix",
+    f"keys must not begin with {names.GROUP}/, which is reserved for the operator",
     lambda keys: not any(key.startswith(f"{names.GROUP}/") for key in keys),
     f"self.all(key, !key.startsWith('{names.GROUP}/'))",
 )

@@ -1,7 +1,7 @@
-"""What the declaration of a field says beside its type: description, rules, support, its key in RuntimeConfig.
+"""The annotations of a field beside its type: description, rules, support, key in RuntimeConfig.
 
-`model.py` declares with it; the parser, `schema.py`, `config_document.py`, `revision.py` and the docs' tables read it.
-In `Annotated`, a string is the description, in Markdown; bounds are msgspec's `Meta`. No field is known here by name.
+`model.py` declares fields with them; parser, `schema.py`, `config_document.py`, `revision.py` and the docs' tables read
+them. In `Annotated`, a string is the description, in Markdown; bounds are msgspec's `Meta`. No field is named here.
 """
 
 from __future__ import annotations
@@ -21,20 +21,20 @@ Json = dict[str, Any]
 
 @dataclass(frozen=True)
 class Rule:
-    """A rule over a value that bounds cannot say: once in CEL for the API server, once in Python for the parser.
+    """A rule that bounds cannot express, in CEL for the API server and in Python for the parser.
 
-    Rules follow a field's type in `Annotated`, or stand in the RULES of the Struct that they constrain.
+    Rules follow a field's type in `Annotated`, or are in the RULES of the Struct that they constrain.
     """
 
     message: str
     holds: Callable[[Any], bool]
     cel: str = ""
     schema: Mapping[str, Any] = field(default_factory=dict)
-    """Markers that enforce it in the schema, for a rule without CEL."""
+    """Schema keywords that enforce a rule without CEL."""
 
 
 def unique(by: str = "") -> Rule:
-    """Items of a list differ, or their fields `by` do."""
+    """The items of a list are unique, or their fields `by` are."""
     kind = {"x-kubernetes-list-type": "map", "x-kubernetes-list-map-keys": [by]} if by else {}
 
     def holds(items: tuple[Any, ...]) -> bool:
@@ -44,43 +44,43 @@ def unique(by: str = "") -> Rule:
 
 
 def exactly_one(*keys: str) -> Rule:
-    """One field of the Struct is set, no more; `keys` are all of its fields that count, as JSON has them."""
+    """Exactly one of the Struct's fields `keys` (JSON names) is set."""
 
     def holds(part: SpecPart) -> bool:
         return sum(getattr(part, one.name) is not None for one in fields_of(type(part)) if one.key in keys) == 1
 
-    there = ", ".join(f"has(self.{key})" for key in keys)
-    return Rule(f"exactly one of {', '.join(keys)} is needed", holds, f"[{there}].exists_one(x, x)")
+    present = ", ".join(f"has(self.{key})" for key in keys)
+    return Rule(f"exactly one of {', '.join(keys)} must be set", holds, f"[{present}].exists_one(x, x)")
 
 
 @dataclass(frozen=True)
 class Supported:
-    """The field is valid, but this version does not act on every value; others are refused, with the cure.
+    """This version supports only some values of a valid field; others are refused, with the cure.
 
-    Accepted are the default, `values`, and with one of `backends` all values. Accepted values of a field that is not
-    acted on mean the same as its default.
+    The default and `values` are accepted, and with one of `backends` all values. Accepted values of an idle field mean
+    the same as its default.
     """
 
     cure: str
     values: tuple[object, ...] = ()
     backends: tuple[str, ...] = ()
     of: Callable[[Any], object] | None = None
-    """Reads from the spec what must be one of `values`, instead of the field's own value."""
+    """Reads the value to check against `values` from the spec; by default the field's own."""
     key: str = ""
     """The key inside the field that `of` reads."""
 
     def idle(self, backend: str) -> bool:
-        """Whether nothing acts on the field."""
+        """Whether nothing uses the field."""
         return self.of is None and backend not in self.backends
 
 
 @dataclass(frozen=True)
 class ConfigKey:
-    """Where the value goes in the RuntimeConfig document, unless it is None or nothing acts on the field."""
+    """Path of the value in the RuntimeConfig document, which omits None and idle fields."""
 
     path: str
     words: Mapping[object, object] = field(default_factory=dict)
-    """What the document has instead of these values."""
+    """Replacements: value in the spec -> value in the document."""
 
 
 class SpecPart(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, rename="camel", omit_defaults=True):
@@ -102,7 +102,7 @@ class Field:
     """NODEFAULT: required."""
 
     def said(self, kind: type[T]) -> tuple[T, ...]:
-        """What the declaration says of this kind."""
+        """The annotations of this type."""
         return tuple(one for one in peeled(self.kind)[1] if isinstance(one, kind))
 
 
@@ -120,7 +120,7 @@ def fields_of(part: type[SpecPart]) -> tuple[Field, ...]:
 
 
 def peeled(kind: Any) -> tuple[Any, tuple[object, ...]]:
-    """The type below `Annotated` and `| None`, and all that is said about it, RULES of a SpecPart last."""
+    """The type inside `Annotated` and `| None`, and its annotations, RULES of a SpecPart last."""
     said: tuple[object, ...] = ()
     while True:
         arguments = get_args(kind)
@@ -142,7 +142,7 @@ def described(kind: Any) -> str:
 
 
 def as_json(value: Any) -> Any:
-    """A declared value as JSON has it: parts as objects without defaults, lists for tuples."""
+    """A declared value as JSON: parts become objects without defaults, tuples become lists."""
     return _with_lists(msgspec.to_builtins(value))
 
 
@@ -153,7 +153,7 @@ def _with_lists(value: Any) -> Any:
 
 
 def walk(part: SpecPart, path: str) -> Iterator[tuple[str, Field, Any]]:
-    """Path, declaration and value of each field, those of parts within parts included, in the order of declaration."""
+    """Path, declaration and value of each field, recursively, in the order of declaration."""
     for one in fields_of(type(part)):
         value, here = getattr(part, one.name), f"{path}.{one.key}"
         yield here, one, value
@@ -162,7 +162,7 @@ def walk(part: SpecPart, path: str) -> Iterator[tuple[str, Field, Any]]:
 
 
 def broken_rules(kind: Any, value: Any, path: str) -> Iterator[tuple[str, str]]:
-    """Path and message of each rule that does not hold, in the order of declaration; what is None breaks none."""
+    """Path and message of each broken rule, in the order of declaration; None breaks none."""
     if value is None:
         return
     core, said = peeled(kind)

@@ -8,6 +8,7 @@ takes over no sooner than `duration_seconds` after it *saw* that renewal.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import dataclass
@@ -105,7 +106,9 @@ class LeaderLease:
                 except (ClusterFault, TimeoutError) as fault:
                     logger.warning("cannot acquire the lease: %s", fault)
                     wait_seconds = self._timings.retry_seconds
-            await _first(self._changed.wait(), wait_seconds)
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(wait_seconds):
+                    await self._changed.wait()
 
     async def _take(self, live: Object | None) -> Object:
         stamp = _micro_time()
@@ -215,11 +218,3 @@ def _now() -> float:
 def _micro_time() -> str:
     """For people only: clocks of machines differ, so no decision reads it."""
     return datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%S.%fZ")
-
-
-async def _first(event: Coroutine[Any, Any, Any], seconds: float) -> None:
-    try:
-        async with asyncio.timeout(seconds):
-            await event
-    except TimeoutError:
-        return

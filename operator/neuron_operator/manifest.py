@@ -1,7 +1,7 @@
-"""Reads a manifest: a NeuronModel, or a refusal that names the field.
+"""Parses a manifest: a NeuronModel, or an error that names the field.
 
-Called by `decide` for every pass, and so by `neuron-operator local`, where no API server has checked the manifest: what
-the CRD refuses is refused here too, with the same field.
+Called by `decide` in every pass, also of `neuron-operator local`, where no API server has checked the manifest.
+Everything that the CRD refuses is therefore refused here too, with the same field.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from neuron_operator.model import NeuronModel, Spec
 
 
 def parse(body: Mapping[str, Any]) -> NeuronModel:
-    """Read a NeuronModel as the API server (or a YAML file) has it.
+    """Parse a NeuronModel from the API server or a YAML file.
 
     Raises:
-        InvalidSpec: naming the field, e.g. `spec.serving.maxModelLength`, and what was expected there.
-        FieldNotSupported: a valid field that this version does not act on, with the cure.
+        InvalidSpec: names the field, e.g. `spec.serving.maxModelLength`, and what was expected.
+        FieldNotSupported: names a valid field that this version does not support, and the cure.
     """
     metadata = body.get("metadata")
     metadata = metadata if isinstance(metadata, Mapping) else {}
@@ -52,7 +52,7 @@ def parse(body: Mapping[str, Any]) -> NeuronModel:
 
 
 def is_paused(body: Mapping[str, Any]) -> bool:
-    """Whether the model's owner asked the operator to change nothing; known for invalid specs too."""
+    """Whether the pause annotation is set; also works for invalid specs."""
     metadata = body.get("metadata")
     annotations = metadata.get("annotations") if isinstance(metadata, Mapping) else None
     return isinstance(annotations, Mapping) and annotations.get(names.PAUSED_ANNOTATION) == "true"
@@ -70,9 +70,9 @@ def _convert(raw: object) -> Spec:
 
 
 def not_supported(spec: Spec) -> Iterator[FieldNotSupported]:
-    """A refusal for each valid value that this version does not act on."""
+    """An error for each valid value that this version does not support."""
     found = [(path, one, said, value) for path, one, value in walk(spec, "spec") for said in one.said(Supported)]
-    # What decides about other fields, as the backend does, is named before them.
+    # Fields that others depend on, such as the backend, come first.
     for path, one, said, value in sorted(found, key=lambda row: row[2].of is None):
         asked = said.of(spec) if said.of else value
         accepted = said.values if said.of else (one.default, *said.values)

@@ -1,7 +1,7 @@
 """The CustomResourceDefinition of NeuronModel, from the Structs that declare its fields.
 
-`make generate` writes it to `crds/` and into the chart; `neuron-operator crd` prints it. The schema is structural,
-every list has a type for merging, and a description is the declared Markdown without its links.
+`make generate` writes it to `crds/` and the chart; `neuron-operator crd` prints it. The schema is structural, every
+list has a merge type, and descriptions are the declared Markdown without links.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ LENGTHS = {"array": ("minItems", "maxItems"), "object": ("minProperties", "maxPr
 LINK = r"\[([^]]*)\]\([^)]*\)"
 REFERENCE = rf" See {LINK}\.|, see {LINK}"
 BELOW = ("items", "additionalProperties", "properties")
-# Name, type, JSON path; those of `-o wide` have a priority.
+# Name, type, JSON path, priority: 1 is shown with `-o wide` only.
 COLUMNS = (
     ("Model", "string", ".spec.model.uri", 0),
     ("Ready", "string", '.status.conditions[?(@.type=="Ready")].status', 0),
@@ -46,7 +46,6 @@ COLUMNS = (
 
 
 def definition() -> Schema:
-    """The CustomResourceDefinition."""
     name = {"type": "string", "maxLength": names.MAX_MODEL_NAME, "pattern": NAME_PATTERN}
     version = {
         "name": names.VERSION,
@@ -84,7 +83,7 @@ def definition() -> Schema:
         "kind": "CustomResourceDefinition",
         "metadata": {
             "name": f"{names.PLURAL}.{names.GROUP}",
-            # Models survive the uninstallation of the chart.
+            # Uninstalling the chart keeps the models.
             "annotations": {"helm.sh/resource-policy": "keep"},
         },
         "spec": {
@@ -103,7 +102,7 @@ def definition() -> Schema:
 
 
 def schema_of(kind: Any) -> Schema:
-    """The structural schema of a declared type, with all that its declaration says."""
+    """The structural schema of a declared type with its annotations."""
     core, said = peeled(kind)
     schema = _type(core)
     if text := described(kind):
@@ -164,7 +163,7 @@ def _bounds(meta: Meta, kind: str) -> Schema:
 
 
 class _Dumper(yaml.SafeDumper):
-    """Short maps of scalars in one line, long texts folded, lists indented."""
+    """Short maps of scalars on one line, long texts folded, lists indented."""
 
     def increase_indent(self, flow: bool = False, indentless: bool = False) -> None:
         super().increase_indent(flow, indentless=False)
@@ -193,7 +192,7 @@ _Dumper.add_representer(list, _list)
 
 
 def to_yaml() -> str:
-    """The file as it is committed."""
+    """The committed file."""
     return "# Written by `make generate` from neuron_operator/model.py. Later versions only add fields.\n" + yaml.dump(
         definition(), Dumper=_Dumper, sort_keys=False, width=120, allow_unicode=True
     )

@@ -10,9 +10,9 @@ import argparse
 import os
 import socket
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import msgspec
 
@@ -46,13 +46,6 @@ class RunSettings:
     log_level: str
 
 
-class _Jobs(msgspec.Struct, forbid_unknown_fields=True, rename="camel", frozen=True):
-    node_selector: dict[str, str] = {}
-    tolerations: list[dict[str, Any]] = []
-    resources: dict[str, Any] = {}
-    env: list[dict[str, Any]] = []
-
-
 def _text(value: str) -> str:
     return value.strip()
 
@@ -80,12 +73,11 @@ def _between(low: int, high: int) -> Callable[[str], int]:
 
 
 def _jobs(value: str) -> JobSettings:
-    jobs = msgspec.json.decode(value, type=_Jobs)
-    return JobSettings(jobs.node_selector, tuple(jobs.tolerations), jobs.resources, tuple(jobs.env))
+    return msgspec.json.decode(value, type=JobSettings)
 
 
 def _objects(value: str) -> tuple[Object, ...]:
-    return tuple(msgspec.json.decode(value, type=list[dict[str, Any]]))
+    return msgspec.json.decode(value, type=tuple[Object, ...])
 
 
 @dataclass(frozen=True)
@@ -174,34 +166,15 @@ def load(argv: Sequence[str], environ: Mapping[str, str] | None = None) -> RunSe
     return _assemble(values)
 
 
-def _assemble(values: Mapping[str, Any]) -> RunSettings:
-    mode: Literal["Plugin", "PluginWithExtension"] = values["device_mode"]
-    if (mode == "PluginWithExtension") != bool(values["device_scheduler_name"]):
+def _assemble(values: dict[str, Any]) -> RunSettings:
+    models = Settings(**{one.name: values.pop(one.name) for one in fields(Settings)})
+    if (models.device_mode == "PluginWithExtension") != bool(models.device_scheduler_name):
         raise InvalidSetting(
             "--device-scheduler-name and --device-mode PluginWithExtension belong together: set both or neither"
         )
-    return RunSettings(
-        models=Settings(
-            runtime_image=values["runtime_image"],
-            image_pull_policy=values["image_pull_policy"],
-            image_pull_secrets=values["image_pull_secrets"],
-            jobs=values["jobs"],
-            device_mode=mode,
-            device_scheduler_name=values["device_scheduler_name"],
-            network_policy_ingress_from=values["network_policy_ingress_from"],
-        ),
-        namespace=values["namespace"] or _own_namespace(),
-        identity=values["identity"] or socket.gethostname(),
-        lease_name=values["lease_name"],
-        lease=LeaseTimings.of(values["lease_seconds"]),
-        watch_namespaces=values["watch_namespaces"],
-        num_workers=values["num_workers"],
-        http_host=values["http_host"],
-        http_port=values["http_port"],
-        health_port=values["health_port"],
-        kubeconfig=values["kubeconfig"],
-        log_level=values["log_level"],
-    )
+    values["namespace"] = values["namespace"] or _own_namespace()
+    values["identity"] = values["identity"] or socket.gethostname()
+    return RunSettings(models=models, lease=LeaseTimings.of(values.pop("lease_seconds")), **values)
 
 
 def _own_namespace() -> str:

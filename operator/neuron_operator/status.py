@@ -8,12 +8,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from datetime import UTC, datetime
 
-from neuron_operator import names
-from neuron_operator.fields import as_json
-from neuron_operator.model_status import MAX_MESSAGE, MAX_WORD, Condition, ModelFacts, Status
+from neuron_operator.model_status import MAX_MESSAGE, MAX_WORD, Condition, ModelFacts
 from neuron_operator.reasons import CONDITIONS, Finding, Reason
 from neuron_operator.records import Facts
-from neuron_operator.revision import Revision
 from neuron_operator.views import ModelView
 from neuron_operator.world import Announcement, Object
 
@@ -34,37 +31,7 @@ def complete(findings: Sequence[Finding]) -> tuple[Finding, ...]:
     return (*all_found, _roll_up(all_found))
 
 
-def build(
-    model: ModelView,
-    findings: Sequence[Finding],
-    *,
-    replicas: int,
-    ready_replicas: int,
-    updated_replicas: int,
-    shown: Revision | None,
-    current_revision: str,
-    update_revision: str,
-    url: str,
-    now: datetime,
-) -> Object:
-    """The whole status. `findings` are complete; `shown` is the revision whose facts and plan a reader wants to see."""
-    status = Status(
-        conditions=tuple(_condition(model, finding, now) for finding in findings),
-        replicas=replicas,
-        ready_replicas=ready_replicas,
-        updated_replicas=updated_replicas,
-        selector=names.selector_string(names.serving_selector(model.name)),
-        url=url or None,
-        current_revision=current_revision or None,
-        update_revision=update_revision or None,
-        model=_facts(shown.pinned.facts) if shown else None,
-        plan=shown.pinned.plan if shown else None,
-    )
-    written: Object = as_json(status)
-    return written
-
-
-def _facts(facts: Facts) -> ModelFacts:
+def facts_of(facts: Facts) -> ModelFacts:
     return ModelFacts(
         architecture=facts.architecture[:MAX_WORD],
         parameters=facts.parameters,
@@ -95,7 +62,7 @@ def _roll_up(findings: Sequence[Finding]) -> Finding:
     return Finding("Ready", "True", reason, available.message)
 
 
-def _condition(model: ModelView, finding: Finding, now: datetime) -> Condition:
+def condition_of(finding: Finding, model: ModelView, now: datetime) -> Condition:
     before = model.conditions.get(finding.condition)
     since = before.since if before is not None and before.status == finding.status else ""
     message = finding.message

@@ -160,6 +160,13 @@ class Observed:
     free: FreeDevices | None
     now: datetime
 
+    @property
+    def live(self) -> tuple[PodView, ...]:
+        return tuple(pod for pod in self.replicas if pod.is_live)
+
+    def num_updated(self, revision_name: str) -> int:
+        return sum(pod.revision == revision_name for pod in self.live)
+
     def serving(self, besides: Revision | None = None) -> Revision | None:
         """The revision of the Deployment. If that was deleted: the last pinned one except `besides`, whose steps are
         not done."""

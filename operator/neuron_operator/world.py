@@ -21,6 +21,8 @@ from datetime import datetime
 from enum import Enum
 from typing import Any, Literal
 
+from msgspec import Struct
+
 Object = dict[str, Any]
 """A Kubernetes object as JSON, as the API server sends it. Never changed in place."""
 
@@ -105,13 +107,12 @@ class Decision:
     announcements: tuple[Announcement, ...] = ()
 
 
-@dataclass(frozen=True)
-class JobSettings:
-    """Chart values `jobs.*`: where and how the one-shot steps run."""
+class JobSettings(Struct, frozen=True, forbid_unknown_fields=True, rename="camel"):
+    """Chart values `jobs.*`: where and how Jobs run."""
 
-    node_selector: dict[str, str] = field(default_factory=dict)
+    node_selector: dict[str, str] = {}
     tolerations: tuple[Object, ...] = ()
-    resources: Object = field(default_factory=dict)
+    resources: Object = {}
     env: tuple[Object, ...] = ()
     """EnvVars (mirrors, proxies, CA) of all pods that download: Jobs, and serving pods that load from a hub."""
 

@@ -47,12 +47,12 @@ def test_a_check_names_the_file_that_differs_and_changes_nothing(
     (tmp_path / "page.md").write_text(PAGE)
     targets = (generate.Target("page.md", lambda: "new", part="fields"),)
     assert generate.main(["--check"], tmp_path, targets) == 1
-    assert capsys.readouterr().err == 'page.md differs from what the code declares: run "make generate"\n'
+    assert capsys.readouterr().err == 'page.md is out of date: run "make generate"\n'
     assert (tmp_path / "page.md").read_text() == PAGE
 
 
 @pytest.mark.parametrize("page", ["no marker\n", "<!-- generated: fields -->\nno end\n"])
 def test_a_page_without_the_part_is_an_error(generate: ModuleType, tmp_path: Path, page: str) -> None:
     (tmp_path / "page.md").write_text(page)
-    with pytest.raises(ValueError, match=r"page\.md: found no part from <!-- generated: fields -->"):
+    with pytest.raises(ValueError, match=r"page\.md: missing <!-- generated: fields -->"):
         generate.main([], tmp_path, (generate.Target("page.md", lambda: "new", part="fields"),))

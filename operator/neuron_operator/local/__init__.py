@@ -1,4 +1,4 @@
-"""`neuron-operator local`: a manifest served on this machine, as a small kubelet would. See `command`."""
+"""`neuron-operator local`: serves a manifest on this machine, without a cluster. See `command`."""
 
 from neuron_operator.local.command import add_arguments, main, run
 

@@ -1,8 +1,8 @@
-"""`neuron-operator local -f FILE` or `--demo`: serve a manifest on this machine, without a cluster.
+"""Serve a manifest on this machine, without a cluster.
 
-Drives the same pure decision as the operator in a cluster against a `Machine`, prints every change of a condition with
-the seconds since the start, the addresses once the model is ready, and optionally the streamed answer to one question.
-Called by `__main__`. Addresses and names it prints come from the pods themselves, not from the manifest.
+Called by `__main__` for `neuron-operator local`. Runs the same pure decision as the operator in a cluster against a
+`Machine`. Prints every change of a condition with the seconds since the start, the addresses once the model is ready,
+and optionally the streamed answer to one question.
 """
 
 from __future__ import annotations
@@ -43,17 +43,17 @@ from neuron_operator.local.pods import (
 from neuron_operator.world import FreeDevices, Settings, World
 
 DEMO = Path(str(files("neuron_operator"))) / "data" / "neuronmodel-local.yaml"
-"""Its model lies beside it. In a checkout both are links into `examples`."""
+"""Its model is in the same folder. In a checkout both are links into `examples`."""
 
 EXIT_OK, EXIT_FAILED, EXIT_USAGE = 0, 1, 2
 
 _MIN_FREE_BYTES = 64 * 2**20
-"""Room for files, records and logs of the pods; what a model needs besides is checked by the runtime."""
+"""For files and records of the pods; the runtime checks the space for weights."""
 
 _DNS_LABEL = r"[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?"
 
 _NO_IMAGE = "this-machine"
-"""Stands where a cluster would name the runtime image: the programs of this environment are run instead."""
+"""Placeholder for the runtime image: the programs of this environment run instead."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -98,16 +98,16 @@ def read_manifest(path: Path) -> dict[str, Any]:
     """The NeuronModel of a YAML file, with the metadata an API server would add.
 
     Raises:
-        CannotRunHere: the file is not there, not YAML, does not hold exactly one NeuronModel of this version, or its
-            names could not be those of an object.
+        CannotRunHere: the file is missing, is not YAML, does not contain exactly one NeuronModel of this version, or
+            contains an invalid name or namespace.
     """
     try:
-        # As kubectl does: what an API server reads is the JSON of it.
+        # Like kubectl, which sends JSON to the API server.
         documents = [msgspec.json.decode(msgspec.json.encode(d)) for d in yaml.safe_load_all(path.read_text()) if d]
     except OSError as error:
         raise CannotRunHere(f"cannot read {path}: {error.strerror}") from error
     except (yaml.YAMLError, TypeError, ValueError, OverflowError, RecursionError) as error:
-        raise CannotRunHere(f"{path} is not YAML that JSON can express: {' '.join(str(error).split())}") from error
+        raise CannotRunHere(f"{path} is not YAML that converts to JSON: {' '.join(str(error).split())}") from error
     models = [d for d in documents if isinstance(d, dict) and d.get("kind") == names.KIND]
     if len(models) != 1:
         raise CannotRunHere(f"{path} contains {len(models)} NeuronModels; `local` serves exactly one")
@@ -119,7 +119,7 @@ def read_manifest(path: Path) -> dict[str, Any]:
         raise CannotRunHere(f"{path}: metadata.name is missing")
     metadata = {"namespace": "default", **metadata}
     for name in ("name", "namespace"):
-        # They become the name of a folder, which `--fresh` empties.
+        # They name the folder that `--fresh` empties.
         if not isinstance(metadata[name], str) or not re.fullmatch(_DNS_LABEL, metadata[name]):
             raise CannotRunHere(f"{path}: metadata.{name} must be a DNS label of at most 63 characters")
     body = _with_absolute_files(body, path.resolve().parent)
@@ -133,7 +133,7 @@ def read_manifest(path: Path) -> dict[str, Any]:
 
 
 def _with_absolute_files(value: Any, folder: Path) -> Any:
-    """`file:./path` means relative to the manifest, which only a manifest on this machine can mean."""
+    """Replaces `file:./path`, relative to the manifest, by an absolute URI."""
     if isinstance(value, dict):
         return {key: _with_absolute_files(item, folder) for key, item in value.items()}
     if isinstance(value, list):
@@ -145,7 +145,7 @@ def _with_absolute_files(value: Any, folder: Path) -> Any:
 
 @contextlib.contextmanager
 def _locked_root(cache_dir: Path, body: Mapping[str, Any], *, fresh: bool) -> Iterator[Path]:
-    """The model's own folder; held by one `local` at a time, because two would write the same volumes."""
+    """The model's folder, locked: two commands would write the same volumes."""
     metadata = body["metadata"]
     root = cache_dir / "local" / f"{metadata['namespace']}.{metadata['name']}"
     try:
@@ -178,7 +178,7 @@ def _require_space(folder: Path, min_free_bytes: int) -> None:
 
 @dataclass
 class _Session:
-    """One run of the command: the loop around `decide`, and what is printed meanwhile."""
+    """One run of the command: the loop around `decide`, and its output."""
 
     body: dict[str, Any]
     root: Path
@@ -247,7 +247,7 @@ class _Session:
         return decision.requeue_after_seconds
 
     def _trouble(self, machine: Machine) -> str | None:
-        """Why waiting is pointless: nothing runs, or a server ended before it was ever ready."""
+        """Why the command gives up: nothing runs, or a server ended before it was ready."""
         pods = machine.running
         failed = any(p.process.terminated and p.process.terminated.exit_code and not p.was_ready for p in pods)
         working = any(p.process.terminated is None or p.was_ready for p in pods)
@@ -291,7 +291,7 @@ class _Session:
 
 
 def _authorization(plan: ContainerPlan) -> dict[str, str]:
-    """The headers with which a pod that asks for an API key answers: its first key."""
+    """The headers for a pod with API keys: its first key."""
     lines = (line.strip() for text in plan.secrets.values() for line in text.splitlines())
     key = next(filter(None, lines), None)
     return {} if key is None else {"Authorization": f"Bearer {key}"}

@@ -1,8 +1,8 @@
-"""A cluster of one machine: holds the objects the pass desires, runs their pods, and shows the pass what became of it.
+"""A cluster of one machine: stores the desired objects, runs their pods, and reports their state.
 
-`neuron-operator local` drives the same pure decision as the operator in a cluster; this module is what stands in for
-API server, controllers and kubelet. It understands Jobs and Deployments; other kinds are kept but need nothing done,
-and kinds that would need somebody to act (StatefulSets) are refused. It knows no field of NeuronModel.
+`neuron-operator local` runs the same pure decision as the operator in a cluster; this module replaces API server,
+controllers and kubelet. It runs Jobs and Deployments, stores passive kinds, and refuses kinds that need another
+controller (StatefulSets). It knows no field of NeuronModel.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def timestamp() -> str:
 
 @dataclass(frozen=True)
 class LocalPod:
-    """A pod of this machine: its object as rendered, the process behind it, and how often it was restarted."""
+    """A pod of this machine: its object, its process, and the number of restarts."""
 
     body: dict[str, Any]
     ports: Mapping[int, int]
@@ -45,7 +45,7 @@ class LocalPod:
 
     @property
     def was_ready(self) -> bool:
-        """A readiness probe has found it serving, in this life or an earlier one."""
+        """It was ready once, before or after a restart."""
         return self.num_restarts > 0 or self.process.was_ready
 
     @property
@@ -56,8 +56,8 @@ class LocalPod:
 class Machine:
     """Objects and pods of one model on this machine.
 
-    `apply` and `delete` are what the pass does; `children` and `pods` are what it sees. Pods run as tasks of the
-    running event loop and call `changed` whenever something the pass could see is different.
+    A pass reads `children` and `pods` and calls `apply` and `delete`. Pods run as tasks of the event loop and call
+    `changed` when their visible state changes.
     """
 
     def __init__(
@@ -95,10 +95,10 @@ class Machine:
     # --- what the pass does
 
     async def apply(self, desired: Json) -> None:
-        """Create or update an object where it differs from what was applied last, and start the pods it asks for.
+        """Create or update an object that differs from the one applied last, and start its pods.
 
         Raises:
-            CannotRunHere: for a kind or a pod that one machine cannot honour.
+            CannotRunHere: this machine cannot run the kind or the pod.
         """
         kind, name = str(desired["kind"]), str(desired["metadata"]["name"])
         live = self._objects.get((kind, name))
@@ -111,8 +111,6 @@ class Machine:
             **(live["metadata"] if live else {}),
             **copy.deepcopy(dict(desired["metadata"])),
         }
-        changed_spec = live is None or live.get("spec") != desired.get("spec")
-        metadata["generation"] = (live["metadata"]["generation"] if live else 0) + int(changed_spec)
         self._objects[kind, name] = {**copy.deepcopy(dict(desired)), "metadata": metadata}
         if kind == "ConfigMap":
             self._host = replace(self._host, config_maps={**self._host.config_maps, name: desired})
@@ -121,7 +119,7 @@ class Machine:
         elif kind == "Deployment":
             await self._scale(self._objects[kind, name])
         elif kind not in _PASSIVE_KINDS:
-            raise CannotRunHere(f"{kind} {name}: cannot be interpreted without a cluster")
+            raise CannotRunHere(f"{kind} {name}: is not supported without a cluster")
 
     async def delete(self, body: Json) -> None:
         """Remove an object and end its pods."""
@@ -135,7 +133,7 @@ class Machine:
         await self._end(list(self._pods))
 
     def kill(self) -> None:
-        """End every pod at once; for a second Ctrl-C."""
+        """Kill every pod, on a second Ctrl-C."""
         for pod in self._pods.values():
             pod.process.kill()
 
@@ -174,7 +172,7 @@ class Machine:
         backoff = _FIRST_BACKOFF_SECONDS
         while True:
             await pod.process.watch(self._changed)
-            if not restart or not pod.was_ready:  # what never served will not by trying again: the command says why
+            if not restart or not pod.was_ready:  # a pod that never was ready is not restarted: the command reports why
                 return
             await asyncio.sleep(backoff)
             backoff = min(2 * backoff, _MAX_BACKOFF_SECONDS)
@@ -202,36 +200,19 @@ class Machine:
             try:
                 probe.bind((LOOPBACK, port))
             except OSError as error:
-                raise CannotRunHere(f"port {port} is in use on this machine: choose another with --port") from error
+                raise CannotRunHere(f"port {port} is in use: choose another with --port") from error
         return port
 
-    # --- status, as the cluster's controllers would write it
+    # --- status, as a cluster's controllers write it
 
     def _with_status(self, body: dict[str, Any]) -> dict[str, Any]:
-        name = body["metadata"]["name"]
-        pods = [p for p in self._pods.values() if _owner(p.body) == name]
-        if body["kind"] == "Job":
-            ended = [p.process.terminated for p in pods if p.process.terminated]
-            succeeded = sum(t.exit_code == 0 for t in ended)
-            status: dict[str, Any] = {"succeeded": succeeded, "failed": len(ended) - succeeded}
-            if ended:
-                kind = "Complete" if succeeded else "Failed"
-                status["conditions"] = [{"type": kind, "status": "True", "lastTransitionTime": ended[0].finished_at}]
-            return {**body, "status": status}
-        if body["kind"] == "Deployment":
-            ready = sum(p.process.ready for p in pods)
-            return {
-                **body,
-                "status": {
-                    "observedGeneration": body["metadata"]["generation"],
-                    "replicas": len(pods),
-                    "updatedReplicas": len(pods),
-                    "readyReplicas": ready,
-                    "availableReplicas": ready,
-                    "unavailableReplicas": len(pods) - ready,
-                },
-            }
-        return body
+        if body["kind"] != "Job":
+            return body
+        pods = [p.process.terminated for p in self._pods.values() if _owner(p.body) == body["metadata"]["name"]]
+        ended = [terminated for terminated in pods if terminated]
+        kind = "Complete" if any(terminated.exit_code == 0 for terminated in ended) else "Failed"
+        conditions = [{"type": kind, "status": "True", "lastTransitionTime": ended[0].finished_at}] if ended else []
+        return {**body, "status": {"conditions": conditions}}
 
 
 def _owner(pod: Json) -> str:
@@ -263,7 +244,7 @@ def _pod_status(pod: LocalPod) -> dict[str, Any]:
         phase, state = "Running", {"running": {"startedAt": pod.body["metadata"]["creationTimestamp"]}}
     else:
         ended = process.terminated
-        phase = "Running"  # as a kubelet has it: a pod whose container may start again has not failed
+        phase = "Running"  # as with a kubelet: a pod whose container may restart has not failed
         if pod.body["spec"].get("restartPolicy") == "Never":
             phase = "Succeeded" if ended.exit_code == 0 else "Failed"
         state = {

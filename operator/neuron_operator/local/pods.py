@@ -1,7 +1,7 @@
-"""What a rendered pod means on this machine: its command, environment, files, ports and probes as a `ContainerPlan`.
+"""Translates a rendered pod to this machine: command, environment, files, ports and probes as a `ContainerPlan`.
 
-Pure and strict: what it does not understand is an error, never ignored. Called by `local.machine`; `local.process` runs
-the plan. It knows pods, and no field of NeuronModel.
+Pure and strict: an unsupported pod field is an error. Called by `local.machine`; `local.process` runs the plan. It
+knows no field of NeuronModel.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ Json = Mapping[str, Any]
 
 LOOPBACK = "127.0.0.1"
 
-# Fields that mean something only to a cluster: isolation, scheduling, accounts. Everything that is neither here nor
-# interpreted below is refused, so that a pod never runs with half of what it asked for.
+# Fields that matter only in a cluster: isolation, scheduling, accounts. A field that is neither here nor handled below
+# is refused, so that a pod never runs with only part of its configuration.
 _CLUSTER_ONLY_POD_FIELDS = frozenset(
     {
         "affinity", "automountServiceAccountToken", "enableServiceLinks", "imagePullSecrets", "nodeSelector",
@@ -41,7 +41,7 @@ _HOST_RESOURCES = frozenset({"cpu", "memory", "ephemeral-storage"})
 
 
 class CannotRunHere(Exception):
-    """This machine cannot run the pod as rendered; the message names the field and the cure."""
+    """This machine cannot run the pod; the message names the field and the cure."""
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ class Probe:
 
 @dataclass(frozen=True)
 class ContainerPlan:
-    """One container, ready to be started: nothing in it refers to a path or port inside an image any more."""
+    """One container, ready to start: all paths and ports are those of this machine."""
 
     pod: str
     argv: tuple[str, ...]
@@ -66,7 +66,7 @@ class ContainerPlan:
     folders: tuple[Path, ...]
     files: Mapping[Path, str]
     secrets: Mapping[Path, str]
-    """Files that only this user may read, and only while the process lives."""
+    """Files with mode 0600 that are deleted when the process ends."""
     termination_message: Path
     ports: Mapping[str, int]
     startup: Probe | None
@@ -77,12 +77,12 @@ class ContainerPlan:
 
 @dataclass(frozen=True)
 class Host:
-    """What of this machine the interpretation of a pod depends on."""
+    """The properties of this machine that a plan depends on."""
 
     root: Path
     """Folder for this workload's volumes and files."""
     environment: Mapping[str, str]
-    """Inherited by every process below the pod's own variables; also stands in for Secrets: see `_environment` and
+    """Inherited by every process; the pod's own variables win. Also replaces Secrets, see `_environment` and
     `_secret_files`."""
     num_neuron_devices: int
     config_maps: Mapping[str, Json] = field(default_factory=dict)
@@ -90,10 +90,10 @@ class Host:
 
 
 def interpret(pod: Json, host: Host, ports: Mapping[int, int]) -> ContainerPlan:
-    """The plan for a pod with one container; `ports` maps declared container ports to ports of this machine.
+    """The plan of a pod with one container; `ports` maps its container ports to ports of this machine.
 
     Raises:
-        CannotRunHere: naming the field that this machine cannot honour, and the cure.
+        CannotRunHere: the pod has an unsupported field; names the field and the cure.
     """
     name, spec = str(pod["metadata"]["name"]), pod["spec"]
     _refuse_unknown(spec, _POD_FIELDS | _CLUSTER_ONLY_POD_FIELDS, "spec")
@@ -122,7 +122,7 @@ def interpret(pod: Json, host: Host, ports: Mapping[int, int]) -> ContainerPlan:
     declared = {str(inside): str(outside) for inside, outside in ports.items()}
 
     def here(value: str) -> str:
-        return "127.0.0.1" if value == "0.0.0.0" else declared.get(value) or _translate(value, places)
+        return LOOPBACK if value == "0.0.0.0" else declared.get(value) or _translate(value, places)
 
     argv = [here(word) for word in (*container.get("command", []), *container.get("args", []))]
     if not argv:
@@ -147,7 +147,7 @@ def interpret(pod: Json, host: Host, ports: Mapping[int, int]) -> ContainerPlan:
 
 def _refuse_unknown(value: Json, known: frozenset[str] | set[str], where: str) -> None:
     if unknown := sorted(set(value) - known):
-        raise CannotRunHere(f"{where}.{unknown[0]}: cannot be interpreted without a cluster; remove it for `local`")
+        raise CannotRunHere(f"{where}.{unknown[0]}: is not supported without a cluster; remove it for `local`")
 
 
 def _check_devices(container: Json, num_devices: int) -> None:
@@ -168,7 +168,7 @@ def _volume(volume: Json, pod: str, host: Host, files: dict[Path, str]) -> Path:
     source = next((s for s in _VOLUME_SOURCES if s in volume), None)
     if source is None:
         kind = next(iter(set(volume) - {"name"}), "nothing")
-        raise CannotRunHere(f"volume {volume['name']}: {kind} cannot be interpreted without a cluster")
+        raise CannotRunHere(f"volume {volume['name']}: {kind} is not supported without a cluster")
     if source == "persistentVolumeClaim":
         return host.root.parent / "claims" / str(volume[source]["claimName"])
     folder = host.root / pod / str(volume["name"])
@@ -181,7 +181,7 @@ def _volume(volume: Json, pod: str, host: Host, files: dict[Path, str]) -> Path:
 
 
 def _secret_files(volume: Json, folder: Path, host: Host) -> dict[Path, str]:
-    """Keys of a Secret as files: the variable NAME_KEY of this shell stands in for each, in capitals."""
+    """Keys of a Secret as files, each from the environment variable NAME_KEY in capitals."""
     secret = volume["secret"]
     _refuse_unknown(secret, {"secretName", "items", "defaultMode"}, f"volume {volume['name']}.secret")
     files = {}
@@ -198,7 +198,7 @@ def _secret_files(volume: Json, folder: Path, host: Host) -> dict[Path, str]:
 
 
 def _translate(value: str, places: Mapping[str, Path]) -> str:
-    """A path at or below a mount path becomes the path here; everything else stays."""
+    """Maps a path at or below a mount path to this machine; other values stay unchanged."""
     if not value.startswith("/"):
         return value
     path = PurePosixPath(value)
@@ -229,7 +229,7 @@ def _environment(container: Json, pod: Json, host: Host) -> dict[str, str]:
                     f"env {name}: `local` has no {ref['name']}/{ref['key']}; export {ref['key']}=... first"
                 )
         else:
-            raise CannotRunHere(f"env {name}: {next(iter(source))} cannot be interpreted without a cluster")
+            raise CannotRunHere(f"env {name}: {next(iter(source))} is not supported without a cluster")
     return env
 
 
@@ -243,12 +243,12 @@ def _field(path: str, pod: Json) -> str:
         "spec.nodeName": "localhost",
     }
     if path not in fields:
-        raise CannotRunHere(f"fieldRef {path}: cannot be interpreted without a cluster")
+        raise CannotRunHere(f"fieldRef {path}: is not supported without a cluster")
     return str(fields[path])
 
 
 def _program(program: str, env: Mapping[str, str]) -> str:
-    """Our own programs come from the environment this command runs in, others from PATH."""
+    """The path of a program: of this Python environment first, then of PATH."""
     found = shutil.which(program, path=f"{Path(sys.executable).parent}{os.pathsep}{env.get('PATH', os.defpath)}")
     if found is None:
         raise CannotRunHere(f"{program} is not installed: install neuron-serving with the extra 'runtime'")
@@ -265,7 +265,7 @@ def _probe(probe: Json | None, where: str, named: Mapping[str, int], ports: Mapp
     )
     get = probe.get("httpGet")
     if get is None:
-        raise CannotRunHere(f"{where}: only httpGet probes can be interpreted without a cluster")
+        raise CannotRunHere(f"{where}: only httpGet probes are supported without a cluster")
     port = named.get(str(get["port"]), ports.get(get["port"]) if isinstance(get["port"], int) else None)
     if port is None:
         raise CannotRunHere(f"{where}.httpGet.port: {get['port']} is not a declared port")
@@ -280,7 +280,7 @@ def _probe(probe: Json | None, where: str, named: Mapping[str, int], ports: Mapp
 
 
 def environment_to_inherit(environment: Mapping[str, str]) -> dict[str, str]:
-    """What an image would have brought along: this shell's variables, without those that would change our ranks."""
+    """This shell's variables, without those that the operator sets in pods."""
     return {k: v for k, v in environment.items() if not k.startswith("NEURON_SERVING_")}
 
 

@@ -1,6 +1,6 @@
-"""Runs one `ContainerPlan` as a kubelet would run its container: files, command, probes, SIGTERM and grace.
+"""Runs one `ContainerPlan` like a kubelet: files, command, probes, SIGTERM and grace period.
 
-Called by `local.machine`, which decides what runs and what is started again. Knows nothing of pods beyond the plan.
+Called by `local.machine`, which decides what runs and restarts.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ class Terminated:
 
 
 class PodProcess:
-    """Runs one plan and keeps what a kubelet would report of it.
+    """Runs one plan and keeps the state that a kubelet would report.
 
-    `start` once, then `watch` (returns when the process has ended, by itself, by a failed liveness or start-up probe,
-    or because `stop` was called). `ready`, `started` and `terminated` may be read at any time.
+    Call `start` once, then `watch`, which returns when the process has ended: on its own, after a failed liveness or
+    start-up probe, or after `stop`. `ready`, `started` and `terminated` may be read at any time.
     """
 
     def __init__(self, plan: ContainerPlan, log: Callable[[str, str], None]) -> None:
@@ -46,7 +46,7 @@ class PodProcess:
         self._process: asyncio.subprocess.Process | None = None
 
     async def start(self) -> None:
-        """Lay out files and start the command. Raises CannotRunHere on a full disk or a busy port."""
+        """Write the files and start the command. Raises CannotRunHere if a file cannot be written."""
         try:
             for folder in self.plan.folders:
                 folder.mkdir(parents=True, exist_ok=True)
@@ -67,12 +67,12 @@ class PodProcess:
             stdin=asyncio.subprocess.DEVNULL,
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.STDOUT,
-            start_new_session=True,  # Ctrl-C is ours to translate into SIGTERM and grace
-            preexec_fn=_end_with_parent,  # one prctl call: no pod outlives a killed `local`
+            start_new_session=True,  # Ctrl-C must not reach pods: we send SIGTERM instead
+            preexec_fn=_end_with_parent,  # no pod outlives a killed `local`
         )
 
     async def watch(self, changed: Callable[[], None]) -> Terminated:
-        """Poll probes, forward output, and return how the process ended."""
+        """Run probes, forward output, and return how the process ended."""
         assert self._process is not None
         assert self._process.stdout is not None
         probing = asyncio.create_task(self._probe_forever(changed))
@@ -81,11 +81,11 @@ class PodProcess:
                 self._log(self.plan.pod, line.decode(errors="replace").rstrip("\n"))
             code = await self._process.wait()
         finally:
-            # First, as whoever waits below may be cancelled.
+            # First, because the wait below may be cancelled.
             for path in self.plan.secrets:
                 path.unlink(missing_ok=True)
             probing.cancel()
-            await asyncio.wait([probing])  # unlike awaiting the task, this never swallows our own cancellation
+            await asyncio.wait([probing])  # unlike awaiting the task, this keeps our own cancellation
         self.ready = False
         message = self.plan.termination_message.read_bytes()[:MAX_TERMINATION_MESSAGE_BYTES]
         self.terminated = Terminated(
@@ -98,7 +98,7 @@ class PodProcess:
         return self.terminated
 
     async def stop(self) -> None:
-        """SIGTERM, then SIGKILL to the whole process group when the grace period is over."""
+        """SIGTERM, then after the grace period SIGKILL to the whole process group."""
         process = self._process
         if process is None or process.returncode is not None:
             return

@@ -1,7 +1,4 @@
-"""One-shot steps as Jobs, named by the hash of what they run, so that the API server's uniqueness is the lock.
-
-Called by `steps`. A step's answer is its record, never its logs.
-"""
+"""Jobs of steps, named by the hash of their spec, so that the API server creates each only once. Called by `steps`."""
 
 from __future__ import annotations
 
@@ -14,13 +11,13 @@ from neuron_operator.render.pods import step_pod_template
 from neuron_operator.world import Object, Settings
 
 RETRY_AFTER_SECONDS = 600
-"""A finished Job vanishes after this long; one that failed is then made anew, as the world may have changed."""
+"""A finished Job is deleted after this time; a failed one is then created again."""
 DEADLINE_SECONDS = 1800
-"""Covers the pull of a runtime image of several GB on a fresh node."""
+"""Includes pulling a runtime image of several GB on a new node."""
 
 
 def resolve_job(model: NeuronModel, settings: Settings) -> Object:
-    """Finds out what the model is, with the model's own credentials, before a device is held."""
+    """Reads the model's facts with the model's own credentials, before devices are allocated."""
     spec = {
         "backoffLimit": 3,
         "activeDeadlineSeconds": DEADLINE_SECONDS,

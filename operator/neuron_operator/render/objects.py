@@ -1,4 +1,4 @@
-"""The frame that every child has: kind, name, labels, owner. Used by the other builders only."""
+"""Kind, name, labels and owner of every child, for the other builders."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def child(
     component: str,
     labels: Mapping[str, str] | None = None,
 ) -> Object:
-    """An object of the model's namespace that is collected with the model; the caller adds what it holds."""
+    """An object in the model's namespace, owned by the model; the caller adds spec or data."""
     return {
         "apiVersion": api_version,
         "kind": kind,
@@ -27,21 +27,19 @@ def child(
             "name": name,
             "namespace": model.namespace,
             "labels": {**names.labels(model.name, component), **(labels or {})},
-            "ownerReferences": [owner_reference(model)],
+            "ownerReferences": [
+                {
+                    "apiVersion": names.API_VERSION,
+                    "kind": names.KIND,
+                    "name": model.name,
+                    "uid": model.uid,
+                    "controller": True,
+                }
+            ],
         },
     }
 
 
-def owner_reference(model: NeuronModel) -> Object:
-    return {
-        "apiVersion": names.API_VERSION,
-        "kind": names.KIND,
-        "name": model.name,
-        "uid": model.uid,
-        "controller": True,
-    }
-
-
 def without_empty(value: Mapping[str, Any]) -> dict[str, Any]:
-    """Leave out what says nothing: None, and empty strings, lists and objects."""
+    """`value` without None and empty strings, lists and objects."""
     return {key: item for key, item in value.items() if item is not None and item not in ("", [], (), {})}

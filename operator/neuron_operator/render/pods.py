@@ -1,6 +1,6 @@
-"""Pod templates: the serving pod of a replica and the pod of a one-shot step, both Pod Security `restricted`.
+"""Pod templates of replicas and of steps' Jobs, both Pod Security `restricted`.
 
-Called by `revision.pin` and `render.jobs`. What a manifest's podTemplate adds is laid over here and nowhere else.
+Called by `revision.pin` and `render.jobs`. Only this module merges a manifest's podTemplate.
 """
 
 from __future__ import annotations
@@ -17,28 +17,27 @@ from neuron_operator.world import Object, Settings
 
 START_PERIOD_SECONDS = 2
 START_SECONDS = 3600
-"""How long a pod may load before the kubelet kills it: large models over a slow network."""
+"""How long a pod may load before the kubelet restarts it: large models over a slow network."""
 RELEASE_SECONDS = 30
-"""Room in the grace period for giving the devices back after the last stream ended."""
+"""Part of the grace period for releasing the devices after the last stream."""
 
 SERVE_COMMAND = (
     *("neuron-runtime", "serve", "--config", f"{names.CONFIG_DIR}/{names.CONFIG_KEY}"),
     *("--host", "0.0.0.0", "--port", str(names.PORT)),
     *("--weights-dir", names.WEIGHTS_DIR, "--record", names.TERMINATION_LOG),
 )
-
-
 API_KEY_FLAG = ("--api-key-file", f"{names.API_KEY_DIR}/{names.API_KEY_FILE}")
+POD_SECURITY = {"runAsNonRoot": True, "seccompProfile": {"type": "RuntimeDefault"}}
 READ_ONLY_VOLUMES = ("config", names.API_KEY_VOLUME)
 READABLE = 0o444
-"""Mode of the mounted key. The kubelet writes it as root, the container runs as somebody else, and without an fsGroup,
-which not every cluster lets a pod choose, they have no group in common. Nobody else is in the container."""
+"""Mode of the mounted key. The kubelet writes it as root, the container runs as another user, and not every cluster
+allows an fsGroup. The container has only one user."""
 
 
 def serving_pod_template(
     model: NeuronModel, placement: Placement, settings: Settings, *, revision: str, config_name: str, group_size: int
 ) -> Object:
-    """The template of the pods of one revision; `group_size` is the number of pods of one replica."""
+    """The pod template of one revision; `group_size` is the number of pods per replica."""
     overlay = model.spec.pod_template
     rollout = model.spec.rollout
     api_key = model.spec.serving.api_key_secret_ref
@@ -46,8 +45,9 @@ def serving_pod_template(
         **names.labels(model.name, "server"),
         names.ROLE_LABEL: names.ROLE_LEADER,
         names.REVISION_LABEL: revision,
-        **({names.ALLOCATION_LABEL: _allocation(placement)} if placement.resources else {}),
     }
+    if placement.resources:
+        own_labels[names.ALLOCATION_LABEL] = names.ALLOCATION_CORES if placement.cores else names.ALLOCATION_DEVICES
     overlay_resources = overlay.spec.resources
     container = _container(
         model,
@@ -93,11 +93,7 @@ def serving_pod_template(
         "spec": without_empty(
             {
                 **_pod_frame(model, settings),
-                "securityContext": {
-                    "runAsNonRoot": True,
-                    "seccompProfile": {"type": "RuntimeDefault"},
-                    **as_json(overlay.spec.security_context),
-                },
+                "securityContext": {**POD_SECURITY, **as_json(overlay.spec.security_context)},
                 "terminationGracePeriodSeconds": rollout.drain_delay_seconds + rollout.drain_seconds + RELEASE_SECONDS,
                 "containers": [container],
                 "volumes": [
@@ -128,7 +124,7 @@ def serving_pod_template(
 def step_pod_template(
     model: NeuronModel, settings: Settings, *, role: str, command: list[str], affinity: Object
 ) -> Object:
-    """The template of a short one-shot step on a CPU node. It takes the credentials and the chart's `jobs.*`."""
+    """The pod template of a step's Job on a CPU node, with the credentials and the chart's `jobs.*`."""
     container = _container(
         model,
         settings,
@@ -146,7 +142,7 @@ def step_pod_template(
             {
                 **_pod_frame(model, settings),
                 "restartPolicy": "Never",
-                "securityContext": {"runAsNonRoot": True, "seccompProfile": {"type": "RuntimeDefault"}},
+                "securityContext": POD_SECURITY,
                 "containers": [container],
                 "volumes": [{"name": "tmp", "emptyDir": {}}],
                 "nodeSelector": settings.jobs.node_selector,
@@ -216,13 +212,13 @@ def _probe(path: str, *, period: int, failures: int) -> Object:
 
 
 def _merged_env(*layers: Iterable[Object]) -> list[Object]:
-    """One list with unique names; what comes later wins, in the place of the first."""
+    """One list with unique names; a later layer replaces a variable in place."""
     merged = {variable["name"]: variable for layer in layers for variable in layer}
     return list(merged.values())
 
 
 def _hub_token(model: NeuronModel) -> tuple[Object, ...]:
-    """From the Secret straight into the pod; optional, so that a public model starts without it."""
+    """Optional, so that a public model starts without the Secret."""
     secret = model.spec.model.credentials_secret_ref
     if secret is None:
         return ()
@@ -231,7 +227,7 @@ def _hub_token(model: NeuronModel) -> tuple[Object, ...]:
 
 
 def _api_key_volume(secret: ApiKeySecret) -> Object:
-    """The Secret as a folder, which the kubelet keeps up to date; the operator never reads it."""
+    """The Secret as a folder, which the kubelet keeps up to date. The operator does not read it."""
     items = [{"key": secret.key, "path": names.API_KEY_FILE}]
     return {
         "name": names.API_KEY_VOLUME,
@@ -239,12 +235,8 @@ def _api_key_volume(secret: ApiKeySecret) -> Object:
     }
 
 
-def _allocation(placement: Placement) -> str:
-    return names.ALLOCATION_CORES if placement.cores else names.ALLOCATION_DEVICES
-
-
 def _kept_apart(affinity: Mapping[str, Any], placement: Placement) -> Object:
-    """The user's affinity, with devices and cores kept on different nodes: the plugin could hand both out twice."""
+    """The user's affinity, plus devices and cores on different nodes: the plugin could allocate the same core twice."""
     if not placement.resources:
         return dict(affinity)
     if placement.cores:

@@ -1,7 +1,4 @@
-"""The replicas of a revision: each is a group of one or more pods; groups of one are the pods of a Deployment.
-
-Called by `decide` with what a revision pinned; nothing about a pod is decided here.
-"""
+"""The replicas of a revision. A replica is a group of pods; groups of one pod are a Deployment. Called by `decide`."""
 
 from __future__ import annotations
 
@@ -17,7 +14,7 @@ KEPT_REPLICA_SETS = 2
 def replicas(model: NeuronModel, revision: Revision) -> tuple[Object, ...]:
     """The workload objects for `spec.replicas` copies of the revision.
 
-    Devices are scarce, so an edit replaces one replica at a time and never asks for one more than wanted.
+    Devices are scarce, so an edit replaces one replica at a time without a surge.
     """
     deployment = child(model, "apps/v1", "Deployment", names.service_name(model.name), component="server")
     deployment["spec"] = {

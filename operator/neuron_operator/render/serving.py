@@ -1,6 +1,6 @@
-"""What stands around the replicas of a model: Service, ServiceAccount, PodDisruptionBudget, NetworkPolicy, ConfigMap.
+"""Service, ServiceAccount, PodDisruptionBudget, NetworkPolicy and ConfigMaps of a model.
 
-Called by `decide`. All but the ConfigMap are there before the first replica and outlive every revision.
+Called by `decide`. All but the ConfigMaps exist before the first replica and outlive every revision.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def service_account(model: NeuronModel) -> Object:
 
 
 def disruption_budget(model: NeuronModel) -> Object:
-    """One replica at a time may be drained away; a replica that does not answer never blocks a drain."""
+    """One replica at a time may be evicted; a replica that is not ready never blocks a drain."""
     return {
         **child(model, "policy/v1", "PodDisruptionBudget", names.service_name(model.name), component="server"),
         "spec": {
@@ -50,7 +50,7 @@ def disruption_budget(model: NeuronModel) -> Object:
 
 
 def network_policy(model: NeuronModel, settings: Settings) -> Object:
-    """Only the serving port is open; the chart may say to whom. What pods may reach is left to the cluster."""
+    """Opens only the serving port, to the peers in the chart's values. Egress is left to the cluster."""
     rule = without_empty(
         {
             "ports": [{"port": names.PORT_NAME, "protocol": "TCP"}],
@@ -72,7 +72,7 @@ def config_name(model_name: str, document: dict[str, Any]) -> str:
 
 
 def config_map(model: NeuronModel, document: dict[str, Any]) -> Object:
-    """Immutable: another document is another ConfigMap, so a pod never restarts into something else."""
+    """Immutable and named by its content, so that a restarted container has the same configuration."""
     return {
         **child(model, "v1", "ConfigMap", config_name(model.name, document), component="server"),
         "immutable": True,

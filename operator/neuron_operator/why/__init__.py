@@ -1,5 +1,4 @@
-"""Observations to findings: why a Job has not answered (`jobs`), why replicas do not (`replicas`). Called by `decide`
-and `steps`; `pods` has what both share.
+"""Why a Job has left no record (`jobs`, for `steps`), and why replicas do not answer (`replicas`, for `decide`).
 
-Messages carry numbers and names and no running clocks, so that a state that does not change is not written again.
+Messages contain no elapsed times, so that the status of an unchanged model is not rewritten.
 """

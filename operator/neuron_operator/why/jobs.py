@@ -1,4 +1,4 @@
-"""Why the Job of a step has not answered yet. Called by `steps`."""
+"""Why the Job of a step has left no record. Called by `steps`."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from neuron_operator.world import Need
 
 
 def explain_job(waiting: Finding, job: JobView | None, observed: Observed) -> Finding:
-    """Why the record that a step waits for is not there; `waiting` is the finding while nothing is wrong.
+    """Why a step's Job has left no record; `waiting` is the finding if nothing is wrong.
 
-    `job` is the live Job; None where it is not there yet, or not any more.
+    `job` is the live Job; None: not created yet, or deleted.
     """
     if job is None:
         return _last_verdict(waiting, observed) or waiting
@@ -41,7 +41,7 @@ def _explain_end(waiting: Finding, job: JobView, pod: PodView, end: Termination)
 
 
 def _explain_start(waiting: Finding, job: JobView, pods: tuple[PodView, ...], observed: Observed) -> Finding | None:
-    """Why the Job does not run; None where it runs, or where it is too early to say."""
+    """Why the Job has not started; None if it runs or was created just now."""
     if pods:
         starting = explain_start(pods[0], observed)
         if starting is None:
@@ -54,7 +54,7 @@ def _explain_start(waiting: Finding, job: JobView, pods: tuple[PodView, ...], ob
 
 
 def _last_verdict(waiting: Finding, observed: Observed) -> Finding | None:
-    """What the last Job found for this generation: it stands until the next one has found something else."""
+    """The failure of the previous Job for this generation, which stays until the next one ends."""
     before = observed.model.conditions.get(waiting.condition)
     if before is None or before.status != "False" or before.generation != observed.model.generation:
         return None

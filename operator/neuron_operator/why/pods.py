@@ -1,4 +1,4 @@
-"""What a pod shows, for pods of replicas and of Jobs alike: why it does not run, and how its container ended."""
+"""Why a pod of a replica or Job does not run, and how its container ended. Called by `why.jobs` and `why.replicas`."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from neuron_operator.views import Observed, PodView, Termination
 from neuron_operator.world import Need
 
 UNEXPLAINED_SECONDS = 20
-"""The events of a pod or Job are read once it has stayed unexplained for this long."""
+"""Age at which the events of a pod or Job are read, if nothing else explains its state."""
 
 _STARTING = ("", "ContainerCreating", "PodInitializing")
 
 
 def explain_start(pod: PodView, observed: Observed, placement: Placement | None = None) -> Finding | None:
-    """Why a pod has no running container; None where it has one. `placement` is what a pod of a replica holds."""
+    """Why a pod's container has not run; None if it has. `placement` is that of a replica's pod, None for Jobs."""
     if pod.unscheduled is not None:
         return _explain_unscheduled(pod, pod.unscheduled, observed, placement)
     container = pod.container
@@ -66,7 +66,7 @@ def how_it_ended(end: Termination) -> str:
 
 
 def last_words(end: Termination) -> str:
-    """The message of the record, or the last line of the log that the kubelet put in its place."""
+    """The message of the record, or else the last line of the log."""
     record = end.record
     if record is not None:
         return record.message or record.reason

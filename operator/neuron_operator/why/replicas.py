@@ -1,4 +1,4 @@
-"""Why fewer replicas answer than the spec promises. Called by `decide`."""
+"""Why fewer replicas answer than the spec requests. Called by `decide`."""
 
 from __future__ import annotations
 
@@ -13,8 +13,7 @@ from neuron_operator.why.pods import explain_start, how_it_ended, last_words
 
 
 def explain_replicas(observed: Observed, promised: int, placement: Placement) -> tuple[Finding, ...]:
-    """Why fewer than `promised` replicas answer: a Finding for Available, and those that pods gave for other
-    conditions."""
+    """Why fewer than `promised` replicas answer: a Finding for Available, and Findings of pods for other conditions."""
     num_answering = sum(pod.is_answering for pod in observed.replicas)
     counted = f"{num_answering} of {promised} replicas answer"
     if promised == 0:
@@ -41,7 +40,7 @@ def _reason(finding: Finding) -> Reason:
 
 
 def _current(pods: Sequence[PodView]) -> list[PodView]:
-    """The pods that say something about now: all but failed ones that newer pods have replaced for good."""
+    """All pods except failed ones that newer pods have replaced."""
     alive = [pod for pod in pods if pod.is_live or pod.is_deleting]
     newest = max((pod.age_key[0] for pod in pods if pod.is_live), default=None)
     failed = max((pod for pod in pods if pod not in alive), key=lambda pod: pod.age_key, default=None)
@@ -51,7 +50,7 @@ def _current(pods: Sequence[PodView]) -> list[PodView]:
 
 
 def _explain_deployment(deployment: DeploymentView | None) -> list[Finding]:
-    """Pods that could not be created: the Deployment carries the last error of its ReplicaSet."""
+    """Why pods could not be created: the Deployment has the last error of its ReplicaSet."""
     if deployment is None or deployment.replica_failure is None:
         return []
     words = deployment.replica_failure
@@ -86,7 +85,7 @@ def _explain_pod(pod: PodView, observed: Observed, placement: Placement) -> Find
 
 
 def _explain_end(pod: PodView, end: Termination) -> Finding:
-    """A container that ended: the reason of its exit code, for the condition that the reason belongs to."""
+    """How a container ended: the reason of its exit code, for that reason's condition."""
     reason = Reason.of_exit_code(end.exit_code) or Reason.CRASH_LOOP
     restarts = pod.container.num_restarts
     text = f"pod {pod.name} ended with {how_it_ended(end)} (restarts: {restarts}): {last_words(end)}"
@@ -94,11 +93,11 @@ def _explain_end(pod: PodView, end: Termination) -> Finding:
 
 
 def _was_ready_since(pod: PodView, started: datetime | None) -> bool:
-    """It answered before and does not now; the first answer comes a moment after the end of loading."""
+    """Whether it was ready since its container started."""
     changed = pod.readiness_changed
     return changed is not None and started is not None and changed > started
 
 
 def _is_node_lost(pod: PodView) -> bool:
-    """The node controller marks the pod as not ready and leaves its containers as they last were: ready."""
+    """The node controller marks the pod as not ready but leaves its containers ready."""
     return not pod.is_ready and pod.are_containers_ready
