@@ -1,12 +1,11 @@
-"""The nouns that travel down the request line: Request, Batch, StepOutput, TokenEvent, and what a backend can do.
+"""The data types of the request path: Request, Batch, StepOutput, TokenEvent, and BackendLimits.
 
-Used by engine, backends, server and offline class. Plain frozen data, token ids only (text lives in `text/`); no
+Used by engine, backends, server and offline class. Plain frozen data with token ids only (text is in `text/`); no
 torch, no I/O, no clock.
 
-How a batch speaks about time. While step n runs on the device, the engine already schedules step n+1. A row of
-step n+1 whose sequence also has a row in step n does not know yet where it starts or which token it feeds, so it
-says `after = j`: "row j of the step in flight decides". A row of a sequence with nothing in flight says it outright
-(`start`, and `token` or the sequence's known tokens).
+While step n runs on the device, the engine schedules step n+1. A row of step n+1 whose sequence also has a row in
+step n cannot know yet where it starts or which token it feeds, so it sets `after = j`: row j of the step in flight
+determines both. Other rows set `start`, and `token` or the sequence's known tokens.
 """
 
 from __future__ import annotations
@@ -18,17 +17,17 @@ from typing import Literal
 import msgspec
 
 NO_TOKEN = -1
-"""Stands in `Rows.token` where the token is not named by the row, and in `StepOutput.token_ids` as padding."""
+"""In `Rows.token`: the row does not name its token. In `StepOutput.token_ids`: padding."""
 
 KNOWN = -1
-"""Stands in `Rows.after` for a row that depends on no step in flight."""
+"""In `Rows.after`: the row does not depend on a step in flight."""
 
 
 class Kind(Enum):
-    """What a step does. Stated in the batch, never guessed from shapes.
+    """What a step does. Explicit in the batch, never guessed from shapes.
 
-    A decode row feeds the one last known token of a sequence behind others and samples; any other row is a prefill row
-    (a prompt, a part of one, a recomputation).
+    A decode row feeds the last known token of a started sequence and samples; every other row is a prefill row (a
+    prompt, a part of one, a recomputation).
     """
 
     PREFILL = "prefill"
@@ -45,12 +44,12 @@ class FinishReason(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """How to choose tokens and when to stop; already checked against the limits when it gets here.
+    """How to choose tokens and when to stop; admission has checked all values.
 
-    temperature 0 is greedy. top_k 0 means the whole vocabulary; top_p 1.0 the whole mass; min_p 0.0 no floor. The
-    random number of a draw depends on (seed, choice, output position) alone, so a preempted or re-batched request
-    draws the same. Penalties, bias and banned tokens change logits before temperature, as vLLM does: the repetition
-    penalty counts prompt and answer, presence and frequency penalties the answer alone.
+    temperature 0 is greedy. top_k 0 means the whole vocabulary; top_p 1.0 the whole mass; min_p 0.0 no minimum. The
+    random number of a draw depends only on (seed, choice, output position), so a preempted or re-batched request
+    draws the same tokens. Penalties, bias and banned tokens change logits before temperature, as in vLLM: the
+    repetition penalty counts prompt and output, presence and frequency penalties only the output.
     """
 
     max_tokens: int = 16
@@ -58,28 +57,28 @@ class Sampling:
     top_k: int = 0
     top_p: float = 1.0
     min_p: float = 0.0
-    """Tokens less likely than this share of the likeliest one's probability are never drawn."""
+    """Tokens below this fraction of the likeliest token's probability are never drawn."""
     repetition_penalty: float = 1.0
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     logit_bias: tuple[tuple[int, float], ...] = ()
-    """(token id, what is added to its logit), one entry per token."""
+    """(token id, bias added to its logit), one entry per token."""
     allowed_token_ids: tuple[int, ...] | None = None
     """The only tokens that may be drawn; None: all."""
     bad_words: tuple[tuple[int, ...], ...] = ()
-    """Token sequences that the answer must not contain: the last token of each is never drawn behind the others."""
+    """Token sequences that the output must not contain: the last token of each is never drawn after the others."""
     seed: int = 0
     choice: int = 0
-    """Which of the `n` answers to one prompt this is; separates their random numbers."""
+    """Index of this answer among the `n` answers to a prompt; separates their random numbers."""
     stop_token_ids: frozenset[int] = frozenset()
-    """Token ids that end the answer with FinishReason.STOP, end tokens of the model included."""
+    """Token ids that end the output with FinishReason.STOP, including the model's end tokens."""
     min_tokens: int = 0
-    """A stop token ends the answer only when at least this many tokens were generated before it; whoever samples from
-    logits draws none earlier."""
+    """A stop token ends the output only after at least this many tokens; backends that sample from logits do not draw
+    one earlier."""
     logprobs: int | None = None
-    """How many alternatives to report per token; None: no logprobs."""
+    """Number of alternatives to report per token; None: no logprobs."""
     prompt_logprobs: int | None = None
-    """The same for the tokens of the prompt, the first one excepted; None: none. Such a prompt is computed whole."""
+    """The same for prompt tokens except the first. The prefix cache is not used for such a prompt."""
 
     @property
     def greedy(self) -> bool:
@@ -87,7 +86,7 @@ class Sampling:
 
     @property
     def adjusts(self) -> bool:
-        """Whether logits are changed in ways that only the host knows."""
+        """Whether the logits must be changed on the host."""
         return bool(
             self.min_p > 0.0
             or self.repetition_penalty != 1.0
@@ -101,7 +100,7 @@ class Sampling:
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """One prompt to be continued. `request_id` is unique among live requests; higher `priority` values run later."""
+    """A prompt to continue. `request_id` is unique among live requests; higher `priority` values run later."""
 
     request_id: str
     prompt_token_ids: tuple[int, ...]
@@ -113,13 +112,13 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class Added:
-    """A sequence enters the backend's mirror at `slot` (a slot is free until added and after released).
+    """A sequence enters the backend's mirror at `slot`, which is free until added and after released.
 
-    token_ids: every token known so far (the prompt, and after a preemption also the answer up to now); which of them
-        are computed when is told by rows alone.
-    num_prompt_tokens: how many of them are the client's, so output positions can be counted.
-    blocks: KV blocks in order; with the slot layout exactly one, whose number equals the slot. Where prefixes are
-        shared, those before the start of the first row hold its tokens already, and others may hold them too.
+    token_ids: all tokens known so far (the prompt, and after a preemption also the output); rows determine which of
+        them are computed when.
+    num_prompt_tokens: how many of them belong to the prompt, for output positions.
+    blocks: KV blocks in order; with the slot layout exactly one, whose number equals the slot. If prefixes are shared,
+        the blocks before the start of the first row are computed already and may belong to other sequences too.
     """
 
     slot: int
@@ -134,13 +133,13 @@ class Added:
 class Rows:
     """The rows of one step as parallel tuples; row i feeds `num_tokens[i]` tokens of the sequence at `slot[i]`.
 
-    start[i]: position of the first token fed; 0 where `after[i]` leaves it to the step in flight.
-    token[i]: the token fed by a one-token row whose id the host knows; NO_TOKEN when the tokens are those of the
-        mirror (a prompt or a chunk of it) or come from the step in flight.
-    after[i]: row of the step in flight that decides start and token; KNOWN otherwise. The row then starts where that
-        row ended up, and feeds the newest token of the sequence (what that row sampled, if it sampled; else the
+    start[i]: position of the first token fed; 0 if `after[i]` refers to the step in flight.
+    token[i]: the token fed by a one-token row whose id the host knows; NO_TOKEN if the tokens are in the mirror (a
+        prompt or a chunk of it) or come from the step in flight.
+    after[i]: the row of the step in flight that determines start and token, else KNOWN. The row then starts where that
+        row ended, and feeds the newest token of the sequence (the sampled one, or, if that row did not sample, the
         mirror's next known tokens).
-    samples[i]: whether this row's last position is sampled.
+    samples[i]: whether the row's last position is sampled.
     """
 
     slot: tuple[int, ...] = ()
@@ -155,7 +154,7 @@ class Rows:
 
     @property
     def prefills(self) -> list[bool]:
-        """Whether row i is a prefill row, see `Kind`."""
+        """For each row, whether it is a prefill row, see `Kind`."""
         return [
             num_tokens > 1 or not samples or (start == 0 and after == KNOWN)
             for num_tokens, samples, start, after in zip(
@@ -166,7 +165,7 @@ class Rows:
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """One step as a delta against the backend's slot mirror; the same value on every rank.
+    """One step as a delta to the backend's slot mirror; equal on every rank.
 
     Order of effects: `released`, then `kept_blocks`, then `added`, then `appended_blocks` ((slot, block) pairs), then
     the rows run. A preempted sequence is released and later added again with all its tokens.
@@ -179,8 +178,8 @@ class Batch:
     appended_blocks: tuple[tuple[int, int], ...] = ()
     released: tuple[int, ...] = ()
     kept_blocks: tuple[tuple[int, int], ...] = ()
-    """(slot, n) pairs: only the first n blocks of the slot stay; the rest was reserved for tokens that did not come.
-    Empty unless rows may produce several tokens."""
+    """(slot, n) pairs: the slot keeps only its first n blocks; the rest was reserved for tokens that were not
+    generated. Empty unless rows may produce several tokens."""
 
     @property
     def num_tokens(self) -> int:
@@ -193,10 +192,10 @@ class Batch:
 
 @dataclass(frozen=True, slots=True)
 class Late:
-    """What only the host could know after the previous step: per sampling row, the token ids still allowed.
+    """Data that the host knows only after the previous step: the allowed token ids per sampling row.
 
-    allowed_token_ids[i] belongs to row i of the batch; None leaves the row free. Made by the engine for batches that
-    hold a row which needs the host; every other step samples with `late=None`.
+    allowed_token_ids[i] belongs to row i of the batch; None: no restriction. The engine creates it for batches with a
+    row that needs the host; all other steps sample with `late=None`.
     """
 
     allowed_token_ids: tuple[tuple[int, ...] | None, ...]
@@ -210,20 +209,20 @@ class TokenLogprobs:
     logprob: float
     top: tuple[tuple[int, float], ...] = ()
     rank: int = 1
-    """1 more than the number of tokens of the vocabulary that are likelier than this one."""
+    """1 plus the number of tokens in the vocabulary that are likelier."""
 
 
 @dataclass(frozen=True, slots=True)
 class StepOutput:
-    """What a step produced, row by row in the batch's order.
+    """Results of a step, in the order of the batch's rows.
 
     token_ids[i]: the tokens sampled by row i, at most `max_tokens_per_row`; empty for rows that do not sample.
-    logprobs: one tuple per row when any row asked for logprobs, else empty.
-    prompt_logprobs: one tuple per row when any row fed prompt tokens of a request that wants them, else empty; of row
-        i the prompt tokens at positions start + 1 to start + num_tokens, as far as the prompt goes.
-    device_seconds: how long the device worked, for metrics.
-    bucket: the compiled shape that the step ran in, as the backend names its shapes; empty where shapes are free.
-    num_computed_tokens: tokens that the device computed, padding included; 0: no more than the batch fed.
+    logprobs: one tuple per row if any row requests logprobs, else empty.
+    prompt_logprobs: one tuple per row if any row fed prompt tokens of a request for prompt logprobs, else empty. Row i
+        has the prompt tokens at positions start + 1 to start + num_tokens, up to the end of the prompt.
+    device_seconds: time that the device worked, for metrics.
+    bucket: the backend's name of the compiled shape of the step; empty if shapes are dynamic.
+    num_computed_tokens: tokens computed by the device, including padding; 0: as many as the batch fed.
     """
 
     step: int
@@ -236,9 +235,9 @@ class StepOutput:
 
 
 class TokenEvent(msgspec.Struct, frozen=True, gc=False):
-    """News of one request from one step: the new tokens, and how it ended if it did.
+    """New tokens of one request from one step, and its finish reason if it ended.
 
-    With FinishReason.STOP the last of `token_ids` is the stop token itself: counted in usage, no part of the text.
+    With FinishReason.STOP the last of `token_ids` is the stop token, which counts as usage but is not part of the text.
     """
 
     request_id: str
@@ -246,17 +245,17 @@ class TokenEvent(msgspec.Struct, frozen=True, gc=False):
     finish_reason: FinishReason | None = None
     logprobs: tuple[TokenLogprobs, ...] = ()
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()
-    """With the first tokens: those of the prompt from its second token on, if asked for."""
+    """With the first tokens: logprobs of the prompt from its second token on, if requested."""
     num_cached_tokens: int = 0
     first: bool = False
-    """These are the first tokens of the request (marks time to first token)."""
+    """Whether these are the first tokens of the request."""
     queue_seconds: float | None = None
-    """With the first tokens: how long the request waited in the engine before a step took it up."""
+    """With the first tokens: time that the request waited in the engine for its first step."""
 
 
 @dataclass(frozen=True, slots=True)
 class BackendLimits:
-    """What a backend can do, as data. The scheduler reads nothing else about the device.
+    """Capabilities of a backend, as data. The scheduler knows nothing else about the device.
 
     The slot layout is the block layout with one block of the model's length per row (`block_size ==
     max_model_length`, `num_blocks == max_rows`, block number == slot).
@@ -265,26 +264,26 @@ class BackendLimits:
     max_rows: int
     """Live sequences (slots)."""
     max_model_length: int
-    """Tokens of a sequence, prompt and answer together."""
+    """Tokens of a sequence, prompt plus output."""
     max_step_tokens: int
-    """Tokens fed in one step over all rows."""
+    """Tokens fed in one step, over all rows."""
     max_prefill_rows: int = 1
-    """Rows of one step that feed more than a decode row would (prompts or chunks)."""
+    """Prefill rows (prompts or chunks) in one step."""
     max_one_shot_prefill: int = 0
-    """Longest prompt that one step can prefill, where buckets are shorter than max_step_tokens; 0: max_step_tokens."""
+    """Longest prompt that one step can prefill, if buckets are shorter than max_step_tokens; 0: max_step_tokens."""
     min_prefill_tokens: int = 1
-    """Shortest prompt that may be prefilled."""
+    """Shortest prompt that can be prefilled."""
     max_tokens_per_row: int = 1
-    """Tokens that one decode row may produce (speculation)."""
+    """Tokens that one decode row may produce (speculative decoding)."""
     layout: Literal["slots", "blocks"] = "blocks"
     block_size: int = 16
     num_blocks: int = 0
     mixes_phases: bool = True
     """Prefill and decode rows may share a step."""
     chunks_prefill: bool = True
-    """A prompt may be prefilled in parts."""
+    """A prompt may be prefilled in chunks."""
     min_chunk_tokens: int = 1
-    """Shortest part of a prompt, the last one excepted."""
+    """Shortest chunk of a prompt, except the last."""
     decodes_all_live_rows: bool = False
     """Every live (prefilled, unreleased) slot must be a row of every decode step."""
     sorts_rows: bool = False
@@ -292,24 +291,24 @@ class BackendLimits:
     lowest_slot_first: bool = False
     """A new sequence must take the lowest free slot (batch buckets need compact slots)."""
     shares_prefixes: bool = False
-    """Blocks of an equal prefix may be shared between sequences."""
+    """Sequences with an equal prefix may share its blocks."""
     max_prefix_hit: int = 0
     """Longest prefix hit in tokens; 0: no limit."""
     sampling: Literal["Device", "DeviceWithLogits", "Host"] = "Host"
     vocabulary_size: int = 0
-    """Token ids are below this; 0: not known."""
+    """Token ids are below this; 0: unknown."""
     max_top_k: int = 0
     """Largest top_k; 0: no limit."""
     max_logprobs: int = 0
-    """Most alternatives per token that can be reported."""
+    """Maximum number of alternatives per token."""
     reports_prompt_logprobs: bool = False
-    """The logits of every position of a prompt can be looked at."""
+    """The backend can report logprobs of prompt tokens."""
     steps_in_flight: Literal[1, 2] = 1
-    """2: the next step may be launched before the one before is collected."""
+    """2: a step may be launched before the previous one is collected."""
     token_feedback: Literal["device", "host"] = "host"
-    """Who feeds a sampled token into the next step; with `host` a batch's `after` rows are filled before launch."""
+    """Where a step gets sampled tokens of the previous one; with `host`, `after` rows are filled before launch."""
     num_lookahead_tokens: int = 0
-    """Positions beyond the ones fed that a row may write (draft tokens); at least `max_tokens_per_row - 1`."""
+    """Positions beyond the fed ones that a row may write (draft tokens); at least `max_tokens_per_row - 1`."""
 
     def __post_init__(self) -> None:
         for wrong, rule in (
@@ -323,7 +322,7 @@ class BackendLimits:
             ),
             (
                 self.layout == "slots" and self.shares_prefixes,
-                "slot layout: there is nothing to share, shares_prefixes must be off",
+                "slot layout cannot share prefixes: shares_prefixes must be off",
             ),
             (
                 self.token_feedback == "host" and self.steps_in_flight != 1,
@@ -335,7 +334,7 @@ class BackendLimits:
             ),
             (
                 self.max_step_tokens < self.max_rows - 1 + (self.min_chunk_tokens if self.mixes_phases else 1),
-                "max_step_tokens must hold a decode row of every sequence, or of all but one beside a chunk",
+                "max_step_tokens must fit a decode row of every sequence, or of all but one plus a chunk",
             ),
             (
                 max(self.min_prefill_tokens, self.min_chunk_tokens) > self.longest_prefill,
@@ -343,7 +342,7 @@ class BackendLimits:
             ),
             (
                 self.decodes_all_live_rows and (self.mixes_phases or self.chunks_prefill),
-                "decodes_all_live_rows leaves no step for half a prompt: mixes_phases and chunks_prefill must be off",
+                "decodes_all_live_rows excludes partial prompts: mixes_phases and chunks_prefill must be off",
             ),
         ):
             if wrong:
@@ -351,34 +350,34 @@ class BackendLimits:
 
     @property
     def longest_prefill(self) -> int:
-        """Most tokens of one sequence that one step can compute."""
+        """Maximum tokens of one sequence that one step can compute."""
         return min(self.max_one_shot_prefill or self.max_step_tokens, self.max_step_tokens)
 
     @property
     def longest_sequence(self) -> int:
-        """Most tokens of prompt and answer together: the drafts of the last row must stay inside the model length."""
+        """Maximum tokens of prompt plus output; draft tokens of the last row must stay within the model length."""
         return self.max_model_length - max(self.num_lookahead_tokens - 1, 0)
 
     def max_new_tokens(self, num_prompt_tokens: int) -> int:
-        """The largest `max_tokens` for a prompt of this length; not positive when the prompt is too long."""
+        """The largest `max_tokens` for a prompt of this length; <= 0 if the prompt is too long."""
         cached = self.num_blocks * self.block_size - self.num_lookahead_tokens
         return min(self.longest_sequence, cached + 1) - num_prompt_tokens
 
     @property
     def recomputes(self) -> bool:
-        """Whether every sequence can be prefilled again, whatever it has grown to; without that none is preempted."""
+        """Whether a sequence of any length can be prefilled again; otherwise none is preempted."""
         return self.chunks_prefill or self.longest_prefill >= self.longest_sequence - 1
 
     def blocks_for(self, num_tokens: int) -> int:
-        """Blocks that hold this many tokens."""
+        """Number of blocks for this many tokens."""
         return -(-num_tokens // self.block_size)
 
 
 def fill(batch: Batch, output: StepOutput, previous: Batch) -> Batch:
-    """The same batch with every `after` row resolved by `output`, the result of `previous`; for host feedback.
+    """For host feedback: the batch with every `after` row resolved by `output`, the result of `previous`.
 
-    A row after a sampling row starts behind all tokens that row kept and feeds the last one; a row after a chunk
-    that did not sample starts behind the chunk and feeds the mirror's tokens.
+    A row after a sampling row starts after all tokens that row kept and feeds the last one. A row after a chunk that
+    did not sample starts after the chunk and feeds the mirror's tokens.
     """
     if not batch.waits_for_step_in_flight:
         return batch

@@ -1,7 +1,7 @@
-"""What is known and not built yet: one table of names with their neutral values and cures, and one function, `refuse`.
+"""Known features that are not built yet: a table of names with their neutral values and cures, and `refuse`.
 
-Called for the names that a reader of request bodies, messages, `SamplingParams`, arguments of `LLM`, flags or model
-URIs does not serve. It does not judge names that are not in the table.
+Called by the parsers of request bodies, messages, `SamplingParams`, arguments of `LLM`, flags and model URIs. Names
+that are not in the table are left to the caller.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ LEAVE_OUT = "leave it out"
 
 
 class Surface(Flag):
-    """Where a name may be written."""
+    """Where a name is used."""
 
     BODY = auto()
-    """Of /v1/completions and /v1/chat/completions; also the options of `LLM.chat`."""
+    """Fields of /v1/completions and /v1/chat/completions, and options of `LLM.chat`."""
     SAMPLING_PARAMS = auto()
     """Fields of the offline class `SamplingParams`."""
     CALL = auto()
@@ -28,24 +28,24 @@ class Surface(Flag):
     LLM = auto()
     """Arguments of the class `LLM`."""
     FLAG = auto()
-    """Flags of `neuron-runtime serve`, written with underscores here."""
+    """Flags of `neuron-runtime serve`, here with underscores."""
     MESSAGE = auto()
-    """Fields of a message of a chat."""
+    """Fields of a chat message."""
     ROLE = auto()
-    """Roles of such messages."""
+    """Roles of chat messages."""
     SCHEME = auto()
     """Schemes of model URIs."""
     GENERATION_CONFIG = auto()
-    """Settings in a model's generation_config.json; they are reported, not refused."""
+    """Settings in a model's generation_config.json, which are reported instead of refused."""
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
     """One name.
 
-    neutral: the values besides None that change nothing; they are accepted.
-    cure: what to do about a refusal.
-    has_effect: False for what cannot change an answer here, whatever its value: it is accepted.
+    neutral: values besides None that have no effect and are accepted.
+    cure: what the user should do instead.
+    has_effect: False if no value can change an answer here; all values are accepted.
     """
 
     name: str
@@ -55,12 +55,12 @@ class Row:
     has_effect: bool = True
 
     def accepts(self, value: Any) -> bool:
-        """Whether a value needs nothing that is not built."""
+        """Whether the value is served."""
         return not self.has_effect or is_neutral(value, self.neutral)
 
 
 def is_neutral(value: Any, neutral: Iterable[Any]) -> bool:
-    """Whether a value is None or one of the neutral ones; 0 and 0.0 are one number, False and 0 are not."""
+    """Whether a value is None or one of the neutral ones; 0 equals 0.0 but not False."""
     return value is None or any(value == one and isinstance(value, bool) == isinstance(one, bool) for one in neutral)
 
 
@@ -70,7 +70,7 @@ ROWS = (
     Row("additional_config", Surface.FLAG, ({},)),
     Row("audio", _BODY),
     Row("audio", _MESSAGE, ([],)),
-    Row("chat_template", _BODY, cure="the server uses its own template, which its flag --chat-template sets"),
+    Row("chat_template", _BODY, cure="set the server's flag --chat-template instead"),
     Row("convert", _LLM, ("auto", "none")),
     Row("cpu_offload_gb", _LLM, (0,)),
     Row("data_parallel_size", _LLM, (1,)),
@@ -128,11 +128,11 @@ ROWS = (
     Row("speculative_config", _LLM, ({},)),
     Row("speculative_draft_tensor_parallel_size", _LLM),
     Row("speculative_max_model_len", _LLM),
-    Row("speculative_model", _LLM, cure="leave it out, the answers are the same"),
+    Row("speculative_model", _LLM, cure="leave it out, it does not change answers"),
     Row("structured_outputs", _BODY | _PARAMS),
     Row("suffix", _BODY, ("",)),
     Row("task", _LLM, ("auto", "generate")),
-    Row("tensor_parallel_size", _LLM | Surface.FLAG, (1,), cure="the torch backend has one rank, leave it out"),
+    Row("tensor_parallel_size", _LLM | Surface.FLAG, (1,), cure="leave it out, the torch backend has one rank"),
     Row("thinking_token_budget", _BODY),
     Row("tokenizer", _LLM),
     Row("tokenizer_mode", _LLM, ("auto",)),
@@ -147,7 +147,7 @@ ROWS = (
     Row("verbosity", _BODY, ("medium",)),
     Row("vllm_xargs", _BODY, ({},)),
     Row("web_search_options", _BODY),
-    # They describe the caller.
+    # Metadata of the caller.
     *(
         Row(name, _BODY, has_effect=False)
         for name in (
@@ -162,7 +162,7 @@ ROWS = (
             "user",
         )
     ),
-    # They tune a GPU or vLLM's own parts.
+    # Settings of GPUs or of vLLM's internals.
     *(
         Row(name, _LLM, has_effect=False)
         for name in (
@@ -197,23 +197,23 @@ _SUBJECTS = {
 
 
 def rows(where: Surface) -> list[Row]:
-    """The rows of one surface, by name."""
+    """The rows of one surface, ordered by name."""
     return [row for row in ROWS if where in row.where]
 
 
 def refuse(where: Surface, name: str, value: Any, at: str | None = None) -> bool:
-    """Refuse a value that needs what is not built.
+    """Refuse a value that is not supported yet.
 
     Args:
-        value: what was written there; the whole URI for a scheme.
-        at: how the place is called in the error, if not by the name.
+        value: the given value; the whole URI for a scheme.
+        at: name of the field in the error; default: `name`.
 
     Returns:
-        Whether the table has the name there; its value is then neutral or without effect.
+        Whether the table has the name; the value is then neutral or has no effect.
 
     Raises:
-        InvalidRequest: of a body, a message or a sampling parameter.
-        InvalidConfig: of an argument, a flag or a model URI.
+        InvalidRequest: for a body, a message or a sampling parameter.
+        InvalidConfig: for an argument, a flag or a model URI.
     """
     found = _ROWS.get(name)
     row = None if found is None else found.get(where)

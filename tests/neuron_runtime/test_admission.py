@@ -115,7 +115,7 @@ BLOCKS = replace(LIMITS, block_size=8, num_blocks=4)
 NEURON = neuron_limits(max_rows=4, max_model_length=256)
 REFUSED: list[tuple[BackendLimits, dict[str, Any], str, str]] = [
     (LIMITS, {"prompt": []}, "prompt", "must not be empty"),
-    (LIMITS, {"prompt": [[]]}, "prompt", "at least one is needed"),
+    (LIMITS, {"prompt": [[]]}, "prompt", "at least one is required"),
     (replace(LIMITS, vocabulary_size=9), {"prompt": [3, 9, 4]}, "prompt", "`prompt[1]`: 9 is not a token id"),
     (replace(LIMITS, vocabulary_size=9), {"prompt": [3, -1, 4]}, "prompt", "`prompt[1]`: -1 is not a token id"),
     (replace(LIMITS, vocabulary_size=9), {"prompt": "a core"}, "prompt", "is not a token id of this model (0 to 8)"),
@@ -127,7 +127,7 @@ REFUSED: list[tuple[BackendLimits, dict[str, Any], str, str]] = [
     (LIMITS, {"max_tokens": 0}, "max_tokens", "at least 1"),
     (LIMITS, {"prompt": ids(200), "max_tokens": 57}, "max_tokens", "leaves room for 56"),
     (BLOCKS, {"prompt": ids(20), "max_tokens": 14}, "max_tokens", "leaves room for 13"),
-    (LIMITS, {"max_tokens": 5, "min_tokens": 6}, "min_tokens", "above the 5 tokens"),
+    (LIMITS, {"max_tokens": 5, "min_tokens": 6}, "min_tokens", "at most 5 tokens"),
     (LIMITS, {"top_k": 65}, "top_k", "at most 64"),
     (LIMITS, {"logprobs": 6}, "logprobs", "at most 5"),
     (LIMITS, {"prompt_logprobs": 6}, "prompt_logprobs", "at most 5"),

@@ -29,14 +29,14 @@ def test_requests_are_refused_beyond_rows_and_queue() -> None:
     queue = backpressure(max_requests=2, max_rows=3)
     for live in range(5):
         queue.enter(str(live), 1, live, 0.0)
-    with pytest.raises(Overloaded, match="2 requests wait"):
+    with pytest.raises(Overloaded, match="2 requests are waiting"):
         queue.enter("6", 1, 5, 0.0)
 
 
 def test_tokens_are_refused_beyond_the_bound_but_never_where_none_wait() -> None:
     queue = backpressure(max_tokens=100)
     queue.enter("a", 5000, 0, 0.0)
-    with pytest.raises(Overloaded, match="5000 prompt tokens wait, with these there would be more than 100"):
+    with pytest.raises(Overloaded, match="5000 prompt tokens are waiting, at most 100 may"):
         queue.enter("b", 1, 1, 0.0)
     queue.take_up("a")
     queue.enter("b", 60, 1, 0.0)

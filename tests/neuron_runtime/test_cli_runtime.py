@@ -75,7 +75,7 @@ def test_invalid_flags_are_named(arguments: list[str], field: str, says: str) ->
 @pytest.mark.parametrize(
     ("flag", "value", "says"),
     [
-        ("--tensor-parallel-size", "2", "2 is not supported yet: the torch backend has one rank"),
+        ("--tensor-parallel-size", "2", "2 is not supported yet: leave it out, the torch backend has one rank"),
         ("--tensor-parallel-size", "true", "True is not supported yet"),
         ("--additional-config", "{", "'{' is not supported yet: leave it out"),
     ],
@@ -148,7 +148,7 @@ def test_a_port_in_use_is_reported_in_one_line_with_a_remedy_and_a_record(tmp_pa
     [
         (["--host", "300.1.1.1"], "cannot listen on 300.1.1.1"),
         (["--port", "70000"], "from 0 to 65535"),
-        (["--backend", "nxdi"], "--backend ($.backend): `nxdi` is not built"),
+        (["--backend", "nxdi"], "--backend ($.backend): `nxdi` is not supported yet"),
     ],
 )
 def test_a_command_that_cannot_start_reports_the_cause_in_one_line(

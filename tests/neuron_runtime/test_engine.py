@@ -165,7 +165,7 @@ def test_a_request_id_in_use_is_refused_until_its_request_has_ended() -> None:
 def test_a_full_queue_is_overloaded_until_one_leaves() -> None:
     run = start(HOST, max_queued_requests=2)
     run.add(*[request(name, 3, 50) for name in "abcdef"])
-    with pytest.raises(Overloaded, match="2 requests wait"):
+    with pytest.raises(Overloaded, match="2 requests are waiting"):
         run.engine.add(request("g", 3, 2))
     run.step()
     with pytest.raises(Overloaded):
@@ -189,9 +189,9 @@ def test_the_promised_number_of_steps_is_of_the_order_of_the_tokens() -> None:
         ({"steps_in_flight": 2}, "host feedback allows one step in flight"),
         ({"max_tokens_per_row": 4, "num_lookahead_tokens": 2}, "at least max_tokens_per_row - 1"),
         ({"max_step_tokens": 3}, "a decode row of every sequence"),
-        ({"max_step_tokens": 8, "min_chunk_tokens": 6}, "all but one beside a chunk"),
+        ({"max_step_tokens": 8, "min_chunk_tokens": 6}, "all but one plus a chunk"),
         ({"max_one_shot_prefill": 4, "min_prefill_tokens": 5}, "must fit in one step"),
-        ({"decodes_all_live_rows": True}, "no step for half a prompt"),
+        ({"decodes_all_live_rows": True}, "excludes partial prompts"),
     ],
 )
 def test_limits_that_leave_no_way_to_serve_are_refused(changes: dict[str, Any], rule: str) -> None:

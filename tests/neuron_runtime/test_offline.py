@@ -296,7 +296,7 @@ def test_a_seed_of_the_class_is_refused_where_one_of_a_request_is() -> None:
         override = {"sampling": sampling}
         return LLM(str(MODEL), backend="simulated", max_model_len=64, override_neuron_config=override, seed=seed)
 
-    with pytest.raises(InvalidConfig, match=r"^seed: `seed` cannot be served with Device sampling"):
+    with pytest.raises(InvalidConfig, match=r"^seed: `seed` is not supported with Device sampling"):
         simulated("Device", 0)
     for sampling, seed in (("Host", 0), ("Device", None)):
         with simulated(sampling, seed) as model:
@@ -511,12 +511,15 @@ def test_arguments_of_the_guides_amount_to_a_configuration(tmp_path: Path) -> No
     [
         ({"device": "neuron"}, "device: 'neuron', but this machine has no Neuron device"),
         ({"device": "cuda"}, "device: 'cuda' is unknown"),
-        ({"tensor_parallel_size": 2}, "tensor_parallel_size: 2 is not supported yet: the torch backend has one rank"),
+        (
+            {"tensor_parallel_size": 2},
+            "tensor_parallel_size: 2 is not supported yet: leave it out, the torch backend has one rank",
+        ),
         ({"speculative_model": "org/draft"}, "speculative_model: 'org/draft' is not supported yet"),
         ({"override_neuron_config": {"a": 1}}, "override_neuron_config ($.overrideNeuronConfig.a): the torch backend"),
         ({"override_neuron_config": {"a": 1}, "additional_config": {"override_neuron_config": {"b": 1}}}, "twice"),
         ({"additional_config": {"a": 1}}, "additional_config['a']: is not supported"),
-        ({"backend": "nxdi"}, "backend ($.backend): `nxdi` is not built into this runtime yet"),
+        ({"backend": "nxdi"}, "backend ($.backend): `nxdi` is not supported yet"),
         ({"max_model_len": "long"}, "max_model_len ($.limits.maxModelLength): Expected `int`, got `str`"),
         ({"max_model_len": -1}, "max_model_len ($.limits.maxModelLength): Expected `int` >= 0, got -1"),
         (

@@ -122,7 +122,7 @@ def test_zero_alternatives_are_reported_and_false_is_not() -> None:
 
 def test_no_more_logprobs_than_the_backend_reports() -> None:
     for body, name in ((CompletionBody, "logprobs"), (ChatBody, "top_logprobs"), (CompletionBody, "prompt_logprobs")):
-        says = f"`{name}` is at most 20 here, got 21"
+        says = f"`{name}` must be at most 20, got 21"
         assert says in str(refusal(check_served, body_with(body, name, 21), limits("Host")))
         check_served(body_with(body, name, 20), limits("Host"))
 
@@ -130,7 +130,7 @@ def test_no_more_logprobs_than_the_backend_reports() -> None:
 def test_logprobs_of_a_prompt_need_a_backend_that_has_them() -> None:
     row = parameters_of(SamplingFields)["prompt_logprobs"]
     error = refusal(check_parameter_served, "echo", row, limits("Host", reports_prompt_logprobs=False))
-    assert (error.field, str(error)) == ("echo", "`echo` cannot be served by this backend: leave it out")
+    assert (error.field, str(error)) == ("echo", "`echo` is not supported by this backend: leave it out")
 
 
 def test_a_bias_has_its_tokens_as_numbers_or_as_texts_of_numbers() -> None:
@@ -187,8 +187,8 @@ def test_a_bad_word_is_banned_at_the_beginning_of_a_text_and_behind_a_space() ->
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        (["cat", ""], "from 1 to"),
-        (["x" * (MAX_BAD_WORD_CHARACTERS + 1)], "from 1 to"),
+        (["cat", ""], "must have 1 to"),
+        (["x" * (MAX_BAD_WORD_CHARACTERS + 1)], "must have 1 to"),
         (["unknown"], "'unknown' has no tokens"),
         ([str(n) for n in range(MAX_BAD_WORDS + 1)], "at most"),
     ],

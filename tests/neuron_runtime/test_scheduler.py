@@ -575,8 +575,8 @@ def test_aborting_unknown_and_finished_requests_is_harmless() -> None:
 @pytest.mark.parametrize(
     ("output", "complaint"),
     [
-        (StepOutput(1, ((1,),)), "step 1 with 1 rows, step 0 with 1 rows was due"),
-        (StepOutput(0, ((1,), (2,))), "step 0 with 2 rows, step 0 with 1 rows was due"),
+        (StepOutput(1, ((1,),)), "step 1 with 1 rows, expected step 0 with 1 rows"),
+        (StepOutput(0, ((1,), (2,))), "step 0 with 2 rows, expected step 0 with 1 rows"),
         (StepOutput(0, ((),)), r"1 to 1 tokens, got \[0\]"),
         (StepOutput(0, ((1, 2),)), r"1 to 1 tokens, got \[2\]"),
     ],
@@ -618,7 +618,7 @@ def test_a_pool_hands_out_the_lowest_numbers_and_knows_its_holders() -> None:
     assert pool.num_used == 4, "one holder of 0 is left"
     pool.give_back([0])
     assert pool.take(1) == [0]
-    with pytest.raises(ValueError, match="2 numbers wanted, 1 free"):
+    with pytest.raises(ValueError, match="cannot take 2 numbers: 1 are free"):
         pool.take(2)
     with pytest.raises(ValueError, match="4 is free already"):
         pool.give_back([4])

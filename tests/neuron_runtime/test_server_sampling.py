@@ -96,7 +96,7 @@ async def test_the_running_server_serves_and_refuses_what_the_table_says(served:
     error = answer["error"]
     # Chat asks for log-probabilities by two fields; whichever is named, both are meant.
     assert error["param"] in ({name} if name != "top_logprobs" else {"logprobs", "top_logprobs"})
-    assert f"cannot be served with {mode} sampling" in error["message"]
+    assert f"is not supported with {mode} sampling" in error["message"]
     for other in MODES:
         assert (f"`{other}`" in error["message"]) == (parameter.where(other) is not Where.REFUSED)
 

@@ -1,7 +1,7 @@
-"""Which backends this runtime can build, and from where.
+"""The backends of this runtime.
 
-Called by the supervisor (is the configured one there?) and by the engine process (build it). Modules are named, not
-imported before they are asked for: a backend's package is light, what it loads brings a device stack.
+Called by the supervisor to check the configured backend, and by the engine process to load it. A backend's package is
+imported on demand; it is cheap to import, and loads its device stack only in `load_backend`.
 """
 
 from __future__ import annotations
@@ -18,26 +18,26 @@ PACKAGES = {"torch": "neuron_runtime.backend.torch", "simulated": "neuron_runtim
 
 
 class BackendPackage(Protocol):
-    """What the package of a backend has."""
+    """Interface of a backend's package."""
 
     NEEDS_WEIGHTS: bool
-    """Whether a model must be there whole; else its small files will do."""
+    """Whether it needs a model's weights; otherwise its small files suffice."""
 
     def check_config(self, config: RuntimeConfig) -> None:
-        """What can be said without the model and without a device. Raises InvalidConfig."""
+        """Check settings without model and device. Raises InvalidConfig."""
 
     def load_backend(self, model_dir: Path, config: RuntimeConfig, progress: ProgressCallback) -> Backend:
         """See `load_backend` of the torch backend."""
 
 
 def check_backend(config: RuntimeConfig) -> None:
-    """Raises InvalidConfig when the configured backend is not built into this runtime, or cannot do what is asked."""
+    """Raises InvalidConfig if the backend is not part of this runtime, or does not support the configuration."""
     backend_package(config).check_config(config)
 
 
 def backend_package(config: RuntimeConfig) -> BackendPackage:
-    """Raises InvalidConfig when the configured backend is not built into this runtime."""
+    """Raises InvalidConfig if the backend is not part of this runtime."""
     if config.backend not in PACKAGES:
         known = ", ".join(PACKAGES)
-        raise InvalidConfig("$.backend", f"`{config.backend}` is not built into this runtime yet; it has: {known}")
+        raise InvalidConfig("$.backend", f"`{config.backend}` is not supported yet; supported backends: {known}")
     return cast(BackendPackage, importlib.import_module(PACKAGES[config.backend]))

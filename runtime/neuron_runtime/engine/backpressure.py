@@ -1,8 +1,8 @@
-"""How much may wait, and when somebody who was sent away will find room.
+"""Limits the waiting queue and estimates when a refused request can be retried.
 
-Asked by `engine.loop` for every request, and told of every turn. The rate at which room becomes free is measured all
-the time, as if all rows were busy; who was sent away with a time is expected back then, so the next one is given a
-later time. Points in time come from the caller; no I/O.
+`engine.loop` calls it for every request and after every step. It continuously measures the rate at which requests end,
+extrapolated to all rows being busy. Refused clients are expected back at their retry time, so later ones get a later
+time. The caller passes all times; no I/O.
 """
 
 from __future__ import annotations
@@ -16,24 +16,24 @@ from neuron_runtime.errors import Overloaded
 
 DEFAULT_MAX_QUEUED_REQUESTS = 256
 MOST_QUEUED_TOKENS = 4 * 1024 * 1024
-"""Of a default bound: some 150 MB of numbers."""
+"""Maximum of the default bound: about 150 MB of token ids."""
 
 MIN_RETRY_SECONDS = 1
 MAX_RETRY_SECONDS = 60
-"""OpenAI's clients take no notice of a longer one."""
+"""OpenAI's clients ignore longer ones."""
 ROUNDING_SECONDS = 0.1
-"""So little beyond a whole second does not cost another one: rates are estimates."""
+"""A fraction of a second up to this is rounded down, because rates are estimates."""
 SMOOTHING_SECONDS = 30.0
-"""What was measured so long ago counts a third of what is measured now."""
+"""Time constant: measurements this old have a weight of 1/e."""
 USUAL_REQUEST_SECONDS = 4.0
-"""How long a request is taken to run before any was measured."""
+"""Assumed duration of a request before any measurement."""
 
 
 @dataclass(frozen=True, slots=True)
 class QueueLimits:
-    """How much may wait, of requests beyond those that fit into the backend's rows, and of prompt tokens.
+    """Maximum number of waiting requests, beyond those that fit the backend's rows, and of their prompt tokens.
 
-    A queue without any prompt tokens takes one request whatever its length.
+    A queue without prompt tokens accepts one request of any length.
     """
 
     max_requests: int = DEFAULT_MAX_QUEUED_REQUESTS
@@ -41,7 +41,7 @@ class QueueLimits:
 
 
 def queue_limits(limits: BackendLimits, max_requests: int = 0, max_tokens: int = 0) -> QueueLimits:
-    """Where zero stands for the default: 256 requests, and tokens for as many of the longest, at most 4 Mi."""
+    """Replace zeros by defaults: 256 requests, and the tokens of as many longest ones, at most 4 Mi."""
     max_requests = max_requests or DEFAULT_MAX_QUEUED_REQUESTS
     return QueueLimits(
         max_requests, max_tokens or min((limits.max_rows + max_requests) * limits.max_model_length, MOST_QUEUED_TOKENS)
@@ -49,7 +49,7 @@ def queue_limits(limits: BackendLimits, max_requests: int = 0, max_tokens: int =
 
 
 class Rate:
-    """Something per second, recent seconds before older ones; as much as is expected until it was measured."""
+    """An exponentially smoothed rate; starts at the expected value."""
 
     def __init__(self, expected_per_second: float, smoothing_seconds: float = SMOOTHING_SECONDS) -> None:
         self._smoothing_seconds = smoothing_seconds
@@ -67,10 +67,10 @@ class Rate:
 
 
 class Backpressure:
-    """The queue as far as admission looks at it.
+    """Admission to the queue.
 
     Args:
-        now: any clock's time in seconds; all other times are of the same clock.
+        now: seconds of any clock; all other times are of the same clock.
     """
 
     def __init__(self, limits: QueueLimits, max_rows: int, now: float) -> None:
@@ -85,25 +85,25 @@ class Backpressure:
         self._num_taken_up = 0
         self._turned_at = now
         self._expected: dict[int, tuple[int, int]] = {}
-        """Requests and tokens that were sent away, by the second in which they may be back."""
+        """Number of refused requests and of their tokens, by the second of their retry."""
 
     @property
     def num_tokens(self) -> int:
-        """Prompt tokens of requests that no step has taken up."""
+        """Prompt tokens of waiting requests."""
         return self._num_tokens
 
     def enter(self, request_id: str, num_tokens: int, num_live: int, now: float) -> None:
-        """Let a request wait, or raise Overloaded with the time after which there should be room.
+        """Queue a request, or raise Overloaded with the time until a retry should succeed.
 
-        num_live: requests that run or wait already.
+        num_live: number of running and waiting requests.
         """
         limits = self._limits
         excess_requests = num_live + 1 - self._max_rows - limits.max_requests
         excess_tokens = self._num_tokens + num_tokens - limits.max_tokens
         if excess_requests > 0:
-            what = f"{limits.max_requests} requests wait"
+            what = f"{limits.max_requests} requests are waiting"
         elif excess_tokens > 0 and self._num_tokens:
-            what = f"{self._num_tokens} prompt tokens wait, with these there would be more than {limits.max_tokens}"
+            what = f"{self._num_tokens} prompt tokens are waiting, at most {limits.max_tokens} may"
         else:
             self._waiting[request_id] = num_tokens
             self._num_tokens += num_tokens
@@ -112,21 +112,21 @@ class Backpressure:
         raise Overloaded(f"the queue is full ({what}); try again in {seconds} s", seconds)
 
     def take_up(self, request_id: str) -> None:
-        """A step has it."""
+        """The first step of a request was scheduled."""
         self._num_taken_up += self._leave(request_id)
 
     def leave(self, request_ids: Sequence[str]) -> None:
-        """These ended, wherever they were; each is said once."""
+        """Waiting or running requests ended; call it once per request."""
         self._num_ended += len(request_ids)
         for request_id in request_ids:
             self._leave(request_id)
 
     def resume(self, now: float) -> None:
-        """There was nothing to do until now."""
+        """Work starts after an idle time."""
         self._turned_at = now
 
     def turn(self, num_running: int, now: float) -> None:
-        """A step was applied while so many ran. What fewer of them than rows achieve is taken as a part of the rate."""
+        """A step was applied. With fewer running requests than rows, the measured rate is extrapolated to all rows."""
         seconds = max(now - self._turned_at, 0.0) * min(num_running / max(self._max_rows, 1), 1.0)
         self._requests.observe(self._num_ended, seconds)
         self._tokens.observe(self._num_taken_up, seconds)
@@ -138,11 +138,11 @@ class Backpressure:
         return num_tokens
 
     def _retry_seconds(self, excess_requests: int, excess_tokens: int, num_tokens: int, now: float) -> int:
-        """Whole seconds until that is free (where negative, it is), beside what those need who come back before."""
+        """Whole seconds until the excess is gone, counting earlier refused requests that will retry before."""
         self._expected = {second: sent for second, sent in self._expected.items() if second > now}
         requests = excess_requests + sum(sent for sent, _ in self._expected.values())
         tokens = excess_tokens + sum(sent for _, sent in self._expected.values())
-        # Those who are told the same second come together: no more than the queue holds.
+        # Clients with the same retry second come together, so no more than fit the queue may get the same one.
         per_second = min(self._requests.per_second, self._max_rows + self._limits.max_requests)
         tokens_per_second = min(self._tokens.per_second, self._limits.max_tokens)
         seconds = max(requests / per_second, tokens / max(tokens_per_second, 1.0))

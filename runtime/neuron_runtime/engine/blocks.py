@@ -1,7 +1,7 @@
-"""The KV blocks of every sequence: how many it needs, which it holds, which are shared through the prefix cache.
+"""The block manager: the KV blocks of every sequence, and their sharing through the prefix cache.
 
-The scheduler asks what fits and when to let go; this counts, and notes what the next batch says of blocks. Knows
-sequences and limits; no rows, steps or order of service.
+Called by the scheduler to check what fits, to allocate and to free. It collects the block changes for the next batch.
+It knows sequences and limits, but no rows and steps.
 """
 
 from __future__ import annotations
@@ -15,42 +15,42 @@ from neuron_runtime.engine.stats import EngineStats
 
 
 class BlockManager:
-    """Keeps `Sequence.blocks`, `.capacity` and `.next_full`; a block is free, cached, or held by sequences."""
+    """Maintains `Sequence.blocks`, `.capacity` and `.next_full`; a block is free, cached, or held by sequences."""
 
     def __init__(self, limits: BackendLimits, stats: EngineStats) -> None:
         self.cache = PrefixCache(limits.num_blocks)
         self.appended: list[tuple[int, int]] = []
         self.kept: dict[int, int] = {}
-        """What the next batch says of blocks, see `Batch`."""
+        """Changes of blocks in the next batch, see `Batch`."""
         self._limits = limits
         self._stats = stats
         self._block_size = limits.block_size
-        # In tokens; 0 where nothing is shared.
+        # In tokens; 0 without prefix caching.
         self._max_hit = (limits.max_prefix_hit or limits.max_model_length) if limits.shares_prefixes else 0
-        # One token is fed at least; where steps do not mix phases two, so that the row is one of a prompt.
+        # At least one token is fed; two if steps do not mix phases, so that the row is a prefill row.
         self._min_fed = 1 if limits.mixes_phases else 2
 
     # Admission
 
     def num_spare(self, running: Iterable[Sequence]) -> int:
-        """Free blocks beyond one for each running sequence that may still grow."""
+        """Free blocks, minus one for each running sequence that may still grow."""
         return self.cache.num_free - sum(len(s.blocks) < self._most(s) for s in running)
 
     def find(self, sequence: Sequence) -> Prefix:
-        """What is cached, or being computed, of a waiting sequence's tokens."""
+        """The part of a waiting sequence that is cached or being computed."""
         max_found = 0
-        if sequence.request.sampling.prompt_logprobs is None:  # which need the whole prompt computed
+        if sequence.request.sampling.prompt_logprobs is None:  # else the whole prompt must be computed
             max_found = max(min(len(sequence.tokens) - self._min_fed, self._max_hit), 0) // self._block_size
         return self.cache.find(sequence.keys.first(max_found), sequence.order)
 
     def num_claimed(self, sequence: Sequence, prefix: Prefix) -> int:
-        """How much of `num_spare` a waiting sequence takes when it is admitted."""
+        """Number of spare blocks that a waiting sequence takes when it is admitted."""
         needed = self._needed(sequence)
         known = len(prefix.blocks) + prefix.num_coming
         return needed - known + prefix.num_idle + (needed < self._most(sequence))
 
     def allocate(self, sequence: Sequence, cached: list[int]) -> None:
-        """Give a waiting sequence blocks for all its tokens; `cached` of them hold its first tokens already."""
+        """Allocate blocks for all tokens of a waiting sequence; `cached` are the computed blocks of its prefix."""
         self.cache.share(cached)
         self._hold(sequence, cached + self.cache.take(self._needed(sequence) - len(cached)))
         sequence.num_computed_tokens = sequence.num_scheduled_tokens = len(cached) * self._block_size
@@ -58,7 +58,7 @@ class BlockManager:
             self._expect(sequence, len(cached))
 
     def _expect(self, sequence: Sequence, num_cached: int) -> None:
-        """Tell the cache which blocks are being computed; the first time, count what was looked for and found."""
+        """Register blocks that are being computed; counts cache queries and hits on first admission."""
         last = len(sequence.tokens) // self._block_size
         keys = sequence.keys.first(last)
         self.cache.expect(keys[num_cached:], sequence.blocks[num_cached:last], sequence.order)
@@ -72,7 +72,7 @@ class BlockManager:
     # Growth and shrinkage
 
     def append(self, sequences: list[Sequence]) -> bool:
-        """Give each the blocks that it lacks for its next row; False, and nothing, when not all of them are free."""
+        """Allocate the missing blocks for the next row of each; False and no change if too few are free."""
         missing = [max(self._needed(s, s.samples) - len(s.blocks), 0) for s in sequences]
         if sum(missing) > self.cache.num_free:
             return False
@@ -83,7 +83,7 @@ class BlockManager:
         return True
 
     def return_surplus(self, sequence: Sequence) -> None:
-        """Take back what was reserved for tokens that a row did not bring."""
+        """Return blocks that were reserved for tokens that a row did not produce."""
         needed = self._needed(sequence)
         if surplus := sequence.blocks[needed:]:
             self._hold(sequence, sequence.blocks[:needed])
@@ -91,7 +91,7 @@ class BlockManager:
             self.kept[sequence.slot] = needed
 
     def remember(self, sequence: Sequence) -> None:
-        """Tell the cache of blocks that a row has filled; what is computed beyond the known tokens does not count."""
+        """Add blocks that a row has filled to the cache; tokens computed beyond the known ones do not count."""
         size = self._block_size
         last = min(sequence.num_computed_tokens, len(sequence.tokens)) // size
         first = sequence.next_full // size - 1
@@ -99,7 +99,7 @@ class BlockManager:
         sequence.next_full = (last + 1) * size
 
     def free(self, sequence: Sequence) -> None:
-        """Take back all that it holds, the end first: a beginning stays cached longer than what builds on it."""
+        """Return all its blocks, the last first, so that a prefix stays cached longer than its continuation."""
         self.cache.give_back(reversed(sequence.blocks))
         self._hold(sequence, [])
         sequence.next_full = NEVER
@@ -111,7 +111,7 @@ class BlockManager:
         sequence.capacity = len(blocks) * self._block_size - self._limits.num_lookahead_tokens
 
     def _needed(self, sequence: Sequence, with_coming: bool = False) -> int:
-        """Blocks for its tokens, drafts, and what the row in flight may bring; never preempted: for all it may have."""
+        """Blocks for its tokens, drafts, and tokens of the row in flight; without preemption: for its full length."""
         limits = self._limits
         if not limits.recomputes:
             return self._most(sequence)
@@ -119,5 +119,5 @@ class BlockManager:
         return limits.blocks_for(len(sequence.tokens) + num_coming + limits.num_lookahead_tokens)
 
     def _most(self, sequence: Sequence) -> int:
-        """Blocks it holds at most: the last token is never fed."""
+        """Maximum number of its blocks; the last token is never fed."""
         return self._limits.blocks_for(sequence.max_length - 1 + self._limits.num_lookahead_tokens)

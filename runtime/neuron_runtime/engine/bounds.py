@@ -1,6 +1,6 @@
-"""How long everything that entered the engine can take: the promises that every request ends and no stream starves.
+"""Upper bounds: every request ends, and no stream starves.
 
-Pure functions of the backend's limits. The loop reports `stream_gap_bound`; the property tests hold both.
+Pure functions of the backend's limits. The loop reports `stream_gap_bound`; property tests check both.
 """
 
 from __future__ import annotations
@@ -11,11 +11,11 @@ from neuron_runtime.core import BackendLimits, Kind, Request
 
 
 def max_steps(limits: BackendLimits, requests: Iterable[Request], max_consecutive_prefills: int = 1) -> int:
-    """Steps within which all of `requests` end, whatever the order of arrival, preemptions and aborts.
+    """Maximum number of steps until all of `requests` end, for any order of arrival, preemptions and aborts.
 
-    The running sequence that comes first in order is never preempted and advances in every step that its phase
-    allows. It changes at most twice per request (one ends, or one that comes before it is admitted), and each time
-    it may have to compute all tokens known so far.
+    The running sequence that is first in order is never preempted and advances in every step that its phase allows.
+    Another sequence becomes first at most twice per request (one ends, or an earlier one is admitted), and each time
+    it may have to recompute all its tokens.
     """
     requests = list(requests)
     beside = limits.max_rows - 1 if limits.mixes_phases else 0
@@ -24,21 +24,21 @@ def max_steps(limits: BackendLimits, requests: Iterable[Request], max_consecutiv
     prefills = max((-(-length // part) if part else 1 for length in lengths), default=0)
     advances = sum(r.sampling.max_tokens for r in requests) + 2 * len(requests) * prefills
     turns = 1 if limits.mixes_phases else 1 + max_consecutive_prefills
-    # With several tokens per row, a row behind one that may be the last sits out a step; and each request that ends
-    # unforeseen leaves one step in flight that nobody needs.
+    # With several tokens per row, a sequence skips a step if its row in flight may be its last. A request that ends
+    # unexpectedly leaves one unneeded step in flight.
     return advances * turns * (2 if limits.max_tokens_per_row > 1 else 1) + len(requests)
 
 
 def stream_gap_bound(
     limits: BackendLimits, longest_step_seconds: Mapping[Kind, float], max_consecutive_prefills: int = 1
 ) -> float:
-    """Seconds within which a stream that runs, and is not preempted, gets its next token.
+    """Maximum seconds until a running stream that is not preempted gets its next token.
 
-    Where phases mix, every step has a row of each running stream; else at most `max_consecutive_prefills` steps come
-    between two that have one. With several tokens per row, a row behind one that may be the last sits out a turn.
+    If phases mix, every step has a row of each running stream; otherwise at most `max_consecutive_prefills` steps are
+    between two that do. With several tokens per row, a sequence skips a turn if its row in flight may be its last.
 
     Args:
-        longest_step_seconds: by kind, from the end of the step before to the end of the step.
+        longest_step_seconds: by kind, from the end of the previous step to the end of the step.
     """
     prefill = longest_step_seconds.get(Kind.PREFILL, 0.0)
     own = max(longest_step_seconds.get(kind, 0.0) for kind in (Kind.DECODE, Kind.MIXED))

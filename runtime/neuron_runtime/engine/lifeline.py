@@ -1,7 +1,6 @@
-"""What ties a child process to the supervisor: it dies when the supervisor does, and it can be seen to hang.
+"""Ties a child process to the supervisor: it dies with the supervisor, and the supervisor can detect that it hangs.
 
-Used by the engine process and the front end at their start, and by the supervisor, which reads the deadline. No
-policy: how long a step may take is the engine process's business, what to do about it the supervisor's.
+Used by the engine process and the front ends, which set deadlines, and by the supervisor, which reads them and acts.
 """
 
 from __future__ import annotations
@@ -21,20 +20,20 @@ _DEADLINE = struct.Struct("=d")
 
 
 def die_with_parent(parent_pid: int) -> None:
-    """Have the kernel kill this process when `parent_pid` ends, however that happens. Linux only, elsewhere nothing."""
+    """Make the kernel kill this process when `parent_pid` exits. No effect on systems other than Linux."""
     if sys.platform == "linux":
         libc = ctypes.CDLL(None, use_errno=True)
         if libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL) != 0:
             raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG)")
     if os.getppid() != parent_pid:
-        # It ended before the kernel was told.
+        # The parent exited before the call of prctl.
         os._exit(1)
 
 
 class Deadline:
-    """A point on the monotonic clock that one process sets and another reads, in a file of eight bytes.
+    """A time on the monotonic clock that one process sets and another reads, in a file of eight bytes.
 
-    Shared memory, because a hung device call may hold the interpreter lock: the hung process cannot say so itself.
+    Shared memory, because a hung device call may hold the GIL, so that the process cannot report it itself.
     """
 
     def __init__(self, path: Path) -> None:
@@ -43,7 +42,7 @@ class Deadline:
             self._memory = mmap.mmap(file.fileno(), _DEADLINE.size)
 
     def set(self, seconds: float) -> None:
-        """From now on the process has this long."""
+        """Set the deadline to this long from now."""
         _DEADLINE.pack_into(self._memory, 0, time.monotonic() + seconds)
 
     def clear(self) -> None:
@@ -51,7 +50,7 @@ class Deadline:
 
     @property
     def overdue_seconds(self) -> float:
-        """How long ago the deadline passed; 0 when there is none or it lies ahead."""
+        """Time since the deadline; 0 if there is none or it has not passed."""
         (deadline,) = _DEADLINE.unpack_from(self._memory, 0)
         return max(0.0, time.monotonic() - deadline) if deadline else 0.0
 

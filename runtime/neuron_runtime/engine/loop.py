@@ -1,7 +1,7 @@
-"""The engine: the one loop that owns scheduler and backend.
+"""The engine: the loop that owns scheduler and backend.
 
-Called by the engine process and by the offline class, always from one thread (the one that owns the device). Turns
-requests into token events, step by step; knows no text, no HTTP and no process.
+Called by the engine process and by the offline class, always from the one thread that owns the device. Turns requests
+into token events, step by step; knows nothing of text, HTTP or processes.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ from neuron_runtime.engine.stats import EngineStats, StepStats
 from neuron_runtime.errors import InvalidRequest
 
 LateRule = Callable[[list[int]], tuple[int, ...]]
-"""Says which token ids (at least one) may follow the answer so far: a grammar, say, which runs on the host."""
+"""Returns the token ids (at least one) that may follow the output so far, e.g. by a grammar on the host."""
 
 
 def nothing_late(request: Request) -> LateRule | None:
-    """For engines whose requests all sample without the host."""
+    """For engines without late rules."""
     return None
 
 
 class Engine:
-    """Requests in, token events out. An exception from a backend call passes through; the engine is then undefined."""
+    """Requests in, token events out. Exceptions of the backend pass through; the engine is unusable afterwards."""
 
     def __init__(
         self,
@@ -44,41 +44,41 @@ class Engine:
         late: Callable[[Request], LateRule | None] = nothing_late,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Take over a warmed-up backend.
+        """Takes a backend after its warm-up.
 
-        max_queued_requests: requests accepted beyond those that fit into the backend's rows.
-        max_queued_tokens: prompt tokens accepted beyond those that a step has taken up.
-        max_consecutive_prefills: prefill steps in a row while decoding sequences wait, where phases do not mix.
-        late: the rule of a request whose rows can be sampled only when the token before is known on the host, or None.
-            Steps with such a row are scheduled ahead all the same, and launched when the step before was applied.
+        max_queued_requests: maximum waiting requests, beyond those that fit the backend's rows.
+        max_queued_tokens: maximum prompt tokens of waiting requests.
+        max_consecutive_prefills: consecutive prefill steps while decoding sequences wait, if phases do not mix.
+        late: the rule of a request whose rows can be sampled only when the host knows the previous token, or None.
+            Steps with such a row are also scheduled ahead, but launched after the previous step was applied.
         """
         self._backend = backend
         self._limits = backend.limits
         self._scheduler = Scheduler(self._limits, max_consecutive_prefills)
         self._late = late
         self._late_rules: dict[str, LateRule] = {}
-        """Of live requests that need the host."""
+        """Rules of live requests that need the host."""
         self._clock = clock
         self._added_at: dict[str, float] = {}
-        """Requests that no step has taken up yet."""
+        """Arrival of requests that are not scheduled yet."""
         self._queue_seconds: dict[str, float] = {}
-        """Requests that a step has taken up, until their first tokens."""
+        """Queue time of scheduled requests, until their first tokens."""
         queue = QueueLimits(max_queued_requests, max_queued_tokens)
         self._backpressure = Backpressure(queue, self._limits.max_rows, clock())
         self._in_flight: deque[Batch] = deque()
-        """A batch is filled in as soon as the step before it is collected."""
+        """A batch is completed as soon as the previous step is collected."""
         self._stats = self._scheduler.stats
         self._max_consecutive_prefills = max_consecutive_prefills
         self._longest_step_seconds: dict[Kind, float] = {}
         self._applied_at: float | None = None
-        """When the step before was applied; None when there was nothing to do in between."""
+        """When the previous step was applied; None after an idle time."""
 
     def add(self, request: Request) -> None:
-        """Accept a request that admission has made: its lengths and parameters are within the limits.
+        """Queue an admitted request, whose lengths and parameters are within the limits.
 
         Raises:
-            InvalidRequest: a request of the same id is running.
-            Overloaded: the queue is full; says when there should be room.
+            InvalidRequest: a request with the same id is running.
+            Overloaded: the queue is full; includes the time until a retry.
         """
         if request.request_id in self._scheduler:
             raise InvalidRequest(f"a request with the id {request.request_id!r} is running", field="request_id")
@@ -94,7 +94,7 @@ class Engine:
         self._added_at[request.request_id] = now
 
     def abort(self, request_id: str) -> None:
-        """Stop working on a request; no event follows. Any number of times, with any id."""
+        """Stop a request; no event follows. Idempotent; unknown ids are ignored."""
         if request_id in self._scheduler:
             self._backpressure.leave((request_id,))
         self._scheduler.abort(request_id)
@@ -104,18 +104,18 @@ class Engine:
 
     @property
     def request_ids(self) -> list[str]:
-        """Of what waits or runs."""
+        """Ids of waiting and running requests."""
         scheduler = self._scheduler
         return [sequence.request.request_id for sequence in (*scheduler.waiting, *scheduler.running)]
 
     @property
     def has_work(self) -> bool:
-        """Whether anything waits, runs or is in flight."""
+        """Whether any request is live or a step is in flight."""
         return bool(self._scheduler.num_live or self._in_flight)
 
     @property
     def stats(self) -> EngineStats:
-        """As of now; always the same struct."""
+        """Current values; always the same object."""
         scheduler, stats = self._scheduler, self._stats
         stats.num_running = len(scheduler.running)
         stats.num_waiting = len(scheduler.waiting)
@@ -124,10 +124,10 @@ class Engine:
         return stats
 
     def step(self) -> list[TokenEvent]:
-        """One turn: the next step is scheduled while the one in flight runs, then that one is collected and applied.
+        """One turn: schedule the next step while the one in flight runs, then collect and apply that one.
 
-        The next step is launched at the first moment at which everything it needs is known: at once when the device
-        feeds its own tokens, after `collect` when the host does, after `apply` when a row samples late.
+        The next step is launched as soon as its inputs are known: at once with device feedback, after `collect` with
+        host feedback, after `apply` if a row samples late.
         """
         self._stats.last_step = None
         if self._applied_at is None:
@@ -155,7 +155,7 @@ class Engine:
         return events
 
     def _start(self) -> bool:
-        """Launch a step while nothing is in flight; False when there is no work."""
+        """Launch a step while nothing is in flight; False if there is no work."""
         batch = self._schedule()
         if batch is None:
             if self._scheduler.num_live:
@@ -194,7 +194,7 @@ class Engine:
                 ended.append(event.request_id)
         self._measure(batch.kind)
         self._backpressure.leave(ended)
-        # Rows that wait for somebody's prompt are busy too.
+        # Rows that wait during a prefill step are busy too.
         num_busy = max(len(batch.rows), len(self._scheduler.running))
         self._backpressure.turn(num_busy, self._applied_at or 0.0)
         self._stats.last_step = StepStats(
@@ -209,7 +209,7 @@ class Engine:
         return events
 
     def _measure(self, kind: Kind) -> None:
-        """The time from the end of the step before to now."""
+        """Measure the time since the end of the previous step."""
         now, longest = self._clock(), self._longest_step_seconds
         seconds = now - (now if self._applied_at is None else self._applied_at)
         self._applied_at = now
@@ -220,7 +220,7 @@ class Engine:
             )
 
     def _rules(self) -> list[LateRule | None]:
-        """One for each row of the step scheduled last; None for a row that needs nothing from the host."""
+        """The rule of each row of the step scheduled last, or None."""
         batch, sequences = self._scheduler.scheduled[-1]
         return [
             self._late_rules.get(sequence.request.request_id)
@@ -233,7 +233,7 @@ class Engine:
         return bool(self._late_rules) and any(self._rules())
 
     def _allowed(self) -> Late | None:
-        """What the step scheduled last may sample, now that the one before it is applied."""
+        """The tokens that the step scheduled last may sample, after the previous one was applied."""
         if not self._samples_late():
             return None
         sequences = self._scheduler.scheduled[-1].sequences

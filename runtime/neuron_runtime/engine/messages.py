@@ -1,9 +1,9 @@
-"""The border between the engine process and a front end: the messages, their encoding, and the sockets they take.
+"""The protocol between the engine process and a front end: messages, encoding and sockets.
 
-A front end sends requests and aborts, and says when it takes another's place; the engine sends how far its start is,
-then **one message per step** with all that the step brought; where there are several front ends, one to each, with
-what its own requests brought. The encoding is msgpack, checked against these types on the way in. Both ends run on one
-machine and from one installation, so there is no version. Nothing here decides anything.
+A front end sends requests and aborts, and announces when it replaces another one. The engine sends its start-up
+progress, then **one message per step** to each front end, with the events of that front end's requests. The encoding
+is msgpack, validated against these types on receipt. Both ends run on one machine from one installation, so there is
+no version.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from neuron_runtime.engine.stats import EngineStats
 ENGINE_INBOX = "engine-inbox"
 ENGINE_OUTBOX = "engine-outbox"
 RECONNECT_MILLISECONDS = 10
-"""How often whoever is early looks whether the other process is there yet."""
+"""Retry interval while the other process has not opened its socket."""
 
 
 def request_id(front_end: int, number: int) -> str:
@@ -30,29 +30,29 @@ def request_id(front_end: int, number: int) -> str:
 
 
 def front_end_of(request_id: str) -> int:
-    """Whose request it is."""
+    """The front end of a request."""
     return int(request_id.partition("-")[0])
 
 
 def outbox_of(front_end: int) -> str:
-    """The name of the socket on which a front end hears from the engine."""
+    """The name of the socket on which a front end receives messages of the engine."""
     return f"{ENGINE_OUTBOX}-{front_end}"
 
 
 class Add(msgspec.Struct, frozen=True, tag="add"):
-    """Front end to engine: a request whose limits were checked."""
+    """Front end to engine: an admitted request."""
 
     request: Request
 
 
 class Abort(msgspec.Struct, frozen=True, tag="abort"):
-    """Front end to engine: whoever asked has left; unknown ids are fine."""
+    """Front end to engine: stop these requests; unknown ids are ignored."""
 
     request_ids: tuple[str, ...]
 
 
 class Joined(msgspec.Struct, frozen=True, tag="joined"):
-    """Front end to engine, when it takes the place of one that has ended: nobody waits for what that one asked for."""
+    """Front end to engine, when it replaces one that has exited: abort the requests of the old one."""
 
     front_end: int
 
@@ -61,20 +61,20 @@ ToEngine = Add | Abort | Joined
 
 
 class StartProgress(msgspec.Struct, frozen=True, tag="progress"):
-    """Engine to front end, while it starts."""
+    """Engine to front end, during start-up."""
 
     stage: str
     share: float
 
 
 class ModelFound(msgspec.Struct, frozen=True, tag="model"):
-    """Engine to front end: the model's files (not necessarily its weights) are in this folder."""
+    """Engine to front end: the folder of the model's files (not necessarily with weights)."""
 
     model_dir: str
 
 
 class Ready(msgspec.Struct, frozen=True, tag="ready"):
-    """Engine to front end: it can serve, within these limits."""
+    """Engine to front end: ready to serve, with these limits."""
 
     limits: BackendLimits
     queue: QueueLimits
@@ -83,7 +83,7 @@ class Ready(msgspec.Struct, frozen=True, tag="ready"):
 
 
 class First(msgspec.Struct, frozen=True, array_like=True):
-    """What is told once for a request, with its first tokens."""
+    """Data sent once per request, with its first tokens."""
 
     num_cached_tokens: int
     queue_seconds: float
@@ -91,13 +91,13 @@ class First(msgspec.Struct, frozen=True, array_like=True):
 
 
 class News(msgspec.Struct, frozen=True, array_like=True):
-    """What one step brought one request; a `core.TokenEvent` in few bytes."""
+    """A compact encoding of `core.TokenEvent`: the result of one step for one request."""
 
     request_id: str
     token_ids: tuple[int, ...]
     finish_reason: FinishReason | None = None
     logprobs: tuple[TokenLogprobs, ...] = ()
-    """One for each of `token_ids`, if asked for."""
+    """One for each of `token_ids`, if requested."""
     first: First | None = None
 
     @property
@@ -106,17 +106,17 @@ class News(msgspec.Struct, frozen=True, array_like=True):
 
     @property
     def queue_seconds(self) -> float | None:
-        """With the first tokens alone."""
+        """Only with the first tokens."""
         return self.first.queue_seconds if self.first else None
 
     @property
     def prompt_logprobs(self) -> tuple[TokenLogprobs, ...]:
-        """Of the prompt from its second token on, if asked for; with the first tokens alone."""
+        """For the prompt from its second token on, if requested; only with the first tokens."""
         return self.first.prompt_logprobs if self.first else ()
 
 
 class Refused(msgspec.Struct, frozen=True, array_like=True):
-    """The engine did not take a request: 429 when it may be sent again later, else 400."""
+    """The engine refused a request: 429 if it may be retried later, else 400."""
 
     request_id: str
     message: str
@@ -125,7 +125,7 @@ class Refused(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Step(msgspec.Struct, frozen=True, tag="step"):
-    """Engine to front end: all that one turn of the loop brought."""
+    """Engine to front end: the results of one turn of the loop."""
 
     news: tuple[News, ...]
     refused: tuple[Refused, ...]
@@ -136,10 +136,10 @@ FromEngine = StartProgress | ModelFound | Ready | Step
 
 
 def socket(context: zmq.Context[Any], kind: int, run_dir: Path, name: str, incarnation: int) -> Any:
-    """An end of the n-th engine's border; a restarted engine never sees its predecessor's mail.
+    """A socket of the n-th engine process; a restarted engine never receives messages for its predecessor.
 
-    Whoever receives (PULL) listens, whoever sends (PUSH) connects, so no send ever waits: a sender keeps its mail
-    until the other side is there. What piles up is bounded by the engine's queue and by max_tokens.
+    The receiver (PULL) binds and the sender (PUSH) connects, so sends never block: the sender queues messages until
+    the receiver exists. The queue is bounded by the engine's limits and max_tokens.
     """
     made = context.socket(kind)
     made.set_hwm(0)

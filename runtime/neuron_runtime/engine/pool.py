@@ -1,7 +1,7 @@
-"""Numbers handed out and taken back: KV blocks and slots alike, lowest free number first.
+"""A pool of numbers for KV blocks and slots; allocates the lowest free number first.
 
-The running set holds one pool of slots, the block manager one of blocks. What a number means on the device is the
-backend's business; what a block still holds when nobody holds it is `prefix_cache`'s.
+The running set has a pool of slots, the block manager a pool of blocks. `prefix_cache` extends it with the cached
+content of blocks.
 """
 
 from __future__ import annotations
@@ -11,10 +11,10 @@ from collections.abc import Iterable
 
 
 class Pool:
-    """Numbers 0 to size - 1 with a count of holders each.
+    """Numbers 0 to size - 1, each with a reference count.
 
-    Lowest first keeps live slots compact (batch buckets) and, where a sequence takes one slot and one block
-    together, makes the two numbers equal (slot layout).
+    Lowest first keeps live slots compact (for batch buckets) and makes the slot and the block of a sequence equal if
+    it takes exactly one of each (slot layout).
     """
 
     def __init__(self, size: int) -> None:
@@ -30,23 +30,23 @@ class Pool:
         return len(self._holders) - self.num_free
 
     def take(self, count: int) -> list[int]:
-        """The `count` lowest free numbers, each with one holder. Raises ValueError when fewer are free."""
+        """Allocate the `count` lowest free numbers, with one holder each. Raises ValueError if fewer are free."""
         if count > self.num_free:
-            raise ValueError(f"{count} numbers wanted, {self.num_free} free")
+            raise ValueError(f"cannot take {count} numbers: {self.num_free} are free")
         numbers = [self._next() for _ in range(count)]
         for number in numbers:
             self._holders[number] = 1
         return numbers
 
     def share(self, numbers: Iterable[int]) -> None:
-        """One more holder for each of these numbers, which must be in use."""
+        """Add a holder to each of these numbers, which must be in use."""
         for number in numbers:
             if not self._holders[number]:
                 raise ValueError(f"{number} is free and cannot be shared")
             self._holders[number] += 1
 
     def give_back(self, numbers: Iterable[int]) -> None:
-        """One holder less for each; a number without holders is free. Raises ValueError for a free one."""
+        """Remove a holder from each; a number without holders is free. Raises ValueError for a free number."""
         for number in numbers:
             if not self._holders[number]:
                 raise ValueError(f"{number} is free already")

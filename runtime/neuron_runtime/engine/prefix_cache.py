@@ -1,8 +1,7 @@
-"""Blocks that are found again by what they hold, so that an equal beginning of two sequences is computed once.
+"""The prefix cache: finds computed blocks by their content, so that a common prefix of sequences is computed once.
 
-The scheduler asks with the keys of a waiting sequence, tells which blocks are being computed and which are done. A key
-is a cryptographic hash over everything up to the end of its block, so equal keys mean equal keys and values. Knows no
-sequence, no step and no device.
+The block manager looks up the keys of a waiting sequence and reports which blocks are being computed and which are
+done. The key of a block is a cryptographic hash over all tokens up to its end, so equal keys imply equal KV contents.
 """
 
 from __future__ import annotations
@@ -16,19 +15,19 @@ from typing import NamedTuple
 from neuron_runtime.engine.pool import Pool
 
 Order = tuple[int, int]
-"""Who is served first; see `Sequence.order`."""
+"""Order of service; see `Sequence.order`."""
 
 
 class Keys:
-    """The keys of a growing sequence's full blocks; each is computed once, when it is first asked for."""
+    """Keys of the full blocks of a growing sequence, computed lazily and cached."""
 
     __slots__ = ("_block_size", "_keys", "_tokens")
 
     def __init__(self, tokens: Sequence[int], block_size: int, *, adapter: int, cache_salt: str) -> None:
-        """Watch `tokens`, to which more may be appended.
+        """Keep a reference to `tokens`, to which more may be appended.
 
-        adapter, cache_salt: sequences that differ in one of them share nothing. (A salt may hold any text that JSON
-        can say, lone surrogates too.)
+        adapter, cache_salt: sequences that differ in one of them share no blocks. (A salt may be any JSON string,
+        including lone surrogates.)
         """
         extra = f"{adapter} {cache_salt}".encode("utf-8", "surrogatepass")
         self._keys = [hashlib.sha256(extra).digest()]
@@ -45,20 +44,20 @@ class Keys:
 
 
 class Prefix(NamedTuple):
-    """What is known of the beginning of a sequence."""
+    """The cached prefix of a sequence."""
 
     blocks: list[int]
-    """Hold its first tokens, computed."""
+    """Computed blocks of its first tokens."""
     num_coming: int
-    """Further blocks that a sequence served earlier is computing now."""
+    """Further blocks that a sequence earlier in order is computing now."""
     num_idle: int
-    """How many of `blocks` nobody holds: to share them takes free blocks away."""
+    """How many of `blocks` have no holder; sharing them reduces the number of free blocks."""
 
 
 class PrefixCache(Pool):
-    """A pool of blocks with a memory: a computed block is found by its key until it is handed out again.
+    """A pool of blocks in which a computed block can be found by its key until it is allocated again.
 
-    Blocks that hold nothing known are handed out first, then those that nobody has used for longest.
+    Blocks without cached content are allocated first, then the least recently used ones.
     """
 
     def __init__(self, size: int) -> None:
@@ -66,18 +65,18 @@ class PrefixCache(Pool):
         self._block_of: dict[bytes, int] = {}
         self._key_of: dict[int, bytes] = {}
         self._coming: dict[int, Order] = {}
-        """Blocks whose keys are known and that are not computed yet, and who computes them."""
+        """Blocks that are being computed, with the order of the sequence that computes them."""
         self._idle: OrderedDict[int, None] = OrderedDict()
-        """Computed blocks that nobody holds, least recently used first."""
+        """Computed blocks without a holder, least recently used first."""
 
     @property
     def num_free(self) -> int:
         return len(self._free) + len(self._idle)
 
     def find(self, keys: Iterable[bytes], order: Order) -> Prefix:
-        """The longest run of known blocks for a sequence with this place in the order of service.
+        """The longest run of cached blocks for a sequence with this order.
 
-        What a later one is computing counts as unknown: nobody waits for a sequence that may have to wait itself.
+        Ignores blocks that a later sequence is computing, because that sequence may itself have to wait.
         """
         blocks: list[int] = []
         num_coming = 0
@@ -92,7 +91,7 @@ class PrefixCache(Pool):
         return Prefix(blocks, num_coming, sum(block in self._idle for block in blocks))
 
     def share(self, numbers: Iterable[int]) -> None:
-        """One more holder for each; a free block that is known may be shared too."""
+        """Add a holder to each; the blocks may be idle."""
         numbers = list(numbers)
         for number in numbers:
             if number in self._idle:
@@ -102,14 +101,14 @@ class PrefixCache(Pool):
                 super().share((number,))
 
     def expect(self, keys: Iterable[bytes], blocks: Iterable[int], order: Order) -> None:
-        """The sequence with this place in the order is about to compute these blocks."""
+        """The sequence with this order is about to compute these blocks."""
         for key, block in zip(keys, blocks, strict=True):
             if key not in self._block_of:
                 self._remember(key, block)
                 self._coming[block] = order
 
     def computed(self, keys: Iterable[bytes], blocks: Iterable[int]) -> None:
-        """These blocks are full and computed. Where two blocks hold the same, the first that was computed is found."""
+        """These blocks are full and computed. Of blocks with equal content, the first computed one can be found."""
         for key, block in zip(keys, blocks, strict=True):
             found = self._block_of.get(key)
             if found is None:

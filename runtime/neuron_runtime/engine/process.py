@@ -1,8 +1,8 @@
-"""The engine process: owns backend and engine, takes requests from its inbox, sends one message per step.
+"""The engine process: owns backend and engine, receives requests and sends one message per step.
 
-Started by the supervisor as a command. One thread does everything that touches the device. An exception from the
-device ends the process with the exit code of its class and a record; nothing that a client sends gets this far
-unchecked. It knows nothing of HTTP and text.
+Started by the supervisor as a command. A single thread uses the device. An exception from the device ends the process
+with the exit code of its class and a record. All requests have been admitted by a front end. It knows nothing of HTTP
+and text.
 """
 
 from __future__ import annotations
@@ -49,12 +49,12 @@ class Border:
             for front_end in range(num_front_ends)
         ]
         self._told: dict[type, bytes] = {}
-        """What a front end must know that comes later: the model and its limits."""
+        """Messages for front ends that join later: the model and its limits."""
         self._poller = zmq.Poller()
         self._poller.register(self._inbox, zmq.POLLIN)
 
     def stop_at_sigterm(self) -> Callable[[], bool]:
-        """From now on SIGTERM does not kill: it ends a wait and turns the result true. Until now it just killed."""
+        """From now on SIGTERM ends a wait and makes the result true, instead of killing the process."""
         stops: list[int] = []
         read_fd, write_fd = os.pipe()
         os.set_blocking(write_fd, False)
@@ -64,7 +64,7 @@ class Border:
         return lambda: bool(stops)
 
     def send(self, message: FromEngine) -> None:
-        """To every front end."""
+        """Send to every front end."""
         raw = messages.encoder.encode(message)
         if isinstance(message, ModelFound | Ready):
             self._told[type(message)] = raw
@@ -72,12 +72,12 @@ class Border:
             outbox.send(raw)
 
     def tell_again(self, front_end: int) -> None:
-        """A front end that was not there what it must know."""
+        """Send the model and its limits to a front end that replaces another one."""
         for raw in self._told.values():
             self._outboxes[front_end].send(raw)
 
     def send_step(self, step: Step) -> None:
-        """To every front end the numbers, and the news of its own requests."""
+        """Send the statistics to every front end, with the updates of its own requests."""
         if len(self._outboxes) == 1:
             return self.send(step)
         parts: list[tuple[list[messages.News], list[Refused]]] = [([], []) for _ in self._outboxes]
@@ -90,7 +90,7 @@ class Border:
         return None
 
     def receive(self, wait: bool) -> list[ToEngine]:
-        """All mail there is; with `wait`, sleeps until there is some or SIGTERM arrives."""
+        """All messages in the inbox; with `wait`, sleeps until there is one or SIGTERM arrives."""
         if wait:
             self._poller.poll()
         mail: list[ToEngine] = []
@@ -105,7 +105,7 @@ class Border:
 
 
 class Worker:
-    """Moves mail into the engine and its events out, one turn per step."""
+    """Passes messages to the engine and sends its events, one turn per step."""
 
     def __init__(self, engine: Engine, border: Border, deadline: Deadline) -> None:
         self._engine = engine
@@ -115,7 +115,7 @@ class Worker:
         self._backend_seconds = 0.0
 
     def run(self, stopping: Callable[[], bool]) -> None:
-        """Until told to stop. Whatever the device raises comes out here."""
+        """Run until `stopping` returns true. Exceptions of the device pass through."""
         while not stopping():
             self.turn()
 
@@ -130,11 +130,11 @@ class Worker:
         if not works:
             self._engine.stats.last_step = None
         if mail or works:
-            # An abort changes the numbers too: a freed row is to be seen at once.
+            # An abort changes the statistics too, and a freed row must be visible at once.
             self._border.send_step(Step(tuple(map(messages.news, events)), tuple(refused), self._account()))
 
     def _account(self) -> EngineStats:
-        """The numbers with the times of the turn that ends here; to send them is part of the next one."""
+        """The statistics with the times of this turn; sending them counts for the next one."""
         stats, now = self._engine.stats, time.monotonic()
         work = now - self._accounted_until
         stats.work_seconds_total += work
@@ -166,7 +166,7 @@ class Worker:
         return refused
 
     def _step(self) -> list[TokenEvent]:
-        # For what is decided before the device is called; from then on the watched backend knows how long.
+        # Covers scheduling, until the watched backend sets a deadline for the device.
         self._deadline.set(MIN_STEP_SECONDS)
         events = self._engine.step()
         self._deadline.clear()
@@ -174,7 +174,7 @@ class Worker:
 
 
 class StartReport:
-    """A `ProgressCallback`: lines for the person, messages (not too many) for the front end."""
+    """A `ProgressCallback` that prints progress and sends it, rate-limited, to the front ends."""
 
     def __init__(self, border: Border) -> None:
         self._border = border
@@ -190,7 +190,7 @@ class StartReport:
 
 
 def device_failure(error: Exception) -> ServingError:
-    """The named error behind whatever a backend raised."""
+    """The error with an exit code for an exception of a backend."""
     if isinstance(error, ServingError):
         return error
     text = f"{type(error).__name__}: {error}"
@@ -199,7 +199,7 @@ def device_failure(error: Exception) -> ServingError:
 
 
 def serve(config: RuntimeConfig, weights_dir: Path, border: Border, deadline: Deadline) -> None:
-    """Load, warm up, then work until SIGTERM. Raises FatalError, or what the backend raised."""
+    """Load, warm up, then serve until SIGTERM. Raises FatalError or exceptions of the backend."""
     from neuron_runtime.sources import materialize  # noqa: PLC0415  (may bring a hub client)
 
     report = StartReport(border)
@@ -213,7 +213,7 @@ def serve(config: RuntimeConfig, weights_dir: Path, border: Border, deadline: De
         loaded = time.monotonic()
         watched = WatchedBackend(backend, deadline)
         watched.warm_up(report)
-        # Libraries and weights stay: a full collection that walks them would hold up every stream for 100 ms.
+        # Libraries and weights stay; a full collection that walks them would delay every stream by 100 ms.
         gc.collect()
         gc.freeze()
         queue = queue_limits(backend.limits, config.limits.max_queued_requests, config.limits.max_queued_tokens)

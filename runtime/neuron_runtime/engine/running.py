@@ -1,6 +1,6 @@
-"""Which sequences wait and which run: the scheduler's two collections, each in the orders in which it is read.
+"""The waiting queue and the running set of the scheduler.
 
-They move a sequence, hand out its slot and keep its phase; what to move, and when, the scheduler decides.
+They move sequences, assign slots and update phases; the scheduler decides what to move and when.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class WaitingQueue(list[Sequence]):
 
 
 class RunningSet:
-    """Sequences that hold a slot and still need it. A sequence is in `prefilling` or `decoding` as its phase says."""
+    """Sequences with a slot. A sequence is in `prefilling` or `decoding`, according to its phase."""
 
     def __init__(self, max_rows: int) -> None:
         self.slots = Pool(max_rows)
@@ -36,7 +36,7 @@ class RunningSet:
         """In slot order."""
         self.added: list[Added] = []
         self.released: list[int] = []
-        """What the next batch says of slots."""
+        """Changes of slots in the next batch."""
 
     def __len__(self) -> int:
         return len(self.prefilling) + len(self.decoding)
@@ -46,7 +46,7 @@ class RunningSet:
         yield from self.decoding
 
     def admit(self, sequence: Sequence) -> None:
-        """Give the lowest free slot to a sequence that has its blocks."""
+        """Assign the lowest free slot to a sequence that has its blocks."""
         (sequence.slot,) = self.slots.take(1)
         if sequence.num_unscheduled_tokens > 1 or not sequence.num_computed_tokens:
             sequence.phase = Phase.PREFILL

@@ -1,11 +1,11 @@
-"""Decides what every step does: which sequences take part, with how many tokens, in which slots and blocks.
+"""The scheduler: decides which sequences take part in each step, with how many tokens, in which slots and blocks.
 
-Driven by `engine.loop`: `schedule` makes the next batch while the step before still runs, `apply` takes in what a step
-produced. Knows token ids and `BackendLimits`; no text, device, clock or thread.
+Called by `engine.loop`: `schedule` creates the next batch while the previous step still runs, `apply` processes the
+output of a step. Knows token ids and `BackendLimits`; no text, device, clock or thread.
 
-One rule covers prefill, chunks, decode, recomputation and several tokens per row: a sequence has tokens, and what is
-computed must catch up with them. What the strictest backends demand is done for all: decode steps carry every live row
-in slot order, and slots are handed out lowest first. Blocks that are cached already count as computed.
+One rule covers prefill, chunks, decode, recomputation and several tokens per row: the computed tokens of a sequence
+must catch up with its tokens. The requirements of the strictest backends apply to all: decode steps have every live row
+in slot order, and the lowest free slot is assigned first. Cached blocks count as computed.
 """
 
 from __future__ import annotations
@@ -23,20 +23,20 @@ from neuron_runtime.engine.stats import EngineStats
 from neuron_runtime.errors import BackendFailed
 
 PrefillRow = tuple[Sequence, int]
-"""A sequence and how many of its tokens a step feeds."""
+"""A sequence and the number of its tokens that a step feeds."""
 Candidate = tuple[Sequence, list[int] | None]
-"""A sequence whose prompt may go on, and if it is waiting, the blocks that hold its first tokens already."""
+"""A sequence that may prefill; if it is waiting, with the cached blocks of its first tokens."""
 
 
 class ScheduledStep(NamedTuple):
-    """A step that is not applied yet; sequences[i] owns row i of the batch."""
+    """A step that is not applied yet; row i of the batch belongs to sequences[i]."""
 
     batch: Batch
     sequences: list[Sequence]
 
 
 class Scheduler:
-    """Sequences wait, run, and leave; at most two steps are scheduled and not applied at any time."""
+    """Schedules steps; at most two steps are scheduled and not applied at any time."""
 
     def __init__(self, limits: BackendLimits, max_consecutive_prefills: int = 1) -> None:
         self.limits = limits
@@ -51,8 +51,8 @@ class Scheduler:
         self._num_steps = 0
         self._max_consecutive_prefills = max_consecutive_prefills
         self._consecutive_prefills = 0
-        # With one step in flight the row in flight is collected before the next launch: the slot can be used again.
-        # What it computes is known when it is applied, so blocks that are to be found again wait for that.
+        # With one step in flight it is collected before the next launch, so a slot can be reused at once. Blocks for
+        # the prefix cache wait until the step is applied, because only then is their content known.
         self._slots_wait = limits.steps_in_flight > 1
         self._blocks_wait = self._slots_wait or limits.shares_prefixes
 
@@ -71,7 +71,7 @@ class Scheduler:
         self.waiting.insert_in_order(sequence)
 
     def abort(self, request_id: str) -> None:
-        """Forget a request wherever it stands; unknown and finished ones are fine."""
+        """Remove a request in any phase; unknown and finished ones are ignored."""
         sequence = self._live.pop(request_id, None)
         if sequence is None:
             return
@@ -86,10 +86,10 @@ class Scheduler:
     # Scheduling
 
     def schedule(self) -> Batch | None:
-        """The next step, or None when nothing can run before the step in flight is applied (or nothing is left)."""
+        """The next step; None if nothing can run before the step in flight is applied, or nothing is left."""
         limits, decoding = self.limits, self.running.decoding
         for sequence in [s for s in decoding if len(s.tokens) + 1 >= s.max_length and s.samples]:
-            self._release(sequence)  # the row in flight brings its last token for certain
+            self._release(sequence)  # the row in flight certainly produces its last token
             self._free(sequence)
         decoders: list[Sequence] = []
         prefills: list[PrefillRow] = []
@@ -111,8 +111,9 @@ class Scheduler:
     def _make_room(self) -> list[Sequence] | None:
         """The sequences that decode now, each with the blocks it needs; None: wait for the step in flight.
 
-        A row behind one that may be the last (several tokens per row) is left out until that is known. Nothing is
-        preempted while a step is in flight: its surplus may be enough, and what it writes to cannot be reused yet.
+        With several tokens per row, a sequence whose row in flight may be its last is left out until that is known.
+        Nothing is preempted while a step is in flight: its surplus blocks may be enough, and the blocks that it writes
+        cannot be reused yet.
         """
         most, decoding = self.limits.max_tokens_per_row, self.running.decoding
         while True:
@@ -126,7 +127,7 @@ class Scheduler:
             self._preempt(max(self.running, key=by_order))
 
     def _prefill_rows(self, budget: int) -> list[PrefillRow]:
-        """Prompts in progress and new ones in order of service; the first that does not fit holds back those behind."""
+        """Prompts in progress and new ones in order of service; the first that does not fit blocks later ones."""
         rows: list[PrefillRow] = []
         for sequence, cached in self._candidates():
             num_cached = len(cached or ()) * self.limits.block_size
@@ -214,7 +215,7 @@ class Scheduler:
     # Applying
 
     def apply(self, output: StepOutput) -> list[TokenEvent]:
-        """Take in the oldest step that is not applied. Raises BackendFailed when the output is not that step's."""
+        """Apply the output of the oldest scheduled step. Raises BackendFailed if it belongs to another step."""
         batch, sequences = self.scheduled.popleft()
         most = self.limits.max_tokens_per_row
         check_output(batch, output, most)
@@ -258,12 +259,12 @@ class Scheduler:
     # Leaving
 
     def _release(self, sequence: Sequence) -> None:
-        """No further step has a row of it; what it holds is given back by `_free`."""
+        """No further step has a row of it; `_free` returns its slot and blocks."""
         self.blocks.kept.pop(sequence.slot, None)
         self.running.release(sequence)
 
     def _free(self, sequence: Sequence) -> None:
-        """Give back what no step in flight can write to; called again when the row in flight is applied."""
+        """Return what no step in flight can write; called again when the row in flight is applied."""
         in_flight = sequence.in_flight is not None
         if sequence.slot >= 0 and not (in_flight and self._slots_wait):
             self.running.free_slot(sequence)
@@ -271,7 +272,7 @@ class Scheduler:
             self.blocks.free(sequence)
 
     def _preempt(self, victim: Sequence) -> None:
-        """Back to the queue with all its tokens; they are computed again later. Only while nothing is in flight."""
+        """Return a sequence to the queue with all its tokens, to be recomputed. Only while nothing is in flight."""
         self._release(victim)
         self._free(victim)
         victim.num_computed_tokens = victim.num_scheduled_tokens = 0
@@ -281,18 +282,18 @@ class Scheduler:
 
 
 def check_output(batch: Batch, output: StepOutput, max_tokens_per_row: int) -> None:
-    """Raise BackendFailed unless the output is this step's."""
+    """Raise BackendFailed unless the output belongs to this step."""
     counts = list(map(len, output.token_ids))
     if output.step != batch.step or len(counts) != len(batch.rows):
         raise BackendFailed(
             f"the backend returned step {output.step} with {len(counts)} rows, "
-            f"step {batch.step} with {len(batch.rows)} rows was due"
+            f"expected step {batch.step} with {len(batch.rows)} rows"
         )
-    one_each = counts == list(batch.rows.samples)  # True is 1: spares most steps the walk
+    one_each = counts == list(batch.rows.samples)  # True == 1: a fast path for most steps
     if not one_each and any(
         not 1 <= n <= max_tokens_per_row if samples else n
         for n, samples in zip(counts, batch.rows.samples, strict=True)
     ):
         raise BackendFailed(
-            f"step {batch.step}: each sampling row brings 1 to {max_tokens_per_row} tokens, got {counts}"
+            f"step {batch.step}: each sampling row must return 1 to {max_tokens_per_row} tokens, got {counts}"
         )

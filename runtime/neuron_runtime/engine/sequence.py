@@ -1,6 +1,6 @@
-"""A request's state inside the scheduler: its tokens, how many of them are computed, what it holds.
+"""The state of a request in the scheduler: its tokens, how many of them are computed, its slot and blocks.
 
-Made and changed by the scheduler and its parts alone; knows no other sequence and no step but its newest.
+Only the scheduler and its parts create and change it.
 """
 
 from __future__ import annotations
@@ -17,26 +17,26 @@ NEVER = sys.maxsize
 
 
 class Phase(Enum):
-    """Where a sequence stands.
+    """The phase of a sequence.
 
-    WAITING -> PREFILL -> DECODE -> LEAVING -> FINISHED. Every phase may be followed by FINISHED (abort, stop token),
-    WAITING by DECODE (all tokens but one are cached), and PREFILL and DECODE by WAITING (preemption).
+    WAITING -> PREFILL -> DECODE -> LEAVING -> FINISHED. FINISHED may follow every phase (abort, stop token), DECODE may
+    follow WAITING (all tokens but one are cached), and WAITING may follow PREFILL and DECODE (preemption).
     """
 
     WAITING = "waiting"
-    """Holds nothing."""
+    """Has no slot and no blocks."""
     PREFILL = "prefill"
-    """Holds a slot and blocks; more than its newest token is still to be fed, or nothing is before that."""
+    """Has a slot and blocks; more than its newest token must be fed, or it is the first token."""
     DECODE = "decode"
-    """Holds a slot and blocks; every further row feeds one token and samples."""
+    """Has a slot and blocks; every further row feeds one token and samples."""
     LEAVING = "leaving"
-    """Its last token is in flight; its slot is released by the next batch."""
+    """Its last token is in flight; the next batch releases its slot."""
     FINISHED = "finished"
-    """Nothing waits for its tokens. It holds what a row in flight may still write to."""
+    """Produces no more events. It keeps the blocks that a row in flight may still write."""
 
 
 class InFlight(msgspec.Struct, frozen=True, gc=False):
-    """The step of a sequence's newest row; one value for all rows of the step that sample, and one for the others."""
+    """The step of a sequence's newest row; shared by all sampling rows of the step, and by all others."""
 
     step: int
     samples: bool
@@ -45,8 +45,8 @@ class InFlight(msgspec.Struct, frozen=True, gc=False):
 class Sequence:
     """`order` is (priority, arrival): lower is served first and preempted last.
 
-    The one rule of scheduling: `num_computed_tokens` must catch up with `tokens`. Plain attributes in slots, because
-    several hundred sequences are walked in every step.
+    The only scheduling rule: `num_computed_tokens` must catch up with `tokens`. It has plain attributes in slots,
+    because every step iterates over several hundred sequences.
     """
 
     __slots__ = (
@@ -79,47 +79,47 @@ class Sequence:
         self.keys = Keys(self.tokens, block_size, adapter=request.adapter, cache_salt=request.cache_salt)
         self.num_prompt = len(self.tokens)
         self.max_length = self.num_prompt + sampling.max_tokens
-        """Tokens at which the sequence ends for certain."""
+        """Number of tokens at which the sequence certainly ends."""
         self._min_length = self.num_prompt + sampling.min_tokens
         self._stop_token_ids = sampling.stop_token_ids
         self.num_cached: int | None = None
-        """Tokens that were cached when it was first admitted; None before, and where nothing is shared."""
+        """Tokens that were cached when it was first admitted; None before, and without prefix caching."""
         self.prompt_logprobs: tuple[TokenLogprobs, ...] = ()
-        """Of the prompt as far as it is computed; empty unless the request wants them."""
+        """Logprobs of the computed part of the prompt, if requested."""
 
         self.phase = Phase.WAITING
         self.in_flight: InFlight | None = None
-        """The step of its newest row; None once that is applied."""
+        """The step of its newest row; None once it is applied."""
         self.row = 0
         """Its row in that step."""
         self.num_computed_tokens = 0
-        """Leading tokens whose KV is in the cache, by the steps that are applied."""
+        """Leading tokens whose KV is in the cache, according to applied steps."""
         self.num_scheduled_tokens = 0
-        """The same once every scheduled step is applied, without surplus tokens of a row."""
+        """The same after all scheduled steps, without extra tokens of a row."""
         self.slot = -1
         self.blocks: list[int] = []
         self.capacity = 0
-        """Known tokens for which its blocks have room, drafts aside."""
+        """Number of tokens that fit its blocks, without draft tokens."""
         self.next_full = NEVER
-        """The number of computed tokens at which its next block is full that the prefix cache does not know."""
+        """Number of computed tokens at which the next block can be added to the prefix cache."""
 
     @property
     def output(self) -> list[int]:
-        """The answer so far."""
+        """The output so far."""
         return self.tokens[self.num_prompt :]
 
     @property
     def samples(self) -> bool:
-        """Its newest row is in flight and brings new tokens."""
+        """Whether its newest row is in flight and samples."""
         return self.in_flight is not None and self.in_flight.samples
 
     @property
     def num_unscheduled_tokens(self) -> int:
-        """Tokens to feed next; behind a row that samples it is the newest token, which that row brings."""
+        """Number of tokens to feed next; after a row that samples, the one token that it will produce."""
         return 1 if self.samples else len(self.tokens) - self.num_scheduled_tokens
 
     def accept(self, token_ids: tuple[int, ...]) -> tuple[tuple[int, ...], FinishReason | None]:
-        """Append sampled tokens in order up to the first reason to end; returns the tokens kept and that reason."""
+        """Append sampled tokens up to the first reason to finish; returns the kept tokens and that reason."""
         tokens, known = self.tokens, len(self.tokens)
         for token in token_ids:
             tokens.append(token)

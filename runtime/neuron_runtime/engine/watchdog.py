@@ -1,7 +1,7 @@
-"""When a step hangs: a limit for every shape of step, from how long steps of that shape took; and who sets a deadline.
+"""Detects steps that hang: each shape of step has a time limit, derived from earlier steps of that shape.
 
-The engine process wraps its backend in `WatchedBackend`, which says in shared memory until when the device must have
-answered; the supervisor, which reads that, ends a process that is overdue. `StepLimits` is the rule, without a clock.
+The engine process wraps its backend in `WatchedBackend`, which writes a deadline for the device to shared memory; the
+supervisor reads it and kills an overdue process. `StepLimits` is the rule, without a clock.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ MIN_STEP_SECONDS = 30.0
 STEP_FACTOR = 10.0
 FIRST_STEP_SECONDS = 600.0
 MEMORY = 0.9
-"""How much of a long step counts when a shorter one of its shape follows: one that compiled first is forgotten."""
+"""Decay of the measured maximum with each step, so that a first step that compiled is forgotten."""
 
 Shape = tuple[Kind, int, int]
 """Kind of a step, its rows and its tokens, each rounded up to a power of two."""
@@ -29,9 +29,9 @@ class StepLimits:
     """How long a step may take.
 
     Args:
-        min_seconds: any step may take this long.
-        factor: a step may take this many times what steps of its shape took.
-        first_seconds: the first step of a shape that was not warmed up may take this long; it may be compiled then.
+        min_seconds: smallest limit of any step.
+        factor: limit as a multiple of the time measured for the shape.
+        first_seconds: limit of the first step of a shape that was not warmed up, because it may compile.
     """
 
     def __init__(
@@ -46,14 +46,14 @@ class StepLimits:
         self._measured: dict[Shape, float] = {}
 
     def seconds(self, batch: Batch) -> float:
-        """For this step alone, from the end of the one before it."""
+        """Limit of this step, counted from the end of the previous one."""
         measured = self._measured.get(shape_of(batch))
         if measured is None:
             return max(self._first_seconds, self.min_seconds)
         return max(self._factor * measured, self.min_seconds)
 
     def observe(self, batch: Batch, seconds: float) -> None:
-        """A step took so long."""
+        """Record the duration of a step."""
         shape = shape_of(batch)
         self._measured[shape] = max(seconds, MEMORY * self._measured.get(shape, 0.0))
 
@@ -67,7 +67,7 @@ def _rounded(count: int) -> int:
 
 
 class Watch(Protocol):
-    """`lifeline.Deadline`, as far as it is set here."""
+    """The part of `lifeline.Deadline` used here."""
 
     def set(self, seconds: float) -> None: ...
 
@@ -79,9 +79,9 @@ class _TimedStep:
 
 
 class WatchedBackend:
-    """A backend whose every call has a deadline: that of all steps in flight, one after the other.
+    """A backend that sets a deadline before every call: the sum of the limits of all steps in flight.
 
-    Whoever calls `Engine.step` clears the deadline when it has returned.
+    The caller of `Engine.step` clears the deadline afterwards.
     """
 
     def __init__(
@@ -103,7 +103,7 @@ class WatchedBackend:
         return self._backend.limits
 
     def warm_up(self, progress: ProgressCallback) -> tuple[StepTime, ...]:
-        """Without a deadline: what is compiled takes its time. The steps count as measured."""
+        """Runs without a deadline, because compilation may take long. Its steps count as measured."""
         times = tuple(self._backend.warm_up(progress))
         for batch, seconds in times:
             self._step_limits.observe(batch, seconds)
@@ -131,5 +131,5 @@ class WatchedBackend:
 
     def _arm(self) -> None:
         seconds = sum(self._step_limits.seconds(launched.batch) for launched in self._in_flight)
-        # With nothing in flight, for what the host does with the last output.
+        # With nothing in flight, the deadline covers the host's work on the last output.
         self._watch.set(max(seconds, self._step_limits.min_seconds))

@@ -134,7 +134,7 @@ class LLM:
             BackendFailed: this object cannot be used any more.
         """
         if (prompts is None) == (prompt_token_ids is None):
-            raise InvalidRequest("exactly one of `prompts` and `prompt_token_ids` is needed", field="prompts")
+            raise InvalidRequest("exactly one of `prompts` and `prompt_token_ids` is required", field="prompts")
         given = listed(prompts if prompts is not None else prompt_token_ids)
         return self._run(
             given, prompt_fields, sampling_params, priority=priority, lora_request=lora_request, use_tqdm=use_tqdm

@@ -1,8 +1,8 @@
-"""Admission, stop 2 of a request: template, tokenize, and check every length and count against the model's limits.
+"""Admission, stop 2 of a request: apply the template, tokenize, and check every length and count.
 
-What passes here cannot fail in the scheduler or on the device, which check nothing again. Called by the routes and by
-the offline class with a typed body; returns what the engine needs (`core.Request` without an id) and what the text
-needs. No I/O, no clock.
+Scheduler and device do not check again, so an admitted request cannot fail there. Called by the routes and by the
+offline class with a typed body; returns an `Ask` with the data that the engine and the text modules need. No I/O, no
+clock.
 """
 
 from __future__ import annotations
@@ -37,33 +37,33 @@ from neuron_runtime.text.tokenizer import Tokenizer
 
 @dataclass(frozen=True)
 class Details:
-    """What an answer tells of itself besides its text."""
+    """Data that a response includes besides text."""
 
     logprobs: int | None = None
-    """How many alternatives to each token of the answer, and of a repeated prompt; None: no log-probabilities."""
+    """Number of alternatives per token of the answer, and of an echoed prompt; None: no log-probabilities."""
     prompt_logprobs: int | None = None
-    """The same for the prompt by itself."""
+    """The same for the prompt."""
     token_ids: bool = False
     tokens_as_token_ids: bool = False
-    """Tokens are written `token_id:N` where log-probabilities name them."""
+    """Log-probabilities name tokens as `token_id:N`."""
 
 
 @dataclass(frozen=True)
 class Ask:
-    """One HTTP request, admitted: its prompts and how each is continued."""
+    """An admitted HTTP request: its prompts and how to continue them."""
 
     prompts: tuple[tuple[int, ...], ...]
     sampling: tuple[Sampling, ...]
-    """Per prompt; for `n` answers each is used with `choice` 0 to n-1."""
+    """Per prompt; the `n` answers use it with `choice` 0 to n-1."""
     num_choices: int = 1
     echoes: tuple[Echo, ...] = ()
-    """Per prompt, where the answers repeat it; else empty."""
+    """Per prompt, if answers repeat it; else empty."""
     generates: bool = True
-    """False: the answers are the echo alone, although one token is computed."""
+    """False: answers consist of the echo only, although one token is computed."""
     details: Details | None = None
-    """None: text alone, as most clients ask; such answers pay for nothing else."""
+    """None: only text, as most clients request."""
     thinks: Callable[[], Thoughts] | None = None
-    """Makes what tells the thought of an answer from its text; None: there is nothing to tell apart."""
+    """Creates the splitter of reasoning and answer; None: the model has no reasoning."""
     shows_thoughts: bool = True
     stop: tuple[str, ...] = ()
     include_stop: bool = False
@@ -81,7 +81,7 @@ class Ask:
 
 @dataclass(frozen=True)
 class Admission:
-    """What a model can be asked, as data."""
+    """Admits requests for one model, within its limits."""
 
     tokenizer: Tokenizer
     limits: BackendLimits
@@ -90,17 +90,17 @@ class Admission:
     max_queued_requests: int = 0
     max_queued_tokens: int = sys.maxsize
     cuts_max_tokens: bool = False
-    """Where more tokens are asked for than fit behind the prompt, as many as fit are meant; else that is refused."""
+    """Reduce `max_tokens` to what fits after the prompt; otherwise larger values are refused."""
     options: ServerOptions = field(default_factory=ServerOptions)
-    """The most that one request may ask for."""
+    """Limits of one request."""
     reasoning: Marks | None = None
-    """How the model writes its thoughts; None: they are left in the text."""
+    """How the model marks its reasoning; None: reasoning stays in the text."""
 
     def check_model(self, name: str | None) -> None:
-        """Raises InvalidRequest (404) for a model that is not served here; no name at all means the one there is."""
+        """Raises InvalidRequest (404) for an unknown model name; None means the served model."""
         if name is not None and name not in self.served_names:
             known = ", ".join(self.served_names)
-            message = f"the model `{name}` does not exist here; served: {known}"
+            message = f"the model `{name}` does not exist; served models: {known}"
             raise InvalidRequest(message, field="model", status=404, code="model_not_found")
 
     def completion(self, body: CompletionBody) -> Ask:
@@ -108,7 +108,7 @@ class Admission:
         self._check_common(body)
         echo = body.echo is True
         if body.best_of not in (None, 1, body.n):
-            message = f"`best_of` is {body.best_of}: more answers than `n` are not supported yet, leave it out"
+            message = f"`best_of` must be 1 or `n`, got {body.best_of}: other values are not supported yet"
             raise InvalidRequest(message, field="best_of")
         generates = body.max_tokens != 0
         if echo and body.logprobs is not None:
@@ -134,8 +134,8 @@ class Admission:
             raise InvalidRequest("`top_logprobs` needs `logprobs: true`", field="top_logprobs")
         if None not in (body.max_tokens, body.max_completion_tokens) and body.max_tokens != body.max_completion_tokens:
             message = (
-                f"`max_tokens` is {body.max_tokens} and `max_completion_tokens` {body.max_completion_tokens}: they are "
-                "one limit, leave `max_tokens` out"
+                f"`max_tokens` ({body.max_tokens}) and `max_completion_tokens` ({body.max_completion_tokens}) differ: "
+                "leave `max_tokens` out"
             )
             raise InvalidRequest(message, field="max_tokens")
         name = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
@@ -158,7 +158,7 @@ class Admission:
         """Raises InvalidRequest."""
         self.check_model(body.model)
         if (body.prompt is None) == (body.messages is None):
-            raise InvalidRequest("exactly one of `prompt` and `messages` is needed", field="prompt")
+            raise InvalidRequest("exactly one of `prompt` and `messages` is required", field="prompt")
         if body.messages is not None:
             text = self.chat_text(body.messages, body)
             return self._prompts.read(text, body.add_special_tokens is True, None, "messages").token_ids
@@ -169,7 +169,7 @@ class Admission:
         check_token_ids(token_ids, name, self._prompts.vocabulary_size)
 
     def chat_text(self, messages: Sequence[Message], body: ChatBody | TokenizeBody) -> str:
-        """What the template makes of a chat. Raises InvalidRequest."""
+        """Render a chat with the model's template. Raises InvalidRequest."""
         return chat_text(self.tokenizer.chat_template, messages, body)
 
     @cached_property
@@ -181,7 +181,7 @@ class Admission:
         return Sampler(self.tokenizer, self.limits, self.defaults, self._prompts.vocabulary_size)
 
     def _check_common(self, body: Generate) -> None:
-        """What can be said before anything is tokenized."""
+        """Checks that need no tokenization."""
         self.check_model(body.model)
         check_served(body, self.limits)
         if body.stream_options is not None and not body.stream:
@@ -204,12 +204,14 @@ class Admission:
         num_choices = 1 if body.n is None else body.n
         most = min(self.options.max_choices, self.limits.max_rows + self.max_queued_requests)
         if num_choices * len(prompts) > most:
-            message = f"`n` is {num_choices}: prompts times `n` are at most {most}"
+            message = (
+                f"prompts times `n` must be at most {most}, got {num_choices * len(prompts)} with `n` {num_choices}"
+            )
             raise InvalidRequest(message, field="n")
         num_tokens = num_choices * sum(len(prompt.token_ids) for prompt in prompts)
         if num_choices * len(prompts) > 1 and num_tokens > self.max_queued_tokens:
             most = self.max_queued_tokens
-            message = f"`n` is {num_choices}: prompts times `n` have {num_tokens} tokens, at most {most} may wait"
+            message = f"prompts times `n` ({num_choices}) have {num_tokens} tokens, but at most {most} may wait"
             raise InvalidRequest(message, field="n")
         options = body.stream_options
         details = Details(
@@ -222,7 +224,7 @@ class Admission:
         sampling = self._sampler.sampling(body, logprobs=logprobs, prompt_logprobs=max(of_prompt, default=None))
         lengths = [self._max_tokens(len(prompt.token_ids), asked, name, default) for prompt in prompts]
         if sampling.min_tokens > min(lengths):
-            message = f"`min_tokens` is {sampling.min_tokens}, above the {min(lengths)} tokens of the answer"
+            message = f"`min_tokens` is {sampling.min_tokens}, but the answer has at most {min(lengths)} tokens"
             raise InvalidRequest(message, field="min_tokens")
         return Ask(
             prompts=tuple(prompt.token_ids for prompt in prompts),
@@ -248,14 +250,14 @@ class Admission:
         if asked is None:
             return min(default, room, most)
         if self.options.max_output_tokens and asked > most:
-            raise InvalidRequest(f"`{name}` is {asked}: an answer has at most {most} tokens here", field=name)
+            raise InvalidRequest(f"`{name}` must be at most {most} on this server, got {asked}", field=name)
         if asked <= room:
             return asked
         if self.cuts_max_tokens:
             return room
         message = (
-            f"`{name}` is {asked}, but a prompt of {num_prompt_tokens} tokens leaves room for {room}: together "
-            f"they have at most {room + num_prompt_tokens} tokens here"
+            f"`{name}` is {asked}, but a prompt of {num_prompt_tokens} tokens leaves room for {room}: prompt plus "
+            f"output must have at most {room + num_prompt_tokens} tokens"
         )
         raise InvalidRequest(message, field=name, code="context_length_exceeded")
 
@@ -263,15 +265,15 @@ class Admission:
 def _stops(stop: str | list[str] | None) -> tuple[str, ...]:
     stops = (stop,) if isinstance(stop, str) else tuple(stop or ())
     if len(stops) > MAX_STOP_STRINGS:
-        raise InvalidRequest(f"`stop` takes at most {MAX_STOP_STRINGS} strings, got {len(stops)}", field="stop")
+        raise InvalidRequest(f"`stop` must have at most {MAX_STOP_STRINGS} strings, got {len(stops)}", field="stop")
     for one in stops:
         if not 1 <= len(one) <= MAX_STOP_CHARACTERS:
-            message = f"`stop` strings have from 1 to {MAX_STOP_CHARACTERS} characters, got {len(one)}"
+            message = f"`stop` strings must have 1 to {MAX_STOP_CHARACTERS} characters, got {len(one)}"
             raise InvalidRequest(message, field="stop")
     return stops
 
 
 def _salt(salt: str) -> str:
     if len(salt) > MAX_SALT_CHARACTERS:
-        raise InvalidRequest(f"`cache_salt` has at most {MAX_SALT_CHARACTERS} characters", field="cache_salt")
+        raise InvalidRequest(f"`cache_salt` must have at most {MAX_SALT_CHARACTERS} characters", field="cache_salt")
     return salt

@@ -1,7 +1,7 @@
-"""The bodies that clients send: each field declared once, with its type, meaning, range and default.
+"""Request bodies: each field is declared once, with type, description, range and default.
 
-Stop 1 of a request: named values, from an HTTP body or from a caller in Python, become a typed body or an
-InvalidRequest that names the field. What depends on the model is checked afterwards, in `admission`.
+Stop 1 of a request: named values from an HTTP body or a Python caller become a typed body, or an InvalidRequest that
+names the field. `admission` then checks what depends on the model.
 """
 
 from __future__ import annotations
@@ -24,43 +24,43 @@ _NOT_BUILT = "Not supported yet"
 
 
 class StreamOptions(msgspec.Struct, frozen=True):
-    """What a stream tells besides text."""
+    """Options of a stream."""
 
-    include_usage: Annotated[bool | None, "A last event with the usage"] = None
-    continuous_usage_stats: Annotated[bool | None, "The usage in each event; with `include_usage`"] = None
-    include_obfuscation: Annotated[bool | None, "Accepted; nothing is padded"] = None
+    include_usage: Annotated[bool | None, "Send the usage in a last event"] = None
+    continuous_usage_stats: Annotated[bool | None, "Send the usage in every event; with `include_usage`"] = None
+    include_obfuscation: Annotated[bool | None, "Accepted without effect"] = None
 
 
 class Generate(SamplingFields, kw_only=True):
-    """The fields that both generating routes share. Unknown ones are ignored."""
+    """Fields of both generation routes. Unknown fields are ignored."""
 
-    model: Annotated[str | None, "One of the served names. Left out: the model that is served"] = None
+    model: Annotated[str | None, "One of the served names. Default: the served model"] = None
     add_special_tokens: Annotated[
         bool | None,
-        "Add what the tokenizer puts around a text, such as a BOS; a chat's template writes its own. Left out: "
-        "true for completions, false for chats",
+        "Add the tokenizer's special tokens, such as a BOS; chat templates write their own. Default: true for "
+        "completions, false for chats",
     ] = None
     return_token_ids: Annotated[
         bool | None,
-        "Return `token_ids` in each choice, and `prompt_token_ids` beside it (chat: beside the choices)",
+        "Return `token_ids` in each choice, and `prompt_token_ids` in each choice (chat: next to the choices)",
         Parameter(default=False),
     ] = None
     return_tokens_as_token_ids: Annotated[
-        bool | None, "Log-probabilities name tokens `token_id:N`", Parameter(default=False)
+        bool | None, "Write tokens in log-probabilities as `token_id:N`", Parameter(default=False)
     ] = None
     priority: Annotated[
         int | None, "Lower numbers are served first", Parameter(lowest=-(2**31), highest=2**31 - 1, default=0)
     ] = None
     cache_salt: Annotated[
         str | None,
-        f"At most {MAX_SALT_CHARACTERS} characters. Only requests of the same salt share cached beginnings of prompts",
+        f"Only requests with the same salt share cached prompt prefixes; at most {MAX_SALT_CHARACTERS} characters",
         Parameter(default=""),
     ] = None
-    stream: Annotated[bool | None, "Server-sent events, ended by `[DONE]`", Parameter(default=False)] = None
+    stream: Annotated[bool | None, "Send server-sent events, ended by `[DONE]`", Parameter(default=False)] = None
     stream_options: Annotated[
         StreamOptions | None,
-        "With `stream`. `include_usage`: a last event with the usage; `continuous_usage_stats`: the usage in each "
-        "event; `include_obfuscation`: accepted, nothing is padded",
+        "With `stream`. `include_usage`: send the usage in a last event; `continuous_usage_stats`: send it in every "
+        "event; `include_obfuscation`: accepted without effect",
     ] = None
 
 
@@ -74,21 +74,21 @@ class CompletionBody(Generate, kw_only=True):
     ]
     max_tokens: Annotated[
         int | None,
-        "The largest number of tokens of the answer; prompt and answer together must fit. 0 only with `echo`. Left "
-        f"out: the model's `max_new_tokens`, else {DEFAULT_COMPLETION_TOKENS}",
+        "Maximum number of output tokens; prompt plus output must fit the model's length. 0 only with `echo`. "
+        f"Default: the model's `max_new_tokens`, else {DEFAULT_COMPLETION_TOKENS}",
         Parameter(ON_TOKENS, lowest=0),
     ] = None
     logprobs: Annotated[
         int | None,
-        "Log-probabilities of the answer's tokens, with this many alternatives each, the chosen one always",
+        "Return log-probabilities of output tokens, with this many alternatives each",
         Parameter(ON_LOGITS, lowest=0),
     ] = None
     echo: Annotated[
         bool | None,
-        "The prompt stands before each answer; with `logprobs`, its log-probabilities too",
+        "Return the prompt before each answer; with `logprobs`, its log-probabilities too",
         Parameter(ON_TOKENS, neutral=(False,), default=False),
     ] = None
-    best_of: Annotated[int | None, "1 or `n`", Parameter(neutral=(1,))] = None
+    best_of: Annotated[int | None, "Only 1 or `n`", Parameter(neutral=(1,))] = None
 
     def __post_init__(self) -> None:
         if self.max_tokens is not None and self.max_tokens < 1 and not self.echo:
@@ -97,7 +97,7 @@ class CompletionBody(Generate, kw_only=True):
 
 
 class ContentPart(msgspec.Struct, frozen=True):
-    """A part of a message; only texts are served."""
+    """A part of a message; only text is supported."""
 
     type: Annotated[str, "`text`; other types are not supported yet"]
     text: Annotated[str | None, "The text; required"] = None
@@ -108,13 +108,13 @@ class Message(msgspec.Struct, frozen=True):
 
     role: Annotated[
         Literal["system", "developer", "user", "assistant", "tool", "function"],
-        "Author of the message; `developer` is a system message where the template knows no such "
-        "role, `tool` and `function` are not supported yet",
+        "Author of the message. `developer` becomes `system` if the template does not handle it; `tool` and "
+        "`function` are not supported yet",
     ]
-    content: Annotated[str | list[ContentPart] | None, "A text or a list of parts; required but for `assistant`"] = None
+    content: Annotated[str | list[ContentPart] | None, "A text or a list of parts; optional for `assistant`"] = None
     name: Annotated[str | None, "Name of the author, for the template"] = None
     reasoning: Annotated[str | None, "Reasoning of an earlier answer, for the template"] = None
-    reasoning_content: Annotated[str | None, "The older name of `reasoning`"] = None
+    reasoning_content: Annotated[str | None, "Older name of `reasoning`"] = None
     refusal: Annotated[str | None, _NOT_BUILT] = None
     audio: Annotated[Any, _NOT_BUILT] = None
     function_call: Annotated[Any, _NOT_BUILT] = None
@@ -124,12 +124,12 @@ class Message(msgspec.Struct, frozen=True):
 
 AddGenerationPrompt = Annotated[
     bool | None,
-    "The template opens an answer. Left out: true, false with `continue_final_message`",
+    "Let the template start an answer. Default: true, but false with `continue_final_message`",
     Parameter(neutral=(True,)),
 ]
 ContinueFinalMessage = Annotated[
     bool | None,
-    "The last message is left open and the answer continues it; not together with `add_generation_prompt`",
+    "Continue the last message instead of starting an answer; not with `add_generation_prompt`",
     Parameter(neutral=(False,), default=False),
 ]
 TemplateVariables = Annotated[dict[str, Any] | None, "Variables for the template", Parameter(neutral=({},))]
@@ -140,29 +140,27 @@ class ChatBody(Generate, kw_only=True):
 
     messages: Annotated[
         list[Message],
-        "Roles `system`, `developer` (a system message where the template knows no developers), `user`, "
-        "`assistant`; `content` is a text or a list of `text` parts; `name` and, of earlier answers, `reasoning` "
-        "or `reasoning_content` are given to the template",
+        "Roles `system`, `developer` (becomes `system` if the template does not handle it), `user`, `assistant`; "
+        "`content` is a text or a list of `text` parts; `name` and, for earlier answers, `reasoning` or "
+        "`reasoning_content` are passed to the template",
     ]
     add_generation_prompt: AddGenerationPrompt = None
     continue_final_message: ContinueFinalMessage = None
     chat_template_kwargs: TemplateVariables = None
-    reasoning_effort: Annotated[
-        str | None, "A variable for the template; refused where the template does not read it"
-    ] = None
+    reasoning_effort: Annotated[str | None, "Variable for the template; refused if the template does not use it"] = None
     max_completion_tokens: Annotated[
-        int | None, "The newer name of `max_tokens`; the two must not differ", Parameter(ON_TOKENS, lowest=1)
+        int | None, "Newer name of `max_tokens`; if both are set, they must be equal", Parameter(ON_TOKENS, lowest=1)
     ] = None
     logprobs: Annotated[
-        bool | None, "Log-probabilities of the answer's tokens", Parameter(ON_LOGITS, neutral=(False,), default=False)
+        bool | None, "Return log-probabilities of output tokens", Parameter(ON_LOGITS, neutral=(False,), default=False)
     ] = None
     top_logprobs: Annotated[
         int | None,
-        "This many alternatives per token; with `logprobs`",
+        "Number of alternatives per token; with `logprobs`",
         Parameter(ON_LOGITS, lowest=0, neutral=(0,), default=0),
     ] = None
     include_reasoning: Annotated[
-        bool | None, "Show the thoughts of a model that thinks", Parameter(neutral=(True,), default=True)
+        bool | None, "Return the reasoning of a reasoning model", Parameter(neutral=(True,), default=True)
     ] = None
 
 
@@ -171,9 +169,9 @@ class TokenizeBody(msgspec.Struct, kw_only=True):
 
     model: Annotated[str | None, "One of the served names"] = None
     prompt: Annotated[str | None, "A text; either this or `messages`"] = None
-    messages: Annotated[list[Message] | None, "A chat, written with the model's template"] = None
+    messages: Annotated[list[Message] | None, "A chat, rendered with the model's template"] = None
     add_special_tokens: Annotated[
-        bool | None, "Add what the tokenizer puts around a text. Left out: true for a text, false for a chat"
+        bool | None, "Add the tokenizer's special tokens. Default: true for a text, false for a chat"
     ] = None
     add_generation_prompt: AddGenerationPrompt = None
     continue_final_message: ContinueFinalMessage = None
@@ -189,20 +187,19 @@ class DetokenizeBody(msgspec.Struct, kw_only=True):
 
 
 ROUTES: dict[type[msgspec.Struct], str] = {CompletionBody: "/v1/completions", ChatBody: "/v1/chat/completions"}
-"""The generating routes; each refuses the fields that only the other one has."""
+"""The generation routes; each refuses fields that only the other one has."""
 
 Body = TypeVar("Body", bound=msgspec.Struct)
 
 
 def typed(fields: Mapping[str, Any], body_type: type[Body], *, ignores_unknown: bool = True) -> Body:
-    """Named values, from an HTTP body or from a caller in Python, as a typed body whose values lie in their ranges.
+    """Convert named values from an HTTP body or a Python caller to a typed body, and check their ranges.
 
     Args:
-        ignores_unknown: fields that no version of the API is known to have are ignored, as OpenAI's clients expect;
-            else they are refused.
+        ignores_unknown: ignore unknown fields, as OpenAI's clients expect; otherwise refuse them.
 
     Raises:
-        InvalidRequest: with the field that is wrong, or that is known and cannot be served.
+        InvalidRequest: names the field that is invalid or not supported.
     """
     known = body_type.__struct_fields__
     given = {}
@@ -233,7 +230,7 @@ _PATH = re.compile(r"(.*) - at (?:`key` in )?`\$(.*)`")
 
 
 def _of_other_route(name: str, value: Any, body_type: type[msgspec.Struct]) -> bool:
-    """Whether only the other generating route has a field. Raises InvalidRequest where its value is not neutral."""
+    """Whether only the other generation route has the field. Raises InvalidRequest if its value is not neutral."""
     for other, path in ROUTES.items() if body_type in ROUTES else ():
         row = parameters_of(other).get(name)
         if row is not None:

@@ -1,4 +1,4 @@
-"""The messages of a chat as the text of a prompt, written by the model's chat template. Called by `prompts`."""
+"""Renders the messages of a chat with the model's chat template. Called by `admission`."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ _NOT_BUILT = [row.name for row in rows(Surface.MESSAGE)]
 
 
 def chat_text(template: ChatTemplate | None, messages: Sequence[Message], body: ChatBody | TokenizeBody) -> str:
-    """The template writes its own BOS. Raises InvalidRequest."""
+    """The prompt text, including the template's own BOS. Raises InvalidRequest."""
     if template is None:
-        message = "this model has no chat template: send a prompt (/v1/completions) instead of messages"
+        message = "this model has no chat template: send a prompt to /v1/completions instead"
         raise InvalidRequest(message, field="messages")
     if not messages:
         raise InvalidRequest("`messages` must not be empty", field="messages")
@@ -25,11 +25,11 @@ def chat_text(template: ChatTemplate | None, messages: Sequence[Message], body: 
     effort = body.reasoning_effort if isinstance(body, ChatBody) else None
     if effort is not None:
         if "reasoning_effort" not in template.variables:
-            message = "`reasoning_effort` means nothing to this model's chat template: leave it out"
+            message = "this model's chat template does not use `reasoning_effort`: leave it out"
             raise InvalidRequest(message, field="reasoning_effort")
         variables.setdefault("reasoning_effort", effort)
     if body.continue_final_message and body.add_generation_prompt:
-        message = "`continue_final_message` and `add_generation_prompt` exclude one another: leave out one of them"
+        message = "`continue_final_message` and `add_generation_prompt` cannot be combined: leave out one of them"
         raise InvalidRequest(message, field="continue_final_message")
     try:
         if body.continue_final_message:
@@ -41,7 +41,7 @@ def chat_text(template: ChatTemplate | None, messages: Sequence[Message], body: 
 
 
 def _plain(message: Message, at: str, template: ChatTemplate) -> dict[str, Any]:
-    """A message as templates know it. Raises InvalidRequest for what is not built yet."""
+    """A message as templates expect it. Raises InvalidRequest for unsupported fields."""
     for name in _NOT_BUILT:
         value = getattr(message, name)
         if value is not None:
@@ -56,7 +56,7 @@ def _plain(message: Message, at: str, template: ChatTemplate) -> dict[str, Any]:
 
 
 def _content(message: Message, at: str, template: ChatTemplate) -> str | list[dict[str, str]]:
-    """The form that the template takes: a text, or a list of parts."""
+    """The content in the form that the template handles: a string or a list of parts."""
     content = message.content
     if content is None:
         if message.role != "assistant":
@@ -68,7 +68,7 @@ def _content(message: Message, at: str, template: ChatTemplate) -> str | list[di
     for number, part in enumerate(content):
         where = f"{at}.content[{number}]"
         if part.type != "text":
-            message_text = f"`{where}.type`: parts of the type `{part.type}` are not supported yet, only `text`"
+            message_text = f"`{where}.type` must be `text`, got `{part.type}`: other types are not supported yet"
             raise InvalidRequest(message_text, field=f"{where}.type")
         if part.text is None:
             raise InvalidRequest(f"`{where}.text` is missing", field=f"{where}.text")

@@ -1,7 +1,7 @@
-"""What a model's own files say about generating: end tokens and sampling defaults.
+"""End tokens and sampling defaults from a model's own files.
 
-Read once by the front end and by the offline class. A client's field always wins over a default found here; a default
-that this runtime cannot honour is reported and not applied.
+Read once by the front end and by the offline class. Fields of a request override these defaults; defaults that this
+runtime does not support are reported and not applied.
 """
 
 from __future__ import annotations
@@ -23,27 +23,27 @@ from neuron_runtime.text.tokenizer import read_json
 
 AUTO = "auto"
 NEUTRAL = "vllm"
-"""vLLM's word for its own defaults, which change nothing."""
+"""vLLM's name for its own neutral defaults."""
 
 PARAMETERS = parameters_of(SamplingFields)
 
 
 @dataclass(frozen=True)
 class GenerationDefaults:
-    """Sampling defaults of one model; None and empty where its files are silent."""
+    """Sampling defaults of one model; None or empty if its files set none."""
 
     stop_token_ids: frozenset[int] = frozenset()
     sampling: SamplingFields = field(default_factory=SamplingFields)
     not_applied: tuple[str, ...] = ()
-    """Settings of the file that this runtime leaves out, as `name=value`."""
+    """Settings of the file that are not applied, as `name=value`."""
 
     def value(self, name: str) -> Any:
-        """Of a parameter that a client leaves out: the model's, else the parameter's own default."""
+        """The value of a parameter that a request leaves out: the model's default, else the parameter's."""
         own = getattr(self.sampling, name)
         return PARAMETERS[name].default if own is None else own
 
     def served(self, limits: BackendLimits) -> GenerationDefaults:
-        """These defaults as far as the model's sampling mode serves them; the others are added to `not_applied`."""
+        """The defaults that the model's sampling mode serves; others are added to `not_applied`."""
         refused = {
             name: value
             for name, row in PARAMETERS.items()
@@ -61,15 +61,15 @@ class GenerationDefaults:
 def load_generation_defaults(model_dir: Path, eos_token_id: int | None, source: str = AUTO) -> GenerationDefaults:
     """Defaults from `generation_config.json`; end tokens also from `config.json` and the tokenizer.
 
-    `do_sample: false` makes greedy the default, as it does in transformers.
+    `do_sample: false` makes greedy the default, as in transformers.
 
     Args:
-        source: where the defaults come from: AUTO is the model's own folder, NEUTRAL nowhere, anything else another
-            folder. End tokens are the model's in any case, those of another folder besides.
+        source: AUTO: the model's own folder; NEUTRAL: no defaults; else another folder. The model's end tokens always
+            apply, in addition to those of another folder.
 
     Raises:
-        FatalError: INVALID_MODEL with the file and field that is not what it must be; INVALID_ENGINE_CONFIG for a
-            `source` that has no such file.
+        FatalError: INVALID_MODEL, naming the invalid file and field; INVALID_ENGINE_CONFIG for a `source` without such
+            a file.
     """
     path = model_dir / "generation_config.json"
     settings = read_json(path)
@@ -82,7 +82,7 @@ def load_generation_defaults(model_dir: Path, eos_token_id: int | None, source: 
         path = Path(source, "generation_config.json")
         if not path.is_file():
             raise InvalidConfig(
-                "$.text.generationConfig", f"{source} has no generation_config.json: name its folder, auto or vllm"
+                "$.text.generationConfig", f"{source} has no generation_config.json: set its folder, auto or vllm"
             )
         settings = read_json(path)
         ends |= _token_ids(settings, path)

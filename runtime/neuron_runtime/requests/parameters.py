@@ -1,9 +1,9 @@
-"""How a field of a request is declared: its meaning, range, neutral values, default, and which sampling mode serves it.
+"""Declarations of request fields: description, range, neutral values, default, and the sampling modes that serve it.
 
-`bodies` declares each field once with a `Parameter`; range checks, defaults of a model, the offline class, the
-published schema and the tables of the docs read it from there. The sampling mode of a model is decided when it is
-compiled: `Device` (the device returns tokens alone), `DeviceWithLogits` (it also returns the logits of the sampled
-position, for the rows that need them), `Host` (the host samples).
+`bodies` declares each field once with a `Parameter`. Range checks, model defaults, the offline class, the published
+schema and the tables of the docs are derived from it. The sampling mode of a model is set when it is compiled: `Device`
+(the device returns only tokens), `DeviceWithLogits` (it also returns the logits of the sampled position for rows that
+need them), or `Host` (the host samples).
 """
 
 from __future__ import annotations
@@ -40,14 +40,13 @@ ON_TOKENS = (Where.HOST, Where.HOST, Where.HOST)
 
 @dataclass(frozen=True, slots=True)
 class Parameter:
-    """What is known of one field besides its name, type and description.
+    """Declaration of one field besides its name and type.
 
-    modes: what acts on it in each of MODES; empty for a field that does not sample.
-    lowest, highest: the range of a number, both ends included unless `above`; None: no end, or one that depends on the
-        model.
-    neutral: the values besides None that change nothing; every mode and every route accepts them.
-    default: what None means where the model has no default of its own.
-    setting: the name in a model's generation_config.json that holds its own default; empty: there is none.
+    modes: what acts on it in each of MODES; empty for fields that do not affect sampling.
+    lowest, highest: the range of a number, inclusive unless `above`; None: unbounded, or bounded by the model.
+    neutral: values besides None that have no effect; every mode and every route accepts them.
+    default: the meaning of None if the model has no default.
+    setting: name of the model's default in generation_config.json; empty: none.
     description: see `parameters_of`.
     """
 
@@ -62,7 +61,7 @@ class Parameter:
 
     @property
     def range(self) -> str:
-        """In words; empty where there is none."""
+        """In words; empty if there is none."""
         low, high = self.lowest, self.highest
         if low is None:
             return ""
@@ -78,14 +77,14 @@ class Parameter:
         low, high = self.lowest, self.highest
         if value is None or low is None:
             return
-        # Written so that NaN lies in no range.
+        # NaN must be outside every range.
         if not ((value > low if self.above else value >= low) and (high is None or value <= high)):
             raise InvalidRequest(f"`{name}` must be {self.range}, got {value}", field=name)
 
 
 @cache
 def parameters_of(struct: type[msgspec.Struct]) -> dict[str, Parameter]:
-    """Every field by name, declared as `Annotated[type, "What it means", Parameter(...)]`; either may be absent."""
+    """All fields by name, declared as `Annotated[type, "Description", Parameter(...)]`; both are optional."""
     return {
         name: replace(
             next((one for one in found if isinstance(one, Parameter)), Parameter()),
@@ -97,35 +96,35 @@ def parameters_of(struct: type[msgspec.Struct]) -> dict[str, Parameter]:
 
 
 def _annotations(hint: Any) -> Iterator[Any]:
-    """What a type is annotated with, as a whole before its parts."""
+    """Annotations of a type, then those of its parts."""
     yield from getattr(hint, "__metadata__", ())
     for part in get_args(hint):
         yield from _annotations(part)
 
 
 def check_served(body: msgspec.Struct, limits: BackendLimits) -> None:
-    """The sampling mode serves every parameter of a body that is not neutral.
+    """Check that the sampling mode serves every parameter that is not neutral.
 
     Raises:
-        InvalidRequest: naming the field, and the mode that would serve it.
+        InvalidRequest: names the field and the mode that would serve it.
     """
     for name, row in parameters_of(type(body)).items():
         value = getattr(body, name)
         if value is not None and row.modes and not is_neutral(value, row.neutral):
             check_parameter_served(name, row, limits)
             if name in _COUNTS_OF_LOGPROBS and value is not True and value > limits.max_logprobs:
-                message = f"`{name}` is at most {limits.max_logprobs} here, got {value}"
+                message = f"`{name}` must be at most {limits.max_logprobs}, got {value}"
                 raise InvalidRequest(message, field=name)
 
 
 def check_parameter_served(name: str, row: Parameter, limits: BackendLimits) -> None:
-    """The same for one parameter, by the name that the error should give it."""
+    """The same for one parameter; `name` is its name in the error."""
     if row.where(limits.sampling) is Where.REFUSED:
         serving = " or ".join(f"`{mode}`" for mode in MODES if row.where(mode) is not Where.REFUSED)
-        message = f"`{name}` cannot be served with {limits.sampling} sampling, it needs {serving}: leave it out"
+        message = f"`{name}` is not supported with {limits.sampling} sampling, it needs {serving}: leave it out"
         raise InvalidRequest(message, field=name)
     if row.modes == ON_PROMPT_LOGITS and not limits.reports_prompt_logprobs:
-        raise InvalidRequest(f"`{name}` cannot be served by this backend: leave it out", field=name)
+        raise InvalidRequest(f"`{name}` is not supported by this backend: leave it out", field=name)
 
 
 _COUNTS_OF_LOGPROBS = ("logprobs", "top_logprobs", "prompt_logprobs")

@@ -1,7 +1,7 @@
-"""Prompts: what a client sends becomes token ids within the model's limits. Called by `admission`.
+"""Converts prompts to token ids within the model's limits. Called by `admission`.
 
-Texts are tokenized, lists of ids are checked, long prompts are cut where the client asked for that, and a prompt that
-cannot run is refused with its length and the limit.
+It tokenizes texts, checks lists of ids, truncates prompts on request, and refuses a prompt that cannot run, with its
+length and the limit.
 """
 
 from __future__ import annotations
@@ -21,39 +21,39 @@ from neuron_runtime.text.tokenizer import Tokenizer
 
 @dataclass(frozen=True)
 class Prompt:
-    """One prompt as text and as what the model reads."""
+    """One prompt as token ids and text."""
 
     token_ids: tuple[int, ...]
     text: str | None = None
-    """As the client sent it; None where that was token ids, or where `token_ids` are only its end."""
+    """As sent by the client; None if it sent token ids or the prompt was truncated."""
 
 
 @dataclass(frozen=True)
 class Echo:
-    """A prompt as an answer repeats it."""
+    """A prompt as repeated by an answer."""
 
     text: str
     text_offsets: tuple[int, ...]
-    """For each token of the prompt the character at which it begins; empty without log-probabilities."""
+    """For each token of the prompt, the index of its first character; empty without log-probabilities."""
 
 
 @dataclass(frozen=True)
 class Prompts:
-    """What can be a prompt of one model."""
+    """Reads prompts for one model."""
 
     tokenizer: Tokenizer
     limits: BackendLimits
 
     @property
     def vocabulary_size(self) -> int:
-        """Token ids that both the tokenizer and the model have are below this."""
+        """Upper bound of the token ids that both tokenizer and model have."""
         known = self.tokenizer.vocabulary_size
         return min(known, self.limits.vocabulary_size or known)
 
     def completions(
         self, given: str | list[str | int | list[int]], body: CompletionBody, cut: int | None, max_prompts: int
     ) -> tuple[Prompt, ...]:
-        """Of /v1/completions. Raises InvalidRequest."""
+        """The prompts of a completion request. Raises InvalidRequest."""
         adds_special = body.add_special_tokens is not False
         return tuple(self.checked(one, adds_special, cut, "prompt") for one in _each(given, max_prompts))
 
@@ -62,7 +62,7 @@ class Prompts:
         prompt = self.read(given, adds_special_tokens, cut, name)
         limits, count = self.limits, len(prompt.token_ids)
         if not count:
-            raise InvalidRequest(f"`{name}` has no tokens: at least one is needed", field=name)
+            raise InvalidRequest(f"`{name}` has no tokens: at least one is required", field=name)
         if limits.max_new_tokens(count) < 1:
             raise self._too_long(f"{count} tokens", name)
         if count < limits.min_prefill_tokens:
@@ -76,10 +76,10 @@ class Prompts:
         return prompt
 
     def read(self, given: str | list[int], adds_special_tokens: bool, cut: int | None, name: str) -> Prompt:
-        """A prompt of any length. Raises InvalidRequest for ids that are none, and for texts that cannot fit.
+        """A prompt of any length. Raises InvalidRequest for unknown ids, and for texts that cannot fit.
 
         Args:
-            cut: how many last tokens are kept; None: all.
+            cut: number of last tokens to keep; None: all.
         """
         if not isinstance(given, str):
             check_token_ids(given, name, self.vocabulary_size)
@@ -87,13 +87,13 @@ class Prompts:
         if cut is None:
             self._check_characters(given, name)
             return Prompt(self.tokenizer.encode(given, adds_special_tokens), given)
-        # Twice the text that could be kept: so far from the cut, its tokens are those of the whole text.
+        # Twice the text that can be kept, so that the kept tokens are the same as those of the whole text.
         kept = given[-2 * cut * self.tokenizer.longest_token_characters :]
         ids = self.tokenizer.encode(kept, adds_special_tokens, max_tokens=cut)
         return Prompt(ids, given if len(ids) < cut else None)
 
     def cut(self, asked: int | None, max_tokens: int | None) -> int | None:
-        """How many last tokens of a prompt are kept; None: all. Raises InvalidRequest."""
+        """Number of last tokens of a prompt to keep; None: all. Raises InvalidRequest."""
         if asked is None:
             return None
         longest = self.limits.max_new_tokens(0) - 1
@@ -116,7 +116,7 @@ class Prompts:
         return Echo(text.feed(prompt.token_ids, FinishReason.LENGTH), tuple(text.text_offsets))
 
     def _check_characters(self, text: str, name: str) -> None:
-        # Tokenizing a text takes seconds; one that cannot fit, whatever its tokens are, is refused before.
+        # Tokenizing a long text takes seconds, so one that certainly does not fit is refused before.
         longest = self.limits.max_model_length * self.tokenizer.longest_token_characters
         if len(text) > longest:
             at_least = len(text) // self.tokenizer.longest_token_characters
@@ -124,18 +124,18 @@ class Prompts:
 
     def _too_long(self, size: str, name: str) -> InvalidRequest:
         length = self.limits.max_new_tokens(0)
-        message = f"`{name}` has {size}: prompt and answer together have at most {length} tokens here"
+        message = f"`{name}` has {size}: prompt plus output must have at most {length} tokens"
         return InvalidRequest(message, field=name, code="context_length_exceeded")
 
 
 def _each(prompt: str | list[str | int | list[int]], max_prompts: int) -> Iterable[str | list[int]]:
-    """One text, one list of ids, or a list of either, as OpenAI's API takes them."""
+    """One text, one list of ids, or a list of either, as in OpenAI's API."""
     if isinstance(prompt, str):
         return [prompt]
     if not prompt:
         raise InvalidRequest("`prompt` must not be empty", field="prompt")
     if len(prompt) > max_prompts and not isinstance(prompt[0], int):
-        raise InvalidRequest(f"`prompt` takes at most {max_prompts} prompts, got {len(prompt)}", field="prompt")
+        raise InvalidRequest(f"`prompt` must have at most {max_prompts} prompts, got {len(prompt)}", field="prompt")
     try:
         if isinstance(prompt[0], str):
             return msgspec.convert(prompt, list[str])

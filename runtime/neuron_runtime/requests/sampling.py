@@ -16,17 +16,17 @@ from neuron_runtime.requests.generation_defaults import PARAMETERS, GenerationDe
 from neuron_runtime.text.tokenizer import Tokenizer
 
 GREEDY_TEMPERATURE = 1e-5
-"""At or below it, logits divided by it overflow: the likeliest token is meant."""
+"""Temperatures up to this are greedy, because dividing logits by them overflows."""
 
 _OF_THE_ANSWER = {"max_tokens", "logprobs", "prompt_logprobs"}
 """What `admission` decides per prompt."""
 SHARED = [one.name for one in fields(Sampling) if one.name in PARAMETERS and one.name not in _OF_THE_ANSWER]
-"""Parameters that have the same name in bodies and in `core.Sampling`."""
+"""Parameters with the same name in bodies and in `core.Sampling`."""
 
 
 @dataclass(frozen=True)
 class Sampler:
-    """Makes `core.Sampling` for one model."""
+    """Creates `core.Sampling` for one model."""
 
     tokenizer: Tokenizer
     limits: BackendLimits

@@ -14,7 +14,7 @@ from neuron_runtime.config import ServerOptions
 from neuron_runtime.requests.parameters import ON_DEVICE, ON_LOGITS, ON_PROMPT_LOGITS, ON_TOKENS, Parameter
 
 DEFAULT_COMPLETION_TOKENS = 16
-"""`max_tokens` of /v1/completions where neither client nor model sets it, as in OpenAI's API."""
+"""`max_tokens` of /v1/completions if neither client nor model sets it, as in OpenAI's API."""
 MAX_STOP_STRINGS = 16
 MAX_STOP_CHARACTERS = 1024
 MAX_STOP_TOKEN_IDS = 1024
@@ -28,38 +28,38 @@ class SamplingFields(msgspec.Struct, kw_only=True):
 
     max_tokens: Annotated[
         int | None,
-        "The largest number of tokens of the answer; prompt and answer together must fit. Left out: the model's "
-        "`max_new_tokens`, else all that fits",
+        "Maximum number of output tokens; prompt plus output must fit the model's length. Default: the model's "
+        "`max_new_tokens`, else all that fit",
         Parameter(ON_TOKENS, lowest=1, setting="max_new_tokens"),
     ] = None
     min_tokens: Annotated[
         int | None,
-        "Before this many tokens no end token is drawn and no stop text ends the answer; at most `max_tokens`",
+        "Minimum number of output tokens before an end token or stop text may end the answer; at most `max_tokens`",
         Parameter(ON_LOGITS, lowest=0, neutral=(0,), default=0),
     ] = None
     temperature: Annotated[
         float | None,
-        "Divides the logits; 0 is greedy: the likeliest token, and of several equally likely ones the first",
+        "Divides the logits; 0: greedy, the likeliest token, and the first one on a tie",
         Parameter(ON_DEVICE, lowest=0, highest=100, neutral=(1,), default=1.0, setting="temperature"),
     ] = None
     top_p: Annotated[
         float | None,
-        "Draw only from the smallest set of likeliest tokens whose probabilities sum up to this",
+        "Sample from the smallest set of likeliest tokens whose probabilities add up to this",
         Parameter(ON_DEVICE, lowest=0, highest=1, above=True, neutral=(1,), default=1.0, setting="top_p"),
     ] = None
     top_k: Annotated[
         int | None,
-        "Draw only from this many likeliest tokens; 0 and -1: from all",
+        "Sample from this many likeliest tokens; 0 and -1: from all",
         Parameter(ON_DEVICE, lowest=-1, neutral=(0, -1), default=0, setting="top_k"),
     ] = None
     min_p: Annotated[
         float | None,
-        "Draw only tokens that are at least this many times as likely as the likeliest one",
+        "Sample only tokens with at least this fraction of the likeliest token's probability",
         Parameter(ON_LOGITS, lowest=0, highest=1, neutral=(0,), default=0.0, setting="min_p"),
     ] = None
     repetition_penalty: Annotated[
         float | None,
-        "Divides positive logits of the tokens in prompt and answer, and multiplies negative ones",
+        "Divides positive logits of tokens in the prompt or the answer, and multiplies negative ones",
         Parameter(ON_LOGITS, lowest=0.01, highest=100, neutral=(1,), default=1.0, setting="repetition_penalty"),
     ] = None
     presence_penalty: Annotated[
@@ -69,38 +69,38 @@ class SamplingFields(msgspec.Struct, kw_only=True):
     ] = None
     frequency_penalty: Annotated[
         float | None,
-        "Subtracted from the logit of a token once for each time it is in the answer",
+        "Subtracted from the logit of a token once per occurrence in the answer",
         Parameter(ON_LOGITS, lowest=-2, highest=2, neutral=(0,), default=0.0),
     ] = None
     logit_bias: Annotated[
         dict[int, float] | None,
-        f"Token ids with numbers from -100 to 100 that are added to their logits; at most {MAX_BIASED_TOKENS} tokens",
+        f"Map from token id to a number from -100 to 100 added to its logit; at most {MAX_BIASED_TOKENS} tokens",
         Parameter(ON_LOGITS, neutral=({},)),
     ] = None
-    allowed_token_ids: Annotated[
-        list[int] | None, "The only tokens that may be drawn; at least one", Parameter(ON_LOGITS)
-    ] = None
+    allowed_token_ids: Annotated[list[int] | None, "Sample only these tokens; at least one", Parameter(ON_LOGITS)] = (
+        None
+    )
     bad_words: Annotated[
         list[str] | None,
-        "Words that the answer must not contain, at the beginning of a text or after a space; at most "
-        f"{MAX_BAD_WORDS} of up to {MAX_BAD_WORD_CHARACTERS} characters",
+        "Words that must not occur at the beginning of the answer or after a space; at most "
+        f"{MAX_BAD_WORDS} words of up to {MAX_BAD_WORD_CHARACTERS} characters",
         Parameter(ON_LOGITS, neutral=([],)),
     ] = None
     seed: Annotated[
         int | None,
-        "The same seed draws the same answer, whatever else is computed beside it. Left out: a random one",
+        "Requests with the same seed get the same answer, independent of other requests. Default: random",
         Parameter(ON_LOGITS, lowest=-(2**63), highest=2**63 - 1),
     ] = None
     n: Annotated[
         int | None,
-        f"Answers per prompt, each with its own random numbers; prompts times `n` at most "
+        f"Number of answers per prompt, sampled independently; prompts times `n` at most "
         f"{ServerOptions().max_choices}, and no more than can run and wait",
         Parameter(ON_TOKENS, lowest=1, neutral=(1,), default=1),
     ] = None
     stop: Annotated[
         str | list[str] | None,
-        f"A text or up to {MAX_STOP_STRINGS} texts of up to {MAX_STOP_CHARACTERS} characters that end the answer, "
-        "also across the borders of tokens",
+        f"A text, or up to {MAX_STOP_STRINGS} texts, of up to {MAX_STOP_CHARACTERS} characters that end the answer, "
+        "also across token boundaries",
         Parameter(ON_TOKENS, neutral=([],)),
     ] = None
     stop_token_ids: Annotated[
@@ -108,21 +108,21 @@ class SamplingFields(msgspec.Struct, kw_only=True):
     ] = None
     ignore_eos: Annotated[
         bool | None,
-        "The model's own end tokens do not end the answer",
+        "Continue after the model's end tokens",
         Parameter(ON_TOKENS, neutral=(False,), default=False),
     ] = None
     include_stop_str_in_output: Annotated[
-        bool | None, "What ended the answer stays in its text", Parameter(ON_TOKENS, neutral=(False,), default=False)
+        bool | None, "Keep the stop text or token in the answer", Parameter(ON_TOKENS, neutral=(False,), default=False)
     ] = None
-    skip_special_tokens: Annotated[bool | None, "The text has no special tokens", Parameter(default=True)] = None
+    skip_special_tokens: Annotated[bool | None, "Omit special tokens from the text", Parameter(default=True)] = None
     truncate_prompt_tokens: Annotated[
         int | None,
-        "Only this many last tokens of the prompt are used, special tokens of a text included; -1: as many as fit "
-        "beside `max_tokens`. Left out: all",
+        "Use only this many last tokens of the prompt, including special tokens of a text; -1: as many as fit with "
+        "`max_tokens`. Default: all",
     ] = None
     prompt_logprobs: Annotated[
         int | None,
-        "Log-probabilities of the prompt's tokens, the first one excepted, with this many alternatives each; not "
-        "together with `stream`. Such a prompt is computed whole, once for all its answers",
+        "Log-probabilities of the prompt's tokens except the first, with this many alternatives each; not with "
+        "`stream`. Such a prompt does not use the prefix cache",
         Parameter(ON_PROMPT_LOGITS, lowest=0),
     ] = None

@@ -1,6 +1,6 @@
-"""What clients write about tokens, as the token ids that `core.Sampling` holds: bias, allowed tokens, bad words, stops.
+"""Converts fields about tokens (bias, allowed tokens, bad words, stop tokens) to the token ids of `core.Sampling`.
 
-Called when a request is admitted. Each function raises InvalidRequest that names the field and the entry.
+Called when a request is admitted. Each function raises InvalidRequest with the field and the entry.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from neuron_runtime.text.tokenizer import Tokenizer
 
 
 def check_token_ids(token_ids: Sequence[int], name: str, vocabulary_size: int) -> None:
-    """Names the first id outside the vocabulary."""
+    """Refuses the first id outside the vocabulary."""
     for at, token in enumerate(token_ids):
         if not 0 <= token < vocabulary_size:
             raise _no_token(name, token, vocabulary_size, f"[{at}]")
@@ -28,14 +28,14 @@ def check_token_ids(token_ids: Sequence[int], name: str, vocabulary_size: int) -
 def stop_tokens(token_ids: Sequence[int] | None, vocabulary_size: int) -> frozenset[int]:
     given = frozenset(token_ids or ())
     if len(given) > MAX_STOP_TOKEN_IDS:
-        message = f"`stop_token_ids` takes at most {MAX_STOP_TOKEN_IDS} ids, got {len(given)}"
+        message = f"`stop_token_ids` must have at most {MAX_STOP_TOKEN_IDS} ids, got {len(given)}"
         raise InvalidRequest(message, field="stop_token_ids")
     check_token_ids(token_ids or (), "stop_token_ids", vocabulary_size)
     return given
 
 
 def bias_entries(logit_bias: Mapping[Any, float] | None, vocabulary_size: int) -> tuple[tuple[int, float], ...]:
-    """From a mapping whose keys are token ids, which JSON writes as texts."""
+    """From a mapping with token ids as keys, which are strings in JSON."""
     entries = {}
     for key, bias in (logit_bias or {}).items():
         token_id = _token_id(key)
@@ -45,7 +45,7 @@ def bias_entries(logit_bias: Mapping[Any, float] | None, vocabulary_size: int) -
             raise InvalidRequest(f"`logit_bias[{key}]` must be from -100 to 100, got {bias}", field="logit_bias")
         entries[token_id] = float(bias)
     if len(entries) > MAX_BIASED_TOKENS:
-        message = f"`logit_bias` takes at most {MAX_BIASED_TOKENS} tokens, got {len(entries)}"
+        message = f"`logit_bias` must have at most {MAX_BIASED_TOKENS} tokens, got {len(entries)}"
         raise InvalidRequest(message, field="logit_bias")
     return tuple(sorted(entries.items()))
 
@@ -55,7 +55,7 @@ def allowed_tokens(token_ids: Collection[int] | None, vocabulary_size: int) -> t
     if token_ids is None:
         return None
     if not token_ids:
-        raise InvalidRequest("`allowed_token_ids` must not be empty: name a token or leave it out", "allowed_token_ids")
+        raise InvalidRequest("`allowed_token_ids` must not be empty: add a token or leave it out", "allowed_token_ids")
     for token_id in token_ids:
         if not 0 <= token_id < vocabulary_size:
             raise _no_token("allowed_token_ids", token_id, vocabulary_size)
@@ -63,18 +63,20 @@ def allowed_tokens(token_ids: Collection[int] | None, vocabulary_size: int) -> t
 
 
 def bad_word_sequences(words: Iterable[str] | None, tokenizer: Tokenizer) -> tuple[tuple[int, ...], ...]:
-    """Each word as it is written at the beginning of a text, and after a space.
+    """The tokens of each word at the beginning of a text, and after a space.
 
-    Often the second spelling is one token where the first is several, and the one that answers use. vLLM bans it only
-    where both have as many, https://docs.vllm.ai/en/latest/api/vllm/sampling_params.html.
+    The second is often a single token where the first is several, and the one that models use. vLLM bans it only if
+    both have equal length, https://docs.vllm.ai/en/latest/api/vllm/sampling_params.html.
     """
     given = list(dict.fromkeys(words or ()))
     if len(given) > MAX_BAD_WORDS:
-        raise InvalidRequest(f"`bad_words` takes at most {MAX_BAD_WORDS} words, got {len(given)}", field="bad_words")
+        raise InvalidRequest(
+            f"`bad_words` must have at most {MAX_BAD_WORDS} words, got {len(given)}", field="bad_words"
+        )
     sequences: dict[tuple[int, ...], None] = {}
     for word in given:
         if not 1 <= len(word) <= MAX_BAD_WORD_CHARACTERS:
-            message = f"`bad_words` have from 1 to {MAX_BAD_WORD_CHARACTERS} characters, got {len(word)}"
+            message = f"each of `bad_words` must have 1 to {MAX_BAD_WORD_CHARACTERS} characters, got {len(word)}"
             raise InvalidRequest(message, field="bad_words")
         bare = word.lstrip()
         begins = tokenizer.encode(bare, add_special_tokens=False)

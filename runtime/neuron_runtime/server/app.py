@@ -182,7 +182,7 @@ class Routes:
     async def model(self, request: Request) -> Response:
         name = request.path_params["model"]
         if name not in self._state.served_names:
-            message = f"the model `{name}` does not exist here"
+            message = f"the model `{name}` does not exist"
             raise InvalidRequest(message, field="model", status=404, code="model_not_found")
         return _json(self._model(name))
 

@@ -41,12 +41,12 @@ where it has one."""
 ERRORS: Mapping[int, str] = {
     400: "The body is not a JSON object, or a field is wrong or not supported.",
     401: "No API key, or an unknown one.",
-    404: "The model does not exist here.",
-    408: "The body came too slowly.",
+    404: "The model does not exist.",
+    408: "The body arrived too slowly.",
     413: "The body is too large.",
     415: "The body is compressed.",
-    429: "Too many requests or prompt tokens wait. The header `Retry-After` says how many seconds to wait.",
-    503: "The model is not ready, or the server is shutting down. The header `Retry-After` says when to try again.",
+    429: "Too many requests or prompt tokens are waiting. The header `Retry-After` has the seconds until a retry.",
+    503: "The model is not ready, or is shutting down. The header `Retry-After` has the seconds until a retry.",
 }
 BODY_ERRORS = (400, 404, 408, 413, 415, 429, 503)
 """What a request with a body may get instead of its answer."""
