@@ -118,6 +118,7 @@ REFUSED: list[tuple[BackendLimits, dict[str, Any], str, str]] = [
     (LIMITS, {"prompt": [[]]}, "prompt", "at least one is required"),
     (replace(LIMITS, vocabulary_size=9), {"prompt": [3, 9, 4]}, "prompt", "`prompt[1]`: 9 is not a token id"),
     (replace(LIMITS, vocabulary_size=9), {"prompt": [3, -1, 4]}, "prompt", "`prompt[1]`: -1 is not a token id"),
+    (replace(LIMITS, vocabulary_size=9), {"prompt": [2**40]}, "prompt", f"`prompt[0]`: {2**40} is not a token id"),
     (replace(LIMITS, vocabulary_size=9), {"prompt": "a core"}, "prompt", "is not a token id of this model (0 to 8)"),
     (NEURON, {"prompt": [5]}, "prompt", "has 1 tokens: this backend needs at least 2"),
     (replace(NEURON, max_step_tokens=100), {"prompt": ids(101)}, "prompt", "can prefill at most 100"),

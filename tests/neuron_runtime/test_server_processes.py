@@ -276,7 +276,9 @@ def test_a_limit_that_cannot_be_served_ends_the_command_with_the_field(model_dir
         assert command.wait() == 2
     written = msgspec.json.decode(record.read_bytes())
     assert written["reason"] == "InvalidEngineConfig"
-    assert written["message"].startswith("--max-model-len ($.limits.maxModelLength): 999999 is more than")
+    assert written["message"].startswith(
+        "--max-model-len ($.limits.maxModelLength): must be at most the model's 4096 positions"
+    )
 
 
 def test_a_hub_that_cannot_be_reached_ends_the_command_once_with_what_to_check(tmp_path: Path) -> None:

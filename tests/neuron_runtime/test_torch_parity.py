@@ -14,7 +14,6 @@ from tokenizers import Tokenizer
 from helpers.torch_models import random_model
 from helpers.torch_parity import check_greedy, serve
 from neuron_runtime.core import Kind, Request, Sampling
-from neuron_runtime.errors import InvalidRequest
 
 DEMO_MODEL = Path(__file__).parents[2] / "examples" / "demo-model"
 DRAWN = {"temperature": 0.9, "top_p": 0.95, "top_k": 50}
@@ -100,12 +99,6 @@ def test_seed_and_choice_change_the_answer_but_the_request_id_does_not(folder: P
 
     assert answer("a", 1, 0) == answer("b", 1, 0)
     assert len({answer("a", 1, 0), answer("a", 2, 0), answer("a", 1, 1), answer("a", 2, 1)}) == 4
-
-
-@pytest.mark.parametrize("token", [-1, 256, 2**40])
-def test_an_out_of_vocabulary_token_is_refused_before_the_device(token: int, folder: Path) -> None:
-    with pytest.raises(InvalidRequest, match="outside the model's vocabulary of 256"):
-        serve(folder, [(0, Request("r", (1, token), Sampling()))])
 
 
 def test_a_greedy_row_is_unaffected_by_drawing_rows(folder: Path) -> None:
