@@ -34,7 +34,7 @@ class Condition(StatusPart, frozen=True):
 
 
 class ModelFacts(StatusPart, frozen=True):
-    """Facts about the model; the digest is the commit (`hf://`), otherwise a hash of the configuration and headers."""
+    """Facts about the model; the digest is the commit (`hf://`) or a hash of configuration and weights headers."""
 
     architecture: Reported | None = None
     parameters: Int64 | None = None

@@ -347,13 +347,13 @@ def test_the_values_shown_are_known_to_the_chart() -> None:
         jsonschema.validate({**values, **value}, rules)
 
 
-def test_the_rights_shown_are_those_of_the_chart() -> None:
+def test_the_permissions_shown_are_those_of_the_chart() -> None:
     rules = re.findall(
         r"\{apiGroups: \[(.*?)\], resources: \[(.*?)\], verbs: \[(.*?)\]\}",
         (CHART / "templates" / "rbac.yaml").read_text(),
     )
     granted = {(group.strip('"') or "core", resources, verbs) for group, resources, verbs in rules}
-    told = {(group, resources, verbs) for group, resources, verbs, _ in rows(section(CHART_README, "Rights"))}
+    told = {(group, resources, verbs) for group, resources, verbs, _ in rows(section(CHART_README, "Permissions"))}
     assert granted - told == {("coordination.k8s.io", "leases", "create")}
     assert told <= granted
 
