@@ -324,10 +324,7 @@ class BackendLimits:
                 self.layout == "slots" and self.shares_prefixes,
                 "slot layout cannot share prefixes: shares_prefixes must be off",
             ),
-            (
-                self.token_feedback == "host" and self.steps_in_flight != 1,
-                "host feedback allows one step in flight",
-            ),
+            (self.token_feedback == "host" and self.steps_in_flight != 1, "host feedback allows one step in flight"),
             (
                 self.num_lookahead_tokens < self.max_tokens_per_row - 1,
                 "num_lookahead_tokens must be at least max_tokens_per_row - 1",

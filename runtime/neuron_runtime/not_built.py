@@ -151,36 +151,18 @@ ROWS = (
     *(
         Row(name, _BODY, has_effect=False)
         for name in (
-            "metadata",
-            "prompt_cache_key",
-            "prompt_cache_options",
-            "prompt_cache_retention",
-            "request_id",
-            "safety_identifier",
-            "service_tier",
-            "store",
-            "user",
+            *("metadata", "prompt_cache_key", "prompt_cache_options", "prompt_cache_retention", "request_id"),
+            *("safety_identifier", "service_tier", "store", "user"),
         )
     ),
     # Settings of GPUs or of vLLM's internals.
     *(
         Row(name, _LLM, has_effect=False)
         for name in (
-            "compilation_config",
-            "disable_async_output_proc",
-            "disable_custom_all_reduce",
-            "disable_log_stats",
-            "distributed_executor_backend",
-            "enforce_eager",
-            "gpu_memory_utilization",
-            "max_parallel_loading_workers",
-            "max_seq_len_to_capture",
-            "preemption_mode",
-            "scheduling_policy",
-            "swap_space",
-            "trust_remote_code",
-            "use_v2_block_manager",
-            "worker_use_ray",
+            *("compilation_config", "disable_async_output_proc", "disable_custom_all_reduce"),
+            *("disable_log_stats", "distributed_executor_backend", "enforce_eager", "gpu_memory_utilization"),
+            *("max_parallel_loading_workers", "max_seq_len_to_capture", "preemption_mode", "scheduling_policy"),
+            *("swap_space", "trust_remote_code", "use_v2_block_manager", "worker_use_ray"),
         )
     ),
 )

@@ -24,18 +24,8 @@ from pathlib import Path
 from typing import TypeVar
 
 from huggingface_hub import HfApi, get_token, hf_hub_download, hf_hub_url
-from huggingface_hub.errors import (
-    EntryNotFoundError,
-    GatedRepoError,
-    HfHubHTTPError,
-    RevisionNotFoundError,
-)
-from huggingface_hub.utils import (  # type: ignore[attr-defined]
-    build_hf_headers,
-    disable_progress_bars,
-    get_session,
-    hf_raise_for_status,
-)
+from huggingface_hub.errors import EntryNotFoundError, GatedRepoError, HfHubHTTPError, RevisionNotFoundError
+from huggingface_hub.utils import build_hf_headers, disable_progress_bars, get_session, hf_raise_for_status  # type: ignore[attr-defined]
 
 from neuron_runtime.backend.base import ProgressCallback
 from neuron_runtime.checkpoint import INDEX_FILE, WEIGHTS_FILE, header_length, parse_index, read_checkpoint, read_config

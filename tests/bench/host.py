@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Literal
 
-from neuron_runtime.backend.simulated.clock import CpuClock
+from bench.cpu_clock import CpuClock
 from neuron_runtime.backend.simulated.device import SimulatedBackend
 from neuron_runtime.backend.simulated.step_times import Phase, StepTimes, constant
 from neuron_runtime.bench.report import Load, Meter, Row, at_least, at_most

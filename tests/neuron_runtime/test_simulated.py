@@ -13,6 +13,7 @@ import pytest
 from hypothesis import HealthCheck, assume, event, given, settings
 from hypothesis import strategies as st
 
+from bench.cpu_clock import CpuClock
 from helpers import strict_backend
 from helpers.chat_model import write_chat_model
 from helpers.serve_command import serve
@@ -21,7 +22,7 @@ from neuron_runtime import LLM, SamplingParams
 from neuron_runtime.__main__ import main
 from neuron_runtime.backend.base import IllegalBatch, StepTime
 from neuron_runtime.backend.simulated import load_backend
-from neuron_runtime.backend.simulated.clock import Clock, CpuClock, VirtualClock, WallClock
+from neuron_runtime.backend.simulated.clock import Clock, VirtualClock, WallClock
 from neuron_runtime.backend.simulated.device import SimulatedBackend, Timeline, first_number, token_at
 from neuron_runtime.backend.simulated.options import Options, limits_of, read_options, step_times
 from neuron_runtime.backend.simulated.step_times import PUBLISHED, Curve, Phase, StepTimes, constant, milliseconds

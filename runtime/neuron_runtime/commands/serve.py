@@ -36,10 +36,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="hf://org/name[@revision], org/name (the same), file:///path, or the path of a folder",
     )
     parser.add_argument(
-        "--config",
-        type=Path,
-        metavar="FILE",
-        help="A configuration document instead of MODEL, model and server flags",
+        "--config", type=Path, metavar="FILE", help="A configuration document instead of MODEL, model and server flags"
     )
     parser.add_argument("--host", default="127.0.0.1", help="Address to listen on (default: %(default)s)")
     parser.add_argument(

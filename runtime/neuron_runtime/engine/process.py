@@ -217,11 +217,7 @@ def serve(config: RuntimeConfig, weights_dir: Path, border: Border, deadline: De
         gc.collect()
         gc.freeze()
         queue = queue_limits(backend.limits, config.limits.max_queued_requests, config.limits.max_queued_tokens)
-        engine = Engine(
-            watched,
-            max_queued_requests=queue.max_requests,
-            max_queued_tokens=queue.max_tokens,
-        )
+        engine = Engine(watched, max_queued_requests=queue.max_requests, max_queued_tokens=queue.max_tokens)
         border.send(Ready(backend.limits, queue, loaded - began, time.monotonic() - loaded))
         Worker(engine, border, deadline).run(border.stop_at_sigterm())
     finally:

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from functools import partial
+from typing import Any, Literal
 
 from prometheus_client.exposition import CONTENT_TYPE_LATEST as CONTENT_TYPE
 
 from neuron_runtime.core import BackendLimits, FinishReason, Kind
 from neuron_runtime.engine.messages import Step
-from neuron_runtime.engine.stats import EngineStats, StepStats
+from neuron_runtime.engine.stats import EngineStats
 from neuron_runtime.server.series import Book, Exported, Family
 
 __all__ = ["CONTENT_TYPE", "FAMILIES", "Metrics"]
@@ -42,45 +43,26 @@ FAMILIES: list[Family] = []
 """In the order of the exposition."""
 
 
-def _family(family: Family) -> Family:
-    FAMILIES.append(family)
-    return family
-
-
-def _engine_gauge(name: str, text: str, read: Callable[[EngineStats], float], use: str = "") -> Family:
-    """A value of `EngineStats`."""
-    return _family(Family(name, "gauge", text, counted_by="engine", read=read, use=use))
-
-
-def _engine_counter(name: str, text: str, read: Callable[[EngineStats], float], use: str = "") -> Family:
-    """A total of `EngineStats`, which starts at 0 in each engine process."""
-    return _family(Family(name, "counter", text, counted_by="engine", read=read, use=use))
-
-
-def _step_counter(name: str, text: str, read: Callable[[StepStats], float], *labels: str, use: str = "") -> Family:
-    """Each step adds a value of its `StepStats`; labels are its kind and bucket."""
-    return _family(Family(name, "counter", text, labels, counted_by="step", read=read, use=use))
-
-
-def _step_histogram(
-    name: str, text: str, bounds: tuple[float, ...], read: Callable[[StepStats], float], *labels: str, use: str = ""
+def _family(
+    kind: Literal["counter", "gauge", "histogram"],
+    counted_by: Literal["each", "engine", "step"],
+    name: str,
+    text: str,
+    read: Callable[[Any], float] | None = None,
+    *,
+    bounds: tuple[float, ...] = (),
+    labels: tuple[str, ...] = (),
+    use: str = "",
 ) -> Family:
-    """One observation per step."""
-    return _family(Family(name, "histogram", text, labels, bounds, "step", read, use))
+    FAMILIES.append(Family(name, kind, text, labels, bounds, counted_by, read, use))
+    return FAMILIES[-1]
 
 
-def _start_gauge(name: str, text: str, *labels: str, use: str = "") -> Family:
-    """A value set when an engine starts."""
-    return _family(Family(name, "gauge", text, labels, counted_by="engine", use=use))
-
-
-def _counter(name: str, text: str, *labels: str, use: str = "") -> Family:
-    return _family(Family(name, "counter", text, labels, use=use))
-
-
-def _histogram(name: str, text: str, bounds: tuple[float, ...], use: str = "") -> Family:
-    return _family(Family(name, "histogram", text, bounds=bounds, use=use))
-
+_gauge, _counter, _histogram = (partial(_family, kind, "each") for kind in ("gauge", "counter", "histogram"))
+_engine_gauge, _engine_counter = (partial(_family, kind, "engine") for kind in ("gauge", "counter"))
+"""Values and totals of `EngineStats`, and values set when an engine starts."""
+_step_counter, _step_histogram = (partial(_family, kind, "step") for kind in ("counter", "histogram"))
+"""Each step adds a value of its `StepStats`; labels are its kind and bucket."""
 
 _engine_gauge(
     "vllm:num_requests_running", "Number of requests in the running batch.", lambda stats: stats.num_running, use="load"
@@ -94,17 +76,16 @@ _engine_gauge(
     lambda stats: stats.num_blocks_used / max(stats.num_blocks, 1),
     use="near 1 and with preemptions: the cache is too small",
 )
-CACHE_CONFIG = _start_gauge(
+CACHE_CONFIG = _engine_gauge(
     "vllm:cache_config_info",
     "Always 1. The labels are the block size in tokens and the number of blocks.",
-    "block_size",
-    "num_gpu_blocks",
+    labels=("block_size", "num_gpu_blocks"),
     use="capacity in tokens",
 )
-LORA_REQUESTS = _start_gauge(
+LORA_REQUESTS = _engine_gauge(
     "vllm:lora_requests_info",
     "LoRA adapters in use at the Unix time in the value. Adapters are not supported yet: 0 and empty lists.",
-    *("max_lora", "waiting_lora_adapters", "running_lora_adapters"),
+    labels=("max_lora", "waiting_lora_adapters", "running_lora_adapters"),
     use="read by inference gateways",
 )
 _engine_counter(
@@ -133,75 +114,77 @@ GENERATION_TOKENS = _counter("vllm:generation_tokens_total", "Generated tokens."
 SUCCESS = _counter(
     "vllm:request_success_total",
     "Finished requests by reason: stop, length, abort (the client disconnected), error (the engine failed).",
-    "finished_reason",
+    labels=("finished_reason",),
     use="traffic, errors",
 )
 FIRST_TOKEN = _histogram(
     "vllm:time_to_first_token_seconds",
     "Time from the arrival of a request to its first token.",
-    _FIRST_TOKEN,
+    bounds=_FIRST_TOKEN,
     use="responsiveness",
 )
 GAP = _histogram(
     "vllm:inter_token_latency_seconds",
     "Time between consecutive tokens of a request; tokens of one step share it equally.",
-    _GAP,
+    bounds=_GAP,
     use="streaming speed",
 )
 PER_TOKEN = _histogram(
     "vllm:request_time_per_output_token_seconds",
     "Mean time per output token of a request, without the first.",
-    _GAP,
+    bounds=_GAP,
     use="streaming speed per request",
 )
-E2E = _histogram("vllm:e2e_request_latency_seconds", "Time from the arrival of a request to its end.", _LATENCY)
+E2E = _histogram("vllm:e2e_request_latency_seconds", "Time from the arrival of a request to its end.", bounds=_LATENCY)
 QUEUE = _histogram(
     "vllm:request_queue_time_seconds",
     "Time that a request waited in the engine for its first step.",
-    _LATENCY,
+    bounds=_LATENCY,
     use="queueing time",
 )
 PREFILL = _histogram(
-    "vllm:request_prefill_time_seconds", "Time from the first step of a request to its first token.", _LATENCY
+    "vllm:request_prefill_time_seconds", "Time from the first step of a request to its first token.", bounds=_LATENCY
 )
-DECODE = _histogram("vllm:request_decode_time_seconds", "Time from the first token of a request to its last.", _LATENCY)
+DECODE = _histogram(
+    "vllm:request_decode_time_seconds", "Time from the first token of a request to its last.", bounds=_LATENCY
+)
 REQUEST_PROMPT = _histogram(
-    "vllm:request_prompt_tokens", "Prompt tokens per request.", _TOKENS, use="shape of the traffic"
+    "vllm:request_prompt_tokens", "Prompt tokens per request.", bounds=_TOKENS, use="shape of the traffic"
 )
 REQUEST_GENERATION = _histogram(
-    "vllm:request_generation_tokens", "Generated tokens per request.", _TOKENS, use="shape of the traffic"
+    "vllm:request_generation_tokens", "Generated tokens per request.", bounds=_TOKENS, use="shape of the traffic"
 )
 REQUEST_LONGEST = _histogram(
-    "vllm:request_max_num_generation_tokens", "Tokens of the longest answer to a prompt.", _TOKENS
+    "vllm:request_max_num_generation_tokens", "Tokens of the longest answer to a prompt.", bounds=_TOKENS
 )
 PARAMS_N = _histogram(
-    "vllm:request_params_n", "Number of answers requested per prompt.", _CHOICES, use="shape of the traffic"
+    "vllm:request_params_n", "Number of answers requested per prompt.", bounds=_CHOICES, use="shape of the traffic"
 )
 PARAMS_MAX_TOKENS = _histogram(
     "vllm:request_params_max_tokens",
     "Maximum number of tokens that a request may generate, from its parameter or by default.",
-    _TOKENS,
+    bounds=_TOKENS,
 )
 _step_histogram(
     "vllm:iteration_tokens_total",
     "Tokens processed per step.",
-    _STEP_TOKENS,
     lambda step: step.num_tokens,
+    bounds=_STEP_TOKENS,
     use="utilization of steps",
 )
 _step_histogram(
     "neuron_serving_step_seconds",
     "Device time per step.",
-    _STEP,
     lambda step: step.device_seconds,
-    "kind",
+    bounds=_STEP,
+    labels=("kind",),
     use="a decode step bounds the time between tokens from below",
 )
 _step_histogram(
     "neuron_serving_step_host_seconds",
     "Time of the engine thread per step, without calls of the backend.",
-    _HOST,
     lambda step: step.host_seconds,
+    bounds=_HOST,
     use="must stay well below the time of a step",
 )
 _step_counter(
@@ -226,30 +209,22 @@ _step_counter(
     "neuron_serving_fed_tokens_total",
     "Tokens processed in steps, by compiled shape (none: shapes are dynamic).",
     lambda step: step.num_tokens,
-    *("kind", "bucket"),
+    labels=("kind", "bucket"),
     use="with the next one: padding",
 )
 _step_counter(
     "neuron_serving_computed_tokens_total",
     "Tokens computed by the device in steps, including padding.",
     lambda step: step.num_computed_tokens,
-    *("kind", "bucket"),
+    labels=("kind", "bucket"),
     use="choose buckets",
 )
-LOAD_SECONDS = _start_gauge("neuron_serving_load_seconds", "Time to load the model.", use="startup time")
-WARM_UP_SECONDS = _start_gauge(
-    "neuron_serving_warm_up_seconds",
-    "Time to compile missing shapes and run every shape once.",
-    use="startup time",
+LOAD_SECONDS = _engine_gauge("neuron_serving_load_seconds", "Time to load the model.", use="startup time")
+WARM_UP_SECONDS = _engine_gauge(
+    "neuron_serving_warm_up_seconds", "Time to compile missing shapes and run every shape once.", use="startup time"
 )
-RESTARTS = _family(
-    Family(
-        "neuron_serving_engine_restarts_total",
-        "counter",
-        "Number of restarts of the engine process.",
-        counted_by="engine",
-        use="should stay 0",
-    )
+RESTARTS = _engine_counter(
+    "neuron_serving_engine_restarts_total", "Number of restarts of the engine process.", use="should stay 0"
 )
 _engine_gauge(
     "neuron_serving_waiting_tokens",
@@ -260,18 +235,16 @@ _engine_gauge(
 REFUSED = _counter(
     "neuron_serving_requests_refused_total",
     "Requests that got an error before they ran, by the code of the error object, or invalid_request.",
-    "reason",
+    labels=("reason",),
     use="overloaded: add replicas",
 )
-OPEN_CONNECTIONS = _family(
-    Family("neuron_serving_open_connections", "gauge", "Open HTTP connections, including the one of the scrape.")
-)
+OPEN_CONNECTIONS = _gauge("neuron_serving_open_connections", "Open HTTP connections, including the one of the scrape.")
 LOG_LINES_LOST = _counter(
     "neuron_serving_access_log_lines_lost_total",
     "Lines of the access log that were dropped because the reader was too slow.",
     use="should stay 0",
 )
-MEMBERS = _start_gauge(
+MEMBERS = _engine_gauge(
     "neuron_serving_group_members_present", "Number of active ranks of this replica; 0 while its engine is not ready."
 )
 

@@ -22,8 +22,7 @@ FinishReason = Annotated[
     "`stop`: an end token or a stop text; `length`: `max_tokens` or the model's length is reached.",
 ]
 StopReason = Annotated[
-    int | str | None,
-    "The stop text, or the id of the stop token; null for the tokenizer's own end token.",
+    int | str | None, "The stop text, or the id of the stop token; null for the tokenizer's own end token."
 ]
 TokenIds = Annotated[list[TokenId], "Ids of the new tokens; with `return_token_ids`."]
 PromptTokenIds = Annotated[list[TokenId], "Ids of the prompt's tokens; with `return_token_ids`."]

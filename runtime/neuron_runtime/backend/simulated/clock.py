@@ -1,4 +1,4 @@
-"""Clocks for an engine and its simulated device: wall time, virtual time, or CPU time.
+"""Clocks for an engine and its simulated device: wall time or virtual time.
 
 Passed to `SimulatedBackend` and `Engine` when they are created.
 """
@@ -39,19 +39,3 @@ class VirtualClock:
 
     def sleep_until(self, moment: float) -> None:
         self._now = max(self._now, moment)
-
-
-class CpuClock:
-    """Time that advances with the CPU seconds of this thread, and jumps in `sleep_until`.
-
-    Host work counts as on an otherwise idle machine, whatever else runs.
-    """
-
-    def __init__(self) -> None:
-        self._waited = 0.0
-
-    def now(self) -> float:
-        return time.thread_time() + self._waited
-
-    def sleep_until(self, moment: float) -> None:
-        self._waited += max(0.0, moment - self.now())

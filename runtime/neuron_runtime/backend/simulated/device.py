@@ -17,17 +17,7 @@ from typing import NamedTuple
 from neuron_runtime.backend.base import IllegalBatch, ProgressCallback, StepTime
 from neuron_runtime.backend.simulated.clock import Clock
 from neuron_runtime.backend.simulated.step_times import StepTimes
-from neuron_runtime.core import (
-    KNOWN,
-    Added,
-    BackendLimits,
-    Batch,
-    Kind,
-    Late,
-    Sampling,
-    StepOutput,
-    TokenLogprobs,
-)
+from neuron_runtime.core import KNOWN, Added, BackendLimits, Batch, Kind, Late, Sampling, StepOutput, TokenLogprobs
 
 STRIDE = 40_503
 """Distance of tokens at neighbouring positions; odd and coprime to common vocabulary sizes, so that few repeat."""
