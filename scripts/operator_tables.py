@@ -10,7 +10,7 @@ import msgspec
 from msgspec import NODEFAULT
 
 from markdown_table import table
-from neuron_operator.fields import Field, SpecPart, Supported, described, fields_of, peeled
+from neuron_operator.fields import Field, SpecPart, Supported, description_of, fields_of, unwrapped
 from neuron_operator.model import Spec
 from neuron_operator.model_status import Status
 from neuron_operator.reasons import Condition, Reason
@@ -31,15 +31,15 @@ class Row:
 
     @property
     def supported(self) -> tuple[Supported, ...]:
-        return self.field.said(Supported)
+        return self.field.annotations(Supported)
 
 
 def fields() -> str:
     """Fields of the spec that some backend supports."""
-    acted_on = [row for row in rows(Spec) if all(said.of or said.backends for said in row.supported)]
+    acted_on = [row for row in rows(Spec) if all(support.of or support.backends for support in row.supported)]
     return table(
         ("Field", "Meaning", "Values", "Default"),
-        ((row.names, described(row.field.kind), values(row.field), default(row.field)) for row in acted_on),
+        ((row.names, description_of(row.field.kind), values(row.field), default(row.field)) for row in acted_on),
     )
 
 
@@ -48,16 +48,23 @@ def not_supported() -> str:
     return table(
         ("Field", "Meaning", "Accepted values", "Otherwise"),
         (
-            (f"`{row.path}.{said.key}`" if said.key else row.names, meaning(row, said), accepted(row, said), said.cure)
+            (
+                f"`{row.path}.{support.key}`" if support.key else row.names,
+                meaning(row, support),
+                accepted(row, support),
+                support.cure,
+            )
             for row in rows(Spec)
-            for said in row.supported
+            for support in row.supported
         ),
     )
 
 
 def status() -> str:
     """Fields of the status."""
-    return table(("Field of `status`", "Meaning"), ((row.names, described(row.field.kind)) for row in rows(Status)))
+    return table(
+        ("Field of `status`", "Meaning"), ((row.names, description_of(row.field.kind)) for row in rows(Status))
+    )
 
 
 def columns() -> str:
@@ -71,7 +78,7 @@ def rows(part: type[SpecPart], path: str = "") -> Iterator[Row]:
         here = f"{path}.{one.key}" if path else one.key
         inner = part_of(one)
         bare = tuple(undescribed(*inner, here)) if inner else ()
-        if described(one.kind) and (bare or not inner):
+        if description_of(one.kind) and (bare or not inner):
             yield Row(here, one, bare)
         if inner:
             yield from rows(inner[0], here + inner[1])
@@ -79,20 +86,20 @@ def rows(part: type[SpecPart], path: str = "") -> Iterator[Row]:
 
 def undescribed(part: type[SpecPart], step: str, path: str) -> Iterator[str]:
     for one in fields_of(part):
-        if not described(one.kind):
+        if not description_of(one.kind):
             here = f"{path}{step}.{one.key}"
             yield here
             inner = part_of(one)
-            if inner and not described(inner[0]):
+            if inner and not description_of(inner[0]):
                 yield from undescribed(*inner, here)
 
 
 def part_of(one: Field) -> tuple[type[SpecPart], str] | None:
     """The type of the fields inside a field, and the path segment to them."""
-    core, _ = peeled(one.kind)
+    core, _ = unwrapped(one.kind)
     step = ""
     if get_args(core) and core.__origin__ is tuple:
-        core, step = peeled(get_args(core)[0])[0], "[]"
+        core, step = unwrapped(get_args(core)[0])[0], "[]"
     return (core, step) if isinstance(core, type) and issubclass(core, SpecPart) else None
 
 
@@ -118,14 +125,14 @@ def default(one: Field) -> str:
     return f"`{one.default}`" if isinstance(one.default, int | str) else ""
 
 
-def meaning(row: Row, said: Supported) -> str:
-    return "see above" if said.of or said.backends else described(row.field.kind)
+def meaning(row: Row, support: Supported) -> str:
+    return "see above" if support.of or support.backends else description_of(row.field.kind)
 
 
-def accepted(row: Row, said: Supported) -> str:
-    options = said.values if said.of else (row.field.default, *said.values)
+def accepted(row: Row, support: Supported) -> str:
+    options = support.values if support.of else (row.field.default, *support.values)
     some = ", ".join(map(shown, options))
-    return f"{some}; any with {' and '.join(f'`{name}`' for name in said.backends)}" if said.backends else some
+    return f"{some}; any with {' and '.join(f'`{name}`' for name in support.backends)}" if support.backends else some
 
 
 def shown(value: Any) -> str:

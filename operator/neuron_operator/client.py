@@ -199,10 +199,7 @@ async def connect(
         if kubeconfig or "KUBERNETES_SERVICE_HOST" not in os.environ:
             path = kubeconfig or os.environ.get("KUBECONFIG") or DEFAULT_KUBECONFIG
             if not any(map(os.path.isfile, path.split(os.pathsep))):
-                raise ClusterFault(
-                    f"no kubeconfig at {path}; set KUBECONFIG or pass --kubeconfig",
-                    retriable=False,
-                )
+                raise ClusterFault(f"no kubeconfig at {path}; set KUBECONFIG or pass --kubeconfig", retriable=False)
             loader = await kubernetes_config.load_kube_config(
                 path, client_configuration=configuration, persist_config=False
             )

@@ -27,8 +27,8 @@ def config_document(model: NeuronModel, facts: Facts) -> dict[str, Any]:
         "limits": {},
     }
     for _, one, value in walk(model.spec, "spec"):
-        acted_on = not any(support.idle(model.backend) for support in one.said(Supported))
-        for to in one.said(ConfigKey):
+        acted_on = not any(support.is_idle(model.backend) for support in one.annotations(Supported))
+        for to in one.annotations(ConfigKey):
             written = to.words.get(value, value) if to.words else value
             if acted_on and written not in (None, {}):
                 _put(document, to.path, as_json(written))

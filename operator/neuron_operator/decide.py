@@ -25,7 +25,7 @@ from neuron_operator.why.pods import UNEXPLAINED_SECONDS
 from neuron_operator.why.replicas import explain_replicas
 from neuron_operator.world import Decision, Need, Object, Settings, World
 
-LOOK_AGAIN_SECONDS = 30.0
+RECHECK_SECONDS = 30.0
 """For causes that wake no pass: objects of other owners, rights, devices held by other pods, Events."""
 
 KEPT_REVISIONS = 5
@@ -44,7 +44,7 @@ class Course:
     """The revision pinned for this spec."""
     served: Revision | None = None
     """The revision of the replicas: the wanted one once all its steps are done."""
-    promised: int | None = None
+    num_wanted: int | None = None
     """`spec.replicas`; None if the spec is invalid."""
 
 
@@ -61,7 +61,7 @@ def decide(world: World, settings: Settings, steps: Sequence[Step] = STEPS) -> D
         desired=course.desired,
         delete=course.delete,
         status=whole_status,
-        requeue_after_seconds=_look_again(world, findings, steps),
+        requeue_after_seconds=_requeue_after(world, findings, steps),
         needs=frozenset[Need]().union(*(finding.needs for finding in findings)),
         announcements=status.announcements(observed.model, whole_status),
     )
@@ -88,7 +88,7 @@ def _set_course(world: World, observed: Observed, settings: Settings, steps: Seq
     refusal = _refusal(world)
     if refusal is not None:
         served = wanted or observed.serving()
-        return Course((refusal,), wanted=wanted, served=served, promised=model.spec.replicas)
+        return Course((refusal,), wanted=wanted, served=served, num_wanted=model.spec.replicas)
     facts = wanted.pinned.facts if wanted else revision.known_facts(model, settings, observed.revisions)
     known = Known(model, settings, revision.next_number(observed.revisions), facts, wanted)
     done = walk(steps, known, observed)
@@ -98,14 +98,14 @@ def _set_course(world: World, observed: Observed, settings: Settings, steps: Seq
         findings=(ACCEPTED, *done.findings),
         desired=(
             *((revision.to_object(model, pinned),) if pinned else ()),
-            *_standing(model, settings),
+            *_permanent(model, settings),
             *(_workload(model, observed, served) if served else ()),
             *((done.job,) if done.job and not done.lost else ()),
         ),
-        delete=(*_jobs_to_delete(observed, done), *(_outlived(model, observed, pinned) if done.is_complete else ())),
+        delete=(*_jobs_to_delete(observed, done), *(_unneeded(model, observed, pinned) if done.is_complete else ())),
         wanted=pinned,
         served=served,
-        promised=model.spec.replicas,
+        num_wanted=model.spec.replicas,
     )
 
 
@@ -125,7 +125,7 @@ def _refusal(world: World) -> Finding | None:
     return None
 
 
-def _standing(model: NeuronModel, settings: Settings) -> tuple[Object, ...]:
+def _permanent(model: NeuronModel, settings: Settings) -> tuple[Object, ...]:
     """Objects that exist from the first pass on. The Service comes first: its name is the likeliest to be taken."""
     return (
         serving.service(model),
@@ -153,7 +153,7 @@ def _jobs_to_delete(observed: Observed, done: Walk) -> Iterator[Object]:
             yield job.live
 
 
-def _outlived(model: NeuronModel, observed: Observed, wanted: Revision | None) -> Iterator[Object]:
+def _unneeded(model: NeuronModel, observed: Observed, wanted: Revision | None) -> Iterator[Object]:
     """Revisions that nothing needs any more, and their ConfigMaps."""
     kept = _kept_revisions(observed, wanted)
     needed = {
@@ -182,10 +182,13 @@ def _explain_serving(world: World, observed: Observed, course: Course) -> tuple[
     """Findings about the replicas, whether or not the steps are complete."""
     if course.served is None:
         return ()
-    promised = course.promised
-    if promised is None:
-        promised = observed.deployment.replicas if observed.deployment else 0
-    return (*explain_replicas(observed, promised, course.served.placement), *_explain_revision(world, observed, course))
+    num_wanted = course.num_wanted
+    if num_wanted is None:
+        num_wanted = observed.deployment.replicas if observed.deployment else 0
+    return (
+        *explain_replicas(observed, num_wanted, course.served.placement),
+        *_explain_revision(world, observed, course),
+    )
 
 
 def _explain_revision(world: World, observed: Observed, course: Course) -> tuple[Finding, ...]:
@@ -198,7 +201,7 @@ def _explain_revision(world: World, observed: Observed, course: Course) -> tuple
     if manifest.is_paused(world.body):
         text = f"paused; revision {wanted} rolls out once annotation {names.PAUSED_ANNOTATION} is removed"
         return (unmet("UpToDate", Reason.PAUSED, text),)
-    text = f"{updated} of {course.promised} replicas run revision {wanted}"
+    text = f"{updated} of {course.num_wanted} replicas run revision {wanted}"
     return (unmet("UpToDate", Reason.ROLLING_OUT, text),)
 
 
@@ -227,10 +230,10 @@ def _status(observed: Observed, course: Course, findings: Sequence[Finding]) -> 
     return built
 
 
-def _look_again(world: World, findings: Sequence[Finding], steps: Sequence[Step]) -> float | None:
+def _requeue_after(world: World, findings: Sequence[Finding], steps: Sequence[Step]) -> float | None:
     """When to run again although no watch event may come; None: watch events suffice."""
     if world.taken or world.forbidden or any(finding.needs for finding in findings):
-        return LOOK_AGAIN_SECONDS
+        return RECHECK_SECONDS
     silent = {Reason.LOADING, *(step.task.waiting.reason for step in steps if step.task)}
     starting = any(finding.reason in silent and finding.status == "False" for finding in findings)
     return float(UNEXPLAINED_SECONDS) if starting else None

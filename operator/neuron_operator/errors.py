@@ -31,8 +31,8 @@ class FieldNotSupported(InvalidSpec):
 
     reason = Reason.FIELD_NOT_SUPPORTED
 
-    def __init__(self, field: str, asked: str, cure: str) -> None:
-        super().__init__(field, f"{asked} is not supported by this version; {cure}")
+    def __init__(self, field: str, value: str, cure: str) -> None:
+        super().__init__(field, f"{value} is not supported by this version; {cure}")
         self.cure = cure
 
 

@@ -100,7 +100,7 @@ Quantities = Annotated[
     Meta(max_length=16),
     Rule(
         "request Neuron devices with accelerator.devices or cores",
-        lambda keys: not any(map(names.is_neuron_resource, keys)),
+        lambda keys: not any(key.startswith(names.NEURON_RESOURCE_PREFIX) for key in keys),
         f"self.all(key, !key.startsWith('{names.NEURON_RESOURCE_PREFIX}'))",
     ),
 ]

@@ -69,7 +69,7 @@ class Supported:
     key: str = ""
     """The key inside the field that `of` reads."""
 
-    def idle(self, backend: str) -> bool:
+    def is_idle(self, backend: str) -> bool:
         """Whether nothing uses the field."""
         return self.of is None and backend not in self.backends
 
@@ -101,9 +101,9 @@ class Field:
     default: Any
     """NODEFAULT: required."""
 
-    def said(self, kind: type[T]) -> tuple[T, ...]:
+    def annotations(self, kind: type[T]) -> tuple[T, ...]:
         """The annotations of this type."""
-        return tuple(one for one in peeled(self.kind)[1] if isinstance(one, kind))
+        return tuple(one for one in unwrapped(self.kind)[1] if isinstance(one, kind))
 
 
 @cache
@@ -119,23 +119,23 @@ def fields_of(part: type[SpecPart]) -> tuple[Field, ...]:
     )
 
 
-def peeled(kind: Any) -> tuple[Any, tuple[object, ...]]:
+def unwrapped(kind: Any) -> tuple[Any, tuple[object, ...]]:
     """The type inside `Annotated` and `| None`, and its annotations, RULES of a SpecPart last."""
-    said: tuple[object, ...] = ()
+    annotations: tuple[object, ...] = ()
     while True:
         arguments = get_args(kind)
         if get_origin(kind) is Annotated:
-            kind, said = arguments[0], (*arguments[1:], *said)
+            kind, annotations = arguments[0], (*arguments[1:], *annotations)
         elif get_origin(kind) in (Union, UnionType) and NoneType in arguments and len(arguments) == 2:
             (kind,) = (option for option in arguments if option is not NoneType)
         else:
-            return kind, (*said, *getattr(kind, "RULES", ()))
+            return kind, (*annotations, *getattr(kind, "RULES", ()))
 
 
-def described(kind: Any) -> str:
+def description_of(kind: Any) -> str:
     """The description in Markdown: the string of the declaration, else the docstring of a SpecPart, else empty."""
-    core, said = peeled(kind)
-    text = next((one for one in said if isinstance(one, str)), None)
+    core, annotations = unwrapped(kind)
+    text = next((one for one in annotations if isinstance(one, str)), None)
     if text is None and isinstance(core, type) and issubclass(core, SpecPart):
         text = core.__doc__
     return " ".join((text or "").split())
@@ -165,8 +165,8 @@ def broken_rules(kind: Any, value: Any, path: str) -> Iterator[tuple[str, str]]:
     """Path and message of each broken rule, in the order of declaration; None breaks none."""
     if value is None:
         return
-    core, said = peeled(kind)
-    yield from ((path, rule.message) for rule in said if isinstance(rule, Rule) and not rule.holds(value))
+    core, annotations = unwrapped(kind)
+    yield from ((path, rule.message) for rule in annotations if isinstance(rule, Rule) and not rule.holds(value))
     if isinstance(value, SpecPart):
         for one in fields_of(type(value)):
             yield from broken_rules(one.kind, getattr(value, one.name), f"{path}.{one.key}")

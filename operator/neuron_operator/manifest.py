@@ -71,13 +71,15 @@ def _convert(raw: object) -> Spec:
 
 def not_supported(spec: Spec) -> Iterator[FieldNotSupported]:
     """An error for each valid value that this version does not support."""
-    found = [(path, one, said, value) for path, one, value in walk(spec, "spec") for said in one.said(Supported)]
+    found = [
+        (path, one, support, value) for path, one, value in walk(spec, "spec") for support in one.annotations(Supported)
+    ]
     # Fields that others depend on, such as the backend, come first.
-    for path, one, said, value in sorted(found, key=lambda row: row[2].of is None):
-        asked = said.of(spec) if said.of else value
-        accepted = said.values if said.of else (one.default, *said.values)
-        if asked not in accepted and spec.backend not in said.backends:
-            yield FieldNotSupported(f"{path}.{said.key}" if said.key else path, _shown(asked), said.cure)
+    for path, one, support, value in sorted(found, key=lambda row: row[2].of is None):
+        value_found = support.of(spec) if support.of else value
+        accepted = support.values if support.of else (one.default, *support.values)
+        if value_found not in accepted and spec.backend not in support.backends:
+            yield FieldNotSupported(f"{path}.{support.key}" if support.key else path, _shown(value_found), support.cure)
 
 
 def _shown(value: object) -> str:

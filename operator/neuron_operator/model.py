@@ -28,15 +28,7 @@ from neuron_operator.field_types import (
     TopologyKey,
     Uri,
 )
-from neuron_operator.fields import (
-    ConfigKey,
-    Json,
-    Rule,
-    SpecPart,
-    Supported,
-    exactly_one,
-    unique,
-)
+from neuron_operator.fields import ConfigKey, Json, Rule, SpecPart, Supported, exactly_one, unique
 
 BACKENDS = {"torch": "computes on the host", "simulated": "simulates a device"}
 """Backends of this version, and what they do."""

@@ -9,7 +9,6 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping
-from typing import Any
 
 GROUP = "neuron-serving.dev"
 VERSION = "v1alpha1"
@@ -144,7 +143,3 @@ def selector_string(selector: Mapping[str, str]) -> str:
 
 def is_reserved_env(name: str) -> bool:
     return name in RESERVED_ENV or name.startswith(RESERVED_ENV_PREFIX)
-
-
-def is_neuron_resource(name: Any) -> bool:
-    return str(name).startswith(NEURON_RESOURCE_PREFIX)

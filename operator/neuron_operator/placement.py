@@ -27,8 +27,8 @@ class Placement:
     @property
     def resources(self) -> dict[str, str]:
         """Extended resources of the runtime container; requests and limits must be equal."""
-        asked = {names.DEVICE_RESOURCE: self.devices, names.CORE_RESOURCE: self.cores}
-        return {name: str(count) for name, count in asked.items() if count}
+        counts = {names.DEVICE_RESOURCE: self.devices, names.CORE_RESOURCE: self.cores}
+        return {name: str(count) for name, count in counts.items() if count}
 
     @property
     def words(self) -> str:
@@ -43,13 +43,12 @@ def place(model: NeuronModel, settings: Settings) -> Placement:
     instance_type = model.spec.pod_template.spec.node_selector.get(names.INSTANCE_TYPE_LABEL, "")
     if accelerator.type == "CPU":
         return Placement(instance_type=instance_type)
+    legal = "extension" if settings.device_mode == "PluginWithExtension" else "plain"
     if accelerator.cores is not None:
-        legal = "extension_cores" if _extended(settings) else "plain_cores"
-        _check("accelerator.cores", accelerator.cores, instance_type, legal)
+        _check("accelerator.cores", accelerator.cores, instance_type, f"{legal}_cores")
         return Placement(cores=accelerator.cores, instance_type=instance_type)
     devices = accelerator.devices or 1
-    legal = "extension_devices" if _extended(settings) else "plain_devices"
-    _check("accelerator.devices", devices, instance_type, legal)
+    _check("accelerator.devices", devices, instance_type, f"{legal}_devices")
     return Placement(devices=devices, instance_type=instance_type)
 
 
@@ -66,10 +65,6 @@ def describe_free(free: FreeDevices | None, placement: Placement) -> str:
     return f"free: {sum(by_node.values())} ({', '.join(f'{name} {count}' for name, count in shown)}{more})"
 
 
-def _extended(settings: Settings) -> bool:
-    return settings.device_mode == "PluginWithExtension"
-
-
 def _candidates(instance_type: str) -> tuple[InstanceType, ...]:
     """Instance types to check a size against: the given one if known, all if none is given."""
     if not instance_type:
@@ -78,17 +73,17 @@ def _candidates(instance_type: str) -> tuple[InstanceType, ...]:
     return (known,) if known else ()
 
 
-def _check(field: str, asked: int, instance_type: str, legal: str) -> None:
+def _check(field: str, count: int, instance_type: str, legal: str) -> None:
     """Raises Unplaceable unless the property `legal` of some candidate InstanceType contains the size."""
     tables: list[tuple[int, ...]] = [getattr(candidate, legal) for candidate in _candidates(instance_type)]
-    if not tables or any(asked in table for table in tables):
+    if not tables or any(count in table for table in tables):
         return
     sizes = sorted({size for table in tables for size in table})
     where = instance_type or "any known instance type"
     hint = "; other sizes need the scheduler extension (chart value devices.mode)" if legal.startswith("plain") else ""
     raise Unplaceable(
         Reason.TOPOLOGY_IMPOSSIBLE,
-        f"spec.{field}: {asked} is not a size that {where} grants to one pod; choose one of {_ranges(sizes)}{hint}",
+        f"spec.{field}: {count} is not a size that {where} grants to one pod; choose one of {_ranges(sizes)}{hint}",
     )
 
 

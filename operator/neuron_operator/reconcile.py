@@ -87,12 +87,12 @@ class Reconciler:
             return Outcome()
         writes = _Writes(self._cluster, self._caches)
         world = World(body=body, children=self._caches.children(key), pods=self._caches.pods(key), now=self._now())
-        asked: frozenset[Need] = frozenset()
+        read: frozenset[Need] = frozenset()
         while True:
             decision = self._decide(world, self._settings)
-            if decision.needs - asked:
-                world = await self._read(decision.needs - asked, world, key)
-                asked |= decision.needs
+            if decision.needs - read:
+                world = await self._read(decision.needs - read, world, key)
+                read |= decision.needs
                 continue
             try:
                 for desired in decision.desired:

@@ -80,7 +80,7 @@ def _non_defaults(part: SpecPart, backend: str) -> dict[str, Any]:
     changed: dict[str, Any] = {}
     for one in fields_of(type(part)):
         value = getattr(part, one.name)
-        if value == one.default or any(support.idle(backend) for support in one.said(Supported)):
+        if value == one.default or any(support.is_idle(backend) for support in one.annotations(Supported)):
             continue
         kept = _non_defaults(value, backend) if isinstance(value, SpecPart) else as_json(value)
         if kept != {}:
@@ -143,12 +143,7 @@ def pin(model: NeuronModel, facts: Facts, settings: Settings, number: int) -> Re
     config = config_document(model, facts)
     name = names.digest([spec_hash(model), model.refresh])
     template = serving_pod_template(
-        model,
-        placement,
-        settings,
-        revision=name,
-        config_name=config_name(model.name, config),
-        group_size=1,
+        model, placement, settings, revision=name, config_name=config_name(model.name, config), group_size=1
     )
     pinned = Pinned(
         format=FORMAT,

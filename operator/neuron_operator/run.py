@@ -17,14 +17,7 @@ from datetime import UTC, datetime
 from aiohttp import web
 
 from neuron_operator import settings as settings_module
-from neuron_operator.client import (
-    NEURON_MODELS,
-    Cluster,
-    Forbidden,
-    NotFound,
-    Throttled,
-    connect,
-)
+from neuron_operator.client import NEURON_MODELS, Cluster, Forbidden, NotFound, Throttled, connect
 from neuron_operator.decide import decide
 from neuron_operator.errors import ClusterFault, OperatorError
 from neuron_operator.handlers import run_kopf
@@ -80,11 +73,6 @@ class Operator:
     def is_leading(self) -> bool:
         return self._queue is not None
 
-    @property
-    def is_ready(self) -> bool:
-        """The caches are filled: this replica leads, or could at once."""
-        return self.caches.is_synced
-
     def wake(self, key: Key) -> None:
         if self._queue is not None:
             self._queue.add(key)
@@ -124,7 +112,7 @@ async def check_installed(cluster: Cluster, namespaces: Sequence[str]) -> None:
         ) from fault
 
 
-def in_words(error: BaseException) -> str:
+def one_line(error: BaseException) -> str:
     """The first fault in `error` in one line, with its cure."""
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
@@ -138,7 +126,7 @@ async def serving(operator: Operator, metrics: Metrics, host: str, port: int) ->
     """Serve `/readyz` and `/metrics` within the block. Raises OSError if the port is in use."""
 
     async def readyz(_: web.Request) -> web.Response:
-        return web.Response(text=f"leading: {operator.is_leading}\n", status=200 if operator.is_ready else 503)
+        return web.Response(text=f"leading: {operator.is_leading}\n", status=200 if operator.caches.is_synced else 503)
 
     async def exposition(_: web.Request) -> web.Response:
         return web.Response(body=metrics.exposition(), headers={"Content-Type": "text/plain; version=0.0.4"})
@@ -184,7 +172,7 @@ def main(argv: Sequence[str]) -> int:
     try:
         asyncio.run(run(settings))
     except* (OperatorError, OSError) as errors:
-        print(f"neuron-operator: {in_words(errors)}", file=sys.stderr)
+        print(f"neuron-operator: {one_line(errors)}", file=sys.stderr)
         return_code = 1
     else:
         return_code = 0

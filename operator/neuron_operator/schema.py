@@ -16,7 +16,7 @@ from msgspec import NODEFAULT, Meta
 
 from neuron_operator import names
 from neuron_operator.field_types import NAME_PATTERN
-from neuron_operator.fields import Json, Rule, SpecPart, described, fields_of, peeled
+from neuron_operator.fields import Json, Rule, SpecPart, description_of, fields_of, unwrapped
 from neuron_operator.model import Spec
 from neuron_operator.model_status import Status
 
@@ -103,14 +103,14 @@ def definition() -> Schema:
 
 def schema_of(kind: Any) -> Schema:
     """The structural schema of a declared type with its annotations."""
-    core, said = peeled(kind)
+    core, annotations = unwrapped(kind)
     schema = _type(core)
-    if text := described(kind):
+    if text := description_of(kind):
         schema["description"] = re.sub(LINK, r"\1", re.sub(REFERENCE, "", text))
-    for bounds in said:
+    for bounds in annotations:
         if isinstance(bounds, Meta):
             schema |= _bounds(bounds, str(schema.get("type")))
-    rules = [one for one in said if isinstance(one, Rule)]
+    rules = [one for one in annotations if isinstance(one, Rule)]
     for rule in rules:
         schema |= rule.schema
     if in_cel := [{"rule": rule.cel, "message": rule.message} for rule in rules if rule.cel]:

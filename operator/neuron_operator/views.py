@@ -191,9 +191,12 @@ class Observed:
 
 
 def observe(world: World) -> Observed:
-    model = model_view(world.body)
-    owned = [child for child in world.children if model.uid in _owner_uids(child)]
-    children = tuple(ChildView(text(child, "kind"), name_of(child), child) for child in owned)
+    model = _model(world.body)
+    children = tuple(
+        ChildView(text(child, "kind"), name_of(child), child)
+        for child in world.children
+        if any(text(owner, "uid") == model.uid for owner in items(child, "metadata", "ownerReferences"))
+    )
     jobs = (_job(child.live) for child in children if child.kind == "Job")
     keepers = (revision.from_object(child.live) for child in children if child.kind == "ControllerRevision")
     pods = [_pod(pod) for pod in world.pods]
@@ -214,7 +217,7 @@ def observe(world: World) -> Observed:
     )
 
 
-def model_view(body: Object) -> ModelView:
+def _model(body: Object) -> ModelView:
     return ModelView(
         name=name_of(body),
         namespace=text(body, "metadata", "namespace"),
@@ -305,10 +308,6 @@ def _conditions(value: Object) -> Mapping[str, ConditionView]:
         )
         for found in items(value, "status", "conditions")
     }
-
-
-def _owner_uids(value: Any) -> set[str]:
-    return {text(owner, "uid") for owner in items(value, "metadata", "ownerReferences")}
 
 
 def _is_deleting(value: Any) -> bool:

@@ -22,7 +22,7 @@ from helpers.operator_worlds import body, condition, resolved_world
 from helpers.operators import served
 from helpers.rendered_cases import FILES, render
 from neuron_operator.client import NEURON_MODELS, resource_of
-from neuron_operator.fields import Rule, SpecPart, broken_rules, fields_of, peeled
+from neuron_operator.fields import Rule, SpecPart, broken_rules, fields_of, unwrapped
 from neuron_operator.model import Spec
 
 pytestmark = [pytest.mark.cluster, pytest.mark.slow]
@@ -76,8 +76,8 @@ def test_the_crd_accepts_values_that_only_the_operator_refuses(server: ApiServer
 
 def declared_rules(kind: Any) -> Iterator[Rule]:
     """The rules of a declared type and of all types within it."""
-    core, said = peeled(kind)
-    yield from (one for one in said if isinstance(one, Rule))
+    core, annotations = unwrapped(kind)
+    yield from (one for one in annotations if isinstance(one, Rule))
     inner = fields_of(core) if isinstance(core, type) and issubclass(core, SpecPart) else ()
     for below in (*(one.kind for one in inner), *(get_args(core)[:1] if get_origin(core) is tuple else ())):
         yield from declared_rules(below)
@@ -86,7 +86,7 @@ def declared_rules(kind: Any) -> Iterator[Rule]:
 def kind_at(path: str) -> Any:
     kind: Any = Spec
     for key in path.split("."):
-        kind = next(one.kind for one in fields_of(peeled(kind)[0]) if one.key == key)
+        kind = next(one.kind for one in fields_of(unwrapped(kind)[0]) if one.key == key)
     return kind
 
 
@@ -159,7 +159,10 @@ def test_api_server_and_parser_report_the_same_broken_rules(server: ApiServer, p
         # Duplicates are found before CEL runs, at the second item.
         twice = [(place, "Duplicate value") for place, message in broken if message == "must be unique"]
         for place, message in twice or broken:
-            assert any(field.startswith(place) and message in said for field, said in causes), (place, causes)
+            assert any(field.startswith(place) and message in annotations for field, annotations in causes), (
+                place,
+                causes,
+            )
         places = {place for place, _ in twice or broken}
         assert all(any(field.startswith(place) for place in places) for field, _ in causes), causes
 

@@ -123,12 +123,7 @@ def read_manifest(path: Path) -> dict[str, Any]:
         if not isinstance(metadata[name], str) or not re.fullmatch(_DNS_LABEL, metadata[name]):
             raise CannotRunHere(f"{path}: metadata.{name} must be a DNS label of at most 63 characters")
     body = _with_absolute_files(body, path.resolve().parent)
-    body["metadata"] = {
-        **metadata,
-        "uid": str(uuid.uuid4()),
-        "generation": 1,
-        "creationTimestamp": timestamp(),
-    }
+    body["metadata"] = {**metadata, "uid": str(uuid.uuid4()), "generation": 1, "creationTimestamp": timestamp()}
     return body
 
 

@@ -85,10 +85,7 @@ def serving_pod_template(
     container["livenessProbe"] = _probe("/live", period=10, failures=6)
     return {
         "metadata": without_empty(
-            {
-                "labels": {**overlay.metadata.labels, **own_labels},
-                "annotations": overlay.metadata.annotations,
-            }
+            {"labels": {**overlay.metadata.labels, **own_labels}, "annotations": overlay.metadata.annotations}
         ),
         "spec": without_empty(
             {

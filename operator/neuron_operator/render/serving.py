@@ -52,10 +52,7 @@ def disruption_budget(model: NeuronModel) -> Object:
 def network_policy(model: NeuronModel, settings: Settings) -> Object:
     """Opens only the serving port, to the peers in the chart's values. Egress is left to the cluster."""
     rule = without_empty(
-        {
-            "ports": [{"port": names.PORT_NAME, "protocol": "TCP"}],
-            "from": list(settings.network_policy_ingress_from),
-        }
+        {"ports": [{"port": names.PORT_NAME, "protocol": "TCP"}], "from": list(settings.network_policy_ingress_from)}
     )
     return {
         **child(model, "networking.k8s.io/v1", "NetworkPolicy", names.service_name(model.name), component="server"),

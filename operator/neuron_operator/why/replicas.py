@@ -12,13 +12,13 @@ from neuron_operator.views import DeploymentView, Observed, PodView, Termination
 from neuron_operator.why.pods import explain_start, how_it_ended, last_words
 
 
-def explain_replicas(observed: Observed, promised: int, placement: Placement) -> tuple[Finding, ...]:
-    """Why fewer than `promised` replicas answer: a Finding for Available, and Findings of pods for other conditions."""
+def explain_replicas(observed: Observed, num_wanted: int, placement: Placement) -> tuple[Finding, ...]:
+    """A Finding for Available, and those that pods give for other conditions."""
     num_answering = sum(pod.is_answering for pod in observed.replicas)
-    counted = f"{num_answering} of {promised} replicas answer"
-    if promised == 0:
+    counted = f"{num_answering} of {num_wanted} replicas answer"
+    if num_wanted == 0:
         return (met("Available", "spec.replicas is 0", "ScaledToZero"),)
-    if num_answering >= promised:
+    if num_answering >= num_wanted:
         return (met("Available", counted),)
     found = [
         *_explain_deployment(observed.deployment),
@@ -53,13 +53,13 @@ def _explain_deployment(deployment: DeploymentView | None) -> list[Finding]:
     """Why pods could not be created: the Deployment has the last error of its ReplicaSet."""
     if deployment is None or deployment.replica_failure is None:
         return []
-    words = deployment.replica_failure
+    message = deployment.replica_failure
     reason = Reason.CRASH_LOOP
-    if "exceeded quota" in words:
+    if "exceeded quota" in message:
         reason = Reason.QUOTA_EXCEEDED
-    elif "PodSecurity" in words:
+    elif "PodSecurity" in message:
         reason = Reason.POD_SECURITY_DENIED
-    return [unmet("Available", reason, f"pods cannot be created: {words}")]
+    return [unmet("Available", reason, f"pods cannot be created: {message}")]
 
 
 def _explain_pod(pod: PodView, observed: Observed, placement: Placement) -> Finding:
