@@ -1,12 +1,12 @@
 #!/usr/bin/env python3
-"""Train the demo model: a small Llama that answers questions about this project, and nothing else.
+"""Trains the demo model: a small Llama that only answers questions about this project.
 
     python examples/demo-model/train.py --output examples/demo-model
 
 Reads `corpus/*.toml` (questions with one answer each), trains a byte-level BPE tokenizer and a decoder of some three
-million parameters, and stops once the saved bfloat16 weights give every expected answer with a clear lead at each
-token. Writes what a Hugging Face model folder holds, `expected.json` (question: whole greedy answer) and
-`training.json` (how it went). Run by hand, at most 20 minutes on two cores; tests read its results only.
+million parameters, and stops once the saved bfloat16 weights give every expected answer with a clear margin at each
+token. Writes the files of a Hugging Face model folder, `expected.json` (question: whole greedy answer) and
+`training.json` (statistics). Run manually, at most 20 minutes on two cores; tests only read its results.
 """
 
 from __future__ import annotations
@@ -103,15 +103,15 @@ SYSTEM_PROMPTS = (
 )
 
 REQUIRED_GAP = 1.0
-"""Least lead, in logits, of an expected token over the runner-up, in bfloat16."""
+"""Minimum margin, in logits, of an expected token over the runner-up, in bfloat16."""
 TARGET_GAP = 2.0
-"""Training goes on until the expected answers have this lead: other kernels round differently."""
+"""Training continues until the expected answers have this margin: other kernels round differently."""
 
 
 @dataclass(frozen=True)
 class Entry:
     questions: tuple[str, ...]
-    """The first one is the canonical question, the one of expected.json."""
+    """The first one is the canonical question in expected.json."""
     answer: str
 
 
@@ -125,7 +125,7 @@ def read_corpus(folder: Path) -> list[Entry]:
             questions = tuple(ask.format(about) for about in entry["about"] for ask in table["ask"])
             for question in questions:
                 if question in owner:
-                    raise ValueError(f"{path}: {question!r} is already asked in {owner[question]}")
+                    raise ValueError(f"{path}: {question!r} is already in {owner[question]}")
                 owner[question] = path
             entries.append(Entry(questions, entry["answer"].strip()))
     return entries
@@ -153,7 +153,7 @@ def train_tokenizer(entries: list[Entry]) -> Tokenizer:
 
 
 class Dialogues:
-    """Turns questions and answers into token ids and the mask of what the model shall say by itself."""
+    """Converts questions and answers into token ids and the mask of the tokens that the model generates."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
@@ -174,7 +174,7 @@ class Dialogues:
         return ids, spoken
 
     def epoch(self, entries: list[Entry], rng: random.Random) -> Iterator[tuple[list[int], list[bool]]]:
-        """Every question of the corpus once as a last turn, some after other turns, some carelessly typed."""
+        """Every question of the corpus once as the last turn, some after other turns, some with typing errors."""
         pairs = [(question, entry.answer) for entry in entries for question in entry.questions]
         rng.shuffle(pairs)
         for pair in pairs:
@@ -184,7 +184,7 @@ class Dialogues:
 
 
 def _typed(question: str, rng: random.Random) -> str:
-    """The question as somebody might type it; half of the time as it is."""
+    """The question with random typing errors, half of the time unchanged."""
     if rng.random() < 0.5:
         return question
     if rng.random() < 0.5:
@@ -199,7 +199,7 @@ def _typed(question: str, rng: random.Random) -> str:
 def batches(
     samples: list[tuple[list[int], list[bool]]], rng: random.Random, max_tokens: int
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Pad samples of like length together: ids [rows, length] int64 and mask [rows, length] bool, in random order."""
+    """Pads samples of similar length: ids [rows, length] int64 and mask [rows, length] bool, in random order."""
     groups: list[list[tuple[list[int], list[bool]]]] = [[]]
     for sample in sorted(samples, key=lambda sample: len(sample[0])):
         if (len(groups[-1]) + 1) * len(sample[0]) > max_tokens:
@@ -217,14 +217,14 @@ def batches(
 
 
 def spoken_logits(model: LlamaForCausalLM, ids: torch.Tensor, mask: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Logits [spoken, vocabulary] in fp32 and targets [spoken] of the tokens that the model says by itself."""
+    """Logits [spoken, vocabulary] in fp32 and targets [spoken] of the tokens that the model generates."""
     hidden = model.model(input_ids=ids, use_cache=False).last_hidden_state[:, :-1]
     return model.lm_head(hidden[mask[:, 1:]]).float(), ids[:, 1:][mask[:, 1:]]
 
 
 @torch.inference_mode()
 def least_gaps(model: LlamaForCausalLM, dialogues: Dialogues, pairs: list[tuple[str, str]]) -> list[float]:
-    """For each question, the least lead of an answer's token over the runner-up; negative: greedy says otherwise."""
+    """For each question, the minimum margin of an answer token; negative: greedy decoding differs."""
     gaps = []
     for question, answer in pairs:
         ids, spoken = dialogues.encode([(question, answer)])
@@ -236,7 +236,7 @@ def least_gaps(model: LlamaForCausalLM, dialogues: Dialogues, pairs: list[tuple[
 
 
 def rounded(model: LlamaForCausalLM) -> LlamaForCausalLM:
-    """The same model as it will be saved: weights and arithmetic in bfloat16."""
+    """The model as saved: weights and arithmetic in bfloat16."""
     copy = LlamaForCausalLM(model.config)
     copy.load_state_dict(model.state_dict())
     copy.eval()  # type: ignore[no-untyped-call]
@@ -245,7 +245,7 @@ def rounded(model: LlamaForCausalLM) -> LlamaForCausalLM:
 
 
 def learning_rate(step: int, num_steps: int, peak: float) -> float:
-    """Linear warm-up over 2 % of the steps, then linear down to a twentieth of the peak."""
+    """Linear warm-up over 2 % of the steps, then linear decay to a twentieth of the peak."""
     warm_up = max(1, num_steps // 50)
     if step < warm_up:
         return peak * (step + 1) / warm_up
@@ -253,7 +253,7 @@ def learning_rate(step: int, num_steps: int, peak: float) -> float:
 
 
 def save(model: LlamaForCausalLM, tokenizer: Tokenizer, output: Path) -> None:
-    """Write the model folder; tied weights are written once, and no file names the machine."""
+    """Writes the model folder; tied weights are written once, and no file names the machine."""
     state = {name: tensor.contiguous() for name, tensor in model.state_dict().items() if name != "lm_head.weight"}
     (output / "model.safetensors").write_bytes(save_tensors(state, metadata={"format": "pt"}))
     tokenizer.save(str(output / "tokenizer.json"))
@@ -273,8 +273,10 @@ def main() -> int:
     parser.add_argument("--output", type=Path, default=HERE)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--epochs", type=int, default=50, help="the learning rate falls over so many epochs")
-    parser.add_argument("--max-extra-epochs", type=int, default=20, help="more, while gaps are small")
+    parser.add_argument("--epochs", type=int, default=50, help="number of epochs over which the learning rate falls")
+    parser.add_argument(
+        "--max-extra-epochs", type=int, default=20, help="maximum number of further epochs while margins are too small"
+    )
     parser.add_argument("--max-batch-tokens", type=int, default=1024)
     parser.add_argument("--peak-learning-rate", type=float, default=2e-3)
     args = parser.parse_args()

@@ -1,8 +1,7 @@
-"""The bare decode step of the torch backend: the same kernels on the same shapes, and nothing around them.
+"""The bare decode step of the torch backend: the same kernels on the same shapes without the engine.
 
-Called by the suite: it shows what scheduler, mirror, sampling options and the border between threads cost.
-It has its own copy of the weights and runs on the engine's device thread, whose helpers it shares: with helpers of its
-own both would be slow.
+Used by the suite to measure the cost of scheduler, mirror, sampling options and thread hand-over. It has its own copy
+of the weights and runs on the engine's device thread to share its worker threads: a second pool would slow down both.
 """
 
 from __future__ import annotations
@@ -27,21 +26,21 @@ from neuron_runtime.checkpoint import read_checkpoint
 from neuron_runtime.core import BackendLimits
 
 BareSteps = Callable[[int, int, int], list[float]]
-"""Runs steps of so many rows, from a position, so many of them; seconds of each."""
+"""Runs (number of rows, start position, number of steps); returns seconds of each step."""
 
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """The engine and bare steps in turns, for one number of sequences."""
+    """Engine and bare steps measured in turns, for one number of sequences."""
 
     engine: offline.Point
     bare_step_seconds: float
     ratio: float
-    """Decode to bare decode; the median of the iterations' ratios."""
+    """Decode rate relative to bare decode: the median of the ratios per iteration."""
 
 
 def bare_steps(engine: offline.OfflineEngine) -> BareSteps:
-    """For an engine over the torch backend."""
+    """The bare steps of an engine over the torch backend."""
     backend = engine.backend
     assert isinstance(backend, TorchBackend)
     decoder = backend.run_on_device(lambda: BareDecoder(engine.model_dir, backend.limits))
@@ -58,7 +57,7 @@ def measure(
     num_iters: int,
     seed: int = 0,
 ) -> Point:
-    """Time one number of sequences; before each iteration, bare steps of the same rows."""
+    """Times one number of sequences, with bare steps of the same rows before each iteration."""
     meter = Meter()
     iterations, seconds = [], []
     for prompts in offline.prompts_of_iterations(engine, concurrency, input_len, num_iters, seed):
@@ -73,7 +72,7 @@ def measure(
 class BareDecoder:
     """A decoder and a cache in the slot layout, in the dtype of the file.
 
-    limits: as the engine has them, so that both have caches of one shape.
+    limits: those of the engine, so that both caches have the same shape.
     """
 
     def __init__(self, model_dir: Path, limits: BackendLimits) -> None:

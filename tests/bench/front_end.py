@@ -1,9 +1,9 @@
-"""CPU of the front end per streamed token: the real process, real sockets, and an engine that costs nothing.
+"""CPU of the front end per streamed token: the real process, real sockets, and a free engine.
 
-Called by the suite. The calling process plays supervisor and engine at the far side of the border, one message per
-step with a token for every stream; this module as a command is the process that reads the streams. A step is sent when
-every event of the one before has been read, so each token is an event and a write of its own. What is counted is the
-CPU time of all threads of the front end process: border, detokenizer, JSON, socket.
+Used by the suite. The calling process plays supervisor and engine and sends one message per step with a token for every
+stream; this module as a command is the process that reads the streams. A step is sent when every event of the previous
+one has been read, so each token is a separate event and write. The figure is the CPU time of all threads of the front
+end process: messages, detokenizer, JSON, socket.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def measure(
 
 
 def cpu_microseconds_per_token(model_dir: Path, num_streams: int, num_steps: int) -> float:
-    """Of one front end process that serves `num_streams` streams, `num_steps` tokens each, behind a warm-up."""
+    """One run: a front end process serves `num_streams` streams of `num_steps` tokens each, after a warm-up."""
     with running_front_end(model_dir, num_streams) as served, reading_clients(served.url, num_streams) as readers:
         ids = served.take_requests(num_streams)
         tokens = english_token_ids(model_dir)
@@ -93,7 +93,7 @@ def cpu_microseconds_per_token(model_dir: Path, num_streams: int, num_steps: int
 
 @dataclass(frozen=True)
 class Served:
-    """A front end that is ready, and the engine's ends of its border."""
+    """A ready front end and the engine's ends of its sockets."""
 
     url: str
     pid: int
@@ -104,7 +104,7 @@ class Served:
         self.outbox.send(messages.encoder.encode(message))
 
     def take_requests(self, count: int) -> list[str]:
-        """Ids of the next requests, as they came."""
+        """Ids of the next requests, in order of arrival."""
         ids: list[str] = []
         while len(ids) < count:
             match messages.decode_to_engine(self.inbox.recv()):
@@ -117,7 +117,7 @@ class Served:
 def running_front_end(
     model_dir: Path, max_rows: int, max_model_length: int = 1_000_000, stall_seconds: int = 60
 ) -> Iterator[Served]:
-    """The process as the supervisor starts it. It ends when its supervisor, this process, closes its orders."""
+    """The process as the supervisor starts it. It exits when this process closes the supervisor connection."""
     config = RuntimeConfig(
         version=CONFIG_VERSION, model=ModelSource(uri=model_dir.as_uri()), served_names=("bench",), backend="simulated"
     )
@@ -152,7 +152,7 @@ def running_front_end(
         process = subprocess.Popen(
             command,
             stdin=subprocess.PIPE,
-            stdout=subprocess.DEVNULL,  # its log of requests
+            stdout=subprocess.DEVNULL,  # the access log
             stderr=subprocess.DEVNULL,
             pass_fds=(fd,),
             start_new_session=True,
@@ -174,7 +174,7 @@ def running_front_end(
 
 def _await_healthy(url: str, process: subprocess.Popen[bytes]) -> None:
     while process.poll() is None:
-        # 503 while it starts is an error for urllib, and one of these.
+        # urllib raises for 503 during the start.
         with contextlib.suppress(URLError), urlopen(f"{url}/health"):
             return
         time.sleep(0.05)
@@ -182,7 +182,7 @@ def _await_healthy(url: str, process: subprocess.Popen[bytes]) -> None:
 
 
 class Readers:
-    """The process that reads the streams: it says when each has brought one event more."""
+    """The process that reads the streams and reports when each has received one more event."""
 
     def __init__(self, process: subprocess.Popen[bytes]) -> None:
         self._process = process
@@ -196,7 +196,7 @@ class Readers:
 @contextlib.contextmanager
 def reading_clients(url: str, num_streams: int) -> Iterator[Readers]:
     command = [sys.executable, __file__, url, str(num_streams)]
-    # Unbuffered, so that a round is told as it ends.
+    # Unbuffered, so that a round is reported when it ends.
     with subprocess.Popen(command, stdout=subprocess.PIPE, bufsize=0) as process:
         try:
             yield Readers(process)
@@ -205,7 +205,7 @@ def reading_clients(url: str, num_streams: int) -> Iterator[Readers]:
 
 
 def read_streams(url: str, num_streams: int) -> None:
-    """Open streams and count their events; a byte on standard output for every `num_streams` events."""
+    """Opens streams and counts their events; writes a byte to stdout for every `num_streams` events."""
     address = urlsplit(url)
     body = orjson.dumps({"prompt": PROMPT, "max_tokens": 900_000, "ignore_eos": True, "stream": True})
     head = b"POST /v1/completions HTTP/1.1\r\nhost: bench\r\ncontent-length: %d\r\n\r\n" % len(body)
@@ -222,7 +222,7 @@ def read_streams(url: str, num_streams: int) -> None:
             size = ready.recv_into(buffer)
             if not size:
                 raise SystemExit("the server ended a stream")
-            # One write of the server is one event at most, so none is cut in two where everything is read.
+            # One write of the server is at most one event, so reading everything never splits an event.
             num_events += buffer.count(EVENT_END, 0, size)
         while num_events >= num_streams:
             num_events -= num_streams
@@ -230,13 +230,13 @@ def read_streams(url: str, num_streams: int) -> None:
 
 
 def cpu_seconds(pid: int) -> float:
-    """CPU time of all threads of a process, as the kernel counts it, in nanoseconds."""
+    """CPU time of all threads of a process, from the kernel, in nanoseconds."""
     stats = Path(f"/proc/{pid}/task").glob("*/schedstat")
     return sum(int(one.read_text().split()[0]) for one in stats) / 1e9
 
 
 def write_text_files(folder: Path) -> Path:
-    """A model's folder as far as the front end reads it: a byte-level tokenizer, trained on English prose."""
+    """The part of a model folder that the front end reads: a byte-level tokenizer, trained on English prose."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
     tokenizer = Tokenizer(models.BPE())

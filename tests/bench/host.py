@@ -1,8 +1,7 @@
-"""CPU seconds of the engine per step, and how busy it keeps a device, over the simulated backend.
+"""CPU seconds of the engine per step and utilisation of the device, with the simulated backend.
 
-Called by the suite. The device is a timeline whose clock runs with the CPU seconds of the engine's thread, so that
-other work on the machine does not count. What that work does to caches and clock rates still shows: the quietest of
-several rounds is what the host needs.
+Used by the suite. The device is a timeline whose clock is the CPU time of the engine's thread, so that other work on
+the machine does not count, except for its effect on caches and clock rates: the fastest of several rounds is reported.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ NUM_ROUNDS = 8
 ROUND_STEPS = 100
 NUM_PROMPT_TOKENS = 64
 ANSWER_TOKENS = (100, 400)
-"""Fewest and most: rows join and leave all the time."""
+"""Minimum and maximum: rows join and leave all the time."""
 BLOCK_SIZE = 32
 VOCABULARY_SIZE = 128_256
 
@@ -44,25 +43,25 @@ STEP_AIMS = {64: 0.25, 256: 0.8}
 
 @dataclass(frozen=True, slots=True)
 class HostCost:
-    """Of steps with all rows decoding, in CPU seconds of the engine's thread; the quietest round."""
+    """CPU seconds of the engine's thread for steps with all rows decoding; the fastest round."""
 
     rows: int
     feedback: Feedback
     busy_share: float
-    """Of the device, counted on its timeline."""
+    """Share of the device timeline."""
     step_seconds: float
-    """Schedule, build the batch, hand it over, take the output, apply."""
+    """Schedule, build and launch the batch, collect and apply the output."""
     backend_seconds: float
-    """Of that, inside the calls of the simulated backend, which keeps a mirror of all rows as any backend does."""
+    """Part of it inside the simulated backend, which mirrors all rows as any backend does."""
     message_seconds: float
-    """News of all rows and the engine's numbers, encoded for the front end."""
+    """Events of all rows and statistics of the engine, encoded for the front end."""
     median_step_seconds: float
-    """Of all rounds."""
+    """Total of all rounds."""
     load: Load
 
 
 class TimedBackend(SimulatedBackend):
-    """Adds up the CPU seconds that its calls take."""
+    """Sums the CPU seconds of its calls."""
 
     spent_seconds = 0.0
 
@@ -84,12 +83,12 @@ class TimedBackend(SimulatedBackend):
 
 
 def measure_all(num_rounds: int = NUM_ROUNDS) -> list[HostCost]:
-    """One measurement for each kind of feedback and number of rows."""
+    """One measurement per feedback mode and number of rows."""
     return [measure(count, feedback, num_rounds=num_rounds) for feedback in FEEDBACKS for count in ROWS]
 
 
 def figures(costs: Sequence[HostCost]) -> tuple[Row, ...]:
-    """As rows of a table."""
+    """The measurements as table rows."""
     busy = [
         Row(
             f"device busy, {cost.rows} rows, {cost.feedback} feedback",
@@ -151,7 +150,7 @@ def measure(
     num_running = 0
 
     def turn() -> tuple[float, float]:
-        """One step with all rows taken; CPU seconds of the step and of its message."""
+        """One step with all rows occupied; CPU seconds of the step and of its message."""
         nonlocal num_running
         for _ in range(rows - num_running):
             engine.add(next(arrivals))

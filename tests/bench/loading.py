@@ -1,7 +1,7 @@
-"""How fast weights come from the disk into the layout that is computed with, beside a plain read of the same files.
+"""Speed of loading weights from disk into their final layout, compared with a plain read of the same files.
 
-Called by the suite. Both are timed with files that are not in the page cache, as after a pod's start on a fresh node,
-and with cached ones. Only the files of the model are dropped from the cache, nobody else's; that needs no rights.
+Used by the suite. Both are timed with files outside the page cache, as after a pod's start on a fresh node, and with
+cached ones. Only the files of the model are dropped from the cache, which needs no privileges.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ READ_BYTES = 8 * 2**20
 
 @dataclass(frozen=True, slots=True)
 class Loading:
-    """Bytes a second, medians; `cold` is None where the files could not be dropped from the cache."""
+    """Median bytes per second; `cold` is None if the files could not be dropped from the cache."""
 
     num_bytes: int
     read_cold: float | None
@@ -39,7 +39,7 @@ class Loading:
 
 
 def measure(model_dir: Path, num_iters: int = 3) -> Loading:
-    """Time reading and loading in turns. Raises what the loader raises for a folder that is no model."""
+    """Times reading and loading in turns. Raises the loader's error for an invalid folder."""
     from neuron_runtime.backend.torch import prepare
     from neuron_runtime.backend.torch.architecture import decoder_config
     from neuron_runtime.backend.torch.loader import STORED_DTYPES, load_decoder
@@ -78,7 +78,7 @@ def measure(model_dir: Path, num_iters: int = 3) -> Loading:
 
 
 def read_through(files: Sequence[Path]) -> int:
-    """Read all bytes in order into one buffer; how many there were."""
+    """Reads all bytes in order into one buffer and returns their number."""
     buffer = bytearray(READ_BYTES)
     count = 0
     for path in files:
@@ -89,13 +89,13 @@ def read_through(files: Sequence[Path]) -> int:
 
 
 def drop_from_cache(files: Sequence[Path]) -> bool:
-    """Ask the kernel to forget these files' pages; whether it did, for all of them."""
+    """Drops these files from the page cache; returns whether all were dropped."""
     if not hasattr(os, "posix_fadvise"):
         return False
     for path in files:
         fd = os.open(path, os.O_RDONLY)
         try:
-            os.fsync(fd)  # a page that is not written yet stays
+            os.fsync(fd)  # a dirty page stays
             os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
         finally:
             os.close(fd)
@@ -103,7 +103,7 @@ def drop_from_cache(files: Sequence[Path]) -> bool:
 
 
 def cached_share(path: Path) -> float:
-    """How much of a file is in the page cache; looking brings nothing there. Of files of one's own only (mincore)."""
+    """The share of a file in the page cache, without reading it. Works only for own files (mincore)."""
     size = path.stat().st_size
     if not size:
         return 0.0

@@ -1,9 +1,8 @@
-"""What it costs the torch backend to choose tokens from logits: the plain case, and each parameter beside it.
+"""Time of the torch backend to sample tokens from logits, without and with each parameter.
 
-Called by the suite. Logits are made here, for the vocabulary of Qwen's models: like those of a language model, in which
-the probability of the n-th likeliest token falls with a power of n, from 1 to 2 over the rows; and flatter ones, of
-which top-p keeps up to half of the vocabulary. Nothing is computed by a model, and the copy that brings back changed
-logits is not timed.
+Used by the suite. Logits are generated for the vocabulary of Qwen models: like those of a language model, where the
+probability of the n-th likeliest token falls with a power of n, from 1 to 2 over the rows; and flatter ones, where
+top-p keeps up to half of the vocabulary. No model runs, and the copy that restores modified logits is not timed.
 """
 
 from __future__ import annotations
@@ -43,13 +42,13 @@ CASES: dict[str, dict[str, Any]] = {
     "top_p 0.9, allowed_token_ids of 1,000": {"top_p": 0.9, "allowed_token_ids": tuple(range(0, 7000, 7))},
     "top_p 0.9, 5 logprobs": {"top_p": 0.9, "logprobs": 5},
 }
-"""Parameters of all rows, with temperature 0.7 unless they say another."""
+"""Parameters of all rows; temperature 0.7 by default."""
 SPREADS = (4, 3, 2, 1)
-"""Standard deviations of normally distributed logits, for the rows of flat distributions."""
+"""Standard deviations of normally distributed logits for flat distributions."""
 
 
 def measure(num_iters: int = 9, vocabulary_size: int = VOCABULARY, num_rows: int = NUM_ROWS) -> tuple[Row, ...]:
-    """Medians in milliseconds for all rows together, with as many threads as torch has; CPU time in the notes."""
+    """Medians in milliseconds for all rows together, with torch's default threads; CPU time is in the notes."""
     set_up_allocation()
     logits = like_a_model(num_rows, vocabulary_size)
     rows = [_row(name, params, logits, num_iters) for name, params in CASES.items()]
@@ -60,7 +59,7 @@ def measure(num_iters: int = 9, vocabulary_size: int = VOCABULARY, num_rows: int
 
 
 def like_a_model(num_rows: int, vocabulary_size: int) -> torch.Tensor:
-    """Logits, float32 `[rows, vocabulary]`, likely tokens scattered over the vocabulary."""
+    """Logits, float32 `[rows, vocabulary]`, with likely tokens scattered over the vocabulary."""
     generator = torch.Generator().manual_seed(0)
     fall = -torch.arange(1, vocabulary_size + 1).float().log()
     powers = torch.linspace(1, 2, num_rows).tolist()
@@ -80,7 +79,7 @@ def _row(name: str, params: dict[str, Any], logits: torch.Tensor, num_iters: int
         choose_tokens(mirror, sampled, changed, None)
         wall.append(time.perf_counter() - began)
         cpu.append(time.process_time() - cpu_began)
-    # The first one takes memory and chooses kernels.
+    # The first run allocates memory and selects kernels.
     milliseconds, cpu_milliseconds = (1e3 * statistics.median(one[1:]) for one in (wall, cpu))
     return Row(
         f"{name}, {num_rows} rows",
@@ -93,7 +92,7 @@ def _row(name: str, params: dict[str, Any], logits: torch.Tensor, num_iters: int
 
 
 def _mirror(params: Sampling, num_rows: int, vocabulary_size: int) -> SlotMirror:
-    """One in which each row is about to get the first token behind a prompt."""
+    """A step in which each row samples the first token after a prompt."""
     limits = BackendLimits(
         max_rows=num_rows,
         max_model_length=2 * PROMPT_LEN,

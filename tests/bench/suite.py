@@ -1,8 +1,8 @@
-"""`make bench`: the figures this project is held to, in one table from one run.
+"""`make bench`: the performance figures of this project, in one table from one run.
 
-Each section measures one thing and gives rows; the sections run one after another, and what is compared is measured in
-turns. A row says what it is held against and how much of the machine others used meanwhile. Everything runs on models
-made here, so nothing is downloaded.
+Each section measures one thing and yields rows. Sections run one after another; compared values are measured in turns.
+A row has its bound and the share of the machine that other programs used meanwhile. Models are generated, so nothing
+is downloaded.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ PREFIX_LEN, PREFIX_SHARED = 1024, 0.9
 PREFILL_LEN = 512
 
 RAW_TARGETS = {1: 0.90, 8: 0.93, 16: 0.93, 32: 0.93}
-"""Decode of the engine to bare steps, by sequences."""
+"""Bounds of engine decode relative to bare steps, by number of sequences."""
 HTTP_TARGET, HTTP_AIM = 0.90, 0.97
 HTTP_STREAMS = (8, 16, 32)
 LOADING_TARGET = 0.5
@@ -60,7 +60,7 @@ PREFIX_TARGET = 3.0
 READY_TARGET_SECONDS = 5.0
 
 MAX_FOREIGN_SHARE = 0.05
-"""Of the machine's CPUs: timings beside more are not to be trusted."""
+"""Maximum share of the CPUs used by others for trustworthy timings."""
 
 BEGIN, END = "<!-- figures: written by `make bench` -->", "<!-- end of figures -->"
 STAGE = re.compile(r"neuron-runtime: (?P<stage>[a-z ]+): (?P<seconds>[\d.]+) s$")
@@ -68,13 +68,13 @@ STAGE = re.compile(r"neuron-runtime: (?P<stage>[a-z ]+): (?P<seconds>[\d.]+) s$"
 
 @dataclass(frozen=True, slots=True)
 class Effort:
-    """How much is measured."""
+    """The extent of the measurement."""
 
     num_iters: int = 3
-    """How often; models and processes are made anew each time, as where their memory comes to lie is worth some
-    percent."""
+    """Number of repetitions; models and processes are recreated each time, as their memory placement changes results by
+    some percent."""
     num_turns: int = 2
-    """How often one after the other are timed, of two things that are compared, each time."""
+    """Number of turns per repetition for two compared values."""
     host_rounds: int = 5
     front_end_steps: int = 200
     concurrency: tuple[int, ...] = (1, 8, 16, 32)
@@ -89,7 +89,7 @@ QUICK = Effort(
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """What a section found, and how to draw it; sections without a picture are only in the table."""
+    """Rows of a section and its plot, if any."""
 
     title: str
     rows: tuple[Row, ...]
@@ -98,21 +98,23 @@ class Found:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--quick", action="store_true", help="every section once and short: does it run?")
+    parser.add_argument("--quick", action="store_true", help="run every section once and briefly, as a smoke test")
     parser.add_argument("--only", nargs="+", choices=sorted(SECTIONS), metavar="SECTION", help=", ".join(SECTIONS))
-    parser.add_argument("--folder", type=Path, metavar="DIR", help="figures.json, figures.png and figures.md go here")
+    parser.add_argument(
+        "--folder", type=Path, metavar="DIR", help="folder for figures.json, figures.png and figures.md"
+    )
     parser.add_argument(
         "--markdown",
         type=Path,
         nargs="+",
         default=[],
         metavar="FILE",
-        help="rewrite the table between the marks in FILE",
+        help="rewrite the table between the markers in FILE",
     )
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="bench.suite", description="Measure the figures this project is held to.")
+    parser = argparse.ArgumentParser(prog="bench.suite", description="Measure the performance figures of this project.")
     add_arguments(parser)
     add_output_arguments(parser)
     try:
@@ -136,7 +138,7 @@ def run(options: argparse.Namespace) -> None:
     for name in options.only or SECTIONS:
         began = time.monotonic()
         with ThreadPoolExecutor(1) as thread:
-            # One for each section: what torch keeps for a thread that computed would slow down the next one's.
+            # One thread per section: state that torch keeps for a computing thread would slow down the next section.
             found.append(thread.submit(SECTIONS[name], effort).result())
         say(f"{name}: {time.monotonic() - began:.0f} s")
     tables = tuple(Table(one.title, one.rows) for one in found)
@@ -183,7 +185,7 @@ def front_end_section(effort: Effort) -> Found:
 
 
 def engine_section(effort: Effort) -> Found:
-    """The engine in process against bare steps and against the machine's memory."""
+    """The engine in process compared with bare steps and with memory bandwidth."""
     from bench import bare_step
     from neuron_runtime.bench import offline
 
@@ -247,7 +249,7 @@ def engine_section(effort: Effort) -> Found:
 
 
 def http_section(effort: Effort) -> Found:
-    """A server of ours against the same engine without it, in turns; the clients share the machine with the server."""
+    """The server compared with the same engine in process, in turns; clients and server share the machine."""
     from neuron_runtime.bench.client import Server
     from neuron_runtime.bench.spawned import SpawnedServer
 
@@ -279,7 +281,7 @@ class _Turn:
     """The same streams in process, and then over HTTP."""
 
     ratio: float
-    """Tokens a second over HTTP to those in process."""
+    """Ratio of tokens per second over HTTP to those in process."""
     rate: float
     first_token_seconds: float
     load: Load
@@ -316,7 +318,7 @@ def _http_row(streams: int, turns: Sequence[_Turn]) -> Row:
 
 
 def prefix_section(effort: Effort) -> Found:
-    """Time to first token of a prompt whose beginning is cached, against one whose beginning is new."""
+    """Time to first token of a prompt with a cached prefix, compared with a new one."""
     from neuron_runtime.bench import offline
 
     shared = int(PREFIX_LEN * PREFIX_SHARED)
@@ -362,7 +364,7 @@ def loading_section(effort: Effort) -> Found:
 
 
 def ready_section(effort: Effort) -> Found:
-    """From the start of the command to the first 200 of /health."""
+    """Time from the start of the command to the first 200 of /health."""
     from neuron_runtime.bench.spawned import SpawnedServer
 
     rows, data = [], {}
@@ -402,7 +404,7 @@ SECTIONS: dict[str, Callable[[Effort], Found]] = {
     "loading": loading_section,
     "ready": ready_section,
 }
-"""By name, in the order in which they run."""
+"""Sections by name, in execution order."""
 
 
 def _engine(**arguments: Any) -> OfflineEngine:
@@ -419,7 +421,7 @@ def on_device(engine: OfflineEngine, work: Callable[[], Result]) -> Result:
 
 
 def memory_read_rate(num_bytes: int = 2**29, num_iters: int = 7) -> tuple[float, Load]:
-    """Bytes a second that all cores together read from memory: the best of several sums over a large array."""
+    """Bytes per second that all cores read from memory: the best of several sums over a large array."""
     import torch
 
     values = torch.zeros(num_bytes // 4)
@@ -433,7 +435,7 @@ def memory_read_rate(num_bytes: int = 2**29, num_iters: int = 7) -> tuple[float,
 
 
 def _bytes_of_a_step(engine: OfflineEngine) -> int:
-    """What a decode step reads of the weights: all but the rows of the input embedding that it does not look up."""
+    """Bytes of weights that a decode step reads: all except unused rows of the input embedding."""
     from neuron_runtime.checkpoint import read_checkpoint
 
     tensors = read_checkpoint(engine.model_dir).tensors
@@ -442,16 +444,16 @@ def _bytes_of_a_step(engine: OfflineEngine) -> int:
 
 
 def stages(lines: Iterator[str]) -> dict[str, float]:
-    """Seconds of each stage that `serve` reports on its lines."""
+    """Seconds of each stage in the output of `serve`."""
     found = (STAGE.search(line) for line in lines)
     return {match["stage"]: float(match["seconds"]) for match in found if match}
 
 
-# What is left behind
+# Output
 
 
 def warnings(tables: Sequence[Table]) -> list[str]:
-    """One line if others used much of the machine while something was timed."""
+    """A warning line if others used much of the machine during a measurement."""
     disturbed = [
         f"{row.name} ({row.load.foreign_cpu_share:.0%})"
         for table in tables
@@ -464,7 +466,7 @@ def warnings(tables: Sequence[Table]) -> list[str]:
 
 
 def markdown(tables: Sequence[Table]) -> str:
-    """All rows as one Markdown table, misses marked, and under it the machine and the day."""
+    """All rows as one Markdown table with misses marked, followed by machine and date."""
     lines = ["| figure | found | held to | met | foreign CPU | |", "|---|---|---|---|---|---|"]
     for table in tables:
         lines.append(f"| **{table.title}** | | | | | |")
@@ -478,7 +480,7 @@ def markdown(tables: Sequence[Table]) -> str:
 
 
 def replaced(page: Path, text: str) -> str:
-    """The page with `text` between the marks. Raises InvalidConfig for a page without them."""
+    """The page with `text` between the markers. Raises InvalidConfig for a page without them."""
     try:
         before, begin, rest = page.read_text(encoding="utf-8").partition(BEGIN)
     except OSError as error:

@@ -1,5 +1,5 @@
-"""The cluster as a fixture. What it needs and the machine lacks skips the tests that use it, with the cure; in CI,
-where a skip would be a hole that nobody sees, it fails them."""
+"""The cluster as a fixture. A missing requirement skips the tests that use it and names the remedy; in CI, where a skip
+would go unnoticed, it fails them."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ PROBE_IMAGE = "localhost/probe:1"
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
-        # Building programs and images takes minutes, once; the limit is for the test, and only what hangs reaches it.
+        # Building programs and images takes minutes, once, and must not count towards the limit of a test.
         if item.path.parent == HERE and item.get_closest_marker("timeout") is None:
             item.add_marker(pytest.mark.timeout(900, func_only=True))
 
@@ -35,13 +35,13 @@ def not_possible(reason: str) -> NoReturn:
 
 @pytest.fixture(scope="session")
 def rig() -> Iterator[Rig]:
-    """The cluster, up. One that was up before, by hand, is used as it is and stays up; one that a killed run of tests
-    left, perhaps with a fault that it had made, is made anew."""
+    """The running cluster. One that was started manually is used as it is and stays up; one left by a killed test run,
+    perhaps with a fault in effect, is recreated."""
     try:
         rig = Rig.prepare()
     except NotPossibleHere as error:
         not_possible(str(error))
-    with tests_lock(lambda: print("waiting: another run of tests uses the cluster", flush=True)):
+    with tests_lock(lambda: print("waiting: another test run uses the cluster", flush=True)):
         of_tests = rig.cache.folder("locks") / "cluster-of-tests"
         if of_tests.exists():
             rig.down()
@@ -68,7 +68,7 @@ def probe(rig: Rig, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def namespace(rig: Rig) -> Iterator[str]:
-    """A namespace of the test's own, deleted after it."""
+    """A namespace for one test, deleted after it."""
     name = f"test-{uuid.uuid4().hex[:8]}"
     rig.create_namespace(name)
     yield name
@@ -114,7 +114,7 @@ class Pods:
         self.rig.kubectl("-n", self.namespace, "wait", f"--for={condition}", f"pod/{name}", WAITING)
 
     def run(self, name: str, *arguments: str) -> str:
-        """What `probe ARGUMENTS` prints in a pod."""
+        """Output of `probe ARGUMENTS` in a pod."""
         return self.rig.kubectl("-n", self.namespace, "exec", name, "--", "/probe", *arguments).strip()
 
     def get(self, name: str) -> dict[str, Any]:

@@ -1,5 +1,5 @@
-"""What the stories on the cluster share: the chart installed with the project's own images, and one namespace of a user
-with words for what is done and seen in it. Called by `test_story*.py`; it asserts only that clients end well."""
+"""Shared by the stories on the cluster: the chart installed with the project's images, and a user's namespace with
+helpers to act in it and observe it. Used by `test_story*.py`; it only asserts that clients succeed."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def opened(request, patience_seconds={WAIT_SECONDS}):
 
 @dataclass(frozen=True)
 class Images:
-    """Names of the project's images, known to every node."""
+    """Names of the project's images, loaded into every node."""
 
     operator: str
     runtime: str
@@ -63,7 +63,7 @@ def load_images(rig: Rig) -> Images:
 
 
 def install(rig: Rig, images: Images, *options: str) -> None:
-    """`helm install --wait` with further options of helm."""
+    """`helm install --wait` with further options."""
     values = f"image.operator={images.operator},image.runtime={images.runtime},image.pullPolicy=Never"
     where = ("-n", OPERATOR_NAMESPACE, "--create-namespace", "--wait", WAITING)
     rig.helm("install", "neuron-serving", str(CHART), *where, "--set", values, *options)
@@ -108,7 +108,7 @@ class Story:
         deadline = time.monotonic() + WAIT_SECONDS
         while not (result := holds()):
             if time.monotonic() > deadline:
-                raise AssertionError(f"not within {WAIT_SECONDS} s: {what}\n{self.kubectl('describe', 'nm')}")
+                raise AssertionError(f"timed out after {WAIT_SECONDS} s: {what}\n{self.kubectl('describe', 'nm')}")
             time.sleep(0.25)
         return result
 
@@ -130,12 +130,12 @@ class Story:
         ]
 
     def kill_operator(self) -> None:
-        """SIGKILL to every replica; the pods are deleted too, so that no kubelet's back-off is waited for."""
+        """Kills every replica with SIGKILL and deletes the pods, to avoid the kubelet's back-off."""
         kill_containers(self.rig, OPERATOR_NAMESPACE, OPERATOR_SELECTOR)
         self.rig.kubectl("-n", OPERATOR_NAMESPACE, "delete", "pods", "-l", OPERATOR_SELECTOR, "--wait=false")
 
     def run_client(self, image: str, name: str, code: str, *arguments: str) -> str:
-        """Runs Python in a pod of its own, which has `OPENED` for requests, and returns what it printed."""
+        """Runs Python in a new pod, with `OPENED` for requests, and returns its output."""
         self.start_client(image, name, code, *arguments)
         return self.end_client(name)
 
@@ -156,7 +156,7 @@ class Story:
         )
 
     def end_client(self, name: str) -> str:
-        """What a client printed, when it has ended."""
+        """Output of a finished client."""
         phase = self.until(
             f"pod {name} to end",
             lambda: next(
@@ -174,11 +174,11 @@ class Story:
         return output
 
     def minors_seen(self, pod: Any) -> set[int]:
-        """Minor numbers of the device files inside the container."""
+        """Minor numbers of the device files in the container."""
         return set(map(int, self.kubectl("exec", pod["metadata"]["name"], "--", "python", "-c", DEVICES_SEEN).split()))
 
     def devices_held(self, pod: Any) -> set[int]:
-        """Devices of the pod, as its kubelet says."""
+        """Devices of the pod, according to its kubelet."""
         held = self.rig.device_holdings(pod["spec"]["nodeName"])
         ids = [i for h in held if (h.namespace, h.pod) == (self.namespace, pod["metadata"]["name"]) for i in h.ids]
         return {int(re.sub(r"\D", "", device)) for device in ids}

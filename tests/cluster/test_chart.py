@@ -28,7 +28,7 @@ NAMESPACE = "neuron-serving"
 CRD = "/apis/apiextensions.k8s.io/v1/customresourcedefinitions/neuronmodels.neuron-serving.dev"
 MODELS = "/apis/neuron-serving.dev/v1alpha1/namespaces/default/neuronmodels"
 IMAGES = {"image": {"operator": "registry.test:5000/operator:1", "runtime": "registry.test:5000/runtime:1"}}
-# Every value away from its default, for what the defaults do not reach.
+# Every value different from its default, to cover what the defaults do not reach.
 EVERYTHING: dict[str, Any] = {
     "image": {**IMAGES["image"], "pullPolicy": "IfNotPresent", "pullSecrets": ["one", "two"]},
     "replicas": 3,
@@ -71,7 +71,7 @@ class Helm:
         self._folder = folder
 
     def __call__(self, *arguments: str, values: Mapping[str, Any] = IMAGES, code: int = 0) -> str:
-        """What helm prints; its errors too where it is expected to fail with `code`."""
+        """Output of helm, with its errors if it is expected to fail with `code`."""
         file = self._folder / "values.json"
         file.write_text(json.dumps(values))
         environment = {f"HELM_{name}_HOME": str(self._folder / name) for name in ("CACHE", "CONFIG", "DATA")}
@@ -115,7 +115,7 @@ def one(documents: list[dict[str, Any]], kind: str, name: str = "") -> dict[str,
 
 
 def granted(rules: list[dict[str, Any]]) -> set[tuple[str, str, str, str]]:
-    """Each right by itself: group, resource, name of the object ("" for all), verb."""
+    """Single rights: group, resource, name of the object ("" for all), verb."""
     return {
         (group, resource, name, verb)
         for rule in rules
@@ -146,7 +146,7 @@ def test_an_unknown_value_is_refused_by_name(helm: Helm) -> None:
 
 
 def test_the_chart_grants_the_rights_that_the_operator_uses(helm: Helm) -> None:
-    """`CLUSTER_RULES` and `LEASE_RULES` are held equal to what the operator asks of an API server."""
+    """Other tests check `CLUSTER_RULES` and `LEASE_RULES` against the operator's requests to an API server."""
     documents = helm.render(IMAGES)
     assert granted(one(documents, "ClusterRole")["rules"]) == granted(CLUSTER_RULES)
     assert granted(one(documents, "Role")["rules"]) == granted(LEASE_RULES)
@@ -169,7 +169,7 @@ def test_no_right_reaches_secrets_or_is_a_wildcard(helm: Helm, values: Mapping[s
 
 
 def settings_of(documents: list[dict[str, Any]]) -> settings.RunSettings:
-    """As the operator reads them in the pod."""
+    """Settings as the operator reads them in the pod."""
     (container,) = one(documents, "Deployment")["spec"]["template"]["spec"]["containers"]
     assert container["command"] == ["neuron-operator", "run"]
     return settings.load([], {e["name"]: e.get("value", "from-the-pod") for e in container["env"]})
@@ -371,7 +371,7 @@ def test_models_survive_an_uninstall_and_are_adopted_by_the_next_install(helm: H
 
 
 def _when_served(server: ApiServer, model: dict[str, Any]) -> dict[str, Any]:
-    """The model as applied; the API server serves a new resource a moment after it is made."""
+    """Applies the model; the API server serves a new resource only a moment after its creation."""
     applied: list[dict[str, Any]] = []
 
     def is_applied() -> bool:

@@ -1,4 +1,4 @@
-"""The resource on a real API server: each rule refuses with its field, and what the operator renders is valid there."""
+"""The CRD on a real API server: each rule names the field that it refuses, and rendered objects are valid."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def create(server: ApiServer, spec: dict[str, Any], name: str = "chat", query: s
 
 
 def refusal(server: ApiServer, spec: dict[str, Any], name: str = "chat") -> list[tuple[str, str]]:
-    """Field and message of each cause that the server names (it adds one without a field when it skipped CEL rules)."""
+    """Field and message of each cause in the response (the server adds one without a field if it skipped CEL rules)."""
     with pytest.raises(urllib.error.HTTPError) as error:
         create(server, spec, name)
     assert error.value.code == 422, error.value.__notes__
@@ -217,7 +217,7 @@ def test_a_restricted_namespace_admits_every_rendered_pod(server: ApiServer, pat
         if child["kind"] in ("Deployment", "Job"):
             pod = copy.deepcopy(child["spec"]["template"])
             pod["metadata"]["name"] = "a-pod"
-            pod["spec"].pop("runtimeClassName", None)  # admission asks for the RuntimeClass itself
+            pod["spec"].pop("runtimeClassName", None)  # admission requires the RuntimeClass to exist
             server.call("POST", f"/api/v1/namespaces/{NAMESPACE}/pods?dryRun=All", pod)
 
 

@@ -1,4 +1,4 @@
-"""The images as they are built from Dockerfile.neuron: what they hold, as whom they run, what a change rebuilds."""
+"""The images built from Dockerfile.neuron: their content, their user, and what a change rebuilds."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ COMPILERS = ("as", "c++", "cc", "clang", "cmake", "g++", "gcc", "go", "ld", "mak
 
 
 class Containers:
-    """A containerd of its own that runs images as a kubelet would: read-only, with a writable /tmp."""
+    """A separate containerd that runs images as a kubelet would: read-only, with a writable /tmp."""
 
     def __init__(self, ctr: list[str]) -> None:
         self._ctr = ctr
@@ -71,7 +71,7 @@ class Containers:
         return self._run("run", *options, image.name, container, *command)
 
     def python(self, image: Image, program: str) -> object:
-        """Runs a program with the image's Python; it prints JSON."""
+        """Runs a program that prints JSON with the image's Python."""
         return json.loads(self.run(image, "python3", "-c", textwrap.dedent(program)))
 
     def _run(self, *arguments: str) -> str:
@@ -98,7 +98,7 @@ def containers(cache: Cache) -> Iterator[Containers]:
         folder = Path(name)
         (folder / "config.toml").write_text(CONTAINERD.format(folder=folder))
         (folder / "root").mkdir()
-        # In a mount namespace of its own: what is mounted there, its store in memory too, goes away however this ends.
+        # In its own mount namespace: its mounts, including the in-memory store, are removed however this ends.
         launch = ["setpriv", "--pdeathsig", "TERM", "unshare", "--mount", "sh", "-ec"]
         launch += ['mount -t tmpfs -o size=6g images "$1"; shift; exec "$@"', "sh", f"{folder}/root"]
         launch += [str(programs / "containerd"), f"--config={folder}/config.toml"]
@@ -232,7 +232,7 @@ def test_an_edited_source_file_rebuilds_only_the_package_layer(cache: Cache, tmp
 def test_the_neuron_image_keeps_the_packages_of_its_base_and_adds_missing_ones(
     cache: Cache, containers: Containers, tmp_path: Path
 ) -> None:
-    """On a stand-in for AWS's container, with an older torch and transformers than this project pins."""
+    """Uses a replacement of AWS's container with older versions of torch and transformers than this project pins."""
     wheels = tmp_path / "wheels"
     wheels.mkdir()
     _write_empty_wheel(wheels, "torch", "2.9.0+standin")
@@ -303,11 +303,11 @@ def test_only_torch_comes_from_the_index_of_the_build_argument(cache: Cache, tmp
 
 @contextmanager
 def serving(folder: Path) -> Iterator[str]:
-    """A package index of files: the listing of a folder is what the protocol asks for."""
+    """A package index of files; a folder listing satisfies the protocol."""
 
     class Quiet(SimpleHTTPRequestHandler):
         def log_message(self, *_: object) -> None:
-            """Nothing: the test says what went wrong."""
+            """Logs nothing: the test reports failures."""
 
     with ThreadingHTTPServer(("127.0.0.1", 0), partial(Quiet, directory=str(folder))) as server:
         thread = Thread(target=server.serve_forever)

@@ -1,4 +1,4 @@
-"""The operator's rim against a real API server: what it writes, what it repairs, and that one replica acts."""
+"""The operator against a real API server: its writes, its repairs, and leader election."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from neuron_operator.reflector import Caches, Key
 pytestmark = [pytest.mark.cluster, pytest.mark.slow]
 
 LEASE = LeaseTimings(duration_seconds=12, deadline_seconds=8, renew_seconds=0.5, retry_seconds=0.2)
-"""Renewed often, so that much is seen of it soon, and not lost when the machine stops for some seconds."""
+"""Renewed often for fast tests, yet long enough that a machine that stalls for some seconds does not lose it."""
 
 HAND_EDITS: dict[str, Any] = {
     "Deployment": {
@@ -63,12 +63,12 @@ def namespace(server: ApiServer) -> Namespace:
 
 
 def only(namespace: Namespace, **options: Any) -> Any:
-    """Settings of an operator that serves this namespace alone: others' models do not disturb what is counted."""
+    """Settings of an operator for this namespace only, so that models of other tests do not affect counts."""
     return run_settings("--watch-namespaces", namespace.name, **options)
 
 
 def calls(server: ApiServer, since: int, user: str = OPERATOR_USER) -> list[tuple[str, str]]:
-    """Verb and resource of what the operator asked for after its first `since` requests."""
+    """Verb and resource of the operator's requests after its first `since` ones."""
     return [(e["verb"], e["objectRef"]["resource"]) for e in server.requests(user)[since:]]
 
 
@@ -93,7 +93,7 @@ async def test_a_restart_with_unchanged_objects_writes_only_the_lease(server: Ap
         before = len(server.requests(OPERATOR_USER))
         async with operating(client, only(namespace)) as operator:
             await eventually(lambda: operator.is_leading)
-            namespace.wake()  # the pass after this one is not the first
+            namespace.wake()  # later passes are not the first
             await asyncio.sleep(1.0)
     written = [call for call in calls(server, before) if call[0] in WRITES]
     assert written
@@ -105,7 +105,7 @@ async def test_an_idle_operator_sends_only_watches_and_lease_renewals(server: Ap
         namespace.put_model()
         await namespace.settle()
         renewal = ("update", "leases")
-        # Thrice renewed, so for eight seconds at least, and nothing asked for in between.
+        # Three renewals, at least eight seconds, and no other request in between.
         await eventually(lambda: [c for c in calls(server, 0) if c[0] != "watch"][-3:] == [renewal] * 3)
 
 
@@ -197,7 +197,7 @@ async def test_a_recreated_model_waits_for_the_deletion_of_its_predecessors_chil
         await asyncio.sleep(1.0)
         assert namespace.get(BY_KIND["Service"], "chat") == earlier
         assert namespace.condition() == ("", "")
-        for kind, found in namespace.children().items():  # what the garbage collector does
+        for kind, found in namespace.children().items():  # as the garbage collector would
             for name in found:
                 namespace.delete(BY_KIND[kind], name)
         for pod in namespace.list(PODS):
@@ -302,7 +302,7 @@ async def test_an_event_explains_a_child_without_another_reason(server: ApiServe
             | {key: job["metadata"][key] for key in ("name", "uid")},
         }
         server.call("POST", EVENTS.path(namespace.name), event)
-        await asyncio.sleep(EVENTS_SECONDS)  # they are read rarely
+        await asyncio.sleep(EVENTS_SECONDS)  # events are read rarely
         namespace.wake()
         await eventually(lambda: "exceeded quota" in message(namespace, "ModelResolved"))
 
@@ -322,7 +322,7 @@ async def test_the_operator_honours_retry_after(server: ApiServer, namespace: Na
         async with operating(client, only(namespace)):
             namespace.put_model()
             await eventually(lambda: refused)
-            for _ in range(10):  # changes do not bring it forward
+            for _ in range(10):  # changes do not shorten the delay
                 namespace.wake()
                 await asyncio.sleep(0.05)
             await namespace.settle()
@@ -334,7 +334,7 @@ async def test_the_operator_honours_retry_after(server: ApiServer, namespace: Na
 async def test_deletions_during_a_silently_broken_watch_are_detected(
     server: ApiServer, namespace: Namespace, version_is_gone: bool
 ) -> None:
-    """Where the version to go on from is known the watch brings them, where it is gone (410) a new list shows them."""
+    """If the resource version is known the watch reports them; if it has expired (410) a new list does."""
     woken: list[Key] = []
 
     def gone(request: web.Request) -> web.Response | None:
@@ -426,12 +426,12 @@ async def test_a_leader_without_connection_stops_before_another_leads(server: Ap
 
 
 async def test_an_operator_killed_at_any_write_reaches_the_same_state(server: ApiServer) -> None:
-    """Before and after the n-th write reaches the server, for every n; a fresh operator ends what was begun."""
+    """Killed before and after the n-th write reaches the server, for every n; a new operator completes the work."""
 
     at_once = asyncio.Semaphore(6)
 
     async def lives(client: Client, dies_at: int | None, before: bool) -> tuple[Mortal, Any]:
-        """The one that died, and what is there at the end."""
+        """The killed operator and the final objects."""
         async with at_once:
             return await live(client, dies_at, before)
 
@@ -456,13 +456,13 @@ async def test_an_operator_killed_at_any_write_reaches_the_same_state(server: Ap
         immortal, whole = await lives(client, None, before=True)
         points = list(itertools.product(range(immortal.num_writes), (True, False)))
         ends = await asyncio.gather(*(lives(client, number, before) for number, before in points))
-    # The last writes may not come: how many there are depends on what a pass finds together.
+    # The number of writes varies: it depends on what a pass finds together.
     assert sum(mortal.is_dead for mortal, _ in ends) >= 20
     assert [point for point, (_, world) in zip(points, ends, strict=True) if world != whole] == []
 
 
 async def test_every_granted_right_is_used_and_no_request_lacks_one(server: ApiServer) -> None:
-    """Runs last: what the tests above asked for, against what the chart grants."""
+    """Runs last: compares the requests of the tests above with the rights that the chart grants."""
     granted = {
         (group, resource, verb)
         for rule in (*CLUSTER_RULES, *LEASE_RULES)
@@ -480,7 +480,7 @@ async def test_every_granted_right_is_used_and_no_request_lacks_one(server: ApiS
 
 
 class CutOff:
-    """A client whose network can be cut: requests fail, open watches end."""
+    """A client with a network that can be cut: requests fail, open watches end."""
 
     def __init__(self, client: Client) -> None:
         self._client = client
@@ -521,8 +521,8 @@ class CutOff:
 
 
 class Mortal:
-    """A client that dies at its n-th write: the write is not sent (`before`) or its answer is lost, and nothing after
-    it is sent. Writes of the Lease are not counted."""
+    """A client that dies at its n-th write: the write is not sent (`before`) or its response is lost. Nothing is
+    sent after it. Writes of the Lease do not count."""
 
     def __init__(self, client: Client, dies_at: int | None, before: bool) -> None:
         self._client = client
@@ -559,7 +559,7 @@ def message(namespace: Namespace, kind: str) -> str:
 
 
 def minutes_ahead() -> datetime:
-    """A clock on which what was made just now has been waiting for long."""
+    """A clock that is minutes ahead, so that new objects seem old."""
     return datetime.now(UTC) + timedelta(minutes=5)
 
 
@@ -568,7 +568,7 @@ def lease(server: ApiServer) -> Any:
 
 
 def contains(live: Any, wanted: Any) -> bool:
-    """`live` is `wanted` again, up to versions, who owns which field, and what status says."""
+    """Whether `live` equals `wanted`, ignoring versions, field ownership and status."""
     return without_versions(live) == without_versions(wanted)
 
 
@@ -579,12 +579,12 @@ def without_versions(obj: Any) -> Any:
     metadata = {key: value for key, value in obj["metadata"].items() if key not in VERSIONS}
     content = {
         key: value for key, value in obj.items() if key not in ("status", "kind", "apiVersion")
-    }  # lists lack both
+    }  # missing in list items
     return {**content, "metadata": metadata}
 
 
 def shape(namespace: Namespace) -> Any:
-    """Everything in a namespace, without what differs between two namespaces."""
+    """All objects of a namespace, without values that differ between namespaces."""
     found = []
     for resource in (*BY_KIND.values(), NEURON_MODELS):
         for item in namespace.list(resource):
@@ -592,7 +592,7 @@ def shape(namespace: Namespace) -> Any:
             for owner in clean["metadata"].get("ownerReferences", ()):
                 del owner["uid"]
             if resource.kind == "Job":
-                clean = {"metadata": {"name": item["metadata"]["name"]}}  # the server puts its UID everywhere
+                clean = {"metadata": {"name": item["metadata"]["name"]}}  # the server copies its UID into other objects
             if resource.kind == "Service":
                 for key in ("clusterIP", "clusterIPs"):
                     clean["spec"].pop(key)

@@ -1,4 +1,4 @@
-"""`neuron-operator run` as a process against a real API server: kopf, health, signals, and its words when it cannot."""
+"""`neuron-operator run` as a process against a real API server: kopf, health, signals, and error messages."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from helpers.ports import free_ports
 from neuron_operator.client import CHILDREN, LEASES, NEURON_MODELS, PODS
 
 LEASE_SECONDS = 15
-"""Long enough that no replica loses it because the machine stops for some seconds."""
+"""Long enough that no replica loses it when the machine stalls for some seconds."""
 
 pytestmark = [pytest.mark.cluster, pytest.mark.slow]
 
@@ -99,7 +99,7 @@ Start = Callable[..., Process]
 
 @pytest.fixture
 def start(server: ApiServer, tmp_path: Path) -> Iterator[Start]:
-    """Starts one whose log is the file `name`; ended after the test."""
+    """Starts a process that logs to the file `name` and ends after the test."""
     with contextlib.ExitStack() as stack:
 
         def start(name: str, *flags: str) -> Process:
@@ -133,7 +133,7 @@ async def test_the_standby_takes_over_from_a_killed_leader_while_the_model_keeps
 
 
 async def test_kopf_writes_nothing_and_uses_only_granted_rights(server: ApiServer) -> None:
-    """After the test above: what kopf does beside our own client."""
+    """After the test above: requests of kopf in addition to our client."""
     assert [e["requestURI"] for e in server.requests(OPERATOR_USER) if e["responseStatus"].get("code") == 403] == []
     managers = {
         entry["manager"]
@@ -145,7 +145,7 @@ async def test_kopf_writes_nothing_and_uses_only_granted_rights(server: ApiServe
 
 async def test_a_replica_opens_one_watch_per_resource(server: ApiServer, start: Start) -> None:
     def watches() -> Counter[str]:
-        """Those that have begun; each is in the audit log again when it ends."""
+        """Started watches; each is logged again when it ends."""
         events = server.requests(OPERATOR_USER)
         return Counter(
             e["objectRef"]["resource"] for e in events if (e["verb"], e["stage"]) == ("watch", "ResponseStarted")
@@ -194,7 +194,7 @@ async def test_a_busy_port_and_a_missing_cluster_are_reported_in_one_line(
 
 
 async def test_a_cluster_without_the_crd_is_reported_with_the_install_command(server: ApiServer, start: Start) -> None:
-    """Last: it takes the resource away."""
+    """Runs last: it deletes the CRD."""
     server.call("DELETE", "/apis/apiextensions.k8s.io/v1/customresourcedefinitions/neuronmodels.neuron-serving.dev")
     await eventually(lambda: not serves_models(server))
     process = start("log")

@@ -1,4 +1,4 @@
-"""The cluster is what it says: a real Kubernetes on three nodes that reach each other and nothing else."""
+"""The test cluster has the nodes, the isolation, the RBAC and the audit log that other tests rely on."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_rbac_limits_a_service_account_and_the_audit_log_records_its_requests(
     binding = ("--role=reader", f"--serviceaccount={namespace}:reader")
     rig.kubectl("-n", namespace, "create", "rolebinding", "reader", *binding)
     token = rig.kubectl("-n", namespace, "create", "token", "reader").strip()
-    # A configuration without the administrator's certificate, which would win over the token.
+    # Without the administrator's certificate, which would take precedence over the token.
     config = json.loads(rig.kubeconfig.read_text())
     config["users"] = [{"name": "admin", "user": {"token": token}}]
     file = tmp_path / "reader.kubeconfig"
@@ -58,10 +58,10 @@ def test_rbac_limits_a_service_account_and_the_audit_log_records_its_requests(
     rig.kubectl(*as_reader, "pods")
     with pytest.raises(CommandFailed, match="forbidden"):
         rig.kubectl(*as_reader, "secrets")
-    told = {("list", "pods", namespace, 200), ("list", "secrets", namespace, 403)}
+    expected = {("list", "pods", namespace, 200), ("list", "secrets", namespace, 403)}
 
-    def asked() -> set[tuple[str, str, str, int]]:
+    def requests() -> set[tuple[str, str, str, int]]:
         return {(e.verb, e.resource, e.namespace, e.code) for e in rig.audit_events() if e.user == user}
 
-    # An answer may reach who asked before the log is written.
-    wait_until("the audit log tells both", lambda: asked() >= told)
+    # A client may get its response before the log is written.
+    wait_until("the audit log has both", lambda: requests() >= expected)

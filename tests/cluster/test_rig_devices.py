@@ -1,4 +1,4 @@
-"""Pods get Neuron devices from a real kubelet, as the real plugin gives them."""
+"""Pods get Neuron devices from a real kubelet with the semantics of the real plugin."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def test_an_unhealthy_device_is_not_allocatable_until_it_recovers(rig: Rig, pods
     (held,) = _held(rig, "n1", namespace)["holder"]
     with devices_unhealthy(rig, "n1", [int(held.removeprefix("neuron")), *_others(held)]):
         assert counts() == ("4", "8", "6")
-        pods.run("holder", "devices", "/dev/neuron0")  # it runs on
+        pods.run("holder", "devices", "/dev/neuron0")  # it still runs
     assert counts() == ("6", "12", "6")
 
 
@@ -107,7 +107,7 @@ def test_a_restarted_kubelet_gets_the_devices_and_keeps_allocations(rig: Rig, po
     before = _held(rig, "n1", namespace)
     with kubelet_killed(rig, "n1"):
         pass
-    wait_until("the new kubelet knows who holds what", lambda: _held(rig, "n1", namespace) == before)
+    wait_until("the new kubelet knows all allocations", lambda: _held(rig, "n1", namespace) == before)
     pods.start("b", node="n1", resources={DEVICE_RESOURCE: 1})
     after = _held(rig, "n1", namespace)
     assert after["a"] == before["a"]

@@ -1,4 +1,4 @@
-"""Each fault has its effect, and is undone."""
+"""Each fault has its effect and can be undone."""
 
 from __future__ import annotations
 
@@ -40,13 +40,13 @@ def test_a_node_without_power_becomes_not_ready_and_restarts_its_pods(rig: Rig, 
     with power_off(rig, "n2"):
         assert rig.machine("n2").group.processes() == []
         _wait_until_lost(rig, "n2")
-        # Ten silent seconds are a lost node here: where others use the machine, another may be lost for a moment.
+        # On a busy machine another node may miss its ten seconds and be lost for a moment.
         wait_until("the other node is ready", lambda: _is_ready(rig, "n1") == "True", pause_seconds=0.2)
         assert _is_ready(rig, "n2") == "Unknown"
     assert _is_ready(rig, "n2") == "True"
     pods.start("b", node="n2")
     wait_until(
-        "the pod of before the loss was started anew or taken away",
+        "the earlier pod was restarted or deleted",
         lambda: pods.is_gone("a") or _container(pods, "a") != container,
     )
 

@@ -1,4 +1,4 @@
-"""The cluster comes up after whatever happened before, and goes without a trace."""
+"""The cluster starts after any earlier failure and stops without leftovers."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ _FOLDERS = (
 
 
 def _traces() -> dict[str, object]:
-    """Whatever a cluster could leave on a machine."""
+    """Everything that a cluster could leave on a machine."""
     return {
         "network namespaces": run("ip", "netns"),
         "links": [line.split(": ")[1] for line in run("ip", "-o", "link").splitlines()],
-        # Those that a router told count their time down.
+        # Routes learned from a router have a decreasing lifetime.
         "routes": re.sub(r" expires \S+", "", run("ip", "route", "show", "table", "all")),
         "rules": run("ip", "rule"),
         "packet filter": [line for line in run("iptables-save").splitlines() if line.startswith("-A")],
@@ -54,7 +54,7 @@ def _command_line(*arguments: str) -> subprocess.Popen[str]:
 
 @dataclass(frozen=True)
 class NoCluster:
-    """The machine without a cluster: its traces, and the images that the cluster had and shall have again."""
+    """The machine without a cluster: its state, and the images to load again."""
 
     traces: dict[str, object]
     archives: list[Path]
@@ -71,10 +71,10 @@ def no_cluster(rig: Rig) -> Iterator[NoCluster]:
 
 
 def _up_until(line: str, archives: list[Path]) -> None:
-    """Brings the cluster up and is killed when it says `line`."""
+    """Runs `up` and kills it when it prints `line`."""
     with _command_line("up", *map(str, archives)) as up:
         assert up.stdout is not None
-        assert any(line in said for said in up.stdout)
+        assert any(line in printed for printed in up.stdout)
         up.kill()
 
 
@@ -101,11 +101,11 @@ def test_loaded_images_are_present_after_down_and_up(rig: Rig, probe: Path) -> N
     assert probe in archives
     rig.down()
     rig.up(archives)
-    rig.create_namespace("images-of-before")
-    here = ("--namespace", "images-of-before")
+    rig.create_namespace("loaded-images")
+    here = ("--namespace", "loaded-images")
     rig.kubectl(*here, "run", "probe", f"--image={image.name}", "--image-pull-policy=Never", "--", "serve", ":8080")
     rig.kubectl(*here, "wait", "--for=condition=Ready", "pod/probe", WAITING)
-    rig.kubectl("delete", "namespace", "images-of-before", "--wait=false")
+    rig.kubectl("delete", "namespace", "loaded-images", "--wait=false")
 
 
 def test_a_half_made_network_is_rebuilt(rig: Rig, no_cluster: NoCluster) -> None:
@@ -182,4 +182,4 @@ def test_a_process_is_listed_during_exec_and_not_after_it_dies(tmp_path: Path) -
             last = seen.command
         changing.kill()
         wait_until("it is dead", lambda: process_of(changing.pid) is None)
-        assert Path(f"/proc/{changing.pid}").exists()  # a zombie: nobody has waited for it yet
+        assert Path(f"/proc/{changing.pid}").exists()  # a zombie that has not been reaped

@@ -1,4 +1,4 @@
-"""The cluster's parts that need no cluster: what the device plugin decides, the cache, archives, what is missing."""
+"""Parts of the test cluster that need no cluster: sizes of devices, the cache, pinned programs, requirements."""
 
 from __future__ import annotations
 
@@ -129,7 +129,7 @@ def test_every_component_is_pinned_and_names_no_registry_host(name: str) -> None
 # Images
 
 
-# What a machine must have
+# Requirements of the machine
 
 
 def test_missing_debian_packages_are_named() -> None:

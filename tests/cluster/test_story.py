@@ -1,7 +1,7 @@
-"""The whole line as a user walks it: install the chart, apply a NeuronModel, get tokens, change it, delete it.
+"""The whole path of a user: install the chart, apply a NeuronModel, get tokens, change it, delete it.
 
-One test, because its stages are one story on one cluster; it prints the seconds of each. The operator is killed with
-SIGKILL after every step that gives it work.
+One test, because its stages build on each other; it prints the seconds of each. The operator is killed with SIGKILL
+after every step that gives it work.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ RIGHTS_FOR_FAULTS = {
     ("coordination.k8s.io", "leases", "get"),
     ("events.k8s.io", "events", "list"),
 }
-"""What a story without faults and with few edits may leave unused; tests/cluster/test_operator_api_server.py shows, for
-these too, that each is used."""
+"""Rights that a story without faults and with few edits may leave unused; tests/cluster/test_operator_api_server.py
+shows that they are used."""
 
 MODEL: dict[str, Any] = {
     "apiVersion": "neuron-serving.dev/v1alpha1",
@@ -88,7 +88,7 @@ def test_from_install_to_tokens_and_back(rig: Rig, namespace: str, capsys: pytes
         _tell(story, images)
         _check_rights(story, audit_begins)
     finally:
-        with capsys.disabled():  # seen in every run, also where all is well
+        with capsys.disabled():  # printed in every run, also after success
             print("\nstage                                     seconds")
             for name, seconds in story.seconds.items():
                 print(f"{name:<40} {seconds:>8.2f}")
@@ -188,7 +188,7 @@ def _check_metrics(story: Story, image: str, pods: list[Any]) -> None:
 
 
 def _check_reading(story: Story) -> None:
-    """What a person reads says what is the case."""
+    """The output for users shows the actual state."""
     table = story.kubectl("get", "nm", "-o", "wide")
     print(table)
     header, row = table.splitlines()[:2]
@@ -203,8 +203,8 @@ def _check_reading(story: Story) -> None:
 
 
 def _edit_every_child(story: Story) -> None:
-    """Without our label a child is out of our sight: the operator must find it by its name, see that it is ours, and
-    put it right. What is deleted comes back."""
+    """A child without our label is not in the watch: the operator must find it by name, recognise it as its own and
+    repair it. Deleted children are recreated."""
     kinds = CHILD_KINDS.removesuffix(",jobs,pods")
     in_use = _names_in_use(story)
     children = {(c["kind"], c["metadata"]["name"]) for c in story.items(kinds, OURS)} & in_use
@@ -222,7 +222,7 @@ def _edit_every_child(story: Story) -> None:
 
 
 def _names_in_use(story: Story) -> set[tuple[str, str]]:
-    """Kind and name of the children that the current revision needs; older ones are only kept to go back to."""
+    """Kind and name of the children that the current revision needs; older ones are kept for a rollback only."""
     deployment = json.loads(story.kubectl("get", "deployment", "chat", "-o", "json"))
     volumes = deployment["spec"]["template"]["spec"]["volumes"]
     revision = story.kubectl("get", "nm", "chat", "-o", "jsonpath={.status.currentRevision}")
@@ -236,7 +236,7 @@ def _names_in_use(story: Story) -> set[tuple[str, str]]:
 
 
 def _check_rights(story: Story, audit_begins: int) -> None:
-    """Nothing that the operator asked for was refused, and it was not given more than it may ask for."""
+    """No request of the operator was refused, and it has no unused rights."""
     rig = story.rig
     events = [e for e in rig.audit_events()[audit_begins:] if e.user == OPERATOR_USER]
     assert [e for e in events if e.code == 403] == []

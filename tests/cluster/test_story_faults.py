@@ -1,6 +1,5 @@
-"""What goes wrong under a user's model, on the real cluster with the real images: hubs that refuse, processes, pods,
-devices and nodes that end, images and names that people got wrong. Each is named in the words of docs/neuronmodel.md,
-and heals when it is undone."""
+"""Faults under a user's model, on the real cluster with the real images: refusing hubs, failing processes, pods,
+devices and nodes, wrong images and names. Each shows a reason of docs/neuronmodel.md and clears when undone."""
 
 from __future__ import annotations
 
@@ -40,7 +39,7 @@ CPU_NODE, NEURON_NODE = "n3", "n1"
 ENGINE_MODULE = "neuron_runtime.engine.process"
 PAUSED = "neuron-serving.dev/paused"
 NUM_TOKENS = 1500
-"""Of a long answer: many times what ending a pod takes, in time."""
+"""Tokens of a long answer: it takes many times as long as ending a pod."""
 
 CHAT = """
 import json, sys, urllib.request
@@ -90,14 +89,14 @@ class Installation:
     rig: Rig
     runtime_image: str
     audit_begins: int
-    """Requests that the API server had answered before."""
+    """Number of requests that the API server had answered before."""
     commit: str
-    """What the hub pins for the demo model."""
+    """The commit of the demo model on the hub."""
 
 
 @pytest.fixture(scope="module")
 def installation(rig: Rig) -> Iterator[Installation]:
-    """The operator, told to fetch from a hub in the cluster that has the demo model twice: open and gated."""
+    """The operator, configured with a hub in the cluster that has the demo model twice: open and gated."""
     images = load_images(rig)
     audit_begins = len(rig.audit_events())
     namespace = f"hub-{uuid.uuid4().hex[:8]}"
@@ -105,7 +104,7 @@ def installation(rig: Rig) -> Iterator[Installation]:
     try:
         rig.apply(*_hub(namespace, images.runtime))
         values = {
-            # Not on a node that a test turns off: what the loss of the operator's node means is another test's story.
+            # Not on a node that a test turns off: other tests cover the loss of the operator's node.
             "nodeSelector": {"kubernetes.io/hostname": CPU_NODE},
             "jobs": {"env": [{"name": "HF_ENDPOINT", "value": f"http://hub.{namespace}.svc.cluster.local:8080"}]},
         }
@@ -123,7 +122,7 @@ def installation(rig: Rig) -> Iterator[Installation]:
 
 @pytest.fixture(scope="module")
 def story(installation: Installation) -> Iterator[Story]:
-    """The namespace of a user with one replica of the open model, `chat`."""
+    """A user's namespace with one replica of the open model, `chat`."""
     namespace = f"test-{uuid.uuid4().hex[:8]}"
     rig = installation.rig
     rig.create_namespace(namespace)
@@ -167,7 +166,7 @@ def test_a_model_is_downloaded_from_a_hub_and_its_token_does_not_leak(installati
     env = {variable["name"]: variable for variable in pod["spec"]["containers"][0]["env"]}
     reference = {"name": "hub-token", "key": "HF_TOKEN", "optional": True}
     assert env["HF_TOKEN"] == {"name": "HF_TOKEN", "valueFrom": {"secretKeyRef": reference}}
-    told = _everything_told(story)
+    told = _everything_written(story)
     assert "demo/gated" in told
     for token in (TOKEN, WRONG_TOKEN):
         assert token not in told
@@ -202,7 +201,7 @@ def test_a_deleted_pod_finishes_its_running_answers(installation: Installation, 
     (before,) = story.ready_pods()
     with story.stage("drain: the stream runs to its end"):
         _begin_stream(installation, story, "long")
-        with frozen(story.rig, before, ENGINE_MODULE):  # so the answer cannot end before that is seen
+        with frozen(story.rig, before, ENGINE_MODULE):  # so that the answer cannot end before it is observed
             story.kubectl("delete", "pod", before["metadata"]["name"], "--wait=false")
             _until_reason(story, "chat", "Draining")
             seen = time.time()
@@ -242,7 +241,7 @@ def test_user_errors_are_reported_and_clear_when_corrected(installation: Install
     before = _get(story, "service", "taken")
     with story.stage("names and images: told"):
         story.apply(_model("locked", "hf://demo/demo", serving={"apiKeySecretRef": {"name": "keys", "key": "api"}}))
-        # Nothing of it runs, so that nothing is waited for: what is resolved is known for the edit that follows.
+        # Zero replicas, so that only the resolution is waited for, which the next edit needs.
         story.apply(_model("pulls", "hf://demo/demo", replicas=0))
         story.apply(_model("taken", "hf://demo/demo", replicas=0))
         story.apply(_model("never", "hf://demo/demo", engine=image))
@@ -296,7 +295,7 @@ def test_user_errors_are_reported_and_clear_when_corrected(installation: Install
         story.until("no child left", lambda: not story.items(CHILD_KINDS, OURS))
     asked = [e for e in story.rig.audit_events()[installation.audit_begins :] if e.user == OPERATOR_USER]
     assert asked
-    assert [e for e in asked if e.code == 403] == [], "the operator asked for what it may not"
+    assert [e for e in asked if e.code == 403] == [], "the API server refused a request of the operator"
 
 
 def _model(name: str, uri: str, **spec: Any) -> dict[str, Any]:
@@ -315,7 +314,7 @@ def _model(name: str, uri: str, **spec: Any) -> dict[str, Any]:
 
 
 def _hub(namespace: str, image: str) -> list[dict[str, Any]]:
-    """tests/helpers/hub.py as a pod, with the demo model of the runtime image on its shelf."""
+    """tests/helpers/hub.py as a pod, serving the demo model of the runtime image."""
     program = (ROOT / "tests" / "helpers" / "hub.py").read_text()
     shelve = "mkdir -p /tmp/hub/demo/demo /tmp/hub/demo/gated"
     shelve += " && ln -s /models/demo /tmp/hub/demo/demo/main && ln -s /models/demo /tmp/hub/demo/gated/main"
@@ -335,7 +334,7 @@ def _hub(namespace: str, image: str) -> list[dict[str, Any]]:
         "containers": [container],
         "volumes": [{"name": "program", "configMap": {"name": "hub"}}],
     }
-    # The hub sends those who want weights to its store, on the next port of the same name.
+    # The hub redirects downloads of weights to its store, on the next port of the same host.
     ports = [{"name": "hub", "port": 8080}, {"name": "store", "port": 8081}]
     return [
         {"apiVersion": "v1", "kind": "ConfigMap", "metadata": {"name": "hub", **metadata}, "data": {"hub.py": program}},
@@ -361,7 +360,7 @@ def _get(story: Story, *arguments: str) -> dict[str, Any]:
 
 
 def _until_reason(story: Story, model: str, reason: str) -> dict[str, Any]:
-    """Waits until `Ready` has the reason, and returns the condition."""
+    """Waits until `Ready` has the reason and returns the condition."""
 
     def has_it() -> dict[str, Any] | None:
         ready = story.condition(model, "Ready")
@@ -381,14 +380,14 @@ def _ask(installation: Installation, story: Story) -> str:
 
 
 def _begin_stream(installation: Installation, story: Story, name: str) -> None:
-    """Starts a client of its name in the cluster, and returns when it has the beginning of a long answer."""
+    """Starts the client `name` in the cluster and returns when it has the start of a long answer."""
     story.start_client(installation.runtime_image, name, LONG_ANSWER, str(NUM_TOKENS), _url(story))
     story.kubectl("wait", "--for=jsonpath={.status.containerStatuses[0].started}=true", f"pod/{name}", WAITING)
     story.until("the stream's beginning", lambda: "streaming" in story.kubectl("logs", name))
 
 
-def _everything_told(story: Story) -> str:
-    """All that the operator wrote, in its log and in objects, and what its pods logged; Secrets left out."""
+def _everything_written(story: Story) -> str:
+    """Everything that the operator wrote to its log and objects, and the logs of its pods, without Secrets."""
     kinds = f"nm,events,{CHILD_KINDS}"
     told = [story.kubectl("get", kinds, "-o", "yaml"), story.kubectl("get", "nm,pods", "-o", "wide")]
     where = ("-n", OPERATOR_NAMESPACE)

@@ -1,6 +1,6 @@
-"""The Grafana board and the alerts of the chart, every query evaluated by Prometheus' engine over real `/metrics`.
+"""The Grafana board and the alerts of the chart: Prometheus' engine evaluates every query over real `/metrics`.
 
-What is scraped is a server under the scripted load, a model that fares badly, a vLLM of somebody else, and an operator.
+Scraped are a server under the scripted load, an overloaded model, a foreign vLLM server, and an operator.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ VARIABLES = {variable["name"]: variable for variable in BOARD["templating"]["lis
 QUERIES = {f"{panel['title']} / {t['refId']}": t["expr"] for panel in PANELS for t in panel["targets"]}
 
 PERIOD_SECONDS = 15.0
-"""Between two scrapes, as Prometheus would do it; how long the load took in truth does not matter."""
+"""Seconds between scrapes in Prometheus time; the real duration of the load does not matter."""
 
 
 def substituted(expression: str, num_scrapes: int) -> str:
-    """As Grafana sends it: all namespaces and pods, the model of the load, a range that holds everything."""
+    """Values as Grafana sends them: all namespaces and pods, the model of the load, a range that covers everything."""
     values = {
         "__rate_interval": f"{PERIOD_SECONDS * num_scrapes:.0f}s",
         "namespace": ".*",
@@ -154,7 +154,7 @@ def operator_text(passes: int, failed: int, leader: int, reason: str) -> str:
 
 
 def bad_model(num_stalls: int) -> str:
-    """A model whose tokens come late and whose cache is too small."""
+    """A model with slow tokens and a cache that is too small."""
     metrics = Metrics("bad")
     metrics.engine_started(1)
     metrics.engine_ready(BackendLimits(2, 256, 256, num_blocks=64), 1.0, 1.0)
@@ -165,7 +165,7 @@ def bad_model(num_stalls: int) -> str:
 
 
 def somebody_elses(num_waiting: int) -> str:
-    """A vLLM that fares as badly: it has the metrics that we took over, and none of ours."""
+    """An overloaded vLLM: it has the metrics that we adopted, and none of ours."""
     lines = [line for line in bad_model(num_waiting).splitlines(keepends=True) if "neuron_serving_" not in line]
     text = "".join(lines).replace('"bad"', '"theirs"')
     idle = 'vllm:num_requests_waiting{model_name="theirs"} 0.0'
@@ -180,7 +180,7 @@ def load(tmp_path_factory: pytest.TempPathFactory) -> ScriptedLoad:
 
 @pytest.fixture(scope="module")
 def scraped(load: ScriptedLoad) -> list[Scraped]:
-    """Every scrape of the load, and at last one at which the operator fares badly."""
+    """Every scrape of the load, and a last one with a failing operator."""
     made = []
     for number, scrape in enumerate([*load.scrapes, load.scrapes[-1]]):
         at, last = number * PERIOD_SECONDS, number == len(load.scrapes)
@@ -298,7 +298,7 @@ def test_the_variables_of_the_board_find_values(scraped: list[Scraped]) -> None:
 
 @pytest.mark.slow
 def test_metric_names_pass_the_prometheus_linter(answer: Answer) -> None:
-    """What it says of `vllm:` names is vLLM's choice: boards and autoscalers know them."""
+    """Findings about `vllm:` names are ignored: vLLM chose them, and boards and autoscalers use them."""
     ours = [problem for problem in answer.lint_problems if not problem.startswith("vllm:")]
     assert ours == []
     kinds = {problem.partition(": ")[2] for problem in answer.lint_problems}
@@ -331,7 +331,7 @@ def test_the_alerting_rules_are_valid(answer: Answer) -> None:
 
 
 def fired(results: Iterator[Result], times: list[float]) -> dict[str, set[float]]:
-    """When each alert had something to tell. None tells of a model of somebody else."""
+    """Times at which each alert fired. None fires for a foreign model."""
     found: dict[str, set[float]] = {name: set() for name in RULES}
     for at in times:
         for name in RULES:
@@ -365,4 +365,4 @@ def test_an_alert_fires_only_under_its_condition(load: ScriptedLoad, scraped: li
         assert found[name], name
     for name in ("NeuronOperatorAbsent", "NeuronOperatorFails", "NeuronModelNotReady"):
         assert found[name] == {times[-1]}, name
-    assert not any(times[0] in moments for moments in found.values()), "nothing fires where nothing happens"
+    assert not any(times[0] in moments for moments in found.values()), "an alert fires without a cause"

@@ -1,5 +1,5 @@
-"""A proxy in front of an API server that does what networks and busy servers do: answers for the server, and goes
-silent on connections that are open. It speaks plain HTTP, so that it sees what is asked, in the test's own loop."""
+"""A proxy in front of an API server that simulates faults: it answers in place of the server, and goes silent on open
+connections. It speaks plain HTTP in the test's event loop, so that it sees the requests."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Answer = Callable[[web.Request], web.Response | None]
 
 
 class ApiProxy:
-    """Made by `proxying`. Both switches may be set at any time."""
+    """Created by `proxying`. Both switches can be set at any time."""
 
     def __init__(self) -> None:
         self.url = ""
@@ -26,7 +26,7 @@ class ApiProxy:
         self._silence = asyncio.Event()
 
     def silence(self) -> None:
-        """Connections that stream now bring nothing any more, and stay open; new ones work."""
+        """Open streams go silent without closing; new connections work."""
         self._silence.set()
         self._silence = asyncio.Event()
 

@@ -1,7 +1,7 @@
 """A real etcd and kube-apiserver as plain processes on loopback: RBAC, TLS and an audit log, but no nodes and no
-controllers. Used by tests of the operator's rim; what needs kubelets or controllers uses the cluster instead.
+controllers. Used by tests of the operator's I/O; tests that need kubelets or controllers use the cluster instead.
 
-Users come from a token file: `admin` (system:masters) and ServiceAccounts, who have the rights that a test grants them.
+Users come from a token file: `admin` (system:masters) and ServiceAccounts with the rights that a test grants.
 """
 
 from __future__ import annotations
@@ -29,23 +29,23 @@ from helpers.ports import free_ports
 from neuron_operator.client import as_yaml
 
 GROUPS = ("system:serviceaccounts", "system:authenticated")
-"""Of every user but `admin`."""
+"""Token of every user except `admin`."""
 NOT_YET_SERVED = (404, 429)
-"""What the server says of a resource that is new: it does not know it, then it prepares to keep it."""
+"""Responses for a new resource: unknown at first, then its storage is initializing."""
 
 
 def service_account(namespace: str, name: str) -> str:
-    """The user name that RBAC knows a ServiceAccount by."""
+    """The user name of a ServiceAccount for RBAC."""
     return f"system:serviceaccount:{namespace}:{name}"
 
 
 @dataclass
 class ApiServer:
-    """Where the server is, who may come in, and what it has been asked (`requests`)."""
+    """A running server: its address, its users and the requests that it received."""
 
     folder: Path
     port: int
-    """The first of three: the server's own, and two of its store."""
+    """The first of three ports: the server's, and two of its store."""
     tokens: dict[str, str]
     processes: list[subprocess.Popen[bytes]] = field(default_factory=list)
 
@@ -58,14 +58,14 @@ class ApiServer:
         return self.folder / "certs" / "apiserver.crt"
 
     def kubeconfig(self, user: str, server: str | None = None) -> Path:
-        """A kubeconfig for a user of `tokens`; `server` where requests go through a proxy."""
+        """A kubeconfig for a user of `tokens`; `server` is the address of a proxy, if any."""
         path = self.folder / f"{user.replace(':', '_')}-{abs(hash(server))}.kubeconfig"
         credentials = {"token": self.tokens[user]}
         kubeconfigs.write(path, server or self.url, credentials, **{"certificate-authority": str(self.ca_file)})
         return path
 
     def call(self, method: str, path: str, body: Any = None, content_type: str = "application/json") -> Any:
-        """One request as admin. Raises HTTPError with the server's words."""
+        """Sends one request as admin. Raises HTTPError with the server's message."""
         text = as_yaml(body) if "yaml" in content_type else json.dumps(body)
         request = urllib.request.Request(
             self.url + path,
@@ -88,10 +88,10 @@ class ApiServer:
     def requests(self, user: str = "") -> list[dict[str, Any]]:
         """Audit events of finished requests, of one user or of all but the server itself, oldest first.
 
-        An answer may reach who asked before it is here.
+        A client may get its response before the event is logged.
         """
         lines = (self.folder / "audit.log").read_text().splitlines(keepends=True)
-        events = [json.loads(line) for line in lines if line.endswith("\n")]  # the last may be being written
+        events = [json.loads(line) for line in lines if line.endswith("\n")]  # the last line may be incomplete
         return [
             event
             for event in events
@@ -99,7 +99,7 @@ class ApiServer:
         ]
 
     def may(self, user: str, verb: str, resource: str, group: str = "") -> bool:
-        """Whether the server lets a user do that in any namespace: it learns of a changed role a moment after it."""
+        """Whether the server allows it in any namespace; a changed role takes effect after a delay."""
         asked = {"verb": verb, "group": group, "resource": resource}
         review = {"spec": {"user": user, "groups": list(GROUPS), "resourceAttributes": asked}}
         answer = self.call("POST", "/apis/authorization.k8s.io/v1/subjectaccessreviews", review)
@@ -117,7 +117,7 @@ class ApiServer:
 
 @contextlib.contextmanager
 def running(folder: Path, users: tuple[str, ...] = ()) -> Iterator[ApiServer]:
-    """A fresh server with its data in `folder`. Raises NotPossibleHere where its programs cannot be had."""
+    """A fresh server with its data in `folder`. Raises NotPossibleHere if its programs cannot be built."""
     programs = binaries.ensure("etcd", "hyper")
     with free_ports(3) as port:
         server = ApiServer(folder, port, {user: secrets.token_hex(16) for user in ("admin", *users)})
@@ -137,7 +137,7 @@ def _start(server: ApiServer, etcd: Path, kube_apiserver: Path) -> None:
     accounts = f'"{",".join(GROUPS)}"'
     tokens = "".join(f"{token},{user},{user},{groups.get(user, accounts)}\n" for user, token in server.tokens.items())
     (folder / "tokens.csv").write_text(tokens)
-    # Only what was asked and answered, once each; a watch is seen when it starts.
+    # Each finished request once; a watch is logged when it starts.
     rules = [{"level": "Metadata", "omitStages": ["RequestReceived"]}]
     policy = {"apiVersion": "audit.k8s.io/v1", "kind": "Policy", "rules": rules}
     (folder / "audit.yaml").write_text(yaml.safe_dump(policy))
@@ -171,7 +171,7 @@ def _start(server: ApiServer, etcd: Path, kube_apiserver: Path) -> None:
         "--service-account-issuer=https://kubernetes.default.svc",
         f"--service-account-key-file={key}",
         f"--service-account-signing-key-file={key}",
-        "--disable-admission-plugins=ServiceAccount",  # nothing here makes the account `default`
+        "--disable-admission-plugins=ServiceAccount",  # no controller creates the account `default`
         f"--audit-policy-file={folder / 'audit.yaml'}",
         f"--audit-log-path={folder / 'audit.log'}",
     )

@@ -1,6 +1,6 @@
 """A complete chat model of some hundred kilobytes: random weights, a byte-level tokenizer, a chat template, end tokens.
 
-Its answers are noise, and always the same noise: what a server must do with tokens can be checked without sense.
+Its answers are meaningless but deterministic, which is enough to test the handling of tokens.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ CORPUS = [
 
 
 def byte_level_tokenizer(vocabulary_size: int = 320) -> Tokenizer:
-    """Byte-level BPE with a BOS put in front of every text, as Llama-3 style models have it."""
+    """Byte-level BPE with a BOS before every text, as in Llama-3 style models."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -51,7 +51,7 @@ def byte_level_tokenizer(vocabulary_size: int = 320) -> Tokenizer:
 
 
 def metaspace_tokenizer(vocabulary_size: int = 400) -> Tokenizer:
-    """What a SentencePiece model with byte fallback becomes: a space is part of the word, the first one is dropped."""
+    """A converted SentencePiece model with byte fallback: a space is part of the word, the first one is dropped."""
     tokenizer = Tokenizer(models.BPE(byte_fallback=True, unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first")
     tokenizer.decoder = decoders.Sequence(
@@ -61,7 +61,7 @@ def metaspace_tokenizer(vocabulary_size: int = 400) -> Tokenizer:
     trainer = trainers.BpeTrainer(vocab_size=vocabulary_size, special_tokens=specials[:3], show_progress=False)
     tokenizer.train_from_iterator([text for text in CORPUS if text.isascii()] * 4, trainer)
     tokenizer.add_tokens([])
-    # The trainer knows no byte tokens: put them into the vocabulary as a converted model has them.
+    # The trainer has no byte tokens: add them to the vocabulary as in a converted model.
     state = json.loads(tokenizer.to_str())
     vocabulary = state["model"]["vocab"]
     for token in specials[3:]:
@@ -70,7 +70,7 @@ def metaspace_tokenizer(vocabulary_size: int = 400) -> Tokenizer:
 
 
 def write_chat_model(folder: Path, *, max_length: int = 512, **changes: Any) -> Path:
-    """Write everything that serving needs; returns the folder."""
+    """Writes all files that serving needs; returns the folder."""
     tokenizer = byte_level_tokenizer()
     write_tiny_model(
         folder,

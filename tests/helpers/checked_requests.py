@@ -1,4 +1,4 @@
-"""What the engine trusts admission for, as assertions: a request that passes runs to its end on an empty engine."""
+"""Asserts the properties that admission guarantees to the engine: a checked request completes on an empty engine."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""An API server in memory for tests in virtual time: versions, UIDs, conflicts, watches with a bounded memory. It
-refuses what the real one refuses (tests/cluster holds the same code against that one); only objects are stored, nothing
-is defaulted or merged."""
+"""An in-memory API server for tests in virtual time: resource versions, UIDs, conflicts, watches with bounded history.
+It refuses what the real one refuses (tests/cluster runs the same code against the real one). It neither sets defaults
+nor merges."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from neuron_operator.world import Object
 
 
 class FakeCluster:
-    """`is_down` makes every request fail and ends watches; `remembered` is how many events a watch may go back."""
+    """`is_down` makes every request fail and ends watches; a watch can replay `remembered` events."""
 
     def __init__(self, remembered: int = 1000) -> None:
         self.remembered = remembered
@@ -74,10 +74,10 @@ class FakeCluster:
         return await self._store(resource, obj, "MODIFIED", {"uid": live["metadata"]["uid"]})
 
     async def apply(self, resource: Resource, desired: Object, live: Object) -> Object:
-        raise NotImplementedError("merging is the real server's: use tests/helpers/operators.py")
+        raise NotImplementedError("merging needs the real server: use tests/helpers/operators.py")
 
     async def apply_status(self, resource: Resource, live: Object, status: Object) -> Object:
-        raise NotImplementedError("merging is the real server's: use tests/helpers/operators.py")
+        raise NotImplementedError("merging needs the real server: use tests/helpers/operators.py")
 
     async def delete(self, resource: Resource, live: Object) -> None:
         await self._call("delete")
@@ -89,7 +89,7 @@ class FakeCluster:
         await self._publish(resource, "DELETED", found, {})
 
     async def cut(self, is_down: bool) -> None:
-        """The network goes, or comes back."""
+        """Turns the network off or on."""
         self.is_down = is_down
         async with self._changed:
             self._changed.notify_all()

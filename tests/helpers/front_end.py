@@ -1,7 +1,7 @@
 """A front end and an engine over the strict backend in one process: real HTTP, a real border, no torch, no waiting.
 
-The engine runs on a thread of its own. With `paced=True` it makes a step only when the test permits one, so a test
-decides what is in flight at any moment.
+The engine runs on its own thread. With `paced=True` it makes a step only when the test permits one, so a test
+controls what is in flight.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ LIMITS = BackendLimits(
 
 
 class PacedBackend(StrictBackend):
-    """Ends a step only when it is permitted to."""
+    """Completes a step only when permitted."""
 
     def __init__(self, limits: BackendLimits, vocabulary_size: int, paced: bool) -> None:
         super().__init__(limits, vocabulary_size=vocabulary_size)
@@ -71,7 +71,7 @@ class PacedBackend(StrictBackend):
 
 
 class EngineThread:
-    """What the engine process does, on a thread."""
+    """The work of the engine process, on a thread."""
 
     def __init__(
         self, run_dir: Path, incarnation: int, model_dir: Path, backend: PacedBackend, max_queued: int
@@ -119,7 +119,7 @@ class EngineThread:
 
 @dataclass
 class Serving:
-    """A running server and the handles to what a test moves."""
+    """A running server and handles for the test."""
 
     http: httpx.AsyncClient
     front_end: FrontEnd
@@ -135,16 +135,16 @@ class Serving:
         return self.engine.backend
 
     def tell(self, message: Control) -> None:
-        """What the supervisor would say."""
+        """The state that the supervisor would report."""
         os.write(self.orders, encode_line(message))
 
     def permit(self, num_steps: int = 1) -> None:
-        # Whoever looks again before the engine's thread has run finds it waiting no more.
+        # A second look before the engine's thread has run must not find it waiting.
         self.backend.waiting = False
         self.backend.permits.release(num_steps)
 
     async def replace_engine(self, message: str) -> None:
-        """The engine ended; another takes its place."""
+        """Replaces the engine by a new one."""
         self.tell(EngineEnded(message))
         await asyncio.to_thread(self.engine.stop)
         self.incarnations.append(self.incarnations[-1] + 1)
@@ -152,7 +152,7 @@ class Serving:
         self.tell(EngineStarted(self.incarnations[-1]))
 
     async def metric(self, name: str, **labels: str) -> float:
-        """A series' value, summed over those whose labels match."""
+        """The sum of the series whose labels match."""
         text = (await self.http.get("/metrics")).text
         wanted = [f'{key}="{value}"' for key, value in labels.items()]
         values = [
@@ -164,9 +164,9 @@ class Serving:
         return sum(values)
 
     async def until(self, holds: Callable[[], Any]) -> None:
-        """Waits for something that is on its way, a step at a time where steps need a permit.
+        """Waits for a condition, one step at a time where steps need a permit.
 
-        What never comes ends at the test's own time limit.
+        The time limit of the test ends the wait.
         """
         while True:
             value = holds()
@@ -177,7 +177,7 @@ class Serving:
             await asyncio.sleep(0.01)
 
     async def answer_token_by_token(self, asked: asyncio.Task[Any]) -> None:
-        """Until it is done, for one request alone: its next token is computed when the front end has the one before."""
+        """Permits steps until a single request is done, each after the front end has got the previous token."""
         before = await self.metric("vllm:generation_tokens_total")
         for number in itertools.count(1):
             self.permit()
@@ -193,12 +193,12 @@ class Serving:
         await self.until(holds)
 
     async def answer(self, asked: asyncio.Task[httpx.Response]) -> httpx.Response:
-        """Of a request that needs steps to be answered."""
+        """The result of a request that needs steps."""
         await self.until(asked.done)
         return asked.result()
 
     def unpace(self) -> None:
-        """From now on the engine runs freely."""
+        """Lets the engine run freely from now on."""
         self.backend.paced = False
         self.permit()
 
@@ -217,7 +217,7 @@ async def serving(
     api_key_file: Path | None = None,
     stall_seconds: int = 60,
 ) -> AsyncIterator[Serving]:
-    """A server on a free port, ready unless told otherwise; everything is gone afterwards."""
+    """A server on a free port, ready by default; everything is closed afterwards."""
     config = RuntimeConfig(
         version=CONFIG_VERSION,
         model=ModelSource(uri=model_dir.as_uri()),
@@ -237,7 +237,7 @@ async def serving(
         front_end = FrontEnd(config, run_dir, url_of(listener), 0.0, api_key_file)
         read_fd, write_fd = os.pipe()
         finished = asyncio.create_task(front_end.run(listener, os.fdopen(read_fd)))
-        # Nothing here is encrypted; loading certificates would be a tenth of a test.
+        # Nothing here is encrypted; loading certificates would take a tenth of a test.
         async with httpx.AsyncClient(base_url=url_of(listener), timeout=60, verify=False) as http:
             served = Serving(http, front_end, start_engine(1), run_dir, finished, write_fd, start_engine)
             served.tell(EngineStarted(1))

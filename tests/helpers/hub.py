@@ -1,14 +1,14 @@
-"""A Hugging Face hub for one machine: what huggingface_hub asks a hub for, answered from folders as the real one does.
+"""A local Hugging Face hub: serves the requests of huggingface_hub from folders as the real hub does.
 
-Used by tests in this process (`serving`) and started as a program beside or inside a test cluster:
+Used by tests in this process (`serving`) and as a program outside or inside a test cluster:
 
     python hub.py --root DIR --port 8080 [--host 0.0.0.0] [--private org/name=TOKEN] [--gated org/name=TOKEN]
 
 `DIR/org/name/REVISION/` holds the files of one revision, `main` being the default. It needs the standard library only.
 Like the real hub it pins commits (a hash over names and contents), redirects weights to a store at another address
-(same host, port + 1) which refuses a request that still carries the hub's token, answers ranges, tells anonymous
-callers 401 for what is private and for what does not exist, and sends X-Error-Code. It refuses every path and method
-that it does not know (501), so that a caller's surprise is seen.
+(same host, port + 1) which refuses a request with the hub's token, supports ranges, returns 401 to anonymous callers
+for private and missing repositories, and sends X-Error-Code. It refuses every unknown path and method (501), so that
+unexpected requests are noticed.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ CHUNK_BYTES = 1 << 20
 
 
 class Refused(Exception):
-    """An answer other than 200."""
+    """A response other than 200."""
 
     def __init__(self, status: int, code: str = "", message: str = "") -> None:
         super().__init__(message or code)
@@ -43,7 +43,7 @@ class Refused(Exception):
 
 @dataclass(frozen=True)
 class Asked:
-    """One request that was answered, for tests to count."""
+    """One answered request, for tests to count."""
 
     method: str
     path: str
@@ -57,7 +57,7 @@ class StoredFile:
     name: str
     size: int
     oid: str
-    """The name git gives the contents."""
+    """The git blob id of the contents."""
     sha256: str
 
     @property
@@ -77,11 +77,11 @@ def _stored(path: Path, name: str, size: int, changed_ns: int) -> StoredFile:
 
 @dataclass
 class Shelf:
-    """The repositories below a folder, who may read them, and the failures that a test ordered."""
+    """The repositories below a folder, their access rights, and the failures requested by a test."""
 
     root: Path
     private: Mapping[str, str] = field(default_factory=dict)
-    """Repository to the token that may see it."""
+    """Repository to the token with access."""
     gated: Mapping[str, str] = field(default_factory=dict)
     """Repository to the token whose owner accepted its terms."""
     asked: list[Asked] = field(default_factory=list)
@@ -89,7 +89,7 @@ class Shelf:
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def fail_next(self, *statuses: int) -> None:
-        """The next requests are answered with these, in order. 0 closes the connection without an answer."""
+        """Status codes of the next responses, in order. 0 closes the connection without a response."""
         with self._lock:
             self._failures.extend(statuses)
 
@@ -153,7 +153,7 @@ LARGE = re.compile(rf"/large/{REPOSITORY}/(?P<commit>\w+)/(?P<name>.+)")
 
 
 class Handler(BaseHTTPRequestHandler):
-    """What hub and store share: failures on order, ranges, notes of what was asked."""
+    """Shared by hub and store: requested failures, ranges, the log of requests."""
 
     protocol_version = "HTTP/1.1"
     shelf: Shelf
@@ -165,7 +165,7 @@ class Handler(BaseHTTPRequestHandler):
         self._answer()
 
     def log_message(self, *args: Any) -> None:
-        """Requests are noted in the shelf; a test's output is not theirs."""
+        """Requests are recorded in the shelf, not printed."""
 
     def _answer(self) -> None:
         try:
@@ -223,7 +223,7 @@ class Handler(BaseHTTPRequestHandler):
 
 
 class HubHandler(Handler):
-    """Metadata, small files, and who may see what."""
+    """Metadata, small files and access control."""
 
     store_port: int
 
@@ -297,7 +297,7 @@ class HubHandler(Handler):
 
 
 class StoreHandler(Handler):
-    """Where the weights lie. The address is the permission, as with signed addresses."""
+    """The store of the weights. The address is the permission, as with signed URLs."""
 
     def _route(self) -> None:
         match = LARGE.fullmatch(urlsplit(self.path).path)
@@ -317,7 +317,7 @@ def _large_entry(file: StoredFile) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def _both(shelf: Shelf, host: str, port: int) -> Iterator[tuple[ThreadingHTTPServer, ThreadingHTTPServer]]:
-    """Bind hub and store; port 0 takes free ones."""
+    """Binds hub and store; port 0 takes free ports."""
     store = ThreadingHTTPServer((host, port and port + 1), type("BoundStore", (StoreHandler,), {"shelf": shelf}))
     bound = {"shelf": shelf, "store_port": store.server_address[1]}
     with store, ThreadingHTTPServer((host, port), type("BoundHub", (HubHandler,), bound)) as hub:
@@ -338,7 +338,7 @@ def _in_thread(server: ThreadingHTTPServer) -> Iterator[None]:
 
 @contextlib.contextmanager
 def serving(shelf: Shelf) -> Iterator[str]:
-    """Serve in threads of this process; yields the address for HF_ENDPOINT."""
+    """Serves in threads of this process; yields the address for HF_ENDPOINT."""
     with _both(shelf, "127.0.0.1", 0) as (hub, store), _in_thread(store), _in_thread(hub):
         yield f"http://127.0.0.1:{hub.server_address[1]}"
 

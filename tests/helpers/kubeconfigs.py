@@ -1,4 +1,4 @@
-"""Kubeconfig files for tests that connect the operator's client to a server of theirs."""
+"""Kubeconfig files for tests that connect the operator's client to their own server."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 
 def write(path: Path, server: str, user: dict[str, Any] | None = None, **cluster: str) -> str:
-    """Write a kubeconfig for `server` to `path`, which is returned; `user` holds the credentials."""
+    """Writes a kubeconfig for `server` with the credentials `user` to `path` and returns `path`."""
     document = {
         "apiVersion": "v1",
         "kind": "Config",

@@ -1,4 +1,4 @@
-"""The manifests of `cases/refused.yaml`, for the parser's tests and for the API server's."""
+"""The manifests of `cases/refused.yaml`, for tests of the parser and of the API server."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ REFUSED: dict[str, Any] = yaml.safe_load((CASES / "refused.yaml").read_text())
 
 
 def spec_with(changes: Mapping[str, Any]) -> dict[str, Any]:
-    """The accepted base with `changes` laid over it; null removes a key."""
+    """The accepted base merged with `changes`; null removes a key."""
     return _laid_over(copy.deepcopy(REFUSED["base"]), changes)
 
 

@@ -1,6 +1,6 @@
-"""A torch backend whose decoder is a table: logits depend on a token and its position alone, exactly, in any batch.
+"""A torch backend whose decoder is a table: logits depend only on a token and its position, exactly, in any batch.
 
-So what the backend chooses can be compared bit for bit between batches of any shape, and distributions are known.
+So sampled tokens can be compared bit for bit between batches of any shape, and distributions are known.
 """
 
 from __future__ import annotations
@@ -15,17 +15,17 @@ from neuron_runtime.core import BackendLimits
 
 
 class MarkovDecoder:
-    """Stands in for `decoder.Decoder`.
+    """Replaces `decoder.Decoder`.
 
-    table: float32 `[period, vocabulary, vocabulary]`, logits behind a token at a position modulo the period.
+    table: float32 `[period, vocabulary, vocabulary]`, logits after a token at a position modulo the period.
     """
 
     def __init__(self, table: torch.Tensor) -> None:
         self.table = table
         self.most_logits = 0
-        """Rows of logits that were asked for at once."""
+        """Rows of logits per call."""
         self.num_logits = 0
-        """Rows of logits that were asked for in all."""
+        """Rows of logits in total."""
 
     def forward(self, token_ids: torch.Tensor, plan: StepPlan) -> torch.Tensor:
         return torch.stack((plan.positions % len(self.table), token_ids), dim=1)

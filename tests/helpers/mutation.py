@@ -1,8 +1,8 @@
-"""Changes one decision of a function, named by what the decision is about, and puts the function back afterwards.
+"""Changes one decision of a function, identified by a name in it, and restores the function afterwards.
 
-A mutant says where (`module:Class.method`) and what: an operator below with the name that the place mentions (an
-attribute, a parameter or a function that is called). Formatting and the rest of the function do not matter; a name that
-no place mentions, or several do, is an error, so a mutant cannot silently become none.
+A mutant has a place (`module:Class.method`) and an operator below with the name that the code mentions (an attribute,
+a parameter or a called function). Formatting and the rest of the function do not matter. A name that occurs nowhere or
+in several places is an error, so a mutant cannot silently become a no-op.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ Operator = Callable[[ast.AST], None]
 
 
 def mutate(monkeypatch: pytest.MonkeyPatch, where: str, operator: Operator) -> None:
-    """Replace the code of the function at `where` by its mutant, for all that use it, until the test ends."""
+    """Replaces the code of the function at `where` by its mutant until the test ends."""
     module_name, _, qualified = where.partition(":")
     module = importlib.import_module(module_name)
     function: Any = module
@@ -35,7 +35,7 @@ def mutate(monkeypatch: pytest.MonkeyPatch, where: str, operator: Operator) -> N
 
 
 def forced(name: str, value: bool, nth: int | None = None) -> Operator:
-    """The smallest condition that mentions the name is always so."""
+    """The smallest condition that mentions the name is always true."""
     return lambda tree: _change(tree, _conditions(tree), name, lambda node: ast.Constant(value), nth)
 
 
@@ -45,12 +45,12 @@ def without(name: str, nth: int | None = None) -> Operator:
 
 
 def valued(name: str, value: int) -> Operator:
-    """The attribute reads as this number."""
+    """The attribute has this number as its value."""
     return lambda tree: _change(tree, _nodes(tree, ast.Attribute), name, lambda node: ast.Constant(value))
 
 
 def left_out(name: str, nth: int | None = None) -> Operator:
-    """The smallest operand, bound of a slice or part of a string that mentions the name is not there."""
+    """Removes the smallest operand, slice bound or string part that mentions the name."""
 
     def change(tree: ast.AST) -> None:
         operand = _smallest([node for _, node in _operands(tree)], name, nth)
@@ -69,17 +69,17 @@ def left_out(name: str, nth: int | None = None) -> Operator:
 
 
 def unwrapped(name: str) -> Operator:
-    """Instead of the call its first argument."""
+    """Replaces the call by its first argument."""
     return _calls(name, lambda call: call.args[0])
 
 
 def appended(name: str) -> Operator:
-    """`name(items, item)` puts the item at the end instead of in its place."""
+    """`name(items, item)` appends the item instead of inserting it in order."""
     return _calls(name, lambda call: ast.Call(ast.Attribute(call.args[0], "append", ast.Load()), [call.args[1]], []))
 
 
 def concatenated(name: str) -> Operator:
-    """`name(first, second)` gives the first before the second instead of merging them."""
+    """`name(first, second)` concatenates instead of merging."""
     return _calls(name, lambda call: ast.List([ast.Starred(part, ast.Load()) for part in call.args], ast.Load()))
 
 
@@ -89,7 +89,7 @@ def called_instead(name: str, other: str) -> Operator:
 
 
 def flag_flipped(name: str) -> Operator:
-    """The call's only keyword, a constant, says the opposite."""
+    """Negates the call's only keyword argument, a constant."""
 
     def flip(call: ast.Call) -> ast.Call:
         (keyword,) = call.keywords
@@ -100,7 +100,7 @@ def flag_flipped(name: str) -> Operator:
 
 
 def not_removed(name: str = "pop") -> Operator:
-    """`items.pop(key)` leaves the item where it is."""
+    """`items.pop(key)` no longer removes the item."""
 
     def look_up(call: ast.Call) -> ast.Subscript:
         assert isinstance(call.func, ast.Attribute)
@@ -110,7 +110,7 @@ def not_removed(name: str = "pop") -> Operator:
 
 
 def unsliced(name: str) -> Operator:
-    """The statement that mentions the name uses the whole of what it takes a part of."""
+    """The statement that mentions the name uses the whole sequence instead of a slice."""
 
     def change(tree: ast.AST) -> None:
         statement = _smallest(_statements(tree), name)
@@ -121,7 +121,7 @@ def unsliced(name: str) -> Operator:
 
 
 def skipped_if_short(name: str) -> Operator:
-    """`left -= ... name(...) ...` in a loop: an amount larger than what is left is not taken, the next one is tried."""
+    """`left -= ... name(...) ...` in a loop: an amount larger than the rest is skipped."""
 
     def skip(node: ast.AST) -> ast.AST:
         assert isinstance(node, ast.AugAssign)
@@ -151,7 +151,7 @@ def _nodes(tree: ast.AST, kind: Any) -> list[ast.AST]:
 
 
 def _conditions(tree: ast.AST) -> list[ast.AST]:
-    """Tests and filters, and the operands of `and`, `or` and `not`."""
+    """Conditions and filters, and the operands of `and`, `or` and `not`."""
     found: list[ast.AST] = []
     for node in ast.walk(tree):
         match node:
@@ -193,7 +193,7 @@ def _change(
 
 
 def _smallest(places: list[ast.AST], name: str, nth: int | None = None) -> Any:
-    """The one place that mentions the name, or the n-th of them; of places inside one another the innermost."""
+    """The only place that mentions the name, or the n-th; the innermost of nested places."""
     found = [place for place in places if any(_name(node) == name for node in ast.walk(place))]
     found = [one for one in found if not any(node in found for node in ast.walk(one) if node is not one)]
     found.sort(key=lambda one: (one.lineno, one.col_offset))  # type: ignore[attr-defined]

@@ -1,4 +1,4 @@
-"""The rights that the chart gives the operator, read from its templates: a test installs exactly them without helm."""
+"""The rights that the chart grants the operator, read from its templates, to install exactly these without helm."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ CHART_RIGHTS = Path(__file__).parents[2] / "charts" / "neuron-serving" / "templa
 
 
 def _rules(kind: str) -> list[dict[str, Any]]:
-    """Rules of the chart's ClusterRole or Role, its templates filled in as for an operator of all namespaces."""
+    """Rules of the chart's ClusterRole or Role, rendered for an operator of all namespaces."""
     lines = [line for line in CHART_RIGHTS.read_text().splitlines() if not line.startswith("{{")]
     filled = re.sub(r"\{\{.*?\}\}", OPERATOR_ACCOUNT, "\n".join(lines))
     (rules,) = (found["rules"] for found in yaml.safe_load_all(filled) if found["kind"] == kind)
@@ -29,7 +29,7 @@ LEASE_RULES = _rules("Role")
 
 
 def grant(server: ApiServer, rules: list[dict[str, Any]] | None = None) -> None:
-    """Give the operator's account its ClusterRole (`rules`: another one) and its Role; made again where it exists."""
+    """Grants the operator's account its ClusterRole (or `rules`) and its Role, replacing existing ones."""
     subject = {"kind": "ServiceAccount", "name": OPERATOR_ACCOUNT, "namespace": OPERATOR_NAMESPACE}
     rbac = "rbac.authorization.k8s.io"
 

@@ -1,6 +1,6 @@
-"""Worlds for tests of the operator's pure middle: bodies, pods as a kubelet reports them, an API server in miniature.
+"""Inputs for tests of the operator's pure functions: bodies, pods as a kubelet reports them, a miniature API server.
 
-The pods have the shapes that a real API server shows in each state; `settle` plays passes until nothing changes.
+Pods have the shapes that a real API server returns in each state; `settle` runs passes until nothing changes.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ JSON_VALUES = st.recursive(
 
 
 def body(spec: Mapping[str, Any] | None = None, **metadata: Any) -> Object:
-    """A NeuronModel as read; `spec` replaces the default one."""
+    """A NeuronModel as read; `spec` replaces the default spec."""
     return {
         "apiVersion": "neuron-serving.dev/v1alpha1",
         "kind": "NeuronModel",
@@ -59,12 +59,12 @@ def body(spec: Mapping[str, Any] | None = None, **metadata: Any) -> Object:
 
 
 def fresh(**changes: Any) -> World:
-    """The world right after `kubectl apply`."""
+    """The state right after `kubectl apply`."""
     return World(body=body(**changes), children=(), pods=(), now=NOW)
 
 
 def settings(values: Mapping[str, Any]) -> Settings:
-    """Settings from a case file; what is left out is as in SETTINGS."""
+    """Settings from a case file; omitted ones are as in SETTINGS."""
     given = dict(values)
     jobs = JobSettings(**given.pop("jobs", {}))
     return replace(SETTINGS, jobs=jobs, **given)
@@ -121,7 +121,7 @@ def serving_pod(
     created: str = "2026-03-01T11:50:00Z",
     **status: Any,
 ) -> Object:
-    """A pod of the Deployment: running and loading unless said otherwise."""
+    """A pod of the Deployment, by default running and loading."""
     container = {
         "name": "runtime",
         "image": "registry.example/neuron-serving-runtime:1",
@@ -152,7 +152,7 @@ def serving_pod(
 
 
 def unscheduled_pod(deployment: Object, message: str, name: str = "chat-1") -> Object:
-    """A pod that the scheduler found no node for."""
+    """A pod without a suitable node."""
     pod = serving_pod(
         deployment,
         name,
@@ -172,12 +172,12 @@ def condition(status: Object | None, kind: str) -> Object:
 
 
 def stored(objects: Iterable[Object]) -> tuple[Object, ...]:
-    """As they come back from an API server: JSON, and nothing shared with what was sent."""
+    """The objects as an API server returns them: JSON, sharing nothing with the originals."""
     return tuple(json.loads(json.dumps(found)) for found in objects)
 
 
 def carried_out(world: World, decision: Decision) -> World:
-    """The world after a decision was carried out, by the rules of an API server that the operator leans on."""
+    """The state after a decision was carried out, under the API server's rules that the operator relies on."""
     live = {(child["kind"], child["metadata"]["name"]): child for child in world.children}
     for wanted in stored(decision.desired):
         desired = wanted
@@ -201,7 +201,7 @@ def carried_out(world: World, decision: Decision) -> World:
 
 
 def settle(world: World, using: Settings = SETTINGS, max_passes: int = 8) -> tuple[World, Decision]:
-    """Play passes until nothing changes; fails where the line does not come to rest."""
+    """Runs passes until nothing changes; fails if they do not converge."""
     for _ in range(max_passes):
         decision = decide(world, using)
         after = carried_out(world, decision)
@@ -212,7 +212,7 @@ def settle(world: World, using: Settings = SETTINGS, max_passes: int = 8) -> tup
 
 
 def resolved_world(using: Settings = SETTINGS, **changes: Any) -> tuple[World, Decision]:
-    """A world in which the model is resolved, pinned and rendered; no serving pod is there yet."""
+    """A state in which the model is resolved, pinned and rendered, without serving pods."""
     world, decision = settle(fresh(**changes), using)
     job = find(decision.desired, "Job")
     world, decision = settle(replace(world, pods=(resolved_pod(job),)), using)

@@ -1,5 +1,5 @@
-"""Operators against a real API server, in this process: to start, cut off and watch them, and to play the parts that a
-server without controllers lacks (the Job controller, kubelets)."""
+"""Runs operators in this process against a real API server, cuts them off and observes them, and plays the missing
+controllers (the Job controller, kubelets)."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ Found = TypeVar("Found")
 
 @contextlib.contextmanager
 def served(folder: Path) -> Iterator[ApiServer]:
-    """An API server with the CRD and the operator's rights; skips the test where its programs cannot be had."""
+    """An API server with the CRD and the operator's rights; skips the test if its programs cannot be built."""
     with contextlib.ExitStack() as stack:
         try:
             server = stack.enter_context(apiserver.running(folder, USERS))
@@ -85,7 +85,7 @@ def served(folder: Path) -> Iterator[ApiServer]:
 
 
 def serves_models(server: ApiServer) -> bool:
-    """Whether the server knows the resource: from a moment after the CRD is made until a moment after it is deleted."""
+    """Whether the server serves the resource: with a delay after creation and deletion of the CRD."""
     try:
         server.call("GET", NEURON_MODELS.path(None))
     except urllib.error.HTTPError as error:
@@ -96,12 +96,12 @@ def serves_models(server: ApiServer) -> bool:
 
 
 def may_write_services(server: ApiServer) -> bool:
-    """Whether the server has seen what `grant` gave the operator last, by one of its rights."""
+    """Whether the rights of the last `grant` are in force, checked by one of them."""
     return server.may(OPERATOR_USER, "create", "services")
 
 
 class Namespace:
-    """A fresh namespace, seen and edited by hand as admin."""
+    """A fresh namespace, read and edited as admin."""
 
     def __init__(self, server: ApiServer) -> None:
         self.server = server
@@ -121,7 +121,7 @@ class Namespace:
         return self.get(NEURON_MODELS, name)
 
     def condition(self, kind: str = "Ready", name: str = "chat") -> tuple[str, str]:
-        """Status and reason; empty words while it is not there."""
+        """Status and reason; empty strings while the condition is missing."""
         conditions = self.model(name).get("status", {}).get("conditions", ())
         return next(((c["status"], c["reason"]) for c in conditions if c["type"] == kind), ("", ""))
 
@@ -133,21 +133,21 @@ class Namespace:
         return items
 
     def patch(self, resource: Resource, name: str, patch: Any) -> Any:
-        """A hand edit."""
+        """A manual edit."""
         return self.server.call("PATCH", resource.path(self.name, name), patch, "application/merge-patch+json")
 
     def delete(self, resource: Resource, name: str) -> Any:
         return self.server.call("DELETE", resource.path(self.name, name), {"propagationPolicy": "Background"})
 
     def wake(self, name: str = "chat") -> None:
-        """An edit that means nothing to the model, but to the operator that something changed."""
+        """An edit without effect on the model, which triggers the operator."""
         self.patch(NEURON_MODELS, name, {"metadata": {"annotations": {"test/woken": uuid.uuid4().hex}}})
 
     def children(self) -> dict[str, list[str]]:
         return {resource.kind: [item["metadata"]["name"] for item in self.list(resource)] for resource in CHILDREN}
 
     def finish_resolve(self) -> bool:
-        """Play the kubelet: the resolve Job's pod ends with a record. False while there is no such Job."""
+        """Plays the kubelet: the pod of the resolve Job ends with a record. False while the Job is missing."""
         jobs = self.list(BY_KIND["Job"])
         for job in jobs:
             template, name = job["spec"]["template"], job["metadata"]["name"]
@@ -170,11 +170,11 @@ class Namespace:
         return bool(jobs)
 
     def finish_resolve_once(self) -> bool:
-        """`finish_resolve` where it was not done yet; True when it is done."""
+        """`finish_resolve` unless already done; True when done."""
         return bool(self.list(PODS)) or self.finish_resolve()
 
     async def settle(self, name: str = "chat") -> None:
-        """Until the model is resolved, rendered and waits for pods that nobody makes."""
+        """Waits until the model is resolved and rendered; no pods are created."""
         await eventually(self.finish_resolve)
         await eventually(lambda: self.condition("UpToDate", name)[0] == "True", about=lambda: self.model(name))
 
@@ -182,7 +182,7 @@ class Namespace:
 async def eventually(
     check: Callable[[], Found], seconds: float = WAIT_SECONDS, about: Callable[[], object] = lambda: ""
 ) -> Found:
-    """Poll until `check` gives something true. Fails with its last answer, and what `about` tells."""
+    """Polls until `check` returns a true value. Fails with its last value and the result of `about`."""
     deadline = time.monotonic() + seconds
     while True:
         found = check()
@@ -204,15 +204,15 @@ def run_settings(*flags: str, identity: str = "one", lease: LeaseTimings | None 
 async def client_of(
     server: ApiServer, user: str = OPERATOR_USER, via: str | None = None, **options: Any
 ) -> AsyncIterator[Client]:
-    """A client as `user`; `via` is the URL of a proxy in front of the server."""
+    """A client as `user`; `via` is the URL of a proxy."""
     async with connect(str(server.kubeconfig(user, via)), **options) as client:
         yield client
-    await asyncio.sleep(0.1)  # TLS connections say good-bye after the session is closed
+    await asyncio.sleep(0.1)  # TLS connections shut down after the session is closed
 
 
 @contextlib.asynccontextmanager
 async def operating(cluster: Cluster, settings: RunSettings, **options: Any) -> AsyncIterator[Operator]:
-    """A replica at work; ended in good order at the end."""
+    """A running replica, shut down cleanly at the end."""
     operator = Operator(cluster, settings, Metrics(), **options)
     task = asyncio.create_task(operator.run())
     try:

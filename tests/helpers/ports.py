@@ -1,4 +1,4 @@
-"""Ports of this machine for programs that take one by its number: nobody else is given one while it is kept here."""
+"""Reserves ports of this machine for programs that need a port number."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ MOST = 65_535
 
 @contextlib.contextmanager
 def free_ports(count: int = 1) -> Iterator[int]:
-    """The first of `count` ports in a row of 127.0.0.1.
+    """The first of `count` consecutive ports of 127.0.0.1.
 
-    Each is bound but not listened at: the kernel hands it to nobody who asks for any port or connects from one, while a
-    program that asks for it by number, with SO_REUSEADDR as servers do, gets it.
+    Each is bound without listening: the kernel does not assign it as an ephemeral port, while a program that binds it
+    by number, with SO_REUSEADDR as servers do, gets it.
     """
     while True:
         with contextlib.ExitStack() as kept:
@@ -27,7 +27,7 @@ def free_ports(count: int = 1) -> Iterator[int]:
 
 
 def _bound(kept: contextlib.ExitStack, port: int) -> int | None:
-    """The port, kept until the end; None where somebody has it."""
+    """The bound port; None if it is in use."""
     held = kept.enter_context(socket.socket())
     held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:

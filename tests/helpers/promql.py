@@ -1,6 +1,6 @@
-"""Prometheus without its server: scrapes in, queries evaluated by its own engine, names linted, rules checked.
+"""Prometheus without its server: evaluates queries over given scrapes, lints names and checks rules with its own code.
 
-The program is built like the cluster's, from `tests/cluster/build/promql`, once for each content of that folder.
+The program is built from `tests/cluster/build/promql` like those of the cluster.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from cluster.rig.binaries import ensure
 
 @dataclass(frozen=True)
 class Scraped:
-    """An exposition, when Prometheus got it, and the labels that it attached."""
+    """An exposition, the time of its scrape, and the attached labels."""
 
     text: str
     at: float
@@ -29,7 +29,7 @@ class Scraped:
 
 @dataclass(frozen=True)
 class Result:
-    """What a query gave. `metrics`: the names that it selects."""
+    """The result of a query. `metrics`: the names that it selects."""
 
     error: str
     metrics: tuple[str, ...]
@@ -37,7 +37,7 @@ class Result:
 
     @property
     def numbers(self) -> list[float]:
-        """Values that a panel can draw."""
+        """Values that a panel can show."""
         return [value for _, value in self.samples if not math.isnan(value)]
 
     def value(self, **labels: str) -> float:
@@ -53,7 +53,7 @@ class Answer:
 
 
 def evaluate(scrapes: Iterable[Scraped], queries: Sequence[tuple[str, float]], rules: str = "") -> Answer:
-    """Evaluate (expression, time) pairs over what was scraped. Raises NotPossibleHere where Go is missing."""
+    """Evaluates (expression, time) pairs over scrapes. Raises NotPossibleHere without Go."""
     program = ensure("promql")["promql"] / "promql"
     asked: dict[str, Any] = {
         "scrapes": [

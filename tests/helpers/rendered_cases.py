@@ -1,7 +1,7 @@
-"""Golden cases: a spec and what is known of the model, then the objects that stand in the cluster, or the refusal.
+"""Golden cases: a spec and the facts of the model, then the resulting objects in the cluster, or the refusal.
 
-`cases/rendered/cpu-demo.yaml` holds all objects; every other case holds what differs from it, as paths. Read by the
-tests of the renderer and by those that ask a real API server about the objects.
+`cases/rendered/cpu-demo.yaml` contains all objects, every other case its differences from it, as paths. Used by tests
+of the renderer and by tests that validate the objects with a real API server.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ ABSENT = "absent"
 
 
 def render(given: dict[str, Any]) -> dict[str, Any]:
-    """The objects that stand when the line comes to rest, and the refusal where there is one."""
+    """The objects after convergence, and the refusal, if any."""
     using = settings(given.get("settings", {}))
     world = World(body=body(given["spec"], **given.get("metadata", {})), children=(), pods=(), now=NOW)
     world, decision = settle(world, using)
@@ -42,7 +42,7 @@ def render(given: dict[str, Any]) -> dict[str, Any]:
 
 
 def differences(full: dict[str, Any], found: dict[str, Any]) -> dict[str, Any]:
-    """What `found` has otherwise than `full`: path to value, ABSENT for what only `full` has."""
+    """Differences of `found` from `full`: path to value, ABSENT for entries only in `full`."""
     before, after = dict(_leaves(_by_kind(full))), dict(_leaves(_by_kind(found)))
     kinds = {path.partition(".")[0] for path in before} - {path.partition(".")[0] for path in after}
     removed = {path: ABSENT for path in before.keys() - after.keys() if path.partition(".")[0] not in kinds}
@@ -51,8 +51,8 @@ def differences(full: dict[str, Any], found: dict[str, Any]) -> dict[str, Any]:
 
 
 def _by_kind(rendered: dict[str, Any]) -> dict[str, Any]:
-    """One key for each object: its kind, with a number where there are several of it. What a revision repeats of the
-    Deployment and the ConfigMap is left out of it."""
+    """One key per object: its kind, with a number if there are several. Parts of a revision that repeat the Deployment
+    and the ConfigMap are omitted."""
     named: dict[str, Any] = {key: value for key, value in rendered.items() if key != "objects"}
     for child in rendered["objects"]:
         kind, number = child["kind"], 1
@@ -68,7 +68,7 @@ def _by_kind(rendered: dict[str, Any]) -> dict[str, Any]:
 
 
 def _leaves(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
-    """Every scalar with its path; members of lists are called by their `name` where they have one."""
+    """Every scalar with its path; list members are identified by their `name` if present."""
     if path.endswith(".json"):
         value = json.loads(value)  # a document in a ConfigMap
     if isinstance(value, dict) and value:
@@ -83,7 +83,7 @@ def _leaves(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
 
 
 class Plain(yaml.SafeDumper):
-    """Without anchors: a reader sees every object whole."""
+    """A dumper without anchors, so that every object is shown completely."""
 
     def ignore_aliases(self, data: object) -> bool:
         return True

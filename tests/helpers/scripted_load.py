@@ -1,7 +1,7 @@
-"""A load whose numbers are known before it runs, against a real server: what its metrics must say is in `expected`.
+"""A load with known numbers against a real server: `expected` has the values that its metrics must show.
 
-Every phase waits for its own end, so counts do not depend on the speed of the machine. The server must be started with
-`FLAGS`; its model ends no answer by itself, as every request ignores end tokens.
+Every phase waits for its own end, so counts do not depend on the speed of the machine. The server must run with
+`FLAGS`. Every request ignores end tokens, so answers have their full length.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 BLOCK_SIZE, NUM_BLOCKS, ROWS, QUEUED, MODEL_LENGTH = 16, 1020, 2, 1, 16000
 LONG = 8000
-"""Tokens of an answer that nobody awaits: ten seconds on an idle machine, in which the client does what it has to."""
+"""Length of an answer that is cut off: ten seconds on an idle machine, enough for the client's actions meanwhile."""
 FLAGS = (
     *("--served-model-name", "chat", "--port", "0", "--layout", "blocks", "--dtype", "float32"),
     *("--block-size", str(BLOCK_SIZE), "--num-gpu-blocks-override", str(NUM_BLOCKS)),
@@ -50,7 +50,7 @@ def values_of(text: str) -> Values:
 
 @dataclass(frozen=True)
 class Scrape:
-    """What `/metrics` said at some moment of the load."""
+    """`/metrics` at some moment of the load."""
 
     text: str
     content_type: str
@@ -60,7 +60,7 @@ class Scrape:
         return values_of(self.text)
 
     def total(self, name: str, **labels: str) -> float:
-        """A series' value, summed over those whose labels match."""
+        """The sum of the series whose labels match."""
         found = [v for (n, have), v in self.values.items() if n == name and labels.items() <= dict(have).items()]
         assert found, f"no series {name} {labels}"
         return sum(found)
@@ -68,27 +68,27 @@ class Scrape:
 
 @dataclass
 class Expected:
-    """What the requests so far must have left behind. Token counts of those that were cut off are bounds."""
+    """Expected counts of the requests so far. Token counts of interrupted requests are bounds."""
 
     finished: Counter[str] = field(default_factory=Counter)
     refused: Counter[str] = field(default_factory=Counter)
     prompts: list[int] = field(default_factory=list)
-    """Prompt tokens of every request that ended."""
+    """Prompt tokens of all finished requests."""
     answers: list[int] = field(default_factory=list)
-    """Tokens of every answer that came whole."""
+    """Tokens of all complete answers."""
     cut_off: list[int] = field(default_factory=list)
-    """Most tokens that an answer could have had which was cut off behind its first one."""
+    """Maximum tokens of answers that were interrupted after their first token."""
     max_tokens: list[int] = field(default_factory=list)
     choices: list[int] = field(default_factory=list)
-    """Answers asked for, of every prompt of every body."""
+    """Requested answers, over all prompts of all bodies."""
     longest: list[int] = field(default_factory=list)
-    """Tokens of the longest answer to a prompt, where all came whole."""
+    """Tokens of the longest answer of each prompt whose answers are complete."""
     prefix_hits: int = 0
     preemptions: int = 0
     restarts: int = 0
 
     def ended(self, reason: str, num_prompt: int, num_tokens: int, max_tokens: int, choices: int = 1) -> None:
-        """A prompt that was answered whole, with `choices` answers of as many tokens."""
+        """Counts a prompt with `choices` complete answers of equal length."""
         self.finished[reason] += choices
         self.prompts += [num_prompt] * choices
         self.answers += [num_tokens] * choices
@@ -107,7 +107,7 @@ class Expected:
 class ScriptedLoad:
     """Runs the phases, one after the other.
 
-    killed_engine: ends the engine process by force; inside the context no other one can serve.
+    killed_engine: kills the engine process; inside the context no other engine can serve.
     until_ready: waits until the server can serve again.
     """
 
@@ -142,7 +142,7 @@ class ScriptedLoad:
         self.seconds = time.monotonic() - self.began
 
     async def idle(self) -> None:
-        """Nothing has happened yet."""
+        """Before the first request."""
 
     async def answers_of_all_kinds(self) -> None:
         for num_prompt, stream in ((7, False), (20, True), (33, False)):
@@ -165,7 +165,7 @@ class ScriptedLoad:
             self.expected.prefix_hits += cached
 
     async def a_full_queue(self) -> None:
-        """Two run, one waits, one is refused; then those that run leave."""
+        """Two requests run, one waits, one is refused; then the running ones disconnect."""
         async with contextlib.AsyncExitStack() as stack:
             streams = [await stack.enter_async_context(self._stream(10, LONG)) for _ in range(ROWS)]
             for lines in streams:
@@ -180,7 +180,7 @@ class ScriptedLoad:
         await waiting
 
     async def more_than_the_cache_holds(self) -> None:
-        """Two answers that fit alone, not together: the younger one begins again."""
+        """Two answers that fit alone but not together: the younger one is preempted."""
         num_prompt, max_tokens = 7800, 450
         length = num_prompt + max_tokens
         assert -(-length // BLOCK_SIZE) < NUM_BLOCKS < 2 * -(-length // BLOCK_SIZE)
@@ -216,7 +216,7 @@ class ScriptedLoad:
                     while True:
                         last = await anext(lines)
                 assert "error" in last
-                # Front ends are told one after the other.
+                # Front ends get the message one after the other.
                 await self._until("neuron_serving_group_members_present", 0)
         self.expected.was_cut_off("error", 14, LONG)
         self.expected.restarts += 1
@@ -260,14 +260,14 @@ class ScriptedLoad:
             yield (line async for line in answer.aiter_lines() if line)
 
     async def _until(self, name: str, value: float) -> None:
-        """What never comes ends at the test's own time limit."""
+        """The time limit of the test ends the wait."""
         while (await self.scrape()).total(name) != value:
             self.scrapes.pop()
             await asyncio.sleep(0.005)
 
 
 def run_against_a_server(folder: Path, *flags: str) -> ScriptedLoad:
-    """The load, run against the command in processes of its own, with a small model on the torch backend."""
+    """Runs the load against the command with a small model on the torch backend."""
     from helpers.chat_model import write_chat_model
     from helpers.serve_command import ENGINE, serve, stopped
 

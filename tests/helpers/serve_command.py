@@ -1,4 +1,4 @@
-"""`neuron-runtime serve` as a person runs it: the real command, its children, its lines, its end."""
+"""Runs the real `neuron-runtime serve` command and observes its children, output and exit."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ READY = re.compile(r"ready after [\d.]+ s: (http://\S+)/v1")
 AT = re.compile(r" at (http://\S+)")
 FRONT_END, ENGINE = "neuron_runtime.server.front_end", "neuron_runtime.engine.process"
 PATIENCE_SECONDS = 60.0
-"""For an answer, on a machine that has other things to do."""
+"""Time limit of a response on a busy machine."""
 END_SECONDS = 240.0
 
 
 class ServeCommand:
-    """One running command. Its lines are read as they come."""
+    """One running command; its output is read continuously."""
 
     def __init__(self, arguments: list[str], tmp_dir: Path) -> None:
         self.lines: list[str] = []
@@ -54,7 +54,7 @@ class ServeCommand:
         return "\n".join(self.lines)
 
     def until(self, holds: Callable[[], object]) -> None:
-        """Waits for something that is on its way, as long as the command lives."""
+        """Waits for a condition while the command runs."""
         while not holds():
             if self.process.poll() is not None:
                 self._reader.join()
@@ -63,7 +63,7 @@ class ServeCommand:
             time.sleep(0.05)
 
     def url(self) -> str:
-        """Where it listens."""
+        """The address of the server."""
         self.until(lambda: AT.search(self.text))
         found = AT.search(self.text)
         assert found
@@ -74,7 +74,7 @@ class ServeCommand:
         return str(READY.findall(self.text)[-1])
 
     def until_every_front_end_is_ready(self, times: int = 1) -> str:
-        """One of several says for all that it is ready, when it is itself."""
+        """Several front ends: the first ready one reports for all."""
         url = self.until_ready(times)
         waiting = {pid for pid, command in children(self.process.pid) if FRONT_END in command}
         pids, address = sorted(waiting), urlsplit(url)
@@ -88,11 +88,11 @@ class ServeCommand:
         return url
 
     def child(self, module: str) -> int:
-        """Process id of the newest child that runs this module."""
+        """Pid of the newest child that runs this module."""
         return max(pid for pid, command in children(self.process.pid) if module in command)
 
     def successor(self, module: str, pid: int) -> int:
-        """Process id of the child that runs this module in the place of another one."""
+        """Pid of the child that replaced another one with this module."""
         found: list[int] = []
 
         def runs() -> bool:
@@ -113,10 +113,10 @@ class ServeCommand:
 
 
 def children(parent: int) -> list[tuple[int, str]]:
-    """Process ids and command lines of a process's children."""
+    """Pids and command lines of the children of a process."""
     found = []
     for folder in Path("/proc").iterdir():
-        # A process may end while it is looked at.
+        # A process may end while it is inspected.
         with contextlib.suppress(OSError):
             if folder.name.isdigit():
                 after_name = (folder / "stat").read_text().rpartition(")")[2].split()
@@ -126,7 +126,7 @@ def children(parent: int) -> list[tuple[int, str]]:
 
 
 def state(pid: int) -> str:
-    """As the kernel calls it, `T` for stopped, `Z` for ended and not waited for; empty where there is none."""
+    """The kernel's letter, `T` for stopped, `Z` for a zombie; empty without a process."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     except OSError:
@@ -138,7 +138,7 @@ def alive(pid: int) -> bool:
 
 
 def stop(pid: int) -> None:
-    """Stops a process; when this returns, it stands."""
+    """Stops a process and waits until it has stopped."""
     os.kill(pid, signal.SIGSTOP)
     while state(pid) != "T":
         time.sleep(0.001)
@@ -155,10 +155,10 @@ def stopped(pid: int) -> Iterator[None]:
 
 
 def owner(connection: socket.socket, pids: list[int]) -> int:
-    """Which process has accepted a connection to this machine, over which it has said something already."""
+    """The local process that accepted a connection, after it has sent something over it."""
     own, other = connection.getsockname()[1], connection.getpeername()[1]
     while True:
-        # The kernel's list is read in parts while it changes: a line that is there may be missing in it.
+        # The kernel's list may change while it is read in parts: a line may be missing.
         for line in Path("/proc/net/tcp").read_text().splitlines()[1:]:
             _, local, remote, *_, inode = line.split()[:10]
             if int(local.partition(":")[2], 16) == other and int(remote.partition(":")[2], 16) == own:
@@ -176,7 +176,7 @@ def open_files(pid: int) -> set[str]:
 
 
 def until_healthy(connection: http.client.HTTPConnection) -> None:
-    """Until whoever is at its other end can serve."""
+    """Waits until the process at its other end can serve."""
     while True:
         connection.request("GET", "/health")
         answer = connection.getresponse()
@@ -188,7 +188,7 @@ def until_healthy(connection: http.client.HTTPConnection) -> None:
 
 @contextlib.contextmanager
 def serve(*arguments: str) -> Iterator[ServeCommand]:
-    """Runs the command; asserts afterwards that it left no process, no port and no file."""
+    """Runs the command and asserts afterwards that it left no process, port or file."""
     with tempfile.TemporaryDirectory(prefix="nr-") as folder:
         command = ServeCommand([*arguments, "--weights-dir", f"{folder}/weights"], Path(folder))
         known: list[int] = []

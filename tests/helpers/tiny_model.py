@@ -1,4 +1,4 @@
-"""A model folder of some kilobytes with random weights, written without torch: for tests that only look at files."""
+"""A model folder of some kilobytes with random weights, written without torch, for tests that only read files."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ TINY_CONFIG: dict[str, Any] = {
 
 
 def write_tiny_model(folder: Path, *, seed: int = 0, num_shards: int = 1, **changes: Any) -> Path:
-    """Write config.json, tokenizer.json and fp16 weights, in shards with an index when there are several."""
+    """Writes config.json, tokenizer.json and fp16 weights, with an index if there are several shards."""
     config = {**TINY_CONFIG, **changes}
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")

@@ -1,4 +1,4 @@
-"""Small models with random weights, loaded backends over them, and what transformers computes with the same files."""
+"""Small models with random weights, loaded backends for them, and the results of transformers with the same files."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from neuron_runtime.backend.torch.random_model import model_config, write_random
 from neuron_runtime.config import EngineLimits, ModelSource, RuntimeConfig
 
 NEAR_TIE = 1e-3
-"""Below this top-two gap two ways of rounding may choose differently."""
+"""Below this gap between the best two logits, different rounding may choose different tokens."""
 
-# Small products on few cores: threads that wait for each other would cost more than they bring.
+# Small products on few cores: the synchronisation of threads would cost more than it gains.
 torch.set_num_threads(1)
 
 
 def random_model(folder: Path, *, scale: float = 0.1, max_shard_bytes: int = 2**32, **config: Any) -> Path:
-    """A folder with a model of `model_config(**config)`; the scale keeps near ties rare."""
+    """A folder with a model of `model_config(**config)`; the scale makes near ties rare."""
     write_random_model(folder, model_config(**config), scale=scale, max_shard_bytes=max_shard_bytes)
     return folder
 
@@ -52,7 +52,7 @@ def load_backend(folder: Path, *, available_bytes: int = 2**30, **config: Any) -
 
 
 def reference(folder: Path) -> Any:
-    """The same model in transformers, float32, quiet."""
+    """The same model in transformers, in float32."""
     from transformers import AutoModelForCausalLM
     from transformers.utils import logging as transformers_logging
 
@@ -63,6 +63,6 @@ def reference(folder: Path) -> Any:
 
 @torch.inference_mode()
 def reference_logits(model: Any, token_ids: Sequence[int]) -> torch.Tensor:
-    """Logits `[len(token_ids), vocabulary]` of one sequence alone."""
+    """Logits `[len(token_ids), vocabulary]` of one sequence."""
     logits: torch.Tensor = model(torch.tensor([list(token_ids)])).logits[0]
     return logits

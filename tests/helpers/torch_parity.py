@@ -1,4 +1,4 @@
-"""Our decoder and engine beside transformers: feeding a decoder in cuts, serving requests, judging greedy tokens."""
+"""Compares our decoder and engine with transformers: feeds chunks, serves requests, checks greedy tokens."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ from neuron_runtime.engine.loop import Engine
 
 TOLERANCE = 1e-4
 MAX_NEAR_TIES = 0.05
-"""Share of tokens; more would mean that the comparison proves little."""
+"""Maximum share of near ties; with more, the comparison would show little."""
 MAX_LENGTH = 88
 LAYOUTS = ("slots", "blocks")
 
 Cut = tuple[int, int, int]
-"""Of sequence i the positions [start, end)."""
+"""Positions [start, end) of sequence i."""
 
 
 def load_decoder_and_cache(
     folder: Path, layout: str, *, rows: int = 4, max_length: int = MAX_LENGTH
 ) -> tuple[Any, KVCache, np.ndarray[Any, Any]]:
-    """Decoder, cache, and the cache lines of each row: scattered where the layout allows."""
+    """Decoder, cache and cache lines of each row, scattered if the layout allows."""
     checkpoint = read_checkpoint(folder)
     model = decoder_config(checkpoint.config)
     check_tensors(checkpoint, tensor_shapes(model))
@@ -52,7 +52,7 @@ def load_decoder_and_cache(
 
 @torch.inference_mode()
 def feed(decoder: Any, cache: KVCache, lines: Any, steps: list[list[tuple[int, int, int]]], sequences: Any) -> Any:
-    """Feed `steps`, each a list of (sequence, start, end); logits of every position fed, per sequence."""
+    """Feeds `steps`, lists of (sequence, start, end); returns logits of every fed position, per sequence."""
     found = [torch.full((len(s), 256), float("nan")) for s in sequences]
     for step in steps:
         which = np.array([row[0] for row in step])
@@ -96,7 +96,7 @@ def serve(
 
 
 def check_greedy(folder: Path, asked: Sequence[Request], tokens: Mapping[str, Sequence[int]]) -> None:
-    """Every token is the reference's best, or nearly tied with it; the share of near ties is reported."""
+    """Asserts that every token is the reference's best or nearly tied with it; prints the share of near ties."""
     model = reference(folder)
     num_near_ties = num_tokens = 0
     for request in asked:
@@ -105,7 +105,7 @@ def check_greedy(folder: Path, asked: Sequence[Request], tokens: Mapping[str, Se
         logits = reference_logits(model, [*request.prompt_token_ids, *answer])[len(request.prompt_token_ids) - 1 : -1]
         best = logits.topk(2).values
         behind = best[:, 0] - logits.gather(1, torch.tensor(answer).unsqueeze(1)).squeeze(1)
-        # Fed with our own tokens, the reference stays comparable behind a near tie as well.
+        # Fed with our tokens, the reference stays comparable after a near tie.
         assert (behind < NEAR_TIE).all(), f"{request.request_id}: {answer}"
         num_near_ties += int(((best[:, 0] - best[:, 1]) < NEAR_TIE).sum())
         num_tokens += len(answer)

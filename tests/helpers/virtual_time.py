@@ -1,5 +1,5 @@
 """An event loop whose clock jumps to the next timer as soon as nothing else can run: minutes of back-off pass at once,
-and the order of things is the same on any machine. For code that waits on nothing but the loop itself."""
+and the order of events is the same on any machine. For code that waits only on the loop itself."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ Result = TypeVar("Result")
 
 
 class _Jump(selectors.DefaultSelector):  # type: ignore[misc, valid-type]
-    """Never waits: the time that it was asked to wait passes instead."""
+    """Advances the clock by the requested time instead of waiting."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -21,7 +21,7 @@ class _Jump(selectors.DefaultSelector):  # type: ignore[misc, valid-type]
     def select(self, timeout: float | None = None) -> Any:
         ready = super().select(0)
         if not ready:
-            assert timeout is not None, "nothing will ever happen: all tasks wait, and no timer is set"
+            assert timeout is not None, "deadlock: all tasks wait and no timer is set"
             self.now += max(timeout, 0.0)
         return ready
 

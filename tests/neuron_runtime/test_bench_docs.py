@@ -1,4 +1,4 @@
-"""docs/benchmarks.md names every flag and setting, their defaults, and the rows that the example's command prints."""
+"""docs/benchmarks.md lists every flag and setting with defaults, and the rows that the example command prints."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ PAGE = (Path(__file__).parents[2] / "docs" / "benchmarks.md").read_text()
 
 
 def table(title: str) -> list[list[str]]:
-    """Rows of the first table below a heading, without its head."""
+    """Rows of the first table below a heading, without its header."""
     lines = PAGE.partition(f"# {title}\n")[2].splitlines()
     begin = next(at for at, line in enumerate(lines) if line.startswith("|"))
     end = next((at for at, line in enumerate(lines) if at > begin and not line.startswith("|")), len(lines))

@@ -1,4 +1,4 @@
-"""The front end's cost per streamed token: measured as the table of figures does, held against bare writes."""
+"""The front end's cost per streamed token, measured as in the table of figures and compared with bare writes."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ NUM_STREAMS, NUM_STEPS = 64, 100
 NUM_ROUNDS = 10
 EVENT = b"data: " + b"x" * 160 + b"\n\n"
 MAX_BARE_WRITES = 4.0
-"""A token costs less than so many bare writes of an event; with a task that wakes for each it was more than five."""
+"""Maximum cost of a token in bare writes of an event; with a task woken for each token it was more than five."""
 
 
 def bare_write_microseconds() -> float:
-    """CPU of this process for writing an event to a socket that another process reads."""
+    """CPU of this process to write an event to a socket that another process reads."""
     with (
         listen("127.0.0.1", 0) as listener,
         reading_clients(url_of(listener), NUM_STREAMS) as readers,
@@ -43,7 +43,7 @@ def bare_write_microseconds() -> float:
 @pytest.mark.skipif(not Path("/proc/self/schedstat").exists(), reason="needs the kernel's count of CPU time")
 def test_a_streamed_token_costs_a_few_bare_writes() -> None:
     found = []
-    # Other programs take caches away from both: the round that suffered least counts.
+    # Other programs evict caches of both: the best round counts.
     for _ in range(NUM_ROUNDS):
         bare = bare_write_microseconds()
         (row,) = front_end.measure((NUM_STREAMS,), NUM_STEPS, num_runs=1)

@@ -1,4 +1,4 @@
-"""The host side of a step: its CPU seconds, the order of the engine's calls, and how busy that keeps a device."""
+"""The host side of a step: CPU seconds, order of the engine's calls, and utilisation of the device."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from neuron_runtime.engine.scheduler import Scheduler
 
 
 class LoggingBackend(SimulatedBackend):
-    """Notes the order of its calls."""
+    """Records the order of its calls."""
 
     def __init__(self, *given: Any, **more: Any) -> None:
         super().__init__(*given, **more)
@@ -38,7 +38,7 @@ class LoggingBackend(SimulatedBackend):
 
 
 def decoding(rows: int, feedback: Any, host_seconds: float = 0.0, clock: VirtualClock | None = None) -> LoggingBackend:
-    """Rows that decode to their end, 8 ms a step."""
+    """Rows that decode to their end, 8 ms per step."""
     limits = BackendLimits(
         max_rows=rows,
         max_model_length=128,
@@ -64,7 +64,7 @@ def test_with_device_feedback_each_step_is_launched_before_the_previous_one_is_c
     calls = decoding(64, "device").calls
     steps = [step for call, step in calls if call == "launch"]
     late = [step for step in steps[1:] if calls.index(("launch", step)) > calls.index(("collect", step - 1))]
-    # The last one brings what nobody waits for, so there may be none behind it.
+    # The result of the last step is unused, so no step may follow it.
     assert len(steps) >= 100
     assert late == []
 
@@ -78,7 +78,7 @@ def test_a_device_with_feedback_never_waits_for_a_fast_host(rows: int) -> None:
 def test_with_host_feedback_the_device_waits_only_between_collect_and_launch(
     rows: int, host_milliseconds: float, share: float
 ) -> None:
-    # Had the whole work of a step (schedule and apply too) been spent there, it would be less.
+    # It would be less if schedule and apply also ran between collect and launch.
     assert decoding(rows, "host", host_milliseconds / 1000).timeline.busy_share >= share
 
 
@@ -95,16 +95,16 @@ def test_scheduling_and_applying_never_delay_the_device(feedback: Any, monkeypat
 
     for name in ("schedule", "apply"):
         monkeypatch.setattr(Scheduler, name, slow(getattr(Scheduler, name)))
-    # 3 ms each, in steps of 8: done in a row with the device they would leave it busy for 8 of 14.
+    # 3 ms each, in steps of 8 ms: in sequence with the device they would leave it busy for 8 of 14 ms.
     assert decoding(64, feedback, clock=clock).timeline.busy_share >= 0.99
 
 
 REFERENCE_MILLISECONDS = 1.6
-"""What `reference` takes on a quiet core of the machine that the targets were stated for."""
+"""Duration of `reference` on a quiet core of the machine for which the targets were set."""
 
 
 def reference() -> float:
-    """Milliseconds of CPU for plain Python of an engine's kind, always the same: how fast this machine is just now."""
+    """CPU milliseconds of a fixed amount of plain Python: the current speed of this machine."""
 
     def once() -> float:
         began = time.thread_time()
@@ -117,8 +117,8 @@ def reference() -> float:
 @pytest.mark.parametrize("feedback", ["device", "host"])
 @pytest.mark.parametrize("rows", [64, 256])
 def test_cpu_time_per_step_and_busy_share_meet_their_targets(rows: int, feedback: Any) -> None:
-    """On a machine that is slower, or that others slow down through caches and clock rates, a step and its device may
-    take longer in proportion. What disturbs it but for a moment does not disturb it each time."""
+    """On a slower machine, or one slowed down by others, a step may take longer in proportion. Repetitions remove
+    momentary disturbances."""
     found = []
     for _ in range(6):
         slower = max(1.0, reference() / REFERENCE_MILLISECONDS)

@@ -1,4 +1,4 @@
-"""Measuring in process: made models, rates by their formula, and the command on a small model."""
+"""Benchmarks in process: generated models, formulas of rates, and the command on a small model."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_a_generated_model_is_complete_reused_and_keyed_by_its_recipe(
     assert (folder / "model.safetensors").stat().st_mtime_ns == written
     monkeypatch.setattr(models, "RECIPE", models.RECIPE + 1)
     assert random_model("tiny", tmp_path) != folder
-    assert len(os.listdir(tmp_path)) == 2  # no half-written folder stays behind
+    assert len(os.listdir(tmp_path)) == 2  # no half-written folder remains
 
 
 def test_every_id_of_a_generated_model_decodes_to_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -78,7 +78,7 @@ def test_the_figures_of_a_point_follow_their_formulas(tiny: Path, monkeypatch: p
     assert point.throughput > 0
     assert seconds > 0
     assert load.wall_seconds >= seconds
-    # Both iterations at least, once with one token and once with all; then the two long prompts.
+    # At least both iterations, once with one token and once with all; then the two long prompts.
     num_iters, left = divmod(sum(one.sampling.max_tokens for one in requests) - 2, 4 * (1 + 16))
     assert left == 0
     assert num_iters >= 2
@@ -86,7 +86,7 @@ def test_the_figures_of_a_point_follow_their_formulas(tiny: Path, monkeypatch: p
 
 
 class Scripted:
-    """An engine whose prompts take as long as the test says."""
+    """An engine with prefill times set by the test."""
 
     def __init__(self, *seconds: float) -> None:
         self.backend = SimpleNamespace(limits=SimpleNamespace(vocabulary_size=1000))

@@ -1,4 +1,4 @@
-"""What a benchmark leaves: the table, the JSON, the plot, and the load of the machine beside what was timed."""
+"""Output of a benchmark: table, JSON, plot, and the load of the machine during measurements."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def test_a_plot_uses_the_format_of_its_file_name(suffix: str, tmp_path: Path) ->
 
 @pytest.fixture
 def measures(monkeypatch: pytest.MonkeyPatch) -> list[argparse.Namespace]:
-    """A benchmark `dummy` among the commands; the options of each run."""
+    """Adds a benchmark `dummy` to the commands; returns the options of each run."""
     seen: list[argparse.Namespace] = []
 
     def run(options: argparse.Namespace) -> None:
@@ -163,7 +163,7 @@ def test_parsing_the_commands_imports_nothing_heavy() -> None:
 
 
 def write_proc(folder: Path, *, busy: int, own: int, child: int, foreign: int) -> Path:
-    """A /proc of two CPUs, in hundredths of a second, with this process, a child of it, and somebody else's."""
+    """A /proc of two CPUs, in hundredths of a second, with this process, its child, and a foreign process."""
     pid = os.getpid()
     folder.mkdir(exist_ok=True)
     (folder / "self").mkdir(exist_ok=True)
@@ -177,7 +177,7 @@ def write_proc(folder: Path, *, busy: int, own: int, child: int, foreign: int) -
 
 def test_foreign_cpu_is_machine_cpu_minus_own_and_child_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     clock = iter([100.0, 110.0])
-    monkeypatch.setattr(report, "time", SimpleNamespace(monotonic=lambda: next(clock)))  # nobody else's clock
+    monkeypatch.setattr(report, "time", SimpleNamespace(monotonic=lambda: next(clock)))  # only this module's clock
     meter = Meter(write_proc(tmp_path / "proc", busy=1000, own=10, child=20, foreign=970))
     write_proc(tmp_path / "proc", busy=2000, own=310, child=220, foreign=1470)
     load = meter.read()

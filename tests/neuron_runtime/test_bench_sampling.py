@@ -1,4 +1,4 @@
-"""The benchmark of sampling measures what the backend does: every case runs, on a vocabulary that takes no time."""
+"""The sampling benchmark: every case runs on a small vocabulary."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The load client against servers that answer well and badly, and the command against a real server."""
+"""The load client against correct and faulty servers, and the command against a real server."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ END = b"data: [DONE]\n\n"
 
 
 class Served:
-    """A server on a thread of its own that answers each request as told."""
+    """A server on its own thread with scripted responses."""
 
     def __init__(self, answer: Answer) -> None:
         self.bodies: list[dict[str, Any]] = []
@@ -138,7 +138,7 @@ def test_concurrency_is_bounded_and_connections_are_reused() -> None:
         number = len(served.bodies)
         while len(served.bodies) < -(-number // 3) * 3:
             await asyncio.sleep(0.001)
-        # One too many would come meanwhile.
+        # An excess request would arrive meanwhile.
         await asyncio.sleep(0.02)
         writer.write(HEAD + chunk(event("a") + USAGE + END) + chunk(b""))
 
@@ -195,7 +195,7 @@ def test_a_lost_or_silent_connection_fails_only_its_request(monkeypatch: pytest.
             case 2:
                 writer.write(HEAD + chunk(event("a") + END) + chunk(b""))
 
-    # Patience ends where it is to end, and not with those who are answered late.
+    # The timeout applies to silent connections, not to late responses.
     timeout, seconds = asyncio.timeout, iter((60.0, 0.1, 60.0))
     monkeypatch.setattr(asyncio, "timeout", lambda told: timeout(next(seconds)))
     with serving(first_dies) as (_, server):

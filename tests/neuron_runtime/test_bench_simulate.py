@@ -1,4 +1,4 @@
-"""Simulated traffic: the same seed gives the same, virtual time is counted exactly, and the policies differ as told."""
+"""Simulated traffic: results are reproducible, virtual time is exact, and policies differ as documented."""
 
 from __future__ import annotations
 
@@ -163,7 +163,7 @@ def test_an_overload_ends_without_running_forever() -> None:
     run = Simulation(counted(), limits(), TIMES, OURS, warm_up_seconds=0.0, seconds=5.0).run()
     assert max(asked.last for asked in run.requests) > 30.0
     assert len(run.requests) < num_taken
-    # Nearly all that was asked was measured: hardly anything was added to the queue once nobody looked any more.
+    # Nearly all requests were measured: almost none were added after the measured interval.
     num_prefilled = sum(use.num_used for (phase, _), use in run.shapes.items() if phase == "prefill")
     assert num_prefilled <= 1.05 * sum(asked.num_prompt for asked in run.requests)
 
@@ -183,7 +183,7 @@ def test_host_work_adds_to_virtual_time() -> None:
         return run.requests[0].last
 
     host_fed = {"steps_in_flight": 1, "token_feedback": "host"}
-    # Device feedback hides it behind the steps, but for the very first; host feedback adds it to every step.
+    # Device feedback hides it behind the steps, except for the first; host feedback adds it to every step.
     assert last(0.002) - last(0.0) == pytest.approx(0.002)
     assert last(0.002, **host_fed) - last(0.0, **host_fed) == pytest.approx(0.100)
 

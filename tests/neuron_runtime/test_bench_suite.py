@@ -1,4 +1,4 @@
-"""The table of figures: what its sections find on a small model, and what is printed, written and replaced."""
+"""The table of figures: results of its sections on a small model, and its output."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from neuron_runtime.errors import InvalidConfig
 
 @pytest.fixture
 def small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every section measures a model of some megabytes, and makes it anew."""
+    """Every section measures a model of some megabytes and recreates it."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     shape = {"hidden_size": 64, "num_layers": 2, "vocabulary_size": 1000, "max_position_embeddings": 2048}
@@ -104,7 +104,7 @@ def test_stages_are_parsed_from_the_output_of_serve() -> None:
 def test_a_file_is_evicted_from_the_page_cache_and_cached_when_read(tmp_path: Path) -> None:
     path = tmp_path / "file"
     path.write_bytes(b"x" * 4_000_000)
-    left = loading.drop_from_cache([path])  # not on a file system that keeps its files in memory
+    left = loading.drop_from_cache([path])  # not on an in-memory file system
     assert (loading.cached_share(path) == 0.0) is left
     assert loading.read_through([path]) == 4_000_000
     assert loading.cached_share(path) == 1.0

@@ -1,4 +1,4 @@
-"""A model folder is described from config and headers alone; what is broken is named with file and byte counts."""
+"""Describing a model folder from config and headers; faults are reported with file and byte counts."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def shard(folder: Path, weight_map: dict[str, Any]) -> None:
-    """Replace the single file by two shards: a and b in the first, c in the second."""
+    """Replaces the single file by two shards: a and b in the first, c in the second."""
     (folder / "model.safetensors").unlink()
     first = {name: TENSORS[name] for name in ("a", "b")}
     second = {"c": {"dtype": "F16", "shape": [5], "data_offsets": [0, 10]}}

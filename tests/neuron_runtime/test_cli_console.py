@@ -1,4 +1,4 @@
-"""Lines for the person who started a command: each stage once, with its seconds."""
+"""Progress lines on the console: each stage once, with its seconds."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from neuron_runtime.console import StageLines
 
 
 def shown(*calls: tuple[float, str, float]) -> list[str]:
-    """Lines for calls of (point in time, stage, share)."""
+    """Lines for calls of (time, stage, share)."""
     lines: list[str] = []
     now = [0.0]
     stages = StageLines(lines.append, lambda: now[0])

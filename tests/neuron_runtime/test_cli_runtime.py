@@ -1,4 +1,4 @@
-"""The command line: what it accepts, what it refuses in one line, and what it leaves behind."""
+"""The command line: accepted flags, refusals in one line, and records."""
 
 from __future__ import annotations
 
@@ -175,7 +175,7 @@ def test_an_unservable_document_is_refused_before_a_port_opens(
     path = tmp_path / "config.json"
     path.write_text(json.dumps({"version": 1, "model": {"uri": "hf://a/b"}, "servedNames": ["a"]} | changes))
     with socket.create_server(("127.0.0.1", 0)) as taken:
-        # A port that opened before the document was judged would be the one in use.
+        # If the port opened before the document was checked, the error would be the port in use.
         assert main(["serve", "--config", str(path), "--port", str(taken.getsockname()[1])]) == 2
     told = capsys.readouterr().err
     assert says in told

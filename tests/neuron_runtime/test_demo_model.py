@@ -1,4 +1,4 @@
-"""The demo model as transformers sees it: its answers are those of expected.json, with the lead that was recorded."""
+"""The demo model in transformers: its answers are those of expected.json, with the recorded margins."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ REQUIRED_GAP = 1.0
 
 @pytest.fixture(scope="module")
 def train() -> Iterator[ModuleType]:
-    """examples/demo-model/train.py, which is a program and lies in no package."""
+    """The module examples/demo-model/train.py, a program outside any package."""
     spec = importlib.util.spec_from_file_location("demo_model_train", FOLDER / "train.py")
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(sys.modules, spec.name, module)
-        patch.setattr(sys, "dont_write_bytecode", True)  # the folder goes into an image as it is
+        patch.setattr(sys, "dont_write_bytecode", True)  # the folder is copied into an image
         spec.loader.exec_module(module)
         yield module
 

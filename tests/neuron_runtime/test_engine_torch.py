@@ -1,4 +1,4 @@
-"""Engine and torch backend together: on real arithmetic too, each request gets the tokens it gets alone."""
+"""Engine and torch backend together: with real arithmetic, each request gets the tokens that it gets alone."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def finish(engine: Engine) -> dict[str, list[int]]:
 
 
 def chat() -> list[Request]:
-    """Turns that begin with the same text, some all the same, one of another tenant."""
+    """Turns with a common prefix, some identical, one of another tenant."""
     numbers = random.Random(2)
     begin = tuple(numbers.randrange(300) for _ in range(37))
     turns = [(*begin, *(numbers.randrange(300) for _ in range(11 * number))) for number in range(4)]

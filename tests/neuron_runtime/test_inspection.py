@@ -1,4 +1,4 @@
-"""`inspect`: facts without weights, from a folder and from a hub, and what it says about models that cannot work."""
+"""`inspect`: facts without weights, from a folder and from a hub, and messages for unusable models."""
 
 from __future__ import annotations
 

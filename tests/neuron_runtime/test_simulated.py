@@ -1,5 +1,5 @@
-"""The simulated backend: its device is a timeline, its batches are those the strict backend passes, its tokens never
-depend on what else is in a batch, and a model can be served with it."""
+"""The simulated backend: its device is a timeline, it accepts what the strict backend accepts, its tokens do not depend
+on other rows, and it can serve a model."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def finish(engine: Engine) -> dict[str, list[int]]:
 
 
 class Twins:
-    """Each batch goes to the strict backend, which refuses what is illegal, and to the simulated one: same tokens."""
+    """Sends each batch to the strict and to the simulated backend and compares tokens."""
 
     def __init__(self, limits: BackendLimits) -> None:
         self.limits = limits
@@ -100,7 +100,7 @@ class Twins:
 
 
 def simulated_token(context: Any, sampling: Sampling, output_position: int, **more: Any) -> int:
-    """What the strict backend must draw from its cache, so that it agrees: the prompt alone decides."""
+    """Token function for the strict backend that agrees with the simulated one: it depends only on the prompt."""
     num_prompt = len(context) - output_position
     number = first_number(context[:num_prompt], sampling, more["adapter"])
     return token_at(number, len(context), more["vocabulary_size"], more["allowed"] or sampling.allowed_token_ids)
@@ -135,7 +135,7 @@ def runs(draw: st.DrawFn) -> tuple[BackendLimits, list[Request]]:
         name = f"{draw(st.sampled_from(('r', 'r', 'odd')))}{number}"
         asked = request(name, num_prompt, draw(st.integers(1, length - num_prompt)))
         only = draw(st.sampled_from((None, None, (4, 9, 30))))
-        first = draw(st.sampled_from((5, 5, 60)))  # so that many begin alike
+        first = draw(st.sampled_from((5, 5, 60)))  # so that many share a prefix
         prompt = tuple((first + 3 * at) % VOCABULARY_SIZE for at in range(num_prompt))
         sampling = replace(asked.sampling, allowed_token_ids=only)
         requests.append(replace(asked, prompt_token_ids=prompt, sampling=sampling))
@@ -284,8 +284,8 @@ def test_a_mixed_step_takes_the_time_of_both_phases_and_reports_both_buckets() -
 
 @pytest.mark.parametrize("feedback", ["device", "host"])
 def test_the_next_step_is_launched_before_the_device_idles(feedback: Any) -> None:
-    # 1 ms of host work before each launch: with device feedback all of it is hidden, with host feedback all of it is
-    # between two steps of 8 ms, since nothing is known before the step in flight ends.
+    # 1 ms of host work before each launch: device feedback hides all of it, host feedback puts all of it between two
+    # steps of 8 ms, since the result of the step in flight is needed.
     options = Options(token_feedback=feedback)
     backend = SimulatedBackend(limits(options, max_sequences=4), STEP, VirtualClock(), host_seconds_per_step=0.001)
     engine = Engine(backend)
@@ -299,7 +299,7 @@ def test_the_next_step_is_launched_before_the_device_idles(feedback: Any) -> Non
 def test_clocks_are_monotonic_and_sleep_as_requested(clock: Clock) -> None:
     began = clock.now()
     clock.sleep_until(began + 0.01)
-    assert clock.now() >= began + 0.01 - 1e-9  # what adding two readings may round away
+    assert clock.now() >= began + 0.01 - 1e-9  # rounding of the sum of two readings
     now = clock.now()
     clock.sleep_until(began)
     assert clock.now() >= now
@@ -307,7 +307,7 @@ def test_clocks_are_monotonic_and_sleep_as_requested(clock: Clock) -> None:
 
 def test_the_cpu_clock_excludes_other_processes() -> None:
     clock = CpuClock()
-    cpu = time.thread_time()  # first and last, so that no pause between two readings counts against the clock
+    cpu = time.thread_time()  # first and last, so that pauses between readings do not count
     began = clock.now()
     time.sleep(0.05)
     ended = clock.now()
@@ -421,7 +421,7 @@ def test_supported_switches_are_applied() -> None:
 
 @pytest.fixture
 def model(tmp_path: Path) -> Path:
-    """A chat model whose weights are gone."""
+    """A chat model without weights."""
     folder = write_chat_model(tmp_path / "model")
     (folder / "model.safetensors").unlink()
     return folder

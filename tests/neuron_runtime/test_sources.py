@@ -1,4 +1,4 @@
-"""Models from a folder and from a hub: what is downloaded, what is pinned, and what each failure says."""
+"""Models from a folder and from a hub: downloads, pinned revisions, and the message of each failure."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def quiet(stage: str, share: float) -> None:
 
 @pytest.fixture
 def shelf(tmp_path: Path) -> Shelf:
-    """acme/tiny in two shards, with files beside them that serving does not need; secret and gated likewise."""
+    """A hub with acme/tiny in two shards and files that serving does not need; acme/secret and acme/gated likewise."""
     root = tmp_path / "hub"
     main = write_tiny_model(root / "acme/tiny/main", num_shards=2)
     for name in ("generation_config.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):

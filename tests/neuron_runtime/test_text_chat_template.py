@@ -1,4 +1,4 @@
-"""Chat templates render as transformers renders them, refuse in words, and cannot reach out."""
+"""Chat templates render as in transformers, report errors, and are sandboxed."""
 
 from __future__ import annotations
 

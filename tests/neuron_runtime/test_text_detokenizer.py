@@ -1,4 +1,4 @@
-"""Pieces of a stream: joined they are the whole text, and none ends inside a character."""
+"""Pieces of a stream join to the whole text, and none ends inside a character."""
 
 from __future__ import annotations
 

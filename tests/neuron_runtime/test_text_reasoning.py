@@ -1,4 +1,4 @@
-"""Thoughts and answers: what is shown as which depends on the text and the prompt, never on how the text was cut."""
+"""Splitting reasoning from the answer depends on text and prompt, not on how the text was split into pieces."""
 
 from __future__ import annotations
 

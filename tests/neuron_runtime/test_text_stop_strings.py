@@ -1,4 +1,4 @@
-"""Stop strings: what is shown depends on the text alone, never on how it was cut."""
+"""Stop strings: the result depends on the text, not on how it was split into pieces."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def shown(stops: list[str], pieces: list[str], include: bool = False) -> tuple[s
 
 
 def expected(stops: list[str], text: str, include: bool) -> tuple[str, str | None]:
-    """The definition: read letter by letter until the text read so far ends with a stop string, the longest wins."""
+    """The definition: read character by character until the text ends with a stop string; the longest wins."""
     for end in range(len(text) + 1):
         ending = [stop for stop in stops if text[:end].endswith(stop)]
         if ending:

@@ -1,4 +1,4 @@
-"""What a model's folder says about text: tokenizer, added tokens, end tokens, sampling defaults, and what is wrong."""
+"""Text settings of a model folder: tokenizer, added tokens, end tokens, sampling defaults, and errors."""
 
 from __future__ import annotations
 

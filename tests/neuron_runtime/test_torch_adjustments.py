@@ -1,4 +1,4 @@
-"""What requests change about logits: each row as its definition says, whoever is beside it and whatever came before."""
+"""Adjustments of logits: each row follows its definition, independent of other rows and earlier sequences."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ sequence = st.tuples(asked, st.lists(token, min_size=1, max_size=6), st.lists(to
 
 
 def changed(adjustments: Adjustments, logits: np.ndarray, sequences: Any, late: Any = None) -> np.ndarray:
-    """The logits of all slots, of which slot i holds sequences[i]."""
+    """The logits of all slots; slot i holds sequences[i]."""
     slots = np.arange(len(sequences))
     positions = np.array([len(prompt) + len(answer) for _, prompt, answer in sequences])
     tokens = np.zeros((len(sequences), LENGTH), dtype=np.int32)

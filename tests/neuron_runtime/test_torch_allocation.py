@@ -1,4 +1,4 @@
-"""Where the memory of a loaded backend comes from, seen in the process that loads it."""
+"""Memory allocation of a loaded backend, measured in the process that loads it."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def printed(script: str, folder: Path, **environment: str) -> str:
 
 
 HAS_HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage").exists()
-"""Whether the kernel notes what is asked for, whatever it then does about it."""
+"""Whether the kernel records the request for huge pages, granted or not."""
 
 
 @pytest.mark.parametrize("environment", [{}, {"THP_MEM_ALLOC_ENABLE": "0"}])
@@ -82,6 +82,6 @@ def test_weights_use_huge_pages_unless_the_environment_overrides(folder: Path, e
 
 def test_memory_freed_by_a_step_is_reused(folder: Path) -> None:
     num_faults = min(map(int, printed(STEPS, folder).split()))
-    # 15 steps of 24 MiB are thousands of faults each time if their memory comes from the kernel anew, and next to none
-    # else: but for what the kernel itself moves about now and then, so the quietest of several stretches counts.
+    # 15 steps of 24 MiB cause thousands of page faults if their memory is allocated again, else next to none. The
+    # kernel sometimes moves pages itself, so the best of several intervals counts.
     assert num_faults < 100

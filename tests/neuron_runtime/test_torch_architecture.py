@@ -1,4 +1,4 @@
-"""config.json becomes a decoder's shape; what is not supported or not sensible is refused by name."""
+"""config.json determines the shape of the decoder; unsupported and invalid fields are refused by name."""
 
 from __future__ import annotations
 

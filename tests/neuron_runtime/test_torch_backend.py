@@ -1,4 +1,4 @@
-"""The torch backend behind the protocol, driven by hand-made batches: mirror, overlap, late masks, illegal batches."""
+"""The torch backend behind the protocol, driven by explicit batches: mirror, overlap, late masks, illegal batches."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def backend(request: pytest.FixtureRequest, folder: Path) -> Iterator[TorchBacke
 
 
 def rows(*given: tuple[int, int, int, bool], token: int = NO_TOKEN, after: int = KNOWN) -> Rows:
-    """Rows of (slot, start, num_tokens, samples); token and after are those of the first, others have none."""
+    """Rows of (slot, start, num_tokens, samples); token and after apply to the first row only."""
     slot, start, num_tokens, samples = zip(*given, strict=True)
     rest = len(given) - 1
     return Rows(
@@ -117,7 +117,7 @@ def test_late_masks_apply_to_their_row_only(backend: TorchBackend, folder: Path)
     output = run(backend, 0, rows((0, 0, 13, True), (1, 0, 13, True)), late, added=both)
     assert output.token_ids[0] == greedy(folder, PROMPT, 1)
     assert output.token_ids[1][0] in (3, 4)
-    # What the mask made of the row is what it feeds next.
+    # The row feeds the token chosen with the mask next.
     after = run(backend, 1, rows((1, 13, 1, True)))
     assert after.token_ids[0] == greedy(folder, (*PROMPT, output.token_ids[1][0]), 1)
 

@@ -1,4 +1,4 @@
-"""The decoder's logits equal transformers', however a sequence is cut into steps and wherever its cache lies."""
+"""The decoder's logits equal those of transformers for any split into steps and any cache layout."""
 
 from __future__ import annotations
 

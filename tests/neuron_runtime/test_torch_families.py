@@ -1,7 +1,7 @@
-"""Every family of models gives transformers' logits and tokens, with windows, biases and norms as its config.json says.
+"""Every model family gives the logits and tokens of transformers, with windows, biases and norms of its config.json.
 
-The shapes are tiny and the weights random; what differs between releases of a family (scaled positions, tied heads,
-windows, heads of their own size) is in MODELS. Prompts reach beyond every window.
+Shapes are tiny and weights random; MODELS covers the differences between releases of a family (scaled positions, tied
+heads, windows, separate head sizes). Prompts are longer than every window.
 """
 
 from __future__ import annotations
@@ -73,8 +73,8 @@ WINDOWS = ("Mistral", "Qwen2, window in the upper layers", "Qwen3 with biases an
 LENGTHS = (300, 1, 25, 90)
 MAX_LENGTH = 304
 
-# Sequence 0 comes in chunks that begin within, at and behind every window; the others join, decode beside it in and
-# out of slot order, leave, and come back.
+# Sequence 0 is fed in chunks that start within, at and after every window; the others join, decode with it in and out
+# of slot order, leave, and return.
 STEPS: list[list[Cut]] = [
     [(0, 0, 18), (2, 0, 24)],
     [(0, 18, 24), (2, 24, 25), (1, 0, 1)],

@@ -1,4 +1,4 @@
-"""The likeliest tokens through maxima of groups are those of the whole vocabulary, in every size of it."""
+"""The likeliest tokens found with group maxima are those of the whole vocabulary, for every size."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ VOCABULARIES = [1, 7, GROUP, GROUP + 1, 5 * GROUP - 3, 40 * GROUP, 300 * GROUP, 
 
 
 def logits(rows: int, vocabulary: int, *, coarse: bool = False) -> torch.Tensor:
-    """Normal ones. No two of a row are equal, on any processor, or many are, where they are coarse."""
+    """Normally distributed scores: all different within a row on any processor, or many equal if coarse."""
     random = torch.Generator().manual_seed(vocabulary)
     if coarse:
         return (torch.randn(rows, vocabulary, generator=random) * 3).round()

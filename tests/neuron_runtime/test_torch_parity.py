@@ -1,4 +1,4 @@
-"""Torch backend under the engine: greedy tokens are transformers', drawn tokens do not depend on the company."""
+"""Torch backend under the engine: greedy tokens match transformers, drawn tokens do not depend on other rows."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def drawn_alone(folder: Path) -> Mapping[str, Sequence[int]]:
-    """What each of the drawing requests gets when it is served alone."""
+    """Tokens of each drawing request served alone."""
     answers: dict[str, Sequence[int]] = {}
     for request in requests(DRAWN):
         answers |= serve(folder, [(0, request)], layout="slots", max_sequences=1)[0]

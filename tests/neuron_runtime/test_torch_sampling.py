@@ -1,4 +1,4 @@
-"""Sampling: the random numbers are the published ones, the distribution is the asked one on every path."""
+"""Sampling: random numbers match the published ones, and every path follows the requested distribution."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ MAX_CANDIDATES = max(NUMBERS_OF_CANDIDATES)
 
 
 def draw(logits: torch.Tensor, top_k: Any, top_p: Any, draws: Any, *, temperature: Any = 1.0, min_p: Any = 0.0) -> Any:
-    """Tokens for rows of logits; each parameter is one number for all rows or one for each."""
+    """Samples tokens for rows of logits; each parameter is one number for all rows or one per row."""
     columns = [np.broadcast_to(np.asarray(one), len(logits)).copy() for one in (temperature, top_k, top_p, min_p)]
     return sampling.draw(Scores.of(logits.contiguous(), columns[0]), Draws(*columns, number=np.asarray(draws)))
 
@@ -98,7 +98,7 @@ def test_draws_follow_the_restricted_distribution(top_k: int, top_p: float) -> N
     num = 4000
     drawn = draw(logits.expand(num, -1), np.full(num, top_k), np.full(num, top_p), (np.arange(num) + 0.5) / num)
     counts = np.bincount(drawn, minlength=40)
-    # Evenly spaced draws must hit each token in proportion, give or take the two ends of its interval.
+    # Evenly spaced draws must hit each token in proportion, up to the two ends of its interval.
     assert np.abs(counts - shares * num).max() <= 1.5
 
 
@@ -139,7 +139,7 @@ def spread(rows: int, vocabulary: int, sigma: float, *, coarse: bool = False) ->
 
 
 def ruled_out(logits: torch.Tensor, every: int) -> torch.Tensor:
-    """The model, or an allowed list, leaves none of the tokens `0, every, 2 * every...`."""
+    """The model, or an allowed list, excludes the tokens `0, every, 2 * every...`."""
     changed = logits.clone()
     changed[:, ::every] = float("-inf")
     return changed
@@ -236,7 +236,7 @@ def test_rounding_that_reorders_near_ties_does_not_change_the_drawn_token() -> N
 
 @pytest.mark.parametrize(("top_k", "top_p"), [(3, 1.0), (0, 0.5), (2 * MAX_CANDIDATES, 1.0)])
 def test_ties_at_the_cutoff_are_all_kept_in_any_batch(top_k: int, top_p: float) -> None:
-    # As coarse as bfloat16 makes them: 5000 tokens share seven values.
+    # As coarse as in bfloat16: 5000 tokens share seven values.
     logits = (torch.randn(5000, generator=torch.Generator().manual_seed(4)) * 2).round().clamp(-3, 3)
     kept = logits >= logits.sort(descending=True).values[int((expected_shares(logits, top_k, top_p) > 0).sum()) - 1]
     ids = kept.nonzero().ravel()

@@ -1,7 +1,6 @@
-"""What is drawn follows the distribution that was asked for, and draws know nothing of one another.
+"""Draws follow the requested distribution and are independent of each other.
 
-Chi-square tests over fixed seeds: the same numbers in every run, so a test that passes once passes always. The bound is
-the 99.9 % point of the distribution.
+Chi-square tests with fixed seeds, so results are the same in every run. The bound is the 99.9 % point.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ NUM_DRAWS = 6000
 
 
 def asked_for(params: Sampling) -> np.ndarray:
-    """The distribution, written down step by step."""
+    """The distribution, computed step by step."""
     logits = [float(one) for one in LOGITS]
     for token in range(VOCABULARY):
         forbidden = params.allowed_token_ids is not None and token not in params.allowed_token_ids
@@ -53,7 +52,7 @@ def asked_for(params: Sampling) -> np.ndarray:
 
 
 def drawn(params: Sampling, *, seeds: Any = 0, choices: Any = 0, positions: Any = 0) -> np.ndarray:
-    """One draw for each seed, choice and output position; each is one for all or one for each."""
+    """One draw per seed, choice and output position; each argument is one value for all draws or one per draw."""
     seeds, choices, positions = (one.ravel() for one in np.broadcast_arrays(seeds, choices, positions))
     num = len(seeds)
     table, adjustments = SamplingTable(num), Adjustments(num, VOCABULARY)
@@ -144,7 +143,7 @@ def test_draws_of_flat_distributions_follow_the_requested_distribution(asked: di
     parts = [choose(scores, table, slots, np.arange(n, n + at_once)) for n in range(0, num, at_once)]
     counts = np.bincount(np.concatenate(parts), minlength=vocabulary)
     assert not counts[shares == 0].any()
-    # Neighbouring tokens together, about equal shares.
+    # Groups of neighbouring tokens with about equal shares.
     bins = np.minimum((shares.cumsum() - shares / 2) * num_bins, num_bins - 1).astype(int)
     assert_follows(*(np.bincount(bins, one, minlength=num_bins) for one in (counts, shares)))
 

@@ -1,4 +1,4 @@
-"""Sampling behind the engine: a request gets the tokens and log-probabilities it would get alone, in any company."""
+"""Sampling through the engine: a request gets the tokens and logprobs that it gets alone, in any batch."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ END = 3
 
 
 class Got:
-    """What one request was told."""
+    """The result of one request."""
 
     def __init__(self) -> None:
         self.tokens: list[int] = []
@@ -33,7 +33,7 @@ class Got:
 
 
 def answers(requests: Sequence[Request], table: torch.Tensor = TABLE, **limits: Any) -> tuple[list[Got], int]:
-    """What each request is told, and how often one was preempted."""
+    """The result of each request, and the number of preemptions."""
     backend = markov_backend(table, **limits)
     try:
         engine = Engine(backend)
@@ -92,7 +92,7 @@ def check(requests: list[Request], **limits: Any) -> int:
 
 
 def same(some: Sequence[TokenLogprobs], others: Sequence[TokenLogprobs]) -> bool:
-    """Equal but for the rounding of sums over rows of other shapes."""
+    """Equal except for rounding in sums of different shapes."""
     return len(some) == len(others) and all(
         (one.token_id, one.rank, [t for t, _ in one.top]) == (other.token_id, other.rank, [t for t, _ in other.top])
         and np.allclose([one.logprob, *(v for _, v in one.top)], [other.logprob, *(v for _, v in other.top)], atol=1e-5)
@@ -128,11 +128,11 @@ def test_an_end_token_is_suppressed_until_min_tokens(temperature: float) -> None
 
 def test_a_banned_sequence_never_appears_but_its_parts_do() -> None:
     table = torch.full((1, VOCABULARY, VOCABULARY), -20.0)
-    for one in range(VOCABULARY):  # a circle: behind n comes n + 1, else n + 2
+    for one in range(VOCABULARY):  # a cycle: n is followed by n + 1, else by n + 2
         table[0, one, (one + 1) % VOCABULARY], table[0, one, (one + 2) % VOCABULARY] = 0.0, -1.0
     params = Sampling(max_tokens=9, temperature=0.0, bad_words=((5, 6), (8,)))
     (got,), _ = answers([Request("a", (1, 2, 3, 4, 5), params)], table)
-    # Behind the 5 of the prompt a 6 may come: only the answer must not contain the words.
+    # A 6 may follow the 5 of the prompt: only the answer must not contain the words.
     assert got.tokens == [6, 7, 9, 10, 11, 12, 13, 0, 1]
     (got,), _ = answers([Request("a", (1, 2, 3, 4), params)], table)
     assert got.tokens == [5, 7, 9, 10, 11, 12, 13, 0, 1]
@@ -184,7 +184,7 @@ def test_reported_prompt_logprobs_are_not_recomputed_after_preemption() -> None:
             sampled += sum(len(event.token_ids) for event in engine.step())
         decoder: Any = backend._decoder
         assert engine.stats.num_preemptions_total > 0
-        # Of each prompt five positions once, and a few rows that nobody waited for any more.
+        # Five positions of each prompt once, and a few rows of ended requests.
         assert 0 <= decoder.num_logits - sampled - 4 * 5 <= 8
     finally:
         backend.close()

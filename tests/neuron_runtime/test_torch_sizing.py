@@ -1,4 +1,4 @@
-"""Limits follow from configuration, shape and free memory; what does not fit is refused with the arithmetic."""
+"""Limits derived from configuration, shape and free memory; what does not fit is refused with the numbers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Loading: tensors that do not fit are named, dtypes are converted, shards are read, progress ends at the whole."""
+"""Loading weights: mismatched tensors are named, dtypes are converted, shards are read, progress is complete."""
 
 from __future__ import annotations
 
@@ -129,7 +129,7 @@ def test_files_are_prefetched_and_an_unreadable_one_stops_nothing(
     for name in ("a", "b", "c"):
         (tmp_path / f"{name}.safetensors").write_bytes(b"x" * 3_000_000)
     files = sorted(tmp_path.iterdir())
-    leaves_cache = drop_from_cache(files)  # not on a file system that keeps its files in memory
+    leaves_cache = drop_from_cache(files)  # not on an in-memory file system
     asked: dict[str, list[tuple[int, int]]] = {}
     advise = os.posix_fadvise
 
@@ -146,7 +146,7 @@ def test_files_are_prefetched_and_an_unreadable_one_stops_nothing(
         assert begins == (0, *ends[:-1])
         assert ends[-1] >= num_bytes > begins[-1]
     if leaves_cache:
-        while not (cached_share(files[0]) and cached_share(files[1])):  # the kernel fetches on its own
+        while not (cached_share(files[0]) and cached_share(files[1])):  # the kernel reads ahead itself
             time.sleep(0.01)
         assert cached_share(files[2]) == 0.0
     (tmp_path / "0.safetensors").mkdir()
@@ -156,7 +156,7 @@ def test_files_are_prefetched_and_an_unreadable_one_stops_nothing(
 
 def test_loading_runs_on_the_device_thread_and_its_failure_ends_it(tmp_path: Path) -> None:
     folder = random_model(tmp_path / "model")
-    others = set(threading.enumerate())  # of backends of other tests that nobody has closed
+    others = set(threading.enumerate())  # threads of unclosed backends of other tests
     threads, seen = set(), []
 
     def interrupted(stage: str, share: float) -> None:

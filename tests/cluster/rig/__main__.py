@@ -1,4 +1,4 @@
-"""`python -m cluster.rig up|down|images|status|env`: the cluster for hands. The Makefile calls it."""
+"""`python -m cluster.rig up|down|images|status|env`: manages the cluster manually; used by the Makefile."""
 
 from __future__ import annotations
 
@@ -36,11 +36,11 @@ def _down(force: bool) -> int:
 
 
 def _refuse_while_tests_run() -> None:
-    raise NotPossibleHere("tests are using the cluster: wait for them, or take it from them with --force")
+    raise NotPossibleHere("tests are using the cluster: wait for them, or use --force")
 
 
 def _images() -> int:
-    """Builds the product's images, loads them into the nodes, and says how to install the chart with them."""
+    """Builds the product's images, loads them into the nodes and prints the helm command that uses them."""
     rig = Rig.prepare(say=_say)
     rig.up(say=_say)
     images = {target: build_image(target, say=_say) for target in TARGETS}
@@ -60,7 +60,9 @@ def _status() -> int:
         return 1
     rig = Rig.prepare(say=_say)
     print(rig.kubectl("get", "nodes", "-o", "wide"), end="")
-    print("everything that `up` starts is running" if rig.is_up else "parts are not running: `up` repairs it")
+    print(
+        "everything that `up` starts is running" if rig.is_up else "some programs are not running: `up` restarts them"
+    )
     return 0 if rig.is_up else 1
 
 
@@ -73,13 +75,13 @@ def _environment() -> int:
 def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m cluster.rig", description="A Kubernetes cluster on this machine.")
     commands = parser.add_subparsers(dest="command", required=True)
-    up = commands.add_parser("up", help="bring it up, or repair it; prints the KUBECONFIG")
+    up = commands.add_parser("up", help="start or repair the cluster; prints KUBECONFIG")
     up.add_argument("archives", nargs="*", type=Path, metavar="ARCHIVE", help="OCI archives of images for the nodes")
-    down = commands.add_parser("down", help="take it down and leave nothing")
-    down.add_argument("--force", action="store_true", help="also while tests use it")
+    down = commands.add_parser("down", help="stop the cluster and remove all its state")
+    down.add_argument("--force", action="store_true", help="even while tests use it")
     commands.add_parser("images", help="build the images of Dockerfile.neuron and load them into the nodes")
-    commands.add_parser("status", help="what runs; status 1 when something does not")
-    commands.add_parser("env", help="shell lines after which kubectl and helm talk to it")
+    commands.add_parser("status", help="show what runs; exit status 1 if anything does not")
+    commands.add_parser("env", help="print shell exports for kubectl and helm")
     chosen = parser.parse_args(arguments)
     try:
         match chosen.command:

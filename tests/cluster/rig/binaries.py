@@ -1,6 +1,6 @@
 """The programs of the cluster, built from pinned Go modules: one folder under `tests/cluster/build` for each component,
-with the go.mod and go.sum that pin it. A component is built once for each content of its folder and flags and kept in
-the cache; callers ask for the components they need and get the folder with their programs."""
+with the go.mod and go.sum that pin it. A component is built once per content of its folder and flags and cached;
+`ensure` returns the folder with its programs."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from cluster.rig.needs import NotPossibleHere
 
 BUILD_FOLDER = Path(__file__).parent.parent / "build"
 
-# Modules and compiled packages of all components; they only save time when a component is built again.
+# Modules and compiled packages of all components; they only speed up rebuilds.
 _MAX_GO_BYTES = 12 * 10**9
 _GO_FLAGS = "-trimpath -buildvcs=false -mod=readonly -modcacherw"
-# Downloads break off; what was there before then is kept.
+# Downloads fail at times; a retry keeps what is complete.
 _PAUSES_SECONDS = (5, 15, 45)
 
 
@@ -30,16 +30,16 @@ _PAUSES_SECONDS = (5, 15, 45)
 class Component:
     """One build: programs (name -> Go package) of one go.mod.
 
-    version_module: the required module whose version is the component's.
+    version_module: the required module that defines the version of the component.
     version_flags: link flags that write the version into the programs; `{version}` is replaced.
-    names: further names of a program that acts by the name it is called by (name -> program).
-    protocols: files of required modules that are kept beside the programs (name -> (module, path)).
+    names: further names of a multi-call program (name -> program).
+    protocols: files of required modules that are copied beside the programs (name -> (module, path)).
     minutes: how long a clean build takes on two cores, for the progress line.
     """
 
     name: str
     programs: Mapping[str, str]
-    minutes: float = field(repr=False)  # kept out of the key
+    minutes: float = field(repr=False)  # not part of the key
     version_module: str = ""
     version_flags: tuple[str, ...] = ()
     names: Mapping[str, str] = field(default_factory=dict)
@@ -109,12 +109,12 @@ COMPONENTS = {
     )
 }
 
-# What a running cluster is made of. Helm is a tool beside it, BuildKit builds images for it, promql reads metrics.
+# The components of a running cluster. Helm, BuildKit and promql are tools for tests.
 CLUSTER_COMPONENTS = ("containerd", "pause", "etcd", "hyper", "coredns")
 
 
 def pinned_version(component: Component, build_folder: Path = BUILD_FOLDER) -> str:
-    """The version that the component's go.mod requires, "" for a component that is our own source.
+    """The version that the component's go.mod requires, "" for our own source.
 
     Raises:
         ValueError: go.mod does not require the module.
@@ -133,7 +133,7 @@ def ensure(*names: str, cache: Cache | None = None, say: Callable[[str], None] =
     """Folders with the programs of the components `names`, built where the cache has none.
 
     Raises:
-        NotPossibleHere: something must be built and there is no Go, or a build failed; the message has the reason.
+        NotPossibleHere: Go is missing or a build failed; the message has the reason.
         KeyError: no component of that name.
     """
     cache = cache or Cache.default()
@@ -148,7 +148,7 @@ def _ensure(component: Component, cache: Cache, say: Callable[[str], None]) -> P
         started = time.monotonic()
         title = f"{component.name} {pinned_version(component)}".strip()
         say(f"building {title} (about {component.minutes:g} min on two cores)")
-        with cache.lock("go", on_wait=lambda: say(f"{component.name} waits: another build goes on")):
+        with cache.lock("go", on_wait=lambda: say(f"{component.name} waits for another build")):
             _build(component, source, folder, cache.folder("go"), say)
             cache.bound("go", _MAX_GO_BYTES)
         say(f"built {title} in {time.monotonic() - started:.0f} s")

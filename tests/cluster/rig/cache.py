@@ -1,6 +1,6 @@
-"""The one folder in which everything that is slow to make is kept: programs, images, generated code, and the state of
-the running cluster. Entries are named by their content's key, are made under a lock in a temporary folder and moved
-into place whole, so that an interrupted or concurrent run never leaves half an entry. Old entries are removed."""
+"""The cache folder of everything slow to build: programs, images, generated code, and the state of the running cluster.
+An entry is named by a key of its inputs, built under a lock in a temporary folder and moved into place, so that an
+interrupted or concurrent run never leaves half an entry. Old entries are removed."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def cache_root(environment: Mapping[str, str] | None = None) -> Path:
 
 
 def content_key(*parts: str | bytes | Path) -> str:
-    """A key of 16 hex digits over strings, bytes and files; a folder counts as its files with their names and modes."""
+    """A key of 16 hex digits over strings, bytes and files; a folder stands for its files with names and modes."""
     digest = hashlib.sha256()
 
     def add(data: bytes) -> None:
@@ -67,7 +67,7 @@ class Cache:
         return cls(cache_root())
 
     def folder(self, *names: str) -> Path:
-        """A folder below the root, made when it is not there."""
+        """A folder below the root, created if missing."""
         self._mark()
         path = self.root.joinpath(*names)
         path.mkdir(parents=True, exist_ok=True)
@@ -75,7 +75,7 @@ class Cache:
 
     @contextlib.contextmanager
     def lock(self, name: str, *, on_wait: Callable[[], None] = lambda: None) -> Iterator[None]:
-        """Holds the machine-wide lock `name`; `on_wait` is called once when somebody else has it."""
+        """Holds the machine-wide lock `name`; `on_wait` is called once if another process holds it."""
         path = self.folder("locks") / f"{name}.lock"
         with path.open("a") as file:
             try:
@@ -86,7 +86,7 @@ class Cache:
             yield
 
     def find(self, kind: str, name: str, key: str) -> Path | None:
-        """The entry when it is there, marked as used now."""
+        """The entry if it exists, marked as used now."""
         path = self._path(kind, name, key)
         try:
             os.utime(path)
@@ -103,20 +103,20 @@ class Cache:
         *,
         max_entries: int = _MAX_ENTRIES_OF_A_KIND,
     ) -> Path:
-        """The folder of entry `name` with content `key`, made by `build(empty folder)` when it is not there.
+        """The folder of entry `name` with content `key`, built by `build(empty folder)` if missing.
 
-        Of the entries of this kind and name the `max_entries` used last are kept.
-        Whatever `build` raises passes through, and leaves no entry.
+        The `max_entries` most recently used entries of this kind and name are kept.
+        An exception of `build` is raised and leaves no entry.
         """
         if found := self.find(kind, name, key):
             return found
         with self.lock(
-            f"{kind}-{name}", on_wait=lambda: print(f"waiting: {kind} {name} is being made by another run", flush=True)
+            f"{kind}-{name}", on_wait=lambda: print(f"waiting: another run is building {kind} {name}", flush=True)
         ):
             if found := self.find(kind, name, key):
                 return found
             path = self._path(kind, name, key)
-            for rest in path.parent.glob(f".making-{name}-*"):  # of runs that were killed: we hold the lock
+            for rest in path.parent.glob(f".making-{name}-*"):  # left by killed runs: we hold the lock
                 shutil.rmtree(rest)
             temporary = Path(tempfile.mkdtemp(prefix=f".making-{name}-", dir=self.folder(kind)))
             try:
@@ -132,16 +132,16 @@ class Cache:
             return path
 
     def bound(self, name: str, max_bytes: int) -> None:
-        """Removes the folder `name` below the root when it has grown beyond `max_bytes`."""
+        """Removes the folder `name` below the root if it is larger than `max_bytes`."""
         folder = self.root / name
         if sum(_disk_bytes(folder.rglob("*"))) > max_bytes:
             shutil.rmtree(folder, ignore_errors=True)  # another process may be filling it
 
     def clear(self) -> int:
-        """Removes all of it and returns the number of bytes freed.
+        """Removes the whole cache and returns the number of bytes freed.
 
         Raises:
-            ValueError: the folder is not one that this class made.
+            ValueError: this class did not create the folder.
         """
         if not self.root.exists():
             return 0
@@ -174,7 +174,7 @@ def _disk_bytes(paths: Iterable[Path]) -> Iterator[int]:
 
 
 def main(arguments: list[str]) -> int:
-    """`python -m cluster.rig.cache clear`, or no argument to see what is kept."""
+    """`python -m cluster.rig.cache clear`, or no argument to list its content."""
     cache = Cache.default()
     if arguments == ["clear"]:
         if (cache.root / "run").exists():

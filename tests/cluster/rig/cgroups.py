@@ -1,6 +1,5 @@
-"""Version 1 control groups of the cluster: every process of it lives below one group of a fixed name, in every
-hierarchy, which is how the processes are found again, by whoever looks and whatever became of the run that started
-them."""
+"""Version 1 control groups of the cluster. Every process of the cluster is below one group with a fixed name in every
+hierarchy, so that any run can find the processes of an earlier one."""
 
 from __future__ import annotations
 
@@ -16,7 +15,7 @@ from cluster.rig.needs import CGROUP_ROOT, cgroup_hierarchies
 ROOT_GROUP = "neuron-serving"
 
 DEAD = ("Z", "X", "x")
-"""States of `/proc/*/status` in which a process runs nothing any more."""
+"""States of `/proc/*/status` in which a process no longer runs."""
 
 
 @dataclass(frozen=True)
@@ -24,7 +23,7 @@ class Process:
     """A process that is not dead, seen from the host.
 
     Attributes:
-        inner_pid: its pid in the innermost pid namespace that it is in; equal to `pid` on the host itself.
+        inner_pid: its pid in its innermost pid namespace; equal to `pid` on the host.
     """
 
     pid: int
@@ -50,27 +49,29 @@ class Group:
             for name in self.path.split("/"):
                 parent, folder = folder, folder / name
                 folder.mkdir(exist_ok=True)
-                if hierarchy.name == "cpuset":  # a new group has no processors, and takes no process, until it is told
+                if (
+                    hierarchy.name == "cpuset"
+                ):  # a new group accepts no process until it has processors and memory nodes
                     for setting in ("cpuset.cpus", "cpuset.mems"):
                         if not (folder / setting).read_text().strip():
                             (folder / setting).write_text((parent / setting).read_text())
 
     def processes(self) -> list[Process]:
-        """Living processes of this group and those below it."""
+        """Live processes of this group and the groups below it."""
         found = (process_of(pid) for pid in _pids(_hierarchy() / self.path))
         return [process for process in found if process is not None]
 
     def find(self, path: str) -> list[Group]:
-        """Groups anywhere below this one whose path ends with `path`."""
+        """Groups below this one whose path ends with `path`."""
         hierarchy = _hierarchy()
         folders = [folder for folder in _folders(hierarchy / self.path) if str(folder).endswith(f"/{path}")]
         return [Group(str(folder.relative_to(hierarchy))) for folder in folders]
 
     def kill(self, *, timeout_seconds: float = 120) -> None:
-        """Kills every process of this group and those below it, and waits until they are gone.
+        """Kills every process of this group and the groups below it, and waits for their end.
 
         Raises:
-            TimeoutError: some process outlived SIGKILL for that long.
+            TimeoutError: a process did not end after SIGKILL.
         """
         end = time.monotonic() + timeout_seconds
         dying: set[int] = set()
@@ -78,22 +79,22 @@ class Group:
             found = {process.pid for process in self.processes()}
             for pid in found:
                 kill(pid)
-            # The group has forgotten a process before that has let go of its files and ports.
+            # A process leaves its group before it has released its files and ports.
             dying = {pid for pid in dying | found if process_of(pid) is not None}
             if not dying:
                 return
             if time.monotonic() > end:
-                raise TimeoutError(f"processes of {self.path} do not die: {sorted(dying)}")
+                raise TimeoutError(f"processes of {self.path} survived SIGKILL: {sorted(dying)}")
             time.sleep(0.02)
 
     def remove(self, *, timeout_seconds: float = 120) -> None:
-        """Removes the group with those below it; its processes must be dead, or dying, which may take a busy disk long.
+        """Removes the group and the groups below it. Its processes must be dead or dying (slow on a busy disk).
 
         Raises:
-            TimeoutError: the kernel keeps a group busy for that long.
+            TimeoutError: the kernel keeps a group busy.
         """
         end = time.monotonic() + timeout_seconds
-        # Container runtimes also make it in the version 2 hierarchy that may lie beside the others.
+        # Container runtimes also create the group in a version 2 hierarchy if one is mounted.
         folders = [hierarchy / self.path for hierarchy in CGROUP_ROOT.iterdir()]
         while left := [folder for folder in folders if not _remove_tree(folder)]:
             if time.monotonic() > end:
@@ -103,12 +104,12 @@ class Group:
 
 
 def _hierarchy() -> Path:
-    """The one in which processes are looked for; they are in the same group in all of them."""
+    """The hierarchy in which processes are listed; their group is the same in all of them."""
     return CGROUP_ROOT / "pids"
 
 
 def kill(pid: int) -> bool:
-    """Kills a process of the host; false when it was gone already."""
+    """Kills a process of the host; False if it had already ended."""
     try:
         os.kill(pid, signal.SIGKILL)
     except ProcessLookupError:
@@ -117,8 +118,8 @@ def kill(pid: int) -> bool:
 
 
 def _folders(folder: Path) -> Iterator[Path]:
-    """The group's folder and those below it. Others remove groups meanwhile: `walk` passes over what is gone, where
-    `glob` raises."""
+    """The group's folder and those below it. Others remove groups concurrently: `walk` skips missing folders, `glob`
+    raises."""
     return (Path(found) for found, _, _ in os.walk(folder))
 
 
@@ -126,15 +127,15 @@ def _pids(folder: Path) -> Iterator[int]:
     for group in _folders(folder):
         try:
             text = (group / "cgroup.procs").read_text()
-        except (FileNotFoundError, OSError):  # a group that goes away while it is read: ENOENT or ENODEV
+        except (FileNotFoundError, OSError):  # a group removed while it is read: ENOENT or ENODEV
             continue
         yield from map(int, text.split())
 
 
 def process_of(pid: int) -> Process | None:
-    """None for one that is gone, or dead with all its threads: the first may be so long before one that holds a port.
+    """None if all threads of the process have ended: the first may end long before one that holds a port.
 
-    An empty command line tells neither: for a moment of `exec` there is none.
+    An empty command line is no sign of either: during `exec` there is none.
     """
     folder = Path("/proc") / str(pid)
     try:
@@ -149,7 +150,7 @@ def process_of(pid: int) -> Process | None:
 
 
 def _remove_tree(folder: Path) -> bool:
-    """Only directories can and need be removed in a control group's tree; the deepest first."""
+    """Removes the directories of a control group's tree, the deepest first; files cannot be removed."""
     if not folder.exists():
         return True
     for below in sorted((p for p in _folders(folder) if p != folder), key=lambda p: len(p.parts), reverse=True):
@@ -162,6 +163,6 @@ def _remove_one(folder: Path) -> bool:
         folder.rmdir()
     except FileNotFoundError:
         return True
-    except OSError:  # EBUSY: the kernel has not yet let go of the processes
+    except OSError:  # EBUSY: the kernel has not yet released the processes
         return False
     return True

@@ -1,5 +1,4 @@
-"""Runs other programs and turns their failure, or that they do not end, into one error that says what failed and what
-was printed."""
+"""Runs programs and turns a failure or a timeout into one error with the command and its output."""
 
 from __future__ import annotations
 
@@ -10,15 +9,15 @@ from collections.abc import Mapping, Sequence
 from cluster.rig.needs import search_path
 
 COMMAND_SECONDS = 300.0
-"""How long a program may take unless its caller knows better: only what hangs takes that long on a busy machine."""
+"""Default time limit of a program; even on a busy machine only a hung one takes this long."""
 
 
 class CommandFailed(Exception):
     """A program ended with a status other than 0, or did not end in time.
 
     Attributes:
-        status: the exit status; None when it was killed because its time was over.
-        output: what it wrote to stderr, or to stdout when stderr is empty.
+        status: the exit status; None after a timeout.
+        output: its stderr, or its stdout if stderr is empty.
     """
 
     def __init__(self, command: Sequence[str], status: int | None, output: str) -> None:
@@ -34,10 +33,10 @@ def run(
     environment: Mapping[str, str] | None = None,
     timeout_seconds: float = COMMAND_SECONDS,
 ) -> str:
-    """Runs `command` to its end and returns what it wrote to stdout.
+    """Runs `command` and returns its stdout.
 
     Raises:
-        CommandFailed: the status was not 0, or it did not end in time and was killed.
+        CommandFailed: the status was not 0, or the command was killed after `timeout_seconds`.
     """
     try:
         done = subprocess.run(

@@ -1,5 +1,5 @@
-"""A device plugin with no hardware behind it, for the kubelet's real protocol (v1beta1). It runs in a node, once, and
-serves both Neuron resources; `neuron_devices` decides. A file lists the numbers of devices that are unhealthy."""
+"""A device plugin without hardware, for the kubelet's real protocol (v1beta1). One process per node serves both Neuron
+resources; `neuron_devices` decides. A file lists the numbers of unhealthy devices."""
 
 from __future__ import annotations
 
@@ -33,16 +33,16 @@ PLUGIN_FOLDER = Path("/var/lib/kubelet/device-plugins")
 _KUBELET_SOCKET = PLUGIN_FOLDER / "kubelet.sock"
 _POLL_SECONDS = 0.2
 
-# Numbers set apart for local use; the kernel never hands them out to a driver. One that nobody took has no driver
-# behind it: a container can stat the device, and gets ENXIO when it opens it.
+# Numbers reserved for local use; the kernel never assigns them to a driver. A free one has no driver: a container can
+# stat the device and gets ENXIO when it opens it.
 _LOCAL_MAJORS: tuple[int, ...] = (*range(120, 128), *range(60, 64))
 
 
 def free_major(proc_devices: str) -> int:
-    """A character device number without a driver, by the text of /proc/devices.
+    """A character device number without a driver, from the text of /proc/devices.
 
     Raises:
-        ValueError: all of them are taken.
+        ValueError: none is free.
     """
     characters = proc_devices.split("Block devices:", maxsplit=1)[0]
     taken = {int(line.split()[0]) for line in characters.splitlines() if line.strip() and line.split()[0].isdigit()}
@@ -62,7 +62,7 @@ def make_device_nodes(folder: Path, num_devices: int, major: int) -> None:
 
 
 def read_unhealthy(path: Path) -> frozenset[int]:
-    """Device numbers in the file, one a line; no file means none. Anything else in it is ignored, with a word."""
+    """Device numbers in the file, one per line; no file means none. Other lines are logged and ignored."""
     try:
         words = path.read_text().split()
     except FileNotFoundError:
@@ -132,10 +132,10 @@ class Plugin:
         return response
 
     def serve_one_life(self) -> None:
-        """Registers with the kubelet, serves, and returns when the kubelet that it registered with is gone.
+        """Registers with the kubelet, serves, and returns when that kubelet has ended.
 
         Raises:
-            OSError, grpc.RpcError: the kubelet is not there, or not ready.
+            OSError, grpc.RpcError: the kubelet is not running or not ready.
         """
         kubelet = _KUBELET_SOCKET.stat().st_ino
         self.socket.unlink(missing_ok=True)
@@ -150,7 +150,7 @@ class Plugin:
                 )
                 self.services.RegistrationStub(channel).Register(request, timeout=5)
             _say(f"registered {self.resource}")
-            # A kubelet that starts removes every socket in the folder and makes its own anew.
+            # A starting kubelet removes every socket in the folder and recreates its own.
             while self.socket.exists() and _KUBELET_SOCKET.stat().st_ino == kubelet:
                 time.sleep(_POLL_SECONDS)
         finally:

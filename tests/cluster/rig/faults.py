@@ -1,6 +1,5 @@
-"""What goes wrong in a cluster, one call each: a context in which it is so, and after which it is not any more.
-Entering returns when the fault is made (where the cluster shows it as a number, when the number is seen), leaving when
-what it broke is well again."""
+"""Faults of a cluster, one context manager each. Entering returns when the fault is in effect (and visible in the API
+where it changes a number), leaving when the cluster has recovered."""
 
 from __future__ import annotations
 
@@ -26,7 +25,7 @@ _HOLD_SECONDS = 45  # less than the minute after which the API server ends any r
 
 @contextlib.contextmanager
 def power_off(rig: Rig, node: str) -> Iterator[None]:
-    """The node loses power: everything on it ends at once, its disk stays."""
+    """The node loses power: all its processes end at once, its disk stays."""
     rig.machine(node).power_off()
     try:
         yield
@@ -36,7 +35,7 @@ def power_off(rig: Rig, node: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def kubelet_killed(rig: Rig, node: str) -> Iterator[None]:
-    """The kubelet dies, and is not restarted; containers go on."""
+    """The kubelet dies and is not restarted; containers keep running."""
     rig.machine(node).stop("kubelet")
     try:
         yield
@@ -46,7 +45,7 @@ def kubelet_killed(rig: Rig, node: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def link_cut(rig: Rig, node: str) -> Iterator[None]:
-    """The node's cable is pulled: it runs on, alone."""
+    """The node's link is cut; its processes keep running."""
     rig.control_plane.ip("link", "set", node, "down")
     try:
         yield
@@ -57,7 +56,7 @@ def link_cut(rig: Rig, node: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def devices_unhealthy(rig: Rig, node: str, devices: Collection[int]) -> Iterator[None]:
-    """The plugin reports devices of the node (by minor number) unhealthy; pods that hold them run on."""
+    """The plugin reports devices of the node (by minor number) unhealthy; pods that hold them keep running."""
     file = rig.folders.unhealthy_file(rig.topology.node(node))
     before = file.read_text() if file.exists() else ""
     file.write_text(before + "".join(f"{device}\n" for device in sorted(devices)))
@@ -70,12 +69,12 @@ def devices_unhealthy(rig: Rig, node: str, devices: Collection[int]) -> Iterator
 
 
 def kill_containers(rig: Rig, namespace: str, selector: str) -> list[str]:
-    """Every container of the pods that match is killed with SIGKILL, and the pods' names are returned.
+    """Kills every container of the matching pods with SIGKILL and returns the names of the pods.
 
-    The kubelets start them again: that is their undoing, and takes longer each time (1 s, 10 s, 20 s, ...).
+    The kubelets restart them, with growing back-off (1 s, 10 s, 20 s, ...).
 
     Raises:
-        ValueError: no container of such a pod runs; a fault that hits nothing would make a test that proves nothing.
+        ValueError: no container of such a pod runs, so the fault would have no effect.
     """
     pods = rig.get("pods", "--namespace", namespace, "--selector", selector)["items"]
     killed = []
@@ -90,7 +89,7 @@ def kill_containers(rig: Rig, namespace: str, selector: str) -> list[str]:
 
 
 def kill_processes(rig: Rig, pod: Any, word: str) -> None:
-    """Every process of a pod whose command line has `word` among its arguments is killed with SIGKILL.
+    """Kills every process of a pod that has `word` among its arguments with SIGKILL.
 
     Raises:
         ValueError: there is none.
@@ -101,7 +100,7 @@ def kill_processes(rig: Rig, pod: Any, word: str) -> None:
 
 @contextlib.contextmanager
 def frozen(rig: Rig, pod: Any, word: str) -> Iterator[None]:
-    """The processes that `kill_processes` would kill stand still.
+    """Stops the processes that `kill_processes` would kill.
 
     Raises:
         ValueError: there is none.
@@ -135,11 +134,11 @@ def _container_groups(rig: Rig, pod: Any) -> Iterator[Group]:
 
 @contextlib.contextmanager
 def throttled(rig: Rig, user: str) -> Iterator[None]:
-    """The API server answers new requests of `user` with 429 and Retry-After: 1, by a priority level without a seat.
+    """The API server answers new requests of `user` with 429 and Retry-After: 1, with a priority level without seats.
 
-    user: a full user name, such as system:serviceaccount:NAMESPACE:NAME. What it watches already goes on. Even a level
-    of no seats serves one request at a time, so that one is kept busy; a request of the user gets through when that
-    one is renewed, which is at most once in 45 s.
+    user: a full user name, such as system:serviceaccount:NAMESPACE:NAME. Its open watches continue. Even a level
+    without seats serves one request at a time, so one request is kept open; when it is renewed, at most every 45 s, one
+    request of the user may get through.
     """
     name = f"throttled-{re.sub('[^a-z0-9]+', '-', user.lower())}"
     rig.apply(_priority_level(name), _flow_schema(name, user))
@@ -147,8 +146,8 @@ def throttled(rig: Rig, user: str) -> Iterator[None]:
     stop = threading.Event()
     holder = threading.Thread(target=_hold_seat, args=(rig, stop))
     try:
-        # Only then: a request that the level does not know yet would be held in another one.
-        wait_until(f"{user} is of the level", lambda: rig.ask(_PATH, user).headers.get(_SCHEMA_HEADER) == schema)
+        # Only now: a request before the level is in force would be held in another one.
+        wait_until(f"{user} has the priority level", lambda: rig.ask(_PATH, user).headers.get(_SCHEMA_HEADER) == schema)
         holder.start()
         wait_until(f"{user} is throttled", lambda: rig.ask(_PATH, user).status == 429)
         yield
@@ -157,11 +156,11 @@ def throttled(rig: Rig, user: str) -> Iterator[None]:
         if holder.ident is not None:
             holder.join()
         rig.kubectl("delete", f"flowschema/{name}", f"prioritylevelconfiguration/{name}")
-        wait_until(f"{user} is throttled no more", lambda: rig.ask(_PATH, user).status != 429)
+        wait_until(f"{user} is no longer throttled", lambda: rig.ask(_PATH, user).status != 429)
 
 
 def _hold_seat(rig: Rig, stop: threading.Event) -> None:
-    """Keeps one request in the works, by never sending the body that it announces: any user may make it."""
+    """Keeps one request open by never sending its announced body; any user may send it."""
     while not stop.is_set():
         with contextlib.closing(rig.connect()) as connection:
             connection.putrequest("POST", "/apis/authorization.k8s.io/v1/selfsubjectaccessreviews")
@@ -177,7 +176,7 @@ def _hold_seat(rig: Rig, stop: threading.Event) -> None:
             while not stop.is_set() and time.monotonic() < end:
                 with contextlib.suppress(TimeoutError):
                     connection.sock.recv(1)
-                    break  # an answer, or the end: the seat was somebody else's, so try again
+                    break  # a response or a closed connection: another request had the seat, so try again
 
 
 def _priority_level(name: str) -> Any:
@@ -204,7 +203,7 @@ def _flow_schema(name: str, user: str) -> Any:
         "kind": "FlowSchema",
         "metadata": {"name": name},
         "spec": {
-            "matchingPrecedence": 2,  # before all but the one that exempts administrators
+            "matchingPrecedence": 2,  # precedes all except the schema that exempts administrators
             "priorityLevelConfiguration": {"name": name},
             "rules": [
                 {

@@ -1,6 +1,6 @@
 """The base image of image builds on a machine that reaches package mirrors but no image registry: Debian with its
-Python, standing in for `python:3.11-slim`. `images` names it in builds; nothing else uses it, it is never published.
-Also writes the empty image that stands in where only the description of a base is asked for (lint)."""
+Python, in place of `python:3.11-slim`. Only `images` uses it; it is never published. Also writes the empty image that
+lint uses as a base."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from typing import IO, Any, cast
 from cluster.rig.cache import Cache, content_key
 from cluster.rig.needs import NotPossibleHere, search_path
 
-# Its Python is 3.11, as in the image that it stands in for.
+# Its Python is 3.11, as in the image that it replaces.
 DEBIAN_SUITE = "bookworm"
 DEBIAN_PACKAGES = ("ca-certificates", "netbase", "python3", "python3-pip", "tzdata")
 
 _ENVIRONMENT = {"PATH": "/usr/local/bin:/usr/local/sbin:/usr/sbin:/usr/bin:/sbin:/bin", "LANG": "C.UTF-8"}
 _CREATED = "1970-01-01T00:00:00Z"
 _ARCHITECTURES = {"x86_64": "amd64", "aarch64": "arm64"}
-# Folders whose content is only there because of how the tree was made, or is made anew by whoever runs it.
+# Folders with leftovers of the bootstrap or with content that is created at run time.
 _EMPTY_FOLDERS = (
     "debootstrap",
     "dev",
@@ -42,7 +42,7 @@ _EMPTY_FOLDERS = (
     "var/lib/apt/lists",
     "var/log",
 )
-# Debian asks users to leave its Python alone; the official image has no such mark.
+# Debian marks its Python as externally managed; the official image does not.
 _LEFT_OUT_NAMES = frozenset({"EXTERNALLY-MANAGED", "__pycache__"})
 
 
@@ -52,11 +52,11 @@ class OciLayout:
 
     path: Path
     digest: str
-    """Of the image's manifest, `sha256:...`."""
+    """Digest of the image's manifest, `sha256:...`."""
 
 
 def base_image(cache: Cache) -> OciLayout:
-    """The stand-in for `python:3.11-slim`; made once (a minute), then from the cache.
+    """The stand-in for `python:3.11-slim`; built once (a minute), then cached.
 
     Raises:
         NotPossibleHere: debootstrap is missing or did not reach a mirror.
@@ -76,7 +76,7 @@ def base_image(cache: Cache) -> OciLayout:
 
 
 def empty_image(cache: Cache) -> OciLayout:
-    """An image without files: enough to check a Dockerfile, whose bases are looked up but not run."""
+    """An image without files, enough for lint, which resolves bases but does not run them."""
 
     def build(folder: Path) -> None:
         write_layout(folder, (), environment=_ENVIRONMENT, command=["python3"])
@@ -107,10 +107,10 @@ def _debootstrap(rootfs: Path) -> None:
 
 
 def tree_members(root: Path) -> Iterator[tuple[tarfile.TarInfo, Path | None]]:
-    """The files below `root` as tar members, in a fixed order and without times, so that a tree has one digest.
+    """The files below `root` as tar members, in a fixed order and without times, so that equal trees have one digest.
 
     Yields:
-        A member with its path below `root`, and the file to read its content from (None: it has none).
+        A member with its path below `root`, and the file with its content (None: no content).
     """
     links: dict[tuple[int, int], str] = {}
 

@@ -1,5 +1,5 @@
-"""BuildKit for the time of some builds: started on need, stopped afterwards, its cache kept within a bound. `images`
-says what to build; this module knows processes, sockets, control groups and BuildKit's report of its steps."""
+"""Runs BuildKit for the duration of some builds and bounds its cache. `images` decides what to build; this module
+handles processes, sockets, control groups and BuildKit's progress output."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _MAX_REPORTED_LINES = 15
 
 
 class BuildFailed(Exception):
-    """A step failed or the Dockerfile is wrong; the message has the step and the end of what it printed."""
+    """A step failed or the Dockerfile is wrong; the message has the step and the end of its output."""
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,7 @@ class Builder:
         return progress.steps()
 
     def ask(self, request: str, arguments: Sequence[str]) -> str:
-        """What the frontend answers to a sub-request, e.g. `frontend.lint`. Raises BuildFailed when it cannot."""
+        """The frontend's response to a sub-request, e.g. `frontend.lint`. Raises BuildFailed on an error."""
         command = [*self.command, "build", "--progress=plain", "--frontend=dockerfile.v0", *arguments]
         done = subprocess.run([*command, f"--opt=requestid={request}"], capture_output=True, text=True, check=False)
         if done.returncode:
@@ -78,7 +78,7 @@ class Builder:
         return done.stdout.strip()
 
     def prune(self, max_bytes: int) -> None:
-        """Removes what was used longest ago until at most `max_bytes` are kept."""
+        """Removes the least recently used entries until at most `max_bytes` remain."""
         subprocess.run(
             [*self.command, "prune", f"--keep-storage={max_bytes / 1e6}"], check=True, stdout=subprocess.DEVNULL
         )
@@ -109,7 +109,7 @@ class _Progress:
             self._logs[log["vertex"]] = self._logs.get(log["vertex"], b"") + base64.b64decode(log["data"])
 
     def steps(self) -> list[Step]:
-        """The steps that the Dockerfile has, without what BuildKit does around them."""
+        """The steps of the Dockerfile, without BuildKit's internal ones."""
         return [
             Step(v["name"], cached=bool(v.get("cached")), seconds=_seconds(v))
             for v in self._vertexes.values()
@@ -134,10 +134,10 @@ def _seconds(vertex: dict[str, Any]) -> float:
 
 @contextmanager
 def running_builder(cache: Cache, say: Callable[[str], None] = print) -> Iterator[Builder]:
-    """BuildKit with its state in the cache; one at a time for each cache, ended when the context is left.
+    """BuildKit with its state in the cache; one at a time per cache.
 
     Raises:
-        NotPossibleHere: the machine lacks something, or BuildKit cannot be built; the message has the cure.
+        NotPossibleHere: the machine lacks something, or BuildKit cannot be built; the message has the remedy.
         StartFailed: buildkitd does not come up.
     """
     require_machine()
@@ -175,8 +175,8 @@ def _start(programs: Path, state: Path, files: Path) -> subprocess.Popen[bytes]:
     wrapper.write_text(f'#!/bin/sh\nexec {shlex.join([sys.executable, "-I", image_runc.__file__, str(runc)])} "$@"\n')
     wrapper.chmod(0o755)
     settings = files / "buildkitd.toml"
-    # Host network: steps reach what the machine reaches, with its resolver. Collection is ours (`prune`): BuildKit's
-    # own keeps a share of the disk free and would drop what the next build needs.
+    # Host network: steps use the machine's routes and resolver. BuildKit's own garbage collection is off: it keeps a
+    # share of the disk free and would drop what the next build needs.
     settings.write_text(
         f"""root = {json.dumps(str(state))}
 [grpc]
@@ -196,7 +196,7 @@ def _start(programs: Path, state: Path, files: Path) -> subprocess.Popen[bytes]:
     group = _GROUP / "daemon"
     group.make()
     joins = "; ".join(f"echo $$ > {folder / 'cgroup.procs'}" for folder in group.folders())
-    # Ends with the process that started it, however that ends.
+    # The daemon ends with its parent process.
     launch = ["setpriv", "--pdeathsig", "TERM", "unshare", "--mount", "sh", "-ec", f'{joins}; exec "$@"', "sh"]
     with (files / "log").open("wb") as log:
         return subprocess.Popen(
@@ -212,13 +212,13 @@ def _wait_until_it_answers(builder: Builder, daemon: subprocess.Popen[bytes], lo
     def answers() -> bool:
         if daemon.poll() is not None:
             last = next(reversed(log.read_text(errors="replace").strip().splitlines()), "no message")
-            raise StartFailed(f"buildkitd ended at once: {last}")
+            raise StartFailed(f"buildkitd ended during its start: {last}")
         return subprocess.run([*builder.command, "debug", "workers"], capture_output=True, check=False).returncode == 0
 
     wait_until("buildkitd answers", answers, pause_seconds=0.1)
 
 
 def _sweep() -> None:
-    """Ends what an interrupted run left; what it mounted went away with its mount namespace."""
+    """Ends processes left by an interrupted run; its mounts ended with its mount namespace."""
     _GROUP.kill()
     _GROUP.remove()

@@ -1,6 +1,6 @@
-"""Stands between BuildKit and runc and lends the steps of a build the certificate authorities that this machine
-trusts, so that they reach package mirrors as the machine itself does and no Dockerfile has to know. `image_builder`
-names it to BuildKit; arguments are runc's, which takes over at the end. Standard library only: it runs isolated."""
+"""A wrapper of runc that gives build steps the certificate authorities of this machine, so that they reach package
+mirrors without changes to a Dockerfile. `image_builder` configures it in BuildKit; it passes its arguments on to runc.
+Standard library only: it runs isolated."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from typing import Any
 
 _TRUSTED = ssl.get_default_verify_paths()
 BUNDLE = Path(_TRUSTED.cafile or _TRUSTED.openssl_cafile).resolve()
-"""What programs of this machine trust, wherever its OpenSSL or $SSL_CERT_FILE says that lies."""
-# /dev is a tmpfs in a step: nothing of this lands in a layer.
+"""The certificates that programs of this machine trust, from OpenSSL's default path or $SSL_CERT_FILE."""
+# /dev is a tmpfs in a step, so the file is in no layer.
 BUNDLE_IN_STEP = "/dev/host-certificates.crt"
 _VARIABLES = (
     "CURL_CA_BUNDLE",
@@ -27,7 +27,7 @@ _VARIABLES = (
 
 
 def with_certificates(spec: dict[str, Any]) -> dict[str, Any]:
-    """The OCI runtime configuration `spec` with the bundle mounted and named; variables that it sets itself stay."""
+    """The OCI runtime configuration `spec` with the bundle mounted and its variables set, unless `spec` sets them."""
     mount = {
         "destination": BUNDLE_IN_STEP,
         "type": "bind",

@@ -1,7 +1,7 @@
 """A small wheel of the installed torch, for the images of the tests: the index's build for x86-64 needs 4 GB of CUDA
 libraries that nothing uses on a machine without a GPU. The libraries that torch links are replaced by generated ones
-whose functions return an error, the GPU code is blanked out, the CUDA packages are no longer required. `images` hands
-the wheel to builds. Such a torch computes on CPUs as the original does, and is for tests alone: never publish it."""
+whose functions return an error, the GPU code is zeroed, the CUDA packages are no longer required. `images` gives
+the wheel to builds. This torch computes on CPUs as the original does; it is only for tests, never publish it."""
 
 from __future__ import annotations
 
@@ -22,19 +22,19 @@ from typing import NamedTuple
 from cluster.rig.cache import Cache, content_key
 from cluster.rig.needs import NotPossibleHere, search_path
 
-# Sorts above the version it was made of, satisfies a pin of it, and shows in `pip list` what this is.
+# Sorts above the original version, satisfies a pin of it, and is visible in `pip list`.
 LOCAL_VERSION = "cputest"
 
 _GPU_REQUIREMENT = re.compile(r"Requires-Dist: (nvidia-|cuda-|triton)")
 _LEFT_OUT = re.compile(r"torch/(include|test)/|torch/bin/(?!torch_shm_manager)|\.pyc$|\.a$|\.\./")
 _LEFT_OUT_METADATA = frozenset({"INSTALLER", "RECORD", "REQUESTED", "direct_url.json", "uv_cache.json"})
 _GPU_CODE_SECTIONS = frozenset({".nv_fatbin"})
-# The one CUDA library that stays as it is: it answers "no device" by itself.
+# The one CUDA library that stays unchanged: it reports "no device" itself.
 _REAL_LIBRARY = "libcudart"
 
 
 def small_torch(cache: Cache) -> Path:
-    """A folder with one wheel of the torch that is installed beside this code.
+    """A folder with one wheel of the installed torch.
 
     Raises:
         NotPossibleHere: torch or binutils are not installed.
@@ -76,7 +76,7 @@ def _kept_files(torch: Distribution) -> dict[str, Path]:
 
 
 class Wheel:
-    """A wheel that is being written; leaving the context adds its RECORD."""
+    """A wheel under construction; leaving the context adds its RECORD."""
 
     def __init__(self, folder: Path, name: str, version: str, tag: str) -> None:
         self.path = folder / f"{name}-{version}-{tag}.whl"
@@ -88,7 +88,7 @@ class Wheel:
         return self
 
     def add(self, name: str, data: bytes) -> None:
-        entry = zipfile.ZipInfo(name)  # of a fixed time: one torch gives one wheel
+        entry = zipfile.ZipInfo(name)  # a fixed time, so that the wheel is reproducible
         entry.compress_type = zipfile.ZIP_DEFLATED
         executable = PurePosixPath(name).parent.name == "bin"
         entry.external_attr = (0o100755 if executable else 0o100644) << 16
@@ -108,7 +108,7 @@ class Wheel:
 class _Import(NamedTuple):
     name: str
     version: str
-    """Of the symbol; "" for none."""
+    """Version of the symbol; "" for none."""
 
 
 @dataclass(frozen=True)
@@ -146,9 +146,9 @@ def _read_library(path: Path) -> _Library:
 
 
 def _missing_libraries(site: Path, made: Path) -> Iterable[Path]:
-    """The libraries of the CUDA packages that torch's own libraries need: the real one, and a stand-in for each other.
+    """The libraries of the CUDA packages that torch's own libraries need: the real one, and generated replacements.
 
-    Torch looks for them beside itself, too (its run path ends with its own folder).
+    Torch also searches its own folder (the end of its run path).
     """
     own = [_read_library(path) for path in (site / "torch" / "lib").glob("*.so*")]
     theirs = {path.name: path for path in (site / "nvidia").glob("**/*.so*")}

@@ -1,6 +1,6 @@
-"""The project's images, built from its own Dockerfile by BuildKit, as archives that a containerd imports. Called by
-the cluster, which runs them, by tests, and as `python -m cluster.rig.images [TARGET...]`. An image whose inputs have
-not changed comes from the cache without a builder. Base and torch are stand-ins for tests: publish none of this."""
+"""The project's images, built from its Dockerfile by BuildKit, as archives for containerd. Used by the cluster, by
+tests, and as `python -m cluster.rig.images [TARGET...]`. An image with unchanged inputs comes from the cache without a
+builder. Base and torch are replacements for tests: never publish these images."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from cluster.rig.needs import NotPossibleHere
 ROOT = Path(__file__).resolve().parents[3]
 DOCKERFILE = "Dockerfile.neuron"
 PYTHON_IMAGE = "python:3.11-slim"
-# What runs in the cluster; `runtime-neuron` starts from an image that only registries have.
+# The images that run in the cluster; the base of `runtime-neuron` exists only in registries.
 TARGETS = ("operator", "runtime-cpu")
 
 _MAX_ARCHIVES = 2
@@ -34,27 +34,27 @@ _OUTPUT = "compression=zstd,force-compression=true,oci-mediatypes=true"
 @dataclass(frozen=True)
 class Image:
     name: str
-    """With a tag of its content: a changed image has another name."""
+    """Tagged by its content: a changed image has another name."""
     archive: Path
     """OCI image layout as a tar."""
     digest: str
-    """Of the manifest, `sha256:...`."""
+    """Digest of the manifest, `sha256:...`."""
     layers: tuple[tuple[str, int], ...]
-    """What made each layer, lowest first, and its packed size in bytes."""
+    """Command and packed size in bytes of each layer, lowest first."""
 
     @property
     def size_bytes(self) -> int:
-        """What a registry would hold and a node would pull."""
+        """Size of a pull from a registry."""
         return sum(size for _, size in self.layers)
 
 
 def build_image(
     target: str, *, cache: Cache | None = None, root: Path = ROOT, say: Callable[[str], None] = print
 ) -> Image:
-    """The image of a target of the Dockerfile, built when one of its inputs has changed.
+    """The image of a target of the Dockerfile, rebuilt if an input has changed.
 
     Raises:
-        NotPossibleHere: the machine lacks something (root, Debian packages, Go, mirrors); the message has the cure.
+        NotPossibleHere: the machine lacks something (root, Debian packages, Go, mirrors); the message has the remedy.
         BuildFailed: a step failed.
     """
     cache = cache or Cache.default()
@@ -73,7 +73,7 @@ def build_image(
 
 @dataclass(frozen=True)
 class BuildInputs:
-    """Everything that goes into a build."""
+    """All inputs of a build."""
 
     target: str
     root: Path
@@ -89,12 +89,12 @@ class BuildInputs:
     def key(self) -> str:
         context = [part for path in context_files(self.root) for part in (str(path.relative_to(self.root)), path)]
         digests = [base.digest for base in self.bases.values()]
-        # A wheel's folder is named by its content, too.
+        # A wheel's folder is named by its content.
         own = (self.target, _OUTPUT, *digests, self.wheels.name if self.wheels else "")
         return content_key(*own, self.root / DOCKERFILE, *context)
 
     def arguments(self) -> list[str]:
-        """For `buildctl build`."""
+        """Arguments of `buildctl build`."""
         arguments = [
             f"--local=context={self.root}",
             f"--local=dockerfile={self.root}",
@@ -112,19 +112,17 @@ class BuildInputs:
 def context_files(root: Path) -> Iterator[Path]:
     """The files that `.dockerignore` lets into a build, in a fixed order.
 
-    Reads the part of its language that the project uses: `*`, then `!PATH` for what comes in, then patterns of what
-    stays out, `**/NAME` anywhere or PATH with wildcards.
+    Supports the syntax that the project uses: `*`, then `!PATH` for included paths, then excluded patterns,
+    `**/NAME` anywhere or PATH with wildcards.
 
     Raises:
-        ValueError: the file says something else.
+        ValueError: the file uses other syntax.
     """
     lines = [line for line in (root / ".dockerignore").read_text().splitlines() if line and not line.startswith("#")]
     let_in = [line[1:] for line in lines if line.startswith("!")]
     left_out = lines[1 + len(let_in) :]
     if lines[:1] != ["*"] or any(line.startswith("!") for line in left_out):
-        raise ValueError(
-            f"{root / '.dockerignore'}: expected `*`, then lines with `!`, then patterns of what stays out"
-        )
+        raise ValueError(f"{root / '.dockerignore'}: expected `*`, then lines with `!`, then excluded patterns")
 
     def stays_out(path: Path) -> bool:
         name = str(path.relative_to(root))
@@ -146,7 +144,7 @@ def context_files(root: Path) -> Iterator[Path]:
 
 
 def lint(target: str, builder: Builder, cache: Cache, *, root: Path = ROOT) -> str:
-    """What BuildKit's own checks find in a target, "" for nothing. Nothing is built and no base is needed.
+    """Findings of BuildKit's checks for a target, "" for none. Nothing is built and no base is needed.
 
     Raises:
         BuildFailed: the Dockerfile cannot be read, or has no such target.
@@ -157,7 +155,7 @@ def lint(target: str, builder: Builder, cache: Cache, *, root: Path = ROOT) -> s
 
 
 def neuron_image(root: Path = ROOT) -> str:
-    """The image that `runtime-neuron` starts from unless a build argument says otherwise."""
+    """The default base image of `runtime-neuron`."""
     for line in (root / DOCKERFILE).read_text().splitlines():
         if line.startswith("ARG NEURON_IMAGE="):
             return line.partition("=")[2]

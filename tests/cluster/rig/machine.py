@@ -1,6 +1,6 @@
-"""A machine of the cluster: one process tree in network, mount, pid, ipc and uts namespaces of its own, under one
-control group. Its first process holds it: killing that is pulling the plug. What runs in it is found by control group,
-never by name or by files that remember pids. `Rig` says which machines there are and what runs in them."""
+"""A machine of the cluster: one process tree with its own network, mount, pid, ipc and uts namespaces in one control
+group. Killing its first process turns it off. Its processes are found by control group, never by name or pid files.
+`Rig` decides which machines exist and what runs in them."""
 
 from __future__ import annotations
 
@@ -18,25 +18,25 @@ from cluster.rig.needs import search_path
 
 NETNS_FOLDER = Path("/run/netns")
 WAIT_SECONDS = 300.0
-"""How long anything is waited for: what works takes a hundredth of it, and several times as long on a busy machine."""
+"""Limit of every wait; normal operation takes a hundredth of it, several times as long on a busy machine."""
 _INIT = "init"
 _WHOLE = "whole"
 
 
 class StartFailed(Exception):
-    """Something did not come up; the message names its log."""
+    """A program did not start; the message names its log."""
 
 
 def wait_until(
     what: str, condition: Callable[[], bool], *, seconds: float = WAIT_SECONDS, pause_seconds: float = 0.05
 ) -> None:
     """Raises:
-    StartFailed: `condition` was not true in time.
+    StartFailed: `condition` did not become true in time.
     """
     end = time.monotonic() + seconds
     while not condition():
         if time.monotonic() > end:
-            raise StartFailed(f"not so after {seconds:g} s: {what}")
+            raise StartFailed(f"timed out after {seconds:g} s: {what}")
         time.sleep(pause_seconds)
 
 
@@ -45,10 +45,10 @@ class Machine:
     """Attributes:
     name: unique in the cluster; also the name of its link on the bridge.
     state: the folder of its files and logs.
-    init: the program that holds it, in a path that ends with its name.
-    link: its link to the others, as it is called in the machine.
-    mounts: folders of the machine (absolute) -> folders of the host that take their place.
-    setup: shell lines run in it once, before anything else, with its mounts in place.
+    init: its first program, in a path that ends with its name.
+    link: the name of its network link inside the machine.
+    mounts: folders of the machine (absolute) -> folders of the host mounted over them.
+    setup: shell lines run once at its start, after mounting.
     """
 
     name: str
@@ -74,7 +74,7 @@ class Machine:
 
     @property
     def init_pid(self) -> int | None:
-        """Its first process as the host numbers it; None when the machine is off."""
+        """Host pid of its first process; None if the machine is off."""
         for process in self.program_group(_INIT).processes():
             if process.inner_pid == 1:
                 return process.pid
@@ -85,9 +85,9 @@ class Machine:
         return self.init_pid is not None
 
     def make_network(self, fill: Callable[[], None]) -> None:
-        """Gives it a network namespace and has `fill` put links and routes into it; nothing is done when it has one.
+        """Creates its network namespace, unless it exists, and lets `fill` add links and routes.
 
-        One that a killed run left half-made is made anew: the last step names the loopback link.
+        A namespace that a killed run left half-made is rebuilt: the last step names the loopback link.
         """
         if (NETNS_FOLDER / self.netns).exists() and self._links().get("lo") == _WHOLE:
             return
@@ -98,7 +98,7 @@ class Machine:
         self.ip("link", "set", "lo", "alias", _WHOLE)
 
     def remove_network(self) -> None:
-        """The link first: when the kernel removes those of a deleted namespace, and their other ends, is its choice."""
+        """Removes the link first: the kernel removes links of a deleted namespace at an arbitrary later time."""
         if not (NETNS_FOLDER / self.netns).exists():
             return
         if self.link in self._links():
@@ -109,18 +109,18 @@ class Machine:
         return run("ip", "-n", self.netns, *arguments)
 
     def _links(self) -> dict[str, str]:
-        """Its links with their further names."""
+        """Its links with their alternative names."""
         return {link["ifname"]: link.get("ifalias", "") for link in json.loads(self.ip("-json", "link", "show"))}
 
     def power_on(self) -> None:
-        """Starts its first process. It must have its network; when it is on, nothing is done.
+        """Starts its first process, unless it is on. Its network must exist.
 
         Raises:
-            StartFailed: the namespaces could not be made; the log says why.
+            StartFailed: the namespaces could not be created; the log has the cause.
         """
         if self.is_on:
             return
-        # As a boot would: the groups that dead containers leave behind make the next kubelet stall for seconds each.
+        # As a boot would: each group left by a dead container stalls the next kubelet for seconds.
         self.group.kill()
         self.group.remove()
         ready = self.state / "ready"
@@ -131,7 +131,7 @@ class Machine:
         script = "\n".join(
             [
                 "set -e",
-                "mount --make-rshared /",  # the kubelet and containerd pass mounts on to each other
+                "mount --make-rshared /",  # the kubelet and containerd propagate mounts to each other
                 *mounts,
                 "mount -t tmpfs -o mode=755 run /run",
                 "mkdir -p /run/netns /run/lock",
@@ -148,7 +148,7 @@ class Machine:
         wait_until(f"machine {self.name} is on, see {self.log(_INIT)}", ready.exists, pause_seconds=0.01)
 
     def power_off(self) -> None:
-        """As if the plug were pulled: every process dies at once, the network goes, files stay."""
+        """A power cut: every process dies at once, the network is removed, files stay."""
         pid = self.init_pid
         if pid is not None:
             self.program_group(_INIT).kill()
@@ -160,7 +160,7 @@ class Machine:
         return bool(self.program_group(program).processes())
 
     def start(self, program: str, command: Sequence[str], environment: Mapping[str, str] | None = None) -> None:
-        """Starts `command` in the machine, its output in `log(program)`; when it runs already, nothing is done.
+        """Starts `command` in the machine, unless it runs, with its output in `log(program)`.
 
         Raises:
             StartFailed: the machine is off.
@@ -170,11 +170,11 @@ class Machine:
         self._launch(program, list(command), outside=self._enter(), environment=environment)
 
     def stop(self, program: str) -> None:
-        """Kills it, as `kill -9` would."""
+        """Kills the program with SIGKILL."""
         self.program_group(program).kill()
 
     def run(self, *command: str, stdin: str | None = None, timeout_seconds: float = COMMAND_SECONDS) -> str:
-        """Runs `command` in the machine to its end and returns its stdout.
+        """Runs `command` in the machine and returns its stdout.
 
         Raises:
             CommandFailed: its status was not 0, or it did not end in time.
@@ -203,7 +203,7 @@ class Machine:
         outside: Sequence[str],
         environment: Mapping[str, str] | None = None,
     ) -> None:
-        """Starts a process that outlives this one, in its control group from its first instruction on."""
+        """Starts a process that outlives this one, in its control group from the start."""
         group = self.program_group(program)
         group.make()
         joins = [f"echo $$ > {shlex.quote(str(folder / 'cgroup.procs'))}" for folder in group.folders()]

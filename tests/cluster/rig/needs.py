@@ -1,5 +1,5 @@
-"""What a machine must have before a cluster can run on it, and what to say when it has not. The command line prints the
-sentence, the tests skip with it (and fail with it under CI=true). Nothing here installs anything."""
+"""Requirements of the cluster on the machine. The command line prints the message of a missing one, the tests skip with
+it (and fail with it under CI=true). Installs nothing."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from pathlib import Path
 
 
 class NotPossibleHere(Exception):
-    """The machine lacks something; the message is one line that ends with the cure."""
+    """The machine lacks something; the message is one line that ends with the remedy."""
 
 
 @dataclass(frozen=True)
 class DebianPackage:
-    """A package and the files that prove that it is there: names are looked up in PATH, paths as they stand."""
+    """A package and the files that show that it is installed: names are looked up in PATH, paths are absolute."""
 
     name: str
     files: tuple[str, ...]
@@ -35,14 +35,14 @@ DEBIAN_PACKAGES = (
     DebianPackage("binutils", ("as", "ld", "nm", "readelf")),
 )
 
-# A shell of a user who became root by `su` lacks these, and that is no reason to say that a package is missing.
+# The PATH of a root shell opened with `su` lacks these folders.
 _SYSTEM_PATH = "/usr/local/sbin:/usr/sbin:/sbin"
 
 CGROUP_ROOT = Path("/sys/fs/cgroup")
 
 
 def search_path(environment: Mapping[str, str] | None = None) -> str:
-    """PATH with the folders of system programs, for look-ups and for what the cluster starts."""
+    """PATH with the folders of system programs, for look-ups and for programs of the cluster."""
     environment = os.environ if environment is None else environment
     return f"{environment.get('PATH', '/usr/bin:/bin')}:{_SYSTEM_PATH}"
 
@@ -67,7 +67,7 @@ def main() -> None:
 
 def require_machine() -> None:
     """Raises:
-    NotPossibleHere: with the first thing that is missing.
+    NotPossibleHere: with the first missing requirement.
     """
     if os.geteuid() != 0:
         raise NotPossibleHere("the cluster needs root: run `sudo make ...`, or leave the cluster tests out")

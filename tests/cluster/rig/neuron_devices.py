@@ -1,9 +1,9 @@
-"""What the Neuron device plugin decides, without any I/O: which sizes it takes, what it puts into a container.
+"""Decisions of the Neuron device plugin, without I/O: which sizes are valid and what a container gets.
 
-The rules are those of the plugin of AWS (Neuron SDK 2.3x, Inf2): it advertises `aws.amazon.com/neuron` (whole devices)
-and `aws.amazon.com/neuroncore` (cores), which the kubelet counts apart; one, or all of the node, is always valid, and
-anything in between needs the scheduler extension, which this cluster does not have. In the container devices are
-numbered from 0, and keep the host's minor numbers. `device_plugin` serves these decisions to a kubelet."""
+The rules are those of the AWS plugin (Neuron SDK 2.3x, Inf2): it advertises `aws.amazon.com/neuron` (whole devices)
+and `aws.amazon.com/neuroncore` (cores), which the kubelet counts separately. One or all of the node is always valid;
+any other number needs the scheduler extension, which this cluster does not have. In the container devices are numbered
+from 0 and keep the host's minor numbers. `device_plugin` serves these decisions to a kubelet."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class InvalidSize(Exception):
 
 @dataclass(frozen=True)
 class DeviceNode:
-    """A device as a container gets it: the host's device with that minor number, under another name."""
+    """A device in a container: the host's device with that minor number, under another name."""
 
     minor: int
     container_path: str
@@ -48,14 +48,14 @@ def resource_ids(hardware: NeuronHardware, resource: str) -> list[str]:
 
 
 def unhealthy_ids(hardware: NeuronHardware, resource: str, unhealthy_devices: Collection[int]) -> set[str]:
-    """Ids under `resource` that lie on an unhealthy device."""
+    """Ids under `resource` on an unhealthy device."""
     ids = resource_ids(hardware, resource)
     per_device = len(ids) // hardware.num_devices
     return {name for index, name in enumerate(ids) if index // per_device in unhealthy_devices}
 
 
 def allocate(hardware: NeuronHardware, resource: str, ids: Sequence[str]) -> Allocation:
-    """What a container gets that was given `ids` of `resource`.
+    """What a container with `ids` of `resource` gets.
 
     Raises:
         InvalidSize: neither one nor all of the node.
@@ -69,7 +69,7 @@ def allocate(hardware: NeuronHardware, resource: str, ids: Sequence[str]) -> All
     devices = tuple(DeviceNode(minor, f"/dev/neuron{number}") for number, minor in enumerate(minors))
     environment = {"NEURON_LOGICAL_NC_CONFIG": str(_LOGICAL_CORE_SIZE)}
     if resource == CORE_RESOURCE:
-        # Numbered as the container sees them: its first device has cores 0 and 1, whatever device that is on the host.
+        # Numbered from the container's view: its first device has cores 0 and 1.
         local = [minors.index(index // per_device) * per_device + index % per_device for index in indices]
         environment["NEURON_RT_VISIBLE_CORES"] = str(local[0]) if len(local) == 1 else f"{local[0]}-{local[-1]}"
     return Allocation(devices, environment)

@@ -1,8 +1,8 @@
-"""Images on the cluster's nodes: what an archive holds, archives of single programs, and the stores nodes start from.
+"""Images on the cluster's nodes: reading archives, archives of single programs, and the initial stores of nodes.
 
-Images that are known when the cluster comes up are unpacked once, by a containerd of our own, into a store in the
-cache; a node's store shares its layers, which is sound because containerd never writes into one that is complete.
-Images that come later are imported by each node's containerd (`Rig.load_image`)."""
+Images known when the cluster starts are unpacked once, by a separate containerd, into a store in the cache. The stores
+of nodes share its layers, which is safe because containerd never writes into a complete layer. Later images are
+imported by each node's containerd (`Rig.load_image`)."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from cluster.rig.machine import wait_until
 
 _NAME_ANNOTATION = "io.containerd.image.name"
 _OCI = "application/vnd.oci.image"
-_NAMESPACE = "k8s.io"  # of containerd, for what the kubelet sees
+_NAMESPACE = "k8s.io"  # containerd's namespace for the kubelet
 _LABEL = "io.cri-containerd.image=managed"
 _BUILDER_GROUP = Group(f"{ROOT_GROUP}-image-store")
 _CONTAINERD = """\
@@ -45,7 +45,7 @@ class Archive:
     Attributes:
         name: the full reference that pods use.
         digest: of the manifest.
-        config_digest: of the configuration, which the kubelet takes as the image's id.
+        config_digest: of the configuration, the image id for the kubelet.
     """
 
     path: Path = field(compare=False)
@@ -77,7 +77,7 @@ def read_archive(path: Path) -> Archive:
 
 
 def read_archives(file: Path) -> list[Archive]:
-    """What `write_archives` wrote."""
+    """Reads the file of `write_archives`."""
     return [Archive(**{**fields, "path": Path(fields["path"])}) for fields in json.loads(file.read_text())]
 
 
@@ -86,7 +86,7 @@ def write_archives(file: Path, archives: Sequence[Archive]) -> None:
 
 
 def write_program_archive(path: Path, name: str, program: Path) -> None:
-    """Writes an OCI archive of an image with nothing in it but `program`, which it runs.
+    """Writes an OCI archive of an image that contains and runs only `program`.
 
     The same program and name give the same bytes.
     """
@@ -121,9 +121,9 @@ def ensure_store(
     only: bool = True,
     say: Callable[[str], None] = print,
 ) -> Path:
-    """The root folder, in the cache, of a containerd that holds `archives`, and with `only` no other image.
+    """The cached root folder of a containerd with `archives`, and with `only` no other image.
 
-    What it held before and shall hold again is not unpacked again, nor is a layer that images share.
+    Images already in it and layers shared between images are not unpacked again.
     """
     root = cache.folder("image-store", "nodes")
     held_file, state = root / "held.json", root / "state"
@@ -149,9 +149,9 @@ def ensure_store(
 
 
 def link_store(store: Path, target: Path) -> None:
-    """Makes `target` a copy of `store` that shares what containerd never writes into: unpacked layers and blobs.
+    """Makes `target` a copy of `store` that shares the parts that containerd never changes: unpacked layers and blobs.
 
-    The store's folders of layers must stay as long as the copy is in use.
+    The store's layer folders must exist as long as the copy is in use.
     """
     if target.exists():
         shutil.rmtree(target)
@@ -172,10 +172,9 @@ def link_store(store: Path, target: Path) -> None:
 
 
 def import_commands(archive: Archive, *ctr: str) -> Iterator[tuple[str, ...]]:
-    """What makes a running containerd hold the archive, with the names and labels by which the kubelet knows it.
+    """Commands that import the archive into a running containerd with the names and labels that the kubelet expects.
 
-    The kubelet's side of containerd adds the latter to what it pulls itself; without them removal by id fails, and so
-    do volumes of images.
+    containerd's CRI plugin adds the labels to images that it pulls; without them removal by id and image volumes fail.
     """
     images = (*ctr, "--namespace", _NAMESPACE, "images")
     by_id = archive.config_digest
@@ -186,19 +185,19 @@ def import_commands(archive: Archive, *ctr: str) -> Iterator[tuple[str, ...]]:
 
 
 def remove_store_builder() -> None:
-    """Ends the containerd that unpacks images, if one is left."""
+    """Ends a leftover containerd that unpacks images."""
     _BUILDER_GROUP.kill()
     _BUILDER_GROUP.remove()
 
 
 @contextlib.contextmanager
 def _running_containerd(root: Path, state: Path, containerd_folder: Path) -> Iterator[tuple[str, ...]]:
-    """A containerd that only unpacks images; gives the command line of its client."""
+    """A containerd that only unpacks images; yields the command line of its client."""
     config = state / "containerd.toml"
     config.write_text(_CONTAINERD.format(folder=root))
     _BUILDER_GROUP.make()
     joins = [f"echo $$ > {f / 'cgroup.procs'}" for f in _BUILDER_GROUP.folders()]
-    # In a mount namespace of its own, so that nothing stays mounted when this run is killed.
+    # In its own mount namespace, so that nothing stays mounted if this run is killed.
     launch = f'unshare --mount setsid "$@" >{state}/log 2>&1 </dev/null &'
     program = (str(containerd_folder / "containerd"), "--config", str(config), "--log-level", "error")
     ctr = (str(containerd_folder / "ctr"), "--address", f"{state}/s")

@@ -1,4 +1,4 @@
-"""Keys, certificates and kubeconfig files of one cluster, made with openssl when it first comes up."""
+"""Keys, certificates and kubeconfig files of one cluster, created with openssl at its first start."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ class Pki:
 
 
 def make_pki(folder: Path, topology: Topology) -> Pki:
-    """Makes the files, or leaves those that are there: half a set is never in place."""
+    """Creates the files unless they exist; a partial set is never in place."""
     pki = Pki(folder)
     if folder.exists():
         return pki
@@ -98,7 +98,7 @@ def make_pki(folder: Path, topology: Topology) -> Pki:
 
 
 def kubeconfig(server: str, pki: Pki, user: str) -> str:
-    # JSON is YAML, and needs no quoting rules of our own.
+    # JSON is valid YAML and needs no quoting rules.
     return json.dumps(
         {
             "apiVersion": "v1",

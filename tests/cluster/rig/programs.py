@@ -1,5 +1,5 @@
-"""Command lines and configuration files of every program of the cluster, from the topology and the folders; no I/O but
-the writing of those files. `Rig` starts what is described here, in order."""
+"""Command lines and configuration files of every program of the cluster, from the topology and the folders; the
+only I/O is writing those files. `Rig` starts the programs in order."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Program:
 
 @dataclass(frozen=True)
 class Folders:
-    """Where things are: built programs by component, stubs, certificates, and the state of the running cluster."""
+    """Folders of built programs by component, of stubs, certificates and the state of the running cluster."""
 
     components: Mapping[str, Path]
     stubs: Path
@@ -72,7 +72,7 @@ def etcd(folders: Folders) -> Program:
         "listen-client-urls": client,
         "advertise-client-urls": client,
         "listen-peer-urls": peer,
-        "unsafe-no-fsync": True,  # the data must outlive processes, not the machine
+        "unsafe-no-fsync": True,  # the data must survive processes, not a power loss
         "log-level": "warn",
     }
     return Program("etcd", (str(folders.components["etcd"] / "etcd"), *_flags(options)))
@@ -106,7 +106,7 @@ def api_server(topology: Topology, folders: Folders) -> Program:
         "requestheader-extra-headers-prefix": "X-Remote-Extra-",
         "proxy-client-cert-file": pki.crt("front-proxy-client"),
         "proxy-client-key-file": pki.key("front-proxy-client"),
-        "enable-aggregator-routing": True,  # its machine has no kube-proxy: webhooks are called at the pods' addresses
+        "enable-aggregator-routing": True,  # no kube-proxy on its machine: webhooks are called at pod addresses
         "audit-policy-file": _RIG / "manifests" / "audit-policy.yaml",
         "audit-log-path": folders.audit_log,
         "audit-log-maxsize": 1000,  # MB; a test reads one file
@@ -123,7 +123,7 @@ def controller_manager(topology: Topology, folders: Folders) -> Program:
         "bind-address": "127.0.0.1",
         "leader-elect": False,
         "use-service-account-credentials": True,
-        "kube-api-qps": 500,  # with the default its controllers start four seconds late
+        "kube-api-qps": 500,  # with the default, controllers start four seconds late
         "kube-api-burst": 1000,
         "root-ca-file": pki.crt("ca"),
         "service-account-private-key-file": pki.key("service-accounts"),
@@ -145,7 +145,7 @@ def _clients(pki: Pki, name: str) -> dict[str, object]:
 
 
 def containerd(node: Node, folders: Folders) -> Program:
-    """Its configuration has the node's shims in a group of their own: they outlive a containerd that is killed."""
+    """Its configuration puts the node's shims into a separate group: they outlive a killed containerd."""
     config = folders.machine(node.name) / "containerd.toml"
     program = folders.containerd("containerd")
     environment = {"PATH": f"{folders.components['containerd']}:{search_path()}"}
@@ -187,7 +187,7 @@ def device_plugin(node: Node, folders: Folders) -> Program:
 
 
 def node_programs(node: Node, folders: Folders) -> list[Program]:
-    """What runs on a node beside containerd, which must answer before the kubelet starts."""
+    """Programs of a node besides containerd, which must respond before the kubelet starts."""
     programs = [kubelet(node, folders), kube_proxy(node, folders)]
     return [*programs, device_plugin(node, folders)] if node.neuron else programs
 
@@ -203,7 +203,7 @@ def write_node_files(topology: Topology, node: Node, folders: Folders, group: Gr
     }
     for name, text in files.items():
         file = folder / name
-        if not file.exists() or file.read_text() != text:  # kube-proxy ends when its file is written, whatever with
+        if not file.exists() or file.read_text() != text:  # kube-proxy exits whenever its file is written
             file.write_text(text)
 
 
@@ -248,7 +248,7 @@ def _kubelet_configuration(topology: Topology, node: Node, pki: Pki, group: Grou
         "nodeStatusUpdateFrequency": times.node_status_frequency,
         "nodeStatusReportFrequency": times.node_status_frequency,
         "nodeLeaseDurationSeconds": times.node_lease_duration_seconds,
-        # The disk is the host's: nothing of it is the cluster's to clean up, and tests bring their own images.
+        # The disk belongs to the host, so the kubelet must not collect images on it.
         "imageGCHighThresholdPercent": 100,
         "imageGCLowThresholdPercent": 99,
         "evictionHard": {
@@ -273,7 +273,7 @@ def _kube_proxy_configuration(topology: Topology, node: Node, pki: Pki) -> dict[
         "detectLocalMode": "ClusterCIDR",
         "hostnameOverride": node.name,
         "oomScoreAdj": 0,
-        # The host's connection tracking table is not the cluster's to size.
+        # The connection tracking table belongs to the host: do not resize it.
         "conntrack": {"maxPerCore": 0, "tcpEstablishedTimeout": "0s", "tcpCloseWaitTimeout": "0s"},
         "iptables": {"minSyncPeriod": "0s", "syncPeriod": "30s"},
     }

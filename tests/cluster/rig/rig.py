@@ -1,8 +1,8 @@
-"""A real Kubernetes cluster on this machine: brought up, used and taken down by tests and by hands through one class.
+"""A real Kubernetes cluster on this machine, started, used and stopped through one class.
 
-The control plane and each node are a `Machine`; nothing of the cluster can leave the host, which reaches it by one
-link. `up` does only what is not done yet, so it is also what repairs a cluster of which parts were killed; `down` finds
-what is left over of any run. There is one cluster on a machine at a time."""
+The control plane and each node are a `Machine`; no traffic of the cluster leaves the host, which reaches it over one
+link. `up` does only what is missing, so it also repairs a damaged cluster; `down` finds the leftovers of any run. A
+machine has at most one cluster."""
 
 from __future__ import annotations
 
@@ -50,13 +50,13 @@ from cluster.rig.stubs import ensure_stubs, import_stubs
 from cluster.rig.topology import TOPOLOGY, Node, Topology
 
 WAITING = f"--timeout={WAIT_SECONDS:g}s"
-"""For commands of kubectl and helm that wait."""
+"""Time limit of kubectl and helm commands that wait."""
 _CONTROL_PLANE = "control-plane"
 _BRIDGE = "br0"
 _HOST_LINK = "neuron-serving"
 _MACHINE_FOLDER = Path("/run/neuron-serving")
 _MANIFESTS = Path(__file__).parent / "manifests"
-# What made a cluster, and its files: one that was made by others is not repaired but made anew.
+# Sources that define a cluster and its files: a cluster made by other versions is recreated, not repaired.
 _SPECIFIED_BY = (
     "rig.py",
     "machine.py",
@@ -71,7 +71,7 @@ _SPECIFIED_BY = (
 
 @dataclass(frozen=True)
 class AuditEvent:
-    """One answered request, as the API server logged it."""
+    """One finished request in the audit log of the API server."""
 
     user: str
     verb: str
@@ -87,7 +87,7 @@ class AuditEvent:
 
 @dataclass(frozen=True)
 class Answer:
-    """An HTTP answer; the headers' names are in lower case."""
+    """An HTTP response with lower-case header names."""
 
     status: int
     headers: dict[str, str]
@@ -95,7 +95,7 @@ class Answer:
 
 @dataclass(frozen=True)
 class DeviceHolding:
-    """Device ids that the kubelet says a container holds."""
+    """Device ids that the kubelet has allocated to a container."""
 
     namespace: str
     pod: str
@@ -105,7 +105,7 @@ class DeviceHolding:
 
 
 class Rig:
-    """The cluster. `Rig.prepare()` gives one with its programs built; nothing runs until `up`."""
+    """The cluster. `Rig.prepare()` builds its programs; nothing runs until `up`."""
 
     def __init__(self, cache: Cache, folders: programs.Folders, topology: Topology = TOPOLOGY) -> None:
         self.cache = cache
@@ -117,7 +117,7 @@ class Rig:
         """Builds or finds the programs.
 
         Raises:
-            NotPossibleHere: this machine cannot hold the cluster; the message ends with the cure.
+            NotPossibleHere: this machine cannot run the cluster; the message ends with the remedy.
         """
         require_machine()
         cache = Cache.default()
@@ -125,7 +125,7 @@ class Rig:
         stubs = ensure_stubs(cache, components["hyper"])
         return cls(cache, programs.Folders(components, stubs, cache.root / "run"))
 
-    # What tests and hands use.
+    # The interface for tests and the command line.
 
     @property
     def kubeconfig(self) -> Path:
@@ -133,7 +133,7 @@ class Rig:
 
     @property
     def environment(self) -> dict[str, str]:
-        """Variables with which kubectl and helm, called by their names, talk to this cluster."""
+        """Environment for kubectl and helm to use this cluster."""
         bins = ":".join(str(self.folders.components[name]) for name in ("hyper", "helm"))
         return {
             "KUBECONFIG": str(self.kubeconfig),
@@ -147,7 +147,7 @@ class Rig:
         """Runs kubectl as the administrator and returns its stdout.
 
         Raises:
-            CommandFailed: kubectl said no, and `output` is what it said; or it did not end in time.
+            CommandFailed: kubectl failed, with its message in `output`, or timed out.
         """
         return self.command("kubectl", *arguments, stdin=stdin, timeout_seconds=timeout_seconds)
 
@@ -161,7 +161,7 @@ class Rig:
         self.kubectl("apply", "-f", "-", stdin=json.dumps(items))
 
     def create_namespace(self, name: str) -> None:
-        """Creates it, and waits until it takes pods: they need its `default` ServiceAccount, which comes after it."""
+        """Creates the namespace and waits for its `default` ServiceAccount, which pods need."""
         self.kubectl("create", "namespace", name)
         self.kubectl("--namespace", name, "wait", "--for=create", "serviceaccount/default", WAITING)
 
@@ -169,12 +169,12 @@ class Rig:
         return self.command("helm", *arguments, timeout_seconds=timeout_seconds)
 
     def command(self, *command: str, stdin: str | None = None, timeout_seconds: float = COMMAND_SECONDS) -> str:
-        """Runs any program of the host with `environment`."""
+        """Runs a program of the host with `environment`."""
         environment = {**os.environ, **self.environment}
         return run(*command, stdin=stdin, environment=environment, timeout_seconds=timeout_seconds)
 
     def ask(self, path: str, user: str | None = None) -> Answer:
-        """What the API server says to a GET, as the administrator or as `user`; no client repeats it."""
+        """Sends one GET to the API server, as the administrator or as `user`, without retries."""
         with contextlib.closing(self.connect()) as connection:
             connection.request("GET", path, headers={} if user is None else {"Impersonate-User": user})
             response = connection.getresponse()
@@ -188,10 +188,10 @@ class Rig:
         return http.client.HTTPSConnection(topology.api_address, topology.api_port, context=context, timeout=60)
 
     def load_image(self, path: Path, nodes: Sequence[str] | None = None) -> Archive:
-        """Makes the image of an OCI archive known to running nodes (all of them by default); known ones take no time.
+        """Loads the image of an OCI archive into running nodes (all by default); loaded ones take no time.
 
         Raises:
-            ValueError: not an archive of one image.
+            ValueError: the archive does not contain exactly one image.
         """
         archive = read_archive(path)
         names = [node.name for node in self.topology.nodes] if nodes is None else list(nodes)
@@ -205,18 +205,18 @@ class Rig:
             others = [other for other in loaded if other.name != archive.name]
             write_archives(self._images_file(name), [*others, archive])
 
-        with ThreadPoolExecutor(2) as pool:  # unpacking is work for the processors
+        with ThreadPoolExecutor(2) as pool:  # unpacking is CPU-bound
             list(pool.map(load, names))
         return archive
 
     def loaded_archives(self) -> list[Path]:
-        """Archives of the images that nodes have beside the cluster's own, as far as the files still are there."""
+        """Archives of the images loaded into nodes, without the cluster's own, if the files still exist."""
         own = (programs.PAUSE_IMAGE, programs.COREDNS_IMAGE)
         archives = [archive for node in self.topology.nodes for archive in read_archives(self._images_file(node.name))]
         return sorted({a.path for a in archives if a.name not in own and a.path.exists()})
 
     def device_holdings(self, node: str) -> list[DeviceHolding]:
-        """Who holds which devices on a node, from the kubelet's pod-resources service."""
+        """Device allocations of a node, from the kubelet's pod-resources service."""
         messages, services = import_stubs(self.folders.stubs, "podresources")
         pid = self.machine(node).init_pid
         if pid is None:
@@ -224,7 +224,7 @@ class Rig:
         socket = f"/proc/{pid}/root/var/lib/kubelet/pod-resources/kubelet.sock"
         with grpc.insecure_channel(f"unix://{socket}") as channel:  # type: ignore[no-untyped-call]
             request = messages.ListPodResourcesRequest()
-            # A kubelet that has just started may have said that it is ready before it serves this.
+            # A kubelet may report ready before it serves this.
             answer = services.PodResourcesListerStub(channel).List(request, timeout=60, wait_for_ready=True)
         return [
             DeviceHolding(
@@ -236,17 +236,17 @@ class Rig:
         ]
 
     def audit_events(self) -> list[AuditEvent]:
-        """What others than the cluster's own programs asked of the API server, in order of answering."""
+        """Requests to the API server except those of the cluster's own programs, in order of completion."""
         events = []
         with self.folders.audit_log.open() as file:
             for line in file:
-                if not line.endswith("\n"):  # being written
+                if not line.endswith("\n"):  # partially written
                     break
                 event = json.loads(line)
                 about = event.get("objectRef", {})
                 events.append(
                     AuditEvent(
-                        # A request whose credentials are no longer valid is nobody's.
+                        # A request with expired credentials has no user.
                         user=event["user"].get("username", ""),
                         verb=event["verb"],
                         group=about.get("apiGroup", ""),
@@ -286,7 +286,7 @@ class Rig:
             [
                 "mkdir -p /var/lib/kubelet/device-plugins",
                 "echo 1 > /proc/sys/net/ipv4/ip_forward",
-                # Services must also work between pods of one node, whose packets only cross its bridge.
+                # Services must also work between pods of one node, whose packets cross only its bridge.
                 "echo 1 > /proc/sys/net/bridge/bridge-nf-call-iptables",
             ]
         )
@@ -300,11 +300,11 @@ class Rig:
 
     @property
     def is_up(self) -> bool:
-        """Whether everything runs that `up` starts; it says nothing about whether it is well."""
+        """Whether every program that `up` starts is running, healthy or not."""
         return all(machine.is_running(program.name) for machine, program in self.everything())
 
     def everything(self) -> Iterator[tuple[Machine, programs.Program]]:
-        """Everything that `up` starts, and where."""
+        """Every program that `up` starts, with its machine."""
         for program in self._control_programs():
             yield self.control_plane, program
         for node in self.topology.nodes:
@@ -312,13 +312,13 @@ class Rig:
                 yield self.machine(node.name), program
 
     def up(self, archives: Sequence[Path] = (), *, say: Callable[[str], None] = print) -> None:
-        """Brings up whatever is not up, and returns when nodes, devices and DNS are ready.
+        """Starts whatever is not running and returns when nodes, devices and DNS are ready.
 
-        archives: OCI archives whose images the nodes shall have from the beginning.
+        archives: OCI archives of images that nodes have from the start.
 
         Raises:
-            NotPossibleHere: a cluster of another cache folder is up.
-            StartFailed: something did not come up; the message names its log.
+            NotPossibleHere: a cluster of another cache folder is running.
+            StartFailed: a program did not start; the message names its log.
         """
         started = time.monotonic()
 
@@ -345,7 +345,7 @@ class Rig:
         new_nodes = [node for node in self.topology.nodes if not self._has_store(node)]
         if new_nodes:
             wanted = [*self._own_archives(), *archives]
-            # When a run was killed here, some nodes may already use what is in the store.
+            # After a run was killed here, some nodes may already use the store.
             only = len(new_nodes) == len(self.topology.nodes)
             store = ensure_store(self.cache, wanted, self.folders.components["containerd"], only=only, say=progress)
             for node in new_nodes:
@@ -358,7 +358,7 @@ class Rig:
             progress("nodes are on")
             self._wait_for_api_server()
             progress("API server ready")
-            # Before the API server has made the roles it starts with, the controller manager gives up at once.
+            # The controller manager exits if the API server has not yet created its bootstrap roles.
             for program in self._control_programs():
                 self.control_plane.start(program.name, program.command, program.environment)
             list(pool.map(self._start_node_programs, self.topology.nodes))
@@ -374,11 +374,11 @@ class Rig:
         here = Path(__file__).parent
         parts = [here / name for name in _SPECIFIED_BY]
         running = [str(self.folders.components[name]) for name in CLUSTER_COMPONENTS]
-        # What runs reads files of this working tree, and one part of it is run by this Python.
+        # Running programs read files of this working tree, and the device plugin runs with this Python.
         return content_key(repr(self.topology), str(here), sys.executable, *running, *parts)
 
     def _claim_machine(self) -> None:
-        """Writes down whose this machine's cluster is: groups, links and namespaces have the same names for all."""
+        """Records the owner of this machine's cluster: names of groups, links and namespaces are the same for all."""
         owner = _MACHINE_FOLDER / "state"
         other = owner.read_text() if owner.exists() else str(self.folders.state)
         if other != str(self.folders.state) and Group(ROOT_GROUP).processes():
@@ -387,7 +387,7 @@ class Rig:
         owner.write_text(str(self.folders.state))
 
     def _control_programs(self) -> list[programs.Program]:
-        """In the order in which they are started."""
+        """In start order."""
         return [
             programs.etcd(self.folders),
             programs.api_server(self.topology, self.folders),
@@ -424,10 +424,10 @@ class Rig:
         for other in self.topology.nodes:
             if other != node:
                 machine.ip("route", "add", other.pod_cidr, "via", other.address)
-        # The node's own programs need some route before kube-proxy's rules can catch a service's address. A pod's
-        # packet that no rule caught is refused at once; it would wait for an answer that cannot come.
+        # The node's own programs need a route before kube-proxy's rules match a service address. A pod's packet that
+        # matches no rule is refused at once instead of timing out.
         machine.ip("route", "add", self.topology.service_cidr, "dev", machine.link)
-        # Nor may pods ask the host, whose answers would leave it by its own default route.
+        # Pods must not reach the host, whose replies would leave by its default route.
         for refused in (self.topology.service_cidr, self.topology.host_address):
             machine.ip("rule", "add", "iif", "cni0", "to", refused, "unreachable")
         machine.ip("route", "add", "unreachable", "default")
@@ -451,7 +451,7 @@ class Rig:
             machine.start(program.name, program.command, program.environment)
 
     def start_node(self, name: str) -> None:
-        """Turns a node on, or starts what does not run on it; returns when it says that it is ready."""
+        """Starts a node, or its missing programs, and returns when it reports ready."""
         node = self.topology.node(name)
         since = datetime.now(UTC)
         self._start_containerd(node)
@@ -459,7 +459,7 @@ class Rig:
         self.wait_for_nodes(name, since=since)
 
     def _make_mount_points(self, machine: Machine) -> None:
-        """The folders of the host that a node's own are mounted over; `down` removes those that were not there."""
+        """Creates the mount points on the host; `down` removes the created ones."""
         made = self.folders.state / "made-folders"
         known = made.read_text().splitlines() if made.exists() else []
         for folder in map(Path, machine.mounts):
@@ -488,9 +488,9 @@ class Rig:
         return bool(self.kubectl("get", *arguments, "--ignore-not-found", "-o", "name").strip())
 
     def wait_for_nodes(self, *names: str, since: datetime | None = None) -> None:
-        """Waits until nodes (all by default) are ready, and the API counts the devices that are healthy.
+        """Waits until nodes (all by default) are ready and the API shows their healthy devices.
 
-        since: what the kubelets reported before then does not count.
+        since: earlier reports of the kubelets do not count.
         """
         wanted = [node for node in self.topology.nodes if not names or node.name in names]
 
@@ -518,7 +518,7 @@ class Rig:
     # Images.
 
     def _own_archives(self) -> list[Archive]:
-        """The two images without which there are no pods and no names."""
+        """The images for pod sandboxes and DNS."""
         wanted = {
             programs.PAUSE_IMAGE: self.folders.components["pause"] / "pause",
             programs.COREDNS_IMAGE: self.folders.components["coredns"] / "coredns",
@@ -542,7 +542,7 @@ class Rig:
     # Down.
 
     def down(self, *, say: Callable[[str], None] = print) -> None:
-        """Ends whatever there is of a cluster on this machine, and leaves nothing."""
+        """Stops any cluster on this machine and removes all its state."""
         with machine_lock(say):
             self._down()
 
@@ -551,17 +551,17 @@ class Rig:
 
 
 def take_down(state: Path) -> None:
-    """Ends every process of the cluster of this machine, removes its links, namespaces, groups, mounts and state.
+    """Ends every process of this machine's cluster and removes its links, namespaces, groups, mounts and state.
 
-    Needs none of the programs, so that it works for a cluster whose cache is gone.
+    Needs none of the programs, so it also works after the cache was deleted.
 
     Raises:
-        TimeoutError: something cannot be ended.
+        TimeoutError: a process or group does not end.
     """
     group = Group(ROOT_GROUP)
     group.kill()
     remove_store_builder()
-    # Before the namespace of its other end, which would take it along at a moment of the kernel's choice.
+    # Before the namespace of its other end, whose removal would delete it at an arbitrary later time.
     if Path("/sys/class/net", _HOST_LINK).exists():
         run("ip", "link", "del", _HOST_LINK)
     for netns in NETNS_FOLDER.glob(f"{ROOT_GROUP}-*"):
@@ -574,7 +574,7 @@ def take_down(state: Path) -> None:
             run("umount", "--lazy", mount)
         made = folder / "made-folders"
         for line in reversed(made.read_text().splitlines() if made.exists() else []):
-            with contextlib.suppress(OSError):  # somebody put something there meanwhile: then it is theirs
+            with contextlib.suppress(OSError):  # not empty: keep files that others put there
                 Path(line).rmdir()
         if folder.exists():
             shutil.rmtree(folder)
@@ -583,14 +583,14 @@ def take_down(state: Path) -> None:
 
 
 def machine_lock(say: Callable[[str], None] = print) -> contextlib.AbstractContextManager[None]:
-    """Held while a cluster is brought up or taken down on this machine, whatever its cache folder."""
-    return _lock("cluster", lambda: say("waiting: another run is bringing the cluster up or down"))
+    """Held while a cluster is started or stopped on this machine, whatever its cache folder."""
+    return _lock("cluster", lambda: say("waiting: another run is starting or stopping the cluster"))
 
 
 def tests_lock(when_taken: Callable[[], None]) -> contextlib.AbstractContextManager[None]:
-    """Held by a run of tests, which break the cluster on purpose, while it uses the cluster.
+    """Held by a test run while it uses the cluster, which tests break on purpose.
 
-    `when_taken` is called when another run holds it; if that returns, the lock is waited for.
+    `when_taken` is called if another run holds the lock; if it returns, this run waits.
     """
     return _lock("cluster-tests", when_taken)
 

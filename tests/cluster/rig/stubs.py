@@ -18,7 +18,7 @@ def ensure_stubs(cache: Cache, kubernetes_folder: Path) -> Path:
     """A folder with NAME_pb2 and NAME_pb2_grpc of each protocol.
 
     Raises:
-        ValueError: the compiler refuses a protocol file.
+        ValueError: protoc refuses a protocol file.
     """
     sources = [kubernetes_folder / f"{name}.proto" for name in PROTOCOLS]
     key = content_key(version("grpcio-tools"), *sources)

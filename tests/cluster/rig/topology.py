@@ -1,5 +1,4 @@
-"""What the cluster is: its machines, addresses and times, as data. Everything else in this folder reads it; a different
-cluster is a different `Topology`."""
+"""Machines, addresses and times of the cluster, as data."""
 
 from __future__ import annotations
 
@@ -30,15 +29,15 @@ class Node:
 
     @property
     def labels(self) -> dict[str, str]:
-        """What a cloud's kubelet, and the plugin's chart, would put on the node."""
+        """Labels that a cloud's kubelet and the plugin's chart would set."""
         labels = {"node.kubernetes.io/instance-type": self.instance_type}
         return labels | ({"neuron.amazonaws.com/present": "true"} if self.neuron else {})
 
 
 @dataclass(frozen=True)
 class Times:
-    """How soon the loss of a node is noticed: a fifth of Kubernetes' defaults, so that tests need not wait minutes, and
-    a machine that stops for some seconds, with all the nodes that it plays, loses none of them."""
+    """Delays until a lost node is noticed: a fifth of Kubernetes' defaults, so that tests do not wait minutes, yet long
+    enough that a machine that stalls for some seconds loses no node."""
 
     node_monitor_period: str = "500ms"
     node_monitor_grace_period: str = "10s"
@@ -49,7 +48,7 @@ class Times:
 
 @dataclass(frozen=True)
 class Topology:
-    # 198.18.0.0/15 is set apart for test networks (RFC 2544), and is the only network that the host gets a route to.
+    # 198.18.0.0/15 is reserved for test networks (RFC 2544); it is the only network that the host gets a route to.
     host_address: str = "198.18.0.1"
     api_address: str = "198.18.0.10"
     api_port: int = 6443
