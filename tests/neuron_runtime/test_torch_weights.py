@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import sys
 import threading
 import time
 from collections.abc import Callable
@@ -20,7 +19,7 @@ from helpers.torch_models import load_backend, random_model, runtime_config
 from neuron_runtime.backend import torch as torch_backend
 from neuron_runtime.backend.torch.linear import linear
 from neuron_runtime.backend.torch.loader import load
-from neuron_runtime.backend.torch.random_model import main
+from neuron_runtime.backend.torch.random_model import model_config, write_random_model
 from neuron_runtime.backend.torch.read_ahead import read_ahead
 from neuron_runtime.checkpoint import InvalidModel, read_checkpoint
 
@@ -110,11 +109,9 @@ def test_a_packed_layer_equals_the_plain_one(rows: int, dtype: torch.dtype) -> N
         torch.testing.assert_close(found.float(), wanted, atol=tolerance, rtol=0)
 
 
-def test_the_model_generator_is_deterministic(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    arguments = ["--hidden-size", "32", "--num-layers", "1", "--dtype", "bfloat16", "--seed", "5"]
+def test_the_model_generator_is_deterministic(tmp_path: Path) -> None:
     for name in ("one", "two"):
-        monkeypatch.setattr(sys, "argv", ["random_model", str(tmp_path / name), *arguments])
-        main()
+        write_random_model(tmp_path / name, model_config(hidden_size=32, num_layers=1, dtype="bfloat16"), seed=5)
     one, two = (read_checkpoint(tmp_path / name) for name in ("one", "two"))
     assert one.digest == two.digest
     files = [(tmp_path / name / "model.safetensors").read_bytes() for name in ("one", "two")]

@@ -13,7 +13,6 @@ import struct
 import sys
 import time
 from pathlib import Path
-from types import TracebackType
 
 PR_SET_PDEATHSIG = 1
 _DEADLINE = struct.Struct("=d")
@@ -60,5 +59,5 @@ class Deadline:
     def __enter__(self) -> Deadline:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()

@@ -6,7 +6,7 @@ length and the limit.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import msgspec
@@ -139,13 +139,9 @@ def _each(prompt: str | list[str | int | list[int]], max_prompts: int) -> Iterab
     try:
         if isinstance(prompt[0], str):
             return msgspec.convert(prompt, list[str])
-        return _id_lists(prompt)
+        if isinstance(prompt[0], int):
+            return [msgspec.convert(prompt, list[int])]
+        return msgspec.convert(prompt, list[list[int]])
     except msgspec.ValidationError as error:
         message = "`prompt` must be a text, a list of texts, a list of token ids, or a list of such lists"
         raise InvalidRequest(message, field="prompt") from error
-
-
-def _id_lists(prompt: Sequence[str | int | list[int]]) -> list[list[int]]:
-    if isinstance(prompt[0], int):
-        return [msgspec.convert(prompt, list[int])]
-    return msgspec.convert(prompt, list[list[int]])

@@ -5,7 +5,7 @@ Called when a request is admitted. Each function raises InvalidRequest with the 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from neuron_runtime.errors import InvalidRequest
@@ -50,15 +50,13 @@ def bias_entries(logit_bias: Mapping[Any, float] | None, vocabulary_size: int) -
     return tuple(sorted(entries.items()))
 
 
-def allowed_tokens(token_ids: Collection[int] | None, vocabulary_size: int) -> tuple[int, ...] | None:
+def allowed_tokens(token_ids: Sequence[int] | None, vocabulary_size: int) -> tuple[int, ...] | None:
     """Each id once; None: all tokens are allowed."""
     if token_ids is None:
         return None
     if not token_ids:
         raise InvalidRequest("`allowed_token_ids` must not be empty: add a token or leave it out", "allowed_token_ids")
-    for token_id in token_ids:
-        if not 0 <= token_id < vocabulary_size:
-            raise _no_token("allowed_token_ids", token_id, vocabulary_size)
+    check_token_ids(token_ids, "allowed_token_ids", vocabulary_size)
     return tuple(sorted(set(token_ids)))
 
 

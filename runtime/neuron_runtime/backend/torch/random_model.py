@@ -1,12 +1,10 @@
-"""Model folders of any shape with random weights and no tokenizer, for parity and speed tests.
+"""Model folders of any shape with random weights and no tokenizer, as transformers reads them.
 
-`python -m neuron_runtime.backend.torch.random_model FOLDER --hidden-size 768 ...` writes config.json and safetensors
-(sharded when larger than `--max-shard-bytes`) as transformers reads them. Equal arguments give equal bytes.
+For `bench` commands with MODEL `random:SHAPE`, and for tests. Equal arguments give equal bytes.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import re
 from pathlib import Path
@@ -15,7 +13,7 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
-from neuron_runtime.backend.torch.architecture import FAMILIES, decoder_config, tensor_shapes
+from neuron_runtime.backend.torch.architecture import decoder_config, tensor_shapes
 from neuron_runtime.checkpoint import CONFIG_FILE, INDEX_FILE, WEIGHTS_FILE
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -93,26 +91,3 @@ def write_random_model(
     total = sum(tensor.nbytes for shard in shards for tensor in shard.values())
     index = {"metadata": {"total_size": total}, "weight_map": weight_map}
     (folder / INDEX_FILE).write_text(json.dumps(index, indent=2) + "\n")
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(prog="random_model", description="Write a model with random weights.")
-    parser.add_argument("folder", type=Path)
-    parser.add_argument("--architecture", choices=sorted(FAMILIES), default="LlamaForCausalLM")
-    parser.add_argument("--hidden-size", type=int, default=64)
-    parser.add_argument("--num-layers", type=int, default=2)
-    parser.add_argument("--num-heads", type=int, default=4)
-    parser.add_argument("--num-kv-heads", type=int, default=2)
-    parser.add_argument("--intermediate-size", type=int, default=128)
-    parser.add_argument("--vocabulary-size", type=int, default=256)
-    parser.add_argument("--max-position-embeddings", type=int, default=512)
-    parser.add_argument("--dtype", choices=sorted(DTYPES), default="float32")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--max-shard-bytes", type=int, default=2**32)
-    shape = vars(parser.parse_args())
-    folder, seed, max_shard_bytes = shape.pop("folder"), shape.pop("seed"), shape.pop("max_shard_bytes")
-    write_random_model(folder, model_config(**shape), seed=seed, max_shard_bytes=max_shard_bytes)
-
-
-if __name__ == "__main__":
-    main()
