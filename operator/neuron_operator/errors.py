@@ -4,7 +4,7 @@ OperatorError
 ├── InvalidSpec          the user: condition Accepted with the field; no retry until an edit
 │   └── FieldNotSupported    the same, with the cure
 ├── Unplaceable          the user: condition Placed with the numbers
-└── ClusterFault         time or an admin: back-off per key where `retriable`, else a condition
+└── ClusterFault         time or an admin: back-off per key if `retriable`, else a condition
 """
 
 from __future__ import annotations

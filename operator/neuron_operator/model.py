@@ -88,12 +88,12 @@ class Accelerator(SpecPart, frozen=True):
 
     RULES = (
         Rule(
-            "devices and cores exclude one another",
+            "set devices or cores, not both",
             lambda self: self.devices is None or self.cores is None,
             "!(has(self.devices) && has(self.cores))",
         ),
         Rule(
-            "devices and cores are for type Neuron",
+            "devices and cores require type Neuron",
             lambda self: self.type != "CPU" or (self.devices is None and self.cores is None),
             "self.type != 'CPU' || !(has(self.devices) || has(self.cores))",
         ),
@@ -259,7 +259,7 @@ class EnvVar(SpecPart, frozen=True):
         str,
         Meta(min_length=1, max_length=128, pattern=r"^[A-Za-z_][A-Za-z0-9_]*$"),
         Rule(
-            "is set by the operator; HF_TOKEN comes from model.credentialsSecretRef",
+            "is reserved for the operator; set HF_TOKEN with model.credentialsSecretRef",
             lambda name: not names.is_reserved_env(name),
             f"!self.startsWith('{names.RESERVED_ENV_PREFIX}') && !(self in {sorted(names.RESERVED_ENV)})",
         ),

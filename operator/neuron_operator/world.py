@@ -40,7 +40,7 @@ class NodeDevices:
     """Allocatable `aws.amazon.com/neuroncore`, which the kubelet counts separately from devices."""
     free_cores: int
     allocation: str = ""
-    """Label neuron-serving.dev/allocation; `cores` where pods may request cores."""
+    """Label neuron-serving.dev/allocation; `cores` if pods may request cores."""
     schedulable: bool = True
 
 
