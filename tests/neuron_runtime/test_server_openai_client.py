@@ -649,5 +649,5 @@ async def test_a_parser_whose_marks_the_tokenizer_hides_is_refused_at_the_start(
     path = folder / "tokenizer_config.json"
     entry = {"400": {"content": "<think>", "special": True}}
     path.write_text(json.dumps(json.loads(path.read_text()) | {"added_tokens_decoder": entry}))
-    with pytest.raises(FatalError, match=r"text\.reasoningParser: <think> is no text"):
+    with pytest.raises(FatalError, match=r"text\.reasoningParser: <think> is a special token"):
         load_text(folder, TextOptions(reasoning_parser="qwen3"))

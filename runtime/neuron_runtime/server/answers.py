@@ -1,7 +1,7 @@
-"""Answers to generating requests: pieces of text become one JSON object or a stream of server-sent events.
+"""Responses to generation requests: pieces of text become one JSON object or a stream of server-sent events.
 
-Stop 9 of a request, written as plain ASGI with prebuilt bytes: per wake-up one write, whatever was queued. Headers
-are sent with the first news of the engine, so that a refusal still has its status.
+Stop 9 of a request, written as plain ASGI with prebuilt bytes: one write per wake-up. Headers are sent with the first
+message of the engine, so that a refusal still gets its status.
 """
 
 from __future__ import annotations
@@ -41,35 +41,35 @@ from neuron_runtime.server.wire import error_answer
 SSE_END = b"data: [DONE]\n\n"
 
 MANY_TOKENS = 256
-"""Of which log-probabilities are told in one answer; more are spelled on a thread."""
+"""Responses with log-probabilities of more tokens are formatted on a thread."""
 
 
 class ClientGone(Exception):
-    """Nobody reads the answer any more."""
+    """The client disconnected."""
 
 
 @dataclass(frozen=True)
 class Shape:
-    """How one endpoint spells its answers."""
+    """The response format of one endpoint."""
 
     id_prefix: str
     whole: str
-    """`object` of a whole answer."""
+    """`object` of a whole response."""
     chunk: str
     """`object` of a part of a stream."""
     before_text: bytes
     after_text: bytes
     first: bytes
-    """What a choice's first frame has in place of text and around it; empty: nothing goes before the text."""
+    """Content of a choice's first frame, which has no text; empty: streams start with text."""
     answer: Callable[..., msgspec.Struct]
-    """A whole answer."""
+    """Creates a whole response."""
     choice: Callable[..., msgspec.Struct]
-    """A whole choice."""
+    """Creates a whole choice."""
     text: Callable[[str, str | None], dict[str, Any]]
-    """Text and thought (None where a model has none) of a whole choice."""
+    """Fields for text and reasoning (None: the model has none) of a whole choice."""
     logprobs: Callable[[Speller, Sequence[Located], int], dict[str, Any]]
     prompt_beside_choices: bool
-    """What is told of the prompt stands beside the choices, of which there is one prompt; else in each of them."""
+    """Data of the prompt is next to the choices, because there is one prompt; otherwise in each choice."""
 
 
 def _message(text: str, thought: str | None) -> dict[str, Any]:
@@ -110,7 +110,7 @@ CHAT = Shape(
 
 
 class Teller:
-    """Spells what an answer tells besides its text; for whole answers and for streams."""
+    """Formats the details of an answer besides its text, for whole responses and streams."""
 
     def __init__(self, shape: Shape, generation: Generation) -> None:
         self._shape = shape
@@ -158,7 +158,7 @@ class Frames:
         self._begun: set[int] = set()
 
     def pieces(self, pieces: list[Piece]) -> bytes:
-        """All that one wake-up brought, as one write; empty when there is nothing to show yet."""
+        """The frames of all pieces of one wake-up; may be empty."""
         shape = self._shape
         out: list[bytes] = []
         for piece in pieces:
@@ -187,7 +187,7 @@ class Frames:
         )
 
     def _told(self, piece: Piece, told: Told) -> Iterator[bytes]:
-        """Frames of a piece that is more than text, or the last of its choice."""
+        """Frames of a piece with details, or of the last one of a choice."""
         shape, index = self._shape, piece.index
         prompt: dict[str, Any] = {}
         if index not in self._begun:
@@ -199,7 +199,7 @@ class Frames:
                 prompt = {}
         if piece.thought and self._shows_thoughts:
             delta = {"reasoning": piece.thought, "reasoning_content": piece.thought}
-            # By itself, as clients look at one or the other.
+            # In its own frame, because clients read either reasoning or text.
             yield self._frame(piece, {"delta": delta, "logprobs": None, "finish_reason": None})
         more = self._teller.choice(told)
         if not (piece.text or more or prompt or piece.finish_reason or self._continuous):
@@ -223,10 +223,10 @@ class Frames:
 
 
 class GenerationResponse(Response):
-    """The ASGI response of one generating request.
+    """The ASGI response of one generation request.
 
     Args:
-        running: entered while the answer runs, so that a drain can wait for it.
+        running: entered while the request runs, so that a drain can wait for it.
     """
 
     def __init__(self, shape: Shape, model: str, generation: Generation, running: AbstractContextManager[None]) -> None:
@@ -295,7 +295,7 @@ class GenerationResponse(Response):
         await generation.begin()
         await generation.finish(show)
         if sum(len(told.located) + len(told.prompt_logprobs) for told in tolds) > MANY_TOKENS:
-            # Spelling them takes longer than streams should wait.
+            # Formatting them would delay streams.
             body = await asyncio.to_thread(self._body, texts, thoughts, tolds)
         else:
             body = self._body(texts, thoughts, tolds)
@@ -303,7 +303,7 @@ class GenerationResponse(Response):
         await send({"type": "http.response.body", "body": body, "more_body": False})
 
     def _body(self, texts: list[list[str]], thoughts: list[list[str]], tolds: list[Told]) -> bytes:
-        """The whole answer."""
+        """The whole response."""
         shape, generation, ask = self._shape, self._generation, self._generation.ask
         teller = Teller(shape, generation)
         beside = shape.prompt_beside_choices
@@ -325,7 +325,7 @@ class GenerationResponse(Response):
     async def _fail(self, error: ServingError, send: Send) -> None:
         status, body, headers = error_answer(error)
         if self._begun:
-            # Too late for a status: the stream ends with the error instead of [DONE].
+            # The status was sent: the stream ends with the error instead of [DONE].
             body = b"data: " + body + b"\n\n"
         else:
             headers = {"content-type": "application/json", "content-length": str(len(body)), **headers}
@@ -339,7 +339,7 @@ class GenerationResponse(Response):
 
 
 def usage(generation: Generation) -> Usage:
-    """The prompt counts once, however many answers it got."""
+    """A prompt with several answers counts once."""
     counts = _counts(generation.ask.num_prompt_tokens, generation.num_tokens)
     counts.prompt_tokens_details = PromptTokensDetails(generation.num_cached_tokens)
     if generation.ask.thinks is not None:

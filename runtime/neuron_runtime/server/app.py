@@ -1,7 +1,7 @@
-"""The HTTP routes: bytes to typed bodies to answers, and health, metrics and the rest.
+"""The HTTP routes: generation, tokens, models, health and metrics.
 
-Stop 1 of a request. Made by the front end process, which hands in everything that has state. A client's mistake is
-never a 5xx: whatever is wrong with a request is an OpenAI error object with the field.
+Stop 1 of a request. Created by the front end process, which passes everything that has state. An invalid request never
+gets a 5xx, but an OpenAI error object that names the field.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ EXAMPLE_MESSAGE = {"role": "user", "content": "What is a token?"}
 
 
 class State(Protocol):
-    """What the routes need of the front end."""
+    """The state that the routes share, held by the front end."""
 
     client: EngineClient
     metrics: Metrics
@@ -62,10 +62,10 @@ class State(Protocol):
     served_names: tuple[str, ...]
     options: ServerOptions
     has_keys: bool
-    """Clients must send an API key."""
+    """Whether clients must send an API key."""
 
     def admission(self) -> Admission:
-        """Raises BackendFailed until the model can be asked."""
+        """Raises BackendFailed until the model is ready."""
 
 
 def build_app(state: State) -> FastAPI:
@@ -190,7 +190,7 @@ class Routes:
         return _json(self._version)
 
     async def health(self, request: Request) -> Response:
-        """200 only when it can serve: readiness and start-up."""
+        """200 only if the server can serve; for readiness and startup probes."""
         gate = self._state.gate
         if gate.draining:
             return _json(Health("draining"), 503)
@@ -202,7 +202,7 @@ class Routes:
         return _json(Health("ok"))
 
     async def live(self, request: Request) -> Response:
-        """200 as long as anything answers: a hung engine is the supervisor's to end."""
+        """Always 200, for liveness probes: the supervisor restarts a hung engine."""
         return _json(Health("ok"))
 
     async def metrics(self, request: Request) -> Response:
@@ -240,7 +240,7 @@ class Routes:
         )
 
     async def _parsed(self, request: Request, body_type: type[Body], use: Callable[[Body], Made]) -> Made:
-        """Read, parse and use a body. Raises InvalidRequest, and Overloaded where too many others are read."""
+        """Read, parse and use a body. Raises InvalidRequest, and Overloaded if too many bodies are in memory."""
         async with self._state.bodies.read(request) as raw:
             return await self._state.bodies.use(raw, lambda raw: use(parse_body(raw, body_type)))
 
@@ -254,7 +254,7 @@ async def _serving_error(request: Request, error: Exception) -> Response:
     exchange_of(request.scope).error = error
     status, body, headers = error_answer(error)
     if status in (408, 413):
-        # The rest of the body is on its way; nobody will read it.
+        # The rest of the body will not be read.
         headers = {**headers, "connection": "close"}
     return Response(body, status, headers, media_type="application/json")
 
@@ -262,7 +262,7 @@ async def _serving_error(request: Request, error: Exception) -> Response:
 async def _http_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     if error.status_code == 405 and request.method == "OPTIONS":
-        # Which methods there are is what was asked.
+        # The `allow` header answers the request.
         return Response(status_code=204, headers=error.headers)
     message = f"{request.method} {request.url.path}: {error.detail}"
     kind = "not_found_error" if error.status_code == 404 else "invalid_request_error"
@@ -270,10 +270,10 @@ async def _http_error(request: Request, error: Exception) -> Response:
 
 
 async def _client_left(request: Request, error: Exception) -> Response:
-    """In the middle of the body: nobody is told, log and traces are."""
+    """The client disconnected within the body; the status appears only in log and traces."""
     return Response(status_code=CLIENT_LEFT)
 
 
 async def _bug(request: Request, error: Exception) -> Response:
-    body = error_object("internal error; the log of this process says more", "internal_error")
+    body = error_object("internal error; see the log of this process", "internal_error")
     return Response(body, 500, media_type="application/json")

@@ -1,7 +1,7 @@
-"""The edge of the HTTP server: what every request passes on its way to the routes, and what is left of it afterwards.
+"""The edge of the HTTP server: the layers around the routes.
 
-From the outside in: exchange (request id, access log, traces), cross-origin rules, API key, routes. The front end makes
-one from the configuration, wraps its routes in it and closes it last. Nothing here knows what a request asks for.
+From the outside in: exchange (request id, access log, traces), CORS, API key, routes. The front end creates it from the
+configuration, wraps its routes in it and closes it last.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from neuron_runtime.server.exchange import Exchanges, Observer
 class Edge:
     """
     Args:
-        api_key_file: who sends none of its keys is refused; None: everybody is served.
-        observers: who wants to know of every exchange, besides access log and traces.
+        api_key_file: file with the valid keys; None: no key is required.
+        observers: observers of exchanges in addition to access log and traces.
 
     Raises:
-        InvalidConfig: for keys that cannot be read and for an endpoint that is none.
+        InvalidConfig: the keys cannot be read, or the traces endpoint is invalid.
     """
 
     def __init__(self, options: ServerOptions, api_key_file: Path | None, observers: Iterable[Observer] = ()) -> None:
@@ -36,7 +36,7 @@ class Edge:
         self._observers = list(observers)
         self._to_close: list[Callable[[], None]] = []
         self._writer: LineWriter | None = None
-        # Who started this process with stdout closed wants no log.
+        # No log if stdout is closed.
         if options.access_log and sys.stdout is not None:
             self._writer = LineWriter(sys.stdout.fileno())
             self._observers.append(AccessLog(self._writer.write, options.max_logged_characters * options.log_prompts))
@@ -69,6 +69,6 @@ class Edge:
         return Exchanges(app, self._observers)
 
     def close(self) -> None:
-        """Write and send what waits; takes a few seconds at most."""
+        """Flush the log and the traces; takes a few seconds at most."""
         for close in self._to_close:
             close()

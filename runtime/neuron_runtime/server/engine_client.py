@@ -1,7 +1,7 @@
-"""The front end's side of the border: sends requests to the engine and sorts its news into mailboxes.
+"""The front end's connection to the engine: sends requests and delivers updates to their recipients.
 
-One per front end; it outlives engines: when the supervisor says that one has ended, every request it had gets a clear
-error, and the next incarnation is connected. It holds the state that `/health` reports.
+One per front end; it outlives engine processes. When the supervisor reports that one has exited, all its requests get
+an error, and the client connects to the next one. It has the state that `/health` reports.
 """
 
 from __future__ import annotations
@@ -23,22 +23,22 @@ from neuron_runtime.errors import BackendFailed, InvalidRequest, Overloaded, Ser
 from neuron_runtime.server.metrics import Metrics
 
 MAX_STEPS_AT_ONCE = 64
-"""Messages that are worked on before everything else on the loop has its turn."""
+"""Messages that are processed before other work of the event loop gets a turn."""
 MAX_IDS = 10**12
-"""Of the requests of one front end; those of its successor come behind them."""
+"""Number of request ids of one front-end process; its successor uses the following ones."""
 
 
 class Recipient(Protocol):
-    """Who asked for something. Everything is called on the event loop and must not wait."""
+    """Receives the updates of requests. All methods are called on the event loop and must not block."""
 
     def deliver(self, index: int, news: News) -> None:
-        """What one step brought the request of this index."""
+        """An update of the request with this index."""
 
     def show_pending(self) -> None:
-        """All that one wake-up brought is delivered."""
+        """All updates of one wake-up were delivered."""
 
     def fail(self, error: Exception) -> None:
-        """Its requests end here, with a ServingError unless this is a bug."""
+        """Its requests ended with this error: a ServingError, or another exception for a bug."""
 
 
 class EngineState(Enum):
@@ -48,13 +48,13 @@ class EngineState(Enum):
 
 
 class EngineClient:
-    """Requests in, news out, across engine restarts.
+    """Requests in, updates out, across engine restarts.
 
     Args:
-        front_end: which one this is, from 0.
-        on_model: called with the model's folder each time an engine has found it.
-        on_ready: called each time an engine can serve.
-        on_broken: called when receiving failed for good, which is a bug.
+        front_end: index of this front end.
+        on_model: called with the model's folder whenever an engine has found it.
+        on_ready: called whenever an engine is ready.
+        on_broken: called if receiving failed permanently, which is a bug.
     """
 
     def __init__(
@@ -82,7 +82,7 @@ class EngineClient:
         self._from_engine: zmq.Socket[bytes] | None = None
 
     def engine_started(self, incarnation: int, num_predecessors: int = 0) -> None:
-        """Connect to the n-th engine process, which so many front ends in this one's place have known."""
+        """Connect to the n-th engine process; `num_predecessors`: earlier front ends in this place that used it."""
         self._disconnect()
         self.state, self.detail = EngineState.STARTING, "starting"
         self._metrics.engine_started(incarnation, joined=num_predecessors > 0)
@@ -90,28 +90,28 @@ class EngineClient:
         self._from_engine = messages.socket(self._context, zmq.PULL, self._run_dir, name, incarnation)
         self._to_engine = messages.socket(self._context, zmq.PUSH, self._run_dir, messages.ENGINE_INBOX, incarnation)
         if num_predecessors:
-            # News of what they asked for is on its way.
+            # Updates of their requests may still arrive.
             self._ids = itertools.count(num_predecessors * MAX_IDS)
             self._send(Joined(self._front_end))
         loop = asyncio.get_running_loop()
         loop.add_reader(self._from_engine.fileno(), self._receive)
-        # The descriptor tells of changes alone: what came before it was watched is looked for once.
+        # The descriptor is edge-triggered: check once for messages that arrived before.
         loop.call_soon(self._receive)
 
     def engine_ended(self, message: str) -> None:
-        """Every request it had ends with an error."""
+        """All its requests end with an error."""
         self._disconnect()
         self.state, self.detail = EngineState.ENDED, message
         self._metrics.engine_ended()
         self.fail_all(BackendFailed(message))
 
     def fail_all(self, error: ServingError) -> None:
-        """Every request in flight ends with this error."""
+        """All requests in flight end with this error."""
         for recipient in {id(one): one for one, _ in self._recipients.values()}.values():
             recipient.fail(error)
 
     def submit(self, requests: Sequence[Callable[[str], Request]], recipient: Recipient) -> list[str]:
-        """Send requests, each made with the id it is given; news of the i-th carries index i. Raises BackendFailed."""
+        """Create and send requests; updates of the i-th one have index i. Raises BackendFailed."""
         self.check_ready()
         ids = []
         for index, make in enumerate(requests):
@@ -122,13 +122,13 @@ class EngineClient:
         return ids
 
     def abort(self, ids: Sequence[str]) -> None:
-        """Nobody waits for these any more. Ids that have ended are skipped."""
+        """Abort these requests; ids of ended ones are skipped."""
         live = tuple(one for one in ids if self._recipients.pop(one, None) is not None)
         if live and self.state is EngineState.READY:
             self._send(Abort(live))
 
     def check_ready(self) -> None:
-        """Raises BackendFailed, saying how far the start is, unless the engine can serve."""
+        """Raises BackendFailed, with the progress of the startup, unless the engine is ready."""
         if self.state is not EngineState.READY:
             raise BackendFailed(f"not ready: {self.detail}")
 
@@ -150,7 +150,7 @@ class EngineClient:
         self._to_engine.send(messages.encoder.encode(message), zmq.NOBLOCK)
 
     def _receive(self) -> None:
-        """All messages there are; then every stream that they are about shows what is new, at once."""
+        """Process all pending messages, then let each recipient show its updates at once."""
         touched: dict[int, Recipient] = {}
         try:
             for _ in range(MAX_STEPS_AT_ONCE):
@@ -183,7 +183,7 @@ class EngineClient:
         self._metrics.step(step)
         recipients = self._recipients
         for news in step.news:
-            # An id that is not there was aborted while its news was on the way.
+            # Unknown ids were aborted while their update was in flight.
             entry = recipients.get(news.request_id)
             if entry is not None:
                 recipient, index = entry

@@ -1,7 +1,7 @@
-"""One HTTP request and what became of it, as access log and traces tell of it; and its request id.
+"""An exchange: one HTTP request with its id and outcome, for access log, traces and metrics.
 
-The outermost layer of the front end makes one for every request, routes and answers add what they know, and observers
-are shown it when the answer has ended. Nothing here happens per token.
+The outermost layer of the front end creates one for every request, routes and responses add data, and observers get it
+when the response has ended. Nothing here runs per token.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ if TYPE_CHECKING:
     from neuron_runtime.text.tokenizer import Tokenizer
 
 OPEN_PATHS = frozenset({"/health", "/live", "/metrics", "/version"})
-"""What platforms ask all day: needs no key, and is not logged."""
+"""Paths for platforms: need no key and are not logged."""
 CLIENT_LEFT = 499
-"""Status of a request whose client left before the answer began: nobody was told one."""
+"""Status in the log for a client that disconnected before the response started."""
 
 _KEY = "neuron_serving.exchange"
 _REQUEST_ID = re.compile(rb"[\x21-\x7e]{1,128}")
@@ -39,7 +39,7 @@ class Exchange:
     method: str
     path: str
     client: str
-    """Address of whoever holds the other end of the connection."""
+    """Address of the peer."""
     headers: Mapping[bytes, bytes]
     began_at: float
     """Seconds since 1970."""
@@ -48,16 +48,16 @@ class Exchange:
     seconds: float = 0.0
     status: int = CLIENT_LEFT
     key: int | None = None
-    """Which of the API keys it carried, from 1."""
+    """Number of its API key, from 1."""
     error: ServingError | None = None
-    """Why it has no answer, or a part of one."""
+    """Why it has no response, or an incomplete one."""
     generation: Generation | None = None
     model: str | None = None
     tokenizer: Tokenizer | None = field(default=None, repr=False)
 
     @property
     def first_token_seconds(self) -> float | None:
-        """Arrival to the first token of any choice."""
+        """Time from arrival to the first token of any choice."""
         if self.generation is None:
             return None
         first = [choice.first_token_at for choice in self.generation.choices if choice.first_token_at is not None]
@@ -65,27 +65,27 @@ class Exchange:
 
     @property
     def queue_seconds(self) -> float | None:
-        """The longest that any choice waited in the engine; None where no step took one up."""
+        """The longest queue time of any choice; None if none was scheduled."""
         if self.generation is None:
             return None
         return max((c.queue_seconds for c in self.generation.choices if c.queue_seconds is not None), default=None)
 
     @property
     def finish_reasons(self) -> list[FinishReason]:
-        """How the choices ended, in order; empty for a request that the engine did not take."""
+        """Finish reasons of the choices, in order; empty for a request that the engine refused."""
         if self.generation is None:
             return []
         return [choice.ended for choice in self.generation.choices if choice.ended is not None]
 
 
 class Observer(Protocol):
-    """Someone who wants to know of every exchange when it is over. Must return at once and never raise."""
+    """Gets every exchange when it has ended. Must return at once and never raise."""
 
     def ended(self, exchange: Exchange) -> None: ...
 
 
 class ExchangeCounter:
-    """Counts what requests wanted, and why the others were refused."""
+    """Updates metrics of request parameters and refusals."""
 
     def __init__(self, metrics: Metrics) -> None:
         self._metrics = metrics
@@ -103,13 +103,13 @@ class ExchangeCounter:
 
 
 def exchange_of(scope: Scope) -> Exchange:
-    """The exchange that this request belongs to."""
+    """The exchange of a request."""
     exchange: Exchange = scope[_KEY]
     return exchange
 
 
 class Exchanges:
-    """The outermost ASGI application: every request becomes an exchange, and every answer carries its id."""
+    """The outermost ASGI layer: creates an exchange per request and adds its id to the response."""
 
     def __init__(self, app: ASGIApp, observers: Iterable[Observer]) -> None:
         self._app = app

@@ -1,8 +1,8 @@
-"""The front end process: HTTP on one side, the engine's border on the other.
+"""The front end process: HTTP on one side, the engine process on the other.
 
-Started by the supervisor as a command with the listening socket as a file descriptor; told on standard input what
-happens to the engine and when to drain. It imports no torch. It is up before the model is: until then `/health` says
-how far the start is. One thread runs the event loop; others only load and tokenize long texts.
+Started by the supervisor as a command with the listening socket as a file descriptor; the supervisor reports engine
+events and drains on its standard input. It does not import torch. It serves before the model is ready: until then
+`/health` reports the progress. One thread runs the event loop; others only load files and tokenize long texts.
 """
 
 from __future__ import annotations
@@ -47,19 +47,19 @@ from neuron_runtime.text.reasoning import REASONING_PARSERS, Marks
 from neuron_runtime.text.tokenizer import Tokenizer, load_tokenizer
 
 KEEP_ALIVE_SECONDS = 75
-"""Longer than the pools of common clients and proxies keep a connection, so that they close it first."""
+"""Longer than common clients and proxies keep idle connections, so that they close them first."""
 ALIVE_SECONDS = 30.0
-"""A turn of the event loop takes milliseconds; the supervisor ends a front end that stood still for this long."""
+"""The supervisor kills a front end whose event loop stalls for this long; a turn takes milliseconds."""
 BEAT_SECONDS = 1.0
 NUM_NEW_OBJECTS = 50_000
-"""More than the default between two garbage collections: what requests leave behind has no cycles."""
+"""Garbage collection threshold, above the default because requests leave no cycles."""
 SHUTDOWN_SECONDS = 5
-"""How long connections may take to close when everything on them has ended."""
+"""Time for connections to close after their requests have ended."""
 
 
 @dataclass(frozen=True)
 class Text:
-    """What the model's folder says about text."""
+    """Text settings of a model, from its folder."""
 
     tokenizer: Tokenizer
     defaults: GenerationDefaults
@@ -72,13 +72,13 @@ def load_text(model_dir: Path, options: TextOptions) -> Text:
     defaults = load_generation_defaults(model_dir, tokenizer.eos_token_id, options.generation_config)
     reasoning = REASONING_PARSERS[options.reasoning_parser] if options.reasoning_parser else None
     if reasoning is not None and tokenizer.hidden_tokens & {reasoning.start, reasoning.end}:
-        message = f"{reasoning.start} is no text for this model's tokenizer: leave the parser out"
+        message = f"{reasoning.start} is a special token of this model, which its text omits: leave the parser out"
         raise InvalidConfig("$.text.reasoningParser", message)
     return Text(tokenizer, defaults, reasoning)
 
 
 class Server(uvicorn.Server):
-    """uvicorn without its signal handlers: the supervisor decides when this process ends."""
+    """uvicorn without its signal handlers, because the supervisor stops this process."""
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -86,7 +86,7 @@ class Server(uvicorn.Server):
 
 
 class FrontEnd:
-    """Holds what the routes share, and follows the supervisor."""
+    """Holds the state that the routes share, and obeys the supervisor."""
 
     def __init__(
         self,
@@ -98,7 +98,7 @@ class FrontEnd:
         *,
         front_end: int = 0,
     ) -> None:
-        """front_end: which of several this is, from 0."""
+        """front_end: index of this front end."""
         self.served_names = config.served_names
         self.options = config.server
         self.has_keys = api_key_file is not None
@@ -118,7 +118,7 @@ class FrontEnd:
         self._edge = Edge(config.server, api_key_file, (ExchangeCounter(self.metrics),))
         self.metrics.read_at_scrape(LOG_LINES_LOST, lambda: self._edge.num_log_lines_lost)
         self._first, self._speaks = front_end == 0, False
-        """One of several tells for all that the engine can serve; one that takes another's place for itself."""
+        """Of several front ends, only the first prints that the engine is ready; a replacement prints it too."""
         self._deadline = Deadline(run_dir / f"front-end-{front_end}")
         self._url = url
         self._began = began
@@ -128,15 +128,15 @@ class FrontEnd:
         self._failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     def admission(self) -> Admission:
-        """Raises BackendFailed until engine and text were there once; `client` knows whether an engine is there now."""
+        """Raises BackendFailed until engine and text were ready once; `client` has the current state of the engine."""
         if self._admission is None:
             raise BackendFailed(f"not ready: {self.client.detail}")
         return self._admission
 
     async def run(self, listener: socket.socket, orders: IO[Any]) -> None:
-        """Serve until drained, or until the supervisor, whose orders these are, is gone.
+        """Serve until drained, or until the supervisor exits and closes `orders`.
 
-        Raises FatalError when the model has no usable text.
+        Raises FatalError if the model's text files are unusable.
         """
         server = Server(
             uvicorn.Config(
@@ -176,7 +176,7 @@ class FrontEnd:
             await asyncio.sleep(BEAT_SECONDS)
 
     async def _follow(self, orders: IO[Any]) -> None:
-        """Do what the supervisor says, until it says to end or is gone."""
+        """Process the supervisor's messages until a drain ends or the supervisor exits."""
         reader = asyncio.StreamReader()
         loop = asyncio.get_running_loop()
         await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), orders)
@@ -204,11 +204,11 @@ class FrontEnd:
                     draining = asyncio.create_task(self._drain(delay_seconds, seconds))
 
     async def _drain(self, delay_seconds: float, seconds: float) -> None:
-        # Who could never serve has nobody to wait for.
+        # Without admission there are no requests to wait for.
         if not await self.gate.drain(delay_seconds if self._admission else 0.0, seconds):
-            say(f"{self.gate.num_running} requests still run after {seconds:.0f} s: ending them")
-            self.client.fail_all(Draining("the server is shutting down and this answer took too long"))
-            # Lets the answers write what they have to say.
+            say(f"{self.gate.num_running} requests still run after {seconds:.0f} s: stopping them")
+            self.client.fail_all(Draining("the server is shutting down and this request took too long"))
+            # Time to write the error responses.
             await self.gate.drain(0, SHUTDOWN_SECONDS)
 
     def _model_found(self, model_dir: Path) -> None:
@@ -225,7 +225,7 @@ class FrontEnd:
             self._fail(error)
 
     def _fail(self, error: BaseException) -> None:
-        """This process cannot go on."""
+        """This process cannot continue."""
         if not self._failed.done():
             self._failed.set_exception(error)
 
@@ -283,7 +283,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--run-dir", type=Path, required=True)
     parser.add_argument("--listener-fd", type=int, required=True)
     parser.add_argument("--url", required=True)
-    parser.add_argument("--front-end", type=int, required=True, help="which of several this is, from 0")
+    parser.add_argument("--front-end", type=int, required=True, help="index of this front end")
     parser.add_argument("--api-key-file", type=Path)
     parser.add_argument("--began", type=float, required=True, help="monotonic clock at the command's start")
     parser.add_argument("--record", type=Path, required=True)
@@ -292,7 +292,7 @@ def main(arguments: list[str] | None = None) -> int:
     die_with_parent(options.parent_pid)
     faulthandler.enable()
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    # What is imported stays. What a long body of many small values is parsed into is not searched through meanwhile.
+    # Imported objects stay. The threshold avoids collections while a long body with many values is parsed.
     gc.freeze()
     gc.set_threshold(NUM_NEW_OBJECTS, 20, 20)
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:

@@ -1,7 +1,7 @@
-"""One HTTP request on its way through the engine: requests in, pieces of text out, choice by choice.
+"""Runs one HTTP request on the engine: requests in, pieces of text per choice out.
 
-Stop 8 of a request, whose text is `text.choice_text`'s. The routes read the pieces and write bytes. Leaving early, for
-whatever reason, aborts what still runs.
+Stop 8 of a request, together with `text.choice_text`. `server.answers` turns the pieces into bytes. If it ends early,
+for any reason, the running requests are aborted.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ from neuron_runtime.text.tokenizer import Tokenizer
 
 @dataclass(slots=True)
 class Told:
-    """What an answer tells of the tokens of a piece besides their text."""
+    """Details of the tokens of a piece besides their text."""
 
     token_ids: list[int] = field(default_factory=list)
     located: list[Located] = field(default_factory=list)
-    """The tokens with their log-probabilities, those of a prompt that is repeated before them; empty unless asked."""
+    """The tokens with log-probabilities, after those of an echoed prompt; empty unless requested."""
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()
-    """With the first piece of a prompt's first choice alone, if asked."""
+    """Only in the first piece of a prompt's first choice, if requested."""
 
     def add(self, later: Told) -> None:
-        """Append what a later piece tells."""
+        """Append the details of a later piece."""
         self.token_ids += later.token_ids
         self.located += later.located
         self.prompt_logprobs += later.prompt_logprobs
@@ -43,7 +43,7 @@ class Told:
 
 @dataclass(slots=True)
 class Piece:
-    """New text of one choice: everything that was queued for it."""
+    """The new text of one choice."""
 
     index: int
     text: str
@@ -52,11 +52,11 @@ class Piece:
     finish_reason: FinishReason | None
     thought: str = ""
     told: Told | None = None
-    """None where an answer is text alone."""
+    """None if only text is requested."""
 
 
 class Choice(ChoiceText):
-    """One answer, and what metrics want to know of it."""
+    """One answer, with data for metrics."""
 
     def __init__(
         self,
@@ -81,25 +81,25 @@ class Choice(ChoiceText):
             locates=locates,
         )
         self.tells = ask.details is not None or echo is not None
-        """Whether `tell` has anything to say."""
+        """Whether `tell` must be called."""
         self.prompt_token_ids = prompt
         self.num_prompt_tokens = len(prompt)
         self.stop_token_id: int | None = None
-        """The token that ended the answer, where one did."""
+        """The token that ended the answer, if one did."""
         self._locates = locates
         self._echo = echo
         self._num_echoed_characters = 0
         self.num_cached_tokens = 0
         self.arrived = arrived
         self.queue_seconds: float | None = None
-        """How long it waited in the engine; None before its first token."""
+        """Queue time; None before its first token."""
         self.ended: FinishReason | None = None
-        """How it ended for its client; None while it runs, and where the engine did not take it."""
+        """Finish reason for the client; None while it runs, or if the engine refused it."""
         self.first_token_at: float | None = None
         self.last_token_at = arrived
 
     def tell(self, piece: Piece, news: News, num_tokens: int) -> None:
-        """Put into the piece what is to be told of the news, of which `num_tokens` tokens were taken."""
+        """Add the details of an update to a piece; `num_tokens` of its tokens belong to the answer."""
         if piece.told is None:
             piece.told = Told()
         told, first = piece.told, self.num_tokens - num_tokens
@@ -122,7 +122,7 @@ class Choice(ChoiceText):
 
 
 class RepeatedPrompt(Choice):
-    """One answer that is the prompt alone: the token that is computed behind it is nobody's."""
+    """An answer that consists of the prompt only: the one computed token is dropped."""
 
     def feed(self, token_ids: tuple[int, ...], finish_reason: FinishReason | None) -> str:
         self.finish_reason = FinishReason.LENGTH
@@ -150,7 +150,7 @@ class Generation:
         echoes = ask.echoes or (None,) * len(ask.prompts)
         locates = ask.details is not None and ask.details.logprobs is not None
         for prompt, sampling, echo in zip(ask.prompts, ask.sampling, echoes, strict=True):
-            # What is told of a prompt goes with its first answer, unless each one repeats it with its logprobs.
+            # Prompt logprobs are computed for the first answer only, unless each answer echoes them.
             later = sampling if echo is not None and locates else replace(sampling, prompt_logprobs=None)
             for number in range(ask.num_choices):
                 self.choices.append(choice(ask, prompt, sampling, tokenizer, arrived=now, echo=echo))
@@ -159,7 +159,7 @@ class Generation:
 
     @property
     def stop_reasons(self) -> list[int | str | None]:
-        """Per choice the stop string or stop token that ended it; None for the tokenizer's own end token."""
+        """For each choice, the stop string or stop token that ended it; None for the tokenizer's end token."""
         own = self.tokenizer.eos_token_id
         return [
             choice.stop_string or (None if choice.stop_token_id == own else choice.stop_token_id)
@@ -179,17 +179,16 @@ class Generation:
         return sum(choice.num_cached_tokens for choice in self.choices[:: self.ask.num_choices])
 
     async def begin(self) -> None:
-        """Send the requests; returns with the first news. Raises what ServingErrors the engine answers with."""
+        """Send the requests and wait for the first update. Raises the engine's ServingErrors."""
         self._ids = self._client.submit(self._requests, self)
         self._running = set(range(len(self._ids)))
         await self._wait()
 
     async def finish(self, show: Callable[[list[Piece]], bool]) -> None:
-        """Returns when every choice has ended and was shown. Raises ServingErrors.
+        """Wait until every choice has ended and was shown. Raises ServingErrors.
 
-        show: called at most once for all that a wake-up brought, with at most one piece per choice, from wherever news
-            is delivered: it must not wait. Where it returns False nothing was shown; the pieces grow until
-            `show_pending` is called.
+        show: called at most once per wake-up, with at most one piece per choice; must not block. If it returns False,
+            nothing was shown and the pieces grow until `show_pending` is called.
         """
         self._show = show
         self.show_pending()
@@ -197,12 +196,12 @@ class Generation:
             await self._wait()
 
     def end(self) -> None:
-        """To be called however it ended: what still runs is aborted, and counted as what it was."""
+        """Must always be called at the end: aborts and counts running choices."""
         self._show = None
         self._client.abort([self._ids[index] for index in self._running])
         error = self._error
         if isinstance(error, InvalidRequest | Overloaded):
-            # Refused requests never were any, for the metrics.
+            # Refused requests do not count as requests in metrics.
             return
         now = time.monotonic()
         for index in self._running:
@@ -210,7 +209,7 @@ class Generation:
             self._finish(self.choices[index], left, now)
 
     def deliver(self, index: int, news: News) -> None:
-        """What a step brought the choice of this index; `show_pending` follows when all news is delivered."""
+        """An update of the choice with this index; `show_pending` follows after all updates."""
         if index not in self._running:
             return
         choice = self.choices[index]
@@ -238,14 +237,14 @@ class Generation:
         piece.num_tokens, piece.finish_reason = choice.num_tokens, choice.finish_reason
 
     def show_pending(self) -> None:
-        """Hand out what there is, and wake whoever waits for the first news or for the end."""
+        """Show pending pieces, and wake the task that waits for the first update or the end."""
         if self._show is not None and self._pending and self._show(list(self._pending.values())):
             self._pending.clear()
         if self._show is None or not (self._running or self._pending):
             self._wake()
 
     def fail(self, error: Exception) -> None:
-        """It ends with this error, before what was not yet shown."""
+        """End with this error, before pieces that were not shown yet."""
         self._error = self._error or error
         self._wake()
 

@@ -1,8 +1,8 @@
-"""HTTP/1.1 on one connection: uvicorn's protocol, with limits on what a client may leave unfinished.
+"""HTTP/1.1 on one connection: uvicorn's protocol with limits for incomplete and pipelined requests.
 
-Made by uvicorn for every connection, named in the front end's configuration. uvicorn bounds neither the size of a
-head (one that never ends costs quadratic time and all memory) nor the time until it is complete, nor how many requests
-wait behind one another. Bodies are bounded by the routes.
+uvicorn creates it for every connection, as configured by the front end. uvicorn itself limits neither the size of
+request heads (an endless one takes quadratic time and all memory), nor the time until a head is complete, nor the
+number of pipelined requests. The routes limit bodies.
 """
 
 from __future__ import annotations
@@ -18,21 +18,21 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResp
 from neuron_runtime.server.wire import error_object
 
 MAX_HEAD_BYTES = 64 * 1024
-"""Request line and headers together; also trailers, and what lies between two chunks."""
+"""Request line plus headers; also trailers, and data between two chunks."""
 WRITE_BUFFER_BYTES = 16 * 1024
-"""Where a client does not keep up, what it has not taken; the text of further tokens is gathered into one event."""
+"""Write buffer for a slow client; when it is full, the text of further tokens is collected into one event."""
 HEAD_SECONDS = 75.0
-"""From the connection, or from a request's first byte, to the end of its head."""
+"""Time limit of a head, from the connection or the first byte of the request."""
 MAX_PIPELINED = 64
-"""Requests that wait behind the one that is answered; a connection that brings more ends."""
+"""Maximum number of pipelined requests; more close the connection."""
 
 _BODY_WRITER = "neuron_serving.body_writer"
 
 
 class BodyWriter:
-    """Writes parts of an answer whose head was sent, without a task that waits; the last part goes through ASGI.
+    """Writes parts of a response body directly to the transport, without a waiting task; the last part uses ASGI.
 
-    The way of a streamed token: from the message of the engine to the socket in one go.
+    So a streamed token goes from the engine's message to the socket in one call.
     """
 
     def __init__(self, cycle: RequestResponseCycle) -> None:
@@ -43,26 +43,26 @@ class BodyWriter:
 
     @property
     def writable(self) -> bool:
-        """Whether the client keeps up: there is room in the connection's buffer."""
+        """Whether the connection's write buffer has room."""
         return not self._flow.write_paused
 
     def write(self, body: bytes) -> None:
-        """Nothing happens where the client is gone, or `body` is empty."""
+        """No effect if the client has disconnected or `body` is empty."""
         if body and not self._cycle.disconnected:
             self._transport.write(b"%x\r\n%b\r\n" % (len(body), body))
 
     def when_writable(self, call: Callable[[], None]) -> None:
-        """Call it each time that the client has caught up, until the answer has ended."""
+        """Call it whenever the write buffer has room again, until the response ends."""
         self._resume = call
 
     def resume(self) -> None:
-        """The client has caught up."""
+        """The write buffer has room again."""
         if self._resume is not None and not (self._cycle.response_complete or self._cycle.disconnected):
             self._resume()
 
 
 def body_writer(scope: Scope) -> BodyWriter:
-    """Of the answer to this request, whose head names no length."""
+    """The writer of this request's response, which must be chunked."""
     writer = scope["extensions"][_BODY_WRITER]
     assert isinstance(writer, BodyWriter)
     return writer
@@ -74,9 +74,9 @@ class BoundedProtocol(HttpToolsProtocol):
         self._unfinished_bytes = 0
         self._head_timer: asyncio.TimerHandle | None = None
         self._answered: RequestResponseCycle | None = None
-        """The request that is answered, or was last; uvicorn's `cycle` is the newest, which may wait behind it."""
+        """The request being answered, or answered last; uvicorn's `cycle` is the newest one, which may be pipelined."""
         self._repeats_head = False
-        """The parser is given the end of a head again: see `_framing`."""
+        """The parser gets the end of a head again, see `_framing`."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -99,13 +99,14 @@ class BoundedProtocol(HttpToolsProtocol):
                 self.parser.feed_data(data)
                 break
             except HttpParserUpgrade as stopped:
-                # Who asks for another protocol is answered in this one (RFC 9110, section 7.8).
+                # Upgrade requests are answered in HTTP/1.1 (RFC 9110, section 7.8).
                 data = self._framing() + data[stopped.args[0] :]
             except HttpParserError:
-                self.send_400_response("this is not HTTP/1.1")
+                self.send_400_response("the request is not valid HTTP/1.1")
                 return
         if self._unfinished_bytes > MAX_HEAD_BYTES:
-            self._refuse(431, b"Request Header Fields Too Large", f"a head has at most {MAX_HEAD_BYTES} bytes")
+            message = f"request line and headers must have at most {MAX_HEAD_BYTES} bytes"
+            self._refuse(431, b"Request Header Fields Too Large", message)
 
     def on_message_begin(self) -> None:
         if not self._repeats_head:
@@ -132,7 +133,7 @@ class BoundedProtocol(HttpToolsProtocol):
         super().on_headers_complete()
         if not self.pipeline:
             self._answered = self.cycle
-        # Whoever answers, a task that was just made or one that pipelining lets wait, has not seen the scope yet.
+        # The task that handles the request has not read the scope yet.
         self.cycle.scope["extensions"] = cast("Any", {_BODY_WRITER: BodyWriter(self.cycle)})
 
     def on_body(self, body: bytes) -> None:
@@ -161,9 +162,10 @@ class BoundedProtocol(HttpToolsProtocol):
         return [(name, value) for name, value in self.headers if name in (b"content-length", b"transfer-encoding")]
 
     def _framing(self) -> bytes:
-        """What the parser must be told so that it reads the body of a request that asks for another protocol.
+        """A head for the parser, so that it reads the body of an upgrade request.
 
-        It takes such a request to end with its head. Java's HTTP client asks for h2c with every first request.
+        The parser assumes that such a request ends with its head. Java's HTTP client sends `Upgrade: h2c` with every
+        first request.
         """
         headers = self._framing_headers()
         self._repeats_head = bool(headers)
@@ -181,7 +183,7 @@ class BoundedProtocol(HttpToolsProtocol):
     def _refuse(self, status: int, phrase: bytes, message: str) -> None:
         answered = self._answered
         if answered is not None and answered.response_started and not answered.response_complete:
-            # In the middle of an answer there is no room for another one.
+            # Within a response, no other response can be sent.
             self.transport.abort()
         if self.transport.is_closing():
             return

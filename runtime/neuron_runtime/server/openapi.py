@@ -1,8 +1,8 @@
-"""The FastAPI application, from one declaration per route, with `/openapi.json` and `/docs`.
+"""Builds the FastAPI application with `/openapi.json` and `/docs` from one declaration per route.
 
-`server.app` declares its routes with the Structs that it parses and answers with; schemas, defaults and ranges come
-from those. FastAPI routes and assembles the document. It parses and checks nothing: a handler gets the request and
-returns the response, so every error is an OpenAI error object.
+`server.app` declares its routes with the Structs of requests and responses, from which schemas, defaults and ranges are
+derived. FastAPI does the routing and assembles the document. It does not parse or check bodies: a handler gets the
+request and returns the response, so that every error is an OpenAI error object.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ Handler = Callable[[Request], Awaitable[Response]]
 
 KEY_SCHEME = "apiKey"
 DESCRIPTION = """\
-OpenAI's API with vLLM's additions. A field that is known and not built is refused with an error that names it; a field
-that neither API has is ignored. Null means the default. Every answer has the header `x-request-id`: that of the request
-where it has one."""
+OpenAI's API with vLLM's additions. Fields of these APIs that are not supported yet get an error that names the field;
+unknown fields are ignored. Null means the default. Every response has the header `x-request-id`, copied from the
+request if it has one."""
 
 ERRORS: Mapping[int, str] = {
-    400: "The body is not a JSON object, or a field is wrong or not supported.",
-    401: "No API key, or an unknown one.",
+    400: "The body is not a JSON object, or a field is invalid or not supported.",
+    401: "The API key is missing or invalid.",
     404: "The model does not exist.",
     408: "The body arrived too slowly.",
     413: "The body is too large.",
@@ -49,7 +49,7 @@ ERRORS: Mapping[int, str] = {
     503: "The model is not ready, or is shutting down. The header `Retry-After` has the seconds until a retry.",
 }
 BODY_ERRORS = (400, 404, 408, 413, 415, 429, 503)
-"""What a request with a body may get instead of its answer."""
+"""Error statuses of requests with a body."""
 
 
 @dataclass(frozen=True)
@@ -62,27 +62,27 @@ class Operation:
     handler: Handler
     summary: str
     answer: Struct | str
-    """What it answers with status 200; a media type where that is not JSON."""
+    """The response with status 200; a media type if it is not JSON."""
     body: Struct | None = None
     example: Mapping[str, Any] | None = None
-    """Of the body."""
+    """Example of the body."""
     event: Struct | None = None
-    """The data of each server-sent event, where the answer can be streamed."""
+    """The data of each server-sent event, if the response can be streamed."""
     failures: Mapping[int, Struct] | None = None
-    """What other statuses carry; None: error objects with those that its body can have."""
+    """Responses with other statuses, in addition to the errors of requests with a body."""
     parameters: Mapping[str, str] | None = None
-    """Those in the path, with their descriptions."""
+    """Path parameters with their descriptions."""
 
 
 class Route(APIRoute):
-    """A route whose handler reads the request and makes the response itself."""
+    """A route whose handler reads the request and creates the response itself."""
 
     def get_route_handler(self) -> Callable[[Request], Any]:
         return self.endpoint
 
 
 def application(operations: Sequence[Operation], exception_handlers: Mapping[Any, Any], has_keys: bool) -> FastAPI:
-    """has_keys: clients must send an API key."""
+    """has_keys: whether clients must send an API key."""
     app: FastAPI = FastAPIOffline(
         title="neuron-serving",
         version=version("neuron-serving"),
@@ -134,14 +134,14 @@ def _schema(row: Parameter) -> dict[str, Any]:
     ends = {"exclusiveMinimum" if row.above else "minimum": row.lowest, "maximum": row.highest}
     schema = {"description": row.description, "default": row.default, **ends}
     if row.setting and row.default is not None:
-        # A generated client may send what is published as default, and the model's own is then lost.
+        # A generated client may send the published default, which would override the model's.
         text = f"{row.description}. Left out: the model's own default, else {row.default}"
         schema |= {"description": text, "default": None}
     return {key: value for key, value in schema.items() if value is not None}
 
 
 def _with_items(schema: Any) -> Any:
-    """Arrays of anything say so: msgspec leaves `items` out, and generators of clients require it."""
+    """Add `items` to arrays of any type: msgspec omits it, and client generators require it."""
     if isinstance(schema, list):
         return [_with_items(one) for one in schema]
     if not isinstance(schema, dict):
@@ -151,7 +151,7 @@ def _with_items(schema: Any) -> Any:
 
 
 def _documented(route: Route) -> Route:
-    """Without HEAD, which goes wherever GET goes."""
+    """A copy without HEAD, which every GET route supports."""
     route = copy.copy(route)
     route.methods = (route.methods or set()) - {"HEAD"}
     return route
@@ -197,7 +197,7 @@ def _extra(operation: Operation, has_keys: bool) -> dict[str, Any]:
 
 
 def _event(struct: Struct) -> dict[str, Any]:
-    """One event of a stream. A stream ends with `[DONE]`, or with an error object where it fails after its start."""
+    """One event of a stream. A stream ends with `[DONE]`, or with an error object if it fails after its start."""
     objects = [_reference(struct), _reference(ErrorObject)]
     json = {"type": "string", "contentMediaType": "application/json", "contentSchema": {"anyOf": objects}}
     return {"type": "object", "properties": {"data": {"anyOf": [json, {"const": "[DONE]"}]}}, "required": ["data"]}

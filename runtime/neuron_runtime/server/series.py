@@ -1,8 +1,8 @@
-"""Numbers behind Prometheus series: counting is plain arithmetic, processes are summed, the library writes the text.
+"""Counters, gauges and histograms with cheap updates, sums over processes, and the library's text format.
 
-Used by `metrics`, which knows what the numbers mean. A front end counts for every token it streams, so a count here is
-an addition and an observation a bisection, several times cheaper than the library's own objects, and what a process
-counted is plain data that another one can add to its own. Nothing here knows a metric by name.
+Used by `metrics`, which declares the metrics. A front end updates them for every streamed token, so an increment is an
+addition and an observation a bisection, several times cheaper than the library's objects. The numbers of a process are
+plain data that another process can add to its own.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ Made = TypeVar("Made")
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Family:
-    """A metric as Prometheus knows it: everything but its numbers.
+    """Declaration of a metric.
 
-    name: as it is scraped; a counter's ends with `_total`.
-    labels: names beyond those that every series of the process carries.
-    bounds: upper ends of a histogram's buckets, ascending, without infinity.
-    counted_by: `each`: every front end counts its own part, and the parts are added; `engine` and `step`: every front
-        end gets the same numbers from the engine, with each message or with each step, and the one with most messages
-        is believed.
-    read: takes the number out of what the engine sent, see `Metrics.step`.
-    use: what a person reads it for; stands in docs/metrics.md.
+    name: as in the exposition; counters end with `_total`.
+    labels: names in addition to those of all series of the process.
+    bounds: upper bounds of a histogram's buckets, ascending, without infinity.
+    counted_by: `each`: every front end counts its part, and the parts are added; `engine` and `step`: every front end
+        gets the same numbers from the engine, per message or per step, and those of the front end with most messages
+        are used.
+    read: extracts the number from the engine's message, see `Metrics.step`.
+    use: purpose for users, in docs/metrics.md.
     """
 
     name: str
@@ -66,7 +66,7 @@ class Number:
 
 
 class Distribution:
-    """One histogram: how many observations fell into each bucket, and their sum."""
+    """One histogram: the number of observations per bucket, and their sum."""
 
     __slots__ = ("_bounds", "_counts", "_sum")
 
@@ -88,11 +88,11 @@ class Distribution:
 
 
 class Exported(msgspec.Struct, frozen=True, array_like=True):
-    """All numbers of one process, to be added to those of another.
+    """All numbers of one process, which another one can add to its own.
 
-    heard: how many messages of the engine they rest on.
-    series: (metric, label values, numbers): of a counter or gauge its value, of a histogram its sum and the count of
-        every bucket.
+    heard: number of engine messages that they include.
+    series: (metric, label values, numbers); the numbers of a counter or gauge are its value, those of a histogram its
+        sum and the count of every bucket.
     """
 
     heard: int
@@ -100,7 +100,7 @@ class Exported(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Book:
-    """The series of one process, made when they are first asked for."""
+    """The series of one process, created on first use."""
 
     def __init__(self, families: Iterable[Family]) -> None:
         self._families = {family.name: family for family in families}
@@ -113,7 +113,7 @@ class Book:
         return self._one(family, labels, lambda: Distribution(family.bounds))
 
     def forget(self, family: Family) -> None:
-        """Its series are no longer there."""
+        """Remove its series."""
         for key in [key for key in self._series if key[0] == family.name]:
             del self._series[key]
 
@@ -121,7 +121,7 @@ class Book:
         return Exported(heard, tuple((*key, one.export()) for key, one in self._series.items()))
 
     def restore(self, exported: Exported) -> None:
-        """Take over what another process counted, in the place of what was counted here. What has no name is left."""
+        """Replace the numbers by those of another process. Ignores unknown metrics."""
         for name, labels, numbers in exported.series:
             family = self._families.get(name)
             if family is not None:
@@ -129,7 +129,7 @@ class Book:
                 one.restore(numbers)
 
     def text(self, parts: Iterable[Exported], labels: dict[str, str]) -> bytes:
-        """What Prometheus scrapes: the parts of all processes as one, each series with `labels` in front."""
+        """The exposition: the sum of all parts, each series with the additional `labels`."""
         registry = CollectorRegistry()
         registry.register(_Parts(self._families, list(parts), labels))
         return generate_latest(registry)

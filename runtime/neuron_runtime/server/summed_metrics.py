@@ -1,11 +1,11 @@
-"""The metrics of all front ends of one command as one text, whichever of them is asked.
+"""Sums the metrics of all front ends of one command, so that any of them can answer a scrape.
 
-Made by the front end process. Each front end answers on a socket in the run folder with what it counted, and leaves the
-same in a file before anybody sees it: a front end that takes its predecessor's place goes on counting from there, and
-one that does not answer is believed to stand where it last was. So no counter that was scraped goes back.
+Created by the front end process. Each front end returns its numbers on a socket in the run folder, after writing them
+to a file. A replacement of a front end continues from that file, and for one that does not respond the file is used.
+So scraped counters never decrease.
 
-Not prometheus_client's multiprocess mode: an increment there costs ten times as much, for every token, and it would add
-up what the engine sends to every front end alike.
+prometheus_client's multiprocess mode is not used: an increment costs ten times as much, for every token, and it would
+add up numbers that the engine sends to every front end.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from neuron_runtime.server.metrics import Metrics
 from neuron_runtime.server.series import Exported
 
 PEER_SECONDS = 5.0
-"""How long another front end may take to say what it counted: longer than a busy machine makes it wait for a processor,
-shorter than Prometheus waits for a scrape (10 s unless told otherwise)."""
+"""Time limit for the response of another front end: longer than scheduling delays of a busy machine, shorter than the
+scrape timeout of Prometheus (10 s by default)."""
 MAX_EXPORT_BYTES = 16 * 1024 * 1024
 
 _decoder = msgspec.msgpack.Decoder(Exported)
@@ -30,8 +30,8 @@ _decoder = msgspec.msgpack.Decoder(Exported)
 class SummedMetrics:
     """
     Args:
-        run_dir: the folder in which the processes of one command meet.
-        front_end: which of the `num_front_ends` this is, from 0.
+        run_dir: the folder shared by the processes of one command.
+        front_end: index of this front end.
     """
 
     def __init__(self, metrics: Metrics, run_dir: Path, front_end: int, num_front_ends: int) -> None:
@@ -42,7 +42,7 @@ class SummedMetrics:
         self._server: asyncio.Server | None = None
 
     async def open(self) -> None:
-        """Go on from where a predecessor was, and answer the other front ends."""
+        """Continue from the numbers of a predecessor, and listen for other front ends."""
         kept = self._kept(self._front_end)
         if kept is not None:
             self._metrics.restore(kept)
@@ -52,7 +52,7 @@ class SummedMetrics:
             self._server = await asyncio.start_unix_server(self._answer, path)
 
     async def render(self) -> bytes:
-        """The text that Prometheus scrapes."""
+        """The exposition of all front ends."""
         others = await asyncio.gather(*map(self._ask, self._peers))
         self._keep()
         return self._metrics.render([other for other in others if other is not None])
@@ -62,7 +62,7 @@ class SummedMetrics:
             self._server.close()
 
     def _keep(self) -> bytes:
-        """What this front end counted, once it is on file."""
+        """Write the numbers of this front end to its file, and return them."""
         raw = msgspec.msgpack.encode(self._metrics.export())
         path = self._file(self._front_end)
         written = path.with_suffix(".new")
@@ -83,7 +83,7 @@ class SummedMetrics:
                 finally:
                     writer.close()
         except (OSError, TimeoutError, msgspec.DecodeError):
-            # It starts, has ended, or stands still.
+            # It is starting, has exited, or stalls.
             return self._kept(peer)
 
     def _kept(self, front_end: int) -> Exported | None:

@@ -1,4 +1,4 @@
-"""Bytes of HTTP: a body of bytes becomes a typed body, an error becomes OpenAI's error object with its status."""
+"""Conversions at the HTTP border: bytes to typed bodies, and errors to OpenAI error objects with their status."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from neuron_runtime.requests.bodies import Body, typed
 
 
 def parse_body(raw: bytes, body_type: type[Body]) -> Body:
-    """Raises InvalidRequest with the field, or without one when the body itself is not a JSON object."""
+    """Raises InvalidRequest with the field, or without one if the body itself is not a JSON object."""
     try:
         fields = msgspec.json.decode(raw)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
@@ -27,7 +27,7 @@ def error_object(message: str, kind: str, field: str | None = None, code: str | 
 
 
 def error_answer(error: ServingError) -> tuple[int, bytes, dict[str, str]]:
-    """Status, body and headers with which a client learns of an error."""
+    """Status, body and headers of the response for an error."""
     match error:
         case InvalidRequest():
             kind = "not_found_error" if error.status == 404 else "invalid_request_error"
@@ -46,4 +46,4 @@ def error_answer(error: ServingError) -> tuple[int, bytes, dict[str, str]]:
         case BackendFailed():
             return 503, error_object(str(error), "service_unavailable_error", code=error.code), {"retry-after": "5"}
         case _:
-            raise TypeError(f"{type(error).__name__} is no answer to a client")
+            raise TypeError(f"{type(error).__name__} has no HTTP response")

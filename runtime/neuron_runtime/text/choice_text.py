@@ -1,7 +1,7 @@
-"""The text of one choice, assembled token by token: detokenizer, stop strings and thoughts together.
+"""The text of one choice, assembled from its tokens: detokenizer, stop strings and reasoning.
 
-Stop 8 of a request; the front end and the offline class make one per choice. It finds where the text ends the answer,
-and leaves it to the caller to abort the request then.
+Stop 8 of a request; the front end and the offline class create one per choice. It detects stop strings; the caller
+then aborts the request.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ _Utf8 = codecs.getincrementaldecoder("utf-8")
 
 
 class ChoiceText:
-    """Takes the tokens of a choice as they come and returns the text that is certain; tokens after its end are ignored.
+    """Converts the tokens of a choice to text incrementally; ignores tokens after its end.
 
     Args:
-        stop: texts that end the answer, once more than `min_tokens` tokens were generated.
-        include_stop: what stopped the answer, text or token, stays in its text.
-        thoughts: takes the thought out of the text; stop strings end a thought too.
-        locates: whether `text_offsets` is kept.
+        stop: texts that end the answer after more than `min_tokens` tokens.
+        include_stop: keep the stop text or token in the text.
+        thoughts: separates reasoning from the text; stop strings also end reasoning.
+        locates: whether to record `text_offsets`.
     """
 
     def __init__(
@@ -41,12 +41,12 @@ class ChoiceText:
         locates: bool = False,
     ) -> None:
         self.num_tokens = 0
-        """Tokens of the answer so far, the one included that ended it."""
+        """Tokens of the answer so far, including the one that ended it."""
         self.finish_reason: FinishReason | None = None
         self.thought = ""
-        """The thought so far; whoever shows it in parts takes them away."""
+        """The reasoning so far; callers that show it in parts clear it."""
         self.text_offsets: list[int] = []
-        """For each token the character of the text at which it begins, thoughts and cut stop strings included."""
+        """For each token, the index of its first character in the text with reasoning and removed stop strings."""
         self._detokenizer = make_detokenizer(tokenizer, prompt_token_ids, skip_special_tokens)
         self._stops = StopStrings(stop, include_stop)
         self._thoughts = thoughts
@@ -55,7 +55,7 @@ class ChoiceText:
         self._skips_special = skip_special_tokens
         self._num_characters = 0
         self._held = b""
-        """Of tokens that are no text yet, as the last one ends inside a character."""
+        """Bytes of tokens whose last character is incomplete."""
         self._always_one_by_one = bool(stop) or locates
         self._one_by_one = self._always_one_by_one or thoughts is not None
         self._shows_stop_token = include_stop
@@ -71,7 +71,7 @@ class ChoiceText:
         return 0 if self._thoughts is None else self._thoughts.num_tokens
 
     def feed(self, token_ids: tuple[int, ...], finish_reason: FinishReason | None) -> str:
-        """Text of new tokens that may be shown; sets `finish_reason` when the answer ends with them."""
+        """The text of new tokens that may be emitted; sets `finish_reason` if the answer ends with them."""
         shown = token_ids
         if finish_reason is FinishReason.STOP and not self._shows_stop_token:
             shown = token_ids[:-1]
@@ -90,7 +90,7 @@ class ChoiceText:
         return text + self._without_thought(self._stops.flush(), 0) + self._flush_thoughts()
 
     def _feed_one_by_one(self, token_ids: tuple[int, ...]) -> str:
-        """So that the token in which a stop string or a thought ends is the last one counted."""
+        """Feed one token at a time, so that the one that completes a stop string or the reasoning is counted last."""
         parts = []
         for token_id in token_ids:
             self.num_tokens += 1

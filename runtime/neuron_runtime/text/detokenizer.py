@@ -1,10 +1,11 @@
-"""Incremental detokenizer: ids of a stream become pieces of text that never hold half a character.
+"""Incremental detokenizer: converts the ids of a stream to pieces of text without incomplete characters.
 
-One per stream, in the front end and in the offline class. The pieces, joined, are the text of all ids. Stop strings
-are looked for afterwards, in `text.stop_strings`.
+One per stream, in the front end and in the offline class. The concatenated pieces are the text of all ids.
+`text.stop_strings` processes them next.
 
-Not `tokenizers.decoders.DecodeStream`: it holds a tail of broken bytes for ever, repeats half a character with which a
-prompt ends (both in `test_text_detokenizer.py`), and takes twice the time per token where text is bytes behind bytes.
+`tokenizers.decoders.DecodeStream` is not used: it never emits a tail of invalid bytes, repeats an incomplete character
+at the end of the prompt (both tested in `test_text_detokenizer.py`), and takes twice the time per token for byte-level
+tokenizers.
 """
 
 from __future__ import annotations
@@ -18,39 +19,39 @@ from neuron_runtime.text.tokenizer import Tokenizer
 REPLACEMENT = "\ufffd"
 
 NUM_CONTEXT_TOKENS = 5
-"""Prompt tokens decoded before the answer, so that its first piece keeps the space that it begins with."""
+"""Prompt tokens decoded before the answer, so that its first piece keeps its leading space."""
 
 MAX_CHARACTER_BYTES = 4
 MAX_HELD_TOKENS = 64
-"""A tail this long that is no text yet never will be."""
+"""A longer undecodable tail will never become text."""
 
 
 class Detokenizer(Protocol):
     def feed(self, token_ids: Sequence[int]) -> str:
-        """The text that is certain now; empty while a character is incomplete."""
+        """The text that is final now; empty while a character is incomplete."""
 
     def flush(self) -> str:
-        """What is left when the stream has ended; bytes of an incomplete character as U+FFFD."""
+        """The rest at the end of the stream; bytes of an incomplete character become U+FFFD."""
 
 
 def make_detokenizer(
     tokenizer: Tokenizer, prompt_token_ids: Sequence[int] = (), skip_special_tokens: bool = True
 ) -> Detokenizer:
-    """The cheapest one that is right for this tokenizer."""
+    """The fastest detokenizer that is correct for this tokenizer."""
     if tokenizer.joins_bytes:
         return ByteDetokenizer(tokenizer, skip_special_tokens)
     return WindowDetokenizer(tokenizer, prompt_token_ids, skip_special_tokens)
 
 
 class ByteDetokenizer:
-    """For tokenizers whose text is bytes behind bytes: a look-up per token, in whose text nothing before it matters."""
+    """For tokenizers whose text is the concatenation of the tokens' bytes: one look-up per token."""
 
     def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool = True) -> None:
         self._tokenizer = tokenizer
         self._skip = skip_special_tokens
         self._pieces = tokenizer.pieces(skip_special_tokens)
         self._decoder: codecs.IncrementalDecoder | None = None
-        """There while a character is incomplete."""
+        """Not None while a character is incomplete."""
 
     def feed(self, token_ids: Sequence[int]) -> str:
         out = ""
@@ -76,11 +77,10 @@ _Utf8 = codecs.getincrementaldecoder("utf-8")
 
 
 class WindowDetokenizer:
-    """For every tokenizer: decodes the tokens of the piece before (what follows may depend on them) and those not yet
-    shown.
+    """For all tokenizers: decodes the tokens of the previous piece, on which the text may depend, and the new ones.
 
-    A window whose text ends with U+FFFD may end inside a character and is held until it does not, so pieces are cut
-    only between characters. Cost per token is that of decoding two short windows, whatever the length of the answer.
+    A window whose text ends with U+FFFD may end inside a character and is held back, so pieces are split only between
+    characters. The cost per token is that of decoding two short windows, independent of the length of the answer.
     """
 
     def __init__(
@@ -102,13 +102,13 @@ class WindowDetokenizer:
         return self._show(self._tokenizer.decode(self._shown + self._held, self._skip)) if self._held else ""
 
     def _context(self, prompt_token_ids: Sequence[int]) -> tuple[list[int], str]:
-        """The end of the prompt, and its text: a few tokens, more where they would begin inside a character."""
+        """A few last tokens of the prompt and their text; more tokens if they would begin inside a character."""
         for count in range(NUM_CONTEXT_TOKENS, NUM_CONTEXT_TOKENS + MAX_CHARACTER_BYTES):
             context = list(prompt_token_ids[-count:])
             text = self._tokenizer.decode(context, self._skip)
             if not text.endswith(REPLACEMENT):
                 return context, text
-        # A prompt of ids may end inside a character; its bytes are the client's, not part of the answer.
+        # A prompt of ids may end inside a character; its bytes are not part of the answer.
         return [], ""
 
     def _show(self, text: str) -> str:
