@@ -195,8 +195,8 @@ BAD_FIELDS: list[tuple[dict[str, Any], str, str]] = [
     ({"prompt": [320]}, "prompt", "320 is not a token id of this model (0 to 319)"),
     ({"prompt": [-1]}, "prompt", "-1 is not a token id"),
     ({"prompt": [2**70]}, "prompt", "is not a token id"),
-    ({"prompt": [5] * 256}, "prompt", "at most 256 tokens"),
-    ({"prompt": "x" * 5000}, "prompt", "at most 256 tokens"),
+    ({"prompt": [5] * 256}, "prompt", "maximum context length is 256 tokens"),
+    ({"prompt": "x" * 5000}, "prompt", "maximum context length is 256 tokens"),
     ({"prompt": ["a"] * 129}, "prompt", "at most 128"),
     ({"max_tokens": 0}, "max_tokens", "at least 1"),
     ({"max_tokens": -1}, "max_tokens", "at least 1"),
@@ -264,6 +264,23 @@ async def test_a_wrong_field_is_a_400_that_names_it(
     assert says in error["message"]
 
 
+TOO_LONG: list[tuple[str, dict[str, Any]]] = [
+    ("/v1/completions", {"prompt": [5] * 256}),
+    ("/v1/completions", {"prompt": "x" * 5000}),
+    ("/v1/completions", {"prompt": [5] * 200, "max_tokens": 57}),
+    ("/v1/chat/completions", {"messages": [{"role": "user", "content": "x " * 400}]}),
+    ("/v1/chat/completions", {"max_completion_tokens": 500}),
+]
+
+
+@pytest.mark.parametrize(("path", "body"), TOO_LONG, ids=lambda value: str(value)[:40])
+async def test_clients_recognize_a_request_that_is_too_long(served: Serving, path: str, body: dict[str, Any]) -> None:
+    """LiteLLM and LangChain look for these words, OpenAI's SDK for the code."""
+    error = await refused(served, path, **body)
+    assert error["message"].startswith("This model's maximum context length is 256 tokens. However, ")
+    assert error["code"] == "context_length_exceeded"
+
+
 BAD_CHATS: list[tuple[dict[str, Any], str, str]] = [
     ({"messages": None}, "messages", "Expected `array`"),
     ({"messages": []}, "messages", "must not be empty"),
@@ -298,7 +315,7 @@ BAD_CHATS: list[tuple[dict[str, Any], str, str]] = [
     ({"max_completion_tokens": 0}, "max_completion_tokens", "at least 1"),
     ({"echo": True}, "echo", "belongs to /v1/completions"),
     ({"best_of": 2}, "best_of", "belongs to /v1/completions"),
-    ({"messages": [{"role": "user", "content": "x " * 400}]}, "messages", "at most 256 tokens"),
+    ({"messages": [{"role": "user", "content": "x " * 400}]}, "messages", "maximum context length is 256 tokens"),
     ({"response_format": {"type": "json_object"}}, "response_format", "not supported yet"),
     ({"tools": [{"type": "function"}]}, "tools", "not supported yet"),
     ({"tool_choice": "required"}, "tool_choice", "not supported yet"),

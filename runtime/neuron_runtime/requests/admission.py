@@ -27,7 +27,7 @@ from neuron_runtime.requests.bodies import (
 from neuron_runtime.requests.chats import chat_text
 from neuron_runtime.requests.generation_defaults import PARAMETERS, GenerationDefaults
 from neuron_runtime.requests.parameters import check_parameter_served, check_served
-from neuron_runtime.requests.prompts import Echo, Prompt, Prompts
+from neuron_runtime.requests.prompts import Echo, Prompt, Prompts, context_length_exceeded
 from neuron_runtime.requests.sampling import Sampler
 from neuron_runtime.requests.sampling_fields import DEFAULT_COMPLETION_TOKENS, MAX_STOP_CHARACTERS, MAX_STOP_STRINGS
 from neuron_runtime.requests.token_ids import check_token_ids
@@ -255,11 +255,8 @@ class Admission:
             return asked
         if self.cuts_max_tokens:
             return room
-        message = (
-            f"`{name}` is {asked}, but a prompt of {num_prompt_tokens} tokens leaves room for {room}: prompt plus "
-            f"output must have at most {room + num_prompt_tokens} tokens"
-        )
-        raise InvalidRequest(message, field=name, code="context_length_exceeded")
+        problem = f"`{name}` is {asked}, and the prompt of {num_prompt_tokens} tokens leaves room for {room}"
+        raise context_length_exceeded(self.limits, problem, name)
 
 
 def _stops(stop: str | list[str] | None) -> tuple[str, ...]:

@@ -69,8 +69,8 @@ class Prompts:
             message = f"`{name}` has {count} tokens: this backend needs at least {limits.min_prefill_tokens}"
             raise InvalidRequest(message, field=name)
         if not limits.chunks_prefill and count > limits.longest_prefill:
-            message = f"`{name}` has {count} tokens: this backend can prefill at most {limits.longest_prefill}"
-            raise InvalidRequest(message, field=name, code="context_length_exceeded")
+            problem = f"`{name}` has {count} tokens, and this backend can prefill at most {limits.longest_prefill}"
+            raise context_length_exceeded(limits, problem, name)
         if self.tokenizer.vocabulary_size > self.vocabulary_size:
             check_token_ids(prompt.token_ids, name, self.vocabulary_size)
         return prompt
@@ -123,9 +123,17 @@ class Prompts:
             raise self._too_long(f"{len(text)} characters, at least {at_least} tokens", name)
 
     def _too_long(self, size: str, name: str) -> InvalidRequest:
-        length = self.limits.max_new_tokens(0)
-        message = f"`{name}` has {size}: prompt plus output must have at most {length} tokens"
-        return InvalidRequest(message, field=name, code="context_length_exceeded")
+        problem = f"`{name}` has {size}, which leaves no room for an answer: shorten it"
+        return context_length_exceeded(self.limits, problem, name)
+
+
+def context_length_exceeded(limits: BackendLimits, problem: str, field: str) -> InvalidRequest:
+    """The error for a request that the model cannot hold.
+
+    It begins with the words of OpenAI and vLLM, by which clients such as LiteLLM and LangChain recognize it.
+    """
+    message = f"This model's maximum context length is {limits.max_new_tokens(0)} tokens. However, {problem}"
+    return InvalidRequest(message, field=field, code="context_length_exceeded")
 
 
 def _each(prompt: str | list[str | int | list[int]], max_prompts: int) -> Iterable[str | list[int]]:
