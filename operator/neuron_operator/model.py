@@ -499,10 +499,6 @@ class NeuronModel:
         return self.spec.backend
 
     @property
-    def served_names(self) -> tuple[str, ...]:
-        return self.spec.model.served_names or (self.name,)
-
-    @property
     def uri_scheme(self) -> str:
         return self.spec.uri_scheme
 

@@ -39,7 +39,7 @@ def test_a_name_too_long_for_derived_names_is_refused(case: dict[str, Any]) -> N
 
 def test_the_shortest_manifest_is_served_under_its_own_name_once() -> None:
     model = parse(body({"model": {"uri": "hf://acme/tiny"}, "accelerator": {"type": "CPU"}}))
-    assert model.served_names == ("chat",)
+    assert model.spec.model.served_names == ()
     assert model.spec.replicas == 1
     assert (model.spec.rollout.drain_delay_seconds, model.spec.rollout.drain_seconds) == (10, 300)
 
