@@ -59,7 +59,7 @@ def rendered(spec: dict[str, Any]) -> runtime.RuntimeConfig:
         unique=True,
     ),
 )
-def test_the_runtime_reads_back_what_the_manifest_says(
+def test_the_runtime_reads_the_document_of_a_manifest(
     serving: dict[str, Any], delay: int, drain: int, served: list[str]
 ) -> None:
     spec = {
@@ -99,7 +99,7 @@ def test_the_runtime_reads_back_what_the_manifest_says(
         ("Device", {"stepTimes": None}, "Device"),
     ],
 )
-def test_a_simulated_device_is_told_its_times_and_how_it_samples(
+def test_the_document_carries_times_and_sampling_of_a_simulated_device(
     sampling: str | None, written: dict[str, Any], mode: str
 ) -> None:
     engine = {"backend": "simulated", "overrideNeuronConfig": written}
@@ -111,7 +111,7 @@ def test_a_simulated_device_is_told_its_times_and_how_it_samples(
     assert options.step_milliseconds == written.get("stepMilliseconds")
 
 
-def test_the_document_and_the_pod_template_are_what_json_has() -> None:
+def test_the_document_and_the_pod_template_contain_only_json_values() -> None:
     spread = {"maxSkew": 1, "topologyKey": "zone", "whenUnsatisfiable": "ScheduleAnyway", "matchLabelKeys": ["a"]}
     spec = {
         **SPEC,
@@ -124,11 +124,11 @@ def test_the_document_and_the_pod_template_are_what_json_has() -> None:
     assert pinned.template["spec"]["topologySpreadConstraints"] == [spread]
 
 
-def test_both_sides_have_the_same_version() -> None:
+def test_operator_and_runtime_use_the_same_document_version() -> None:
     assert operator.VERSION == runtime.CONFIG_VERSION
 
 
-def test_what_is_not_pinned_is_left_to_the_runtime() -> None:
+def test_unpinned_settings_are_left_to_the_runtime() -> None:
     config = rendered(SPEC)
     assert config.limits == runtime.EngineLimits()
     assert config.text == runtime.TextOptions()
@@ -142,7 +142,7 @@ def schema_of(kind: type, field: str) -> dict[str, Any]:
     return next((option for option in schema.get("anyOf", []) if option.get("type") != "null"), schema)
 
 
-def test_the_words_and_bounds_of_the_manifest_are_those_of_the_runtime() -> None:
+def test_choices_and_bounds_of_the_manifest_match_the_runtime() -> None:
     assert set(LIMITS) <= set(runtime.EngineLimits.__struct_encode_fields__)
     assert schema_of(Serving, "dtype")["enum"] == schema_of(runtime.RuntimeConfig, "dtype")["enum"]
     parsers = schema_of(runtime.TextOptions, "reasoningParser")["enum"]
@@ -152,7 +152,7 @@ def test_the_words_and_bounds_of_the_manifest_are_those_of_the_runtime() -> None
 
 
 @pytest.mark.parametrize("command", ["serve", "serve with keys", "inspect"])
-def test_the_rendered_command_is_one_that_the_runtime_parses(command: str) -> None:
+def test_the_runtime_parses_the_rendered_command(command: str) -> None:
     arguments = {
         "serve": SERVE_COMMAND[1:],
         "serve with keys": (*SERVE_COMMAND[1:], *API_KEY_FLAG),

@@ -108,7 +108,7 @@ def anchors(page: Path) -> set[str]:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
-def test_every_relative_link_leads_somewhere(page: Path) -> None:
+def test_every_relative_link_has_a_target(page: Path) -> None:
     text = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
     links = re.findall(r"\]\(([^)\s]+)\)", text)
     for link in (link for link in links if "://" not in link):
@@ -138,7 +138,7 @@ def refused_at(document: Mapping[str, Any]) -> str:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
-def test_every_manifest_shown_is_one_that_is_accepted(page: Path) -> None:
+def test_every_shown_manifest_is_accepted(page: Path) -> None:
     # The README begins with what the resource is made for, and says what this version answers to it.
     allowed = {"", "spec.engine.backend"} if page == ROOT / "README.md" else {""}
     assert {refused_at(document) for document in shown_manifests(page)} <= allowed
@@ -146,13 +146,13 @@ def test_every_manifest_shown_is_one_that_is_accepted(page: Path) -> None:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
-def test_every_json_shown_is_json(page: Path) -> None:
+def test_every_shown_json_is_valid(page: Path) -> None:
     for block in fenced(page, "json"):
         json.loads(block)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
-def test_every_runtime_command_shown_is_one_that_parses(page: Path) -> None:
+def test_every_shown_runtime_command_parses(page: Path) -> None:
     for block in fenced(page, "console"):
         for line in block.splitlines():
             told = re.fullmatch(r"\$ (?:\S*/)?neuron-runtime (.*)", line)
@@ -173,7 +173,7 @@ def exit_codes_given() -> set[ExitCode]:
     return {code for code in ExitCode if f"ExitCode.{code.name}" in names}
 
 
-def test_reserved_reasons_are_those_that_nothing_gives() -> None:
+def test_reserved_reasons_are_the_unused_ones() -> None:
     given = {str(code.reason) for code in exit_codes_given()}
     for path in (ROOT / "operator" / "neuron_operator").rglob("*.py"):
         constants = re.findall(r"\bReason\.([A-Z_]+)", path.read_text())
@@ -181,7 +181,7 @@ def test_reserved_reasons_are_those_that_nothing_gives() -> None:
     assert {reason for reason in Reason if not reason.row.means} == set(Reason) - given
 
 
-def test_the_table_of_sizes_is_the_catalog() -> None:
+def test_the_table_of_sizes_matches_the_catalog() -> None:
     tables = attrgetter("plain_devices", "extension_devices", "plain_cores", "extension_cores")
     expected = [
         [known.name, *(placement._ranges(list(sizes)) for sizes in tables(known))] for known in INSTANCE_TYPES.values()
@@ -192,7 +192,7 @@ def test_the_table_of_sizes_is_the_catalog() -> None:
 # docs/runtime.md
 
 
-def test_the_configuration_document_shown_is_one_that_the_runtime_reads() -> None:
+def test_the_runtime_reads_the_shown_configuration_document() -> None:
     text = section(RUNTIME, "The configuration document")
     (example,) = re.findall(r"^```json\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
     config.parse_config(example.encode())
@@ -216,7 +216,7 @@ def test_the_defaults_of_the_limits_are_those_of_the_torch_backend() -> None:
     assert f"{sizing.SHARE_OF_MEMORY * 100:.0f} % of the free memory" in RUNTIME
 
 
-def test_every_refused_part_of_a_message_is_documented() -> None:
+def test_every_refused_message_part_is_documented() -> None:
     of_messages = {row.name for surface in (Surface.MESSAGE, Surface.ROLE) for row in not_built.rows(surface)}
     below_the_table = section(RUNTIME, "Unsupported fields").partition("<!-- end -->")[2]
     assert of_messages <= set(words(below_the_table))
@@ -266,7 +266,7 @@ def an_exchange() -> Exchange:
     return Exchange("id", "POST", "/v1/completions", "127.0.0.1", {}, 0.0, 0.0, **more)
 
 
-def test_every_field_of_the_access_log_is_documented_and_no_other() -> None:
+def test_the_docs_list_exactly_the_fields_of_the_access_log() -> None:
     text = section(SERVER, "Access log")
     told = [word for first, _ in rows(text) for word in words(first)]
     known = access_log.entry(an_exchange(), prompt_characters=1).keys()
@@ -275,26 +275,26 @@ def test_every_field_of_the_access_log_is_documented_and_no_other() -> None:
     assert list(json.loads(line)) == [name for name in known if name not in ("error", "param", "prompt_texts")]
 
 
-def test_every_attribute_of_a_span_is_documented_and_no_other() -> None:
+def test_the_docs_list_exactly_the_attributes_of_a_span() -> None:
     told = [word for first, _ in rows(section(SERVER, "Traces")) for word in words(first)]
     assert sorted(told) == sorted(tracing.attributes(an_exchange()))
     assert f"named `{tracing.SPAN_NAME}`" in SERVER
 
 
-def test_the_paths_that_need_no_key_are_named() -> None:
+def test_the_docs_name_the_paths_without_a_key() -> None:
     assert set(words(section(SERVER, "API keys"))) >= OPEN_PATHS
 
 
 # docs/runtime.md again
 
 
-def test_every_exit_code_is_documented_with_its_reason_and_no_other() -> None:
+def test_the_docs_list_exactly_the_exit_codes_with_their_reasons() -> None:
     told = {int(code): (words(reason) or [""])[0] for code, reason, _ in rows(section(RUNTIME, "Exit codes"))}
     own = {0: "", 1: "", 130: ""}
     assert told == own | {int(code): code.reason for code in ExitCode}
 
 
-def test_reserved_exit_codes_are_those_that_nothing_gives() -> None:
+def test_reserved_exit_codes_are_the_unused_ones() -> None:
     told = {int(code) for code, _, meaning in rows(section(RUNTIME, "Exit codes")) if meaning == "*reserved*"}
     assert told == {int(code) for code in set(ExitCode) - exit_codes_given()}
 
@@ -304,12 +304,12 @@ def test_every_field_of_the_record_is_documented() -> None:
     assert {*Record.__struct_encode_fields__, *ModelFacts.__struct_encode_fields__} <= set(words(text))
 
 
-def test_the_table_of_families_is_that_of_the_torch_backend() -> None:
+def test_the_table_of_families_matches_the_torch_backend() -> None:
     table = rows(section(MODELS, "Families"))
     assert sorted(FAMILIES) == sorted(words(architectures)[0] for _, architectures, _ in table)
 
 
-def test_fields_with_one_value_are_named_among_what_is_refused() -> None:
+def test_fields_with_one_allowed_value_are_documented_as_such() -> None:
     told = set(words(section(MODELS, "Refused configurations")))
     assert {name for family in FAMILIES.values() for name in {**FIXED, **family.fixed}} <= told
 
@@ -325,7 +325,7 @@ def value_names(values: Mapping[str, Any], path: str = "") -> Iterator[str]:
             yield f"{path}{key}"
 
 
-def test_every_value_of_the_chart_is_documented_with_its_default_and_no_other() -> None:
+def test_the_docs_list_exactly_the_values_of_the_chart_with_defaults() -> None:
     values = yaml.safe_load((CHART / "values.yaml").read_text())
     table = rows(section(CHART_README, "Values"))
     assert sorted(word for row in table for word in words(row[0])) == sorted(value_names(values))
@@ -337,7 +337,7 @@ def test_every_value_of_the_chart_is_documented_with_its_default_and_no_other() 
             assert yaml.safe_load(words(default)[0]) == actual, first
 
 
-def test_the_values_shown_are_known_to_the_chart() -> None:
+def test_every_shown_chart_value_exists() -> None:
     jsonschema = pytest.importorskip("jsonschema")
     values = yaml.safe_load((CHART / "values.yaml").read_text())
     rules = json.loads((CHART / "values.schema.json").read_text())
@@ -347,7 +347,7 @@ def test_the_values_shown_are_known_to_the_chart() -> None:
         jsonschema.validate({**values, **value}, rules)
 
 
-def test_the_permissions_shown_are_those_of_the_chart() -> None:
+def test_the_shown_permissions_are_those_of_the_chart() -> None:
     rules = re.findall(
         r"\{apiGroups: \[(.*?)\], resources: \[(.*?)\], verbs: \[(.*?)\]\}",
         (CHART / "templates" / "rbac.yaml").read_text(),
@@ -358,7 +358,7 @@ def test_the_permissions_shown_are_those_of_the_chart() -> None:
     assert told <= granted
 
 
-def test_every_metric_of_the_operator_is_documented_with_its_type_and_no_other() -> None:
+def test_the_docs_list_exactly_the_metrics_of_the_operator() -> None:
     numbers = operator_metrics.Metrics()
     numbers.report_models(lambda: [body()])
     declared = re.findall(r"^# TYPE (\S+) (\S+)$", numbers.exposition().decode(), re.MULTILINE)
@@ -414,14 +414,14 @@ def test_the_words_about_an_architecture_are_the_runtimes(tmp_path: Path, capsys
     assert quoted(capsys.readouterr().err.strip().removeprefix("neuron-runtime: UnsupportedArchitecture: "))
 
 
-def test_the_facts_used_here_are_those_of_a_record() -> None:
+def test_the_shown_facts_are_those_of_a_record() -> None:
     assert set(FACTS) == set(ModelFacts.__struct_encode_fields__)
 
 
 # docs/offline.md
 
 
-def test_every_argument_of_the_offline_class_is_documented_and_no_other() -> None:
+def test_the_docs_list_exactly_the_arguments_of_the_offline_class() -> None:
     signature = set(inspect.signature(offline.LLM).parameters) - {"arguments"}
     told = {word for first, _ in rows(section(OFFLINE, "Arguments")) for word in words(first)}
     assert signature <= told
@@ -433,7 +433,7 @@ def test_every_field_of_an_offline_output_is_documented() -> None:
     assert {one.name for one in (*fields(offline.RequestOutput), *fields(offline.Logprob))} <= set(words(text))
 
 
-def test_the_offline_example_is_python_that_names_what_there_is() -> None:
+def test_the_offline_example_uses_existing_names() -> None:
     (example,) = fenced(DOCS / "offline.md", "python")
     used = {node.attr for node in ast.walk(ast.parse(example)) if isinstance(node, ast.Attribute)}
     known = {

@@ -25,7 +25,7 @@ def generate(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     return module
 
 
-def test_the_parts_of_a_page_are_replaced_and_the_rest_stays(generate: ModuleType, tmp_path: Path) -> None:
+def test_generation_replaces_the_marked_parts_of_a_page(generate: ModuleType, tmp_path: Path) -> None:
     (tmp_path / "page.md").write_text(PAGE)
     targets = (
         generate.Target("page.md", lambda: "| field |\n", part="fields"),
@@ -41,7 +41,7 @@ def test_the_parts_of_a_page_are_replaced_and_the_rest_stays(generate: ModuleTyp
     assert generate.main(["--check"], tmp_path, targets) == 0
 
 
-def test_a_check_names_the_file_that_differs_and_changes_nothing(
+def test_check_names_the_outdated_file_and_writes_nothing(
     generate: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "page.md").write_text(PAGE)
@@ -52,7 +52,7 @@ def test_a_check_names_the_file_that_differs_and_changes_nothing(
 
 
 @pytest.mark.parametrize("page", ["no marker\n", "<!-- generated: fields -->\nno end\n"])
-def test_a_page_without_the_part_is_an_error(generate: ModuleType, tmp_path: Path, page: str) -> None:
+def test_a_page_without_the_marker_is_an_error(generate: ModuleType, tmp_path: Path, page: str) -> None:
     (tmp_path / "page.md").write_text(page)
     with pytest.raises(ValueError, match=r"page\.md: missing <!-- generated: fields -->"):
         generate.main([], tmp_path, (generate.Target("page.md", lambda: "new", part="fields"),))

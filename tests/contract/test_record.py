@@ -33,7 +33,7 @@ FACTS = st.builds(
 
 @settings(deadline=None)
 @given(FACTS, st.floats(min_value=0, max_value=1e6))
-def test_facts_arrive_as_they_were_found(facts: runtime.ModelFacts, seconds: float) -> None:
+def test_the_operator_reads_the_facts_that_the_runtime_wrote(facts: runtime.ModelFacts, seconds: float) -> None:
     read = parse_record(runtime.encode(runtime.success("inspect", facts, seconds)).decode())
     assert read is not None
     assert read.ok
@@ -42,14 +42,14 @@ def test_facts_arrive_as_they_were_found(facts: runtime.ModelFacts, seconds: flo
 
 @settings(deadline=None)
 @given(st.sampled_from(ExitCode), st.text(max_size=5000))
-def test_a_failure_arrives_with_its_code_and_reason_however_long_its_message(code: ExitCode, message: str) -> None:
+def test_a_failure_keeps_code_and_reason_with_a_message_of_any_length(code: ExitCode, message: str) -> None:
     read = parse_record(runtime.encode(runtime.failure("serve", FatalError(code, message))).decode())
     assert read is not None
     assert (read.ok, read.exit_code, read.reason) == (False, int(code), code.reason)
     assert message.startswith(read.message)
 
 
-def test_both_sides_have_the_same_fields_and_version() -> None:
+def test_operator_and_runtime_use_the_same_record_fields_and_version() -> None:
     assert Record.__struct_encode_fields__ == runtime.Record.__struct_encode_fields__
     assert Facts.__struct_encode_fields__ == runtime.ModelFacts.__struct_encode_fields__
     assert Record.__annotations__.keys() == runtime.Record.__annotations__.keys()
@@ -60,29 +60,29 @@ def test_both_sides_have_the_same_fields_and_version() -> None:
     "message",
     [None, "", "null", "[]", "Traceback (most recent call last):", '{"version": 1}', '{"version": 1, "command": 3}', 7],
 )
-def test_what_is_no_record_reads_as_none(message: object) -> None:
+def test_an_invalid_record_reads_as_none(message: object) -> None:
     assert parse_record(message) is None
 
 
-def test_another_version_reads_as_none() -> None:
+def test_a_record_of_another_version_reads_as_none() -> None:
     whole = json.loads(runtime.encode(runtime.success("inspect")))
     assert parse_record(json.dumps(whole)) is not None
     assert parse_record(json.dumps({**whole, "version": VERSION + 1})) is None
 
 
-def test_what_a_newer_runtime_adds_is_ignored() -> None:
+def test_unknown_fields_of_a_newer_runtime_are_ignored() -> None:
     whole = json.loads(runtime.encode(runtime.success("inspect")))
     assert parse_record(json.dumps({**whole, "colour": "blue"})) is not None
 
 
 @settings(deadline=None)
 @given(FACTS, st.integers(min_value=0))
-def test_a_record_that_was_cut_reads_as_none(facts: runtime.ModelFacts, cut: int) -> None:
+def test_a_truncated_record_reads_as_none(facts: runtime.ModelFacts, cut: int) -> None:
     text = runtime.encode(runtime.success("inspect", facts)).decode()
     assert parse_record(text[: cut % len(text)]) is None
 
 
 @settings(deadline=None)
 @given(TEXT | st.binary(max_size=50).map(lambda raw: raw.decode(errors="surrogateescape")))
-def test_no_message_makes_the_reader_fall(message: str) -> None:
+def test_no_message_crashes_the_reader(message: str) -> None:
     assert parse_record(message) is None or message.lstrip().startswith("{")

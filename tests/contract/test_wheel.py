@@ -56,7 +56,7 @@ def run(installed: Path, tmp_path: Path) -> Run:
     return run
 
 
-def test_both_packages_are_typed_and_the_metadata_names_authors_links_and_versions(wheel: Path) -> None:
+def test_the_wheel_is_typed_and_has_complete_metadata(wheel: Path) -> None:
     with zipfile.ZipFile(wheel) as archive:
         names = archive.namelist()
         (path,) = (name for name in names if name.endswith(".dist-info/METADATA"))
@@ -66,7 +66,7 @@ def test_both_packages_are_typed_and_the_metadata_names_authors_links_and_versio
     assert "Typing :: Typed" in metadata.get_all("Classifier", [])
 
 
-def test_the_wheel_carries_the_packages_and_nothing_of_tests_or_training(wheel: Path) -> None:
+def test_the_wheel_contains_the_packages_without_tests_and_training_files(wheel: Path) -> None:
     with zipfile.ZipFile(wheel) as archive:
         names = archive.namelist()
     folders = {name.split("/")[0] for name in names if ".dist-info" not in name}
@@ -74,7 +74,7 @@ def test_the_wheel_carries_the_packages_and_nothing_of_tests_or_training(wheel: 
     assert not [name for name in names if "corpus" in name or "train" in name or "bench/suite" in name]
 
 
-def test_crd_prints_the_definition_of_the_repository(run: Run) -> None:
+def test_the_crd_command_prints_the_definition_of_the_repository(run: Run) -> None:
     printed = run("-m", "neuron_operator", "crd")
     assert printed.stdout == (ROOT / "crds" / "neuronmodels.yaml").read_text()
     assert (printed.returncode, printed.stderr) == (0, "")
@@ -102,7 +102,7 @@ def test_local_demo_serves_and_answers(run: Run, tmp_path: Path) -> None:
     assert "Kubernetes" in ended.stdout
 
 
-def test_local_takes_a_manifest_or_the_demo_and_not_both(run: Run) -> None:
+def test_local_takes_either_a_manifest_or_demo(run: Run) -> None:
     both = run("-m", "neuron_operator", "local", "--demo", "-f", "x.yaml")
     assert both.returncode == 2
     assert "not allowed with argument" in both.stderr

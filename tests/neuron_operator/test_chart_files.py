@@ -49,13 +49,13 @@ def merged(values: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def test_the_schema_is_one_and_takes_the_defaults() -> None:
+def test_the_values_schema_is_valid_and_accepts_the_defaults() -> None:
     jsonschema.Draft7Validator.check_schema(SCHEMA)
     jsonschema.validate(VALUES, SCHEMA)
 
 
 @pytest.mark.parametrize("values", [*NOT_YET, *WRONG], ids=json.dumps)
-def test_a_value_that_would_be_ignored_or_is_wrong_is_refused(values: dict[str, Any]) -> None:
+def test_an_ignored_or_invalid_value_is_refused(values: dict[str, Any]) -> None:
     with pytest.raises(jsonschema.ValidationError):
         jsonschema.validate(merged(VALUES, values), SCHEMA)
 
@@ -64,13 +64,13 @@ def test_every_value_has_a_default_and_a_type() -> None:
     assert set(SCHEMA["properties"]) - {"global"} == set(VALUES)
 
 
-def test_the_resource_outlives_the_chart() -> None:
+def test_uninstalling_the_chart_keeps_the_crd() -> None:
     resource = yaml.safe_load((CHART / "files" / "neuronmodels.yaml").read_text())
     assert resource["metadata"]["annotations"]["helm.sh/resource-policy"] == "keep"
     assert not (CHART / "crds").exists(), "helm never upgrades what lies in a chart's folder crds"
 
 
-def test_chart_and_project_have_one_version() -> None:
+def test_chart_and_project_have_the_same_version() -> None:
     chart = yaml.safe_load((CHART / "Chart.yaml").read_text())
     version = re.search(r'^version = "(.+)"$', (ROOT / "pyproject.toml").read_text(), re.MULTILINE)
     assert version is not None

@@ -81,7 +81,7 @@ TERMINATING = {"causes": [{"reason": "NamespaceTerminating"}]}
         (503, "[]", ClusterFault, True),
     ],
 )
-async def test_an_answer_becomes_the_fault_that_says_who_must_act(
+async def test_each_response_status_maps_to_a_fault(
     tmp_path: Path, status: int, body: Any, kind: type[ClusterFault], retriable: bool
 ) -> None:
     fault = await answered(tmp_path, status, body)
@@ -100,7 +100,7 @@ async def test_an_answer_becomes_the_fault_that_says_who_must_act(
         (429, {}, {"Retry-After": "Wed, 21 Oct 2026 07:28:00 GMT"}, 1.0),
     ],
 )
-async def test_a_server_that_asks_to_come_back_later_says_when(
+async def test_a_fault_carries_the_retry_after_of_the_server(
     tmp_path: Path, status: int, body: Any, headers: dict[str, str], seconds: float
 ) -> None:
     fault = await answered(tmp_path, status, body, headers)
@@ -108,7 +108,7 @@ async def test_a_server_that_asks_to_come_back_later_says_when(
     assert fault.retry_after_seconds == seconds
 
 
-async def test_a_server_that_is_not_there_is_unreachable(tmp_path: Path) -> None:
+async def test_an_unreachable_server_raises_unreachable(tmp_path: Path) -> None:
     async with connect(kubeconfigs.write(tmp_path / "config", "http://127.0.0.1:1")) as client:
         with pytest.raises(Unreachable, match="get nodes: "):
             await client.get(NODES, None, "n1")
@@ -117,7 +117,7 @@ async def test_a_server_that_is_not_there_is_unreachable(tmp_path: Path) -> None
                 pass
 
 
-def test_paths_name_group_version_namespace_and_subresource() -> None:
+def test_request_paths_contain_group_version_namespace_and_subresource() -> None:
     assert CONFIG_MAPS.path("ns", "a") == "/api/v1/namespaces/ns/configmaps/a"
     assert CONFIG_MAPS.path(None) == "/api/v1/configmaps"
     assert NODES.path("ns") == "/api/v1/nodes"
@@ -125,7 +125,7 @@ def test_paths_name_group_version_namespace_and_subresource() -> None:
     assert NEURON_MODELS.path("ns", "chat", "status") == status
 
 
-async def test_the_token_of_an_exec_plugin_is_renewed_when_it_expires(tmp_path: Path) -> None:
+async def test_an_expired_token_of_an_exec_plugin_is_renewed(tmp_path: Path) -> None:
     seen: list[str] = []
 
     async def handle(request: web.Request) -> web.StreamResponse:
@@ -153,7 +153,7 @@ async def test_the_token_of_an_exec_plugin_is_renewed_when_it_expires(tmp_path: 
     assert seen[0].startswith("Bearer token-")
 
 
-async def test_the_proxy_of_the_environment_is_used_unless_it_says_otherwise(
+async def test_the_client_uses_proxy_and_no_proxy_of_the_environment(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen: list[str] = []
@@ -179,9 +179,7 @@ async def enter(kubeconfig: str = "") -> None:
         pass
 
 
-async def test_a_configuration_that_cannot_be_used_is_said_in_one_line(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_an_unusable_kubeconfig_is_reported_in_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("KUBERNETES_SERVICE_HOST", raising=False)
     monkeypatch.setattr(module, "DEFAULT_KUBECONFIG", str(tmp_path / "none"))
     monkeypatch.delenv("KUBECONFIG", raising=False)

@@ -94,7 +94,7 @@ def owned_of(obj: dict[str, Any]) -> dict[str, Any]:
     return fields
 
 
-def test_defaults_normal_forms_and_left_out_empty_values_are_no_reason() -> None:
+def test_defaults_normalised_values_and_omitted_empty_values_do_not_differ() -> None:
     assert not needs_apply(DESIRED, live())
 
 
@@ -108,7 +108,7 @@ def test_defaults_normal_forms_and_left_out_empty_values_are_no_reason() -> None
         lambda o: o["spec"]["template"]["spec"]["containers"].insert(0, {"name": "sidecar"}),
     ],
 )
-def test_what_others_added_is_no_reason(addition: Edit) -> None:
+def test_fields_added_by_others_do_not_differ(addition: Edit) -> None:
     obj = live()
     addition(obj)
     assert not needs_apply(DESIRED, obj)
@@ -130,13 +130,13 @@ def test_what_others_added_is_no_reason(addition: Edit) -> None:
         lambda o: o["spec"]["template"]["spec"].update(volumes=[]),
     ],
 )
-def test_what_is_missing_or_differs_is_a_reason(edit: Edit) -> None:
+def test_a_missing_or_different_field_differs(edit: Edit) -> None:
     obj = live()
     edit(obj)
     assert needs_apply(DESIRED, obj)
 
 
-def test_a_value_taken_over_as_a_whole_is_a_reason_even_where_ours_is_part_of_it() -> None:
+def test_an_atomic_value_differs_even_when_it_contains_ours() -> None:
     """A selector is one value: with a key of somebody else beside ours it selects something else."""
     obj = live()
     obj["spec"]["selector"]["matchLabels"]["app"] = "other"
@@ -144,7 +144,7 @@ def test_a_value_taken_over_as_a_whole_is_a_reason_even_where_ours_is_part_of_it
     assert needs_apply(DESIRED, obj)
 
 
-def test_what_was_applied_and_is_not_wanted_any_more_is_a_reason() -> None:
+def test_an_applied_field_that_is_no_longer_wanted_differs() -> None:
     for removed in (lambda o: container_of(o)["env"].pop(), lambda o: o["metadata"].pop("labels")):
         desired = copy.deepcopy(DESIRED)
         removed(desired)
@@ -153,7 +153,7 @@ def test_what_was_applied_and_is_not_wanted_any_more_is_a_reason() -> None:
         assert not needs_apply(desired, live("Update"))
 
 
-def test_members_of_a_set_are_ours_one_by_one() -> None:
+def test_ownership_of_set_members_is_tracked_one_by_one() -> None:
     desired = {"metadata": {"name": "x", "finalizers": ["ours"]}}
     owned = {"f:metadata": {"f:finalizers": {".": {}, 'v:"ours"': {}}}}
     entry = {"manager": FIELD_MANAGER, "operation": "Apply", "fieldsV1": owned}
@@ -176,7 +176,7 @@ def test_members_of_a_set_are_ours_one_by_one() -> None:
         ("lots", "more", False),
     ],
 )
-def test_quantities_are_compared_as_numbers(ours: Any, theirs: Any, same: bool) -> None:
+def test_quantities_compare_as_numbers(ours: Any, theirs: Any, same: bool) -> None:
     desired, obj = copy.deepcopy(DESIRED), live()
     container_of(desired)["resources"]["limits"]["cpu"] = ours
     container_of(obj)["resources"]["limits"]["cpu"] = theirs

@@ -69,18 +69,18 @@ def with_ready_pods(world: World) -> World:
 # From a manifest to replicas
 
 
-def test_before_the_model_is_resolved_there_is_an_address_and_a_job_but_no_replica() -> None:
+def test_an_unresolved_model_gets_a_service_and_a_job_but_no_replicas() -> None:
     decision = decide(fresh(), SETTINGS)
     assert kinds(decision) == [*KINDS_BEFORE, "Job"]
     assert condition(decision.status, "Ready")["reason"] == "Resolving"
 
 
-def test_a_resolved_model_is_pinned_before_its_replicas_are_made() -> None:
+def test_a_resolved_model_is_pinned_before_replicas_are_created() -> None:
     _, decision = resolved_world()
     assert kinds(decision) == ["ControllerRevision", *KINDS_BEFORE, "ConfigMap", "Deployment"]
 
 
-def test_the_whole_line_reads_ready_in_the_end() -> None:
+def test_all_conditions_of_a_serving_model_are_true() -> None:
     world, _ = resolved_world()
     _, decision = settle(with_ready_pods(world))
     assert {c["type"]: c["status"] for c in decision.status["conditions"]} == dict.fromkeys(  # type: ignore[index]
@@ -98,7 +98,7 @@ def test_the_whole_line_reads_ready_in_the_end() -> None:
     assert decision.announcements == ()
 
 
-def test_a_transition_is_announced_once() -> None:
+def test_a_transition_emits_one_event() -> None:
     world, _ = resolved_world()
     world = with_ready_pods(world)
     first = decide(world, SETTINGS)
@@ -106,12 +106,12 @@ def test_a_transition_is_announced_once() -> None:
     assert decide(carried_out(world, first), SETTINGS).announcements == ()
 
 
-def test_a_problem_is_announced_as_a_warning() -> None:
+def test_a_problem_emits_a_warning_event() -> None:
     decision = decide(fresh(spec={"model": {"uri": "hf://a/b"}}), SETTINGS)
     assert [(a.type, a.reason) for a in decision.announcements] == [("Warning", "FieldNotSupported")]
 
 
-def test_no_replica_is_promised_at_zero() -> None:
+def test_zero_replicas_report_no_coming_replica() -> None:
     world, _ = resolved_world(spec={**SPEC, "replicas": 0})
     _, decision = settle(world)
     assert condition(decision.status, "Available")["reason"] == "ScaledToZero"
@@ -125,7 +125,7 @@ def test_no_replica_is_promised_at_zero() -> None:
 # Pinned once
 
 
-def test_a_new_default_image_changes_nothing_that_runs() -> None:
+def test_a_new_default_image_does_not_roll_running_pods() -> None:
     world, before = resolved_world()
     _, after = settle(world, replace(SETTINGS, runtime_image="registry.example/neuron-serving-runtime:2"))
     assert after.desired == before.desired
@@ -143,7 +143,7 @@ def test_a_new_default_image_changes_nothing_that_runs() -> None:
     ],
     ids=str,
 )
-def test_scaling_and_written_out_defaults_do_not_roll(spec: dict[str, Any]) -> None:
+def test_scaling_and_explicit_defaults_do_not_roll(spec: dict[str, Any]) -> None:
     world, before = resolved_world()
     _, after = settle(edited(world, **spec))
     assert revision_of(after) == revision_of(before)
@@ -168,7 +168,7 @@ def test_scaling_and_written_out_defaults_do_not_roll(spec: dict[str, Any]) -> N
     ],
     ids=str,
 )
-def test_an_edit_of_the_pods_rolls_without_reading_the_model_again(spec: dict[str, Any]) -> None:
+def test_a_pod_edit_rolls_without_resolving_again(spec: dict[str, Any]) -> None:
     world, before = resolved_world()
     _, after = settle(edited(world, **spec))
     assert revision_of(after) != revision_of(before)
@@ -177,7 +177,7 @@ def test_an_edit_of_the_pods_rolls_without_reading_the_model_again(spec: dict[st
     assert strategy == {"maxSurge": 0, "maxUnavailable": 1}
 
 
-def test_another_simulated_device_rolls() -> None:
+def test_a_changed_simulated_device_rolls() -> None:
     def simulated(sampling: str, milliseconds: int) -> dict[str, Any]:
         engine = {"backend": "simulated", "overrideNeuronConfig": {"stepMilliseconds": milliseconds}}
         return {"engine": engine, "serving": {"sampling": sampling}}
@@ -191,7 +191,7 @@ def test_another_simulated_device_rolls() -> None:
     assert names[0] == names[-1]
 
 
-def test_another_model_is_resolved_while_the_old_one_serves_on() -> None:
+def test_the_old_model_serves_while_another_is_resolved() -> None:
     world, before = resolved_world()
     world = with_ready_pods(world)
     world, resolving = settle(edited(world, model={"uri": "hf://acme/other"}))
@@ -204,7 +204,7 @@ def test_another_model_is_resolved_while_the_old_one_serves_on() -> None:
     assert condition(after.status, "UpToDate")["reason"] == "RollingOut"
 
 
-def test_the_document_of_the_old_revision_stays_while_it_has_pods_and_so_does_its_keeper() -> None:
+def test_the_old_configuration_and_its_owner_stay_while_its_pods_exist() -> None:
     world, before = resolved_world()
     world = with_ready_pods(world)
     old = find(before.desired, "ConfigMap")["metadata"]["name"]
@@ -213,7 +213,7 @@ def test_the_document_of_the_old_revision_stays_while_it_has_pods_and_so_does_it
     assert {c["metadata"]["name"] for c in world.children if c["kind"] == "ConfigMap"} > {old}
 
 
-def test_going_back_takes_up_the_earlier_decision_as_the_latest() -> None:
+def test_reverting_an_edit_reuses_the_earlier_revision() -> None:
     world, before = resolved_world()
     world, _ = settle(edited(world, serving={"maxModelLength": 512}))
     world, back = settle(edited(world, serving={}))
@@ -226,7 +226,7 @@ def test_going_back_takes_up_the_earlier_decision_as_the_latest() -> None:
     assert max(numbers, key=lambda name: numbers[name]) == revision_of(back)
 
 
-def test_a_refresh_token_decides_anew_and_its_removal_changes_nothing() -> None:
+def test_a_refresh_token_resolves_again_and_its_removal_changes_nothing() -> None:
     world, before = resolved_world()
     world, refreshing = settle(annotated(world, refresh="1"))
     job = find(refreshing.desired, "Job")
@@ -238,7 +238,7 @@ def test_a_refresh_token_decides_anew_and_its_removal_changes_nothing() -> None:
     assert revision_of(removed) == revision_of(refreshed)
 
 
-def test_a_few_earlier_revisions_are_kept_and_older_ones_go() -> None:
+def test_only_the_latest_earlier_revisions_are_kept() -> None:
     world, _ = resolved_world()
     for length in range(100, 110):
         world, _ = settle(edited(world, serving={"maxModelLength": length}))
@@ -248,7 +248,7 @@ def test_a_few_earlier_revisions_are_kept_and_older_ones_go() -> None:
     assert sorted(c["revision"] for c in keepers) == list(range(6, 12))
 
 
-def test_a_revision_of_another_format_is_not_read() -> None:
+def test_a_revision_of_another_format_is_ignored() -> None:
     world, _ = resolved_world()
     keeper = find(world.children, "ControllerRevision")
     assert from_object(keeper) is not None
@@ -261,13 +261,13 @@ def test_a_revision_of_another_format_is_not_read() -> None:
 
 
 @pytest.mark.parametrize("kind", ["Service", "ServiceAccount", "ConfigMap", "Deployment", "NetworkPolicy"])
-def test_a_deleted_child_is_wanted_again_as_it_was(kind: str) -> None:
+def test_a_deleted_child_is_recreated_unchanged(kind: str) -> None:
     world, before = resolved_world()
     left = tuple(child for child in world.children if child["kind"] != kind)
     assert decide(replace(world, children=left), SETTINGS).desired == before.desired
 
 
-def test_a_paused_model_is_reported_and_left_alone() -> None:
+def test_a_paused_model_is_reported_and_not_changed() -> None:
     world, _ = resolved_world()
     world = annotated(edited(with_ready_pods(world), serving={"maxModelLength": 512}), paused="true")
     decision = decide(world, SETTINGS)
@@ -276,13 +276,13 @@ def test_a_paused_model_is_reported_and_left_alone() -> None:
     assert condition(decision.status, "Available")["status"] == "True"
 
 
-def test_a_model_that_is_paused_from_the_start_says_so() -> None:
+def test_a_model_created_paused_reports_it() -> None:
     decision = decide(annotated(fresh(), paused="true"), SETTINGS)
     assert decision.desired == ()
     assert "paused" in condition(decision.status, "Ready")["message"]
 
 
-def test_a_refused_edit_leaves_what_serves_alone() -> None:
+def test_a_refused_edit_keeps_the_serving_revision() -> None:
     world, _ = resolved_world()
     decision = decide(edited(with_ready_pods(world), serving={"quantization": "int8"}), SETTINGS)
     assert (decision.desired, decision.delete) == ((), ())
@@ -293,7 +293,7 @@ def test_a_refused_edit_leaves_what_serves_alone() -> None:
     assert decision.status["plan"]["devices"] == 6
 
 
-def test_an_illegal_size_leaves_what_serves_alone_and_scales_it() -> None:
+def test_an_illegal_size_keeps_the_serving_revision_and_still_scales_it() -> None:
     world, before = resolved_world()
     _, decision = settle(edited(world, accelerator={"devices": 7}, replicas=1))
     assert revision_of(decision) == revision_of(before)
@@ -301,7 +301,7 @@ def test_an_illegal_size_leaves_what_serves_alone_and_scales_it() -> None:
     assert condition(decision.status, "Ready")["reason"] == "TopologyImpossible"
 
 
-def test_a_deleted_model_is_left_to_the_garbage_collector() -> None:
+def test_a_deleted_model_is_left_to_garbage_collection() -> None:
     assert decide(fresh(deletionTimestamp="2026-03-01T12:00:00Z"), SETTINGS) == Decision()
 
 
@@ -313,7 +313,7 @@ def test_a_deleted_model_is_left_to_the_garbage_collector() -> None:
         ({"rejected": frozenset({("Deployment", "spec.x: Invalid value")})}, "InvalidSpec", "spec.x"),
     ],
 )
-def test_a_refusal_of_the_api_server_is_shown_and_nothing_more_is_written(
+def test_a_refusal_by_the_api_server_is_reported_and_stops_further_writes(
     refused: dict[str, Any], reason: str, says: str
 ) -> None:
     world, _ = resolved_world()
@@ -325,7 +325,7 @@ def test_a_refusal_of_the_api_server_is_shown_and_nothing_more_is_written(
     assert (decision.requeue_after_seconds is not None) == (reason != "InvalidSpec")
 
 
-def test_a_child_with_our_labels_and_another_owner_is_neither_read_nor_deleted() -> None:
+def test_a_labelled_child_of_another_owner_is_neither_read_nor_deleted() -> None:
     world, before = resolved_world()
     stranger = {"uid": "someone-else"}
     foreign = tuple(
@@ -340,7 +340,7 @@ def test_a_child_with_our_labels_and_another_owner_is_neither_read_nor_deleted()
 # The resolve Job
 
 
-def test_a_superseded_job_that_still_runs_is_deleted_and_one_that_ended_is_left() -> None:
+def test_a_superseded_running_job_is_deleted_and_a_finished_one_is_kept() -> None:
     world, decision = settle(fresh())
     old = find(decision.desired, "Job")["metadata"]["name"]
     running = decide(edited(world, model={"uri": "hf://acme/other"}), SETTINGS)
@@ -350,7 +350,7 @@ def test_a_superseded_job_that_still_runs_is_deleted_and_one_that_ended_is_left(
     assert decide(edited(replace(world, children=children), model={"uri": "hf://a/c"}), SETTINGS).delete == ()
 
 
-def test_the_job_that_found_the_facts_is_left_to_end_by_itself() -> None:
+def test_the_job_that_resolved_the_model_is_left_to_finish() -> None:
     world, decision = settle(fresh())
     job = find(decision.desired, "Job")
     pinned = decide(replace(world, pods=(resolved_pod(job),)), SETTINGS)
@@ -358,7 +358,7 @@ def test_the_job_that_found_the_facts_is_left_to_end_by_itself() -> None:
     assert pinned.delete == ()
 
 
-def test_a_job_whose_record_vanished_runs_again() -> None:
+def test_a_job_without_a_record_runs_again() -> None:
     world, _ = settle(fresh())
     done = {"status": {"conditions": [{"type": "Complete", "status": "True"}]}}
     children = tuple({**c, **done} if c["kind"] == "Job" else c for c in world.children)
@@ -368,7 +368,7 @@ def test_a_job_whose_record_vanished_runs_again() -> None:
     assert "Job" in kinds(decide(carried_out(replace(world, children=children), decision), SETTINGS))
 
 
-def test_a_verdict_outlives_its_job_until_the_next_one() -> None:
+def test_a_failure_is_reported_until_the_next_job_replaces_it() -> None:
     world, decision = settle(fresh())
     job = find(decision.desired, "Job")
     pod = job_pod(job, ended(10, failure_record(10, "ModelNotFound", "hf://acme/tiny does not exist")))
@@ -384,7 +384,7 @@ def test_a_verdict_outlives_its_job_until_the_next_one() -> None:
     assert condition(elsewhere.status, "Ready")["reason"] == "Resolving"
 
 
-def test_the_events_of_a_job_without_a_pod_are_read_and_shown() -> None:
+def test_the_events_of_a_job_without_a_pod_are_reported() -> None:
     world, decision = settle(fresh())
     job = find(decision.desired, "Job")
     old = {**job, "metadata": {**job["metadata"], "creationTimestamp": "2026-03-01T11:59:00Z"}}
@@ -427,7 +427,7 @@ EDITS = st.fixed_dictionaries(
 
 @hypothesis_settings(deadline=None)
 @given(st.lists(EDITS, max_size=3), st.lists(POD_STATES, max_size=4), st.booleans())
-def test_the_line_comes_to_rest_from_any_state_and_stays_there(
+def test_decide_converges_from_any_state_and_stays_stable(
     edits: list[dict[str, Any]], states: list[dict[str, Any]], paused: bool
 ) -> None:
     world, _ = resolved_world()

@@ -39,7 +39,7 @@ SIDECAR = {"restartPolicy": "Always"}
         (pod(container(1), init=(container(3), container(2, **SIDECAR))), 3),
     ],
 )
-def test_a_pod_asks_for_what_the_scheduler_counts(body: dict[str, Any], devices: int) -> None:
+def test_the_requests_of_a_pod_are_counted_as_the_scheduler_counts(body: dict[str, Any], devices: int) -> None:
     assert requested(body, NEURON) == devices
 
 
@@ -50,7 +50,7 @@ def node(name: str = "n1", devices: int = 6, **spec: Any) -> dict[str, Any]:
     return {"metadata": {"name": name, "labels": labels}, "spec": spec, "status": status}
 
 
-def test_free_is_allocatable_minus_what_pods_ask_for_and_never_below_zero() -> None:
+def test_free_devices_are_allocatable_minus_requested_and_never_negative() -> None:
     expected = NodeDevices("n1", "inf2.24xlarge", devices=6, free_devices=1, cores=0, free_cores=0)
     assert node_devices(node(), [pod(container(2)), pod(container(3))]) == expected
     assert node_devices(node(), [pod(container(9))]).free_devices == 0
@@ -83,7 +83,7 @@ class Lists:
         return Page(self.events if resource is EVENTS else (pod(container(2)),), "1")
 
 
-def test_only_pods_of_neuron_nodes_are_read_and_not_again_within_seconds() -> None:
+def test_only_pods_on_neuron_nodes_are_listed_and_the_result_is_cached_for_seconds() -> None:
     async def main() -> None:
         lists = Lists()
         reads = OnDemand(lists)  # type: ignore[arg-type]
@@ -99,7 +99,7 @@ def test_only_pods_of_neuron_nodes_are_read_and_not_again_within_seconds() -> No
     virtual_time.run(main())
 
 
-def test_without_the_right_free_is_unknown_and_there_are_no_events() -> None:
+def test_without_the_right_free_devices_are_unknown_and_events_are_missing() -> None:
     async def main() -> None:
         reads = OnDemand(Lists(refuses=True))  # type: ignore[arg-type]
         assert await reads.free_devices() == FreeDevices(None)
@@ -112,7 +112,7 @@ def event(kind: str, name: str, at: str) -> dict[str, Any]:
     return {"metadata": {"creationTimestamp": at}, "regarding": {"kind": kind, "name": name}, "eventTime": None}
 
 
-def test_events_of_jobs_replica_sets_and_pods_of_the_model_come_oldest_first() -> None:
+def test_events_of_jobs_replica_sets_and_pods_are_sorted_oldest_first() -> None:
     deployment = {"kind": "Deployment", "metadata": {"namespace": "ns", "name": "chat"}}
     chat_pod = {"kind": "Pod", "metadata": {"namespace": "ns", "name": "chat-x-1"}}
     mine = (event("ReplicaSet", "chat-6d5f", "2026-01-02T00:00:00Z"), event("Pod", "chat-x-1", "2026-01-01T00:00:00Z"))

@@ -162,7 +162,7 @@ async def test_kopf_posts_events_from_handlers_of_a_watched_resource_only() -> N
             await posted[0]
 
 
-async def test_the_operator_forgets_a_model_that_was_deleted_while_its_watch_was_lost(tmp_path: Path) -> None:
+async def test_the_operator_notices_a_model_deleted_while_its_watch_was_lost(tmp_path: Path) -> None:
     woken: list[Key] = []
     metrics = Metrics()
     async with forgetful() as (server, url), connect(kubeconfigs.write(tmp_path / "config", url)) as client:

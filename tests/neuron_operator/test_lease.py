@@ -65,7 +65,7 @@ class NetworkOf:
         return call
 
 
-def test_one_of_two_works_and_the_other_follows_at_once_when_the_lease_is_given_back() -> None:
+def test_the_standby_starts_at_once_when_the_leader_releases_the_lease() -> None:
     async def main() -> None:
         cluster = FakeCluster()
         async with AsyncExitStack() as others, Replica(cluster, "a").running() as a:
@@ -107,7 +107,7 @@ def test_a_leader_without_network_stops_before_another_starts(fault: str) -> Non
     virtual_time.run(main())
 
 
-def test_a_leader_that_is_killed_is_followed_when_its_lease_runs_out() -> None:
+def test_the_standby_replaces_a_killed_leader_when_the_lease_expires() -> None:
     async def main() -> None:
         cluster = FakeCluster()
         dead = Replica(cluster, "a")
@@ -123,7 +123,7 @@ def test_a_leader_that_is_killed_is_followed_when_its_lease_runs_out() -> None:
     virtual_time.run(main())
 
 
-def test_a_short_fault_of_the_server_does_not_interrupt_the_work() -> None:
+def test_a_short_server_fault_does_not_interrupt_the_leader() -> None:
     async def main() -> None:
         cluster = FakeCluster()
         async with Replica(cluster, "a").running() as a:
@@ -138,7 +138,7 @@ def test_a_short_fault_of_the_server_does_not_interrupt_the_work() -> None:
     virtual_time.run(main())
 
 
-def test_a_lease_that_somebody_else_took_ends_the_work_at_the_next_renewal() -> None:
+def test_a_stolen_lease_stops_the_leader_at_the_next_renewal() -> None:
     async def main() -> None:
         cluster = FakeCluster()
         async with Replica(cluster, "a").running() as a:
@@ -156,7 +156,7 @@ def test_a_lease_that_somebody_else_took_ends_the_work_at_the_next_renewal() -> 
     virtual_time.run(main())
 
 
-def test_the_lease_is_given_back_when_the_leader_ends() -> None:
+def test_a_leader_that_stops_releases_the_lease() -> None:
     async def main() -> None:
         cluster = FakeCluster()
         async with Replica(cluster, "a").running() as a:
@@ -168,7 +168,7 @@ def test_the_lease_is_given_back_when_the_leader_ends() -> None:
     virtual_time.run(main())
 
 
-def test_an_error_of_the_work_gives_the_lease_back_and_is_raised() -> None:
+def test_an_exception_of_the_leader_releases_the_lease_and_is_raised() -> None:
     async def fail() -> None:
         await asyncio.sleep(1.0)
         raise ZeroDivisionError("of the work")
@@ -185,7 +185,7 @@ def test_an_error_of_the_work_gives_the_lease_back_and_is_raised() -> None:
     virtual_time.run(main())
 
 
-def test_an_idle_standby_asks_for_nothing_but_its_watch() -> None:
+def test_an_idle_standby_sends_only_its_watch() -> None:
     async def main() -> None:
         cluster = FakeCluster()
         async with Replica(cluster, "a").running():

@@ -36,18 +36,18 @@ def local(folder: Path, manifest: str, *arguments: str) -> subprocess.CompletedP
     return subprocess.run([*command, *arguments], capture_output=True, text=True, timeout=200, check=False)
 
 
-def test_a_model_that_is_not_there_ends_the_command_with_its_reason(tmp_path: Path) -> None:
+def test_a_missing_model_ends_the_command_with_its_reason(tmp_path: Path) -> None:
     ended = local(tmp_path, MODEL % ("file:///no/such/model", "CPU", ""))
     assert ended.returncode == 1
     assert "neuron-operator local: ModelNotFound: /no/such/model is not a folder" in ended.stderr
 
 
-def test_a_path_relative_to_the_manifest_is_understood(tmp_path: Path) -> None:
+def test_a_model_path_is_relative_to_the_manifest(tmp_path: Path) -> None:
     ended = local(tmp_path, MODEL % ("file:./weights", "CPU", ""))
     assert f"ModelNotFound: {tmp_path}/weights is not a folder" in ended.stderr
 
 
-def test_a_field_that_is_not_acted_on_ends_the_command_with_the_cure(tmp_path: Path) -> None:
+def test_an_unsupported_field_ends_the_command_with_a_remedy(tmp_path: Path) -> None:
     ended = local(tmp_path, MODEL % ("file:///x", "Neuron", ""))
     assert ended.returncode == 1
     assert "FieldNotSupported" in ended.stderr
@@ -72,14 +72,14 @@ def test_a_field_that_is_not_acted_on_ends_the_command_with_the_cure(tmp_path: P
         ("spec: 2026-13-45", "is not YAML"),
     ],
 )
-def test_a_file_without_one_model_is_refused_in_one_line(tmp_path: Path, manifest: str, complaint: str) -> None:
+def test_a_file_without_exactly_one_model_is_refused_in_one_line(tmp_path: Path, manifest: str, complaint: str) -> None:
     ended = local(tmp_path, manifest)
     assert ended.returncode == 2
     assert complaint in ended.stderr
     assert ended.stderr.count("\n") == 1
 
 
-def test_a_name_that_is_a_path_leads_to_no_folder_outside_the_cache(tmp_path: Path) -> None:
+def test_a_name_with_path_separators_creates_no_folder_outside_the_cache(tmp_path: Path) -> None:
     keep = tmp_path / "victim" / "keep"
     keep.mkdir(parents=True)
     name = "x/../../../victim"
@@ -88,25 +88,25 @@ def test_a_name_that_is_a_path_leads_to_no_folder_outside_the_cache(tmp_path: Pa
     assert keep.is_dir()
 
 
-def test_a_date_in_a_manifest_is_a_text_as_for_kubectl(tmp_path: Path) -> None:
+def test_a_date_in_a_manifest_is_a_string_as_in_kubectl(tmp_path: Path) -> None:
     file = tmp_path / "model.yaml"
     file.write_text(MODEL % ("file:///x", "CPU", "  podTemplate: {metadata: {annotations: {since: 2026-01-02}}}"))
     assert read_manifest(file)["spec"]["podTemplate"]["metadata"]["annotations"] == {"since": "2026-01-02"}
 
 
-def test_a_file_that_is_not_there_is_refused_in_one_line(tmp_path: Path) -> None:
+def test_a_missing_file_is_refused_in_one_line(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "neuron_operator", "local", "-f", str(tmp_path / "none.yaml")]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)
     assert (ended.returncode, ended.stderr.count("\n")) == (2, 1)
     assert "No such file" in ended.stderr
 
 
-def test_a_full_disk_is_said_before_anything_starts(tmp_path: Path) -> None:
+def test_a_full_disk_is_reported_before_anything_starts(tmp_path: Path) -> None:
     with pytest.raises(CannotRunHere, match=r"is full \(\d+ MiB free, 1073741824 MiB needed\): free some space"):
         _require_space(tmp_path, 2**50)
 
 
-def test_devices_that_this_machine_lacks_are_said_with_the_cure(tmp_path: Path) -> None:
+def test_missing_devices_are_reported_with_a_remedy(tmp_path: Path) -> None:
     demo = Path(__file__).parents[2] / "examples" / "demo-model"
     ended = local(tmp_path, MODEL % (demo.as_uri(), "Neuron, devices: 1", "  engine: {backend: torch}"))
     assert ended.returncode == 2
@@ -120,7 +120,7 @@ SIMULATED = """
 """
 
 
-def test_a_simulated_device_is_served_like_any_other(tmp_path: Path) -> None:
+def test_a_simulated_device_is_served_locally(tmp_path: Path) -> None:
     demo = Path(__file__).parents[2] / "examples" / "demo-model"
     file = tmp_path / "model.yaml"
     file.write_text(MODEL % (demo.as_uri(), "CPU", SIMULATED % 5))
@@ -151,7 +151,7 @@ def iter_until(lines: IO[str], last: str) -> Iterator[str]:
             return
 
 
-def test_a_setting_that_a_simulated_device_does_not_have_ends_the_command_by_name(tmp_path: Path) -> None:
+def test_an_unknown_setting_of_a_simulated_device_ends_the_command_naming_it(tmp_path: Path) -> None:
     demo = Path(__file__).parents[2] / "examples" / "demo-model"
     ended = local(tmp_path, MODEL % (demo.as_uri(), "CPU", (SIMULATED % 5).replace("stepMilliseconds", "speed")))
     assert ended.returncode == 1
@@ -161,7 +161,7 @@ def test_a_setting_that_a_simulated_device_does_not_have_ends_the_command_by_nam
     assert f"{ended_with}the simulated backend has no such setting" in told[0]
 
 
-def test_one_model_is_served_by_one_local_at_a_time(tmp_path: Path) -> None:
+def test_a_second_local_for_the_same_model_is_refused(tmp_path: Path) -> None:
     lock = tmp_path / "cache" / "local" / "default.demo.lock"
     lock.parent.mkdir(parents=True)
     with lock.open("a") as held:
@@ -175,16 +175,14 @@ WITH_KEYS = "  serving: {apiKeySecretRef: {name: chat-keys, key: api.keys}}"
 DEMO_MODEL = Path(__file__).parents[2] / "examples" / "demo-model"
 
 
-def test_a_secret_with_keys_that_is_not_there_is_said_with_the_cure(tmp_path: Path) -> None:
+def test_a_missing_key_secret_is_reported_with_a_remedy(tmp_path: Path) -> None:
     ended = local(tmp_path, MODEL % (DEMO_MODEL.as_uri(), "CPU", WITH_KEYS))
     assert ended.returncode == 2
     assert "`local` has no Secret chat-keys/api.keys; export CHAT_KEYS_API_KEYS=... first" in ended.stderr
 
 
 @pytest.mark.slow
-def test_keys_are_taken_from_the_shell_and_the_question_is_asked_with_one(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_api_keys_come_from_the_shell_and_local_uses_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CHAT_KEYS_API_KEYS", "\nsk-local-first\nsk-local-second\n")
     manifest = MODEL % (DEMO_MODEL.as_uri(), "CPU", WITH_KEYS)
     with free_ports() as port:

@@ -43,7 +43,7 @@ async def until(condition: Any) -> None:
             await asyncio.sleep(0.01)
 
 
-async def test_replicas_take_consecutive_ports_and_scaling_down_ends_the_last(tmp_path: Path) -> None:
+async def test_replicas_use_consecutive_ports_and_scaling_down_stops_the_last(tmp_path: Path) -> None:
     with free_ports(2) as first:
         here, _ = machine(tmp_path, first)
         await here.apply(deployment(2, port=8000))
@@ -55,14 +55,14 @@ async def test_replicas_take_consecutive_ports_and_scaling_down_ends_the_last(tm
         assert here.pods == ()
 
 
-async def test_a_busy_port_is_said_with_the_cure(tmp_path: Path) -> None:
+async def test_a_busy_port_is_reported_with_a_remedy(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         here, _ = machine(tmp_path, taken.getsockname()[1])
         with pytest.raises(CannotRunHere, match="is in use: choose another with --port"):
             await here.apply(deployment(port=8000))
 
 
-async def test_closing_ends_pods_that_served_without_starting_them_again(tmp_path: Path) -> None:
+async def test_close_stops_pods_without_restarting_them(tmp_path: Path) -> None:
     here, lines = machine(tmp_path)
     await here.apply(deployment())
     await until(lambda: here.running[0].process.ready and lines)
@@ -80,7 +80,7 @@ def serving_deployment(root: Path) -> dict[str, Any]:
     return body
 
 
-async def test_a_pod_that_served_is_started_again_after_it_was_killed(tmp_path: Path) -> None:
+async def test_a_killed_pod_that_was_ready_is_restarted(tmp_path: Path) -> None:
     with free_ports() as first:
         here, _ = machine(tmp_path, first)
         await here.apply(serving_deployment(tmp_path))
@@ -91,7 +91,7 @@ async def test_a_pod_that_served_is_started_again_after_it_was_killed(tmp_path: 
         await here.close()
 
 
-async def test_a_pod_that_never_served_is_not_tried_again(tmp_path: Path) -> None:
+async def test_a_pod_that_was_never_ready_is_not_restarted(tmp_path: Path) -> None:
     here, lines = machine(tmp_path)
     await here.apply(deployment(1, "0"))
     await until(lambda: here.running[0].process.terminated)
@@ -100,7 +100,7 @@ async def test_a_pod_that_never_served_is_not_tried_again(tmp_path: Path) -> Non
     await here.close()
 
 
-async def test_a_job_runs_once_and_shows_how_it_ended(tmp_path: Path) -> None:
+async def test_a_job_runs_once_and_reports_its_result(tmp_path: Path) -> None:
     here, _ = machine(tmp_path)
     body = deployment(1, "0") | {"kind": "Job", "metadata": {"name": "resolve", "namespace": "default"}}
     await here.apply(body)
@@ -110,7 +110,7 @@ async def test_a_job_runs_once_and_shows_how_it_ended(tmp_path: Path) -> None:
     assert len(here.pods) == 1
 
 
-async def test_a_kind_that_somebody_would_have_to_act_on_is_refused(tmp_path: Path) -> None:
+async def test_an_unsupported_kind_is_refused(tmp_path: Path) -> None:
     here, _ = machine(tmp_path)
     with pytest.raises(CannotRunHere, match="StatefulSet chat: is not supported"):
         await here.apply(deployment() | {"kind": "StatefulSet"})

@@ -88,7 +88,7 @@ def port() -> Iterator[int]:
         yield first
 
 
-def test_paths_ports_and_references_of_a_pod_become_those_of_this_machine(tmp_path: Path) -> None:
+def test_paths_ports_and_references_of_a_pod_are_translated_to_this_machine(tmp_path: Path) -> None:
     plan = interpret(pod(), host(tmp_path), {8000: 9001})
     root = tmp_path / "default.chat" / "chat-0"
     assert plan.argv[3:] == ("9001", str(root / "state" / "ready"), str(root / "termination-message"))
@@ -117,7 +117,7 @@ def with_variable(here: Host, name: str, value: str) -> Host:
     return replace(here, environment={**here.environment, name: value})
 
 
-def test_a_mounted_secret_is_a_variable_of_this_shell(tmp_path: Path) -> None:
+def test_a_mounted_secret_comes_from_a_shell_variable(tmp_path: Path) -> None:
     plan = interpret(pod_with_keys(), with_variable(host(tmp_path), "CHAT_KEYS_API_KEY", "sk-1\nsk-2"), {8000: 9001})
     place = tmp_path / "default.chat" / "chat-0" / "api-key" / "keys"
     assert plan.secrets == {place: "sk-1\nsk-2"}
@@ -126,7 +126,7 @@ def test_a_mounted_secret_is_a_variable_of_this_shell(tmp_path: Path) -> None:
         interpret(pod_with_keys(), host(tmp_path), {8000: 9001})
 
 
-async def test_a_secret_lies_here_for_its_process_alone(tmp_path: Path, port: int) -> None:
+async def test_a_secret_file_is_readable_by_its_owner_only(tmp_path: Path, port: int) -> None:
     body = pod_with_keys()
     program = "import os, sys; print(oct(os.stat(sys.argv[1]).st_mode & 0o777), open(sys.argv[1]).read())"
     body["spec"]["containers"][0]["command"] = [sys.executable, "-c", program, "/etc/keys/keys"]
@@ -139,7 +139,7 @@ async def test_a_secret_lies_here_for_its_process_alone(tmp_path: Path, port: in
     assert [path for path in tmp_path.rglob("*") if path.is_file() and b"sk-1" in path.read_bytes()] == []
 
 
-def test_a_path_that_only_looks_like_a_mount_stays(tmp_path: Path) -> None:
+def test_a_path_that_resembles_a_mount_is_unchanged(tmp_path: Path) -> None:
     body = pod()
     body["spec"]["containers"][0]["args"] = ["/scratchfile", "/scratch/x", "0.0.0.0"]
     plan = interpret(body, host(tmp_path), {8000: 9001})
@@ -163,7 +163,7 @@ def test_a_path_that_only_looks_like_a_mount_stays(tmp_path: Path) -> None:
         (("spec", "containers", 0, "env", 2, "valueFrom"), {"resourceFieldRef": {}}, "resourceFieldRef"),
     ],
 )  # fmt: skip
-def test_what_cannot_be_interpreted_is_refused_with_its_name(
+def test_an_uninterpretable_part_is_refused_by_name(
     tmp_path: Path, path: tuple[str | int, ...], value: Any, complaint: str
 ) -> None:
     body = copy.deepcopy(pod())
@@ -175,7 +175,7 @@ def test_what_cannot_be_interpreted_is_refused_with_its_name(
         interpret(body, host(tmp_path), {8000: 9001})
 
 
-def test_devices_that_are_here_are_enough(tmp_path: Path) -> None:
+def test_available_devices_satisfy_a_pod(tmp_path: Path) -> None:
     body = pod()
     body["spec"]["containers"][0]["resources"] = {"limits": {"aws.amazon.com/neuron": 2}}
     interpret(body, host(tmp_path, devices=2), {8000: 9001})
@@ -187,9 +187,7 @@ async def _until(condition: Any) -> None:
             await asyncio.sleep(0.01)
 
 
-async def test_a_pod_is_ready_when_its_probe_says_so_and_ends_with_its_termination_message(
-    tmp_path: Path, port: int
-) -> None:
+async def test_a_pod_follows_its_readiness_probe_and_reports_its_termination_message(tmp_path: Path, port: int) -> None:
     lines: list[str] = []
     process = PodProcess(interpret(pod(), host(tmp_path), {8000: port}), lambda _, line: lines.append(line))
     await process.start()
@@ -225,7 +223,7 @@ async def test_a_pod_that_ignores_sigterm_is_killed_after_its_grace_period(tmp_p
     assert (ended.exit_code, ended.signal) == (137, signal.SIGKILL)
 
 
-async def test_a_pod_whose_start_up_probe_never_answers_is_stopped(tmp_path: Path, port: int) -> None:
+async def test_a_pod_with_a_failing_startup_probe_is_stopped(tmp_path: Path, port: int) -> None:
     body = pod()
     body["spec"]["containers"][0]["startupProbe"] |= {"failureThreshold": 2, "httpGet": {"path": "/no", "port": "http"}}
     lines: list[str] = []

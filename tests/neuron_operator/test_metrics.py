@@ -16,7 +16,7 @@ def model(*conditions: tuple[str, str]) -> dict[str, object]:
     return {"status": {"conditions": [{"type": kind, "reason": reason} for kind, reason in conditions]}}
 
 
-def test_models_are_counted_by_the_reason_of_their_condition_ready_at_each_scrape() -> None:
+def test_models_are_counted_by_the_reason_of_ready_at_each_scrape() -> None:
     metrics = Metrics()
     models = [model(("Accepted", "Accepted"), ("Ready", "Loading")), model(("Ready", "Loading")), {}, {"status": None}]
     metrics.report_models(lambda: models)
@@ -41,7 +41,7 @@ def test_requests_watches_and_passes_are_counted_with_their_labels() -> None:
     assert found["neuron_operator_leader", frozenset()] == 1
 
 
-def test_two_operators_in_one_process_do_not_share_numbers() -> None:
+def test_two_operators_in_one_process_have_separate_metrics() -> None:
     one, two = Metrics(), Metrics()
     one.leader.set(1)
     assert samples(two)["neuron_operator_leader", frozenset()] == 0

@@ -27,7 +27,7 @@ def test_an_invalid_manifest_is_refused_naming_the_field(case: dict[str, Any]) -
 
 
 @pytest.mark.parametrize("changes", REFUSED["accepted"], ids=str)
-def test_what_asks_for_nothing_beyond_the_defaults_is_accepted(changes: dict[str, Any]) -> None:
+def test_explicit_defaults_are_accepted(changes: dict[str, Any]) -> None:
     assert parse(body(spec_with(changes))).backend == "torch"
 
 
@@ -37,7 +37,7 @@ def test_a_name_too_long_for_derived_names_is_refused(case: dict[str, Any]) -> N
         parse(body(spec_with({}), name=case["name"]))
 
 
-def test_the_shortest_manifest_is_served_under_its_own_name_once() -> None:
+def test_the_minimal_manifest_serves_one_replica_under_its_name() -> None:
     model = parse(body({"model": {"uri": "hf://acme/tiny"}, "accelerator": {"type": "CPU"}}))
     assert model.spec.model.served_names == ()
     assert model.spec.replicas == 1
@@ -49,13 +49,13 @@ def test_an_unknown_field_is_refused_by_name() -> None:
         parse(body(spec_with({"serving": {"maxLength": 1}})))
 
 
-def test_a_number_beyond_64_bits_is_shown_in_the_refusal() -> None:
+def test_a_number_beyond_64_bits_is_quoted_in_the_refusal() -> None:
     with pytest.raises(FieldNotSupported, match=r"overrideNeuronConfig: .*1000000000000000000000"):
         parse(body(spec_with({"engine": {"overrideNeuronConfig": {"x": 10**21}}})))
 
 
 @pytest.mark.parametrize(("value", "paused"), [("true", True), ("false", False), ("", False), (None, False)])
-def test_only_the_word_true_pauses(value: str | None, paused: bool) -> None:
+def test_only_the_annotation_value_true_pauses(value: str | None, paused: bool) -> None:
     annotations = {} if value is None else {names.PAUSED_ANNOTATION: value}
     assert is_paused(body(annotations=annotations)) is paused
 
@@ -65,18 +65,18 @@ def test_every_list_map_and_text_of_the_spec_is_bounded() -> None:
     assert unbounded == []
 
 
-def test_the_resource_stays_small() -> None:
+def test_the_crd_stays_small() -> None:
     assert len(CRD.read_bytes()) < 64 * 1024
 
 
-def test_status_has_no_field_that_a_reader_must_parse_twice() -> None:
+def test_status_fields_are_not_encoded_strings() -> None:
     """Counters and conditions only: no phase that grows into a state machine."""
     assert "phase" not in _schema()["properties"]["status"]["properties"]
 
 
 @settings(deadline=None)
 @given(JSON_VALUES)
-def test_no_body_makes_the_parser_fall(value: object) -> None:
+def test_no_body_crashes_the_parser(value: object) -> None:
     for candidate in ({"metadata": value, "spec": value}, body(spec=None) | {"spec": value}):
         with pytest.raises(InvalidSpec, match=r"^(spec|metadata\.name)"):
             parse(candidate)
@@ -104,6 +104,6 @@ def _unbounded(schema: dict[str, Any], path: str) -> Any:
 
 
 @pytest.mark.parametrize(("spec", "says"), [(None, "spec: is required"), ([], "spec: must be an object")])
-def test_a_spec_that_is_none_is_told_from_one_of_another_type(spec: Any, says: str) -> None:
+def test_a_missing_spec_and_one_of_another_type_have_different_messages(spec: Any, says: str) -> None:
     with pytest.raises(InvalidSpec, match=says):
         parse({"metadata": {"name": "chat"}, "spec": spec})

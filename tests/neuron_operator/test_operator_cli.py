@@ -7,7 +7,7 @@ import pytest
 from neuron_operator.__main__ import main
 
 
-def test_without_a_command_the_usage_is_shown_and_the_code_is_2(capsys: pytest.CaptureFixture[str]) -> None:
+def test_without_a_command_usage_is_printed_with_code_2(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([]) == 2
     assert main(["dance"]) == 2
     assert "neuron-operator COMMAND" in capsys.readouterr().err
@@ -15,7 +15,7 @@ def test_without_a_command_the_usage_is_shown_and_the_code_is_2(capsys: pytest.C
     assert "local -f FILE" in capsys.readouterr().out
 
 
-def test_a_setting_that_cannot_be_used_ends_with_code_2_and_one_line(
+def test_an_unusable_setting_ends_with_code_2_and_one_line(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("NEURON_OPERATOR_RUNTIME_IMAGE", raising=False)
@@ -25,7 +25,7 @@ def test_a_setting_that_cannot_be_used_ends_with_code_2_and_one_line(
     assert [line.startswith("neuron-operator: --") for line in lines] == [True, True]
 
 
-def test_no_cluster_ends_with_code_1_and_the_cure(
+def test_a_missing_cluster_ends_with_code_1_and_a_remedy(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("KUBERNETES_SERVICE_HOST", raising=False)

@@ -35,9 +35,7 @@ steps = st.lists(
 
 
 @given(steps=steps, remembered=st.integers(1, 5))
-def test_after_any_history_the_cache_is_what_the_server_has_and_each_change_woke_its_model(
-    steps: list[Step], remembered: int
-) -> None:
+def test_the_cache_matches_the_server_and_wakes_models_after_any_history(steps: list[Step], remembered: int) -> None:
     """With a server that forgets all but the last few events: watches end with 410, and deletions are never told."""
 
     async def main() -> None:
@@ -94,7 +92,7 @@ async def quietly(cluster: FakeCluster, write: Any) -> Any:
         cluster.is_down = down
 
 
-def test_what_vanished_while_the_server_forgot_is_deleted_from_the_cache_and_wakes_its_model() -> None:
+def test_an_object_deleted_after_history_expired_leaves_the_cache_and_wakes_its_model() -> None:
     async def main() -> None:
         cluster = FakeCluster(remembered=1)
         woken: list[Key] = []
@@ -119,7 +117,7 @@ def test_what_vanished_while_the_server_forgot_is_deleted_from_the_cache_and_wak
     virtual_time.run(main())
 
 
-def test_an_idle_reflector_makes_no_call_but_its_watch() -> None:
+def test_an_idle_reflector_sends_only_its_watch() -> None:
     async def main() -> None:
         cluster = FakeCluster()
         task = asyncio.create_task(reflector_of(cluster, []).run())
@@ -131,7 +129,7 @@ def test_an_idle_reflector_makes_no_call_but_its_watch() -> None:
     virtual_time.run(main())
 
 
-def test_a_written_object_is_seen_before_the_watch_brings_it_and_an_older_event_does_not_undo_it() -> None:
+def test_a_written_object_is_cached_at_once_and_not_undone_by_an_older_event() -> None:
     async def main() -> None:
         cluster = FakeCluster()
         seen: list[dict[str, Any] | None] = []
@@ -161,7 +159,7 @@ def test_a_written_object_is_seen_before_the_watch_brings_it_and_an_older_event_
     virtual_time.run(main())
 
 
-def test_a_first_list_that_is_refused_ends_the_start_and_a_later_one_is_tried_again() -> None:
+def test_a_refused_first_list_ends_the_start_and_a_later_one_is_retried() -> None:
     class Refusing(FakeCluster):
         refuses = True
 
@@ -193,7 +191,7 @@ def test_a_first_list_that_is_refused_ends_the_start_and_a_later_one_is_tried_ag
     virtual_time.run(main())
 
 
-def test_of_managed_fields_only_the_operators_own_are_kept() -> None:
+def test_only_the_managed_fields_of_the_operator_are_kept() -> None:
     ours = {"manager": FIELD_MANAGER, "operation": "Apply", "fieldsV1": {"f:data": {}}}
     of_status = {**ours, "subresource": "status"}
     obj = config_map("a")

@@ -18,7 +18,7 @@ from neuron_operator.world import Object
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
-def test_a_case_is_rendered_as_written_down(path: Path) -> None:
+def test_a_case_renders_as_recorded(path: Path) -> None:
     case = yaml.safe_load(path.read_text())
     found = render(case["given"])
     if path != FULL:
@@ -31,7 +31,7 @@ def test_a_case_is_rendered_as_written_down(path: Path) -> None:
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
-def test_every_child_is_labelled_and_collected_with_its_model(path: Path) -> None:
+def test_every_child_has_labels_and_an_owner_reference(path: Path) -> None:
     for child in render(yaml.safe_load(path.read_text())["given"])["objects"]:
         metadata = child["metadata"]
         assert metadata["namespace"] == "team"
@@ -41,7 +41,7 @@ def test_every_child_is_labelled_and_collected_with_its_model(path: Path) -> Non
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
-def test_every_pod_is_restricted_and_has_no_identity(path: Path) -> None:
+def test_every_pod_is_restricted_and_has_no_service_account_token(path: Path) -> None:
     for pod in pods_of(render(yaml.safe_load(path.read_text())["given"])["objects"]):
         spec = pod["spec"]
         assert spec["automountServiceAccountToken"] is False
@@ -60,7 +60,7 @@ def test_every_pod_is_restricted_and_has_no_identity(path: Path) -> None:
             assert len(variables) == len(set(variables))
 
 
-def test_the_longest_name_leaves_room_in_every_derived_name() -> None:
+def test_the_longest_model_name_fits_every_derived_name() -> None:
     name = "a" * names.MAX_MODEL_NAME
     given = {"spec": {"model": {"uri": "hf://a/b"}, "accelerator": {"type": "CPU"}}, "metadata": {"name": name}}
     objects = [*render({**given, "resolved": False})["objects"], *render({**given, "resolved": True})["objects"]]

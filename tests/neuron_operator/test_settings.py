@@ -11,18 +11,18 @@ from neuron_operator.world import JobSettings
 IMAGE = ["--runtime-image", "example.com/runtime:1"]
 
 
-def test_a_flag_wins_over_its_variable_and_a_variable_over_the_default() -> None:
+def test_a_flag_overrides_its_variable_and_the_variable_the_default() -> None:
     environ = {"NEURON_OPERATOR_NUM_WORKERS": "3", "NEURON_OPERATOR_LEASE_NAME": "ours"}
     loaded = load([*IMAGE, "--num-workers", "5"], environ)
     assert (loaded.num_workers, loaded.lease_name, loaded.http_port) == (5, "ours", 8080)
 
 
-def test_the_lease_is_renewed_each_third_of_its_time_and_given_up_after_two() -> None:
+def test_the_lease_is_renewed_each_third_of_its_duration_and_given_up_after_two() -> None:
     lease = load(IMAGE, {}).lease
     assert (lease.duration_seconds, lease.renew_seconds, lease.deadline_seconds) == (12, 4.0, 8.0)
 
 
-def test_structured_settings_are_json_in_the_charts_words() -> None:
+def test_structured_settings_are_json_with_the_names_of_the_chart() -> None:
     jobs = '{"nodeSelector": {"a": "b"}, "tolerations": [{"key": "k"}], "env": [{"name": "N", "value": "v"}]}'
     peers = '[{"podSelector": {}}]'
     loaded = load([*IMAGE, "--jobs", jobs, "--network-policy-ingress-from", peers, "--image-pull-secrets", "a, b"], {})
@@ -47,21 +47,19 @@ def test_structured_settings_are_json_in_the_charts_words() -> None:
         ([*IMAGE, "--device-scheduler-name", "s"], {}, "set both or neither"),
     ],
 )
-def test_a_value_that_cannot_be_used_is_refused_with_its_name(
-    argv: list[str], environ: dict[str, str], named: str
-) -> None:
+def test_an_unusable_value_is_refused_by_name(argv: list[str], environ: dict[str, str], named: str) -> None:
     with pytest.raises(InvalidSetting, match=named):
         load(argv, environ)
 
 
-def test_every_setting_is_in_the_help_with_its_variable() -> None:
+def test_the_help_lists_every_setting_with_its_variable() -> None:
     text = settings.parser().format_help()
     for setting in SETTINGS:
         assert setting.flag in text
         assert setting.variable in text.replace("\n", "").replace(" ", "")
 
 
-def test_no_variable_can_be_one_that_kubernetes_makes_of_a_service() -> None:
+def test_no_variable_name_collides_with_kubernetes_service_variables() -> None:
     """A Service `neuron-operator` beside the pod gives it variables NEURON_OPERATOR_SERVICE_... and ..._PORT..."""
     made = ("NEURON_OPERATOR_SERVICE_", "NEURON_OPERATOR_PORT")
     assert not [setting.variable for setting in SETTINGS if setting.variable.startswith(made)]

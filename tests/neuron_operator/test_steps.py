@@ -75,14 +75,14 @@ def jobs(decision: Decision) -> list[str]:
     return [name_of(made) for made in decision.desired if made["kind"] == "Job"]
 
 
-def test_the_steps_answer_for_the_conditions_in_their_order() -> None:
+def test_the_steps_set_their_conditions_in_order() -> None:
     world, decision = settle(fresh())
     _, decision = settle(replace(world, pods=(resolved_pod(find(decision.desired, "Job")),)))
     true = [c["type"] for c in decision.status["conditions"] if c["status"] == "True"]  # type: ignore[index]
     assert true == [kind for kind in CONDITIONS if kind != "Available"]
 
 
-def test_a_step_behind_waits_for_its_job_and_the_revision_is_pinned_meanwhile() -> None:
+def test_a_later_step_waits_for_its_job_while_the_revision_is_pinned() -> None:
     _, decision = fetching_world()
     assert jobs(decision) == [JOB_NAME]
     kinds = {made["kind"] for made in decision.desired}
@@ -96,7 +96,7 @@ def test_a_step_behind_waits_for_its_job_and_the_revision_is_pinned_meanwhile() 
     assert decision.requeue_after_seconds is not None
 
 
-def test_while_a_step_of_an_edit_waits_the_earlier_revision_serves_on() -> None:
+def test_the_earlier_revision_serves_while_a_step_of_an_edit_waits() -> None:
     world, decision = settle(fresh())
     world, before = settle(replace(world, pods=(resolved_pod(find(decision.desired, "Job")),)))
     edit = {**world.body["spec"], "serving": {"maxModelLength": 512}}
@@ -110,7 +110,7 @@ def test_while_a_step_of_an_edit_waits_the_earlier_revision_serves_on() -> None:
     assert condition(decision.status, "Available")["reason"] == "Loading"
 
 
-def test_what_a_job_has_found_out_reaches_the_steps_behind_it() -> None:
+def test_facts_of_a_job_reach_the_later_steps() -> None:
     world, _ = fetching_world()
     record = '{"version": 1, "command": "fetch", "ok": true}'
     decision = decide(with_pod(world, ended(0, record), phase="Succeeded"), SETTINGS, LONGER)
@@ -128,7 +128,7 @@ def test_what_a_job_has_found_out_reaches_the_steps_behind_it() -> None:
         ({"waiting": {"reason": "ErrImagePull", "message": "no such image"}}, "Fetching", "no such image"),
     ],
 )
-def test_a_failing_job_of_any_step_is_explained_alike(state: Object, reason: str, says: str) -> None:
+def test_a_failing_job_is_explained_the_same_for_every_step(state: Object, reason: str, says: str) -> None:
     world, _ = fetching_world()
     decision = decide(with_pod(world, state), SETTINGS, LONGER)
     assert condition(decision.status, "WeightsReady")["reason"] == reason
@@ -136,7 +136,7 @@ def test_a_failing_job_of_any_step_is_explained_alike(state: Object, reason: str
     assert jobs(decision) == [JOB_NAME]
 
 
-def test_a_step_with_nothing_to_do_makes_no_job() -> None:
+def test_a_step_without_work_creates_no_job() -> None:
     task = replace(FETCH.task, job=lambda _: None) if FETCH.task else None
     world, decision = settle(fresh())
     world = replace(world, pods=(resolved_pod(find(decision.desired, "Job")),))
@@ -145,7 +145,7 @@ def test_a_step_with_nothing_to_do_makes_no_job() -> None:
     assert condition(decision.status, "WeightsReady")["message"] == "6000000 bytes are there"
 
 
-def test_a_step_that_refuses_ends_the_way_and_what_serves_stays() -> None:
+def test_a_refusing_step_stops_the_sequence_and_keeps_the_serving_revision() -> None:
     def refuses(_: Known) -> tuple[Known, Finding]:
         raise FieldNotSupported("spec.storage", "this", "leave it out")
 
@@ -156,7 +156,7 @@ def test_a_step_that_refuses_ends_the_way_and_what_serves_stays() -> None:
     assert find(decision.desired, "Deployment") == find(before.desired, "Deployment")
 
 
-def test_a_step_in_the_wrong_place_is_an_error_of_ours() -> None:
+def test_a_misplaced_step_is_an_internal_error() -> None:
     with pytest.raises(LookupError, match="place it after Resolve"):
         decide(fresh(), SETTINGS, (FETCH,))
     with pytest.raises(LookupError, match="place it after Place"):

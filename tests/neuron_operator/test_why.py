@@ -107,7 +107,7 @@ CRASH = waiting("CrashLoopBackOff", "back-off 10s restarting failed container")
         ({"phase": "Failed", "reason": "Evicted", "message": "low on disk", "state": {}}, "CrashLoop", "low on disk"),
     ],
 )
-def test_a_replica_that_does_not_answer_says_why(state: dict[str, Any], reason: str, says: str) -> None:
+def test_a_replica_that_is_not_ready_is_explained(state: dict[str, Any], reason: str, says: str) -> None:
     decision = seen(pod("chat-0", ready=True), pod(**state))
     available = condition(decision.status, "Available")
     assert (available["status"], available["reason"]) == ("False", reason)
@@ -120,7 +120,7 @@ def test_a_replica_that_does_not_answer_says_why(state: dict[str, Any], reason: 
     ("code", "kind"),
     [(2, "Compiled"), (10, "ModelResolved"), (11, "WeightsReady"), (14, "WeightsReady"), (15, "WeightsReady")],
 )
-def test_a_pod_that_ended_because_of_model_or_weights_explains_that_condition(code: int, kind: str) -> None:
+def test_a_pod_that_failed_for_model_or_weights_explains_that_condition(code: int, kind: str) -> None:
     reason = str(Reason.of_exit_code(code))
     record = failure_record(code, reason, "the hub says no", "serve")
     decision = seen(pod(state=CRASH, last=ended(code, record), restarts=2))
@@ -136,7 +136,7 @@ def test_a_missing_secret_is_named() -> None:
     assert 'secret "words" not found' in condition(decision.status, "Ready")["message"]
 
 
-def test_a_lack_of_devices_is_explained_by_what_is_needed_and_what_is_free() -> None:
+def test_missing_devices_are_explained_by_needed_and_free_numbers() -> None:
     stuck = [lambda d, n=n: unscheduled_pod(d, INSUFFICIENT, f"chat-{n}") for n in range(2)]
     unexplained = seen(*stuck)
     assert unexplained.needs == {Need.FREE_DEVICES}
@@ -149,24 +149,24 @@ def test_a_lack_of_devices_is_explained_by_what_is_needed_and_what_is_free() -> 
     assert found.requeue_after_seconds is not None
 
 
-def test_without_the_right_to_look_the_free_devices_are_unknown() -> None:
+def test_without_the_right_the_free_devices_are_unknown() -> None:
     found = seen(lambda d: unscheduled_pod(d, INSUFFICIENT), free=FreeDevices(None))
     assert "needs 6 Neuron devices on one node; free: unknown" in condition(found.status, "Ready")["message"]
 
 
-def test_the_message_says_that_no_node_has_devices() -> None:
+def test_the_message_says_when_no_node_has_devices() -> None:
     found = seen(lambda d: unscheduled_pod(d, INSUFFICIENT), free=FreeDevices(NODES[2:]))
     assert "free: 0 (no ready node offers any)" in condition(found.status, "Ready")["message"]
 
 
-def test_cores_are_counted_as_cores() -> None:
+def test_a_request_for_cores_counts_cores() -> None:
     spec = {**SPEC, "accelerator": {"cores": 1}}
     message = INSUFFICIENT.replace("neuron.", "neuroncore.")
     found = seen(lambda d: unscheduled_pod(d, message), free=FreeDevices(NODES), spec=spec)
     assert "needs 1 NeuronCore on one node; free: 24" in condition(found.status, "Ready")["message"]
 
 
-def test_the_message_quotes_any_other_reason_of_the_scheduler() -> None:
+def test_the_message_quotes_other_scheduler_reasons() -> None:
     found = seen(lambda d: unscheduled_pod(d, "0/3 nodes are available: 3 Insufficient memory."))
     assert condition(found.status, "Ready")["reason"] == "NoMatchingNode"
     assert "3 Insufficient memory" in condition(found.status, "Ready")["message"]
@@ -179,7 +179,7 @@ def test_the_message_quotes_any_other_reason_of_the_scheduler() -> None:
         ('pods "x" is forbidden: violates PodSecurity "restricted:latest"', "PodSecurityDenied"),
     ],
 )
-def test_pods_that_cannot_be_made_are_explained_by_the_deployment(message: str, reason: str) -> None:
+def test_pods_that_cannot_be_created_are_explained_by_the_deployment(message: str, reason: str) -> None:
     world, _ = resolved_world()
     failure = {
         "conditions": [{"type": "ReplicaFailure", "status": "True", "reason": "FailedCreate", "message": message}]
@@ -190,7 +190,7 @@ def test_pods_that_cannot_be_made_are_explained_by_the_deployment(message: str, 
     assert message in condition(decision.status, "Ready")["message"]
 
 
-def test_a_node_that_went_away_is_named_before_its_pods_are_evicted() -> None:
+def test_a_lost_node_is_reported_before_its_pods_are_evicted() -> None:
     def lost(deployment: Object) -> Object:
         made = serving_pod(deployment, ready=True)
         conditions = [
@@ -203,7 +203,7 @@ def test_a_node_that_went_away_is_named_before_its_pods_are_evicted() -> None:
     assert "its node n1" in condition(decision.status, "Ready")["message"]
 
 
-def test_a_pod_on_its_way_out_is_draining_and_no_replica_any_more() -> None:
+def test_a_terminating_pod_counts_as_draining_and_not_as_a_replica() -> None:
     def leaving(deployment: Object) -> Object:
         made = serving_pod(deployment, ready=True)
         return {**made, "metadata": {**made["metadata"], "deletionTimestamp": "2026-03-01T12:00:00Z"}}
@@ -214,7 +214,7 @@ def test_a_pod_on_its_way_out_is_draining_and_no_replica_any_more() -> None:
     assert decision.status["replicas"] == 1
 
 
-def test_a_failed_pod_is_forgotten_once_newer_pods_are_on_their_way() -> None:
+def test_a_failed_pod_is_ignored_when_newer_pods_are_starting() -> None:
     rejected = pod(
         "old", phase="Failed", reason="UnexpectedAdmissionError", message="no", state={}, created="2026-03-01T11:00:00Z"
     )
@@ -222,12 +222,12 @@ def test_a_failed_pod_is_forgotten_once_newer_pods_are_on_their_way() -> None:
     assert condition(decision.status, "Ready")["reason"] == "Loading"
 
 
-def test_the_reason_that_heals_least_by_waiting_is_shown() -> None:
+def test_the_reason_least_likely_to_clear_by_itself_is_shown() -> None:
     decision = seen(pod("a"), pod("b", state=waiting("ErrImagePull", "no such image")))
     assert condition(decision.status, "Ready")["reason"] == "ImagePull"
 
 
-def test_the_events_of_a_pod_that_stays_unexplained_are_read() -> None:
+def test_events_are_read_for_a_pod_that_stays_unexplained() -> None:
     creating = pod(state=waiting("ContainerCreating"))
     unexplained = seen(creating, events=None)
     assert unexplained.needs == {Need.EVENTS}
@@ -244,7 +244,7 @@ def test_the_events_of_a_pod_that_stays_unexplained_are_read() -> None:
         'MountVolume.SetUp failed for volume "api-key" : references non-existent secret key: keys',
     ],
 )
-def test_a_missing_api_key_is_named_by_its_field(note: str) -> None:
+def test_a_missing_api_key_secret_is_reported_with_its_field(note: str) -> None:
     event = {"regarding": {"kind": "Pod", "name": "chat-1"}, "reason": "FailedMount", "note": note}
     found = condition(seen(pod(state=waiting("ContainerCreating")), events=(event,)).status, "Ready")
     assert found["reason"] == "SecretNotFound"
@@ -262,7 +262,7 @@ def resolving(state: Object, **fields: Any) -> Decision:
 
 
 @pytest.mark.parametrize("code", [10, 11, 12, 13])
-def test_the_message_of_inspect_is_shown_before_any_device_is_held(code: int) -> None:
+def test_the_message_of_inspect_is_shown_before_any_device_is_allocated(code: int) -> None:
     reason = str(Reason.of_exit_code(code))
     decision = resolving(ended(code, failure_record(code, reason, "the hub says no")))
     assert condition(decision.status, "ModelResolved")["reason"] == reason
@@ -279,13 +279,13 @@ def test_the_message_of_inspect_is_shown_before_any_device_is_held(code: int) ->
         (ended(0, "no record here"), "no record here"),
     ],
 )
-def test_the_message_quotes_a_job_that_fails_or_does_not_start(state: Object, says: str) -> None:
+def test_the_message_quotes_a_job_that_fails_or_cannot_start(state: Object, says: str) -> None:
     decision = resolving(state)
     assert condition(decision.status, "ModelResolved")["status"] == "False"
     assert says in condition(decision.status, "Ready")["message"]
 
 
-def test_no_event_is_read_of_a_job_that_runs() -> None:
+def test_events_of_a_running_job_are_not_read() -> None:
     decision = resolving({"running": {"startedAt": "2026-03-01T11:00:00Z"}}, phase="Running")
     assert decision.needs == set()
     assert condition(decision.status, "Ready")["message"] == "reading the model's configuration"
@@ -317,7 +317,7 @@ def test_no_event_is_read_of_a_job_that_runs() -> None:
         ({"type": "CPU"}, "", "Plugin", True),
     ],
 )
-def test_sizes_that_a_node_grants_are_placed_and_others_refused_with_the_legal_ones(
+def test_legal_sizes_are_placed_and_others_are_refused_with_the_legal_ones(
     accelerator: dict[str, Any], where: str, mode: Any, legal: bool
 ) -> None:
     spec = {**SPEC, "accelerator": accelerator}
@@ -339,14 +339,14 @@ def test_sizes_that_a_node_grants_are_placed_and_others_refused_with_the_legal_o
 # The closed sets
 
 
-def test_every_reason_names_its_conditions_in_their_order() -> None:
+def test_every_reason_has_its_conditions_in_order() -> None:
     for reason in Reason:
         conditions = reason.row.conditions
         assert conditions == tuple(kind for kind in CONDITIONS if kind in conditions) != ()
         assert re.fullmatch(r"[A-Z][A-Za-z]*", reason)
 
 
-def test_every_exit_code_means_one_reason() -> None:
+def test_every_exit_code_maps_to_one_reason() -> None:
     codes = [code for reason in Reason for code in reason.row.exit_codes]
     assert len(codes) == len(set(codes))
 
@@ -364,7 +364,7 @@ def test_ready_is_the_first_condition_that_is_not_true(given: list[tuple[Any, An
 
 @given(JSON_VALUES, JSON_VALUES, st.text(max_size=3000))
 @settings(deadline=None)
-def test_every_status_keeps_to_the_reasons_and_to_its_size(state: object, last: object, text: str) -> None:
+def test_every_status_uses_declared_reasons_and_stays_small(state: object, last: object, text: str) -> None:
     odd = pod(state={"waiting": {"reason": text[:9], "message": text}}, restarts=1)
     world, _ = resolved_world()
     deployment = find(world.children, "Deployment")
@@ -382,7 +382,7 @@ def test_every_status_keeps_to_the_reasons_and_to_its_size(state: object, last: 
         assert len(msgspec.json.encode(decision.status)) <= 16 * 1024
 
 
-def test_a_model_with_boundless_names_keeps_the_status_small() -> None:
+def test_long_names_keep_the_status_small() -> None:
     world, decision = settle(fresh())
     facts = {**FACTS, "architecture": "A" * 100_000, "digest": "d" * 100_000, "dtype": "t" * 100_000}
     _, decision = settle(replace(world, pods=(resolved_pod(find(decision.desired, "Job"), facts),)))
@@ -391,7 +391,7 @@ def test_a_model_with_boundless_names_keeps_the_status_small() -> None:
     assert len(msgspec.json.encode(decision.status)) <= 16 * 1024
 
 
-def test_a_transition_time_moves_only_with_the_status() -> None:
+def test_the_transition_time_changes_only_with_the_status() -> None:
     world, _ = resolved_world()
     deployment = find(world.children, "Deployment")
     world, _ = settle(replace(world, pods=(serving_pod(deployment),)))
@@ -405,7 +405,7 @@ def test_a_transition_time_moves_only_with_the_status() -> None:
     )
 
 
-def test_every_condition_says_which_generation_it_speaks_of() -> None:
+def test_every_condition_has_the_observed_generation() -> None:
     decision = decide(fresh(generation=7), SETTINGS)
     assert decision.status is not None
     assert {c["observedGeneration"] for c in decision.status["conditions"]} == {7}

@@ -44,7 +44,7 @@ def test_a_key_added_many_times_before_it_starts_runs_once() -> None:
     assert runs == ["a", "b"]
 
 
-def test_a_key_added_while_it_runs_runs_again_after_and_never_twice_at_once() -> None:
+def test_a_key_added_during_its_run_runs_once_more_afterwards() -> None:
     running: Counter[str] = Counter()
     ends: list[float] = []
 
@@ -73,7 +73,7 @@ def test_a_key_added_while_it_runs_runs_again_after_and_never_twice_at_once() ->
     seconds=st.floats(0.01, 3),
     num_workers=st.integers(1, 4),
 )
-def test_every_add_is_followed_by_a_whole_run_of_its_key(
+def test_every_add_is_followed_by_a_complete_run(
     adds: list[tuple[str, float]], seconds: float, num_workers: int
 ) -> None:
     added: list[tuple[str, float]] = []
@@ -104,7 +104,7 @@ def test_every_add_is_followed_by_a_whole_run_of_its_key(
     assert len(runs) <= len(adds)
 
 
-def test_failures_back_off_twice_as_long_each_time_up_to_a_limit_and_a_success_starts_anew() -> None:
+def test_failures_double_the_back_off_up_to_a_limit_and_a_success_resets_it() -> None:
     starts: list[float] = []
 
     async def main() -> None:
@@ -125,12 +125,12 @@ def test_failures_back_off_twice_as_long_each_time_up_to_a_limit_and_a_success_s
 
 
 @given(failures=st.integers(1, 100), draw=st.floats(0, 1, exclude_max=True))
-def test_back_off_is_drawn_from_its_upper_half(failures: int, draw: float) -> None:
+def test_the_back_off_is_drawn_from_its_upper_half(failures: int, draw: float) -> None:
     whole = min(60.0, 0.25 * 2.0 ** (failures - 1))
     assert whole / 2 <= Backoff().delay_seconds(failures, draw) <= whole
 
 
-def test_a_change_brings_a_retry_forward_but_not_into_the_time_the_server_asked_for() -> None:
+def test_a_change_shortens_a_back_off_but_not_a_retry_after() -> None:
     starts: dict[str, list[float]] = {"a": [], "b": []}
 
     async def main() -> None:
@@ -154,7 +154,7 @@ def test_a_change_brings_a_retry_forward_but_not_into_the_time_the_server_asked_
     assert starts == {"a": [0.0, 5.0], "b": [0.0, 30.0]}
 
 
-def test_of_several_delays_the_earliest_counts_and_a_run_before_it_cancels_it() -> None:
+def test_the_earliest_delay_counts_and_a_run_before_it_cancels_it() -> None:
     starts: list[float] = []
 
     async def main() -> None:
@@ -175,7 +175,7 @@ def test_of_several_delays_the_earliest_counts_and_a_run_before_it_cancels_it() 
     assert starts == [10.0, 12.0]
 
 
-def test_a_cancelled_worker_leaves_its_key_to_be_run_again() -> None:
+def test_a_cancelled_worker_returns_its_key_to_the_queue() -> None:
     async def main() -> None:
         queue = WorkQueue[str]()
 

@@ -42,7 +42,7 @@ def completion(**fields: Any) -> CompletionBody:
     return typed({"prompt": "a core", **fields}, CompletionBody)
 
 
-def test_the_models_defaults_hold_where_a_client_says_nothing_and_only_there(tokenizer: Tokenizer) -> None:
+def test_model_defaults_apply_only_where_the_client_sets_nothing(tokenizer: Tokenizer) -> None:
     admits = admission(tokenizer)
     (plain,) = admits.completion(completion()).sampling
     told = (plain.temperature, plain.top_k, plain.top_p, plain.min_p, plain.repetition_penalty, plain.stop_token_ids)
@@ -53,7 +53,7 @@ def test_the_models_defaults_hold_where_a_client_says_nothing_and_only_there(tok
     assert told == (0.0, 0, 1.0, 0.0, 1.0, frozenset())
 
 
-def test_a_default_that_the_sampling_mode_cannot_serve_is_told_and_left_out(tokenizer: Tokenizer) -> None:
+def test_a_default_unsupported_by_the_sampling_mode_is_reported_and_dropped(tokenizer: Tokenizer) -> None:
     assert DEFAULTS.served(LIMITS) == DEFAULTS.served(WITH_LOGITS) == DEFAULTS
     left = DEFAULTS.served(DEVICE)
     assert [left.value(name) for name in ("min_p", "repetition_penalty", "temperature")] == [0.0, 1.0, 0.6]
@@ -73,7 +73,7 @@ def test_a_default_that_the_sampling_mode_cannot_serve_is_told_and_left_out(toke
         (WITH_LOGITS, {"echo": True, "logprobs": 1}, "echo"),
     ],
 )
-def test_what_a_sampling_mode_cannot_serve_is_refused_with_the_mode_that_can(
+def test_a_parameter_unsupported_by_the_sampling_mode_is_refused_naming_a_mode_that_supports_it(
     tokenizer: Tokenizer, limits: Any, fields: dict[str, Any], field: str
 ) -> None:
     with pytest.raises(InvalidRequest, match="needs") as caught:
@@ -83,7 +83,7 @@ def test_what_a_sampling_mode_cannot_serve_is_refused_with_the_mode_that_can(
     assert admission(tokenizer, limits).completion(completion(**neutral))
 
 
-def test_whoever_asks_for_text_alone_pays_for_nothing_else(tokenizer: Tokenizer) -> None:
+def test_a_plain_text_request_requests_no_logprobs(tokenizer: Tokenizer) -> None:
     admits = admission(tokenizer)
     plain = admits.completion(completion(return_tokens_as_token_ids=True, stop=["x"], n=2))
     said = admits.chat(typed({"messages": [{"role": "user", "content": "a"}], "logprobs": False}, ChatBody))
@@ -92,7 +92,7 @@ def test_whoever_asks_for_text_alone_pays_for_nothing_else(tokenizer: Tokenizer)
         assert {(one.logprobs, one.prompt_logprobs) for one in ask.sampling} == {(None, None)}
 
 
-def test_the_prompt_is_computed_for_the_larger_of_both_numbers_that_tell_of_it(tokenizer: Tokenizer) -> None:
+def test_prompt_logprobs_use_the_larger_of_both_requested_numbers(tokenizer: Tokenizer) -> None:
     ask = admission(tokenizer).completion(completion(echo=True, logprobs=1, prompt_logprobs=3))
     assert (ask.sampling[0].logprobs, ask.sampling[0].prompt_logprobs) == (1, 3)
     ask = admission(tokenizer).completion(completion(echo=True, logprobs=2, prompt_logprobs=0))
@@ -101,7 +101,7 @@ def test_the_prompt_is_computed_for_the_larger_of_both_numbers_that_tell_of_it(t
     assert (ask.sampling[0].logprobs, ask.sampling[0].prompt_logprobs) == (None, None)
 
 
-def test_an_echo_without_an_answer_computes_one_token_that_nobody_sees(tokenizer: Tokenizer) -> None:
+def test_an_echo_without_an_answer_computes_one_hidden_token(tokenizer: Tokenizer) -> None:
     ask = admission(tokenizer).completion(completion(echo=True, max_tokens=0))
     assert (ask.generates, ask.sampling[0].max_tokens) == (False, 1)
     assert admission(tokenizer).completion(completion(echo=True, max_tokens=1)).generates
@@ -138,7 +138,7 @@ REFUSED: list[tuple[BackendLimits, dict[str, Any], str, str]] = [
 
 
 @pytest.mark.parametrize(("limits", "fields", "field", "says"), REFUSED, ids=lambda value: str(value)[:40])
-def test_what_can_never_run_is_refused_with_field_and_limit(
+def test_a_request_that_can_never_run_is_refused_with_field_and_limit(
     tokenizer: Tokenizer, limits: BackendLimits, fields: dict[str, Any], field: str, says: str
 ) -> None:
     with pytest.raises(InvalidRequest) as caught:
@@ -166,7 +166,7 @@ some_fields = st.fixed_dictionaries(
 
 @settings(max_examples=300)
 @given(limits=some_limits, fields=some_fields, cuts=st.booleans())
-def test_what_is_admitted_can_run(tokenizer: Tokenizer, limits: BackendLimits, fields: Any, cuts: bool) -> None:
+def test_an_admitted_request_can_run(tokenizer: Tokenizer, limits: BackendLimits, fields: Any, cuts: bool) -> None:
     admits = replace(admission(tokenizer, limits), cuts_max_tokens=cuts)
     try:
         ask = admits.completion(completion(**fields))
@@ -190,9 +190,7 @@ DEVELOPERS = TEXTS + "{# developer #}"
         (DEVELOPERS, "<developer>Be brief.<user>a\nb<assistant>thought"),
     ],
 )
-def test_messages_are_written_in_the_form_that_the_template_takes(
-    tokenizer: Tokenizer, template: str, expected: str
-) -> None:
+def test_messages_are_converted_to_the_form_of_the_template(tokenizer: Tokenizer, template: str, expected: str) -> None:
     messages = [
         {"role": "developer", "content": "Be brief."},
         {"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]},

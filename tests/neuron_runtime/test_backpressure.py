@@ -33,7 +33,7 @@ def test_requests_are_refused_beyond_rows_and_queue() -> None:
         queue.enter("6", 1, 5, 0.0)
 
 
-def test_tokens_are_refused_beyond_the_bound_but_never_where_none_wait() -> None:
+def test_waiting_tokens_are_bounded_but_an_empty_queue_accepts_any_request() -> None:
     queue = backpressure(max_tokens=100)
     queue.enter("a", 5000, 0, 0.0)
     with pytest.raises(Overloaded, match="5000 prompt tokens are waiting, at most 100 may"):
@@ -49,7 +49,7 @@ def test_tokens_are_refused_beyond_the_bound_but_never_where_none_wait() -> None
 
 
 @given(st.lists(st.tuples(st.sampled_from(["enter", "take", "leave"]), st.integers(0, 5), st.integers(1, 50))))
-def test_the_tokens_that_wait_are_those_of_whoever_entered_and_was_neither_taken_up_nor_left(
+def test_waiting_tokens_are_those_of_queued_requests(
     moves: list[tuple[str, int, int]],
 ) -> None:
     queue, waiting = backpressure(max_requests=100, max_tokens=120), dict[str, int]()
@@ -68,7 +68,7 @@ def test_the_tokens_that_wait_are_those_of_whoever_entered_and_was_neither_taken
         assert queue.num_tokens == sum(waiting.values())
 
 
-def test_a_rate_is_what_was_measured_lately() -> None:
+def test_the_rate_is_measured_over_recent_time() -> None:
     rate = Rate(1.0, smoothing_seconds=10.0)
     assert rate.per_second == 1.0
     for _ in range(2000):
@@ -98,7 +98,7 @@ def refused(queue: Backpressure, now: float, num_tokens: int = 1) -> float:
     return info.value.retry_after_seconds
 
 
-def test_each_who_is_sent_away_is_told_the_time_behind_those_before() -> None:
+def test_each_refused_client_gets_the_time_after_those_refused_before() -> None:
     queue = backpressure()
     now = measured(queue, per_second=2.1)
     assert [refused(queue, now) for _ in range(7)] == [1, 1, 2, 2, 3, 3, 4]
@@ -106,7 +106,7 @@ def test_each_who_is_sent_away_is_told_the_time_behind_those_before() -> None:
     assert refused(queue, now + 5.0) == 1
 
 
-def test_idle_times_say_nothing_about_the_rate() -> None:
+def test_idle_time_does_not_change_the_rate() -> None:
     queue = backpressure()
     now = measured(queue, per_second=2.1) + 10_000
     queue.resume(now)
@@ -115,7 +115,7 @@ def test_idle_times_say_nothing_about_the_rate() -> None:
     assert [refused(queue, now) for _ in range(5)] == [1, 1, 2, 2, 3]
 
 
-def test_what_half_of_the_rows_achieve_is_half_of_what_all_would() -> None:
+def test_the_rate_scales_with_the_share_of_busy_rows() -> None:
     queue = backpressure(max_requests=2, max_rows=8)
     for turn in range(1, 2000):
         queue.leave(["one"])
@@ -123,7 +123,7 @@ def test_what_half_of_the_rows_achieve_is_half_of_what_all_would() -> None:
     assert [refused(queue, 1000.0) for _ in range(9)] == [1, 1, 1, 1, 2, 2, 2, 2, 3]
 
 
-def test_a_time_is_bounded_whatever_was_measured() -> None:
+def test_the_retry_time_is_bounded() -> None:
     queue = backpressure()
     now = measured(queue, per_second=0.01)
     assert {refused(queue, now) for _ in range(50)} == {MAX_RETRY_SECONDS}
@@ -131,7 +131,7 @@ def test_a_time_is_bounded_whatever_was_measured() -> None:
     assert refused(fast, measured(fast, per_second=1e4)) == 1
 
 
-def test_the_default_bound_of_tokens_is_room_for_all_at_full_length_within_bounds() -> None:
+def test_the_default_token_bound_fits_all_rows_at_full_length_within_limits() -> None:
     small = BackendLimits(max_rows=4, max_model_length=100, max_step_tokens=100, num_blocks=40)
     assert queue_limits(small, max_requests=6) == QueueLimits(6, 1000)
     assert queue_limits(small).max_tokens == 260 * 100
@@ -176,7 +176,7 @@ class Flood:
     capacity=st.integers(1, 50),
     num_clients=st.integers(1, 300),
 )
-def test_in_a_flood_everybody_who_comes_back_when_told_is_served(
+def test_in_a_flood_every_client_that_honours_retry_after_is_served(
     per_second: float, capacity: int, num_clients: int
 ) -> None:
     flood = Flood(per_second, capacity, num_clients)

@@ -30,9 +30,7 @@ def feed(answer: ChoiceText, token_ids: tuple[int, ...], sizes: list[int]) -> st
 
 
 @given(sizes=st.lists(st.integers(1, 5), min_size=1, max_size=4))
-def test_thought_and_answer_do_not_depend_on_how_many_tokens_a_step_brings(
-    tokenizer: Tokenizer, sizes: list[int]
-) -> None:
+def test_reasoning_and_answer_are_independent_of_tokens_per_step(tokenizer: Tokenizer, sizes: list[int]) -> None:
     ids = tokenizer.encode(TEXT, add_special_tokens=False)
     thoughts = Thoughts(REASONING_PARSERS["qwen3"], "")
     answer = ChoiceText(tokenizer, (), stop=("end",), thoughts=thoughts)
@@ -43,7 +41,7 @@ def test_thought_and_answer_do_not_depend_on_how_many_tokens_a_step_brings(
 
 
 @given(sizes=st.lists(st.integers(1, 5), min_size=1, max_size=4))
-def test_every_token_of_thought_and_answer_is_counted_once(tokenizer: Tokenizer, sizes: list[int]) -> None:
+def test_every_token_of_reasoning_and_answer_is_counted_once(tokenizer: Tokenizer, sizes: list[int]) -> None:
     ids = tokenizer.encode(TEXT, add_special_tokens=False)
     answer = ChoiceText(tokenizer, (), thoughts=Thoughts(REASONING_PARSERS["qwen3"], ""))
     assert feed(answer, ids, sizes) == "naïve 😀 devices end here"
@@ -51,14 +49,14 @@ def test_every_token_of_thought_and_answer_is_counted_once(tokenizer: Tokenizer,
     assert 0 < answer.num_reasoning_tokens < len(ids)
 
 
-def test_a_stop_string_ends_a_thought_too(tokenizer: Tokenizer) -> None:
+def test_a_stop_string_ends_reasoning_too(tokenizer: Tokenizer) -> None:
     ids = tokenizer.encode(TEXT, add_special_tokens=False)
     answer = ChoiceText(tokenizer, (), stop=("core",), thoughts=Thoughts(REASONING_PARSERS["qwen3"], ""))
     assert (feed(answer, ids, [2]), answer.thought, answer.stop_string) == ("", "a ", "core")
 
 
 @given(sizes=st.lists(st.integers(1, 5), min_size=1, max_size=4))
-def test_every_token_is_located_at_the_character_that_it_begins(tokenizer: Tokenizer, sizes: list[int]) -> None:
+def test_every_token_has_the_offset_of_its_first_character(tokenizer: Tokenizer, sizes: list[int]) -> None:
     ids = tokenizer.encode(TEXT, add_special_tokens=False)
     answer = ChoiceText(tokenizer, (), locates=True)
     text = feed(answer, ids, sizes)
@@ -69,14 +67,14 @@ def test_every_token_is_located_at_the_character_that_it_begins(tokenizer: Token
         assert offset == len(before.decode(errors="ignore"))
 
 
-def test_the_token_that_ends_an_answer_is_located_behind_its_text(tokenizer: Tokenizer) -> None:
+def test_the_end_token_has_the_offset_after_the_text(tokenizer: Tokenizer) -> None:
     ids = tokenizer.encode("a core", add_special_tokens=False)
     answer = ChoiceText(tokenizer, (), locates=True)
     assert answer.feed((*ids, 1), FinishReason.STOP) == "a core"
     assert (answer.num_tokens, answer.text_offsets[-1]) == (len(ids) + 1, 6)
 
 
-def test_tokens_that_are_not_shown_and_bytes_that_are_no_text_shift_nothing(tokenizer: Tokenizer) -> None:
+def test_hidden_tokens_and_invalid_bytes_do_not_shift_offsets(tokenizer: Tokenizer) -> None:
     ids = tokenizer.encode("a<|end|>☃b", add_special_tokens=False)
     broken = next(one for one in range(320) if tokenizer.token_bytes(one) == b"\xce")
     answer = ChoiceText(tokenizer, (), locates=True)

@@ -42,7 +42,7 @@ class BlockingBackend(RecordingBackend):
 
 
 @pytest.mark.parametrize("limits", [DEVICE, HOST, NEURON], ids=["device feedback", "host feedback", "neuron"])
-def test_the_next_step_is_scheduled_while_one_runs_and_launched_too_when_the_device_feeds_itself(
+def test_the_next_step_is_scheduled_during_a_step_and_launched_early_with_device_feedback(
     limits: BackendLimits,
 ) -> None:
     backend = BlockingBackend(limits)
@@ -96,14 +96,14 @@ def test_each_step_is_sampled_once_before_the_next_launch_and_collected_in_order
             assert (following, same) == ("sample", step)
 
 
-def test_with_host_feedback_no_row_is_left_to_the_step_in_flight() -> None:
+def test_with_host_feedback_no_row_depends_on_the_step_in_flight() -> None:
     run = serve(HOST, request("a", 5, max_tokens=9), request("b", 100, max_tokens=9))
     assert not any(batch.waits_for_step_in_flight for batch in run.backend.batches)
     assert run.steps.num_ahead > 0
 
 
 @pytest.mark.parametrize("limits", [DEVICE, DEVICE_ONE, HOST, NEURON])
-def test_a_row_that_needs_the_host_is_scheduled_ahead_and_sampled_after_the_step_before_was_applied(
+def test_a_row_that_needs_the_host_is_scheduled_early_and_sampled_after_the_previous_step(
     limits: BackendLimits,
 ) -> None:
     asked = [request("even", 5, 12), request("free", 5, 30), request("even again", 7, 12)]
@@ -135,7 +135,7 @@ def test_a_row_that_needs_the_host_is_scheduled_ahead_and_sampled_after_the_step
     assert set(samples[-10:]) == {"sample"}, "once the last of them has ended, nothing is late"
 
 
-def test_several_tokens_per_row_and_late_rows_go_together() -> None:
+def test_late_rows_work_with_several_tokens_per_row() -> None:
     for limits in (DEVICE, HOST):
         asked = [request("even", 5, 12), request("free", 5, 30)]
         run = start(replace(limits, max_tokens_per_row=4, num_lookahead_tokens=3), late=even_only)
@@ -147,7 +147,7 @@ def test_several_tokens_per_row_and_late_rows_go_together() -> None:
 # Adding requests
 
 
-def test_a_request_at_the_edge_of_the_limits_runs_to_its_end() -> None:
+def test_a_request_at_the_limits_runs_to_completion() -> None:
     several = replace(DEVICE, max_tokens_per_row=4, num_lookahead_tokens=5)
     for limits in (HOST, several, NEURON, replace(several, num_blocks=5), replace(HOST, num_blocks=3)):
         for num_prompt in (2, 17, limits.max_new_tokens(0) - 1):
@@ -162,7 +162,7 @@ def test_a_request_id_in_use_is_refused_until_its_request_has_ended() -> None:
     assert caught.value.field == "request_id"
 
 
-def test_a_full_queue_is_overloaded_until_one_leaves() -> None:
+def test_a_full_queue_raises_overloaded_until_a_request_leaves() -> None:
     run = start(HOST, max_queued_requests=2)
     run.add(*[request(name, 3, 50) for name in "abcdef"])
     with pytest.raises(Overloaded, match="2 requests are waiting"):
@@ -175,7 +175,7 @@ def test_a_full_queue_is_overloaded_until_one_leaves() -> None:
     run.finish()
 
 
-def test_the_promised_number_of_steps_is_of_the_order_of_the_tokens() -> None:
+def test_the_step_bound_is_proportional_to_the_tokens() -> None:
     requests = [request(name, 20, 30) for name in "abcd"]
     assert len(serve(HOST, *requests).backend.batches) <= max_steps(HOST, requests) <= 4 * (30 + 2 * 4) + 4
     assert max_steps(HOST, []) == 0
@@ -194,7 +194,7 @@ def test_the_promised_number_of_steps_is_of_the_order_of_the_tokens() -> None:
         ({"decodes_all_live_rows": True}, "excludes partial prompts"),
     ],
 )
-def test_limits_that_leave_no_way_to_serve_are_refused(changes: dict[str, Any], rule: str) -> None:
+def test_limits_that_prevent_serving_are_refused(changes: dict[str, Any], rule: str) -> None:
     with pytest.raises(ValueError, match=rule):
         replace(HOST, **changes)
 
@@ -225,21 +225,21 @@ class BrokenBackend(RecordingBackend):
 
 
 @pytest.mark.parametrize("call", ["launch", "sample", "collect"])
-def test_an_exception_of_the_device_passes_through(call: str) -> None:
+def test_an_exception_of_the_device_is_raised(call: str) -> None:
     engine = Engine(BrokenBackend(HOST, call))
     engine.add(request("a", 3))
     with pytest.raises(OSError, match=f"gone in {call}"):
         engine.step()
 
 
-def test_an_idle_engine_has_no_work_and_makes_no_step() -> None:
+def test_an_idle_engine_makes_no_step() -> None:
     run = start(HOST)
     assert not run.engine.has_work
     assert run.engine.step() == []
     assert run.backend.calls == []
 
 
-def test_the_numbers_add_up_step_by_step() -> None:
+def test_the_step_statistics_add_up() -> None:
     run = start(replace(HOST, max_rows=2), max_queued_requests=5)
     asked = [request(name, 10, 6) for name in "abc"]
     run.add(*asked)
@@ -259,14 +259,14 @@ def test_the_numbers_add_up_step_by_step() -> None:
     assert run.engine.stats.last_step is None
 
 
-def test_blocks_in_use_are_counted_while_a_request_runs() -> None:
+def test_blocks_in_use_are_reported_while_a_request_runs() -> None:
     run = start(HOST)
     run.add(request("a", 20, 6))
     run.step()
     assert run.engine.stats.num_blocks_used == HOST.blocks_for(20 + 1)
 
 
-def test_the_time_in_the_queue_comes_with_the_first_tokens() -> None:
+def test_the_queue_time_is_reported_with_the_first_tokens() -> None:
     now = [100.0]
     engine = Engine(RecordingBackend(replace(HOST, max_rows=1)), clock=lambda: now[0])
     engine.add(request("a", 5, 4))
@@ -331,7 +331,7 @@ def worst_gap(
 @pytest.mark.parametrize("per_row", [1, 4])
 @pytest.mark.parametrize("prefills", [1, 3])
 @pytest.mark.parametrize("limits", [DEVICE, replace(DEVICE, mixes_phases=False), HOST, NEURON])
-def test_no_gap_of_a_running_stream_exceeds_the_bound_from_the_longest_steps(
+def test_gaps_of_a_running_stream_stay_within_the_bound_of_the_longest_steps(
     limits: BackendLimits, prefills: int, per_row: int
 ) -> None:
     limits = replace(limits, max_tokens_per_row=per_row, num_lookahead_tokens=per_row - 1)
@@ -341,7 +341,7 @@ def test_no_gap_of_a_running_stream_exceeds_the_bound_from_the_longest_steps(
 
 
 @pytest.mark.parametrize("limits", [NEURON, HOST, DEVICE, replace(DEVICE, mixes_phases=False)])
-def test_who_is_sent_away_finds_room_when_told_also_where_rows_wait_for_prompts(limits: BackendLimits) -> None:
+def test_a_refused_client_finds_room_at_its_retry_time_with_waiting_prefills(limits: BackendLimits) -> None:
     backend = TimedBackend(limits, lambda batch: 0.05 if batch.kind is Kind.DECODE else 0.5)
     engine = Engine(backend, max_queued_requests=20, clock=lambda: backend.now)
     names = (f"r{number}" for number in itertools.count())
@@ -379,7 +379,7 @@ def test_the_bound_on_the_gap_by_the_kinds_of_steps() -> None:
     assert stream_gap_bound(several, longest) == 3.0 + 5.0
 
 
-def test_logprobs_travel_with_the_tokens_they_belong_to() -> None:
+def test_logprobs_stay_with_their_tokens() -> None:
     plain = request("a", 6, 20, logprobs=2)
     tokens = alone(plain)[0]
     limits = replace(DEVICE, max_tokens_per_row=4, num_lookahead_tokens=3, max_logprobs=5)

@@ -15,7 +15,7 @@ def over_the_border(event: TokenEvent) -> Step:
     return decoded
 
 
-def test_log_probabilities_cross_the_border_with_the_tokens_they_belong_to() -> None:
+def test_logprobs_stay_with_their_tokens_across_processes() -> None:
     logprobs = (TokenLogprobs(7, -0.5, ((3, -0.25), (7, -0.5)), rank=2), TokenLogprobs(8, float("-inf"), (), rank=90))
     prompt = (TokenLogprobs(1, -2.0, ((2, -1.0),), rank=5),)
     event = TokenEvent(
@@ -27,12 +27,12 @@ def test_log_probabilities_cross_the_border_with_the_tokens_they_belong_to() -> 
     assert (found.num_cached_tokens, found.queue_seconds) == (3, 2.0)
 
 
-def test_what_is_told_once_comes_with_the_first_tokens_alone() -> None:
+def test_prompt_data_is_sent_with_the_first_tokens_only() -> None:
     (found,) = over_the_border(TokenEvent("a", (7,), num_cached_tokens=3)).news
     assert (found.first, found.num_cached_tokens, found.queue_seconds, found.prompt_logprobs) == (None, 0, None, ())
 
 
-def test_a_token_without_log_probabilities_takes_two_bytes_for_all_that_it_lacks() -> None:
+def test_a_token_without_optional_data_takes_two_more_bytes() -> None:
     plain = encoder.encode(news(TokenEvent("a", (7,))))
     assert plain[-2:] == msgspec.msgpack.encode(()) + msgspec.msgpack.encode(None)
     assert len(plain) == len(msgspec.msgpack.encode(["a", [7], None])) + 2

@@ -154,7 +154,7 @@ def what_happened(run: Run) -> dict[str, bool]:
     database=None,
 )
 @given(st.randoms(use_true_random=False))
-def test_every_request_gets_the_tokens_it_would_get_alone_within_the_promised_steps(random: Random) -> None:
+def test_every_request_gets_its_solo_tokens_within_the_step_bound(random: Random) -> None:
     for what, happened in check_one_run(random).items():
         if happened:
             event(what)
@@ -162,7 +162,7 @@ def test_every_request_gets_the_tokens_it_would_get_alone_within_the_promised_st
 
 @pytest.mark.slow
 @pytest.mark.timeout(0)
-def test_the_same_holds_for_many_more_random_runs() -> None:
+def test_many_random_runs_give_the_solo_tokens() -> None:
     happened: Counter[str] = Counter()
     for seed in range(NUM_RUNS):
         try:

@@ -36,13 +36,13 @@ def parser() -> argparse.ArgumentParser:
     return flags
 
 
-def test_fields_are_named_by_their_path_and_those_without_a_flag_have_none() -> None:
+def test_flag_names_follow_field_paths_and_fields_without_a_flag_have_none() -> None:
     assert list(FIELDS) == ["names", "kind", "switch", "loud", "origins", "inner", "part.numThings", "part.share"]
     assert FIELDS["part.numThings"].option == "--things"
     assert "inner" not in vars(parser().parse_args([]))
 
 
-def test_a_flag_that_is_not_given_is_none() -> None:
+def test_an_absent_flag_is_none() -> None:
     assert set(vars(parser().parse_args([])).values()) == {None}
 
 
@@ -60,12 +60,12 @@ def test_a_flag_that_is_not_given_is_none() -> None:
         ("part.share", ["--share", "0.5"], 0.5),
     ],
 )
-def test_a_flag_is_read_by_the_type_of_its_field(path: str, words: list[str], value: Any) -> None:
+def test_a_flag_is_parsed_by_the_type_of_its_field(path: str, words: list[str], value: Any) -> None:
     field = FIELDS[path]
     assert field.read(getattr(parser().parse_args(words), field.argument)) == value
 
 
-def test_the_help_has_the_description_the_values_and_the_default() -> None:
+def test_the_help_shows_description_choices_and_default() -> None:
     text = " ".join(parser().format_help().split())
     assert "--names NAME [NAME ...] Names (default: from MODEL)" in text
     assert "--kind a|b Of a or b (default: none)" in text

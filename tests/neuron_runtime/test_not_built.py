@@ -18,13 +18,13 @@ class Unlike:
     """Equal to nothing else."""
 
 
-def test_a_name_has_one_row_per_surface() -> None:
+def test_each_unsupported_name_has_one_row_per_surface() -> None:
     places = Counter((surface, row.name) for row in ROWS for surface in row.where)
     assert set(places.values()) == {1}
 
 
 @pytest.mark.parametrize("surface", Surface)
-def test_every_row_accepts_its_neutral_values_and_refuses_others_with_the_cure(surface: Surface) -> None:
+def test_every_row_accepts_neutral_values_and_refuses_others_with_a_remedy(surface: Surface) -> None:
     assert rows(surface)
     for row in rows(surface):
         for value in (None, *row.neutral):
@@ -39,7 +39,7 @@ def test_every_row_accepts_its_neutral_values_and_refuses_others_with_the_cure(s
         assert str(caught.value).endswith(f"is not supported yet: {row.cure}")
 
 
-def test_a_name_that_is_not_in_the_table_is_left_to_the_caller() -> None:
+def test_an_unlisted_name_is_left_to_the_caller() -> None:
     assert not refuse(Surface.BODY, "temperature", 1)
     assert not refuse(Surface.BODY, "tensor_parallel_size", 2)
 
@@ -59,11 +59,11 @@ def test_a_name_that_is_not_in_the_table_is_left_to_the_caller() -> None:
         ({}, ([],), False),
     ],
 )
-def test_a_value_is_neutral_only_with_its_own_type(value: Any, neutral: tuple[Any, ...], is_one: bool) -> None:
+def test_a_neutral_value_must_have_its_own_type(value: Any, neutral: tuple[Any, ...], is_one: bool) -> None:
     assert is_neutral(value, neutral) is is_one
 
 
 @pytest.mark.parametrize(("name", "value"), [("detokenize", 1), ("early_stopping", 0), ("use_beam_search", 0)])
-def test_a_number_is_not_a_switch_in_python_either(name: str, value: Any) -> None:
+def test_a_number_is_not_a_boolean_in_python_arguments(name: str, value: Any) -> None:
     with pytest.raises(InvalidRequest, match=f"`{name}` is not supported yet"):
         SamplingParams(**{name: value})

@@ -99,7 +99,7 @@ def script(source: str, given: str = "") -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.slow
-def test_a_guides_script_runs_at_module_level_and_says_what_the_demo_model_knows() -> None:
+def test_a_guide_script_runs_at_module_level_on_the_demo_model() -> None:
     source = SCRIPT.format(model=str(MODEL), arguments="") + CHAT
     ended = script(source, json.dumps(QUESTIONS))
     assert ended.returncode == 0, ended.stderr
@@ -123,13 +123,13 @@ def test_a_guides_script_runs_at_module_level_and_says_what_the_demo_model_knows
     ],
 )
 @pytest.mark.skipif(any(Path("/dev").glob("neuron[0-9]*")), reason="this machine has a Neuron device")
-def test_a_guides_script_is_told_what_to_leave_out_where_there_is_no_neuron_device(arguments: str, says: str) -> None:
+def test_a_guide_script_without_neuron_devices_gets_a_remedy(arguments: str, says: str) -> None:
     ended = script(SCRIPT.format(model=str(MODEL), arguments=arguments))
     assert ended.returncode == 1
     assert says in ended.stderr.splitlines()[-1]
 
 
-def test_importing_the_names_brings_no_torch_and_importing_the_package_brings_nothing() -> None:
+def test_importing_the_names_loads_no_torch_and_importing_the_package_nothing() -> None:
     ended = script(
         "import sys, neuron_runtime; light = set(sys.modules); from neuron_runtime import LLM, SamplingParams; "
         "print([m for m in ('msgspec', 'tokenizers', 'tqdm') if m in light], "
@@ -138,7 +138,7 @@ def test_importing_the_names_brings_no_torch_and_importing_the_package_brings_no
     assert ended.stdout.strip() == "[] []", ended.stderr
 
 
-def test_the_package_has_no_other_names() -> None:
+def test_the_package_exports_only_the_documented_names() -> None:
     import neuron_runtime
 
     with pytest.raises(AttributeError, match="no attribute 'Llm'"):
@@ -148,7 +148,7 @@ def test_the_package_has_no_other_names() -> None:
 # Prompts and outputs
 
 
-def test_outputs_come_in_the_order_of_the_prompts_whatever_ends_first(llm: LLM) -> None:
+def test_outputs_keep_the_order_of_the_prompts(llm: LLM) -> None:
     prompts = [f"The number {number} is" for number in range(11)]
     params = [SamplingParams(temperature=0, max_tokens=40 - 3 * n, ignore_eos=True) for n in range(11)]
     outputs = llm.generate(prompts, params, use_tqdm=False)
@@ -159,7 +159,7 @@ def test_outputs_come_in_the_order_of_the_prompts_whatever_ends_first(llm: LLM) 
     assert numbers == list(range(numbers[0], numbers[0] + 11))
 
 
-def test_a_prompt_is_a_text_or_token_ids_in_every_form_that_vllm_takes(llm: LLM) -> None:
+def test_a_prompt_is_accepted_in_every_form_of_vllm(llm: LLM) -> None:
     (plain,) = llm.generate("What is a core?", GREEDY, use_tqdm=False)
     ids = plain.prompt_token_ids
     assert ids[0] == 0  # the BOS that plain text gets
@@ -195,7 +195,7 @@ def test_a_prompt_is_a_text_or_token_ids_in_every_form_that_vllm_takes(llm: LLM)
         (["a", [7] * 300], "prompt 1: `prompt` has 300 tokens"),
     ],
 )
-def test_a_prompt_that_cannot_be_is_refused_before_anything_is_computed(llm: LLM, prompts: Any, says: str) -> None:
+def test_an_invalid_prompt_is_refused_before_any_computation(llm: LLM, prompts: Any, says: str) -> None:
     seconds = llm._engine.stats.backend_seconds_total
     with pytest.raises(InvalidRequest) as caught:
         llm.generate(prompts, GREEDY, use_tqdm=False)
@@ -204,7 +204,7 @@ def test_a_prompt_that_cannot_be_is_refused_before_anything_is_computed(llm: LLM
     assert not llm._engine.has_work
 
 
-def test_one_parameter_object_is_for_all_and_a_list_is_one_for_each(llm: LLM) -> None:
+def test_one_parameter_object_applies_to_all_prompts_and_a_list_to_each(llm: LLM) -> None:
     with pytest.raises(InvalidRequest, match="`sampling_params` has 1 values for 2 prompts"):
         llm.generate(["a", "b"], [GREEDY], use_tqdm=False)
     with pytest.raises(InvalidRequest, match="`priority` has 3 values for 2 prompts"):
@@ -214,7 +214,7 @@ def test_one_parameter_object_is_for_all_and_a_list_is_one_for_each(llm: LLM) ->
     assert [len(one.outputs[0].token_ids) for one in outputs] == [2, 5]
 
 
-def test_without_parameters_the_models_own_defaults_hold(llm: LLM) -> None:
+def test_without_parameters_the_model_defaults_apply(llm: LLM) -> None:
     assert llm.get_default_sampling_params() == SamplingParams(temperature=0, max_tokens=16)
     question = QUESTIONS[0]
     (output,) = llm.chat(user(question), use_tqdm=False)
@@ -222,7 +222,7 @@ def test_without_parameters_the_models_own_defaults_hold(llm: LLM) -> None:
     assert (len(output.outputs[0].token_ids), output.outputs[0].finish_reason) == (16, "length")
 
 
-def test_a_chat_is_written_with_the_models_template_and_ends_at_its_end_token(llm: LLM) -> None:
+def test_a_chat_uses_the_template_of_the_model_and_ends_at_its_end_token(llm: LLM) -> None:
     question = QUESTIONS[0]
     (output,) = llm.chat(user(question), SamplingParams(temperature=0, max_tokens=None), use_tqdm=False)
     answer = output.outputs[0]
@@ -249,7 +249,7 @@ def test_a_chat_is_written_with_the_models_template_and_ends_at_its_end_token(ll
         ([{"role": "user", "content": "a"}], {"lora_request": object()}, "`lora_request` is not supported yet"),
     ],
 )
-def test_a_chat_that_cannot_be_is_refused_by_name(llm: LLM, messages: Any, options: Any, says: str) -> None:
+def test_an_invalid_chat_is_refused_by_name(llm: LLM, messages: Any, options: Any, says: str) -> None:
     with pytest.raises(InvalidRequest) as caught:
         llm.chat(messages, GREEDY, use_tqdm=False, **options)
     assert says in str(caught.value)
@@ -271,7 +271,7 @@ def test_neutral_options_of_a_chat_are_accepted(llm: LLM) -> None:
 # Sampling
 
 
-def test_n_answers_are_drawn_apart_and_again_the_same_with_the_same_seed(exact: LLM) -> None:
+def test_n_answers_differ_and_repeat_with_the_same_seed(exact: LLM) -> None:
     params = SamplingParams(n=3, temperature=1.5, seed=5, max_tokens=8, ignore_eos=True)
     first, second = (exact.generate("The", params, use_tqdm=False)[0] for _ in range(2))
     assert [one.index for one in first.outputs] == [0, 1, 2]
@@ -281,7 +281,7 @@ def test_n_answers_are_drawn_apart_and_again_the_same_with_the_same_seed(exact: 
     assert [one.text for one in beside.outputs] == [one.text for one in first.outputs]
 
 
-def test_the_seed_of_the_class_makes_runs_equal_and_prompts_different() -> None:
+def test_the_seed_of_the_class_makes_runs_repeatable_and_prompts_different() -> None:
     params = SamplingParams(temperature=1.5, max_tokens=8, ignore_eos=True)
     runs = []
     for seed in (3, 3, 4):
@@ -291,7 +291,7 @@ def test_the_seed_of_the_class_makes_runs_equal_and_prompts_different() -> None:
     assert runs[0][0] != runs[0][1]
 
 
-def test_a_seed_of_the_class_is_refused_where_one_of_a_request_is() -> None:
+def test_a_seed_of_the_class_is_refused_where_a_request_has_one() -> None:
     def simulated(sampling: str, seed: int | None) -> LLM:
         override = {"sampling": sampling}
         return LLM(str(MODEL), backend="simulated", max_model_len=64, override_neuron_config=override, seed=seed)
@@ -303,7 +303,7 @@ def test_a_seed_of_the_class_is_refused_where_one_of_a_request_is() -> None:
             model.generate("The", SamplingParams(max_tokens=2), use_tqdm=False)
 
 
-def test_a_stop_string_ends_text_tokens_and_work(llm: LLM) -> None:
+def test_a_stop_string_ends_text_tokens_and_computation(llm: LLM) -> None:
     params = SamplingParams(temperature=0, max_tokens=60, ignore_eos=True, logprobs=0)
     question = QUESTIONS[0]
     (whole,) = llm.chat(user(question), params, use_tqdm=False)
@@ -322,7 +322,7 @@ def test_a_stop_string_ends_text_tokens_and_work(llm: LLM) -> None:
     assert texts(shown) == [answer.text + stop]
 
 
-def test_tokens_of_a_step_behind_the_stop_string_are_no_part_of_the_answer(llm: LLM) -> None:
+def test_tokens_after_the_stop_string_in_the_same_step_are_dropped(llm: LLM) -> None:
     one = llm._admit({"prompt": "a"}, SamplingParams(stop="b", logprobs=0), 0)
     ids = llm._admission.tokenizer.encode("abc", add_special_tokens=False)
     logprobs = tuple(TokenLogprobs(token_id, -1.0) for token_id in ids)
@@ -332,7 +332,7 @@ def test_tokens_of_a_step_behind_the_stop_string_are_no_part_of_the_answer(llm: 
     assert len(answer.token_ids) == len(answer.logprobs or ()) == -(answer.cumulative_logprob or 0) == len(ids) - 1
 
 
-def test_a_stop_token_is_named_and_the_tokenizers_end_token_is_not(tmp_path: Path, llm: LLM) -> None:
+def test_a_stop_token_is_reported_and_the_end_token_is_not(tmp_path: Path, llm: LLM) -> None:
     (plain,) = llm.generate("What", SamplingParams(temperature=0, max_tokens=6, ignore_eos=True), use_tqdm=False)
     third = plain.outputs[0].token_ids[2]
     (output,) = llm.generate("What", SamplingParams(temperature=0, stop_token_ids=[third]), use_tqdm=False)
@@ -351,7 +351,7 @@ def test_a_stop_token_is_named_and_the_tokenizers_end_token_is_not(tmp_path: Pat
     assert (answer.token_ids[-1], answer.finish_reason, answer.stop_reason) == (6, "stop", None)
 
 
-def test_logprobs_come_per_token_with_the_chosen_one_first(llm: LLM) -> None:
+def test_logprobs_start_with_the_chosen_token(llm: LLM) -> None:
     (output,) = llm.generate("The", SamplingParams(temperature=0, max_tokens=5, logprobs=3), use_tqdm=False)
     answer = output.outputs[0]
     assert answer.logprobs is not None
@@ -370,7 +370,7 @@ def test_logprobs_come_per_token_with_the_chosen_one_first(llm: LLM) -> None:
         llm.generate("The", SamplingParams(logprobs=10_000), use_tqdm=False)
 
 
-def test_a_token_beyond_the_reported_ones_has_its_rank_in_the_whole_vocabulary(exact: LLM) -> None:
+def test_a_token_outside_the_reported_alternatives_has_its_rank_in_the_vocabulary(exact: LLM) -> None:
     (free,) = exact.generate("The", SamplingParams(temperature=0, max_tokens=1, logprobs=20), use_tqdm=False)
     assert free.outputs[0].logprobs is not None
     token_id, expected = list(free.outputs[0].logprobs[0].items())[14]
@@ -383,7 +383,7 @@ def test_a_token_beyond_the_reported_ones_has_its_rank_in_the_whole_vocabulary(e
     assert sorted(one.rank for one in candidates.values()) == [1, 2, 15]
 
 
-def test_log_probabilities_of_a_prompt_are_those_of_an_answer_with_the_same_tokens(exact: LLM) -> None:
+def test_prompt_logprobs_match_those_of_an_answer_with_the_same_tokens(exact: LLM) -> None:
     (answered,) = exact.generate("The", SamplingParams(temperature=0, max_tokens=9, logprobs=2), use_tqdm=False)
     answer = answered.outputs[0]
     whole = [*answered.prompt_token_ids, *answer.token_ids]
@@ -404,7 +404,7 @@ def test_log_probabilities_of_a_prompt_are_those_of_an_answer_with_the_same_toke
     assert single.prompt_logprobs == [None]
 
 
-def test_bias_bans_penalties_and_allowed_tokens_change_what_comes(exact: LLM) -> None:
+def test_bias_bans_penalties_and_allowed_tokens_change_the_output(exact: LLM) -> None:
     def tokens(**params: Any) -> list[int]:
         given = {"temperature": 0.0, "max_tokens": 8, "ignore_eos": True, **params}
         return exact.generate("What is a core", SamplingParams(**given), use_tqdm=False)[0].outputs[0].token_ids
@@ -434,13 +434,13 @@ def test_bias_bans_penalties_and_allowed_tokens_change_what_comes(exact: LLM) ->
         ("max_tokens", 0, "at least 1"),
     ],
 )
-def test_a_value_out_of_range_is_refused_where_it_is_written(name: str, value: Any, says: str) -> None:
+def test_an_out_of_range_value_is_refused_at_construction(name: str, value: Any, says: str) -> None:
     with pytest.raises(InvalidRequest, match=f"`{name}` must be {says}") as caught:
         SamplingParams(**{name: value})
     assert caught.value.field == name
 
 
-def test_more_tokens_than_fit_are_as_many_as_fit(llm: LLM) -> None:
+def test_max_tokens_is_capped_by_the_model_length(llm: LLM) -> None:
     (output,) = llm.generate([[7] * 250], SamplingParams(max_tokens=5000, ignore_eos=True), use_tqdm=False)
     assert (len(output.outputs[0].token_ids), output.outputs[0].finish_reason) == (6, "length")
 
@@ -453,7 +453,7 @@ ASKS = {
 """A value that asks for something, of every parameter that is known and not built."""
 
 
-def test_every_parameter_is_either_the_servers_or_refused_by_name() -> None:
+def test_every_parameter_is_supported_or_refused_by_name() -> None:
     names = set(inspect.signature(SamplingParams).parameters)
     honoured = set(CompletionBody.__struct_fields__) | {"logprobs"}
     assert set(ASKS) == names - honoured
@@ -461,7 +461,7 @@ def test_every_parameter_is_either_the_servers_or_refused_by_name() -> None:
 
 
 @pytest.mark.parametrize(("name", "value"), ASKS.items())
-def test_what_is_not_built_is_refused_where_it_is_written(name: str, value: Any) -> None:
+def test_an_unsupported_value_is_refused_at_construction(name: str, value: Any) -> None:
     with pytest.raises(InvalidRequest, match=f"`{name}` is not supported yet") as caught:
         SamplingParams(**{name: value})
     assert caught.value.field == name
@@ -470,12 +470,12 @@ def test_what_is_not_built_is_refused_where_it_is_written(name: str, value: Any)
 @pytest.mark.parametrize(
     ("name", "value"), [("temperature", "warm"), ("stop_token_ids", 3), ("logprobs", -1), ("n", 1.5)]
 )
-def test_values_of_a_wrong_type_are_refused_where_they_are_written(name: str, value: Any) -> None:
+def test_a_value_of_a_wrong_type_is_refused_at_construction(name: str, value: Any) -> None:
     with pytest.raises(InvalidRequest, match=name):
         SamplingParams(**{name: value})
 
 
-def test_unknown_parameters_are_refused_and_values_can_be_changed(llm: LLM) -> None:
+def test_unknown_parameters_are_refused_and_known_ones_can_be_assigned(llm: LLM) -> None:
     with pytest.raises(TypeError, match="temprature"):
         SamplingParams(temprature=1)  # type: ignore[call-arg]
     params = SamplingParams()
@@ -489,7 +489,7 @@ def test_unknown_parameters_are_refused_and_values_can_be_changed(llm: LLM) -> N
 # The class
 
 
-def test_arguments_of_the_guides_amount_to_a_configuration(tmp_path: Path) -> None:
+def test_arguments_from_the_guides_produce_a_configuration(tmp_path: Path) -> None:
     config = llm_config(
         "org/name",
         {"max_model_len": 128, "block_size": 32, "max_num_seqs": 4, "num_gpu_blocks_override": 16, "dtype": "half"},
@@ -531,14 +531,14 @@ def test_arguments_of_the_guides_amount_to_a_configuration(tmp_path: Path) -> No
         ({"override_neuron_config": {"a": object()}}, "only plain values can be configured"),
     ],
 )
-def test_arguments_that_cannot_be_honoured_are_refused_by_name(arguments: dict[str, Any], says: str) -> None:
+def test_unsupported_arguments_are_refused_by_name(arguments: dict[str, Any], says: str) -> None:
     with pytest.raises(InvalidConfig) as caught:
         LLM(str(MODEL), **arguments)
     assert says in str(caught.value)
     assert "\n" not in str(caught.value)
 
 
-def test_arguments_that_ask_for_nothing_are_accepted_and_others_are_not() -> None:
+def test_arguments_with_neutral_values_are_accepted_and_others_refused() -> None:
     refused = [row for row in rows(Surface.LLM) if row.has_effect]
     neutral = {row.name: value for row in refused for value in row.neutral}
     without_effect = dict.fromkeys((row.name for row in rows(Surface.LLM) if not row.has_effect), 0.5)
@@ -554,7 +554,7 @@ def test_arguments_that_ask_for_nothing_are_accepted_and_others_are_not() -> Non
             LLM(HARMLESS, **unknown)
 
 
-def test_a_model_that_is_not_there_is_named() -> None:
+def test_a_missing_model_is_reported() -> None:
     with pytest.raises(FatalError, match="/nowhere"):
         LLM(HARMLESS)
 
@@ -571,7 +571,7 @@ def test_a_model_without_a_chat_template_still_generates(tmp_path: Path) -> None
 
 
 @pytest.mark.slow
-def test_the_tokenizer_is_the_one_that_transformers_loads(llm: LLM) -> None:
+def test_get_tokenizer_returns_the_transformers_tokenizer(llm: LLM) -> None:
     tokenizer = llm.get_tokenizer()
     ids = tokenizer.apply_chat_template(user("What is a slot?"), add_generation_prompt=True, return_dict=False)
     (output,) = llm.chat(user("What is a slot?"), GREEDY, use_tqdm=False)
@@ -597,7 +597,7 @@ class Bar:
         self.done += count
 
 
-def test_progress_counts_prompts_not_answers(llm: LLM, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_progress_bar_counts_prompts_rather_than_answers(llm: LLM, capsys: pytest.CaptureFixture[str]) -> None:
     bars: list[Bar] = []
 
     def bar(**options: Any) -> Bar:
@@ -613,7 +613,7 @@ def test_progress_counts_prompts_not_answers(llm: LLM, capsys: pytest.CaptureFix
     assert "1/1" in capsys.readouterr().err
 
 
-def test_what_interrupts_between_steps_leaves_the_model_usable(llm: LLM) -> None:
+def test_an_interrupt_between_steps_leaves_the_model_usable(llm: LLM) -> None:
     class Interrupted(Bar):
         def update(self, count: int) -> None:
             raise KeyboardInterrupt
@@ -626,7 +626,7 @@ def test_what_interrupts_between_steps_leaves_the_model_usable(llm: LLM) -> None
     assert output.outputs[0].text == EXPECTED[QUESTIONS[0]]
 
 
-def test_a_failure_within_a_step_ends_the_object_with_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failure_within_a_step_closes_the_object_with_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     with LLM(str(MODEL), max_model_len=64) as model:
 
         def collect(self: object, step: int) -> None:
@@ -640,7 +640,7 @@ def test_a_failure_within_a_step_ends_the_object_with_a_reason(monkeypatch: pyte
             model.generate("a", GREEDY, use_tqdm=False)
 
 
-def test_a_closed_model_says_so() -> None:
+def test_a_closed_model_reports_that_it_is_closed() -> None:
     model = LLM(str(MODEL), max_model_len=64)
     model.close()
     model.close()

@@ -16,7 +16,7 @@ PROMPT = "A user applies a six-line manifest, and the operator finds out what th
 GREEDY = SamplingParams(temperature=0.0, max_tokens=8)
 
 
-def test_outputs_say_what_was_found_and_are_the_same_as_without() -> None:
+def test_outputs_report_cached_tokens_and_equal_uncached_outputs() -> None:
     shares = LLM(MODEL, enable_prefix_caching=True, block_size=8, dtype="float32", max_model_len=256)
     plain = LLM(MODEL, enable_prefix_caching=False, block_size=8, dtype="float32", max_model_len=256)
     found = []
@@ -37,7 +37,7 @@ def test_outputs_say_what_was_found_and_are_the_same_as_without() -> None:
     assert found[1] == [0, 0, 0, 0]
 
 
-def test_logprobs_of_a_cached_prompt_are_those_of_all_its_tokens() -> None:
+def test_prompt_logprobs_of_a_cached_prompt_cover_all_tokens() -> None:
     llm = LLM(MODEL, enable_prefix_caching=True, block_size=8, dtype="float32", max_num_batched_tokens=16)
     told = SamplingParams(temperature=0.0, max_tokens=2, prompt_logprobs=1)
     answers = [llm.generate(PROMPT, params, use_tqdm=False)[0] for params in (told, GREEDY, told)]
@@ -47,14 +47,14 @@ def test_logprobs_of_a_cached_prompt_are_those_of_all_its_tokens() -> None:
     assert len(first or ()) == len(answers[0].prompt_token_ids)
 
 
-def test_asking_for_it_where_nothing_is_shared_names_the_argument_and_the_cure() -> None:
+def test_enabling_prefix_caching_where_unsupported_is_refused_with_argument_and_remedy() -> None:
     with pytest.raises(InvalidConfig, match="leave out the layout, or use blocks") as caught:
         LLM(MODEL, enable_prefix_caching=True, layout="slots")
     assert caught.value.field == "enable_prefix_caching ($.prefixCaching)"
 
 
 @pytest.mark.slow
-def test_a_served_chat_computes_what_is_new_and_usage_and_metrics_say_so() -> None:
+def test_a_served_chat_computes_only_new_tokens_and_reports_it_in_usage_and_metrics() -> None:
     with serve(MODEL, "--port", "0", "--enable-prefix-caching", "--block-size", "8") as command:
         url = command.until_ready()
         body = {"model": "demo-model", "prompt": PROMPT, "max_tokens": 8, "temperature": 0, "ignore_eos": True}

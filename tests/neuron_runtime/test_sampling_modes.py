@@ -58,14 +58,14 @@ def refusal(check: Any, *arguments: Any) -> InvalidRequest:
         ("logprobs", -1, "at least 0"),
     ],
 )
-def test_a_value_out_of_range_is_refused_with_the_range(name: str, value: float, says: str) -> None:
+def test_an_out_of_range_value_is_refused_with_the_range(name: str, value: float, says: str) -> None:
     error = refusal(body_with, CompletionBody, name, value)
     assert error.field == name
     assert says in str(error)
 
 
 @pytest.mark.parametrize(("body", "name"), SAMPLING)
-def test_the_ends_of_every_range_and_the_neutral_values_are_in_it(body: Any, name: str) -> None:
+def test_range_ends_and_neutral_values_are_in_range(body: Any, name: str) -> None:
     row = parameters_of(body)[name]
     for value in (
         row.highest,
@@ -81,7 +81,7 @@ def test_the_ends_of_every_range_and_the_neutral_values_are_in_it(body: Any, nam
         assert row.range in str(refusal(body_with, body, name, row.lowest))
 
 
-def test_zero_tokens_are_for_a_repeated_prompt() -> None:
+def test_zero_tokens_are_allowed_only_with_echo() -> None:
     assert typed({"prompt": "a", "max_tokens": 0, "echo": True}, CompletionBody).max_tokens == 0
     error = refusal(typed, {"prompt": "a", "max_tokens": 0}, CompletionBody)
     assert (error.field, str(error)) == ("max_tokens", "`max_tokens` must be at least 1 without `echo`, got 0")
@@ -96,7 +96,7 @@ def test_neutral_values_are_accepted_in_every_mode(body: Any, name: str, mode: s
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize(("body", "name"), SAMPLING)
-def test_what_a_mode_cannot_serve_is_refused_with_the_modes_that_can(body: Any, name: str, mode: str) -> None:
+def test_an_unsupported_value_is_refused_naming_the_modes_that_support_it(body: Any, name: str, mode: str) -> None:
     row = parameters_of(body)[name]
     if row.where(mode) is not Where.REFUSED:
         check_parameter_served(name, row, limits(mode))
@@ -109,31 +109,31 @@ def test_what_a_mode_cannot_serve_is_refused_with_the_modes_that_can(body: Any, 
         assert (f"`{other}`" in str(error)) == (row.where(other) is not Where.REFUSED)
 
 
-def test_a_default_is_neutral_where_there_is_one() -> None:
+def test_every_default_is_neutral() -> None:
     for body, name in SAMPLING:
         row = parameters_of(body)[name]
         assert is_neutral(row.default, row.neutral)
 
 
-def test_zero_alternatives_are_reported_and_false_is_not() -> None:
+def test_zero_logprobs_reports_the_chosen_token_and_false_reports_nothing() -> None:
     assert refusal(check_served, body_with(CompletionBody, "logprobs", 0), limits("Device")).field == "logprobs"
     check_served(body_with(ChatBody, "logprobs", False), limits("Device"))
 
 
-def test_no_more_logprobs_than_the_backend_reports() -> None:
+def test_logprobs_are_limited_by_the_backend() -> None:
     for body, name in ((CompletionBody, "logprobs"), (ChatBody, "top_logprobs"), (CompletionBody, "prompt_logprobs")):
         says = f"`{name}` must be at most 20, got 21"
         assert says in str(refusal(check_served, body_with(body, name, 21), limits("Host")))
         check_served(body_with(body, name, 20), limits("Host"))
 
 
-def test_logprobs_of_a_prompt_need_a_backend_that_has_them() -> None:
+def test_prompt_logprobs_need_a_supporting_backend() -> None:
     row = parameters_of(SamplingFields)["prompt_logprobs"]
     error = refusal(check_parameter_served, "echo", row, limits("Host", reports_prompt_logprobs=False))
     assert (error.field, str(error)) == ("echo", "`echo` is not supported by this backend: leave it out")
 
 
-def test_a_bias_has_its_tokens_as_numbers_or_as_texts_of_numbers() -> None:
+def test_logit_bias_keys_are_numbers_or_numeric_strings() -> None:
     assert bias_entries({"7": 1, 3: -100.0}, 10) == ((3, -100.0), (7, 1.0))
     assert bias_entries(None, 10) == bias_entries({}, 10) == ()
 
@@ -148,7 +148,7 @@ def test_a_bias_has_its_tokens_as_numbers_or_as_texts_of_numbers() -> None:
         ({3: float("nan")}, "`logit_bias[3]` must be from -100 to 100"),
     ],
 )
-def test_a_bias_that_cannot_be_is_refused_with_its_entry(given: Any, says: str) -> None:
+def test_an_invalid_bias_is_refused_naming_its_entry(given: Any, says: str) -> None:
     error = refusal(bias_entries, given, 10)
     assert error.field == "logit_bias"
     assert says in str(error)
@@ -159,7 +159,7 @@ def test_too_many_biased_tokens_are_refused() -> None:
     assert "at most" in str(refusal(bias_entries, dict.fromkeys(range(MAX_BIASED_TOKENS + 1), 1.0), 10_000))
 
 
-def test_allowed_tokens_are_some_of_the_vocabulary() -> None:
+def test_allowed_tokens_must_be_in_the_vocabulary() -> None:
     assert allowed_tokens(None, 10) is None
     assert allowed_tokens([7, 3, 7], 10) == (3, 7)
     assert "must not be empty" in str(refusal(allowed_tokens, [], 10))
@@ -179,7 +179,7 @@ def sequences(words: Any) -> Any:
     return bad_word_sequences(words, Spelling())  # type: ignore[arg-type]
 
 
-def test_a_bad_word_is_banned_at_the_beginning_of_a_text_and_behind_a_space() -> None:
+def test_a_bad_word_is_banned_at_the_start_and_after_a_space() -> None:
     assert sequences(["cat", " cat", "two words", "kitten"]) == ((1,), (2,), (3, 4), (5, 4), (6, 7), (8,))
     assert sequences(None) == ()
 
@@ -193,7 +193,7 @@ def test_a_bad_word_is_banned_at_the_beginning_of_a_text_and_behind_a_space() ->
         ([str(n) for n in range(MAX_BAD_WORDS + 1)], "at most"),
     ],
 )
-def test_bad_words_that_cannot_be_are_refused(words: Any, says: str) -> None:
+def test_invalid_bad_words_are_refused(words: Any, says: str) -> None:
     error = refusal(sequences, words)
     assert error.field == "bad_words"
     assert says in str(error)

@@ -35,32 +35,32 @@ def kinds(run: Run) -> str:
 # Prompts
 
 
-def test_a_long_prompt_is_fed_in_parts_and_only_the_last_part_samples() -> None:
+def test_a_long_prompt_is_fed_in_chunks_and_only_the_last_one_samples() -> None:
     limits = replace(BLOCKS, max_step_tokens=8)
     rows = [batch.rows for batch in serve(limits, request("a", 20, max_tokens=2)).backend.batches]
     assert [r.num_tokens for r in rows] == [(8,), (8,), (4,), (1,)]
     assert [r.samples for r in rows] == [(False,), (False,), (True,), (True,)]
 
 
-def test_no_part_but_the_last_is_shorter_than_the_minimum() -> None:
+def test_only_the_last_chunk_may_be_shorter_than_the_minimum() -> None:
     limits = replace(BLOCKS, max_step_tokens=10, min_chunk_tokens=7, max_prefill_rows=4)
     run = serve(limits, *[request(name, 13, max_tokens=4) for name in "abc"])
     assert any(not samples for batch in run.backend.batches for samples in batch.rows.samples)
 
 
-def test_no_step_computes_more_of_a_sequence_than_one_shot_allows() -> None:
+def test_a_chunk_is_never_longer_than_the_one_shot_limit() -> None:
     limits = replace(BLOCKS, max_one_shot_prefill=5)
     run = serve(limits, request("a", 12, max_tokens=2))
     assert [batch.num_tokens for batch in run.backend.batches] == [5, 5, 2, 1]
 
 
-def test_where_prompts_cannot_be_fed_in_parts_they_are_fed_whole() -> None:
+def test_without_chunked_prefill_prompts_are_fed_whole() -> None:
     run = serve(NEURON, request("a", 20, max_tokens=3), request("b", 7, max_tokens=3))
     prefills = [batch for batch in run.backend.batches if batch.kind is Kind.PREFILL]
     assert [batch.rows.num_tokens for batch in prefills] == [(20,), (7,)]
 
 
-def test_a_step_prefills_no_more_rows_than_the_backend_can() -> None:
+def test_a_step_prefills_at_most_the_rows_that_the_backend_allows() -> None:
     limits = replace(BLOCKS, max_prefill_rows=2)
     run = serve(limits, *[request(name, 3, max_tokens=2) for name in "abc"])
     assert [len(batch.rows) for batch in run.backend.batches] == [2, 3, 1]
@@ -69,13 +69,13 @@ def test_a_step_prefills_no_more_rows_than_the_backend_can() -> None:
 # Progress
 
 
-def test_one_prefill_at_most_comes_between_decode_steps_while_rows_run() -> None:
+def test_at_most_one_prefill_runs_between_decode_steps_by_default() -> None:
     run = serve(NEURON, *[request(name, 5, max_tokens=6) for name in "abcdef"])
     assert kinds(run).startswith("ppdpdpd")
     assert "pp" not in kinds(run)[1:]
 
 
-def test_more_prefills_may_come_between_decode_steps_when_the_engine_is_told_so() -> None:
+def test_more_prefills_run_between_decode_steps_when_configured() -> None:
     engine = Engine(backend := RecordingBackend(NEURON), max_consecutive_prefills=3)
     for name in "abcd":
         engine.add(request(name, 5, max_tokens=6))
@@ -84,7 +84,7 @@ def test_more_prefills_may_come_between_decode_steps_when_the_engine_is_told_so(
     assert "".join(batch.kind.value[0] for batch in backend.batches).startswith("ppppd")
 
 
-def test_prompts_advance_beside_decode_rows_where_phases_mix() -> None:
+def test_mixed_steps_advance_prompts_and_decodes_together() -> None:
     limits = replace(BLOCKS, max_step_tokens=6)
     run = serve(limits, request("a", 4, max_tokens=12), request("b", 20, max_tokens=2))
     assert kinds(run).startswith("pmm")
@@ -92,14 +92,14 @@ def test_prompts_advance_beside_decode_rows_where_phases_mix() -> None:
     assert names[1:4] == [(1, 5), (1, 5), (1, 5)]
 
 
-def test_every_live_row_is_in_every_decode_step_in_slot_order() -> None:
+def test_every_decode_step_contains_every_live_row_in_slot_order() -> None:
     run = serve(NEURON, request("a", 4, 2), *[request(name, 4, 14) for name in "bcd"])
     slots = [batch.rows.slot for batch in run.backend.batches if batch.kind is Kind.DECODE]
     assert all(list(rows) == sorted(rows) for rows in slots)
     assert (0, 1, 2) in slots, "a line used again comes before those of older sequences"
 
 
-def test_the_lowest_free_slot_is_handed_out() -> None:
+def test_slots_are_allocated_lowest_first() -> None:
     run = serve(NEURON, request("a", 4, 2), request("b", 4, 20), request("c", 4, 20), request("d", 4, 4))
     assert [added.slot for batch in run.backend.batches for added in batch.added] == [0, 1, 0, 2]
 
@@ -119,7 +119,7 @@ def test_the_head_of_the_queue_is_not_overtaken_by_a_smaller_request() -> None:
     assert lengths == [8, 16, 2]
 
 
-def test_priorities_decide_at_every_free_row_and_arrival_decides_among_equals() -> None:
+def test_each_free_row_goes_by_priority_then_arrival() -> None:
     run = start(replace(BLOCKS, max_rows=2))
     asked = [request(f"{priority}-{at}", 6, 6, priority=priority) for at, priority in enumerate((3, 1, 1, 2, 3, 1))]
     run.add(*asked)
@@ -131,7 +131,7 @@ def test_priorities_decide_at_every_free_row_and_arrival_decides_among_equals() 
     assert list(run.reasons) == ["1-1", "1-2", "urgent", "1-5", "2-3", "3-0", "3-4"]
 
 
-def test_a_long_prompt_in_progress_does_not_hold_up_one_that_is_served_before_it() -> None:
+def test_a_prefill_in_progress_does_not_delay_a_request_of_higher_priority() -> None:
     for limits in (BLOCKS, DEVICE, replace(BLOCKS, mixes_phases=False)):
         run = start(replace(limits, max_step_tokens=6))
         asked = [request("long", 28, 2, priority=1), request("equal", 4, 2, priority=1)]
@@ -145,7 +145,7 @@ def test_a_long_prompt_in_progress_does_not_hold_up_one_that_is_served_before_it
 
 
 @pytest.mark.parametrize("limits", [BLOCKS, DEVICE, SHARED_DEVICE, replace(BLOCKS, mixes_phases=False), NEURON])
-def test_a_flood_of_long_prompts_starves_nobody(limits: BackendLimits) -> None:
+def test_a_flood_of_long_prompts_starves_no_request(limits: BackendLimits) -> None:
     """Streams get a token in every step or every other; whoever comes gets its turn though the flood goes on."""
     per_turn = 1 if limits.mixes_phases else 2
     chunks = 1 if limits.longest_prefill >= 28 else 2
@@ -185,7 +185,7 @@ def test_no_step_is_spent_on_a_row_whose_end_is_known() -> None:
         assert kinds(run) == "pddddd"
 
 
-def test_a_foreseen_end_makes_nobody_wait() -> None:
+def test_a_foreseen_end_frees_its_row_without_delay() -> None:
     run = serve(NEURON, request("a", 5, 4), request("b", 5, 20))
     assert run.steps.num_ahead == run.steps.num(Kind.DECODE)
 
@@ -213,7 +213,7 @@ def num_fed(run: Run) -> int:
 
 
 @pytest.mark.parametrize("limits", [SHARED, SHARED_DEVICE, replace(SHARED, mixes_phases=False, chunks_prefill=False)])
-def test_what_an_earlier_request_computed_is_not_computed_again(limits: BackendLimits) -> None:
+def test_tokens_computed_by_an_earlier_request_are_reused(limits: BackendLimits) -> None:
     first = request("first", 14, 3)
     run = one_after_another(limits, first, again(first, "same"), again(first, "longer", more=2))
     assert run.cached == {"first": 0, "same": 12, "longer": 12}
@@ -222,7 +222,7 @@ def test_what_an_earlier_request_computed_is_not_computed_again(limits: BackendL
     assert (stats.num_prefix_queries_total, stats.num_prefix_hits_total) == (14 + 14 + 16, 12 + 12)
 
 
-def test_one_token_at_least_is_fed_however_much_is_cached() -> None:
+def test_at_least_one_token_is_fed_for_a_cached_prompt() -> None:
     for length, cached in ((16, 12), (17, 16), (18, 16)):
         first = request("first", length, 3)
         run = one_after_another(SHARED, first, again(first, "same"))
@@ -233,7 +233,7 @@ def test_one_token_at_least_is_fed_however_much_is_cached() -> None:
     assert run.cached["same"] == 12, "a row of one token would be a decode row"
 
 
-def test_all_but_one_token_cached_makes_a_decode_row_in_slot_order() -> None:
+def test_a_prompt_cached_up_to_one_token_becomes_a_decode_row_in_slot_order() -> None:
     limits = replace(SHARED, sorts_rows=True, max_rows=3)
     first = request("first", 17, 2)
     run = one_after_another(limits, first)
@@ -244,7 +244,7 @@ def test_all_but_one_token_cached_makes_a_decode_row_in_slot_order() -> None:
     assert run.cached["same"] == 16
 
 
-def test_an_answer_is_found_by_the_next_turn() -> None:
+def test_the_next_turn_reuses_the_cached_answer() -> None:
     for limits in (SHARED, SHARED_DEVICE, replace(SEVERAL, shares_prefixes=True)):
         first = request("first", 6, 11)
         turn = replace(first, request_id="turn", prompt_token_ids=(*first.prompt_token_ids, *alone(first)[0], 1, 2))
@@ -252,14 +252,14 @@ def test_an_answer_is_found_by_the_next_turn() -> None:
         assert run.cached["turn"] == 16, "the last token of an answer is never computed"
 
 
-def test_a_prompt_with_one_token_of_answer_is_cached_too() -> None:
+def test_a_prompt_followed_by_one_answer_token_is_cached() -> None:
     for limits in (SHARED, SHARED_DEVICE):
         first = request("first", 9, 1)
         run = one_after_another(limits, first, again(first, "same"))
         assert run.cached["same"] == 8
 
 
-def test_identical_prompts_that_arrive_together_are_computed_once() -> None:
+def test_identical_prompts_arriving_together_are_computed_once() -> None:
     for limits in (SHARED, SHARED_DEVICE, replace(SHARED, mixes_phases=False)):
         first = request("a", 22, 4, temperature=1.0)
         choices = [replace(first, request_id=f"a{n}", sampling=replace(first.sampling, choice=n)) for n in range(4)]
@@ -269,7 +269,7 @@ def test_identical_prompts_that_arrive_together_are_computed_once() -> None:
         assert len(held) == 1, "the same blocks"
 
 
-def test_who_waits_for_a_prefix_holds_back_nobody_else() -> None:
+def test_a_request_waiting_for_a_prefix_does_not_block_others() -> None:
     limits = replace(SHARED, max_step_tokens=12, max_prefill_rows=4)
     first, other = request("a", 18, 8), request("b", 3, 8)
     run = serve(limits, first, again(first, "waits"), other)
@@ -277,7 +277,7 @@ def test_who_waits_for_a_prefix_holds_back_nobody_else() -> None:
     assert lengths[:4] == [[18], [3], [], [18]]
 
 
-def test_who_waits_for_a_prefix_keeps_its_room() -> None:
+def test_a_request_waiting_for_a_prefix_keeps_its_blocks() -> None:
     limits = replace(SHARED, max_rows=2, max_step_tokens=12, max_prefill_rows=4)
     first = request("a", 18, 8)
     run = serve(limits, first, again(first, "waits"), request("b", 3, 8))
@@ -286,7 +286,7 @@ def test_who_waits_for_a_prefix_keeps_its_room() -> None:
 
 
 @pytest.mark.parametrize("changes", [{"max_step_tokens": 8}, {"max_one_shot_prefill": 8}])
-def test_a_step_without_room_looks_for_nobodys_prefix(changes: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_step_without_room_looks_up_no_prefix(changes: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     run = start(replace(SHARED, **changes))
     find = Mock(wraps=run.scheduler.blocks.find)
     monkeypatch.setattr(run.scheduler.blocks, "find", find)
@@ -298,7 +298,7 @@ def test_a_step_without_room_looks_for_nobodys_prefix(changes: dict[str, Any], m
     assert find.call_count == 1, "for the one that started"
 
 
-def test_nobody_waits_for_a_prefix_of_one_that_is_served_later() -> None:
+def test_no_request_waits_for_the_prefix_of_a_later_one() -> None:
     limits = replace(SHARED, max_one_shot_prefill=8, max_prefill_rows=4)
     low = request("low", 24, 4, priority=5)
     run = start(limits)
@@ -312,7 +312,7 @@ def test_nobody_waits_for_a_prefix_of_one_that_is_served_later() -> None:
     run.check_tokens([low, high])
 
 
-def test_who_waited_for_a_prefix_computes_it_when_the_other_one_leaves() -> None:
+def test_a_request_computes_the_awaited_prefix_when_its_producer_leaves() -> None:
     first = request("a", 24, 4)
     asked = [first, again(first, "b"), again(first, "c")]
     for limits in (SHARED, SHARED_DEVICE):
@@ -327,7 +327,7 @@ def test_who_waited_for_a_prefix_computes_it_when_the_other_one_leaves() -> None
             assert run.cached["c"] == 20
 
 
-def test_salts_and_adapters_share_nothing() -> None:
+def test_different_salts_and_adapters_share_no_blocks() -> None:
     first = request("first", 14, 3)
     salted, adapted = again(first, "salt", cache_salt="x"), again(first, "adapter", adapter=1)
     others = [again(first, "other", cache_salt="y"), again(first, "odd", cache_salt="\ud800")]
@@ -335,7 +335,7 @@ def test_salts_and_adapters_share_nothing() -> None:
     assert run.cached == {"first": 0, "salt": 0, "adapter": 0, "other": 0, "odd": 0, "same salt": 12}
 
 
-def test_an_equal_block_behind_another_beginning_is_not_taken_for_it() -> None:
+def test_an_equal_block_after_a_different_prefix_does_not_match() -> None:
     first = request("first", 12, 3)
     beginning = tuple(token + 1 for token in first.prompt_token_ids[:4])
     short = replace(first, request_id="short", prompt_token_ids=(*beginning, 0))
@@ -344,13 +344,13 @@ def test_an_equal_block_behind_another_beginning_is_not_taken_for_it() -> None:
     assert run.cached["other"] == 4, "the beginning of the short one, and nothing of the first"
 
 
-def test_a_hit_is_no_longer_than_the_backend_allows() -> None:
+def test_a_prefix_hit_is_limited_by_the_backend() -> None:
     first = request("first", 20, 3)
     run = one_after_another(replace(SHARED, max_prefix_hit=11), first, again(first, "same"))
     assert run.cached["same"] == 8
 
 
-def test_a_prompt_whose_logprobs_are_wanted_is_computed_whole_and_cached() -> None:
+def test_a_prompt_with_requested_logprobs_is_computed_whole_and_cached() -> None:
     limits = replace(SHARED, max_logprobs=3, reports_prompt_logprobs=True, max_step_tokens=8)
     first = request("first", 20, 3)
     told = again(first, "told", sampling=replace(first.sampling, prompt_logprobs=2))
@@ -359,7 +359,7 @@ def test_a_prompt_whose_logprobs_are_wanted_is_computed_whole_and_cached() -> No
     assert run.engine.stats.num_prefix_queries_total == 20, "who does not look does not count"
 
 
-def test_blocks_are_reused_least_recently_used_first_and_the_ends_of_prompts_before_their_beginnings() -> None:
+def test_the_least_recently_used_blocks_are_evicted_first_and_later_ones_of_a_prompt_before_earlier() -> None:
     limits = replace(SHARED, num_blocks=8)
     a, b, c = (request(name, 13, 2) for name in "abc")
     run = one_after_another(limits, a, b, again(a, "touch a"), c, again(a, "a again"), again(b, "b again"))
@@ -367,7 +367,7 @@ def test_blocks_are_reused_least_recently_used_first_and_the_ends_of_prompts_bef
     assert run.cached["b again"] == 4
 
 
-def test_blocks_that_somebody_holds_are_not_reused() -> None:
+def test_held_blocks_are_not_evicted() -> None:
     first = request("first", 9, 1)
     asked = [again(first, "holds"), *(request(name, 9, 2) for name in "abcdef")]
     asked[0] = replace(asked[0], sampling=replace(first.sampling, max_tokens=20))
@@ -378,7 +378,7 @@ def test_blocks_that_somebody_holds_are_not_reused() -> None:
     assert run.cached["holds"] == 8
 
 
-def test_a_block_that_nobody_holds_is_free_until_it_is_shared() -> None:
+def test_an_unshared_released_block_is_free() -> None:
     # Of 8 blocks the running one holds 3 and may grow; the long prompt needs 5, whether 2 of them are cached or not.
     limits = replace(SHARED, num_blocks=8, max_prefill_rows=2)
     first = request("first", 9, 1)
@@ -392,7 +392,7 @@ def test_a_block_that_nobody_holds_is_free_until_it_is_shared() -> None:
     assert run.engine.stats.num_preemptions_total == 0
 
 
-def test_what_was_computed_behind_a_stop_is_not_cached() -> None:
+def test_tokens_computed_after_a_stop_are_not_cached() -> None:
     plain = request("a", 6, 20)
     tokens = alone(plain)[0]
     for limits in (replace(SEVERAL, shares_prefixes=True), SHARED_DEVICE):
@@ -402,7 +402,7 @@ def test_what_was_computed_behind_a_stop_is_not_cached() -> None:
             serve(limits, asked)
 
 
-def test_a_preempted_sequence_finds_what_is_left_of_it() -> None:
+def test_a_preempted_sequence_reuses_its_remaining_blocks() -> None:
     for limits in (replace(SMALL, shares_prefixes=True), replace(SHARED_DEVICE, num_blocks=8)):
         asked = request("a", 8, 20), request("b", 8, 20)
         plain = serve(replace(limits, shares_prefixes=False), *asked)
@@ -413,7 +413,7 @@ def test_a_preempted_sequence_finds_what_is_left_of_it() -> None:
         assert (stats.num_prefix_queries_total, stats.num_prefix_hits_total) == (16, 0), "the first time counts"
 
 
-def test_without_sharing_nothing_is_remembered() -> None:
+def test_without_prefix_sharing_nothing_is_cached() -> None:
     first = request("first", 14, 3)
     run = one_after_another(BLOCKS, first, again(first, "same"))
     stats = run.engine.stats
@@ -423,7 +423,7 @@ def test_without_sharing_nothing_is_remembered() -> None:
 # Preemption
 
 
-def test_the_youngest_of_the_lowest_priority_is_preempted() -> None:
+def test_the_youngest_sequence_of_the_lowest_priority_is_preempted() -> None:
     limits = replace(BLOCKS, num_blocks=9, max_prefill_rows=4)
     run = start(limits)
     run.add(request("a", 4, 24), request("low", 4, 24, priority=1), request("b", 4, 24))
@@ -438,7 +438,7 @@ def test_the_youngest_of_the_lowest_priority_is_preempted() -> None:
     assert "a" not in preempted
 
 
-def test_a_preempted_sequence_goes_on_where_it_was() -> None:
+def test_a_preempted_sequence_resumes_where_it_stopped() -> None:
     for limits in (SMALL, replace(SMALL, steps_in_flight=2, token_feedback="device")):
         run = serve(limits, request("a", 8, 20), request("b", 8, 20), request("c", 4, 10, temperature=1.0, seed=3))
         assert run.engine.stats.num_preemptions_total > 0
@@ -447,7 +447,7 @@ def test_a_preempted_sequence_goes_on_where_it_was() -> None:
         assert any(len(a.token_ids) > a.num_prompt_tokens for a in added), "the answer so far came along"
 
 
-def test_a_prompt_in_progress_goes_on_when_all_that_decode_were_preempted_for_want_of_blocks() -> None:
+def test_a_prefill_continues_when_all_decoding_sequences_were_preempted() -> None:
     for limits in (BLOCKS, DEVICE):
         run = start(replace(limits, mixes_phases=False, max_rows=2, max_step_tokens=2, num_blocks=9))
         asked = [request("low", 4, 28, priority=1), request("high", 20, 2)]
@@ -461,18 +461,18 @@ def test_a_prompt_in_progress_goes_on_when_all_that_decode_were_preempted_for_wa
         assert list(run.reasons) == ["high", "low"]
 
 
-def test_nobody_is_preempted_where_a_long_sequence_could_not_be_computed_again() -> None:
+def test_no_sequence_is_preempted_that_could_not_be_recomputed() -> None:
     limits = replace(SMALL, chunks_prefill=False, max_one_shot_prefill=8)
     run = serve(limits, request("a", 8, 16), request("b", 8, 16), request("c", 8, 16))
     assert run.engine.stats.num_preemptions_total == 0
 
 
-def test_nobody_is_preempted_with_a_line_per_sequence() -> None:
+def test_no_sequence_is_preempted_with_one_line_per_sequence() -> None:
     run = serve(NEURON, *[request(name, 20, 12) for name in "abcde"])
     assert run.engine.stats.num_preemptions_total == 0
 
 
-def test_a_prompt_is_admitted_only_with_a_block_to_spare_for_each_that_may_grow() -> None:
+def test_a_prompt_is_admitted_only_with_a_spare_block_for_each_growing_sequence() -> None:
     # a holds 1 block and may grow to 2; b needs 6 and may grow to 7: of 8 blocks 7 are free, one too few.
     asked = request("a", 2, 6), request("b", 21, 8)
     for num_blocks, waits in ((8, True), (9, False)):
@@ -485,7 +485,7 @@ def test_a_prompt_is_admitted_only_with_a_block_to_spare_for_each_that_may_grow(
 # Steps in flight
 
 
-def test_what_a_step_in_flight_may_write_to_is_not_handed_out() -> None:
+def test_blocks_that_the_step_in_flight_may_write_are_not_reused() -> None:
     # Both end at a stop token that nobody foresaw, so a row of each is still in flight when its slot is free.
     for limits in (DEVICE, replace(DEVICE, mixes_phases=False), replace(SEVERAL, num_blocks=12)):
         first = [request(name, 6, 20, seed=1) for name in "ab"]
@@ -494,20 +494,20 @@ def test_what_a_step_in_flight_may_write_to_is_not_handed_out() -> None:
         assert run.reasons["a"] is FinishReason.STOP
 
 
-def test_a_row_of_a_request_that_has_ended_is_discarded() -> None:
+def test_the_row_of_an_ended_request_is_discarded() -> None:
     stop = request("a", 6, 20)
     stop = replace(stop, sampling=replace(stop.sampling, stop_token_ids=frozenset(alone(stop)[0][2:3])))
     run = serve(DEVICE, stop)
     assert len(run.backend.batches) > len(run.tokens["a"]), "the row scheduled ahead ran for nothing"
 
 
-def test_blocks_are_reserved_for_the_most_a_row_can_take_and_the_surplus_returns() -> None:
+def test_blocks_are_reserved_for_the_maximum_of_a_row_and_the_surplus_returns() -> None:
     run = serve(SEVERAL, request("a", 6, 24), request("b", 3, 20))
     kept = [pair for batch in run.backend.batches for pair in batch.kept_blocks]
     assert kept, "no row ever took less than the most"
 
 
-def test_a_row_behind_one_that_may_be_the_last_waits() -> None:
+def test_a_row_waits_when_the_previous_one_may_be_its_last() -> None:
     for limits in (SEVERAL, neuron_limits(max_rows=3, max_model_length=32, max_tokens_per_row=4)):
         for max_tokens in range(1, 9):
             serve(limits, request("a", 8, max_tokens), request("b", 5, 12), request("c", 9, max_tokens))
@@ -515,7 +515,7 @@ def test_a_row_behind_one_that_may_be_the_last_waits() -> None:
             serve(limits, request("to the edge", num_prompt, limits.max_new_tokens(num_prompt)))
 
 
-def test_at_most_two_steps_are_scheduled_and_not_applied() -> None:
+def test_at_most_two_steps_are_scheduled_and_not_yet_applied() -> None:
     run = start(DEVICE)
     run.add(request("a", 4, 20))
     while run.engine.has_work:
@@ -546,7 +546,7 @@ def test_a_stop_token_before_min_tokens_does_not_end_the_answer() -> None:
     assert run.tokens["a"] == list(tokens[:6])
 
 
-def test_an_abort_frees_everything_wherever_the_request_stands() -> None:
+def test_an_abort_frees_everything_in_any_state_of_the_request() -> None:
     for limits in (BLOCKS, DEVICE, SEVERAL, SMALL, NEURON):
         for after in range(12):
             for victim in "abcde":
@@ -581,7 +581,7 @@ def test_aborting_unknown_and_finished_requests_is_harmless() -> None:
         (StepOutput(0, ((1, 2),)), r"1 to 1 tokens, got \[2\]"),
     ],
 )
-def test_an_output_that_is_not_the_steps_is_refused(output: StepOutput, complaint: str) -> None:
+def test_an_output_that_does_not_match_its_step_is_refused(output: StepOutput, complaint: str) -> None:
     scheduler = Scheduler(BLOCKS)
     scheduler.add(request("a", 3, 4))
     scheduler.schedule()
@@ -589,7 +589,7 @@ def test_an_output_that_is_not_the_steps_is_refused(output: StepOutput, complain
         scheduler.apply(output)
 
 
-def test_a_batch_is_a_delta_that_names_each_change_once() -> None:
+def test_a_batch_contains_each_change_once() -> None:
     run = serve(DEVICE, *[request(name, 5, 9) for name in "abcdef"])
     added = [a.slot for batch in run.backend.batches for a in batch.added]
     released = [slot for batch in run.backend.batches for slot in batch.released]
@@ -600,7 +600,7 @@ def test_a_batch_is_a_delta_that_names_each_change_once() -> None:
     assert len(blocks) == 6 * (DEVICE.blocks_for(13) - DEVICE.blocks_for(5))
 
 
-def test_steps_are_numbered_one_by_one() -> None:
+def test_steps_are_numbered_consecutively() -> None:
     run = serve(BLOCKS, request("a", 5, 9), request("b", 5, 9))
     assert all(after.step == before.step + 1 for before, after in pairwise(run.backend.batches))
 
@@ -608,7 +608,7 @@ def test_steps_are_numbered_one_by_one() -> None:
 # The pool
 
 
-def test_a_pool_hands_out_the_lowest_numbers_and_knows_its_holders() -> None:
+def test_a_pool_allocates_the_lowest_numbers_and_tracks_holders() -> None:
     pool = Pool(5)
     assert pool.take(3) == [0, 1, 2]
     pool.give_back([1])

@@ -65,7 +65,7 @@ def logged(model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     return start
 
 
-async def test_a_line_says_what_was_asked_and_what_it_cost(logged: Logged) -> None:
+async def test_a_line_describes_the_request_and_its_cost(logged: Logged) -> None:
     async with logged() as (served, log):
         body = {"model": "alias", "prompt": ["a core", "a node"], "n": 2, "max_tokens": 3, "ignore_eos": True}
         answer = await served.http.post("/v1/completions?x=1", json=body, headers={"user-agent": "tests/1"})
@@ -94,14 +94,14 @@ async def test_a_line_says_what_was_asked_and_what_it_cost(logged: Logged) -> No
     }
 
 
-async def test_of_one_answer_the_wait_is_part_of_the_time_to_its_first_token(logged: Logged) -> None:
+async def test_the_queue_time_is_part_of_the_time_to_first_token(logged: Logged) -> None:
     async with logged() as (served, log):
         await served.http.post("/v1/completions", json={"prompt": "a core", "max_tokens": 3})
         (line,) = await log.lines(1)
     assert 0 <= line["queue_seconds"] <= line["first_token_seconds"] <= line["duration_seconds"]
 
 
-async def test_streams_refusals_and_other_routes_have_a_line_and_probes_have_none(logged: Logged) -> None:
+async def test_streams_refusals_and_other_routes_are_logged_and_probes_are_not(logged: Logged) -> None:
     async with logged() as (served, log):
         for path in ("/health", "/live", "/metrics", "/version"):
             assert (await served.http.get(path)).status_code == 200
@@ -126,7 +126,7 @@ async def test_streams_refusals_and_other_routes_have_a_line_and_probes_have_non
     assert SECRET not in text
 
 
-async def test_a_field_that_a_client_made_up_is_not_shown() -> None:
+async def test_a_field_name_invented_by_a_client_is_not_logged() -> None:
     exchange = Exchange("id", "POST", "/v1/completions", "", {}, 0.0, 0.0)
     exchange.error = InvalidRequest("wrong", field=SECRET)
     assert entry(exchange)["param"] == "..."
@@ -134,7 +134,7 @@ async def test_a_field_that_a_client_made_up_is_not_shown() -> None:
     assert entry(exchange)["param"] == "messages[0].content"
 
 
-async def test_prompts_are_logged_when_asked_and_only_their_beginning(logged: Logged) -> None:
+async def test_prompts_are_logged_only_on_request_and_truncated(logged: Logged) -> None:
     async with logged(log_prompts=True, max_logged_characters=16) as (served, log):
         await served.http.post("/v1/completions", json={"prompt": [SECRET, "x"], "max_tokens": 1})
         (line,) = await log.lines(1)
@@ -144,14 +144,14 @@ async def test_prompts_are_logged_when_asked_and_only_their_beginning(logged: Lo
     assert second == "<|begin|>x"
 
 
-async def test_a_proxy_that_is_believed_tells_who_called(logged: Logged) -> None:
+async def test_a_trusted_proxy_supplies_the_client_address(logged: Logged) -> None:
     async with logged() as (served, log):
         await served.http.get("/v1/models", headers={"x-forwarded-for": "203.0.113.7"})
         (line,) = await log.lines(1)
     assert line["client"] == "203.0.113.7"
 
 
-async def test_a_streamed_token_costs_nothing_here(logged: Logged, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_streamed_token_adds_no_logging_work(logged: Logged, monkeypatch: pytest.MonkeyPatch) -> None:
     passed: list[str] = []
 
     class Counting(Exchanges):
@@ -172,7 +172,7 @@ async def test_a_streamed_token_costs_nothing_here(logged: Logged, monkeypatch: 
             assert passed == ["http.response.start", "http.response.body"]
 
 
-async def test_a_key_is_told_by_its_number(logged: Logged, tmp_path: Path) -> None:
+async def test_a_key_is_logged_by_its_number(logged: Logged, tmp_path: Path) -> None:
     keys = tmp_path / "keys"
     keys.write_text("sk-one\nsk-two\n")
     async with logged(api_key_file=keys) as (served, log):
@@ -187,7 +187,7 @@ async def test_a_key_is_told_by_its_number(logged: Logged, tmp_path: Path) -> No
     assert "sk-" not in text
 
 
-async def test_a_client_that_leaves_and_an_engine_that_ends_are_told(logged: Logged) -> None:
+async def test_disconnected_clients_and_failed_engines_are_logged(logged: Logged) -> None:
     body = {"prompt": "a core", "max_tokens": 200, "ignore_eos": True}
     async with logged(paced=True) as (served, log):
         leaving = asyncio.create_task(served.http.post("/v1/completions", json=body))
@@ -205,7 +205,7 @@ async def test_a_client_that_leaves_and_an_engine_that_ends_are_told(logged: Log
     assert line["output_tokens"] > 0
 
 
-async def test_a_client_that_leaves_in_the_middle_of_its_body_was_refused_nothing(logged: Logged) -> None:
+async def test_a_client_that_disconnects_during_its_body_is_not_logged_as_refused(logged: Logged) -> None:
     async with logged() as (served, log):
         refused = await served.metric("neuron_serving_requests_refused_total")
         _, writer = await asyncio.open_connection(served.http.base_url.host, served.http.base_url.port)
@@ -217,7 +217,7 @@ async def test_a_client_that_leaves_in_the_middle_of_its_body_was_refused_nothin
         assert await served.metric("neuron_serving_requests_refused_total") == refused
 
 
-async def test_a_mistake_of_ours_is_told_as_one(logged: Logged, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_an_internal_error_is_logged_as_one(logged: Logged, monkeypatch: pytest.MonkeyPatch) -> None:
     def broken() -> None:
         raise RuntimeError(SECRET)
 
@@ -230,7 +230,7 @@ async def test_a_mistake_of_ours_is_told_as_one(logged: Logged, monkeypatch: pyt
     assert SECRET not in answer.text + log.text
 
 
-async def test_a_full_queue_is_told_without_a_finish(logged: Logged) -> None:
+async def test_a_full_queue_is_logged_without_a_finish_reason(logged: Logged) -> None:
     body = {"prompt": "a core", "max_tokens": 50, "ignore_eos": True}
     async with logged(paced=True, max_queued=0) as (served, log):
         running = [asyncio.create_task(served.http.post("/v1/completions", json=body)) for _ in range(LIMITS.max_rows)]
@@ -244,7 +244,7 @@ async def test_a_full_queue_is_told_without_a_finish(logged: Logged) -> None:
 
 
 @pytest.mark.parametrize("sent", ["abc-123", "x" * 128, "550e8400-e29b-41d4-a716-446655440000"])
-async def test_a_clients_request_id_is_kept(logged: Logged, sent: str) -> None:
+async def test_a_valid_client_request_id_is_kept(logged: Logged, sent: str) -> None:
     async with logged() as (served, log):
         answer = await served.http.get("/v1/models", headers={"x-request-id": sent})
         assert answer.headers["x-request-id"] == sent
@@ -253,7 +253,7 @@ async def test_a_clients_request_id_is_kept(logged: Logged, sent: str) -> None:
 
 
 @pytest.mark.parametrize("sent", [None, "", "x" * 129, "two words", "tab\there", "caf\xe9"])
-async def test_another_one_is_replaced_and_every_answer_has_one(logged: Logged, sent: str | None) -> None:
+async def test_an_invalid_request_id_is_replaced_and_every_response_has_one(logged: Logged, sent: str | None) -> None:
     async with logged(access_log=False) as (served, log):
         headers = [] if sent is None else [(b"x-request-id", sent.encode("latin-1"))]
         made = set()
@@ -270,7 +270,7 @@ async def test_another_one_is_replaced_and_every_answer_has_one(logged: Logged, 
         assert log.text == ""
 
 
-async def test_wrong_methods_are_told_as_errors_and_options_which_there_are(logged: Logged) -> None:
+async def test_a_wrong_method_is_an_error_and_options_lists_the_methods(logged: Logged) -> None:
     async with logged(access_log=False) as (served, _):
         wrong = await served.http.put("/v1/completions", json={})
         assert (wrong.status_code, wrong.headers["allow"]) == (405, "POST")
@@ -288,7 +288,7 @@ async def test_wrong_methods_are_told_as_errors_and_options_which_there_are(logg
         assert (await served.http.options("/nothing")).json()["error"]["type"] == "not_found_error"
 
 
-async def test_lost_lines_are_a_metric_and_requests_go_on(model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_lost_lines_are_counted_and_requests_continue(model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     read_fd, write_fd = os.pipe()
     with os.fdopen(write_fd, "w") as stdout:
         monkeypatch.setattr(sys, "stdout", stdout)

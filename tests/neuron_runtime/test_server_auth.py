@@ -64,7 +64,7 @@ async def test_every_key_of_the_file_is_served(served: Serving, key: str) -> Non
 
 
 @pytest.mark.parametrize(("method", "path"), GUARDED)
-async def test_everything_but_the_open_paths_needs_a_key(served: Serving, method: str, path: str) -> None:
+async def test_every_path_except_the_open_ones_needs_a_key(served: Serving, method: str, path: str) -> None:
     url = f"{str(served.http.base_url).rstrip('/')}{path}"
     for headers in (
         {},
@@ -85,7 +85,7 @@ async def test_probes_metrics_and_documentation_need_no_key(served: Serving, pat
 
 
 @pytest.mark.parametrize("path", ["/docs/../v1/models", "/docs/static/../../v1/models", "/docs/%2e%2e/v1/models"])
-async def test_a_path_through_the_documentation_leads_nowhere(served: Serving, path: str) -> None:
+async def test_a_path_below_the_documentation_does_not_bypass_the_key(served: Serving, path: str) -> None:
     url = served.http.base_url
     reader, writer = await asyncio.open_connection(url.host, url.port)
     writer.write(f"GET {path} HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n".encode())
@@ -93,7 +93,7 @@ async def test_a_path_through_the_documentation_leads_nowhere(served: Serving, p
     writer.close()
 
 
-async def test_a_prefix_of_a_key_and_two_keys_at_once_are_no_keys(served: Serving) -> None:
+async def test_a_key_prefix_and_two_keys_are_refused(served: Serving) -> None:
     for wrong in (KEYS[0][:-1], KEYS[0] + "x", " ".join(KEYS), KEYS[0].upper(), "\xff"):
         headers = [(b"authorization", f"Bearer {wrong}".encode("latin-1"))]
         assert (await served.http.get("/v1/models", headers=headers)).status_code == 401
@@ -107,7 +107,7 @@ async def test_the_challenge_says_whether_a_key_was_sent(served: Serving) -> Non
     assert "nobody" not in wrong.text
 
 
-async def test_the_key_is_looked_at_before_any_of_the_body(served: Serving) -> None:
+async def test_the_key_is_checked_before_the_body_is_read(served: Serving) -> None:
     url = served.http.base_url
     reader, writer = await asyncio.open_connection(url.host, url.port)
     writer.write(
@@ -133,7 +133,7 @@ async def test_a_refused_client_keeps_its_connection(served: Serving) -> None:
     writer.close()
 
 
-async def test_a_browser_may_ask_first_without_a_key_and_reads_the_refusal(served: Serving) -> None:
+async def test_a_cors_preflight_needs_no_key_and_the_refusal_is_readable(served: Serving) -> None:
     origin = {"origin": "https://chat.example"}
     asked = {**origin, "access-control-request-method": "POST", "access-control-request-headers": "authorization"}
     preflight = await served.http.options("/v1/completions", headers=asked)
@@ -164,14 +164,14 @@ def replace(path: Path, text: str) -> None:
     os.replace(new, path)
 
 
-async def test_keys_are_numbered_by_their_line_and_spaces_around_them_do_not_count(tmp_path: Path) -> None:
+async def test_keys_are_numbered_by_line_and_stripped(tmp_path: Path) -> None:
     path = tmp_path / "keys"
     path.write_bytes(b"\n  one\t\r\n\ntwo")
     keys = ApiKeys(path)
     assert [keys.number_of(key) for key in (b"one", b"two", b"three", b"")] == [1, 2, None, None]
 
 
-async def test_a_changed_file_takes_effect_and_the_old_key_ends(tmp_path: Path) -> None:
+async def test_a_changed_key_file_takes_effect_and_revokes_old_keys(tmp_path: Path) -> None:
     path, clock = tmp_path / "keys", Clock()
     path.write_text("old")
     keys = ApiKeys(path, clock)
@@ -181,7 +181,7 @@ async def test_a_changed_file_takes_effect_and_the_old_key_ends(tmp_path: Path) 
     assert (keys.number_of(b"old"), keys.number_of(b"new")) == (None, 1)
 
 
-async def test_a_secret_that_the_kubelet_changed_takes_effect(tmp_path: Path) -> None:
+async def test_a_secret_updated_by_the_kubelet_takes_effect(tmp_path: Path) -> None:
     # A volume's files are links through `..data`, which is turned to another folder at once.
     for number in (1, 2):
         (tmp_path / f"..{number}").mkdir()
@@ -198,7 +198,7 @@ async def test_a_secret_that_the_kubelet_changed_takes_effect(tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("broken", ["", " \n", "a key\n", "ключ"], ids=["empty", "blank", "a space", "not ASCII"])
-async def test_the_keys_in_force_outlive_a_file_that_is_broken_or_gone(
+async def test_keys_stay_in_force_when_the_file_breaks_or_disappears(
     tmp_path: Path, broken: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path, clock = tmp_path / "keys", Clock()
@@ -226,7 +226,7 @@ async def test_the_keys_in_force_outlive_a_file_that_is_broken_or_gone(
         (b"k" * 100_000, "64 KiB"),
     ],
 )
-async def test_a_file_without_usable_keys_is_refused_without_showing_them(raw: bytes, says: str) -> None:
+async def test_a_file_without_usable_keys_is_refused_without_printing_them(raw: bytes, says: str) -> None:
     with pytest.raises(InvalidConfig, match=says) as refusal:
         parse_keys(raw, "/keys")
     assert refusal.value.field == "--api-key-file"
@@ -256,7 +256,7 @@ async def test_unusable_keys_end_the_command_before_a_port_opens(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("way", ["file", "variable"])
-async def test_a_key_appears_nowhere_but_in_its_file(
+async def test_a_key_appears_only_in_its_file(
     way: str, tmp_path: Path, key_file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if way == "variable":

@@ -43,14 +43,14 @@ async def told(served: Serving, sent: bytes) -> tuple[int, Any]:
     [(GET + b"X: ", b"x"), (GET, b"X: y\r\n"), (b"GET /", b"x")],
     ids=["header", "headers", "path"],
 )
-async def test_a_head_without_an_end_is_refused(served: Serving, start: bytes, endless: bytes) -> None:
+async def test_an_endless_request_head_is_refused(served: Serving, start: bytes, endless: bytes) -> None:
     sent = start + endless * (MAX_HEAD_BYTES // len(endless) + 1)
     status, body = await told(served, sent)
     assert status == 431
     assert body["error"]["type"] == "invalid_request_error"
 
 
-async def test_a_trailer_without_an_end_is_refused(served: Serving) -> None:
+async def test_an_endless_trailer_is_refused(served: Serving) -> None:
     url = served.http.base_url
     reader, writer = await asyncio.open_connection(url.host, url.port)
     writer.write(POST)
@@ -60,19 +60,19 @@ async def test_a_trailer_without_an_end_is_refused(served: Serving) -> None:
     writer.close()
 
 
-async def test_a_long_body_is_no_long_head(served: Serving) -> None:
+async def test_a_long_body_does_not_count_towards_the_head_limit(served: Serving) -> None:
     answer = await served.http.post("/v1/completions", content=b" " * (4 * MAX_HEAD_BYTES) + b"{}")
     assert answer.json()["error"]["param"] == "prompt"
 
 
-async def test_what_is_not_http_gets_an_error_object_too(served: Serving) -> None:
+async def test_invalid_http_gets_an_error_object(served: Serving) -> None:
     status, body = await told(served, b"hello\r\n\r\n")
     assert status == 400
     assert body["error"]["type"] == "invalid_request_error"
 
 
 @pytest.mark.parametrize("sent", [b"", GET, GET + b"\r\n" + GET], ids=["nothing", "half", "half of the second"])
-async def test_a_head_that_never_comes_ends_the_connection(
+async def test_a_connection_without_a_request_head_is_closed(
     served: Serving, monkeypatch: pytest.MonkeyPatch, sent: bytes
 ) -> None:
     monkeypatch.setattr(http_protocol, "HEAD_SECONDS", 0.05)
@@ -131,7 +131,7 @@ WEBSOCKET = GET + b"Connection: Upgrade\r\nUpgrade: websocket\r\n\r\n"
     ],
     ids=["at once", "in two parts", "in chunks", "without a body"],
 )
-async def test_who_asks_for_another_protocol_is_answered_in_this_one(
+async def test_an_upgrade_request_is_answered_over_http_1_1(
     served: Serving, sent: tuple[bytes, ...], word: bytes
 ) -> None:
     reader, writer = await ask(served, *sent)
@@ -141,7 +141,7 @@ async def test_who_asks_for_another_protocol_is_answered_in_this_one(
     assert word in answers
 
 
-async def test_requests_that_come_before_their_answers_are_answered_in_order_up_to_a_number(served: Serving) -> None:
+async def test_pipelined_requests_are_answered_in_order_up_to_a_limit(served: Serving) -> None:
     known, unknown = GET + b"\r\n", GET.replace(b"health", b"nowhere") + b"\r\n"
     reader, writer = await ask(served, (known + unknown) * (MAX_PIPELINED // 2) + LAST)
     statuses = re.findall(rb"HTTP/1.1 (\d+) ", await reader.read())
@@ -152,7 +152,7 @@ async def test_requests_that_come_before_their_answers_are_answered_in_order_up_
     writer.close()
 
 
-async def test_nothing_is_written_into_an_answer_that_is_under_way(served: Serving) -> None:
+async def test_invalid_data_during_a_response_is_not_answered_within_it(served: Serving) -> None:
     stream = {"prompt": "a core", "max_tokens": 200, "ignore_eos": True, "stream": True}
     served.backend.paced = True
     reader, writer = await ask(served, post(stream))
@@ -165,7 +165,7 @@ async def test_nothing_is_written_into_an_answer_that_is_under_way(served: Servi
     served.unpace()
 
 
-async def test_a_stream_whose_client_leaves_with_a_request_behind_it_frees_its_row(
+async def test_a_disconnected_stream_with_a_pipelined_request_frees_its_row(
     served: Serving, capfd: pytest.CaptureFixture[str]
 ) -> None:
     served.backend.paced = True

@@ -82,7 +82,7 @@ def refused_for(answer: httpx.Response) -> Any:
 
 
 @pytest.mark.parametrize("path", BODIES)
-async def test_every_field_of_an_endpoint_is_served(served: Serving, path: str) -> None:
+async def test_every_field_of_an_endpoint_is_supported(served: Serving, path: str) -> None:
     fields = set(BODIES[path][0].__struct_fields__)
     known = {*SAMPLES, *TOGETHER, *TEMPLATES, *(name for where, name in OWN if where == path)}
     assert fields <= known
@@ -96,7 +96,7 @@ async def test_every_field_of_an_endpoint_is_served(served: Serving, path: str) 
         assert refused_for(await post(served, path, **{name: TEMPLATES[name]})) == name
 
 
-async def test_a_field_of_the_other_endpoint_is_refused_by_name_unless_it_asks_for_nothing(served: Serving) -> None:
+async def test_a_field_of_the_other_endpoint_is_refused_unless_neutral(served: Serving) -> None:
     for path, other in ((COMPLETIONS, CHATS), (CHATS, COMPLETIONS)):
         strange = set(BODIES[other][0].__struct_fields__) - set(BODIES[path][0].__struct_fields__)
         assert strange
@@ -110,7 +110,7 @@ async def test_a_field_of_the_other_endpoint_is_refused_by_name_unless_it_asks_f
 
 
 @pytest.mark.parametrize("path", BODIES)
-async def test_what_is_not_built_is_refused_by_name_and_its_neutral_values_pass(served: Serving, path: str) -> None:
+async def test_unsupported_fields_are_refused_by_name_unless_neutral(served: Serving, path: str) -> None:
     assert ASKS.keys() == NOT_BUILT.keys()
     for name, value in ASKS.items():
         assert refused_for(await post(served, path, **{name: value})) == name
@@ -121,7 +121,7 @@ async def test_what_is_not_built_is_refused_by_name_and_its_neutral_values_pass(
 
 
 @pytest.mark.parametrize("path", BODIES)
-async def test_what_has_no_effect_may_be_anything(served: Serving, path: str) -> None:
+async def test_a_field_without_effect_accepts_any_value(served: Serving, path: str) -> None:
     for value in ("x", 5, {"a": "b"}, None):
         assert (await post(served, path, **dict.fromkeys(WITHOUT_EFFECT, value))).status_code == 200
 
@@ -168,7 +168,7 @@ def as_json(value: Any) -> bytes:
 
 @settings(max_examples=120)
 @given(path=st.sampled_from([COMPLETIONS, CHATS, "/tokenize", "/detokenize"]), body=bodies() | values)
-async def test_whatever_is_sent_is_answered_or_refused_in_words(served: Serving, path: str, body: Any) -> None:
+async def test_every_body_gets_an_answer_or_a_readable_error(served: Serving, path: str, body: Any) -> None:
     answer = await served.http.post(path, content=as_json(body))
     assert answer.status_code in {200, 400, 404}, (body, answer.status_code, answer.text)
     if answer.status_code != 200:
@@ -180,7 +180,7 @@ async def test_whatever_is_sent_is_answered_or_refused_in_words(served: Serving,
 
 @settings(max_examples=40)
 @given(path=st.sampled_from([COMPLETIONS, CHATS, "/tokenize", "/detokenize"]), raw=st.binary(max_size=60))
-async def test_bytes_that_are_no_json_are_refused_in_words(served: Serving, path: str, raw: bytes) -> None:
+async def test_invalid_json_gets_a_readable_error(served: Serving, path: str, raw: bytes) -> None:
     answer = await served.http.post(path, content=raw)
     assert answer.status_code == 400
     assert answer.json()["error"]["message"]
@@ -188,7 +188,7 @@ async def test_bytes_that_are_no_json_are_refused_in_words(served: Serving, path
 
 @pytest.mark.parametrize("depth", [100, 900, 1100, 50_000])
 @pytest.mark.parametrize("field", ["chat_template_kwargs", "logit_bias", "messages", "tools", "anything"])
-async def test_a_deep_body_is_answered_or_refused(served: Serving, depth: int, field: str) -> None:
+async def test_a_deeply_nested_body_is_answered_or_refused(served: Serving, depth: int, field: str) -> None:
     value = b'{"a":' * depth + b"1" + b"}" * depth
     body = b'{"messages": [{"role": "user", "content": "a"}], "max_tokens": 1, "%b": %b}' % (field.encode(), value)
     answer = await served.http.post(CHATS, content=body)
@@ -196,7 +196,7 @@ async def test_a_deep_body_is_answered_or_refused(served: Serving, depth: int, f
     assert answer.status_code == 200 or answer.json()["error"]["message"]
 
 
-async def test_the_engine_has_survived_it_all(served: Serving) -> None:
+async def test_the_engine_still_serves(served: Serving) -> None:
     await served.until_metric("vllm:num_requests_running", 0)
     await served.until_metric("vllm:num_requests_waiting", 0)
     assert served.engine.error is None

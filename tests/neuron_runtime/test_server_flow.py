@@ -57,7 +57,7 @@ def post(served: Serving, **body: Any) -> asyncio.Task[httpx.Response]:
     return asyncio.create_task(served.http.post("/v1/completions", json={**LONG, **body}))
 
 
-async def test_health_says_how_far_the_start_is_and_turns_with_it(model_dir: Path) -> None:
+async def test_health_reports_the_start_progress_and_becomes_ready(model_dir: Path) -> None:
     async with serving(model_dir, ready=False) as served:
         await served.until(lambda: "loading" in served.front_end.client.detail)
         health = await served.http.get("/health")
@@ -73,7 +73,7 @@ async def test_health_says_how_far_the_start_is_and_turns_with_it(model_dir: Pat
 
 
 @pytest.mark.parametrize("body", [LONG, STREAM], ids=["whole", "stream"])
-async def test_a_client_that_leaves_frees_its_row(model_dir: Path, body: dict[str, Any]) -> None:
+async def test_a_disconnected_client_frees_its_row(model_dir: Path, body: dict[str, Any]) -> None:
     async with serving(model_dir, paced=True) as served:
         asked = asyncio.create_task(served.http.post("/v1/completions", json=body))
         await served.until_metric("vllm:num_requests_running", 1)
@@ -84,7 +84,7 @@ async def test_a_client_that_leaves_frees_its_row(model_dir: Path, body: dict[st
         await served.until(lambda: served.front_end.gate.num_running == 0)
 
 
-async def test_a_client_that_leaves_a_stream_half_way_frees_its_row(model_dir: Path) -> None:
+async def test_a_client_that_leaves_a_stream_frees_its_row(model_dir: Path) -> None:
     async with serving(model_dir, paced=True) as served:
         served.permit(20)
         async with served.http.stream("POST", "/v1/completions", json=STREAM) as answer:
@@ -94,7 +94,7 @@ async def test_a_client_that_leaves_a_stream_half_way_frees_its_row(model_dir: P
         await served.until_metric("vllm:num_requests_running", 0)
 
 
-async def test_a_full_queue_is_a_429_that_says_when_to_come_back(model_dir: Path) -> None:
+async def test_a_full_queue_is_a_429_with_retry_after(model_dir: Path) -> None:
     async with serving(model_dir, paced=True, max_queued=1) as served:
         # Two rows and one place in the queue.
         admitted = [post(served, stream=number == 0) for number in range(3)]
@@ -111,7 +111,7 @@ async def test_a_full_queue_is_a_429_that_says_when_to_come_back(model_dir: Path
         assert await served.metric("vllm:request_success_total", finished_reason="abort") == 0
 
 
-async def test_a_stop_string_frees_the_row_while_the_engine_would_run_on(model_dir: Path) -> None:
+async def test_a_stop_string_frees_the_row_at_once(model_dir: Path) -> None:
     async with serving(model_dir) as served:
         text = (await post(served)).json()["choices"][0]["text"]
     async with serving(model_dir, paced=True) as served:
@@ -121,7 +121,7 @@ async def test_a_stop_string_frees_the_row_while_the_engine_would_run_on(model_d
         assert served.engine.backend.num_collected < 100
 
 
-async def test_news_that_piled_up_goes_out_in_one_event(model_dir: Path) -> None:
+async def test_queued_tokens_are_sent_in_one_event(model_dir: Path) -> None:
     async with serving(model_dir, paced=True) as served:
         served.permit(20)
         async with served.http.stream("POST", "/v1/completions", json=STREAM) as answer:
@@ -137,7 +137,7 @@ async def test_news_that_piled_up_goes_out_in_one_event(model_dir: Path) -> None
         assert len(rest) < 200 - 30
 
 
-async def test_a_drain_admits_for_a_while_then_refuses_and_lets_streams_end(model_dir: Path) -> None:
+async def test_a_drain_admits_for_its_delay_then_refuses_and_lets_streams_end(model_dir: Path) -> None:
     async with serving(model_dir, paced=True) as served:
         gate = served.front_end.gate
         stream = post(served, stream=True)
@@ -160,7 +160,7 @@ async def test_a_drain_admits_for_a_while_then_refuses_and_lets_streams_end(mode
         await served.finished
 
 
-async def test_a_drain_that_takes_too_long_ends_streams_with_an_error(model_dir: Path) -> None:
+async def test_a_drain_past_its_deadline_ends_streams_with_an_error(model_dir: Path) -> None:
     async with serving(model_dir, paced=True) as served:
         stream, whole = post(served, stream=True), post(served)
         await served.until_metric("vllm:num_requests_running", 2)
@@ -171,7 +171,7 @@ async def test_a_drain_that_takes_too_long_ends_streams_with_an_error(model_dir:
         await served.finished
 
 
-async def test_an_engine_that_ends_fails_what_it_had_and_the_next_one_serves(model_dir: Path) -> None:
+async def test_an_engine_exit_fails_its_requests_and_the_next_engine_serves(model_dir: Path) -> None:
     async with serving(model_dir, paced=True) as served:
         stream, whole = post(served, stream=True), post(served)
         await served.until_metric("vllm:num_requests_running", 2)
@@ -189,7 +189,7 @@ async def test_an_engine_that_ends_fails_what_it_had_and_the_next_one_serves(mod
         assert await served.metric("vllm:request_success_total", finished_reason="error") == 2
 
 
-async def test_between_two_engines_health_says_why(model_dir: Path) -> None:
+async def test_health_reports_why_there_is_no_engine(model_dir: Path) -> None:
     async with serving(model_dir) as served:
         served.tell(EngineEnded("the device failed"))
         await served.until(lambda: served.front_end.client.detail == "the device failed")
@@ -201,7 +201,7 @@ async def test_between_two_engines_health_says_why(model_dir: Path) -> None:
         await served.until(lambda: served.front_end.client.detail == "starting")
 
 
-async def test_an_exception_of_the_device_ends_the_engine_and_not_the_front_end(model_dir: Path) -> None:
+async def test_a_device_exception_ends_the_engine_but_not_the_front_end(model_dir: Path) -> None:
     async with serving(model_dir, paced=True) as served:
         asked = post(served)
         served.backend.failure = RuntimeError("device lost")
@@ -211,13 +211,13 @@ async def test_an_exception_of_the_device_ends_the_engine_and_not_the_front_end(
         assert (await asked).status_code == 503
 
 
-async def test_the_front_end_ends_when_its_supervisor_is_gone(model_dir: Path) -> None:
+async def test_the_front_end_ends_with_its_supervisor(model_dir: Path) -> None:
     async with serving(model_dir) as served:
         os.dup2(os.open(os.devnull, os.O_WRONLY), served.orders)
         await served.finished
 
 
-async def test_every_series_of_the_contract_is_exported(model_dir: Path) -> None:
+async def test_every_documented_series_is_exported(model_dir: Path) -> None:
     async with serving(model_dir) as served:
         answers = [(await post(served, max_tokens=tokens)).json() for tokens in (3, 5)]
         text = (await served.http.get("/metrics")).text
@@ -233,7 +233,7 @@ async def test_every_series_of_the_contract_is_exported(model_dir: Path) -> None
         assert await served.metric("neuron_serving_load_seconds") == 0.5
 
 
-async def test_what_a_request_waited_for_is_told_apart(model_dir: Path) -> None:
+async def test_queue_time_and_template_time_are_reported_separately(model_dir: Path) -> None:
     """Queue and prefill are the parts of the time to first token; who got none took part in neither."""
     async with serving(model_dir, paced=True, limits=ONE_ROW) as served:
         first = post(served)

@@ -92,7 +92,7 @@ def clients_of_each(command: ServeCommand) -> dict[int, list[Client]]:
     return found
 
 
-def test_every_front_end_serves_and_each_tells_the_numbers_of_all(model_dir: Path) -> None:
+def test_every_front_end_serves_and_reports_the_metrics_of_all(model_dir: Path) -> None:
     with serving(model_dir) as command:
         found = clients_of_each(command)
         assert len(found) == 2
@@ -119,7 +119,7 @@ def test_every_front_end_serves_and_each_tells_the_numbers_of_all(model_dir: Pat
             assert client.metric("vllm:num_requests_running") == 2
 
 
-def test_a_killed_front_end_is_replaced_while_the_streams_of_the_other_go_on(model_dir: Path) -> None:
+def test_a_killed_front_end_is_replaced_while_streams_of_others_continue(model_dir: Path) -> None:
     # Slow steps: what nobody waits for would run for minutes unless it is aborted.
     with serving(model_dir, step_milliseconds=40) as command:
         found = clients_of_each(command)
@@ -158,7 +158,7 @@ def events(stream: http.client.HTTPResponse) -> tuple[str, str, str]:
     return "".join(choice["text"] for choices in parts for choice in choices), told[-2], told[-1]
 
 
-def test_a_front_end_that_stands_still_is_ended(model_dir: Path) -> None:
+def test_a_frozen_front_end_is_ended(model_dir: Path) -> None:
     with serving(model_dir) as command:
         found = clients_of_each(command)
         frozen, other = found

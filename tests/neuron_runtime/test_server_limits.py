@@ -51,7 +51,7 @@ async def served(model_dir: Path) -> AsyncIterator[Serving]:
         ("/v1/chat/completions", {"messages": CHAT, "n": 5}, "n", "at most 4"),
     ],
 )
-async def test_more_than_is_allowed_is_refused(
+async def test_requests_beyond_the_limits_are_refused(
     served: Serving, path: str, body: dict[str, Any], field: str, says: str
 ) -> None:
     answer = await served.http.post(path, json=body)
@@ -70,7 +70,7 @@ async def test_more_than_is_allowed_is_refused(
         ("/v1/completions", {"prompt": list(range(5, 105)), "max_tokens": 1}, 1),
     ],
 )
-async def test_what_is_allowed_is_served_and_an_answer_without_a_length_ends_there(
+async def test_requests_at_the_limits_are_served_and_the_default_length_is_the_limit(
     served: Serving, path: str, body: dict[str, Any], num_tokens: int
 ) -> None:
     answer = await served.http.post(path, json=body | {"ignore_eos": True})
@@ -78,7 +78,7 @@ async def test_what_is_allowed_is_served_and_an_answer_without_a_length_ends_the
     assert answer.json()["usage"]["completion_tokens"] == num_tokens
 
 
-async def test_a_longer_body_is_refused_and_the_connection_ends_with_it(served: Serving) -> None:
+async def test_a_body_over_the_limit_is_refused_and_the_connection_closes(served: Serving) -> None:
     for size, status in ((1000, 400), (1001, 413), (4001, 413)):
         answer = await served.http.post("/v1/completions", content=b" " * size)
         assert answer.status_code == status
@@ -86,7 +86,7 @@ async def test_a_longer_body_is_refused_and_the_connection_ends_with_it(served: 
     assert answer.headers["connection"] == "close"
 
 
-async def test_a_compressed_body_is_refused_by_its_encoding(served: Serving) -> None:
+async def test_a_compressed_body_is_refused_naming_its_encoding(served: Serving) -> None:
     body = b'{"prompt": "a"}'
     for encoding, status in (("identity", 200), ("gzip", 415), ("br, gzip", 415)):
         answer = await served.http.post("/v1/completions", content=body, headers={"content-encoding": encoding})
@@ -95,7 +95,7 @@ async def test_a_compressed_body_is_refused_by_its_encoding(served: Serving) -> 
     assert answer.json()["error"]["code"] == "body_encoded"
 
 
-async def test_a_body_whose_length_is_not_declared_is_counted(served: Serving) -> None:
+async def test_a_body_without_declared_length_is_counted(served: Serving) -> None:
     url = served.http.base_url
     reader, writer = await asyncio.open_connection(url.host, url.port)
     head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n"
@@ -145,7 +145,7 @@ async def test_flags_become_options_of_the_document() -> None:
         ),
     ],
 )
-async def test_a_wrong_option_is_named_by_its_flag(
+async def test_an_invalid_option_is_named_by_its_flag(
     flags: list[str], says: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["serve", "org/m", *flags]) == ExitCode.INVALID_ENGINE_CONFIG

@@ -18,7 +18,7 @@ def until(holds: Callable[[], bool]) -> None:
         time.sleep(0.005)
 
 
-def test_lines_of_a_pipe_come_whole_and_in_order() -> None:
+def test_lines_arrive_whole_and_in_order() -> None:
     read_fd, write_fd = os.pipe()
     writer = LineWriter(write_fd)
     sent = [b"%d %b\n" % (n, b"x" * (n % 700)) for n in range(500)]
@@ -34,7 +34,7 @@ def test_lines_of_a_pipe_come_whole_and_in_order() -> None:
         os.close(fd)
 
 
-def test_what_waits_is_written_when_close_returns(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_close_writes_the_queued_lines(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(access_log, "GATHER_SECONDS", 3600.0)
     monkeypatch.setattr(access_log, "FLUSH_SECONDS", 60.0)
     read_fd, write_fd = os.pipe()
@@ -48,7 +48,7 @@ def test_what_waits_is_written_when_close_returns(monkeypatch: pytest.MonkeyPatc
         os.close(fd)
 
 
-def test_a_reader_that_does_not_read_costs_lines_and_never_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_slow_reader_costs_lines_and_never_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(access_log, "FLUSH_SECONDS", 0.05)
     read_fd, write_fd = os.pipe()
     writer = LineWriter(write_fd)
@@ -68,7 +68,7 @@ def test_a_reader_that_does_not_read_costs_lines_and_never_blocks(monkeypatch: p
         os.close(fd)
 
 
-def test_a_reader_that_is_gone_costs_lines_and_one_complaint(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_closed_reader_costs_lines_and_one_message(capsys: pytest.CaptureFixture[str]) -> None:
     read_fd, write_fd = os.pipe()
     os.close(read_fd)
     writer = LineWriter(write_fd)
@@ -81,7 +81,7 @@ def test_a_reader_that_is_gone_costs_lines_and_one_complaint(capsys: pytest.Capt
     assert capsys.readouterr().err.count("the access log cannot be written: Broken pipe") == 1
 
 
-def test_a_descriptor_that_does_not_wait_loses_nothing() -> None:
+def test_a_non_blocking_descriptor_loses_nothing() -> None:
     read_fd, write_fd = os.pipe()
     os.set_blocking(write_fd, False)
     writer = LineWriter(write_fd)

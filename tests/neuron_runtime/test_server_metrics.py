@@ -60,7 +60,7 @@ def started(incarnation: int = 1) -> Metrics:
 
 
 @given(st.lists(st.tuples(st.floats(0, 10), st.integers(1, 5)), max_size=30))
-def test_a_histogram_holds_every_observation_in_the_bucket_that_prometheus_puts_it_in(
+def test_a_histogram_uses_the_bucket_that_prometheus_uses(
     observed: list[tuple[float, int]],
 ) -> None:
     family = Family("h", "histogram", "h.", bounds=(0.5, 1.0, 5.0))
@@ -77,13 +77,13 @@ def test_a_histogram_holds_every_observation_in_the_bucket_that_prometheus_puts_
     assert found["h_sum", frozenset()] == pytest.approx(sum(number * times for number, times in observed))
 
 
-def test_an_observation_on_a_bound_belongs_below_it() -> None:
+def test_an_observation_on_a_bound_counts_below_it() -> None:
     one = Distribution((1.0, 2.0))
     one.observe(1.0)
     assert one.export() == (1.0, 1, 0, 0)
 
 
-def test_what_each_process_counts_is_added_and_what_the_engine_tells_is_taken_from_whoever_heard_most() -> None:
+def test_process_counts_are_summed_and_engine_values_come_from_the_most_recent_process() -> None:
     each = Family("each_total", "counter", "e.", ("reason",))
     told = Family("told", "gauge", "t.", counted_by="engine")
     parts = []
@@ -101,7 +101,7 @@ def test_what_each_process_counts_is_added_and_what_the_engine_tells_is_taken_fr
     }
 
 
-def test_what_a_process_exports_survives_its_way_to_another() -> None:
+def test_exported_values_survive_serialisation() -> None:
     one, other = started(), started()
     for metrics in (one, other):
         metrics.first_token(0.5, 0.25, 12)
@@ -119,7 +119,7 @@ def test_what_a_process_exports_survives_its_way_to_another() -> None:
 # The engine
 
 
-def test_counters_go_on_when_the_engine_begins_again() -> None:
+def test_counters_continue_when_the_engine_restarts() -> None:
     metrics = started()
     metrics.step(step(num_preemptions_total=2))
     metrics.step(step(num_preemptions_total=3))
@@ -130,7 +130,7 @@ def test_counters_go_on_when_the_engine_begins_again() -> None:
     assert value(metrics, "neuron_serving_engine_restarts_total") == 1
 
 
-def test_an_engine_that_ended_runs_nothing_and_takes_part_in_nothing() -> None:
+def test_an_ended_engine_reports_no_running_requests() -> None:
     metrics = started()
     metrics.step(step(num_running=2, num_waiting=3, num_blocks=8, num_blocks_used=4))
     assert value(metrics, "vllm:num_requests_waiting") == 3
@@ -141,7 +141,7 @@ def test_an_engine_that_ended_runs_nothing_and_takes_part_in_nothing() -> None:
     assert value(metrics, "neuron_serving_group_members_present") == 0
 
 
-def test_a_restarted_engine_with_another_cache_leaves_no_series_of_the_old_one() -> None:
+def test_a_restarted_engine_with_another_cache_drops_the_old_series() -> None:
     metrics = started()
     metrics.engine_started(2)
     metrics.engine_ready(BackendLimits(2, 256, 256, block_size=32, num_blocks=8), 1.0, 1.0)
@@ -149,7 +149,7 @@ def test_a_restarted_engine_with_another_cache_leaves_no_series_of_the_old_one()
     assert shapes == [{"model_name": "m", "block_size": "32", "num_gpu_blocks": "8"}]
 
 
-def test_steps_are_counted_by_kind_and_by_the_shape_they_ran_in() -> None:
+def test_steps_are_counted_by_kind_and_shape() -> None:
     metrics = started()
     prefill = {"kind": Kind.PREFILL, "num_tokens": 100, "num_computed_tokens": 128, "bucket": "1x128"}
     decode = {"kind": Kind.DECODE, "num_tokens": 3, "num_computed_tokens": 3}
@@ -171,7 +171,7 @@ def test_steps_are_counted_by_kind_and_by_the_shape_they_ran_in() -> None:
     assert value(metrics, "vllm:iteration_tokens_total_sum") == 106
 
 
-def test_padding_and_busy_time_are_those_of_the_device() -> None:
+def test_padding_and_busy_time_come_from_the_device() -> None:
     options = Options(decode_buckets=(4, 8), prefill_buckets=(32, 128), prefill="whole")
     config = RuntimeConfig(version=CONFIG_VERSION, model=ModelSource(uri="file:///m"), served_names=("m",))
     clock = VirtualClock()
@@ -217,9 +217,7 @@ class Post:
         self._clock.sleep_until(self._clock.now() + seconds)
 
 
-def test_waiting_for_requests_is_no_work_and_waiting_for_the_device_is_not_the_hosts(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_idle_time_and_device_time_do_not_count_as_host_time(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     clock = VirtualClock()
     monkeypatch.setattr("neuron_runtime.engine.process.time", SimpleNamespace(monotonic=clock.now))
     backend = SimulatedBackend(
@@ -249,7 +247,7 @@ def test_waiting_for_requests_is_no_work_and_waiting_for_the_device_is_not_the_h
     assert clock.now() == pytest.approx(work + 2 * Post.WAIT + 2 * Post.SEND)
 
 
-def test_a_step_counts_once_although_mail_comes_behind_it(tmp_path: Path) -> None:
+def test_a_step_counts_once_when_messages_follow_it(tmp_path: Path) -> None:
     clock = VirtualClock()
     times = StepTimes(decode=Phase(constant(0.01)), prefill=Phase(constant(0.03)))
     engine = Engine(SimulatedBackend(replace(LIMITS, vocabulary_size=512), times, clock), clock=clock.now)
@@ -289,7 +287,7 @@ def over(error: ServingError | None, status: int, *ended: FinishReason) -> Excha
     ],
     ids=lambda one: one if isinstance(one, str) else "",
 )
-def test_a_refused_request_is_counted_by_why(error: ServingError, status: int, reason: str) -> None:
+def test_refused_requests_are_counted_by_reason(error: ServingError, status: int, reason: str) -> None:
     metrics = started()
     assert value(metrics, "neuron_serving_requests_refused_total", reason=reason) == 0, "a rate begins at 0"
     ExchangeCounter(metrics).ended(over(error, status))
@@ -297,7 +295,7 @@ def test_a_refused_request_is_counted_by_why(error: ServingError, status: int, r
     assert value(metrics, "vllm:request_params_n_count") == 0
 
 
-def test_a_request_that_ran_is_not_refused_however_it_ended() -> None:
+def test_a_request_that_ran_is_never_counted_as_refused() -> None:
     metrics = started()
     ExchangeCounter(metrics).ended(over(BackendFailed("died"), 503, FinishReason.ERROR, FinishReason.ERROR))
     ExchangeCounter(metrics).ended(over(BackendFailed("died"), 200, FinishReason.STOP, FinishReason.ERROR))
@@ -309,7 +307,7 @@ def test_a_request_that_ran_is_not_refused_however_it_ended() -> None:
     assert value(metrics, "vllm:request_max_num_generation_tokens_sum") == 5 + 5 + 5 + 7
 
 
-def test_what_is_read_at_the_scrape_goes_on_where_a_predecessor_was() -> None:
+def test_values_read_at_scrape_continue_from_the_predecessor() -> None:
     first, second = started(), started()
     first.read_at_scrape(LOG_LINES_LOST, lambda: 3)
     first.read_at_scrape(OPEN_CONNECTIONS, lambda: 7)
@@ -326,7 +324,7 @@ def test_what_is_read_at_the_scrape_goes_on_where_a_predecessor_was() -> None:
 # The text
 
 
-def test_the_series_that_a_board_needs_are_there_before_the_first_request() -> None:
+def test_series_for_the_board_exist_before_the_first_request() -> None:
     there = {name for name, _ in samples(started().render())}
     for family in FAMILIES:
         if family.name not in ("neuron_serving_fed_tokens_total", "neuron_serving_computed_tokens_total"):
@@ -353,13 +351,13 @@ READ_BY_OTHERS = {
 
 
 @pytest.mark.parametrize("who", READ_BY_OTHERS)
-def test_what_was_made_for_vllm_finds_its_metrics(who: str) -> None:
+def test_vllm_dashboards_find_their_metrics(who: str) -> None:
     kinds = {family.name: family.kind for family in FAMILIES}
     for kind, names in READ_BY_OTHERS[who].items():
         assert {name: kinds.get(f"vllm:{name}") for name in names.split()} == dict.fromkeys(names.split(), kind)
 
 
-def test_every_name_says_its_unit_as_prometheus_asks() -> None:
+def test_every_metric_name_has_its_unit_as_prometheus_requires() -> None:
     seen: set[str] = set()
     for family in FAMILIES:
         assert family.name.startswith(("vllm:", "neuron_serving_"))
@@ -372,14 +370,14 @@ def test_every_name_says_its_unit_as_prometheus_asks() -> None:
         assert list(family.bounds) == sorted(set(family.bounds))
 
 
-def test_bounds_are_exact_numbers_in_the_text() -> None:
+def test_bucket_bounds_are_exact_in_the_text() -> None:
     for family in FAMILIES:
         for bound in family.bounds:
             assert float(repr(bound)) == bound
             assert len(repr(bound)) < 9, "a rule names a bound as it is written"
 
 
-def test_counting_costs_the_same_however_much_was_counted() -> None:
+def test_the_cost_of_counting_is_constant() -> None:
     """Numbers are counted per token: what is kept must not grow with them."""
     metrics = started()
     numbers = random.Random(1)

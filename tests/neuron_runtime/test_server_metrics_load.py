@@ -177,16 +177,16 @@ CHECKS: dict[str, Check] = {
 }
 
 
-def test_every_metric_that_the_docs_name_is_checked_and_no_other() -> None:
+def test_the_checks_cover_exactly_the_documented_metrics() -> None:
     assert CHECKS.keys() == DOCUMENTED.keys()
 
 
 @pytest.mark.parametrize("name", DOCUMENTED)
-def test_a_metric_says_what_the_load_did(name: str, load: ScriptedLoad) -> None:
+def test_each_metric_matches_the_load(name: str, load: ScriptedLoad) -> None:
     CHECKS[name](load, load.scrapes[-1], name)
 
 
-def test_nothing_that_counts_ever_goes_back_not_even_when_the_engine_dies(load: ScriptedLoad) -> None:
+def test_counters_never_decrease_even_when_the_engine_dies(load: ScriptedLoad) -> None:
     counted = tuple(
         f"{name}{suffix}"
         for name, kind in DOCUMENTED.items()
@@ -201,13 +201,13 @@ def test_nothing_that_counts_ever_goes_back_not_even_when_the_engine_dies(load: 
     assert len(seen) > 100
 
 
-def test_between_two_engines_nothing_runs_and_nobody_is_present(load: ScriptedLoad) -> None:
+def test_without_an_engine_no_request_is_reported_running(load: ScriptedLoad) -> None:
     absent = [scrape for scrape in load.scrapes if scrape.total("neuron_serving_group_members_present") == 0]
     assert len(absent) == 1
     assert absent[0].total("vllm:num_requests_running") == 0
 
 
-def test_before_the_first_request_nothing_is_counted(load: ScriptedLoad) -> None:
+def test_all_counters_are_zero_before_the_first_request(load: ScriptedLoad) -> None:
     first = load.scrapes[0]
     told = {"vllm:cache_config_info", "vllm:lora_requests_info"}
     told |= {
@@ -217,7 +217,7 @@ def test_before_the_first_request_nothing_is_counted(load: ScriptedLoad) -> None
     assert {name for (name, _), value in first.values.items() if value} == told
 
 
-def test_the_parts_of_a_requests_time_add_up(load: ScriptedLoad) -> None:
+def test_the_phases_of_a_request_add_up(load: ScriptedLoad) -> None:
     last = load.scrapes[-1]
 
     def seconds(name: str) -> float:
@@ -230,13 +230,13 @@ def test_the_parts_of_a_requests_time_add_up(load: ScriptedLoad) -> None:
     assert seconds("e2e_request_latency") > first_token + seconds("request_decode_time")
 
 
-def test_the_time_of_the_engines_thread_is_the_hosts_and_the_backends(load: ScriptedLoad) -> None:
+def test_engine_thread_time_is_host_time_plus_backend_time(load: ScriptedLoad) -> None:
     last = load.scrapes[-1]
     host = last.total("neuron_serving_step_host_seconds_sum")
     assert 0 < host < last.total("neuron_serving_work_seconds_total")
 
 
-def test_the_cache_was_in_use_while_requests_ran(load: ScriptedLoad) -> None:
+def test_cache_usage_is_reported_while_requests_run(load: ScriptedLoad) -> None:
     usage = [scrape.total("vllm:kv_cache_usage_perc") for scrape in load.scrapes]
     running = [scrape.total("vllm:num_requests_running") for scrape in load.scrapes]
     assert all(share > 0 for share, number in zip(usage, running, strict=True) if number)

@@ -162,7 +162,7 @@ def same_logprobs(one: Any, other: Any) -> bool:
 # What every answer has
 
 
-async def test_a_completion_is_what_the_schema_says(client: AsyncOpenAI, tokenizer: Tokenizer) -> None:
+async def test_a_completion_matches_the_schema(client: AsyncOpenAI, tokenizer: Tokenizer) -> None:
     whole = await complete(client)
     assert beyond(whole) == {"choices.stop_reason"}
     assert whole.usage is not None
@@ -175,7 +175,7 @@ async def test_a_completion_is_what_the_schema_says(client: AsyncOpenAI, tokeniz
     assert {part["id"] for part in parts} == {parts[0]["id"]}
 
 
-async def test_a_chat_completion_is_what_the_schema_says(client: AsyncOpenAI) -> None:
+async def test_a_chat_completion_matches_the_schema(client: AsyncOpenAI) -> None:
     whole = await chat(client)
     assert beyond(whole) == {"choices.stop_reason"}
     parts = await chat_streamed(client, stream_options={"include_usage": True})
@@ -188,7 +188,7 @@ async def test_a_chat_completion_is_what_the_schema_says(client: AsyncOpenAI) ->
     assert {name for part in parts for name in beyond(part)} == {"choices.stop_reason"}
 
 
-async def test_the_clients_own_assembly_of_a_stream_is_the_whole_answer(client: AsyncOpenAI) -> None:
+async def test_the_stream_assembled_by_the_client_is_the_whole_answer(client: AsyncOpenAI) -> None:
     free = (await chat(client)).choices[0].message.content or ""
     # The client takes an answer that was cut for an error.
     asked: dict[str, Any] = {**ASK, "messages": CHAT, "logprobs": True, "top_logprobs": 2, "stop": [free[-3:]]}
@@ -214,7 +214,7 @@ async def test_several_prompts_and_answers_are_numbered(client: AsyncOpenAI) -> 
     assert len({choice.message.content for choice in chats.choices}) == 2
 
 
-async def test_models_are_what_the_schema_says(client: AsyncOpenAI, served: Serving) -> None:
+async def test_the_model_list_matches_the_schema(client: AsyncOpenAI, served: Serving) -> None:
     raw = await served.http.get("/v1/models")
     assert raw.json()["object"] == "list"
     models = (await client.models.list()).data
@@ -229,7 +229,7 @@ async def test_models_are_what_the_schema_says(client: AsyncOpenAI, served: Serv
         await client.models.retrieve("other")
 
 
-async def test_errors_are_the_clients_exceptions_with_field_and_code(client: AsyncOpenAI) -> None:
+async def test_errors_raise_the_exceptions_of_the_client_with_field_and_code(client: AsyncOpenAI) -> None:
     with pytest.raises(openai.BadRequestError) as wrong:
         await client.completions.create(**{**ASK, "prompt": PROMPT, "temperature": -1})
     assert (wrong.value.param, wrong.value.type) == ("temperature", "invalid_request_error")
@@ -241,7 +241,7 @@ async def test_errors_are_the_clients_exceptions_with_field_and_code(client: Asy
     assert tools.value.param == "tools"
 
 
-async def test_fields_that_no_version_of_the_api_has_are_not_looked_at(client: AsyncOpenAI) -> None:
+async def test_unknown_fields_are_ignored(client: AsyncOpenAI) -> None:
     plain = await complete(client)
     more = await complete(
         client,
@@ -256,7 +256,7 @@ async def test_fields_that_no_version_of_the_api_has_are_not_looked_at(client: A
 
 
 @pytest.mark.parametrize("alternatives", [0, 1, 5])
-async def test_a_completion_tells_the_logprobs_of_its_tokens(
+async def test_a_completion_returns_token_logprobs(
     client: AsyncOpenAI, tokenizer: Tokenizer, alternatives: int
 ) -> None:
     whole = await complete(client, logprobs=alternatives, extra_body=extra(return_token_ids=True))
@@ -285,7 +285,7 @@ async def test_a_completion_tells_the_logprobs_of_its_tokens(
 
 
 @pytest.mark.parametrize("alternatives", [0, 3])
-async def test_a_chat_tells_the_logprobs_and_bytes_of_its_tokens(client: AsyncOpenAI, alternatives: int) -> None:
+async def test_a_chat_returns_token_logprobs_and_bytes(client: AsyncOpenAI, alternatives: int) -> None:
     whole = await chat(client, logprobs=True, top_logprobs=alternatives, extra_body=extra(skip_special_tokens=False))
     choice = whole.choices[0]
     assert choice.logprobs is not None
@@ -306,14 +306,14 @@ async def test_a_chat_tells_the_logprobs_and_bytes_of_its_tokens(client: AsyncOp
     assert [token for tokens in streams for token in tokens] == choice.logprobs.content
 
 
-async def test_without_alternatives_asked_a_chat_names_the_chosen_tokens_alone(client: AsyncOpenAI) -> None:
+async def test_without_top_logprobs_a_chat_returns_only_chosen_tokens(client: AsyncOpenAI) -> None:
     whole = await chat(client, logprobs=True)
     assert whole.choices[0].logprobs is not None
     assert all(token.top_logprobs == [] for token in whole.choices[0].logprobs.content or ())
 
 
 @pytest.mark.parametrize("included", [False, True])
-async def test_tokens_behind_a_stop_text_are_told_nowhere(client: AsyncOpenAI, included: bool) -> None:
+async def test_tokens_after_a_stop_string_are_not_returned(client: AsyncOpenAI, included: bool) -> None:
     free = (await complete(client)).choices[0].text
     stop = free[9:12]
     more = extra(return_token_ids=True, include_stop_str_in_output=included)
@@ -334,7 +334,7 @@ async def test_tokens_behind_a_stop_text_are_told_nowhere(client: AsyncOpenAI, i
     assert same_logprobs(choice.logprobs, joined(parts)["logprobs"])
 
 
-async def test_tokens_that_a_step_made_behind_the_stop_text_are_told_nowhere(model_dir: Path) -> None:
+async def test_tokens_after_the_stop_string_in_the_same_step_are_not_returned(model_dir: Path) -> None:
     several = replace(LIMITS, max_tokens_per_row=4, num_lookahead_tokens=3)
     async with serving(model_dir, limits=several) as served, client_of(served) as client:
         free = (await complete(client)).choices[0].text
@@ -350,7 +350,7 @@ async def test_tokens_that_a_step_made_behind_the_stop_text_are_told_nowhere(mod
             assert whole.usage.completion_tokens == len(ids) == len(choice.logprobs.tokens or ())
 
 
-async def test_a_stop_token_is_told_and_not_shown(client: AsyncOpenAI, tokenizer: Tokenizer) -> None:
+async def test_a_stop_token_has_logprobs_and_no_text(client: AsyncOpenAI, tokenizer: Tokenizer) -> None:
     free = await complete(client, extra_body=extra(return_token_ids=True))
     ids = free.choices[0].token_ids  # type: ignore[attr-defined]
     stop = next(one for one in ids[6:] if one not in ids[:6])
@@ -363,7 +363,7 @@ async def test_a_stop_token_is_told_and_not_shown(client: AsyncOpenAI, tokenizer
     assert joined(await streamed(client, extra_body=more))["token_ids"] == ids[:end]
 
 
-async def test_tokens_may_be_named_by_number(client: AsyncOpenAI) -> None:
+async def test_tokens_can_be_returned_as_ids(client: AsyncOpenAI) -> None:
     more = extra(return_token_ids=True, return_tokens_as_token_ids=True)
     choice = (await complete(client, logprobs=2, extra_body=more)).choices[0]
     assert choice.logprobs is not None
@@ -380,7 +380,7 @@ async def test_tokens_may_be_named_by_number(client: AsyncOpenAI) -> None:
 # Prompts that are told
 
 
-async def test_an_echo_is_the_prompt_before_the_answer(client: AsyncOpenAI, tokenizer: Tokenizer) -> None:
+async def test_an_echo_starts_with_the_prompt(client: AsyncOpenAI, tokenizer: Tokenizer) -> None:
     plain = (await complete(client)).choices[0].text
     for prompt in (PROMPT, list(tokenizer.encode(PROMPT))):
         whole = await complete(client, prompt=prompt, echo=True)
@@ -392,7 +392,7 @@ async def test_an_echo_is_the_prompt_before_the_answer(client: AsyncOpenAI, toke
 
 @pytest.mark.parametrize("as_ids", [False, True])
 @pytest.mark.parametrize("max_tokens", [0, 4])
-async def test_an_echo_tells_the_logprobs_of_the_prompt_too(
+async def test_an_echo_returns_prompt_logprobs_too(
     client: AsyncOpenAI, tokenizer: Tokenizer, as_ids: bool, max_tokens: int
 ) -> None:
     ids = tokenizer.encode(PROMPT)
@@ -419,7 +419,7 @@ async def test_an_echo_tells_the_logprobs_of_the_prompt_too(
     assert joined(await streamed(client, **asked))["logprobs"] == json.loads(told.model_dump_json())
 
 
-async def test_prompt_logprobs_have_vllms_form(client: AsyncOpenAI, tokenizer: Tokenizer) -> None:
+async def test_prompt_logprobs_have_the_form_of_vllm(client: AsyncOpenAI, tokenizer: Tokenizer) -> None:
     ids = tokenizer.encode(PROMPT)
     whole = await complete(client, n=2, extra_body=extra(prompt_logprobs=2, return_token_ids=True))
     for choice in whole.choices:
@@ -434,7 +434,7 @@ async def test_prompt_logprobs_have_vllms_form(client: AsyncOpenAI, tokenizer: T
 
 
 @pytest.mark.parametrize("more", [{}, {"echo": True}, {"echo": True, "logprobs": 0}])
-async def test_the_logprobs_of_a_prompt_are_computed_once_for_all_answers_unless_each_repeats_it(
+async def test_prompt_logprobs_are_computed_once_unless_every_answer_echoes(
     client: AsyncOpenAI,
     served: Serving,
     tokenizer: Tokenizer,
@@ -468,9 +468,7 @@ def check_prompt_logprobs(told: Any, ids: Any, tokenizer: Tokenizer) -> None:
         assert 2 <= len(entry) <= 3
 
 
-async def test_the_tokens_of_the_prompt_come_with_the_first_part_alone(
-    client: AsyncOpenAI, tokenizer: Tokenizer
-) -> None:
+async def test_prompt_token_ids_are_sent_with_the_first_chunk_only(client: AsyncOpenAI, tokenizer: Tokenizer) -> None:
     parts = await streamed(client, extra_body=extra(return_token_ids=True))
     told = [choice.get("prompt_token_ids") for part in parts for choice in part["choices"]]
     assert told == [list(tokenizer.encode(PROMPT)), *[None] * (len(told) - 1)]
@@ -480,7 +478,7 @@ async def test_the_tokens_of_the_prompt_come_with_the_first_part_alone(
     assert set(map(str, beside[1:])) == {"None"}
 
 
-async def test_a_prompt_is_cut_at_its_beginning(client: AsyncOpenAI, tokenizer: Tokenizer) -> None:
+async def test_a_prompt_is_truncated_at_its_start(client: AsyncOpenAI, tokenizer: Tokenizer) -> None:
     ids = tokenizer.encode(PROMPT)
     for prompt, kept in ((PROMPT, [ids[0], *ids[-3:]]), (list(ids), list(ids[-4:]))):
         more = extra(truncate_prompt_tokens=4, return_token_ids=True)
@@ -502,7 +500,7 @@ async def test_a_prompt_is_cut_at_its_beginning(client: AsyncOpenAI, tokenizer: 
 # Chats
 
 
-async def test_developers_and_parts_and_earlier_thoughts_are_written_as_the_template_takes_them(
+async def test_developer_messages_parts_and_reasoning_are_converted_for_the_template(
     served: Serving, client: AsyncOpenAI
 ) -> None:
     async def tokens(*messages: Any, **asked: Any) -> list[int]:
@@ -520,7 +518,9 @@ async def test_developers_and_parts_and_earlier_thoughts_are_written_as_the_temp
     assert (await chat(client, messages=[*CHAT, earlier, *CHAT])).choices
 
 
-async def test_the_last_message_is_continued(served: Serving, client: AsyncOpenAI, tokenizer: Tokenizer) -> None:
+async def test_the_last_message_can_be_continued_over_http(
+    served: Serving, client: AsyncOpenAI, tokenizer: Tokenizer
+) -> None:
     begun: Any = [*CHAT, {"role": "assistant", "content": "A device holds"}]
     more = extra(continue_final_message=True, return_token_ids=True)
     for asked in (more, {**more, "add_generation_prompt": False}):
@@ -533,7 +533,7 @@ async def test_the_last_message_is_continued(served: Serving, client: AsyncOpenA
     assert told == said.prompt_token_ids  # type: ignore[attr-defined]
 
 
-async def test_both_names_of_the_limit_may_say_the_same(client: AsyncOpenAI) -> None:
+async def test_both_names_of_the_token_limit_may_be_equal(client: AsyncOpenAI) -> None:
     said = await chat(client, max_tokens=5, max_completion_tokens=5)
     assert said.usage is not None
     assert said.usage.completion_tokens == 5
@@ -577,7 +577,7 @@ async def thinking(model_dir: Path, parser: Any = "qwen3") -> Any:
         ("<think>a core that", {}, "a core that", None),
     ],
 )
-async def test_a_thought_stands_beside_the_content(
+async def test_reasoning_is_returned_beside_the_content(
     model_dir: Path,
     says: Callable[[str], None],
     *,
@@ -608,7 +608,7 @@ async def test_a_thought_stands_beside_the_content(
         assert len(whole.choices[0].logprobs.content or ()) == whole.usage.completion_tokens
 
 
-async def test_a_thought_is_streamed_as_it_comes(model_dir: Path, says: Callable[[str], None]) -> None:
+async def test_reasoning_is_streamed_as_it_arrives(model_dir: Path, says: Callable[[str], None]) -> None:
     says("<think>a ☃ core holds</think>a node")
     options = TextOptions(reasoning_parser="qwen3", chat_template=THINKS)
     async with serving(model_dir, text=options, paced=True) as served, client_of(served) as client:
@@ -626,7 +626,7 @@ async def test_a_thought_is_streamed_as_it_comes(model_dir: Path, says: Callable
         assert not any(thought and delta.content for thought, delta in zip(thoughts, deltas, strict=True))
 
 
-async def test_a_thought_may_be_left_out_and_its_effort_reaches_the_template(
+async def test_reasoning_can_be_omitted_and_its_effort_reaches_the_template(
     model_dir: Path, says: Callable[[str], None]
 ) -> None:
     says("<think>a core</think>a node")
@@ -644,7 +644,7 @@ async def test_a_thought_may_be_left_out_and_its_effort_reaches_the_template(
         assert not [delta for part in parts for delta in beyond(part) if "reasoning" in delta]
 
 
-async def test_a_parser_whose_marks_the_tokenizer_hides_is_refused_at_the_start(tmp_path: Path) -> None:
+async def test_a_parser_whose_markers_the_tokenizer_hides_is_refused_at_start(tmp_path: Path) -> None:
     folder = make_model(tmp_path / "model")
     path = folder / "tokenizer_config.json"
     entry = {"400": {"content": "<think>", "special": True}}

@@ -84,7 +84,7 @@ def event_media(document: dict[str, Any], path: str) -> dict[str, Any]:
     return {"schema": data["contentSchema"]}
 
 
-async def test_the_document_is_of_openapi_3_1_and_its_schemas_are_json_schemas(document: dict[str, Any]) -> None:
+async def test_the_document_is_openapi_3_1_with_valid_json_schemas(document: dict[str, Any]) -> None:
     assert re.fullmatch(r"3\.1\.\d+", document["openapi"])
     for schema in document["components"]["schemas"].values():
         Draft202012Validator.check_schema(schema)
@@ -112,7 +112,7 @@ async def test_every_schema_and_every_field_has_a_description(document: dict[str
             assert found["description"], (name, field)
 
 
-async def test_ranges_and_defaults_are_those_that_requests_are_checked_against(document: dict[str, Any]) -> None:
+async def test_documented_ranges_and_defaults_are_those_of_the_checks(document: dict[str, Any]) -> None:
     for body in (ChatBody, CompletionBody):
         fields = document["components"]["schemas"][body.__name__]["properties"]
         for name, row in parameters_of(body).items():
@@ -123,7 +123,7 @@ async def test_ranges_and_defaults_are_those_that_requests_are_checked_against(d
                 assert told.endswith(json.dumps(row.default)), name
 
 
-async def test_bodies_have_every_field_with_its_default(document: dict[str, Any]) -> None:
+async def test_request_schemas_have_every_field_with_its_default(document: dict[str, Any]) -> None:
     for body in (ChatBody, CompletionBody):
         schema = document["components"]["schemas"][body.__name__]
         assert set(schema["properties"]) == set(body.__struct_fields__)
@@ -154,7 +154,7 @@ async def test_an_event_has_exactly_the_fields_of_its_schema(
         check(document, event_media(document, path), json.loads(event))
 
 
-async def test_the_example_of_a_body_is_served(served: Serving, document: dict[str, Any]) -> None:
+async def test_every_example_body_is_served(served: Serving, document: dict[str, Any]) -> None:
     for method, path, operation in operations(document):
         if method == "post":
             body = operation["requestBody"]["content"]["application/json"]["example"]
@@ -163,7 +163,7 @@ async def test_the_example_of_a_body_is_served(served: Serving, document: dict[s
 
 
 @pytest.mark.parametrize("path", ["/v1/models", "/v1/models/alias", "/version", "/health", "/live"])
-async def test_what_has_no_body_answers_as_its_schema_says(
+async def test_responses_without_a_body_match_the_document(
     served: Serving, document: dict[str, Any], path: str
 ) -> None:
     answer = await served.http.get(path)
@@ -181,7 +181,7 @@ async def test_what_has_no_body_answers_as_its_schema_says(
         ("/detokenize", {"tokens": [-1]}, 400),
     ],
 )
-async def test_an_error_answers_as_its_schema_says(
+async def test_an_error_matches_its_schema(
     served: Serving, document: dict[str, Any], path: str, body: dict[str, Any], status: int
 ) -> None:
     answer = await served.http.post(path, json=body)
@@ -190,7 +190,7 @@ async def test_an_error_answers_as_its_schema_says(
     check(document, operation["responses"][str(status)]["content"]["application/json"], answer.json())
 
 
-async def test_health_that_is_not_ready_answers_as_its_schema_says(model_dir: Path, document: dict[str, Any]) -> None:
+async def test_the_not_ready_health_response_matches_its_schema(model_dir: Path, document: dict[str, Any]) -> None:
     async with serving(model_dir, ready=False) as starting:
         for path, status in (("/health", 503), ("/v1/models", 200)):
             answer = await starting.http.get(path)
@@ -200,7 +200,7 @@ async def test_health_that_is_not_ready_answers_as_its_schema_says(model_dir: Pa
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_reasoning_answers_as_its_schema_says(model_dir: Path, document: dict[str, Any], stream: bool) -> None:
+async def test_a_reasoning_response_matches_its_schema(model_dir: Path, document: dict[str, Any], stream: bool) -> None:
     async with serving(model_dir, text=TextOptions(reasoning_parser="deepseek_r1")) as thinking:
         body = {"messages": MESSAGES, "stream": stream, "temperature": 0, "ignore_eos": True, "max_tokens": 20}
         answer = await thinking.http.post("/v1/chat/completions", json=body)
@@ -213,7 +213,7 @@ async def test_reasoning_answers_as_its_schema_says(model_dir: Path, document: d
         check(document, event_media(document, "/v1/chat/completions"), json.loads(event.removeprefix("data: ")))
 
 
-async def test_the_page_loads_nothing_from_another_server(served: Serving) -> None:
+async def test_the_docs_page_loads_no_foreign_resources(served: Serving) -> None:
     page = (await served.http.get("/docs")).text
     loaded = re.findall(r'(?:src|href)="(.*?)"', page)
     assert len(loaded) == 3
@@ -222,7 +222,7 @@ async def test_the_page_loads_nothing_from_another_server(served: Serving) -> No
         assert (await served.http.get(path)).status_code == 200, path
 
 
-async def test_keys_are_part_of_the_document_where_clients_must_send_them(
+async def test_the_document_declares_api_keys_when_required(
     model_dir: Path, document: dict[str, Any], tmp_path: Path
 ) -> None:
     (tmp_path / "keys").write_text("secret")

@@ -44,9 +44,7 @@ async def output(folder: Path, *command: str | Path) -> str:
 
 
 @pytest.mark.slow
-async def test_a_schema_fuzzer_finds_no_answer_that_the_document_does_not_declare(
-    served: Serving, tmp_path: Path
-) -> None:
+async def test_a_schema_fuzzer_finds_no_undeclared_response(served: Serving, tmp_path: Path) -> None:
     # Schemas do not say everything that a model needs of a request, so a valid body may still get a 400.
     printed = await output(
         tmp_path,

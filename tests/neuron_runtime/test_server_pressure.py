@@ -108,7 +108,7 @@ def text_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.slow
-def test_256_clients_that_do_not_read_cost_bounded_memory_and_no_step_of_the_one_that_does(text_dir: Path) -> None:
+def test_256_stalled_clients_use_bounded_memory_and_delay_no_other_stream(text_dir: Path) -> None:
     num_slow, num_to_fill, num_more = 256, 600, 1000
     with running_front_end(text_dir, num_slow + 1) as served, contextlib.ExitStack() as connections:
         for _ in range(num_slow):
@@ -129,7 +129,7 @@ def test_256_clients_that_do_not_read_cost_bounded_memory_and_no_step_of_the_one
         assert resident_bytes(served.pid) - full < num_more * num_slow * 30
 
 
-def test_a_client_that_takes_nothing_is_gone_and_its_request_aborted(text_dir: Path) -> None:
+def test_a_client_that_reads_nothing_is_disconnected_and_its_request_aborted(text_dir: Path) -> None:
     with running_front_end(text_dir, 2, stall_seconds=1) as served, connect(served.url, receive_bytes=2048) as stuck:
         stuck.sendall(ENDLESS)
         ids = served.take_requests(1)
@@ -141,7 +141,7 @@ def test_a_client_that_takes_nothing_is_gone_and_its_request_aborted(text_dir: P
 
 
 @pytest.mark.parametrize("ending", ["closed", "reset"])
-def test_a_client_that_leaves_is_known_to_the_engine_before_the_next_step(text_dir: Path, ending: str) -> None:
+def test_a_disconnect_reaches_the_engine_before_the_next_step(text_dir: Path, ending: str) -> None:
     with running_front_end(text_dir, 2) as served:
         with connect(served.url) as leaving:
             leaving.sendall(ENDLESS)
@@ -155,7 +155,7 @@ def test_a_client_that_leaves_is_known_to_the_engine_before_the_next_step(text_d
         assert messages.decode_to_engine(served.inbox.recv()) == messages.Abort(tuple(ids))
 
 
-def test_connections_that_go_silent_are_probed_and_written_to_no_longer_than_told() -> None:
+def test_silent_connections_are_probed_and_closed_at_the_configured_time() -> None:
     with (
         listen("127.0.0.1", 0, stall_seconds=7) as listener,
         connect(url_of(listener)),
@@ -170,7 +170,7 @@ def test_connections_that_go_silent_are_probed_and_written_to_no_longer_than_tol
 # Bodies
 
 
-async def test_a_body_that_trickles_in_is_refused_and_its_connection_ends(model_dir: Path) -> None:
+async def test_a_slowly_sent_body_is_refused_and_its_connection_closed(model_dir: Path) -> None:
     async with serving(model_dir) as served:
         served.front_end.bodies._seconds = 0.2
         url = served.http.base_url
@@ -182,7 +182,7 @@ async def test_a_body_that_trickles_in_is_refused_and_its_connection_ends(model_
         assert b"body_too_slow" in answer
 
 
-async def test_all_bodies_together_are_bounded(model_dir: Path) -> None:
+async def test_the_total_size_of_bodies_is_bounded(model_dir: Path) -> None:
     async with serving(model_dir) as served:
         bodies = served.front_end.bodies
         bodies._max_bytes = size = 256 * 1024
@@ -219,9 +219,7 @@ async def test_all_bodies_together_are_bounded(model_dir: Path) -> None:
     ],
     ids=["text", "token ids", "messages", "empty lists"],
 )
-def test_a_stream_and_the_liveness_probe_go_on_while_ten_megabytes_are_handled(
-    text_dir: Path, body: dict[str, Any]
-) -> None:
+def test_a_stream_and_liveness_continue_while_ten_megabytes_are_parsed(text_dir: Path, body: dict[str, Any]) -> None:
     """Counted in CPU time, which a machine that has other things to do does not take away: whatever is made of a body
     costs more than reading it, and is made on a thread beside the event loop's."""
     path = "/v1/chat/completions" if "messages" in body else "/v1/completions"
@@ -261,7 +259,7 @@ def simulated(model_dir: Path, *flags: str, step_milliseconds: float = 5) -> Ite
 
 
 @pytest.mark.slow
-def test_a_thousand_connections_are_served_although_fewer_files_were_allowed(chat_dir: Path) -> None:
+def test_a_thousand_connections_are_served_with_a_lower_file_limit(chat_dir: Path) -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if hard < 4096:
         pytest.skip(f"only {hard} open files are allowed")
@@ -287,7 +285,7 @@ def test_a_thousand_connections_are_served_although_fewer_files_were_allowed(cha
 
 
 @pytest.mark.slow
-async def test_in_a_flood_whoever_comes_back_when_told_is_served(chat_dir: Path) -> None:
+async def test_in_a_flood_over_http_every_client_that_honours_retry_after_is_served(chat_dir: Path) -> None:
     """Four rows and eight places; a hundred clients at once, while all of them are taken."""
     refusals: list[int] = []
     places = ("--max-num-seqs", "4", "--max-queued-requests", "8")

@@ -93,7 +93,7 @@ def check_not_ready(command: ServeCommand, times: int = 1) -> None:
         command.until_ready(times)
 
 
-def test_serves_a_folder_and_an_interrupt_ends_it_cleanly(model_dir: Path) -> None:
+def test_a_folder_is_served_and_an_interrupt_exits_cleanly(model_dir: Path) -> None:
     flags = ["--max-num-seqs", "2", "--served-model-name", "one", "two"]
     with free_ports() as port, serve(str(model_dir), "--port", str(port), *flags) as command:
         url = command.url()
@@ -118,7 +118,7 @@ def test_serves_a_folder_and_an_interrupt_ends_it_cleanly(model_dir: Path) -> No
             get(f"{url}/health")
 
 
-def test_the_drain_of_a_pod(model_dir: Path, tmp_path: Path) -> None:
+def test_a_pod_drains_on_termination(model_dir: Path, tmp_path: Path) -> None:
     config = write_config(tmp_path / "config.json", model_dir, backend="simulated", overrideNeuronConfig=SLOW)
     record = tmp_path / "record"
     with serve("--config", str(config), "--port", "0", "--record", str(record)) as command:
@@ -148,7 +148,7 @@ def test_a_client_that_disconnects_frees_its_row(model_dir: Path) -> None:
         assert metric(url, "vllm:generation_tokens_total") < 3500
 
 
-def test_a_killed_engine_is_replaced_and_a_killed_front_end_too(model_dir: Path) -> None:
+def test_a_killed_engine_and_a_killed_front_end_are_replaced(model_dir: Path) -> None:
     with serve(str(model_dir), "--port", "0", *SLOWLY) as command:
         url = command.until_ready()
         reader, lines = stream_in_background(url)
@@ -187,7 +187,7 @@ def test_too_many_restarts_end_the_command_with_a_record(model_dir: Path, tmp_pa
     assert "SIGKILL" in written["message"]
 
 
-def test_a_killed_supervisor_takes_its_children_along(model_dir: Path, short_dir: Path) -> None:
+def test_the_children_of_a_killed_supervisor_exit(model_dir: Path, short_dir: Path) -> None:
     command = ServeCommand([str(model_dir), "--port", "0"], short_dir)
     command.until_ready()
     pids = [pid for pid, _ in children(command.process.pid)]
@@ -202,7 +202,7 @@ def test_a_killed_supervisor_takes_its_children_along(model_dir: Path, short_dir
     assert list(short_dir.iterdir()) == []
 
 
-def test_a_stopped_engine_is_found_to_hang(model_dir: Path) -> None:
+def test_a_stopped_engine_is_detected_as_hung(model_dir: Path) -> None:
     """A step that does not end is ended with its process; the limit is read from the file that both share."""
     from neuron_runtime.engine.lifeline import Deadline
 
@@ -221,7 +221,7 @@ def test_a_stopped_engine_is_found_to_hang(model_dir: Path) -> None:
         assert get(f"{url}/health").status_code == 200
 
 
-def test_the_demo_model_gives_every_expected_answer_whatever_runs_beside_it() -> None:
+def test_the_demo_model_gives_every_expected_answer_under_concurrency() -> None:
     expected: dict[str, str] = json.loads((DEMO_MODEL / "expected.json").read_text(encoding="utf-8"))
     with serve(str(DEMO_MODEL), "--port", "0", "--max-num-seqs", "6") as command:
         url = command.until_ready()
@@ -270,7 +270,7 @@ def test_a_broken_model_ends_the_command_with_its_code_and_record(
     assert "Traceback" not in command.text
 
 
-def test_a_limit_that_cannot_be_served_ends_the_command_with_the_field(model_dir: Path, tmp_path: Path) -> None:
+def test_an_unservable_limit_ends_the_command_naming_the_field(model_dir: Path, tmp_path: Path) -> None:
     record = tmp_path / "record"
     with serve(str(model_dir), "--port", "0", "--max-model-len", "999999", "--record", str(record)) as command:
         assert command.wait() == 2
@@ -281,7 +281,7 @@ def test_a_limit_that_cannot_be_served_ends_the_command_with_the_field(model_dir
     )
 
 
-def test_a_hub_that_cannot_be_reached_ends_the_command_once_with_what_to_check(tmp_path: Path) -> None:
+def test_an_unreachable_hub_ends_the_command_with_what_to_check(tmp_path: Path) -> None:
     """No restarts in place: whoever started the command tries again, later each time."""
     record = tmp_path / "record"
     with (
@@ -299,7 +299,7 @@ def test_a_hub_that_cannot_be_reached_ends_the_command_once_with_what_to_check(t
     assert "Traceback" not in command.text
 
 
-def test_the_port_is_free_again_at_once(model_dir: Path) -> None:
+def test_the_port_is_released_on_exit(model_dir: Path) -> None:
     with free_ports() as port:
         for _ in range(2):
             with serve(str(model_dir), "--port", str(port)) as command:
@@ -307,7 +307,7 @@ def test_the_port_is_free_again_at_once(model_dir: Path) -> None:
                 assert command.end() == 0
 
 
-def test_an_answer_that_cannot_be_computed_ends_with_an_error_and_serving_goes_on(tmp_path: Path) -> None:
+def test_an_answer_that_fails_to_compute_ends_with_an_error_and_serving_continues(tmp_path: Path) -> None:
     folder = write_chat_model(tmp_path / "model")
     tensors = load_file(folder / "model.safetensors")
     tensors["model.embed_tokens.weight"][300] = float("nan")

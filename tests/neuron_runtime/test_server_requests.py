@@ -63,7 +63,7 @@ async def refused(served: Serving, path: str = "/v1/completions", status: int = 
     return error
 
 
-async def test_a_streamed_answer_is_the_whole_answer_in_parts(served: Serving) -> None:
+async def test_the_chunks_of_a_stream_join_to_the_whole_answer(served: Serving) -> None:
     for path, ask in (("/v1/completions", {"prompt": "a core"}), ("/v1/chat/completions", {"messages": CHAT})):
         body = {"model": MODEL, "temperature": 0, "max_tokens": 40, **ask}
         whole = (await served.http.post(path, json=body)).json()
@@ -82,7 +82,7 @@ async def test_a_streamed_answer_is_the_whole_answer_in_parts(served: Serving) -
         assert all(part["model"] == MODEL for part in parts)
 
 
-async def test_a_chat_stream_begins_with_the_role_and_says_it_once(served: Serving) -> None:
+async def test_a_chat_stream_starts_with_the_role_once(served: Serving) -> None:
     body = {"messages": CHAT, "stream": True, "max_tokens": 5}
     parts = events((await served.http.post("/v1/chat/completions", json=body)).text)
     deltas = [part["choices"][0]["delta"] for part in parts]
@@ -91,7 +91,7 @@ async def test_a_chat_stream_begins_with_the_role_and_says_it_once(served: Servi
     assert all("usage" not in part for part in parts)
 
 
-async def test_usage_counts_prompt_with_bos_and_every_token_of_the_answer(served: Serving) -> None:
+async def test_usage_counts_the_prompt_with_bos_and_every_answer_token(served: Serving) -> None:
     tokens = (await served.http.post("/tokenize", json={"prompt": "a core"})).json()
     result = await complete(served, max_tokens=7, ignore_eos=True)
     usage = result["usage"]
@@ -109,7 +109,7 @@ async def test_continuous_usage_counts_up_to_the_final_usage(served: Serving) ->
     assert counts[-1] == 6
 
 
-async def test_several_prompts_and_answers_are_numbered_prompt_by_prompt(served: Serving) -> None:
+async def test_several_prompts_and_answers_are_indexed_prompt_by_prompt(served: Serving) -> None:
     alone = [await complete(served, prompt=prompt, max_tokens=5) for prompt in ("a core", "a node")]
     texts = [result["choices"][0]["text"] for result in alone]
     both = await complete(served, prompt=["a core", "a node"], n=2, max_tokens=5)
@@ -120,7 +120,7 @@ async def test_several_prompts_and_answers_are_numbered_prompt_by_prompt(served:
     assert [joined(parts, index)[0] for index in range(4)] == [texts[0], texts[0], texts[1], texts[1]]
 
 
-async def test_an_empty_text_is_a_prompt_of_one_bos(served: Serving) -> None:
+async def test_an_empty_prompt_is_one_bos(served: Serving) -> None:
     assert (await complete(served, prompt="", max_tokens=1))["usage"]["prompt_tokens"] == 1
     error = await refused(served, prompt="", add_special_tokens=False)
     assert (error["param"], "no tokens" in error["message"]) == ("prompt", True)
@@ -133,7 +133,7 @@ async def test_prompts_may_be_token_ids(served: Serving) -> None:
     assert (await complete(served, prompt=[ids], max_tokens=6))["choices"][0]["text"] == text
 
 
-async def test_an_answer_ends_before_its_stop_string_and_usage_ends_with_it(served: Serving) -> None:
+async def test_an_answer_and_its_usage_end_before_the_stop_string(served: Serving) -> None:
     free = await complete(served, max_tokens=40, ignore_eos=True)
     text = free["choices"][0]["text"]
     stop = text[len(text) // 2 :][:3]
@@ -147,7 +147,7 @@ async def test_an_answer_ends_before_its_stop_string_and_usage_ends_with_it(serv
     await served.until_metric("vllm:num_requests_running", 0)
 
 
-async def test_an_answer_ends_at_a_stop_token_which_counts_but_is_not_shown(served: Serving) -> None:
+async def test_a_stop_token_ends_the_answer_counts_in_usage_and_is_not_shown(served: Serving) -> None:
     ids = (await served.http.post("/tokenize", json={"prompt": "a core"})).json()["tokens"]
     free = await complete(served, prompt=ids, max_tokens=12, ignore_eos=True)
     again = (await served.http.post("/v1/completions", json={"prompt": ids, "max_tokens": 12, "temperature": 0})).json()
@@ -162,14 +162,14 @@ async def test_an_answer_ends_at_a_stop_token_which_counts_but_is_not_shown(serv
     assert free["choices"][0]["text"].startswith(late["choices"][0]["text"])
 
 
-async def test_the_same_seed_gives_the_same_answer_and_choices_differ(served: Serving) -> None:
+async def test_the_same_seed_repeats_the_answer_and_choices_differ(served: Serving) -> None:
     ask = {"temperature": 1.0, "seed": -5, "max_tokens": 20, "n": 2, "ignore_eos": True}
     first, second = [await complete(served, **ask) for _ in range(2)]
     assert first["choices"] == second["choices"]
     assert first["choices"][0]["text"] != first["choices"][1]["text"]
 
 
-async def test_neutral_values_of_what_is_not_built_are_accepted(served: Serving) -> None:
+async def test_neutral_values_of_unsupported_fields_are_accepted(served: Serving) -> None:
     neutral = {
         "frequency_penalty": 0.0, "presence_penalty": 0, "repetition_penalty": 1.0, "logit_bias": {}, "logprobs": None,
         "echo": False, "best_of": 1, "min_p": 0.0, "bad_words": [], "user": "me", "suffix": None, "top_k": -1,
@@ -256,7 +256,7 @@ BAD_FIELDS: list[tuple[dict[str, Any], str, str]] = [
 
 
 @pytest.mark.parametrize(("body", "field", "says"), BAD_FIELDS, ids=lambda value: str(value)[:40])
-async def test_a_wrong_field_is_a_400_that_names_it(
+async def test_an_invalid_field_is_a_400_naming_it(
     served: Serving, body: dict[str, Any], field: str, says: str
 ) -> None:
     error = await refused(served, **body)
@@ -326,7 +326,7 @@ BAD_CHATS: list[tuple[dict[str, Any], str, str]] = [
 
 
 @pytest.mark.parametrize(("body", "field", "says"), BAD_CHATS, ids=lambda value: str(value)[:40])
-async def test_a_wrong_chat_is_a_400_that_names_the_field(
+async def test_an_invalid_chat_is_a_400_naming_the_field(
     served: Serving, body: dict[str, Any], field: str, says: str
 ) -> None:
     error = await refused(served, "/v1/chat/completions", **body)
@@ -352,13 +352,13 @@ BAD_BODIES = {
 
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize"])
 @pytest.mark.parametrize("name", BAD_BODIES)
-async def test_a_body_that_is_no_json_object_is_a_400(served: Serving, path: str, name: str) -> None:
+async def test_a_body_that_is_not_a_json_object_is_a_400(served: Serving, path: str, name: str) -> None:
     answer = await served.http.post(path, content=BAD_BODIES[name])
     assert answer.status_code == 400, answer.text
     assert answer.json()["error"]["type"] == "invalid_request_error"
 
 
-async def test_an_unknown_model_is_a_404_and_any_served_name_is_known(served: Serving) -> None:
+async def test_an_unknown_model_is_a_404_and_every_served_name_is_accepted(served: Serving) -> None:
     for path in ("/v1/completions", "/v1/chat/completions"):
         error = await refused(served, path, status=404, model="other")
         assert (error["param"], error["code"]) == ("model", "model_not_found")
@@ -382,7 +382,7 @@ async def test_a_huge_body_without_a_length_is_a_413(served: Serving) -> None:
     assert answer.status_code == 413
 
 
-async def test_a_body_that_claims_to_be_endless_is_refused_unread(served: Serving) -> None:
+async def test_a_body_with_an_enormous_declared_length_is_refused_unread(served: Serving) -> None:
     host, port = served.http.base_url.host, served.http.base_url.port
     reader, writer = await asyncio.open_connection(host, port)
     writer.write(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 99999999999\r\n\r\n")
@@ -401,7 +401,7 @@ async def test_a_wrong_path_or_method_is_an_error_object(served: Serving, method
     assert path in answer.json()["error"]["message"]
 
 
-async def test_models_lists_every_served_name_with_the_length(served: Serving) -> None:
+async def test_models_lists_every_served_name_with_its_length(served: Serving) -> None:
     models = (await served.http.get("/v1/models")).json()
     assert [model["id"] for model in models["data"]] == [MODEL, "alias"]
     assert all(model["max_model_len"] == LIMITS.max_model_length for model in models["data"])
@@ -421,7 +421,7 @@ async def test_tokenize_and_detokenize_are_inverse(served: Serving) -> None:
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, "tokens")
 
 
-async def test_a_text_that_fits_whatever_its_tokens_is_all_that_tokenize_looks_at(served: Serving) -> None:
+async def test_tokenize_reads_only_as_much_text_as_could_fit(served: Serving) -> None:
     """Tokenizing megabytes takes seconds of a thread that requests need."""
     assert (await refused(served, "/tokenize", prompt="a" * 2_000_000))["param"] == "prompt"
 
@@ -447,7 +447,7 @@ async def test_version_and_live_answer(served: Serving) -> None:
     assert (await served.http.get("/live")).status_code == 200
 
 
-async def test_a_model_without_a_chat_template_says_what_to_use_instead(model_dir: Path, tmp_path: Path) -> None:
+async def test_a_chat_without_a_template_is_refused_naming_completions(model_dir: Path, tmp_path: Path) -> None:
     bare = make_model(tmp_path / "bare")
     settings = json.loads((bare / "tokenizer_config.json").read_text())
     del settings["chat_template"]
@@ -458,7 +458,7 @@ async def test_a_model_without_a_chat_template_says_what_to_use_instead(model_di
         assert (await one.http.post("/v1/completions", json={"prompt": "a"})).status_code == 200
 
 
-async def test_no_wrong_request_left_anything_behind(served: Serving) -> None:
+async def test_invalid_requests_leave_nothing_behind(served: Serving) -> None:
     await served.until_metric("vllm:num_requests_running", 0)
     await served.until_metric("vllm:num_requests_waiting", 0)
     assert served.engine.error is None

@@ -19,7 +19,7 @@ from neuron_runtime.server.supervisor import Child
 CRASHED = BackendFailed("crashed")
 
 
-def test_three_restarts_within_the_window_are_free_and_the_fourth_end_is_the_last() -> None:
+def test_three_restarts_in_the_window_are_allowed_and_the_fourth_failure_is_final() -> None:
     budget = RestartBudget(max_restarts=3, window_seconds=600.0)
     assert [budget.failure_to_end_with(CRASHED, now) for now in (0.0, 100.0, 599.0)] == [None, None, None]
     error = budget.failure_to_end_with(CRASHED, 599.9)
@@ -28,19 +28,19 @@ def test_three_restarts_within_the_window_are_free_and_the_fourth_end_is_the_las
     assert "crashed" in str(error)
 
 
-def test_restarts_that_lie_further_back_than_the_window_are_forgotten() -> None:
+def test_restarts_before_the_window_are_forgotten() -> None:
     budget = RestartBudget(max_restarts=3, window_seconds=600.0)
     assert all(budget.failure_to_end_with(CRASHED, now) is None for now in range(0, 10_000, 200))
 
 
 @pytest.mark.parametrize("code", list(ExitCode))
-def test_only_a_failure_that_a_restart_can_cure_is_restarted(code: ExitCode) -> None:
+def test_only_failures_that_a_restart_can_fix_are_restarted(code: ExitCode) -> None:
     failure = FatalError(code, "why")
     assert RestartBudget().failure_to_end_with(failure, 0.0) == (None if code in CURED_BY_RESTART else failure)
     assert ExitCode.DEVICE_FAILED_NODE not in CURED_BY_RESTART
 
 
-def test_what_only_time_can_heal_is_left_to_whoever_counts_time() -> None:
+def test_temporary_failures_are_left_to_the_pod_restart() -> None:
     failure = ServingError("the hub cannot be reached")
     assert RestartBudget().failure_to_end_with(failure, 0.0) is failure
 
@@ -55,7 +55,7 @@ def test_what_only_time_can_heal_is_left_to_whoever_counts_time() -> None:
         (-9, "", BackendFailed, True),
     ],
 )
-def test_an_end_is_read_from_code_and_record(
+def test_an_exit_is_classified_by_code_and_record(
     code: int, named: str, error: type[ServingError], restarts: bool, tmp_path: Path
 ) -> None:
     path = tmp_path / "record"
@@ -87,7 +87,7 @@ def test_a_deadline_set_in_one_mapping_is_read_in_another(tmp_path: Path) -> Non
         assert theirs.overdue_seconds == 0
 
 
-async def test_a_gate_waits_for_what_began_as_the_last_one_ended() -> None:
+async def test_a_gate_waits_for_requests_that_started_as_the_last_one_ended() -> None:
     gate = Gate()
     with gate.running():
         drained = asyncio.create_task(gate.drain(0.0, 60.0))
@@ -103,7 +103,7 @@ async def test_a_gate_waits_for_what_began_as_the_last_one_ended() -> None:
         gate.check_admits()
 
 
-def test_a_gate_admits_for_its_delay_and_gives_up_after_its_patience() -> None:
+def test_a_gate_admits_during_its_delay_and_stops_waiting_at_its_timeout() -> None:
     async def drains() -> None:
         gate = Gate()
         with gate.running():

@@ -39,7 +39,7 @@ def holder() -> tuple[subprocess.Popen[str], Path]:
     return process, Path(process.stdout.readline().strip())
 
 
-def test_a_folder_is_gone_afterwards_whatever_happened(tmpdir: Path) -> None:
+def test_the_run_directory_is_removed_after_success_and_failure(tmpdir: Path) -> None:
     def fail() -> None:
         with made_run_dir() as folder:
             assert folder.parent == tmpdir
@@ -51,7 +51,7 @@ def test_a_folder_is_gone_afterwards_whatever_happened(tmpdir: Path) -> None:
     assert list(tmpdir.iterdir()) == []
 
 
-def test_what_a_killed_command_left_is_removed_by_the_next_and_nothing_else(tmpdir: Path) -> None:
+def test_only_the_leftovers_of_killed_commands_are_removed(tmpdir: Path) -> None:
     killed, abandoned = holder()
     living, used = holder()
     (tmpdir / f"{PREFIX}being-made").mkdir()
@@ -72,7 +72,9 @@ def test_what_a_killed_command_left_is_removed_by_the_next_and_nothing_else(tmpd
     assert not used.exists()
 
 
-def test_a_folder_whose_sockets_could_have_no_address_is_refused(tmpdir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_directory_too_long_for_socket_addresses_is_refused(
+    tmpdir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     longest = MAX_PATH_BYTES - len(f"/{PREFIX}12345678")
     for length in (longest, longest + 1):
         folder = tmpdir / ("x" * (length - len(str(tmpdir)) - 1))

@@ -76,14 +76,14 @@ async def ask(served: Serving, name: str, value: Any) -> tuple[int, dict[str, An
     return answer.status_code, answer.json()
 
 
-async def test_every_parameter_of_the_table_is_asked_for() -> None:
+async def test_every_parameter_of_the_table_is_requested() -> None:
     assert set(ASKING) == set(PARAMETERS)
     for name, value in ASKING.items():
         assert not is_neutral(value, PARAMETERS[name].neutral)
 
 
 @pytest.mark.parametrize("name", PARAMETERS)
-async def test_the_running_server_serves_and_refuses_what_the_table_says(served: Serving, name: str) -> None:
+async def test_the_server_accepts_and_refuses_as_the_table_declares(served: Serving, name: str) -> None:
     mode, parameter = served.backend.limits.sampling, PARAMETERS[name]
     for neutral in (None, *parameter.neutral):
         status, answer = await ask(served, name, neutral)
@@ -101,7 +101,7 @@ async def test_the_running_server_serves_and_refuses_what_the_table_says(served:
         assert (f"`{other}`" in error["message"]) == (parameter.where(other) is not Where.REFUSED)
 
 
-async def test_an_engine_that_refused_much_still_answers(served: Serving) -> None:
+async def test_an_engine_still_serves_after_many_refusals(served: Serving) -> None:
     status, answer = await ask(served, "temperature", 0)
     assert status == 200
     assert answer["usage"]["completion_tokens"] == 2

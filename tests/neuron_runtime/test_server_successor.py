@@ -15,7 +15,7 @@ from neuron_runtime.server.metrics import Metrics
 LONG = {"prompt": "a core", "max_tokens": 200, "ignore_eos": True, "temperature": 0}
 
 
-async def test_it_learns_what_the_engine_can_and_nobody_works_for_its_predecessor(tmp_path: Path) -> None:
+async def test_a_new_front_end_gets_the_limits_and_none_of_the_old_requests(tmp_path: Path) -> None:
     async with serving(make_model(tmp_path), paced=True) as served:
         left = asyncio.create_task(served.http.post("/v1/completions", json=LONG))
         await served.until_metric("vllm:num_requests_running", 1)
@@ -31,7 +31,7 @@ async def test_it_learns_what_the_engine_can_and_nobody_works_for_its_predecesso
         left.cancel()
 
 
-def test_what_the_engine_counted_before_is_not_counted_again() -> None:
+def test_a_new_front_end_does_not_count_earlier_steps() -> None:
     metrics = Metrics("m")
     metrics.engine_started(1, joined=True)
     for queries in (50, 60):

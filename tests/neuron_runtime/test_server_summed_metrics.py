@@ -42,7 +42,7 @@ def value(text: bytes, name: str) -> float:
     return sum(float(line.rpartition(" ")[2]) for line in text.decode().splitlines() if line.startswith(name + "{"))
 
 
-async def test_counts_are_added_and_what_the_engine_tells_everybody_appears_once(run_dir: Path) -> None:
+async def test_counts_are_summed_and_engine_values_appear_once(run_dir: Path) -> None:
     ends = [front_end(run_dir, number) for number in range(2)]
     for number, (metrics, summed) in enumerate(ends):
         await summed.open()
@@ -56,7 +56,7 @@ async def test_counts_are_added_and_what_the_engine_tells_everybody_appears_once
         summed.close()
 
 
-async def test_no_count_goes_back_when_a_front_end_ends_and_when_another_takes_its_place(run_dir: Path) -> None:
+async def test_no_count_decreases_when_a_front_end_is_replaced(run_dir: Path) -> None:
     (metrics, summed), (peer_metrics, peer) = front_end(run_dir, 0), front_end(run_dir, 1)
     await summed.open()
     await peer.open()
@@ -78,9 +78,7 @@ async def test_no_count_goes_back_when_a_front_end_ends_and_when_another_takes_i
         one.close()
 
 
-async def test_a_front_end_that_does_not_answer_is_believed_to_stand_where_it_was(
-    run_dir: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_an_unresponsive_front_end_keeps_its_last_counts(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (metrics, summed), (peer_metrics, peer) = front_end(run_dir, 0), front_end(run_dir, 1)
     await peer.open()
     peer_metrics.tokens(7, None)
@@ -98,7 +96,7 @@ async def test_a_front_end_that_does_not_answer_is_believed_to_stand_where_it_wa
     summed.close()
 
 
-def test_each_front_end_hears_of_its_own_requests_alone_and_every_one_the_numbers(run_dir: Path) -> None:
+def test_each_front_end_gets_its_own_events_and_all_get_the_statistics(run_dir: Path) -> None:
     with zmq.Context() as context:
         border = Border(run_dir, 1, num_front_ends=3)
         inboxes = [messages.socket(context, zmq.PULL, run_dir, messages.outbox_of(number), 1) for number in range(3)]

@@ -169,9 +169,7 @@ async def test_a_request_is_a_span_with_its_usage_and_times(model_dir: Path, col
     assert not any(SECRET.encode() in body for body in collector.bodies)
 
 
-async def test_what_does_not_generate_and_what_the_caller_does_not_sample_is_no_span(
-    model_dir: Path, collector: Collector
-) -> None:
+async def test_other_routes_and_unsampled_requests_create_no_span(model_dir: Path, collector: Collector) -> None:
     async with traced(model_dir, collector.endpoint) as served:
         await served.http.get("/v1/models")
         await served.http.post("/v1/completions", json={"prompt": "x", "temperature": -1})
@@ -187,7 +185,7 @@ async def test_what_does_not_generate_and_what_the_caller_does_not_sample_is_no_
     assert span.parent_span_id == b""
 
 
-async def test_a_failed_answer_is_an_error_and_an_abandoned_one_is_told(model_dir: Path, collector: Collector) -> None:
+async def test_failed_and_abandoned_answers_are_marked_in_their_spans(model_dir: Path, collector: Collector) -> None:
     body = {"prompt": "a core", "max_tokens": 200, "ignore_eos": True}
     async with traced(model_dir, collector.endpoint, paced=True) as served:
         failing = asyncio.create_task(served.http.post("/v1/completions", json=body))
@@ -207,7 +205,7 @@ async def test_a_failed_answer_is_an_error_and_an_abandoned_one_is_told(model_di
     assert values(left.attributes)["http.response.status_code"] == 499
 
 
-async def test_an_endpoint_that_refuses_or_is_not_there_costs_spans_and_one_line(
+async def test_an_unavailable_endpoint_loses_spans_and_logs_one_line(
     model_dir: Path, collector: Collector, capsys: pytest.CaptureFixture[str]
 ) -> None:
     collector.status = 400
@@ -225,9 +223,7 @@ async def test_an_endpoint_that_refuses_or_is_not_there_costs_spans_and_one_line
             assert told.count("traces cannot be sent") == 1
 
 
-async def test_the_end_does_not_wait_for_an_endpoint_that_takes_for_ever(
-    model_dir: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_shutdown_does_not_wait_for_a_slow_endpoint(model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tracing, "FLUSH_SECONDS", 0.1)
     monkeypatch.setattr(tracing, "EXPORT_SECONDS", 3600.0)
     held = asyncio.Event()
@@ -248,7 +244,7 @@ async def test_the_end_does_not_wait_for_an_endpoint_that_takes_for_ever(
     await server.wait_closed()
 
 
-async def test_what_waits_is_sent_when_close_returns(
+async def test_close_sends_the_queued_spans(
     model_dir: Path, collector: Collector, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     exchanges: list[Exchange] = []
@@ -271,7 +267,7 @@ async def test_what_waits_is_sent_when_close_returns(
     assert len(collector.spans) == 3
 
 
-async def test_without_an_endpoint_nothing_of_it_is_imported(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_without_an_endpoint_opentelemetry_is_not_imported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(TRACES_ENDPOINT, raising=False)
     monkeypatch.delitem(sys.modules, "neuron_runtime.server.tracing", raising=False)
     Edge(ServerOptions(access_log=False), None).close()
@@ -281,7 +277,7 @@ async def test_without_an_endpoint_nothing_of_it_is_imported(monkeypatch: pytest
 @pytest.mark.parametrize(
     "endpoint", ["collector:4317", "grpc://collector", "http://", "http://me:pw@collector/v1/traces"]
 )
-async def test_an_endpoint_that_is_none_is_refused(endpoint: str, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_an_invalid_endpoint_is_refused(endpoint: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(TRACES_ENDPOINT, endpoint)
     with pytest.raises(InvalidConfig, match="must be a URL") as refusal:
         Edge(ServerOptions(access_log=False), None)
@@ -289,14 +285,14 @@ async def test_an_endpoint_that_is_none_is_refused(endpoint: str, monkeypatch: p
     assert "pw" not in str(refusal.value)
 
 
-async def test_what_opentelemetry_refuses_of_its_environment_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_an_environment_that_opentelemetry_refuses_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OTEL_BSP_MAX_EXPORT_BATCH_SIZE", "100000")
     with pytest.raises(InvalidConfig, match="max_export_batch_size"):
         Edge(ServerOptions(access_log=False, otlp_traces_endpoint="http://127.0.0.1:1/v1/traces"), None)
 
 
 @pytest.mark.slow
-async def test_a_drained_command_has_sent_its_spans(
+async def test_a_drained_command_sends_its_spans(
     tmp_path: Path, collector: Collector, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Only the end sends them.

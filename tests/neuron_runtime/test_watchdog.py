@@ -34,14 +34,14 @@ def batch(step: int, kind: Kind = Kind.DECODE, num_rows: int = 1, num_tokens: in
     return Batch(step, kind, Rows(slot=tuple(range(num_rows)), num_tokens=each))
 
 
-def test_the_shape_of_a_step_is_its_kind_with_rows_and_tokens_rounded_up() -> None:
+def test_the_shape_of_a_step_is_its_kind_and_rounded_rows_and_tokens() -> None:
     assert shape_of(batch(0, num_rows=1)) == (Kind.DECODE, 1, 1)
     assert shape_of(batch(0, num_rows=5, num_tokens=5)) == (Kind.DECODE, 8, 8)
     assert shape_of(batch(0, Kind.PREFILL, 1, 65)) == (Kind.PREFILL, 1, 128)
     assert shape_of(batch(0, Kind.PREFILL, 2, 64)) == (Kind.PREFILL, 2, 64)
 
 
-def test_a_step_may_take_ten_times_what_steps_of_its_shape_took_and_no_other_shape_counts() -> None:
+def test_a_step_may_take_ten_times_the_usual_time_of_its_shape() -> None:
     limits = StepLimits(min_seconds=30.0, factor=10.0, first_seconds=600.0)
     short, long = batch(0), batch(1, Kind.PREFILL, 1, 512)
     assert limits.seconds(short) == limits.seconds(long) == 600.0
@@ -52,7 +52,7 @@ def test_a_step_may_take_ten_times_what_steps_of_its_shape_took_and_no_other_sha
     assert limits.seconds(batch(2, Kind.PREFILL, 1, 513)) == 600.0
 
 
-def test_one_step_that_compiled_first_is_forgotten_step_by_step() -> None:
+def test_the_weight_of_one_compiling_step_fades() -> None:
     limits = StepLimits(min_seconds=1.0, factor=10.0, first_seconds=600.0)
     limits.observe(batch(0), 100.0)
     assert limits.seconds(batch(0)) == 1000.0
@@ -99,7 +99,7 @@ class Armed:
         self.seconds.append(seconds)
 
 
-def test_a_deadline_covers_all_steps_in_flight_and_each_is_measured_from_the_end_of_the_one_before() -> None:
+def test_a_deadline_covers_all_steps_in_flight_each_from_the_end_of_the_previous_one() -> None:
     device, armed = TimedBackend(), Armed()
     backend = WatchedBackend(device, armed, StepLimits(1.0, 10.0, 60.0), device.clock)
     device.seconds = dict.fromkeys(range(4), 2.0) | {4: 3.0}
@@ -124,7 +124,7 @@ def test_a_deadline_covers_all_steps_in_flight_and_each_is_measured_from_the_end
     assert armed.seconds[-1] == 30.0
 
 
-def test_what_was_warmed_up_counts_as_measured_and_has_no_deadline_itself() -> None:
+def test_warm_up_steps_count_as_measurements_and_have_no_deadline() -> None:
     device, armed = TimedBackend(), Armed()
     backend = WatchedBackend(device, armed, StepLimits(10.0, 10.0, 600.0), device.clock)
     backend.warm_up(lambda what, share: None)
@@ -167,7 +167,9 @@ class ArmedDeadline(Armed):
     def clear(self) -> None: ...
 
 
-def test_the_engine_process_knows_a_shape_from_its_start_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_engine_process_knows_warmed_up_shapes_from_the_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "config.json").write_text("{}")
     package = SimpleNamespace(NEEDS_WEIGHTS=False, load_backend=lambda *given: WarmBackend(LIMITS))
     monkeypatch.setattr(process, "backend_package", lambda config: package)
@@ -208,7 +210,7 @@ HANG = """
 
 
 @pytest.mark.parametrize("first", [0.1, 1000.0], ids=["of a known shape", "with longer limits for other shapes"])
-def test_a_process_whose_step_hangs_is_ended_and_shows_where(
+def test_a_process_with_a_hung_step_is_ended_with_its_stack(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], first: float
 ) -> None:
     code = textwrap.dedent(HANG).replace("FIRST", str(first))
