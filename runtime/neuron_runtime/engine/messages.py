@@ -34,6 +34,11 @@ def front_end_of(request_id: str) -> int:
     return int(request_id.partition("-")[0])
 
 
+def number_of(request_id: str) -> int:
+    """Which request of its front end it is."""
+    return int(request_id.partition("-")[2])
+
+
 def outbox_of(front_end: int) -> str:
     """The name of the socket on which a front end receives messages of the engine."""
     return f"{ENGINE_OUTBOX}-{front_end}"
@@ -52,9 +57,14 @@ class Abort(msgspec.Struct, frozen=True, tag="abort"):
 
 
 class Joined(msgspec.Struct, frozen=True, tag="joined"):
-    """Front end to engine, when it replaces one that has exited: abort the requests of the old one."""
+    """Front end to engine, when it replaces one that has exited: abort the requests of the old one.
+
+    Requests of the old one have lower numbers. They may arrive later than this message, because sockets are read in
+    turn.
+    """
 
     front_end: int
+    first_number: int
 
 
 ToEngine = Add | Abort | Joined

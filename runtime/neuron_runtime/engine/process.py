@@ -111,6 +111,8 @@ class Worker:
         self._engine = engine
         self._border = border
         self._deadline = deadline
+        self._first_numbers: dict[int, int] = {}
+        """For each front end that replaced another one, the number of its first request."""
         self._accounted_until = time.monotonic()
         self._backend_seconds = 0.0
 
@@ -147,6 +149,8 @@ class Worker:
         refused = []
         for message in mail:
             match message:
+                case Add(request) if self._is_abandoned(request.request_id):
+                    pass
                 case Add(request):
                     try:
                         self._engine.add(request)
@@ -158,12 +162,17 @@ class Worker:
                 case Abort(request_ids):
                     for request_id in request_ids:
                         self._engine.abort(request_id)
-                case Joined(front_end):
-                    for request_id in self._engine.request_ids:
-                        if messages.front_end_of(request_id) == front_end:
-                            self._engine.abort(request_id)
+                case Joined(front_end, first_number):
+                    self._first_numbers[front_end] = first_number
+                    for request_id in filter(self._is_abandoned, self._engine.request_ids):
+                        self._engine.abort(request_id)
                     self._border.tell_again(front_end)
         return refused
+
+    def _is_abandoned(self, request_id: str) -> bool:
+        """Whether the front end that sent a request was replaced."""
+        first_number = self._first_numbers.get(messages.front_end_of(request_id), 0)
+        return messages.number_of(request_id) < first_number
 
     def _step(self) -> list[TokenEvent]:
         # Covers scheduling, until the watched backend sets a deadline for the device.

@@ -9,11 +9,11 @@ import msgspec
 
 
 class EngineStarted(msgspec.Struct, frozen=True, tag="engine_started"):
-    """The n-th engine process has started. It may be ready only if earlier front ends in this place used it."""
+    """The n-th engine process has started. It may be ready only if a front end replaces an earlier one."""
 
     incarnation: int
     num_predecessors: int = 0
-    """Number of those front ends."""
+    """Number of earlier front ends in this place, whichever engine they used."""
 
 
 class EngineEnded(msgspec.Struct, frozen=True, tag="engine_ended"):

@@ -91,8 +91,9 @@ class EngineClient:
         self._to_engine = messages.socket(self._context, zmq.PUSH, self._run_dir, messages.ENGINE_INBOX, incarnation)
         if num_predecessors:
             # Updates of their requests may still arrive.
-            self._ids = itertools.count(num_predecessors * MAX_IDS)
-            self._send(Joined(self._front_end))
+            first_number = num_predecessors * MAX_IDS
+            self._ids = itertools.count(first_number)
+            self._send(Joined(self._front_end, first_number))
         loop = asyncio.get_running_loop()
         loop.add_reader(self._from_engine.fileno(), self._receive)
         # The descriptor is edge-triggered: check once for messages that arrived before.

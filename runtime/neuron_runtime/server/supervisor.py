@@ -195,8 +195,8 @@ class Supervisor:
         self._budget = RestartBudget()
         self._incarnation = 0
         self._front_ends: list[Child] = []
-        self._num_predecessors: list[int] = []
-        """For each front end, earlier processes in its place that used the current engine process."""
+        self._num_predecessors = [0] * config.server.num_front_ends
+        """For each front end, earlier processes in its place. Never reset: it makes the ids of requests unique."""
         self._run_dir = run_dir
         self._config_path = self._run_dir / "config.json"
         self._config_path.write_bytes(msgspec.json.encode(config))
@@ -306,7 +306,6 @@ class Supervisor:
 
     def _start_engine(self) -> None:
         self._incarnation += 1
-        self._num_predecessors = [0] * len(self._front_ends)
         arguments = [
             f"--weights-dir={self._weights_dir}",
             f"--incarnation={self._incarnation}",

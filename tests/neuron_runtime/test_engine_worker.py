@@ -1,0 +1,53 @@
+"""The worker of the engine process: messages of front ends in, one message per step out, over a border of lists."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+
+from helpers.engine_driver import request
+from helpers.strict_backend import StrictBackend, neuron_limits
+from neuron_runtime.engine.lifeline import Deadline
+from neuron_runtime.engine.loop import Engine
+from neuron_runtime.engine.messages import Add, FromEngine, Joined, Step, ToEngine
+from neuron_runtime.engine.process import Worker
+
+
+class Lists:
+    """A border whose inbox the test fills, one list per turn."""
+
+    def __init__(self) -> None:
+        self.mail: list[ToEngine] = []
+        self.sent: list[FromEngine] = []
+
+    def receive(self, wait: bool) -> list[ToEngine]:
+        mail, self.mail = self.mail, []
+        return mail
+
+    def send_step(self, step: Step) -> None:
+        self.sent.append(step)
+
+    def tell_again(self, front_end: int) -> None:
+        pass
+
+
+@pytest.fixture
+def deadline(tmp_path: Path) -> Iterator[Deadline]:
+    with Deadline(tmp_path / "deadline") as made:
+        yield made
+
+
+def test_requests_of_a_replaced_front_end_are_dropped_whether_they_arrive_before_or_after_its_successor(
+    deadline: Deadline,
+) -> None:
+    engine, border = Engine(StrictBackend(neuron_limits())), Lists()
+    worker = Worker(engine, cast(Any, border), deadline)
+    border.mail = [Add(request("0-8", 3)), Add(request("1-3", 3)), Joined(0, first_number=100)]
+    border.mail += [Add(request("0-9", 3)), Add(request("0-100", 3))]
+    worker.turn()
+    border.mail = [Add(request("0-10", 3)), Add(request("0-101", 3))]
+    worker.turn()
+    assert sorted(engine.request_ids) == ["0-100", "0-101", "1-3"]
