@@ -193,7 +193,7 @@ async def test_failed_and_abandoned_answers_are_marked_in_their_spans(model_dir:
         await served.replace_engine("the engine ended")
         assert (await failing).status_code == 503
         await collector.until(1)
-        await served.until(lambda: served.front_end.client.state.value == "ready")
+        await served.until(lambda: served.front_end.client.ready)
         leaving = asyncio.create_task(served.http.post("/v1/completions", json=body))
         await served.until_metric("vllm:num_requests_running", 1)
         leaving.cancel()

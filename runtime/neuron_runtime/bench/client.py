@@ -86,7 +86,6 @@ class Connection(asyncio.Protocol):
         self._now = 0.0
         self._line = b""
         self._other: list[bytes] = []
-        self._keep_alive = True
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         # uvloop's transports do not derive from asyncio's.

@@ -73,7 +73,6 @@ def build_app(state: State) -> FastAPI:
     operations = (
         Operation(
             "openai",
-            "POST",
             "/v1/completions",
             routes.completions,
             "Continue a prompt",
@@ -84,7 +83,6 @@ def build_app(state: State) -> FastAPI:
         ),
         Operation(
             "openai",
-            "POST",
             "/v1/chat/completions",
             routes.chat_completions,
             "Answer a chat",
@@ -93,10 +91,9 @@ def build_app(state: State) -> FastAPI:
             example={"messages": [EXAMPLE_MESSAGE], "max_tokens": 64},
             event=ChatCompletionChunk,
         ),
-        Operation("openai", "GET", "/v1/models", routes.models, "List the served names", ModelList),
+        Operation("openai", "/v1/models", routes.models, "List the served names", ModelList),
         Operation(
             "openai",
-            "GET",
             "/v1/models/{model:path}",
             routes.model,
             "Describe one served name",
@@ -106,7 +103,6 @@ def build_app(state: State) -> FastAPI:
         ),
         Operation(
             "tokens",
-            "POST",
             "/tokenize",
             routes.tokenize,
             "Turn a text or a chat into tokens",
@@ -116,7 +112,6 @@ def build_app(state: State) -> FastAPI:
         ),
         Operation(
             "tokens",
-            "POST",
             "/detokenize",
             routes.detokenize,
             "Turn tokens into text",
@@ -124,12 +119,10 @@ def build_app(state: State) -> FastAPI:
             body=DetokenizeBody,
             example={"tokens": [1, 2, 3]},
         ),
-        Operation("server", "GET", "/version", routes.version, "Version of the server", Version),
-        Operation(
-            "server", "GET", "/health", routes.health, "Whether the server can serve", Health, failures={503: Health}
-        ),
-        Operation("server", "GET", "/live", routes.live, "Whether the process is alive", Health),
-        Operation("server", "GET", "/metrics", routes.metrics, "Metrics in Prometheus' text format", "text/plain"),
+        Operation("server", "/version", routes.version, "Version of the server", Version),
+        Operation("server", "/health", routes.health, "Whether the server can serve", Health, failures={503: Health}),
+        Operation("server", "/live", routes.live, "Whether the process is alive", Health),
+        Operation("server", "/metrics", routes.metrics, "Metrics in Prometheus' text format", "text/plain"),
     )
     handlers = {
         ServingError: _serving_error,

@@ -10,7 +10,6 @@ import asyncio
 import itertools
 import traceback
 from collections.abc import Callable, Sequence
-from enum import Enum
 from pathlib import Path
 from typing import Protocol
 
@@ -41,12 +40,6 @@ class Recipient(Protocol):
         """Its requests ended with this error: a ServingError, or another exception for a bug."""
 
 
-class EngineState(Enum):
-    STARTING = "starting"
-    READY = "ready"
-    ENDED = "ended"
-
-
 class EngineClient:
     """Requests in, updates out, across engine restarts.
 
@@ -67,7 +60,7 @@ class EngineClient:
         on_ready: Callable[[Ready], None],
         on_broken: Callable[[BaseException], None],
     ) -> None:
-        self.state = EngineState.STARTING
+        self.ready = False
         self.detail = "starting"
         self._run_dir = run_dir
         self._front_end = front_end
@@ -84,7 +77,7 @@ class EngineClient:
     def engine_started(self, incarnation: int, num_predecessors: int = 0) -> None:
         """Connect to the n-th engine process; `num_predecessors`: earlier front ends in this place that used it."""
         self._disconnect()
-        self.state, self.detail = EngineState.STARTING, "starting"
+        self.ready, self.detail = False, "starting"
         self._metrics.engine_started(incarnation, joined=num_predecessors > 0)
         name = messages.outbox_of(self._front_end)
         self._from_engine = messages.socket(self._context, zmq.PULL, self._run_dir, name, incarnation)
@@ -102,7 +95,7 @@ class EngineClient:
     def engine_ended(self, message: str) -> None:
         """All its requests end with an error."""
         self._disconnect()
-        self.state, self.detail = EngineState.ENDED, message
+        self.ready, self.detail = False, message
         self._metrics.engine_ended()
         self.fail_all(BackendFailed(message))
 
@@ -125,12 +118,12 @@ class EngineClient:
     def abort(self, ids: Sequence[str]) -> None:
         """Abort these requests; ids of ended ones are skipped."""
         live = tuple(one for one in ids if self._recipients.pop(one, None) is not None)
-        if live and self.state is EngineState.READY:
+        if live and self.ready:
             self._send(Abort(live))
 
     def check_ready(self) -> None:
         """Raises BackendFailed, with the progress of the startup, unless the engine is ready."""
-        if self.state is not EngineState.READY:
+        if not self.ready:
             raise BackendFailed(f"not ready: {self.detail}")
 
     def close(self) -> None:
@@ -176,7 +169,7 @@ class EngineClient:
             case ModelFound(model_dir):
                 self._on_model(Path(model_dir))
             case Ready():
-                self.state, self.detail = EngineState.READY, "ready"
+                self.ready, self.detail = True, "ready"
                 self._metrics.engine_ready(message.limits, message.load_seconds, message.warm_up_seconds)
                 self._on_ready(message)
 

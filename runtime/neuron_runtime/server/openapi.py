@@ -57,7 +57,6 @@ class Operation:
     """One route."""
 
     tag: str
-    method: str
     path: str
     handler: Handler
     summary: str
@@ -97,7 +96,7 @@ def application(operations: Sequence[Operation], exception_handlers: Mapping[Any
         app.add_api_route(
             operation.path,
             operation.handler,
-            methods=["GET", "HEAD"] if operation.method == "GET" else [operation.method],
+            methods=["POST"] if operation.body else ["GET", "HEAD"],
             tags=[operation.tag],
             summary=operation.summary,
             response_class=Response,
