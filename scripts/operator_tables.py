@@ -147,7 +147,7 @@ def reasons(condition: Condition) -> str:
     """The reasons of one condition by weight, reserved ones last."""
     declared = [reason.row for reason in Reason if condition in reason.row.conditions]
     return table(
-        ("Reason", "Means", "What to do"),
+        ("Reason", "Meaning", "What to do"),
         (
             *((f"`{row.name}`", row.means, row.do) for row in declared if row.means),
             *((f"`{row.name}`", "*reserved*", "") for row in declared if not row.means),

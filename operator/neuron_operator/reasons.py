@@ -158,7 +158,7 @@ class Reason(StrEnum):
         ("ModelResolved",),
         "The repository, revision or folder does not exist, or is private and no token was given",
         "Check spelling and revision; give a token. The operator retries every ten minutes and after each edit. See "
-        " [troubleshooting](troubleshooting.md#the-model-cannot-be-read)",
+        "[troubleshooting](troubleshooting.md#the-model-cannot-be-read)",
         exit_codes=(10,),
         final=True,
     )
