@@ -1,4 +1,4 @@
-"""The command `neuron-runtime`: reads arguments, runs one command, and turns errors into exit codes and records."""
+"""The command `neuron-runtime`: parses arguments, runs one command, and turns errors into exit codes and records."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ INTERRUPTED = 130
 
 COMMANDS = {
     "serve": (serve.add_arguments, "serve a model over HTTP"),
-    "inspect": (inspect.add_arguments, "read a model's config and the headers of its weights, and say what it is"),
-    "bench": (bench.add_commands, "measure what the runtime costs and what a deployment carries"),
+    "inspect": (inspect.add_arguments, "show facts about a model from its config and the headers of its weights"),
+    "bench": (bench.add_commands, "measure throughput and latency, or simulate a deployment"),
 }
-"""By name: what adds its arguments, and one line for the help."""
+"""By name: the function that adds its arguments, and a line of help."""
 
 
 class Parser(argparse.ArgumentParser):
-    """Says what is wrong in one line; argparse's own way repeats the usage first."""
+    """Reports errors in one line; argparse prints the usage first."""
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"{self.prog}: {message} (see {self.prog} --help)\n")

@@ -1,7 +1,7 @@
-"""What people write, on a command line or as arguments of `LLM`, as the configuration document that it amounts to.
+"""Converts command-line flags and arguments of `LLM` to a configuration document.
 
-Names are vLLM's where the meaning is the same. Called by the command `serve` and by the offline class; what cannot be
-honoured is refused by the name that was written. Nothing here looks at a model or imports a backend.
+Names are vLLM's where the meaning is the same. Called by the command `serve` and by the offline class; errors name the
+flag or argument. It reads no model and imports no backend.
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ LLM_ARGUMENTS = {name: field for name, field in BY_ARGUMENT.items() if field.fla
 
 FLAG_NAMES = {"model.uri": "MODEL"} | {field.path: field.option for field in BY_ARGUMENT.values()}
 LLM_NAMES = {"model.uri": "model"} | {field.path: name for name, field in LLM_ARGUMENTS.items()}
-"""What sets the value at a path of the document: a flag of `serve`, an argument of `LLM`. See `naming`."""
+"""The flag of `serve`, or the argument of `LLM`, by path of the document. See `naming`."""
 
 
 def config_of(uri: str, given: Mapping[str, Any], **more: Any) -> RuntimeConfig:
-    """The document that arguments amount to.
+    """Build the document from arguments.
 
     Args:
-        given: values by the names in `BY_ARGUMENT`; the others have their defaults.
+        given: values by the names in `BY_ARGUMENT`; others get their defaults.
         more: further keys of the document.
 
     Raises:
-        InvalidConfig: with the path of the document; see `naming`.
+        InvalidConfig: names the path in the document; see `naming`.
     """
     document: dict[str, Any] = {
         "version": CONFIG_VERSION,
@@ -61,10 +61,10 @@ def config_of(uri: str, given: Mapping[str, Any], **more: Any) -> RuntimeConfig:
 
 @contextmanager
 def naming(names: Mapping[str, str]) -> Iterator[None]:
-    """Errors about a document that arguments amount to, from any process, name the argument before the path.
+    """Add the name of the flag or argument to errors about a document that was built from them.
 
     Args:
-        names: what the person wrote, by the document's path without `$.`: `FLAG_NAMES` or `LLM_NAMES`.
+        names: `FLAG_NAMES` or `LLM_NAMES`.
     """
     try:
         yield
@@ -86,15 +86,15 @@ def llm_config(
     additional_config: Mapping[str, Any] | None = None,
     dev: Path = Path("/dev"),
 ) -> RuntimeConfig:
-    """The document that the arguments of `LLM` amount to.
+    """Build the document from the arguments of `LLM`.
 
     Args:
-        arguments: by vLLM's names; None asks for nothing.
-        dev: where device nodes lie.
+        arguments: by vLLM's names; None means the default.
+        dev: folder of device nodes.
 
     Raises:
-        TypeError: an argument that neither vLLM's class nor this one has.
-        InvalidConfig: naming the argument that cannot be honoured.
+        TypeError: an unknown argument.
+        InvalidConfig: names the argument that is not supported.
     """
     given = {}
     for name, value in arguments.items():
@@ -116,7 +116,7 @@ def llm_config(
 
 
 def model_uri(model: str) -> str:
-    """A model as people write it, as a URI: a folder that exists, else `org/name` on the hub. Raises InvalidConfig."""
+    """The URI of a model argument: a URI, an existing folder, or `org/name` on the hub. Raises InvalidConfig."""
     if "://" in model:
         return model
     if not model.startswith(("/", ".", "~")) and not Path(model).exists():
@@ -128,21 +128,21 @@ def model_uri(model: str) -> str:
 
 
 def default_weights_dir() -> Path:
-    """Where downloads go by default."""
+    """Default folder of downloads."""
     cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(cache, "neuron-serving", "weights")
 
 
 def _neuron_config(override: Any, additional: Mapping[str, Any] | None) -> Any:
-    """Both places in which vLLM's versions look for the settings of the Neuron backend."""
+    """Settings of the Neuron backend from either of the two arguments that vLLM's versions use."""
     inside = dict(additional or {})
     found = [override, inside.pop("override_neuron_config", None), inside.pop("override-neuron-config", None)]
     for key in inside:
         raise InvalidConfig(f"additional_config[{key!r}]", "is not supported: only `override_neuron_config` is")
-    asked = [config for config in found if config]
-    if len(asked) > 1:
-        raise InvalidConfig("override_neuron_config", "is given twice: leave it out of `additional_config`")
-    return asked[0] if asked else None
+    configs = [config for config in found if config]
+    if len(configs) > 1:
+        raise InvalidConfig("override_neuron_config", "is set twice: leave it out of `additional_config`")
+    return configs[0] if configs else None
 
 
 def _backend(device: str | None, dev: Path) -> str | None:
@@ -159,12 +159,12 @@ def _backend(device: str | None, dev: Path) -> str | None:
                     "the CPU, or run this on an Inf2 or Trn instance with the Neuron driver",
                 )
             return "nxdi"
-    raise InvalidConfig("device", f"{device!r} is unknown: leave it out, or say 'cpu' or 'neuron'")
+    raise InvalidConfig("device", f"must be 'cpu' or 'neuron', got {device!r}")
 
 
 def _with_revision(uri: str, revision: str | None) -> str:
     if revision is None:
         return uri
     if not uri.startswith("hf://") or "@" in uri:
-        raise InvalidConfig("revision", f"{revision!r} is for models on a hub that name none themselves, not for {uri}")
+        raise InvalidConfig("revision", f"{revision!r} requires an hf:// model without a revision, got {uri}")
     return f"{uri}@{revision}"

@@ -1,8 +1,8 @@
-"""How a field of a configuration Struct is set by a flag or an argument: declared beside the field's type.
+"""Derives command-line flags and arguments from the fields of a configuration Struct.
 
-A field is `name: Annotated[type, Meta(ge=...), "What it does", Flag(...)] = default`. `fields_of` reads these
-declarations; argparse flags, argument names and the tables of the docs follow from what it returns. Nothing here knows
-a particular configuration.
+A field is `name: Annotated[type, Meta(ge=...), "Description", Flag(...)] = default`. `fields_of` reads these
+declarations; argparse flags, argument names and the tables of the docs are derived from its result. Independent of a
+particular configuration.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ from msgspec import inspect
 
 @dataclass(frozen=True)
 class Flag:
-    """A field that has a command-line flag."""
+    """Gives a field a command-line flag."""
 
     argument: str = ""
-    """Name of the argument, vLLM's where the meaning is the same; with dashes it is the flag. Empty: the field's."""
+    """Name of the argument, vLLM's if the meaning is the same; the flag has dashes. Empty: the field's name."""
     llm: bool = False
-    """Whether `LLM` takes it as an argument too."""
+    """Whether it is also an argument of `LLM`."""
     metavar: str = ""
-    """Empty: by the type."""
+    """Empty: derived from the type."""
     default: str = ""
-    """What holds if the field is not set, where its default value does not say it."""
+    """Description of the default, if its value does not show it."""
     read: Callable[[str], Any] | None = None
-    """Turns the text that a person writes into what the document holds. Raises ValueError."""
+    """Converts the text of the flag to the value in the document. Raises ValueError."""
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class Field:
     """Default; NODEFAULT: required."""
     flag: Flag | None
     argument: str
-    """Empty: no flag."""
+    """Name of the argument; empty: no flag."""
 
     @property
     def option(self) -> str:
@@ -54,7 +54,7 @@ class Field:
 
     @property
     def default(self) -> str:
-        """What holds if the field is not set, in words."""
+        """Description of the default."""
         if self.flag and self.flag.default:
             return self.flag.default
         if self.value is msgspec.NODEFAULT:
@@ -65,11 +65,11 @@ class Field:
 
     @property
     def is_switch(self) -> bool:
-        """True and false where the document has words."""
+        """Whether the flag is a boolean for a field with the values auto, enabled and disabled."""
         return isinstance(self.kind, inspect.LiteralType) and "enabled" in self.kind.values
 
     def read(self, given: Any) -> Any:
-        """What the document holds for what a person wrote. Raises ValueError."""
+        """The value in the document for a given argument. Raises ValueError."""
         if self.is_switch and isinstance(given, bool):
             return "enabled" if given else "disabled"
         if isinstance(given, str) and self.flag and self.flag.read:
@@ -78,7 +78,7 @@ class Field:
 
 
 def fields_of(struct: type[msgspec.Struct], path: str = "") -> Iterator[Field]:
-    """The fields of a configuration and of its parts, in the order of their declaration."""
+    """The fields of a configuration and of its parts, in order of declaration."""
     for field in msgspec.structs.fields(struct):
         kind = inspect.type_info(field.type)
         if isinstance(kind, inspect.StructType):
@@ -95,10 +95,10 @@ def fields_of(struct: type[msgspec.Struct], path: str = "") -> Iterator[Field]:
 def add_flags(
     parser: argparse._ActionsContainer, fields: Iterable[Field], defaults: Mapping[str, str] | None = None
 ) -> None:
-    """The flags of these fields; a flag that is not given is None.
+    """Add the flags of these fields; a flag that is not set is None.
 
     Args:
-        defaults: words for the help by argument, where a command has defaults of its own.
+        defaults: descriptions of defaults by argument, if a command has its own.
     """
     for field in fields:
         if field.flag:
@@ -108,7 +108,7 @@ def add_flags(
 
 
 def _form(field: Field, flag: Flag) -> dict[str, Any]:
-    """How argparse reads the flag of a field."""
+    """Arguments of `add_argument` for a field."""
     match field.kind:
         case inspect.BoolType():
             return {"action": argparse.BooleanOptionalAction}
@@ -126,7 +126,7 @@ def _form(field: Field, flag: Flag) -> dict[str, Any]:
 
 
 def dtype_word(text: str) -> str:
-    """Also vLLM's other names of a dtype, and those of torch's dtypes."""
+    """Accepts vLLM's aliases and torch's names of dtypes."""
     word = text.removeprefix("torch.")
     return {"half": "float16", "float": "float32"}.get(word, word)
 
@@ -144,7 +144,7 @@ def word_or_folder(text: str) -> str:
 
 
 def template(text: str) -> str:
-    """The template in a file, or, as in vLLM, the template itself."""
+    """A file with the template or, as in vLLM, the template itself."""
     if any(character in text for character in "{}\n"):
         return text
     try:

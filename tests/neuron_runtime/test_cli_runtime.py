@@ -52,8 +52,8 @@ def test_a_model_is_accepted_in_its_common_notations(tmp_path: Path, monkeypatch
     ("arguments", "field", "says"),
     [
         ([], "MODEL", "serve MODEL"),
-        (["m", "--config", "x"], "--config", "leave out MODEL"),
-        (["--config", "x", "--max-model-len", "5"], "--config", "leave out MODEL"),
+        (["m", "--config", "x"], "--config", "leave them out"),
+        (["--config", "x", "--max-model-len", "5"], "--config", "leave them out"),
         (["--config", "/nowhere"], "--config", "cannot read /nowhere"),
         (["a/m", "--dtype", "int7"], "--dtype ($.dtype)", "Invalid enum value 'int7'"),
         (["a/m", "--backend", "magic"], "--backend ($.backend)", "Invalid enum value 'magic'"),

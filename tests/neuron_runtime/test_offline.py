@@ -510,7 +510,7 @@ def test_arguments_from_the_guides_produce_a_configuration(tmp_path: Path) -> No
     ("arguments", "says"),
     [
         ({"device": "neuron"}, "device: 'neuron', but this machine has no Neuron device"),
-        ({"device": "cuda"}, "device: 'cuda' is unknown"),
+        ({"device": "cuda"}, "device: must be 'cpu' or 'neuron', got 'cuda'"),
         (
             {"tensor_parallel_size": 2},
             "tensor_parallel_size: 2 is not supported yet: leave it out, the torch backend has one rank",
@@ -527,7 +527,7 @@ def test_arguments_from_the_guides_produce_a_configuration(tmp_path: Path) -> No
             "max_model_len ($.limits.maxModelLength): must be at most the model's 2048 positions, got 9999",
         ),
         ({"dtype": "int4"}, "dtype ($.dtype): Invalid enum value 'int4'"),
-        ({"revision": "main"}, "revision: 'main' is for models on a hub"),
+        ({"revision": "main"}, "revision: 'main' requires an hf:// model"),
         ({"override_neuron_config": {"a": object()}}, "only plain values can be configured"),
     ],
 )

@@ -1,4 +1,4 @@
-"""The commands of `neuron-runtime`, a module each: `add_arguments(parser)`, and what `__main__` runs.
+"""The commands of `neuron-runtime`, one module each, with `add_arguments(parser)` and `run(options, began)`.
 
-At module level they import nothing heavy: every start of `neuron-runtime` reads the arguments of all commands.
+They must be cheap to import, because every start of `neuron-runtime` reads the arguments of all commands.
 """

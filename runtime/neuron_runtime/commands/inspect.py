@@ -1,4 +1,4 @@
-"""`neuron-runtime inspect URI`: says what a model is, without loading it. Run by the operator in a Job."""
+"""`neuron-runtime inspect URI`: prints facts about a model without loading it. The operator runs it in a Job."""
 
 from __future__ import annotations
 

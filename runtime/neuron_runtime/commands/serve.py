@@ -1,7 +1,7 @@
 """`neuron-runtime serve MODEL` or `serve --config FILE`: serves a model over HTTP.
 
-The flags of what is served follow from the fields of `RuntimeConfig`; those declared here say where things lie on this
-machine. Builds the supervisor and runs it. Imports no torch: that belongs to the engine process.
+Most flags are derived from the fields of `RuntimeConfig`; those declared here are local settings of this machine. Runs
+the supervisor. Does not import torch, which only the engine process uses.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from neuron_runtime.not_built import Surface
 DEFAULT_PORT = 8000
 
 DRAIN_ON_THE_COMMAND_LINE = {"delaySeconds": 0.0, "seconds": 30.0}
-"""No platform has to notice first, so the command admits nothing after SIGTERM."""
+"""Without a platform that must notice first, the command admits no requests after SIGTERM."""
 
 API_KEY_VARIABLE = "VLLM_API_KEY"
 
@@ -33,33 +33,33 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "model",
         nargs="?",
         metavar="MODEL",
-        help="hf://org/name[@revision], org/name (the same), file:///path, or the path of a folder",
+        help="hf://org/name[@revision], org/name (a hub model), file:///path, or the path of a folder",
     )
     parser.add_argument(
-        "--config", type=Path, metavar="FILE", help="A configuration document instead of MODEL, model and server flags"
+        "--config", type=Path, metavar="FILE", help="Configuration document, instead of MODEL, model and server flags"
     )
     parser.add_argument("--host", default="127.0.0.1", help="Address to listen on (default: %(default)s)")
     parser.add_argument(
-        "--port", type=int, metavar="N", default=DEFAULT_PORT, help="Port, 0 for any free one (default: %(default)s)"
+        "--port", type=int, metavar="N", default=DEFAULT_PORT, help="Port; 0: any free one (default: %(default)s)"
     )
     parser.add_argument(
         "--weights-dir",
         type=Path,
         metavar="DIR",
         default=default_weights_dir(),
-        help="Where downloads go; complete ones are not repeated "
+        help="Folder for downloads; complete ones are reused "
         "(default: neuron-serving/weights in $XDG_CACHE_HOME, else in ~/.cache)",
     )
     record.add_flag(parser)
     parser.add_argument(
-        "--api-key-file", type=Path, metavar="FILE", help="Clients must send one of the keys in it, one per line"
+        "--api-key-file", type=Path, metavar="FILE", help="File with API keys, one per line; clients must send one"
     )
     parser.add_argument(
         "--api-key",
         action="append",
         metavar="KEY",
-        help="Clients must send this key, which other users of this machine can see in the list of processes: prefer "
-        f"the file, or ${API_KEY_VARIABLE}",
+        help="API key that clients must send. Other users of this machine can see it in the process list: prefer "
+        f"--api-key-file or ${API_KEY_VARIABLE}",
     )
     fields = BY_ARGUMENT.values()
     model = parser.add_argument_group("model flags (not together with --config)")
@@ -75,14 +75,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace, began: float) -> record.Record:
-    """Serve until a signal. Raises ServingError for what cannot be served."""
+    """Serve until a signal. Raises ServingError if serving is impossible."""
     from neuron_runtime.engine.backends import check_backend  # noqa: PLC0415
     from neuron_runtime.server.auth import api_key_file, check_keys  # noqa: PLC0415
     from neuron_runtime.server.run_dir import made_run_dir  # noqa: PLC0415
     from neuron_runtime.server.supervisor import Signals, Supervisor, listen, url_of  # noqa: PLC0415
 
     config = configuration(options)
-    # Out of the environment, so that no child has it in its own.
+    # Removed from the environment, so that children do not inherit it.
     variable = os.environ.pop(API_KEY_VARIABLE, None)
     keys = tuple(options.api_key or ([variable] if variable and options.api_key_file is None else ()))
     check_keys(options.api_key_file, keys)
@@ -107,16 +107,18 @@ def run(options: argparse.Namespace, began: float) -> record.Record:
 
 
 def configuration(options: argparse.Namespace) -> RuntimeConfig:
-    """The document that the flags name or amount to. Raises InvalidConfig, naming the flag."""
+    """The document from `--config` or from flags. Raises InvalidConfig with the flag."""
     for row in not_built.rows(Surface.FLAG):
         not_built.refuse(Surface.FLAG, row.name, getattr(options, row.name), at=flag_of(row))
     given = {name: value for name in BY_ARGUMENT if (value := getattr(options, name)) is not None}
     if options.config is not None:
         if options.model is not None or given:
-            raise InvalidConfig("--config", "says what to serve: leave out MODEL and the model and server flags")
+            raise InvalidConfig(
+                "--config", "cannot be combined with MODEL, model flags or server flags: leave them out"
+            )
         return load_config(options.config)
     if options.model is None:
-        raise InvalidConfig("MODEL", "say what to serve: `neuron-runtime serve MODEL` or `serve --config FILE`")
+        raise InvalidConfig("MODEL", "is missing: use `neuron-runtime serve MODEL` or `serve --config FILE`")
     with naming(FLAG_NAMES):
         return config_of(model_uri(options.model), given, drain=DRAIN_ON_THE_COMMAND_LINE)
 

@@ -1,7 +1,7 @@
-"""`LLM` and `SamplingParams`: a model in the caller's own process, with the arguments and outputs of vLLM's classes.
+"""`LLM` and `SamplingParams`: a model in the caller's process, with the arguments and outputs of vLLM's classes.
 
-For scripts, notebooks and benchmarks; `from neuron_runtime import LLM, SamplingParams`. Requests pass the server's
-admission. No process is started, no port is opened, and torch is imported only when an `LLM` is made.
+For scripts, notebooks and benchmarks; `from neuron_runtime import LLM, SamplingParams`. It uses the server's admission,
+starts no process, opens no port, and imports torch only when an `LLM` is created.
 
 Contract: https://docs.vllm.ai/en/latest/api/vllm/entrypoints/llm.html
 """

@@ -1,6 +1,6 @@
 """`LLM`: loads a model, and runs scheduler and backend on the caller's thread.
 
-All prompts of a call are admitted before the first one is computed. Text and outputs are `running`'s.
+All prompts of a call are admitted before the first one runs. `running` creates text and outputs.
 """
 
 from __future__ import annotations
@@ -44,23 +44,22 @@ Given = TypeVar("Given")
 
 
 class LLM:
-    """A model, loaded and ready.
+    """A loaded model.
 
     Args:
         model: `org/name`, `hf://org/name[@revision]`, `file:///path`, or the path of a folder.
-        device: "cpu" or "neuron"; left out: what this runtime was built for.
-        seed: makes answers whose parameters have no seed of their own the same in every run; refused where a seed of
-            `SamplingParams` is.
-        revision: of a model on a hub.
-        download_dir: where weights from a hub go.
-        additional_config: `{"override_neuron_config": {...}}`, as vLLM's newer versions take it.
-        arguments: `max_model_len`, `max_num_seqs`, `block_size` and whatever else vLLM's class has. They are honoured,
+        device: "cpu" or "neuron"; default: the device that this runtime was built for.
+        seed: makes answers reproducible if their `SamplingParams` have no seed; refused if those cannot have one.
+        revision: revision of a hub model.
+        download_dir: folder for weights from a hub.
+        additional_config: `{"override_neuron_config": {...}}`, as in newer versions of vLLM.
+        arguments: `max_model_len`, `max_num_seqs`, `block_size` and other arguments of vLLM's class. They are supported
             or refused by name; see `arguments.LLM_ARGUMENTS` and `not_built.ROWS`.
 
     Raises:
         TypeError: an unknown argument.
-        InvalidConfig: naming the argument that cannot be honoured, with the cure.
-        FatalError: the model cannot be found, read or held.
+        InvalidConfig: names the argument that is not supported, and what to do.
+        FatalError: the model cannot be found, read or loaded.
     """
 
     def __init__(
@@ -94,7 +93,7 @@ class LLM:
             for setting in defaults.not_applied:
                 say(f"generation_config.json: {setting} is not supported and not applied")
         backend.warm_up(progress)
-        # Whoever asks waits for all answers anyway: nothing is gained by refusing what can run later.
+        # No queue limit, because the caller waits for all answers anyway.
         self._engine = Engine(backend, max_queued_requests=sys.maxsize)
         self._admission = Admission(
             tokenizer,
@@ -119,18 +118,18 @@ class LLM:
         prompt_token_ids: Sequence[int] | Sequence[Sequence[int]] | None = None,
         lora_request: None = None,
     ) -> list[RequestOutput]:
-        """Continue prompts; the outputs come in their order.
+        """Continue prompts; returns the outputs in the same order.
 
         Args:
-            prompts: one or many, see `Prompt`.
-            sampling_params: one for all, one for each, or None for the model's own defaults.
-            use_tqdm: whether a progress bar is shown on stderr, or what makes one.
-            priority: one number for each prompt, lower ones run first.
-            prompt_token_ids: an older way to give token ids instead of `prompts`.
+            prompts: one or several, see `Prompt`.
+            sampling_params: one for all prompts, one per prompt, or None for the model's defaults.
+            use_tqdm: whether to show a progress bar on stderr, or a function that creates one.
+            priority: one number per prompt; lower ones run first.
+            prompt_token_ids: older alternative to `prompts`.
 
         Raises:
-            InvalidRequest: naming the parameter, and the prompt where there are several. Nothing was computed.
-            BackendFailed: this object cannot be used any more.
+            InvalidRequest: names the parameter and, with several prompts, the prompt. No prompt was computed.
+            BackendFailed: this object can no longer be used.
         """
         if (prompts is None) == (prompt_token_ids is None):
             raise InvalidRequest("exactly one of `prompts` and `prompt_token_ids` is required", field="prompts")
@@ -150,15 +149,15 @@ class LLM:
         lora_request: None = None,
         **options: Any,
     ) -> list[RequestOutput]:
-        """Answer one conversation or several, written with the model's chat template.
+        """Answer one or several conversations, rendered with the model's chat template.
 
         Args:
-            messages: each with `role` and `content`.
-            options: `tools`, `chat_template` and others of vLLM's method; refused by name where they ask for anything.
+            messages: messages with `role` and `content`.
+            options: `tools`, `chat_template` and other options of vLLM's method; refused unless neutral.
 
         Raises: as `generate`.
         """
-        options.pop("chat_template_content_format", None)  # how a template is told of images, and there are none
+        options.pop("chat_template_content_format", None)  # concerns images only
         common = {
             **options,
             "add_generation_prompt": add_generation_prompt,
@@ -177,19 +176,19 @@ class LLM:
         )
 
     def get_default_sampling_params(self) -> SamplingParams:
-        """What is used when no parameters are given: the model's `generation_config.json`, else vLLM's defaults."""
+        """The default parameters: from the model's `generation_config.json`, else vLLM's."""
         defaults = self._admission.defaults.sampling
         given = {name: value for name in defaults.__struct_fields__ if (value := getattr(defaults, name)) is not None}
         return SamplingParams(**given)
 
     def get_tokenizer(self) -> Any:
-        """The model's tokenizer as transformers loads it."""
+        """The model's tokenizer, loaded by transformers."""
         from transformers import AutoTokenizer  # noqa: PLC0415 - heavy
 
         return AutoTokenizer.from_pretrained(str(self._model_dir), local_files_only=True)
 
     def close(self) -> None:
-        """Release the device and the memory; also done when nothing refers to this object any more."""
+        """Release device and memory; also happens when the object is garbage-collected."""
         self._ended = self._ended or "it was closed"
         self._close()
 
@@ -214,7 +213,7 @@ class LLM:
         priorities = one_each(priority, len(prompts), lambda: 0, "priority")
         with self._one_at_a_time:
             if self._ended:
-                raise BackendFailed(f"this LLM cannot be used any more ({self._ended}): make a new one")
+                raise BackendFailed(f"this LLM can no longer be used ({self._ended}): create a new one")
             asked = []
             for number, (prompt, one, rank) in enumerate(zip(prompts, params, priorities, strict=True)):
                 with naming_prompt(number, len(prompts)):
@@ -227,7 +226,7 @@ class LLM:
             return [one.output() for one in asked]
 
     def _admit(self, prompt: dict[str, Any], params: SamplingParams, priority: int) -> RunningPrompt:
-        """Everything that can be wrong with a prompt and its parameters is said here. Raises InvalidRequest."""
+        """Check a prompt and its parameters completely. Raises InvalidRequest."""
         admission = self._admission
         given = {**prompt, "priority": priority}
         text = given.pop("text", None)
@@ -250,7 +249,7 @@ class LLM:
                     live[choice.request.request_id] = one, choice
             while live:
                 for event in self._step():
-                    # What was aborted may still be heard of.
+                    # Aborted requests may still have events.
                     if event.request_id not in live:
                         continue
                     one, choice = live[event.request_id]
@@ -272,13 +271,13 @@ class LLM:
         try:
             return self._engine.step()
         except BaseException as error:
-            # Also Ctrl-C: a step that was left in the middle is neither done nor undone.
+            # Also Ctrl-C: an interrupted step leaves an undefined state.
             self._ended = f"{type(error).__name__} within a step"
             raise
 
 
 def _check_seed(limits: BackendLimits) -> None:
-    """What holds for a seed of a request holds for that of the class. Raises InvalidConfig."""
+    """Apply the rules for a request's seed to the seed of the class. Raises InvalidConfig."""
     try:
         check_parameter_served("seed", parameters_of(SamplingFields)["seed"], limits)
     except InvalidRequest as error:

@@ -1,4 +1,4 @@
-"""What `LLM.generate` and `LLM.chat` return, with the fields of vLLM's classes."""
+"""Results of `LLM.generate` and `LLM.chat`, with the fields of vLLM's classes."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Logprob:
-    """One candidate at one position; `rank` is its place among all tokens of the vocabulary, from 1."""
+    """One candidate at one position; `rank` is its rank in the whole vocabulary, from 1."""
 
     logprob: float
     rank: int
@@ -21,7 +21,7 @@ class CompletionOutput:
     index: int
     text: str
     token_ids: list[int]
-    """The token included that ended the answer, although its text is not."""
+    """Includes the token that ended the answer, although the text does not."""
     cumulative_logprob: float | None
     logprobs: list[dict[int, Logprob]] | None
     """Per token, the chosen one first."""
@@ -40,11 +40,11 @@ class RequestOutput:
 
     request_id: str
     prompt: str | None
-    """None where token ids alone were given."""
+    """None if only token ids were given."""
     prompt_token_ids: list[int]
     outputs: list[CompletionOutput]
     finished: bool = True
     num_cached_tokens: int = 0
-    """Tokens of the prompt that were not computed because a prefix of them was cached."""
+    """Prompt tokens found in the prefix cache."""
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None
-    """Per token of the prompt, the prompt's own one first; None for the first token, behind which nothing was known."""
+    """For each prompt token, that token first, then the alternatives; None for the first token."""

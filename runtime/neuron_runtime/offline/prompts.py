@@ -1,4 +1,4 @@
-"""The forms in which callers of `LLM` give prompts and their parameters. Used by `llm`."""
+"""Reads the forms of prompts and parameters that `LLM` accepts. Used by `llm`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Prompt = str | Sequence[int] | Mapping[str, Any]
 
 
 def listed(prompts: Any) -> list[Prompt]:
-    """One prompt or many, as a list."""
+    """One or several prompts as a list."""
     if isinstance(prompts, str | Mapping):
         return [prompts]
     given = list(prompts)
@@ -23,7 +23,7 @@ def listed(prompts: Any) -> list[Prompt]:
 
 
 def prompt_fields(prompt: Prompt) -> dict[str, Any]:
-    """Fields of a completion's body that say what is continued; `text` where both text and ids are there."""
+    """Fields of a completion body for a prompt, and `text` if the prompt has both text and ids."""
     if isinstance(prompt, str):
         return {"prompt": prompt}
     if not isinstance(prompt, Mapping):
@@ -46,7 +46,7 @@ def _token_ids(given: Any) -> list[int]:
 
 
 def one_each(given: Any, count: int, default: Callable[[], Any], name: str) -> list[Any]:
-    """One value for each prompt, from one for all, one for each, or none."""
+    """One value per prompt, from one for all, one per prompt, or none."""
     if given is None or isinstance(given, SamplingParams):
         return [default() if given is None else given] * count
     values = list(given)
@@ -57,7 +57,7 @@ def one_each(given: Any, count: int, default: Callable[[], Any], name: str) -> l
 
 @contextmanager
 def naming_prompt(number: int, count: int) -> Iterator[None]:
-    """Errors about one of several prompts say which."""
+    """Add the prompt's index to errors about one of several prompts."""
     try:
         yield
     except InvalidRequest as error:

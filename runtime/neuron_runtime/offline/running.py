@@ -1,4 +1,4 @@
-"""A prompt and its answers while the engine makes them: events in, outputs out. Used by `llm`."""
+"""A prompt and its answers while the engine runs them: events in, outputs out. Used by `llm`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from neuron_runtime.text.tokenizer import Tokenizer
 
 
 class RunningChoice:
-    """One answer while the engine makes it."""
+    """One answer while the engine generates it."""
 
     def __init__(self, index: int, number: str, ask: Ask, params: SamplingParams, tokenizer: Tokenizer) -> None:
         (prompt,), (sampling,) = ask.prompts, ask.sampling
@@ -27,7 +27,7 @@ class RunningChoice:
             skip_special_tokens=ask.skip_special_tokens,
             min_tokens=sampling.min_tokens,
         )
-        # The prompt is the same for all choices: the first one tells about it.
+        # All choices have the same prompt, so only the first one requests its logprobs.
         chosen = replace(sampling, choice=index, prompt_logprobs=None if index else sampling.prompt_logprobs)
         self.request = Request(f"{number}-{index}", prompt, chosen, ask.priority, ask.cache_salt)
         self._end_token_id = None if params.ignore_eos else tokenizer.eos_token_id
@@ -44,7 +44,7 @@ class RunningChoice:
         self.num_cached_tokens = max(self.num_cached_tokens, event.num_cached_tokens)
 
     def output(self, tokenizer: Tokenizer) -> CompletionOutput:
-        # A step may bring more tokens than the one in which a stop string completed.
+        # A step may return tokens after the one that completed a stop string.
         token_ids = self._token_ids[: self.answer.num_tokens]
         logprobs = self._logprobs[: self.answer.num_tokens]
         reported = self.request.sampling.logprobs is not None

@@ -1,6 +1,6 @@
-"""`SamplingParams`: the sampling fields of a request with the names and defaults of vLLM's Python class.
+"""`SamplingParams`: the sampling fields of a request, with the names and defaults of vLLM's class.
 
-Its ranges and refusals are those of the HTTP body that it becomes.
+Ranges and refusals are those of HTTP bodies.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ from neuron_runtime.requests.sampling_fields import DEFAULT_COMPLETION_TOKENS, S
 class SamplingParams(SamplingFields, kw_only=True):
     """How to continue a prompt; names and defaults are those of vLLM's class.
 
-    Values out of range and parameters that are not built yet are refused when the object is made; values that depend on
-    the model (lengths, the vocabulary) when a prompt is there. None means vLLM's default, not the model's.
+    Values out of range and unsupported parameters are refused on creation; values that depend on the model (lengths,
+    vocabulary) when a prompt is submitted. None means vLLM's default, not the model's.
 
     Raises:
-        InvalidRequest: naming the parameter.
+        InvalidRequest: names the parameter.
     """
 
     max_tokens: int | None = DEFAULT_COMPLETION_TOKENS
-    """None: as many as fit. More than fit are cut to what fits, as in vLLM."""
+    """None: as many as fit. Larger values are reduced to what fits, as in vLLM."""
     logprobs: int | None = None
-    """How many alternatives to report per token, the chosen one always; 0: only that one."""
+    """Number of alternatives per token, in addition to the chosen one."""
     best_of: int | None = None
     detokenize: bool = True
     early_stopping: bool = False
@@ -47,13 +47,13 @@ class SamplingParams(SamplingFields, kw_only=True):
         self.body({"prompt": [0]}, 1)
 
     def clone(self) -> SamplingParams:
-        """A copy that can be changed."""
+        """A deep copy."""
         return copy.deepcopy(self)
 
     def body(self, prompt: Mapping[str, Any], max_model_length: int) -> CompletionBody:
-        """What the server would be asked. Raises InvalidRequest.
+        """The equivalent request body. Raises InvalidRequest.
 
-        prompt: the fields that say what is continued, which win over these parameters.
+        prompt: fields of the prompt, which override these parameters.
         """
         given = {}
         for name in self.__struct_fields__:
