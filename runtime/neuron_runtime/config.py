@@ -204,6 +204,23 @@ def _check(config: RuntimeConfig) -> None:
             raise InvalidConfig("$.server.allowedOrigins", message)
 
 
+def uses_blocks(config: RuntimeConfig) -> bool | None:
+    """The layout of the KV cache: blocks, slots (False), or None if nothing decides it.
+
+    Raises:
+        InvalidConfig: the settings contradict each other.
+    """
+    shares, sized = config.prefix_caching == "enabled", config.limits.block_size or config.limits.num_blocks
+    if config.layout != "slots":
+        return True if config.layout == "blocks" or sized or shares else None
+    if shares:
+        message = "layout slots cannot share prefixes; leave out the layout, or use blocks"
+        raise InvalidConfig("$.prefixCaching", message)
+    if sized:
+        raise InvalidConfig("$.layout", "layout slots has no blocks; leave out blockSize and numBlocks, or use blocks")
+    return False
+
+
 def check_url(url: str, name: str) -> None:
     """Raises InvalidConfig for `name` unless this is a full HTTP URL without credentials."""
     if not re.fullmatch(r"https?://[^/\s?#@]+(/\S*)?", url):

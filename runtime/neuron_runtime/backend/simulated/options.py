@@ -11,7 +11,7 @@ from typing import Any, Literal
 import msgspec
 
 from neuron_runtime.backend.simulated.step_times import PUBLISHED, Curve, Phase, StepTimes, constant, milliseconds
-from neuron_runtime.config import RuntimeConfig
+from neuron_runtime.config import RuntimeConfig, uses_blocks
 from neuron_runtime.core import BackendLimits
 from neuron_runtime.errors import InvalidConfig
 
@@ -113,16 +113,12 @@ def limits_of(config: RuntimeConfig, options: Options, *, vocabulary_size: int, 
         raise InvalidConfig(
             "$.limits.maxModelLength", f"must be from 2 to the model's {longest} positions, got {length}"
         )
-    whole, blocks = options.prefill == "whole", config.layout != "slots"
-    if config.prefix_caching == "enabled" and not blocks:
-        raise InvalidConfig("$.prefixCaching", "layout slots cannot share prefixes; use blocks")
+    whole, blocks = options.prefill == "whole", uses_blocks(config)
     if config.chunked_prefill == ("enabled" if whole else "disabled"):
         setting = "overrideNeuronConfig.prefill"
         raise InvalidConfig("$.chunkedPrefill", f"{config.chunked_prefill} contradicts {setting} {options.prefill!r}")
-    if config.layout == "auto":
-        blocks = not whole or bool(wanted.block_size or wanted.num_blocks) or config.prefix_caching == "enabled"
-    if not blocks and (wanted.block_size or wanted.num_blocks):
-        raise InvalidConfig("$.layout", "layout slots has no blocks; leave out blockSize and numBlocks, or use blocks")
+    if blocks is None:
+        blocks = not whole
     # With whole prompts, a step must fit the longest one.
     step_tokens = wanted.max_step_tokens or (length if whole else max(DEFAULT_MAX_STEP_TOKENS, 2 * rows))
     block_size = (wanted.block_size or DEFAULT_BLOCK_SIZE) if blocks else length

@@ -14,9 +14,8 @@ import torch
 from safetensors.torch import save_file
 
 from neuron_runtime.backend.torch.architecture import decoder_config, tensor_shapes
+from neuron_runtime.backend.torch.loader import DTYPES
 from neuron_runtime.checkpoint import CONFIG_FILE, INDEX_FILE, WEIGHTS_FILE
-
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 def model_type(architecture: str) -> str:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from neuron_runtime.backend.torch.architecture import DecoderConfig, tensor_shapes
 from neuron_runtime.backend.torch.likeliest import ROWS_AT_ONCE
 from neuron_runtime.backend.torch.sampling import MAX_LOGPROBS
-from neuron_runtime.config import RuntimeConfig
+from neuron_runtime.config import RuntimeConfig, uses_blocks
 from neuron_runtime.core import BackendLimits
 from neuron_runtime.errors import ExitCode, FatalError, InvalidConfig
 
@@ -58,18 +58,7 @@ def derive_limits(config: RuntimeConfig, model: DecoderConfig, dtype_bytes: int,
         FatalError: DEVICE_OUT_OF_MEMORY if not even the minimum fits.
     """
     limits = config.limits
-    if config.layout == "slots" and config.prefix_caching == "enabled":
-        raise InvalidConfig(
-            "$.prefixCaching", "layout slots cannot share prefixes; leave out the layout, or use blocks"
-        )
-    wants_blocks = (
-        config.layout == "blocks"
-        or limits.block_size > 0
-        or limits.num_blocks > 0
-        or config.prefix_caching == "enabled"
-    )
-    if config.layout == "slots" and wants_blocks:
-        raise InvalidConfig("$.layout", "layout slots has no blocks; leave out blockSize and numBlocks, or use blocks")
+    wants_blocks = bool(uses_blocks(config))
     rows = limits.max_sequences or DEFAULT_MAX_SEQUENCES
     step_tokens = limits.max_step_tokens or max(DEFAULT_MAX_STEP_TOKENS, rows)
     if step_tokens < rows:
