@@ -21,6 +21,7 @@ from msgspec import Meta
 from neuron_runtime.errors import InvalidConfig
 from neuron_runtime.flags import Flag, dtype_word, json_or_text, json_value, template, word_or_folder
 from neuron_runtime.uris import parse_uri
+from neuron_runtime.validation import explain
 
 CONFIG_VERSION = 1
 
@@ -173,8 +174,8 @@ def parse_config(raw: bytes, source: str = "") -> RuntimeConfig:
     try:
         config = msgspec.json.decode(raw, type=RuntimeConfig)
     except msgspec.ValidationError as error:
-        message, _, path = str(error).partition(" - at `")
-        path = path.rstrip("`") or "$"
+        inside, message = explain(error, RuntimeConfig)
+        path = f"${inside}"
         if ">=" in message or "<=" in message:
             message += f", got {_value_at(raw, path)}"
         raise InvalidConfig(path, message + where) from error

@@ -192,7 +192,10 @@ def test_a_prompt_is_accepted_in_every_form_of_vllm(llm: LLM) -> None:
         ([["a", "b"]], "a prompt is a text, token ids"),
         (["a", [1, 99999]], "prompt 1: `prompt[1]`: 99999 is not a token id"),
         ([[]], "`prompt` must not be empty"),
-        (["a", [7] * 300], "prompt 1: `prompt` has 300 tokens"),
+        (
+            ["a", [7] * 300],
+            "prompt 1: This model's maximum context length is 256 tokens. However, `prompt` has 300 tokens",
+        ),
     ],
 )
 def test_an_invalid_prompt_is_refused_before_any_computation(llm: LLM, prompts: Any, says: str) -> None:

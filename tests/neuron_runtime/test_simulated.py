@@ -360,7 +360,7 @@ def test_every_published_table_gives_increasing_times(name: str) -> None:
         ({"decodeMilliseconds": [[4, 1], [2, 1]]}, ".decodeMilliseconds", "in ascending order"),
         ({"decodeMilliseconds": [4]}, ".decodeMilliseconds[0]", "Expected `array`"),
         ({"prefillBuckets": [128, 64]}, ".prefillBuckets", "ascending"),
-        ({"prefill": "never"}, ".prefill", "Invalid enum value"),
+        ({"prefill": "never"}, ".prefill", "Invalid enum value 'never': must be one of `"),
     ],
 )
 def test_invalid_settings_are_named(given: dict[str, Any], path: str, says: str) -> None:

@@ -6,7 +6,6 @@ names the field. `admission` then checks what depends on the model.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal, TypeVar
 
@@ -17,6 +16,7 @@ from neuron_runtime.errors import InvalidRequest
 from neuron_runtime.not_built import Surface, is_neutral, refuse
 from neuron_runtime.requests.parameters import ON_LOGITS, ON_TOKENS, Parameter, parameters_of
 from neuron_runtime.requests.sampling_fields import DEFAULT_COMPLETION_TOKENS, SamplingFields
+from neuron_runtime.validation import explain
 
 MAX_SALT_CHARACTERS = 256
 
@@ -213,8 +213,7 @@ def typed(fields: Mapping[str, Any], body_type: type[Body], *, ignores_unknown: 
     try:
         body = msgspec.convert(given, body_type, str_keys=True)
     except (msgspec.ValidationError, RecursionError) as error:
-        found = _PATH.fullmatch(str(error))
-        message, path = (found[1], found[2]) if found else (str(error), "")
+        path, message = explain(error, body_type)
         field = path.removeprefix(".").removesuffix("[...]")
         missing = message.partition("missing required field `")[2].rstrip("`")
         if missing:
@@ -224,9 +223,6 @@ def typed(fields: Mapping[str, Any], body_type: type[Body], *, ignores_unknown: 
     for name in given:
         rows[name].check(name, getattr(body, name))
     return body
-
-
-_PATH = re.compile(r"(.*) - at (?:`key` in )?`\$(.*)`")
 
 
 def _of_other_route(name: str, value: Any, body_type: type[msgspec.Struct]) -> bool:

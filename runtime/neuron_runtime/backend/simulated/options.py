@@ -14,6 +14,7 @@ from neuron_runtime.backend.simulated.step_times import PUBLISHED, Curve, Phase,
 from neuron_runtime.config import RuntimeConfig, uses_blocks
 from neuron_runtime.core import BackendLimits
 from neuron_runtime.errors import InvalidConfig
+from neuron_runtime.validation import explain
 
 DEFAULT_MAX_SEQUENCES = 32
 DEFAULT_MAX_LENGTH = 4096
@@ -55,11 +56,11 @@ def read_options(given: dict[str, Any]) -> Options:
     try:
         options = msgspec.convert(given, Options)
     except msgspec.ValidationError as error:
-        message, _, path = str(error).partition(" - at `$")
+        path, message = explain(error, Options)
         unknown = re.fullmatch(r"Object contains unknown field `(.+)`", message)
         if unknown:
             message, path = "the simulated backend has no such setting: leave it out", f".{unknown[1]}"
-        raise InvalidConfig(PATH + path.rstrip("`"), message) from error
+        raise InvalidConfig(PATH + path, message) from error
     step_times(options)
     return options
 
