@@ -281,12 +281,40 @@ async def test_clients_recognize_a_request_that_is_too_long(served: Serving, pat
     assert error["code"] == "context_length_exceeded"
 
 
+LONG = "x" * 1_000_000
+LONG_INPUTS: list[tuple[str, dict[str, Any], int, str]] = [
+    ("/v1/completions", {"model": LONG}, 404, f"served models: {MODEL}"),
+    ("/v1/completions", {"max_tokens": LONG}, 400, "Expected `int"),
+    ("/v1/completions", {"n": 10**3000}, 400, "`n` must be"),
+    ("/v1/completions", {"logit_bias": {LONG: 1}}, 400, "Expected `int`"),
+    ("/v1/completions", {"stream_options": LONG}, 400, "Expected `object"),
+    ("/v1/chat/completions", {"messages": [{"role": LONG, "content": "a"}]}, 400, "must be one of `assistant`"),
+    ("/v1/chat/completions", {"messages": [{"role": "user", "content": [{"type": LONG}]}]}, 400, "not supported yet"),
+    (f"/v1/models/{'x' * 20_000}", {}, 405, "Method Not Allowed"),
+    (f"/{'x' * 20_000}", {}, 404, "Not Found"),
+]
+
+
+@pytest.mark.parametrize(("path", "body", "status", "says"), LONG_INPUTS, ids=lambda value: str(value)[:40])
+async def test_an_error_repeats_at_most_the_ends_of_a_long_input(
+    served: Serving, path: str, body: dict[str, Any], status: int, says: str
+) -> None:
+    error = await refused(served, path, status, **body)
+    assert says in error["message"]
+    assert len(error["message"]) <= 401
+    assert len(error["param"] or "") <= 401
+
+
 BAD_CHATS: list[tuple[dict[str, Any], str, str]] = [
     ({"messages": None}, "messages", "Expected `array`"),
     ({"messages": []}, "messages", "must not be empty"),
     ({"messages": ["hi"]}, "messages[0]", "Expected `object`"),
     ({"messages": [{"content": "hi"}]}, "messages[0].role", "missing required field `role`"),
-    ({"messages": [{"role": "king", "content": "hi"}]}, "messages[0].role", "Invalid enum value 'king'"),
+    (
+        {"messages": [{"role": "king", "content": "hi"}]},
+        "messages[0].role",
+        "Invalid enum value 'king': must be one of `assistant`, `developer`, `function`, `system`, ",
+    ),
     ({"messages": [{"role": "user"}]}, "messages[0].content", "is missing"),
     ({"messages": [{"role": "user", "content": None}]}, "messages[0].content", "is missing"),
     ({"messages": [{"role": "user", "content": 5}]}, "messages[0].content", "Expected `str | array"),

@@ -7,6 +7,9 @@ import msgspec
 from neuron_runtime.errors import BackendFailed, Draining, InvalidRequest, Overloaded, ServingError, Unauthorized
 from neuron_runtime.requests.bodies import Body, typed
 
+ECHOED_CHARACTERS = 200
+"""Of a long text in an error, this many characters of its beginning and of its end are sent."""
+
 
 def parse_body(raw: bytes, body_type: type[Body]) -> Body:
     """Raises InvalidRequest with the field, or without one if the body itself is not a JSON object."""
@@ -22,8 +25,16 @@ def parse_body(raw: bytes, body_type: type[Body]) -> Body:
 
 
 def error_object(message: str, kind: str, field: str | None = None, code: str | None = None) -> bytes:
-    """An OpenAI error object."""
-    return msgspec.json.encode({"error": {"message": message, "type": kind, "param": field, "code": code}})
+    """An OpenAI error object. What a client sent is in it, so both texts are bounded."""
+    param = None if field is None else _shortened(field)
+    return msgspec.json.encode({"error": {"message": _shortened(message), "type": kind, "param": param, "code": code}})
+
+
+def _shortened(text: str) -> str:
+    """Without the middle of a long text: its beginning says what is wrong, its end what to do."""
+    if len(text) <= 2 * ECHOED_CHARACTERS:
+        return text
+    return f"{text[:ECHOED_CHARACTERS]}…{text[-ECHOED_CHARACTERS:]}"
 
 
 def error_answer(error: ServingError) -> tuple[int, bytes, dict[str, str]]:
