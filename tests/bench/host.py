@@ -157,7 +157,7 @@ def measure(
         began = time.thread_time()
         events = engine.step()
         stepped = time.thread_time()
-        told = messages.Step(tuple(map(messages.news, events)), (), engine.stats)
+        told = messages.Step(tuple(map(messages.update_of, events)), (), engine.stats)
         messages.encoder.encode(told)
         ended = time.thread_time()
         num_running = rows - sum(event.finish_reason is not None for event in events)

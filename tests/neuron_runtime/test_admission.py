@@ -88,7 +88,7 @@ def test_a_plain_text_request_requests_no_logprobs(tokenizer: Tokenizer) -> None
     plain = admits.completion(completion(return_tokens_as_token_ids=True, stop=["x"], n=2))
     said = admits.chat(typed({"messages": [{"role": "user", "content": "a"}], "logprobs": False}, ChatBody))
     for ask in (plain, said):
-        assert (ask.details, ask.thinks, ask.echoes) == (None, None, ())
+        assert (ask.details, ask.make_splitter, ask.echoes) == (None, None, ())
         assert {(one.logprobs, one.prompt_logprobs) for one in ask.sampling} == {(None, None)}
 
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from helpers.chat_model import write_chat_model
 from neuron_runtime.core import FinishReason
 from neuron_runtime.text.choice_text import ChoiceText
-from neuron_runtime.text.reasoning import REASONING_PARSERS, Thoughts
+from neuron_runtime.text.reasoning import REASONING_PARSERS, ReasoningSplitter
 from neuron_runtime.text.tokenizer import Tokenizer, load_tokenizer
 
 TEXT = "<think>a core ☃</think>naïve 😀 devices end here"
@@ -32,9 +32,9 @@ def feed(answer: ChoiceText, token_ids: tuple[int, ...], sizes: list[int]) -> st
 @given(sizes=st.lists(st.integers(1, 5), min_size=1, max_size=4))
 def test_reasoning_and_answer_are_independent_of_tokens_per_step(tokenizer: Tokenizer, sizes: list[int]) -> None:
     ids = tokenizer.encode(TEXT, add_special_tokens=False)
-    thoughts = Thoughts(REASONING_PARSERS["qwen3"], "")
-    answer = ChoiceText(tokenizer, (), stop=("end",), thoughts=thoughts)
-    assert (feed(answer, ids, sizes), answer.thought) == ("naïve 😀 devices ", "a core ☃")
+    splitter = ReasoningSplitter(REASONING_PARSERS["qwen3"], "")
+    answer = ChoiceText(tokenizer, (), stop=("end",), splitter=splitter)
+    assert (feed(answer, ids, sizes), answer.reasoning) == ("naïve 😀 devices ", "a core ☃")
     assert answer.finish_reason is FinishReason.STOP
     of_the_thought = tokenizer.encode("<think>a core ☃</think>", add_special_tokens=False)
     assert answer.num_reasoning_tokens in (len(of_the_thought), len(of_the_thought) + 1)
@@ -43,16 +43,16 @@ def test_reasoning_and_answer_are_independent_of_tokens_per_step(tokenizer: Toke
 @given(sizes=st.lists(st.integers(1, 5), min_size=1, max_size=4))
 def test_every_token_of_reasoning_and_answer_is_counted_once(tokenizer: Tokenizer, sizes: list[int]) -> None:
     ids = tokenizer.encode(TEXT, add_special_tokens=False)
-    answer = ChoiceText(tokenizer, (), thoughts=Thoughts(REASONING_PARSERS["qwen3"], ""))
+    answer = ChoiceText(tokenizer, (), splitter=ReasoningSplitter(REASONING_PARSERS["qwen3"], ""))
     assert feed(answer, ids, sizes) == "naïve 😀 devices end here"
-    assert (answer.num_tokens, answer.thought) == (len(ids), "a core ☃")
+    assert (answer.num_tokens, answer.reasoning) == (len(ids), "a core ☃")
     assert 0 < answer.num_reasoning_tokens < len(ids)
 
 
 def test_a_stop_string_ends_reasoning_too(tokenizer: Tokenizer) -> None:
     ids = tokenizer.encode(TEXT, add_special_tokens=False)
-    answer = ChoiceText(tokenizer, (), stop=("core",), thoughts=Thoughts(REASONING_PARSERS["qwen3"], ""))
-    assert (feed(answer, ids, [2]), answer.thought, answer.stop_string) == ("", "a ", "core")
+    answer = ChoiceText(tokenizer, (), stop=("core",), splitter=ReasoningSplitter(REASONING_PARSERS["qwen3"], ""))
+    assert (feed(answer, ids, [2]), answer.reasoning, answer.stop_string) == ("", "a ", "core")
 
 
 @given(sizes=st.lists(st.integers(1, 5), min_size=1, max_size=4))

@@ -12,7 +12,7 @@ import zmq
 
 from neuron_runtime.core import FinishReason
 from neuron_runtime.engine import messages
-from neuron_runtime.engine.messages import News, Refused, Step
+from neuron_runtime.engine.messages import Refused, Step, Update
 from neuron_runtime.engine.process import Border
 from neuron_runtime.engine.stats import EngineStats
 from neuron_runtime.server import summed_metrics
@@ -100,13 +100,13 @@ def test_each_front_end_gets_its_own_events_and_all_get_the_statistics(run_dir: 
     with zmq.Context() as context:
         border = Border(run_dir, 1, num_front_ends=3)
         inboxes = [messages.socket(context, zmq.PULL, run_dir, messages.outbox_of(number), 1) for number in range(3)]
-        news = tuple(News(messages.request_id(number, 7 + number), (number,)) for number in (2, 0, 2))
+        news = tuple(Update(messages.request_id(number, 7 + number), (number,)) for number in (2, 0, 2))
         refused = (Refused(messages.request_id(1, 3), "no"),)
         border.send_step(Step(news, refused, EngineStats(num_running=3)))
         heard = [messages.decode_from_engine(inbox.recv()) for inbox in inboxes]
         steps = [step for step in heard if isinstance(step, Step)]
         assert [step.stats.num_running for step in steps] == [3, 3, 3]
-        assert [[one.request_id for one in step.news] for step in steps] == [["0-7"], [], ["2-9", "2-9"]]
+        assert [[one.request_id for one in step.updates] for step in steps] == [["0-7"], [], ["2-9", "2-9"]]
         assert [[one.request_id for one in step.refused] for step in steps] == [[], ["1-3"], []]
         for inbox in inboxes:
             inbox.close(linger=0)

@@ -6,13 +6,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from neuron_runtime.text.reasoning import REASONING_PARSERS, Thoughts
+from neuron_runtime.text.reasoning import REASONING_PARSERS, ReasoningSplitter
 
 QWEN, DEEPSEEK = REASONING_PARSERS["qwen3"], REASONING_PARSERS["deepseek_r1"]
 
 
 def split(parser: str, prompt: str, pieces: list[str]) -> tuple[str, str, int]:
-    watch = Thoughts(REASONING_PARSERS[parser], prompt)
+    watch = ReasoningSplitter(REASONING_PARSERS[parser], prompt)
     parts = [watch.feed(piece) for piece in pieces] + [watch.flush()]
     return "".join(thought for thought, _ in parts), "".join(answer for _, answer in parts), watch.num_tokens
 

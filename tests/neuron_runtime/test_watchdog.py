@@ -155,7 +155,7 @@ class OneRequest:
     def send(self, message: FromEngine) -> None: ...
 
     def send_step(self, step: Step) -> None:
-        self._stops = any(news.finish_reason for news in step.news)
+        self._stops = any(news.finish_reason for news in step.updates)
 
     def receive(self, wait: bool) -> list[ToEngine]:
         mail, self._mail = self._mail, []

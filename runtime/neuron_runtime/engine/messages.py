@@ -100,7 +100,7 @@ class First(msgspec.Struct, frozen=True, array_like=True):
     prompt_logprobs: tuple[TokenLogprobs, ...]
 
 
-class News(msgspec.Struct, frozen=True, array_like=True):
+class Update(msgspec.Struct, frozen=True, array_like=True):
     """A compact encoding of `core.TokenEvent`: the result of one step for one request."""
 
     request_id: str
@@ -137,7 +137,7 @@ class Refused(msgspec.Struct, frozen=True, array_like=True):
 class Step(msgspec.Struct, frozen=True, tag="step"):
     """Engine to front end: the results of one turn of the loop."""
 
-    news: tuple[News, ...]
+    updates: tuple[Update, ...]
     refused: tuple[Refused, ...]
     stats: EngineStats
 
@@ -176,8 +176,8 @@ def decode_from_engine(raw: bytes) -> FromEngine:
     return _from_engine.decode(raw)
 
 
-def news(event: TokenEvent) -> News:
+def update_of(event: TokenEvent) -> Update:
     first = None
     if event.first:
         first = First(event.num_cached_tokens, event.queue_seconds or 0.0, event.prompt_logprobs)
-    return News(event.request_id, event.token_ids, event.finish_reason, event.logprobs, first)
+    return Update(event.request_id, event.token_ids, event.finish_reason, event.logprobs, first)

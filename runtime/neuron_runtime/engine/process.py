@@ -48,7 +48,7 @@ class Border:
             messages.socket(self._context, zmq.PUSH, run_dir, messages.outbox_of(front_end), incarnation)
             for front_end in range(num_front_ends)
         ]
-        self._told: dict[type, bytes] = {}
+        self._model_messages: dict[type, bytes] = {}
         """Messages for front ends that join later: the model and its limits."""
         self._poller = zmq.Poller()
         self._poller.register(self._inbox, zmq.POLLIN)
@@ -67,26 +67,26 @@ class Border:
         """Send to every front end."""
         raw = messages.encoder.encode(message)
         if isinstance(message, ModelFound | Ready):
-            self._told[type(message)] = raw
+            self._model_messages[type(message)] = raw
         for outbox in self._outboxes:
             outbox.send(raw)
 
-    def tell_again(self, front_end: int) -> None:
+    def resend_model(self, front_end: int) -> None:
         """Send the model and its limits to a front end that replaces another one."""
-        for raw in self._told.values():
+        for raw in self._model_messages.values():
             self._outboxes[front_end].send(raw)
 
     def send_step(self, step: Step) -> None:
         """Send the statistics to every front end, with the updates of its own requests."""
         if len(self._outboxes) == 1:
             return self.send(step)
-        parts: list[tuple[list[messages.News], list[Refused]]] = [([], []) for _ in self._outboxes]
-        for news in step.news:
-            parts[messages.front_end_of(news.request_id)][0].append(news)
+        parts: list[tuple[list[messages.Update], list[Refused]]] = [([], []) for _ in self._outboxes]
+        for update in step.updates:
+            parts[messages.front_end_of(update.request_id)][0].append(update)
         for refused in step.refused:
             parts[messages.front_end_of(refused.request_id)][1].append(refused)
-        for outbox, (its_news, its_refused) in zip(self._outboxes, parts, strict=True):
-            outbox.send(messages.encoder.encode(Step(tuple(its_news), tuple(its_refused), step.stats)))
+        for outbox, (its_updates, its_refused) in zip(self._outboxes, parts, strict=True):
+            outbox.send(messages.encoder.encode(Step(tuple(its_updates), tuple(its_refused), step.stats)))
         return None
 
     def receive(self, wait: bool) -> list[ToEngine]:
@@ -133,7 +133,7 @@ class Worker:
             self._engine.stats.last_step = None
         if mail or works:
             # An abort changes the statistics too, and a freed row must be visible at once.
-            self._border.send_step(Step(tuple(map(messages.news, events)), tuple(refused), self._account()))
+            self._border.send_step(Step(tuple(map(messages.update_of, events)), tuple(refused), self._account()))
 
     def _account(self) -> EngineStats:
         """The statistics with the times of this turn; sending them counts for the next one."""
@@ -166,7 +166,7 @@ class Worker:
                     self._first_numbers[front_end] = first_number
                     for request_id in filter(self._is_abandoned, self._engine.request_ids):
                         self._engine.abort(request_id)
-                    self._border.tell_again(front_end)
+                    self._border.resend_model(front_end)
         return refused
 
     def _is_abandoned(self, request_id: str) -> bool:

@@ -31,7 +31,7 @@ from neuron_runtime.requests.prompts import Echo, Prompt, Prompts, context_lengt
 from neuron_runtime.requests.sampling import Sampler
 from neuron_runtime.requests.sampling_fields import DEFAULT_COMPLETION_TOKENS, MAX_STOP_CHARACTERS, MAX_STOP_STRINGS
 from neuron_runtime.requests.token_ids import check_token_ids
-from neuron_runtime.text.reasoning import Marks, Thoughts
+from neuron_runtime.text.reasoning import Marks, ReasoningSplitter
 from neuron_runtime.text.tokenizer import Tokenizer
 
 
@@ -62,9 +62,9 @@ class Ask:
     """False: answers consist of the echo only, although one token is computed."""
     details: Details | None = None
     """None: only text, as most clients request."""
-    thinks: Callable[[], Thoughts] | None = None
+    make_splitter: Callable[[], ReasoningSplitter] | None = None
     """Creates the splitter of reasoning and answer; None: the model has no reasoning."""
-    shows_thoughts: bool = True
+    shows_reasoning: bool = True
     stop: tuple[str, ...] = ()
     include_stop: bool = False
     skip_special_tokens: bool = True
@@ -150,8 +150,8 @@ class Admission:
             name=name,
             default=self.defaults.sampling.max_tokens or self.limits.max_model_length,
             logprobs=(body.top_logprobs or 0) if body.logprobs else None,
-            thinks=None if self.reasoning is None else partial(Thoughts, self.reasoning, text),
-            shows_thoughts=body.include_reasoning is not False,
+            make_splitter=None if self.reasoning is None else partial(ReasoningSplitter, self.reasoning, text),
+            shows_reasoning=body.include_reasoning is not False,
         )
 
     def tokenize(self, body: TokenizeBody) -> tuple[int, ...]:

@@ -49,9 +49,9 @@ def _plain(message: Message, at: str, template: ChatTemplate) -> dict[str, Any]:
     refuse(Surface.ROLE, message.role, message.role, at=f"{at}.role")
     role = "system" if message.role == "developer" and not template.knows_developer else message.role
     plain: dict[str, Any] = {"role": role, "content": _content(message, at, template)}
-    thought = message.reasoning_content if message.reasoning is None else message.reasoning
-    if thought is not None:
-        plain |= {"reasoning_content": thought, "reasoning": thought}
+    reasoning = message.reasoning_content if message.reasoning is None else message.reasoning
+    if reasoning is not None:
+        plain |= {"reasoning_content": reasoning, "reasoning": reasoning}
     return plain if message.name is None else {**plain, "name": message.name}
 
 

@@ -23,7 +23,7 @@ from neuron_runtime.core import FinishReason
 from neuron_runtime.errors import ServingError
 from neuron_runtime.requests.admission import Details
 from neuron_runtime.server.exchange import exchange_of
-from neuron_runtime.server.generation import Generation, Piece, Told
+from neuron_runtime.server.generation import Generation, Piece, TokenDetails
 from neuron_runtime.server.http_protocol import body_writer
 from neuron_runtime.server.logprobs import Located, Speller
 from neuron_runtime.server.objects import (
@@ -72,11 +72,11 @@ class Shape:
     """Data of the prompt is next to the choices, because there is one prompt; otherwise in each choice."""
 
 
-def _message(text: str, thought: str | None) -> dict[str, Any]:
-    if thought is None:
+def _message(text: str, reasoning: str | None) -> dict[str, Any]:
+    if reasoning is None:
         return {"message": ChatAnswer(role="assistant", content=text, refusal=None)}
     # vLLM renamed the field; clients look for either.
-    reasoning = thought or None
+    reasoning = reasoning or None
     message = ChatAnswer("assistant", text or None, None, reasoning=reasoning, reasoning_content=reasoning)
     return {"message": message}
 
@@ -90,7 +90,7 @@ COMPLETION = Shape(
     first=b"",
     answer=Completion,
     choice=CompletionChoice,
-    text=lambda text, thought: {"text": text},
+    text=lambda text, reasoning: {"text": text},
     logprobs=Speller.completion,
     prompt_beside_choices=False,
 )
@@ -109,7 +109,7 @@ CHAT = Shape(
 )
 
 
-class Teller:
+class DetailFormatter:
     """Formats the details of an answer besides its text, for whole responses and streams."""
 
     def __init__(self, shape: Shape, generation: Generation) -> None:
@@ -118,30 +118,30 @@ class Teller:
         self._details = generation.ask.details or Details()
         self._speller = Speller(generation.tokenizer, self._details.tokens_as_token_ids)
 
-    def choice(self, told: Told) -> dict[str, Any]:
+    def choice(self, token_details: TokenDetails) -> dict[str, Any]:
         """Fields of a choice, or of a part of one."""
         details = self._details
         fields: dict[str, Any] = {}
         if details.logprobs is not None:
-            fields["logprobs"] = self._shape.logprobs(self._speller, told.located, details.logprobs)
+            fields["logprobs"] = self._shape.logprobs(self._speller, token_details.located, details.logprobs)
         if details.token_ids:
-            fields["token_ids"] = told.token_ids
+            fields["token_ids"] = token_details.token_ids
         return fields
 
-    def prompt(self, index: int, told: Told) -> dict[str, Any]:
+    def prompt(self, index: int, token_details: TokenDetails) -> dict[str, Any]:
         """Fields about the prompt of a choice."""
         details = self._details
         fields: dict[str, Any] = {}
         if details.prompt_logprobs is not None:
-            fields["prompt_logprobs"] = self._speller.prompt(told.prompt_logprobs, details.prompt_logprobs)
+            fields["prompt_logprobs"] = self._speller.prompt(token_details.prompt_logprobs, details.prompt_logprobs)
         if details.token_ids:
             fields["prompt_token_ids"] = self._generation.choices[index].prompt_token_ids
         return fields
 
 
-_THOUGHT = b',"delta":{"reasoning":'
-_THOUGHT_AGAIN = b',"reasoning_content":'
-_THOUGHT_END = b'},"logprobs":null,"finish_reason":null}]'
+_REASONING = b',"delta":{"reasoning":'
+_REASONING_CONTENT = b',"reasoning_content":'
+_REASONING_END = b'},"logprobs":null,"finish_reason":null}]'
 
 
 class Frames:
@@ -153,8 +153,8 @@ class Frames:
         self._usage = generation.ask.include_usage
         self._continuous = generation.ask.continuous_usage
         self._generation = generation
-        self._shows_thoughts = generation.ask.shows_thoughts
-        self._teller = Teller(shape, generation)
+        self._shows_reasoning = generation.ask.shows_reasoning
+        self._formatter = DetailFormatter(shape, generation)
         self._begun: set[int] = set()
 
     def pieces(self, pieces: list[Piece]) -> bytes:
@@ -162,16 +162,16 @@ class Frames:
         shape = self._shape
         out: list[bytes] = []
         for piece in pieces:
-            if piece.told is not None or piece.finish_reason is not None:
-                out += self._told(piece, piece.told or Told())
+            if piece.details is not None or piece.finish_reason is not None:
+                out += self._detailed(piece, piece.details or TokenDetails())
                 continue
             index = b',"choices":[{"index":%d' % piece.index
             if shape.first and piece.index not in self._begun:
                 self._begun.add(piece.index)
                 out += (self._head, index, shape.first, self._tail(piece))
-            if piece.thought and self._shows_thoughts:
-                thought = orjson.dumps(piece.thought)
-                out += (self._head, index, _THOUGHT, thought, _THOUGHT_AGAIN, thought, _THOUGHT_END, self._tail(piece))
+            if piece.reasoning and self._shows_reasoning:
+                raw = orjson.dumps(piece.reasoning)
+                out += (self._head, index, _REASONING, raw, _REASONING_CONTENT, raw, _REASONING_END, self._tail(piece))
             if piece.text or self._continuous:
                 text = orjson.dumps(piece.text)
                 out += (self._head, index, shape.before_text, text, shape.after_text, b"null}]", self._tail(piece))
@@ -186,22 +186,22 @@ class Frames:
             SSE_END,
         )
 
-    def _told(self, piece: Piece, told: Told) -> Iterator[bytes]:
+    def _detailed(self, piece: Piece, token_details: TokenDetails) -> Iterator[bytes]:
         """Frames of a piece with details, or of the last one of a choice."""
         shape, index = self._shape, piece.index
         prompt: dict[str, Any] = {}
         if index not in self._begun:
             self._begun.add(index)
-            prompt = self._teller.prompt(index, told)
+            prompt = self._formatter.prompt(index, token_details)
             if shape.prompt_beside_choices:
                 begin = {"delta": {"role": "assistant", "content": ""}, "logprobs": None, "finish_reason": None}
                 yield self._frame(piece, begin, beside=prompt)
                 prompt = {}
-        if piece.thought and self._shows_thoughts:
-            delta = {"reasoning": piece.thought, "reasoning_content": piece.thought}
+        if piece.reasoning and self._shows_reasoning:
+            delta = {"reasoning": piece.reasoning, "reasoning_content": piece.reasoning}
             # In its own frame, because clients read either reasoning or text.
             yield self._frame(piece, {"delta": delta, "logprobs": None, "finish_reason": None})
-        more = self._teller.choice(told)
+        more = self._formatter.choice(token_details)
         if not (piece.text or more or prompt or piece.finish_reason or self._continuous):
             return
         text = {"delta": {"content": piece.text}} if shape.first else {"text": piece.text}
@@ -281,45 +281,45 @@ class GenerationResponse(Response):
     async def _whole(self, send: Send) -> None:
         generation = self._generation
         texts: list[list[str]] = [[] for _ in generation.choices]
-        thoughts: list[list[str]] = [[] for _ in generation.choices]
-        tolds = [Told() for _ in generation.choices]
+        reasonings: list[list[str]] = [[] for _ in generation.choices]
+        details = [TokenDetails() for _ in generation.choices]
 
         def show(pieces: list[Piece]) -> bool:
             for piece in pieces:
                 texts[piece.index].append(piece.text)
-                thoughts[piece.index].append(piece.thought)
-                if piece.told is not None:
-                    tolds[piece.index].add(piece.told)
+                reasonings[piece.index].append(piece.reasoning)
+                if piece.details is not None:
+                    details[piece.index].add(piece.details)
             return True
 
         await generation.begin()
         await generation.finish(show)
-        if sum(len(told.located) + len(told.prompt_logprobs) for told in tolds) > MANY_TOKENS:
+        if sum(len(one.located) + len(one.prompt_logprobs) for one in details) > MANY_TOKENS:
             # Formatting them would delay streams.
-            body = await asyncio.to_thread(self._body, texts, thoughts, tolds)
+            body = await asyncio.to_thread(self._body, texts, reasonings, details)
         else:
-            body = self._body(texts, thoughts, tolds)
+            body = self._body(texts, reasonings, details)
         await self._begin(200, {"content-type": "application/json", "content-length": str(len(body))}, send)
         await send({"type": "http.response.body", "body": body, "more_body": False})
 
-    def _body(self, texts: list[list[str]], thoughts: list[list[str]], tolds: list[Told]) -> bytes:
+    def _body(self, texts: list[list[str]], reasonings: list[list[str]], details: list[TokenDetails]) -> bytes:
         """The whole response."""
         shape, generation, ask = self._shape, self._generation, self._generation.ask
-        teller = Teller(shape, generation)
+        formatter = DetailFormatter(shape, generation)
         beside = shape.prompt_beside_choices
         choices = []
-        for index, (parts, told, stop_reason) in enumerate(zip(texts, tolds, generation.stop_reasons, strict=True)):
-            thought = "".join(thoughts[index]) if ask.thinks is not None and ask.shows_thoughts else None
+        for index, (parts, one, stop_reason) in enumerate(zip(texts, details, generation.stop_reasons, strict=True)):
+            reasoning = "".join(reasonings[index]) if ask.make_splitter is not None and ask.shows_reasoning else None
             fields = {
-                **shape.text("".join(parts), thought),
+                **shape.text("".join(parts), reasoning),
                 "logprobs": None,
                 "finish_reason": (generation.choices[index].finish_reason or FinishReason.ERROR).value,
                 "stop_reason": stop_reason,
-                **teller.choice(told),
-                **({} if beside else teller.prompt(index, tolds[index - index % ask.num_choices])),
+                **formatter.choice(one),
+                **({} if beside else formatter.prompt(index, details[index - index % ask.num_choices])),
             }
             choices.append(shape.choice(index=index, **fields))
-        prompt = teller.prompt(0, tolds[0]) if beside else {}
+        prompt = formatter.prompt(0, details[0]) if beside else {}
         return msgspec.json.encode(shape.answer(**self._head, choices=choices, usage=usage(generation), **prompt))
 
     async def _fail(self, error: ServingError, send: Send) -> None:
@@ -342,7 +342,7 @@ def usage(generation: Generation) -> Usage:
     """A prompt with several answers counts once."""
     counts = _counts(generation.ask.num_prompt_tokens, generation.num_tokens)
     counts.prompt_tokens_details = PromptTokensDetails(generation.num_cached_tokens)
-    if generation.ask.thinks is not None:
+    if generation.ask.make_splitter is not None:
         counts.completion_tokens_details = CompletionTokensDetails(generation.num_reasoning_tokens)
     return counts
 

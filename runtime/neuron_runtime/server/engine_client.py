@@ -17,7 +17,7 @@ import zmq
 
 from neuron_runtime.core import Request
 from neuron_runtime.engine import messages
-from neuron_runtime.engine.messages import Abort, Add, Joined, ModelFound, News, Ready, Refused, StartProgress, Step
+from neuron_runtime.engine.messages import Abort, Add, Joined, ModelFound, Ready, Refused, StartProgress, Step, Update
 from neuron_runtime.errors import BackendFailed, InvalidRequest, Overloaded, ServingError
 from neuron_runtime.server.metrics import Metrics
 
@@ -30,7 +30,7 @@ MAX_IDS = 10**12
 class Recipient(Protocol):
     """Receives the updates of requests. All methods are called on the event loop and must not block."""
 
-    def deliver(self, index: int, news: News) -> None:
+    def deliver(self, index: int, update: Update) -> None:
         """An update of the request with this index."""
 
     def show_pending(self) -> None:
@@ -176,16 +176,16 @@ class EngineClient:
     def _deliver(self, step: Step, touched: dict[int, Recipient]) -> None:
         self._metrics.step(step)
         recipients = self._recipients
-        for news in step.news:
+        for update in step.updates:
             # Unknown ids were aborted while their update was in flight.
-            entry = recipients.get(news.request_id)
+            entry = recipients.get(update.request_id)
             if entry is not None:
                 recipient, index = entry
                 touched[id(recipient)] = recipient
-                if news.finish_reason is not None:
-                    del recipients[news.request_id]
+                if update.finish_reason is not None:
+                    del recipients[update.request_id]
                 try:
-                    recipient.deliver(index, news)
+                    recipient.deliver(index, update)
                 except Exception as error:  # noqa: BLE001 - a bug that one request meets must not end the others
                     _fail(recipient, error)
         for refused in step.refused:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 
 from neuron_runtime.core import FinishReason, Request, Sampling, TokenLogprobs
-from neuron_runtime.engine.messages import News
+from neuron_runtime.engine.messages import Update
 from neuron_runtime.errors import InvalidRequest, Overloaded, ServingError
 from neuron_runtime.requests.admission import Ask
 from neuron_runtime.requests.prompts import Echo
@@ -25,7 +25,7 @@ from neuron_runtime.text.tokenizer import Tokenizer
 
 
 @dataclass(slots=True)
-class Told:
+class TokenDetails:
     """Details of the tokens of a piece besides their text."""
 
     token_ids: list[int] = field(default_factory=list)
@@ -34,7 +34,7 @@ class Told:
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()
     """Only in the first piece of a prompt's first choice, if requested."""
 
-    def add(self, later: Told) -> None:
+    def add(self, later: TokenDetails) -> None:
         """Append the details of a later piece."""
         self.token_ids += later.token_ids
         self.located += later.located
@@ -50,8 +50,8 @@ class Piece:
     num_tokens: int
     """Tokens of the choice so far."""
     finish_reason: FinishReason | None
-    thought: str = ""
-    told: Told | None = None
+    reasoning: str = ""
+    details: TokenDetails | None = None
     """None if only text is requested."""
 
 
@@ -77,11 +77,11 @@ class Choice(ChoiceText):
             include_stop=ask.include_stop,
             skip_special_tokens=ask.skip_special_tokens,
             min_tokens=sampling.min_tokens,
-            thoughts=ask.thinks and ask.thinks(),
+            splitter=ask.make_splitter and ask.make_splitter(),
             locates=locates,
         )
-        self.tells = ask.details is not None or echo is not None
-        """Whether `tell` must be called."""
+        self.has_details = ask.details is not None or echo is not None
+        """Whether `add_details` must be called."""
         self.prompt_token_ids = prompt
         self.num_prompt_tokens = len(prompt)
         self.stop_token_id: int | None = None
@@ -98,27 +98,27 @@ class Choice(ChoiceText):
         self.first_token_at: float | None = None
         self.last_token_at = arrived
 
-    def tell(self, piece: Piece, news: News, num_tokens: int) -> None:
+    def add_details(self, piece: Piece, update: Update, num_tokens: int) -> None:
         """Add the details of an update to a piece; `num_tokens` of its tokens belong to the answer."""
-        if piece.told is None:
-            piece.told = Told()
-        told, first = piece.told, self.num_tokens - num_tokens
+        if piece.details is None:
+            piece.details = TokenDetails()
+        details, first = piece.details, self.num_tokens - num_tokens
         if self._echo is not None:
-            self._repeat_prompt(self._echo, piece, told, news)
+            self._repeat_prompt(self._echo, piece, details, update)
             self._echo = None
-        token_ids = news.token_ids[:num_tokens]
-        told.token_ids += token_ids
+        token_ids = update.token_ids[:num_tokens]
+        details.token_ids += token_ids
         if self._locates:
             offsets = (self._num_echoed_characters + one for one in self.text_offsets[first:])
-            told.located += map(Located, token_ids, news.logprobs, offsets)
+            details.located += map(Located, token_ids, update.logprobs, offsets)
         if self._details is not None and self._details.prompt_logprobs is not None:
-            told.prompt_logprobs += news.prompt_logprobs
+            details.prompt_logprobs += update.prompt_logprobs
 
-    def _repeat_prompt(self, echo: Echo, piece: Piece, told: Told, news: News) -> None:
+    def _repeat_prompt(self, echo: Echo, piece: Piece, details: TokenDetails, update: Update) -> None:
         piece.text = echo.text + piece.text
         self._num_echoed_characters = len(echo.text)
         if self._locates:
-            told.located += map(Located, self.prompt_token_ids, (None, *news.prompt_logprobs), echo.text_offsets)
+            details.located += map(Located, self.prompt_token_ids, (None, *update.prompt_logprobs), echo.text_offsets)
 
 
 class RepeatedPrompt(Choice):
@@ -208,7 +208,7 @@ class Generation:
             left = FinishReason.ERROR if isinstance(error, ServingError) else FinishReason.ABORT
             self._finish(self.choices[index], left, now)
 
-    def deliver(self, index: int, news: News) -> None:
+    def deliver(self, index: int, update: Update) -> None:
         """An update of the choice with this index; `show_pending` follows after all updates."""
         if index not in self._running:
             return
@@ -216,23 +216,23 @@ class Generation:
         piece = self._pending.get(index)
         if piece is None:
             piece = self._pending[index] = Piece(index, "", 0, None)
-        if news.first is not None:
-            choice.num_cached_tokens = news.first.num_cached_tokens
+        if update.first is not None:
+            choice.num_cached_tokens = update.first.num_cached_tokens
         before = choice.num_tokens
-        piece.text += choice.feed(news.token_ids, news.finish_reason)
-        if choice.thought:
-            piece.thought += choice.thought
-            choice.thought = ""
+        piece.text += choice.feed(update.token_ids, update.finish_reason)
+        if choice.reasoning:
+            piece.reasoning += choice.reasoning
+            choice.reasoning = ""
         num_tokens = choice.num_tokens - before
-        if choice.tells:
-            choice.tell(piece, news, num_tokens)
-        self._count(choice, news, num_tokens)
+        if choice.has_details:
+            choice.add_details(piece, update, num_tokens)
+        self._count(choice, update, num_tokens)
         if choice.finish_reason is not None:
-            if news.finish_reason is FinishReason.STOP and choice.stop_string is None:
-                choice.stop_token_id = news.token_ids[-1]
+            if update.finish_reason is FinishReason.STOP and choice.stop_string is None:
+                choice.stop_token_id = update.token_ids[-1]
             self._running.discard(index)
             self._finish(choice, choice.finish_reason, time.monotonic())
-            if news.finish_reason is None:
+            if update.finish_reason is None:
                 self._client.abort((self._ids[index],))
         piece.num_tokens, piece.finish_reason = choice.num_tokens, choice.finish_reason
 
@@ -259,14 +259,14 @@ class Generation:
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
 
-    def _count(self, choice: Choice, news: News, num_tokens: int) -> None:
-        if not num_tokens and news.first is None:
+    def _count(self, choice: Choice, update: Update, num_tokens: int) -> None:
+        if not num_tokens and update.first is None:
             return
         now = time.monotonic()
-        if news.queue_seconds is not None:
+        if update.queue_seconds is not None:
             choice.first_token_at = now
-            choice.queue_seconds = news.queue_seconds
-            self._metrics.first_token(now - choice.arrived, news.queue_seconds, choice.num_prompt_tokens)
+            choice.queue_seconds = update.queue_seconds
+            self._metrics.first_token(now - choice.arrived, update.queue_seconds, choice.num_prompt_tokens)
             self._metrics.tokens(num_tokens, None)
         else:
             self._metrics.tokens(num_tokens, now - choice.last_token_at)

@@ -269,9 +269,9 @@ class Metrics:
         self._seen: dict[str, float] = {}
 
         read = [(family, family.read) for family in FAMILIES if family.read is not None]
-        told = [(family, take) for family, take in read if family.counted_by == "engine"]
-        self._gauges = [(book.number(family), take) for family, take in told if family.kind == "gauge"]
-        self._totals = [(book.number(family), take) for family, take in told if family.kind == "counter"]
+        from_engine = [(family, take) for family, take in read if family.counted_by == "engine"]
+        self._gauges = [(book.number(family), take) for family, take in from_engine if family.kind == "gauge"]
+        self._totals = [(book.number(family), take) for family, take in from_engine if family.kind == "counter"]
         self._per_step = [(family, take) for family, take in read if family.counted_by == "step"]
         self._of_shape: dict[tuple[Kind, str], list[tuple[Callable[[float], None], Callable[[Any], float]]]] = {}
         """Updates for a step of this kind and bucket."""

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 from neuron_runtime.core import FinishReason
 from neuron_runtime.text.detokenizer import make_detokenizer
-from neuron_runtime.text.reasoning import Thoughts
+from neuron_runtime.text.reasoning import ReasoningSplitter
 from neuron_runtime.text.stop_strings import StopStrings
 from neuron_runtime.text.tokenizer import Tokenizer
 
@@ -24,7 +24,7 @@ class ChoiceText:
     Args:
         stop: texts that end the answer after more than `min_tokens` tokens.
         include_stop: keep the stop text or token in the text.
-        thoughts: separates reasoning from the text; stop strings also end reasoning.
+        splitter: separates reasoning from the text; stop strings also end reasoning.
         locates: whether to record `text_offsets`.
     """
 
@@ -37,19 +37,19 @@ class ChoiceText:
         include_stop: bool = False,
         skip_special_tokens: bool = True,
         min_tokens: int = 0,
-        thoughts: Thoughts | None = None,
+        splitter: ReasoningSplitter | None = None,
         locates: bool = False,
     ) -> None:
         self.num_tokens = 0
         """Tokens of the answer so far, including the one that ended it."""
         self.finish_reason: FinishReason | None = None
-        self.thought = ""
+        self.reasoning = ""
         """The reasoning so far; callers that show it in parts clear it."""
         self.text_offsets: list[int] = []
         """For each token, the index of its first character in the text with reasoning and removed stop strings."""
         self._detokenizer = make_detokenizer(tokenizer, prompt_token_ids, skip_special_tokens)
         self._stops = StopStrings(stop, include_stop)
-        self._thoughts = thoughts
+        self._splitter = splitter
         self._locates = locates
         self._tokenizer = tokenizer
         self._skips_special = skip_special_tokens
@@ -57,7 +57,7 @@ class ChoiceText:
         self._held = b""
         """Bytes of tokens whose last character is incomplete."""
         self._always_one_by_one = bool(stop) or locates
-        self._one_by_one = self._always_one_by_one or thoughts is not None
+        self._one_by_one = self._always_one_by_one or splitter is not None
         self._shows_stop_token = include_stop
         self._min_tokens = min_tokens
 
@@ -68,7 +68,7 @@ class ChoiceText:
 
     @property
     def num_reasoning_tokens(self) -> int:
-        return 0 if self._thoughts is None else self._thoughts.num_tokens
+        return 0 if self._splitter is None else self._splitter.num_tokens
 
     def feed(self, token_ids: tuple[int, ...], finish_reason: FinishReason | None) -> str:
         """The text of new tokens that may be emitted; sets `finish_reason` if the answer ends with them."""
@@ -78,16 +78,16 @@ class ChoiceText:
         one_by_one = self._one_by_one
         text = self._feed_one_by_one(shown) if one_by_one else self._detokenizer.feed(shown)
         if self.finish_reason is not None:
-            return text + self._flush_thoughts()
+            return text + self._flush_reasoning()
         hidden = len(token_ids) - len(shown)
         self.num_tokens += hidden if one_by_one else len(token_ids)
         if self._locates:
             self.text_offsets += [self._num_characters] * hidden
         if finish_reason is None:
             return text
-        text += self._without_thought(self._stops.feed(self._detokenizer.flush()), 0)
+        text += self._without_reasoning(self._stops.feed(self._detokenizer.flush()), 0)
         self.finish_reason = FinishReason.STOP if self._stops.stopped is not None else finish_reason
-        return text + self._without_thought(self._stops.flush(), 0) + self._flush_thoughts()
+        return text + self._without_reasoning(self._stops.flush(), 0) + self._flush_reasoning()
 
     def _feed_one_by_one(self, token_ids: tuple[int, ...]) -> str:
         """Feed one token at a time, so that the one that completes a stop string or the reasoning is counted last."""
@@ -99,11 +99,11 @@ class ChoiceText:
                 self._locate(token_id, part)
             if self.num_tokens > self._min_tokens:
                 part = self._stops.feed(part)
-            parts.append(self._without_thought(part, 1))
+            parts.append(self._without_reasoning(part, 1))
             if self._stops.stopped is not None:
                 self.finish_reason = FinishReason.STOP
                 break
-        if self._thoughts is not None and self._thoughts.over:
+        if self._splitter is not None and self._splitter.over:
             self._one_by_one = self._always_one_by_one
         return "".join(parts)
 
@@ -119,16 +119,16 @@ class ChoiceText:
         self.text_offsets.append(self._num_characters + at)
         self._num_characters += len(part)
 
-    def _without_thought(self, text: str, num_tokens: int) -> str:
-        if self._thoughts is None:
+    def _without_reasoning(self, text: str, num_tokens: int) -> str:
+        if self._splitter is None:
             return text
-        thought, answer = self._thoughts.feed(text, num_tokens)
-        self.thought += thought
+        reasoning, answer = self._splitter.feed(text, num_tokens)
+        self.reasoning += reasoning
         return answer
 
-    def _flush_thoughts(self) -> str:
-        if self._thoughts is None:
+    def _flush_reasoning(self) -> str:
+        if self._splitter is None:
             return ""
-        thought, answer = self._thoughts.flush()
-        self.thought += thought
+        reasoning, answer = self._splitter.flush()
+        self.reasoning += reasoning
         return answer

@@ -1,8 +1,8 @@
 """Splits the output of reasoning models into reasoning and answer.
 
-`text.choice_text` feeds one `Thoughts` per stream, after stop strings. `--reasoning-parser` selects the marks that a
-model uses. Whether the output begins inside the reasoning depends on the end of the prompt, because templates open the
-reasoning, close an empty one, or leave it to the model.
+`text.choice_text` feeds one `ReasoningSplitter` per stream, after stop strings. `--reasoning-parser` selects the marks
+of the model. Whether the output begins inside the reasoning depends on the end of the prompt, because templates open
+the reasoning, close an empty one, or leave it to the model.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class _State(Enum):
     OUTSIDE = "outside"
 
 
-class Thoughts:
+class ReasoningSplitter:
     """Splits a stream of text into reasoning and answer; the marks belong to neither.
 
     The result depends only on the text, not on how it was split into pieces. Text that could be the beginning of a
