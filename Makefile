@@ -56,7 +56,7 @@ VERSIONED = $(shell grep -lE "torch|transformers|tokenizers|safetensors|(chat|ti
 test-neuron-versions: .venv-neuron/.ready  ## run the tests that library versions affect, with those of AWS's Neuron images
 	@$(TWO) .venv-neuron/bin/pytest -q -n 2 -m "$(FAST)" $(VERSIONED)
 
-bench: setup  ## measure the figures into bench-results/; QUICK=1: rough figures, PAGES="README.md ...": update these pages
+bench: setup  ## measure the figures into bench-results/; QUICK=1: rough figures, PAGES="docs/benchmarks.md": update these pages
 	@PYTHONPATH=tests $(BIN)/python -m bench.suite --folder bench-results $(if $(QUICK),--quick) $(if $(PAGES),--markdown $(PAGES))
 
 programs:  # build programs for tests from Go modules, once, in minutes; a test that lacks one reports why
