@@ -88,7 +88,8 @@ class SamplingFields(msgspec.Struct, kw_only=True):
     ] = None
     seed: Annotated[
         int | None,
-        "Requests with the same seed get the same answer, independent of other requests. Default: random",
+        "Requests with the same seed draw the same random numbers, independent of other requests. Answers can still "
+        "differ at near ties, because batching changes rounding. Default: random",
         Parameter(ON_LOGITS, lowest=-(2**63), highest=2**63 - 1),
     ] = None
     n: Annotated[
