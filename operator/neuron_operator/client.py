@@ -104,7 +104,7 @@ class Gone(ClusterFault):
 
 
 class Invalid(ClusterFault):
-    """422 (or 400): the API server rejects the object; retrying does not help."""
+    """422, 400, or the 500 for an object that does not match its schema: retrying does not help."""
 
 
 class Forbidden(ClusterFault):
@@ -296,10 +296,11 @@ class Client:
         """Raises AlreadyExists if the name is taken, also by an object of ours.
 
         The body is YAML because the API server stores JSON verbatim. A later apply would then look like a change of a
-        ControllerRevision's immutable data, since the API server formats its JSON differently.
+        ControllerRevision's immutable data, since the API server formats its JSON differently. An unknown field is
+        refused: the API server would otherwise drop it silently.
         """
         path = resource.path(obj["metadata"].get("namespace"))
-        query = {"fieldManager": FIELD_MANAGER}
+        query = {"fieldManager": FIELD_MANAGER, **_STRICT}
         return await self._request("create", resource, path, query=query, body=obj, content_type="application/yaml")
 
     async def replace(self, resource: Resource, obj: Object) -> Object:
@@ -320,8 +321,11 @@ class Client:
         body = {**desired, "metadata": {**desired["metadata"], "uid": live["metadata"]["uid"]}}
         try:
             return await self._patch(resource, path, _APPLY, body, force="true")
-        except Invalid:
-            return await self._patch(resource, path, "merge-patch+json", body)
+        except Invalid as refused:
+            try:
+                return await self._patch(resource, path, "merge-patch+json", body)
+            except Invalid:  # its message quotes the whole object before the cause
+                raise refused from None
 
     async def _make_applied(self, resource: Resource, live: Object) -> None:
         metadata = live["metadata"]
@@ -364,7 +368,7 @@ class Client:
         await self._request("delete", resource, resource.path_of(live), body=body)
 
     async def _patch(self, resource: Resource, path: str, kind: str, body: Any, **query: str) -> Object:
-        query = {"fieldManager": FIELD_MANAGER, **query}
+        query = {"fieldManager": FIELD_MANAGER, **_STRICT, **query}
         return await self._request("patch", resource, path, query=query, body=body, content_type=f"application/{kind}")
 
     async def _request(self, verb: str, resource: Resource, path: str, **request: Any) -> Object:
@@ -408,6 +412,9 @@ class Client:
 
 _APPLY = "apply-patch+yaml; charset=utf-8"
 """The charset keeps the kubernetes package from serializing the body as JSON that is not valid YAML."""
+_STRICT = {"fieldValidation": "Strict"}
+_UNTYPED = "failed to create typed"
+"""In the 500 with which an apply refuses an unknown field, a wrong type or a duplicate list item: no retry helps."""
 _METHODS = {"create": "POST", "update": "PUT", "patch": "PATCH", "delete": "DELETE"}
 
 
@@ -437,6 +444,8 @@ def _status_fault(status: Object, headers: Mapping[str, str], what: str) -> Clus
         kind = AlreadyExists if status.get("reason") == "AlreadyExists" else Conflict
         return kind(message, retriable=True, status=code)
     known: dict[int, type[ClusterFault]] = {400: Invalid, 403: Forbidden, 404: NotFound, 410: Gone, 422: Invalid}
+    if code == 500 and _UNTYPED in message:
+        return Invalid(message, retriable=False, status=code)
     if code in known:
         return known[code](message, retriable=code in (404, 410), status=code)
     return ClusterFault(message, retriable=True, status=code)

@@ -230,6 +230,26 @@ async def test_an_object_that_the_api_server_refuses_is_reported_to_the_user(
         await eventually(lambda: namespace.condition("UpToDate")[0] == "True")
 
 
+@pytest.mark.parametrize("was_made_before", [False, True])
+async def test_a_misspelt_field_of_the_pod_template_is_refused_and_named(
+    server: ApiServer, namespace: Namespace, was_made_before: bool
+) -> None:
+    """In the create of the Deployment, and in an apply onto one that exists."""
+    misspelt = "requiredDuringSchedulingIgnoredDuringExecutionn"
+    affinity = {"podAntiAffinity": {misspelt: [{"topologyKey": "kubernetes.io/hostname"}]}}
+    async with client_of(server) as client, operating(client, only(namespace)):
+        if was_made_before:
+            namespace.put_model()
+            await namespace.settle()
+        namespace.put_model(podTemplate={"spec": {"affinity": affinity}})
+        await eventually(namespace.finish_resolve_once)
+        await eventually(lambda: namespace.condition() == ("False", "InvalidSpec"), about=namespace.model)
+        assert misspelt in message(namespace, "Accepted")
+        assert len(namespace.children()["Deployment"]) == was_made_before
+        namespace.put_model()
+        await eventually(lambda: namespace.condition("UpToDate")[0] == "True", about=namespace.model)
+
+
 async def test_a_missing_right_sets_a_condition_until_it_is_granted(server: ApiServer, namespace: Namespace) -> None:
     def without_services() -> list[dict[str, Any]]:
         return [

@@ -77,6 +77,7 @@ TERMINATING = {"causes": [{"reason": "NamespaceTerminating"}]}
         (403, {"reason": "Forbidden"}, Forbidden, False),
         (403, {"reason": "Forbidden", "details": TERMINATING}, Conflict, True),
         (500, {"reason": "InternalError"}, ClusterFault, True),
+        (500, {"message": "failed to create typed patch object: .x: field not declared in schema"}, Invalid, False),
         (502, "<html>bad gateway</html>", ClusterFault, True),
         (503, "[]", ClusterFault, True),
     ],
