@@ -1,7 +1,7 @@
-"""Settings for every test: with CI=true nothing may skip, torch uses two threads, and with `--dist loadscope` the tests
+"""Settings for every test: with CI=true no test may skip, torch uses two threads, and with `--dist loadscope` the tests
 that use the cluster stay in one test process.
 
-Properties have no deadline and no limit on how long examples take to draw: both would only measure the machine.
+Properties have no deadline and no limit on the time to draw examples: both would only measure the machine.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) ->
 
 
 class ClusterScheduling(LoadScopeScheduling):
-    """Tests that use the cluster run one after another; each other file of its folder starts servers of its own and
-    stays together; all other tests go to whichever process is free."""
+    """Tests that use the cluster run one after another. Every other file of its folder starts its own servers and stays
+    together. All other tests go to any free process."""
 
     def _split_scope(self, nodeid: str) -> str:
         file = PurePath(nodeid.partition("::")[0])

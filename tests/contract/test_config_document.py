@@ -1,4 +1,4 @@
-"""RuntimeConfig crosses the border: every document that the operator renders, the runtime's strict parser accepts."""
+"""RuntimeConfig between operator and runtime: the runtime's strict parser accepts every rendered document."""
 
 from __future__ import annotations
 
@@ -136,7 +136,7 @@ def test_unpinned_settings_are_left_to_the_runtime() -> None:
 
 
 def schema_of(kind: type, field: str) -> dict[str, Any]:
-    """What a field may hold, without null."""
+    """The allowed values of a field, without null."""
     (top,), parts = msgspec.json.schema_components([kind])
     schema: dict[str, Any] = parts[top["$ref"].rpartition("/")[2]]["properties"][field]
     return next((option for option in schema.get("anyOf", []) if option.get("type") != "null"), schema)

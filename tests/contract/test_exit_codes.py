@@ -1,4 +1,4 @@
-"""The exit codes of the runtime are a contract with the operator: both sides declare them, and here they are equal."""
+"""The exit codes of runtime and operator are equal: both sides declare them."""
 
 from neuron_operator.reasons import Reason
 from neuron_runtime.errors import ExitCode

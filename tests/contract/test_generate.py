@@ -1,4 +1,4 @@
-"""`make generate` writes files and marked parts of pages; `make lint` fails where what is committed differs."""
+"""`make generate` writes files and marked parts of pages; `make lint` fails if the committed text differs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The record crosses the border: the operator reads field by field what the runtime encodes; the rest reads as none."""
+"""The record between runtime and operator: the operator reads what the runtime writes; invalid ones read as none."""
 
 import json
 

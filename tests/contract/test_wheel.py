@@ -1,4 +1,4 @@
-"""What a wheel of the project carries: it is built and installed here, and its commands run without the repository."""
+"""The content of the wheel: it is built and installed, and its commands run without the repository."""
 
 from __future__ import annotations
 

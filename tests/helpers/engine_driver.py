@@ -1,4 +1,4 @@
-"""Drives an engine over the strict backend and keeps its books: what each request got, and whether all adds up."""
+"""Drives an engine over the strict backend, records the result of each request and checks the engine's state."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ VOCABULARY_SIZE = 31
 
 
 def request(name: str, num_prompt: int, max_tokens: int = 8, priority: int = 0, **sampling: object) -> Request:
-    """A greedy request (unless `sampling` says otherwise) whose prompt differs from that of every other name."""
+    """A greedy request (unless `sampling` says otherwise) with a prompt unique to its name."""
     seed = sum(map(ord, name))
     prompt = tuple((seed * 7 + 3 * i) % VOCABULARY_SIZE for i in range(num_prompt))
     params = Sampling(**{"temperature": 0.0, "max_tokens": max_tokens, **sampling})  # type: ignore[arg-type]
@@ -28,7 +28,7 @@ def request(name: str, num_prompt: int, max_tokens: int = 8, priority: int = 0, 
 
 
 def even_only(asked: Request) -> LateRule | None:
-    """Requests whose id starts with `even` may only say even numbers, and none twice in a row."""
+    """Requests whose id starts with `even` may only generate even numbers, and none twice in a row."""
     if not asked.request_id.startswith("even"):
         return None
     return lambda output: tuple(token for token in range(0, VOCABULARY_SIZE, 2) if token not in output[-1:])
@@ -37,7 +37,7 @@ def even_only(asked: Request) -> LateRule | None:
 def alone(
     asked: Request, late: Callable[[Request], LateRule | None] = nothing_late
 ) -> tuple[tuple[int, ...], FinishReason]:
-    """What a request must get, whoever else is served: straight from the definition of the next token."""
+    """The expected tokens of a request, from the definition of the next token."""
     sampling, rule = asked.sampling, late(asked)
     output: list[int] = []
     while True:
@@ -57,7 +57,7 @@ def alone(
 
 
 class RecordingBackend(StrictBackend):
-    """The strict backend with a log of what was asked of it, in order."""
+    """The strict backend with a log of its calls."""
 
     def __init__(self, limits: BackendLimits) -> None:
         super().__init__(limits, vocabulary_size=VOCABULARY_SIZE)
@@ -81,7 +81,7 @@ class RecordingBackend(StrictBackend):
 
 @dataclass
 class Run:
-    """An engine over a strict backend, and what came out of it."""
+    """An engine over a strict backend, and its results."""
 
     engine: Engine
     backend: RecordingBackend
@@ -89,17 +89,17 @@ class Run:
     reasons: dict[str, FinishReason] = field(default_factory=dict)
     aborted: set[str] = field(default_factory=set)
     cached: dict[str, int] = field(default_factory=dict)
-    """Tokens that were cached when a request was taken up, once it has its first tokens."""
+    """Cached tokens of each request, known with its first tokens."""
     prompts: dict[str, list[int]] = field(default_factory=dict)
-    """Of requests that want to know about its tokens."""
+    """Prompt logprobs of requests that want them."""
     late: Callable[[Request], LateRule | None] = nothing_late
     worst_gap: int = 0
-    """Most steps between two tokens of a stream."""
+    """Maximum number of steps between two tokens of a stream."""
     last_step: dict[str, int] = field(default_factory=dict)
     waited: bool = False
-    """Somebody waited for a prefix that another one computed."""
+    """Whether a request waited for a prefix that another one computed."""
     held: dict[bytes, tuple[int, ...]] = field(default_factory=dict)
-    """Every key that a block may come to have, and what the block then holds."""
+    """Every possible block key and the content of its block."""
 
     def __post_init__(self) -> None:
         self.steps = StepCounts(self.engine)
@@ -110,7 +110,7 @@ class Run:
 
     @property
     def known(self) -> dict[bytes, int]:
-        """The blocks that a request can find, by key."""
+        """The findable blocks, by key."""
         cache = self.scheduler.blocks.cache
         return {key: block for key, block in cache._block_of.items() if block not in cache._coming}
 
@@ -131,11 +131,11 @@ class Run:
     def step(self) -> None:
         for event in self.engine.step():
             name = event.request_id
-            assert name not in self.reasons, f"{name} ended and got news"
-            assert name not in self.aborted, f"{name} was aborted and got news"
-            assert event.token_ids, f"{name} got news without tokens"
+            assert name not in self.reasons, f"{name} ended and got another event"
+            assert name not in self.aborted, f"{name} was aborted and got another event"
+            assert event.token_ids, f"{name} got an event without tokens"
             assert event.first == (not self.tokens[name])
-            assert event.first or not (event.num_cached_tokens or event.prompt_logprobs), "told twice"
+            assert event.first or not (event.num_cached_tokens or event.prompt_logprobs), "reported twice"
             if event.first:
                 self.cached[name] = event.num_cached_tokens
                 told = [entry.token_id for entry in event.prompt_logprobs]
@@ -152,10 +152,10 @@ class Run:
     def finish(self, most: int = 10_000) -> None:
         while self.engine.has_work:
             self.step()
-            assert len(self.backend.batches) <= most, f"not done after {most} steps"
+            assert len(self.backend.batches) <= most, f"unfinished after {most} steps"
 
     def check_books(self) -> None:
-        """Slots and blocks: each has its holders or is free, nobody holds more than it needs or what is another's."""
+        """Checks slots and blocks: each is free or has its holders, and no sequence holds more than it needs."""
         scheduler, limits = self.scheduler, self.backend.limits
         slot_pool, cache = scheduler.running.slots, scheduler.blocks.cache
         in_flight = {id(s): s for step in scheduler.scheduled for s in step.sequences}
@@ -181,7 +181,7 @@ class Run:
             ahead = limits.max_tokens_per_row if s.samples else 0
             held = len(s.tokens) + ahead + limits.num_lookahead_tokens
             most = limits.blocks_for(held) if limits.recomputes else limits.blocks_for(held + s.max_length)
-            assert len(s.blocks) <= most, "more blocks than a row in flight can take"
+            assert len(s.blocks) <= most, "more blocks than a row in flight can use"
         stats = self.engine.stats
         assert stats.num_running + stats.num_waiting <= len(self.tokens)
         if not self.engine.has_work:
@@ -189,7 +189,7 @@ class Run:
             assert slot_pool.num_used == 0
 
     def check_phases(self) -> None:
-        """A sequence is where its phase says, and holds what its phase allows."""
+        """Checks that a sequence is in the queue of its phase and holds what the phase allows."""
         scheduler, running = self.scheduler, self.scheduler.running
         for phase, sequences in (
             (Phase.WAITING, scheduler.waiting),
@@ -208,7 +208,7 @@ class Run:
                 assert (s.in_flight.step, s.row, s.samples) == (batch.step, row, batch.rows.samples[row])
 
     def check_cache(self) -> None:
-        """Every block that can be found holds what its key says, computed, and no step in flight writes to it."""
+        """Checks that every findable block has the content of its key and that no step in flight writes to it."""
         known = self.known
         assert not known or self.backend.limits.shares_prefixes
         writable = self.backend._written_in_flight()
@@ -221,12 +221,12 @@ class Run:
         keys = Keys(tokens, size, adapter=asked.adapter, cache_salt=asked.cache_salt).first(len(tokens) // size)
         for at, key in enumerate(keys):
             block = tuple(tokens[at * size : (at + 1) * size])
-            assert self.held.setdefault(key, block) == block, "one key for two contents"
+            assert self.held.setdefault(key, block) == block, "one key for two different contents"
 
     def check_tokens(
         self, requests: Iterable[Request], late: Callable[[Request], LateRule | None] = nothing_late
     ) -> None:
-        """Every request got what it would get alone; an aborted one a beginning of it."""
+        """Checks that every request got its solo tokens, and an aborted one a prefix of them."""
         for asked in requests:
             name, (expected, reason) = asked.request_id, alone(asked, late)
             got = tuple(self.tokens[name])
@@ -254,7 +254,7 @@ def start(
 
 
 def serve(limits: BackendLimits, *requests: Request) -> Run:
-    """Add all requests, run them to the end within the promised steps, and check every token and book."""
+    """Adds all requests, runs them to the end within the step bound, and checks tokens and state."""
     run = start(limits)
     run.add(*requests)
     run.finish(max_steps(limits, requests))

@@ -1,4 +1,4 @@
-"""What can be said of the chart without helm; `tests/cluster/test_chart.py` renders and installs it."""
+"""Checks of the chart without helm; `tests/cluster/test_chart.py` renders and installs it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ CHART = ROOT / "charts" / "neuron-serving"
 VALUES = yaml.safe_load((CHART / "values.yaml").read_text())
 SCHEMA = json.loads((CHART / "values.schema.json").read_text())
 
-# Known to the API's description, not acted on yet: refused, so that nobody believes them.
+# Described in the API but without effect yet: refused, so that no user relies on them.
 NOT_YET: tuple[dict[str, Any], ...] = (
     {"storage": {"weights": {"emptyDir": {}}}},
     {"provisionable": {"instanceTypes": ["inf2.24xlarge"]}},
@@ -39,7 +39,7 @@ WRONG: tuple[dict[str, Any], ...] = (
 
 
 def merged(values: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
-    """As helm lays values over those of the chart."""
+    """Merges values over those of the chart as helm does."""
     return {
         **values,
         **{
@@ -67,7 +67,7 @@ def test_every_value_has_a_default_and_a_type() -> None:
 def test_uninstalling_the_chart_keeps_the_crd() -> None:
     resource = yaml.safe_load((CHART / "files" / "neuronmodels.yaml").read_text())
     assert resource["metadata"]["annotations"]["helm.sh/resource-policy"] == "keep"
-    assert not (CHART / "crds").exists(), "helm never upgrades what lies in a chart's folder crds"
+    assert not (CHART / "crds").exists(), "helm never upgrades files in a chart's crds folder"
 
 
 def test_chart_and_project_have_the_same_version() -> None:

@@ -1,4 +1,4 @@
-"""The client's words for what an API server answers, and the bytes it sends; the rest is tested against a real one."""
+"""The client's faults for responses of an API server, and its requests; other tests use a real server."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ async def serving(handle: Handler) -> AsyncIterator[str]:
 
 
 async def answered(folder: Path, status: int, body: Any, headers: dict[str, str] | None = None) -> ClusterFault:
-    """The fault that a create meets."""
+    """The fault raised by a create."""
 
     async def handle(request: web.Request) -> web.StreamResponse:
         if isinstance(body, str):

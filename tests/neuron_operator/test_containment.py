@@ -1,4 +1,4 @@
-"""Whether a live object must be applied again: defaults and others' additions are no reason, everything else is."""
+"""Whether a live object must be applied again: not for defaults and foreign additions, else for any difference."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ OWNED: dict[str, Any] = {
 
 
 def live(operation: str = "Apply") -> dict[str, Any]:
-    """DESIRED as the API server gives it back."""
+    """DESIRED as the API server returns it."""
     obj = copy.deepcopy(DESIRED)
     obj["metadata"] |= {"uid": "u", "generation": 1}
     entry = {"manager": FIELD_MANAGER, "operation": operation, "fieldsV1": copy.deepcopy(OWNED)}
@@ -137,7 +137,7 @@ def test_a_missing_or_different_field_differs(edit: Edit) -> None:
 
 
 def test_an_atomic_value_differs_even_when_it_contains_ours() -> None:
-    """A selector is one value: with a key of somebody else beside ours it selects something else."""
+    """A selector is one value: a foreign key in addition to ours changes what it selects."""
     obj = live()
     obj["spec"]["selector"]["matchLabels"]["app"] = "other"
     del owned_of(obj)["f:spec"]["f:selector"]
@@ -149,7 +149,7 @@ def test_an_applied_field_that_is_no_longer_wanted_differs() -> None:
         desired = copy.deepcopy(DESIRED)
         removed(desired)
         assert needs_apply(desired, live())
-        # After a create the same entry holds the server's defaults too, and proves nothing.
+        # After a create the same entry also holds the server's defaults and proves nothing.
         assert not needs_apply(desired, live("Update"))
 
 

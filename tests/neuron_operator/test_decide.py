@@ -1,5 +1,5 @@
-"""One pass: resolve before devices are held, pin once, roll on edits, repair, keep what serves, leave alone what is not
-ours; deciding again without news changes nothing."""
+"""One pass: resolve before devices are allocated, pin once, roll on edits, repair, keep what serves, do not touch
+foreign objects; a second pass without changes does nothing."""
 
 from __future__ import annotations
 
@@ -441,7 +441,7 @@ def test_decide_converges_from_any_state_and_stays_stable(
     later = replace(world, now=NOW.replace(hour=23))
     again = decide(later, SETTINGS)
     assert again.desired == decision.desired
-    assert stored(again.desired) == again.desired, "what is wanted is plain JSON"
+    assert stored(again.desired) == again.desired, "desired objects are plain JSON"
     assert {c["reason"] for c in again.status["conditions"]} >= {c["reason"] for c in decision.status["conditions"]}  # type: ignore[index]
 
 
@@ -455,7 +455,7 @@ def test_no_manifest_makes_decide_raise(spec: object, annotations: object, old_s
 
 
 def worlds_to_spoil() -> list[World]:
-    """Before the model is resolved, and serving with a pod that failed."""
+    """One model before it is resolved, one serving with a failed pod."""
     resolving, decision = settle(fresh())
     resolving = replace(resolving, pods=(job_pod(find(decision.desired, "Job"), ended(10, "x")),))
     world, _ = resolved_world()
@@ -474,7 +474,7 @@ def places(value: object, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...
 
 
 def spoiled(raw: dict[str, Any], changes: list[tuple[tuple[Any, ...], object]]) -> dict[str, Any]:
-    """A copy with other JSON at these places, where the place is still there."""
+    """A copy with other JSON at these paths, where they still exist."""
     raw = copy.deepcopy(raw)
     for path, value in changes:
         part: Any = raw

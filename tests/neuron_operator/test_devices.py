@@ -1,4 +1,4 @@
-"""Free devices of a node as the scheduler counts them, and which events explain a model's children."""
+"""Free devices of a node as the scheduler counts them, and the events of a model's children."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def test_a_cordoned_or_not_ready_node_is_not_schedulable() -> None:
 
 
 class Lists:
-    """A cluster that only lists, and counts it."""
+    """A cluster that only lists objects and counts the lists."""
 
     def __init__(self, events: tuple[dict[str, Any], ...] = (), refuses: bool = False) -> None:
         self.events = events

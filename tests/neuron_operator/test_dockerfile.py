@@ -1,4 +1,4 @@
-"""What can be said of Dockerfile.neuron without building it; `tests/cluster/test_images.py` builds it."""
+"""Checks of Dockerfile.neuron without a build; `tests/cluster/test_images.py` builds it."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""What kopf does not do, and the operator therefore does itself: find a model that was deleted while a watch was lost,
-and post Events from the pass. When such a test fails, kopf has learned it and can take the work over."""
+"""Limits of kopf that the operator works around: it misses a model deleted while a watch was lost, and posts Events
+only from handlers. If such a test fails, kopf has gained the feature and can replace our code."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ def model(name: str, version: int) -> dict[str, Any]:
 
 class ForgetfulServer:
     """Serves the models `chat` and `other`. `chat` is deleted while the first watch is broken; a watch from the old
-    version is answered with 410. The watch after that tells of a change of `other`."""
+    version is answered with 410. The next watch reports a change of `other`."""
 
     def __init__(self) -> None:
         self.is_seen = asyncio.Event()
-        """Set by the test when it has seen both models."""
+        """Set by the test after both models were reported."""
         self._num_lists = 0
 
     async def answer(self, request: web.Request) -> web.StreamResponse:

@@ -1,4 +1,4 @@
-"""Leadership: one acts, another follows in time, and nobody acts on a lease that may be another's by now."""
+"""Leader election: one replica acts, another follows in time, and none acts on a lease that may have expired."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from neuron_operator.lease import LeaderLease, LeaseTimings
 
 
 class Replica:
-    """One candidate, with its own view of the network, and when it worked (virtual seconds)."""
+    """One candidate with its own network and the times when it led (virtual seconds)."""
 
     def __init__(self, cluster: FakeCluster, name: str, timings: LeaseTimings | None = None) -> None:
         self.cluster = NetworkOf(cluster)
@@ -43,7 +43,7 @@ class Replica:
 
 
 class NetworkOf:
-    """One replica's way to the cluster, which may fail (`is_cut`) or swallow requests (`hangs`)."""
+    """One replica's connection to the cluster, which can fail (`is_cut`) or hang (`hangs`)."""
 
     def __init__(self, cluster: FakeCluster) -> None:
         self._cluster = cluster
@@ -113,7 +113,7 @@ def test_the_standby_replaces_a_killed_leader_when_the_lease_expires() -> None:
         dead = Replica(cluster, "a")
         async with dead.running():
             await asyncio.sleep(1.0)
-            dead.cluster.is_cut = True  # nothing is given back
+            dead.cluster.is_cut = True  # the lease is not released
         ended = virtual_time.now()
         async with Replica(cluster, "b").running() as b:
             await asyncio.sleep(20.0)

@@ -1,4 +1,4 @@
-"""`neuron-operator local` as a person runs it: what it refuses, and that it says why where waiting would be in vain."""
+"""The `neuron-operator local` command: refusals, and reasons instead of endless waiting."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The cluster of one machine: replicas, ports, restarts and the end of everything."""
+"""The cluster on one machine: replicas, ports, restarts and shutdown."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ async def test_close_stops_pods_without_restarting_them(tmp_path: Path) -> None:
 
 
 def serving_deployment(root: Path) -> dict[str, Any]:
-    """A replica that serves HTTP until somebody kills it."""
+    """A replica that serves HTTP until it is killed."""
     server = [sys.executable, "-m", "http.server", "8000", "--bind", "127.0.0.1", "--directory", str(root)]
     body = deployment(port=8000)
     probe = {"httpGet": {"path": "/", "port": "http"}, "periodSeconds": 0.05, "timeoutSeconds": 60}

@@ -1,4 +1,4 @@
-"""Pods as processes on this machine: what `neuron-operator local` interprets, what it refuses, and how pods end."""
+"""Pods as processes on this machine: supported and refused fields, and termination."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def host(root: Path, devices: int = 0) -> Host:
 
 @pytest.fixture
 def port() -> Iterator[int]:
-    """Kept free for the pod."""
+    """A port reserved for the pod."""
     with free_ports() as first:
         yield first
 

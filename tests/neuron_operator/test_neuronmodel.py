@@ -1,4 +1,4 @@
-"""A manifest is parsed into a frozen value or refused with the field; what is not acted on is never ignored."""
+"""A manifest is parsed into a frozen value or refused naming the field; unsupported fields are never ignored."""
 
 from pathlib import Path
 from typing import Any
@@ -70,7 +70,7 @@ def test_the_crd_stays_small() -> None:
 
 
 def test_status_fields_are_not_encoded_strings() -> None:
-    """Counters and conditions only: no phase that grows into a state machine."""
+    """Only counters and conditions: no phase."""
     assert "phase" not in _schema()["properties"]["status"]["properties"]
 
 

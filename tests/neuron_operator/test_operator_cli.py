@@ -1,4 +1,4 @@
-"""The command line of the operator before anything is started."""
+"""The command line of the operator before it starts."""
 
 from __future__ import annotations
 

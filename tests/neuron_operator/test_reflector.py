@@ -1,4 +1,4 @@
-"""The cache of one resource: it ends up with what the server has, whatever happens to its watch."""
+"""The cache of one resource converges to the state of the server, whatever happens to its watch."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ steps = st.lists(
 
 @given(steps=steps, remembered=st.integers(1, 5))
 def test_the_cache_matches_the_server_and_wakes_models_after_any_history(steps: list[Step], remembered: int) -> None:
-    """With a server that forgets all but the last few events: watches end with 410, and deletions are never told."""
+    """With a server that keeps only the last few events: watches end with 410, and deletions are not reported."""
 
     async def main() -> None:
         cluster = FakeCluster(remembered)
@@ -84,7 +84,7 @@ async def change(cluster: FakeCluster, there: dict[str, dict[str, Any]], name: s
 
 
 async def quietly(cluster: FakeCluster, write: Any) -> Any:
-    """Somebody else writes, whatever the operator's own network does."""
+    """Another client writes, independent of the operator's network."""
     down, cluster.is_down = cluster.is_down, False
     try:
         return await write
@@ -139,7 +139,7 @@ def test_a_written_object_is_cached_at_once_and_not_undone_by_an_older_event() -
         task = asyncio.create_task(reflector.run())
         await reflector.synced.wait()
         await asyncio.sleep(1.0)
-        await cluster.cut(True)  # the watch is behind
+        await cluster.cut(True)  # the watch lags
         await asyncio.sleep(0.1)
         created = await quietly(cluster, cluster.create(CONFIG_MAPS, config_map("a")))
         newer = await quietly(cluster, cluster.replace(CONFIG_MAPS, {**created, "data": {"value": "2"}}))
@@ -151,7 +151,7 @@ def test_a_written_object_is_cached_at_once_and_not_undone_by_an_older_event() -
         assert all(obj == newer for obj in seen)
         await cluster.delete(CONFIG_MAPS, newer)
         await asyncio.sleep(1.0)
-        reflector.observe_written(newer)  # an answer that came late
+        reflector.observe_written(newer)  # a late response
         assert reflector.find("ns", "a") is None
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)

@@ -1,6 +1,6 @@
-"""The golden cases of `helpers/rendered_cases.py`, and what holds for every rendered object.
+"""The golden cases of `helpers/rendered_cases.py`, and properties of every rendered object.
 
-`NEURON_SERVING_UPDATE_CASES=1` writes what is rendered now into the files, for a reader to check in the diff.
+`NEURON_SERVING_UPDATE_CASES=1` updates the files; check the diff.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Settings of `neuron-operator run`: where they come from, and what is refused by name."""
+"""Settings of `neuron-operator run`: their sources, and refusals by name."""
 
 from __future__ import annotations
 
@@ -60,6 +60,6 @@ def test_the_help_lists_every_setting_with_its_variable() -> None:
 
 
 def test_no_variable_name_collides_with_kubernetes_service_variables() -> None:
-    """A Service `neuron-operator` beside the pod gives it variables NEURON_OPERATOR_SERVICE_... and ..._PORT..."""
+    """A Service `neuron-operator` sets variables NEURON_OPERATOR_SERVICE_... and NEURON_OPERATOR_PORT... in pods."""
     made = ("NEURON_OPERATOR_SERVICE_", "NEURON_OPERATOR_PORT")
     assert not [setting.variable for setting in SETTINGS if setting.variable.startswith(made)]

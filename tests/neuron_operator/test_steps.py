@@ -1,5 +1,5 @@
-"""The steps before replicas: `decide` walks a list up to the first step whose Job has not answered. A new step is one
-more entry of the list."""
+"""The steps before replicas: `decide` walks a list up to the first step whose Job has no result. A new step is one more
+entry of the list."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ JOB_NAME = "chat-fetch-1234567890"
 
 
 def fetch_job(known: Known) -> Object | None:
-    """The Job of a made-up step; it has nothing to do for models with another digest."""
+    """A step for tests with a Job; it does nothing for models with another digest."""
     if known.resolved.digest != "sha256:0123456789abcdef":
         return None
     job = child(known.model, "batch/v1", "Job", JOB_NAME, component="fetch")
@@ -56,7 +56,7 @@ LONGER = (*STEPS[:2], FETCH, *STEPS[3:])
 
 
 def fetching_world() -> tuple[World, Decision]:
-    """Resolved and pinned; the made-up step has made its Job, which has no pod yet."""
+    """Resolved and pinned; the test step has created its Job, which has no pod yet."""
     world, decision = settle(fresh())
     world = replace(world, pods=(resolved_pod(find(decision.desired, "Job")),))
     for _ in range(2):

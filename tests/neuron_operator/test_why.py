@@ -1,4 +1,4 @@
-"""What pods show becomes a condition with a reason of the closed set and a message that a person can act on."""
+"""The state of pods becomes a condition with a declared reason and an actionable message."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ NODES = (
 def seen(
     *pods: Any, free: FreeDevices | None = None, events: tuple[Object, ...] | None = None, **changes: Any
 ) -> Decision:
-    """The decision about a resolved model whose pods are made from `pods`, a function of the Deployment each."""
+    """The decision for a resolved model with pods built by the functions `pods` from its Deployment."""
     world, _ = resolved_world(**changes)
     deployment = find(world.children, "Deployment")
     made = tuple(pod(deployment) if callable(pod) else pod for pod in pods)

@@ -1,4 +1,4 @@
-"""The keyed queue: nothing is lost, nothing runs twice at once, failures wait longer each time."""
+"""The keyed queue: no key is lost or runs twice at once, and failures back off."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from neuron_operator.workqueue import Backoff, WorkQueue
 async def work_until_idle(
     queue: WorkQueue[str], handle: Callable[[str], Awaitable[None]], *, num_workers: int = 2, seconds: float = 1e6
 ) -> None:
-    """Run workers for `seconds` of virtual time."""
+    """Runs workers for `seconds` of virtual time."""
     workers = [asyncio.create_task(queue.work(handle)) for _ in range(num_workers)]
     await asyncio.sleep(seconds)
     for worker in workers:
