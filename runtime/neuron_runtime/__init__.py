@@ -1,7 +1,7 @@
 """The runtime: serves language models over HTTP (`neuron-runtime serve`) or in the caller's process (`LLM`).
 
-The offline class is imported when it is asked for: every process of the runtime imports this package, most need no
-more of it than that.
+The offline classes are imported lazily, because every process of the runtime imports this package and most do not need
+them.
 """
 
 from __future__ import annotations

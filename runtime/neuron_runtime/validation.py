@@ -1,6 +1,6 @@
-"""What msgspec finds wrong with a document or a body: the path, and a message that lists the choices.
+"""Converts validation errors of msgspec to a path and a message that lists the allowed values.
 
-Called by the parsers of configurations, of a backend's settings and of request bodies, which turn it into their errors.
+Called by the parsers of configurations, backend settings and request bodies, which raise their own errors.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ def explain(error: msgspec.ValidationError | RecursionError, struct: type[msgspe
     """Path and message of an error.
 
     Args:
-        struct: the type that the value was converted to.
+        struct: the target type of the conversion.
 
     Returns:
-        The path without `$`, e.g. `.messages[0].role`, empty for the whole value; and the message.
+        The path without `$`, e.g. `.messages[0].role` (empty for the whole value), and the message.
     """
     found = _PATH.fullmatch(str(error))
     message, path = (found[1], found[2]) if found else (str(error), "")
@@ -35,7 +35,7 @@ def explain(error: msgspec.ValidationError | RecursionError, struct: type[msgspe
 
 
 def choices(struct: type[msgspec.Struct], path: str) -> list[Any]:
-    """The values that a field allows, without the empty one that stands for the default."""
+    """The allowed values of a field, without the empty one that means the default."""
     return [one for one in _literals(_type_info(struct), _KEY.findall(path)) if one != ""]
 
 

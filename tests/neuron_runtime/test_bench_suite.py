@@ -96,7 +96,7 @@ def test_stages_are_parsed_from_the_output_of_serve() -> None:
         "neuron-runtime: loading weights: 1.5 s",
         "neuron-runtime: loading weights: 40% after 5 s",
         "neuron-runtime: warming up: 0.1 s",
-        "neuron-runtime: ready after 2.0 s: http://127.0.0.1:1/v1 serves m (1 tokens, 8 at a time)",
+        "neuron-runtime: ready after 2.0 s: http://127.0.0.1:1/v1 serves m (1 tokens, 8 sequences)",
     ]
     assert suite.stages(iter(lines)) == {"loading weights": 1.5, "warming up": 0.1}
 

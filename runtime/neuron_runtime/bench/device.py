@@ -1,7 +1,7 @@
-"""The flags of a simulated device, and the step times and limits that they amount to.
+"""The flags of a simulated device, and the step times and limits derived from them.
 
-Used by `bench simulate`. The flags are those of a served simulated model in another spelling, so what cannot be is
-refused by the same rules, in the name of the flag.
+Used by `bench simulate`. The flags correspond to the settings of a served simulated model, so the same rules check
+them; errors name the flag.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from neuron_runtime.flags import add_flags
 DEFAULT_STEP_TIMES = "llama-3.1-8b-trn2-tp4"
 SMALLEST_BUCKET = 128
 EVERY_SIZE = [0]
-"""What `--decode-buckets` and `--prefill-buckets` are given for a device without compiled sizes."""
+"""Value of `--decode-buckets` and `--prefill-buckets` for a device without compiled sizes."""
 
 SETTINGS = {
     "stepTimes": "--step-times",
@@ -41,7 +41,7 @@ SETTINGS = {
     "prefill": "--prefill",
     "tokenFeedback": "--token-feedback",
 }
-"""Flags by the setting of `overrideNeuronConfig` that they stand for."""
+"""Flags by setting of `overrideNeuronConfig`."""
 
 ENGINE_DEFAULTS = {
     "layout": "slots for whole prompts, else blocks",
@@ -52,7 +52,7 @@ ENGINE_DEFAULTS = {
     "block_size": str(DEFAULT_BLOCK_SIZE),
     "num_gpu_blocks_override": "room for all requests at full length",
 }
-"""Flags of `serve` that shape the device too, and what holds without them."""
+"""Flags of `serve` that also apply to the device, with their defaults."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,17 +60,17 @@ class Device:
     times: StepTimes
     limits: BackendLimits
     settings: Mapping[str, Any]
-    """What the times were made of, for the report."""
+    """Source of the times, for the report."""
 
 
 def add_device_arguments(device: argparse._ArgumentGroup) -> None:
     names = ", ".join(PUBLISHED)
     device.add_argument("--step-times", metavar="NAME", help=f"published times: {names} (default: the first)")
     device.add_argument(
-        "--step-milliseconds", type=float, metavar="MS", help="every step takes this, instead of published times"
+        "--step-milliseconds", type=float, metavar="MS", help="duration of every step, instead of published times"
     )
     for phase, unit, default in (
-        ("decode", "rows", "all requests that run at a time"),
+        ("decode", "rows", "the maximum number of running requests"),
         ("prefill", "tokens", f"powers of two from {SMALLEST_BUCKET}"),
     ):
         device.add_argument(
@@ -78,32 +78,32 @@ def add_device_arguments(device: argparse._ArgumentGroup) -> None:
             type=_point,
             nargs="+",
             metavar=f"{unit.upper()}:MS",
-            help=f"{phase} times of your own, in ascending order of {unit}",
+            help=f"measured {phase} times, in ascending order of {unit}",
         )
         device.add_argument(
             f"--{phase}-buckets",
             type=int,
             nargs="+",
             metavar="N",
-            help=f"compiled numbers of {unit}, 0: every number ({default})",
+            help=f"compiled numbers of {unit}; 0: every number ({default})",
         )
     device.add_argument(
         "--prefill",
         choices=("whole", "chunks", "mixed"),
         default="whole",
-        help="prompts whole, in chunks between decode steps, or in chunks beside decoding rows (%(default)s)",
+        help="prefill whole prompts, chunks between decode steps, or chunks in decode steps (%(default)s)",
     )
     device.add_argument(
         "--token-feedback",
         choices=("device", "host"),
         default="device",
-        help="where a step gets the tokens of the step before (%(default)s)",
+        help="where a step gets the tokens of the previous step (%(default)s)",
     )
     add_flags(device, (BY_ARGUMENT[name] for name in ENGINE_DEFAULTS), ENGINE_DEFAULTS)
 
 
 def device_of(options: argparse.Namespace) -> Device:
-    """The device of the flags. Raises InvalidConfig, naming the flag."""
+    """The device that the flags describe. Raises InvalidConfig with the flag."""
     given = {key: value for key, flag in SETTINGS.items() if (value := value_of(options, flag)) is not None}
     given |= {key: [] for key in ("decodeBuckets", "prefillBuckets") if given.get(key) == EVERY_SIZE}
     if not {"stepMilliseconds", "decodeMilliseconds", "prefillMilliseconds"} & given.keys():
@@ -133,7 +133,7 @@ def powers_of_two(largest: int) -> list[int]:
 
 
 def value_of(options: argparse.Namespace, flag: str) -> Any:
-    """What was given for a flag, or its default."""
+    """The value of a flag."""
     return getattr(options, flag.removeprefix("--").replace("-", "_"))
 
 

@@ -145,17 +145,17 @@ class Scheduler:
         return rows
 
     def _part(self, num_tokens: int, budget: int) -> int:
-        """How many of so many tokens are fed in one step; 0 when no allowed part fits the budget."""
+        """Number of tokens that one step feeds of `num_tokens`; 0 if no allowed chunk fits the budget."""
         limits = self.limits
         part = min(num_tokens, budget, limits.longest_prefill)
         return part if part == num_tokens or (limits.chunks_prefill and part >= limits.min_chunk_tokens) else 0
 
     def _candidates(self) -> Iterator[Candidate]:
-        """Prompts in progress and those of the queue that can start, in order of service.
+        """Prompts in progress and waiting prompts that can start, in order of service.
 
-        To start, a whole prompt has room, with one block to spare for each sequence that may still grow; the first
-        without room holds back those behind it in the queue. One whose prefix is being computed is passed over, and
-        keeps its room: the row that computes it comes first in order, so it waits for that and nothing else.
+        A waiting prompt can start if its blocks fit and one block remains for each sequence that may still grow; the
+        first one that does not fit blocks later ones. A prompt whose prefix is being computed is skipped but keeps its
+        reservation: the sequence that computes the prefix is earlier in order, so it waits for nothing else.
         """
         running, waiting = self.running, self.waiting[: self.running.slots.num_free]
         spare = self.blocks.num_spare(running) if waiting else 0

@@ -254,7 +254,7 @@ class FrontEnd:
             say(f"generation_config.json: {setting} is not supported and not applied")
         say(
             f"ready after {time.monotonic() - self._began:.1f} s: {self._url}/v1 serves {', '.join(self.served_names)} "
-            f"({limits.max_model_length} tokens, {limits.max_rows} at a time)"
+            f"({limits.max_model_length} tokens, {limits.max_rows} sequences)"
         )
 
 

@@ -129,12 +129,12 @@ def _document(app: FastAPI, operations: Sequence[Operation], has_keys: bool) -> 
 
 
 def _schema(row: Parameter) -> dict[str, Any]:
-    """What is known of a field besides its type. A default stands for null too."""
+    """Description, default and range of a field. Null means the default."""
     ends = {"exclusiveMinimum" if row.above else "minimum": row.lowest, "maximum": row.highest}
     schema = {"description": row.description, "default": row.default, **ends}
     if row.setting and row.default is not None:
         # A generated client may send the published default, which would override the model's.
-        text = f"{row.description}. Left out: the model's own default, else {row.default}"
+        text = f"{row.description}. Default: the model's, else {row.default}"
         schema |= {"description": text, "default": None}
     return {key: value for key, value in schema.items() if value is not None}
 

@@ -25,13 +25,13 @@ def parse_body(raw: bytes, body_type: type[Body]) -> Body:
 
 
 def error_object(message: str, kind: str, field: str | None = None, code: str | None = None) -> bytes:
-    """An OpenAI error object. What a client sent is in it, so both texts are bounded."""
+    """An OpenAI error object. Message and field are shortened, because they may contain data from the client."""
     param = None if field is None else _shortened(field)
     return msgspec.json.encode({"error": {"message": _shortened(message), "type": kind, "param": param, "code": code}})
 
 
 def _shortened(text: str) -> str:
-    """Without the middle of a long text: its beginning says what is wrong, its end what to do."""
+    """Cut the middle of a long text: its beginning has the problem, its end the cure."""
     if len(text) <= 2 * ECHOED_CHARACTERS:
         return text
     return f"{text[:ECHOED_CHARACTERS]}…{text[-ECHOED_CHARACTERS:]}"
