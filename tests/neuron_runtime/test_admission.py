@@ -1,4 +1,4 @@
-"""What a body becomes before the engine: the model's defaults, what a sampling mode serves, what is paid for."""
+"""Admission turns a body into requests: defaults of the model, limits of the sampling mode, requested work."""
 
 from __future__ import annotations
 

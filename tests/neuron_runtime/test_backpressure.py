@@ -1,4 +1,4 @@
-"""What may wait, and when those who were sent away find room: on a clock that only the test moves."""
+"""Bounds of the queue and retry times of refused clients, on a clock that only the test moves."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def test_the_rate_is_measured_over_recent_time() -> None:
 
 
 def measured(queue: Backpressure, per_second: float, seconds: float = 200.0) -> float:
-    """Let requests of one token end at this rate while others wait; the time afterwards."""
+    """Completes requests of one token at this rate while others wait; returns the time afterwards."""
     now, step = 0.0, 0.05
     ended = 0.0
     while now < seconds:
@@ -102,7 +102,7 @@ def test_each_refused_client_gets_the_time_after_those_refused_before() -> None:
     queue = backpressure()
     now = measured(queue, per_second=2.1)
     assert [refused(queue, now) for _ in range(7)] == [1, 1, 2, 2, 3, 3, 4]
-    # Whoever was told to be back by now is expected no more.
+    # Clients whose retry time has passed are no longer expected.
     assert refused(queue, now + 5.0) == 1
 
 
@@ -141,7 +141,7 @@ def test_the_default_token_bound_fits_all_rows_at_full_length_within_limits() ->
 
 
 class Flood:
-    """A server that ends `per_second` requests a second, and clients who come back exactly when they were told to."""
+    """A server that completes `per_second` requests per second, and clients that return exactly at their retry time."""
 
     def __init__(self, per_second: float, capacity: int, num_clients: int) -> None:
         self.step = 1 / per_second
@@ -182,6 +182,6 @@ def test_in_a_flood_every_client_that_honours_retry_after_is_served(
     flood = Flood(per_second, capacity, num_clients)
     flood.run()
     assert flood.served == num_clients
-    # The rate is not known when the flood begins. Beyond the longest time that may be told, clients come in waves.
+    # The rate is unknown when the flood starts. Clients beyond the longest retry time arrive in waves.
     waves = 1 + num_clients / (min(per_second, capacity) * MAX_RETRY_SECONDS)
     assert sum(flood.attempts) / num_clients <= 2 + 2 * waves, flood.attempts

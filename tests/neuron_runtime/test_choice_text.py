@@ -1,4 +1,4 @@
-"""One answer as text: thoughts, stop strings and the places of tokens, whatever a step brings at once."""
+"""One answer as text: reasoning, stop strings and token offsets, for any number of tokens per step."""
 
 from __future__ import annotations
 

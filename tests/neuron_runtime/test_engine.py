@@ -1,4 +1,4 @@
-"""The engine's loop: overlap, late sampling, admission, failure, numbers."""
+"""The engine's loop: overlap, late sampling, admission, failures, statistics."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ NEURON = neuron_limits(max_rows=4, max_model_length=256)
 
 
 class BlockingBackend(RecordingBackend):
-    """`collect` does not return until the gate is opened for its step."""
+    """`collect` returns only when the gate is open for its step."""
 
     def __init__(self, limits: BackendLimits) -> None:
         super().__init__(limits)
@@ -37,7 +37,7 @@ class BlockingBackend(RecordingBackend):
     def collect(self, step: int) -> StepOutput:
         self.waits.release()
         if not self.gate.acquire(timeout=60):
-            raise TimeoutError(f"nobody opened the gate for step {step}")
+            raise TimeoutError(f"the gate for step {step} was not opened")
         return super().collect(step)
 
 
@@ -64,7 +64,7 @@ def test_the_next_step_is_scheduled_during_a_step_and_launched_early_with_device
     while worker.is_alive():
         if not backend.waits.acquire(timeout=0.2):
             continue
-        # `collect` blocks now, so whatever is scheduled or launched was so before the step ended.
+        # `collect` blocks now, so everything scheduled or launched was so before the step ended.
         running = engine._scheduler.scheduled[0].batch
         newest = engine._scheduler.scheduled[-1].batch
         if running.kind is Kind.DECODE:
@@ -123,16 +123,16 @@ def test_a_row_that_needs_the_host_is_scheduled_early_and_sampled_after_the_prev
     run = start(limits, late=late)
     run.add(*asked)
     run.finish()
-    assert lengths == list(range(12)), "the answer so far was not complete when the host was asked"
+    assert lengths == list(range(12)), "the answer so far was incomplete when the host was called"
     run.check_tokens(asked, even_only)
     assert all(token % 2 == 0 for token in run.tokens["even"])
     calls = run.backend.calls
     for at, (call, step) in enumerate(calls):
         if call == "sample late" and step:
-            assert ("collect", step - 1) in calls[:at], "launched before the step before it was over"
+            assert ("collect", step - 1) in calls[:at], "launched before the previous step ended"
     assert run.steps.num_ahead >= 0.8 * run.steps.num(Kind.DECODE)
     samples = [call for call, _ in calls if call.startswith("sample")]
-    assert set(samples[-10:]) == {"sample"}, "once the last of them has ended, nothing is late"
+    assert set(samples[-10:]) == {"sample"}, "after the last of them ended, no row is late"
 
 
 def test_late_rows_work_with_several_tokens_per_row() -> None:
@@ -199,7 +199,7 @@ def test_limits_that_prevent_serving_are_refused(changes: dict[str, Any], rule: 
         replace(HOST, **changes)
 
 
-# Failure and numbers
+# Failures and statistics
 
 
 class BrokenBackend(RecordingBackend):
@@ -221,7 +221,7 @@ class BrokenBackend(RecordingBackend):
 
     def _fail(self, call: str) -> None:
         if call == self._call:
-            raise OSError(f"the device is gone in {call}")
+            raise OSError(f"the device failed in {call}")
 
 
 @pytest.mark.parametrize("call", ["launch", "sample", "collect"])
@@ -286,7 +286,7 @@ def test_the_queue_time_is_reported_with_the_first_tokens() -> None:
 
 
 class TimedBackend(RecordingBackend):
-    """Each step takes as long as `seconds` says, on a clock that nothing else moves."""
+    """Each step takes the time of `seconds`, on a clock that nothing else moves."""
 
     def __init__(self, limits: BackendLimits, seconds: Callable[[Batch], float]) -> None:
         super().__init__(limits)
@@ -301,7 +301,7 @@ class TimedBackend(RecordingBackend):
 def worst_gap(
     limits: BackendLimits, seconds: Callable[[Batch], float], max_consecutive_prefills: int = 1
 ) -> tuple[float, float]:
-    """Of streams with long and short prompts among them, where requests come and go; and the bound that was stated."""
+    """The longest gap of streams among arriving and leaving long and short prompts, and its stated bound."""
     backend = TimedBackend(limits, seconds)
     engine = Engine(
         backend, max_consecutive_prefills=max_consecutive_prefills, clock=lambda: backend.now, max_queued_requests=100
@@ -337,7 +337,7 @@ def test_gaps_of_a_running_stream_stay_within_the_bound_of_the_longest_steps(
     limits = replace(limits, max_tokens_per_row=per_row, num_lookahead_tokens=per_row - 1)
     worst, bound = worst_gap(limits, lambda batch: 0.004 + 0.001 * batch.num_tokens, prefills)
     assert 0 < worst <= bound + 1e-9
-    assert bound < 100, "the time without work counts for nothing"
+    assert bound < 100, "idle time does not count"
 
 
 @pytest.mark.parametrize("limits", [NEURON, HOST, DEVICE, replace(DEVICE, mixes_phases=False)])
@@ -347,7 +347,7 @@ def test_a_refused_client_finds_room_at_its_retry_time_with_waiting_prefills(lim
     names = (f"r{number}" for number in itertools.count())
 
     def serve_on(num_requests: int) -> float:
-        """With a queue that stays full; how long it took."""
+        """Runs with a queue that stays full; returns the duration."""
         began, num_ended = backend.now, 0
         while num_ended < num_requests:
             num_ended += sum(event.finish_reason is not None for event in engine.step())

@@ -1,4 +1,4 @@
-"""The border between engine and front end: what a step brought arrives as it was sent, and silence takes no bytes."""
+"""Messages between engine and front end: the events of a step survive encoding, and absent values take no bytes."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""The engine under random limits, layouts, arrivals, aborts, stops, preemptions, with 1 to 4 tokens a row.
+"""The engine under random limits, layouts, arrivals, aborts, stops, preemptions, with 1 to 4 tokens per row.
 
-Prompts follow each other's texts, so beginnings are shared, waited for and evicted. Every request must get the tokens
-that it gets alone, within the promised steps, and the driver checks all books after each step.
+Prompts share texts, so prefixes are shared, waited for and evicted. Every request must get the tokens that it gets
+alone, within the step bound, and the driver checks the engine's state after each step.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from neuron_runtime.engine.bounds import max_steps, stream_gap_bound
 NUM_EXAMPLES = 200
 NUM_RUNS = int(os.environ.get("NEURON_SERVING_PROPERTY_EXAMPLES", "2000"))
 EACH_IN = 100
-"""Whatever can happen happens in one of so many runs at least: else the loads have become too easy."""
+"""Number of runs in which every event must occur at least once; else the loads are too easy."""
 
 
 def some_limits(random: Random) -> BackendLimits:
-    """What a backend may be able to do."""
+    """Random limits of a backend."""
     choice = random.choice
     max_rows, length, per_row = choice((2, 3, 4, 6, 1)), choice((20, 13, 31, 40, 8)), choice((1, 1, 1, 2, 3, 4))
     all_live, mixes, chunks = choice(
@@ -69,7 +69,7 @@ def some_limits(random: Random) -> BackendLimits:
 
 
 def some_requests(random: Random, limits: BackendLimits) -> Iterator[Request]:
-    """Prompts follow few texts for a while: that of an earlier request and its answer, say."""
+    """Prompts that share texts, for example an earlier request and its answer."""
     choice = random.choice
     longest = limits.longest_sequence if limits.chunks_prefill else limits.longest_prefill
     longest, least = min(longest, limits.max_new_tokens(0) - 1), limits.min_prefill_tokens
@@ -107,7 +107,7 @@ def some_requests(random: Random, limits: BackendLimits) -> Iterator[Request]:
 
 
 def check_one_run(random: Random) -> dict[str, bool]:
-    """Serve a random load; returns what happened on the way."""
+    """Serves a random load; returns the events that occurred."""
     limits, prefills = some_limits(random), random.choice((1, 1, 1, 2, 5))
     run = start(limits, late=even_only, max_consecutive_prefills=prefills)
     requests: list[Request] = []
@@ -124,7 +124,7 @@ def check_one_run(random: Random) -> dict[str, bool]:
     assert len(run.backend.batches) <= bound
     run.check_tokens(requests, even_only)
     if not run.engine.stats.num_preemptions_total:
-        # Steps that take a second each: the bound on the time is one on their number.
+        # Steps take a second each, so the bound on time is a bound on their number.
         assert run.worst_gap <= stream_gap_bound(limits, dict.fromkeys(Kind, 1.0), prefills)
     return what_happened(run)
 

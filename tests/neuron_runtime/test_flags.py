@@ -1,4 +1,4 @@
-"""A field that is declared once: its flag, how the flag is read, and what the help says."""
+"""A field is declared once: its flag, its parser and its help."""
 
 from __future__ import annotations
 

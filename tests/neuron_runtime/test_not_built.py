@@ -1,4 +1,4 @@
-"""What is known and not built yet is refused by name, with its cure, wherever it may be written."""
+"""Known but unsupported parameters are refused by name with a remedy, on every surface."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ CONFIGURED = Surface.LLM | Surface.FLAG | Surface.SCHEME
 
 
 class Unlike:
-    """Equal to nothing else."""
+    """A value equal to no other."""
 
 
 def test_each_unsupported_name_has_one_row_per_surface() -> None:

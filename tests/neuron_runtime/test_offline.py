@@ -1,4 +1,4 @@
-"""The offline class over the demo model: what a script that was written for vLLM gives and gets."""
+"""The offline class with the demo model: arguments and results of a script written for vLLM."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def llm() -> Iterator[LLM]:
 
 @pytest.fixture(scope="module")
 def exact() -> Iterator[LLM]:
-    """Without the equal logits that bfloat16 makes, and what company does to its last bits."""
+    """In float32, without bfloat16's ties and batch-dependent rounding."""
     with LLM(str(MODEL), max_num_seqs=4, max_model_len=64, dtype="float32") as model:
         yield model
 
@@ -79,7 +79,7 @@ for output in outputs:
     generated_text = output.outputs[0].text
     print(f"Prompt: {{prompt!r}}, Generated text: {{generated_text!r}}")
 """
-"""The example that Neuron's guides print, with another import and a model from a folder."""
+"""The example of Neuron's guides, with another import and a model from a folder."""
 
 CHAT = """
 import json, sys
@@ -92,7 +92,7 @@ print(json.dumps([output.outputs[0].text for output in outputs]))
 
 
 def script(source: str, given: str = "") -> subprocess.CompletedProcess[str]:
-    """Run a program as a user does: at module level, in a process of its own."""
+    """Runs a program as a user does: at module level, in its own process."""
     return subprocess.run(
         [sys.executable, "-c", source], input=given, capture_output=True, text=True, check=False, timeout=200
     )
@@ -162,7 +162,7 @@ def test_outputs_keep_the_order_of_the_prompts(llm: LLM) -> None:
 def test_a_prompt_is_accepted_in_every_form_of_vllm(llm: LLM) -> None:
     (plain,) = llm.generate("What is a core?", GREEDY, use_tqdm=False)
     ids = plain.prompt_token_ids
-    assert ids[0] == 0  # the BOS that plain text gets
+    assert ids[0] == 0  # the BOS of plain text
     forms: list[Any] = [
         ["What is a core?"],
         {"prompt": "What is a core?"},
@@ -453,7 +453,7 @@ ASKS = {
     "structured_outputs": {"json": {}}, "guided_decoding": {"json": {}}, "use_beam_search": True,
     "length_penalty": 2.0, "early_stopping": True, "extra_args": {"a": 1},
 }  # fmt: skip
-"""A value that asks for something, of every parameter that is known and not built."""
+"""A value with an effect for every known but unsupported parameter."""
 
 
 def test_every_parameter_is_supported_or_refused_by_name() -> None:
@@ -582,7 +582,7 @@ def test_get_tokenizer_returns_the_transformers_tokenizer(llm: LLM) -> None:
 
 
 class Bar:
-    """What a progress bar is told."""
+    """Records the calls of a progress bar."""
 
     def __init__(self, total: int, **options: Any) -> None:
         self.total, self.done, self.options = total, 0, options
@@ -633,11 +633,11 @@ def test_a_failure_within_a_step_closes_the_object_with_a_reason(monkeypatch: py
     with LLM(str(MODEL), max_model_len=64) as model:
 
         def collect(self: object, step: int) -> None:
-            raise RuntimeError("the device is gone")
+            raise RuntimeError("the device failed")
 
         with monkeypatch.context() as patch:
             patch.setattr("neuron_runtime.backend.torch.backend.TorchBackend.collect", collect)
-            with pytest.raises(RuntimeError, match="the device is gone"):
+            with pytest.raises(RuntimeError, match="the device failed"):
                 model.generate("a", GREEDY, use_tqdm=False)
         with pytest.raises(BackendFailed, match="RuntimeError within a step"):
             model.generate("a", GREEDY, use_tqdm=False)

@@ -1,4 +1,4 @@
-"""Prefix caching as a user meets it: the switch, and what the outputs and numbers say was found."""
+"""Prefix caching for users: the switch, and cached tokens in outputs and metrics."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Sampling parameters: ranges, neutral values, what serves them in which mode, and how clients write token ids."""
+"""Sampling parameters: ranges, neutral values, support per mode, and the forms of token ids."""
 
 from __future__ import annotations
 
@@ -167,7 +167,7 @@ def test_allowed_tokens_must_be_in_the_vocabulary() -> None:
 
 
 class Spelling:
-    """Stands in for a tokenizer whose words have one token, and another one behind a space."""
+    """Replaces a tokenizer whose words have one token, and another one after a space."""
 
     def encode(self, text: str, add_special_tokens: bool = True) -> tuple[int, ...]:
         assert not add_special_tokens

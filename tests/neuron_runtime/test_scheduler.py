@@ -1,4 +1,4 @@
-"""What the scheduler decides, each decision in the smallest setting that shows it. Tokens are checked in every run."""
+"""Decisions of the scheduler, each in the smallest setting that shows it. Every run checks tokens."""
 
 from __future__ import annotations
 
@@ -146,7 +146,7 @@ def test_a_prefill_in_progress_does_not_delay_a_request_of_higher_priority() -> 
 
 @pytest.mark.parametrize("limits", [BLOCKS, DEVICE, SHARED_DEVICE, replace(BLOCKS, mixes_phases=False), NEURON])
 def test_a_flood_of_long_prompts_starves_no_request(limits: BackendLimits) -> None:
-    """Streams get a token in every step or every other; whoever comes gets its turn though the flood goes on."""
+    """Streams get a token in every or every other step; each new request gets its turn during the flood."""
     per_turn = 1 if limits.mixes_phases else 2
     chunks = 1 if limits.longest_prefill >= 28 else 2
     flood = (request(f"flood {at}", 26, 4) for at in range(1000))
@@ -173,7 +173,7 @@ def test_a_flood_of_long_prompts_starves_no_request(limits: BackendLimits) -> No
                 steps.append(len(run.backend.batches))
     assert max(after - before for before, after in pairwise(at_step["stream"])) <= per_turn
     assert arrived is not None
-    # Each one ahead in the queue takes its prompt's steps, and the answers of a row before it is free.
+    # Each earlier request in the queue takes its prefill steps, and its row is free after its answer.
     assert at_step["short"][0] - arrived <= (ahead + limits.max_rows) * (chunks + 4) * per_turn
     run.finish()
     run.check_tokens(asked)
@@ -194,7 +194,7 @@ def test_a_foreseen_end_frees_its_row_without_delay() -> None:
 
 
 def again(asked: Request, name: str, more: int = 0, **changes: Any) -> Request:
-    """Another request with the same prompt, or with so many tokens more."""
+    """Another request with the same prompt, or with `more` further tokens."""
     prompt = (*asked.prompt_token_ids, *range(1, more + 1))
     return replace(asked, request_id=name, prompt_token_ids=prompt, **changes)
 
@@ -341,7 +341,7 @@ def test_an_equal_block_after_a_different_prefix_does_not_match() -> None:
     short = replace(first, request_id="short", prompt_token_ids=(*beginning, 0))
     other = replace(first, request_id="other", prompt_token_ids=(*beginning, *first.prompt_token_ids[4:]))
     run = one_after_another(SHARED, first, short, other)
-    assert run.cached["other"] == 4, "the beginning of the short one, and nothing of the first"
+    assert run.cached["other"] == 4, "the prefix of the short one, and nothing of the first"
 
 
 def test_a_prefix_hit_is_limited_by_the_backend() -> None:
@@ -356,7 +356,7 @@ def test_a_prompt_with_requested_logprobs_is_computed_whole_and_cached() -> None
     told = again(first, "told", sampling=replace(first.sampling, prompt_logprobs=2))
     run = one_after_another(limits, told, again(told, "told again"), again(first, "plain"))
     assert run.cached == {"told": 0, "told again": 0, "plain": 16}
-    assert run.engine.stats.num_prefix_queries_total == 20, "who does not look does not count"
+    assert run.engine.stats.num_prefix_queries_total == 20, "a request that does not look up a prefix does not count"
 
 
 def test_the_least_recently_used_blocks_are_evicted_first_and_later_ones_of_a_prompt_before_earlier() -> None:
@@ -444,7 +444,7 @@ def test_a_preempted_sequence_resumes_where_it_stopped() -> None:
         assert run.engine.stats.num_preemptions_total > 0
         added = [added for batch in run.backend.batches for added in batch.added]
         assert len(added) == 3 + run.engine.stats.num_preemptions_total
-        assert any(len(a.token_ids) > a.num_prompt_tokens for a in added), "the answer so far came along"
+        assert any(len(a.token_ids) > a.num_prompt_tokens for a in added), "the answer so far was included"
 
 
 def test_a_prefill_continues_when_all_decoding_sequences_were_preempted() -> None:
@@ -486,7 +486,7 @@ def test_a_prompt_is_admitted_only_with_a_spare_block_for_each_growing_sequence(
 
 
 def test_blocks_that_the_step_in_flight_may_write_are_not_reused() -> None:
-    # Both end at a stop token that nobody foresaw, so a row of each is still in flight when its slot is free.
+    # Both end at an unforeseen stop token, so a row of each is still in flight when its slot is free.
     for limits in (DEVICE, replace(DEVICE, mixes_phases=False), replace(SEVERAL, num_blocks=12)):
         first = [request(name, 6, 20, seed=1) for name in "ab"]
         stops = [replace(r, sampling=replace(r.sampling, stop_token_ids=frozenset(alone(r)[0][3:4]))) for r in first]
@@ -498,13 +498,13 @@ def test_the_row_of_an_ended_request_is_discarded() -> None:
     stop = request("a", 6, 20)
     stop = replace(stop, sampling=replace(stop.sampling, stop_token_ids=frozenset(alone(stop)[0][2:3])))
     run = serve(DEVICE, stop)
-    assert len(run.backend.batches) > len(run.tokens["a"]), "the row scheduled ahead ran for nothing"
+    assert len(run.backend.batches) > len(run.tokens["a"]), "the row scheduled early was wasted"
 
 
 def test_blocks_are_reserved_for_the_maximum_of_a_row_and_the_surplus_returns() -> None:
     run = serve(SEVERAL, request("a", 6, 24), request("b", 3, 20))
     kept = [pair for batch in run.backend.batches for pair in batch.kept_blocks]
-    assert kept, "no row ever took less than the most"
+    assert kept, "no row took less than the maximum"
 
 
 def test_a_row_waits_when_the_previous_one_may_be_its_last() -> None:
@@ -569,7 +569,7 @@ def test_aborting_unknown_and_finished_requests_is_harmless() -> None:
     assert not run.engine.has_work
 
 
-# The backend's side of the bargain
+# The contract of the backend
 
 
 @pytest.mark.parametrize(
@@ -594,7 +594,7 @@ def test_a_batch_contains_each_change_once() -> None:
     added = [a.slot for batch in run.backend.batches for a in batch.added]
     released = [slot for batch in run.backend.batches for slot in batch.released]
     assert len(added) == 6
-    # Releases travel with the next batch, and nothing follows the last one.
+    # Releases are sent with the next batch, and nothing follows the last one.
     assert 3 <= len(released) <= 6
     blocks = [block for batch in run.backend.batches for _, block in batch.appended_blocks]
     assert len(blocks) == 6 * (DEVICE.blocks_for(13) - DEVICE.blocks_for(5))

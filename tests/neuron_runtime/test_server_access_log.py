@@ -1,4 +1,4 @@
-"""The access log over real HTTP: what a line says, what it never says, and that no reader can stop the server."""
+"""The access log over real HTTP: content of a line, omitted data, and slow readers."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ Logged = Callable[..., contextlib.AbstractAsyncContextManager[tuple[Serving, "Lo
 
 
 class Log:
-    """What was written to stdout so far."""
+    """Lines written to stdout so far."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -39,7 +39,7 @@ class Log:
         return self._path.read_text()
 
     async def lines(self, count: int) -> list[dict[str, Any]]:
-        """Once that many requests are in it."""
+        """The entries, when there are `count` of them."""
         while self.text.count("\n") < count:
             await asyncio.sleep(0.01)
         return [json.loads(line) for line in self.text.splitlines()]
@@ -73,7 +73,7 @@ async def test_a_line_describes_the_request_and_its_cost(logged: Logged) -> None
         (line,) = await log.lines(1)
     assert datetime.fromisoformat(line.pop("time")).tzinfo is not None
     assert line.pop("request_id") == answer.headers["x-request-id"]
-    # The first token of any choice, and the longest wait of all: the last may wait while the first has its tokens.
+    # The first token of any choice and the longest wait of all: the last may wait while the first has tokens.
     seconds = line.pop("duration_seconds")
     assert 0 <= line.pop("queue_seconds") <= seconds
     assert 0 <= line.pop("first_token_seconds") <= seconds
@@ -298,6 +298,6 @@ async def test_lost_lines_are_counted_and_requests_continue(model_dir: Path, mon
             for _ in range(8):
                 assert (await served.http.get("/v1/models")).status_code == 200
             assert await served.metric("neuron_serving_access_log_lines_lost_total") == 5
-        # What waited is written at the end.
+        # Queued lines are written at the end.
         assert len(os.read(read_fd, 65536).splitlines()) == 3
     os.close(read_fd)

@@ -1,4 +1,4 @@
-"""API keys: who is let in, what the others are told, and that a key appears nowhere."""
+"""API keys: accepted and refused requests, changes of the file, and secrecy of keys."""
 
 from __future__ import annotations
 
@@ -158,7 +158,7 @@ class Clock:
 
 
 def replace(path: Path, text: str) -> None:
-    """As a kubelet does it: another file takes the name."""
+    """Replaces the file as a kubelet does."""
     new = path.with_name("new")
     new.write_text(text)
     os.replace(new, path)
@@ -182,7 +182,7 @@ async def test_a_changed_key_file_takes_effect_and_revokes_old_keys(tmp_path: Pa
 
 
 async def test_a_secret_updated_by_the_kubelet_takes_effect(tmp_path: Path) -> None:
-    # A volume's files are links through `..data`, which is turned to another folder at once.
+    # Files of a volume are links through `..data`, which is switched to another folder atomically.
     for number in (1, 2):
         (tmp_path / f"..{number}").mkdir()
         (tmp_path / f"..{number}" / "keys").write_text(f"sk-{number}")
@@ -269,7 +269,7 @@ async def test_a_key_appears_only_in_its_file(
         answer = post(f"{url}/v1/completions", BODY, bearer(KEYS[0]))
         assert answer.status_code == 200
         assert post(f"{url}/v1/completions", BODY).status_code == 401
-        # In a query it would be in other people's logs.
+        # A key in a query would be in foreign logs.
         assert get(f"{url}/v1/models?api_key={KEYS[0]}").status_code == 401
         seen = [answer.text, str(answer.headers), get(f"{url}/metrics").text]
         seen += [get(f"{url}{path}").text for path in OPEN]
@@ -281,7 +281,7 @@ async def test_a_key_appears_only_in_its_file(
         ]
         assert [path.name for path in holders] == ([] if way == "file" else ["api-keys"])
         assert all(path.stat().st_mode & 0o077 == 0 for path in holders)
-        command.child("server.front_end")  # the file is an argument of its command, the key is not
+        command.child("server.front_end")  # the path is in the command line, the key is not
         assert command.end() == 0
     seen += [command.text, record.read_text() if record.exists() else ""]
     assert len(processes) == 3

@@ -1,4 +1,4 @@
-"""Connections that a client leaves unfinished: bounded in size and time, refused as error objects."""
+"""Incomplete requests are bounded in size and time and refused with error objects."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ async def served(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Serv
 
 
 async def told(served: Serving, sent: bytes) -> tuple[int, Any]:
-    """Status and body of the answer with which the server closes the connection."""
+    """Status and body of the response with which the server closes the connection."""
     url = served.http.base_url
     reader, writer = await asyncio.open_connection(url.host, url.port)
     writer.write(sent)
@@ -79,18 +79,18 @@ async def test_a_connection_without_a_request_head_is_closed(
     url = served.http.base_url
     reader, writer = await asyncio.open_connection(url.host, url.port)
     writer.write(sent)
-    await reader.read()  # to its end
+    await reader.read()  # until the server closes it
     writer.close()
 
 
 async def ask(served: Serving, *sent: bytes) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-    """A connection on which this was sent, in as many packets."""
+    """A connection on which `sent` was sent, one packet per part."""
     url = served.http.base_url
     reader, writer = await asyncio.open_connection(url.host, url.port)
     for part in sent:
         writer.write(part)
         await writer.drain()
-        # The kernel may put packets together; then they are read as one.
+        # The kernel may merge packets.
         await asyncio.sleep(0.05)
     return reader, writer
 
@@ -102,7 +102,7 @@ def post(body: dict[str, Any], *headers: bytes) -> bytes:
 
 
 async def until_closed(reader: asyncio.StreamReader) -> bytes:
-    """What comes before the server ends the connection, whichever way it does."""
+    """Data received before the server closes or resets the connection."""
     parts = []
     with contextlib.suppress(ConnectionResetError):
         while part := await reader.read(65536):

@@ -1,4 +1,4 @@
-"""Every field of the API, one by one, and bodies that nobody would send: an answer or a 400 in words, never a 500."""
+"""Every field of the API, one by one, and random bodies: an answer or a 400 with a message, never a 500."""
 
 from __future__ import annotations
 
@@ -38,20 +38,20 @@ SAMPLES: dict[str, Any] = {
     "chat_template_kwargs": {"a": [1]}, "continue_final_message": True, "max_completion_tokens": 3,
     "include_reasoning": False,
 }  # fmt: skip
-"""A value that is served, of every field."""
+"""A supported value of every field."""
 
 TOGETHER: dict[str, dict[str, Any]] = {
     "stream_options": {"stream": True, "stream_options": {"include_usage": True, "include_obfuscation": False}},
     "top_logprobs": {"logprobs": True, "top_logprobs": 2},
     "max_completion_tokens": {"max_tokens": None, "max_completion_tokens": 3},
 }
-"""Fields that need another one."""
+"""Fields that require another one."""
 
 OWN: dict[tuple[str, str], Any] = {(COMPLETIONS, "logprobs"): 2, (CHATS, "logprobs"): True}
-"""Fields that both have, and that mean something else in each."""
+"""Fields of both endpoints with different meanings."""
 
 TEMPLATES = {"reasoning_effort": "low"}
-"""Fields that only some templates know; served in the tests of models that think."""
+"""Fields that only some templates use; covered by the tests of reasoning models."""
 
 ASKS: dict[str, Any] = {
     "audio": {}, "chat_template": "x", "documents": [{}], "function_call": {"name": "f"}, "functions": [{}],
@@ -62,7 +62,7 @@ ASKS: dict[str, Any] = {
     "suffix": "s", "thinking_token_budget": 5, "tool_choice": "required", "tools": [{}], "use_beam_search": True,
     "verbosity": "low", "vllm_xargs": {"a": 1}, "web_search_options": {},
 }  # fmt: skip
-"""A value that asks for something, of every field that is not built."""
+"""A value with an effect for every unsupported field."""
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -126,7 +126,7 @@ async def test_a_field_without_effect_accepts_any_value(served: Serving, path: s
         assert (await post(served, path, **dict.fromkeys(WITHOUT_EFFECT, value))).status_code == 200
 
 
-# Bodies that nobody would send
+# Random bodies
 
 
 numbers = (
@@ -152,7 +152,7 @@ right = {name: st.just(value) for name, value in SAMPLES.items() if name not in 
 
 @st.composite
 def bodies(draw: st.DrawFn) -> dict[str, Any]:
-    """Some right fields, some wrong ones, and often what makes the rest matter."""
+    """Some valid and some invalid fields, often with the required ones."""
     body = {name: draw(right[name]) for name in draw(st.lists(st.sampled_from(sorted(right)), max_size=3))}
     body |= {name: draw(values) for name in draw(st.lists(st.sampled_from(names), max_size=3))}
     body |= draw(st.sampled_from([{}, {"prompt": "a core"}, {"messages": CHAT}, {"prompt": [5, 6]}, {"tokens": [5]}]))
@@ -162,7 +162,7 @@ def bodies(draw: st.DrawFn) -> dict[str, Any]:
 
 
 def as_json(value: Any) -> bytes:
-    """JSON as a careless client writes it: NaN, infinities and half characters included."""
+    """JSON with NaN, infinities and lone surrogates."""
     return json.dumps(value).encode()
 
 

@@ -1,4 +1,4 @@
-"""Requests in flight: clients that leave, full queues, drains, engines that end. Steps run when permitted."""
+"""Requests in flight: disconnecting clients, full queues, drains, engine exits. Steps run when permitted."""
 
 from __future__ import annotations
 
@@ -147,7 +147,7 @@ async def test_a_drain_admits_for_its_delay_then_refuses_and_lets_streams_end(mo
         assert (await served.http.get("/health")).json() == {"status": "draining"}
         late = post(served, max_tokens=5)
         await served.until(lambda: len(served.front_end.client._recipients) == 2)
-        # The while is over. That it ends by itself is the gate's business.
+        # The delay is over; tests of the gate cover that it ends by itself.
         served.tell(StartDrain(0.0, 60.0))
         await served.until(lambda: gate.closed)
         refused = await served.http.post("/v1/completions", json=LONG)
@@ -234,7 +234,7 @@ async def test_every_documented_series_is_exported(model_dir: Path) -> None:
 
 
 async def test_queue_time_and_template_time_are_reported_separately(model_dir: Path) -> None:
-    """Queue and prefill are the parts of the time to first token; who got none took part in neither."""
+    """Queue and prefill add up to the time to first token; requests without a token count in neither."""
     async with serving(model_dir, paced=True, limits=ONE_ROW) as served:
         first = post(served)
         await served.until_metric("vllm:num_requests_running", 1)

@@ -1,4 +1,4 @@
-"""Several front ends behind one port: the real command, its processes killed and frozen while they serve."""
+"""Several front ends on one port: the real command with processes killed and frozen while they serve."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def serving(model_dir: Path, step_milliseconds: float = 10) -> Iterator[ServeCom
 
 
 class Client:
-    """One connection, kept alive."""
+    """One persistent connection."""
 
     def __init__(self, url: str) -> None:
         host, _, port = url.removeprefix("http://").partition(":")
@@ -70,7 +70,7 @@ class Client:
         return sum(float(line.rpartition(" ")[2]) for line in lines if line.startswith(name + "{") and labels in line)
 
     def stream(self, **changes: Any) -> http.client.HTTPResponse:
-        """A stream that has begun; its events are read by whoever wants them."""
+        """A started stream; its events can be read later."""
         body = {"prompt": "a core", "max_tokens": 50, "ignore_eos": True, "stream": True} | changes
         self.http.request("POST", "/v1/completions", json.dumps(body))
         self._streams.append(self.http.getresponse())
@@ -82,7 +82,7 @@ def front_ends(command: ServeCommand) -> list[int]:
 
 
 def clients_of_each(command: ServeCommand) -> dict[int, list[Client]]:
-    """Open connections by front end, when every front end can serve and has some."""
+    """Open connections by front end; every front end is ready and has some."""
     url, pids = command.until_ready(), front_ends(command)
     found: dict[int, list[Client]] = {pid: [] for pid in pids}
     while sum(map(len, found.values())) < NUM_CLIENTS or not all(found.values()):
@@ -112,7 +112,7 @@ def test_every_front_end_serves_and_reports_the_metrics_of_all(model_dir: Path) 
         assert len(steps) == 1
         # Each ran 400 steps, many of them together.
         assert 400 <= steps.pop() <= NUM_CLIENTS * 401
-        # One of each runs, for the better part of a minute: everybody tells of both.
+        # One request per front end runs for most of a minute: every front end reports both.
         for clients in found.values():
             clients[0].stream(max_tokens=4000)
         for client in (spare, *(clients[1] for clients in found.values() if len(clients) > 1)):
@@ -120,7 +120,7 @@ def test_every_front_end_serves_and_reports_the_metrics_of_all(model_dir: Path) 
 
 
 def test_a_killed_front_end_is_replaced_while_streams_of_others_continue(model_dir: Path) -> None:
-    # Slow steps: what nobody waits for would run for minutes unless it is aborted.
+    # Slow steps: without an abort, an abandoned request would run for minutes.
     with serving(model_dir, step_milliseconds=40) as command:
         found = clients_of_each(command)
         (victim, survivor), engine = found, command.child(ENGINE)
@@ -152,7 +152,7 @@ def test_a_killed_front_end_is_replaced_while_streams_of_others_continue(model_d
 
 
 def events(stream: http.client.HTTPResponse) -> tuple[str, str, str]:
-    """Of a whole stream: its text, and its last two events."""
+    """The text of a whole stream and its last two events."""
     told = [event.removeprefix("data: ") for event in stream.read().decode().split("\n\n") if event]
     parts = [json.loads(event)["choices"] for event in told[:-1]]
     return "".join(choice["text"] for choices in parts for choice in choices), told[-2], told[-1]
@@ -163,7 +163,7 @@ def test_a_frozen_front_end_is_ended(model_dir: Path) -> None:
         found = clients_of_each(command)
         frozen, other = found
         stop(frozen)
-        # The others tell what it counted last.
+        # The others report its last counts.
         assert found[other][0].get("/metrics")[0] == 200
         (path,) = (
             path

@@ -1,4 +1,4 @@
-"""The most that one request may ask for: every refusal names the field and the limit."""
+"""Limits of one request: every refusal names the field and the limit."""
 
 from __future__ import annotations
 

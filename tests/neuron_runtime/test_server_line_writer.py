@@ -1,4 +1,4 @@
-"""The thread that writes the access log: lines whole and in order, and no reader that could hold up whoever has one."""
+"""The thread that writes the access log: lines are whole and in order, and a slow reader blocks no caller."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_a_slow_reader_costs_lines_and_never_blocks(monkeypatch: pytest.MonkeyPa
     assert MAX_QUEUED_LINES - 200 <= writer.num_lost <= MAX_QUEUED_LINES
     writer.close()
     received = 0
-    # Now that somebody reads: everything that is not lost.
+    # The reader now gets every line that was not lost.
     os.set_blocking(read_fd, False)
     while received < (num_sent - writer.num_lost) * len(line):
         with contextlib.suppress(BlockingIOError):

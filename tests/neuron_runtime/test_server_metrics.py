@@ -1,4 +1,4 @@
-"""What a front end counts, how several become one, and that Prometheus reads what it is shown."""
+"""Counts of a front end, sums over front ends, and the exposition for Prometheus."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ def test_exported_values_survive_serialisation() -> None:
     assert value(one, "vllm:generation_tokens_total", sent) == 10
     assert value(one, "vllm:inter_token_latency_seconds_count", sent) == 8
     assert value(one, "vllm:request_success_total", sent, finished_reason="stop") == 2
-    assert value(one, "neuron_serving_load_seconds", sent) == 3, "told by the engine, not added"
+    assert value(one, "neuron_serving_load_seconds", sent) == 3, "reported by the engine, not summed"
 
 
 # The engine
@@ -156,7 +156,7 @@ def test_steps_are_counted_by_kind_and_shape() -> None:
     for number, numbers in enumerate((prefill, decode, decode)):
         applied = StepStats(step=number, device_seconds=0.008, host_seconds=0.0004, **numbers)  # type: ignore[arg-type]
         metrics.step(step(last_step=applied, work_seconds_total=0.01 * (number + 1)))
-    metrics.step(step(work_seconds_total=0.032))  # a turn that applied no step
+    metrics.step(step(work_seconds_total=0.032))  # an iteration without an applied step
     for name, kind, bucket, expected in (
         ("fed", "prefill", "1x128", 100),
         ("computed", "prefill", "1x128", 128),
@@ -194,7 +194,7 @@ def test_padding_and_busy_time_come_from_the_device() -> None:
 
 
 class Post:
-    """A border in virtual time: mail comes after a long wait, and every turn costs the host something."""
+    """Messages in virtual time: they arrive after a long wait, and every iteration takes host time."""
 
     WAIT, LOOK, SEND = 100.0, 0.001, 0.002
 
@@ -238,10 +238,10 @@ def test_idle_time_and_device_time_do_not_count_as_host_time(monkeypatch: pytest
         metrics.step(one)
     busy = value(metrics, "neuron_serving_device_busy_seconds_total")
     assert busy == pytest.approx(2 * (0.03 + 4 * 0.01))
-    # What it costs to send a turn's message belongs to the next turn; behind the last one there is none.
+    # The cost of sending a message counts in the next iteration; there is none after the last one.
     host = sum(one.stats.last_step.host_seconds for one in post.steps if one.stats.last_step)
     assert host == pytest.approx(post.num_looks * Post.LOOK + (len(post.steps) - 2) * Post.SEND)
-    # The next step runs while the host sends and looks: the device never waits for it.
+    # The next step runs while the host sends and receives: the device never waits for it.
     work = value(metrics, "neuron_serving_work_seconds_total")
     assert work == pytest.approx(busy)
     assert clock.now() == pytest.approx(work + 2 * Post.WAIT + 2 * Post.SEND)
@@ -263,7 +263,7 @@ def test_a_step_counts_once_when_messages_follow_it(tmp_path: Path) -> None:
     assert value(metrics, "vllm:iteration_tokens_total_count") == 2
 
 
-# Requests that are over
+# Finished requests
 
 
 def over(error: ServingError | None, status: int, *ended: FinishReason) -> Exchange:
@@ -374,11 +374,11 @@ def test_bucket_bounds_are_exact_in_the_text() -> None:
     for family in FAMILIES:
         for bound in family.bounds:
             assert float(repr(bound)) == bound
-            assert len(repr(bound)) < 9, "a rule names a bound as it is written"
+            assert len(repr(bound)) < 9, "rules quote the bound as it is printed"
 
 
 def test_the_cost_of_counting_is_constant() -> None:
-    """Numbers are counted per token: what is kept must not grow with them."""
+    """Observations happen per token, so the stored data must not grow with them."""
     metrics = started()
     numbers = random.Random(1)
     for _ in range(2000):
@@ -386,4 +386,4 @@ def test_the_cost_of_counting_is_constant() -> None:
     few = len(msgspec.msgpack.encode(metrics.export()))
     for _ in range(20_000):
         metrics.tokens(1, numbers.random())
-    assert len(msgspec.msgpack.encode(metrics.export())) - few < 40, "counts have more digits, nothing else"
+    assert len(msgspec.msgpack.encode(metrics.export())) - few < 40, "only the digits of counts grow"

@@ -1,4 +1,4 @@
-"""Every metric that the docs name, after a load whose numbers are known: real processes, a real model, real HTTP."""
+"""Every documented metric after a load with known numbers: real processes, a real model, real HTTP."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ DOCUMENTED = {
 
 @pytest.fixture(scope="module")
 def load(tmp_path_factory: pytest.TempPathFactory) -> ScriptedLoad:
-    # Whichever front end a connection reaches counts its requests, and whichever is scraped tells of all.
+    # The front end of a connection counts its requests, and any scraped front end reports all.
     return run_against_a_server(tmp_path_factory.mktemp("load"), "--api-server-count", "2")
 
 
@@ -38,7 +38,7 @@ def is_(expected: Callable[[ScriptedLoad], float]) -> Check:
 
 
 def by(label: str, expected: Callable[[ScriptedLoad], dict[str, int]]) -> Check:
-    """One series for each value of the label; those not named are 0."""
+    """One series per value of the label; unnamed ones are 0."""
 
     def check(load: ScriptedLoad, last: Scrape, name: str) -> None:
         found = {dict(labels)[label]: value for (n, labels), value in last.values.items() if n == name}
@@ -48,19 +48,19 @@ def by(label: str, expected: Callable[[ScriptedLoad], dict[str, int]]) -> Check:
 
 
 def info(**labels: str) -> Check:
-    """One series with these labels, whose value is a moment or 1."""
+    """One series with these labels and a timestamp or 1 as its value."""
 
     def check(load: ScriptedLoad, last: Scrape, name: str) -> None:
         ((found, value),) = [(dict(have), value) for (n, have), value in last.values.items() if n == name]
         assert found == labels
-        # Of the engine that came in the place of the killed one.
+        # Values of the engine that replaced the killed one.
         assert value == 1 or load.began_at < value <= time.time()
 
     return check
 
 
 def rises(peak: float) -> Check:
-    """A gauge that was at its peak at some moment and is 0 in the end."""
+    """A gauge that reached its peak and is 0 at the end."""
 
     def check(load: ScriptedLoad, last: Scrape, name: str) -> None:
         assert max(scrape.total(name) for scrape in load.scrapes) == peak
@@ -77,7 +77,7 @@ def between(low: Callable[[ScriptedLoad], float], high: Callable[[ScriptedLoad],
 
 
 def times(count: Callable[[ScriptedLoad], float], at_most: Callable[[ScriptedLoad], float] | None = None) -> Check:
-    """A histogram of durations: so many, none of them longer than the load took."""
+    """A histogram of durations: this many, none longer than the load."""
 
     def check(load: ScriptedLoad, last: Scrape, name: str) -> None:
         observed = last.total(f"{name}_count")
@@ -89,7 +89,7 @@ def times(count: Callable[[ScriptedLoad], float], at_most: Callable[[ScriptedLoa
 
 
 def sizes(expected: Callable[[ScriptedLoad], list[int]], cut_off: bool = False) -> Check:
-    """A histogram of counts: these, and where answers were cut off something from 1 to their limits."""
+    """A histogram of counts: these values, and for interrupted answers values from 1 to their limits."""
 
     def check(load: ScriptedLoad, last: Scrape, name: str) -> None:
         known, unknown = expected(load), load.expected.cut_off if cut_off else []
@@ -108,13 +108,13 @@ def num_requests(load: ScriptedLoad) -> int:
 
 
 def fed(load: ScriptedLoad) -> int:
-    """Tokens that steps were given at least: every prompt once, every token of an answer but the last."""
+    """Minimum of tokens fed to steps: every prompt once, every token of an answer except the last."""
     expected = load.expected
     return sum(expected.prompts) - expected.prefix_hits + sum(expected.answers) - len(expected.answers)
 
 
 def fed_at_most(load: ScriptedLoad) -> int:
-    """Besides: one more row for each request that turned out to have ended, and those that began again."""
+    """Maximum: one more row for each ended request, plus preempted ones."""
     again = load.expected.preemptions * max(map(sum, zip(load.expected.prompts, load.expected.max_tokens, strict=True)))
     return fed(load) + load.expected.prefix_hits + num_requests(load) + sum(load.expected.cut_off) + again
 
@@ -226,7 +226,7 @@ def test_the_phases_of_a_request_add_up(load: ScriptedLoad) -> None:
     first_token = seconds("time_to_first_token")
     assert first_token == pytest.approx(seconds("request_queue_time") + seconds("request_prefill_time"))
     assert seconds("inter_token_latency") == pytest.approx(seconds("request_decode_time"))
-    # What was cut off ended some time after its last token.
+    # Interrupted requests ended some time after their last token.
     assert seconds("e2e_request_latency") > first_token + seconds("request_decode_time")
 
 

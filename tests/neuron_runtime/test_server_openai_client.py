@@ -1,6 +1,6 @@
-"""OpenAI's own client against the server, and its types, which are generated from the published schema, as the judge.
+"""OpenAI's client against the server; responses are validated with its types, which are generated from the schema.
 
-Every whole answer and every part of a stream is read strictly. Fields beyond the schema are vLLM's, and counted here.
+Every response and every chunk of a stream is validated strictly. Fields beyond the schema are vLLM's and listed here.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ async def client(served: Serving) -> AsyncIterator[AsyncOpenAI]:
 
 
 def beyond(read: BaseModel, path: str = "") -> set[str]:
-    """Fields that the schema does not have."""
+    """Fields that are not in the schema."""
     found = {f"{path}{name}" for name in read.model_extra or {}}
     for name in type(read).model_fields:
         value = getattr(read, name)
@@ -73,7 +73,7 @@ def beyond(read: BaseModel, path: str = "") -> set[str]:
 
 
 def missing(read: BaseModel, path: str = "") -> set[str]:
-    """Fields of the schema that were not sent."""
+    """Fields of the schema missing in the response."""
     found = {f"{path}{name}" for name in type(read).model_fields if name not in read.model_fields_set}
     for name in read.model_fields_set & type(read).model_fields.keys():
         value = getattr(read, name)
@@ -84,7 +84,7 @@ def missing(read: BaseModel, path: str = "") -> set[str]:
 
 
 def nothing_to_say(*, chats: bool) -> set[str]:
-    """Of the schema, what this server never sends."""
+    """Fields of the schema that this server never sends."""
     details = ("audio_tokens", "image_tokens", "text_tokens", "cache_write_tokens")
     usage = {"completion_tokens_details", *(f"prompt_tokens_details.{name}" for name in details)}
     never = {"system_fingerprint", *(f"usage.{name}" for name in usage)}
@@ -97,16 +97,16 @@ def text_of(answer: Any) -> str:
 
 
 async def complete(client: AsyncOpenAI, **asked: Any) -> Completion:
-    """A whole completion, read strictly."""
+    """A whole completion, validated strictly."""
     raw = text_of(await client.completions.with_raw_response.create(**{"prompt": PROMPT, **ASK, **asked}))
-    # The first token of a repeated prompt follows nothing, for which the schema has no word.
+    # The first token of an echoed prompt has no logprob, which the schema does not allow.
     read = Completion.model_validate_json(raw.replace("[null,", "["), strict=True)
     assert missing(read) == nothing_to_say(chats=False)
     return Completion.construct(**json.loads(raw))
 
 
 async def streamed(client: AsyncOpenAI, **asked: Any) -> list[dict[str, Any]]:
-    """The parts of a completion; each is what the schema says but for the reason to end, which the last one has."""
+    """The chunks of a completion; each matches the schema except that only the last one has a finish reason."""
     stream = await client.completions.create(**{"prompt": PROMPT, **ASK, **asked, "stream": True})
     parts = [json.loads(part.model_dump_json(exclude_unset=True)) async for part in stream]
     for part in parts:
@@ -118,7 +118,7 @@ async def streamed(client: AsyncOpenAI, **asked: Any) -> list[dict[str, Any]]:
 
 
 async def chat(client: AsyncOpenAI, **asked: Any) -> ChatCompletion:
-    """A whole chat completion, read strictly."""
+    """A whole chat completion, validated strictly."""
     raw = text_of(await client.chat.completions.with_raw_response.create(**{"messages": CHAT, **ASK, **asked}))
     read = ChatCompletion.model_validate_json(raw, strict=True)
     assert missing(read) - {"usage.completion_tokens_details.accepted_prediction_tokens"} <= nothing_to_say(
@@ -131,19 +131,19 @@ NO_DETAILS = ("accepted_prediction_tokens", "rejected_prediction_tokens", "audio
 
 
 async def chat_streamed(client: AsyncOpenAI, **asked: Any) -> list[ChatCompletionChunk]:
-    """The parts of a chat completion, each read strictly."""
+    """The chunks of a chat completion, each validated strictly."""
     stream = await client.chat.completions.create(**{"messages": CHAT, **ASK, **asked, "stream": True})
     raws = [part.model_dump_json(exclude_unset=True) async for part in stream]
     return [ChatCompletionChunk.model_validate_json(raw, strict=True) for raw in raws]
 
 
 def extra(**fields: Any) -> dict[str, Any]:
-    """Fields that OpenAI does not have."""
+    """Fields that are not in OpenAI's API."""
     return {**ASK["extra_body"], **fields}
 
 
 def joined(parts: list[dict[str, Any]], index: int = 0) -> dict[str, Any]:
-    """The choice that the parts of a completion amount to."""
+    """The choice assembled from the chunks of a completion."""
     whole: dict[str, Any] = {"text": "", "finish_reason": None, "logprobs": None, "token_ids": []}
     for choice in (one for part in parts for one in part["choices"] if one["index"] == index):
         whole["text"] += choice["text"]
@@ -159,7 +159,7 @@ def same_logprobs(one: Any, other: Any) -> bool:
     return bool(json.loads(one.model_dump_json()) == other)
 
 
-# What every answer has
+# Common fields
 
 
 async def test_a_completion_matches_the_schema(client: AsyncOpenAI, tokenizer: Tokenizer) -> None:
@@ -190,7 +190,7 @@ async def test_a_chat_completion_matches_the_schema(client: AsyncOpenAI) -> None
 
 async def test_the_stream_assembled_by_the_client_is_the_whole_answer(client: AsyncOpenAI) -> None:
     free = (await chat(client)).choices[0].message.content or ""
-    # The client takes an answer that was cut for an error.
+    # The client treats a truncated answer as an error.
     asked: dict[str, Any] = {**ASK, "messages": CHAT, "logprobs": True, "top_logprobs": 2, "stop": [free[-3:]]}
     whole = await chat(client, **asked)
     async with client.chat.completions.stream(**asked, stream_options={"include_usage": True}) as stream:
@@ -377,7 +377,7 @@ async def test_tokens_can_be_returned_as_ids(client: AsyncOpenAI) -> None:
     assert [token.token for token in told] == [f"token_id:{token_id}" for token_id in ids]
 
 
-# Prompts that are told
+# Echoed prompts
 
 
 async def test_an_echo_starts_with_the_prompt(client: AsyncOpenAI, tokenizer: Tokenizer) -> None:
@@ -539,7 +539,7 @@ async def test_both_names_of_the_token_limit_may_be_equal(client: AsyncOpenAI) -
     assert said.usage.completion_tokens == 5
 
 
-# Models that think
+# Reasoning models
 
 
 THINKS = (
@@ -552,7 +552,7 @@ THINKS = (
 
 @pytest.fixture
 def says(monkeypatch: pytest.MonkeyPatch, tokenizer: Tokenizer) -> Callable[[str], None]:
-    """Makes the model say something, word for word."""
+    """Makes the model generate the given text."""
 
     def say(text: str) -> None:
         ids = (*tokenizer.encode(text, add_special_tokens=False), tokenizer.eos_token_id)
@@ -622,7 +622,7 @@ async def test_reasoning_is_streamed_as_it_arrives(model_dir: Path, says: Callab
         assert "".join(filter(None, thoughts)) == "a ☃ core holds"
         assert len(list(filter(None, thoughts))) > 2
         assert "".join(delta.content or "" for delta in deltas) == "a node"
-        # One or the other: some clients look no further when they have found one.
+        # Only one of them: some clients stop at the first that they find.
         assert not any(thought and delta.content for thought, delta in zip(thoughts, deltas, strict=True))
 
 

@@ -1,4 +1,4 @@
-"""The published API: the document is whole and true, and the page that shows it needs no other server."""
+"""The published API: the document is complete and correct, and its page needs no other server."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def operations(document: dict[str, Any]) -> Iterator[tuple[str, str, dict[str, A
 
 
 def check(document: dict[str, Any], media: dict[str, Any], value: object) -> None:
-    """The value has the fields that the schema names, and no others."""
+    """Asserts that the value has exactly the fields of the schema."""
     schemas = json.loads(json.dumps(document["components"]["schemas"]))
     for schema in schemas.values():
         schema["additionalProperties"] = False

@@ -1,4 +1,4 @@
-"""What tools make of the published document: a fuzzer of schemas finds no contradiction, a generated client works."""
+"""Tools on the published document: a schema fuzzer finds no contradiction, and a generated client works."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 
 async def output(folder: Path, *command: str | Path) -> str:
-    """What a command prints; it must succeed."""
+    """The output of a command, which must succeed."""
     process = await asyncio.create_subprocess_exec(
         *command, cwd=folder, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.STDOUT
     )
@@ -45,7 +45,7 @@ async def output(folder: Path, *command: str | Path) -> str:
 
 @pytest.mark.slow
 async def test_a_schema_fuzzer_finds_no_undeclared_response(served: Serving, tmp_path: Path) -> None:
-    # Schemas do not say everything that a model needs of a request, so a valid body may still get a 400.
+    # Schemas do not express every rule, so a valid body may still get a 400.
     printed = await output(
         tmp_path,
         *(BIN / "schemathesis", "run", f"{served.http.base_url}/openapi.json", "--no-color"),
@@ -64,7 +64,7 @@ async def test_a_client_generated_from_the_document_works(
     served: Serving, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "openapi.json").write_bytes((await served.http.get("/openapi.json")).content)
-    # Nothing formats the client afterwards.
+    # The generated client is not formatted.
     (tmp_path / "config.json").write_text(json.dumps({"post_hooks": []}))
     printed = await output(
         tmp_path,

@@ -1,4 +1,4 @@
-"""Clients that are slow, many, gone, or send too much: what they cost is bounded, and nobody else waits."""
+"""Slow, numerous, disconnected or flooding clients: their cost is bounded, and others do not wait."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def request(body: dict[str, Any], path: str = "/v1/completions") -> bytes:
 
 
 def connect(url: str, receive_bytes: int = 0) -> socket.socket:
-    """A connection; with `receive_bytes` one whose kernel takes little more than that from the server unread."""
+    """A connection; `receive_bytes` limits the kernel's receive buffer."""
     host, _, port = url.removeprefix("http://").partition(":")
     made = socket.socket()
     if receive_bytes:
@@ -63,7 +63,7 @@ def resident_bytes(pid: int) -> int:
 
 
 def threads_seconds(pid: int) -> tuple[float, float]:
-    """CPU time of a process's first thread, which runs its event loop, and of all others."""
+    """CPU time of a process's first thread, which runs the event loop, and of all others."""
     ticks = {}
     for thread in Path(f"/proc/{pid}/task").iterdir():
         after_name = (thread / "stat").read_text().rpartition(")")[2].split()
@@ -71,11 +71,11 @@ def threads_seconds(pid: int) -> tuple[float, float]:
     return ticks.pop(pid), sum(ticks.values())
 
 
-# Slow and vanished readers
+# Slow and disconnected readers
 
 
 class Engine:
-    """The engine of a front end process: this test makes its steps."""
+    """The engine of a front end process, driven by the test."""
 
     def __init__(self, model: Path, served: Served) -> None:
         self._tokens = english_token_ids(model)
@@ -84,7 +84,7 @@ class Engine:
         self._begun: set[str] = set()
 
     def step(self, ids: Iterable[str]) -> None:
-        """A token for each."""
+        """One token for each request."""
         token = self._tokens[self._num_steps % len(self._tokens)]
         news = tuple(Update(one, (token,), first=None if one in self._begun else First(0, 0.0, ())) for one in ids)
         self._begun.update(one.request_id for one in news)
@@ -96,7 +96,7 @@ ENDLESS = request({"prompt": [1, 2], "max_tokens": 900_000, "ignore_eos": True, 
 
 
 def next_event(stream: socket.socket) -> None:
-    """Were it to wait for anything else, it would come never."""
+    """The disconnect must arrive without any other event."""
     received = b""
     while b"data: " not in received:
         received += stream.recv(65536)
@@ -125,7 +125,7 @@ def test_256_stalled_clients_use_bounded_memory_and_delay_no_other_stream(text_d
         for _ in range(num_more):
             engine.step(ids)
             next_event(fast)
-        # Of what does not fit into the buffers there is the text, some bytes a token.
+        # Beyond the buffers, only the text is stored, some bytes per token.
         assert resident_bytes(served.pid) - full < num_more * num_slow * 30
 
 
@@ -136,7 +136,7 @@ def test_a_client_that_reads_nothing_is_disconnected_and_its_request_aborted(tex
         engine = Engine(text_dir, served)
         for _ in range(2000):
             engine.step(ids)
-        # More than buffers hold: the engine hears of it although the answer has not ended.
+        # More than the buffers hold: the engine gets the abort before the answer has ended.
         assert messages.decode_to_engine(served.inbox.recv()) == messages.Abort(tuple(ids))
 
 
@@ -151,7 +151,7 @@ def test_a_disconnect_reaches_the_engine_before_the_next_step(text_dir: Path, en
             next_event(leaving)
             if ending == "reset":
                 leaving.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
-        # No step is made meanwhile.
+        # No step runs meanwhile.
         assert messages.decode_to_engine(served.inbox.recv()) == messages.Abort(tuple(ids))
 
 
@@ -176,7 +176,7 @@ async def test_a_slowly_sent_body_is_refused_and_its_connection_closed(model_dir
         url = served.http.base_url
         reader, writer = await asyncio.open_connection(url.host, url.port)
         writer.write(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 1000\r\n\r\n{")
-        answer = await reader.read()  # to its end
+        answer = await reader.read()  # until the server closes it
         writer.close()
         assert answer.startswith(b"HTTP/1.1 408 ")
         assert b"body_too_slow" in answer
@@ -192,7 +192,7 @@ async def test_the_total_size_of_bodies_is_bounded(model_dir: Path) -> None:
         for _, writer in opened:
             writer.write(head + b" " * (size - 1000))
         answers = [asyncio.create_task(reader.read(65536)) for reader, _ in opened]
-        # Some are refused although all of them are allowed; when they are gone, there is room again.
+        # Some are refused because of the total; when the others have ended, there is room again.
         done, waiting = await asyncio.wait(answers, return_when=asyncio.FIRST_COMPLETED)
         assert {answer.result()[:12] for answer in done} == {b"HTTP/1.1 429"}
         assert bodies._num_bytes <= BODIES_AT_ONCE * size
@@ -200,7 +200,7 @@ async def test_the_total_size_of_bodies_is_bounded(model_dir: Path) -> None:
             writer.write(b" " * 1000)
         await asyncio.wait(waiting)
         codes = Counter(answer.result()[9:12] for answer in answers)
-        assert codes[b"400"] >= BODIES_AT_ONCE - 1  # read to their ends: no JSON
+        assert codes[b"400"] >= BODIES_AT_ONCE - 1  # read completely: invalid JSON
         assert codes[b"400"] + codes[b"429"] == len(opened)
         assert bodies._num_bytes == 0
         for _, writer in opened:
@@ -220,8 +220,8 @@ async def test_the_total_size_of_bodies_is_bounded(model_dir: Path) -> None:
     ids=["text", "token ids", "messages", "empty lists"],
 )
 def test_a_stream_and_liveness_continue_while_ten_megabytes_are_parsed(text_dir: Path, body: dict[str, Any]) -> None:
-    """Counted in CPU time, which a machine that has other things to do does not take away: whatever is made of a body
-    costs more than reading it, and is made on a thread beside the event loop's."""
+    """Measured in CPU time, which does not depend on other load. Processing a body costs more than reading it and runs
+    on a thread other than the event loop's."""
     path = "/v1/chat/completions" if "messages" in body else "/v1/completions"
     raw = json.dumps(body).encode()
     with running_front_end(text_dir, 2) as served, connect(served.url) as stream, ThreadPoolExecutor(1) as thread:
@@ -253,7 +253,7 @@ def chat_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def simulated(model_dir: Path, *flags: str, step_milliseconds: float = 5) -> Iterator[ServeCommand]:
     device = json.dumps({"stepMilliseconds": step_milliseconds})
     backend = ["--backend", "simulated", "--override-neuron-config", device, "--no-access-log"]
-    # The port is nobody else's when the command has ended.
+    # The port is still free when the command has ended.
     with free_ports() as port, serve(str(model_dir), "--port", str(port), *backend, *flags) as command:
         yield command
 
@@ -274,7 +274,7 @@ def test_a_thousand_connections_are_served_with_a_lower_file_limit(chat_dir: Pat
         get(f"{url}/live")
         before = resident_bytes(pid)
         opened = [connections.enter_context(connect(url)) for _ in range(1000)]
-        # While they are idle, one more is served; then all of them are, at once.
+        # One more is served while they are idle; then all of them at once.
         body = LONG | {"max_tokens": 5, "stream": False}
         assert post(f"{url}/v1/completions", body).status_code == 200
         for one in opened:
@@ -286,7 +286,7 @@ def test_a_thousand_connections_are_served_with_a_lower_file_limit(chat_dir: Pat
 
 @pytest.mark.slow
 async def test_in_a_flood_over_http_every_client_that_honours_retry_after_is_served(chat_dir: Path) -> None:
-    """Four rows and eight places; a hundred clients at once, while all of them are taken."""
+    """Four rows and eight queue places, all occupied, and a hundred clients at once."""
     refusals: list[int] = []
     places = ("--max-num-seqs", "4", "--max-queued-requests", "8")
     with simulated(chat_dir, *places, step_milliseconds=20) as command:
@@ -304,7 +304,7 @@ async def test_in_a_flood_over_http_every_client_that_honours_retry_after_is_ser
                     refusals.append(int(answer.headers["retry-after"]))
                     await asyncio.sleep(refusals[-1])
 
-            # How fast places become free is known from here on.
+            # The rate is known from here on.
             await asyncio.gather(*(ask() for _ in range(12)))
             assert refusals == []
             long = body | {"max_tokens": 4000}
@@ -316,7 +316,7 @@ async def test_in_a_flood_over_http_every_client_that_honours_retry_after_is_ser
                 await asyncio.sleep(0.01)
             for one in taken:
                 one.cancel()
-            # How often they have to come says how evenly this machine runs; test_backpressure has a clock of its own.
+            # The number of retries depends on the machine; test_backpressure uses its own clock.
             await asyncio.gather(*flood)
     assert 1 <= min(refusals) <= max(refusals) <= 60
 
@@ -326,7 +326,7 @@ async def test_in_a_flood_over_http_every_client_that_honours_retry_after_is_ser
 
 @pytest.mark.slow
 def test_frozen_and_killed_processes_under_load_leave_nothing_behind(chat_dir: Path) -> None:
-    """The port, the files and the processes are looked at by `serve` itself."""
+    """`serve` itself checks the port, the files and the processes."""
     with simulated(chat_dir, "--api-server-count", "2", "--max-num-seqs", "8") as command:
         url = command.until_ready()
         with contextlib.ExitStack() as connections:

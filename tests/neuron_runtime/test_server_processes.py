@@ -1,4 +1,4 @@
-"""The whole command with its processes, on a small model: start, answers, ends, and what is left behind (nothing)."""
+"""The whole command with its processes, on a small model: start, answers, exits, and no leftovers."""
 
 from __future__ import annotations
 
@@ -40,13 +40,13 @@ LONG: dict[str, Any] = {"prompt": "a core", "max_tokens": 3500, "ignore_eos": Tr
 DEMO_MODEL = Path(__file__).parents[2] / "examples" / "demo-model"
 DELAY_SECONDS = 2.0
 SLOW, SLOWEST = {"stepMilliseconds": 5}, {"stepMilliseconds": 20}
-"""Of a simulated device: LONG runs for 17 seconds, and for a minute where nobody waits for its end."""
+"""Step times of a simulated device: LONG takes 17 seconds with SLOW, a minute with SLOWEST."""
 SLOWLY = ("--backend", "simulated", "--override-neuron-config", json.dumps(SLOWEST))
 
 
 @pytest.fixture
 def short_dir() -> Iterator[Path]:
-    """Sockets need a short path; pytest's own grow with the name of the test."""
+    """Sockets need a short path; pytest's paths grow with the test name."""
     with tempfile.TemporaryDirectory(prefix="nr-") as folder:
         yield Path(folder)
 
@@ -69,7 +69,7 @@ def write_config(path: Path, model_dir: Path, **changes: Any) -> Path:
 
 
 def stream_in_background(url: str, **changes: Any) -> tuple[threading.Thread, list[str]]:
-    """A client that reads a stream to its end; the thread and the lines so far."""
+    """A client that reads a whole stream; returns its thread and the lines so far."""
     lines: list[str] = []
 
     def read() -> None:
@@ -87,9 +87,9 @@ def until(holds: Any) -> None:
 
 
 def check_not_ready(command: ServeCommand, times: int = 1) -> None:
-    """Health says so, while nothing can make it ready that has not done so yet."""
+    """Asserts that health reports the start while no engine can become ready."""
     if get(f"{command.url()}/health").status_code != 503:
-        # The engine was faster than whoever stopped it. A server that is not ready will never say that it is.
+        # The engine became ready before it was stopped.
         command.until_ready(times)
 
 
@@ -203,13 +203,13 @@ def test_the_children_of_a_killed_supervisor_exit(model_dir: Path, short_dir: Pa
 
 
 def test_a_stopped_engine_is_detected_as_hung(model_dir: Path) -> None:
-    """A step that does not end is ended with its process; the limit is read from the file that both share."""
+    """The process of a hung step is ended; the limit comes from the shared file."""
     from neuron_runtime.engine.lifeline import Deadline
 
     with serve(str(model_dir), "--port", "0") as command:
         url = command.until_ready()
         engine = command.child(ENGINE)
-        # It goes on when it is ended, and not before: it would set a limit of its own.
+        # It resumes only to be ended: otherwise it would set its own limit.
         stop(engine)
         (path,) = command.tmp_dir.glob("neuron-runtime-*/deadline-1")
         with Deadline(path) as deadline:
@@ -282,7 +282,7 @@ def test_an_unservable_limit_ends_the_command_naming_the_field(model_dir: Path, 
 
 
 def test_an_unreachable_hub_ends_the_command_with_what_to_check(tmp_path: Path) -> None:
-    """No restarts in place: whoever started the command tries again, later each time."""
+    """No restarts in place: the kubelet retries with growing back-off."""
     record = tmp_path / "record"
     with (
         free_ports() as nobodys,

@@ -1,4 +1,4 @@
-"""What a client may send and what it is told: over real HTTP, with a real engine on integers behind it."""
+"""Requests and responses over real HTTP, with a real engine on the strict backend."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 
 def events(text: str) -> list[dict[str, Any]]:
-    """The JSON events of a stream that ended as it should."""
+    """The JSON events of a complete stream."""
     lines = [line.removeprefix("data: ") for line in text.split("\n\n") if line]
     assert lines[-1] == "[DONE]", text
     return [json.loads(line) for line in lines[:-1]]
 
 
 def joined(parts: list[dict[str, Any]], index: int = 0) -> tuple[str, str | None]:
-    """Text and finish reason of a choice of a stream."""
+    """Text and finish reason of one choice of a stream."""
     text, reason = "", None
     for choice in (one for part in parts for one in part["choices"] if one["index"] == index):
         text += choice["text"] if "text" in choice else choice["delta"].get("content", "")
@@ -275,7 +275,7 @@ TOO_LONG: list[tuple[str, dict[str, Any]]] = [
 
 @pytest.mark.parametrize(("path", "body"), TOO_LONG, ids=lambda value: str(value)[:40])
 async def test_clients_recognize_a_request_that_is_too_long(served: Serving, path: str, body: dict[str, Any]) -> None:
-    """LiteLLM and LangChain look for these words, OpenAI's SDK for the code."""
+    """LiteLLM and LangChain match this text, OpenAI's SDK the code."""
     error = await refused(served, path, **body)
     assert error["message"].startswith("This model's maximum context length is 256 tokens. However, ")
     assert error["code"] == "context_length_exceeded"
@@ -450,7 +450,7 @@ async def test_tokenize_and_detokenize_are_inverse(served: Serving) -> None:
 
 
 async def test_tokenize_reads_only_as_much_text_as_could_fit(served: Serving) -> None:
-    """Tokenizing megabytes takes seconds of a thread that requests need."""
+    """Tokenizing megabytes would block a thread that requests need for seconds."""
     assert (await refused(served, "/tokenize", prompt="a" * 2_000_000))["param"] == "prompt"
 
 

@@ -1,4 +1,4 @@
-"""What the supervisor decides when a process has ended, and the small things it decides with."""
+"""Decisions of the supervisor about ended processes, and their parts."""
 
 from __future__ import annotations
 

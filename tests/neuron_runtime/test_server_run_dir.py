@@ -1,4 +1,4 @@
-"""The run folder: gone with its command, and with the next one where a command was killed."""
+"""The run directory is removed with its command, or by the next one after a kill."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def tmpdir(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 
 def holder() -> tuple[subprocess.Popen[str], Path]:
-    """A process in its run folder."""
+    """A process with a run directory."""
     process = subprocess.Popen([sys.executable, "-c", HOLD], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
     return process, Path(process.stdout.readline().strip())
@@ -65,7 +65,7 @@ def test_only_the_leftovers_of_killed_commands_are_removed(tmpdir: Path) -> None
         with made_run_dir() as ours:
             assert set(tmpdir.iterdir()) == (before - {abandoned}) | {ours}
             assert (used / "socket").exists()
-            # Another start, while ours runs.
+            # Another start while ours runs.
             with made_run_dir():
                 assert ours.exists()
         living.communicate("\n")

@@ -1,4 +1,4 @@
-"""The table of sampling modes against a running server: each parameter, neutral and asking, in each mode, over HTTP."""
+"""The table of sampling modes against a running server: each parameter, neutral and set, in each mode, over HTTP."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ ASKING: dict[str, Any] = {
     "include_stop_str_in_output": True,
     "echo": True,
 }
-"""A value that asks for something, of every parameter of the table."""
+"""A value with an effect for every parameter of the table."""
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -94,7 +94,7 @@ async def test_the_server_accepts_and_refuses_as_the_table_declares(served: Serv
         return
     assert status == 400
     error = answer["error"]
-    # Chat asks for log-probabilities by two fields; whichever is named, both are meant.
+    # Chat requests logprobs with two fields; either one stands for both.
     assert error["param"] in ({name} if name != "top_logprobs" else {"logprobs", "top_logprobs"})
     assert f"is not supported with {mode} sampling" in error["message"]
     for other in MODES:

@@ -1,4 +1,4 @@
-"""A front end that takes the place of one that has ended, while the engine goes on."""
+"""A front end that replaces an ended one while the engine keeps running."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ async def test_a_new_front_end_gets_the_limits_and_none_of_the_old_requests(tmp_
         asked = asyncio.create_task(served.http.post("/v1/completions", json=LONG | {"max_tokens": 3}))
         answer = await served.answer(asked)
         assert answer.json()["usage"]["completion_tokens"] == 3
-        # Late news of the predecessor's requests finds nobody.
+        # Late events of the predecessor's requests are dropped.
         assert next(served.front_end.client._ids) == MAX_IDS + 1
         left.cancel()
 

@@ -1,4 +1,4 @@
-"""What several front ends counted, told by any of them, whatever became of the others."""
+"""Counts of several front ends, reported by any of them, even after others ended."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from neuron_runtime.server.summed_metrics import SummedMetrics
 
 @pytest.fixture(autouse=True)
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whoever answers at all is waited for, however long this process stands still."""
+    """A limit long enough for every live front end, even on a stalled machine."""
     monkeypatch.setattr(summed_metrics, "PEER_SECONDS", 60.0)
 
 
@@ -64,7 +64,7 @@ async def test_no_count_decreases_when_a_front_end_is_replaced(run_dir: Path) ->
     peer_metrics.finished(FinishReason.LENGTH, 4, 5, 1.0, 0.5)
     metrics.tokens(1, None)
     assert value(await summed.render(), "vllm:generation_tokens_total") == 6
-    peer_metrics.tokens(100, None)  # nobody has seen these
+    peer_metrics.tokens(100, None)  # never reported
     peer.close()
     assert value(await summed.render(), "vllm:generation_tokens_total") == 6
     successor_metrics, successor = front_end(run_dir, 1)

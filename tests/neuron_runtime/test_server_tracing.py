@@ -1,4 +1,4 @@
-"""Traces: what a collector receives over OTLP, and that one which does not answer costs nothing but spans."""
+"""Traces: spans that a collector receives over OTLP; an unresponsive collector only loses spans."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ TRACE, PARENT = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
 
 
 class Collector:
-    """Takes spans as an OpenTelemetry collector does."""
+    """Receives spans like an OpenTelemetry collector."""
 
     def __init__(self) -> None:
         self.resources: list[dict[str, Any]] = []
@@ -98,14 +98,14 @@ def collector() -> Iterator[Collector]:
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Spans are sent at once, and nothing of it is left: no exporter that tries again, no changed log."""
+    """Sends spans at once and cleans up: no retrying exporter, no changed logging."""
     monkeypatch.setenv("OTEL_BSP_SCHEDULE_DELAY", "10")
     logger = logging.getLogger("opentelemetry")
     before = logger.handlers, logger.propagate
     threads = set(threading.enumerate())
     yield
     for thread in set(threading.enumerate()) - threads:
-        # An event loop's own pool of threads stays with the loop.
+        # The thread pool of an event loop stays with the loop.
         if not thread.name.startswith("asyncio_"):
             thread.join(30)
             assert not thread.is_alive(), thread.name
@@ -159,7 +159,7 @@ async def test_a_request_is_a_span_with_its_usage_and_times(model_dir: Path, col
         "client.address": "127.0.0.1",
     }
     queue, first, end = (seconds[f"gen_ai.latency.{name}"] for name in ("time_in_queue", "time_to_first_token", "e2e"))
-    # One of both choices may wait while the other has its first token already.
+    # One choice may wait while the other already has its first token.
     assert 0 <= queue <= end
     assert 0 <= first <= end
     assert seconds["gen_ai.latency.time_in_model_prefill"] == pytest.approx(max(0, first - queue))
@@ -179,7 +179,7 @@ async def test_other_routes_and_unsampled_requests_create_no_span(model_dir: Pat
         broken = {"traceparent": "00-not-a-trace-01"}
         await served.http.post("/v1/chat/completions", json=chat, headers=broken)
         (span,) = await collector.until(1)
-    # Closing has flushed: there were no others.
+    # Closing flushes, so there are no others.
     assert len(collector.spans) == 1
     assert values(span.attributes)["gen_ai.operation.name"] == "chat"
     assert span.parent_span_id == b""
@@ -237,7 +237,7 @@ async def test_shutdown_does_not_wait_for_a_slow_endpoint(model_dir: Path, monke
     endpoint = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}/v1/traces"
     async with traced(model_dir, endpoint) as served:
         await served.http.post("/v1/completions", json={"prompt": "x", "max_tokens": 2})
-    # The server has ended, although its span is still held.
+    # The server has ended although the collector still holds its span.
     assert "traces-flush" in [thread.name for thread in threading.enumerate()]
     held.set()
     server.close()
@@ -295,7 +295,7 @@ async def test_an_environment_that_opentelemetry_refuses_is_reported(monkeypatch
 async def test_a_drained_command_sends_its_spans(
     tmp_path: Path, collector: Collector, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # Only the end sends them.
+    # They are sent only at the end.
     monkeypatch.setenv("OTEL_BSP_SCHEDULE_DELAY", "3600000")
     monkeypatch.setenv(TRACES_ENDPOINT, collector.endpoint)
     monkeypatch.setenv("OTEL_SERVICE_NAME", "mine")

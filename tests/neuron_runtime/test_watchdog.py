@@ -1,4 +1,4 @@
-"""A step that hangs: how long one may take is a rule over measured steps, and a real process that hangs is ended."""
+"""Hung steps: the limit follows from measured steps, and a real hung process is ended."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_the_weight_of_one_compiling_step_fades() -> None:
 
 
 class TimedBackend:
-    """Every step takes what it is told, behind the one before it, on a clock that only the test moves."""
+    """Every step takes the given time, after the previous one, on a clock that only the test moves."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -107,12 +107,12 @@ def test_a_deadline_covers_all_steps_in_flight_each_from_the_end_of_the_previous
         backend.launch(batch(step))
     assert armed.seconds == [60.0, 120.0]
     backend.collect(0)
-    assert armed.seconds[-1] == 20.0  # step 1, now that one was measured
+    assert armed.seconds[-1] == 20.0  # step 1, after one measurement
     backend.launch(batch(2))
     assert armed.seconds[-1] == 40.0
     for step in (1, 2):
         backend.collect(step)
-    # Nothing runs: what the host does has its own limit. A pause is no part of the next step.
+    # Nothing runs: host work has its own limit, and a pause does not count in the next step.
     assert armed.seconds[-1] == 1.0
     device.now += 1000.0
     backend.launch(batch(3))
@@ -136,14 +136,14 @@ def test_warm_up_steps_count_as_measurements_and_have_no_deadline() -> None:
 
 
 class WarmBackend(StrictBackend):
-    """Knows before the first request that a prompt of three tokens takes a while."""
+    """A backend whose warm-up reports a slow prompt of three tokens."""
 
     def warm_up(self, progress: ProgressCallback) -> tuple[StepTime, ...]:
         return ((batch(0, Kind.PREFILL, 1, 3), 7.0),)
 
 
 class OneRequest:
-    """The engine process's border: one request comes over it, and when that has its answer, SIGTERM."""
+    """The connection of the engine process: sends one request and, after its answer, SIGTERM."""
 
     def __init__(self, asked: Request) -> None:
         self._mail: list[ToEngine] = [Add(asked)]
@@ -223,7 +223,7 @@ def test_a_process_with_a_hung_step_is_ended_with_its_stack(
         child = Child("engine process", process, tmp_path / "record", deadline)
         while child.lives:
             time.sleep(0.02)
-            if hangs.exists():  # before, a machine that stalls could make a step take as long
+            if hangs.exists():  # earlier, a stalled machine could make a step take as long
                 child.kill_if_hung()
     assert "SIGABRT" in str(child.failure())
     said = capfd.readouterr().err
