@@ -228,7 +228,7 @@ class BrokenBackend(RecordingBackend):
 def test_an_exception_of_the_device_is_raised(call: str) -> None:
     engine = Engine(BrokenBackend(HOST, call))
     engine.add(request("a", 3))
-    with pytest.raises(OSError, match=f"gone in {call}"):
+    with pytest.raises(OSError, match=f"failed in {call}"):
         engine.step()
 
 
