@@ -10,6 +10,7 @@ import pytest
 
 from helpers.engine_driver import request
 from helpers.strict_backend import StrictBackend, neuron_limits
+from neuron_runtime.core import Batch
 from neuron_runtime.engine.lifeline import Deadline
 from neuron_runtime.engine.loop import Engine
 from neuron_runtime.engine.messages import Add, FromEngine, Joined, Step, ToEngine
@@ -30,7 +31,11 @@ class Lists:
     def send_step(self, step: Step) -> None:
         self.sent.append(step)
 
-    def tell_again(self, front_end: int) -> None:
+    @property
+    def refused(self) -> list[str]:
+        return [one.request_id for step in self.sent if isinstance(step, Step) for one in step.refused]
+
+    def resend_model(self, front_end: int) -> None:
         pass
 
 
@@ -51,3 +56,19 @@ def test_requests_of_a_replaced_front_end_are_dropped_whether_they_arrive_before
     border.mail = [Add(request("0-10", 3)), Add(request("0-101", 3))]
     worker.turn()
     assert sorted(engine.request_ids) == ["0-100", "0-101", "1-3"]
+
+
+def test_refusals_are_sent_before_the_step_and_only_once(deadline: Deadline) -> None:
+    border = Lists()
+    refused_at_launch: list[list[str]] = []
+
+    class Watching(StrictBackend):
+        def launch(self, batch: Batch) -> None:
+            refused_at_launch.append(border.refused)
+            super().launch(batch)
+
+    worker = Worker(Engine(Watching(neuron_limits(max_rows=1)), max_queued_requests=1), cast(Any, border), deadline)
+    border.mail = [Add(request(f"0-{number}", 3)) for number in range(3)]
+    worker.turn()
+    assert refused_at_launch[0] == ["0-2"]
+    assert border.refused == ["0-2"]

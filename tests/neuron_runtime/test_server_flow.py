@@ -111,6 +111,28 @@ async def test_a_full_queue_is_a_429_with_retry_after(model_dir: Path) -> None:
         assert await served.metric("vllm:request_success_total", finished_reason="abort") == 0
 
 
+@pytest.mark.parametrize("body", [{}, {"n": 2}], ids=["one choice", "two choices"])
+async def test_the_queue_is_bounded_while_a_step_runs(model_dir: Path, body: dict[str, Any]) -> None:
+    async with serving(model_dir, paced=True, max_queued=2) as served:
+        first = post(served, **body)
+        while not served.backend.waiting:
+            await asyncio.sleep(0.01)
+        # The engine is in a step and reads nothing. Two rows and two places in the queue are 4 choices.
+        num_choices = body.get("n", 1)
+        flood = [post(served, **body) for _ in range(8)]
+        while (num_refused := sum(one.done() for one in flood)) < 8 - (4 // num_choices - 1):
+            await asyncio.sleep(0.01)
+        assert served.backend.num_collected == 0
+        assert num_refused == 8 - (4 // num_choices - 1)
+        assert {one.result().status_code for one in flood if one.done()} == {429}
+        assert len(served.front_end.client._recipients) == 4
+        served.unpace()
+        answers = [await first, *await asyncio.gather(*flood)]
+        assert [answer.status_code for answer in answers].count(200) == 4 // num_choices
+        # What ended leaves room.
+        assert (await post(served, **body)).status_code == 200
+
+
 async def test_a_stop_string_frees_the_row_at_once(model_dir: Path) -> None:
     async with serving(model_dir) as served:
         text = (await post(served)).json()["choices"][0]["text"]

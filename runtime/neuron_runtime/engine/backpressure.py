@@ -113,13 +113,13 @@ class Backpressure:
 
     def take_up(self, request_id: str) -> None:
         """The first step of a request was scheduled."""
-        self._num_taken_up += self._leave(request_id)
+        self._num_taken_up += self.withdraw(request_id)
 
     def leave(self, request_ids: Sequence[str]) -> None:
         """Waiting or running requests ended; call it once per request."""
         self._num_ended += len(request_ids)
         for request_id in request_ids:
-            self._leave(request_id)
+            self.withdraw(request_id)
 
     def resume(self, now: float) -> None:
         """Work starts after an idle time."""
@@ -132,7 +132,8 @@ class Backpressure:
         self._tokens.observe(self._num_taken_up, seconds)
         self._turned_at, self._num_ended, self._num_taken_up = now, 0, 0
 
-    def _leave(self, request_id: str) -> int:
+    def withdraw(self, request_id: str) -> int:
+        """The request does not wait any more; returns its prompt tokens, 0 if it did not wait."""
         num_tokens = self._waiting.pop(request_id, 0)
         self._num_tokens -= num_tokens
         return num_tokens

@@ -126,14 +126,17 @@ class Worker:
         mail = self._border.receive(wait=idle)
         if idle:
             self._accounted_until = time.monotonic()
-        refused = self._deliver(mail)
+        if refused := self._deliver(mail):
+            # Before the step, which may take long.
+            self._engine.stats.last_step = None
+            self._border.send_step(Step((), tuple(refused), self._engine.stats))
         works = self._engine.has_work
         events = self._step() if works else []
         if not works:
             self._engine.stats.last_step = None
         if mail or works:
             # An abort changes the statistics too, and a freed row must be visible at once.
-            self._border.send_step(Step(tuple(map(messages.update_of, events)), tuple(refused), self._account()))
+            self._border.send_step(Step(tuple(map(messages.update_of, events)), (), self._account()))
 
     def _account(self) -> EngineStats:
         """The statistics with the times of this turn; sending them counts for the next one."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import time
 import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -15,8 +16,9 @@ from typing import Protocol
 
 import zmq
 
-from neuron_runtime.core import Request
+from neuron_runtime.core import BackendLimits, Request
 from neuron_runtime.engine import messages
+from neuron_runtime.engine.backpressure import Backpressure, QueueLimits
 from neuron_runtime.engine.messages import Abort, Add, Joined, ModelFound, Ready, Refused, StartProgress, Step, Update
 from neuron_runtime.errors import BackendFailed, InvalidRequest, Overloaded, ServingError
 from neuron_runtime.server.metrics import Metrics
@@ -71,6 +73,8 @@ class EngineClient:
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._ids = itertools.count()
         self._recipients: dict[str, tuple[Recipient, int]] = {}
+        self._queue = Backpressure(QueueLimits(), max_rows=0, now=time.monotonic())
+        """Bounds what was sent, with the limits of the engine that is ready: it reads no requests during a step."""
         self._to_engine: zmq.Socket[bytes] | None = None
         self._from_engine: zmq.Socket[bytes] | None = None
 
@@ -105,13 +109,25 @@ class EngineClient:
             recipient.fail(error)
 
     def submit(self, requests: Sequence[Callable[[str], Request]], recipient: Recipient) -> list[str]:
-        """Create and send requests; updates of the i-th one have index i. Raises BackendFailed."""
+        """Create and send requests; updates of the i-th one have index i.
+
+        Raises: BackendFailed, or Overloaded if too many are outstanding.
+        """
         self.check_ready()
-        ids = []
+        ids: list[str] = []
+        now = time.monotonic()
+        if not self._recipients:
+            self._queue.resume(now)
         for index, make in enumerate(requests):
             request_id = messages.request_id(self._front_end, next(self._ids))
+            request = make(request_id)
+            try:
+                self._queue.enter(request_id, len(request.prompt_token_ids), len(self._recipients), now)
+            except Overloaded:
+                self.abort(ids)
+                raise
             self._recipients[request_id] = (recipient, index)
-            self._send(Add(make(request_id)))
+            self._send(Add(request))
             ids.append(request_id)
         return ids
 
@@ -119,6 +135,7 @@ class EngineClient:
         """Abort these requests; ids of ended ones are skipped."""
         live = tuple(one for one in ids if self._recipients.pop(one, None) is not None)
         if live and self.ready:
+            self._queue.leave(live)
             self._send(Abort(live))
 
     def check_ready(self) -> None:
@@ -168,30 +185,44 @@ class EngineClient:
                 self.detail = f"{stage} {share:.0%}"
             case ModelFound(model_dir):
                 self._on_model(Path(model_dir))
-            case Ready():
+            case Ready(limits, queue):
+                now = time.monotonic()
+                self._queue = Backpressure(outstanding_limits(limits, queue), limits.max_rows, now)
                 self.ready, self.detail = True, "ready"
                 self._metrics.engine_ready(message.limits, message.load_seconds, message.warm_up_seconds)
                 self._on_ready(message)
 
     def _deliver(self, step: Step, touched: dict[int, Recipient]) -> None:
         self._metrics.step(step)
-        recipients = self._recipients
+        recipients, queue, ended = self._recipients, self._queue, []
         for update in step.updates:
             # Unknown ids were aborted while their update was in flight.
             entry = recipients.get(update.request_id)
             if entry is not None:
                 recipient, index = entry
                 touched[id(recipient)] = recipient
+                if update.first is not None:
+                    queue.take_up(update.request_id)
                 if update.finish_reason is not None:
                     del recipients[update.request_id]
+                    ended.append(update.request_id)
                 try:
                     recipient.deliver(index, update)
                 except Exception as error:  # noqa: BLE001 - a bug that one request meets must not end the others
                     _fail(recipient, error)
+        if ended:
+            queue.leave(ended)
+            queue.turn(step.stats.num_running, time.monotonic())
         for refused in step.refused:
+            queue.withdraw(refused.request_id)
             entry = recipients.pop(refused.request_id, None)
             if entry is not None:
                 entry[0].fail(_refusal(refused))
+
+
+def outstanding_limits(limits: BackendLimits, queue: QueueLimits) -> QueueLimits:
+    """What one front end may have sent: the engine's queue, and the prompts of all rows until their first tokens."""
+    return QueueLimits(queue.max_requests, queue.max_tokens + limits.max_rows * limits.max_model_length)
 
 
 def _guarded(recipient: Recipient, call: Callable[[], None]) -> None:
