@@ -81,3 +81,13 @@ def test_hidden_tokens_and_invalid_bytes_do_not_shift_offsets(tokenizer: Tokeniz
     text = answer.feed((*ids, broken, *ids), FinishReason.LENGTH)
     assert text == "a☃b\N{REPLACEMENT CHARACTER}a☃b"
     assert answer.text_offsets == [0, 1, 1, 1, 1, 2, 3, 4, 5, 5, 5, 5, 6]
+
+
+def test_a_stop_string_that_begins_before_min_tokens_and_ends_after_them_is_found(tokenizer: Tokenizer) -> None:
+    ids = tokenizer.encode("a core of", add_special_tokens=False)
+    stopped = {}
+    for min_tokens in range(len(ids)):
+        answer = ChoiceText(tokenizer, (), stop=("core",), min_tokens=min_tokens)
+        stopped[min_tokens] = feed(answer, ids, [1]), answer.num_tokens
+    end = stopped[0][1]
+    assert stopped == {at: ("a ", end) if at < end else ("a core of", len(ids)) for at in range(len(ids))}

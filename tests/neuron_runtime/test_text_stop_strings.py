@@ -18,9 +18,9 @@ def shown(stops: list[str], pieces: list[str], include: bool = False) -> tuple[s
     return text + ("" if watch.stopped else watch.flush()), watch.stopped
 
 
-def expected(stops: list[str], text: str, include: bool) -> tuple[str, str | None]:
+def expected(stops: list[str], text: str, include: bool, border: int = 0) -> tuple[str, str | None]:
     """The definition: read character by character until the text ends with a stop string; the longest wins."""
-    for end in range(len(text) + 1):
+    for end in range(border + 1, len(text) + 1):
         ending = [stop for stop in stops if text[:end].endswith(stop)]
         if ending:
             longest = max(ending, key=len)
@@ -39,6 +39,18 @@ def test_the_answer_ends_at_the_first_stop_string_for_any_split(
         pieces.append(text[at : at + sizes[turn % len(sizes)]])
         at, turn = at + sizes[turn % len(sizes)], turn + 1
     assert shown(stops, pieces, include) == expected(stops, text, include)
+
+
+@given(text=letters, stops=stop_lists, border=st.integers(0, 30), include=st.booleans())
+@example(text="aab", stops=["ab"], border=2, include=False)
+@example(text="abc", stops=["a", "abc"], border=1, include=False)
+def test_a_stop_string_must_end_after_the_border_but_may_begin_before_it(
+    text: str, stops: list[str], border: int, include: bool
+) -> None:
+    watch = StopStrings(stops, include)
+    out = "".join(watch.feed(letter, may_stop=at >= border) for at, letter in enumerate(text))
+    found = out + ("" if watch.stopped else watch.flush()), watch.stopped
+    assert found == expected(stops, text, include, border)
 
 
 @given(text=letters, stops=stop_lists)

@@ -85,7 +85,7 @@ class ChoiceText:
             self.text_offsets += [self._num_characters] * hidden
         if finish_reason is None:
             return text
-        text += self._without_reasoning(self._stops.feed(self._detokenizer.flush()), 0)
+        text += self._without_reasoning(self._until_stop(self._detokenizer.flush()), 0)
         self.finish_reason = FinishReason.STOP if self._stops.stopped is not None else finish_reason
         return text + self._without_reasoning(self._stops.flush(), 0) + self._flush_reasoning()
 
@@ -97,8 +97,7 @@ class ChoiceText:
             part = self._detokenizer.feed((token_id,))
             if self._locates:
                 self._locate(token_id, part)
-            if self.num_tokens > self._min_tokens:
-                part = self._stops.feed(part)
+            part = self._until_stop(part)
             parts.append(self._without_reasoning(part, 1))
             if self._stops.stopped is not None:
                 self.finish_reason = FinishReason.STOP
@@ -106,6 +105,9 @@ class ChoiceText:
         if self._splitter is not None and self._splitter.over:
             self._one_by_one = self._always_one_by_one
         return "".join(parts)
+
+    def _until_stop(self, text: str) -> str:
+        return self._stops.feed(text, may_stop=self.num_tokens > self._min_tokens)
 
     def _locate(self, token_id: int, part: str) -> None:
         hidden = self._skips_special and self._tokenizer.is_special(token_id)

@@ -26,15 +26,22 @@ class StopStrings:
         self.stopped: str | None = None
         """The stop string that ended the text."""
 
-    def feed(self, piece: str) -> str:
-        """The text that may be emitted now; empty once stopped."""
+    def feed(self, piece: str, may_stop: bool = True) -> str:
+        """The text that may be emitted now; empty once stopped.
+
+        may_stop: whether a stop string that ends in this piece stops the text.
+        """
         if not self._stops:
             return piece
         if self.stopped is not None:
             return ""
-        text = self._held + piece
-        found = [(at + len(stop), at, stop) for stop in self._stops if (at := text.find(stop)) >= 0]
-        if found:
+        text, num_held = self._held + piece, len(self._held)
+        found = [
+            (at + len(stop), at, stop)
+            for stop in self._stops
+            if (at := text.find(stop, max(num_held + 1 - len(stop), 0))) >= 0
+        ]
+        if found and may_stop:
             end, at, self.stopped = min(found)
             self._held = ""
             return text[: end if self._include else at]
