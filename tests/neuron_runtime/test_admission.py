@@ -53,6 +53,13 @@ def test_model_defaults_apply_only_where_the_client_sets_nothing(tokenizer: Toke
     assert told == (0.0, 0, 1.0, 0.0, 1.0, frozenset())
 
 
+def test_a_default_top_k_above_the_limit_is_reported_and_lowered(tokenizer: Tokenizer) -> None:
+    defaults = GenerationDefaults(sampling=SamplingFields(top_k=1000)).served(LIMITS)
+    assert defaults.not_applied == ("top_k=1000 (64, the maximum with Host sampling, is used)",)
+    (sampling,) = admission(tokenizer, LIMITS, defaults).completion(completion()).sampling
+    assert (defaults.sampling.top_k, sampling.top_k) == (64, 64)
+
+
 def test_a_default_unsupported_by_the_sampling_mode_is_reported_and_dropped(tokenizer: Tokenizer) -> None:
     assert DEFAULTS.served(LIMITS) == DEFAULTS.served(WITH_LOGITS) == DEFAULTS
     left = DEFAULTS.served(DEVICE)

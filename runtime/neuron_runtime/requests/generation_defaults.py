@@ -43,7 +43,7 @@ class GenerationDefaults:
         return PARAMETERS[name].default if own is None else own
 
     def served(self, limits: BackendLimits) -> GenerationDefaults:
-        """The defaults that the model's sampling mode serves; others are added to `not_applied`."""
+        """The defaults within the model's sampling mode and limits; others are added to `not_applied`."""
         refused = {
             name: value
             for name, row in PARAMETERS.items()
@@ -51,11 +51,13 @@ class GenerationDefaults:
             and row.where(limits.sampling) is Where.REFUSED
             and not is_neutral(value := getattr(self.sampling, name), row.neutral)
         }
-        if not refused:
-            return self
-        left_out = tuple(f"{name}={value} (with {limits.sampling} sampling)" for name, value in refused.items())
-        sampling = msgspec.structs.replace(self.sampling, **dict.fromkeys(refused))
-        return replace(self, sampling=sampling, not_applied=self.not_applied + left_out)
+        applied: dict[str, Any] = dict.fromkeys(refused)
+        left_out = [f"{name}={value} (with {limits.sampling} sampling)" for name, value in refused.items()]
+        if limits.max_top_k and (top_k := self.value("top_k")) > limits.max_top_k:
+            applied["top_k"] = limits.max_top_k
+            left_out.append(f"top_k={top_k} ({limits.max_top_k}, the maximum with {limits.sampling} sampling, is used)")
+        sampling = msgspec.structs.replace(self.sampling, **applied)
+        return replace(self, sampling=sampling, not_applied=(*self.not_applied, *left_out))
 
 
 def load_generation_defaults(model_dir: Path, eos_token_id: int | None, source: str = AUTO) -> GenerationDefaults:

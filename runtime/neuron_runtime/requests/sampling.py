@@ -60,8 +60,6 @@ class Sampler:
         if top_k <= 0 or top_k >= self.tokenizer.vocabulary_size:
             return 0
         if limits.max_top_k and top_k > limits.max_top_k:
-            if body.top_k is None:
-                return limits.max_top_k
             message = f"`top_k` is at most {limits.max_top_k} with {limits.sampling} sampling, got {top_k}"
             raise InvalidRequest(message, field="top_k")
         return top_k
