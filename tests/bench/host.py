@@ -157,8 +157,8 @@ def measure(
         began = time.thread_time()
         events = engine.step()
         stepped = time.thread_time()
-        told = messages.Step(tuple(map(messages.update_of, events)), (), engine.stats)
-        messages.encoder.encode(told)
+        sent = messages.Step(tuple(map(messages.update_of, events)), (), engine.stats)
+        messages.encoder.encode(sent)
         ended = time.thread_time()
         num_running = rows - sum(event.finish_reason is not None for event in events)
         return stepped - began, ended - stepped
@@ -170,10 +170,10 @@ def measure(
     rounds: list[tuple[float, float, float, float]] = []
     for _ in range(num_rounds):
         began, busy, spent = timeline.free_at, timeline.busy_seconds, backend.spent_seconds
-        steps, told = map(sum, zip(*(turn() for _ in range(round_steps)), strict=True))
+        steps, sent = map(sum, zip(*(turn() for _ in range(round_steps)), strict=True))
         share = (timeline.busy_seconds - busy) / (timeline.free_at - began)
         inside = backend.spent_seconds - spent
-        rounds.append((steps / round_steps, inside / round_steps, told / round_steps, share))
+        rounds.append((steps / round_steps, inside / round_steps, sent / round_steps, share))
     step_seconds, backend_seconds, message_seconds, _ = min(rounds)
     return HostCost(
         rows=rows,

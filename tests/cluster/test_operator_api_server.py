@@ -310,7 +310,7 @@ async def test_an_event_explains_a_child_without_another_reason(server: ApiServe
         event = {
             "apiVersion": "events.k8s.io/v1",
             "kind": "Event",
-            "metadata": {"name": "told", "namespace": namespace.name},
+            "metadata": {"name": "reported", "namespace": namespace.name},
             "type": "Warning",
             "reason": "FailedCreate",
             "note": "pods are forbidden: exceeded quota",

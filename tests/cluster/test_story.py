@@ -141,10 +141,10 @@ def _tell(story: Story, images: Images) -> None:
         story.kubectl("scale", "nm", "chat", "--replicas=8")
         story.kill_operator()
         story.until("InsufficientNeuron", lambda: story.condition("chat", "Ready")["reason"] == "InsufficientNeuron")
-        told = story.condition("chat", "Ready")["message"]
-        print(f"    {told}")
-        assert re.search(r"\b1 Neuron device", told), told
-        assert re.search(r"\b0\b[^.;]*free|free[^.;]*\b0\b", told), told
+        message = story.condition("chat", "Ready")["message"]
+        print(f"    {message}")
+        assert re.search(r"\b1 Neuron device", message), message
+        assert re.search(r"\b0\b[^.;]*free|free[^.;]*\b0\b", message), message
     with story.stage("and back"):
         story.kubectl("scale", "nm", "chat", "--replicas=2")
         story.until_ready(2)

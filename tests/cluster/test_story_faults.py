@@ -113,8 +113,8 @@ def installation(rig: Rig) -> Iterator[Installation]:
         listing = (
             "import urllib.request as u; print(u.urlopen('http://localhost:8080/api/models/demo/demo').read().decode())"
         )
-        told = json.loads(rig.kubectl("-n", namespace, "exec", "hub", "--", "python", "-c", listing))
-        yield Installation(rig, images.runtime, audit_begins, told["sha"])
+        output = json.loads(rig.kubectl("-n", namespace, "exec", "hub", "--", "python", "-c", listing))
+        yield Installation(rig, images.runtime, audit_begins, output["sha"])
     finally:
         rig.kubectl("delete", "namespace", namespace, "--wait=false")
         uninstall(rig)
@@ -134,7 +134,7 @@ def story(installation: Installation) -> Iterator[Story]:
 
 def test_a_model_is_downloaded_from_a_hub_and_its_token_does_not_leak(installation: Installation, story: Story) -> None:
     credentials = {"credentialsSecretRef": {"name": "hub-token"}}
-    with story.stage("hub: what it refuses is told before a serving pod is made"):
+    with story.stage("hub: refusals are reported before a serving pod is created"):
         _give_token(story, WRONG_TOKEN)
         story.apply(_model("ghost", "hf://demo/ghost"))
         story.apply(_model("nobody", "hf://demo/gated"))
@@ -166,11 +166,11 @@ def test_a_model_is_downloaded_from_a_hub_and_its_token_does_not_leak(installati
     env = {variable["name"]: variable for variable in pod["spec"]["containers"][0]["env"]}
     reference = {"name": "hub-token", "key": "HF_TOKEN", "optional": True}
     assert env["HF_TOKEN"] == {"name": "HF_TOKEN", "valueFrom": {"secretKeyRef": reference}}
-    told = _everything_written(story)
-    assert "demo/gated" in told
+    output = _everything_written(story)
+    assert "demo/gated" in output
     for token in (TOKEN, WRONG_TOKEN):
-        assert token not in told
-        assert base64.b64encode(token.encode()).decode() not in told
+        assert token not in output
+        assert base64.b64encode(token.encode()).decode() not in output
     story.kubectl("delete", "nm", "ghost", "nobody", "gated")
 
 
@@ -180,7 +180,7 @@ def test_a_killed_engine_is_replaced_in_its_pod_and_its_streams_end_with_an_erro
     story.until_ready(1)
     (before,) = story.ready_pods()
     name = before["metadata"]["name"]
-    with story.stage("kill: the stream is told"):
+    with story.stage("kill: the stream gets an error"):
         _begin_stream(installation, story, "cut")
         kill_processes(story.rig, before, ENGINE_MODULE)
         cut = json.loads(story.end_client("cut").splitlines()[-1])
@@ -205,11 +205,11 @@ def test_a_deleted_pod_finishes_its_running_answers(installation: Installation, 
             story.kubectl("delete", "pod", before["metadata"]["name"], "--wait=false")
             _until_reason(story, "chat", "Draining")
             seen = time.time()
-        told = json.loads(story.end_client("long").splitlines()[-1])
-        assert told["error"] is None
-        assert told["done"]
-        assert told["usage"]["completion_tokens"] == NUM_TOKENS
-        assert told["unix_seconds"] > seen, "the answer was too short to be drained"
+        output = json.loads(story.end_client("long").splitlines()[-1])
+        assert output["error"] is None
+        assert output["done"]
+        assert output["usage"]["completion_tokens"] == NUM_TOKENS
+        assert output["unix_seconds"] > seen, "the answer was too short to be drained"
     with story.stage("drain: ready again"):
         story.until_ready(1)
     (after,) = story.ready_pods()
@@ -222,9 +222,9 @@ def test_failed_devices_and_lost_nodes_are_reported_and_recover(story: Story) ->
     model = _model("devices", "file:///models/demo", accelerator=neuron, podTemplate=on_node)
     with story.stage("devices: one is not healthy"), devices_unhealthy(story.rig, NEURON_NODE, [4]):
         story.apply(model)
-        told = _until_reason(story, "devices", "InsufficientNeuron")["message"]
-        assert re.search(r"\b6 Neuron devices\b", told), told
-        assert re.search(r"\b5\b", told), told
+        output = _until_reason(story, "devices", "InsufficientNeuron")["message"]
+        assert re.search(r"\b6 Neuron devices\b", output), output
+        assert re.search(r"\b5\b", output), output
     with story.stage("devices: healthy again"):
         story.until_ready(1, "devices")
     with story.stage("node: without power"), power_off(story.rig, NEURON_NODE):
@@ -239,7 +239,7 @@ def test_user_errors_are_reported_and_clear_when_corrected(installation: Install
     theirs = {"apiVersion": "v1", "kind": "Service", "metadata": {"name": "taken"}, "spec": {"ports": [{"port": 80}]}}
     story.apply(theirs)
     before = _get(story, "service", "taken")
-    with story.stage("names and images: told"):
+    with story.stage("names and images: reported"):
         story.apply(_model("locked", "hf://demo/demo", serving={"apiKeySecretRef": {"name": "keys", "key": "api"}}))
         # Zero replicas, so that only the resolution is waited for, which the next edit needs.
         story.apply(_model("pulls", "hf://demo/demo", replicas=0))
@@ -250,7 +250,7 @@ def test_user_errors_are_reported_and_clear_when_corrected(installation: Install
         assert "Service taken" in _until_reason(story, "taken", "NameConflict")["message"]
         assert image["image"] in _until_reason(story, "pulls", "ImagePull")["message"]
         never = f"image {image['image']} cannot be pulled"
-        story.until("the Job's image is told", lambda: never in story.condition("never", "Ready")["message"])
+        story.until("the message names the Job's image", lambda: never in story.condition("never", "Ready")["message"])
         assert story.condition("never", "Ready")["reason"] == "Resolving"
         assert _get(story, "service", "taken") == before
         missing = _until_reason(story, "locked", "SecretNotFound")["message"]
@@ -272,11 +272,11 @@ def test_user_errors_are_reported_and_clear_when_corrected(installation: Install
         url = _url(story, "locked")
         assert story.run_client(installation.runtime_image, "locked", ASK_LOCKED, url, API_KEY) == "401 401 200\n"
         (pod,) = story.ready_pods("locked")
-        told = story.kubectl("get", f"nm,events,{CHILD_KINDS}", "-o", "yaml")
-        told += story.kubectl("logs", pod["metadata"]["name"])
-        assert "apiKeySecretRef" in told
-        assert '"api_key":1' in told
-        assert API_KEY not in told
+        output = story.kubectl("get", f"nm,events,{CHILD_KINDS}", "-o", "yaml")
+        output += story.kubectl("logs", pod["metadata"]["name"])
+        assert "apiKeySecretRef" in output
+        assert '"api_key":1' in output
+        assert API_KEY not in output
         story.kubectl("delete", "nm", "locked")
 
     with story.stage("paused: edits wait"):
@@ -389,9 +389,9 @@ def _begin_stream(installation: Installation, story: Story, name: str) -> None:
 def _everything_written(story: Story) -> str:
     """Everything that the operator wrote to its log and objects, and the logs of its pods, without Secrets."""
     kinds = f"nm,events,{CHILD_KINDS}"
-    told = [story.kubectl("get", kinds, "-o", "yaml"), story.kubectl("get", "nm,pods", "-o", "wide")]
+    output = [story.kubectl("get", kinds, "-o", "yaml"), story.kubectl("get", "nm,pods", "-o", "wide")]
     where = ("-n", OPERATOR_NAMESPACE)
-    told += [story.rig.kubectl(*where, "get", "pods,configmaps,leases,events", "-o", "yaml")]
-    told += [story.rig.kubectl(*where, "logs", "-l", OPERATOR_SELECTOR, "--tail=-1")]
-    told += [story.kubectl("logs", pod["metadata"]["name"]) for pod in story.items("pods", OURS)]
-    return "\n".join(told)
+    output += [story.rig.kubectl(*where, "get", "pods,configmaps,leases,events", "-o", "yaml")]
+    output += [story.rig.kubectl(*where, "logs", "-l", OPERATOR_SELECTOR, "--tail=-1")]
+    output += [story.kubectl("logs", pod["metadata"]["name"]) for pod in story.items("pods", OURS)]
+    return "\n".join(output)

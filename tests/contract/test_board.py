@@ -133,8 +133,8 @@ def test_the_docs_list_the_panels_in_board_order() -> None:
 
 
 def test_the_docs_list_the_alerts_with_their_severity() -> None:
-    told = [(name.strip("`"), severity) for name, severity, _ in table("Alerts")]
-    assert told == [(name, rule["labels"]["severity"]) for name, rule in RULES.items()]
+    documented = [(name.strip("`"), severity) for name, severity, _ in table("Alerts")]
+    assert documented == [(name, rule["labels"]["severity"]) for name, rule in RULES.items()]
 
 
 # The queries

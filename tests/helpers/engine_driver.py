@@ -138,8 +138,8 @@ class Run:
             assert event.first or not (event.num_cached_tokens or event.prompt_logprobs), "reported twice"
             if event.first:
                 self.cached[name] = event.num_cached_tokens
-                told = [entry.token_id for entry in event.prompt_logprobs]
-                assert told == (self.prompts[name][1:] if name in self.prompts else []), name
+                reported = [entry.token_id for entry in event.prompt_logprobs]
+                assert reported == (self.prompts[name][1:] if name in self.prompts else []), name
             self.tokens[name] += event.token_ids
             step = self.engine.stats.last_step
             assert step is not None

@@ -65,13 +65,13 @@ def evaluate(scrapes: Iterable[Scraped], queries: Sequence[tuple[str, float]], r
     }
     done = subprocess.run([program], input=json.dumps(asked), capture_output=True, text=True, check=False, timeout=60)
     assert done.returncode == 0, done.stderr
-    told = json.loads(done.stdout)
+    output = json.loads(done.stdout)
     results = tuple(
         Result(
             one.get("error", ""),
             tuple(one["metrics"]),
             tuple((sample["labels"], float(sample["value"])) for sample in one["samples"]),
         )
-        for one in told["results"]
+        for one in output["results"]
     )
-    return Answer(results, tuple(told["lint_problems"]), tuple(told["rule_errors"]))
+    return Answer(results, tuple(output["lint_problems"]), tuple(output["rule_errors"]))

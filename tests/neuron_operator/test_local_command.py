@@ -155,10 +155,10 @@ def test_an_unknown_setting_of_a_simulated_device_ends_the_command_naming_it(tmp
     demo = Path(__file__).parents[2] / "examples" / "demo-model"
     ended = local(tmp_path, MODEL % (demo.as_uri(), "CPU", (SIMULATED % 5).replace("stepMilliseconds", "speed")))
     assert ended.returncode == 1
-    told = [line for line in ended.stderr.splitlines() if line.startswith("neuron-operator local: ")]
+    reported = [line for line in ended.stderr.splitlines() if line.startswith("neuron-operator local: ")]
     ended_with = "InvalidEngineConfig: pod demo-0 ended with exit code 2 (restarts: 0): $.overrideNeuronConfig.speed: "
-    assert len(told) == 1
-    assert f"{ended_with}the simulated backend has no such setting" in told[0]
+    assert len(reported) == 1
+    assert f"{ended_with}the simulated backend has no such setting" in reported[0]
 
 
 def test_a_second_local_for_the_same_model_is_refused(tmp_path: Path) -> None:

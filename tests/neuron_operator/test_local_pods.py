@@ -131,11 +131,11 @@ async def test_a_secret_file_is_readable_by_its_owner_only(tmp_path: Path, port:
     program = "import os, sys; print(oct(os.stat(sys.argv[1]).st_mode & 0o777), open(sys.argv[1]).read())"
     body["spec"]["containers"][0]["command"] = [sys.executable, "-c", program, "/etc/keys/keys"]
     plan = interpret(body, with_variable(host(tmp_path), "CHAT_KEYS_API_KEY", "sk-1"), {8000: port})
-    said: list[str] = []
-    process = PodProcess(plan, lambda name, line: said.append(line))
+    stated: list[str] = []
+    process = PodProcess(plan, lambda name, line: stated.append(line))
     await process.start()
     await process.watch(lambda: None)
-    assert said == ["0o600 sk-1"]
+    assert stated == ["0o600 sk-1"]
     assert [path for path in tmp_path.rglob("*") if path.is_file() and b"sk-1" in path.read_bytes()] == []
 
 

@@ -45,12 +45,12 @@ def completion(**fields: Any) -> CompletionBody:
 def test_model_defaults_apply_only_where_the_client_sets_nothing(tokenizer: Tokenizer) -> None:
     admits = admission(tokenizer)
     (plain,) = admits.completion(completion()).sampling
-    told = (plain.temperature, plain.top_k, plain.top_p, plain.min_p, plain.repetition_penalty, plain.stop_token_ids)
-    assert told == (0.6, 20, 0.8, 0.05, 1.1, frozenset({1}))
+    values = (plain.temperature, plain.top_k, plain.top_p, plain.min_p, plain.repetition_penalty, plain.stop_token_ids)
+    assert values == (0.6, 20, 0.8, 0.05, 1.1, frozenset({1}))
     own = {"temperature": 0, "top_k": -1, "top_p": 1, "min_p": 0, "repetition_penalty": 1, "ignore_eos": True}
     (asked,) = admits.completion(completion(**own)).sampling
-    told = (asked.temperature, asked.top_k, asked.top_p, asked.min_p, asked.repetition_penalty, asked.stop_token_ids)
-    assert told == (0.0, 0, 1.0, 0.0, 1.0, frozenset())
+    values = (asked.temperature, asked.top_k, asked.top_p, asked.min_p, asked.repetition_penalty, asked.stop_token_ids)
+    assert values == (0.0, 0, 1.0, 0.0, 1.0, frozenset())
 
 
 def test_a_default_top_k_above_the_limit_is_reported_and_lowered(tokenizer: Tokenizer) -> None:
@@ -93,8 +93,8 @@ def test_a_parameter_unsupported_by_the_sampling_mode_is_refused_naming_a_mode_t
 def test_a_plain_text_request_requests_no_logprobs(tokenizer: Tokenizer) -> None:
     admits = admission(tokenizer)
     plain = admits.completion(completion(return_tokens_as_token_ids=True, stop=["x"], n=2))
-    said = admits.chat(typed({"messages": [{"role": "user", "content": "a"}], "logprobs": False}, ChatBody))
-    for ask in (plain, said):
+    stated = admits.chat(typed({"messages": [{"role": "user", "content": "a"}], "logprobs": False}, ChatBody))
+    for ask in (plain, stated):
         assert (ask.details, ask.make_splitter, ask.echoes) == (None, None, ())
         assert {(one.logprobs, one.prompt_logprobs) for one in ask.sampling} == {(None, None)}
 

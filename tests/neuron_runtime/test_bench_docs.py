@@ -41,15 +41,17 @@ def bench_parser(command: str) -> argparse.ArgumentParser:
 
 
 def test_the_docs_list_exactly_the_flags_of_simulate_with_defaults() -> None:
-    told = {flag: row for row in table("Flags of bench simulate") for flag in re.findall(r"`(--?[a-z-]+)`", row[0])}
+    documented = {
+        flag: row for row in table("Flags of bench simulate") for flag in re.findall(r"`(--?[a-z-]+)`", row[0])
+    }
     actions = {option: action for action in bench_parser("simulate")._actions for option in action.option_strings}
-    assert sorted(told) == sorted(actions)
+    assert sorted(documented) == sorted(actions)
     for flag, action in actions.items():
         defaults = action.default if isinstance(action.default, list) else [action.default]
         if defaults[0] not in (None, argparse.SUPPRESS, False):
-            assert " ".join(f"{value:g}" if isinstance(value, float) else str(value) for value in defaults) in told[
-                flag
-            ][2].replace("`", ""), flag
+            assert " ".join(
+                f"{value:g}" if isinstance(value, float) else str(value) for value in defaults
+            ) in documented[flag][2].replace("`", ""), flag
 
 
 @pytest.mark.parametrize(
@@ -57,15 +59,15 @@ def test_the_docs_list_exactly_the_flags_of_simulate_with_defaults() -> None:
     [("A server under load", "serve"), ("A model in this process", "offline")],
 )
 def test_the_docs_list_exactly_the_flags_of_the_other_commands_with_defaults(title: str, command: str) -> None:
-    told = {flag: row for row in table(title) for flag in re.findall(r"`(--[a-z-]+)`", row[0])}
+    documented = {flag: row for row in table(title) for flag in re.findall(r"`(--[a-z-]+)`", row[0])}
     actions = {
         option: action
         for action in bench_parser(command)._actions
         for option in action.option_strings
         if option.startswith("--")
     }
-    assert sorted(told) == sorted(actions.keys() - {"--help", "--json", "--plot"})
-    for flag, row in told.items():
+    assert sorted(documented) == sorted(actions.keys() - {"--help", "--json", "--plot"})
+    for flag, row in documented.items():
         default = actions[flag].default
         if isinstance(default, int | float) and not isinstance(default, bool):
             assert f"{default:g}" in row[2], flag

@@ -134,10 +134,10 @@ def test_an_impossible_output_is_refused_in_one_line(
     flag: str, name: str, says: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["bench", "dummy", flag, str(tmp_path / name)]) == 2
-    told = capsys.readouterr().err
-    assert f"{flag}: " in told
-    assert says in told
-    assert told.count("\n") == 1
+    stderr = capsys.readouterr().err
+    assert f"{flag}: " in stderr
+    assert says in stderr
+    assert stderr.count("\n") == 1
 
 
 def test_a_plot_without_matplotlib_names_the_package_to_install(
@@ -145,9 +145,9 @@ def test_a_plot_without_matplotlib_names_the_package_to_install(
 ) -> None:
     monkeypatch.setattr(report, "find_spec", lambda name: None)
     assert main(["bench", "dummy", "--plot", "x.png"]) == 2
-    told = capsys.readouterr().err
-    assert "pip install matplotlib" in told
-    assert told.count("\n") == 1
+    stderr = capsys.readouterr().err
+    assert "pip install matplotlib" in stderr
+    assert stderr.count("\n") == 1
     assert not measures
 
 

@@ -197,7 +197,7 @@ def test_a_lost_or_silent_connection_fails_only_its_request(monkeypatch: pytest.
 
     # The timeout applies to silent connections, not to late responses.
     timeout, seconds = asyncio.timeout, iter((60.0, 0.1, 60.0))
-    monkeypatch.setattr(asyncio, "timeout", lambda told: timeout(next(seconds)))
+    monkeypatch.setattr(asyncio, "timeout", lambda requested: timeout(next(seconds)))
     with serving(first_dies) as (_, server):
         short = Server(server.base_url, server.path, timeout_seconds=2.0)
         errors = [sample.error for sample in run_clients(short, asked, 1).samples]

@@ -421,8 +421,8 @@ def test_an_impossible_value_is_refused_naming_the_flag(
     with pytest.raises(SystemExit) as ended:
         sys.exit(main(["bench", "simulate", *FLAGS, *flags]))
     assert ended.value.code == 2
-    told = capsys.readouterr().err.splitlines()[-1]
-    assert says in told
+    stderr = capsys.readouterr().err.splitlines()[-1]
+    assert says in stderr
 
 
 @pytest.mark.parametrize("point", ["8", "a:1", "8:x", ":"])

@@ -165,9 +165,9 @@ def test_a_command_that_cannot_start_reports_the_cause_in_one_line(
     flags: list[str], says: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["serve", "org/name", *flags]) == 2
-    told = capsys.readouterr().err
-    assert says in told
-    assert told.count("\n") == 1
+    reported = capsys.readouterr().err
+    assert says in reported
+    assert reported.count("\n") == 1
 
 
 @pytest.mark.parametrize(
@@ -187,9 +187,9 @@ def test_an_unservable_document_is_refused_before_a_port_opens(
     with socket.create_server(("127.0.0.1", 0)) as taken:
         # If the port opened before the document was checked, the error would be the port in use.
         assert main(["serve", "--config", str(path), "--port", str(taken.getsockname()[1])]) == 2
-    told = capsys.readouterr().err
-    assert says in told
-    assert told.count("\n") == 1
+    reported = capsys.readouterr().err
+    assert says in reported
+    assert reported.count("\n") == 1
 
 
 def test_inspect_prints_facts_and_writes_a_record(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -78,8 +78,8 @@ def some_requests(random: Random, limits: BackendLimits) -> Iterator[Request]:
     for number in range(choice((4, 6, 8, 12, 1)) if longest >= least else 0):
         text: list[int] = []
         if earlier and random.random() < 0.75:
-            told = choice(earlier[-3:])
-            text = [*told.prompt_token_ids, *alone(told, even_only)[0]]
+            previous = choice(earlier[-3:])
+            text = [*previous.prompt_token_ids, *alone(previous, even_only)[0]]
         num_prompt = choice((random.randint(least, max(longest // 2, least)), len(text), 2 * longest // 3))
         num_prompt = min(max(num_prompt, least), longest)
         room, seed = limits.max_new_tokens(num_prompt), random.randint(0, 99)
@@ -140,7 +140,7 @@ def what_happened(run: Run) -> dict[str, bool]:
         "surplus returned": any(b.kept_blocks for b in batches),
         "chunked": any(not s for b in batches for s in b.rows.samples),
         "aborted": run.aborted,
-        "told about the prompt": run.prompts,
+        "prompt logprobs": run.prompts,
         "sampled late": any(call == "sample late" for call, _ in run.backend.calls),
     }
     return {what: bool(how_much) for what, how_much in happened.items()}

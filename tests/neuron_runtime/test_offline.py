@@ -392,12 +392,12 @@ def test_prompt_logprobs_match_those_of_an_answer_with_the_same_tokens(exact: LL
     whole = [*answered.prompt_token_ids, *answer.token_ids]
     params = SamplingParams(n=2, temperature=0, max_tokens=1, prompt_logprobs=2)
     (output,) = exact.generate([whole], params, use_tqdm=False)
-    told = output.prompt_logprobs
-    assert told is not None
-    assert len(told) == len(whole)
-    assert told[0] is None
+    reported = output.prompt_logprobs
+    assert reported is not None
+    assert len(reported) == len(whole)
+    assert reported[0] is None
     assert answer.logprobs is not None
-    for token_id, prompt, sampled in zip(answer.token_ids, told[-9:], answer.logprobs, strict=True):
+    for token_id, prompt, sampled in zip(answer.token_ids, reported[-9:], answer.logprobs, strict=True):
         assert prompt is not None
         assert list(prompt) == list(sampled)
         assert prompt[token_id].decoded_token == sampled[token_id].decoded_token

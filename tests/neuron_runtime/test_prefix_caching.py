@@ -39,8 +39,8 @@ def test_outputs_report_cached_tokens_and_equal_uncached_outputs() -> None:
 
 def test_prompt_logprobs_of_a_cached_prompt_cover_all_tokens() -> None:
     llm = LLM(MODEL, enable_prefix_caching=True, block_size=8, dtype="float32", max_num_batched_tokens=16)
-    told = SamplingParams(temperature=0.0, max_tokens=2, prompt_logprobs=1)
-    answers = [llm.generate(PROMPT, params, use_tqdm=False)[0] for params in (told, GREEDY, told)]
+    with_logprobs = SamplingParams(temperature=0.0, max_tokens=2, prompt_logprobs=1)
+    answers = [llm.generate(PROMPT, params, use_tqdm=False)[0] for params in (with_logprobs, GREEDY, with_logprobs)]
     assert [one.num_cached_tokens > 0 for one in answers] == [False, True, False]
     first, _, again = (one.prompt_logprobs for one in answers)
     assert first == again

@@ -353,9 +353,9 @@ def test_a_prefix_hit_is_limited_by_the_backend() -> None:
 def test_a_prompt_with_requested_logprobs_is_computed_whole_and_cached() -> None:
     limits = replace(SHARED, max_logprobs=3, reports_prompt_logprobs=True, max_step_tokens=8)
     first = request("first", 20, 3)
-    told = again(first, "told", sampling=replace(first.sampling, prompt_logprobs=2))
-    run = one_after_another(limits, told, again(told, "told again"), again(first, "plain"))
-    assert run.cached == {"told": 0, "told again": 0, "plain": 16}
+    reported = again(first, "reported", sampling=replace(first.sampling, prompt_logprobs=2))
+    run = one_after_another(limits, reported, again(reported, "reported again"), again(first, "plain"))
+    assert run.cached == {"reported": 0, "reported again": 0, "plain": 16}
     assert run.engine.stats.num_prefix_queries_total == 20, "a request that does not look up a prefix does not count"
 
 

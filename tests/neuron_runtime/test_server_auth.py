@@ -248,10 +248,10 @@ async def test_unusable_keys_end_the_command_before_a_port_opens(
     flags: list[str], says: str, model_dir: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["serve", str(model_dir), "--port", "0", *flags]) == ExitCode.INVALID_ENGINE_CONFIG
-    told = capsys.readouterr().err
-    assert says in told
-    assert "serving" not in told
-    assert "hush" not in told
+    stderr = capsys.readouterr().err
+    assert says in stderr
+    assert "serving" not in stderr
+    assert "hush" not in stderr
 
 
 @pytest.mark.slow

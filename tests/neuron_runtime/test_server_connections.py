@@ -28,7 +28,7 @@ async def served(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Serv
         yield one
 
 
-async def told(served: Serving, sent: bytes) -> tuple[int, Any]:
+async def refusal(served: Serving, sent: bytes) -> tuple[int, Any]:
     """Status and body of the response with which the server closes the connection."""
     url = served.http.base_url
     reader, writer = await asyncio.open_connection(url.host, url.port)
@@ -45,7 +45,7 @@ async def told(served: Serving, sent: bytes) -> tuple[int, Any]:
 )
 async def test_an_endless_request_head_is_refused(served: Serving, start: bytes, endless: bytes) -> None:
     sent = start + endless * (MAX_HEAD_BYTES // len(endless) + 1)
-    status, body = await told(served, sent)
+    status, body = await refusal(served, sent)
     assert status == 431
     assert body["error"]["type"] == "invalid_request_error"
 
@@ -66,7 +66,7 @@ async def test_a_long_body_does_not_count_towards_the_head_limit(served: Serving
 
 
 async def test_invalid_http_gets_an_error_object(served: Serving) -> None:
-    status, body = await told(served, b"hello\r\n\r\n")
+    status, body = await refusal(served, b"hello\r\n\r\n")
     assert status == 400
     assert body["error"]["type"] == "invalid_request_error"
 

@@ -153,9 +153,9 @@ def test_a_killed_front_end_is_replaced_while_streams_of_others_continue(model_d
 
 def events(stream: http.client.HTTPResponse) -> tuple[str, str, str]:
     """The text of a whole stream and its last two events."""
-    told = [event.removeprefix("data: ") for event in stream.read().decode().split("\n\n") if event]
-    parts = [json.loads(event)["choices"] for event in told[:-1]]
-    return "".join(choice["text"] for choices in parts for choice in choices), told[-2], told[-1]
+    reported = [event.removeprefix("data: ") for event in stream.read().decode().split("\n\n") if event]
+    parts = [json.loads(event)["choices"] for event in reported[:-1]]
+    return "".join(choice["text"] for choices in parts for choice in choices), reported[-2], reported[-1]
 
 
 def test_a_frozen_front_end_is_ended(model_dir: Path) -> None:

@@ -100,9 +100,9 @@ async def test_a_body_without_declared_length_is_counted(served: Serving) -> Non
     reader, writer = await asyncio.open_connection(url.host, url.port)
     head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n"
     writer.write(head + (b"3e8\r\n" + b" " * 1000 + b"\r\n") * 6)
-    told, _, body = (await reader.read()).partition(b"\r\n\r\n")
+    reported, _, body = (await reader.read()).partition(b"\r\n\r\n")
     writer.close()
-    assert told.startswith(b"HTTP/1.1 413 ")
+    assert reported.startswith(b"HTTP/1.1 413 ")
     assert json.loads(body)["error"]["code"] == "body_too_large"
 
 

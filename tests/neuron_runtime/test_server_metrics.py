@@ -85,19 +85,19 @@ def test_an_observation_on_a_bound_counts_below_it() -> None:
 
 def test_process_counts_are_summed_and_engine_values_come_from_the_most_recent_process() -> None:
     each = Family("each_total", "counter", "e.", ("reason",))
-    told = Family("told", "gauge", "t.", counted_by="engine")
+    reported = Family("reported", "gauge", "t.", counted_by="engine")
     parts = []
     for heard, reasons in ((3, "ab"), (7, "bb"), (5, "")):
-        book = Book([each, told])
+        book = Book([each, reported])
         for reason in reasons:
             book.number(each, reason).add(1)
-        book.number(told).value = heard
+        book.number(reported).value = heard
         parts.append(book.export(heard))
-    found = samples(Book([each, told]).text(parts, {"model_name": "m"}))
+    found = samples(Book([each, reported]).text(parts, {"model_name": "m"}))
     assert {(name, dict(labels).get("reason")): number for (name, labels), number in found.items()} == {
         ("each_total", "a"): 1,
         ("each_total", "b"): 3,
-        ("told", None): 7,
+        ("reported", None): 7,
     }
 
 

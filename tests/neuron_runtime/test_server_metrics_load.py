@@ -209,12 +209,12 @@ def test_without_an_engine_no_request_is_reported_running(load: ScriptedLoad) ->
 
 def test_all_counters_are_zero_before_the_first_request(load: ScriptedLoad) -> None:
     first = load.scrapes[0]
-    told = {"vllm:cache_config_info", "vllm:lora_requests_info"}
-    told |= {
+    reported = {"vllm:cache_config_info", "vllm:lora_requests_info"}
+    reported |= {
         f"neuron_serving_{name}"
         for name in ("load_seconds", "warm_up_seconds", "group_members_present", "open_connections")
     }
-    assert {name for (name, _), value in first.values.items() if value} == told
+    assert {name for (name, _), value in first.values.items() if value} == reported
 
 
 def test_the_phases_of_a_request_add_up(load: ScriptedLoad) -> None:

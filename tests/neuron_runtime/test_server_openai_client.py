@@ -180,8 +180,8 @@ async def test_a_chat_completion_matches_the_schema(client: AsyncOpenAI) -> None
     assert beyond(whole) == {"choices.stop_reason"}
     parts = await chat_streamed(client, stream_options={"include_usage": True})
     assert (parts[0].choices[0].delta.role, parts[0].choices[0].delta.content) == ("assistant", "")
-    said = "".join(choice.delta.content or "" for part in parts for choice in part.choices)
-    assert said == whole.choices[0].message.content
+    stated = "".join(choice.delta.content or "" for part in parts for choice in part.choices)
+    assert stated == whole.choices[0].message.content
     ends = [choice.finish_reason for part in parts for choice in part.choices]
     assert (ends[-1], set(ends[:-1])) == ("length", {None})
     assert parts[-1].usage == whole.usage
@@ -261,25 +261,25 @@ async def test_a_completion_returns_token_logprobs(
 ) -> None:
     whole = await complete(client, logprobs=alternatives, extra_body=extra(return_token_ids=True))
     choice = whole.choices[0]
-    told: Any = choice.logprobs
+    reported: Any = choice.logprobs
     assert whole.usage is not None
     ids = choice.token_ids  # type: ignore[attr-defined]
-    assert len(ids) == len(told.tokens) == whole.usage.completion_tokens == 24
+    assert len(ids) == len(reported.tokens) == whole.usage.completion_tokens == 24
     for at, token_id in enumerate(ids):
         raw = tokenizer.token_bytes(token_id)
         try:
-            assert told.tokens[at] == raw.decode()
+            assert reported.tokens[at] == raw.decode()
             if not tokenizer.is_special(token_id):
-                assert choice.text[told.text_offset[at] :].startswith(raw.decode())
+                assert choice.text[reported.text_offset[at] :].startswith(raw.decode())
         except UnicodeDecodeError:
-            assert told.tokens[at] == "bytes:" + "".join(f"\\x{byte:02x}" for byte in raw)
-        top = told.top_logprobs[at]
-        assert top[told.tokens[at]] == told.token_logprobs[at]
+            assert reported.tokens[at] == "bytes:" + "".join(f"\\x{byte:02x}" for byte in raw)
+        top = reported.top_logprobs[at]
+        assert top[reported.tokens[at]] == reported.token_logprobs[at]
         assert len(top) in {max(alternatives, 1), alternatives + 1}
-    assert told.text_offset == sorted(told.text_offset)
+    assert reported.text_offset == sorted(reported.text_offset)
     parts = await streamed(client, logprobs=alternatives, extra_body=extra(return_token_ids=True))
     assert joined(parts)["token_ids"] == ids
-    assert same_logprobs(told, joined(parts)["logprobs"])
+    assert same_logprobs(reported, joined(parts)["logprobs"])
     plain = await complete(client)
     assert plain.choices[0].text == choice.text
 
@@ -292,8 +292,8 @@ async def test_a_chat_returns_token_logprobs_and_bytes(client: AsyncOpenAI, alte
     assert choice.logprobs.content is not None
     assert whole.usage is not None
     assert len(choice.logprobs.content) == whole.usage.completion_tokens
-    said = b"".join(bytes(token.bytes or ()) for token in choice.logprobs.content)
-    assert said.decode(errors="replace") == choice.message.content
+    stated = b"".join(bytes(token.bytes or ()) for token in choice.logprobs.content)
+    assert stated.decode(errors="replace") == choice.message.content
     for token in choice.logprobs.content:
         assert token.token == bytes(token.bytes or ()).decode(errors="replace")
         assert len(token.top_logprobs) == alternatives
@@ -370,11 +370,11 @@ async def test_tokens_can_be_returned_as_ids(client: AsyncOpenAI) -> None:
     names = [f"token_id:{token_id}" for token_id in choice.token_ids]  # type: ignore[attr-defined]
     assert choice.logprobs.tokens == names
     assert all(name in top for name, top in zip(names, choice.logprobs.top_logprobs or (), strict=True))
-    said = await chat(client, logprobs=True, extra_body=more)
-    assert said.choices[0].logprobs is not None
-    told = said.choices[0].logprobs.content or []
-    ids = said.choices[0].token_ids  # type: ignore[attr-defined]
-    assert [token.token for token in told] == [f"token_id:{token_id}" for token_id in ids]
+    stated = await chat(client, logprobs=True, extra_body=more)
+    assert stated.choices[0].logprobs is not None
+    reported = stated.choices[0].logprobs.content or []
+    ids = stated.choices[0].token_ids  # type: ignore[attr-defined]
+    assert [token.token for token in reported] == [f"token_id:{token_id}" for token_id in ids]
 
 
 # Echoed prompts
@@ -402,21 +402,21 @@ async def test_an_echo_returns_prompt_logprobs_too(
     assert whole.usage is not None
     assert (whole.usage.prompt_tokens, whole.usage.completion_tokens) == (len(ids), max_tokens)
     assert choice.finish_reason == "length"
-    told: Any = choice.logprobs
-    assert len(told.tokens) == len(told.text_offset) == len(told.token_logprobs) == len(ids) + max_tokens
-    assert (told.token_logprobs[0], told.top_logprobs[0]) == (None, None)
-    assert all(isinstance(value, float) for value in told.token_logprobs[1:])
+    reported: Any = choice.logprobs
+    assert len(reported.tokens) == len(reported.text_offset) == len(reported.token_logprobs) == len(ids) + max_tokens
+    assert (reported.token_logprobs[0], reported.top_logprobs[0]) == (None, None)
+    assert all(isinstance(value, float) for value in reported.token_logprobs[1:])
     for at in range(1, len(ids)):
         before = b"".join(map(tokenizer.token_bytes, ids[1:at]))
-        assert told.text_offset[at] == len(before.decode(errors="ignore"))
+        assert reported.text_offset[at] == len(before.decode(errors="ignore"))
     if max_tokens:
-        assert told.text_offset[len(ids)] == len(PROMPT)
+        assert reported.text_offset[len(ids)] == len(PROMPT)
     else:
         assert choice.text == PROMPT
     assert joined(await streamed(client, **asked)) | {"logprobs": None} == {
         "text": choice.text, "finish_reason": "length", "logprobs": None, "token_ids": [],
     }  # fmt: skip
-    assert joined(await streamed(client, **asked))["logprobs"] == json.loads(told.model_dump_json())
+    assert joined(await streamed(client, **asked))["logprobs"] == json.loads(reported.model_dump_json())
 
 
 async def test_prompt_logprobs_have_the_form_of_vllm(client: AsyncOpenAI, tokenizer: Tokenizer) -> None:
@@ -425,12 +425,12 @@ async def test_prompt_logprobs_have_the_form_of_vllm(client: AsyncOpenAI, tokeni
     for choice in whole.choices:
         check_prompt_logprobs(choice.prompt_logprobs, ids, tokenizer)  # type: ignore[attr-defined]
         assert choice.prompt_token_ids == list(ids)  # type: ignore[attr-defined]
-    said = await chat(client, extra_body=extra(prompt_logprobs=2, return_token_ids=True))
-    asked = said.prompt_token_ids  # type: ignore[attr-defined]
-    assert said.usage is not None
-    assert len(asked) == said.usage.prompt_tokens
-    check_prompt_logprobs(said.prompt_logprobs, asked, tokenizer)  # type: ignore[attr-defined]
-    assert beyond(said) == {"choices.stop_reason", "choices.token_ids", "prompt_logprobs", "prompt_token_ids"}
+    stated = await chat(client, extra_body=extra(prompt_logprobs=2, return_token_ids=True))
+    asked = stated.prompt_token_ids  # type: ignore[attr-defined]
+    assert stated.usage is not None
+    assert len(asked) == stated.usage.prompt_tokens
+    check_prompt_logprobs(stated.prompt_logprobs, asked, tokenizer)  # type: ignore[attr-defined]
+    assert beyond(stated) == {"choices.stop_reason", "choices.token_ids", "prompt_logprobs", "prompt_token_ids"}
 
 
 @pytest.mark.parametrize("more", [{}, {"echo": True}, {"echo": True, "logprobs": 0}])
@@ -457,10 +457,10 @@ async def test_prompt_logprobs_are_computed_once_unless_every_answer_echoes(
         check_prompt_logprobs(choice.prompt_logprobs, ids, tokenizer)  # type: ignore[attr-defined]
 
 
-def check_prompt_logprobs(told: Any, ids: Any, tokenizer: Tokenizer) -> None:
-    assert len(told) == len(ids)
-    assert told[0] is None
-    for token_id, entry in zip(ids[1:], told[1:], strict=True):
+def check_prompt_logprobs(reported: Any, ids: Any, tokenizer: Tokenizer) -> None:
+    assert len(reported) == len(ids)
+    assert reported[0] is None
+    for token_id, entry in zip(ids[1:], reported[1:], strict=True):
         own = entry[str(token_id)]
         assert set(own) == {"logprob", "rank", "decoded_token"}
         assert own["decoded_token"] == tokenizer.token_bytes(token_id).decode(errors="replace")
@@ -470,8 +470,8 @@ def check_prompt_logprobs(told: Any, ids: Any, tokenizer: Tokenizer) -> None:
 
 async def test_prompt_token_ids_are_sent_with_the_first_chunk_only(client: AsyncOpenAI, tokenizer: Tokenizer) -> None:
     parts = await streamed(client, extra_body=extra(return_token_ids=True))
-    told = [choice.get("prompt_token_ids") for part in parts for choice in part["choices"]]
-    assert told == [list(tokenizer.encode(PROMPT)), *[None] * (len(told) - 1)]
+    reported = [choice.get("prompt_token_ids") for part in parts for choice in part["choices"]]
+    assert reported == [list(tokenizer.encode(PROMPT)), *[None] * (len(reported) - 1)]
     chats = await chat_streamed(client, extra_body=extra(return_token_ids=True))
     beside = [(part.model_extra or {}).get("prompt_token_ids") for part in chats]
     assert beside[0]
@@ -524,19 +524,19 @@ async def test_the_last_message_can_be_continued_over_http(
     begun: Any = [*CHAT, {"role": "assistant", "content": "A device holds"}]
     more = extra(continue_final_message=True, return_token_ids=True)
     for asked in (more, {**more, "add_generation_prompt": False}):
-        said = await chat(client, messages=begun, extra_body=asked)
-        prompt = tokenizer.decode(said.prompt_token_ids, skip_special_tokens=False)  # type: ignore[attr-defined]
+        stated = await chat(client, messages=begun, extra_body=asked)
+        prompt = tokenizer.decode(stated.prompt_token_ids, skip_special_tokens=False)  # type: ignore[attr-defined]
         assert prompt.endswith("<|start|>assistant\nA device holds")
         assert prompt.count("<|begin|>") == 1
     open_ended = {"messages": begun, "continue_final_message": True}
-    told = (await served.http.post("/tokenize", json=open_ended)).json()["tokens"]
-    assert told == said.prompt_token_ids  # type: ignore[attr-defined]
+    reported = (await served.http.post("/tokenize", json=open_ended)).json()["tokens"]
+    assert reported == stated.prompt_token_ids  # type: ignore[attr-defined]
 
 
 async def test_both_names_of_the_token_limit_may_be_equal(client: AsyncOpenAI) -> None:
-    said = await chat(client, max_tokens=5, max_completion_tokens=5)
-    assert said.usage is not None
-    assert said.usage.completion_tokens == 5
+    stated = await chat(client, max_tokens=5, max_completion_tokens=5)
+    assert stated.usage is not None
+    assert stated.usage.completion_tokens == 5
 
 
 # Reasoning models
@@ -638,8 +638,8 @@ async def test_reasoning_can_be_omitted_and_its_effort_reaches_the_template(
         assert shown.usage is not None
         assert hidden.usage is not None
         assert shown.usage.completion_tokens == hidden.usage.completion_tokens
-        told = load_tokenizer(model_dir).decode(shown.prompt_token_ids)  # type: ignore[attr-defined]
-        assert told.endswith("low")
+        reported = load_tokenizer(model_dir).decode(shown.prompt_token_ids)  # type: ignore[attr-defined]
+        assert reported.endswith("low")
         parts = await chat_streamed(client, extra_body={"include_reasoning": False})
         assert not [delta for part in parts for delta in beyond(part) if "reasoning" in delta]
 

@@ -119,8 +119,8 @@ async def test_documented_ranges_and_defaults_are_those_of_the_checks(document: 
             least = fields[name].get("exclusiveMinimum" if row.above else "minimum")
             assert (least, fields[name].get("maximum")) == (row.lowest, row.highest), name
             if row.default is not None:
-                told = fields[name]["description"] if row.setting else json.dumps(fields[name]["default"])
-                assert told.endswith(json.dumps(row.default)), name
+                reported = fields[name]["description"] if row.setting else json.dumps(fields[name]["default"])
+                assert reported.endswith(json.dumps(row.default)), name
 
 
 async def test_request_schemas_have_every_field_with_its_default(document: dict[str, Any]) -> None:

@@ -135,9 +135,9 @@ async def test_a_request_is_a_span_with_its_usage_and_times(model_dir: Path, col
     assert (span.trace_id.hex(), span.parent_span_id.hex()) == (TRACE, PARENT)
     assert before <= span.start_time_unix_nano < span.end_time_unix_nano <= time.time_ns()
     assert span.status.code == Status.StatusCode.STATUS_CODE_UNSET
-    told = values(span.attributes)
-    seconds = {key: told.pop(key) for key in list(told) if key.startswith("gen_ai.latency.")}
-    assert told == {
+    reported = values(span.attributes)
+    seconds = {key: reported.pop(key) for key in list(reported) if key.startswith("gen_ai.latency.")}
+    assert reported == {
         "gen_ai.operation.name": "text_completion",
         "gen_ai.request.id": "mine",
         "gen_ai.request.model": MODEL,
@@ -211,16 +211,16 @@ async def test_an_unavailable_endpoint_loses_spans_and_logs_one_line(
     collector.status = 400
     with free_ports() as nobodys:
         for endpoint in (collector.endpoint, f"http://127.0.0.1:{nobodys}/v1/traces"):
-            told = ""
+            reported = ""
             async with traced(model_dir, endpoint) as served:
                 for _ in range(20):
                     answer = await served.http.post("/v1/completions", json={"prompt": "x", "max_tokens": 2})
                     assert answer.status_code == 200
-                while "traces cannot be sent" not in told:
+                while "traces cannot be sent" not in reported:
                     await asyncio.sleep(0.01)
-                    told += capsys.readouterr().err
-            told += capsys.readouterr().err
-            assert told.count("traces cannot be sent") == 1
+                    reported += capsys.readouterr().err
+            reported += capsys.readouterr().err
+            assert reported.count("traces cannot be sent") == 1
 
 
 async def test_shutdown_does_not_wait_for_a_slow_endpoint(model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -220,10 +220,10 @@ def test_logprobs_are_uniform_and_cover_the_prompt() -> None:
         events += engine.step()
     first, second = events
     assert [len(one.logprobs) for one in events] == [1, 1]
-    (told,) = second.logprobs
-    assert (told.token_id,) == second.token_ids
-    assert told.logprob == pytest.approx(-4.6151, abs=1e-4)
-    assert [logprob for _, logprob in told.top] == [told.logprob] * 2
+    (reported,) = second.logprobs
+    assert (reported.token_id,) == second.token_ids
+    assert reported.logprob == pytest.approx(-4.6151, abs=1e-4)
+    assert [logprob for _, logprob in reported.top] == [reported.logprob] * 2
     asked = request("r", 9)
     assert [one.token_id for one in first.prompt_logprobs] == list(asked.prompt_token_ids[1:])
 
@@ -455,7 +455,9 @@ def test_the_simulated_backend_serves_over_http(model: Path) -> None:
 def test_an_invalid_setting_is_refused_before_a_port_opens(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ["serve", str(model), "--backend", "simulated", "--override-neuron-config"]
     assert main([*arguments, '{"speed": 9}']) == 2
-    told = capsys.readouterr().err
-    assert "--override-neuron-config ($.overrideNeuronConfig.speed): the simulated backend has no such setting" in told
+    reported = capsys.readouterr().err
+    assert (
+        "--override-neuron-config ($.overrideNeuronConfig.speed): the simulated backend has no such setting" in reported
+    )
     assert main([*arguments, "{"]) == 2
     assert "is not JSON" in capsys.readouterr().err

@@ -83,9 +83,9 @@ def check(requests: list[Request], **limits: Any) -> int:
         (alone,), _ = answers([request])
         assert (got.tokens, got.reason) == (alone.tokens, alone.reason)
         assert same(got.logprobs, alone.logprobs)
-        told = request.sampling.prompt_logprobs is not None and len(request.prompt_token_ids) > 1
-        assert len(got.prompt_logprobs) == len(alone.prompt_logprobs) == told
-        if told:
+        reported = request.sampling.prompt_logprobs is not None and len(request.prompt_token_ids) > 1
+        assert len(got.prompt_logprobs) == len(alone.prompt_logprobs) == reported
+        if reported:
             assert [one.token_id for one in got.prompt_logprobs[0]] == list(request.prompt_token_ids[1:])
             assert same(got.prompt_logprobs[0], alone.prompt_logprobs[0])
     return preemptions
@@ -163,9 +163,9 @@ def test_prompt_logprobs_match_the_model_for_each_token_after_the_first(length: 
     prompt = tuple((5 * n + n * n) % VOCABULARY for n in range(length))
     params = Sampling(max_tokens=2, prompt_logprobs=3)
     (got,), _ = answers([Request("a", prompt, params)], max_step_tokens=8)
-    (told,) = got.prompt_logprobs or [()]
-    assert len(told) == length - 1
-    for position, one in enumerate(told):
+    (reported,) = got.prompt_logprobs or [()]
+    assert len(reported) == length - 1
+    for position, one in enumerate(reported):
         raw = TABLE[position % len(TABLE), prompt[position]].log_softmax(-1)
         assert one.token_id == prompt[position + 1]
         assert one.logprob == pytest.approx(float(raw[one.token_id]), abs=1e-5)

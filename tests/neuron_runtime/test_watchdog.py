@@ -226,6 +226,6 @@ def test_a_process_with_a_hung_step_is_ended_with_its_stack(
             if hangs.exists():  # earlier, a stalled machine could make a step take as long
                 child.kill_if_hung()
     assert "SIGABRT" in str(child.failure())
-    said = capfd.readouterr().err
-    assert "the engine process hangs" in said
-    assert "in collect" in said
+    stated = capfd.readouterr().err
+    assert "the engine process hangs" in stated
+    assert "in collect" in stated
