@@ -14,7 +14,7 @@ from neuron_operator.errors import InvalidSpec
 from neuron_operator.fields import as_json
 from neuron_operator.model import NeuronModel
 from neuron_operator.model_status import Status
-from neuron_operator.objects import name_of
+from neuron_operator.objects import is_owned, name_of
 from neuron_operator.reasons import Finding, Reason, met, unmet
 from neuron_operator.render import serving
 from neuron_operator.render.replicas import replicas
@@ -23,7 +23,7 @@ from neuron_operator.steps import STEPS, Known, Step, Walk, refusal_of, walk
 from neuron_operator.views import Observed, observe
 from neuron_operator.why.pods import UNEXPLAINED_SECONDS
 from neuron_operator.why.replicas import explain_replicas
-from neuron_operator.world import Decision, Need, Object, Settings, World
+from neuron_operator.world import Decision, Need, Object, Refusal, Refused, Settings, World
 
 RECHECK_SECONDS = 30.0
 """For causes that wake no pass: objects of other owners, rights, devices held by other pods, Events."""
@@ -85,48 +85,69 @@ def _set_course(world: World, observed: Observed, settings: Settings, steps: Seq
     except InvalidSpec as error:
         return Course((refusal_of(error),), served=observed.serving())
     wanted = revision.wanted(model, observed.revisions)
-    refusal = _refusal(world)
-    if refusal is not None:
-        served = wanted or observed.serving()
-        return Course((refusal,), wanted=wanted, served=served, num_wanted=model.spec.replicas)
     facts = wanted.pinned.facts if wanted else revision.known_facts(model, settings, observed.revisions)
     known = Known(model, settings, revision.next_number(observed.revisions), facts, wanted)
     done = walk(steps, known, observed)
     pinned = done.known.revision
     served = pinned if done.is_complete else observed.serving(besides=pinned)
+    desired = (
+        *((revision.to_object(model, pinned),) if pinned else ()),
+        *_permanent(model, settings),
+        *(_workload(model, observed, served) if served else ()),
+        *((done.job,) if done.job and not done.lost else ()),
+    )
+    is_settled = done.is_complete and not world.refusals
+    delete = (*_jobs_to_delete(observed, done), *(_unneeded(model, observed, pinned) if is_settled else ()))
     return Course(
-        findings=(ACCEPTED, *done.findings),
-        desired=(
-            *((revision.to_object(model, pinned),) if pinned else ()),
-            *_permanent(model, settings),
-            *(_workload(model, observed, served) if served else ()),
-            *((done.job,) if done.job and not done.lost else ()),
-        ),
-        delete=(*_jobs_to_delete(observed, done), *(_unneeded(model, observed, pinned) if done.is_complete else ())),
+        findings=(ACCEPTED, *_refusals(world), *done.findings),
+        desired=tuple(_independent(desired, world, observed)),
+        delete=tuple(_not_refused(delete, world)),
         wanted=pinned,
         served=served,
         num_wanted=model.spec.replicas,
     )
 
 
-def _refusal(world: World) -> Finding | None:
-    """The finding for what the API server refused in this pass."""
-    if world.forbidden:
-        refused = "; ".join(f"{kind}: {message}" for kind, message in sorted(world.forbidden))
-        return unmet("Accepted", Reason.OPERATOR_FORBIDDEN, f"the API server denied the operator a request: {refused}")
-    if world.taken:
-        taken = ", ".join(f"{kind} {name}" for kind, name in sorted(world.taken))
-        text = f"{taken} exists and does not belong to this model; delete or rename it, or rename the model"
-        return unmet("Accepted", Reason.NAME_CONFLICT, text)
-    if world.rejected:
-        rejected = "; ".join(f"{kind}: {message}" for kind, message in sorted(world.rejected))
-        text = f"the API server rejected an object; check spec.podTemplate: {rejected}"
-        return unmet("Accepted", Reason.INVALID_SPEC, text)
-    return None
+def _refusals(world: World) -> Iterator[Finding]:
+    """One finding for each kind of refusal of this pass; the last one is shown."""
+    found = {why: [refusal for refusal in world.refusals if refusal.why is why] for why in Refused}
+    if rejected := found[Refused.REJECTED]:
+        text = f"the API server rejected {_quoted(rejected)}; correct the fields that it names, or delete an object"
+        yield unmet("Accepted", Reason.INVALID_SPEC, f"{text} that was edited by hand")
+    if taken := found[Refused.TAKEN]:
+        listed = ", ".join(f"{refusal.kind} {refusal.name}" for refusal in taken)
+        verbs = "exists and does" if len(taken) == 1 else "exist and do"
+        cure = f"delete or rename {'it' if len(taken) == 1 else 'them'}, or rename the model"
+        yield unmet("Accepted", Reason.NAME_CONFLICT, f"{listed} {verbs} not belong to this model; {cure}")
+    if forbidden := found[Refused.FORBIDDEN]:
+        text = f"the API server denied the operator a request: {_quoted(forbidden)}"
+        yield unmet("Accepted", Reason.OPERATOR_FORBIDDEN, text)
+
+
+def _quoted(refusals: Sequence[Refusal]) -> str:
+    return "; ".join(f"{refusal.kind} {refusal.name}: {refusal.message}" for refusal in refusals)
+
+
+_NEEDED_BY_PODS = frozenset({"ControllerRevision", "ServiceAccount", "ConfigMap", "NetworkPolicy"})
+_MAKE_PODS = frozenset({"Deployment", "Job"})
+
+
+def _independent(desired: Sequence[Object], world: World, observed: Observed) -> Iterator[Object]:
+    """What can be written despite the refusals of this pass: no pods while an object that they need does not exist."""
+    existing = {(child.kind, child.name) for child in observed.children}
+    lacking = any(r.kind in _NEEDED_BY_PODS and (r.kind, r.name) not in existing for r in world.refusals)
+    for obj in _not_refused(desired, world):
+        if not (lacking and obj["kind"] in _MAKE_PODS):
+            yield obj
+
+
+def _not_refused(objects: Sequence[Object], world: World) -> Iterator[Object]:
+    refused = {(refusal.kind, refusal.name) for refusal in world.refusals}
+    return (obj for obj in objects if (obj["kind"], name_of(obj)) not in refused)
 
 
 def _permanent(model: NeuronModel, settings: Settings) -> tuple[Object, ...]:
-    """Objects that exist from the first pass on. The Service comes first: its name is the likeliest to be taken."""
+    """Objects that exist from the first pass on."""
     return (
         serving.service(model),
         serving.service_account(model),
@@ -144,24 +165,24 @@ def _workload(model: NeuronModel, observed: Observed, served: Revision) -> tuple
 
 
 def _jobs_to_delete(observed: Observed, done: Walk) -> Iterator[Object]:
-    """Running Jobs that no step waits for, and the Job that has to run again. Finished Jobs, and those that have left
-    their record, expire on their own."""
+    """Our running Jobs that no step waits for, and the Job that has to run again. Finished Jobs, and those that have
+    left their record, expire on their own."""
     needed = name_of(done.job)
     for job in observed.jobs.values():
         is_needed = job.name == needed or job.is_finished or observed.answers_of(job.name)
-        if job is done.lost or not is_needed:
+        if job is done.lost or (not is_needed and is_owned(job.live, observed.model.uid)):
             yield job.live
 
 
 def _unneeded(model: NeuronModel, observed: Observed, wanted: Revision | None) -> Iterator[Object]:
-    """Revisions that nothing needs any more, and their ConfigMaps."""
+    """Our revisions that nothing needs any more, and their ConfigMaps."""
     kept = _kept_revisions(observed, wanted)
     needed = {
         "ControllerRevision": {names.revision_name(model.name, known.name) for known in kept},
         "ConfigMap": {serving.config_name(model.name, known.pinned.config) for known in kept},
     }
     for child in observed.children:
-        if child.name not in needed.get(child.kind, {child.name}):
+        if is_owned(child.live, observed.model.uid) and child.name not in needed.get(child.kind, {child.name}):
             yield child.live
 
 
@@ -232,7 +253,7 @@ def _status(observed: Observed, course: Course, findings: Sequence[Finding]) -> 
 
 def _requeue_after(world: World, findings: Sequence[Finding], steps: Sequence[Step]) -> float | None:
     """When to run again although no watch event may come; None: watch events suffice."""
-    if world.taken or world.forbidden or any(finding.needs for finding in findings):
+    if world.refusals or any(finding.needs for finding in findings):
         return RECHECK_SECONDS
     silent = {Reason.LOADING, *(step.task.waiting.reason for step in steps if step.task)}
     starting = any(finding.reason in silent and finding.status == "False" for finding in findings)

@@ -131,6 +131,11 @@ def labels(model: str, component: str) -> dict[str, str]:
     }
 
 
+def owner_labels(model: str) -> dict[str, str]:
+    """The labels by which an object without an owner is recognised as this model's."""
+    return {MANAGED_BY_LABEL: MANAGER, MODEL_LABEL: model}
+
+
 def serving_selector(model: str) -> dict[str, str]:
     """Selects the leaders of all replicas, whatever their revision; immutable in the Deployment."""
     return {MODEL_LABEL: model, ROLE_LABEL: ROLE_LEADER}

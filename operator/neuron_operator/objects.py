@@ -37,6 +37,16 @@ def labels_of(value: Any) -> Mapping[str, str]:
     return found if isinstance(found, Mapping) else {}
 
 
+def is_owned(value: Any, uid: str) -> bool:
+    """Whether the object with this UID owns `value`."""
+    return any(text(owner, "uid") == uid for owner in items(value, "metadata", "ownerReferences"))
+
+
+def is_orphan(value: Any) -> bool:
+    """Whether `value` has no owner."""
+    return not items(value, "metadata", "ownerReferences")
+
+
 def whole(value: Any) -> int:
     """A non-negative integer, as a number or a string; else 0."""
     if isinstance(value, int) and not isinstance(value, bool):

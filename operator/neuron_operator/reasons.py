@@ -59,8 +59,9 @@ class Reason(StrEnum):
         "InvalidSpec",
         ("Accepted",),
         "A field is wrong; the message starts with its path. Also: `maxModelLength` exceeds the model's maximum, or "
-        "the API server refuses an object because of `podTemplate`",
-        "Edit the field",
+        "the API server rejects an object, which the message names",
+        "Edit the field; of a rejected object, what the message quotes, or delete an object that was edited by hand. "
+        "The operator retries every 30 s",
     )
     FIELD_NOT_SUPPORTED = Row(
         "FieldNotSupported",

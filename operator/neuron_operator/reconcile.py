@@ -14,8 +14,9 @@ import uuid
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from datetime import datetime
-from typing import Any
+from functools import partial
 
+from neuron_operator import names
 from neuron_operator.client import (
     EVENTS,
     NEURON_MODELS,
@@ -34,9 +35,10 @@ from neuron_operator.devices import OnDemand
 from neuron_operator.errors import ClusterFault
 from neuron_operator.metrics import Metrics
 from neuron_operator.names import API_VERSION, GROUP, KIND, MANAGER
+from neuron_operator.objects import is_orphan, is_owned, labels_of, name_of
 from neuron_operator.reflector import Caches, Key
 from neuron_operator.workqueue import WorkQueue
-from neuron_operator.world import Announcement, Decision, Need, Object, Settings, World
+from neuron_operator.world import Announcement, Decision, Need, Object, Refusal, Refused, Settings, World
 
 logger = logging.getLogger(__name__)
 
@@ -53,10 +55,9 @@ class Outcome:
 
 @dataclass
 class _Refused(Exception):
-    """A refused write that the next decision must see: `about` is added to the World's field `what`."""
+    """A refused write that the next decision must see."""
 
-    what: str
-    about: tuple[str, str]
+    refusal: Refusal
 
 
 class Reconciler:
@@ -100,13 +101,18 @@ class Reconciler:
                 for live in decision.delete:
                     await writes.delete(live)
             except _Refused as refused:
-                known: frozenset[tuple[str, str]] = getattr(world, refused.what)
-                logger.warning("%s/%s: %s: %s %s", *key, refused.what, *refused.about)
-                if refused.about not in known:
-                    # The caches contain what this pass wrote so far.
-                    refusals: dict[str, Any] = {refused.what: known | {refused.about}}
-                    world = replace(world, children=self._caches.children(key), pods=self._caches.pods(key), **refusals)
-                    continue
+                refusal = refused.refusal
+                logger.warning(
+                    "%s/%s: %s: %s %s %s", *key, refusal.why.value, refusal.kind, refusal.name, refusal.message
+                )
+                # The caches contain what this pass wrote so far. `decide` leaves out what was refused.
+                world = replace(
+                    world,
+                    children=self._caches.children(key),
+                    pods=self._caches.pods(key),
+                    refusals=(*world.refusals, refusal),
+                )
+                continue
             break
         if decision.status is not None and decision.status != body.get("status"):
             await writes.status(body, decision.status)
@@ -160,20 +166,21 @@ class _Writes:
     async def ensure(self, desired: Object, body: Object) -> None:
         """Create, or apply if the live object lacks something. Raises _Refused if the live object is not ours."""
         resource, metadata = resource_of(desired), desired["metadata"]
+        refusal = partial(Refusal, kind=resource.kind, name=metadata["name"])
         live = self._caches.find(resource, metadata["namespace"], metadata["name"])
         try:
             if live is None:
                 live = await self._create_or_look(resource, desired)
-            if not _is_owned(live, body):
-                raise _Refused("taken", (resource.kind, metadata["name"]))
+            if not _is_ours(live, body):
+                raise _Refused(refusal(Refused.TAKEN))
             if "deletionTimestamp" in live["metadata"] or not needs_apply(desired, live):
                 return  # the end of a deletion wakes us
             self.number += 1
             self._caches.observe_written(resource, await self._cluster.apply(resource, desired, live))
         except Forbidden as fault:
-            raise _Refused("forbidden", (resource.kind, str(fault))) from fault
+            raise _Refused(refusal(Refused.FORBIDDEN, message=str(fault))) from fault
         except Invalid as fault:
-            raise _Refused("rejected", (resource.kind, str(fault))) from fault
+            raise _Refused(refusal(Refused.REJECTED, message=str(fault))) from fault
 
     async def _create_or_look(self, resource: Resource, desired: Object) -> Object:
         self.number += 1
@@ -195,7 +202,7 @@ class _Writes:
         except (NotFound, Conflict) as gone:
             logger.debug("already deleted: %s", gone)
         except Forbidden as fault:
-            raise _Refused("forbidden", (resource.kind, str(fault))) from fault
+            raise _Refused(Refusal(Refused.FORBIDDEN, resource.kind, name_of(live), str(fault))) from fault
 
     async def status(self, body: Object, status: Object) -> None:
         self.number += 1
@@ -206,14 +213,19 @@ class _Writes:
         self._caches.observe_written(NEURON_MODELS, written)
 
 
-def _is_owned(live: Object, body: Object) -> bool:
-    """Raises Conflict (retriable) for a child of a deleted model of the same name, until it is garbage-collected."""
-    owners = live["metadata"].get("ownerReferences") or ()
-    if any(owner["uid"] == body["metadata"]["uid"] for owner in owners):
+def _is_ours(live: Object, body: Object) -> bool:
+    """Whether the model owns `live`, or nobody does and it has the operator's labels for this model: it is adopted.
+
+    Raises Conflict (retriable) for a child of a deleted model of the same name, until it is garbage-collected.
+    """
+    if is_owned(live, body["metadata"]["uid"]):
         return True
-    if any((owner["kind"], owner["name"]) == (KIND, body["metadata"]["name"]) for owner in owners):
-        name = live["metadata"]["name"]
-        raise Conflict(f"{live['kind']} {name} of a deleted {KIND} still exists", retriable=True, status=409)
+    name = name_of(body)
+    if is_orphan(live):
+        return names.owner_labels(name).items() <= labels_of(live).items()
+    if any((owner["kind"], owner["name"]) == (KIND, name) for owner in live["metadata"]["ownerReferences"]):
+        message = f"{live['kind']} {name_of(live)} of a deleted {KIND} still exists"
+        raise Conflict(message, retriable=True, status=409)
     return False
 
 

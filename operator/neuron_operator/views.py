@@ -11,7 +11,7 @@ from datetime import UTC, datetime, timedelta
 from typing import Any
 
 from neuron_operator import names, revision
-from neuron_operator.objects import dig, instant, items, labels_of, name_of, text, whole
+from neuron_operator.objects import dig, instant, is_orphan, is_owned, items, labels_of, name_of, text, whole
 from neuron_operator.records import Record, parse_record
 from neuron_operator.revision import Revision
 from neuron_operator.world import FreeDevices, Object, World
@@ -145,7 +145,7 @@ class ChildView:
 
 @dataclass(frozen=True)
 class Observed:
-    """The objects of one pass as views. Only children with this model's owner UID are included."""
+    """The objects of one pass as views. Children of other owners are left out."""
 
     model: ModelView
     children: tuple[ChildView, ...]
@@ -195,7 +195,7 @@ def observe(world: World) -> Observed:
     children = tuple(
         ChildView(text(child, "kind"), name_of(child), child)
         for child in world.children
-        if any(text(owner, "uid") == model.uid for owner in items(child, "metadata", "ownerReferences"))
+        if is_owned(child, model.uid) or is_orphan(child)
     )
     jobs = (_job(child.live) for child in children if child.kind == "Job")
     keepers = (revision.from_object(child.live) for child in children if child.kind == "ControllerRevision")

@@ -7,8 +7,8 @@ How the rim runs a pass:
 
 1. `decide`; if it `needs` facts that this pass has not read, read them and decide again.
 2. Apply `desired` in order, skipping objects that the live object already contains. A name owned by something else goes
-   into `taken`, a 403 into `forbidden`, a 422 into `rejected`: stop applying and decide again. A new pass starts with
-   these three empty, so that it notices repairs.
+   and a request that the API server refuses go into `refusals`: decide again, which leaves out that object and what
+   depends on it. A new pass starts with `refusals` empty, so that it notices repairs.
 3. Delete `delete` in the background, with the objects' UIDs as preconditions. Ignore 404 and 409.
 4. Write `status` if it differs from `body["status"]`; last, so that it never reports a step that did not happen.
 5. Create the Events in `announcements` if the status was written; run again within `requeue_after_seconds`.
@@ -59,6 +59,27 @@ class Need(Enum):
     """Events of this model's Jobs, ReplicaSets and pods."""
 
 
+class Refused(Enum):
+    """Why an object was not written."""
+
+    TAKEN = "taken"
+    """An object with this name exists and is not ours."""
+    FORBIDDEN = "forbidden"
+    """The API server answered 403."""
+    REJECTED = "rejected"
+    """The API server answered 400 or 422: the object is invalid, or a policy denies it."""
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """A write that did not happen."""
+
+    why: Refused
+    kind: str
+    name: str
+    message: str = ""
+
+
 @dataclass(frozen=True)
 class World:
     """Everything one pass over one NeuronModel may look at."""
@@ -71,12 +92,8 @@ class World:
     """Serving pods and Job pods of this model."""
     now: datetime
     """UTC, with time zone."""
-    taken: frozenset[tuple[str, str]] = frozenset()
-    """(kind, name) of objects that exist and are not ours by owner UID."""
-    forbidden: frozenset[tuple[str, str]] = frozenset()
-    """(kind, message) that the API server refused with 403."""
-    rejected: frozenset[tuple[str, str]] = frozenset()
-    """(kind, message) that the API server refused with 422: our object is invalid, usually because of podTemplate."""
+    refusals: tuple[Refusal, ...] = ()
+    """Of this pass."""
     free: FreeDevices | None = None
     """None: not read in this pass."""
     events: tuple[Object, ...] | None = None

@@ -185,6 +185,85 @@ async def test_a_foreign_service_of_the_same_name_is_not_changed(server: ApiServ
         await eventually(lambda: namespace.condition("Accepted")[0] == "True")
 
 
+async def test_all_taken_names_are_reported_at_once(server: ApiServer, namespace: Namespace) -> None:
+    metadata = {"name": "chat"}
+    foreign = (
+        {"apiVersion": "v1", "kind": "Service", "metadata": metadata, "spec": {"ports": [{"port": 1}]}},
+        {"apiVersion": "policy/v1", "kind": "PodDisruptionBudget", "metadata": metadata, "spec": {"maxUnavailable": 1}},
+    )
+    for obj in foreign:
+        server.call("POST", BY_KIND[str(obj["kind"])].path(namespace.name), obj)
+    async with client_of(server) as client, operating(client, only(namespace)):
+        namespace.put_model()
+        await eventually(lambda: "Service chat, PodDisruptionBudget chat exist" in message(namespace, "Accepted"))
+
+
+async def test_children_without_an_owner_are_adopted(server: ApiServer, namespace: Namespace) -> None:
+    """As after `kubectl delete --cascade=orphan` and a new model of the same name."""
+
+    def owners() -> dict[str, list[str]]:
+        found = (obj for resource in BY_KIND.values() for obj in namespace.list(resource))
+        return {
+            obj["metadata"]["name"]: [o["uid"] for o in obj["metadata"].get("ownerReferences", ())] for obj in found
+        }
+
+    async with client_of(server) as client, operating(client, only(namespace)):
+        namespace.put_model()
+        await namespace.settle()
+    before = namespace.children()
+    namespace.delete(NEURON_MODELS, "chat")
+    for kind, children in before.items():  # the garbage collector does this
+        for name in children:
+            namespace.patch(BY_KIND[kind], name, {"metadata": {"ownerReferences": None}})
+    assert set(map(tuple, owners().values())) == {()}
+    async with client_of(server) as client, operating(client, only(namespace)):
+        uid = namespace.put_model()["metadata"]["uid"]
+        await eventually(lambda: namespace.condition("UpToDate")[0] == "True", about=namespace.model)
+        jobs = before["Job"]
+        await eventually(lambda: all(own == [uid] for name, own in owners().items() if name not in jobs), about=owners)
+    assert namespace.children() == before
+
+
+async def test_a_rejected_child_does_not_stop_a_scale(server: ApiServer, namespace: Namespace) -> None:
+    async with client_of(server) as client, operating(client, only(namespace)):
+        namespace.put_model()
+        await namespace.settle()
+        edit = {"spec": {"maxUnavailable": None, "minAvailable": 1}}
+        namespace.patch(BY_KIND["PodDisruptionBudget"], "chat", edit)
+        await eventually(lambda: namespace.condition() == ("False", "InvalidSpec"))
+        assert "rejected PodDisruptionBudget chat: " in message(namespace, "Accepted")
+        namespace.put_model(replicas=3)
+        await eventually(lambda: namespace.get(BY_KIND["Deployment"], "chat")["spec"]["replicas"] == 3)
+        namespace.delete(BY_KIND["PodDisruptionBudget"], "chat")
+        await eventually(lambda: namespace.condition("Accepted")[0] == "True")
+
+
+async def test_a_rejected_object_is_tried_again_without_a_change(
+    server: ApiServer, namespace: Namespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("neuron_operator.decide.RECHECK_SECONDS", 1.0)
+    policy = {"kind": "Status", "code": 422, "reason": "Invalid", "message": "denied by policy no-budgets"}
+
+    denied: list[str] = []
+
+    def deny(request: web.Request) -> web.Response | None:
+        if request.method != "POST" or not request.path.endswith("/poddisruptionbudgets"):
+            return None
+        denied.append(request.path)
+        return web.json_response(policy, status=422)
+
+    async with proxying(server) as proxy, client_of(server, via=proxy.url) as client:
+        proxy.answer = deny
+        async with operating(client, only(namespace)):
+            namespace.put_model()
+            await eventually(lambda: "denied by policy no-budgets" in message(namespace, "Accepted"))
+            await asyncio.sleep(0.5)  # the pass that the written status wakes
+            tried = len(denied)
+            await eventually(lambda: len(denied) > tried + 2)
+            proxy.answer = lambda request: None
+            await eventually(lambda: namespace.condition("Accepted")[0] == "True")
+
+
 async def test_a_recreated_model_waits_for_the_deletion_of_its_predecessors_children(
     server: ApiServer, namespace: Namespace
 ) -> None:

@@ -34,9 +34,9 @@ from helpers.operator_worlds import (
     stored,
 )
 from neuron_operator import names
-from neuron_operator.decide import decide
+from neuron_operator.decide import RECHECK_SECONDS, decide
 from neuron_operator.revision import from_object
-from neuron_operator.world import Decision, FreeDevices, Need, Object, World
+from neuron_operator.world import Decision, FreeDevices, Need, Object, Refusal, Refused, World
 
 KINDS_BEFORE = ["Service", "ServiceAccount", "PodDisruptionBudget", "NetworkPolicy"]
 
@@ -308,21 +308,46 @@ def test_a_deleted_model_is_left_to_garbage_collection() -> None:
 @pytest.mark.parametrize(
     ("refused", "reason", "says"),
     [
-        ({"taken": frozenset({("Service", "chat")})}, "NameConflict", "Service chat"),
-        ({"forbidden": frozenset({("Deployment", "cannot create")})}, "OperatorForbidden", "cannot create"),
-        ({"rejected": frozenset({("Deployment", "spec.x: Invalid value")})}, "InvalidSpec", "spec.x"),
+        (Refusal(Refused.TAKEN, "Service", "chat"), "NameConflict", "Service chat exists"),
+        (Refusal(Refused.FORBIDDEN, "Deployment", "chat", "no create"), "OperatorForbidden", "chat: no create"),
+        (Refusal(Refused.REJECTED, "Deployment", "chat", "spec.x: Invalid"), "InvalidSpec", "Deployment chat: spec.x"),
     ],
 )
-def test_a_refusal_by_the_api_server_is_reported_and_stops_further_writes(
-    refused: dict[str, Any], reason: str, says: str
-) -> None:
-    world, _ = resolved_world()
-    decision = decide(replace(with_ready_pods(world), **refused), SETTINGS)
-    assert (decision.desired, decision.delete) == ((), ())
+def test_a_refusal_is_shown_and_everything_else_is_written(refused: Refusal, reason: str, says: str) -> None:
+    world, before = resolved_world()
+    decision = decide(replace(with_ready_pods(world), refusals=(refused,)), SETTINGS)
+    assert list(decision.desired) == [obj for obj in before.desired if obj["kind"] != refused.kind]
     assert condition(decision.status, "Ready")["reason"] == reason
     assert says in condition(decision.status, "Ready")["message"]
     assert condition(decision.status, "Available")["status"] == "True"
-    assert (decision.requeue_after_seconds is not None) == (reason != "InvalidSpec")
+    assert decision.requeue_after_seconds == RECHECK_SECONDS
+
+
+@pytest.mark.parametrize("kind", ["ServiceAccount", "ConfigMap", "NetworkPolicy", "ControllerRevision"])
+def test_no_pods_are_made_while_an_object_that_they_need_cannot_be_created(kind: str) -> None:
+    world, before = resolved_world()
+    refused = Refusal(Refused.FORBIDDEN, kind, find(before.desired, kind)["metadata"]["name"], "denied")
+    existing = decide(replace(world, refusals=(refused,)), SETTINGS)
+    assert "Deployment" in {obj["kind"] for obj in existing.desired}
+    others = tuple(child for child in world.children if child["metadata"]["name"] != refused.name)
+    missing = decide(replace(world, children=others, refusals=(refused,)), SETTINGS)
+    assert {"Deployment", "Job", kind}.isdisjoint(obj["kind"] for obj in missing.desired)
+    assert "Service" in {obj["kind"] for obj in missing.desired}
+
+
+def test_all_name_conflicts_are_named_at_once() -> None:
+    refusals = tuple(Refusal(Refused.TAKEN, kind, "chat") for kind in ("Service", "NetworkPolicy"))
+    status = decide(replace(fresh(), refusals=refusals), SETTINGS).status
+    assert condition(status, "Ready")["message"].startswith("Service chat, NetworkPolicy chat exist and do not belong")
+
+
+def test_children_without_an_owner_are_read_and_written_but_not_pruned() -> None:
+    world, before = resolved_world()
+    orphans = tuple({**c, "metadata": {**c["metadata"], "ownerReferences": []}} for c in world.children)
+    unused = {**find(orphans, "ConfigMap"), "metadata": {**find(orphans, "ConfigMap")["metadata"], "name": "unused"}}
+    decision = decide(replace(world, children=(*orphans, unused)), SETTINGS)
+    assert decision.desired == before.desired
+    assert decision.delete == ()
 
 
 def test_a_labelled_child_of_another_owner_is_neither_read_nor_deleted() -> None:
