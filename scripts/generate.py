@@ -63,6 +63,7 @@ TARGETS = (
     Target("docs/offline.md", partial(names, Surface.SAMPLING_PARAMS, has_effect=True), "refused parameters"),
     Target("docs/runtime.md", runtime_tables.command_flags, "flags of serve"),
     Target("docs/runtime.md", runtime_tables.refused_flags, "refused flags"),
+    Target("docs/runtime.md", runtime_tables.ignored_flags, "flags without effect"),
     Target("docs/runtime.md", runtime_tables.document_keys, "keys of the document"),
     Target("docs/metrics.md", model_metrics, "metrics of a model"),
     Target("docs/server.md", runtime_tables.server_keys, "keys of the server"),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import textwrap
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from markdown_table import table
@@ -24,7 +24,7 @@ def refused(where: Surface, title: str, spelled: Callable[[Any], str]) -> str:
     return table(
         (title, "Accepted values"),
         (
-            (f"`{row.name}`{_cure(row)}", ", ".join(f"`{spelled(value)}`" for value in row.neutral))
+            (f"`{row.name}`{cure(row)}", ", ".join(f"`{spelled(value)}`" for value in row.neutral))
             for row in rows(where)
             if row.has_effect
         ),
@@ -97,9 +97,12 @@ def _sampling() -> Iterator[tuple[str, Parameter]]:
 
 def names(where: Surface, *, has_effect: bool) -> str:
     """The names of one surface as a paragraph."""
-    found = ", ".join(f"`{row.name}`" for row in rows(where) if row.has_effect is has_effect)
-    return textwrap.fill(found, 120, break_long_words=False, break_on_hyphens=False)
+    return paragraph(f"`{row.name}`" for row in rows(where) if row.has_effect is has_effect)
 
 
-def _cure(row: Row) -> str:
+def paragraph(words: Iterable[str]) -> str:
+    return textwrap.fill(", ".join(words), 120, break_long_words=False, break_on_hyphens=False)
+
+
+def cure(row: Row) -> str:
     return "" if row.cure == LEAVE_OUT else f" ({row.cure})"

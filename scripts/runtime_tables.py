@@ -15,6 +15,7 @@ from neuron_runtime import not_built
 from neuron_runtime.arguments import BY_ARGUMENT, FIELDS, LLM_ARGUMENTS
 from neuron_runtime.commands import serve
 from neuron_runtime.flags import Field
+from request_tables import cure, paragraph
 
 
 def command_flags() -> str:
@@ -28,8 +29,19 @@ def command_flags() -> str:
 
 
 def refused_flags() -> str:
-    rows = not_built.rows(not_built.Surface.FLAG)
-    return table(("Flag", "Accepted values"), ((f"`{serve.flag_of(row)}`", _texts(row.neutral)) for row in rows))
+    """The flags of vLLM that are refused, with the values that are accepted."""
+    rows = (row for row in not_built.rows(not_built.Surface.FLAG) if row.has_effect)
+    return table(("Flag", "Accepted values"), ((f"`{serve.flag_of(row)}`{cure(row)}", _accepted(row)) for row in rows))
+
+
+def ignored_flags() -> str:
+    """The flags of vLLM that are accepted without effect, as a paragraph."""
+    rows = (row for row in not_built.rows(not_built.Surface.FLAG) if not row.has_effect)
+    return paragraph(f"`{serve.flag_of(row)}`" for row in rows)
+
+
+def _accepted(row: not_built.Row) -> str:
+    return f"`--no-{serve.flag_of(row)[2:]}`" if row.is_switch else _texts(row.neutral)
 
 
 def document_keys() -> str:

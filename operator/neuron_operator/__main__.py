@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from importlib.metadata import version
 
 USAGE = """usage: neuron-operator COMMAND [flags]
 
@@ -11,6 +12,7 @@ USAGE = """usage: neuron-operator COMMAND [flags]
   local -f FILE    serve a manifest on this machine, without a cluster
   local --demo     the same with the demo model
   crd              print the CustomResourceDefinition, for `kubectl apply --server-side -f -`
+  --version        print the version
 
 `neuron-operator COMMAND --help` lists the flags."""
 
@@ -31,6 +33,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             from neuron_operator import schema  # noqa: PLC0415
 
             print(schema.to_yaml(), end="")
+            return 0
+        case ["--version"]:
+            print(f"neuron-operator {version('neuron-serving')}")
             return 0
         case ["-h" | "--help" | "help"]:
             print(USAGE)

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Sequence
 from importlib.metadata import version
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from neuron_runtime import record
 from neuron_runtime.bench import command as bench
@@ -28,6 +28,15 @@ COMMANDS = {
 
 class Parser(argparse.ArgumentParser):
     """Reports errors in one line; argparse prints the usage first."""
+
+    def parse_known_args(  # type: ignore[override]  # overloaded there, by the type of the namespace
+        self, args: Sequence[str] | None = None, namespace: Any = None
+    ) -> tuple[Any, list[str]]:
+        """Each command refuses its own unknown arguments; argparse leaves them to the outermost parser."""
+        options, unknown = super().parse_known_args(args, namespace)
+        if unknown:
+            self.error(f"unrecognized arguments: {' '.join(unknown)}")
+        return options, unknown
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"{self.prog}: {message} (see {self.prog} --help)\n")

@@ -6,9 +6,10 @@ that are not in the table are left to the caller.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from enum import Flag, auto
+from types import MappingProxyType
 from typing import Any
 
 from neuron_runtime.errors import InvalidConfig, InvalidRequest, ServingError
@@ -46,6 +47,7 @@ class Row:
     neutral: values besides None that have no effect and are accepted.
     cure: what the user should do instead.
     has_effect: False if no value can change an answer here; all values are accepted.
+    unless: another field; where that is "none", all values of this one are accepted.
     """
 
     name: str
@@ -53,6 +55,12 @@ class Row:
     neutral: tuple[Any, ...] = ()
     cure: str = LEAVE_OUT
     has_effect: bool = True
+    unless: str = ""
+
+    @property
+    def is_switch(self) -> bool:
+        """Whether a flag takes no value."""
+        return any(isinstance(value, bool) for value in self.neutral)
 
     def accepts(self, value: Any) -> bool:
         """Whether the value is served."""
@@ -64,10 +72,11 @@ def is_neutral(value: Any, neutral: Iterable[Any]) -> bool:
     return value is None or any(value == one and isinstance(value, bool) == isinstance(one, bool) for one in neutral)
 
 
-_BODY, _PARAMS, _LLM, _MESSAGE = Surface.BODY, Surface.SAMPLING_PARAMS, Surface.LLM, Surface.MESSAGE
+_BODY, _PARAMS, _MESSAGE, _FLAG = Surface.BODY, Surface.SAMPLING_PARAMS, Surface.MESSAGE, Surface.FLAG
+_LLM = Surface.LLM | _FLAG
 
 ROWS = (
-    Row("additional_config", Surface.FLAG, ({},)),
+    Row("additional_config", _FLAG, ({},)),
     Row("audio", _BODY),
     Row("audio", _MESSAGE, ([],)),
     Row("chat_template", _BODY, cure="set the server's flag --chat-template instead"),
@@ -75,9 +84,12 @@ ROWS = (
     Row("cpu_offload_gb", _LLM, (0,)),
     Row("data_parallel_size", _LLM, (1,)),
     Row("detokenize", _PARAMS, (True,)),
+    Row("device", _FLAG, ("auto",), cure="set --backend instead"),
     Row("disable_sliding_window", _LLM, (False,)),
     Row("documents", _BODY, ([],)),
+    Row("download_dir", _FLAG, cure="set --weights-dir instead"),
     Row("early_stopping", _PARAMS, (False,)),
+    Row("enable_auto_tool_choice", _FLAG, (False,)),
     Row("enable_lora", _LLM, (False,)),
     Row("enable_prompt_embeds", _LLM, (False,)),
     Row("enable_sleep_mode", _LLM, (False,)),
@@ -85,7 +97,7 @@ ROWS = (
     Row("function", Surface.ROLE, cure="leave such messages out"),
     Row("function_call", _BODY, ("none", "auto")),
     Row("function_call", _MESSAGE, ([],)),
-    Row("functions", _BODY, ([],)),
+    Row("functions", _BODY, ([],), 'leave it out, or send "function_call": "none"', unless="function_call"),
     Row("guided_choice", _BODY),
     Row("guided_decoding", _PARAMS),
     Row("guided_grammar", _BODY),
@@ -119,52 +131,66 @@ ROWS = (
     Row("refusal", _MESSAGE),
     Row("repetition_detection", _BODY),
     Row("response_format", _BODY, ({"type": "text"},)),
+    Row("revision", _FLAG, cure="write it behind the model: org/name@revision"),
+    Row("root_path", _FLAG, ("",)),
     Row("rope_scaling", _LLM, ({},)),
     Row("rope_theta", _LLM),
     Row("runner", _LLM, ("auto", "generate")),
     Row("s3", Surface.SCHEME, cure="use hf://org/name[@revision] or file:///absolute/path"),
+    Row("seed", _FLAG, cure="set `seed` in requests instead"),
     Row("skip_tokenizer_init", _LLM, (False,)),
     Row("spaces_between_special_tokens", _BODY | _PARAMS, (True,)),
     Row("speculative_config", _LLM, ({},)),
     Row("speculative_draft_tensor_parallel_size", _LLM),
     Row("speculative_max_model_len", _LLM),
     Row("speculative_model", _LLM, cure="leave it out, it does not change answers"),
+    Row("ssl_certfile", _FLAG, cure="put a proxy in front that ends TLS"),
+    Row("ssl_keyfile", _FLAG, cure="put a proxy in front that ends TLS"),
     Row("structured_outputs", _BODY | _PARAMS),
     Row("suffix", _BODY, ("",)),
     Row("task", _LLM, ("auto", "generate")),
-    Row("tensor_parallel_size", _LLM | Surface.FLAG, (1,), cure="leave it out, the torch backend has one rank"),
+    Row("tensor_parallel_size", _LLM, (1,), cure="leave it out, the torch backend has one rank"),
     Row("thinking_token_budget", _BODY),
     Row("tokenizer", _LLM),
     Row("tokenizer_mode", _LLM, ("auto",)),
     Row("tokenizer_revision", _LLM),
     Row("tool", Surface.ROLE, cure="leave such messages out"),
+    Row("tool_call_parser", _FLAG),
     Row("tool_call_id", _MESSAGE),
     Row("tool_calls", _MESSAGE, ([],)),
     Row("tool_choice", _BODY, ("none", "auto")),
-    Row("tools", _BODY, ([],)),
+    Row("tools", _BODY, ([],), 'leave it out, or send "tool_choice": "none"', unless="tool_choice"),
     Row("typical_p", Surface.GENERATION_CONFIG, (1,)),
     Row("use_beam_search", _BODY | _PARAMS, (False,)),
-    Row("verbosity", _BODY, ("medium",)),
     Row("vllm_xargs", _BODY, ({},)),
     Row("web_search_options", _BODY),
-    # Metadata of the caller.
+    # Metadata of the caller, and what clients set for every model.
     *(
         Row(name, _BODY, has_effect=False)
         for name in (
             *("metadata", "prompt_cache_key", "prompt_cache_options", "prompt_cache_retention", "request_id"),
-            *("safety_identifier", "service_tier", "store", "user"),
+            *("safety_identifier", "service_tier", "store", "user", "verbosity"),
         )
     ),
-    # Settings of GPUs or of vLLM's internals.
+    # Settings of GPUs or of vLLM's internals: values, then switches.
     *(
         Row(name, _LLM, has_effect=False)
         for name in (
-            *("compilation_config", "disable_async_output_proc", "disable_custom_all_reduce"),
-            *("disable_log_stats", "distributed_executor_backend", "enforce_eager", "gpu_memory_utilization"),
+            *("compilation_config", "distributed_executor_backend", "gpu_memory_utilization"),
             *("max_parallel_loading_workers", "max_seq_len_to_capture", "preemption_mode", "scheduling_policy"),
-            *("swap_space", "trust_remote_code", "use_v2_block_manager", "worker_use_ray"),
+            "swap_space",
         )
     ),
+    *(
+        Row(name, _LLM, (False,), has_effect=False)
+        for name in (
+            *("disable_async_output_proc", "disable_custom_all_reduce", "disable_log_stats", "enforce_eager"),
+            *("trust_remote_code", "use_v2_block_manager", "worker_use_ray"),
+        )
+    ),
+    Row("disable_log_requests", _FLAG, (False,), has_effect=False),
+    Row("enable_server_load_tracking", _FLAG, (False,), has_effect=False),
+    Row("uvicorn_log_level", _FLAG, has_effect=False),
 )
 
 _ROWS: dict[str, dict[Surface, Row]] = {}
@@ -183,12 +209,15 @@ def rows(where: Surface) -> list[Row]:
     return [row for row in ROWS if where in row.where]
 
 
-def refuse(where: Surface, name: str, value: Any, at: str | None = None) -> bool:
+def refuse(
+    where: Surface, name: str, value: Any, at: str | None = None, others: Mapping[str, Any] = MappingProxyType({})
+) -> bool:
     """Refuse a value that is not supported yet.
 
     Args:
         value: the given value; the whole URI for a scheme.
         at: name of the field in the error; default: `name`.
+        others: the fields beside it.
 
     Returns:
         Whether the table has the name; the value is then neutral or has no effect.
@@ -199,7 +228,7 @@ def refuse(where: Surface, name: str, value: Any, at: str | None = None) -> bool
     """
     found = _ROWS.get(name)
     row = None if found is None else found.get(where)
-    if row is not None and not row.accepts(value):
+    if row is not None and not row.accepts(value) and others.get(row.unless) != "none":
         at = name if at is None else at
         subject = _SUBJECTS.get(where, "`{at}`").format(name=name, value=value, at=at)
         raise _error(where, at, f"{subject} is not supported yet: {row.cure}")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from importlib.metadata import version
+
 import pytest
 
 from neuron_operator.__main__ import main
@@ -32,3 +34,8 @@ def test_a_missing_cluster_ends_with_code_1_and_a_remedy(
     assert main(["run", "--runtime-image", "x", "--kubeconfig", "/does/not/exist"]) == 1
     (line,) = capsys.readouterr().err.splitlines()
     assert line == ("neuron-operator: no kubeconfig at /does/not/exist; set KUBECONFIG or pass --kubeconfig")
+
+
+def test_the_version_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--version"]) == 0
+    assert capsys.readouterr().out == f"neuron-operator {version('neuron-serving')}\n"

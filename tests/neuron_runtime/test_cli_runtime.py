@@ -18,6 +18,7 @@ from neuron_runtime.arguments import model_uri
 from neuron_runtime.commands.serve import configuration
 from neuron_runtime.config import RuntimeConfig
 from neuron_runtime.errors import InvalidConfig
+from neuron_runtime.not_built import Row, Surface, rows
 
 
 def config_of(*arguments: str) -> RuntimeConfig:
@@ -97,6 +98,44 @@ def test_unsupported_flags_are_refused_by_name(
     error = capsys.readouterr().err
     assert f"{flag}: {says}" in error
     assert error.count("\n") == 1
+
+
+LLM_ROWS = rows(Surface.LLM)
+
+
+@pytest.mark.parametrize("row", LLM_ROWS, ids=lambda row: row.name)
+def test_serve_takes_the_arguments_of_llm_as_flags(row: Row, capsys: pytest.CaptureFixture[str]) -> None:
+    flag = f"--{row.name.replace('_', '-')}"
+    assert main(["serve", *([flag] if row.is_switch else [flag, "17"]), "a/m", "--dtype", "int7"]) == 2
+    error = capsys.readouterr().err
+    if row.has_effect:
+        assert f"{flag}: {'True' if row.is_switch else 17} is not supported yet: {row.cure}" in error
+    else:
+        assert f"{flag} has no effect here: leave it out\n" in error
+        assert "--dtype ($.dtype): Invalid enum value" in error
+
+
+def test_switches_of_vllm_can_be_turned_off(capsys: pytest.CaptureFixture[str]) -> None:
+    config_of("--no-enable-lora", "a/m", "--no-enable-auto-tool-choice")
+    assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize(
+    ("arguments", "see"),
+    [
+        (["serve", "a/m", "--unknown-flag", "5"], "neuron-runtime serve --help"),
+        (["bench", "simulate", "--unknown-flag"], "neuron-runtime bench simulate --help"),
+    ],
+)
+def test_an_unknown_flag_points_to_the_help_of_its_command(
+    arguments: list[str], see: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(arguments)
+    assert ended.value.code == 2
+    error = capsys.readouterr().err
+    assert "unrecognized arguments: --unknown-flag" in error
+    assert f"(see {see})" in error
 
 
 def test_neutral_values_of_unsupported_flags_are_accepted() -> None:

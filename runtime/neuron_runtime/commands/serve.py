@@ -11,6 +11,7 @@ import os
 import time
 from contextlib import nullcontext
 from pathlib import Path
+from typing import Any
 
 from neuron_runtime import not_built, record
 from neuron_runtime.arguments import BY_ARGUMENT, FLAG_NAMES, config_of, default_weights_dir, model_uri, naming
@@ -65,7 +66,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     model = parser.add_argument_group("model flags (not together with --config)")
     add_flags(model, (field for field in fields if not field.path.startswith("server.")))
     for row in not_built.rows(Surface.FLAG):
-        model.add_argument(flag_of(row), type=json_or_text, help=argparse.SUPPRESS)
+        form: dict[str, Any] = {"action": argparse.BooleanOptionalAction} if row.is_switch else {"type": json_or_text}
+        model.add_argument(flag_of(row), help=argparse.SUPPRESS, **form)
     server = parser.add_argument_group("server flags (not together with --config)")
     add_flags(server, (field for field in fields if field.path.startswith("server.")))
     server.add_argument(
@@ -109,7 +111,10 @@ def run(options: argparse.Namespace, began: float) -> record.Record:
 def configuration(options: argparse.Namespace) -> RuntimeConfig:
     """The document from `--config` or from flags. Raises InvalidConfig with the flag."""
     for row in not_built.rows(Surface.FLAG):
-        not_built.refuse(Surface.FLAG, row.name, getattr(options, row.name), at=flag_of(row))
+        value = getattr(options, row.name)
+        not_built.refuse(Surface.FLAG, row.name, value, at=flag_of(row))
+        if value is not None and not row.has_effect:
+            say(f"{flag_of(row)} has no effect here: leave it out")
     given = {name: value for name in BY_ARGUMENT if (value := getattr(options, name)) is not None}
     if options.config is not None:
         if options.model is not None or given:
