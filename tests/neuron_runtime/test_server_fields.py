@@ -36,7 +36,7 @@ SAMPLES: dict[str, Any] = {
     "truncate_prompt_tokens": 4, "prompt_logprobs": 1, "return_token_ids": True, "return_tokens_as_token_ids": True,
     "cache_salt": "salt", "echo": True, "best_of": 1, "add_generation_prompt": False,
     "chat_template_kwargs": {"a": [1]}, "continue_final_message": True, "max_completion_tokens": 3,
-    "include_reasoning": False,
+    "include_reasoning": False, "reasoning_effort": "low",
 }  # fmt: skip
 """A supported value of every field."""
 
@@ -50,9 +50,6 @@ TOGETHER: dict[str, dict[str, Any]] = {
 OWN: dict[tuple[str, str], Any] = {(COMPLETIONS, "logprobs"): 2, (CHATS, "logprobs"): True}
 """Fields of both endpoints with different meanings."""
 
-TEMPLATES = {"reasoning_effort": "low"}
-"""Fields that only some templates use; covered by the tests of reasoning models."""
-
 ASKS: dict[str, Any] = {
     "audio": {}, "chat_template": "x", "documents": [{}], "function_call": {"name": "f"}, "functions": [{}],
     "guided_choice": ["a"], "guided_grammar": "g", "guided_json": {}, "guided_regex": "r", "kv_transfer_params": {},
@@ -60,7 +57,7 @@ ASKS: dict[str, Any] = {
     "moderation": {}, "parallel_tool_calls": 1, "prediction": {}, "prompt_embeds": "e", "repetition_detection": {},
     "response_format": {"type": "json_object"}, "spaces_between_special_tokens": False, "structured_outputs": {},
     "suffix": "s", "thinking_token_budget": 5, "tool_choice": "required", "tools": [{}], "use_beam_search": True,
-    "verbosity": "low", "vllm_xargs": {"a": 1}, "web_search_options": {},
+    "vllm_xargs": {"a": 1}, "web_search_options": {},
 }  # fmt: skip
 """A value with an effect for every unsupported field."""
 
@@ -84,16 +81,14 @@ def refused_for(answer: httpx.Response) -> Any:
 @pytest.mark.parametrize("path", BODIES)
 async def test_every_field_of_an_endpoint_is_supported(served: Serving, path: str) -> None:
     fields = set(BODIES[path][0].__struct_fields__)
-    known = {*SAMPLES, *TOGETHER, *TEMPLATES, *(name for where, name in OWN if where == path)}
+    known = {*SAMPLES, *TOGETHER, *(name for where, name in OWN if where == path)}
     assert fields <= known
-    for name in sorted(fields - TEMPLATES.keys()):
+    for name in sorted(fields):
         asked = TOGETHER.get(name) or {name: OWN.get((path, name), SAMPLES.get(name))}
         answer = await post(served, path, **asked)
         assert answer.status_code == 200, (asked, answer.text)
         if name not in {"prompt", "messages"}:
             assert (await post(served, path, **{name: None})).status_code == 200, name
-    for name in fields & TEMPLATES.keys():
-        assert refused_for(await post(served, path, **{name: TEMPLATES[name]})) == name
 
 
 async def test_a_field_of_the_other_endpoint_is_refused_unless_neutral(served: Serving) -> None:
@@ -102,7 +97,7 @@ async def test_a_field_of_the_other_endpoint_is_refused_unless_neutral(served: S
         assert strange
         for name in strange:
             neutral = parameters_of(BODIES[other][0])[name].neutral
-            value = {**SAMPLES, **TEMPLATES, "top_logprobs": 2, "echo": True, "best_of": 2}[name]
+            value = {**SAMPLES, "top_logprobs": 2, "echo": True, "best_of": 2}[name]
             if value not in neutral:
                 assert refused_for(await post(served, path, **{name: value})) == name
             for passes in (None, *neutral):

@@ -169,6 +169,33 @@ async def test_the_same_seed_repeats_the_answer_and_choices_differ(served: Servi
     assert first["choices"][0]["text"] != first["choices"][1]["text"]
 
 
+TOOLS = {"tools": [{"type": "function", "function": {"name": "f"}}]}
+FUNCTIONS = {"functions": [{"name": "f"}]}
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        {**TOOLS, "tool_choice": "none"},
+        {**FUNCTIONS, "function_call": "none"},
+        {"reasoning_effort": "low", "verbosity": "low"},
+    ],
+    ids="+".join,
+)
+async def test_what_cannot_change_an_answer_is_accepted(served: Serving, body: dict[str, Any]) -> None:
+    chat = {"messages": CHAT, "max_tokens": 8, "temperature": 0}
+    plain, answer = [(await served.http.post("/v1/chat/completions", json=chat | more)).json() for more in ({}, body)]
+    assert answer["choices"] == plain["choices"]
+
+
+async def test_a_forced_tool_is_refused_by_one_error(served: Serving) -> None:
+    forced = {"type": "function", "function": {"name": "f"}}
+    error = await refused(served, "/v1/chat/completions", **TOOLS, tool_choice=forced)
+    assert error["param"] == "tools"
+    for name in ("tools", "tool_choice"):
+        assert f"`{name}` is not supported yet: leave it out" in error["message"]
+
+
 async def test_neutral_values_of_unsupported_fields_are_accepted(served: Serving) -> None:
     neutral = {
         "frequency_penalty": 0.0, "presence_penalty": 0, "repetition_penalty": 1.0, "logit_bias": {}, "logprobs": None,
@@ -335,7 +362,6 @@ BAD_CHATS: list[tuple[dict[str, Any], str, str]] = [
     ({"messages": [{"role": "assistant", "function_call": {}}]}, "messages[0].function_call", "not supported yet"),
     ({"messages": [{"role": "assistant", "audio": {"id": "a"}}]}, "messages[0].audio", "not supported yet"),
     ({"continue_final_message": True, "add_generation_prompt": True}, "continue_final_message", "cannot be combined"),
-    ({"reasoning_effort": "low"}, "reasoning_effort", "does not use `reasoning_effort`"),
     ({"top_logprobs": 2}, "top_logprobs", "needs `logprobs: true`"),
     ({"top_logprobs": 6, "logprobs": True}, "top_logprobs", "at most 5, got 6"),
     ({"logprobs": 3}, "logprobs", "Expected `bool"),

@@ -147,7 +147,9 @@ class ChatBody(Generate, kw_only=True):
     add_generation_prompt: AddGenerationPrompt = None
     continue_final_message: ContinueFinalMessage = None
     chat_template_kwargs: TemplateVariables = None
-    reasoning_effort: Annotated[str | None, "Variable for the template; refused if the template does not use it"] = None
+    reasoning_effort: Annotated[
+        str | None, "Variable for the template; without effect if the template does not use it"
+    ] = None
     max_completion_tokens: Annotated[
         int | None, "Newer name of `max_tokens`; if both are set, they must be equal", Parameter(ON_TOKENS, lowest=1)
     ] = None
@@ -199,17 +201,21 @@ def typed(fields: Mapping[str, Any], body_type: type[Body], *, ignores_unknown: 
         ignores_unknown: ignore unknown fields, as OpenAI's clients expect; otherwise refuse them.
 
     Raises:
-        InvalidRequest: names the field that is invalid or not supported.
+        InvalidRequest: names the field that is invalid, or all fields that are not supported.
     """
     known = body_type.__struct_fields__
-    given = {}
+    given = {name: value for name, value in fields.items() if name in known}
+    refusals = []
     for name, value in fields.items():
-        if name in known:
-            given[name] = value
-            continue
-        is_known = refuse(Surface.BODY, name, value) or _of_other_route(name, value, body_type)
-        if not is_known and not ignores_unknown:
-            raise InvalidRequest(f"unknown field `{name}`", field=name)
+        if name not in known:
+            try:
+                is_known = refuse(Surface.BODY, name, value, others=fields) or _of_other_route(name, value, body_type)
+                if not is_known and not ignores_unknown:
+                    raise InvalidRequest(f"unknown field `{name}`", field=name)
+            except InvalidRequest as error:
+                refusals.append(error)
+    if refusals:
+        raise InvalidRequest("; ".join(map(str, refusals)), field=refusals[0].field)
     try:
         body = msgspec.convert(given, body_type, str_keys=True)
     except (msgspec.ValidationError, RecursionError) as error:

@@ -22,12 +22,8 @@ def chat_text(template: ChatTemplate | None, messages: Sequence[Message], body: 
         raise InvalidRequest("`messages` must not be empty", field="messages")
     plain = [_plain(message, f"messages[{at}]", template) for at, message in enumerate(messages)]
     variables = dict(body.chat_template_kwargs or {})
-    effort = body.reasoning_effort if isinstance(body, ChatBody) else None
-    if effort is not None:
-        if "reasoning_effort" not in template.variables:
-            message = "this model's chat template does not use `reasoning_effort`: leave it out"
-            raise InvalidRequest(message, field="reasoning_effort")
-        variables.setdefault("reasoning_effort", effort)
+    if isinstance(body, ChatBody) and body.reasoning_effort is not None:
+        variables.setdefault("reasoning_effort", body.reasoning_effort)
     if body.continue_final_message and body.add_generation_prompt:
         message = "`continue_final_message` and `add_generation_prompt` cannot be combined: leave out one of them"
         raise InvalidRequest(message, field="continue_final_message")

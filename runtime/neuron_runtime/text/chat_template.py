@@ -13,7 +13,6 @@ from datetime import datetime
 from typing import Any, NoReturn
 
 import jinja2
-import jinja2.meta
 from jinja2.ext import Extension, loopcontrols
 from jinja2.nodes import CallBlock, Node
 from jinja2.parser import Parser
@@ -58,8 +57,6 @@ class ChatTemplate:
         environment.globals["strftime_now"] = _strftime_now
         try:
             self._template = environment.from_string(source)
-            self.variables = frozenset(jinja2.meta.find_undeclared_variables(environment.parse(source)))
-            """Names of the variables that the template uses."""
         except jinja2.TemplateSyntaxError as error:
             raise ValueError(f"line {error.lineno}: {error.message}") from error
         self._special_tokens = dict(special_tokens)
