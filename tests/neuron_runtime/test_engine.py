@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -392,3 +392,31 @@ def test_logprobs_stay_with_their_tokens() -> None:
         ids = tuple(entry.token_id for entry in event.logprobs)
         assert ids == (event.token_ids if event.request_id == "a" else ())
         assert all(len(entry.top) == 2 for entry in event.logprobs)
+
+
+# Aborts
+
+
+def test_an_abort_forgets_the_late_rule() -> None:
+    rules: Iterator[LateRule | None] = iter([lambda output: (4,), None])
+    engine = Engine(RecordingBackend(HOST), late=lambda asked: next(rules))
+    asked = request("a", 3, 4)
+    engine.add(asked)
+    engine.step()
+    engine.abort("a")
+    while engine.has_work:
+        engine.step()
+    engine.add(asked)
+    tokens: list[int] = []
+    while engine.has_work:
+        tokens += [token for event in engine.step() for token in event.token_ids]
+    assert tuple(tokens) == alone(asked)[0]
+
+
+def test_an_abort_of_a_waiting_request_leaves_room_in_the_queue() -> None:
+    engine = Engine(RecordingBackend(NEURON), max_queued_tokens=10)
+    for name in "abc":
+        engine.add(request(name, 10))
+        assert engine.stats.num_waiting_tokens == 10
+        engine.abort(name)
+        assert engine.stats.num_waiting_tokens == 0

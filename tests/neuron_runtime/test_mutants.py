@@ -181,6 +181,13 @@ MUTANTS = [
     ),
     ("bounds:stream_gap_bound", forced("mixes_phases", True), "the_bound_on_the_gap_is_reached"),
     ("loop:Engine.add", without("_applied_at"), "the_bound_on_the_gap_is_reached"),
+    ("loop:Engine.abort", without("_late_rules"), "an_abort_forgets_the_late_rule"),
+    ("loop:Engine.abort", without("leave"), "an_abort_of_a_waiting_request_leaves_room_in_the_queue"),
+    (
+        f"{SCHEDULER}._preempt",
+        without("prompt_logprobs"),
+        "a_prompt_preempted_halfway_reports_each_logprob_once",
+    ),
     ("loop:Engine._schedule", not_removed(), "the_queue_time_is_reported_with_the_first_tokens"),
 ]
 

@@ -447,6 +447,23 @@ def test_a_preempted_sequence_resumes_where_it_stopped() -> None:
         assert any(len(a.token_ids) > a.num_prompt_tokens for a in added), "the answer so far was included"
 
 
+def test_a_prompt_preempted_halfway_reports_each_logprob_once() -> None:
+    for limits in (BLOCKS, DEVICE):
+        run = start(
+            replace(limits, max_rows=2, max_step_tokens=2, num_blocks=9, max_logprobs=1, reports_prompt_logprobs=True)
+        )
+        told = request("told", 20, 2, prompt_logprobs=1)
+        asked = [request("first", 4, 20), told]
+        run.add(asked[0])
+        while len(run.tokens["first"]) < 2:
+            run.step()
+        run.add(told)
+        run.finish()
+        run.check_tokens(asked)
+        readmitted = [added for batch in run.backend.batches for added in batch.added][2:]
+        assert [len(added.token_ids) for added in readmitted] == [20], "preempted once, before its first token"
+
+
 def test_a_prefill_continues_when_all_decoding_sequences_were_preempted() -> None:
     for limits in (BLOCKS, DEVICE):
         run = start(replace(limits, mixes_phases=False, max_rows=2, max_step_tokens=2, num_blocks=9))
