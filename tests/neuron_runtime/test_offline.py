@@ -325,6 +325,15 @@ def test_a_stop_string_ends_text_tokens_and_computation(llm: LLM) -> None:
     assert texts(shown) == [answer.text + stop]
 
 
+def test_no_step_is_in_flight_after_a_call(llm: LLM) -> None:
+    (whole,) = llm.generate(["What is"], SamplingParams(temperature=0, max_tokens=20), use_tqdm=False)
+    stop = whole.outputs[0].text[5:8]
+    params = SamplingParams(temperature=0, max_tokens=20, stop=stop)
+    (ended,) = llm.generate(["What is"], params, use_tqdm=False)
+    assert ended.outputs[0].stop_reason == stop
+    assert not llm._engine.has_work
+
+
 def test_tokens_after_the_stop_string_in_the_same_step_are_dropped(llm: LLM) -> None:
     one = llm._admit({"prompt": "a"}, SamplingParams(stop="b", logprobs=0), 0)
     ids = llm._admission.tokenizer.encode("abc", add_special_tokens=False)

@@ -247,7 +247,8 @@ class LLM:
                 for choice in one.choices:
                     self._engine.add(choice.request)
                     live[choice.request.request_id] = one, choice
-            while live:
+            # The last step may outlive the requests, if stop strings end them.
+            while self._engine.has_work:
                 for event in self._step():
                     # Aborted requests may still have events.
                     if event.request_id not in live:
