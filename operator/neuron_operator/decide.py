@@ -123,6 +123,10 @@ def _refusals(world: World) -> Iterator[Finding]:
         text = f"the API server denied the operator a request: {_quoted(forbidden)}"
         yield unmet("Accepted", Reason.OPERATOR_FORBIDDEN, text)
 
+    if failed := found[Refused.FAILED]:
+        text = f"the operator cannot write and tries again, at most a minute apart: {_quoted(failed)}"
+        yield unmet("Accepted", Reason.WRITE_FAILED, text)
+
 
 def _quoted(refusals: Sequence[Refusal]) -> str:
     return "; ".join(f"{refusal.kind} {refusal.name}: {refusal.message}" for refusal in refusals)

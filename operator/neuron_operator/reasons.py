@@ -84,6 +84,13 @@ class Reason(StrEnum):
         "Run `helm upgrade`, which grants the permissions; check admission policies. The operator retries every 30 s. "
         "See [troubleshooting](troubleshooting.md#operatorforbidden)",
     )
+    WRITE_FAILED = Row(
+        "WriteFailed",
+        ("Accepted",),
+        "A write of the operator has failed for more than five seconds: an admission webhook does not answer, the API "
+        "server reports an internal error, or objects of a deleted model still exist",
+        "Repair what the message quotes. The operator retries, at most a minute apart",
+    )
     STORAGE_NOT_CONFIGURED = Row("StorageNotConfigured", ("Accepted",))
     MODEL_TOO_LARGE = Row("ModelTooLarge", ("Placed",))
     TOPOLOGY_IMPOSSIBLE = Row(

@@ -42,6 +42,9 @@ from neuron_operator.world import Announcement, Decision, Need, Object, Refusal,
 
 logger = logging.getLogger(__name__)
 
+PATIENCE_SECONDS = 5.0
+"""A write that fails for longer is reported in the status."""
+
 Decide = Callable[[World, Settings], Decision]
 
 
@@ -58,6 +61,8 @@ class _Refused(Exception):
     """A refused write that the next decision must see."""
 
     refusal: Refusal
+    retry: ClusterFault | None = None
+    """To be raised once the status is written."""
 
 
 class Reconciler:
@@ -81,12 +86,13 @@ class Reconciler:
         self._now = now
         self._on_demand = OnDemand(cluster)
 
-    async def reconcile(self, key: Key) -> Outcome:
-        """One pass. Raises ClusterFault if it must be retried."""
+    async def reconcile(self, key: Key, *, failing_seconds: float = 0.0) -> Outcome:
+        """One pass. Raises ClusterFault if it must be retried; `failing_seconds`: how long this has been so."""
         body = self._caches.model(key)
         if body is None:  # deleted: the garbage collector deletes its children
             return Outcome()
-        writes = _Writes(self._cluster, self._caches)
+        writes = _Writes(self._cluster, self._caches, reports_faults=failing_seconds > PATIENCE_SECONDS)
+        retry: ClusterFault | None = None
         world = World(body=body, children=self._caches.children(key), pods=self._caches.pods(key), now=self._now())
         read: frozenset[Need] = frozenset()
         while True:
@@ -101,7 +107,7 @@ class Reconciler:
                 for live in decision.delete:
                     await writes.delete(live)
             except _Refused as refused:
-                refusal = refused.refusal
+                refusal, retry = refused.refusal, refused.retry or retry
                 logger.warning(
                     "%s/%s: %s: %s %s %s", *key, refusal.why.value, refusal.kind, refusal.name, refusal.message
                 )
@@ -118,6 +124,8 @@ class Reconciler:
             await writes.status(body, decision.status)
             for announcement in decision.announcements:
                 await self._announce(body, announcement)
+        if retry is not None:
+            raise retry
         return Outcome(writes.number, decision.requeue_after_seconds)
 
     async def _read(self, needs: frozenset[Need], world: World, key: Key) -> World:
@@ -156,11 +164,15 @@ class Reconciler:
 
 
 class _Writes:
-    """The writes of one pass, counted; each can be repeated safely."""
+    """The writes of one pass, counted; each can be repeated safely.
 
-    def __init__(self, cluster: Cluster, caches: Caches) -> None:
+    `reports_faults`: a fault that a retry may cure does not end the pass either.
+    """
+
+    def __init__(self, cluster: Cluster, caches: Caches, *, reports_faults: bool) -> None:
         self._cluster = cluster
         self._caches = caches
+        self._reports_faults = reports_faults
         self.number = 0
 
     async def ensure(self, desired: Object, body: Object) -> None:
@@ -181,6 +193,12 @@ class _Writes:
             raise _Refused(refusal(Refused.FORBIDDEN, message=str(fault))) from fault
         except Invalid as fault:
             raise _Refused(refusal(Refused.REJECTED, message=str(fault))) from fault
+        except Throttled:
+            raise
+        except ClusterFault as fault:
+            if not self._reports_faults:
+                raise
+            raise _Refused(refusal(Refused.FAILED, message=str(fault)), retry=fault) from fault
 
     async def _create_or_look(self, resource: Resource, desired: Object) -> Object:
         self.number += 1
@@ -231,14 +249,17 @@ def _is_ours(live: Object, body: Object) -> bool:
 
 async def run_workers(queue: WorkQueue[Key], reconciler: Reconciler, metrics: Metrics, num_workers: int) -> None:
     """Work on `queue` until cancelled. The failure of one model never ends a worker."""
+    failing_since: dict[Key, float] = {}
 
     async def handle(key: Key) -> None:
         started = time.perf_counter()
+        failing_seconds = started - failing_since.get(key, started)
         result = "failed"
         try:
-            outcome = await reconciler.reconcile(key)
+            outcome = await reconciler.reconcile(key, failing_seconds=failing_seconds)
             result = "changed" if outcome.num_writes else "unchanged"
             queue.forget(key)
+            failing_since.pop(key, None)
             if outcome.requeue_after_seconds is not None:
                 queue.add_after(key, outcome.requeue_after_seconds)
         except Throttled as fault:
@@ -248,7 +269,9 @@ async def run_workers(queue: WorkQueue[Key], reconciler: Reconciler, metrics: Me
         except ClusterFault as fault:
             result = "retried"
             logger.log(logging.INFO if fault.retriable else logging.ERROR, "%s/%s: %s", *key, fault)
-            queue.retry(key)
+            failing_since.setdefault(key, started)
+            # A report of the fault wakes the model: its text may differ each time.
+            queue.retry(key, hold_seconds=PATIENCE_SECONDS if failing_seconds > PATIENCE_SECONDS else 0.0)
         except asyncio.CancelledError:
             result = "cancelled"
             raise

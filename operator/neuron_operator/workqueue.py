@@ -82,6 +82,7 @@ class WorkQueue(Generic[Key]):
         failures = self._num_failures[key] = self._num_failures.get(key, 0) + 1
         if hold_seconds > 0:
             self._held_until[key] = asyncio.get_running_loop().time() + hold_seconds
+            self._dirty.discard(key)  # added while it ran
         self.add_after(key, max(hold_seconds, self._backoff.delay_seconds(failures, self._draw())))
 
     def forget(self, key: Key) -> None:

@@ -8,7 +8,8 @@ How the rim runs a pass:
 1. `decide`; if it `needs` facts that this pass has not read, read them and decide again.
 2. Apply `desired` in order, skipping objects that the live object already contains. A name owned by something else goes
    and a request that the API server refuses go into `refusals`: decide again, which leaves out that object and what
-   depends on it. A new pass starts with `refusals` empty, so that it notices repairs.
+   depends on it. A new pass starts with `refusals` empty, so that it notices repairs. Another
+   fault ends the pass, which is tried again; when this has lasted for some seconds, it goes into `refusals`, too.
 3. Delete `delete` in the background, with the objects' UIDs as preconditions. Ignore 404 and 409.
 4. Write `status` if it differs from `body["status"]`; last, so that it never reports a step that did not happen.
 5. Create the Events in `announcements` if the status was written; run again within `requeue_after_seconds`.
@@ -68,6 +69,8 @@ class Refused(Enum):
     """The API server answered 403."""
     REJECTED = "rejected"
     """The API server answered 400 or 422: the object is invalid, or a policy denies it."""
+    FAILED = "failed"
+    """The write failed for another reason, as for some time before: it is tried again with back-off."""
 
 
 @dataclass(frozen=True)

@@ -264,6 +264,33 @@ async def test_a_rejected_object_is_tried_again_without_a_change(
             await eventually(lambda: namespace.condition("Accepted")[0] == "True")
 
 
+async def test_a_write_that_keeps_failing_is_reported_and_the_others_are_done(
+    server: ApiServer, namespace: Namespace
+) -> None:
+    """As when an admission webhook does not answer."""
+    text = "Internal error occurred: failed calling webhook budgets.example.com: context deadline exceeded"
+    status = {"kind": "Status", "code": 500, "reason": "InternalError", "message": text}
+
+    def fail(request: web.Request) -> web.Response | None:
+        is_budget = request.method == "POST" and request.path.endswith("/poddisruptionbudgets")
+        return web.json_response(status, status=500) if is_budget else None
+
+    async with proxying(server) as proxy, client_of(server, via=proxy.url) as client:
+        proxy.answer = fail
+        async with operating(client, only(namespace)):
+            namespace.put_model()
+            await eventually(lambda: namespace.condition() == ("False", "WriteFailed"), about=namespace.model)
+            assert f"PodDisruptionBudget chat: create poddisruptionbudgets: {text}" in message(namespace, "Accepted")
+            events = await eventually(lambda: namespace.list(EVENTS))
+            assert ("Warning", "WriteFailed") in {(event["type"], event["reason"]) for event in events}
+            await eventually(
+                lambda: len(namespace.children()["NetworkPolicy"]) == len(namespace.children()["Job"]) == 1
+            )
+            proxy.answer = lambda request: None
+            namespace.wake()
+            await namespace.settle()
+
+
 async def test_a_recreated_model_waits_for_the_deletion_of_its_predecessors_children(
     server: ApiServer, namespace: Namespace
 ) -> None:

@@ -154,6 +154,25 @@ def test_a_change_shortens_a_back_off_but_not_a_retry_after() -> None:
     assert starts == {"a": [0.0, 5.0], "b": [0.0, 30.0]}
 
 
+def test_a_change_during_a_run_does_not_end_the_hold_of_its_retry() -> None:
+    starts: list[float] = []
+
+    async def main() -> None:
+        queue = WorkQueue[str](Backoff(first_seconds=1.0), draw=lambda: 1.0)
+
+        async def handle(key: str) -> None:
+            starts.append(virtual_time.now())
+            if len(starts) == 1:
+                queue.add(key)
+                queue.retry(key, hold_seconds=30.0)
+
+        queue.add("a")
+        await work_until_idle(queue, handle)
+
+    virtual_time.run(main())
+    assert starts == [0.0, 30.0]
+
+
 def test_the_earliest_delay_counts_and_a_run_before_it_cancels_it() -> None:
     starts: list[float] = []
 
