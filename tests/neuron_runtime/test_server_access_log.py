@@ -103,7 +103,7 @@ async def test_the_queue_time_is_part_of_the_time_to_first_token(logged: Logged)
 
 async def test_streams_refusals_and_other_routes_are_logged_and_probes_are_not(logged: Logged) -> None:
     async with logged() as (served, log):
-        for path in ("/health", "/live", "/metrics", "/version"):
+        for path in ("/health", "/live", "/metrics", "/ping", "/version"):
             assert (await served.http.get(path)).status_code == 200
         chat = {"messages": [{"role": "user", "content": SECRET}], "stream": True, "max_tokens": 2}
         await served.http.post("/v1/chat/completions", json=chat)

@@ -21,7 +21,7 @@ from neuron_runtime.server.auth import CHECK_SECONDS, MAX_KEYS, ApiKeys, parse_k
 
 KEYS = ("sk-first-0123456789", "sk-second-abcdefgh")
 BODY = {"prompt": "a core", "max_tokens": 2}
-OPEN = ("/health", "/live", "/metrics", "/version", "/openapi.json", "/docs", "/docs/static/swagger-ui.css")
+OPEN = ("/health", "/live", "/metrics", "/ping", "/version", "/openapi.json", "/docs", "/docs/static/swagger-ui.css")
 GUARDED = (
     *(("POST", "/v1/completions"), ("POST", "/v1/chat/completions"), ("GET", "/v1/models"), ("GET", "/v1/models/m")),
     *(("POST", "/tokenize"), ("POST", "/detokenize"), ("GET", "/nothing"), ("GET", "//v1/models"), ("GET", "/HEALTH")),

@@ -100,6 +100,7 @@ async def test_a_full_queue_is_a_429_with_retry_after(model_dir: Path) -> None:
         admitted = [post(served, stream=number == 0) for number in range(3)]
         await served.until_metric("vllm:num_requests_waiting", 1)
         await served.until_metric("vllm:num_requests_running", 2)
+        assert (await served.http.get("/load")).json() == {"server_load": 3}
         for body in ({}, {"stream": True}, {"n": 2}):
             refused = await served.answer(post(served, **body))
             assert refused.status_code == 429, refused.text

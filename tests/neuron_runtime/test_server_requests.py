@@ -169,6 +169,23 @@ async def test_the_same_seed_repeats_the_answer_and_choices_differ(served: Servi
     assert first["choices"][0]["text"] != first["choices"][1]["text"]
 
 
+async def test_an_invocation_is_a_chat_or_a_completion(served: Serving) -> None:
+    for path, body in (("/v1/chat/completions", {"messages": CHAT}), ("/v1/completions", {"prompt": "a core"})):
+        ask = {**body, "max_tokens": 8, "temperature": 0}
+        plain, invoked = [(await served.http.post(route, json=ask)).json() for route in (path, "/invocations")]
+        assert (invoked["object"], invoked["choices"]) == (plain["object"], plain["choices"])
+    for raw, field in ((b"{}", "messages"), (b"[]", None), (b"{", None)):
+        answer = await served.http.post("/invocations", content=raw)
+        assert (answer.status_code, answer.json()["error"]["param"]) == (400, field)
+
+
+async def test_load_and_configuration_are_reported(served: Serving) -> None:
+    assert set((await served.http.get("/load")).json()) == {"server_load"}
+    config = (await served.http.get("/server_info")).json()["vllm_config"]
+    assert config["servedNames"] == [MODEL, "alias"]
+    assert (await served.http.get("/ping")).json() == {"status": "ok"}
+
+
 TOOLS = {"tools": [{"type": "function", "function": {"name": "f"}}]}
 FUNCTIONS = {"functions": [{"name": "f"}]}
 

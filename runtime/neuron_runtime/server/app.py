@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from importlib.metadata import version
-from typing import Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import msgspec
 from fastapi import FastAPI
@@ -17,7 +18,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
-from neuron_runtime.config import ServerOptions
+from neuron_runtime.config import RuntimeConfig
 from neuron_runtime.errors import InvalidRequest, ServingError
 from neuron_runtime.requests.admission import Admission, Ask
 from neuron_runtime.requests.bodies import Body, ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
@@ -36,9 +37,11 @@ from neuron_runtime.server.objects import (
     Detokenized,
     ErrorObject,
     Health,
+    Load,
     Model,
     ModelList,
     ModelPermission,
+    ServerInfo,
     Tokens,
     Version,
 )
@@ -51,6 +54,19 @@ Made = TypeVar("Made")
 EXAMPLE_MESSAGE = {"role": "user", "content": "What is a token?"}
 
 
+@dataclass(frozen=True)
+class Kind:
+    """A kind of generation: how its body is parsed and admitted, and how its answer is written."""
+
+    body: type[msgspec.Struct]
+    admit: Callable[[Admission, Any], Ask]
+    shape: Shape
+
+
+COMPLETIONS = Kind(CompletionBody, Admission.completion, COMPLETION)
+CHATS = Kind(ChatBody, Admission.chat, CHAT)
+
+
 class State(Protocol):
     """The state that the routes share, held by the front end."""
 
@@ -60,7 +76,7 @@ class State(Protocol):
     gate: Gate
     bodies: Bodies
     served_names: tuple[str, ...]
-    options: ServerOptions
+    config: RuntimeConfig
     has_keys: bool
     """Whether clients must send an API key."""
 
@@ -90,6 +106,16 @@ def build_app(state: State) -> FastAPI:
             body=ChatBody,
             example={"messages": [EXAMPLE_MESSAGE], "max_tokens": 64},
             event=ChatCompletionChunk,
+        ),
+        Operation(
+            "server",
+            "/invocations",
+            routes.invocations,
+            "Answer a chat or continue a prompt, as SageMaker calls it",
+            ChatCompletion | Completion,
+            body=ChatBody | CompletionBody,
+            example={"messages": [EXAMPLE_MESSAGE], "max_tokens": 64},
+            event=ChatCompletionChunk | CompletionChunk,
         ),
         Operation("openai", "/v1/models", routes.models, "List the served names", ModelList),
         Operation(
@@ -121,6 +147,9 @@ def build_app(state: State) -> FastAPI:
         ),
         Operation("server", "/version", routes.version, "Version of the server", Version),
         Operation("server", "/health", routes.health, "Whether the server can serve", Health, failures={503: Health}),
+        Operation("server", "/ping", routes.ping, "The same, as SageMaker calls it", Health, failures={503: Health}),
+        Operation("server", "/load", routes.load, "How many requests run", Load),
+        Operation("server", "/server_info", routes.server_info, "The configuration", ServerInfo),
         Operation("server", "/live", routes.live, "Whether the process is alive", Health),
         Operation("server", "/metrics", routes.metrics, "Metrics in Prometheus' text format", "text/plain"),
     )
@@ -140,10 +169,13 @@ class Routes:
         self._version = Version(version("neuron-serving"))
 
     async def completions(self, request: Request) -> Response:
-        return await self._generate(request, CompletionBody, Admission.completion, COMPLETION)
+        return await self._generate(request, lambda raw: COMPLETIONS)
 
     async def chat_completions(self, request: Request) -> Response:
-        return await self._generate(request, ChatBody, Admission.chat, CHAT)
+        return await self._generate(request, lambda raw: CHATS)
+
+    async def invocations(self, request: Request) -> Response:
+        return await self._generate(request, _invoked)
 
     async def tokenize(self, request: Request) -> Response:
         self._state.gate.check_admits()
@@ -194,6 +226,15 @@ class Routes:
             return _json(Health("not ready", str(error)), 503)
         return _json(Health("ok"))
 
+    async def ping(self, request: Request) -> Response:
+        return await self.health(request)
+
+    async def load(self, request: Request) -> Response:
+        return _json(Load(self._state.gate.num_running))
+
+    async def server_info(self, request: Request) -> Response:
+        return _json(ServerInfo(msgspec.to_builtins(self._state.config)))
+
     async def live(self, request: Request) -> Response:
         """Always 200, for liveness probes: the supervisor restarts a hung engine."""
         return _json(Health("ok"))
@@ -201,19 +242,19 @@ class Routes:
     async def metrics(self, request: Request) -> Response:
         return Response(await self._state.summed_metrics.render(), headers={"content-type": CONTENT_TYPE})
 
-    async def _generate(
-        self, request: Request, body_type: type[Body], admit: Callable[[Admission, Body], Ask], shape: Shape
-    ) -> Response:
+    async def _generate(self, request: Request, kind_of: Callable[[bytes], Kind]) -> Response:
         state = self._state
         state.gate.check_admits()
         admission = state.admission()
         state.client.check_ready()
 
-        def answer(body: Body) -> Generation:
-            return Generation(admit(admission, body), state.client, state.metrics, admission.tokenizer)
+        def answer(raw: bytes) -> tuple[Generation, Shape]:
+            kind = kind_of(raw)
+            ask = kind.admit(admission, parse_body(raw, kind.body))
+            return Generation(ask, state.client, state.metrics, admission.tokenizer), kind.shape
 
         with state.gate.running():
-            generation = await self._parsed(request, body_type, answer)
+            generation, shape = await self._read(request, answer)
         exchange = exchange_of(request.scope)
         exchange.generation, exchange.model = generation, state.served_names[0]
         exchange.tokenizer = admission.tokenizer
@@ -233,9 +274,27 @@ class Routes:
         )
 
     async def _parsed(self, request: Request, body_type: type[Body], use: Callable[[Body], Made]) -> Made:
-        """Read, parse and use a body. Raises InvalidRequest, and Overloaded if too many bodies are in memory."""
+        """Read, parse and use a body. Raises the errors of `_read`."""
+        return await self._read(request, lambda raw: use(parse_body(raw, body_type)))
+
+    async def _read(self, request: Request, use: Callable[[bytes], Made]) -> Made:
+        """Read and use a body. Raises InvalidRequest, and Overloaded if too many bodies are in memory."""
         async with self._state.bodies.read(request) as raw:
-            return await self._state.bodies.use(raw, lambda raw: use(parse_body(raw, body_type)))
+            return await self._state.bodies.use(raw, use)
+
+
+def _invoked(raw: bytes) -> Kind:
+    """Which generation a body asks for. Raises InvalidRequest."""
+    try:
+        fields = msgspec.json.decode(raw, type=dict[str, msgspec.Raw])
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        # Its parser raises the error for this.
+        return COMPLETIONS
+    if "messages" in fields:
+        return CHATS
+    if "prompt" in fields:
+        return COMPLETIONS
+    raise InvalidRequest("`messages` or `prompt` is required", field="messages")
 
 
 def _json(value: msgspec.Struct, status: int = 200) -> Response:

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from neuron_runtime.server.metrics import Metrics
     from neuron_runtime.text.tokenizer import Tokenizer
 
-OPEN_PATHS = frozenset({"/health", "/live", "/metrics", "/version"})
+OPEN_PATHS = frozenset({"/health", "/live", "/metrics", "/ping", "/version"})
 """Paths for platforms: need no key and are not logged."""
 CLIENT_LEFT = 499
 """Status in the log for a client that disconnected before the response started."""

@@ -100,9 +100,8 @@ class FrontEnd:
     ) -> None:
         """front_end: index of this front end."""
         self.served_names = config.served_names
-        self.options = config.server
+        self.config = config
         self.has_keys = api_key_file is not None
-        self._text_options = config.text
         self.metrics = Metrics(config.served_names[0])
         self.gate = Gate()
         self.bodies = Bodies(config.server.max_body_bytes)
@@ -212,7 +211,7 @@ class FrontEnd:
             await self.gate.drain(0, SHUTDOWN_SECONDS)
 
     def _model_found(self, model_dir: Path) -> None:
-        self._text = asyncio.create_task(asyncio.to_thread(load_text, model_dir, self._text_options))
+        self._text = asyncio.create_task(asyncio.to_thread(load_text, model_dir, self.config.text))
         self._text.add_done_callback(self._text_loaded)
 
     def _text_loaded(self, task: asyncio.Task[Text]) -> None:
@@ -245,7 +244,7 @@ class FrontEnd:
             text.defaults,
             max_queued_requests=self._ready.queue.max_requests,
             max_queued_tokens=self._ready.queue.max_tokens,
-            options=self.options,
+            options=self.config.server,
             reasoning=text.reasoning,
         )
         if not self._speaks:

@@ -6,7 +6,7 @@ The routes and `server.answers` create them; `server.openapi` publishes their sc
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import msgspec
 from msgspec import UNSET, Meta, UnsetType
@@ -276,6 +276,18 @@ class Version(msgspec.Struct):
     """Version of the server."""
 
     version: Annotated[str, "Version of neuron-serving."]
+
+
+class Load(msgspec.Struct):
+    """How busy the server is."""
+
+    server_load: Annotated[Count, "Running requests of the front end that answers."]
+
+
+class ServerInfo(msgspec.Struct):
+    """How the server is configured."""
+
+    vllm_config: Annotated[dict[str, Any], "The configuration document, under vLLM's name."]
 
 
 class Health(msgspec.Struct):

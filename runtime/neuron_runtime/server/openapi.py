@@ -12,7 +12,8 @@ import functools
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
-from typing import Any
+from types import UnionType
+from typing import Any, get_args
 
 import msgspec
 from fastapi import FastAPI
@@ -29,7 +30,8 @@ from neuron_runtime.server import objects
 from neuron_runtime.server.auth import needs_key
 from neuron_runtime.server.objects import ErrorObject
 
-Struct = type[msgspec.Struct]
+Struct = type[msgspec.Struct] | UnionType
+"""One type, or one of several."""
 Handler = Callable[[Request], Awaitable[Response]]
 
 KEY_SCHEME = "apiKey"
@@ -121,7 +123,8 @@ def _document(app: FastAPI, operations: Sequence[Operation], has_keys: bool) -> 
     not_built = {row.name: list(row.neutral) for row in rows(Surface.BODY) if row.has_effect}
     for operation in operations:
         if operation.body is not None:
-            schemas[operation.body.__name__]["x-not-supported"] = not_built
+            for struct in _members(operation.body):
+                schemas[struct.__name__]["x-not-supported"] = not_built
     document["components"] = {"schemas": _with_items(schemas)}
     if has_keys:
         document["components"]["securitySchemes"] = {KEY_SCHEME: {"type": "http", "scheme": "bearer"}}
@@ -156,9 +159,16 @@ def _documented(route: Route) -> Route:
     return route
 
 
-def _structs(operation: Operation) -> set[Struct]:
+def _members(kind: Struct | str | None) -> tuple[type[msgspec.Struct], ...]:
+    """The types of a union; one type by itself; none for what is not JSON."""
+    if isinstance(kind, UnionType):
+        return get_args(kind)
+    return (kind,) if isinstance(kind, type) else ()
+
+
+def _structs(operation: Operation) -> set[type[msgspec.Struct]]:
     found = {operation.body, operation.event, operation.answer, *_failures(operation, True).values()}
-    return {one for one in found if isinstance(one, type)}
+    return {one for kind in found for one in _members(kind)}
 
 
 def _failures(operation: Operation, has_keys: bool) -> dict[int, Struct]:
@@ -208,5 +218,6 @@ def _content(kind: Struct | str) -> dict[str, Any]:
     return {"application/json": {"schema": _reference(kind)}}
 
 
-def _reference(struct: Struct) -> dict[str, str]:
-    return {"$ref": f"#/components/schemas/{struct.__name__}"}
+def _reference(kind: Struct) -> dict[str, Any]:
+    references = [{"$ref": f"#/components/schemas/{struct.__name__}"} for struct in _members(kind)]
+    return references[0] if len(references) == 1 else {"anyOf": references}
