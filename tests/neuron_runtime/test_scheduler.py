@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from dataclasses import replace
 from itertools import pairwise
 from typing import Any
@@ -12,6 +13,7 @@ import pytest
 from helpers.engine_driver import RecordingBackend, Run, alone, request, serve, start
 from helpers.strict_backend import neuron_limits
 from neuron_runtime.core import BackendLimits, FinishReason, Kind, Request, StepOutput
+from neuron_runtime.engine import prefix_cache
 from neuron_runtime.engine.loop import Engine
 from neuron_runtime.engine.pool import Pool
 from neuron_runtime.engine.scheduler import Scheduler
@@ -357,6 +359,26 @@ def test_a_prompt_with_requested_logprobs_is_computed_whole_and_cached() -> None
     run = one_after_another(limits, reported, again(reported, "reported again"), again(first, "plain"))
     assert run.cached == {"reported": 0, "reported again": 0, "plain": 16}
     assert run.engine.stats.num_prefix_queries_total == 20, "a request that does not look up a prefix does not count"
+
+
+def test_the_prompt_of_several_answers_is_hashed_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    hashed: list[bytes] = []
+
+    def sha256(data: bytes) -> Any:
+        hashed.append(data)
+        return hashlib.sha256(data)
+
+    monkeypatch.setattr(prefix_cache, "hashlib", Mock(sha256=sha256))
+    first = request("first", 20, 1)
+    run = start(SHARED)
+    # Not by the driver, which hashes prompts too.
+    for number in range(3):
+        run.engine.add(Request(f"r{number}", (*first.prompt_token_ids,), replace(first.sampling, choice=number)))
+    run.engine.add(Request("salted", first.prompt_token_ids, first.sampling, cache_salt="salt"))
+    while run.engine.has_work:
+        run.engine.step()
+    blocks = [data for data in hashed if len(data) > 32]
+    assert len(blocks) == len(set(blocks)) == 2 * 5, "one prompt, under two salts"
 
 
 def test_the_least_recently_used_blocks_are_evicted_first_and_later_ones_of_a_prompt_before_earlier() -> None:

@@ -21,11 +21,14 @@ Order = tuple[int, int]
 class Keys:
     """Keys of the full blocks of a growing sequence, computed lazily and cached."""
 
-    __slots__ = ("_block_size", "_keys", "_tokens")
+    __slots__ = ("_block_size", "_keys", "_like", "_num_like", "_tokens")
 
-    def __init__(self, tokens: Sequence[int], block_size: int, *, adapter: int, cache_salt: str) -> None:
+    def __init__(
+        self, tokens: Sequence[int], block_size: int, *, adapter: int, cache_salt: str, like: Keys | None = None
+    ) -> None:
         """Keep a reference to `tokens`, to which more may be appended.
 
+        like: those of an earlier sequence that starts with the same tokens; what it knows by then is not hashed again.
         adapter, cache_salt: sequences that differ in one of them share no blocks. (A salt may be any JSON string,
         including lone surrogates.)
         """
@@ -33,10 +36,14 @@ class Keys:
         self._keys = [hashlib.sha256(extra).digest()]
         self._tokens = tokens
         self._block_size = block_size
+        self._like, self._num_like = like, len(tokens) // block_size
 
     def first(self, count: int) -> list[bytes]:
         """Keys of the first `count` blocks, all of whose tokens must be known."""
         keys, size = self._keys, self._block_size
+        if self._like is not None:
+            keys += self._like._keys[1 : self._num_like + 1]
+            self._like = None
         for end in range(len(keys) * size, (count + 1) * size, size):
             tokens = array("q", self._tokens[end - size : end]).tobytes()
             keys.append(hashlib.sha256(keys[-1] + tokens).digest())

@@ -48,6 +48,7 @@ class Scheduler:
         """Not applied yet, oldest first."""
         self._live: dict[str, Sequence] = {}
         self._num_arrivals = 0
+        self._newest: Sequence | None = None
         self._num_steps = 0
         self._max_consecutive_prefills = max_consecutive_prefills
         self._consecutive_prefills = 0
@@ -65,7 +66,8 @@ class Scheduler:
 
     def add(self, request: Request) -> None:
         """Queue a request that can run within the limits."""
-        sequence = Sequence(request, (request.priority, self._num_arrivals), self.limits.block_size)
+        order = (request.priority, self._num_arrivals)
+        self._newest = sequence = Sequence(request, order, self.limits.block_size, self._newest)
         self._num_arrivals += 1
         self._live[request.request_id] = sequence
         self.waiting.insert_in_order(sequence)

@@ -71,12 +71,18 @@ class Sequence:
         "tokens",
     )
 
-    def __init__(self, request: Request, order: tuple[int, int], block_size: int) -> None:
+    def __init__(
+        self, request: Request, order: tuple[int, int], block_size: int, previous: Sequence | None = None
+    ) -> None:
+        """previous: the sequence added before; that of another answer to the same prompt has the same keys."""
         sampling = request.sampling
         self.request = request
         self.order = order
         self.tokens = list(request.prompt_token_ids)
-        self.keys = Keys(self.tokens, block_size, adapter=request.adapter, cache_salt=request.cache_salt)
+        like = previous.keys if previous is not None and _same_prompt(previous.request, request) else None
+        self.keys: Keys = Keys(
+            self.tokens, block_size, adapter=request.adapter, cache_salt=request.cache_salt, like=like
+        )
         self.num_prompt = len(self.tokens)
         self.max_length = self.num_prompt + sampling.max_tokens
         """Number of tokens at which the sequence certainly ends."""
@@ -128,3 +134,11 @@ class Sequence:
             if len(tokens) >= self.max_length:
                 return token_ids[: len(tokens) - known], FinishReason.LENGTH
         return token_ids, None
+
+
+def _same_prompt(one: Request, other: Request) -> bool:
+    return (
+        len(one.prompt_token_ids) == len(other.prompt_token_ids)
+        and (one.adapter, one.cache_salt) == (other.adapter, other.cache_salt)
+        and one.prompt_token_ids == other.prompt_token_ids
+    )
