@@ -5,6 +5,7 @@ OperatorError
 │   └── FieldNotSupported    the same, with the cure
 ├── Unplaceable          the user: condition Placed with the numbers
 └── ClusterFault         time or an admin: back-off per key if `retriable`, else a condition
+    └── TermOver         this replica: it stops writing until it leads again
 """
 
 from __future__ import annotations
@@ -51,3 +52,7 @@ class ClusterFault(OperatorError):
         super().__init__(message)
         self.retriable = retriable
         self.status = status
+
+
+class TermOver(ClusterFault):
+    """This replica's term as leader is over: it may no longer write."""

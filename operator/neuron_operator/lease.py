@@ -3,6 +3,7 @@
 The standby watches the Lease. Each side uses its own monotonic clock, and every request is bounded by the rest of the
 term. Two replicas never lead at once: a holder stops `deadline_seconds` after it *sent* its last renewal, and another
 takes over no sooner than `duration_seconds` after it *saw* that renewal.
+The deadline is also checked before each write, because a process that was frozen continues in the middle of a pass.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from datetime import UTC, datetime
 from typing import Any
 
 from neuron_operator.client import LEASES, AlreadyExists, Cluster, Conflict
-from neuron_operator.errors import ClusterFault
+from neuron_operator.errors import ClusterFault, TermOver
 from neuron_operator.reflector import Key, Reflector, key_of_model
 from neuron_operator.world import Object
 
@@ -59,6 +60,7 @@ class LeaderLease:
         self._timings = timings or LeaseTimings()
         self._on_change = on_change
         self._changed = asyncio.Event()
+        self._term: _Term | None = None
         self._seen_at = 0.0
         """When this replica last saw the Lease change, on its own clock."""
         self._reflector = Reflector(
@@ -87,6 +89,11 @@ class LeaderLease:
                 finally:
                     self._on_change(False)
                     logger.info("no longer leading")
+
+    def check_term(self) -> None:
+        """Call before each write. Raises TermOver if another replica may lead, as after this process was frozen."""
+        if self._term is None or self._term.lost or _now() >= self._term.sent_at + self._timings.deadline_seconds:
+            raise TermOver("the term of this leader is over", retriable=True)
 
     async def _acquire(self) -> tuple[Object, float]:
         """The Lease as this replica holds it, and when the request was sent."""
@@ -129,7 +136,7 @@ class LeaderLease:
 
     async def _lead(self, held: Object, sent_at: float, work: Callable[[], Awaitable[None]]) -> None:
         """Work and renew until the work ends, the Lease is lost, or this is cancelled; then release the Lease."""
-        term = _Term(held, sent_at)
+        term = self._term = _Term(held, sent_at)
         working = asyncio.ensure_future(work())
         renewing = asyncio.create_task(self._renew(term), name="lease renewal")
         try:

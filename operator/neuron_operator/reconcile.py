@@ -32,7 +32,7 @@ from neuron_operator.client import (
 )
 from neuron_operator.containment import needs_apply
 from neuron_operator.devices import OnDemand
-from neuron_operator.errors import ClusterFault
+from neuron_operator.errors import ClusterFault, TermOver
 from neuron_operator.metrics import Metrics
 from neuron_operator.names import API_VERSION, GROUP, KIND, MANAGER
 from neuron_operator.objects import is_orphan, is_owned, labels_of, name_of
@@ -66,7 +66,8 @@ class _Refused(Exception):
 
 
 class Reconciler:
-    """Runs passes. `identity` names this replica in Events; `now` is the wall clock."""
+    """Runs passes. `identity` names this replica in Events; `now` is the wall clock; `check_term` raises TermOver when
+    this replica may no longer write."""
 
     def __init__(
         self,
@@ -77,6 +78,7 @@ class Reconciler:
         *,
         identity: str,
         now: Callable[[], datetime],
+        check_term: Callable[[], None],
     ) -> None:
         self._cluster = cluster
         self._caches = caches
@@ -84,6 +86,7 @@ class Reconciler:
         self._decide = decide
         self._identity = identity
         self._now = now
+        self._check_term = check_term
         self._on_demand = OnDemand(cluster)
 
     async def reconcile(self, key: Key, *, failing_seconds: float = 0.0) -> Outcome:
@@ -91,7 +94,9 @@ class Reconciler:
         body = self._caches.model(key)
         if body is None:  # deleted: the garbage collector deletes its children
             return Outcome()
-        writes = _Writes(self._cluster, self._caches, reports_faults=failing_seconds > PATIENCE_SECONDS)
+        writes = _Writes(
+            self._cluster, self._caches, self._check_term, reports_faults=failing_seconds > PATIENCE_SECONDS
+        )
         retry: ClusterFault | None = None
         world = World(body=body, children=self._caches.children(key), pods=self._caches.pods(key), now=self._now())
         read: frozenset[Need] = frozenset()
@@ -158,6 +163,7 @@ class Reconciler:
             },
         }
         try:
+            self._check_term()
             await self._cluster.create(EVENTS, event)
         except ClusterFault as fault:
             logger.warning("cannot create the Event: %s", fault)
@@ -169,11 +175,20 @@ class _Writes:
     `reports_faults`: a fault that a retry may cure does not end the pass either.
     """
 
-    def __init__(self, cluster: Cluster, caches: Caches, *, reports_faults: bool) -> None:
+    def __init__(
+        self, cluster: Cluster, caches: Caches, check_term: Callable[[], None], *, reports_faults: bool
+    ) -> None:
         self._cluster = cluster
         self._caches = caches
+        self._check_term = check_term
         self._reports_faults = reports_faults
         self.number = 0
+
+    def _next(self) -> Cluster:
+        """For one write. Raises TermOver; time may have passed since the last one, when this process was frozen."""
+        self._check_term()
+        self.number += 1
+        return self._cluster
 
     async def ensure(self, desired: Object, body: Object) -> None:
         """Create, or apply if the live object lacks something. Raises _Refused if the live object is not ours."""
@@ -187,13 +202,12 @@ class _Writes:
                 raise _Refused(refusal(Refused.TAKEN))
             if "deletionTimestamp" in live["metadata"] or not needs_apply(desired, live):
                 return  # the end of a deletion wakes us
-            self.number += 1
-            self._caches.observe_written(resource, await self._cluster.apply(resource, desired, live))
+            self._caches.observe_written(resource, await self._next().apply(resource, desired, live))
         except Forbidden as fault:
             raise _Refused(refusal(Refused.FORBIDDEN, message=str(fault))) from fault
         except Invalid as fault:
             raise _Refused(refusal(Refused.REJECTED, message=str(fault))) from fault
-        except Throttled:
+        except (Throttled, TermOver):
             raise
         except ClusterFault as fault:
             if not self._reports_faults:
@@ -201,9 +215,8 @@ class _Writes:
             raise _Refused(refusal(Refused.FAILED, message=str(fault)), retry=fault) from fault
 
     async def _create_or_look(self, resource: Resource, desired: Object) -> Object:
-        self.number += 1
         try:
-            live = await self._cluster.create(resource, desired)
+            live = await self._next().create(resource, desired)
         except AlreadyExists:
             metadata = desired["metadata"]
             return await self._cluster.get(resource, metadata["namespace"], metadata["name"])
@@ -214,18 +227,16 @@ class _Writes:
         resource = resource_of(live)
         if "deletionTimestamp" in live["metadata"]:
             return
-        self.number += 1
         try:
-            await self._cluster.delete(resource, live)
+            await self._next().delete(resource, live)
         except (NotFound, Conflict) as gone:
             logger.debug("already deleted: %s", gone)
         except Forbidden as fault:
             raise _Refused(Refusal(Refused.FORBIDDEN, resource.kind, name_of(live), str(fault))) from fault
 
     async def status(self, body: Object, status: Object) -> None:
-        self.number += 1
         try:
-            written = await self._cluster.apply_status(NEURON_MODELS, body, status)
+            written = await self._next().apply_status(NEURON_MODELS, body, status)
         except NotFound:  # deleted during the pass
             return
         self._caches.observe_written(NEURON_MODELS, written)

@@ -54,9 +54,6 @@ class Operator:
         self.caches = Caches(
             cluster, settings.watch_namespaces or (None,), wake=self.wake, count_start=metrics.observe_watch_start
         )
-        self._reconciler = Reconciler(
-            cluster, self.caches, settings.models, decide, identity=settings.identity, now=now
-        )
         self._lease = LeaderLease(
             cluster,
             settings.namespace,
@@ -64,6 +61,15 @@ class Operator:
             f"{settings.identity}_{uuid.uuid4().hex[:8]}",
             timings=settings.lease,
             on_change=lambda leads: metrics.leader.set(int(leads)),
+        )
+        self._reconciler = Reconciler(
+            cluster,
+            self.caches,
+            settings.models,
+            decide,
+            identity=settings.identity,
+            now=now,
+            check_term=self._lease.check_term,
         )
         metrics.leader.set(0)
         metrics.queue_depth.set_function(lambda: len(self._queue or ()))

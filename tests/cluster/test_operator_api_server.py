@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import json
+import time
 from collections.abc import Iterator
 from datetime import UTC, datetime, timedelta
 from typing import Any
@@ -551,6 +552,20 @@ async def test_a_leader_without_connection_stops_before_another_leads(server: Ap
                 assert not a.is_leading
 
 
+async def test_a_leader_frozen_past_its_term_writes_nothing_before_it_leads_again(
+    server: ApiServer, namespace: Namespace
+) -> None:
+    """As after SIGSTOP and SIGCONT: the pass goes on where it was."""
+    timings = LeaseTimings(duration_seconds=3, deadline_seconds=2, renew_seconds=0.5, retry_seconds=0.2)
+    async with client_of(server) as client:
+        freezing = Freezing(client, seconds=timings.deadline_seconds + 0.5)
+        async with operating(freezing, only(namespace, lease=timings)):
+            namespace.put_model()
+            await eventually(lambda: freezing.afterwards)
+            assert freezing.afterwards[0] == LEASES
+            await namespace.settle()
+
+
 async def test_an_operator_killed_at_any_write_reaches_the_same_state(server: ApiServer) -> None:
     """Killed before and after the n-th write reaches the server, for every n; a new operator completes the work."""
 
@@ -644,6 +659,33 @@ class CutOff:
             pending.cancel()
             await asyncio.gather(pending, return_exceptions=True)
             await events.aclose()
+
+
+class Freezing:
+    """A client that stops the whole process for some seconds after its first write besides the Lease; `afterwards` has
+    the resources of the writes that follow."""
+
+    def __init__(self, client: Client, seconds: float) -> None:
+        self._client = client
+        self._seconds = seconds
+        self._is_frozen = False
+        self.afterwards: list[Any] = []
+
+    def __getattr__(self, name: str) -> Any:
+        method = getattr(self._client, name)
+        if name not in ("create", "replace", "apply", "apply_status", "delete"):
+            return method
+
+        async def write(resource: Any, *args: Any) -> Any:
+            if self._is_frozen:
+                self.afterwards.append(resource)
+            answer = await method(resource, *args)
+            if not self._is_frozen and resource != LEASES:
+                self._is_frozen = True
+                time.sleep(self._seconds)
+            return answer
+
+        return write
 
 
 class Mortal:
