@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
+import argparse
+import contextlib
 import fcntl
+import io
+import json
 import signal
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import IO
 
 import httpx
 import pytest
+from aiohttp import web
+from aiohttp.test_utils import TestServer
 
 from helpers.ports import free_ports
-from neuron_operator.local.command import _require_space, read_manifest
+from neuron_operator.local.command import _require_space, _Session, read_manifest
 from neuron_operator.local.pods import CannotRunHere
 
 MODEL = """
@@ -193,3 +200,39 @@ def test_api_keys_come_from_the_shell_and_local_uses_one(tmp_path: Path, monkeyp
     written = [path.read_bytes() for path in (tmp_path / "cache").rglob("*") if path.is_file()]
     assert written
     assert not [one for one in (ended.stdout.encode(), ended.stderr.encode(), *written) if b"sk-local" in one]
+
+
+async def test_no_line_of_a_pod_lands_inside_a_printed_answer(tmp_path: Path) -> None:
+    options = argparse.Namespace(ask="What?", exit=True, quiet=False)
+    session = _Session({}, tmp_path, options)
+
+    async def models(request: web.Request) -> web.Response:
+        return web.json_response({"data": [{"id": "demo"}]})
+
+    async def chat(request: web.Request) -> web.StreamResponse:
+        answer = web.StreamResponse()
+        await answer.prepare(request)
+        for piece in ("one ", "two"):
+            await answer.write(b"data: %b\n\n" % json.dumps({"choices": [{"delta": {"content": piece}}]}).encode())
+            session._log("demo-0", "an access log line")
+        await answer.write_eof()
+        return answer
+
+    app = web.Application()
+    app.add_routes([web.get("/v1/models", models), web.post("/v1/chat/completions", chat)])
+    shown = io.StringIO()
+    async with TestServer(app) as server:
+        plan = SimpleNamespace(ports={"http": server.port}, secrets={})
+        pods = SimpleNamespace(running=[SimpleNamespace(process=SimpleNamespace(ready=True, plan=plan))])
+        with contextlib.redirect_stdout(shown), contextlib.redirect_stderr(shown):
+            await session._announce(pods)  # type: ignore[arg-type]
+            session._log("demo-0", "a later line")
+    question, _, rest = shown.getvalue().partition("  > What?\n")
+    answer, _, after = rest.partition(" tokens in ")
+    assert "an access log line" not in question + answer
+    assert "one two" in answer
+    assert [line.strip() for line in after.splitlines() if "|" in line] == [
+        "demo-0 | an access log line",
+        "demo-0 | an access log line",
+        "demo-0 | a later line",
+    ]

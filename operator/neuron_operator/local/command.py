@@ -183,6 +183,8 @@ class _Session:
     started: float = field(default_factory=time.monotonic)
     shown: dict[str, tuple[str, str, str]] = field(default_factory=dict)
     announced: bool = False
+    held: list[str] | None = None
+    """Lines that wait until an answer on standard output is complete; None: none wait."""
 
     async def run(self) -> int:
         host = Host(self.root, environment_to_inherit(os.environ), count_neuron_devices(os.listdir("/dev")))
@@ -273,16 +275,35 @@ class _Session:
                 print(f"  API      http://{LOOPBACK}:{port}/v1   (model: {name})")
                 print(f"  metrics  http://{LOOPBACK}:{port}/metrics", flush=True)
             if self.options.ask:
-                await _ask(session, ports[0], name, self.options.ask)
+                with self._holding_lines():
+                    await _ask(session, ports[0], name, self.options.ask)
         if not self.options.exit:
             print("  Ctrl-C stops it", flush=True)
 
     def _log(self, pod: str, line: str) -> None:
         if not self.options.quiet:
-            print(f"            {pod} | {line}", file=sys.stderr, flush=True)
+            self._print(f"            {pod} | {line}")
 
     def _say(self, text: str) -> None:
-        print(f"{time.monotonic() - self.started:8.1f} s  {text}", file=sys.stderr, flush=True)
+        self._print(f"{time.monotonic() - self.started:8.1f} s  {text}")
+
+    def _print(self, line: str) -> None:
+        if self.held is not None:
+            self.held.append(line)
+        else:
+            print(line, file=sys.stderr, flush=True)
+
+    @contextlib.contextmanager
+    def _holding_lines(self) -> Iterator[None]:
+        """Keeps the lines on standard error out of an answer that is being printed."""
+        held: list[str] = []
+        self.held = held
+        try:
+            yield
+        finally:
+            self.held = None
+            for line in held:
+                self._print(line)
 
 
 def _authorization(plan: ContainerPlan) -> dict[str, str]:
