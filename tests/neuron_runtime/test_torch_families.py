@@ -172,5 +172,5 @@ def test_greedy_tokens_match_transformers_while_sequences_join_and_leave(
         )
         for i, length in enumerate((300, 1, 33, 120, 17, 64))
     ]
-    tokens, _ = serve(folder, [(4 * i, request) for i, request in enumerate(asked)], **SETTINGS[setting])
+    tokens, *_ = serve(folder, [(4 * i, request) for i, request in enumerate(asked)], **SETTINGS[setting])
     check_greedy(folder, asked, tokens)
