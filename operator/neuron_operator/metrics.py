@@ -13,6 +13,8 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.registry import Collector
 
+from neuron_operator.objects import dig, items, name_of, text, whole
+from neuron_operator.reasons import CONDITIONS
 from neuron_operator.world import Object
 
 PASS_BUCKETS = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0)
@@ -57,29 +59,49 @@ class Metrics:
         self.watch_starts.labels(resource, how).inc()
 
     def report_models(self, models: Callable[[], Iterable[Object]]) -> None:
-        """Count `models` by the reason of their condition Ready at each scrape."""
-        self.registry.register(_ModelsByReason(models))
+        """Describe `models` at each scrape. A deleted model has no series."""
+        self.registry.register(_Models(models))
 
     def exposition(self) -> bytes:
         """The text that Prometheus reads."""
         return generate_latest(self.registry)
 
 
-class _ModelsByReason(Collector):
+class _Models(Collector):
     def __init__(self, models: Callable[[], Iterable[Object]]) -> None:
         self._models = models
 
     def collect(self) -> Iterator[Any]:
-        family = GaugeMetricFamily(
+        by_reason = GaugeMetricFamily(
             "neuron_operator_models",
             "NeuronModels by the reason of their condition Ready; only the leader reports them.",
             labels=["reason"],
         )
-        for reason, number in sorted(Tally(map(_reason, self._models())).items()):
-            family.add_metric([reason], number)
-        yield family
-
-
-def _reason(model: Object) -> str:
-    conditions = (model.get("status") or {}).get("conditions") or ()
-    return next((str(c.get("reason")) for c in conditions if c.get("type") == "Ready"), "Unknown")
+        model = ("namespace", "name")
+        condition = GaugeMetricFamily(
+            "neuron_operator_model_condition",
+            "1 if the condition of the NeuronModel is true, 0 if it is false or unknown.",
+            labels=[*model, "condition", "reason"],
+        )
+        desired = GaugeMetricFamily(
+            "neuron_operator_model_desired_replicas", "Replicas that the NeuronModel requests.", labels=model
+        )
+        ready = GaugeMetricFamily(
+            "neuron_operator_model_ready_replicas", "Replicas of the NeuronModel that can serve.", labels=model
+        )
+        reasons: Tally[str] = Tally()
+        for body in self._models():
+            key = [text(body, "metadata", "namespace"), name_of(body)]
+            found = {text(one, "type"): one for one in items(body, "status", "conditions")}
+            reasons[text(found.get("Ready"), "reason") or "Unknown"] += 1
+            # The conditions of others would be series without bound.
+            for kind in (*CONDITIONS, "Ready"):
+                if kind in found:
+                    condition.add_metric(
+                        [*key, kind, text(found[kind], "reason")], text(found[kind], "status") == "True"
+                    )
+            desired.add_metric(key, whole(dig(body, "spec", "replicas")))
+            ready.add_metric(key, whole(dig(body, "status", "readyReplicas")))
+        for reason, number in sorted(reasons.items()):
+            by_reason.add_metric([reason], number)
+        yield from (by_reason, condition, desired, ready)

@@ -288,8 +288,11 @@ def test_monitors_select_models_and_the_operator(helm: Helm) -> None:
     assert operator["spec"]["namespaceSelector"] == {"matchNames": [NAMESPACE]}
     ports = one(documents, "Deployment")["spec"]["template"]["spec"]["containers"][0]["ports"]
     (port,) = (port for port in ports if port["containerPort"] == settings_of(documents).http_port)
-    for monitor, name in ((models, names.PORT_NAME), (operator, port["name"])):
-        assert monitor["spec"]["podMetricsEndpoints"] == [{"port": name, "path": "/metrics", "interval": "15s"}]
+    own_labels: dict[str, object] = {"honorLabels": True}
+    for monitor, name, extra in ((models, names.PORT_NAME, {}), (operator, port["name"], own_labels)):
+        assert monitor["spec"]["podMetricsEndpoints"] == [
+            {"port": name, "path": "/metrics", "interval": "15s", **extra}
+        ]
         assert monitor["metadata"]["labels"]["release"] == "prometheus"
 
 

@@ -140,7 +140,8 @@ def test_the_docs_list_the_alerts_with_their_severity() -> None:
 # The queries
 
 
-def operator_text(passes: int, failed: int, leader: int, reason: str) -> str:
+def operator_text(passes: int, failed: int, leader: int, reason: str | None) -> str:
+    """`reason` of the model's conditions; None for a standby, which reports no models."""
     metrics = OperatorMetrics()
     metrics.passes.labels("changed").inc(passes)
     metrics.passes.labels("failed").inc(failed)
@@ -149,7 +150,11 @@ def operator_text(passes: int, failed: int, leader: int, reason: str) -> str:
         metrics.observe_request("patch", "neuronmodels/status", "200")
         metrics.observe_watch_start("pods", "watch")
     metrics.leader.set(leader)
-    metrics.report_models(lambda: [{"status": {"conditions": [{"type": "Ready", "reason": reason}]}}])
+    is_ready = reason == "Ready"
+    conditions = [{"type": kind, "status": str(is_ready), "reason": reason} for kind in ("Available", "Ready")]
+    status = {"conditions": conditions, "readyReplicas": int(is_ready)}
+    model = {"metadata": {"namespace": "team", "name": "chat"}, "spec": {"replicas": 1}, "status": status}
+    metrics.report_models(lambda: [model] if reason else [])
     return metrics.exposition().decode()
 
 
@@ -194,8 +199,9 @@ def scraped(load: ScriptedLoad) -> list[Scraped]:
                 operator_text(number, 2 * last, 1 - last, "ImagePull" if last else "Ready"),
                 at,
                 operator | {"pod": "operator-0"},
+                honor_labels=True,
             ),
-            Scraped(operator_text(0, 0, 0, "Ready"), at, operator | {"pod": "operator-1"}),
+            Scraped(operator_text(0, 0, 0, None), at, operator | {"pod": "operator-1"}, honor_labels=True),
         ]
     return made
 
@@ -241,6 +247,8 @@ def test_the_board_shows_the_load(load: ScriptedLoad, scraped: list[Scraped], re
     assert rates("Tokens") == {"": sum(expected.prompts)}
     assert rates("Preemptions") == {"chat-0": expected.preemptions}
     assert results["Ready replicas / A"].numbers == [1]
+    assert results["Missing replicas / A"].value(namespace="team", name="chat") == 0
+    assert results["Models by condition / A"].value(condition="Available") == 1
     hits = results["Prefix cache hit rate / A"].value(pod="chat-0")
     assert hits == pytest.approx(expected.prefix_hits / sum(expected.prompts))
     assert results["Device utilization / A"].value(pod="chat-0") > 0

@@ -19,12 +19,13 @@ from cluster.rig.binaries import ensure
 
 @dataclass(frozen=True)
 class Scraped:
-    """An exposition, the time of its scrape, and the attached labels."""
+    """An exposition, the time of its scrape, and the attached labels. `honor_labels`: the exposition's own win."""
 
     text: str
     at: float
     labels: Mapping[str, str]
     content_type: str = CONTENT_TYPE
+    honor_labels: bool = False
 
 
 @dataclass(frozen=True)
@@ -57,7 +58,13 @@ def evaluate(scrapes: Iterable[Scraped], queries: Sequence[tuple[str, float]], r
     program = ensure("promql")["promql"] / "promql"
     asked: dict[str, Any] = {
         "scrapes": [
-            {"at": one.at, "labels": dict(one.labels), "content_type": one.content_type, "text": one.text}
+            {
+                "at": one.at,
+                "labels": dict(one.labels),
+                "content_type": one.content_type,
+                "text": one.text,
+                "honor_labels": one.honor_labels,
+            }
             for one in scrapes
         ],
         "queries": [{"expression": expression, "at": at} for expression, at in queries],

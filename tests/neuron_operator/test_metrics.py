@@ -27,6 +27,35 @@ def test_models_are_counted_by_the_reason_of_ready_at_each_scrape() -> None:
     assert not [name for name, _ in samples(metrics) if name == "neuron_operator_models"]
 
 
+def test_a_model_has_a_series_for_each_of_our_conditions_and_its_replicas_until_it_is_deleted() -> None:
+    metrics = Metrics()
+    kinds = {"Available": "True", "UpToDate": "False", "Ready": "Unknown", "example.com/Audited": "True"}
+    conditions = [{"type": kind, "status": status, "reason": "Because"} for kind, status in kinds.items()]
+    metadata = {"namespace": "team", "name": "chat"}
+    models = [
+        {"metadata": metadata, "spec": {"replicas": 3}, "status": {"conditions": conditions, "readyReplicas": 2}},
+        {"metadata": metadata | {"name": "new"}, "spec": {"replicas": 1}},
+    ]
+    metrics.report_models(lambda: models)
+    found = {
+        (name[len("neuron_operator_model") :], *sorted(labels)): value
+        for (name, labels), value in samples(metrics).items()
+    }
+    chat, new = (("name", "chat"), ("namespace", "team")), (("name", "new"), ("namespace", "team"))
+    of_models = {key: value for key, value in found.items() if ("namespace", "team") in key}
+    assert of_models == {
+        ("_condition", ("condition", "Available"), *chat, ("reason", "Because")): 1,
+        ("_condition", ("condition", "UpToDate"), *chat, ("reason", "Because")): 0,
+        ("_condition", ("condition", "Ready"), *chat, ("reason", "Because")): 0,
+        ("_desired_replicas", *chat): 3,
+        ("_ready_replicas", *chat): 2,
+        ("_desired_replicas", *new): 1,
+        ("_ready_replicas", *new): 0,
+    }
+    models.clear()
+    assert "team" not in metrics.exposition().decode()
+
+
 def test_requests_watches_and_passes_are_counted_with_their_labels() -> None:
     metrics = Metrics()
     metrics.observe_request("get", "jobs", "404")

@@ -32,6 +32,7 @@ type scrape struct {
 	Labels      map[string]string `json:"labels"`
 	ContentType string            `json:"content_type"`
 	Text        string            `json:"text"`
+	HonorLabels bool              `json:"honor_labels"`
 }
 
 type request struct {
@@ -85,6 +86,13 @@ func (m memory) add(s scrape) error {
 		_, _, value := p.Series()
 		b := labels.NewBuilder(of)
 		for name, target := range s.Labels {
+			own := of.Get(name)
+			if own != "" && s.HonorLabels {
+				continue
+			}
+			if own != "" {
+				b.Set(model.ExportedLabelPrefix+name, own)
+			}
 			b.Set(name, target)
 		}
 		of = b.Labels()
