@@ -2,7 +2,8 @@
 
 OperatorError
 ├── InvalidSpec          the user: condition Accepted with the field; no retry until an edit
-│   └── FieldNotSupported    the same, with the cure
+│   ├── FieldNotSupported    the same, with the cure
+│   └── Refusals             several of them
 ├── Unplaceable          the user: condition Placed with the numbers
 └── ClusterFault         time or an admin: back-off per key if `retriable`, else a condition
     └── TermOver         this replica: it stops writing until it leads again
@@ -10,7 +11,12 @@ OperatorError
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from neuron_operator.reasons import Reason
+
+MAX_REFUSAL = 900
+"""Characters of all refusals of a manifest together: a condition's message holds them and a note."""
 
 
 class OperatorError(Exception):
@@ -35,6 +41,26 @@ class FieldNotSupported(InvalidSpec):
     def __init__(self, field: str, value: str, cure: str) -> None:
         super().__init__(field, f"{value} is not supported by this version; {cure}")
         self.cure = cure
+
+
+class Refusals(InvalidSpec):
+    """All that is wrong with a manifest, in one message; `field` is that of the first."""
+
+    def __init__(self, refusals: Sequence[InvalidSpec]) -> None:
+        OperatorError.__init__(self, _listed([str(refusal) for refusal in refusals]))
+        self.refusals = tuple(refusals)
+        self.field = refusals[0].field
+        self.reason = refusals[0].reason
+
+
+def _listed(messages: Sequence[str]) -> str:
+    """The messages as sentences of one line, at least one and as many as fit, and the number of the others."""
+    shown, length = 1, len(messages[0])
+    while shown < len(messages) and length + len(messages[shown]) + 2 <= MAX_REFUSAL:
+        length += len(messages[shown]) + 2
+        shown += 1
+    more = [f"{len(messages) - shown} more are refused"] if shown < len(messages) else []
+    return ". ".join([*messages[:shown], *more])
 
 
 class Unplaceable(OperatorError):

@@ -1,4 +1,4 @@
-"""Parses a manifest: a NeuronModel, or an error that names the field.
+"""Parses a manifest: a NeuronModel, or an error that names every field that is wrong.
 
 Called by `decide` in every pass, also of `neuron-operator local`, where no API server has checked the manifest.
 Everything that the CRD refuses is therefore refused here too, with the same field.
@@ -9,14 +9,14 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, Literal, get_args, get_origin
 
 import msgspec
 
 from neuron_operator import names
-from neuron_operator.errors import FieldNotSupported, InvalidSpec
+from neuron_operator.errors import FieldNotSupported, InvalidSpec, Refusals
 from neuron_operator.field_types import NAME_PATTERN
-from neuron_operator.fields import Supported, as_json, broken_rules, walk
+from neuron_operator.fields import SpecPart, Supported, as_json, broken_rules, fields_of, unwrapped, walk
 from neuron_operator.model import NeuronModel, Spec
 
 
@@ -26,24 +26,18 @@ def parse(body: Mapping[str, Any]) -> NeuronModel:
     Raises:
         InvalidSpec: names the field, e.g. `spec.serving.maxModelLength`, and what was expected.
         FieldNotSupported: names a valid field that this version does not support, and the cure.
+        Refusals: several fields are invalid, or valid and not supported.
     """
     metadata = body.get("metadata")
     metadata = metadata if isinstance(metadata, Mapping) else {}
-    name = metadata.get("name")
-    if not isinstance(name, str) or len(name) > names.MAX_MODEL_NAME or not re.fullmatch(NAME_PATTERN, name):
-        raise InvalidSpec(
-            "metadata.name",
-            f"must be a DNS label of at most {names.MAX_MODEL_NAME} characters that begins with a letter",
-        )
-    spec = _convert(body.get("spec"))
-    for path, message in broken_rules(Spec, spec, "spec"):
-        raise InvalidSpec(path, message)
-    for refusal in not_supported(spec):
-        raise refusal
+    name, raw = metadata.get("name"), body.get("spec")
+    _refuse(*_invalid_name(name), *_invalid(Spec, raw, "spec"))
+    spec = msgspec.convert(raw, Spec)
+    _refuse(*not_supported(spec))
     annotations = metadata.get("annotations")
     annotations = annotations if isinstance(annotations, Mapping) else {}
     return NeuronModel(
-        name=name,
+        name=str(name),
         namespace=str(metadata.get("namespace") or "default"),
         uid=str(metadata.get("uid") or ""),
         refresh=str(annotations.get(names.REFRESH_ANNOTATION) or ""),
@@ -58,15 +52,57 @@ def is_paused(body: Mapping[str, Any]) -> bool:
     return isinstance(annotations, Mapping) and annotations.get(names.PAUSED_ANNOTATION) == "true"
 
 
-def _convert(raw: object) -> Spec:
-    if not isinstance(raw, Mapping):
-        raise InvalidSpec("spec", "is required" if raw is None else "must be an object")
+def _refuse(*refusals: InvalidSpec) -> None:
+    """Raises all refusals, if there are any."""
+    if len(refusals) > 1:
+        raise Refusals(refusals)
+    for only in refusals:
+        raise only
+
+
+def _invalid_name(name: object) -> Iterator[InvalidSpec]:
+    if not isinstance(name, str) or len(name) > names.MAX_MODEL_NAME or not re.fullmatch(NAME_PATTERN, name):
+        text = f"must be a DNS label of at most {names.MAX_MODEL_NAME} characters that begins with a letter"
+        yield InvalidSpec("metadata.name", text)
+
+
+def _invalid(kind: Any, raw: object, path: str) -> Iterator[InvalidSpec]:
+    """An error for each part of `raw` that is not as declared. Parts of a valid part are not searched again."""
     try:
-        return msgspec.convert(raw, Spec)
+        value = msgspec.convert(raw, kind)
     except msgspec.ValidationError as error:
-        message, _, place = str(error).partition(" - at ")
-        path = place.removeprefix("`key` in ").strip("`").removeprefix("$")
-        raise InvalidSpec(f"spec{path}", message.replace("`", "")) from error
+        core, _ = unwrapped(kind)
+        inside = list(_invalid_within(core, raw, path))
+        yield from inside or [_invalid_value(core, raw, path, str(error))]
+    else:
+        yield from (InvalidSpec(*broken) for broken in broken_rules(kind, value, path))
+
+
+def _invalid_within(core: Any, raw: object, path: str) -> Iterator[InvalidSpec]:
+    """The errors in the fields of an object and in the items of a list."""
+    if isinstance(raw, Mapping) and isinstance(core, type) and issubclass(core, SpecPart):
+        declared = {one.key: one for one in fields_of(core)}
+        yield from (InvalidSpec(path, f"has no field {_shown(key)}") for key in raw if key not in declared)
+        for key, one in declared.items():
+            if key in raw:
+                yield from _invalid(one.kind, raw[key], f"{path}.{key}")
+            elif one.default is msgspec.NODEFAULT:
+                yield InvalidSpec(path, f"lacks the required field {key}")
+    elif isinstance(raw, list) and get_origin(core) is tuple:
+        for index, item in enumerate(raw):
+            yield from _invalid(get_args(core)[0], item, f"{path}[{index}]")
+
+
+def _invalid_value(core: Any, raw: object, path: str, message: str) -> InvalidSpec:
+    if raw is None and path == "spec":
+        return InvalidSpec(path, "is required")
+    if get_origin(core) is Literal:
+        return InvalidSpec(path, f"must be one of {', '.join(map(str, get_args(core)))}, got {_shown(raw)}")
+    if isinstance(core, type) and issubclass(core, SpecPart):
+        return InvalidSpec(path, "must be an object")
+    text, _, place = message.partition(" - at ")
+    inner = place.removeprefix("`key` in ").strip("`").removeprefix("$")
+    return InvalidSpec(f"{path}{inner}", text.replace("`", ""))
 
 
 def not_supported(spec: Spec) -> Iterator[FieldNotSupported]:

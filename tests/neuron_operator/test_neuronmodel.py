@@ -1,5 +1,6 @@
 """A manifest is parsed into a frozen value or refused naming the field; unsupported fields are never ignored."""
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from helpers.operator_worlds import JSON_VALUES, body
 from neuron_operator import names
 from neuron_operator.errors import FieldNotSupported, InvalidSpec
 from neuron_operator.manifest import is_paused, parse
+from neuron_operator.model_status import MAX_MESSAGE
 
 CRD = Path(__file__).parents[2] / "crds" / "neuronmodels.yaml"
 
@@ -45,8 +47,72 @@ def test_the_minimal_manifest_serves_one_replica_under_its_name() -> None:
 
 
 def test_an_unknown_field_is_refused_by_name() -> None:
-    with pytest.raises(InvalidSpec, match=r"^spec\.serving: .*maxLength"):
+    with pytest.raises(InvalidSpec, match=r"^spec\.serving: has no field \"maxLength\"$"):
         parse(body(spec_with({"serving": {"maxLength": 1}})))
+
+
+def refused(changes: dict[str, Any], name: str = "chat") -> str:
+    with pytest.raises(InvalidSpec) as refusal:
+        parse(body(spec_with(changes), name=name))
+    return str(refusal.value)
+
+
+def test_everything_invalid_is_refused_together() -> None:
+    found = refused(
+        {
+            "replicas": -1,
+            "accelerator": {"type": "GPU", "devices": "two"},
+            "serving": {"maxLength": 1, "contextBuckets": [2, 1]},
+            "engine": {"env": [{"name": "A", "value": "x"}, {"name": "HOME", "value": "y"}, {"value": "z"}]},
+            "podTemplate": {"spec": {"tolerations": 5}},
+        },
+        name="Chat",
+    )
+    assert [refusal.partition(": ")[0] for refusal in found.split(". ")] == [
+        "metadata.name",
+        "spec.replicas",
+        "spec.accelerator.type",
+        "spec.accelerator.devices",
+        "spec.serving",
+        "spec.serving.contextBuckets",
+        "spec.engine.env[1].name",
+        "spec.engine.env[2]",
+        "spec.podTemplate.spec.tolerations",
+    ]
+
+
+def test_everything_unsupported_is_refused_together_with_each_cure() -> None:
+    changes = {
+        "engine": {"backend": "vllm", "overrideNeuronConfig": {"x": 1}},
+        "parallelism": {"tensor": 8},
+        "serving": {"quantization": "int8"},
+    }
+    text = refused(changes)
+    for part in ("spec.engine.backend", "engine.backend: torch", "spec.engine.overrideNeuronConfig", "Neuron backend"):
+        assert part in text
+    for part in ("spec.parallelism.tensor: 8", "one process", "spec.serving.quantization", "serving.dtype"):
+        assert part in text
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"accelerator": {"type": "GPU"}}, 'spec.accelerator.type: must be one of Neuron, CPU, got "GPU"'),
+        ({"accelerator": {"logicalNeuronCore": 3}}, "spec.accelerator.logicalNeuronCore: must be one of 1, 2, got 3"),
+        ({"engine": {"imagePullPolicy": 1}}, "must be one of Always, IfNotPresent, Never, got 1"),
+        ({"rollout": {"strategy": ["Auto"]}}, 'must be one of Auto, Surge, Replace, got ["Auto"]'),
+    ],
+    ids=str,
+)
+def test_an_invalid_choice_lists_the_choices(changes: dict[str, Any], says: str) -> None:
+    assert says in refused(changes)
+
+
+def test_the_refusals_of_one_manifest_are_bounded() -> None:
+    text = refused({"serving": {f"{'long' * 100}{number}": 1 for number in range(10_000)}})
+    assert len(text) < MAX_MESSAGE - 100, "a note must fit behind it"
+    assert text.startswith('spec.serving: has no field "longlong')
+    assert re.search(r"\. 99\d\d more are refused$", text)
 
 
 def test_a_number_beyond_64_bits_is_quoted_in_the_refusal() -> None:
