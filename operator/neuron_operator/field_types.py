@@ -11,7 +11,7 @@ from neuron_operator import names
 from neuron_operator.fields import Rule
 
 NAME_PATTERN = r"^[a-z]([-a-z0-9]*[a-z0-9])?$"
-"""Pattern of the object's name. With names.MAX_MODEL_NAME it keeps the names of children valid."""
+"""Pattern of the object's name, which is also a Service's. With names.MAX_MODEL_NAME it is a DNS label."""
 
 
 @dataclass(frozen=True)

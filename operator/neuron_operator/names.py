@@ -1,7 +1,7 @@
 """Every string that a cluster sees: API group, kinds, labels, annotations, resource names, names of children.
 
-Used everywhere in the operator. Derived names are functions, each with its length budget: a model's name has at most 40
-characters, and derived names stay DNS labels of at most 63, with room for the suffixes that controllers append.
+Used everywhere in the operator. A model's name is a DNS label, because its Service has the same name and labels have it
+as value. Derived names are functions and are DNS labels, too: the model's name is shortened where it leaves no room.
 """
 
 from __future__ import annotations
@@ -84,7 +84,10 @@ RESERVED_ENV = frozenset(
     }
 )
 
-MAX_MODEL_NAME = 40
+MAX_LABEL = 63
+"""Characters of a DNS label and of a label's value. What controllers derive from our names needs no room: ReplicaSets'
+names may be longer, and the API server cuts the generated names of pods."""
+MAX_MODEL_NAME = MAX_LABEL
 HASH_LENGTH = 10
 
 
@@ -95,28 +98,34 @@ def digest(value: object) -> str:
 
 
 def service_name(model: str) -> str:
-    """40: the host name in clients' URLs; also of the Deployment, PodDisruptionBudget and NetworkPolicy."""
+    """The host name in clients' URLs; also of the Deployment, PodDisruptionBudget and NetworkPolicy."""
     return model
 
 
 def service_account_name(model: str) -> str:
-    """40 + 8 = 48; with a suffix because every namespace has a ServiceAccount `default`."""
-    return f"{model}-serving"
+    """With a suffix because every namespace has a ServiceAccount `default`."""
+    return _derived(model, "-serving")
 
 
 def revision_name(model: str, revision: str) -> str:
-    """40 + 1 + 10 = 51."""
-    return f"{model}-{revision}"
+    return _derived(model, f"-{revision}")
 
 
 def config_name(model: str, content_hash: str) -> str:
-    """40 + 8 + 10 = 58."""
-    return f"{model}-config-{content_hash}"
+    return _derived(model, f"-config-{content_hash}")
 
 
 def resolve_job_name(model: str, key: str) -> str:
-    """40 + 9 + 10 = 59; the Job controller copies it into a label of at most 63."""
-    return f"{model}-resolve-{key}"
+    """The Job controller copies it into a label."""
+    return _derived(model, f"-resolve-{key}")
+
+
+def _derived(model: str, suffix: str) -> str:
+    """A DNS label. A name without room for the suffix is cut and gets its own hash, so that it stays distinct."""
+    room = MAX_LABEL - len(suffix)
+    if len(model) > room:
+        model = f"{model[: room - HASH_LENGTH - 1].rstrip('-')}-{digest(model)}"
+    return f"{model}{suffix}"
 
 
 def labels(model: str, component: str) -> dict[str, str]:

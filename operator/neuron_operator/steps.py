@@ -134,7 +134,7 @@ def _finish_place(known: Known) -> tuple[Known, Finding]:
 def _finish_fetch(known: Known) -> tuple[Known, Finding]:
     if known.model.fetched_by_pods:
         return known, met("WeightsReady", "serving pods download the weights themselves", "FetchedByPods")
-    return known, met("WeightsReady", "the weights are part of the runtime image")
+    return known, met("WeightsReady", f"serving pods read the weights from {known.model.spec.model.uri}")
 
 
 def _finish_compile(known: Known) -> tuple[Known, Finding]:

@@ -24,6 +24,7 @@ from helpers.rendered_cases import FILES, render
 from neuron_operator.client import NEURON_MODELS, resource_of
 from neuron_operator.fields import Rule, SpecPart, broken_rules, fields_of, unwrapped
 from neuron_operator.model import Spec
+from neuron_operator.names import MAX_MODEL_NAME
 
 pytestmark = [pytest.mark.cluster, pytest.mark.slow]
 
@@ -181,7 +182,7 @@ def test_the_api_server_accepts_what_the_operator_accepts(server: ApiServer, cha
 
 
 @pytest.mark.parametrize("case", REFUSED["names"], ids=lambda case: str(case["name"]))
-def test_a_name_too_long_for_derived_names_is_refused(server: ApiServer, case: dict[str, Any]) -> None:
+def test_a_name_that_is_no_dns_label_is_refused(server: ApiServer, case: dict[str, Any]) -> None:
     assert {field for field, _ in refusal(server, spec_with({}), case["name"])} == {"metadata.name"}
 
 
@@ -202,9 +203,21 @@ def test_the_api_server_writes_the_defaults(server: ApiServer) -> None:
     assert spec["rollout"]["drainSeconds"] == 300
 
 
+def test_the_api_server_accepts_every_object_of_a_model_with_the_longest_name(server: ApiServer) -> None:
+    name = "m" * MAX_MODEL_NAME
+    create(server, spec_with({}), name)
+    given = {"spec": spec_with({"accelerator": {"type": "CPU"}}), "metadata": {"name": name}}
+    for is_resolved in (False, True):
+        check_objects(server, given | {"resolved": is_resolved})
+
+
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
 def test_the_api_server_accepts_every_rendered_object(server: ApiServer, path: Path) -> None:
-    for child in render(yaml.safe_load(path.read_text())["given"])["objects"]:
+    check_objects(server, yaml.safe_load(path.read_text())["given"])
+
+
+def check_objects(server: ApiServer, given: dict[str, Any]) -> None:
+    for child in render(given)["objects"]:
         url = resource_of(child).path(NAMESPACE, child["metadata"]["name"])
         query = "?dryRun=All&fieldManager=test&force=true&fieldValidation=Strict"
         made = server.call("PATCH", url + query, child, "application/apply-patch+yaml")

@@ -34,7 +34,7 @@ def test_explicit_defaults_are_accepted(changes: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("case", REFUSED["names"], ids=lambda case: case["name"])
-def test_a_name_too_long_for_derived_names_is_refused(case: dict[str, Any]) -> None:
+def test_a_name_that_is_no_dns_label_is_refused(case: dict[str, Any]) -> None:
     with pytest.raises(InvalidSpec, match=r"^metadata\.name: "):
         parse(body(spec_with({}), name=case["name"]))
 

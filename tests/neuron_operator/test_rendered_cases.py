@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -60,14 +61,32 @@ def test_every_pod_is_restricted_and_has_no_service_account_token(path: Path) ->
             assert len(variables) == len(set(variables))
 
 
-def test_the_longest_model_name_fits_every_derived_name() -> None:
-    name = "a" * names.MAX_MODEL_NAME
-    given = {"spec": {"model": {"uri": "hf://a/b"}, "accelerator": {"type": "CPU"}}, "metadata": {"name": name}}
+def derived_names(model: str) -> dict[str, str]:
+    """Names of the children by kind."""
+    given = {"spec": {"model": {"uri": "hf://a/b"}, "accelerator": {"type": "CPU"}}, "metadata": {"name": model}}
     objects = [*render({**given, "resolved": False})["objects"], *render({**given, "resolved": True})["objects"]]
-    assert {child["kind"] for child in objects} >= {"Job", "Deployment", "ConfigMap", "ControllerRevision"}
-    for child in objects:
-        room = {"Deployment": 17, "Job": 0}.get(child["kind"], 0)  # ReplicaSet and pod suffixes of a Deployment's pods
-        assert len(child["metadata"]["name"]) + room <= 63
+    return {child["kind"]: child["metadata"]["name"] for child in objects}
+
+
+@pytest.mark.parametrize("model", ["a" * 63, "a-" * 31 + "z", "a" * 33 + "-" * 29 + "z"])
+def test_the_longest_model_name_fits_every_derived_name(model: str) -> None:
+    assert len(model) == names.MAX_MODEL_NAME
+    found = derived_names(model)
+    assert found.keys() >= {"Job", "Deployment", "ConfigMap", "ControllerRevision", "ServiceAccount"}
+    assert found["Service"] == model
+    for kind, name in found.items():
+        assert re.fullmatch(r"[a-z]([-a-z0-9]{0,61}[a-z0-9])?", name), kind
+
+
+def test_shortened_names_of_two_models_differ() -> None:
+    one, two = derived_names("a" * 62 + "b"), derived_names("a" * 62 + "c")
+    assert not [kind for kind in one if one[kind] == two[kind]]
+
+
+def test_a_name_with_room_for_its_suffix_is_not_shortened() -> None:
+    found = derived_names("a" * 44)
+    assert found["ServiceAccount"] == "a" * 44 + "-serving"
+    assert found["Job"].startswith("a" * 44 + "-resolve-")
 
 
 def pods_of(objects: list[Object]) -> Iterator[Object]:
