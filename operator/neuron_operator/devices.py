@@ -13,7 +13,7 @@ from typing import Any
 from kubernetes.utils.quantity import parse_quantity
 
 from neuron_operator.client import EVENTS, NODES, PODS, Cluster, Forbidden
-from neuron_operator.names import ALLOCATION_LABEL, CORE_RESOURCE, DEVICE_RESOURCE, INSTANCE_TYPE_LABEL
+from neuron_operator.names import CORE_RESOURCE, DEVICE_RESOURCE
 from neuron_operator.reflector import Key, key_of_model
 from neuron_operator.world import FreeDevices, NodeDevices, Object
 
@@ -78,19 +78,17 @@ class OnDemand:
 def node_devices(node: Object, pods: Iterable[Object]) -> NodeDevices:
     """A node's devices and cores in total, and without those of `pods`, all unfinished pods on the node."""
     metadata, status = node["metadata"], node.get("status", {})
-    labels = metadata.get("labels", {})
     allocatable = status.get("allocatable", {})
     devices, cores = (int(parse_quantity(allocatable.get(name, 0))) for name in (DEVICE_RESOURCE, CORE_RESOURCE))
     pods = tuple(pods)
     ready = any(c["type"] == "Ready" and c["status"] == "True" for c in status.get("conditions", ()))
     return NodeDevices(
         name=metadata["name"],
-        instance_type=labels.get(INSTANCE_TYPE_LABEL, ""),
         devices=devices,
         free_devices=max(0, devices - sum(requested(pod, DEVICE_RESOURCE) for pod in pods)),
         cores=cores,
         free_cores=max(0, cores - sum(requested(pod, CORE_RESOURCE) for pod in pods)),
-        allocation=labels.get(ALLOCATION_LABEL, ""),
+        labels=metadata.get("labels", {}),
         schedulable=ready and not node.get("spec", {}).get("unschedulable", False),
     )
 

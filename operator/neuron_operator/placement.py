@@ -1,18 +1,21 @@
 """Placement: the devices of one replica and the nodes it may run on, or Unplaceable with the numbers.
 
-Called when a revision is pinned (`place`) and by `why` to describe free devices (`describe_free`). Pure.
+Called when a revision is pinned (`place`), by the renderer (`size_rule`), and by `why` to describe the nodes that match
+a pod (`describe_free`, `describe_sizes`). Pure.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
 
 from neuron_operator import names
 from neuron_operator.catalog import INSTANCE_TYPES, InstanceType
 from neuron_operator.errors import Unplaceable
 from neuron_operator.model import NeuronModel
 from neuron_operator.reasons import Reason
-from neuron_operator.world import FreeDevices, Settings
+from neuron_operator.world import DEVICE_MODES, DeviceMode, FreeDevices, NodeDevices, Object, Settings
 
 
 @dataclass(frozen=True)
@@ -37,53 +40,127 @@ class Placement:
         return _count(self.cores, "NeuronCore") if self.cores else "no Neuron device"
 
 
+@dataclass(frozen=True)
+class NodeRules:
+    """The nodes that a pod accepts: its nodeSelector, and its required node affinity."""
+
+    selector: Mapping[str, str]
+    terms: tuple[tuple[Mapping[str, Any], ...], ...] = ()
+    """Expressions over labels. A node matches all of one term; without terms every node matches."""
+
+    def accept(self, node: NodeDevices) -> bool:
+        return self.selector.items() <= node.labels.items() and (
+            not self.terms or any(all(_holds(rule, node.labels) for rule in term) for term in self.terms)
+        )
+
+    def without(self, rule: Object) -> NodeRules:
+        return replace(self, terms=tuple(tuple(other for other in term if other != rule) for term in self.terms))
+
+
+def _holds(rule: Mapping[str, Any], labels: Mapping[str, str]) -> bool:
+    """One expression of a node affinity. `Gt` and `Lt` are left to the scheduler."""
+    value, values = labels.get(rule.get("key", "")), rule.get("values") or ()
+    match rule.get("operator"):
+        case "In":
+            return value in values
+        case "NotIn":
+            return value not in values
+        case "Exists":
+            return value is not None
+        case "DoesNotExist":
+            return value is None
+    return True
+
+
 def place(model: NeuronModel, settings: Settings) -> Placement:
     """The devices or cores of the manifest, or one device. Raises Unplaceable for a size that no node grants."""
     accelerator = model.spec.accelerator
     instance_type = model.spec.pod_template.spec.node_selector.get(names.INSTANCE_TYPE_LABEL, "")
     if accelerator.type == "CPU":
         return Placement(instance_type=instance_type)
-    legal = "extension" if settings.device_mode == "PluginWithExtension" else "plain"
     if accelerator.cores is not None:
-        _check("accelerator.cores", accelerator.cores, instance_type, f"{legal}_cores")
-        return Placement(cores=accelerator.cores, instance_type=instance_type)
-    devices = accelerator.devices or 1
-    _check("accelerator.devices", devices, instance_type, f"{legal}_devices")
-    return Placement(devices=devices, instance_type=instance_type)
+        placement = Placement(cores=accelerator.cores, instance_type=instance_type)
+    else:
+        placement = Placement(devices=accelerator.devices or 1, instance_type=instance_type)
+    _check(placement, settings.device_mode)
+    return placement
 
 
-def describe_free(free: FreeDevices | None, placement: Placement) -> str:
+def size_rule(placement: Placement, mode: DeviceMode) -> Object | None:
+    """The node affinity that keeps a pod off the known instance types whose kubelets would refuse its size; None if
+    there are none, or the manifest names the type."""
+    refusing = () if placement.instance_type else _refusing(placement, mode)
+    if not refusing:
+        return None
+    return {"key": names.INSTANCE_TYPE_LABEL, "operator": "NotIn", "values": list(refusing)}
+
+
+def describe_free(free: FreeDevices | None, placement: Placement, rules: NodeRules) -> str:
     """A clause for a condition: the number of free devices in total and per node, or that it is unknown."""
     if free is None or free.nodes is None:
         return "free: unknown (the operator may not list nodes and pods)"
-    usable = [node for node in free.nodes if node.schedulable]
+    usable = [node for node in free.nodes if node.schedulable and rules.accept(node)]
     if not usable:
         return "free: 0 (no ready node offers any)"
     by_node = {node.name: node.free_cores if placement.cores else node.free_devices for node in usable}
-    shown = sorted(by_node.items(), key=lambda item: (-item[1], item[0]))[:8]
+    shown = sorted(by_node.items(), key=lambda item: (-item[1], item[0]))[:MAX_NODES_SHOWN]
     more = ", ..." if len(by_node) > len(shown) else ""
     return f"free: {sum(by_node.values())} ({', '.join(f'{name} {count}' for name, count in shown)}{more})"
 
 
-def _candidates(instance_type: str) -> tuple[InstanceType, ...]:
-    """Instance types to check a size against: the given one if known, all if none is given."""
-    if not instance_type:
-        return tuple(INSTANCE_TYPES.values())
-    known = INSTANCE_TYPES.get(instance_type)
-    return (known,) if known else ()
+def describe_sizes(free: FreeDevices | None, placement: Placement, rules: NodeRules) -> str | None:
+    """Why no node that the manifest allows grants this size; None if one does, or there is none or they are unknown."""
+    for mode in DEVICE_MODES:
+        rule = size_rule(placement, mode)
+        if rule is not None and any(rule in term for term in rules.terms):
+            allowed = [node for node in (free and free.nodes) or () if rules.without(rule).accept(node)]
+            if not allowed or any(node.instance_type not in rule["values"] for node in allowed):
+                return None
+            shown = ", ".join(sorted(node.name for node in allowed)[:MAX_NODES_SHOWN])
+            types = sorted({node.instance_type for node in allowed})
+            granting = sorted(INSTANCE_TYPES.keys() - set(rule["values"]))
+            return (
+                f"{_not_a_size(placement, f'the nodes of this model ({shown}) grant', types, mode)}; or add a node of "
+                f"a type that grants it, such as {', '.join(granting)}"
+            )
+    return None
 
 
-def _check(field: str, count: int, instance_type: str, legal: str) -> None:
-    """Raises Unplaceable unless the property `legal` of some candidate InstanceType contains the size."""
-    tables: list[tuple[int, ...]] = [getattr(candidate, legal) for candidate in _candidates(instance_type)]
-    if not tables or any(count in table for table in tables):
-        return
-    sizes = sorted({size for table in tables for size in table})
-    where = instance_type or "any known instance type"
-    hint = "; other sizes need the scheduler extension (chart value devices.mode)" if legal.startswith("plain") else ""
-    raise Unplaceable(
-        Reason.TOPOLOGY_IMPOSSIBLE,
-        f"spec.{field}: {count} is not a size that {where} grants to one pod; choose one of {_ranges(sizes)}{hint}",
+MAX_NODES_SHOWN = 8
+
+
+def _sizes(instance: InstanceType, placement: Placement, mode: DeviceMode) -> tuple[int, ...]:
+    """The legal sizes of an instance type, in the unit of the placement."""
+    if mode == "PluginWithExtension":
+        return instance.extension_cores if placement.cores else instance.extension_devices
+    return instance.plain_cores if placement.cores else instance.plain_devices
+
+
+def _refusing(placement: Placement, mode: DeviceMode) -> tuple[str, ...]:
+    """Names of the known instance types that do not grant this size."""
+    count = placement.cores or placement.devices
+    return tuple(sorted(name for name, kind in INSTANCE_TYPES.items() if count not in _sizes(kind, placement, mode)))
+
+
+def _check(placement: Placement, mode: DeviceMode) -> None:
+    """Raises Unplaceable unless the given instance type, or any if none is given, grants the size."""
+    refusing = _refusing(placement, mode)
+    if placement.instance_type:
+        if placement.instance_type in refusing:
+            types = (placement.instance_type,)
+            raise Unplaceable(Reason.TOPOLOGY_IMPOSSIBLE, _not_a_size(placement, f"{types[0]} grants", types, mode))
+    elif len(refusing) == len(INSTANCE_TYPES):
+        text = _not_a_size(placement, "any known instance type grants", refusing, mode)
+        raise Unplaceable(Reason.TOPOLOGY_IMPOSSIBLE, text)
+
+
+def _not_a_size(placement: Placement, who_grants: str, types: Iterable[str], mode: DeviceMode) -> str:
+    field = "cores" if placement.cores else "devices"
+    sizes = sorted({size for name in types for size in _sizes(INSTANCE_TYPES[name], placement, mode)})
+    hint = "; other sizes need the scheduler extension (chart value devices.mode)" if mode == "Plugin" else ""
+    return (
+        f"spec.accelerator.{field}: {placement.cores or placement.devices} is not a size that {who_grants} to one pod; "
+        f"choose one of {_ranges(sizes)}{hint}"
     )
 
 

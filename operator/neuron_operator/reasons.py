@@ -96,8 +96,9 @@ class Reason(StrEnum):
     TOPOLOGY_IMPOSSIBLE = Row(
         "TopologyImpossible",
         ("Placed",),
-        "No node can allocate this number of devices or cores to one pod; the message lists the legal sizes",
-        "Choose a [legal size](#devices-and-cores)",
+        "No known instance type, or no node that the model may use, grants this number of devices or cores to one pod; "
+        "the message lists the legal sizes",
+        "Choose a [legal size](#devices-and-cores), or add a node of a type that grants it",
     )
 
     # Pods cannot be created, or do not get their resources.

@@ -12,6 +12,7 @@ from typing import Any
 
 from neuron_operator import names, revision
 from neuron_operator.objects import dig, instant, is_orphan, is_owned, items, labels_of, name_of, text, whole
+from neuron_operator.placement import NodeRules
 from neuron_operator.records import Record, parse_record
 from neuron_operator.revision import Revision
 from neuron_operator.world import FreeDevices, Object, World
@@ -92,6 +93,7 @@ class PodView:
     is_ready: bool
     are_containers_ready: bool
     readiness_changed: datetime | None
+    node_rules: NodeRules
     unscheduled: str | None
     """The scheduler's message if it found no node, else None."""
     disruption: str
@@ -248,9 +250,20 @@ def _pod(pod: Object) -> PodView:
         is_ready=ready.status == "True",
         are_containers_ready=conditions.get("ContainersReady", _ABSENT).status == "True",
         readiness_changed=instant(ready.since),
+        node_rules=_node_rules(pod),
         unscheduled=scheduled.message if scheduled.status == "False" else None,
         disruption=conditions.get("DisruptionTarget", _ABSENT).reason,
         container=_container(pod),
+    )
+
+
+def _node_rules(pod: Object) -> NodeRules:
+    required = ("nodeAffinity", "requiredDuringSchedulingIgnoredDuringExecution", "nodeSelectorTerms")
+    terms = items(pod, "spec", "affinity", *required)
+    selector = dig(pod, "spec", "nodeSelector")
+    return NodeRules(
+        selector=selector if isinstance(selector, Mapping) else {},
+        terms=tuple(tuple(items(term, "matchExpressions")) for term in terms),
     )
 
 

@@ -17,15 +17,21 @@ How the rim runs a pass:
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from datetime import datetime
 from enum import Enum
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from msgspec import Struct
 
+from neuron_operator.names import INSTANCE_TYPE_LABEL
+
 Object = dict[str, Any]
 """A Kubernetes object as JSON, as the API server sends it. Never changed in place."""
+
+DeviceMode = Literal["Plugin", "PluginWithExtension"]
+DEVICE_MODES: tuple[DeviceMode, ...] = get_args(DeviceMode)
 
 
 @dataclass(frozen=True)
@@ -33,16 +39,18 @@ class NodeDevices:
     """Neuron devices (or cores) of one node: allocatable, and not requested by any pod."""
 
     name: str
-    instance_type: str
-    """Label node.kubernetes.io/instance-type; empty if the node has none."""
     devices: int
     free_devices: int
     cores: int
     """Allocatable `aws.amazon.com/neuroncore`, which the kubelet counts separately from devices."""
     free_cores: int
-    allocation: str = ""
-    """Label neuron-serving.dev/allocation; `cores` if pods may request cores."""
+    labels: Mapping[str, str] = field(default_factory=dict)
     schedulable: bool = True
+
+    @property
+    def instance_type(self) -> str:
+        """Empty if the node has no such label."""
+        return self.labels.get(INSTANCE_TYPE_LABEL, "")
 
 
 @dataclass(frozen=True)
@@ -146,7 +154,7 @@ class Settings:
     """Empty: Kubernetes' own default (by tag)."""
     image_pull_secrets: tuple[str, ...] = ()
     jobs: JobSettings = field(default_factory=JobSettings)
-    device_mode: Literal["Plugin", "PluginWithExtension"] = "Plugin"
+    device_mode: DeviceMode = "Plugin"
     device_scheduler_name: str = ""
     """The scheduler with the extension; only with PluginWithExtension."""
     network_policy_ingress_from: tuple[Object, ...] = ()

@@ -146,7 +146,7 @@ def serving_pod(
             "creationTimestamp": created,
             "labels": deployment["spec"]["template"]["metadata"]["labels"],
         },
-        "spec": {"nodeName": "n1"},
+        "spec": {**deployment["spec"]["template"]["spec"], "nodeName": "n1"},
         "status": {"phase": phase, "conditions": all_conditions, "containerStatuses": [container], **status},
     }
 
@@ -159,7 +159,8 @@ def unscheduled_pod(deployment: Object, message: str, name: str = "chat-1") -> O
         phase="Pending",
         conditions=[{"type": "PodScheduled", "status": "False", "reason": "Unschedulable", "message": message}],
     )
-    return {**pod, "spec": {}, "status": {**pod["status"], "containerStatuses": []}}
+    spec = deployment["spec"]["template"]["spec"]
+    return {**pod, "spec": spec, "status": {**pod["status"], "containerStatuses": []}}
 
 
 def find(objects: Iterable[Object], kind: str) -> Object:

@@ -51,7 +51,8 @@ def node(name: str = "n1", devices: int = 6, **spec: Any) -> dict[str, Any]:
 
 
 def test_free_devices_are_allocatable_minus_requested_and_never_negative() -> None:
-    expected = NodeDevices("n1", "inf2.24xlarge", devices=6, free_devices=1, cores=0, free_cores=0)
+    labels = {"node.kubernetes.io/instance-type": "inf2.24xlarge"}
+    expected = NodeDevices("n1", devices=6, free_devices=1, cores=0, free_cores=0, labels=labels)
     assert node_devices(node(), [pod(container(2)), pod(container(3))]) == expected
     assert node_devices(node(), [pod(container(9))]).free_devices == 0
 

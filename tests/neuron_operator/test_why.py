@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -29,23 +30,26 @@ from helpers.operator_worlds import (
     unscheduled_pod,
 )
 from neuron_operator import status
+from neuron_operator.catalog import INSTANCE_TYPES
 from neuron_operator.decide import decide
 from neuron_operator.errors import Unplaceable
 from neuron_operator.manifest import parse
 from neuron_operator.placement import place
 from neuron_operator.reasons import CONDITIONS, Finding, Reason
 from neuron_operator.status import MAX_MESSAGE
-from neuron_operator.world import Decision, FreeDevices, Need, NodeDevices, Object, Settings
+from neuron_operator.views import observe
+from neuron_operator.world import DEVICE_MODES, Decision, FreeDevices, Need, NodeDevices, Object, Settings
 
 INSUFFICIENT = (
     "0/3 nodes are available: 1 node(s) didn't match Pod's node affinity/selector, 2 Insufficient "
     "aws.amazon.com/neuron. no new claims to deallocate, preemption: 0/3 nodes are available: 1 Preemption is not "
     "helpful for scheduling, 2 No preemption victims found for incoming pod."
 )
+INF2 = {"node.kubernetes.io/instance-type": "inf2.24xlarge"}
 NODES = (
-    NodeDevices("n1", "inf2.24xlarge", devices=6, free_devices=0, cores=12, free_cores=12),
-    NodeDevices("n2", "inf2.24xlarge", devices=6, free_devices=4, cores=12, free_cores=12),
-    NodeDevices("n4", "inf2.24xlarge", devices=6, free_devices=6, cores=12, free_cores=12, schedulable=False),
+    NodeDevices("n1", devices=6, free_devices=0, cores=12, free_cores=12, labels=INF2),
+    NodeDevices("n2", devices=6, free_devices=4, cores=12, free_cores=12, labels=INF2),
+    NodeDevices("n4", devices=6, free_devices=6, cores=12, free_cores=12, labels=INF2, schedulable=False),
 )
 
 
@@ -159,17 +163,106 @@ def test_the_message_says_when_no_node_has_devices() -> None:
     assert "free: 0 (no ready node offers any)" in condition(found.status, "Ready")["message"]
 
 
-def test_a_request_for_cores_counts_cores() -> None:
+def test_a_request_for_cores_counts_the_cores_of_nodes_for_cores() -> None:
     spec = {**SPEC, "accelerator": {"cores": 1}}
     message = INSUFFICIENT.replace("neuron.", "neuroncore.")
-    found = seen(lambda d: unscheduled_pod(d, message), free=FreeDevices(NODES), spec=spec)
-    assert "needs 1 NeuronCore on one node; free: 24" in condition(found.status, "Ready")["message"]
+    free = FreeDevices((*NODES, labelled("n5", CORE_NODE)))
+    found = seen(lambda d: unscheduled_pod(d, message), free=free, spec=spec)
+    assert "needs 1 NeuronCore on one node; free: 12 (n5 12)" in condition(found.status, "Ready")["message"]
 
 
 def test_the_message_quotes_other_scheduler_reasons() -> None:
     found = seen(lambda d: unscheduled_pod(d, "0/3 nodes are available: 3 Insufficient memory."))
     assert condition(found.status, "Ready")["reason"] == "NoMatchingNode"
     assert "3 Insufficient memory" in condition(found.status, "Ready")["message"]
+
+
+UNMATCHED = "0/3 nodes are available: 3 node(s) didn't match Pod's node affinity/selector. no new claims to deallocate."
+CORE_NODE = {**INF2, "neuron-serving.dev/allocation": "cores"}
+
+
+def labelled(name: str, labels: Mapping[str, str]) -> NodeDevices:
+    return NodeDevices(name, devices=6, free_devices=6, cores=12, free_cores=12, labels=labels)
+
+
+@pytest.mark.parametrize(
+    ("accelerator", "nodes", "reason", "says"),
+    [
+        (
+            {"cores": 2},
+            [labelled("n1", CORE_NODE)],
+            "TopologyImpossible",
+            "grant to one pod; choose one of 1, 12; other",
+        ),
+        (
+            {"cores": 2},
+            [labelled("n1", CORE_NODE)],
+            "TopologyImpossible",
+            "such as inf2.8xlarge, inf2.xlarge, trn1.2xl",
+        ),
+        ({"cores": 2}, [labelled("n1", INF2)], "NoMatchingNode", UNMATCHED),
+        ({"cores": 2}, [], "NoMatchingNode", UNMATCHED),
+        (
+            {"cores": 2},
+            [
+                labelled("n1", CORE_NODE),
+                labelled("n2", {**CORE_NODE, "node.kubernetes.io/instance-type": "inf2.xlarge"}),
+            ],
+            "NoMatchingNode",
+            UNMATCHED,
+        ),
+        ({"devices": 12}, [labelled("n1", INF2), labelled("n2", INF2)], "TopologyImpossible", "(n1, n2) grant"),
+        ({"devices": 12}, [labelled("n1", {}), labelled("n2", INF2)], "NoMatchingNode", UNMATCHED),
+        ({"devices": 1}, [labelled("n1", INF2)], "NoMatchingNode", UNMATCHED),
+    ],
+)
+def test_a_size_that_no_node_of_the_model_grants_is_reported_with_the_legal_ones(
+    accelerator: Object, nodes: list[NodeDevices], reason: str, says: str
+) -> None:
+    spec = {**SPEC, "accelerator": accelerator}
+    found = seen(lambda d: unscheduled_pod(d, UNMATCHED), free=FreeDevices(tuple(nodes)), spec=spec)
+    ready = condition(found.status, "Ready")
+    assert ready["reason"] == reason
+    assert says in ready["message"]
+    assert condition(found.status, "Available")["reason"] == "NoMatchingNode"
+    assert "Deployment" in {child["kind"] for child in found.desired}, "an autoscaler may add a node"
+
+
+@pytest.mark.parametrize("mode", DEVICE_MODES)
+@pytest.mark.parametrize("accelerator", [{"devices": n} for n in range(1, 17)] + [{"cores": n} for n in range(1, 65)])
+def test_a_pod_is_kept_off_exactly_the_known_nodes_that_would_refuse_its_size(accelerator: Object, mode: Any) -> None:
+    (resource, count), *_ = accelerator.items()
+    using = replace(SETTINGS, device_mode=mode)
+    granting = {
+        name
+        for name, kind in INSTANCE_TYPES.items()
+        if count in getattr(kind, f"{'plain' if mode == 'Plugin' else 'extension'}_{resource}")
+    }
+    if not granting:
+        return
+    world, _ = resolved_world(using, spec={**SPEC, "accelerator": accelerator})
+    template = find(world.children, "Deployment")["spec"]["template"]
+    rules = observe(replace(world, pods=(template,))).replicas[0].node_rules
+    allocation = {"neuron-serving.dev/allocation": "cores"} if resource == "cores" else {}
+    accepted = {
+        name
+        for name in (*INSTANCE_TYPES, "other.large")
+        if rules.accept(labelled("n", {"node.kubernetes.io/instance-type": name, **allocation}))
+    }
+    assert accepted == {*granting, "other.large"}
+    assert rules.accept(labelled("n", allocation))
+
+
+def test_the_rules_of_the_manifest_for_nodes_are_kept_beside_those_for_sizes() -> None:
+    ours = [{"key": "zone", "operator": "In", "values": ["a"]}, {"key": "spot", "operator": "DoesNotExist"}]
+    terms = {"nodeSelectorTerms": [{"matchExpressions": ours[:1]}, {"matchExpressions": ours[1:]}]}
+    affinity = {"nodeAffinity": {"requiredDuringSchedulingIgnoredDuringExecution": terms}}
+    spec = {**SPEC, "podTemplate": {"spec": {"affinity": affinity}}}
+    in_a, spot = {**INF2, "zone": "a", "spot": "yes"}, {**INF2, "zone": "b", "spot": "yes"}
+    message = INSUFFICIENT
+    free = FreeDevices((labelled("n1", in_a), labelled("n2", spot)))
+    found = seen(lambda d: unscheduled_pod(d, message), free=free, spec=spec)
+    assert "free: 6 (n1 6);" in condition(found.status, "Ready")["message"]
 
 
 @pytest.mark.parametrize(

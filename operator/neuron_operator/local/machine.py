@@ -86,7 +86,7 @@ class Machine:
     def node(self) -> NodeDevices:
         """This machine, as a node with its Neuron devices."""
         num = self._host.num_neuron_devices
-        return NodeDevices("localhost", "", devices=num, free_devices=num, cores=0, free_cores=0)
+        return NodeDevices("localhost", devices=num, free_devices=num, cores=0, free_cores=0)
 
     @property
     def running(self) -> tuple[LocalPod, ...]:

@@ -11,9 +11,9 @@ from typing import Any
 from neuron_operator import names
 from neuron_operator.fields import as_json
 from neuron_operator.model import ApiKeySecret, NeuronModel
-from neuron_operator.placement import Placement
+from neuron_operator.placement import Placement, size_rule
 from neuron_operator.render.objects import without_empty
-from neuron_operator.world import Object, Settings
+from neuron_operator.world import DeviceMode, Object, Settings
 
 START_PERIOD_SECONDS = 2
 START_SECONDS = 3600
@@ -107,7 +107,7 @@ def serving_pod_template(
                     *([{"key": names.NEURON_TAINT, "operator": "Exists"}] if placement.resources else []),
                     *as_json(overlay.spec.tolerations),
                 ],
-                "affinity": _kept_apart(overlay.spec.affinity, placement),
+                "affinity": _affinity(overlay.spec.affinity, placement, settings.device_mode),
                 "topologySpreadConstraints": as_json(overlay.spec.topology_spread_constraints),
                 "priorityClassName": overlay.spec.priority_class_name,
                 "schedulerName": overlay.spec.scheduler_name
@@ -232,10 +232,17 @@ def _api_key_volume(secret: ApiKeySecret) -> Object:
     }
 
 
-def _kept_apart(affinity: Mapping[str, Any], placement: Placement) -> Object:
-    """The user's affinity, plus devices and cores on different nodes: the plugin could allocate the same core twice."""
-    if not placement.resources:
-        return dict(affinity)
+def _node_rules(placement: Placement, mode: DeviceMode) -> list[Object]:
+    """Devices stay off the nodes for cores, and both off the nodes that would refuse the pod's size."""
+    apart = {"key": names.ALLOCATION_LABEL, "operator": "NotIn", "values": [names.ALLOCATION_CORES]}
+    rule = size_rule(placement, mode)
+    return [*([apart] if placement.devices else []), *([rule] if rule else [])]
+
+
+def _affinity(affinity: Mapping[str, Any], placement: Placement, mode: DeviceMode) -> Object:
+    """The user's affinity, plus the rules for nodes, plus devices and cores on different nodes: the plugin could
+    allocate the same core twice."""
+    combined = dict(affinity)
     if placement.cores:
         term = {
             "labelSelector": {"matchLabels": {names.ALLOCATION_LABEL: names.ALLOCATION_DEVICES}},
@@ -243,17 +250,20 @@ def _kept_apart(affinity: Mapping[str, Any], placement: Placement) -> Object:
             "topologyKey": names.HOSTNAME_LABEL,
         }
         apart = _object(affinity.get("podAntiAffinity"))
-        required = [*_list(apart.get("requiredDuringSchedulingIgnoredDuringExecution")), term]
-        return {**affinity, "podAntiAffinity": {**apart, "requiredDuringSchedulingIgnoredDuringExecution": required}}
-    expression = {"key": names.ALLOCATION_LABEL, "operator": "NotIn", "values": [names.ALLOCATION_CORES]}
-    node = _object(affinity.get("nodeAffinity"))
-    selector = _object(node.get("requiredDuringSchedulingIgnoredDuringExecution"))
-    terms = [
-        {**term, "matchExpressions": [*_list(term.get("matchExpressions")), expression]}
-        for term in map(_object, _list(selector.get("nodeSelectorTerms")) or [{}])
-    ]
-    required_terms = {**selector, "nodeSelectorTerms": terms}
-    return {**affinity, "nodeAffinity": {**node, "requiredDuringSchedulingIgnoredDuringExecution": required_terms}}
+        required = [*_list(apart.get(_REQUIRED)), term]
+        combined["podAntiAffinity"] = {**apart, _REQUIRED: required}
+    if rules := _node_rules(placement, mode) if placement.resources else []:
+        node = _object(affinity.get("nodeAffinity"))
+        selector = _object(node.get(_REQUIRED))
+        terms = [
+            {**term, "matchExpressions": [*_list(term.get("matchExpressions")), *rules]}
+            for term in map(_object, _list(selector.get("nodeSelectorTerms")) or [{}])
+        ]
+        combined["nodeAffinity"] = {**node, _REQUIRED: {**selector, "nodeSelectorTerms": terms}}
+    return combined
+
+
+_REQUIRED = "requiredDuringSchedulingIgnoredDuringExecution"
 
 
 def _object(value: Any) -> dict[str, Any]:

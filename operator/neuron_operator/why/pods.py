@@ -6,7 +6,7 @@ import re
 from datetime import timedelta
 
 from neuron_operator import names
-from neuron_operator.placement import Placement, describe_free
+from neuron_operator.placement import Placement, describe_free, describe_sizes
 from neuron_operator.reasons import Finding, Reason, unmet
 from neuron_operator.views import Observed, PodView, Termination
 from neuron_operator.world import Need
@@ -52,12 +52,17 @@ def _explain_unscheduled(pod: PodView, message: str, observed: Observed, placeme
     if "unbound immediate PersistentVolumeClaims" in message or "persistentvolumeclaim" in message:
         return unmet("Available", Reason.VOLUME_NOT_BOUND, f"pod {pod.name} cannot be scheduled: {message}")
     if placement is not None and f"Insufficient {names.NEURON_RESOURCE_PREFIX}" in message:
-        free = describe_free(observed.free, placement)
+        free = describe_free(observed.free, placement, pod.node_rules)
         verdict = message.partition(". ")[0].rstrip(".")
         text = f"pod {pod.name} needs {placement.words} on one node; {free}; the scheduler reports {verdict}"
         return unmet("Available", Reason.INSUFFICIENT_NEURON, text, {Need.FREE_DEVICES})
     text = f"pod {pod.name} cannot be scheduled: {message or 'no reason given'}"
-    return unmet("Available", Reason.NO_MATCHING_NODE, text)
+    if placement is None or not placement.resources:
+        return unmet("Available", Reason.NO_MATCHING_NODE, text)
+    needs = {Need.FREE_DEVICES}  # of the nodes, only their types and labels count here
+    if wrong_size := describe_sizes(observed.free, placement, pod.node_rules):
+        return unmet("Placed", Reason.TOPOLOGY_IMPOSSIBLE, wrong_size, needs)
+    return unmet("Available", Reason.NO_MATCHING_NODE, text, needs)
 
 
 def how_it_ended(end: Termination) -> str:

@@ -28,7 +28,9 @@ def explain_replicas(observed: Observed, num_wanted: int, placement: Placement) 
         return (unmet("Available", Reason.LOADING, f"{counted}; waiting for pods to be created"),)
     elsewhere = {finding.condition: finding for finding in found if finding.condition != "Available"}
     worst = min(found, key=lambda finding: _reason(finding).weight)
-    reason = _reason(worst) if worst.condition == "Available" else Reason.CRASH_LOOP
+    reason = _reason(worst)
+    if "Available" not in reason.row.conditions:
+        reason = Reason.NO_MATCHING_NODE if worst.condition == "Placed" else Reason.CRASH_LOOP
     alike = sum(finding.reason == worst.reason for finding in found)
     others = f" (and {alike - 1} more with this reason)" if alike > 1 else ""
     available = unmet("Available", reason, f"{counted}; {worst.message}{others}", worst.needs)
