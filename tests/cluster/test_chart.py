@@ -53,7 +53,7 @@ EVERYTHING: dict[str, Any] = {
             "datasource": "Thanos",
         },
         "podMonitors": {"enabled": True, "labels": {"release": "prometheus"}, "interval": "15s"},
-        "rules": {"enabled": True, "labels": {"release": "prometheus"}},
+        "rules": {"enabled": True, "labels": {"release": "prometheus"}, "runbookUrl": "https://docs.test/runbook.md"},
     },
     "resources": {"requests": {"cpu": "1"}},
     "nodeSelector": {"pool": "system"},
@@ -298,8 +298,15 @@ def test_monitors_select_models_and_the_operator(helm: Helm) -> None:
 
 def test_the_chart_renders_the_alerting_rules(helm: Helm) -> None:
     rules = one(helm.render(EVERYTHING), "PrometheusRule")
-    assert rules["spec"] == yaml.safe_load((CHART / "rules" / "neuron-serving.yaml").read_text())
     assert rules["metadata"]["labels"]["release"] == "prometheus"
+    for group in rules["spec"]["groups"]:
+        for rule in group["rules"]:
+            link = rule["annotations"].pop("runbook_url")
+            assert link == f"https://docs.test/runbook.md#{rule['alert'].lower()}"
+    file = yaml.safe_load((CHART / "rules" / "neuron-serving.yaml").read_text())
+    assert rules["spec"] == file
+    without_link = helm.render({**IMAGES, "monitoring": {"rules": {"enabled": True}}})
+    assert one(without_link, "PrometheusRule")["spec"] == file
 
 
 def test_a_single_replica_has_no_disruption_budget(helm: Helm) -> None:

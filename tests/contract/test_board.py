@@ -7,7 +7,10 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +21,7 @@ from cluster.rig.needs import NotPossibleHere
 from helpers.promql import Answer, Result, Scraped, evaluate
 from helpers.scripted_load import ScriptedLoad, run_against_a_server
 from neuron_operator.metrics import Metrics as OperatorMetrics
+from neuron_operator.reasons import Reason
 from neuron_runtime.core import BackendLimits
 from neuron_runtime.engine.messages import Step
 from neuron_runtime.engine.stats import EngineStats
@@ -25,7 +29,8 @@ from neuron_runtime.server.metrics import FAMILIES, Metrics
 
 CHART = Path(__file__).parents[2] / "charts" / "neuron-serving"
 BOARD = json.loads((CHART / "dashboards" / "neuron-serving.json").read_text())
-DOCS = (Path(__file__).parents[2] / "docs" / "metrics.md").read_text()
+DOCS_FOLDER = Path(__file__).parents[2] / "docs"
+DOCS = (DOCS_FOLDER / "metrics.md").read_text()
 RULES_TEXT = (CHART / "rules" / "neuron-serving.yaml").read_text()
 RULES = {rule["alert"]: rule for group in yaml.safe_load(RULES_TEXT)["groups"] for rule in group["rules"]}
 PANELS = [panel for panel in BOARD["panels"] if panel["type"] != "row"]
@@ -135,6 +140,11 @@ def test_the_docs_list_the_panels_in_board_order() -> None:
 def test_the_docs_list_the_alerts_with_their_severity() -> None:
     documented = [(name.strip("`"), severity) for name, severity, _ in table("Alerts")]
     assert documented == [(name, rule["labels"]["severity"]) for name, rule in RULES.items()]
+
+
+def test_the_runbook_has_a_section_for_each_alert() -> None:
+    sections = re.findall(r"^## (.+)$", (DOCS_FOLDER / "runbook.md").read_text(), re.MULTILINE)
+    assert sections == list(RULES)
 
 
 # The queries
@@ -360,9 +370,6 @@ def test_an_alert_fires_only_under_its_condition(load: ScriptedLoad, scraped: li
     def moment(holds: Any) -> set[float]:
         return {number * PERIOD_SECONDS for number, scrape in enumerate(load.scrapes) if holds(scrape)}
 
-    assert found["NeuronModelNotServing"] == moment(
-        lambda scrape: scrape.total("neuron_serving_group_members_present") == 0
-    )
     assert found["NeuronModelQueueGrows"] == moment(lambda scrape: scrape.total("vllm:num_requests_waiting") > 0)
     assert min(found["NeuronEngineRestarts"]) == min(
         moment(lambda scrape: scrape.total("neuron_serving_engine_restarts_total") > 0)
@@ -371,6 +378,100 @@ def test_an_alert_fires_only_under_its_condition(load: ScriptedLoad, scraped: li
     assert min(found["NeuronModelRefusesRequests"]) == min(refusals)
     for name in ("NeuronModelStreamsStall", "NeuronModelStreamsMayStall", "NeuronModelPreempts"):
         assert found[name], name
-    for name in ("NeuronOperatorAbsent", "NeuronOperatorFails", "NeuronModelNotReady"):
+    for name in ("NeuronModelNotServing", "NeuronOperatorAbsent", "NeuronOperatorFails", "NeuronModelNotReady"):
         assert found[name] == {times[-1]}, name
     assert not any(times[0] in moments for moments in found.values()), "an alert fires without a cause"
+
+
+MINUTE = 60.0
+NOT_SERVING, NOT_READY = "NeuronModelNotServing", "NeuronModelNotReady"
+
+
+@dataclass(frozen=True)
+class Life:
+    """A model's conditions over time, and when alerts fire, in minutes from its creation."""
+
+    name: str
+    phases: tuple[tuple[int, str], ...]
+    """Minutes, and the reason of the condition Ready; empty: the model does not exist."""
+    not_serving: range = range(0)
+    not_ready: range = range(0)
+    replicas: int = 1
+    ready: int = 0
+    """Replicas that serve while the model is not ready."""
+
+    def reasons(self) -> Iterator[str]:
+        for minutes, reason in self.phases:
+            yield from [reason] * minutes
+
+
+LIVES = (
+    Life("starts-slowly", ((2, "Resolving"), (50, "Loading"), (38, "Ready"))),
+    Life("hangs", ((90, "Loading"),), not_ready=range(60, 90)),
+    Life("fails-at-once", ((90, "ImagePull"),), not_serving=range(5, 90), not_ready=range(60, 90)),
+    Life("cannot-be-resolved", ((1, "Resolving"), (89, "ModelNotFound")), range(6, 90), range(60, 90)),
+    Life("crashes-again-and-again", ((4, "Loading"), (3, "CrashLoop")) * 12, range(9, 84), range(60, 84)),
+    Life("serves-then-fails", ((20, "Ready"), (10, "CrashLoop"), (5, "Loading"), (55, "Ready")), range(25, 35)),
+    Life("restarts-once", ((20, "Ready"), (1, "DeviceFailed"), (3, "Loading"), (66, "Ready"))),
+    Life("serves-with-fewer", ((90, "InsufficientNeuron"),), not_ready=range(60, 90), replicas=2, ready=1),
+    Life("rolls-out", ((20, "Ready"), (30, "Loading"), (40, "Ready"))),
+    Life("scaled-to-zero", ((90, "ScaledToZero"),), replicas=0),
+    Life("paused", ((90, "Paused"),)),
+    Life("deleted", ((20, "ImagePull"), (70, "")), range(5, 20)),
+)
+
+
+def model_of(life: Life, reason: str) -> dict[str, Any]:
+    is_ready = reason in ("Ready", "ScaledToZero")
+    conditions = [{"type": kind, "status": str(is_ready), "reason": reason} for kind in ("Available", "Ready")]
+    accepted = {"type": "Accepted", "status": "True", "reason": "Accepted"}
+    return {
+        "metadata": {"namespace": "team", "name": life.name},
+        "spec": {"replicas": life.replicas},
+        "status": {
+            "conditions": [accepted, *conditions],
+            "readyReplicas": life.replicas if is_ready else life.ready,
+        },
+    }
+
+
+def fires(rule: Mapping[str, Any], minutes: Sequence[int], holds: set[int]) -> list[int]:
+    """The minutes in which an alert fires: as Prometheus does, once its expression has held for `for`."""
+    wait, since, found = {"5m": 5, "1h": 60}[rule["for"]], -1, []
+    for minute in minutes:
+        since = (since if since >= 0 else minute) if minute in holds else -1
+        if since >= 0 and minute - since >= wait:
+            found.append(minute)
+    return found
+
+
+@pytest.mark.slow
+def test_a_model_without_a_serving_replica_is_an_alarm_and_a_long_start_is_none() -> None:
+    minutes = range(90)
+    reasons = {life.name: [*life.reasons(), *[""] * len(minutes)] for life in LIVES}
+    scrapes = []
+    for minute in minutes:
+        metrics = OperatorMetrics()
+        bodies = [model_of(life, reasons[life.name][minute]) for life in LIVES if reasons[life.name][minute]]
+        metrics.report_models(partial(list, bodies))
+        labels = {"namespace": "neuron-serving", "pod": "operator-0"}
+        text = metrics.exposition().decode()
+        scrapes.append(Scraped(text, minute * MINUTE, labels, honor_labels=True))
+    asked = [(RULES[name]["expr"], minute * MINUTE) for name in (NOT_SERVING, NOT_READY) for minute in minutes]
+    results = iter(evaluated(scrapes, asked).results)
+    held: dict[tuple[str, str], set[int]] = defaultdict(set)
+    for name in (NOT_SERVING, NOT_READY):
+        for minute in minutes:
+            result = next(results)
+            assert result.error == ""
+            for labels, _ in result.samples:
+                assert labels["namespace"] == "team"
+                held[name, labels["name"]].add(minute)
+    for life in LIVES:
+        for name, expected in ((NOT_SERVING, life.not_serving), (NOT_READY, life.not_ready)):
+            assert fires(RULES[name], minutes, held[name, life.name]) == list(expected), (life.name, name)
+
+
+def test_the_alarm_ignores_the_reasons_that_are_progress() -> None:
+    (ignored,) = re.findall(r'reason!~"(.+?)"', RULES[NOT_SERVING]["expr"])
+    assert ignored.split("|") == sorted(reason.row.name for reason in Reason if reason.row.passing)

@@ -35,6 +35,7 @@ WRONG: tuple[dict[str, Any], ...] = (
     {"jobs": {"image": "x"}},
     {"monitoring": {"podMonitors": {"interval": "often"}}},
     {"monitoring": {"serviceMonitor": {"enabled": True}}},
+    {"monitoring": {"rules": {"runbookUrl": "docs/runbook.md"}}},
 )
 
 

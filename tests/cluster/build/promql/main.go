@@ -21,6 +21,7 @@ import (
 	"github.com/prometheus/prometheus/model/labels"
 	"github.com/prometheus/prometheus/model/rulefmt"
 	"github.com/prometheus/prometheus/model/textparse"
+	"github.com/prometheus/prometheus/model/value"
 	"github.com/prometheus/prometheus/promql"
 	"github.com/prometheus/prometheus/promql/parser"
 	"github.com/prometheus/prometheus/storage"
@@ -64,26 +65,47 @@ type answer struct {
 // memory holds whole series, by their labels.
 type memory map[string]*promql.Series
 
-func (m memory) add(s scrape) error {
-	at := int64(math.Round(s.At * 1000))
-	p, err := textparse.New([]byte(s.Text), s.ContentType, nil, textparse.ParserOptions{})
+// targets holds the series of each target's last scrape. As Prometheus does, a series that its next scrape lacks is marked as ended.
+type targets map[string]map[string]bool
+
+func (t targets) add(s scrape, m memory) error {
+	found, err := m.add(s)
 	if err != nil {
 		return err
+	}
+	target := labels.FromMap(s.Labels).String()
+	for of := range t[target] {
+		if !found[of] {
+			m[of].Floats = append(m[of].Floats, promql.FPoint{T: s.at(), F: math.Float64frombits(value.StaleNaN)})
+		}
+	}
+	t[target] = found
+	return nil
+}
+
+func (s scrape) at() int64 { return int64(math.Round(s.At * 1000)) }
+
+func (m memory) add(s scrape) (map[string]bool, error) {
+	found := map[string]bool{}
+	at := s.at()
+	p, err := textparse.New([]byte(s.Text), s.ContentType, nil, textparse.ParserOptions{})
+	if err != nil {
+		return nil, err
 	}
 	for {
 		entry, err := p.Next()
 		if errors.Is(err, io.EOF) {
-			return nil
+			return found, nil
 		}
 		if err != nil {
-			return err
+			return nil, err
 		}
 		if entry != textparse.EntrySeries {
 			continue
 		}
 		var of labels.Labels
 		p.Labels(&of)
-		_, _, value := p.Series()
+		_, _, sampled := p.Series()
 		b := labels.NewBuilder(of)
 		for name, target := range s.Labels {
 			own := of.Get(name)
@@ -102,9 +124,10 @@ func (m memory) add(s scrape) error {
 			m[of.String()] = known
 		}
 		if last := len(known.Floats) - 1; last >= 0 && known.Floats[last].T >= at {
-			return fmt.Errorf("%s is there twice, or came too late", of)
+			return nil, fmt.Errorf("%s is there twice, or came too late", of)
 		}
-		known.Floats = append(known.Floats, promql.FPoint{T: at, F: value})
+		found[of.String()] = true
+		known.Floats = append(known.Floats, promql.FPoint{T: at, F: sampled})
 	}
 }
 
@@ -202,9 +225,9 @@ func run(in io.Reader, out io.Writer) error {
 		return err
 	}
 	told := answer{Results: []result{}, LintProblems: []string{}, RuleErrors: []string{}}
-	store := memory{}
+	store, known := memory{}, targets{}
 	for _, s := range asked.Scrapes {
-		if err := store.add(s); err != nil {
+		if err := known.add(s, store); err != nil {
 			return fmt.Errorf("scrape of %v: %w", s.Labels, err)
 		}
 		problems, err := promlint.New(bytes.NewBufferString(s.Text)).Lint()
