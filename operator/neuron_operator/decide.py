@@ -207,13 +207,17 @@ def _explain_serving(world: World, observed: Observed, course: Course) -> tuple[
     """Findings about the replicas, whether or not the steps are complete."""
     if course.served is None:
         return ()
-    num_wanted = course.num_wanted
-    if num_wanted is None:
-        num_wanted = observed.deployment.replicas if observed.deployment else 0
     return (
-        *explain_replicas(observed, num_wanted, course.served.placement),
+        *explain_replicas(observed, _num_wanted(observed, course), course.served.placement),
         *_explain_revision(world, observed, course),
     )
+
+
+def _num_wanted(observed: Observed, course: Course) -> int:
+    """With an invalid spec, the replicas of the last valid one."""
+    if course.num_wanted is not None:
+        return course.num_wanted
+    return observed.deployment.replicas if observed.deployment else 0
 
 
 def _explain_revision(world: World, observed: Observed, course: Course) -> tuple[Finding, ...]:
@@ -237,12 +241,15 @@ def _status(observed: Observed, course: Course, findings: Sequence[Finding]) -> 
     current = others[0] if others else model.current_revision
     if any(finding.condition == "UpToDate" and finding.status == "True" for finding in findings):
         current = wanted
+    num_ready = sum(pod.is_answering for pod in observed.live)
     service = next((child for child in observed.children if child.kind == "Service"), None)
     built: Object = as_json(
         Status(
+            observed_generation=model.generation,
             conditions=tuple(status.condition_of(finding, model, observed.now) for finding in findings),
+            ready=f"{num_ready}/{_num_wanted(observed, course)}",
             replicas=len(observed.live),
-            ready_replicas=sum(pod.is_answering for pod in observed.live),
+            ready_replicas=num_ready,
             updated_replicas=observed.num_updated(wanted),
             selector=names.selector_string(names.serving_selector(model.name)),
             url=f"http://{service.name}.{model.namespace}.svc:{names.PORT}" if service else None,

@@ -14,7 +14,7 @@ from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.registry import Collector
 
 from neuron_operator.objects import dig, items, name_of, text, whole
-from neuron_operator.reasons import CONDITIONS
+from neuron_operator.reasons import SHOWN
 from neuron_operator.world import Object
 
 PASS_BUCKETS = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0)
@@ -80,7 +80,8 @@ class _Models(Collector):
         model = ("namespace", "name")
         condition = GaugeMetricFamily(
             "neuron_operator_model_condition",
-            "1 if the condition of the NeuronModel is true, 0 if it is false or unknown.",
+            "1 if the condition of the NeuronModel is true, 0 if it is false or unknown. Reconciling and Stalled exist "
+            "only while true.",
             labels=[*model, "condition", "reason"],
         )
         desired = GaugeMetricFamily(
@@ -95,7 +96,7 @@ class _Models(Collector):
             found = {text(one, "type"): one for one in items(body, "status", "conditions")}
             reasons[text(found.get("Ready"), "reason") or "Unknown"] += 1
             # The conditions of others would be series without bound.
-            for kind in (*CONDITIONS, "Ready"):
+            for kind in SHOWN:
                 if kind in found:
                     condition.add_metric(
                         [*key, kind, text(found[kind], "reason")], text(found[kind], "status") == "True"

@@ -89,13 +89,18 @@ class GroupStatus(StatusPart, frozen=True):
 class Status(StatusPart, frozen=True):
     """What the operator observed and decided."""
 
+    observed_generation: Annotated[
+        Annotated[Int64, Meta(ge=-1)] | None,
+        "The generation of the spec that this status describes; -1 before the first one.",
+    ] = None
     conditions: Annotated[
         tuple[Condition, ...],
-        Meta(max_length=16),
+        Meta(max_length=32),
         unique(by="type"),
         "One for each step towards ready, with the generation of the spec that it describes; see "
         "[conditions](#conditions-and-reasons).",
     ] = ()
+    ready: Annotated[Word | None, "Replicas that can serve, of those requested: `1/2`."] = None
     replicas: Annotated[int | None, "Existing pods."] = None
     ready_replicas: Annotated[int | None, "Replicas that can serve."] = None
     updated_replicas: Annotated[int | None, "Replicas of the desired revision."] = None

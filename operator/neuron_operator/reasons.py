@@ -13,12 +13,29 @@ from typing import Literal, Self
 
 from neuron_operator.world import Need
 
-Condition = Literal["Accepted", "ModelResolved", "Placed", "WeightsReady", "Compiled", "Available", "UpToDate", "Ready"]
+Condition = Literal[
+    "Accepted",
+    "ModelResolved",
+    "Placed",
+    "WeightsReady",
+    "Compiled",
+    "Available",
+    "UpToDate",
+    "Ready",
+    "Reconciling",
+    "Stalled",
+]
 
 CONDITIONS: tuple[Condition, ...] = (
     *("Accepted", "ModelResolved", "Placed", "WeightsReady", "Compiled", "Available", "UpToDate"),
 )
 """In the order in which a model becomes ready. `Ready` repeats the first one that is not true."""
+
+ABNORMAL: tuple[Condition, ...] = ("Reconciling", "Stalled")
+"""Present only while true, at most one of them, as kstatus (Flux, kpt, Argo CD's rules for it) expects."""
+
+SHOWN: tuple[Condition, ...] = (*CONDITIONS, "Ready", *ABNORMAL)
+"""Every condition that the operator writes."""
 
 
 @dataclass(frozen=True)
@@ -37,7 +54,8 @@ class Row:
     exit_codes: tuple[int, ...] = ()
     """Exit codes of the runtime that mean this reason (`neuron_runtime/errors.py`)."""
     final: bool = False
-    """A retry with the same input would fail the same way: a Job is not repeated after these exit codes."""
+    """A retry with the same input would fail the same way, so the model is `Stalled`, and a Job is not repeated after
+    these exit codes."""
 
 
 class Reason(StrEnum):
@@ -62,12 +80,14 @@ class Reason(StrEnum):
         "the API server rejects an object, which the message names",
         "Edit the field; of a rejected object, what the message quotes, or delete an object that was edited by hand. "
         "The operator retries every 30 s",
+        final=True,
     )
     FIELD_NOT_SUPPORTED = Row(
         "FieldNotSupported",
         ("Accepted",),
         "The field is valid, but this version does not support it",
         "Follow the message, see [unsupported fields](#unsupported-fields)",
+        final=True,
     )
     NAME_CONFLICT = Row(
         "NameConflict",
@@ -76,6 +96,7 @@ class Reason(StrEnum):
         "change it",
         "Rename the model, or delete the other object. The operator retries every 30 s. See "
         "[troubleshooting](troubleshooting.md#nameconflict)",
+        final=True,
     )
     OPERATOR_FORBIDDEN = Row(
         "OperatorForbidden",
@@ -83,6 +104,7 @@ class Reason(StrEnum):
         "The API server refused a request of the operator (403)",
         "Run `helm upgrade`, which grants the permissions; check admission policies. The operator retries every 30 s. "
         "See [troubleshooting](troubleshooting.md#operatorforbidden)",
+        final=True,
     )
     WRITE_FAILED = Row(
         "WriteFailed",
@@ -91,14 +113,15 @@ class Reason(StrEnum):
         "server reports an internal error, or objects of a deleted model still exist",
         "Repair what the message quotes. The operator retries, at most a minute apart",
     )
-    STORAGE_NOT_CONFIGURED = Row("StorageNotConfigured", ("Accepted",))
-    MODEL_TOO_LARGE = Row("ModelTooLarge", ("Placed",))
+    STORAGE_NOT_CONFIGURED = Row("StorageNotConfigured", ("Accepted",), final=True)
+    MODEL_TOO_LARGE = Row("ModelTooLarge", ("Placed",), final=True)
     TOPOLOGY_IMPOSSIBLE = Row(
         "TopologyImpossible",
         ("Placed",),
         "No known instance type, or no node that the model may use, grants this number of devices or cores to one pod; "
         "the message lists the legal sizes",
         "Choose a [legal size](#devices-and-cores), or add a node of a type that grants it",
+        final=True,
     )
 
     # Pods cannot be created, or do not get their resources.
@@ -263,7 +286,7 @@ class Reason(StrEnum):
         "The pod was ready and no longer answers `/health`",
         "Read its log with `kubectl logs`",
     )
-    PROGRESS_DEADLINE_EXCEEDED = Row("ProgressDeadlineExceeded", ("UpToDate",))
+    PROGRESS_DEADLINE_EXCEEDED = Row("ProgressDeadlineExceeded", ("UpToDate",), final=True)
     ROLLED_BACK = Row("RolledBack", ("UpToDate",))
     WAITING_FOR_CAPACITY = Row("WaitingForCapacity", ("UpToDate",))
 
@@ -298,7 +321,7 @@ class Reason(StrEnum):
         "RollingOut",
         ("UpToDate",),
         "Replicas are being replaced, one at a time",
-        "Wait; if it does not finish, `Available` says why the new replica is not ready",
+        "Wait; if it does not finish, the message of `Available` says why the new replica is not ready",
         passing=True,
     )
     PAUSED = Row(

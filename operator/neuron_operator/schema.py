@@ -33,9 +33,8 @@ BELOW = ("items", "additionalProperties", "properties")
 # Name, type, JSON path, priority: 1 is shown with `-o wide` only.
 COLUMNS = (
     ("Model", "string", ".spec.model.uri", 0),
-    ("Ready", "string", '.status.conditions[?(@.type=="Ready")].status', 0),
+    ("Ready", "string", ".status.ready", 0),
     ("Reason", "string", '.status.conditions[?(@.type=="Ready")].reason', 0),
-    ("Replicas", "integer", ".spec.replicas", 0),
     ("URL", "string", ".status.url", 0),
     ("Devices", "integer", ".status.plan.devices", 1),
     ("Instance type", "string", ".status.plan.instanceType", 1),
@@ -73,7 +72,8 @@ def definition() -> Schema:
                     "kind": {"type": "string"},
                     "metadata": {"type": "object", "properties": {"name": name}},
                     "spec": schema_of(Spec),
-                    "status": schema_of(Status),
+                    # Until the operator has seen the object, it must not look complete: kstatus compares generations.
+                    "status": {**schema_of(Status), "default": {"observedGeneration": -1}},
                 },
             }
         },

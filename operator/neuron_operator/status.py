@@ -8,19 +8,21 @@ from __future__ import annotations
 from collections.abc import Sequence
 from datetime import UTC, datetime
 
-from neuron_operator.model_status import MAX_MESSAGE, MAX_WORD, Condition, ModelFacts
-from neuron_operator.reasons import CONDITIONS, Finding, Reason
+from neuron_operator import model_status
+from neuron_operator.model_status import MAX_MESSAGE, MAX_WORD, ModelFacts
+from neuron_operator.reasons import CONDITIONS, Condition, Finding, Reason
 from neuron_operator.records import Facts
 from neuron_operator.views import ModelView
 from neuron_operator.world import Announcement, Object
 
 
 def complete(findings: Sequence[Finding]) -> tuple[Finding, ...]:
-    """One Finding for every condition, Ready last. A condition without a finding waits for the first that is not true.
+    """One Finding for every condition, then Ready, then Reconciling or Stalled if Ready is not true.
 
-    Of several findings about one condition, the last one that is not true wins.
+    A condition without a finding waits for the first that is not true. Of several findings about one condition, the
+    last one that is not true wins. A finding about Ready says why replicas are missing although Available is true.
     """
-    found: dict[str, Finding] = {}
+    found: dict[Condition, Finding] = {}
     for finding in findings:
         if finding.condition not in found or finding.status != "True":
             found[finding.condition] = finding
@@ -28,7 +30,8 @@ def complete(findings: Sequence[Finding]) -> tuple[Finding, ...]:
     reason = first.reason if first else Reason.RESOLVING
     waits = f"waiting for {first.condition}" if first else "not checked yet"
     all_found = [found.get(kind) or Finding(kind, "Unknown", reason, waits) for kind in CONDITIONS]
-    return (*all_found, _roll_up(all_found))
+    ready = _roll_up(all_found, found.get("Ready"))
+    return (*all_found, ready, *_abnormal(ready))
 
 
 def facts_of(facts: Facts) -> ModelFacts:
@@ -53,20 +56,31 @@ def announcements(model: ModelView, status: Object) -> tuple[Announcement, ...]:
     return (Announcement("Warning" if is_trouble else "Normal", ready["reason"], ready["message"]),)
 
 
-def _roll_up(findings: Sequence[Finding]) -> Finding:
-    first = next((finding for finding in findings if finding.status != "True"), None)
+def _roll_up(findings: Sequence[Finding], missing: Finding | None) -> Finding:
+    """`missing`: a reason of Available although that is true. It counts in Available's place."""
+    available = next(finding for finding in findings if finding.condition == "Available")
+    in_order = [missing if missing and finding is available else finding for finding in findings]
+    first = next((finding for finding in in_order if finding.status != "True"), None)
     if first is not None:
         return Finding("Ready", "False", first.reason, first.message)
-    available = next(finding for finding in findings if finding.condition == "Available")
     reason = "ScaledToZero" if available.reason == "ScaledToZero" else "Ready"
     return Finding("Ready", "True", reason, available.message)
 
 
-def condition_of(finding: Finding, model: ModelView, now: datetime) -> Condition:
+def _abnormal(ready: Finding) -> tuple[Finding, ...]:
+    """Stalled if somebody must act, Reconciling if the operator or time can. Neither while an edit is held back."""
+    reason = Reason.named(ready.reason)
+    if ready.status == "True" or reason is Reason.PAUSED:
+        return ()
+    is_final = reason is not None and reason.row.final
+    return (Finding("Stalled" if is_final else "Reconciling", "True", ready.reason, ready.message),)
+
+
+def condition_of(finding: Finding, model: ModelView, now: datetime) -> model_status.Condition:
     before = model.conditions.get(finding.condition)
     since = before.since if before is not None and before.status == finding.status else ""
     message = finding.message
-    return Condition(
+    return model_status.Condition(
         type=finding.condition,
         status=finding.status,
         reason=str(finding.reason),

@@ -113,11 +113,41 @@ CRASH = waiting("CrashLoopBackOff", "back-off 10s restarting failed container")
 )
 def test_a_replica_that_is_not_ready_is_explained(state: dict[str, Any], reason: str, says: str) -> None:
     decision = seen(pod("chat-0", ready=True), pod(**state))
+    ready = condition(decision.status, "Ready")
+    assert (ready["status"], ready["reason"]) == ("False", reason)
+    assert ready["message"].startswith("1 of 2 replicas answer, at least 1 promised; pod chat-1")
+    assert says in ready["message"]
     available = condition(decision.status, "Available")
-    assert (available["status"], available["reason"]) == ("False", reason)
-    assert available["message"].startswith("1 of 2 replicas answer; pod chat-1")
-    assert says in available["message"]
-    assert condition(decision.status, "Ready")["reason"] == reason
+    assert (available["status"], available["reason"]) == ("True", "Available")
+    assert available["message"] == ready["message"]
+
+
+@pytest.mark.parametrize("num_wanted", range(1, 5))
+def test_available_means_what_rollouts_and_evictions_leave(num_wanted: int) -> None:
+    world, decision = resolved_world(spec={**SPEC, "replicas": num_wanted})
+    deployment, budget = (find(decision.desired, kind) for kind in ("Deployment", "PodDisruptionBudget"))
+    taken = deployment["spec"]["strategy"]["rollingUpdate"]["maxUnavailable"]
+    assert budget["spec"]["maxUnavailable"] == taken
+    for num_ready in range(num_wanted + 1):
+        pods = tuple(serving_pod(deployment, f"chat-{n}", ready=n < num_ready) for n in range(num_wanted))
+        status = decide(replace(world, pods=pods), SETTINGS).status
+        available, ready = condition(status, "Available"), condition(status, "Ready")
+        assert available["status"] == str(num_ready > 0 and num_ready >= num_wanted - taken)
+        assert available["message"].startswith(f"{num_ready} of {num_wanted} replicas answer")
+        assert ready["status"] == str(num_ready == num_wanted)
+        assert status is not None
+        assert status["ready"] == f"{num_ready}/{num_wanted}"
+
+
+def test_a_missing_replica_outranks_the_rollout_in_ready() -> None:
+    world, _ = resolved_world()
+    old = serving_pod(find(world.children, "Deployment"), "chat-0", ready=True)
+    edit = {**world.body["spec"], "serving": {"maxModelLength": 512}}
+    world, _ = settle(replace(world, body={**world.body, "spec": edit}, pods=(old,)))
+    new = serving_pod(find(world.children, "Deployment"), state=CRASH, last=ended(137, reason="OOMKilled"), restarts=4)
+    status = decide(replace(world, pods=(old, new)), SETTINGS).status
+    found = {kind: condition(status, kind)["reason"] for kind in ("Available", "UpToDate", "Ready")}
+    assert found == {"Available": "Available", "UpToDate": "RollingOut", "Ready": "CrashLoop"}
 
 
 @pytest.mark.parametrize(
@@ -449,10 +479,11 @@ def test_every_exit_code_maps_to_one_reason() -> None:
 def test_ready_is_the_first_condition_that_is_not_true(given: list[tuple[Any, Any]]) -> None:
     findings = [Finding(kind, state, f"{kind}{state}", "m") for kind, state in given]
     found = status.complete(findings)
-    assert [finding.condition for finding in found] == [*CONDITIONS, "Ready"]
-    first = next((finding for finding in found[:-1] if finding.status != "True"), None)
-    assert found[-1].status == ("False" if first else "True")
-    assert first is None or found[-1].reason == first.reason
+    of_steps, ready = found[: len(CONDITIONS)], found[len(CONDITIONS)]
+    assert [finding.condition for finding in of_steps] == [*CONDITIONS]
+    first = next((finding for finding in of_steps if finding.status != "True"), None)
+    assert (ready.condition, ready.status) == ("Ready", "False" if first else "True")
+    assert first is None or ready.reason == first.reason
 
 
 @given(JSON_VALUES, JSON_VALUES, st.text(max_size=3000))

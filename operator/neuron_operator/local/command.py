@@ -40,6 +40,7 @@ from neuron_operator.local.pods import (
     count_neuron_devices,
     environment_to_inherit,
 )
+from neuron_operator.reasons import CONDITIONS
 from neuron_operator.world import FreeDevices, Settings, World
 
 DEMO = Path(str(files("neuron_operator"))) / "data" / "neuronmodel-local.yaml"
@@ -259,7 +260,7 @@ class _Session:
             kind = condition["type"]
             now = (condition["status"], condition["reason"], condition.get("message", ""))
             ready = ready or (kind == "Ready" and now[0] == "True")
-            if self.shown.get(kind) != now and kind != "Ready" and now[0] != "Unknown":
+            if self.shown.get(kind) != now and kind in CONDITIONS and now[0] != "Unknown":
                 self.shown[kind] = now
                 reason = "" if now[1] == kind else f"{now[1]}: "
                 self._say(f"{kind:<13} {now[0]:<5}  {reason}{now[2]}")

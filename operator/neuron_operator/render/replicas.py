@@ -6,23 +6,24 @@ from neuron_operator import names
 from neuron_operator.model import NeuronModel
 from neuron_operator.render.objects import child
 from neuron_operator.revision import Revision
+from neuron_operator.rollout import MAX_SURGE, MAX_UNAVAILABLE
 from neuron_operator.world import Object
 
 KEPT_REPLICA_SETS = 2
 
 
 def replicas(model: NeuronModel, revision: Revision) -> tuple[Object, ...]:
-    """The workload objects for `spec.replicas` copies of the revision.
-
-    Devices are scarce, so an edit replaces one replica at a time without a surge.
-    """
+    """The workload objects for `spec.replicas` copies of the revision."""
     deployment = child(model, "apps/v1", "Deployment", names.service_name(model.name), component="server")
     deployment["spec"] = {
         "replicas": model.spec.replicas,
         "revisionHistoryLimit": KEPT_REPLICA_SETS,
         "progressDeadlineSeconds": model.spec.rollout.progress_deadline_seconds,
         "selector": {"matchLabels": names.serving_selector(model.name)},
-        "strategy": {"type": "RollingUpdate", "rollingUpdate": {"maxSurge": 0, "maxUnavailable": 1}},
+        "strategy": {
+            "type": "RollingUpdate",
+            "rollingUpdate": {"maxSurge": MAX_SURGE, "maxUnavailable": MAX_UNAVAILABLE},
+        },
         "template": revision.template,
     }
     return (deployment,)

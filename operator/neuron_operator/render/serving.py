@@ -11,6 +11,7 @@ from neuron_operator import names
 from neuron_operator.config_document import to_json
 from neuron_operator.model import NeuronModel
 from neuron_operator.render.objects import child, without_empty
+from neuron_operator.rollout import MAX_UNAVAILABLE
 from neuron_operator.world import Object, Settings
 
 
@@ -38,11 +39,11 @@ def service_account(model: NeuronModel) -> Object:
 
 
 def disruption_budget(model: NeuronModel) -> Object:
-    """One replica at a time may be evicted; a replica that is not ready never blocks a drain."""
+    """As many replicas may be evicted as a rollout may take away; one that is not ready never blocks a drain."""
     return {
         **child(model, "policy/v1", "PodDisruptionBudget", names.service_name(model.name), component="server"),
         "spec": {
-            "maxUnavailable": 1,
+            "maxUnavailable": MAX_UNAVAILABLE,
             "selector": {"matchLabels": names.serving_selector(model.name)},
             "unhealthyPodEvictionPolicy": "AlwaysAllow",
         },

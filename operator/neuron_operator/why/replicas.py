@@ -8,12 +8,14 @@ from datetime import datetime
 from neuron_operator.objects import instant
 from neuron_operator.placement import Placement
 from neuron_operator.reasons import Finding, Reason, met, unmet
+from neuron_operator.rollout import num_promised
 from neuron_operator.views import DeploymentView, Observed, PodView, Termination
 from neuron_operator.why.pods import explain_start, how_it_ended, last_words
 
 
 def explain_replicas(observed: Observed, num_wanted: int, placement: Placement) -> tuple[Finding, ...]:
-    """A Finding for Available, and those that pods give for other conditions."""
+    """A Finding for Available, those that pods give for other conditions, and one for Ready if replicas are missing
+    although Available is true."""
     num_answering = sum(pod.is_answering for pod in observed.replicas)
     counted = f"{num_answering} of {num_wanted} replicas answer"
     if num_wanted == 0:
@@ -25,7 +27,7 @@ def explain_replicas(observed: Observed, num_wanted: int, placement: Placement) 
         *(_explain_pod(pod, observed, placement) for pod in _current(observed.replicas) if not pod.is_answering),
     ]
     if not found:
-        return (unmet("Available", Reason.LOADING, f"{counted}; waiting for pods to be created"),)
+        found = [unmet("Available", Reason.LOADING, "waiting for pods to be created")]
     elsewhere = {finding.condition: finding for finding in found if finding.condition != "Available"}
     worst = min(found, key=lambda finding: _reason(finding).weight)
     reason = _reason(worst)
@@ -33,8 +35,12 @@ def explain_replicas(observed: Observed, num_wanted: int, placement: Placement) 
         reason = Reason.NO_MATCHING_NODE if worst.condition == "Placed" else Reason.CRASH_LOOP
     alike = sum(finding.reason == worst.reason for finding in found)
     others = f" (and {alike - 1} more with this reason)" if alike > 1 else ""
-    available = unmet("Available", reason, f"{counted}; {worst.message}{others}", worst.needs)
-    return (*elsewhere.values(), available)
+    promised = num_promised(num_wanted)
+    if num_answering < promised:
+        text = f"{counted}; {worst.message}{others}"
+        return (*elsewhere.values(), unmet("Available", reason, text, worst.needs))
+    text = f"{counted}, at least {promised} promised; {worst.message}{others}"
+    return (*elsewhere.values(), met("Available", text), unmet("Ready", reason, text, worst.needs))
 
 
 def _reason(finding: Finding) -> Reason:
