@@ -15,7 +15,7 @@ from typing import Any
 
 from kubernetes.utils.quantity import parse_quantity
 
-from neuron_operator.names import FIELD_MANAGER
+from neuron_operator.names import FIELD_MANAGER, STATUS_FIELD_MANAGER
 from neuron_operator.world import Object
 
 Fields = Mapping[str, Any]
@@ -25,10 +25,10 @@ _QUANTITY_PARENTS = frozenset({"limits", "requests"})
 _QUANTITY_FIELDS = frozenset({"sizeLimit", "divisor"})
 
 
-def needs_apply(desired: Object, live: Object) -> bool:
+def needs_apply(desired: Object, live: Object, subresource: str = "") -> bool:
     """Whether applying `desired` would change `live`: a field is missing, differs, is no longer marked as ours (another
     manager replaced its parent), or is ours and no longer desired."""
-    entries = list(own_entries(live))
+    entries = list(own_entries(live, subresource))
     owned = _union(entry.get("fieldsV1") or {} for entry in entries)
     identity = _tree(("f:apiVersion",), ("f:kind",), ("f:metadata", "f:name"), ("f:metadata", "f:namespace"))
     if not _contained(desired, live, _union((owned, identity))):
@@ -37,10 +37,11 @@ def needs_apply(desired: Object, live: Object) -> bool:
     return _has_surplus(applied, desired)
 
 
-def own_entries(live: Object) -> Iterable[Object]:
-    """The `managedFields` entries of this operator's field manager, without those of subresources."""
+def own_entries(live: Object, subresource: str = "") -> Iterable[Object]:
+    """The `managedFields` entries of this operator for the object or a subresource."""
+    manager = STATUS_FIELD_MANAGER if subresource else FIELD_MANAGER
     for entry in live.get("metadata", {}).get("managedFields") or ():
-        if entry.get("manager") == FIELD_MANAGER and not entry.get("subresource"):
+        if (entry.get("manager"), entry.get("subresource", "")) == (manager, subresource):
             yield entry
 
 

@@ -125,7 +125,7 @@ class Reconciler:
                 )
                 continue
             break
-        if decision.status is not None and decision.status != body.get("status"):
+        if decision.status is not None and needs_apply({"status": decision.status}, body, "status"):
             await writes.status(body, decision.status)
             for announcement in decision.announcements:
                 await self._announce(body, announcement)

@@ -30,7 +30,7 @@ Key = tuple[str, str]
 def trimmed(obj: Object) -> Object:
     """The object with only our own entries of `managedFields`: the others only cost memory."""
     metadata = {key: value for key, value in obj["metadata"].items() if key != "managedFields"}
-    ours = list(own_entries(obj))
+    ours = [*own_entries(obj), *own_entries(obj, "status")]
     if ours:
         metadata["managedFields"] = ours
     return {**obj, "metadata": metadata}

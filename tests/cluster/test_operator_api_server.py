@@ -101,6 +101,32 @@ async def test_a_restart_with_unchanged_objects_writes_only_the_lease(server: Ap
     assert {resource for _, resource in written} == {"leases"}
 
 
+async def test_conditions_of_others_stay_and_cost_no_writes(server: ApiServer, namespace: Namespace) -> None:
+    audited = {
+        "type": "example.com/Audited",
+        "status": "True",
+        "reason": "Audited",
+        "message": "",
+        "lastTransitionTime": "2026-01-01T00:00:00Z",
+    }
+    about = {"apiVersion": NEURON_MODELS.api_version, "kind": NEURON_MODELS.kind, "metadata": {"name": "chat"}}
+    path = NEURON_MODELS.path(namespace.name, "chat", "status")
+    async with client_of(server) as client, operating(client, only(namespace)):
+        namespace.put_model()
+        await namespace.settle()
+        server.apply(path, {**about, "status": {"conditions": [audited]}}, "auditor")
+        await asyncio.sleep(1.0)
+        before = len(server.requests(OPERATOR_USER))
+        namespace.wake()
+        await asyncio.sleep(1.0)
+        assert not [call for call in calls(server, before) if call[0] in WRITES and call[1] != "leases"]
+        namespace.put_model(replicas=3)
+        await eventually(lambda: namespace.model()["status"]["ready"] == "0/3")
+        assert namespace.condition("example.com/Audited") == ("True", "Audited")
+        server.apply(path, {**about, "status": {"conditions": [{**audited, "type": "Ready"}]}}, "auditor")
+        await eventually(lambda: namespace.condition("Ready") == ("False", "Loading"))
+
+
 async def test_an_idle_operator_sends_only_watches_and_lease_renewals(server: ApiServer, namespace: Namespace) -> None:
     async with client_of(server) as client, operating(client, only(namespace)):
         namespace.put_model()

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from helpers import virtual_time
 from helpers.fake_cluster import FakeCluster
 from neuron_operator.client import CHILDREN, Forbidden, Page, Resource
-from neuron_operator.names import FIELD_MANAGER, MODEL_LABEL
+from neuron_operator.names import FIELD_MANAGER, MODEL_LABEL, STATUS_FIELD_MANAGER
 from neuron_operator.reflector import Key, Reflector, key_of_child, trimmed
 
 CONFIG_MAPS = next(resource for resource in CHILDREN if resource.kind == "ConfigMap")
@@ -193,8 +193,9 @@ def test_a_refused_first_list_ends_the_start_and_a_later_one_is_retried() -> Non
 
 def test_only_the_managed_fields_of_the_operator_are_kept() -> None:
     ours = {"manager": FIELD_MANAGER, "operation": "Apply", "fieldsV1": {"f:data": {}}}
-    of_status = {**ours, "subresource": "status"}
+    of_status = {**ours, "manager": STATUS_FIELD_MANAGER, "subresource": "status"}
     obj = config_map("a")
-    obj["metadata"]["managedFields"] = [{"manager": "kubectl"}, ours, of_status]
-    assert trimmed(obj)["metadata"]["managedFields"] == [ours]
+    others = [{"manager": "kubectl"}, {**ours, "subresource": "status"}, {**of_status, "subresource": "scale"}]
+    obj["metadata"]["managedFields"] = [*others, ours, of_status]
+    assert trimmed(obj)["metadata"]["managedFields"] == [ours, of_status]
     assert "managedFields" not in trimmed(config_map("a"))["metadata"]
