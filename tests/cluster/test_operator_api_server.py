@@ -179,15 +179,23 @@ async def test_a_manually_deleted_child_is_recreated(server: ApiServer, namespac
 async def test_dropped_fields_leave_a_child_and_foreign_fields_stay(server: ApiServer, namespace: Namespace) -> None:
     deployment = BY_KIND["Deployment"]
 
+    def containers() -> list[dict[str, Any]]:
+        found: list[dict[str, Any]] = namespace.get(deployment, "chat")["spec"]["template"]["spec"]["containers"]
+        return found
+
     def variables() -> set[str]:
-        (container,) = namespace.get(deployment, "chat")["spec"]["template"]["spec"]["containers"]
-        return {variable["name"] for variable in container["env"]}
+        return {variable["name"] for variable in containers()[0]["env"]}
 
     async with client_of(server) as client, operating(client, only(namespace)):
         namespace.put_model()
         await namespace.settle()
         assert "GREETING" in variables()
-        namespace.patch(deployment, "chat", {"metadata": {"annotations": {"example.com/note": "mine"}}})
+        (runtime,) = containers()
+        runtime["env"].append({"name": "INJECTED", "value": "x"})
+        runtime["ports"].append({"containerPort": 9000, "protocol": "TCP"})
+        with_sidecar = {"template": {"spec": {"containers": [runtime, {"name": "sidecar", "image": "proxy"}]}}}
+        notes = {"annotations": {"example.com/note": "mine"}}
+        namespace.patch(deployment, "chat", {"metadata": notes, "spec": with_sidecar})
         for _ in range(2):  # the first apply after the create, and one after an apply
             namespace.put_model(engine={"backend": "torch", "env": [{"name": "OTHER", "value": "x"}]})
             await eventually(lambda: variables() >= {"OTHER"})
@@ -196,6 +204,9 @@ async def test_dropped_fields_leave_a_child_and_foreign_fields_stay(server: ApiS
             await eventually(lambda: variables() >= {"GREETING"})
             assert "OTHER" not in variables()
     assert namespace.get(deployment, "chat")["metadata"]["annotations"]["example.com/note"] == "mine"
+    assert "INJECTED" in variables()
+    assert 9000 in [port["containerPort"] for port in containers()[0]["ports"]]
+    assert [container["name"] for container in containers()][1:] == ["sidecar"]
 
 
 async def test_a_foreign_service_of_the_same_name_is_not_changed(server: ApiServer, namespace: Namespace) -> None:
