@@ -13,7 +13,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -31,11 +31,12 @@ END_SECONDS = 240.0
 class ServeCommand:
     """One running command; its output is read continuously."""
 
-    def __init__(self, arguments: list[str], tmp_dir: Path) -> None:
+    def __init__(self, arguments: list[str], tmp_dir: Path, within: Sequence[str] = ()) -> None:
+        """within: a command that runs the one in its arguments, such as `nice`."""
         self.lines: list[str] = []
         self.tmp_dir = tmp_dir
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "neuron_runtime", "serve", *arguments],
+            [*within, sys.executable, "-m", "neuron_runtime", "serve", *arguments],
             stderr=subprocess.PIPE,
             text=True,
             env={**os.environ, "TMPDIR": str(tmp_dir), "OMP_NUM_THREADS": "1"},
@@ -187,10 +188,10 @@ def until_healthy(connection: http.client.HTTPConnection) -> None:
 
 
 @contextlib.contextmanager
-def serve(*arguments: str) -> Iterator[ServeCommand]:
+def serve(*arguments: str, within: Sequence[str] = ()) -> Iterator[ServeCommand]:
     """Runs the command and asserts afterwards that it left no process, port or file."""
     with tempfile.TemporaryDirectory(prefix="nr-") as folder:
-        command = ServeCommand([*arguments, "--weights-dir", f"{folder}/weights"], Path(folder))
+        command = ServeCommand([*arguments, "--weights-dir", f"{folder}/weights"], Path(folder), within)
         known: list[int] = []
         try:
             command.until(lambda: len(children(command.process.pid)) >= 2 or command.process.poll() is not None)

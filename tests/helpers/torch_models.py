@@ -13,6 +13,7 @@ from neuron_runtime.backend.torch.backend import TorchBackend
 from neuron_runtime.backend.torch.loader import load
 from neuron_runtime.backend.torch.random_model import model_config, write_random_model
 from neuron_runtime.config import EngineLimits, ModelSource, RuntimeConfig
+from neuron_runtime.host import FreeMemory
 
 NEAR_TIE = 1e-3
 """Below this gap between the best two logits, different rounding may choose different tokens."""
@@ -48,7 +49,7 @@ def runtime_config(
 
 
 def load_backend(folder: Path, *, available_bytes: int = 2**30, **config: Any) -> TorchBackend:
-    return load(folder, runtime_config(**config), lambda what, share: None, lambda: available_bytes)
+    return load(folder, runtime_config(**config), lambda what, share: None, lambda: FreeMemory(available_bytes))
 
 
 def reference(folder: Path) -> Any:

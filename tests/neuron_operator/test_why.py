@@ -96,9 +96,15 @@ CRASH = waiting("CrashLoopBackOff", "back-off 10s restarting failed container")
             "ImportError: torch",
         ),
         (
-            {"state": CRASH, "last": ended(137, reason="OOMKilled"), "restarts": 1},
-            "CrashLoop",
-            "exit code 137 (OOMKilled)",
+            {"state": CRASH, "last": ended(137, "loading weights\n", reason="OOMKilled"), "restarts": 1},
+            "DeviceOutOfMemory",
+            "exit code 137 (OOMKilled) (restarts: 1): raise podTemplate.spec.resources.limits.memory, or lower "
+            "serving.maxSequences or maxModelLength; its last line: loading weights",
+        ),
+        (
+            {"last": ended(50, failure_record(50, "RestartBudgetExhausted", "it crashed"), reason="OOMKilled")},
+            "RestartBudgetExhausted",
+            "exit code 50 (OOMKilled) (restarts: 0): it crashed",
         ),
         ({"last": ended(30, failure_record(30, "DeviceHeld", "held by 7"))}, "DeviceHeld", "held by 7"),
         ({"last": ended(31)}, "DeviceOutOfMemory", "exit code 31 (restarts: 0): it left no record and no log"),

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from pathlib import Path
+import re
 from typing import Any
 
 import pytest
 
 from helpers.torch_models import runtime_config
 from neuron_runtime.backend.torch.architecture import decoder_config
-from neuron_runtime.backend.torch.host import available_memory_bytes, usable_cpus
 from neuron_runtime.backend.torch.random_model import model_config
 from neuron_runtime.backend.torch.sizing import derive_limits
 from neuron_runtime.core import BackendLimits
 from neuron_runtime.errors import ExitCode, FatalError, InvalidConfig
+from neuron_runtime.host import FreeMemory
 
 GIB = 2**30
 MODEL = decoder_config(
@@ -31,7 +31,7 @@ BYTES_PER_TOKEN = 2 * 12 * 4 * 64 * 2
 
 
 def limits(available_bytes: int = 16 * GIB, **config: Any) -> BackendLimits:
-    return derive_limits(runtime_config(**config), MODEL, 2, available_bytes)
+    return derive_limits(runtime_config(**config), MODEL, 2, FreeMemory(available_bytes))
 
 
 def test_with_enough_memory_the_defaults_are_eight_slots_of_the_model_length() -> None:
@@ -74,6 +74,20 @@ def test_unset_limits_shrink_with_memory_down_to_a_useful_minimum(layout: str) -
     with pytest.raises(FatalError, match=r"90% of 0\.30 GiB free may be used: weights 0\.\d\d GiB, scratch") as caught:
         limits(int(0.3 * GIB), layout=layout)
     assert caught.value.exit_code is ExitCode.DEVICE_OUT_OF_MEMORY
+
+
+def test_a_refusal_for_lack_of_memory_names_the_limit_that_would_do() -> None:
+    config, limit = runtime_config(), GIB
+    with pytest.raises(FatalError, match=r"0\.20 GiB free of the limit of 1\.00 GiB may be used") as caught:
+        derive_limits(config, MODEL, 2, FreeMemory(GIB // 5, limit))
+    assert "NeuronModel: podTemplate.spec.resources.limits.memory" in str(caught.value)
+    found = re.search(r"raise the memory limit to at least ([\d.]+) GiB", str(caught.value))
+    assert found
+    raised = int((float(found[1]) + 0.01) * GIB)
+    served = derive_limits(config, MODEL, 2, FreeMemory(GIB // 5 + raised - limit, raised))
+    assert served.max_model_length >= 8
+    with pytest.raises(FatalError, match=r"free at least 0\.\d\d GiB, or use a machine with more memory"):
+        limits(GIB // 5)
 
 
 def test_a_model_length_of_one_token_is_refused() -> None:
@@ -127,56 +141,3 @@ def test_invalid_limits_are_refused_with_field_and_numbers(case: str) -> None:
     with pytest.raises(InvalidConfig, match=message) as caught:
         limits(**config)
     assert caught.value.field == field
-
-
-@pytest.mark.parametrize(
-    ("files", "expected"),
-    [
-        ({}, 8000 * 1024),
-        ({"sys/fs/cgroup/memory.max": "max", "sys/fs/cgroup/memory.current": "5"}, 8000 * 1024),
-        ({"sys/fs/cgroup/memory.max": "5000", "sys/fs/cgroup/memory.current": "2000"}, 3000),
-        ({"sys/fs/cgroup/memory.max": "5000", "sys/fs/cgroup/memory.current": "6000"}, 0),
-        (
-            {
-                "sys/fs/cgroup/memory.max": "5000",
-                "sys/fs/cgroup/memory.current": "4500",
-                "sys/fs/cgroup/memory.stat": "anon 900\ninactive_file 3000\nactive_file 100\nshmem 400\n",
-            },
-            3600,
-        ),
-        (
-            {
-                "sys/fs/cgroup/memory/memory.limit_in_bytes": "5000",
-                "sys/fs/cgroup/memory/memory.usage_in_bytes": "1000",
-                "sys/fs/cgroup/memory/memory.stat": "cache 900\ntotal_inactive_file 300\n",
-            },
-            4300,
-        ),
-    ],
-)
-def test_free_memory_is_the_minimum_of_machine_and_container(
-    files: dict[str, str], expected: int, tmp_path: Path
-) -> None:
-    write(tmp_path, {"proc/meminfo": "MemTotal: 9 kB\nMemAvailable:  8000 kB\n", **files})
-    assert available_memory_bytes(tmp_path) == expected
-
-
-@pytest.mark.parametrize(
-    ("files", "expected"),
-    [
-        ({"sys/fs/cgroup/cpu.max": "max 100000"}, None),
-        ({"sys/fs/cgroup/cpu.max": "150000 100000"}, 1),
-        ({"sys/fs/cgroup/cpu.max": "50000 100000"}, 1),
-        ({"sys/fs/cgroup/cpu/cpu.cfs_quota_us": "100000", "sys/fs/cgroup/cpu/cpu.cfs_period_us": "100000"}, 1),
-        ({"sys/fs/cgroup/cpu/cpu.cfs_quota_us": "-1", "sys/fs/cgroup/cpu/cpu.cfs_period_us": "100000"}, None),
-    ],
-)
-def test_cpu_count_respects_the_container_quota(files: dict[str, str], expected: int | None, tmp_path: Path) -> None:
-    write(tmp_path, files)
-    assert usable_cpus(tmp_path) == (expected or usable_cpus(tmp_path / "empty"))
-
-
-def write(root: Path, files: dict[str, str]) -> None:
-    for name, text in files.items():
-        (root / name).parent.mkdir(parents=True, exist_ok=True)
-        (root / name).write_text(text)

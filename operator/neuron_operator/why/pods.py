@@ -14,6 +14,9 @@ from neuron_operator.world import Need
 UNEXPLAINED_SECONDS = 20
 """Age at which the events of a pod or Job are read, if nothing else explains its state."""
 
+OOM_KILLED = "OOMKilled"
+"""The kubelet's reason. The kernel usually kills all processes of the container, so none is left to write a record."""
+
 _STARTING = ("", "ContainerCreating", "PodInitializing")
 
 

@@ -10,7 +10,7 @@ from neuron_operator.placement import Placement
 from neuron_operator.reasons import Finding, Reason, met, unmet
 from neuron_operator.rollout import num_promised
 from neuron_operator.views import DeploymentView, Observed, PodView, Termination
-from neuron_operator.why.pods import explain_start, how_it_ended, last_words
+from neuron_operator.why.pods import OOM_KILLED, explain_start, how_it_ended, last_words
 
 
 def explain_replicas(observed: Observed, num_wanted: int, placement: Placement) -> tuple[Finding, ...]:
@@ -94,9 +94,12 @@ def _explain_pod(pod: PodView, observed: Observed, placement: Placement) -> Find
 
 def _explain_end(pod: PodView, end: Termination) -> Finding:
     """How a container ended: the reason of its exit code, for that reason's condition."""
+    how = f"pod {pod.name} ended with {how_it_ended(end)} (restarts: {pod.container.num_restarts})"
+    if end.reason == OOM_KILLED and end.record is None:
+        cure = "raise podTemplate.spec.resources.limits.memory, or lower serving.maxSequences or maxModelLength"
+        return unmet("Available", Reason.DEVICE_OUT_OF_MEMORY, f"{how}: {cure}; its last line: {last_words(end)}")
     reason = Reason.of_exit_code(end.exit_code) or Reason.CRASH_LOOP
-    restarts = pod.container.num_restarts
-    text = f"pod {pod.name} ended with {how_it_ended(end)} (restarts: {restarts}): {last_words(end)}"
+    text = f"{how}: {last_words(end)}"
     return unmet(reason.row.conditions[-1], reason, text)
 
 

@@ -7,25 +7,27 @@ from __future__ import annotations
 
 import signal
 from collections import deque
+from collections.abc import Set
 
 from neuron_runtime.errors import BackendFailed, ExitCode, FatalError, ServingError
+from neuron_runtime.host import LIMIT_OF_A_POD, gib
 
 MAX_RESTARTS = 3
 RESTART_WINDOW_SECONDS = 600.0
 
 CURED_BY_RESTART = frozenset({ExitCode.DEVICE_FAILED})
 """Exit codes after which an immediate restart may succeed; the other codes would occur again."""
+CURED_BY_REPLACEMENT = CURED_BY_RESTART | {ExitCode.DEVICE_OUT_OF_MEMORY}
+"""The same for a front end: what filled its memory ends with it, while an engine loads the same model again."""
 
 
-def cured_by_restart(failure: ServingError) -> bool:
+def cured_by_restart(failure: ServingError, codes: Set[ExitCode] = CURED_BY_RESTART) -> bool:
     """Whether to restart a process at once after this failure.
 
     True if it died without a record. An error with a record needs a change by a person or, for an unreachable hub that
     was retried already, time; the platform restarts with increasing delays.
     """
-    return (
-        failure.exit_code in CURED_BY_RESTART if isinstance(failure, FatalError) else isinstance(failure, BackendFailed)
-    )
+    return failure.exit_code in codes if isinstance(failure, FatalError) else isinstance(failure, BackendFailed)
 
 
 class RestartBudget:
@@ -36,12 +38,15 @@ class RestartBudget:
         self._window_seconds = window_seconds
         self._restarts: deque[float] = deque()
 
-    def failure_to_end_with(self, failure: ServingError, now: float) -> ServingError | None:
+    def failure_to_end_with(
+        self, failure: ServingError, now: float, codes: Set[ExitCode] = CURED_BY_RESTART
+    ) -> ServingError | None:
         """None: restart it (counts a restart). Otherwise the error with which the command exits.
 
         failure: the error in the record of the process, or BackendFailed if it left none.
+        codes: exit codes after which a restart may succeed.
         """
-        if not cured_by_restart(failure):
+        if not cured_by_restart(failure, codes):
             return failure
         while self._restarts and now - self._restarts[0] >= self._window_seconds:
             self._restarts.popleft()
@@ -63,3 +68,17 @@ def describe_exit(name: str, return_code: int) -> str:
         killer = f"signal {-return_code}"
     hint = " (often because the machine ran out of memory)" if killer == "SIGKILL" else ""
     return f"the {name} was killed by {killer}{hint}"
+
+
+def out_of_memory(name: str, limit_bytes: int | None) -> FatalError:
+    """The error for a process that the kernel killed because memory ran out.
+
+    limit_bytes: the memory limit of this control group; None: there is none.
+    """
+    if limit_bytes is None:
+        cause, cure = "the machine ran out of memory", "use a machine with more memory"
+    else:
+        cause = f"the memory limit of {gib(limit_bytes)} was reached"
+        cure = f"raise that limit ({LIMIT_OF_A_POD})"
+    message = f"the kernel killed the {name} because {cause}: {cure}, or serve fewer or shorter sequences"
+    return FatalError(ExitCode.DEVICE_OUT_OF_MEMORY, message)

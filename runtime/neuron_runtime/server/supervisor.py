@@ -17,6 +17,7 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Set
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
@@ -27,9 +28,16 @@ from neuron_runtime.config import RuntimeConfig
 from neuron_runtime.console import say
 from neuron_runtime.engine.lifeline import Deadline
 from neuron_runtime.errors import BackendFailed, ExitCode, FatalError, InvalidConfig, ServingError
+from neuron_runtime.host import memory_limit, num_oom_kills
 from neuron_runtime.record import GENERAL_FAILURE, Record
 from neuron_runtime.server.control import Control, EngineEnded, EngineStarted, StartDrain, encode_line
-from neuron_runtime.server.restarts import RestartBudget, describe_exit
+from neuron_runtime.server.restarts import (
+    CURED_BY_REPLACEMENT,
+    CURED_BY_RESTART,
+    RestartBudget,
+    describe_exit,
+    out_of_memory,
+)
 
 TICK_SECONDS = 1.0
 MIN_CHECKS = 2
@@ -197,6 +205,7 @@ class Supervisor:
         self._front_ends: list[Child] = []
         self._num_predecessors = [0] * config.server.num_front_ends
         """For each front end, earlier processes in its place. Never reset: it makes the ids of requests unique."""
+        self._num_oom_kills = num_oom_kills()
         self._run_dir = run_dir
         self._config_path = self._run_dir / "config.json"
         self._config_path.write_bytes(msgspec.json.encode(config))
@@ -244,7 +253,7 @@ class Supervisor:
                 deadline = min(deadline, time.monotonic() + STOP_SECONDS)
             if engine_lives and not self._engine.lives:
                 engine_lives = False
-                self._send(EngineEnded(str(self._engine.failure())))
+                self._send(EngineEnded(str(self._failure(self._engine))))
             self._signals.sleep(TICK_SECONDS)
             self._kill_hung_children()
 
@@ -253,15 +262,15 @@ class Supervisor:
             child.kill_if_hung()
 
     def _restart_engine(self) -> None:
-        failure = self._engine.failure()
+        failure = self._failure(self._engine)
         self._send(EngineEnded(str(failure)))
-        self._check(failure)
+        self._check(failure, CURED_BY_RESTART)
         self._start_engine()
 
     def _replace_front_end(self, number: int) -> None:
         """Only its own connections are lost; the engine continues requests of the others."""
         ended = self._front_ends[number]
-        self._check(ended.failure())
+        self._check(self._failure(ended), CURED_BY_REPLACEMENT)
         ended.close()
         self._num_predecessors[number] += 1
         self._front_ends[number] = self._start_front_end(number)
@@ -283,8 +292,14 @@ class Supervisor:
         self._engine.resume()
         self._engine.wait_or_kill(STOP_SECONDS)
 
-    def _check(self, failure: ServingError) -> None:
-        error = self._budget.failure_to_end_with(failure, time.monotonic())
+    def _failure(self, ended: Child) -> ServingError:
+        before, self._num_oom_kills = self._num_oom_kills, num_oom_kills()
+        if ended.process.returncode == -signal.SIGKILL and self._num_oom_kills > before:
+            return out_of_memory(ended.name, memory_limit())
+        return ended.failure()
+
+    def _check(self, failure: ServingError, codes: Set[ExitCode]) -> None:
+        error = self._budget.failure_to_end_with(failure, time.monotonic(), codes)
         if error is not None:
             raise error
         say(f"{failure}; restarting it")

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from neuron_runtime.backend.torch.allocation import set_up_allocation
+from neuron_runtime.backend.torch.import_size import check_room_for_torch
 from neuron_runtime.backend.torch.read_ahead import read_ahead
 from neuron_runtime.errors import InvalidConfig
 
@@ -41,6 +42,7 @@ def load_backend(model_dir: Path, config: RuntimeConfig, progress: ProgressCallb
         FatalError: MODEL_NOT_FOUND, INVALID_MODEL, UNSUPPORTED_ARCHITECTURE or DEVICE_OUT_OF_MEMORY.
         InvalidConfig: a limit or the dtype in the configuration cannot be served; names the field.
     """
+    check_room_for_torch()
     prepare(model_dir)
     from neuron_runtime.backend.torch.loader import load  # noqa: PLC0415  (torch takes seconds to import)
 

@@ -15,11 +15,11 @@ from neuron_runtime.backend.torch.architecture import DecoderConfig, decoder_con
 from neuron_runtime.backend.torch.backend import TorchBackend, device_thread
 from neuron_runtime.backend.torch.cache import KVCache
 from neuron_runtime.backend.torch.decoder import Decoder
-from neuron_runtime.backend.torch.host import available_memory_bytes, usable_cpus
 from neuron_runtime.backend.torch.sizing import derive_limits
 from neuron_runtime.backend.torch.weights import WeightReader, check_tensors
 from neuron_runtime.checkpoint import Checkpoint, read_checkpoint
 from neuron_runtime.config import RuntimeConfig
+from neuron_runtime.host import FreeMemory, free_memory, usable_cpus
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 STORED_DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
@@ -29,14 +29,14 @@ def load(
     model_dir: Path,
     config: RuntimeConfig,
     progress: ProgressCallback,
-    available_bytes: Callable[[], int] = available_memory_bytes,
+    measure: Callable[[], FreeMemory] = free_memory,
 ) -> TorchBackend:
     """See `load_backend`."""
     checkpoint = read_checkpoint(model_dir)
     model = decoder_config(checkpoint.config)
     check_tensors(checkpoint, tensor_shapes(model))
     dtype = _dtype(config, checkpoint)
-    limits = derive_limits(config, model, dtype.itemsize, available_bytes())
+    limits = derive_limits(config, model, dtype.itemsize, measure())
     device = device_thread(_limit_threads)
     return TorchBackend(
         decoder=_load_on(device, checkpoint, model, dtype, progress),

@@ -9,6 +9,7 @@ memory is short.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from neuron_runtime.backend.torch.architecture import DecoderConfig, tensor_shapes
@@ -17,6 +18,7 @@ from neuron_runtime.backend.torch.sampling import MAX_LOGPROBS
 from neuron_runtime.config import RuntimeConfig, uses_blocks
 from neuron_runtime.core import BackendLimits
 from neuron_runtime.errors import ExitCode, FatalError, InvalidConfig
+from neuron_runtime.host import FreeMemory, gib
 
 DEFAULT_MAX_SEQUENCES = 8
 DEFAULT_MAX_STEP_TOKENS = 512
@@ -31,7 +33,7 @@ MIN_DEFAULT_LENGTH = 64
 class Memory:
     """The arithmetic, in bytes."""
 
-    available: int
+    free: FreeMemory
     weights: int
     scratch: int
     per_token: int
@@ -40,17 +42,22 @@ class Memory:
     @property
     def cache(self) -> int:
         """Memory left for keys and values; may be negative."""
-        return int(self.available * SHARE_OF_MEMORY) - self.weights - self.scratch
+        return int(self.free.available * SHARE_OF_MEMORY) - self.weights - self.scratch
+
+    def cure(self, num_tokens: int) -> str:
+        """What a user can do if the cache must have room for this many tokens."""
+        needed = self.weights + self.scratch + num_tokens * self.per_token
+        return self.free.cure(math.ceil(needed / SHARE_OF_MEMORY))
 
     def __str__(self) -> str:
         return (
-            f"{SHARE_OF_MEMORY:.0%} of {_gib(self.available)} free may be used: weights {_gib(self.weights)}, "
-            f"scratch {_gib(self.scratch)}, leaving {_gib(self.cache)} for the cache "
+            f"{SHARE_OF_MEMORY:.0%} of {self.free} may be used: weights {gib(self.weights)}, "
+            f"scratch {gib(self.scratch)}, leaving {gib(self.cache)} for the cache "
             f"at {self.per_token} bytes per token"
         )
 
 
-def derive_limits(config: RuntimeConfig, model: DecoderConfig, dtype_bytes: int, available_bytes: int) -> BackendLimits:
+def derive_limits(config: RuntimeConfig, model: DecoderConfig, dtype_bytes: int, free: FreeMemory) -> BackendLimits:
     """Derive every limit.
 
     Raises:
@@ -72,9 +79,10 @@ def derive_limits(config: RuntimeConfig, model: DecoderConfig, dtype_bytes: int,
         )
     if limits.max_model_length == 1:
         raise InvalidConfig("$.limits.maxModelLength", "must be at least 2: one prompt token and one output token")
-    memory = _memory(model, dtype_bytes, available_bytes, rows, step_tokens)
+    memory = _memory(model, dtype_bytes, free, rows, step_tokens)
     if memory.cache < MIN_DEFAULT_LENGTH * memory.per_token:
-        raise FatalError(ExitCode.DEVICE_OUT_OF_MEMORY, f"not enough memory for this model: {memory}")
+        cure = memory.cure(MIN_DEFAULT_LENGTH)
+        raise FatalError(ExitCode.DEVICE_OUT_OF_MEMORY, f"not enough memory for this model: {memory}; {cure}")
     block_size, num_blocks, length = (
         _blocks(config, model, memory, rows) if wants_blocks else _slots(config, model, memory, rows)
     )
@@ -130,7 +138,7 @@ def _blocks(config: RuntimeConfig, model: DecoderConfig, memory: Memory, rows: i
     return size, num_blocks, length
 
 
-def _memory(model: DecoderConfig, dtype_bytes: int, available_bytes: int, rows: int, step_tokens: int) -> Memory:
+def _memory(model: DecoderConfig, dtype_bytes: int, free: FreeMemory, rows: int, step_tokens: int) -> Memory:
     num_parameters = 0
     for shape in tensor_shapes(model).values():
         num_parameters += shape[0] * (shape[1] if len(shape) == 2 else 1)
@@ -142,12 +150,8 @@ def _memory(model: DecoderConfig, dtype_bytes: int, available_bytes: int, rows: 
     # rows at a time.
     scores = model.vocabulary_size * (rows * 3 * 4 + ROWS_AT_ONCE * 8 * 8)
     return Memory(
-        available=available_bytes,
+        free=free,
         weights=weights,
         scratch=activations + scores,
         per_token=model.kv_elements_per_token * dtype_bytes,
     )
-
-
-def _gib(num_bytes: int) -> str:
-    return f"{num_bytes / 2**30:.2f} GiB"
