@@ -89,6 +89,30 @@ class SpecPart(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, re
     RULES: ClassVar[tuple[Rule, ...]] = ()
 
 
+class OpenPart(SpecPart, frozen=True, forbid_unknown_fields=False):
+    """What the operator reads of an object with more fields, which it passes on."""
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Follows `Json`: the fields in it that the operator reads have these types."""
+
+    part: type[OpenPart]
+
+    def faults(self, value: Json, path: str) -> Iterator[tuple[str, str]]:
+        """Path and message of the first field with another type."""
+        try:
+            msgspec.convert(value, self.part)
+        except msgspec.ValidationError as error:
+            yield located(error, path)
+
+
+def located(error: msgspec.ValidationError, path: str) -> tuple[str, str]:
+    """The path of the wrong field, and the message; `path` is that of the converted value."""
+    text, _, place = str(error).partition(" - at ")
+    return path + place.removeprefix("`key` in ").strip("`").removeprefix("$"), text.replace("`", "")
+
+
 @dataclass(frozen=True)
 class Field:
     """A field of a SpecPart, as declared."""
@@ -167,6 +191,9 @@ def broken_rules(kind: Any, value: Any, path: str) -> Iterator[tuple[str, str]]:
         return
     core, annotations = unwrapped(kind)
     yield from ((path, rule.message) for rule in annotations if isinstance(rule, Rule) and not rule.holds(value))
+    for shape in annotations:
+        if isinstance(shape, Shape):
+            yield from shape.faults(value, path)
     if isinstance(value, SpecPart):
         for one in fields_of(type(value)):
             yield from broken_rules(one.kind, getattr(value, one.name), f"{path}.{one.key}")

@@ -16,7 +16,7 @@ import msgspec
 from neuron_operator import names
 from neuron_operator.errors import FieldNotSupported, InvalidSpec, Refusals
 from neuron_operator.field_types import NAME_PATTERN
-from neuron_operator.fields import SpecPart, Supported, as_json, broken_rules, fields_of, unwrapped, walk
+from neuron_operator.fields import SpecPart, Supported, as_json, broken_rules, fields_of, located, unwrapped, walk
 from neuron_operator.model import NeuronModel, Spec
 
 
@@ -73,7 +73,7 @@ def _invalid(kind: Any, raw: object, path: str) -> Iterator[InvalidSpec]:
     except msgspec.ValidationError as error:
         core, _ = unwrapped(kind)
         inside = list(_invalid_within(core, raw, path))
-        yield from inside or [_invalid_value(core, raw, path, str(error))]
+        yield from inside or [_invalid_value(core, raw, path, error)]
     else:
         yield from (InvalidSpec(*broken) for broken in broken_rules(kind, value, path))
 
@@ -93,16 +93,14 @@ def _invalid_within(core: Any, raw: object, path: str) -> Iterator[InvalidSpec]:
             yield from _invalid(get_args(core)[0], item, f"{path}[{index}]")
 
 
-def _invalid_value(core: Any, raw: object, path: str, message: str) -> InvalidSpec:
+def _invalid_value(core: Any, raw: object, path: str, error: msgspec.ValidationError) -> InvalidSpec:
     if raw is None and path == "spec":
         return InvalidSpec(path, "is required")
     if get_origin(core) is Literal:
         return InvalidSpec(path, f"must be one of {', '.join(map(str, get_args(core)))}, got {_shown(raw)}")
     if isinstance(core, type) and issubclass(core, SpecPart):
         return InvalidSpec(path, "must be an object")
-    text, _, place = message.partition(" - at ")
-    inner = place.removeprefix("`key` in ").strip("`").removeprefix("$")
-    return InvalidSpec(f"{path}{inner}", text.replace("`", ""))
+    return InvalidSpec(*located(error, path))
 
 
 def not_supported(spec: Spec) -> Iterator[FieldNotSupported]:

@@ -28,7 +28,7 @@ from neuron_operator.field_types import (
     TopologyKey,
     Uri,
 )
-from neuron_operator.fields import ConfigKey, Json, Rule, SpecPart, Supported, exactly_one, unique
+from neuron_operator.fields import ConfigKey, Json, OpenPart, Rule, Shape, SpecPart, Supported, exactly_one, unique
 
 BACKENDS = {"torch": "computes on the host", "simulated": "simulates a device"}
 """Backends of this version, and what they do."""
@@ -438,12 +438,40 @@ class Resources(SpecPart, frozen=True):
     requests: Quantities = field(default_factory=dict)
 
 
+PassedOn = Annotated[Json, Meta(max_length=16)]
+
+
+class NodeSelectorTerm(OpenPart, frozen=True):
+    match_expressions: Annotated[tuple[PassedOn, ...], Meta(max_length=32)] | None = None
+
+
+class NodeSelector(OpenPart, frozen=True):
+    node_selector_terms: Annotated[tuple[NodeSelectorTerm, ...], Meta(min_length=1, max_length=32)]
+
+
+class NodeAffinity(OpenPart, frozen=True):
+    required: NodeSelector | None = field(default=None, name=names.REQUIRED_AFFINITY)
+
+
+class PodAntiAffinity(OpenPart, frozen=True):
+    required: Annotated[tuple[PassedOn, ...], Meta(max_length=32)] | None = field(
+        default=None, name=names.REQUIRED_AFFINITY
+    )
+
+
+class Affinity(OpenPart, frozen=True):
+    """The parts that the operator adds its own terms to. The API server checks the rest with the pods."""
+
+    node_affinity: NodeAffinity | None = None
+    pod_anti_affinity: PodAntiAffinity | None = None
+
+
 class PodSpec(SpecPart, frozen=True):
     """As in a pod, see [What podTemplate may change](#what-podtemplate-may-change)."""
 
     node_selector: Annotated[dict[str, LabelValue], Meta(max_length=32)] = field(default_factory=dict)
     tolerations: Annotated[tuple[Toleration, ...], Meta(max_length=32)] = ()
-    affinity: Annotated[Json, Meta(max_length=3)] = field(default_factory=dict)
+    affinity: Annotated[Json, Meta(max_length=3), Shape(Affinity)] = field(default_factory=dict)
     topology_spread_constraints: Annotated[tuple[TopologySpread, ...], Meta(max_length=8)] = ()
     priority_class_name: Name | None = None
     scheduler_name: Name | None = None

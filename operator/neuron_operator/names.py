@@ -28,6 +28,9 @@ MANAGED_BY_LABEL = "app.kubernetes.io/managed-by"
 INSTANCE_TYPE_LABEL = "node.kubernetes.io/instance-type"
 HOSTNAME_LABEL = "kubernetes.io/hostname"
 
+# In a pod's affinity.
+REQUIRED_AFFINITY = "requiredDuringSchedulingIgnoredDuringExecution"
+
 APP = "neuron-serving"
 MANAGER = "neuron-operator"
 

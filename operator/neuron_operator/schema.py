@@ -16,7 +16,7 @@ from msgspec import NODEFAULT, Meta
 
 from neuron_operator import names
 from neuron_operator.field_types import NAME_PATTERN
-from neuron_operator.fields import Json, Rule, SpecPart, description_of, fields_of, unwrapped
+from neuron_operator.fields import Json, OpenPart, Rule, Shape, SpecPart, description_of, fields_of, unwrapped
 from neuron_operator.model import Spec
 from neuron_operator.model_status import Status
 
@@ -26,6 +26,7 @@ SCALARS: dict[Any, Schema] = {
     int: {"type": "integer", "format": "int32"},
     str: {"type": "string"},
 }
+ANY_OBJECT: Schema = {"type": "object", "x-kubernetes-preserve-unknown-fields": True}
 LENGTHS = {"array": ("minItems", "maxItems"), "object": ("minProperties", "maxProperties")}
 LINK = r"\[([^]]*)\]\([^)]*\)"
 REFERENCE = rf" See {LINK}\.|, see {LINK}"
@@ -110,6 +111,9 @@ def schema_of(kind: Any) -> Schema:
     for bounds in annotations:
         if isinstance(bounds, Meta):
             schema |= _bounds(bounds, str(schema.get("type")))
+    for shape in annotations:
+        if isinstance(shape, Shape):
+            schema |= _object(shape.part)
     rules = [one for one in annotations if isinstance(one, Rule)]
     for rule in rules:
         schema |= rule.schema
@@ -123,7 +127,7 @@ def _type(core: Any) -> Schema:
     if core in SCALARS:
         return dict(SCALARS[core])
     if core == Json:
-        return {"type": "object", "x-kubernetes-preserve-unknown-fields": True}
+        return dict(ANY_OBJECT)
     if isinstance(core, type) and issubclass(core, SpecPart):
         return _object(core)
     origin = get_origin(core)
@@ -140,7 +144,7 @@ def _type(core: Any) -> Schema:
 
 
 def _object(part: type[SpecPart]) -> Schema:
-    schema: Schema = {"type": "object"}
+    schema: Schema = dict(ANY_OBJECT) if issubclass(part, OpenPart) else {"type": "object"}
     if required := [one.key for one in fields_of(part) if one.default is NODEFAULT]:
         schema["required"] = required
     schema["properties"] = {}

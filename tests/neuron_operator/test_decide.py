@@ -258,6 +258,19 @@ def test_a_revision_of_another_format_is_ignored() -> None:
     assert from_object({**keeper, "data": None}) is None
 
 
+def test_the_terms_of_an_affinity_are_kept_and_an_empty_one_still_matches_no_node() -> None:
+    wanted = {"matchExpressions": [{"key": "zone", "operator": "Exists"}]}
+    terms = [wanted, {}, {"matchExpressions": []}]
+    affinity = {"nodeAffinity": {names.REQUIRED_AFFINITY: {"nodeSelectorTerms": terms}}, "podAffinity": {"x": []}}
+    _, decision = resolved_world(spec={**SPEC, "podTemplate": {"spec": {"affinity": affinity}}})
+    rendered = find(decision.desired, "Deployment")["spec"]["template"]["spec"]["affinity"]
+    assert rendered["podAffinity"] == affinity["podAffinity"]
+    first, *empty = rendered["nodeAffinity"][names.REQUIRED_AFFINITY]["nodeSelectorTerms"]
+    assert first["matchExpressions"][0] == wanted["matchExpressions"][0]
+    assert len(first["matchExpressions"]) > 1
+    assert empty == terms[1:]
+
+
 # Repair, pause, refusal
 
 

@@ -249,26 +249,19 @@ def _affinity(affinity: Mapping[str, Any], placement: Placement, mode: DeviceMod
             "namespaceSelector": {},
             "topologyKey": names.HOSTNAME_LABEL,
         }
-        apart = _object(affinity.get("podAntiAffinity"))
-        required = [*_list(apart.get(_REQUIRED)), term]
-        combined["podAntiAffinity"] = {**apart, _REQUIRED: required}
+        apart = affinity.get("podAntiAffinity") or {}
+        required = [*(apart.get(names.REQUIRED_AFFINITY) or ()), term]
+        combined["podAntiAffinity"] = {**apart, names.REQUIRED_AFFINITY: required}
     if rules := _node_rules(placement, mode) if placement.resources else []:
-        node = _object(affinity.get("nodeAffinity"))
-        selector = _object(node.get(_REQUIRED))
+        node = affinity.get("nodeAffinity") or {}
+        selector = node.get(names.REQUIRED_AFFINITY) or {}
         terms = [
-            {**term, "matchExpressions": [*_list(term.get("matchExpressions")), *rules]}
-            for term in map(_object, _list(selector.get("nodeSelectorTerms")) or [{}])
+            # An empty term matches no node.
+            {**term, "matchExpressions": [*(term.get("matchExpressions") or ()), *rules]}
+            if any(term.values())
+            else term
+            for term in selector.get("nodeSelectorTerms") or ()
         ]
-        combined["nodeAffinity"] = {**node, _REQUIRED: {**selector, "nodeSelectorTerms": terms}}
+        required_terms = {**selector, "nodeSelectorTerms": terms or [{"matchExpressions": rules}]}
+        combined["nodeAffinity"] = {**node, names.REQUIRED_AFFINITY: required_terms}
     return combined
-
-
-_REQUIRED = "requiredDuringSchedulingIgnoredDuringExecution"
-
-
-def _object(value: Any) -> dict[str, Any]:
-    return dict(value) if isinstance(value, Mapping) else {}
-
-
-def _list(value: Any) -> list[Any]:
-    return list(value) if isinstance(value, list | tuple) else []
