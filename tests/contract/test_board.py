@@ -83,11 +83,11 @@ def test_queries_use_only_variables_of_the_board() -> None:
     used = {name for query in QUERIES.values() for name in re.findall(r"\$(\w+)", query)}
     assert used == {"namespace", "model", "pod", "__rate_interval"}
     assert VARIABLES.keys() == {"datasource", "namespace", "model", "pod"}
+    chosen = 'namespace=~"$namespace",model_name=~"$model",pod=~"$pod"'
     for title, query in QUERIES.items():
-        for selected in re.findall(r"\b((?:vllm:|neuron_)\w+)(?:\{(.*?)\})?", query):
-            operators = selected[0].startswith("neuron_operator_")
-            expected = "" if operators else 'namespace=~"$namespace",model_name=~"$model",pod=~"$pod"'
-            assert selected[1] == expected, title
+        for name, labels in re.findall(r"\b((?:vllm:|neuron_|process_)\w+)(?:\{(.*?)\})?", query):
+            of_operator = name.startswith("neuron_operator_")
+            assert labels == "" if of_operator else f"{labels},".startswith(f"{chosen},"), title
 
 
 def test_table_columns_follow_the_order_of_the_queries() -> None:
@@ -183,7 +183,7 @@ def somebody_elses(num_waiting: int) -> str:
     """An overloaded vLLM: it has the metrics that we adopted, and none of ours."""
     lines = [line for line in bad_model(num_waiting).splitlines(keepends=True) if "neuron_serving_" not in line]
     text = "".join(lines).replace('"bad"', '"theirs"')
-    idle = 'vllm:num_requests_waiting{model_name="theirs"} 0.0'
+    idle = 'vllm:num_requests_waiting{engine="0",model_name="theirs"} 0.0'
     assert idle in text
     return text.replace(idle, idle.replace("0.0", str(num_waiting)))
 
@@ -255,6 +255,11 @@ def test_the_board_shows_the_load(load: ScriptedLoad, scraped: list[Scraped], re
     assert rates("Requests") == expected.finished
     assert {reason: count for reason, count in rates("Refused requests").items() if count != 0} == expected.refused
     assert rates("Tokens") == {"": sum(expected.prompts)}
+    errors = {code: count for code, count in expected.responses.items() if code >= "400"}
+    shares = {labels["code"]: value for labels, value in results["Error rate / A"].samples if value}
+    assert shares == {code: pytest.approx(count / expected.responses.total()) for code, count in errors.items()}
+    assert results["Error rate / B"].numbers == [pytest.approx(1 / sum(expected.finished.values()))]
+    assert {labels["process"] for labels, _ in results["Memory / A"].samples} == {"supervisor", "engine", "front-end-0"}
     assert rates("Preemptions") == {"chat-0": expected.preemptions}
     assert results["Ready replicas / A"].numbers == [1]
     assert results["Missing replicas / A"].value(namespace="team", name="chat") == 0
@@ -273,6 +278,10 @@ def test_every_metric_is_on_the_board_or_excluded_with_a_reason(results: dict[st
     without = {
         "vllm:cache_config_info": "the same for as long as a pod lives",
         "vllm:lora_requests_info": "adapters are not built",
+        "vllm:prompt_tokens_by_source_total": "the panel Tokens shows it with the totals",
+        "vllm:request_inference_time_seconds": "the sum of two phases that are shown",
+        "vllm:request_prefill_kv_computed_tokens": "the cache's hit rate is shown",
+        "process_virtual_memory_bytes": "says nothing about the memory in use",
         "vllm:request_params_n": "read when a model is sized",
         "vllm:request_params_max_tokens": "read when a model is sized",
         "vllm:request_max_num_generation_tokens": "read when a model is sized",

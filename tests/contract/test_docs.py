@@ -13,6 +13,7 @@ import re
 import shlex
 from collections.abc import Iterator, Mapping
 from dataclasses import fields
+from fnmatch import fnmatchcase
 from operator import attrgetter
 from pathlib import Path
 from types import SimpleNamespace
@@ -43,6 +44,7 @@ from neuron_runtime.not_built import Surface
 from neuron_runtime.record import MAX_RECORD_BYTES, ModelFacts, Record
 from neuron_runtime.requests import bodies, sampling_fields
 from neuron_runtime.server import access_log, restarts, tracing
+from neuron_runtime.server import metrics as server_metrics
 from neuron_runtime.server.app import build_app
 from neuron_runtime.server.exchange import OPEN_PATHS, Exchange
 
@@ -57,6 +59,7 @@ METRICS = (DOCS / "metrics.md").read_text()
 OFFLINE = (DOCS / "offline.md").read_text()
 SAMPLING = (DOCS / "sampling.md").read_text()
 TROUBLESHOOTING = (DOCS / "troubleshooting.md").read_text()
+VLLM_METRICS: dict[str, Any] = yaml.safe_load((ROOT / "tests" / "cases" / "vllm_metrics.yaml").read_text())
 CHART_README = (CHART / "README.md").read_text()
 PAGES = sorted(
     path
@@ -316,6 +319,17 @@ def test_the_table_of_families_matches_the_torch_backend() -> None:
 def test_fields_with_one_allowed_value_are_documented_as_such() -> None:
     documented = set(words(section(MODELS, "Refused configurations")))
     assert {name for family in FAMILIES.values() for name in {**FIXED, **family.fixed}} <= documented
+
+
+# docs/metrics.md
+
+
+def test_every_metric_of_vllm_is_exported_or_listed_as_missing() -> None:
+    ours = {family.name for family in server_metrics.FAMILIES}
+    names = {name for kind in ("gauge", "counter", "histogram") for name in VLLM_METRICS[kind].split()}
+    patterns = [words(row[0]) for row in rows(section(METRICS, "Metrics of vLLM that are missing"))]
+    missing = {name for name in names if any(fnmatchcase(name, one) for row in patterns for one in row)}
+    assert names - ours == missing
 
 
 # charts/neuron-serving/README.md

@@ -38,11 +38,12 @@ Values = dict[tuple[str, frozenset[tuple[str, str]]], float]
 
 @lru_cache
 def values_of(text: str) -> Values:
-    """Every series of an exposition by name and labels, `model_name` left out."""
+    """Every series of an exposition by name and labels, without those that all have."""
     return {
-        (sample.name, frozenset((name, value) for name, value in sample.labels.items() if name != "model_name")): (
-            sample.value
-        )
+        (
+            sample.name,
+            frozenset((name, value) for name, value in sample.labels.items() if name not in ("model_name", "engine")),
+        ): sample.value
         for family in text_string_to_metric_families(text)
         for sample in family.samples
     }
@@ -72,6 +73,8 @@ class Expected:
 
     finished: Counter[str] = field(default_factory=Counter)
     refused: Counter[str] = field(default_factory=Counter)
+    responses: Counter[str] = field(default_factory=Counter)
+    """HTTP responses by status code, without scrapes."""
     prompts: list[int] = field(default_factory=list)
     """Prompt tokens of all finished requests."""
     answers: list[int] = field(default_factory=list)
@@ -123,7 +126,8 @@ class ScriptedLoad:
         self.seconds = 0.0
         self._killed_engine, self._until_ready = killed_engine, until_ready
         self._random = random.Random(7)
-        self._http = httpx.AsyncClient(base_url=url, timeout=60, verify=False)
+        hooks = {"response": [self._count_response]}
+        self._http = httpx.AsyncClient(base_url=url, timeout=60, verify=False, event_hooks=hooks)
 
     async def run(self) -> None:
         async with self._http:
@@ -230,6 +234,10 @@ class ScriptedLoad:
         return made
 
     # Requests
+
+    async def _count_response(self, response: httpx.Response) -> None:
+        if response.request.url.path != "/metrics":
+            self.expected.responses[str(response.status_code)] += 1
 
     def _prompt(self, length: int) -> list[int]:
         return [self._random.randrange(10, VOCABULARY) for _ in range(length)]

@@ -89,8 +89,8 @@ class ServeCommand:
         return url
 
     def child(self, module: str) -> int:
-        """Pid of the newest child that runs this module."""
-        return max(pid for pid, command in children(self.process.pid) if module in command)
+        """Pid of the newest child that runs this module; waits until there is one."""
+        return self.successor(module, 0)
 
     def successor(self, module: str, pid: int) -> int:
         """Pid of the child that replaced another one with this module."""
@@ -101,7 +101,7 @@ class ServeCommand:
             return bool(found)
 
         self.until(runs)
-        return found[0]
+        return max(found)
 
     def end(self, number: signal.Signals = signal.SIGTERM) -> int:
         self.process.send_signal(number)

@@ -10,8 +10,10 @@ from typing import Any, cast
 
 import msgspec
 import pytest
+import yaml
 from hypothesis import given
 from hypothesis import strategies as st
+from prometheus_client import generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
 from neuron_runtime.backend.simulated.clock import VirtualClock
@@ -28,7 +30,7 @@ from neuron_runtime.engine.process import Worker
 from neuron_runtime.engine.stats import EngineStats, StepStats
 from neuron_runtime.errors import BackendFailed, Draining, InvalidRequest, Overloaded, ServingError, Unauthorized
 from neuron_runtime.server.exchange import Exchange, ExchangeCounter
-from neuron_runtime.server.metrics import FAMILIES, LOG_LINES_LOST, OPEN_CONNECTIONS, Metrics
+from neuron_runtime.server.metrics import FAMILIES, LOG_LINES_LOST, OPEN_CONNECTIONS, PROCESS, Metrics
 from neuron_runtime.server.series import Book, Distribution, Exported, Family
 
 LIMITS = BackendLimits(max_rows=2, max_model_length=256, max_step_tokens=256, block_size=16, num_blocks=64)
@@ -41,7 +43,7 @@ def samples(text: bytes) -> dict[Sample, float]:
 
 
 def value(metrics: Metrics, name: str, *others: Exported, **labels: str) -> float:
-    wanted = frozenset({"model_name": "m", **labels}.items())
+    wanted = frozenset({"model_name": "m", "engine": "0", **labels}.items())
     return samples(metrics.render(others))[name, wanted]
 
 
@@ -68,7 +70,7 @@ def test_a_histogram_uses_the_bucket_that_prometheus_uses(
     for number, times in observed:
         book.distribution(family).observe(number, times)
     book.distribution(family)
-    found = samples(book.text([book.export(0)], {}))
+    found = samples(generate_latest(book.registry([book.export(0)], {})))
     for le in (0.5, 1.0, 5.0):
         expected = sum(times for number, times in observed if number <= le)
         assert found["h_bucket", frozenset({("le", str(le))})] == expected
@@ -93,7 +95,7 @@ def test_process_counts_are_summed_and_engine_values_come_from_the_most_recent_p
             book.number(each, reason).add(1)
         book.number(reported).value = heard
         parts.append(book.export(heard))
-    found = samples(Book([each, reported]).text(parts, {"model_name": "m"}))
+    found = samples(generate_latest(Book([each, reported]).registry(parts, {"model_name": "m"})))
     assert {(name, dict(labels).get("reason")): number for (name, labels), number in found.items()} == {
         ("each_total", "a"): 1,
         ("each_total", "b"): 3,
@@ -104,15 +106,26 @@ def test_process_counts_are_summed_and_engine_values_come_from_the_most_recent_p
 def test_exported_values_survive_serialisation() -> None:
     one, other = started(), started()
     for metrics in (one, other):
-        metrics.first_token(0.5, 0.25, 12)
+        metrics.first_token(0.5, 0.25, 12, 8)
         metrics.tokens(1, None)
         metrics.tokens(4, 0.4)
-        metrics.finished(FinishReason.STOP, 12, 5, 1.0, 0.5)
+        metrics.finished(
+            FinishReason.STOP,
+            num_prompt_tokens=12,
+            num_cached_tokens=8,
+            num_tokens=5,
+            seconds=1.0,
+            prefill_seconds=0.25,
+            decode_seconds=0.5,
+        )
     sent = msgspec.msgpack.decode(msgspec.msgpack.encode(other.export()), type=Exported)
     assert sent == other.export()
     assert value(one, "vllm:generation_tokens_total", sent) == 10
     assert value(one, "vllm:inter_token_latency_seconds_count", sent) == 8
     assert value(one, "vllm:request_success_total", sent, finished_reason="stop") == 2
+    assert value(one, "vllm:prompt_tokens_cached_total", sent) == 16
+    assert value(one, "vllm:request_prefill_kv_computed_tokens_sum", sent) == 8
+    assert value(one, "vllm:request_inference_time_seconds_sum", sent) == 1.5
     assert value(one, "neuron_serving_load_seconds", sent) == 3, "reported by the engine, not summed"
 
 
@@ -146,7 +159,7 @@ def test_a_restarted_engine_with_another_cache_drops_the_old_series() -> None:
     metrics.engine_started(2)
     metrics.engine_ready(BackendLimits(2, 256, 256, block_size=32, num_blocks=8), 1.0, 1.0)
     shapes = [dict(labels) for name, labels in samples(metrics.render()) if name == "vllm:cache_config_info"]
-    assert shapes == [{"model_name": "m", "block_size": "32", "num_gpu_blocks": "8"}]
+    assert shapes == [{"model_name": "m", "engine": "0", "block_size": "32", "num_gpu_blocks": "8"}]
 
 
 def test_steps_are_counted_by_kind_and_shape() -> None:
@@ -309,16 +322,26 @@ def test_a_request_that_ran_is_never_counted_as_refused() -> None:
 
 def test_values_read_at_scrape_continue_from_the_predecessor() -> None:
     first, second = started(), started()
-    first.read_at_scrape(LOG_LINES_LOST, lambda: 3)
-    first.read_at_scrape(OPEN_CONNECTIONS, lambda: 7)
+    first.read_at_scrape(lambda: [(LOG_LINES_LOST, (), 3), (OPEN_CONNECTIONS, (), 7)])
     second.restore(first.export())
-    lost = iter((1, 2))
-    second.read_at_scrape(LOG_LINES_LOST, lambda: next(lost))
-    second.read_at_scrape(OPEN_CONNECTIONS, lambda: 1)
+    lost = iter((1, 2, 2))
+    second.read_at_scrape(lambda: [(LOG_LINES_LOST, (), next(lost)), (OPEN_CONNECTIONS, (), 1)])
     assert value(second, "neuron_serving_access_log_lines_lost_total") == 4
-    found = samples(second.render())
-    assert found["neuron_serving_access_log_lines_lost_total", frozenset({("model_name", "m")})] == 5
-    assert found["neuron_serving_open_connections", frozenset({("model_name", "m")})] == 1
+    assert value(second, "neuron_serving_access_log_lines_lost_total") == 5
+    assert value(second, "neuron_serving_open_connections") == 1
+
+
+def test_the_cpu_time_of_a_new_process_starts_again() -> None:
+    """The restored count of a predecessor would double that of a process that lives on."""
+    cpu = next(family for family in PROCESS if family.kind == "counter")
+    first, second = started(), started()
+    first.read_at_scrape(lambda: [(cpu, ("front-end-0",), 7.0), (cpu, ("engine",), 70.0)])
+    second.restore(first.export())
+    second.read_at_scrape(lambda: [(cpu, ("front-end-0",), 1.0), (cpu, ("engine",), 71.0)])
+    other = started()
+    other.read_at_scrape(lambda: [(cpu, ("front-end-1",), 3.0)])
+    for process, seconds in (("front-end-0", 1), ("engine", 71), ("front-end-1", 3)):
+        assert value(second, cpu.name, other.export(), process=process) == seconds
 
 
 # The text
@@ -327,40 +350,38 @@ def test_values_read_at_scrape_continue_from_the_predecessor() -> None:
 def test_series_for_the_board_exist_before_the_first_request() -> None:
     there = {name for name, _ in samples(started().render())}
     for family in FAMILIES:
-        if family.name not in ("neuron_serving_fed_tokens_total", "neuron_serving_computed_tokens_total"):
+        if family.labels not in (("kind", "bucket"), ("process",)):
             assert there & {family.name, f"{family.name}_count"}, family.name
 
 
-READ_BY_OTHERS = {
-    "the board of vLLM's examples": {
-        "counter": "prompt_tokens_total generation_tokens_total request_success_total",
-        "gauge": "num_requests_running num_requests_waiting kv_cache_usage_perc",
-        "histogram": "time_to_first_token_seconds inter_token_latency_seconds e2e_request_latency_seconds "
-        "request_queue_time_seconds request_prefill_time_seconds request_decode_time_seconds "
-        "request_prompt_tokens request_generation_tokens request_max_num_generation_tokens",
-    },
-    "an inference gateway, which picks a pod": {
-        "gauge": "num_requests_running num_requests_waiting kv_cache_usage_perc cache_config_info lora_requests_info"
-    },
-    "whoever sizes a deployment": {
-        "counter": "num_preemptions_total prefix_cache_queries_total prefix_cache_hits_total",
-        "histogram": "request_time_per_output_token_seconds iteration_tokens_total request_params_n "
-        "request_params_max_tokens",
-    },
-}
+VLLM: dict[str, Any] = yaml.safe_load((Path(__file__).parents[1] / "cases" / "vllm_metrics.yaml").read_text())
+FINER = ("vllm:inter_token_latency_seconds", "vllm:request_time_per_output_token_seconds")
 
 
-@pytest.mark.parametrize("who", READ_BY_OTHERS)
-def test_vllm_dashboards_find_their_metrics(who: str) -> None:
-    kinds = {family.name: family.kind for family in FAMILIES}
-    for kind, names in READ_BY_OTHERS[who].items():
-        assert {name: kinds.get(f"vllm:{name}") for name in names.split()} == dict.fromkeys(names.split(), kind)
+def test_every_query_of_vllms_boards_finds_its_series() -> None:
+    there = {name for name, _ in samples(started().render())}
+    assert set(VLLM["boards"]) <= there
+
+
+def test_metrics_of_vllm_have_its_types() -> None:
+    ours = {family.name: family.kind for family in FAMILIES if family.name.startswith("vllm:")}
+    theirs = {name: kind for kind in ("gauge", "counter", "histogram") for name in VLLM[kind].split()}
+    assert ours.items() <= theirs.items()
+
+
+def test_buckets_have_vllms_bounds() -> None:
+    ours = {family.name: family.bounds for family in FAMILIES if family.name.startswith("vllm:") and family.bounds}
+    theirs = {name: row["values"] for row in VLLM["bounds"] for name in row["metrics"].split()}
+    assert ours.keys() == theirs.keys()
+    for name, bounds in ours.items():
+        assert set(theirs[name]) <= set(bounds), name
+        assert name in FINER or list(bounds) == theirs[name], name
 
 
 def test_every_metric_name_has_its_unit_as_prometheus_requires() -> None:
     seen: set[str] = set()
     for family in FAMILIES:
-        assert family.name.startswith(("vllm:", "neuron_serving_"))
+        assert family.name.startswith(("vllm:", "neuron_serving_", "process_"))
         assert family.name not in seen
         seen.add(family.name)
         assert family.text.endswith(".")

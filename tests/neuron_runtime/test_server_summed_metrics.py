@@ -61,7 +61,15 @@ async def test_no_count_decreases_when_a_front_end_is_replaced(run_dir: Path) ->
     await summed.open()
     await peer.open()
     peer_metrics.tokens(5, None)
-    peer_metrics.finished(FinishReason.LENGTH, 4, 5, 1.0, 0.5)
+    peer_metrics.finished(
+        FinishReason.LENGTH,
+        num_prompt_tokens=4,
+        num_cached_tokens=0,
+        num_tokens=5,
+        seconds=1.0,
+        prefill_seconds=0.5,
+        decode_seconds=0.5,
+    )
     metrics.tokens(1, None)
     assert value(await summed.render(), "vllm:generation_tokens_total") == 6
     peer_metrics.tokens(100, None)  # never reported

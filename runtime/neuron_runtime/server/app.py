@@ -26,9 +26,10 @@ from neuron_runtime.server.answers import CHAT, COMPLETION, GenerationResponse, 
 from neuron_runtime.server.bodies import Bodies
 from neuron_runtime.server.engine_client import EngineClient
 from neuron_runtime.server.exchange import CLIENT_LEFT, exchange_of
+from neuron_runtime.server.exposition import VARY, chosen_format, encoded
 from neuron_runtime.server.gate import Gate
 from neuron_runtime.server.generation import Generation
-from neuron_runtime.server.metrics import CONTENT_TYPE, Metrics
+from neuron_runtime.server.metrics import Metrics
 from neuron_runtime.server.objects import (
     ChatCompletion,
     ChatCompletionChunk,
@@ -151,7 +152,7 @@ def build_app(state: State) -> FastAPI:
         Operation("server", "/load", routes.load, "How many requests run", Load),
         Operation("server", "/server_info", routes.server_info, "The configuration", ServerInfo),
         Operation("server", "/live", routes.live, "Whether the process is alive", Health),
-        Operation("server", "/metrics", routes.metrics, "Metrics in Prometheus' text format", "text/plain"),
+        Operation("server", "/metrics", routes.metrics, "Metrics for Prometheus, as text or OpenMetrics", "text/plain"),
     )
     handlers = {
         ServingError: _serving_error,
@@ -240,7 +241,10 @@ class Routes:
         return _json(Health("ok"))
 
     async def metrics(self, request: Request) -> Response:
-        return Response(await self._state.summed_metrics.render(), headers={"content-type": CONTENT_TYPE})
+        form = chosen_format(request.headers.get("accept", ""))
+        text = await self._state.summed_metrics.render(form)
+        body, headers = encoded(text, request.headers.get("accept-encoding", ""))
+        return Response(body, headers={"content-type": form.content_type, "vary": VARY, **headers})
 
     async def _generate(self, request: Request, kind_of: Callable[[bytes], Kind]) -> Response:
         state = self._state

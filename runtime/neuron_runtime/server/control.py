@@ -14,6 +14,7 @@ class EngineStarted(msgspec.Struct, frozen=True, tag="engine_started"):
     incarnation: int
     num_predecessors: int = 0
     """Number of earlier front ends in this place, whichever engine they used."""
+    pid: int | None = None
 
 
 class EngineEnded(msgspec.Struct, frozen=True, tag="engine_ended"):

@@ -24,7 +24,8 @@ if TYPE_CHECKING:
     from neuron_runtime.text.tokenizer import Tokenizer
 
 OPEN_PATHS = frozenset({"/health", "/live", "/metrics", "/ping", "/version"})
-"""Paths for platforms: need no key and are not logged."""
+"""Paths for platforms: need no key, are neither logged nor counted."""
+NO_ROUTE = "none"
 CLIENT_LEFT = 499
 """Status in the log for a client that disconnected before the response started."""
 
@@ -38,6 +39,7 @@ class Exchange:
     request_id: str
     method: str
     path: str
+    """As the client wrote it."""
     client: str
     """Address of the peer."""
     headers: Mapping[bytes, bytes]
@@ -46,6 +48,8 @@ class Exchange:
     began: float
     """On the monotonic clock, as all times of a request are."""
     seconds: float = 0.0
+    route: str = NO_ROUTE
+    """The path of the route that answered, as declared."""
     status: int = CLIENT_LEFT
     key: int | None = None
     """Number of its API key, from 1."""
@@ -85,12 +89,14 @@ class Observer(Protocol):
 
 
 class ExchangeCounter:
-    """Updates metrics of request parameters and refusals."""
+    """Updates metrics of responses, request parameters and refusals."""
 
     def __init__(self, metrics: Metrics) -> None:
         self._metrics = metrics
 
     def ended(self, exchange: Exchange) -> None:
+        if exchange.path not in OPEN_PATHS:
+            self._metrics.responded(exchange.route, exchange.status)
         error, generation = exchange.error, exchange.generation
         reasons = exchange.finish_reasons
         if error is not None and exchange.status >= 400 and FinishReason.ERROR not in reasons:
@@ -133,6 +139,8 @@ class Exchanges:
             raise
         finally:
             exchange.seconds = time.monotonic() - exchange.began
+            # Set by the router; absent if a layer before it answered.
+            exchange.route = getattr(scope.get("route"), "path", NO_ROUTE)
             for observer in self._observers:
                 observer.ended(exchange)
 

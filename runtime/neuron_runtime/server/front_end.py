@@ -42,6 +42,7 @@ from neuron_runtime.server.exchange import ExchangeCounter
 from neuron_runtime.server.gate import Gate
 from neuron_runtime.server.http_protocol import BoundedProtocol
 from neuron_runtime.server.metrics import LOG_LINES_LOST, OPEN_CONNECTIONS, Metrics
+from neuron_runtime.server.processes import Processes
 from neuron_runtime.server.summed_metrics import SummedMetrics
 from neuron_runtime.text.reasoning import REASONING_PARSERS, Marks
 from neuron_runtime.text.tokenizer import Tokenizer, load_tokenizer
@@ -115,7 +116,9 @@ class FrontEnd:
             on_broken=self._fail,
         )
         self._edge = Edge(config.server, api_key_file, (ExchangeCounter(self.metrics),))
-        self.metrics.read_at_scrape(LOG_LINES_LOST, lambda: self._edge.num_log_lines_lost)
+        self._processes = Processes(front_end)
+        self.metrics.read_at_scrape(self._processes.read)
+        self.metrics.read_at_scrape(lambda: [(LOG_LINES_LOST, (), self._edge.num_log_lines_lost)])
         self._first, self._speaks = front_end == 0, False
         """Of several front ends, only the first prints that the engine is ready; a replacement prints it too."""
         self._deadline = Deadline(run_dir / f"front-end-{front_end}")
@@ -153,7 +156,7 @@ class FrontEnd:
         )
         await self.summed_metrics.open()
         beating = asyncio.create_task(self._beat())
-        self.metrics.read_at_scrape(OPEN_CONNECTIONS, lambda: len(server.server_state.connections))
+        self.metrics.read_at_scrape(lambda: [(OPEN_CONNECTIONS, (), len(server.server_state.connections))])
         serving = asyncio.create_task(server.serve(sockets=[listener]))
         following = asyncio.create_task(self._follow(orders))
         await asyncio.wait((serving, following, self._failed), return_when=asyncio.FIRST_COMPLETED)
@@ -191,11 +194,13 @@ class FrontEnd:
             if not raw:
                 return
             match control.decode_line(raw):
-                case EngineStarted(incarnation, num_predecessors):
+                case EngineStarted(incarnation, num_predecessors, pid):
                     self._ready = None
+                    self._processes.engine_pid = pid
                     self._speaks = self._first or num_predecessors > 0
                     self.client.engine_started(incarnation, num_predecessors)
                 case EngineEnded(message):
+                    self._processes.engine_pid = None
                     self.client.engine_ended(message)
                 case StartDrain(delay_seconds, seconds):
                     if draining is not None:

@@ -266,7 +266,9 @@ class Generation:
         if update.queue_seconds is not None:
             choice.first_token_at = now
             choice.queue_seconds = update.queue_seconds
-            self._metrics.first_token(now - choice.arrived, update.queue_seconds, choice.num_prompt_tokens)
+            self._metrics.first_token(
+                now - choice.arrived, update.queue_seconds, choice.num_prompt_tokens, choice.num_cached_tokens
+            )
             self._metrics.tokens(num_tokens, None)
         else:
             self._metrics.tokens(num_tokens, now - choice.last_token_at)
@@ -274,10 +276,16 @@ class Generation:
 
     def _finish(self, choice: Choice, reason: FinishReason, now: float) -> None:
         choice.ended = reason
-        began = choice.last_token_at if choice.first_token_at is None else choice.first_token_at
-        decode_seconds = choice.last_token_at - began
+        first = choice.last_token_at if choice.first_token_at is None else choice.first_token_at
+        waited = first - choice.arrived if choice.queue_seconds is None else choice.queue_seconds
         self._metrics.finished(
-            reason, choice.num_prompt_tokens, choice.num_tokens, now - choice.arrived, decode_seconds
+            reason,
+            num_prompt_tokens=choice.num_prompt_tokens,
+            num_cached_tokens=choice.num_cached_tokens,
+            num_tokens=choice.num_tokens,
+            seconds=now - choice.arrived,
+            prefill_seconds=first - choice.arrived - waited,
+            decode_seconds=choice.last_token_at - first,
         )
 
 

@@ -11,16 +11,14 @@ from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any, Literal
 
-from prometheus_client.exposition import CONTENT_TYPE_LATEST as CONTENT_TYPE
-
 from neuron_runtime.core import BackendLimits, FinishReason, Kind
 from neuron_runtime.engine.messages import Step
 from neuron_runtime.engine.stats import EngineStats
-from neuron_runtime.server.series import Book, Exported, Family
+from neuron_runtime.server.exposition import TEXT, Format
+from neuron_runtime.server.series import Book, CountedBy, Exported, Family, Reading
 
-__all__ = ["CONTENT_TYPE", "FAMILIES", "Metrics"]
-
-# All bounds of vLLM, so that rules that use them work; finer at the low end, because steps take a few milliseconds.
+# The bounds of vLLM, so that queries over both add equal buckets. Gaps have more at the low end, because steps take a
+# few milliseconds; token counts do not end at the model's length, which is known only when the engine is ready.
 _FIRST_TOKEN = (
     *(0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0),
     *(80.0, 160.0, 640.0, 2560.0),
@@ -30,11 +28,11 @@ _GAP = (
     *(5.0, 7.5, 10.0, 20.0, 40.0, 80.0),
 )
 _LATENCY = (
-    *(0.1, 0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0, 120.0, 240.0, 480.0),
-    *(960.0, 1920.0, 7680.0),
+    *(0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0, 120.0, 240.0, 480.0, 960.0),
+    *(1920.0, 7680.0),
 )
 _TOKENS = tuple(float(mantissa * 10**exponent) for exponent in range(6) for mantissa in (1, 2, 5))
-_CHOICES = (1.0, 2.0, 5.0, 10.0, 20.0, 50.0, 100.0)
+_CHOICES = (1.0, 2.0, 5.0, 10.0, 20.0)
 _STEP_TOKENS = (1.0, 8.0, 16.0, 32.0, 64.0, 128.0, 256.0, 512.0, 1024.0, 2048.0, 4096.0, 8192.0, 16384.0)
 _STEP = (0.001, 0.002, 0.004, 0.006, 0.008, 0.01, 0.015, 0.02, 0.03, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0)
 _HOST = (0.00005, 0.0001, 0.0002, 0.0003, 0.0005, 0.00075, 0.001, 0.0015, 0.002, 0.005, 0.01, 0.05, 0.1)
@@ -45,7 +43,7 @@ FAMILIES: list[Family] = []
 
 def _family(
     kind: Literal["counter", "gauge", "histogram"],
-    counted_by: Literal["each", "engine", "step"],
+    counted_by: CountedBy,
     name: str,
     text: str,
     read: Callable[[Any], float] | None = None,
@@ -63,6 +61,9 @@ _engine_gauge, _engine_counter = (partial(_family, kind, "engine") for kind in (
 """Values and totals of `EngineStats`, and values set when an engine starts."""
 _step_counter, _step_histogram = (partial(_family, kind, "step") for kind in ("counter", "histogram"))
 """Each step adds a value of its `StepStats`; labels are its kind and bucket."""
+_process_gauge, _process_counter = (
+    partial(_family, kind, "process", labels=("process",)) for kind in ("gauge", "counter")
+)
 
 _engine_gauge(
     "vllm:num_requests_running", "Number of requests in the running batch.", lambda stats: stats.num_running, use="load"
@@ -110,6 +111,16 @@ PROMPT_TOKENS = _counter(
     "Prompt tokens of requests that got their first token, including those found in the prefix cache.",
     use="tokens in",
 )
+PROMPT_TOKENS_CACHED = _counter(
+    "vllm:prompt_tokens_cached_total",
+    "Prompt tokens of requests that got their first token, only those found in the prefix cache.",
+    use="tokens in that were not computed",
+)
+PROMPT_TOKENS_BY_SOURCE = _counter(
+    "vllm:prompt_tokens_by_source_total",
+    "Prompt tokens of requests that got their first token, by source: local_compute, local_cache_hit.",
+    labels=("source",),
+)
 GENERATION_TOKENS = _counter("vllm:generation_tokens_total", "Generated tokens.", use="tokens out")
 SUCCESS = _counter(
     "vllm:request_success_total",
@@ -148,8 +159,18 @@ PREFILL = _histogram(
 DECODE = _histogram(
     "vllm:request_decode_time_seconds", "Time from the first token of a request to its last.", bounds=_LATENCY
 )
+INFERENCE = _histogram(
+    "vllm:request_inference_time_seconds",
+    "Time from the first step of a request to its last token: prefill plus decode.",
+    bounds=_LATENCY,
+)
 REQUEST_PROMPT = _histogram(
     "vllm:request_prompt_tokens", "Prompt tokens per request.", bounds=_TOKENS, use="shape of the traffic"
+)
+REQUEST_COMPUTED = _histogram(
+    "vllm:request_prefill_kv_computed_tokens",
+    "Prompt tokens per request that were not found in the prefix cache.",
+    bounds=_TOKENS,
 )
 REQUEST_GENERATION = _histogram(
     "vllm:request_generation_tokens", "Generated tokens per request.", bounds=_TOKENS, use="shape of the traffic"
@@ -238,6 +259,12 @@ REFUSED = _counter(
     labels=("reason",),
     use="overloaded: add replicas",
 )
+RESPONSES = _counter(
+    "neuron_serving_http_responses_total",
+    "HTTP responses by route and status code, without probes and scrapes. 499: the client disconnected first.",
+    labels=("route", "code"),
+    use="error rate",
+)
 OPEN_CONNECTIONS = _gauge("neuron_serving_open_connections", "Open HTTP connections, including the one of the scrape.")
 LOG_LINES_LOST = _counter(
     "neuron_serving_access_log_lines_lost_total",
@@ -247,12 +274,26 @@ LOG_LINES_LOST = _counter(
 MEMBERS = _engine_gauge(
     "neuron_serving_group_members_present", "Number of active ranks of this replica; 0 while its engine is not ready."
 )
+PROCESS = (
+    _process_counter("process_cpu_seconds_total", "CPU time.", use="a front end whose rate is near 1 is the limit"),
+    _process_gauge("process_resident_memory_bytes", "Resident memory.", use="memory limits, leaks"),
+    _process_gauge("process_virtual_memory_bytes", "Virtual memory."),
+    _process_gauge("process_open_fds", "Open file descriptors."),
+    _process_gauge("process_max_fds", "Maximum number of open file descriptors.", use="bounds connections"),
+    _process_gauge("process_start_time_seconds", "Start, in Unix time.", use="restarts"),
+)
+"""As in the library, by process: supervisor, engine, front-end-0 and so on."""
 
+ENGINE = "0"
+"""The label of vLLM's engines; a process has one."""
+GENERATION_ROUTES = ("/v1/completions", "/v1/chat/completions")
+RESPONSE_CODES = (200, 400, 404, 429, 499, 500, 503)
+"""Common codes of these routes: their series start at 0, which rates need."""
 REASONS = (
     *("invalid_request", "context_length_exceeded", "model_not_found", "body_too_large", "invalid_api_key"),
     *("overloaded", "draining", "not_ready"),
 )
-"""Known reasons of refusals: their series start at 0, which rates need."""
+"""Known reasons of refusals: their series start at 0 too."""
 NO_BUCKET = "none"
 """Label of steps with dynamic shapes."""
 
@@ -261,11 +302,11 @@ class Metrics:
     """The metrics of one front end."""
 
     def __init__(self, model_name: str) -> None:
-        self._labels = {"model_name": model_name}
+        self._labels = {"model_name": model_name, "engine": ENGINE}
         self._book = book = Book(FAMILIES)
         self._heard = 0
         self._last: EngineStats | None = None
-        self._at_scrape: list[tuple[Family, Callable[[], float]]] = []
+        self._at_scrape: list[Callable[[], Iterable[Reading]]] = []
         self._seen: dict[str, float] = {}
 
         read = [(family, family.read) for family in FAMILIES if family.read is not None]
@@ -280,17 +321,25 @@ class Metrics:
                 for kind in Kind:
                     self._counter_of_step(family, kind, "")
         self._prompt_tokens = book.number(PROMPT_TOKENS)
+        self._cached_tokens = book.number(PROMPT_TOKENS_CACHED)
+        self._computed_source = book.number(PROMPT_TOKENS_BY_SOURCE, "local_compute")
+        self._cached_source = book.number(PROMPT_TOKENS_BY_SOURCE, "local_cache_hit")
         self._generation_tokens = book.number(GENERATION_TOKENS)
         self._success = {reason: book.number(SUCCESS, reason.value) for reason in FinishReason}
         for reason in REASONS:
             book.number(REFUSED, reason)
+        for route in GENERATION_ROUTES:
+            for code in RESPONSE_CODES:
+                book.number(RESPONSES, route, str(code))
         for family in (OPEN_CONNECTIONS, LOG_LINES_LOST):
             book.number(family)
         self._first_token, self._gap = book.distribution(FIRST_TOKEN), book.distribution(GAP)
         self._per_token, self._e2e = book.distribution(PER_TOKEN), book.distribution(E2E)
         self._queue, self._prefill = book.distribution(QUEUE), book.distribution(PREFILL)
         self._decode = book.distribution(DECODE)
+        self._inference = book.distribution(INFERENCE)
         self._request_prompt = book.distribution(REQUEST_PROMPT)
+        self._request_computed = book.distribution(REQUEST_COMPUTED)
         self._request_generation = book.distribution(REQUEST_GENERATION)
         self._request_longest = book.distribution(REQUEST_LONGEST)
         self._params_n, self._params_max_tokens = book.distribution(PARAMS_N), book.distribution(PARAMS_MAX_TOKENS)
@@ -301,14 +350,18 @@ class Metrics:
 
     def export(self) -> Exported:
         """The numbers of this front end, for another one to render."""
-        for family, read in self._at_scrape:
-            seen, now = self._seen.get(family.name, 0.0), read()
-            if family.kind == "counter":
-                # In addition to the predecessor's count.
-                self._book.number(family).value += now - seen
-            else:
-                self._book.number(family).value = now
-            self._seen[family.name] = now
+        for family in PROCESS:
+            # Processes that have ended.
+            self._book.forget(family)
+        for read in self._at_scrape:
+            for family, labels, now in read():
+                number = self._book.number(family, *labels)
+                if family.kind == "counter" and family.counted_by == "each":
+                    # In addition to the predecessor's count.
+                    number.value += now - self._seen.get(family.name, 0.0)
+                    self._seen[family.name] = now
+                else:
+                    number.value = now
         return self._book.export(self._heard)
 
     def restore(self, exported: Exported) -> None:
@@ -318,13 +371,13 @@ class Metrics:
         # Gauges of the old engine no longer apply.
         self.engine_ended()
 
-    def render(self, others: Iterable[Exported] = ()) -> bytes:
+    def render(self, others: Iterable[Exported] = (), form: Format = TEXT) -> bytes:
         """The exposition: the sum of this front end's numbers and the others'."""
-        return self._book.text((self.export(), *others), self._labels)
+        return form.write(self._book.registry((self.export(), *others), self._labels))
 
-    def read_at_scrape(self, family: Family, read: Callable[[], float]) -> None:
-        """Read a number from elsewhere at each scrape; counters must start at 0."""
-        self._at_scrape.append((family, read))
+    def read_at_scrape(self, read: Callable[[], Iterable[Reading]]) -> None:
+        """Read numbers from elsewhere at each scrape; counters must start at 0."""
+        self._at_scrape.append(read)
 
     # Events of the engine
 
@@ -376,12 +429,15 @@ class Metrics:
 
     # Events of requests
 
-    def first_token(self, seconds: float, queue_seconds: float, num_prompt_tokens: int) -> None:
+    def first_token(self, seconds: float, queue_seconds: float, num_prompt_tokens: int, num_cached_tokens: int) -> None:
         """A request got its first token `seconds` after arrival, of which it waited `queue_seconds`."""
         self._first_token.observe(seconds)
         self._queue.observe(queue_seconds)
         self._prefill.observe(seconds - queue_seconds)
         self._prompt_tokens.value += num_prompt_tokens
+        self._cached_tokens.value += num_cached_tokens
+        self._cached_source.value += num_cached_tokens
+        self._computed_source.value += num_prompt_tokens - num_cached_tokens
 
     def tokens(self, count: int, gap_seconds: float | None) -> None:
         """A request got `count` tokens, `gap_seconds` after the previous ones; None for its first tokens."""
@@ -390,13 +446,26 @@ class Metrics:
             self._gap.observe(gap_seconds / count, count)
 
     def finished(
-        self, reason: FinishReason, num_prompt_tokens: int, num_tokens: int, seconds: float, decode_seconds: float
+        self,
+        reason: FinishReason,
+        *,
+        num_prompt_tokens: int,
+        num_cached_tokens: int,
+        num_tokens: int,
+        seconds: float,
+        prefill_seconds: float,
+        decode_seconds: float,
     ) -> None:
-        """A request ended `seconds` after arrival and `decode_seconds` after its first token."""
+        """A request ended `seconds` after arrival and `decode_seconds` after its first token.
+
+        num_cached_tokens, prefill_seconds: 0 without a first token.
+        """
         self._success[reason].value += 1
         self._request_prompt.observe(num_prompt_tokens)
+        self._request_computed.observe(num_prompt_tokens - num_cached_tokens)
         self._request_generation.observe(num_tokens)
         self._e2e.observe(seconds)
+        self._inference.observe(prefill_seconds + decode_seconds)
         self._decode.observe(decode_seconds)
         if num_tokens > 1:
             self._per_token.observe(decode_seconds / (num_tokens - 1))
@@ -410,3 +479,7 @@ class Metrics:
     def refused(self, reason: str) -> None:
         """An HTTP request got an error before it ran."""
         self._book.number(REFUSED, reason).value += 1
+
+    def responded(self, route: str, code: int) -> None:
+        """An HTTP response has ended."""
+        self._book.number(RESPONSES, route, str(code)).value += 1

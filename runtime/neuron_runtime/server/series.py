@@ -1,4 +1,4 @@
-"""Counters, gauges and histograms with cheap updates, sums over processes, and the library's text format.
+"""Counters, gauges and histograms with cheap updates, and sums over processes as the library's objects.
 
 Used by `metrics`, which declares the metrics. A front end updates them for every streamed token, so an increment is an
 addition and an observation a bisection, several times cheaper than the library's objects. The numbers of a process are
@@ -14,12 +14,13 @@ from itertools import accumulate
 from typing import Any, Literal, TypeVar
 
 import msgspec
-from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client import CollectorRegistry
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
 Labels = tuple[str, ...]
+CountedBy = Literal["each", "engine", "step", "process"]
 Made = TypeVar("Made")
 
 
@@ -32,7 +33,7 @@ class Family:
     bounds: upper bounds of a histogram's buckets, ascending, without infinity.
     counted_by: `each`: every front end counts its part, and the parts are added; `engine` and `step`: every front end
         gets the same numbers from the engine, per message or per step, and those of the front end with most messages
-        are used.
+        are used; `process`: like `each`, for values that a front end reads anew at every scrape.
     read: extracts the number from the engine's message, see `Metrics.step`.
     use: purpose for users, in docs/metrics.md.
     """
@@ -42,9 +43,13 @@ class Family:
     text: str
     labels: Labels = ()
     bounds: tuple[float, ...] = ()
-    counted_by: Literal["each", "engine", "step"] = "each"
+    counted_by: CountedBy = "each"
     read: Callable[[Any], float] | None = None
     use: str = ""
+
+
+Reading = tuple[Family, Labels, float]
+"""The present value of one series."""
 
 
 class Number:
@@ -128,11 +133,11 @@ class Book:
                 one = self.distribution(family, *labels) if family.bounds else self.number(family, *labels)
                 one.restore(numbers)
 
-    def text(self, parts: Iterable[Exported], labels: dict[str, str]) -> bytes:
-        """The exposition: the sum of all parts, each series with the additional `labels`."""
+    def registry(self, parts: Iterable[Exported], labels: dict[str, str]) -> CollectorRegistry:
+        """The sum of all parts, each series with the additional `labels`, for a writer of the library."""
         registry = CollectorRegistry()
         registry.register(_Parts(self._families, list(parts), labels))
-        return generate_latest(registry)
+        return registry
 
     def _one(self, family: Family, labels: Labels, make: Callable[[], Made]) -> Made:
         assert len(labels) == len(family.labels), f"{family.name} has the labels {family.labels}"
@@ -154,7 +159,7 @@ class _Parts(Collector):
         together: dict[str, dict[Labels, tuple[float, ...]]] = {}
         for part in self._parts:
             for name, labels, numbers in part.series:
-                if self._families[name].counted_by == "each" or part is believed:
+                if self._families[name].counted_by in ("each", "process") or part is believed:
                     series = together.setdefault(name, {})
                     known = series.get(labels, (0.0,) * len(numbers))
                     series[labels] = tuple(a + b for a, b in zip(known, numbers, strict=True))

@@ -16,6 +16,7 @@ from pathlib import Path
 
 import msgspec
 
+from neuron_runtime.server.exposition import TEXT, Format
 from neuron_runtime.server.metrics import Metrics
 from neuron_runtime.server.series import Exported
 
@@ -51,11 +52,11 @@ class SummedMetrics:
             path.unlink(missing_ok=True)
             self._server = await asyncio.start_unix_server(self._answer, path)
 
-    async def render(self) -> bytes:
+    async def render(self, form: Format = TEXT) -> bytes:
         """The exposition of all front ends."""
         others = await asyncio.gather(*map(self._ask, self._peers))
         self._keep()
-        return self._metrics.render([other for other in others if other is not None])
+        return self._metrics.render([other for other in others if other is not None], form)
 
     def close(self) -> None:
         if self._server is not None:

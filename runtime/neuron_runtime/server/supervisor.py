@@ -274,7 +274,7 @@ class Supervisor:
         ended.close()
         self._num_predecessors[number] += 1
         self._front_ends[number] = self._start_front_end(number)
-        self._send(EngineStarted(self._incarnation, self._num_predecessors[number]), self._front_ends[number])
+        self._send(self._engine_started(self._num_predecessors[number]), self._front_ends[number])
 
     def _end_front_ends(self) -> None:
         """Stop the front ends, which get time to answer requests in flight with an error."""
@@ -329,7 +329,10 @@ class Supervisor:
         self._engine = self._start(
             "engine process", "neuron_runtime.engine.process", arguments, f"deadline-{self._incarnation}"
         )
-        self._send(EngineStarted(self._incarnation))
+        self._send(self._engine_started())
+
+    def _engine_started(self, num_predecessors: int = 0) -> EngineStarted:
+        return EngineStarted(self._incarnation, num_predecessors, self._engine.process.pid)
 
     def _start(
         self,
