@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from neuron_operator import manifest, names, revision, status
+from neuron_operator import breaker, manifest, names, revision, status
+from neuron_operator.breaker import Allowed
 from neuron_operator.errors import InvalidSpec
 from neuron_operator.fields import as_json
 from neuron_operator.model import NeuronModel
@@ -21,7 +22,7 @@ from neuron_operator.render.replicas import replicas
 from neuron_operator.revision import Revision
 from neuron_operator.steps import STEPS, Known, Step, Walk, refusal_of, walk
 from neuron_operator.views import Observed, observe
-from neuron_operator.why.pods import UNEXPLAINED_SECONDS
+from neuron_operator.why.pods import UNEXPLAINED_SECONDS, explain_failure
 from neuron_operator.why.replicas import explain_replicas
 from neuron_operator.world import Decision, Need, Object, Refusal, Refused, Settings, World
 
@@ -61,7 +62,7 @@ def decide(world: World, settings: Settings, steps: Sequence[Step] = STEPS) -> D
         desired=course.desired,
         delete=course.delete,
         status=whole_status,
-        requeue_after_seconds=_requeue_after(world, findings, steps),
+        requeue_after_seconds=_requeue_after(world, observed, course, findings, steps),
         needs=frozenset[Need]().union(*(finding.needs for finding in findings)),
         announcements=status.announcements(observed.model, whole_status),
     )
@@ -90,20 +91,25 @@ def _set_course(world: World, observed: Observed, settings: Settings, steps: Seq
     done = walk(steps, known, observed)
     pinned = done.known.revision
     served = pinned if done.is_complete else observed.serving(besides=pinned)
+    allowed = breaker.steer(observed, served, model.spec.replicas) if served else None
     desired = (
         *((revision.to_object(model, pinned),) if pinned else ()),
         *_permanent(model, settings),
-        *(_workload(model, observed, served) if served else ()),
+        *(_workload(model, observed, allowed) if allowed else ()),
         *((done.job,) if done.job and not done.lost else ()),
     )
     is_settled = done.is_complete and not world.refusals
-    delete = (*_jobs_to_delete(observed, done), *(_unneeded(model, observed, pinned) if is_settled else ()))
+    delete = (
+        *_jobs_to_delete(observed, done),
+        *(pod.live for pod in breaker.surplus(observed, _attempted(model, served, allowed))),
+        *(_unneeded(model, observed, pinned) if is_settled else ()),
+    )
     return Course(
         findings=(ACCEPTED, *_refusals(world), *done.findings),
         desired=tuple(_independent(desired, world, observed)),
         delete=tuple(_not_refused(delete, world)),
         wanted=pinned,
-        served=served,
+        served=allowed.revision if allowed else None,
         num_wanted=model.spec.replicas,
     )
 
@@ -160,12 +166,17 @@ def _permanent(model: NeuronModel, settings: Settings) -> tuple[Object, ...]:
     )
 
 
-def _workload(model: NeuronModel, observed: Observed, served: Revision) -> tuple[Object, ...]:
+def _attempted(model: NeuronModel, served: Revision | None, allowed: Allowed | None) -> set[str]:
+    """Names of the revisions that may get new pods."""
+    return {served.name, allowed.revision.name} if served and allowed and model.spec.replicas else set()
+
+
+def _workload(model: NeuronModel, observed: Observed, allowed: Allowed) -> tuple[Object, ...]:
     """The replicas of one revision, with the ConfigMaps of every revision that still has pods."""
-    still = _with_pods(observed)
+    still, served = _with_pods(observed), allowed.revision
     documents = [served.pinned.config, *(known.pinned.config for known in observed.revisions if known.name in still)]
     config_maps = {name_of(found): found for found in (serving.config_map(model, document) for document in documents)}
-    return (*config_maps.values(), *replicas(model, served))
+    return (*config_maps.values(), *replicas(model, served, allowed.num_pods))
 
 
 def _jobs_to_delete(observed: Observed, done: Walk) -> Iterator[Object]:
@@ -221,9 +232,16 @@ def _num_wanted(observed: Observed, course: Course) -> int:
 
 
 def _explain_revision(world: World, observed: Observed, course: Course) -> tuple[Finding, ...]:
-    if course.wanted is None or course.wanted != course.served:
+    if course.wanted is None or course.served is None:
         return ()
     wanted = course.wanted.name
+    if failed := breaker.failures(observed, wanted) if course.wanted != course.served else ():
+        text = (
+            f"revision {course.served.name} serves instead of {wanted}: {explain_failure(failed[-1], observed).message}"
+        )
+        return (unmet("UpToDate", Reason.ROLLED_BACK, text),)
+    if course.wanted != course.served:
+        return ()
     updated = observed.num_updated(wanted)
     if observed.deployment and observed.deployment.revision == wanted and updated == len(observed.live):
         return (met("UpToDate", f"all replicas run revision {wanted}"),)
@@ -262,10 +280,15 @@ def _status(observed: Observed, course: Course, findings: Sequence[Finding]) -> 
     return built
 
 
-def _requeue_after(world: World, findings: Sequence[Finding], steps: Sequence[Step]) -> float | None:
+def _requeue_after(
+    world: World, observed: Observed, course: Course, findings: Sequence[Finding], steps: Sequence[Step]
+) -> float | None:
     """When to run again although no watch event may come; None: watch events suffice."""
-    if world.refusals or any(finding.needs for finding in findings):
-        return RECHECK_SECONDS
     silent = {Reason.LOADING, *(step.task.waiting.reason for step in steps if step.task)}
-    starting = any(finding.reason in silent and finding.status == "False" for finding in findings)
-    return float(UNEXPLAINED_SECONDS) if starting else None
+    due = breaker.next_attempt(observed, course.wanted.name) if course.wanted else None
+    delays = (
+        RECHECK_SECONDS if world.refusals or any(finding.needs for finding in findings) else None,
+        float(UNEXPLAINED_SECONDS) if any(f.reason in silent and f.status == "False" for f in findings) else None,
+        (due - observed.now).total_seconds() if due and due > observed.now else None,
+    )
+    return min((delay for delay in delays if delay is not None), default=None)

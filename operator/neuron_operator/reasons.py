@@ -138,8 +138,8 @@ class Reason(StrEnum):
         "AllocationRejected",
         ("Available",),
         "The kubelet refused the pod after scheduling (`UnexpectedAdmissionError`), usually because the device plugin "
-        "cannot allocate these devices together",
-        "Restart the device plugin's pod on that node; see "
+        "cannot allocate these devices together. The operator tries again after 10 s, then ever more rarely",
+        "Choose a size that the node grants, or restart the device plugin's pod there; see "
         "[troubleshooting](troubleshooting.md#unexpectedadmissionerror)",
     )
     DEVICES_NOT_ADJACENT = Row("DevicesNotAdjacent", ("Available",), exit_codes=(35,))
@@ -287,7 +287,12 @@ class Reason(StrEnum):
         "Read its log with `kubectl logs`",
     )
     PROGRESS_DEADLINE_EXCEEDED = Row("ProgressDeadlineExceeded", ("UpToDate",), final=True)
-    ROLLED_BACK = Row("RolledBack", ("UpToDate",))
+    ROLLED_BACK = Row(
+        "RolledBack",
+        ("UpToDate",),
+        "Nodes refused pods of the new revision; the previous one serves until the next attempt",
+        "Follow the quoted message; see [troubleshooting](troubleshooting.md#unexpectedadmissionerror)",
+    )
     WAITING_FOR_CAPACITY = Row("WaitingForCapacity", ("UpToDate",))
 
     # Progress.

@@ -99,6 +99,9 @@ class PodView:
     disruption: str
     """Reason of the condition DisruptionTarget."""
     container: ContainerView
+    is_admitted: bool
+    """The kubelet has accepted it."""
+    live: Object
 
     @property
     def is_answering(self) -> bool:
@@ -108,6 +111,11 @@ class PodView:
     def is_live(self) -> bool:
         """Counts as a replica: neither ended nor being deleted."""
         return not self.is_deleting and self.phase not in ("Failed", "Succeeded")
+
+    @property
+    def has_failed(self) -> bool:
+        """Refused, evicted or stopped by its node: a serving pod whose container ends is restarted in place."""
+        return self.phase == "Failed" and not self.is_deleting
 
     @property
     def age_key(self) -> tuple[datetime, str]:
@@ -254,6 +262,8 @@ def _pod(pod: Object) -> PodView:
         unscheduled=scheduled.message if scheduled.status == "False" else None,
         disruption=conditions.get("DisruptionTarget", _ABSENT).reason,
         container=_container(pod),
+        is_admitted=bool(items(pod, "status", "containerStatuses")),
+        live=pod,
     )
 
 

@@ -16,6 +16,7 @@ from aiohttp import web
 from helpers.api_proxy import proxying
 from helpers.apiserver import ApiServer
 from helpers.operator_rights import CLUSTER_RULES, LEASE_RULES, OPERATOR_NAMESPACE, grant
+from helpers.operator_worlds import REFUSED
 from helpers.operators import (
     BY_KIND,
     OPERATOR_USER,
@@ -444,6 +445,34 @@ async def test_the_status_shows_the_number_of_free_devices(server: ApiServer, na
         await eventually(lambda: namespace.condition() == ("False", "InsufficientNeuron"), about=namespace.model)
     assert "6 Neuron devices" in message(namespace, "Available")
     assert f"{namespace.name} 2" in message(namespace, "Available")
+
+
+async def test_pods_that_a_node_refused_pause_the_deployment_until_the_next_attempt(
+    server: ApiServer, namespace: Namespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("neuron_operator.breaker.FIRST_DELAY", timedelta(seconds=4))
+
+    def replicas() -> int:
+        return int(namespace.get(BY_KIND["Deployment"], "chat")["spec"]["replicas"])
+
+    def names() -> set[str]:
+        return {pod["metadata"]["name"] for pod in namespace.list(PODS)} - {job["metadata"]["name"] for job in jobs}
+
+    async with client_of(server) as client:
+        async with operating(client, only(namespace)):
+            namespace.put_model()
+            await namespace.settle()
+            jobs = namespace.list(BY_KIND["Job"])
+            for name in ("a", "b", "c", "d"):
+                namespace.start_pod(f"chat-{name}", REFUSED)
+            await eventually(lambda: names() == {"chat-a", "chat-d"} and replicas() == 0, about=names)
+            await eventually(lambda: namespace.condition() == ("False", "AllocationRejected"), about=namespace.model)
+        async with operating(client, only(namespace)):  # a new one continues
+            await eventually(lambda: replicas() == 1)
+            assert names() == {"chat-a", "chat-d"}
+            for name in names():
+                namespace.delete(PODS, name)
+            await eventually(lambda: replicas() == 2)
 
 
 async def test_an_event_explains_a_child_without_another_reason(server: ApiServer, namespace: Namespace) -> None:

@@ -33,6 +33,7 @@ pytestmark = [pytest.mark.cluster, pytest.mark.slow, pytest.mark.timeout(3600, f
 QUESTION = "What is a NeuronModel?"
 RIGHTS_FOR_FAULTS = {
     ("", "configmaps", "delete"),
+    ("", "pods", "delete"),
     ("apps", "controllerrevisions", "delete"),
     ("batch", "jobs", "delete"),
     ("batch", "jobs", "get"),

@@ -234,6 +234,50 @@ def test_failed_devices_and_lost_nodes_are_reported_and_recover(story: Story) ->
     story.kubectl("delete", "nm", "devices")
 
 
+def test_pods_that_a_node_would_refuse_are_not_started_or_started_ever_more_rarely(story: Story) -> None:
+    """Two cores of an inf2.24xlarge, whose device plugin grants one or all. Then with a type that the operator does not
+    know, so that the kubelet has to refuse the pods."""
+    rig = story.rig
+    type_label = "node.kubernetes.io/instance-type"
+    known = rig.get("node", NEURON_NODE)["metadata"]["labels"][type_label]
+    assert known == "inf2.24xlarge"
+    cores = {"accelerator": {"type": "Neuron", "cores": 2}}
+
+    def created() -> int:
+        return sum(pod.startswith("cores-") for pod in _created_pods(story))
+
+    try:
+        with story.stage("sizes: known to be refused"):
+            rig.kubectl("label", "node", NEURON_NODE, "neuron-serving.dev/allocation=cores")
+            story.apply(_model("cores", "file:///models/demo", **cores))
+            message = _until_reason(story, "cores", "TopologyImpossible")["message"]
+            assert f"({NEURON_NODE}) grant to one pod; choose one of 1, 12; " in message
+            (pending,) = story.serving_pods("cores")
+            assert pending["status"]["phase"] == "Pending"
+            assert created() == 2, "one of the Job, one of the replica"
+        with story.stage("sizes: refused by the kubelet"):
+            rig.kubectl("label", "node", NEURON_NODE, "--overwrite", f"{type_label}=unknown.large")
+            message = _until_reason(story, "cores", "AllocationRejected")["message"]
+            assert f"node {NEURON_NODE} refused pod cores-" in message
+            assert "invalid without the k8s-neuron-scheduler" in message
+            first = story.serving_pods("cores")
+            time.sleep(12)  # there would be dozens of pods; the next attempt is after ten seconds
+            print(f"    {created()} pods created")
+            assert created() <= 8
+            pods = story.serving_pods("cores")
+            assert len([pod for pod in pods if pod["status"]["phase"] == "Failed"]) <= 2
+            assert not any(pod["status"].get("containerStatuses") for pod in first)
+            assert _until_reason(story, "cores", "AllocationRejected")
+        with story.stage("sizes: corrected"):
+            story.apply(_model("cores", "file:///models/demo", accelerator={"type": "Neuron", "cores": 1}))
+            story.until_ready(1, "cores")
+            story.until("no failed pod", lambda: len(story.serving_pods("cores")) == 1)
+    finally:
+        rig.kubectl("label", "node", NEURON_NODE, "--overwrite", f"{type_label}={known}")
+        rig.kubectl("label", "node", NEURON_NODE, "neuron-serving.dev/allocation-")
+    story.kubectl("delete", "nm", "cores")
+
+
 def test_user_errors_are_reported_and_clear_when_corrected(installation: Installation, story: Story) -> None:
     image = {"image": "registry.invalid/runtime:1", "imagePullPolicy": "IfNotPresent"}
     theirs = {"apiVersion": "v1", "kind": "Service", "metadata": {"name": "taken"}, "spec": {"ports": [{"port": 80}]}}
@@ -357,6 +401,13 @@ def _give_token(story: Story, token: str) -> None:
 def _get(story: Story, *arguments: str) -> dict[str, Any]:
     found: dict[str, Any] = json.loads(story.kubectl("get", *arguments, "-o", "json"))
     return found
+
+
+def _created_pods(story: Story) -> list[str]:
+    """Names of all pods that were created in the story's namespace, deleted ones included."""
+    events = json.loads(story.kubectl("get", "events", "-o", "json"))["items"]
+    created = {e["message"] for e in events if e["reason"] == "SuccessfulCreate"}
+    return [message.removeprefix("Created pod: ") for message in created]
 
 
 def _until_reason(story: Story, model: str, reason: str) -> dict[str, Any]:

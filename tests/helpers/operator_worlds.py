@@ -163,6 +163,16 @@ def unscheduled_pod(deployment: Object, message: str, name: str = "chat-1") -> O
     return {**pod, "spec": spec, "status": {**pod["status"], "containerStatuses": []}}
 
 
+REFUSED = {
+    "phase": "Failed",
+    "reason": "UnexpectedAdmissionError",
+    "message": "Pod was rejected: Allocate failed due to rpc error: code = Unknown desc = The requested Neuron "
+    "resources are invalid without the k8s-neuron-scheduler, which is unexpected",
+    "containerStatuses": [],
+}
+"""The status of a pod that its kubelet refused."""
+
+
 def find(objects: Iterable[Object], kind: str) -> Object:
     return next(found for found in objects if found["kind"] == kind)
 
@@ -195,10 +205,13 @@ def carried_out(world: World, decision: Decision) -> World:
                 assert before["spec"]["selector"] == desired["spec"]["selector"], "a selector cannot change"
             desired = {**before, **wanted}
         live[key] = desired
-    for gone in decision.delete:
-        del live[gone["kind"], gone["metadata"]["name"]]
+    deleted = {(gone["kind"], gone["metadata"]["name"]) for gone in decision.delete}
+    pods = tuple(pod for pod in world.pods if ("Pod", pod["metadata"]["name"]) not in deleted)
+    for kind, name in deleted:
+        if kind != "Pod":
+            del live[kind, name]
     after = {**world.body, "status": decision.status} if decision.status is not None else world.body
-    return replace(world, body=after, children=tuple(live.values()))
+    return replace(world, body=after, children=tuple(live.values()), pods=pods)
 
 
 def settle(world: World, using: Settings = SETTINGS, max_passes: int = 8) -> tuple[World, Decision]:

@@ -169,6 +169,15 @@ class Namespace:
             self.server.call("PATCH", path, status, "application/merge-patch+json")
         return bool(jobs)
 
+    def start_pod(self, name: str, status: dict[str, Any], model: str = "chat") -> None:
+        """Plays the ReplicaSet and the kubelet: a pod of the Deployment with a status."""
+        template = self.get(BY_KIND["Deployment"], model)["spec"]["template"]
+        pod = {"metadata": {"name": name, "labels": template["metadata"]["labels"]}, "spec": template["spec"]}
+        pod["spec"] = {**pod["spec"], "nodeName": "n1"}
+        self.server.call("POST", PODS.path(self.name), {"apiVersion": "v1", "kind": "Pod", **pod})
+        path = PODS.path(self.name, name, "status")
+        self.server.call("PATCH", path, {"status": status}, "application/merge-patch+json")
+
     def finish_resolve_once(self) -> bool:
         """`finish_resolve` unless already done; True when done."""
         return bool(self.list(PODS)) or self.finish_resolve()

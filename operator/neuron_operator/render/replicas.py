@@ -12,11 +12,11 @@ from neuron_operator.world import Object
 KEPT_REPLICA_SETS = 2
 
 
-def replicas(model: NeuronModel, revision: Revision) -> tuple[Object, ...]:
-    """The workload objects for `spec.replicas` copies of the revision."""
+def replicas(model: NeuronModel, revision: Revision, num_replicas: int) -> tuple[Object, ...]:
+    """The workload objects for `num_replicas` copies of the revision."""
     deployment = child(model, "apps/v1", "Deployment", names.service_name(model.name), component="server")
     deployment["spec"] = {
-        "replicas": model.spec.replicas,
+        "replicas": num_replicas,
         "revisionHistoryLimit": KEPT_REPLICA_SETS,
         "progressDeadlineSeconds": model.spec.rollout.progress_deadline_seconds,
         "selector": {"matchLabels": names.serving_selector(model.name)},

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import re
-from datetime import timedelta
+from datetime import datetime, timedelta
 
 from neuron_operator import names
+from neuron_operator.breaker import next_attempt
+from neuron_operator.objects import instant
 from neuron_operator.placement import Placement, describe_free, describe_sizes
 from neuron_operator.reasons import Finding, Reason, unmet
 from neuron_operator.views import Observed, PodView, Termination
@@ -18,6 +20,59 @@ OOM_KILLED = "OOMKilled"
 """The kubelet's reason. The kernel usually kills all processes of the container, so none is left to write a record."""
 
 _STARTING = ("", "ContainerCreating", "PodInitializing")
+
+
+def explain_pod(pod: PodView, observed: Observed, placement: Placement) -> Finding:
+    if pod.disruption == "DeletionByTaintManager" or _is_node_lost(pod):
+        text = f"pod {pod.name}: its node {pod.node} no longer responds"
+        return unmet("Available", Reason.NODE_LOST, text)
+    if pod.is_deleting:
+        return unmet("Available", Reason.DRAINING, f"pod {pod.name} is finishing its responses before it stops")
+    if pod.has_failed:
+        return explain_failure(pod, observed)
+    if pod.container.ended is not None:
+        return _explain_end(pod, pod.container.ended)
+    starting = explain_start(pod, observed, placement)
+    if starting is not None:
+        return starting
+    since = pod.container.running_since
+    if _was_ready_since(pod, instant(since)):
+        text = f"pod {pod.name} has been running since {since} but does not answer /health"
+        return unmet("Available", Reason.PROBE_FAILING, text)
+    return unmet("Available", Reason.LOADING, f"pod {pod.name} has been loading the model since {since}")
+
+
+def explain_failure(pod: PodView, observed: Observed) -> Finding:
+    """Why its node refused, evicted or stopped a pod, and when the next one is created."""
+    due = next_attempt(observed, pod.revision)
+    again = f"; the next pod is created at {due:%Y-%m-%dT%H:%M:%SZ}" if due else ""
+    if not pod.is_admitted:
+        text = f"node {pod.node} refused pod {pod.name}: {pod.reason}: {pod.message}{again}"
+        return unmet("Available", Reason.ALLOCATION_REJECTED, text)
+    text = f"node {pod.node} stopped pod {pod.name}: {pod.reason}: {pod.message}{again}"
+    return unmet("Available", Reason.CRASH_LOOP, text)
+
+
+def _explain_end(pod: PodView, end: Termination) -> Finding:
+    """How a container ended: the reason of its exit code, for that reason's condition."""
+    how = f"pod {pod.name} ended with {how_it_ended(end)} (restarts: {pod.container.num_restarts})"
+    if end.reason == OOM_KILLED and end.record is None:
+        cure = "raise podTemplate.spec.resources.limits.memory, or lower serving.maxSequences or maxModelLength"
+        return unmet("Available", Reason.DEVICE_OUT_OF_MEMORY, f"{how}: {cure}; its last line: {last_words(end)}")
+    reason = Reason.of_exit_code(end.exit_code) or Reason.CRASH_LOOP
+    text = f"{how}: {last_words(end)}"
+    return unmet(reason.row.conditions[-1], reason, text)
+
+
+def _was_ready_since(pod: PodView, started: datetime | None) -> bool:
+    """Whether it was ready since its container started."""
+    changed = pod.readiness_changed
+    return changed is not None and started is not None and changed > started
+
+
+def _is_node_lost(pod: PodView) -> bool:
+    """The node controller marks the pod as not ready but leaves its containers ready."""
+    return not pod.is_ready and pod.are_containers_ready
 
 
 def explain_start(pod: PodView, observed: Observed, placement: Placement | None = None) -> Finding | None:
