@@ -7,6 +7,7 @@ import http.client
 import json
 import os
 import signal
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -69,10 +70,13 @@ class Client:
         lines = self.get("/metrics")[1].splitlines()
         return sum(float(line.rpartition(" ")[2]) for line in lines if line.startswith(name + "{") and labels in line)
 
-    def stream(self, **changes: Any) -> http.client.HTTPResponse:
-        """A started stream; its events can be read later."""
+    def send(self, **changes: Any) -> None:
         body = {"prompt": "a core", "max_tokens": 50, "ignore_eos": True, "stream": True} | changes
         self.http.request("POST", "/v1/completions", json.dumps(body))
+
+    def stream(self, **changes: Any) -> http.client.HTTPResponse:
+        """A started stream; its events can be read later."""
+        self.send(**changes)
         self._streams.append(self.http.getresponse())
         return self._streams[-1]
 
@@ -90,6 +94,21 @@ def clients_of_each(command: ServeCommand) -> dict[int, list[Client]]:
         until_healthy(client.http)
         found[owner(client.http.sock, pids)].append(client)
     return found
+
+
+def test_a_burst_of_streams_is_shared(model_dir: Path) -> None:
+    num_streams = 48
+    with serving(model_dir) as command:
+        clients_of_each(command)
+        pids = front_ends(command)
+        for _ in range(3):
+            clients = [Client(command.url()) for _ in range(num_streams)]
+            # All connections wait before any is read.
+            for client in clients:
+                client.send(max_tokens=10)
+            owners = Counter(owner(client.http.sock, pids) for client in clients)
+            assert max(owners.values()) <= 0.6 * num_streams, owners
+            assert {client.http.getresponse().read().decode()[-14:] for client in clients} == {"data: [DONE]\n\n"}
 
 
 def test_every_front_end_serves_and_reports_the_metrics_of_all(model_dir: Path) -> None:
@@ -165,6 +184,8 @@ def test_a_frozen_front_end_is_ended(model_dir: Path) -> None:
         stop(frozen)
         # The others report its last counts.
         assert found[other][0].get("/metrics")[0] == 200
+        new = [Client(command.url()) for _ in range(NUM_CLIENTS)]
+        assert {client.get("/health")[0] for client in new} == {200}
         (path,) = (
             path
             for path in command.tmp_dir.glob("neuron-runtime-*/front-end-?")

@@ -18,6 +18,7 @@ import sys
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import IO, Any
 
@@ -33,6 +34,7 @@ from neuron_runtime.errors import BackendFailed, Draining, FatalError, InvalidCo
 from neuron_runtime.requests.admission import Admission
 from neuron_runtime.requests.generation_defaults import GenerationDefaults, load_generation_defaults
 from neuron_runtime.server import control
+from neuron_runtime.server.accepting import Acceptor, Connections, Share
 from neuron_runtime.server.app import build_app
 from neuron_runtime.server.bodies import Bodies
 from neuron_runtime.server.control import EngineEnded, EngineStarted, StartDrain
@@ -43,6 +45,7 @@ from neuron_runtime.server.gate import Gate
 from neuron_runtime.server.http_protocol import BoundedProtocol
 from neuron_runtime.server.metrics import LOG_LINES_LOST, OPEN_CONNECTIONS, Metrics
 from neuron_runtime.server.processes import Processes
+from neuron_runtime.server.shared_counts import SharedCounts
 from neuron_runtime.server.summed_metrics import SummedMetrics
 from neuron_runtime.text.reasoning import REASONING_PARSERS, Marks
 from neuron_runtime.text.tokenizer import Tokenizer, load_tokenizer
@@ -107,6 +110,7 @@ class FrontEnd:
         self.gate = Gate()
         self.bodies = Bodies(config.server.max_body_bytes)
         self.summed_metrics = SummedMetrics(self.metrics, run_dir, front_end, config.server.num_front_ends)
+        self._counts = SharedCounts(run_dir, front_end, config.server.num_front_ends)
         self.client = EngineClient(
             run_dir,
             front_end,
@@ -140,30 +144,35 @@ class FrontEnd:
 
         Raises FatalError if the model's text files are unusable.
         """
-        server = Server(
-            uvicorn.Config(
-                self._edge.around(build_app(self)),
-                http=BoundedProtocol,
-                loop="none",
-                ws="none",
-                lifespan="off",
-                access_log=False,
-                log_level="warning",
-                server_header=False,
-                timeout_keep_alive=KEEP_ALIVE_SECONDS,
-                timeout_graceful_shutdown=SHUTDOWN_SECONDS,
-            )
+        config = uvicorn.Config(
+            self._edge.around(build_app(self)),
+            http=BoundedProtocol,
+            loop="none",
+            ws="none",
+            lifespan="off",
+            access_log=False,
+            log_level="warning",
+            server_header=False,
+            timeout_keep_alive=KEEP_ALIVE_SECONDS,
+            timeout_graceful_shutdown=SHUTDOWN_SECONDS,
         )
+        server, connections = Server(config), Connections(self._counts)
+        make_protocol = partial(BoundedProtocol, connections, config, server.server_state, {})
+        acceptor = Acceptor(listener, Share(self._counts, connections), make_protocol)
         await self.summed_metrics.open()
         beating = asyncio.create_task(self._beat())
         self.metrics.read_at_scrape(lambda: [(OPEN_CONNECTIONS, (), len(server.server_state.connections))])
-        serving = asyncio.create_task(server.serve(sockets=[listener]))
+        serving = asyncio.create_task(server.serve(sockets=[]))
+        accepting = asyncio.create_task(acceptor.run())
+        accepting.add_done_callback(self._check_end)
         following = asyncio.create_task(self._follow(orders))
         await asyncio.wait((serving, following, self._failed), return_when=asyncio.FIRST_COMPLETED)
         following.cancel()
+        accepting.cancel()
         server.should_exit = True
         await serving
         beating.cancel()
+        listener.close()
         self._deadline.close()
         self.summed_metrics.close()
         self.bodies.close()
@@ -218,6 +227,11 @@ class FrontEnd:
     def _model_found(self, model_dir: Path) -> None:
         self._text = asyncio.create_task(asyncio.to_thread(load_text, model_dir, self.config.text))
         self._text.add_done_callback(self._text_loaded)
+
+    def _check_end(self, task: asyncio.Task[Any]) -> None:
+        """Without this task, nothing works."""
+        if not task.cancelled() and (error := task.exception()) is not None:
+            self._fail(error)
 
     def _text_loaded(self, task: asyncio.Task[Text]) -> None:
         if task.cancelled():
