@@ -22,6 +22,7 @@ from neuron_runtime.engine.backpressure import Backpressure, QueueLimits
 from neuron_runtime.engine.messages import Abort, Add, Joined, ModelFound, Ready, Refused, StartProgress, Step, Update
 from neuron_runtime.errors import BackendFailed, InvalidRequest, Overloaded, ServingError
 from neuron_runtime.server.metrics import Metrics
+from neuron_runtime.server.shared_counts import Count, SharedCounts
 
 MAX_STEPS_AT_ONCE = 64
 """Messages that are processed before other work of the event loop gets a turn."""
@@ -47,6 +48,7 @@ class EngineClient:
 
     Args:
         front_end: index of this front end.
+        counts: what all front ends have sent; this one writes its part.
         on_model: called with the model's folder whenever an engine has found it.
         on_ready: called whenever an engine is ready.
         on_broken: called if receiving failed permanently, which is a bug.
@@ -57,6 +59,7 @@ class EngineClient:
         run_dir: Path,
         front_end: int,
         metrics: Metrics,
+        counts: SharedCounts,
         *,
         on_model: Callable[[Path], None],
         on_ready: Callable[[Ready], None],
@@ -67,6 +70,7 @@ class EngineClient:
         self._run_dir = run_dir
         self._front_end = front_end
         self._metrics = metrics
+        self._counts = counts
         self._on_model = on_model
         self._on_ready = on_ready
         self._on_broken = on_broken
@@ -74,7 +78,7 @@ class EngineClient:
         self._ids = itertools.count()
         self._recipients: dict[str, tuple[Recipient, int]] = {}
         self._queue = Backpressure(QueueLimits(), max_rows=0, now=time.monotonic())
-        """Bounds what was sent, with the limits of the engine that is ready: it reads no requests during a step."""
+        """Bounds what all front ends have sent, with the limits of the engine: it reads no requests during a step."""
         self._to_engine: zmq.Socket[bytes] | None = None
         self._from_engine: zmq.Socket[bytes] | None = None
 
@@ -102,6 +106,9 @@ class EngineClient:
         self.ready, self.detail = False, message
         self._metrics.engine_ended()
         self.fail_all(BackendFailed(message))
+        # The next engine must not hear of them.
+        self._recipients.clear()
+        self._share_counts()
 
     def fail_all(self, error: ServingError) -> None:
         """All requests in flight end with this error."""
@@ -121,12 +128,15 @@ class EngineClient:
         for index, make in enumerate(requests):
             request_id = messages.request_id(self._front_end, next(self._ids))
             request = make(request_id)
+            num_elsewhere, tokens_elsewhere = (sum(self._counts.others(one)) for one in (Count.REQUESTS, Count.TOKENS))
+            num_live = len(self._recipients) + num_elsewhere
             try:
-                self._queue.enter(request_id, len(request.prompt_token_ids), len(self._recipients), now)
+                self._queue.enter(request_id, len(request.prompt_token_ids), num_live, now, tokens_elsewhere)
             except Overloaded:
                 self.abort(ids)
                 raise
             self._recipients[request_id] = (recipient, index)
+            self._share_counts()
             self._send(Add(request))
             ids.append(request_id)
         return ids
@@ -136,6 +146,7 @@ class EngineClient:
         live = tuple(one for one in ids if self._recipients.pop(one, None) is not None)
         if live and self.ready:
             self._queue.leave(live)
+            self._share_counts()
             self._send(Abort(live))
 
     def check_ready(self) -> None:
@@ -188,6 +199,7 @@ class EngineClient:
             case Ready(limits, queue):
                 now = time.monotonic()
                 self._queue = Backpressure(outstanding_limits(limits, queue), limits.max_rows, now)
+                self._share_counts()
                 self.ready, self.detail = True, "ready"
                 self._metrics.engine_ready(message.limits, message.load_seconds, message.warm_up_seconds)
                 self._on_ready(message)
@@ -218,10 +230,15 @@ class EngineClient:
             entry = recipients.pop(refused.request_id, None)
             if entry is not None:
                 entry[0].fail(_refusal(refused))
+        self._share_counts()
+
+    def _share_counts(self) -> None:
+        self._counts.set(Count.REQUESTS, len(self._recipients))
+        self._counts.set(Count.TOKENS, self._queue.num_tokens)
 
 
 def outstanding_limits(limits: BackendLimits, queue: QueueLimits) -> QueueLimits:
-    """What one front end may have sent: the engine's queue, and the prompts of all rows until their first tokens."""
+    """What the front ends may have sent: the engine's queue, and the prompts of all rows until their first tokens."""
     return QueueLimits(queue.max_requests, queue.max_tokens + limits.max_rows * limits.max_model_length)
 
 

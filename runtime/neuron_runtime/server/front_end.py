@@ -115,6 +115,7 @@ class FrontEnd:
             run_dir,
             front_end,
             self.metrics,
+            self._counts,
             on_model=self._model_found,
             on_ready=self._engine_ready,
             on_broken=self._fail,

@@ -1,0 +1,177 @@
+"""The clients of several front ends at one engine: the queue's limits hold for their sum, and a new engine never meets
+requests of the previous one."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import tempfile
+from collections.abc import AsyncIterator, Iterator
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from neuron_runtime.core import BackendLimits, FinishReason, Request, Sampling
+from neuron_runtime.engine.backpressure import QueueLimits
+from neuron_runtime.engine.messages import Add, Ready, Step, ToEngine, Update
+from neuron_runtime.engine.process import Border
+from neuron_runtime.engine.stats import EngineStats
+from neuron_runtime.errors import BackendFailed, Overloaded
+from neuron_runtime.server.engine_client import EngineClient
+from neuron_runtime.server.metrics import Metrics
+from neuron_runtime.server.shared_counts import SharedCounts
+
+LIMITS = BackendLimits(max_rows=2, max_model_length=64, max_step_tokens=64, num_blocks=64)
+
+
+class Asker:
+    """The recipient of requests."""
+
+    def __init__(self) -> None:
+        self.tokens: list[int] = []
+        self.errors: list[Exception] = []
+
+    def deliver(self, index: int, update: Update) -> None:
+        self.tokens += update.token_ids
+
+    def show_pending(self) -> None:
+        pass
+
+    def fail(self, error: Exception) -> None:
+        self.errors.append(error)
+
+
+@pytest.fixture
+def run_dir() -> Iterator[Path]:
+    with tempfile.TemporaryDirectory(prefix="nr-") as folder:
+        yield Path(folder)
+
+
+@contextlib.contextmanager
+def engine(run_dir: Path, incarnation: int = 1) -> Iterator[Border]:
+    """The sockets of an engine for two front ends; the test plays the engine."""
+    border = Border(run_dir, incarnation, 2)
+    yield border
+    border.close()
+
+
+@contextlib.asynccontextmanager
+async def clients(run_dir: Path) -> AsyncIterator[list[EngineClient]]:
+    made = [
+        EngineClient(
+            run_dir,
+            number,
+            Metrics("model"),
+            SharedCounts(run_dir, number, 2),
+            on_model=lambda folder: None,
+            on_ready=lambda ready: None,
+            on_broken=lambda error: None,
+        )
+        for number in range(2)
+    ]
+    yield made
+    for one in made:
+        one.close()
+
+
+async def until_ready(border: Border, clients: list[EngineClient], queue: QueueLimits, incarnation: int = 1) -> None:
+    for one in clients:
+        one.engine_started(incarnation)
+    border.send(Ready(LIMITS, queue, 0.0, 0.0))
+    while not all(one.ready for one in clients):
+        await asyncio.sleep(0.001)
+
+
+def request(request_id: str, num_tokens: int) -> Request:
+    return Request(request_id, (1,) * num_tokens, Sampling(max_tokens=5))
+
+
+def submit(client: EngineClient, asker: Asker, num_tokens: int = 3) -> str:
+    return client.submit([partial(request, num_tokens=num_tokens)], asker)[0]
+
+
+def admitted(client: EngineClient, num_tokens: int = 3) -> list[str]:
+    """Ids of all requests that it takes in."""
+    ids: list[str] = []
+    with contextlib.suppress(Overloaded):
+        while len(ids) < 100:
+            ids.append(submit(client, Asker(), num_tokens))
+    return ids
+
+
+async def received(border: Border, count: int) -> list[ToEngine]:
+    mail: list[ToEngine] = []
+    while len(mail) < count:
+        mail += border.receive(wait=False)
+        await asyncio.sleep(0.001)
+    return mail
+
+
+async def test_the_limit_of_requests_holds_for_all_front_ends_together(run_dir: Path) -> None:
+    with engine(run_dir) as border:
+        async with clients(run_dir) as (one, other):
+            await until_ready(border, [one, other], QueueLimits(max_requests=4))
+            # No step runs meanwhile. A front end alone may use the whole queue.
+            first = submit(other, Asker())
+            ids = admitted(one)
+            assert len(ids) == LIMITS.max_rows + 4 - 1
+            assert admitted(other) == []
+            one.abort(ids[:2])
+            assert len(admitted(other)) == 2
+            stats = EngineStats(num_running=1)
+            border.send_step(Step((Update(first, (7,), FinishReason.LENGTH),), (), stats))
+            while first in other._recipients:
+                await asyncio.sleep(0.001)
+            assert len(admitted(one)) == 1
+
+
+async def test_the_limit_of_prompt_tokens_holds_for_all_front_ends_together(run_dir: Path) -> None:
+    with engine(run_dir) as border:
+        async with clients(run_dir) as (one, other):
+            await until_ready(border, [one, other], QueueLimits(max_requests=1000, max_tokens=32))
+            # The prompts of the rows are sent in addition.
+            room = 32 + LIMITS.max_rows * LIMITS.max_model_length
+            taken = [submit(client, Asker(), 16) for client in (one, other) for _ in range(3)]
+            assert len(taken) + len(admitted(one, 16)) == room // 16
+            assert admitted(other, 16) == []
+
+
+async def test_a_new_engine_meets_no_request_of_the_previous_one(run_dir: Path) -> None:
+    asker = Asker()
+    async with clients(run_dir) as (one, other):
+        with engine(run_dir) as ended, engine(run_dir, 2) as border:
+            await until_ready(ended, [one, other], QueueLimits())
+            old = [submit(one, asker) for _ in range(2)]
+            await received(ended, 2)
+            for client in (one, other):
+                client.engine_ended("it was killed")
+            await until_ready(border, [one, other], QueueLimits(), 2)
+            assert [str(error) for error in asker.errors] == ["it was killed"]
+            # Their recipient ends only now.
+            one.abort(old)
+            new_asker = Asker()
+            new = submit(one, new_asker)
+            assert new not in old
+            # Late tokens of the ended engine, under its own ids and even under the new one.
+            ended.send_step(Step(tuple(Update(name, (6,)) for name in (*old, new)), (), EngineStats()))
+            border.send_step(Step((Update(old[0], (8,)), Update(new, (7,), FinishReason.LENGTH)), (), EngineStats()))
+            while not new_asker.tokens:
+                await asyncio.sleep(0.001)
+            assert (asker.tokens, new_asker.tokens) == ([], [7])
+            (mail,) = await received(border, 1)
+            assert isinstance(mail, Add)
+            assert mail.request.request_id == new
+
+
+async def test_requests_of_an_ended_engine_do_not_count_towards_the_limits_of_the_next(run_dir: Path) -> None:
+    async with clients(run_dir) as (one, other):
+        with engine(run_dir) as ended, engine(run_dir, 2) as border:
+            await until_ready(ended, [one, other], QueueLimits(max_requests=4))
+            admitted(one)
+            for client in (one, other):
+                client.engine_ended("it was killed")
+            with pytest.raises(BackendFailed, match="it was killed"):
+                submit(other, Asker())
+            await until_ready(border, [one, other], QueueLimits(max_requests=4), 2)
+            assert len(admitted(other)) == LIMITS.max_rows + 4
