@@ -1,9 +1,9 @@
 """Accepts connections such that several front ends on one socket get equal shares of a burst.
 
 Created by the front end process. The kernel wakes all front ends for a connection, and one that is awake already could
-take a whole burst. So a front end with more connections than another waits some milliseconds before it accepts one. It
-never waits longer: a front end that is frozen, starting or has exited costs its share, but no client. Connections that
-nobody accepted stay with the kernel, for any front end. It does not read requests.
+take a whole burst. So a front end with more connections than another lets it go first, for at most a tenth of a second:
+a front end that is frozen, starting or has exited costs its share, but no client. Connections that nobody accepted stay
+with the kernel, for any front end. It does not read requests.
 """
 
 from __future__ import annotations
@@ -19,8 +19,9 @@ from neuron_runtime.console import say
 from neuron_runtime.server.shared_counts import Count, SharedCounts
 
 TURN_SECONDS = 0.001
-MAX_TURNS = 20
-"""How often a front end lets others go first before it accepts a connection itself."""
+MAX_TURNS = 100
+"""How often a front end lets others go first before it accepts a connection itself. On a machine with more work than
+CPUs, a process may wait for tens of milliseconds."""
 OUT_OF_RESOURCES = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM})
 RETRY_SECONDS = 1.0
 
