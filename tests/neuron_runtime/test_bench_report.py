@@ -83,15 +83,19 @@ def test_the_json_report_contains_figures_versions_machine_and_load(
 
 
 @pytest.mark.parametrize("suffix", [".png", ".svg", ".pdf"])
-def test_a_plot_uses_the_format_of_its_file_name(suffix: str, tmp_path: Path) -> None:
+def test_a_plot_uses_the_format_of_its_file_name_and_has_a_grid(suffix: str, tmp_path: Path) -> None:
+    panels = []
+
     def draw(figure: Any) -> None:
-        figure.subplots().plot([1, 2, 3])
+        panels.append(figure.subplots())
+        panels[0].plot([1, 2, 3])
 
     path = tmp_path / f"plot{suffix}"
     report.check_outputs(options(plot=path))
     report.deliver(Report("bench x", {}, (TABLE,), draw=draw), options(plot=path))
     begins = {".png": b"\x89PNG", ".svg": b"<?xml", ".pdf": b"%PDF"}[suffix]
     assert path.read_bytes().startswith(begins)
+    assert all(line.get_visible() for line in (*panels[0].get_xgridlines(), *panels[0].get_ygridlines()))
 
 
 # The command

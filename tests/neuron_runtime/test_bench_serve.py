@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import re
 import sys
 import threading
 import time
@@ -294,10 +295,14 @@ def test_bench_serve_starts_a_server_and_two_clients_count_every_token(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    model, written = write_chat_model(tmp_path / "model"), tmp_path / "out.json"
+    model, written, drawn = write_chat_model(tmp_path / "model"), tmp_path / "out.json", tmp_path / "out.svg"
     lengths = ["--random-input-len", "8", "--random-output-len", "12", "--ignore-eos", "--vocabulary-size", "300"]
     load = ["--num-prompts", "10", "--max-concurrency", "4", "--client-processes", "2"]
-    assert main(["bench", "serve", "--spawn", str(model), *lengths, *load, "--json", str(written)]) == 0
+    outputs = ["--json", str(written), "--plot", str(drawn)]
+    assert main(["bench", "serve", "--spawn", str(model), *lengths, *load, *outputs]) == 0
+    labels = re.findall(r"<!-- (.+) -->", drawn.read_text())
+    assert {"Time to first token", "Gap between events", "milliseconds", "% of requests within"} <= set(labels)
+    assert any(label.startswith(f"{model}, /v1/completions") for label in labels)
     found = {row["name"]: row["values"] for row in json.loads(written.read_bytes())["tables"][0]["rows"]}
     assert found["requests completed"]["value"] == 10
     assert found["requests failed"]["value"] == 0

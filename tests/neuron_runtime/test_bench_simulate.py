@@ -370,7 +370,16 @@ def test_the_command_writes_identical_json_each_time(tmp_path: Path, capsys: pyt
 def test_the_plot_shows_distributions_and_the_effect_of_the_rate(rates: list[str], tmp_path: Path) -> None:
     plot = tmp_path / "plot.svg"
     written(tmp_path, "--plot", str(plot), "--rate", *rates)
-    assert plot.read_text().count('<g id="axes_') == (3 if len(rates) == 1 else 6)
+    drawn = plot.read_text()
+    assert drawn.count('<g id="axes_') == (3 if len(rates) == 1 else 6)
+    wide, thin = drawn.index("stroke-width: 5"), drawn.index("stroke: #1f77b4; stroke-width: 1.5")
+    assert wide < thin, "where both are equal, the thin line is above the wide one"
+
+
+def test_the_plot_of_waiting_requests_shows_means_over_time() -> None:
+    changes = [(0.0, 2), (4.0, 0), (5.0, 6)]
+    assert simulated_tables._means(changes, [0.0, 10.0]) == [3.8]
+    assert simulated_tables._means(changes, [0.0, 2.0, 4.0, 6.0, 8.0]) == [2, 2, 3, 6]
 
 
 @pytest.mark.parametrize(

@@ -257,7 +257,8 @@ def _report(
         together = [point.concurrency for point in points]
         axes.plot(together, [point.decode for point in points], "o-", label="decode")
         axes.plot(together, [point.throughput for point in points], "s--", label="end to end")
-        axes.set(xlabel="concurrent sequences", ylabel="tokens per second", title=options.model, ylim=(0, None))
+        axes.set(xlabel="concurrent sequences", ylabel="tokens per second", title=title, ylim=(0, None))
+        axes.set_xticks(together)
         axes.legend()
 
     settings = {name: value for name, value in vars(options).items() if isinstance(value, int | str | list)}

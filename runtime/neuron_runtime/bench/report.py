@@ -145,7 +145,7 @@ class Report:
     data: Mapping[str, Any] = field(default_factory=dict)
     """More data for the JSON, such as curves and samples; plain values."""
     draw: Draw | None = None
-    """Draws into an empty figure; None: no plot."""
+    """Draws into an empty figure, with a title, without grids; None: no plot."""
     size_inches: tuple[float, float] = (11.0, 7.0)
 
 
@@ -179,6 +179,9 @@ def deliver(report: Report, options: argparse.Namespace) -> None:
 
         figure = Figure(figsize=report.size_inches, layout="constrained")
         report.draw(figure)
+        for axes in figure.axes:
+            axes.grid(alpha=0.3)
+            axes.set_axisbelow(True)
         with _writing("--plot", options.plot):
             figure.savefig(options.plot, dpi=PLOT_DPI)
 

@@ -326,11 +326,16 @@ def _report(options: argparse.Namespace, outcome: Outcome) -> Report:
     title = f"{options.spawn or options.base_url}, {options.endpoint}; {machine_line()}"
 
     def draw(figure: Figure) -> None:
+        figure.suptitle(title)
         first, gaps = figure.subplots(1, 2)
-        for axes, values, name in ((first, outcome.first_token, "time to first token"), (gaps, outcome.gaps, "gap")):
+        for axes, values, name, what in (
+            (first, outcome.first_token, "Time to first token", "requests"),
+            (gaps, outcome.gaps, "Gap between events", "gaps"),
+        ):
             ordered = sorted(1000 * value for value in values)
-            axes.plot(ordered, [(at + 1) / len(ordered) for at in range(len(ordered))])
-            axes.set(xlabel=f"{name}, ms", ylabel="cumulative share", ylim=(0, 1))
+            within = [100 * (at + 1) / len(ordered) for at in range(len(ordered))]
+            axes.step([0.0, *ordered], [0.0, *within], where="post")
+            axes.set(title=name, xlabel="milliseconds", ylabel=f"% of {what} within", xlim=(0, None), ylim=(0, 100))
 
     plain = {name: value for name, value in vars(options).items() if isinstance(value, int | float | str | dict)}
     if options.request_rate == inf:

@@ -9,6 +9,7 @@ import math
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 from neuron_runtime.bench.report import Row, Table, percentile
@@ -21,7 +22,13 @@ if TYPE_CHECKING:
 
 MAX_CURVE_POINTS = 300
 """Points of a distribution in the JSON."""
-COLORS = ("tab:blue", "tab:orange")
+STYLES: tuple[dict[str, Any], ...] = (
+    {"color": "tab:blue", "linewidth": 1.5, "zorder": 3},
+    {"color": "tab:orange", "linewidth": 5, "alpha": 0.6, "zorder": 2},
+)
+"""Of each policy: the first one is a thin line above the wide one, so that both show where they are equal."""
+NUM_QUEUE_SPANS = 60
+"""Spans of the plot of waiting requests, which shows means."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,8 +159,8 @@ def draw(figure: Figure, runs: Sequence[Run], targets: Targets) -> None:
     _draw_ttft(panels[0][0], best, targets.ttft)
     _draw_gaps(panels[0][1], best, targets.gap)
     _draw_queue(panels[0][2], best)
-    below = "; below, over the rate" if len(runs) > 1 else ""
-    figure.suptitle(f"Simulated traffic, {best.rate:g} requests/s{below}")
+    title = f"Simulated traffic, {best.rate:g} requests/s"
+    figure.suptitle(f"Above: {title[0].lower()}{title[1:]}. Below: over the rate" if len(runs) > 1 else title)
     if len(runs) > 1:
         _draw_over_rates(panels[1], runs, targets)
     handles, labels = panels[0][1].get_legend_handles_labels()
@@ -161,54 +168,63 @@ def draw(figure: Figure, runs: Sequence[Run], targets: Targets) -> None:
 
 
 def _draw_ttft(panel: Axes, run: Run, target: float) -> None:
-    for color, outcome in zip(COLORS, run.outcomes, strict=True):
+    for style, outcome in zip(STYLES, run.outcomes, strict=True):
         values = sorted(one.ttft for one in outcome.requests)
-        panel.step(values, [(at + 1) / len(values) * 100 for at in range(len(values))], where="post", color=color)
+        panel.step(values, [(at + 1) / len(values) * 100 for at in range(len(values))], where="post", **style)
     panel.axvline(target, color="gray", linestyle="--")
     panel.set_xscale("log")
     _plain_numbers(panel.xaxis)
     panel.set(title="Time to first token", xlabel="seconds", ylabel="% of requests within")
-    _finish(panel)
 
 
 def _draw_gaps(panel: Axes, run: Run, target: float) -> None:
     """Complementary distribution, because users notice the tail."""
-    for color, outcome in zip(COLORS, run.outcomes, strict=True):
+    for style, outcome in zip(STYLES, run.outcomes, strict=True):
         values = sorted(gap * 1000 for gap in outcome.gaps)
         distinct = sorted(set(values))
         longer = [(len(values) - bisect_right(values, value)) / len(values) * 100 for value in distinct]
-        panel.step([distinct[0], *distinct], [100.0, *longer], where="post", color=color, label=outcome.policy.name)
+        panel.step([distinct[0], *distinct], [100.0, *longer], where="post", label=outcome.policy.name, **style)
     panel.axvline(target * 1000, color="gray", linestyle="--", label="target")
     panel.set_xscale("log")
     _plain_numbers(panel.xaxis)
     panel.set_yscale("log")
     _plain_numbers(panel.yaxis, (1.0,))
     panel.set(title="Gap between tokens", xlabel="milliseconds", ylabel="% of gaps, longer")
-    _finish(panel)
 
 
 def _draw_queue(panel: Axes, run: Run) -> None:
-    for color, outcome in zip(COLORS, run.outcomes, strict=True):
-        moments = [*(moment for moment, _ in outcome.queue), outcome.seconds]
-        counts = [*(count for _, count in outcome.queue), outcome.queue[-1][1]]
-        panel.step(moments, counts, where="post", color=color, linewidth=0.8, alpha=0.8)
-    panel.set(title="Requests waiting for a row", xlabel="seconds", ylabel="requests")
+    for style, outcome in zip(STYLES, run.outcomes, strict=True):
+        edges = [outcome.seconds * at / NUM_QUEUE_SPANS for at in range(NUM_QUEUE_SPANS + 1)]
+        panel.stairs(_means(outcome.queue, edges), edges, baseline=None, **style)
+    panel.set(title="Requests waiting for a row", xlabel="seconds", ylabel="requests, means over time")
     panel.set_ylim(bottom=0)
-    _finish(panel)
+
+
+def _means(changes: Sequence[tuple[float, int]], edges: Sequence[float]) -> list[float]:
+    """Means over time between consecutive edges of a number that changes at these moments, the first one at 0."""
+    moments = sorted({*edges, *(moment for moment, _ in changes)})
+    starts = [moment for moment, _ in changes]
+    sums = [0.0] * (len(edges) - 1)
+    for begin, end in pairwise(moments):
+        span = bisect_right(edges, begin) - 1
+        if span < len(sums):
+            sums[span] += changes[bisect_right(starts, begin) - 1][1] * (end - begin)
+    return [total / (after - before) for total, (before, after) in zip(sums, pairwise(edges), strict=True)]
 
 
 def _draw_over_rates(panels: Sequence[Axes], runs: Sequence[Run], targets: Targets) -> None:
     ordered = sorted(runs, key=lambda run: run.rate)
     rates = [run.rate for run in ordered]
-    for number, color in enumerate(COLORS):
+    for number, style in enumerate(STYLES):
         outcomes = [run.outcomes[number] for run in ordered]
         ttft = [_shown(percentile([one.ttft for one in outcome.requests], 0.99)) for outcome in outcomes]
         worst = [_shown(max(outcome.gaps, default=None)) * 1000 for outcome in outcomes]
         gaps = [_shown(percentile(outcome.gaps, 0.99)) * 1000 for outcome in outcomes]
-        panels[0].plot(rates, ttft, "o-", color=color)
-        panels[1].plot(rates, worst, "o-", color=color)
-        panels[1].plot(rates, gaps, "o:", color=color)
-        panels[2].plot(rates, [o.goodput(targets.ttft, targets.gap) for o in outcomes], "o-", color=color)
+        marked = {**style, "marker": "os"[number], "markersize": style["linewidth"] + 4}
+        panels[0].plot(rates, ttft, **marked)
+        panels[1].plot(rates, worst, **marked)
+        panels[1].plot(rates, gaps, **marked, linestyle=":", fillstyle="none")
+        panels[2].plot(rates, [o.goodput(targets.ttft, targets.gap) for o in outcomes], **marked)
     panels[0].axhline(targets.ttft, color="gray", linestyle="--")
     panels[1].axhline(targets.gap * 1000, color="gray", linestyle="--")
     panels[2].plot(rates, rates, color="black", linestyle=":", linewidth=1, zorder=0)
@@ -220,7 +236,7 @@ def _draw_over_rates(panels: Sequence[Axes], runs: Sequence[Run], targets: Targe
     panels[2].set_ylim(bottom=0)
     for panel in panels:
         panel.set_xlabel("requests/s")
-        _finish(panel)
+        panel.set_xticks(rates)
 
 
 def _plain_numbers(axis: Axis, steps: tuple[float, ...] = (1.0, 2.0, 5.0)) -> None:
@@ -230,8 +246,3 @@ def _plain_numbers(axis: Axis, steps: tuple[float, ...] = (1.0, 2.0, 5.0)) -> No
     axis.set_major_locator(LogLocator(subs=steps))
     axis.set_major_formatter(FuncFormatter(lambda value, place: f"{value:g}"))
     axis.set_minor_locator(NullLocator())
-
-
-def _finish(panel: Axes) -> None:
-    panel.grid(alpha=0.3)
-    panel.set_axisbelow(True)
