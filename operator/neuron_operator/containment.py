@@ -128,5 +128,5 @@ def _quantity(value: Any) -> Any:
     """A quantity as a number; anything else comes back unchanged."""
     try:
         return parse_quantity(value)
-    except ValueError:
+    except (ValueError, ArithmeticError):
         return value

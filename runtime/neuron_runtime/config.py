@@ -44,9 +44,13 @@ class Document(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
 
 
 class ModelSource(Document, frozen=True, kw_only=True):
-    uri: Annotated[str, "Model to serve: `hf://org/name[@revision]` or `file:///absolute/path`"]
+    uri: Annotated[
+        str,
+        "Model to serve: `hf://org/name[@revision]`, `s3://bucket/prefix`, `pvc://claim/path` or "
+        "`file:///absolute/path`",
+    ]
     digest: Annotated[
-        str, "Expected commit (`hf://`) or hash (folder), as found by `inspect`; others fail with `ChecksumMismatch`"
+        str, "Expected commit (`hf://`) or hash (others), as found by `inspect`; others fail with `ChecksumMismatch`"
     ] = ""
 
 

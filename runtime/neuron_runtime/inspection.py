@@ -16,7 +16,7 @@ import msgspec
 from neuron_runtime.backend.torch.architecture import decoder_config, tensor_shapes
 from neuron_runtime.checkpoint import Checkpoint, InvalidModel, read_checkpoint
 from neuron_runtime.record import ModelFacts
-from neuron_runtime.sources import Hub, outline
+from neuron_runtime.weights.fetching import outline
 
 DTYPE_NAMES = {"F64": "float64", "F32": "float32", "BF16": "bfloat16", "F16": "float16", "F8_E4M3": "float8_e4m3fn"}
 """safetensors names to torch names; others are reported unchanged."""
@@ -25,26 +25,26 @@ TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 """A model needs one of these to serve text."""
 
 
-def inspect_model(uri: str, hub: Hub | None = None) -> ModelFacts:
+def inspect_model(uri: str) -> ModelFacts:
     """Inspect a model: config.json, the index, the headers of the weights, and whether it has a tokenizer.
 
     Raises:
         InvalidConfig: the URI is malformed or its scheme is not supported.
         FatalError: MODEL_NOT_FOUND, WEIGHTS_UNAUTHORIZED, UNSUPPORTED_ARCHITECTURE or INVALID_MODEL.
-        HubUnreachable: the hub does not respond; retry later.
+        SourceUnreachable: the source does not respond; retry later.
     """
     with (
         tempfile.TemporaryDirectory(prefix="neuron-inspect-") as scratch,
-        outline(uri, Path(scratch), hub) as (folder, commit),
+        outline(uri, Path(scratch)) as (folder, digest),
     ):
-        facts = model_facts(read_checkpoint(folder), commit)
+        facts = model_facts(read_checkpoint(folder), digest)
         if not any((folder / name).is_file() for name in TOKENIZER_FILES):
             raise InvalidModel(f"{folder}: tokenizer is missing; add {' or '.join(TOKENIZER_FILES)} to the model")
         return facts
 
 
-def model_facts(checkpoint: Checkpoint, commit: str | None = None) -> ModelFacts:
-    """Facts of a model folder. The digest is the commit, or the checkpoint's own hash.
+def model_facts(checkpoint: Checkpoint, digest: str | None = None) -> ModelFacts:
+    """Facts of a model folder. The digest is its source's, or the checkpoint's own hash.
 
     Raises:
         FatalError: UNSUPPORTED_ARCHITECTURE, or INVALID_MODEL when tensors and configuration contradict one another.
@@ -76,7 +76,7 @@ def model_facts(checkpoint: Checkpoint, commit: str | None = None) -> ModelFacts
         head_dim=config.head_dim,
         vocabulary_size=config.vocabulary_size,
         max_position_embeddings=config.max_position_embeddings,
-        digest=commit or checkpoint.digest,
+        digest=digest or checkpoint.digest,
     )
 
 

@@ -1,11 +1,13 @@
 """Parses model URIs.
 
-Called when a configuration or a command line is read, and by `sources`, which opens them. Pure and cheap to import.
+Called when a configuration or a command line is read, and by `weights.fetching`, which opens them. Pure and
+cheap to import.
 """
 
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import unquote
@@ -26,6 +28,28 @@ class HubModel:
 
 
 @dataclass(frozen=True)
+class S3Model:
+    """`s3://bucket/prefix`: the objects directly below the prefix."""
+
+    bucket: str
+    prefix: str
+
+    def __str__(self) -> str:
+        return f"s3://{self.bucket}/{self.prefix}"
+
+
+@dataclass(frozen=True)
+class ClaimModel:
+    """`pvc://claim/path`: a folder in a mounted volume."""
+
+    claim: str
+    path: str
+
+    def __str__(self) -> str:
+        return f"pvc://{self.claim}/{self.path}"
+
+
+@dataclass(frozen=True)
 class FolderModel:
     """`file:///absolute/path`."""
 
@@ -35,11 +59,18 @@ class FolderModel:
         return f"file://{self.folder}"
 
 
+Model = HubModel | S3Model | ClaimModel | FolderModel
+
+FORMS = "hf://org/name[@revision], s3://bucket/prefix, pvc://claim/path or file:///absolute/path"
+
 _REPOSITORY = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95}", re.ASCII)
 _REVISION = re.compile(r"[A-Za-z0-9][\w./-]{0,199}", re.ASCII)
+_BUCKET = re.compile(r"[a-z0-9][a-z0-9.-]{1,61}[a-z0-9]", re.ASCII)
+_CLAIM = re.compile(r"[a-z0-9]([a-z0-9.-]{0,251}[a-z0-9])?", re.ASCII)
+_MAX_PATH_CHARACTERS = 900
 
 
-def parse_uri(uri: str, field: str = "$.model.uri") -> HubModel | FolderModel:
+def parse_uri(uri: str, field: str = "$.model.uri") -> Model:
     """Parse a model URI.
 
     Raises:
@@ -47,20 +78,55 @@ def parse_uri(uri: str, field: str = "$.model.uri") -> HubModel | FolderModel:
     """
     scheme, separator, rest = uri.partition(":")
     if not separator:
-        raise InvalidConfig(field, f"{uri!r} is not a URI; write hf://org/name[@revision] or file:///absolute/path")
-    if scheme == "hf" and rest.startswith("//"):
-        repository, at, revision = rest.removeprefix("//").partition("@")
-        if not _REPOSITORY.fullmatch(repository) or ".." in repository or "--" in repository:
-            raise InvalidConfig(field, f"{uri!r} names no repository; write hf://org/name[@revision]")
-        if at and (not _REVISION.fullmatch(revision) or ".." in revision):
-            raise InvalidConfig(
-                field, f"{uri!r} has no valid revision after the @; write hf://org/name@branch-tag-or-commit"
-            )
-        return HubModel(repository, revision or None)
-    if scheme == "file":
-        if not rest.startswith("///") or "\0" in rest:
-            raise InvalidConfig(field, f"{uri!r} names no absolute path; write file:///absolute/path")
-        return FolderModel(Path(unquote(rest.removeprefix("//"))))
+        raise InvalidConfig(field, f"{uri!r} is not a URI; write {FORMS}")
+    parse = _PARSERS.get(scheme)
+    if parse is not None and (scheme == "file" or rest.startswith("//")):
+        return parse(uri, rest.removeprefix("//"), field)
     refuse(Surface.SCHEME, scheme, uri, at=field)
-    cure = "use hf://org/name[@revision] or file:///absolute/path"
-    raise InvalidConfig(field, f"unknown scheme {scheme}: in {uri!r}: {cure}")
+    raise InvalidConfig(field, f"unknown scheme {scheme}: in {uri!r}: use {FORMS}")
+
+
+def _hub(uri: str, rest: str, field: str) -> HubModel:
+    repository, at, revision = rest.partition("@")
+    if not _REPOSITORY.fullmatch(repository) or ".." in repository or "--" in repository:
+        raise InvalidConfig(field, f"{uri!r} names no repository; write hf://org/name[@revision]")
+    if at and (not _REVISION.fullmatch(revision) or ".." in revision):
+        raise InvalidConfig(
+            field, f"{uri!r} has no valid revision after the @; write hf://org/name@branch-tag-or-commit"
+        )
+    return HubModel(repository, revision or None)
+
+
+def _s3(uri: str, rest: str, field: str) -> S3Model:
+    bucket, _, prefix = rest.partition("/")
+    prefix = prefix.rstrip("/")
+    if not _BUCKET.fullmatch(bucket) or ".." in bucket:
+        raise InvalidConfig(field, f"{uri!r} names no bucket; write s3://bucket/prefix")
+    if not _is_path(prefix) or "?" in prefix or "#" in prefix:
+        raise InvalidConfig(field, f"{uri!r} has no valid prefix after the bucket; write s3://bucket/prefix")
+    return S3Model(bucket, prefix)
+
+
+def _claim(uri: str, rest: str, field: str) -> ClaimModel:
+    claim, _, path = rest.partition("/")
+    path = path.rstrip("/")
+    if not _CLAIM.fullmatch(claim) or ".." in claim:
+        raise InvalidConfig(field, f"{uri!r} names no PersistentVolumeClaim; write pvc://claim/path")
+    if not _is_path(path):
+        raise InvalidConfig(field, f"{uri!r} has no valid path in the volume; write pvc://claim/path")
+    return ClaimModel(claim, path)
+
+
+def _folder(uri: str, rest: str, field: str) -> FolderModel:
+    if not uri.startswith("file:///") or "\0" in rest:
+        raise InvalidConfig(field, f"{uri!r} names no absolute path; write file:///absolute/path")
+    return FolderModel(Path(unquote(rest)))
+
+
+def _is_path(path: str) -> bool:
+    """Whether this is a plain relative path, or empty."""
+    parts = path.split("/")
+    return not path or (len(path) <= _MAX_PATH_CHARACTERS and path.isprintable() and not {"", ".", ".."} & set(parts))
+
+
+_PARSERS: dict[str, Callable[[str, str, str], Model]] = {"hf": _hub, "s3": _s3, "pvc": _claim, "file": _folder}

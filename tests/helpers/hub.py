@@ -19,7 +19,7 @@ import hashlib
 import json
 import re
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -85,6 +85,8 @@ class Shelf:
     gated: Mapping[str, str] = field(default_factory=dict)
     """Repository to the token whose owner accepted its terms."""
     asked: list[Asked] = field(default_factory=list)
+    body: Callable[[str, int, Iterator[bytes]], Iterator[bytes]] = lambda name, begin, blocks: blocks
+    """Name, first position and blocks of a body to the blocks that are sent: `FileFaults.body`."""
     _failures: list[int] = field(default_factory=list)
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
@@ -199,11 +201,13 @@ class Handler(BaseHTTPRequestHandler):
         self._send_headers(status, {**headers, "Accept-Ranges": "bytes"}, end - begin)
         if self.command == "HEAD":
             return
-        with file.path.open("rb") as source, contextlib.suppress(ConnectionError):
-            source.seek(begin)
-            while begin < end and (chunk := source.read(min(CHUNK_BYTES, end - begin))):
-                self.wfile.write(chunk)
-                begin += len(chunk)
+        num_left = end - begin
+        with contextlib.suppress(ConnectionError):
+            for block in self.shelf.body(file.name, begin, _blocks(file.path, begin, end)):
+                self.wfile.write(block)
+                num_left -= len(block)
+        if num_left:
+            self.close_connection = True
 
     def _send_json(self, value: Any) -> None:
         self._send(200, {"Content-Type": "application/json"}, json.dumps(value).encode())
@@ -307,6 +311,14 @@ class StoreHandler(Handler):
             raise Refused(400, message="only one way of authorization is allowed, and the address is one")
         _, files = self.shelf.files(match["repository"], match["commit"])
         self._send_file(files[unquote(match["name"])], {})
+
+
+def _blocks(path: Path, begin: int, end: int) -> Iterator[bytes]:
+    with path.open("rb") as source:
+        source.seek(begin)
+        while begin < end and (block := source.read(min(CHUNK_BYTES, end - begin))):
+            yield block
+            begin += len(block)
 
 
 def _large_entry(file: StoredFile) -> dict[str, Any]:

@@ -19,7 +19,6 @@ from neuron_runtime.checkpoint import read_checkpoint
 from neuron_runtime.errors import ExitCode, FatalError
 from neuron_runtime.inspection import facts_as_json, facts_as_text, inspect_model
 from neuron_runtime.record import ModelFacts
-from neuron_runtime.sources import Hub
 
 
 @pytest.fixture
@@ -28,10 +27,12 @@ def shelf(tmp_path: Path) -> Shelf:
 
 
 @pytest.fixture
-def hub(shelf: Shelf) -> Iterator[Hub]:
+def hub(shelf: Shelf, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The hub of the environment."""
     shelf.root.mkdir()
     with serving(shelf) as endpoint:
-        yield Hub(endpoint, token=None, sleep=lambda seconds: None)
+        monkeypatch.setenv("HF_ENDPOINT", endpoint)
+        yield
 
 
 def facts_of_tiny(digest: str) -> ModelFacts:
@@ -60,25 +61,25 @@ def test_a_folder_gives_facts_and_a_digest(tmp_path: Path, num_shards: int) -> N
 
 
 @pytest.mark.parametrize("num_shards", [1, 3])
-def test_a_hub_model_gives_the_same_facts_and_its_commit(shelf: Shelf, hub: Hub, num_shards: int) -> None:
+def test_a_hub_model_gives_the_same_facts_and_its_commit(shelf: Shelf, hub: None, num_shards: int) -> None:
     write_tiny_model(shelf.root / "acme/tiny/main", num_shards=num_shards)
-    assert inspect_model("hf://acme/tiny", hub) == facts_of_tiny(shelf.commit("acme/tiny"))
+    assert inspect_model("hf://acme/tiny") == facts_of_tiny(shelf.commit("acme/tiny"))
 
 
-def test_only_the_first_range_of_hub_weights_is_read(shelf: Shelf, hub: Hub) -> None:
+def test_only_the_first_range_of_hub_weights_is_read(shelf: Shelf, hub: None) -> None:
     folder = write_tiny_model(shelf.root / "acme/wide/main", vocab_size=20_000)
     assert (folder / "model.safetensors").stat().st_size > 2_000_000
-    inspect_model("hf://acme/wide", hub)
+    inspect_model("hf://acme/wide")
     ranges = {asked.range for asked in shelf.asked if "/large/" in asked.path}
     assert ranges == {"bytes=0-199999"}
 
 
 def test_a_header_longer_than_the_first_range_is_read_completely(
-    shelf: Shelf, hub: Hub, monkeypatch: pytest.MonkeyPatch
+    shelf: Shelf, hub: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("neuron_runtime.sources.FIRST_HEADER_BYTES", 100)
+    monkeypatch.setattr("neuron_runtime.weights.fetching.FIRST_HEADER_BYTES", 100)
     write_tiny_model(shelf.root / "acme/tiny/main")
-    assert inspect_model("hf://acme/tiny", hub) == facts_of_tiny(shelf.commit("acme/tiny"))
+    assert inspect_model("hf://acme/tiny") == facts_of_tiny(shelf.commit("acme/tiny"))
 
 
 def test_the_facts_of_any_model_fit_into_a_record(tmp_path: Path) -> None:
@@ -143,14 +144,14 @@ BROKEN = [
 @pytest.mark.parametrize("place", ["folder", "hub"])
 @pytest.mark.parametrize("fault", BROKEN, ids=[words for _, _, words in BROKEN])
 def test_an_unusable_model_is_reported_with_file_and_cause(
-    shelf: Shelf, hub: Hub, fault: tuple[Callable[[Path], None], ExitCode, str], place: str
+    shelf: Shelf, hub: None, fault: tuple[Callable[[Path], None], ExitCode, str], place: str
 ) -> None:
     break_it, exit_code, words = fault
     folder = write_tiny_model(shelf.root / "acme/broken/main")
     break_it(folder)
     uri = f"file://{folder}" if place == "folder" else "hf://acme/broken"
     with pytest.raises(FatalError) as caught:
-        inspect_model(uri, hub)
+        inspect_model(uri)
     assert caught.value.exit_code is exit_code
     assert words in str(caught.value)
     assert "neuron-inspect-" not in str(caught.value)
@@ -164,11 +165,11 @@ def test_a_pipe_instead_of_a_file_is_refused_at_once(tmp_path: Path, name: str) 
         inspect_model(f"file://{folder}")
 
 
-def test_a_model_with_only_pickled_weights_is_refused_with_a_conversion_hint(shelf: Shelf, hub: Hub) -> None:
+def test_a_model_with_only_pickled_weights_is_refused_with_a_conversion_hint(shelf: Shelf, hub: None) -> None:
     folder = write_tiny_model(shelf.root / "acme/old/main")
     (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
     with pytest.raises(FatalError, match=r"contains pytorch_model\.bin; convert the model"):
-        inspect_model("hf://acme/old", hub)
+        inspect_model("hf://acme/old")
 
 
 def test_inspection_imports_neither_torch_nor_transformers(tmp_path: Path) -> None:

@@ -121,7 +121,7 @@ class OfflineEngine:
     def __init__(self, model: str, arguments: Mapping[str, Any], cache_dir: Path | None = None) -> None:
         from neuron_runtime.engine.backends import backend_package, check_backend  # noqa: PLC0415 - heavy
         from neuron_runtime.engine.loop import Engine  # noqa: PLC0415
-        from neuron_runtime.sources import materialize  # noqa: PLC0415
+        from neuron_runtime.weights.fetching import materialize  # noqa: PLC0415
 
         config = config_of(model_folder_or_uri(model, cache_dir), arguments)
         check_backend(config)

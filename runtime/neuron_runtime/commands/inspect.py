@@ -7,10 +7,11 @@ import time
 
 from neuron_runtime import record
 from neuron_runtime.arguments import model_uri
+from neuron_runtime.uris import FORMS
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("uri", metavar="URI", help="hf://org/name[@revision] or file:///absolute/path")
+    parser.add_argument("uri", metavar="URI", help=FORMS)
     parser.add_argument("--json", action="store_true", help="Print the facts as JSON")
     record.add_flag(parser)
     parser.set_defaults(run=run)

@@ -20,6 +20,7 @@ from neuron_runtime.console import say
 from neuron_runtime.errors import InvalidConfig
 from neuron_runtime.flags import add_flags, json_or_text
 from neuron_runtime.not_built import Surface
+from neuron_runtime.uris import FORMS
 
 DEFAULT_PORT = 8000
 
@@ -34,7 +35,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "model",
         nargs="?",
         metavar="MODEL",
-        help="hf://org/name[@revision], org/name (a hub model), file:///path, or the path of a folder",
+        help=f"{FORMS}, org/name (a hub model), or the path of a folder",
     )
     parser.add_argument(
         "--config", type=Path, metavar="FILE", help="Configuration document, instead of MODEL, model and server flags"
@@ -48,7 +49,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=Path,
         metavar="DIR",
         default=default_weights_dir(),
-        help="Folder for downloads; complete ones are reused "
+        help="Store of models: found there, or fetched into it "
         "(default: neuron-serving/weights in $XDG_CACHE_HOME, else in ~/.cache)",
     )
     record.add_flag(parser)

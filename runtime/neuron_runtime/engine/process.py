@@ -212,7 +212,7 @@ def device_failure(error: Exception) -> ServingError:
 
 def serve(config: RuntimeConfig, weights_dir: Path, border: Border, deadline: Deadline) -> None:
     """Load, warm up, then serve until SIGTERM. Raises FatalError or exceptions of the backend."""
-    from neuron_runtime.sources import materialize  # noqa: PLC0415  (may bring a hub client)
+    from neuron_runtime.weights.fetching import materialize  # noqa: PLC0415  (may bring a hub client)
 
     report = StartReport(border)
     package = backend_package(config)

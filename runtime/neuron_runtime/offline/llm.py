@@ -76,7 +76,7 @@ class LLM:
         config = llm_config(model, arguments, device=device, revision=revision, additional_config=additional_config)
         with naming(LLM_NAMES):
             check_backend(config)
-            from neuron_runtime.sources import materialize  # noqa: PLC0415  (brings a hub client)
+            from neuron_runtime.weights.fetching import materialize  # noqa: PLC0415  (brings a hub client)
 
             progress = StageLines()
             weights_dir = default_weights_dir() if download_dir is None else Path(download_dir)

@@ -105,11 +105,17 @@ COMPONENTS = {
             version_module="helm.sh/helm/v4",
             version_flags=("-X helm.sh/helm/v4/internal/version.version={version}",),
         ),
+        Component(
+            "s3",
+            {"versitygw": "github.com/versity/versitygw/cmd/versitygw"},
+            minutes=1,
+            version_module="github.com/versity/versitygw",
+        ),
         Component("promql", {"promql": "."}, minutes=0.8, version_module="github.com/prometheus/prometheus"),
     )
 }
 
-# The components of a running cluster. Helm, BuildKit and promql are tools for tests.
+# The components of a running cluster. Helm, BuildKit, s3 and promql are tools for tests.
 CLUSTER_COMPONENTS = ("containerd", "pause", "etcd", "hyper", "coredns")
 
 

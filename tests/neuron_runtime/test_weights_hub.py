@@ -1,23 +1,25 @@
-"""Models from a folder and from a hub: downloads, pinned revisions, and the message of each failure."""
+"""Models from a hub: downloads, pinned revisions, and the message of each failure."""
 
 from __future__ import annotations
 
-import contextlib
-import errno
-import os
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from helpers.hub import Shelf, serving
 from helpers.tiny_model import write_tiny_model
+from neuron_runtime.backend.base import ProgressCallback
 from neuron_runtime.config import ModelSource
-from neuron_runtime.errors import ExitCode, FatalError, InvalidConfig
-from neuron_runtime.sources import RETRY_SECONDS, Hub, HubUnreachable, materialize
-from neuron_runtime.uris import FolderModel, HubModel, parse_uri
+from neuron_runtime.errors import ExitCode, FatalError
+from neuron_runtime.uris import HubModel, parse_uri
+from neuron_runtime.weights.fetching import Tools
+from neuron_runtime.weights.fetching import materialize as _materialize
+from neuron_runtime.weights.hub import HubSource
+from neuron_runtime.weights.source import RETRY_SECONDS, SourceUnreachable
 
 MODEL = "hf://acme/tiny"
 
@@ -53,9 +55,25 @@ def pauses() -> list[float]:
     return []
 
 
+@dataclass(frozen=True)
+class Hub:
+    """A hub as seen by the tests: its address, and a token."""
+
+    endpoint: str
+    token: str | None = None
+    sleep: Callable[[float], None] = time.sleep
+
+
 @pytest.fixture
 def hub(endpoint: str, pauses: list[float]) -> Hub:
     return Hub(endpoint, token=None, sleep=pauses.append)
+
+
+def materialize(source: ModelSource, weights_dir: Path, progress: ProgressCallback, hub: Hub, **more: Any) -> Path:
+    model = parse_uri(source.uri)
+    assert isinstance(model, HubModel)
+    tools = Tools(sleep=hub.sleep)
+    return _materialize(source, weights_dir, progress, HubSource(model, hub.endpoint, hub.token), tools=tools, **more)
 
 
 def failure(source: ModelSource, weights_dir: Path, hub: Hub) -> FatalError:
@@ -63,67 +81,6 @@ def failure(source: ModelSource, weights_dir: Path, hub: Hub) -> FatalError:
         materialize(source, weights_dir, quiet, hub)
     assert "\n" not in str(caught.value)
     return caught.value
-
-
-class TestUris:
-    @pytest.mark.parametrize(
-        ("uri", "model"),
-        [
-            ("hf://Qwen/Qwen3-8B", HubModel("Qwen/Qwen3-8B")),
-            ("hf://org/name.v1_2@v1.0", HubModel("org/name.v1_2", "v1.0")),
-            ("hf://org/name@refs/pr/3", HubModel("org/name", "refs/pr/3")),
-            ("file:///models/demo", FolderModel(Path("/models/demo"))),
-            ("file:///models/with%20blank", FolderModel(Path("/models/with blank"))),
-        ],
-    )
-    def test_both_schemes_are_parsed(self, uri: str, model: object) -> None:
-        assert parse_uri(uri) == model
-
-    @pytest.mark.parametrize("uri", ["s3://bucket/prefix", "pvc://claim/path", "oci://image@sha256:00"])
-    def test_unsupported_schemes_are_refused_naming_the_supported_ones(self, uri: str) -> None:
-        with pytest.raises(InvalidConfig, match=r"not supported yet: use hf://.* or file:///"):
-            parse_uri(uri)
-
-    @pytest.mark.parametrize(
-        "uri",
-        ["", "Qwen/Qwen3-8B", "/models/demo", "ftp://host/x", "hf://name", "hf://a/b/c", "hf://../x", "hf://a/b@",
-         "hf://a/b@..", "hf:a/b", "file:./demo", "file://host/demo", "file://demo", "hf://a/b?x=1"],
-    )  # fmt: skip
-    def test_malformed_uris_are_refused_with_the_expected_form(self, uri: str) -> None:
-        with pytest.raises(InvalidConfig, match=r"^\$\.model\.uri: .*(hf://|file:///)"):
-            parse_uri(uri)
-
-    @given(st.text())
-    def test_no_text_crashes_the_parser(self, uri: str) -> None:
-        with contextlib.suppress(InvalidConfig):
-            assert str(parse_uri(uri)).startswith(uri[:3])
-
-
-class TestFolders:
-    def test_a_folder_is_served_in_place(self, tmp_path: Path) -> None:
-        folder = write_tiny_model(tmp_path / "model")
-        assert materialize(ModelSource(uri=f"file://{folder}"), tmp_path / "weights", quiet) == folder
-        assert not (tmp_path / "weights").exists()
-
-    def test_a_missing_source_folder_is_model_not_found(self, tmp_path: Path) -> None:
-        with pytest.raises(FatalError, match="nowhere") as caught:
-            materialize(ModelSource(uri=f"file://{tmp_path}/nowhere"), tmp_path, quiet)
-        assert caught.value.exit_code is ExitCode.MODEL_NOT_FOUND
-
-    def test_a_folder_that_differs_from_its_pinned_digest_is_refused(self, tmp_path: Path) -> None:
-        folder = write_tiny_model(tmp_path / "model")
-        with pytest.raises(FatalError, match=r"0000.* is pinned") as caught:
-            materialize(ModelSource(uri=f"file://{folder}", digest="0000"), tmp_path, quiet)
-        assert caught.value.exit_code is ExitCode.CHECKSUM_MISMATCH
-
-    def test_without_weights_a_folder_needs_only_its_config(self, tmp_path: Path) -> None:
-        folder = write_tiny_model(tmp_path / "model")
-        (folder / "model.safetensors").unlink()
-        source = ModelSource(uri=f"file://{folder}", digest="0000")
-        assert materialize(source, tmp_path, quiet, with_weights=False) == folder
-        (folder / "config.json").unlink()
-        with pytest.raises(FatalError, match=r"config\.json is missing"):
-            materialize(source, tmp_path, quiet, with_weights=False)
 
 
 class TestDownloads:
@@ -134,7 +91,7 @@ class TestDownloads:
         )
         names = {path.name for path in folder.iterdir()}
         assert names == {
-            ".complete",
+            ".manifest.json",
             "config.json",
             "generation_config.json",
             "tokenizer.json",
@@ -144,17 +101,18 @@ class TestDownloads:
             "model-00001-of-00002.safetensors",
             "model-00002-of-00002.safetensors",
         }
-        for name in names - {".complete"}:
+        for name in names - {".manifest.json"}:
             assert (folder / name).read_bytes() == (shelf.root / "acme/tiny/main" / name).read_bytes()
         assert shares[-1] == 1.0
         assert shares == sorted(shares)
 
-    def test_small_files_are_downloaded_first_and_weights_on_demand(self, hub: Hub, tmp_path: Path) -> None:
-        folder = materialize(ModelSource(uri=MODEL), tmp_path, quiet, hub, with_weights=False)
-        assert (folder / "config.json").exists()
-        assert (folder / "tokenizer.json").exists()
-        assert not list(folder.glob("*.safetensors"))
-        assert materialize(ModelSource(uri=MODEL), tmp_path, quiet, hub) == folder
+    def test_a_backend_without_weights_gets_the_small_files_alone(self, hub: Hub, tmp_path: Path) -> None:
+        small = materialize(ModelSource(uri=MODEL), tmp_path, quiet, hub, with_weights=False)
+        assert (small / "config.json").exists()
+        assert (small / "tokenizer.json").exists()
+        assert not list(small.glob("*.safetensors"))
+        assert materialize(ModelSource(uri=MODEL), tmp_path, quiet, hub, with_weights=False) == small
+        folder = materialize(ModelSource(uri=MODEL), tmp_path, quiet, hub)
         assert len(list(folder.glob("*.safetensors"))) == 2
         assert materialize(ModelSource(uri=MODEL), tmp_path, quiet, hub, with_weights=False) == folder
 
@@ -177,17 +135,6 @@ class TestDownloads:
         assert materialize(pinned, tmp_path, quiet, hub) == first
         assert len(shelf.asked) == num_asked
 
-    def test_an_interrupted_download_is_resumed(self, shelf: Shelf, hub: Hub, tmp_path: Path) -> None:
-        source = ModelSource(uri=MODEL)
-        whole = materialize(source, tmp_path, quiet, hub)
-        (whole / ".complete").unlink()
-        (whole / "model-00002-of-00002.safetensors").unlink()
-        shelf.asked.clear()
-        assert materialize(source, tmp_path, quiet, hub) == whole
-        fetched = {asked.path.rpartition("/")[2] for asked in shelf.asked if asked.method == "GET" and not asked.range}
-        assert "model-00002-of-00002.safetensors" in fetched
-        assert "model-00001-of-00002.safetensors" not in fetched
-
     def test_a_digest_that_is_not_a_commit_is_refused(self, hub: Hub, tmp_path: Path) -> None:
         assert failure(ModelSource(uri=MODEL, digest="v1"), tmp_path, hub).exit_code is ExitCode.CHECKSUM_MISMATCH
 
@@ -196,29 +143,6 @@ class TestDownloads:
         error = failure(ModelSource(uri=f"{MODEL}@v1"), tmp_path, hub)
         assert error.exit_code is ExitCode.INVALID_MODEL
         assert str(error).startswith(f"{MODEL}@v1/model.safetensors.index.json is missing")
-
-    def test_weights_larger_than_the_disk_are_refused_before_the_download(
-        self, shelf: Shelf, hub: Hub, tmp_path: Path
-    ) -> None:
-        with pytest.raises(FatalError, match=r"needs [\d,]+ more bytes in .*, but 1,000 are free") as caught:
-            materialize(ModelSource(uri=MODEL), tmp_path, quiet, hub, free_bytes=lambda folder: 1000)
-        assert caught.value.exit_code is ExitCode.STORAGE_FULL
-        assert not any("/large/" in asked.path for asked in shelf.asked)
-
-    def test_a_disk_that_fills_up_is_reported(
-        self, hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pauses: list[float]
-    ) -> None:
-        def full(*args: object, **kwargs: object) -> str:
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-        monkeypatch.setattr("neuron_runtime.sources.hf_hub_download", full)
-        assert failure(ModelSource(uri=MODEL), tmp_path, hub).exit_code is ExitCode.STORAGE_FULL
-        assert pauses == []
-
-    def test_an_unwritable_weights_folder_is_reported(self, hub: Hub, tmp_path: Path) -> None:
-        (tmp_path / "weights").write_text("a file in the way")
-        with pytest.raises(InvalidConfig, match=r"^--weights-dir: .* cannot be written"):
-            materialize(ModelSource(uri=MODEL), tmp_path / "weights", quiet, hub)
 
 
 class TestRefusals:
@@ -270,7 +194,7 @@ class TestRetries:
         self, tmp_path: Path, pauses: list[float], capsys: pytest.CaptureFixture[str]
     ) -> None:
         nowhere = Hub("http://127.0.0.1:9", token=None, sleep=pauses.append)
-        with pytest.raises(HubUnreachable, match=r"^http://127.0.0.1:9 cannot be reached for hf://acme/tiny after 5"):
+        with pytest.raises(SourceUnreachable, match=r"^http://127.0.0.1:9 cannot be read for hf://acme/tiny after 5"):
             materialize(ModelSource(uri=MODEL), tmp_path, quiet, nowhere)
         assert pauses == list(RETRY_SECONDS)
         assert capsys.readouterr().err.count("retrying in") == len(RETRY_SECONDS)
@@ -280,4 +204,4 @@ class TestRetries:
     ) -> None:
         monkeypatch.setenv("HF_ENDPOINT", endpoint + "/")
         monkeypatch.setenv("HF_TOKEN", "hf_reader")
-        assert materialize(ModelSource(uri="hf://acme/secret"), tmp_path, quiet).is_dir()
+        assert _materialize(ModelSource(uri="hf://acme/secret"), tmp_path, quiet).is_dir()

@@ -1,0 +1,67 @@
+"""Writes to the folder of weights: what its errors mean, and what makes a write durable.
+
+Used by `transfer`, `journal` and `store`.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from neuron_runtime.errors import ExitCode, FatalError, ServingError
+
+_FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
+_REFUSED = frozenset({errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EEXIST, errno.ELOOP, errno.EISDIR})
+
+
+@contextmanager
+def writing(folder: Path) -> Iterator[None]:
+    """Turn errors of the disk below `folder` into STORAGE_FULL, an invalid configuration, or a temporary error."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno in _FULL:
+            message = f"{folder}: {error.strerror}; provide more space for the weights, or prune it"
+            raise FatalError(ExitCode.STORAGE_FULL, message) from error
+        if error.errno in _REFUSED:
+            message = f"{folder} cannot be written: {error.strerror}; name a folder that this user may write"
+            raise FatalError(ExitCode.INVALID_ENGINE_CONFIG, message) from error
+        raise ServingError(f"{folder} cannot be used: {error.strerror or error}") from error
+
+
+def open_file(path: Path, flags: int, mode: int = 0o644) -> int:
+    """A descriptor of a regular file; a symbolic link is an error."""
+    return os.open(path, flags | os.O_NOFOLLOW | os.O_CLOEXEC, mode)
+
+
+def sync_folder(folder: Path) -> None:
+    """Make the names in a folder durable."""
+    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def write_all(fd: int, data: memoryview, position: int) -> None:
+    while data:
+        num_written = os.pwrite(fd, data, position)
+        data, position = data[num_written:], position + num_written
+
+
+def read_blocks(path: Path, begin: int, end: int, buffer: bytearray) -> Iterator[memoryview]:
+    """Bytes of a regular file through one buffer; fewer if it is shorter. Raises OSError."""
+    fd = open_file(path, os.O_RDONLY)
+    try:
+        view = memoryview(buffer)
+        while begin < end:
+            num_read = os.preadv(fd, [view[: end - begin]], begin)
+            if not num_read:
+                return
+            yield view[:num_read]
+            begin += num_read
+    finally:
+        os.close(fd)

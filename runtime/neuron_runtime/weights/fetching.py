@@ -1,0 +1,333 @@
+"""Brings a model to this machine: into a store from where it is loaded, or only its outline for inspection.
+
+Called by `fetch`, by the engine process and `LLM` before they load (`materialize`), and by `inspection` (`outline`).
+It combines a source, a transfer and a store. It does not import torch and does not check architectures.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+from neuron_runtime.backend.base import ProgressCallback
+from neuron_runtime.checkpoint import (
+    CONFIG_FILE,
+    INDEX_FILE,
+    WEIGHTS_FILE,
+    header_length,
+    parse_index,
+    read_checkpoint,
+    read_config,
+)
+from neuron_runtime.config import ModelSource
+from neuron_runtime.console import say
+from neuron_runtime.errors import ExitCode, FatalError
+from neuron_runtime.uris import ClaimModel, FolderModel, HubModel, S3Model, parse_uri
+from neuron_runtime.weights.disk import writing
+from neuron_runtime.weights.journal import Journal
+from neuron_runtime.weights.selection import is_plain, small_files, weight_files
+from neuron_runtime.weights.source import Attempts, BrokenAnswer, Listing, Source, SourceFile
+from neuron_runtime.weights.store import KEY, Damaged, Entry, Manifest, Store, StoredFile
+from neuron_runtime.weights.transfer import Amount, Transfer, TransferLimits
+
+CLAIMS_DIR_VARIABLE = "NEURON_SERVING_CLAIMS_DIR"
+DEFAULT_CLAIMS_DIR = Path("/mnt/claims")
+"""The volume of `pvc://claim/path` is mounted at `claim` in this folder."""
+
+FIRST_HEADER_BYTES = 200_000
+"""Enough for the header of most safetensors files, so that one request suffices."""
+NUM_HEADERS = 4
+"""Headers that are read at the same time."""
+LIMITS = TransferLimits()
+WAITING_SECONDS = 10.0
+"""Interval of lines about another process that fetches the model."""
+
+
+@dataclass(frozen=True)
+class Tools:
+    """What fetching needs from its surroundings; tests replace it."""
+
+    sleep: Callable[[float], None] = time.sleep
+    free_bytes: Callable[[Path], int] = lambda folder: shutil.disk_usage(folder).free
+    limits: TransferLimits = LIMITS
+
+
+@dataclass(frozen=True)
+class Fetched:
+    """A model on this machine. `read_bytes`: from its source, now; 0 if it was here already."""
+
+    folder: Path
+    digest: str
+    num_bytes: int
+    read_bytes: int = 0
+
+
+def fetch(
+    uri: str,
+    store: Store,
+    report: Callable[[Amount], None],
+    digest: str = "",
+    source: Source | None = None,
+    *,
+    with_weights: bool = True,
+    tools: Tools | None = None,
+) -> Fetched:
+    """The model as a complete entry of the store, copied from its source unless it is there. Folders stay in place.
+
+    Args:
+        digest: what the model must be; the digest of what the source has now if empty.
+        source: default: the one of the URI, with credentials from the environment.
+        with_weights: False for the small files alone.
+
+    Raises:
+        InvalidConfig: the URI is malformed.
+        FatalError: MODEL_NOT_FOUND, WEIGHTS_UNAUTHORIZED, INVALID_MODEL, CHECKSUM_MISMATCH or STORAGE_FULL, or the
+            store cannot be written.
+        SourceUnreachable: the source does not respond.
+    """
+    model = parse_uri(uri)
+    if isinstance(model, FolderModel | ClaimModel):
+        return _in_place(uri, folder_of(model), digest, with_weights)
+    suffix = "" if with_weights else "-text"
+    if KEY.fullmatch(digest):
+        for key in dict.fromkeys((digest, digest + suffix)):
+            if entry := _found(store, key):
+                return _fetched(entry)
+    source = source or open_source(model)
+    tools = tools or Tools()
+    attempts = Attempts(source, tools.sleep)
+    listing = attempts(lambda: source.listing(digest))
+    if digest and listing.digest != digest:
+        raise FatalError(
+            ExitCode.CHECKSUM_MISMATCH,
+            f"{uri} has digest {listing.digest} at {source.place}, but {digest} is pinned; pin the model of today",
+        )
+    for key in dict.fromkeys((listing.digest, listing.digest + suffix)):
+        if entry := _found(store, key):
+            return _fetched(entry)
+    store.prepare()
+    with store.lock(key, _WaitingLine(uri)) as work:
+        if entry := _found(store, key, replace=True):
+            return _fetched(entry)
+        with _naming(work / "files", uri):
+            manifest, read_bytes = _copy(attempts, listing, work, report, with_weights=with_weights, tools=tools)
+        return _fetched(store.publish(key, work, manifest), read_bytes)
+
+
+def materialize(
+    model: ModelSource,
+    weights_dir: Path,
+    progress: ProgressCallback,
+    source: Source | None = None,
+    *,
+    with_weights: bool = True,
+    tools: Tools | None = None,
+) -> Path:
+    """The local folder of the model, fetched into the store at `weights_dir` if needed. Errors as of `fetch`."""
+    stage = f"fetching {model.uri}"
+    shown = False
+
+    def report(amount: Amount) -> None:
+        nonlocal shown
+        shown = True
+        progress(stage, min(0.999, amount.done_bytes / max(1, amount.total_bytes)))
+
+    store = Store(weights_dir)
+    found = fetch(model.uri, store, report, model.digest, source, with_weights=with_weights, tools=tools)
+    if shown:
+        progress(stage, 1.0)
+    return found.folder
+
+
+@contextlib.contextmanager
+def outline(uri: str, scratch: Path, source: Source | None = None) -> Iterator[tuple[Path, str | None]]:
+    """A folder that `read_checkpoint` can read like the model's, and its digest (None for a local folder).
+
+    Of a remote model, config.json, the index and the headers of the weights are copied to `scratch`; every other
+    byte is a hole, so file sizes are right and all checks apply. Errors raised in the body name the URI instead of the
+    scratch folder.
+
+    Raises: as `fetch`, except storage errors.
+    """
+    model = parse_uri(uri, "URI")
+    if isinstance(model, FolderModel | ClaimModel):
+        yield folder_of(model), None
+        return
+    source = source or open_source(model)
+    attempts = Attempts(source)
+    listing = attempts(source.listing)
+    with _naming(scratch, uri):
+        _draw(attempts, listing, scratch)
+        yield scratch, listing.digest
+
+
+def open_source(model: HubModel | S3Model) -> Source:
+    """The source of a remote model, with address and credentials from the environment."""
+    if isinstance(model, HubModel):
+        from neuron_runtime.weights.hub import HubSource  # noqa: PLC0415  (one of two client libraries is needed)
+
+        return HubSource.from_environment(model)
+    from neuron_runtime.weights.s3 import S3Source  # noqa: PLC0415
+
+    return S3Source(model)
+
+
+def folder_of(model: FolderModel | ClaimModel) -> Path:
+    """Where a model that is read in place lies. Raises FatalError if a claim is not mounted or the path leaves it."""
+    if isinstance(model, FolderModel):
+        return model.folder
+    root = Path(os.environ.get(CLAIMS_DIR_VARIABLE) or DEFAULT_CLAIMS_DIR) / model.claim
+    if not root.is_dir():
+        message = f"{model}: the volume is not mounted at {root}; mount it there, or set {CLAIMS_DIR_VARIABLE}"
+        raise FatalError(ExitCode.MODEL_NOT_FOUND, message)
+    folder = root / model.path
+    if not folder.resolve().is_relative_to(root.resolve()):
+        raise FatalError(ExitCode.INVALID_MODEL, f"{model}: the path leaves the volume by a symbolic link")
+    return folder
+
+
+def _in_place(uri: str, folder: Path, digest: str, with_weights: bool) -> Fetched:
+    if not with_weights:
+        read_config(folder)
+        return Fetched(folder, digest, 0)
+    checkpoint = read_checkpoint(folder)
+    if digest and checkpoint.digest != digest:
+        raise FatalError(
+            ExitCode.CHECKSUM_MISMATCH,
+            f"{uri} has digest {checkpoint.digest}, but {digest} is pinned; serve what was inspected, or set the "
+            "refresh annotation to pin the current model",
+        )
+    num_bytes = sum((folder / file).stat().st_size for file in checkpoint.files)
+    return Fetched(folder, checkpoint.digest, num_bytes)
+
+
+def _found(store: Store, key: str, *, replace: bool = False) -> Entry | None:
+    """A sound entry. A damaged one is an error in a read-only store, otherwise it is fetched again."""
+    try:
+        return store.find(key)
+    except Damaged as error:
+        if not os.access(store.folder, os.W_OK):
+            raise
+        if replace:
+            say(f"{error.what}: fetching it again")
+            store.discard(key)
+        return None
+
+
+def _fetched(entry: Entry, read_bytes: int = 0) -> Fetched:
+    return Fetched(entry.folder, entry.manifest.digest, entry.manifest.num_bytes, read_bytes)
+
+
+def _copy(
+    attempts: Attempts,
+    listing: Listing,
+    work: Path,
+    report: Callable[[Amount], None],
+    *,
+    with_weights: bool,
+    tools: Tools,
+) -> tuple[Manifest, int]:
+    """Copy the files of a model, the small ones first: the index among them names the others."""
+    folder = work / "files"
+    small = small_files(listing.files)
+    with writing(work):
+        journal = Journal(work / "journal", listing.digest)
+
+    def transfer(names: list[str], report: Callable[[Amount], None]) -> tuple[dict[str, str], int]:
+        copy = Transfer(
+            attempts, listing, names, folder=folder, journal=journal, limits=tools.limits, free_bytes=tools.free_bytes
+        )
+        return copy.run(report), copy.amount.read_bytes
+
+    try:
+        sums, read_bytes = transfer(small, lambda amount: None)
+        if with_weights:
+            weights = weight_files(listing.files, _weight_map(folder))
+            more, more_bytes = transfer(weights, report)
+            sums, read_bytes = sums | more, read_bytes + more_bytes
+            read_checkpoint(folder)
+        else:
+            read_config(folder)
+    finally:
+        journal.close()
+    files = tuple(StoredFile(name, listing.files[name].num_bytes, sums[name]) for name in sorted(sums))
+    uri = attempts.source.uri
+    return Manifest(digest=listing.digest, uri=uri, created=time.time(), files=files), read_bytes
+
+
+def _weight_map(folder: Path) -> dict[str, str]:
+    path = folder / INDEX_FILE
+    return parse_index(path.read_bytes(), path) if path.exists() else {}
+
+
+def _draw(attempts: Attempts, listing: Listing, scratch: Path) -> None:
+    source = attempts.source
+
+    def start(file: SourceFile, num_bytes: int) -> bytes:
+        num_bytes = min(num_bytes, file.num_bytes)
+
+        def read() -> bytes:
+            raw = bytearray()
+            with source.read(listing, file, 0, num_bytes) as blocks:
+                for block in blocks:
+                    raw += block
+                    if len(raw) >= num_bytes:
+                        break
+            if len(raw) < num_bytes:
+                raise BrokenAnswer(f"{file.name}: the answer ended {num_bytes - len(raw):,} bytes early")
+            return bytes(raw[:num_bytes])
+
+        return attempts(read) if num_bytes else b""
+
+    names = [name for name in listing.files if is_plain(name)]
+    for name in names:
+        with (scratch / name).open("wb") as file:
+            file.truncate(listing.files[name].num_bytes)
+    for name in {CONFIG_FILE, INDEX_FILE} & set(names):
+        (scratch / name).write_bytes(start(listing.files[name], listing.files[name].num_bytes))
+
+    def copy_header(name: str) -> None:
+        file = listing.files[name]
+        raw = start(file, FIRST_HEADER_BYTES)
+        end = 8 + header_length(raw[:8], file.num_bytes, scratch / name)
+        if end > len(raw):
+            raw = start(file, end)
+        with (scratch / name).open("wb") as copy:
+            copy.write(raw[:end])
+            copy.truncate(file.num_bytes)
+
+    weights = weight_files(listing.files, {} if WEIGHTS_FILE in listing.files else _weight_map(scratch))
+    with ThreadPoolExecutor(NUM_HEADERS, thread_name_prefix="header") as pool:
+        for done in [pool.submit(copy_header, name) for name in weights]:
+            done.result()
+
+
+@contextlib.contextmanager
+def _naming(folder: Path, uri: str) -> Iterator[None]:
+    """Replace `folder` by the model's URI in error messages: users do not know the folder."""
+    try:
+        yield
+    except FatalError as error:
+        if str(folder) not in str(error):
+            raise
+        raise FatalError(error.exit_code, str(error).replace(str(folder), uri)) from error
+
+
+class _WaitingLine:
+    """Says now and then that another process has the lock."""
+
+    def __init__(self, uri: str) -> None:
+        self._uri = uri
+        self._said: float | None = None
+
+    def __call__(self) -> None:
+        now = time.monotonic()
+        if self._said is None or now - self._said >= WAITING_SECONDS:
+            self._said = now
+            say(f"{self._uri}: waiting for another process that fetches it into this store")

@@ -1,0 +1,170 @@
+"""Models at a Hugging Face hub, as a `Source`.
+
+Contract: https://huggingface.co/docs/hub/api, through the huggingface_hub library, which reads the usual environment
+(HF_ENDPOINT, HF_TOKEN, proxies). Its own downloads are not used: they can neither be bounded in time nor resumed inside
+a file. Never prints a token or a signed address.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+from urllib.parse import urlsplit
+
+from huggingface_hub import HfApi, get_token, hf_hub_url
+from huggingface_hub.errors import EntryNotFoundError, GatedRepoError, HfHubHTTPError, RevisionNotFoundError
+from huggingface_hub.utils import build_hf_headers, get_session, hf_raise_for_status  # type: ignore[attr-defined]
+
+from neuron_runtime.errors import ExitCode, FatalError
+from neuron_runtime.uris import HubModel
+from neuron_runtime.weights.source import (
+    BLOCK_BYTES,
+    RETRIED_STATUSES,
+    TIMEOUT_SECONDS,
+    BrokenAnswer,
+    Check,
+    Listing,
+    SourceFile,
+    chain,
+    changed,
+    check_range,
+    one_line,
+)
+
+DEFAULT_ENDPOINT = "https://huggingface.co"
+
+# Every failure of the library and of its HTTP client, which differs between releases of the library.
+_FAILURES: tuple[type[BaseException], ...] = (*HfHubHTTPError.__bases__, EntryNotFoundError, OSError)
+
+
+class _StaleAddress(BrokenAnswer):
+    """The signed address of a file has expired; the next attempt asks the hub for a new one."""
+
+
+@dataclass(frozen=True)
+class HubSource:
+    """One model at a hub. The digest is the commit."""
+
+    model: HubModel
+    endpoint: str = DEFAULT_ENDPOINT
+    token: str | None = field(default=None, repr=False)
+    _addresses: dict[str, str] = field(default_factory=dict, repr=False)
+    """Signed addresses of large files: one redirect by the hub serves many reads."""
+
+    @classmethod
+    def from_environment(cls, model: HubModel) -> HubSource:
+        return cls(model, (os.environ.get("HF_ENDPOINT") or DEFAULT_ENDPOINT).rstrip("/"), get_token())
+
+    @property
+    def uri(self) -> str:
+        return str(self.model)
+
+    @property
+    def place(self) -> str:
+        return self.endpoint
+
+    @property
+    def advice(self) -> str:
+        return "HF_ENDPOINT, proxy settings and, in a cluster, network policies"
+
+    @property
+    def failures(self) -> tuple[type[BaseException], ...]:
+        return _FAILURES
+
+    def listing(self, digest: str = "") -> Listing:
+        api = HfApi(endpoint=self.endpoint, token=self.token or False)
+        info = api.model_info(
+            self.model.repository,
+            revision=digest or self.model.revision,
+            files_metadata=True,
+            timeout=TIMEOUT_SECONDS,
+        )
+        if not info.sha:
+            raise BrokenAnswer("the answer has no commit; is HF_ENDPOINT the URL of a hub?")
+        files = (_file(sibling) for sibling in info.siblings or [])
+        return Listing(info.sha, {file.name: file for file in files})
+
+    def check(self, listing: Listing, file: SourceFile) -> Check | None:
+        return file.check
+
+    def read(self, listing: Listing, file: SourceFile, begin: int, end: int) -> AbstractContextManager[Iterator[bytes]]:
+        return self._read(listing, file, begin, end)
+
+    @contextmanager
+    def _read(self, listing: Listing, file: SourceFile, begin: int, end: int) -> Iterator[Iterator[bytes]]:
+        url = hf_hub_url(self.model.repository, file.name, revision=listing.digest, endpoint=self.endpoint)
+        wanted = {"Range": f"bytes={begin}-{end - 1}", "Accept-Encoding": "identity"}
+        address = self._addresses.get(file.name)
+        headers = wanted if address else {**build_hf_headers(token=self.token or False), **wanted}
+        with _opened(address or url, headers) as (response, blocks):
+            status: int = response.status_code
+            if address and 400 <= status < 500 and status not in RETRIED_STATUSES:
+                self._addresses.pop(file.name, None)
+                raise _StaleAddress(f"the address of {file.name} has expired ({status})")
+            hf_raise_for_status(response)
+            found = response.headers
+            check_range(
+                status, found.get("Content-Range", ""), found.get("Content-Encoding", ""), begin, file.num_bytes
+            )
+            final = str(response.url)
+            if urlsplit(final).netloc != urlsplit(url).netloc:
+                self._addresses[file.name] = final
+            yield blocks
+
+    def verdict(self, error: BaseException) -> FatalError | None:
+        refused = next((e for e in chain(error) if isinstance(e, HfHubHTTPError) and e.response is not None), None)
+        if refused is None:
+            return None
+        status = refused.response.status_code
+        if status in RETRIED_STATUSES:
+            return None
+        where = f"{self.model} at {self.endpoint}"
+        give_token = "provide a token that may read it (HF_TOKEN; model.credentialsSecretRef in a NeuronModel)"
+        match refused:
+            case GatedRepoError():
+                message = f"{where} is gated: accept its terms on its page, then {give_token}"
+                return FatalError(ExitCode.WEIGHTS_UNAUTHORIZED, message)
+            case RevisionNotFoundError():
+                message = f"{where} has no revision {self.model.revision!r}; name a branch, a tag or a commit"
+                return FatalError(ExitCode.MODEL_NOT_FOUND, message)
+            case EntryNotFoundError():
+                return FatalError(ExitCode.MODEL_NOT_FOUND, f"{where} no longer has a file that it listed; try again")
+        if status == 404 or (status == 401 and self.token is None):
+            # A hub returns the same 401 to anonymous callers for private and for missing repositories.
+            message = f"{where} does not exist or is private; check the spelling, or {give_token}"
+            return FatalError(ExitCode.MODEL_NOT_FOUND, message)
+        if status in (401, 403):
+            return FatalError(
+                ExitCode.WEIGHTS_UNAUTHORIZED, f"{where}: the hub refused the token ({status}); {give_token}"
+            )
+        if status == 416:
+            return changed(self.uri, "a file")
+        return FatalError(ExitCode.MODEL_NOT_FOUND, f"{where}: the hub answered {status}: {one_line(refused)}")
+
+
+def _file(sibling: Any) -> SourceFile:
+    """A file with the digest that the hub has of it: of its contents if it is large, else of its git blob."""
+    lfs = sibling.lfs
+    check: Check | None = None
+    if lfs is not None:
+        check = Check("sha256", lfs.sha256)
+    elif sibling.blob_id:
+        check = Check("git", sibling.blob_id)
+    return SourceFile(sibling.rfilename, sibling.size or 0, check=check)
+
+
+@contextmanager
+def _opened(url: str, headers: dict[str, str]) -> Iterator[tuple[Any, Iterator[bytes]]]:
+    """The response and the blocks of its body, by the library's HTTP client: httpx, or requests in older releases."""
+    session: Any = get_session()
+    if callable(session.stream):
+        with session.stream("GET", url, headers=headers, timeout=TIMEOUT_SECONDS) as response:
+            if response.status_code >= 400:
+                response.read()
+            yield response, response.iter_raw()
+        return
+    with session.get(url, headers=headers, timeout=TIMEOUT_SECONDS, stream=True) as response:
+        yield response, response.iter_content(BLOCK_BYTES)

@@ -1,0 +1,228 @@
+"""Models in S3 or a store that speaks its protocol, as a `Source`, through boto3.
+
+Credentials, region and address come from the environment as boto3 reads it: AWS_* variables, a shared file, a service
+account (web identity, EKS pod identity), the machine's role; without any, requests are anonymous. A model is the
+objects directly below a prefix; deeper ones are ignored.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import hashlib
+import math
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, closing, contextmanager
+from typing import Any
+
+import boto3
+from botocore import UNSIGNED
+from botocore.config import Config
+from botocore.exceptions import (
+    BotoCoreError,
+    ClientError,
+    ConnectionError,  # noqa: A004 - of the library
+    CredentialRetrievalError,
+    HTTPClientError,
+    IncompleteReadError,
+    MetadataRetrievalError,
+    NoCredentialsError,
+    PartialCredentialsError,
+    ProfileNotFound,
+    TokenRetrievalError,
+)
+from urllib3.exceptions import HTTPError
+
+from neuron_runtime.errors import ExitCode, FatalError, InvalidConfig
+from neuron_runtime.uris import S3Model
+from neuron_runtime.weights.selection import is_part
+from neuron_runtime.weights.source import (
+    BLOCK_BYTES,
+    RETRIED_STATUSES,
+    TIMEOUT_SECONDS,
+    Check,
+    Listing,
+    SourceFile,
+    chain,
+    changed,
+    check_range,
+    one_line,
+)
+
+CONNECT_SECONDS = 10.0
+MAX_CONNECTIONS = 64
+DEFAULT_REGION = "us-east-1"
+"""Any region will do for stores other than AWS's; AWS redirects to the region of a bucket."""
+
+_CREDENTIALS = (
+    NoCredentialsError, PartialCredentialsError, CredentialRetrievalError, ProfileNotFound, TokenRetrievalError,
+)  # fmt: skip
+_WRONG_REGION = frozenset({
+    "PermanentRedirect", "TemporaryRedirect", "AuthorizationHeaderMalformed", "IllegalLocationConstraintException",
+})  # fmt: skip
+_REFUSED = frozenset({
+    "AccessDenied", "AllAccessDisabled", "AccountProblem", "ExpiredToken", "ExpiredTokenException",
+    "InvalidAccessKeyId", "InvalidIdentityToken", "InvalidToken", "RequestTimeTooSkewed", "SignatureDoesNotMatch",
+    "TokenRefreshRequired", "UnauthorizedAccess",
+})  # fmt: skip
+
+_TEMPORARY = (ConnectionError, HTTPClientError, IncompleteReadError, MetadataRetrievalError)
+_GIVE = (
+    "provide AWS credentials that may list the bucket and read its objects (s3:ListBucket, s3:GetObject): AWS_* "
+    "variables (model.credentialsSecretRef in a NeuronModel), or the role of the service account"
+)
+
+# Full checksums that the standard library computes, the best first: name in the protocol, name in `Check`.
+_CHECKSUMS = {"ChecksumSHA256": "sha256", "ChecksumSHA1": "sha1", "ChecksumCRC32": "crc32"}
+
+
+class S3Source:
+    """The objects below one prefix. The digest is a hash of the names, sizes and ETags of model files."""
+
+    def __init__(self, model: S3Model, client: Any = None) -> None:
+        self._model = model
+        self._anonymous = False
+        self._client = self._connected() if client is None else client
+
+    def _connected(self) -> Any:
+        try:
+            session = boto3.session.Session(region_name=os.environ.get("AWS_REGION"))
+            self._anonymous = session.get_credentials() is None
+        except BotoCoreError as error:
+            raise FatalError(ExitCode.WEIGHTS_UNAUTHORIZED, f"{self.uri}: {one_line(error)}; {_GIVE}") from error
+        config = Config(
+            connect_timeout=CONNECT_SECONDS,
+            read_timeout=TIMEOUT_SECONDS,
+            retries={"total_max_attempts": 1},  # `Attempts` repeats
+            max_pool_connections=MAX_CONNECTIONS,
+            response_checksum_validation="when_required",  # parts of objects have none
+            **({"signature_version": UNSIGNED} if self._anonymous else {}),
+        )
+        try:
+            return session.client("s3", region_name=session.region_name or DEFAULT_REGION, config=config)
+        except (BotoCoreError, ValueError) as error:
+            raise InvalidConfig("AWS_*", f"{one_line(error)}; correct the environment") from error
+
+    @property
+    def uri(self) -> str:
+        return str(self._model)
+
+    @property
+    def place(self) -> str:
+        return str(self._client.meta.endpoint_url)
+
+    @property
+    def advice(self) -> str:
+        return "AWS_ENDPOINT_URL, AWS_REGION, proxy settings and, in a cluster, network policies"
+
+    @property
+    def failures(self) -> tuple[type[BaseException], ...]:
+        return (BotoCoreError, ClientError, HTTPError, OSError)
+
+    def listing(self, digest: str = "") -> Listing:
+        prefix = f"{self._model.prefix}/" if self._model.prefix else ""
+        files: dict[str, SourceFile] = {}
+        pages = self._client.get_paginator("list_objects_v2").paginate(
+            Bucket=self._model.bucket, Prefix=prefix, Delimiter="/"
+        )
+        for page in pages:
+            for item in page.get("Contents", []):
+                name = item["Key"].removeprefix(prefix)
+                files[name] = SourceFile(name, item["Size"], version=item["ETag"].strip('"'))
+        files.pop("", None)  # the mark of a folder
+        if not files:
+            raise FatalError(
+                ExitCode.MODEL_NOT_FOUND, f"{self.uri} at {self.place}: no object is below this prefix; check the URI"
+            )
+        return Listing(_digest(files), files)
+
+    def check(self, listing: Listing, file: SourceFile) -> Check | None:
+        """From the attributes of the object. None for an encrypted upload without a checksum of its own."""
+        head = self._head(file, ChecksumMode="ENABLED")
+        if head.get("ChecksumType", "FULL_OBJECT") == "FULL_OBJECT":
+            for key, algorithm in _CHECKSUMS.items():
+                value = str(head.get(key, ""))
+                if value and "-" not in value:
+                    return Check(algorithm, base64.b64decode(value).hex())
+        if head.get("ServerSideEncryption", "AES256") != "AES256" or "SSECustomerAlgorithm" in head:
+            return None  # the ETag is not a hash
+        digest, _, num_parts = file.version.partition("-")
+        if not _is_md5(digest):
+            return None
+        if not num_parts:
+            return Check("md5", digest)
+        part_bytes = self._head(file, PartNumber=1).get("ContentLength", 0)
+        if not part_bytes or math.ceil(file.num_bytes / part_bytes) != int(num_parts):
+            return None  # parts of different sizes
+        return Check("md5-parts", file.version, part_bytes)
+
+    def read(self, listing: Listing, file: SourceFile, begin: int, end: int) -> AbstractContextManager[Iterator[bytes]]:
+        return self._read(file, begin, end)
+
+    @contextmanager
+    def _read(self, file: SourceFile, begin: int, end: int) -> Iterator[Iterator[bytes]]:
+        answer = self._client.get_object(
+            Bucket=self._model.bucket, Key=self._key(file), Range=f"bytes={begin}-{end - 1}", IfMatch=file.version
+        )
+        with closing(answer["Body"]) as body:
+            status = answer["ResponseMetadata"]["HTTPStatusCode"]
+            check_range(status, answer.get("ContentRange", ""), "", begin, file.num_bytes)
+            yield body.iter_chunks(BLOCK_BYTES)
+
+    def _head(self, file: SourceFile, **more: Any) -> Mapping[str, Any]:
+        head: Mapping[str, Any] = self._client.head_object(
+            Bucket=self._model.bucket, Key=self._key(file), IfMatch=file.version, **more
+        )
+        return head
+
+    def _key(self, file: SourceFile) -> str:
+        return f"{self._model.prefix}/{file.name}" if self._model.prefix else file.name
+
+    def verdict(self, error: BaseException) -> FatalError | None:
+        where = f"{self.uri} at {self.place}"
+        if isinstance(error, _CREDENTIALS):
+            return FatalError(ExitCode.WEIGHTS_UNAUTHORIZED, f"{self.uri}: {one_line(error)}; {_GIVE}")
+        refused = next((cause for cause in chain(error) if isinstance(cause, ClientError)), None)
+        if refused is None:
+            if isinstance(error, BotoCoreError) and not isinstance(error, _TEMPORARY):
+                return InvalidConfig("AWS_*", f"{one_line(error)}; correct the environment")
+            return None
+        status = refused.response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0)
+        code = str(refused.response.get("Error", {}).get("Code", ""))
+        if code in _WRONG_REGION or status in (301, 307):
+            headers = refused.response.get("ResponseMetadata", {}).get("HTTPHeaders", {})
+            region = headers.get("x-amz-bucket-region") or refused.response.get("Error", {}).get("Region")
+            used = self._client.meta.region_name
+            cure = f"set AWS_REGION={region}" if region else "set AWS_REGION to the region of the bucket"
+            return FatalError(ExitCode.MODEL_NOT_FOUND, f"{where}: the bucket is not in region {used}; {cure}")
+        if status == 412 or code in ("PreconditionFailed", "InvalidRange"):
+            return changed(self.uri, "an object")
+        if code == "InvalidObjectState":
+            message = f"{where}: an object is archived; restore it to a storage class that can be read at once"
+            return FatalError(ExitCode.MODEL_NOT_FOUND, message)
+        if code == "NoSuchBucket":
+            return FatalError(ExitCode.MODEL_NOT_FOUND, f"{where}: the bucket does not exist; check the spelling")
+        if code in _REFUSED or status in (401, 403):
+            with_what = "anonymous access" if self._anonymous else "these credentials"
+            message = f"{where}: the store refused {with_what} ({code or status}); {_GIVE}"
+            return FatalError(ExitCode.WEIGHTS_UNAUTHORIZED, message)
+        if code in ("NoSuchKey", "404"):
+            return FatalError(ExitCode.MODEL_NOT_FOUND, f"{where} no longer has an object that it listed; try again")
+        if status in RETRIED_STATUSES or code in ("SlowDown", "RequestTimeout", "InternalError"):
+            return None
+        return FatalError(ExitCode.MODEL_NOT_FOUND, f"{where}: the store answered {status}: {one_line(refused)}")
+
+
+def _digest(files: Mapping[str, SourceFile]) -> str:
+    digest = hashlib.sha256(b"s3 1\n")
+    for name in sorted(filter(is_part, files)):
+        digest.update(f"{len(name.encode())} {name} {files[name].num_bytes} {files[name].version}\n".encode())
+    return digest.hexdigest()
+
+
+def _is_md5(text: str) -> bool:
+    try:
+        return len(binascii.unhexlify(text)) == 16
+    except (binascii.Error, ValueError):
+        return False

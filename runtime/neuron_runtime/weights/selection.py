@@ -1,0 +1,68 @@
+"""Which files of a listing make a model: small ones by name, and the weights that its index names. Pure.
+
+Called by whoever copies files from a source. Names from outside are checked here, before anything touches the disk.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Mapping
+from fnmatch import fnmatchcase
+
+from neuron_runtime.checkpoint import INDEX_FILE, WEIGHTS_FILE
+
+SMALL_FILES = (
+    "config.json",
+    "generation_config.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "tokenizer.model",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "merges.txt",
+    "chat_template.json",
+    "*.jinja",
+    INDEX_FILE,
+)
+"""Files of a model besides its weights, as patterns of names in the root of a repository or prefix."""
+
+WEIGHTS_SUFFIX = ".safetensors"
+MAX_NAME_BYTES = 255
+
+
+def is_plain(name: str) -> bool:
+    """Whether this is the name of a visible file in the root: no path, nothing that a file system cannot store."""
+    return (
+        name == os.path.basename(name)
+        and not name.startswith(".")
+        and name.isprintable()
+        and 0 < len(os.fsencode(name)) <= MAX_NAME_BYTES
+    )
+
+
+def is_small(name: str) -> bool:
+    return is_plain(name) and any(fnmatchcase(name, pattern) for pattern in SMALL_FILES)
+
+
+def is_weights(name: str) -> bool:
+    return is_plain(name) and name.endswith(WEIGHTS_SUFFIX)
+
+
+def is_part(name: str) -> bool:
+    """Whether a model may need the file."""
+    return is_small(name) or is_weights(name)
+
+
+def small_files(names: Iterable[str]) -> list[str]:
+    return sorted(filter(is_small, names))
+
+
+def weight_files(names: Iterable[str], weight_map: Mapping[str, str]) -> list[str]:
+    """The weights of the model, by the same rule as `read_checkpoint`; empty if there are none.
+
+    Args:
+        weight_map: tensor to file, from the index; empty without an index.
+    """
+    listed = set(filter(is_weights, names))
+    return [WEIGHTS_FILE] if WEIGHTS_FILE in listed else sorted(listed & set(weight_map.values()))

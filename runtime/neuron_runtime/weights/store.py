@@ -1,0 +1,385 @@
+"""A folder of models, each under its digest: found, locked while it is fetched, published by one rename, pruned.
+
+    DIR/KEY/                 a complete model: read-only files and a manifest; its mtime is when it was last used
+    DIR/.partial/KEY/        a download: `files/` and its journal; nothing loads it
+    DIR/.locks/KEY           locked while the model is fetched or deleted
+
+Called by `fetching` and by the commands. A folder that is mounted read-only is enough to find a model. It knows no
+source and never looks inside a model's files, except to verify them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import os
+import re
+import shutil
+import stat
+import time
+import uuid
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+
+from neuron_runtime.errors import ExitCode, FatalError
+from neuron_runtime.weights.disk import open_file, read_blocks, sync_folder, writing
+from neuron_runtime.weights.hashing import FileHash
+from neuron_runtime.weights.selection import is_part
+
+MANIFEST = ".manifest.json"
+MANIFEST_VERSION = 1
+MAX_MANIFEST_BYTES = 2**24
+PARTIAL, LOCKS, TRASH = ".partial", ".locks", ".trash"
+KEY = re.compile(r"[0-9a-f]{40,64}(-text)?")
+
+DAY_SECONDS = 86_400.0
+ABANDONED_SECONDS = DAY_SECONDS
+"""A partial download without a write for so long is pruned."""
+WAIT_SECONDS = 1.0
+_NO_LOCKS = frozenset({errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP})
+
+
+class Damaged(FatalError):
+    """An entry does not have the files of its manifest."""
+
+    def __init__(self, folder: Path, what: str) -> None:
+        self.what = f"{folder} is damaged: {what}"
+        super().__init__(ExitCode.CHECKSUM_MISMATCH, f"{self.what}; delete it and fetch the model again")
+
+
+class StoredFile(msgspec.Struct, frozen=True):
+    name: str
+    bytes: int
+    sha256: str
+
+
+class Manifest(msgspec.Struct, frozen=True, kw_only=True):
+    """What an entry contains and where it came from. `created`: seconds since 1970."""
+
+    version: int = MANIFEST_VERSION
+    digest: str
+    uri: str
+    created: float
+    files: tuple[StoredFile, ...]
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(file.bytes for file in self.files)
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A complete model of a store."""
+
+    key: str
+    folder: Path
+    manifest: Manifest
+
+    @property
+    def used(self) -> float:
+        """When it was last fetched, found or marked, in seconds since 1970."""
+        return self.folder.stat().st_mtime
+
+    def damage(self) -> str:
+        """What is wrong with names, kinds and sizes of its files, "" if nothing is. Reads no contents."""
+        for file in self.manifest.files:
+            try:
+                found = (self.folder / file.name).lstat()
+            except OSError as error:
+                return f"{file.name}: {error.strerror}"
+            if not stat.S_ISREG(found.st_mode):
+                return f"{file.name} is not a regular file"
+            if found.st_size != file.bytes:
+                return f"{file.name} has {found.st_size:,} bytes instead of {file.bytes:,}"
+        return ""
+
+    def verify(self, progress: Callable[[int], None]) -> list[str]:
+        """Compare the contents of every file with the manifest; returns what is wrong.
+
+        Args:
+            progress: called with the number of bytes just read.
+        """
+        wrong = []
+        buffer = bytearray(2**20)
+        names = {file.name for file in self.manifest.files} | {MANIFEST}
+        wrong += [f"{name} is not in the manifest" for name in sorted(set(os.listdir(self.folder)) - names)]
+        for file in self.manifest.files:
+            found, num_bytes = FileHash(file.bytes, None), 0
+            try:
+                for block in read_blocks(self.folder / file.name, 0, file.bytes + 1, buffer):
+                    found.update(block)
+                    num_bytes += len(block)
+                    progress(len(block))
+            except OSError as error:
+                wrong.append(f"{file.name}: {error.strerror}")
+                continue
+            if num_bytes != file.bytes:
+                wrong.append(f"{file.name} has {num_bytes:,} bytes instead of {file.bytes:,}")
+            elif found.sha256 != file.sha256:
+                wrong.append(f"{file.name}: its sha256 is {found.sha256}, the manifest has {file.sha256}")
+        return wrong
+
+
+@dataclass(frozen=True)
+class Partial:
+    """An unfinished download."""
+
+    key: str
+    folder: Path
+    num_bytes: int
+    """On the disk."""
+    written: float
+    """Time of the last write, in seconds since 1970."""
+
+
+class Store:
+    """One folder of models."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def find(self, key: str) -> Entry | None:
+        """The complete entry of a key, and a note that it is used now (if the store can be written).
+
+        Raises:
+            Damaged: its manifest, or sizes and kinds of its files, are wrong.
+        """
+        entry = self.read(key)
+        if entry is None:
+            return None
+        with contextlib.suppress(OSError):
+            os.utime(entry.folder)
+        return entry
+
+    def read(self, key: str) -> Entry | None:
+        """As `find`, without the note."""
+        check_key(key)
+        folder = self.folder / key
+        try:
+            if not stat.S_ISDIR(folder.lstat().st_mode):
+                raise Damaged(folder, "it is not a folder")
+            fd = open_file(folder / MANIFEST, os.O_RDONLY)
+        except FileNotFoundError:
+            if os.path.lexists(folder):
+                raise Damaged(folder, "it has no manifest") from None
+            return None
+        except OSError as error:
+            raise Damaged(folder, f"{error.strerror}") from error
+        with open(fd, "rb") as file:
+            raw = file.read(MAX_MANIFEST_BYTES)
+        try:
+            manifest = msgspec.json.decode(raw, type=Manifest)
+        except msgspec.MsgspecError as error:
+            raise Damaged(folder, f"its manifest is malformed: {error}") from error
+        if manifest.version != MANIFEST_VERSION or not all(is_part(file.name) for file in manifest.files):
+            raise Damaged(folder, "its manifest is not of this version")
+        entry = Entry(key, folder, manifest)
+        if damage := entry.damage():
+            raise Damaged(folder, damage)
+        return entry
+
+    def prepare(self) -> None:
+        """Make the folders of the store. Raises FatalError if they cannot be written."""
+        with writing(self.folder):
+            for name in (PARTIAL, LOCKS):
+                (self.folder / name).mkdir(parents=True, exist_ok=True)
+
+    @contextmanager
+    def lock(self, key: str, waiting: Callable[[], None]) -> Iterator[Path]:
+        """Hold the key, and yield the folder for its download.
+
+        The lock ends with the process, however that ends. `waiting` is called once a second while another one has it.
+        Where the file system has no locks, the folder is nobody else's, so a killed download starts again.
+        """
+        check_key(key)
+        with writing(self.folder):
+            fd = open_file(self.folder / LOCKS / key, os.O_RDWR | os.O_CREAT)
+        try:
+            shared = True
+            with writing(self.folder):
+                while True:
+                    try:
+                        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                        break
+                    except BlockingIOError:
+                        waiting()
+                        time.sleep(WAIT_SECONDS)
+                    except OSError as error:
+                        if error.errno not in _NO_LOCKS:
+                            raise
+                        shared = False
+                        break
+            work = self.folder / PARTIAL / (key if shared else f"{key}.{uuid.uuid4().hex}")
+            with writing(self.folder):
+                (work / "files").mkdir(parents=True, exist_ok=True)
+            yield work
+        finally:
+            os.close(fd)
+
+    def publish(self, key: str, work: Path, manifest: Manifest) -> Entry:
+        """Turn a checked download into an entry, by one rename."""
+        files = work / "files"
+        with writing(self.folder):
+            names = {file.name for file in manifest.files}
+            for left_over in set(os.listdir(files)) - names:
+                (files / left_over).unlink()
+            (files / MANIFEST).write_bytes(msgspec.json.format(msgspec.json.encode(manifest)))
+            for name in (*names, MANIFEST):
+                fd = open_file(files / name, os.O_RDONLY)
+                try:
+                    os.fchmod(fd, 0o444)
+                    os.fsync(fd)
+                finally:
+                    os.close(fd)
+            files.chmod(0o755)
+            os.utime(files)
+            sync_folder(files)
+            try:
+                files.rename(self.folder / key)
+            except OSError:
+                # Without locks another one may have been first.
+                if self.read(key) is None:
+                    raise
+            sync_folder(self.folder)
+        shutil.rmtree(work, ignore_errors=True)
+        return Entry(key, self.folder / key, manifest)
+
+    def discard(self, key: str) -> None:
+        """Remove an entry. The caller holds its lock."""
+        with writing(self.folder):
+            trash = self.folder / TRASH / uuid.uuid4().hex
+            trash.parent.mkdir(exist_ok=True)
+            (self.folder / key).rename(trash)
+            _remove(trash)
+
+    def keys(self) -> list[str]:
+        """Names of all entries, damaged ones included. Raises FatalError if the store cannot be read."""
+        return [name for name in self._names(self.folder) if KEY.fullmatch(name)]
+
+    def partials(self) -> list[Partial]:
+        """All unfinished downloads."""
+        found = []
+        for name in self._names(self.folder / PARTIAL):
+            num_bytes, written = 0, 0.0
+            for base, _, files in os.walk(self.folder / PARTIAL / name):
+                for path in (base, *(os.path.join(base, file) for file in files)):
+                    with contextlib.suppress(FileNotFoundError):
+                        status = os.lstat(path)
+                        num_bytes += status.st_blocks * 512 if stat.S_ISREG(status.st_mode) else 0
+                        written = max(written, status.st_mtime)
+            found.append(Partial(name, self.folder / PARTIAL / name, num_bytes, written))
+        return found
+
+    def _names(self, folder: Path) -> list[str]:
+        try:
+            return sorted(os.listdir(folder))
+        except FileNotFoundError:
+            if folder == self.folder:
+                message = f"{self.folder} does not exist; name the folder of a store"
+                raise FatalError(ExitCode.INVALID_ENGINE_CONFIG, message) from None
+            return []
+        except OSError as error:
+            message = f"{folder} cannot be read: {error.strerror}"
+            raise FatalError(ExitCode.INVALID_ENGINE_CONFIG, message) from error
+
+    @contextmanager
+    def held(self, key: str) -> Iterator[bool]:
+        """Whether the key could be locked at once; it stays locked in the body."""
+        with writing(self.folder):
+            fd = open_file(self.folder / LOCKS / key, os.O_RDWR | os.O_CREAT)
+        try:
+            try:
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError as error:
+                yield error.errno in _NO_LOCKS
+            else:
+                yield True
+        finally:
+            os.close(fd)
+
+
+@dataclass(frozen=True)
+class Pruned:
+    """Something that `prune` deletes, or would delete."""
+
+    name: str
+    num_bytes: int
+    why: str
+
+
+def prune(
+    store: Store, keep: Iterable[str], unused_seconds: float, *, dry_run: bool, now: Callable[[], float] = time.time
+) -> Iterator[Pruned]:
+    """Mark entries as used, then delete those that are unused, and abandoned downloads.
+
+    Args:
+        keep: digests that are in use; they are marked before anything is deleted.
+
+    Raises:
+        FatalError: the store cannot be read or written.
+    """
+    kept = set(keep)
+    if not dry_run:
+        store.prepare()
+    keys = store.keys()
+    for key in keys:
+        if key.partition("-")[0] in kept and not dry_run:
+            with writing(store.folder):
+                os.utime(store.folder / key, (now(), now()), follow_symlinks=False)
+    for key in keys:
+        if key.partition("-")[0] in kept:
+            continue
+        folder = store.folder / key
+        if _unused(folder, now()) < unused_seconds:
+            continue
+        days = _unused(folder, now()) / DAY_SECONDS
+        outcome = Pruned(key, _num_bytes(folder), f"unused for {days:.0f} days")
+        if dry_run:
+            yield outcome
+            continue
+        with store.held(key) as held:
+            # Somebody may have found it since.
+            if held and _unused(folder, now()) >= unused_seconds:
+                store.discard(key)
+                yield outcome
+    for partial in store.partials():
+        if now() - partial.written < ABANDONED_SECONDS:
+            continue
+        outcome = Pruned(f"{PARTIAL}/{partial.key}", partial.num_bytes, "abandoned download")
+        if dry_run:
+            yield outcome
+            continue
+        with store.held(partial.key.partition(".")[0]) as held, writing(store.folder):
+            if held:
+                _remove(partial.folder)
+                yield outcome
+    if not dry_run:
+        # What a killed prune left.
+        shutil.rmtree(store.folder / TRASH, ignore_errors=True)
+
+
+def check_key(key: str) -> None:
+    if not KEY.fullmatch(key):
+        raise FatalError(ExitCode.INVALID_ENGINE_CONFIG, f"{key!r} is not a digest; it has 40 to 64 hexadecimal digits")
+
+
+def _remove(path: Path) -> None:
+    if path.is_symlink() or not path.is_dir():
+        path.unlink()
+    else:
+        shutil.rmtree(path)
+
+
+def _unused(folder: Path, now: float) -> float:
+    return now - folder.lstat().st_mtime
+
+
+def _num_bytes(folder: Path) -> int:
+    with contextlib.suppress(OSError):
+        return sum(path.lstat().st_size for path in folder.iterdir())
+    return 0
