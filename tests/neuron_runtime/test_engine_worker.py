@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, cast
@@ -11,10 +12,11 @@ import pytest
 from helpers.engine_driver import request
 from helpers.strict_backend import StrictBackend, neuron_limits
 from neuron_runtime.core import Batch
+from neuron_runtime.engine import process
 from neuron_runtime.engine.lifeline import Deadline
 from neuron_runtime.engine.loop import Engine
 from neuron_runtime.engine.messages import Add, FromEngine, Joined, Step, ToEngine
-from neuron_runtime.engine.process import Worker
+from neuron_runtime.engine.process import Border, Worker
 
 
 class Lists:
@@ -72,3 +74,21 @@ def test_refusals_are_sent_before_the_step_and_only_once(deadline: Deadline) -> 
     worker.turn()
     assert refused_at_launch[0] == ["0-2"]
     assert border.refused == ["0-2"]
+
+
+def test_an_idle_engine_shows_that_it_lives(deadline: Deadline, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(process, "IDLE_MILLISECONDS", 1)
+    late: list[float] = []
+
+    def stopping() -> bool:
+        late.append(deadline.late_seconds)
+        deadline.set(-1.0)
+        return len(late) > 3
+
+    with tempfile.TemporaryDirectory(prefix="nr-") as folder:
+        border = Border(Path(folder), 1)
+        Worker(Engine(StrictBackend(neuron_limits())), border, deadline).run(stopping)
+        border.close()
+    assert late == [0, 0, 0, 0]
+    # What follows has no deadline.
+    assert deadline.overdue_seconds == 0

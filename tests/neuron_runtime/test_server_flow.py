@@ -14,7 +14,7 @@ import httpx
 import pytest
 
 from helpers.front_end import LIMITS, MODEL, Serving, make_model, serving, until_healthy
-from neuron_runtime.server.control import EngineEnded, EngineStarted, StartDrain
+from neuron_runtime.server.control import EngineEnded, EngineStalled, EngineStarted, StartDrain
 
 LONG = {"prompt": "a core", "max_tokens": 200, "ignore_eos": True, "temperature": 0}
 STREAM = {**LONG, "stream": True}
@@ -222,6 +222,26 @@ async def test_health_reports_why_there_is_no_engine(model_dir: Path) -> None:
         assert await served.metric("vllm:num_requests_running") == 0
         served.tell(EngineStarted(2))
         await served.until(lambda: served.front_end.client.detail == "starting")
+
+
+async def test_a_stalled_engine_is_not_ready_and_takes_no_requests_until_it_responds_again(model_dir: Path) -> None:
+    async with serving(model_dir, paced=True) as served:
+        running = post(served)
+        await served.until_metric("vllm:num_requests_running", 1)
+        served.tell(EngineStalled("the engine process is stopped"))
+
+        async def refused() -> bool:
+            return (await served.http.get("/health")).status_code == 503
+
+        await served.until(refused)
+        assert "the engine process is stopped" in (await served.http.get("/health")).text
+        assert (await served.http.get("/live")).status_code == 200
+        answer = await post(served)
+        assert (answer.status_code, answer.json()["error"]["code"]) == (503, "not_ready")
+        served.tell(EngineStalled(""))
+        await until_healthy(served)
+        served.unpace()
+        assert [(await one).status_code for one in (running, post(served))] == [200, 200]
 
 
 async def test_a_device_exception_ends_the_engine_but_not_the_front_end(model_dir: Path) -> None:

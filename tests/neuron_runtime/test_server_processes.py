@@ -202,13 +202,20 @@ def test_the_children_of_a_killed_supervisor_exit(model_dir: Path, short_dir: Pa
     assert list(short_dir.iterdir()) == []
 
 
-def test_a_stopped_engine_is_detected_as_hung(model_dir: Path) -> None:
+def test_a_stopped_engine_is_not_ready_until_it_continues_and_is_detected_as_hung(model_dir: Path) -> None:
     """The process of a hung step is ended; the limit comes from the shared file."""
     from neuron_runtime.engine.lifeline import Deadline
 
     with serve(str(model_dir), "--port", "0") as command:
         url = command.until_ready()
         engine = command.child(ENGINE)
+        with stopped(engine):
+            until(lambda: get(f"{url}/health").status_code == 503)
+            assert "is stopped" in get(f"{url}/health").json()["detail"]
+            assert post(f"{url}/v1/completions", LONG).status_code == 503
+            assert get(f"{url}/live").status_code == 200
+        until(lambda: get(f"{url}/health").status_code == 200)
+        assert post(f"{url}/v1/completions", LONG | {"stream": False, "max_tokens": 3}).status_code == 200
         # It resumes only to be ended: otherwise it would set its own limit.
         stop(engine)
         (path,) = command.tmp_dir.glob("neuron-runtime-*/deadline-1")

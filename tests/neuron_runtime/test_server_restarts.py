@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import subprocess
+import time
 from pathlib import Path
 
 import pytest
 
 from helpers import virtual_time
+from helpers.serve_command import stopped
 from neuron_runtime.engine.lifeline import Deadline
 from neuron_runtime.errors import BackendFailed, Draining, ExitCode, FatalError, ServingError
 from neuron_runtime.record import Record, write
@@ -85,6 +87,35 @@ def test_a_deadline_set_in_one_mapping_is_read_in_another(tmp_path: Path) -> Non
         assert theirs.overdue_seconds >= 5.0
         ours.clear()
         assert theirs.overdue_seconds == 0
+
+
+def test_a_process_is_late_before_it_is_overdue(tmp_path: Path) -> None:
+    with Deadline(tmp_path / "deadline") as deadline:
+        deadline.set(1000.0, usual_seconds=500.0)
+        assert (deadline.late_seconds, deadline.overdue_seconds) == (0, 0)
+        deadline.set(1000.0, usual_seconds=-5.0)
+        assert deadline.late_seconds >= 5.0
+        assert deadline.overdue_seconds == 0
+        deadline.set(-5.0)
+        assert deadline.late_seconds >= 5.0
+        assert deadline.overdue_seconds >= 5.0
+
+
+def test_a_stopped_or_late_process_does_not_respond(tmp_path: Path) -> None:
+    with subprocess.Popen(["sleep", "1000"]) as process, Deadline(tmp_path / "deadline") as deadline:
+        child = Child("engine process", process, tmp_path / "record", deadline)
+        deadline.set(1000.0)
+        assert child.stall == ""
+        with stopped(process.pid):
+            assert child.stall == "the engine process is stopped"
+            # Looking does not change it.
+            assert child.lives
+            assert child.stall == "the engine process is stopped"
+        while child.stall:
+            time.sleep(0.001)
+        deadline.set(1000.0, usual_seconds=-1.0)
+        assert child.stall == "the engine process is late with its work"
+        process.kill()
 
 
 async def test_a_gate_waits_for_requests_that_started_as_the_last_one_ended() -> None:

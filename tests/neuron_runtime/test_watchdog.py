@@ -23,7 +23,7 @@ from neuron_runtime.core import BackendLimits, Batch, Kind, Late, Request, Rows,
 from neuron_runtime.engine import process
 from neuron_runtime.engine.lifeline import Deadline
 from neuron_runtime.engine.messages import Add, FromEngine, Step, ToEngine
-from neuron_runtime.engine.watchdog import StepLimits, WatchedBackend, shape_of
+from neuron_runtime.engine.watchdog import LATE_SECONDS, StepLimits, WatchedBackend, shape_of
 from neuron_runtime.server.supervisor import Child
 
 LIMITS = BackendLimits(max_rows=64, max_model_length=64, max_step_tokens=1024, num_blocks=64)
@@ -94,9 +94,11 @@ class TimedBackend:
 class Armed:
     def __init__(self) -> None:
         self.seconds: list[float] = []
+        self.usual_seconds: list[float] = []
 
-    def set(self, seconds: float) -> None:
+    def set(self, seconds: float, usual_seconds: float) -> None:
         self.seconds.append(seconds)
+        self.usual_seconds.append(usual_seconds)
 
 
 def test_a_deadline_covers_all_steps_in_flight_each_from_the_end_of_the_previous_one() -> None:
@@ -122,6 +124,21 @@ def test_a_deadline_covers_all_steps_in_flight_each_from_the_end_of_the_previous
     backend.collect(4)
     backend.launch(batch(0))
     assert armed.seconds[-1] == 30.0
+
+
+def test_steps_are_late_some_seconds_after_one_and_a_half_times_their_usual_time_but_a_long_step_alone_is_not() -> None:
+    device, armed = TimedBackend(), Armed()
+    backend = WatchedBackend(device, armed, StepLimits(30.0, 10.0, 600.0), device.clock)
+    device.seconds = {0: 20.0, 1: 20.0, 2: 20.0}
+    backend.launch(batch(0))
+    # Nothing is known of the shape.
+    assert armed.usual_seconds == [600.0 + LATE_SECONDS]
+    backend.collect(0)
+    assert armed.usual_seconds[-1] == LATE_SECONDS
+    backend.launch(batch(1))
+    assert armed.usual_seconds[-1] == 1.5 * 20.0 + LATE_SECONDS
+    backend.launch(batch(2))
+    assert armed.usual_seconds[-1] == 2 * 1.5 * 20.0 + LATE_SECONDS
 
 
 def test_warm_up_steps_count_as_measurements_and_have_no_deadline() -> None:

@@ -15,7 +15,7 @@ import time
 from pathlib import Path
 
 PR_SET_PDEATHSIG = 1
-_DEADLINE = struct.Struct("=d")
+_TIMES = struct.Struct("=dd")
 
 
 def die_with_parent(parent_pid: int) -> None:
@@ -30,28 +30,39 @@ def die_with_parent(parent_pid: int) -> None:
 
 
 class Deadline:
-    """A time on the monotonic clock that one process sets and another reads, in a file of eight bytes.
+    """Two times on the monotonic clock that one process sets and another reads, in a file: when the process should have
+    shown life again, and when it must have.
 
     Shared memory, because a hung device call may hold the GIL, so that the process cannot report it itself.
     """
 
     def __init__(self, path: Path) -> None:
         with path.open("a+b") as file:
-            file.truncate(_DEADLINE.size)
-            self._memory = mmap.mmap(file.fileno(), _DEADLINE.size)
+            file.truncate(_TIMES.size)
+            self._memory = mmap.mmap(file.fileno(), _TIMES.size)
 
-    def set(self, seconds: float) -> None:
-        """Set the deadline to this long from now."""
-        _DEADLINE.pack_into(self._memory, 0, time.monotonic() + seconds)
+    def set(self, seconds: float, usual_seconds: float | None = None) -> None:
+        """Set the deadline to this long from now; after `usual_seconds` the process is late."""
+        now = time.monotonic()
+        usual = seconds if usual_seconds is None else min(usual_seconds, seconds)
+        _TIMES.pack_into(self._memory, 0, now + usual, now + seconds)
 
     def clear(self) -> None:
-        _DEADLINE.pack_into(self._memory, 0, 0.0)
+        _TIMES.pack_into(self._memory, 0, 0.0, 0.0)
+
+    @property
+    def late_seconds(self) -> float:
+        """Time since it should have shown life; 0 if it is not late."""
+        return self._seconds_since(0)
 
     @property
     def overdue_seconds(self) -> float:
         """Time since the deadline; 0 if there is none or it has not passed."""
-        (deadline,) = _DEADLINE.unpack_from(self._memory, 0)
-        return max(0.0, time.monotonic() - deadline) if deadline else 0.0
+        return self._seconds_since(1)
+
+    def _seconds_since(self, which: int) -> float:
+        then = _TIMES.unpack_from(self._memory, 0)[which]
+        return max(0.0, time.monotonic() - then) if then else 0.0
 
     def close(self) -> None:
         self._memory.close()

@@ -24,7 +24,6 @@ from neuron_runtime import record
 from neuron_runtime.backend.base import Backend
 from neuron_runtime.config import RuntimeConfig, load_config
 from neuron_runtime.console import StageLines
-from neuron_runtime.core import TokenEvent
 from neuron_runtime.engine import messages
 from neuron_runtime.engine.backends import backend_package
 from neuron_runtime.engine.backpressure import queue_limits
@@ -32,10 +31,12 @@ from neuron_runtime.engine.lifeline import Deadline, die_with_parent
 from neuron_runtime.engine.loop import Engine
 from neuron_runtime.engine.messages import Abort, Add, FromEngine, Joined, ModelFound, Ready, Refused, Step, ToEngine
 from neuron_runtime.engine.stats import EngineStats
-from neuron_runtime.engine.watchdog import MIN_STEP_SECONDS, WatchedBackend
+from neuron_runtime.engine.watchdog import LATE_SECONDS, MIN_STEP_SECONDS, WatchedBackend
 from neuron_runtime.errors import ExitCode, FatalError, InvalidRequest, Overloaded, ServingError
 
 PROGRESS_PERIOD_SECONDS = 0.2
+IDLE_MILLISECONDS = 1000
+"""An idle engine shows this often that it lives."""
 
 
 class Border:
@@ -90,9 +91,9 @@ class Border:
         return None
 
     def receive(self, wait: bool) -> list[ToEngine]:
-        """All messages in the inbox; with `wait`, sleeps until there is one or SIGTERM arrives."""
+        """All messages in the inbox; with `wait`, sleeps until there is one, SIGTERM arrives or a second has passed."""
         if wait:
-            self._poller.poll()
+            self._poller.poll(IDLE_MILLISECONDS)
         mail: list[ToEngine] = []
         while True:
             try:
@@ -120,8 +121,11 @@ class Worker:
         """Run until `stopping` returns true. Exceptions of the device pass through."""
         while not stopping():
             self.turn()
+        self._deadline.clear()
 
     def turn(self) -> None:
+        # Until the watched backend sets one for the device.
+        self._deadline.set(MIN_STEP_SECONDS, LATE_SECONDS)
         idle = not self._engine.has_work
         mail = self._border.receive(wait=idle)
         if idle:
@@ -131,7 +135,7 @@ class Worker:
             self._engine.stats.last_step = None
             self._border.send_step(Step((), tuple(refused), self._engine.stats))
         works = self._engine.has_work
-        events = self._step() if works else []
+        events = self._engine.step() if works else []
         if not works:
             self._engine.stats.last_step = None
         if mail or works:
@@ -176,13 +180,6 @@ class Worker:
         """Whether the front end that sent a request was replaced."""
         first_number = self._first_numbers.get(messages.front_end_of(request_id), 0)
         return messages.number_of(request_id) < first_number
-
-    def _step(self) -> list[TokenEvent]:
-        # Covers scheduling, until the watched backend sets a deadline for the device.
-        self._deadline.set(MIN_STEP_SECONDS)
-        events = self._engine.step()
-        self._deadline.clear()
-        return events
 
 
 class StartReport:

@@ -1,7 +1,8 @@
-"""Detects steps that hang: each shape of step has a time limit, derived from earlier steps of that shape.
+"""Detects steps that are late or hang: each shape of step has a usual time and a limit, derived from earlier steps.
 
-The engine process wraps its backend in `WatchedBackend`, which writes a deadline for the device to shared memory; the
-supervisor reads it and kills an overdue process. `StepLimits` is the rule, without a clock.
+The engine process wraps its backend in `WatchedBackend`, which writes both for the device to shared memory. The
+supervisor reads them: a late engine is not ready, and an overdue one is killed. `StepLimits` is the rule, without a
+clock.
 """
 
 from __future__ import annotations
@@ -18,6 +19,9 @@ from neuron_runtime.core import BackendLimits, Batch, Kind, Late, StepOutput
 MIN_STEP_SECONDS = 30.0
 STEP_FACTOR = 10.0
 FIRST_STEP_SECONDS = 600.0
+USUAL_FACTOR = 1.5
+LATE_SECONDS = 5.0
+"""An engine is late this long after the usual end of its steps, or after it should have shown life between steps."""
 MEMORY = 0.9
 """Decay of the measured maximum with each step, so that a first step that compiled is forgotten."""
 
@@ -52,6 +56,11 @@ class StepLimits:
             return max(self._first_seconds, self.min_seconds)
         return max(self._factor * measured, self.min_seconds)
 
+    def usual_seconds(self, batch: Batch) -> float:
+        """Longest usual duration of this step: its limit, until one of its shape was measured."""
+        measured = self._measured.get(shape_of(batch))
+        return self.seconds(batch) if measured is None else USUAL_FACTOR * measured
+
     def observe(self, batch: Batch, seconds: float) -> None:
         """Record the duration of a step."""
         shape = shape_of(batch)
@@ -69,7 +78,7 @@ def _rounded(count: int) -> int:
 class Watch(Protocol):
     """The part of `lifeline.Deadline` used here."""
 
-    def set(self, seconds: float) -> None: ...
+    def set(self, seconds: float, usual_seconds: float) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +90,7 @@ class _TimedStep:
 class WatchedBackend:
     """A backend that sets a deadline before every call: the sum of the limits of all steps in flight.
 
-    The caller of `Engine.step` clears the deadline afterwards.
+    The caller of `Engine.step` sets its own deadline between steps.
     """
 
     def __init__(
@@ -131,5 +140,6 @@ class WatchedBackend:
 
     def _arm(self) -> None:
         seconds = sum(self._step_limits.seconds(launched.batch) for launched in self._in_flight)
+        usual_seconds = sum(self._step_limits.usual_seconds(launched.batch) for launched in self._in_flight)
         # With nothing in flight, the deadline covers the host's work on the last output.
-        self._watch.set(max(seconds, self._step_limits.min_seconds))
+        self._watch.set(max(seconds, self._step_limits.min_seconds), usual_seconds + LATE_SECONDS)

@@ -23,6 +23,12 @@ class EngineEnded(msgspec.Struct, frozen=True, tag="engine_ended"):
     message: str
 
 
+class EngineStalled(msgspec.Struct, frozen=True, tag="engine_stalled"):
+    """The engine process does not respond, and may respond again; an empty `message` says that it does."""
+
+    message: str
+
+
 class StartDrain(msgspec.Struct, frozen=True, tag="start_drain"):
     """Report unhealthy, admit requests for `delay_seconds`, let running ones finish within `seconds`, then exit."""
 
@@ -30,7 +36,7 @@ class StartDrain(msgspec.Struct, frozen=True, tag="start_drain"):
     seconds: float
 
 
-Control = EngineStarted | EngineEnded | StartDrain
+Control = EngineStarted | EngineEnded | EngineStalled | StartDrain
 
 _encoder = msgspec.json.Encoder()
 _decoder: msgspec.json.Decoder[Control] = msgspec.json.Decoder(Control)

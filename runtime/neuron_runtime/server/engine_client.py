@@ -67,6 +67,8 @@ class EngineClient:
     ) -> None:
         self.ready = False
         self.detail = "starting"
+        self._stall = ""
+        """Why the engine does not respond although it is ready; empty: it does."""
         self._run_dir = run_dir
         self._front_end = front_end
         self._metrics = metrics
@@ -85,7 +87,7 @@ class EngineClient:
     def engine_started(self, incarnation: int, num_predecessors: int = 0) -> None:
         """Connect to the n-th engine process; `num_predecessors`: earlier front ends in this place that used it."""
         self._disconnect()
-        self.ready, self.detail = False, "starting"
+        self.ready, self.detail, self._stall = False, "starting", ""
         self._metrics.engine_started(incarnation, joined=num_predecessors > 0)
         name = messages.outbox_of(self._front_end)
         self._from_engine = messages.socket(self._context, zmq.PULL, self._run_dir, name, incarnation)
@@ -109,6 +111,10 @@ class EngineClient:
         # The next engine must not hear of them.
         self._recipients.clear()
         self._share_counts()
+
+    def engine_stalled(self, message: str) -> None:
+        """Refuse requests until the message is empty; those in flight continue then."""
+        self._stall = message
 
     def fail_all(self, error: ServingError) -> None:
         """All requests in flight end with this error."""
@@ -150,9 +156,9 @@ class EngineClient:
             self._send(Abort(live))
 
     def check_ready(self) -> None:
-        """Raises BackendFailed, with the progress of the startup, unless the engine is ready."""
-        if not self.ready:
-            raise BackendFailed(f"not ready: {self.detail}")
+        """Raises BackendFailed, with the reason or the progress of the startup, unless the engine is ready."""
+        if not self.ready or self._stall:
+            raise BackendFailed(f"not ready: {self._stall or self.detail}")
 
     def close(self) -> None:
         self._disconnect()

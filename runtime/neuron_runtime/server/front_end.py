@@ -37,7 +37,7 @@ from neuron_runtime.server import control
 from neuron_runtime.server.accepting import Acceptor, Connections, Share
 from neuron_runtime.server.app import build_app
 from neuron_runtime.server.bodies import Bodies
-from neuron_runtime.server.control import EngineEnded, EngineStarted, StartDrain
+from neuron_runtime.server.control import EngineEnded, EngineStalled, EngineStarted, StartDrain
 from neuron_runtime.server.edge import Edge
 from neuron_runtime.server.engine_client import EngineClient
 from neuron_runtime.server.exchange import ExchangeCounter
@@ -212,6 +212,8 @@ class FrontEnd:
                 case EngineEnded(message):
                     self._processes.engine_pid = None
                     self.client.engine_ended(message)
+                case EngineStalled(message):
+                    self.client.engine_stalled(message)
                 case StartDrain(delay_seconds, seconds):
                     if draining is not None:
                         draining.cancel()

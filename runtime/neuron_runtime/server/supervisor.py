@@ -30,7 +30,7 @@ from neuron_runtime.engine.lifeline import Deadline
 from neuron_runtime.errors import BackendFailed, ExitCode, FatalError, InvalidConfig, ServingError
 from neuron_runtime.host import memory_limit, num_oom_kills
 from neuron_runtime.record import GENERAL_FAILURE, Record
-from neuron_runtime.server.control import Control, EngineEnded, EngineStarted, StartDrain, encode_line
+from neuron_runtime.server.control import Control, EngineEnded, EngineStalled, EngineStarted, StartDrain, encode_line
 from neuron_runtime.server.restarts import (
     CURED_BY_REPLACEMENT,
     CURED_BY_RESTART,
@@ -114,6 +114,13 @@ class Child:
             self.process.send_signal(signal.SIGABRT)
             self.resume()
             self.wait_or_kill(STOP_SECONDS)
+
+    @property
+    def stall(self) -> str:
+        """Why it does not respond now, although it has not exited; empty if it does."""
+        if os.waitid(os.P_PID, self.process.pid, os.WSTOPPED | os.WNOHANG | os.WNOWAIT) is not None:
+            return f"the {self.name} is stopped"
+        return f"the {self.name} is late with its work" if self.deadline.late_seconds else ""
 
     def failure(self) -> ServingError:
         """Why it exited: the error in its record, or BackendFailed with its exit code or signal."""
@@ -202,6 +209,8 @@ class Supervisor:
         self._began = began
         self._budget = RestartBudget()
         self._incarnation = 0
+        self._stall = ""
+        """What the front ends were told of the engine."""
         self._front_ends: list[Child] = []
         self._num_predecessors = [0] * config.server.num_front_ends
         """For each front end, earlier processes in its place. Never reset: it makes the ids of requests unique."""
@@ -225,6 +234,7 @@ class Supervisor:
     def _serve(self) -> None:
         while not self._signals.num_stops:
             self._signals.sleep(TICK_SECONDS)
+            self._report_stall()
             self._kill_hung_children()
             ended = next((number for number, one in enumerate(self._front_ends) if not one.lives), None)
             if ended is not None:
@@ -256,6 +266,13 @@ class Supervisor:
                 self._send(EngineEnded(str(self._failure(self._engine))))
             self._signals.sleep(TICK_SECONDS)
             self._kill_hung_children()
+
+    def _report_stall(self) -> None:
+        """Tell the front ends when the engine does not respond, before it counts as hung, and when it does again."""
+        if self._engine.lives and (stall := self._engine.stall) != self._stall:
+            self._stall = stall
+            say(f"{stall}: not ready" if stall else "the engine process responds again")
+            self._send(EngineStalled(stall))
 
     def _kill_hung_children(self) -> None:
         for child in (*self._front_ends, self._engine):
@@ -321,6 +338,7 @@ class Supervisor:
 
     def _start_engine(self) -> None:
         self._incarnation += 1
+        self._stall = ""
         arguments = [
             f"--weights-dir={self._weights_dir}",
             f"--incarnation={self._incarnation}",
