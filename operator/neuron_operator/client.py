@@ -111,6 +111,10 @@ class Forbidden(ClusterFault):
     """403: the operator lacks a right, or a quota or policy refused."""
 
 
+class Terminating(ClusterFault):
+    """403: the namespace is being deleted, nothing can be created in it."""
+
+
 class Throttled(ClusterFault):
     """429, or another answer with Retry-After: try again after that time."""
 
@@ -439,7 +443,7 @@ def _status_fault(status: Object, headers: Mapping[str, str], what: str) -> Clus
         seconds = float(str(retry_after)) if str(retry_after).isdigit() else 1.0
         return Throttled(message, status=code, retry_after_seconds=seconds)
     if code == 403 and "NamespaceTerminating" in causes:
-        return Conflict(message, retriable=True, status=code)
+        return Terminating(message, retriable=False, status=code)
     if code == 409:
         kind = AlreadyExists if status.get("reason") == "AlreadyExists" else Conflict
         return kind(message, retriable=True, status=code)

@@ -23,8 +23,9 @@ from neuron_operator.revision import Revision
 from neuron_operator.steps import STEPS, Known, Step, Walk, refusal_of, walk
 from neuron_operator.views import Observed, observe
 from neuron_operator.why.pods import UNEXPLAINED_SECONDS, explain_failure
+from neuron_operator.why.refusals import explain_refusals
 from neuron_operator.why.replicas import explain_replicas
-from neuron_operator.world import Decision, Need, Object, Refusal, Refused, Settings, World
+from neuron_operator.world import Decision, Need, Object, Refused, Settings, World
 
 RECHECK_SECONDS = 30.0
 """For causes that wake no pass: objects of other owners, rights, devices held by other pods, Events."""
@@ -54,8 +55,11 @@ def decide(world: World, settings: Settings, steps: Sequence[Step] = STEPS) -> D
     if observed.model.is_deleting:
         return Decision()  # the garbage collector deletes the children
     course = _set_course(world, observed, settings, steps)
+    is_terminating = any(refusal.why is Refused.TERMINATING for refusal in world.refusals)
     if manifest.is_paused(world.body):
         course = _paused(course)
+    elif is_terminating:
+        course = replace(course, desired=(), delete=())
     findings = status.complete((*course.findings, *_explain_serving(world, observed, course)))
     whole_status = _status(observed, course, findings)
     return Decision(
@@ -64,7 +68,7 @@ def decide(world: World, settings: Settings, steps: Sequence[Step] = STEPS) -> D
         status=whole_status,
         requeue_after_seconds=_requeue_after(world, observed, course, findings, steps),
         needs=frozenset[Need]().union(*(finding.needs for finding in findings)),
-        announcements=status.announcements(observed.model, whole_status),
+        announcements=() if is_terminating else status.announcements(observed.model, whole_status),
     )
 
 
@@ -105,37 +109,13 @@ def _set_course(world: World, observed: Observed, settings: Settings, steps: Seq
         *(_unneeded(model, observed, pinned) if is_settled else ()),
     )
     return Course(
-        findings=(ACCEPTED, *_refusals(world), *done.findings),
+        findings=(ACCEPTED, *explain_refusals(world.refusals), *done.findings),
         desired=tuple(_independent(desired, world, observed)),
         delete=tuple(_not_refused(delete, world)),
         wanted=pinned,
         served=allowed.revision if allowed else None,
         num_wanted=model.spec.replicas,
     )
-
-
-def _refusals(world: World) -> Iterator[Finding]:
-    """One finding for each kind of refusal of this pass; the last one is shown."""
-    found = {why: [refusal for refusal in world.refusals if refusal.why is why] for why in Refused}
-    if rejected := found[Refused.REJECTED]:
-        text = f"the API server rejected {_quoted(rejected)}; correct the fields that it names, or delete an object"
-        yield unmet("Accepted", Reason.INVALID_SPEC, f"{text} that was edited by hand")
-    if taken := found[Refused.TAKEN]:
-        listed = ", ".join(f"{refusal.kind} {refusal.name}" for refusal in taken)
-        verbs = "exists and does" if len(taken) == 1 else "exist and do"
-        cure = f"delete or rename {'it' if len(taken) == 1 else 'them'}, or rename the model"
-        yield unmet("Accepted", Reason.NAME_CONFLICT, f"{listed} {verbs} not belong to this model; {cure}")
-    if forbidden := found[Refused.FORBIDDEN]:
-        text = f"the API server denied the operator a request: {_quoted(forbidden)}"
-        yield unmet("Accepted", Reason.OPERATOR_FORBIDDEN, text)
-
-    if failed := found[Refused.FAILED]:
-        text = f"the operator cannot write and tries again, at most a minute apart: {_quoted(failed)}"
-        yield unmet("Accepted", Reason.WRITE_FAILED, text)
-
-
-def _quoted(refusals: Sequence[Refusal]) -> str:
-    return "; ".join(f"{refusal.kind} {refusal.name}: {refusal.message}" for refusal in refusals)
 
 
 _NEEDED_BY_PODS = frozenset({"ControllerRevision", "ServiceAccount", "ConfigMap", "NetworkPolicy"})

@@ -98,11 +98,19 @@ class Reason(StrEnum):
         "[troubleshooting](troubleshooting.md#nameconflict)",
         final=True,
     )
+    ADMISSION_DENIED = Row(
+        "AdmissionDenied",
+        ("Accepted", "Available"),
+        "An admission policy, a webhook, a LimitRange or a missing class refuses an object (`Accepted`) or the pods "
+        "(`Available`); the message quotes the API server",
+        "Follow the message and [troubleshooting](troubleshooting.md#admissiondenied). The operator retries every 30 s",
+        final=True,
+    )
     OPERATOR_FORBIDDEN = Row(
         "OperatorForbidden",
         ("Accepted",),
-        "The API server refused a request of the operator (403)",
-        "Run `helm upgrade`, which grants the permissions; check admission policies. The operator retries every 30 s. "
+        "The operator lacks a permission (403)",
+        "Run `helm upgrade`, which grants the permissions. The operator retries every 30 s. "
         "See [troubleshooting](troubleshooting.md#operatorforbidden)",
         final=True,
     )
@@ -132,7 +140,10 @@ class Reason(StrEnum):
         "The operator's pods pass `restricted`; check `podTemplate`",
     )
     QUOTA_EXCEEDED = Row(
-        "QuotaExceeded", ("Available",), "A ResourceQuota refuses the pods", "Raise the quota, or request less"
+        "QuotaExceeded",
+        ("Accepted", "Available"),
+        "A ResourceQuota refuses an object, such as the Service (`Accepted`), or the pods (`Available`)",
+        "Raise the quota, or request less. A quota of memory or CPU demands `podTemplate.spec.resources`",
     )
     ALLOCATION_REJECTED = Row(
         "AllocationRejected",
@@ -296,6 +307,13 @@ class Reason(StrEnum):
     WAITING_FOR_CAPACITY = Row("WaitingForCapacity", ("UpToDate",))
 
     # Progress.
+    NAMESPACE_TERMINATING = Row(
+        "NamespaceTerminating",
+        ("Accepted",),
+        "The namespace is being deleted, and the model with it",
+        "Wait; a finalizer of an object in it may delay this",
+        passing=True,
+    )
     NODE_PROVISIONING = Row("NodeProvisioning", ("Available",), passing=True)
     DRAINING = Row(
         "Draining",

@@ -27,6 +27,7 @@ from neuron_operator.client import (
     Invalid,
     NotFound,
     Resource,
+    Terminating,
     Throttled,
     resource_of,
 )
@@ -203,6 +204,8 @@ class _Writes:
             if "deletionTimestamp" in live["metadata"] or not needs_apply(desired, live):
                 return  # the end of a deletion wakes us
             self._caches.observe_written(resource, await self._next().apply(resource, desired, live))
+        except Terminating as fault:
+            raise _Refused(refusal(Refused.TERMINATING, message=str(fault))) from fault
         except Forbidden as fault:
             raise _Refused(refusal(Refused.FORBIDDEN, message=str(fault))) from fault
         except Invalid as fault:

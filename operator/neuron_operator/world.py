@@ -77,6 +77,8 @@ class Refused(Enum):
     """The API server answered 403."""
     REJECTED = "rejected"
     """The API server answered 400 or 422: the object is invalid, or a policy denies it."""
+    TERMINATING = "terminating"
+    """The namespace is being deleted: nothing can be created in it, Events included."""
     FAILED = "failed"
     """The write failed for another reason, as for some time before: it is tried again with back-off."""
 

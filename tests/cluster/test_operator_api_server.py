@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import json
 import time
+import urllib.error
 from collections.abc import Iterator
 from datetime import UTC, datetime, timedelta
 from typing import Any
@@ -13,6 +15,7 @@ from typing import Any
 import pytest
 from aiohttp import web
 
+from cluster.rig.machine import wait_until
 from helpers.api_proxy import proxying
 from helpers.apiserver import ApiServer
 from helpers.operator_rights import CLUSTER_RULES, LEASE_RULES, OPERATOR_NAMESPACE, grant
@@ -416,6 +419,60 @@ async def test_a_missing_right_sets_a_condition_until_it_is_granted(server: ApiS
         await namespace.settle()
 
 
+async def test_a_quota_is_not_reported_as_a_missing_right(server: ApiServer, namespace: Namespace) -> None:
+    hard = {"services": "0"}
+    quota = {"apiVersion": "v1", "kind": "ResourceQuota", "metadata": {"name": "few"}, "spec": {"hard": hard}}
+    path = f"/api/v1/namespaces/{namespace.name}/resourcequotas"
+    server.call("POST", path, quota)
+    counted = {"status": {"hard": hard, "used": hard}}  # as the quota controller would
+    server.call("PATCH", f"{path}/few/status", counted, "application/merge-patch+json")
+    async with client_of(server) as client, operating(client, only(namespace)):
+        namespace.put_model()
+        await eventually(lambda: namespace.condition() == ("False", "QuotaExceeded"), about=namespace.model)
+        assert "Service chat: create services: services" in message(namespace, "Accepted")
+        server.call("DELETE", f"{path}/few", {})
+        namespace.wake()
+        await eventually(lambda: namespace.condition("Accepted")[0] == "True")
+
+
+async def test_an_admission_policy_is_reported_as_such(server: ApiServer, namespace: Namespace) -> None:
+    """For the Deployment in `Accepted`, and for the pods that its ReplicaSet cannot create in `Available`."""
+    async with client_of(server) as client, operating(client, only(namespace)):
+        with denying(server, namespace, "apps", "deployments"):
+            namespace.put_model()
+            await eventually(namespace.finish_resolve)
+            await eventually(lambda: namespace.condition() == ("False", "AdmissionDenied"), about=namespace.model)
+            assert "deployments need a ticket; that is a policy" in message(namespace, "Accepted")
+        namespace.wake()
+        await eventually(lambda: namespace.condition("UpToDate")[0] == "True", about=namespace.model)
+        with denying(server, namespace, "", "pods"), pytest.raises(urllib.error.HTTPError) as denied:
+            namespace.start_pod("chat-0", {})
+        text = json.loads(denied.value.__notes__[0])["message"]
+        failure = {"type": "ReplicaFailure", "status": "True", "reason": "FailedCreate", "message": text}
+        path = f"{BY_KIND['Deployment'].path(namespace.name, 'chat')}/status"
+        server.call("PATCH", path, {"status": {"conditions": [failure]}}, "application/merge-patch+json")
+        await eventually(lambda: namespace.condition("Available") == ("False", "AdmissionDenied"))
+        assert "pods need a ticket; that is a policy" in message(namespace, "Available")
+
+
+async def test_nothing_is_created_in_a_namespace_that_is_being_deleted(
+    server: ApiServer, namespace: Namespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("neuron_operator.decide.RECHECK_SECONDS", 0.5)
+    namespace.put_model()
+    namespace.patch(NEURON_MODELS, "chat", {"metadata": {"finalizers": ["example.com/kept"]}})
+    server.call("DELETE", f"/api/v1/namespaces/{namespace.name}", {})
+    async with client_of(server) as client, operating(client, only(namespace)):
+        await eventually(lambda: namespace.condition() == ("False", "NamespaceTerminating"), about=namespace.model)
+        before = len(server.requests(OPERATOR_USER))
+        await asyncio.sleep(2.0)
+        later = [call for call in calls(server, before) if call[0] in WRITES and call[1] != "leases"]
+    assert set(later) == {("create", "services")}
+    assert len(later) <= 5, "one write for each new attempt"
+    assert namespace.children() == {kind: [] for kind in BY_KIND}
+    assert namespace.list(EVENTS) == []
+
+
 async def test_the_status_shows_the_number_of_free_devices(server: ApiServer, namespace: Namespace) -> None:
     devices = {"aws.amazon.com/neuron": "6"}
     labels = {"node.kubernetes.io/instance-type": "inf2.24xlarge"}
@@ -785,6 +842,48 @@ class Mortal:
             return answer
 
         return write
+
+
+@contextlib.contextmanager
+def denying(server: ApiServer, namespace: Namespace, group: str, resource: str) -> Iterator[None]:
+    """A policy that denies a resource in the namespace."""
+    name = f"{namespace.name}-{resource}"
+    root = "/apis/admissionregistration.k8s.io/v1/validatingadmissionpolic"
+    paths = (f"{root}ies", f"{root}ybindings")
+    where = {"namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": namespace.name}}}
+    rule = {"apiGroups": [group], "apiVersions": ["v1"], "operations": ["CREATE"], "resources": [resource]}
+    specs: tuple[dict[str, Any], ...] = (
+        {
+            "matchConstraints": {"resourceRules": [rule], **where},
+            "validations": [{"expression": "false", "message": f"{resource} need a ticket"}],
+        },
+        {"policyName": name, "validationActions": ["Deny"]},
+    )
+    for path, kind, spec in zip(paths, ("Policy", "PolicyBinding"), specs, strict=True):
+        body = {"apiVersion": "admissionregistration.k8s.io/v1", "kind": f"ValidatingAdmission{kind}"}
+        server.call("POST", path, {**body, "metadata": {"name": name}, "spec": spec})
+
+    def is_denied() -> bool:
+        kinds = {"deployments": ("apps/v1", "Deployment"), "pods": ("v1", "Pod")}
+        api_version, kind = kinds[resource]
+        container = {"name": "c", "image": "i"}
+        pod = {"metadata": {"labels": {"a": "b"}}, "spec": {"containers": [container]}}
+        spec = {"selector": {"matchLabels": {"a": "b"}}, "template": pod} if kind == "Deployment" else pod["spec"]
+        body = {"apiVersion": api_version, "kind": kind, "metadata": {"name": "probe"}, "spec": spec}
+        at = next(r for r in (*BY_KIND.values(), PODS) if r.kind == kind).path(namespace.name)
+        try:
+            server.call("POST", f"{at}?dryRun=All", body)
+        except urllib.error.HTTPError as error:
+            return error.code == 422
+        return False
+
+    try:
+        wait_until("the policy is in force", is_denied)
+        yield
+    finally:
+        for path in reversed(paths):
+            server.call("DELETE", f"{path}/{name}", {})
+        wait_until("the policy is gone", lambda: not is_denied())
 
 
 def message(namespace: Namespace, kind: str) -> str:

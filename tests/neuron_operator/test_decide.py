@@ -323,6 +323,27 @@ def test_a_deleted_model_is_left_to_garbage_collection() -> None:
     ("refused", "reason", "says"),
     [
         (Refusal(Refused.TAKEN, "Service", "chat"), "NameConflict", "Service chat exists"),
+        (
+            Refusal(Refused.FORBIDDEN, "Service", "chat", 'services "chat" is forbidden: exceeded quota: q, requested'),
+            "QuotaExceeded",
+            "requested; raise the ResourceQuota, or request less",
+        ),
+        (
+            Refusal(
+                Refused.REJECTED,
+                "Deployment",
+                "chat",
+                "deployments.apps \"chat\" is forbidden: ValidatingAdmissionPolicy 'p' with binding 'b' denied "
+                "request: no",
+            ),
+            "AdmissionDenied",
+            "denied request: no; that is a policy of the cluster",
+        ),
+        (
+            Refusal(Refused.REJECTED, "Job", "j", 'admission webhook "w.example.com" denied the request: no'),
+            "AdmissionDenied",
+            "that is a webhook's rule",
+        ),
         (Refusal(Refused.FORBIDDEN, "Deployment", "chat", "no create"), "OperatorForbidden", "chat: no create"),
         (Refusal(Refused.REJECTED, "Deployment", "chat", "spec.x: Invalid"), "InvalidSpec", "Deployment chat: spec.x"),
     ],

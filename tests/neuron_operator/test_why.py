@@ -304,21 +304,67 @@ def test_the_rules_of_the_manifest_for_nodes_are_kept_beside_those_for_sizes() -
 
 
 @pytest.mark.parametrize(
-    ("message", "reason"),
+    ("message", "reason", "says"),
     [
-        ('pods "x" is forbidden: exceeded quota: q, requested: pods=1', "QuotaExceeded"),
-        ('pods "x" is forbidden: violates PodSecurity "restricted:latest"', "PodSecurityDenied"),
+        ("exceeded quota: q, requested: pods=1, used: pods=1, limited: pods=1", "QuotaExceeded", "raise the Resource"),
+        (
+            "failed quota: q: must specify limits.memory for: runtime",
+            "QuotaExceeded",
+            "in podTemplate.spec.resources: ",
+        ),
+        ('violates PodSecurity "restricted:latest": x', "PodSecurityDenied", "check podTemplate"),
+        ("no PriorityClass with name nope was found", "AdmissionDenied", "podTemplate.spec.priorityClassName"),
+        ('pod rejected: RuntimeClass "nope" not found', "AdmissionDenied", "podTemplate.spec.runtimeClassName"),
+        (
+            'error looking up service account team/nope: serviceaccount "nope" not found',
+            "AdmissionDenied",
+            "podTemplate.spec.serviceAccountName",
+        ),
+        (
+            "[minimum cpu usage per Container is 100m, but request is 10m, maximum memory usage per Container is 1Gi, "
+            "but limit is 2Gi]",
+            "AdmissionDenied",
+            "change podTemplate.spec.resources: a LimitRange",
+        ),
+        (
+            "ValidatingAdmissionPolicy 'p' with binding 'b' denied request: no",
+            "AdmissionDenied",
+            "policy of the cluster",
+        ),
+        ("an unknown check says no", "AdmissionDenied", "says no"),
     ],
 )
-def test_pods_that_cannot_be_created_are_explained_by_the_deployment(message: str, reason: str) -> None:
+def test_pods_that_cannot_be_created_are_explained_by_the_deployment(message: str, reason: str, says: str) -> None:
     world, _ = resolved_world()
-    failure = {
-        "conditions": [{"type": "ReplicaFailure", "status": "True", "reason": "FailedCreate", "message": message}]
-    }
+    text = f'pods "chat-x" is forbidden: {message}'
+    failure = {"conditions": [{"type": "ReplicaFailure", "status": "True", "reason": "FailedCreate", "message": text}]}
     children = tuple({**c, "status": failure} if c["kind"] == "Deployment" else c for c in world.children)
     decision = decide(replace(world, children=children), SETTINGS)
     assert condition(decision.status, "Ready")["reason"] == reason
-    assert message in condition(decision.status, "Ready")["message"]
+    assert f"pods cannot be created: {text}" in condition(decision.status, "Ready")["message"]
+    assert says in condition(decision.status, "Ready")["message"]
+
+
+@pytest.mark.parametrize(
+    ("note", "says"),
+    [
+        (
+            "failed quota: q: must specify limits.memory for: runtime",
+            "set them in jobs.resources in the model or in the",
+        ),
+        ("maximum memory usage per Container is 1Gi, but limit is 2Gi", "change jobs.resources in the model or in the"),
+        ("exceeded quota: q, requested: pods=1", "raise the ResourceQuota"),
+    ],
+)
+def test_a_job_whose_pod_cannot_be_created_names_a_cure_that_reaches_it(note: str, says: str) -> None:
+    world, decision = settle(fresh())
+    job = find(decision.desired, "Job")
+    old = {"metadata": {**job["metadata"], "creationTimestamp": "2026-03-01T11:00:00Z"}}
+    children = tuple({**c, **old} if c["kind"] == "Job" else c for c in world.children)
+    event = {"regarding": {"kind": "Job", "name": job["metadata"]["name"]}, "reason": "FailedCreate", "note": note}
+    found = condition(decide(replace(world, children=children, events=(event,)), SETTINGS).status, "ModelResolved")
+    assert f"FailedCreate: {note}; " in found["message"]
+    assert says in found["message"]
 
 
 def test_a_lost_node_is_reported_before_its_pods_are_evicted() -> None:

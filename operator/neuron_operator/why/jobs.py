@@ -9,6 +9,7 @@ from neuron_operator.reasons import Finding, Reason, unmet
 from neuron_operator.render.jobs import RETRY_AFTER_SECONDS
 from neuron_operator.views import JobView, Observed, PodView, Termination
 from neuron_operator.why.pods import UNEXPLAINED_SECONDS, explain_start, how_it_ended, last_words
+from neuron_operator.why.refusals import explain_denial
 from neuron_operator.world import Need
 
 
@@ -49,8 +50,10 @@ def _explain_start(waiting: Finding, job: JobView, pods: tuple[PodView, ...], ob
         return replace(waiting, message=f"Job {job.name} has not started: {starting.message}", needs=starting.needs)
     if observed.age(job.created) < timedelta(seconds=UNEXPLAINED_SECONDS):
         return None
-    text = f"Job {job.name} is waiting: {observed.warnings.get(job.name) or 'its pod has not been created'}"
-    return replace(waiting, message=text, needs=frozenset({Need.EVENTS}))
+    warning = observed.warnings.get(job.name, "")
+    _, cure = explain_denial(warning, of_job=True)
+    text = f"Job {job.name} is waiting: {warning or 'its pod has not been created'}"
+    return replace(waiting, message=f"{text}; {cure}" if cure else text, needs=frozenset({Need.EVENTS}))
 
 
 def _last_verdict(waiting: Finding, observed: Observed) -> Finding | None:

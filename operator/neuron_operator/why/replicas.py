@@ -9,6 +9,7 @@ from neuron_operator.reasons import Finding, Reason, met, unmet
 from neuron_operator.rollout import num_promised
 from neuron_operator.views import DeploymentView, Observed, PodView
 from neuron_operator.why.pods import explain_pod
+from neuron_operator.why.refusals import explain_denial
 
 
 def explain_replicas(observed: Observed, num_wanted: int, placement: Placement) -> tuple[Finding, ...]:
@@ -60,10 +61,6 @@ def _explain_deployment(deployment: DeploymentView | None) -> list[Finding]:
     """Why pods could not be created: the Deployment has the last error of its ReplicaSet."""
     if deployment is None or deployment.replica_failure is None:
         return []
-    message = deployment.replica_failure
-    reason = Reason.CRASH_LOOP
-    if "exceeded quota" in message:
-        reason = Reason.QUOTA_EXCEEDED
-    elif "PodSecurity" in message:
-        reason = Reason.POD_SECURITY_DENIED
-    return [unmet("Available", reason, f"pods cannot be created: {message}")]
+    reason, cure = explain_denial(deployment.replica_failure)
+    text = f"pods cannot be created: {deployment.replica_failure}"
+    return [unmet("Available", reason, f"{text}; {cure}" if cure else text)]

@@ -1,0 +1,109 @@
+"""Why the API server refuses an object: the operator's own writes (`explain_refusals`, for `decide`), and pods that a
+controller tries to create for it (`explain_denial`, for `why.replicas` and `why.jobs`).
+
+The cause is only in the text of the answer: a quota, a policy and a missing right all give 403.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from neuron_operator.reasons import Finding, Reason, unmet
+from neuron_operator.world import Refusal, Refused
+
+
+@dataclass(frozen=True)
+class Denial:
+    """A check of the API server, recognised by its text."""
+
+    pattern: str
+    reason: Reason
+    cure: str
+    """For an object or a replica's pod."""
+    cure_of_job: str = ""
+    """For a Job's pod if it differs: no field of podTemplate reaches it."""
+
+
+_JOB_RESOURCES = "jobs.resources in the model or in the chart's values"
+_ADMINISTRATOR = "comply with it, or ask its owner for an exception"
+
+DENIALS = (
+    Denial(
+        r"failed quota: \S+: must specify",
+        Reason.QUOTA_EXCEEDED,
+        "set them in podTemplate.spec.resources: the ResourceQuota demands them",
+        f"set them in {_JOB_RESOURCES}: the ResourceQuota demands them",
+    ),
+    Denial("exceeded quota: ", Reason.QUOTA_EXCEEDED, "raise the ResourceQuota, or request less"),
+    Denial("violates PodSecurity", Reason.POD_SECURITY_DENIED, "check podTemplate, or the namespace's level"),
+    Denial(
+        "no PriorityClass with name",
+        Reason.ADMISSION_DENIED,
+        "create the PriorityClass, or correct podTemplate.spec.priorityClassName",
+    ),
+    Denial(
+        r"RuntimeClass \S+ not found",
+        Reason.ADMISSION_DENIED,
+        "create the RuntimeClass, or correct podTemplate.spec.runtimeClassName",
+    ),
+    Denial(
+        "error looking up service account",
+        Reason.ADMISSION_DENIED,
+        "create the ServiceAccount, or correct podTemplate.spec.serviceAccountName",
+    ),
+    Denial(
+        r"(usage|ratio) per (Container|Pod|PersistentVolumeClaim)",
+        Reason.ADMISSION_DENIED,
+        "change podTemplate.spec.resources: a LimitRange of the namespace bounds them",
+        f"change {_JOB_RESOURCES}: a LimitRange of the namespace bounds them",
+    ),
+    Denial("ValidatingAdmissionPolicy", Reason.ADMISSION_DENIED, f"that is a policy of the cluster: {_ADMINISTRATOR}"),
+    Denial("admission webhook .* denied", Reason.ADMISSION_DENIED, f"that is a webhook's rule: {_ADMINISTRATOR}"),
+)
+
+
+def explain_denial(message: str, *, of_job: bool = False) -> tuple[Reason, str]:
+    """The reason for a pod that cannot be created, and the cure: empty if the text is not known."""
+    denial = _denial(message)
+    if denial is None:
+        return Reason.ADMISSION_DENIED, ""
+    return denial.reason, (of_job and denial.cure_of_job) or denial.cure
+
+
+def explain_refusals(refusals: Sequence[Refusal]) -> Iterator[Finding]:
+    """One finding for each kind of refusal of this pass; the last one is shown."""
+    denied = [(refusal, _denial(refusal.message)) for refusal in refusals if refusal.why in _ANSWERED]
+    found = {why: [refusal for refusal in refusals if refusal.why is why] for why in Refused}
+    if rejected := [r for r, denial in denied if denial is None and r.why is Refused.REJECTED]:
+        text = f"the API server rejected {_quoted(rejected)}; correct the fields that it names, or delete an object"
+        yield unmet("Accepted", Reason.INVALID_SPEC, f"{text} that was edited by hand")
+    if taken := found[Refused.TAKEN]:
+        listed = ", ".join(f"{refusal.kind} {refusal.name}" for refusal in taken)
+        verbs = "exists and does" if len(taken) == 1 else "exist and do"
+        cure = f"delete or rename {'it' if len(taken) == 1 else 'them'}, or rename the model"
+        yield unmet("Accepted", Reason.NAME_CONFLICT, f"{listed} {verbs} not belong to this model; {cure}")
+    for known in DENIALS:
+        if refused := [refusal for refusal, denial in denied if denial is known]:
+            yield unmet("Accepted", known.reason, f"the API server refused {_quoted(refused)}; {known.cure}")
+    if forbidden := [r for r, denial in denied if denial is None and r.why is Refused.FORBIDDEN]:
+        text = f"the API server denied the operator a request: {_quoted(forbidden)}"
+        yield unmet("Accepted", Reason.OPERATOR_FORBIDDEN, text)
+    if failed := found[Refused.FAILED]:
+        text = f"the operator cannot write and tries again, at most a minute apart: {_quoted(failed)}"
+        yield unmet("Accepted", Reason.WRITE_FAILED, text)
+    if found[Refused.TERMINATING]:
+        text = "the namespace is being deleted, so nothing can be created in it"
+        yield unmet("Accepted", Reason.NAMESPACE_TERMINATING, text)
+
+
+_ANSWERED = (Refused.REJECTED, Refused.FORBIDDEN)
+
+
+def _denial(message: str) -> Denial | None:
+    return next((denial for denial in DENIALS if re.search(denial.pattern, message)), None)
+
+
+def _quoted(refusals: Sequence[Refusal]) -> str:
+    return "; ".join(f"{refusal.kind} {refusal.name}: {refusal.message}" for refusal in refusals)
