@@ -74,7 +74,7 @@ def naming(names: Mapping[str, str]) -> Iterator[None]:
         name = names.get(inside) or names.get(inside.partition(".")[0])
         if name is None:
             raise
-        raise InvalidConfig(f"{name} ({path})", message) from error
+        raise InvalidConfig(f"{name} ({path})", message) from None
 
 
 def llm_config(

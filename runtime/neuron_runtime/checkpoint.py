@@ -14,6 +14,7 @@ import math
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,10 @@ from neuron_runtime.errors import ExitCode, FatalError
 CONFIG_FILE = "config.json"
 WEIGHTS_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
+"""A model needs one of these to serve text; transformers makes the first from the others."""
+CONVERTERS = ("sentencepiece", "tiktoken")
+"""transformers reads tokenizer.model with one of these packages."""
 MAX_HEADER_BYTES = 100_000_000
 """The limit of the safetensors library."""
 MAX_JSON_BYTES = 64_000_000
@@ -126,6 +131,19 @@ def read_checkpoint(folder: Path) -> Checkpoint:
 def read_config(folder: Path) -> dict[str, Any]:
     """Read only config.json, from a folder that may have no weights. Raises as `read_checkpoint`."""
     return _json_object(_read_config(folder), folder / CONFIG_FILE)
+
+
+def check_tokenizer(folder: Path) -> None:
+    """Raises InvalidModel if the folder has no tokenizer, or only one that this installation cannot convert."""
+    found = [name for name in TOKENIZER_FILES if (folder / name).is_file()]
+    if not found:
+        raise InvalidModel(f"{folder}: tokenizer is missing; add {' or '.join(TOKENIZER_FILES)} to the model")
+    if found == ["tokenizer.model"] and not any(map(find_spec, CONVERTERS)):
+        raise InvalidModel(
+            f"{folder}: tokenizer.json is missing, and tokenizer.model cannot be converted here: install "
+            f"{' or '.join(CONVERTERS)}, or add the tokenizer.json that transformers' "
+            "`AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER)` writes"
+        )
 
 
 def parse_index(raw: bytes, source: Path) -> dict[str, str]:

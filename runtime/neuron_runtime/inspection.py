@@ -14,15 +14,12 @@ from pathlib import Path
 import msgspec
 
 from neuron_runtime.backend.torch.architecture import decoder_config, tensor_shapes
-from neuron_runtime.checkpoint import Checkpoint, InvalidModel, read_checkpoint
+from neuron_runtime.checkpoint import Checkpoint, InvalidModel, check_tokenizer, read_checkpoint
 from neuron_runtime.record import ModelFacts
 from neuron_runtime.weights.fetching import outline
 
 DTYPE_NAMES = {"F64": "float64", "F32": "float32", "BF16": "bfloat16", "F16": "float16", "F8_E4M3": "float8_e4m3fn"}
 """safetensors names to torch names; others are reported unchanged."""
-
-TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
-"""A model needs one of these to serve text."""
 
 
 def inspect_model(uri: str) -> ModelFacts:
@@ -38,8 +35,7 @@ def inspect_model(uri: str) -> ModelFacts:
         outline(uri, Path(scratch)) as (folder, digest),
     ):
         facts = model_facts(read_checkpoint(folder), digest)
-        if not any((folder / name).is_file() for name in TOKENIZER_FILES):
-            raise InvalidModel(f"{folder}: tokenizer is missing; add {' or '.join(TOKENIZER_FILES)} to the model")
+        check_tokenizer(folder)
         return facts
 
 

@@ -234,7 +234,7 @@ async def serving(
             engine.start(ready)
             return engine
 
-        front_end = FrontEnd(config, run_dir, url_of(listener), 0.0, api_key_file)
+        front_end = FrontEnd(config, run_dir, url_of(listener), api_key_file)
         read_fd, write_fd = os.pipe()
         finished = asyncio.create_task(front_end.run(listener, os.fdopen(read_fd)))
         # Nothing here is encrypted; loading certificates would take a tenth of a test.

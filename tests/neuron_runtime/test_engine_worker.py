@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -11,12 +12,32 @@ import pytest
 
 from helpers.engine_driver import request
 from helpers.strict_backend import StrictBackend, neuron_limits
+from helpers.torch_models import runtime_config
 from neuron_runtime.core import Batch
 from neuron_runtime.engine import process
+from neuron_runtime.engine.backends import warn_if_short
 from neuron_runtime.engine.lifeline import Deadline
 from neuron_runtime.engine.loop import Engine
 from neuron_runtime.engine.messages import Add, FromEngine, Joined, Step, ToEngine
 from neuron_runtime.engine.process import Border, Worker
+
+
+@pytest.mark.parametrize(
+    ("length", "configured", "says"),
+    [
+        (127, 127, "only 127 tokens: so it is configured (maxModelLength)"),
+        (16, 0, "only 16 tokens: the model or the free memory allow no more (maxModelLength)"),
+        (128, 128, ""),
+    ],
+)
+def test_a_very_short_model_length_is_reported(
+    length: int, configured: int, says: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = runtime_config(max_model_length=configured)
+    warn_if_short(config, replace(neuron_limits(), max_model_length=length, block_size=length))
+    assert capsys.readouterr().err == (
+        f"neuron-runtime: warning: prompt and answer together may have {says}\n" if says else ""
+    )
 
 
 class Lists:

@@ -119,6 +119,10 @@ def truncate(folder: Path) -> None:
     path.write_bytes(path.read_bytes()[:-100])
 
 
+def move(name: str, to: str) -> Callable[[Path], None]:
+    return lambda folder: (folder / name).rename(folder / to) and None
+
+
 def become_a_pipe(name: str) -> Callable[[Path], None]:
     def change(folder: Path) -> None:
         (folder / name).unlink()
@@ -137,6 +141,7 @@ BROKEN = [
     (configure(vocab_size=65), ExitCode.INVALID_MODEL, "has shape [64, 32], but config.json requires [65, 32]"),
     (configure(hidden_size=None), ExitCode.INVALID_MODEL, "hidden_size must be a positive integer"),
     (drop("tokenizer.json"), ExitCode.INVALID_MODEL, "tokenizer is missing; add tokenizer.json or"),
+    (move("tokenizer.json", "tokenizer.model"), ExitCode.INVALID_MODEL, "tokenizer.json is missing, and tokenizer.mod"),
     (configure(architectures=["MambaForCausalLM"]), ExitCode.UNSUPPORTED_ARCHITECTURE, "supported: LlamaForCausalLM"),
 ]
 

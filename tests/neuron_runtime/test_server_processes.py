@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import tempfile
 import threading
@@ -154,6 +155,7 @@ def test_a_killed_engine_and_a_killed_front_end_are_replaced(model_dir: Path) ->
         reader, lines = stream_in_background(url)
         until(lambda: metric(url, "vllm:num_requests_running") == 1)
         killed = command.child(ENGINE)
+        killed_at = time.monotonic()
         os.kill(killed, signal.SIGKILL)
         with stopped(command.successor(ENGINE, killed)):
             reader.join()
@@ -161,6 +163,8 @@ def test_a_killed_engine_and_a_killed_front_end_are_replaced(model_dir: Path) ->
             check_not_ready(command, times=2)
             assert get(f"{url}/live").status_code == 200
         command.until_ready(times=2)
+        # The time of the restart alone, not since the start of the command; it is rounded.
+        assert float(re.findall(r"ready after ([\d.]+) s", command.text)[1]) <= time.monotonic() - killed_at + 0.05
         assert metric(url, "neuron_serving_engine_restarts_total") == 1
         answer = post(f"{url}/v1/completions", LONG | {"stream": False, "max_tokens": 3})
         assert answer.json()["usage"]["completion_tokens"] == 3
@@ -262,6 +266,9 @@ def broken(folder: Path, file: str, content: bytes | None) -> Path:
         ("config.json", None, 13, "config.json"),
         ("model.safetensors", b"\x10\x00\x00", 13, "model.safetensors"),
         ("tokenizer.json", b"{", 13, "tokenizer.json"),
+        ("tokenizer.json", None, 13, "tokenizer is missing; add tokenizer.json or tokenizer.model or vocab.json"),
+        ("tokenizer_config.json", b'{"chat_template": [{}]}', 13, "tokenizer_config.json: an entry of chat_template"),
+        ("chat_template.jinja", b"{% if %}", 13, "is invalid: line 1: Expected an expression"),
         ("generation_config.json", b"[]", 13, "generation_config.json"),
     ],
 )
@@ -275,6 +282,8 @@ def test_a_broken_model_ends_the_command_with_its_code_and_record(
     assert says in written["message"]
     assert written["message"] in command.text
     assert "Traceback" not in command.text
+    # Found before or while the model loads, not after.
+    assert "warming up" not in command.text
 
 
 def test_an_unservable_limit_ends_the_command_naming_the_field(model_dir: Path, tmp_path: Path) -> None:

@@ -77,9 +77,43 @@ def test_a_broken_tokenizer_is_an_invalid_model_naming_the_file(tmp_path: Path, 
 def test_a_model_without_a_tokenizer_is_an_invalid_model(tmp_path: Path) -> None:
     write_chat_model(tmp_path)
     (tmp_path / "tokenizer.json").unlink()
-    with pytest.raises(FatalError, match=r"no tokenizer\.json") as caught:
+    with pytest.raises(FatalError, match=r"no tokenizer\.json: write it .*`AutoTokenizer\.from_pretrained") as caught:
         load_tokenizer(tmp_path)
     assert caught.value.exit_code is ExitCode.INVALID_MODEL
+    # The whole reason of transformers, which has several lines, in one.
+    assert "sentencepiece" in str(caught.value).rpartition("here transformers cannot: ")[2]
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("settings", "says"),
+    [
+        (
+            {"added_tokens_decoder": {"1": 3}},
+            "tokenizer_config.json: an entry of chat_template or added_tokens_decoder",
+        ),
+        ({"added_tokens_decoder": [1]}, "tokenizer_config.json: an entry of chat_template or added_tokens_decoder"),
+        ({"added_tokens_decoder": {"1": {"special": True}}}, "KeyError('content')"),
+        ({"chat_template": [{"name": "default"}]}, "KeyError('template')"),
+    ],
+)
+def test_malformed_settings_of_a_tokenizer_are_an_invalid_model(
+    tmp_path: Path, settings: dict[str, Any], says: str
+) -> None:
+    write_chat_model(tmp_path)
+    (tmp_path / "chat_template.jinja").unlink(missing_ok=True)
+    rewrite(tmp_path / "tokenizer_config.json", **settings)
+    with pytest.raises(FatalError) as caught:
+        load_tokenizer(tmp_path)
+    assert caught.value.exit_code is ExitCode.INVALID_MODEL
+    assert says in str(caught.value)
+
+
+def test_a_chat_template_that_is_not_text_is_an_invalid_model(tmp_path: Path) -> None:
+    write_chat_model(tmp_path)
+    (tmp_path / "chat_template.jinja").write_bytes(b"\xff\xfe")
+    with pytest.raises(FatalError, match=r"chat_template\.jinja cannot be read: 'utf-8' codec"):
+        load_tokenizer(tmp_path)
 
 
 def test_end_tokens_come_from_generation_config_and_tokenizer(tmp_path: Path) -> None:

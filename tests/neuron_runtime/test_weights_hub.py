@@ -13,6 +13,7 @@ import pytest
 from helpers.hub import Shelf, serving
 from helpers.tiny_model import write_tiny_model
 from neuron_runtime.backend.base import ProgressCallback
+from neuron_runtime.checkpoint import check_tokenizer
 from neuron_runtime.config import ModelSource
 from neuron_runtime.errors import ExitCode, FatalError
 from neuron_runtime.uris import HubModel, parse_uri
@@ -78,8 +79,9 @@ def materialize(source: ModelSource, weights_dir: Path, progress: ProgressCallba
 
 def failure(source: ModelSource, weights_dir: Path, hub: Hub) -> FatalError:
     with pytest.raises(FatalError) as caught:
-        materialize(source, weights_dir, quiet, hub)
+        materialize(source, weights_dir, quiet, hub, check=check_tokenizer)
     assert "\n" not in str(caught.value)
+    assert caught.value.__suppress_context__ or caught.value.__context__ is None
     return caught.value
 
 
@@ -115,6 +117,14 @@ class TestDownloads:
         folder = materialize(ModelSource(uri=MODEL), tmp_path, quiet, hub)
         assert len(list(folder.glob("*.safetensors"))) == 2
         assert materialize(ModelSource(uri=MODEL), tmp_path, quiet, hub, with_weights=False) == folder
+
+    def test_a_missing_tokenizer_is_found_before_weights_are_downloaded(
+        self, shelf: Shelf, hub: Hub, tmp_path: Path
+    ) -> None:
+        (shelf.root / "acme/tiny/main/tokenizer.json").unlink()
+        error = failure(ModelSource(uri=MODEL), tmp_path / "weights", hub)
+        assert str(error).startswith(f"{MODEL}: tokenizer is missing; add tokenizer.json or")
+        assert not [one for one in shelf.asked if "safetensors" in one.path and "index" not in one.path]
 
     def test_the_revision_comes_from_the_uri(self, shelf: Shelf, hub: Hub, tmp_path: Path) -> None:
         folder = materialize(ModelSource(uri=f"{MODEL}@v1"), tmp_path, quiet, hub)

@@ -12,6 +12,8 @@ from typing import Protocol, cast
 
 from neuron_runtime.backend.base import Backend, ProgressCallback
 from neuron_runtime.config import RuntimeConfig
+from neuron_runtime.console import say
+from neuron_runtime.core import BackendLimits
 from neuron_runtime.errors import InvalidConfig
 
 PACKAGES = {"torch": "neuron_runtime.backend.torch", "simulated": "neuron_runtime.backend.simulated"}
@@ -28,6 +30,19 @@ class BackendPackage(Protocol):
 
     def load_backend(self, model_dir: Path, config: RuntimeConfig, progress: ProgressCallback) -> Backend:
         """See `load_backend` of the torch backend."""
+
+
+SHORT_TOKENS = 128
+"""Fewer tokens of prompt plus output are hardly on purpose: the shortest chats take more."""
+
+
+def warn_if_short(config: RuntimeConfig, limits: BackendLimits) -> None:
+    """Print a line if requests may have very few tokens."""
+    length = limits.max_model_length
+    if length < SHORT_TOKENS:
+        configured = bool(config.limits.max_model_length)
+        cause = "so it is configured" if configured else "the model or the free memory allow no more"
+        say(f"warning: prompt and answer together may have only {length} tokens: {cause} (maxModelLength)")
 
 
 def check_backend(config: RuntimeConfig) -> None:

@@ -22,10 +22,11 @@ import zmq
 
 from neuron_runtime import record
 from neuron_runtime.backend.base import Backend
+from neuron_runtime.checkpoint import check_tokenizer
 from neuron_runtime.config import RuntimeConfig, load_config
 from neuron_runtime.console import StageLines
 from neuron_runtime.engine import messages
-from neuron_runtime.engine.backends import backend_package
+from neuron_runtime.engine.backends import backend_package, warn_if_short
 from neuron_runtime.engine.backpressure import queue_limits
 from neuron_runtime.engine.lifeline import Deadline, die_with_parent
 from neuron_runtime.engine.loop import Engine
@@ -213,7 +214,9 @@ def serve(config: RuntimeConfig, weights_dir: Path, border: Border, deadline: De
 
     report = StartReport(border)
     package = backend_package(config)
-    model_dir = materialize(config.model, weights_dir, report, with_weights=package.NEEDS_WEIGHTS)
+    model_dir = materialize(
+        config.model, weights_dir, report, with_weights=package.NEEDS_WEIGHTS, check=check_tokenizer
+    )
     border.send(ModelFound(str(model_dir)))
     began = time.monotonic()
     report(f"starting the {config.backend} backend", 0.0)
@@ -225,6 +228,7 @@ def serve(config: RuntimeConfig, weights_dir: Path, border: Border, deadline: De
         # Libraries and weights stay; a full collection that walks them would delay every stream by 100 ms.
         gc.collect()
         gc.freeze()
+        warn_if_short(config, backend.limits)
         queue = queue_limits(backend.limits, config.limits.max_queued_requests, config.limits.max_queued_tokens)
         engine = Engine(watched, max_queued_requests=queue.max_requests, max_queued_tokens=queue.max_tokens)
         border.send(Ready(backend.limits, queue, loaded - began, time.monotonic() - loaded))

@@ -19,9 +19,10 @@ from typing import Any, TypeVar
 from tqdm import tqdm  # type: ignore[import-untyped]
 
 from neuron_runtime.arguments import LLM_NAMES, default_weights_dir, llm_config, naming
+from neuron_runtime.checkpoint import check_tokenizer
 from neuron_runtime.console import StageLines, say
 from neuron_runtime.core import BackendLimits, TokenEvent
-from neuron_runtime.engine.backends import backend_package, check_backend
+from neuron_runtime.engine.backends import backend_package, check_backend, warn_if_short
 from neuron_runtime.engine.loop import Engine
 from neuron_runtime.errors import BackendFailed, InvalidConfig, InvalidRequest
 from neuron_runtime.not_built import Surface, refuse
@@ -81,7 +82,9 @@ class LLM:
             progress = StageLines()
             weights_dir = default_weights_dir() if download_dir is None else Path(download_dir)
             package = backend_package(config)
-            self._model_dir = materialize(config.model, weights_dir, progress, with_weights=package.NEEDS_WEIGHTS)
+            self._model_dir = materialize(
+                config.model, weights_dir, progress, with_weights=package.NEEDS_WEIGHTS, check=check_tokenizer
+            )
             tokenizer = load_tokenizer(self._model_dir)
             source = config.text.generation_config
             defaults = load_generation_defaults(self._model_dir, tokenizer.eos_token_id, source)
@@ -90,6 +93,7 @@ class LLM:
             if seed is not None:
                 _check_seed(backend.limits)
             defaults = defaults.served(backend.limits)
+            warn_if_short(config, backend.limits)
             for setting in defaults.not_applied:
                 say(f"generation_config.json: {setting} is not supported and not applied")
         backend.warm_up(progress)

@@ -15,6 +15,8 @@ class EngineStarted(msgspec.Struct, frozen=True, tag="engine_started"):
     num_predecessors: int = 0
     """Number of earlier front ends in this place, whichever engine they used."""
     pid: int | None = None
+    began: float = 0.0
+    """Monotonic clock at the beginning of this start: of the command, or of the restart of a process."""
 
 
 class EngineEnded(msgspec.Struct, frozen=True, tag="engine_ended"):

@@ -97,7 +97,6 @@ class FrontEnd:
         config: RuntimeConfig,
         run_dir: Path,
         url: str,
-        began: float,
         api_key_file: Path | None = None,
         *,
         front_end: int = 0,
@@ -128,7 +127,7 @@ class FrontEnd:
         """Of several front ends, only the first prints that the engine is ready; a replacement prints it too."""
         self._deadline = Deadline(run_dir / f"front-end-{front_end}")
         self._url = url
-        self._began = began
+        self._began = time.monotonic()
         self._text: asyncio.Task[Text] | None = None
         self._ready: Ready | None = None
         self._admission: Admission | None = None
@@ -204,8 +203,8 @@ class FrontEnd:
             if not raw:
                 return
             match control.decode_line(raw):
-                case EngineStarted(incarnation, num_predecessors, pid):
-                    self._ready = None
+                case EngineStarted(incarnation, num_predecessors, pid, began):
+                    self._ready, self._began = None, began
                     self._processes.engine_pid = pid
                     self._speaks = self._first or num_predecessors > 0
                     self.client.engine_started(incarnation, num_predecessors)
@@ -286,13 +285,12 @@ async def run(options: argparse.Namespace) -> int:
             load_config(options.config),
             options.run_dir,
             options.url,
-            options.began,
             options.api_key_file,
             front_end=options.front_end,
         )
         await front_end.run(listener, sys.stdin)
     except FatalError as error:
-        failure = record.failure("serve", error, time.monotonic() - options.began)
+        failure = record.failure("serve", error)
         await asyncio.to_thread(record.write, failure, options.record)
         return int(error.exit_code)
     return 0
@@ -306,7 +304,6 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--url", required=True)
     parser.add_argument("--front-end", type=int, required=True, help="index of this front end")
     parser.add_argument("--api-key-file", type=Path)
-    parser.add_argument("--began", type=float, required=True, help="monotonic clock at the command's start")
     parser.add_argument("--record", type=Path, required=True)
     parser.add_argument("--parent-pid", type=int, required=True)
     options = parser.parse_args(arguments)

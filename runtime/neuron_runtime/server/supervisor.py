@@ -207,6 +207,7 @@ class Supervisor:
         self._keys = [] if api_key_file is None else [f"--api-key-file={api_key_file}"]
         self._signals = signals
         self._began = began
+        """Of the command, then of the last restart."""
         self._budget = RestartBudget()
         self._incarnation = 0
         self._stall = ""
@@ -282,6 +283,7 @@ class Supervisor:
         failure = self._failure(self._engine)
         self._send(EngineEnded(str(failure)))
         self._check(failure, CURED_BY_RESTART)
+        self._began = time.monotonic()
         self._start_engine()
 
     def _replace_front_end(self, number: int) -> None:
@@ -291,7 +293,8 @@ class Supervisor:
         ended.close()
         self._num_predecessors[number] += 1
         self._front_ends[number] = self._start_front_end(number)
-        self._send(self._engine_started(self._num_predecessors[number]), self._front_ends[number])
+        started = self._engine_started(self._num_predecessors[number], time.monotonic())
+        self._send(started, self._front_ends[number])
 
     def _end_front_ends(self) -> None:
         """Stop the front ends, which get time to answer requests in flight with an error."""
@@ -328,7 +331,7 @@ class Supervisor:
             "front end",
             "neuron_runtime.server.front_end",
             [
-                *(f"--listener-fd={fd}", f"--url={url_of(self._listener)}", f"--began={self._began}", *self._keys),
+                *(f"--listener-fd={fd}", f"--url={url_of(self._listener)}", *self._keys),
                 f"--front-end={number}",
             ],
             f"front-end-{number}",
@@ -347,10 +350,10 @@ class Supervisor:
         self._engine = self._start(
             "engine process", "neuron_runtime.engine.process", arguments, f"deadline-{self._incarnation}"
         )
-        self._send(self._engine_started())
+        self._send(self._engine_started(0, self._began))
 
-    def _engine_started(self, num_predecessors: int = 0) -> EngineStarted:
-        return EngineStarted(self._incarnation, num_predecessors, self._engine.process.pid)
+    def _engine_started(self, num_predecessors: int, began: float) -> EngineStarted:
+        return EngineStarted(self._incarnation, num_predecessors, self._engine.process.pid, began)
 
     def _start(
         self,

@@ -190,14 +190,20 @@ def load_tokenizer(model_dir: Path, chat_template: str = "") -> Tokenizer:
     Raises:
         FatalError: INVALID_MODEL, naming the missing or broken file; INVALID_ENGINE_CONFIG for `chat_template`.
     """
-    settings = read_json(model_dir / "tokenizer_config.json")
+    path = model_dir / "tokenizer_config.json"
+    settings = read_json(path)
     special_tokens = {}
     for name in SPECIAL_TOKENS:
         value = settings.get(name)
         value = value.get("content") if isinstance(value, dict) else value
         if isinstance(value, str):
             special_tokens[name] = value
-    source = chat_template or _chat_template_source(model_dir, settings)
+    try:
+        source = chat_template or _chat_template_source(model_dir, settings)
+        added = [_added_token(entry) for entry in settings.get("added_tokens_decoder", {}).values()]
+    except (KeyError, TypeError, AttributeError) as error:
+        message = f"{path}: an entry of chat_template or added_tokens_decoder is malformed: {error!r}"
+        raise FatalError(ExitCode.INVALID_MODEL, message) from error
     try:
         template = None if source is None else ChatTemplate(source, special_tokens)
     except ValueError as error:
@@ -206,7 +212,6 @@ def load_tokenizer(model_dir: Path, chat_template: str = "") -> Tokenizer:
         raise FatalError(ExitCode.INVALID_MODEL, f"the chat template in {model_dir} is invalid: {error}") from error
     fast = _load_fast(model_dir)
     known = fast.get_vocab(with_added_tokens=True)
-    added = [_added_token(entry) for entry in settings.get("added_tokens_decoder", {}).values()]
     fast.add_tokens([token for token in added if token.content not in known])
     return Tokenizer(fast, special_tokens=special_tokens, chat_template=template)
 
@@ -235,9 +240,13 @@ def _load_fast(model_dir: Path) -> FastTokenizer:
 
     try:
         fast = AutoTokenizer.from_pretrained(str(model_dir), use_fast=True, local_files_only=True).backend_tokenizer
-    except (OSError, ValueError, AttributeError, ImportError) as error:
-        reason = str(error).partition("\n")[0]
-        message = f"{model_dir} has no tokenizer.json, and transformers cannot create one: {reason}"
+    except Exception as error:
+        # transformers raises whatever its converters do.
+        reason = " ".join(str(error).split()) or type(error).__name__
+        message = (
+            f"{model_dir} has no tokenizer.json: write it where transformers and sentencepiece are installed, with "
+            f"`AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER)`; here transformers cannot: {reason}"
+        )
         raise FatalError(ExitCode.INVALID_MODEL, message) from error
     assert isinstance(fast, FastTokenizer)
     return fast
@@ -246,7 +255,10 @@ def _load_fast(model_dir: Path) -> FastTokenizer:
 def _chat_template_source(model_dir: Path, settings: Mapping[str, Any]) -> str | None:
     path = model_dir / "chat_template.jinja"
     if path.is_file():
-        return path.read_text(encoding="utf-8")
+        try:
+            return path.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise FatalError(ExitCode.INVALID_MODEL, f"{path} cannot be read: {error}") from error
     value = settings.get("chat_template")
     if isinstance(value, list):
         named = {entry["name"]: entry["template"] for entry in value}

@@ -45,6 +45,15 @@ FIRST_HEADER_BYTES = 200_000
 NUM_HEADERS = 4
 """Headers that are read at the same time."""
 LIMITS = TransferLimits()
+
+SmallCheck = Callable[[Path], None]
+"""Refuses a model by its small files, by raising FatalError."""
+
+
+def no_check(folder: Path) -> None:
+    """Accepts every model."""
+
+
 WAITING_SECONDS = 10.0
 """Interval of lines about another process that fetches the model."""
 
@@ -76,6 +85,7 @@ def fetch(
     source: Source | None = None,
     *,
     with_weights: bool = True,
+    check: SmallCheck = no_check,
     tools: Tools | None = None,
 ) -> Fetched:
     """The model as a complete entry of the store, copied from its source unless it is there. Folders stay in place.
@@ -84,20 +94,22 @@ def fetch(
         digest: what the model must be; the digest of what the source has now if empty.
         source: default: the one of the URI, with credentials from the environment.
         with_weights: False for the small files alone.
+        check: called before weights are copied.
 
     Raises:
         InvalidConfig: the URI is malformed.
-        FatalError: MODEL_NOT_FOUND, WEIGHTS_UNAUTHORIZED, INVALID_MODEL, CHECKSUM_MISMATCH or STORAGE_FULL, or the
-            store cannot be written.
+        FatalError: that of `check`; MODEL_NOT_FOUND, WEIGHTS_UNAUTHORIZED, INVALID_MODEL, CHECKSUM_MISMATCH or
+            STORAGE_FULL, or the store cannot be written.
         SourceUnreachable: the source does not respond.
     """
     model = parse_uri(uri)
     if isinstance(model, FolderModel | ClaimModel):
-        return _in_place(uri, folder_of(model), digest, with_weights)
+        return _in_place(uri, folder_of(model), digest, with_weights, check)
     suffix = "" if with_weights else "-text"
     if KEY.fullmatch(digest):
         for key in dict.fromkeys((digest, digest + suffix)):
             if entry := _found(store, key):
+                check(entry.folder)
                 return _fetched(entry)
     source = source or open_source(model)
     tools = tools or Tools()
@@ -116,7 +128,9 @@ def fetch(
         if entry := _found(store, key, replace=True):
             return _fetched(entry)
         with _naming(work / "files", uri):
-            manifest, read_bytes = _copy(attempts, listing, work, report, with_weights=with_weights, tools=tools)
+            manifest, read_bytes = _copy(
+                attempts, listing, work, report, with_weights=with_weights, check=check, tools=tools
+            )
         return _fetched(store.publish(key, work, manifest), read_bytes)
 
 
@@ -127,6 +141,7 @@ def materialize(
     source: Source | None = None,
     *,
     with_weights: bool = True,
+    check: SmallCheck = no_check,
     tools: Tools | None = None,
 ) -> Path:
     """The local folder of the model, fetched into the store at `weights_dir` if needed. Errors as of `fetch`."""
@@ -139,7 +154,7 @@ def materialize(
         progress(stage, min(0.999, amount.done_bytes / max(1, amount.total_bytes)))
 
     store = Store(weights_dir)
-    found = fetch(model.uri, store, report, model.digest, source, with_weights=with_weights, tools=tools)
+    found = fetch(model.uri, store, report, model.digest, source, with_weights=with_weights, check=check, tools=tools)
     if shown:
         progress(stage, 1.0)
     return found.folder
@@ -192,9 +207,10 @@ def folder_of(model: FolderModel | ClaimModel) -> Path:
     return folder
 
 
-def _in_place(uri: str, folder: Path, digest: str, with_weights: bool) -> Fetched:
+def _in_place(uri: str, folder: Path, digest: str, with_weights: bool, check: SmallCheck) -> Fetched:
+    read_config(folder)
+    check(folder)
     if not with_weights:
-        read_config(folder)
         return Fetched(folder, digest, 0)
     checkpoint = read_checkpoint(folder)
     if digest and checkpoint.digest != digest:
@@ -231,6 +247,7 @@ def _copy(
     report: Callable[[Amount], None],
     *,
     with_weights: bool,
+    check: SmallCheck,
     tools: Tools,
 ) -> tuple[Manifest, int]:
     """Copy the files of a model, the small ones first: the index among them names the others."""
@@ -247,13 +264,13 @@ def _copy(
 
     try:
         sums, read_bytes = transfer(small, lambda amount: None)
+        read_config(folder)
+        check(folder)
         if with_weights:
             weights = weight_files(listing.files, _weight_map(folder))
             more, more_bytes = transfer(weights, report)
             sums, read_bytes = sums | more, read_bytes + more_bytes
             read_checkpoint(folder)
-        else:
-            read_config(folder)
     finally:
         journal.close()
     files = tuple(StoredFile(name, listing.files[name].num_bytes, sums[name]) for name in sorted(sums))

@@ -127,7 +127,8 @@ class Attempts:
             except self.source.failures as error:
                 final = self.source.verdict(error)
                 if final is not None:
-                    raise final from error
+                    # Without the library's errors: in a traceback they say the same twice more.
+                    raise final from None
                 if num_done() > done:
                     pauses, done = iter(self.pauses), num_done()
                 pause, reason = next(pauses, None), one_line(root(error))
@@ -135,7 +136,7 @@ class Attempts:
                     raise SourceUnreachable(
                         f"{self.source.place} cannot be read for {self.source.uri} after {len(self.pauses) + 1} "
                         f"attempts ({reason}); check {self.source.advice}"
-                    ) from error
+                    ) from None
                 kind = f"{type(root(error)).__name__} {pause}"
                 if kind not in self._said:
                     self._said.add(kind)
