@@ -387,9 +387,9 @@ def test_children_without_an_owner_are_read_and_written_but_not_pruned() -> None
 
 def test_a_labelled_child_of_another_owner_is_neither_read_nor_deleted() -> None:
     world, before = resolved_world()
-    stranger = {"uid": "someone-else"}
+    other_owner = {"uid": "someone-else"}
     foreign = tuple(
-        {**child, "metadata": {**child["metadata"], "name": "other", "ownerReferences": [stranger]}}
+        {**child, "metadata": {**child["metadata"], "name": "other", "ownerReferences": [other_owner]}}
         for child in world.children
     )
     decision = decide(replace(world, children=(*foreign, *world.children)), SETTINGS)

@@ -110,10 +110,10 @@ def test_a_leader_without_network_stops_before_another_starts(fault: str) -> Non
 def test_the_standby_replaces_a_killed_leader_when_the_lease_expires() -> None:
     async def main() -> None:
         cluster = FakeCluster()
-        dead = Replica(cluster, "a")
-        async with dead.running():
+        cut_off = Replica(cluster, "a")
+        async with cut_off.running():
             await asyncio.sleep(1.0)
-            dead.cluster.is_cut = True  # the lease is not released
+            cut_off.cluster.is_cut = True  # the lease is not released
         ended = virtual_time.now()
         async with Replica(cluster, "b").running() as b:
             await asyncio.sleep(20.0)

@@ -474,12 +474,12 @@ def test_a_prompt_preempted_halfway_reports_each_logprob_once() -> None:
         run = start(
             replace(limits, max_rows=2, max_step_tokens=2, num_blocks=9, max_logprobs=1, reports_prompt_logprobs=True)
         )
-        told = request("told", 20, 2, prompt_logprobs=1)
-        asked = [request("first", 4, 20), told]
+        scored = request("scored", 20, 2, prompt_logprobs=1)
+        asked = [request("first", 4, 20), scored]
         run.add(asked[0])
         while len(run.tokens["first"]) < 2:
             run.step()
-        run.add(told)
+        run.add(scored)
         run.finish()
         run.check_tokens(asked)
         readmitted = [added for batch in run.backend.batches for added in batch.added][2:]
