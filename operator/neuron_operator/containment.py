@@ -33,8 +33,17 @@ def needs_apply(desired: Object, live: Object, subresource: str = "") -> bool:
     identity = _tree(("f:apiVersion",), ("f:kind",), ("f:metadata", "f:name"), ("f:metadata", "f:namespace"))
     if not _contained(desired, live, _union((owned, identity))):
         return True
-    applied = _union(entry.get("fieldsV1") or {} for entry in entries if entry.get("operation") == "Apply")
-    return _has_surplus(applied, desired)
+    return any(_has_surplus(_chosen(entry), desired) for entry in entries)
+
+
+def _chosen(entry: Object) -> Fields:
+    """The fields of an entry that came from us. A create's entry also contains the defaults of the API server, which
+    has none for labels and annotations."""
+    fields: Fields = entry.get("fieldsV1") or {}
+    if entry.get("operation") == "Apply":
+        return fields
+    metadata = fields.get("f:metadata", {})
+    return {"f:metadata": {name: metadata[name] for name in ("f:labels", "f:annotations") if name in metadata}}
 
 
 def own_entries(live: Object, subresource: str = "") -> Iterable[Object]:

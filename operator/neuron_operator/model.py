@@ -466,6 +466,40 @@ class Affinity(OpenPart, frozen=True):
     pod_anti_affinity: PodAntiAffinity | None = None
 
 
+class Jobs(SpecPart, frozen=True):
+    """The Jobs that run before the replicas."""
+
+    resources: Annotated[
+        Resources,
+        "Requests and limits of this model's Jobs. A resource that is named here replaces that of the chart's "
+        "`jobs.resources`, and the default request of 100m CPU and 128Mi memory.",
+    ] = field(default_factory=Resources)
+
+
+class ServiceMetadata(SpecPart, frozen=True):
+    annotations: Annotated[
+        dict[str, Annotated[str, Meta(max_length=4096)]],
+        Meta(max_length=32),
+        "Annotations of the Service, for example for a load balancer; keys below `neuron-serving.dev/` are refused.",
+        WITHOUT_OUR_PREFIX,
+    ] = field(default_factory=dict)
+
+
+class ServiceSpec(SpecPart, frozen=True):
+    type: Annotated[
+        Literal["ClusterIP", "NodePort", "LoadBalancer"],
+        "How the Service is reached. `NodePort` and `LoadBalancer` reach clients outside the cluster: require "
+        "[API keys](server.md#api-keys), and let the chart's `networkPolicy.ingressFrom` admit them.",
+    ] = "ClusterIP"
+
+
+class ServiceTemplate(SpecPart, frozen=True):
+    """Overlay for the model's Service."""
+
+    metadata: ServiceMetadata = field(default_factory=ServiceMetadata)
+    spec: ServiceSpec = ServiceSpec()
+
+
 class PodSpec(SpecPart, frozen=True):
     """As in a pod, see [What podTemplate may change](#what-podtemplate-may-change)."""
 
@@ -501,6 +535,8 @@ class Spec(SpecPart, frozen=True):
     storage: Storage = Storage()
     rollout: Rollout = Rollout()
     pod_template: PodTemplate = field(default_factory=PodTemplate)
+    jobs: Jobs = field(default_factory=Jobs)
+    service_template: ServiceTemplate = field(default_factory=ServiceTemplate)
 
     @property
     def backend(self) -> str:

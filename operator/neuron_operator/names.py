@@ -27,6 +27,7 @@ PART_OF_LABEL = "app.kubernetes.io/part-of"
 MANAGED_BY_LABEL = "app.kubernetes.io/managed-by"
 INSTANCE_TYPE_LABEL = "node.kubernetes.io/instance-type"
 HOSTNAME_LABEL = "kubernetes.io/hostname"
+ZONE_LABEL = "topology.kubernetes.io/zone"
 
 # In a pod's affinity.
 REQUIRED_AFFINITY = "requiredDuringSchedulingIgnoredDuringExecution"
@@ -66,6 +67,9 @@ CONFIG_KEY = "config.json"
 API_KEY_VOLUME = "api-key"
 API_KEY_DIR = "/etc/neuron-serving-api-key"
 API_KEY_FILE = "keys"
+CA_VOLUME = "ca-bundle"
+CA_DIR = "/etc/neuron-serving-ca"
+CA_FILE = "ca.crt"
 WEIGHTS_DIR = "/var/lib/neuron-serving/weights"
 TMP_DIR = "/tmp"  # noqa: S108 - an emptyDir in the pod
 TERMINATION_LOG = "/dev/termination-log"

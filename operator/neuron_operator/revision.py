@@ -2,7 +2,7 @@
 
 Called by `decide` and `steps`. A revision is decided once; later passes read it, so that neither a new operator nor a
 new default image changes running pods. It contains only what pods or their placement depend on: the drain times, but
-not replicas, pause or the pace of rollouts.
+not replicas, pause, the pace of rollouts, Jobs or the Service.
 """
 
 from __future__ import annotations
@@ -17,13 +17,14 @@ from neuron_operator import names
 from neuron_operator.config_document import config_document, sampling_mode
 from neuron_operator.errors import InvalidSpec
 from neuron_operator.fields import SpecPart, Supported, as_json, fields_of
-from neuron_operator.model import BACKENDS, NeuronModel
+from neuron_operator.model import BACKENDS, Jobs, NeuronModel, ServiceTemplate
 from neuron_operator.model_status import Plan
 from neuron_operator.objects import dig, labels_of, text, whole
 from neuron_operator.placement import Placement, place
 from neuron_operator.records import Facts
 from neuron_operator.render.objects import child
 from neuron_operator.render.pods import runtime_image, serving_pod_template
+from neuron_operator.render.resources import serving_requests
 from neuron_operator.render.serving import config_name
 from neuron_operator.world import Object, Settings
 
@@ -71,7 +72,7 @@ class Revision(Struct, frozen=True, kw_only=True):
 
 def spec_hash(model: NeuronModel) -> str:
     """Hash of the part of the spec that pods or placement depend on. Explicit defaults do not change it."""
-    spec = msgspec.structs.replace(model.spec, replicas=1)
+    spec = msgspec.structs.replace(model.spec, replicas=1, jobs=Jobs(), service_template=ServiceTemplate())
     return names.digest([FORMAT, _non_defaults(spec, model.backend)])
 
 
@@ -143,7 +144,13 @@ def pin(model: NeuronModel, facts: Facts, settings: Settings, number: int) -> Re
     config = config_document(model, facts)
     name = names.digest([spec_hash(model), model.refresh])
     template = serving_pod_template(
-        model, placement, settings, revision=name, config_name=config_name(model.name, config), group_size=1
+        model,
+        placement,
+        settings,
+        requests=serving_requests(model, facts),
+        revision=name,
+        config_name=config_name(model.name, config),
+        group_size=1,
     )
     pinned = Pinned(
         format=FORMAT,

@@ -18,7 +18,7 @@ import msgspec
 
 from neuron_operator.errors import OperatorError
 from neuron_operator.lease import LeaseTimings
-from neuron_operator.world import JobSettings, Object, Settings
+from neuron_operator.world import CaBundle, JobSettings, Object, Settings
 
 ENV_PREFIX = "NEURON_OPERATOR_"
 NAMESPACE_FILE = Path("/var/run/secrets/kubernetes.io/serviceaccount/namespace")
@@ -76,6 +76,10 @@ def _jobs(value: str) -> JobSettings:
     return msgspec.json.decode(value, type=JobSettings)
 
 
+def _ca_bundle(value: str) -> CaBundle:
+    return msgspec.json.decode(value, type=CaBundle)
+
+
 def _objects(value: str) -> tuple[Object, ...]:
     return msgspec.json.decode(value, type=tuple[Object, ...])
 
@@ -109,6 +113,13 @@ SETTINGS = (
     ),
     _Setting("image_pull_secrets", _words, "", "comma-separated pull secrets of all pods"),
     _Setting("jobs", _jobs, "{}", 'JSON: nodeSelector, tolerations, resources and env of Jobs, e.g. {"env": [...]}'),
+    _Setting(
+        "ca_bundle",
+        _ca_bundle,
+        "{}",
+        "JSON: certificate authorities for downloads, a key of a ConfigMap or Secret in each model's namespace, e.g. "
+        '{"configMap": {"name": "private-ca", "key": "ca.crt"}}',
+    ),
     _Setting(
         "device_mode",
         _one_of("Plugin", "PluginWithExtension"),

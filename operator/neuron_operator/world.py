@@ -144,7 +144,25 @@ class JobSettings(Struct, frozen=True, forbid_unknown_fields=True, rename="camel
     tolerations: tuple[Object, ...] = ()
     resources: Object = {}
     env: tuple[Object, ...] = ()
-    """EnvVars (mirrors, proxies, CA) of all pods that download: Jobs, and serving pods that load from a hub."""
+    """EnvVars (mirrors, proxies) of all pods that download: Jobs, and serving pods that load from a hub."""
+
+
+class KeyRef(Struct, frozen=True, forbid_unknown_fields=True):
+    """A key of a ConfigMap or Secret in the model's namespace."""
+
+    name: str
+    key: str
+
+
+class CaBundle(Struct, frozen=True, forbid_unknown_fields=True, rename="camel", omit_defaults=True):
+    """Chart value `caBundle`: the certificate authorities that everything that downloads trusts; at most one is set."""
+
+    config_map: KeyRef | None = None
+    secret: KeyRef | None = None
+
+    def __post_init__(self) -> None:
+        if self.config_map is not None and self.secret is not None:
+            raise ValueError("set configMap or secret, not both")
 
 
 @dataclass(frozen=True)
@@ -156,6 +174,7 @@ class Settings:
     """Empty: Kubernetes' own default (by tag)."""
     image_pull_secrets: tuple[str, ...] = ()
     jobs: JobSettings = field(default_factory=JobSettings)
+    ca_bundle: CaBundle = field(default_factory=CaBundle)
     device_mode: DeviceMode = "Plugin"
     device_scheduler_name: str = ""
     """The scheduler with the extension; only with PluginWithExtension."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import urllib.error
 from collections.abc import Iterator, Mapping
@@ -19,7 +20,7 @@ from helpers.apiserver import NOT_YET_SERVED, ApiServer, running
 from helpers.operator_rights import CLUSTER_RULES, LEASE_RULES
 from helpers.rendered_cases import FILES, render
 from neuron_operator import names, settings
-from neuron_operator.world import JobSettings
+from neuron_operator.world import CaBundle, JobSettings, KeyRef
 
 pytestmark = [pytest.mark.cluster, pytest.mark.slow]
 
@@ -43,6 +44,8 @@ EVERYTHING: dict[str, Any] = {
         "resources": {"limits": {"memory": "1Gi"}},
         "env": [{"name": "HTTPS_PROXY", "value": "http://proxy.test:3128"}],
     },
+    "caBundle": {"configMap": {"name": "private-ca", "key": "ca.crt"}},
+    "rbac": {"aggregateToDefaultRoles": False},
     "networkPolicy": {"ingressFrom": [{"namespaceSelector": {"matchLabels": {"team": "a"}}}]},
     "monitoring": {
         "dashboard": {
@@ -133,11 +136,17 @@ def test_helm_lint_passes(helm: Helm, values: Mapping[str, Any]) -> None:
     assert "1 chart(s) linted, 0 chart(s) failed" in report
 
 
+@pytest.mark.parametrize("command", ["lint", "template"])
 @pytest.mark.parametrize("image", ["operator", "runtime"])
-def test_the_chart_requires_an_image(helm: Helm, image: str) -> None:
+def test_an_empty_image_is_refused_by_name(helm: Helm, image: str, command: str) -> None:
     values = {"image": {**IMAGES["image"], image: ""}}
-    report = helm("template", str(CHART), values=values, code=1)
-    assert f"image.{image} must name the image built from Dockerfile.neuron" in report
+    report = helm(command, str(CHART), values=values, code=1)
+    assert re.search(rf"at '/image/{image}': minLength: got 0, want 1", report), report
+
+
+def test_the_charts_own_values_lack_only_the_images(helm: Helm) -> None:
+    report = helm("lint", str(CHART), values={}, code=1)
+    assert set(re.findall(r"- at '(\S+)'", report)) == {"/image/operator", "/image/runtime"}, report
 
 
 def test_an_unknown_value_is_refused_by_name(helm: Helm) -> None:
@@ -148,7 +157,7 @@ def test_an_unknown_value_is_refused_by_name(helm: Helm) -> None:
 def test_the_chart_grants_the_rights_that_the_operator_uses(helm: Helm) -> None:
     """Other tests check `CLUSTER_RULES` and `LEASE_RULES` against the operator's requests to an API server."""
     documents = helm.render(IMAGES)
-    assert granted(one(documents, "ClusterRole")["rules"]) == granted(CLUSTER_RULES)
+    assert granted(one(documents, "ClusterRole", "neuron-operator")["rules"]) == granted(CLUSTER_RULES)
     assert granted(one(documents, "Role")["rules"]) == granted(LEASE_RULES)
 
 
@@ -158,7 +167,24 @@ def test_with_named_namespaces_nothing_is_granted_elsewhere(helm: Helm) -> None:
     bindings = [d for d in documents if d["kind"] == "RoleBinding" and d["roleRef"]["kind"] == "ClusterRole"]
     assert [b["metadata"]["namespace"] for b in bindings] == EVERYTHING["watchNamespaces"]
     nodes = {right for right in granted(CLUSTER_RULES) if right[1] == "nodes"}
-    assert granted(one(documents, "ClusterRole")["rules"]) == granted(CLUSTER_RULES) - nodes
+    assert granted(one(documents, "ClusterRole", "neuron-operator")["rules"]) == granted(CLUSTER_RULES) - nodes
+
+
+def test_view_may_read_models_and_edit_and_admin_may_change_them(helm: Helm) -> None:
+    roles = {d["metadata"]["name"]: d for d in helm.render(IMAGES) if d["kind"] == "ClusterRole"}
+    verbs = {"neuron-operator-view": {"get", "list", "watch"}}
+    verbs["neuron-operator-edit"] = {"create", "update", "patch", "delete", "deletecollection"}
+    into = {"neuron-operator-view": {"view"}, "neuron-operator-edit": {"edit", "admin"}}
+    assert roles.keys() == {"neuron-operator", *into}
+    for name, role in roles.items():
+        prefix = "rbac.authorization.k8s.io/aggregate-to-"
+        labels = {label.removeprefix(prefix) for label in role["metadata"]["labels"] if label.startswith(prefix)}
+        assert labels == into.get(name, set())
+    for name, expected in verbs.items():
+        rights = granted(roles[name]["rules"])
+        assert {right[3] for right in rights if right[1] == "neuronmodels"} == expected
+        assert {right[0] for right in rights} == {"neuron-serving.dev"}
+    assert not [d for d in helm.render(EVERYTHING) if d["kind"] == "ClusterRole" and d["metadata"]["name"] in into]
 
 
 @pytest.mark.parametrize("values", VARIANTS.values(), ids=VARIANTS)
@@ -184,6 +210,7 @@ def test_the_values_reach_the_operator(helm: Helm) -> None:
     assert seen.models.jobs == JobSettings(
         jobs["nodeSelector"], tuple(jobs["tolerations"]), jobs["resources"], tuple(jobs["env"])
     )
+    assert seen.models.ca_bundle == CaBundle(config_map=KeyRef("private-ca", "ca.crt"))
     assert seen.models.device_mode == "PluginWithExtension"
     assert seen.models.device_scheduler_name == "neuron-scheduler"
     assert seen.models.network_policy_ingress_from == tuple(EVERYTHING["networkPolicy"]["ingressFrom"])

@@ -137,6 +137,9 @@ VALUES: dict[str, st.SearchStrategy[Any]] = {
     "podTemplate.metadata.annotations": keys_of("a", "neuron-serving.dev/a", "neuron-serving.development/a"),
     "podTemplate.spec.imagePullSecrets": lists_of({"name": "a"}, {"name": "b"}),
     "podTemplate.spec.resources.limits": keys_of("cpu", "aws.amazon.com/neuron", "aws.amazon.company/a"),
+    "jobs.resources.limits": keys_of("cpu", "aws.amazon.com/neuron", "aws.amazon.company/a"),
+    "jobs.resources.requests": keys_of("cpu", "aws.amazon.com/neuron", "aws.amazon.company/a"),
+    "serviceTemplate.metadata.annotations": keys_of("a", "neuron-serving.dev/a", "neuron-serving.development/a"),
     "podTemplate.spec.resources.requests": keys_of("cpu", "aws.amazon.com/neuron", "aws.amazon.company/a"),
 }
 

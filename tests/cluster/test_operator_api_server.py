@@ -213,6 +213,30 @@ async def test_dropped_fields_leave_a_child_and_foreign_fields_stay(server: ApiS
     assert [container["name"] for container in containers()][1:] == ["sidecar"]
 
 
+async def test_annotations_and_type_of_the_service_follow_the_manifest(server: ApiServer, namespace: Namespace) -> None:
+    service = BY_KIND["Service"]
+
+    def found() -> tuple[str, dict[str, str], bool]:
+        live = namespace.get(service, "chat")
+        (port,) = live["spec"]["ports"]
+        return live["spec"]["type"], live["metadata"].get("annotations") or {}, "nodePort" in port
+
+    def template(kind: str, **annotations: str) -> dict[str, Any]:
+        return {"metadata": {"annotations": annotations}, "spec": {"type": kind}}
+
+    async with client_of(server) as client, operating(client, only(namespace)):
+        namespace.put_model(serviceTemplate=template("LoadBalancer", scheme="internal", old="1"))
+        await namespace.settle()
+        assert found() == ("LoadBalancer", {"scheme": "internal", "old": "1"}, True)
+        namespace.put_model(serviceTemplate=template("LoadBalancer", scheme="internal"))
+        await eventually(lambda: found() == ("LoadBalancer", {"scheme": "internal"}, True), about=found)
+        namespace.patch(service, "chat", {"metadata": {"annotations": {"theirs": "kept"}}})
+        namespace.put_model(serviceTemplate=template("NodePort", scheme="public"))
+        await eventually(lambda: found() == ("NodePort", {"scheme": "public", "theirs": "kept"}, True), about=found)
+        namespace.put_model()
+        await eventually(lambda: found() == ("ClusterIP", {"theirs": "kept"}, False), about=found)
+
+
 async def test_a_foreign_service_of_the_same_name_is_not_changed(server: ApiServer, namespace: Namespace) -> None:
     service = BY_KIND["Service"]
     foreign = {"apiVersion": "v1", "kind": "Service", "metadata": {"name": "chat"}, "spec": {"ports": [{"port": 1}]}}

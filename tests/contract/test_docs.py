@@ -361,8 +361,9 @@ def test_every_shown_chart_value_exists() -> None:
     rules = json.loads((CHART / "values.schema.json").read_text())
     shown = [yaml.safe_load(block) for block in fenced(CHART / "README.md", "yaml")]
     assert shown
+    images = {"image": {**values["image"], "operator": "operator:1", "runtime": "runtime:1"}}
     for value in shown:
-        jsonschema.validate({**values, **value}, rules)
+        jsonschema.validate({**values, **images, **value}, rules)
 
 
 def test_the_shown_permissions_are_those_of_the_chart() -> None:

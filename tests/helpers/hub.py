@@ -18,6 +18,7 @@ import contextlib
 import hashlib
 import json
 import re
+import ssl
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -159,6 +160,7 @@ class Handler(BaseHTTPRequestHandler):
 
     protocol_version = "HTTP/1.1"
     shelf: Shelf
+    scheme = "http"
 
     def do_GET(self) -> None:
         self._answer()
@@ -296,7 +298,7 @@ class HubHandler(Handler):
             return
         linked = {"X-Linked-Size": str(file.size), "X-Linked-ETag": f'"{file.sha256}"'}
         host = self.headers["Host"].partition(":")[0]
-        location = f"http://{host}:{self.store_port}/large/{repository}/{commit}/{quote(name)}"
+        location = f"{self.scheme}://{host}:{self.store_port}/large/{repository}/{commit}/{quote(name)}"
         self._send(302, {**headers, **linked, "Location": location}, b"")
 
 
@@ -328,10 +330,12 @@ def _large_entry(file: StoredFile) -> dict[str, Any]:
 
 
 @contextlib.contextmanager
-def _both(shelf: Shelf, host: str, port: int) -> Iterator[tuple[ThreadingHTTPServer, ThreadingHTTPServer]]:
+def _both(
+    shelf: Shelf, host: str, port: int, scheme: str = "http"
+) -> Iterator[tuple[ThreadingHTTPServer, ThreadingHTTPServer]]:
     """Binds hub and store; port 0 takes free ports."""
     store = ThreadingHTTPServer((host, port and port + 1), type("BoundStore", (StoreHandler,), {"shelf": shelf}))
-    bound = {"shelf": shelf, "store_port": store.server_address[1]}
+    bound = {"shelf": shelf, "scheme": scheme, "store_port": store.server_address[1]}
     with store, ThreadingHTTPServer((host, port), type("BoundHub", (HubHandler,), bound)) as hub:
         hub.daemon_threads = store.daemon_threads = True
         yield hub, store
@@ -349,10 +353,15 @@ def _in_thread(server: ThreadingHTTPServer) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def serving(shelf: Shelf) -> Iterator[str]:
-    """Serves in threads of this process; yields the address for HF_ENDPOINT."""
-    with _both(shelf, "127.0.0.1", 0) as (hub, store), _in_thread(store), _in_thread(hub):
-        yield f"http://127.0.0.1:{hub.server_address[1]}"
+def serving(shelf: Shelf, tls: ssl.SSLContext | None = None) -> Iterator[str]:
+    """Serves in threads of this process, with `tls` over HTTPS; yields the address for HF_ENDPOINT."""
+    scheme = "https" if tls else "http"
+    with _both(shelf, "127.0.0.1", 0, scheme) as (hub, store):
+        if tls:
+            for server in (hub, store):
+                server.socket = tls.wrap_socket(server.socket, server_side=True)
+        with _in_thread(store), _in_thread(hub):
+            yield f"{scheme}://127.0.0.1:{hub.server_address[1]}"
 
 
 def main() -> None:

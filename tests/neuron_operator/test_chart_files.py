@@ -33,6 +33,10 @@ WRONG: tuple[dict[str, Any], ...] = (
     {"devices": {"mode": "PluginWithExtension", "schedulerName": ""}},
     {"devices": {"mode": "Plugin", "schedulerName": "neuron-scheduler"}},
     {"jobs": {"image": "x"}},
+    {"image": {"runtime": ""}},
+    {"image": {"operator": "a b"}},
+    {"caBundle": {"configMap": {"name": "ca"}}},
+    {"caBundle": {"configMap": {"name": "ca", "key": "k"}, "secret": {"name": "ca", "key": "k"}}},
     {"monitoring": {"podMonitors": {"interval": "often"}}},
     {"monitoring": {"serviceMonitor": {"enabled": True}}},
     {"monitoring": {"rules": {"runbookUrl": "docs/runbook.md"}}},
@@ -50,15 +54,20 @@ def merged(values: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def test_the_values_schema_is_valid_and_accepts_the_defaults() -> None:
+WITH_IMAGES = merged(VALUES, {"image": {"operator": "registry.test/operator:1", "runtime": "registry.test/runtime:1"}})
+
+
+def test_the_values_schema_is_valid_and_accepts_the_defaults_with_images() -> None:
     jsonschema.Draft7Validator.check_schema(SCHEMA)
-    jsonschema.validate(VALUES, SCHEMA)
+    jsonschema.validate(WITH_IMAGES, SCHEMA)
+    refused = {error.json_path for error in jsonschema.Draft7Validator(SCHEMA).iter_errors(VALUES)}
+    assert refused == {"$.image.operator", "$.image.runtime"}
 
 
 @pytest.mark.parametrize("values", [*NOT_YET, *WRONG], ids=json.dumps)
 def test_an_ignored_or_invalid_value_is_refused(values: dict[str, Any]) -> None:
     with pytest.raises(jsonschema.ValidationError):
-        jsonschema.validate(merged(VALUES, values), SCHEMA)
+        jsonschema.validate(merged(WITH_IMAGES, values), SCHEMA)
 
 
 def test_every_value_has_a_default_and_a_type() -> None:

@@ -145,12 +145,20 @@ def test_an_atomic_value_differs_even_when_it_contains_ours() -> None:
 
 
 def test_an_applied_field_that_is_no_longer_wanted_differs() -> None:
-    for removed in (lambda o: container_of(o)["env"].pop(), lambda o: o["metadata"].pop("labels")):
+    for removed in (lambda o: container_of(o)["env"].pop(), lambda o: o["spec"].pop("replicas")):
         desired = copy.deepcopy(DESIRED)
         removed(desired)
         assert needs_apply(desired, live())
         # After a create the same entry also holds the server's defaults and proves nothing.
         assert not needs_apply(desired, live("Update"))
+
+
+@pytest.mark.parametrize("operation", ["Apply", "Update"])
+def test_a_label_or_annotation_that_is_no_longer_wanted_differs(operation: str) -> None:
+    """The API server has no defaults for them, so those of a create are ours, too."""
+    desired = copy.deepcopy(DESIRED)
+    desired["metadata"].pop("labels")
+    assert needs_apply(desired, live(operation))
 
 
 def test_ownership_of_set_members_is_tracked_one_by_one() -> None:

@@ -5,7 +5,8 @@ Called by `revision.pin` and `render.jobs`. Only this module merges a manifest's
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from neuron_operator import names
@@ -13,6 +14,7 @@ from neuron_operator.fields import as_json
 from neuron_operator.model import ApiKeySecret, NeuronModel
 from neuron_operator.placement import Placement, size_rule
 from neuron_operator.render.objects import without_empty
+from neuron_operator.render.resources import JOB_REQUESTS, Requests, overlaid
 from neuron_operator.world import DeviceMode, Object, Settings
 
 START_PERIOD_SECONDS = 2
@@ -28,16 +30,46 @@ SERVE_COMMAND = (
 )
 API_KEY_FLAG = ("--api-key-file", f"{names.API_KEY_DIR}/{names.API_KEY_FILE}")
 POD_SECURITY = {"runAsNonRoot": True, "seccompProfile": {"type": "RuntimeDefault"}}
-READ_ONLY_VOLUMES = ("config", names.API_KEY_VOLUME)
 READABLE = 0o444
-"""Mode of the mounted key. The kubelet writes it as root, the container runs as another user, and not every cluster
+"""Mode of mounted Secrets. The kubelet writes them as root, the container runs as another user, and not every cluster
 allows an fsGroup. The container has only one user."""
+CA_VARIABLES = ("SSL_CERT_FILE", "REQUESTS_CA_BUNDLE", "AWS_CA_BUNDLE")
+"""OpenSSL and httpx, requests, and the AWS SDK each read their own."""
+
+
+@dataclass(frozen=True)
+class Mount:
+    """A volume of the pod, and its path in the container."""
+
+    name: str
+    path: str
+    source: Object
+    read_only: bool = False
+
+    @property
+    def volume(self) -> Object:
+        return {"name": self.name, **self.source}
+
+    @property
+    def in_container(self) -> Object:
+        return {"name": self.name, "mountPath": self.path, **({"readOnly": True} if self.read_only else {})}
+
+
+TMP = Mount("tmp", names.TMP_DIR, {"emptyDir": {}})
+WEIGHTS = Mount("weights", names.WEIGHTS_DIR, {"emptyDir": {}})
 
 
 def serving_pod_template(
-    model: NeuronModel, placement: Placement, settings: Settings, *, revision: str, config_name: str, group_size: int
+    model: NeuronModel,
+    placement: Placement,
+    settings: Settings,
+    *,
+    requests: Requests,
+    revision: str,
+    config_name: str,
+    group_size: int,
 ) -> Object:
-    """The pod template of one revision; `group_size` is the number of pods per replica."""
+    """The pod template of one revision; `group_size` is the number of pods per replica, `requests` the default."""
     overlay = model.spec.pod_template
     rollout = model.spec.rollout
     api_key = model.spec.serving.api_key_secret_ref
@@ -48,13 +80,17 @@ def serving_pod_template(
     }
     if placement.resources:
         own_labels[names.ALLOCATION_LABEL] = names.ALLOCATION_CORES if placement.cores else names.ALLOCATION_DEVICES
-    overlay_resources = overlay.spec.resources
+    resources = overlaid(requests, as_json(overlay.spec.resources), _whole(placement.resources))
+    mounts = (
+        Mount("config", names.CONFIG_DIR, {"configMap": {"name": config_name}}, read_only=True),
+        *(TMP, WEIGHTS, *_api_key(api_key), *_ca_bundle(model, settings)),
+    )
     container = _container(
         model,
         settings,
         command=[*SERVE_COMMAND, *(API_KEY_FLAG if api_key else ())],
         env=_merged_env(
-            settings.jobs.env if model.fetched_by_pods else (),
+            _download_env(model, settings) if model.fetched_by_pods else (),
             as_json(model.spec.engine.env),
             _hub_token(model) if model.fetched_by_pods else (),
             (
@@ -64,18 +100,8 @@ def serving_pod_template(
                 {"name": names.LEADER_VARIABLE, "value": "localhost"},
             ),
         ),
-        resources=without_empty(
-            {
-                "limits": {**overlay_resources.limits, **placement.resources},
-                "requests": {**overlay_resources.requests, **placement.resources},
-            }
-        ),
-        mounts={
-            "config": names.CONFIG_DIR,
-            "tmp": names.TMP_DIR,
-            "weights": names.WEIGHTS_DIR,
-            **({names.API_KEY_VOLUME: names.API_KEY_DIR} if api_key else {}),
-        },
+        resources=resources,
+        mounts=mounts,
     )
     container["ports"] = [{"name": names.PORT_NAME, "containerPort": names.PORT, "protocol": "TCP"}]
     container["startupProbe"] = _probe(
@@ -93,12 +119,7 @@ def serving_pod_template(
                 "securityContext": {**POD_SECURITY, **as_json(overlay.spec.security_context)},
                 "terminationGracePeriodSeconds": rollout.drain_delay_seconds + rollout.drain_seconds + RELEASE_SECONDS,
                 "containers": [container],
-                "volumes": [
-                    {"name": "config", "configMap": {"name": config_name}},
-                    {"name": "tmp", "emptyDir": {}},
-                    {"name": "weights", "emptyDir": {}},
-                    *([_api_key_volume(api_key)] if api_key else []),
-                ],
+                "volumes": [mount.volume for mount in mounts],
                 "nodeSelector": {
                     **overlay.spec.node_selector,
                     **({names.ALLOCATION_LABEL: names.ALLOCATION_CORES} if placement.cores else {}),
@@ -107,7 +128,7 @@ def serving_pod_template(
                     *([{"key": names.NEURON_TAINT, "operator": "Exists"}] if placement.resources else []),
                     *as_json(overlay.spec.tolerations),
                 ],
-                "affinity": _affinity(overlay.spec.affinity, placement, settings.device_mode),
+                "affinity": _affinity(_spread(model), placement, settings.device_mode),
                 "topologySpreadConstraints": as_json(overlay.spec.topology_spread_constraints),
                 "priorityClassName": overlay.spec.priority_class_name,
                 "schedulerName": overlay.spec.scheduler_name
@@ -122,13 +143,14 @@ def step_pod_template(
     model: NeuronModel, settings: Settings, *, role: str, command: list[str], affinity: Object
 ) -> Object:
     """The pod template of a step's Job on a CPU node, with the credentials and the chart's `jobs.*`."""
+    mounts = (TMP, *_ca_bundle(model, settings))
     container = _container(
         model,
         settings,
         command=command,
-        env=_merged_env(settings.jobs.env, _hub_token(model), ({"name": "HOME", "value": names.TMP_DIR},)),
-        resources=settings.jobs.resources,
-        mounts={"tmp": names.TMP_DIR},
+        env=_merged_env(_download_env(model, settings), _hub_token(model), ({"name": "HOME", "value": names.TMP_DIR},)),
+        resources=overlaid(JOB_REQUESTS, settings.jobs.resources, as_json(model.spec.jobs.resources)),
+        mounts=mounts,
     )
     annotations = {names.REFRESH_ANNOTATION: model.refresh} if model.refresh else {}
     return {
@@ -141,7 +163,7 @@ def step_pod_template(
                 "restartPolicy": "Never",
                 "securityContext": POD_SECURITY,
                 "containers": [container],
-                "volumes": [{"name": "tmp", "emptyDir": {}}],
+                "volumes": [mount.volume for mount in mounts],
                 "nodeSelector": settings.jobs.node_selector,
                 "tolerations": list(settings.jobs.tolerations),
                 "affinity": affinity,
@@ -170,7 +192,7 @@ def _container(
     command: list[str],
     env: list[Object],
     resources: Mapping[str, Any],
-    mounts: Mapping[str, str],
+    mounts: Iterable[Mount],
 ) -> Object:
     return without_empty(
         {
@@ -180,10 +202,7 @@ def _container(
             "command": command,
             "env": env,
             "resources": dict(resources),
-            "volumeMounts": [
-                {"name": name, "mountPath": path, **({"readOnly": True} if name in READ_ONLY_VOLUMES else {})}
-                for name, path in mounts.items()
-            ],
+            "volumeMounts": [mount.in_container for mount in mounts],
             "securityContext": {
                 "allowPrivilegeEscalation": False,
                 "readOnlyRootFilesystem": True,
@@ -223,13 +242,52 @@ def _hub_token(model: NeuronModel) -> tuple[Object, ...]:
     return ({"name": names.HUB_TOKEN_KEY, "valueFrom": {"secretKeyRef": key}},)
 
 
-def _api_key_volume(secret: ApiKeySecret) -> Object:
-    """The Secret as a folder, which the kubelet keeps up to date. The operator does not read it."""
-    items = [{"key": secret.key, "path": names.API_KEY_FILE}]
-    return {
-        "name": names.API_KEY_VOLUME,
-        "secret": {"secretName": secret.name, "items": items, "defaultMode": READABLE},
-    }
+def _api_key(secret: ApiKeySecret | None) -> Iterator[Mount]:
+    """The Secret with the keys, which the kubelet keeps up to date. The operator does not read it."""
+    if secret is not None:
+        items = [{"key": secret.key, "path": names.API_KEY_FILE}]
+        source = {"secretName": secret.name, "items": items, "defaultMode": READABLE}
+        yield Mount(names.API_KEY_VOLUME, names.API_KEY_DIR, {"secret": source}, read_only=True)
+
+
+def _ca_bundle(model: NeuronModel, settings: Settings) -> Iterator[Mount]:
+    """The certificate authorities of the installation, in pods that download. Not optional: a pod without them would
+    fail later, with an error about certificates."""
+    bundle = settings.ca_bundle
+    for kind, name_field, ref in (("configMap", "name", bundle.config_map), ("secret", "secretName", bundle.secret)):
+        if ref is not None and model.fetched_by_pods:
+            items = [{"key": ref.key, "path": names.CA_FILE}]
+            source = {name_field: ref.name, "items": items, "defaultMode": READABLE}
+            yield Mount(names.CA_VOLUME, names.CA_DIR, {kind: source}, read_only=True)
+
+
+def _download_env(model: NeuronModel, settings: Settings) -> Iterator[Object]:
+    """Variables of everything that downloads; the chart's own win."""
+    for mount in _ca_bundle(model, settings):
+        yield from ({"name": name, "value": f"{mount.path}/{names.CA_FILE}"} for name in CA_VARIABLES)
+    yield from settings.jobs.env
+
+
+def _whole(resources: Mapping[str, str]) -> Object:
+    """Extended resources: requests and limits must be equal."""
+    return {"limits": resources, "requests": resources}
+
+
+def _spread(model: NeuronModel) -> Mapping[str, Any]:
+    """The user's affinity, or else replicas on different nodes and in different zones where possible.
+
+    Not topologySpreadConstraints: with one for zones, the scheduler ignores the other on nodes without a zone, and any
+    replaces the scheduler's default, which yields to the pull towards nodes that already have the image.
+    """
+    overlay = model.spec.pod_template.spec
+    if overlay.topology_spread_constraints or overlay.affinity.get("podAntiAffinity") is not None:
+        return overlay.affinity
+    selector = {"matchLabels": names.serving_selector(model.name)}
+    preferred = [
+        {"weight": weight, "podAffinityTerm": {"labelSelector": selector, "topologyKey": key}}
+        for key, weight in ((names.HOSTNAME_LABEL, 100), (names.ZONE_LABEL, 50))
+    ]
+    return {**overlay.affinity, "podAntiAffinity": {"preferredDuringSchedulingIgnoredDuringExecution": preferred}}
 
 
 def _node_rules(placement: Placement, mode: DeviceMode) -> list[Object]:
@@ -240,7 +298,7 @@ def _node_rules(placement: Placement, mode: DeviceMode) -> list[Object]:
 
 
 def _affinity(affinity: Mapping[str, Any], placement: Placement, mode: DeviceMode) -> Object:
-    """The user's affinity, plus the rules for nodes, plus devices and cores on different nodes: the plugin could
+    """The affinity, plus the rules for nodes, plus devices and cores on different nodes: the plugin could
     allocate the same core twice."""
     combined = dict(affinity)
     if placement.cores:

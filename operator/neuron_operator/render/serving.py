@@ -24,9 +24,12 @@ def service(model: NeuronModel) -> Object:
         "protocol": "TCP",
         "appProtocol": "http",
     }
+    overlay = model.spec.service_template
+    made = child(model, "v1", "Service", names.service_name(model.name), component="server")
     return {
-        **child(model, "v1", "Service", names.service_name(model.name), component="server"),
-        "spec": {"type": "ClusterIP", "selector": names.serving_selector(model.name), "ports": [port]},
+        **made,
+        "metadata": {**made["metadata"], **without_empty({"annotations": overlay.metadata.annotations})},
+        "spec": {"type": overlay.spec.type, "selector": names.serving_selector(model.name), "ports": [port]},
     }
 
 

@@ -1,0 +1,94 @@
+"""CPU and memory of pods: what a pod is expected to need, and how chart and manifest replace it.
+
+Called by `revision.pin` (so the requests of a revision never change) and by `pods`. Only requests are estimated, no
+limits: one would slow steps down, or end a pod whose need was underestimated. Devices are chosen by `placement`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from neuron_operator.model import NeuronModel
+from neuron_operator.records import Facts
+from neuron_operator.render.objects import without_empty
+from neuron_operator.world import Object
+
+Requests = Mapping[str, str]
+
+JOB_REQUESTS: Requests = {"cpu": "100m", "memory": "128Mi"}
+"""`inspect` reads headers only: 40 MiB and half a second of CPU."""
+
+MIB = 2**20
+PROCESS_BYTES = 64 * MIB
+"""Of the supervisor, of each front end and of a simulated engine: 30 to 65 MiB measured."""
+TORCH_BYTES = 512 * MIB
+"""Of an engine with torch beside weights and cache: 350 MiB measured, without its libraries' files."""
+SCRATCH_SHARE = 0.1
+"""Activations and copies while weights are packed, as a share of weights and cache."""
+DEFAULT_SEQUENCES = 8
+DEFAULT_LENGTH = 4096
+"""If the manifest sets no length, the engine takes what is free, up to the model's length; this much is requested."""
+MILLICORES_PER_PROCESS = 100
+"""A loop that mostly waits. More is used if the node has it."""
+READ_BYTES_PER_CORE = 8 * 10**9
+"""What one core reads from memory in a second. The torch backend reads all weights for each token."""
+DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+
+
+def serving_requests(model: NeuronModel, facts: Facts) -> Requests:
+    """What a replica needs to load the model and to answer at about a token per second.
+
+    Memory: the processes, and with the torch backend weights, cache and scratch. The cache has room for the sequences
+    and length (or blocks) of the manifest. CPU: a share for each process, and with torch some for reading weights.
+    """
+    num_front_ends = model.spec.serving.num_front_ends or 1
+    memory, millicores = PROCESS_BYTES * (1 + num_front_ends), MILLICORES_PER_PROCESS * (1 + num_front_ends)
+    if model.backend == "torch":
+        weights, cache = _weights_bytes(model, facts), _cache_bytes(model, facts)
+        memory += TORCH_BYTES + int((weights + cache) * (1 + SCRATCH_SHARE))
+        millicores += 1000 * weights // READ_BYTES_PER_CORE
+    else:
+        memory += PROCESS_BYTES
+    return {"cpu": f"{_up(millicores, 100)}m", "memory": f"{_up(memory, 64 * MIB) // MIB}Mi"}
+
+
+def overlaid(requests: Requests, *overlays: Mapping[str, Any]) -> Object:
+    """`resources` of a container: the requests, overlaid by the `requests` and `limits` of chart or manifest.
+
+    An overlay replaces what it names completely: its limit would otherwise meet a request that exceeds it.
+    """
+    resources: dict[str, dict[str, Any]] = {"limits": {}, "requests": dict(requests)}
+    for overlay in overlays:
+        parts = {kind: overlay.get(kind) or {} for kind in resources}
+        named = {name for part in parts.values() for name in part}
+        for kind, part in parts.items():
+            kept = {name: value for name, value in resources[kind].items() if name not in named}
+            resources[kind] = {**kept, **part}
+    return without_empty(resources)
+
+
+def _weights_bytes(model: NeuronModel, facts: Facts) -> int:
+    """As stored, or in `serving.dtype`; with the packed copies of the embedding that the torch backend makes."""
+    width = DTYPE_BYTES.get(model.spec.serving.dtype or "")
+    weights = facts.parameters * width if width else facts.weights_bytes
+    return weights + 2 * facts.vocabulary_size * facts.hidden_size * _width(model, facts)
+
+
+def _cache_bytes(model: NeuronModel, facts: Facts) -> int:
+    serving = model.spec.serving
+    length = serving.max_model_length or min(DEFAULT_LENGTH, facts.max_position_embeddings or DEFAULT_LENGTH)
+    tokens = (serving.max_sequences or DEFAULT_SEQUENCES) * length
+    if serving.num_blocks:
+        tokens = serving.num_blocks * (serving.block_size or 16)
+    return tokens * 2 * facts.num_layers * facts.num_kv_heads * facts.head_dim * _width(model, facts)
+
+
+def _width(model: NeuronModel, facts: Facts) -> int:
+    chosen = model.spec.serving.dtype
+    return DTYPE_BYTES.get(chosen if chosen and chosen != "auto" else facts.dtype, 4)
+
+
+def _up(number: int, step: int) -> int:
+    return math.ceil(number / step) * step

@@ -1,0 +1,187 @@
+"""CPU and memory of pods: estimated once per revision, replaced by what chart and manifest set."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import replace
+from typing import Any
+
+import msgspec
+import pytest
+from kubernetes.utils.quantity import parse_quantity
+
+from helpers.manifests import spec_with
+from helpers.operator_worlds import FACTS, SETTINGS, body, find, fresh, resolved_world, settle
+from neuron_operator.manifest import parse
+from neuron_operator.records import Facts
+from neuron_operator.render.resources import overlaid, serving_requests
+from neuron_operator.world import JobSettings, Object
+
+GIB = 2**30
+EIGHT_B = {
+    "parameters": 8_030_000_000,
+    "weightsBytes": 16_060_000_000,
+    "numLayers": 32,
+    "hiddenSize": 4096,
+    "numHeads": 32,
+    "numKvHeads": 8,
+    "headDim": 128,
+    "vocabularySize": 128_256,
+    "maxPositionEmbeddings": 131_072,
+}
+
+
+def requested(facts: dict[str, Any], **changes: Any) -> tuple[float, float]:
+    """CPUs and GiB."""
+    found = serving_requests(parse(body(spec_with(changes))), msgspec.convert({**FACTS, **facts}, Facts))
+    return float(parse_quantity(found["cpu"])), float(parse_quantity(found["memory"])) / GIB
+
+
+def test_the_memory_holds_weights_cache_and_processes() -> None:
+    cpus, memory = requested(EIGHT_B)
+    weights, embedding = 16.06e9 / GIB, 2 * 128_256 * 4096 * 2 / GIB
+    cache = 8 * 4096 * 2 * 32 * 8 * 128 * 2 / GIB  # 8 sequences of 4096 tokens
+    assert weights + embedding + cache < memory < 1.15 * (weights + embedding + cache) + 1
+    assert 2 < cpus < 4
+
+
+def test_a_tiny_model_requests_little() -> None:
+    cpus, memory = requested({})
+    assert (cpus, memory) == (0.2, 0.6875)
+
+
+@pytest.mark.parametrize(
+    ("more", "than"),
+    [
+        ({"serving": {"maxModelLength": 16384}}, {}),
+        ({"serving": {"maxSequences": 32}}, {}),
+        ({"serving": {"blockSize": 16, "numBlocks": 8192}}, {}),
+        ({"serving": {"dtype": "float32"}}, {"serving": {"dtype": "bfloat16"}}),
+        ({"serving": {"numFrontEnds": 4}}, {}),
+        ({}, {"engine": {"backend": "simulated"}}),
+    ],
+    ids=str,
+)
+def test_more_in_the_manifest_requests_more_memory(more: dict[str, Any], than: dict[str, Any]) -> None:
+    assert requested(EIGHT_B, **more)[1] > requested(EIGHT_B, **than)[1]
+
+
+def test_a_simulated_device_needs_neither_weights_nor_torch() -> None:
+    assert requested(EIGHT_B, engine={"backend": "simulated"}) == (0.2, 0.1875)
+
+
+@pytest.mark.parametrize("length", [0, 1, 10**12])
+def test_odd_facts_give_a_valid_quantity(length: int) -> None:
+    odd = {**dict.fromkeys(EIGHT_B, length), "dtype": "unheard-of"}
+    cpus, memory = requested(odd)
+    assert cpus > 0
+    assert memory > 0
+
+
+@pytest.mark.parametrize(
+    ("overlays", "expected"),
+    [
+        ((), {"requests": {"cpu": "1", "memory": "2Gi"}}),
+        (({"requests": {"cpu": 4}},), {"requests": {"cpu": 4, "memory": "2Gi"}}),
+        # Kubernetes sets the request to the limit.
+        (({"limits": {"memory": "1Gi"}},), {"limits": {"memory": "1Gi"}, "requests": {"cpu": "1"}}),
+        (
+            ({"limits": {"memory": "1Gi"}, "requests": {"memory": "1Gi"}}, {"requests": {"memory": "8Gi"}}),
+            {"requests": {"cpu": "1", "memory": "8Gi"}},
+        ),
+        (({"requests": {"ephemeral-storage": "8Gi"}},), {"requests": {"cpu": "1", "memory": "2Gi"}}),
+    ],
+)
+def test_an_overlay_replaces_request_and_limit_of_what_it_names(
+    overlays: tuple[dict[str, Any], ...], expected: dict[str, Any]
+) -> None:
+    found = overlaid({"cpu": "1", "memory": "2Gi"}, *overlays)
+    found.get("requests", {}).pop("ephemeral-storage", None)
+    assert found == expected
+
+
+def resources_of(workload: Object) -> Object:
+    found: Object = workload["spec"]["template"]["spec"]["containers"][0]["resources"]
+    return found
+
+
+def test_the_resources_of_the_podtemplate_win() -> None:
+    own = {"podTemplate": {"spec": {"resources": {"requests": {"cpu": "8"}, "limits": {"memory": "16Gi"}}}}}
+    _, decision = resolved_world(spec=spec_with({**own, "accelerator": {"type": "CPU"}}))
+    assert resources_of(find(decision.desired, "Deployment")) == {
+        "limits": {"memory": "16Gi"},
+        "requests": {"cpu": "8"},
+    }
+
+
+def test_the_jobs_resources_of_the_model_win_over_those_of_the_chart() -> None:
+    chart = JobSettings(resources={"requests": {"cpu": "1"}, "limits": {"cpu": "2", "memory": "1Gi"}})
+    spec = spec_with({"jobs": {"resources": {"limits": {"cpu": "4"}}}})
+    _, decision = settle(fresh(spec=spec), replace(SETTINGS, jobs=chart))
+    assert resources_of(find(decision.desired, "Job")) == {"limits": {"memory": "1Gi", "cpu": "4"}}
+    _, decision = settle(fresh(spec=spec_with({})))
+    assert resources_of(find(decision.desired, "Job")) == {"requests": {"cpu": "100m", "memory": "128Mi"}}
+
+
+def test_pods_of_an_existing_revision_keep_what_they_request() -> None:
+    """A new operator, or one with other estimates, must not restart pods."""
+    world, decision = resolved_world()
+    (keeper,) = [child for child in world.children if child["kind"] == "ControllerRevision"]
+    earlier = copy.deepcopy(keeper)
+    container = earlier["data"]["template"]["spec"]["containers"][0]
+    container["resources"]["requests"].pop("cpu")
+    children = tuple(earlier if child is keeper else child for child in world.children)
+    _, again = settle(replace(world, children=children))
+    assert find(again.desired, "ControllerRevision")["data"] == earlier["data"]
+    assert "cpu" not in resources_of(find(again.desired, "Deployment"))["requests"]
+    assert "cpu" in resources_of(find(decision.desired, "Deployment"))["requests"]
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"jobs": {"resources": {"limits": {"cpu": "4"}}}},
+        {"serviceTemplate": {"spec": {"type": "NodePort"}, "metadata": {"annotations": {"a": "b"}}}},
+        {"replicas": 4},
+    ],
+    ids=str,
+)
+def test_an_edit_of_jobs_or_service_restarts_no_pod(changes: dict[str, Any]) -> None:
+    templates = []
+    for spec in (body()["spec"], {**body()["spec"], **changes}):
+        _, decision = resolved_world(spec=spec)
+        templates.append(find(decision.desired, "Deployment")["spec"]["template"])
+    assert templates[0] == templates[1]
+
+
+def test_replicas_prefer_different_nodes_and_zones() -> None:
+    _, decision = resolved_world()
+    pod = find(decision.desired, "Deployment")["spec"]["template"]
+    preferred = pod["spec"]["affinity"]["podAntiAffinity"]["preferredDuringSchedulingIgnoredDuringExecution"]
+    assert {term["podAffinityTerm"]["topologyKey"] for term in preferred} == {
+        "kubernetes.io/hostname",
+        "topology.kubernetes.io/zone",
+    }
+    for term in preferred:
+        assert term["podAffinityTerm"]["labelSelector"]["matchLabels"].items() <= pod["metadata"]["labels"].items()
+
+
+@pytest.mark.parametrize(
+    "own",
+    [
+        {"affinity": {"podAntiAffinity": {"preferredDuringSchedulingIgnoredDuringExecution": []}}},
+        {
+            "topologySpreadConstraints": [
+                {"maxSkew": 1, "topologyKey": "rack", "whenUnsatisfiable": "ScheduleAnyway", "labelSelector": {}}
+            ]
+        },
+    ],
+    ids=lambda own: next(iter(own)),
+)
+def test_the_users_own_spreading_wins(own: dict[str, Any]) -> None:
+    spec = spec_with({"accelerator": {"type": "CPU"}, "podTemplate": {"spec": own}})
+    _, decision = resolved_world(spec=spec)
+    pod = find(decision.desired, "Deployment")["spec"]["template"]["spec"]
+    assert {key: pod.get(key) for key in own} == own
+    anti = pod.get("affinity", {}).get("podAntiAffinity", {})
+    assert not anti.get("preferredDuringSchedulingIgnoredDuringExecution")
