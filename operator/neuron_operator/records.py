@@ -30,6 +30,14 @@ class Facts(Struct, frozen=True, kw_only=True, rename="camel"):
     digest: str
 
 
+class StoredWeights(Struct, frozen=True, kw_only=True, rename="camel"):
+    """What `fetch` reports about a model in a store."""
+
+    digest: str
+    bytes: int
+    read_bytes: int
+
+
 class Record(Struct, frozen=True, kw_only=True, rename="camel"):
     version: int
     command: str
@@ -38,6 +46,7 @@ class Record(Struct, frozen=True, kw_only=True, rename="camel"):
     reason: str = ""
     message: str = ""
     facts: Facts | None = None
+    weights: StoredWeights | None = None
     seconds: float = 0.0
 
 

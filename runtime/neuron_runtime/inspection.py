@@ -15,6 +15,7 @@ import msgspec
 
 from neuron_runtime.backend.torch.architecture import decoder_config, tensor_shapes
 from neuron_runtime.checkpoint import Checkpoint, InvalidModel, check_tokenizer, read_checkpoint
+from neuron_runtime.console import bytes_text
 from neuron_runtime.record import ModelFacts
 from neuron_runtime.weights.fetching import outline
 
@@ -83,7 +84,7 @@ def facts_as_text(uri: str, facts: ModelFacts) -> str:
     rows = {
         "model": uri,
         "architecture": f"{facts.architecture} (supported)",
-        "weights": f"{_amount(facts.parameters)} parameters, {_bytes(facts.weights_bytes)} in {facts.dtype}",
+        "weights": f"{_amount(facts.parameters)} parameters, {bytes_text(facts.weights_bytes)} in {facts.dtype}",
         "shape": f"{facts.num_layers} layers of {facts.hidden_size}, {heads}",
         "vocabulary": f"{facts.vocabulary_size:,} tokens",
         "longest": f"{facts.max_position_embeddings:,} tokens",
@@ -103,10 +104,3 @@ def _amount(number: int) -> str:
         if number >= size:
             return f"{number / size:.2f} {unit}"
     return str(number)
-
-
-def _bytes(number: int) -> str:
-    for unit, size in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
-        if number >= size:
-            return f"{number / size:.2f} {unit}"
-    return f"{number} bytes"

@@ -39,6 +39,15 @@ class ModelFacts(msgspec.Struct, frozen=True, kw_only=True, rename="camel"):
     """The commit for hf://, else sha256 over config, index and headers of the weights; pins the served model."""
 
 
+class StoredWeights(msgspec.Struct, frozen=True, kw_only=True, rename="camel"):
+    """What `fetch` left in the store."""
+
+    digest: str
+    bytes: int
+    read_bytes: int
+    """From the source, by this command; 0 if the store had the model, less than `bytes` after a resumption."""
+
+
 class Record(msgspec.Struct, frozen=True, kw_only=True, rename="camel", omit_defaults=True):
     version: int
     command: str
@@ -47,6 +56,7 @@ class Record(msgspec.Struct, frozen=True, kw_only=True, rename="camel", omit_def
     reason: str = ""
     message: str = ""
     facts: ModelFacts | None = None
+    weights: StoredWeights | None = None
     seconds: float = 0.0
 
 
@@ -64,8 +74,12 @@ def failure(command: str, error: ServingError, seconds: float = 0.0) -> Record:
     )
 
 
-def success(command: str, facts: ModelFacts | None = None, seconds: float = 0.0) -> Record:
-    return Record(version=RECORD_VERSION, command=command, ok=True, facts=facts, seconds=round(seconds, 3))
+def success(
+    command: str, facts: ModelFacts | None = None, seconds: float = 0.0, weights: StoredWeights | None = None
+) -> Record:
+    return Record(
+        version=RECORD_VERSION, command=command, ok=True, facts=facts, weights=weights, seconds=round(seconds, 3)
+    )
 
 
 def encode(record: Record) -> bytes:

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from neuron_operator.records import VERSION, Facts, Record, parse_record
+from neuron_operator.records import VERSION, Facts, Record, StoredWeights, parse_record
 from neuron_runtime import record as runtime
 from neuron_runtime.errors import ExitCode, FatalError
 
@@ -41,6 +41,14 @@ def test_the_operator_reads_the_facts_that_the_runtime_wrote(facts: runtime.Mode
 
 
 @settings(deadline=None)
+@given(st.builds(runtime.StoredWeights, digest=st.text(max_size=80), bytes=COUNT, read_bytes=COUNT))
+def test_the_operator_reads_what_fetch_stored(weights: runtime.StoredWeights) -> None:
+    read = parse_record(runtime.encode(runtime.success("fetch", weights=weights)).decode())
+    assert read is not None
+    assert msgspec.to_builtins(read.weights) == msgspec.to_builtins(weights)
+
+
+@settings(deadline=None)
 @given(st.sampled_from(ExitCode), st.text(max_size=5000))
 def test_a_failure_keeps_code_and_reason_with_a_message_of_any_length(code: ExitCode, message: str) -> None:
     read = parse_record(runtime.encode(runtime.failure("serve", FatalError(code, message))).decode())
@@ -52,6 +60,7 @@ def test_a_failure_keeps_code_and_reason_with_a_message_of_any_length(code: Exit
 def test_operator_and_runtime_use_the_same_record_fields_and_version() -> None:
     assert Record.__struct_encode_fields__ == runtime.Record.__struct_encode_fields__
     assert Facts.__struct_encode_fields__ == runtime.ModelFacts.__struct_encode_fields__
+    assert StoredWeights.__struct_encode_fields__ == runtime.StoredWeights.__struct_encode_fields__
     assert Record.__annotations__.keys() == runtime.Record.__annotations__.keys()
     assert VERSION == runtime.RECORD_VERSION
 

@@ -48,6 +48,7 @@ class Damaged(FatalError):
     """An entry does not have the files of its manifest."""
 
     def __init__(self, folder: Path, what: str) -> None:
+        self.reason = what
         self.what = f"{folder} is damaged: {what}"
         super().__init__(ExitCode.CHECKSUM_MISMATCH, f"{self.what}; delete it and fetch the model again")
 
@@ -257,7 +258,7 @@ class Store:
             (self.folder / key).rename(trash)
             _remove(trash)
 
-    def keys(self) -> list[str]:
+    def all_keys(self) -> list[str]:
         """Names of all entries, damaged ones included. Raises FatalError if the store cannot be read."""
         return [name for name in self._names(self.folder) if KEY.fullmatch(name)]
 
@@ -326,7 +327,7 @@ def prune(
     kept = set(keep)
     if not dry_run:
         store.prepare()
-    keys = store.keys()
+    keys = store.all_keys()
     for key in keys:
         if key.partition("-")[0] in kept and not dry_run:
             with writing(store.folder):
@@ -338,7 +339,7 @@ def prune(
         if _unused(folder, now()) < unused_seconds:
             continue
         days = _unused(folder, now()) / DAY_SECONDS
-        outcome = Pruned(key, _num_bytes(folder), f"unused for {days:.0f} days")
+        outcome = Pruned(key, bytes_in(folder), f"unused for {days:.0f} days")
         if dry_run:
             yield outcome
             continue
@@ -379,7 +380,8 @@ def _unused(folder: Path, now: float) -> float:
     return now - folder.lstat().st_mtime
 
 
-def _num_bytes(folder: Path) -> int:
+def bytes_in(folder: Path) -> int:
+    """Sizes of the files of an entry; 0 if it is no folder."""
     with contextlib.suppress(OSError):
         return sum(path.lstat().st_size for path in folder.iterdir())
     return 0
