@@ -414,18 +414,27 @@ def test_events_are_read_for_a_pod_that_stays_unexplained() -> None:
     assert "volume v is not there" in condition(found.status, "Ready")["message"]
 
 
+FAILED_MOUNT = 'MountVolume.SetUp failed for volume "%s" : %s'
+
+
 @pytest.mark.parametrize(
-    "note",
+    ("note", "reason", "named_by"),
     [
-        'MountVolume.SetUp failed for volume "api-key" : secret "chat-keys" not found',
-        'MountVolume.SetUp failed for volume "api-key" : references non-existent secret key: keys',
+        (FAILED_MOUNT % ("api-key", 'secret "chat-keys" not found'), "SecretNotFound", "serving.apiKeySecretRef"),
+        (
+            FAILED_MOUNT % ("api-key", "references non-existent secret key: keys"),
+            "SecretNotFound",
+            "serving.apiKeySecretRef",
+        ),
+        (FAILED_MOUNT % ("ca-bundle", 'secret "private-ca" not found'), "SecretNotFound", "chart value caBundle"),
+        (FAILED_MOUNT % ("ca-bundle", 'configmap "private-ca" not found'), "VolumeNotBound", "chart value caBundle"),
     ],
 )
-def test_a_missing_api_key_secret_is_reported_with_its_field(note: str) -> None:
+def test_a_missing_source_of_a_volume_is_reported_with_what_names_it(note: str, reason: str, named_by: str) -> None:
     event = {"regarding": {"kind": "Pod", "name": "chat-1"}, "reason": "FailedMount", "note": note}
     found = condition(seen(pod(state=waiting("ContainerCreating")), events=(event,)).status, "Ready")
-    assert found["reason"] == "SecretNotFound"
-    assert "serving.apiKeySecretRef" in found["message"]
+    assert found["reason"] == reason
+    assert named_by in found["message"]
     assert note in found["message"]
 
 

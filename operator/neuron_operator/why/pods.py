@@ -96,13 +96,21 @@ def explain_start(pod: PodView, observed: Observed, placement: Placement | None 
     return _explain_by_events(pod, observed.warnings.get(pod.name, ""))
 
 
+_NAMED_BY = {
+    names.API_KEY_VOLUME: "the Secret in serving.apiKeySecretRef",
+    names.CA_VOLUME: "the chart value caBundle in this namespace",
+}
+"""Volume to what names its source."""
+
+
 def _explain_by_events(pod: PodView, warning: str) -> Finding:
     needs = {Need.EVENTS}
-    if "FailedMount" in warning and re.search(r'secret ".*" not found|non-existent secret key', warning):
-        text = f"pod {pod.name} is waiting for the Secret in serving.apiKeySecretRef: {warning}"
-        return unmet("Available", Reason.SECRET_NOT_FOUND, text, needs)
     if "FailedMount" in warning or "FailedAttachVolume" in warning:
-        return unmet("Available", Reason.VOLUME_NOT_BOUND, f"pod {pod.name}: {warning}", needs)
+        is_secret = re.search(r'secret ".*" not found|non-existent secret key', warning)
+        reason = Reason.SECRET_NOT_FOUND if is_secret else Reason.VOLUME_NOT_BOUND
+        named_by = next((by for volume, by in _NAMED_BY.items() if f'volume "{volume}"' in warning), "")
+        text = f"pod {pod.name} is waiting for {named_by}: {warning}" if named_by else f"pod {pod.name}: {warning}"
+        return unmet("Available", reason, text, needs)
     return unmet("Available", Reason.LOADING, f"pod {pod.name} is starting; {warning or 'no warnings so far'}", needs)
 
 
