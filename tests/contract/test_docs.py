@@ -332,6 +332,22 @@ def test_every_metric_of_vllm_is_exported_or_listed_as_missing() -> None:
     assert names - ours == missing
 
 
+def test_the_shown_configuration_of_prometheus_finds_the_pods_that_the_operator_renders() -> None:
+    (shown,) = (block for block in fenced(DOCS / "metrics.md", "yaml") if block.startswith("scrape_configs"))
+    keep, *rest = yaml.safe_load(shown)["scrape_configs"][0]["relabel_configs"]
+    case = yaml.safe_load((ROOT / "tests" / "cases" / "rendered" / "cpu-demo.yaml").read_text())
+    (deployment,) = (one for one in case["expect"]["objects"] if one["kind"] == "Deployment")
+    pod = deployment["spec"]["template"]
+    (port,) = (one for container in pod["spec"]["containers"] for one in container["ports"])
+    found = {
+        f"__meta_kubernetes_pod_label_{re.sub('[^a-zA-Z0-9]', '_', label)}": value
+        for label, value in pod["metadata"]["labels"].items()
+    }
+    found["__meta_kubernetes_pod_container_port_name"] = port["name"]
+    assert re.fullmatch(keep["regex"], ";".join(found[label] for label in keep["source_labels"]))
+    assert {one["target_label"] for one in rest} == {"namespace", "pod"}
+
+
 # charts/neuron-serving/README.md
 
 
