@@ -316,8 +316,8 @@ class Client:
 
         A create leaves its fields in a managedFields entry "Update", from which no apply removes fields. The first
         apply after a create therefore turns that entry into "Apply", as client-go's csaupgrade does. If the merged
-        object is invalid, for example because a manual edit added a list item with the same name but another key, a
-        merge patch replaces whole lists with ours.
+        object is invalid, because a manual edit added a field or list item that contradicts ours, everything besides
+        `metadata` is replaced.
         """
         if any(entry.get("operation") == "Update" for entry in own_entries(live)):
             await self._make_applied(resource, live)
@@ -326,9 +326,11 @@ class Client:
         try:
             return await self._patch(resource, path, _APPLY, body, force="true")
         except Invalid as refused:
+            parts = {"metadata/uid": live["metadata"]["uid"], **_besides_metadata(desired)}
+            patch = [{"op": "add", "path": f"/{name}", "value": value} for name, value in parts.items()]
             try:
-                return await self._patch(resource, path, "merge-patch+json", body)
-            except Invalid:  # its message quotes the whole object before the cause
+                return await self._patch(resource, path, "json-patch+json", patch)
+            except Invalid:
                 raise refused from None
 
     async def _make_applied(self, resource: Resource, live: Object) -> None:
@@ -453,6 +455,10 @@ def _status_fault(status: Object, headers: Mapping[str, str], what: str) -> Clus
     if code in known:
         return known[code](message, retriable=code in (404, 410), status=code)
     return ClusterFault(message, retriable=True, status=code)
+
+
+def _besides_metadata(obj: Object) -> Object:
+    return {name: value for name, value in obj.items() if name not in ("apiVersion", "kind", "metadata")}
 
 
 def as_yaml(body: Any) -> str:

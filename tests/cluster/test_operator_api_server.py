@@ -50,7 +50,7 @@ HAND_EDITS: dict[str, Any] = {
     "ConfigMap": {"metadata": {"labels": {"app.kubernetes.io/component": None}}},
     "ControllerRevision": {"metadata": {"labels": {"app.kubernetes.io/name": "other"}}},
     "ServiceAccount": {"automountServiceAccountToken": True},
-    "PodDisruptionBudget": {"spec": {"selector": {"matchLabels": {"app": "other"}}}},
+    "PodDisruptionBudget": {"spec": {"maxUnavailable": None, "minAvailable": 1}},
     "NetworkPolicy": {"spec": {"ingress": None, "podSelector": {"matchLabels": {"app": "other"}}}},
     "Job": {"metadata": {"labels": {"app.kubernetes.io/managed-by": "other"}}},
 }
@@ -290,18 +290,28 @@ async def test_children_without_an_owner_are_adopted(server: ApiServer, namespac
     assert namespace.children() == before
 
 
-async def test_a_rejected_child_does_not_stop_a_scale(server: ApiServer, namespace: Namespace) -> None:
-    async with client_of(server) as client, operating(client, only(namespace)):
-        namespace.put_model()
-        await namespace.settle()
-        edit = {"spec": {"maxUnavailable": None, "minAvailable": 1}}
-        namespace.patch(BY_KIND["PodDisruptionBudget"], "chat", edit)
-        await eventually(lambda: namespace.condition() == ("False", "InvalidSpec"))
-        assert "rejected PodDisruptionBudget chat: " in message(namespace, "Accepted")
-        namespace.put_model(replicas=3)
-        await eventually(lambda: namespace.get(BY_KIND["Deployment"], "chat")["spec"]["replicas"] == 3)
-        namespace.delete(BY_KIND["PodDisruptionBudget"], "chat")
-        await eventually(lambda: namespace.condition("Accepted")[0] == "True")
+async def test_a_rejected_child_does_not_stop_a_scale(
+    server: ApiServer, namespace: Namespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("neuron_operator.decide.RECHECK_SECONDS", 1.0)
+    denied = {"kind": "Status", "code": 422, "reason": "Invalid", "message": "denied by policy no-budgets"}
+
+    def deny(request: web.Request) -> web.Response | None:
+        is_denied = request.method == "PATCH" and "/poddisruptionbudgets/" in request.path
+        return web.json_response(denied, status=422) if is_denied else None
+
+    async with proxying(server) as proxy, client_of(server, via=proxy.url) as client:
+        async with operating(client, only(namespace)):
+            namespace.put_model()
+            await namespace.settle()
+            proxy.answer = deny
+            namespace.patch(BY_KIND["PodDisruptionBudget"], "chat", HAND_EDITS["PodDisruptionBudget"])
+            await eventually(lambda: namespace.condition() == ("False", "InvalidSpec"))
+            assert "rejected PodDisruptionBudget chat: " in message(namespace, "Accepted")
+            namespace.put_model(replicas=3)
+            await eventually(lambda: namespace.get(BY_KIND["Deployment"], "chat")["spec"]["replicas"] == 3)
+            proxy.answer = lambda request: None
+            await eventually(lambda: namespace.condition("Accepted")[0] == "True")
 
 
 async def test_a_rejected_object_is_tried_again_without_a_change(
