@@ -6,7 +6,7 @@ Pure: the same world gives the same decision, and no manifest or object makes it
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from neuron_operator import breaker, manifest, names, revision, status
@@ -97,7 +97,10 @@ def _set_course(world: World, observed: Observed, settings: Settings, steps: Seq
     served = pinned if done.is_complete else observed.serving(besides=pinned)
     allowed = breaker.steer(observed, served, model.spec.replicas) if served else None
     desired = (
-        *((revision.to_object(model, pinned),) if pinned else ()),
+        *(
+            revision.to_object(model, known)
+            for known in _distinct(pinned, served, allowed.revision if allowed else None)
+        ),
         *_permanent(model, settings),
         *(_workload(model, observed, allowed) if allowed else ()),
         *((done.job,) if done.job and not done.lost else ()),
@@ -116,6 +119,10 @@ def _set_course(world: World, observed: Observed, settings: Settings, steps: Seq
         served=allowed.revision if allowed else None,
         num_wanted=model.spec.replicas,
     )
+
+
+def _distinct(*revisions: Revision | None) -> Iterable[Revision]:
+    return {known.name: known for known in revisions if known is not None}.values()
 
 
 _NEEDED_BY_PODS = frozenset({"ControllerRevision", "ServiceAccount", "ConfigMap", "NetworkPolicy"})

@@ -203,7 +203,7 @@ class _Writes:
                 raise _Refused(refusal(Refused.TAKEN))
             if "deletionTimestamp" in live["metadata"] or not needs_apply(desired, live):
                 return  # the end of a deletion wakes us
-            self._caches.observe_written(resource, await self._next().apply(resource, desired, live))
+            self._caches.observe_written(resource, await self._apply(resource, desired, live))
         except Terminating as fault:
             raise _Refused(refusal(Refused.TERMINATING, message=str(fault))) from fault
         except Forbidden as fault:
@@ -216,6 +216,15 @@ class _Writes:
             if not self._reports_faults:
                 raise
             raise _Refused(refusal(Refused.FAILED, message=str(fault)), retry=fault) from fault
+
+    async def _apply(self, resource: Resource, desired: Object, live: Object) -> Object:
+        try:
+            return await self._next().apply(resource, desired, live)
+        except Invalid as fault:
+            if resource.kind not in _REPLACEABLE or _IMMUTABLE not in str(fault):
+                raise
+        await self._next().delete(resource, live)
+        return await self._next().create(resource, desired)
 
     async def _create_or_look(self, resource: Resource, desired: Object) -> Object:
         try:
@@ -243,6 +252,12 @@ class _Writes:
         except NotFound:  # deleted during the pass
             return
         self._caches.observe_written(NEURON_MODELS, written)
+
+
+_REPLACEABLE = frozenset({"ControllerRevision", "ConfigMap"})
+"""Kinds with immutable content that pods survive the loss of: one with other content is deleted and created."""
+_IMMUTABLE = "field is immutable"
+"""In the answer of the API server."""
 
 
 def _is_ours(live: Object, body: Object) -> bool:

@@ -2,11 +2,12 @@
 
 Called by `decide` and `steps`. A revision is decided once; later passes read it, so that neither a new operator nor a
 new default image changes running pods. It contains only what pods or their placement depend on: the drain times, but
-not replicas, pause, the pace of rollouts, Jobs or the Service.
+not replicas, pause, the pace of rollouts, Jobs or the Service. A lost ControllerRevision is rebuilt from what runs.
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable
 from typing import Any
 
@@ -19,7 +20,7 @@ from neuron_operator.errors import InvalidSpec
 from neuron_operator.fields import SpecPart, Supported, as_json, fields_of
 from neuron_operator.model import BACKENDS, Jobs, NeuronModel, ServiceTemplate
 from neuron_operator.model_status import Plan
-from neuron_operator.objects import dig, labels_of, text, whole
+from neuron_operator.objects import dig, items, labels_of, name_of, text, whole
 from neuron_operator.placement import Placement, place
 from neuron_operator.records import Facts
 from neuron_operator.render.objects import child
@@ -181,16 +182,49 @@ def to_object(model: NeuronModel, revision: Revision) -> Object:
     return {**keeper, "revision": revision.number, "data": as_json(revision.pinned)}
 
 
-def from_object(keeper: Object) -> Revision | None:
+def from_object(keeper: Object, model_name: str) -> Revision | None:
     """The revision in a ControllerRevision; None if it has another format or is not ours."""
-    name = text(labels_of(keeper), names.REVISION_LABEL)
+    prefix = names.revision_name(model_name, "")
+    # Not its label, which can be edited.
+    name = name_of(keeper).removeprefix(prefix) if name_of(keeper).startswith(prefix) else ""
+    return _parsed(name, whole(keeper.get("revision")), dig(keeper, "data"))
+
+
+def beside_template(revision: Revision) -> str:
+    """What `from_running` cannot read from the pod template and its ConfigMap. An annotation of the Deployment, not of
+    the pod template, so that pods of earlier versions are not replaced."""
+    kept = {key: value for key, value in as_json(revision.pinned).items() if key not in ("config", "template")}
+    return json.dumps(kept, sort_keys=True, separators=(",", ":"), ensure_ascii=False)
+
+
+def from_running(deployment: Object, config_maps: Iterable[Object]) -> Revision | None:
+    """The revision that a Deployment runs, for when its ControllerRevision was deleted; None if parts are missing."""
+    template = dig(deployment, "spec", "template")
+    volumes = {text(volume, "name"): volume for volume in items(template, "spec", "volumes")}
+    mounted = text(volumes.get(names.CONFIG_VOLUME), "configMap", "name")
+    config_map = next((found for found in config_maps if name_of(found) == mounted), None)
+    kept = _parsed_json(text(dig(deployment, "metadata", "annotations"), names.PINNED_ANNOTATION))
+    config = _parsed_json(text(config_map, "data", names.CONFIG_KEY))
+    if not isinstance(kept, dict):
+        return None
+    return _parsed(text(labels_of(template), names.REVISION_LABEL), 1, {**kept, "config": config, "template": template})
+
+
+def _parsed(name: str, number: int, data: object) -> Revision | None:
     try:
-        pinned = msgspec.convert(dig(keeper, "data"), Pinned)
+        pinned = msgspec.convert(data, Pinned)
     except msgspec.ValidationError:
         return None
     if not name or pinned.format != FORMAT:
         return None
-    return Revision(name=name, number=whole(keeper.get("revision")), pinned=pinned)
+    return Revision(name=name, number=number, pinned=pinned)
+
+
+def _parsed_json(value: str) -> object:
+    try:
+        return json.loads(value)
+    except ValueError:
+        return None
 
 
 def _plan(model: NeuronModel, facts: Facts, placement: Placement) -> Plan:

@@ -5,7 +5,7 @@ A view has only the fields that are used. Missing and wrongly typed parts read a
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from typing import Any
@@ -208,14 +208,13 @@ def observe(world: World) -> Observed:
         if is_owned(child, model.uid) or is_orphan(child)
     )
     jobs = (_job(child.live) for child in children if child.kind == "Job")
-    keepers = (revision.from_object(child.live) for child in children if child.kind == "ControllerRevision")
     pods = [_pod(pod) for pod in world.pods]
     return Observed(
         model=model,
         children=children,
         deployment=next((_deployment(child.live) for child in children if child.kind == "Deployment"), None),
         jobs={job.name: job for job in jobs},
-        revisions=tuple(known for known in keepers if known is not None),
+        revisions=_revisions(model, children),
         replicas=tuple(pod for pod in pods if pod.role == names.ROLE_LEADER),
         job_pods=tuple(pod for pod in pods if pod.job),
         warnings={
@@ -225,6 +224,22 @@ def observe(world: World) -> Observed:
         free=world.free,
         now=world.now,
     )
+
+
+def _revisions(model: ModelView, children: Sequence[ChildView]) -> tuple[Revision, ...]:
+    """The kept revisions, and the running one if it is no longer kept."""
+
+    def of_kind(kind: str) -> list[Object]:
+        return [child.live for child in children if child.kind == kind]
+
+    found = [revision.from_object(keeper, model.name) for keeper in of_kind("ControllerRevision")]
+    kept = [known for known in found if known is not None]
+    names_kept = {known.name for known in kept}
+    for deployment in of_kind("Deployment"):
+        if _deployment(deployment).revision not in names_kept:
+            running = revision.from_running(deployment, of_kind("ConfigMap"))
+            kept += [running] if running else []
+    return tuple(kept)
 
 
 def _model(body: Object) -> ModelView:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import itertools
 import json
 import time
@@ -31,6 +32,7 @@ from helpers.operators import (
     run_settings,
     served,
 )
+from neuron_operator import names
 from neuron_operator.client import EVENTS, LEASES, NEURON_MODELS, PODS, Client, Unreachable
 from neuron_operator.decide import KEPT_REVISIONS
 from neuron_operator.devices import EVENTS_SECONDS
@@ -180,6 +182,37 @@ async def test_a_manually_deleted_child_is_recreated(server: ApiServer, namespac
     assert again["metadata"]["labels"] == original["metadata"]["labels"]
 
 
+@pytest.mark.parametrize("change", ["deleted", "without our labels", "of another revision"])
+async def test_a_lost_revision_is_rebuilt_without_replacing_a_pod(
+    server: ApiServer, namespace: Namespace, change: str
+) -> None:
+    hub = {"uri": "hf://acme/tiny"}
+    revisions, deployments = BY_KIND["ControllerRevision"], BY_KIND["Deployment"]
+    async with client_of(server) as client, operating(client, only(namespace)):
+        namespace.put_model(model=hub)
+        await namespace.settle()
+    ((original,), (before,)) = namespace.list(revisions), namespace.list(deployments)
+    name, labels = original["metadata"]["name"], original["metadata"]["labels"]
+    if change == "deleted":
+        namespace.delete(revisions, name)
+    else:
+        edit = {names.MANAGED_BY_LABEL: None} if "without" in change else {names.REVISION_LABEL: "zz"}
+        namespace.patch(revisions, name, {"metadata": {"labels": edit}})
+    newer = dataclasses.replace(only(namespace).models, runtime_image="example.com/runtime:2")
+    using = dataclasses.replace(only(namespace), models=newer)
+    async with client_of(server) as client, operating(client, using):
+        await eventually(lambda: [r["metadata"]["labels"] for r in namespace.list(revisions)] == [labels])
+        await asyncio.sleep(1.0)
+        (after,) = namespace.list(deployments)
+        assert after["metadata"]["generation"] == before["metadata"]["generation"]
+        assert after["spec"] == before["spec"]
+        assert namespace.condition("UpToDate")[0] == "True"
+        namespace.put_model(model=hub, serving={"maxModelLength": 99})
+        await eventually(lambda: "runtime:2" in str(namespace.get(deployments, "chat")["spec"]["template"]))
+        namespace.put_model(model=hub)
+        await eventually(lambda: namespace.get(deployments, "chat")["spec"]["template"] == before["spec"]["template"])
+
+
 async def test_dropped_fields_leave_a_child_and_foreign_fields_stay(server: ApiServer, namespace: Namespace) -> None:
     deployment = BY_KIND["Deployment"]
 
@@ -300,18 +333,21 @@ async def test_a_rejected_child_does_not_stop_a_scale(
         is_denied = request.method == "PATCH" and "/poddisruptionbudgets/" in request.path
         return web.json_response(denied, status=422) if is_denied else None
 
-    async with proxying(server) as proxy, client_of(server, via=proxy.url) as client:
-        async with operating(client, only(namespace)):
-            namespace.put_model()
-            await namespace.settle()
-            proxy.answer = deny
-            namespace.patch(BY_KIND["PodDisruptionBudget"], "chat", HAND_EDITS["PodDisruptionBudget"])
-            await eventually(lambda: namespace.condition() == ("False", "InvalidSpec"))
-            assert "rejected PodDisruptionBudget chat: " in message(namespace, "Accepted")
-            namespace.put_model(replicas=3)
-            await eventually(lambda: namespace.get(BY_KIND["Deployment"], "chat")["spec"]["replicas"] == 3)
-            proxy.answer = lambda request: None
-            await eventually(lambda: namespace.condition("Accepted")[0] == "True")
+    async with (
+        proxying(server) as proxy,
+        client_of(server, via=proxy.url) as client,
+        operating(client, only(namespace)),
+    ):
+        namespace.put_model()
+        await namespace.settle()
+        proxy.answer = deny
+        namespace.patch(BY_KIND["PodDisruptionBudget"], "chat", HAND_EDITS["PodDisruptionBudget"])
+        await eventually(lambda: namespace.condition() == ("False", "InvalidSpec"))
+        assert "rejected PodDisruptionBudget chat: " in message(namespace, "Accepted")
+        namespace.put_model(replicas=3)
+        await eventually(lambda: namespace.get(BY_KIND["Deployment"], "chat")["spec"]["replicas"] == 3)
+        proxy.answer = lambda request: None
+        await eventually(lambda: namespace.condition("Accepted")[0] == "True")
 
 
 async def test_a_rejected_object_is_tried_again_without_a_change(

@@ -252,10 +252,10 @@ def test_only_the_latest_earlier_revisions_are_kept() -> None:
 def test_a_revision_of_another_format_is_ignored() -> None:
     world, _ = resolved_world()
     keeper = find(world.children, "ControllerRevision")
-    assert from_object(keeper) is not None
-    assert from_object({**keeper, "data": {**keeper["data"], "format": 99}}) is None
-    assert from_object({**keeper, "data": {"format": 1}}) is None
-    assert from_object({**keeper, "data": None}) is None
+    assert from_object(keeper, "chat") is not None
+    assert from_object({**keeper, "data": {**keeper["data"], "format": 99}}, "chat") is None
+    assert from_object({**keeper, "data": {"format": 1}}, "chat") is None
+    assert from_object({**keeper, "data": None}, "chat") is None
 
 
 def test_the_terms_of_an_affinity_are_kept_and_an_empty_one_still_matches_no_node() -> None:
@@ -272,6 +272,64 @@ def test_the_terms_of_an_affinity_are_kept_and_an_empty_one_still_matches_no_nod
 
 
 # Repair, pause, refusal
+
+
+NEW_IMAGE = replace(SETTINGS, runtime_image="registry.example/neuron-serving-runtime:2")
+
+
+def without(world: World, *kinds: str) -> World:
+    return replace(world, children=tuple(child for child in world.children if child["kind"] not in kinds))
+
+
+def test_the_label_of_a_revision_does_not_name_it() -> None:
+    world, before = resolved_world()
+    world = with_ready_pods(world)
+    keeper = find(world.children, "ControllerRevision")
+    keeper["metadata"]["labels"][names.REVISION_LABEL] = "zz"
+    world, after = settle(world, NEW_IMAGE)
+    assert find(after.desired, "ControllerRevision") == find(before.desired, "ControllerRevision")
+    assert find(after.desired, "Deployment") == find(before.desired, "Deployment")
+    assert condition(after.status, "UpToDate")["status"] == "True"
+
+
+def test_a_deleted_revision_is_rebuilt_from_what_runs_and_no_replica_is_replaced() -> None:
+    world, before = resolved_world()
+    world = with_ready_pods(world)
+    world, after = settle(without(world, "ControllerRevision"), NEW_IMAGE)
+    assert find(after.desired, "Deployment") == find(before.desired, "Deployment")
+    rebuilt, kept = (find(decision.desired, "ControllerRevision") for decision in (after, before))
+    assert rebuilt == kept
+    assert "Job" not in kinds(after)
+    assert condition(after.status, "Ready")["status"] == "True"
+
+
+def test_the_serving_revision_is_rebuilt_while_another_is_resolved() -> None:
+    world, before = resolved_world()
+    world, _ = settle(edited(with_ready_pods(world), model={"uri": "hf://acme/other"}))
+    _, after = settle(without(world, "ControllerRevision"), NEW_IMAGE)
+    assert find(after.desired, "Deployment") == find(before.desired, "Deployment")
+    assert find(after.desired, "ControllerRevision")["data"] == find(before.desired, "ControllerRevision")["data"]
+
+
+@pytest.mark.parametrize("pinned", ["", "{", '{"format": 1}'])
+def test_a_revision_that_cannot_be_rebuilt_is_decided_again(pinned: str) -> None:
+    """As for a Deployment of a version that did not annotate it."""
+    world, before = resolved_world()
+    world = without(with_ready_pods(world), "ControllerRevision", "Job")
+    find(world.children, "Deployment")["metadata"]["annotations"] = {names.PINNED_ANNOTATION: pinned}
+    world, resolving = settle(world, NEW_IMAGE)
+    assert condition(resolving.status, "Ready")["reason"] == "Resolving"
+    _, after = settle(replace(world, pods=(*world.pods, resolved_pod(find(resolving.desired, "Job")))), NEW_IMAGE)
+    assert revision_of(after) == revision_of(before)
+    (container,) = find(after.desired, "Deployment")["spec"]["template"]["spec"]["containers"]
+    assert container["image"] == NEW_IMAGE.runtime_image
+
+
+def test_the_pod_template_of_a_deployment_of_an_earlier_version_does_not_change() -> None:
+    world, before = resolved_world()
+    del find(world.children, "Deployment")["metadata"]["annotations"]
+    _, after = settle(world, NEW_IMAGE)
+    assert find(after.desired, "Deployment") == find(before.desired, "Deployment")
 
 
 @pytest.mark.parametrize("kind", ["Service", "ServiceAccount", "ConfigMap", "Deployment", "NetworkPolicy"])

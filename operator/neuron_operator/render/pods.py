@@ -82,7 +82,7 @@ def serving_pod_template(
         own_labels[names.ALLOCATION_LABEL] = names.ALLOCATION_CORES if placement.cores else names.ALLOCATION_DEVICES
     resources = overlaid(requests, as_json(overlay.spec.resources), _whole(placement.resources))
     mounts = (
-        Mount("config", names.CONFIG_DIR, {"configMap": {"name": config_name}}, read_only=True),
+        Mount(names.CONFIG_VOLUME, names.CONFIG_DIR, {"configMap": {"name": config_name}}, read_only=True),
         *(TMP, WEIGHTS, *_api_key(api_key), *_ca_bundle(model, settings)),
     )
     container = _container(
