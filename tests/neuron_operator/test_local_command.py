@@ -54,6 +54,12 @@ def test_a_model_path_is_relative_to_the_manifest(tmp_path: Path) -> None:
     assert f"ModelNotFound: {tmp_path}/weights is not a folder" in ended.stderr
 
 
+def test_the_longest_name_reaches_the_model(tmp_path: Path) -> None:
+    longest = SERVABLE.replace("demo", "d" * 63)
+    assert "ModelNotFound: /x is not a folder" in local(tmp_path, longest).stderr
+    assert "metadata.name must be a DNS label" in local(tmp_path, longest.replace("ddd", "dddd")).stderr
+
+
 def test_an_unsupported_field_ends_the_command_with_a_remedy(tmp_path: Path) -> None:
     ended = local(tmp_path, MODEL % ("file:///x", "Neuron", ""))
     assert ended.returncode == 1
@@ -147,6 +153,7 @@ def test_a_simulated_device_is_served_locally(tmp_path: Path) -> None:
             running.send_signal(signal.SIGINT)
         running.communicate(timeout=200)
     assert any("simulates a device with backend simulated" in line for line in lines)
+    assert any("WeightsReady" in line and line.rstrip().endswith(f"from {demo.as_uri()}") for line in lines)
     assert answer["usage"]["completion_tokens"] == 6
     assert len(answer["choices"][0]["logprobs"]["tokens"]) == 6
 
