@@ -44,7 +44,7 @@ class Row:
 
     name: str
     conditions: tuple[Condition, ...]
-    """In the order of CONDITIONS. If a serving pod ends for this reason, the last one becomes false."""
+    """In the order of CONDITIONS."""
     means: str = ""
     """For the documentation, in Markdown. Empty: reserved, no code gives this reason yet."""
     do: str = ""
@@ -56,6 +56,11 @@ class Row:
     final: bool = False
     """A retry with the same input would fail the same way, so the model is `Stalled`, and a Job is not repeated after
     these exit codes."""
+
+    @property
+    def of_pods(self) -> Condition:
+        """The condition that is false if a serving pod ends for this reason: the last one before Available."""
+        return next((kind for kind in reversed(self.conditions) if kind != "Available"), "Available")
 
 
 class Reason(StrEnum):
@@ -195,6 +200,14 @@ class Reason(StrEnum):
         "`optional: true` in `engine.env`",
     )
 
+    CONFIG_MAP_NOT_FOUND = Row(
+        "ConfigMapNotFound",
+        ("Available",),
+        "A ConfigMap, or a key in it, does not exist: of `engine.env`, of the chart value `caBundle`, or of something "
+        "that others added to the pod",
+        "Create it; the pods then start by themselves. Or set `optional: true` in `engine.env`",
+    )
+
     # The runtime ended with a named reason.
     MODEL_NOT_FOUND = Row(
         "ModelNotFound",
@@ -239,8 +252,9 @@ class Reason(StrEnum):
     )
     STORAGE_FULL = Row(
         "StorageFull",
-        ("WeightsReady",),
-        "The weights do not fit on the node's disk; the message has the bytes needed and free",
+        ("WeightsReady", "Available"),
+        "The weights do not fit on the node's disk; the message has the bytes needed and free. As `Available` alone: "
+        "the kubelet evicted a pod because of its disk; the message quotes it",
         "Use nodes with more ephemeral storage, or request `ephemeral-storage` in `podTemplate.spec.resources`; see "
         "[troubleshooting](troubleshooting.md#full-disk)",
         exit_codes=(15,),
@@ -256,11 +270,17 @@ class Reason(StrEnum):
     )
     COMPILE_FAILED = Row("CompileFailed", ("Compiled",), exit_codes=(21,))
     COMPILE_OUT_OF_MEMORY = Row("CompileOutOfMemory", ("Compiled",), exit_codes=(22,))
+    EVICTED = Row(
+        "Evicted",
+        ("Available",),
+        "The kubelet ended a pod because its node ran out of memory or process ids; the message quotes it",
+        "Request what the pods need in `podTemplate.spec.resources`",
+    )
     CRASH_LOOP = Row(
         "CrashLoop",
         ("Available",),
-        "The container ended without a named reason; the message has the exit code, the last log line and the number "
-        "of restarts",
+        "A container ended without a named reason, or cannot start; the message has the exit code, the last log line "
+        "and the number of restarts. If others added the container, the message says so",
         "Run `kubectl logs --previous`",
     )
 

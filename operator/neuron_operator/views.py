@@ -62,10 +62,12 @@ class Termination:
 
 @dataclass(frozen=True)
 class ContainerView:
-    """The runtime container of a pod; all fields are empty until the kubelet reports."""
+    """A container of a pod; all fields but the name are empty until the kubelet reports."""
 
+    name: str
     image: str
     num_restarts: int
+    is_ready: bool
     has_run: bool
     """It runs, or has ended and has not been restarted yet."""
     running_since: str
@@ -93,12 +95,25 @@ class PodView:
     is_ready: bool
     are_containers_ready: bool
     readiness_changed: datetime | None
+    unready_reason: str
+    """Reason of the condition Ready."""
     node_rules: NodeRules
     unscheduled: str | None
     """The scheduler's message if it found no node, else None."""
     disruption: str
     """Reason of the condition DisruptionTarget."""
     container: ContainerView
+    """The runtime container."""
+    memory_limit: str
+    """Of the runtime container, as a quantity."""
+    variables: frozenset[str]
+    """Names of the runtime container's environment variables."""
+    env_from: tuple[str, ...]
+    """Names of the ConfigMaps and Secrets in its `envFrom`, which the operator never sets."""
+    additions: tuple[ContainerView, ...]
+    """Containers and init containers that the operator did not put there."""
+    host_ports: tuple[str, ...]
+    """`port 80 of container x`; the operator uses none."""
     is_admitted: bool
     """The kubelet has accepted it."""
     live: Object
@@ -259,6 +274,8 @@ def _pod(pod: Object) -> PodView:
     conditions = _conditions(pod)
     scheduled, ready = conditions.get("PodScheduled", _ABSENT), conditions.get("Ready", _ABSENT)
     owners = items(pod, "metadata", "ownerReferences")
+    containers = [*items(pod, "spec", "containers"), *items(pod, "spec", "initContainers")]
+    ours = next((found for found in containers if found.get("name") == names.RUNTIME_CONTAINER), {})
     return PodView(
         name=name_of(pod),
         created=_created(pod),
@@ -273,10 +290,23 @@ def _pod(pod: Object) -> PodView:
         is_ready=ready.status == "True",
         are_containers_ready=conditions.get("ContainersReady", _ABSENT).status == "True",
         readiness_changed=instant(ready.since),
+        unready_reason=ready.reason,
         node_rules=_node_rules(pod),
         unscheduled=scheduled.message if scheduled.status == "False" else None,
         disruption=conditions.get("DisruptionTarget", _ABSENT).reason,
-        container=_container(pod),
+        container=_container(names.RUNTIME_CONTAINER, pod),
+        memory_limit=text(ours, "resources", "limits", "memory"),
+        variables=frozenset(text(variable, "name") for variable in items(ours, "env")),
+        env_from=tuple(
+            text(source, kind, "name") for source in items(ours, "envFrom") for kind in ("configMapRef", "secretRef")
+        ),
+        additions=tuple(_container(text(c, "name"), pod) for c in containers if c is not ours),
+        host_ports=tuple(
+            f"port {whole(port['hostPort'])} of container {text(container, 'name')}"
+            for container in containers
+            for port in items(container, "ports")
+            if port.get("hostPort")
+        ),
         is_admitted=bool(items(pod, "status", "containerStatuses")),
         live=pod,
     )
@@ -292,17 +322,19 @@ def _node_rules(pod: Object) -> NodeRules:
     )
 
 
-def _container(pod: Object) -> ContainerView:
-    statuses = items(pod, "status", "containerStatuses")
-    status = next((status for status in statuses if status.get("name") == names.RUNTIME_CONTAINER), {})
+def _container(name: str, pod: Object) -> ContainerView:
+    statuses = [*items(pod, "status", "containerStatuses"), *items(pod, "status", "initContainerStatuses")]
+    status = next((status for status in statuses if status.get("name") == name), {})
     state = dig(status, "state")
     ended = dig(state, "terminated") or dig(status, "lastState", "terminated")
     termination = None
     if isinstance(ended, Mapping) and not status.get("ready"):
         termination = Termination(whole(ended.get("exitCode")), text(ended, "reason"), text(ended, "message"))
     return ContainerView(
+        name=name,
         image=text(status, "image"),
         num_restarts=whole(status.get("restartCount")),
+        is_ready=status.get("ready") is True,
         has_run=bool(dig(state, "running") or dig(state, "terminated")),
         running_since=text(state, "running", "startedAt"),
         waiting_reason=text(state, "waiting", "reason"),

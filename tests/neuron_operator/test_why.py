@@ -78,6 +78,18 @@ UNREADY_BEFORE = {**UNREADY_SINCE, "lastTransitionTime": "2026-03-01T11:51:00Z"}
 CRASH = waiting("CrashLoopBackOff", "back-off 10s restarting failed container")
 
 
+EVICTED = {"phase": "Failed", "reason": "Evicted", "state": ended(0)}
+FATAL = """Python path configuration:
+  PYTHONHOME = '/nowhere'
+Fatal Python error: init_fs_encoding: failed to get the Python codec of the filesystem encoding
+Python runtime state: core initialized
+ModuleNotFoundError: No module named 'encodings'
+
+Current thread 0x00007f2c40db3b80 (most recent call first):
+  <no Python frame>
+"""
+
+
 @pytest.mark.parametrize(
     ("state", "reason", "says"),
     [
@@ -89,7 +101,11 @@ CRASH = waiting("CrashLoopBackOff", "back-off 10s restarting failed container")
         ({"state": waiting("ImagePullBackOff", PULL_BACK_OFF)}, "ImagePull", "cannot be pulled: rpc error: not found"),
         ({"state": waiting("ErrImagePull", "rpc error: not found")}, "ImagePull", "cannot be pulled: rpc error"),
         ({"state": waiting("InvalidImageName", "bad")}, "ImagePull", "bad"),
-        ({"state": waiting("CreateContainerConfigError", 'configmap "c" not found')}, "CrashLoop", 'configmap "c"'),
+        (
+            {"state": waiting("CreateContainerConfigError", 'configmap "c" not found')},
+            "ConfigMapNotFound",
+            'configmap "c"',
+        ),
         ({"state": waiting("RunContainerError", "exec: no such file")}, "CrashLoop", "exec: no such file"),
         (
             {"state": CRASH, "last": ended(1, "a\nImportError: torch\n"), "restarts": 4},
@@ -99,8 +115,9 @@ CRASH = waiting("CrashLoopBackOff", "back-off 10s restarting failed container")
         (
             {"state": CRASH, "last": ended(137, "loading weights\n", reason="OOMKilled"), "restarts": 1},
             "DeviceOutOfMemory",
-            "exit code 137 (OOMKilled) (restarts: 1): raise podTemplate.spec.resources.limits.memory, or lower "
-            "serving.maxSequences or maxModelLength; its last line: loading weights",
+            "exit code 137 (OOMKilled) (restarts: 1): it has no memory limit, the weights alone have 0.01 GiB; raise "
+            "podTemplate.spec.resources.limits.memory, or lower serving.maxSequences or maxModelLength; its last line: "
+            "loading weights",
         ),
         (
             {"last": ended(50, failure_record(50, "RestartBudgetExhausted", "it crashed"), reason="OOMKilled")},
@@ -115,7 +132,43 @@ CRASH = waiting("CrashLoopBackOff", "back-off 10s restarting failed container")
             "AllocationRejected",
             "node n1 refused pod chat-1: UnexpectedAdmissionError: Pod was rejected: Allocate failed",
         ),
-        ({"phase": "Failed", "reason": "Evicted", "message": "low on disk", "state": {}}, "CrashLoop", "low on disk"),
+        (
+            {
+                **EVICTED,
+                "message": "Pod ephemeral local storage usage exceeds the total limit of containers 1Mi. ",
+            },
+            "StorageFull",
+            "node n1 stopped pod chat-1: Evicted: Pod ephemeral local storage usage exceeds the total limit of "
+            "containers 1Mi.; raise the limit of ephemeral-storage in podTemplate.spec.resources",
+        ),
+        (
+            {
+                **EVICTED,
+                "message": "The node was low on resource: ephemeral-storage. Threshold quantity: 1, available: 0. ",
+            },
+            "StorageFull",
+            "use nodes with larger disks, or request ephemeral-storage in podTemplate.spec.resources",
+        ),
+        (
+            {**EVICTED, "message": "The node was low on resource: memory. Threshold quantity: 1, available: 0. "},
+            "Evicted",
+            "request more memory",
+        ),
+        (
+            {**REFUSED, "reason": "NodeShutdown", "message": "Pod was rejected as the node is shutting down."},
+            "NodeLost",
+            "",
+        ),
+        (
+            {"state": CRASH, "last": ended(1, FATAL)},
+            "CrashLoop",
+            "No module named 'encodings'; check the variables in engine.env: Python did not start",
+        ),
+        (
+            {"state": waiting("CreateContainerConfigError", "couldn't find key k in ConfigMap t/c")},
+            "ConfigMapNotFound",
+            "k",
+        ),
     ],
 )
 def test_a_replica_that_is_not_ready_is_explained(state: dict[str, Any], reason: str, says: str) -> None:
@@ -169,13 +222,14 @@ def test_a_pod_that_failed_for_model_or_weights_explains_that_condition(code: in
     assert condition(decision.status, kind)["reason"] == reason
     assert condition(decision.status, "Ready")["reason"] == reason
     assert "the hub says no" in condition(decision.status, "Ready")["message"]
-    assert condition(decision.status, "Available")["reason"] == "CrashLoop"
+    assert condition(decision.status, "Available")["reason"] == ("StorageFull" if code == 15 else "CrashLoop")
 
 
-def test_a_missing_secret_is_named() -> None:
-    decision = seen(pod(state=waiting("CreateContainerConfigError", 'secret "words" not found')))
+@pytest.mark.parametrize("text", ['secret "words" not found', "couldn't find key words in Secret team/words"])
+def test_a_missing_secret_is_named(text: str) -> None:
+    decision = seen(pod(state=waiting("CreateContainerConfigError", text)))
     assert condition(decision.status, "Ready")["reason"] == "SecretNotFound"
-    assert 'secret "words" not found' in condition(decision.status, "Ready")["message"]
+    assert text in condition(decision.status, "Ready")["message"]
 
 
 def test_missing_devices_are_explained_by_needed_and_free_numbers() -> None:
@@ -399,6 +453,138 @@ def test_a_failed_pod_is_ignored_when_newer_pods_are_starting() -> None:
     assert condition(decision.status, "Ready")["reason"] == "Loading"
 
 
+# What others add to a pod
+
+
+def with_container(state: Object, *, runtime_ready: bool = False, init: bool = False, **fields: Any) -> Any:
+    """A pod to which a webhook has added the container `proxy`."""
+
+    def made(deployment: Object) -> Object:
+        pod = serving_pod(deployment, ready=runtime_ready)
+        proxy = {"name": "proxy", "image": "proxy:1", "ready": False, "restartCount": 3, "state": state, **fields}
+        kind, statuses = ("initContainers", "initContainerStatuses") if init else ("containers", "containerStatuses")
+        spec = {**pod["spec"], kind: [*pod["spec"].get(kind, ()), {"name": "proxy", "image": "proxy:1"}]}
+        own = pod["status"]["containerStatuses"]
+        if init:
+            own = [{**own[0], "state": waiting("PodInitializing")}]
+        status = {**pod["status"], "containerStatuses": own}
+        status = {**status, statuses: [*status.get(statuses, ()), proxy]}
+        unready = [{"type": kind, "status": "False"} for kind in ("Ready", "ContainersReady")]
+        return {**pod, "spec": spec, "status": {**status, "conditions": [*status["conditions"][:1], *unready]}}
+
+    return made
+
+
+@pytest.mark.parametrize(
+    ("made", "reason", "says"),
+    [
+        (
+            with_container(CRASH, runtime_ready=True, lastState=ended(1, "bind: address already in use")),
+            "CrashLoop",
+            "container proxy ended with exit code 1 (restarts: 3): bind: address already in use",
+        ),
+        (with_container(waiting("ErrImagePull", "no such image")), "ImagePull", "image proxy:1 cannot be pulled"),
+        (with_container(CRASH, init=True, lastState=ended(2, "iptables")), "CrashLoop", "ended with exit code 2"),
+        (
+            with_container(waiting("CreateContainerConfigError", 'configmap "mesh" not found'), runtime_ready=True),
+            "ConfigMapNotFound",
+            'configmap "mesh" not found',
+        ),
+        (with_container({"running": {}}, runtime_ready=True), "ProbeFailing", "container proxy is not ready"),
+    ],
+)
+def test_a_container_of_others_that_breaks_the_pod_is_named(made: Any, reason: str, says: str) -> None:
+    ready = condition(seen(made, spec={**SPEC, "replicas": 1}).status, "Ready")
+    assert ready["reason"] == reason
+    assert says in ready["message"]
+    assert ready["message"].endswith(
+        "container proxy is not the operator's: a person or an admission webhook added it; repair or remove it there"
+    )
+
+
+def test_variables_of_others_are_named_when_the_container_crashes_without_a_reason() -> None:
+    def crashing(last: Object) -> Any:
+        def made(deployment: Object) -> Object:
+            pod = serving_pod(deployment, state=CRASH, last=last)
+            (container,) = pod["spec"]["containers"]
+            env = [*container["env"], {"name": "PYTHONHOME", "value": "secret"}]
+            return {**pod, "spec": {**pod["spec"], "containers": [{**container, "env": env}]}}
+
+        return made
+
+    message = condition(seen(crashing(ended(1, FATAL))).status, "Ready")["message"]
+    assert "a person or an admission webhook added variables to its container: PYTHONHOME" in message
+    assert "secret" not in message
+    named = crashing(ended(31, failure_record(31, "DeviceOutOfMemory", "too little")))
+    assert "PYTHONHOME" not in condition(seen(named).status, "Ready")["message"]
+
+
+def test_what_others_add_to_the_own_container_is_named() -> None:
+    def made(deployment: Object, **added: Any) -> Object:
+        state = waiting("CreateContainerConfigError", 'configmap "theirs" not found')
+        pod = serving_pod(deployment, state=state)
+        (container,) = pod["spec"]["containers"]
+        return {**pod, "spec": {**pod["spec"], "containers": [{**container, **added}]}}
+
+    source = [{"configMapRef": {"name": "theirs"}}]
+    ready = condition(seen(lambda d: made(d, envFrom=source)).status, "Ready")
+    assert ready["reason"] == "ConfigMapNotFound"
+    assert 'configmap "theirs" not found; the operator sets no envFrom' in ready["message"]
+
+    def unscheduled(deployment: Object) -> Object:
+        pod = unscheduled_pod(
+            deployment, "0/3 nodes are available: 3 node(s) didn't have free ports for the requested."
+        )
+        (container,) = pod["spec"]["containers"]
+        ports = [{"containerPort": 9, "hostPort": 9}]
+        return {**pod, "spec": {**pod["spec"], "containers": [{**container, "ports": ports}]}}
+
+    message = condition(seen(unscheduled).status, "Ready")["message"]
+    assert "others added port 9 of container runtime" in message
+
+
+@pytest.mark.parametrize(
+    ("note", "reason"),
+    [
+        ('MountVolume.SetUp failed for volume "mesh" : configmap "mesh" not found', "ConfigMapNotFound"),
+        ('MountVolume.SetUp failed for volume "mesh" : secret "mesh" not found', "SecretNotFound"),
+        ('MountVolume.SetUp failed for volume "mesh" : hostPath type check failed', "VolumeNotBound"),
+    ],
+)
+def test_a_volume_of_others_that_cannot_be_mounted_is_named(note: str, reason: str) -> None:
+    event = {"regarding": {"kind": "Pod", "name": "chat-1"}, "reason": "FailedMount", "note": note}
+    ready = condition(seen(pod(state=waiting("ContainerCreating")), events=(event,)).status, "Ready")
+    assert ready["reason"] == reason
+    assert ready["message"].endswith(f"FailedMount: {note}; volume mesh is not the operator's")
+
+
+def test_a_readiness_gate_of_others_does_not_look_like_a_lost_node() -> None:
+    unready = {"type": "Ready", "status": "False", "reason": "ReadinessGatesNotReady"}
+    gated = seen(pod(ready=True, conditions=[unready]), spec={**SPEC, "replicas": 1})
+    ready = condition(gated.status, "Ready")
+    assert ready["reason"] == "Loading"
+    assert "answers, but is not ready: ReadinessGatesNotReady" in ready["message"]
+
+
+def test_a_container_without_memory_is_told_its_limit_and_the_size_of_the_weights() -> None:
+    template = {"spec": {"resources": {"limits": {"memory": "1Gi"}}}}
+    killed = pod(state=CRASH, last=ended(137, reason="OOMKilled"))
+    ready = condition(seen(killed, spec={**SPEC, "podTemplate": template}).status, "Ready")
+    assert ready["reason"] == "DeviceOutOfMemory"
+    assert "its memory limit is 1Gi, the weights alone have 0.01 GiB; raise podTemplate.spec.res" in ready["message"]
+
+
+@pytest.mark.parametrize("phase", ["Running", "Failed", "Succeeded"])
+def test_a_pod_that_is_deleted_is_no_failure_however_its_container_ended(phase: str) -> None:
+    def leaving(deployment: Object) -> Object:
+        made = serving_pod(deployment, phase=phase, state=ended(137))
+        return {**made, "metadata": {**made["metadata"], "deletionTimestamp": "2026-03-01T12:00:00Z"}}
+
+    decision = seen(leaving, spec={**SPEC, "replicas": 1})
+    assert condition(decision.status, "Ready")["reason"] == "Draining"
+    assert {announcement.type for announcement in decision.announcements} <= {"Normal"}
+
+
 def test_the_reason_least_likely_to_clear_by_itself_is_shown() -> None:
     decision = seen(pod("a"), pod("b", state=waiting("ErrImagePull", "no such image")))
     assert condition(decision.status, "Ready")["reason"] == "ImagePull"
@@ -427,7 +613,7 @@ FAILED_MOUNT = 'MountVolume.SetUp failed for volume "%s" : %s'
             "serving.apiKeySecretRef",
         ),
         (FAILED_MOUNT % ("ca-bundle", 'secret "private-ca" not found'), "SecretNotFound", "chart value caBundle"),
-        (FAILED_MOUNT % ("ca-bundle", 'configmap "private-ca" not found'), "VolumeNotBound", "chart value caBundle"),
+        (FAILED_MOUNT % ("ca-bundle", 'configmap "private-ca" not found'), "ConfigMapNotFound", "chart value caBundle"),
     ],
 )
 def test_a_missing_source_of_a_volume_is_reported_with_what_names_it(note: str, reason: str, named_by: str) -> None:
@@ -463,12 +649,21 @@ def test_the_message_of_inspect_is_shown_before_any_device_is_allocated(code: in
         (ended(10, "no record here"), "no record here"),
         (waiting("ImagePullBackOff", "no such image"), "cannot be pulled: no such image"),
         (ended(0, "no record here"), "no record here"),
+        (ended(137, reason="OOMKilled"), "(OOMKilled) and no facts: it left no record and no log; raise jobs."),
     ],
 )
 def test_the_message_quotes_a_job_that_fails_or_cannot_start(state: Object, says: str) -> None:
     decision = resolving(state)
     assert condition(decision.status, "ModelResolved")["status"] == "False"
     assert says in condition(decision.status, "Ready")["message"]
+
+
+def test_an_evicted_pod_of_a_job_is_reported_as_such() -> None:
+    message = "Pod ephemeral local storage usage exceeds the total limit of containers 1Mi. "
+    decision = resolving(ended(0), reason="Evicted", message=message)
+    ready = condition(decision.status, "Ready")
+    assert ready["reason"] == "Resolving"
+    assert f"Evicted: {message.strip()}; raise the limit of ephemeral-storage in jobs.resources" in ready["message"]
 
 
 def test_events_of_a_running_job_are_not_read() -> None:

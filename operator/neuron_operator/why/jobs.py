@@ -8,7 +8,14 @@ from datetime import timedelta
 from neuron_operator.reasons import Finding, Reason, unmet
 from neuron_operator.render.jobs import RETRY_AFTER_SECONDS
 from neuron_operator.views import JobView, Observed, PodView, Termination
-from neuron_operator.why.pods import UNEXPLAINED_SECONDS, explain_start, how_it_ended, last_words
+from neuron_operator.why.pods import (
+    OOM_KILLED,
+    UNEXPLAINED_SECONDS,
+    explain_failure,
+    explain_start,
+    how_it_ended,
+    last_words,
+)
 from neuron_operator.why.refusals import explain_denial
 from neuron_operator.world import Need
 
@@ -22,6 +29,8 @@ def explain_job(waiting: Finding, job: JobView | None, observed: Observed) -> Fi
         return _last_verdict(waiting, observed) or waiting
     pods = observed.pods_of(job.name)
     for pod in pods:
+        if pod.has_failed and pod.reason:
+            return replace(waiting, message=explain_failure(pod, observed, "jobs.resources").message)
         if pod.container.ended is not None:
             return _explain_end(waiting, job, pod, pod.container.ended)
     if job.failure is not None:
@@ -37,7 +46,8 @@ def _explain_end(waiting: Finding, job: JobView, pod: PodView, end: Termination)
         return unmet(waiting.condition, reason, f"{last_words(end)}; {again}")
     is_over = job.failure is not None or end.exit_code == 0
     next_step = "does not retry" if is_over else "retries"
-    text = f"pod {pod.name} ended with {how_it_ended(end)} and no facts: {last_words(end)}; the Job {next_step}"
+    cure = "; raise jobs.resources.limits.memory" if end.reason == OOM_KILLED else ""
+    text = f"pod {pod.name} ended with {how_it_ended(end)} and no facts: {last_words(end)}{cure}; the Job {next_step}"
     return replace(waiting, message=text)
 
 

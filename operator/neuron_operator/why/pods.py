@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from datetime import datetime, timedelta
 
 from neuron_operator import names
 from neuron_operator.breaker import next_attempt
-from neuron_operator.objects import instant
+from neuron_operator.objects import instant, items, text
 from neuron_operator.placement import Placement, describe_free, describe_sizes
 from neuron_operator.reasons import Finding, Reason, unmet
-from neuron_operator.views import Observed, PodView, Termination
+from neuron_operator.revision import Revision
+from neuron_operator.views import ContainerView, Observed, PodView, Termination
 from neuron_operator.world import Need
 
 UNEXPLAINED_SECONDS = 20
@@ -23,6 +25,7 @@ _STARTING = ("", "ContainerCreating", "PodInitializing")
 
 
 def explain_pod(pod: PodView, observed: Observed, placement: Placement) -> Finding:
+    """Why a replica's pod does not answer."""
     if pod.disruption == "DeletionByTaintManager" or _is_node_lost(pod):
         text = f"pod {pod.name}: its node {pod.node} no longer responds"
         return unmet("Available", Reason.NODE_LOST, text)
@@ -31,37 +34,111 @@ def explain_pod(pod: PodView, observed: Observed, placement: Placement) -> Findi
     if pod.has_failed:
         return explain_failure(pod, observed)
     if pod.container.ended is not None:
-        return _explain_end(pod, pod.container.ended)
-    starting = explain_start(pod, observed, placement)
+        return _explain_end(pod, pod.container.ended, observed)
+    starting = explain_start(pod, observed, placement) or _explain_additions(pod)
     if starting is not None:
         return starting
     since = pod.container.running_since
+    if pod.container.is_ready:
+        return _explain_unready(pod)
     if _was_ready_since(pod, instant(since)):
         text = f"pod {pod.name} has been running since {since} but does not answer /health"
         return unmet("Available", Reason.PROBE_FAILING, text)
     return unmet("Available", Reason.LOADING, f"pod {pod.name} has been loading the model since {since}")
 
 
-def explain_failure(pod: PodView, observed: Observed) -> Finding:
-    """Why its node refused, evicted or stopped a pod, and when the next one is created."""
+def explain_failure(pod: PodView, observed: Observed, resources: str = "podTemplate.spec.resources") -> Finding:
+    """Why its node refused, evicted or stopped a pod, and when the next one is created. `resources`: the field that
+    sets its requests and limits."""
     due = next_attempt(observed, pod.revision)
     again = f"; the next pod is created at {due:%Y-%m-%dT%H:%M:%SZ}" if due else ""
+    verb = "stopped" if pod.is_admitted else "refused"
+    text = f"node {pod.node} {verb} pod {pod.name}: {pod.reason}: {pod.message.strip()}"
+    if pod.reason in _SHUTDOWN:
+        return unmet("Available", Reason.NODE_LOST, f"{text}{again}")
+    if pod.reason == "Evicted":
+        reason, cure = _explain_eviction(pod.message)
+        return unmet("Available", reason, f"{text}; {cure} in {resources}{again}")
     if not pod.is_admitted:
-        text = f"node {pod.node} refused pod {pod.name}: {pod.reason}: {pod.message}{again}"
-        return unmet("Available", Reason.ALLOCATION_REJECTED, text)
-    text = f"node {pod.node} stopped pod {pod.name}: {pod.reason}: {pod.message}{again}"
-    return unmet("Available", Reason.CRASH_LOOP, text)
+        return unmet("Available", Reason.ALLOCATION_REJECTED, f"{text}{again}")
+    if pod.container.ended is not None and not pod.reason:
+        return _explain_end(pod, pod.container.ended, observed)
+    return unmet("Available", Reason.CRASH_LOOP, f"{text}{again}")
 
 
-def _explain_end(pod: PodView, end: Termination) -> Finding:
+_SHUTDOWN = ("NodeShutdown", "Terminated", "Shutdown")
+
+
+def _explain_eviction(message: str) -> tuple[Reason, str]:
+    """The reason, and a cure that a field of resources follows."""
+    if re.search("ephemeral|EmptyDir|DiskPressure|inodes", message):
+        if "exceed" in message:
+            return Reason.STORAGE_FULL, "raise the limit of ephemeral-storage"
+        return Reason.STORAGE_FULL, "use nodes with larger disks, or request ephemeral-storage"
+    return Reason.EVICTED, "request more memory: pods far above their requests are evicted first;"
+
+
+def _explain_end(pod: PodView, end: Termination, observed: Observed) -> Finding:
     """How a container ended: the reason of its exit code, for that reason's condition."""
     how = f"pod {pod.name} ended with {how_it_ended(end)} (restarts: {pod.container.num_restarts})"
+    revision = next((known for known in observed.revisions if known.name == pod.revision), None)
     if end.reason == OOM_KILLED and end.record is None:
+        limit = f"its memory limit is {pod.memory_limit}" if pod.memory_limit else "it has no memory limit"
+        weights = f", the weights alone have {revision.pinned.facts.weights_bytes / 2**30:.2f} GiB" if revision else ""
         cure = "raise podTemplate.spec.resources.limits.memory, or lower serving.maxSequences or maxModelLength"
-        return unmet("Available", Reason.DEVICE_OUT_OF_MEMORY, f"{how}: {cure}; its last line: {last_words(end)}")
+        text = f"{how}: {limit}{weights}; {cure}; its last line: {last_words(end)}"
+        return unmet("Available", Reason.DEVICE_OUT_OF_MEMORY, text)
     reason = Reason.of_exit_code(end.exit_code) or Reason.CRASH_LOOP
     text = f"{how}: {last_words(end)}"
-    return unmet(reason.row.conditions[-1], reason, text)
+    if reason is Reason.CRASH_LOOP:
+        text += _hint_at_variables(pod, end, revision)
+    return unmet(reason.row.of_pods, reason, text)
+
+
+def _hint_at_variables(pod: PodView, end: Termination, revision: Revision | None) -> str:
+    """Environment variables that may have ended the container."""
+    containers = items(revision.template, "spec", "containers") if revision else []
+    ours = {text(variable, "name") for container in containers for variable in items(container, "env")}
+    added = sorted(pod.variables - ours) if revision else []
+    if added:
+        listed = ", ".join(added[:MAX_VARIABLES_SHOWN])
+        return f"; a person or an admission webhook added variables to its container: {listed}"
+    return "; check the variables in engine.env: Python did not start" if _NO_PYTHON in end.message else ""
+
+
+_NO_PYTHON = "Fatal Python error: init"
+MAX_VARIABLES_SHOWN = 8
+
+
+def _explain_additions(pod: PodView) -> Finding | None:
+    """A container that others added to the pod, and that keeps it from becoming ready."""
+    for container in pod.additions:
+        found = None
+        if container.ended is not None:
+            how = f"container {container.name} ended with {how_it_ended(container.ended)}"
+            text = f"pod {pod.name}: {how} (restarts: {container.num_restarts}): {last_words(container.ended)}"
+            found = unmet("Available", Reason.CRASH_LOOP, text)
+        found = found or _explain_waiting(pod, container)
+        if found is not None:
+            return replace(found, message=f"{found.message}; {_not_ours(container)}")
+    return None
+
+
+def _explain_unready(pod: PodView) -> Finding:
+    """The runtime answers, but the pod is not ready."""
+    for container in pod.additions:
+        if not container.is_ready:
+            text = f"pod {pod.name}: container {container.name} is not ready; {_not_ours(container)}"
+            return unmet("Available", Reason.PROBE_FAILING, text)
+    text = f"pod {pod.name} answers, but is not ready: {pod.unready_reason or 'its node has not reported it yet'}"
+    return unmet("Available", Reason.LOADING, text)
+
+
+def _not_ours(container: ContainerView) -> str:
+    return (
+        f"container {container.name} is not the operator's: a person or an admission webhook added it; repair or "
+        "remove it there"
+    )
 
 
 def _was_ready_since(pod: PodView, started: datetime | None) -> bool:
@@ -71,29 +148,46 @@ def _was_ready_since(pod: PodView, started: datetime | None) -> bool:
 
 
 def _is_node_lost(pod: PodView) -> bool:
-    """The node controller marks the pod as not ready but leaves its containers ready."""
-    return not pod.is_ready and pod.are_containers_ready
+    """The node controller marks the pod as not ready but leaves its containers ready. So does a readiness gate."""
+    return not pod.is_ready and pod.are_containers_ready and pod.unready_reason != "ReadinessGatesNotReady"
 
 
 def explain_start(pod: PodView, observed: Observed, placement: Placement | None = None) -> Finding | None:
     """Why a pod's container has not run; None if it has. `placement` is that of a replica's pod, None for Jobs."""
     if pod.unscheduled is not None:
         return _explain_unscheduled(pod, pod.unscheduled, observed, placement)
-    container = pod.container
-    if container.has_run:
+    if pod.container.has_run:
         return None
+    waiting = _explain_waiting(pod, pod.container) or _explain_additions(pod)
+    if waiting is not None:
+        return waiting
+    if observed.age(pod.created) < timedelta(seconds=UNEXPLAINED_SECONDS):
+        return unmet("Available", Reason.LOADING, f"pod {pod.name} is starting")
+    return _explain_by_events(pod, observed.warnings.get(pod.name, ""))
+
+
+def _explain_waiting(pod: PodView, container: ContainerView) -> Finding | None:
+    """Why the kubelet cannot start a container; None if it is starting or running."""
     reason, message = container.waiting_reason, container.waiting_message
+    if reason in _STARTING:
+        return None
     if "Image" in reason:
         message = message.rpartition("ErrImagePull: ")[2]
         text = f"pod {pod.name}: image {container.image} cannot be pulled: {message}"
         return unmet("Available", Reason.IMAGE_PULL, text)
-    if reason == "CreateContainerConfigError" and "secret" in message:
-        return unmet("WeightsReady", Reason.SECRET_NOT_FOUND, f"pod {pod.name}: {message}")
-    if reason not in _STARTING:
-        return unmet("Available", Reason.CRASH_LOOP, f"pod {pod.name} cannot start: {reason}: {message}")
-    if observed.age(pod.created) < timedelta(seconds=UNEXPLAINED_SECONDS):
-        return unmet("Available", Reason.LOADING, f"pod {pod.name} is starting")
-    return _explain_by_events(pod, observed.warnings.get(pod.name, ""))
+    if reason == "CreateContainerConfigError" and "secret" in message.lower():
+        text = f"pod {pod.name}: {message}{_hint_at_env_from(pod, message)}"
+        return unmet("WeightsReady", Reason.SECRET_NOT_FOUND, text)
+    if reason == "CreateContainerConfigError" and "configmap" in message.lower():
+        return unmet(
+            "Available", Reason.CONFIG_MAP_NOT_FOUND, f"pod {pod.name}: {message}{_hint_at_env_from(pod, message)}"
+        )
+    return unmet("Available", Reason.CRASH_LOOP, f"pod {pod.name} cannot start: {reason}: {message}")
+
+
+def _hint_at_env_from(pod: PodView, message: str) -> str:
+    added = [name for name in pod.env_from if f'"{name}"' in message]
+    return "; the operator sets no envFrom: a person or an admission webhook added it" if added else ""
 
 
 _NAMED_BY = {
@@ -101,16 +195,24 @@ _NAMED_BY = {
     names.CA_VOLUME: "the chart value caBundle in this namespace",
 }
 """Volume to what names its source."""
+_OWN_VOLUMES = ("config", "tmp", "weights", *_NAMED_BY)
+_ABSENT = {
+    r'secret ".*" not found|non-existent secret key': Reason.SECRET_NOT_FOUND,
+    r'configmap ".*" not found|non-existent config key': Reason.CONFIG_MAP_NOT_FOUND,
+}
+"""What the kubelet says when the source of a volume is missing."""
 
 
 def _explain_by_events(pod: PodView, warning: str) -> Finding:
     needs = {Need.EVENTS}
     if "FailedMount" in warning or "FailedAttachVolume" in warning:
-        is_secret = re.search(r'secret ".*" not found|non-existent secret key', warning)
-        reason = Reason.SECRET_NOT_FOUND if is_secret else Reason.VOLUME_NOT_BOUND
-        named_by = next((by for volume, by in _NAMED_BY.items() if f'volume "{volume}"' in warning), "")
-        text = f"pod {pod.name} is waiting for {named_by}: {warning}" if named_by else f"pod {pod.name}: {warning}"
-        return unmet("Available", reason, text, needs)
+        volume = re.search(r'volume "([^"]*)"', warning)
+        name = volume[1] if volume else ""
+        text = f"pod {pod.name} is waiting for {_NAMED_BY[name]}" if name in _NAMED_BY else f"pod {pod.name}"
+        added = f"; volume {name} is not the operator's" if name and name not in _OWN_VOLUMES else ""
+        reasons = (reason for pattern, reason in _ABSENT.items() if re.search(pattern, warning))
+        reason = next(reasons, Reason.VOLUME_NOT_BOUND)
+        return unmet("Available", reason, f"{text}: {warning}{added}", needs)
     return unmet("Available", Reason.LOADING, f"pod {pod.name} is starting; {warning or 'no warnings so far'}", needs)
 
 
@@ -123,6 +225,8 @@ def _explain_unscheduled(pod: PodView, message: str, observed: Observed, placeme
         text = f"pod {pod.name} needs {placement.words} on one node; {free}; the scheduler reports {verdict}"
         return unmet("Available", Reason.INSUFFICIENT_NEURON, text, {Need.FREE_DEVICES})
     text = f"pod {pod.name} cannot be scheduled: {message or 'no reason given'}"
+    if pod.host_ports and "free ports" in message:
+        text += f"; the operator asks for no port of a node: others added {', '.join(pod.host_ports)}"
     if placement is None or not placement.resources:
         return unmet("Available", Reason.NO_MATCHING_NODE, text)
     needs = {Need.FREE_DEVICES}  # of the nodes, only their types and labels count here
@@ -137,9 +241,14 @@ def how_it_ended(end: Termination) -> str:
 
 
 def last_words(end: Termination) -> str:
-    """The message of the record, or else the last line of the log."""
+    """The message of the record, or else the last line of the log that says something."""
     record = end.record
     if record is not None:
         return record.message or record.reason
     lines = [line.strip() for line in end.message.splitlines() if line.strip()]
-    return lines[-1][:300] if lines else "it left no record and no log"
+    said = [line for line in lines if not re.match(_DUMP, line)]
+    return (said or lines)[-1][:300] if lines else "it left no record and no log"
+
+
+_DUMP = r'<no Python frame>|File ".*", line \d|(Current t|T)hread 0x|Python runtime state:|Extension modules:'
+"""What Python prints after the cause of a fatal error."""
