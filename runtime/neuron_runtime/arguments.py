@@ -15,7 +15,7 @@ from typing import Any
 import msgspec
 
 from neuron_runtime.config import CONFIG_VERSION, RuntimeConfig, parse_config
-from neuron_runtime.errors import FatalError, InvalidConfig
+from neuron_runtime.errors import ConfigProblems, FatalError, InvalidConfig
 from neuron_runtime.flags import absolute, fields_of
 from neuron_runtime.not_built import Surface, refuse
 
@@ -45,18 +45,23 @@ def config_of(uri: str, given: Mapping[str, Any], **more: Any) -> RuntimeConfig:
         "servedNames": [uri.partition("@")[0].rstrip("/").rpartition("/")[2]],
         **more,
     }
+    found = ConfigProblems()
     for name, value in given.items():
         field = BY_ARGUMENT[name]
         part, _, key = field.path.rpartition(".")
-        try:
-            (document.setdefault(part, {}) if part else document)[key] = field.read(value)
-        except ValueError as error:
-            raise InvalidConfig(f"$.{field.path}", str(error)) from error
+        with found.collecting():
+            try:
+                (document.setdefault(part, {}) if part else document)[key] = field.read(value)
+            except ValueError as error:
+                raise InvalidConfig(f"$.{field.path}", str(error)) from error
     try:
         raw = msgspec.json.encode(document)
     except TypeError as error:
         raise InvalidConfig("$", f"only plain values can be configured: {error}") from error
-    return parse_config(raw)
+    with found.collecting():
+        config = parse_config(raw)
+    found.check()
+    return config
 
 
 @contextmanager
@@ -70,11 +75,17 @@ def naming(names: Mapping[str, str]) -> Iterator[None]:
         yield
     except FatalError as error:
         path, _, message = str(error).partition(": ")
-        inside = path.removeprefix("$.").partition("[")[0]
-        name = names.get(inside) or names.get(inside.partition(".")[0])
-        if name is None:
+        parts = error.parts if isinstance(error, InvalidConfig) else ((path, message),)
+        named = [(_named(path, names), message) for path, message in parts]
+        if named == list(parts):
             raise
-        raise InvalidConfig(f"{name} ({path})", message) from None
+        raise InvalidConfig(*named[0], *named[1:]) from None
+
+
+def _named(path: str, names: Mapping[str, str]) -> str:
+    inside = path.removeprefix("$.").partition("[")[0]
+    name = names.get(inside) or names.get(inside.partition(".")[0])
+    return path if name is None else f"{name} ({path})"
 
 
 def llm_config(
@@ -96,9 +107,12 @@ def llm_config(
         TypeError: an unknown argument.
         InvalidConfig: names the argument that is not supported.
     """
-    given = {}
+    given, found = {}, ConfigProblems()
     for name, value in arguments.items():
-        if refuse(Surface.LLM, name, value) or value is None:
+        is_known = True
+        with found.collecting():
+            is_known = refuse(Surface.LLM, name, value)
+        if is_known or value is None:
             continue
         if name not in LLM_ARGUMENTS:
             raise TypeError(f"LLM() has no argument {name!r}")
@@ -111,8 +125,10 @@ def llm_config(
     backend = _backend(device, dev)
     if backend is not None:
         given.setdefault("backend", backend)
-    with naming(LLM_NAMES):
-        return config_of(_with_revision(model_uri(model), revision), given)
+    with found.collecting(), naming(LLM_NAMES):
+        config = config_of(_with_revision(model_uri(model), revision), given)
+    found.check()
+    return config
 
 
 def model_uri(model: str) -> str:

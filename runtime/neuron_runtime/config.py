@@ -18,10 +18,10 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
-from neuron_runtime.errors import InvalidConfig
+from neuron_runtime.errors import ConfigProblems, InvalidConfig
 from neuron_runtime.flags import Flag, dtype_word, json_or_text, json_value, template, word_or_folder
 from neuron_runtime.uris import parse_uri
-from neuron_runtime.validation import explain
+from neuron_runtime.validation import explain, problems
 
 CONFIG_VERSION = 1
 
@@ -178,32 +178,46 @@ def parse_config(raw: bytes, source: str = "") -> RuntimeConfig:
     try:
         config = msgspec.json.decode(raw, type=RuntimeConfig)
     except msgspec.ValidationError as error:
-        inside, message = explain(error, RuntimeConfig)
-        path = f"${inside}"
-        if ">=" in message or "<=" in message:
-            message += f", got {_value_at(raw, path)}"
-        raise InvalidConfig(path, message + where) from error
+        document = msgspec.json.decode(raw)
+        found = list(problems(document, RuntimeConfig)) or [explain(error, RuntimeConfig)]
+        parts = [(f"${path}", _with_value(message, document, path)) for path, message in found]
+        parts[-1] = (parts[-1][0], parts[-1][1] + where)
+        raise InvalidConfig(*parts[0], *parts[1:]) from error
     except msgspec.DecodeError as error:
         raise InvalidConfig("$", f"{source or 'configuration'} is not JSON: {error}") from error
     _check(config)
     return config
 
 
-def _value_at(raw: bytes, path: str) -> Any:
-    value = msgspec.json.decode(raw)
+def _with_value(message: str, document: Any, path: str) -> str:
+    return f"{message}, got {_value_at(document, path)}" if ">=" in message or "<=" in message else message
+
+
+def _value_at(value: Any, path: str) -> Any:
     for key in path.split(".")[1:]:
         value = value[key]
     return value
 
 
 def _check(config: RuntimeConfig) -> None:
-    """Check rules that types cannot express. Raises InvalidConfig with the field."""
+    """Check rules that types cannot express. Raises InvalidConfig with the fields."""
     if config.version != CONFIG_VERSION:
         raise InvalidConfig("$.version", f"this runtime supports version {CONFIG_VERSION}, got {config.version}")
-    parse_uri(config.model.uri)
+    found = ConfigProblems()
+    with found.collecting():
+        parse_uri(config.model.uri)
+    with found.collecting():
+        uses_blocks(config)
     if config.server.otlp_traces_endpoint:
-        check_url(config.server.otlp_traces_endpoint, "$.server.otlpTracesEndpoint")
-    for origin in config.server.allowed_origins:
+        with found.collecting():
+            check_url(config.server.otlp_traces_endpoint, "$.server.otlpTracesEndpoint")
+    with found.collecting():
+        _check_origins(config.server.allowed_origins)
+    found.check()
+
+
+def _check_origins(origins: tuple[str, ...]) -> None:
+    for origin in origins:
         if origin != "*" and not re.fullmatch(r"https?://[^/\s?#]+", origin):
             message = f"{origin!r} is not an origin: write `https://host` or `http://host:port` without a path, or `*`"
             raise InvalidConfig("$.server.allowedOrigins", message)

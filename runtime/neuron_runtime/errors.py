@@ -15,6 +15,8 @@ codes).
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from enum import IntEnum
 
 
@@ -54,6 +56,16 @@ _SHARED_REASONS = {
 }
 
 
+MAX_PROBLEMS = 10
+"""An error that says everything that is wrong at once names at most this many problems."""
+
+
+def joined(problems: Sequence[str]) -> str:
+    """Several problems in one line."""
+    more = len(problems) - MAX_PROBLEMS
+    return "; ".join(problems[:MAX_PROBLEMS]) + (f"; and {more} more" if more > 0 else "")
+
+
 class ServingError(Exception):
     """Base of every error that this package raises on purpose. `str(error)` is one sentence for the user."""
 
@@ -66,9 +78,18 @@ class InvalidRequest(ServingError):
 
     def __init__(self, message: str, field: str | None = None, status: int = 400, code: str | None = None) -> None:
         super().__init__(message)
+        self.parts: tuple[str, ...] = (message,)
+        """The problems, if it has several."""
         self.field = field
         self.status = status
         self.code = code
+
+    @classmethod
+    def together(cls, errors: Sequence[InvalidRequest]) -> InvalidRequest:
+        """One error for all of these; the field is that of the first."""
+        made = cls(joined([str(error) for error in errors]), field=errors[0].field)
+        made.parts = tuple(map(str, errors))
+        return made
 
 
 class Unauthorized(ServingError):
@@ -116,8 +137,30 @@ class FatalError(ServingError):
 
 
 class InvalidConfig(FatalError):
-    """The deployer's configuration is wrong at `field` (a JSON path)."""
+    """The deployer's configuration is wrong at `field` (a JSON path), and maybe at others."""
 
-    def __init__(self, field: str, message: str) -> None:
-        super().__init__(ExitCode.INVALID_ENGINE_CONFIG, f"{field}: {message}")
+    def __init__(self, field: str, message: str, *others: tuple[str, str]) -> None:
+        """others: further fields and messages."""
+        self.parts = ((field, message), *others)
+        super().__init__(ExitCode.INVALID_ENGINE_CONFIG, joined([f"{name}: {what}" for name, what in self.parts]))
         self.field = field
+
+
+class ConfigProblems:
+    """Collects what independent checks find, to report everything at once."""
+
+    def __init__(self) -> None:
+        self._parts: list[tuple[str, str]] = []
+
+    @contextmanager
+    def collecting(self) -> Iterator[None]:
+        """The block ends at its first InvalidConfig, which is kept."""
+        try:
+            yield
+        except InvalidConfig as error:
+            self._parts += error.parts
+
+    def check(self) -> None:
+        """Raises InvalidConfig if anything was found."""
+        if self._parts:
+            raise InvalidConfig(*self._parts[0], *self._parts[1:])

@@ -1,4 +1,4 @@
-"""Converts validation errors of msgspec to a path and a message that lists the allowed values.
+"""Converts validation errors of msgspec to paths and messages that list the allowed values.
 
 Called by the parsers of configurations, backend settings and request bodies, which raise their own errors.
 """
@@ -6,8 +6,7 @@ Called by the parsers of configurations, backend settings and request bodies, wh
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
-from functools import cache
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import msgspec
@@ -18,11 +17,37 @@ _KEY = re.compile(r"\[[^\]]*\]|[^.\[]+")
 _INVALID_CHOICE = "Invalid enum value "
 
 
-def explain(error: msgspec.ValidationError | RecursionError, struct: type[msgspec.Struct]) -> tuple[str, str]:
+def problems(value: Any, kind: Any, path: str = "") -> Iterator[tuple[str, str]]:
+    """Path and message of what is invalid: the first problem of each field, at any depth of Structs.
+
+    msgspec ends at the first of all, so this is for values that it has refused.
+
+    Args:
+        kind: the target type of the conversion.
+        path: that of the value.
+    """
+    if not (isinstance(kind, type) and issubclass(kind, msgspec.Struct) and isinstance(value, dict)):
+        try:
+            msgspec.convert(value, kind, str_keys=True)
+        except (msgspec.ValidationError, RecursionError) as error:
+            inside, message = explain(error, kind)
+            yield path + inside, message
+        return
+    fields = {field.encode_name: field for field in msgspec.structs.fields(kind)}
+    for name, field in fields.items():
+        if name in value:
+            yield from problems(value[name], field.type, f"{path}.{name}")
+        elif field.required:
+            yield path, f"Object missing required field `{name}`"
+    if kind.__struct_config__.forbid_unknown_fields:
+        yield from ((path, f"Object contains unknown field `{name}`") for name in value if name not in fields)
+
+
+def explain(error: msgspec.ValidationError | RecursionError, kind: Any) -> tuple[str, str]:
     """Path and message of an error.
 
     Args:
-        struct: the target type of the conversion.
+        kind: the target type of the conversion.
 
     Returns:
         The path without `$`, e.g. `.messages[0].role` (empty for the whole value), and the message.
@@ -30,16 +55,13 @@ def explain(error: msgspec.ValidationError | RecursionError, struct: type[msgspe
     found = _PATH.fullmatch(str(error))
     message, path = (found[1], found[2]) if found else (str(error), "")
     if message.startswith(_INVALID_CHOICE):
-        message += f": must be one of {', '.join(f'`{one}`' for one in choices(struct, path))}"
+        message += f": must be one of {', '.join(f'`{one}`' for one in choices(kind, path))}"
     return path, message
 
 
-def choices(struct: type[msgspec.Struct], path: str) -> list[Any]:
+def choices(kind: Any, path: str) -> list[Any]:
     """The allowed values of a field, without the empty one that means the default."""
-    return [one for one in _literals(_type_info(struct), _KEY.findall(path)) if one != ""]
-
-
-_type_info = cache(inspect.type_info)
+    return [one for one in _literals(inspect.type_info(kind), _KEY.findall(path)) if one != ""]
 
 
 def _literals(kind: inspect.Type, keys: Sequence[str]) -> Sequence[Any]:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import socket
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -16,7 +18,7 @@ from helpers.chat_model import write_chat_model
 from neuron_runtime.__main__ import build_parser, main
 from neuron_runtime.arguments import model_uri
 from neuron_runtime.commands.serve import configuration
-from neuron_runtime.config import RuntimeConfig
+from neuron_runtime.config import RuntimeConfig, parse_config
 from neuron_runtime.errors import InvalidConfig
 from neuron_runtime.not_built import Row, Surface, rows
 
@@ -98,6 +100,71 @@ def test_unsupported_flags_are_refused_by_name(
     error = capsys.readouterr().err
     assert f"{flag}: {says}" in error
     assert error.count("\n") == 1
+
+
+def test_everything_wrong_with_the_flags_is_said_at_once(capsys: pytest.CaptureFixture[str]) -> None:
+    wrong = [
+        "--tensor-parallel-size=2",
+        "--chat-template=none.jinja",
+        "--dtype=int7",
+        "--max-num-seqs=-1",
+        "--layout=q",
+    ]
+    assert main(["serve", "a/m", *wrong]) == 2
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1
+    names = [re.match(r"--[a-z-]+", part) for part in error.partition("InvalidEngineConfig: ")[2].split("; ")]
+    assert [name[0] for name in names if name] == [
+        flag.partition("=")[0] for flag in wrong[:3] + wrong[4:] + wrong[3:4]
+    ]
+
+
+def test_what_the_backend_refuses_is_said_with_the_rest(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["serve", "a/m", "--backend=nxdi", "--tensor-parallel-size=2"]) == 2
+    assert (
+        "--tensor-parallel-size: 2 is not supported yet: leave it out, the torch backend has one rank; --backend ("
+        in (capsys.readouterr().err)
+    )
+    assert main(["serve", "a/m", "--tool-call-parser=x", "--override-neuron-config", '{"a": 1, "b": 2}']) == 2
+    error = capsys.readouterr().err
+    assert [error.count(one) for one in ("--tool-call-parser: ", "Config.a): ", "Config.b): ")] == [1, 1, 1]
+
+
+def test_everything_wrong_with_a_document_is_said_at_once_and_bounded(tmp_path: Path) -> None:
+    document: dict[str, Any] = {
+        "version": 1,
+        "model": {"uri": "hf://a/m"},
+        "servedNames": [],
+        "limits": {"maxSequences": -1, "most": 3},
+        "text": {"reasoningParser": "q"},
+        "more": 1,
+    }
+    with pytest.raises(InvalidConfig) as caught:
+        parse_config(json.dumps(document).encode(), "the file")
+    assert caught.value.field == "$.servedNames"
+    assert str(caught.value).split("; ") == [
+        "$.servedNames: Expected `array` of length >= 1, got []",
+        "$.limits.maxSequences: Expected `int` >= 0, got -1",
+        "$.limits: Object contains unknown field `most`",
+        "$.text.reasoningParser: Invalid enum value 'q': must be one of `deepseek_r1`, `qwen3`",
+        "$: Object contains unknown field `more` (in the file)",
+    ]
+    document |= {f"extra{number}": 0 for number in range(20)}
+    with pytest.raises(InvalidConfig, match=r"; and 15 more$"):
+        parse_config(json.dumps(document).encode())
+    document = {
+        "version": 1,
+        "model": {"uri": "m"},
+        "servedNames": ["m"],
+        "layout": "slots",
+        "limits": {"blockSize": 8},
+    }
+    document["server"] = {"allowedOrigins": ["x"], "otlpTracesEndpoint": "y"}
+    with pytest.raises(InvalidConfig) as caught:
+        parse_config(json.dumps(document).encode())
+    assert [name for name, _ in caught.value.parts] == [
+        *("$.model.uri", "$.layout", "$.server.otlpTracesEndpoint", "$.server.allowedOrigins"),
+    ]
 
 
 LLM_ROWS = rows(Surface.LLM)

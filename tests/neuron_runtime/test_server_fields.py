@@ -91,6 +91,25 @@ async def test_every_field_of_an_endpoint_is_supported(served: Serving, path: st
             assert (await post(served, path, **{name: None})).status_code == 200, name
 
 
+async def test_everything_wrong_with_a_body_is_said_at_once(served: Serving) -> None:
+    wrong = {"top_p": 7, "tools": [{}], "temperature": "hot", "best_of": 2, "messages": [{"role": "x"}], "n": 0}
+    error = (await served.http.post("/v1/chat/completions", json=wrong)).json()["error"]
+    assert error["param"] == "tools"
+    assert [part.split("`")[1] for part in error["message"].split("; ")] == [
+        *("tools", "best_of", "temperature", "messages[0].role", "top_p", "n"),
+    ]
+    # Values of a client are shortened one by one, and the number of problems is bounded.
+    wrong = {f"guided_{name}": "x" for name in ("choice", "grammar", "json", "regex")} | {"model": 1, "user": 3}
+    many = dict.fromkeys(("temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty", "n", "seed"), "x")
+    error = (await served.http.post("/v1/completions", json=wrong | many | {"prompt": "a"})).json()["error"]
+    assert error["message"].endswith("; and 2 more")
+    assert error["message"].count("; ") == 10
+    answer = await served.http.post("/v1/chat/completions", json={"messages": [{"role": "x" * 9000}], "top_p": 7})
+    message = answer.json()["error"]["message"]
+    assert len(message) < 900
+    assert message.endswith("; `top_p` must be above 0 and at most 1, got 7")
+
+
 async def test_a_field_of_the_other_endpoint_is_refused_unless_neutral(served: Serving) -> None:
     for path, other in ((COMPLETIONS, CHATS), (CHATS, COMPLETIONS)):
         strange = set(BODIES[other][0].__struct_fields__) - set(BODIES[path][0].__struct_fields__)

@@ -17,7 +17,7 @@ from neuron_runtime import not_built, record
 from neuron_runtime.arguments import BY_ARGUMENT, FLAG_NAMES, config_of, default_weights_dir, model_uri, naming
 from neuron_runtime.config import RuntimeConfig, load_config
 from neuron_runtime.console import say
-from neuron_runtime.errors import InvalidConfig
+from neuron_runtime.errors import ConfigProblems, InvalidConfig
 from neuron_runtime.flags import add_flags, json_or_text
 from neuron_runtime.not_built import Surface
 from neuron_runtime.uris import FORMS
@@ -79,7 +79,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace, began: float) -> record.Record:
     """Serve until a signal. Raises ServingError if serving is impossible."""
-    from neuron_runtime.engine.backends import check_backend  # noqa: PLC0415
     from neuron_runtime.server.auth import api_key_file, check_keys  # noqa: PLC0415
     from neuron_runtime.server.run_dir import made_run_dir  # noqa: PLC0415
     from neuron_runtime.server.supervisor import Signals, Supervisor, listen, url_of  # noqa: PLC0415
@@ -89,44 +88,53 @@ def run(options: argparse.Namespace, began: float) -> record.Record:
     variable = os.environ.pop(API_KEY_VARIABLE, None)
     keys = tuple(options.api_key or ([variable] if variable and options.api_key_file is None else ()))
     check_keys(options.api_key_file, keys)
-    with naming(FLAG_NAMES) if options.config is None else nullcontext():
-        check_backend(config)
-        with (
-            listen(options.host, options.port, config.server.client_stall_seconds) as listener,
-            made_run_dir() as run_dir,
-        ):
-            say(f"serving {config.model.uri} at {url_of(listener)}")
-            supervisor = Supervisor(
-                config,
-                listener,
-                Signals(),
-                run_dir=run_dir,
-                weights_dir=options.weights_dir,
-                began=began,
-                api_key_file=api_key_file(options.api_key_file, keys, run_dir),
-            )
-            supervisor.run()
+    with (
+        naming(FLAG_NAMES) if options.config is None else nullcontext(),
+        listen(options.host, options.port, config.server.client_stall_seconds) as listener,
+        made_run_dir() as run_dir,
+    ):
+        say(f"serving {config.model.uri} at {url_of(listener)}")
+        supervisor = Supervisor(
+            config,
+            listener,
+            Signals(),
+            run_dir=run_dir,
+            weights_dir=options.weights_dir,
+            began=began,
+            api_key_file=api_key_file(options.api_key_file, keys, run_dir),
+        )
+        supervisor.run()
     return record.success("serve", seconds=time.monotonic() - began)
 
 
 def configuration(options: argparse.Namespace) -> RuntimeConfig:
-    """The document from `--config` or from flags. Raises InvalidConfig with the flag."""
+    """The document from `--config` or from flags, which the backend accepts. Raises InvalidConfig with the flags."""
+    from neuron_runtime.engine.backends import check_backend  # noqa: PLC0415
+
+    found = ConfigProblems()
     for row in not_built.rows(Surface.FLAG):
         value = getattr(options, row.name)
-        not_built.refuse(Surface.FLAG, row.name, value, at=flag_of(row))
+        with found.collecting():
+            not_built.refuse(Surface.FLAG, row.name, value, at=flag_of(row))
         if value is not None and not row.has_effect:
             say(f"{flag_of(row)} has no effect here: leave it out")
     given = {name: value for name in BY_ARGUMENT if (value := getattr(options, name)) is not None}
-    if options.config is not None:
-        if options.model is not None or given:
-            raise InvalidConfig(
-                "--config", "cannot be combined with MODEL, model flags or server flags: leave them out"
-            )
-        return load_config(options.config)
-    if options.model is None:
-        raise InvalidConfig("MODEL", "is missing: use `neuron-runtime serve MODEL` or `serve --config FILE`")
-    with naming(FLAG_NAMES):
-        return config_of(model_uri(options.model), given, drain=DRAIN_ON_THE_COMMAND_LINE)
+    with found.collecting():
+        if options.config is not None:
+            if options.model is not None or given:
+                raise InvalidConfig(
+                    "--config", "cannot be combined with MODEL, model flags or server flags: leave them out"
+                )
+            config = load_config(options.config)
+            check_backend(config)
+        elif options.model is None:
+            raise InvalidConfig("MODEL", "is missing: use `neuron-runtime serve MODEL` or `serve --config FILE`")
+        else:
+            with naming(FLAG_NAMES):
+                config = config_of(model_uri(options.model), given, drain=DRAIN_ON_THE_COMMAND_LINE)
+                check_backend(config)
+    found.check()
+    return config
 
 
 def flag_of(row: not_built.Row) -> str:

@@ -6,6 +6,7 @@ names the field. `admission` then checks what depends on the model.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal, TypeVar
 
@@ -16,7 +17,7 @@ from neuron_runtime.errors import InvalidRequest
 from neuron_runtime.not_built import Surface, is_neutral, refuse
 from neuron_runtime.requests.parameters import ON_LOGITS, ON_TOKENS, Parameter, parameters_of
 from neuron_runtime.requests.sampling_fields import DEFAULT_COMPLETION_TOKENS, SamplingFields
-from neuron_runtime.validation import explain
+from neuron_runtime.validation import explain, problems
 
 MAX_SALT_CHARACTERS = 256
 
@@ -201,11 +202,11 @@ def typed(fields: Mapping[str, Any], body_type: type[Body], *, ignores_unknown: 
         ignores_unknown: ignore unknown fields, as OpenAI's clients expect; otherwise refuse them.
 
     Raises:
-        InvalidRequest: names the field that is invalid, or all fields that are not supported.
+        InvalidRequest: says everything that is wrong, and names the first field.
     """
     known = body_type.__struct_fields__
     given = {name: value for name, value in fields.items() if name in known}
-    refusals = []
+    wrong: list[InvalidRequest] = []
     for name, value in fields.items():
         if name not in known:
             try:
@@ -213,22 +214,37 @@ def typed(fields: Mapping[str, Any], body_type: type[Body], *, ignores_unknown: 
                 if not is_known and not ignores_unknown:
                     raise InvalidRequest(f"unknown field `{name}`", field=name)
             except InvalidRequest as error:
-                refusals.append(error)
-    if refusals:
-        raise InvalidRequest("; ".join(map(str, refusals)), field=refusals[0].field)
+                wrong.append(error)
+    body, mistyped = None, set[str]()
     try:
         body = msgspec.convert(given, body_type, str_keys=True)
+    except InvalidRequest as error:
+        wrong.append(error)
     except (msgspec.ValidationError, RecursionError) as error:
-        path, message = explain(error, body_type)
-        field = path.removeprefix(".").removesuffix("[...]")
-        missing = message.partition("missing required field `")[2].rstrip("`")
-        if missing:
-            field = f"{field}.{missing}" if field else missing
-        raise InvalidRequest(f"`{field}`: {message}" if field else message, field=field or None) from error
+        found = list(problems(given, body_type)) or [explain(error, body_type)]
+        wrong += [_as_request_error(path, message) for path, message in found]
+        mistyped = {name for path, _ in found for name in _KEY.findall(path)[:1]}
     rows = parameters_of(body_type)
-    for name in given:
-        rows[name].check(name, getattr(body, name))
+    for name, value in given.items():
+        if name not in mistyped:
+            try:
+                rows[name].check(name, value)
+            except InvalidRequest as error:
+                wrong.append(error)
+    if wrong or body is None:
+        raise InvalidRequest.together(wrong) if len(wrong) > 1 else wrong[0]
     return body
+
+
+_KEY = re.compile(r"[^.\[]+")
+
+
+def _as_request_error(path: str, message: str) -> InvalidRequest:
+    field = path.removeprefix(".").removesuffix("[...]")
+    missing = message.partition("missing required field `")[2].rstrip("`")
+    if missing:
+        field = f"{field}.{missing}" if field else missing
+    return InvalidRequest(f"`{field}`: {message}" if field else message, field=field or None)
 
 
 def _of_other_route(name: str, value: Any, body_type: type[msgspec.Struct]) -> bool:

@@ -2,9 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import msgspec
 
-from neuron_runtime.errors import BackendFailed, Draining, InvalidRequest, Overloaded, ServingError, Unauthorized
+from neuron_runtime.errors import (
+    BackendFailed,
+    Draining,
+    InvalidRequest,
+    Overloaded,
+    ServingError,
+    Unauthorized,
+    joined,
+)
 from neuron_runtime.requests.bodies import Body, typed
 
 ECHOED_CHARACTERS = 200
@@ -24,10 +34,12 @@ def parse_body(raw: bytes, body_type: type[Body]) -> Body:
     return typed(fields, body_type)
 
 
-def error_object(message: str, kind: str, field: str | None = None, code: str | None = None) -> bytes:
-    """An OpenAI error object. Message and field are shortened, because they may contain data from the client."""
+def error_object(message: str | Sequence[str], kind: str, field: str | None = None, code: str | None = None) -> bytes:
+    """An OpenAI error object of one message or several. Each message and the field are shortened, because they may
+    contain data from the client."""
+    message = joined([_shortened(part) for part in ((message,) if isinstance(message, str) else message)])
     param = None if field is None else _shortened(field)
-    return msgspec.json.encode({"error": {"message": _shortened(message), "type": kind, "param": param, "code": code}})
+    return msgspec.json.encode({"error": {"message": message, "type": kind, "param": param, "code": code}})
 
 
 def _shortened(text: str) -> str:
@@ -42,7 +54,7 @@ def error_answer(error: ServingError) -> tuple[int, bytes, dict[str, str]]:
     match error:
         case InvalidRequest():
             kind = "not_found_error" if error.status == 404 else "invalid_request_error"
-            return error.status, error_object(str(error), kind, error.field, error.code), {}
+            return error.status, error_object(error.parts, kind, error.field, error.code), {}
         case Unauthorized():
             # RFC 6750, section 3: no error code where no key was sent.
             challenge = 'Bearer realm="neuron-serving"' + (', error="invalid_token"' if error.presented else "")

@@ -25,8 +25,10 @@ NEEDS_WEIGHTS = True
 
 def check_config(config: RuntimeConfig) -> None:
     """Raises InvalidConfig for settings that this backend does not support with any model."""
-    for key in config.override_neuron_config:
-        raise InvalidConfig(f"$.overrideNeuronConfig.{key}", "the torch backend has no such setting: leave it out")
+    message = "the torch backend has no such setting: leave it out"
+    parts = [(f"$.overrideNeuronConfig.{key}", message) for key in config.override_neuron_config]
+    if parts:
+        raise InvalidConfig(*parts[0], *parts[1:])
 
 
 def prepare(model_dir: Path) -> None:
