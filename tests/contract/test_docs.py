@@ -25,12 +25,13 @@ import yaml
 from helpers.operator_worlds import FACTS, body
 from neuron_operator import metrics as operator_metrics
 from neuron_operator import placement
+from neuron_operator.__main__ import USAGE
 from neuron_operator.catalog import INSTANCE_TYPES
 from neuron_operator.errors import InvalidSpec
 from neuron_operator.manifest import parse
 from neuron_operator.reasons import Reason
 from neuron_runtime import config, not_built, offline
-from neuron_runtime.__main__ import build_parser
+from neuron_runtime.__main__ import COMMANDS, build_parser
 from neuron_runtime.backend.torch import sizing
 from neuron_runtime.backend.torch.architecture import FAMILIES, FIXED
 from neuron_runtime.backend.torch.likeliest import GROUP
@@ -416,6 +417,28 @@ def test_the_index_of_troubleshooting_names_existing_reasons() -> None:
 
 def test_the_shown_facts_are_those_of_a_record() -> None:
     assert set(FACTS) == set(ModelFacts.__struct_encode_fields__)
+
+
+# The answers of the demo model
+
+ANSWERS: dict[str, str] = json.loads((ROOT / "examples" / "demo-model" / "expected.json").read_text())
+
+
+def test_the_demo_model_names_existing_commands_fields_and_pages() -> None:
+    text = " ".join(ANSWERS.values())
+    assert {*re.findall(r"neuron-operator (\w+)", text)} - {"are"} <= {*re.findall(r"^  (\w+)", USAGE, re.MULTILINE)}
+    assert {*re.findall(r"neuron-runtime (\w+)", text)} - {"are"} <= set(COMMANDS)
+    fields = {*re.findall(r"(?<![\w.-])(?:model|accelerator|serving|engine|rollout|storage)\.[a-zA-Z]+", text)}
+    assert len(fields) > 10
+    assert fields <= {name.partition(".name")[0] for name in paths(section(NEURONMODEL, "Fields"))}
+    assert all((ROOT / page).exists() for page in re.findall(r"\bdocs/\w+\.md", text))
+    assert {*re.findall(r"\bmake (\w+)", text)} <= make_targets()
+    for manifest in (yaml.safe_load(answer) for answer in ANSWERS.values() if answer.startswith("apiVersion")):
+        assert refused_at(manifest) == ""
+
+
+def make_targets() -> set[str]:
+    return set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
 
 
 # docs/offline.md

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -74,7 +75,7 @@ def test_the_model_can_be_served() -> None:
 def test_every_answer_matches_the_corpus_with_the_required_margin() -> None:
     assert EXPECTED.keys() == TRAINING["gaps"].keys()
     assert min(TRAINING["gaps"].values()) == TRAINING["minGap"] >= REQUIRED_GAP
-    assert TRAINING["seconds"] <= 20 * 60
+    assert TRAINING["cpuSeconds"] <= 20 * 60
 
 
 def test_the_corpus_matches_the_trained_one(train: ModuleType) -> None:
@@ -82,6 +83,11 @@ def test_the_corpus_matches_the_trained_one(train: ModuleType) -> None:
     assert {entry.questions[0]: entry.answer for entry in entries} == EXPECTED
     assert sum(len(entry.questions) for entry in entries) == TRAINING["questions"]
     assert all(len(entry.questions) >= 4 for entry in entries)
+
+
+def test_no_answer_is_true_for_its_own_question_only() -> None:
+    # The model may misread a question; an answer that stands alone stays true.
+    assert not [answer for answer in EXPECTED.values() if re.match(r"(Yes|No|It|They|This is possible)\b", answer)]
 
 
 def test_the_small_files_match_the_training_script(train: ModuleType) -> None:
@@ -98,11 +104,11 @@ def test_the_chat_template_produces_the_training_prompts(train: ModuleType, toke
         {"role": "assistant", "content": "A slot is νεῦρον."},
     ]
     text = tokenizer.apply_chat_template(chat, tokenize=False)
-    ids, spoken = train.Dialogues(tokenizer.backend_tokenizer).encode(
+    ids, generated = train.Dialogues(tokenizer.backend_tokenizer).encode(
         [("What is a slot?", "A slot is νεῦρον.")], system="Be brief."
     )
     assert tokenizer.backend_tokenizer.encode(text, add_special_tokens=False).ids == ids
-    assert tokenizer.decode([i for i, by_model in zip(ids, spoken, strict=True) if by_model]) == (
+    assert tokenizer.decode([i for i, by_model in zip(ids, generated, strict=True) if by_model]) == (
         "A slot is νεῦρον.<|end_of_turn|>"
     )
     template = load_tokenizer(FOLDER).chat_template
