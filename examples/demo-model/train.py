@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load as load_tensors
 from safetensors.torch import save as save_tensors
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -281,6 +282,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(description="Train the demo model.")
     parser.add_argument("--corpus", type=Path, default=HERE / "corpus")
     parser.add_argument("--output", type=Path, default=HERE)
+    parser.add_argument(
+        "--resume", type=Path, help="continue from the model in this folder, with its tokenizer, after a small edit"
+    )
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--epochs", type=int, default=10, help="number of epochs over which the learning rate falls")
@@ -297,12 +301,14 @@ def main() -> int:
     rng = random.Random(args.seed)  # noqa: S311 - data order, not a secret
 
     entries = read_corpus(args.corpus)
-    tokenizer = train_tokenizer(entries)
+    tokenizer = Tokenizer.from_file(str(args.resume / "tokenizer.json")) if args.resume else train_tokenizer(entries)
     dialogues = Dialogues(tokenizer)
     expected = [(entry.questions[0], entry.answer) for entry in entries]
     others = [(question, entry.answer) for entry in entries for question in entry.questions[1:]]
 
     model = LlamaForCausalLM(LlamaConfig(**{**SHAPE, "dtype": "float32"})).train()
+    if args.resume:
+        model.load_state_dict(load_tensors((args.resume / "model.safetensors").read_bytes()), strict=False)
     num_parameters = sum(parameter.numel() for parameter in model.parameters())
     matrices = [parameter for parameter in model.parameters() if parameter.dim() > 1]
     vectors = [parameter for parameter in model.parameters() if parameter.dim() == 1]

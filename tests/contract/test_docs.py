@@ -424,6 +424,14 @@ def test_the_shown_facts_are_those_of_a_record() -> None:
 ANSWERS: dict[str, str] = json.loads((ROOT / "examples" / "demo-model" / "expected.json").read_text())
 
 
+def test_the_demo_model_knows_which_reasons_are_reserved() -> None:
+    answers = {reason: ANSWERS.get(f"What does {reason} mean?", "") for reason in Reason}
+    assert sum(answer.startswith(reason) for reason, answer in answers.items()) > 40
+    assert {reason for reason, answer in answers.items() if "reserved" in answer} == {
+        reason for reason in Reason if not reason.row.means
+    }
+
+
 def test_the_demo_model_names_existing_commands_fields_and_pages() -> None:
     text = " ".join(ANSWERS.values())
     assert {*re.findall(r"neuron-operator (\w+)", text)} - {"are"} <= {*re.findall(r"^  (\w+)", USAGE, re.MULTILINE)}
