@@ -436,7 +436,7 @@ def test_the_demo_model_names_existing_commands_fields_and_pages() -> None:
     text = " ".join(ANSWERS.values())
     assert {*re.findall(r"neuron-operator (\w+)", text)} - {"are"} <= {*re.findall(r"^  (\w+)", USAGE, re.MULTILINE)}
     assert {*re.findall(r"neuron-runtime (\w+)", text)} - {"are"} <= set(COMMANDS)
-    fields = {*re.findall(r"(?<![\w.-])(?:model|accelerator|serving|engine|rollout|storage)\.[a-zA-Z]+", text)}
+    fields = {*re.findall(r"(?<![\w./-])(?:model|accelerator|serving|engine|rollout|storage)\.[a-zA-Z]+", text)}
     assert len(fields) > 10
     assert fields <= {name.partition(".name")[0] for name in paths(section(NEURONMODEL, "Fields"))}
     assert all((ROOT / page).exists() for page in re.findall(r"\bdocs/\w+\.md", text))
