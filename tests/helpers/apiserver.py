@@ -90,8 +90,8 @@ class ApiServer:
 
         A client may get its response before the event is logged.
         """
-        lines = (self.folder / "audit.log").read_text().splitlines(keepends=True)
-        events = [json.loads(line) for line in lines if line.endswith("\n")]  # the last line may be incomplete
+        *lines, _ = (self.folder / "audit.log").read_text().split("\n")  # the last line may be incomplete
+        events = [json.loads(line) for line in lines]
         return [
             event
             for event in events

@@ -152,7 +152,7 @@ Current thread 0x00007f2c40db3b80 (most recent call first):
         (
             {**EVICTED, "message": "The node was low on resource: memory. Threshold quantity: 1, available: 0. "},
             "Evicted",
-            "request more memory",
+            "; request more memory in podTemplate.spec.resources",
         ),
         (
             {**REFUSED, "reason": "NodeShutdown", "message": "Pod was rejected as the node is shutting down."},

@@ -75,7 +75,7 @@ def _explain_eviction(message: str) -> tuple[Reason, str]:
         if "exceed" in message:
             return Reason.STORAGE_FULL, "raise the limit of ephemeral-storage"
         return Reason.STORAGE_FULL, "use nodes with larger disks, or request ephemeral-storage"
-    return Reason.EVICTED, "request more memory: pods far above their requests are evicted first;"
+    return Reason.EVICTED, "request more memory"
 
 
 def _explain_end(pod: PodView, end: Termination, observed: Observed) -> Finding:
