@@ -56,6 +56,8 @@ RAW_TARGETS = {1: 0.90, 8: 0.93, 16: 0.93, 32: 0.93}
 HTTP_TARGET, HTTP_AIM = 0.90, 0.97
 HTTP_STREAMS = (8, 16, 32)
 LOADING_TARGET = 0.5
+FETCH_TARGET = 0.5
+"""Client and server share the machine, and only `fetch` hashes what it reads."""
 PREFIX_TARGET = 3.0
 READY_TARGET_SECONDS = 5.0
 
@@ -80,10 +82,18 @@ class Effort:
     concurrency: tuple[int, ...] = (1, 8, 16, 32)
     http_streams: tuple[int, ...] = HTTP_STREAMS
     output_len: int = OUTPUT_LEN
+    fetch_bytes: int = 2 * 10**9
 
 
 QUICK = Effort(
-    num_iters=1, num_turns=1, host_rounds=1, front_end_steps=40, concurrency=(1, 8), http_streams=(8,), output_len=32
+    num_iters=1,
+    num_turns=1,
+    host_rounds=1,
+    front_end_steps=40,
+    concurrency=(1, 8),
+    http_streams=(8,),
+    output_len=32,
+    fetch_bytes=10**8,
 )
 
 
@@ -363,6 +373,25 @@ def loading_section(effort: Effort) -> Found:
     return Found(f"loading {found.num_bytes / 1e6:.0f} MB of weights", (row,), {"bytes_per_second": rates})
 
 
+def fetching_section(effort: Effort) -> Found:
+    from bench import fetching
+    from cluster.rig.needs import NotPossibleHere
+
+    title = f"fetching {effort.fetch_bytes / 1e9:g} GB from S3 on this machine"
+    try:
+        found = fetching.measure(effort.fetch_bytes, effort.num_iters)
+    except (NotPossibleHere, FileNotFoundError) as reason:
+        return Found(title, (Row("fetch : one curl stream", (None,), "ratio", None, str(reason), None),), {})
+    rates = {"fetch": found.fetch, "curl": found.curl, "write": found.write}
+    note = ", ".join(f"{name} {rate / 1e9:.2f} GB/s" for name, rate in rates.items())
+    cpu = f"CPU per GB: fetch {found.fetch_cpu:.1f} s, curl {found.curl_cpu:.1f} s"
+    rows = (
+        Row("fetch : one curl stream", (found.fetch / found.curl,), "ratio", at_least(FETCH_TARGET), note, found.load),
+        Row("fetch : disk write", (found.fetch / found.write,), "ratio", None, cpu, found.load),
+    )
+    return Found(title, rows, {"bytes_per_second": rates})
+
+
 def ready_section(effort: Effort) -> Found:
     """Time from the start of the command to the first 200 of /health."""
     from neuron_runtime.bench.spawned import SpawnedServer
@@ -401,6 +430,7 @@ SECTIONS: dict[str, Callable[[Effort], Found]] = {
     "http": http_section,
     "prefix": prefix_section,
     "sampling": sampling_section,
+    "fetching": fetching_section,
     "loading": loading_section,
     "ready": ready_section,
 }

@@ -74,7 +74,7 @@ class S3Server:
 @contextlib.contextmanager
 def serving(folder: Path) -> Iterator[S3Server]:
     """Serves an empty bucket `models` from a folder. Raises NotPossibleHere without Go."""
-    program = ensure("s3")["s3"] / "versitygw"
+    program = str(ensure("s3")["s3"] / "versitygw")
     (folder / "data").mkdir(parents=True)
     environment = {**os.environ, "ROOT_ACCESS_KEY": ACCESS_KEY, "ROOT_SECRET_KEY": SECRET_KEY}
     with contextlib.ExitStack() as running:

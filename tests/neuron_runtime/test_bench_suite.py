@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -47,6 +48,17 @@ def test_sections_run_in_process_fill_every_declared_row(
     text = (folder / "figures.md").read_text()
     assert page.read_text() == f"before\n{suite.BEGIN}\n\n{text}\n{suite.END}\nafter\n"
     assert all(name in capsys.readouterr().out or name in text for name in values)
+
+
+@pytest.mark.slow
+def test_fetching_is_compared_with_curl_and_the_disk() -> None:
+    found = suite.fetching_section(replace(suite.QUICK, fetch_bytes=2 * 10**7))
+    stream, disk = found.rows
+    if stream.values[0] is None:
+        pytest.skip(stream.note)
+    assert (stream.name, disk.name) == ("fetch : one curl stream", "fetch : disk write")
+    assert all(isinstance(row.values[0], float) and row.values[0] > 0 for row in found.rows)
+    assert "CPU per GB" in disk.note
 
 
 @pytest.mark.slow

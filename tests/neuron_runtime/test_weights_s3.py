@@ -15,6 +15,7 @@ from neuron_runtime.errors import ExitCode, FatalError
 from neuron_runtime.inspection import inspect_model
 from neuron_runtime.uris import S3Model
 from neuron_runtime.weights.fetching import Fetched, Tools, fetch
+from neuron_runtime.weights.hashing import FileHash
 from neuron_runtime.weights.s3 import S3Source
 from neuron_runtime.weights.source import Listing, SourceFile, SourceUnreachable
 from neuron_runtime.weights.store import Store
@@ -121,21 +122,21 @@ class TestModels:
 class TestChecks:
     @pytest.mark.parametrize(
         ("more", "algorithm"),
-        [({"ChecksumAlgorithm": "SHA256"}, "sha256"), ({"ChecksumAlgorithm": "CRC32"}, "crc32"), ({}, "ETag")],
+        [({"ChecksumAlgorithm": "SHA256"}, "sha256"), ({"ChecksumAlgorithm": "CRC32"}, "crc32"), ({}, "md5 in parts")],
     )
     def test_each_kind_of_upload_is_checked(
         self, server: S3Server, model: Path, tmp_path: Path, more: dict[str, Any], algorithm: str
     ) -> None:
-        prefix = f"checked-{algorithm}"
+        prefix = f"checked-{algorithm.partition(' ')[0]}"
         big = model / "model-00001-of-00004.safetensors"
         server.upload(model, prefix, **more)
-        if algorithm == "ETag":
+        if algorithm == "md5 in parts":
             _upload_in_parts(server.client(), f"{prefix}/{big.name}", big.read_bytes() + bytes(PART_BYTES))
             source = S3Source(S3Model(BUCKET, prefix))
             listing = source.listing()
             check = source.check(listing, listing.files[big.name])
             assert check is not None
-            assert (check.algorithm, check.part_bytes) == ("md5-parts", PART_BYTES)
+            assert (check.algorithm, check.part_bytes) == ("md5", PART_BYTES)
         server.faults.flipped[big.name] = 12_345
         try:
             error = refusal(tmp_path, f"s3://{BUCKET}/{prefix}")
@@ -144,17 +145,22 @@ class TestChecks:
         assert error.exit_code is ExitCode.CHECKSUM_MISMATCH
         assert f"{big.name}: its {algorithm} is" in str(error)
 
-    def test_an_intact_upload_in_parts_passes(self, server: S3Server, model: Path, tmp_path: Path) -> None:
-        from neuron_runtime.weights.hashing import FileHash
-
+    @pytest.mark.parametrize("algorithm", ["", "CRC32", "SHA256", "SHA1"])
+    def test_an_intact_upload_in_parts_passes(
+        self, server: S3Server, model: Path, tmp_path: Path, algorithm: str
+    ) -> None:
         raw = b"x" * (2 * PART_BYTES + 7)
-        _upload_in_parts(server.client(), "parts/big.safetensors", raw)
+        _upload_in_parts(server.client(), "parts/big.safetensors", raw, algorithm)
         source = S3Source(S3Model(BUCKET, "parts"))
         listing = source.listing()
         file = listing.files["big.safetensors"]
-        found = FileHash(file.num_bytes, source.check(listing, file))
+        check = source.check(listing, file)
+        assert check is not None
+        assert check.algorithm == (algorithm.lower() or "md5")
+        found = FileHash(file.num_bytes, check)
         found.update(raw)
         assert found.difference() == ""
+        assert FileHash(file.num_bytes, check).difference() != ""
 
     @pytest.mark.parametrize(
         "head",
@@ -268,13 +274,15 @@ class TestRefusals:
         assert (server.faults.num_cuts, server.faults.num_hangs) == (0, 0)
 
 
-def _upload_in_parts(client: Any, key: str, raw: bytes) -> None:
-    """As tools without checksums do it."""
-    upload = client.create_multipart_upload(Bucket=BUCKET, Key=key)["UploadId"]
+def _upload_in_parts(client: Any, key: str, raw: bytes, algorithm: str = "") -> None:
+    """As tools with or without checksums do it."""
+    more = {"ChecksumAlgorithm": algorithm} if algorithm else {}
+    upload = client.create_multipart_upload(Bucket=BUCKET, Key=key, **more)["UploadId"]
     done = []
     for number, begin in enumerate(range(0, len(raw), PART_BYTES), 1):
         part = client.upload_part(
-            Bucket=BUCKET, Key=key, UploadId=upload, PartNumber=number, Body=raw[begin : begin + PART_BYTES]
+            Bucket=BUCKET, Key=key, UploadId=upload, PartNumber=number, Body=raw[begin : begin + PART_BYTES], **more
         )
-        done.append({"PartNumber": number, "ETag": part["ETag"]})
+        sums = {name: value for name, value in part.items() if name.startswith("Checksum")}
+        done.append({"PartNumber": number, "ETag": part["ETag"], **(sums if algorithm else {})})
     client.complete_multipart_upload(Bucket=BUCKET, Key=key, UploadId=upload, MultipartUpload={"Parts": done})

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 
 from helpers.file_faults import FileFaults
 from helpers.hub import Shelf, serving
-from helpers.weights import CHUNK_BYTES, NUM_READERS, contents, shelf_with_model, size, start_fetch
+from helpers.weights import CHUNK_BYTES, NUM_READERS, contents, grow, shelf_with_model, size, start_fetch
 from neuron_runtime.errors import ExitCode, FatalError
 from neuron_runtime.weights.fetching import Fetched, Tools, fetch
 from neuron_runtime.weights.hashing import FileHash
@@ -250,7 +250,7 @@ class TestDisk:
         for path in (shelf.root / "acme/model/main").iterdir():
             (big / path.name).write_bytes(path.read_bytes())
         num_bytes = 200_000_000
-        _grow(big / "model-00001-of-00004.safetensors", num_bytes)
+        grow(big / "model-00001-of-00004.safetensors", num_bytes)
         peak_kib = {}
         for uri in (MODEL, "hf://acme/big"):
             process = start_fetch(uri, tmp_path / "store", {"HF_ENDPOINT": endpoint}, chunk_bytes=16 * 2**20)
@@ -435,22 +435,6 @@ def _wait_for(condition: object, seconds: float = 30.0) -> None:
     while not condition():  # type: ignore[operator]
         assert time.monotonic() < until
         time.sleep(0.005)
-
-
-def _grow(path: Path, num_bytes: int) -> None:
-    """Make a safetensors file longer by one more tensor of zeros."""
-    import json
-
-    raw = path.read_bytes()
-    length = int.from_bytes(raw[:8], "little")
-    header = json.loads(raw[8 : 8 + length])
-    data = raw[8 + length :]
-    end = len(data)
-    header["extra"] = {"dtype": "U8", "shape": [num_bytes], "data_offsets": [end, end + num_bytes]}
-    new = json.dumps(header).encode()
-    with path.open("wb") as file:
-        file.write(len(new).to_bytes(8, "little") + new + data)
-        file.truncate(8 + len(new) + end + num_bytes)
 
 
 @contextmanager

@@ -15,7 +15,7 @@ from neuron_runtime.weights.source import Check
 class Hasher(Protocol):
     def update(self, data: memoryview | bytes, /) -> None: ...
 
-    def hexdigest(self) -> str: ...
+    def digest(self) -> bytes: ...
 
 
 class _Crc32:
@@ -25,52 +25,47 @@ class _Crc32:
     def update(self, data: memoryview | bytes, /) -> None:
         self._value = zlib.crc32(data, self._value)
 
-    def hexdigest(self) -> str:
-        return f"{self._value:08x}"
+    def digest(self) -> bytes:
+        return self._value.to_bytes(4, "big")
 
 
-class _PartsMd5:
-    """S3's ETag of an object that was uploaded in parts: the MD5 of the parts' MD5s, and their number."""
+class _Parts:
+    """S3's checksum of an object that was uploaded in parts: the hash of the hashes of the parts."""
 
-    def __init__(self, part_bytes: int) -> None:
-        self._part_bytes = part_bytes
-        self._parts: list[bytes] = []
-        self._part = hashlib.md5(usedforsecurity=False)
-        self._left = part_bytes
+    def __init__(self, algorithm: str, part_bytes: int) -> None:
+        self._algorithm = algorithm
+        self._part_bytes = self._left = part_bytes
+        self._whole, self._part = _new(algorithm), _new(algorithm)
 
     def update(self, data: memoryview | bytes, /) -> None:
         view = memoryview(data)
         while view:
             if not self._left:
-                self._end_part()
+                self._whole.update(self._part.digest())
+                self._part, self._left = _new(self._algorithm), self._part_bytes
             piece = view[: self._left]
             self._part.update(piece)
             self._left -= len(piece)
             view = view[len(piece) :]
 
-    def hexdigest(self) -> str:
-        parts = [*self._parts, self._part.digest()]
-        return f"{hashlib.md5(b''.join(parts), usedforsecurity=False).hexdigest()}-{len(parts)}"
-
-    def _end_part(self) -> None:
-        self._parts.append(self._part.digest())
-        self._part = hashlib.md5(usedforsecurity=False)
-        self._left = self._part_bytes
+    def digest(self) -> bytes:
+        self._whole.update(self._part.digest())
+        return self._whole.digest()
 
 
 def hasher(check: Check, num_bytes: int) -> Hasher:
     """Computes `check.value` over a file of `num_bytes`."""
-    match check.algorithm:
-        case "git":
-            git = hashlib.sha1(usedforsecurity=False)
-            git.update(b"blob %d\0" % num_bytes)
-            return git
-        case "md5-parts":
-            return _PartsMd5(check.part_bytes)
-        case "crc32":
-            return _Crc32()
-        case algorithm:
-            return hashlib.new(algorithm, usedforsecurity=False)
+    if check.part_bytes:
+        return _Parts(check.algorithm, check.part_bytes)
+    if check.algorithm == "git":
+        git = _new("sha1")
+        git.update(b"blob %d\0" % num_bytes)
+        return git
+    return _new(check.algorithm)
+
+
+def _new(algorithm: str) -> Hasher:
+    return _Crc32() if algorithm == "crc32" else hashlib.new(algorithm, usedforsecurity=False)
 
 
 class FileHash:
@@ -80,7 +75,7 @@ class FileHash:
         self._own = hashlib.sha256()
         self._check = check
         self._stated: Hasher | None = None
-        if check is not None and check.algorithm != "sha256":
+        if check is not None and check != Check("sha256", check.value):
             self._stated = hasher(check, num_bytes)
 
     def update(self, data: memoryview | bytes) -> None:
@@ -90,13 +85,12 @@ class FileHash:
 
     @property
     def sha256(self) -> str:
-        return self._own.hexdigest()
+        return self._own.digest().hex()
 
     def difference(self) -> str:
         """What differs from the source's statement, "" if nothing does."""
         if self._check is None:
             return ""
-        found = (self._stated or self._own).hexdigest()
-        wanted = self._check
-        name = {"git": "git id", "md5-parts": "ETag"}.get(wanted.algorithm, wanted.algorithm)
+        found, wanted = (self._stated or self._own).digest().hex(), self._check
+        name = "git id" if wanted.algorithm == "git" else wanted.algorithm + (" in parts" if wanted.part_bytes else "")
         return "" if found == wanted.value else f"its {name} is {found}, the source states {wanted.value}"

@@ -8,10 +8,9 @@ objects directly below a prefix; deeper ones are ignored.
 from __future__ import annotations
 
 import base64
-import binascii
 import hashlib
-import math
 import os
+import re
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, closing, contextmanager
 from typing import Any
@@ -73,8 +72,8 @@ _GIVE = (
     "variables (model.credentialsSecretRef in a NeuronModel), or the role of the service account"
 )
 
-# Full checksums that the standard library computes, the best first: name in the protocol, name in `Check`.
-_CHECKSUMS = {"ChecksumSHA256": "sha256", "ChecksumSHA1": "sha1", "ChecksumCRC32": "crc32"}
+# Checksums that the standard library computes, the cheapest first, as the sha256 of a file is computed anyway.
+_CHECKSUMS = {"ChecksumSHA256": "sha256", "ChecksumCRC32": "crc32", "ChecksumSHA1": "sha1"}
 
 
 class S3Source:
@@ -140,22 +139,25 @@ class S3Source:
     def check(self, listing: Listing, file: SourceFile) -> Check | None:
         """From the attributes of the object. None for an encrypted upload without a checksum of its own."""
         head = self._head(file, ChecksumMode="ENABLED")
-        if head.get("ChecksumType", "FULL_OBJECT") == "FULL_OBJECT":
-            for key, algorithm in _CHECKSUMS.items():
-                value = str(head.get(key, ""))
-                if value and "-" not in value:
-                    return Check(algorithm, base64.b64decode(value).hex())
-        if head.get("ServerSideEncryption", "AES256") != "AES256" or "SSECustomerAlgorithm" in head:
-            return None  # the ETag is not a hash
-        digest, _, num_parts = file.version.partition("-")
-        if not _is_md5(digest):
-            return None
-        if not num_parts:
-            return Check("md5", digest)
-        part_bytes = self._head(file, PartNumber=1).get("ContentLength", 0)
-        if not part_bytes or math.ceil(file.num_bytes / part_bytes) != int(num_parts):
-            return None  # parts of different sizes
-        return Check("md5-parts", file.version, part_bytes)
+        stated: list[tuple[str, str]] = []
+        """Algorithm and value; `-N` follows one that is over N parts."""
+        for key, algorithm in _CHECKSUMS.items():
+            text, dash, num_parts = str(head.get(key, "")).partition("-")
+            if text:
+                stated.append((algorithm, base64.b64decode(text).hex() + dash + num_parts))
+        if head.get("ServerSideEncryption", "AES256") == "AES256" and "SSECustomerAlgorithm" not in head:
+            stated.append(("md5", file.version))  # otherwise the ETag is no hash
+        part_bytes = 0
+        for algorithm, value in stated:
+            text, _, num_parts = value.partition("-")
+            if not _is_hash(algorithm, text):
+                continue
+            if not num_parts:
+                return Check(algorithm, text)
+            part_bytes = part_bytes or self._head(file, PartNumber=1).get("ContentLength", 0)
+            if part_bytes and str(-(-file.num_bytes // part_bytes)) == num_parts:
+                return Check(algorithm, text, part_bytes)  # parts of the same size
+        return None
 
     def read(self, listing: Listing, file: SourceFile, begin: int, end: int) -> AbstractContextManager[Iterator[bytes]]:
         return self._read(file, begin, end)
@@ -221,8 +223,6 @@ def _digest(files: Mapping[str, SourceFile]) -> str:
     return digest.hexdigest()
 
 
-def _is_md5(text: str) -> bool:
-    try:
-        return len(binascii.unhexlify(text)) == 16
-    except (binascii.Error, ValueError):
-        return False
+def _is_hash(algorithm: str, text: str) -> bool:
+    num_bytes = 4 if algorithm == "crc32" else hashlib.new(algorithm, usedforsecurity=False).digest_size
+    return re.fullmatch(rf"[0-9a-f]{{{2 * num_bytes}}}", text) is not None

@@ -38,9 +38,9 @@ class BrokenAnswer(OSError):
 class Check:
     """What a source says about the contents of a file.
 
-    algorithm: `sha256`, `sha1`, `md5`, `crc32`, `git` (the id of a git blob), or `md5-parts` (S3's ETag of an upload in
-        parts of `part_bytes`).
+    algorithm: `sha256`, `sha1`, `md5`, `crc32`, or `git` (the id of a git blob).
     value: hexadecimal.
+    part_bytes: if not 0, the value is the hash of the hashes of parts of this size, as S3 computes it.
     """
 
     algorithm: str
