@@ -312,7 +312,8 @@ class Client:
         return await self._request("update", resource, resource.path_of(obj), body=obj)
 
     async def apply(self, resource: Resource, desired: Object, live: Object) -> Object:
-        """Server-side apply onto exactly `live`; raises Conflict if another object has its name.
+        """Server-side apply onto exactly `live`; raises Conflict if it was modified or replaced since, so that the late
+        write of an earlier leader has no effect.
 
         A create leaves its fields in a managedFields entry "Update", from which no apply removes fields. The first
         apply after a create therefore turns that entry into "Apply", as client-go's csaupgrade does. If the merged
@@ -320,24 +321,25 @@ class Client:
         `metadata` is replaced.
         """
         if any(entry.get("operation") == "Update" for entry in own_entries(live)):
-            await self._make_applied(resource, live)
+            live = await self._make_applied(resource, live)
         path = resource.path_of(desired)
-        body = {**desired, "metadata": {**desired["metadata"], "uid": live["metadata"]["uid"]}}
+        exactly = {key: live["metadata"][key] for key in ("uid", "resourceVersion")}
+        body = {**desired, "metadata": {**desired["metadata"], **exactly}}
         try:
             return await self._patch(resource, path, _APPLY, body, force="true")
         except Invalid as refused:
-            parts = {"metadata/uid": live["metadata"]["uid"], **_besides_metadata(desired)}
+            parts = {f"metadata/{key}": value for key, value in exactly.items()} | _besides_metadata(desired)
             patch = [{"op": "add", "path": f"/{name}", "value": value} for name, value in parts.items()]
             try:
                 return await self._patch(resource, path, "json-patch+json", patch)
             except Invalid:
                 raise refused from None
 
-    async def _make_applied(self, resource: Resource, live: Object) -> None:
+    async def _make_applied(self, resource: Resource, live: Object) -> Object:
         metadata = live["metadata"]
         newest = await self.get(resource, metadata.get("namespace"), metadata["name"])
-        if newest["metadata"]["uid"] != metadata["uid"]:
-            raise Conflict(f"{resource.kind} {metadata['name']} was replaced by another", retriable=True, status=409)
+        if newest["metadata"]["resourceVersion"] != metadata["resourceVersion"]:
+            raise Conflict(f"{resource.kind} {metadata['name']} was modified", retriable=True, status=409)
         ours = list(own_entries(newest))
         applied = any(entry["operation"] == "Apply" for entry in ours)
         entries = [
@@ -349,7 +351,7 @@ class Client:
             {"op": "replace", "path": "/metadata/managedFields", "value": entries},
             {"op": "replace", "path": "/metadata/resourceVersion", "value": newest["metadata"]["resourceVersion"]},
         ]
-        await self._patch(resource, resource.path_of(live), "json-patch+json", patch)
+        return await self._patch(resource, resource.path_of(live), "json-patch+json", patch)
 
     async def apply_status(self, resource: Resource, live: Object, status: Object) -> Object:
         """Server-side apply of the whole status of exactly `live`."""

@@ -33,7 +33,7 @@ from helpers.operators import (
     served,
 )
 from neuron_operator import names
-from neuron_operator.client import EVENTS, LEASES, NEURON_MODELS, PODS, Client, Unreachable
+from neuron_operator.client import EVENTS, LEASES, NEURON_MODELS, PODS, Client, Conflict, Unreachable
 from neuron_operator.decide import KEPT_REVISIONS
 from neuron_operator.devices import EVENTS_SECONDS
 from neuron_operator.lease import LeaseTimings
@@ -757,6 +757,31 @@ async def test_a_leader_frozen_past_its_term_writes_nothing_before_it_leads_agai
             await eventually(lambda: freezing.afterwards)
             assert freezing.afterwards[0] == LEASES
             await namespace.settle()
+
+
+@pytest.mark.parametrize("is_first", [True, False])
+async def test_a_late_write_of_an_earlier_leader_has_no_effect(
+    server: ApiServer, namespace: Namespace, is_first: bool
+) -> None:
+    """Sent on time and held up on the way: only the API server can refuse it."""
+    deployment = BY_KIND["Deployment"]
+    async with client_of(server) as client:
+        async with operating(client, only(namespace)):
+            namespace.put_model()
+            await namespace.settle()
+            if not is_first:  # an apply after the create
+                namespace.put_model(replicas=3)
+                await eventually(lambda: namespace.get(deployment, "chat")["spec"]["replicas"] == 3)
+        seen = namespace.get(deployment, "chat")
+        late = {
+            "apiVersion": "apps/v1",
+            "kind": "Deployment",
+            "metadata": {"name": "chat", "namespace": namespace.name},
+        }
+        namespace.patch(deployment, "chat", {"spec": {"replicas": 4}})  # the next leader
+        with pytest.raises(Conflict):
+            await client.apply(deployment, {**late, "spec": {"replicas": 1}}, seen)
+    assert namespace.get(deployment, "chat")["spec"]["replicas"] == 4
 
 
 async def test_an_operator_killed_at_any_write_reaches_the_same_state(server: ApiServer) -> None:
