@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from botocore.exceptions import ClientError
 
 from cluster.rig.needs import NotPossibleHere
 from helpers.s3_server import BUCKET, S3Server, serving
@@ -227,6 +228,38 @@ class TestRefusals:
         error = refusal(tmp_path)
         assert error.exit_code is ExitCode.WEIGHTS_UNAUTHORIZED
         assert "anonymous access" in str(error)
+
+    @pytest.mark.parametrize(
+        ("status", "code", "headers", "exit_code", "words"),
+        [
+            (301, "PermanentRedirect", {"x-amz-bucket-region": "eu-west-1"}, 10, "set AWS_REGION=eu-west-1"),
+            (400, "AuthorizationHeaderMalformed", {}, 10, "set AWS_REGION to the region of the bucket"),
+            (400, "ExpiredToken", {}, 11, "refused these credentials (ExpiredToken)"),
+            (403, "403", {}, 11, "refused these credentials (403)"),
+            (403, "RequestTimeTooSkewed", {}, 11, "RequestTimeTooSkewed"),
+            (403, "InvalidObjectState", {}, 10, "is archived; restore it"),
+            (404, "404", {}, 10, "no longer has an object that it listed"),
+            (405, "MethodNotAllowed", {}, 10, "the store answered 405"),
+            (412, "412", {}, 14, "was replaced"),
+            (416, "InvalidRange", {}, 14, "was replaced"),
+        ],
+    )
+    def test_each_answer_of_s3_has_its_meaning(
+        self, server: S3Server, *, status: int, code: str, headers: dict[str, str], exit_code: int, words: str
+    ) -> None:
+        answer: Any = {
+            "Error": {"Code": code, "Message": "because"},
+            "ResponseMetadata": {"HTTPStatusCode": status, "HTTPHeaders": headers},
+        }
+        verdict = S3Source(S3Model(BUCKET, "chat")).verdict(ClientError(answer, "GetObject"))
+        assert verdict is not None
+        assert verdict.exit_code == exit_code
+        assert words in str(verdict)
+
+    @pytest.mark.parametrize(("status", "code"), [(503, "SlowDown"), (500, "InternalError"), (400, "RequestTimeout")])
+    def test_a_busy_store_is_asked_again(self, server: S3Server, status: int, code: str) -> None:
+        answer: Any = {"Error": {"Code": code}, "ResponseMetadata": {"HTTPStatusCode": status}}
+        assert S3Source(S3Model(BUCKET, "chat")).verdict(ClientError(answer, "GetObject")) is None
 
     def test_a_public_bucket_needs_no_credentials(
         self, server: S3Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, model: Path

@@ -172,6 +172,23 @@ class TestFaults:
         with pytest.raises(SourceUnreachable, match=r"cannot be read for hf://acme/model after 5 attempts \(.*[tT]im"):
             fetched(tmp_path / "store")
 
+    def test_a_server_that_drips_is_cut_off_and_given_up(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr("neuron_runtime.weights.transfer.TIMEOUT_SECONDS", 0.05)
+
+        class Dripping(Memory):
+            @contextmanager
+            def read(self, listing: Listing, file: SourceFile, begin: int, end: int) -> Iterator[Iterator[bytes]]:
+                def blocks() -> Iterator[bytes]:
+                    for position in range(begin, end):
+                        time.sleep(0.002)
+                        yield self.files[file.name][position : position + 1]
+
+                yield blocks()
+
+        tools = Tools(sleep=lambda seconds: None)
+        with pytest.raises(SourceUnreachable, match=r"after 5 attempts .*fewer than 262,144 bytes"):
+            fetch(MODEL, Store(tmp_path), quiet, source=Dripping({"config.json": bytes(10_000)}), tools=tools)
+
     def test_a_wrong_byte_is_found_and_only_its_file_is_read_again(
         self, endpoint: str, faults: FileFaults, model: Path, tmp_path: Path
     ) -> None:

@@ -233,7 +233,7 @@ class Store:
             for name in (*names, MANIFEST):
                 fd = open_file(files / name, os.O_RDONLY)
                 try:
-                    os.fchmod(fd, 0o444)
+                    os.fchmod(fd, 0o644)
                     os.fsync(fd)
                 finally:
                     os.close(fd)
@@ -247,6 +247,10 @@ class Store:
                 if self.read(key) is None:
                     raise
             sync_folder(self.folder)
+            # Last: a download that was killed before the rename must stay writable.
+            for name in (*names, MANIFEST):
+                with contextlib.suppress(FileNotFoundError):
+                    (self.folder / key / name).chmod(0o444)
         shutil.rmtree(work, ignore_errors=True)
         return Entry(key, self.folder / key, manifest)
 

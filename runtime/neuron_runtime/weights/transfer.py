@@ -47,6 +47,10 @@ class TransferLimits:
     min_bytes: int = 2**18
 
 
+STOP_SECONDS = 2.0
+"""How long a transfer that failed waits for its other readers."""
+
+
 @dataclass(frozen=True, slots=True)
 class Amount:
     """How far a transfer is. `read_bytes`: from the source, in this run."""
@@ -201,9 +205,9 @@ class Transfer:
         for number in range(num_readers):
             # Daemons: one that waits for a silent source must not delay the end of the process.
             threading.Thread(target=self._work, name=f"transfer-{number}", daemon=True).start()
+        num_ended = 0
         try:
             report(self.amount)
-            num_ended = 0
             while num_ended < num_readers and self._error is None:
                 if self._ended.acquire(timeout=period_seconds):
                     num_ended += 1
@@ -211,6 +215,10 @@ class Transfer:
                     report(self.amount)
         finally:
             self._stop.set()
+            # Whoever is at the disk ends first: the caller's lock protects it. One that waits for a source does not.
+            until = time.monotonic() + STOP_SECONDS
+            while num_ended < num_readers and self._ended.acquire(timeout=max(0.0, until - time.monotonic())):
+                num_ended += 1
         if self._error is not None:
             raise self._error
         report(self.amount)
