@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import subprocess
 import sys
 import tempfile
@@ -12,7 +14,8 @@ import pytest
 import zmq
 
 from neuron_runtime.engine import messages
-from neuron_runtime.errors import InvalidConfig
+from neuron_runtime.engine.lifeline import Deadline
+from neuron_runtime.errors import ExitCode, FatalError, InvalidConfig
 from neuron_runtime.server.run_dir import MAX_PATH_BYTES, PREFIX, made_run_dir
 
 HOLD = """
@@ -37,6 +40,29 @@ def holder() -> tuple[subprocess.Popen[str], Path]:
     process = subprocess.Popen([sys.executable, "-c", HOLD], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
     return process, Path(process.stdout.readline().strip())
+
+
+def test_a_full_disk_is_an_error_that_names_the_folder(tmpdir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(fd: int, offset: int, size: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    message = rf"^{tmpdir} is full: free some space, or set TMPDIR"
+    with pytest.raises(FatalError, match=message) as caught, made_run_dir() as folder:
+        Deadline(folder / "deadline")
+    assert caught.value.exit_code is ExitCode.STORAGE_FULL
+    assert list(tmpdir.iterdir()) == []
+
+
+def test_the_space_of_a_deadline_is_reserved(tmpdir: Path) -> None:
+    with Deadline(tmpdir / "deadline"):
+        assert (tmpdir / "deadline").stat().st_blocks > 0
+
+
+def test_a_temporary_folder_that_does_not_exist_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", "/nowhere")
+    with pytest.raises(InvalidConfig, match="TMPDIR: no temporary folder can be written"), made_run_dir():
+        raise AssertionError
 
 
 def test_the_run_directory_is_removed_after_success_and_failure(tmpdir: Path) -> None:

@@ -38,7 +38,8 @@ class Deadline:
 
     def __init__(self, path: Path) -> None:
         with path.open("a+b") as file:
-            file.truncate(_TIMES.size)
+            # On a full disk this fails; a hole in the file would kill the process when it writes (SIGBUS).
+            os.posix_fallocate(file.fileno(), 0, _TIMES.size)
             self._memory = mmap.mmap(file.fileno(), _TIMES.size)
 
     def set(self, seconds: float, usual_seconds: float | None = None) -> None:

@@ -6,6 +6,7 @@ killed: the kernel has released the lock of that folder.
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 import shutil
@@ -14,7 +15,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from neuron_runtime.errors import InvalidConfig
+from neuron_runtime.errors import ExitCode, FatalError, InvalidConfig
 
 PREFIX = "neuron-runtime-"
 LOCK_FILE = "lock"
@@ -27,10 +28,15 @@ def made_run_dir() -> Iterator[Path]:
     """A new folder below $TMPDIR that is removed at the end of the context. Also removes folders of killed commands.
 
     Raises:
-        InvalidConfig: the path of $TMPDIR is too long for sockets.
+        InvalidConfig: the path of $TMPDIR is too long for sockets, or there is no folder that can be written.
+        FatalError: STORAGE_FULL if the disk is full, also within the context.
     """
-    _remove_abandoned(Path(tempfile.gettempdir()))
-    folder = Path(tempfile.mkdtemp(prefix=PREFIX))
+    try:
+        _remove_abandoned(Path(tempfile.gettempdir()))
+        folder = Path(tempfile.mkdtemp(prefix=PREFIX))
+    except OSError as error:
+        message = f"no temporary folder can be written ({error.strerror}): set it to one that can"
+        raise InvalidConfig("TMPDIR", message) from error
     try:
         if (length := len(os.fsencode(folder))) > MAX_PATH_BYTES:
             most = MAX_PATH_BYTES - length + len(os.fsencode(folder.parent))
@@ -41,6 +47,11 @@ def made_run_dir() -> Iterator[Path]:
             fcntl.flock(lock, fcntl.LOCK_EX)
             os.rename(lock.name, folder / LOCK_FILE)
             yield folder
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        message = f"{folder.parent} is full: free some space, or set TMPDIR to a folder on another disk"
+        raise FatalError(ExitCode.STORAGE_FULL, message) from error
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 

@@ -7,6 +7,7 @@ only its own numbers, so there are no locks; it starts with zeros, whatever its 
 from __future__ import annotations
 
 import mmap
+import os
 from enum import IntEnum
 from pathlib import Path
 
@@ -37,7 +38,8 @@ class SharedCounts:
         self._front_end = front_end
         self._num_front_ends = num_front_ends
         with (run_dir / "counts").open("a+b") as file:
-            file.truncate(len(Count) * num_front_ends * NUM_BYTES)
+            # On a full disk this fails; a hole in the file would kill the process when it writes (SIGBUS).
+            os.posix_fallocate(file.fileno(), 0, len(Count) * num_front_ends * NUM_BYTES)
             # An item of this view is written and read in one piece.
             self._numbers = memoryview(mmap.mmap(file.fileno(), 0)).cast("Q")
         for count in Count:
