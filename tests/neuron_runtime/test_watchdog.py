@@ -187,7 +187,8 @@ class ArmedDeadline(Armed):
 def test_the_engine_process_knows_warmed_up_shapes_from_the_start(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (tmp_path / "config.json").write_text("{}")
+    for name in ("config.json", "tokenizer.json"):
+        (tmp_path / name).write_text("{}")
     package = SimpleNamespace(NEEDS_WEIGHTS=False, load_backend=lambda *given: WarmBackend(LIMITS))
     monkeypatch.setattr(process, "backend_package", lambda config: package)
     armed = ArmedDeadline()
