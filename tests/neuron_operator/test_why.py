@@ -104,7 +104,7 @@ Current thread 0x00007f2c40db3b80 (most recent call first):
         (
             {"state": waiting("CreateContainerConfigError", 'configmap "c" not found')},
             "ConfigMapNotFound",
-            'configmap "c"',
+            'configmap "c" not found; create it, or set optional: true in engine.env',
         ),
         ({"state": waiting("RunContainerError", "exec: no such file")}, "CrashLoop", "exec: no such file"),
         (
@@ -482,6 +482,11 @@ def with_container(state: Object, *, runtime_ready: bool = False, init: bool = F
             with_container(CRASH, runtime_ready=True, lastState=ended(1, "bind: address already in use")),
             "CrashLoop",
             "container proxy ended with exit code 1 (restarts: 3): bind: address already in use",
+        ),
+        (
+            with_container(CRASH, runtime_ready=True, lastState=ended(0)),
+            "CrashLoop",
+            "container proxy ended with exit code 0 (restarts: 3): see kubectl logs chat-1 -c proxy",
         ),
         (with_container(waiting("ErrImagePull", "no such image")), "ImagePull", "image proxy:1 cannot be pulled"),
         (with_container(CRASH, init=True, lastState=ended(2, "iptables")), "CrashLoop", "ended with exit code 2"),

@@ -116,7 +116,9 @@ def _explain_additions(pod: PodView) -> Finding | None:
         found = None
         if container.ended is not None:
             how = f"container {container.name} ended with {how_it_ended(container.ended)}"
-            text = f"pod {pod.name}: {how} (restarts: {container.num_restarts}): {last_words(container.ended)}"
+            where = f"see kubectl logs {pod.name} -c {container.name}"
+            said = last_words(container.ended) if container.ended.message else where
+            text = f"pod {pod.name}: {how} (restarts: {container.num_restarts}): {said}"
             found = unmet("Available", Reason.CRASH_LOOP, text)
         found = found or _explain_waiting(pod, container)
         if found is not None:
@@ -176,18 +178,21 @@ def _explain_waiting(pod: PodView, container: ContainerView) -> Finding | None:
         text = f"pod {pod.name}: image {container.image} cannot be pulled: {message}"
         return unmet("Available", Reason.IMAGE_PULL, text)
     if reason == "CreateContainerConfigError" and "secret" in message.lower():
-        text = f"pod {pod.name}: {message}{_hint_at_env_from(pod, message)}"
+        text = f"pod {pod.name}: {_absent(pod, container, message)}"
         return unmet("WeightsReady", Reason.SECRET_NOT_FOUND, text)
     if reason == "CreateContainerConfigError" and "configmap" in message.lower():
-        return unmet(
-            "Available", Reason.CONFIG_MAP_NOT_FOUND, f"pod {pod.name}: {message}{_hint_at_env_from(pod, message)}"
-        )
+        text = f"pod {pod.name}: {_absent(pod, container, message)}"
+        return unmet("Available", Reason.CONFIG_MAP_NOT_FOUND, text)
     return unmet("Available", Reason.CRASH_LOOP, f"pod {pod.name} cannot start: {reason}: {message}")
 
 
-def _hint_at_env_from(pod: PodView, message: str) -> str:
-    added = [name for name in pod.env_from if f'"{name}"' in message]
-    return "; the operator sets no envFrom: a person or an admission webhook added it" if added else ""
+def _absent(pod: PodView, container: ContainerView, message: str) -> str:
+    """What to do about a ConfigMap or Secret that an environment variable refers to."""
+    if any(f'"{name}"' in message for name in pod.env_from):
+        return f"{message}; the operator sets no envFrom: a person or an admission webhook added it"
+    if container.name == names.RUNTIME_CONTAINER:
+        return f"{message}; create it, or set optional: true in engine.env"
+    return message
 
 
 _NAMED_BY = {
