@@ -1,8 +1,8 @@
 """Models at a Hugging Face hub, as a `Source`.
 
 Contract: https://huggingface.co/docs/hub/api, through the huggingface_hub library, which reads the usual environment
-(HF_ENDPOINT, HF_TOKEN, proxies). Its own downloads are not used: they can neither be bounded in time nor resumed inside
-a file. Never prints a token or a signed address.
+(HF_ENDPOINT, HF_TOKEN, proxies). Its own downloads are not used: they read a file in one stream and set no limit on an
+answer that drips. Never prints a token or a signed address.
 """
 
 from __future__ import annotations

@@ -165,7 +165,10 @@ class S3Source:
     @contextmanager
     def _read(self, file: SourceFile, begin: int, end: int) -> Iterator[Iterator[bytes]]:
         answer = self._client.get_object(
-            Bucket=self._model.bucket, Key=self._key(file), Range=f"bytes={begin}-{end - 1}", IfMatch=file.version
+            Bucket=self._model.bucket,
+            Key=self._key(file),
+            Range=f"bytes={begin}-{end - 1}",
+            IfMatch=f'"{file.version}"',
         )
         with closing(answer["Body"]) as body:
             status = answer["ResponseMetadata"]["HTTPStatusCode"]
@@ -174,7 +177,7 @@ class S3Source:
 
     def _head(self, file: SourceFile, **more: Any) -> Mapping[str, Any]:
         head: Mapping[str, Any] = self._client.head_object(
-            Bucket=self._model.bucket, Key=self._key(file), IfMatch=file.version, **more
+            Bucket=self._model.bucket, Key=self._key(file), IfMatch=f'"{file.version}"', **more
         )
         return head
 
