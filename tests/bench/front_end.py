@@ -146,7 +146,6 @@ def running_front_end(
                 f"--listener-fd={fd}",
                 f"--url={url}",
                 "--front-end=0",
-                f"--began={time.monotonic()}",
             ),
         ]
         process = subprocess.Popen(
