@@ -194,6 +194,38 @@ def test_no_right_reaches_secrets_or_is_a_wildcard(helm: Helm, values: Mapping[s
     assert not [right for right in rights if "*" in right or right[1] in ("secrets", "pods/exec")]
 
 
+def test_kubernetes_own_roles_include_models(helm: Helm, server: ApiServer) -> None:
+    rbac = "rbac.authorization.k8s.io"
+    for role in (d for d in helm.render(IMAGES) if d["kind"] == "ClusterRole"):
+        server.apply(f"/apis/{rbac}/v1/clusterroles/{role['metadata']['name']}", role)
+    for name in ("view", "edit", "admin"):
+        reference = {"apiGroup": rbac, "kind": "ClusterRole", "name": name}
+        subject = {"apiGroup": rbac, "kind": "User", "name": f"{name}er"}
+        metadata = {"name": f"{name}ers"}
+        body = {"apiVersion": f"{rbac}/v1", "kind": "ClusterRoleBinding", "metadata": metadata}
+        server.apply(
+            f"/apis/{rbac}/v1/clusterrolebindings/{name}ers", {**body, "roleRef": reference, "subjects": [subject]}
+        )
+    manager = [
+        ensure("hyper")["hyper"] / "kube-controller-manager",
+        *(f"--kubeconfig={server.kubeconfig('admin')}", "--controllers=clusterrole-aggregation-controller"),
+        *("--leader-elect=false", "--secure-port=0"),
+    ]
+
+    def may(user: str, verb: str, resource: str = "neuronmodels") -> bool:
+        return server.may(user, verb, resource, "neuron-serving.dev")
+
+    with subprocess.Popen(manager, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
+        try:
+            wait_until("the roles are aggregated", lambda: may("viewer", "watch") and may("adminer", "patch"))
+        finally:
+            process.kill()
+    for user in ("editer", "adminer"):
+        assert all(may(user, verb) for verb in ("get", "create", "patch", "delete"))
+    assert not [verb for verb in ("create", "update", "patch", "delete") if may("viewer", verb)]
+    assert not may("editer", "patch", "neuronmodels/status")
+
+
 def settings_of(documents: list[dict[str, Any]]) -> settings.RunSettings:
     """Settings as the operator reads them in the pod."""
     (container,) = one(documents, "Deployment")["spec"]["template"]["spec"]["containers"]
