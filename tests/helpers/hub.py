@@ -28,6 +28,8 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qs, quote, unquote, urlsplit
 
+SIGNATURE = "signed-for-an-hour"
+"""In the addresses of the store; a secret like a token."""
 LARGE_SUFFIXES = (".safetensors", ".bin", ".gguf")
 CHUNK_BYTES = 1 << 20
 
@@ -88,6 +90,8 @@ class Shelf:
     asked: list[Asked] = field(default_factory=list)
     body: Callable[[str, int, Iterator[bytes]], Iterator[bytes]] = lambda name, begin, blocks: blocks
     """Name, first position and blocks of a body to the blocks that are sent: `FileFaults.body`."""
+    store_failure: int = 0
+    """Status of every answer of the store, if not 0."""
     _failures: list[int] = field(default_factory=list)
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
@@ -298,7 +302,9 @@ class HubHandler(Handler):
             return
         linked = {"X-Linked-Size": str(file.size), "X-Linked-ETag": f'"{file.sha256}"'}
         host = self.headers["Host"].partition(":")[0]
-        location = f"{self.scheme}://{host}:{self.store_port}/large/{repository}/{commit}/{quote(name)}"
+        location = (
+            f"{self.scheme}://{host}:{self.store_port}/large/{repository}/{commit}/{quote(name)}?signature={SIGNATURE}"
+        )
         self._send(302, {**headers, **linked, "Location": location}, b"")
 
 
@@ -309,6 +315,10 @@ class StoreHandler(Handler):
         match = LARGE.fullmatch(urlsplit(self.path).path)
         if match is None:
             raise Refused(501, message=f"this store does not know {self.command} {self.path}")
+        if self.shelf.store_failure:
+            raise Refused(self.shelf.store_failure, message="ordered by a test")
+        if parse_qs(urlsplit(self.path).query) != {"signature": [SIGNATURE]}:
+            raise Refused(403, message="the address is not signed")
         if "Authorization" in self.headers:
             raise Refused(400, message="only one way of authorization is allowed, and the address is one")
         _, files = self.shelf.files(match["repository"], match["commit"])

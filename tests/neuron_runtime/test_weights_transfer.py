@@ -18,9 +18,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from helpers.file_faults import FileFaults
-from helpers.hub import Shelf, serving
+from helpers.hub import SIGNATURE, Shelf, serving
 from helpers.weights import CHUNK_BYTES, NUM_READERS, contents, grow, shelf_with_model, size, start_fetch
-from neuron_runtime.errors import ExitCode, FatalError
+from neuron_runtime.errors import ExitCode, FatalError, ServingError
 from neuron_runtime.weights.fetching import Fetched, Tools, fetch
 from neuron_runtime.weights.hashing import FileHash
 from neuron_runtime.weights.journal import Claim, Journal, parse
@@ -223,6 +223,18 @@ class TestFaults:
         shelf.body = body
         assert contents(fetched(tmp_path / "store").folder) == contents(model)
         assert any(asked.status == 403 for asked in shelf.asked)
+
+    @pytest.mark.parametrize("status", [503, 410])
+    def test_a_signed_address_is_never_printed(
+        self, endpoint: str, shelf: Shelf, tmp_path: Path, capsys: pytest.CaptureFixture[str], status: int
+    ) -> None:
+        """It is as good as a token while it lasts."""
+        shelf.store_failure = status
+        with pytest.raises(ServingError) as caught:
+            fetched(tmp_path / "store")
+        printed = f"{caught.value}{capsys.readouterr().err}"
+        assert str(status) in printed
+        assert SIGNATURE not in printed
 
     def test_the_hub_redirects_once_per_file(self, endpoint: str, shelf: Shelf, tmp_path: Path) -> None:
         fetched(tmp_path / "store")

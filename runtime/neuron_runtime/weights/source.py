@@ -6,6 +6,7 @@ them. It knows neither the local disk nor which files of a model are needed.
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
@@ -24,6 +25,9 @@ TIMEOUT_SECONDS = 30.0
 RETRY_SECONDS = (1.0, 2.0, 4.0, 8.0)
 """Pauses between attempts; there is one more attempt than pauses."""
 RETRIED_STATUSES = frozenset({408, 425, 429, *range(500, 600)})
+
+
+_QUERY = re.compile(r"(?<=\S)\?[^\s'\")]*=[^\s'\")]*")
 
 
 class SourceUnreachable(ServingError):
@@ -182,4 +186,6 @@ def root(error: BaseException) -> BaseException:
 
 
 def one_line(error: BaseException) -> str:
-    return f"{type(error).__name__}: {error}".strip().partition("\n")[0][:300]
+    """The error as one line, without the queries of addresses: signatures are secrets."""
+    text = f"{type(error).__name__}: {error}".strip().partition("\n")[0]
+    return _QUERY.sub("", text)[:300]
