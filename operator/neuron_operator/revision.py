@@ -20,7 +20,7 @@ from neuron_operator.errors import InvalidSpec
 from neuron_operator.fields import SpecPart, Supported, as_json, fields_of
 from neuron_operator.model import BACKENDS, Jobs, NeuronModel, ServiceTemplate
 from neuron_operator.model_status import Plan
-from neuron_operator.objects import dig, items, labels_of, name_of, text, whole
+from neuron_operator.objects import dig, items, name_of, text, whole
 from neuron_operator.placement import Placement, place
 from neuron_operator.records import Facts
 from neuron_operator.render.objects import child
@@ -56,11 +56,14 @@ class Pinned(Struct, frozen=True, kw_only=True, rename="camel"):
 class Revision(Struct, frozen=True, kw_only=True):
     """A pinned decision with its identity."""
 
-    name: str
-    """A hash; the value of the revision label."""
     number: int
     """The highest was decided, or wanted again, last."""
     pinned: Pinned
+
+    @property
+    def name(self) -> str:
+        """The value of the revision label."""
+        return revision_hash(self.pinned.spec_hash, self.pinned.refresh)
 
     @property
     def template(self) -> Object:
@@ -75,6 +78,10 @@ def spec_hash(model: NeuronModel) -> str:
     """Hash of the part of the spec that pods or placement depend on. Explicit defaults do not change it."""
     spec = msgspec.structs.replace(model.spec, replicas=1, jobs=Jobs(), service_template=ServiceTemplate())
     return names.digest([FORMAT, _non_defaults(spec, model.backend)])
+
+
+def revision_hash(spec_hash: str, refresh: str) -> str:
+    return names.digest([spec_hash, refresh])
 
 
 def _non_defaults(part: SpecPart, backend: str) -> dict[str, Any]:
@@ -143,13 +150,12 @@ def pin(model: NeuronModel, facts: Facts, settings: Settings, number: int) -> Re
         )
     placement = place(model, settings)
     config = config_document(model, facts)
-    name = names.digest([spec_hash(model), model.refresh])
     template = serving_pod_template(
         model,
         placement,
         settings,
         requests=serving_requests(model, facts),
-        revision=name,
+        revision=revision_hash(spec_hash(model), model.refresh),
         config_name=config_name(model.name, config),
         group_size=1,
     )
@@ -166,7 +172,7 @@ def pin(model: NeuronModel, facts: Facts, settings: Settings, number: int) -> Re
         config=config,
         template=template,
     )
-    return Revision(name=name, number=number, pinned=pinned)
+    return Revision(number=number, pinned=pinned)
 
 
 def to_object(model: NeuronModel, revision: Revision) -> Object:
@@ -182,12 +188,9 @@ def to_object(model: NeuronModel, revision: Revision) -> Object:
     return {**keeper, "revision": revision.number, "data": as_json(revision.pinned)}
 
 
-def from_object(keeper: Object, model_name: str) -> Revision | None:
+def from_object(keeper: Object) -> Revision | None:
     """The revision in a ControllerRevision; None if it has another format or is not ours."""
-    prefix = names.revision_name(model_name, "")
-    # Not its label, which can be edited.
-    name = name_of(keeper).removeprefix(prefix) if name_of(keeper).startswith(prefix) else ""
-    return _parsed(name, whole(keeper.get("revision")), dig(keeper, "data"))
+    return _parsed(whole(keeper.get("revision")), dig(keeper, "data"))
 
 
 def beside_template(revision: Revision) -> str:
@@ -207,17 +210,15 @@ def from_running(deployment: Object, config_maps: Iterable[Object]) -> Revision 
     config = _parsed_json(text(config_map, "data", names.CONFIG_KEY))
     if not isinstance(kept, dict):
         return None
-    return _parsed(text(labels_of(template), names.REVISION_LABEL), 1, {**kept, "config": config, "template": template})
+    return _parsed(1, {**kept, "config": config, "template": template})
 
 
-def _parsed(name: str, number: int, data: object) -> Revision | None:
+def _parsed(number: int, data: object) -> Revision | None:
     try:
         pinned = msgspec.convert(data, Pinned)
     except msgspec.ValidationError:
         return None
-    if not name or pinned.format != FORMAT:
-        return None
-    return Revision(name=name, number=number, pinned=pinned)
+    return Revision(number=number, pinned=pinned) if pinned.format == FORMAT else None
 
 
 def _parsed_json(value: str) -> object:

@@ -229,7 +229,7 @@ def observe(world: World) -> Observed:
         children=children,
         deployment=next((_deployment(child.live) for child in children if child.kind == "Deployment"), None),
         jobs={job.name: job for job in jobs},
-        revisions=_revisions(model, children),
+        revisions=_revisions(children),
         replicas=tuple(pod for pod in pods if pod.role == names.ROLE_LEADER),
         job_pods=tuple(pod for pod in pods if pod.job),
         warnings={
@@ -241,19 +241,18 @@ def observe(world: World) -> Observed:
     )
 
 
-def _revisions(model: ModelView, children: Sequence[ChildView]) -> tuple[Revision, ...]:
+def _revisions(children: Sequence[ChildView]) -> tuple[Revision, ...]:
     """The kept revisions, and the running one if it is no longer kept."""
 
     def of_kind(kind: str) -> list[Object]:
         return [child.live for child in children if child.kind == kind]
 
-    found = [revision.from_object(keeper, model.name) for keeper in of_kind("ControllerRevision")]
+    found = [revision.from_object(keeper) for keeper in of_kind("ControllerRevision")]
     kept = [known for known in found if known is not None]
-    names_kept = {known.name for known in kept}
     for deployment in of_kind("Deployment"):
-        if _deployment(deployment).revision not in names_kept:
-            running = revision.from_running(deployment, of_kind("ConfigMap"))
-            kept += [running] if running else []
+        running = revision.from_running(deployment, of_kind("ConfigMap"))
+        if running is not None and running.name not in {known.name for known in kept}:
+            kept.append(running)
     return tuple(kept)
 
 

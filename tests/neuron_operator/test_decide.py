@@ -252,10 +252,10 @@ def test_only_the_latest_earlier_revisions_are_kept() -> None:
 def test_a_revision_of_another_format_is_ignored() -> None:
     world, _ = resolved_world()
     keeper = find(world.children, "ControllerRevision")
-    assert from_object(keeper, "chat") is not None
-    assert from_object({**keeper, "data": {**keeper["data"], "format": 99}}, "chat") is None
-    assert from_object({**keeper, "data": {"format": 1}}, "chat") is None
-    assert from_object({**keeper, "data": None}, "chat") is None
+    assert from_object(keeper) is not None
+    assert from_object({**keeper, "data": {**keeper["data"], "format": 99}}) is None
+    assert from_object({**keeper, "data": {"format": 1}}) is None
+    assert from_object({**keeper, "data": None}) is None
 
 
 def test_the_terms_of_an_affinity_are_kept_and_an_empty_one_still_matches_no_node() -> None:
@@ -290,6 +290,17 @@ def test_the_label_of_a_revision_does_not_name_it() -> None:
     assert find(after.desired, "ControllerRevision") == find(before.desired, "ControllerRevision")
     assert find(after.desired, "Deployment") == find(before.desired, "Deployment")
     assert condition(after.status, "UpToDate")["status"] == "True"
+
+
+@pytest.mark.parametrize("length", [52, 53, 63])
+def test_a_model_with_a_long_name_keeps_its_earlier_revisions(length: int) -> None:
+    world, before = resolved_world(name="a" * length)
+    world, _ = settle(edited(with_ready_pods(world), serving={"maxSequences": 3}))
+    kept = [child for child in world.children if child["kind"] == "ControllerRevision"]
+    assert sorted(keeper["revision"] for keeper in kept) == [1, 2]
+    assert find(before.desired, "ConfigMap")["metadata"]["name"] in {
+        child["metadata"]["name"] for child in world.children if child["kind"] == "ConfigMap"
+    }
 
 
 def test_a_deleted_revision_is_rebuilt_from_what_runs_and_no_replica_is_replaced() -> None:
