@@ -172,6 +172,22 @@ class TestFaults:
         with pytest.raises(SourceUnreachable, match=r"cannot be read for hf://acme/model after 5 attempts \(.*[tT]im"):
             fetched(tmp_path / "store")
 
+    def test_a_connection_that_breaks_after_the_last_byte_is_no_failure(self, tmp_path: Path) -> None:
+        class Late(Memory):
+            @contextmanager
+            def read(self, listing: Listing, file: SourceFile, begin: int, end: int) -> Iterator[Iterator[bytes]]:
+                assert begin < end, "an empty range is an error of every server"
+
+                def blocks() -> Iterator[bytes]:
+                    yield self.files[file.name][begin:end]
+                    raise BrokenAnswer("the connection broke")
+
+                yield blocks()
+
+        source = Late({"config.json": b"[]"})
+        with pytest.raises(FatalError, match="must be a JSON object"):
+            fetch(MODEL, Store(tmp_path), quiet, source=source, tools=Tools(sleep=lambda seconds: None))
+
     def test_a_server_that_drips_is_cut_off_and_given_up(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr("neuron_runtime.weights.transfer.TIMEOUT_SECONDS", 0.05)
 

@@ -109,8 +109,7 @@ def fetch(
     if KEY.fullmatch(digest):
         for key in dict.fromkeys((digest, digest + suffix)):
             if entry := _found(store, key):
-                check(entry.folder)
-                return _fetched(entry)
+                return _fetched(entry, check)
     source = source or open_source(model)
     tools = tools or Tools()
     attempts = Attempts(source, tools.sleep)
@@ -118,20 +117,21 @@ def fetch(
     if digest and listing.digest != digest:
         raise FatalError(
             ExitCode.CHECKSUM_MISMATCH,
-            f"{uri} has digest {listing.digest} at {source.place}, but {digest} is pinned; pin the model of today",
+            f"{uri} has digest {listing.digest} at {source.place}, but {digest} is pinned; pin the current model (in a "
+            "NeuronModel: set the refresh annotation)",
         )
     for key in dict.fromkeys((listing.digest, listing.digest + suffix)):
         if entry := _found(store, key):
-            return _fetched(entry)
+            return _fetched(entry, check)
     store.prepare()
     with store.lock(key, _WaitingLine(uri)) as work:
         if entry := _found(store, key, replace=True):
-            return _fetched(entry)
+            return _fetched(entry, check)
         with _naming(work / "files", uri):
             manifest, read_bytes = _copy(
                 attempts, listing, work, report, with_weights=with_weights, check=check, tools=tools
             )
-        return _fetched(store.publish(key, work, manifest), read_bytes)
+        return _fetched(store.publish(key, work, manifest), check, read_bytes)
 
 
 def materialize(
@@ -236,7 +236,8 @@ def _found(store: Store, key: str, *, replace: bool = False) -> Entry | None:
         return None
 
 
-def _fetched(entry: Entry, read_bytes: int = 0) -> Fetched:
+def _fetched(entry: Entry, check: SmallCheck, read_bytes: int = 0) -> Fetched:
+    check(entry.folder)
     return Fetched(entry.folder, entry.manifest.digest, entry.manifest.num_bytes, read_bytes)
 
 

@@ -292,6 +292,8 @@ class Transfer:
         def attempt() -> None:
             nonlocal position, crc32
             self._check_running()
+            if position == chunk.end:
+                return  # the connection broke after the last byte
             began, seen = time.monotonic(), 0
             with self._source.read(self._listing, target.file, position, chunk.end) as blocks:
                 for block in blocks:
