@@ -32,7 +32,7 @@ from cluster.stories import (
 
 pytestmark = [pytest.mark.cluster, pytest.mark.slow, pytest.mark.timeout(1800, func_only=True)]
 
-QUESTION = "How do I make the operator decide anew?"
+QUESTION = "How do I resolve a model again?"
 TOKEN, WRONG_TOKEN = "hf_Aright0000000000000000000000000000", "hf_Wrong0000000000000000000000000000"
 API_KEY = "sk-Cluster00000000000000000000000000"
 CPU_NODE, NEURON_NODE = "n3", "n1"
