@@ -230,11 +230,15 @@ def _explain_revision(world: World, observed: Observed, course: Course) -> tuple
     if course.wanted != course.served:
         return ()
     updated = observed.num_updated(wanted)
-    if observed.deployment and observed.deployment.revision == wanted and updated == len(observed.live):
-        return (met("UpToDate", f"all replicas run revision {wanted}"),)
-    if manifest.is_paused(world.body):
-        text = f"paused; revision {wanted} rolls out once annotation {names.PAUSED_ANNOTATION} is removed"
+    deployment = observed.deployment
+    is_updated = deployment is not None and deployment.revision == wanted and updated == len(observed.live)
+    is_scaled = deployment is not None and deployment.replicas == course.num_wanted
+    if manifest.is_paused(world.body) and not (is_updated and is_scaled):
+        edit = f"revision {wanted} with {course.num_wanted} replicas"
+        text = f"paused; {edit} rolls out once annotation {names.PAUSED_ANNOTATION} is removed"
         return (unmet("UpToDate", Reason.PAUSED, text),)
+    if is_updated:
+        return (met("UpToDate", f"all replicas run revision {wanted}"),)
     text = f"{updated} of {course.num_wanted} replicas run revision {wanted}"
     return (unmet("UpToDate", Reason.ROLLING_OUT, text),)
 
@@ -272,10 +276,10 @@ def _requeue_after(
 ) -> float | None:
     """When to run again although no watch event may come; None: watch events suffice."""
     silent = {Reason.LOADING, *(step.task.waiting.reason for step in steps if step.task)}
-    due = breaker.next_attempt(observed, course.wanted.name) if course.wanted else None
+    attempts = (breaker.next_attempt(observed, known.name) for known in _distinct(course.wanted, course.served))
     delays = (
         RECHECK_SECONDS if world.refusals or any(finding.needs for finding in findings) else None,
         float(UNEXPLAINED_SECONDS) if any(f.reason in silent and f.status == "False" for f in findings) else None,
-        (due - observed.now).total_seconds() if due and due > observed.now else None,
+        *((due - observed.now).total_seconds() for due in attempts if due and due > observed.now),
     )
     return min((delay for delay in delays if delay is not None), default=None)

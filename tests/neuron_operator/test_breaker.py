@@ -187,6 +187,18 @@ def test_replicas_that_serve_stay_while_others_are_refused() -> None:
     assert message.startswith("2 of 3 replicas answer, at least 2 promised; node n1 refused pod ")
 
 
+def test_the_next_attempt_of_what_serves_comes_also_while_an_edit_is_refused() -> None:
+    cluster = Cluster(replicas=3)
+    cluster.accepts = lambda revision: len(cluster.answering()) < 2
+    cluster.run(700)
+    cluster.edit(accelerator={"devices": 5})
+    cluster.run(5)
+    assert condition(cluster.world.body["status"], "Ready")["reason"] == "TopologyImpossible"
+    cluster.accepts = lambda revision: True
+    cluster.run(310)
+    assert len(cluster.answering()) == 3
+
+
 def test_deleting_the_refused_pods_or_an_edit_starts_the_next_attempt() -> None:
     cluster = Cluster(lambda revision: False, replicas=1)
     cluster.run(HOUR)

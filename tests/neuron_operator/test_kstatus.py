@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -80,8 +81,8 @@ def failing_write() -> World:
     return replace(serving(), refusals=(Refusal(Refused.FAILED, "Service", "chat", "webhook timed out"),))
 
 
-def paused_edit() -> World:
-    world = edited(serving(), serving={"maxModelLength": 512})
+def paused_edit(**spec: Any) -> World:
+    world = edited(serving(), **spec)
     annotations = {names.PAUSED_ANNOTATION: "true"}
     return replace(world, body={**world.body, "metadata": {**world.body["metadata"], "annotations": annotations}})
 
@@ -100,7 +101,9 @@ def paused_edit() -> World:
         (crashing, "InProgress", "Reconciling"),
         (taken_name, "Failed", "Stalled"),
         (failing_write, "InProgress", "Reconciling"),
-        (paused_edit, "InProgress", ""),
+        (paused_edit, "Current", ""),
+        (lambda: paused_edit(serving={"maxModelLength": 512}), "InProgress", ""),
+        (lambda: paused_edit(replicas=0), "InProgress", ""),
         (lambda: edited(crashing(), replicas=1), "Current", ""),
     ],
 )
