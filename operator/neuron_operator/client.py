@@ -318,7 +318,7 @@ class Client:
         A create leaves its fields in a managedFields entry "Update", from which no apply removes fields. The first
         apply after a create therefore turns that entry into "Apply", as client-go's csaupgrade does. If the merged
         object is invalid, because a manual edit added a field or list item that contradicts ours, everything besides
-        `metadata` is replaced.
+        `metadata` is replaced, and others' labels and annotations stay.
         """
         if any(entry.get("operation") == "Update" for entry in own_entries(live)):
             live = await self._make_applied(resource, live)
@@ -328,8 +328,8 @@ class Client:
         try:
             return await self._patch(resource, path, _APPLY, body, force="true")
         except Invalid as refused:
-            parts = {f"metadata/{key}": value for key, value in exactly.items()} | _besides_metadata(desired)
-            patch = [{"op": "add", "path": f"/{name}", "value": value} for name, value in parts.items()]
+            parts = {f"/metadata/{key}": value for key, value in exactly.items()} | _replacements(desired, live)
+            patch = [{"op": "add", "path": pointer, "value": value} for pointer, value in parts.items()]
             try:
                 return await self._patch(resource, path, "json-patch+json", patch)
             except Invalid:
@@ -459,8 +459,16 @@ def _status_fault(status: Object, headers: Mapping[str, str], what: str) -> Clus
     return ClusterFault(message, retriable=True, status=code)
 
 
-def _besides_metadata(obj: Object) -> Object:
-    return {name: value for name, value in obj.items() if name not in ("apiVersion", "kind", "metadata")}
+def _replacements(desired: Object, live: Object) -> Object:
+    """JSON pointer to value: each part besides `metadata` as a whole, labels and annotations one by one."""
+    found = {f"/{name}": value for name, value in desired.items() if name not in ("apiVersion", "kind", "metadata")}
+    for part in ("labels", "annotations"):
+        ours = desired["metadata"].get(part, {})
+        if live["metadata"].get(part):
+            found |= {f"/metadata/{part}/{key.replace('~', '~0').replace('/', '~1')}": ours[key] for key in ours}
+        else:
+            found[f"/metadata/{part}"] = ours
+    return found
 
 
 def as_yaml(body: Any) -> str:

@@ -46,6 +46,9 @@ logger = logging.getLogger(__name__)
 PATIENCE_SECONDS = 5.0
 """A write that fails for longer is reported in the status."""
 
+MAX_NOTE_BYTES = 1024
+"""The API server refuses an Event with a longer note."""
+
 Decide = Callable[[World, Settings], Decision]
 
 
@@ -150,7 +153,7 @@ class Reconciler:
             "metadata": {"namespace": metadata["namespace"], "name": f"{metadata['name']}.{uuid.uuid4().hex[:16]}"},
             "type": announcement.type,
             "reason": announcement.reason,
-            "note": announcement.message[:1024],
+            "note": announcement.message.encode()[:MAX_NOTE_BYTES].decode(errors="ignore"),
             "action": "Reconcile",
             "eventTime": self._now().strftime("%Y-%m-%dT%H:%M:%S.%fZ"),
             "reportingController": f"{GROUP}/{MANAGER}",

@@ -448,6 +448,30 @@ async def test_an_object_that_the_api_server_refuses_is_reported_to_the_user(
         await eventually(lambda: namespace.condition("UpToDate")[0] == "True")
 
 
+async def test_an_annotation_that_an_existing_service_cannot_have_is_reported(
+    server: ApiServer, namespace: Namespace
+) -> None:
+    async with client_of(server) as client, operating(client, only(namespace)):
+        namespace.put_model()
+        await namespace.settle()
+        namespace.put_model(serviceTemplate={"metadata": {"annotations": {"not a key!": "x"}}})
+        await eventually(lambda: namespace.condition() == ("False", "InvalidSpec"), about=namespace.model)
+        assert "not a key!" in message(namespace, "Accepted")
+        namespace.put_model()
+        await eventually(lambda: namespace.condition("Accepted")[0] == "True", about=namespace.model)
+
+
+async def test_a_long_message_of_wide_characters_is_announced(server: ApiServer, namespace: Namespace) -> None:
+    word, store = "😀" * 60, {"objectStore": {"uri": "😀" * 80}}
+    async with client_of(server) as client, operating(client, only(namespace)):
+        namespace.put_model(
+            serving={"quantization": word, "kvCacheDtype": word}, storage={"weights": store, "artifacts": store}
+        )
+        (event,) = await eventually(lambda: namespace.list(EVENTS))
+        assert event["reason"] == "FieldNotSupported"
+        assert len(event["note"]) < 1000 < len(event["note"].encode())
+
+
 @pytest.mark.parametrize("was_made_before", [False, True])
 async def test_a_misspelt_field_of_the_pod_template_is_refused_and_named(
     server: ApiServer, namespace: Namespace, was_made_before: bool
