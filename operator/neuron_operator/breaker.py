@@ -29,8 +29,8 @@ class Allowed:
 def steer(observed: Observed, revision: Revision, num_wanted: int) -> Allowed:
     """The wanted pods of the wanted revision, unless pods of it failed.
 
-    Then one more pod than the nodes hold is asked for at a time, and none until `next_attempt`. Pods of an earlier
-    revision are never given up for that: it serves until then.
+    Then one more pod than the nodes hold is asked for at a time, and none until `next_attempt`. Until then an earlier
+    revision that has live pods serves.
     """
     if _is_waiting(observed, revision.name):
         earlier = _earlier(observed, revision.name)
