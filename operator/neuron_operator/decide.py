@@ -276,10 +276,12 @@ def _requeue_after(
 ) -> float | None:
     """When to run again although no watch event may come; None: watch events suffice."""
     silent = {Reason.LOADING, *(step.task.waiting.reason for step in steps if step.task)}
+    is_silent = any(finding.reason in silent and finding.status == "False" for finding in findings)
     attempts = (breaker.next_attempt(observed, known.name) for known in _distinct(course.wanted, course.served))
     delays = (
         RECHECK_SECONDS if world.refusals or any(finding.needs for finding in findings) else None,
-        float(UNEXPLAINED_SECONDS) if any(f.reason in silent and f.status == "False" for f in findings) else None,
+        # Each pass repeats the refused writes.
+        float(UNEXPLAINED_SECONDS) if is_silent and not world.refusals else None,
         *((due - observed.now).total_seconds() for due in attempts if due and due > observed.now),
     )
     return min((delay for delay in delays if delay is not None), default=None)

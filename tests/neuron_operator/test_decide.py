@@ -37,6 +37,7 @@ from neuron_operator import names
 from neuron_operator.decide import RECHECK_SECONDS, decide
 from neuron_operator.reasons import CONDITIONS
 from neuron_operator.revision import from_object
+from neuron_operator.why.pods import UNEXPLAINED_SECONDS
 from neuron_operator.world import Decision, FreeDevices, Need, Object, Refusal, Refused, World
 
 KINDS_BEFORE = ["Service", "ServiceAccount", "PodDisruptionBudget", "NetworkPolicy"]
@@ -424,6 +425,13 @@ def test_a_refusal_is_shown_and_everything_else_is_written(refused: Refusal, rea
     assert condition(decision.status, "Ready")["reason"] == reason
     assert says in condition(decision.status, "Ready")["message"]
     assert condition(decision.status, "Available")["status"] == "True"
+    assert decision.requeue_after_seconds == RECHECK_SECONDS
+
+
+def test_refused_writes_are_repeated_no_more_often_because_replicas_load() -> None:
+    world, loading = resolved_world()
+    assert loading.requeue_after_seconds == UNEXPLAINED_SECONDS
+    decision = decide(replace(world, refusals=(Refusal(Refused.REJECTED, "Deployment", "chat", "invalid"),)), SETTINGS)
     assert decision.requeue_after_seconds == RECHECK_SECONDS
 
 
