@@ -4,20 +4,22 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import socket
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
 
 from helpers.front_end import make_model, serving
-from neuron_runtime.server.accepting import Acceptor, Connections, Share
+from neuron_runtime.server.accepting import MAX_TURNS, TURN_SECONDS, Acceptor, Connections, Share
 from neuron_runtime.server.shared_counts import Count, SharedCounts
 from neuron_runtime.server.supervisor import listen
 
 
 class Protocol(asyncio.Protocol):
-    """A connection that stays busy until the front end closes it."""
+    """A connection that stays busy, for ever or as long as its front end says."""
 
     def __init__(self, front_end: FrontEnd) -> None:
         self._front_end = front_end
@@ -27,6 +29,8 @@ class Protocol(asyncio.Protocol):
         self._front_end.connections.opened()
         self._front_end.transports.append(transport)
         transport.write(b"!")
+        if self._front_end.busy_seconds is not None:
+            asyncio.get_running_loop().call_later(self._front_end.busy_seconds, self._front_end.connections.became_idle)
 
 
 class FrontEnd:
@@ -37,6 +41,7 @@ class FrontEnd:
         self.connections = Connections(counts)
         self.share = Share(counts, self.connections)
         self.transports: list[asyncio.WriteTransport] = []
+        self.busy_seconds: float | None = None
 
     @contextlib.asynccontextmanager
     async def accepting(self, listener: socket.socket) -> AsyncIterator[None]:
@@ -93,17 +98,33 @@ async def test_a_burst_is_divided_evenly(tmp_path: Path, listener: socket.socket
         assert max(one.num_open for one in front_ends) <= 1.2 * 48 / count
 
 
+@pytest.fixture
+def turns(monkeypatch: pytest.MonkeyPatch) -> list[Share]:
+    """Grows by one whenever a front end lets others go first."""
+    made: list[Share] = []
+    original = Share.let_others_go
+    monkeypatch.setattr(Share, "let_others_go", lambda share: (made.append(share), original(share)))
+    return made
+
+
 async def test_a_front_end_that_does_not_accept_costs_no_client_and_one_wait(
-    tmp_path: Path, listener: socket.socket, clients: Clients, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, listener: socket.socket, clients: Clients, turns: list[Share]
 ) -> None:
-    given_up: list[Share] = []
-    original = Share.give_up
-    monkeypatch.setattr(Share, "give_up", lambda share: (given_up.append(share), original(share)))
     works, _frozen = (FrontEnd(tmp_path, number, 2) for number in range(2))
     async with works.accepting(listener):
         await clients.burst(48)
         assert works.num_open == 48
-        assert len(given_up) == 1
+        assert len(turns) == MAX_TURNS
+
+
+async def test_a_front_end_that_does_not_accept_costs_one_wait_also_if_requests_are_short(
+    tmp_path: Path, listener: socket.socket, clients: Clients, turns: list[Share]
+) -> None:
+    works, _frozen = (FrontEnd(tmp_path, number, 2) for number in range(2))
+    works.busy_seconds = 20 * TURN_SECONDS
+    async with works.accepting(listener):
+        await clients.burst(48)
+        assert len(turns) <= MAX_TURNS
 
 
 async def test_a_front_end_that_continues_gets_connections_again(
@@ -129,6 +150,28 @@ async def test_a_successor_gets_connections_whatever_its_predecessor_left(
         async with successor.accepting(listener):
             await clients.burst(20)
             assert successor.num_open >= 15
+
+
+class Losing(socket.socket):
+    """A listener whose first connections were lost before they were accepted."""
+
+    errors: ClassVar = [errno.ECONNABORTED, errno.EPROTO, errno.EHOSTUNREACH]
+
+    def accept(self) -> tuple[socket.socket, object]:
+        if self.errors:
+            raise OSError(self.errors.pop(), "lost")
+        return super().accept()
+
+
+async def test_a_connection_that_is_lost_before_it_is_accepted_ends_nothing(
+    tmp_path: Path, listener: socket.socket, clients: Clients
+) -> None:
+    works = FrontEnd(tmp_path, 0, 1)
+    with Losing(fileno=listener.detach()) as losing:
+        async with works.accepting(losing):
+            await clients.burst(3)
+            assert works.num_open == 3
+        assert losing.errors == []
 
 
 def test_idle_connections_count_only_between_front_ends_that_are_equally_busy(tmp_path: Path) -> None:

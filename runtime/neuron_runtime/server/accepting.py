@@ -20,9 +20,14 @@ from neuron_runtime.server.shared_counts import Count, SharedCounts
 
 TURN_SECONDS = 0.001
 MAX_TURNS = 100
-"""How often a front end lets others go first before it accepts a connection itself. On a machine with more work than
-CPUs, a process may wait for tens of milliseconds."""
+"""How often a front end lets another go first that does not accept. On a machine with more work than CPUs, a process
+may wait for tens of milliseconds."""
 OUT_OF_RESOURCES = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM})
+LOST = frozenset({
+    errno.ECONNABORTED, errno.EPROTO, errno.ENOPROTOOPT, errno.EOPNOTSUPP, errno.EPERM, errno.ENETDOWN,
+    errno.ENETUNREACH, errno.EHOSTDOWN, errno.EHOSTUNREACH, errno.ENONET,
+})  # fmt: skip
+"""What `accept` reports of a connection that is lost already; EPERM is from a firewall."""
 RETRY_SECONDS = 1.0
 
 
@@ -66,18 +71,33 @@ class Share:
     def __init__(self, counts: SharedCounts, connections: Connections) -> None:
         self._counts = counts
         self._connections = connections
-        self._given_up = [(-1, -1)] * len(self._others())
-        """Numbers of the others when they did not accept in their turn; one counts again when its numbers change."""
+        self._seen = self._others()
+        self._num_turns = [0] * len(self._seen)
+        """Turns of each other front end since its numbers changed. One that lets them all pass does not accept. They
+        are not counted per connection: with short requests, our numbers would fall before it had enough of them."""
 
     @property
     def is_exceeded(self) -> bool:
         """Whether another front end should accept the next connection."""
-        others = zip(self._others(), self._given_up, strict=True)
-        return any(other != given_up and self._exceeds(*other) for other, given_up in others)
+        return bool(self._first())
 
-    def give_up(self) -> None:
-        """The others did not accept."""
-        self._given_up = self._others()
+    def let_others_go(self) -> None:
+        """Count a turn of those that should accept first."""
+        for index in self._first():
+            self._num_turns[index] += 1
+
+    def _first(self) -> list[int]:
+        """Those that should accept before this one."""
+        others, before = self._others(), self._seen
+        self._seen = others
+        for index, numbers in enumerate(others):
+            if numbers != before[index]:
+                self._num_turns[index] = 0
+        return [
+            index
+            for index, numbers in enumerate(others)
+            if self._num_turns[index] < MAX_TURNS and self._exceeds(*numbers)
+        ]
 
     def _exceeds(self, num_busy: int, num_open: int) -> bool:
         ours = self._connections
@@ -137,10 +157,10 @@ class Acceptor:
         for _ in range(MAX_TURNS):
             if not self._share.is_exceeded:
                 return True
+            self._share.let_others_go()
             await asyncio.sleep(TURN_SECONDS)
             if not self._poll.poll(0):
                 return False
-        self._share.give_up()
         return True
 
     def _accept(self) -> bool:
@@ -149,9 +169,10 @@ class Acceptor:
             connection, _ = self._listener.accept()
         except BlockingIOError:
             return False
-        except ConnectionAbortedError:
-            # The client has left.
-            return True
+        except OSError as error:
+            if error.errno in LOST:
+                return True
+            raise
         connecting = asyncio.create_task(
             asyncio.get_running_loop().connect_accepted_socket(self._make_protocol, connection)
         )
