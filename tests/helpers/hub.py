@@ -90,6 +90,8 @@ class Shelf:
     asked: list[Asked] = field(default_factory=list)
     body: Callable[[str, int, Iterator[bytes]], Iterator[bytes]] = lambda name, begin, blocks: blocks
     """Name, first position and blocks of a body to the blocks that are sent: `FileFaults.body`."""
+    info: Callable[[dict[str, Any]], Any] = lambda answer: answer
+    """The answer about a model to the JSON that is sent, or to other bytes."""
     store_failure: int = 0
     """Status of every answer of the store, if not 0."""
     _failures: list[int] = field(default_factory=list)
@@ -264,7 +266,7 @@ class HubHandler(Handler):
             if with_sizes:
                 sibling |= {"size": file.size, "blobId": file.oid} | _large_entry(file)
             siblings.append(sibling)
-        self._send_json(
+        answer = self.shelf.info(
             {
                 "_id": commit[:24],
                 "id": repository,
@@ -279,6 +281,10 @@ class HubHandler(Handler):
                 "siblings": siblings,
             }
         )
+        if isinstance(answer, bytes):
+            self._send(200, {"Content-Type": "text/html"}, answer)
+        else:
+            self._send_json(answer)
 
     def _tree(self, repository: str, revision: str, token: str | None) -> None:
         self.shelf.check_visible(repository, token)

@@ -209,9 +209,53 @@ class TestRetries:
         assert pauses == list(RETRY_SECONDS)
         assert capsys.readouterr().err.count("retrying in") == len(RETRY_SECONDS)
 
+    def test_a_password_in_the_address_is_not_printed(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        nowhere = Hub("http://user:pa55word@127.0.0.1:9", token=None, sleep=lambda seconds: None)
+        with pytest.raises(SourceUnreachable, match=r"^http://\*\*\*@127.0.0.1:9 cannot be read") as caught:
+            materialize(ModelSource(uri=MODEL), tmp_path, quiet, nowhere)
+        assert "pa55word" not in str(caught.value) + capsys.readouterr().err
+
     def test_hub_address_and_token_come_from_the_environment(
         self, endpoint: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setenv("HF_ENDPOINT", endpoint + "/")
         monkeypatch.setenv("HF_TOKEN", "hf_reader")
         assert _materialize(ModelSource(uri="hf://acme/secret"), tmp_path, quiet).is_dir()
+
+
+def without_files(**fields: Any) -> Callable[[Any], Any]:
+    return lambda answer: answer | {"siblings": [{"rfilename": "config.json", "size": 2} | fields]}
+
+
+@pytest.mark.parametrize(
+    "info",
+    [
+        lambda answer: b"<html>Log in</html>",
+        lambda answer: [1],
+        lambda answer: None,
+        lambda answer: answer | {"siblings": [None]},
+        lambda answer: answer | {"siblings": "files"},
+        lambda answer: answer | {"sha": None},
+        lambda answer: answer | {"sha": "../" * 1000},
+        lambda answer: answer | {"sha": 5},
+        without_files(rfilename=5),
+        without_files(size="2"),
+        without_files(size=-2),
+        without_files(lfs={"size": 2}),
+    ],
+)
+def test_an_answer_that_is_no_listing_is_reported(
+    shelf: Shelf, hub: Hub, tmp_path: Path, info: Callable[[Any], Any]
+) -> None:
+    shelf.info = info
+    with pytest.raises(SourceUnreachable, match=r"no listing of a model; is HF_ENDPOINT the URL of a hub") as caught:
+        materialize(ModelSource(uri=MODEL), tmp_path, quiet, hub)
+    assert len(str(caught.value)) < 500
+
+
+@pytest.mark.parametrize("size", [2**50, 2**70])
+def test_a_file_of_an_absurd_size_is_refused_at_once(shelf: Shelf, hub: Hub, tmp_path: Path, size: int) -> None:
+    shelf.info = without_files(size=size)
+    error = failure(ModelSource(uri=MODEL), tmp_path, hub)
+    assert error.exit_code is ExitCode.STORAGE_FULL
+    assert f"more bytes in {tmp_path}" in str(error)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import fcntl
 import hashlib
@@ -100,6 +101,13 @@ class TestEntries:
     def test_only_digests_are_keys(self, store: Store, key: str) -> None:
         with pytest.raises(FatalError, match="is not a digest"):
             store.find(key)
+
+    def test_a_pipe_in_place_of_a_manifest_is_damage(self, store: Store) -> None:
+        folder = publish(store, ONE).folder
+        (folder / ".manifest.json").unlink()
+        os.mkfifo(folder / ".manifest.json")
+        with pytest.raises(Damaged, match="is not a regular file"):
+            store.find(ONE)
 
     def test_damage_is_named(self, store: Store, tmp_path: Path) -> None:
         def truncate(folder: Path) -> None:
@@ -218,6 +226,12 @@ class TestPrune:
         assert self.names(prune(store, [], 7 * DAY_SECONDS, dry_run=False)) == []
         assert not (store.folder / ".trash").exists()
 
+    @pytest.mark.parametrize("kept", [ONE, f"{ONE}-text"])
+    def test_a_name_as_listed_keeps_all_entries_of_its_digest(self, store: Store, kept: str) -> None:
+        for key in (ONE, f"{ONE}-text", TWO):
+            age(publish(store, key).folder, 10)
+        assert self.names(prune(store, [kept], 0, dry_run=False)) == [TWO]
+
     def test_a_dry_run_deletes_and_marks_nothing(self, store: Store) -> None:
         for key in (ONE, TWO):
             age(publish(store, key).folder, 10)
@@ -264,6 +278,43 @@ class TestPrune:
         assert self.names(prune(store, [], DAY_SECONDS, dry_run=False)) == [ONE]
         assert (precious / "file").read_text() == "precious"
         assert (store.folder / "notes").is_dir()
+
+    @pytest.mark.parametrize("link", [".partial", f".partial/{ONE}", f".partial/{ONE}/files"])
+    def test_a_link_in_place_of_a_folder_of_the_store_leads_to_no_deletion(
+        self, store: Store, tmp_path: Path, link: str
+    ) -> None:
+        precious = tmp_path / "precious" / ONE
+        (precious / "files").mkdir(parents=True)
+        (precious / "files" / "file").write_text("precious")
+        for path in (precious / "files" / "file", precious / "files", precious, precious.parent):
+            age(path, 100)
+        store.prepare()
+        planted = store.folder / link
+        planted.parent.mkdir(exist_ok=True)
+        if planted.is_dir():
+            planted.rmdir()
+        planted.symlink_to({1: precious.parent, 2: precious}.get(len(Path(link).parts), precious / "files"))
+        with contextlib.suppress(FatalError):
+            list(prune(store, [], 0, dry_run=False))
+        if planted.is_symlink():
+            with pytest.raises(FatalError, match="is a symbolic link"):
+                publish(store, ONE)
+        assert (precious / "files" / "file").read_text() == "precious"
+
+    def test_what_is_no_download_is_left_alone(self, store: Store) -> None:
+        store.prepare()
+        (store.folder / ".partial/.nfs01").write_text("in use")
+        age(store.folder / ".partial/.nfs01", 100)
+        assert self.names(prune(store, [], 0, dry_run=False)) == []
+        assert (store.folder / ".partial/.nfs01").exists()
+
+    def test_two_prunes_at_the_same_time_do_not_disturb_each_other(self, store: Store) -> None:
+        for key in (ONE, TWO, THREE):
+            age(publish(store, key).folder, 10)
+        first = prune(store, [], 0, dry_run=False)
+        assert next(first).name == ONE
+        assert self.names(prune(store, [], 0, dry_run=False)) == [TWO, THREE]
+        assert self.names(first) == []
 
     def test_a_folder_that_does_not_exist_is_reported(self, tmp_path: Path) -> None:
         with pytest.raises(FatalError, match="does not exist"):

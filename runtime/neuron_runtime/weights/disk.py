@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import errno
 import os
+import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -33,8 +34,20 @@ def writing(folder: Path) -> Iterator[None]:
 
 
 def open_file(path: Path, flags: int, mode: int = 0o644) -> int:
-    """A descriptor of a regular file; a symbolic link is an error."""
-    return os.open(path, flags | os.O_NOFOLLOW | os.O_CLOEXEC, mode)
+    """A descriptor of a regular file; everything else is an error."""
+    # Without O_NONBLOCK, opening a pipe would wait for its other end.
+    fd = os.open(path, flags | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK, mode)
+    if not stat.S_ISREG(os.fstat(fd).st_mode):
+        os.close(fd)
+        raise OSError(errno.EISDIR, f"{path.name} is not a regular file")
+    return fd
+
+
+def make_folder(path: Path) -> None:
+    """Make a folder unless it is there. A symbolic link is an error: what is behind it is not ours to delete."""
+    path.mkdir(parents=True, exist_ok=True)
+    if path.is_symlink():
+        raise OSError(errno.ELOOP, f"{path.name} is a symbolic link")
 
 
 def sync_folder(folder: Path) -> None:

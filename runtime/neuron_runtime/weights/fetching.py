@@ -127,10 +127,9 @@ def fetch(
     with store.lock(key, _WaitingLine(uri)) as work:
         if entry := _found(store, key, replace=True):
             return _fetched(entry, check)
-        with _naming(work / "files", uri):
-            manifest, read_bytes = _copy(
-                attempts, listing, work, report, with_weights=with_weights, check=check, tools=tools
-            )
+        manifest, read_bytes = _copy(
+            attempts, listing, work, report, with_weights=with_weights, check=check, tools=tools
+        )
         return _fetched(store.publish(key, work, manifest), check, read_bytes)
 
 
@@ -252,7 +251,7 @@ def _copy(
     tools: Tools,
 ) -> tuple[Manifest, int]:
     """Copy the files of a model, the small ones first: the index among them names the others."""
-    folder = work / "files"
+    folder, uri = work / "files", attempts.source.uri
     small = small_files(listing.files)
     with writing(work):
         journal = Journal(work / "journal", listing.digest)
@@ -265,17 +264,18 @@ def _copy(
 
     try:
         sums, read_bytes = transfer(small, lambda amount: None)
-        read_config(folder)
-        check(folder)
+        with _naming(folder, uri):
+            read_config(folder)
+            check(folder)
+            weights = weight_files(listing.files, _weight_map(folder)) if with_weights else []
         if with_weights:
-            weights = weight_files(listing.files, _weight_map(folder))
             more, more_bytes = transfer(weights, report)
             sums, read_bytes = sums | more, read_bytes + more_bytes
-            read_checkpoint(folder)
+            with _naming(folder, uri):
+                read_checkpoint(folder)
     finally:
         journal.close()
     files = tuple(StoredFile(name, listing.files[name].num_bytes, sums[name]) for name in sorted(sums))
-    uri = attempts.source.uri
     return Manifest(digest=listing.digest, uri=uri, created=time.time(), files=files), read_bytes
 
 

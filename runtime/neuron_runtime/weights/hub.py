@@ -8,6 +8,7 @@ answer that drips. Never prints a token or a signed address.
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
@@ -32,8 +33,11 @@ from neuron_runtime.weights.source import (
     changed,
     check_range,
     one_line,
+    without_secrets,
 )
 
+_COMMIT = re.compile(r"[0-9a-f]{40,64}")
+_NO_LISTING = "the answer is no listing of a model; is HF_ENDPOINT the URL of a hub?"
 DEFAULT_ENDPOINT = "https://huggingface.co"
 
 # Every failure of the library and of its HTTP client, which differs between releases of the library.
@@ -64,7 +68,7 @@ class HubSource:
 
     @property
     def place(self) -> str:
-        return self.endpoint
+        return without_secrets(self.endpoint)
 
     @property
     def advice(self) -> str:
@@ -76,16 +80,20 @@ class HubSource:
 
     def listing(self, digest: str = "") -> Listing:
         api = HfApi(endpoint=self.endpoint, token=self.token or False)
-        info = api.model_info(
-            self.model.repository,
-            revision=digest or self.model.revision,
-            files_metadata=True,
-            timeout=TIMEOUT_SECONDS,
-        )
-        if not info.sha:
-            raise BrokenAnswer("the answer has no commit; is HF_ENDPOINT the URL of a hub?")
-        files = (_file(sibling) for sibling in info.siblings or [])
-        return Listing(info.sha, {file.name: file for file in files})
+        try:
+            info = api.model_info(
+                self.model.repository,
+                revision=digest or self.model.revision,
+                files_metadata=True,
+                timeout=TIMEOUT_SECONDS,
+            )
+            files = [_file(sibling) for sibling in info.siblings or []]
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            # The library does not check the answer: that of a login page or of a proxy fails anywhere.
+            raise BrokenAnswer(f"{_NO_LISTING} ({type(error).__name__})") from None
+        if not _COMMIT.fullmatch(commit := str(info.sha)):
+            raise BrokenAnswer(f"{_NO_LISTING} (no commit)")
+        return Listing(commit, {file.name: file for file in files})
 
     def check(self, listing: Listing, file: SourceFile) -> Check | None:
         return file.check
@@ -121,7 +129,7 @@ class HubSource:
         status = refused.response.status_code
         if status in RETRIED_STATUSES:
             return None
-        where = f"{self.model} at {self.endpoint}"
+        where = f"{self.model} at {self.place}"
         give_token = "provide a token that may read it (HF_TOKEN; model.credentialsSecretRef in a NeuronModel)"
         match refused:
             case GatedRepoError():
@@ -147,13 +155,15 @@ class HubSource:
 
 def _file(sibling: Any) -> SourceFile:
     """A file with the digest that the hub has of it: of its contents if it is large, else of its git blob."""
-    lfs = sibling.lfs
+    name, num_bytes, lfs = sibling.rfilename, sibling.size or 0, sibling.lfs
+    if not (isinstance(name, str) and isinstance(num_bytes, int) and num_bytes >= 0):
+        raise ValueError("a file without name or size")
     check: Check | None = None
     if lfs is not None:
         check = Check("sha256", lfs.sha256)
     elif sibling.blob_id:
         check = Check("git", sibling.blob_id)
-    return SourceFile(sibling.rfilename, sibling.size or 0, check=check)
+    return SourceFile(name, num_bytes, check=check)
 
 
 @contextmanager

@@ -47,6 +47,7 @@ from neuron_runtime.weights.source import (
     changed,
     check_range,
     one_line,
+    without_secrets,
 )
 
 CONNECT_SECONDS = 10.0
@@ -109,7 +110,7 @@ class S3Source:
 
     @property
     def place(self) -> str:
-        return str(self._client.meta.endpoint_url)
+        return without_secrets(str(self._client.meta.endpoint_url))
 
     @property
     def advice(self) -> str:

@@ -27,6 +27,7 @@ RETRY_SECONDS = (1.0, 2.0, 4.0, 8.0)
 RETRIED_STATUSES = frozenset({408, 425, 429, *range(500, 600)})
 
 
+_USER = re.compile(r"(?<=:)//[^\s/@]*@")
 _QUERY = re.compile(r"(?<=\S)\?[^\s'\")]*=[^\s'\")]*")
 
 
@@ -176,7 +177,7 @@ def chain(error: BaseException) -> Iterator[BaseException]:
     current: BaseException | None = error
     while current is not None:
         yield current
-        current = current.__cause__ or current.__context__
+        current = current.__cause__ or (None if current.__suppress_context__ else current.__context__)
 
 
 def root(error: BaseException) -> BaseException:
@@ -186,6 +187,10 @@ def root(error: BaseException) -> BaseException:
 
 
 def one_line(error: BaseException) -> str:
-    """The error as one line, without the queries of addresses: signatures are secrets."""
-    text = f"{type(error).__name__}: {error}".strip().partition("\n")[0]
-    return _QUERY.sub("", text)[:300]
+    """The error as one line, without secrets."""
+    return without_secrets(f"{type(error).__name__}: {error}".strip().partition("\n")[0])[:300]
+
+
+def without_secrets(text: str) -> str:
+    """The text without users, passwords and queries of addresses; signatures are in queries."""
+    return _QUERY.sub("", _USER.sub("//***@", text))

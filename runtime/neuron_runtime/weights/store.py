@@ -27,7 +27,7 @@ from pathlib import Path
 import msgspec
 
 from neuron_runtime.errors import ExitCode, FatalError
-from neuron_runtime.weights.disk import open_file, read_blocks, sync_folder, writing
+from neuron_runtime.weights.disk import make_folder, open_file, read_blocks, sync_folder, writing
 from neuron_runtime.weights.hashing import FileHash
 from neuron_runtime.weights.selection import is_part
 
@@ -188,7 +188,7 @@ class Store:
         """Make the folders of the store. Raises FatalError if they cannot be written."""
         with writing(self.folder):
             for name in (PARTIAL, LOCKS):
-                (self.folder / name).mkdir(parents=True, exist_ok=True)
+                make_folder(self.folder / name)
 
     @contextmanager
     def lock(self, key: str, waiting: Callable[[], None]) -> Iterator[Path]:
@@ -217,7 +217,8 @@ class Store:
                         break
             work = self.folder / PARTIAL / (key if shared else f"{key}.{uuid.uuid4().hex}")
             with writing(self.folder):
-                (work / "files").mkdir(parents=True, exist_ok=True)
+                make_folder(work)
+                make_folder(work / "files")
             yield work
         finally:
             os.close(fd)
@@ -258,7 +259,7 @@ class Store:
         """Remove an entry. The caller holds its lock."""
         with writing(self.folder):
             trash = self.folder / TRASH / uuid.uuid4().hex
-            trash.parent.mkdir(exist_ok=True)
+            make_folder(trash.parent)
             (self.folder / key).rename(trash)
             _remove(trash)
 
@@ -270,6 +271,8 @@ class Store:
         """All unfinished downloads."""
         found = []
         for name in self._names(self.folder / PARTIAL):
+            if not KEY.fullmatch(name.partition(".")[0]):
+                continue
             num_bytes, written = 0, 0.0
             for base, _, files in os.walk(self.folder / PARTIAL / name):
                 for path in (base, *(os.path.join(base, file) for file in files)):
@@ -282,6 +285,8 @@ class Store:
 
     def _names(self, folder: Path) -> list[str]:
         try:
+            if folder != self.folder and folder.is_symlink():
+                raise OSError(errno.ELOOP, "it is a symbolic link")
             return sorted(os.listdir(folder))
         except FileNotFoundError:
             if folder == self.folder:
@@ -323,18 +328,18 @@ def prune(
     """Mark entries as used, then delete those that are unused, and abandoned downloads.
 
     Args:
-        keep: digests that are in use; they are marked before anything is deleted.
+        keep: digests or keys that are in use; all entries of their digests are marked before anything is deleted.
 
     Raises:
         FatalError: the store cannot be read or written.
     """
-    kept = set(keep)
+    kept = {key.partition("-")[0] for key in keep}
     if not dry_run:
         store.prepare()
     keys = store.all_keys()
     for key in keys:
         if key.partition("-")[0] in kept and not dry_run:
-            with writing(store.folder):
+            with writing(store.folder), contextlib.suppress(FileNotFoundError):
                 os.utime(store.folder / key, (now(), now()), follow_symlinks=False)
     for key in keys:
         if key.partition("-")[0] in kept:
@@ -381,7 +386,11 @@ def _remove(path: Path) -> None:
 
 
 def _unused(folder: Path, now: float) -> float:
-    return now - folder.lstat().st_mtime
+    """Seconds since its last use; negative if another process has deleted it."""
+    try:
+        return now - folder.lstat().st_mtime
+    except FileNotFoundError:
+        return -1.0
 
 
 def bytes_in(folder: Path) -> int:

@@ -13,7 +13,6 @@ import shutil
 import threading
 import time
 import zlib
-from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -70,11 +69,16 @@ class Chunk:
     end: int
 
 
+def num_chunks(num_bytes: int, limits: TransferLimits) -> int:
+    """Of one file; an empty one has one, too."""
+    return max(1, -(-num_bytes // limits.chunk_bytes))
+
+
 def chunks_of(sizes: Sequence[int], limits: TransferLimits) -> Iterator[Chunk]:
-    """All chunks in the order of reading: files in groups, the chunks of a group in turns. An empty file is one."""
+    """All chunks in the order of reading: files in groups, the chunks of a group in turns."""
     for first in range(0, len(sizes), limits.num_files):
         group = range(first, min(first + limits.num_files, len(sizes)))
-        for number in range(-(-max(sizes[one] for one in group) // limits.chunk_bytes) or 1):
+        for number in range(max(num_chunks(sizes[one], limits) for one in group)):
             begin = number * limits.chunk_bytes
             for file in group:
                 if begin < sizes[file] or number == 0:
@@ -93,7 +97,7 @@ class _Target:
         self.path = path
         self.sha256 = ""
         """Known once all chunks are there and match."""
-        self._num_chunks = num_chunks
+        self.num_chunks = num_chunks
         self._hash: FileHash | None = None
         self._lock = threading.Lock()
         self._waiting: dict[int, Chunk] = {}
@@ -123,7 +127,7 @@ class _Target:
             with self._lock:
                 self._busy = False
                 self._next += 1
-            if following.number == self._num_chunks - 1:
+            if following.number == self.num_chunks - 1:
                 return self._end(self._hash)
         return ""
 
@@ -171,10 +175,9 @@ class Transfer:
         self._limits = limits
         self._free_bytes = free_bytes
         files = [listing.files[name] for name in names]
-        chunks = list(chunks_of([file.num_bytes for file in files], limits))
-        num_chunks = Counter(chunk.file for chunk in chunks)
-        self._targets = [_Target(file, folder / file.name, num_chunks[i]) for i, file in enumerate(files)]
-        self._todo = deque(chunks)
+        self._targets = [_Target(file, folder / file.name, num_chunks(file.num_bytes, limits)) for file in files]
+        # Not a list: what a source says of sizes is believed once the disk has the space.
+        self._todo = chunks_of([file.num_bytes for file in files], limits)
         self._total_bytes = sum(file.num_bytes for file in files)
         self._lock = threading.Lock()
         self._done_bytes = self._read_bytes = 0
@@ -201,7 +204,7 @@ class Transfer:
             self._check_space()
             for target in self._targets:
                 target.create()
-        num_readers = min(self._limits.num_readers, len(self._todo))
+        num_readers = min(self._limits.num_readers, sum(target.num_chunks for target in self._targets))
         for number in range(num_readers):
             # Daemons: one that waits for a silent source must not delay the end of the process.
             threading.Thread(target=self._work, name=f"transfer-{number}", daemon=True).start()
@@ -241,9 +244,9 @@ class Transfer:
         buffer = bytearray(BLOCK_BYTES)
         try:
             while not self._stop.is_set():
-                try:
-                    chunk = self._todo.popleft()
-                except IndexError:
+                with self._lock:
+                    chunk = next(self._todo, None)
+                if chunk is None:
                     return
                 self._settle(chunk, buffer)
         except _Stopped:
