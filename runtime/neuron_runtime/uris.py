@@ -67,6 +67,7 @@ _REPOSITORY = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95}", re.
 _REVISION = re.compile(r"[A-Za-z0-9][\w./-]{0,199}", re.ASCII)
 _BUCKET = re.compile(r"[a-z0-9][a-z0-9.-]{1,61}[a-z0-9]", re.ASCII)
 _CLAIM = re.compile(r"[a-z0-9]([a-z0-9.-]{0,251}[a-z0-9])?", re.ASCII)
+_PASSWORD = re.compile(r"//[^\s/@]*:[^\s/@]*@")
 _MAX_PATH_CHARACTERS = 900
 
 
@@ -77,6 +78,7 @@ def parse_uri(uri: str, field: str = "$.model.uri") -> Model:
         InvalidConfig: at `field`, for an unknown scheme or a malformed URI; names the accepted form.
     """
     scheme, separator, rest = uri.partition(":")
+    uri = _PASSWORD.sub("//***@", uri)  # for messages
     if not separator:
         raise InvalidConfig(field, f"{uri!r} is not a URI; write {FORMS}")
     parse = _PARSERS.get(scheme)

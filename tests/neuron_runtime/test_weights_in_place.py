@@ -114,3 +114,10 @@ class TestClaims:
         with pytest.raises(FatalError, match="leaves the volume") as caught:
             materialize(ModelSource(uri="pvc://shared/chat"), tmp_path, quiet)
         assert caught.value.exit_code is ExitCode.INVALID_MODEL
+
+
+@pytest.mark.parametrize("uri", ["https://me:pa55@host/m", "s3://key:pa55@bucket/x", "hf://me:pa55@org/name"])
+def test_a_password_in_a_uri_is_not_printed(uri: str) -> None:
+    with pytest.raises(InvalidConfig, match=r"//\*\*\*@") as caught:
+        parse_uri(uri)
+    assert "pa55" not in str(caught.value)
