@@ -260,13 +260,11 @@ def test_pods_that_a_node_would_refuse_are_not_started_or_started_ever_more_rare
             message = _until_reason(story, "cores", "AllocationRejected")["message"]
             assert f"node {NEURON_NODE} refused pod cores-" in message
             assert "invalid without the k8s-neuron-scheduler" in message
-            first = story.serving_pods("cores")
             time.sleep(12)  # there would be dozens of pods; the next attempt is after ten seconds
             print(f"    {created()} pods created")
             assert created() <= 8
             pods = story.serving_pods("cores")
             assert len([pod for pod in pods if pod["status"]["phase"] == "Failed"]) <= 2
-            assert not any(pod["status"].get("containerStatuses") for pod in first)
             assert _until_reason(story, "cores", "AllocationRejected")
         with story.stage("sizes: corrected"):
             story.apply(_model("cores", "file:///models/demo", accelerator={"type": "Neuron", "cores": 1}))
@@ -276,6 +274,44 @@ def test_pods_that_a_node_would_refuse_are_not_started_or_started_ever_more_rare
         rig.kubectl("label", "node", NEURON_NODE, "--overwrite", f"{type_label}={known}")
         rig.kubectl("label", "node", NEURON_NODE, "neuron-serving.dev/allocation-")
     story.kubectl("delete", "nm", "cores")
+
+
+def test_what_breaks_a_pod_from_outside_is_named(story: Story) -> None:
+    """A missing ConfigMap, a variable, a sidecar, a full disk."""
+    words = {"name": "WORDS", "valueFrom": {"configMapKeyRef": {"name": "words", "key": "all"}}}
+    disk = {"podTemplate": {"spec": {"resources": {"limits": {"ephemeral-storage": "1Mi"}}}}}
+    home = {"name": "PYTHONHOME", "value": "/nowhere"}
+    with story.stage("outside: models that work"):
+        for name in ("mapped", "homeless", "joined", "evicted"):
+            story.apply(_model(name, "file:///models/demo", replicas=0))
+        for name in ("mapped", "homeless", "joined", "evicted"):
+            _until_reason(story, name, "ScaledToZero")
+    with story.stage("outside: reported"):
+        story.apply(_model("mapped", "file:///models/demo", engine={"env": [words]}))
+        story.apply(_model("homeless", "file:///models/demo", engine={"env": [home]}))
+        story.apply(_model("joined", "file:///models/demo"))
+        image = story.items("deployments", "neuron-serving.dev/model=joined")[0]["spec"]["template"]["spec"]
+        sidecar = {
+            "name": "proxy",
+            "image": image["containers"][0]["image"],
+            "command": ["sh", "-c", "echo busy; exit 3"],
+        }
+        patch = {"spec": {"template": {"spec": {"containers": [{**sidecar, "imagePullPolicy": "Never"}]}}}}
+        story.kubectl("patch", "deployment", "joined", "--type=strategic", "-p", json.dumps(patch))
+        story.apply(_model("evicted", "hf://demo/demo", **disk))
+        assert 'configmap "words" not found' in _until_reason(story, "mapped", "ConfigMapNotFound")["message"]
+        crashed = _until_reason(story, "homeless", "CrashLoop")["message"]
+        assert "check the variables in engine.env: Python did not start" in crashed
+        assert "no Python frame" not in crashed
+        joined = _until_reason(story, "joined", "CrashLoop")["message"]
+        assert re.search(r"container proxy ended with exit code 3 .* -c proxy; container proxy is not the", joined)
+        assert "ephemeral" in _until_reason(story, "evicted", "StorageFull")["message"]
+    with story.stage("outside: corrected"):
+        story.kubectl("create", "configmap", "words", "--from-literal=all=yes")
+        story.until_ready(1, "mapped")
+        events = json.loads(story.kubectl("get", "events", "-o", "json"))["items"]
+        assert not [e for e in events if e["type"] == "Warning" and "None" in e["message"]]
+    story.kubectl("delete", "nm", "mapped", "homeless", "joined", "evicted")
 
 
 def test_user_errors_are_reported_and_clear_when_corrected(installation: Installation, story: Story) -> None:

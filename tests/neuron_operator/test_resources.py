@@ -66,6 +66,15 @@ def test_more_in_the_manifest_requests_more_memory(more: dict[str, Any], than: d
     assert requested(EIGHT_B, **more)[1] > requested(EIGHT_B, **than)[1]
 
 
+def test_a_cache_that_the_engine_can_make_smaller_does_not_keep_the_pod_from_nodes() -> None:
+    many = {"maxSequences": 256, "maxModelLength": 8192}
+    blocks = requested(EIGHT_B, serving={**many, "prefixCaching": "Enabled"})[1]
+    no_length = requested(EIGHT_B, serving={"maxSequences": 256})[1]
+    lines = requested(EIGHT_B, serving=many)[1]
+    assert blocks == no_length < 40
+    assert lines > 256, "a line per sequence of this length is allocated whole, or refused"
+
+
 def test_a_simulated_device_needs_neither_weights_nor_torch() -> None:
     assert requested(EIGHT_B, engine={"backend": "simulated"}) == (0.2, 0.1875)
 

@@ -22,6 +22,7 @@ from neuron_runtime.backend.torch.loader import load
 from neuron_runtime.backend.torch.random_model import model_config, write_random_model
 from neuron_runtime.backend.torch.read_ahead import read_ahead
 from neuron_runtime.checkpoint import InvalidModel, read_checkpoint
+from neuron_runtime.host import FreeMemory
 
 Tensors = dict[str, torch.Tensor]
 KEY = "model.layers.1.self_attn.k_proj.weight"
@@ -81,7 +82,7 @@ def test_progress_grows_to_the_total_over_all_shards(tmp_path: Path) -> None:
     random_model(tmp_path, max_shard_bytes=50_000)
     assert len(read_checkpoint(tmp_path).files) > 3
     shares: list[float] = []
-    load(tmp_path, runtime_config(), lambda what, share: shares.append(share), lambda: 2**30).close()
+    load(tmp_path, runtime_config(), lambda what, share: shares.append(share), lambda: FreeMemory(2**30)).close()
     assert shares == sorted(shares)
     assert shares[-1] == 1.0
     assert len(shares) > 10
@@ -163,7 +164,7 @@ def test_loading_runs_on_the_device_thread_and_its_failure_ends_it(tmp_path: Pat
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        load(folder, runtime_config(), interrupted, lambda: 2**30)
+        load(folder, runtime_config(), interrupted, lambda: FreeMemory(2**30))
     assert len(seen) == 3
     assert threads == {"device_0"}
     assert "device_0" not in {thread.name for thread in set(threading.enumerate()) - others}

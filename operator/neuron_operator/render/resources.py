@@ -30,6 +30,8 @@ SCRATCH_SHARE = 0.1
 DEFAULT_SEQUENCES = 8
 DEFAULT_LENGTH = 4096
 """If the manifest sets no length, the engine takes what is free, up to the model's length; this much is requested."""
+MAX_ELASTIC_TOKENS = 4 * DEFAULT_SEQUENCES * DEFAULT_LENGTH
+"""Where the engine makes the cache smaller to fit, no more is requested: the pod would find no node but would run."""
 MILLICORES_PER_PROCESS = 100
 """A loop that mostly waits. More is used if the node has it."""
 READ_BYTES_PER_CORE = 8 * 10**9
@@ -82,6 +84,8 @@ def _cache_bytes(model: NeuronModel, facts: Facts) -> int:
     tokens = (serving.max_sequences or DEFAULT_SEQUENCES) * length
     if serving.num_blocks:
         tokens = serving.num_blocks * (serving.block_size or 16)
+    elif serving.max_model_length is None or serving.block_size or serving.prefix_caching == "Enabled":
+        tokens = min(tokens, max(length, MAX_ELASTIC_TOKENS))
     return tokens * 2 * facts.num_layers * facts.num_kv_heads * facts.head_dim * _width(model, facts)
 
 
