@@ -47,6 +47,7 @@ def test_a_missing_model_ends_the_command_with_its_reason(tmp_path: Path) -> Non
     ended = local(tmp_path, MODEL % ("file:///no/such/model", "CPU", ""))
     assert ended.returncode == 1
     assert "neuron-operator local: ModelNotFound: /no/such/model is not a folder" in ended.stderr
+    assert ended.stderr.count("is not a folder") == 2, "by the pod, and as the reason"
 
 
 def test_a_model_path_is_relative_to_the_manifest(tmp_path: Path) -> None:

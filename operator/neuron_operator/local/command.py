@@ -214,13 +214,15 @@ class _Session:
         while not stop.is_set():
             self.wake.clear()
             requeue = await self._pass(machine)
-            ready = self._show_conditions()
+            ready = self._is_ready()
+            trouble = None if ready else self._trouble(machine)
+            self._show_conditions(trouble or "")
             if ready and not self.announced:
                 self.announced = True
                 await self._announce(machine)
                 if self.options.exit:
                     return EXIT_OK
-            if not ready and (trouble := self._trouble(machine)):
+            if trouble is not None:
                 print(f"neuron-operator local: {trouble}", file=sys.stderr)
                 return EXIT_FAILED
             with contextlib.suppress(TimeoutError):
@@ -254,17 +256,20 @@ class _Session:
         ready = next((c for c in self.status.get("conditions", []) if c["type"] == "Ready"), None)
         return f"{ready['reason']}: {ready['message']}" if ready else "nothing is running and the model is not ready"
 
-    def _show_conditions(self) -> bool:
-        ready = False
-        for condition in self.status.get("conditions", []):
-            kind = condition["type"]
-            now = (condition["status"], condition["reason"], condition.get("message", ""))
-            ready = ready or (kind == "Ready" and now[0] == "True")
-            if self.shown.get(kind) != now and kind in CONDITIONS and now[0] != "Unknown":
-                self.shown[kind] = now
-                reason = "" if now[1] == kind else f"{now[1]}: "
-                self._say(f"{kind:<13} {now[0]:<5}  {reason}{now[2]}")
-        return ready
+    def _is_ready(self) -> bool:
+        return any(c["type"] == "Ready" and c["status"] == "True" for c in self.status.get("conditions", ()))
+
+    def _show_conditions(self, trouble: str) -> None:
+        """Print the conditions that changed, except what the line about `trouble` is about to say."""
+        for condition in self.status.get("conditions", ()):
+            kind, message = condition["type"], condition.get("message", "")
+            now = (condition["status"], condition["reason"], message)
+            if self.shown.get(kind) == now or kind not in CONDITIONS or now[0] == "Unknown":
+                continue
+            self.shown[kind] = now
+            reason = "" if now[1] == kind else f"{now[1]}: "
+            if not (message and trouble.endswith(message)):
+                self._say(f"{kind:<13} {now[0]:<5}  {reason}{message}")
 
     async def _announce(self, machine: Machine) -> None:
         self._say("ready")
