@@ -17,6 +17,8 @@ from neuron_operator.records import Record, parse_record
 from neuron_operator.revision import Revision
 from neuron_operator.world import FreeDevices, Object, World
 
+EVICTED = "Evicted"
+"""The kubelet's reason, in the status of a pod and of the Event about it."""
 _EARLIEST = datetime.min.replace(tzinfo=UTC)
 
 
@@ -129,8 +131,10 @@ class PodView:
 
     @property
     def has_failed(self) -> bool:
-        """Refused, evicted or stopped by its node: a serving pod whose container ends is restarted in place."""
-        return self.phase == "Failed" and not self.is_deleting
+        """Refused, evicted or stopped by its node: a serving pod whose container ends is restarted in place. The
+        kubelet says Succeeded if the container of a pod that it evicted ended well."""
+        ended = ("Failed", "Succeeded") if self.role == names.ROLE_LEADER else ("Failed",)
+        return self.phase in ended and not self.is_deleting
 
     @property
     def age_key(self) -> tuple[datetime, str]:
@@ -234,7 +238,7 @@ def observe(world: World) -> Observed:
         job_pods=tuple(pod for pod in pods if pod.job),
         warnings={
             text(event, "regarding", "name"): f"{text(event, 'reason')}: {text(event, 'note')}"
-            for event in world.events or ()
+            for event in sorted(world.events or (), key=lambda event: text(event, "reason") == EVICTED)
         },
         free=world.free,
         now=world.now,

@@ -663,6 +663,22 @@ def test_the_message_quotes_a_job_that_fails_or_cannot_start(state: Object, says
     assert says in condition(decision.status, "Ready")["message"]
 
 
+def test_an_evicted_pod_whose_container_ended_well_is_explained_by_its_event() -> None:
+    """The kubelet's last word is then the phase Succeeded, without a reason."""
+    stopped = pod(phase="Succeeded", state=ended(0))
+    decision = seen(stopped)
+    assert decision.needs == {Need.EVENTS}
+    note = "Pod ephemeral local storage usage exceeds the total limit of containers 1Mi. "
+    events = [
+        {"regarding": {"name": "chat-1"}, "reason": reason, "note": text}
+        for reason, text in (("Evicted", note), ("Unhealthy", "Readiness probe failed"))
+    ]
+    ready = condition(seen(stopped, events=tuple(events)).status, "Ready")
+    assert ready["reason"] == "StorageFull"
+    assert f"node n1 stopped pod chat-1: Evicted: {note.strip()}; raise the limit" in ready["message"]
+    assert "; the next pod is created at " in ready["message"]
+
+
 def test_an_evicted_pod_of_a_job_is_reported_as_such() -> None:
     message = "Pod ephemeral local storage usage exceeds the total limit of containers 1Mi. "
     decision = resolving(ended(0), reason="Evicted", message=message)

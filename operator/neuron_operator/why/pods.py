@@ -12,7 +12,7 @@ from neuron_operator.objects import instant, items, text
 from neuron_operator.placement import Placement, describe_free, describe_sizes
 from neuron_operator.reasons import Finding, Reason, unmet
 from neuron_operator.revision import Revision
-from neuron_operator.views import ContainerView, Observed, PodView, Termination
+from neuron_operator.views import EVICTED, ContainerView, Observed, PodView, Termination
 from neuron_operator.world import Need
 
 UNEXPLAINED_SECONDS = 20
@@ -53,16 +53,21 @@ def explain_failure(pod: PodView, observed: Observed, resources: str = "podTempl
     due = next_attempt(observed, pod.revision)
     again = f"; the next pod is created at {due:%Y-%m-%dT%H:%M:%SZ}" if due else ""
     verb = "stopped" if pod.is_admitted else "refused"
-    text = f"node {pod.node} {verb} pod {pod.name}: {pod.reason}: {pod.message.strip()}"
-    if pod.reason in _SHUTDOWN:
+    reason, message, needs = pod.reason, pod.message.strip(), frozenset[Need]()
+    if pod.phase == "Succeeded" and not reason:
+        needs = frozenset({Need.EVENTS})
+        said, _, note = observed.warnings.get(pod.name, "").partition(": ")
+        reason, message = (said, note.strip()) if said == EVICTED else ("", "")
+    text = f"node {pod.node} {verb} pod {pod.name}: {reason}: {message}"
+    if reason in _SHUTDOWN:
         return unmet("Available", Reason.NODE_LOST, f"{text}{again}")
-    if pod.reason == "Evicted":
-        reason, cure = _explain_eviction(pod.message)
-        return unmet("Available", reason, f"{text}; {cure} in {resources}{again}")
+    if reason == EVICTED:
+        why, cure = _explain_eviction(message)
+        return unmet("Available", why, f"{text}; {cure} in {resources}{again}", needs)
     if not pod.is_admitted:
         return unmet("Available", Reason.ALLOCATION_REJECTED, f"{text}{again}")
-    if pod.container.ended is not None and not pod.reason:
-        return _explain_end(pod, pod.container.ended, observed)
+    if pod.container.ended is not None and not reason:
+        return replace(_explain_end(pod, pod.container.ended, observed), needs=needs)
     return unmet("Available", Reason.CRASH_LOOP, f"{text}{again}")
 
 
