@@ -196,8 +196,9 @@ def test_no_right_reaches_secrets_or_is_a_wildcard(helm: Helm, values: Mapping[s
 
 def test_kubernetes_own_roles_include_models(helm: Helm, server: ApiServer) -> None:
     rbac = "rbac.authorization.k8s.io"
-    for role in (d for d in helm.render(IMAGES) if d["kind"] == "ClusterRole"):
-        server.apply(f"/apis/{rbac}/v1/clusterroles/{role['metadata']['name']}", role)
+    roles = {role["metadata"]["name"]: role for role in helm.render(IMAGES) if role["kind"] == "ClusterRole"}
+    for name, role in roles.items():
+        server.apply(f"/apis/{rbac}/v1/clusterroles/{name}", role)
     for name in ("view", "edit", "admin"):
         reference = {"apiGroup": rbac, "kind": "ClusterRole", "name": name}
         subject = {"apiGroup": rbac, "kind": "User", "name": f"{name}er"}
@@ -224,6 +225,8 @@ def test_kubernetes_own_roles_include_models(helm: Helm, server: ApiServer) -> N
         assert all(may(user, verb) for verb in ("get", "create", "patch", "delete"))
     assert not [verb for verb in ("create", "update", "patch", "delete") if may("viewer", verb)]
     assert not may("editer", "patch", "neuronmodels/status")
+    for name in roles:
+        server.call("DELETE", f"/apis/{rbac}/v1/clusterroles/{name}")
 
 
 def settings_of(documents: list[dict[str, Any]]) -> settings.RunSettings:
