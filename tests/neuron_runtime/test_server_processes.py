@@ -308,10 +308,10 @@ def test_an_unreachable_hub_ends_the_command_with_what_to_check(tmp_path: Path) 
         with serve("org/name", "--port", "0", "--record", str(record)) as command:
             assert command.wait() == 1
     written = msgspec.json.decode(record.read_bytes())
-    assert "cannot be reached for hf://org/name" in written["message"]
+    assert "cannot be read for hf://org/name" in written["message"]
     assert "reason" not in written
     assert "restarting it" not in command.text
-    assert command.text.count("cannot be reached for hf://org/name") == 1
+    assert command.text.count("cannot be read for hf://org/name") == 1
     assert "Traceback" not in command.text
 
 
