@@ -278,14 +278,13 @@ def test_pods_that_a_node_would_refuse_are_not_started_or_started_ever_more_rare
 
 
 def test_what_breaks_a_pod_from_outside_is_named(story: Story) -> None:
-    """A missing ConfigMap, a variable, a sidecar, a full disk."""
+    """A missing ConfigMap, a variable, a sidecar."""
     words = {"name": "WORDS", "valueFrom": {"configMapKeyRef": {"name": "words", "key": "all"}}}
-    disk = {"podTemplate": {"spec": {"resources": {"limits": {"ephemeral-storage": "1Mi"}}}}}
     home = {"name": "PYTHONHOME", "value": "/nowhere"}
     with story.stage("outside: models that work"):
-        for name in ("mapped", "homeless", "joined", "evicted"):
+        for name in ("mapped", "homeless", "joined"):
             story.apply(_model(name, "file:///models/demo", replicas=0))
-        for name in ("mapped", "homeless", "joined", "evicted"):
+        for name in ("mapped", "homeless", "joined"):
             _until_reason(story, name, "ScaledToZero")
     with story.stage("outside: reported"):
         story.apply(_model("mapped", "file:///models/demo", engine={"env": [words]}))
@@ -299,20 +298,18 @@ def test_what_breaks_a_pod_from_outside_is_named(story: Story) -> None:
         }
         patch = {"spec": {"template": {"spec": {"containers": [{**sidecar, "imagePullPolicy": "Never"}]}}}}
         story.kubectl("patch", "deployment", "joined", "--type=strategic", "-p", json.dumps(patch))
-        story.apply(_model("evicted", "hf://demo/demo", **disk))
         assert 'configmap "words" not found' in _until_reason(story, "mapped", "ConfigMapNotFound")["message"]
         crashed = _until_reason(story, "homeless", "CrashLoop")["message"]
         assert "check the variables in engine.env: Python did not start" in crashed
         assert "no Python frame" not in crashed
         joined = _until_reason(story, "joined", "CrashLoop")["message"]
         assert re.search(r"container proxy ended with exit code 3 .* -c proxy; container proxy is not the", joined)
-        assert "ephemeral" in _until_reason(story, "evicted", "StorageFull")["message"]
     with story.stage("outside: corrected"):
         story.kubectl("create", "configmap", "words", "--from-literal=all=yes")
         story.until_ready(1, "mapped")
         events = json.loads(story.kubectl("get", "events", "-o", "json"))["items"]
         assert not [e for e in events if e["type"] == "Warning" and "None" in e["message"]]
-    story.kubectl("delete", "nm", "mapped", "homeless", "joined", "evicted")
+    story.kubectl("delete", "nm", "mapped", "homeless", "joined")
 
 
 def test_user_errors_are_reported_and_clear_when_corrected(installation: Installation, story: Story) -> None:
