@@ -38,6 +38,9 @@ Seconds = Annotated[float, Meta(ge=0)]
 
 LimitFlag = partial(Flag, default="chosen at startup")
 
+COMPILED = object()
+"""Marks a field that compiled graphs may depend on; a backend's `compiler` sees no other. See `artifacts/key.py`."""
+
 
 class Document(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, rename="camel"):
     """A part of the configuration: camelCase in JSON, unknown keys refused."""
@@ -48,20 +51,31 @@ class ModelSource(Document, frozen=True, kw_only=True):
         str,
         "Model to serve: `hf://org/name[@revision]`, `s3://bucket/prefix`, `pvc://claim/path` or "
         "`file:///absolute/path`",
+        COMPILED,
     ]
     digest: Annotated[
-        str, "Expected commit (`hf://`) or hash (others), as found by `inspect`; others fail with `ChecksumMismatch`"
+        str,
+        "Expected commit (`hf://`) or hash (others), as found by `inspect`; others fail with `ChecksumMismatch`",
+        COMPILED,
     ] = ""
 
 
 class EngineLimits(Document, frozen=True, kw_only=True):
     """Zero: chosen at startup from the model and the free memory."""
 
-    max_model_length: Annotated[Limit, "Maximum tokens of prompt plus output", LimitFlag("max_model_len", llm=True)] = 0
-    max_sequences: Annotated[Limit, "Maximum number of running requests", LimitFlag("max_num_seqs", llm=True)] = 0
-    max_step_tokens: Annotated[Limit, "Maximum tokens per step", LimitFlag("max_num_batched_tokens", llm=True)] = 0
-    block_size: Annotated[Limit, "Tokens per block of the KV cache", LimitFlag(llm=True)] = 0
-    num_blocks: Annotated[Limit, "Number of blocks of the KV cache", LimitFlag("num_gpu_blocks_override", llm=True)] = 0
+    max_model_length: Annotated[
+        Limit, "Maximum tokens of prompt plus output", LimitFlag("max_model_len", llm=True), COMPILED
+    ] = 0
+    max_sequences: Annotated[
+        Limit, "Maximum number of running requests", LimitFlag("max_num_seqs", llm=True), COMPILED
+    ] = 0
+    max_step_tokens: Annotated[
+        Limit, "Maximum tokens per step", LimitFlag("max_num_batched_tokens", llm=True), COMPILED
+    ] = 0
+    block_size: Annotated[Limit, "Tokens per block of the KV cache", LimitFlag(llm=True), COMPILED] = 0
+    num_blocks: Annotated[
+        Limit, "Number of blocks of the KV cache", LimitFlag("num_gpu_blocks_override", llm=True), COMPILED
+    ] = 0
     max_queued_requests: Annotated[Limit, "Maximum number of waiting requests; more get 429", LimitFlag()] = 0
     max_queued_tokens: Annotated[Limit, "Maximum prompt tokens of waiting requests; more get 429", LimitFlag()] = 0
 
@@ -135,33 +149,44 @@ class RuntimeConfig(Document, frozen=True, kw_only=True):
         BackendName,
         "Backend: `torch` or `simulated`; the others are not built yet",
         Flag(llm=True, metavar="NAME"),
+        COMPILED,
     ] = "torch"
+    compile: Annotated[
+        bool,
+        "Run compiled graphs: the artifact of this model and configuration is loaded, or compiled first",
+        Flag(llm=True),
+        COMPILED,
+    ] = False
     dtype: Annotated[
         Literal["auto", "float32", "bfloat16", "float16"],
         "Data type of weights and cache; `auto`: that of the stored weights",
         Flag(llm=True, read=dtype_word),
+        COMPILED,
     ] = "auto"
     layout: Annotated[
         Literal["auto", "slots", "blocks"],
         "KV cache layout: `slots`, one contiguous line per request, or `blocks`, allocated as a request grows",
         Flag(llm=True),
+        COMPILED,
     ] = "auto"
     prefix_caching: Annotated[
         Switch,
         "Reuse the KV cache of common prompt prefixes; enabled implies layout `blocks`",
         Flag("enable_prefix_caching", llm=True, default="on with layout `blocks`"),
+        COMPILED,
     ] = "auto"
     chunked_prefill: Annotated[
         Switch,
         "Prefill long prompts in chunks; disabled: a prompt longer than a step gets 400",
         Flag("enable_chunked_prefill", llm=True, default="on if the backend supports it"),
+        COMPILED,
     ] = "auto"
     limits: EngineLimits = EngineLimits()
     drain: DrainOptions = DrainOptions()
     text: TextOptions = TextOptions()
     server: ServerOptions = ServerOptions()
     override_neuron_config: Annotated[
-        dict[str, Any], "Settings for the backend", Flag(llm=True, metavar="JSON", read=json_value)
+        dict[str, Any], "Settings for the backend", Flag(llm=True, metavar="JSON", read=json_value), COMPILED
     ] = {}
 
 

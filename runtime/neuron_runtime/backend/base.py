@@ -1,13 +1,16 @@
-"""The seam between engine and device: the Backend protocol that every backend (torch, NxDI, fakes) implements.
+"""The seam between engine and device: the Backend protocol that every backend (torch, NxDI, fakes) implements, and the
+Compiler protocol of those that compile.
 
-Called by `engine.loop` on the one thread that owns the device. A backend handles batches and token ids; it knows
-nothing of requests, text or HTTP.
+A Backend is called by `engine.loop` on the one thread that owns the device; it handles batches and token ids, and knows
+nothing of requests, text or HTTP. A Compiler is called by `artifacts/`, and knows nothing of keys and stores.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from typing import Protocol
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
 
 from neuron_runtime.core import BackendLimits, Batch, Late, StepOutput
 
@@ -51,3 +54,57 @@ class Backend(Protocol):
 
     def close(self) -> None:
         """Release the device. Safe to call twice."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Needs:
+    """What compiled graphs depend on besides the model's digest: plain JSON values in a normal form.
+
+    Equal on every machine that can run the graphs, with or without a compiler: no path, no time, no free memory, no
+    default that is left open. Two configurations with equal needs share an artifact.
+    """
+
+    shapes: Mapping[str, Any]
+    """Rows, lengths, buckets: the sizes that are compiled."""
+    settings: Mapping[str, Any]
+    """Everything else that changes the graphs: dtype, layout, options of the compiler, a hash of our own source."""
+    libraries: Mapping[str, str]
+    """Versions that must be equal where graphs are compiled and where they run."""
+    target: Mapping[str, Any]
+    """The processors or devices that can run them, with the number of cores and ranks."""
+
+
+@dataclass(frozen=True, slots=True)
+class Graph:
+    """One unit of compilation, which may make several files (all submodels and buckets of a library that compiles them
+    together)."""
+
+    name: str
+    """For people: `decode of 8 rows`."""
+    compile: Callable[[Path], None]
+    """Write its files into a folder that all graphs share. Names of files and subfolders are plain and visible."""
+
+
+class Compiler(Protocol):
+    """What a backend compiles of one model and configuration; see `CompilingPackage` in `engine/backends.py`.
+
+    `needs` is read wherever a model is served, so it costs little and needs no compiler and no device. The rest is
+    called only in a process of its own that ends afterwards, with a scratch folder as working directory and TMPDIR.
+    Whatever it raises or prints is reported as COMPILE_FAILED; a FatalError keeps its code.
+    """
+
+    @property
+    def needs(self) -> Needs: ...
+
+    def tools(self) -> Mapping[str, str]:
+        """Versions of the programs that compile, for the record: they are not part of the key, because a serving pod
+        lacks them. Raises FatalError with COMPILE_FAILED and a cure if one is missing."""
+
+    def graphs(self) -> Sequence[Graph]:
+        """In the order in which they are compiled."""
+
+    def check(self, folder: Path) -> None:
+        """Load every graph once, without weights, device or compiler, as far as that is possible. Raises if it fails.
+
+        Called in another process than `graphs`, whose PATH is empty.
+        """

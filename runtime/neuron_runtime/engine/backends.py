@@ -10,7 +10,7 @@ import importlib
 from pathlib import Path
 from typing import Protocol, cast
 
-from neuron_runtime.backend.base import Backend, ProgressCallback
+from neuron_runtime.backend.base import Backend, Compiler, ProgressCallback
 from neuron_runtime.config import RuntimeConfig
 from neuron_runtime.console import say
 from neuron_runtime.core import BackendLimits
@@ -32,6 +32,27 @@ class BackendPackage(Protocol):
         """See `load_backend` of the torch backend."""
 
 
+class CompilingPackage(BackendPackage, Protocol):
+    """Interface of the package of a backend that can compile."""
+
+    COMPILER_READS_WEIGHTS: bool
+    """Whether `compiler` needs the weights; otherwise config.json and the headers of the weights suffice, and the data
+    of every tensor may be a hole in its file."""
+
+    def compiler(self, config: RuntimeConfig, model_dir: Path) -> Compiler:
+        """What to compile. Only the fields of `config` that are marked `COMPILED` are set, all others have defaults.
+
+        Raises:
+            InvalidConfig: a setting cannot be compiled, or must be set so that shapes do not depend on the machine.
+            InvalidModel: the model cannot be compiled.
+        """
+
+    def load_backend(
+        self, model_dir: Path, config: RuntimeConfig, progress: ProgressCallback, artifact: Path | None = None
+    ) -> Backend:
+        """Load with the compiled graphs in a folder, which may be read-only; None: nothing is compiled."""
+
+
 SHORT_TOKENS = 128
 """Fewer tokens of prompt plus output are hardly on purpose: the shortest chats take more."""
 
@@ -47,7 +68,10 @@ def warn_if_short(config: RuntimeConfig, limits: BackendLimits) -> None:
 
 def check_backend(config: RuntimeConfig) -> None:
     """Raises InvalidConfig if the backend is not part of this runtime, or does not support the configuration."""
-    backend_package(config).check_config(config)
+    package = backend_package(config)
+    package.check_config(config)
+    if config.compile and not hasattr(package, "compiler"):
+        raise InvalidConfig("$.compile", f"the {config.backend} backend compiles nothing: leave it out")
 
 
 def backend_package(config: RuntimeConfig) -> BackendPackage:
