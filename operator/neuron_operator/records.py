@@ -38,6 +38,16 @@ class StoredWeights(Struct, frozen=True, kw_only=True, rename="camel"):
     read_bytes: int
 
 
+class StoredArtifact(Struct, frozen=True, kw_only=True, rename="camel"):
+    """What `compile` reports about an artifact in a store."""
+
+    key: str
+    bytes: int
+    seconds: float
+    reused: bool
+    peak_bytes: int
+
+
 class Record(Struct, frozen=True, kw_only=True, rename="camel"):
     version: int
     command: str
@@ -47,6 +57,7 @@ class Record(Struct, frozen=True, kw_only=True, rename="camel"):
     message: str = ""
     facts: Facts | None = None
     weights: StoredWeights | None = None
+    artifact: StoredArtifact | None = None
     seconds: float = 0.0
 
 

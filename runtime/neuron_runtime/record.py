@@ -48,6 +48,19 @@ class StoredWeights(msgspec.Struct, frozen=True, kw_only=True, rename="camel"):
     """From the source, by this command; 0 if the store had the model, less than `bytes` after a resumption."""
 
 
+class StoredArtifact(msgspec.Struct, frozen=True, kw_only=True, rename="camel"):
+    """What `compile` left in the store."""
+
+    key: str
+    bytes: int
+    seconds: float
+    """That it took to compile it, also if an earlier command did."""
+    reused: bool
+    """Whether it was there already."""
+    peak_bytes: int
+    """Most memory that the compiler had."""
+
+
 class Record(msgspec.Struct, frozen=True, kw_only=True, rename="camel", omit_defaults=True):
     version: int
     command: str
@@ -57,6 +70,7 @@ class Record(msgspec.Struct, frozen=True, kw_only=True, rename="camel", omit_def
     message: str = ""
     facts: ModelFacts | None = None
     weights: StoredWeights | None = None
+    artifact: StoredArtifact | None = None
     seconds: float = 0.0
 
 
@@ -75,10 +89,20 @@ def failure(command: str, error: ServingError, seconds: float = 0.0) -> Record:
 
 
 def success(
-    command: str, facts: ModelFacts | None = None, seconds: float = 0.0, weights: StoredWeights | None = None
+    command: str,
+    facts: ModelFacts | None = None,
+    seconds: float = 0.0,
+    weights: StoredWeights | None = None,
+    artifact: StoredArtifact | None = None,
 ) -> Record:
     return Record(
-        version=RECORD_VERSION, command=command, ok=True, facts=facts, weights=weights, seconds=round(seconds, 3)
+        version=RECORD_VERSION,
+        command=command,
+        ok=True,
+        facts=facts,
+        weights=weights,
+        artifact=artifact,
+        seconds=round(seconds, 3),
     )
 
 

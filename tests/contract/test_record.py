@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from neuron_operator.records import VERSION, Facts, Record, StoredWeights, parse_record
+from neuron_operator.records import VERSION, Facts, Record, StoredArtifact, StoredWeights, parse_record
 from neuron_runtime import record as runtime
 from neuron_runtime.errors import ExitCode, FatalError
 
@@ -49,6 +49,23 @@ def test_the_operator_reads_what_fetch_stored(weights: runtime.StoredWeights) ->
 
 
 @settings(deadline=None)
+@given(
+    st.builds(
+        runtime.StoredArtifact,
+        key=st.text(max_size=64),
+        bytes=COUNT,
+        seconds=st.floats(0, 1e6),
+        reused=st.booleans(),
+        peak_bytes=COUNT,
+    )
+)
+def test_the_operator_reads_what_compile_stored(artifact: runtime.StoredArtifact) -> None:
+    read = parse_record(runtime.encode(runtime.success("compile", artifact=artifact)).decode())
+    assert read is not None
+    assert msgspec.to_builtins(read.artifact) == msgspec.to_builtins(artifact)
+
+
+@settings(deadline=None)
 @given(st.sampled_from(ExitCode), st.text(max_size=5000))
 def test_a_failure_keeps_code_and_reason_with_a_message_of_any_length(code: ExitCode, message: str) -> None:
     read = parse_record(runtime.encode(runtime.failure("serve", FatalError(code, message))).decode())
@@ -61,6 +78,7 @@ def test_operator_and_runtime_use_the_same_record_fields_and_version() -> None:
     assert Record.__struct_encode_fields__ == runtime.Record.__struct_encode_fields__
     assert Facts.__struct_encode_fields__ == runtime.ModelFacts.__struct_encode_fields__
     assert StoredWeights.__struct_encode_fields__ == runtime.StoredWeights.__struct_encode_fields__
+    assert StoredArtifact.__struct_encode_fields__ == runtime.StoredArtifact.__struct_encode_fields__
     assert Record.__annotations__.keys() == runtime.Record.__annotations__.keys()
     assert VERSION == runtime.RECORD_VERSION
 

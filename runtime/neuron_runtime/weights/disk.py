@@ -25,7 +25,7 @@ def writing(folder: Path) -> Iterator[None]:
         yield
     except OSError as error:
         if error.errno in _FULL:
-            message = f"{folder}: {error.strerror}; provide more space for the weights, or prune it"
+            message = f"{folder}: {error.strerror}; provide more space, or prune it"
             raise FatalError(ExitCode.STORAGE_FULL, message) from error
         if error.errno in _REFUSED:
             message = f"{folder} cannot be written: {error.strerror}; name a folder that this user may write"

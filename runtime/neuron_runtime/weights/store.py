@@ -1,11 +1,12 @@
-"""A folder of models, each under its digest: found, locked while it is fetched, published by one rename, pruned.
+"""A folder of models (or artifacts), each under its digest: found, locked while it is made, published by one rename,
+pruned.
 
-    DIR/KEY/                 a complete model: read-only files and a manifest; its mtime is when it was last used
-    DIR/.partial/KEY/        a download: `files/` and its journal; nothing loads it
-    DIR/.locks/KEY           locked while the model is fetched or deleted
+    DIR/KEY/                 a complete entry: read-only files and a manifest; its mtime is when it was last used
+    DIR/.partial/KEY/        a download or compilation: `files/`, and a download's journal; nothing loads it
+    DIR/.locks/KEY           locked while the entry is made or deleted
 
-Called by `fetching` and by the commands. A folder that is mounted read-only is enough to find a model. It knows no
-source and never looks inside a model's files, except to verify them.
+Called by `fetching`, by `artifacts/` and by the commands. A folder that is mounted read-only is enough to find an
+entry. It knows no source and never looks inside the files of an entry, except to verify them.
 """
 
 from __future__ import annotations
@@ -44,13 +45,30 @@ WAIT_SECONDS = 1.0
 _NO_LOCKS = frozenset({errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP})
 
 
+@dataclass(frozen=True)
+class Kind:
+    """What a store holds, and how errors speak of it."""
+
+    noun: str
+    work: str
+    """What makes one."""
+    accepts: Callable[[str], bool]
+    """Whether an entry may have a file of this name."""
+    damaged: ExitCode
+    cure: str
+    """Of a damaged one."""
+
+
+MODELS = Kind("model", "download", is_part, ExitCode.CHECKSUM_MISMATCH, "delete it and fetch the model again")
+
+
 class Damaged(FatalError):
     """An entry does not have the files of its manifest."""
 
-    def __init__(self, folder: Path, what: str) -> None:
+    def __init__(self, folder: Path, what: str, kind: Kind = MODELS) -> None:
         self.reason = what
         self.what = f"{folder} is damaged: {what}"
-        super().__init__(ExitCode.CHECKSUM_MISMATCH, f"{self.what}; delete it and fetch the model again")
+        super().__init__(kind.damaged, f"{self.what}; {kind.cure}")
 
 
 class StoredFile(msgspec.Struct, frozen=True):
@@ -75,7 +93,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
 
 @dataclass(frozen=True)
 class Entry:
-    """A complete model of a store."""
+    """A complete model or artifact of a store."""
 
     key: str
     folder: Path
@@ -89,10 +107,13 @@ class Entry:
     def damage(self) -> str:
         """What is wrong with names, kinds and sizes of its files, "" if nothing is. Reads no contents."""
         for file in self.manifest.files:
+            path = self.folder / file.name
             try:
-                found = (self.folder / file.name).lstat()
+                found = path.lstat()
             except OSError as error:
                 return f"{file.name}: {error.strerror}"
+            if path.parent != self.folder and path.parent.resolve() != self.folder.resolve() / Path(file.name).parent:
+                return f"{file.name} is behind a symbolic link"
             if not stat.S_ISREG(found.st_mode):
                 return f"{file.name} is not a regular file"
             if found.st_size != file.bytes:
@@ -108,7 +129,7 @@ class Entry:
         wrong = []
         buffer = bytearray(2**20)
         names = {file.name for file in self.manifest.files} | {MANIFEST}
-        wrong += [f"{name} is not in the manifest" for name in sorted(set(os.listdir(self.folder)) - names)]
+        wrong += [f"{name} is not in the manifest" for name in sorted(names_below(self.folder) - names)]
         for file in self.manifest.files:
             found, num_bytes = FileHash(file.bytes, None), 0
             try:
@@ -126,6 +147,32 @@ class Entry:
         return wrong
 
 
+def read_entry(folder: Path, kind: Kind = MODELS) -> Entry | None:
+    """The complete entry in a folder, None if there is no such folder. Raises Damaged."""
+    try:
+        if not stat.S_ISDIR(folder.lstat().st_mode):
+            raise Damaged(folder, "it is not a folder", kind)
+        fd = open_file(folder / MANIFEST, os.O_RDONLY)
+    except FileNotFoundError:
+        if os.path.lexists(folder):
+            raise Damaged(folder, "it has no manifest", kind) from None
+        return None
+    except OSError as error:
+        raise Damaged(folder, f"{error.strerror}", kind) from error
+    with open(fd, "rb") as file:
+        raw = file.read(MAX_MANIFEST_BYTES)
+    try:
+        manifest = msgspec.json.decode(raw, type=Manifest)
+    except msgspec.MsgspecError as error:
+        raise Damaged(folder, f"its manifest is malformed: {error}", kind) from error
+    if manifest.version != MANIFEST_VERSION or not all(kind.accepts(file.name) for file in manifest.files):
+        raise Damaged(folder, "its manifest is not of this version", kind)
+    entry = Entry(folder.name, folder, manifest)
+    if damage := entry.damage():
+        raise Damaged(folder, damage, kind)
+    return entry
+
+
 @dataclass(frozen=True)
 class Partial:
     """An unfinished download."""
@@ -139,10 +186,11 @@ class Partial:
 
 
 class Store:
-    """One folder of models."""
+    """One folder of models or artifacts."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, kind: Kind = MODELS) -> None:
         self.folder = folder
+        self.kind = kind
 
     def find(self, key: str) -> Entry | None:
         """The complete entry of a key, and a note that it is used now (if the store can be written).
@@ -160,29 +208,7 @@ class Store:
     def read(self, key: str) -> Entry | None:
         """As `find`, without the note."""
         check_key(key)
-        folder = self.folder / key
-        try:
-            if not stat.S_ISDIR(folder.lstat().st_mode):
-                raise Damaged(folder, "it is not a folder")
-            fd = open_file(folder / MANIFEST, os.O_RDONLY)
-        except FileNotFoundError:
-            if os.path.lexists(folder):
-                raise Damaged(folder, "it has no manifest") from None
-            return None
-        except OSError as error:
-            raise Damaged(folder, f"{error.strerror}") from error
-        with open(fd, "rb") as file:
-            raw = file.read(MAX_MANIFEST_BYTES)
-        try:
-            manifest = msgspec.json.decode(raw, type=Manifest)
-        except msgspec.MsgspecError as error:
-            raise Damaged(folder, f"its manifest is malformed: {error}") from error
-        if manifest.version != MANIFEST_VERSION or not all(is_part(file.name) for file in manifest.files):
-            raise Damaged(folder, "its manifest is not of this version")
-        entry = Entry(key, folder, manifest)
-        if damage := entry.damage():
-            raise Damaged(folder, damage)
-        return entry
+        return read_entry(self.folder / key, self.kind)
 
     def prepare(self) -> None:
         """Make the folders of the store. Raises FatalError if they cannot be written."""
@@ -228,7 +254,7 @@ class Store:
         files = work / "files"
         with writing(self.folder):
             names = {file.name for file in manifest.files}
-            for left_over in set(os.listdir(files)) - names:
+            for left_over in names_below(files) - names:
                 (files / left_over).unlink()
             (files / MANIFEST).write_bytes(msgspec.json.format(msgspec.json.encode(manifest)))
             for name in (*names, MANIFEST):
@@ -238,7 +264,9 @@ class Store:
                     os.fsync(fd)
                 finally:
                     os.close(fd)
-            files.chmod(0o755)
+            for folder in {(files / name).parent for name in names} | {files}:
+                folder.chmod(0o755)
+                sync_folder(folder)
             os.utime(files)
             sync_folder(files)
             try:
@@ -360,7 +388,7 @@ def prune(
     for partial in store.partials():
         if now() - partial.written < ABANDONED_SECONDS:
             continue
-        outcome = Pruned(f"{PARTIAL}/{partial.key}", partial.num_bytes, "abandoned download")
+        outcome = Pruned(f"{PARTIAL}/{partial.key}", partial.num_bytes, f"abandoned {store.kind.work}")
         if dry_run:
             yield outcome
             continue
@@ -393,8 +421,17 @@ def _unused(folder: Path, now: float) -> float:
         return -1.0
 
 
+def names_below(folder: Path) -> set[str]:
+    """Paths of everything in a folder and its subfolders, except the subfolders. Links are not followed."""
+    found = set()
+    for base, folders, files in os.walk(folder):
+        links = [name for name in folders if os.path.islink(os.path.join(base, name))]
+        found |= {os.path.relpath(os.path.join(base, name), folder) for name in (*files, *links)}
+    return found
+
+
 def bytes_in(folder: Path) -> int:
     """Sizes of the files of an entry; 0 if it is no folder."""
     with contextlib.suppress(OSError):
-        return sum(path.lstat().st_size for path in folder.iterdir())
+        return sum((folder / name).lstat().st_size for name in names_below(folder))
     return 0

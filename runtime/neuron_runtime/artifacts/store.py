@@ -1,0 +1,99 @@
+"""Artifacts in a store: the document that each one has beside its graphs, and the search for one that fits.
+
+Called by `compiling`, by whoever serves and by the commands. The store itself, with its locks, manifests and checksums,
+is that of models (`weights/store.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from neuron_runtime.artifacts.key import differences, key_of
+from neuron_runtime.errors import ExitCode
+from neuron_runtime.weights.selection import is_plain
+from neuron_runtime.weights.store import Damaged, Entry, Kind, Store, read_entry
+
+DOCUMENT = "artifact.json"
+MAX_DOCUMENT_BYTES = 2**20
+
+
+def is_artifact_file(name: str) -> bool:
+    """Whether an artifact may have a file of this name, which may lie in a subfolder."""
+    return all(map(is_plain, name.split("/")))
+
+
+ARTIFACTS = Kind(
+    "artifact", "compilation", is_artifact_file, ExitCode.ARTIFACT_MISSING, "delete it and compile the model again"
+)
+
+
+class CompiledGraph(msgspec.Struct, frozen=True):
+    name: str
+    seconds: float
+
+
+class Artifact(msgspec.Struct, frozen=True, kw_only=True):
+    """What an artifact is, and how it was made."""
+
+    cover: dict[str, Any]
+    """What its key covers, see `key`."""
+    tools: dict[str, str]
+    """Versions of the programs that compiled it."""
+    graphs: tuple[CompiledGraph, ...]
+    seconds: float
+    peak_bytes: int
+    """Most memory that the compiler's processes had together."""
+
+
+def artifact_store(folder: Path) -> Store:
+    return Store(folder, ARTIFACTS)
+
+
+def read_artifact(entry: Entry) -> Artifact:
+    """The document of a complete entry. Raises Damaged."""
+    try:
+        with (entry.folder / DOCUMENT).open("rb") as file:
+            artifact = msgspec.json.decode(file.read(MAX_DOCUMENT_BYTES), type=Artifact)
+    except OSError as error:
+        raise Damaged(entry.folder, f"{DOCUMENT}: {error.strerror}", ARTIFACTS) from error
+    except msgspec.MsgspecError as error:
+        raise Damaged(entry.folder, f"{DOCUMENT} is malformed: {error}", ARTIFACTS) from error
+    return artifact
+
+
+def find(store: Store, cover: Mapping[str, Any]) -> Entry | None:
+    """The artifact that covers exactly this, and a note that it is used now.
+
+    Raises:
+        Damaged: there is one, but its files are wrong.
+    """
+    entry = store.find(key_of(cover))
+    if entry is not None and (differing := differences(cover, read_artifact(entry).cover)):
+        raise Damaged(entry.folder, f"{DOCUMENT} does not belong to its key: {differing[0]}", ARTIFACTS)
+    return entry
+
+
+def read_fitting(folder: Path, cover: Mapping[str, Any]) -> tuple[Entry | None, list[str]]:
+    """The artifact in a folder of any name, and what differs from what is wanted. Raises Damaged."""
+    entry = read_entry(folder, ARTIFACTS)
+    return entry, [] if entry is None else differences(cover, read_artifact(entry).cover)
+
+
+def nearest(store: Store, cover: Mapping[str, Any]) -> tuple[Entry, list[str]] | None:
+    """The artifact with the fewest values that differ, the newest of equals; and those values."""
+    best: tuple[Entry, list[str]] | None = None
+    for key in store.all_keys():
+        try:
+            entry = store.read(key)
+            if entry is None:
+                continue
+            found = entry, differences(cover, read_artifact(entry).cover)
+        except Damaged:
+            continue
+        if best is None or (len(found[1]), -entry.manifest.created) < (len(best[1]), -best[0].manifest.created):
+            best = found
+    return best
