@@ -7,13 +7,28 @@ sides). Fields that the spec does not set are omitted, so that the runtime's def
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from typing import Any
 
 from neuron_operator.fields import ConfigKey, Supported, as_json, walk
-from neuron_operator.model import NeuronModel
+from neuron_operator.model import ModelSource, NeuronModel, Spec
+from neuron_operator.objects import dig
 from neuron_operator.records import Facts
 
 VERSION = 1
+
+COMPILED_PATHS = (
+    *("version", "model.digest"),
+    *(
+        to.path
+        for _, one, _ in walk(Spec(model=ModelSource(uri="")), "spec")
+        for to in one.annotations(ConfigKey)
+        if to.compiled
+    ),
+)
+"""What a compiled artifact depends on; the runtime marks the same fields with `COMPILED`."""
+NO_NAMES = {"servedNames": ["compiled"]}
+"""In a part of a document, which must have names."""
 
 
 def config_document(model: NeuronModel, facts: Facts) -> dict[str, Any]:
@@ -25,6 +40,7 @@ def config_document(model: NeuronModel, facts: Facts) -> dict[str, Any]:
         "backend": model.backend,
         "dtype": "auto",
         "limits": {},
+        **({"compile": True} if model.is_compiled else {}),
     }
     for _, one, value in walk(model.spec, "spec"):
         acted_on = not any(support.is_idle(model.backend) for support in one.annotations(Supported))
@@ -33,6 +49,16 @@ def config_document(model: NeuronModel, facts: Facts) -> dict[str, Any]:
             if acted_on and written not in (None, {}):
                 _put(document, to.path, as_json(written))
     return document
+
+
+def compiled_part(document: Mapping[str, Any]) -> dict[str, Any]:
+    """A document without what compiled artifacts do not depend on. Models with an equal part share an artifact."""
+    part: dict[str, Any] = {**NO_NAMES}
+    for path in COMPILED_PATHS:
+        value = dig(document, *path.split("."))
+        if value is not None:
+            _put(part, path, value)
+    return part
 
 
 def _put(document: dict[str, Any], path: str, value: Any) -> None:

@@ -81,6 +81,8 @@ class ConfigKey:
     path: str
     words: Mapping[object, object] = field(default_factory=dict)
     """Replacements: value in the spec -> value in the document."""
+    compiled: bool = False
+    """Whether a compiled artifact depends on it; the runtime marks the same fields with `COMPILED`."""
 
 
 class SpecPart(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, rename="camel", omit_defaults=True):

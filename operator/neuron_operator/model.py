@@ -30,8 +30,20 @@ from neuron_operator.field_types import (
 )
 from neuron_operator.fields import ConfigKey, Json, OpenPart, Rule, Shape, SpecPart, Supported, exactly_one, unique
 
-BACKENDS = {"torch": "computes on the host", "simulated": "simulates a device"}
-"""Backends of this version, and what they do."""
+
+@dataclass(frozen=True)
+class Backend:
+    """A backend of this version."""
+
+    does: str
+    compiles: Literal["never", "on request", "always"] = "never"
+    """Whether it serves compiled models; `on request`: with `engine.compile: Enabled` only."""
+
+
+BACKENDS = {
+    "torch": Backend("computes on the host", compiles="on request"),
+    "simulated": Backend("simulates a device"),
+}
 
 
 class SecretName(SpecPart, frozen=True):
@@ -61,7 +73,7 @@ class ModelSource(SpecPart, frozen=True):
         "commit when the model is resolved. `file:///path`: a folder in the runtime image. `file:./path`, relative to "
         "the manifest, works with `neuron-operator local` only. `s3://bucket/prefix`, `pvc://claim/path` and "
         "`oci://image[@digest][#path]` are not supported yet. Path segments `..` are refused.",
-        ConfigKey("model.uri"),
+        ConfigKey("model.uri", compiled=True),
         Supported(
             f"use {' or '.join(scheme.form for scheme in URI_SCHEMES.values() if scheme.supported)}",
             values=tuple(f"{name}://" for name, scheme in URI_SCHEMES.items() if scheme.supported),
@@ -148,22 +160,22 @@ class Serving(SpecPart, frozen=True):
         Length | None,
         "Maximum tokens of a prompt and its answer together. A value above the model's maximum is `InvalidSpec` once "
         "the model is resolved.",
-        ConfigKey("limits.maxModelLength"),
+        ConfigKey("limits.maxModelLength", compiled=True),
     ] = None
     max_sequences: Annotated[
         Annotated[int, Meta(ge=1, le=4096)] | None,
         "Maximum requests computed at the same time.",
-        ConfigKey("limits.maxSequences"),
+        ConfigKey("limits.maxSequences", compiled=True),
     ] = None
     block_size: Annotated[
         Annotated[int, Meta(ge=1, le=4096)] | None,
         "Tokens of one block of the KV cache. Setting it or `numBlocks` selects the block layout.",
-        ConfigKey("limits.blockSize"),
+        ConfigKey("limits.blockSize", compiled=True),
     ] = None
     num_blocks: Annotated[
         Annotated[int, Meta(ge=1, le=16_777_216)] | None,
         "Blocks of the KV cache.",
-        ConfigKey("limits.numBlocks"),
+        ConfigKey("limits.numBlocks", compiled=True),
     ] = None
     max_queued_requests: Annotated[
         Annotated[int, Meta(ge=1, le=1_000_000)] | None,
@@ -173,7 +185,7 @@ class Serving(SpecPart, frozen=True):
     dtype: Annotated[
         Literal["auto", "float32", "bfloat16", "float16"] | None,
         "Number type of weights and activations; by default the model's.",
-        ConfigKey("dtype"),
+        ConfigKey("dtype", compiled=True),
     ] = None
     quantization: Annotated[
         ShortText | None,
@@ -199,18 +211,18 @@ class Serving(SpecPart, frozen=True):
         AutoToggle,
         "Whether [common prefixes of prompts are computed once](runtime.md#prefix-caching). `Enabled` selects the "
         "block layout; `Auto`: enabled with the block layout.",
-        ConfigKey("prefixCaching", SWITCH_WORDS),
+        ConfigKey("prefixCaching", SWITCH_WORDS, compiled=True),
     ] = "Auto"
     chunked_prefill: Annotated[
         AutoToggle,
         "Whether long prompts are computed in chunks while other answers continue. `Disabled`: a prompt longer than "
         "one step is refused; `Auto`: enabled if the backend supports it.",
-        ConfigKey("chunkedPrefill", SWITCH_WORDS),
+        ConfigKey("chunkedPrefill", SWITCH_WORDS, compiled=True),
     ] = "Auto"
     sampling: Annotated[
         Literal["Device", "DeviceWithLogits", "Host"] | None,
         "Where tokens are sampled, see [modes](sampling.md#modes); by default `Device` on a simulated device.",
-        ConfigKey("overrideNeuronConfig.sampling"),
+        ConfigKey("overrideNeuronConfig.sampling", compiled=True),
         Supported("remove it or set Host", values=("Host",), backends=("simulated",)),
     ] = None
     generation_config: Annotated[
@@ -276,19 +288,26 @@ class Engine(SpecPart, frozen=True):
         "By default `nxdi` on Neuron and `torch` on CPU. `torch` computes on the host. `simulated` "
         "computes nothing: steps [take as long as on a device]"
         "(benchmarks.md#a-served-model-without-a-device), for load tests of everything except the model.",
-        ConfigKey("backend"),
+        ConfigKey("backend", compiled=True),
         Supported(
             "set engine.backend: torch (computes on the host); the default on Neuron is nxdi",
             values=tuple(BACKENDS),
             of=lambda spec: spec.backend,
         ),
     ] = None
+    compile: Annotated[
+        AutoToggle,
+        "Whether the model is compiled before it is served. `Enabled`: a Job compiles it once, and "
+        "replicas start with the artifact. `Auto`: only for a backend that cannot serve without.",
+        ConfigKey("compile", {"Auto": None, "Enabled": True, "Disabled": None}, compiled=True),
+        Supported("remove it: nothing is compiled yet", values=("Disabled",)),
+    ] = "Auto"
     override_neuron_config: Annotated[
         Json,
         Meta(max_length=256),
         "Settings of the backend, for example [of a simulated device]"
         "(benchmarks.md#a-served-model-without-a-device); an unknown setting is `InvalidEngineConfig`.",
-        ConfigKey("overrideNeuronConfig"),
+        ConfigKey("overrideNeuronConfig", compiled=True),
         Supported("remove it: no Neuron backend reads it yet", backends=("simulated",)),
         # One home, so that status.plan shows the mode that the device has.
         Supported(
@@ -543,6 +562,12 @@ class Spec(SpecPart, frozen=True):
         return self.engine.backend or ("nxdi" if self.accelerator.type == "Neuron" else "torch")
 
     @property
+    def is_compiled(self) -> bool:
+        """Whether replicas need a compiled artifact."""
+        compiles = BACKENDS[self.backend].compiles
+        return compiles == "always" or (compiles == "on request" and self.engine.compile == "Enabled")
+
+    @property
     def uri_scheme(self) -> str:
         return self.model.uri.partition(":")[0]
 
@@ -565,6 +590,10 @@ class NeuronModel:
     @property
     def uri_scheme(self) -> str:
         return self.spec.uri_scheme
+
+    @property
+    def is_compiled(self) -> bool:
+        return self.spec.is_compiled
 
     @property
     def fetched_by_pods(self) -> bool:

@@ -244,6 +244,6 @@ def _plan(model: NeuronModel, facts: Facts, placement: Placement) -> Plan:
         backend=model.backend,
         dtype=(serving.dtype or facts.dtype)[:64],
         sampling=sampling_mode(model)[:64],
-        summary=f"each replica holds {placement.words}{where} and {BACKENDS[model.backend]} with backend "
+        summary=f"each replica holds {placement.words}{where} and {BACKENDS[model.backend].does} with backend "
         f"{model.backend}; weights {facts.weights_bytes} bytes ({facts.parameters} parameters, {facts.dtype[:64]})",
     )

@@ -20,6 +20,7 @@ from neuron_operator.render.pods import API_KEY_FLAG, SERVE_COMMAND
 from neuron_operator.revision import pin
 from neuron_runtime import config as runtime
 from neuron_runtime.__main__ import build_parser
+from neuron_runtime.artifacts.key import compiled_part
 from neuron_runtime.backend.simulated.options import read_options
 
 KNOWN = msgspec.convert(FACTS, Facts)
@@ -88,6 +89,25 @@ def test_the_runtime_reads_the_document_of_a_manifest(
     assert config.server == runtime.ServerOptions(
         access_log=serving.get("accessLog") != "Disabled", num_front_ends=serving.get("numFrontEnds", 1)
     )
+
+
+@settings(deadline=None)
+@given(st.fixed_dictionaries({}, optional=SERVING), st.sampled_from(["torch", "simulated"]), st.integers(0, 600))
+def test_operator_and_runtime_agree_on_what_a_compiled_artifact_depends_on(
+    serving: dict[str, Any], backend: str, delay: int
+) -> None:
+    engine = {"backend": backend, **({"overrideNeuronConfig": {"stepTimes": None}} if backend == "simulated" else {})}
+    model = parse(body({**SPEC, "engine": engine, "serving": serving, "rollout": {"drainDelaySeconds": delay}}))
+    document = operator.config_document(model, KNOWN)
+    part = runtime.parse_config(operator.to_json(operator.compiled_part(document)).encode())
+    assert part == compiled_part(runtime.parse_config(operator.to_json(document).encode()))
+
+
+def test_models_that_differ_in_names_and_http_share_an_artifact() -> None:
+    alike = {"servedNames": ["other"], "text": {"chatTemplate": "{{ messages }}"}, "server": {"accessLog": False}}
+    document = operator.config_document(parse(body()), KNOWN)
+    assert operator.compiled_part({**document, **alike}) == operator.compiled_part(document)
+    assert operator.compiled_part({**document, "dtype": "float32"}) != operator.compiled_part(document)
 
 
 @pytest.mark.parametrize(

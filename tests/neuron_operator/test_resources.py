@@ -14,7 +14,7 @@ from helpers.manifests import spec_with
 from helpers.operator_worlds import FACTS, SETTINGS, body, find, fresh, resolved_world, settle
 from neuron_operator.manifest import parse
 from neuron_operator.records import Facts
-from neuron_operator.render.resources import overlaid, serving_requests
+from neuron_operator.render.resources import compile_requests, overlaid, serving_requests
 from neuron_operator.world import JobSettings, Object
 
 GIB = 2**30
@@ -85,6 +85,20 @@ def test_odd_facts_give_a_valid_quantity(length: int) -> None:
     cpus, memory = requested(odd)
     assert cpus > 0
     assert memory > 0
+
+
+def compiler_gib(facts: dict[str, Any], times: int = 1) -> float:
+    found = compile_requests(parse(body(spec_with({}))), msgspec.convert({**FACTS, **facts}, Facts), times)
+    return float(parse_quantity(found["memory"])) / GIB
+
+
+def test_a_compiler_requests_memory_for_the_layers_and_not_for_the_weights() -> None:
+    assert 2 < compiler_gib({}) < compiler_gib({"numLayers": 32}) < 8
+    assert compiler_gib({"weightsBytes": 10**12, "parameters": 5 * 10**11}) == compiler_gib({})
+
+
+def test_a_compiler_that_ran_out_of_memory_requests_a_multiple() -> None:
+    assert [compiler_gib(EIGHT_B, times) / compiler_gib(EIGHT_B) for times in (1, 2, 4)] == [1, 2, 4]
 
 
 @pytest.mark.parametrize(
