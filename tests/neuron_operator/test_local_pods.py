@@ -102,6 +102,15 @@ def test_paths_ports_and_references_of_a_pod_are_translated_to_this_machine(tmp_
     assert plan.grace_seconds == 57
 
 
+def test_a_volume_can_have_annotations_as_files(tmp_path: Path) -> None:
+    body = pod()
+    body["metadata"]["annotations"] = {"example.com/config": '{"version": 1}'}
+    item = {"path": "config.json", "fieldRef": {"fieldPath": "metadata.annotations['example.com/config']"}}
+    body["spec"]["volumes"][0] = {"name": "config", "downwardAPI": {"items": [item]}}
+    plan = interpret(body, host(tmp_path), {8000: 9001})
+    assert plan.files == {tmp_path / "default.chat" / "chat-0" / "config" / "config.json": '{"version": 1}'}
+
+
 def pod_with_keys() -> dict[str, Any]:
     body = pod()
     secret = {"secretName": "chat-keys", "items": [{"key": "api.key", "path": "keys"}], "defaultMode": 292}

@@ -36,7 +36,7 @@ _CONTAINER_FIELDS = frozenset(
         "livenessProbe", "terminationMessagePath",
     }
 )  # fmt: skip
-_VOLUME_SOURCES = ("configMap", "emptyDir", "persistentVolumeClaim", "secret")
+_VOLUME_SOURCES = ("configMap", "downwardAPI", "emptyDir", "persistentVolumeClaim", "secret")
 _HOST_RESOURCES = frozenset({"cpu", "memory", "ephemeral-storage"})
 
 
@@ -113,7 +113,7 @@ def interpret(pod: Json, host: Host, ports: Mapping[int, int]) -> ContainerPlan:
         volume = volumes[mount["name"]]
         if "secret" in volume:
             secrets |= _secret_files(volume, host.root / name / str(volume["name"]), host)
-        folder = _volume(volume, name, host, files) / mount.get("subPath", "")
+        folder = _volume(volume, pod, host, files) / mount.get("subPath", "")
         folders.append(folder)
         places[mount["mountPath"]] = folder
     message = host.root / name / "termination-message"
@@ -164,14 +164,17 @@ def _check_devices(container: Json, num_devices: int) -> None:
             )
 
 
-def _volume(volume: Json, pod: str, host: Host, files: dict[Path, str]) -> Path:
+def _volume(volume: Json, pod: Json, host: Host, files: dict[Path, str]) -> Path:
     source = next((s for s in _VOLUME_SOURCES if s in volume), None)
     if source is None:
         kind = next(iter(set(volume) - {"name"}), "nothing")
         raise CannotRunHere(f"volume {volume['name']}: {kind} is not supported without a cluster")
     if source == "persistentVolumeClaim":
         return host.root.parent / "claims" / str(volume[source]["claimName"])
-    folder = host.root / pod / str(volume["name"])
+    folder = host.root / str(pod["metadata"]["name"]) / str(volume["name"])
+    if source == "downwardAPI":
+        fields = {item["path"]: item["fieldRef"]["fieldPath"] for item in volume[source]["items"]}
+        files.update({folder / path: _field(field, pod) for path, field in fields.items()})
     if source == "configMap":
         config_map = host.config_maps.get(volume[source]["name"])
         if config_map is None:
@@ -234,7 +237,9 @@ def _environment(container: Json, pod: Json, host: Host) -> dict[str, str]:
 
 
 def _field(path: str, pod: Json) -> str:
+    annotations = pod["metadata"].get("annotations", {})
     fields = {
+        **{f"metadata.annotations['{key}']": text for key, text in annotations.items()},
         "status.podIP": LOOPBACK,
         "status.hostIP": LOOPBACK,
         "metadata.name": pod["metadata"]["name"],
