@@ -219,8 +219,10 @@ def _num_wanted(observed: Observed, course: Course) -> int:
 
 
 def _explain_revision(world: World, observed: Observed, course: Course) -> tuple[Finding, ...]:
-    if course.wanted is None or course.served is None:
+    if course.served is None:
         return ()
+    if course.wanted is None:
+        return _explain_waiting(course, course.served)
     wanted = course.wanted.name
     if failed := breaker.failures(observed, wanted) if course.wanted != course.served else ():
         text = (
@@ -228,7 +230,7 @@ def _explain_revision(world: World, observed: Observed, course: Course) -> tuple
         )
         return (unmet("UpToDate", Reason.ROLLED_BACK, text),)
     if course.wanted != course.served:
-        return ()
+        return _explain_waiting(course, course.served)
     updated = observed.num_updated(wanted)
     deployment = observed.deployment
     is_updated = deployment is not None and deployment.revision == wanted and updated == len(observed.live)
@@ -241,6 +243,15 @@ def _explain_revision(world: World, observed: Observed, course: Course) -> tuple
         return (met("UpToDate", f"all replicas run revision {wanted}"),)
     text = f"{updated} of {course.num_wanted} replicas run revision {wanted}"
     return (unmet("UpToDate", Reason.ROLLING_OUT, text),)
+
+
+def _explain_waiting(course: Course, served: Revision) -> tuple[Finding, ...]:
+    """An edit waits for a step: the reason is that of the step."""
+    waits = next((f for f in course.findings if f.status == "False" and f.condition != "Accepted"), None)
+    if waits is None:
+        return ()
+    text = f"revision {served.name} serves until {waits.condition} is true: {waits.message}"
+    return (replace(waits, condition="UpToDate", message=text),)
 
 
 def _status(observed: Observed, course: Course, findings: Sequence[Finding]) -> Object:

@@ -108,6 +108,9 @@ def test_the_earlier_revision_serves_while_a_step_of_an_edit_waits() -> None:
     assert find(decision.desired, "Deployment") == find(before.desired, "Deployment")
     assert len([made for made in world.children if made["kind"] == "ControllerRevision"]) == 2
     assert condition(decision.status, "Available")["reason"] == "Loading"
+    behind = condition(decision.status, "UpToDate")
+    assert (behind["status"], behind["reason"]) == ("False", "Fetching")
+    assert behind["message"].endswith("serves until WeightsReady is true: downloading the weights")
 
 
 def test_facts_of_a_job_reach_the_later_steps() -> None:
