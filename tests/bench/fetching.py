@@ -20,8 +20,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from helpers.grown import grow
 from helpers.s3_server import ACCESS_KEY, BUCKET, SECRET_KEY, serving
-from helpers.weights import grow, size, write_model
+from helpers.weights import size, write_model
 from neuron_runtime.bench.report import Load, Meter
 
 PREFIX = "model"

@@ -4,7 +4,10 @@ helpers to act in it and observe it. Used by `test_story*.py`; it only asserts t
 from __future__ import annotations
 
 import json
+import os
 import re
+import subprocess
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -73,6 +76,50 @@ def uninstall(rig: Rig) -> None:
     rig.helm("uninstall", "neuron-serving", "-n", OPERATOR_NAMESPACE, "--wait", "--ignore-not-found")
 
 
+def model_of(name: str, uri: str, **spec: Any) -> dict[str, Any]:
+    """A NeuronModel on CPUs, unless `spec` says otherwise."""
+    model = {"uri": uri, **spec.pop("model", {})}
+    defaults = {
+        "accelerator": {"type": "CPU"},
+        "rollout": {"drainDelaySeconds": 1},
+        "serving": {"maxModelLength": 256},
+    }
+    return {
+        "apiVersion": "neuron-serving.dev/v1alpha1",
+        "kind": "NeuronModel",
+        "metadata": {"name": name},
+        "spec": {"model": model, **defaults, **spec, "engine": {"backend": "torch", **spec.get("engine", {})}},
+    }
+
+
+@dataclass(frozen=True)
+class WatchEvent:
+    """A change of an object. Versions grow with every change of any object in the cluster."""
+
+    type: str
+    object: Any
+
+    @property
+    def version(self) -> int:
+        return int(self.object["metadata"]["resourceVersion"])
+
+    @property
+    def name(self) -> str:
+        return str(self.object["metadata"]["name"])
+
+
+def _watch_events(text: str) -> list[WatchEvent]:
+    """The complete documents of a stream of JSON."""
+    events, decoder, position = [], json.JSONDecoder(), 0
+    while (position := text.find("{", position)) >= 0:
+        try:
+            event, position = decoder.raw_decode(text, position)
+        except json.JSONDecodeError:  # not written to its end yet
+            break
+        events.append(WatchEvent(event["type"], event["object"]))
+    return events
+
+
 @dataclass
 class Story:
     """The cluster, the story's namespace, and how long each stage took."""
@@ -112,11 +159,47 @@ class Story:
             time.sleep(0.25)
         return result
 
+    def until_reason(self, model: str, reason: str, condition: str = "Ready") -> dict[str, Any]:
+        """Waits until the condition has the reason and returns it."""
+
+        def has_it() -> dict[str, Any] | None:
+            found = self.condition(model, condition)
+            return found if found["reason"] == reason else None
+
+        found: dict[str, Any] = self.until(f"{model}: {reason}", has_it)
+        print(f"    {model}: {reason}: {found['message']}")
+        return found
+
     def until_ready(self, replicas: int, model: str = "chat") -> None:
         self.until(
             f"{replicas} replicas ready",
             lambda: self.condition(model, "Ready")["status"] == "True" and len(self.ready_pods(model)) == replicas,
         )
+
+    def created_jobs(self, since: int) -> list[str]:
+        """Names of the Jobs that were created in the namespace, from request `since` of the audit log on."""
+        events = self.rig.audit_events()[since:]
+        ours = [e for e in events if e.namespace == self.namespace and (e.verb, e.resource) == ("create", "jobs")]
+        return [event.name for event in ours if event.code == 201]
+
+    @contextmanager
+    def watching(self, kind: str) -> Iterator[Callable[[], list[WatchEvent]]]:
+        """Records every change of the objects of a kind; the function returns those so far."""
+        command = ("kubectl", "-n", self.namespace, "get", kind, "--watch", "--output-watch-events", "-o", "json")
+        environment = {**os.environ, **self.rig.environment}
+        with (
+            tempfile.TemporaryFile("w+") as output,
+            subprocess.Popen(command, env=environment, stdout=output) as process,
+        ):
+
+            def events() -> list[WatchEvent]:
+                output.seek(0)
+                return _watch_events(output.read())
+
+            try:
+                yield events
+            finally:
+                process.terminate()
 
     def serving_pods(self, model: str = "chat") -> list[Any]:
         return self.items("pods", f"{SERVING},neuron-serving.dev/model={model}")

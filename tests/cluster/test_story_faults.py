@@ -4,6 +4,7 @@ devices and nodes, wrong images and names. Each shows a reason of docs/neuronmod
 from __future__ import annotations
 
 import base64
+import contextlib
 import json
 import re
 import time
@@ -16,6 +17,7 @@ import pytest
 
 from cluster.rig.faults import devices_unhealthy, frozen, kill_processes, power_off
 from cluster.rig.rig import WAITING, Rig
+from cluster.servers import hub_in_pod
 from cluster.stories import (
     ANSWERS,
     CHILD_KINDS,
@@ -23,10 +25,10 @@ from cluster.stories import (
     OPERATOR_SELECTOR,
     OPERATOR_USER,
     OURS,
-    ROOT,
     Story,
     install,
     load_images,
+    model_of,
     uninstall,
 )
 
@@ -99,25 +101,20 @@ def installation(rig: Rig) -> Iterator[Installation]:
     """The operator, configured with a hub in the cluster that has the demo model twice: open and gated."""
     images = load_images(rig)
     audit_begins = len(rig.audit_events())
-    namespace = f"hub-{uuid.uuid4().hex[:8]}"
-    rig.create_namespace(namespace)
-    try:
-        rig.apply(*_hub(namespace, images.runtime))
+    models = {"demo/demo": 0, "demo/gated": 0}
+    with contextlib.ExitStack() as undo:
+        namespace = f"hub-{uuid.uuid4().hex[:8]}"
+        hub = undo.enter_context(
+            hub_in_pod(rig, namespace, images.runtime, node=CPU_NODE, models=models, gated={"demo/gated": TOKEN})
+        )
         values = {
             # Not on a node that a test turns off: other tests cover the loss of the operator's node.
             "nodeSelector": {"kubernetes.io/hostname": CPU_NODE},
-            "jobs": {"env": [{"name": "HF_ENDPOINT", "value": f"http://hub.{namespace}.svc.cluster.local:8080"}]},
+            "jobs": {"env": [{"name": "HF_ENDPOINT", "value": hub.endpoint}]},
         }
+        undo.callback(uninstall, rig)
         install(rig, images, *(f"--set-json={key}={json.dumps(value)}" for key, value in values.items()))
-        rig.kubectl("-n", namespace, "wait", "--for=condition=Ready", "pod/hub", WAITING)
-        listing = (
-            "import urllib.request as u; print(u.urlopen('http://localhost:8080/api/models/demo/demo').read().decode())"
-        )
-        output = json.loads(rig.kubectl("-n", namespace, "exec", "hub", "--", "python", "-c", listing))
-        yield Installation(rig, images.runtime, audit_begins, output["sha"])
-    finally:
-        rig.kubectl("delete", "namespace", namespace, "--wait=false")
-        uninstall(rig)
+        yield Installation(rig, images.runtime, audit_begins, hub.commit("demo/demo"))
 
 
 @pytest.fixture(scope="module")
@@ -127,7 +124,7 @@ def story(installation: Installation) -> Iterator[Story]:
     rig = installation.rig
     rig.create_namespace(namespace)
     story = Story(rig, namespace)
-    story.apply(_model("chat", "hf://demo/demo", serving={"maxModelLength": 2048}))
+    story.apply(model_of("chat", "hf://demo/demo", serving={"maxModelLength": 2048}))
     yield story
     rig.kubectl("delete", "namespace", namespace, "--wait=false")
 
@@ -136,15 +133,15 @@ def test_a_model_is_downloaded_from_a_hub_and_its_token_does_not_leak(installati
     credentials = {"credentialsSecretRef": {"name": "hub-token"}}
     with story.stage("hub: refusals are reported before a serving pod is created"):
         _give_token(story, WRONG_TOKEN)
-        story.apply(_model("ghost", "hf://demo/ghost"))
-        story.apply(_model("nobody", "hf://demo/gated"))
-        story.apply(_model("gated", "hf://demo/gated", model=credentials))
+        story.apply(model_of("ghost", "hf://demo/ghost"))
+        story.apply(model_of("nobody", "hf://demo/gated"))
+        story.apply(model_of("gated", "hf://demo/gated", model=credentials))
         for name, reason in (
             ("ghost", "ModelNotFound"),
             ("nobody", "WeightsUnauthorized"),
             ("gated", "WeightsUnauthorized"),
         ):
-            _until_reason(story, name, reason)
+            story.until_reason(name, reason)
             assert story.condition(name, "ModelResolved")["reason"] == reason
             assert (
                 story.items("pods,deployments", f"neuron-serving.dev/role=leader,neuron-serving.dev/model={name}") == []
@@ -203,7 +200,7 @@ def test_a_deleted_pod_finishes_its_running_answers(installation: Installation, 
         _begin_stream(installation, story, "long")
         with frozen(story.rig, before, ENGINE_MODULE):  # so that the answer cannot end before it is observed
             story.kubectl("delete", "pod", before["metadata"]["name"], "--wait=false")
-            _until_reason(story, "chat", "Draining")
+            story.until_reason("chat", "Draining")
             seen = time.time()
         output = json.loads(story.end_client("long").splitlines()[-1])
         assert output["error"] is None
@@ -219,16 +216,16 @@ def test_a_deleted_pod_finishes_its_running_answers(installation: Installation, 
 def test_failed_devices_and_lost_nodes_are_reported_and_recover(story: Story) -> None:
     on_node = {"spec": {"nodeSelector": {"kubernetes.io/hostname": NEURON_NODE}}}
     neuron = {"type": "Neuron", "devices": 6}
-    model = _model("devices", "file:///models/demo", accelerator=neuron, podTemplate=on_node)
+    model = model_of("devices", "file:///models/demo", accelerator=neuron, podTemplate=on_node)
     with story.stage("devices: one is not healthy"), devices_unhealthy(story.rig, NEURON_NODE, [4]):
         story.apply(model)
-        output = _until_reason(story, "devices", "InsufficientNeuron")["message"]
+        output = story.until_reason("devices", "InsufficientNeuron")["message"]
         assert re.search(r"\b6 Neuron devices\b", output), output
         assert re.search(r"\b5\b", output), output
     with story.stage("devices: healthy again"):
         story.until_ready(1, "devices")
     with story.stage("node: without power"), power_off(story.rig, NEURON_NODE):
-        assert NEURON_NODE in _until_reason(story, "devices", "NodeLost")["message"]
+        assert NEURON_NODE in story.until_reason("devices", "NodeLost")["message"]
     with story.stage("node: with power again"):
         story.until_ready(1, "devices")
     story.kubectl("delete", "nm", "devices")
@@ -249,15 +246,15 @@ def test_pods_that_a_node_would_refuse_are_not_started_or_started_ever_more_rare
     try:
         with story.stage("sizes: known to be refused"):
             rig.kubectl("label", "node", NEURON_NODE, "neuron-serving.dev/allocation=cores")
-            story.apply(_model("cores", "file:///models/demo", **cores))
-            message = _until_reason(story, "cores", "TopologyImpossible")["message"]
+            story.apply(model_of("cores", "file:///models/demo", **cores))
+            message = story.until_reason("cores", "TopologyImpossible")["message"]
             assert f"({NEURON_NODE}) grant to one pod; choose one of 1, 12; " in message
             (pending,) = story.serving_pods("cores")
             assert pending["status"]["phase"] == "Pending"
             assert created() == 2, "one of the Job, one of the replica"
         with story.stage("sizes: refused by the kubelet"):
             rig.kubectl("label", "node", NEURON_NODE, "--overwrite", f"{type_label}=unknown.large")
-            message = _until_reason(story, "cores", "AllocationRejected")["message"]
+            message = story.until_reason("cores", "AllocationRejected")["message"]
             assert f"node {NEURON_NODE} refused pod cores-" in message
             assert "invalid without the k8s-neuron-scheduler" in message
             before = created()
@@ -266,9 +263,9 @@ def test_pods_that_a_node_would_refuse_are_not_started_or_started_ever_more_rare
             assert created() - before <= 8
             pods = story.serving_pods("cores")
             assert len([pod for pod in pods if pod["status"]["phase"] == "Failed"]) <= 2
-            assert _until_reason(story, "cores", "AllocationRejected")
+            assert story.until_reason("cores", "AllocationRejected")
         with story.stage("sizes: corrected"):
-            story.apply(_model("cores", "file:///models/demo", accelerator={"type": "Neuron", "cores": 1}))
+            story.apply(model_of("cores", "file:///models/demo", accelerator={"type": "Neuron", "cores": 1}))
             story.until_ready(1, "cores")
             story.until("no failed pod", lambda: len(story.serving_pods("cores")) == 1)
     finally:
@@ -283,13 +280,13 @@ def test_what_breaks_a_pod_from_outside_is_named(story: Story) -> None:
     home = {"name": "PYTHONHOME", "value": "/nowhere"}
     with story.stage("outside: models that work"):
         for name in ("mapped", "homeless", "joined"):
-            story.apply(_model(name, "file:///models/demo", replicas=0))
+            story.apply(model_of(name, "file:///models/demo", replicas=0))
         for name in ("mapped", "homeless", "joined"):
-            _until_reason(story, name, "ScaledToZero")
+            story.until_reason(name, "ScaledToZero")
     with story.stage("outside: reported"):
-        story.apply(_model("mapped", "file:///models/demo", engine={"env": [words]}))
-        story.apply(_model("homeless", "file:///models/demo", engine={"env": [home]}))
-        story.apply(_model("joined", "file:///models/demo"))
+        story.apply(model_of("mapped", "file:///models/demo", engine={"env": [words]}))
+        story.apply(model_of("homeless", "file:///models/demo", engine={"env": [home]}))
+        story.apply(model_of("joined", "file:///models/demo"))
         image = story.items("deployments", "neuron-serving.dev/model=joined")[0]["spec"]["template"]["spec"]
         sidecar = {
             "name": "proxy",
@@ -298,11 +295,11 @@ def test_what_breaks_a_pod_from_outside_is_named(story: Story) -> None:
         }
         patch = {"spec": {"template": {"spec": {"containers": [{**sidecar, "imagePullPolicy": "Never"}]}}}}
         story.kubectl("patch", "deployment", "joined", "--type=strategic", "-p", json.dumps(patch))
-        assert 'configmap "words" not found' in _until_reason(story, "mapped", "ConfigMapNotFound")["message"]
-        crashed = _until_reason(story, "homeless", "CrashLoop")["message"]
+        assert 'configmap "words" not found' in story.until_reason("mapped", "ConfigMapNotFound")["message"]
+        crashed = story.until_reason("homeless", "CrashLoop")["message"]
         assert "check the variables in engine.env: Python did not start" in crashed
         assert "no Python frame" not in crashed
-        joined = _until_reason(story, "joined", "CrashLoop")["message"]
+        joined = story.until_reason("joined", "CrashLoop")["message"]
         assert re.search(r"container proxy ended with exit code 3 .* -c proxy; container proxy is not the", joined)
     with story.stage("outside: corrected"):
         story.kubectl("create", "configmap", "words", "--from-literal=all=yes")
@@ -318,20 +315,20 @@ def test_user_errors_are_reported_and_clear_when_corrected(installation: Install
     story.apply(theirs)
     before = _get(story, "service", "taken")
     with story.stage("names and images: reported"):
-        story.apply(_model("locked", "hf://demo/demo", serving={"apiKeySecretRef": {"name": "keys", "key": "api"}}))
+        story.apply(model_of("locked", "hf://demo/demo", serving={"apiKeySecretRef": {"name": "keys", "key": "api"}}))
         # Zero replicas, so that only the resolution is waited for, which the next edit needs.
-        story.apply(_model("pulls", "hf://demo/demo", replicas=0))
-        story.apply(_model("taken", "hf://demo/demo", replicas=0))
-        story.apply(_model("never", "hf://demo/demo", engine=image))
-        _until_reason(story, "pulls", "ScaledToZero")
-        story.apply(_model("pulls", "hf://demo/demo", engine=image))
-        assert "Service taken" in _until_reason(story, "taken", "NameConflict")["message"]
-        assert image["image"] in _until_reason(story, "pulls", "ImagePull")["message"]
+        story.apply(model_of("pulls", "hf://demo/demo", replicas=0))
+        story.apply(model_of("taken", "hf://demo/demo", replicas=0))
+        story.apply(model_of("never", "hf://demo/demo", engine=image))
+        story.until_reason("pulls", "ScaledToZero")
+        story.apply(model_of("pulls", "hf://demo/demo", engine=image))
+        assert "Service taken" in story.until_reason("taken", "NameConflict")["message"]
+        assert image["image"] in story.until_reason("pulls", "ImagePull")["message"]
         never = f"image {image['image']} cannot be pulled"
         story.until("the message names the Job's image", lambda: never in story.condition("never", "Ready")["message"])
         assert story.condition("never", "Ready")["reason"] == "Resolving"
         assert _get(story, "service", "taken") == before
-        missing = _until_reason(story, "locked", "SecretNotFound")["message"]
+        missing = story.until_reason("locked", "SecretNotFound")["message"]
         assert "serving.apiKeySecretRef" in missing
         assert 'secret "keys" not found' in missing
     with story.stage("names and images: undone"):
@@ -339,9 +336,9 @@ def test_user_errors_are_reported_and_clear_when_corrected(installation: Install
             {"apiVersion": "v1", "kind": "Secret", "metadata": {"name": "keys"}, "stringData": {"api": API_KEY + "\n"}}
         )
         story.kubectl("delete", "service", "taken")
-        story.apply(_model("pulls", "hf://demo/demo", replicas=0))
-        _until_reason(story, "pulls", "ScaledToZero")
-        _until_reason(story, "taken", "ScaledToZero")
+        story.apply(model_of("pulls", "hf://demo/demo", replicas=0))
+        story.until_reason("pulls", "ScaledToZero")
+        story.until_reason("taken", "ScaledToZero")
         assert (
             _get(story, "service", "taken")["metadata"]["labels"]["app.kubernetes.io/managed-by"] == "neuron-operator"
         )
@@ -361,12 +358,12 @@ def test_user_errors_are_reported_and_clear_when_corrected(installation: Install
         story.until_ready(1)
         deployment = _get(story, "deployment", "chat")["spec"]
         story.kubectl("annotate", "nm", "chat", f"{PAUSED}=true")
-        story.apply(_model("chat", "hf://demo/demo", replicas=0, serving={"maxModelLength": 512}))
+        story.apply(model_of("chat", "hf://demo/demo", replicas=0, serving={"maxModelLength": 512}))
         story.until("Paused", lambda: story.condition("chat", "UpToDate")["reason"] == "Paused")
         assert _get(story, "deployment", "chat")["spec"] == deployment
         assert len(story.ready_pods()) == 1
         story.kubectl("annotate", "nm", "chat", f"{PAUSED}-")
-        _until_reason(story, "chat", "ScaledToZero")
+        story.until_reason("chat", "ScaledToZero")
         assert story.ready_pods() == []
     with story.stage("delete: nothing is left"):
         story.kubectl("delete", "nm", "--all")
@@ -374,56 +371,6 @@ def test_user_errors_are_reported_and_clear_when_corrected(installation: Install
     asked = [e for e in story.rig.audit_events()[installation.audit_begins :] if e.user == OPERATOR_USER]
     assert asked
     assert [e for e in asked if e.code == 403] == [], "the API server refused a request of the operator"
-
-
-def _model(name: str, uri: str, **spec: Any) -> dict[str, Any]:
-    model = {"uri": uri, **spec.pop("model", {})}
-    defaults = {
-        "accelerator": {"type": "CPU"},
-        "rollout": {"drainDelaySeconds": 1},
-        "serving": {"maxModelLength": 256},
-    }
-    return {
-        "apiVersion": "neuron-serving.dev/v1alpha1",
-        "kind": "NeuronModel",
-        "metadata": {"name": name},
-        "spec": {"model": model, **defaults, **spec, "engine": {"backend": "torch", **spec.get("engine", {})}},
-    }
-
-
-def _hub(namespace: str, image: str) -> list[dict[str, Any]]:
-    """tests/helpers/hub.py as a pod, serving the demo model of the runtime image."""
-    program = (ROOT / "tests" / "helpers" / "hub.py").read_text()
-    shelve = "mkdir -p /tmp/hub/demo/demo /tmp/hub/demo/gated"
-    shelve += " && ln -s /models/demo /tmp/hub/demo/demo/main && ln -s /models/demo /tmp/hub/demo/gated/main"
-    serve = f"exec python /hub/hub.py --root /tmp/hub --port 8080 --gated demo/gated={TOKEN}"
-    metadata = {"namespace": namespace, "labels": {"app": "hub"}}
-    container = {
-        "name": "hub",
-        "image": image,
-        "imagePullPolicy": "Never",
-        "command": ["sh", "-c", f"{shelve} && {serve}"],
-        "volumeMounts": [{"name": "program", "mountPath": "/hub"}],
-        "readinessProbe": {"httpGet": {"path": "/health", "port": 8080}, "periodSeconds": 1},
-    }
-    pod = {
-        "nodeSelector": {"kubernetes.io/hostname": CPU_NODE},
-        "terminationGracePeriodSeconds": 0,
-        "containers": [container],
-        "volumes": [{"name": "program", "configMap": {"name": "hub"}}],
-    }
-    # The hub redirects downloads of weights to its store, on the next port of the same host.
-    ports = [{"name": "hub", "port": 8080}, {"name": "store", "port": 8081}]
-    return [
-        {"apiVersion": "v1", "kind": "ConfigMap", "metadata": {"name": "hub", **metadata}, "data": {"hub.py": program}},
-        {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "hub", **metadata}, "spec": pod},
-        {
-            "apiVersion": "v1",
-            "kind": "Service",
-            "metadata": {"name": "hub", **metadata},
-            "spec": {"selector": {"app": "hub"}, "ports": ports},
-        },
-    ]
 
 
 def _give_token(story: Story, token: str) -> None:
@@ -442,18 +389,6 @@ def _created_pods(story: Story) -> list[str]:
     events = json.loads(story.kubectl("get", "events", "-o", "json"))["items"]
     created = {e["message"] for e in events if e["reason"] == "SuccessfulCreate"}
     return [message.removeprefix("Created pod: ") for message in created]
-
-
-def _until_reason(story: Story, model: str, reason: str) -> dict[str, Any]:
-    """Waits until `Ready` has the reason and returns the condition."""
-
-    def has_it() -> dict[str, Any] | None:
-        ready = story.condition(model, "Ready")
-        return ready if ready["reason"] == reason else None
-
-    ready: dict[str, Any] = story.until(f"{model}: {reason}", has_it)
-    print(f"    {model}: {reason}: {ready['message']}")
-    return ready
 
 
 def _url(story: Story, model: str = "chat") -> str:

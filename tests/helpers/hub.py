@@ -2,8 +2,9 @@
 
 Used by tests in this process (`serving`) and as a program outside or inside a test cluster:
 
-    python hub.py --root DIR --port 8080 [--host 0.0.0.0] [--private org/name=TOKEN] [--gated org/name=TOKEN]
+    python -m helpers.hub --root DIR --port 8080 [--host 0.0.0.0] [--private org/name=TOKEN] [--gated org/name=TOKEN]
 
+As a program it takes orders for faults and tells what it sent at port + 2 (`ControlHandler`).
 `DIR/org/name/REVISION/` holds the files of one revision, `main` being the default. It needs the standard library only.
 Like the real hub it pins commits (a hash over names and contents), redirects weights to a store at another address
 (same host, port + 1) which refuses a request with the hub's token, supports ranges, returns 401 to anonymous callers
@@ -26,7 +27,9 @@ from functools import lru_cache
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
-from urllib.parse import parse_qs, quote, unquote, urlsplit
+from urllib.parse import parse_qs, parse_qsl, quote, unquote, urlsplit
+
+from helpers.file_faults import FileFaults
 
 SIGNATURE = "signed-for-an-hour"
 """In the addresses of the store; a secret like a token."""
@@ -331,6 +334,36 @@ class StoreHandler(Handler):
         self._send_file(files[unquote(match["name"])], {})
 
 
+class ControlHandler(BaseHTTPRequestHandler):
+    """What `FileFaults` and the shelf offer to tests in this process, for those that only reach it by HTTP:
+    `GET /?bytes_per_second=1e6&flipped=model.safetensors:99&store_failure=503` sets these and returns what was sent."""
+
+    shelf: Shelf
+    faults: FileFaults
+
+    def do_GET(self) -> None:
+        for name, value in parse_qsl(urlsplit(self.path).query):
+            if name == "flipped":
+                file, _, position = value.partition(":")
+                self.faults.flipped = {file: int(position)} if position else {}
+            elif name == "store_failure":
+                self.shelf.store_failure = int(value)
+            elif name == "bytes_per_second":
+                self.faults.bytes_per_second = float(value)
+            else:
+                self.send_error(400, f"no such order: {name}")
+                return
+        asked = [[asked.method, asked.path, asked.range, asked.status] for asked in self.shelf.asked]
+        body = json.dumps({"sent_bytes": self.faults.sent_bytes, "asked": asked}).encode()
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, *args: Any) -> None:
+        """The test that asks knows."""
+
+
 def _blocks(path: Path, begin: int, end: int) -> Iterator[bytes]:
     with path.open("rb") as source:
         source.seek(begin)
@@ -389,7 +422,15 @@ def main() -> None:
     parser.add_argument("--gated", action="append", default=[], metavar="ORG/NAME=TOKEN")
     options = parser.parse_args()
     private, gated = (dict(entry.split("=", 1) for entry in entries) for entries in (options.private, options.gated))
-    with _both(Shelf(options.root, private, gated), options.host, options.port) as (hub, store), _in_thread(store):
+    shelf, faults = Shelf(options.root, private, gated), FileFaults()
+    shelf.body = faults.body
+    control = type("BoundControl", (ControlHandler,), {"shelf": shelf, "faults": faults})
+    with (
+        _both(shelf, options.host, options.port) as (hub, store),
+        _in_thread(store),
+        ThreadingHTTPServer((options.host, options.port + 2), control) as controller,
+        _in_thread(controller),
+    ):
         print(f"hub: {options.root} at http://{options.host}:{hub.server_address[1]}", flush=True)
         hub.serve_forever()
 

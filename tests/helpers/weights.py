@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 import sys
@@ -23,19 +22,6 @@ def write_model(folder: Path, **options: Any) -> Path:
     write_tiny_model(folder, num_shards=4, vocab_size=40_000, **options)
     (folder / "tokenizer.json").write_text("{}")
     return folder
-
-
-def grow(path: Path, num_bytes: int, block: bytes = bytes(2**20)) -> None:
-    """Add a tensor of `num_bytes` to a safetensors file; its data are copies of a block."""
-    raw = path.read_bytes()
-    length = int.from_bytes(raw[:8], "little")
-    header, data = json.loads(raw[8 : 8 + length]), raw[8 + length :]
-    header["extra"] = {"dtype": "U8", "shape": [num_bytes], "data_offsets": [len(data), len(data) + num_bytes]}
-    new = json.dumps(header).encode()
-    with path.open("wb") as file:
-        file.write(len(new).to_bytes(8, "little") + new + data)
-        for begin in range(0, num_bytes, len(block)):
-            file.write(block[: num_bytes - begin])
 
 
 def size(folder: Path) -> int:

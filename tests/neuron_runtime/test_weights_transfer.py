@@ -18,8 +18,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from helpers.file_faults import FileFaults
+from helpers.grown import grow
 from helpers.hub import SIGNATURE, Shelf, serving
-from helpers.weights import CHUNK_BYTES, NUM_READERS, contents, grow, shelf_with_model, size, start_fetch
+from helpers.weights import CHUNK_BYTES, NUM_READERS, contents, shelf_with_model, size, start_fetch
 from neuron_runtime.errors import ExitCode, FatalError, ServingError
 from neuron_runtime.weights.fetching import Fetched, Tools, fetch
 from neuron_runtime.weights.hashing import FileHash

@@ -46,6 +46,11 @@ class Folders:
     def audit_log(self) -> Path:
         return self.state / "audit.log"
 
+    @property
+    def shared(self) -> Path:
+        """A file system that all nodes see: `shared_storage`."""
+        return self.state / "shared"
+
     def machine(self, name: str) -> Path:
         return self.state / name
 

@@ -56,6 +56,7 @@ _BRIDGE = "br0"
 _HOST_LINK = "neuron-serving"
 _MACHINE_FOLDER = Path("/run/neuron-serving")
 _MANIFESTS = Path(__file__).parent / "manifests"
+_SHARED_BYTES = 4 * 2**30
 # Sources that define a cluster and its files: a cluster made by other versions is recreated, not repaired.
 _SPECIFIED_BY = (
     "rig.py",
@@ -340,6 +341,7 @@ class Rig:
     def _up(self, archives: list[Archive], progress: Callable[[str], None]) -> None:
         since = datetime.now(UTC)
         make_pki(self.folders.pki.folder, self.topology)
+        self._mount_shared_storage()  # before the nodes, which get a copy of the host's mounts
         self._start_control_plane()
         progress("control plane started")
         new_nodes = [node for node in self.topology.nodes if not self._has_store(node)]
@@ -369,6 +371,12 @@ class Rig:
         progress("DNS ready")
         for archive in archives:
             self.load_image(archive.path)
+
+    def _mount_shared_storage(self) -> None:
+        folder = self.folders.shared
+        if not folder.is_mount():
+            folder.mkdir(exist_ok=True)
+            run("mount", "-t", "tmpfs", "-o", f"size={_SHARED_BYTES}", "shared", str(folder))
 
     def _specification(self) -> str:
         here = Path(__file__).parent
