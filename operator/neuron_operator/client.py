@@ -172,6 +172,10 @@ class Cluster(Protocol):
 
     async def delete(self, resource: Resource, live: Object) -> None: ...
 
+    async def log(
+        self, namespace: str, pod: str, container: str, *, tail_lines: int, limit_bytes: int, timeout_seconds: float
+    ) -> str: ...
+
 
 # What the kubernetes package raises for a malformed kubeconfig.
 _BROKEN_CONFIGURATION = (
@@ -374,6 +378,16 @@ class Client:
             "preconditions": {"uid": live["metadata"]["uid"]},
         }
         await self._request("delete", resource, resource.path_of(live), body=body)
+
+    async def log(
+        self, namespace: str, pod: str, container: str, *, tail_lines: int, limit_bytes: int, timeout_seconds: float
+    ) -> str:
+        """The last `tail_lines` lines of a container's log, or their first `limit_bytes` bytes."""
+        query = {"container": container, "tailLines": str(tail_lines), "limitBytes": str(limit_bytes)}
+        path = PODS.path(namespace, pod, "log")
+        timeouts = aiohttp.ClientTimeout(total=timeout_seconds)
+        async with self._answer("get", PODS, path, query=query, timeouts=timeouts) as response:
+            return (await response.read()).decode(errors="replace")
 
     async def _patch(self, resource: Resource, path: str, kind: str, body: Any, **query: str) -> Object:
         query = {"fieldManager": FIELD_MANAGER, **_STRICT, **query}

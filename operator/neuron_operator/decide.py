@@ -25,10 +25,13 @@ from neuron_operator.views import Observed, observe
 from neuron_operator.why.pods import UNEXPLAINED_SECONDS, explain_failure
 from neuron_operator.why.refusals import explain_refusals
 from neuron_operator.why.replicas import explain_replicas
-from neuron_operator.world import Decision, Need, Object, Refused, Settings, World
+from neuron_operator.world import Decision, LogOf, Need, Object, Refused, Settings, World
 
 RECHECK_SECONDS = 30.0
 """For causes that wake no pass: objects of other owners, rights, devices held by other pods, Events."""
+
+PROGRESS_SECONDS = 5.0
+"""How often the progress of a running Job is read; the status changes no more often."""
 
 KEPT_REVISIONS = 5
 
@@ -67,7 +70,7 @@ def decide(world: World, settings: Settings, steps: Sequence[Step] = STEPS) -> D
         delete=course.delete,
         status=whole_status,
         requeue_after_seconds=_requeue_after(world, observed, course, findings, steps),
-        needs=frozenset[Need]().union(*(finding.needs for finding in findings)),
+        needs=frozenset[Need | LogOf]().union(*(finding.needs for finding in findings)),
         announcements=() if is_terminating else status.announcements(observed.model, whole_status),
     )
 
@@ -288,11 +291,13 @@ def _requeue_after(
     """When to run again although no watch event may come; None: watch events suffice."""
     silent = {Reason.LOADING, *(step.task.waiting.reason for step in steps if step.task)}
     is_silent = any(finding.reason in silent and finding.status == "False" for finding in findings)
+    is_reporting = any(isinstance(need, LogOf) for finding in findings for need in finding.needs)
     attempts = (breaker.next_attempt(observed, known.name) for known in _distinct(course.wanted, course.served))
     delays = (
         RECHECK_SECONDS if world.refusals or any(finding.needs for finding in findings) else None,
         # Each pass repeats the refused writes.
         float(UNEXPLAINED_SECONDS) if is_silent and not world.refusals else None,
+        PROGRESS_SECONDS if is_reporting and not world.refusals else None,
         *((due - observed.now).total_seconds() for due in attempts if due and due > observed.now),
     )
     return min((delay for delay in delays if delay is not None), default=None)

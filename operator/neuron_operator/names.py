@@ -75,6 +75,8 @@ CA_FILE = "ca.crt"
 WEIGHTS_DIR = "/var/lib/neuron-serving/weights"
 TMP_DIR = "/tmp"  # noqa: S108 - an emptyDir in the pod
 TERMINATION_LOG = "/dev/termination-log"
+LOG_PREFIX = "neuron-runtime: "
+"""Begins each line of the runtime about its progress; other lines of a log are libraries'."""
 HUB_TOKEN_KEY = "HF_TOKEN"
 RANK_VARIABLE = "NEURON_SERVING_RANK"
 GROUP_SIZE_VARIABLE = "NEURON_SERVING_GROUP_SIZE"

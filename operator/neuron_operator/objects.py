@@ -22,6 +22,11 @@ def text(value: Any, *path: str) -> str:
     return found if isinstance(found, str) else ""
 
 
+def printable(line: str) -> str:
+    """The text on one line, without characters that control a terminal or the direction of writing."""
+    return "".join(char if char.isprintable() else " " for char in line)
+
+
 def items(value: Any, *path: str) -> list[Mapping[str, Any]]:
     """The objects of the list below `path`, else empty."""
     found = dig(value, *path)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Literal, Self
 
-from neuron_operator.world import Need
+from neuron_operator.world import LogOf, Need
 
 Condition = Literal[
     "Accepted",
@@ -345,8 +345,8 @@ class Reason(StrEnum):
     RESOLVING = Row(
         "Resolving",
         ("ModelResolved",),
-        "The Job is running, is waiting (the message says for what: image, node, quota, admission), or had a temporary "
-        "failure such as an unreachable hub",
+        "The Job is running (the message ends with the last line of its log), is waiting (the message says for what: "
+        "image, node, quota, admission), or had a temporary failure such as an unreachable hub",
         "Read the message. For an unreachable hub, check chart value `jobs.env` (`HF_ENDPOINT`, `HTTPS_PROXY`) and "
         "network policies. See [troubleshooting](troubleshooting.md#resolving-does-not-end)",
         passing=True,
@@ -396,7 +396,7 @@ class Finding:
     status: Literal["True", "False", "Unknown"]
     reason: str
     message: str
-    needs: frozenset[Need] = frozenset()
+    needs: frozenset[Need | LogOf] = frozenset()
     """Facts that would make the message better."""
 
 
@@ -405,5 +405,5 @@ def met(condition: Condition, message: str, reason: str = "") -> Finding:
     return Finding(condition, "True", reason or condition, message)
 
 
-def unmet(condition: Condition, reason: Reason, message: str, needs: Iterable[Need] = ()) -> Finding:
+def unmet(condition: Condition, reason: Reason, message: str, needs: Iterable[Need | LogOf] = ()) -> Finding:
     return Finding(condition, "False", reason, message, frozenset(needs))

@@ -32,14 +32,14 @@ from neuron_operator.client import (
     resource_of,
 )
 from neuron_operator.containment import needs_apply
-from neuron_operator.devices import OnDemand
 from neuron_operator.errors import ClusterFault, TermOver
 from neuron_operator.metrics import Metrics
 from neuron_operator.names import API_VERSION, GROUP, KIND, MANAGER
 from neuron_operator.objects import is_orphan, is_owned, labels_of, name_of
+from neuron_operator.on_demand import OnDemand
 from neuron_operator.reflector import Caches, Key
 from neuron_operator.workqueue import WorkQueue
-from neuron_operator.world import Announcement, Decision, Need, Object, Refusal, Refused, Settings, World
+from neuron_operator.world import Announcement, Decision, LogOf, Need, Object, Refusal, Refused, Settings, World
 
 logger = logging.getLogger(__name__)
 
@@ -103,7 +103,7 @@ class Reconciler:
         )
         retry: ClusterFault | None = None
         world = World(body=body, children=self._caches.children(key), pods=self._caches.pods(key), now=self._now())
-        read: frozenset[Need] = frozenset()
+        read: frozenset[Need | LogOf] = frozenset()
         while True:
             decision = self._decide(world, self._settings)
             if decision.needs - read:
@@ -137,12 +137,14 @@ class Reconciler:
             raise retry
         return Outcome(writes.number, decision.requeue_after_seconds)
 
-    async def _read(self, needs: frozenset[Need], world: World, key: Key) -> World:
+    async def _read(self, needs: frozenset[Need | LogOf], world: World, key: Key) -> World:
         if Need.FREE_DEVICES in needs:
             world = replace(world, free=await self._on_demand.free_devices())
         if Need.EVENTS in needs:
             world = replace(world, events=await self._on_demand.events(key, world.children, world.pods))
-        return world
+        pods = [need.pod for need in needs if isinstance(need, LogOf)]
+        logs = {pod: await self._on_demand.log(key[0], pod) for pod in pods}
+        return replace(world, logs={**world.logs, **logs})
 
     async def _announce(self, body: Object, announcement: Announcement) -> None:
         """Create an Event. A failure is only logged: the status already contains the change."""

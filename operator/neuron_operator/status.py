@@ -10,6 +10,7 @@ from datetime import UTC, datetime
 
 from neuron_operator import model_status
 from neuron_operator.model_status import MAX_MESSAGE, MAX_WORD, ModelFacts
+from neuron_operator.objects import printable
 from neuron_operator.reasons import CONDITIONS, Condition, Finding, Reason
 from neuron_operator.records import Facts
 from neuron_operator.views import ModelView
@@ -79,7 +80,7 @@ def _abnormal(ready: Finding) -> tuple[Finding, ...]:
 def condition_of(finding: Finding, model: ModelView, now: datetime) -> model_status.Condition:
     before = model.conditions.get(finding.condition)
     since = before.since if before is not None and before.status == finding.status else ""
-    message = finding.message
+    message = printable(finding.message)  # nodes, registries and logs wrote parts of it
     return model_status.Condition(
         type=finding.condition,
         status=finding.status,

@@ -125,6 +125,11 @@ class PodView:
         return self.is_ready and not self.is_deleting
 
     @property
+    def is_running(self) -> bool:
+        """The runtime container runs."""
+        return bool(self.container.running_since) and not self.is_deleting
+
+    @property
     def is_live(self) -> bool:
         """Counts as a replica: neither ended nor being deleted."""
         return not self.is_deleting and self.phase not in ("Failed", "Succeeded")
@@ -187,6 +192,8 @@ class Observed:
     warnings: Mapping[str, str]
     """The last warning about an object, by the object's name; empty if events were not read."""
     free: FreeDevices | None
+    logs: Mapping[str, str]
+    """The end of the log of a Job's pod, by the pod's name."""
     now: datetime
 
     @property
@@ -241,6 +248,7 @@ def observe(world: World) -> Observed:
             for event in sorted(world.events or (), key=lambda event: text(event, "reason") == EVICTED)
         },
         free=world.free,
+        logs=world.logs,
         now=world.now,
     )
 

@@ -68,6 +68,13 @@ class Need(Enum):
     """Events of this model's Jobs, ReplicaSets and pods."""
 
 
+@dataclass(frozen=True)
+class LogOf:
+    """A need like the others: the end of the log of a Job's pod. Serving pods have none: theirs may quote requests."""
+
+    pod: str
+
+
 class Refused(Enum):
     """Why an object was not written."""
 
@@ -111,6 +118,8 @@ class World:
     """None: not read in this pass."""
     events: tuple[Object, ...] | None = None
     """Warnings (`events.k8s.io/v1`), oldest first. None: not read in this pass; empty without the right to read."""
+    logs: Mapping[str, str] = field(default_factory=dict)
+    """By pod, the end of the logs read in this pass; empty if one cannot be read."""
 
 
 @dataclass(frozen=True)
@@ -133,7 +142,7 @@ class Decision:
     status: Object | None = None
     """The whole status; None: leave it unchanged, because the model is being deleted."""
     requeue_after_seconds: float | None = None
-    needs: frozenset[Need] = frozenset()
+    needs: frozenset[Need | LogOf] = frozenset()
     announcements: tuple[Announcement, ...] = ()
 
 

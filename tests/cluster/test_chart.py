@@ -45,7 +45,7 @@ EVERYTHING: dict[str, Any] = {
         "env": [{"name": "HTTPS_PROXY", "value": "http://proxy.test:3128"}],
     },
     "caBundle": {"configMap": {"name": "private-ca", "key": "ca.crt"}},
-    "rbac": {"aggregateToDefaultRoles": False},
+    "rbac": {"aggregateToDefaultRoles": False, "readJobLogs": False},
     "networkPolicy": {"ingressFrom": [{"namespaceSelector": {"matchLabels": {"team": "a"}}}]},
     "monitoring": {
         "dashboard": {
@@ -166,8 +166,8 @@ def test_with_named_namespaces_nothing_is_granted_elsewhere(helm: Helm) -> None:
     assert not [d for d in documents if d["kind"] == "ClusterRoleBinding"]
     bindings = [d for d in documents if d["kind"] == "RoleBinding" and d["roleRef"]["kind"] == "ClusterRole"]
     assert [b["metadata"]["namespace"] for b in bindings] == EVERYTHING["watchNamespaces"]
-    nodes = {right for right in granted(CLUSTER_RULES) if right[1] == "nodes"}
-    assert granted(one(documents, "ClusterRole", "neuron-operator")["rules"]) == granted(CLUSTER_RULES) - nodes
+    without = {right for right in granted(CLUSTER_RULES) if right[1] in ("nodes", "pods/log")}
+    assert granted(one(documents, "ClusterRole", "neuron-operator")["rules"]) == granted(CLUSTER_RULES) - without
 
 
 def test_view_may_read_models_and_edit_and_admin_may_change_them(helm: Helm) -> None:

@@ -7,9 +7,10 @@ import contextlib
 import dataclasses
 import itertools
 import json
+import ssl
 import time
 import urllib.error
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
@@ -35,8 +36,8 @@ from helpers.operators import (
 from neuron_operator import names
 from neuron_operator.client import EVENTS, LEASES, NEURON_MODELS, PODS, Client, Conflict, Unreachable
 from neuron_operator.decide import KEPT_REVISIONS
-from neuron_operator.devices import EVENTS_SECONDS
 from neuron_operator.lease import LeaseTimings
+from neuron_operator.on_demand import EVENTS_SECONDS
 from neuron_operator.reflector import Caches, Key
 
 pytestmark = [pytest.mark.cluster, pytest.mark.slow]
@@ -651,6 +652,53 @@ async def test_an_event_explains_a_child_without_another_reason(server: ApiServe
         await eventually(lambda: "exceeded quota" in message(namespace, "ModelResolved"))
 
 
+async def test_the_progress_of_a_running_job_is_shown_from_its_log_and_bounds_the_writes(
+    server: ApiServer, namespace: Namespace
+) -> None:
+    line = "neuron-runtime: hf://acme/tiny: 3.90 GiB of 15.30 GiB (26%)"
+    async with (
+        kubelet(server, namespace, lambda: f"{line}\nwarnings.warn(\n") as asked,
+        client_of(server) as client,
+        operating(client, only(namespace)),
+    ):
+        namespace.put_model()
+        await eventually(lambda: namespace.start_resolve("resolve-0", namespace.name))
+        shown = "reading the model's configuration: hf://acme/tiny: 3.90 GiB of 15.30 GiB (26%)"
+        await eventually(lambda: message(namespace, "Ready") == shown, about=namespace.model)
+        before = len(server.requests(OPERATOR_USER))
+        for _ in range(20):  # changes read no log and write no status
+            namespace.wake()
+            await asyncio.sleep(0.05)
+        line = line.replace("(26%)", "(27%)")
+        await eventually(lambda: message(namespace, "Ready").endswith("(27%)"))
+        later = calls(server, before)
+    assert len(asked) == 2
+    assert asked[0] == (f"/containerLogs/{namespace.name}/resolve-0/runtime", "limitBytes=16384&tailLines=20")
+    assert [call for call in later if call[0] in WRITES and call[1] != "leases"] == [("patch", "neuronmodels")]
+
+
+async def test_without_the_right_to_read_logs_a_running_job_has_its_usual_message(
+    server: ApiServer, namespace: Namespace
+) -> None:
+    without = [rule for rule in CLUSTER_RULES if rule["resources"] != ["pods/log"]]
+    grant(server, without)
+    try:
+        wait_until("the right is withdrawn", lambda: not server.may(OPERATOR_USER, "get", "pods", subresource="log"))
+        async with (
+            kubelet(server, namespace, lambda: "neuron-runtime: secret\n") as asked,
+            client_of(server) as client,
+            operating(client, only(namespace)),
+        ):
+            namespace.put_model()
+            await eventually(lambda: namespace.start_resolve("resolve-0", namespace.name))
+            await eventually(lambda: ("get", "pods") in calls(server, 0)[-20:])
+            await namespace.settle()
+    finally:
+        grant(server)
+        wait_until("the rights are in force", lambda: server.may(OPERATOR_USER, "get", "pods", subresource="log"))
+    assert asked == []
+
+
 async def test_the_operator_honours_retry_after(server: ApiServer, namespace: Namespace) -> None:
     refused: list[float] = []
 
@@ -961,6 +1009,41 @@ class Mortal:
             return answer
 
         return write
+
+
+@contextlib.asynccontextmanager
+async def kubelet(
+    server: ApiServer, namespace: Namespace, log: Callable[[], str]
+) -> AsyncIterator[list[tuple[str, str]]]:
+    """A node named after the namespace, whose kubelet answers every request of the API server with `log()`; the
+    requests."""
+    asked: list[tuple[str, str]] = []
+
+    async def answer(request: web.Request) -> web.Response:
+        asked.append((request.path, request.query_string))
+        return web.Response(text=log())
+
+    app = web.Application()
+    app.router.add_get("/{path:.*}", answer)
+    runner = web.AppRunner(app, access_log=None)
+    await runner.setup()
+    tls = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    tls.load_cert_chain(server.ca_file, server.ca_file.with_suffix(".key"))
+    await web.TCPSite(runner, "127.0.0.1", 0, ssl_context=tls).start()
+    port = runner.addresses[0][1]
+    node = {"apiVersion": "v1", "kind": "Node", "metadata": {"name": namespace.name}}
+    await asyncio.to_thread(server.call, "POST", "/api/v1/nodes", node)
+    status = {
+        "addresses": [{"type": "InternalIP", "address": "127.0.0.1"}],
+        "daemonEndpoints": {"kubeletEndpoint": {"Port": port}},
+    }
+    path, merge = f"/api/v1/nodes/{namespace.name}/status", "application/merge-patch+json"
+    await asyncio.to_thread(server.call, "PATCH", path, {"status": status}, merge)
+    try:
+        yield asked
+    finally:
+        await asyncio.to_thread(server.call, "DELETE", f"/api/v1/nodes/{namespace.name}")
+        await runner.cleanup()
 
 
 @contextlib.contextmanager

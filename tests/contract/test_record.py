@@ -1,4 +1,5 @@
-"""The record between runtime and operator: the operator reads what the runtime writes; invalid ones read as none."""
+"""The record and the progress lines between runtime and operator: the operator reads what the runtime writes; invalid
+records read as none."""
 
 import json
 
@@ -7,7 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from neuron_operator import names
 from neuron_operator.records import VERSION, Facts, Record, StoredArtifact, StoredWeights, parse_record
+from neuron_runtime import console
 from neuron_runtime import record as runtime
 from neuron_runtime.errors import ExitCode, FatalError
 
@@ -72,6 +75,11 @@ def test_a_failure_keeps_code_and_reason_with_a_message_of_any_length(code: Exit
     assert read is not None
     assert (read.ok, read.exit_code, read.reason) == (False, int(code), code.reason)
     assert message.startswith(read.message)
+
+
+def test_the_operator_recognises_the_progress_lines_of_the_runtime(capsys: pytest.CaptureFixture[str]) -> None:
+    console.say("graph 2 of 3")
+    assert capsys.readouterr().err == f"{names.LOG_PREFIX}graph 2 of 3\n"
 
 
 def test_operator_and_runtime_use_the_same_record_fields_and_version() -> None:

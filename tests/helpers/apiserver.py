@@ -98,9 +98,9 @@ class ApiServer:
             if (event["user"]["username"] == user if user else event["user"]["username"] != "system:apiserver")
         ]
 
-    def may(self, user: str, verb: str, resource: str, group: str = "") -> bool:
+    def may(self, user: str, verb: str, resource: str, group: str = "", subresource: str = "") -> bool:
         """Whether the server allows it in any namespace; a changed role takes effect after a delay."""
-        asked = {"verb": verb, "group": group, "resource": resource}
+        asked = {"verb": verb, "group": group, "resource": resource, "subresource": subresource}
         review = {"spec": {"user": user, "groups": list(GROUPS), "resourceAttributes": asked}}
         answer = self.call("POST", "/apis/authorization.k8s.io/v1/subjectaccessreviews", review)
         return bool(answer["status"]["allowed"])

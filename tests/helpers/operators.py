@@ -146,28 +146,40 @@ class Namespace:
     def children(self) -> dict[str, list[str]]:
         return {resource.kind: [item["metadata"]["name"] for item in self.list(resource)] for resource in CHILDREN}
 
-    def finish_resolve(self) -> bool:
-        """Plays the kubelet: the pod of the resolve Job ends with a record. False while the Job is missing."""
+    def start_resolve(self, name: str, node: str) -> bool:
+        """Plays Job controller and kubelet: the pod of the resolve Job runs on `node`. False while the Job is
+        missing."""
         jobs = self.list(BY_KIND["Job"])
         for job in jobs:
-            template, name = job["spec"]["template"], job["metadata"]["name"]
-            owner = {"apiVersion": "batch/v1", "kind": "Job", "name": name, "uid": job["metadata"]["uid"]}
-            metadata = {"name": name, "labels": template["metadata"]["labels"], "ownerReferences": [owner]}
-            pod = {"metadata": metadata, "spec": template["spec"]}
-            self.server.call("POST", PODS.path(self.name), {"apiVersion": "v1", "kind": "Pod", **pod})
-            record = json.dumps({"version": 1, "command": "inspect", "ok": True, "facts": FACTS})
-            container = {
-                "name": template["spec"]["containers"][0]["name"],
-                "image": "image",
-                "imageID": "id",
-                "ready": False,
-                "restartCount": 0,
-                "state": {"terminated": {"exitCode": 0, "message": record}},
-            }
-            status = {"status": {"phase": "Succeeded", "containerStatuses": [container]}}
-            path = PODS.path(self.name, name, "status")
-            self.server.call("PATCH", path, status, "application/merge-patch+json")
+            self._put_job_pod(job, name, {"running": {"startedAt": "2026-01-01T00:00:00Z"}}, "Running", nodeName=node)
         return bool(jobs)
+
+    def finish_resolve(self) -> bool:
+        """Plays Job controller and kubelet: a pod of the resolve Job ends with a record. False while the Job is
+        missing."""
+        jobs = self.list(BY_KIND["Job"])
+        record = json.dumps({"version": 1, "command": "inspect", "ok": True, "facts": FACTS})
+        for job in jobs:
+            ended = {"terminated": {"exitCode": 0, "message": record}}
+            self._put_job_pod(job, job["metadata"]["name"], ended, "Succeeded")
+        return bool(jobs)
+
+    def _put_job_pod(self, job: Any, pod: str, state: dict[str, Any], phase: str, **spec: str) -> None:
+        template, name = job["spec"]["template"], job["metadata"]["name"]
+        owner = {"apiVersion": "batch/v1", "kind": "Job", "name": name, "uid": job["metadata"]["uid"]}
+        metadata = {"name": pod, "labels": template["metadata"]["labels"], "ownerReferences": [owner]}
+        body = {"apiVersion": "v1", "kind": "Pod", "metadata": metadata, "spec": {**template["spec"], **spec}}
+        self.server.call("POST", PODS.path(self.name), body)
+        container = {
+            "name": template["spec"]["containers"][0]["name"],
+            "image": "image",
+            "imageID": "id",
+            "ready": False,
+            "restartCount": 0,
+            "state": state,
+        }
+        status = {"status": {"phase": phase, "containerStatuses": [container]}}
+        self.server.call("PATCH", PODS.path(self.name, pod, "status"), status, "application/merge-patch+json")
 
     def start_pod(self, name: str, status: dict[str, Any], model: str = "chat") -> None:
         """Plays the ReplicaSet and the kubelet: a pod of the Deployment with a status."""

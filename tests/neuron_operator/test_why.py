@@ -32,14 +32,14 @@ from helpers.operator_worlds import (
 )
 from neuron_operator import status
 from neuron_operator.catalog import INSTANCE_TYPES
-from neuron_operator.decide import decide
+from neuron_operator.decide import PROGRESS_SECONDS, decide
 from neuron_operator.errors import Unplaceable
 from neuron_operator.manifest import parse
 from neuron_operator.placement import place
 from neuron_operator.reasons import CONDITIONS, Finding, Reason
 from neuron_operator.status import MAX_MESSAGE
 from neuron_operator.views import observe
-from neuron_operator.world import DEVICE_MODES, Decision, FreeDevices, Need, NodeDevices, Object, Settings
+from neuron_operator.world import DEVICE_MODES, Decision, FreeDevices, LogOf, Need, NodeDevices, Object, Settings
 
 INSUFFICIENT = (
     "0/3 nodes are available: 1 node(s) didn't match Pod's node affinity/selector, 2 Insufficient "
@@ -654,6 +654,7 @@ def test_the_message_of_inspect_is_shown_before_any_device_is_allocated(code: in
         (ended(10, "no record here"), "no record here"),
         (waiting("ImagePullBackOff", "no such image"), "cannot be pulled: no such image"),
         (ended(0, "no record here"), "no record here"),
+        (ended(1, "\x1b]0;title\x07 \u202egnp.exe"), " ]0;title   gnp.exe"),
         (ended(137, reason="OOMKilled"), "(OOMKilled) and no facts: it left no record and no log; raise jobs."),
     ],
 )
@@ -687,10 +688,74 @@ def test_an_evicted_pod_of_a_job_is_reported_as_such() -> None:
     assert f"Evicted: {message.strip()}; raise the limit of ephemeral-storage in jobs.resources" in ready["message"]
 
 
-def test_events_of_a_running_job_are_not_read() -> None:
-    decision = resolving({"running": {"startedAt": "2026-03-01T11:00:00Z"}}, phase="Running")
-    assert decision.needs == set()
+RUNNING: Object = {"running": {"startedAt": "2026-03-01T11:00:00Z"}}
+
+
+def resolving_with(log: str, *earlier: Object, body: Object | None = None) -> Decision:
+    """A running resolve Job whose pod wrote `log`; `earlier` are the final states of its earlier pods."""
+    world, decision = settle(fresh())
+    job = find(decision.desired, "Job")
+    pods = [job_pod(job, RUNNING, phase="Running"), *(job_pod(job, state, "earlier") for state in earlier)]
+    pods[0]["metadata"]["creationTimestamp"] = "2026-03-01T11:59:30Z"
+    return decide(replace(world, body=body or world.body, pods=tuple(pods), logs={"resolve-x": log}), SETTINGS)
+
+
+def test_only_the_log_of_a_running_job_is_read_and_often() -> None:
+    decision = resolving(RUNNING, phase="Running")
+    assert decision.needs == {LogOf("resolve-x")}
+    assert decision.requeue_after_seconds == PROGRESS_SECONDS
     assert condition(decision.status, "Ready")["message"] == "reading the model's configuration"
+    for state in (waiting("ContainerCreating"), ended(1), ended(0)):
+        assert LogOf("resolve-x") not in resolving(state).needs
+
+
+@given(started=st.booleans(), ready=st.booleans(), state=st.sampled_from([None, RUNNING, CRASH, ended(1)]))
+@settings(max_examples=20)
+def test_the_log_of_a_serving_pod_is_never_read(started: bool, ready: bool, state: Object | None) -> None:
+    decision = seen(pod(started=started, ready=ready, state=state))
+    assert not [need for need in decision.needs if isinstance(need, LogOf)]
+
+
+@pytest.mark.parametrize(
+    ("log", "said"),
+    [
+        ("neuron-runtime: one\nneuron-runtime: hf://a/b: 3.90 GiB of 15.30 GiB (26%)\n", "hf://a/b: 3.90 GiB of "),
+        ("neuron-runtime: first\nPassword: secret\n  warnings.warn(\n\n", "first"),
+        ("neuron-runtime: red \x1b[31mline\u202e\r\n", "red  [31mline"),
+        ("neuron-runtime: " + "x" * 1000, "x" * 300),
+    ],
+)
+def test_the_last_progress_line_of_a_running_job_is_shown_without_control_characters(log: str, said: str) -> None:
+    decision = resolving_with(log)
+    found = condition(decision.status, "ModelResolved")
+    assert found["reason"] == "Resolving"
+    assert found["message"].startswith(f"reading the model's configuration: {said}")
+    assert found["message"].isprintable()
+    assert len(found["message"]) < 400
+    assert condition(decision.status, "Ready")["message"] == found["message"]
+    assert decision.needs == {LogOf("resolve-x")}
+
+
+@pytest.mark.parametrize("log", ["", "\n", "Traceback (most recent call last):\n", "a line of neuron-runtime: quoted"])
+def test_lines_of_others_in_the_log_of_a_job_are_not_shown(log: str) -> None:
+    assert condition(resolving_with(log).status, "Ready")["message"] == "reading the model's configuration"
+
+
+def test_a_second_attempt_shows_the_first_ones_end_until_it_reports_progress() -> None:
+    failed = ended(137, "killed\n")
+    silent = resolving_with("", failed)
+    assert "exit code 137" in condition(silent.status, "Ready")["message"]
+    assert silent.needs == {LogOf("resolve-x")}
+    assert condition(resolving_with("neuron-runtime: 1 of 2", failed).status, "Ready")["message"].endswith(": 1 of 2")
+
+
+def test_the_verdict_on_the_previous_job_stays_until_the_next_one_reports_progress() -> None:
+    verdict = resolving(ended(11, failure_record(11, "WeightsUnauthorized", "the hub says no")))
+    body = {**fresh().body, "status": verdict.status}
+    silent = resolving_with("", body=body)
+    assert condition(silent.status, "Ready")["reason"] == "WeightsUnauthorized"
+    assert silent.needs == {LogOf("resolve-x")}
+    assert condition(resolving_with("neuron-runtime: 1 of 2", body=body).status, "Ready")["reason"] == "Resolving"
 
 
 # Placement

@@ -5,10 +5,12 @@ from __future__ import annotations
 from dataclasses import replace
 from datetime import timedelta
 
+from neuron_operator import names
 from neuron_operator.reasons import Finding, Reason, unmet
 from neuron_operator.render.jobs import RETRY_AFTER_SECONDS
 from neuron_operator.views import JobView, Observed, PodView, Termination
 from neuron_operator.why.pods import (
+    MAX_LINE,
     OOM_KILLED,
     UNEXPLAINED_SECONDS,
     explain_failure,
@@ -17,7 +19,7 @@ from neuron_operator.why.pods import (
     last_words,
 )
 from neuron_operator.why.refusals import explain_denial
-from neuron_operator.world import Need
+from neuron_operator.world import LogOf, Need
 
 
 def explain_job(waiting: Finding, job: JobView | None, observed: Observed) -> Finding:
@@ -28,6 +30,26 @@ def explain_job(waiting: Finding, job: JobView | None, observed: Observed) -> Fi
     if job is None:
         return _last_verdict(waiting, observed) or waiting
     pods = observed.pods_of(job.name)
+    running = next((pod for pod in pods if pod.is_running), None)
+    if running is None:
+        return _explain_state(waiting, job, pods, observed)
+    progress = _last_line(observed.logs.get(running.name, ""))
+    if progress:
+        found = replace(waiting, message=f"{waiting.message}: {progress}")
+    else:
+        found = _explain_state(waiting, job, pods, observed)
+    return replace(found, needs=found.needs | {LogOf(running.name)})
+
+
+def _last_line(log: str) -> str:
+    """The last line of the runtime about its progress; empty if there is none."""
+    lines = (line.removeprefix(names.LOG_PREFIX) for line in log.splitlines() if line.startswith(names.LOG_PREFIX))
+    *_, last = ("", *lines)
+    return last.strip()[:MAX_LINE]
+
+
+def _explain_state(waiting: Finding, job: JobView, pods: tuple[PodView, ...], observed: Observed) -> Finding:
+    """Why a Job has left no record, by its state and that of its pods, newest first."""
     for pod in pods:
         if pod.has_failed and pod.reason:
             return replace(waiting, message=explain_failure(pod, observed, "jobs.resources").message)

@@ -15,6 +15,9 @@ from neuron_operator.revision import Revision
 from neuron_operator.views import EVICTED, ContainerView, Observed, PodView, Termination
 from neuron_operator.world import Need
 
+MAX_LINE = 300
+"""Characters of a line of a log that are shown."""
+
 UNEXPLAINED_SECONDS = 20
 """Age at which the events of a pod or Job are read, if nothing else explains its state."""
 
@@ -257,7 +260,7 @@ def last_words(end: Termination) -> str:
         return record.message or record.reason
     lines = [line.strip() for line in end.message.splitlines() if line.strip()]
     said = [line for line in lines if not re.match(_DUMP, line)]
-    return (said or lines)[-1][:300] if lines else "it left no record and no log"
+    return (said or lines)[-1][:MAX_LINE] if lines else "it left no record and no log"
 
 
 _DUMP = r'<no Python frame>|File ".*", line \d|(Current t|T)hread 0x|Python runtime state:|Extension modules:'

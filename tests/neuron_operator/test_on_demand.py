@@ -1,0 +1,144 @@
+"""What passes read on demand: free devices, events about children and logs of Jobs' pods, each kept for seconds."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from helpers import virtual_time
+from neuron_operator.client import EVENTS, NODES, Forbidden, Page, Resource, Unreachable
+from neuron_operator.on_demand import (
+    EVENTS_SECONDS,
+    FREE_DEVICES_SECONDS,
+    LOG_SECONDS,
+    UNREADABLE_LOG_SECONDS,
+    OnDemand,
+)
+from neuron_operator.world import FreeDevices
+
+NEURON = "aws.amazon.com/neuron"
+FORBIDDEN = Forbidden("no", retriable=False, status=403)
+
+
+def node(name: str, devices: int) -> dict[str, Any]:
+    offered = {NEURON: str(devices)} if devices else {}
+    return {"metadata": {"name": name}, "status": {"capacity": offered, "allocatable": offered}}
+
+
+POD = {"spec": {"containers": [{"resources": {"requests": {NEURON: "2"}}}]}}
+
+
+class Reads:
+    """A cluster that can only be read and counts the reads; `fault`: what every read ends with."""
+
+    def __init__(self, events: tuple[dict[str, Any], ...] = (), fault: Exception | None = None) -> None:
+        self.events = events
+        self.fault = fault
+        self.asked: list[str] = []
+
+    async def list(
+        self, resource: Resource, namespace: str | None, *, label_selector: str = "", field_selector: str = ""
+    ) -> Page:
+        await self._read(f"{resource.plural} {field_selector}".strip())
+        if resource is NODES:
+            return Page((node("n1", 6), node("n2", 6), node("cpu", 0)), "1")
+        return Page(self.events if resource is EVENTS else (POD,), "1")
+
+    async def log(self, namespace: str, pod: str, container: str, **limits: float) -> str:
+        return f"read {await self._read(f'log of {namespace}/{pod}/{container}')}"
+
+    async def _read(self, what: str) -> int:
+        self.asked.append(what)
+        number = len(self.asked)
+        await asyncio.sleep(0.01)
+        if self.fault is not None:
+            raise self.fault
+        return number
+
+
+def on_demand(cluster: Reads) -> OnDemand:
+    return OnDemand(cluster)  # type: ignore[arg-type]
+
+
+def test_only_pods_on_neuron_nodes_are_listed_and_the_result_is_kept_for_seconds() -> None:
+    async def main() -> None:
+        cluster = Reads()
+        reads = on_demand(cluster)
+        first, second = await asyncio.gather(reads.free_devices(), reads.free_devices())
+        assert first is second
+        assert [n.free_devices for n in first.nodes or ()] == [4, 4]
+        unfinished = "status.phase!=Succeeded,status.phase!=Failed"
+        assert cluster.asked == ["nodes", f"pods spec.nodeName=n1,{unfinished}", f"pods spec.nodeName=n2,{unfinished}"]
+        await asyncio.sleep(FREE_DEVICES_SECONDS + 1)
+        await reads.free_devices()
+        assert len(cluster.asked) == 6
+
+    virtual_time.run(main())
+
+
+def test_without_the_right_free_devices_are_unknown_and_events_and_logs_are_missing() -> None:
+    async def main() -> None:
+        reads = on_demand(Reads(fault=FORBIDDEN))
+        assert await reads.free_devices() == FreeDevices(None)
+        assert await reads.events(("ns", "chat"), (), ()) == ()
+        assert await reads.log("ns", "fetch-x") == ""
+
+    virtual_time.run(main())
+
+
+def event(kind: str, name: str, at: str) -> dict[str, Any]:
+    return {"metadata": {"creationTimestamp": at}, "regarding": {"kind": kind, "name": name}, "eventTime": None}
+
+
+def test_events_of_jobs_replica_sets_and_pods_are_sorted_oldest_first() -> None:
+    deployment = {"kind": "Deployment", "metadata": {"namespace": "ns", "name": "chat"}}
+    chat_pod = {"kind": "Pod", "metadata": {"namespace": "ns", "name": "chat-x-1"}}
+    mine = (event("ReplicaSet", "chat-6d5f", "2026-01-02T00:00:00Z"), event("Pod", "chat-x-1", "2026-01-01T00:00:00Z"))
+    others = (
+        event("ReplicaSet", "chat-two-6d5f", "2026-01-01T00:00:00Z"),
+        event("Pod", "other", "2026-01-01T00:00:00Z"),
+    )
+
+    async def main() -> None:
+        cluster = Reads(events=mine + others)
+        reads = on_demand(cluster)
+        assert await reads.events(("ns", "chat"), (deployment,), (chat_pod,)) == mine[::-1]
+        await reads.events(("ns", "chat"), (deployment,), (chat_pod,))
+        assert cluster.asked == ["events type=Warning"]
+        await asyncio.sleep(EVENTS_SECONDS + 1)
+        await reads.events(("ns", "chat"), (deployment,), (chat_pod,))
+        assert len(cluster.asked) == 2
+
+    virtual_time.run(main())
+
+
+def test_passes_of_all_models_that_wait_for_a_pod_share_one_read_of_its_log() -> None:
+    async def main() -> None:
+        cluster = Reads()
+        reads = on_demand(cluster)
+        assert await asyncio.gather(*(reads.log("ns", "fetch-x") for _ in range(50))) == ["read 1"] * 50
+        assert await reads.log("ns", "fetch-x") == "read 1"
+        assert cluster.asked == ["log of ns/fetch-x/runtime"]
+        assert await asyncio.gather(reads.log("ns", "fetch-y"), reads.log("other", "fetch-x")) == ["read 2", "read 3"]
+        await asyncio.sleep(LOG_SECONDS + 1)
+        assert await reads.log("ns", "fetch-x") == "read 4"
+
+    virtual_time.run(main())
+
+
+@pytest.mark.parametrize("fault", [FORBIDDEN, Unreachable("get pods: TimeoutError", retriable=True)])
+def test_a_log_that_cannot_be_read_is_seldom_tried_again(fault: Exception) -> None:
+    async def main() -> None:
+        cluster = Reads(fault=fault)
+        reads = on_demand(cluster)
+        assert await reads.log("ns", "fetch-x") == ""
+        await asyncio.sleep(LOG_SECONDS + 1)
+        assert await reads.log("ns", "fetch-x") == ""
+        assert len(cluster.asked) == 1
+        await asyncio.sleep(UNREADABLE_LOG_SECONDS)
+        cluster.fault = None
+        assert await reads.log("ns", "fetch-x") == "read 2"
+
+    virtual_time.run(main())
