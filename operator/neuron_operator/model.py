@@ -328,7 +328,8 @@ class Engine(SpecPart, frozen=True):
     ] = ()
     image: Annotated[
         Annotated[str, Meta(min_length=1, max_length=512, pattern=r"^\S+$")] | None,
-        "Runtime image for this model and its Job; by default the chart's `image.runtime`.",
+        "Runtime image for this model and its Jobs, with a compiler if it is compiled; by default the chart's "
+        "`image.runtime` and `image.compile`.",
     ] = None
     image_pull_policy: Annotated[
         Literal["Always", "IfNotPresent", "Never"] | None,

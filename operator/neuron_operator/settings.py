@@ -106,6 +106,9 @@ class _Setting:
 SETTINGS = (
     _Setting("runtime_image", _text, None, "runtime image of models that set none"),
     _Setting(
+        "compile_image", _text, "", "image of Jobs that compile, for models that set none; empty: the runtime image"
+    ),
+    _Setting(
         "image_pull_policy",
         _one_of("", "Always", "IfNotPresent", "Never"),
         "",

@@ -179,6 +179,8 @@ class Settings:
     """Settings of the installation for all models; the rim loads them from flags and environment."""
 
     runtime_image: str
+    compile_image: str = ""
+    """Has a compiler; empty: the runtime image has one."""
     image_pull_policy: str = ""
     """Empty: Kubernetes' own default (by tag)."""
     image_pull_secrets: tuple[str, ...] = ()

@@ -31,7 +31,12 @@ MODELS = "/apis/neuron-serving.dev/v1alpha1/namespaces/default/neuronmodels"
 IMAGES = {"image": {"operator": "registry.test:5000/operator:1", "runtime": "registry.test:5000/runtime:1"}}
 # Every value different from its default, to cover what the defaults do not reach.
 EVERYTHING: dict[str, Any] = {
-    "image": {**IMAGES["image"], "pullPolicy": "IfNotPresent", "pullSecrets": ["one", "two"]},
+    "image": {
+        **IMAGES["image"],
+        "compile": "registry.test:5000/compile:1",
+        "pullPolicy": "IfNotPresent",
+        "pullSecrets": ["one", "two"],
+    },
     "replicas": 3,
     "lease": {"seconds": 15},
     "workers": 4,
@@ -240,6 +245,7 @@ def test_the_values_reach_the_operator(helm: Helm) -> None:
     seen = settings_of(helm.render(EVERYTHING))
     jobs = EVERYTHING["jobs"]
     assert seen.models.runtime_image == "registry.test:5000/runtime:1"
+    assert seen.models.compile_image == "registry.test:5000/compile:1"
     assert seen.models.image_pull_policy == "IfNotPresent"
     assert seen.models.image_pull_secrets == ("one", "two")
     assert seen.models.jobs == JobSettings(
