@@ -23,6 +23,10 @@ class UriScheme:
     supported: bool = False
 
 
+_LABEL = "[a-z0-9]([-a-z0-9]*[a-z0-9])?"
+_SEGMENT = r"([.]{0,2}[^\s/?#.]|[.]{3})[^\s/?#]*"
+"""Of a path: neither empty nor `.` or `..`."""
+
 URI_SCHEMES = {
     "hf": UriScheme(
         "hf://org/name[@revision]",
@@ -30,8 +34,10 @@ URI_SCHEMES = {
         r"(@[A-Za-z0-9][A-Za-z0-9._/-]{0,127})?$",
         supported=True,
     ),
-    "s3": UriScheme("s3://bucket/prefix", r"^s3://[a-z0-9][a-z0-9.-]{1,61}[a-z0-9]/[^\s]+$"),
-    "pvc": UriScheme("pvc://claim/path", r"^pvc://[a-z0-9]([-a-z0-9.]{0,251}[a-z0-9])?(/[^\s]*)?$"),
+    "s3": UriScheme(
+        "s3://bucket/prefix", rf"^s3://[a-z0-9]([.]?[-a-z0-9])+[.]?[a-z0-9](/{_SEGMENT})+/?$", supported=True
+    ),
+    "pvc": UriScheme("pvc://claim/path", rf"^pvc://{_LABEL}([.]{_LABEL})*(/{_SEGMENT})*/?$", supported=True),
     "oci": UriScheme("oci://image[@digest][#path]", r"^oci://[^\s#]+(#[^\s#]+)?$"),
     "file": UriScheme("file:///path", r"^file:///[^\s]+$", supported=True),
 }
@@ -62,6 +68,8 @@ def _matches(pattern: str) -> str:
     return f"self.matches('{pattern}')".replace("\\", "\\\\")
 
 
+_NOT_ON_A_HUB = "^hf://([^@]*--|.*[.][.])"
+
 Uri = Annotated[
     str,
     Meta(min_length=1, max_length=1024),
@@ -79,6 +87,11 @@ Uri = Annotated[
         "must not contain the path segment '..'",
         lambda uri: uri.startswith(RELATIVE_FILE) or ".." not in uri.split("/"),
         f"{IS_RELATIVE} || !self.matches('(^|/)[.][.](/|$)')",
+    ),
+    Rule(
+        "must not contain '..' in hf://, nor '--' in the name of the repository",
+        lambda uri: not re.search(_NOT_ON_A_HUB, uri),
+        f"!self.matches('{_NOT_ON_A_HUB}')",
     ),
 ]
 Buckets = Annotated[

@@ -71,8 +71,10 @@ class ModelSource(SpecPart, frozen=True):
         Uri,
         "Where the model comes from. `hf://org/name[@revision]`: a Hugging Face hub; a branch or tag is pinned to its "
         "commit when the model is resolved. `file:///path`: a folder in the runtime image. `file:./path`, relative to "
-        "the manifest, works with `neuron-operator local` only. `s3://bucket/prefix`, `pvc://claim/path` and "
-        "`oci://image[@digest][#path]` are not supported yet. Path segments `..` are refused.",
+        "the manifest, works with `neuron-operator local` only. `s3://bucket/prefix`: a folder of a bucket. "
+        "`pvc://claim/path`: a folder of a PersistentVolumeClaim in the same namespace, read in place. "
+        "`oci://image[@digest][#path]` is not supported yet. Path segments `..` are refused. See "
+        "[where models come from](storage.md#where-models-come-from).",
         ConfigKey("model.uri", compiled=True),
         Supported(
             f"use {' or '.join(scheme.form for scheme in URI_SCHEMES.values() if scheme.supported)}",
@@ -90,8 +92,7 @@ class ModelSource(SpecPart, frozen=True):
     ] = ()
     credentials_secret_ref: Annotated[
         SecretName | None,
-        "Secret in the same namespace; its key `HF_TOKEN` is given only to pods that download. "
-        "See [Credentials](#credentials).",
+        "Secret in the same namespace; its keys are given only to pods that download. See [Credentials](#credentials).",
     ] = None
 
 
@@ -595,8 +596,3 @@ class NeuronModel:
     @property
     def is_compiled(self) -> bool:
         return self.spec.is_compiled
-
-    @property
-    def fetched_by_pods(self) -> bool:
-        """Whether serving pods load the weights over the network themselves."""
-        return self.uri_scheme == "hf"

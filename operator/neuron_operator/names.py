@@ -73,11 +73,23 @@ CA_VOLUME = "ca-bundle"
 CA_DIR = "/etc/neuron-serving-ca"
 CA_FILE = "ca.crt"
 WEIGHTS_DIR = "/var/lib/neuron-serving/weights"
+ARTIFACTS_DIR = "/var/lib/neuron-serving/artifacts"
+CLAIMS_DIR = "/mnt/claims"
+CLAIMS_DIR_VARIABLE = "NEURON_SERVING_CLAIMS_DIR"
+"""Where the runtime finds the claims of pvc:// models, if not there."""
 TMP_DIR = "/tmp"  # noqa: S108 - an emptyDir in the pod
 TERMINATION_LOG = "/dev/termination-log"
 LOG_PREFIX = "neuron-runtime: "
 """Begins each line of the runtime about its progress; other lines of a log are libraries'."""
 HUB_TOKEN_KEY = "HF_TOKEN"
+CREDENTIALS = {
+    "hf": (HUB_TOKEN_KEY,),
+    "s3": (
+        *("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN"),
+        *("AWS_REGION", "AWS_ENDPOINT_URL"),
+    ),
+}
+"""Keys of a credentials Secret, and the variables they become, by the scheme of the URI that they open."""
 RANK_VARIABLE = "NEURON_SERVING_RANK"
 GROUP_SIZE_VARIABLE = "NEURON_SERVING_GROUP_SIZE"
 LEADER_VARIABLE = "NEURON_SERVING_LEADER"
@@ -94,6 +106,10 @@ RESERVED_ENV = frozenset(
         "AWS_NEURON_VISIBLE_DEVICES",
     }
 )
+
+# The operator's own claims, one of each per namespace.
+WEIGHTS_CLAIM = "neuron-serving-weights"
+ARTIFACTS_CLAIM = "neuron-serving-artifacts"
 
 MAX_LABEL = 63
 """Characters of a DNS label and of a label's value. What controllers derive from our names needs no room: ReplicaSets'

@@ -27,13 +27,14 @@ from neuron_operator.render.objects import child
 from neuron_operator.render.pods import runtime_image, serving_pod_template
 from neuron_operator.render.resources import serving_requests
 from neuron_operator.render.serving import config_name
-from neuron_operator.world import Object, Settings
+from neuron_operator.render.storage import is_fetched_by_job, weights_place
+from neuron_operator.world import Object, Place, Settings
 
 FORMAT = 1
 """Version of `Pinned`; part of every revision's name, because a ControllerRevision's data is immutable."""
 
 
-class Pinned(Struct, frozen=True, kw_only=True, rename="camel"):
+class Pinned(Struct, frozen=True, kw_only=True, rename="camel", omit_defaults=True):
     """`data` of the ControllerRevision."""
 
     format: int
@@ -47,6 +48,8 @@ class Pinned(Struct, frozen=True, kw_only=True, rename="camel"):
     cores: int
     instance_type: str
     plan: Plan
+    weights: Place | None = None
+    """Where a Job puts the weights for all pods; None: it does not."""
     config: dict[str, Any]
     """The RuntimeConfig document."""
     template: dict[str, Any]
@@ -149,12 +152,14 @@ def pin(model: NeuronModel, facts: Facts, settings: Settings, number: int) -> Re
             f"{length} exceeds the model's maximum length of {facts.max_position_embeddings} tokens",
         )
     placement = place(model, settings)
+    weights = weights_place(model, settings)
     config = config_document(model, facts)
     template = serving_pod_template(
         model,
         placement,
         settings,
         requests=serving_requests(model, facts),
+        weights=weights,
         revision=revision_hash(spec_hash(model), model.refresh),
         config_name=config_name(model.name, config),
         group_size=1,
@@ -169,6 +174,7 @@ def pin(model: NeuronModel, facts: Facts, settings: Settings, number: int) -> Re
         cores=placement.cores,
         instance_type=placement.instance_type,
         plan=_plan(model, facts, placement),
+        weights=weights if is_fetched_by_job(model, weights) else None,
         config=config,
         template=template,
     )

@@ -18,7 +18,7 @@ import msgspec
 
 from neuron_operator.errors import OperatorError
 from neuron_operator.lease import LeaseTimings
-from neuron_operator.world import CaBundle, JobSettings, Object, Settings
+from neuron_operator.world import CaBundle, JobSettings, Object, Settings, StorageSettings
 
 ENV_PREFIX = "NEURON_OPERATOR_"
 NAMESPACE_FILE = Path("/var/run/secrets/kubernetes.io/serviceaccount/namespace")
@@ -80,6 +80,10 @@ def _ca_bundle(value: str) -> CaBundle:
     return msgspec.json.decode(value, type=CaBundle)
 
 
+def _storage(value: str) -> StorageSettings:
+    return msgspec.json.decode(value, type=StorageSettings)
+
+
 def _objects(value: str) -> tuple[Object, ...]:
     return msgspec.json.decode(value, type=tuple[Object, ...])
 
@@ -122,6 +126,13 @@ SETTINGS = (
         "{}",
         "JSON: certificate authorities for downloads, a key of a ConfigMap or Secret in each model's namespace, e.g. "
         '{"configMap": {"name": "private-ca", "key": "ca.crt"}}',
+    ),
+    _Setting(
+        "storage",
+        _storage,
+        "{}",
+        "JSON: weights and artifacts, each one of emptyDir (weights only), pvcTemplate, persistentVolumeClaim and "
+        'objectStore, e.g. {"weights": {"pvcTemplate": {"storageClassName": "efs", "size": "1Ti"}}}',
     ),
     _Setting(
         "device_mode",

@@ -16,6 +16,7 @@ from neuron_operator.objects import name_of
 from neuron_operator.reasons import Finding, Reason, met, unmet
 from neuron_operator.records import Facts, Record
 from neuron_operator.render.jobs import resolve_job
+from neuron_operator.render.storage import source
 from neuron_operator.revision import Revision
 from neuron_operator.views import JobView, Observed
 from neuron_operator.why.jobs import explain_job
@@ -132,7 +133,7 @@ def _finish_place(known: Known) -> tuple[Known, Finding]:
 
 
 def _finish_fetch(known: Known) -> tuple[Known, Finding]:
-    if known.model.fetched_by_pods:
+    if source(known.model).remotes:
         return known, met("WeightsReady", "serving pods download the weights themselves", "FetchedByPods")
     return known, met("WeightsReady", f"serving pods read the weights from {known.model.spec.model.uri}")
 

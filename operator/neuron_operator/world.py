@@ -174,6 +174,56 @@ class CaBundle(Struct, frozen=True, forbid_unknown_fields=True, rename="camel", 
             raise ValueError("set configMap or secret, not both")
 
 
+class EmptyFolder(Struct, frozen=True, forbid_unknown_fields=True, rename="camel", omit_defaults=True):
+    size_limit: str | int | None = None
+
+
+class ClaimTemplate(Struct, frozen=True, forbid_unknown_fields=True, rename="camel", kw_only=True, omit_defaults=True):
+    """A claim that the operator makes in each namespace that needs it."""
+
+    storage_class_name: str = ""
+    """Empty: the cluster's default class."""
+    size: str | int
+
+
+class ClaimFolder(Struct, frozen=True, forbid_unknown_fields=True, rename="camel", omit_defaults=True):
+    claim_name: str
+    sub_path: str = ""
+
+
+class ObjectStore(Struct, frozen=True, forbid_unknown_fields=True):
+    uri: str
+
+
+class Place(Struct, frozen=True, forbid_unknown_fields=True, rename="camel", kw_only=True, omit_defaults=True):
+    """Where weights or compiled artifacts are kept: at most one is set. Without any, weights are in each pod."""
+
+    empty_dir: EmptyFolder | None = None
+    pvc_template: ClaimTemplate | None = None
+    persistent_volume_claim: ClaimFolder | None = None
+    object_store: ObjectStore | None = None
+
+    def __post_init__(self) -> None:
+        if sum(getattr(self, name) is not None for name in self.__struct_fields__) > 1:
+            raise ValueError(f"set one of {', '.join(self.__struct_encode_fields__)}")
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether pods read what a Job put there."""
+        return (self.persistent_volume_claim or self.object_store) is not None
+
+
+class StorageSettings(Struct, frozen=True, forbid_unknown_fields=True, rename="camel", omit_defaults=True):
+    """Chart values `storage.*`, for models that choose no place of their own."""
+
+    weights: Place = Place()
+    artifacts: Place = Place()
+
+    def __post_init__(self) -> None:
+        if self.artifacts.empty_dir is not None:
+            raise ValueError("artifacts.emptyDir: a Job makes the artifacts, so pods must share the place")
+
+
 @dataclass(frozen=True)
 class Settings:
     """Settings of the installation for all models; the rim loads them from flags and environment."""
@@ -186,6 +236,7 @@ class Settings:
     image_pull_secrets: tuple[str, ...] = ()
     jobs: JobSettings = field(default_factory=JobSettings)
     ca_bundle: CaBundle = field(default_factory=CaBundle)
+    storage: StorageSettings = field(default_factory=StorageSettings)
     device_mode: DeviceMode = "Plugin"
     device_scheduler_name: str = ""
     """The scheduler with the extension; only with PluginWithExtension."""

@@ -107,7 +107,7 @@ KEY = {"name": "n", "key": "k"}
 STORES = {"persistentVolumeClaim": {"claimName": "c"}, "objectStore": {"uri": "s3://b/p"}}
 NAMES = ("A", "B", "HOME", "HF_TOKEN", "NEURON_SERVING_RANK", "NEURON_SERVING")
 SCHEMES = ("hf://", "s3://", "pvc://", "oci://", "file:///", "file://", "file:./", "hf:", "")
-PIECES = ("a", "B9", "/", "/", "..", ".", "-", "_", "@", "#", " ", "a/b", "bucket/p")
+PIECES = ("a", "B9", "/", "/", "/../", "..", ".", "-", "--", "_", "@", "#", " ", "a/b", "bucket/p")
 VALUES: dict[str, st.SearchStrategy[Any]] = {
     "model.uri": st.builds(
         lambda scheme, pieces: scheme + "".join(pieces),

@@ -126,6 +126,17 @@ def with_variable(here: Host, name: str, value: str) -> Host:
     return replace(here, environment={**here.environment, name: value})
 
 
+def test_a_claim_is_a_folder_that_the_models_of_this_machine_share(tmp_path: Path) -> None:
+    body = copy.deepcopy(pod())
+    body["spec"]["volumes"].append({"name": "model", "persistentVolumeClaim": {"claimName": "shared"}})
+    mount = {"name": "model", "mountPath": "/mnt/claims/shared", "readOnly": True}
+    body["spec"]["containers"][0]["volumeMounts"].append(mount)
+    claims = tmp_path / "claims"
+    plan = interpret(body, host(tmp_path), {8000: 9001})
+    assert claims / "shared" in plan.folders
+    assert plan.env["NEURON_SERVING_CLAIMS_DIR"] == str(claims)
+
+
 def test_a_mounted_secret_comes_from_a_shell_variable(tmp_path: Path) -> None:
     plan = interpret(pod_with_keys(), with_variable(host(tmp_path), "CHAT_KEYS_API_KEY", "sk-1\nsk-2"), {8000: 9001})
     place = tmp_path / "default.chat" / "chat-0" / "api-key" / "keys"

@@ -15,6 +15,8 @@ from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 from typing import Any
 
+from neuron_operator.names import CLAIMS_DIR_VARIABLE
+
 Json = Mapping[str, Any]
 
 LOOPBACK = "127.0.0.1"
@@ -88,6 +90,11 @@ class Host:
     config_maps: Mapping[str, Json] = field(default_factory=dict)
     """name -> ConfigMap object."""
 
+    @property
+    def claims(self) -> Path:
+        """The folder with a folder for each PersistentVolumeClaim, which the workloads of this machine share."""
+        return self.root.parent / "claims"
+
 
 def interpret(pod: Json, host: Host, ports: Mapping[int, int]) -> ContainerPlan:
     """The plan of a pod with one container; `ports` maps its container ports to ports of this machine.
@@ -127,7 +134,11 @@ def interpret(pod: Json, host: Host, ports: Mapping[int, int]) -> ContainerPlan:
     argv = [here(word) for word in (*container.get("command", []), *container.get("args", []))]
     if not argv:
         raise CannotRunHere("spec.containers[0].command: missing; `local` does not use the image's command")
-    env = {**host.environment, **{k: here(v) for k, v in _environment(container, pod, host).items()}}
+    env = {
+        **host.environment,
+        CLAIMS_DIR_VARIABLE: str(host.claims),
+        **{k: here(v) for k, v in _environment(container, pod, host).items()},
+    }
     named = {p.get("name", str(p["containerPort"])): ports[p["containerPort"]] for p in container.get("ports", [])}
     return ContainerPlan(
         pod=name,
@@ -170,7 +181,7 @@ def _volume(volume: Json, pod: Json, host: Host, files: dict[Path, str]) -> Path
         kind = next(iter(set(volume) - {"name"}), "nothing")
         raise CannotRunHere(f"volume {volume['name']}: {kind} is not supported without a cluster")
     if source == "persistentVolumeClaim":
-        return host.root.parent / "claims" / str(volume[source]["claimName"])
+        return host.claims / str(volume[source]["claimName"])
     folder = host.root / str(pod["metadata"]["name"]) / str(volume["name"])
     if source == "downwardAPI":
         fields = {item["path"]: item["fieldRef"]["fieldPath"] for item in volume[source]["items"]}

@@ -6,7 +6,6 @@ Called by `revision.pin` and `render.jobs`. Only this module merges a manifest's
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 from neuron_operator import names
@@ -15,7 +14,9 @@ from neuron_operator.model import ApiKeySecret, NeuronModel
 from neuron_operator.placement import Placement, size_rule
 from neuron_operator.render.objects import without_empty
 from neuron_operator.render.resources import JOB_REQUESTS, Requests, overlaid
-from neuron_operator.world import DeviceMode, Object, Settings
+from neuron_operator.render.storage import Access, loading, source
+from neuron_operator.render.volumes import Mount
+from neuron_operator.world import DeviceMode, Object, Place, Settings
 
 START_PERIOD_SECONDS = 2
 START_SECONDS = 3600
@@ -26,7 +27,7 @@ RELEASE_SECONDS = 30
 SERVE_COMMAND = (
     *("neuron-runtime", "serve", "--config", f"{names.CONFIG_DIR}/{names.CONFIG_KEY}"),
     *("--host", "0.0.0.0", "--port", str(names.PORT)),
-    *("--weights-dir", names.WEIGHTS_DIR, "--record", names.TERMINATION_LOG),
+    *("--record", names.TERMINATION_LOG),
 )
 API_KEY_FLAG = ("--api-key-file", f"{names.API_KEY_DIR}/{names.API_KEY_FILE}")
 POD_SECURITY = {"runAsNonRoot": True, "seccompProfile": {"type": "RuntimeDefault"}}
@@ -37,26 +38,7 @@ CA_VARIABLES = ("SSL_CERT_FILE", "REQUESTS_CA_BUNDLE", "AWS_CA_BUNDLE")
 """OpenSSL and httpx, requests, and the AWS SDK each read their own."""
 
 
-@dataclass(frozen=True)
-class Mount:
-    """A volume of the pod, and its path in the container."""
-
-    name: str
-    path: str
-    source: Object
-    read_only: bool = False
-
-    @property
-    def volume(self) -> Object:
-        return {"name": self.name, **self.source}
-
-    @property
-    def in_container(self) -> Object:
-        return {"name": self.name, "mountPath": self.path, **({"readOnly": True} if self.read_only else {})}
-
-
 TMP = Mount("tmp", names.TMP_DIR, {"emptyDir": {}})
-WEIGHTS = Mount("weights", names.WEIGHTS_DIR, {"emptyDir": {}})
 
 
 def serving_pod_template(
@@ -65,11 +47,13 @@ def serving_pod_template(
     settings: Settings,
     *,
     requests: Requests,
+    weights: Place,
     revision: str,
     config_name: str,
     group_size: int,
 ) -> Object:
     """The pod template of one revision; `group_size` is the number of pods per replica, `requests` the default."""
+    access = loading(model, weights)
     overlay = model.spec.pod_template
     rollout = model.spec.rollout
     api_key = model.spec.serving.api_key_secret_ref
@@ -83,16 +67,16 @@ def serving_pod_template(
     resources = overlaid(requests, as_json(overlay.spec.resources), _whole(placement.resources))
     mounts = (
         Mount(names.CONFIG_VOLUME, names.CONFIG_DIR, {"configMap": {"name": config_name}}, read_only=True),
-        *(TMP, WEIGHTS, *_api_key(api_key), *_ca_bundle(model, settings)),
+        *(TMP, *access.mounts, *_api_key(api_key), *_ca_bundle(access, settings)),
     )
     container = _container(
         model,
         settings,
-        command=[*SERVE_COMMAND, *(API_KEY_FLAG if api_key else ())],
+        command=[*SERVE_COMMAND, *access.arguments, *(API_KEY_FLAG if api_key else ())],
         env=_merged_env(
-            _download_env(model, settings) if model.fetched_by_pods else (),
+            _download_env(model, access, settings),
             as_json(model.spec.engine.env),
-            _hub_token(model) if model.fetched_by_pods else (),
+            _credentials(model, access, "hf"),
             (
                 {"name": "HOME", "value": names.TMP_DIR},
                 {"name": names.RANK_VARIABLE, "value": "0"},
@@ -143,12 +127,17 @@ def step_pod_template(
     model: NeuronModel, settings: Settings, *, role: str, command: list[str], affinity: Object
 ) -> Object:
     """The pod template of a step's Job on a CPU node, with the credentials and the chart's `jobs.*`."""
-    mounts = (TMP, *_ca_bundle(model, settings))
+    access = source(model)
+    mounts = (TMP, *access.mounts, *_ca_bundle(access, settings))
     container = _container(
         model,
         settings,
         command=command,
-        env=_merged_env(_download_env(model, settings), _hub_token(model), ({"name": "HOME", "value": names.TMP_DIR},)),
+        env=_merged_env(
+            _download_env(model, access, settings),
+            _credentials(model, access, "hf"),
+            ({"name": "HOME", "value": names.TMP_DIR},),
+        ),
         resources=overlaid(JOB_REQUESTS, settings.jobs.resources, as_json(model.spec.jobs.resources)),
         mounts=mounts,
     )
@@ -233,13 +222,14 @@ def _merged_env(*layers: Iterable[Object]) -> list[Object]:
     return list(merged.values())
 
 
-def _hub_token(model: NeuronModel) -> tuple[Object, ...]:
-    """Optional, so that a public model starts without the Secret."""
+def _credentials(model: NeuronModel, access: Access, scheme: str) -> Iterator[Object]:
+    """Keys of the credentials Secret for URIs of this scheme, if the pod reads some. Optional, so that a public model
+    starts without the Secret, and a key may be missing."""
     secret = model.spec.model.credentials_secret_ref
-    if secret is None:
-        return ()
-    key = {"name": secret.name, "key": names.HUB_TOKEN_KEY, "optional": True}
-    return ({"name": names.HUB_TOKEN_KEY, "valueFrom": {"secretKeyRef": key}},)
+    if secret is not None and scheme in access.remotes:
+        for key in names.CREDENTIALS[scheme]:
+            ref = {"name": secret.name, "key": key, "optional": True}
+            yield {"name": key, "valueFrom": {"secretKeyRef": ref}}
 
 
 def _api_key(secret: ApiKeySecret | None) -> Iterator[Mount]:
@@ -250,22 +240,24 @@ def _api_key(secret: ApiKeySecret | None) -> Iterator[Mount]:
         yield Mount(names.API_KEY_VOLUME, names.API_KEY_DIR, {"secret": source}, read_only=True)
 
 
-def _ca_bundle(model: NeuronModel, settings: Settings) -> Iterator[Mount]:
+def _ca_bundle(access: Access, settings: Settings) -> Iterator[Mount]:
     """The certificate authorities of the installation, in pods that download. Not optional: a pod without them would
     fail later, with an error about certificates."""
     bundle = settings.ca_bundle
     for kind, name_field, ref in (("configMap", "name", bundle.config_map), ("secret", "secretName", bundle.secret)):
-        if ref is not None and model.fetched_by_pods:
+        if ref is not None and access.remotes:
             items = [{"key": ref.key, "path": names.CA_FILE}]
             source = {name_field: ref.name, "items": items, "defaultMode": READABLE}
             yield Mount(names.CA_VOLUME, names.CA_DIR, {kind: source}, read_only=True)
 
 
-def _download_env(model: NeuronModel, settings: Settings) -> Iterator[Object]:
-    """Variables of everything that downloads; the chart's own win."""
-    for mount in _ca_bundle(model, settings):
+def _download_env(model: NeuronModel, access: Access, settings: Settings) -> Iterator[Object]:
+    """Variables of a pod that downloads. Those of the chart win, because a key that the Secret lacks would hide them:
+    a region, the address of a store."""
+    for mount in _ca_bundle(access, settings):
         yield from ({"name": name, "value": f"{mount.path}/{names.CA_FILE}"} for name in CA_VARIABLES)
-    yield from settings.jobs.env
+    yield from _credentials(model, access, "s3")
+    yield from settings.jobs.env if access.remotes else ()
 
 
 def _whole(resources: Mapping[str, str]) -> Object:

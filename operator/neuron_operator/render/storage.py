@@ -1,0 +1,130 @@
+"""Where weights and compiled artifacts are kept, and what a pod needs to read or write them there.
+
+Called by `revision.pin`, which pins the places, by `pods` for replicas, and by `steps` for Jobs. Pure: it renders no
+pod and knows no credentials, only which remote stores a pod reads.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import msgspec
+
+from neuron_operator import names
+from neuron_operator.fields import as_json
+from neuron_operator.model import NeuronModel
+from neuron_operator.render.objects import without_empty
+from neuron_operator.render.volumes import Mount
+from neuron_operator.world import ClaimFolder, Place, Settings
+
+
+@dataclass(frozen=True)
+class Kept:
+    """What is kept: the names of its volume, of the operator's claim for it, and of the runtime's flags."""
+
+    name: str
+    claim: str
+    folder: str
+    folder_flag: str
+    store_flag: str
+    miss_flag: str
+
+
+WEIGHTS = Kept(
+    "weights", names.WEIGHTS_CLAIM, names.WEIGHTS_DIR, "--weights-dir", "--weights-store", "--on-weights-miss"
+)
+ARTIFACTS = Kept(
+    "artifacts",
+    names.ARTIFACTS_CLAIM,
+    names.ARTIFACTS_DIR,
+    "--artifacts-dir",
+    "--artifacts-store",
+    "--on-artifact-miss",
+)
+
+
+@dataclass(frozen=True)
+class Access:
+    """What a pod needs: volumes, arguments of its command, and the schemes of the URIs that it reads over the network,
+    which decide about credentials and certificate authorities."""
+
+    mounts: tuple[Mount, ...] = ()
+    arguments: tuple[str, ...] = ()
+    remotes: frozenset[str] = frozenset()
+
+    def __add__(self, other: Access) -> Access:
+        return Access((*self.mounts, *other.mounts), (*self.arguments, *other.arguments), self.remotes | other.remotes)
+
+
+def weights_place(model: NeuronModel, settings: Settings) -> Place:
+    """Where the model's weights are kept; without a choice of manifest or chart, in each pod."""
+    own = model.spec.storage.weights
+    return _resolved(WEIGHTS, msgspec.convert(as_json(own), Place) if own else settings.storage.weights)
+
+
+def artifacts_place(model: NeuronModel, settings: Settings) -> Place | None:
+    """Where the model's compiled artifacts are kept; None: neither manifest nor chart says."""
+    own = model.spec.storage.artifacts
+    place = _resolved(ARTIFACTS, msgspec.convert(as_json(own), Place) if own else settings.storage.artifacts)
+    return place if place.is_shared else None
+
+
+def _resolved(kept: Kept, place: Place) -> Place:
+    """The place with the operator's own claim by its name."""
+    return Place(persistent_volume_claim=ClaimFolder(claim_name=kept.claim)) if place.pvc_template else place
+
+
+def source(model: NeuronModel) -> Access:
+    """To read the model where its URI says."""
+    if model.uri_scheme == "pvc":
+        claim = model.spec.model.uri.removeprefix("pvc://").partition("/")[0]
+        return Access((_claim("model", f"{names.CLAIMS_DIR}/{claim}", claim, read_only=True),))
+    return Access(remotes=frozenset({model.uri_scheme} & names.CREDENTIALS.keys()))
+
+
+def loading(model: NeuronModel, place: Place) -> Access:
+    """To load the weights: from where the fetch Job put them, or else from where the URI says."""
+    if is_fetched_by_job(model, place):
+        return reading(WEIGHTS, place)
+    limit = place.empty_dir.size_limit if place.empty_dir else None
+    return replace(source(model), arguments=(WEIGHTS.folder_flag, WEIGHTS.folder)) + Access((_folder(WEIGHTS, limit),))
+
+
+def is_fetched_by_job(model: NeuronModel, place: Place) -> bool:
+    """Whether a Job brings the weights to a place that all pods read."""
+    return place.is_shared and bool(source(model).remotes)
+
+
+def fetching(model: NeuronModel, place: Place) -> Access:
+    """To bring the weights from the URI to a shared place; the argument is the destination."""
+    target = writing(WEIGHTS, place)
+    if place.object_store is not None:
+        return source(model) + Access((), (place.object_store.uri,), target.remotes)
+    return source(model) + replace(target, arguments=(WEIGHTS.folder,))
+
+
+def reading(kept: Kept, place: Place) -> Access:
+    """To read from a shared place what a Job put there; that it is missing ends the pod."""
+    must_exist = (kept.miss_flag, "fail")
+    shared = writing(kept, place)
+    mounts = tuple(replace(mount, read_only=place.persistent_volume_claim is not None) for mount in shared.mounts)
+    return replace(shared, mounts=mounts, arguments=(*shared.arguments, *must_exist))
+
+
+def writing(kept: Kept, place: Place) -> Access:
+    """To put something into a shared place."""
+    folder = (kept.folder_flag, kept.folder)
+    if claim := place.persistent_volume_claim:
+        return Access((_claim(kept.name, kept.folder, claim.claim_name, sub_path=claim.sub_path),), folder)
+    if store := place.object_store:
+        scheme = store.uri.partition(":")[0]
+        return Access((_folder(kept),), (*folder, kept.store_flag, store.uri), frozenset({scheme}))
+    raise ValueError(f"{kept.name} are not kept in a shared place")
+
+
+def _claim(name: str, path: str, claim: str, *, sub_path: str = "", read_only: bool = False) -> Mount:
+    return Mount(name, path, {"persistentVolumeClaim": {"claimName": claim}}, read_only, sub_path)
+
+
+def _folder(kept: Kept, size_limit: str | int | None = None) -> Mount:
+    return Mount(kept.name, kept.folder, {"emptyDir": without_empty({"sizeLimit": size_limit})})
