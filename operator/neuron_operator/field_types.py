@@ -24,8 +24,10 @@ class UriScheme:
 
 
 _LABEL = "[a-z0-9]([-a-z0-9]*[a-z0-9])?"
+_SUBDOMAIN = f"{_LABEL}([.]{_LABEL})*"
 _SEGMENT = r"([.]{0,2}[^\s/?#.]|[.]{3})[^\s/?#]*"
 """Of a path: neither empty nor `.` or `..`."""
+_IN_S3 = rf"^s3://[a-z0-9]([.]?[-a-z0-9])+[.]?[a-z0-9](/{_SEGMENT})+/?$"
 
 URI_SCHEMES = {
     "hf": UriScheme(
@@ -34,10 +36,8 @@ URI_SCHEMES = {
         r"(@[A-Za-z0-9][A-Za-z0-9._/-]{0,127})?$",
         supported=True,
     ),
-    "s3": UriScheme(
-        "s3://bucket/prefix", rf"^s3://[a-z0-9]([.]?[-a-z0-9])+[.]?[a-z0-9](/{_SEGMENT})+/?$", supported=True
-    ),
-    "pvc": UriScheme("pvc://claim/path", rf"^pvc://{_LABEL}([.]{_LABEL})*(/{_SEGMENT})*/?$", supported=True),
+    "s3": UriScheme("s3://bucket/prefix", _IN_S3, supported=True),
+    "pvc": UriScheme("pvc://claim/path", rf"^pvc://{_SUBDOMAIN}(/{_SEGMENT})*/?$", supported=True),
     "oci": UriScheme("oci://image[@digest][#path]", r"^oci://[^\s#]+(#[^\s#]+)?$"),
     "file": UriScheme("file:///path", r"^file:///[^\s]+$", supported=True),
 }
@@ -46,6 +46,9 @@ RELATIVE_FILE = "file:./"
 IS_RELATIVE = f"self.startsWith('{RELATIVE_FILE}')"
 
 Name = Annotated[str, Meta(min_length=1, max_length=253)]
+ClaimName = Annotated[str, Meta(min_length=1, max_length=253, pattern=f"^{_SUBDOMAIN}$")]
+SubPath = Annotated[str, Meta(min_length=1, max_length=512, pattern=f"^{_SEGMENT}(/{_SEGMENT})*$")]
+StoreUri = Annotated[str, Meta(min_length=1, max_length=1024, pattern=_IN_S3)]
 ServedName = Annotated[str, Meta(min_length=1, max_length=256, pattern=r"^\S+$")]
 ShortText = Annotated[str, Meta(min_length=1, max_length=64)]
 LabelValue = Annotated[str, Meta(max_length=63)]

@@ -16,6 +16,7 @@ from neuron_operator.field_types import (
     WITHOUT_OUR_PREFIX,
     AutoToggle,
     Buckets,
+    ClaimName,
     Int64,
     LabelValue,
     Length,
@@ -24,6 +25,8 @@ from neuron_operator.field_types import (
     Quantity,
     ServedName,
     ShortText,
+    StoreUri,
+    SubPath,
     Toggle,
     TopologyKey,
     Uri,
@@ -339,30 +342,37 @@ class Engine(SpecPart, frozen=True):
 
 
 class Claim(SpecPart, frozen=True):
-    claim_name: Name
-    sub_path: Annotated[str, Meta(max_length=512)] | None = None
+    """A PersistentVolumeClaim in the same namespace, which the pods of several nodes can mount."""
+
+    claim_name: ClaimName
+    sub_path: Annotated[SubPath | None, "Folder of the volume; by default all of it."] = None
 
 
 class EmptyDir(SpecPart, frozen=True):
+    """Each serving pod downloads the weights to its node's disk."""
+
     size_limit: Quantity | None = None
 
 
 class ObjectStore(SpecPart, frozen=True):
-    uri: Annotated[str, Meta(min_length=1, max_length=1024)]
+    """A prefix in S3, which pods read with the keys of `model.credentialsSecretRef` or a service account."""
+
+    uri: Annotated[StoreUri, "`s3://bucket/prefix`"]
 
 
 class WeightsStorage(SpecPart, frozen=True):
-    """Where weights are kept."""
+    """Where the weights of an `hf://` or `s3://` model are kept: exactly one of the following; by default as set in the
+    chart. See [storage](storage.md#in-a-cluster)."""
 
     RULES = (exactly_one("persistentVolumeClaim", "emptyDir", "objectStore"),)
 
-    persistent_volume_claim: Claim | None = None
+    persistent_volume_claim: Annotated[Claim, Supported("use emptyDir")] | None = None
     empty_dir: EmptyDir | None = None
-    object_store: ObjectStore | None = None
+    object_store: Annotated[ObjectStore, Supported("use emptyDir")] | None = None
 
 
 class ArtifactsStorage(SpecPart, frozen=True):
-    """Where compiled artifacts are kept."""
+    """Where compiled artifacts are kept, likewise."""
 
     RULES = (exactly_one("persistentVolumeClaim", "objectStore"),)
 
@@ -371,13 +381,10 @@ class ArtifactsStorage(SpecPart, frozen=True):
 
 
 class Storage(SpecPart, frozen=True):
-    """Where weights and compiled artifacts are kept; by default as set in the chart."""
+    """Where weights and compiled artifacts are kept."""
 
-    weights: Annotated[
-        WeightsStorage | None,
-        Supported("remove it: weights are kept in the pod's emptyDir", values=(WeightsStorage(empty_dir=EmptyDir()),)),
-    ] = None
-    artifacts: Annotated[ArtifactsStorage, Supported("remove it: nothing is compiled")] | None = None
+    weights: WeightsStorage | None = None
+    artifacts: ArtifactsStorage | None = None
 
 
 class Rollout(SpecPart, frozen=True):

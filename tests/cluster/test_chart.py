@@ -20,7 +20,7 @@ from helpers.apiserver import NOT_YET_SERVED, ApiServer, running
 from helpers.operator_rights import CLUSTER_RULES, LEASE_RULES
 from helpers.rendered_cases import FILES, render
 from neuron_operator import names, settings
-from neuron_operator.world import CaBundle, JobSettings, KeyRef
+from neuron_operator.world import CaBundle, ClaimTemplate, JobSettings, KeyRef, ObjectStore
 
 pytestmark = [pytest.mark.cluster, pytest.mark.slow]
 
@@ -252,6 +252,8 @@ def test_the_values_reach_the_operator(helm: Helm) -> None:
         jobs["nodeSelector"], tuple(jobs["tolerations"]), jobs["resources"], tuple(jobs["env"])
     )
     assert seen.models.ca_bundle == CaBundle(config_map=KeyRef("private-ca", "ca.crt"))
+    assert seen.models.storage.weights.pvc_template == ClaimTemplate(storage_class_name="efs", size="1Ti")
+    assert seen.models.storage.artifacts.object_store == ObjectStore("s3://bucket/artifacts")
     assert seen.models.device_mode == "PluginWithExtension"
     assert seen.models.device_scheduler_name == "neuron-scheduler"
     assert seen.models.network_policy_ingress_from == tuple(EVERYTHING["networkPolicy"]["ingressFrom"])

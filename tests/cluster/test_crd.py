@@ -104,7 +104,7 @@ def keys_of(*keys: str) -> st.SearchStrategy[dict[str, str]]:
 
 
 KEY = {"name": "n", "key": "k"}
-STORES = {"persistentVolumeClaim": {"claimName": "c"}, "objectStore": {"uri": "s3://b/p"}}
+STORES = {"persistentVolumeClaim": {"claimName": "c"}, "objectStore": {"uri": "s3://bucket/p"}}
 NAMES = ("A", "B", "HOME", "HF_TOKEN", "NEURON_SERVING_RANK", "NEURON_SERVING")
 SCHEMES = ("hf://", "s3://", "pvc://", "oci://", "file:///", "file://", "file:./", "hf:", "")
 PIECES = ("a", "B9", "/", "/", "/../", "..", ".", "-", "--", "_", "@", "#", " ", "a/b", "bucket/p")

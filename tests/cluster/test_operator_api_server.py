@@ -463,10 +463,10 @@ async def test_an_annotation_that_an_existing_service_cannot_have_is_reported(
 
 
 async def test_a_long_message_of_wide_characters_is_announced(server: ApiServer, namespace: Namespace) -> None:
-    word, store = "😀" * 60, {"objectStore": {"uri": "😀" * 80}}
+    word = "😀" * 60
     async with client_of(server) as client, operating(client, only(namespace)):
         namespace.put_model(
-            serving={"quantization": word, "kvCacheDtype": word}, storage={"weights": store, "artifacts": store}
+            accelerator={"instanceTypes": [word] * 8}, serving={"quantization": word, "kvCacheDtype": word}
         )
         (event,) = await eventually(lambda: namespace.list(EVENTS))
         assert event["reason"] == "FieldNotSupported"

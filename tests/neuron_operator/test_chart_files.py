@@ -8,8 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import jsonschema
+import msgspec
 import pytest
 import yaml
+
+from neuron_operator.settings import load
 
 ROOT = Path(__file__).resolve().parents[2]
 CHART = ROOT / "charts" / "neuron-serving"
@@ -18,7 +21,6 @@ SCHEMA = json.loads((CHART / "values.schema.json").read_text())
 
 # Described in the API but without effect yet: refused, so that no user relies on them.
 NOT_YET: tuple[dict[str, Any], ...] = (
-    {"storage": {"weights": {"emptyDir": {}}}},
     {"provisionable": {"instanceTypes": ["inf2.24xlarge"]}},
     {"runtimeUpgrade": "Rolling"},
 )
@@ -37,9 +39,26 @@ WRONG: tuple[dict[str, Any], ...] = (
     {"image": {"operator": "a b"}},
     {"caBundle": {"configMap": {"name": "ca"}}},
     {"caBundle": {"configMap": {"name": "ca", "key": "k"}, "secret": {"name": "ca", "key": "k"}}},
+    {"storage": {"weights": {"emptyDir": {}, "objectStore": {"uri": "s3://bucket/weights"}}}},
+    {"storage": {"weights": {"pvcTemplate": {"storageClassName": "efs"}}}},
+    {"storage": {"weights": {"pvcTemplate": {"size": "much"}}}},
+    {"storage": {"weights": {"persistentVolumeClaim": {"claimName": "Models"}}}},
+    {"storage": {"weights": {"objectStore": {"uri": "s3://bucket"}}}},
+    {"storage": {"artifacts": {"emptyDir": {}}}},
     {"monitoring": {"podMonitors": {"interval": "often"}}},
     {"monitoring": {"serviceMonitor": {"enabled": True}}},
     {"monitoring": {"rules": {"runbookUrl": "docs/runbook.md"}}},
+)
+
+RIGHT: tuple[dict[str, Any], ...] = (
+    {
+        "storage": {
+            "weights": {"emptyDir": {"sizeLimit": "100Gi"}},
+            "artifacts": {"objectStore": {"uri": "s3://b-1/a/b"}},
+        }
+    },
+    {"storage": {"weights": {"pvcTemplate": {"size": "1Ti"}}, "artifacts": {"pvcTemplate": {"size": 1073741824}}}},
+    {"storage": {"weights": {"persistentVolumeClaim": {"claimName": "models.a", "subPath": "a/b"}}}},
 )
 
 
@@ -62,6 +81,14 @@ def test_the_values_schema_is_valid_and_accepts_the_defaults_with_images() -> No
     jsonschema.validate(WITH_IMAGES, SCHEMA)
     refused = {error.json_path for error in jsonschema.Draft7Validator(SCHEMA).iter_errors(VALUES)}
     assert refused == {"$.image.operator", "$.image.runtime"}
+
+
+@pytest.mark.parametrize("values", RIGHT, ids=json.dumps)
+def test_the_operator_reads_every_place_that_the_schema_accepts(values: dict[str, Any]) -> None:
+    jsonschema.validate(merged(WITH_IMAGES, values), SCHEMA)
+    loaded = load(["--runtime-image", "i", "--storage", json.dumps(merged(WITH_IMAGES, values)["storage"])], {})
+    read = json.loads(msgspec.json.encode(loaded.models.storage))
+    assert {key: place for key, place in read.items() if place} == values["storage"]
 
 
 @pytest.mark.parametrize("values", [*NOT_YET, *WRONG], ids=json.dumps)
