@@ -50,6 +50,10 @@ EVERYTHING: dict[str, Any] = {
         "env": [{"name": "HTTPS_PROXY", "value": "http://proxy.test:3128"}],
     },
     "caBundle": {"configMap": {"name": "private-ca", "key": "ca.crt"}},
+    "storage": {
+        "weights": {"pvcTemplate": {"storageClassName": "efs", "size": "1Ti"}},
+        "artifacts": {"objectStore": {"uri": "s3://bucket/artifacts"}},
+    },
     "rbac": {"aggregateToDefaultRoles": False, "readJobLogs": False},
     "networkPolicy": {"ingressFrom": [{"namespaceSelector": {"matchLabels": {"team": "a"}}}]},
     "monitoring": {
