@@ -183,7 +183,15 @@ class Reason(StrEnum):
         "See the last cause in the message",
         exit_codes=(50,),
     )
-    ARTIFACT_MISSING = Row("ArtifactMissing", ("Available",), exit_codes=(20,))
+    ARTIFACT_MISSING = Row(
+        "ArtifactMissing",
+        ("Available",),
+        "A pod finds no compiled artifact of its configuration in the store, or a damaged one; the message names the "
+        "fields that differ from the nearest artifact, or the damaged file",
+        "Wait: the operator has the model compiled again. If it recurs, see that pods and Jobs use the same store, "
+        "and that `image.compile` has the same libraries as `image.runtime`",
+        exit_codes=(20,),
+    )
     GROUP_INCOMPLETE = Row("GroupIncomplete", ("Available",), exit_codes=(40, 41))
     IMAGE_PULL = Row(
         "ImagePull",
@@ -268,8 +276,23 @@ class Reason(StrEnum):
         exit_codes=(2,),
         final=True,
     )
-    COMPILE_FAILED = Row("CompileFailed", ("Compiled",), exit_codes=(21,))
-    COMPILE_OUT_OF_MEMORY = Row("CompileOutOfMemory", ("Compiled",), exit_codes=(22,))
+    COMPILE_FAILED = Row(
+        "CompileFailed",
+        ("Compiled",),
+        "The compiler failed; the message has its last lines",
+        "Follow the message. Set `engine.compile: Disabled` to serve the model meanwhile",
+        exit_codes=(21,),
+        final=True,
+    )
+    COMPILE_OUT_OF_MEMORY = Row(
+        "CompileOutOfMemory",
+        ("Compiled",),
+        "The compiler ran out of memory with four times the estimate, or with the limit that manifest or chart set; "
+        "the message has the number",
+        "Set `jobs.resources.limits.memory` to more",
+        exit_codes=(22,),
+        final=True,
+    )
     EVICTED = Row(
         "Evicted",
         ("Available",),

@@ -12,7 +12,7 @@ from typing import Any, NoReturn
 
 from neuron_runtime import record
 from neuron_runtime.bench import command as bench
-from neuron_runtime.commands import fetch, inspect, serve, weights
+from neuron_runtime.commands import compile_model, fetch, inspect, serve, weights
 from neuron_runtime.console import say
 from neuron_runtime.errors import ServingError
 
@@ -22,6 +22,7 @@ COMMANDS = {
     "serve": (serve.add_arguments, "serve a model over HTTP"),
     "inspect": (inspect.add_arguments, "show facts about a model from its config and the headers of its weights"),
     "fetch": (fetch.add_arguments, "fetch a model into a store, from where it can be served"),
+    "compile": (compile_model.add_arguments, "compile a model into a store, from where it can be served"),
     "weights": (weights.add_commands, "list, verify or prune the models of a store"),
     "bench": (bench.add_commands, "measure throughput and latency, or simulate a deployment"),
 }

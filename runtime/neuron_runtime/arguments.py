@@ -149,6 +149,11 @@ def default_weights_dir() -> Path:
     return Path(cache, "neuron-serving", "weights")
 
 
+def default_artifacts_dir() -> Path:
+    """Default folder of compiled models."""
+    return default_weights_dir().with_name("artifacts")
+
+
 def _neuron_config(override: Any, additional: Mapping[str, Any] | None) -> Any:
     """Settings of the Neuron backend from either of the two arguments that vLLM's versions use."""
     inside = dict(additional or {})

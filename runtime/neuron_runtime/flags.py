@@ -47,6 +47,8 @@ class Field:
     flag: Flag | None
     argument: str
     """Name of the argument; empty: no flag."""
+    annotations: tuple[Any, ...] = ()
+    """All of the declaration."""
 
     @property
     def option(self) -> str:
@@ -89,7 +91,7 @@ def fields_of(struct: type[msgspec.Struct], path: str = "") -> Iterator[Field]:
         description = next(one for one in annotations if isinstance(one, str))
         flag = next((one for one in annotations if isinstance(one, Flag)), None)
         argument = flag.argument or field.name if flag else ""
-        yield Field(path + field.encode_name, kind, description, value, flag, argument)
+        yield Field(path + field.encode_name, kind, description, value, flag, argument, annotations)
 
 
 def add_flags(

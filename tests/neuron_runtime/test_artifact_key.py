@@ -13,6 +13,7 @@ import pytest
 
 from neuron_runtime.__main__ import main
 from neuron_runtime.artifacts.key import compiled_part, covered, differences, key_of
+from neuron_runtime.backend import simulated
 from neuron_runtime.backend.base import Needs
 from neuron_runtime.config import EngineLimits, ModelSource, RuntimeConfig, ServerOptions, TextOptions, parse_config
 
@@ -90,6 +91,9 @@ def test_differences_name_the_field_and_both_values() -> None:
     ]
 
 
-def test_a_backend_that_compiles_nothing_says_so(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_backend_that_compiles_nothing_says_so(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delattr(simulated, "compiler")
     assert main(["serve", "a/m", "--backend=simulated", "--compile"]) == 2
     assert "--compile ($.compile): the simulated backend compiles nothing: leave it out" in capsys.readouterr().err

@@ -20,6 +20,9 @@ from neuron_runtime.weights.store import Damaged, Entry, Kind, Store, read_entry
 DOCUMENT = "artifact.json"
 MAX_DOCUMENT_BYTES = 2**20
 
+LARGE_BYTES = 2**28
+"""Larger files (weights that were compiled in) are not read twice when a model is loaded."""
+
 
 def is_artifact_file(name: str) -> bool:
     """Whether an artifact may have a file of this name, which may lie in a subfolder."""
@@ -48,6 +51,10 @@ class Artifact(msgspec.Struct, frozen=True, kw_only=True):
     peak_bytes: int
     """Most memory that the compiler's processes had together."""
 
+    def differences(self, cover: Mapping[str, Any]) -> list[str]:
+        """What it covers, as far as it is not this."""
+        return differences(cover, self.cover)
+
 
 def artifact_store(folder: Path) -> Store:
     return Store(folder, ARTIFACTS)
@@ -65,22 +72,37 @@ def read_artifact(entry: Entry) -> Artifact:
     return artifact
 
 
-def find(store: Store, cover: Mapping[str, Any]) -> Entry | None:
+def find(store: Store, cover: Mapping[str, Any], *, whole: bool = False) -> Entry | None:
     """The artifact that covers exactly this, and a note that it is used now.
+
+    Args:
+        whole: compare the contents of every file with its checksum; False: without those of large files.
 
     Raises:
         Damaged: there is one, but its files are wrong.
     """
     entry = store.find(key_of(cover))
-    if entry is not None and (differing := differences(cover, read_artifact(entry).cover)):
+    if entry is not None and (differing := _checked(entry, whole).differences(cover)):
         raise Damaged(entry.folder, f"{DOCUMENT} does not belong to its key: {differing[0]}", ARTIFACTS)
     return entry
 
 
 def read_fitting(folder: Path, cover: Mapping[str, Any]) -> tuple[Entry | None, list[str]]:
-    """The artifact in a folder of any name, and what differs from what is wanted. Raises Damaged."""
-    entry = read_entry(folder, ARTIFACTS)
-    return entry, [] if entry is None else differences(cover, read_artifact(entry).cover)
+    """The artifact in a folder of any name, and what differs from what is wanted; None if there is nothing.
+
+    Raises:
+        Damaged: its files are wrong, or are no artifact.
+    """
+    is_empty = folder.is_dir() and not any(folder.iterdir())
+    entry = None if is_empty else read_entry(folder, ARTIFACTS)
+    return entry, [] if entry is None else _checked(entry, whole=False).differences(cover)
+
+
+def _checked(entry: Entry, whole: bool) -> Artifact:
+    """Graphs are programs: what is damaged must not run."""
+    if wrong := entry.verify(lambda num_bytes: None, None if whole else LARGE_BYTES):
+        raise Damaged(entry.folder, wrong[0], ARTIFACTS)
+    return read_artifact(entry)
 
 
 def nearest(store: Store, cover: Mapping[str, Any]) -> tuple[Entry, list[str]] | None:
@@ -91,7 +113,7 @@ def nearest(store: Store, cover: Mapping[str, Any]) -> tuple[Entry, list[str]] |
             entry = store.read(key)
             if entry is None:
                 continue
-            found = entry, differences(cover, read_artifact(entry).cover)
+            found = entry, read_artifact(entry).differences(cover)
         except Damaged:
             continue
         if best is None or (len(found[1]), -entry.manifest.created) < (len(best[1]), -best[0].manifest.created):

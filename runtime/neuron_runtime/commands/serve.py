@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import os
 import time
+from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ from neuron_runtime.arguments import BY_ARGUMENT, FLAG_NAMES, config_of, default
 from neuron_runtime.config import RuntimeConfig, load_config
 from neuron_runtime.console import say
 from neuron_runtime.errors import ConfigProblems, InvalidConfig
-from neuron_runtime.flags import add_flags, json_or_text
+from neuron_runtime.flags import Field, add_flags, json_or_text
 from neuron_runtime.not_built import Surface
 from neuron_runtime.uris import FORMS
 
@@ -31,15 +32,7 @@ API_KEY_VARIABLE = "VLLM_API_KEY"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "model",
-        nargs="?",
-        metavar="MODEL",
-        help=f"{FORMS}, org/name (a hub model), or the path of a folder",
-    )
-    parser.add_argument(
-        "--config", type=Path, metavar="FILE", help="Configuration document, instead of MODEL, model and server flags"
-    )
+    add_model(parser)
     parser.add_argument("--host", default="127.0.0.1", help="Address to listen on (default: %(default)s)")
     parser.add_argument(
         "--port", type=int, metavar="N", default=DEFAULT_PORT, help="Port; 0: any free one (default: %(default)s)"
@@ -63,18 +56,34 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="API key that clients must send. Other users of this machine can see it in the process list: prefer "
         f"--api-key-file or ${API_KEY_VARIABLE}",
     )
-    fields = BY_ARGUMENT.values()
-    model = parser.add_argument_group("model flags (not together with --config)")
-    add_flags(model, (field for field in fields if not field.path.startswith("server.")))
-    for row in not_built.rows(Surface.FLAG):
-        form: dict[str, Any] = {"action": argparse.BooleanOptionalAction} if row.is_switch else {"type": json_or_text}
-        model.add_argument(flag_of(row), help=argparse.SUPPRESS, **form)
+    add_model_flags(parser, lambda field: not field.path.startswith("server."))
     server = parser.add_argument_group("server flags (not together with --config)")
-    add_flags(server, (field for field in fields if field.path.startswith("server.")))
+    add_flags(server, (field for field in BY_ARGUMENT.values() if field.path.startswith("server.")))
     server.add_argument(
         "--disable-uvicorn-access-log", dest="access_log", action="store_false", default=None, help=argparse.SUPPRESS
     )
     parser.set_defaults(run=run)
+
+
+def add_model(parser: argparse.ArgumentParser) -> None:
+    """The two ways to name a model and its configuration."""
+    parser.add_argument(
+        "model",
+        nargs="?",
+        metavar="MODEL",
+        help=f"{FORMS}, org/name (a hub model), or the path of a folder",
+    )
+    parser.add_argument(
+        "--config", type=Path, metavar="FILE", help="Configuration document, instead of MODEL and the flags for it"
+    )
+
+
+def add_model_flags(parser: argparse.ArgumentParser, wanted: Callable[[Field], bool]) -> None:
+    model = parser.add_argument_group("model flags (not together with --config)")
+    add_flags(model, filter(wanted, BY_ARGUMENT.values()))
+    for row in not_built.rows(Surface.FLAG):
+        form: dict[str, Any] = {"action": argparse.BooleanOptionalAction} if row.is_switch else {"type": json_or_text}
+        model.add_argument(flag_of(row), help=argparse.SUPPRESS, **form)
 
 
 def run(options: argparse.Namespace, began: float) -> record.Record:
@@ -118,7 +127,8 @@ def configuration(options: argparse.Namespace) -> RuntimeConfig:
             not_built.refuse(Surface.FLAG, row.name, value, at=flag_of(row))
         if value is not None and not row.has_effect:
             say(f"{flag_of(row)} has no effect here: leave it out")
-    given = {name: value for name in BY_ARGUMENT if (value := getattr(options, name)) is not None}
+    # A command may have only some of the flags.
+    given = {name: value for name in BY_ARGUMENT if (value := getattr(options, name, None)) is not None}
     with found.collecting():
         if options.config is not None:
             if options.model is not None or given:
@@ -128,7 +138,9 @@ def configuration(options: argparse.Namespace) -> RuntimeConfig:
             config = load_config(options.config)
             check_backend(config)
         elif options.model is None:
-            raise InvalidConfig("MODEL", "is missing: use `neuron-runtime serve MODEL` or `serve --config FILE`")
+            command = options.command
+            message = f"is missing: use `neuron-runtime {command} MODEL` or `{command} --config FILE`"
+            raise InvalidConfig("MODEL", message)
         else:
             with naming(FLAG_NAMES):
                 config = config_of(model_uri(options.model), given, drain=DRAIN_ON_THE_COMMAND_LINE)

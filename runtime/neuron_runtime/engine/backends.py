@@ -35,6 +35,7 @@ class BackendPackage(Protocol):
 class CompilingPackage(BackendPackage, Protocol):
     """Interface of the package of a backend that can compile."""
 
+    __name__: str
     COMPILER_READS_WEIGHTS: bool
     """Whether `compiler` needs the weights; otherwise config.json and the headers of the weights suffice, and the data
     of every tensor may be a hole in its file."""
@@ -68,10 +69,17 @@ def warn_if_short(config: RuntimeConfig, limits: BackendLimits) -> None:
 
 def check_backend(config: RuntimeConfig) -> None:
     """Raises InvalidConfig if the backend is not part of this runtime, or does not support the configuration."""
+    backend_package(config).check_config(config)
+    if config.compile:
+        compiling_package(config)
+
+
+def compiling_package(config: RuntimeConfig) -> CompilingPackage:
+    """Raises InvalidConfig if the backend compiles nothing."""
     package = backend_package(config)
-    package.check_config(config)
-    if config.compile and not hasattr(package, "compiler"):
+    if not hasattr(package, "compiler"):
         raise InvalidConfig("$.compile", f"the {config.backend} backend compiles nothing: leave it out")
+    return cast(CompilingPackage, package)
 
 
 def backend_package(config: RuntimeConfig) -> BackendPackage:

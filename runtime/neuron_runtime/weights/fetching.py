@@ -113,13 +113,7 @@ def fetch(
     source = source or open_source(model)
     tools = tools or Tools()
     attempts = Attempts(source, tools.sleep)
-    listing = attempts(lambda: source.listing(digest))
-    if digest and listing.digest != digest:
-        raise FatalError(
-            ExitCode.CHECKSUM_MISMATCH,
-            f"{uri} has digest {listing.digest} at {source.place}, but {digest} is pinned; pin the current model (in a "
-            "NeuronModel: set the refresh annotation)",
-        )
+    listing = _listing(attempts, digest)
     for key in dict.fromkeys((listing.digest, listing.digest + suffix)):
         if entry := _found(store, key):
             return _fetched(entry, check)
@@ -160,12 +154,17 @@ def materialize(
 
 
 @contextlib.contextmanager
-def outline(uri: str, scratch: Path, source: Source | None = None) -> Iterator[tuple[Path, str | None]]:
+def outline(
+    uri: str, scratch: Path, digest: str = "", source: Source | None = None
+) -> Iterator[tuple[Path, str | None]]:
     """A folder that `read_checkpoint` can read like the model's, and its digest (None for a local folder).
 
     Of a remote model, config.json, the index and the headers of the weights are copied to `scratch`; every other
     byte is a hole, so file sizes are right and all checks apply. Errors raised in the body name the URI instead of the
     scratch folder.
+
+    Args:
+        digest: what a remote model must be.
 
     Raises: as `fetch`, except storage errors.
     """
@@ -175,7 +174,7 @@ def outline(uri: str, scratch: Path, source: Source | None = None) -> Iterator[t
         return
     source = source or open_source(model)
     attempts = Attempts(source)
-    listing = attempts(source.listing)
+    listing = _listing(attempts, digest)
     with _naming(scratch, uri):
         _draw(attempts, listing, scratch)
         yield scratch, listing.digest
@@ -204,6 +203,19 @@ def folder_of(model: FolderModel | ClaimModel) -> Path:
     if not folder.resolve().is_relative_to(root.resolve()):
         raise FatalError(ExitCode.INVALID_MODEL, f"{model}: the path leaves the volume by a symbolic link")
     return folder
+
+
+def _listing(attempts: Attempts, digest: str) -> Listing:
+    """The files of a model. Raises FatalError with CHECKSUM_MISMATCH if the source has another digest."""
+    source = attempts.source
+    listing = attempts(lambda: source.listing(digest))
+    if digest and listing.digest != digest:
+        raise FatalError(
+            ExitCode.CHECKSUM_MISMATCH,
+            f"{source.uri} has digest {listing.digest} at {source.place}, but {digest} is pinned; pin the current "
+            "model (in a NeuronModel: set the refresh annotation)",
+        )
+    return listing
 
 
 def _in_place(uri: str, folder: Path, digest: str, with_weights: bool, check: SmallCheck) -> Fetched:

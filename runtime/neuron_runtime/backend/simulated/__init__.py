@@ -10,14 +10,17 @@ from pathlib import Path
 
 from neuron_runtime.backend.base import Backend, ProgressCallback
 from neuron_runtime.backend.simulated.clock import WallClock
+from neuron_runtime.backend.simulated.compiler import SimulatedCompiler
 from neuron_runtime.backend.simulated.device import SimulatedBackend
-from neuron_runtime.backend.simulated.options import DEFAULT_MAX_LENGTH, limits_of, read_options, step_times
+from neuron_runtime.backend.simulated.options import DEFAULT_MAX_LENGTH, Options, limits_of, read_options, step_times
 from neuron_runtime.checkpoint import InvalidModel, read_config
 from neuron_runtime.config import RuntimeConfig
+from neuron_runtime.core import BackendLimits
 
-__all__ = ["NEEDS_WEIGHTS", "check_config", "load_backend"]
+__all__ = ["COMPILER_READS_WEIGHTS", "NEEDS_WEIGHTS", "check_config", "compiler", "load_backend"]
 
 NEEDS_WEIGHTS = False
+COMPILER_READS_WEIGHTS = False
 
 
 def check_config(config: RuntimeConfig) -> None:
@@ -25,20 +28,34 @@ def check_config(config: RuntimeConfig) -> None:
     read_options(config.override_neuron_config)
 
 
-def load_backend(model_dir: Path, config: RuntimeConfig, progress: ProgressCallback) -> Backend:
+def compiler(config: RuntimeConfig, model_dir: Path) -> SimulatedCompiler:
+    """See `CompilingPackage`. Raises as `load_backend`."""
+    options = read_options(config.override_neuron_config)
+    return SimulatedCompiler(_limits(config, options, model_dir), options)
+
+
+def load_backend(
+    model_dir: Path, config: RuntimeConfig, progress: ProgressCallback, artifact: Path | None = None
+) -> Backend:
     """A device with the model's vocabulary and length and the configured step times.
 
     Raises:
         InvalidModel: config.json is missing or has no vocabulary size.
         InvalidConfig: a limit or a setting is invalid; names the field.
     """
+    options = read_options(config.override_neuron_config)
+    limits = _limits(config, options, model_dir)
+    progress("simulating a device", 1.0)
+    if artifact is not None:
+        SimulatedCompiler(limits, options).check(artifact)
+    return SimulatedBackend(limits, step_times(options), WallClock())
+
+
+def _limits(config: RuntimeConfig, options: Options, model_dir: Path) -> BackendLimits:
     model = read_config(model_dir)
     size, positions = model.get("vocab_size"), model.get("max_position_embeddings", DEFAULT_MAX_LENGTH)
     for name, value, least in (("vocab_size", size, 1), ("max_position_embeddings", positions, 2)):
         if not isinstance(value, int) or value < least:
             raise InvalidModel(f"{model_dir / 'config.json'}: {name} must be an integer >= {least}, got {value!r}")
     assert isinstance(size, int)
-    options = read_options(config.override_neuron_config)
-    limits = limits_of(config, options, vocabulary_size=size, longest=positions)
-    progress("simulating a device", 1.0)
-    return SimulatedBackend(limits, step_times(options), WallClock())
+    return limits_of(config, options, vocabulary_size=size, longest=positions)

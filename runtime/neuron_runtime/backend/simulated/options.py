@@ -6,9 +6,10 @@ Read from `overrideNeuronConfig` of a served model, and built from flags by `neu
 from __future__ import annotations
 
 import re
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import msgspec
+from msgspec import Meta
 
 from neuron_runtime.backend.simulated.step_times import PUBLISHED, Curve, Phase, StepTimes, constant, milliseconds
 from neuron_runtime.config import RuntimeConfig, uses_blocks
@@ -49,6 +50,10 @@ class Options(msgspec.Struct, frozen=True, forbid_unknown_fields=True, rename="c
     token_feedback: TokenFeedback = "device"
     sampling: Literal["Device", "DeviceWithLogits", "Host"] = "Device"
     """The sampling mode to simulate, which determines the accepted sampling parameters."""
+    compile_seconds: Annotated[float, Meta(ge=0)] = 0.1
+    """Time to compile each size, with `compile`."""
+    compile_bytes: Annotated[int, Meta(ge=0)] = 0
+    """Memory that a compiler needs, with `compile`."""
 
 
 def read_options(given: dict[str, Any]) -> Options:

@@ -1,0 +1,367 @@
+"""Finds the artifact of a model and configuration in a store, or compiles it there, once for all who wait.
+
+Called by `serve` and `LLM` before they load (`provide`), and by the command `compile` (`make`). Compilers run in
+processes of their own (`process`); this module starts, watches and stops them, and knows what it means how they end.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import select
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import msgspec
+
+from neuron_runtime.artifacts.key import compiled_part, covered, key_of
+from neuron_runtime.artifacts.memory import session_bytes
+from neuron_runtime.artifacts.messages import Began, Ended, Failed, Lines, Message
+from neuron_runtime.artifacts.store import ARTIFACTS, DOCUMENT, Artifact, artifact_store, find, nearest, read_fitting
+from neuron_runtime.backend.base import ProgressCallback
+from neuron_runtime.checkpoint import CONFIG_FILE, read_checkpoint
+from neuron_runtime.config import RuntimeConfig
+from neuron_runtime.console import bytes_text, say, seconds_text
+from neuron_runtime.engine.backends import compiling_package
+from neuron_runtime.errors import ExitCode, FatalError, joined
+from neuron_runtime.host import memory_limit, num_oom_kills
+from neuron_runtime.weights.disk import make_folder, writing
+from neuron_runtime.weights.store import Damaged, Entry, Manifest, Store, StoredFile, names_below, read_entry
+
+ARTIFACT_VARIABLE = "NEURON_COMPILED_ARTIFACTS"
+"""Names the folder of one artifact, which is loaded instead of one of the store."""
+
+WATCH_SECONDS = 0.5
+"""Interval of looks at a running compiler."""
+WAITING_SECONDS = 10.0
+"""Interval of lines about another process that compiles the same."""
+MAX_OUTPUT_BYTES = 4096
+MAX_TAIL_CHARACTERS = 600
+OUT_OF_MEMORY = ("Cannot allocate memory", "std::bad_alloc", "virtual memory exhausted")
+"""What compilers print where the kernel refuses memory instead of killing."""
+
+OnMiss = Literal["fail", "compile"]
+
+
+@dataclass(frozen=True)
+class Places:
+    """Where artifacts are, and what to do without the one that is needed."""
+
+    folder: Path
+    on_miss: OnMiss = "compile"
+
+    @property
+    def given(self) -> Path | None:
+        """The folder of one artifact, named by the environment."""
+        value = os.environ.get(ARTIFACT_VARIABLE)
+        return Path(value).absolute() if value else None
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """An artifact by what its key covers, and what it is compiled from."""
+
+    package: str
+    """The module of the backend."""
+    config: RuntimeConfig
+    """Only its compiled part."""
+    model_dir: Path
+    cover: dict[str, Any]
+
+    @property
+    def key(self) -> str:
+        return key_of(self.cover)
+
+
+def wanted_artifact(config: RuntimeConfig, model_dir: Path, digest: str = "") -> Wanted:
+    """What must be compiled to serve a model.
+
+    Args:
+        model_dir: the model, see `CompilingPackage.compiler`.
+        digest: that of the model; default: from the configuration or the folder.
+
+    Raises:
+        InvalidConfig: the backend compiles nothing, or not with these settings.
+    """
+    package, part = compiling_package(config), compiled_part(config)
+    digest = digest or config.model.digest or _digest_of(model_dir, with_weights=package.NEEDS_WEIGHTS)
+    needs = package.compiler(part, model_dir).needs
+    return Wanted(package.__name__, part, model_dir, covered(config.backend, digest, needs))
+
+
+def provide(config: RuntimeConfig, model_dir: Path, places: Places, progress: ProgressCallback) -> Path | None:
+    """The folder of the compiled graphs; None if the configuration compiles nothing.
+
+    Raises:
+        FatalError: ARTIFACT_MISSING with the fields that differ from the nearest one, or the damaged file; those of
+            `make`.
+    """
+    if not config.compile:
+        if places.given is not None:
+            say(f"{ARTIFACT_VARIABLE} has no effect, because this configuration does not set `compile`")
+        return None
+    wanted = wanted_artifact(config, model_dir)
+    if places.given is not None:
+        return _given(places.given, wanted, places, progress)
+    store = artifact_store(places.folder)
+    if places.on_miss == "compile":
+        return make(wanted, store, progress)[0].folder
+    entry = find(store, wanted.cover)
+    if entry is None:
+        raise FatalError(ExitCode.ARTIFACT_MISSING, _miss(wanted, store))
+    return entry.folder
+
+
+def make(wanted: Wanted, store: Store, progress: ProgressCallback) -> tuple[Entry, bool]:
+    """The artifact as a complete entry of the store, compiled unless it is there; and whether it was there.
+
+    Of several processes that make it at the same time, one compiles and the others wait. A damaged one is replaced.
+
+    Raises:
+        FatalError: COMPILE_FAILED with the last lines of the compiler, COMPILE_OUT_OF_MEMORY with the number,
+            STORAGE_FULL, or the store cannot be written.
+    """
+    with contextlib.suppress(Damaged):
+        if entry := find(store, wanted.cover, whole=True):
+            return entry, True
+    store.prepare()
+    with store.lock(wanted.key, _WaitingLine(wanted.key)) as work:
+        try:
+            if entry := find(store, wanted.cover, whole=True):
+                return entry, True
+        except Damaged as error:
+            say(f"{error.what}: compiling it again")
+            store.discard(wanted.key)
+        files = work / "files"
+        with writing(work):
+            shutil.rmtree(files)
+            make_folder(files)
+        artifact = _compile(wanted, files, progress)
+        with writing(work):
+            (files / DOCUMENT).write_bytes(msgspec.json.format(msgspec.json.encode(artifact)))
+            stored = tuple(_stored(files, name) for name in sorted(names_below(files)))
+        manifest = Manifest(digest=wanted.key, uri=wanted.config.model.uri, created=time.time(), files=stored)
+        entry = store.publish(wanted.key, work, manifest)
+    say(
+        f"compiled {len(artifact.graphs)} graphs in {seconds_text(artifact.seconds)} with "
+        f"{bytes_text(artifact.peak_bytes)} of memory: artifact {wanted.key}, {bytes_text(manifest.num_bytes)}"
+    )
+    return entry, False
+
+
+def _given(folder: Path, wanted: Wanted, places: Places, progress: ProgressCallback) -> Path:
+    """The artifact in the folder of ARTIFACT_VARIABLE. One that does not fit is refused, never deleted."""
+    entry, differing = read_fitting(folder, wanted.cover)
+    if differing:
+        message = (
+            f"{ARTIFACT_VARIABLE}: the artifact in {folder} was compiled for something else: {joined(differing)}; "
+            "name another folder, or change the configuration"
+        )
+        raise FatalError(ExitCode.ARTIFACT_MISSING, message)
+    if entry is not None:
+        return folder
+    if places.on_miss == "fail":
+        raise FatalError(ExitCode.ARTIFACT_MISSING, f"{ARTIFACT_VARIABLE}: {folder} has no artifact")
+    made, _ = make(wanted, artifact_store(places.folder), progress)
+    with writing(folder.parent):
+        make_folder(folder.parent)
+        copy = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
+        try:
+            shutil.copytree(made.folder, copy, dirs_exist_ok=True)
+            copy.rename(folder)
+        finally:
+            shutil.rmtree(copy, ignore_errors=True)
+    return folder
+
+
+def _miss(wanted: Wanted, store: Store) -> str:
+    cure = "compile it with `neuron-runtime compile`, or serve with --on-artifact-miss compile"
+    found = nearest(store, wanted.cover) if store.folder.is_dir() else None
+    if found is None:
+        return f"{store.folder} has no artifact, {wanted.key} is needed: {cure}"
+    entry, differing = found
+    return (
+        f"{store.folder} has no artifact {wanted.key}; the nearest one, {entry.key}, was compiled for something else: "
+        f"{joined(differing)}; {cure}"
+    )
+
+
+def _digest_of(model_dir: Path, *, with_weights: bool) -> str:
+    """The digest of a model that nobody pinned."""
+    with contextlib.suppress(Damaged):
+        if entry := read_entry(model_dir):
+            return entry.manifest.digest
+    if with_weights:
+        return read_checkpoint(model_dir).digest
+    return _sha256(model_dir / CONFIG_FILE)
+
+
+def _compile(wanted: Wanted, files: Path, progress: ProgressCallback) -> Artifact:
+    began = time.monotonic()
+    with _scratch() as scratch:
+        run = _Process("compile", wanted, files, scratch)
+        ended = run.wait(progress)
+    with _scratch() as scratch:
+        _Process("check", wanted, files, scratch).wait(progress)
+    return Artifact(
+        cover=wanted.cover,
+        tools=ended.tools,
+        graphs=ended.graphs,
+        seconds=round(time.monotonic() - began, 3),
+        peak_bytes=max(run.peak_bytes, ended.peak_bytes),
+    )
+
+
+@contextlib.contextmanager
+def _scratch() -> Iterator[Path]:
+    with tempfile.TemporaryDirectory(prefix="neuron-serving-compile-", ignore_cleanup_errors=True) as folder:
+        yield Path(folder)
+
+
+class _Process:
+    """A compiler at work, in a session of its own: what it starts is stopped with it."""
+
+    def __init__(self, work: Literal["compile", "check"], wanted: Wanted, files: Path, scratch: Path) -> None:
+        self._work = work
+        self._stage = "checking the compiled graphs" if work == "check" else "preparing to compile"
+        self._output = scratch / "output"
+        self.peak_bytes = 0
+        config, folder = scratch / "config.json", scratch / "work"
+        config.write_bytes(msgspec.json.encode(wanted.config))
+        folder.mkdir()
+        environment = {**os.environ, "TMPDIR": str(folder)}
+        if work == "check":
+            environment["PATH"] = ""
+        self._num_oom_kills = num_oom_kills()
+        self._read_fd, write_fd = os.pipe()
+        try:
+            with self._output.open("wb") as output:
+                self._process = subprocess.Popen(
+                    [
+                        *(sys.executable, "-P", "-m", "neuron_runtime.artifacts.process", work),
+                        *(f"--package={wanted.package}", f"--config={config}", f"--model-dir={wanted.model_dir}"),
+                        *(f"--folder={files}", f"--messages-fd={write_fd}", f"--parent-pid={os.getpid()}"),
+                    ],
+                    cwd=folder,
+                    env=environment,
+                    stdin=subprocess.DEVNULL,
+                    stdout=output,
+                    stderr=output,
+                    pass_fds=(write_fd,),
+                    start_new_session=True,
+                )
+        finally:
+            os.close(write_fd)
+
+    def wait(self, progress: ProgressCallback) -> Ended:
+        """Until it has ended well. Raises FatalError."""
+        last: Message | None = None
+        lines = Lines()
+        try:
+            while True:
+                progress(self._stage, 0.0)
+                ended = self._process.poll() is not None
+                if select.select([self._read_fd], [], [], 0 if ended else WATCH_SECONDS)[0]:
+                    raw = os.read(self._read_fd, 2**16)
+                    for last in lines.feed(raw):
+                        self._note(last, progress)
+                    if raw:
+                        continue
+                    self._process.wait()
+                    break
+                if ended:
+                    break
+                self.peak_bytes = max(self.peak_bytes, session_bytes(self._process.pid))
+        finally:
+            self._stop()
+        if isinstance(last, Ended) and self._process.returncode == 0:
+            progress(self._stage, 1.0)
+            return last
+        raise self._failure(last)
+
+    def _note(self, message: Message, progress: ProgressCallback) -> None:
+        if isinstance(message, Began):
+            self._stage = f"compiling graph {message.graph} of {message.num_graphs} ({message.name})"
+            progress(self._stage, 0.0)
+
+    def _stop(self) -> None:
+        """End it with everything that it started."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
+        os.close(self._read_fd)
+
+    def _failure(self, last: Message | None) -> FatalError:
+        output = self._tail()
+        code = ExitCode(last.exit_code) if isinstance(last, Failed) else ExitCode.COMPILE_FAILED
+        killed = num_oom_kills() > self._num_oom_kills
+        if killed or (code == ExitCode.COMPILE_FAILED and any(text in output for text in OUT_OF_MEMORY)):
+            code = ExitCode.COMPILE_OUT_OF_MEMORY
+        if code == ExitCode.COMPILE_OUT_OF_MEMORY:
+            limit = memory_limit()
+            bound = "this machine has" if limit is None else f"the memory limit of {bytes_text(limit)}"
+            message = (
+                f"{self._stage}: the compiler needs more memory than {bound} (its processes had "
+                f"{bytes_text(self.peak_bytes)} when last seen): give it more"
+            )
+            return FatalError(code, message)
+        if isinstance(last, Failed):
+            what = last.message
+            sys.stderr.write(last.trace)
+        elif self._process.returncode < 0:
+            what = f"the compiler was killed by {_signal_name(-self._process.returncode)}"
+        else:
+            what = f"the compiler exited with code {self._process.returncode}"
+        if code == ExitCode.COMPILE_FAILED and output:
+            sys.stderr.write(output + "\n")
+            what += f"; its last lines: {output[-MAX_TAIL_CHARACTERS:]}"
+        return FatalError(code, f"{self._stage}: {what}")
+
+    def _tail(self) -> str:
+        with self._output.open("rb") as file:
+            file.seek(0, os.SEEK_END)
+            file.seek(max(0, file.tell() - MAX_OUTPUT_BYTES))
+            return file.read().decode(errors="replace").strip()
+
+
+def _signal_name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
+
+
+def _stored(folder: Path, name: str) -> StoredFile:
+    """Raises FatalError for a name that a store must not have, or what is no regular file."""
+    path = folder / name
+    if not ARTIFACTS.accepts(name) or path.is_symlink() or not path.is_file():
+        raise FatalError(ExitCode.COMPILE_FAILED, f"the compiler left {name!r}, which is no plain, visible file")
+    return StoredFile(name, path.stat().st_size, _sha256(path))
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+class _WaitingLine:
+    """Says now and then that another process has the lock."""
+
+    def __init__(self, key: str) -> None:
+        self._key = key
+        self._said = -WAITING_SECONDS
+
+    def __call__(self) -> None:
+        now = time.monotonic()
+        if now - self._said >= WAITING_SECONDS:
+            self._said = now
+            say(f"artifact {self._key}: waiting for another process that compiles it into this store")

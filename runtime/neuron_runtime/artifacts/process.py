@@ -1,0 +1,91 @@
+"""The process that compiles a model, or checks what another one compiled. It ends afterwards.
+
+Started by `compiling`, with a scratch folder as working directory and TMPDIR: compilers keep memory and threads, leave
+files where they run, and are killed when memory runs out. It knows no store and no key.
+"""
+
+from __future__ import annotations
+
+import argparse
+import errno
+import importlib
+import os
+import resource
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import cast
+
+from neuron_runtime.artifacts.messages import Began, Ended, Failed, Message, encode_line
+from neuron_runtime.artifacts.store import CompiledGraph
+from neuron_runtime.backend.base import Compiler
+from neuron_runtime.config import load_config
+from neuron_runtime.engine.backends import CompilingPackage
+from neuron_runtime.engine.lifeline import die_with_parent
+from neuron_runtime.errors import ExitCode, FatalError
+
+
+def compile_graphs(compiler: Compiler, folder: Path, send: Callable[[Message], None]) -> Ended:
+    """Compile every graph into the folder."""
+    tools, done = dict(compiler.tools()), []
+    graphs = compiler.graphs()
+    for number, graph in enumerate(graphs, start=1):
+        send(Began(number, len(graphs), graph.name))
+        began = time.monotonic()
+        graph.compile(folder)
+        done.append(CompiledGraph(graph.name, round(time.monotonic() - began, 3)))
+    return Ended(tools, tuple(done), peak_bytes())
+
+
+def peak_bytes() -> int:
+    """Most memory of this process, or of one of those that it has waited for."""
+    return max(resource.getrusage(who).ru_maxrss for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)) * 1024
+
+
+def failed(error: Exception) -> Failed:
+    match error:
+        case FatalError(exit_code=code):
+            return Failed(int(code), str(error))
+        case MemoryError():
+            return Failed(int(ExitCode.COMPILE_OUT_OF_MEMORY), str(error) or "memory ran out")
+        case OSError(errno=errno.ENOSPC | errno.EDQUOT):
+            return Failed(int(ExitCode.STORAGE_FULL), f"{error}; provide more space")
+    trace = "".join(traceback.format_exception(error))
+    return Failed(int(ExitCode.COMPILE_FAILED), f"{type(error).__name__}: {error}", trace)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="neuron_runtime.artifacts.process")
+    parser.add_argument("work", choices=("compile", "check"))
+    parser.add_argument("--package", required=True)
+    parser.add_argument("--config", type=Path, required=True)
+    parser.add_argument("--model-dir", type=Path, required=True)
+    parser.add_argument("--folder", type=Path, required=True)
+    parser.add_argument("--messages-fd", type=int, required=True)
+    parser.add_argument("--parent-pid", type=int, required=True)
+    options = parser.parse_args(arguments)
+    die_with_parent(options.parent_pid)
+    os.set_inheritable(options.messages_fd, False)
+
+    def send(message: Message) -> None:
+        os.write(options.messages_fd, encode_line(message))
+
+    try:
+        package = cast(CompilingPackage, importlib.import_module(options.package))
+        compiler = package.compiler(load_config(options.config), options.model_dir)
+        if options.work == "check":
+            compiler.check(options.folder)
+            send(Ended())
+        else:
+            send(compile_graphs(compiler, options.folder, send))
+    except Exception as error:  # noqa: BLE001 - a compiler may raise anything
+        failure = failed(error)
+        send(failure)
+        return failure.exit_code
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

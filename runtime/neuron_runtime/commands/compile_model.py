@@ -1,0 +1,98 @@
+"""`neuron-runtime compile MODEL` or `compile --config FILE`: compiles a model once, before anything serves it.
+
+Needs no device, and no weights unless the backend compiles them in. Prints the folder of the artifact. May be killed
+and run again at any time; see `artifacts.compiling`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import signal
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+
+import msgspec
+
+from neuron_runtime import record
+from neuron_runtime.arguments import FLAG_NAMES, default_artifacts_dir, default_weights_dir, naming
+from neuron_runtime.commands.serve import add_model, add_model_flags, configuration
+from neuron_runtime.config import COMPILED, RuntimeConfig
+from neuron_runtime.console import StageLines, say
+from neuron_runtime.flags import Field
+from neuron_runtime.uris import ClaimModel, FolderModel, parse_uri
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_model(parser)
+    parser.add_argument(
+        "--weights-dir",
+        type=Path,
+        metavar="DIR",
+        default=default_weights_dir(),
+        help="Store of models (default: neuron-serving/weights in $XDG_CACHE_HOME, else in ~/.cache)",
+    )
+    parser.add_argument(
+        "--artifacts-dir",
+        type=Path,
+        metavar="DIR",
+        default=default_artifacts_dir(),
+        help="Store of artifacts (default: neuron-serving/artifacts in $XDG_CACHE_HOME, else in ~/.cache)",
+    )
+    record.add_flag(parser)
+    add_model_flags(parser, _is_compiled)
+    parser.set_defaults(run=run)
+
+
+def _is_compiled(field: Field) -> bool:
+    return COMPILED in field.annotations and field.path != "compile"
+
+
+def run(options: argparse.Namespace, began: float) -> record.Record:
+    from neuron_runtime.artifacts.compiling import make, wanted_artifact  # noqa: PLC0415
+    from neuron_runtime.artifacts.store import artifact_store, read_artifact  # noqa: PLC0415
+    from neuron_runtime.engine.backends import check_backend  # noqa: PLC0415
+
+    # As the first process of a container, this one would otherwise ignore SIGTERM.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    with naming(FLAG_NAMES) if options.config is None else nullcontext():
+        config = msgspec.structs.replace(configuration(options), compile=True)
+        check_backend(config)
+        progress = StageLines()
+        with _model(config, options.weights_dir, progress) as (folder, digest):
+            wanted = wanted_artifact(config, folder, digest)
+            entry, reused = make(wanted, artifact_store(options.artifacts_dir), progress)
+    artifact = read_artifact(entry)
+    if reused:
+        say(f"artifact {entry.key}: nothing to compile")
+    print(entry.folder)
+    stored = record.StoredArtifact(
+        key=entry.key,
+        bytes=entry.manifest.num_bytes,
+        seconds=artifact.seconds,
+        reused=reused,
+        peak_bytes=artifact.peak_bytes,
+    )
+    return record.success("compile", seconds=time.monotonic() - began, artifact=stored)
+
+
+@contextmanager
+def _model(config: RuntimeConfig, weights_dir: Path, progress: StageLines) -> Iterator[tuple[Path, str]]:
+    """A folder with as much of the model as its backend needs to compile it, and the digest of a remote one."""
+    from neuron_runtime.engine.backends import compiling_package  # noqa: PLC0415
+    from neuron_runtime.weights.fetching import materialize, outline  # noqa: PLC0415
+    from neuron_runtime.weights.store import Store  # noqa: PLC0415
+
+    package, model = compiling_package(config), config.model
+    if package.COMPILER_READS_WEIGHTS or isinstance(parse_uri(model.uri), FolderModel | ClaimModel):
+        yield materialize(model, weights_dir, progress, with_weights=package.NEEDS_WEIGHTS), ""
+    elif model.digest and (entry := Store(weights_dir).find(model.digest)):
+        yield entry.folder, ""
+    else:
+        with (
+            tempfile.TemporaryDirectory(prefix="neuron-serving-outline-") as scratch,
+            outline(model.uri, Path(scratch), model.digest) as (folder, digest),
+        ):
+            yield folder, digest or ""

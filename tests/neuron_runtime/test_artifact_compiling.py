@@ -1,0 +1,412 @@
+"""Compiling into a store: in a process of its own, once for all, with a named end whatever the compiler does."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from helpers.compiling_backend import SEEN, compiler
+from helpers.hub import serving
+from helpers.memory_groups import memory_group
+from helpers.tiny_model import write_tiny_model
+from helpers.weights import shelf_with_model
+from neuron_runtime import record
+from neuron_runtime.__main__ import main
+from neuron_runtime.artifacts import compiling
+from neuron_runtime.artifacts.compiling import ARTIFACT_VARIABLE, Places, Wanted, make, provide, wanted_artifact
+from neuron_runtime.artifacts.key import covered
+from neuron_runtime.artifacts.memory import session_bytes
+from neuron_runtime.artifacts.store import artifact_store, read_artifact
+from neuron_runtime.backend import simulated as simulated_package
+from neuron_runtime.config import ModelSource, RuntimeConfig
+from neuron_runtime.errors import ExitCode, FatalError
+from neuron_runtime.weights.store import PARTIAL, Damaged, Entry, Store
+
+TESTS = Path(__file__).parents[1]
+BUCKETS = {"decodeBuckets": [1, 4], "compileSeconds": 0.0}
+
+
+def quiet(stage: str, share: float) -> None:
+    pass
+
+
+@pytest.fixture(autouse=True)
+def seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("PYTHONPATH", str(TESTS))
+    monkeypatch.setenv(SEEN, str(tmp_path / "seen"))
+    return tmp_path / "seen"
+
+
+@pytest.fixture(autouse=True)
+def default_signals() -> Iterator[None]:
+    """`compile` handles SIGTERM; this process must not."""
+    before = signal.getsignal(signal.SIGTERM)
+    yield
+    signal.signal(signal.SIGTERM, before)
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Store:
+    return artifact_store(tmp_path / "artifacts")
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    write_tiny_model(tmp_path / "model")
+    return tmp_path / "model"
+
+
+def odd(behaviour: str = "") -> Wanted:
+    """An artifact of the odd compiler."""
+    config = RuntimeConfig(
+        version=1,
+        model=ModelSource(uri="hf://acme/tiny"),
+        served_names=("x",),
+        override_neuron_config={"behaviour": behaviour},
+    )
+    cover = covered("torch", "ab" * 20, compiler(config, Path()).needs)
+    return Wanted("helpers.compiling_backend", config, Path("/"), cover)
+
+
+def simulated(model: Path, **given: Any) -> RuntimeConfig:
+    return RuntimeConfig(
+        version=1,
+        model=ModelSource(uri=model.as_uri()),
+        served_names=("x",),
+        backend="simulated",
+        compile=True,
+        override_neuron_config={**BUCKETS, **given},
+    )
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def wait_for_lines(path: Path, count: int) -> list[list[str]]:
+    for _ in range(600):
+        lines = path.read_text().splitlines() if path.exists() else []
+        if len(lines) >= count:
+            return [line.split() for line in lines]
+        time.sleep(0.05)
+    raise AssertionError(f"{path} has fewer than {count} lines")
+
+
+def test_an_artifact_is_compiled_once_with_a_record_of_how(store: Store, seen: Path) -> None:
+    stages: list[str] = []
+    entry, reused = make(odd(), store, lambda stage, share: stages.append(stage))
+    assert not reused
+    assert sorted(path.name for path in entry.folder.iterdir()) == [".manifest.json", "artifact.json", "one", "two"]
+    artifact = read_artifact(entry)
+    assert artifact.tools == {"g++": "13"}
+    assert [graph.name for graph in artifact.graphs] == ["one", "two"]
+    assert artifact.peak_bytes > 2**20
+    assert list(dict.fromkeys(stages)) == [
+        "preparing to compile",
+        "compiling graph 1 of 2 (one)",
+        "compiling graph 2 of 2 (two)",
+        "checking the compiled graphs",
+    ]
+    assert make(odd(), store, quiet) == (entry, True)
+    assert len(seen.read_text().splitlines()) == 2
+
+
+def test_compilers_run_in_a_scratch_folder_that_is_deleted(store: Store, seen: Path) -> None:
+    make(odd(), store, quiet)
+    (pid, folder, temporary), _ = [line.split() for line in seen.read_text().splitlines()]
+    assert int(pid) != os.getpid()
+    assert folder == temporary
+    assert not Path(folder).parent.exists()
+
+
+@pytest.mark.parametrize(
+    ("behaviour", "code", "says"),
+    [
+        ("raise", ExitCode.COMPILE_FAILED, "compiling graph 2 of 2 (two): RuntimeError: g++ exited with 1; its last l"),
+        ("raise", ExitCode.COMPILE_FAILED, "error: unknown instruction vfoo"),
+        ("exit", ExitCode.COMPILE_FAILED, "the compiler exited with code 3; its last lines: note: compiling one"),
+        ("crash", ExitCode.COMPILE_FAILED, "the compiler was killed by SIGABRT"),
+        ("no tools", ExitCode.COMPILE_FAILED, "there is no C++ compiler: install g++"),
+        ("unloadable", ExitCode.COMPILE_FAILED, "checking the compiled graphs: OSError: one: undefined symbol"),
+        ("refuse memory", ExitCode.COMPILE_OUT_OF_MEMORY, "compiling graph 2 of 2 (two): the compiler needs more mem"),
+        ("full disk", ExitCode.STORAGE_FULL, "No space left on device"),
+        ("link", ExitCode.COMPILE_FAILED, "the compiler left 'host', which is no plain, visible file"),
+        ("hide", ExitCode.COMPILE_FAILED, "the compiler left '.hidden'"),
+    ],
+)
+def test_whatever_a_compiler_does_has_a_named_end_and_publishes_nothing(
+    store: Store, behaviour: str, code: ExitCode, says: str
+) -> None:
+    with pytest.raises(FatalError) as caught:
+        make(odd(behaviour), store, quiet)
+    assert caught.value.exit_code == code
+    assert says in str(caught.value)
+    assert len(str(caught.value)) < record.MAX_MESSAGE_CHARACTERS
+    assert store.all_keys() == []
+
+
+def test_a_compiler_that_is_killed_because_memory_ran_out_says_the_limit(tmp_path: Path) -> None:
+    config = tmp_path / "config.json"
+    model = tmp_path / "model"
+    write_tiny_model(model)
+    config.write_bytes(msgspec.json.encode(simulated(model, compileBytes=2**40, compileSeconds=30)))
+    with memory_group(2**28) as group:
+        command = (sys.executable, "-m", "neuron_runtime", "compile", f"--config={config}")
+        group.output(*command, f"--artifacts-dir={tmp_path / 'store'}", f"--record={tmp_path / 'record'}", code=22)
+    outcome = msgspec.json.decode((tmp_path / "record").read_bytes(), type=record.Record)
+    assert outcome.reason == "CompileOutOfMemory"
+    assert "compiling graph 1 of 3 (decode of 1 rows): the compiler needs more memory than the memory limit of 256" in (
+        outcome.message
+    )
+    assert artifact_store(tmp_path / "store").all_keys() == []
+
+
+def test_of_two_compilers_one_waits_and_takes_the_result(store: Store, seen: Path) -> None:
+    found: list[tuple[Entry, bool]] = []
+    others = [threading.Thread(target=lambda: found.append(make(odd("slow"), store, quiet))) for _ in range(2)]
+    for other in others:
+        other.start()
+    for other in others:
+        other.join()
+    assert sorted(reused for _, reused in found) == [False, True]
+    assert found[0][0] == found[1][0]
+    assert len(seen.read_text().splitlines()) == 2
+
+
+def start_waiting(store: Store) -> subprocess.Popen[bytes]:
+    """A command whose compiler never ends."""
+    program = """
+        import signal, sys
+        from pathlib import Path
+        from neuron_runtime.artifacts.compiling import make
+        from neuron_runtime.artifacts.store import artifact_store
+        sys.path.insert(0, sys.argv[2])
+        from test_artifact_compiling import odd, quiet
+        signal.signal(signal.SIGTERM, signal.default_int_handler)
+        make(odd("wait"), artifact_store(Path(sys.argv[1])), quiet)
+    """
+    return subprocess.Popen(
+        [sys.executable, "-c", textwrap.dedent(program), str(store.folder), str(Path(__file__).parent)],
+        stderr=subprocess.DEVNULL,
+    )
+
+
+def test_sigterm_ends_the_compiler_with_everything_it_started(store: Store, seen: Path) -> None:
+    command = start_waiting(store)
+    pids = [int(line[0]) for line in wait_for_lines(seen, 3)]
+    command.send_signal(signal.SIGTERM)
+    command.wait(30)
+    assert not any(map(is_alive, pids))
+    assert store.all_keys() == []
+
+
+def test_a_killed_compilation_leaves_nothing_that_is_loaded_and_does_not_block_the_next(
+    store: Store, seen: Path
+) -> None:
+    command = start_waiting(store)
+    pids = [int(line[0]) for line in wait_for_lines(seen, 3)]
+    command.kill()
+    command.wait(30)
+    for _ in range(200):
+        if not is_alive(pids[0]):
+            break
+        time.sleep(0.05)
+    assert not is_alive(pids[0])
+    os.kill(pids[2], signal.SIGKILL)
+    assert store.all_keys() == []
+    work = store.folder / PARTIAL / odd("wait").key / "files"
+    assert (work / "two").exists()
+    # The same key again, by a compiler that leaves fewer files.
+    wanted = odd("")
+    (work.parent).rename(store.folder / PARTIAL / wanted.key)
+    entry, _ = make(wanted, store, quiet)
+    assert entry.verify(lambda num_bytes: None) == []
+
+
+def test_memory_counts_every_process_of_a_session() -> None:
+    program = "import os, sys, time; x = b'1' * 2**25; pid = os.fork(); print(1, flush=True); time.sleep(60)"
+    with subprocess.Popen(
+        [sys.executable, "-c", program], stdout=subprocess.PIPE, start_new_session=True, text=True
+    ) as process:
+        assert process.stdout is not None
+        process.stdout.readline()
+        process.stdout.readline()
+        found = session_bytes(process.pid)
+        os.killpg(process.pid, signal.SIGKILL)
+    # Shared pages count once.
+    assert 2**25 < found < 2 * 2**25
+
+
+# What is needed, and what is there
+
+
+def test_a_miss_names_the_key_and_the_cure(model: Path, store: Store) -> None:
+    config = simulated(model)
+    with pytest.raises(FatalError) as caught:
+        provide(config, model, Places(store.folder, "fail"), quiet)
+    assert caught.value.exit_code == ExitCode.ARTIFACT_MISSING
+    key = wanted_artifact(config, model).key
+    assert f"{store.folder} has no artifact, {key} is needed: compile it with" in str(caught.value)
+
+
+def test_a_miss_names_what_differs_from_the_nearest_artifact(model: Path, store: Store) -> None:
+    places = Places(store.folder, "compile")
+    folder = provide(simulated(model), model, places, quiet)
+    assert folder is not None
+    assert provide(simulated(model), model, Places(store.folder, "fail"), quiet) == folder
+    with pytest.raises(FatalError) as caught:
+        provide(simulated(model, decodeBuckets=[1, 8]), model, Places(store.folder, "fail"), quiet)
+    assert caught.value.exit_code == ExitCode.ARTIFACT_MISSING
+    assert (
+        f"the nearest one, {folder.name}, was compiled for something else: shapes.decode: [1,4] instead of [1,8]"
+        in (str(caught.value))
+    )
+
+
+def test_nothing_is_provided_for_a_configuration_that_compiles_nothing(model: Path, store: Store) -> None:
+    config = msgspec.structs.replace(simulated(model), compile=False)
+    assert provide(config, model, Places(store.folder, "fail"), quiet) is None
+
+
+def test_a_damaged_artifact_is_an_error_that_names_the_file_or_is_compiled_again(model: Path, store: Store) -> None:
+    folder = provide(simulated(model), model, Places(store.folder), quiet)
+    assert folder is not None
+    path = folder / "prefill.json"
+    path.chmod(0o644)
+    path.write_bytes(b'"PREFILL"')
+    with pytest.raises(Damaged) as caught:
+        provide(simulated(model), model, Places(store.folder, "fail"), quiet)
+    assert caught.value.exit_code == ExitCode.ARTIFACT_MISSING
+    assert f"{folder} is damaged: prefill.json: its sha256 is" in str(caught.value)
+    assert provide(simulated(model), model, Places(store.folder), quiet) == folder
+    assert path.read_bytes() == b'"prefill"'
+
+
+def test_the_variable_names_an_artifact_that_is_loaded_instead(
+    model: Path, store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = provide(simulated(model), model, Places(store.folder), quiet)
+    assert folder is not None
+    shipped = tmp_path / "shipped"
+    folder.rename(shipped)
+    monkeypatch.setenv(ARTIFACT_VARIABLE, str(shipped))
+    places = Places(tmp_path / "none", "fail")
+    assert provide(simulated(model), model, places, quiet) == shipped
+    with pytest.raises(FatalError) as caught:
+        provide(simulated(model, decodeBuckets=[2]), model, Places(tmp_path / "none", "compile"), quiet)
+    assert caught.value.exit_code == ExitCode.ARTIFACT_MISSING
+    assert f"{ARTIFACT_VARIABLE}: the artifact in {shipped} was compiled for something else: shapes.decode: [1,4]" in (
+        str(caught.value)
+    )
+    assert provide(simulated(model), model, places, quiet) == shipped
+    assert not (tmp_path / "none").exists()
+
+
+@pytest.mark.parametrize("exists", [False, True])
+def test_the_variable_names_where_to_store_an_artifact_that_is_not_there(
+    model: Path, store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, exists: bool
+) -> None:
+    folder = tmp_path / "mine" / "tiny"
+    if exists:
+        folder.mkdir(parents=True)
+    monkeypatch.setenv(ARTIFACT_VARIABLE, str(folder))
+    with pytest.raises(FatalError, match="has no artifact") as caught:
+        provide(simulated(model), model, Places(store.folder, "fail"), quiet)
+    assert caught.value.exit_code == ExitCode.ARTIFACT_MISSING
+    assert provide(simulated(model), model, Places(store.folder), quiet) == folder
+    assert provide(simulated(model), model, Places(tmp_path / "none", "fail"), quiet) == folder
+    assert [path.name for path in folder.parent.iterdir()] == ["tiny"]
+
+
+# The command
+
+
+def compile_model(tmp_path: Path, *arguments: str) -> tuple[int, record.Record]:
+    path = tmp_path / "record"
+    code = main(
+        [
+            *("compile", "--backend=simulated", f"--artifacts-dir={tmp_path / 'artifacts'}", f"--record={path}"),
+            *(f"--weights-dir={tmp_path / 'weights'}", f"--override-neuron-config={json.dumps(BUCKETS)}", *arguments),
+        ]
+    )
+    return code, msgspec.json.decode(path.read_bytes(), type=record.Record)
+
+
+def test_the_command_records_what_it_stored(
+    model: Path, store: Store, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, outcome = compile_model(tmp_path, str(model))
+    assert (code, outcome.ok, outcome.command) == (0, True, "compile")
+    assert outcome.artifact is not None
+    printed = capsys.readouterr()
+    assert Path(printed.out.strip()) == store.folder / outcome.artifact.key
+    assert "compiling graph 3 of 3 (prefill)" in printed.err
+    code, again = compile_model(tmp_path, str(model))
+    assert again.artifact == msgspec.structs.replace(outcome.artifact, reused=True)
+    assert "nothing to compile" in capsys.readouterr().err
+
+
+def test_the_command_refuses_what_it_cannot_compile(
+    tmp_path: Path, model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["compile"]) == 2
+    assert "MODEL: is missing: use `neuron-runtime compile MODEL` or `compile --config FILE`" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        main(["compile", str(model), "--access-log"])
+    assert "unrecognized arguments: --access-log" in capsys.readouterr().err
+
+
+def test_a_model_on_the_hub_is_compiled_without_its_weights_to_the_key_that_serving_needs(
+    tmp_path: Path, store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shelf = shelf_with_model(tmp_path / "hub")
+    digest = shelf.commit("acme/model")
+    with serving(shelf) as address:
+        monkeypatch.setenv("HF_ENDPOINT", address)
+        _, unpinned = compile_model(tmp_path, "hf://acme/model")
+        assert not (tmp_path / "weights").exists()
+        document = msgspec.to_builtins(simulated(tmp_path)) | {"model": {"uri": "hf://acme/model", "digest": digest}}
+        (tmp_path / "config").write_text(json.dumps(document))
+        path = tmp_path / "record"
+        main(["compile", f"--config={tmp_path / 'config'}", f"--artifacts-dir={store.folder}", f"--record={path}"])
+        pinned = msgspec.json.decode(path.read_bytes(), type=record.Record)
+        assert main(["fetch", "hf://acme/model", str(tmp_path / "weights")]) == 0
+    assert unpinned.artifact is not None
+    assert pinned.artifact is not None
+    assert (pinned.artifact.key, pinned.artifact.reused) == (unpinned.artifact.key, True)
+    config = msgspec.structs.replace(simulated(tmp_path), model=ModelSource(uri="hf://acme/model"))
+    folder = provide(config, tmp_path / "weights" / digest, Places(store.folder, "fail"), quiet)
+    assert folder == store.folder / unpinned.artifact.key
+
+
+def test_a_compiler_that_reads_weights_gets_them(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    shelf = shelf_with_model(tmp_path / "hub")
+    monkeypatch.setattr(simulated_package, "COMPILER_READS_WEIGHTS", True)
+    monkeypatch.setattr(simulated_package, "NEEDS_WEIGHTS", True)
+    with serving(shelf) as address:
+        monkeypatch.setenv("HF_ENDPOINT", address)
+        code, _ = compile_model(tmp_path, "hf://acme/model")
+    assert code == 0
+    assert list((tmp_path / "weights" / shelf.commit("acme/model")).glob("*.safetensors"))
+
+
+def test_the_key_of_a_changed_model_is_another(model: Path, tmp_path: Path) -> None:
+    before = wanted_artifact(simulated(model), model).key
+    write_tiny_model(model, vocab_size=300)
+    assert wanted_artifact(simulated(model), model).key != before
+    assert compiling.wanted_artifact(simulated(model), model, "ab" * 20).cover["model"] == "ab" * 20
