@@ -70,6 +70,7 @@ PODS = Resource("v1", "Pod", "pods")
 NODES = Resource("v1", "Node", "nodes", namespaced=False)
 LEASES = Resource("coordination.k8s.io/v1", "Lease", "leases")
 EVENTS = Resource("events.k8s.io/v1", "Event", "events")
+JOBS = Resource("batch/v1", "Job", "jobs")
 CHILDREN = (
     Resource("apps/v1", "ControllerRevision", "controllerrevisions"),
     Resource("v1", "ServiceAccount", "serviceaccounts"),
@@ -78,7 +79,7 @@ CHILDREN = (
     Resource("policy/v1", "PodDisruptionBudget", "poddisruptionbudgets"),
     Resource("networking.k8s.io/v1", "NetworkPolicy", "networkpolicies"),
     Resource("apps/v1", "Deployment", "deployments"),
-    Resource("batch/v1", "Job", "jobs"),
+    JOBS,
 )
 _BY_KIND = {(resource.api_version, resource.kind): resource for resource in (*CHILDREN, NEURON_MODELS, PODS, EVENTS)}
 
@@ -170,7 +171,9 @@ class Cluster(Protocol):
 
     async def apply_status(self, resource: Resource, live: Object, status: Object) -> Object: ...
 
-    async def delete(self, resource: Resource, live: Object) -> None: ...
+    async def patch(self, resource: Resource, live: Object, patch: Object) -> Object: ...
+
+    async def delete(self, resource: Resource, live: Object, *, unchanged: bool = False) -> None: ...
 
     async def log(
         self, namespace: str, pod: str, container: str, *, tail_lines: int, limit_bytes: int, timeout_seconds: float
@@ -369,13 +372,21 @@ class Client:
         path = resource.path_of(live, "status")
         return await self._patch(resource, path, _APPLY, body, force="true", fieldManager=STATUS_FIELD_MANAGER)
 
-    async def delete(self, resource: Resource, live: Object) -> None:
-        """Deletes exactly `live`, its dependents in the background; raises Conflict if another object has its name."""
+    async def patch(self, resource: Resource, live: Object, patch: Object) -> Object:
+        """JSON merge patch of exactly `live`; raises Conflict if it was modified or replaced since."""
+        exactly = {key: live["metadata"][key] for key in ("uid", "resourceVersion")}
+        body = {**patch, "metadata": {**patch.get("metadata", {}), **exactly}}
+        return await self._patch(resource, resource.path_of(live), "merge-patch+json", body)
+
+    async def delete(self, resource: Resource, live: Object, *, unchanged: bool = False) -> None:
+        """Deletes exactly `live`, its dependents in the background; raises Conflict if another object has its name, or,
+        with `unchanged`, if it was modified since."""
+        exactly = ("uid", "resourceVersion") if unchanged else ("uid",)
         body = {
             "apiVersion": "v1",
             "kind": "DeleteOptions",
             "propagationPolicy": "Background",
-            "preconditions": {"uid": live["metadata"]["uid"]},
+            "preconditions": {key: live["metadata"][key] for key in exactly},
         }
         await self._request("delete", resource, resource.path_of(live), body=body)
 

@@ -20,12 +20,13 @@ from neuron_operator.reasons import Finding, Reason, met, unmet
 from neuron_operator.render import serving
 from neuron_operator.render.replicas import replicas
 from neuron_operator.revision import Revision
-from neuron_operator.steps import STEPS, Known, Step, Walk, refusal_of, walk
+from neuron_operator.sharing import upkeep
+from neuron_operator.steps import STEPS, Known, Step, refusal_of, using, walk
 from neuron_operator.views import Observed, observe
 from neuron_operator.why.pods import UNEXPLAINED_SECONDS, explain_failure
 from neuron_operator.why.refusals import explain_refusals
 from neuron_operator.why.replicas import explain_replicas
-from neuron_operator.world import Decision, LogOf, Need, Object, Refused, Settings, World
+from neuron_operator.world import Change, Decision, LogOf, Need, Object, Refused, Settings, World
 
 RECHECK_SECONDS = 30.0
 """For causes that wake no pass: objects of other owners, rights, devices held by other pods, Events."""
@@ -44,6 +45,7 @@ class Course:
 
     findings: tuple[Finding, ...] = ()
     desired: tuple[Object, ...] = ()
+    changes: tuple[Change, ...] = ()
     delete: tuple[Object, ...] = ()
     wanted: Revision | None = None
     """The revision pinned for this spec."""
@@ -62,11 +64,12 @@ def decide(world: World, settings: Settings, steps: Sequence[Step] = STEPS) -> D
     if manifest.is_paused(world.body):
         course = _paused(course)
     elif is_terminating:
-        course = replace(course, desired=(), delete=())
+        course = replace(course, desired=(), changes=(), delete=())
     findings = status.complete((*course.findings, *_explain_serving(world, observed, course)))
     whole_status = _status(observed, course, findings)
     return Decision(
         desired=course.desired,
+        changes=course.changes,
         delete=course.delete,
         status=whole_status,
         requeue_after_seconds=_requeue_after(world, observed, course, findings, steps),
@@ -79,7 +82,7 @@ def _paused(course: Course) -> Course:
     """Report only, change nothing."""
     note = f"; paused: the operator changes nothing until annotation {names.PAUSED_ANNOTATION} is removed"
     findings = tuple(replace(f, message=f.message + note) if _is_waiting(f) else f for f in course.findings)
-    return replace(course, findings=findings, desired=(), delete=())
+    return replace(course, findings=findings, desired=(), changes=(), delete=())
 
 
 def _is_waiting(finding: Finding) -> bool:
@@ -96,7 +99,7 @@ def _set_course(world: World, observed: Observed, settings: Settings, steps: Seq
     facts = wanted.pinned.facts if wanted else revision.known_facts(model, settings, observed.revisions)
     known = Known(model, settings, revision.next_number(observed.revisions), facts, wanted)
     done = walk(steps, known, observed)
-    pinned = done.known.revision
+    pinned = done.known.revision and using(done.known.revision, done)
     served = pinned if done.is_complete else observed.serving(besides=pinned)
     allowed = breaker.steer(observed, served, model.spec.replicas) if served else None
     desired = (
@@ -106,17 +109,21 @@ def _set_course(world: World, observed: Observed, settings: Settings, steps: Seq
         ),
         *_permanent(model, settings),
         *(_workload(model, observed, allowed) if allowed else ()),
-        *((done.job,) if done.job and not done.lost else ()),
+        *done.desired,
     )
     is_settled = done.is_complete and not world.refusals
+    kept = (name for earlier in _kept_revisions(observed, pinned) for name in earlier.shared)
+    shared = upkeep(model, observed, done, frozenset(kept))
     delete = (
-        *_jobs_to_delete(observed, done),
+        *done.stale,
+        *shared.delete,
         *(pod.live for pod in breaker.surplus(observed, _attempted(model, served, allowed))),
         *(_unneeded(model, observed, pinned) if is_settled else ()),
     )
     return Course(
         findings=(ACCEPTED, *explain_refusals(world.refusals), *done.findings),
         desired=tuple(_independent(desired, world, observed)),
+        changes=shared.changes,
         delete=tuple(_not_refused(delete, world)),
         wanted=pinned,
         served=allowed.revision if allowed else None,
@@ -169,16 +176,6 @@ def _workload(model: NeuronModel, observed: Observed, allowed: Allowed) -> tuple
     return (*config_maps.values(), *replicas(model, served, allowed.num_pods))
 
 
-def _jobs_to_delete(observed: Observed, done: Walk) -> Iterator[Object]:
-    """Our running Jobs that no step waits for, and the Job that has to run again. Finished Jobs, and those that have
-    left their record, expire on their own."""
-    needed = name_of(done.job)
-    for job in observed.jobs.values():
-        is_needed = job.name == needed or job.is_finished or observed.answers_of(job.name)
-        if job is done.lost or (not is_needed and is_owned(job.live, observed.model.uid)):
-            yield job.live
-
-
 def _unneeded(model: NeuronModel, observed: Observed, wanted: Revision | None) -> Iterator[Object]:
     """Our revisions that nothing needs any more, and their ConfigMaps."""
     kept = _kept_revisions(observed, wanted)
@@ -227,12 +224,12 @@ def _explain_revision(world: World, observed: Observed, course: Course) -> tuple
     if course.wanted is None:
         return _explain_waiting(course, course.served)
     wanted = course.wanted.name
-    if failed := breaker.failures(observed, wanted) if course.wanted != course.served else ():
+    if failed := breaker.failures(observed, wanted) if wanted != course.served.name else ():
         text = (
             f"revision {course.served.name} serves instead of {wanted}: {explain_failure(failed[-1], observed).message}"
         )
         return (unmet("UpToDate", Reason.ROLLED_BACK, text),)
-    if course.wanted != course.served:
+    if wanted != course.served.name:
         return _explain_waiting(course, course.served)
     updated = observed.num_updated(wanted)
     deployment = observed.deployment

@@ -18,7 +18,7 @@ from typing import Any
 
 from neuron_operator.client import LEASES, AlreadyExists, Cluster, Conflict
 from neuron_operator.errors import ClusterFault, TermOver
-from neuron_operator.reflector import Key, Reflector, key_of_model
+from neuron_operator.reflector import Reflector, key_of_model
 from neuron_operator.world import Object
 
 logger = logging.getLogger(__name__)
@@ -196,7 +196,7 @@ class LeaderLease:
         except (ClusterFault, TimeoutError) as fault:
             logger.warning("cannot release the lease, it expires on its own: %s", fault)
 
-    def _lease_changed(self, key: Key) -> None:
+    def _lease_changed(self, lease: Object) -> None:
         self._seen_at = _now()
         self._changed.set()
 

@@ -42,15 +42,19 @@ REVISION_LABEL = f"{GROUP}/revision"
 ALLOCATION_LABEL = f"{GROUP}/allocation"
 PAUSED_ANNOTATION = f"{GROUP}/paused"
 PINNED_ANNOTATION = f"{GROUP}/pinned"
+RENDERED_ANNOTATION = f"{GROUP}/rendered"
+SHARED_ANNOTATION = f"{GROUP}/shared"
 REFRESH_ANNOTATION = f"{GROUP}/refresh"
 
 ROLE_LEADER = "leader"
 ROLE_RESOLVE = "resolve"
+ROLE_FETCH = "fetch"
+ROLE_COMPILE = "compile"
 ALLOCATION_DEVICES = "devices"
 ALLOCATION_CORES = "cores"
 
 # Selects all our children and pods, for watches.
-OWNED_SELECTOR = f"{MANAGED_BY_LABEL}={MANAGER},{MODEL_LABEL}"
+OWNED_SELECTOR = f"{MANAGED_BY_LABEL}={MANAGER},{PART_OF_LABEL}={APP}"
 
 # Extended resources of the Neuron device plugin.
 DEVICE_RESOURCE = "aws.amazon.com/neuron"
@@ -65,6 +69,7 @@ PORT = 8000
 PORT_NAME = "http"
 CONFIG_DIR = "/etc/neuron-serving"
 CONFIG_KEY = "config.json"
+RECORD_KEY = "record.json"
 CONFIG_VOLUME = "config"
 API_KEY_VOLUME = "api-key"
 API_KEY_DIR = "/etc/neuron-serving-api-key"
@@ -116,12 +121,14 @@ MAX_LABEL = 63
 names may be longer, and the API server cuts the generated names of pods."""
 MAX_MODEL_NAME = MAX_LABEL
 HASH_LENGTH = 10
+SHARED_HASH_LENGTH = 20
+"""Of objects that models share: whoever has another's name has its result."""
 
 
-def digest(value: object) -> str:
-    """Ten hexadecimal digits of a hash over the canonical JSON of `value`; for names only."""
+def digest(value: object, length: int = HASH_LENGTH) -> str:
+    """The first hexadecimal digits of a hash over the canonical JSON of `value`; for names only."""
     canonical = json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=False)
-    return hashlib.sha256(canonical.encode()).hexdigest()[:HASH_LENGTH]
+    return hashlib.sha256(canonical.encode()).hexdigest()[:length]
 
 
 def service_name(model: str) -> str:
@@ -142,9 +149,9 @@ def config_name(model: str, content_hash: str) -> str:
     return _derived(model, f"-config-{content_hash}")
 
 
-def resolve_job_name(model: str, key: str) -> str:
-    """The Job controller copies it into a label."""
-    return _derived(model, f"-resolve-{key}")
+def shared_name(prefix: str, value: object) -> str:
+    """The name of an object that all models with the same `value` share."""
+    return f"{prefix}-{digest(value, SHARED_HASH_LENGTH)}"
 
 
 def _derived(model: str, suffix: str) -> str:
@@ -164,6 +171,16 @@ def labels(model: str, component: str) -> dict[str, str]:
         PART_OF_LABEL: APP,
         MANAGED_BY_LABEL: MANAGER,
         MODEL_LABEL: model,
+    }
+
+
+def shared_labels(component: str) -> dict[str, str]:
+    """Labels of every object that the models of a namespace share; they name no model."""
+    return {
+        NAME_LABEL: APP,
+        COMPONENT_LABEL: component,
+        PART_OF_LABEL: APP,
+        MANAGED_BY_LABEL: MANAGER,
     }
 
 

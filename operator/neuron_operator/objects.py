@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from datetime import datetime
 from typing import Any
 
+from neuron_operator import names
+
 
 def dig(value: Any, *path: str) -> Any:
     """The value below `path`, or None if a step is missing or not an object."""
@@ -42,14 +44,23 @@ def labels_of(value: Any) -> Mapping[str, str]:
     return found if isinstance(found, Mapping) else {}
 
 
+def owners_of(value: Any) -> list[Mapping[str, Any]]:
+    return items(value, "metadata", "ownerReferences")
+
+
+def is_shared(value: Any) -> bool:
+    """Whether this is an object of ours that belongs to no single model."""
+    return names.MODEL_LABEL not in labels_of(value)
+
+
 def is_owned(value: Any, uid: str) -> bool:
     """Whether the object with this UID owns `value`."""
-    return any(text(owner, "uid") == uid for owner in items(value, "metadata", "ownerReferences"))
+    return any(text(owner, "uid") == uid for owner in owners_of(value))
 
 
 def is_orphan(value: Any) -> bool:
     """Whether `value` has no owner."""
-    return not items(value, "metadata", "ownerReferences")
+    return not owners_of(value)
 
 
 def whole(value: Any) -> int:

@@ -20,6 +20,7 @@ from neuron_operator import names
 from neuron_operator.client import (
     EVENTS,
     NEURON_MODELS,
+    PODS,
     AlreadyExists,
     Cluster,
     Conflict,
@@ -35,11 +36,22 @@ from neuron_operator.containment import needs_apply
 from neuron_operator.errors import ClusterFault, TermOver
 from neuron_operator.metrics import Metrics
 from neuron_operator.names import API_VERSION, GROUP, KIND, MANAGER
-from neuron_operator.objects import is_orphan, is_owned, labels_of, name_of
+from neuron_operator.objects import is_orphan, is_owned, is_shared, labels_of, name_of, owners_of
 from neuron_operator.on_demand import OnDemand
 from neuron_operator.reflector import Caches, Key
 from neuron_operator.workqueue import WorkQueue
-from neuron_operator.world import Announcement, Decision, LogOf, Need, Object, Refusal, Refused, Settings, World
+from neuron_operator.world import (
+    Announcement,
+    Change,
+    Decision,
+    LogOf,
+    Need,
+    Object,
+    Refusal,
+    Refused,
+    Settings,
+    World,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -102,7 +114,7 @@ class Reconciler:
             self._cluster, self._caches, self._check_term, reports_faults=failing_seconds > PATIENCE_SECONDS
         )
         retry: ClusterFault | None = None
-        world = World(body=body, children=self._caches.children(key), pods=self._caches.pods(key), now=self._now())
+        world = self._observe(World(body=body, children=(), pods=(), now=self._now()), key)
         read: frozenset[Need | LogOf] = frozenset()
         while True:
             decision = self._decide(world, self._settings)
@@ -113,6 +125,8 @@ class Reconciler:
             try:
                 for desired in decision.desired:
                     await writes.ensure(desired, body)
+                for change in decision.changes:
+                    await writes.change(change)
                 for live in decision.delete:
                     await writes.delete(live)
             except _Refused as refused:
@@ -121,12 +135,7 @@ class Reconciler:
                     "%s/%s: %s: %s %s %s", *key, refusal.why.value, refusal.kind, refusal.name, refusal.message
                 )
                 # The caches contain what this pass wrote so far. `decide` leaves out what was refused.
-                world = replace(
-                    world,
-                    children=self._caches.children(key),
-                    pods=self._caches.pods(key),
-                    refusals=(*world.refusals, refusal),
-                )
+                world = replace(self._observe(world, key), refusals=(*world.refusals, refusal))
                 continue
             break
         if decision.status is not None and needs_apply({"status": decision.status}, body, "status"):
@@ -137,11 +146,16 @@ class Reconciler:
             raise retry
         return Outcome(writes.number, decision.requeue_after_seconds)
 
+    def _observe(self, world: World, key: Key) -> World:
+        caches = self._caches
+        return replace(world, children=caches.children(key), pods=caches.pods(key), shared=caches.shared(key[0]))
+
     async def _read(self, needs: frozenset[Need | LogOf], world: World, key: Key) -> World:
         if Need.FREE_DEVICES in needs:
             world = replace(world, free=await self._on_demand.free_devices())
         if Need.EVENTS in needs:
-            world = replace(world, events=await self._on_demand.events(key, world.children, world.pods))
+            about = (*world.children, *(found for found in world.shared if found["kind"] == "Job"))
+            world = replace(world, events=await self._on_demand.events(key, about, world.pods))
         pods = [need.pod for need in needs if isinstance(need, LogOf)]
         logs = {pod: await self._on_demand.log(key[0], pod) for pod in pods}
         return replace(world, logs={**world.logs, **logs})
@@ -204,10 +218,15 @@ class _Writes:
         try:
             if live is None:
                 live = await self._create_or_look(resource, desired)
-            if not _is_ours(live, body):
+            if not _is_ours(live, desired, body):
                 raise _Refused(refusal(Refused.TAKEN))
-            if "deletionTimestamp" in live["metadata"] or not needs_apply(desired, live):
-                return  # the end of a deletion wakes us
+            if "deletionTimestamp" in live["metadata"]:
+                return  # its end wakes us
+            if is_shared(desired) and resource.kind in _CREATED_ONCE:
+                await self._relabel(live, desired)
+                return
+            if not needs_apply(desired, live):
+                return
             self._caches.observe_written(resource, await self._apply(resource, desired, live))
         except Terminating as fault:
             raise _Refused(refusal(Refused.TERMINATING, message=str(fault))) from fault
@@ -221,6 +240,13 @@ class _Writes:
             if not self._reports_faults:
                 raise
             raise _Refused(refusal(Refused.FAILED, message=str(fault)), retry=fault) from fault
+
+    async def _relabel(self, live: Object, desired: Object) -> None:
+        """Of a shared Job or record nothing else is repaired: its owners change by `Decision.changes`, its content
+        never."""
+        labels = labels_of(desired)
+        if not labels.items() <= labels_of(live).items():
+            await self.change(Change(live, {"metadata": {"labels": dict(labels)}}))
 
     async def _apply(self, resource: Resource, desired: Object, live: Object) -> Object:
         try:
@@ -240,12 +266,22 @@ class _Writes:
         self._caches.observe_written(resource, live)
         return live
 
+    async def change(self, change: Change) -> None:
+        resource, live = resource_of(change.live), change.live
+        try:
+            self._caches.observe_written(resource, await self._next().patch(resource, live, change.patch))
+        except NotFound as gone:
+            logger.debug("already deleted: %s", gone)
+        except Forbidden as fault:
+            raise _Refused(Refusal(Refused.FORBIDDEN, resource.kind, name_of(live), str(fault))) from fault
+
     async def delete(self, live: Object) -> None:
         resource = resource_of(live)
         if "deletionTimestamp" in live["metadata"]:
             return
         try:
-            await self._next().delete(resource, live)
+            # Another model may become an owner of a shared object at any time.
+            await self._next().delete(resource, live, unchanged=is_shared(live) and resource is not PODS)
         except (NotFound, Conflict) as gone:
             logger.debug("already deleted: %s", gone)
         except Forbidden as fault:
@@ -261,15 +297,21 @@ class _Writes:
 
 _REPLACEABLE = frozenset({"ControllerRevision", "ConfigMap"})
 """Kinds with immutable content that pods survive the loss of: one with other content is deleted and created."""
+_CREATED_ONCE = frozenset({"Job", "ConfigMap"})
+"""Shared kinds that are never applied again."""
 _IMMUTABLE = "field is immutable"
 """In the answer of the API server."""
 
 
-def _is_ours(live: Object, body: Object) -> bool:
+def _is_ours(live: Object, desired: Object, body: Object) -> bool:
     """Whether the model owns `live`, or nobody does and it has the operator's labels for this model: it is adopted.
+    A shared object is ours if it has its labels, or any model as owner.
 
     Raises Conflict (retriable) for a child of a deleted model of the same name, until it is garbage-collected.
     """
+    if is_shared(desired):
+        has_labels = labels_of(desired).items() <= labels_of(live).items()
+        return has_labels or any(owner.get("kind") == KIND for owner in owners_of(live))
     if is_owned(live, body["metadata"]["uid"]):
         return True
     name = name_of(body)

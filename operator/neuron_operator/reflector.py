@@ -14,10 +14,21 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import aclosing
 
-from neuron_operator.client import CHILDREN, NEURON_MODELS, PODS, Cluster, Forbidden, Gone, Resource, Throttled
+from neuron_operator.client import (
+    CHILDREN,
+    JOBS,
+    NEURON_MODELS,
+    PODS,
+    Cluster,
+    Forbidden,
+    Gone,
+    Resource,
+    Throttled,
+)
 from neuron_operator.containment import own_entries
 from neuron_operator.errors import ClusterFault
-from neuron_operator.names import MODEL_LABEL, OWNED_SELECTOR
+from neuron_operator.names import KIND, MODEL_LABEL, OWNED_SELECTOR
+from neuron_operator.objects import owners_of, text
 from neuron_operator.workqueue import Backoff
 from neuron_operator.world import Object
 
@@ -41,6 +52,7 @@ def key_of_model(obj: Object) -> Key:
 
 
 def key_of_child(obj: Object) -> Key:
+    """The name is empty if the object is shared."""
     return obj["metadata"]["namespace"], obj["metadata"].get("labels", {}).get(MODEL_LABEL, "")
 
 
@@ -51,7 +63,7 @@ def _version(obj: Object) -> int:
 class Reflector:
     """The objects of `resource` in `namespace` (None: all) that match the selectors.
 
-    `key_of` returns the model that an object belongs to. `wake` is called with that key on each change,
+    `key_of` returns the model that an object belongs to. `wake` is called with an object on each change of it,
     `count_start(plural, reason)` on each list ("list") and each opened watch ("watch").
     """
 
@@ -64,7 +76,7 @@ class Reflector:
         label_selector: str = "",
         field_selector: str = "",
         key_of: Callable[[Object], Key],
-        wake: Callable[[Key], None],
+        wake: Callable[[Object], None],
         count_start: Callable[[str, str], None] = lambda plural, reason: None,
         backoff: Backoff | None = None,
     ) -> None:
@@ -163,7 +175,7 @@ class Reflector:
             self._drop(known)
         self._objects[name] = obj
         self._by_model[key][name] = obj
-        self._wake(key)
+        self._wake(obj)
 
     def _is_older(self, obj: Object) -> bool:
         """Our own write was stored before the watch delivered the events that preceded it."""
@@ -180,7 +192,7 @@ class Reflector:
         self._by_model[key].pop(name, None)
         if not self._by_model[key]:
             del self._by_model[key]
-        self._wake(key)
+        self._wake(known)
 
 
 class Caches:
@@ -194,6 +206,10 @@ class Caches:
         wake: Callable[[Key], None],
         count_start: Callable[[str, str], None] = lambda plural, reason: None,
     ) -> None:
+        def wake_concerned(obj: Object) -> None:
+            for key in self._concerned(obj):
+                wake(key)
+
         def reflect(resource: Resource, namespace: str | None) -> Reflector:
             is_model = resource is NEURON_MODELS
             return Reflector(
@@ -202,7 +218,7 @@ class Caches:
                 namespace,
                 label_selector="" if is_model else OWNED_SELECTOR,
                 key_of=key_of_model if is_model else key_of_child,
-                wake=wake,
+                wake=(lambda obj: wake(key_of_model(obj))) if is_model else wake_concerned,
                 count_start=count_start,
             )
 
@@ -237,7 +253,25 @@ class Caches:
         return tuple(obj for kind in CHILDREN for reflector in self._of(kind) for obj in reflector.of_model(key))
 
     def pods(self, key: Key) -> tuple[Object, ...]:
-        return tuple(obj for reflector in self._of(PODS) for obj in reflector.of_model(key))
+        """Of the model, and of the Jobs that the models of its namespace share."""
+        keys = (key, (key[0], ""))
+        return tuple(obj for reflector in self._of(PODS) for found in keys for obj in reflector.of_model(found))
+
+    def shared(self, namespace: str) -> tuple[Object, ...]:
+        """What the models of the namespace share."""
+        return self.children((namespace, ""))
+
+    def _concerned(self, obj: Object) -> Iterable[Key]:
+        """The models that a change of the object concerns: the one that it belongs to, or its owners; of a pod, the
+        owners of its Job."""
+        key = key_of_child(obj)
+        if key[1]:
+            return (key,)
+        owners = owners_of(obj)
+        if obj["kind"] == "Pod":
+            jobs = (self.find(JOBS, key[0], text(owner, "name")) for owner in owners)
+            owners = [owner for job in jobs if job is not None for owner in owners_of(job)]
+        return [(key[0], text(owner, "name")) for owner in owners if owner.get("kind") == KIND]
 
     def find(self, resource: Resource, namespace: str, name: str) -> Object | None:
         found = (reflector.find(namespace, name) for reflector in self._of(resource))

@@ -62,6 +62,8 @@ class Revision(Struct, frozen=True, kw_only=True):
     number: int
     """The highest was decided, or wanted again, last."""
     pinned: Pinned
+    shared: tuple[str, ...] = ()
+    """Names of the Jobs whose results it uses: their records stay as long as the revision."""
 
     @property
     def name(self) -> str:
@@ -191,12 +193,16 @@ def to_object(model: NeuronModel, revision: Revision) -> Object:
         component="server",
         labels={names.REVISION_LABEL: revision.name},
     )
-    return {**keeper, "revision": revision.number, "data": as_json(revision.pinned)}
+    annotations = {names.SHARED_ANNOTATION: ",".join(revision.shared)}
+    metadata = {**keeper["metadata"], **({"annotations": annotations} if revision.shared else {})}
+    return {**keeper, "metadata": metadata, "revision": revision.number, "data": as_json(revision.pinned)}
 
 
 def from_object(keeper: Object) -> Revision | None:
     """The revision in a ControllerRevision; None if it has another format or is not ours."""
-    return _parsed(whole(keeper.get("revision")), dig(keeper, "data"))
+    found = _parsed(whole(keeper.get("revision")), dig(keeper, "data"))
+    shared = text(dig(keeper, "metadata", "annotations"), names.SHARED_ANNOTATION)
+    return msgspec.structs.replace(found, shared=tuple(shared.split(","))) if found and shared else found
 
 
 def beside_template(revision: Revision) -> str:

@@ -1,7 +1,8 @@
 """The steps from a manifest to replicas. `decide` walks them; each step sets one condition.
 
-A step may run a Job; the Job's record is added to `Known` for the later steps. Pure: a step renders its Job and reads
-the record that the Job left; it never waits.
+A step may run a Job, which models of a namespace share. The record that it leaves is first copied into a ConfigMap, the
+keeper, and then added to `Known` for the later steps. Pure: a step renders its Job and reads what is there; it never
+waits.
 """
 
 from __future__ import annotations
@@ -9,16 +10,25 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
+import msgspec
+
 from neuron_operator import revision
 from neuron_operator.errors import InvalidSpec, Unplaceable
 from neuron_operator.model import NeuronModel
-from neuron_operator.objects import name_of
+from neuron_operator.objects import instant, name_of
 from neuron_operator.reasons import Finding, Reason, met, unmet
 from neuron_operator.records import Facts, Record
-from neuron_operator.render.jobs import resolve_job
+from neuron_operator.render.jobs import (
+    MAX_RETRY_SECONDS,
+    MIN_RETRY_SECONDS,
+    keeper,
+    rendered_hash,
+    resolve_job,
+    with_owners,
+)
 from neuron_operator.render.storage import source
 from neuron_operator.revision import Revision
-from neuron_operator.views import JobView, Observed
+from neuron_operator.views import JobView, KeeperView, Observed
 from neuron_operator.why.jobs import explain_job
 from neuron_operator.world import Object, Settings
 
@@ -56,9 +66,15 @@ class Task:
     waiting: Finding
     """The finding while the Job runs; other findings about the Job have the same condition."""
     job: Callable[[Known], Object | None]
-    """The Job, named by the hash of its spec; None: the step needs none."""
+    """The shared Job; None: the step needs none."""
     learn: Callable[[Known, Record], Known | None]
     """What is known after a successful Job; None if its record lacks it."""
+    inputs: Callable[[Known], tuple[Object, ...]] = lambda known: ()
+    """Shared ConfigMaps that the Job reads."""
+    knows: Callable[[Known], bool] | None = None
+    """Whether all this is known already; for a result that the revision pins."""
+    void_after: frozenset[int] = frozenset()
+    """Exit codes with which a serving pod of the revision reports that the result is no longer there."""
 
 
 @dataclass(frozen=True)
@@ -75,36 +91,99 @@ class Walk:
     known: Known
     findings: tuple[Finding, ...]
     is_complete: bool = False
-    job: Object | None = None
-    """The Job that the current step waits for."""
-    lost: JobView | None = None
-    """That Job, if it succeeded but its pod was deleted before the record was read: it has to run again."""
+    desired: tuple[Object, ...] = ()
+    """What the current step waits for: its Job, or the keeper of the record that the Job left."""
+    stale: tuple[Object, ...] = ()
+    """Live objects of the current step that have to be made again."""
+    done: frozenset[str] = frozenset()
+    """Names of the Jobs of the steps that are done."""
+    used: frozenset[str] = frozenset()
+    """Of them, those whose results the revision needs as long as it lives."""
+    failed: JobView | None = None
+    """The Job of the current step, if it ended without a record that can be used."""
+    retry_seconds: int = MIN_RETRY_SECONDS
+    """When that Job is made again, counted from its end."""
 
 
 def walk(steps: Sequence[Step], known: Known, observed: Observed) -> Walk:
     """Take the steps in order, up to the first that waits for its Job or refuses the manifest."""
-    findings: tuple[Finding, ...] = ()
+    so_far = Walk(known, ())
     for step in steps:
+        known = so_far.known
         job = step.task.job(known) if step.task else None
         if step.task is not None and job is not None:
-            learned = (step.task.learn(known, record) for record in observed.answers_of(name_of(job)))
-            after = next((after for after in learned if after is not None), None)
+            is_known = step.task.knows is not None and step.task.knows(known)
+            after = known if is_known else _kept(step.task, name_of(job), known, observed)
             if after is None:
-                return _wait(step.task, job, known, findings, observed)
-            known = after
+                return _wait(step.task, job, so_far, observed)
+            known, so_far = after, replace(so_far, done=so_far.done | {name_of(job)})
+            if step.task.knows is None:
+                so_far = replace(so_far, used=so_far.used | {name_of(job)})
         try:
             known, finding = step.finish(known)
         except (InvalidSpec, Unplaceable) as refusal:
-            return Walk(known, (*findings, refusal_of(refusal)))
-        findings = (*findings, finding)
-    return Walk(known, findings, is_complete=True)
+            return replace(so_far, known=known, findings=(*so_far.findings, refusal_of(refusal)))
+        so_far = replace(so_far, known=known, findings=(*so_far.findings, finding))
+    return replace(so_far, is_complete=True)
 
 
-def _wait(task: Task, job: Object, known: Known, findings: tuple[Finding, ...], observed: Observed) -> Walk:
-    live = observed.jobs.get(name_of(job))
-    is_lost = live is not None and live.is_complete and not observed.pods_of(live.name)
-    waiting = explain_job(task.waiting, live, observed)
-    return Walk(known, (*findings, waiting), job=job, lost=live if is_lost else None)
+def using(revision: Revision, done: Walk) -> Revision:
+    """The revision, with the Jobs whose results it needs."""
+    awaited = {name_of(obj) for obj in (*done.desired, *done.stale)}
+    return msgspec.structs.replace(revision, shared=tuple(sorted(done.used | awaited)))
+
+
+def _kept(task: Task, name: str, known: Known, observed: Observed) -> Known | None:
+    """What the keeper tells; None if there is none, or what it tells of has vanished since."""
+    kept = observed.keepers.get(name)
+    if kept is None or kept.record is None or _is_void(task, kept, known, observed):
+        return None
+    return task.learn(known, kept.record)
+
+
+def _is_void(task: Task, kept: KeeperView, known: Known, observed: Observed) -> bool:
+    """Whether a serving pod of the revision reported so after the record was kept."""
+    revision_name = known.revision.name if known.revision else ""
+    ends = (pod.container.ended for pod in observed.replicas if pod.revision == revision_name)
+    return any(
+        end.exit_code in task.void_after
+        and end.finished is not None
+        and kept.created is not None
+        and end.finished > kept.created
+        for end in ends
+        if end is not None
+    )
+
+
+def _wait(task: Task, job: Object, so_far: Walk, observed: Observed) -> Walk:
+    """Wait for the Job, or for its record to be copied. A keeper or Job that cannot be used is made again."""
+    name, known = name_of(job), so_far.known
+    live, kept = observed.jobs.get(name), observed.keepers.get(name)
+    usable = (record for record in observed.answers_of(name) if task.learn(known, record) is not None)
+    record = next(usable, None)
+    finding = task.waiting if live and record else explain_job(task.waiting, live, observed)
+    waiting = replace(so_far, findings=(*so_far.findings, finding))
+    if kept is not None:
+        return replace(waiting, stale=(kept.live, *((live.live,) if live and live.is_finished else ())))
+    desired = (*task.inputs(known), job)
+    if live is None:
+        return replace(waiting, desired=desired)
+    if record is not None:
+        return replace(waiting, desired=(with_owners(keeper(known.model, job, record), live.live),))
+    is_lost = live.is_complete and not observed.pods_of(name)
+    is_outdated = not live.is_finished and live.rendered != rendered_hash(job)
+    if is_lost or is_outdated:
+        return replace(waiting, stale=(live.live,))
+    failed = live if live.is_finished else None
+    return replace(waiting, desired=desired, failed=failed, retry_seconds=_retry_seconds(task, observed))
+
+
+def _retry_seconds(task: Task, observed: Observed) -> int:
+    """Half of the time that the step has been waiting, so that attempts become rarer without a stored count."""
+    before = observed.model.conditions.get(task.waiting.condition)
+    since = instant(before.since) if before is not None and before.status == "False" else None
+    waited = (observed.now - since).total_seconds() if since else 0.0
+    return int(min(max(waited / 2, MIN_RETRY_SECONDS), MAX_RETRY_SECONDS))
 
 
 def refusal_of(refusal: InvalidSpec | Unplaceable) -> Finding:
@@ -113,7 +192,7 @@ def refusal_of(refusal: InvalidSpec | Unplaceable) -> Finding:
 
 
 def _resolve_job(known: Known) -> Object | None:
-    return resolve_job(known.model, known.settings) if known.facts is None else None
+    return resolve_job(known.model, known.settings)
 
 
 def _learn_facts(known: Known, record: Record) -> Known | None:
@@ -122,8 +201,8 @@ def _learn_facts(known: Known, record: Record) -> Known | None:
 
 def _finish_resolve(known: Known) -> tuple[Known, Finding]:
     facts = known.resolved
-    text = f"{facts.architecture}, {facts.parameters} parameters, at {facts.digest}"
-    return known, met("ModelResolved", text)
+    message = f"{facts.architecture}, {facts.parameters} parameters, at {facts.digest}"
+    return known, met("ModelResolved", message)
 
 
 def _finish_place(known: Known) -> tuple[Known, Finding]:
@@ -150,6 +229,7 @@ STEPS = (
             waiting=unmet("ModelResolved", Reason.RESOLVING, "reading the model's configuration"),
             job=_resolve_job,
             learn=_learn_facts,
+            knows=lambda known: known.facts is not None,
         ),
     ),
     Step(_finish_place),

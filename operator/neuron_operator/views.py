@@ -11,9 +11,21 @@ from datetime import UTC, datetime, timedelta
 from typing import Any
 
 from neuron_operator import names, revision
-from neuron_operator.objects import dig, instant, is_orphan, is_owned, items, labels_of, name_of, text, whole
+from neuron_operator.objects import (
+    dig,
+    instant,
+    is_orphan,
+    is_owned,
+    items,
+    labels_of,
+    name_of,
+    owners_of,
+    text,
+    whole,
+)
 from neuron_operator.placement import NodeRules
 from neuron_operator.records import Record, parse_record
+from neuron_operator.render.jobs import rendered_hash
 from neuron_operator.revision import Revision
 from neuron_operator.world import FreeDevices, Object, World
 
@@ -56,6 +68,7 @@ class Termination:
     """The kubelet's reason, such as OOMKilled."""
     message: str
     """The record, or the tail of the log if there is none."""
+    finished: datetime | None = None
 
     @property
     def record(self) -> Record | None:
@@ -154,11 +167,26 @@ class JobView:
     is_complete: bool
     failure: str | None
     """Message of the condition Failed; None: it has not failed."""
+    rendered: str
+    """Hash of the spec that it was created with."""
+    expires: bool
+    """It will be deleted some time after its end."""
     live: Object
 
     @property
     def is_finished(self) -> bool:
         return self.is_complete or self.failure is not None
+
+
+@dataclass(frozen=True)
+class KeeperView:
+    """The copied record of a Job."""
+
+    name: str
+    created: datetime | None
+    record: Record | None
+    """None: it was damaged."""
+    live: Object
 
 
 @dataclass(frozen=True)
@@ -185,10 +213,16 @@ class Observed:
     children: tuple[ChildView, ...]
     deployment: DeploymentView | None
     jobs: Mapping[str, JobView]
+    """The shared Jobs, by name."""
+    keepers: Mapping[str, KeeperView]
+    """Their copied records, by the same names."""
+    shared: tuple[ChildView, ...]
+    """All objects that the models of the namespace share."""
     revisions: tuple[Revision, ...]
     replicas: tuple[PodView, ...]
     """Serving pods, whatever their revision."""
-    job_pods: tuple[PodView, ...]
+    job_pods: Mapping[str, tuple[Object, ...]]
+    """The pods of a Job, by its name."""
     warnings: Mapping[str, str]
     """The last warning about an object, by the object's name; empty if events were not read."""
     free: FreeDevices | None
@@ -213,8 +247,7 @@ class Observed:
 
     def pods_of(self, job_name: str) -> tuple[PodView, ...]:
         """The pods of a Job, newest first."""
-        pods = (pod for pod in self.job_pods if pod.job == job_name)
-        return tuple(sorted(pods, key=lambda pod: pod.age_key, reverse=True))
+        return tuple(sorted(map(_pod, self.job_pods.get(job_name, ())), key=lambda pod: pod.age_key, reverse=True))
 
     def answers_of(self, job_name: str) -> tuple[Record, ...]:
         """The records of a Job's pods that succeeded."""
@@ -233,16 +266,22 @@ def observe(world: World) -> Observed:
         for child in world.children
         if is_owned(child, model.uid) or is_orphan(child)
     )
-    jobs = (_job(child.live) for child in children if child.kind == "Job")
-    pods = [_pod(pod) for pod in world.pods]
+    shared = tuple(ChildView(text(found, "kind"), name_of(found), found) for found in world.shared)
+    job_pods: dict[str, tuple[Object, ...]] = {}
+    for pod in world.pods:
+        if job := _job_of(pod):
+            job_pods[job] = (*job_pods.get(job, ()), pod)
+    pods = [_pod(pod) for pod in world.pods if not _job_of(pod)]
     return Observed(
         model=model,
         children=children,
         deployment=next((_deployment(child.live) for child in children if child.kind == "Deployment"), None),
-        jobs={job.name: job for job in jobs},
+        jobs={found.name: _job(found.live) for found in shared if found.kind == "Job"},
+        keepers={found.name: _keeper(found.live) for found in shared if found.kind == "ConfigMap"},
+        shared=shared,
         revisions=_revisions(children),
         replicas=tuple(pod for pod in pods if pod.role == names.ROLE_LEADER),
-        job_pods=tuple(pod for pod in pods if pod.job),
+        job_pods=job_pods,
         warnings={
             text(event, "regarding", "name"): f"{text(event, 'reason')}: {text(event, 'note')}"
             for event in sorted(world.events or (), key=lambda event: text(event, "reason") == EVICTED)
@@ -284,7 +323,6 @@ def _model(body: Object) -> ModelView:
 def _pod(pod: Object) -> PodView:
     conditions = _conditions(pod)
     scheduled, ready = conditions.get("PodScheduled", _ABSENT), conditions.get("Ready", _ABSENT)
-    owners = items(pod, "metadata", "ownerReferences")
     containers = [*items(pod, "spec", "containers"), *items(pod, "spec", "initContainers")]
     ours = next((found for found in containers if found.get("name") == names.RUNTIME_CONTAINER), {})
     return PodView(
@@ -292,7 +330,7 @@ def _pod(pod: Object) -> PodView:
         created=_created(pod),
         role=text(labels_of(pod), names.ROLE_LABEL),
         revision=text(labels_of(pod), names.REVISION_LABEL),
-        job=next((text(owner, "name") for owner in owners if owner.get("kind") == "Job"), ""),
+        job=_job_of(pod),
         node=text(pod, "spec", "nodeName"),
         phase=text(pod, "status", "phase"),
         reason=text(pod, "status", "reason"),
@@ -340,7 +378,8 @@ def _container(name: str, pod: Object) -> ContainerView:
     ended = dig(state, "terminated") or dig(status, "lastState", "terminated")
     termination = None
     if isinstance(ended, Mapping) and not status.get("ready"):
-        termination = Termination(whole(ended.get("exitCode")), text(ended, "reason"), text(ended, "message"))
+        code, finished = whole(ended.get("exitCode")), instant(ended.get("finishedAt"))
+        termination = Termination(code, text(ended, "reason"), text(ended, "message"), finished)
     return ContainerView(
         name=name,
         image=text(status, "image"),
@@ -362,8 +401,24 @@ def _job(job: Object) -> JobView:
         created=_created(job),
         is_complete=conditions.get("Complete", _ABSENT).status == "True",
         failure=failed.message if failed.status == "True" else None,
+        rendered=rendered_hash(job),
+        expires=dig(job, "spec", "ttlSecondsAfterFinished") is not None,
         live=job,
     )
+
+
+def _keeper(config_map: Object) -> KeeperView:
+    return KeeperView(
+        name=name_of(config_map),
+        created=_created(config_map),
+        record=parse_record(text(config_map, "data", names.RECORD_KEY)),
+        live=config_map,
+    )
+
+
+def _job_of(pod: Object) -> str:
+    """Name of the Job that owns the pod; empty: none."""
+    return next((text(owner, "name") for owner in owners_of(pod) if owner.get("kind") == "Job"), "")
 
 
 def _deployment(deployment: Object) -> DeploymentView:

@@ -10,7 +10,7 @@ How the rim runs a pass:
    and a request that the API server refuses go into `refusals`: decide again, which leaves out that object and what
    depends on it. A new pass starts with `refusals` empty, so that it notices repairs. Another
    fault ends the pass, which is tried again; when this has lasted for some seconds, it goes into `refusals`, too.
-3. Delete `delete` in the background, with the objects' UIDs as preconditions. Ignore 404 and 409.
+3. Make `changes`, and delete `delete` in the background, with the objects' UIDs as preconditions. Ignore 404 and 409.
 4. Write `status` if it differs from `body["status"]`; last, so that it never reports a step that did not happen.
 5. Create the Events in `announcements` if the status was written; run again within `requeue_after_seconds`.
 """
@@ -109,9 +109,11 @@ class World:
     children: tuple[Object, ...]
     """Objects with our labels for this model, of the kinds in `client.CHILDREN`, each with `kind` and `apiVersion`."""
     pods: tuple[Object, ...]
-    """Serving pods and Job pods of this model."""
+    """Serving pods of this model, and pods of the shared Jobs."""
     now: datetime
     """UTC, with time zone."""
+    shared: tuple[Object, ...] = ()
+    """What the models of the namespace share: Jobs of steps, and ConfigMaps with their records."""
     refusals: tuple[Refusal, ...] = ()
     """Of this pass."""
     free: FreeDevices | None = None
@@ -132,11 +134,22 @@ class Announcement:
 
 
 @dataclass(frozen=True)
+class Change:
+    """A small change of an object that several models share, which no single one of them may apply as a whole."""
+
+    live: Object
+    patch: Object
+    """A JSON merge patch."""
+
+
+@dataclass(frozen=True)
 class Decision:
     """The next single step of one NeuronModel."""
 
     desired: tuple[Object, ...] = ()
     """In apply order, with owner references; empty if nothing may be changed now."""
+    changes: tuple[Change, ...] = ()
+    """Of shared objects; before anything is deleted."""
     delete: tuple[Object, ...] = ()
     """Live objects to prune."""
     status: Object | None = None

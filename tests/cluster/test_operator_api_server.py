@@ -37,6 +37,7 @@ from neuron_operator import names
 from neuron_operator.client import EVENTS, LEASES, NEURON_MODELS, PODS, Client, Conflict, Unreachable
 from neuron_operator.decide import KEPT_REVISIONS
 from neuron_operator.lease import LeaseTimings
+from neuron_operator.objects import is_shared, owners_of
 from neuron_operator.on_demand import EVENTS_SECONDS
 from neuron_operator.reflector import Caches, Key
 
@@ -88,7 +89,7 @@ async def test_a_manifest_creates_children_and_a_status(server: ApiServer, names
         namespace.put_model()
         await namespace.settle()
     children = namespace.children()
-    assert {kind: len(found) for kind, found in children.items()} == dict.fromkeys(BY_KIND, 1)
+    assert {kind: len(found) for kind, found in children.items()} == {**dict.fromkeys(BY_KIND, 1), "ConfigMap": 2}
     assert namespace.condition("Accepted")[0] == "True"
     assert namespace.condition("Ready") == ("False", "Loading")
 
@@ -152,7 +153,7 @@ async def test_a_manual_edit_of_a_child_is_reverted(server: ApiServer, namespace
             await eventually(lambda: namespace.list(resource))
         else:
             await namespace.settle()
-        (original,) = namespace.list(resource)
+        original = namespace.list(resource)[0]
         name = original["metadata"]["name"]
         edited = namespace.patch(resource, name, HAND_EDITS[kind])
         assert without_versions(edited) != without_versions(original)
@@ -172,12 +173,12 @@ async def test_a_manually_deleted_child_is_recreated(server: ApiServer, namespac
             await eventually(lambda: namespace.list(resource))
         else:
             await namespace.settle()
-        (original,) = namespace.list(resource)
+        originals = namespace.list(resource)
+        original = originals[0]
         namespace.delete(resource, original["metadata"]["name"])
+        known = {item["metadata"]["uid"] for item in originals}
         (again,) = await eventually(
-            lambda: [
-                item for item in namespace.list(resource) if item["metadata"]["uid"] != original["metadata"]["uid"]
-            ]
+            lambda: [item for item in namespace.list(resource) if item["metadata"]["uid"] not in known]
         )
     assert again["metadata"]["name"] == original["metadata"]["name"]
     assert again["metadata"]["labels"] == original["metadata"]["labels"]
@@ -424,6 +425,37 @@ async def test_a_recreated_model_waits_for_the_deletion_of_its_predecessors_chil
         await namespace.settle()
 
 
+async def test_models_of_one_source_share_the_job_and_its_record(server: ApiServer, namespace: Namespace) -> None:
+    models = [f"m{number}" for number in range(8)]
+    async with client_of(server) as client, operating(client, only(namespace)):
+        for name in models[:-1]:
+            namespace.put_model(name)
+        await eventually(lambda: all(len(owners_of(job)) == 7 for job in namespace.list(BY_KIND["Job"])))
+        await eventually(namespace.finish_resolve)
+        for name in models[:-1]:
+            await eventually(lambda n=name: namespace.condition("UpToDate", n)[0] == "True")
+        namespace.put_model(models[-1])  # the record is there
+        await eventually(lambda: namespace.condition("UpToDate", models[-1])[0] == "True")
+        namespace.delete(NEURON_MODELS, models[0])
+        namespace.put_model(models[1], model={"uri": "file:///models/other"})
+        keepers = [found for found in namespace.list(BY_KIND["ConfigMap"]) if is_shared(found)]
+        assert len(keepers) == 1
+        await eventually(lambda: len(namespace.list(BY_KIND["Job"])) == 2)
+    created = [
+        event["objectRef"]["name"]
+        for event in server.requests(OPERATOR_USER)
+        if event["verb"] == "create"
+        and event["objectRef"]["resource"] == "jobs"
+        and event["objectRef"]["namespace"] == namespace.name
+        and event["responseStatus"]["code"] == 201
+    ]
+    assert len(created) == len(set(created)) == 2, "one for each source"
+    kept = namespace.get(BY_KIND["ConfigMap"], keepers[0]["metadata"]["name"])
+    assert {owner["uid"] for owner in owners_of(kept)} >= {
+        namespace.model(name)["metadata"]["uid"] for name in models[2:]
+    }
+
+
 async def test_unneeded_children_are_deleted(server: ApiServer, namespace: Namespace) -> None:
     async with client_of(server) as client, operating(client, only(namespace)):
         namespace.put_model(model={"uri": "file:///models/other"})
@@ -435,7 +467,8 @@ async def test_unneeded_children_are_deleted(server: ApiServer, namespace: Names
             namespace.put_model(serving={"maxModelLength": length})
             await eventually(lambda n=length: namespace.model()["status"]["plan"].get("maxModelLength") == n)
         await eventually(lambda: len(namespace.children()["ControllerRevision"]) == KEPT_REVISIONS + 1)
-        await eventually(lambda: len(namespace.children()["ConfigMap"]) == KEPT_REVISIONS + 1)
+        # With the record of the facts.
+        await eventually(lambda: len(namespace.children()["ConfigMap"]) == KEPT_REVISIONS + 2)
 
 
 async def test_an_object_that_the_api_server_refuses_is_reported_to_the_user(
@@ -741,7 +774,7 @@ async def test_deletions_during_a_silently_broken_watch_are_detected(
 
     lists: list[str] = []
     resource = BY_KIND["ConfigMap"]
-    labels = {"app.kubernetes.io/managed-by": "neuron-operator", "neuron-serving.dev/model": "chat"}
+    labels = names.labels("chat", "server")
     for name in ("a", "b", "c"):
         body = {"apiVersion": "v1", "kind": "ConfigMap", "metadata": {"name": name, "labels": labels}}
         server.call("POST", resource.path(namespace.name), body)

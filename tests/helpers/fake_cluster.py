@@ -79,12 +79,17 @@ class FakeCluster:
     async def apply_status(self, resource: Resource, live: Object, status: Object) -> Object:
         raise NotImplementedError("merging needs the real server: use tests/helpers/operators.py")
 
-    async def delete(self, resource: Resource, live: Object) -> None:
+    async def patch(self, resource: Resource, live: Object, patch: Object) -> Object:
+        raise NotImplementedError("merging needs the real server: use tests/helpers/operators.py")
+
+    async def delete(self, resource: Resource, live: Object, *, unchanged: bool = False) -> None:
         await self._call("delete")
         metadata = live["metadata"]
         found = self._find(resource, metadata.get("namespace"), metadata["name"])
         if found["metadata"]["uid"] != metadata["uid"]:
             raise Conflict("the UID in the precondition does not match", retriable=True, status=409)
+        if unchanged and found["metadata"]["resourceVersion"] != metadata["resourceVersion"]:
+            raise Conflict("the resourceVersion in the precondition does not match", retriable=True, status=409)
         del self._objects[resource.plural, metadata.get("namespace", ""), metadata["name"]]
         await self._publish(resource, "DELETED", found, {})
 

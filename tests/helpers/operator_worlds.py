@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
 from typing import Any
@@ -15,6 +15,8 @@ from typing import Any
 from hypothesis import strategies as st
 
 from neuron_operator.decide import decide
+from neuron_operator.objects import is_shared
+from neuron_operator.steps import STEPS, Step
 from neuron_operator.world import Decision, JobSettings, Object, Settings, World
 
 NOW = datetime(2026, 3, 1, 12, 0, tzinfo=UTC)
@@ -189,7 +191,7 @@ def stored(objects: Iterable[Object]) -> tuple[Object, ...]:
 
 def carried_out(world: World, decision: Decision) -> World:
     """The state after a decision was carried out, under the API server's rules that the operator relies on."""
-    live = {(child["kind"], child["metadata"]["name"]): child for child in world.children}
+    live = {(child["kind"], child["metadata"]["name"]): child for child in (*world.children, *world.shared)}
     for wanted in stored(decision.desired):
         desired = wanted
         key = (desired["kind"], desired["metadata"]["name"])
@@ -200,24 +202,36 @@ def carried_out(world: World, decision: Decision) -> World:
             if desired["kind"] == "ControllerRevision":
                 assert before["data"] == desired["data"], "the data of a ControllerRevision cannot change"
             if desired["kind"] == "Job":
-                assert before["spec"] == desired["spec"], "the pod template of a Job cannot change"
+                assert before["spec"]["template"] == desired["spec"]["template"], "a Job's pod template cannot change"
             if desired["kind"] == "Deployment":
                 assert before["spec"]["selector"] == desired["spec"]["selector"], "a selector cannot change"
-            desired = {**before, **wanted}
+            desired = {**before, **wanted} if not is_shared(before) else before
         live[key] = desired
+    for change in decision.changes:
+        found = live[change.live["kind"], change.live["metadata"]["name"]]
+        parts = {part: {**found.get(part, {}), **changed} for part, changed in change.patch.items()}
+        live[found["kind"], found["metadata"]["name"]] = {**found, **parts}
     deleted = {(gone["kind"], gone["metadata"]["name"]) for gone in decision.delete}
     pods = tuple(pod for pod in world.pods if ("Pod", pod["metadata"]["name"]) not in deleted)
     for kind, name in deleted:
         if kind != "Pod":
             del live[kind, name]
     after = {**world.body, "status": decision.status} if decision.status is not None else world.body
-    return replace(world, body=after, children=tuple(live.values()), pods=pods)
+    return replace(
+        world,
+        body=after,
+        children=tuple(found for found in live.values() if not is_shared(found)),
+        shared=tuple(filter(is_shared, live.values())),
+        pods=pods,
+    )
 
 
-def settle(world: World, using: Settings = SETTINGS, max_passes: int = 8) -> tuple[World, Decision]:
+def settle(
+    world: World, using: Settings = SETTINGS, max_passes: int = 8, steps: Sequence[Step] = STEPS
+) -> tuple[World, Decision]:
     """Runs passes until nothing changes; fails if they do not converge."""
     for _ in range(max_passes):
-        decision = decide(world, using)
+        decision = decide(world, using, steps)
         after = carried_out(world, decision)
         if after == world:
             return world, decision
@@ -230,10 +244,11 @@ def resolved_world(using: Settings = SETTINGS, **changes: Any) -> tuple[World, D
     world, decision = settle(fresh(**changes), using)
     job = find(decision.desired, "Job")
     world, decision = settle(replace(world, pods=(resolved_pod(job),)), using)
-    done = tuple(
-        {**child, "status": {"conditions": [{"type": "Complete", "status": "True"}]}}
-        if child["kind"] == "Job"
-        else child
-        for child in world.children
-    )
-    return settle(replace(world, children=done), using)
+    return settle(finished(world), using)
+
+
+def finished(world: World, kind: str = "Complete") -> World:
+    """The state after the Jobs ended."""
+    status = {"conditions": [{"type": kind, "status": "True"}]}
+    ended = tuple({**obj, "status": status} if obj["kind"] == "Job" else obj for obj in world.shared)
+    return replace(world, shared=ended)

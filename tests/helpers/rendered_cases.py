@@ -14,7 +14,7 @@ from typing import Any
 import yaml
 
 from helpers.manifests import CASES
-from helpers.operator_worlds import NOW, body, find, resolved_pod, settings, settle, stored
+from helpers.operator_worlds import NOW, body, find, finished, resolved_pod, settings, settle, stored
 from neuron_operator.world import World
 
 FULL = CASES / "rendered" / "cpu-demo.yaml"
@@ -29,9 +29,8 @@ def render(given: dict[str, Any]) -> dict[str, Any]:
     world, decision = settle(world, using)
     if given["resolved"] and any(child["kind"] == "Job" for child in decision.desired):
         world = replace(world, pods=(resolved_pod(find(decision.desired, "Job")),))
-        done = {"status": {"conditions": [{"type": "Complete", "status": "True"}]}}
-        children = tuple({**child, **done} if child["kind"] == "Job" else child for child in world.children)
-        world, decision = settle(replace(world, children=children), using)
+        world, decision = settle(world, using)
+        world, decision = settle(finished(world), using)
     assert decision.status is not None
     refused = [
         c for c in decision.status["conditions"] if c["type"] in ("Accepted", "Placed") and c["status"] == "False"

@@ -25,6 +25,7 @@ from helpers.operator_worlds import (
     ended,
     failure_record,
     find,
+    finished,
     fresh,
     job_pod,
     resolved_pod,
@@ -482,27 +483,25 @@ def test_a_superseded_running_job_is_deleted_and_a_finished_one_is_kept() -> Non
     old = find(decision.desired, "Job")["metadata"]["name"]
     running = decide(edited(world, model={"uri": "hf://acme/other"}), SETTINGS)
     assert [gone["metadata"]["name"] for gone in running.delete] == [old]
-    failed = {"status": {"conditions": [{"type": "Failed", "status": "True"}]}}
-    children = tuple({**c, **failed} if c["kind"] == "Job" else c for c in world.children)
-    assert decide(edited(replace(world, children=children), model={"uri": "hf://a/c"}), SETTINGS).delete == ()
+    over = decide(edited(finished(world, "Failed"), model={"uri": "hf://a/c"}), SETTINGS)
+    assert over.delete == ()
+    assert [change.patch for change in over.changes] == [{"spec": {"ttlSecondsAfterFinished": 600}}]
 
 
 def test_the_job_that_resolved_the_model_is_left_to_finish() -> None:
     world, decision = settle(fresh())
     job = find(decision.desired, "Job")
-    pinned = decide(replace(world, pods=(resolved_pod(job),)), SETTINGS)
+    _, pinned = settle(replace(world, pods=(resolved_pod(job),)))
     assert "Deployment" in kinds(pinned)
     assert pinned.delete == ()
 
 
 def test_a_job_without_a_record_runs_again() -> None:
     world, _ = settle(fresh())
-    done = {"status": {"conditions": [{"type": "Complete", "status": "True"}]}}
-    children = tuple({**c, **done} if c["kind"] == "Job" else c for c in world.children)
-    decision = decide(replace(world, children=children), SETTINGS)
+    decision = decide(finished(world), SETTINGS)
     assert [gone["kind"] for gone in decision.delete] == ["Job"]
     assert "Job" not in kinds(decision)
-    assert "Job" in kinds(decide(carried_out(replace(world, children=children), decision), SETTINGS))
+    assert "Job" in kinds(decide(carried_out(finished(world), decision), SETTINGS))
 
 
 def test_a_failure_is_reported_until_the_next_job_replaces_it() -> None:
@@ -511,13 +510,13 @@ def test_a_failure_is_reported_until_the_next_job_replaces_it() -> None:
     pod = job_pod(job, ended(10, failure_record(10, "ModelNotFound", "hf://acme/tiny does not exist")))
     world, failed = settle(replace(world, pods=(pod,)))
     assert condition(failed.status, "Ready")["reason"] == "ModelNotFound"
-    children = tuple(c for c in world.children if c["kind"] != "Job")
-    again = decide(replace(world, children=children, pods=()), SETTINGS)
+    world = replace(world, shared=(), pods=())
+    again = decide(world, SETTINGS)
     assert "Job" in kinds(again)
     assert again.status == failed.status
     running = decide(replace(carried_out(world, again), pods=()), SETTINGS)
     assert running.status == failed.status
-    elsewhere = decide(edited(replace(world, children=children, pods=()), model={"uri": "hf://a/b"}), SETTINGS)
+    elsewhere = decide(edited(world, model={"uri": "hf://a/b"}), SETTINGS)
     assert condition(elsewhere.status, "Ready")["reason"] == "Resolving"
 
 
@@ -525,15 +524,14 @@ def test_the_events_of_a_job_without_a_pod_are_reported() -> None:
     world, decision = settle(fresh())
     job = find(decision.desired, "Job")
     old = {**job, "metadata": {**job["metadata"], "creationTimestamp": "2026-03-01T11:59:00Z"}}
-    children = tuple(old if c["kind"] == "Job" else c for c in world.children)
-    waiting = decide(replace(world, children=children), SETTINGS)
+    waiting = decide(replace(world, shared=(old,)), SETTINGS)
     assert waiting.needs == {Need.EVENTS}
     event = {
         "regarding": {"kind": "Job", "name": job["metadata"]["name"]},
         "reason": "FailedCreate",
         "note": "exceeded quota: pods",
     }
-    explained = decide(replace(world, children=children, events=(event,)), SETTINGS)
+    explained = decide(replace(world, shared=(old,), events=(event,)), SETTINGS)
     assert "FailedCreate: exceeded quota: pods" in condition(explained.status, "Ready")["message"]
 
 

@@ -24,7 +24,7 @@ def config_map(name: str, model: str = "chat", value: int = 0) -> dict[str, Any]
 
 
 def reflector_of(cluster: FakeCluster, woken: list[Key]) -> Reflector:
-    return Reflector(cluster, CONFIG_MAPS, None, key_of=key_of_child, wake=woken.append)
+    return Reflector(cluster, CONFIG_MAPS, None, key_of=key_of_child, wake=lambda obj: woken.append(key_of_child(obj)))
 
 
 Step = tuple[str, str, int]
@@ -134,7 +134,7 @@ def test_a_written_object_is_cached_at_once_and_not_undone_by_an_older_event() -
         cluster = FakeCluster()
         seen: list[dict[str, Any] | None] = []
         reflector = Reflector(
-            cluster, CONFIG_MAPS, None, key_of=key_of_child, wake=lambda key: seen.append(reflector.find("ns", "a"))
+            cluster, CONFIG_MAPS, None, key_of=key_of_child, wake=lambda obj: seen.append(reflector.find("ns", "a"))
         )
         task = asyncio.create_task(reflector.run())
         await reflector.synced.wait()

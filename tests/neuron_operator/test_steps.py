@@ -16,17 +16,19 @@ from helpers.operator_worlds import (
     ended,
     failure_record,
     find,
+    finished,
     fresh,
     job_pod,
     resolved_pod,
     settle,
 )
+from neuron_operator import names
 from neuron_operator.decide import decide
 from neuron_operator.errors import FieldNotSupported
 from neuron_operator.objects import name_of
 from neuron_operator.reasons import CONDITIONS, Finding, Reason, met, unmet
 from neuron_operator.records import Record
-from neuron_operator.render.objects import child
+from neuron_operator.render.objects import shared
 from neuron_operator.steps import STEPS, Known, Step, Task
 from neuron_operator.world import Decision, Object, World
 
@@ -37,7 +39,7 @@ def fetch_job(known: Known) -> Object | None:
     """A step for tests with a Job; it does nothing for models with another digest."""
     if known.resolved.digest != "sha256:0123456789abcdef":
         return None
-    job = child(known.model, "batch/v1", "Job", JOB_NAME, component="fetch")
+    job = shared(known.model, "batch/v1", "Job", JOB_NAME, component="fetch", labels={names.ROLE_LABEL: "fetch"})
     return {**job, "spec": {"template": {"metadata": {"labels": {}}}}}
 
 
@@ -58,15 +60,12 @@ LONGER = (*STEPS[:2], FETCH, *STEPS[3:])
 def fetching_world() -> tuple[World, Decision]:
     """Resolved and pinned; the test step has created its Job, which has no pod yet."""
     world, decision = settle(fresh())
-    world = replace(world, pods=(resolved_pod(find(decision.desired, "Job")),))
-    for _ in range(2):
-        decision = decide(world, SETTINGS, LONGER)
-        world = carried_out(world, decision)
-    return world, decision
+    world = replace(finished(world), pods=(resolved_pod(find(decision.desired, "Job")),))
+    return settle(world, steps=LONGER)
 
 
 def with_pod(world: World, state: Object, **fields: Any) -> World:
-    pod = job_pod(find(world.children, "Job"), state, "fetch-x", **fields)
+    pod = job_pod(find(world.shared, "Job"), state, "fetch-x", **fields)
     owner = [{"kind": "Job", "name": JOB_NAME}]
     return replace(world, pods=(*world.pods, {**pod, "metadata": {**pod["metadata"], "ownerReferences": owner}}))
 
@@ -116,7 +115,11 @@ def test_the_earlier_revision_serves_while_a_step_of_an_edit_waits() -> None:
 def test_facts_of_a_job_reach_the_later_steps() -> None:
     world, _ = fetching_world()
     record = '{"version": 1, "command": "fetch", "ok": true}'
-    decision = decide(with_pod(world, ended(0, record), phase="Succeeded"), SETTINGS, LONGER)
+    world = with_pod(world, ended(0, record), phase="Succeeded")
+    decision = decide(world, SETTINGS, LONGER)
+    assert name_of(find(decision.desired, "ConfigMap")) == JOB_NAME
+    assert condition(decision.status, "WeightsReady")["reason"] == "Fetching", "until the record is copied"
+    world, decision = settle(world, steps=LONGER)
     assert condition(decision.status, "WeightsReady")["message"] == "7 bytes are there"
     assert jobs(decision) == []
     assert "Deployment" in {made["kind"] for made in decision.desired}
@@ -143,7 +146,7 @@ def test_a_step_without_work_creates_no_job() -> None:
     task = replace(FETCH.task, job=lambda _: None) if FETCH.task else None
     world, decision = settle(fresh())
     world = replace(world, pods=(resolved_pod(find(decision.desired, "Job")),))
-    decision = decide(world, SETTINGS, (*STEPS[:2], replace(FETCH, task=task), *STEPS[3:]))
+    _, decision = settle(world, steps=(*STEPS[:2], replace(FETCH, task=task), *STEPS[3:]))
     assert jobs(decision) == []
     assert condition(decision.status, "WeightsReady")["message"] == "6000000 bytes are there"
 

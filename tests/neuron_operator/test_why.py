@@ -414,9 +414,9 @@ def test_a_job_whose_pod_cannot_be_created_names_a_cure_that_reaches_it(note: st
     world, decision = settle(fresh())
     job = find(decision.desired, "Job")
     old = {"metadata": {**job["metadata"], "creationTimestamp": "2026-03-01T11:00:00Z"}}
-    children = tuple({**c, **old} if c["kind"] == "Job" else c for c in world.children)
     event = {"regarding": {"kind": "Job", "name": job["metadata"]["name"]}, "reason": "FailedCreate", "note": note}
-    found = condition(decide(replace(world, children=children, events=(event,)), SETTINGS).status, "ModelResolved")
+    waiting = replace(world, shared=({**job, **old},), events=(event,))
+    found = condition(decide(waiting, SETTINGS).status, "ModelResolved")
     assert f"FailedCreate: {note}; " in found["message"]
     assert says in found["message"]
 

@@ -40,6 +40,7 @@ from neuron_operator.local.pods import (
     count_neuron_devices,
     environment_to_inherit,
 )
+from neuron_operator.objects import is_shared
 from neuron_operator.reasons import CONDITIONS
 from neuron_operator.world import FreeDevices, Settings, World
 
@@ -230,9 +231,11 @@ class _Session:
         return EXIT_OK
 
     async def _pass(self, machine: Machine) -> float | None:
+        objects = machine.children
         world = World(
             body={**self.body, "status": self.status},
-            children=machine.children,
+            children=tuple(found for found in objects if not is_shared(found)),
+            shared=tuple(filter(is_shared, objects)),
             pods=machine.pods,
             events=(),
             free=FreeDevices((machine.node,)),
@@ -241,6 +244,8 @@ class _Session:
         decision = decide(world, Settings(runtime_image=_NO_IMAGE))
         for desired in decision.desired:
             await machine.apply(desired)
+        for change in decision.changes:
+            machine.change(change.live, change.patch)
         for body in decision.delete:
             await machine.delete(body)
         self.status = decision.status or self.status

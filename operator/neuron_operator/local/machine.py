@@ -114,12 +114,20 @@ class Machine:
         self._objects[kind, name] = {**copy.deepcopy(dict(desired)), "metadata": metadata}
         if kind == "ConfigMap":
             self._host = replace(self._host, config_maps={**self._host.config_maps, name: desired})
+            self._changed()  # a pass may wait for it
         elif kind == "Job":
             await self._run_once(self._objects[kind, name])
         elif kind == "Deployment":
             await self._scale(self._objects[kind, name])
         elif kind not in _PASSIVE_KINDS:
             raise CannotRunHere(f"{kind} {name}: is not supported without a cluster")
+
+    def change(self, body: Json, patch: Json) -> None:
+        """Merge `patch` into an object. Nothing here depends on what a pass changes: owners, and when a Job expires."""
+        key = (str(body["kind"]), str(body["metadata"]["name"]))
+        if live := self._objects.get(key):
+            parts = {part: {**live.get(part, {}), **changed} for part, changed in patch.items()}
+            self._objects[key] = {**live, **parts}
 
     async def delete(self, body: Json) -> None:
         """Remove an object and end its pods."""

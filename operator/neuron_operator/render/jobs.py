@@ -1,58 +1,148 @@
-"""Jobs of steps, named by the hash of their spec, so that the API server creates each only once. Called by `steps`."""
+"""Jobs of steps, and the ConfigMaps that keep their records. Called by `steps`.
+
+A Job is shared: it is named by a hash of what it does, so that the API server creates it once for all models of the
+namespace that need the same. Nothing in it names a model.
+"""
 
 from __future__ import annotations
 
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
 from neuron_operator import names
 from neuron_operator.catalog import INSTANCE_TYPES
+from neuron_operator.fields import as_json
 from neuron_operator.model import NeuronModel
+from neuron_operator.objects import owners_of, text
 from neuron_operator.reasons import FINAL_EXIT_CODES
-from neuron_operator.render.objects import child
-from neuron_operator.render.pods import step_pod_template
+from neuron_operator.records import Record
+from neuron_operator.render.objects import shared
+from neuron_operator.render.pods import runtime_image, step_pod_template
+from neuron_operator.render.resources import JOB_REQUESTS, Requests
+from neuron_operator.render.storage import Access, source
+from neuron_operator.render.volumes import Mount
 from neuron_operator.world import Object, Settings
 
-RETRY_AFTER_SECONDS = 600
-"""A finished Job is deleted after this time; a failed one is then created again."""
-DEADLINE_SECONDS = 1800
-"""Includes pulling a runtime image of several GB on a new node."""
+RETRIES = 3
+"""Of a Job, for temporary failures; it waits 10, 20 and 40 s."""
+KEPT_SECONDS = 600
+"""A Job whose record is copied is deleted after this time, so that its log can be read."""
+MIN_RETRY_SECONDS, MAX_RETRY_SECONDS = 5, 600
+"""A failed Job is deleted, and created again, after half of the time that its step has been waiting."""
+
+_NOT_NEURON = (
+    {"key": names.NEURON_PRESENT_LABEL, "operator": "DoesNotExist"},
+    {"key": names.INSTANCE_TYPE_LABEL, "operator": "NotIn", "values": sorted(INSTANCE_TYPES)},
+)
+PREFER_NOT_NEURON: Object = {
+    "preferredDuringSchedulingIgnoredDuringExecution": [
+        {"weight": 100, "preference": {"matchExpressions": [expression]}} for expression in _NOT_NEURON
+    ]
+}
+NEVER_NEURON: Object = {names.REQUIRED_AFFINITY: {"nodeSelectorTerms": [{"matchExpressions": list(_NOT_NEURON)}]}}
+
+
+@dataclass(frozen=True)
+class JobKind:
+    """What the Jobs of one step have in common."""
+
+    role: str
+    prefix: str
+    """Of the names of the Job and of the ConfigMap with its record."""
+    deadline_seconds: int
+    """Includes pulling a runtime image of several GB on a new node."""
+    node_affinity: Mapping[str, Any]
+
+
+RESOLVE = JobKind(names.ROLE_RESOLVE, "nf", 1800, PREFER_NOT_NEURON)
+FETCH = JobKind(names.ROLE_FETCH, "nw", 6 * 3600, NEVER_NEURON)
+COMPILE = JobKind(names.ROLE_COMPILE, "na", 6 * 3600, NEVER_NEURON)
 
 
 def resolve_job(model: NeuronModel, settings: Settings) -> Object:
     """Reads the model's facts with the model's own credentials, before devices are allocated."""
-    spec = {
-        "backoffLimit": 3,
-        "activeDeadlineSeconds": DEADLINE_SECONDS,
-        "ttlSecondsAfterFinished": RETRY_AFTER_SECONDS,
-        "podFailurePolicy": {
-            "rules": [
-                {
-                    "action": "FailJob",
-                    "onExitCodes": {
-                        "containerName": names.RUNTIME_CONTAINER,
-                        "operator": "In",
-                        "values": list(FINAL_EXIT_CODES),
-                    },
-                }
-            ]
-        },
-        "template": step_pod_template(
+    command = ["neuron-runtime", "inspect", model.spec.model.uri, "--record", names.TERMINATION_LOG]
+    return shared_job(model, settings, RESOLVE, command, source(model), image=runtime_image(model, settings))
+
+
+def shared_job(
+    model: NeuronModel,
+    settings: Settings,
+    kind: JobKind,
+    command: list[str],
+    access: Access,
+    *,
+    image: str,
+    mounts: Iterable[Mount] = (),
+    requests: Requests = JOB_REQUESTS,
+) -> Object:
+    """The Job of a step. Models for which it would do the same get the same name; settings of the installation do not
+    change the name, so that they do not repeat what is done.
+
+    Args:
+        access: what it reads and writes; the arguments are the caller's to use.
+        image: that of the revision, for a step after Place.
+        mounts: further volumes.
+        requests: CPU and memory, unless chart or manifest say otherwise.
+    """
+    mounts = tuple(mounts)
+
+    def spec(using: Settings) -> Object:
+        template = step_pod_template(
             model,
-            settings,
-            role=names.ROLE_RESOLVE,
-            command=["neuron-runtime", "inspect", model.spec.model.uri, "--record", names.TERMINATION_LOG],
-            affinity={"nodeAffinity": {"preferredDuringSchedulingIgnoredDuringExecution": _AWAY_FROM_NEURON}},
-        ),
-    }
-    name = names.resolve_job_name(model.name, names.digest(spec))
-    job = child(
-        model, "batch/v1", "Job", name, component=names.ROLE_RESOLVE, labels={names.ROLE_LABEL: names.ROLE_RESOLVE}
-    )
-    return {**job, "spec": spec}
+            using,
+            role=kind.role,
+            image=image,
+            command=command,
+            access=access,
+            mounts=mounts,
+            requests=requests,
+            affinity={"nodeAffinity": kind.node_affinity},
+        )
+        return {
+            "backoffLimit": RETRIES,
+            "activeDeadlineSeconds": kind.deadline_seconds,
+            "podFailurePolicy": {"rules": _RULES},
+            "template": template,
+        }
+
+    rendered = spec(settings)
+    name = names.shared_name(kind.prefix, spec(Settings(runtime_image=image)))
+    job = shared(model, "batch/v1", "Job", name, component=kind.role, labels={names.ROLE_LABEL: kind.role})
+    annotations = {names.RENDERED_ANNOTATION: names.digest(rendered)}
+    return {**job, "metadata": {**job["metadata"], "annotations": annotations}, "spec": rendered}
 
 
-_AWAY_FROM_NEURON = [
-    {"weight": 100, "preference": {"matchExpressions": [expression]}}
-    for expression in (
-        {"key": names.NEURON_PRESENT_LABEL, "operator": "DoesNotExist"},
-        {"key": names.INSTANCE_TYPE_LABEL, "operator": "NotIn", "values": sorted(INSTANCE_TYPES)},
-    )
+_RULES = [
+    {"action": "Ignore", "onPodConditions": [{"type": "DisruptionTarget"}]},
+    {
+        "action": "FailJob",
+        "onExitCodes": {
+            "containerName": names.RUNTIME_CONTAINER,
+            "operator": "In",
+            "values": list(FINAL_EXIT_CODES),
+        },
+    },
 ]
+"""A drained node costs no attempt; what a retry cannot cure is not retried."""
+
+
+def rendered_hash(job: Object) -> str:
+    """Of the spec that the Job was created with; the API server adds to the spec itself."""
+    return text(job, "metadata", "annotations", names.RENDERED_ANNOTATION)
+
+
+def with_owners(desired: Object, live: Object) -> Object:
+    """The shared object with the owners of `live` as well."""
+    owners = {text(owner, "uid"): dict(owner) for owner in (*owners_of(live), *owners_of(desired))}
+    return {**desired, "metadata": {**desired["metadata"], "ownerReferences": list(owners.values())}}
+
+
+def keeper(model: NeuronModel, job: Object, record: Record) -> Object:
+    """The ConfigMap that keeps a Job's record: the Job and its pods are deleted some time after they ended."""
+    role = job["metadata"]["labels"][names.ROLE_LABEL]
+    made = shared(model, "v1", "ConfigMap", job["metadata"]["name"], component=role, labels={names.ROLE_LABEL: role})
+    text = json.dumps(as_json(record), indent=2, sort_keys=True, ensure_ascii=False) + "\n"
+    return {**made, "immutable": True, "data": {names.RECORD_KEY: text}}

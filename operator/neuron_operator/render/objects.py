@@ -27,17 +27,35 @@ def child(
             "name": name,
             "namespace": model.namespace,
             "labels": {**names.labels(model.name, component), **(labels or {})},
-            "ownerReferences": [
-                {
-                    "apiVersion": names.API_VERSION,
-                    "kind": names.KIND,
-                    "name": model.name,
-                    "uid": model.uid,
-                    "controller": True,
-                }
-            ],
+            "ownerReferences": [{**owner_reference(model), "controller": True}],
         },
     }
+
+
+def shared(
+    model: NeuronModel,
+    api_version: str,
+    kind: str,
+    name: str,
+    *,
+    component: str,
+    labels: Mapping[str, str] | None = None,
+) -> Object:
+    """An object that the models of the namespace share: equal for all of them but for the owner, who is one of them."""
+    return {
+        "apiVersion": api_version,
+        "kind": kind,
+        "metadata": {
+            "name": name,
+            "namespace": model.namespace,
+            "labels": {**names.shared_labels(component), **(labels or {})},
+            "ownerReferences": [owner_reference(model)],
+        },
+    }
+
+
+def owner_reference(model: NeuronModel) -> Object:
+    return {"apiVersion": names.API_VERSION, "kind": names.KIND, "name": model.name, "uid": model.uid}
 
 
 def without_empty(value: Mapping[str, Any]) -> dict[str, Any]:

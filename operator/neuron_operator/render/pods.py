@@ -13,8 +13,8 @@ from neuron_operator.fields import as_json
 from neuron_operator.model import ApiKeySecret, NeuronModel
 from neuron_operator.placement import Placement, size_rule
 from neuron_operator.render.objects import without_empty
-from neuron_operator.render.resources import JOB_REQUESTS, Requests, overlaid
-from neuron_operator.render.storage import Access, loading, source
+from neuron_operator.render.resources import Requests, overlaid
+from neuron_operator.render.storage import Access, loading
 from neuron_operator.render.volumes import Mount
 from neuron_operator.world import DeviceMode, Object, Place, Settings
 
@@ -72,6 +72,7 @@ def serving_pod_template(
     container = _container(
         model,
         settings,
+        image=runtime_image(model, settings),
         command=[*SERVE_COMMAND, *access.arguments, *(API_KEY_FLAG if api_key else ())],
         env=_merged_env(
             _download_env(model, access, settings),
@@ -100,6 +101,7 @@ def serving_pod_template(
         "spec": without_empty(
             {
                 **_pod_frame(model, settings),
+                "serviceAccountName": overlay.spec.service_account_name or names.service_account_name(model.name),
                 "securityContext": {**POD_SECURITY, **as_json(overlay.spec.security_context)},
                 "terminationGracePeriodSeconds": rollout.drain_delay_seconds + rollout.drain_seconds + RELEASE_SECONDS,
                 "containers": [container],
@@ -124,31 +126,41 @@ def serving_pod_template(
 
 
 def step_pod_template(
-    model: NeuronModel, settings: Settings, *, role: str, command: list[str], affinity: Object
+    model: NeuronModel,
+    settings: Settings,
+    *,
+    role: str,
+    image: str,
+    command: list[str],
+    access: Access,
+    mounts: Iterable[Mount],
+    requests: Requests,
+    affinity: Object,
 ) -> Object:
-    """The pod template of a step's Job on a CPU node, with the credentials and the chart's `jobs.*`."""
-    access = source(model)
-    mounts = (TMP, *access.mounts, *_ca_bundle(access, settings))
+    """The pod template of a step's Job on a CPU node, with the chart's `jobs.*`. It names no model."""
+    mounts = (TMP, *mounts, *access.mounts, *_ca_bundle(access, settings))
     container = _container(
         model,
         settings,
+        image=image,
         command=command,
         env=_merged_env(
             _download_env(model, access, settings),
             _credentials(model, access, "hf"),
             ({"name": "HOME", "value": names.TMP_DIR},),
         ),
-        resources=overlaid(JOB_REQUESTS, settings.jobs.resources, as_json(model.spec.jobs.resources)),
+        resources=overlaid(requests, settings.jobs.resources, as_json(model.spec.jobs.resources)),
         mounts=mounts,
     )
     annotations = {names.REFRESH_ANNOTATION: model.refresh} if model.refresh else {}
     return {
         "metadata": without_empty(
-            {"labels": {**names.labels(model.name, role), names.ROLE_LABEL: role}, "annotations": annotations}
+            {"labels": {**names.shared_labels(role), names.ROLE_LABEL: role}, "annotations": annotations}
         ),
         "spec": without_empty(
             {
                 **_pod_frame(model, settings),
+                "serviceAccountName": model.spec.pod_template.spec.service_account_name,
                 "restartPolicy": "Never",
                 "securityContext": POD_SECURITY,
                 "containers": [container],
@@ -167,7 +179,6 @@ def _pod_frame(model: NeuronModel, settings: Settings) -> Object:
         (*settings.image_pull_secrets, *(secret.name for secret in overlay.image_pull_secrets))
     )
     return {
-        "serviceAccountName": overlay.service_account_name or names.service_account_name(model.name),
         "automountServiceAccountToken": False,
         "enableServiceLinks": False,
         "imagePullSecrets": [{"name": name} for name in pull_secrets],
@@ -178,6 +189,7 @@ def _container(
     model: NeuronModel,
     settings: Settings,
     *,
+    image: str,
     command: list[str],
     env: list[Object],
     resources: Mapping[str, Any],
@@ -186,7 +198,7 @@ def _container(
     return without_empty(
         {
             "name": names.RUNTIME_CONTAINER,
-            "image": runtime_image(model, settings),
+            "image": image,
             "imagePullPolicy": model.spec.engine.image_pull_policy or settings.image_pull_policy,
             "command": command,
             "env": env,

@@ -7,7 +7,7 @@ from datetime import timedelta
 
 from neuron_operator import names
 from neuron_operator.reasons import Finding, Reason, unmet
-from neuron_operator.render.jobs import RETRY_AFTER_SECONDS
+from neuron_operator.render.jobs import MAX_RETRY_SECONDS, MIN_RETRY_SECONDS
 from neuron_operator.views import JobView, Observed, PodView, Termination
 from neuron_operator.why.pods import (
     MAX_LINE,
@@ -20,6 +20,8 @@ from neuron_operator.why.pods import (
 )
 from neuron_operator.why.refusals import explain_denial
 from neuron_operator.world import LogOf, Need
+
+AGAIN = f"the operator tries again, first after {MIN_RETRY_SECONDS} s, at last every {MAX_RETRY_SECONDS // 60} minutes"
 
 
 def explain_job(waiting: Finding, job: JobView | None, observed: Observed) -> Finding:
@@ -64,8 +66,7 @@ def _explain_state(waiting: Finding, job: JobView, pods: tuple[PodView, ...], ob
 def _explain_end(waiting: Finding, job: JobView, pod: PodView, end: Termination) -> Finding:
     reason = Reason.of_exit_code(end.exit_code)
     if reason is not None and waiting.condition in reason.row.conditions:
-        again = f"the operator tries again every {RETRY_AFTER_SECONDS // 60} minutes"
-        return unmet(waiting.condition, reason, f"{last_words(end)}; {again}")
+        return unmet(waiting.condition, reason, f"{last_words(end)}; {AGAIN}")
     is_over = job.failure is not None or end.exit_code == 0
     next_step = "does not retry" if is_over else "retries"
     cure = "; raise jobs.resources.limits.memory" if end.reason == OOM_KILLED else ""

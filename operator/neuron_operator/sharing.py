@@ -1,0 +1,77 @@
+"""Who owns what the models of a namespace share, and how long it stays. Called by `decide`. Pure.
+
+Every model that needs a shared object is one of its owners. Deleting one of the models leaves the object to the others;
+the garbage collector deletes it with the last. A model that no longer needs it takes its name off.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from neuron_operator.model import NeuronModel
+from neuron_operator.objects import is_owned, name_of, owners_of
+from neuron_operator.render.jobs import KEPT_SECONDS, with_owners
+from neuron_operator.render.objects import owner_reference
+from neuron_operator.steps import Walk
+from neuron_operator.views import ChildView, Observed
+from neuron_operator.world import Change, Object
+
+OWNED_KINDS = frozenset({"Job", "ConfigMap"})
+
+
+@dataclass(frozen=True)
+class Upkeep:
+    changes: tuple[Change, ...]
+    delete: tuple[Object, ...]
+
+
+def upkeep(model: NeuronModel, observed: Observed, done: Walk, kept: frozenset[str]) -> Upkeep:
+    """Changes of shared objects that follow from how far the steps got; `kept` are those that kept revisions use."""
+    waiting = frozenset(map(name_of, done.desired))
+    needed = done.done | waiting
+    stale = {name_of(obj) for obj in done.stale}
+    shared = [found for found in observed.shared if found.kind in OWNED_KINDS and found.name not in stale]
+    owned = [found for found in shared if is_owned(found.live, model.uid)]
+    let_go = [found for found in owned if found.name not in needed | kept and not _is_over(found, observed)]
+    return Upkeep(
+        changes=(
+            *(
+                _joined(model, found)
+                for found in shared
+                if found.name in needed and not is_owned(found.live, model.uid)
+            ),
+            *(_left(model, found) for found in let_go if not _is_alone(model, found)),
+            *_expiries(observed, done, waiting, model.uid),
+        ),
+        delete=tuple(found.live for found in let_go if _is_alone(model, found)),
+    )
+
+
+def _joined(model: NeuronModel, found: ChildView) -> Change:
+    joined = with_owners({"metadata": {"ownerReferences": [owner_reference(model)]}}, found.live)
+    return Change(found.live, {"metadata": {"ownerReferences": joined["metadata"]["ownerReferences"]}})
+
+
+def _left(model: NeuronModel, found: ChildView) -> Change:
+    others = [dict(owner) for owner in owners_of(found.live) if owner.get("uid") != model.uid]
+    return Change(found.live, {"metadata": {"ownerReferences": others}})
+
+
+def _is_alone(model: NeuronModel, found: ChildView) -> bool:
+    return all(owner.get("uid") == model.uid for owner in owners_of(found.live))
+
+
+def _is_over(found: ChildView, observed: Observed) -> bool:
+    """A finished Job expires on its own."""
+    return found.kind == "Job" and observed.jobs[found.name].is_finished
+
+
+def _expiries(observed: Observed, done: Walk, waiting: frozenset[str], owner: str) -> Iterator[Change]:
+    """Finished Jobs are deleted some time later, but never before their record is copied or their failure is shown."""
+    for job in observed.jobs.values():
+        if job.is_finished and not job.expires and is_owned(job.live, owner):
+            if job is done.failed:
+                yield Change(job.live, {"spec": {"ttlSecondsAfterFinished": done.retry_seconds}})
+            elif job.name not in waiting:
+                yield Change(job.live, {"spec": {"ttlSecondsAfterFinished": KEPT_SECONDS}})

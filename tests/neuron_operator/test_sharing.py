@@ -1,0 +1,176 @@
+"""What the models of a namespace share: one Job for the same work, its record kept, owners that come and go."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from datetime import timedelta
+from typing import Any
+
+import pytest
+
+from helpers.operator_worlds import (
+    NOW,
+    SETTINGS,
+    SPEC,
+    body,
+    carried_out,
+    condition,
+    ended,
+    failure_record,
+    find,
+    finished,
+    fresh,
+    job_pod,
+    resolved_pod,
+    serving_pod,
+    settle,
+)
+from neuron_operator import names
+from neuron_operator.decide import decide
+from neuron_operator.objects import name_of, owners_of
+from neuron_operator.steps import STEPS, Step
+from neuron_operator.world import JobSettings, Object, World
+
+OTHER = {"name": "other", "uid": "uid-other"}
+
+
+def beside(world: World, **changes: Any) -> World:
+    """Another model in the same namespace, which sees the same shared objects."""
+    return replace(world, body=body(**{**OTHER, **changes}), children=())
+
+
+def first_job(world: World) -> Object:
+    return find(settle(world)[1].desired, "Job")
+
+
+def uids(found: Object) -> list[object]:
+    return [owner["uid"] for owner in owners_of(found)]
+
+
+def test_two_models_with_the_same_source_render_the_same_job() -> None:
+    one, two = (
+        first_job(fresh()),
+        first_job(beside(fresh(), spec={**SPEC, "replicas": 7, "serving": {"maxSequences": 3}})),
+    )
+    assert one["spec"] == two["spec"]
+    assert name_of(one) == name_of(two)
+    assert names.MODEL_LABEL not in one["metadata"]["labels"]
+    assert "chat" not in str(one["spec"])
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"model": {"uri": "hf://acme/other"}},
+        {"model": {"uri": "hf://acme/tiny", "credentialsSecretRef": {"name": "mine"}}},
+        {"engine": {"backend": "torch", "image": "registry.example/other:1"}},
+        {"podTemplate": {"spec": {"serviceAccountName": "reader"}}},
+    ],
+)
+def test_another_source_identity_or_image_is_another_job(changed: Object) -> None:
+    assert name_of(first_job(fresh())) != name_of(first_job(fresh(spec={**SPEC, **changed})))
+
+
+def test_a_new_setting_of_the_installation_replaces_a_running_job_and_repeats_no_finished_one() -> None:
+    using = replace(SETTINGS, jobs=JobSettings(env=({"name": "HTTPS_PROXY", "value": "http://proxy"},)))
+    world, decision = settle(fresh())
+    job = find(decision.desired, "Job")
+    stopped = decide(world, using)
+    assert [name_of(gone) for gone in stopped.delete] == [name_of(job)]
+    again = find(decide(carried_out(world, stopped), using).desired, "Job")
+    assert name_of(again) == name_of(job)
+    assert again["spec"] != job["spec"]
+    world, _ = settle(replace(world, pods=(resolved_pod(job),)))
+    _, done = settle(finished(world), using)
+    assert done.delete == ()
+
+
+def test_a_model_joins_the_job_of_another() -> None:
+    world, _ = settle(fresh())
+    joined, decision = settle(beside(world))
+    assert [gone["kind"] for gone in decision.delete] == []
+    assert [uids(found) for found in joined.shared] == [["uid-chat", "uid-other"]]
+
+
+def test_a_record_is_copied_for_all_owners_before_the_step_is_done() -> None:
+    world, decision = settle(fresh())
+    world, _ = settle(beside(world))
+    world = replace(world, pods=(resolved_pod(find(decision.desired, "Job")),))
+    copying = decide(world, SETTINGS)
+    keeper = find(copying.desired, "ConfigMap")
+    assert uids(keeper) == ["uid-chat", "uid-other"]
+    assert keeper["immutable"] is True
+    assert "Deployment" not in {made["kind"] for made in copying.desired}
+    _, done = settle(world)
+    assert "Deployment" in {made["kind"] for made in done.desired}
+
+
+def test_a_later_model_needs_no_job_once_the_record_is_kept() -> None:
+    world, decision = settle(fresh())
+    world, _ = settle(replace(world, pods=(resolved_pod(find(decision.desired, "Job")),)))
+    keepers = tuple(found for found in world.shared if found["kind"] == "ConfigMap")
+    _, later = settle(replace(beside(world), shared=keepers, pods=()))
+    assert "Deployment" in {made["kind"] for made in later.desired}
+
+
+def test_the_finished_job_expires_only_after_its_record_is_kept() -> None:
+    world, decision = settle(fresh())
+    world = finished(replace(world, pods=(resolved_pod(find(decision.desired, "Job")),)))
+    copying = decide(world, SETTINGS)
+    assert copying.changes == ()
+    after = decide(carried_out(world, copying), SETTINGS)
+    assert [change.patch for change in after.changes] == [{"spec": {"ttlSecondsAfterFinished": 600}}]
+
+
+@pytest.mark.parametrize(("waited", "expires"), [(2, 5), (100, 50), (100_000, 600)])
+def test_a_failed_job_is_made_again_after_half_the_time_that_it_was_awaited(waited: int, expires: int) -> None:
+    world, decision = settle(fresh())
+    pod = job_pod(find(decision.desired, "Job"), ended(10, failure_record(10, "ModelNotFound", "no such model")))
+    decision = decide(replace(finished(world, "Failed"), pods=(pod,), now=NOW + timedelta(seconds=waited)), SETTINGS)
+    assert [change.patch for change in decision.changes] == [{"spec": {"ttlSecondsAfterFinished": expires}}]
+    assert condition(decision.status, "Ready")["reason"] == "ModelNotFound"
+
+
+def test_a_model_that_needs_a_job_no_more_leaves_it_to_the_others() -> None:
+    world, _ = settle(fresh())
+    both, _ = settle(beside(world))
+    edited = replace(both, body=body({**SPEC, "model": {"uri": "hf://acme/new"}}, **OTHER))
+    left, decision = settle(edited)
+    assert decision.delete == ()
+    assert [uids(found) for found in left.shared] == [["uid-chat"], ["uid-other"]]
+
+
+def test_the_last_model_deletes_the_job_that_nobody_needs() -> None:
+    world, decision = settle(fresh())
+    old = name_of(find(decision.desired, "Job"))
+    edited = decide(replace(world, body=body({**SPEC, "model": {"uri": "hf://acme/new"}})), SETTINGS)
+    assert [name_of(gone) for gone in edited.delete] == [old]
+
+
+def test_the_record_of_an_earlier_revision_stays_as_long_as_the_revision() -> None:
+    world, decision = settle(fresh())
+    world, _ = settle(replace(world, pods=(resolved_pod(find(decision.desired, "Job")),)))
+    kept = {name_of(found) for found in world.shared if found["kind"] == "ConfigMap"}
+    edited = {**SPEC, "serving": {"maxModelLength": 512}}
+    world, _ = settle(replace(world, body={**world.body, "spec": edited}))
+    assert kept <= {name_of(found) for found in world.shared}
+
+
+@pytest.mark.parametrize(("code", "again"), [(20, True), (31, False)])
+def test_a_record_is_void_once_a_serving_pod_misses_what_it_tells_of(code: int, again: bool) -> None:
+    task = STEPS[0].task
+    assert task is not None
+    # Facts are pinned and therefore never void: the same step, as one whose result is a file.
+    voidable = Step(STEPS[0].finish, replace(task, knows=None, void_after=frozenset({20})))
+    steps = (voidable, *STEPS[1:])
+    world, decision = settle(fresh(), steps=steps)
+    job = find(decision.desired, "Job")
+    world, decision = settle(finished(replace(world, pods=(resolved_pod(job),))), steps=steps)
+    made = {"creationTimestamp": "2026-03-01T11:40:00Z"}
+    world = replace(world, shared=tuple({**found, "metadata": {**found["metadata"], **made}} for found in world.shared))
+    last = {"terminated": {"exitCode": code, "finishedAt": "2026-03-01T11:55:00Z"}}
+    pod = serving_pod(find(world.children, "Deployment"), last=last, restarts=1)
+    decision = decide(replace(world, pods=(*world.pods, pod)), SETTINGS, steps)
+    gone = {found["kind"] for found in decision.delete}
+    assert gone == ({"ConfigMap", "Job"} if again else set())
+    assert "Deployment" in {found["kind"] for found in decision.desired}, "the other replicas go on"
