@@ -33,6 +33,8 @@ logger = logging.getLogger(__name__)
 
 _NONE = "metadata.name=none"
 """Selects nothing: the request only checks the right to list."""
+GRANT_SECONDS = 10.0
+"""A busy API server may learn of a new role some seconds after the operator starts."""
 
 
 class Operator:
@@ -102,6 +104,7 @@ class Operator:
 
 async def check_installed(cluster: Cluster, namespaces: Sequence[str]) -> None:
     """Raises ClusterFault, with the cure, if the CRD or a right is missing or the API server is unreachable."""
+    last_wait = asyncio.get_running_loop().time() + GRANT_SECONDS
     try:
         while True:
             try:
@@ -110,6 +113,10 @@ async def check_installed(cluster: Cluster, namespaces: Sequence[str]) -> None:
             except Throttled as fault:  # also right after the CRD was created
                 logger.info("%s", fault)
                 await asyncio.sleep(fault.retry_after_seconds)
+            except Forbidden:
+                if asyncio.get_running_loop().time() > last_wait:
+                    raise
+                await asyncio.sleep(1.0)
     except NotFound as fault:
         raise ClusterFault(
             f"the cluster has no {NEURON_MODELS.plural} of {API_VERSION}; install the CRD with "

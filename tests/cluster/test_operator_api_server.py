@@ -40,6 +40,7 @@ from neuron_operator.lease import LeaseTimings
 from neuron_operator.objects import is_shared, owners_of
 from neuron_operator.on_demand import EVENTS_SECONDS
 from neuron_operator.reflector import Caches, Key
+from neuron_operator.run import check_installed
 
 pytestmark = [pytest.mark.cluster, pytest.mark.slow]
 
@@ -524,6 +525,15 @@ async def test_a_misspelt_field_of_the_pod_template_is_refused_and_named(
         assert len(namespace.children()["Deployment"]) == was_made_before
         namespace.put_model()
         await eventually(lambda: namespace.condition("UpToDate")[0] == "True", about=namespace.model)
+
+
+async def test_a_start_waits_for_a_role_that_the_api_server_learns_of_late(server: ApiServer) -> None:
+    denied = {"kind": "Status", "code": 403, "reason": "Forbidden", "message": "no such role yet"}
+    answers = [web.json_response(denied, status=403)]
+    async with proxying(server) as proxy, client_of(server, via=proxy.url) as client:
+        proxy.answer = lambda request: answers.pop() if answers else None
+        await check_installed(client, ())
+    assert answers == []
 
 
 async def test_a_missing_right_sets_a_condition_until_it_is_granted(server: ApiServer, namespace: Namespace) -> None:

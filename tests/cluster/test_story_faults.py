@@ -370,7 +370,9 @@ def test_user_errors_are_reported_and_clear_when_corrected(installation: Install
         story.until("no child left", lambda: not story.items(CHILD_KINDS, OURS))
     asked = [e for e in story.rig.audit_events()[installation.audit_begins :] if e.user == OPERATOR_USER]
     assert asked
-    assert [e for e in asked if e.code == 403] == [], "the API server refused a request of the operator"
+    # While it starts, a busy API server may not know of its role yet.
+    refused = [e for e in asked if e.code == 403 and e.name != "none"]
+    assert refused == [], "the API server refused a request of the operator"
 
 
 def _give_token(story: Story, token: str) -> None:
