@@ -24,9 +24,9 @@ from helpers.tiny_model import write_tiny_model
 from helpers.weights import shelf_with_model
 from neuron_runtime import record
 from neuron_runtime.__main__ import main
-from neuron_runtime.artifacts import compiling
-from neuron_runtime.artifacts.compiling import ARTIFACT_VARIABLE, Places, Wanted, make, provide, wanted_artifact
+from neuron_runtime.artifacts.compiling import Wanted, make, wanted_artifact
 from neuron_runtime.artifacts.key import covered
+from neuron_runtime.artifacts.loading import ARTIFACT_VARIABLE, Places, provide
 from neuron_runtime.artifacts.memory import session_bytes
 from neuron_runtime.artifacts.store import artifact_store, read_artifact
 from neuron_runtime.backend import simulated as simulated_package
@@ -267,7 +267,6 @@ def test_a_miss_names_the_key_and_the_cure(model: Path, store: Store) -> None:
 def test_a_miss_names_what_differs_from_the_nearest_artifact(model: Path, store: Store) -> None:
     places = Places(store.folder, "compile")
     folder = provide(simulated(model), model, places, quiet)
-    assert folder is not None
     assert provide(simulated(model), model, Places(store.folder, "fail"), quiet) == folder
     with pytest.raises(FatalError) as caught:
         provide(simulated(model, decodeBuckets=[1, 8]), model, Places(store.folder, "fail"), quiet)
@@ -278,14 +277,8 @@ def test_a_miss_names_what_differs_from_the_nearest_artifact(model: Path, store:
     )
 
 
-def test_nothing_is_provided_for_a_configuration_that_compiles_nothing(model: Path, store: Store) -> None:
-    config = msgspec.structs.replace(simulated(model), compile=False)
-    assert provide(config, model, Places(store.folder, "fail"), quiet) is None
-
-
 def test_a_damaged_artifact_is_an_error_that_names_the_file_or_is_compiled_again(model: Path, store: Store) -> None:
     folder = provide(simulated(model), model, Places(store.folder), quiet)
-    assert folder is not None
     path = folder / "prefill.json"
     path.chmod(0o644)
     path.write_bytes(b'"PREFILL"')
@@ -301,7 +294,6 @@ def test_the_variable_names_an_artifact_that_is_loaded_instead(
     model: Path, store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = provide(simulated(model), model, Places(store.folder), quiet)
-    assert folder is not None
     shipped = tmp_path / "shipped"
     folder.rename(shipped)
     monkeypatch.setenv(ARTIFACT_VARIABLE, str(shipped))
@@ -409,4 +401,4 @@ def test_the_key_of_a_changed_model_is_another(model: Path, tmp_path: Path) -> N
     before = wanted_artifact(simulated(model), model).key
     write_tiny_model(model, vocab_size=300)
     assert wanted_artifact(simulated(model), model).key != before
-    assert compiling.wanted_artifact(simulated(model), model, "ab" * 20).cover["model"] == "ab" * 20
+    assert wanted_artifact(simulated(model), model, "ab" * 20).cover["model"] == "ab" * 20

@@ -18,12 +18,14 @@ import pytest
 from helpers import strict_backend
 from helpers.strict_backend import StrictBackend
 from neuron_runtime.arguments import config_of
+from neuron_runtime.artifacts import loading
 from neuron_runtime.backend.base import ProgressCallback, StepTime
 from neuron_runtime.core import BackendLimits, Batch, Kind, Late, Request, Rows, Sampling, StepOutput
 from neuron_runtime.engine import process
 from neuron_runtime.engine.lifeline import Deadline
 from neuron_runtime.engine.messages import Add, FromEngine, Step, ToEngine
 from neuron_runtime.engine.watchdog import LATE_SECONDS, StepLimits, WatchedBackend, shape_of
+from neuron_runtime.local_settings import LocalSettings
 from neuron_runtime.server.supervisor import Child
 
 LIMITS = BackendLimits(max_rows=64, max_model_length=64, max_step_tokens=1024, num_blocks=64)
@@ -190,11 +192,13 @@ def test_the_engine_process_knows_warmed_up_shapes_from_the_start(
     for name in ("config.json", "tokenizer.json"):
         (tmp_path / name).write_text("{}")
     package = SimpleNamespace(NEEDS_WEIGHTS=False, load_backend=lambda *given: WarmBackend(LIMITS))
-    monkeypatch.setattr(process, "backend_package", lambda config: package)
+    for module in (process, loading):
+        monkeypatch.setattr(module, "backend_package", lambda config: package)
     armed = ArmedDeadline()
     asked = Request("0-1", (5, 6, 7), Sampling(max_tokens=1))
     try:
-        process.serve(config_of(tmp_path.as_uri(), {}), tmp_path, cast(Any, OneRequest(asked)), cast(Any, armed))
+        settings = LocalSettings(weights_dir=tmp_path, artifacts_dir=tmp_path)
+        process.serve(config_of(tmp_path.as_uri(), {}), settings, cast(Any, OneRequest(asked)), cast(Any, armed))
     finally:
         gc.unfreeze()
     assert max(armed.seconds) == 70.0

@@ -1,7 +1,7 @@
-"""Finds the artifact of a model and configuration in a store, or compiles it there, once for all who wait.
+"""Compiles a model into a store, once for all who wait.
 
-Called by `serve` and `LLM` before they load (`provide`), and by the command `compile` (`make`). Compilers run in
-processes of their own (`process`); this module starts, watches and stops them, and knows what it means how they end.
+Called by the command `compile`, and by `loading` if an artifact is missing. Compilers run in processes of their own
+(`process`); this module starts, watches and stops them, and knows what it means how they end.
 """
 
 from __future__ import annotations
@@ -26,19 +26,16 @@ import msgspec
 from neuron_runtime.artifacts.key import compiled_part, covered, key_of
 from neuron_runtime.artifacts.memory import session_bytes
 from neuron_runtime.artifacts.messages import Began, Ended, Failed, Lines, Message
-from neuron_runtime.artifacts.store import ARTIFACTS, DOCUMENT, Artifact, artifact_store, find, nearest, read_fitting
+from neuron_runtime.artifacts.store import ARTIFACTS, DOCUMENT, Artifact, find
 from neuron_runtime.backend.base import ProgressCallback
 from neuron_runtime.checkpoint import CONFIG_FILE, read_checkpoint
 from neuron_runtime.config import RuntimeConfig
 from neuron_runtime.console import bytes_text, say, seconds_text
 from neuron_runtime.engine.backends import compiling_package
-from neuron_runtime.errors import ExitCode, FatalError, joined
+from neuron_runtime.errors import ExitCode, FatalError
 from neuron_runtime.host import memory_limit, num_oom_kills
 from neuron_runtime.weights.disk import make_folder, writing
 from neuron_runtime.weights.store import Damaged, Entry, Manifest, Store, StoredFile, names_below, read_entry
-
-ARTIFACT_VARIABLE = "NEURON_COMPILED_ARTIFACTS"
-"""Names the folder of one artifact, which is loaded instead of one of the store."""
 
 WATCH_SECONDS = 0.5
 """Interval of looks at a running compiler."""
@@ -48,22 +45,6 @@ MAX_OUTPUT_BYTES = 4096
 MAX_TAIL_CHARACTERS = 600
 OUT_OF_MEMORY = ("Cannot allocate memory", "std::bad_alloc", "virtual memory exhausted")
 """What compilers print where the kernel refuses memory instead of killing."""
-
-OnMiss = Literal["fail", "compile"]
-
-
-@dataclass(frozen=True)
-class Places:
-    """Where artifacts are, and what to do without the one that is needed."""
-
-    folder: Path
-    on_miss: OnMiss = "compile"
-
-    @property
-    def given(self) -> Path | None:
-        """The folder of one artifact, named by the environment."""
-        value = os.environ.get(ARTIFACT_VARIABLE)
-        return Path(value).absolute() if value else None
 
 
 @dataclass(frozen=True)
@@ -96,29 +77,6 @@ def wanted_artifact(config: RuntimeConfig, model_dir: Path, digest: str = "") ->
     digest = digest or config.model.digest or _digest_of(model_dir, with_weights=package.NEEDS_WEIGHTS)
     needs = package.compiler(part, model_dir).needs
     return Wanted(package.__name__, part, model_dir, covered(config.backend, digest, needs))
-
-
-def provide(config: RuntimeConfig, model_dir: Path, places: Places, progress: ProgressCallback) -> Path | None:
-    """The folder of the compiled graphs; None if the configuration compiles nothing.
-
-    Raises:
-        FatalError: ARTIFACT_MISSING with the fields that differ from the nearest one, or the damaged file; those of
-            `make`.
-    """
-    if not config.compile:
-        if places.given is not None:
-            say(f"{ARTIFACT_VARIABLE} has no effect, because this configuration does not set `compile`")
-        return None
-    wanted = wanted_artifact(config, model_dir)
-    if places.given is not None:
-        return _given(places.given, wanted, places, progress)
-    store = artifact_store(places.folder)
-    if places.on_miss == "compile":
-        return make(wanted, store, progress)[0].folder
-    entry = find(store, wanted.cover)
-    if entry is None:
-        raise FatalError(ExitCode.ARTIFACT_MISSING, _miss(wanted, store))
-    return entry.folder
 
 
 def make(wanted: Wanted, store: Store, progress: ProgressCallback) -> tuple[Entry, bool]:
@@ -156,43 +114,6 @@ def make(wanted: Wanted, store: Store, progress: ProgressCallback) -> tuple[Entr
         f"{bytes_text(artifact.peak_bytes)} of memory: artifact {wanted.key}, {bytes_text(manifest.num_bytes)}"
     )
     return entry, False
-
-
-def _given(folder: Path, wanted: Wanted, places: Places, progress: ProgressCallback) -> Path:
-    """The artifact in the folder of ARTIFACT_VARIABLE. One that does not fit is refused, never deleted."""
-    entry, differing = read_fitting(folder, wanted.cover)
-    if differing:
-        message = (
-            f"{ARTIFACT_VARIABLE}: the artifact in {folder} was compiled for something else: {joined(differing)}; "
-            "name another folder, or change the configuration"
-        )
-        raise FatalError(ExitCode.ARTIFACT_MISSING, message)
-    if entry is not None:
-        return folder
-    if places.on_miss == "fail":
-        raise FatalError(ExitCode.ARTIFACT_MISSING, f"{ARTIFACT_VARIABLE}: {folder} has no artifact")
-    made, _ = make(wanted, artifact_store(places.folder), progress)
-    with writing(folder.parent):
-        make_folder(folder.parent)
-        copy = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
-        try:
-            shutil.copytree(made.folder, copy, dirs_exist_ok=True)
-            copy.rename(folder)
-        finally:
-            shutil.rmtree(copy, ignore_errors=True)
-    return folder
-
-
-def _miss(wanted: Wanted, store: Store) -> str:
-    cure = "compile it with `neuron-runtime compile`, or serve with --on-artifact-miss compile"
-    found = nearest(store, wanted.cover) if store.folder.is_dir() else None
-    if found is None:
-        return f"{store.folder} has no artifact, {wanted.key} is needed: {cure}"
-    entry, differing = found
-    return (
-        f"{store.folder} has no artifact {wanted.key}; the nearest one, {entry.key}, was compiled for something else: "
-        f"{joined(differing)}; {cure}"
-    )
 
 
 def _digest_of(model_dir: Path, *, with_weights: bool) -> str:

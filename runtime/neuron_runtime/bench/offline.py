@@ -16,7 +16,14 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
-from neuron_runtime.arguments import BY_ARGUMENT, FLAG_NAMES, config_of, default_weights_dir, naming
+from neuron_runtime.arguments import (
+    BY_ARGUMENT,
+    FLAG_NAMES,
+    config_of,
+    default_artifacts_dir,
+    default_weights_dir,
+    naming,
+)
 from neuron_runtime.bench.model import PREFIX, SHAPES, model_folder_or_uri
 from neuron_runtime.bench.number_flags import add_number
 from neuron_runtime.bench.report import Load, Meter, Report, Row, Table, check_outputs, deliver, machine_line
@@ -119,14 +126,16 @@ class OfflineEngine:
     """
 
     def __init__(self, model: str, arguments: Mapping[str, Any], cache_dir: Path | None = None) -> None:
-        from neuron_runtime.engine.backends import backend_package, check_backend  # noqa: PLC0415 - heavy
+        from neuron_runtime.artifacts.loading import Places, load_backend  # noqa: PLC0415
+        from neuron_runtime.engine.backends import check_backend  # noqa: PLC0415 - heavy
         from neuron_runtime.engine.loop import Engine  # noqa: PLC0415
         from neuron_runtime.weights.fetching import materialize  # noqa: PLC0415
 
         config = config_of(model_folder_or_uri(model, cache_dir), arguments)
         check_backend(config)
         self.model_dir = materialize(config.model, default_weights_dir(), lambda stage, share: None)
-        self.backend = backend_package(config).load_backend(self.model_dir, config, lambda stage, share: None)
+        places = Places(default_artifacts_dir())
+        self.backend = load_backend(self.model_dir, config, places, lambda stage, share: None)
         self.backend.warm_up(lambda stage, share: None)
         self.engine = Engine(self.backend, max_queued_requests=2**31)
         self._num_requests = 0

@@ -17,30 +17,19 @@ from pathlib import Path
 import msgspec
 
 from neuron_runtime import record
-from neuron_runtime.arguments import FLAG_NAMES, default_artifacts_dir, default_weights_dir, naming
+from neuron_runtime.arguments import FLAG_NAMES, naming
 from neuron_runtime.commands.serve import add_model, add_model_flags, configuration
 from neuron_runtime.config import COMPILED, RuntimeConfig
 from neuron_runtime.console import StageLines, say
 from neuron_runtime.flags import Field
+from neuron_runtime.local_settings import add_artifact_flags, add_weights_flags
 from neuron_runtime.uris import ClaimModel, FolderModel, parse_uri
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_model(parser)
-    parser.add_argument(
-        "--weights-dir",
-        type=Path,
-        metavar="DIR",
-        default=default_weights_dir(),
-        help="Store of models (default: neuron-serving/weights in $XDG_CACHE_HOME, else in ~/.cache)",
-    )
-    parser.add_argument(
-        "--artifacts-dir",
-        type=Path,
-        metavar="DIR",
-        default=default_artifacts_dir(),
-        help="Store of artifacts (default: neuron-serving/artifacts in $XDG_CACHE_HOME, else in ~/.cache)",
-    )
+    add_weights_flags(parser)
+    add_artifact_flags(parser)
     record.add_flag(parser)
     add_model_flags(parser, _is_compiled)
     parser.set_defaults(run=run)

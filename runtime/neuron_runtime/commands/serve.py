@@ -15,11 +15,12 @@ from pathlib import Path
 from typing import Any
 
 from neuron_runtime import not_built, record
-from neuron_runtime.arguments import BY_ARGUMENT, FLAG_NAMES, config_of, default_weights_dir, model_uri, naming
+from neuron_runtime.arguments import BY_ARGUMENT, FLAG_NAMES, config_of, model_uri, naming
 from neuron_runtime.config import RuntimeConfig, load_config
 from neuron_runtime.console import say
 from neuron_runtime.errors import ConfigProblems, InvalidConfig
 from neuron_runtime.flags import Field, add_flags, json_or_text
+from neuron_runtime.local_settings import LocalSettings, add_local_flags
 from neuron_runtime.not_built import Surface
 from neuron_runtime.uris import FORMS
 
@@ -37,14 +38,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--port", type=int, metavar="N", default=DEFAULT_PORT, help="Port; 0: any free one (default: %(default)s)"
     )
-    parser.add_argument(
-        "--weights-dir",
-        type=Path,
-        metavar="DIR",
-        default=default_weights_dir(),
-        help="Store of models: found there, or fetched into it "
-        "(default: neuron-serving/weights in $XDG_CACHE_HOME, else in ~/.cache)",
-    )
+    add_local_flags(parser)
     record.add_flag(parser)
     parser.add_argument(
         "--api-key-file", type=Path, metavar="FILE", help="File with API keys, one per line; clients must send one"
@@ -93,6 +87,7 @@ def run(options: argparse.Namespace, began: float) -> record.Record:
     from neuron_runtime.server.supervisor import Signals, Supervisor, listen, url_of  # noqa: PLC0415
 
     config = configuration(options)
+    settings = LocalSettings.of(options)
     # Removed from the environment, so that children do not inherit it.
     variable = os.environ.pop(API_KEY_VARIABLE, None)
     keys = tuple(options.api_key or ([variable] if variable and options.api_key_file is None else ()))
@@ -108,7 +103,7 @@ def run(options: argparse.Namespace, began: float) -> record.Record:
             listener,
             Signals(),
             run_dir=run_dir,
-            weights_dir=options.weights_dir,
+            settings=settings,
             began=began,
             api_key_file=api_key_file(options.api_key_file, keys, run_dir),
         )

@@ -21,7 +21,6 @@ from pathlib import Path
 import zmq
 
 from neuron_runtime import record
-from neuron_runtime.backend.base import Backend
 from neuron_runtime.checkpoint import check_tokenizer
 from neuron_runtime.config import RuntimeConfig, load_config
 from neuron_runtime.console import StageLines
@@ -34,6 +33,7 @@ from neuron_runtime.engine.messages import Abort, Add, FromEngine, Joined, Model
 from neuron_runtime.engine.stats import EngineStats
 from neuron_runtime.engine.watchdog import LATE_SECONDS, MIN_STEP_SECONDS, WatchedBackend
 from neuron_runtime.errors import ExitCode, FatalError, InvalidRequest, Overloaded, ServingError
+from neuron_runtime.local_settings import LocalSettings, add_local_flags
 
 PROGRESS_PERIOD_SECONDS = 0.2
 IDLE_MILLISECONDS = 1000
@@ -208,19 +208,21 @@ def device_failure(error: Exception) -> ServingError:
     return FatalError(ExitCode.DEVICE_OUT_OF_MEMORY if out_of_memory else ExitCode.DEVICE_FAILED, text)
 
 
-def serve(config: RuntimeConfig, weights_dir: Path, border: Border, deadline: Deadline) -> None:
+def serve(config: RuntimeConfig, settings: LocalSettings, border: Border, deadline: Deadline) -> None:
     """Load, warm up, then serve until SIGTERM. Raises FatalError or exceptions of the backend."""
+    from neuron_runtime.artifacts.loading import Places, load_backend  # noqa: PLC0415
     from neuron_runtime.weights.fetching import materialize  # noqa: PLC0415  (may bring a hub client)
 
     report = StartReport(border)
     package = backend_package(config)
     model_dir = materialize(
-        config.model, weights_dir, report, with_weights=package.NEEDS_WEIGHTS, check=check_tokenizer
+        config.model, settings.weights_dir, report, with_weights=package.NEEDS_WEIGHTS, check=check_tokenizer
     )
     border.send(ModelFound(str(model_dir)))
     began = time.monotonic()
     report(f"starting the {config.backend} backend", 0.0)
-    backend: Backend = package.load_backend(model_dir, config, report)
+    places = Places(settings.artifacts_dir, settings.on_artifact_miss)
+    backend = load_backend(model_dir, config, places, report)
     try:
         loaded = time.monotonic()
         watched = WatchedBackend(backend, deadline)
@@ -240,7 +242,7 @@ def serve(config: RuntimeConfig, weights_dir: Path, border: Border, deadline: De
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="neuron_runtime.engine.process")
     parser.add_argument("--config", type=Path, required=True)
-    parser.add_argument("--weights-dir", type=Path, required=True)
+    add_local_flags(parser)
     parser.add_argument("--run-dir", type=Path, required=True)
     parser.add_argument("--incarnation", type=int, required=True)
     parser.add_argument("--num-front-ends", type=int, required=True)
@@ -254,7 +256,7 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         with Deadline(options.run_dir / f"deadline-{options.incarnation}") as deadline:
             config = load_config(options.config)
-            serve(config, options.weights_dir, border, deadline)
+            serve(config, LocalSettings.of(options), border, deadline)
     except Exception as error:  # noqa: BLE001 - whatever the device raised decides the exit code
         failure = device_failure(error)
         if failure is not error:

@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 
 from tqdm import tqdm  # type: ignore[import-untyped]
 
-from neuron_runtime.arguments import LLM_NAMES, default_weights_dir, llm_config, naming
+from neuron_runtime.arguments import LLM_NAMES, default_artifacts_dir, default_weights_dir, llm_config, naming
 from neuron_runtime.checkpoint import check_tokenizer
 from neuron_runtime.console import StageLines, say
 from neuron_runtime.core import BackendLimits, TokenEvent
@@ -53,6 +53,7 @@ class LLM:
         seed: makes answers reproducible if their `SamplingParams` have no seed; refused if those cannot have one.
         revision: revision of a hub model.
         download_dir: folder for weights from a hub.
+        artifacts_dir: store of compiled models, with `compile=True`.
         additional_config: `{"override_neuron_config": {...}}`, as in newer versions of vLLM.
         arguments: `max_model_len`, `max_num_seqs`, `block_size` and other arguments of vLLM's class. They are supported
             or refused by name; see `arguments.LLM_ARGUMENTS` and `not_built.ROWS`.
@@ -71,12 +72,14 @@ class LLM:
         seed: int | None = None,
         revision: str | None = None,
         download_dir: str | Path | None = None,
+        artifacts_dir: str | Path | None = None,
         additional_config: Mapping[str, Any] | None = None,
         **arguments: Any,
     ) -> None:
         config = llm_config(model, arguments, device=device, revision=revision, additional_config=additional_config)
         with naming(LLM_NAMES):
             check_backend(config)
+            from neuron_runtime.artifacts.loading import Places, load_backend  # noqa: PLC0415
             from neuron_runtime.weights.fetching import materialize  # noqa: PLC0415  (brings a hub client)
 
             progress = StageLines()
@@ -88,7 +91,8 @@ class LLM:
             tokenizer = load_tokenizer(self._model_dir)
             source = config.text.generation_config
             defaults = load_generation_defaults(self._model_dir, tokenizer.eos_token_id, source)
-            backend = package.load_backend(self._model_dir, config, progress)
+            places = Places(default_artifacts_dir() if artifacts_dir is None else Path(artifacts_dir))
+            backend = load_backend(self._model_dir, config, places, progress)
             self._close = weakref.finalize(self, backend.close)
             if seed is not None:
                 _check_seed(backend.limits)

@@ -29,6 +29,7 @@ from neuron_runtime.console import say
 from neuron_runtime.engine.lifeline import Deadline
 from neuron_runtime.errors import BackendFailed, ExitCode, FatalError, InvalidConfig, ServingError
 from neuron_runtime.host import memory_limit, num_oom_kills
+from neuron_runtime.local_settings import LocalSettings
 from neuron_runtime.record import GENERAL_FAILURE, Record
 from neuron_runtime.server.control import Control, EngineEnded, EngineStalled, EngineStarted, StartDrain, encode_line
 from neuron_runtime.server.restarts import (
@@ -197,13 +198,13 @@ class Supervisor:
         signals: Signals,
         *,
         run_dir: Path,
-        weights_dir: Path,
+        settings: LocalSettings,
         began: float,
         api_key_file: Path | None = None,
     ) -> None:
         self._config = config
         self._listener = listener
-        self._weights_dir = weights_dir
+        self._settings = settings
         self._keys = [] if api_key_file is None else [f"--api-key-file={api_key_file}"]
         self._signals = signals
         self._began = began
@@ -343,7 +344,7 @@ class Supervisor:
         self._incarnation += 1
         self._stall = ""
         arguments = [
-            f"--weights-dir={self._weights_dir}",
+            *self._settings.arguments,
             f"--incarnation={self._incarnation}",
             f"--num-front-ends={self._config.server.num_front_ends}",
         ]

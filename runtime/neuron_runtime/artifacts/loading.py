@@ -1,0 +1,115 @@
+"""Loads a backend, with its compiled graphs if the configuration asks for them.
+
+Called by the engine process, by `LLM` and by benchmarks once the model is on this machine. It finds the artifact that
+the model and configuration need, or says what differs from those that there are, or has it compiled.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from neuron_runtime.artifacts.compiling import Wanted, make, wanted_artifact
+from neuron_runtime.artifacts.store import artifact_store, find, nearest, read_fitting
+from neuron_runtime.backend.base import Backend, ProgressCallback
+from neuron_runtime.config import RuntimeConfig
+from neuron_runtime.console import say
+from neuron_runtime.engine.backends import backend_package, compiling_package
+from neuron_runtime.errors import ExitCode, FatalError, joined
+from neuron_runtime.weights.disk import make_folder, writing
+from neuron_runtime.weights.store import Store
+
+ARTIFACT_VARIABLE = "NEURON_COMPILED_ARTIFACTS"
+"""Names the folder of one artifact, which is loaded instead of one of the store."""
+
+
+OnMiss = Literal["fail", "compile"]
+
+
+@dataclass(frozen=True)
+class Places:
+    """Where artifacts are, and what to do without the one that is needed."""
+
+    folder: Path
+    on_miss: OnMiss = "compile"
+
+    @property
+    def given(self) -> Path | None:
+        """The folder of one artifact, named by the environment."""
+        value = os.environ.get(ARTIFACT_VARIABLE)
+        return Path(value).absolute() if value else None
+
+
+def load_backend(model_dir: Path, config: RuntimeConfig, places: Places, progress: ProgressCallback) -> Backend:
+    """The backend of a model in a folder.
+
+    Raises:
+        FatalError: those of `provide` and of the backend.
+        InvalidConfig: a setting cannot be served; names the field.
+    """
+    if not config.compile:
+        if places.given is not None:
+            say(f"{ARTIFACT_VARIABLE} has no effect, because the configuration does not set `compile`")
+        return backend_package(config).load_backend(model_dir, config, progress)
+    artifact = provide(config, model_dir, places, progress)
+    return compiling_package(config).load_backend(model_dir, config, progress, artifact)
+
+
+def provide(config: RuntimeConfig, model_dir: Path, places: Places, progress: ProgressCallback) -> Path:
+    """The folder of the compiled graphs.
+
+    Raises:
+        FatalError: ARTIFACT_MISSING with the fields that differ from the nearest one, or the damaged file; those of
+            `make`.
+    """
+    wanted = wanted_artifact(config, model_dir)
+    if places.given is not None:
+        return _given(places.given, wanted, places, progress)
+    store = artifact_store(places.folder)
+    if places.on_miss == "compile":
+        return make(wanted, store, progress)[0].folder
+    entry = find(store, wanted.cover)
+    if entry is None:
+        raise FatalError(ExitCode.ARTIFACT_MISSING, _miss(wanted, store))
+    return entry.folder
+
+
+def _given(folder: Path, wanted: Wanted, places: Places, progress: ProgressCallback) -> Path:
+    """The artifact in the folder of ARTIFACT_VARIABLE. One that does not fit is refused, never deleted."""
+    entry, differing = read_fitting(folder, wanted.cover)
+    if differing:
+        message = (
+            f"{ARTIFACT_VARIABLE}: the artifact in {folder} was compiled for something else: {joined(differing)}; "
+            "name another folder, or change the configuration"
+        )
+        raise FatalError(ExitCode.ARTIFACT_MISSING, message)
+    if entry is not None:
+        return folder
+    if places.on_miss == "fail":
+        raise FatalError(ExitCode.ARTIFACT_MISSING, f"{ARTIFACT_VARIABLE}: {folder} has no artifact")
+    made, _ = make(wanted, artifact_store(places.folder), progress)
+    with writing(folder.parent):
+        make_folder(folder.parent)
+        copy = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
+        try:
+            shutil.copytree(made.folder, copy, dirs_exist_ok=True)
+            copy.rename(folder)
+        finally:
+            shutil.rmtree(copy, ignore_errors=True)
+    return folder
+
+
+def _miss(wanted: Wanted, store: Store) -> str:
+    cure = "compile it with `neuron-runtime compile`, or serve with --on-artifact-miss compile"
+    found = nearest(store, wanted.cover) if store.folder.is_dir() else None
+    if found is None:
+        return f"{store.folder} has no artifact, {wanted.key} is needed: {cure}"
+    entry, differing = found
+    return (
+        f"{store.folder} has no artifact {wanted.key}; the nearest one, {entry.key}, was compiled for something else: "
+        f"{joined(differing)}; {cure}"
+    )

@@ -1,0 +1,67 @@
+"""Settings of one machine that are no part of the configuration: where a serving process finds what it loads.
+
+The command `serve` and its engine process parse the same flags, declared here once; the supervisor passes them on.
+"""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Literal, Self
+
+from neuron_runtime.arguments import default_artifacts_dir, default_weights_dir
+
+
+@dataclass(frozen=True)
+class LocalSettings:
+    """A field is a flag with its name."""
+
+    weights_dir: Path
+    artifacts_dir: Path
+    on_artifact_miss: Literal["compile", "fail"] = "compile"
+
+    @classmethod
+    def of(cls, options: argparse.Namespace) -> Self:
+        return cls(**{field.name: getattr(options, field.name) for field in fields(cls)})
+
+    @property
+    def arguments(self) -> list[str]:
+        """The command line that `of` reads."""
+        given = ((field.name, getattr(self, field.name)) for field in fields(self))
+        return [f"--{name.replace('_', '-')}={value}" for name, value in given if value != ""]
+
+
+def add_local_flags(parser: argparse.ArgumentParser) -> None:
+    add_weights_flags(parser)
+    add_artifact_flags(parser)
+    parser.add_argument(
+        "--on-artifact-miss",
+        choices=("compile", "fail"),
+        default="compile",
+        help="With --compile, if no store has the artifact: compile it, or fail with code 20 (default: %(default)s)",
+    )
+
+
+def add_weights_flags(parser: argparse.ArgumentParser) -> None:
+    """Where models are."""
+    parser.add_argument(
+        "--weights-dir",
+        type=Path,
+        metavar="DIR",
+        default=default_weights_dir(),
+        help="Store of models: found there, or fetched into it "
+        "(default: neuron-serving/weights in $XDG_CACHE_HOME, else in ~/.cache)",
+    )
+
+
+def add_artifact_flags(parser: argparse.ArgumentParser) -> None:
+    """Where compiled models are."""
+    parser.add_argument(
+        "--artifacts-dir",
+        type=Path,
+        metavar="DIR",
+        default=default_artifacts_dir(),
+        help="Store of compiled models: found there, or compiled into it "
+        "(default: neuron-serving/artifacts in $XDG_CACHE_HOME, else in ~/.cache)",
+    )
