@@ -107,6 +107,8 @@ class PodView:
     reason: str
     message: str
     is_deleting: bool
+    should_be_gone: datetime | None
+    """The end of its grace period; None: nobody deletes it."""
     is_ready: bool
     are_containers_ready: bool
     readiness_changed: datetime | None
@@ -336,6 +338,7 @@ def _pod(pod: Object) -> PodView:
         reason=text(pod, "status", "reason"),
         message=text(pod, "status", "message"),
         is_deleting=_is_deleting(pod),
+        should_be_gone=instant(dig(pod, "metadata", "deletionTimestamp")),
         is_ready=ready.status == "True",
         are_containers_ready=conditions.get("ContainersReady", _ABSENT).status == "True",
         readiness_changed=instant(ready.since),

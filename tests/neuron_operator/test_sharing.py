@@ -174,3 +174,11 @@ def test_a_record_is_void_once_a_serving_pod_misses_what_it_tells_of(code: int, 
     gone = {found["kind"] for found in decision.delete}
     assert gone == ({"ConfigMap", "Job"} if again else set())
     assert "Deployment" in {found["kind"] for found in decision.desired}, "the other replicas go on"
+
+
+@pytest.mark.parametrize(("overdue", "deleted"), [(5, []), (60, ["resolve-x"])])
+def test_the_pod_of_a_job_on_a_lost_node_is_deleted_for_the_kubelet(overdue: int, deleted: list[str]) -> None:
+    world, decision = settle(fresh())
+    pod = job_pod(find(decision.desired, "Job"), {"running": {}}, phase="Running")
+    pod["metadata"]["deletionTimestamp"] = (NOW - timedelta(seconds=overdue)).isoformat()
+    assert [name_of(gone) for gone in decide(replace(world, pods=(pod,)), SETTINGS).delete] == deleted

@@ -38,6 +38,11 @@ CA_VARIABLES = ("SSL_CERT_FILE", "REQUESTS_CA_BUNDLE", "AWS_CA_BUNDLE")
 """OpenSSL and httpx, requests, and the AWS SDK each read their own."""
 
 
+SOON_OFF_A_LOST_NODE = tuple(
+    {"key": f"node.kubernetes.io/{taint}", "operator": "Exists", "effect": "NoExecute", "tolerationSeconds": 30}
+    for taint in ("not-ready", "unreachable")
+)
+"""Instead of Kubernetes' five minutes: what a Job did is resumed elsewhere."""
 TMP = Mount("tmp", names.TMP_DIR, {"emptyDir": {}})
 
 
@@ -166,7 +171,7 @@ def step_pod_template(
                 "containers": [container],
                 "volumes": [mount.volume for mount in mounts],
                 "nodeSelector": settings.jobs.node_selector,
-                "tolerations": list(settings.jobs.tolerations),
+                "tolerations": [*settings.jobs.tolerations, *SOON_OFF_A_LOST_NODE],
                 "affinity": affinity,
             }
         ),
