@@ -6,6 +6,7 @@ import argparse
 import sys
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, NoReturn
@@ -18,12 +19,13 @@ from neuron_runtime.errors import ServingError
 
 INTERRUPTED = 130
 
-COMMANDS = {
+COMMANDS: dict[str, tuple[Callable[[argparse.ArgumentParser], None], str]] = {
     "serve": (serve.add_arguments, "serve a model over HTTP"),
     "inspect": (inspect.add_arguments, "show facts about a model from its config and the headers of its weights"),
     "fetch": (fetch.add_arguments, "fetch a model into a store, from where it can be served"),
     "compile": (compile_model.add_arguments, "compile a model into a store, from where it can be served"),
     "weights": (weights.add_commands, "list, verify or prune the models of a store"),
+    "artifacts": (partial(weights.add_commands, contents=weights.ARTIFACTS), "list, verify or prune compiled models"),
     "bench": (bench.add_commands, "measure throughput and latency, or simulate a deployment"),
 }
 """By name: the function that adds its arguments, and a line of help."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from neuron_runtime.__main__ import main
 from neuron_runtime.artifacts.key import key_of
 from neuron_runtime.artifacts.store import DOCUMENT, Artifact, artifact_store, find, nearest
 from neuron_runtime.errors import ExitCode
@@ -114,3 +116,20 @@ def test_the_nearest_artifact_has_the_fewest_differences_and_is_the_newest(store
 def test_an_empty_store_has_no_nearest_artifact(store: Store) -> None:
     store.prepare()
     assert nearest(store, COVER) is None
+
+
+def test_the_commands_look_after_artifacts(store: Store, capsys: pytest.CaptureFixture[str]) -> None:
+    made, other = publish(store, COVER, GRAPHS), publish(store, {**COVER, "model": "cd"}, GRAPHS)
+    assert main(["artifacts", "ls", "--json", str(store.folder)]) == 0
+    listed = json.loads(capsys.readouterr().out)
+    assert {row["name"]: row["state"] for row in listed} == dict.fromkeys((made.key, other.key), "complete")
+    assert main(["artifacts", "verify", str(store.folder)]) == 0
+    (made.folder / "one.bin").chmod(0o644)
+    (made.folder / "one.bin").write_bytes(b"hparg")
+    assert main(["artifacts", "verify", str(store.folder)]) == ExitCode.ARTIFACT_MISSING
+    printed = capsys.readouterr()
+    assert f"{made.key}: one.bin: its sha256 is" in printed.out
+    assert f"{other.key}: intact" in printed.out
+    assert f"1 of 2 artifacts in {store.folder} are damaged; delete them: they are compiled again" in printed.err
+    assert main(["artifacts", "prune", str(store.folder), "--unused-days", "0", "--keep", made.key]) == 0
+    assert store.all_keys() == [made.key]

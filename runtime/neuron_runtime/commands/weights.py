@@ -1,4 +1,4 @@
-"""`neuron-runtime weights ls|verify|prune DIR`: looks after a store of models. It fetches nothing."""
+"""`neuron-runtime weights ls|verify|prune DIR`, and the same of `artifacts`: looks after a store."""
 
 from __future__ import annotations
 
@@ -6,13 +6,14 @@ import argparse
 import json
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from neuron_runtime import record
 from neuron_runtime.console import AmountLine, bytes_text, say
-from neuron_runtime.errors import ExitCode, FatalError
+from neuron_runtime.errors import FatalError
 
 if TYPE_CHECKING:
     from neuron_runtime.weights.store import Store
@@ -20,39 +21,69 @@ if TYPE_CHECKING:
 DEFAULT_UNUSED_DAYS = 30.0
 
 
-def add_commands(parser: argparse.ArgumentParser) -> None:
-    commands = parser.add_subparsers(dest="weights", required=True, metavar="COMMAND")
+@dataclass(frozen=True)
+class Contents:
+    """What a store holds, in the words of the commands."""
+
+    name: str
+    """Of the command."""
+    noun: str
+    work: str
+    """What makes one."""
+    made: str
+    key: str
+    open: Callable[[Path], Store]
+
+
+def _models(folder: Path) -> Store:
+    from neuron_runtime.weights.store import Store  # noqa: PLC0415
+
+    return Store(folder)
+
+
+def _artifacts(folder: Path) -> Store:
+    from neuron_runtime.artifacts.store import artifact_store  # noqa: PLC0415
+
+    return artifact_store(folder)
+
+
+WEIGHTS = Contents("weights", "model", "download", "fetched", "DIGEST", _models)
+ARTIFACTS = Contents("artifacts", "artifact", "compilation", "compiled", "KEY", _artifacts)
+
+
+def add_commands(parser: argparse.ArgumentParser, contents: Contents = WEIGHTS) -> None:
+    commands = parser.add_subparsers(dest=contents.name, required=True, metavar="COMMAND")
+    noun, work, made = contents.noun, contents.work, contents.made
 
     def add(name: str, run: Callable[[argparse.Namespace, Store], None], meaning: str) -> argparse.ArgumentParser:
         command = commands.add_parser(name, help=meaning, description=f"{meaning[0].upper()}{meaning[1:]}.")
-        command.add_argument("folder", type=Path, metavar="DIR", help="Store of models")
+        command.add_argument("folder", type=Path, metavar="DIR", help=f"Store of {noun}s")
         record.add_flag(command)
         command.set_defaults(look_after=run)
         return command
 
-    listing = add("ls", _ls, "list the models of a store and unfinished downloads")
+    listing = add("ls", _ls, f"list the {noun}s of a store and unfinished {work}s")
     listing.add_argument("--json", action="store_true", help="Print a JSON list")
-    add("verify", _verify, "compare the contents of every file with the checksum from when it was fetched")
-    pruning = add("prune", _prune, "delete models that nobody uses, and downloads abandoned for a day")
+    add("verify", _verify, f"compare the contents of every file with the checksum from when it was {made}")
+    pruning = add("prune", _prune, f"delete {noun}s that nobody uses, and {work}s abandoned for a day")
     pruning.add_argument(
-        "--keep", nargs="+", action="extend", default=[], metavar="DIGEST", help="Mark these as used now"
+        "--keep", nargs="+", action="extend", default=[], metavar=contents.key, help="Mark these as used now"
     )
     pruning.add_argument(
         "--unused-days",
         type=_days,
         default=DEFAULT_UNUSED_DAYS,
         metavar="N",
-        help="Delete what was neither fetched, found nor marked for so long (default: %(default)g)",
+        help=f"Delete what was neither {made}, found nor marked for so long (default: %(default)g)",
     )
     pruning.add_argument("--dry-run", action="store_true", help="Only print what would be deleted; mark nothing")
-    parser.set_defaults(run=run)
+    parser.set_defaults(run=run, contents=contents)
 
 
 def run(options: argparse.Namespace, began: float) -> record.Record:
-    from neuron_runtime.weights.store import Store  # noqa: PLC0415
-
-    options.look_after(options, Store(options.folder))
-    return record.success("weights", seconds=time.monotonic() - began)
+    contents: Contents = options.contents
+    options.look_after(options, contents.open(options.folder))
+    return record.success(contents.name, seconds=time.monotonic() - began)
 
 
 def _ls(options: argparse.Namespace, store: Store) -> None:
@@ -60,7 +91,7 @@ def _ls(options: argparse.Namespace, store: Store) -> None:
     if options.json:
         print(json.dumps(rows, indent=2))
         return
-    cells = [("DIGEST", "SIZE", "LAST USED", "STATE", "SOURCE")]
+    cells = [(options.contents.key, "SIZE", "LAST USED", "STATE", "SOURCE")]
     cells += [
         (row["name"], bytes_text(row["bytes"]), row["used"].partition("T")[0], row["state"], row["uri"]) for row in rows
     ]
@@ -108,8 +139,8 @@ def _verify(options: argparse.Namespace, store: Store) -> None:
         if not wrong:
             print(f"{key}: intact")
     if num_damaged:
-        message = f"{num_damaged} of {len(keys)} models in {store.folder} are damaged; delete them and fetch again"
-        raise FatalError(ExitCode.CHECKSUM_MISMATCH, message)
+        message = f"{num_damaged} of {len(keys)} {store.kind.noun}s in {store.folder} are damaged"
+        raise FatalError(store.kind.damaged, f"{message}; delete them: they are {options.contents.made} again")
 
 
 class _Progress:
