@@ -3,6 +3,7 @@
 OperatorError
 ├── InvalidSpec          the user: condition Accepted with the field; no retry until an edit
 │   ├── FieldNotSupported    the same, with the cure
+│   ├── StorageNotConfigured the same, or an administrator, with the chart value
 │   └── Refusals             several of them
 ├── Unplaceable          the user: condition Placed with the numbers
 └── ClusterFault         time or an admin: back-off per key if `retriable`, else a condition
@@ -41,6 +42,16 @@ class FieldNotSupported(InvalidSpec):
     def __init__(self, field: str, value: str, cure: str) -> None:
         super().__init__(field, f"{value} is not supported by this version; {cure}")
         self.cure = cure
+
+
+class StorageNotConfigured(InvalidSpec):
+    """Neither manifest nor chart says where compiled artifacts are kept."""
+
+    reason = Reason.STORAGE_NOT_CONFIGURED
+
+    def __init__(self) -> None:
+        cure = "set it, or the chart value storage.artifacts, for example storage.artifacts.pvcTemplate.size=10Gi"
+        super().__init__("spec.storage.artifacts", f"a compiled model needs a place for its artifact; {cure}")
 
 
 class Refusals(InvalidSpec):

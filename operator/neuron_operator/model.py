@@ -45,7 +45,7 @@ class Backend:
 
 BACKENDS = {
     "torch": Backend("computes on the host", compiles="on request"),
-    "simulated": Backend("simulates a device"),
+    "simulated": Backend("simulates a device", compiles="on request"),
 }
 
 

@@ -126,7 +126,13 @@ class Reason(StrEnum):
         "server reports an internal error, or objects of a deleted model still exist",
         "Repair what the message quotes. The operator retries, at most a minute apart",
     )
-    STORAGE_NOT_CONFIGURED = Row("StorageNotConfigured", ("Accepted",), final=True)
+    STORAGE_NOT_CONFIGURED = Row(
+        "StorageNotConfigured",
+        ("Accepted",),
+        "The model is to be compiled, but neither manifest nor chart says where its artifact is kept",
+        "Set `storage.artifacts` in the manifest or in the chart's values, see [storage](storage.md)",
+        final=True,
+    )
     MODEL_TOO_LARGE = Row("ModelTooLarge", ("Placed",), final=True)
     TOPOLOGY_IMPOSSIBLE = Row(
         "TopologyImpossible",
@@ -375,7 +381,14 @@ class Reason(StrEnum):
         passing=True,
     )
     FETCHING = Row("Fetching", ("WeightsReady",), passing=True)
-    COMPILING = Row("Compiling", ("Compiled",), passing=True)
+    COMPILING = Row(
+        "Compiling",
+        ("Compiled", "UpToDate"),
+        "The Job compiles the model, is waiting (the message says for what: image, node, quota, volume), or is "
+        "repeated with more memory. As `UpToDate`: the earlier revision serves until the artifact of an edit is there",
+        "Wait; the Job's log tells the graph that is being compiled",
+        passing=True,
+    )
     LOADING = Row(
         "Loading",
         ("Available",),

@@ -16,7 +16,7 @@ from msgspec import Struct
 
 from neuron_operator import names
 from neuron_operator.config_document import config_document, sampling_mode
-from neuron_operator.errors import InvalidSpec
+from neuron_operator.errors import InvalidSpec, StorageNotConfigured
 from neuron_operator.fields import SpecPart, Supported, as_json, fields_of
 from neuron_operator.model import BACKENDS, Jobs, NeuronModel, ServiceTemplate
 from neuron_operator.model_status import Plan
@@ -24,14 +24,21 @@ from neuron_operator.objects import dig, items, name_of, text, whole
 from neuron_operator.placement import Placement, place
 from neuron_operator.records import Facts
 from neuron_operator.render.objects import child
-from neuron_operator.render.pods import runtime_image, serving_pod_template
+from neuron_operator.render.pods import compile_image, runtime_image, serving_pod_template
 from neuron_operator.render.resources import serving_requests
 from neuron_operator.render.serving import config_name
-from neuron_operator.render.storage import is_fetched_by_job, weights_place
+from neuron_operator.render.storage import artifacts_place, is_fetched_by_job, weights_place
 from neuron_operator.world import Object, Place, Settings
 
 FORMAT = 1
 """Version of `Pinned`; part of every revision's name, because a ControllerRevision's data is immutable."""
+
+
+class Compiling(Struct, frozen=True, kw_only=True, rename="camel"):
+    """How a Job compiles the model."""
+
+    image: str
+    artifacts: Place
 
 
 class Pinned(Struct, frozen=True, kw_only=True, rename="camel", omit_defaults=True):
@@ -50,6 +57,8 @@ class Pinned(Struct, frozen=True, kw_only=True, rename="camel", omit_defaults=Tr
     plan: Plan
     weights: Place | None = None
     """Where a Job puts the weights for all pods; None: it does not."""
+    compiling: Compiling | None = None
+    """None: replicas need no artifact."""
     config: dict[str, Any]
     """The RuntimeConfig document."""
     template: dict[str, Any]
@@ -145,7 +154,7 @@ def pin(model: NeuronModel, facts: Facts, settings: Settings, number: int) -> Re
 
     Raises:
         Unplaceable: no node could hold a replica.
-        InvalidSpec: a limit that exceeds the model's.
+        InvalidSpec: a limit that exceeds the model's, or no place for the artifact of a compiled model.
     """
     length = model.spec.serving.max_model_length
     if length and 0 < facts.max_position_embeddings < length:
@@ -155,6 +164,7 @@ def pin(model: NeuronModel, facts: Facts, settings: Settings, number: int) -> Re
         )
     placement = place(model, settings)
     weights = weights_place(model, settings)
+    compiling = _compiling(model, settings)
     config = config_document(model, facts)
     template = serving_pod_template(
         model,
@@ -162,6 +172,7 @@ def pin(model: NeuronModel, facts: Facts, settings: Settings, number: int) -> Re
         settings,
         requests=serving_requests(model, facts),
         weights=weights,
+        artifacts=compiling.artifacts if compiling else None,
         revision=revision_hash(spec_hash(model), model.refresh),
         config_name=config_name(model.name, config),
         group_size=1,
@@ -177,10 +188,20 @@ def pin(model: NeuronModel, facts: Facts, settings: Settings, number: int) -> Re
         instance_type=placement.instance_type,
         plan=_plan(model, facts, placement),
         weights=weights if is_fetched_by_job(model, weights) else None,
+        compiling=compiling,
         config=config,
         template=template,
     )
     return Revision(number=number, pinned=pinned)
+
+
+def _compiling(model: NeuronModel, settings: Settings) -> Compiling | None:
+    if not model.is_compiled:
+        return None
+    artifacts = artifacts_place(model, settings)
+    if artifacts is None:
+        raise StorageNotConfigured
+    return Compiling(image=compile_image(model, settings), artifacts=artifacts)
 
 
 def to_object(model: NeuronModel, revision: Revision) -> Object:

@@ -14,7 +14,7 @@ from neuron_operator.model import ApiKeySecret, NeuronModel
 from neuron_operator.placement import Placement, size_rule
 from neuron_operator.render.objects import without_empty
 from neuron_operator.render.resources import Requests, overlaid
-from neuron_operator.render.storage import Access, loading
+from neuron_operator.render.storage import ARTIFACTS, Access, loading, reading
 from neuron_operator.render.volumes import Mount
 from neuron_operator.world import DeviceMode, Object, Place, Settings
 
@@ -53,12 +53,19 @@ def serving_pod_template(
     *,
     requests: Requests,
     weights: Place,
+    artifacts: Place | None,
     revision: str,
     config_name: str,
     group_size: int,
 ) -> Object:
-    """The pod template of one revision; `group_size` is the number of pods per replica, `requests` the default."""
-    access = loading(model, weights)
+    """The pod template of one revision.
+
+    Args:
+        requests: the default.
+        artifacts: where the compiled model is; None: it is not compiled.
+        group_size: the number of pods per replica.
+    """
+    access = loading(model, weights) + (reading(ARTIFACTS, artifacts) if artifacts else Access())
     overlay = model.spec.pod_template
     rollout = model.spec.rollout
     api_key = model.spec.serving.api_key_secret_ref
@@ -222,6 +229,10 @@ def _container(
 
 def runtime_image(model: NeuronModel, settings: Settings) -> str:
     return model.spec.engine.image or settings.runtime_image
+
+
+def compile_image(model: NeuronModel, settings: Settings) -> str:
+    return model.spec.engine.image or settings.compile_image or settings.runtime_image
 
 
 def _probe(path: str, *, period: int, failures: int) -> Object:

@@ -59,25 +59,25 @@ def serving_requests(model: NeuronModel, facts: Facts) -> Requests:
 
 @dataclass(frozen=True)
 class CompilerMemory:
-    """What compiling with a backend takes, beside the libraries. Only a guess to start with: a compiler that runs out
-    of memory gets twice as much."""
+    """What compiling with a backend takes. Only a guess to start with: a compiler that runs out of memory gets twice
+    as much."""
 
     bytes: int
     per_layer: int = 0
-    per_weight: float = 0.0
-    """As a share of the weights; 0: they are not read."""
 
 
-COMPILER_MEMORY = {"torch": CompilerMemory(bytes=2048 * MIB, per_layer=64 * MIB)}
-"""AOTInductor and g++, one graph at a time: 1 to 2.3 GB measured with 12 layers."""
+COMPILER_MEMORY = {
+    # AOTInductor and g++, one graph at a time: 1 to 2.3 GB measured with 12 layers.
+    "torch": CompilerMemory(bytes=TORCH_BYTES + 2048 * MIB, per_layer=64 * MIB),
+    "simulated": CompilerMemory(bytes=256 * MIB),
+}
 COMPILER_MILLICORES = 1000
 
 
 def compile_requests(model: NeuronModel, facts: Facts, times: int = 1) -> Requests:
     """What the Job requests that compiles a model: `times` as much memory as estimated."""
     needs = COMPILER_MEMORY[model.backend]
-    memory = TORCH_BYTES + needs.bytes + needs.per_layer * facts.num_layers
-    memory += int(needs.per_weight * _weights_bytes(model, facts))
+    memory = needs.bytes + needs.per_layer * facts.num_layers
     return {"cpu": f"{COMPILER_MILLICORES}m", "memory": f"{times * _up(memory, 64 * MIB) // MIB}Mi"}
 
 

@@ -103,6 +103,17 @@ def fetching(model: NeuronModel, place: Place) -> Access:
     return source(model) + replace(target, arguments=(WEIGHTS.folder,))
 
 
+def compiling(model: NeuronModel, weights: Place | None, artifacts: Place) -> Access:
+    """To compile a model into a shared place. Weights that a Job put into a claim (`weights`) are at hand; otherwise the
+    URI has what the compiler reads."""
+    if weights and weights.persistent_volume_claim:
+        at_hand = writing(WEIGHTS, weights)
+        access = replace(at_hand, mounts=tuple(replace(mount, read_only=True) for mount in at_hand.mounts))
+    else:
+        access = source(model)
+    return access + writing(ARTIFACTS, artifacts)
+
+
 def reading(kept: Kept, place: Place) -> Access:
     """To read from a shared place what a Job put there; that it is missing ends the pod."""
     must_exist = (kept.miss_flag, "fail")
