@@ -14,7 +14,7 @@ from neuron_operator.breaker import Allowed
 from neuron_operator.errors import InvalidSpec
 from neuron_operator.fields import as_json
 from neuron_operator.model import NeuronModel
-from neuron_operator.model_status import Status
+from neuron_operator.model_status import ArtifactStatus, Status
 from neuron_operator.objects import is_owned, name_of
 from neuron_operator.reasons import Finding, Reason, met, unmet
 from neuron_operator.render import serving
@@ -277,9 +277,21 @@ def _status(observed: Observed, course: Course, findings: Sequence[Finding]) -> 
             update_revision=wanted or model.update_revision or None,
             model=status.facts_of(shown.pinned.facts) if shown else None,
             plan=shown.pinned.plan if shown else None,
+            artifacts=tuple({found.key: found for found in _artifacts(observed, course)}.values()),
         )
     )
     return built
+
+
+def _artifacts(observed: Observed, course: Course) -> Iterator[ArtifactStatus]:
+    """Of the wanted revision, and of the one that serves until then."""
+    for known in _distinct(course.wanted, course.served):
+        for name in known.shared if known.pinned.compiling else ():
+            kept, job = observed.keepers.get(name), observed.jobs.get(name)
+            if kept is not None and kept.record is not None and (artifact := kept.record.artifact):
+                yield ArtifactStatus(key=artifact.key[:128], state="Ready", seconds=round(artifact.seconds))
+            elif job is not None and job.role == names.ROLE_COMPILE and kept is None:
+                yield ArtifactStatus(key=name, state="Compiling" if job.failure is None else "Failed")
 
 
 def _requeue_after(

@@ -49,6 +49,9 @@ BACKENDS = {
 }
 
 
+COMPILING = tuple(name for name, backend in BACKENDS.items() if backend.compiles != "never")
+
+
 class SecretName(SpecPart, frozen=True):
     name: Name
 
@@ -304,7 +307,7 @@ class Engine(SpecPart, frozen=True):
         "Whether the model is compiled before it is served. `Enabled`: a Job compiles it once, and "
         "replicas start with the artifact. `Auto`: only for a backend that cannot serve without.",
         ConfigKey("compile", {"Auto": None, "Enabled": True, "Disabled": None}, compiled=True),
-        Supported("remove it: nothing is compiled yet", values=("Disabled",)),
+        Supported("remove it: this backend compiles nothing", values=("Disabled",), backends=COMPILING),
     ] = "Auto"
     override_neuron_config: Annotated[
         Json,

@@ -74,9 +74,9 @@ class Plan(StatusPart, frozen=True):
 
 
 class ArtifactStatus(StatusPart, frozen=True):
-    key: Annotated[str, Meta(max_length=128)]
-    state: Word | None = None
-    seconds: Int64 | None = None
+    key: Annotated[str, Meta(max_length=128), "Its key in the store; until that is known, the name of the Job."]
+    state: Annotated[Word | None, "`Compiling`, `Failed` or `Ready`."] = None
+    seconds: Annotated[Int64 | None, "How long compiling took, even if this model found it in the store."] = None
 
 
 class GroupStatus(StatusPart, frozen=True):
@@ -111,5 +111,10 @@ class Status(StatusPart, frozen=True):
     failed_revision: Annotated[Word | None, "Reserved."] = None
     model: ModelFacts | None = None
     plan: Plan | None = None
-    artifacts: Annotated[tuple[ArtifactStatus, ...], Meta(max_length=2), unique(by="key"), "Reserved."] = ()
+    artifacts: Annotated[
+        tuple[ArtifactStatus, ...],
+        Meta(max_length=2),
+        unique(by="key"),
+        "The compiled artifact of the desired revision, and of the one that serves until then.",
+    ] = ()
     groups: Annotated[tuple[GroupStatus, ...], Meta(max_length=32), unique(by="name"), "Reserved."] = ()

@@ -7,7 +7,7 @@ waits.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 import msgspec
@@ -15,13 +15,16 @@ import msgspec
 from neuron_operator import revision
 from neuron_operator.errors import InvalidSpec, Unplaceable
 from neuron_operator.model import NeuronModel
+from neuron_operator.model_status import MAX_WORD
 from neuron_operator.objects import instant, name_of
 from neuron_operator.reasons import Finding, Reason, met, unmet
-from neuron_operator.records import Facts, Record
+from neuron_operator.records import Facts, Record, StoredArtifact
 from neuron_operator.render.jobs import (
     MAX_RETRY_SECONDS,
     MIN_RETRY_SECONDS,
+    compile_jobs,
     keeper,
+    memory_of,
     rendered_hash,
     resolve_job,
     with_owners,
@@ -29,7 +32,7 @@ from neuron_operator.render.jobs import (
 from neuron_operator.render.storage import source
 from neuron_operator.revision import Revision
 from neuron_operator.views import JobView, KeeperView, Observed
-from neuron_operator.why.jobs import explain_job
+from neuron_operator.why.jobs import explain_job, has_run_out_of_memory, ran_out_of_memory
 from neuron_operator.world import Object, Settings
 
 
@@ -43,6 +46,7 @@ class Known:
     """Number of the revision if a new one is pinned."""
     facts: Facts | None = None
     revision: Revision | None = None
+    artifact: StoredArtifact | None = None
 
     @property
     def resolved(self) -> Facts:
@@ -61,12 +65,12 @@ class Known:
 
 @dataclass(frozen=True)
 class Task:
-    """The Job of a step."""
+    """The Jobs of a step, of which one at a time runs."""
 
     waiting: Finding
     """The finding while the Job runs; other findings about the Job have the same condition."""
-    job: Callable[[Known], Object | None]
-    """The shared Job; None: the step needs none."""
+    jobs: Callable[[Known], tuple[Object, ...]]
+    """The shared Job, and those that follow if one before runs out of memory; empty: the step needs none."""
     learn: Callable[[Known, Record], Known | None]
     """What is known after a successful Job; None if its record lacks it."""
     inputs: Callable[[Known], tuple[Object, ...]] = lambda known: ()
@@ -110,15 +114,16 @@ def walk(steps: Sequence[Step], known: Known, observed: Observed) -> Walk:
     so_far = Walk(known, ())
     for step in steps:
         known = so_far.known
-        job = step.task.job(known) if step.task else None
-        if step.task is not None and job is not None:
+        jobs = step.task.jobs(known) if step.task else ()
+        if step.task is not None and jobs:
+            names = frozenset(map(name_of, jobs))
             is_known = step.task.knows is not None and step.task.knows(known)
-            after = known if is_known else _kept(step.task, name_of(job), known, observed)
+            after = known if is_known else _kept(step.task, names, known, observed)
             if after is None:
-                return _wait(step.task, job, so_far, observed)
-            known, so_far = after, replace(so_far, done=so_far.done | {name_of(job)})
+                return _wait(step.task, jobs, so_far, observed)
+            known, so_far = after, replace(so_far, done=so_far.done | names)
             if step.task.knows is None:
-                so_far = replace(so_far, used=so_far.used | {name_of(job)})
+                so_far = replace(so_far, used=so_far.used | (names & observed.keepers.keys()))
         try:
             known, finding = step.finish(known)
         except (InvalidSpec, Unplaceable) as refusal:
@@ -133,12 +138,11 @@ def using(revision: Revision, done: Walk) -> Revision:
     return msgspec.structs.replace(revision, shared=tuple(sorted(done.used | awaited)))
 
 
-def _kept(task: Task, name: str, known: Known, observed: Observed) -> Known | None:
-    """What the keeper tells; None if there is none, or what it tells of has vanished since."""
-    kept = observed.keepers.get(name)
-    if kept is None or kept.record is None or _is_void(task, kept, known, observed):
-        return None
-    return task.learn(known, kept.record)
+def _kept(task: Task, names: Iterable[str], known: Known, observed: Observed) -> Known | None:
+    """What a keeper tells; None if there is none, or what it tells of has vanished since."""
+    found = (observed.keepers[name] for name in names if name in observed.keepers)
+    records = (kept.record for kept in found if kept.record and not _is_void(task, kept, known, observed))
+    return next((after for record in records if (after := task.learn(known, record)) is not None), None)
 
 
 def _is_void(task: Task, kept: KeeperView, known: Known, observed: Observed) -> bool:
@@ -155,16 +159,24 @@ def _is_void(task: Task, kept: KeeperView, known: Known, observed: Observed) -> 
     )
 
 
-def _wait(task: Task, job: Object, so_far: Walk, observed: Observed) -> Walk:
-    """Wait for the Job, or for its record to be copied. A keeper or Job that cannot be used is made again."""
+def _wait(task: Task, jobs: Sequence[Object], so_far: Walk, observed: Observed) -> Walk:
+    """Wait for the Job, or for its record to be copied. Keepers and Jobs that cannot be used are made again."""
+    index = _current(jobs, task.waiting, observed)
+    job, before = jobs[index], jobs[:index]
     name, known = name_of(job), so_far.known
-    live, kept = observed.jobs.get(name), observed.keepers.get(name)
+    live, kept = observed.jobs.get(name), [found for found in map(observed.keepers.get, map(name_of, jobs)) if found]
+    if before:
+        memory = f" with {memory_of(job)} of memory, because {memory_of(before[-1])} were not enough"
+        task = replace(task, waiting=replace(task.waiting, message=task.waiting.message + memory))
+        so_far = replace(so_far, done=so_far.done | set(map(name_of, before)))
     usable = (record for record in observed.answers_of(name) if task.learn(known, record) is not None)
     record = next(usable, None)
     finding = task.waiting if live and record else explain_job(task.waiting, live, observed)
     waiting = replace(so_far, findings=(*so_far.findings, finding))
-    if kept is not None:
-        return replace(waiting, stale=(kept.live, *((live.live,) if live and live.is_finished else ())))
+    if kept:
+        return replace(
+            waiting, stale=(*(found.live for found in kept), *((live.live,) if live and live.is_finished else ()))
+        )
     desired = (*task.inputs(known), job)
     if live is None:
         return replace(waiting, desired=desired)
@@ -176,6 +188,16 @@ def _wait(task: Task, job: Object, so_far: Walk, observed: Observed) -> Walk:
         return replace(waiting, stale=(live.live,))
     failed = live if live.is_finished else None
     return replace(waiting, desired=desired, failed=failed, retry_seconds=_retry_seconds(task, observed))
+
+
+def _current(jobs: Sequence[Object], waiting: Finding, observed: Observed) -> int:
+    """Which of the Jobs is to run: the one after the last that ran out of memory."""
+    last = max((index for index, job in enumerate(jobs) if name_of(job) in observed.jobs), default=None)
+    if last is None:
+        return len(jobs) - 1 if has_run_out_of_memory(waiting, observed) else 0
+    ends = (pod.container.ended for pod in observed.pods_of(name_of(jobs[last]))[:1])
+    is_over = any(end is not None and ran_out_of_memory(end) for end in ends)
+    return min(last + is_over, len(jobs) - 1)
 
 
 def _retry_seconds(task: Task, observed: Observed) -> int:
@@ -191,8 +213,8 @@ def refusal_of(refusal: InvalidSpec | Unplaceable) -> Finding:
     return unmet(refusal.reason.row.conditions[-1], refusal.reason, str(refusal))
 
 
-def _resolve_job(known: Known) -> Object | None:
-    return resolve_job(known.model, known.settings)
+def _resolve_jobs(known: Known) -> tuple[Object, ...]:
+    return (resolve_job(known.model, known.settings),)
 
 
 def _learn_facts(known: Known, record: Record) -> Known | None:
@@ -217,9 +239,21 @@ def _finish_fetch(known: Known) -> tuple[Known, Finding]:
     return known, met("WeightsReady", f"serving pods read the weights from {known.model.spec.model.uri}")
 
 
+def _compile_jobs(known: Known) -> tuple[Object, ...]:
+    return compile_jobs(known.model, known.settings, known.pinned.pinned)
+
+
+def _learn_artifact(known: Known, record: Record) -> Known | None:
+    return replace(known, artifact=record.artifact) if record.artifact else None
+
+
 def _finish_compile(known: Known) -> tuple[Known, Finding]:
-    backend = known.pinned.pinned.config.get("backend")
-    return known, met("Compiled", f"backend {backend} needs no compilation", "NotRequired")
+    artifact = known.artifact
+    if artifact is None:
+        return known, met("Compiled", "replicas need no compiled artifact", "NotRequired")
+    how = "found in its store" if artifact.reused else f"compiled in {artifact.seconds:.0f} s"
+    message = f"artifact {artifact.key[:MAX_WORD]} with {artifact.bytes} bytes, {how}"
+    return known, met("Compiled", message)
 
 
 STEPS = (
@@ -227,13 +261,21 @@ STEPS = (
         _finish_resolve,
         Task(
             waiting=unmet("ModelResolved", Reason.RESOLVING, "reading the model's configuration"),
-            job=_resolve_job,
+            jobs=_resolve_jobs,
             learn=_learn_facts,
             knows=lambda known: known.facts is not None,
         ),
     ),
     Step(_finish_place),
     Step(_finish_fetch),
-    Step(_finish_compile),
+    Step(
+        _finish_compile,
+        Task(
+            waiting=unmet("Compiled", Reason.COMPILING, "compiling the model"),
+            jobs=_compile_jobs,
+            learn=_learn_artifact,
+            void_after=frozenset(Reason.ARTIFACT_MISSING.row.exit_codes),
+        ),
+    ),
 )
 """In the order of the conditions."""

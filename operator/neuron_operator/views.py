@@ -165,6 +165,7 @@ class PodView:
 @dataclass(frozen=True)
 class JobView:
     name: str
+    role: str
     created: datetime | None
     is_complete: bool
     failure: str | None
@@ -401,6 +402,7 @@ def _job(job: Object) -> JobView:
     failed = conditions.get("Failed", _ABSENT)
     return JobView(
         name=name_of(job),
+        role=text(labels_of(job), names.ROLE_LABEL),
         created=_created(job),
         is_complete=conditions.get("Complete", _ABSENT).status == "True",
         failure=failed.message if failed.status == "True" else None,

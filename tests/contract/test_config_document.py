@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from typing import Any
 
 import msgspec
@@ -16,8 +17,10 @@ from neuron_operator import names
 from neuron_operator.manifest import parse
 from neuron_operator.model import Serving
 from neuron_operator.records import Facts
+from neuron_operator.render.jobs import compile_jobs
 from neuron_operator.render.pods import API_KEY_FLAG, SERVE_COMMAND
 from neuron_operator.revision import pin
+from neuron_operator.world import ClaimFolder, Place, StorageSettings
 from neuron_runtime import config as runtime
 from neuron_runtime.__main__ import build_parser
 from neuron_runtime.artifacts.key import compiled_part
@@ -171,12 +174,26 @@ def test_choices_and_bounds_of_the_manifest_match_the_runtime() -> None:
     assert front_ends[0]["maximum"] == front_ends[1]["maximum"]
 
 
-@pytest.mark.parametrize("command", ["serve", "serve with keys", "inspect"])
+COMPILING = replace(
+    SETTINGS, storage=StorageSettings(artifacts=Place(persistent_volume_claim=ClaimFolder(claim_name="compiled")))
+)
+MODEL = parse(body({**SPEC, "engine": {"backend": "torch", "compile": "Enabled"}}))
+PINNED = pin(MODEL, KNOWN, COMPILING, 1).pinned
+
+
+def command_of(template: dict[str, Any]) -> list[str]:
+    (container,) = template["spec"]["containers"]
+    return list(container["command"][1:])
+
+
+@pytest.mark.parametrize("command", ["serve", "serve with keys", "inspect", "compile", "serve a compiled model"])
 def test_the_runtime_parses_the_rendered_command(command: str) -> None:
     arguments = {
         "serve": SERVE_COMMAND[1:],
         "serve with keys": (*SERVE_COMMAND[1:], *API_KEY_FLAG),
         "inspect": ("inspect", "hf://acme/tiny", "--record", names.TERMINATION_LOG),
+        "compile": command_of(compile_jobs(MODEL, COMPILING, PINNED)[0]["spec"]["template"]),
+        "serve a compiled model": command_of(PINNED.template),
     }[command]
     parsed = build_parser().parse_args(arguments)
     assert parsed.record.as_posix() == names.TERMINATION_LOG

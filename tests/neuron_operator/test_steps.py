@@ -35,12 +35,12 @@ from neuron_operator.world import Decision, Object, World
 JOB_NAME = "chat-fetch-1234567890"
 
 
-def fetch_job(known: Known) -> Object | None:
+def fetch_jobs(known: Known) -> tuple[Object, ...]:
     """A step for tests with a Job; it does nothing for models with another digest."""
     if known.resolved.digest != "sha256:0123456789abcdef":
-        return None
+        return ()
     job = shared(known.model, "batch/v1", "Job", JOB_NAME, component="fetch", labels={names.ROLE_LABEL: "fetch"})
-    return {**job, "spec": {"template": {"metadata": {"labels": {}}}}}
+    return ({**job, "spec": {"template": {"metadata": {"labels": {}}}}},)
 
 
 def learn_bytes(known: Known, record: Record) -> Known | None:
@@ -53,7 +53,7 @@ def fetched(known: Known) -> tuple[Known, Finding]:
     return known, met("WeightsReady", f"{known.resolved.weights_bytes} bytes are there")
 
 
-FETCH = Step(fetched, Task(unmet("WeightsReady", Reason.FETCHING, "downloading the weights"), fetch_job, learn_bytes))
+FETCH = Step(fetched, Task(unmet("WeightsReady", Reason.FETCHING, "downloading the weights"), fetch_jobs, learn_bytes))
 LONGER = (*STEPS[:2], FETCH, *STEPS[3:])
 
 
@@ -143,7 +143,7 @@ def test_a_failing_job_is_explained_the_same_for_every_step(state: Object, reaso
 
 
 def test_a_step_without_work_creates_no_job() -> None:
-    task = replace(FETCH.task, job=lambda _: None) if FETCH.task else None
+    task = replace(FETCH.task, jobs=lambda _: ()) if FETCH.task else None
     world, decision = settle(fresh())
     world = replace(world, pods=(resolved_pod(find(decision.desired, "Job")),))
     _, decision = settle(world, steps=(*STEPS[:2], replace(FETCH, task=task), *STEPS[3:]))

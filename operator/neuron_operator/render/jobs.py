@@ -13,16 +13,19 @@ from typing import Any
 
 from neuron_operator import names
 from neuron_operator.catalog import INSTANCE_TYPES
+from neuron_operator.config_document import compiled_part, to_json
 from neuron_operator.fields import as_json
 from neuron_operator.model import NeuronModel
 from neuron_operator.objects import owners_of, text
 from neuron_operator.reasons import FINAL_EXIT_CODES
 from neuron_operator.records import Record
+from neuron_operator.render import storage
 from neuron_operator.render.objects import shared
 from neuron_operator.render.pods import runtime_image, step_pod_template
-from neuron_operator.render.resources import JOB_REQUESTS, Requests
+from neuron_operator.render.resources import JOB_REQUESTS, Requests, compile_requests
 from neuron_operator.render.storage import Access, source
 from neuron_operator.render.volumes import Mount
+from neuron_operator.revision import Compiling, Pinned
 from neuron_operator.world import Object, Settings
 
 RETRIES = 3
@@ -41,7 +44,14 @@ PREFER_NOT_NEURON: Object = {
         {"weight": 100, "preference": {"matchExpressions": [expression]}} for expression in _NOT_NEURON
     ]
 }
-NEVER_NEURON: Object = {names.REQUIRED_AFFINITY: {"nodeSelectorTerms": [{"matchExpressions": list(_NOT_NEURON)}]}}
+_AMD64 = {"key": names.ARCHITECTURE_LABEL, "operator": "In", "values": ["amd64"]}
+
+
+def _only(*expressions: Object) -> Object:
+    return {names.REQUIRED_AFFINITY: {"nodeSelectorTerms": [{"matchExpressions": list(expressions)}]}}
+
+
+NEVER_NEURON = _only(*_NOT_NEURON)
 
 
 @dataclass(frozen=True)
@@ -54,17 +64,65 @@ class JobKind:
     deadline_seconds: int
     """Includes pulling a runtime image of several GB on a new node."""
     node_affinity: Mapping[str, Any]
+    final_exit_codes: tuple[int, ...] = FINAL_EXIT_CODES
+    """The Job is not repeated after these."""
 
+
+KILLED = 137
+"""By the kernel if memory ran out: with as much memory it would run out again."""
+
+MEMORY_MULTIPLES = (1, 2, 4)
 
 RESOLVE = JobKind(names.ROLE_RESOLVE, "nf", 1800, PREFER_NOT_NEURON)
 FETCH = JobKind(names.ROLE_FETCH, "nw", 6 * 3600, NEVER_NEURON)
-COMPILE = JobKind(names.ROLE_COMPILE, "na", 6 * 3600, NEVER_NEURON)
+COMPILE = JobKind(
+    names.ROLE_COMPILE, "na", 6 * 3600, _only(*_NOT_NEURON, _AMD64), final_exit_codes=(*FINAL_EXIT_CODES, KILLED)
+)
 
 
 def resolve_job(model: NeuronModel, settings: Settings) -> Object:
     """Reads the model's facts with the model's own credentials, before devices are allocated."""
     command = ["neuron-runtime", "inspect", model.spec.model.uri, "--record", names.TERMINATION_LOG]
     return shared_job(model, settings, RESOLVE, command, source(model), image=runtime_image(model, settings))
+
+
+def compile_jobs(model: NeuronModel, settings: Settings, pinned: Pinned) -> tuple[Object, ...]:
+    """Compile the model of a revision without devices: with the estimated memory, then with twice and four times as
+    much. Memory that chart or manifest set is not multiplied. Empty: the revision is not compiled."""
+    if pinned.compiling is None:
+        return ()
+    by_memory: dict[str, Object] = {}
+    for times in MEMORY_MULTIPLES:
+        job = _compile_job(model, settings, pinned, pinned.compiling, times)
+        by_memory.setdefault(memory_of(job), job)
+    return tuple(by_memory.values())
+
+
+def _compile_job(model: NeuronModel, settings: Settings, pinned: Pinned, compiling: Compiling, times: int) -> Object:
+    """The configuration is an annotation, which the kubelet gives the pod as a file: no other object is to be kept."""
+    access = storage.compiling(model, pinned.weights, compiling.artifacts)
+    config = f"{names.CONFIG_DIR}/{names.CONFIG_KEY}"
+    field = {"fieldPath": f"metadata.annotations['{names.CONFIG_ANNOTATION}']"}
+    source = {"downwardAPI": {"items": [{"path": names.CONFIG_KEY, "fieldRef": field}]}}
+    command = ["neuron-runtime", "compile", "--config", config, *access.arguments, "--record", names.TERMINATION_LOG]
+    return shared_job(
+        model,
+        settings,
+        COMPILE,
+        command,
+        access,
+        image=compiling.image,
+        mounts=(Mount(names.CONFIG_VOLUME, names.CONFIG_DIR, source, read_only=True),),
+        annotations={names.CONFIG_ANNOTATION: to_json(compiled_part(pinned.config))},
+        requests=compile_requests(model, pinned.facts, times),
+        limited=("memory",),
+    )
+
+
+def memory_of(job: Object) -> str:
+    """The limit that a Job runs with, as a quantity."""
+    (container,) = job["spec"]["template"]["spec"]["containers"]
+    return str(container["resources"].get("limits", {}).get("memory", ""))
 
 
 def shared_job(
@@ -76,21 +134,26 @@ def shared_job(
     *,
     image: str,
     mounts: Iterable[Mount] = (),
+    annotations: Mapping[str, str] | None = None,
     requests: Requests = JOB_REQUESTS,
+    limited: Iterable[str] = (),
 ) -> Object:
-    """The Job of a step. Models for which it would do the same get the same name; settings of the installation do not
-    change the name, so that they do not repeat what is done.
+    """The Job of a step. Models for which it would do the same get the same name. Settings of the installation do not
+    change the name, nor where and how often it is tried, so that neither repeats what is done.
 
     Args:
         access: what it reads and writes; the arguments are the caller's to use.
         image: that of the revision, for a step after Place.
         mounts: further volumes.
+        annotations: of its pod.
         requests: CPU and memory, unless chart or manifest say otherwise.
+        limited: of them, those that are limits as well.
     """
     mounts = tuple(mounts)
+    resources = {"requests": dict(requests), "limits": {name: requests[name] for name in limited}}
 
-    def spec(using: Settings) -> Object:
-        template = step_pod_template(
+    def template(using: Settings, affinity: Object) -> Object:
+        return step_pod_template(
             model,
             using,
             role=kind.role,
@@ -98,35 +161,30 @@ def shared_job(
             command=command,
             access=access,
             mounts=mounts,
-            requests=requests,
-            affinity={"nodeAffinity": kind.node_affinity},
+            annotations=annotations or {},
+            resources=resources,
+            affinity=affinity,
         )
-        return {
-            "backoffLimit": RETRIES,
-            "activeDeadlineSeconds": kind.deadline_seconds,
-            "podFailurePolicy": {"rules": _RULES},
-            "template": template,
-        }
 
-    rendered = spec(settings)
-    name = names.shared_name(kind.prefix, spec(Settings(runtime_image=image)))
+    rendered = {
+        "backoffLimit": RETRIES,
+        "activeDeadlineSeconds": kind.deadline_seconds,
+        "podFailurePolicy": {"rules": _rules(kind.final_exit_codes)},
+        "template": template(settings, {"nodeAffinity": kind.node_affinity}),
+    }
+    name = names.shared_name(kind.prefix, template(Settings(runtime_image=image), {}))
     job = shared(model, "batch/v1", "Job", name, component=kind.role, labels={names.ROLE_LABEL: kind.role})
     annotations = {names.RENDERED_ANNOTATION: names.digest(rendered)}
     return {**job, "metadata": {**job["metadata"], "annotations": annotations}, "spec": rendered}
 
 
-_RULES = [
-    {"action": "Ignore", "onPodConditions": [{"type": "DisruptionTarget"}]},
-    {
-        "action": "FailJob",
-        "onExitCodes": {
-            "containerName": names.RUNTIME_CONTAINER,
-            "operator": "In",
-            "values": list(FINAL_EXIT_CODES),
-        },
-    },
-]
-"""A drained node costs no attempt; what a retry cannot cure is not retried."""
+def _rules(final_exit_codes: Iterable[int]) -> list[Object]:
+    """A drained node costs no attempt; what a retry cannot cure is not retried."""
+    codes = {"containerName": names.RUNTIME_CONTAINER, "operator": "In", "values": list(final_exit_codes)}
+    return [
+        {"action": "Ignore", "onPodConditions": [{"type": "DisruptionTarget"}]},
+        {"action": "FailJob", "onExitCodes": codes},
+    ]
 
 
 def rendered_hash(job: Object) -> str:

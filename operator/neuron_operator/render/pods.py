@@ -146,7 +146,8 @@ def step_pod_template(
     command: list[str],
     access: Access,
     mounts: Iterable[Mount],
-    requests: Requests,
+    annotations: Mapping[str, str],
+    resources: Mapping[str, Any],
     affinity: Object,
 ) -> Object:
     """The pod template of a step's Job on a CPU node, with the chart's `jobs.*`. It names no model."""
@@ -161,10 +162,10 @@ def step_pod_template(
             _credentials(model, access, "hf"),
             ({"name": "HOME", "value": names.TMP_DIR},),
         ),
-        resources=overlaid(requests, settings.jobs.resources, as_json(model.spec.jobs.resources)),
+        resources=overlaid({}, resources, settings.jobs.resources, as_json(model.spec.jobs.resources)),
         mounts=mounts,
     )
-    annotations = {names.REFRESH_ANNOTATION: model.refresh} if model.refresh else {}
+    annotations = {**({names.REFRESH_ANNOTATION: model.refresh} if model.refresh else {}), **annotations}
     return {
         "metadata": without_empty(
             {"labels": {**names.shared_labels(role), names.ROLE_LABEL: role}, "annotations": annotations}

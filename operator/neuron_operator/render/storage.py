@@ -104,8 +104,8 @@ def fetching(model: NeuronModel, place: Place) -> Access:
 
 
 def compiling(model: NeuronModel, weights: Place | None, artifacts: Place) -> Access:
-    """To compile a model into a shared place. Weights that a Job put into a claim (`weights`) are at hand; otherwise the
-    URI has what the compiler reads."""
+    """To compile a model into a shared place. Weights that a Job put into a claim are at hand; otherwise the URI has
+    what the compiler reads."""
     if weights and weights.persistent_volume_claim:
         at_hand = writing(WEIGHTS, weights)
         access = replace(at_hand, mounts=tuple(replace(mount, read_only=True) for mount in at_hand.mounts))

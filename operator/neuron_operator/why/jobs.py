@@ -63,7 +63,24 @@ def _explain_state(waiting: Finding, job: JobView, pods: tuple[PodView, ...], ob
     return _last_verdict(waiting, observed) or _explain_start(waiting, job, pods, observed) or waiting
 
 
+def ran_out_of_memory(end: Termination) -> bool:
+    """Whether a container ended because it needed more than its limit."""
+    is_said = end.exit_code in Reason.COMPILE_OUT_OF_MEMORY.row.exit_codes
+    return is_said or (end.reason == OOM_KILLED and end.record is None)
+
+
+def has_run_out_of_memory(waiting: Finding, observed: Observed) -> bool:
+    """Whether the previous Job did, the last of those with ever more memory."""
+    verdict = _last_verdict(waiting, observed)
+    return verdict is not None and verdict.reason == Reason.COMPILE_OUT_OF_MEMORY
+
+
 def _explain_end(waiting: Finding, job: JobView, pod: PodView, end: Termination) -> Finding:
+    if waiting.condition == "Compiled" and ran_out_of_memory(end):
+        limit = f"its limit is {pod.memory_limit}" if pod.memory_limit else "it has no limit"
+        cure = "set jobs.resources.limits.memory to more"
+        text = f"the compiler ran out of memory, {limit}: {last_words(end)}; {cure}; {AGAIN}"
+        return unmet("Compiled", Reason.COMPILE_OUT_OF_MEMORY, text)
     reason = Reason.of_exit_code(end.exit_code)
     if reason is not None and waiting.condition in reason.row.conditions:
         return unmet(waiting.condition, reason, f"{last_words(end)}; {AGAIN}")

@@ -1,0 +1,331 @@
+"""The Compile step: one Job for each artifact, more memory if it runs out, and replicas that only read the artifact."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from kubernetes.utils.quantity import parse_quantity
+
+from helpers.operator_worlds import (
+    NOW,
+    SETTINGS,
+    condition,
+    ended,
+    failure_record,
+    find,
+    finished,
+    fresh,
+    job_pod,
+    resolved_pod,
+    serving_pod,
+    settle,
+    stored,
+)
+from neuron_operator.decide import decide
+from neuron_operator.objects import labels_of, name_of
+from neuron_operator.world import (
+    ClaimFolder,
+    Decision,
+    JobSettings,
+    Object,
+    ObjectStore,
+    Place,
+    Settings,
+    StorageSettings,
+    World,
+)
+
+PLACE = Place(persistent_volume_claim=ClaimFolder(claim_name="compiled", sub_path="models"))
+USING = replace(
+    SETTINGS, compile_image="registry.example/compiler:1", storage=StorageSettings(weights=Place(), artifacts=PLACE)
+)
+SPEC: dict[str, Any] = {
+    "model": {"uri": "hf://acme/tiny"},
+    "accelerator": {"type": "CPU"},
+    "engine": {"backend": "torch", "compile": "Enabled"},
+}
+STORE = Place(object_store=ObjectStore(uri="s3://models/compiled"))
+KEY = "ab" * 32
+MIB = 2**20
+
+
+def compiled_record(**changes: Any) -> str:
+    artifact = {"key": KEY, "bytes": 7 * MIB, "seconds": 31.6, "reused": False, "peakBytes": 2**31, **changes}
+    return json.dumps({"version": 1, "command": "compile", "ok": True, "artifact": artifact})
+
+
+def resolved(using: Settings = USING, **spec: Any) -> tuple[World, Decision]:
+    """The model is resolved and pinned; if it is compiled, its Job has been created."""
+    world, decision = settle(fresh(spec={**SPEC, **spec}), using)
+    job = find(decision.desired, "Job")
+    return settle(replace(finished(world), pods=(resolved_pod(job),)), using)
+
+
+def compile_jobs(world: World) -> list[Object]:
+    return [found for found in world.shared if found["kind"] == "Job" and name_of(found).startswith("na-")]
+
+
+def container_of(workload: Object) -> Object:
+    (container,) = workload["spec"]["template"]["spec"]["containers"]
+    return dict(container)
+
+
+def memory_limit(job: Object) -> float:
+    limits, requests = (container_of(job)["resources"][kind] for kind in ("limits", "requests"))
+    assert limits["memory"] == requests["memory"]
+    return float(parse_quantity(limits["memory"]))
+
+
+def after(world: World, job: Object, state: Object, using: Settings = USING) -> tuple[World, Decision]:
+    """The state once the pod of a Job ended, and the Job with it."""
+    is_well = state["terminated"]["exitCode"] == 0
+    pod = job_pod(job, state, f"{name_of(job)}-x", phase="Succeeded" if is_well else "Failed")
+    pod = {**pod, "spec": job["spec"]["template"]["spec"]}
+    kind = "Complete" if is_well else "Failed"
+    over = {**job, "status": {"conditions": [{"type": kind, "status": "True", "message": "BackoffLimitExceeded"}]}}
+    shared = tuple(over if found is job else found for found in world.shared)
+    return settle(replace(world, shared=shared, pods=(*world.pods, pod)), using)
+
+
+def compiled(using: Settings = USING, **spec: Any) -> tuple[World, Decision]:
+    world, _ = resolved(using, **spec)
+    (job,) = compile_jobs(world)
+    return after(world, job, ended(0, compiled_record()), using)
+
+
+OUT_OF_MEMORY = ended(137, "neuron-runtime: decode of 8 rows", reason="OOMKilled")
+
+
+def test_a_model_is_compiled_before_a_replica_exists() -> None:
+    world, decision = resolved()
+    (job,) = compile_jobs(world)
+    assert "Deployment" not in {found["kind"] for found in decision.desired}
+    waiting = condition(decision.status, "Compiled")
+    assert (waiting["status"], waiting["reason"], waiting["message"]) == ("False", "Compiling", "compiling the model")
+    assert container_of(job)["image"] == USING.compile_image
+    assert container_of(job)["command"] == [
+        *("neuron-runtime", "compile", "--config", "/etc/neuron-serving/config.json"),
+        *("--artifacts-dir", "/var/lib/neuron-serving/artifacts", "--record", "/dev/termination-log"),
+    ]
+    claim = {"name": "artifacts", "mountPath": "/var/lib/neuron-serving/artifacts", "subPath": "models"}
+    assert claim in container_of(job)["volumeMounts"]
+    (terms,) = job["spec"]["template"]["spec"]["affinity"]["nodeAffinity"].values()
+    (term,) = terms["nodeSelectorTerms"]
+    required = {expression["key"]: expression for expression in term["matchExpressions"]}
+    assert required["kubernetes.io/arch"]["values"] == ["amd64"]
+    assert required["neuron.amazonaws.com/present"]["operator"] == "DoesNotExist"
+
+
+def test_the_job_gets_the_part_of_the_configuration_that_artifacts_depend_on() -> None:
+    world, _ = resolved(serving={"maxSequences": 3, "chatTemplate": "secret {{ messages }}"})
+    (job,) = compile_jobs(world)
+    template = job["spec"]["template"]
+    (volume,) = (volume for volume in template["spec"]["volumes"] if volume["name"] == "config")
+    (item,) = volume["downwardAPI"]["items"]
+    assert item == {
+        "path": "config.json",
+        "fieldRef": {"fieldPath": "metadata.annotations['neuron-serving.dev/config']"},
+    }
+    document = json.loads(template["metadata"]["annotations"]["neuron-serving.dev/config"])
+    assert document["compile"] is True
+    assert document["limits"] == {"maxSequences": 3}
+    assert document["model"] == {"digest": "sha256:0123456789abcdef", "uri": "hf://acme/tiny"}
+    assert "chat" not in str(job["spec"])
+
+
+@pytest.mark.parametrize(
+    ("changed", "is_shared"),
+    [
+        ({"replicas": 7}, True),
+        ({"model": {"uri": "hf://acme/tiny", "servedNames": ["other"]}}, True),
+        ({"serving": {"accessLog": "Disabled", "maxQueuedRequests": 3}}, True),
+        ({"serving": {"dtype": "float32"}}, False),
+        ({"serving": {"maxSequences": 3}}, False),
+        ({"model": {"uri": "hf://acme/other"}}, False),
+        ({"engine": {"backend": "torch", "compile": "Enabled", "image": "registry.example/other:1"}}, False),
+        ({"jobs": {"resources": {"limits": {"memory": "9Gi"}}}}, False),
+    ],
+)
+def test_models_share_a_job_if_they_share_an_artifact(changed: dict[str, Any], is_shared: bool) -> None:
+    (one,), (two,) = (compile_jobs(resolved(**spec)[0]) for spec in ({}, changed))
+    assert (name_of(one) == name_of(two)) == is_shared
+    assert (one["spec"] == two["spec"]) == is_shared
+
+
+def test_replicas_read_the_artifact_and_never_compile() -> None:
+    _, decision = compiled()
+    container = container_of(find(decision.desired, "Deployment"))
+    assert container["command"][-4:] == [
+        *("--artifacts-dir", "/var/lib/neuron-serving/artifacts", "--on-artifact-miss", "fail"),
+    ]
+    (mount,) = (mount for mount in container["volumeMounts"] if mount["name"] == "artifacts")
+    assert mount["readOnly"] is True
+    assert container["image"] == USING.runtime_image
+    done = condition(decision.status, "Compiled")
+    assert (done["status"], done["reason"]) == ("True", "Compiled")
+    assert done["message"] == f"artifact {KEY} with {7 * MIB} bytes, compiled in 32 s"
+    assert decision.status is not None
+    assert decision.status["artifacts"] == [{"key": KEY, "state": "Ready", "seconds": 32}]
+
+
+def test_an_artifact_in_an_object_store_is_read_by_its_uri() -> None:
+    using = replace(USING, storage=StorageSettings(artifacts=STORE))
+    world, _ = resolved(using)
+    (job,) = compile_jobs(world)
+    assert "--artifacts-store s3://models/compiled" in " ".join(container_of(job)["command"])
+    _, decision = after(world, job, ended(0, compiled_record(reused=True)), using)
+    command = " ".join(container_of(find(decision.desired, "Deployment"))["command"])
+    assert "--artifacts-store s3://models/compiled --on-artifact-miss fail" in command
+    assert condition(decision.status, "Compiled")["message"].endswith("found in its store")
+
+
+def test_without_compiling_nothing_waits_for_an_artifact() -> None:
+    for engine in ({"backend": "torch"}, {"backend": "torch", "compile": "Disabled"}):
+        world, decision = resolved(engine=engine)
+        assert compile_jobs(world) == []
+        assert condition(decision.status, "Compiled")["reason"] == "NotRequired"
+        assert "--artifacts-dir" not in container_of(find(decision.desired, "Deployment"))["command"]
+        assert decision.status is not None
+        assert "artifacts" not in decision.status
+
+
+def test_a_compiled_model_without_a_place_for_artifacts_is_refused_with_the_chart_value() -> None:
+    _, decision = resolved(replace(USING, storage=StorageSettings()))
+    refused = condition(decision.status, "Accepted")
+    assert (refused["status"], refused["reason"]) == ("False", "StorageNotConfigured")
+    assert "storage.artifacts.pvcTemplate.size=10Gi" in refused["message"]
+    assert condition(decision.status, "Stalled")["status"] == "True"
+
+
+def test_a_compiler_that_runs_out_of_memory_gets_twice_as_much_twice() -> None:
+    world, _ = resolved()
+    limits = []
+    for _ in range(3):
+        job = compile_jobs(world)[-1]
+        limits.append(memory_limit(job))
+        world, decision = after(world, job, OUT_OF_MEMORY)
+    assert [limit / limits[0] for limit in limits] == [1, 2, 4]
+    assert len(compile_jobs(world)) == 3, "the logs of the attempts can be read"
+    failed = condition(decision.status, "Compiled")
+    assert failed["reason"] == "CompileOutOfMemory"
+    assert f"its limit is {limits[2] / MIB:.0f}Mi" in failed["message"]
+    assert "set jobs.resources.limits.memory to more" in failed["message"]
+    assert condition(decision.status, "Stalled")["reason"] == "CompileOutOfMemory"
+
+
+def test_while_it_compiles_again_the_message_has_both_amounts() -> None:
+    world, _ = resolved()
+    (job,) = compile_jobs(world)
+    _, decision = after(
+        world, job, ended(22, failure_record(22, "CompileOutOfMemory", "decode: too little", "compile"))
+    )
+    again = condition(decision.status, "Compiled")
+    small, large = (f"{times * memory_limit(job) / MIB:.0f}Mi" for times in (1, 2))
+    assert (again["reason"], again["message"]) == (
+        "Compiling",
+        f"compiling the model with {large} of memory, because {small} were not enough",
+    )
+
+
+def test_a_compiler_that_ran_out_of_all_memory_is_tried_again_with_the_most() -> None:
+    world, _ = resolved()
+    for _ in range(3):
+        world, _ = after(world, compile_jobs(world)[-1], OUT_OF_MEMORY)
+    largest = compile_jobs(world)[-1]
+    expired = tuple(found for found in world.shared if found not in compile_jobs(world))
+    world, decision = settle(replace(world, shared=expired, pods=world.pods[:1]), USING)
+    assert [name_of(job) for job in compile_jobs(world)] == [name_of(largest)]
+    assert condition(decision.status, "Compiled")["reason"] == "CompileOutOfMemory", "until this attempt ends"
+
+
+@pytest.mark.parametrize("by", ["manifest", "chart"])
+def test_memory_that_somebody_set_is_not_multiplied(by: str) -> None:
+    resources = {"limits": {"memory": "3Gi"}, "requests": {"memory": "3Gi"}}
+    using = replace(USING, jobs=JobSettings(resources=resources)) if by == "chart" else USING
+    world, _ = resolved(using, **({"jobs": {"resources": resources}} if by == "manifest" else {}))
+    (job,) = compile_jobs(world)
+    world, decision = after(world, job, OUT_OF_MEMORY, using)
+    assert len(compile_jobs(world)) == 1
+    assert "its limit is 3Gi" in condition(decision.status, "Compiled")["message"]
+
+
+def test_a_larger_attempt_that_succeeds_is_the_artifact() -> None:
+    world, _ = resolved()
+    world, _ = after(world, compile_jobs(world)[0], OUT_OF_MEMORY)
+    world, decision = after(world, compile_jobs(world)[1], ended(0, compiled_record()))
+    assert condition(decision.status, "Compiled")["status"] == "True"
+    expired = tuple(found for found in world.shared if found["kind"] != "Job")
+    _, decision = settle(replace(world, shared=expired, pods=()), USING)
+    assert condition(decision.status, "Compiled")["status"] == "True", "its record is kept"
+
+
+def test_a_compiler_that_fails_is_quoted() -> None:
+    world, _ = resolved()
+    (job,) = compile_jobs(world)
+    record = failure_record(21, "CompileFailed", "decode of 8 rows: g++: internal compiler error", "compile")
+    world, decision = after(world, job, ended(21, record))
+    failed = condition(decision.status, "Compiled")
+    assert failed["reason"] == "CompileFailed"
+    assert "internal compiler error" in failed["message"]
+    assert 21 in compile_jobs(world)[0]["spec"]["podFailurePolicy"]["rules"][1]["onExitCodes"]["values"]
+    assert decision.status is not None
+    assert decision.status["artifacts"] == [{"key": name_of(job), "state": "Failed"}]
+
+
+def test_the_earlier_revision_serves_until_the_artifact_of_an_edit_is_there() -> None:
+    world, before = compiled()
+    edit = {**SPEC, "serving": {"dtype": "float32"}}
+    world, decision = settle(replace(world, body={**world.body, "spec": edit}), USING)
+    assert find(decision.desired, "Deployment") == find(before.desired, "Deployment")
+    behind = condition(decision.status, "UpToDate")
+    assert (behind["status"], behind["reason"]) == ("False", "Compiling")
+    job = compile_jobs(world)[-1]
+    assert decision.status is not None
+    assert decision.status["artifacts"] == [
+        {"key": name_of(job), "state": "Compiling"},
+        {"key": KEY, "state": "Ready", "seconds": 32},
+    ]
+    world, decision = after(world, job, ended(0, compiled_record(key="cd" * 32)))
+    assert find(decision.desired, "Deployment") != find(before.desired, "Deployment")
+
+
+def test_an_edit_that_needs_no_other_artifact_compiles_nothing() -> None:
+    world, before = compiled()
+    world, decision = settle(
+        replace(world, body={**world.body, "spec": {**SPEC, "serving": {"numFrontEnds": 2}}}), USING
+    )
+    assert len(compile_jobs(world)) == 1
+    assert labels_of(find(decision.desired, "Deployment")["spec"]["template"]) != labels_of(
+        find(before.desired, "Deployment")["spec"]["template"]
+    )
+
+
+def test_a_new_compiler_image_compiles_no_pinned_revision_again() -> None:
+    world, before = compiled()
+    newer = replace(USING, runtime_image="registry.example/runtime:2", compile_image="registry.example/compiler:2")
+    world, decision = settle(world, newer)
+    assert len(compile_jobs(world)) == 1
+    assert find(decision.desired, "Deployment") == find(before.desired, "Deployment")
+
+
+def test_a_replica_without_its_artifact_has_it_compiled_again() -> None:
+    world, decision = compiled()
+    at = NOW.isoformat()
+    shared = stored(
+        {**found, "metadata": {**found["metadata"], "creationTimestamp": "2026-03-01T11:00:00Z"}}
+        if found["kind"] == "ConfigMap"
+        else found
+        for found in world.shared
+    )
+    message = failure_record(20, "ArtifactMissing", "no artifact of this configuration", "serve")
+    gone = {**ended(20, message), "terminated": {**ended(20, message)["terminated"], "finishedAt": at}}
+    pod = serving_pod(
+        find(decision.desired, "Deployment"), state={"waiting": {"reason": "CrashLoopBackOff"}}, last=gone
+    )
+    decision = decide(replace(world, shared=shared, pods=(*world.pods, pod)), USING)
+    assert {found["kind"] for found in decision.delete} == {"ConfigMap", "Job"}
+    assert condition(decision.status, "Compiled")["reason"] == "Compiling"
+    assert find(decision.desired, "Deployment")
