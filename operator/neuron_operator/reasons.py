@@ -273,6 +273,14 @@ class Reason(StrEnum):
         "[troubleshooting](troubleshooting.md#full-disk)",
         exit_codes=(15,),
     )
+    WEIGHTS_MISSING = Row(
+        "WeightsMissing",
+        ("WeightsReady",),
+        "The store of weights lacks the model, or does not exist; the message has the store and the digest",
+        "Somebody deleted the model: the operator fetches it again. If the message names a bucket, correct the address "
+        "of the store",
+        exit_codes=(16,),
+    )
     INVALID_ENGINE_CONFIG = Row(
         "InvalidEngineConfig",
         ("Compiled",),

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Literal, Self
 
 from neuron_runtime.arguments import default_artifacts_dir, default_weights_dir
+from neuron_runtime.uris import store_address
 
 
 @dataclass(frozen=True)
@@ -19,11 +20,17 @@ class LocalSettings:
 
     weights_dir: Path
     artifacts_dir: Path
+    weights_store: str = ""
+    on_weights_miss: Literal["fetch", "fail"] = "fetch"
     on_artifact_miss: Literal["compile", "fail"] = "compile"
 
     @classmethod
     def of(cls, options: argparse.Namespace) -> Self:
-        return cls(**{field.name: getattr(options, field.name) for field in fields(cls)})
+        """Raises InvalidConfig with the flag."""
+        settings = cls(**{field.name: getattr(options, field.name) for field in fields(cls)})
+        if settings.weights_store:
+            store_address(settings.weights_store, "--weights-store")
+        return settings
 
     @property
     def arguments(self) -> list[str]:
@@ -35,6 +42,18 @@ class LocalSettings:
 def add_local_flags(parser: argparse.ArgumentParser) -> None:
     add_weights_flags(parser)
     add_artifact_flags(parser)
+    parser.add_argument(
+        "--weights-store",
+        metavar="URI",
+        default="",
+        help="Store of models in S3 (s3://bucket/prefix): what the folder lacks is copied from there",
+    )
+    parser.add_argument(
+        "--on-weights-miss",
+        choices=("fetch", "fail"),
+        default="fetch",
+        help="If no store has the model: fetch it from its source, or fail with code 16 (default: %(default)s)",
+    )
     parser.add_argument(
         "--on-artifact-miss",
         choices=("compile", "fail"),

@@ -88,6 +88,14 @@ def parse_uri(uri: str, field: str = "$.model.uri") -> Model:
     raise InvalidConfig(field, f"unknown scheme {scheme}: in {uri!r}: use {FORMS}")
 
 
+def store_address(uri: str, field: str) -> S3Model:
+    """The bucket and prefix of a store that is no folder. Raises InvalidConfig at `field`."""
+    model = parse_uri(uri, field)
+    if not isinstance(model, S3Model):
+        raise InvalidConfig(field, f"{uri!r} is no address of a store; write s3://bucket/prefix")
+    return model
+
+
 def _hub(uri: str, rest: str, field: str) -> HubModel:
     repository, at, revision = rest.partition("@")
     if not _REPOSITORY.fullmatch(repository) or ".." in repository or "--" in repository:

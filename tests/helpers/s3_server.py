@@ -12,12 +12,15 @@ import os
 import subprocess
 import threading
 import time
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
+
+import pytest
 
 from cluster.rig.binaries import ensure
 from helpers.file_faults import FileFaults
@@ -38,6 +41,10 @@ class S3Server:
     """Method, path and status of each request through the proxy."""
     failures: list[int] = field(default_factory=list)
     """Statuses of the next answers; 0 closes the connection."""
+    received: Counter[str] = field(default_factory=Counter)
+    """Bytes of uploads by the last part of their path."""
+    upload_bytes_per_second: float = 0.0
+    """Of each request, if not 0."""
 
     @property
     def environment(self) -> dict[str, str]:
@@ -69,6 +76,19 @@ class S3Server:
         client = self.client()
         for path in sorted(folder.iterdir()):
             client.upload_file(str(path), BUCKET, f"{prefix}/{path.name}", Config=config, ExtraArgs=more)
+
+
+def use(server: S3Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Set the environment of a client of the server, without other AWS settings, and forget earlier requests."""
+    for name in ("AWS_PROFILE", "AWS_REGION", "AWS_DEFAULT_REGION", "AWS_SESSION_TOKEN"):
+        monkeypatch.delenv(name, raising=False)
+    for name in ("AWS_CONFIG_FILE", "AWS_SHARED_CREDENTIALS_FILE"):
+        monkeypatch.setenv(name, os.devnull)
+    for name, value in server.environment.items():
+        monkeypatch.setenv(name, value)
+    server.asked.clear()
+    server.received.clear()
+    server.faults.sent_bytes.clear()
 
 
 @contextlib.contextmanager
@@ -121,11 +141,34 @@ class _Proxy(BaseHTTPRequestHandler):
     def do_HEAD(self) -> None:
         self._forward()
 
+    def do_PUT(self) -> None:
+        self._forward()
+
+    def do_POST(self) -> None:
+        self._forward()
+
+    def do_DELETE(self) -> None:
+        self._forward()
+
     def log_message(self, *args: Any) -> None:
         """Requests are in `asked`."""
 
+    def _body(self, path: str) -> bytes:
+        blocks = []
+        left = int(self.headers.get("Content-Length", "0"))
+        while left:
+            blocks.append(self.rfile.read(min(left, READ_BYTES)))
+            left -= len(blocks[-1])
+            self.server_.received[path.rpartition("/")[2]] += len(blocks[-1])
+            if self.server_.upload_bytes_per_second:
+                time.sleep(len(blocks[-1]) / self.server_.upload_bytes_per_second)
+            if not blocks[-1]:
+                break
+        return b"".join(blocks)
+
     def _forward(self) -> None:
         path = urlsplit(self.path).path
+        body = self._body(path)
         if self.server_.failures:
             status = self.server_.failures.pop(0)
             self.server_.asked.append((self.command, path, status))
@@ -139,8 +182,9 @@ class _Proxy(BaseHTTPRequestHandler):
         with contextlib.closing(upstream), contextlib.suppress(ConnectionError):
             upstream.putrequest(self.command, self.path, skip_host=True, skip_accept_encoding=True)
             for name, value in self.headers.items():
-                upstream.putheader(name, value)
-            upstream.endheaders()
+                if name.lower() != "expect":  # answered by this server
+                    upstream.putheader(name, value)
+            upstream.endheaders(body or None)
             answer = upstream.getresponse()
             self.server_.asked.append((self.command, path, answer.status))
             self.send_response(answer.status)

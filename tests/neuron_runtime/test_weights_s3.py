@@ -10,7 +10,7 @@ import pytest
 from botocore.exceptions import ClientError
 
 from cluster.rig.needs import NotPossibleHere
-from helpers.s3_server import BUCKET, S3Server, serving
+from helpers.s3_server import BUCKET, S3Server, serving, use
 from helpers.weights import CHUNK_BYTES, NUM_READERS, contents, size, write_model
 from neuron_runtime.errors import ExitCode, FatalError
 from neuron_runtime.inspection import inspect_model
@@ -46,16 +46,8 @@ def running(tmp_path_factory: pytest.TempPathFactory, model: Path) -> Iterator[S
 
 
 @pytest.fixture
-def server(running: S3Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> S3Server:
-    """The environment of a client of the server, without other AWS settings."""
-    for name in ("AWS_PROFILE", "AWS_REGION", "AWS_DEFAULT_REGION", "AWS_SESSION_TOKEN"):
-        monkeypatch.delenv(name, raising=False)
-    for name in ("AWS_CONFIG_FILE", "AWS_SHARED_CREDENTIALS_FILE"):
-        monkeypatch.setenv(name, str(tmp_path / "none"))
-    for name, value in running.environment.items():
-        monkeypatch.setenv(name, value)
-    running.asked.clear()
-    running.faults.sent_bytes.clear()
+def server(running: S3Server, monkeypatch: pytest.MonkeyPatch) -> S3Server:
+    use(running, monkeypatch)
     return running
 
 

@@ -30,7 +30,12 @@ def is_artifact_file(name: str) -> bool:
 
 
 ARTIFACTS = Kind(
-    "artifact", "compilation", is_artifact_file, ExitCode.ARTIFACT_MISSING, "delete it and compile the model again"
+    "artifact",
+    "compilation",
+    is_artifact_file,
+    ExitCode.ARTIFACT_MISSING,
+    "delete it and compile the model again",
+    ExitCode.ARTIFACT_MISSING,
 )
 
 

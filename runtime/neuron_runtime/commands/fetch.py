@@ -1,6 +1,7 @@
 """`neuron-runtime fetch URI DIR`: brings a model into a store, once, before anything serves it.
 
-Prints the folder of the model. May be killed and run again at any time; see `weights.fetching`.
+The store is a folder or a prefix in S3. Prints where the model is. May be killed and run again at any time; see
+`weights.fetching`.
 """
 
 from __future__ import annotations
@@ -8,17 +9,35 @@ from __future__ import annotations
 import argparse
 import signal
 import time
+from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING
 
 from neuron_runtime import record
 from neuron_runtime.arguments import model_uri
 from neuron_runtime.console import AmountLine, bytes_text, say, seconds_text
 from neuron_runtime.uris import FORMS, parse_uri
 
+if TYPE_CHECKING:
+    from neuron_runtime.weights.fetching import Fetched, Supplied
+    from neuron_runtime.weights.transfer import Amount
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("uri", metavar="URI", help=FORMS)
-    parser.add_argument("folder", type=Path, metavar="DIR", help="Store of models; `serve --weights-dir DIR` finds it")
+    parser.add_argument(
+        "store",
+        metavar="DIR",
+        help="Store of models: a folder (for `serve --weights-dir`) or s3://bucket/prefix (for `--weights-store`)",
+    )
+    parser.add_argument(
+        "--scratch",
+        type=Path,
+        metavar="DIR",
+        help="Folder on the way to a store in S3; kept, so that a killed fetch resumes (default: a temporary one)",
+    )
     parser.add_argument(
         "--digest", default="", metavar="DIGEST", help="Fetch this version, as found by `inspect` (default: today's)"
     )
@@ -27,22 +46,39 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace, began: float) -> record.Record:
-    from neuron_runtime.weights.fetching import fetch  # noqa: PLC0415
-    from neuron_runtime.weights.store import Store  # noqa: PLC0415
-
     # As the first process of a container, this one would otherwise ignore SIGTERM.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     uri = model_uri(options.uri)
     parse_uri(uri, "URI")
-    line = AmountLine(uri)
-    found = fetch(
-        uri, Store(options.folder), lambda amount: line(amount.done_bytes, amount.total_bytes), options.digest
-    )
+    found = _to_remote(uri, options) if "://" in options.store else _to_folder(uri, options)
     seconds = time.monotonic() - began
     if found.read_bytes:
         say(f"{uri}: {bytes_text(found.num_bytes)} in {seconds_text(seconds)}")
     else:
         say(f"{uri}: {bytes_text(found.num_bytes)}, nothing to fetch")
-    print(found.folder)
+    print(found.address)
     stored = record.StoredWeights(digest=found.digest, bytes=found.num_bytes, read_bytes=found.read_bytes)
     return record.success("fetch", seconds=seconds, weights=stored)
+
+
+def _to_folder(uri: str, options: argparse.Namespace) -> Fetched | Supplied:
+    from neuron_runtime.weights.fetching import fetch  # noqa: PLC0415
+    from neuron_runtime.weights.store import Store  # noqa: PLC0415
+
+    return fetch(uri, Store(Path(options.store)), _shown(uri), options.digest)
+
+
+def _to_remote(uri: str, options: argparse.Namespace) -> Fetched | Supplied:
+    from neuron_runtime.weights.fetching import open_remote, supply  # noqa: PLC0415
+    from neuron_runtime.weights.store import Store  # noqa: PLC0415
+
+    remote = open_remote(options.store, "DIR")
+    with ExitStack() as stack:
+        scratch = options.scratch or Path(stack.enter_context(TemporaryDirectory(prefix="neuron-fetch-")))
+        upload = _shown(f"{uri} to {remote.uri}")
+        return supply(uri, remote, Store(scratch), _shown(uri), upload, digest=options.digest)
+
+
+def _shown(title: str) -> Callable[[Amount], None]:
+    line = AmountLine(title)
+    return lambda amount: line(amount.done_bytes, amount.total_bytes)

@@ -216,7 +216,13 @@ def serve(config: RuntimeConfig, settings: LocalSettings, border: Border, deadli
     report = StartReport(border)
     package = backend_package(config)
     model_dir = materialize(
-        config.model, settings.weights_dir, report, with_weights=package.NEEDS_WEIGHTS, check=check_tokenizer
+        config.model,
+        settings.weights_dir,
+        report,
+        weights_store=settings.weights_store,
+        on_miss=settings.on_weights_miss,
+        with_weights=package.NEEDS_WEIGHTS,
+        check=check_tokenizer,
     )
     border.send(ModelFound(str(model_dir)))
     began = time.monotonic()

@@ -14,7 +14,7 @@ import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 from tqdm import tqdm  # type: ignore[import-untyped]
 
@@ -52,7 +52,9 @@ class LLM:
         device: "cpu" or "neuron"; default: the device that this runtime was built for.
         seed: makes answers reproducible if their `SamplingParams` have no seed; refused if those cannot have one.
         revision: revision of a hub model.
-        download_dir: folder for weights from a hub.
+        download_dir: store of models: found there, or fetched into it.
+        weights_store: store of models in S3 (`s3://bucket/prefix`): what the folder lacks is copied from there.
+        on_weights_miss: whether to fetch a model that no store has from its source, or to fail.
         artifacts_dir: store of compiled models, with `compile=True`.
         additional_config: `{"override_neuron_config": {...}}`, as in newer versions of vLLM.
         arguments: `max_model_len`, `max_num_seqs`, `block_size` and other arguments of vLLM's class. They are supported
@@ -73,6 +75,8 @@ class LLM:
         revision: str | None = None,
         download_dir: str | Path | None = None,
         artifacts_dir: str | Path | None = None,
+        weights_store: str = "",
+        on_weights_miss: Literal["fetch", "fail"] = "fetch",
         additional_config: Mapping[str, Any] | None = None,
         **arguments: Any,
     ) -> None:
@@ -86,7 +90,13 @@ class LLM:
             weights_dir = default_weights_dir() if download_dir is None else Path(download_dir)
             package = backend_package(config)
             self._model_dir = materialize(
-                config.model, weights_dir, progress, with_weights=package.NEEDS_WEIGHTS, check=check_tokenizer
+                config.model,
+                weights_dir,
+                progress,
+                weights_store=weights_store,
+                on_miss=on_weights_miss,
+                with_weights=package.NEEDS_WEIGHTS,
+                check=check_tokenizer,
             )
             tokenizer = load_tokenizer(self._model_dir)
             source = config.text.generation_config

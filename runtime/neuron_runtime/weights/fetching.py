@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import contextlib
 import os
-import shutil
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING, Literal
 
 from neuron_runtime.backend.base import ProgressCallback
 from neuron_runtime.checkpoint import (
@@ -26,15 +26,17 @@ from neuron_runtime.checkpoint import (
     read_config,
 )
 from neuron_runtime.config import ModelSource
-from neuron_runtime.console import say
-from neuron_runtime.errors import ExitCode, FatalError
+from neuron_runtime.errors import ExitCode, FatalError, InvalidConfig
 from neuron_runtime.uris import ClaimModel, FolderModel, HubModel, S3Model, parse_uri
 from neuron_runtime.weights.disk import writing
 from neuron_runtime.weights.journal import Journal
-from neuron_runtime.weights.selection import is_plain, small_files, weight_files
+from neuron_runtime.weights.selection import is_part, is_plain, is_small, small_files, weight_files
 from neuron_runtime.weights.source import Attempts, BrokenAnswer, Listing, Source, SourceFile
-from neuron_runtime.weights.store import KEY, Damaged, Entry, Manifest, Store, StoredFile
-from neuron_runtime.weights.transfer import Amount, Transfer, TransferLimits
+from neuron_runtime.weights.store import KEY, Entry, Manifest, Store, StoredFile, WaitingLine
+from neuron_runtime.weights.transfer import LIMITS, Amount, Transfer, TransferLimits, free_bytes
+
+if TYPE_CHECKING:
+    from neuron_runtime.weights.remote import RemoteStore
 
 CLAIMS_DIR_VARIABLE = "NEURON_SERVING_CLAIMS_DIR"
 DEFAULT_CLAIMS_DIR = Path("/mnt/claims")
@@ -44,7 +46,8 @@ FIRST_HEADER_BYTES = 200_000
 """Enough for the header of most safetensors files, so that one request suffices."""
 NUM_HEADERS = 4
 """Headers that are read at the same time."""
-LIMITS = TransferLimits()
+
+OnMiss = Literal["fetch", "fail"]
 
 SmallCheck = Callable[[Path], None]
 """Refuses a model by its small files, by raising FatalError."""
@@ -54,16 +57,12 @@ def no_check(folder: Path) -> None:
     """Accepts every model."""
 
 
-WAITING_SECONDS = 10.0
-"""Interval of lines about another process that fetches the model."""
-
-
 @dataclass(frozen=True)
 class Tools:
     """What fetching needs from its surroundings; tests replace it."""
 
     sleep: Callable[[float], None] = time.sleep
-    free_bytes: Callable[[Path], int] = lambda folder: shutil.disk_usage(folder).free
+    free_bytes: Callable[[Path], int] = free_bytes
     limits: TransferLimits = LIMITS
 
 
@@ -76,6 +75,20 @@ class Fetched:
     num_bytes: int
     read_bytes: int = 0
 
+    @property
+    def address(self) -> str:
+        return str(self.folder)
+
+
+@dataclass(frozen=True)
+class Supplied:
+    """A model in a remote store. `read_bytes`: from its source, now; 0 if it was there already."""
+
+    address: str
+    digest: str
+    num_bytes: int
+    read_bytes: int = 0
+
 
 def fetch(
     uri: str,
@@ -84,6 +97,8 @@ def fetch(
     digest: str = "",
     source: Source | None = None,
     *,
+    remote: RemoteStore | None = None,
+    on_miss: OnMiss = "fetch",
     with_weights: bool = True,
     check: SmallCheck = no_check,
     tools: Tools | None = None,
@@ -93,38 +108,86 @@ def fetch(
     Args:
         digest: what the model must be; the digest of what the source has now if empty.
         source: default: the one of the URI, with credentials from the environment.
+        remote: another store, from which an entry is copied before its source is asked.
+        on_miss: whether a model that is in neither store is copied from its source, or is an error.
         with_weights: False for the small files alone.
-        check: called before weights are copied.
+        check: called before weights are copied from the source.
 
     Raises:
         InvalidConfig: the URI is malformed.
-        FatalError: that of `check`; MODEL_NOT_FOUND, WEIGHTS_UNAUTHORIZED, INVALID_MODEL, CHECKSUM_MISMATCH or
-            STORAGE_FULL, or the store cannot be written.
-        SourceUnreachable: the source does not respond.
+        FatalError: that of `check`; MODEL_NOT_FOUND, WEIGHTS_UNAUTHORIZED, INVALID_MODEL, CHECKSUM_MISMATCH,
+            WEIGHTS_MISSING or STORAGE_FULL, or the store cannot be written.
+        SourceUnreachable: the source or the other store does not respond.
     """
     model = parse_uri(uri)
     if isinstance(model, FolderModel | ClaimModel):
         return _in_place(uri, folder_of(model), digest, with_weights, check)
     suffix = "" if with_weights else "-text"
-    if KEY.fullmatch(digest):
+
+    def stored(digest: str) -> Entry | None:
         for key in dict.fromkeys((digest, digest + suffix)):
-            if entry := _found(store, key):
-                return _fetched(entry, check)
+            if entry := store.sound(key):
+                return entry
+        if remote is not None:
+            wanted = is_part if with_weights else is_small
+            if entry := remote.download(digest, store, report, into=digest + suffix, wanted=wanted):
+                return entry
+        if on_miss == "fail":
+            places = f"{store.folder}" if remote is None else f"{store.folder} or {remote.uri}"
+            raise FatalError(
+                ExitCode.WEIGHTS_MISSING,
+                f"{uri} with digest {digest} is not in {places}; fetch it there: "
+                f"neuron-runtime fetch {uri} {store.folder if remote is None else remote.uri} --digest {digest}",
+            )
+        return None
+
+    if KEY.fullmatch(digest) and (entry := stored(digest)):
+        return _fetched(entry, check)
     source = source or open_source(model)
     tools = tools or Tools()
     attempts = Attempts(source, tools.sleep)
     listing = _listing(attempts, digest)
-    for key in dict.fromkeys((listing.digest, listing.digest + suffix)):
-        if entry := _found(store, key):
-            return _fetched(entry, check)
+    if not digest and (entry := stored(listing.digest)):
+        return _fetched(entry, check)
+    key = listing.digest + suffix
     store.prepare()
-    with store.lock(key, _WaitingLine(uri)) as work:
-        if entry := _found(store, key, replace=True):
+    with store.lock(key, WaitingLine(uri)) as work:
+        if entry := store.sound(key, replace=True):
             return _fetched(entry, check)
         manifest, read_bytes = _copy(
             attempts, listing, work, report, with_weights=with_weights, check=check, tools=tools
         )
         return _fetched(store.publish(key, work, manifest), check, read_bytes)
+
+
+def supply(
+    uri: str,
+    remote: RemoteStore,
+    scratch: Store,
+    report: Callable[[Amount], None],
+    report_upload: Callable[[Amount], None],
+    *,
+    digest: str = "",
+    source: Source | None = None,
+    tools: Tools | None = None,
+) -> Supplied:
+    """The model as a complete entry of a remote store, by way of a local one. Arguments and errors as of `fetch`.
+
+    Nothing is read from the source if the remote store has the digest. A damaged entry is replaced.
+    """
+    model = parse_uri(uri)
+    if isinstance(model, FolderModel | ClaimModel):
+        raise InvalidConfig("URI", f"{uri} is read in place; only models of a hub or of S3 are copied to a store")
+    source = source or open_source(model)
+    tools = tools or Tools()
+    if not digest:
+        digest = Attempts(source, tools.sleep)(source.listing).digest
+    if KEY.fullmatch(digest) and (present := remote.intact(digest)):
+        return Supplied(remote.uri_of(digest), digest, present.manifest.num_bytes)
+    found = fetch(uri, scratch, report, digest, source, tools=tools)
+    if entry := scratch.find(found.digest):
+        remote.upload(entry, report_upload)
+    return Supplied(remote.uri_of(found.digest), found.digest, found.num_bytes, found.read_bytes)
 
 
 def materialize(
@@ -133,11 +196,17 @@ def materialize(
     progress: ProgressCallback,
     source: Source | None = None,
     *,
+    weights_store: str = "",
+    on_miss: OnMiss = "fetch",
     with_weights: bool = True,
     check: SmallCheck = no_check,
     tools: Tools | None = None,
 ) -> Path:
-    """The local folder of the model, fetched into the store at `weights_dir` if needed. Errors as of `fetch`."""
+    """The local folder of the model, brought into the store at `weights_dir` if needed. Errors as of `fetch`.
+
+    Args:
+        weights_store: address of a remote store, "" for none.
+    """
     stage = f"fetching {model.uri}"
     shown = False
 
@@ -146,11 +215,28 @@ def materialize(
         shown = True
         progress(stage, min(0.999, amount.done_bytes / max(1, amount.total_bytes)))
 
-    store = Store(weights_dir)
-    found = fetch(model.uri, store, report, model.digest, source, with_weights=with_weights, check=check, tools=tools)
+    found = fetch(
+        model.uri,
+        Store(weights_dir),
+        report,
+        model.digest,
+        source,
+        remote=open_remote(weights_store) if weights_store else None,
+        on_miss=on_miss,
+        with_weights=with_weights,
+        check=check,
+        tools=tools,
+    )
     if shown:
         progress(stage, 1.0)
     return found.folder
+
+
+def open_remote(uri: str, field: str = "--weights-store") -> RemoteStore:
+    """The store in S3 at this address. Raises InvalidConfig at `field` if it is none."""
+    from neuron_runtime.weights.remote import RemoteStore  # noqa: PLC0415  (brings a client library)
+
+    return RemoteStore(uri, field)
 
 
 @contextlib.contextmanager
@@ -205,7 +291,7 @@ def folder_of(model: FolderModel | ClaimModel) -> Path:
     return folder
 
 
-def _listing(attempts: Attempts, digest: str) -> Listing:
+def _listing(attempts: Attempts[Source], digest: str) -> Listing:
     """The files of a model. Raises FatalError with CHECKSUM_MISMATCH if the source has another digest."""
     source = attempts.source
     listing = attempts(lambda: source.listing(digest))
@@ -234,26 +320,13 @@ def _in_place(uri: str, folder: Path, digest: str, with_weights: bool, check: Sm
     return Fetched(folder, checkpoint.digest, num_bytes)
 
 
-def _found(store: Store, key: str, *, replace: bool = False) -> Entry | None:
-    """A sound entry. A damaged one is an error in a read-only store, otherwise it is fetched again."""
-    try:
-        return store.find(key)
-    except Damaged as error:
-        if not os.access(store.folder, os.W_OK):
-            raise
-        if replace:
-            say(f"{error.what}: fetching it again")
-            store.discard(key)
-        return None
-
-
 def _fetched(entry: Entry, check: SmallCheck, read_bytes: int = 0) -> Fetched:
     check(entry.folder)
     return Fetched(entry.folder, entry.manifest.digest, entry.manifest.num_bytes, read_bytes)
 
 
 def _copy(
-    attempts: Attempts,
+    attempts: Attempts[Source],
     listing: Listing,
     work: Path,
     report: Callable[[Amount], None],
@@ -296,7 +369,7 @@ def _weight_map(folder: Path) -> dict[str, str]:
     return parse_index(path.read_bytes(), path) if path.exists() else {}
 
 
-def _draw(attempts: Attempts, listing: Listing, scratch: Path) -> None:
+def _draw(attempts: Attempts[Source], listing: Listing, scratch: Path) -> None:
     source = attempts.source
 
     def start(file: SourceFile, num_bytes: int) -> bytes:
@@ -347,17 +420,3 @@ def _naming(folder: Path, uri: str) -> Iterator[None]:
         if str(folder) not in str(error):
             raise
         raise FatalError(error.exit_code, str(error).replace(str(folder), uri)) from error
-
-
-class _WaitingLine:
-    """Says now and then that another process has the lock."""
-
-    def __init__(self, uri: str) -> None:
-        self._uri = uri
-        self._said: float | None = None
-
-    def __call__(self) -> None:
-        now = time.monotonic()
-        if self._said is None or now - self._said >= WAITING_SECONDS:
-            self._said = now
-            say(f"{self._uri}: waiting for another process that fetches it into this store")

@@ -1,4 +1,4 @@
-"""Models in S3 or a store that speaks its protocol, as a `Source`, through boto3.
+"""Models in S3 or a store that speaks its protocol, as a `Source`, through boto3; `remote` shares the connection.
 
 Credentials, region and address come from the environment as boto3 reads it: AWS_* variables, a shared file, a service
 account (web identity, EKS pod identity), the machine's role; without any, requests are anonymous. A model is the
@@ -68,33 +68,46 @@ _REFUSED = frozenset({
 })  # fmt: skip
 
 _TEMPORARY = (ConnectionError, HTTPClientError, IncompleteReadError, MetadataRetrievalError)
-_GIVE = (
-    "provide AWS credentials that may list the bucket and read its objects (s3:ListBucket, s3:GetObject): AWS_* "
-    "variables (model.credentialsSecretRef in a NeuronModel), or the role of the service account"
-)
+READ_RIGHTS = "listing the bucket and reading its objects (s3:ListBucket, s3:GetObject)"
 
 # Checksums that the standard library computes, the cheapest first, as the sha256 of a file is computed anyway.
 _CHECKSUMS = {"ChecksumSHA256": "sha256", "ChecksumCRC32": "crc32", "ChecksumSHA1": "sha1"}
 
 
-class S3Source:
-    """The objects below one prefix. The digest is a hash of the names, sizes and ETags of model files."""
+class S3Place:
+    """What lies below one s3:// URI, as boto3 reaches it: a client, and what its failures mean.
 
-    def __init__(self, model: S3Model, client: Any = None) -> None:
-        self._model = model
+    Args:
+        rights: what the credentials must permit.
+        missing: the exit code if the store or an object does not exist.
+        num_attempts: of one request, by the library.
+    """
+
+    def __init__(
+        self,
+        uri: str,
+        client: Any = None,
+        *,
+        rights: str = READ_RIGHTS,
+        missing: ExitCode = ExitCode.MODEL_NOT_FOUND,
+        num_attempts: int = 1,
+    ) -> None:
+        self.uri = uri
+        self._rights = rights
+        self._missing = missing
         self._anonymous = False
-        self._client = self._connected() if client is None else client
+        self.client = self._connected(num_attempts) if client is None else client
 
-    def _connected(self) -> Any:
+    def _connected(self, num_attempts: int) -> Any:
         try:
             session = boto3.session.Session(region_name=os.environ.get("AWS_REGION"))
             self._anonymous = session.get_credentials() is None
         except BotoCoreError as error:
-            raise FatalError(ExitCode.WEIGHTS_UNAUTHORIZED, f"{self.uri}: {one_line(error)}; {_GIVE}") from error
+            raise FatalError(ExitCode.WEIGHTS_UNAUTHORIZED, f"{self.uri}: {one_line(error)}; {self._give}") from error
         config = Config(
             connect_timeout=CONNECT_SECONDS,
             read_timeout=TIMEOUT_SECONDS,
-            retries={"total_max_attempts": 1},  # `Attempts` repeats
+            retries={"total_max_attempts": num_attempts, "mode": "standard"},
             max_pool_connections=MAX_CONNECTIONS,
             response_checksum_validation="when_required",  # parts of objects have none
             **({"signature_version": UNSIGNED} if self._anonymous else {}),
@@ -105,12 +118,8 @@ class S3Source:
             raise InvalidConfig("AWS_*", f"{one_line(error)}; correct the environment") from error
 
     @property
-    def uri(self) -> str:
-        return str(self._model)
-
-    @property
     def place(self) -> str:
-        return without_secrets(str(self._client.meta.endpoint_url))
+        return without_secrets(str(self.client.meta.endpoint_url))
 
     @property
     def advice(self) -> str:
@@ -120,10 +129,61 @@ class S3Source:
     def failures(self) -> tuple[type[BaseException], ...]:
         return (BotoCoreError, ClientError, HTTPError, OSError)
 
+    @property
+    def _give(self) -> str:
+        return (
+            f"provide AWS credentials that permit {self._rights}: AWS_* variables (model.credentialsSecretRef in a "
+            "NeuronModel), or the role of the service account"
+        )
+
+    def verdict(self, error: BaseException) -> FatalError | None:
+        where = f"{self.uri} at {self.place}"
+        if isinstance(error, _CREDENTIALS):
+            return FatalError(ExitCode.WEIGHTS_UNAUTHORIZED, f"{self.uri}: {one_line(error)}; {self._give}")
+        refused = next((cause for cause in chain(error) if isinstance(cause, ClientError)), None)
+        if refused is None:
+            if isinstance(error, BotoCoreError) and not isinstance(error, _TEMPORARY):
+                return InvalidConfig("AWS_*", f"{one_line(error)}; correct the environment")
+            return None
+        status = refused.response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0)
+        code = str(refused.response.get("Error", {}).get("Code", ""))
+        if code in _WRONG_REGION or status in (301, 307):
+            headers = refused.response.get("ResponseMetadata", {}).get("HTTPHeaders", {})
+            region = headers.get("x-amz-bucket-region") or refused.response.get("Error", {}).get("Region")
+            used = self.client.meta.region_name
+            cure = f"set AWS_REGION={region}" if region else "set AWS_REGION to the region of the bucket"
+            return FatalError(self._missing, f"{where}: the bucket is not in region {used}; {cure}")
+        if status == 412 or code in ("PreconditionFailed", "InvalidRange"):
+            return changed(self.uri, "an object")
+        if code == "InvalidObjectState":
+            message = f"{where}: an object is archived; restore it to a storage class that can be read at once"
+            return FatalError(self._missing, message)
+        if code == "NotImplemented":
+            return InvalidConfig("AWS_ENDPOINT_URL", f"{where}: the store lacks a feature of S3: {one_line(refused)}")
+        if code == "NoSuchBucket":
+            return FatalError(self._missing, f"{where}: the bucket does not exist; check the spelling")
+        if code in _REFUSED or status in (401, 403):
+            with_what = "anonymous access" if self._anonymous else "these credentials"
+            message = f"{where}: the store refused {with_what} ({code or status}); {self._give}"
+            return FatalError(ExitCode.WEIGHTS_UNAUTHORIZED, message)
+        if code in ("NoSuchKey", "404"):
+            return FatalError(self._missing, f"{where} no longer has an object that it listed; try again")
+        if status in RETRIED_STATUSES or code in ("SlowDown", "RequestTimeout", "InternalError"):
+            return None
+        return FatalError(self._missing, f"{where}: the store answered {status}: {one_line(refused)}")
+
+
+class S3Source(S3Place):
+    """The objects below one prefix. The digest is a hash of the names, sizes and ETags of model files."""
+
+    def __init__(self, model: S3Model, client: Any = None, *, missing: ExitCode = ExitCode.MODEL_NOT_FOUND) -> None:
+        super().__init__(str(model), client, missing=missing)
+        self._model = model
+
     def listing(self, digest: str = "") -> Listing:
         prefix = f"{self._model.prefix}/" if self._model.prefix else ""
         files: dict[str, SourceFile] = {}
-        pages = self._client.get_paginator("list_objects_v2").paginate(
+        pages = self.client.get_paginator("list_objects_v2").paginate(
             Bucket=self._model.bucket, Prefix=prefix, Delimiter="/"
         )
         for page in pages:
@@ -165,7 +225,7 @@ class S3Source:
 
     @contextmanager
     def _read(self, file: SourceFile, begin: int, end: int) -> Iterator[Iterator[bytes]]:
-        answer = self._client.get_object(
+        answer = self.client.get_object(
             Bucket=self._model.bucket,
             Key=self._key(file),
             Range=f"bytes={begin}-{end - 1}",
@@ -177,47 +237,13 @@ class S3Source:
             yield body.iter_chunks(BLOCK_BYTES)
 
     def _head(self, file: SourceFile, **more: Any) -> Mapping[str, Any]:
-        head: Mapping[str, Any] = self._client.head_object(
+        head: Mapping[str, Any] = self.client.head_object(
             Bucket=self._model.bucket, Key=self._key(file), IfMatch=f'"{file.version}"', **more
         )
         return head
 
     def _key(self, file: SourceFile) -> str:
         return f"{self._model.prefix}/{file.name}" if self._model.prefix else file.name
-
-    def verdict(self, error: BaseException) -> FatalError | None:
-        where = f"{self.uri} at {self.place}"
-        if isinstance(error, _CREDENTIALS):
-            return FatalError(ExitCode.WEIGHTS_UNAUTHORIZED, f"{self.uri}: {one_line(error)}; {_GIVE}")
-        refused = next((cause for cause in chain(error) if isinstance(cause, ClientError)), None)
-        if refused is None:
-            if isinstance(error, BotoCoreError) and not isinstance(error, _TEMPORARY):
-                return InvalidConfig("AWS_*", f"{one_line(error)}; correct the environment")
-            return None
-        status = refused.response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0)
-        code = str(refused.response.get("Error", {}).get("Code", ""))
-        if code in _WRONG_REGION or status in (301, 307):
-            headers = refused.response.get("ResponseMetadata", {}).get("HTTPHeaders", {})
-            region = headers.get("x-amz-bucket-region") or refused.response.get("Error", {}).get("Region")
-            used = self._client.meta.region_name
-            cure = f"set AWS_REGION={region}" if region else "set AWS_REGION to the region of the bucket"
-            return FatalError(ExitCode.MODEL_NOT_FOUND, f"{where}: the bucket is not in region {used}; {cure}")
-        if status == 412 or code in ("PreconditionFailed", "InvalidRange"):
-            return changed(self.uri, "an object")
-        if code == "InvalidObjectState":
-            message = f"{where}: an object is archived; restore it to a storage class that can be read at once"
-            return FatalError(ExitCode.MODEL_NOT_FOUND, message)
-        if code == "NoSuchBucket":
-            return FatalError(ExitCode.MODEL_NOT_FOUND, f"{where}: the bucket does not exist; check the spelling")
-        if code in _REFUSED or status in (401, 403):
-            with_what = "anonymous access" if self._anonymous else "these credentials"
-            message = f"{where}: the store refused {with_what} ({code or status}); {_GIVE}"
-            return FatalError(ExitCode.WEIGHTS_UNAUTHORIZED, message)
-        if code in ("NoSuchKey", "404"):
-            return FatalError(ExitCode.MODEL_NOT_FOUND, f"{where} no longer has an object that it listed; try again")
-        if status in RETRIED_STATUSES or code in ("SlowDown", "RequestTimeout", "InternalError"):
-            return None
-        return FatalError(ExitCode.MODEL_NOT_FOUND, f"{where}: the store answered {status}: {one_line(refused)}")
 
 
 def _digest(files: Mapping[str, SourceFile]) -> str:

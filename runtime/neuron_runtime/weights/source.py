@@ -11,12 +11,13 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import Protocol, TypeVar
+from typing import Generic, Protocol, TypeVar
 
 from neuron_runtime.console import say
 from neuron_runtime.errors import ExitCode, FatalError, ServingError
 
 T = TypeVar("T")
+P = TypeVar("P", bound="Place")
 
 BLOCK_BYTES = 2**18
 """The most that a source returns at once."""
@@ -71,12 +72,12 @@ class Listing:
     files: Mapping[str, SourceFile]
 
 
-class Source(Protocol):
-    """One model at one place. Every method makes one attempt and raises the errors of its client library."""
+class Place(Protocol):
+    """A place that is reached over a network."""
 
     @property
     def uri(self) -> str:
-        """The model's URI, without credentials."""
+        """What is read or written there, without credentials."""
 
     @property
     def place(self) -> str:
@@ -90,6 +91,13 @@ class Source(Protocol):
     def failures(self) -> tuple[type[BaseException], ...]:
         """Every failure of the client library."""
 
+    def verdict(self, error: BaseException) -> FatalError | None:
+        """The error to report for a failure; None if a retry may succeed."""
+
+
+class Source(Place, Protocol):
+    """One model at one place. Every method makes one attempt and raises the errors of its client library."""
+
     def listing(self, digest: str = "") -> Listing:
         """The files now, or those of a pinned digest where the place keeps older versions."""
 
@@ -102,15 +110,12 @@ class Source(Protocol):
         They may end early; the caller counts them. Another version of the file is an error.
         """
 
-    def verdict(self, error: BaseException) -> FatalError | None:
-        """The error to report for a failure; None if a retry may succeed."""
-
 
 @dataclass
-class Attempts:
-    """Repeats calls to a source within bounded time. Prints one line per pause and kind of failure, for all threads."""
+class Attempts(Generic[P]):
+    """Repeats calls to a place within bounded time. Prints one line per pause and kind of failure, for all threads."""
 
-    source: Source
+    source: P
     sleep: Callable[[float], None] = time.sleep
     pauses: tuple[float, ...] = RETRY_SECONDS
     _said: set[str] = field(default_factory=set)

@@ -27,6 +27,7 @@ from pathlib import Path
 
 import msgspec
 
+from neuron_runtime.console import say
 from neuron_runtime.errors import ExitCode, FatalError
 from neuron_runtime.weights.disk import make_folder, open_file, read_blocks, sync_folder, writing
 from neuron_runtime.weights.hashing import FileHash
@@ -42,6 +43,8 @@ DAY_SECONDS = 86_400.0
 ABANDONED_SECONDS = DAY_SECONDS
 """A partial download without a write for so long is pruned."""
 WAIT_SECONDS = 1.0
+WAITING_SECONDS = 10.0
+"""Interval of lines about another process that has a lock."""
 _NO_LOCKS = frozenset({errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP})
 
 
@@ -57,15 +60,24 @@ class Kind:
     damaged: ExitCode
     cure: str
     """Of a damaged one."""
+    missing: ExitCode
+    """If a store lacks it, or there is no store."""
 
 
-MODELS = Kind("model", "download", is_part, ExitCode.CHECKSUM_MISMATCH, "delete it and fetch the model again")
+MODELS = Kind(
+    "model",
+    "download",
+    is_part,
+    ExitCode.CHECKSUM_MISMATCH,
+    "delete it and fetch the model again",
+    ExitCode.WEIGHTS_MISSING,
+)
 
 
 class Damaged(FatalError):
     """An entry does not have the files of its manifest."""
 
-    def __init__(self, folder: Path, what: str, kind: Kind = MODELS) -> None:
+    def __init__(self, folder: Path | str, what: str, kind: Kind = MODELS) -> None:
         self.reason = what
         self.what = f"{folder} is damaged: {what}"
         super().__init__(kind.damaged, f"{self.what}; {kind.cure}")
@@ -166,14 +178,33 @@ def read_entry(folder: Path, kind: Kind = MODELS) -> Entry | None:
         raw = file.read(MAX_MANIFEST_BYTES)
     try:
         manifest = msgspec.json.decode(raw, type=Manifest)
-    except msgspec.MsgspecError as error:
+    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
         raise Damaged(folder, f"its manifest is malformed: {error}", kind) from error
-    if manifest.version != MANIFEST_VERSION or not all(kind.accepts(file.name) for file in manifest.files):
-        raise Damaged(folder, "its manifest is not of this version", kind)
+    check_manifest(manifest, folder, kind)
     entry = Entry(folder.name, folder, manifest)
     if damage := entry.damage():
         raise Damaged(folder, damage, kind)
     return entry
+
+
+def check_manifest(manifest: Manifest, where: Path | str, kind: Kind) -> None:
+    """Raises Damaged, naming `where`, if this cannot be the manifest of an entry. Names of files come from it."""
+    if manifest.version != MANIFEST_VERSION or not all(kind.accepts(file.name) for file in manifest.files):
+        raise Damaged(where, "its manifest is not of this version", kind)
+
+
+class WaitingLine:
+    """Says now and then that another process has the lock of a key."""
+
+    def __init__(self, title: str) -> None:
+        self._title = title
+        self._said: float | None = None
+
+    def __call__(self) -> None:
+        now = time.monotonic()
+        if self._said is None or now - self._said >= WAITING_SECONDS:
+            self._said = now
+            say(f"{self._title}: waiting for another process that fetches it into this store")
 
 
 @dataclass(frozen=True)
@@ -212,6 +243,22 @@ class Store:
         """As `find`, without the note."""
         check_key(key)
         return read_entry(self.folder / key, self.kind)
+
+    def sound(self, key: str, *, replace: bool = False) -> Entry | None:
+        """As `find`, but a damaged entry counts as missing, and as an error in a read-only store.
+
+        Args:
+            replace: remove a damaged entry; the caller holds its lock.
+        """
+        try:
+            return self.find(key)
+        except Damaged as error:
+            if not os.access(self.folder, os.W_OK):
+                raise
+            if replace:
+                say(f"{error.what}: fetching it again")
+                self.discard(key)
+            return None
 
     def prepare(self) -> None:
         """Make the folders of the store. Raises FatalError if they cannot be written."""

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from neuron_runtime.errors import ExitCode, FatalError
-from neuron_runtime.weights.disk import open_file, read_blocks, write_all, writing
+from neuron_runtime.weights.disk import make_folder, open_file, read_blocks, write_all, writing
 from neuron_runtime.weights.hashing import FileHash
 from neuron_runtime.weights.journal import Claim, Journal
 from neuron_runtime.weights.source import (
@@ -28,6 +28,7 @@ from neuron_runtime.weights.source import (
     BrokenAnswer,
     Check,
     Listing,
+    Source,
     SourceFile,
 )
 
@@ -45,6 +46,8 @@ class TransferLimits:
     num_files: int = 4
     min_bytes: int = 2**18
 
+
+LIMITS = TransferLimits()
 
 STOP_SECONDS = 2.0
 """How long a transfer that failed waits for its other readers."""
@@ -85,6 +88,11 @@ def chunks_of(sizes: Sequence[int], limits: TransferLimits) -> Iterator[Chunk]:
                     yield Chunk(file, number, begin, min(begin + limits.chunk_bytes, sizes[file]))
 
 
+def free_bytes(folder: Path) -> int:
+    """That the file system of a folder has left."""
+    return shutil.disk_usage(folder).free
+
+
 class _Stopped(Exception):
     """Another thread failed, or the caller gave up."""
 
@@ -105,6 +113,7 @@ class _Target:
         self._busy = False
 
     def create(self) -> None:
+        make_folder(self.path.parent)
         fd = open_file(self.path, os.O_RDWR | os.O_CREAT)
         try:
             os.ftruncate(fd, self.file.num_bytes)
@@ -158,14 +167,14 @@ class Transfer:
 
     def __init__(
         self,
-        attempts: Attempts,
+        attempts: Attempts[Source],
         listing: Listing,
         names: Sequence[str],
         *,
         folder: Path,
         journal: Journal,
         limits: TransferLimits,
-        free_bytes: Callable[[Path], int] = lambda folder: shutil.disk_usage(folder).free,
+        free_bytes: Callable[[Path], int] = free_bytes,
     ) -> None:
         self._attempts = attempts
         self._source = attempts.source

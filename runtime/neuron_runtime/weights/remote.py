@@ -1,0 +1,454 @@
+"""A store in S3: complete entries of a local store, uploaded once and downloaded by many.
+
+    PREFIX/KEY/CONTENT/NAME        the files of an entry; CONTENT is a hash of their names and contents
+    PREFIX/KEY/.manifest.json      written last, and only if there is none: it makes the entry complete
+
+Called by `fetching` and the commands, and for compiled artifacts. Nothing is loaded from here: a download ends in a
+local store, with each file checked against the manifest. It knows neither models nor sources.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import threading
+import time
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from datetime import datetime
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from boto3.s3.transfer import TransferConfig, create_transfer_manager
+from botocore.exceptions import ClientError
+from s3transfer.subscribers import BaseSubscriber
+
+from neuron_runtime.console import say
+from neuron_runtime.uris import S3Model, store_address
+from neuron_runtime.weights.disk import read_blocks, writing
+from neuron_runtime.weights.journal import Journal
+from neuron_runtime.weights.s3 import S3Place, S3Source
+from neuron_runtime.weights.source import Attempts, Check, Listing, SourceFile
+from neuron_runtime.weights.store import (
+    MANIFEST,
+    MAX_MANIFEST_BYTES,
+    MODELS,
+    Damaged,
+    Entry,
+    Kind,
+    Manifest,
+    Store,
+    StoredFile,
+    WaitingLine,
+    check_key,
+    check_manifest,
+)
+from neuron_runtime.weights.transfer import LIMITS, Amount, Transfer, TransferLimits, free_bytes
+
+RIGHTS = (
+    "listing the bucket, and reading, writing and deleting its objects (s3:ListBucket, s3:GetObject, s3:PutObject, "
+    "s3:DeleteObject; the first two suffice to serve)"
+)
+PART_BYTES = 64 * 2**20
+"""Of an upload in parts."""
+NUM_UPLOADS = 8
+"""Parts that are uploaded at the same time."""
+NUM_ATTEMPTS = 5
+"""Of each part, by the client library."""
+NUM_READERS = 4
+"""Files that are read at the same time before an upload, or asked for."""
+MAX_DELETED = 1000
+"""Objects that S3 deletes in one request."""
+
+
+class RemoteFile(StoredFile, frozen=True):
+    crc32: str
+    """Hexadecimal. S3 states it of each object, so that a replaced one is found without a download."""
+
+
+class RemoteManifest(Manifest, frozen=True, kw_only=True):
+    files: tuple[RemoteFile, ...]
+
+    @property
+    def content(self) -> str:
+        """Entries of other contents never share an object, so two uploaders cannot mix theirs."""
+        lines = (f"{file.sha256} {file.bytes} {file.name}\n" for file in sorted(self.files, key=lambda file: file.name))
+        return hashlib.sha256("".join(lines).encode()).hexdigest()[:32]
+
+    @property
+    def local(self) -> Manifest:
+        """The manifest of a copy in a local store."""
+        files = tuple(StoredFile(file.name, file.bytes, file.sha256) for file in self.files)
+        return Manifest(digest=self.digest, uri=self.uri, created=self.created, files=files)
+
+
+@dataclass(frozen=True)
+class RemoteObject:
+    """An object below the folder of a key. `name` is relative to it."""
+
+    name: str
+    num_bytes: int
+    etag: str
+    written: float
+    """Seconds since 1970."""
+
+
+@dataclass(frozen=True)
+class RemoteEntry:
+    """A complete entry of a remote store: its manifest, and each file as it is listed now."""
+
+    key: str
+    manifest: RemoteManifest
+    files: Mapping[str, SourceFile]
+
+
+class RemoteStore:
+    """One prefix of a bucket.
+
+    Args:
+        uri: `s3://bucket/prefix`.
+        field: where the URI comes from, for its errors.
+        kind: what it holds.
+
+    Raises:
+        InvalidConfig: the URI is no address of a store.
+    """
+
+    def __init__(
+        self,
+        uri: str,
+        field: str = "--weights-store",
+        *,
+        kind: Kind = MODELS,
+        limits: TransferLimits = LIMITS,
+        sleep: Callable[[float], None] = time.sleep,
+        free_bytes: Callable[[Path], int] = free_bytes,
+    ) -> None:
+        self._model = store_address(uri, field)
+        self.kind = kind
+        self._limits = limits
+        self._sleep = sleep
+        self._free_bytes = free_bytes
+        self._place = S3Place(self.uri, rights=RIGHTS, missing=kind.missing)
+        self._attempts = Attempts(self._place, sleep)
+
+    @property
+    def uri(self) -> str:
+        return str(self._model).rstrip("/")
+
+    def uri_of(self, key: str) -> str:
+        return f"{self.uri}/{key}"
+
+    def find(self, key: str) -> RemoteEntry | None:
+        """The complete entry of a key; None if there is none.
+
+        Raises:
+            Damaged: its manifest is malformed, or an object is missing or has another size.
+        """
+        check_key(key)
+        manifest = self._manifest(key)
+        if manifest is None:
+            return None
+        found = {item.name: item for item in self.objects(f"{key}/{manifest.content}/")}
+        files = {}
+        for file in manifest.files:
+            item = found.get(f"{manifest.content}/{file.name}")
+            if item is None:
+                raise Damaged(self.uri_of(key), f"{file.name} is missing", self.kind)
+            if item.num_bytes != file.bytes:
+                raise Damaged(
+                    self.uri_of(key), f"{file.name} has {item.num_bytes:,} bytes instead of {file.bytes:,}", self.kind
+                )
+            files[file.name] = SourceFile(file.name, file.bytes, version=item.etag)
+        return RemoteEntry(key, manifest, files)
+
+    def intact(self, key: str) -> RemoteEntry | None:
+        """As `find`, but a damaged entry is removed, also one with an object of which S3 states another checksum."""
+        try:
+            entry = self.find(key)
+            if entry is not None:
+                self._check_stated(entry)
+        except Damaged as error:
+            say(f"{error.what}: replacing it")
+            self.discard(key)
+            return None
+        return entry
+
+    def download(
+        self,
+        key: str,
+        store: Store,
+        report: Callable[[Amount], None],
+        *,
+        into: str = "",
+        wanted: Callable[[str], bool] = lambda name: True,
+    ) -> Entry | None:
+        """The entry as one of a local store; None if there is no such entry. Resumes as any download does.
+
+        Args:
+            into: the key of the local entry, if it is another one.
+            wanted: the names of the files to download.
+
+        Raises:
+            Damaged: as `find`.
+            FatalError: CHECKSUM_MISMATCH, STORAGE_FULL, WEIGHTS_UNAUTHORIZED or the kind's `missing`.
+            SourceUnreachable: the store does not respond.
+        """
+        entry = self.find(key)
+        if entry is None:
+            return None
+        into = into or key
+        manifest = entry.manifest.local
+        check_manifest(manifest, self.uri_of(key), self.kind)
+        store.prepare()
+        with store.lock(into, WaitingLine(self.uri_of(key))) as work:
+            if found := store.sound(into, replace=True):
+                return found
+            files = tuple(file for file in manifest.files if wanted(file.name))
+            listing = Listing(entry.manifest.content, entry.files)
+            source = _EntrySource(self._place, self._below(f"{key}/{entry.manifest.content}"), entry, self.kind)
+            with writing(work):
+                journal = Journal(work / "journal", listing.digest)
+            try:
+                copy = Transfer(
+                    Attempts(source, self._sleep),
+                    listing,
+                    [file.name for file in files],
+                    folder=work / "files",
+                    journal=journal,
+                    limits=self._limits,
+                    free_bytes=self._free_bytes,
+                )
+                copy.run(report)
+            finally:
+                journal.close()
+            return store.publish(into, work, msgspec.structs.replace(manifest, files=files))
+
+    def upload(self, entry: Entry, report: Callable[[Amount], None]) -> None:
+        """Add an entry of a local store, unless there is an intact one. Objects that a killed upload left are used.
+
+        Raises:
+            Damaged: the local entry differs from its manifest.
+            FatalError: WEIGHTS_UNAUTHORIZED or the kind's `missing`.
+            SourceUnreachable: the store does not respond.
+        """
+        key = entry.key
+        if self.intact(key):
+            return
+        with ThreadPoolExecutor(NUM_READERS, thread_name_prefix="checksum") as pool:
+            files = tuple(pool.map(lambda file: _summed(entry.folder, file, self.kind), entry.manifest.files))
+        manifest = RemoteManifest(
+            digest=entry.manifest.digest, uri=entry.manifest.uri, created=entry.manifest.created, files=files
+        )
+        folder = f"{key}/{manifest.content}"
+        present = {item.name: item for item in self.objects(f"{folder}/")}
+        left = [
+            file
+            for file in files
+            if (item := present.get(f"{manifest.content}/{file.name}")) is None
+            or item.num_bytes != file.bytes
+            or self._stated(folder, file) != file.crc32
+        ]
+        self._send(entry.folder, folder, left, manifest.num_bytes, report)
+        if self._publish(key, manifest):
+            return
+        rival = self._manifest(key)
+        if rival is None or rival.content != manifest.content:
+            say(f"{self.uri_of(key)}: another process stored it first")
+            self.delete(f"{folder}/{file.name}" for file in files)
+
+    def discard(self, key: str) -> None:
+        """Remove an entry. From the first request on, nobody finds it."""
+        check_key(key)
+        self.delete([f"{key}/{MANIFEST}"])
+        self.delete([f"{key}/{item.name}" for item in self.objects(f"{key}/")])
+
+    def objects(self, folder: str) -> Iterator[RemoteObject]:
+        """All objects below a folder of the store. Names are relative to its first part, the key."""
+        below = self._key("")
+        prefix = self._key(folder)
+        key = f"{below}{folder.partition('/')[0]}/"
+        pages: list[Any] = self._attempts(
+            lambda: list(
+                self._place.client.get_paginator("list_objects_v2").paginate(Bucket=self._model.bucket, Prefix=prefix)
+            )
+        )
+        for page in pages:
+            for item in page.get("Contents", []):
+                yield RemoteObject(
+                    item["Key"].removeprefix(key), item["Size"], item["ETag"].strip('"'), _seconds(item["LastModified"])
+                )
+
+    def delete(self, names: Iterable[str]) -> None:
+        """Delete objects, if they exist. Names are relative to the store."""
+        keys = [{"Key": self._key(name)} for name in names]
+        for begin in range(0, len(keys), MAX_DELETED):
+            self._attempts(partial(self._delete, keys[begin : begin + MAX_DELETED]))
+
+    def _delete(self, keys: list[dict[str, str]]) -> None:
+        answer = self._place.client.delete_objects(Bucket=self._model.bucket, Delete={"Objects": keys, "Quiet": True})
+        if errors := answer.get("Errors"):
+            raise ClientError({"Error": errors[0]}, "DeleteObjects")
+
+    def _manifest(self, key: str) -> RemoteManifest | None:
+        def read() -> bytes | None:
+            try:
+                answer = self._place.client.get_object(Bucket=self._model.bucket, Key=self._key(f"{key}/{MANIFEST}"))
+            except self._place.client.exceptions.NoSuchKey:
+                return None
+            raw: bytes = answer["Body"].read(MAX_MANIFEST_BYTES)
+            return raw
+
+        raw = self._attempts(read)
+        return None if raw is None else parse_manifest(raw, self.uri_of(key), self.kind)
+
+    def _publish(self, key: str, manifest: RemoteManifest) -> bool:
+        """Write the manifest; False if the key has one."""
+
+        def put() -> bool:
+            try:
+                self._place.client.put_object(
+                    Bucket=self._model.bucket,
+                    Key=self._key(f"{key}/{MANIFEST}"),
+                    Body=msgspec.json.format(msgspec.json.encode(manifest)),
+                    ContentType="application/json",
+                    IfNoneMatch="*",
+                )
+            except ClientError as error:
+                if error.response.get("ResponseMetadata", {}).get("HTTPStatusCode") == 412:
+                    return False
+                raise
+            return True
+
+        return self._attempts(put)
+
+    def _check_stated(self, entry: RemoteEntry) -> None:
+        folder = f"{entry.key}/{entry.manifest.content}"
+        with ThreadPoolExecutor(NUM_READERS, thread_name_prefix="stated") as pool:
+            for file, stated in zip(
+                entry.manifest.files,
+                pool.map(lambda file: self._stated(folder, file), entry.manifest.files),
+                strict=True,
+            ):
+                if stated not in ("", file.crc32):
+                    message = f"the CRC-32 of {file.name} is {stated}, the manifest has {file.crc32}"
+                    raise Damaged(self.uri_of(entry.key), message, self.kind)
+
+    def _stated(self, folder: str, file: RemoteFile) -> str:
+        """The CRC-32 that S3 states of an object, "" if it states none of the whole object."""
+        head = self._attempts(
+            lambda: self._place.client.head_object(
+                Bucket=self._model.bucket, Key=self._key(f"{folder}/{file.name}"), ChecksumMode="ENABLED"
+            )
+        )
+        text = head.get("ChecksumCRC32", "")
+        return "" if not text or "-" in text else base64.b64decode(text).hex()
+
+    def _send(
+        self, source: Path, folder: str, files: list[RemoteFile], total_bytes: int, report: Callable[[Amount], None]
+    ) -> None:
+        place = S3Place(self.uri, rights=RIGHTS, missing=self.kind.missing, num_attempts=NUM_ATTEMPTS)
+        config = TransferConfig(
+            multipart_threshold=PART_BYTES,
+            multipart_chunksize=PART_BYTES,
+            max_concurrency=NUM_UPLOADS,
+            use_threads=True,
+        )
+        sent = _Sent(total_bytes - sum(file.bytes for file in files))
+
+        def send() -> None:
+            sent.restart()
+            with create_transfer_manager(place.client, config) as manager:
+                futures = [
+                    manager.upload(
+                        str(source / file.name),
+                        self._model.bucket,
+                        self._key(f"{folder}/{file.name}"),
+                        extra_args={"ChecksumCRC32": base64.b64encode(bytes.fromhex(file.crc32)).decode()},
+                        subscribers=[sent],
+                    )
+                    for file in files
+                ]
+                num_ended = 0
+                while num_ended < len(futures):
+                    if sent.ended.acquire(timeout=1.0):
+                        num_ended += 1
+                        # The first failure ends the manager, which cancels the others.
+                        for future in futures:
+                            if future.done():
+                                future.result()
+                    else:
+                        report(Amount(sent.num_bytes, total_bytes, sent.num_bytes))
+
+        # The library repeats parts; this repeats an upload that failed for good, once.
+        Attempts(place, self._sleep, pauses=(1.0,))(send)
+        report(Amount(total_bytes, total_bytes, total_bytes))
+
+    def _key(self, name: str) -> str:
+        return f"{self._model.prefix}/{name}" if self._model.prefix else name
+
+    def _below(self, folder: str) -> S3Model:
+        return S3Model(self._model.bucket, self._key(folder))
+
+
+class _EntrySource(S3Source):
+    """The files of one entry, as a `Source`."""
+
+    def __init__(self, place: S3Place, model: S3Model, entry: RemoteEntry, kind: Kind) -> None:
+        super().__init__(model, place.client, missing=kind.missing)
+        self.uri = f"{place.uri}/{entry.key}"
+        self._sums = {file.name: file.sha256 for file in entry.manifest.files}
+
+    def check(self, listing: Listing, file: SourceFile) -> Check | None:
+        return Check("sha256", self._sums[file.name])
+
+
+class _Sent(BaseSubscriber):  # type: ignore[misc]
+    """Counts what the transfer manager has sent, and the files that are done."""
+
+    def __init__(self, num_bytes: int) -> None:
+        self._present_bytes = self.num_bytes = num_bytes
+        self._lock = threading.Lock()
+        self.ended = threading.Semaphore(0)
+
+    def restart(self) -> None:
+        self.num_bytes = self._present_bytes
+        self.ended = threading.Semaphore(0)
+
+    def on_progress(self, bytes_transferred: int, **more: Any) -> None:
+        with self._lock:
+            self.num_bytes += bytes_transferred  # negative if a part is repeated
+
+    def on_done(self, **more: Any) -> None:
+        self.ended.release()
+
+
+def parse_manifest(raw: bytes, where: str, kind: Kind) -> RemoteManifest:
+    """The manifest of an entry. Raises Damaged, naming `where`, if this is none. Names of files are not checked."""
+    try:
+        return msgspec.json.decode(raw, type=RemoteManifest)
+    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+        raise Damaged(where, f"its manifest is malformed: {error}", kind) from error
+
+
+def _summed(folder: Path, file: StoredFile, kind: Kind) -> RemoteFile:
+    """The file with its CRC-32, after its sha256 was compared."""
+    sha256, crc32, num_bytes = hashlib.sha256(), 0, 0
+    try:
+        for block in read_blocks(folder / file.name, 0, file.bytes + 1, bytearray(2**20)):
+            sha256.update(block)
+            crc32 = zlib.crc32(block, crc32)
+            num_bytes += len(block)
+    except OSError as error:
+        raise Damaged(folder, f"{file.name}: {error.strerror}", kind) from error
+    if (num_bytes, sha256.hexdigest()) != (file.bytes, file.sha256):
+        raise Damaged(folder, f"{file.name} differs from the manifest", kind)
+    return RemoteFile(file.name, file.bytes, file.sha256, f"{crc32:08x}")
+
+
+def _seconds(time: datetime) -> float:
+    return time.timestamp()
