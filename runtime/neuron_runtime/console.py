@@ -107,4 +107,5 @@ class StageLines:
             self._stage = ""
         elif now - self._shown >= REPORT_SECONDS:
             self._shown = now
-            self._show(f"{stage}: {share:.0%} after {now - self._began:.0f} s")
+            done = f"{share:.0%} after {now - self._began:.0f} s" if share else f"{now - self._began:.0f} s so far"
+            self._show(f"{stage}: {done}")

@@ -31,6 +31,13 @@ def test_a_long_stage_prints_its_progress_every_few_seconds() -> None:
     assert lines == ["fetch: 25% after 5 s", "fetch: 50% after 10 s", "fetch: 75% after 15 s", "fetch: 20.0 s"]
 
 
+def test_a_long_stage_of_unknown_length_prints_its_time() -> None:
+    assert shown((0.0, "compile", 0.0), (6.0, "compile", 0.0), (7.0, "compile", 1.0)) == [
+        "compile: 6 s so far",
+        "compile: 7.0 s",
+    ]
+
+
 def amounts(*calls: tuple[float, int], capsys: pytest.CaptureFixture[str], terminal: bool) -> str:
     """Output for calls of (time, bytes done) of 100 MiB."""
     now = [0.0]
