@@ -42,7 +42,7 @@ from neuron_operator.local.pods import (
 )
 from neuron_operator.objects import is_shared
 from neuron_operator.reasons import CONDITIONS
-from neuron_operator.world import FreeDevices, Settings, World
+from neuron_operator.world import ClaimTemplate, FreeDevices, Place, Settings, StorageSettings, World
 
 DEMO = Path(str(files("neuron_operator"))) / "data" / "neuronmodel-local.yaml"
 """Its model is in the same folder. In a checkout both are links into `examples`."""
@@ -54,8 +54,11 @@ _MIN_FREE_BYTES = 64 * 2**20
 
 _DNS_LABEL = r"[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?"
 
-_NO_IMAGE = "this-machine"
-"""Placeholder for the runtime image: the programs of this environment run instead."""
+SETTINGS = Settings(
+    runtime_image="this-machine",  # a placeholder: the programs of this environment run instead
+    storage=StorageSettings(artifacts=Place(pvc_template=ClaimTemplate(size="1Ti"))),
+)
+"""Artifacts are kept in the cache folder, for all models of the namespace."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -241,7 +244,7 @@ class _Session:
             free=FreeDevices((machine.node,)),
             now=datetime.now(UTC),
         )
-        decision = decide(world, Settings(runtime_image=_NO_IMAGE))
+        decision = decide(world, SETTINGS)
         for desired in decision.desired:
             await machine.apply(desired)
         for change in decision.changes:
