@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 from aiohttp import web
+from kubernetes.utils.quantity import parse_quantity
 
 from cluster.rig.machine import wait_until
 from helpers.api_proxy import proxying
@@ -455,6 +456,39 @@ async def test_models_of_one_source_share_the_job_and_its_record(server: ApiServ
     assert {owner["uid"] for owner in owners_of(kept)} >= {
         namespace.model(name)["metadata"]["uid"] for name in models[2:]
     }
+
+
+async def test_a_model_is_compiled_by_a_job_with_ever_more_memory_before_its_deployment_exists(
+    server: ApiServer, namespace: Namespace
+) -> None:
+    def compile_jobs() -> list[str]:
+        """With the least memory first."""
+        jobs = [job for job in namespace.list(BY_KIND["Job"]) if job["metadata"]["name"].startswith("na-")]
+        return [job["metadata"]["name"] for job in sorted(jobs, key=memory)]
+
+    def memory(job: Any) -> Any:
+        (container,) = job["spec"]["template"]["spec"]["containers"]
+        assert container["resources"]["limits"]["memory"] == container["resources"]["requests"]["memory"]
+        return parse_quantity(container["resources"]["limits"]["memory"])
+
+    storage = json.dumps({"artifacts": {"persistentVolumeClaim": {"claimName": "compiled"}}})
+    settings = run_settings("--watch-namespaces", namespace.name, "--storage", storage)
+    artifact = {"key": "ab" * 32, "bytes": 7, "seconds": 31.6, "reused": False, "peakBytes": 9}
+    async with client_of(server) as client, operating(client, settings):
+        namespace.put_model(engine={"backend": "torch", "compile": "Enabled"})
+        await eventually(namespace.finish_resolve)
+        (small,) = await eventually(compile_jobs)
+        assert namespace.list(BY_KIND["Deployment"]) == []
+        namespace.end_job(small, {"exitCode": 137, "reason": "OOMKilled"})
+        await eventually(lambda: len(compile_jobs()) == 2)
+        assert namespace.condition("Compiled") == ("False", "Compiling")
+        record = {"version": 1, "command": "compile", "ok": True, "artifact": artifact}
+        namespace.end_job(compile_jobs()[1], {"exitCode": 0, "message": json.dumps(record)})
+        await eventually(lambda: namespace.condition("UpToDate")[0] == "True", about=namespace.model)
+    assert namespace.condition("Compiled") == ("True", "Compiled")
+    assert namespace.model()["status"]["artifacts"] == [{"key": "ab" * 32, "state": "Ready", "seconds": 32}]
+    (container,) = namespace.get(BY_KIND["Deployment"], "chat")["spec"]["template"]["spec"]["containers"]
+    assert "--on-artifact-miss fail" in " ".join(container["command"])
 
 
 async def test_unneeded_children_are_deleted(server: ApiServer, namespace: Namespace) -> None:

@@ -164,6 +164,11 @@ class Namespace:
             self._put_job_pod(job, job["metadata"]["name"], ended, "Succeeded")
         return bool(jobs)
 
+    def end_job(self, name: str, state: dict[str, Any]) -> None:
+        """Plays Job controller and kubelet: the pod of a Job ends so."""
+        phase = "Failed" if state["exitCode"] else "Succeeded"
+        self._put_job_pod(self.get(BY_KIND["Job"], name), name, {"terminated": state}, phase)
+
     def _put_job_pod(self, job: Any, pod: str, state: dict[str, Any], phase: str, **spec: str) -> None:
         template, name = job["spec"]["template"], job["metadata"]["name"]
         owner = {"apiVersion": "batch/v1", "kind": "Job", "name": name, "uid": job["metadata"]["uid"]}

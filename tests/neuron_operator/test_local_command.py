@@ -166,6 +166,19 @@ def iter_until(lines: IO[str], last: str) -> Iterator[str]:
             return
 
 
+def test_a_model_is_compiled_once_and_the_cache_keeps_its_artifact(tmp_path: Path) -> None:
+    demo = Path(__file__).parents[2] / "examples" / "demo-model"
+    options = "  engine: {backend: simulated, compile: Enabled}\n  rollout: {drainDelaySeconds: 0}"
+    manifest = MODEL % (demo.as_uri(), "CPU", options)
+    with free_ports() as port:
+        first, second = (local(tmp_path, manifest, "--exit", "--port", str(port)) for _ in range(2))
+    assert (first.returncode, second.returncode) == (0, 0), first.stdout + first.stderr
+    assert "Compiled      False  Compiling: compiling the model" in first.stderr
+    assert "compiled in 0 s" in first.stderr
+    assert "nothing to compile" in second.stderr
+    assert "Compiled      True   artifact" in second.stderr
+
+
 def test_an_unknown_setting_of_a_simulated_device_ends_the_command_naming_it(tmp_path: Path) -> None:
     demo = Path(__file__).parents[2] / "examples" / "demo-model"
     ended = local(tmp_path, MODEL % (demo.as_uri(), "CPU", (SIMULATED % 5).replace("stepMilliseconds", "speed")))
