@@ -207,12 +207,12 @@ class Serving(SpecPart, frozen=True):
     context_buckets: Annotated[
         Buckets,
         "Prompt lengths to compile for, ascending.",
-        Supported("remove it: nothing is compiled"),
+        Supported("remove it: backends choose the shapes that they compile"),
     ] = ()
     token_generation_buckets: Annotated[
         Buckets,
         "Context lengths to compile token generation for, ascending.",
-        Supported("remove it: nothing is compiled"),
+        Supported("remove it: backends choose the shapes that they compile"),
     ] = ()
     prefix_caching: Annotated[
         AutoToggle,
@@ -304,8 +304,8 @@ class Engine(SpecPart, frozen=True):
     ] = None
     compile: Annotated[
         AutoToggle,
-        "Whether the model is compiled before it is served. `Enabled`: a Job compiles it once, and "
-        "replicas start with the artifact. `Auto`: only for a backend that cannot serve without.",
+        "Whether the model is [compiled](compiling.md#in-a-cluster) before it is served. `Enabled`: a Job compiles it, "
+        "and replicas start with the artifact. `Auto`: only for a backend that cannot serve without, today none.",
         ConfigKey("compile", {"Auto": None, "Enabled": True, "Disabled": None}, compiled=True),
         Supported("remove it: this backend compiles nothing", values=("Disabled",), backends=COMPILING),
     ] = "Auto"
@@ -503,7 +503,8 @@ class Jobs(SpecPart, frozen=True):
     resources: Annotated[
         Resources,
         "Requests and limits of this model's Jobs. A resource that is named here replaces that of the chart's "
-        "`jobs.resources`, and the default request of 100m CPU and 128Mi memory.",
+        "`jobs.resources`, and the default request: 100m CPU and 128Mi memory, more "
+        "[to compile](compiling.md#in-a-cluster).",
     ] = field(default_factory=Resources)
 
 
