@@ -21,6 +21,7 @@ class LocalSettings:
     weights_dir: Path
     artifacts_dir: Path
     weights_store: str = ""
+    artifacts_store: str = ""
     on_weights_miss: Literal["fetch", "fail"] = "fetch"
     on_artifact_miss: Literal["compile", "fail"] = "compile"
 
@@ -28,8 +29,7 @@ class LocalSettings:
     def of(cls, options: argparse.Namespace) -> Self:
         """Raises InvalidConfig with the flag."""
         settings = cls(**{field.name: getattr(options, field.name) for field in fields(cls)})
-        if settings.weights_store:
-            store_address(settings.weights_store, "--weights-store")
+        check_stores(options)
         return settings
 
     @property
@@ -37,6 +37,13 @@ class LocalSettings:
         """The command line that `of` reads."""
         given = ((field.name, getattr(self, field.name)) for field in fields(self))
         return [f"--{name.replace('_', '-')}={value}" for name, value in given if value != ""]
+
+
+def check_stores(options: argparse.Namespace) -> None:
+    """Raises InvalidConfig with the flag of a store that is no address of one."""
+    for flag in ("--weights-store", "--artifacts-store"):
+        if address := getattr(options, flag.removeprefix("--").replace("-", "_"), ""):
+            store_address(address, flag)
 
 
 def add_local_flags(parser: argparse.ArgumentParser) -> None:
@@ -83,4 +90,11 @@ def add_artifact_flags(parser: argparse.ArgumentParser) -> None:
         default=default_artifacts_dir(),
         help="Store of compiled models: found there, or compiled into it "
         "(default: neuron-serving/artifacts in $XDG_CACHE_HOME, else in ~/.cache)",
+    )
+    parser.add_argument(
+        "--artifacts-store",
+        metavar="URI",
+        default="",
+        help="Store of compiled models in S3 (s3://bucket/prefix): what the folder lacks is copied from there, what is "
+        "compiled is copied there",
     )

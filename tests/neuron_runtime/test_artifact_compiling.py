@@ -258,18 +258,18 @@ def test_memory_counts_every_process_of_a_session() -> None:
 def test_a_miss_names_the_key_and_the_cure(model: Path, store: Store) -> None:
     config = simulated(model)
     with pytest.raises(FatalError) as caught:
-        provide(config, model, Places(store.folder, "fail"), quiet)
+        provide(config, model, Places(store.folder, on_miss="fail"), quiet)
     assert caught.value.exit_code == ExitCode.ARTIFACT_MISSING
     key = wanted_artifact(config, model).key
     assert f"{store.folder} has no artifact, {key} is needed: compile it with" in str(caught.value)
 
 
 def test_a_miss_names_what_differs_from_the_nearest_artifact(model: Path, store: Store) -> None:
-    places = Places(store.folder, "compile")
+    places = Places(store.folder)
     folder = provide(simulated(model), model, places, quiet)
-    assert provide(simulated(model), model, Places(store.folder, "fail"), quiet) == folder
+    assert provide(simulated(model), model, Places(store.folder, on_miss="fail"), quiet) == folder
     with pytest.raises(FatalError) as caught:
-        provide(simulated(model, decodeBuckets=[1, 8]), model, Places(store.folder, "fail"), quiet)
+        provide(simulated(model, decodeBuckets=[1, 8]), model, Places(store.folder, on_miss="fail"), quiet)
     assert caught.value.exit_code == ExitCode.ARTIFACT_MISSING
     assert (
         f"the nearest one, {folder.name}, was compiled for something else: shapes.decode: [1,4] instead of [1,8]"
@@ -283,7 +283,7 @@ def test_a_damaged_artifact_is_an_error_that_names_the_file_or_is_compiled_again
     path.chmod(0o644)
     path.write_bytes(b'"PREFILL"')
     with pytest.raises(Damaged) as caught:
-        provide(simulated(model), model, Places(store.folder, "fail"), quiet)
+        provide(simulated(model), model, Places(store.folder, on_miss="fail"), quiet)
     assert caught.value.exit_code == ExitCode.ARTIFACT_MISSING
     assert f"{folder} is damaged: prefill.json: its sha256 is" in str(caught.value)
     assert provide(simulated(model), model, Places(store.folder), quiet) == folder
@@ -297,10 +297,10 @@ def test_the_variable_names_an_artifact_that_is_loaded_instead(
     shipped = tmp_path / "shipped"
     folder.rename(shipped)
     monkeypatch.setenv(ARTIFACT_VARIABLE, str(shipped))
-    places = Places(tmp_path / "none", "fail")
+    places = Places(tmp_path / "none", on_miss="fail")
     assert provide(simulated(model), model, places, quiet) == shipped
     with pytest.raises(FatalError) as caught:
-        provide(simulated(model, decodeBuckets=[2]), model, Places(tmp_path / "none", "compile"), quiet)
+        provide(simulated(model, decodeBuckets=[2]), model, Places(tmp_path / "none"), quiet)
     assert caught.value.exit_code == ExitCode.ARTIFACT_MISSING
     assert f"{ARTIFACT_VARIABLE}: the artifact in {shipped} was compiled for something else: shapes.decode: [1,4]" in (
         str(caught.value)
@@ -318,10 +318,10 @@ def test_the_variable_names_where_to_store_an_artifact_that_is_not_there(
         folder.mkdir(parents=True)
     monkeypatch.setenv(ARTIFACT_VARIABLE, str(folder))
     with pytest.raises(FatalError, match="has no artifact") as caught:
-        provide(simulated(model), model, Places(store.folder, "fail"), quiet)
+        provide(simulated(model), model, Places(store.folder, on_miss="fail"), quiet)
     assert caught.value.exit_code == ExitCode.ARTIFACT_MISSING
     assert provide(simulated(model), model, Places(store.folder), quiet) == folder
-    assert provide(simulated(model), model, Places(tmp_path / "none", "fail"), quiet) == folder
+    assert provide(simulated(model), model, Places(tmp_path / "none", on_miss="fail"), quiet) == folder
     assert [path.name for path in folder.parent.iterdir()] == ["tiny"]
 
 
@@ -382,7 +382,7 @@ def test_a_model_on_the_hub_is_compiled_without_its_weights_to_the_key_that_serv
     assert pinned.artifact is not None
     assert (pinned.artifact.key, pinned.artifact.reused) == (unpinned.artifact.key, True)
     config = msgspec.structs.replace(simulated(tmp_path), model=ModelSource(uri="hf://acme/model"))
-    folder = provide(config, tmp_path / "weights" / digest, Places(store.folder, "fail"), quiet)
+    folder = provide(config, tmp_path / "weights" / digest, Places(store.folder, on_miss="fail"), quiet)
     assert folder == store.folder / unpinned.artifact.key
 
 

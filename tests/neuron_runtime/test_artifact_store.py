@@ -2,39 +2,18 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
-import time
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import msgspec
 import pytest
 
+from helpers.artifacts import COVER, GRAPHS, publish
 from neuron_runtime.__main__ import main
 from neuron_runtime.artifacts.key import key_of
-from neuron_runtime.artifacts.store import DOCUMENT, Artifact, artifact_store, find, nearest
+from neuron_runtime.artifacts.store import DOCUMENT, artifact_store, find, nearest
 from neuron_runtime.errors import ExitCode
-from neuron_runtime.weights.store import Damaged, Entry, Manifest, Store, StoredFile
-
-COVER = {"version": 1, "model": "ab", "shapes": {"rows": [1, 8], "length": 64}}
-GRAPHS = {"one.bin": b"graph", "weights/tp0.bin": b"shard"}
-
-
-def publish(store: Store, cover: Mapping[str, Any], graphs: Mapping[str, bytes], created: float = 0.0) -> Entry:
-    store.prepare()
-    key = key_of(cover)
-    document = msgspec.json.encode(Artifact(cover=dict(cover), tools={}, graphs=(), seconds=1.0, peak_bytes=1))
-    with store.lock(key, lambda: None) as work:
-        files = []
-        for name, raw in {**graphs, DOCUMENT: document}.items():
-            path = work / "files" / name
-            path.parent.mkdir(exist_ok=True)
-            path.write_bytes(raw)
-            files.append(StoredFile(name, len(raw), hashlib.sha256(raw).hexdigest()))
-        manifest = Manifest(digest=key, uri="", created=created or time.time(), files=tuple(files))
-        return store.publish(key, work, manifest)
+from neuron_runtime.weights.store import Damaged, Store, StoredFile
 
 
 @pytest.fixture

@@ -16,10 +16,10 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
 
@@ -36,6 +36,10 @@ from neuron_runtime.errors import ExitCode, FatalError
 from neuron_runtime.host import memory_limit, num_oom_kills
 from neuron_runtime.weights.disk import make_folder, writing
 from neuron_runtime.weights.store import Damaged, Entry, Manifest, Store, StoredFile, names_below, read_entry
+
+if TYPE_CHECKING:
+    from neuron_runtime.weights.remote import RemoteStore
+    from neuron_runtime.weights.transfer import Amount
 
 WATCH_SECONDS = 0.5
 """Interval of looks at a running compiler."""
@@ -79,18 +83,70 @@ def wanted_artifact(config: RuntimeConfig, model_dir: Path, digest: str = "") ->
     return Wanted(package.__name__, part, model_dir, covered(config.backend, digest, needs))
 
 
-def make(wanted: Wanted, store: Store, progress: ProgressCallback) -> tuple[Entry, bool]:
+def make(
+    wanted: Wanted, store: Store, progress: ProgressCallback, remote: RemoteStore | None = None
+) -> tuple[Entry, bool]:
     """The artifact as a complete entry of the store, compiled unless it is there; and whether it was there.
 
-    Of several processes that make it at the same time, one compiles and the others wait. A damaged one is replaced.
+    Of several processes that make it at the same time in one folder, one compiles and the others wait. A damaged one is
+    replaced.
+
+    Args:
+        remote: another store, from which it is copied, or to which it is copied once it is compiled.
 
     Raises:
         FatalError: COMPILE_FAILED with the last lines of the compiler, COMPILE_OUT_OF_MEMORY with the number,
-            STORAGE_FULL, or the store cannot be written.
+            STORAGE_FULL, or a store cannot be written.
+        SourceUnreachable: the other store does not respond.
     """
+    entry, reused = _stored(wanted, store, progress, remote), True
+    if entry is None:
+        entry, reused = _make(wanted, store, progress)
+    if remote is not None:
+        remote.upload(entry, amount_line(progress, f"copying the artifact to {remote.uri}"))
+    return entry, reused
+
+
+def download(wanted: Wanted, store: Store, progress: ProgressCallback, remote: RemoteStore) -> Entry | None:
+    """The artifact of another store as an entry of this one; None if that has none.
+
+    Raises:
+        FatalError: ARTIFACT_MISSING if it is damaged; STORAGE_FULL, WEIGHTS_UNAUTHORIZED, or this store cannot be
+            written.
+        SourceUnreachable: the other store does not respond.
+    """
+    try:
+        remote.download(wanted.key, store, amount_line(progress, f"copying the artifact from {remote.uri}"))
+    except FatalError as error:
+        if error.exit_code != ExitCode.CHECKSUM_MISMATCH:
+            raise
+        raise FatalError(ExitCode.ARTIFACT_MISSING, str(error)) from error
+    return find(store, wanted.cover)
+
+
+def amount_line(progress: ProgressCallback, stage: str) -> Callable[[Amount], None]:
+    """Reports bytes as a stage."""
+    return lambda amount: progress(stage, amount.done_bytes / max(1, amount.total_bytes))
+
+
+def _stored(wanted: Wanted, store: Store, progress: ProgressCallback, remote: RemoteStore | None) -> Entry | None:
+    """An intact artifact of one of the stores. A damaged one is removed, or left to be replaced."""
     with contextlib.suppress(Damaged):
         if entry := find(store, wanted.cover, whole=True):
-            return entry, True
+            return entry
+    if remote is None or remote.intact(wanted.key) is None:
+        return None
+    try:
+        return download(wanted, store, progress, remote)
+    except FatalError as error:
+        if error.exit_code != ExitCode.ARTIFACT_MISSING:
+            raise
+        say(f"{error}: compiling it again")
+        remote.discard(wanted.key)
+        return None
+
+
+def _make(wanted: Wanted, store: Store, progress: ProgressCallback) -> tuple[Entry, bool]:
     store.prepare()
     with store.lock(wanted.key, _WaitingLine(wanted.key)) as work:
         try:
@@ -106,7 +162,7 @@ def make(wanted: Wanted, store: Store, progress: ProgressCallback) -> tuple[Entr
         artifact = _compile(wanted, files, progress)
         with writing(work):
             (files / DOCUMENT).write_bytes(msgspec.json.format(msgspec.json.encode(artifact)))
-            stored = tuple(_stored(files, name) for name in sorted(names_below(files)))
+            stored = tuple(_stored_file(files, name) for name in sorted(names_below(files)))
         manifest = Manifest(digest=wanted.key, uri=wanted.config.model.uri, created=time.time(), files=stored)
         entry = store.publish(wanted.key, work, manifest)
     say(
@@ -261,7 +317,7 @@ def _signal_name(number: int) -> str:
         return f"signal {number}"
 
 
-def _stored(folder: Path, name: str) -> StoredFile:
+def _stored_file(folder: Path, name: str) -> StoredFile:
     """Raises FatalError for a name that a store must not have, or what is no regular file."""
     path = folder / name
     if not ARTIFACTS.accepts(name) or path.is_symlink() or not path.is_file():

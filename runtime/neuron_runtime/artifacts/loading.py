@@ -11,10 +11,10 @@ import shutil
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
-from neuron_runtime.artifacts.compiling import Wanted, make, wanted_artifact
-from neuron_runtime.artifacts.store import artifact_store, find, nearest, read_fitting
+from neuron_runtime.artifacts.compiling import Wanted, download, make, wanted_artifact
+from neuron_runtime.artifacts.store import artifact_store, find, nearest, read_fitting, remote_artifacts
 from neuron_runtime.backend.base import Backend, ProgressCallback
 from neuron_runtime.config import RuntimeConfig
 from neuron_runtime.console import say
@@ -22,6 +22,9 @@ from neuron_runtime.engine.backends import backend_package, compiling_package
 from neuron_runtime.errors import ExitCode, FatalError, joined
 from neuron_runtime.weights.disk import make_folder, writing
 from neuron_runtime.weights.store import Store
+
+if TYPE_CHECKING:
+    from neuron_runtime.weights.remote import RemoteStore
 
 ARTIFACT_VARIABLE = "NEURON_COMPILED_ARTIFACTS"
 """Names the folder of one artifact, which is loaded instead of one of the store."""
@@ -35,6 +38,8 @@ class Places:
     """Where artifacts are, and what to do without the one that is needed."""
 
     folder: Path
+    store: str = ""
+    """Address of another store, or none."""
     on_miss: OnMiss = "compile"
 
     @property
@@ -69,12 +74,14 @@ def provide(config: RuntimeConfig, model_dir: Path, places: Places, progress: Pr
     wanted = wanted_artifact(config, model_dir)
     if places.given is not None:
         return _given(places.given, wanted, places, progress)
-    store = artifact_store(places.folder)
+    store, remote = artifact_store(places.folder), remote_artifacts(places.store)
     if places.on_miss == "compile":
-        return make(wanted, store, progress)[0].folder
+        return make(wanted, store, progress, remote)[0].folder
     entry = find(store, wanted.cover)
+    if entry is None and remote is not None:
+        entry = download(wanted, store, progress, remote)
     if entry is None:
-        raise FatalError(ExitCode.ARTIFACT_MISSING, _miss(wanted, store))
+        raise FatalError(ExitCode.ARTIFACT_MISSING, _miss(wanted, store, remote))
     return entry.folder
 
 
@@ -91,7 +98,7 @@ def _given(folder: Path, wanted: Wanted, places: Places, progress: ProgressCallb
         return folder
     if places.on_miss == "fail":
         raise FatalError(ExitCode.ARTIFACT_MISSING, f"{ARTIFACT_VARIABLE}: {folder} has no artifact")
-    made, _ = make(wanted, artifact_store(places.folder), progress)
+    made, _ = make(wanted, artifact_store(places.folder), progress, remote_artifacts(places.store))
     with writing(folder.parent):
         make_folder(folder.parent)
         copy = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
@@ -103,13 +110,14 @@ def _given(folder: Path, wanted: Wanted, places: Places, progress: ProgressCallb
     return folder
 
 
-def _miss(wanted: Wanted, store: Store) -> str:
+def _miss(wanted: Wanted, store: Store, remote: RemoteStore | None) -> str:
     cure = "compile it with `neuron-runtime compile`, or serve with --on-artifact-miss compile"
     found = nearest(store, wanted.cover) if store.folder.is_dir() else None
+    place = store.folder if remote is None else remote.uri
     if found is None:
-        return f"{store.folder} has no artifact, {wanted.key} is needed: {cure}"
+        return f"{place} has no artifact, {wanted.key} is needed: {cure}"
     entry, differing = found
     return (
-        f"{store.folder} has no artifact {wanted.key}; the nearest one, {entry.key}, was compiled for something else: "
+        f"{place} has no artifact {wanted.key}; the nearest one, {entry.key}, was compiled for something else: "
         f"{joined(differing)}; {cure}"
     )

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
@@ -16,6 +16,9 @@ from neuron_runtime.artifacts.key import differences, key_of
 from neuron_runtime.errors import ExitCode
 from neuron_runtime.weights.selection import is_plain
 from neuron_runtime.weights.store import Damaged, Entry, Kind, Store, read_entry
+
+if TYPE_CHECKING:
+    from neuron_runtime.weights.remote import RemoteStore
 
 DOCUMENT = "artifact.json"
 MAX_DOCUMENT_BYTES = 2**20
@@ -63,6 +66,13 @@ class Artifact(msgspec.Struct, frozen=True, kw_only=True):
 
 def artifact_store(folder: Path) -> Store:
     return Store(folder, ARTIFACTS)
+
+
+def remote_artifacts(uri: str) -> RemoteStore | None:
+    """The store in S3 at this address; None for none."""
+    from neuron_runtime.weights.remote import RemoteStore  # noqa: PLC0415  (brings a client library)
+
+    return RemoteStore(uri, "--artifacts-store", kind=ARTIFACTS) if uri else None
 
 
 def read_artifact(entry: Entry) -> Artifact:

@@ -22,7 +22,7 @@ from neuron_runtime.commands.serve import add_model, add_model_flags, configurat
 from neuron_runtime.config import COMPILED, RuntimeConfig
 from neuron_runtime.console import StageLines, say
 from neuron_runtime.flags import Field
-from neuron_runtime.local_settings import add_artifact_flags, add_weights_flags
+from neuron_runtime.local_settings import add_artifact_flags, add_weights_flags, check_stores
 from neuron_runtime.uris import ClaimModel, FolderModel, parse_uri
 
 
@@ -41,18 +41,21 @@ def _is_compiled(field: Field) -> bool:
 
 def run(options: argparse.Namespace, began: float) -> record.Record:
     from neuron_runtime.artifacts.compiling import make, wanted_artifact  # noqa: PLC0415
-    from neuron_runtime.artifacts.store import artifact_store, read_artifact  # noqa: PLC0415
+    from neuron_runtime.artifacts.store import artifact_store, read_artifact, remote_artifacts  # noqa: PLC0415
     from neuron_runtime.engine.backends import check_backend  # noqa: PLC0415
 
     # As the first process of a container, this one would otherwise ignore SIGTERM.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
+    check_stores(options)
     with naming(FLAG_NAMES) if options.config is None else nullcontext():
         config = msgspec.structs.replace(configuration(options), compile=True)
         check_backend(config)
         progress = StageLines()
         with _model(config, options.weights_dir, progress) as (folder, digest):
             wanted = wanted_artifact(config, folder, digest)
-            entry, reused = make(wanted, artifact_store(options.artifacts_dir), progress)
+            entry, reused = make(
+                wanted, artifact_store(options.artifacts_dir), progress, remote_artifacts(options.artifacts_store)
+            )
     artifact = read_artifact(entry)
     if reused:
         say(f"artifact {entry.key}: nothing to compile")

@@ -227,7 +227,7 @@ def serve(config: RuntimeConfig, settings: LocalSettings, border: Border, deadli
     border.send(ModelFound(str(model_dir)))
     began = time.monotonic()
     report(f"starting the {config.backend} backend", 0.0)
-    places = Places(settings.artifacts_dir, settings.on_artifact_miss)
+    places = Places(settings.artifacts_dir, settings.artifacts_store, settings.on_artifact_miss)
     backend = load_backend(model_dir, config, places, report)
     try:
         loaded = time.monotonic()

@@ -56,6 +56,7 @@ class LLM:
         weights_store: store of models in S3 (`s3://bucket/prefix`): what the folder lacks is copied from there.
         on_weights_miss: whether to fetch a model that no store has from its source, or to fail.
         artifacts_dir: store of compiled models, with `compile=True`.
+        artifacts_store: another one in S3 (`s3://bucket/prefix`), from which or to which artifacts are copied.
         additional_config: `{"override_neuron_config": {...}}`, as in newer versions of vLLM.
         arguments: `max_model_len`, `max_num_seqs`, `block_size` and other arguments of vLLM's class. They are supported
             or refused by name; see `arguments.LLM_ARGUMENTS` and `not_built.ROWS`.
@@ -75,6 +76,7 @@ class LLM:
         revision: str | None = None,
         download_dir: str | Path | None = None,
         artifacts_dir: str | Path | None = None,
+        artifacts_store: str = "",
         weights_store: str = "",
         on_weights_miss: Literal["fetch", "fail"] = "fetch",
         additional_config: Mapping[str, Any] | None = None,
@@ -101,7 +103,7 @@ class LLM:
             tokenizer = load_tokenizer(self._model_dir)
             source = config.text.generation_config
             defaults = load_generation_defaults(self._model_dir, tokenizer.eos_token_id, source)
-            places = Places(default_artifacts_dir() if artifacts_dir is None else Path(artifacts_dir))
+            places = Places(default_artifacts_dir() if artifacts_dir is None else Path(artifacts_dir), artifacts_store)
             backend = load_backend(self._model_dir, config, places, progress)
             self._close = weakref.finalize(self, backend.close)
             if seed is not None:
