@@ -34,6 +34,7 @@ QUESTION = "What is a NeuronModel?"
 RIGHTS_FOR_FAULTS = {
     ("", "configmaps", "delete"),
     ("", "pods", "delete"),
+    ("", "pods/log", "get"),
     ("apps", "controllerrevisions", "delete"),
     ("batch", "jobs", "delete"),
     ("batch", "jobs", "get"),

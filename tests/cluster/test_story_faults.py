@@ -17,7 +17,7 @@ import pytest
 
 from cluster.rig.faults import devices_unhealthy, frozen, kill_processes, power_off
 from cluster.rig.rig import WAITING, Rig
-from cluster.servers import hub_in_pod
+from cluster.servers import Hub, hub_in_pod
 from cluster.stories import (
     ANSWERS,
     CHILD_KINDS,
@@ -92,16 +92,17 @@ class Installation:
     runtime_image: str
     audit_begins: int
     """Number of requests that the API server had answered before."""
+    hub: Hub
     commit: str
-    """The commit of the demo model on the hub."""
+    """Of the demo model on the hub."""
 
 
 @pytest.fixture(scope="module")
 def installation(rig: Rig) -> Iterator[Installation]:
-    """The operator, configured with a hub in the cluster that has the demo model twice: open and gated."""
+    """The operator, configured with a hub in the cluster that has the demo model open, gated, and once more."""
     images = load_images(rig)
     audit_begins = len(rig.audit_events())
-    models = {"demo/demo": 0, "demo/gated": 0}
+    models = {"demo/demo": 0, "demo/gated": 0, "demo/patient": 0}
     with contextlib.ExitStack() as undo:
         namespace = f"hub-{uuid.uuid4().hex[:8]}"
         hub = undo.enter_context(
@@ -114,7 +115,7 @@ def installation(rig: Rig) -> Iterator[Installation]:
         }
         undo.callback(uninstall, rig)
         install(rig, images, *(f"--set-json={key}={json.dumps(value)}" for key, value in values.items()))
-        yield Installation(rig, images.runtime, audit_begins, hub.commit("demo/demo"))
+        yield Installation(rig, images.runtime, audit_begins, hub, hub.commit("demo/demo"))
 
 
 @pytest.fixture(scope="module")
@@ -131,6 +132,16 @@ def story(installation: Installation) -> Iterator[Story]:
 
 def test_a_model_is_downloaded_from_a_hub_and_its_token_does_not_leak(installation: Installation, story: Story) -> None:
     credentials = {"credentialsSecretRef": {"name": "hub-token"}}
+    with story.stage("hub: a Job shows what it waits for"):
+        story.until_ready(1)
+        installation.hub.order(store_failure=503)
+        story.apply(model_of("patient", "hf://demo/patient"))
+        expected = r"reading the model's configuration: http://hub\S+ failed \(.*503.*\); retrying in \d+ s"
+        story.until("a retry", lambda: re.match(expected, story.condition("patient", "Ready")["message"]))
+        print(f"    {story.condition('patient', 'Ready')['message']}")
+        installation.hub.order(store_failure=0)
+        story.until("resolved", lambda: story.condition("patient", "ModelResolved")["status"] == "True")
+        story.kubectl("delete", "nm", "patient")
     with story.stage("hub: refusals are reported before a serving pod is created"):
         _give_token(story, WRONG_TOKEN)
         story.apply(model_of("ghost", "hf://demo/ghost"))
