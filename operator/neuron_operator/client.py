@@ -80,6 +80,7 @@ CHILDREN = (
     Resource("networking.k8s.io/v1", "NetworkPolicy", "networkpolicies"),
     Resource("apps/v1", "Deployment", "deployments"),
     JOBS,
+    Resource("batch/v1", "CronJob", "cronjobs"),
 )
 _BY_KIND = {(resource.api_version, resource.kind): resource for resource in (*CHILDREN, NEURON_MODELS, PODS, EVENTS)}
 

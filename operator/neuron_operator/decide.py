@@ -18,6 +18,8 @@ from neuron_operator.model_status import ArtifactStatus, Status
 from neuron_operator.objects import is_owned, name_of
 from neuron_operator.reasons import Finding, Reason, met, unmet
 from neuron_operator.render import serving
+from neuron_operator.render.cleaning import cleaners
+from neuron_operator.render.jobs import with_owners
 from neuron_operator.render.replicas import replicas
 from neuron_operator.revision import Revision
 from neuron_operator.sharing import upkeep
@@ -102,6 +104,7 @@ def _set_course(world: World, observed: Observed, settings: Settings, steps: Seq
     pinned = done.known.revision and using(done.known.revision, done)
     served = pinned if done.is_complete else observed.serving(besides=pinned)
     allowed = breaker.steer(observed, served, model.spec.replicas) if served else None
+    cleaning = _cleaning(model, settings, observed, pinned)
     desired = (
         *(
             revision.to_object(model, known)
@@ -110,10 +113,11 @@ def _set_course(world: World, observed: Observed, settings: Settings, steps: Seq
         *_permanent(model, settings),
         *(_workload(model, observed, allowed) if allowed else ()),
         *done.desired,
+        *cleaning,
     )
     is_settled = done.is_complete and not world.refusals
     kept = (name for earlier in _kept_revisions(observed, pinned) for name in earlier.shared)
-    shared = upkeep(model, observed, done, frozenset(kept))
+    shared = upkeep(model, observed, done, frozenset((*kept, *map(name_of, cleaning))))
     delete = (
         *done.stale,
         *shared.delete,
@@ -129,6 +133,16 @@ def _set_course(world: World, observed: Observed, settings: Settings, steps: Seq
         served=allowed.revision if allowed else None,
         num_wanted=model.spec.replicas,
     )
+
+
+def _cleaning(
+    model: NeuronModel, settings: Settings, observed: Observed, wanted: Revision | None
+) -> tuple[Object, ...]:
+    """The CronJobs of the claims that the model's revisions use, with all their owners: each of them may apply it."""
+    records = (kept.record for kept in observed.keepers.values() if kept.record is not None)
+    made = cleaners(model, settings, _kept_revisions(observed, wanted), records)
+    live = {found.name: found.live for found in observed.shared if found.kind == "CronJob"}
+    return tuple(with_owners(obj, live.get(name_of(obj), {})) for obj in made)
 
 
 def _distinct(*revisions: Revision | None) -> Iterable[Revision]:

@@ -52,6 +52,7 @@ ROLE_LEADER = "leader"
 ROLE_RESOLVE = "resolve"
 ROLE_FETCH = "fetch"
 ROLE_COMPILE = "compile"
+ROLE_CLEAN = "clean"
 ALLOCATION_DEVICES = "devices"
 ALLOCATION_CORES = "cores"
 

@@ -132,7 +132,7 @@ SETTINGS = (
         _storage,
         "{}",
         "JSON: weights and artifacts, each one of emptyDir (weights only), pvcTemplate, persistentVolumeClaim and "
-        'objectStore, e.g. {"weights": {"pvcTemplate": {"storageClassName": "efs", "size": "1Ti"}}}',
+        'objectStore, and keepDays, e.g. {"weights": {"pvcTemplate": {"storageClassName": "efs", "size": "1Ti"}}}',
     ),
     _Setting(
         "device_mode",

@@ -19,7 +19,7 @@ from neuron_operator.world import Change, Object
 
 LOST_SECONDS = 20
 """A pod that still exists so long after its grace period is not ended by its kubelet any more."""
-OWNED_KINDS = frozenset({"Job", "ConfigMap"})
+OWNED_KINDS = frozenset({"Job", "ConfigMap", "CronJob"})
 
 
 @dataclass(frozen=True)

@@ -21,9 +21,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from datetime import datetime
 from enum import Enum
-from typing import Any, Literal, get_args
+from typing import Annotated, Any, Literal, get_args
 
-from msgspec import Struct
+from msgspec import Meta, Struct
 
 from neuron_operator.names import INSTANCE_TYPE_LABEL
 
@@ -231,6 +231,8 @@ class StorageSettings(Struct, frozen=True, forbid_unknown_fields=True, rename="c
 
     weights: Place = Place()
     artifacts: Place = Place()
+    keep_days: Annotated[int, Meta(ge=0, le=36_500)] = 30
+    """Days for which a claim keeps what no model of its namespace needs; 0: for ever."""
 
     def __post_init__(self) -> None:
         if self.artifacts.empty_dir is not None:

@@ -53,6 +53,7 @@ EVERYTHING: dict[str, Any] = {
     "storage": {
         "weights": {"pvcTemplate": {"storageClassName": "efs", "size": "1Ti"}},
         "artifacts": {"objectStore": {"uri": "s3://bucket/artifacts"}},
+        "keepDays": 7,
     },
     "rbac": {"aggregateToDefaultRoles": False, "readJobLogs": False},
     "networkPolicy": {"ingressFrom": [{"namespaceSelector": {"matchLabels": {"team": "a"}}}]},
@@ -258,6 +259,7 @@ def test_the_values_reach_the_operator(helm: Helm) -> None:
     assert seen.models.ca_bundle == CaBundle(config_map=KeyRef("private-ca", "ca.crt"))
     assert seen.models.storage.weights.pvc_template == ClaimTemplate(storage_class_name="efs", size="1Ti")
     assert seen.models.storage.artifacts.object_store == ObjectStore("s3://bucket/artifacts")
+    assert seen.models.storage.keep_days == 7
     assert seen.models.device_mode == "PluginWithExtension"
     assert seen.models.device_scheduler_name == "neuron-scheduler"
     assert seen.models.network_policy_ingress_from == tuple(EVERYTHING["networkPolicy"]["ingressFrom"])

@@ -10,6 +10,7 @@ import json
 import ssl
 import time
 import urllib.error
+import uuid
 from collections.abc import AsyncIterator, Callable, Iterator
 from datetime import UTC, datetime, timedelta
 from typing import Any
@@ -91,7 +92,11 @@ async def test_a_manifest_creates_children_and_a_status(server: ApiServer, names
         namespace.put_model()
         await namespace.settle()
     children = namespace.children()
-    assert {kind: len(found) for kind, found in children.items()} == {**dict.fromkeys(BY_KIND, 1), "ConfigMap": 2}
+    assert {kind: len(found) for kind, found in children.items()} == {
+        **dict.fromkeys(BY_KIND, 1),
+        "ConfigMap": 2,
+        "CronJob": 0,
+    }
     assert namespace.condition("Accepted")[0] == "True"
     assert namespace.condition("Ready") == ("False", "Loading")
 
@@ -489,6 +494,56 @@ async def test_a_model_is_compiled_by_a_job_with_ever_more_memory_before_its_dep
     assert namespace.model()["status"]["artifacts"] == [{"key": "ab" * 32, "state": "Ready", "seconds": 32}]
     (container,) = namespace.get(BY_KIND["Deployment"], "chat")["spec"]["template"]["spec"]["containers"]
     assert "--on-artifact-miss fail" in " ".join(container["command"])
+
+
+async def test_the_cronjob_of_a_claim_has_all_models_as_owners_and_keeps_what_they_need(
+    server: ApiServer, namespace: Namespace
+) -> None:
+    claim = {"weights": {"persistentVolumeClaim": {"claimName": "models"}}}
+    resource, hub = BY_KIND["CronJob"], {"uri": "hf://acme/tiny"}
+
+    def using(days: int) -> Any:
+        return run_settings(
+            *("--watch-namespaces", namespace.name, "--storage", json.dumps({**claim, "keepDays": days}))
+        )
+
+    def found() -> list[Any]:
+        return namespace.list(resource)
+
+    def owners() -> list[str]:
+        return sorted(owner["name"] for made in found() for owner in owners_of(made))
+
+    def command() -> list[str]:
+        (made,) = found()
+        (container,) = made["spec"]["jobTemplate"]["spec"]["template"]["spec"]["containers"]
+        return list(container["command"])
+
+    async with client_of(server) as client:
+        async with operating(client, using(30)):
+            namespace.put_model(model=hub)
+            await eventually(namespace.finish_resolve)
+            await eventually(lambda: owners() == ["chat"])
+            namespace.put_model("other", model=hub)
+            await eventually(lambda: owners() == ["chat", "other"])
+            record = {"version": 1, "command": "fetch", "ok": True}
+            record["weights"] = {"digest": "a" * 40, "bytes": 1, "readBytes": 1}
+            metadata = {"name": "nw-1", "labels": found()[0]["metadata"]["labels"]}
+            owner = found()[0]["metadata"]["ownerReferences"][0]
+            metadata["ownerReferences"] = [{**owner, "name": "third", "uid": str(uuid.uuid4())}]
+            kept = {"apiVersion": "v1", "kind": "ConfigMap", "metadata": metadata}
+            kept["data"] = {"record.json": json.dumps(record)}
+            server.call("POST", BY_KIND["ConfigMap"].path(namespace.name), kept)
+            namespace.wake()
+            await eventually(lambda: command()[-2:] == ["--keep", "a" * 40], about=command)
+            assert owners() == ["chat", "other"]
+            (made,) = found()
+            namespace.patch(resource, made["metadata"]["name"], {"spec": {"suspend": True, "schedule": "* * * * *"}})
+            await eventually(lambda: found()[0]["spec"]["schedule"] == made["spec"]["schedule"])
+            assert found()[0]["spec"]["suspend"], "a field that the operator does not set is left to others"
+            namespace.delete(resource, made["metadata"]["name"])
+            await eventually(lambda: owners() == ["chat", "other"])
+        async with operating(client, using(0)):
+            await eventually(lambda: found() == [])
 
 
 async def test_unneeded_children_are_deleted(server: ApiServer, namespace: Namespace) -> None:

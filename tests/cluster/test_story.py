@@ -36,6 +36,7 @@ RIGHTS_FOR_FAULTS = {
     ("", "pods", "delete"),
     ("", "pods/log", "get"),
     ("apps", "controllerrevisions", "delete"),
+    *(("batch", "cronjobs", verb) for verb in ("get", "create", "patch", "delete")),
     ("batch", "jobs", "delete"),
     ("batch", "jobs", "get"),
     ("batch", "jobs", "patch"),

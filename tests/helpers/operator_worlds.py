@@ -205,7 +205,8 @@ def carried_out(world: World, decision: Decision) -> World:
                 assert before["spec"]["template"] == desired["spec"]["template"], "a Job's pod template cannot change"
             if desired["kind"] == "Deployment":
                 assert before["spec"]["selector"] == desired["spec"]["selector"], "a selector cannot change"
-            desired = {**before, **wanted} if not is_shared(before) else before
+            is_applied = not is_shared(before) or desired["kind"] == "CronJob"
+            desired = {**before, **wanted} if is_applied else before
         live[key] = desired
     for change in decision.changes:
         found = live[change.live["kind"], change.live["metadata"]["name"]]

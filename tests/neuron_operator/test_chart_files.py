@@ -45,6 +45,8 @@ WRONG: tuple[dict[str, Any], ...] = (
     {"storage": {"weights": {"persistentVolumeClaim": {"claimName": "Models"}}}},
     {"storage": {"weights": {"objectStore": {"uri": "s3://bucket"}}}},
     {"storage": {"artifacts": {"emptyDir": {}}}},
+    {"storage": {"keepDays": -1}},
+    {"storage": {"keepDays": "30"}},
     {"monitoring": {"podMonitors": {"interval": "often"}}},
     {"monitoring": {"serviceMonitor": {"enabled": True}}},
     {"monitoring": {"rules": {"runbookUrl": "docs/runbook.md"}}},
@@ -59,6 +61,7 @@ RIGHT: tuple[dict[str, Any], ...] = (
     },
     {"storage": {"weights": {"pvcTemplate": {"size": "1Ti"}}, "artifacts": {"pvcTemplate": {"size": 1073741824}}}},
     {"storage": {"weights": {"persistentVolumeClaim": {"claimName": "models.a", "subPath": "a/b"}}}},
+    {"storage": {"keepDays": 90}},
 )
 
 

@@ -56,9 +56,9 @@ _DNS_LABEL = r"[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?"
 
 SETTINGS = Settings(
     runtime_image="this-machine",  # a placeholder: the programs of this environment run instead
-    storage=StorageSettings(artifacts=Place(pvc_template=ClaimTemplate(size="1Ti"))),
+    storage=StorageSettings(artifacts=Place(pvc_template=ClaimTemplate(size="1Ti")), keep_days=0),
 )
-"""Artifacts are kept in the cache folder, for all models of the namespace."""
+"""Artifacts are kept in the cache folder, for all models of the namespace, until the user deletes them."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -1,0 +1,98 @@
+"""The CronJobs that delete from claims what no model of the namespace has needed for long. Called by `decide`.
+
+The models that keep weights or artifacts in one claim share one CronJob, which is told what they need. Object stores
+are left alone: other namespaces and clusters may use the same bucket. Pure.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+
+import msgspec
+
+from neuron_operator import names
+from neuron_operator.model import Jobs, NeuronModel
+from neuron_operator.records import Record
+from neuron_operator.render.jobs import NEVER_NEURON
+from neuron_operator.render.objects import shared
+from neuron_operator.render.pods import step_pod_template
+from neuron_operator.render.resources import JOB_REQUESTS
+from neuron_operator.render.storage import ARTIFACTS, WEIGHTS, Access, Kept, writing
+from neuron_operator.revision import Revision
+from neuron_operator.world import Object, Place, Settings
+
+DEADLINE_SECONDS = 6 * 3600
+"""Deleting many small files on a network file system is slow."""
+
+_KEY = re.compile("[0-9a-f]{40,64}")
+"""Of an entry of a store. Records are not trusted: anything else could be a flag."""
+
+
+def cleaners(
+    model: NeuronModel, settings: Settings, revisions: Iterable[Revision], records: Iterable[Record]
+) -> tuple[Object, ...]:
+    """One CronJob for each claim of these revisions.
+
+    Args:
+        records: those that are kept in the namespace. They name everything that a revision of any model needs.
+    """
+    if not settings.storage.keep_days:
+        return ()
+    # Weights and artifacts may share a folder.
+    named = (key for record in records for key in _keys(record) if _KEY.fullmatch(key))
+    needed = sorted(set(named))
+    places = dict.fromkeys(place for revision in revisions for place in _claims(revision))
+    return tuple(_cleaner(model, settings, kept, place, needed) for kept, place in places)
+
+
+def _keys(record: Record) -> Iterator[str]:
+    if record.weights:
+        yield record.weights.digest
+    if record.artifact:
+        yield record.artifact.key
+
+
+def _claims(revision: Revision) -> Iterator[tuple[Kept, Place]]:
+    pinned = revision.pinned
+    artifacts = pinned.compiling.artifacts if pinned.compiling else None
+    places = ((WEIGHTS, pinned.weights), (ARTIFACTS, artifacts))
+    return ((kept, place) for kept, place in places if place and place.persistent_volume_claim)
+
+
+def _cleaner(model: NeuronModel, settings: Settings, kept: Kept, place: Place, needed: list[str]) -> Object:
+    anybody = replace(model, refresh="", spec=msgspec.structs.replace(model.spec, jobs=Jobs()))
+
+    def template(using: Settings, *arguments: str) -> Object:
+        return step_pod_template(
+            anybody,
+            using,
+            role=names.ROLE_CLEAN,
+            image=using.runtime_image,
+            command=["neuron-runtime", kept.name, "prune", kept.folder, *arguments],
+            access=Access(writing(kept, place).mounts),
+            mounts=(),
+            annotations={},
+            resources={"requests": JOB_REQUESTS},
+            affinity={"nodeAffinity": NEVER_NEURON},
+        )
+
+    days = str(settings.storage.keep_days)
+    rendered = template(
+        settings,
+        *("--unused-days", days, "--record", names.TERMINATION_LOG),
+        *(("--keep", *needed) if needed else ()),
+    )
+    name = names.shared_name("np", template(Settings(runtime_image="")))
+    # Not all namespaces at the same time: they may share a file system.
+    minute = int(names.digest([model.namespace, name]), 16) % (24 * 60)
+    made = shared(model, "batch/v1", "CronJob", name, component=names.ROLE_CLEAN)
+    spec = {
+        "schedule": f"{minute % 60} {minute // 60} * * *",
+        "concurrencyPolicy": "Forbid",
+        "successfulJobsHistoryLimit": 1,
+        "failedJobsHistoryLimit": 1,
+        "jobTemplate": {"spec": {"backoffLimit": 1, "activeDeadlineSeconds": DEADLINE_SECONDS, "template": rendered}},
+    }
+    return {**made, "spec": spec}
