@@ -226,11 +226,12 @@ class _Process:
                     [
                         *(sys.executable, "-P", "-m", "neuron_runtime.artifacts.process", work),
                         *(f"--package={wanted.package}", f"--config={config}", f"--model-dir={wanted.model_dir}"),
-                        *(f"--folder={files}", f"--messages-fd={write_fd}", f"--parent-pid={os.getpid()}"),
+                        *(f"--folder={files}", f"--messages-fd={write_fd}"),
                     ],
                     cwd=folder,
                     env=environment,
-                    stdin=subprocess.DEVNULL,
+                    # Nothing is written to it: it tells the process that this one has ended.
+                    stdin=subprocess.PIPE,
                     stdout=output,
                     stderr=output,
                     pass_fds=(write_fd,),
@@ -276,6 +277,8 @@ class _Process:
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
         os.close(self._read_fd)
+        assert self._process.stdin is not None
+        self._process.stdin.close()
 
     def _failure(self, last: Message | None) -> FatalError:
         output = self._tail()

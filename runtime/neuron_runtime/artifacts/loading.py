@@ -46,7 +46,7 @@ class Places:
     def given(self) -> Path | None:
         """The folder of one artifact, named by the environment."""
         value = os.environ.get(ARTIFACT_VARIABLE)
-        return Path(value).absolute() if value else None
+        return Path(value).resolve() if value else None
 
 
 def load_backend(model_dir: Path, config: RuntimeConfig, places: Places, progress: ProgressCallback) -> Backend:

@@ -11,7 +11,9 @@ import errno
 import importlib
 import os
 import resource
+import signal
 import sys
+import threading
 import time
 import traceback
 from collections.abc import Callable
@@ -23,7 +25,6 @@ from neuron_runtime.artifacts.store import CompiledGraph
 from neuron_runtime.backend.base import Compiler
 from neuron_runtime.config import load_config
 from neuron_runtime.engine.backends import CompilingPackage
-from neuron_runtime.engine.lifeline import die_with_parent
 from neuron_runtime.errors import ExitCode, FatalError
 
 
@@ -42,6 +43,13 @@ def compile_graphs(compiler: Compiler, folder: Path, send: Callable[[Message], N
 def peak_bytes() -> int:
     """Most memory of this process, or of one of those that it has waited for."""
     return max(resource.getrusage(who).ru_maxrss for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)) * 1024
+
+
+def die_with_parent() -> None:
+    """End with everything that the compiler has started once the parent, which holds the other end of stdin, ends."""
+    while os.read(sys.stdin.fileno(), 1):
+        pass
+    os.killpg(0, signal.SIGKILL)
 
 
 def failed(error: Exception) -> Failed:
@@ -64,9 +72,8 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--model-dir", type=Path, required=True)
     parser.add_argument("--folder", type=Path, required=True)
     parser.add_argument("--messages-fd", type=int, required=True)
-    parser.add_argument("--parent-pid", type=int, required=True)
     options = parser.parse_args(arguments)
-    die_with_parent(options.parent_pid)
+    threading.Thread(target=die_with_parent, daemon=True).start()
     os.set_inheritable(options.messages_fd, False)
 
     def send(message: Message) -> None:
