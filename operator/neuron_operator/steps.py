@@ -116,14 +116,12 @@ def walk(steps: Sequence[Step], known: Known, observed: Observed) -> Walk:
         known = so_far.known
         jobs = step.task.jobs(known) if step.task else ()
         if step.task is not None and jobs:
-            names = frozenset(map(name_of, jobs))
             is_known = step.task.knows is not None and step.task.knows(known)
-            after = known if is_known else _kept(step.task, names, known, observed)
+            used, after = (frozenset[str](), known) if is_known else _kept(step.task, jobs, known, observed)
             if after is None:
                 return _wait(step.task, jobs, so_far, observed)
-            known, so_far = after, replace(so_far, done=so_far.done | names)
-            if step.task.knows is None:
-                so_far = replace(so_far, used=so_far.used | (names & observed.keepers.keys()))
+            known, done = after, so_far.done | used | set(map(name_of, jobs))
+            so_far = replace(so_far, done=done, used=so_far.used | (used if step.task.knows is None else frozenset()))
         try:
             known, finding = step.finish(known)
         except (InvalidSpec, Unplaceable) as refusal:
@@ -138,11 +136,17 @@ def using(revision: Revision, done: Walk) -> Revision:
     return msgspec.structs.replace(revision, shared=tuple(sorted(done.used | awaited)))
 
 
-def _kept(task: Task, names: Iterable[str], known: Known, observed: Observed) -> Known | None:
-    """What a keeper tells; None if there is none, or what it tells of has vanished since."""
-    found = (observed.keepers[name] for name in names if name in observed.keepers)
-    records = (kept.record for kept in found if kept.record and not _is_void(task, kept, known, observed))
-    return next((after for record in records if (after := task.learn(known, record)) is not None), None)
+def _kept(task: Task, jobs: Iterable[Object], known: Known, observed: Observed) -> tuple[frozenset[str], Known | None]:
+    """What a keeper tells, with its name; None if there is none, or what it tells of has vanished since. What a
+    revision has used stays in use, even if the Job would be another one today."""
+    before = known.revision.shared if known.revision else ()
+    for name in dict.fromkeys((*map(name_of, jobs), *before)):
+        kept = observed.keepers.get(name)
+        if kept is not None and kept.record is not None and not _is_void(task, kept, known, observed):
+            after = task.learn(known, kept.record)
+            if after is not None:
+                return frozenset({name}), after
+    return frozenset(), None
 
 
 def _is_void(task: Task, kept: KeeperView, known: Known, observed: Observed) -> bool:
@@ -183,7 +187,7 @@ def _wait(task: Task, jobs: Sequence[Object], so_far: Walk, observed: Observed) 
     if record is not None:
         return replace(waiting, desired=(with_owners(keeper(known.model, job, record), live.live),))
     is_lost = live.is_complete and not observed.pods_of(name)
-    is_outdated = not live.is_finished and live.rendered != rendered_hash(job)
+    is_outdated = not live.is_complete and live.rendered != rendered_hash(job)
     if is_lost or is_outdated:
         return replace(waiting, stale=(live.live,))
     failed = live if live.is_finished else None

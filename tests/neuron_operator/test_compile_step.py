@@ -252,6 +252,19 @@ def test_memory_that_somebody_set_is_not_multiplied(by: str) -> None:
     assert "its limit is 3Gi" in condition(decision.status, "Compiled")["message"]
 
 
+def test_more_memory_in_the_charts_values_is_tried_at_once() -> None:
+    world, _ = resolved()
+    for _ in range(3):
+        world, _ = after(world, compile_jobs(world)[-1], OUT_OF_MEMORY)
+    cured = replace(USING, jobs=JobSettings(resources={"limits": {"memory": "64Gi"}, "requests": {"memory": "64Gi"}}))
+    decision = decide(world, cured)
+    (again,) = decision.delete
+    without = tuple(found for found in world.shared if name_of(found) != name_of(again))
+    pods = tuple(pod for pod in world.pods if name_of(pod) != f"{name_of(again)}-x")
+    decision = decide(replace(world, shared=without, pods=pods), cured)
+    assert memory_limit(find(decision.desired, "Job")) == 64 * 2**30
+
+
 def test_a_larger_attempt_that_succeeds_is_the_artifact() -> None:
     world, _ = resolved()
     world, _ = after(world, compile_jobs(world)[0], OUT_OF_MEMORY)
@@ -303,12 +316,24 @@ def test_an_edit_that_needs_no_other_artifact_compiles_nothing() -> None:
     )
 
 
-def test_a_new_compiler_image_compiles_no_pinned_revision_again() -> None:
+NEW_COMPILER = replace(USING, compile_image="registry.example/compiler:2")
+NEW_RELEASE = replace(NEW_COMPILER, runtime_image="registry.example/runtime:2")
+
+
+@pytest.mark.parametrize("newer", [NEW_COMPILER, NEW_RELEASE])
+def test_new_images_of_the_installation_compile_no_artifact_again(newer: Settings) -> None:
     world, before = compiled()
-    newer = replace(USING, runtime_image="registry.example/runtime:2", compile_image="registry.example/compiler:2")
     world, decision = settle(world, newer)
     assert len(compile_jobs(world)) == 1
     assert find(decision.desired, "Deployment") == find(before.desired, "Deployment")
+
+
+def test_a_corrected_compiler_image_is_used_at_once_but_not_for_an_earlier_runtime() -> None:
+    world, _ = resolved()
+    for newer, image in ((NEW_COMPILER, NEW_COMPILER.compile_image), (NEW_RELEASE, USING.compile_image)):
+        after_edit, decision = settle(world, newer)
+        assert [container_of(job)["image"] for job in compile_jobs(after_edit)] == [image]
+        assert condition(decision.status, "Compiled")["reason"] == "Compiling"
 
 
 def test_a_replica_without_its_artifact_has_it_compiled_again() -> None:

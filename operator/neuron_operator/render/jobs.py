@@ -21,7 +21,7 @@ from neuron_operator.reasons import FINAL_EXIT_CODES
 from neuron_operator.records import Record
 from neuron_operator.render import storage
 from neuron_operator.render.objects import shared
-from neuron_operator.render.pods import runtime_image, step_pod_template
+from neuron_operator.render.pods import compile_image, runtime_image, step_pod_template
 from neuron_operator.render.resources import JOB_REQUESTS, Requests, compile_requests
 from neuron_operator.render.storage import Access, source
 from neuron_operator.render.volumes import Mount
@@ -111,12 +111,19 @@ def _compile_job(model: NeuronModel, settings: Settings, pinned: Pinned, compili
         COMPILE,
         command,
         access,
-        image=compiling.image,
+        image=_compiler(model, settings, pinned, compiling),
         mounts=(Mount(names.CONFIG_VOLUME, names.CONFIG_DIR, source, read_only=True),),
         annotations={names.CONFIG_ANNOTATION: to_json(compiled_part(pinned.config))},
         requests=compile_requests(model, pinned.facts, times),
         limited=("memory",),
     )
+
+
+def _compiler(model: NeuronModel, settings: Settings, pinned: Pinned, compiling: Compiling) -> str:
+    """The compiler of the installation belongs to its runtime image; a revision with an earlier one keeps its own."""
+    (container,) = pinned.template["spec"]["containers"]
+    is_current = container["image"] == runtime_image(model, settings)
+    return compile_image(model, settings) if is_current else compiling.image
 
 
 def memory_of(job: Object) -> str:

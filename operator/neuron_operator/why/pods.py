@@ -208,7 +208,7 @@ _NAMED_BY = {
     names.CA_VOLUME: "the chart value caBundle in this namespace",
 }
 """Volume to what names its source."""
-_OWN_VOLUMES = ("config", "tmp", "weights", *_NAMED_BY)
+_OWN_VOLUMES = ("config", "tmp", "weights", "artifacts", *_NAMED_BY)
 _ABSENT = {
     r'secret ".*" not found|non-existent secret key': Reason.SECRET_NOT_FOUND,
     r'configmap ".*" not found|non-existent config key': Reason.CONFIG_MAP_NOT_FOUND,
