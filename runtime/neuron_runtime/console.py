@@ -40,6 +40,11 @@ def _write(text: str) -> None:
         return
 
 
+def printable(text: str) -> str:
+    """The text with an escape for each character that a terminal might obey. Names on a shared disk are anybody's."""
+    return "".join(one if one.isprintable() else one.encode("unicode_escape").decode() for one in text)
+
+
 def bytes_text(number: float) -> str:
     for unit, size in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
         if number >= size:

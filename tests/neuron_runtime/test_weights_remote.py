@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import os
 import re
 import shutil
@@ -24,7 +26,7 @@ from neuron_runtime.config import ModelSource
 from neuron_runtime.errors import ExitCode, FatalError, InvalidConfig
 from neuron_runtime.weights.fetching import Fetched, Supplied, fetch, materialize, supply
 from neuron_runtime.weights.remote import RemoteFile, RemoteManifest, RemoteStore
-from neuron_runtime.weights.store import MANIFEST, Damaged, Entry, Store, StoredFile
+from neuron_runtime.weights.store import DAY_SECONDS, MANIFEST, Damaged, Entry, Store, StoredFile
 from neuron_runtime.weights.transfer import Amount, TransferLimits
 
 MODEL = f"s3://{BUCKET}/origin/chat"
@@ -115,7 +117,6 @@ def other_contents(entry: Entry, folder: Path) -> Entry:
             (work / "files" / file.name).write_bytes((entry.folder / file.name).read_bytes())
         changed = work / "files" / "config.json"
         changed.write_bytes(changed.read_bytes() + b" ")
-        import hashlib
 
         files = tuple(
             StoredFile(file.name, (work / "files" / file.name).stat().st_size,
@@ -229,7 +230,7 @@ class TestInterruptions:
         prefix = remote.uri.removeprefix("s3:/")
         written = [path for method, path, _ in server.asked if method == "PUT" and path.startswith(prefix)]
         assert written[-1] == f"{prefix}/{entry.key}/{MANIFEST}"
-        assert len(written) == len(entry.manifest.files) + 1
+        assert len([path for path in written if not path.endswith("/.used")]) == len(entry.manifest.files) + 1
 
     def test_an_upload_repeats_what_failed(self, server: S3Server, remote: RemoteStore, entry: Entry) -> None:
         server.failures += [503, 0, 500]
@@ -261,7 +262,7 @@ class TestRivals:
         Late(remote.uri).upload(entry, quiet)
         assert "another process stored it first" in capsys.readouterr().err
         before = objects(remote, entry.key)
-        assert len(before) == len(rival.manifest.files) + 1
+        assert len(before) == len(rival.manifest.files) + 2
         remote.upload(entry, quiet)
         assert objects(remote, entry.key) == before
         copy = remote.download(entry.key, Store(tmp_path / "copy"), quiet)
@@ -275,7 +276,7 @@ class TestRivals:
         assert [process.wait(timeout=60) for process in uploads] == [0, 0]
         copy = remote.download(entry.key, Store(tmp_path / "copy"), quiet)
         assert copy is not None
-        assert len({name.partition("/")[0] for name in objects(remote, entry.key)}) == 2
+        assert len({item.content for item in remote.objects(f"{entry.key}/")} - {""}) == 1
 
 
 class TestDamage:
@@ -347,6 +348,103 @@ class TestDamage:
                 call(key)
 
 
+class TestCare:
+    def test_the_commands_list_and_verify_a_store(
+        self, server: S3Server, remote: RemoteStore, entry: Entry, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        remote.upload(entry, quiet)
+        damaged, partial = "a" * 64, "b" * 40
+        put(server, remote, f"{damaged}/{MANIFEST}", b"{}")
+        put(server, remote, f"{partial}/x/config.json", b"{}")
+        put(server, remote, "README", b"nothing of a store")
+        assert main(["weights", "ls", remote.uri, "--json"]) == 0
+        rows = {row["name"]: row for row in json.loads(capsys.readouterr().out)}
+        assert {name: row["state"] for name, row in rows.items()} == {
+            entry.key: "complete", damaged: "damaged", partial: "partial"
+        }  # fmt: skip
+        assert (rows[entry.key]["bytes"], rows[entry.key]["uri"]) == (entry.manifest.num_bytes, MODEL)
+        assert main(["weights", "verify", remote.uri]) == 14
+        captured = capsys.readouterr()
+        assert f"{entry.key}: intact" in captured.out
+        assert f"{damaged}: its manifest is malformed" in captured.out
+        assert "1 of 2 models in" in captured.err
+        found = remote.find(entry.key)
+        assert found is not None
+        name = "model-00002-of-00004.safetensors"
+        put(server, remote, f"{entry.key}/{found.manifest.content}/{name}", bytes(found.files[name].num_bytes))
+        assert main(["weights", "verify", remote.uri]) == 14
+        assert f"{entry.key}: {name}: its sha256 is" in capsys.readouterr().out
+
+    def test_what_is_unused_or_abandoned_is_pruned(
+        self, server: S3Server, remote: RemoteStore, entry: Entry, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        remote.upload(entry, quiet)
+        unused, abandoned, rival = "a" * 64, "b" * 40, f"{entry.key}/{'c' * 32}/config.json"
+        put(server, remote, f"{unused}/{MANIFEST}", b"{}")
+        for name in (f"{abandoned}/x/config.json", rival, "other/x"):
+            put(server, remote, name, b"{}")
+        key = f"{remote.uri.removeprefix(f's3://{BUCKET}/')}/{abandoned}/x/model.safetensors"
+        parts = server.client().create_multipart_upload(Bucket=BUCKET, Key=key)["UploadId"]
+        server.client().upload_part(Bucket=BUCKET, Key=key, UploadId=parts, PartNumber=1, Body=b"123")
+        before = all_objects(server, remote)
+        assert pruned(remote, [entry.key], 9, days=0.9, dry_run=True) == []
+
+        expected = [
+            (unused, 2, "unused for 10 days"),
+            (entry.key, 2, "abandoned upload"),
+            (abandoned, 2, "abandoned upload"),
+            (f"{abandoned}/x/model.safetensors", 3, "abandoned upload"),
+        ]
+        assert sorted(pruned(remote, [entry.key], 9, days=10, dry_run=True)) == sorted(expected)
+        assert all_objects(server, remote) == before
+        assert sorted(pruned(remote, [entry.key], 9, days=10, dry_run=False)) == sorted(expected)
+        left = all_objects(server, remote)
+        assert left == {name for name in before if name.startswith((f"{entry.key}/", "other/"))} - {rival}
+        assert not server.client().list_multipart_uploads(Bucket=BUCKET).get("Uploads")
+        served(remote, tmp_path / "server", entry.key)
+        assert main(["weights", "prune", remote.uri, "--unused-days", "0"]) == 0
+        assert "deleted " + entry.key in capsys.readouterr().out
+        assert all_objects(server, remote) == {"other/x"}
+
+    def test_a_use_is_noted_by_whoever_may_write(
+        self, server: S3Server, entry: Entry, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        client = server.client()
+        client.create_bucket(Bucket="readable")
+        remote = RemoteStore("s3://readable", limits=LIMITS)
+        remote.upload(entry, quiet)
+        remote.delete([f"{entry.key}/.used"])
+        everyone = (
+            '{"Version":"2012-10-17","Statement":[{"Effect":"Allow","Principal":"*","Action":'
+            '["s3:ListBucket","s3:GetObject"],"Resource":["arn:aws:s3:::readable","arn:aws:s3:::readable/*"]}]}'
+        )
+        client.put_bucket_policy(Bucket="readable", Policy=everyone)
+        with monkeypatch.context() as reader:
+            reader.delenv("AWS_ACCESS_KEY_ID")
+            reader.delenv("AWS_SECRET_ACCESS_KEY")
+            served(RemoteStore("s3://readable", limits=LIMITS), tmp_path / "reader", entry.key)
+            with pytest.raises(FatalError, match="refused anonymous access"):
+                RemoteStore("s3://readable").discard(entry.key)
+        assert f"{entry.key}/.used" not in all_objects(server, remote)
+        served(remote, tmp_path / "writer", entry.key)
+        assert f"{entry.key}/.used" in all_objects(server, remote)
+
+
+def pruned(
+    remote: RemoteStore, keep: list[str], unused_days: float, *, days: float, dry_run: bool
+) -> list[tuple[str, int, str]]:
+    """What is pruned some days from now."""
+    later = time.time() + days * DAY_SECONDS
+    found = remote.prune(keep, unused_days * DAY_SECONDS, dry_run=dry_run, now=lambda: later)
+    return [(one.name, one.num_bytes, one.why) for one in found]
+
+
+def all_objects(server: S3Server, remote: RemoteStore) -> set[str]:
+    bucket, _, prefix = remote.uri.removeprefix("s3://").partition("/")
+    found = server.client().list_objects_v2(Bucket=bucket, Prefix=prefix).get("Contents", [])
+    return {item["Key"].removeprefix(prefix).lstrip("/") for item in found}
+
+
 class TestRefusals:
     def test_a_bucket_that_does_not_exist_is_named(self, server: S3Server, tmp_path: Path) -> None:
         remote = RemoteStore("s3://no-such-bucket/models")
@@ -402,7 +500,6 @@ def test_the_commands_store_a_model_and_serve_a_miss_with_code_16(
 
 def resummed(entry: Entry) -> Entry:
     """The entry with a manifest of its files as they are."""
-    import hashlib
 
     files = tuple(
         StoredFile(file.name, (entry.folder / file.name).stat().st_size,

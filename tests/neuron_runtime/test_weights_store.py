@@ -28,7 +28,6 @@ from neuron_runtime.weights.store import (
     Pruned,
     Store,
     StoredFile,
-    prune,
 )
 from neuron_runtime.weights.transfer import Amount
 
@@ -219,36 +218,36 @@ class TestPrune:
         for key in (ONE, TWO, THREE, f"{ONE}-text"):
             age(publish(store, key).folder, 10)
         age(store.folder / THREE, 3)
-        found = list(prune(store, [ONE], 7 * DAY_SECONDS, dry_run=False))
+        found = list(store.prune([ONE], 7 * DAY_SECONDS, dry_run=False))
         assert self.names(found) == [TWO]
         assert found[0].num_bytes >= 9
         assert store.all_keys() == [ONE, f"{ONE}-text", THREE]
-        assert self.names(prune(store, [], 7 * DAY_SECONDS, dry_run=False)) == []
+        assert self.names(store.prune([], 7 * DAY_SECONDS, dry_run=False)) == []
         assert not (store.folder / ".trash").exists()
 
     @pytest.mark.parametrize("kept", [ONE, f"{ONE}-text"])
     def test_a_name_as_listed_keeps_all_entries_of_its_digest(self, store: Store, kept: str) -> None:
         for key in (ONE, f"{ONE}-text", TWO):
             age(publish(store, key).folder, 10)
-        assert self.names(prune(store, [kept], 0, dry_run=False)) == [TWO]
+        assert self.names(store.prune([kept], 0, dry_run=False)) == [TWO]
 
     def test_a_dry_run_deletes_and_marks_nothing(self, store: Store) -> None:
         for key in (ONE, TWO):
             age(publish(store, key).folder, 10)
         before = (store.folder / ONE).stat().st_mtime
-        assert self.names(prune(store, [ONE], 7 * DAY_SECONDS, dry_run=True)) == [TWO]
+        assert self.names(store.prune([ONE], 7 * DAY_SECONDS, dry_run=True)) == [TWO]
         assert store.all_keys() == [ONE, TWO]
         assert (store.folder / ONE).stat().st_mtime == before
 
     def test_a_marked_entry_is_kept_even_for_zero_days(self, store: Store) -> None:
         publish(store, ONE)
         publish(store, TWO)
-        assert self.names(prune(store, [ONE], 0, dry_run=False)) == [TWO]
+        assert self.names(store.prune([ONE], 0, dry_run=False)) == [TWO]
 
     def test_an_entry_that_is_being_replaced_is_left_alone(self, store: Store) -> None:
         age(publish(store, ONE).folder, 10)
         with store.lock(ONE, nothing):
-            assert self.names(prune(store, [], DAY_SECONDS, dry_run=False)) == []
+            assert self.names(store.prune([], DAY_SECONDS, dry_run=False)) == []
 
     def test_downloads_are_deleted_a_day_after_their_last_write(self, store: Store) -> None:
         store.prepare()
@@ -262,8 +261,8 @@ class TestPrune:
         with store.lock(TWO, nothing):
             age(store.folder / ".partial" / TWO, 2)
             age(store.folder / ".partial" / TWO / "files", 2)
-            assert self.names(prune(store, [], DAY_SECONDS, dry_run=True)) == [f".partial/{ONE}", f".partial/{TWO}"]
-            assert self.names(prune(store, [], DAY_SECONDS, dry_run=False)) == [f".partial/{ONE}"]
+            assert self.names(store.prune([], DAY_SECONDS, dry_run=True)) == [f".partial/{ONE}", f".partial/{TWO}"]
+            assert self.names(store.prune([], DAY_SECONDS, dry_run=False)) == [f".partial/{ONE}"]
         assert [partial.key for partial in store.partials()] == [TWO, THREE]
 
     def test_foreign_files_and_links_are_not_followed(self, store: Store, tmp_path: Path) -> None:
@@ -275,7 +274,7 @@ class TestPrune:
         (store.folder / "notes").mkdir()
         os.utime(store.folder / ONE, (0, 0), follow_symlinks=False)
         age(store.folder / "notes", 100)
-        assert self.names(prune(store, [], DAY_SECONDS, dry_run=False)) == [ONE]
+        assert self.names(store.prune([], DAY_SECONDS, dry_run=False)) == [ONE]
         assert (precious / "file").read_text() == "precious"
         assert (store.folder / "notes").is_dir()
 
@@ -295,7 +294,7 @@ class TestPrune:
             planted.rmdir()
         planted.symlink_to({1: precious.parent, 2: precious}.get(len(Path(link).parts), precious / "files"))
         with contextlib.suppress(FatalError):
-            list(prune(store, [], 0, dry_run=False))
+            list(store.prune([], 0, dry_run=False))
         if planted.is_symlink():
             with pytest.raises(FatalError, match="is a symbolic link"):
                 publish(store, ONE)
@@ -305,20 +304,20 @@ class TestPrune:
         store.prepare()
         (store.folder / ".partial/.nfs01").write_text("in use")
         age(store.folder / ".partial/.nfs01", 100)
-        assert self.names(prune(store, [], 0, dry_run=False)) == []
+        assert self.names(store.prune([], 0, dry_run=False)) == []
         assert (store.folder / ".partial/.nfs01").exists()
 
     def test_two_prunes_at_the_same_time_do_not_disturb_each_other(self, store: Store) -> None:
         for key in (ONE, TWO, THREE):
             age(publish(store, key).folder, 10)
-        first = prune(store, [], 0, dry_run=False)
+        first = store.prune([], 0, dry_run=False)
         assert next(first).name == ONE
-        assert self.names(prune(store, [], 0, dry_run=False)) == [TWO, THREE]
+        assert self.names(store.prune([], 0, dry_run=False)) == [TWO, THREE]
         assert self.names(first) == []
 
     def test_a_folder_that_does_not_exist_is_reported(self, tmp_path: Path) -> None:
         with pytest.raises(FatalError, match="does not exist"):
-            list(prune(Store(tmp_path / "typo"), [], 0, dry_run=True))
+            list(Store(tmp_path / "typo").prune([], 0, dry_run=True))
 
 
 def test_a_damaged_entry_of_a_writable_store_is_fetched_again(

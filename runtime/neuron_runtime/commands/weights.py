@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import argparse
 import json
+import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from neuron_runtime import record
-from neuron_runtime.console import AmountLine, bytes_text, say
+from neuron_runtime.console import AmountLine, bytes_text, printable, say
 from neuron_runtime.errors import FatalError
 
 if TYPE_CHECKING:
-    from neuron_runtime.weights.store import Store
+    from neuron_runtime.weights.store import AnyStore, Kind, Row
 
 DEFAULT_UNUSED_DAYS = 30.0
 
@@ -32,19 +33,29 @@ class Contents:
     """What makes one."""
     made: str
     key: str
-    open: Callable[[Path], Store]
+    open: Callable[[str], AnyStore]
 
 
-def _models(folder: Path) -> Store:
+def _models(address: str) -> AnyStore:
+    from neuron_runtime.weights.store import MODELS  # noqa: PLC0415
+
+    return _opened(address, MODELS)
+
+
+def _artifacts(address: str) -> AnyStore:
+    from neuron_runtime.artifacts.store import ARTIFACTS  # noqa: PLC0415
+
+    return _opened(address, ARTIFACTS)
+
+
+def _opened(address: str, kind: Kind) -> AnyStore:
+    if "://" in address:
+        from neuron_runtime.weights.remote import RemoteStore  # noqa: PLC0415
+
+        return RemoteStore(address, "DIR", kind=kind)
     from neuron_runtime.weights.store import Store  # noqa: PLC0415
 
-    return Store(folder)
-
-
-def _artifacts(folder: Path) -> Store:
-    from neuron_runtime.artifacts.store import artifact_store  # noqa: PLC0415
-
-    return artifact_store(folder)
+    return Store(Path(address), kind)
 
 
 WEIGHTS = Contents("weights", "model", "download", "fetched", "DIGEST", _models)
@@ -55,9 +66,9 @@ def add_commands(parser: argparse.ArgumentParser, contents: Contents = WEIGHTS) 
     commands = parser.add_subparsers(dest=contents.name, required=True, metavar="COMMAND")
     noun, work, made = contents.noun, contents.work, contents.made
 
-    def add(name: str, run: Callable[[argparse.Namespace, Store], None], meaning: str) -> argparse.ArgumentParser:
+    def add(name: str, run: Callable[[argparse.Namespace, AnyStore], None], meaning: str) -> argparse.ArgumentParser:
         command = commands.add_parser(name, help=meaning, description=f"{meaning[0].upper()}{meaning[1:]}.")
-        command.add_argument("folder", type=Path, metavar="DIR", help=f"Store of {noun}s")
+        command.add_argument("store", metavar="DIR", help=f"Store of {noun}s: a folder or s3://bucket/prefix")
         record.add_flag(command)
         command.set_defaults(look_after=run)
         return command
@@ -82,91 +93,71 @@ def add_commands(parser: argparse.ArgumentParser, contents: Contents = WEIGHTS) 
 
 def run(options: argparse.Namespace, began: float) -> record.Record:
     contents: Contents = options.contents
-    options.look_after(options, contents.open(options.folder))
+    options.look_after(options, contents.open(options.store))
     return record.success(contents.name, seconds=time.monotonic() - began)
 
 
-def _ls(options: argparse.Namespace, store: Store) -> None:
-    rows = list(_rows(store))
+def _ls(options: argparse.Namespace, store: AnyStore) -> None:
+    rows = list(store.rows())
     if options.json:
-        print(json.dumps(rows, indent=2))
+        print(json.dumps([_row(row) for row in rows], indent=2))
         return
     cells = [(options.contents.key, "SIZE", "LAST USED", "STATE", "SOURCE")]
-    cells += [
-        (row["name"], bytes_text(row["bytes"]), row["used"].partition("T")[0], row["state"], row["uri"]) for row in rows
-    ]
+    for row in rows:
+        used = _time(row.used).partition("T")[0]
+        cells.append((printable(row.name), bytes_text(row.num_bytes), used, row.state, printable(row.uri)))
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     for line in cells:
         print("  ".join(text.ljust(width) for text, width in zip(line, widths, strict=True)).rstrip())
 
 
-def _rows(store: Store) -> Iterator[dict[str, Any]]:
-    from neuron_runtime.weights.store import Damaged, bytes_in  # noqa: PLC0415
-
-    for key in store.all_keys():
-        try:
-            entry = store.read(key)
-        except Damaged as error:
-            folder = store.folder / key
-            yield _row(key, "damaged", bytes_in(folder), folder.lstat().st_mtime) | {"problem": error.reason}
-            continue
-        if entry is not None:
-            yield _row(key, "complete", entry.manifest.num_bytes, entry.used, entry.manifest.uri)
-    for partial in store.partials():
-        yield _row(partial.key, "partial", partial.num_bytes, partial.written)
+def _row(row: Row) -> dict[str, Any]:
+    shown = {"name": row.name, "state": row.state, "bytes": row.num_bytes, "used": _time(row.used), "uri": row.uri}
+    return shown | ({"problem": row.problem} if row.problem else {})
 
 
-def _row(name: str, state: str, num_bytes: int, used: float, uri: str = "") -> dict[str, Any]:
-    then = datetime.fromtimestamp(used, UTC).isoformat(timespec="seconds")
-    return {"name": name, "state": state, "bytes": num_bytes, "used": then, "uri": uri}
+def _time(seconds: float) -> str:
+    return datetime.fromtimestamp(seconds, UTC).isoformat(timespec="seconds")
 
 
-def _verify(options: argparse.Namespace, store: Store) -> None:
-    from neuron_runtime.weights.store import Damaged  # noqa: PLC0415
-
-    keys, num_damaged = store.all_keys(), 0
-    for key in keys:
-        try:
-            entry = store.read(key)
-            if entry is None:
-                continue  # deleted meanwhile
-            wrong = entry.verify(_Progress(key, entry.manifest.num_bytes))
-        except Damaged as error:
-            wrong = [error.reason]
+def _verify(options: argparse.Namespace, store: AnyStore) -> None:
+    num_entries = num_damaged = 0
+    for key, wrong in store.verify(_Progress):
+        num_entries += 1
         num_damaged += bool(wrong)
-        for problem in wrong:
-            print(f"{key}: {problem}")
-        if not wrong:
-            print(f"{key}: intact")
+        for problem in wrong or ["intact"]:
+            print(printable(f"{key}: {problem}"), flush=True)
     if num_damaged:
-        message = f"{num_damaged} of {len(keys)} {store.kind.noun}s in {store.folder} are damaged"
+        message = f"{num_damaged} of {num_entries} {store.kind.noun}s in {store.address} are damaged"
         raise FatalError(store.kind.damaged, f"{message}; delete them: they are {options.contents.made} again")
 
 
 class _Progress:
-    """Counts the bytes of one model and shows them."""
+    """Counts the bytes of one entry and shows them. Called by several threads."""
 
     def __init__(self, title: str, total_bytes: int) -> None:
         self._line = AmountLine(title)
         self._done_bytes = 0
         self._total_bytes = total_bytes
+        self._lock = threading.Lock()
 
     def __call__(self, num_bytes: int) -> None:
-        self._done_bytes += num_bytes
-        self._line(self._done_bytes, self._total_bytes)
+        with self._lock:
+            self._done_bytes += num_bytes
+            self._line(self._done_bytes, self._total_bytes)
 
 
-def _prune(options: argparse.Namespace, store: Store) -> None:
-    from neuron_runtime.weights.store import DAY_SECONDS, check_key, prune  # noqa: PLC0415
+def _prune(options: argparse.Namespace, store: AnyStore) -> None:
+    from neuron_runtime.weights.store import DAY_SECONDS, check_key  # noqa: PLC0415
 
     for digest in options.keep:
         check_key(digest)
     num_bytes = 0
-    for pruned in prune(store, options.keep, options.unused_days * DAY_SECONDS, dry_run=options.dry_run):
+    for pruned in store.prune(options.keep, options.unused_days * DAY_SECONDS, dry_run=options.dry_run):
         num_bytes += pruned.num_bytes
         did = "would delete" if options.dry_run else "deleted"
-        print(f"{did} {pruned.name}: {bytes_text(pruned.num_bytes)}, {pruned.why}", flush=True)
-    say(f"{store.folder}: {bytes_text(num_bytes)} {'would be' if options.dry_run else 'are'} free again")
+        print(printable(f"{did} {pruned.name}: {bytes_text(pruned.num_bytes)}, {pruned.why}"), flush=True)
+    say(f"{store.address}: {bytes_text(num_bytes)} {'would be' if options.dry_run else 'are'} free again")
 
 
 def _days(text: str) -> float:

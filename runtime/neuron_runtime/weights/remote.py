@@ -2,6 +2,7 @@
 
     PREFIX/KEY/CONTENT/NAME        the files of an entry; CONTENT is a hash of their names and contents
     PREFIX/KEY/.manifest.json      written last, and only if there is none: it makes the entry complete
+    PREFIX/KEY/.used               empty, replaced when the entry is used
 
 Called by `fetching` and the commands, and for compiled artifacts. Nothing is loaded from here: a download ends in a
 local store, with each file checked against the manifest. It knows neither models nor sources.
@@ -10,6 +11,7 @@ local store, with each file checked against the manifest. It knows neither model
 from __future__ import annotations
 
 import base64
+import contextlib
 import hashlib
 import threading
 import time
@@ -17,7 +19,6 @@ import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from datetime import datetime
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -30,10 +31,14 @@ from s3transfer.subscribers import BaseSubscriber
 from neuron_runtime.console import say
 from neuron_runtime.uris import S3Model, store_address
 from neuron_runtime.weights.disk import read_blocks, writing
+from neuron_runtime.weights.hashing import FileHash
 from neuron_runtime.weights.journal import Journal
 from neuron_runtime.weights.s3 import S3Place, S3Source
-from neuron_runtime.weights.source import Attempts, Check, Listing, SourceFile
+from neuron_runtime.weights.source import Attempts, BrokenAnswer, Check, Listing, SourceFile
 from neuron_runtime.weights.store import (
+    ABANDONED_SECONDS,
+    DAY_SECONDS,
+    KEY,
     MANIFEST,
     MAX_MANIFEST_BYTES,
     MODELS,
@@ -41,6 +46,9 @@ from neuron_runtime.weights.store import (
     Entry,
     Kind,
     Manifest,
+    Progress,
+    Pruned,
+    Row,
     Store,
     StoredFile,
     WaitingLine,
@@ -53,6 +61,7 @@ RIGHTS = (
     "listing the bucket, and reading, writing and deleting its objects (s3:ListBucket, s3:GetObject, s3:PutObject, "
     "s3:DeleteObject; the first two suffice to serve)"
 )
+USED = ".used"
 PART_BYTES = 64 * 2**20
 """Of an upload in parts."""
 NUM_UPLOADS = 8
@@ -95,6 +104,11 @@ class RemoteObject:
     etag: str
     written: float
     """Seconds since 1970."""
+
+    @property
+    def content(self) -> str:
+        """Its folder."""
+        return self.name.rpartition("/")[0].partition("/")[0]
 
 
 @dataclass(frozen=True)
@@ -172,6 +186,7 @@ class RemoteStore:
             entry = self.find(key)
             if entry is not None:
                 self._check_stated(entry)
+                self._attempts(partial(self._mark, key))
         except Damaged as error:
             say(f"{error.what}: replacing it")
             self.discard(key)
@@ -201,6 +216,8 @@ class RemoteStore:
         entry = self.find(key)
         if entry is None:
             return None
+        with contextlib.suppress(*self._place.failures):  # who may only read the store cannot note it
+            self._mark(key)
         into = into or key
         manifest = entry.manifest.local
         check_manifest(manifest, self.uri_of(key), self.kind)
@@ -244,6 +261,7 @@ class RemoteStore:
         manifest = RemoteManifest(
             digest=entry.manifest.digest, uri=entry.manifest.uri, created=entry.manifest.created, files=files
         )
+        self._attempts(partial(self._mark, key))  # or `prune` might take what a killed upload left for abandoned
         folder = f"{key}/{manifest.content}"
         present = {item.name: item for item in self.objects(f"{folder}/")}
         left = [
@@ -269,19 +287,20 @@ class RemoteStore:
 
     def objects(self, folder: str) -> Iterator[RemoteObject]:
         """All objects below a folder of the store. Names are relative to its first part, the key."""
-        below = self._key("")
-        prefix = self._key(folder)
-        key = f"{below}{folder.partition('/')[0]}/"
+        for _, item in self._below_keys(folder):
+            yield item
+
+    def _below_keys(self, folder: str) -> Iterator[tuple[str, RemoteObject]]:
         pages: list[Any] = self._attempts(
             lambda: list(
-                self._place.client.get_paginator("list_objects_v2").paginate(Bucket=self._model.bucket, Prefix=prefix)
+                self._place.client.get_paginator("list_objects_v2").paginate(
+                    Bucket=self._model.bucket, Prefix=self._key(folder)
+                )
             )
         )
-        for page in pages:
-            for item in page.get("Contents", []):
-                yield RemoteObject(
-                    item["Key"].removeprefix(key), item["Size"], item["ETag"].strip('"'), _seconds(item["LastModified"])
-                )
+        for item in [item for page in pages for item in page.get("Contents", [])]:
+            key, _, name = item["Key"].removeprefix(self._key("")).partition("/")
+            yield key, RemoteObject(name, item["Size"], item["ETag"].strip('"'), item["LastModified"].timestamp())
 
     def delete(self, names: Iterable[str]) -> None:
         """Delete objects, if they exist. Names are relative to the store."""
@@ -293,6 +312,146 @@ class RemoteStore:
         answer = self._place.client.delete_objects(Bucket=self._model.bucket, Delete={"Objects": keys, "Quiet": True})
         if errors := answer.get("Errors"):
             raise ClientError({"Error": errors[0]}, "DeleteObjects")
+
+    @property
+    def address(self) -> str:
+        return self.uri
+
+    def rows(self) -> Iterator[Row]:
+        """Everything in it, with the time of the last write if an entry is not complete."""
+        for key, items in self._folders().items():
+            num_bytes, written = sum(item.num_bytes for item in items), max(item.written for item in items)
+            used = _used(items)
+            if used is None:
+                yield Row(key, "partial", num_bytes, written)
+                continue
+            try:
+                entry = self.find(key)
+            except Damaged as error:
+                yield Row(key, "damaged", num_bytes, used, problem=error.reason)
+                continue
+            if entry is not None:
+                yield Row(key, "complete", entry.manifest.num_bytes, used, entry.manifest.uri)
+
+    def verify(self, progress: Progress) -> Iterator[tuple[str, list[str]]]:
+        """Each complete entry, and what is wrong with the contents of its files, which are all read."""
+        for key, items in self._folders().items():
+            if _used(items) is None:
+                continue
+            try:
+                entry = self.find(key)
+                if entry is not None:  # otherwise deleted meanwhile
+                    yield key, self._compare(entry, progress(key, entry.manifest.num_bytes))
+            except Damaged as error:
+                yield key, [error.reason]
+
+    def prune(
+        self, keep: Iterable[str], unused_seconds: float, *, dry_run: bool, now: Callable[[], float] = time.time
+    ) -> Iterator[Pruned]:
+        """As of a local store: mark entries as used, delete those that are unused, and abandoned uploads."""
+        kept = {key.partition("-")[0] for key in keep}
+        folders = self._folders()
+        for key, items in folders.items():
+            if key.partition("-")[0] in kept and _used(items) is not None and not dry_run:
+                self._attempts(partial(self._mark, key))
+        for key, items in folders.items():
+            used = _used(items)
+            is_kept = key.partition("-")[0] in kept
+            if used is not None and not is_kept and now() - used >= unused_seconds:
+                num_bytes = sum(item.num_bytes for item in items)
+                if not dry_run:
+                    # Somebody may have found it since.
+                    found = _used(list(self.objects(f"{key}/")))
+                    if found is None or now() - found < unused_seconds:
+                        continue
+                    self.discard(key)
+                yield Pruned(key, num_bytes, f"unused for {(now() - used) / DAY_SECONDS:.0f} days")
+                continue
+            yield from self._prune_abandoned(key, items, dry_run=dry_run, now=now)
+        yield from self._prune_parts(dry_run=dry_run, now=now)
+
+    def _prune_abandoned(
+        self, key: str, items: list[RemoteObject], *, dry_run: bool, now: Callable[[], float]
+    ) -> Iterator[Pruned]:
+        """Files of an entry that nobody finds, if nothing was written for its key for a day."""
+        if now() - max(item.written for item in items) < ABANDONED_SECONDS:
+            return
+        content = ""
+        if _used(items) is not None:
+            if len({item.content for item in items}) <= 2:  # that of the entry, and "" for its manifest
+                return
+            try:
+                manifest = self._manifest(key)
+            except Damaged:
+                return
+            content = "" if manifest is None else manifest.content
+        left_over = [item for item in items if item.content != content and (item.content or not content)]
+        if not dry_run:
+            self.delete(f"{key}/{item.name}" for item in left_over)
+        yield Pruned(key, sum(item.num_bytes for item in left_over), "abandoned upload")
+
+    def _prune_parts(self, *, dry_run: bool, now: Callable[[], float]) -> Iterator[Pruned]:
+        """Parts of objects that a killed upload left: nobody sees them, but they are paid for."""
+        client, bucket = self._place.client, self._model.bucket
+        pages = self._attempts(
+            lambda: list(client.get_paginator("list_multipart_uploads").paginate(Bucket=bucket, Prefix=self._key("")))
+        )
+        for upload in [upload for page in pages for upload in page.get("Uploads", [])]:
+            name = upload["Key"].removeprefix(self._key(""))
+            if not KEY.fullmatch(name.partition("/")[0]) or now() - upload["Initiated"].timestamp() < ABANDONED_SECONDS:
+                continue
+            num_bytes = self._attempts(partial(self._end_upload, upload["Key"], upload["UploadId"], dry_run))
+            if num_bytes is not None:
+                yield Pruned(name, num_bytes, "abandoned upload")
+
+    def _end_upload(self, key: str, upload_id: str, dry_run: bool) -> int | None:
+        """Remove the parts of an object and return their size; None if they are gone. Makes one attempt."""
+        client, name = self._place.client, {"Bucket": self._model.bucket, "Key": key, "UploadId": upload_id}
+        try:
+            pages = client.get_paginator("list_parts").paginate(**name)
+            num_bytes: int = sum(part["Size"] for page in pages for part in page.get("Parts", []))
+            if not dry_run:
+                client.abort_multipart_upload(**name)
+        except client.exceptions.NoSuchUpload:
+            return None
+        return num_bytes
+
+    def _folders(self) -> dict[str, list[RemoteObject]]:
+        """The objects of each key."""
+        folders: dict[str, list[RemoteObject]] = {}
+        for key, item in self._below_keys(""):
+            if KEY.fullmatch(key):
+                folders.setdefault(key, []).append(item)
+        return folders
+
+    def _compare(self, entry: RemoteEntry, progress: Callable[[int], None]) -> list[str]:
+        """What is wrong with the contents of the files of an entry."""
+        source = _EntrySource(self._place, self._below(f"{entry.key}/{entry.manifest.content}"), entry, self.kind)
+        attempts, listing = Attempts(source, self._sleep), Listing(entry.manifest.content, entry.files)
+
+        def read(file: SourceFile, begin: int, end: int) -> bytes:
+            with source.read(listing, file, begin, end) as blocks:
+                raw = b"".join(blocks)
+            if len(raw) != end - begin:
+                raise BrokenAnswer(f"{file.name}: {len(raw):,} bytes instead of {end - begin:,}")
+            return raw
+
+        def difference(name: str) -> str:
+            file = entry.files[name]
+            found = FileHash(file.num_bytes, source.check(listing, file))
+            for begin in range(0, file.num_bytes, self._limits.chunk_bytes):
+                end = min(begin + self._limits.chunk_bytes, file.num_bytes)
+                found.update(attempts(partial(read, file, begin, end)))
+                progress(end - begin)
+            return found.difference()
+
+        with ThreadPoolExecutor(NUM_READERS, thread_name_prefix="verify") as pool:
+            found = zip(entry.files, pool.map(difference, entry.files), strict=True)
+            return [f"{name}: {what}" for name, what in found if what]
+
+    def _mark(self, key: str) -> None:
+        """Note that an entry is used now. Makes one attempt and raises the errors of the client library."""
+        self._place.client.put_object(Bucket=self._model.bucket, Key=self._key(f"{key}/{USED}"), Body=b"")
 
     def _manifest(self, key: str) -> RemoteManifest | None:
         def read() -> bytes | None:
@@ -450,5 +609,7 @@ def _summed(folder: Path, file: StoredFile, kind: Kind) -> RemoteFile:
     return RemoteFile(file.name, file.bytes, file.sha256, f"{crc32:08x}")
 
 
-def _seconds(time: datetime) -> float:
-    return time.timestamp()
+def _used(items: Iterable[RemoteObject]) -> float | None:
+    """When a complete entry was last used; None if there is no manifest."""
+    times = {item.name: item.written for item in items}
+    return max(times[MANIFEST], times.get(USED, 0.0)) if MANIFEST in times else None

@@ -24,6 +24,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal, Protocol
 
 import msgspec
 
@@ -219,6 +220,46 @@ class Partial:
     """Time of the last write, in seconds since 1970."""
 
 
+@dataclass(frozen=True)
+class Row:
+    """A line about something in a store. `used`, or written if it is partial, in seconds since 1970."""
+
+    name: str
+    state: Literal["complete", "damaged", "partial"]
+    num_bytes: int
+    used: float
+    uri: str = ""
+    problem: str = ""
+
+
+@dataclass(frozen=True)
+class Pruned:
+    """Something that `prune` deletes, or would delete."""
+
+    name: str
+    num_bytes: int
+    why: str
+
+
+Progress = Callable[[str, int], Callable[[int], None]]
+"""For a key and its number of bytes, a function that is called with the number of bytes just read."""
+
+
+class AnyStore(Protocol):
+    """A store, wherever it is, as the commands look after it. Every method raises FatalError if it cannot be read."""
+
+    kind: Kind
+
+    @property
+    def address(self) -> str: ...
+
+    def rows(self) -> Iterator[Row]: ...
+
+    def verify(self, progress: Progress) -> Iterator[tuple[str, list[str]]]: ...
+
+    def prune(self, keep: Iterable[str], unused_seconds: float, *, dry_run: bool) -> Iterator[Pruned]: ...
+
+
 class Store:
     """One folder of models or artifacts."""
 
@@ -390,65 +431,83 @@ class Store:
         finally:
             os.close(fd)
 
+    @property
+    def address(self) -> str:
+        return str(self.folder)
 
-@dataclass(frozen=True)
-class Pruned:
-    """Something that `prune` deletes, or would delete."""
+    def rows(self) -> Iterator[Row]:
+        """Everything in it. Raises FatalError if it cannot be read."""
+        for key in self.all_keys():
+            try:
+                entry = self.read(key)
+            except Damaged as error:
+                folder = self.folder / key
+                yield Row(key, "damaged", bytes_in(folder), folder.lstat().st_mtime, problem=error.reason)
+                continue
+            if entry is not None:
+                yield Row(key, "complete", entry.manifest.num_bytes, entry.used, entry.manifest.uri)
+        for partial in self.partials():
+            yield Row(partial.key, "partial", partial.num_bytes, partial.written)
 
-    name: str
-    num_bytes: int
-    why: str
+    def verify(self, progress: Progress) -> Iterator[tuple[str, list[str]]]:
+        """Each complete entry, and what is wrong with the contents of its files."""
+        for key in self.all_keys():
+            try:
+                entry = self.read(key)
+                if entry is not None:  # otherwise deleted meanwhile
+                    yield key, entry.verify(progress(key, entry.manifest.num_bytes))
+            except Damaged as error:
+                yield key, [error.reason]
 
+    def prune(
+        self, keep: Iterable[str], unused_seconds: float, *, dry_run: bool, now: Callable[[], float] = time.time
+    ) -> Iterator[Pruned]:
+        """Mark entries as used, then delete those that are unused, and abandoned downloads.
 
-def prune(
-    store: Store, keep: Iterable[str], unused_seconds: float, *, dry_run: bool, now: Callable[[], float] = time.time
-) -> Iterator[Pruned]:
-    """Mark entries as used, then delete those that are unused, and abandoned downloads.
+        Args:
+            keep: digests or keys that are in use; all entries of their digests are marked before anything is deleted.
 
-    Args:
-        keep: digests or keys that are in use; all entries of their digests are marked before anything is deleted.
-
-    Raises:
-        FatalError: the store cannot be read or written.
-    """
-    kept = {key.partition("-")[0] for key in keep}
-    if not dry_run:
-        store.prepare()
-    keys = store.all_keys()
-    for key in keys:
-        if key.partition("-")[0] in kept and not dry_run:
-            with writing(store.folder), contextlib.suppress(FileNotFoundError):
-                os.utime(store.folder / key, (now(), now()), follow_symlinks=False)
-    for key in keys:
-        if key.partition("-")[0] in kept:
-            continue
-        folder = store.folder / key
-        if _unused(folder, now()) < unused_seconds:
-            continue
-        days = _unused(folder, now()) / DAY_SECONDS
-        outcome = Pruned(key, bytes_in(folder), f"unused for {days:.0f} days")
-        if dry_run:
-            yield outcome
-            continue
-        with store.held(key) as held:
-            # Somebody may have found it since.
-            if held and _unused(folder, now()) >= unused_seconds:
-                store.discard(key)
+        Raises:
+            FatalError: the store cannot be read or written.
+        """
+        kept = {key.partition("-")[0] for key in keep}
+        if not dry_run:
+            self.prepare()
+        keys = self.all_keys()
+        for key in keys:
+            if key.partition("-")[0] in kept and not dry_run:
+                with writing(self.folder), contextlib.suppress(FileNotFoundError):
+                    os.utime(self.folder / key, (now(), now()), follow_symlinks=False)
+        for key in keys:
+            if key.partition("-")[0] in kept:
+                continue
+            folder = self.folder / key
+            if _unused(folder, now()) < unused_seconds:
+                continue
+            days = _unused(folder, now()) / DAY_SECONDS
+            outcome = Pruned(key, bytes_in(folder), f"unused for {days:.0f} days")
+            if dry_run:
                 yield outcome
-    for partial in store.partials():
-        if now() - partial.written < ABANDONED_SECONDS:
-            continue
-        outcome = Pruned(f"{PARTIAL}/{partial.key}", partial.num_bytes, f"abandoned {store.kind.work}")
-        if dry_run:
-            yield outcome
-            continue
-        with store.held(partial.key.partition(".")[0]) as held, writing(store.folder):
-            if held:
-                _remove(partial.folder)
+                continue
+            with self.held(key) as held:
+                # Somebody may have found it since.
+                if held and _unused(folder, now()) >= unused_seconds:
+                    self.discard(key)
+                    yield outcome
+        for partial in self.partials():
+            if now() - partial.written < ABANDONED_SECONDS:
+                continue
+            outcome = Pruned(f"{PARTIAL}/{partial.key}", partial.num_bytes, f"abandoned {self.kind.work}")
+            if dry_run:
                 yield outcome
-    if not dry_run:
-        # What a killed prune left.
-        shutil.rmtree(store.folder / TRASH, ignore_errors=True)
+                continue
+            with self.held(partial.key.partition(".")[0]) as held, writing(self.folder):
+                if held:
+                    _remove(partial.folder)
+                    yield outcome
+        if not dry_run:
+            # What a killed prune left.
+            shutil.rmtree(self.folder / TRASH, ignore_errors=True)
 
 
 def check_key(key: str) -> None:
