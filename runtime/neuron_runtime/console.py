@@ -23,13 +23,13 @@ CLEAR_LINE = "\r\x1b[K"
 
 
 def say(line: str) -> None:
-    """Print one line; a closed stderr is ignored."""
-    _write(f"{CLEAR_LINE if sys.stderr.isatty() else ''}neuron-runtime: {line}\n")
+    """Print one line, in which control characters are escaped; a closed stderr is ignored."""
+    _write(f"{CLEAR_LINE if sys.stderr.isatty() else ''}neuron-runtime: {printable(line)}\n")
 
 
 def redraw(line: str) -> None:
     """Print a line on a terminal that the next one replaces."""
-    _write(f"{CLEAR_LINE}neuron-runtime: {line}")
+    _write(f"{CLEAR_LINE}neuron-runtime: {printable(line)}")
 
 
 def _write(text: str) -> None:

@@ -152,3 +152,32 @@ def test_a_store_is_listed_verified_and_pruned(
     os.utime(store / digest, (long_ago, long_ago))
     assert main(["weights", "prune", str(store), "--unused-days", "39.5"]) == 0
     assert not (store / digest).exists()
+
+
+def test_names_on_a_shared_disk_cannot_control_the_terminal(
+    endpoint: str, shelf: Shelf, store: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    fetch(store)
+    digest = shelf.commit("acme/model")
+    manifest = store / digest / ".manifest.json"
+    manifest.chmod(0o644)
+    manifest.write_text(manifest.read_text().replace(MODEL, "hf://x\\u001b[2J\\u009b\\n"))
+    (store / ".partial" / f"{digest}.\x1b[2J").mkdir()
+    (store / digest / "\x1b]0;x\x07").write_text("")
+    for command in (["ls"], ["verify"], ["prune", "--unused-days", "0", "--dry-run"]):
+        main(["weights", command[0], str(store), *command[1:]])
+        captured = capsys.readouterr()
+        assert not {one for one in captured.out + captured.err if not one.isprintable()} - {"\n"}
+    main(["weights", "ls", str(store)])
+    listed = capsys.readouterr().out
+    assert "hf://x\\x1b[2J\\x9b\\n" in listed
+    assert f"{digest}.\\x1b[2J" in listed
+
+
+@pytest.mark.parametrize("address", ["mirror.example", "mirror.example:8080", "http://", "ftp://x", "https://x:y"])
+def test_an_address_of_a_hub_that_is_no_url_is_an_invalid_configuration(
+    address: str, store: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("HF_ENDPOINT", address)
+    assert main(["fetch", MODEL, str(store)]) == 2
+    assert f"HF_ENDPOINT: {address.rstrip('/')!r} is no URL; write https://HOST" in capsys.readouterr().err

@@ -315,6 +315,20 @@ class TestPrune:
         assert self.names(store.prune([], 0, dry_run=False)) == [TWO, THREE]
         assert self.names(first) == []
 
+    @pytest.mark.parametrize("planted", ["folder", "pipe"])
+    def test_what_is_no_lock_file_is_named_and_blocks_only_its_key(
+        self, store: Store, planted: str, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        for key in (ONE, TWO):
+            age(publish(store, key).folder, 10)
+        lock = store.folder / ".locks" / ONE
+        lock.unlink()
+        lock.mkdir() if planted == "folder" else os.mkfifo(lock)
+        assert self.names(store.prune([], 0, dry_run=False)) == [TWO]
+        assert f"{lock} is not a regular file: delete it" in capsys.readouterr().err
+        with pytest.raises(FatalError, match="is not a regular file: delete it"), store.lock(ONE, lambda: None):
+            pass
+
     def test_a_folder_that_does_not_exist_is_reported(self, tmp_path: Path) -> None:
         with pytest.raises(FatalError, match="does not exist"):
             list(Store(tmp_path / "typo").prune([], 0, dry_run=True))

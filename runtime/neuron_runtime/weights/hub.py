@@ -19,7 +19,7 @@ from huggingface_hub import HfApi, get_token, hf_hub_url
 from huggingface_hub.errors import EntryNotFoundError, GatedRepoError, HfHubHTTPError, RevisionNotFoundError
 from huggingface_hub.utils import build_hf_headers, get_session, hf_raise_for_status  # type: ignore[attr-defined]
 
-from neuron_runtime.errors import ExitCode, FatalError
+from neuron_runtime.errors import ExitCode, FatalError, InvalidConfig
 from neuron_runtime.uris import HubModel
 from neuron_runtime.weights.source import (
     BLOCK_BYTES,
@@ -60,7 +60,16 @@ class HubSource:
 
     @classmethod
     def from_environment(cls, model: HubModel) -> HubSource:
-        return cls(model, (os.environ.get("HF_ENDPOINT") or DEFAULT_ENDPOINT).rstrip("/"), get_token())
+        """Raises InvalidConfig if HF_ENDPOINT is no URL."""
+        endpoint = (os.environ.get("HF_ENDPOINT") or DEFAULT_ENDPOINT).rstrip("/")
+        try:
+            parts = urlsplit(endpoint)
+            is_url = parts.scheme in ("http", "https") and bool(parts.hostname) and (parts.port or 1) > 0
+        except ValueError:
+            is_url = False
+        if not is_url:
+            raise InvalidConfig("HF_ENDPOINT", f"{without_secrets(endpoint)!r} is no URL; write https://HOST")
+        return cls(model, endpoint, get_token())
 
     @property
     def uri(self) -> str:

@@ -84,6 +84,13 @@ class Damaged(FatalError):
         super().__init__(kind.damaged, f"{self.what}; {kind.cure}")
 
 
+class NoLock(FatalError):
+    """Something that is no file lies where the lock of a key should be."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(ExitCode.INVALID_ENGINE_CONFIG, f"{path} is not a regular file: delete it")
+
+
 class StoredFile(msgspec.Struct, frozen=True):
     name: str
     bytes: int
@@ -315,8 +322,7 @@ class Store:
         Where the file system has no locks, the folder is nobody else's, so a killed download starts again.
         """
         check_key(key)
-        with writing(self.folder):
-            fd = open_file(self.folder / LOCKS / key, os.O_RDWR | os.O_CREAT)
+        fd = self._open_lock(key)
         try:
             shared = True
             with writing(self.folder):
@@ -416,11 +422,25 @@ class Store:
             message = f"{folder} cannot be read: {error.strerror}"
             raise FatalError(ExitCode.INVALID_ENGINE_CONFIG, message) from error
 
+    def _open_lock(self, key: str) -> int:
+        path = self.folder / LOCKS / key
+        with writing(self.folder):
+            try:
+                return open_file(path, os.O_RDWR | os.O_CREAT)
+            except OSError as error:
+                if not os.path.lexists(path) or stat.S_ISREG(path.lstat().st_mode):
+                    raise
+                raise NoLock(path) from error
+
     @contextmanager
     def held(self, key: str) -> Iterator[bool]:
         """Whether the key could be locked at once; it stays locked in the body."""
-        with writing(self.folder):
-            fd = open_file(self.folder / LOCKS / key, os.O_RDWR | os.O_CREAT)
+        try:
+            fd = self._open_lock(key)
+        except NoLock as error:
+            say(str(error))
+            yield False
+            return
         try:
             try:
                 fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
