@@ -17,10 +17,10 @@ from neuron_operator import names
 from neuron_operator.manifest import parse
 from neuron_operator.model import Serving
 from neuron_operator.records import Facts
-from neuron_operator.render.jobs import compile_jobs
+from neuron_operator.render.jobs import compile_jobs, resolve_job
 from neuron_operator.render.pods import API_KEY_FLAG, SERVE_COMMAND
 from neuron_operator.revision import pin
-from neuron_operator.world import ClaimFolder, Place, StorageSettings
+from neuron_operator.world import ClaimFolder, ObjectStore, Place, StorageSettings
 from neuron_runtime import config as runtime
 from neuron_runtime.__main__ import build_parser
 from neuron_runtime.artifacts.key import compiled_part
@@ -174,11 +174,11 @@ def test_choices_and_bounds_of_the_manifest_match_the_runtime() -> None:
     assert front_ends[0]["maximum"] == front_ends[1]["maximum"]
 
 
-COMPILING = replace(
-    SETTINGS, storage=StorageSettings(artifacts=Place(persistent_volume_claim=ClaimFolder(claim_name="compiled")))
-)
-MODEL = parse(body({**SPEC, "engine": {"backend": "torch", "compile": "Enabled"}}))
-PINNED = pin(MODEL, KNOWN, COMPILING, 1).pinned
+COMPILED = {"backend": "torch", "compile": "Enabled"}
+PLACES = {
+    "claims": Place(persistent_volume_claim=ClaimFolder(claim_name="kept")),
+    "stores": Place(object_store=ObjectStore(uri="s3://models/kept")),
+}
 
 
 def command_of(template: dict[str, Any]) -> list[str]:
@@ -186,14 +186,20 @@ def command_of(template: dict[str, Any]) -> list[str]:
     return list(container["command"][1:])
 
 
-@pytest.mark.parametrize("command", ["serve", "serve with keys", "inspect", "compile", "serve a compiled model"])
-def test_the_runtime_parses_the_rendered_command(command: str) -> None:
-    arguments = {
-        "serve": SERVE_COMMAND[1:],
-        "serve with keys": (*SERVE_COMMAND[1:], *API_KEY_FLAG),
-        "inspect": ("inspect", "hf://acme/tiny", "--record", names.TERMINATION_LOG),
-        "compile": command_of(compile_jobs(MODEL, COMPILING, PINNED)[0]["spec"]["template"]),
-        "serve a compiled model": command_of(PINNED.template),
-    }[command]
-    parsed = build_parser().parse_args(arguments)
+@pytest.mark.parametrize("arguments", [(), API_KEY_FLAG])
+def test_the_runtime_parses_the_rendered_command_of_a_replica(arguments: tuple[str, ...]) -> None:
+    parsed = build_parser().parse_args((*SERVE_COMMAND[1:], *arguments))
     assert parsed.record.as_posix() == names.TERMINATION_LOG
+
+
+@pytest.mark.parametrize("artifacts", PLACES)
+@pytest.mark.parametrize("weights", [None, *PLACES])
+def test_the_runtime_parses_the_rendered_commands_of_a_compiled_model(weights: str | None, artifacts: str) -> None:
+    places = StorageSettings(PLACES[weights] if weights else Place(), PLACES[artifacts])
+    using, model = replace(SETTINGS, storage=places), parse(body({**SPEC, "engine": COMPILED}))
+    pinned = pin(model, KNOWN, using, 1).pinned
+    (job, *_) = compile_jobs(model, using, pinned)
+    for template in (pinned.template, job["spec"]["template"], resolve_job(model, using)["spec"]["template"]):
+        parsed = build_parser().parse_args(command_of(template))
+        assert parsed.record.as_posix() == names.TERMINATION_LOG
+    assert parsed.run.__module__.endswith("inspect")

@@ -6,12 +6,15 @@ import json
 from dataclasses import replace
 from typing import Any
 
+import msgspec
 import pytest
 from kubernetes.utils.quantity import parse_quantity
 
 from helpers.operator_worlds import (
+    FACTS,
     NOW,
     SETTINGS,
+    body,
     condition,
     ended,
     failure_record,
@@ -25,7 +28,11 @@ from helpers.operator_worlds import (
     stored,
 )
 from neuron_operator.decide import decide
+from neuron_operator.manifest import parse
 from neuron_operator.objects import labels_of, name_of
+from neuron_operator.records import Facts
+from neuron_operator.render.jobs import compile_jobs as render_compile_jobs
+from neuron_operator.revision import pin
 from neuron_operator.world import (
     ClaimFolder,
     Decision,
@@ -180,6 +187,24 @@ def test_an_artifact_in_an_object_store_is_read_by_its_uri() -> None:
     command = " ".join(container_of(find(decision.desired, "Deployment"))["command"])
     assert "--artifacts-store s3://models/compiled --on-artifact-miss fail" in command
     assert condition(decision.status, "Compiled")["message"].endswith("found in its store")
+
+
+@pytest.mark.parametrize(
+    ("weights", "folder", "has_token"),
+    [(Place(), "", True), (PLACE, "--weights-dir /var/lib/neuron-serving/weights", False), (STORE, "", True)],
+)
+def test_the_compiler_reads_the_model_where_it_is_and_has_credentials_only_to_download(
+    weights: Place, folder: str, has_token: bool
+) -> None:
+    source = {"uri": "hf://acme/tiny", "credentialsSecretRef": {"name": "token"}}
+    model = parse(body({**SPEC, "model": source}))
+    using = replace(USING, storage=StorageSettings(weights=weights, artifacts=PLACE))
+    pinned = pin(model, msgspec.convert(FACTS, Facts), using, 1).pinned
+    container = container_of(render_compile_jobs(model, using, pinned)[0])
+    assert folder in " ".join(container["command"])
+    assert ("HF_TOKEN" in {variable["name"] for variable in container["env"]}) == has_token
+    mounts = {mount["name"]: mount.get("readOnly", False) for mount in container["volumeMounts"]}
+    assert mounts == {"tmp": False, "config": True, **({"weights": True} if folder else {}), "artifacts": False}
 
 
 def test_without_compiling_nothing_waits_for_an_artifact() -> None:
