@@ -18,7 +18,7 @@ from neuron_runtime.__main__ import main
 from neuron_runtime.artifacts.compiling import make, wanted_artifact
 from neuron_runtime.artifacts.loading import Places, provide
 from neuron_runtime.artifacts.store import artifact_store, find, remote_artifacts
-from neuron_runtime.config import ModelSource, RuntimeConfig
+from neuron_runtime.config import EngineLimits, ModelSource, RuntimeConfig
 from neuron_runtime.errors import ExitCode, FatalError
 from neuron_runtime.weights.remote import RemoteStore
 
@@ -86,6 +86,9 @@ def test_what_one_machine_compiles_another_one_loads(
     assert not reused
     folder = provide(config, model, places(tmp_path / "serving", remote), quiet)
     assert folder == tmp_path / "serving" / made.key
+    other = msgspec.structs.replace(config, limits=EngineLimits(max_sequences=4, num_blocks=256))
+    with pytest.raises(FatalError, match=rf"nearest one, {made.key}, was .* else: shapes.rows: 32 instead of 4;"):
+        provide(other, model, places(tmp_path / "serving", remote), quiet)
     # Another compiler finds it, too.
     found, reused = make(wanted, artifact_store(tmp_path / "other"), quiet, remote)
     assert reused

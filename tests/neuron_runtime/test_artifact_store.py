@@ -11,7 +11,7 @@ import pytest
 from helpers.artifacts import COVER, GRAPHS, publish
 from neuron_runtime.__main__ import main
 from neuron_runtime.artifacts.key import key_of
-from neuron_runtime.artifacts.store import DOCUMENT, artifact_store, find, nearest
+from neuron_runtime.artifacts.store import DOCUMENT, artifact_store, entries_of, find, nearest
 from neuron_runtime.errors import ExitCode
 from neuron_runtime.weights.store import Damaged, Store, StoredFile
 
@@ -86,7 +86,7 @@ def test_the_nearest_artifact_has_the_fewest_differences_and_is_the_newest(store
         publish(store, cover, GRAPHS, created)
     damaged = publish(store, {**COVER, "version": 2}, GRAPHS)
     (damaged.folder / ".manifest.json").unlink()
-    found = nearest(store, COVER)
+    found = nearest(entries_of(store), COVER)
     assert found is not None
     assert found[0].key == key_of(newer)
     assert found[1] == ["shapes.length: 128 instead of 64"]
@@ -94,7 +94,7 @@ def test_the_nearest_artifact_has_the_fewest_differences_and_is_the_newest(store
 
 def test_an_empty_store_has_no_nearest_artifact(store: Store) -> None:
     store.prepare()
-    assert nearest(store, COVER) is None
+    assert nearest(entries_of(store), COVER) is None
 
 
 def test_the_commands_look_after_artifacts(store: Store, capsys: pytest.CaptureFixture[str]) -> None:

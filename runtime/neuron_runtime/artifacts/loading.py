@@ -14,7 +14,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from neuron_runtime.artifacts.compiling import Wanted, download, make, wanted_artifact
-from neuron_runtime.artifacts.store import artifact_store, find, nearest, read_fitting, remote_artifacts
+from neuron_runtime.artifacts.store import (
+    artifact_store,
+    documents_of,
+    entries_of,
+    find,
+    nearest,
+    read_fitting,
+    remote_artifacts,
+)
 from neuron_runtime.backend.base import Backend, ProgressCallback
 from neuron_runtime.config import RuntimeConfig
 from neuron_runtime.console import say
@@ -112,8 +120,8 @@ def _given(folder: Path, wanted: Wanted, places: Places, progress: ProgressCallb
 
 def _miss(wanted: Wanted, store: Store, remote: RemoteStore | None) -> str:
     cure = "compile it with `neuron-runtime compile`, or serve with --on-artifact-miss compile"
-    found = nearest(store, wanted.cover) if store.folder.is_dir() else None
     place = store.folder if remote is None else remote.uri
+    found = nearest(entries_of(store) if remote is None else documents_of(remote), wanted.cover)
     if found is None:
         return f"{place} has no artifact, {wanted.key} is needed: {cure}"
     entry, differing = found

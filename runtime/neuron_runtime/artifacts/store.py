@@ -6,14 +6,17 @@ is that of models (`weights/store.py`).
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import contextlib
+import tempfile
+from collections.abc import Iterable, Iterator, Mapping
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from neuron_runtime.artifacts.key import differences, key_of
-from neuron_runtime.errors import ExitCode
+from neuron_runtime.errors import ExitCode, FatalError
 from neuron_runtime.weights.selection import is_plain
 from neuron_runtime.weights.store import Damaged, Entry, Kind, Store, read_entry
 
@@ -22,6 +25,9 @@ if TYPE_CHECKING:
 
 DOCUMENT = "artifact.json"
 MAX_DOCUMENT_BYTES = 2**20
+
+MAX_DOCUMENTS = 32
+"""Of another store, that are read for an error message."""
 
 LARGE_BYTES = 2**28
 """Larger files (weights that were compiled in) are not read twice when a model is loaded."""
@@ -120,17 +126,35 @@ def _checked(entry: Entry, whole: bool) -> Artifact:
     return read_artifact(entry)
 
 
-def nearest(store: Store, cover: Mapping[str, Any]) -> tuple[Entry, list[str]] | None:
+def nearest(entries: Iterable[Entry], cover: Mapping[str, Any]) -> tuple[Entry, list[str]] | None:
     """The artifact with the fewest values that differ, the newest of equals; and those values."""
     best: tuple[Entry, list[str]] | None = None
-    for key in store.all_keys():
+    for entry in entries:
         try:
-            entry = store.read(key)
-            if entry is None:
-                continue
             found = entry, read_artifact(entry).differences(cover)
         except Damaged:
             continue
         if best is None or (len(found[1]), -entry.manifest.created) < (len(best[1]), -best[0].manifest.created):
             best = found
     return best
+
+
+def entries_of(store: Store) -> Iterator[Entry]:
+    """All complete artifacts of a folder, none if it does not exist."""
+    for key in store.all_keys() if store.folder.is_dir() else ():
+        with contextlib.suppress(Damaged):
+            if entry := store.read(key):
+                yield entry
+
+
+def documents_of(remote: RemoteStore) -> Iterator[Entry]:
+    """Some complete artifacts of another store, with nothing but their documents, in a folder that ends with the
+    iteration."""
+    rows = (row for row in remote.rows() if row.state == "complete")
+    with tempfile.TemporaryDirectory(prefix="neuron-serving-artifacts-") as folder:
+        for row in islice(rows, MAX_DOCUMENTS):
+            with contextlib.suppress(FatalError):
+                store = artifact_store(Path(folder))
+                entry = remote.download(row.name, store, lambda amount: None, wanted=lambda name: name == DOCUMENT)
+                if entry is not None:
+                    yield entry
