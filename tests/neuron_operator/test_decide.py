@@ -39,7 +39,18 @@ from neuron_operator.decide import RECHECK_SECONDS, decide
 from neuron_operator.reasons import CONDITIONS
 from neuron_operator.revision import from_object
 from neuron_operator.why.pods import UNEXPLAINED_SECONDS
-from neuron_operator.world import Decision, FreeDevices, Need, Object, Refusal, Refused, World
+from neuron_operator.world import (
+    ClaimFolder,
+    Decision,
+    FreeDevices,
+    Need,
+    Object,
+    Place,
+    Refusal,
+    Refused,
+    StorageSettings,
+    World,
+)
 
 KINDS_BEFORE = ["Service", "ServiceAccount", "PodDisruptionBudget", "NetworkPolicy"]
 
@@ -549,6 +560,10 @@ POD_STATES = st.sampled_from(
         {"phase": "Failed", "reason": "UnexpectedAdmissionError", "message": "no", "state": {}},
     ]
 )
+COMPILED = {"backend": "torch", "compile": "Enabled"}
+STORING = replace(
+    SETTINGS, storage=StorageSettings(artifacts=Place(persistent_volume_claim=ClaimFolder(claim_name="compiled")))
+)
 EDITS = st.fixed_dictionaries(
     {},
     optional={
@@ -556,6 +571,7 @@ EDITS = st.fixed_dictionaries(
         "model": st.sampled_from([{"uri": "hf://acme/tiny"}, {"uri": "hf://acme/other"}, {"uri": "s3://bucket/x"}]),
         "accelerator": st.sampled_from([{"devices": 1}, {"devices": 6}, {"devices": 7}, {"cores": 1}, {"type": "CPU"}]),
         "serving": st.sampled_from([{}, {"maxModelLength": 512}, {"maxModelLength": 4096}, {"quantization": "x"}]),
+        "engine": st.sampled_from([{"backend": "torch"}, COMPILED]),
     },
 )
 
@@ -569,12 +585,12 @@ def test_decide_converges_from_any_state_and_stays_stable(
     deployment = find(world.children, "Deployment")
     world = replace(world, pods=tuple(serving_pod(deployment, f"chat-{n}", **s) for n, s in enumerate(states)))
     for edit in edits:
-        world, _ = settle(edited(world, **edit))
+        world, _ = settle(edited(world, **edit), STORING)
     if paused:
         world = annotated(world, paused="true")
-    world, decision = settle(replace(world, free=FreeDevices(())))
+    world, decision = settle(replace(world, free=FreeDevices(())), STORING)
     later = replace(world, now=NOW.replace(hour=23))
-    again = decide(later, SETTINGS)
+    again = decide(later, STORING)
     assert again.desired == decision.desired
     assert stored(again.desired) == again.desired, "desired objects are plain JSON"
     assert {c["reason"] for c in again.status["conditions"]} >= {c["reason"] for c in decision.status["conditions"]}  # type: ignore[index]
@@ -590,14 +606,18 @@ def test_no_manifest_makes_decide_raise(spec: object, annotations: object, old_s
 
 
 def worlds_to_spoil() -> list[World]:
-    """One model before it is resolved, one serving with a failed pod."""
+    """One model before it is resolved, one before it is compiled, one serving with a failed pod."""
     resolving, decision = settle(fresh())
     resolving = replace(resolving, pods=(job_pod(find(decision.desired, "Job"), ended(10, "x")),))
     world, _ = resolved_world()
     deployment = find(world.children, "Deployment")
     pods = (serving_pod(deployment, last=ended(31), restarts=2), serving_pod(deployment, "chat-2", ready=True))
     event = {"regarding": {"name": "chat-1"}, "reason": "FailedMount", "note": "no volume"}
-    return [resolving, replace(world, pods=pods, events=(event,))]
+    compiling, decision = settle(fresh(spec={**SPEC, "engine": COMPILED}), STORING)
+    compiling, _ = settle(replace(finished(compiling), pods=(resolved_pod(find(decision.desired, "Job")),)), STORING)
+    jobs = [found for found in compiling.shared if found["kind"] == "Job"]
+    failed = (job_pod(job, ended(137, "x", "OOMKilled"), f"pod-{number}") for number, job in enumerate(jobs))
+    return [resolving, replace(compiling, pods=tuple(failed)), replace(world, pods=pods, events=(event,))]
 
 
 def places(value: object, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
@@ -620,20 +640,21 @@ def spoiled(raw: dict[str, Any], changes: list[tuple[tuple[Any, ...], object]]) 
     return raw
 
 
-@pytest.mark.parametrize("world", worlds_to_spoil(), ids=["resolving", "serving"])
+@pytest.mark.parametrize("world", worlds_to_spoil(), ids=["resolving", "compiling", "serving"])
 @hypothesis_settings(deadline=None)
 @given(data=st.data())
 def test_no_garbage_in_an_object_makes_decide_raise(world: World, data: st.DataObject) -> None:
     raw = {
         "status": world.body["status"],
         "children": list(world.children),
+        "shared": list(world.shared),
         "pods": list(world.pods),
         "events": list(world.events or ()),
     }
     below = [path for path in places(raw) if len(path) > 2 or path[0] == "status"]
     changes = data.draw(st.lists(st.tuples(st.sampled_from(below), JSON_VALUES), min_size=1, max_size=6))
     found = spoiled(raw, changes)
-    listed = {key: tuple(found[key]) for key in ("children", "pods", "events")}
-    decision = decide(replace(world, body={**world.body, "status": found["status"]}, **listed), SETTINGS)
+    listed = {key: tuple(found[key]) for key in ("children", "shared", "pods", "events")}
+    decision = decide(replace(world, body={**world.body, "status": found["status"]}, **listed), STORING)
     assert decision.status is not None
     assert {c["type"] for c in decision.status["conditions"]} - {"Reconciling", "Stalled"} == {*CONDITIONS, "Ready"}

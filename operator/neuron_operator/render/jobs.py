@@ -16,7 +16,7 @@ from neuron_operator.catalog import INSTANCE_TYPES
 from neuron_operator.config_document import compiled_part, to_json
 from neuron_operator.fields import as_json
 from neuron_operator.model import NeuronModel
-from neuron_operator.objects import owners_of, text
+from neuron_operator.objects import items, owners_of, text
 from neuron_operator.reasons import FINAL_EXIT_CODES
 from neuron_operator.records import Record
 from neuron_operator.render import storage
@@ -121,8 +121,8 @@ def _compile_job(model: NeuronModel, settings: Settings, pinned: Pinned, compili
 
 def _compiler(model: NeuronModel, settings: Settings, pinned: Pinned, compiling: Compiling) -> str:
     """The compiler of the installation belongs to its runtime image; a revision with an earlier one keeps its own."""
-    (container,) = pinned.template["spec"]["containers"]
-    is_current = container["image"] == runtime_image(model, settings)
+    images = {text(container, "image") for container in items(pinned.template, "spec", "containers")}
+    is_current = runtime_image(model, settings) in images
     return compile_image(model, settings) if is_current else compiling.image
 
 
