@@ -18,7 +18,8 @@ import torch
 from neuron_runtime.backend.torch.architecture import decoder_config
 from neuron_runtime.backend.torch.backend import TorchBackend
 from neuron_runtime.backend.torch.cache import KVCache, StepRows
-from neuron_runtime.backend.torch.loader import load_decoder
+from neuron_runtime.backend.torch.choices import stored_dtype
+from neuron_runtime.backend.torch.loader import DTYPES, load_decoder
 from neuron_runtime.backend.torch.sampling import best
 from neuron_runtime.bench import offline
 from neuron_runtime.bench.report import Meter
@@ -78,10 +79,9 @@ class BareDecoder:
     def __init__(self, model_dir: Path, limits: BackendLimits) -> None:
         checkpoint = read_checkpoint(model_dir)
         model = decoder_config(checkpoint.config)
-        stored = checkpoint.tensors["model.embed_tokens.weight"].dtype
-        dtype = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}[stored]
+        dtype = DTYPES[stored_dtype(checkpoint)]
         self._decoder = load_decoder(checkpoint, model, dtype, lambda stage, share: None)
-        self._cache = KVCache(
+        self._cache = KVCache.empty(
             windows=model.windows,
             num_lines=limits.max_rows,
             num_kv_heads=model.num_kv_heads,

@@ -42,12 +42,13 @@ def measure(model_dir: Path, num_iters: int = 3) -> Loading:
     """Times reading and loading in turns. Raises the loader's error for an invalid folder."""
     from neuron_runtime.backend.torch import prepare
     from neuron_runtime.backend.torch.architecture import decoder_config
-    from neuron_runtime.backend.torch.loader import STORED_DTYPES, load_decoder
+    from neuron_runtime.backend.torch.choices import stored_dtype
+    from neuron_runtime.backend.torch.loader import DTYPES, load_decoder
     from neuron_runtime.checkpoint import read_checkpoint
 
     checkpoint = read_checkpoint(model_dir)
     model = decoder_config(checkpoint.config)
-    dtype = STORED_DTYPES[checkpoint.tensors["model.embed_tokens.weight"].dtype]
+    dtype = DTYPES[stored_dtype(checkpoint)]
     files = [model_dir / file for file in checkpoint.files]
     num_bytes = sum(file.stat().st_size for file in files)
 

@@ -58,7 +58,7 @@ def markov_backend(table: torch.Tensor, **changes: Any) -> TorchBackend:
         **changes,
     }
     limits = BackendLimits(**given)
-    cache = KVCache(
+    cache = KVCache.empty(
         windows=(None,),
         num_lines=limits.num_blocks,
         num_kv_heads=1,

@@ -14,6 +14,7 @@ from helpers.torch_models import NEAR_TIE, load_backend, reference, reference_lo
 from neuron_runtime.backend.torch.architecture import decoder_config, tensor_shapes
 from neuron_runtime.backend.torch.cache import KVCache, StepRows
 from neuron_runtime.backend.torch.loader import load_decoder
+from neuron_runtime.backend.torch.step_module import DecodeStep, constants
 from neuron_runtime.backend.torch.weights import check_tensors
 from neuron_runtime.checkpoint import read_checkpoint
 from neuron_runtime.core import Request
@@ -39,7 +40,7 @@ def load_decoder_and_cache(
     decoder = load_decoder(checkpoint, model, torch.float32, lambda what, share: None)
     line_length = max_length if layout == "slots" else 8
     lines = np.random.default_rng(3).permutation(rows * max_length // line_length).reshape(rows, -1)
-    cache = KVCache(
+    cache = KVCache.empty(
         windows=model.windows,
         num_lines=lines.size,
         num_kv_heads=model.num_kv_heads,
@@ -65,6 +66,26 @@ def feed(decoder: Any, cache: KVCache, lines: Any, steps: list[list[tuple[int, i
             found[i][begin:end] = logits[offset : offset + end - begin]
             offset += end - begin
     return found
+
+
+class TracedStep:
+    """A decode step before it is compiled, with a decoder's weights. num_rows: of each step that it ran."""
+
+    def __init__(self, step: DecodeStep) -> None:
+        self._step = step
+        self.num_rows: list[int] = []
+
+    def run(self, inputs: list[torch.Tensor]) -> list[torch.Tensor]:
+        self.num_rows.append(len(inputs[0]))
+        return [self._step(*inputs)]
+
+
+@torch.inference_mode()
+def traced_step(decoder: Any, layout: str) -> TracedStep:
+    step = DecodeStep(decoder.config, torch.float32, blocks=layout == "blocks")
+    for name, tensor in constants(decoder.weights).items():
+        setattr(step, name, torch.nn.Parameter(tensor, requires_grad=False))
+    return TracedStep(step)
 
 
 def random_sequences(*lengths: int) -> list[list[int]]:

@@ -96,7 +96,7 @@ def test_a_half_precision_model_stays_close_to_float32(architecture: str, dtype:
     checkpoint = read_checkpoint(folder)
     model = decoder_config(checkpoint.config)
     decoder = load_decoder(checkpoint, model, dtype, lambda what, share: None)
-    cache = KVCache(
+    cache = KVCache.empty(
         windows=model.windows, num_lines=4, num_kv_heads=2, line_length=MAX_LENGTH, head_dim=16, dtype=dtype
     )
     tokens = random_sequences(30, 30)

@@ -23,9 +23,11 @@ from helpers.torch_parity import (
     load_decoder_and_cache,
     random_sequences,
     serve,
+    traced_step,
 )
 from neuron_runtime.backend.torch.architecture import FAMILIES
 from neuron_runtime.backend.torch.cache import KVCache, StepRows
+from neuron_runtime.backend.torch.compiled import CompiledDecoder
 from neuron_runtime.core import Request, Sampling
 
 LLAMA3_SCALING = {
@@ -103,6 +105,21 @@ def test_logits_match_transformers_in_prompts_chunks_and_decoding(name: str, lay
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("name", MODELS)
+def test_the_step_that_is_compiled_computes_what_the_decoder_does(name: str, layout: str, tmp_path: Path) -> None:
+    decoder, cache, lines = load_decoder_and_cache(
+        random_model(tmp_path, **MODELS[name]), layout, max_length=MAX_LENGTH
+    )
+    graph = traced_step(decoder, layout)
+    sequences = random_sequences(*LENGTHS)
+    expected = feed(decoder, cache, lines, STEPS, sequences)
+    found = feed(CompiledDecoder(decoder, graph, graph, blocks=layout == "blocks"), cache, lines, STEPS, sequences)
+    assert graph.num_rows == [len(step) for step in STEPS if all(end - start == 1 for _, start, end in step)]
+    for logits, others in zip(found, expected, strict=True):
+        torch.testing.assert_close(logits, others, atol=1e-5, rtol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("name", WINDOWS)
 def test_a_prompt_longer_than_the_window_matches_transformers(name: str, layout: str, tmp_path: Path) -> None:
     folder = random_model(tmp_path, **MODELS[name])
@@ -131,7 +148,7 @@ def test_a_window_changes_only_logits_after_it(name: str, tmp_path: Path) -> Non
 @pytest.mark.parametrize(("layout", "line_length"), [("slots", 1024), ("blocks", 16)])
 def test_decoding_past_a_window_reads_only_the_window(layout: str, line_length: int) -> None:
     lines = np.arange(4 * 1024 // line_length).reshape(4, -1)
-    cache = KVCache(
+    cache = KVCache.empty(
         windows=(None, 64),
         num_lines=lines.size,
         num_kv_heads=1,

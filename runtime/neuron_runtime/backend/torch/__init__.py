@@ -1,5 +1,5 @@
-"""The torch backend: our own decoder on CPUs. Its entry points are `check_config` and `load_backend`; benchmarks also
-call `prepare`, the first part of `load_backend`, to time it with the loader.
+"""The torch backend: our own decoder on CPUs. Its entry points are `check_config`, `compiler` and `load_backend`;
+benchmarks also call `prepare`, the first part of `load_backend`, to time it with the loader.
 
 Importing this package is cheap: torch is imported when a model is loaded, so commands that need no model start fast.
 """
@@ -15,12 +15,13 @@ from neuron_runtime.backend.torch.read_ahead import read_ahead
 from neuron_runtime.errors import InvalidConfig
 
 if TYPE_CHECKING:
-    from neuron_runtime.backend.base import Backend, ProgressCallback
+    from neuron_runtime.backend.base import Backend, Compiler, ProgressCallback
     from neuron_runtime.config import RuntimeConfig
 
-__all__ = ["NEEDS_WEIGHTS", "check_config", "load_backend", "prepare"]
+__all__ = ["COMPILER_READS_WEIGHTS", "NEEDS_WEIGHTS", "check_config", "compiler", "load_backend", "prepare"]
 
 NEEDS_WEIGHTS = True
+COMPILER_READS_WEIGHTS = False
 
 
 def check_config(config: RuntimeConfig) -> None:
@@ -37,7 +38,16 @@ def prepare(model_dir: Path) -> None:
     read_ahead(model_dir)
 
 
-def load_backend(model_dir: Path, config: RuntimeConfig, progress: ProgressCallback) -> Backend:
+def compiler(config: RuntimeConfig, model_dir: Path) -> Compiler:
+    """See `CompilingPackage.compiler`."""
+    from neuron_runtime.backend.torch.graphs import torch_compiler  # noqa: PLC0415 - only models that are compiled
+
+    return torch_compiler(config, model_dir)
+
+
+def load_backend(
+    model_dir: Path, config: RuntimeConfig, progress: ProgressCallback, artifact: Path | None = None
+) -> Backend:
     """Check a model folder, derive the limits, read the weights. The caller runs `warm_up`.
 
     Raises:
@@ -48,4 +58,4 @@ def load_backend(model_dir: Path, config: RuntimeConfig, progress: ProgressCallb
     prepare(model_dir)
     from neuron_runtime.backend.torch.loader import load  # noqa: PLC0415  (torch takes seconds to import)
 
-    return load(model_dir, config, progress)
+    return load(model_dir, config, progress, artifact=artifact)

@@ -67,6 +67,10 @@ class DecoderConfig:
     """Sliding window per layer: how many positions a token sees, including its own; None for all of them."""
 
     @property
+    def attention_scale(self) -> float:
+        return float(self.head_dim**-0.5)
+
+    @property
     def kv_elements_per_token(self) -> int:
         return 2 * self.num_layers * self.num_kv_heads * self.head_dim
 

@@ -18,6 +18,7 @@ import torch
 from neuron_runtime.backend.base import ProgressCallback, StepTime
 from neuron_runtime.backend.torch import sampling
 from neuron_runtime.backend.torch.cache import IntArray, KVCache
+from neuron_runtime.backend.torch.compiled import CompiledDecoder
 from neuron_runtime.backend.torch.decoder import Decoder
 from neuron_runtime.backend.torch.likeliest import Scores
 from neuron_runtime.backend.torch.mirror import SlotMirror
@@ -72,7 +73,11 @@ class TorchBackend:
     """See `backend.base.Backend`. `device` is the thread on which the decoder was loaded."""
 
     def __init__(
-        self, decoder: Decoder, cache: KVCache, limits: BackendLimits, device: ThreadPoolExecutor | None = None
+        self,
+        decoder: Decoder | CompiledDecoder,
+        cache: KVCache,
+        limits: BackendLimits,
+        device: ThreadPoolExecutor | None = None,
     ) -> None:
         self._decoder = decoder
         self._cache = cache

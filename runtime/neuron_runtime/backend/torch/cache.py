@@ -9,7 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from functools import cached_property
+from typing import NamedTuple, Protocol, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -33,6 +34,20 @@ class StepRows:
     start: IntArray
     num_tokens: IntArray
     lines: IntArray
+
+
+class Seen(NamedTuple):
+    """What one-token rows attend to: columns `[begin, end)` of `lines`, in the order of the row's positions.
+
+    lines: `[rows, lines per row]`. A row sees positions `[seen_from, seen_to)` of these columns, counted through all
+        of its lines.
+    """
+
+    lines: IntArray
+    begin: int
+    end: int
+    seen_from: IntArray
+    seen_to: IntArray
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,18 +93,41 @@ class Reads(NamedTuple):
     prompts: tuple[PromptPart, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class StepPlan:
-    """Where the tokens of a step are written in `cache`, and what they attend to.
+class Plan(Protocol):
+    """Where the tokens of a step are written in `cache`, and what they attend to."""
 
-    positions, write_line, write_offset: `[tokens]`. reads: per layer; layers with equal windows share one.
-    """
+    @property
+    def cache(self) -> KVCache: ...
+
+    @property
+    def positions(self) -> torch.Tensor:
+        """`[tokens]`, as `write_line` and `write_offset`."""
+
+    @property
+    def write_line(self) -> torch.Tensor: ...
+
+    @property
+    def write_offset(self) -> torch.Tensor: ...
+
+    @property
+    def reads(self) -> tuple[Reads, ...]:
+        """Per layer; layers with equal windows share one."""
+
+
+@dataclass(frozen=True)
+class StepPlan:
+    """The `Plan` of a step of these rows."""
 
     cache: KVCache
+    rows: StepRows
     positions: torch.Tensor
     write_line: torch.Tensor
     write_offset: torch.Tensor
-    reads: tuple[Reads, ...]
+
+    @cached_property
+    def reads(self) -> tuple[Reads, ...]:
+        """Made on demand: a compiled step does not need it."""
+        return self.cache.plan_reads(self.rows)
 
 
 class KVCache:
@@ -100,7 +138,14 @@ class KVCache:
     """
 
     def __init__(
-        self,
+        self, windows: Sequence[int | None], keys: Sequence[torch.Tensor], values: Sequence[torch.Tensor]
+    ) -> None:
+        self.windows, self.keys, self.values = tuple(windows), keys, values
+        self.line_length = keys[0].shape[2]
+
+    @classmethod
+    def empty(
+        cls,
         *,
         windows: Sequence[int | None],
         num_lines: int,
@@ -108,50 +153,52 @@ class KVCache:
         line_length: int,
         head_dim: int,
         dtype: torch.dtype,
-    ) -> None:
-        self.line_length = line_length
-        self._windows = tuple(windows)
+    ) -> Self:
+        """A cache that takes memory as it is used."""
         shape = (num_lines, num_kv_heads, line_length, head_dim)
-        self._keys = [_lazy_zeros(shape, dtype) for _ in windows]
-        self._values = [_lazy_zeros(shape, dtype) for _ in windows]
-        self._dtype = dtype
+        return cls(windows, *([lazy_zeros(shape, dtype) for _ in windows] for _ in range(2)))
 
     def plan(self, rows: StepRows) -> StepPlan:
         """Plan one step for all layers."""
         num_tokens, start = rows.num_tokens, rows.start
-        ends = np.cumsum(num_tokens)
-        begins = ends - num_tokens
+        begins = np.cumsum(num_tokens) - num_tokens
         row_of_token = np.repeat(np.arange(len(num_tokens)), num_tokens)
         positions = np.arange(int(num_tokens.sum())) - begins[row_of_token] + start[row_of_token]
         line, offset = np.divmod(positions, self.line_length)
-        decodes, prompts = np.flatnonzero(num_tokens == 1), np.flatnonzero(num_tokens > 1)
+        return StepPlan(
+            cache=self,
+            rows=rows,
+            positions=torch.from_numpy(positions),
+            write_line=torch.from_numpy(rows.lines[row_of_token, line]),
+            write_offset=torch.from_numpy(offset),
+        )
+
+    def plan_reads(self, rows: StepRows) -> tuple[Reads, ...]:
+        """What the tokens of a step attend to, per layer."""
+        ends = np.cumsum(rows.num_tokens)
+        begins = ends - rows.num_tokens
+        decodes, prompts = np.flatnonzero(rows.num_tokens == 1), np.flatnonzero(rows.num_tokens > 1)
         reads = {
             window: Reads(
                 self._plan_decode(rows, decodes, begins, window) if len(decodes) else None,
                 tuple(self._plan_prompt(rows, int(i), int(begins[i]), int(ends[i]), window) for i in prompts),
             )
-            for window in set(self._windows)
+            for window in set(self.windows)
         }
-        return StepPlan(
-            cache=self,
-            positions=torch.from_numpy(positions),
-            write_line=torch.from_numpy(rows.lines[row_of_token, line]),
-            write_offset=torch.from_numpy(offset),
-            reads=tuple(reads[window] for window in self._windows),
-        )
+        return tuple(reads[window] for window in self.windows)
 
-    def write(self, layer: int, plan: StepPlan, key: torch.Tensor, value: torch.Tensor) -> None:
+    def write(self, layer: int, plan: Plan, key: torch.Tensor, value: torch.Tensor) -> None:
         """Store keys and values `[tokens, kv_heads, dim]` of the step's tokens."""
-        self._keys[layer][plan.write_line, :, plan.write_offset] = key
-        self._values[layer][plan.write_line, :, plan.write_offset] = value
+        self.keys[layer][plan.write_line, :, plan.write_offset] = key
+        self.values[layer][plan.write_line, :, plan.write_offset] = value
 
     def read_decode(self, layer: int, part: DecodePart) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values `[lanes, kv_heads, positions, dim]`."""
-        return self._read(self._keys[layer], part), self._read(self._values[layer], part)
+        return self._read(self.keys[layer], part), self._read(self.values[layer], part)
 
     def read_prompt(self, layer: int, part: PromptPart) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values `[kv_heads, positions, dim]` of one sequence."""
-        return self._read_sequence(self._keys[layer], part), self._read_sequence(self._values[layer], part)
+        return self._read_sequence(self.keys[layer], part), self._read_sequence(self.values[layer], part)
 
     def _read(self, storage: torch.Tensor, part: DecodePart) -> torch.Tensor:
         if part.range is not None:
@@ -170,33 +217,35 @@ class KVCache:
             return storage[int(part.lines), :, part.span]
         return storage.index_select(0, part.lines).transpose(0, 1).flatten(1, 2)[:, part.span]
 
+    def seen(self, positions: IntArray, lines: IntArray, window: int | None) -> Seen:
+        """What a token at each of `positions` `[rows]` attends to, of `lines` `[rows, lines per sequence]`."""
+        ends, firsts = positions + 1, _first_seen(positions, window)
+        if lines.shape[1] == 1:
+            # The same columns for all rows, from the first to the last position that any of them sees.
+            begin = int(firsts.min() // LENGTH_STEP * LENGTH_STEP)
+            end = min(_rounded(ends.max(), LENGTH_STEP), self.line_length)
+            return Seen(lines, begin, end, firsts - begin, ends - begin)
+        # Each row starts at the line of the first position that it sees.
+        first_lines = firsts // self.line_length
+        origins = first_lines * self.line_length
+        num_lines = min(-(-_rounded((ends - origins).max(), LENGTH_STEP) // self.line_length), lines.shape[1])
+        wanted = np.minimum(first_lines[:, np.newaxis] + np.arange(num_lines), lines.shape[1] - 1)
+        wanted_lines = np.take_along_axis(lines, wanted, axis=1)
+        return Seen(wanted_lines, 0, self.line_length, firsts - origins, ends - origins)
+
     def _plan_decode(self, rows: StepRows, decodes: IntArray, begins: IntArray, window: int | None) -> DecodePart:
-        ends = rows.start[decodes] + 1
-        firsts = _first_seen(rows.start[decodes], window)
-        lines = rows.lines[decodes]
+        seen = self.seen(rows.start[decodes], rows.lines[decodes], window)
         read_range, gather, lanes = None, None, np.arange(len(decodes))
-        if rows.lines.shape[1] == 1:
-            # One span for all rows, from the first to the last position that any of them sees.
-            origins = np.full_like(ends, firsts.min() // LENGTH_STEP * LENGTH_STEP)
-            begin, end = int(origins[0]), min(_rounded(ends.max(), LENGTH_STEP), self.line_length)
-            low, high = int(lines.min()), int(lines.max()) + 1
-            if high - low <= MAX_RANGE_WASTE * len(decodes):
-                read_range, lanes = (low, high), lines[:, 0] - low
-            else:
-                gather = torch.from_numpy(lines)
+        begin, end = seen.begin, seen.begin + (seen.end - seen.begin) * seen.lines.shape[1]
+        low, high = int(seen.lines.min()), int(seen.lines.max()) + 1
+        if rows.lines.shape[1] == 1 and high - low <= MAX_RANGE_WASTE * len(decodes):
+            read_range, lanes = (low, high), seen.lines[:, 0] - low
         else:
-            # Each row starts at the line of the first position that it sees.
-            first_lines = firsts // self.line_length
-            origins = first_lines * self.line_length
-            num_lines = -(-_rounded((ends - origins).max(), LENGTH_STEP) // self.line_length)
-            num_lines = min(num_lines, lines.shape[1])
-            begin, end = 0, num_lines * self.line_length
-            wanted = np.minimum(first_lines[:, np.newaxis] + np.arange(num_lines), lines.shape[1] - 1)
-            gather = torch.from_numpy(np.take_along_axis(lines, wanted, axis=1))
+            gather = torch.from_numpy(seen.lines)
         num_lanes = read_range[1] - read_range[0] if read_range else len(decodes)
         # Lanes without a row attend to one position, so that no row of scores is empty.
         seen_from, seen_to = np.zeros(num_lanes, dtype=np.int64), np.ones(num_lanes, dtype=np.int64)
-        seen_from[lanes], seen_to[lanes] = firsts - origins, ends - origins
+        seen_from[lanes], seen_to[lanes] = seen.seen_from, seen.seen_to
         column = torch.arange(end - begin)
         visible = column < torch.from_numpy(seen_to).view(-1, 1, 1, 1)
         if window is not None:
@@ -209,7 +258,7 @@ class KVCache:
             lanes=None if in_order else torch.from_numpy(lanes),
             num_lanes=num_lanes,
             span=slice(begin, end),
-            mask=_additive(visible, self._dtype),
+            mask=additive(visible, self.keys[0].dtype),
         )
 
     def _plan_prompt(self, rows: StepRows, row: int, begin: int, end: int, window: int | None) -> PromptPart:
@@ -228,7 +277,7 @@ class KVCache:
             end=end,
             lines=torch.from_numpy(np.ascontiguousarray(rows.lines[row, first_line:num_lines])),
             span=slice(first - origin, length - origin),
-            mask=None if sees_all_of_itself else _additive(visible, self._dtype),
+            mask=None if sees_all_of_itself else additive(visible, self.keys[0].dtype),
         )
 
 
@@ -241,12 +290,17 @@ def _rounded(number: np.int64, step: int) -> int:
     return int(-(-number // step) * step)
 
 
-def _additive(visible: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+def additive(visible: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """0 where visible, -inf elsewhere."""
     return torch.zeros(visible.shape, dtype=dtype).masked_fill_(~visible, float("-inf"))
 
 
-def _lazy_zeros(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    # numpy gets zeroed pages without touching them, so a line costs memory only once a sequence uses it. The zeros
-    # matter: masked positions take part in the products, where uninitialized memory could be NaN.
+def lazy_zeros(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+    """Zeros that take no memory until they are written.
+
+    So a line of a cache costs memory only once a sequence uses it. The zeros matter: masked positions take part in the
+    products, where uninitialized memory could be NaN.
+    """
+    # numpy gets zeroed pages without touching them.
     num_bytes = int(np.prod(shape)) * dtype.itemsize
-    return torch.from_numpy(np.zeros(num_bytes, dtype=np.uint8)).view(dtype).view(shape)
+    return torch.from_numpy(np.zeros(num_bytes, dtype=np.uint8)).view(dtype).view(*shape)

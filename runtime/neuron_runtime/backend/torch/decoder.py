@@ -6,7 +6,8 @@ one-token rows together and longer rows one by one. The head runs for the reques
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from typing import NamedTuple, Protocol
 
 import torch
 from torch.nn import functional
@@ -14,13 +15,11 @@ from torch.nn import functional
 from neuron_runtime.backend.torch import rotary
 from neuron_runtime.backend.torch.architecture import DecoderConfig
 from neuron_runtime.backend.torch.attention import decode_attention, prompt_attention
-from neuron_runtime.backend.torch.cache import DecodePart, KVCache, StepPlan
+from neuron_runtime.backend.torch.cache import DecodePart, KVCache, Plan
 from neuron_runtime.backend.torch.linear import Linear, linear
-from neuron_runtime.backend.torch.weights import WeightReader
 
 
-@dataclass(frozen=True, slots=True)
-class Layer:
+class Layer(NamedTuple):
     """Weights of one block; `qkv` and `gate_up` are fused projections, weights of norms are float32.
 
     head_norm: `[heads + kv_heads, head_dim]`, for each head of queries and keys; None where they are not normalised.
@@ -35,26 +34,42 @@ class Layer:
     down: Linear
 
 
+class Weights(NamedTuple):
+    """Everything that a decoder computes with; frequencies are those of the rotary positions."""
+
+    embedding: torch.Tensor
+    frequencies: torch.Tensor
+    layers: tuple[Layer, ...]
+    norm: torch.Tensor
+    head: Linear
+
+
+class Reader(Protocol):
+    """Returns tensors of a checkpoint by name; see `weights.WeightReader`."""
+
+    def take(self, *names: str) -> torch.Tensor: ...
+
+    def take_if_any(self, present: bool, *names: str) -> torch.Tensor | None: ...
+
+
+MakeLinear = Callable[[torch.Tensor, torch.Tensor | None], Linear]
+
+
 class Decoder:
-    """A loaded model: `forward` runs its blocks, `logits` its head."""
+    """A model: `forward` runs its blocks, `logits` its head."""
 
-    def __init__(self, config: DecoderConfig, reader: WeightReader) -> None:
-        self._config = config
-        self._scale = config.head_dim**-0.5
-        self._frequencies = rotary.inverse_frequencies(config.rope, config.head_dim)
-        self._embedding = reader.take("model.embed_tokens.weight")
-        self._layers = [_load_layer(config, reader, f"model.layers.{i}.") for i in range(config.num_layers)]
-        self._norm = reader.take("model.norm.weight").float()
-        self._head = linear(self._embedding if config.tied_embeddings else reader.take("lm_head.weight"))
+    def __init__(self, config: DecoderConfig, weights: Weights) -> None:
+        self.config = config
+        self.weights = weights
 
-    def forward(self, token_ids: torch.Tensor, plan: StepPlan) -> torch.Tensor:
+    def forward(self, token_ids: torch.Tensor, plan: Plan) -> torch.Tensor:
         """Feed `token_ids` `[tokens]`, storing their keys and values; hidden states `[tokens, hidden size]`."""
-        config = self._config
+        config, weights = self.config, self.weights
         num_rotated = config.num_heads + config.num_kv_heads
-        x = self._embedding[token_ids]
-        cosine, sine = rotary.turns(plan.positions, self._frequencies, x.dtype)
-        for index, layer in enumerate(self._layers):
-            heads = layer.qkv(self._normalise(x, layer.attention_norm)).view(len(x), -1, config.head_dim)
+        x = weights.embedding[token_ids]
+        cosine, sine = rotary.turns(plan.positions, weights.frequencies, x.dtype)
+        for index, layer in enumerate(weights.layers):
+            heads = layer.qkv(self._normalise(x, layer.attention_norm)).view(x.shape[0], -1, config.head_dim)
             turning = heads[:, :num_rotated]
             if layer.head_norm is not None:
                 turning = self._normalise(turning, layer.head_norm)
@@ -68,10 +83,10 @@ class Decoder:
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Logits of the token that follows each hidden state: float32 `[hidden states, vocabulary]`."""
-        return self._head(self._normalise(hidden, self._norm)).float()
+        return self.weights.head(self._normalise(hidden, self.weights.norm)).float()
 
     def _attend(
-        self, layer: int, plan: StepPlan, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
+        self, layer: int, plan: Plan, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
     ) -> torch.Tensor:
         """Attention of all rows: query `[tokens, heads, dim]` to `[tokens, heads * dim]`."""
         decode, prompts = plan.reads[layer]
@@ -86,15 +101,15 @@ class Decoder:
                 keys, values = key[span].transpose(0, 1), value[span].transpose(0, 1)
             else:
                 keys, values = plan.cache.read_prompt(layer, part)
-            out[span] = prompt_attention(query[span], keys, values, part.mask, self._scale)
+            out[span] = prompt_attention(query[span], keys, values, part.mask, self.config.attention_scale)
         return out.flatten(1)
 
     def _attend_decode(self, layer: int, part: DecodePart, cache: KVCache, query: torch.Tensor) -> torch.Tensor:
-        lanes = query.view(len(query), self._config.num_kv_heads, -1, self._config.head_dim)
+        lanes = query.view(query.shape[0], self.config.num_kv_heads, -1, self.config.head_dim)
         if part.lanes is not None:
             lanes = lanes.new_zeros((part.num_lanes, *lanes.shape[1:])).index_copy_(0, part.lanes, lanes)
         key, value = cache.read_decode(layer, part)
-        out = decode_attention(lanes, key, value, part.mask, self._scale)
+        out = decode_attention(lanes, key, value, part.mask, self.config.attention_scale)
         return out if part.lanes is None else out.index_select(0, part.lanes)
 
     def _normalise(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
@@ -104,19 +119,29 @@ class Decoder:
         """
         exact = x.float()
         length: torch.Tensor = torch.linalg.vector_norm(exact, dim=-1, keepdim=True)
-        scale = length.square_().div_(x.shape[-1]).add_(self._config.rms_norm_epsilon).rsqrt_()
+        scale = length.square_().div_(x.shape[-1]).add_(self.config.rms_norm_epsilon).rsqrt_()
         return (exact * scale).mul_(weight).to(x.dtype)
 
 
-def _load_layer(config: DecoderConfig, reader: WeightReader, prefix: str) -> Layer:
+def read_weights(config: DecoderConfig, reader: Reader, make: MakeLinear = linear) -> Weights:
+    """The tensors of a checkpoint in the decoder's layout."""
+    embedding = reader.take("model.embed_tokens.weight")
+    frequencies = rotary.inverse_frequencies(config.rope, config.head_dim)
+    layers = tuple(_read_layer(config, reader, make, f"model.layers.{i}.") for i in range(config.num_layers))
+    norm = reader.take("model.norm.weight").float()
+    head = make(embedding if config.tied_embeddings else reader.take("lm_head.weight"), None)
+    return Weights(embedding, frequencies, layers, norm, head)
+
+
+def _read_layer(config: DecoderConfig, reader: Reader, make: MakeLinear, prefix: str) -> Layer:
     def projection(has_bias: bool, *names: str) -> Linear:
         weight = reader.take(*(f"{prefix}{name}.weight" for name in names))
-        return linear(weight, reader.take_if_any(has_bias, *(f"{prefix}{name}.bias" for name in names)))
+        return make(weight, reader.take_if_any(has_bias, *(f"{prefix}{name}.bias" for name in names)))
 
     return Layer(
         attention_norm=reader.take(f"{prefix}input_layernorm.weight").float(),
         qkv=projection(config.qkv_bias, "self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
-        head_norm=_load_head_norm(config, reader, prefix) if config.query_key_norm else None,
+        head_norm=_read_head_norm(config, reader, prefix) if config.query_key_norm else None,
         output=projection(config.output_bias, "self_attn.o_proj"),
         mlp_norm=reader.take(f"{prefix}post_attention_layernorm.weight").float(),
         gate_up=projection(config.mlp_bias, "mlp.gate_proj", "mlp.up_proj"),
@@ -124,6 +149,6 @@ def _load_layer(config: DecoderConfig, reader: WeightReader, prefix: str) -> Lay
     )
 
 
-def _load_head_norm(config: DecoderConfig, reader: WeightReader, prefix: str) -> torch.Tensor:
+def _read_head_norm(config: DecoderConfig, reader: Reader, prefix: str) -> torch.Tensor:
     query, key = (reader.take(f"{prefix}self_attn.{name}.weight").float() for name in ("q_norm", "k_norm"))
     return torch.cat((query.expand(config.num_heads, -1), key.expand(config.num_kv_heads, -1)))

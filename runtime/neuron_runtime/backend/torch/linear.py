@@ -6,24 +6,45 @@ at 1 to 32 rows; `F.linear` is the fallback where oneDNN does not support the dt
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 from torch.nn import functional
 
-Linear = Callable[[torch.Tensor], torch.Tensor]
-"""`[rows, in_features]` to `[rows, out_features]`, same dtype."""
+
+class Packed(NamedTuple):
+    """`weight` in the layout of oneDNN; called with `[rows, in_features]`, returns `[rows, out_features]`."""
+
+    weight: torch.Tensor
+    bias: torch.Tensor | None
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = POINTWISE(x, self.weight, self.bias, "none", [], "")
+        return out
+
+
+class Plain(NamedTuple):
+    """`weight` `[out_features, in_features]`; called as `Packed` is."""
+
+    weight: torch.Tensor
+    bias: torch.Tensor | None
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return functional.linear(x, self.weight, self.bias)
+
+
+Linear = Packed | Plain
+
+POINTWISE = torch.ops.mkldnn._linear_pointwise.default
 
 
 def linear(weight: torch.Tensor, bias: torch.Tensor | None = None) -> Linear:
     """Layer of `weight` `[out_features, in_features]`; a packed layer does not keep the caller's tensor."""
     if not _packs(weight.dtype):
-        return lambda x: functional.linear(x, weight, bias)
+        return Plain(weight, bias)
     # Without a batch size oneDNN chooses a layout that is good from 1 row to hundreds; hints for one size are up to
     # twice as slow at others.
-    packed = torch.ops.mkldnn._reorder_linear_weight(weight)
-    pointwise = torch.ops.mkldnn._linear_pointwise.default
-    return lambda x: pointwise(x, packed, bias, "none", [], "")
+    return Packed(torch.ops.mkldnn._reorder_linear_weight(weight), bias)
 
 
 def _packs(dtype: torch.dtype) -> bool:

@@ -14,15 +14,18 @@ from neuron_runtime.backend.base import ProgressCallback
 from neuron_runtime.backend.torch.architecture import DecoderConfig, decoder_config, tensor_shapes
 from neuron_runtime.backend.torch.backend import TorchBackend, device_thread
 from neuron_runtime.backend.torch.cache import KVCache
-from neuron_runtime.backend.torch.decoder import Decoder
+from neuron_runtime.backend.torch.choices import dtype_of
+from neuron_runtime.backend.torch.compiled import CompiledDecoder, eager_because
+from neuron_runtime.backend.torch.decoder import Decoder, read_weights
 from neuron_runtime.backend.torch.sizing import derive_limits
 from neuron_runtime.backend.torch.weights import WeightReader, check_tensors
 from neuron_runtime.checkpoint import Checkpoint, read_checkpoint
 from neuron_runtime.config import RuntimeConfig
+from neuron_runtime.console import say
+from neuron_runtime.core import BackendLimits
 from neuron_runtime.host import FreeMemory, free_memory, usable_cpus
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-STORED_DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 
 
 def load(
@@ -30,17 +33,19 @@ def load(
     config: RuntimeConfig,
     progress: ProgressCallback,
     measure: Callable[[], FreeMemory] = free_memory,
+    artifact: Path | None = None,
 ) -> TorchBackend:
     """See `load_backend`."""
     checkpoint = read_checkpoint(model_dir)
     model = decoder_config(checkpoint.config)
     check_tensors(checkpoint, tensor_shapes(model))
-    dtype = _dtype(config, checkpoint)
+    dtype = DTYPES[dtype_of(config, checkpoint)]
     limits = derive_limits(config, model, dtype.itemsize, measure())
     device = device_thread(_limit_threads)
+    decoder = _load_on(device, checkpoint, model, dtype, progress)
     return TorchBackend(
-        decoder=_load_on(device, checkpoint, model, dtype, progress),
-        cache=KVCache(
+        decoder=decoder if artifact is None else _compiled(decoder, artifact, limits),
+        cache=KVCache.empty(
             windows=model.windows,
             num_lines=limits.num_blocks,
             num_kv_heads=model.num_kv_heads,
@@ -81,14 +86,14 @@ def load_decoder(
 ) -> Decoder:
     """Read the weights of a checked checkpoint in `dtype`."""
     with WeightReader(checkpoint, dtype, progress) as reader, torch.inference_mode():
-        return Decoder(model, reader)
+        return Decoder(model, read_weights(model, reader))
 
 
-def _dtype(config: RuntimeConfig, checkpoint: Checkpoint) -> torch.dtype:
-    """`auto` means the dtype in which the embedding is stored."""
-    if config.dtype != "auto":
-        return DTYPES[config.dtype]
-    return STORED_DTYPES[checkpoint.tensors["model.embed_tokens.weight"].dtype]
+def _compiled(decoder: Decoder, artifact: Path, limits: BackendLimits) -> Decoder | CompiledDecoder:
+    if reason := eager_because(decoder):
+        say(f"warning: decode steps are not compiled, they run as without `compile`: {reason}")
+        return decoder
+    return CompiledDecoder.load(decoder, artifact, blocks=limits.layout == "blocks")
 
 
 def _limit_threads() -> None:

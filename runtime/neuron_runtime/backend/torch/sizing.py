@@ -13,16 +13,16 @@ import math
 from dataclasses import dataclass
 
 from neuron_runtime.backend.torch.architecture import DecoderConfig, tensor_shapes
+from neuron_runtime.backend.torch.choices import block_size_of
 from neuron_runtime.backend.torch.likeliest import ROWS_AT_ONCE
 from neuron_runtime.backend.torch.sampling import MAX_LOGPROBS
-from neuron_runtime.config import RuntimeConfig, uses_blocks
+from neuron_runtime.config import RuntimeConfig
 from neuron_runtime.core import BackendLimits
 from neuron_runtime.errors import ExitCode, FatalError, InvalidConfig
 from neuron_runtime.host import FreeMemory, gib
 
 DEFAULT_MAX_SEQUENCES = 8
 DEFAULT_MAX_STEP_TOKENS = 512
-DEFAULT_BLOCK_SIZE = 16
 SHARE_OF_MEMORY = 0.9
 """Share of free memory for weights, scratch and cache; the rest is for other processes."""
 MIN_DEFAULT_LENGTH = 64
@@ -65,7 +65,8 @@ def derive_limits(config: RuntimeConfig, model: DecoderConfig, dtype_bytes: int,
         FatalError: DEVICE_OUT_OF_MEMORY if not even the minimum fits.
     """
     limits = config.limits
-    wants_blocks = bool(uses_blocks(config))
+    size_of_blocks = block_size_of(config)
+    wants_blocks = size_of_blocks > 0
     rows = limits.max_sequences or DEFAULT_MAX_SEQUENCES
     step_tokens = limits.max_step_tokens or max(DEFAULT_MAX_STEP_TOKENS, rows)
     if step_tokens < rows:
@@ -84,7 +85,7 @@ def derive_limits(config: RuntimeConfig, model: DecoderConfig, dtype_bytes: int,
         cure = memory.cure(MIN_DEFAULT_LENGTH)
         raise FatalError(ExitCode.DEVICE_OUT_OF_MEMORY, f"not enough memory for this model: {memory}; {cure}")
     block_size, num_blocks, length = (
-        _blocks(config, model, memory, rows) if wants_blocks else _slots(config, model, memory, rows)
+        _blocks(config, model, memory, rows, size_of_blocks) if wants_blocks else _slots(config, model, memory, rows)
     )
     return BackendLimits(
         max_rows=rows,
@@ -117,8 +118,7 @@ def _slots(config: RuntimeConfig, model: DecoderConfig, memory: Memory, rows: in
     return length, rows, length
 
 
-def _blocks(config: RuntimeConfig, model: DecoderConfig, memory: Memory, rows: int) -> tuple[int, int, int]:
-    size = config.limits.block_size or DEFAULT_BLOCK_SIZE
+def _blocks(config: RuntimeConfig, model: DecoderConfig, memory: Memory, rows: int, size: int) -> tuple[int, int, int]:
     fits = memory.cache // (size * memory.per_token)
     length = config.limits.max_model_length or min(model.max_position_embeddings, fits * size)
     per_sequence = -(-length // size)

@@ -1,0 +1,34 @@
+"""What a configuration leaves open and the checkpoint alone decides, the same on every machine.
+
+Called by the loader and the memory arithmetic, and by `graphs.py`, which must not import torch.
+"""
+
+from __future__ import annotations
+
+from neuron_runtime.checkpoint import Checkpoint, InvalidModel
+from neuron_runtime.config import RuntimeConfig, uses_blocks
+
+DEFAULT_BLOCK_SIZE = 16
+EMBEDDING = "model.embed_tokens.weight"
+STORED_DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
+
+
+def dtype_of(config: RuntimeConfig, checkpoint: Checkpoint) -> str:
+    """The dtype to compute in; `auto` means the stored one. Raises InvalidModel."""
+    return stored_dtype(checkpoint) if config.dtype == "auto" else config.dtype
+
+
+def stored_dtype(checkpoint: Checkpoint) -> str:
+    """The dtype in which the embedding is stored. Raises InvalidModel."""
+    embedding = checkpoint.tensors.get(EMBEDDING)
+    if embedding is None or embedding.dtype not in STORED_DTYPES:
+        found = "missing" if embedding is None else embedding.dtype
+        raise InvalidModel(
+            f"{checkpoint.folder}: tensor {EMBEDDING} must have dtype {', '.join(STORED_DTYPES)}; it is {found}"
+        )
+    return STORED_DTYPES[embedding.dtype]
+
+
+def block_size_of(config: RuntimeConfig) -> int:
+    """Tokens per block; 0 for the slot layout. Raises InvalidConfig if settings contradict each other."""
+    return (config.limits.block_size or DEFAULT_BLOCK_SIZE) if uses_blocks(config) else 0
