@@ -75,6 +75,7 @@ CHILDREN = (
     Resource("apps/v1", "ControllerRevision", "controllerrevisions"),
     Resource("v1", "ServiceAccount", "serviceaccounts"),
     Resource("v1", "ConfigMap", "configmaps"),
+    Resource("v1", "PersistentVolumeClaim", "persistentvolumeclaims"),
     Resource("v1", "Service", "services"),
     Resource("policy/v1", "PodDisruptionBudget", "poddisruptionbudgets"),
     Resource("networking.k8s.io/v1", "NetworkPolicy", "networkpolicies"),

@@ -21,6 +21,7 @@ from neuron_operator.render import serving
 from neuron_operator.render.cleaning import cleaners
 from neuron_operator.render.jobs import with_owners
 from neuron_operator.render.replicas import replicas
+from neuron_operator.render.storage import own_claims
 from neuron_operator.revision import Revision
 from neuron_operator.sharing import upkeep
 from neuron_operator.steps import STEPS, Known, Step, refusal_of, using, walk
@@ -111,6 +112,7 @@ def _set_course(world: World, observed: Observed, settings: Settings, steps: Seq
             for known in _distinct(pinned, served, allowed.revision if allowed else None)
         ),
         *_permanent(model, settings),
+        *_claims(model, settings, observed, (pinned, served)),
         *(_workload(model, observed, allowed) if allowed else ()),
         *done.desired,
         *cleaning,
@@ -149,7 +151,9 @@ def _distinct(*revisions: Revision | None) -> Iterable[Revision]:
     return {known.name: known for known in revisions if known is not None}.values()
 
 
-_NEEDED_BY_PODS = frozenset({"ControllerRevision", "ServiceAccount", "ConfigMap", "NetworkPolicy"})
+_NEEDED_BY_PODS = frozenset(
+    {"ControllerRevision", "ServiceAccount", "ConfigMap", "NetworkPolicy", "PersistentVolumeClaim"}
+)
 _MAKE_PODS = frozenset({"Deployment", "Job"})
 
 
@@ -175,6 +179,16 @@ def _permanent(model: NeuronModel, settings: Settings) -> tuple[Object, ...]:
         serving.disruption_budget(model),
         serving.network_policy(model, settings),
     )
+
+
+def _claims(
+    model: NeuronModel, settings: Settings, observed: Observed, revisions: Iterable[Revision | None]
+) -> Iterator[Object]:
+    """The chart's claims that the revisions need and that do not exist. Nobody changes one later: people may enlarge
+    it."""
+    existing = {found.name for found in observed.shared if found.kind == "PersistentVolumeClaim"}
+    places = (place for known in revisions if known for place in known.places)
+    return (claim for claim in own_claims(model, settings, places) if name_of(claim) not in existing)
 
 
 def _attempted(model: NeuronModel, served: Revision | None, allowed: Allowed | None) -> set[str]:

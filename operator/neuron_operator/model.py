@@ -369,9 +369,9 @@ class WeightsStorage(SpecPart, frozen=True):
 
     RULES = (exactly_one("persistentVolumeClaim", "emptyDir", "objectStore"),)
 
-    persistent_volume_claim: Annotated[Claim, Supported("use emptyDir")] | None = None
+    persistent_volume_claim: Claim | None = None
     empty_dir: EmptyDir | None = None
-    object_store: Annotated[ObjectStore, Supported("use emptyDir")] | None = None
+    object_store: ObjectStore | None = None
 
 
 class ArtifactsStorage(SpecPart, frozen=True):

@@ -207,18 +207,18 @@ class Reason(StrEnum):
     )
     SECRET_NOT_FOUND = Row(
         "SecretNotFound",
-        ("WeightsReady", "Available"),
-        "A Secret, or a key in it, does not exist: of `engine.env` (`WeightsReady`) or of `serving.apiKeySecretRef` "
-        "(`Available`)",
+        ("ModelResolved", "WeightsReady", "Compiled", "Available"),
+        "A Secret, or a key in it, does not exist: of `engine.env` (`WeightsReady`), of `serving.apiKeySecretRef` "
+        "(`Available`), or of the chart values `jobs.env` and `caBundle` (the condition of the Job that needs it)",
         "Run `kubectl create secret generic NAME --from-file=KEY`; the pods then start by themselves. Or set "
         "`optional: true` in `engine.env`",
     )
 
     CONFIG_MAP_NOT_FOUND = Row(
         "ConfigMapNotFound",
-        ("Available",),
-        "A ConfigMap, or a key in it, does not exist: of `engine.env`, of the chart value `caBundle`, or of something "
-        "that others added to the pod",
+        ("ModelResolved", "WeightsReady", "Compiled", "Available"),
+        "A ConfigMap, or a key in it, does not exist: of `engine.env`, of the chart values `jobs.env` and `caBundle`, "
+        "or of something that others added to the pod",
         "Create it; the pods then start by themselves. Or set `optional: true` in `engine.env`",
     )
 
@@ -235,8 +235,9 @@ class Reason(StrEnum):
     WEIGHTS_UNAUTHORIZED = Row(
         "WeightsUnauthorized",
         ("ModelResolved", "WeightsReady"),
-        "The hub refused the token, or the model is gated. As `WeightsReady`: the hub refused a serving pod",
-        "Accept the model's terms on its page; put a token with read access into the Secret",
+        "The hub or store refused the credentials, or the model is gated. As `WeightsReady`: a pod that fetches the "
+        "weights was refused",
+        "Accept the model's terms on its page; put a token or keys with read access into the Secret",
         exit_codes=(11,),
         final=True,
     )
@@ -260,16 +261,18 @@ class Reason(StrEnum):
     CHECKSUM_MISMATCH = Row(
         "ChecksumMismatch",
         ("WeightsReady",),
-        "The files in the hub or image differ from the pinned ones",
-        "Set the `refresh` annotation to pin the current files",
+        "The files at the source differ from the pinned ones, or a file of the stored weights is damaged; the message "
+        "names it",
+        "Set the `refresh` annotation to pin the current files. Stored weights are fetched again without a hand's help",
         exit_codes=(14,),
     )
     STORAGE_FULL = Row(
         "StorageFull",
         ("WeightsReady", "Available"),
-        "The weights do not fit on the node's disk; the message has the bytes needed and free. As `Available` alone: "
-        "the kubelet evicted a pod because of its disk; the message quotes it",
-        "Use nodes with more ephemeral storage, or request `ephemeral-storage` in `podTemplate.spec.resources`; see "
+        "The weights do not fit on the volume or the node's disk; the message has the bytes needed and free. As "
+        "`Available` alone: the kubelet evicted a pod because of its disk; the message quotes it",
+        "Make the volume larger or delete what is not needed. Without a volume, use nodes with more ephemeral storage, "
+        "or request `ephemeral-storage` in `podTemplate.spec.resources`; see "
         "[troubleshooting](troubleshooting.md#full-disk)",
         exit_codes=(15,),
     )
@@ -324,9 +327,11 @@ class Reason(StrEnum):
     # Time or a cluster administrator may resolve these.
     VOLUME_NOT_BOUND = Row(
         "VolumeNotBound",
-        ("Available",),
-        "A volume of the pod cannot be mounted or bound",
-        "Read the event in the message",
+        ("ModelResolved", "WeightsReady", "Compiled", "Available"),
+        "A volume of a Job's pod (`ModelResolved`, `WeightsReady`, `Compiled`) or of a serving pod (`Available`) "
+        "cannot be mounted or bound, or its claim does not exist",
+        "Read the event in the message, or `kubectl describe pvc` of the claim in it. See "
+        "[in a cluster](storage.md#in-a-cluster)",
     )
     NODE_LOST = Row(
         "NodeLost",
@@ -388,7 +393,15 @@ class Reason(StrEnum):
         "network policies. See [troubleshooting](troubleshooting.md#resolving-does-not-end)",
         passing=True,
     )
-    FETCHING = Row("Fetching", ("WeightsReady",), passing=True)
+    FETCHING = Row(
+        "Fetching",
+        ("WeightsReady",),
+        "The Job that fetches the weights is running (the message shows how far), is waiting (the message says for "
+        "what), or had a temporary failure such as an unreachable hub",
+        "Read the message; see [storage](storage.md#in-a-cluster) and "
+        "[troubleshooting](troubleshooting.md#resolving-does-not-end)",
+        passing=True,
+    )
     COMPILING = Row(
         "Compiling",
         ("Compiled", "UpToDate"),

@@ -84,6 +84,18 @@ class Revision(Struct, frozen=True, kw_only=True):
         return self.pinned.template
 
     @property
+    def image(self) -> str:
+        """The runtime image of its pods."""
+        containers = items(self.template, "spec", "containers")
+        return next((text(one, "image") for one in containers if one.get("name") == names.RUNTIME_CONTAINER), "")
+
+    @property
+    def places(self) -> tuple[Place, ...]:
+        """What its pods read and Jobs fill."""
+        artifacts = self.pinned.compiling.artifacts if self.pinned.compiling else None
+        return tuple(place for place in (self.pinned.weights, artifacts) if place)
+
+    @property
     def placement(self) -> Placement:
         return Placement(self.pinned.devices, self.pinned.cores, self.pinned.instance_type)
 

@@ -18,18 +18,19 @@ from neuron_operator.model import NeuronModel
 from neuron_operator.model_status import MAX_WORD
 from neuron_operator.objects import instant, name_of
 from neuron_operator.reasons import Finding, Reason, met, unmet
-from neuron_operator.records import Facts, Record, StoredArtifact
+from neuron_operator.records import Facts, Record, StoredArtifact, StoredWeights
 from neuron_operator.render.jobs import (
     MAX_RETRY_SECONDS,
     MIN_RETRY_SECONDS,
     compile_jobs,
+    fetch_job,
     keeper,
     memory_of,
     rendered_hash,
     resolve_job,
     with_owners,
 )
-from neuron_operator.render.storage import source
+from neuron_operator.render.storage import source, words
 from neuron_operator.revision import Revision
 from neuron_operator.views import JobView, KeeperView, Observed
 from neuron_operator.why.jobs import explain_job, has_run_out_of_memory, ran_out_of_memory
@@ -46,6 +47,8 @@ class Known:
     """Number of the revision if a new one is pinned."""
     facts: Facts | None = None
     revision: Revision | None = None
+    weights: StoredWeights | None = None
+    """What the fetch Job brought to the place of the weights."""
     artifact: StoredArtifact | None = None
 
     @property
@@ -237,7 +240,22 @@ def _finish_place(known: Known) -> tuple[Known, Finding]:
     return replace(known, revision=pinned), met("Placed", str(summary))
 
 
+def _fetch_jobs(known: Known) -> tuple[Object, ...]:
+    pinned = known.pinned
+    place, digest = pinned.pinned.weights, pinned.pinned.facts.digest
+    return (fetch_job(known.model, known.settings, place, digest, pinned.image),) if place else ()
+
+
+def _learn_weights(known: Known, record: Record) -> Known | None:
+    found = record.weights
+    return replace(known, weights=found) if found and found.digest == known.resolved.digest else None
+
+
 def _finish_fetch(known: Known) -> tuple[Known, Finding]:
+    place = known.pinned.pinned.weights
+    if place is not None:
+        size = f"{known.weights.bytes} bytes" if known.weights else "the weights"
+        return known, met("WeightsReady", f"{size} at {known.resolved.digest} are in {words(place)}")
     if source(known.model).remotes:
         return known, met("WeightsReady", "serving pods download the weights themselves", "FetchedByPods")
     return known, met("WeightsReady", f"serving pods read the weights from {known.model.spec.model.uri}")
@@ -271,7 +289,15 @@ STEPS = (
         ),
     ),
     Step(_finish_place),
-    Step(_finish_fetch),
+    Step(
+        _finish_fetch,
+        Task(
+            waiting=unmet("WeightsReady", Reason.FETCHING, "fetching the weights"),
+            jobs=_fetch_jobs,
+            learn=_learn_weights,
+            void_after=frozenset((*Reason.CHECKSUM_MISMATCH.row.exit_codes, *Reason.WEIGHTS_MISSING.row.exit_codes)),
+        ),
+    ),
     Step(
         _finish_compile,
         Task(

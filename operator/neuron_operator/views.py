@@ -129,6 +129,8 @@ class PodView:
     """Names of the ConfigMaps and Secrets in its `envFrom`, which the operator never sets."""
     additions: tuple[ContainerView, ...]
     """Containers and init containers that the operator did not put there."""
+    claims: tuple[str, ...]
+    """Names of the PersistentVolumeClaims of its volumes."""
     host_ports: tuple[str, ...]
     """`port 80 of container x`; the operator uses none."""
     is_admitted: bool
@@ -354,6 +356,11 @@ def _pod(pod: Object) -> PodView:
             text(source, kind, "name") for source in items(ours, "envFrom") for kind in ("configMapRef", "secretRef")
         ),
         additions=tuple(_container(text(c, "name"), pod) for c in containers if c is not ours),
+        claims=tuple(
+            text(volume, "persistentVolumeClaim", "claimName")
+            for volume in items(pod, "spec", "volumes")
+            if dig(volume, "persistentVolumeClaim")
+        ),
         host_ports=tuple(
             f"port {whole(port['hostPort'])} of container {text(container, 'name')}"
             for container in containers

@@ -74,9 +74,9 @@ def namespace(server: ApiServer) -> Namespace:
     return Namespace(server)
 
 
-def only(namespace: Namespace, **options: Any) -> Any:
+def only(namespace: Namespace, *flags: str, **options: Any) -> Any:
     """Settings of an operator for this namespace only, so that models of other tests do not affect counts."""
-    return run_settings("--watch-namespaces", namespace.name, **options)
+    return run_settings("--watch-namespaces", namespace.name, *flags, **options)
 
 
 def calls(server: ApiServer, since: int, user: str = OPERATOR_USER) -> list[tuple[str, str]]:
@@ -583,6 +583,38 @@ async def test_an_annotation_that_an_existing_service_cannot_have_is_reported(
         assert "not a key!" in message(namespace, "Accepted")
         namespace.put_model()
         await eventually(lambda: namespace.condition("Accepted")[0] == "True", about=namespace.model)
+
+
+async def test_the_claim_of_the_chart_is_made_once_and_outlives_the_models(
+    server: ApiServer, namespace: Namespace
+) -> None:
+    """A claim of somebody else with that name is left alone and reported."""
+    claims, jobs, name = BY_KIND["PersistentVolumeClaim"], BY_KIND["Job"], "neuron-serving-weights"
+    spec = {"accessModes": ["ReadWriteMany"], "resources": {"requests": {"storage": "5Gi"}}}
+    theirs = {"apiVersion": "v1", "kind": "PersistentVolumeClaim", "metadata": {"name": name}, "spec": spec}
+    server.call("POST", claims.path(namespace.name), theirs)
+    using = only(namespace, "--storage", '{"weights": {"pvcTemplate": {"storageClassName": "efs", "size": "1Ti"}}}')
+    async with client_of(server) as client, operating(client, using):
+        namespace.put_model(model={"uri": "hf://acme/tiny"})
+        await eventually(namespace.finish_resolve)
+        await eventually(lambda: namespace.condition() == ("False", "NameConflict"), about=namespace.model)
+        assert [job["metadata"]["labels"][names.ROLE_LABEL] for job in namespace.list(jobs)] == ["resolve"]
+        namespace.patch(claims, name, {"metadata": {"finalizers": None}})
+        namespace.delete(claims, name)
+        await eventually(lambda: not namespace.list(claims))
+        namespace.wake()
+        await eventually(namespace.finish_fetch, about=namespace.model)
+        (claim,) = namespace.list(claims)
+        assert claim["spec"]["storageClassName"] == "efs"
+        assert owners_of(claim) == []
+        await eventually(lambda: namespace.condition("UpToDate")[0] == "True", 20, about=namespace.model)
+        (pod,) = (job["spec"]["template"]["spec"] for job in namespace.list(jobs) if "fetch" in str(job["metadata"]))
+        assert {"name": "weights", "persistentVolumeClaim": {"claimName": name}} in pod["volumes"]
+        namespace.patch(claims, name, {"metadata": {"labels": {"app.kubernetes.io/component": "mine"}}})
+        namespace.wake()
+        namespace.delete(NEURON_MODELS, "chat")
+        await asyncio.sleep(1.0)
+        assert len(namespace.list(claims)) == 1
 
 
 async def test_a_long_message_of_wide_characters_is_announced(server: ApiServer, namespace: Namespace) -> None:

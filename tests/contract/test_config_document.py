@@ -17,7 +17,7 @@ from neuron_operator import names
 from neuron_operator.manifest import parse
 from neuron_operator.model import Serving
 from neuron_operator.records import Facts
-from neuron_operator.render.jobs import compile_jobs, resolve_job
+from neuron_operator.render.jobs import compile_jobs, fetch_job, resolve_job
 from neuron_operator.render.pods import API_KEY_FLAG, SERVE_COMMAND
 from neuron_operator.revision import pin
 from neuron_operator.world import ClaimFolder, ObjectStore, Place, StorageSettings
@@ -184,6 +184,23 @@ PLACES = {
 def command_of(template: dict[str, Any]) -> list[str]:
     (container,) = template["spec"]["containers"]
     return list(container["command"][1:])
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_the_runtime_parses_the_commands_that_fetch_and_read_stored_weights(place: str) -> None:
+    using = replace(SETTINGS, storage=StorageSettings(weights=PLACES[place]))
+    model = parse(body({**SPEC, "model": {"uri": "hf://acme/tiny"}}))
+    pinned = pin(model, KNOWN, using, 1)
+    assert pinned.pinned.weights is not None
+    job = fetch_job(model, using, pinned.pinned.weights, KNOWN.digest, pinned.image)
+    fetch = build_parser().parse_args(command_of(job["spec"]["template"]))
+    store = PLACES[place].object_store
+    assert (fetch.uri, fetch.digest) == ("hf://acme/tiny", KNOWN.digest)
+    assert fetch.store == (store.uri if store else names.WEIGHTS_DIR)
+    serve = build_parser().parse_args(command_of(pinned.template))
+    assert serve.weights_dir.as_posix() == names.WEIGHTS_DIR
+    assert serve.weights_store == (store.uri if store else "")
+    assert serve.on_weights_miss == "fail"
 
 
 @pytest.mark.parametrize("arguments", [(), API_KEY_FLAG])

@@ -12,12 +12,13 @@ from dataclasses import replace
 from datetime import UTC, datetime
 from typing import Any
 
+import msgspec
 from hypothesis import strategies as st
 
 from neuron_operator.decide import decide
 from neuron_operator.objects import is_shared
 from neuron_operator.steps import STEPS, Step
-from neuron_operator.world import Decision, JobSettings, Object, Settings, World
+from neuron_operator.world import Decision, JobSettings, Object, Settings, StorageSettings, World
 
 NOW = datetime(2026, 3, 1, 12, 0, tzinfo=UTC)
 SETTINGS = Settings(runtime_image="registry.example/neuron-serving-runtime:1")
@@ -69,11 +70,22 @@ def settings(values: Mapping[str, Any]) -> Settings:
     """Settings from a case file; omitted ones are as in SETTINGS."""
     given = dict(values)
     jobs = JobSettings(**given.pop("jobs", {}))
-    return replace(SETTINGS, jobs=jobs, **given)
+    storage = msgspec.convert(given.pop("storage", {}), StorageSettings)
+    return replace(SETTINGS, jobs=jobs, storage=storage, **given)
 
 
 def success_record(facts: Mapping[str, Any] = FACTS) -> str:
     return json.dumps({"version": 1, "command": "inspect", "ok": True, "facts": facts, "seconds": 0.4})
+
+
+STORED = {"digest": FACTS["digest"], "bytes": 6_000_000, "readBytes": 6_000_000}
+COMPILED = {"key": "ab" * 32, "bytes": 5_000, "seconds": 31.5, "reused": False, "peakBytes": 2**31}
+RESULTS: dict[str, dict[str, Any]] = {
+    "resolve": {"facts": FACTS},
+    "fetch": {"weights": STORED},
+    "compile": {"artifact": COMPILED},
+}
+"""What the Job of a step reports, by its role."""
 
 
 def failure_record(code: int, reason: str, message: str, command: str = "inspect") -> str:
@@ -107,6 +119,13 @@ def job_pod(job: Object, state: Object, name: str = "resolve-x", phase: str = "F
 
 def resolved_pod(job: Object, facts: Mapping[str, Any] = FACTS) -> Object:
     return job_pod(job, ended(0, success_record(facts)), phase="Succeeded")
+
+
+def successful_pod(job: Object) -> Object:
+    """A pod of a Job that left the record of its step."""
+    role = job["metadata"]["labels"]["neuron-serving.dev/role"]
+    record = {"version": 1, "command": role, "ok": True, **RESULTS[role]}
+    return job_pod(job, ended(0, json.dumps(record)), f"{role}-x", phase="Succeeded")
 
 
 def serving_pod(
@@ -242,10 +261,15 @@ def settle(
 
 def resolved_world(using: Settings = SETTINGS, **changes: Any) -> tuple[World, Decision]:
     """A state in which the model is resolved, pinned and rendered, without serving pods."""
-    world, decision = settle(fresh(**changes), using)
-    job = find(decision.desired, "Job")
-    world, decision = settle(replace(world, pods=(resolved_pod(job),)), using)
-    return settle(finished(world), using)
+    return stepped(*settle(fresh(**changes), using), using)
+
+
+def stepped(world: World, decision: Decision, using: Settings = SETTINGS) -> tuple[World, Decision]:
+    """The state after the Jobs of all steps succeeded, one after another."""
+    while jobs := [made for made in decision.desired if made["kind"] == "Job"]:
+        world, _ = settle(replace(world, pods=(*world.pods, successful_pod(jobs[0]))), using)
+        world, decision = settle(finished(world), using)
+    return world, decision
 
 
 def finished(world: World, kind: str = "Complete") -> World:

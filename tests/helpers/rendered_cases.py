@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from dataclasses import replace
 from typing import Any
 
 import yaml
 
 from helpers.manifests import CASES
-from helpers.operator_worlds import NOW, body, find, finished, resolved_pod, settings, settle, stored
+from helpers.operator_worlds import NOW, body, settings, settle, stepped, stored
 from neuron_operator.world import World
 
 FULL = CASES / "rendered" / "cpu-demo.yaml"
@@ -27,16 +26,15 @@ def render(given: dict[str, Any]) -> dict[str, Any]:
     using = settings(given.get("settings", {}))
     world = World(body=body(given["spec"], **given.get("metadata", {})), children=(), pods=(), now=NOW)
     world, decision = settle(world, using)
-    if given["resolved"] and any(child["kind"] == "Job" for child in decision.desired):
-        world = replace(world, pods=(resolved_pod(find(decision.desired, "Job")),))
-        world, decision = settle(world, using)
-        world, decision = settle(finished(world), using)
+    if given["resolved"]:
+        world, decision = stepped(world, decision, using)
     assert decision.status is not None
     refused = [
         c for c in decision.status["conditions"] if c["type"] in ("Accepted", "Placed") and c["status"] == "False"
     ]
     refusal = {key: refused[0][key] for key in ("type", "reason", "message")} if refused else None
-    objects = sorted(stored(decision.desired), key=lambda child: (child["kind"], child["metadata"]["name"]))
+    claims = (found for found in world.shared if found["kind"] == "PersistentVolumeClaim")
+    objects = sorted((*stored(decision.desired), *claims), key=lambda child: (child["kind"], child["metadata"]["name"]))
     return {**({"refusal": refusal} if refusal else {}), "objects": objects}
 
 

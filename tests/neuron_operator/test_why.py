@@ -655,7 +655,7 @@ def test_the_message_of_inspect_is_shown_before_any_device_is_allocated(code: in
         (waiting("ImagePullBackOff", "no such image"), "cannot be pulled: no such image"),
         (ended(0, "no record here"), "no record here"),
         (ended(1, "\x1b]0;title\x07 \u202egnp.exe"), " ]0;title   gnp.exe"),
-        (ended(137, reason="OOMKilled"), "(OOMKilled) and no facts: it left no record and no log; raise jobs."),
+        (ended(137, reason="OOMKilled"), "(OOMKilled) and no result: it left no record and no log; raise jobs."),
     ],
 )
 def test_the_message_quotes_a_job_that_fails_or_cannot_start(state: Object, says: str) -> None:

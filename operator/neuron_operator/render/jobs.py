@@ -22,11 +22,11 @@ from neuron_operator.records import Record
 from neuron_operator.render import storage
 from neuron_operator.render.objects import shared
 from neuron_operator.render.pods import compile_image, runtime_image, step_pod_template
-from neuron_operator.render.resources import JOB_REQUESTS, Requests, compile_requests
-from neuron_operator.render.storage import Access, source
+from neuron_operator.render.resources import FETCH_REQUESTS, JOB_REQUESTS, Requests, compile_requests
+from neuron_operator.render.storage import Access, fetching, source
 from neuron_operator.render.volumes import Mount
 from neuron_operator.revision import Compiling, Pinned
-from neuron_operator.world import Object, Settings
+from neuron_operator.world import Object, Place, Settings
 
 RETRIES = 3
 """Of a Job, for temporary failures; it waits 10, 20 and 40 s."""
@@ -84,6 +84,14 @@ def resolve_job(model: NeuronModel, settings: Settings) -> Object:
     """Reads the model's facts with the model's own credentials, before devices are allocated."""
     command = ["neuron-runtime", "inspect", model.spec.model.uri, "--record", names.TERMINATION_LOG]
     return shared_job(model, settings, RESOLVE, command, source(model), image=runtime_image(model, settings))
+
+
+def fetch_job(model: NeuronModel, settings: Settings, weights: Place, digest: str, image: str) -> Object:
+    """Brings the weights of this digest to where all pods read them."""
+    access = fetching(model, weights)
+    arguments = (model.spec.model.uri, *access.arguments, "--digest", digest, "--record", names.TERMINATION_LOG)
+    command = ["neuron-runtime", "fetch", *arguments]
+    return shared_job(model, settings, FETCH, command, access, image=image, requests=FETCH_REQUESTS)
 
 
 def compile_jobs(model: NeuronModel, settings: Settings, pinned: Pinned) -> tuple[Object, ...]:

@@ -166,6 +166,8 @@ def step_pod_template(
         mounts=mounts,
     )
     annotations = {**({names.REFRESH_ANNOTATION: model.refresh} if model.refresh else {}), **annotations}
+    overlay = model.spec.pod_template.spec
+    has_claim = any("persistentVolumeClaim" in mount.source for mount in mounts)
     return {
         "metadata": without_empty(
             {"labels": {**names.shared_labels(role), names.ROLE_LABEL: role}, "annotations": annotations}
@@ -173,9 +175,9 @@ def step_pod_template(
         "spec": without_empty(
             {
                 **_pod_frame(model, settings),
-                "serviceAccountName": model.spec.pod_template.spec.service_account_name,
+                "serviceAccountName": overlay.service_account_name,
                 "restartPolicy": "Never",
-                "securityContext": POD_SECURITY,
+                "securityContext": {**POD_SECURITY, **(as_json(overlay.security_context) if has_claim else {})},
                 "containers": [container],
                 "volumes": [mount.volume for mount in mounts],
                 "nodeSelector": settings.jobs.node_selector,

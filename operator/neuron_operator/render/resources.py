@@ -21,6 +21,9 @@ Requests = Mapping[str, str]
 JOB_REQUESTS: Requests = {"cpu": "100m", "memory": "128Mi"}
 """`inspect` reads headers only: 40 MiB and half a second of CPU."""
 
+FETCH_REQUESTS: Requests = {"cpu": "500m", "memory": "256Mi"}
+"""`fetch` holds a few MB of each parallel read, and hashes what it reads."""
+
 MIB = 2**20
 PROCESS_BYTES = 64 * MIB
 """Of the supervisor, of each front end and of a simulated engine: 30 to 65 MiB measured."""

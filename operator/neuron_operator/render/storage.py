@@ -6,6 +6,7 @@ pod and knows no credentials, only which remote stores a pod reads.
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
 import msgspec
@@ -15,12 +16,12 @@ from neuron_operator.fields import as_json
 from neuron_operator.model import NeuronModel
 from neuron_operator.render.objects import without_empty
 from neuron_operator.render.volumes import Mount
-from neuron_operator.world import ClaimFolder, Place, Settings
+from neuron_operator.world import ClaimFolder, Object, Place, Settings
 
 
 @dataclass(frozen=True)
 class Kept:
-    """What is kept: the names of its volume, of the operator's claim for it, and of the runtime's flags."""
+    """What is kept: its name and its volume's, the operator's claim for it, its folder in pods, the runtime's flags."""
 
     name: str
     claim: str
@@ -31,15 +32,12 @@ class Kept:
 
 
 WEIGHTS = Kept(
-    "weights", names.WEIGHTS_CLAIM, names.WEIGHTS_DIR, "--weights-dir", "--weights-store", "--on-weights-miss"
+    *(names.WEIGHTS_VOLUME, names.WEIGHTS_CLAIM, names.WEIGHTS_DIR),
+    *("--weights-dir", "--weights-store", "--on-weights-miss"),
 )
 ARTIFACTS = Kept(
-    "artifacts",
-    names.ARTIFACTS_CLAIM,
-    names.ARTIFACTS_DIR,
-    "--artifacts-dir",
-    "--artifacts-store",
-    "--on-artifact-miss",
+    *(names.ARTIFACTS_VOLUME, names.ARTIFACTS_CLAIM, names.ARTIFACTS_DIR),
+    *("--artifacts-dir", "--artifacts-store", "--on-artifact-miss"),
 )
 
 
@@ -78,7 +76,7 @@ def source(model: NeuronModel) -> Access:
     """To read the model where its URI says."""
     if model.uri_scheme == "pvc":
         claim = model.spec.model.uri.removeprefix("pvc://").partition("/")[0]
-        return Access((_claim("model", f"{names.CLAIMS_DIR}/{claim}", claim, read_only=True),))
+        return Access((_claim(names.MODEL_VOLUME, f"{names.CLAIMS_DIR}/{claim}", claim, read_only=True),))
     return Access(remotes=frozenset({model.uri_scheme} & names.CREDENTIALS.keys()))
 
 
@@ -131,6 +129,36 @@ def writing(kept: Kept, place: Place) -> Access:
         scheme = store.uri.partition(":")[0]
         return Access((_folder(kept),), (*folder, kept.store_flag, store.uri), frozenset({scheme}))
     raise ValueError(f"{kept.name} are not kept in a shared place")
+
+
+def words(place: Place) -> str:
+    """The shared place, for messages."""
+    if claim := place.persistent_volume_claim:
+        return f"claim {claim.claim_name}" + (f", folder {claim.sub_path}" if claim.sub_path else "")
+    return place.object_store.uri if place.object_store else "each pod"
+
+
+def own_claims(model: NeuronModel, settings: Settings, places: Iterable[Place]) -> Iterator[Object]:
+    """The claims of the operator among `places`. They belong to no model: they stay when the last one is deleted."""
+    used = {place.persistent_volume_claim.claim_name for place in places if place.persistent_volume_claim}
+    for kept, chosen in ((WEIGHTS, settings.storage.weights), (ARTIFACTS, settings.storage.artifacts)):
+        if chosen.pvc_template is not None and kept.claim in used:
+            yield {
+                "apiVersion": "v1",
+                "kind": "PersistentVolumeClaim",
+                "metadata": {
+                    "name": kept.claim,
+                    "namespace": model.namespace,
+                    "labels": names.shared_labels(kept.name),
+                },
+                "spec": without_empty(
+                    {
+                        "accessModes": ["ReadWriteMany"],
+                        "storageClassName": chosen.pvc_template.storage_class_name,
+                        "resources": {"requests": {"storage": chosen.pvc_template.size}},
+                    }
+                ),
+            }
 
 
 def _claim(name: str, path: str, claim: str, *, sub_path: str = "", read_only: bool = False) -> Mount:

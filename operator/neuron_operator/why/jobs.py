@@ -54,13 +54,24 @@ def _explain_state(waiting: Finding, job: JobView, pods: tuple[PodView, ...], ob
     """Why a Job has left no record, by its state and that of its pods, newest first."""
     for pod in pods:
         if pod.has_failed and pod.reason:
-            return replace(waiting, message=explain_failure(pod, observed, "jobs.resources").message)
+            return _of_step(waiting, explain_failure(pod, observed, "jobs.resources"))
         if pod.container.ended is not None:
             return _explain_end(waiting, job, pod, pod.container.ended)
     if job.failure is not None:
         text = f"Job {job.name} failed and left no record: {job.failure or 'no message'}"
         return replace(waiting, message=text)
-    return _last_verdict(waiting, observed) or _explain_start(waiting, job, pods, observed) or waiting
+    starting = _explain_start(waiting, job, pods, observed)
+    if starting is not None and starting.reason != waiting.reason:
+        return starting
+    return _last_verdict(waiting, observed) or starting or waiting
+
+
+def _of_step(waiting: Finding, found: Finding, prefix: str = "") -> Finding:
+    """What is found about a Job's pod, about the step: with that reason if the step's condition can have it."""
+    reason = Reason.named(found.reason)
+    is_named = reason is not None and waiting.condition in reason.row.conditions
+    shown = found.reason if is_named else waiting.reason
+    return replace(waiting, reason=shown, message=f"{prefix}{found.message}", needs=found.needs)
 
 
 def ran_out_of_memory(end: Termination) -> bool:
@@ -87,7 +98,7 @@ def _explain_end(waiting: Finding, job: JobView, pod: PodView, end: Termination)
     is_over = job.failure is not None or end.exit_code == 0
     next_step = "does not retry" if is_over else "retries"
     cure = "; raise jobs.resources.limits.memory" if end.reason == OOM_KILLED else ""
-    text = f"pod {pod.name} ended with {how_it_ended(end)} and no facts: {last_words(end)}{cure}; the Job {next_step}"
+    text = f"pod {pod.name} ended with {how_it_ended(end)} and no result: {last_words(end)}{cure}; the Job {next_step}"
     return replace(waiting, message=text)
 
 
@@ -97,7 +108,7 @@ def _explain_start(waiting: Finding, job: JobView, pods: tuple[PodView, ...], ob
         starting = explain_start(pods[0], observed)
         if starting is None:
             return None
-        return replace(waiting, message=f"Job {job.name} has not started: {starting.message}", needs=starting.needs)
+        return _of_step(waiting, starting, f"Job {job.name} has not started: ")
     if observed.age(job.created) < timedelta(seconds=UNEXPLAINED_SECONDS):
         return None
     warning = observed.warnings.get(job.name, "")
@@ -107,11 +118,11 @@ def _explain_start(waiting: Finding, job: JobView, pods: tuple[PodView, ...], ob
 
 
 def _last_verdict(waiting: Finding, observed: Observed) -> Finding | None:
-    """The failure of the previous Job for this generation, which stays until the next one ends."""
+    """How the previous Job for this generation ended, which stays until the next one ends."""
     before = observed.model.conditions.get(waiting.condition)
     if before is None or before.status != "False" or before.generation != observed.model.generation:
         return None
     reason = Reason.named(before.reason)
-    if reason is None or reason == waiting.reason or waiting.condition not in reason.row.conditions:
+    if reason is None or not reason.row.exit_codes or waiting.condition not in reason.row.conditions:
         return None
     return unmet(waiting.condition, reason, before.message)

@@ -206,6 +206,9 @@ def _absent(pod: PodView, container: ContainerView, message: str) -> str:
 _NAMED_BY = {
     names.API_KEY_VOLUME: "the Secret in serving.apiKeySecretRef",
     names.CA_VOLUME: "the chart value caBundle in this namespace",
+    names.MODEL_VOLUME: "the volume of model.uri",
+    names.WEIGHTS_VOLUME: "the claim of storage.weights",
+    names.ARTIFACTS_VOLUME: "the claim of storage.artifacts",
 }
 """Volume to what names its source."""
 _OWN_VOLUMES = ("config", "tmp", "weights", "artifacts", *_NAMED_BY)
@@ -231,7 +234,10 @@ def _explain_by_events(pod: PodView, warning: str) -> Finding:
 
 def _explain_unscheduled(pod: PodView, message: str, observed: Observed, placement: Placement | None) -> Finding:
     if "unbound immediate PersistentVolumeClaims" in message or "persistentvolumeclaim" in message:
-        return unmet("Available", Reason.VOLUME_NOT_BOUND, f"pod {pod.name} cannot be scheduled: {message}")
+        text = f"pod {pod.name} cannot be scheduled: {message.rstrip('.')}"
+        if pod.claims:
+            text += f"; see kubectl describe pvc {' '.join(pod.claims)}"
+        return unmet("Available", Reason.VOLUME_NOT_BOUND, text)
     if placement is not None and f"Insufficient {names.NEURON_RESOURCE_PREFIX}" in message:
         free = describe_free(observed.free, placement, pod.node_rules)
         verdict = message.partition(". ")[0].rstrip(".")
