@@ -1,7 +1,8 @@
-"""Speed of loading weights from disk into their final layout, compared with a plain read of the same files.
+"""Speed of loading weights into their final layout, compared with a plain read of the same files.
 
-Used by the suite. Both are timed with files outside the page cache, as after a pod's start on a fresh node, and with
-cached ones. Only the files of the model are dropped from the cache, which needs no privileges.
+Used by the suite, for files on the disk and on a store that is mounted from afar. Both are timed with files outside the
+page cache, as after a pod's start on a fresh node, and with cached ones. Only the files of the model are dropped from
+the cache, which needs no privileges.
 """
 
 from __future__ import annotations
@@ -53,8 +54,9 @@ def measure(model_dir: Path, num_iters: int = 3) -> Loading:
     num_bytes = sum(file.stat().st_size for file in files)
 
     def load() -> None:
-        prepare(model_dir)
-        load_decoder(checkpoint, model, dtype, lambda stage, share: None)
+        ahead = prepare(model_dir)
+        load_decoder(checkpoint, model, dtype, lambda stage, share: ahead.loaded(share))
+        ahead.stop()
 
     load()  # libraries choose their kernels once
     meter = Meter()

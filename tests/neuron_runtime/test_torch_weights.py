@@ -14,13 +14,15 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from bench.distant_files import mounted
 from bench.loading import cached_share, drop_from_cache
+from helpers.tiny_model import write_tiny_model
 from helpers.torch_models import load_backend, random_model, runtime_config
 from neuron_runtime.backend import torch as torch_backend
 from neuron_runtime.backend.torch.linear import linear
 from neuron_runtime.backend.torch.loader import load
 from neuron_runtime.backend.torch.random_model import model_config, write_random_model
-from neuron_runtime.backend.torch.read_ahead import read_ahead
+from neuron_runtime.backend.torch.read_ahead import STEP_BYTES, ReadAhead
 from neuron_runtime.checkpoint import InvalidModel, read_checkpoint
 from neuron_runtime.host import FreeMemory
 
@@ -121,35 +123,96 @@ def test_the_model_generator_is_deterministic(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "one" / "config.json").read_text())["hidden_size"] == 32
 
 
-def test_files_are_prefetched_and_an_unreadable_one_stops_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for name in ("a", "b", "c"):
-        (tmp_path / f"{name}.safetensors").write_bytes(b"x" * 3_000_000)
-    files = sorted(tmp_path.iterdir())
-    leaves_cache = drop_from_cache(files)  # not on an in-memory file system
-    asked: dict[str, list[tuple[int, int]]] = {}
-    advise = os.posix_fadvise
+class Advice:
+    """What the kernel was advised to read, as file and range."""
 
-    def noted(fd: int, begin: int, length: int, advice: int) -> None:
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.asked: list[tuple[str, int, int]] = []
+        self._advise = os.posix_fadvise
+        monkeypatch.setattr(os, "posix_fadvise", self._note)
+
+    def _note(self, fd: int, begin: int, length: int, advice: int) -> None:
         assert advice == os.POSIX_FADV_WILLNEED
-        asked.setdefault(os.readlink(f"/proc/self/fd/{fd}"), []).append((begin, begin + length))
-        advise(fd, begin, length, advice)
+        self.asked.append((os.path.basename(os.readlink(f"/proc/self/fd/{fd}")), begin, begin + length))
+        self._advise(fd, begin, length, advice)
 
-    monkeypatch.setattr(os, "posix_fadvise", noted)
-    read_ahead(tmp_path, max_bytes=5_000_000).join()
-    assert [Path(name) for name in asked] == files[:2]
-    for parts, num_bytes in zip(asked.values(), (3_000_000, 2_000_000), strict=True):
-        begins, ends = zip(*parts, strict=True)
-        assert begins == (0, *ends[:-1])
-        assert ends[-1] >= num_bytes > begins[-1]
+    @property
+    def num_bytes(self) -> int:
+        return sum(end - begin for _, begin, end in self.asked)
+
+    def settled(self) -> int:
+        """The number of bytes once the thread waits."""
+        before = -1
+        while before != self.num_bytes:
+            before = self.num_bytes
+            time.sleep(0.1)
+        return before
+
+
+def test_tensors_are_read_ahead_in_the_order_of_loading(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_tiny_model(tmp_path, num_shards=3, num_hidden_layers=12, hidden_size=256, intermediate_size=2048)
+    checkpoint = read_checkpoint(tmp_path)
+    leaves_cache = drop_from_cache([tmp_path / file for file in checkpoint.files])  # not on an in-memory file system
+    advice = Advice(monkeypatch)
+    ahead = ReadAhead(tmp_path)
+    ahead.start()
+    ahead.join()
+    assert {(begin % STEP_BYTES, end - begin) for _, begin, end in advice.asked} == {(0, STEP_BYTES)}
+    assert len(set(advice.asked)) == len(advice.asked)
+    place = {(file, begin // STEP_BYTES): number for number, (file, begin, _) in enumerate(advice.asked)}
+    last = {
+        name: max(place[tensor.file, part // STEP_BYTES] for part in (tensor.begin, tensor.end - 1))
+        for name, tensor in checkpoint.tensors.items()
+    }
+    large = [f"model.layers.{number}.mlp.up_proj.weight" for number in range(12)]
+    order = ["model.embed_tokens.weight", *large]
+    assert sorted(order, key=last.__getitem__) == order
     if leaves_cache:
-        while not (cached_share(files[0]) and cached_share(files[1])):  # the kernel reads ahead itself
+        while not all(cached_share(tmp_path / file) == 1.0 for file in checkpoint.files):  # the kernel takes its time
             time.sleep(0.01)
-        assert cached_share(files[2]) == 0.0
-    (tmp_path / "0.safetensors").mkdir()
-    read_ahead(tmp_path).join()
-    read_ahead(tmp_path / "nowhere").join()
+
+
+def test_reading_ahead_waits_for_the_loader(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_tiny_model(tmp_path, vocab_size=40_000)
+    num_bytes = read_checkpoint(tmp_path).num_bytes
+    advice, ahead = Advice(monkeypatch), ReadAhead(tmp_path, num_bytes // 4)
+    ahead.start()
+    for share, limit in ((0.0, 0.25), (0.5, 0.75), (1.0, 1.0)):
+        ahead.loaded(share)
+        assert limit * num_bytes - STEP_BYTES < advice.settled() < limit * num_bytes + 2 * STEP_BYTES
+    ahead.join()
+    stopped = ReadAhead(tmp_path, 0)
+    stopped.start()
+    stopped.stop()
+    stopped.join()
+
+
+def test_all_of_a_mounted_store_is_read_ahead(tmp_path: Path) -> None:
+    write_tiny_model(tmp_path, num_shards=2, vocab_size=40_000)
+    try:
+        with mounted(tmp_path, 0.001) as store:
+            files = sorted(store.glob("*.safetensors"))
+            assert len(files) == 2
+            assert drop_from_cache(files)
+            ahead = ReadAhead(store)
+            ahead.start()
+            ahead.join()
+            while not all(cached_share(path) == 1.0 for path in files):  # nobody else reads them
+                time.sleep(0.01)
+    except OSError as reason:
+        pytest.skip(f"needs root and FUSE: {reason}")
+
+
+@pytest.mark.parametrize("broken", ["a folder", "garbage", "nothing"])
+def test_reading_ahead_leaves_errors_to_the_loader(tmp_path: Path, broken: str) -> None:
+    path = tmp_path / "model.safetensors"
+    if broken == "a folder":
+        path.mkdir()
+    elif broken == "garbage":
+        path.write_bytes(b"x" * 1000)
+    ahead = ReadAhead(tmp_path)
+    ahead.start()
+    ahead.join()
 
 
 def test_loading_runs_on_the_device_thread_and_its_failure_ends_it(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from neuron_runtime.backend.torch.allocation import set_up_allocation
 from neuron_runtime.backend.torch.import_size import check_room_for_torch
-from neuron_runtime.backend.torch.read_ahead import read_ahead
+from neuron_runtime.backend.torch.read_ahead import LOADING, ReadAhead
 from neuron_runtime.errors import InvalidConfig
 
 if TYPE_CHECKING:
@@ -32,10 +32,12 @@ def check_config(config: RuntimeConfig) -> None:
         raise InvalidConfig(*parts[0], *parts[1:])
 
 
-def prepare(model_dir: Path) -> None:
+def prepare(model_dir: Path) -> ReadAhead:
     """Set up memory allocation and start reading the weights; must run before torch is imported."""
     set_up_allocation()  # first: threads that exist already have their own heap
-    read_ahead(model_dir)
+    ahead = ReadAhead(model_dir)
+    ahead.start()
+    return ahead
 
 
 def compiler(config: RuntimeConfig, model_dir: Path) -> Compiler:
@@ -55,7 +57,15 @@ def load_backend(
         InvalidConfig: a limit or the dtype in the configuration cannot be served; names the field.
     """
     check_room_for_torch()
-    prepare(model_dir)
+    ahead = prepare(model_dir)
     from neuron_runtime.backend.torch.loader import load  # noqa: PLC0415  (torch takes seconds to import)
 
-    return load(model_dir, config, progress, artifact=artifact)
+    def report(stage: str, share: float) -> None:
+        if stage == LOADING:
+            ahead.loaded(share)
+        progress(stage, share)
+
+    try:
+        return load(model_dir, config, report, artifact=artifact)
+    finally:
+        ahead.stop()

@@ -13,6 +13,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from neuron_runtime.backend.base import ProgressCallback
+from neuron_runtime.backend.torch.read_ahead import LOADING
 from neuron_runtime.checkpoint import Checkpoint, InvalidModel
 
 READABLE_DTYPES = ("F32", "BF16", "F16")
@@ -68,7 +69,7 @@ class WeightReader:
             out[begin : begin + info.shape[0]] = self._files[info.file].get_tensor(info.name)  # type: ignore[no-untyped-call]
             begin += info.shape[0]
             self._num_bytes_done += info.num_bytes
-        self._progress("loading weights", min(1.0, self._num_bytes_done / self._checkpoint.num_bytes))
+        self._progress(LOADING, min(1.0, self._num_bytes_done / self._checkpoint.num_bytes))
         return out
 
     def take_if_any(self, present: bool, *names: str) -> torch.Tensor | None:
