@@ -50,12 +50,6 @@ def add_local_flags(parser: argparse.ArgumentParser) -> None:
     add_weights_flags(parser)
     add_artifact_flags(parser)
     parser.add_argument(
-        "--weights-store",
-        metavar="URI",
-        default="",
-        help="Store of models in S3 (s3://bucket/prefix): what the folder lacks is copied from there",
-    )
-    parser.add_argument(
         "--on-weights-miss",
         choices=("fetch", "fail"),
         default="fetch",
@@ -78,6 +72,12 @@ def add_weights_flags(parser: argparse.ArgumentParser) -> None:
         default=default_weights_dir(),
         help="Store of models: found there, or fetched into it "
         "(default: neuron-serving/weights in $XDG_CACHE_HOME, else in ~/.cache)",
+    )
+    parser.add_argument(
+        "--weights-store",
+        metavar="URI",
+        default="",
+        help="Store of models in S3 (s3://bucket/prefix): what the folder lacks is copied from there",
     )
 
 

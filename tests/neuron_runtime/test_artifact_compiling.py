@@ -26,12 +26,13 @@ from neuron_runtime import record
 from neuron_runtime.__main__ import main
 from neuron_runtime.artifacts.compiling import Wanted, make, wanted_artifact
 from neuron_runtime.artifacts.key import covered
-from neuron_runtime.artifacts.loading import ARTIFACT_VARIABLE, Places, provide
+from neuron_runtime.artifacts.loading import ARTIFACT_VARIABLE, Places, check_artifact, provide
 from neuron_runtime.artifacts.memory import session_bytes
 from neuron_runtime.artifacts.store import artifact_store, read_artifact
 from neuron_runtime.backend import simulated as simulated_package
 from neuron_runtime.config import ModelSource, RuntimeConfig
 from neuron_runtime.errors import ExitCode, FatalError
+from neuron_runtime.weights.fetching import materialize
 from neuron_runtime.weights.store import PARTIAL, Damaged, Entry, Store
 
 TESTS = Path(__file__).parents[1]
@@ -383,6 +384,25 @@ def test_a_model_on_the_hub_is_compiled_without_its_weights_to_the_key_that_serv
     config = msgspec.structs.replace(simulated(tmp_path), model=ModelSource(uri="hf://acme/model"))
     folder = provide(config, tmp_path / "weights" / digest, Places(store.folder, on_miss="fail"), quiet)
     assert folder == store.folder / unpinned.artifact.key
+
+
+def test_a_miss_is_found_before_weights_are_fetched(
+    tmp_path: Path, store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shelf = shelf_with_model(tmp_path / "hub")
+    source = ModelSource(uri="hf://acme/model")
+    config = msgspec.structs.replace(simulated(tmp_path), model=source)
+    weights, places = tmp_path / "weights", Places(store.folder, on_miss="fail")
+    with serving(shelf) as address:
+        monkeypatch.setenv("HF_ENDPOINT", address)
+        with pytest.raises(FatalError) as caught:
+            check_artifact(config, weights, "", places, quiet)
+        compile_model(tmp_path, "hf://acme/model")
+        check_artifact(config, weights, "", places, quiet)
+        materialize(source, weights, quiet, with_weights=False)
+        folder = provide(config, weights / f"{shelf.commit('acme/model')}-text", places, quiet)
+    assert caught.value.exit_code == ExitCode.ARTIFACT_MISSING
+    assert store.all_keys() == [folder.name]
 
 
 def test_a_compiler_that_reads_weights_gets_them(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,11 +16,15 @@ from helpers.tiny_model import write_tiny_model
 from neuron_runtime import record
 from neuron_runtime.__main__ import main
 from neuron_runtime.artifacts.compiling import make, wanted_artifact
-from neuron_runtime.artifacts.loading import Places, provide
+from neuron_runtime.artifacts.loading import Places, check_artifact, provide
 from neuron_runtime.artifacts.store import artifact_store, find, remote_artifacts
+from neuron_runtime.checkpoint import read_checkpoint
 from neuron_runtime.config import EngineLimits, ModelSource, RuntimeConfig
 from neuron_runtime.errors import ExitCode, FatalError
+from neuron_runtime.weights.fetching import described, supply
 from neuron_runtime.weights.remote import RemoteStore
+from neuron_runtime.weights.store import Store
+from neuron_runtime.weights.transfer import Amount
 
 pytestmark = pytest.mark.slow
 
@@ -29,10 +33,22 @@ def quiet(stage: str, share: float) -> None:
     pass
 
 
+def unseen(amount: Amount) -> None:
+    pass
+
+
 @pytest.fixture(scope="module")
 def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3Server]:
     with serving(tmp_path_factory.mktemp("s3")) as server:
         yield server
+
+
+@pytest.fixture(autouse=True)
+def default_signals() -> Iterator[None]:
+    """`compile` handles SIGTERM; this process must not."""
+    before = signal.getsignal(signal.SIGTERM)
+    yield
+    signal.signal(signal.SIGTERM, before)
 
 
 @pytest.fixture
@@ -120,6 +136,28 @@ def test_a_replaced_object_is_an_error_where_compiling_is_not_allowed_and_otherw
     assert (folder / "decode.json").read_bytes() == b'"decode"'
 
 
+def test_a_model_is_compiled_from_what_a_store_of_weights_has_without_its_source(
+    config: RuntimeConfig, remote: RemoteStore, server: S3Server, tmp_path: Path
+) -> None:
+    server.upload(tmp_path / "model", f"{tmp_path.name}-origin")
+    weights = f"s3://{BUCKET}/{tmp_path.name}-weights"
+    origin = f"s3://{BUCKET}/{tmp_path.name}-origin"
+    supplied = supply(origin, RemoteStore(weights), Store(tmp_path / "scratch"), unseen, unseen)
+    gone = ModelSource(uri="s3://no-such-bucket/model", digest=supplied.digest)
+    with described(gone, tmp_path / "none", weights) as (folder, digest):
+        assert digest == supplied.digest
+        assert read_checkpoint(folder).digest == read_checkpoint(tmp_path / "model").digest
+    config = msgspec.structs.replace(config, model=gone)
+    with pytest.raises(FatalError) as caught:
+        check_artifact(config, tmp_path / "none", weights, places(tmp_path / "serving", remote), quiet)
+    assert caught.value.exit_code == ExitCode.ARTIFACT_MISSING
+    (tmp_path / "config").write_bytes(msgspec.json.encode(config))
+    options = (f"--config={tmp_path / 'config'}", f"--weights-store={weights}", f"--artifacts-store={remote.uri}")
+    assert main(["compile", *options, f"--artifacts-dir={tmp_path / 'compiling'}"]) == 0
+    check_artifact(config, tmp_path / "none", weights, places(tmp_path / "serving", remote), quiet)
+    assert not (tmp_path / "none").exists()
+
+
 def test_files_in_subfolders_are_copied(remote: RemoteStore, tmp_path: Path) -> None:
     made = publish(artifact_store(tmp_path / "first"), COVER, GRAPHS)
     remote.upload(made, lambda amount: None)
@@ -135,10 +173,7 @@ def test_the_command_compiles_into_a_store_in_s3(
     remote: RemoteStore,
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    # The command handles SIGTERM; this process must not.
-    monkeypatch.setattr(signal, "signal", lambda number, handler: None)
     (tmp_path / "config").write_bytes(msgspec.json.encode(config))
     outcomes = []
     for _ in range(2):

@@ -29,6 +29,7 @@ from neuron_runtime.console import say
 from neuron_runtime.engine.backends import backend_package, compiling_package
 from neuron_runtime.errors import ExitCode, FatalError, joined
 from neuron_runtime.weights.disk import make_folder, writing
+from neuron_runtime.weights.fetching import described
 from neuron_runtime.weights.store import Store
 
 if TYPE_CHECKING:
@@ -72,14 +73,32 @@ def load_backend(model_dir: Path, config: RuntimeConfig, places: Places, progres
     return compiling_package(config).load_backend(model_dir, config, progress, artifact)
 
 
-def provide(config: RuntimeConfig, model_dir: Path, places: Places, progress: ProgressCallback) -> Path:
+def check_artifact(
+    config: RuntimeConfig, weights_dir: Path, weights_store: str, places: Places, progress: ProgressCallback
+) -> None:
+    """Find the artifact before weights are fetched, where a miss is an error: it must not take as long as a fetch.
+
+    Raises: as `provide`, and what `described` raises.
+    """
+    if config.compile and places.on_miss == "fail":
+        with_weights = backend_package(config).NEEDS_WEIGHTS
+        with described(config.model, weights_dir, weights_store, with_weights=with_weights) as (folder, digest):
+            provide(config, folder, places, progress, digest)
+
+
+def provide(
+    config: RuntimeConfig, model_dir: Path, places: Places, progress: ProgressCallback, digest: str = ""
+) -> Path:
     """The folder of the compiled graphs.
+
+    Args:
+        digest: that of the model, if the folder is only an outline.
 
     Raises:
         FatalError: ARTIFACT_MISSING with the fields that differ from the nearest one, or the damaged file; those of
             `make`.
     """
-    wanted = wanted_artifact(config, model_dir)
+    wanted = wanted_artifact(config, model_dir, digest)
     if places.given is not None:
         return _given(places.given, wanted, places, progress)
     store, remote = artifact_store(places.folder), remote_artifacts(places.store)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import signal
-import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
@@ -23,7 +22,6 @@ from neuron_runtime.config import COMPILED, RuntimeConfig
 from neuron_runtime.console import StageLines, say
 from neuron_runtime.flags import Field
 from neuron_runtime.local_settings import add_artifact_flags, add_weights_flags, check_stores
-from neuron_runtime.uris import ClaimModel, FolderModel, parse_uri
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -51,7 +49,7 @@ def run(options: argparse.Namespace, began: float) -> record.Record:
         config = msgspec.structs.replace(configuration(options), compile=True)
         check_backend(config)
         progress = StageLines()
-        with _model(config, options.weights_dir, progress) as (folder, digest):
+        with _model(config, options, progress) as (folder, digest):
             wanted = wanted_artifact(config, folder, digest)
             entry, reused = make(
                 wanted, artifact_store(options.artifacts_dir), progress, remote_artifacts(options.artifacts_store)
@@ -71,20 +69,15 @@ def run(options: argparse.Namespace, began: float) -> record.Record:
 
 
 @contextmanager
-def _model(config: RuntimeConfig, weights_dir: Path, progress: StageLines) -> Iterator[tuple[Path, str]]:
-    """A folder with as much of the model as its backend needs to compile it, and the digest of a remote one."""
+def _model(config: RuntimeConfig, options: argparse.Namespace, progress: StageLines) -> Iterator[tuple[Path, str]]:
+    """A folder with as much of the model as its backend needs to compile it, and the digest."""
     from neuron_runtime.engine.backends import compiling_package  # noqa: PLC0415
-    from neuron_runtime.weights.fetching import materialize, outline  # noqa: PLC0415
-    from neuron_runtime.weights.store import Store  # noqa: PLC0415
+    from neuron_runtime.weights.fetching import described, materialize  # noqa: PLC0415
 
-    package, model = compiling_package(config), config.model
-    if package.COMPILER_READS_WEIGHTS or isinstance(parse_uri(model.uri), FolderModel | ClaimModel):
-        yield materialize(model, weights_dir, progress, with_weights=package.NEEDS_WEIGHTS), ""
-    elif model.digest and (entry := Store(weights_dir).find(model.digest)):
-        yield entry.folder, ""
-    else:
-        with (
-            tempfile.TemporaryDirectory(prefix="neuron-serving-outline-") as scratch,
-            outline(model.uri, Path(scratch), model.digest) as (folder, digest),
-        ):
-            yield folder, digest or ""
+    package, places = compiling_package(config), (options.weights_dir, options.weights_store)
+    with described(config.model, *places, with_weights=package.NEEDS_WEIGHTS) as (folder, digest):
+        if not package.COMPILER_READS_WEIGHTS:
+            yield folder, digest
+            return
+    model = msgspec.structs.replace(config.model, digest=digest)
+    yield materialize(model, options.weights_dir, progress, weights_store=options.weights_store), digest

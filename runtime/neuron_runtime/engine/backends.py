@@ -37,8 +37,8 @@ class CompilingPackage(BackendPackage, Protocol):
 
     __name__: str
     COMPILER_READS_WEIGHTS: bool
-    """Whether `compiler` needs the weights; otherwise config.json and the headers of the weights suffice, and the data
-    of every tensor may be a hole in its file."""
+    """Whether graphs are compiled with the weights; otherwise config.json and the headers of the weights suffice, and
+    the data of every tensor may be a hole in its file. Needs never depend on the data."""
 
     def compiler(self, config: RuntimeConfig, model_dir: Path) -> Compiler:
         """What to compile. Only the fields of `config` that are marked `COMPILED` are set, all others have defaults.

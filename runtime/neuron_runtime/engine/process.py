@@ -210,11 +210,13 @@ def device_failure(error: Exception) -> ServingError:
 
 def serve(config: RuntimeConfig, settings: LocalSettings, border: Border, deadline: Deadline) -> None:
     """Load, warm up, then serve until SIGTERM. Raises FatalError or exceptions of the backend."""
-    from neuron_runtime.artifacts.loading import Places, load_backend  # noqa: PLC0415
+    from neuron_runtime.artifacts.loading import Places, check_artifact, load_backend  # noqa: PLC0415
     from neuron_runtime.weights.fetching import materialize  # noqa: PLC0415  (may bring a hub client)
 
     report = StartReport(border)
     package = backend_package(config)
+    places = Places(settings.artifacts_dir, settings.artifacts_store, settings.on_artifact_miss)
+    check_artifact(config, settings.weights_dir, settings.weights_store, places, report)
     model_dir = materialize(
         config.model,
         settings.weights_dir,
@@ -227,7 +229,6 @@ def serve(config: RuntimeConfig, settings: LocalSettings, border: Border, deadli
     border.send(ModelFound(str(model_dir)))
     began = time.monotonic()
     report(f"starting the {config.backend} backend", 0.0)
-    places = Places(settings.artifacts_dir, settings.artifacts_store, settings.on_artifact_miss)
     backend = load_backend(model_dir, config, places, report)
     try:
         loaded = time.monotonic()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -264,6 +265,39 @@ def outline(
     with _naming(scratch, uri):
         _draw(attempts, listing, scratch)
         yield scratch, listing.digest
+
+
+@contextlib.contextmanager
+def described(
+    model: ModelSource, weights_dir: Path, weights_store: str = "", *, with_weights: bool = True
+) -> Iterator[tuple[Path, str]]:
+    """A folder that `read_checkpoint` can read like the model's, without a fetch, and the model's digest.
+
+    It is the model where it lies, or its outline from a store or its source.
+
+    Args:
+        with_weights: False for a model of which only config.json is read.
+
+    Raises: as `outline`.
+    """
+    source = parse_uri(model.uri)
+    if isinstance(source, FolderModel | ClaimModel):
+        found = _in_place(model.uri, folder_of(source), model.digest, with_weights, no_check)
+        yield found.folder, found.digest
+        return
+    uri, digest = model.uri, model.digest
+    if KEY.fullmatch(digest):
+        if entry := Store(weights_dir).sound(digest):
+            yield entry.folder, digest
+            return
+        if weights_store and (stored := open_remote(weights_store).find(digest)):
+            # The files of an entry lie below one prefix, as those of any model in S3.
+            uri, digest = stored.uri, ""
+    with (
+        tempfile.TemporaryDirectory(prefix="neuron-serving-outline-") as scratch,
+        outline(uri, Path(scratch), digest) as (folder, found_digest),
+    ):
+        yield folder, model.digest or found_digest or ""
 
 
 def open_source(model: HubModel | S3Model) -> Source:

@@ -116,6 +116,8 @@ class RemoteEntry:
     """A complete entry of a remote store: its manifest, and each file as it is listed now."""
 
     key: str
+    uri: str
+    """Of the folder with its files."""
     manifest: RemoteManifest
     files: Mapping[str, SourceFile]
 
@@ -178,7 +180,7 @@ class RemoteStore:
                     self.uri_of(key), f"{file.name} has {item.num_bytes:,} bytes instead of {file.bytes:,}", self.kind
                 )
             files[file.name] = SourceFile(file.name, file.bytes, version=item.etag)
-        return RemoteEntry(key, manifest, files)
+        return RemoteEntry(key, f"{self.uri_of(key)}/{manifest.content}", manifest, files)
 
     def intact(self, key: str) -> RemoteEntry | None:
         """As `find`, but a damaged entry is removed, also one with an object of which S3 states another checksum."""
