@@ -242,8 +242,8 @@ class _Writes:
             raise _Refused(refusal(Refused.FAILED, message=str(fault)), retry=fault) from fault
 
     async def _relabel(self, live: Object, desired: Object) -> None:
-        """Of a shared Job or record nothing else is repaired: its owners change by `Decision.changes`, its content
-        never."""
+        """Of a shared Job, record or claim nothing else is repaired: its owners change by `Decision.changes`, its
+        content never."""
         labels = labels_of(desired)
         if not labels.items() <= labels_of(live).items():
             await self.change(Change(live, {"metadata": {"labels": dict(labels)}}))
@@ -300,8 +300,8 @@ class _Writes:
 
 _REPLACEABLE = frozenset({"ControllerRevision", "ConfigMap"})
 """Kinds with immutable content that pods survive the loss of: one with other content is deleted and created."""
-_CREATED_ONCE = frozenset({"Job", "ConfigMap"})
-"""Shared kinds that are never applied again."""
+_CREATED_ONCE = frozenset({"Job", "ConfigMap", "PersistentVolumeClaim"})
+"""Shared kinds that are never applied again. Others write into a claim: the volume, and people enlarge it."""
 _IMMUTABLE = "field is immutable"
 """In the answer of the API server."""
 

@@ -610,6 +610,7 @@ async def test_the_claim_of_the_chart_is_made_once_and_outlives_the_models(
         await eventually(lambda: namespace.condition("UpToDate")[0] == "True", 20, about=namespace.model)
         (pod,) = (job["spec"]["template"]["spec"] for job in namespace.list(jobs) if "fetch" in str(job["metadata"]))
         assert {"name": "weights", "persistentVolumeClaim": {"claimName": name}} in pod["volumes"]
+        namespace.patch(claims, name, {"spec": {"volumeName": "volume-1"}})  # as its binding does
         namespace.patch(claims, name, {"metadata": {"labels": {"app.kubernetes.io/component": "mine"}}})
         namespace.wake()
         namespace.delete(NEURON_MODELS, "chat")
