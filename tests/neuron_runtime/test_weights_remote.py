@@ -24,6 +24,7 @@ from neuron_runtime import record
 from neuron_runtime.__main__ import main
 from neuron_runtime.config import ModelSource
 from neuron_runtime.errors import ExitCode, FatalError, InvalidConfig
+from neuron_runtime.offline.llm import LLM
 from neuron_runtime.weights.fetching import Fetched, Supplied, fetch, materialize, supply
 from neuron_runtime.weights.remote import RemoteFile, RemoteManifest, RemoteStore
 from neuron_runtime.weights.store import DAY_SECONDS, MANIFEST, Damaged, Entry, Store, StoredFile
@@ -467,6 +468,10 @@ class TestRefusals:
     def test_only_an_address_in_s3_is_a_store(self, uri: str) -> None:
         with pytest.raises(InvalidConfig, match=r"^--weights-store"):
             RemoteStore(uri)
+
+    def test_the_offline_class_names_its_argument(self, server: S3Server) -> None:
+        with pytest.raises(InvalidConfig, match="weights_store"):
+            LLM(MODEL, weights_store="nowhere")
 
     def test_a_model_that_is_read_in_place_is_not_stored(self, remote: RemoteStore, tmp_path: Path) -> None:
         with pytest.raises(InvalidConfig, match="is read in place"):

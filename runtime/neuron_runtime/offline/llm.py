@@ -83,7 +83,7 @@ class LLM:
         **arguments: Any,
     ) -> None:
         config = llm_config(model, arguments, device=device, revision=revision, additional_config=additional_config)
-        with naming(LLM_NAMES):
+        with naming(LLM_NAMES | {"--weights-store": "weights_store"}):
             check_backend(config)
             from neuron_runtime.artifacts.loading import Places, load_backend  # noqa: PLC0415
             from neuron_runtime.weights.fetching import materialize  # noqa: PLC0415  (brings a hub client)
