@@ -21,7 +21,7 @@ from neuron_operator.render import serving
 from neuron_operator.render.cleaning import cleaners
 from neuron_operator.render.jobs import with_owners
 from neuron_operator.render.replicas import replicas
-from neuron_operator.render.storage import own_claims
+from neuron_operator.render.storage import check_source, own_claims
 from neuron_operator.revision import Revision
 from neuron_operator.sharing import upkeep
 from neuron_operator.steps import STEPS, Known, Step, refusal_of, using, walk
@@ -96,6 +96,7 @@ def _is_waiting(finding: Finding) -> bool:
 def _set_course(world: World, observed: Observed, settings: Settings, steps: Sequence[Step]) -> Course:
     try:
         model = manifest.parse(world.body)
+        check_source(model, settings)
     except InvalidSpec as error:
         return Course((refusal_of(error),), served=observed.serving())
     wanted = revision.wanted(model, observed.revisions)

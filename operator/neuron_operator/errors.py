@@ -3,6 +3,7 @@
 OperatorError
 ├── InvalidSpec          the user: condition Accepted with the field; no retry until an edit
 │   ├── FieldNotSupported    the same, with the cure
+│   ├── NotEnabled           the same, with the chart value
 │   ├── StorageNotConfigured the same, or an administrator, with the chart value
 │   └── Refusals             several of them
 ├── Unplaceable          the user: condition Placed with the numbers
@@ -52,6 +53,15 @@ class StorageNotConfigured(InvalidSpec):
     def __init__(self) -> None:
         cure = "set it, or the chart value storage.artifacts, for example storage.artifacts.pvcTemplate.size=10Gi"
         super().__init__("spec.storage.artifacts", f"a compiled model needs a place for its artifact; {cure}")
+
+
+class NotEnabled(InvalidSpec):
+    """The manifest sets a value that this installation does not allow; `cure` names the chart value."""
+
+    reason = Reason.FIELD_NOT_SUPPORTED
+
+    def __init__(self, field: str, value: str, cure: str) -> None:
+        super().__init__(field, f"{value} is not enabled in this installation; {cure}")
 
 
 class Refusals(InvalidSpec):

@@ -16,11 +16,10 @@ NAME_PATTERN = r"^[a-z]([-a-z0-9]*[a-z0-9])?$"
 
 @dataclass(frozen=True)
 class UriScheme:
-    """A form of model URI; `supported` by this version or declared for later ones."""
+    """A form of model URI."""
 
     form: str
     pattern: str
-    supported: bool = False
 
 
 _LABEL = "[a-z0-9]([-a-z0-9]*[a-z0-9])?"
@@ -34,12 +33,14 @@ URI_SCHEMES = {
         "hf://org/name[@revision]",
         r"^hf://[A-Za-z0-9][A-Za-z0-9._-]{0,95}/[A-Za-z0-9][A-Za-z0-9._-]{0,95}"
         r"(@[A-Za-z0-9][A-Za-z0-9._/-]{0,127})?$",
-        supported=True,
     ),
-    "s3": UriScheme("s3://bucket/prefix", _IN_S3, supported=True),
-    "pvc": UriScheme("pvc://claim/path", rf"^pvc://{_SUBDOMAIN}(/{_SEGMENT})*/?$", supported=True),
-    "oci": UriScheme("oci://image[@digest][#path]", r"^oci://[^\s#]+(#[^\s#]+)?$"),
-    "file": UriScheme("file:///path", r"^file:///[^\s]+$", supported=True),
+    "s3": UriScheme("s3://bucket/prefix", _IN_S3),
+    "pvc": UriScheme("pvc://claim/path", rf"^pvc://{_SUBDOMAIN}(/{_SEGMENT})*/?$"),
+    "oci": UriScheme(
+        "oci://image[@digest][#path]",
+        rf"^oci://[A-Za-z0-9][A-Za-z0-9_.:/@-]*(#/?{_SEGMENT}(/{_SEGMENT})*/?)?$",
+    ),
+    "file": UriScheme("file:///path", r"^file:///[^\s]+$"),
 }
 URI_FORMS = [scheme.form for scheme in URI_SCHEMES.values()]
 RELATIVE_FILE = "file:./"

@@ -12,7 +12,6 @@ from msgspec import UNSET, Meta, field
 from neuron_operator import names
 from neuron_operator.field_types import (
     SWITCH_WORDS,
-    URI_SCHEMES,
     WITHOUT_OUR_PREFIX,
     AutoToggle,
     Buckets,
@@ -79,14 +78,10 @@ class ModelSource(SpecPart, frozen=True):
         "commit when the model is resolved. `file:///path`: a folder in the runtime image. `file:./path`, relative to "
         "the manifest, works with `neuron-operator local` only. `s3://bucket/prefix`: a folder of a bucket. "
         "`pvc://claim/path`: a folder of a PersistentVolumeClaim in the same namespace, read in place. "
-        "`oci://image[@digest][#path]` is not supported yet. Path segments `..` are refused. See "
+        "`oci://image[@digest][#path]`: a folder of an image, which the kubelet mounts, if the chart's "
+        "`storage.imageVolumes` allows it. Path segments `..` are refused. See "
         "[where models come from](storage.md#where-models-come-from).",
         ConfigKey("model.uri", compiled=True),
-        Supported(
-            f"use {' or '.join(scheme.form for scheme in URI_SCHEMES.values() if scheme.supported)}",
-            values=tuple(f"{name}://" for name, scheme in URI_SCHEMES.items() if scheme.supported),
-            of=lambda spec: f"{spec.uri_scheme}://",
-        ),
     ]
     served_names: Annotated[
         tuple[ServedName, ...],

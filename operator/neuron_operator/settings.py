@@ -132,7 +132,8 @@ SETTINGS = (
         _storage,
         "{}",
         "JSON: weights and artifacts, each one of emptyDir (weights only), pvcTemplate, persistentVolumeClaim and "
-        'objectStore, and keepDays, e.g. {"weights": {"pvcTemplate": {"storageClassName": "efs", "size": "1Ti"}}}',
+        "objectStore; imageVolumes; keepDays, e.g. "
+        '{"weights": {"pvcTemplate": {"storageClassName": "efs", "size": "1Ti"}}}',
     ),
     _Setting(
         "device_mode",

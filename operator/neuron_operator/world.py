@@ -231,6 +231,8 @@ class StorageSettings(Struct, frozen=True, forbid_unknown_fields=True, rename="c
 
     weights: Place = Place()
     artifacts: Place = Place()
+    image_volumes: bool = False
+    """Whether the cluster can mount images, for oci:// models."""
     keep_days: Annotated[int, Meta(ge=0, le=36_500)] = 30
     """Days for which a claim keeps what no model of its namespace needs; 0: for ever."""
 

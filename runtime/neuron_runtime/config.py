@@ -49,8 +49,8 @@ class Document(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
 class ModelSource(Document, frozen=True, kw_only=True):
     uri: Annotated[
         str,
-        "Model to serve: `hf://org/name[@revision]`, `s3://bucket/prefix`, `pvc://claim/path` or "
-        "`file:///absolute/path`",
+        "Model to serve: `hf://org/name[@revision]`, `s3://bucket/prefix`, `pvc://claim/path`, "
+        "`oci://image[@digest][#path]` or `file:///absolute/path`",
         COMPILED,
     ]
     digest: Annotated[

@@ -1,6 +1,6 @@
 """Known features that are not built yet: a table of names with their neutral values and cures, and `refuse`.
 
-Called by the parsers of request bodies, messages, `SamplingParams`, arguments of `LLM`, flags and model URIs. Names
+Called by the parsers of request bodies, messages, `SamplingParams`, arguments of `LLM` and flags. Names
 that are not in the table are left to the caller.
 """
 
@@ -34,8 +34,6 @@ class Surface(Flag):
     """Fields of a chat message."""
     ROLE = auto()
     """Roles of chat messages."""
-    SCHEME = auto()
-    """Schemes of model URIs."""
     GENERATION_CONFIG = auto()
     """Settings in a model's generation_config.json, which are reported instead of refused."""
 
@@ -120,7 +118,6 @@ ROWS = (
     Row("num_beams", Surface.GENERATION_CONFIG, (1,)),
     Row("num_scheduler_steps", _LLM, (1,)),
     Row("num_speculative_tokens", _LLM),
-    Row("oci", Surface.SCHEME, cure="copy the model to a volume and use pvc://claim/path"),
     Row("override_generation_config", _LLM, ({},)),
     Row("parallel_tool_calls", _BODY, (True, False)),
     Row("pipeline_parallel_size", _LLM, (1,)),
@@ -198,7 +195,6 @@ _SUBJECTS = {
     Surface.LLM: "{value!r}",
     Surface.FLAG: "{value!r}",
     Surface.ROLE: "`{at}`: the role `{name}`",
-    Surface.SCHEME: "the scheme {name}: of {value!r}",
 }
 
 
@@ -234,6 +230,6 @@ def refuse(
 
 
 def _error(where: Surface, at: str, message: str) -> ServingError:
-    if where in Surface.LLM | Surface.FLAG | Surface.SCHEME:
+    if where in Surface.LLM | Surface.FLAG:
         return InvalidConfig(at, message)
     return InvalidRequest(message, field=at)

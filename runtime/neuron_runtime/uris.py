@@ -13,7 +13,6 @@ from pathlib import Path
 from urllib.parse import unquote
 
 from neuron_runtime.errors import InvalidConfig
-from neuron_runtime.not_built import Surface, refuse
 
 
 @dataclass(frozen=True)
@@ -50,6 +49,17 @@ class ClaimModel:
 
 
 @dataclass(frozen=True)
+class ImageModel:
+    """`oci://image[@digest][#path]`: a folder in a mounted image."""
+
+    image: str
+    path: str
+
+    def __str__(self) -> str:
+        return f"oci://{self.image}" + (f"#{self.path}" if self.path else "")
+
+
+@dataclass(frozen=True)
 class FolderModel:
     """`file:///absolute/path`."""
 
@@ -59,14 +69,20 @@ class FolderModel:
         return f"file://{self.folder}"
 
 
-Model = HubModel | S3Model | ClaimModel | FolderModel
+ModelInPlace = ClaimModel | ImageModel | FolderModel
+"""Read where it lies."""
+Model = HubModel | S3Model | ModelInPlace
 
-FORMS = "hf://org/name[@revision], s3://bucket/prefix, pvc://claim/path or file:///absolute/path"
+FORMS = (
+    "hf://org/name[@revision], s3://bucket/prefix, pvc://claim/path, oci://image[@digest][#path] or "
+    "file:///absolute/path"
+)
 
 _REPOSITORY = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95}", re.ASCII)
 _REVISION = re.compile(r"[A-Za-z0-9][\w./-]{0,199}", re.ASCII)
 _BUCKET = re.compile(r"[a-z0-9][a-z0-9.-]{1,61}[a-z0-9]", re.ASCII)
 _CLAIM = re.compile(r"[a-z0-9]([a-z0-9.-]{0,251}[a-z0-9])?", re.ASCII)
+_IMAGE = re.compile(r"[A-Za-z0-9][\w.:/@-]{0,511}", re.ASCII)
 _PASSWORD = re.compile(r"//[^\s/@]*:[^\s/@]*@")
 _MAX_PATH_CHARACTERS = 900
 
@@ -84,7 +100,6 @@ def parse_uri(uri: str, field: str = "$.model.uri") -> Model:
     parse = _PARSERS.get(scheme)
     if parse is not None and (scheme == "file" or rest.startswith("//")):
         return parse(uri, rest.removeprefix("//"), field)
-    refuse(Surface.SCHEME, scheme, uri, at=field)
     raise InvalidConfig(field, f"unknown scheme {scheme}: in {uri!r}: use {FORMS}")
 
 
@@ -127,6 +142,16 @@ def _claim(uri: str, rest: str, field: str) -> ClaimModel:
     return ClaimModel(claim, path)
 
 
+def _image(uri: str, rest: str, field: str) -> ImageModel:
+    image, _, path = rest.partition("#")
+    path = path.strip("/")
+    if not _IMAGE.fullmatch(image) or ".." in image.split("/"):
+        raise InvalidConfig(field, f"{uri!r} names no image; write oci://image[@digest][#path]")
+    if not _is_path(path):
+        raise InvalidConfig(field, f"{uri!r} has no valid path in the image; write oci://image[@digest][#path]")
+    return ImageModel(image, path)
+
+
 def _folder(uri: str, rest: str, field: str) -> FolderModel:
     if not uri.startswith("file:///") or "\0" in rest:
         raise InvalidConfig(field, f"{uri!r} names no absolute path; write file:///absolute/path")
@@ -139,4 +164,10 @@ def _is_path(path: str) -> bool:
     return not path or (len(path) <= _MAX_PATH_CHARACTERS and path.isprintable() and not {"", ".", ".."} & set(parts))
 
 
-_PARSERS: dict[str, Callable[[str, str, str], Model]] = {"hf": _hub, "s3": _s3, "pvc": _claim, "file": _folder}
+_PARSERS: dict[str, Callable[[str, str, str], Model]] = {
+    "hf": _hub,
+    "s3": _s3,
+    "pvc": _claim,
+    "oci": _image,
+    "file": _folder,
+}

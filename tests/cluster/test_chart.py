@@ -53,6 +53,7 @@ EVERYTHING: dict[str, Any] = {
     "storage": {
         "weights": {"pvcTemplate": {"storageClassName": "efs", "size": "1Ti"}},
         "artifacts": {"objectStore": {"uri": "s3://bucket/artifacts"}},
+        "imageVolumes": True,
         "keepDays": 7,
     },
     "rbac": {"aggregateToDefaultRoles": False, "readJobLogs": False},

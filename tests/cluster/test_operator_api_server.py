@@ -96,6 +96,7 @@ async def test_a_manifest_creates_children_and_a_status(server: ApiServer, names
         **dict.fromkeys(BY_KIND, 1),
         "ConfigMap": 2,
         "CronJob": 0,
+        "PersistentVolumeClaim": 0,
     }
     assert namespace.condition("Accepted")[0] == "True"
     assert namespace.condition("Ready") == ("False", "Loading")

@@ -61,6 +61,7 @@ RIGHT: tuple[dict[str, Any], ...] = (
     },
     {"storage": {"weights": {"pvcTemplate": {"size": "1Ti"}}, "artifacts": {"pvcTemplate": {"size": 1073741824}}}},
     {"storage": {"weights": {"persistentVolumeClaim": {"claimName": "models.a", "subPath": "a/b"}}}},
+    {"storage": {"imageVolumes": True}},
     {"storage": {"keepDays": 90}},
 )
 

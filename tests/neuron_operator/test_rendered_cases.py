@@ -53,9 +53,8 @@ def test_every_pod_is_restricted_and_has_no_service_account_token(path: Path) ->
         assert spec["securityContext"]["runAsNonRoot"] is True
         assert spec["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
         assert not {"hostNetwork", "hostPID", "hostIPC"} & spec.keys()
-        assert all(
-            {"configMap", "emptyDir", "persistentVolumeClaim", "secret"} & volume.keys() for volume in spec["volumes"]
-        )
+        kinds = {"configMap", "emptyDir", "image", "persistentVolumeClaim", "secret"}
+        assert all(kinds & volume.keys() for volume in spec["volumes"])
         for container in spec["containers"]:
             assert container["securityContext"] == {
                 "allowPrivilegeEscalation": False,

@@ -75,7 +75,7 @@ def test_a_model_is_accepted_in_its_common_notations(tmp_path: Path, monkeypatch
         (["~nobody-here/m"], "MODEL ($.model.uri)", "no home directory"),
         (["a/m", "--generation-config", "~nobody-here"], "--generation-config ($.text.generationConfig)", "no home"),
         (["m"], "MODEL ($.model.uri)", "write hf://org/name"),
-        (["oci://image/m"], "MODEL ($.model.uri)", "not supported yet"),
+        (["oci://image/m#../x"], "MODEL ($.model.uri)", "no valid path in the image"),
     ],
 )
 def test_invalid_flags_are_named(arguments: list[str], field: str, says: str) -> None:
@@ -280,7 +280,7 @@ def test_a_command_that_cannot_start_reports_the_cause_in_one_line(
     ("changes", "says"),
     [
         ({"speed": 9}, "`speed`"),
-        ({"model": {"uri": "oci://image"}}, "$.model.uri: the scheme oci: of 'oci://image' is not supported"),
+        ({"model": {"uri": "oci://"}}, "$.model.uri: 'oci://' names no image; write oci://image[@digest][#path]"),
         ({"model": {"uri": "hf://name"}}, "$.model.uri: 'hf://name' names no repository"),
         ({"overrideNeuronConfig": {"tp": 2}}, "$.overrideNeuronConfig.tp: the torch backend has no such setting"),
     ],

@@ -88,7 +88,7 @@ def test_a_failed_fetch_has_the_named_exit_code_in_its_record(
     ("arguments", "words"),
     [
         (["fetch", "s4://x", "DIR"], "URI: unknown scheme s4:"),
-        (["fetch", "oci://image", "DIR"], "URI: the scheme oci: of 'oci://image' is not supported yet"),
+        (["fetch", "oci://a b", "DIR"], "URI: 'oci://a b' names no image"),
         (["weights", "ls", "/no/such/store"], "/no/such/store does not exist"),
         (["weights", "prune", "/", "--keep", "main"], "'main' is not a digest"),
     ],

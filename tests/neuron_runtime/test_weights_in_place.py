@@ -13,8 +13,8 @@ from helpers.tiny_model import write_tiny_model
 from neuron_runtime.config import ModelSource
 from neuron_runtime.errors import ExitCode, FatalError, InvalidConfig
 from neuron_runtime.inspection import inspect_model
-from neuron_runtime.uris import ClaimModel, FolderModel, HubModel, S3Model, parse_uri
-from neuron_runtime.weights.fetching import CLAIMS_DIR_VARIABLE, materialize
+from neuron_runtime.uris import ClaimModel, FolderModel, HubModel, ImageModel, S3Model, parse_uri
+from neuron_runtime.weights.fetching import CLAIMS_DIR_VARIABLE, IMAGE_DIR_VARIABLE, materialize
 
 
 def quiet(stage: str, share: float) -> None:
@@ -32,6 +32,11 @@ class TestUris:
             ("s3://my.bucket-1", S3Model("my.bucket-1", "")),
             ("pvc://claim/models/chat", ClaimModel("claim", "models/chat")),
             ("pvc://claim", ClaimModel("claim", "")),
+            (
+                "oci://registry.example:5000/org/model@sha256:00#/chat/",
+                ImageModel("registry.example:5000/org/model@sha256:00", "chat"),
+            ),
+            ("oci://model:1", ImageModel("model:1", "")),
             ("file:///models/demo", FolderModel(Path("/models/demo"))),
             ("file:///models/with%20blank", FolderModel(Path("/models/with blank"))),
         ],
@@ -39,19 +44,16 @@ class TestUris:
     def test_every_scheme_is_parsed(self, uri: str, model: object) -> None:
         assert parse_uri(uri) == model
 
-    def test_a_model_in_an_image_is_refused_with_the_cure(self) -> None:
-        with pytest.raises(InvalidConfig, match=r"not supported yet: copy the model to a volume and use pvc://"):
-            parse_uri("oci://image@sha256:00")
-
     @pytest.mark.parametrize(
         "uri",
         ["", "Qwen/Qwen3-8B", "/models/demo", "ftp://host/x", "hf://name", "hf://a/b/c", "hf://../x", "hf://a/b@",
          "hf://a/b@..", "hf:a/b", "file:./demo", "file://host/demo", "file://demo", "hf://a/b?x=1",
          "s3://", "s3:bucket/x", "s3://UPPER/x", "s3://b/x", "s3://bucket/../x", "s3://bucket/a//b", "s3://bucket/a?b",
-         "pvc://", "pvc:///path", "pvc://Claim/x", "pvc://claim/../x", "pvc://claim/a/./b", "pvc://claim/\0"],
+         "pvc://", "pvc:///path", "pvc://Claim/x", "pvc://claim/../x", "pvc://claim/a/./b", "pvc://claim/\0",
+         "oci://", "oci://#a", "oci://a b", "oci://a/../b", "oci://a#../b", "oci://a#b//c"],
     )  # fmt: skip
     def test_malformed_uris_are_refused_with_the_expected_form(self, uri: str) -> None:
-        with pytest.raises(InvalidConfig, match=r"^\$\.model\.uri: .*(hf://|file:///|s3://|pvc://)"):
+        with pytest.raises(InvalidConfig, match=r"^\$\.model\.uri: .*(hf://|file:///|s3://|pvc://|oci://)"):
             parse_uri(uri)
 
     @given(st.text())
@@ -113,6 +115,36 @@ class TestClaims:
         (claims / "shared/chat").symlink_to(outside)
         with pytest.raises(FatalError, match="leaves the volume") as caught:
             materialize(ModelSource(uri="pvc://shared/chat"), tmp_path, quiet)
+        assert caught.value.exit_code is ExitCode.INVALID_MODEL
+
+
+class TestImages:
+    def test_a_model_in_an_image_is_read_where_the_image_is_mounted(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setenv(IMAGE_DIR_VARIABLE, str(tmp_path / "image"))
+        folder = write_tiny_model(tmp_path / "image/models/chat")
+        (folder / "tokenizer.json").write_text("{}")
+        uri = "oci://registry.example/model@sha256:00#models/chat"
+        digest = inspect_model(uri).digest
+        assert materialize(ModelSource(uri=uri, digest=digest), tmp_path / "weights", quiet) == folder
+        with pytest.raises(FatalError, match="is pinned"):
+            materialize(ModelSource(uri=uri, digest="0000"), tmp_path / "weights", quiet)
+
+    def test_an_image_that_is_not_mounted_is_model_not_found(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setenv(IMAGE_DIR_VARIABLE, str(tmp_path / "image"))
+        with pytest.raises(FatalError, match=r"oci://m#x: the image is not mounted at .*/image") as caught:
+            materialize(ModelSource(uri="oci://m#x"), tmp_path, quiet)
+        assert caught.value.exit_code is ExitCode.MODEL_NOT_FOUND
+
+    def test_a_link_out_of_the_image_is_refused(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setenv(IMAGE_DIR_VARIABLE, str(tmp_path / "image"))
+        (tmp_path / "image").mkdir()
+        (tmp_path / "image/chat").symlink_to(write_tiny_model(tmp_path / "secret"))
+        with pytest.raises(FatalError, match="leaves the image") as caught:
+            materialize(ModelSource(uri="oci://m#chat"), tmp_path, quiet)
         assert caught.value.exit_code is ExitCode.INVALID_MODEL
 
 

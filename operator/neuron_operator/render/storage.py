@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 import msgspec
 
 from neuron_operator import names
+from neuron_operator.errors import NotEnabled
 from neuron_operator.fields import as_json
 from neuron_operator.model import NeuronModel
 from neuron_operator.render.objects import without_empty
@@ -72,8 +73,22 @@ def _resolved(kept: Kept, place: Place) -> Place:
     return Place(persistent_volume_claim=ClaimFolder(claim_name=kept.claim)) if place.pvc_template else place
 
 
+def check_source(model: NeuronModel, settings: Settings) -> None:
+    """Raises NotEnabled if pods of this installation cannot read the URI."""
+    if model.uri_scheme == "oci" and not settings.storage.image_volumes:
+        raise NotEnabled(
+            "spec.model.uri",
+            "a model in an image",
+            "copy it to a volume and use pvc://claim/path, or set the chart value storage.imageVolumes: true, if the "
+            "cluster can mount images (Kubernetes' feature ImageVolume)",
+        )
+
+
 def source(model: NeuronModel) -> Access:
     """To read the model where its URI says."""
+    if model.uri_scheme == "oci":
+        image = model.spec.model.uri.removeprefix("oci://").partition("#")[0]
+        return Access((Mount(names.MODEL_VOLUME, names.IMAGE_DIR, {"image": {"reference": image}}, read_only=True),))
     if model.uri_scheme == "pvc":
         claim = model.spec.model.uri.removeprefix("pvc://").partition("/")[0]
         return Access((_claim(names.MODEL_VOLUME, f"{names.CLAIMS_DIR}/{claim}", claim, read_only=True),))

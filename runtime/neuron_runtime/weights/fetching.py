@@ -28,7 +28,7 @@ from neuron_runtime.checkpoint import (
 )
 from neuron_runtime.config import ModelSource
 from neuron_runtime.errors import ExitCode, FatalError, InvalidConfig
-from neuron_runtime.uris import ClaimModel, FolderModel, HubModel, S3Model, parse_uri
+from neuron_runtime.uris import FolderModel, HubModel, ImageModel, ModelInPlace, S3Model, parse_uri
 from neuron_runtime.weights.disk import writing
 from neuron_runtime.weights.journal import Journal
 from neuron_runtime.weights.selection import is_part, is_plain, is_small, small_files, weight_files
@@ -42,6 +42,9 @@ if TYPE_CHECKING:
 CLAIMS_DIR_VARIABLE = "NEURON_SERVING_CLAIMS_DIR"
 DEFAULT_CLAIMS_DIR = Path("/mnt/claims")
 """The volume of `pvc://claim/path` is mounted at `claim` in this folder."""
+IMAGE_DIR_VARIABLE = "NEURON_SERVING_IMAGE_DIR"
+DEFAULT_IMAGE_DIR = Path("/mnt/images/model")
+"""The image of `oci://image` is mounted here."""
 
 FIRST_HEADER_BYTES = 200_000
 """Enough for the header of most safetensors files, so that one request suffices."""
@@ -121,7 +124,7 @@ def fetch(
         SourceUnreachable: the source or the other store does not respond.
     """
     model = parse_uri(uri)
-    if isinstance(model, FolderModel | ClaimModel):
+    if isinstance(model, ModelInPlace):
         return _in_place(uri, folder_of(model), digest, with_weights, check)
     suffix = "" if with_weights else "-text"
 
@@ -177,7 +180,7 @@ def supply(
     Nothing is read from the source if the remote store has the digest. A damaged entry is replaced.
     """
     model = parse_uri(uri)
-    if isinstance(model, FolderModel | ClaimModel):
+    if isinstance(model, ModelInPlace):
         raise InvalidConfig("URI", f"{uri} is read in place; only models of a hub or of S3 are copied to a store")
     source = source or open_source(model)
     tools = tools or Tools()
@@ -256,7 +259,7 @@ def outline(
     Raises: as `fetch`, except storage errors.
     """
     model = parse_uri(uri, "URI")
-    if isinstance(model, FolderModel | ClaimModel):
+    if isinstance(model, ModelInPlace):
         yield folder_of(model), None
         return
     source = source or open_source(model)
@@ -281,7 +284,7 @@ def described(
     Raises: as `outline`.
     """
     source = parse_uri(model.uri)
-    if isinstance(source, FolderModel | ClaimModel):
+    if isinstance(source, ModelInPlace):
         found = _in_place(model.uri, folder_of(source), model.digest, with_weights, no_check)
         yield found.folder, found.digest
         return
@@ -311,17 +314,22 @@ def open_source(model: HubModel | S3Model) -> Source:
     return S3Source(model)
 
 
-def folder_of(model: FolderModel | ClaimModel) -> Path:
-    """Where a model that is read in place lies. Raises FatalError if a claim is not mounted or the path leaves it."""
+def folder_of(model: ModelInPlace) -> Path:
+    """Where a model that is read in place lies. Raises FatalError if its volume is not there or the path leaves it."""
     if isinstance(model, FolderModel):
         return model.folder
-    root = Path(os.environ.get(CLAIMS_DIR_VARIABLE) or DEFAULT_CLAIMS_DIR) / model.claim
+    if isinstance(model, ImageModel):
+        what, variable = "image", IMAGE_DIR_VARIABLE
+        root = Path(os.environ.get(variable) or DEFAULT_IMAGE_DIR)
+    else:
+        what, variable = "volume", CLAIMS_DIR_VARIABLE
+        root = Path(os.environ.get(variable) or DEFAULT_CLAIMS_DIR) / model.claim
     if not root.is_dir():
-        message = f"{model}: the volume is not mounted at {root}; mount it there, or set {CLAIMS_DIR_VARIABLE}"
+        message = f"{model}: the {what} is not mounted at {root}; mount it there, or set {variable}"
         raise FatalError(ExitCode.MODEL_NOT_FOUND, message)
     folder = root / model.path
     if not folder.resolve().is_relative_to(root.resolve()):
-        raise FatalError(ExitCode.INVALID_MODEL, f"{model}: the path leaves the volume by a symbolic link")
+        raise FatalError(ExitCode.INVALID_MODEL, f"{model}: the path leaves the {what} by a symbolic link")
     return folder
 
 
