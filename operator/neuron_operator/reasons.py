@@ -59,8 +59,9 @@ class Row:
 
     @property
     def of_pods(self) -> Condition:
-        """The condition that is false if a serving pod ends for this reason: the last one before Available."""
-        return next((kind for kind in reversed(self.conditions) if kind != "Available"), "Available")
+        """The condition that is false if a serving pod ends for this reason: the last one before Compiled, if any."""
+        before = [kind for kind in self.conditions if kind not in ("Compiled", "Available")]
+        return (before or self.conditions[:1])[-1]
 
 
 class Reason(StrEnum):
@@ -234,9 +235,9 @@ class Reason(StrEnum):
     )
     WEIGHTS_UNAUTHORIZED = Row(
         "WeightsUnauthorized",
-        ("ModelResolved", "WeightsReady"),
+        ("ModelResolved", "WeightsReady", "Compiled"),
         "The hub or store refused the credentials, or the model is gated. As `WeightsReady`: a pod that fetches the "
-        "weights was refused",
+        "weights was refused; as `Compiled`: the Job that compiles, by the model's source or by the store of artifacts",
         "Accept the model's terms on its page; put a token or keys with read access into the Secret",
         exit_codes=(11,),
         final=True,
@@ -268,9 +269,10 @@ class Reason(StrEnum):
     )
     STORAGE_FULL = Row(
         "StorageFull",
-        ("WeightsReady", "Available"),
-        "The weights do not fit on the volume or the node's disk; the message has the bytes needed and free. As "
-        "`Available` alone: the kubelet evicted a pod because of its disk; the message quotes it",
+        ("WeightsReady", "Compiled", "Available"),
+        "The weights, or the compiled artifact (`Compiled`), do not fit on the volume or the node's disk; the message "
+        "has the bytes needed and free. As `Available` alone: the kubelet evicted a pod because of its disk; the "
+        "message quotes it",
         "Make the volume larger or delete what is not needed. Without a volume, use nodes with more ephemeral storage, "
         "or request `ephemeral-storage` in `podTemplate.spec.resources`; see "
         "[troubleshooting](troubleshooting.md#full-disk)",

@@ -313,6 +313,19 @@ def test_a_compiler_that_fails_is_quoted() -> None:
     assert decision.status["artifacts"] == [{"key": name_of(job), "state": "Failed"}]
 
 
+@pytest.mark.parametrize(
+    ("code", "reason"), [(15, "StorageFull"), (11, "WeightsUnauthorized"), (2, "InvalidEngineConfig")]
+)
+def test_what_a_job_lacks_to_compile_is_a_reason_of_compiled(code: int, reason: str) -> None:
+    world, _ = resolved()
+    (job,) = compile_jobs(world)
+    _, decision = after(world, job, ended(code, failure_record(code, reason, "7 of 9 bytes", "compile")))
+    found = condition(decision.status, "Compiled")
+    assert found["reason"] == reason
+    assert found["message"].startswith("7 of 9 bytes; the operator tries again")
+    assert condition(decision.status, "WeightsReady")["status"] == "True"
+
+
 def test_the_earlier_revision_serves_until_the_artifact_of_an_edit_is_there() -> None:
     world, before = compiled()
     edit = {**SPEC, "serving": {"dtype": "float32"}}
