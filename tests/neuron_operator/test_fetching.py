@@ -109,6 +109,15 @@ def test_a_store_is_filled_with_the_token_of_the_hub_and_read_without_it() -> No
     assert "HF_TOKEN" not in variables(container)
 
 
+def test_weights_in_the_pods_have_the_limit_of_the_manifest() -> None:
+    weights = {"emptyDir": {"sizeLimit": "20Gi"}}
+    _, decision = stepped(*resolved({"storage": {"weights": weights}}, settings(TEMPLATE)), settings(TEMPLATE))
+    pod, container = pod_of(find(decision.desired, "Deployment"))
+    assert {"name": "weights", "emptyDir": {"sizeLimit": "20Gi"}} in pod["volumes"]
+    assert container["command"][-2:] == ["--weights-dir", names.WEIGHTS_DIR]
+    assert "PersistentVolumeClaim" not in kinds(decision)
+
+
 @pytest.mark.parametrize("uri", ["file:///opt/models/demo", "pvc://models/demo"])
 def test_a_model_that_is_read_in_place_is_not_fetched(uri: str) -> None:
     _, decision = stepped(*settle(fresh(spec={**SPEC, "model": {"uri": uri}}), settings(TEMPLATE)), settings(TEMPLATE))

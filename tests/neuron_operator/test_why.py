@@ -133,6 +133,11 @@ Current thread 0x00007f2c40db3b80 (most recent call first):
             "node n1 refused pod chat-1: UnexpectedAdmissionError: Pod was rejected: Allocate failed",
         ),
         (
+            {**EVICTED, "message": 'Usage of EmptyDir volume "weights" exceeds the limit "1Mi". '},
+            "StorageFull",
+            'Usage of EmptyDir volume "weights" exceeds the limit "1Mi".; raise storage.weights.emptyDir.sizeLimit',
+        ),
+        (
             {
                 **EVICTED,
                 "message": "Pod ephemeral local storage usage exceeds the total limit of containers 1Mi. ",

@@ -65,8 +65,8 @@ def explain_failure(pod: PodView, observed: Observed, resources: str = "podTempl
     if reason in _SHUTDOWN:
         return unmet("Available", Reason.NODE_LOST, f"{text}{again}")
     if reason == EVICTED:
-        why, cure = _explain_eviction(message)
-        return unmet("Available", why, f"{text}; {cure} in {resources}{again}", needs)
+        why, cure = _explain_eviction(message, resources)
+        return unmet("Available", why, f"{text}; {cure}{again}", needs)
     if not pod.is_admitted:
         return unmet("Available", Reason.ALLOCATION_REJECTED, f"{text}{again}")
     if pod.container.ended is not None and not reason:
@@ -77,13 +77,15 @@ def explain_failure(pod: PodView, observed: Observed, resources: str = "podTempl
 _SHUTDOWN = ("NodeShutdown", "Terminated", "Shutdown")
 
 
-def _explain_eviction(message: str) -> tuple[Reason, str]:
-    """The reason, and a cure that a field of resources follows."""
+def _explain_eviction(message: str, resources: str) -> tuple[Reason, str]:
+    """The reason and the cure; `resources` is the field that sets the pod's."""
+    if f'EmptyDir volume "{names.WEIGHTS_VOLUME}" exceeds' in message:
+        return Reason.STORAGE_FULL, "raise storage.weights.emptyDir.sizeLimit"
     if re.search("ephemeral|EmptyDir|DiskPressure|inodes", message):
         if "exceed" in message:
-            return Reason.STORAGE_FULL, "raise the limit of ephemeral-storage"
-        return Reason.STORAGE_FULL, "use nodes with larger disks, or request ephemeral-storage"
-    return Reason.EVICTED, "request more memory"
+            return Reason.STORAGE_FULL, f"raise the limit of ephemeral-storage in {resources}"
+        return Reason.STORAGE_FULL, f"use nodes with larger disks, or request ephemeral-storage in {resources}"
+    return Reason.EVICTED, f"request more memory in {resources}"
 
 
 def _explain_end(pod: PodView, end: Termination, observed: Observed) -> Finding:
