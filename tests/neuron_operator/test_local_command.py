@@ -7,6 +7,7 @@ import contextlib
 import fcntl
 import io
 import json
+import re
 import signal
 import subprocess
 import sys
@@ -174,7 +175,7 @@ def test_a_model_is_compiled_once_and_the_cache_keeps_its_artifact(tmp_path: Pat
         first, second = (local(tmp_path, manifest, "--exit", "--port", str(port)) for _ in range(2))
     assert (first.returncode, second.returncode) == (0, 0), first.stdout + first.stderr
     assert "Compiled      False  Compiling: compiling the model" in first.stderr
-    assert "compiled in 0 s" in first.stderr
+    assert re.search(r"compiled in \d+ s", first.stderr)
     assert "nothing to compile" in second.stderr
     assert "Compiled      True   artifact" in second.stderr
 

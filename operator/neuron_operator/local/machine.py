@@ -24,7 +24,10 @@ Json = Mapping[str, Any]
 Key = tuple[str, str]
 
 _PASSIVE_KINDS = frozenset(
-    {"ConfigMap", "ControllerRevision", "NetworkPolicy", "PodDisruptionBudget", "Service", "ServiceAccount"}
+    {
+        *("ConfigMap", "ControllerRevision", "NetworkPolicy", "PersistentVolumeClaim", "PodDisruptionBudget"),
+        *("Service", "ServiceAccount"),
+    }
 )
 _FIRST_BACKOFF_SECONDS = 1.0
 _MAX_BACKOFF_SECONDS = 60.0
