@@ -17,7 +17,7 @@ AMOUNT_SECONDS = 10.0
 """Interval of progress lines in bytes, unless they are redrawn on a terminal. The rate is that of this time."""
 
 REDRAW_SECONDS = 1.0
-"""Interval on a terminal."""
+"""Interval on a terminal, and time until the first line everywhere: it says how many bytes there are."""
 
 CLEAR_LINE = "\r\x1b[K"
 
@@ -67,7 +67,7 @@ class AmountLine:
         self._title = title
         self._terminal = sys.stderr.isatty() if terminal is None else terminal
         self._clock = clock
-        self._shown = clock()
+        self._due = clock() + REDRAW_SECONDS
         self._recent: deque[tuple[float, int]] = deque()
 
     def __call__(self, done_bytes: int, total_bytes: int) -> None:
@@ -75,8 +75,8 @@ class AmountLine:
         self._recent.append((now, done_bytes))
         while now - self._recent[0][0] > AMOUNT_SECONDS:
             self._recent.popleft()
-        if now - self._shown >= (REDRAW_SECONDS if self._terminal else AMOUNT_SECONDS):
-            self._shown = now
+        if now >= self._due:
+            self._due = now + (REDRAW_SECONDS if self._terminal else AMOUNT_SECONDS)
             (redraw if self._terminal else say)(self._line(done_bytes, total_bytes))
 
     def _line(self, done_bytes: int, total_bytes: int) -> str:

@@ -48,11 +48,12 @@ def amounts(*calls: tuple[float, int], capsys: pytest.CaptureFixture[str], termi
     return capsys.readouterr().err
 
 
-def test_bytes_rate_and_time_left_are_printed_every_ten_seconds(capsys: pytest.CaptureFixture[str]) -> None:
+def test_bytes_rate_and_time_left_are_printed_soon_and_every_ten_seconds(capsys: pytest.CaptureFixture[str]) -> None:
     printed = amounts(*((float(at), 2 * at) for at in range(25)), capsys=capsys, terminal=False)
     assert printed == (
-        "neuron-runtime: model: 20.00 MiB of 100.00 MiB (20%), 2.00 MiB/s, 40 s left\n"
-        "neuron-runtime: model: 40.00 MiB of 100.00 MiB (40%), 2.00 MiB/s, 30 s left\n"
+        "neuron-runtime: model: 2.00 MiB of 100.00 MiB (2%), 2.00 MiB/s, 49 s left\n"
+        "neuron-runtime: model: 22.00 MiB of 100.00 MiB (22%), 2.00 MiB/s, 39 s left\n"
+        "neuron-runtime: model: 42.00 MiB of 100.00 MiB (42%), 2.00 MiB/s, 29 s left\n"
     )
 
 
