@@ -177,7 +177,9 @@ def test_a_compiler_that_is_killed_because_memory_ran_out_says_the_limit(tmp_pat
     assert artifact_store(tmp_path / "store").all_keys() == []
 
 
-def test_of_two_compilers_one_waits_and_takes_the_result(store: Store, seen: Path) -> None:
+def test_of_two_compilers_one_waits_and_takes_the_result(
+    store: Store, seen: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     found: list[tuple[Entry, bool]] = []
     others = [threading.Thread(target=lambda: found.append(make(odd("slow"), store, quiet))) for _ in range(2)]
     for other in others:
@@ -186,6 +188,8 @@ def test_of_two_compilers_one_waits_and_takes_the_result(store: Store, seen: Pat
         other.join()
     assert sorted(reused for _, reused in found) == [False, True]
     assert found[0][0] == found[1][0]
+    waiting = f"artifact {found[0][0].key}: waiting for another process that compiles it into this store"
+    assert waiting in capsys.readouterr().err
     assert len(seen.read_text().splitlines()) == 2
 
 

@@ -35,7 +35,16 @@ from neuron_runtime.engine.backends import compiling_package
 from neuron_runtime.errors import ExitCode, FatalError
 from neuron_runtime.host import memory_limit, num_oom_kills
 from neuron_runtime.weights.disk import make_folder, writing
-from neuron_runtime.weights.store import Damaged, Entry, Manifest, Store, StoredFile, names_below, read_entry
+from neuron_runtime.weights.store import (
+    Damaged,
+    Entry,
+    Manifest,
+    Store,
+    StoredFile,
+    WaitingLine,
+    names_below,
+    read_entry,
+)
 
 if TYPE_CHECKING:
     from neuron_runtime.weights.remote import RemoteStore
@@ -43,8 +52,6 @@ if TYPE_CHECKING:
 
 WATCH_SECONDS = 0.5
 """Interval of looks at a running compiler."""
-WAITING_SECONDS = 10.0
-"""Interval of lines about another process that compiles the same."""
 MAX_OUTPUT_BYTES = 4096
 MAX_TAIL_CHARACTERS = 600
 OUT_OF_MEMORY = ("Cannot allocate memory", "std::bad_alloc", "virtual memory exhausted")
@@ -148,7 +155,7 @@ def _stored(wanted: Wanted, store: Store, progress: ProgressCallback, remote: Re
 
 def _make(wanted: Wanted, store: Store, progress: ProgressCallback) -> tuple[Entry, bool]:
     store.prepare()
-    with store.lock(wanted.key, _WaitingLine(wanted.key)) as work:
+    with store.lock(wanted.key, WaitingLine(f"artifact {wanted.key}", "compiles it")) as work:
         try:
             if entry := find(store, wanted.cover, whole=True):
                 return entry, True
@@ -331,17 +338,3 @@ def _stored_file(folder: Path, name: str) -> StoredFile:
 def _sha256(path: Path) -> str:
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-class _WaitingLine:
-    """Says now and then that another process has the lock."""
-
-    def __init__(self, key: str) -> None:
-        self._key = key
-        self._said = -WAITING_SECONDS
-
-    def __call__(self) -> None:
-        now = time.monotonic()
-        if now - self._said >= WAITING_SECONDS:
-            self._said = now
-            say(f"artifact {self._key}: waiting for another process that compiles it into this store")

@@ -204,15 +204,15 @@ def check_manifest(manifest: Manifest, where: Path | str, kind: Kind) -> None:
 class WaitingLine:
     """Says now and then that another process has the lock of a key."""
 
-    def __init__(self, title: str) -> None:
-        self._title = title
+    def __init__(self, title: str, does: str = "fetches it") -> None:
+        self._line = f"{title}: waiting for another process that {does} into this store"
         self._said: float | None = None
 
     def __call__(self) -> None:
         now = time.monotonic()
         if self._said is None or now - self._said >= WAITING_SECONDS:
             self._said = now
-            say(f"{self._title}: waiting for another process that fetches it into this store")
+            say(self._line)
 
 
 @dataclass(frozen=True)
