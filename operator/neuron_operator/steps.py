@@ -242,8 +242,8 @@ def _finish_place(known: Known) -> tuple[Known, Finding]:
 
 def _fetch_jobs(known: Known) -> tuple[Object, ...]:
     pinned = known.pinned
-    place, digest = pinned.pinned.weights, pinned.pinned.facts.digest
-    return (fetch_job(known.model, known.settings, place, digest, pinned.image),) if place else ()
+    place, facts = pinned.pinned.weights, pinned.pinned.facts
+    return (fetch_job(known.model, known.settings, place, facts, pinned.image),) if place else ()
 
 
 def _learn_weights(known: Known, record: Record) -> Known | None:

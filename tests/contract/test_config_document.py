@@ -192,7 +192,7 @@ def test_the_runtime_parses_the_commands_that_fetch_and_read_stored_weights(plac
     model = parse(body({**SPEC, "model": {"uri": "hf://acme/tiny"}}))
     pinned = pin(model, KNOWN, using, 1)
     assert pinned.pinned.weights is not None
-    job = fetch_job(model, using, pinned.pinned.weights, KNOWN.digest, pinned.image)
+    job = fetch_job(model, using, pinned.pinned.weights, KNOWN, pinned.image)
     fetch = build_parser().parse_args(command_of(job["spec"]["template"]))
     store = PLACES[place].object_store
     assert (fetch.uri, fetch.digest) == ("hf://acme/tiny", KNOWN.digest)

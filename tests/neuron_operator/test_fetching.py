@@ -99,6 +99,7 @@ def test_a_store_is_filled_with_the_token_of_the_hub_and_read_without_it() -> No
     world, decision = resolved({"storage": STORE, **SECRET})
     _, job = pod_of(find(decision.desired, "Job"))
     assert job["command"][2:4] == ["hf://acme/tiny", "s3://bucket/weights"]
+    assert job["resources"]["requests"]["ephemeral-storage"] == "70Mi", "the weights are on the disk on their way"
     assert {"HF_TOKEN", "AWS_ACCESS_KEY_ID"} <= variables(job)
     _, decision = stepped(world, decision)
     _, container = pod_of(find(decision.desired, "Deployment"))

@@ -18,11 +18,11 @@ from neuron_operator.fields import as_json
 from neuron_operator.model import NeuronModel
 from neuron_operator.objects import items, owners_of, text
 from neuron_operator.reasons import FINAL_EXIT_CODES
-from neuron_operator.records import Record
+from neuron_operator.records import Facts, Record
 from neuron_operator.render import storage
 from neuron_operator.render.objects import shared
 from neuron_operator.render.pods import compile_image, runtime_image, step_pod_template
-from neuron_operator.render.resources import FETCH_REQUESTS, JOB_REQUESTS, Requests, compile_requests
+from neuron_operator.render.resources import JOB_REQUESTS, Requests, compile_requests, fetch_requests
 from neuron_operator.render.storage import Access, fetching, source
 from neuron_operator.render.volumes import Mount
 from neuron_operator.revision import Compiling, Pinned
@@ -86,12 +86,12 @@ def resolve_job(model: NeuronModel, settings: Settings) -> Object:
     return shared_job(model, settings, RESOLVE, command, source(model), image=runtime_image(model, settings))
 
 
-def fetch_job(model: NeuronModel, settings: Settings, weights: Place, digest: str, image: str) -> Object:
-    """Brings the weights of this digest to where all pods read them."""
+def fetch_job(model: NeuronModel, settings: Settings, weights: Place, facts: Facts, image: str) -> Object:
+    """Brings the weights of these facts to where all pods read them."""
     access = fetching(model, weights)
-    arguments = (model.spec.model.uri, *access.arguments, "--digest", digest, "--record", names.TERMINATION_LOG)
+    arguments = (model.spec.model.uri, *access.arguments, "--digest", facts.digest, "--record", names.TERMINATION_LOG)
     command = ["neuron-runtime", "fetch", *arguments]
-    return shared_job(model, settings, FETCH, command, access, image=image, requests=FETCH_REQUESTS)
+    return shared_job(model, settings, FETCH, command, access, image=image, requests=fetch_requests(weights, facts))
 
 
 def compile_jobs(model: NeuronModel, settings: Settings, pinned: Pinned) -> tuple[Object, ...]:

@@ -14,7 +14,7 @@ from typing import Any
 from neuron_operator.model import NeuronModel
 from neuron_operator.records import Facts
 from neuron_operator.render.objects import without_empty
-from neuron_operator.world import Object
+from neuron_operator.world import Object, Place
 
 Requests = Mapping[str, str]
 
@@ -25,6 +25,8 @@ FETCH_REQUESTS: Requests = {"cpu": "500m", "memory": "256Mi"}
 """`fetch` holds a few MB of each parallel read, and hashes what it reads."""
 
 MIB = 2**20
+SMALL_FILES_BYTES = 64 * MIB
+"""Of a model beside its weights: tokenizer and configuration."""
 PROCESS_BYTES = 64 * MIB
 """Of the supervisor, of each front end and of a simulated engine: 30 to 65 MiB measured."""
 TORCH_BYTES = 512 * MIB
@@ -41,6 +43,13 @@ MILLICORES_PER_PROCESS = 100
 READ_BYTES_PER_CORE = 8 * 10**9
 """What one core reads from memory in a second. The torch backend reads all weights for each token."""
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+
+
+def fetch_requests(weights: Place, facts: Facts) -> Requests:
+    """What the Job that fetches weights needs: on the way to an object store, they are on its node's disk."""
+    if weights.object_store is None:
+        return FETCH_REQUESTS
+    return {**FETCH_REQUESTS, "ephemeral-storage": f"{_up(facts.weights_bytes + SMALL_FILES_BYTES, MIB) // MIB}Mi"}
 
 
 def serving_requests(model: NeuronModel, facts: Facts) -> Requests:
