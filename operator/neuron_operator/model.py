@@ -325,7 +325,7 @@ class Engine(SpecPart, frozen=True):
         "Environment variables of the serving pods, with unique names; exactly one of `value` and `valueFrom`, "
         "and of `secretKeyRef` and `configMapKeyRef`. Names that begin with "
         f"`{names.RESERVED_ENV_PREFIX}` and {', '.join(f'`{name}`' for name in sorted(names.RESERVED_ENV))} are "
-        "refused. The resolve Job does not get these variables: set mirrors and proxies in the chart's `jobs.env`.",
+        "refused. Jobs do not get these variables: set mirrors and proxies in the chart's `jobs.env`.",
         unique(by="name"),
     ] = ()
     image: Annotated[
@@ -544,7 +544,8 @@ class PodSpec(SpecPart, frozen=True):
 
 
 class PodTemplate(SpecPart, frozen=True):
-    """Overlay for the serving pods; Jobs use only its imagePullSecrets and serviceAccountName."""
+    """Overlay for the serving pods; Jobs use only its imagePullSecrets and serviceAccountName, and with a claim its
+    fsGroup."""
 
     metadata: PodMetadata = field(default_factory=PodMetadata)
     spec: PodSpec = field(default_factory=PodSpec)
