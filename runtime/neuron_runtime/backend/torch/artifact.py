@@ -92,8 +92,10 @@ def _example(model: DecoderConfig, dtype: torch.dtype, rows: int, block_size: in
 def _free(inputs: StepInputs, block_size: int) -> tuple[Any, ...]:
     """The dimensions of each input that are free, in the form of `torch.export`."""
     several = {0: Dim("rows")} if len(inputs.token_ids) > 1 else {}
-    lines = several | ({1: Dim("lines_per_row")} if block_size else {})
-    columns = {} if block_size else {0: Dim("columns")}
     cache = {0: Dim("lines")} | ({} if block_size else {2: Dim("length")})
-    seen = (lines, columns, several, several)
-    return (*[several] * 4, *seen * len(inputs.seen), *[cache] * (2 * len(inputs.keys)))
+    seen: list[dict[int, Any]] = []
+    for number in range(len(inputs.seen)):  # each window sees its own number of positions
+        positions = {} if block_size else {0: Dim(f"columns_{number}")}
+        lines = several | ({1: Dim(f"lines_per_row_{number}")} if block_size else {})
+        seen += [lines, positions, several, several]
+    return (*[several] * 4, *seen, *[cache] * (2 * len(inputs.keys)))

@@ -61,7 +61,7 @@ def eager_because(decoder: Decoder) -> str | None:
 def load_library(path: Path) -> Any:
     """A compiled step without weights. Raises FatalError (ARTIFACT_MISSING) if it cannot be loaded here."""
     try:
-        return torch._C._aoti.AOTIModelContainerRunnerCpu(str(path), 1)
+        return torch._C._aoti.AOTIModelContainerRunnerCpu(str(path.absolute()), 1)
     except RuntimeError as error:
         reason = str(error).partition("\n")[0]
         raise FatalError(ExitCode.ARTIFACT_MISSING, f"{path}: cannot load the compiled step: {reason}") from error
