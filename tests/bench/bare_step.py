@@ -9,8 +9,10 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable
+from copy import copy
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Self
 
 import numpy as np
 import torch
@@ -19,6 +21,8 @@ from neuron_runtime.backend.torch.architecture import decoder_config
 from neuron_runtime.backend.torch.backend import TorchBackend
 from neuron_runtime.backend.torch.cache import KVCache, StepRows
 from neuron_runtime.backend.torch.choices import stored_dtype
+from neuron_runtime.backend.torch.compiled import CompiledDecoder
+from neuron_runtime.backend.torch.decoder import Decoder
 from neuron_runtime.backend.torch.loader import DTYPES, load_decoder
 from neuron_runtime.backend.torch.sampling import best
 from neuron_runtime.bench import offline
@@ -80,7 +84,7 @@ class BareDecoder:
         checkpoint = read_checkpoint(model_dir)
         model = decoder_config(checkpoint.config)
         dtype = DTYPES[stored_dtype(checkpoint)]
-        self._decoder = load_decoder(checkpoint, model, dtype, lambda stage, share: None)
+        self._decoder: Decoder | CompiledDecoder = load_decoder(checkpoint, model, dtype, lambda stage, share: None)
         self._cache = KVCache.empty(
             windows=model.windows,
             num_lines=limits.max_rows,
@@ -89,6 +93,13 @@ class BareDecoder:
             head_dim=model.head_dim,
             dtype=dtype,
         )
+
+    def compiled(self, artifact: Path) -> Self:
+        """The same weights and cache with compiled steps."""
+        assert isinstance(self._decoder, Decoder)
+        other = copy(self)
+        other._decoder = CompiledDecoder.load(self._decoder, artifact, blocks=False)
+        return other
 
     @torch.inference_mode()
     def decode(self, num_rows: int, start: int, num_steps: int) -> list[float]:

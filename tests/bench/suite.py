@@ -12,7 +12,7 @@ import re
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -34,7 +34,7 @@ from neuron_runtime.bench.report import (
     machine_line,
 )
 from neuron_runtime.console import say
-from neuron_runtime.errors import InvalidConfig, ServingError
+from neuron_runtime.errors import FatalError, InvalidConfig, ServingError
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -54,6 +54,8 @@ PREFILL_LEN = 512
 
 RAW_TARGETS = {1: 0.90, 8: 0.93, 16: 0.93, 32: 0.93}
 """Bounds of engine decode relative to bare steps, by number of sequences."""
+COMPILED_TARGETS = {1: 1.2, 8: 1.25, 32: 1.15}
+"""Bounds of compiled steps relative to eager ones, by number of rows."""
 HTTP_TARGET, HTTP_AIM = 0.90, 0.97
 HTTP_STREAMS = (8, 16, 32)
 LOADING_TARGET = 0.5
@@ -263,6 +265,53 @@ def engine_section(effort: Effort) -> Found:
     return Found(f"engine in process, {MODEL}", rows, data, draw)
 
 
+def compiled_section(effort: Effort) -> Found:
+    """Compiled decode steps compared with eager ones, and with memory bandwidth."""
+    from bench import compiled
+
+    title = f"compiled decode steps, {MODEL}"
+    reads: list[tuple[float, Load]] = []
+    points: dict[int, list[compiled.Point]] = {rows: [] for rows in COMPILED_TARGETS}
+    with _engine() as engine:
+        limits, step_bytes, model_dir = engine.backend.limits, _bytes_of_a_step(engine), engine.model_dir
+    try:
+        for _ in range(effort.num_iters):
+            reads.append(memory_read_rate())
+            turns = 8 * effort.num_turns
+            for rows, point in compiled.measure(
+                model_dir, limits, list(points), start=INPUT_LEN, num_turns=turns
+            ).items():
+                points[rows].append(point)
+    except FatalError as error:
+        return Found(title, (Row("compiled : eager", (None,), "ratio", None, str(error), None),), {})
+    found = [
+        Row(
+            f"compiled : eager step, {rows} row{'s' if rows > 1 else ''}",
+            (statistics.median(one.ratio for one in some),),
+            "ratio",
+            at_least(COMPILED_TARGETS[rows]),
+            f"{_milliseconds(one.eager_seconds for one in some)} to "
+            f"{_milliseconds(one.compiled_seconds for one in some)} ms",
+            Load.together([one.load for one in some]),
+        )
+        for rows, some in points.items()
+    ]
+    rate = max(rate for rate, _ in reads)
+    seconds = statistics.median(one.compiled_seconds for one in points[1])
+    bound = Row(
+        "compiled step of 1 row : bound of memory",
+        (step_bytes / rate / seconds,),
+        "ratio",
+        note=f"{step_bytes / 1e6:.0f} MB of weights a step, {rate / 1e9:.1f} GB/s",
+        load=Load.together([load for _, load in reads]),
+    )
+    return Found(title, (*found, bound), {str(rows): [one.ratio for one in some] for rows, some in points.items()})
+
+
+def _milliseconds(seconds: Iterable[float]) -> str:
+    return f"{1000 * statistics.median(seconds):.1f}"
+
+
 def http_section(effort: Effort) -> Found:
     """The server compared with the same engine in process, in turns; clients and server share the machine."""
     from neuron_runtime.bench.client import Server
@@ -445,6 +494,7 @@ SECTIONS: dict[str, Callable[[Effort], Found]] = {
     "host": host_section,
     "front-end": front_end_section,
     "engine": engine_section,
+    "compiled": compiled_section,
     "http": http_section,
     "prefix": prefix_section,
     "sampling": sampling_section,
