@@ -342,7 +342,7 @@ class ControlHandler(BaseHTTPRequestHandler):
     faults: FileFaults
 
     def do_GET(self) -> None:
-        for name, value in parse_qsl(urlsplit(self.path).query):
+        for name, value in parse_qsl(urlsplit(self.path).query, keep_blank_values=True):
             if name == "flipped":
                 file, _, position = value.partition(":")
                 self.faults.flipped = {file: int(position)} if position else {}

@@ -1,0 +1,417 @@
+"""Weights are fetched once for all models of a namespace, by a Job, before a pod holds a device: counted in the API
+server's audit log and in what a hub sent, through kills and faults. The claims are on storage that all nodes share."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import re
+import shutil
+import uuid
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+
+from cluster.rig.commands import CommandFailed
+from cluster.rig.faults import frozen, kill_containers
+from cluster.rig.rig import Rig
+from cluster.rig.shared_storage import STORAGE_CLASS, Volume, shared_volume, storage_full
+from cluster.servers import MODEL_FILE, Hub, hub_in_pod, object_store_in_pod
+from cluster.stories import ANSWERS, OURS, ROOT, Images, Story, WatchEvent, install, load_images, model_of, uninstall
+from helpers.s3_server import ACCESS_KEY, SECRET_KEY
+from neuron_runtime.weights.transfer import TransferLimits
+
+pytestmark = [pytest.mark.cluster, pytest.mark.slow, pytest.mark.timeout(1800, func_only=True)]
+
+HUB_NODE, OPERATOR_NODE, JOBS_NODE = "n1", "n2", "n3"
+LARGE_BYTES = 384 * 2**20
+"""Added to a model of 6 MB: three times what a killed download may read again."""
+AGAIN_BYTES = TransferLimits().num_readers * TransferLimits().chunk_bytes
+WEIGHTS_CLAIM, ARTIFACTS_CLAIM = "neuron-serving-weights", "neuron-serving-artifacts"
+FETCH, COMPILE = "neuron-serving.dev/role=fetch", "neuron-serving.dev/role=compile"
+NEURON = {"accelerator": {"type": "Neuron", "devices": 1}}
+SMALL = {"podTemplate": {"spec": {"resources": {"requests": {"cpu": "100m", "memory": "256Mi"}}}}}
+TOKEN, WRONG_TOKEN = "hf_Aright0000000000000000000000000000", "hf_Wrong0000000000000000000000000000"
+
+QUESTION = "What is a NeuronModel?"
+DEMO_MODEL = [path for path in (ROOT / "examples" / "demo-model").glob("*.*") if path.name != "train.py"]
+
+UPLOAD = """
+import sys, boto3
+from pathlib import Path
+endpoint, key, secret = sys.argv[1:]
+keys = {"aws_access_key_id": key, "aws_secret_access_key": secret, "region_name": "us-east-1"}
+client = boto3.client("s3", endpoint_url=endpoint, **keys)
+for path in Path("/models/demo").glob("*.*"):
+    client.upload_file(str(path), "models", f"chat/{path.name}")
+"""
+
+ASK = """
+import json, sys, urllib.request
+url, model, question = sys.argv[1:]
+body = {"model": model, "messages": [{"role": "user", "content": question}], "temperature": 0}
+headers = {"Content-Type": "application/json"}
+request = urllib.request.Request(url + "/v1/chat/completions", json.dumps(body).encode(), headers)
+print(json.load(opened(request))["choices"][0]["message"]["content"], end="")
+"""
+
+
+@dataclass(frozen=True)
+class Installation:
+    rig: Rig
+    images: Images
+    hub: Hub
+
+
+@pytest.fixture(scope="module")
+def installation(rig: Rig) -> Iterator[Installation]:
+    """The operator, told to keep weights on a claim per namespace, and a hub. The node of the Jobs has neither."""
+    images = load_images(rig)
+    models = {"demo/large": LARGE_BYTES, "demo/small": 0, "demo/gated": 0}
+    gated = {"demo/gated": TOKEN}
+    with contextlib.ExitStack() as undo:
+        name = f"hub-{uuid.uuid4().hex[:8]}"
+        hub = undo.enter_context(hub_in_pod(rig, name, images.runtime, node=HUB_NODE, models=models, gated=gated))
+        template = {"storageClassName": STORAGE_CLASS, "size": "1Gi"}
+        values = {
+            "nodeSelector": {"kubernetes.io/hostname": OPERATOR_NODE},
+            "jobs": {
+                "env": [{"name": "HF_ENDPOINT", "value": hub.endpoint}],
+                "resources": {"requests": {"cpu": "100m"}},  # so that two compilers fit on their node
+            },
+            "storage": {"weights": {"pvcTemplate": template}, "artifacts": {"pvcTemplate": template}},
+        }
+        undo.callback(uninstall, rig)
+        install(rig, images, *(f"--set-json={key}={json.dumps(value)}" for key, value in values.items()))
+        yield Installation(rig, images, hub)
+
+
+@pytest.fixture
+def story(installation: Installation, namespace: str) -> Iterator[Story]:
+    story = Story(installation.rig, namespace)
+    yield story
+    print(json.dumps({name: round(seconds, 1) for name, seconds in story.seconds.items()}))
+
+
+def test_five_models_of_one_checkpoint_are_resolved_and_fetched_once(installation: Installation, story: Story) -> None:
+    """Also when the fetch and the operator are killed in the middle of it."""
+    hub, names = installation.hub, [f"chat-{number}" for number in range(5)]
+    sent, audit = hub.sent_bytes(), len(story.rig.audit_events())
+    hub.order(bytes_per_second=8e6)
+    with story.watching("pods") as pods, story.watching("configmaps") as records:
+        with story.stage("claim: not bound"):
+            for name in names:
+                story.apply(model_of(name, "hf://demo/large", **NEURON, **SMALL))
+            for name in names:
+                message = story.until_reason(name, "VolumeNotBound", "WeightsReady")["message"]
+                assert WEIGHTS_CLAIM in message
+        with shared_volume(story.rig, story.namespace, WEIGHTS_CLAIM) as volume:
+            with story.stage("fetch: killed after two thirds"):
+                story.until("two thirds", lambda: hub.sent_bytes() - sent > LARGE_BYTES * 2 / 3)
+                kill_containers(story.rig, story.namespace, FETCH)
+                story.kill_operator()
+                hub.order(bytes_per_second=0)
+            with story.stage("fetch: done, five ready"):
+                for name in names:
+                    story.until_ready(1, name)
+            jobs = story.created_jobs(audit)
+            assert sorted(job.partition("-")[0] for job in jobs) == ["nf", "nw"], jobs
+            assert hub.sent_bytes() - sent <= LARGE_BYTES * 1.02 + AGAIN_BYTES
+            assert _entries(volume) == [hub.commit("demo/large")]
+            _check_nothing_is_downloaded(story)
+            _check_order(pods(), records(), "nw-")
+            with story.stage("a second replica, an answer"):
+                sent = hub.sent_bytes()
+                story.kubectl("scale", "nm", names[0], "--replicas=2")
+                story.until_ready(2, names[0])
+                assert hub.sent_bytes() == sent
+            story.kubectl("delete", "nm", "--all")
+
+
+@pytest.mark.long
+def test_a_fault_of_a_fetch_has_a_reason_that_vanishes_with_it(installation: Installation, story: Story) -> None:
+    hub, rig = installation.hub, story.rig
+    with shared_volume(rig, story.namespace, WEIGHTS_CLAIM) as volume:
+        with story.stage("secret: wrong"):
+            story.apply(_token(WRONG_TOKEN))
+            gated = {"model": {"credentialsSecretRef": {"name": "hub-token"}}, "replicas": 0}
+            story.apply(model_of("gated", "hf://demo/gated", **gated))
+            story.until_reason("gated", "WeightsUnauthorized")
+        with story.stage("secret: right"):
+            story.apply(_token(TOKEN))
+            story.until_reason("gated", "ScaledToZero")
+        _remove_models(story, volume)
+        with story.stage("disk: full"), storage_full(rig, 2**20):
+            story.apply(model_of("small", "hf://demo/small", replicas=0))
+            message = story.until_reason("small", "StorageFull", "WeightsReady")["message"]
+            assert re.search(r"[0-9,]+ are free", message), message
+        with story.stage("disk: emptied"):
+            story.until_reason("small", "ScaledToZero")
+        _remove_models(story, volume)
+        with story.stage("checkpoint: corrupt"):
+            hub.order(flipped=f"{MODEL_FILE}:4000000")
+            story.apply(model_of("corrupt", "hf://demo/small", replicas=0))
+            message = story.until_reason("corrupt", "ChecksumMismatch", "WeightsReady")["message"]
+            assert MODEL_FILE in message, message
+            assert _entries(volume) == []
+        with story.stage("checkpoint: mended"):
+            hub.order(flipped="")
+            story.until_reason("corrupt", "ScaledToZero")
+            assert _entries(volume) == [hub.commit("demo/small")]
+
+
+def test_models_come_from_an_object_store_and_from_a_claim(installation: Installation, story: Story) -> None:
+    rig, claim = story.rig, "models"
+    story.apply(
+        {
+            "apiVersion": "v1",
+            "kind": "PersistentVolumeClaim",
+            "metadata": {"name": claim},
+            "spec": {
+                "accessModes": ["ReadWriteMany"],
+                "storageClassName": STORAGE_CLASS,
+                "resources": {"requests": {"storage": "1Gi"}},
+            },
+        }
+    )
+    with (
+        shared_volume(rig, story.namespace, WEIGHTS_CLAIM),
+        shared_volume(rig, story.namespace, claim) as volume,
+        object_store_in_pod(rig, f"s3-{uuid.uuid4().hex[:8]}", node=HUB_NODE, buckets=["models"]) as store,
+    ):
+        (volume.folder / "chat").mkdir()
+        for file in DEMO_MODEL:
+            shutil.copy(file, volume.folder / "chat")
+        story.run_client(installation.images.runtime, "upload", UPLOAD, store.endpoint, ACCESS_KEY, SECRET_KEY)
+        with story.stage("secret: wrong"):
+            story.apply(store.secret("keys", secret_key="wrong"))
+            story.apply(model_of("stored", "s3://models/chat", model={"credentialsSecretRef": {"name": "keys"}}))
+            story.apply(model_of("claimed", f"pvc://{claim}/chat"))
+            story.until_reason("stored", "WeightsUnauthorized")
+        with story.stage("secret: right"):
+            story.apply(store.secret("keys"))
+            for name in ("stored", "claimed"):
+                story.until_ready(1, name)
+        for name in ("stored", "claimed"):
+            url = f"http://{name}.{story.namespace}.svc.cluster.local:8000"
+            assert story.run_client(installation.images.runtime, "asks", ASK, url, name, QUESTION) == ANSWERS[QUESTION]
+
+
+@pytest.mark.long
+def test_an_object_store_keeps_weights_for_all_pods(installation: Installation, story: Story) -> None:
+    """The chart says a claim, the manifest an object store. It is unreachable at first."""
+    hub, rig = installation.hub, story.rig
+    kept = {
+        "model": {"credentialsSecretRef": {"name": "keys"}},
+        "storage": {"weights": {"objectStore": {"uri": "s3://weights/kept"}}},
+    }
+    with object_store_in_pod(rig, f"s3-{uuid.uuid4().hex[:8]}", node=HUB_NODE, buckets=["weights"]) as store:
+        story.apply(store.secret("keys"))
+        with story.stage("store: unreachable"), frozen(rig, store.pod(), "posix"):
+            story.apply(model_of("chat", "hf://demo/small", **kept))
+            story.until_reason("chat", "Fetching", "WeightsReady")
+            story.until("its address is named", lambda: store.endpoint in story.condition("chat", "Ready")["message"])
+        sent = hub.sent_bytes()
+        with story.stage("store: back"):
+            story.until_ready(1)
+        with story.stage("store: a second model finds it"):
+            story.apply(model_of("again", "hf://demo/small", **kept))
+            story.until_ready(1, "again")
+            assert hub.sent_bytes() - sent <= 2**23
+            assert len([*store.folder.rglob(MODEL_FILE)]) == 1
+        story.kubectl("delete", "nm", "--all")
+
+
+@pytest.mark.long
+def test_two_keys_are_compiled_once_each_for_five_models(installation: Installation, story: Story) -> None:
+    """Also when a compiler and the operator are killed in the middle of it."""
+    audit, lengths = len(story.rig.audit_events()), {f"chat-{number}": 256 + 256 * (number % 2) for number in range(5)}
+    with (
+        shared_volume(story.rig, story.namespace, WEIGHTS_CLAIM),
+        shared_volume(story.rig, story.namespace, ARTIFACTS_CLAIM) as volume,
+        story.watching("pods") as pods,
+        story.watching("configmaps") as records,
+    ):
+        with story.stage("compile: killed in the middle"):
+            for name, length in lengths.items():
+                story.apply(_compiled(name, length, compileSeconds=10, **NEURON))
+            for name in lengths:
+                story.until_reason(name, "Compiling", "Compiled")
+            story.until("two compilers", lambda: len(_running(story, COMPILE)) == 2)
+            kill_containers(story.rig, story.namespace, COMPILE)
+            story.kill_operator()
+        with story.stage("compile: done, five ready"):
+            for name in lengths:
+                story.until_ready(1, name)
+        jobs = set(story.created_jobs(audit))  # a killed compiler's Job is created again, under its name
+        assert sorted(job.partition("-")[0] for job in jobs) == ["na", "na", "nf", "nw"], jobs
+        assert len(_entries(volume)) == 2
+        _check_order(pods(), records(), "na-")
+        with story.stage("a second replica compiles nothing"):
+            audit = len(story.rig.audit_events())
+            story.kubectl("scale", "nm", "chat-0", "--replicas=2")
+            story.until_ready(2, "chat-0")
+            assert story.created_jobs(audit) == []
+        with story.stage("another length: the old pod serves until its artifact is there"):
+            (before,) = story.ready_pods("chat-1")
+            story.apply(_compiled("chat-1", 768, compileSeconds=3, **NEURON))
+            story.until_reason("chat-1", "Compiling", "UpToDate")
+            assert [pod["metadata"]["uid"] for pod in story.ready_pods("chat-1")] == [before["metadata"]["uid"]]
+            story.until("up to date", lambda: story.condition("chat-1", "UpToDate")["status"] == "True")
+            assert len(_entries(volume)) == 3
+        story.kubectl("delete", "nm", "--all")
+
+
+def test_a_fault_of_a_compiler_has_a_reason_that_vanishes_with_it(installation: Installation, story: Story) -> None:
+    with (
+        shared_volume(story.rig, story.namespace, WEIGHTS_CLAIM),
+        shared_volume(story.rig, story.namespace, ARTIFACTS_CLAIM) as volume,
+    ):
+        with story.stage("memory: killed by the kernel, then twice as much"):
+            audit = len(story.rig.audit_events())
+            story.apply(_compiled("larger", 256, compileSeconds=1, compileBytes=500 * 2**20))
+            story.until_ready(1, "larger")
+            assert len([job for job in story.created_jobs(audit) if job.startswith("na-")]) > 1
+        with story.stage("memory: not even four times as much"):
+            story.apply(_compiled("huge", 512, compileSeconds=1, compileBytes=2**31))
+            message = story.until_reason("huge", "CompileOutOfMemory", "Compiled")["message"]
+            assert re.search(r"limit is \d+[MG]i", message), message
+        with story.stage("memory: more of it"):
+            model = _compiled("huge", 512, compileSeconds=1, compileBytes=2**31)
+            model["spec"]["jobs"] = {"resources": {"limits": {"memory": "3Gi"}, "requests": {"memory": "1Gi"}}}
+            story.apply(model)
+            story.until_ready(1, "huge")
+        with story.stage("artifact: corrupt"):
+            (entry, *_) = _entries(volume)
+            for path in (volume.folder / entry).glob("*.json"):
+                path.write_bytes(path.read_bytes()[:-1] + b"x")
+            for pod in story.serving_pods("larger"):
+                story.kubectl("delete", "pod", pod["metadata"]["name"], "--wait=false")
+            story.until("compiled again", lambda: len(story.ready_pods("larger")) == 1)
+            story.until_ready(1, "larger")
+
+
+@pytest.mark.long
+def test_a_namespace_has_no_way_to_what_another_fetched(installation: Installation, story: Story) -> None:
+    """Tried with another namespace's user, claims, volumes and URIs."""
+    hub, rig = installation.hub, story.rig
+    theirs = Story(rig, f"test-{uuid.uuid4().hex[:8]}")
+    rig.create_namespace(theirs.namespace)
+    rig.kubectl("-n", theirs.namespace, "create", "rolebinding", "mallory", "--clusterrole=edit", "--user=mallory")
+    as_mallory = ("--as=mallory", "--as-group=system:authenticated")
+    digest = hub.commit("demo/small")
+    with (
+        shared_volume(rig, story.namespace, WEIGHTS_CLAIM) as volume,
+        shared_volume(rig, theirs.namespace, WEIGHTS_CLAIM) as other,
+    ):
+        story.apply(model_of("chat", "hf://demo/small", replicas=0))
+        story.until_reason("chat", "ScaledToZero")
+        before = _contents(volume)
+        assert len(before) > 3
+        for command in ("get nm", "get configmaps", "get jobs", "get pvc", "delete nm chat", "create configmap nf-x"):
+            with pytest.raises(CommandFailed, match="forbidden"):
+                story.kubectl(*command.split(), *as_mallory)
+        theirs.kubectl("get", "nm", *as_mallory)
+
+        for uri in ("pvc://../x", f"pvc://{WEIGHTS_CLAIM}/../{digest}", "file:///models/../etc", "hf://demo/..%2f"):
+            with pytest.raises(CommandFailed, match="Invalid value"):
+                theirs.kubectl("apply", *as_mallory, "-f", "-", stdin=json.dumps(model_of("hostile", uri)))
+        stolen = {
+            "apiVersion": "v1",
+            "kind": "PersistentVolumeClaim",
+            "metadata": {"name": "stolen"},
+            "spec": {
+                "accessModes": ["ReadWriteMany"],
+                "storageClassName": STORAGE_CLASS,
+                "volumeName": volume.name,
+                "resources": {"requests": {"storage": "1Gi"}},
+            },
+        }
+        theirs.kubectl("apply", *as_mallory, "-f", "-", stdin=json.dumps(stolen))
+        hostile = other.folder / "hostile"
+        hostile.symlink_to(volume.folder / digest)
+        (other.folder / "upwards").symlink_to(f"../../{story.namespace}/{WEIGHTS_CLAIM}/{digest}")
+        for name, uri in {
+            "digest": f"pvc://{WEIGHTS_CLAIM}/{digest}",
+            "absolute": f"pvc://{WEIGHTS_CLAIM}/hostile",
+            "relative": f"pvc://{WEIGHTS_CLAIM}/upwards",
+        }.items():
+            theirs.apply(model_of(name, uri, replicas=0))
+            theirs.until_reason(name, "ModelNotFound")
+        theirs.apply(model_of("waits", "pvc://stolen/", replicas=0))
+        theirs.until_reason("waits", "Resolving")
+        assert theirs.kubectl("get", "pvc", "stolen", "-o", "jsonpath={.status.phase}") == "Pending"
+
+        # The same model is fetched anew, and planted entries of its name do not help them.
+        theirs.apply(model_of("own", "hf://demo/small", replicas=0))
+        theirs.until_reason("own", "ScaledToZero")
+        assert (other.folder / digest / MODEL_FILE).is_file()
+        assert _contents(volume) == before
+    rig.kubectl("delete", "namespace", theirs.namespace, "--wait=false")
+
+
+def _contents(volume: Volume) -> dict[str, tuple[int, int]]:
+    """Inode and time of change of each file."""
+    files = (path for path in volume.folder.rglob("*") if path.is_file() and ".locks" not in path.parts)
+    return {str(path): (path.stat().st_ino, path.stat().st_ctime_ns) for path in files}
+
+
+def _remove_models(story: Story, volume: Volume) -> None:
+    """Also what they fetched, so that the next model has to fetch again."""
+    story.kubectl("delete", "nm", "--all")
+    story.until("the Jobs and records are gone", lambda: not story.items("jobs,configmaps", OURS))
+    for path in volume.folder.iterdir():
+        shutil.rmtree(path)
+
+
+def _token(token: str) -> dict[str, Any]:
+    return {"apiVersion": "v1", "kind": "Secret", "metadata": {"name": "hub-token"}, "stringData": {"HF_TOKEN": token}}
+
+
+def _compiled(name: str, length: int, *, accelerator: Any = None, **options: object) -> dict[str, Any]:
+    """A model that a simulated compiler compiles."""
+    engine = {"backend": "simulated", "compile": "Enabled", "overrideNeuronConfig": options}
+    more = {"accelerator": accelerator} if accelerator else {}
+    return model_of(name, "hf://demo/small", engine=engine, serving={"maxModelLength": length}, **more, **SMALL)
+
+
+def _requests_devices(pod: Any) -> bool:
+    return any("aws.amazon.com/neuron" in c["resources"].get("requests", {}) for c in pod["spec"]["containers"])
+
+
+def _running(story: Story, selector: str) -> list[Any]:
+    return [pod for pod in story.items("pods", selector) if pod["status"]["phase"] == "Running"]
+
+
+def _entries(volume: Volume) -> list[str]:
+    """The complete models of a store."""
+    return sorted(path.name for path in volume.folder.iterdir() if not path.name.startswith("."))
+
+
+def _check_nothing_is_downloaded(story: Story) -> None:
+    """Serving pods read the claim and have nothing that a download needs."""
+    for pod in story.items("pods", "neuron-serving.dev/role=leader"):
+        (container,) = pod["spec"]["containers"]
+        names = {variable["name"] for variable in container["env"]}
+        assert not names & {"HF_TOKEN", "HF_ENDPOINT", "AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"}
+        claims = {v["name"]: v["persistentVolumeClaim"] for v in pod["spec"]["volumes"] if "persistentVolumeClaim" in v}
+        assert [claim["claimName"] for claim in claims.values()] == [WEIGHTS_CLAIM]
+        assert [m["readOnly"] for m in container["volumeMounts"] if m["name"] in claims] == [True]
+
+
+def _check_order(pods: list[WatchEvent], config_maps: list[WatchEvent], kept: str) -> None:
+    """No pod that requests devices was created before the record of its model's Job was kept."""
+    made = {event.name: event.version for event in config_maps if event.type == "ADDED" and event.name.startswith(kept)}
+    owned = [
+        (owner["name"], made[event.name])
+        for event in config_maps
+        if event.name in made
+        for owner in event.object["metadata"]["ownerReferences"]
+    ]
+    holding = [event for event in pods if event.type == "ADDED" and _requests_devices(event.object)]
+    assert holding
+    for event in holding:
+        model = event.object["metadata"]["labels"]["neuron-serving.dev/model"]
+        assert min(version for name, version in owned if name == model) < event.version
