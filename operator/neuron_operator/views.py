@@ -100,8 +100,6 @@ class PodView:
     created: datetime | None
     role: str
     revision: str
-    job: str
-    """Name of the Job that owns it; empty: none."""
     node: str
     phase: str
     reason: str
@@ -272,11 +270,13 @@ def observe(world: World) -> Observed:
         if is_owned(child, model.uid) or is_orphan(child)
     )
     shared = tuple(ChildView(text(found, "kind"), name_of(found), found) for found in world.shared)
+    # By UID: pods of a deleted Job may outlive the creation of the next with its name.
+    names_of_jobs = {text(found.live, "metadata", "uid"): found.name for found in shared if found.kind == "Job"}
     job_pods: dict[str, tuple[Object, ...]] = {}
     for pod in world.pods:
-        if job := _job_of(pod):
-            job_pods[job] = (*job_pods.get(job, ()), pod)
-    pods = [_pod(pod) for pod in world.pods if not _job_of(pod)]
+        job = names_of_jobs.get(_job_of(pod) or "", "")
+        job_pods[job] = (*job_pods.get(job, ()), pod)
+    pods = [_pod(pod) for pod in world.pods if _job_of(pod) is None]
     return Observed(
         model=model,
         children=children,
@@ -335,7 +335,6 @@ def _pod(pod: Object) -> PodView:
         created=_created(pod),
         role=text(labels_of(pod), names.ROLE_LABEL),
         revision=text(labels_of(pod), names.REVISION_LABEL),
-        job=_job_of(pod),
         node=text(pod, "spec", "nodeName"),
         phase=text(pod, "status", "phase"),
         reason=text(pod, "status", "reason"),
@@ -428,9 +427,9 @@ def _keeper(config_map: Object) -> KeeperView:
     )
 
 
-def _job_of(pod: Object) -> str:
-    """Name of the Job that owns the pod; empty: none."""
-    return next((text(owner, "name") for owner in owners_of(pod) if owner.get("kind") == "Job"), "")
+def _job_of(pod: Object) -> str | None:
+    """UID of the Job that owns the pod; None: none does."""
+    return next((text(owner, "uid") for owner in owners_of(pod) if owner.get("kind") == "Job"), None)
 
 
 def _deployment(deployment: Object) -> DeploymentView:

@@ -98,8 +98,14 @@ def ended(code: int, message: str = "", reason: str = "Error") -> Object:
     return {"terminated": {"exitCode": code, "reason": "Completed" if code == 0 else reason, "message": message}}
 
 
+def uid_of_job(name: str) -> str:
+    """That `carried_out` gives the Job."""
+    return f"uid-{name}"
+
+
 def job_pod(job: Object, state: Object, name: str = "resolve-x", phase: str = "Failed", **fields: Any) -> Object:
     """A pod of a Job, with its only container in `state`."""
+    uid = job["metadata"].get("uid") or uid_of_job(job["metadata"]["name"])
     return {
         "apiVersion": "v1",
         "kind": "Pod",
@@ -107,7 +113,7 @@ def job_pod(job: Object, state: Object, name: str = "resolve-x", phase: str = "F
             "name": name,
             "creationTimestamp": "2026-03-01T11:59:00Z",
             "labels": job["spec"]["template"]["metadata"]["labels"],
-            "ownerReferences": [{"apiVersion": "batch/v1", "kind": "Job", "name": job["metadata"]["name"], "uid": "j"}],
+            "ownerReferences": [{"apiVersion": "batch/v1", "kind": "Job", "name": job["metadata"]["name"], "uid": uid}],
         },
         "status": {
             "phase": phase,
@@ -226,6 +232,8 @@ def carried_out(world: World, decision: Decision) -> World:
                 assert before["spec"]["selector"] == desired["spec"]["selector"], "a selector cannot change"
             is_applied = not is_shared(before) or desired["kind"] == "CronJob"
             desired = {**before, **wanted} if is_applied else before
+        elif desired["kind"] == "Job":
+            desired = {**wanted, "metadata": {**wanted["metadata"], "uid": uid_of_job(key[1])}}
         live[key] = desired
     for change in decision.changes:
         found = live[change.live["kind"], change.live["metadata"]["name"]]

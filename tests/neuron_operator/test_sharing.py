@@ -182,3 +182,20 @@ def test_the_pod_of_a_job_on_a_lost_node_is_deleted_for_the_kubelet(overdue: int
     pod = job_pod(find(decision.desired, "Job"), {"running": {}}, phase="Running")
     pod["metadata"]["deletionTimestamp"] = (NOW - timedelta(seconds=overdue)).isoformat()
     assert [name_of(gone) for gone in decide(replace(world, pods=(pod,)), SETTINGS).delete] == deleted
+
+
+def test_models_that_say_the_same_in_other_words_do_not_replace_each_others_running_job() -> None:
+    using = replace(SETTINGS, jobs=JobSettings(resources={"requests": {"memory": "1Gi"}}))
+    world, _ = settle(fresh(), using)
+    said = {**SPEC, "jobs": {"resources": {"requests": {"cpu": "100m", "memory": "128Mi"}}}}
+    _, other = settle(beside(world, spec=said), using)
+    assert other.delete == ()
+
+
+def test_a_pod_of_a_deleted_job_says_nothing_about_the_next_with_its_name() -> None:
+    world, decision = settle(fresh())
+    pod = resolved_pod(find(decision.desired, "Job"))
+    again = tuple({**job, "metadata": {**job["metadata"], "uid": "another"}} for job in world.shared)
+    waiting = decide(replace(world, shared=again, pods=(pod,)), SETTINGS)
+    assert condition(waiting.status, "ModelResolved")["message"] == "reading the model's configuration"
+    assert "ConfigMap" not in {made["kind"] for made in waiting.desired}

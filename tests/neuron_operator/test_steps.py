@@ -21,6 +21,7 @@ from helpers.operator_worlds import (
     job_pod,
     resolved_pod,
     settle,
+    uid_of_job,
 )
 from neuron_operator import names
 from neuron_operator.decide import decide
@@ -66,7 +67,7 @@ def fetching_world() -> tuple[World, Decision]:
 
 def with_pod(world: World, state: Object, **fields: Any) -> World:
     pod = job_pod(find(world.shared, "Job"), state, "fetch-x", **fields)
-    owner = [{"kind": "Job", "name": JOB_NAME}]
+    owner = [{"kind": "Job", "name": JOB_NAME, "uid": uid_of_job(JOB_NAME)}]
     return replace(world, pods=(*world.pods, {**pod, "metadata": {**pod["metadata"], "ownerReferences": owner}}))
 
 

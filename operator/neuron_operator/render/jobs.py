@@ -187,7 +187,9 @@ def shared_job(
         "podFailurePolicy": {"rules": _rules(kind.final_exit_codes)},
         "template": template(settings, {"nodeAffinity": kind.node_affinity}),
     }
-    name = names.shared_name(kind.prefix, template(Settings(runtime_image=image), {}))
+    # What a manifest says in the words of the default still wins over the installation.
+    own_resources = as_json(model.spec.jobs.resources)
+    name = names.shared_name(kind.prefix, [template(Settings(runtime_image=image), {}), own_resources])
     job = shared(model, "batch/v1", "Job", name, component=kind.role, labels={names.ROLE_LABEL: kind.role})
     annotations = {names.RENDERED_ANNOTATION: names.digest(rendered)}
     return {**job, "metadata": {**job["metadata"], "annotations": annotations}, "spec": rendered}
