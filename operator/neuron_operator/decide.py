@@ -103,7 +103,7 @@ def _set_course(world: World, observed: Observed, settings: Settings, steps: Seq
     facts = wanted.pinned.facts if wanted else revision.known_facts(model, settings, observed.revisions)
     known = Known(model, settings, revision.next_number(observed.revisions), facts, wanted)
     done = walk(steps, known, observed)
-    pinned = done.known.revision and using(done.known.revision, done)
+    pinned = done.known.revision and using(done.known.revision, done, observed)
     served = pinned if done.is_complete else observed.serving(besides=pinned)
     allowed = breaker.steer(observed, served, model.spec.replicas) if served else None
     cleaning = _cleaning(model, settings, observed, pinned)

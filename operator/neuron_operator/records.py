@@ -6,10 +6,16 @@ log, or empty. The fields mirror `neuron_runtime.record`.
 
 from __future__ import annotations
 
+from typing import Annotated
+
 import msgspec
-from msgspec import Struct
+from msgspec import Meta, Struct
 
 VERSION = 1
+
+Count = Annotated[int, Meta(ge=0, le=2**53)]
+"""The status and quantities of pods can hold it; so can every JSON parser."""
+Seconds = Annotated[float, Meta(ge=0, le=1e9)]
 
 
 class Facts(Struct, frozen=True, kw_only=True, rename="camel"):
@@ -17,16 +23,16 @@ class Facts(Struct, frozen=True, kw_only=True, rename="camel"):
 
     architecture: str
     model_type: str
-    parameters: int
-    weights_bytes: int
+    parameters: Count
+    weights_bytes: Count
     dtype: str
-    num_layers: int
-    hidden_size: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    vocabulary_size: int
-    max_position_embeddings: int
+    num_layers: Count
+    hidden_size: Count
+    num_heads: Count
+    num_kv_heads: Count
+    head_dim: Count
+    vocabulary_size: Count
+    max_position_embeddings: Count
     digest: str
 
 
@@ -34,18 +40,18 @@ class StoredWeights(Struct, frozen=True, kw_only=True, rename="camel"):
     """What `fetch` reports about a model in a store."""
 
     digest: str
-    bytes: int
-    read_bytes: int
+    bytes: Count
+    read_bytes: Count
 
 
 class StoredArtifact(Struct, frozen=True, kw_only=True, rename="camel"):
     """What `compile` reports about an artifact in a store."""
 
     key: str
-    bytes: int
-    seconds: float
+    bytes: Count
+    seconds: Seconds
     reused: bool
-    peak_bytes: int
+    peak_bytes: Count
 
 
 class Record(Struct, frozen=True, kw_only=True, rename="camel"):

@@ -133,10 +133,11 @@ def walk(steps: Sequence[Step], known: Known, observed: Observed) -> Walk:
     return replace(so_far, is_complete=True)
 
 
-def using(revision: Revision, done: Walk) -> Revision:
-    """The revision, with the Jobs whose results it needs."""
+def using(revision: Revision, done: Walk, observed: Observed) -> Revision:
+    """The revision, with the Jobs whose results it needs. While a step is repeated, the results of later ones stay."""
     awaited = {name_of(obj) for obj in (*done.desired, *done.stale)}
-    return msgspec.structs.replace(revision, shared=tuple(sorted(done.used | awaited)))
+    later = () if done.is_complete else observed.keepers.keys() & revision.shared
+    return msgspec.structs.replace(revision, shared=tuple(sorted(done.used.union(awaited, later))))
 
 
 def _kept(task: Task, jobs: Iterable[Object], known: Known, observed: Observed) -> tuple[frozenset[str], Known | None]:

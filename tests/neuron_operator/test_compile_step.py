@@ -11,10 +11,12 @@ import pytest
 from kubernetes.utils.quantity import parse_quantity
 
 from helpers.operator_worlds import (
+    COMPILED,
     FACTS,
     NOW,
     SETTINGS,
     body,
+    carried_out,
     condition,
     ended,
     failure_record,
@@ -25,6 +27,7 @@ from helpers.operator_worlds import (
     resolved_pod,
     serving_pod,
     settle,
+    stepped,
     stored,
 )
 from neuron_operator.decide import decide
@@ -392,3 +395,28 @@ def test_a_replica_without_its_artifact_has_it_compiled_again() -> None:
     assert {found["kind"] for found in decision.delete} == {"ConfigMap", "Job"}
     assert condition(decision.status, "Compiled")["reason"] == "Compiling"
     assert find(decision.desired, "Deployment")
+
+
+def test_while_weights_are_fetched_again_the_artifact_stays_kept() -> None:
+    weights = Place(persistent_volume_claim=ClaimFolder(claim_name="weights"))
+    using = replace(USING, storage=StorageSettings(weights=weights, artifacts=PLACE))
+    world, _ = stepped(*settle(fresh(spec=SPEC), using), using)
+    lost = tuple(found for found in world.shared if not name_of(found).startswith("nw-"))
+    world = replace(world, shared=lost, pods=())
+    for _ in range(3):
+        decision = decide(world, using)
+        assert [name_of(gone) for gone in decision.delete if gone["kind"] == "ConfigMap"] == []
+        cleaners = [made for made in decision.desired if made["kind"] == "CronJob"]
+        assert [COMPILED["key"] in str(made) for made in cleaners] == [True, True]
+        world = carried_out(world, decision)
+    assert condition(decision.status, "WeightsReady")["reason"] == "Fetching"
+
+
+@pytest.mark.parametrize(
+    "lie", [{"seconds": 1e300}, {"seconds": -1}, {"bytes": -1}, {"bytes": 2**64}, {"peakBytes": 10**40}]
+)
+def test_a_record_with_an_impossible_number_is_not_believed(lie: dict[str, Any]) -> None:
+    world, _ = resolved()
+    (job,) = compile_jobs(world)
+    _, decision = after(world, job, ended(0, compiled_record(**lie)))
+    assert condition(decision.status, "Compiled")["status"] == "False"
