@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import re
 import shutil
 import uuid
@@ -16,7 +17,7 @@ import pytest
 
 from cluster.rig.commands import CommandFailed
 from cluster.rig.faults import frozen, kill_containers
-from cluster.rig.rig import Rig
+from cluster.rig.rig import WAITING, Rig
 from cluster.rig.shared_storage import STORAGE_CLASS, Volume, shared_volume, storage_full
 from cluster.servers import MODEL_FILE, Hub, hub_in_pod, object_store_in_pod
 from cluster.stories import ANSWERS, OURS, ROOT, Images, Story, WatchEvent, install, load_images, model_of, uninstall
@@ -99,7 +100,7 @@ def test_five_models_of_one_checkpoint_are_resolved_and_fetched_once(installatio
     """Also when the fetch and the operator are killed in the middle of it."""
     hub, names = installation.hub, [f"chat-{number}" for number in range(5)]
     sent, audit = hub.sent_bytes(), len(story.rig.audit_events())
-    hub.order(bytes_per_second=8e6)
+    hub.order(bytes_per_second=3e6)
     with story.watching("pods") as pods, story.watching("configmaps") as records:
         with story.stage("claim: not bound"):
             for name in names:
@@ -109,6 +110,7 @@ def test_five_models_of_one_checkpoint_are_resolved_and_fetched_once(installatio
                 assert WEIGHTS_CLAIM in message
         with shared_volume(story.rig, story.namespace, WEIGHTS_CLAIM) as volume:
             with story.stage("fetch: killed after two thirds"):
+                _check_progress(story, names)
                 story.until("two thirds", lambda: hub.sent_bytes() - sent > LARGE_BYTES * 2 / 3)
                 kill_containers(story.rig, story.namespace, FETCH)
                 story.kill_operator()
@@ -127,6 +129,8 @@ def test_five_models_of_one_checkpoint_are_resolved_and_fetched_once(installatio
                 story.kubectl("scale", "nm", names[0], "--replicas=2")
                 story.until_ready(2, names[0])
                 assert hub.sent_bytes() == sent
+            with story.stage("clean-up: what no model needs any more"):
+                _check_clean_up(story, volume, kept=hub.commit("demo/large"))
             story.kubectl("delete", "nm", "--all")
 
 
@@ -388,6 +392,31 @@ def _running(story: Story, selector: str) -> list[Any]:
 def _entries(volume: Volume) -> list[str]:
     """The complete models of a store."""
     return sorted(path.name for path in volume.folder.iterdir() if not path.name.startswith("."))
+
+
+def _check_progress(story: Story, models: list[str]) -> None:
+    """Every model shows how far the Job is that they share."""
+    for name in models:
+        shown = story.until(
+            "progress",
+            lambda n=name: re.search(r": .* of \S+ MiB \(\d+%\)", story.condition(n, "WeightsReady")["message"]),
+        )
+        print(f"    {name}{shown[0]}")
+
+
+def _check_clean_up(story: Story, volume: Volume, kept: str) -> None:
+    """The CronJob deletes what was not used for long, except what a model needs, although replicas leave no trace."""
+    unused = volume.folder / ("f" * 40)
+    unused.mkdir()
+    unused.chmod(0o777)  # it is root's, the Job is not
+    for entry in (unused, volume.folder / kept):
+        os.utime(entry, (0, 0))
+    (cron_job,) = story.items("cronjobs", OURS)
+    story.kubectl("create", "job", "now", f"--from=cronjob/{cron_job['metadata']['name']}")
+    story.kubectl("wait", "--for=condition=Complete", "job/now", WAITING)
+    print(story.kubectl("logs", "job/now"))
+    assert _entries(volume) == [kept]
+    assert (volume.folder / kept).stat().st_mtime > 0, "it is marked as used"
 
 
 def _check_nothing_is_downloaded(story: Story) -> None:
