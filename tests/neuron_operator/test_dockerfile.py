@@ -50,6 +50,14 @@ def test_every_target_runs_as_an_unprivileged_user_and_has_labels(target: str) -
         assert f"org.opencontainers.image.{label}=" in text
 
 
+def test_the_image_that_compiles_is_the_runtime_image_with_a_compiler() -> None:
+    """So its libraries are those that serve, and the artifacts' keys are equal."""
+    text = DOCKERFILE.read_text().partition("FROM runtime-cpu AS runtime-cpu-compile\n")[2].partition("\nFROM ")[0]
+    (installed,) = [line for line in text.splitlines() if line.startswith("RUN")]
+    assert "--no-install-recommends g++ " in installed
+    assert text.strip().endswith("USER 65532:65532")
+
+
 def test_the_build_context_contains_only_what_the_images_need() -> None:
     names = {str(path.relative_to(ROOT)) for path in context_files(ROOT)}
     assert {"pyproject.toml", "constraints.txt", "examples/demo-model/model.safetensors"} <= names
