@@ -15,6 +15,7 @@ VERSION = 1
 
 Count = Annotated[int, Meta(ge=0, le=2**53)]
 """The status and quantities of pods can hold it; so can every JSON parser."""
+Key = Annotated[str, Meta(pattern=r"^[0-9a-f]{40,64}\Z")]
 Seconds = Annotated[float, Meta(ge=0, le=1e9)]
 
 
@@ -47,7 +48,7 @@ class StoredWeights(Struct, frozen=True, kw_only=True, rename="camel"):
 class StoredArtifact(Struct, frozen=True, kw_only=True, rename="camel"):
     """What `compile` reports about an artifact in a store."""
 
-    key: str
+    key: Key
     bytes: Count
     seconds: Seconds
     reused: bool
@@ -65,6 +66,12 @@ class Record(Struct, frozen=True, kw_only=True, rename="camel"):
     weights: StoredWeights | None = None
     artifact: StoredArtifact | None = None
     seconds: float = 0.0
+
+    @property
+    def found_all(self) -> bool:
+        """Whether there was nothing to do."""
+        is_stored = self.weights is not None and self.weights.read_bytes == 0
+        return is_stored or (self.artifact is not None and self.artifact.reused)
 
 
 def parse_record(message: object) -> Record | None:

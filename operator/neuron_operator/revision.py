@@ -23,7 +23,7 @@ from neuron_operator.model_status import Plan
 from neuron_operator.objects import dig, items, name_of, text, whole
 from neuron_operator.placement import Placement, place
 from neuron_operator.records import Facts
-from neuron_operator.render.objects import child
+from neuron_operator.render.objects import child, without_empty
 from neuron_operator.render.pods import compile_image, runtime_image, serving_pod_template
 from neuron_operator.render.resources import serving_requests
 from neuron_operator.render.serving import config_name
@@ -226,16 +226,18 @@ def to_object(model: NeuronModel, revision: Revision) -> Object:
         component="server",
         labels={names.REVISION_LABEL: revision.name},
     )
-    annotations = {names.SHARED_ANNOTATION: ",".join(revision.shared)}
-    metadata = {**keeper["metadata"], **({"annotations": annotations} if revision.shared else {})}
+    metadata = without_empty({**keeper["metadata"], "annotations": shared_annotation(revision)})
     return {**keeper, "metadata": metadata, "revision": revision.number, "data": as_json(revision.pinned)}
 
 
 def from_object(keeper: Object) -> Revision | None:
     """The revision in a ControllerRevision; None if it has another format or is not ours."""
-    found = _parsed(whole(keeper.get("revision")), dig(keeper, "data"))
-    shared = text(dig(keeper, "metadata", "annotations"), names.SHARED_ANNOTATION)
-    return msgspec.structs.replace(found, shared=tuple(shared.split(","))) if found and shared else found
+    return _parsed(whole(keeper.get("revision")), dig(keeper, "data"), keeper)
+
+
+def shared_annotation(revision: Revision) -> dict[str, str]:
+    """Of the ControllerRevision, whose data never changes, and of the Deployment that runs it."""
+    return {names.SHARED_ANNOTATION: ",".join(revision.shared)} if revision.shared else {}
 
 
 def beside_template(revision: Revision) -> str:
@@ -255,15 +257,17 @@ def from_running(deployment: Object, config_maps: Iterable[Object]) -> Revision 
     config = _parsed_json(text(config_map, "data", names.CONFIG_KEY))
     if not isinstance(kept, dict):
         return None
-    return _parsed(1, {**kept, "config": config, "template": template})
+    return _parsed(1, {**kept, "config": config, "template": template}, deployment)
 
 
-def _parsed(number: int, data: object) -> Revision | None:
+def _parsed(number: int, data: object, annotated: Object) -> Revision | None:
     try:
         pinned = msgspec.convert(data, Pinned)
     except msgspec.ValidationError:
         return None
-    return Revision(number=number, pinned=pinned) if pinned.format == FORMAT else None
+    shared = text(dig(annotated, "metadata", "annotations"), names.SHARED_ANNOTATION)
+    names_of_jobs = tuple(filter(None, shared.split(",")))
+    return Revision(number=number, pinned=pinned, shared=names_of_jobs) if pinned.format == FORMAT else None
 
 
 def _parsed_json(value: str) -> object:

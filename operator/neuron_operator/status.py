@@ -37,12 +37,12 @@ def complete(findings: Sequence[Finding]) -> tuple[Finding, ...]:
 
 def facts_of(facts: Facts) -> ModelFacts:
     return ModelFacts(
-        architecture=facts.architecture[:MAX_WORD],
+        architecture=printable(facts.architecture)[:MAX_WORD],
         parameters=facts.parameters,
         layers=facts.num_layers,
         heads=facts.num_heads,
         bytes=facts.weights_bytes,
-        digest=facts.digest[:MAX_WORD],
+        digest=printable(facts.digest)[:MAX_WORD],
     )
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from datetime import timedelta
 
 import msgspec
 
@@ -35,6 +36,9 @@ from neuron_operator.revision import Revision
 from neuron_operator.views import JobView, KeeperView, Observed
 from neuron_operator.why.jobs import explain_job, has_run_out_of_memory, ran_out_of_memory
 from neuron_operator.world import Object, Settings
+
+DISPUTED_SECONDS = 60
+"""How long a record that tells of nothing new is believed, whatever a serving pod reports."""
 
 
 @dataclass(frozen=True)
@@ -154,14 +158,17 @@ def _kept(task: Task, jobs: Iterable[Object], known: Known, observed: Observed) 
 
 
 def _is_void(task: Task, kept: KeeperView, known: Known, observed: Observed) -> bool:
-    """Whether a serving pod of the revision reported so after the record was kept."""
+    """Whether a serving pod of the revision reported so after the record was kept.
+
+    Where the Job found everything in its store, pod and store may disagree for ever: it runs again at intervals only.
+    """
+    if kept.created is None or kept.record is None:
+        return False
+    valid_until = kept.created + timedelta(seconds=DISPUTED_SECONDS if kept.record.found_all else 0)
     revision_name = known.revision.name if known.revision else ""
     ends = (pod.container.ended for pod in observed.replicas if pod.revision == revision_name)
     return any(
-        end.exit_code in task.void_after
-        and end.finished is not None
-        and kept.created is not None
-        and end.finished > kept.created
+        end.exit_code in task.void_after and end.finished is not None and end.finished > valid_until
         for end in ends
         if end is not None
     )
@@ -194,7 +201,9 @@ def _wait(task: Task, jobs: Sequence[Object], so_far: Walk, observed: Observed) 
     is_outdated = not live.is_complete and live.rendered != rendered_hash(job)
     if is_lost or is_outdated:
         return replace(waiting, stale=(live.live,))
-    failed = live if live.is_finished else None
+    # The end of a pod may be seen after that of its Job.
+    has_ended = all(pod.container.ended for pod in observed.pods_of(name))
+    failed = live if live.is_finished and has_ended else None
     return replace(waiting, desired=desired, failed=failed, retry_seconds=_retry_seconds(task, observed))
 
 

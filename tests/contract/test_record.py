@@ -55,7 +55,7 @@ def test_the_operator_reads_what_fetch_stored(weights: runtime.StoredWeights) ->
 @given(
     st.builds(
         runtime.StoredArtifact,
-        key=st.text(max_size=64),
+        key=st.from_regex(r"[0-9a-f]{64}", fullmatch=True),
         bytes=COUNT,
         seconds=st.floats(0, 1e6),
         reused=st.booleans(),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from datetime import timedelta
 from typing import Any
@@ -28,6 +29,7 @@ from helpers.operator_worlds import (
 from neuron_operator import names
 from neuron_operator.decide import decide
 from neuron_operator.objects import name_of, owners_of
+from neuron_operator.revision import from_object, from_running
 from neuron_operator.steps import STEPS, Step
 from neuron_operator.world import JobSettings, Object, World
 
@@ -156,24 +158,57 @@ def test_the_record_of_an_earlier_revision_stays_as_long_as_the_revision() -> No
     assert kept <= {name_of(found) for found in world.shared}
 
 
-@pytest.mark.parametrize(("code", "again"), [(20, True), (31, False)])
-def test_a_record_is_void_once_a_serving_pod_misses_what_it_tells_of(code: int, again: bool) -> None:
+def voidable() -> tuple[Step, ...]:
+    """Facts are pinned and therefore never void: the same step, as one whose result is a file."""
     task = STEPS[0].task
     assert task is not None
-    # Facts are pinned and therefore never void: the same step, as one whose result is a file.
-    voidable = Step(STEPS[0].finish, replace(task, knows=None, void_after=frozenset({20})))
-    steps = (voidable, *STEPS[1:])
+    return (Step(STEPS[0].finish, replace(task, knows=None, void_after=frozenset({20}))), *STEPS[1:])
+
+
+def served(steps: tuple[Step, ...]) -> World:
     world, decision = settle(fresh(), steps=steps)
-    job = find(decision.desired, "Job")
-    world, decision = settle(finished(replace(world, pods=(resolved_pod(job),))), steps=steps)
-    made = {"creationTimestamp": "2026-03-01T11:40:00Z"}
-    world = replace(world, shared=tuple({**found, "metadata": {**found["metadata"], **made}} for found in world.shared))
+    pods = (resolved_pod(find(decision.desired, "Job")),)
+    return settle(finished(replace(world, pods=pods)), steps=steps)[0]
+
+
+NOTHING_NEW = {"weights": {"digest": "0" * 40, "bytes": 7, "readBytes": 0}}
+
+
+@pytest.mark.parametrize(
+    ("code", "kept_at", "record", "again"),
+    [
+        (20, "11:54:30", {}, True),
+        (31, "11:54:30", {}, False),
+        (20, "11:55:30", {}, False),
+        (20, "11:54:30", NOTHING_NEW, False),
+        (20, "11:53:30", NOTHING_NEW, True),
+    ],
+)
+def test_a_record_is_void_once_a_serving_pod_misses_what_it_tells_of(
+    code: int, kept_at: str, record: Object, again: bool
+) -> None:
+    steps = voidable()
+    world = served(steps)
+    keeper = find(world.shared, "ConfigMap")
+    kept = json.dumps(json.loads(keeper["data"]["record.json"]) | record)
+    metadata = {**keeper["metadata"], "creationTimestamp": f"2026-03-01T{kept_at}Z"}
+    keeper = {**keeper, "metadata": metadata, "data": {"record.json": kept}}
+    world = replace(world, shared=(find(world.shared, "Job"), keeper))
     last = {"terminated": {"exitCode": code, "finishedAt": "2026-03-01T11:55:00Z"}}
     pod = serving_pod(find(world.children, "Deployment"), last=last, restarts=1)
     decision = decide(replace(world, pods=(*world.pods, pod)), SETTINGS, steps)
     gone = {found["kind"] for found in decision.delete}
     assert gone == ({"ConfigMap", "Job"} if again else set())
     assert "Deployment" in {found["kind"] for found in decision.desired}, "the other replicas go on"
+
+
+def test_a_revision_that_is_rebuilt_still_names_what_it_uses() -> None:
+    world = served(voidable())
+    kept = from_object(find(world.children, "ControllerRevision"))
+    running = from_running(find(world.children, "Deployment"), [c for c in world.children if c["kind"] == "ConfigMap"])
+    assert kept is not None
+    assert running is not None
+    assert running.shared == kept.shared == (name_of(find(world.shared, "Job")),)
 
 
 @pytest.mark.parametrize(("overdue", "deleted"), [(5, []), (60, ["resolve-x"])])
@@ -199,3 +234,9 @@ def test_a_pod_of_a_deleted_job_says_nothing_about_the_next_with_its_name() -> N
     waiting = decide(replace(world, shared=again, pods=(pod,)), SETTINGS)
     assert condition(waiting.status, "ModelResolved")["message"] == "reading the model's configuration"
     assert "ConfigMap" not in {made["kind"] for made in waiting.desired}
+
+
+def test_a_success_whose_pod_is_seen_to_end_later_does_not_expire_as_a_failure() -> None:
+    world, decision = settle(fresh())
+    pod = job_pod(find(decision.desired, "Job"), {"running": {}}, phase="Running")
+    assert decide(finished(replace(world, pods=(pod,))), SETTINGS).changes == ()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from neuron_operator import names
 from neuron_operator.model import NeuronModel
 from neuron_operator.render.objects import child
-from neuron_operator.revision import Revision, beside_template
+from neuron_operator.revision import Revision, beside_template, shared_annotation
 from neuron_operator.rollout import MAX_SURGE, MAX_UNAVAILABLE
 from neuron_operator.world import Object
 
@@ -15,7 +15,10 @@ KEPT_REPLICA_SETS = 2
 def replicas(model: NeuronModel, revision: Revision, num_replicas: int) -> tuple[Object, ...]:
     """The workload objects for `num_replicas` copies of the revision."""
     deployment = child(model, "apps/v1", "Deployment", names.service_name(model.name), component="server")
-    deployment["metadata"]["annotations"] = {names.PINNED_ANNOTATION: beside_template(revision)}
+    deployment["metadata"]["annotations"] = {
+        names.PINNED_ANNOTATION: beside_template(revision),
+        **shared_annotation(revision),
+    }
     deployment["spec"] = {
         "replicas": num_replicas,
         "revisionHistoryLimit": KEPT_REPLICA_SETS,
