@@ -228,7 +228,6 @@ def test_an_object_store_keeps_weights_for_all_pods(installation: Installation, 
         story.kubectl("delete", "nm", "--all")
 
 
-@pytest.mark.long
 def test_two_keys_are_compiled_once_each_for_five_models(installation: Installation, story: Story) -> None:
     """Also when a compiler and the operator are killed in the middle of it."""
     audit, lengths = len(story.rig.audit_events()), {f"chat-{number}": 256 + 256 * (number % 2) for number in range(5)}
@@ -268,6 +267,7 @@ def test_two_keys_are_compiled_once_each_for_five_models(installation: Installat
         story.kubectl("delete", "nm", "--all")
 
 
+@pytest.mark.long
 def test_a_fault_of_a_compiler_has_a_reason_that_vanishes_with_it(installation: Installation, story: Story) -> None:
     with (
         shared_volume(story.rig, story.namespace, WEIGHTS_CLAIM),
