@@ -24,7 +24,7 @@ from helpers.tiny_model import write_tiny_model
 from helpers.weights import shelf_with_model
 from neuron_runtime import record
 from neuron_runtime.__main__ import main
-from neuron_runtime.artifacts.compiling import Wanted, make, wanted_artifact
+from neuron_runtime.artifacts.compiling import Wanted, cause, make, wanted_artifact
 from neuron_runtime.artifacts.key import covered
 from neuron_runtime.artifacts.loading import ARTIFACT_VARIABLE, Places, check_artifact, provide
 from neuron_runtime.artifacts.memory import session_bytes
@@ -425,3 +425,11 @@ def test_the_key_of_a_changed_model_is_another(model: Path, tmp_path: Path) -> N
     write_tiny_model(model, vocab_size=300)
     assert wanted_artifact(simulated(model), model).key != before
     assert wanted_artifact(simulated(model), model, "ab" * 20).cover["model"] == "ab" * 20
+
+
+def test_the_error_is_found_behind_the_command_of_a_compiler() -> None:
+    command = "g++ graph.cpp " + "-I/a/folder " * 200
+    said = f"CppCompileError: C++ compile error\n\nCommand:\n{command}\n\nOutput:\n"
+    wrong = "graph.cpp:1:10: fatal error: torch/cpu.h: No such file or directory"
+    assert cause(f"{said}{wrong}\n    1 | #include <torch/cpu.h>\n") == wrong
+    assert cause("Killed\n") == ""

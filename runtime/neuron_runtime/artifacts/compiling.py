@@ -302,7 +302,7 @@ class _Process:
             )
             return FatalError(code, message)
         if isinstance(last, Failed):
-            what = last.message
+            what = cause(last.message) or last.message
             sys.stderr.write(last.trace)
         elif self._process.returncode < 0:
             what = f"the compiler was killed by {_signal_name(-self._process.returncode)}"
@@ -310,7 +310,7 @@ class _Process:
             what = f"the compiler exited with code {self._process.returncode}"
         if code == ExitCode.COMPILE_FAILED and output:
             sys.stderr.write(output + "\n")
-            what += f"; its last lines: {output[-MAX_TAIL_CHARACTERS:]}"
+            what += f"; its last lines: {cause(output) or output[-MAX_TAIL_CHARACTERS:]}"
         return FatalError(code, f"{self._stage}: {what}")
 
     def _tail(self) -> str:
@@ -318,6 +318,12 @@ class _Process:
             file.seek(0, os.SEEK_END)
             file.seek(max(0, file.tell() - MAX_OUTPUT_BYTES))
             return file.read().decode(errors="replace").strip()
+
+
+def cause(output: str) -> str:
+    """The first lines in which a compiler names an error, behind commands of thousands of characters; empty: none."""
+    lines = [line.strip() for line in output.splitlines() if " error: " in line]
+    return "; ".join(lines)[:MAX_TAIL_CHARACTERS]
 
 
 def _signal_name(number: int) -> str:
