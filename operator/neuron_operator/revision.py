@@ -40,6 +40,10 @@ class Compiling(Struct, frozen=True, kw_only=True, rename="camel"):
     image: str
     artifacts: Place
 
+    def __post_init__(self) -> None:
+        if not self.artifacts.is_shared:
+            raise ValueError("artifacts are kept where pods share them")
+
 
 class Pinned(Struct, frozen=True, kw_only=True, rename="camel", omit_defaults=True):
     """`data` of the ControllerRevision."""

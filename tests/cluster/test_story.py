@@ -33,6 +33,7 @@ pytestmark = [pytest.mark.cluster, pytest.mark.slow, pytest.mark.timeout(3600, f
 QUESTION = "What is a NeuronModel?"
 RIGHTS_FOR_FAULTS = {
     ("", "configmaps", "delete"),
+    *(("", "persistentvolumeclaims", verb) for verb in ("get", "create")),
     ("", "pods", "delete"),
     ("", "pods/log", "get"),
     ("apps", "controllerrevisions", "delete"),
@@ -43,8 +44,8 @@ RIGHTS_FOR_FAULTS = {
     ("coordination.k8s.io", "leases", "get"),
     ("events.k8s.io", "events", "list"),
 }
-"""Rights that a story without faults and with few edits may leave unused; tests/cluster/test_operator_api_server.py
-shows that they are used."""
+"""Rights that a story without faults and stored weights, and with few edits, may leave unused;
+tests/cluster/test_operator_api_server.py shows that they are used."""
 
 MODEL: dict[str, Any] = {
     "apiVersion": "neuron-serving.dev/v1alpha1",

@@ -486,6 +486,14 @@ def test_a_labelled_child_of_another_owner_is_neither_read_nor_deleted() -> None
     assert decision.delete == ()
 
 
+def test_a_revision_whose_artifacts_have_no_place_is_not_believed() -> None:
+    world, _ = resolved_world()
+    keeper = find(world.children, "ControllerRevision")
+    compiling = {"image": "registry.example/compiler:1", "artifacts": {}}
+    assert from_object(keeper) is not None
+    assert from_object({**keeper, "data": {**keeper["data"], "compiling": compiling}}) is None
+
+
 # The resolve Job
 
 
