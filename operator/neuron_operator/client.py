@@ -175,9 +175,7 @@ class Cluster(Protocol):
 
     async def patch(self, resource: Resource, live: Object, patch: Object) -> Object: ...
 
-    async def delete(
-        self, resource: Resource, live: Object, *, unchanged: bool = False, at_once: bool = False
-    ) -> None: ...
+    async def delete(self, resource: Resource, live: Object, *, unchanged: bool = False) -> None: ...
 
     async def log(
         self, namespace: str, pod: str, container: str, *, tail_lines: int, limit_bytes: int, timeout_seconds: float
@@ -382,16 +380,15 @@ class Client:
         body = {**patch, "metadata": {**patch.get("metadata", {}), **exactly}}
         return await self._patch(resource, resource.path_of(live), "merge-patch+json", body)
 
-    async def delete(self, resource: Resource, live: Object, *, unchanged: bool = False, at_once: bool = False) -> None:
+    async def delete(self, resource: Resource, live: Object, *, unchanged: bool = False) -> None:
         """Deletes exactly `live`, its dependents in the background; raises Conflict if another object has its name, or,
-        with `unchanged`, if it was modified since. `at_once`: without waiting for the kubelet."""
+        with `unchanged`, if it was modified since."""
         exactly = ("uid", "resourceVersion") if unchanged else ("uid",)
         body = {
             "apiVersion": "v1",
             "kind": "DeleteOptions",
             "propagationPolicy": "Background",
             "preconditions": {key: live["metadata"][key] for key in exactly},
-            **({"gracePeriodSeconds": 0} if at_once else {}),
         }
         await self._request("delete", resource, resource.path_of(live), body=body)
 

@@ -277,14 +277,11 @@ class _Writes:
 
     async def delete(self, live: Object) -> None:
         resource = resource_of(live)
-        is_lost = resource is PODS and "deletionTimestamp" in live["metadata"]
-        if "deletionTimestamp" in live["metadata"] and not is_lost:
+        if "deletionTimestamp" in live["metadata"]:
             return
         try:
             # Another model may become an owner of a shared object at any time.
-            await self._next().delete(
-                resource, live, unchanged=is_shared(live) and resource is not PODS, at_once=is_lost
-            )
+            await self._next().delete(resource, live, unchanged=is_shared(live) and resource is not PODS)
         except (NotFound, Conflict) as gone:
             logger.debug("already deleted: %s", gone)
         except Forbidden as fault:

@@ -17,8 +17,6 @@ from neuron_operator.steps import Walk
 from neuron_operator.views import ChildView, Observed
 from neuron_operator.world import Change, Object
 
-LOST_SECONDS = 20
-"""A pod that still exists so long after its grace period is not ended by its kubelet any more."""
 OWNED_KINDS = frozenset({"Job", "ConfigMap", "CronJob"})
 
 
@@ -46,16 +44,8 @@ def upkeep(model: NeuronModel, observed: Observed, done: Walk, kept: frozenset[s
             *(_left(model, found) for found in let_go if not _is_alone(model, found)),
             *_expiries(observed, done, waiting, model.uid),
         ),
-        delete=(*(found.live for found in let_go if _is_alone(model, found)), *_lost_pods(observed, waiting)),
+        delete=tuple(found.live for found in let_go if _is_alone(model, found)),
     )
-
-
-def _lost_pods(observed: Observed, waiting: frozenset[str]) -> Iterator[Object]:
-    """Pods of an awaited Job that nobody ends because their node is lost: the Job waits for them. Two that run at the
-    same time do no harm, because a store is locked and an entry appears by one rename."""
-    for pod in (pod for name in waiting for pod in observed.pods_of(name)):
-        if pod.should_be_gone and (observed.now - pod.should_be_gone).total_seconds() > LOST_SECONDS:
-            yield pod.live
 
 
 def _joined(model: NeuronModel, found: ChildView) -> Change:

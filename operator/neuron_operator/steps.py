@@ -37,6 +37,8 @@ from neuron_operator.views import JobView, KeeperView, Observed
 from neuron_operator.why.jobs import explain_job, has_run_out_of_memory, ran_out_of_memory
 from neuron_operator.world import Object, Settings
 
+LOST_SECONDS = 20
+"""A pod that still exists so long after its grace period is not ended by its kubelet any more."""
 DISPUTED_SECONDS = 60
 """How long a record that tells of nothing new is believed, whatever a serving pod reports."""
 
@@ -199,12 +201,22 @@ def _wait(task: Task, jobs: Sequence[Object], so_far: Walk, observed: Observed) 
         return replace(waiting, desired=(with_owners(keeper(known.model, job, record), live.live),))
     is_lost = live.is_complete and not observed.pods_of(name)
     is_outdated = not live.is_complete and live.rendered != rendered_hash(job)
-    if is_lost or is_outdated:
+    if is_lost or is_outdated or _is_stuck(live, observed):
         return replace(waiting, stale=(live.live,))
     # The end of a pod may be seen after that of its Job.
     has_ended = all(pod.container.ended for pod in observed.pods_of(name))
     failed = live if live.is_finished and has_ended else None
     return replace(waiting, desired=desired, failed=failed, retry_seconds=_retry_seconds(task, observed))
+
+
+def _is_stuck(job: JobView, observed: Observed) -> bool:
+    """Whether the Job waits for a pod that nobody ends, because its node is lost.
+
+    It is made again: the Job controller keeps the pods of a Job that exists, even deleted ones. Should both run, that
+    does no harm: a store is locked, and an entry appears by one rename.
+    """
+    ends = (pod.should_be_gone for pod in observed.pods_of(job.name))
+    return not job.is_finished and any(end and (observed.now - end).total_seconds() > LOST_SECONDS for end in ends)
 
 
 def _current(jobs: Sequence[Object], waiting: Finding, observed: Observed) -> int:

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from cluster.rig.commands import CommandFailed
-from cluster.rig.faults import frozen, kill_containers
+from cluster.rig.faults import frozen, kill_containers, power_off
 from cluster.rig.rig import WAITING, Rig
 from cluster.rig.shared_storage import STORAGE_CLASS, Volume, shared_volume, storage_full
 from cluster.servers import MODEL_FILE, Hub, hub_in_pod, object_store_in_pod
@@ -164,6 +164,28 @@ def test_a_fault_of_a_fetch_has_a_reason_that_vanishes_with_it(installation: Ins
             hub.order(flipped="")
             story.until_reason("corrupt", "ScaledToZero")
             assert _entries(volume) == [hub.commit("demo/small")]
+
+
+@pytest.mark.long
+def test_a_fetch_goes_on_after_its_node_lost_power(installation: Installation, story: Story) -> None:
+    hub, rig = installation.hub, story.rig
+    with shared_volume(rig, story.namespace, WEIGHTS_CLAIM) as volume:
+        sent = hub.sent_bytes()
+        hub.order(bytes_per_second=3e6)
+        with story.stage("fetch: one third"):
+            story.apply(model_of("chat", "hf://demo/large", replicas=0))
+            story.until("one third", lambda: hub.sent_bytes() - sent > LARGE_BYTES / 3)
+            (lost,) = story.items("pods", FETCH)
+        with story.stage("node: off, and another pod in place of the lost one"), power_off(rig, JOBS_NODE):
+            story.until(
+                "another pod",
+                lambda: _names(story.items("pods", FETCH)).isdisjoint({_name(lost)}) and story.items("pods", FETCH),
+            )
+        hub.order(bytes_per_second=0)
+        with story.stage("node: on, all fetched"):
+            story.until_reason("chat", "ScaledToZero")
+        assert hub.sent_bytes() - sent <= LARGE_BYTES * 1.02 + AGAIN_BYTES
+        assert _entries(volume) == [hub.commit("demo/large")]
 
 
 def test_models_come_from_an_object_store_and_from_a_claim(installation: Installation, story: Story) -> None:
@@ -353,6 +375,14 @@ def test_a_namespace_has_no_way_to_what_another_fetched(installation: Installati
 
         assert _contents(volume) == before
     rig.kubectl("delete", "namespace", theirs.namespace, "--wait=false")
+
+
+def _name(pod: Any) -> str:
+    return str(pod["metadata"]["name"])
+
+
+def _names(pods: list[Any]) -> set[str]:
+    return {_name(pod) for pod in pods}
 
 
 def _contents(volume: Volume) -> dict[str, tuple[int, int]]:

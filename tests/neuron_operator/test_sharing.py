@@ -211,12 +211,15 @@ def test_a_revision_that_is_rebuilt_still_names_what_it_uses() -> None:
     assert running.shared == kept.shared == (name_of(find(world.shared, "Job")),)
 
 
-@pytest.mark.parametrize(("overdue", "deleted"), [(5, []), (60, ["resolve-x"])])
-def test_the_pod_of_a_job_on_a_lost_node_is_deleted_for_the_kubelet(overdue: int, deleted: list[str]) -> None:
+@pytest.mark.parametrize(("overdue", "again"), [(5, False), (60, True)])
+def test_a_job_that_waits_for_a_pod_on_a_lost_node_is_made_again(overdue: int, again: bool) -> None:
     world, decision = settle(fresh())
-    pod = job_pod(find(decision.desired, "Job"), {"running": {}}, phase="Running")
+    job = find(decision.desired, "Job")
+    pod = job_pod(job, {"running": {}}, phase="Running")
     pod["metadata"]["deletionTimestamp"] = (NOW - timedelta(seconds=overdue)).isoformat()
-    assert [name_of(gone) for gone in decide(replace(world, pods=(pod,)), SETTINGS).delete] == deleted
+    stuck = decide(replace(world, pods=(pod,)), SETTINGS)
+    assert [name_of(gone) for gone in stuck.delete] == ([name_of(job)] if again else [])
+    assert name_of(find(decide(carried_out(world, stuck), SETTINGS).desired, "Job")) == name_of(job)
 
 
 def test_models_that_say_the_same_in_other_words_do_not_replace_each_others_running_job() -> None:
