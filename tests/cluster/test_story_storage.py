@@ -367,7 +367,7 @@ def test_a_namespace_has_no_way_to_what_another_fetched(installation: Installati
             theirs.apply(model_of(name, uri, replicas=0))
             theirs.until_reason(name, "InvalidModel")
         theirs.apply(model_of("waits", "pvc://stolen/", replicas=0))
-        theirs.until_reason("waits", "Resolving")
+        theirs.until_reason("waits", "VolumeNotBound")
         assert theirs.kubectl("get", "pvc", "stolen", "-o", "jsonpath={.status.phase}") == "Pending"
 
         assert _contents(volume) == before
