@@ -68,6 +68,8 @@ class Sampling:
     bad_words: tuple[tuple[int, ...], ...] = ()
     """Token sequences that the output must not contain: the last token of each is never drawn after the others."""
     seed: int = 0
+    seeded: bool = False
+    """The client chose the seed, so its draws must be repeatable; otherwise we drew the seed, and any draw will do."""
     choice: int = 0
     """Index of this answer among the `n` answers to a prompt; separates their random numbers."""
     stop_token_ids: frozenset[int] = frozenset()
@@ -298,7 +300,9 @@ class BackendLimits:
     vocabulary_size: int = 0
     """Token ids are below this; 0: unknown."""
     max_top_k: int = 0
-    """Largest top_k; 0: no limit."""
+    """The device draws from at most this many likeliest tokens, also for a row whose top_k is 0; 0: from all."""
+    top_p_keeps_crossing: bool = True
+    """On the device, top_p keeps the token that crosses the limit. Otherwise it drops it, but never the likeliest."""
     max_logprobs: int = 0
     """Maximum number of alternatives per token."""
     reports_prompt_logprobs: bool = False
@@ -368,6 +372,19 @@ class BackendLimits:
     def blocks_for(self, num_tokens: int) -> int:
         """Number of blocks for this many tokens."""
         return -(-num_tokens // self.block_size)
+
+
+def needs_host(sampling: Sampling, limits: BackendLimits) -> bool:
+    """Whether the host samples the rows of this request from their logits, beside rows that the device samples.
+
+    False in mode `Device`, which admits no such request, and in mode `Host`, where the host samples every row anyway.
+    """
+    return limits.sampling == "DeviceWithLogits" and bool(
+        sampling.adjusts
+        or sampling.logprobs is not None
+        or sampling.min_tokens > 0
+        or (not sampling.greedy and (sampling.seeded or 0 < limits.max_top_k < sampling.top_k))
+    )
 
 
 def fill(batch: Batch, output: StepOutput, previous: Batch) -> Batch:

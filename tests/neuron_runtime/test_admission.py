@@ -13,7 +13,7 @@ from helpers.chat_model import write_chat_model
 from helpers.checked_requests import check_request
 from helpers.front_end import LIMITS
 from helpers.strict_backend import neuron_limits
-from neuron_runtime.core import BackendLimits, Request
+from neuron_runtime.core import BackendLimits, Request, needs_host
 from neuron_runtime.errors import InvalidRequest
 from neuron_runtime.requests.admission import Admission
 from neuron_runtime.requests.bodies import ChatBody, CompletionBody, typed
@@ -88,6 +88,32 @@ def test_a_parameter_unsupported_by_the_sampling_mode_is_refused_naming_a_mode_t
     assert caught.value.field == field
     neutral = {"min_p": 0, "logit_bias": {}, "echo": False, "repetition_penalty": 1.0, "logprobs": None}
     assert admission(tokenizer, limits).completion(completion(**neutral))
+
+
+@pytest.mark.parametrize(
+    ("fields", "needs"),
+    [
+        ({}, False),
+        ({"temperature": 0}, False),
+        ({"temperature": 0.7, "top_p": 0.9, "top_k": 64}, False),
+        ({"seed": None}, False),
+        ({"seed": 0}, True),
+        ({"seed": 0, "temperature": 0}, False),
+        ({"min_p": 0.1}, True),
+        ({"logit_bias": {"5": 1}}, True),
+        ({"bad_words": ["core"]}, True),
+        ({"logprobs": 0}, True),
+        ({"min_tokens": 1}, True),
+    ],
+)
+def test_rows_that_the_host_samples_are_told_by_their_parameters(
+    tokenizer: Tokenizer, fields: dict[str, Any], needs: bool
+) -> None:
+    (sampling,) = admission(tokenizer, WITH_LOGITS, GenerationDefaults()).completion(completion(**fields)).sampling
+    assert needs_host(sampling, WITH_LOGITS) is needs
+    assert (needs_host(sampling, LIMITS), needs_host(sampling, DEVICE)) == (False, False)
+    large = replace(sampling, top_k=WITH_LOGITS.max_top_k + 1)
+    assert needs_host(large, WITH_LOGITS) is (needs or not large.greedy)
 
 
 def test_a_plain_text_request_requests_no_logprobs(tokenizer: Tokenizer) -> None:

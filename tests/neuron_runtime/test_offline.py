@@ -289,6 +289,7 @@ def test_the_seed_of_the_class_makes_runs_repeatable_and_prompts_different() -> 
     runs = []
     for seed in (3, 3, 4):
         with LLM(str(MODEL), max_model_len=64, seed=seed) as model:
+            assert model._admit({"prompt": "The"}, params, 0).choices[0].request.sampling.seeded
             runs.append(texts(model.generate(["The", "The"], params, use_tqdm=False)))
     assert runs[0] == runs[1] != runs[2]
     assert runs[0][0] != runs[0][1]

@@ -123,7 +123,7 @@ class LLM:
             max_queued_requests=sys.maxsize,
             cuts_max_tokens=True,
         )
-        self._random = random.SystemRandom() if seed is None else random.Random(seed)  # noqa: S311
+        self._seeds = None if seed is None else random.Random(seed)  # noqa: S311
         self._ids = itertools.count()
         self._one_at_a_time = threading.Lock()
         self._ended = ""
@@ -251,9 +251,9 @@ class LLM:
         given = {**prompt, "priority": priority}
         text = given.pop("text", None)
         ask = admission.completion(params.body(given, admission.limits.max_model_length))
-        if params.seed is None:
-            seed = self._random.getrandbits(MAX_SEED_BITS)
-            ask = replace(ask, sampling=tuple(replace(sampling, seed=seed) for sampling in ask.sampling))
+        if params.seed is None and self._seeds:
+            seed = self._seeds.getrandbits(MAX_SEED_BITS)
+            ask = replace(ask, sampling=tuple(replace(one, seed=seed, seeded=True) for one in ask.sampling))
         number = str(next(self._ids))
         choices = [RunningChoice(index, number, ask, params, admission.tokenizer) for index in range(ask.num_choices)]
         text = given["prompt"] if isinstance(given["prompt"], str) else text

@@ -42,7 +42,7 @@ class Sampler:
 
         reported: `logprobs` and `prompt_logprobs`.
         """
-        values: dict[str, Any] = {**reported}
+        values: dict[str, Any] = {**reported, "seeded": body.seed is not None}
         for name, default in self._defaults.items():
             value = getattr(body, name)
             if value is None:
