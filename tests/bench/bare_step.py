@@ -17,6 +17,7 @@ from typing import Self
 import numpy as np
 import torch
 
+from neuron_runtime.backend.host_sampling.drawing import best
 from neuron_runtime.backend.torch.architecture import decoder_config
 from neuron_runtime.backend.torch.backend import TorchBackend
 from neuron_runtime.backend.torch.cache import KVCache, StepRows
@@ -24,7 +25,6 @@ from neuron_runtime.backend.torch.choices import stored_dtype
 from neuron_runtime.backend.torch.compiled import CompiledDecoder
 from neuron_runtime.backend.torch.decoder import Decoder
 from neuron_runtime.backend.torch.loader import DTYPES, load_decoder
-from neuron_runtime.backend.torch.sampling import best
 from neuron_runtime.bench import offline
 from neuron_runtime.bench.report import Meter
 from neuron_runtime.checkpoint import read_checkpoint

@@ -1,4 +1,4 @@
-"""Time of the torch backend to sample tokens from logits, without and with each parameter.
+"""Time of the host to sample tokens from logits, without and with each parameter.
 
 Used by the suite. Logits are generated for the vocabulary of Qwen models: like those of a language model, where the
 probability of the n-th likeliest token falls with a power of n, from 1 to 2 over the rows; and flatter ones, where
@@ -14,11 +14,10 @@ from typing import Any
 import numpy as np
 import torch
 
+from neuron_runtime.backend.host_sampling.sampler import HostSampler
 from neuron_runtime.backend.torch.allocation import set_up_allocation
-from neuron_runtime.backend.torch.backend import choose_tokens
-from neuron_runtime.backend.torch.mirror import SlotMirror
 from neuron_runtime.bench.report import Meter, Row, at_most
-from neuron_runtime.core import KNOWN, NO_TOKEN, Added, BackendLimits, Batch, Kind, Rows, Sampling
+from neuron_runtime.core import Added, Sampling
 
 VOCABULARY = 151_936
 NUM_ROWS = 64
@@ -69,14 +68,15 @@ def like_a_model(num_rows: int, vocabulary_size: int) -> torch.Tensor:
 @torch.inference_mode()
 def _row(name: str, params: dict[str, Any], logits: torch.Tensor, num_iters: int) -> Row:
     num_rows, vocabulary_size = logits.shape
-    mirror = _mirror(Sampling(**{"temperature": 0.7, **params}), num_rows, vocabulary_size)
-    sampled, changed = np.arange(num_rows), torch.empty_like(logits)
+    sampler = _sampler(Sampling(**{"temperature": 0.7, **params}), num_rows, vocabulary_size)
+    slots, changed = np.arange(num_rows), torch.empty_like(logits)
+    positions = np.full(num_rows, PROMPT_LEN)
     wall, cpu = [], []
     meter = Meter()
     for _ in range(num_iters + 1):
         changed.copy_(logits)
         began, cpu_began = time.perf_counter(), time.process_time()
-        choose_tokens(mirror, sampled, changed, None)
+        sampler.choose(changed, slots, positions)
         wall.append(time.perf_counter() - began)
         cpu.append(time.process_time() - cpu_began)
     # The first run allocates memory and selects kernels.
@@ -91,29 +91,10 @@ def _row(name: str, params: dict[str, Any], logits: torch.Tensor, num_iters: int
     )
 
 
-def _mirror(params: Sampling, num_rows: int, vocabulary_size: int) -> SlotMirror:
-    """A step in which each row samples the first token after a prompt."""
-    limits = BackendLimits(
-        max_rows=num_rows,
-        max_model_length=2 * PROMPT_LEN,
-        max_step_tokens=num_rows * PROMPT_LEN,
-        layout="slots",
-        block_size=2 * PROMPT_LEN,
-        num_blocks=num_rows,
-        vocabulary_size=vocabulary_size,
-    )
-    prompts = np.random.default_rng(0).integers(0, vocabulary_size, size=(num_rows, PROMPT_LEN))
-    added = tuple(
-        Added(slot, tuple(prompt), PROMPT_LEN, params, (slot,)) for slot, prompt in enumerate(prompts.tolist())
-    )
-    rows = Rows(
-        slot=tuple(range(num_rows)),
-        start=(0,) * num_rows,
-        num_tokens=(PROMPT_LEN,) * num_rows,
-        token=(NO_TOKEN,) * num_rows,
-        after=(KNOWN,) * num_rows,
-        samples=(True,) * num_rows,
-    )
-    mirror = SlotMirror(limits)
-    mirror.apply(Batch(0, Kind.PREFILL, rows, added))
-    return mirror
+def _sampler(params: Sampling, num_rows: int, vocabulary_size: int) -> HostSampler:
+    """Before the first token after a prompt of each row."""
+    prompts = np.random.default_rng(0).integers(0, vocabulary_size, size=(num_rows, PROMPT_LEN), dtype=np.int32)
+    sampler = HostSampler(prompts, vocabulary_size)
+    for slot, prompt in enumerate(prompts.tolist()):
+        sampler.add(Added(slot, tuple(prompt), PROMPT_LEN, params, (slot,)))
+    return sampler

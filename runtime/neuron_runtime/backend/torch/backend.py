@@ -16,11 +16,11 @@ import numpy as np
 import torch
 
 from neuron_runtime.backend.base import ProgressCallback, StepTime
-from neuron_runtime.backend.torch import sampling
+from neuron_runtime.backend.host_sampling.drawing import NotFinite
+from neuron_runtime.backend.host_sampling.sampler import HostSampler, logprobs_of
 from neuron_runtime.backend.torch.cache import IntArray, KVCache
 from neuron_runtime.backend.torch.compiled import CompiledDecoder
 from neuron_runtime.backend.torch.decoder import Decoder
-from neuron_runtime.backend.torch.likeliest import Scores
 from neuron_runtime.backend.torch.mirror import SlotMirror
 from neuron_runtime.checkpoint import InvalidModel
 from neuron_runtime.core import (
@@ -83,6 +83,7 @@ class TorchBackend:
         self._cache = cache
         self._limits = limits
         self._mirror = SlotMirror(limits)
+        self._sampler = HostSampler(self._mirror.tokens, limits.vocabulary_size)
         self._thread = device or device_thread()
         self._running: deque[tuple[int, Future[_TorchStep]]] = deque()
         self._finished: dict[int, Future[StepOutput]] = {}
@@ -116,7 +117,7 @@ class TorchBackend:
         try:
             for _ in range(2):  # only the second run is timed
                 *times, _released = [(batch, self._run_alone(batch).device_seconds) for batch in steps]
-        except sampling.NotFinite as error:
+        except NotFinite as error:
             # No request is involved, so every request would fail like this.
             raise InvalidModel(str(error)) from error
         progress("warming up", 1.0)
@@ -150,6 +151,8 @@ class TorchBackend:
     def _run(self, batch: Batch) -> _TorchStep:
         begin = time.perf_counter()
         rows, token_ids = self._mirror.apply(batch)
+        for added in batch.added:
+            self._sampler.add(added)
         sampled = np.flatnonzero(np.array(batch.rows.samples, dtype=bool))
         if not len(batch.rows):
             return _TorchStep(batch, sampled, None, (), begin)
@@ -167,7 +170,7 @@ class TorchBackend:
         targets = self._mirror.prompt_targets(batch)
         if not targets:
             return ()
-        counts = self._mirror.sampling.num_prompt_logprobs[list(batch.rows.slot)]
+        counts = self._mirror.num_prompt_logprobs[list(batch.rows.slot)]
         at_once = max(1, LOGITS_AT_ONCE // self._limits.vocabulary_size)
         found: list[tuple[TokenLogprobs, ...]] = [()] * len(batch.rows)
         for row, tokens in targets:
@@ -175,9 +178,8 @@ class TorchBackend:
             for begin in range(0, len(tokens), at_once):
                 part = tokens[begin : begin + at_once]
                 first = int(begins[row]) + begin
-                scores = Scores.of(self._decoder.logits(hidden[first : first + len(part)]))
-                sampling.check_finite(scores)
-                of_row += sampling.logprobs(scores, part, np.full(len(part), counts[row]))
+                logits = self._decoder.logits(hidden[first : first + len(part)])
+                of_row += logprobs_of(logits, part, int(counts[row]))
             found[row] = tuple(of_row)
         return tuple(found)
 
@@ -187,11 +189,14 @@ class TorchBackend:
         token_ids: list[tuple[int, ...]] = [()] * len(step.batch.rows)
         logprobs: PerRow = ()
         if step.logits is not None:
-            tokens, found = choose_tokens(self._mirror, step.sampled, step.logits, late)
-            for row, token in zip(step.sampled.tolist(), tokens.tolist(), strict=True):
+            sampled = step.sampled
+            allowed = None if late is None else [late.allowed_token_ids[row] for row in sampled.tolist()]
+            tokens, found = self._sampler.choose(step.logits, *self._mirror.sampled_positions(sampled), allowed)
+            self._mirror.record(sampled, tokens)
+            for row, token in zip(sampled.tolist(), tokens.tolist(), strict=True):
                 token_ids[row] = (token,)
             if found:
-                of_row = dict(zip(step.sampled.tolist(), found, strict=True))
+                of_row = dict(zip(sampled.tolist(), found, strict=True))
                 logprobs = tuple((one,) if (one := of_row.get(row)) else () for row in range(len(token_ids)))
         return StepOutput(
             step=step.batch.step,
@@ -200,58 +205,3 @@ class TorchBackend:
             prompt_logprobs=step.prompt_logprobs,
             device_seconds=time.perf_counter() - step.begin,
         )
-
-
-def choose_tokens(
-    mirror: SlotMirror, sampled: IntArray, logits: torch.Tensor, late: Late | None
-) -> tuple[IntArray, list[TokenLogprobs | None]]:
-    """Choose a token for each sampling row of the batch that the mirror applied last, and record it in the mirror.
-
-    Args:
-        sampled: indexes of those rows.
-        logits: float32 `[sampled, vocabulary]`; changed in place by penalties, bias and the like.
-
-    Returns:
-        The tokens, and the log-probabilities of each if requested; an empty list if no row requests any.
-
-    Raises:
-        NotFinite: the logits of a row are not finite.
-    """
-    slots, positions = mirror.sampled_positions(sampled)
-    allowed = _allowed(sampled, late)
-    changed = mirror.adjustments.adjusted(slots, positions)
-    if allowed:
-        changed = np.union1d(changed, list(allowed))
-    wanted = np.flatnonzero(mirror.sampling.num_logprobs[slots] >= 0)
-    if not (len(changed) or len(wanted) or mirror.sampling.temperature[slots].any()):
-        tokens = sampling.best(logits)
-        mirror.record(sampled, tokens)
-        return tokens, []
-    weighed_at = sampling.weighed_at(mirror.sampling, slots, logits.shape[1])
-    unchanged_at = weighed_at.copy()
-    unchanged_at[changed] = 0.0
-    scores = Scores.of(logits, unchanged_at)
-    sampling.check_finite(scores)
-    reported = scores.rows(torch.from_numpy(wanted)) if len(wanted) else None
-    if len(changed):
-        # Log-probabilities are reported from the model's own logits, before adjustments.
-        reported = reported and reported.copy()
-        mirror.adjust(logits.numpy(), sampled, allowed)
-        scores.refresh(changed.tolist(), weighed_at)
-    tokens = sampling.choose(scores, mirror.sampling, slots, positions)
-    mirror.record(sampled, tokens)
-    if reported is None:
-        return tokens, []
-    found: list[TokenLogprobs | None] = [None] * len(tokens)
-    of_wanted = sampling.logprobs(reported, tokens[wanted], mirror.sampling.num_logprobs[slots[wanted]])
-    for i, one in zip(wanted.tolist(), of_wanted, strict=True):
-        found[i] = one
-    return tokens, found
-
-
-def _allowed(sampled: IntArray, late: Late | None) -> dict[int, IntArray]:
-    """Tokens that the host allows, by index into the sampling rows."""
-    if late is None:
-        return {}
-    allowed = ((i, late.allowed_token_ids[row]) for i, row in enumerate(sampled.tolist()))
-    return {i: np.array(token_ids, dtype=np.int64) for i, token_ids in allowed if token_ids is not None}

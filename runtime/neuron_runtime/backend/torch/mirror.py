@@ -1,4 +1,4 @@
-"""The backend's mirror of the slots, fed by batches alone: tokens, cache lines and sampling parameters of each slot.
+"""The backend's mirror of the slots, fed by batches alone: tokens and cache lines of each slot.
 
 Used on the device thread only. It resolves the rows of a batch (which tokens, from where) and records sampled tokens,
 so a row that waits for the step in flight finds its token here. It refuses batches that violate the contract.
@@ -6,14 +6,10 @@ so a row that waits for the step in flight finds its token here. It refuses batc
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 import numpy as np
 
 from neuron_runtime.backend.base import IllegalBatch
-from neuron_runtime.backend.torch.adjustments import Adjustments, FloatArray
 from neuron_runtime.backend.torch.cache import IntArray, StepRows
-from neuron_runtime.backend.torch.sampling import SamplingTable
 from neuron_runtime.core import KNOWN, NO_TOKEN, Added, BackendLimits, Batch
 
 
@@ -24,13 +20,14 @@ class SlotMirror:
         self._limits = limits
         self._live = np.zeros(limits.max_rows, dtype=bool)
         # One more than the model's length: the token sampled at the last position is known but never fed.
-        self._tokens = np.zeros((limits.max_rows, limits.max_model_length + 1), dtype=np.int32)
+        self.tokens = np.zeros((limits.max_rows, limits.max_model_length + 1), dtype=np.int32)
         self._num_known = np.zeros(limits.max_rows, dtype=np.int64)
         max_lines = -(-limits.max_model_length // limits.block_size)
         self._lines = np.zeros((limits.max_rows, max_lines), dtype=np.int64)
         self._num_lines = np.zeros(limits.max_rows, dtype=np.int64)
-        self.sampling = SamplingTable(limits.max_rows)
-        self.adjustments = Adjustments(limits.max_rows, limits.vocabulary_size)
+        self._num_prompt_tokens = np.zeros(limits.max_rows, dtype=np.int64)
+        self.num_prompt_logprobs = np.full(limits.max_rows, -1, dtype=np.int64)
+        """Per slot; -1: none requested, or already reported."""
         self._slots: IntArray = np.zeros(0, dtype=np.int64)
         self._ends: IntArray = np.zeros(0, dtype=np.int64)
 
@@ -60,20 +57,12 @@ class SlotMirror:
     def record(self, rows: IntArray, tokens: IntArray) -> None:
         """Token `tokens[i]` was sampled by row `rows[i]` of the batch applied last."""
         slots, positions = self._slots[rows], self._ends[rows]
-        self._tokens[slots, positions] = tokens
+        self.tokens[slots, positions] = tokens
         self._num_known[slots] = positions + 1
-        self.adjustments.record(slots, tokens)
 
     def sampled_positions(self, rows: IntArray) -> tuple[IntArray, IntArray]:
         """Slots of the given rows of the last batch, and the position in the sequence that each would sample."""
         return self._slots[rows], self._ends[rows]
-
-    def adjust(self, logits: FloatArray, rows: IntArray, late: Mapping[int, IntArray]) -> None:
-        """Change the logits of the given rows of the last batch in place, by their sampling parameters.
-
-        late: the only tokens that may be chosen, by index into `rows`.
-        """
-        self.adjustments.apply(logits, *self.sampled_positions(rows), self._tokens, late)
 
     def prompt_targets(self, batch: Batch) -> list[tuple[int, IntArray]]:
         """Rows of the batch applied last that feed prompt tokens and request prompt log-probabilities.
@@ -82,10 +71,10 @@ class SlotMirror:
             Each row with the tokens that follow the ones it feeds, up to the end of the prompt.
         """
         found = []
-        for row in np.flatnonzero(self.sampling.num_prompt_logprobs[self._slots] >= 0).tolist():
+        for row in np.flatnonzero(self.num_prompt_logprobs[self._slots] >= 0).tolist():
             slot, end = self._slots[row], self._ends[row]
             begin = end - batch.rows.num_tokens[row]
-            targets = self._tokens[slot, begin + 1 : min(end + 1, self.sampling.num_prompt_tokens[slot])]
+            targets = self.tokens[slot, begin + 1 : min(end + 1, self._num_prompt_tokens[slot])]
             if len(targets):
                 found.append((row, targets.astype(np.int64)))
         return found
@@ -97,13 +86,15 @@ class SlotMirror:
         if not 0 < length <= self._limits.max_model_length:
             raise IllegalBatch(f"step {step} adds {length} tokens at slot {slot}; max {self._limits.max_model_length}")
         self._live[slot] = True
-        self._tokens[slot, :length] = added.token_ids
+        self.tokens[slot, :length] = added.token_ids
         self._num_known[slot] = length
         self._num_lines[slot] = 0
         for block in added.blocks:
             self._append_line(step, slot, block)
-        self.sampling.set(slot, added.sampling, added.num_prompt_tokens, length)
-        self.adjustments.set(slot, added.sampling, added.token_ids, added.num_prompt_tokens)
+        self._num_prompt_tokens[slot] = added.num_prompt_tokens
+        # A sequence that has output tokens was preempted, after its prompt had been reported.
+        wanted = None if length > added.num_prompt_tokens else added.sampling.prompt_logprobs
+        self.num_prompt_logprobs[slot] = -1 if wanted is None else wanted
 
     def _append_line(self, step: int, slot: int, block: int) -> None:
         count = self._num_lines[slot]
@@ -127,7 +118,7 @@ class SlotMirror:
             start[waits] = self._ends[after[waits]]
         ends = start + num_tokens
         named = np.flatnonzero(token != NO_TOKEN)
-        self._tokens[slots[named], start[named]] = token[named]
+        self.tokens[slots[named], start[named]] = token[named]
         self._num_known[slots[named]] = np.maximum(self._num_known[slots[named]], ends[named])
         illegal = (
             ~self._live[slots]
@@ -146,5 +137,5 @@ class SlotMirror:
         self._slots, self._ends = slots, ends
         row_of_token = np.repeat(np.arange(len(slots)), num_tokens)
         position = np.arange(len(row_of_token)) - (np.cumsum(num_tokens) - num_tokens)[row_of_token]
-        token_ids = self._tokens[slots[row_of_token], start[row_of_token] + position].astype(np.int64)
+        token_ids = self.tokens[slots[row_of_token], start[row_of_token] + position].astype(np.int64)
         return StepRows(start=start, num_tokens=num_tokens, lines=self._lines[slots]), token_ids

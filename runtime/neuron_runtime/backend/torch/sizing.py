@@ -12,10 +12,10 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from neuron_runtime.backend.host_sampling.likeliest import ROWS_AT_ONCE
+from neuron_runtime.backend.host_sampling.sampler import MAX_LOGPROBS
 from neuron_runtime.backend.torch.architecture import DecoderConfig, tensor_shapes
 from neuron_runtime.backend.torch.choices import block_size_of
-from neuron_runtime.backend.torch.likeliest import ROWS_AT_ONCE
-from neuron_runtime.backend.torch.sampling import MAX_LOGPROBS
 from neuron_runtime.config import RuntimeConfig
 from neuron_runtime.core import BackendLimits
 from neuron_runtime.errors import ExitCode, FatalError, InvalidConfig

@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 import torch
 
-from neuron_runtime.backend.torch.adjustments import Adjustments
-from neuron_runtime.backend.torch.likeliest import Scores
-from neuron_runtime.backend.torch.sampling import SamplingTable, choose, weighed_at
+from neuron_runtime.backend.host_sampling.adjustments import Adjustments
+from neuron_runtime.backend.host_sampling.drawing import SamplingTable, choose, weighed_at
+from neuron_runtime.backend.host_sampling.likeliest import Scores
 from neuron_runtime.core import Sampling
 
 VOCABULARY = 30

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from neuron_runtime.backend.torch.adjustments import Adjustments, Seen
+from neuron_runtime.backend.host_sampling.adjustments import Adjustments, Seen
 from neuron_runtime.core import Sampling
 
 VOCABULARY = 12

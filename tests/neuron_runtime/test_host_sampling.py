@@ -9,9 +9,8 @@ import numpy as np
 import pytest
 import torch
 
-from neuron_runtime.backend.torch import sampling
-from neuron_runtime.backend.torch.likeliest import GROUP, Scores
-from neuron_runtime.backend.torch.sampling import (
+from neuron_runtime.backend.host_sampling import drawing
+from neuron_runtime.backend.host_sampling.drawing import (
     NUMBERS_OF_CANDIDATES,
     Draws,
     NotFinite,
@@ -21,6 +20,7 @@ from neuron_runtime.backend.torch.sampling import (
     philox_4x32,
     uniform,
 )
+from neuron_runtime.backend.host_sampling.likeliest import GROUP, Scores
 from neuron_runtime.core import Sampling
 
 MAX_CANDIDATES = max(NUMBERS_OF_CANDIDATES)
@@ -29,12 +29,12 @@ MAX_CANDIDATES = max(NUMBERS_OF_CANDIDATES)
 def draw(logits: torch.Tensor, top_k: Any, top_p: Any, draws: Any, *, temperature: Any = 1.0, min_p: Any = 0.0) -> Any:
     """Samples tokens for rows of logits; each parameter is one number for all rows or one per row."""
     columns = [np.broadcast_to(np.asarray(one), len(logits)).copy() for one in (temperature, top_k, top_p, min_p)]
-    return sampling.draw(Scores.of(logits.contiguous(), columns[0]), Draws(*columns, number=np.asarray(draws)))
+    return drawing.draw(Scores.of(logits.contiguous(), columns[0]), Draws(*columns, number=np.asarray(draws)))
 
 
 def choose(logits: torch.Tensor, table: SamplingTable, slots: Any, positions: Any) -> Any:
-    scores = Scores.of(logits.contiguous(), sampling.weighed_at(table, slots, logits.shape[1]))
-    return sampling.choose(scores, table, slots, positions)
+    scores = Scores.of(logits.contiguous(), drawing.weighed_at(table, slots, logits.shape[1]))
+    return drawing.choose(scores, table, slots, positions)
 
 
 def words(*values: int) -> np.ndarray:
@@ -186,15 +186,15 @@ def test_top_p_keeps_the_smallest_sufficient_set_of_the_vocabulary(
     monkeypatch: pytest.MonkeyPatch, logits: torch.Tensor, asked: tuple[int, float, float, float]
 ) -> None:
     top_k, top_p, min_p, temperature = asked
-    monkeypatch.setattr(sampling, "NUMBERS_OF_CANDIDATES", {})
+    monkeypatch.setattr(drawing, "NUMBERS_OF_CANDIDATES", {})
     thresholds = []
-    draw_by_groups = sampling._draw_by_groups
+    draw_by_groups = drawing._draw_by_groups
 
     def noting(scores: Scores, draws: Draws, masses: torch.Tensor, threshold: torch.Tensor) -> Any:
         thresholds.append(threshold)
         return draw_by_groups(scores, draws, masses, threshold)
 
-    monkeypatch.setattr(sampling, "_draw_by_groups", noting)
+    monkeypatch.setattr(drawing, "_draw_by_groups", noting)
     number = np.linspace(0.0, 1.0, len(logits), endpoint=False)
     tokens = draw(logits, top_k, top_p, number, temperature=temperature, min_p=min_p)
     (found,) = thresholds
@@ -325,16 +325,16 @@ def test_a_nan_row_is_detected_among_others(row: list[float]) -> None:
     with pytest.raises(NotFinite, match="of 1 of the requests"):
         check_finite(Scores.of(logits))
     with pytest.raises(NotFinite, match="of 1 of the requests"):
-        sampling.best(logits)
+        drawing.best(logits)
 
 
 def test_a_minus_infinity_logit_is_not_a_failure() -> None:
     logits = torch.tensor([[1.0, float("-inf"), -1e38], [3e38, 0.0, 0.0]])
     check_finite(Scores.of(logits))
-    assert sampling.best(logits).tolist() == [0, 0]
+    assert drawing.best(logits).tolist() == [0, 0]
 
 
 @pytest.mark.parametrize("vocabulary", [1, 127, 5000])
 def test_best_tokens_match_those_found_with_scores(vocabulary: int) -> None:
     logits = (torch.randn(9, vocabulary, generator=torch.Generator().manual_seed(5)) * 3).round()
-    assert sampling.best(logits).tolist() == Scores.of(logits).best().tolist()
+    assert drawing.best(logits).tolist() == Scores.of(logits).best().tolist()

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from neuron_runtime.backend.torch.likeliest import GROUP, ROWS_AT_ONCE, Scores
+from neuron_runtime.backend.host_sampling.likeliest import GROUP, ROWS_AT_ONCE, Scores
 
 VOCABULARIES = [1, 7, GROUP, GROUP + 1, 5 * GROUP - 3, 40 * GROUP, 300 * GROUP, 300 * GROUP + 77]
 

@@ -1,6 +1,6 @@
 """Token sampling from logits: greedy, temperature, min-p, top-k, top-p. The result does not depend on other rows.
 
-Called by the backend on its device thread, after `adjustments`. Greedy rows cost one argmax. A drawn token depends
+Called by `sampler`, after `adjustments`. Greedy rows cost one argmax. A drawn token depends
 only on the row's logits and on (seed, choice, output position): the random number is a counter-based hash without
 generator state.
 
@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from neuron_runtime.backend.torch.likeliest import GROUP, ROWS_AT_ONCE, Scores, group_sums, weigh
+from neuron_runtime.backend.host_sampling.likeliest import GROUP, ROWS_AT_ONCE, Scores, group_sums, weigh
 from neuron_runtime.core import Sampling, TokenLogprobs
 from neuron_runtime.errors import ExitCode, FatalError
 
@@ -35,7 +35,6 @@ apart two pivots may be for the tokens between them to be sorted. Measured: smal
 pivot more often, larger ones sort more."""
 MAX_GUESSES = 3
 """Guesses of that place before a binary search."""
-MAX_LOGPROBS = 20
 MIN_TEMPERATURE = 1e-30
 """At this value a draw always returns the best token; smaller ones overflow to infinity, and softmax to NaN."""
 
@@ -86,11 +85,8 @@ class SamplingTable:
         self.num_prompt_tokens = np.zeros(num_slots, dtype=np.int64)
         self.num_logprobs = np.full(num_slots, -1, dtype=np.int64)
         """-1: none requested."""
-        self.num_prompt_logprobs = np.full(num_slots, -1, dtype=np.int64)
-        """-1: none requested, or already reported."""
 
-    def set(self, slot: int, params: Sampling, num_prompt_tokens: int, num_tokens: int = 0) -> None:
-        """Add a sequence of `num_tokens` tokens. If it has output tokens, its prompt was reported before."""
+    def set(self, slot: int, params: Sampling, num_prompt_tokens: int) -> None:
         self.temperature[slot] = params.temperature
         self.top_k[slot] = params.top_k
         self.top_p[slot] = params.top_p
@@ -99,8 +95,6 @@ class SamplingTable:
         self.choice[slot] = params.choice
         self.num_prompt_tokens[slot] = num_prompt_tokens
         self.num_logprobs[slot] = -1 if params.logprobs is None else params.logprobs
-        wanted = None if num_tokens > num_prompt_tokens else params.prompt_logprobs
-        self.num_prompt_logprobs[slot] = -1 if wanted is None else wanted
 
 
 class NotFinite(FatalError):

@@ -1,6 +1,6 @@
 """Changes to logits before a token is chosen: bias, penalties, allowed and banned tokens.
 
-Called by the backend on its device thread, between the decoder and `sampling`. State is kept per slot and updated
+Called by `sampler`, before `drawing`. State is kept per slot and updated
 incrementally, by added sequences and sampled tokens. Rows without such parameters cost nothing.
 
 The order is that of vLLM's sampler (https://docs.vllm.ai/en/latest/api/vllm/v1/sample/sampler.html), except that
