@@ -49,7 +49,7 @@ def not_supported() -> str:
         ("Field", "Meaning", "Accepted values", "Otherwise"),
         (
             (
-                f"`{row.path}.{support.key}`" if support.key else row.names,
+                row.names,
                 meaning(row, support),
                 accepted(row, support),
                 support.cure,

@@ -66,8 +66,6 @@ class Supported:
     backends: tuple[str, ...] = ()
     of: Callable[[Any], object] | None = None
     """Reads the value to check against `values` from the spec; by default the field's own."""
-    key: str = ""
-    """The key inside the field that `of` reads."""
 
     def is_idle(self, backend: str) -> bool:
         """Whether nothing uses the field."""

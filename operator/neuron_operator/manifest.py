@@ -113,7 +113,7 @@ def not_supported(spec: Spec) -> Iterator[FieldNotSupported]:
         value_found = support.of(spec) if support.of else value
         accepted = support.values if support.of else (one.default, *support.values)
         if value_found not in accepted and spec.backend not in support.backends:
-            yield FieldNotSupported(f"{path}.{support.key}" if support.key else path, _shown(value_found), support.cure)
+            yield FieldNotSupported(path, _shown(value_found), support.cure)
 
 
 def _shown(value: object) -> str:

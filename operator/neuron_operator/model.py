@@ -7,7 +7,7 @@ them. A field that this version does not support declares it with `Supported`, a
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
-from msgspec import UNSET, Meta, field
+from msgspec import Meta, field
 
 from neuron_operator import names
 from neuron_operator.field_types import (
@@ -224,7 +224,7 @@ class Serving(SpecPart, frozen=True):
     sampling: Annotated[
         Literal["Device", "DeviceWithLogits", "Host"] | None,
         "Where tokens are sampled, see [modes](sampling.md#modes); by default `Device` on a simulated device.",
-        ConfigKey("overrideNeuronConfig.sampling", compiled=True),
+        ConfigKey("sampling", compiled=True),
         Supported("remove it or set Host", values=("Host",), backends=("simulated",)),
     ] = None
     generation_config: Annotated[
@@ -311,13 +311,6 @@ class Engine(SpecPart, frozen=True):
         "(benchmarks.md#a-served-model-without-a-device); an unknown setting is `InvalidEngineConfig`.",
         ConfigKey("overrideNeuronConfig", compiled=True),
         Supported("remove it: no Neuron backend reads it yet", backends=("simulated",)),
-        # One home, so that status.plan shows the mode that the device has.
-        Supported(
-            "set serving.sampling",
-            values=(UNSET,),
-            of=lambda spec: spec.engine.override_neuron_config.get("sampling", UNSET),
-            key="sampling",
-        ),
     ] = field(default_factory=dict)
     env: Annotated[
         tuple[EnvVar, ...],

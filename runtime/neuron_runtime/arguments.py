@@ -15,9 +15,21 @@ from typing import Any
 import msgspec
 
 from neuron_runtime.config import CONFIG_VERSION, RuntimeConfig, parse_config
+from neuron_runtime.console import say
+from neuron_runtime.devices import DEV, device_nodes
 from neuron_runtime.errors import ConfigProblems, FatalError, InvalidConfig
 from neuron_runtime.flags import absolute, fields_of
 from neuron_runtime.not_built import Surface, refuse
+
+DEFAULT_BACKEND = "torch"
+NEURON_BACKEND = "nxdi"
+"""The default on a machine with Neuron devices. It serves compiled graphs only."""
+BACKENDS_WITHOUT_BUCKETS = ("torch", "simulated")
+BUCKET_VARIABLES = {
+    "NEURON_CONTEXT_LENGTH_BUCKETS": "context_buckets",
+    "NEURON_TOKEN_GEN_BUCKETS": "token_generation_buckets",
+}
+"""Arguments by the variable that sets them, as in vLLM's guides for Neuron."""
 
 FIELDS = tuple(fields_of(RuntimeConfig))
 
@@ -64,6 +76,40 @@ def config_of(uri: str, given: Mapping[str, Any], **more: Any) -> RuntimeConfig:
     return config
 
 
+def on_this_machine(given: Mapping[str, Any], dev: Path = DEV) -> dict[str, Any]:
+    """Arguments with what this machine says where they are silent, and a line in the log about each: the backend by its
+    devices, and the buckets by variables of the environment.
+
+    Args:
+        given: values by the names in `BY_ARGUMENT`.
+        dev: folder of device nodes.
+
+    Raises:
+        InvalidConfig: names the variable with a wrong value.
+    """
+    found = dict(given)
+    if "backend" not in found and (nodes := device_nodes(dev)):
+        found["backend"] = NEURON_BACKEND
+        say(f"backend {NEURON_BACKEND}: this machine has Neuron devices ({nodes[0]})")
+    backend = found.get("backend", DEFAULT_BACKEND)
+    if backend == NEURON_BACKEND:
+        found.setdefault("compile", True)
+    for variable, name in BUCKET_VARIABLES.items():
+        value = os.environ.get(variable)
+        if not value:
+            continue
+        if name in found or backend in BACKENDS_WITHOUT_BUCKETS:
+            why = f"{BY_ARGUMENT[name].option} is set" if name in found else f"the {backend} backend has no buckets"
+            say(f"{variable} has no effect: {why}")
+            continue
+        try:
+            found[name] = BY_ARGUMENT[name].read(value)
+        except ValueError as error:
+            raise InvalidConfig(variable, str(error)) from error
+        say(f"{variable}: {BY_ARGUMENT[name].option} {value}")
+    return found
+
+
 @contextmanager
 def naming(names: Mapping[str, str]) -> Iterator[None]:
     """Add the name of the flag or argument to errors about a document that was built from them.
@@ -95,7 +141,7 @@ def llm_config(
     device: str | None = None,
     revision: str | None = None,
     additional_config: Mapping[str, Any] | None = None,
-    dev: Path = Path("/dev"),
+    dev: Path = DEV,
 ) -> RuntimeConfig:
     """Build the document from the arguments of `LLM`.
 
@@ -126,6 +172,7 @@ def llm_config(
     if backend is not None:
         given.setdefault("backend", backend)
     with found.collecting(), naming(LLM_NAMES):
+        given = on_this_machine(given, dev)
         config = config_of(_with_revision(model_uri(model), revision), given)
     found.check()
     return config
@@ -171,15 +218,15 @@ def _backend(device: str | None, dev: Path) -> str | None:
         case None | "auto":
             return None
         case "cpu":
-            return "torch"
+            return DEFAULT_BACKEND
         case "neuron":
-            if not any(dev.glob("neuron[0-9]*")):
+            if not device_nodes(dev):
                 raise InvalidConfig(
                     "device",
                     f"'neuron', but this machine has no Neuron device ({dev}/neuron0): leave `device` out to run on "
                     "the CPU, or run this on an Inf2 or Trn instance with the Neuron driver",
                 )
-            return "nxdi"
+            return NEURON_BACKEND
     raise InvalidConfig("device", f"must be 'cpu' or 'neuron', got {device!r}")
 
 

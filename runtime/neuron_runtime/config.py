@@ -19,7 +19,7 @@ import msgspec
 from msgspec import Meta
 
 from neuron_runtime.errors import ConfigProblems, InvalidConfig
-from neuron_runtime.flags import Flag, dtype_word, json_or_text, json_value, template, word_or_folder
+from neuron_runtime.flags import Flag, dtype_word, json_or_text, json_value, numbers, template, word_or_folder
 from neuron_runtime.uris import parse_uri
 from neuron_runtime.validation import explain, problems
 
@@ -36,10 +36,20 @@ Limit = Annotated[int, Meta(ge=0)]
 Count = Annotated[int, Meta(ge=1)]
 Seconds = Annotated[float, Meta(ge=0)]
 
+MAX_BUCKETS = 32
+Sizes = Annotated[tuple[Count, ...], Meta(max_length=MAX_BUCKETS)]
+"""Compiled sizes, ascending; empty: chosen by the backend."""
+
 LimitFlag = partial(Flag, default="chosen at startup")
+DeviceFlag = partial(Flag, default="chosen by the backend")
+SizesFlag = partial(DeviceFlag, llm=True, metavar="N,N,...", read=numbers)
 
 COMPILED = object()
 """Marks a field that compiled graphs may depend on; a backend's `compiler` sees no other. See `artifacts/key.py`."""
+
+
+ON_DEVICE = object()
+"""Marks a field that only backends with a compiled device have; the others refuse it. See `backend/fields.py`."""
 
 
 class Document(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, rename="camel"):
@@ -78,6 +88,54 @@ class EngineLimits(Document, frozen=True, kw_only=True):
     ] = 0
     max_queued_requests: Annotated[Limit, "Maximum number of waiting requests; more get 429", LimitFlag()] = 0
     max_queued_tokens: Annotated[Limit, "Maximum prompt tokens of waiting requests; more get 429", LimitFlag()] = 0
+
+
+class Parallelism(Document, frozen=True, kw_only=True):
+    tensor: Annotated[
+        Limit, "Tensor-parallel degree of the model", DeviceFlag("tensor_parallel_size", llm=True), COMPILED, ON_DEVICE
+    ] = 0
+
+
+class Accelerator(Document, frozen=True, kw_only=True):
+    """The part of a device that a process uses."""
+
+    cores: Annotated[
+        Limit,
+        "NeuronCores of this process",
+        Flag("num_cores", default="as `NEURON_RT_VISIBLE_CORES` or `NEURON_RT_NUM_CORES` say"),
+        COMPILED,
+        ON_DEVICE,
+    ] = 0
+    logical_neuron_core: Annotated[
+        int, Meta(ge=0, le=2), "Physical cores per logical NeuronCore: 1 or 2", DeviceFlag(), COMPILED, ON_DEVICE
+    ] = 0
+
+
+class Buckets(Document, frozen=True, kw_only=True):
+    """Compiled sizes of a backend with fixed shapes, each list in ascending order."""
+
+    context: Annotated[Sizes, "Prompt lengths to compile", SizesFlag("context_buckets"), COMPILED, ON_DEVICE] = ()
+    token_generation: Annotated[
+        Sizes,
+        "Context lengths to compile token generation for",
+        SizesFlag("token_generation_buckets"),
+        COMPILED,
+        ON_DEVICE,
+    ] = ()
+    prefix: Annotated[
+        Sizes,
+        "Lengths of cached prefixes to compile, with layout `blocks`",
+        SizesFlag("prefix_buckets"),
+        COMPILED,
+        ON_DEVICE,
+    ] = ()
+    sequences: Annotated[
+        Sizes,
+        "Numbers of running requests to compile token generation for",
+        SizesFlag("sequence_buckets"),
+        COMPILED,
+        ON_DEVICE,
+    ] = ()
 
 
 class DrainOptions(Document, frozen=True, kw_only=True):
@@ -148,7 +206,7 @@ class RuntimeConfig(Document, frozen=True, kw_only=True):
     backend: Annotated[
         BackendName,
         "Backend: `torch` or `simulated`; the others are not built yet",
-        Flag(llm=True, metavar="NAME"),
+        Flag(llm=True, metavar="NAME", default="`nxdi` on a machine with Neuron devices, else `torch`"),
         COMPILED,
     ] = "torch"
     compile: Annotated[
@@ -182,6 +240,27 @@ class RuntimeConfig(Document, frozen=True, kw_only=True):
         COMPILED,
     ] = "auto"
     limits: EngineLimits = EngineLimits()
+    parallelism: Parallelism = Parallelism()
+    accelerator: Accelerator = Accelerator()
+    buckets: Buckets = Buckets()
+    application_class: Annotated[
+        str,
+        "Implementation of the model on the device: a name that the backend knows, or `module:Class`",
+        Flag(default="by the model's architecture"),
+        COMPILED,
+        ON_DEVICE,
+    ] = ""
+    sampling: Annotated[
+        Literal["", "Device", "DeviceWithLogits", "Host"],
+        "Where tokens are sampled, which decides the accepted parameters: on the `Device`, there and on the host "
+        "(`DeviceWithLogits`), or on the `Host`",
+        DeviceFlag("sampling_mode", llm=True),
+        COMPILED,
+        ON_DEVICE,
+    ] = ""
+    async_mode: Annotated[
+        bool, "Let the device run ahead of the host, if the backend can", Flag(llm=True), COMPILED, ON_DEVICE
+    ] = False
     drain: DrainOptions = DrainOptions()
     text: TextOptions = TextOptions()
     server: ServerOptions = ServerOptions()
@@ -219,8 +298,8 @@ def _with_value(message: str, document: Any, path: str) -> str:
 
 
 def _value_at(value: Any, path: str) -> Any:
-    for key in path.split(".")[1:]:
-        value = value[key]
+    for key, index in re.findall(r"([^.\[\]]+)|\[(\d+)\]", path):
+        value = value[key or int(index)]
     return value
 
 
@@ -238,6 +317,12 @@ def _check(config: RuntimeConfig) -> None:
             check_url(config.server.otlp_traces_endpoint, "$.server.otlpTracesEndpoint")
     with found.collecting():
         _check_origins(config.server.allowed_origins)
+    for field in msgspec.structs.fields(Buckets):
+        sizes = getattr(config.buckets, field.name)
+        with found.collecting():
+            if list(sizes) != sorted({*sizes}):
+                message = f"must be in ascending order, got {list(sizes)}"
+                raise InvalidConfig(f"$.buckets.{field.encode_name}", message)
     found.check()
 
 

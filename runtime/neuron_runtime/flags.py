@@ -133,6 +133,15 @@ def dtype_word(text: str) -> str:
     return {"half": "float16", "float": "float32"}.get(word, word)
 
 
+def numbers(text: str) -> list[int]:
+    """A list of numbers with commas between them; brackets as in JSON are allowed."""
+    inside = text.strip().removeprefix("[").removesuffix("]")
+    try:
+        return [int(one) for one in inside.split(",")] if inside.strip() else []
+    except ValueError as error:
+        raise ValueError(f"must be numbers with commas between them, got {text!r}") from error
+
+
 def absolute(text: str) -> Path:
     """Raises ValueError for the home of an unknown user."""
     try:

@@ -144,7 +144,6 @@ ROWS = (
     Row("structured_outputs", _BODY | _PARAMS),
     Row("suffix", _BODY, ("",)),
     Row("task", _LLM, ("auto", "generate")),
-    Row("tensor_parallel_size", _LLM, (1,), cure="leave it out, the torch backend has one rank"),
     Row("thinking_token_budget", _BODY),
     Row("tokenizer", _LLM),
     Row("tokenizer_mode", _LLM, ("auto",)),
@@ -179,7 +178,13 @@ ROWS = (
     *(
         Row(name, _LLM, (False,), has_effect=False)
         for name in (
-            *("disable_async_output_proc", "disable_custom_all_reduce", "disable_log_stats", "enforce_eager"),
+            *(
+                "async_scheduling",
+                "disable_async_output_proc",
+                "disable_custom_all_reduce",
+                "disable_log_stats",
+                "enforce_eager",
+            ),
             *("trust_remote_code", "use_v2_block_manager", "worker_use_ray"),
         )
     ),

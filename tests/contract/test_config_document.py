@@ -24,7 +24,7 @@ from neuron_operator.world import ClaimFolder, ObjectStore, Place, StorageSettin
 from neuron_runtime import config as runtime
 from neuron_runtime.__main__ import build_parser
 from neuron_runtime.artifacts.key import compiled_part
-from neuron_runtime.backend.simulated.options import read_options
+from neuron_runtime.backend.simulated.options import limits_of, read_options
 
 KNOWN = msgspec.convert(FACTS, Facts)
 LIMITS = {
@@ -130,7 +130,9 @@ def test_the_document_carries_times_and_sampling_of_a_simulated_device(
     config = rendered({**SPEC, "engine": engine, "serving": {"sampling": sampling}})
     options = read_options(config.override_neuron_config)
     assert config.backend == "simulated"
-    assert (options.sampling, operator.sampling_mode(model)) == (mode, mode)
+    assert config.sampling == (sampling or "")
+    limits = limits_of(config, options, vocabulary_size=9, longest=1000)
+    assert (limits.sampling, operator.sampling_mode(model)) == (mode, mode)
     assert options.step_milliseconds == written.get("stepMilliseconds")
 
 

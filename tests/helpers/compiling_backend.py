@@ -14,8 +14,16 @@ from neuron_runtime.backend.base import Graph, Needs
 from neuron_runtime.config import RuntimeConfig
 from neuron_runtime.errors import ExitCode, FatalError
 
-NEEDS_WEIGHTS = False
-COMPILER_READS_WEIGHTS = False
+FREED_BY_EXIT = False
+
+
+def needs_weights(config: RuntimeConfig) -> bool:
+    return False
+
+
+def compiler_reads_weights(config: RuntimeConfig) -> bool:
+    return False
+
 
 SEEN = "COMPILING_BACKEND_SEEN"
 """Names a file that gets a line for each graph that is compiled: the process, its working directory, its TMPDIR."""

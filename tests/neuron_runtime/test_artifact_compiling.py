@@ -411,8 +411,8 @@ def test_a_miss_is_found_before_weights_are_fetched(
 
 def test_a_compiler_that_reads_weights_gets_them(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     shelf = shelf_with_model(tmp_path / "hub")
-    monkeypatch.setattr(simulated_package, "COMPILER_READS_WEIGHTS", True)
-    monkeypatch.setattr(simulated_package, "NEEDS_WEIGHTS", True)
+    monkeypatch.setattr(simulated_package, "compiler_reads_weights", lambda config: True)
+    monkeypatch.setattr(simulated_package, "needs_weights", lambda config: True)
     with serving(shelf) as address:
         monkeypatch.setenv("HF_ENDPOINT", address)
         code, _ = compile_model(tmp_path, "hf://acme/model")

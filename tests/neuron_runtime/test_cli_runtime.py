@@ -15,16 +15,17 @@ import msgspec
 import pytest
 
 from helpers.chat_model import write_chat_model
+from neuron_runtime import arguments
 from neuron_runtime.__main__ import build_parser, main
-from neuron_runtime.arguments import model_uri
+from neuron_runtime.arguments import BY_ARGUMENT, model_uri, on_this_machine
 from neuron_runtime.commands.serve import configuration
-from neuron_runtime.config import RuntimeConfig, parse_config
+from neuron_runtime.config import Accelerator, Buckets, RuntimeConfig, parse_config
 from neuron_runtime.errors import InvalidConfig
 from neuron_runtime.not_built import Row, Surface, rows
 
 
-def config_of(*arguments: str) -> RuntimeConfig:
-    return configuration(build_parser().parse_args(["serve", *arguments]))
+def config_of(*words: str) -> RuntimeConfig:
+    return configuration(build_parser().parse_args(["serve", *words]))
 
 
 def test_flags_produce_a_document() -> None:
@@ -52,7 +53,7 @@ def test_a_model_is_accepted_in_its_common_notations(tmp_path: Path, monkeypatch
 
 
 @pytest.mark.parametrize(
-    ("arguments", "field", "says"),
+    ("words", "field", "says"),
     [
         ([], "MODEL", "serve MODEL"),
         (["m", "--config", "x"], "--config", "leave them out"),
@@ -72,24 +73,101 @@ def test_a_model_is_accepted_in_its_common_notations(tmp_path: Path, monkeypatch
         ),
         (["a/m", "--max-num-seqs", "-1"], "--max-num-seqs ($.limits.maxSequences)", "Expected `int` >= 0, got -1"),
         (["a/m", "--allowed-origins", "[1]"], "--allowed-origins ($.server.allowedOrigins[0])", "got `int`"),
+        (["a/m", "--context-buckets", "1,x"], "--context-buckets ($.buckets.context)", "must be numbers with commas"),
+        (
+            ["a/m", "--sequence-buckets", "4,2"],
+            "--sequence-buckets ($.buckets.sequences)",
+            "in ascending order, got [4, 2]",
+        ),
+        (["a/m", "--prefix-buckets", "0,2"], "--prefix-buckets ($.buckets.prefix[0])", "Expected `int` >= 1, got 0"),
+        (["a/m", "--logical-neuron-core", "3"], "--logical-neuron-core ($.accelerator.logicalNeuronCore)", "<= 2"),
+        (["a/m", "--sampling-mode", "gpu"], "--sampling-mode ($.sampling)", "`DeviceWithLogits`, `Host`"),
         (["~nobody-here/m"], "MODEL ($.model.uri)", "no home directory"),
         (["a/m", "--generation-config", "~nobody-here"], "--generation-config ($.text.generationConfig)", "no home"),
         (["m"], "MODEL ($.model.uri)", "write hf://org/name"),
         (["oci://image/m#../x"], "MODEL ($.model.uri)", "no valid path in the image"),
     ],
 )
-def test_invalid_flags_are_named(arguments: list[str], field: str, says: str) -> None:
+def test_invalid_flags_are_named(words: list[str], field: str, says: str) -> None:
     with pytest.raises(InvalidConfig) as caught:
-        config_of(*arguments)
+        config_of(*words)
     assert caught.value.field == field
     assert says in str(caught.value)
+
+
+DEVICE_FLAGS = (
+    "--tensor-parallel-size=8", "--num-cores=8", "--logical-neuron-core=2", "--context-buckets=128,512",
+    "--token-generation-buckets=2048", "--prefix-buckets=512", "--sequence-buckets=1,8", "--application-class=llama",
+    "--sampling-mode=DeviceWithLogits", "--async-mode",
+)  # fmt: skip
+
+
+def test_flags_of_a_compiled_device_produce_a_document() -> None:
+    flags = vars(build_parser().parse_args(["serve", "a/m", *DEVICE_FLAGS]))
+    config = arguments.config_of("hf://a/m", {name: flags[name] for name in BY_ARGUMENT if flags[name] is not None})
+    assert config.parallelism.tensor == 8
+    assert config.accelerator == Accelerator(cores=8, logical_neuron_core=2)
+    assert config.buckets == Buckets(context=(128, 512), token_generation=(2048,), prefix=(512,), sequences=(1, 8))
+    assert (config.application_class, config.sampling, config.async_mode) == ("llama", "DeviceWithLogits", True)
+
+
+@pytest.mark.parametrize(("backend", "accepts"), [("torch", "Host"), ("simulated", "DeviceWithLogits")])
+def test_a_backend_without_a_compiled_device_refuses_every_field_of_one(backend: str, accepts: str) -> None:
+    refused = [flag for flag in DEVICE_FLAGS if not flag.startswith("--sampling")]
+    with pytest.raises(InvalidConfig) as caught:
+        config_of("a/m", "--backend", backend, "--sampling-mode", accepts, *refused)
+    assert [name.partition(" ")[0] for name, _ in caught.value.parts] == [
+        "--tensor-parallel-size", "--num-cores", "--logical-neuron-core", "--context-buckets",
+        "--token-generation-buckets", "--prefix-buckets", "--sequence-buckets", "--application-class", "--async-mode",
+    ]  # fmt: skip
+    assert str(caught.value).startswith(
+        f"--tensor-parallel-size ($.parallelism.tensor): the {backend} backend accepts only 1: leave it out"
+    )
+    config_of("a/m", "--backend", backend, "--tensor-parallel-size", "1", "--sampling-mode", accepts)
+
+
+def test_the_torch_backend_samples_on_the_host_only() -> None:
+    with pytest.raises(InvalidConfig, match="the torch backend accepts only Host"):
+        config_of("a/m", "--backend", "torch", "--sampling-mode", "Device")
+
+
+def test_a_machine_with_neuron_devices_serves_compiled_models_by_default(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in ("neuron10", "neuron2", "neuron", "neuron_monitor"):
+        (tmp_path / name).touch()
+    assert on_this_machine({}, tmp_path) == {"backend": "nxdi", "compile": True}
+    assert capsys.readouterr().err.splitlines() == [
+        f"neuron-runtime: backend nxdi: this machine has Neuron devices ({tmp_path}/neuron2)"
+    ]
+    assert on_this_machine({"backend": "torch"}, tmp_path) == {"backend": "torch"}
+    assert on_this_machine({}, tmp_path / "none") == {}
+    assert capsys.readouterr().err == ""
+
+
+def test_variables_set_buckets_that_no_flag_sets(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("NEURON_CONTEXT_LENGTH_BUCKETS", "128,1024")
+    monkeypatch.setenv("NEURON_TOKEN_GEN_BUCKETS", "[2048]")
+    given = {"backend": "nxdi", "compile": True}
+    assert on_this_machine(given) == {**given, "context_buckets": [128, 1024], "token_generation_buckets": [2048]}
+    assert capsys.readouterr().err.splitlines() == [
+        "neuron-runtime: NEURON_CONTEXT_LENGTH_BUCKETS: --context-buckets 128,1024",
+        "neuron-runtime: NEURON_TOKEN_GEN_BUCKETS: --token-generation-buckets [2048]",
+    ]
+    assert on_this_machine({**given, "context_buckets": "64"})["context_buckets"] == "64"
+    assert "NEURON_CONTEXT_LENGTH_BUCKETS has no effect: --context-buckets is set" in capsys.readouterr().err
+    assert on_this_machine({"backend": "torch"}) == {"backend": "torch"}
+    assert "has no effect: the torch backend has no buckets" in capsys.readouterr().err
+    monkeypatch.setenv("NEURON_TOKEN_GEN_BUCKETS", "many")
+    with pytest.raises(InvalidConfig, match="NEURON_TOKEN_GEN_BUCKETS: must be numbers with commas"):
+        on_this_machine(given)
 
 
 @pytest.mark.parametrize(
     ("flag", "value", "says"),
     [
-        ("--tensor-parallel-size", "2", "2 is not supported yet: leave it out, the torch backend has one rank"),
-        ("--tensor-parallel-size", "true", "True is not supported yet"),
         ("--additional-config", "{", "'{' is not supported yet: leave it out"),
     ],
 )
@@ -104,7 +182,7 @@ def test_unsupported_flags_are_refused_by_name(
 
 def test_everything_wrong_with_the_flags_is_said_at_once(capsys: pytest.CaptureFixture[str]) -> None:
     wrong = [
-        "--tensor-parallel-size=2",
+        "--pipeline-parallel-size=2",
         "--chat-template=none.jinja",
         "--dtype=int7",
         "--max-num-seqs=-1",
@@ -120,11 +198,8 @@ def test_everything_wrong_with_the_flags_is_said_at_once(capsys: pytest.CaptureF
 
 
 def test_what_the_backend_refuses_is_said_with_the_rest(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["serve", "a/m", "--backend=nxdi", "--tensor-parallel-size=2"]) == 2
-    assert (
-        "--tensor-parallel-size: 2 is not supported yet: leave it out, the torch backend has one rank; --backend ("
-        in (capsys.readouterr().err)
-    )
+    assert main(["serve", "a/m", "--backend=optimum", "--pipeline-parallel-size=2"]) == 2
+    assert "--pipeline-parallel-size: 2 is not supported yet: leave it out; --backend (" in capsys.readouterr().err
     assert main(["serve", "a/m", "--tool-call-parser=x", "--override-neuron-config", '{"a": 1, "b": 2}']) == 2
     error = capsys.readouterr().err
     assert [error.count(one) for one in ("--tool-call-parser: ", "Config.a): ", "Config.b): ")] == [1, 1, 1]

@@ -119,7 +119,7 @@ def test_a_guide_script_runs_at_module_level_on_the_demo_model() -> None:
     ("arguments", "says"),
     [
         ('device="neuron"', "leave `device` out to run on the CPU"),
-        ("tensor_parallel_size=2", "tensor_parallel_size: 2 is not supported yet"),
+        ("tensor_parallel_size=2", "tensor_parallel_size ($.parallelism.tensor): the torch backend accepts only 1"),
     ],
 )
 @pytest.mark.skipif(any(Path("/dev").glob("neuron[0-9]*")), reason="this machine has a Neuron device")
@@ -297,8 +297,7 @@ def test_the_seed_of_the_class_makes_runs_repeatable_and_prompts_different() -> 
 
 def test_a_seed_of_the_class_is_refused_where_a_request_has_one() -> None:
     def simulated(sampling: str, seed: int | None) -> LLM:
-        override = {"sampling": sampling}
-        return LLM(str(MODEL), backend="simulated", max_model_len=64, override_neuron_config=override, seed=seed)
+        return LLM(str(MODEL), backend="simulated", max_model_len=64, sampling_mode=sampling, seed=seed)
 
     with pytest.raises(InvalidConfig, match=r"^seed: `seed` is not supported with Device sampling"):
         simulated("Device", 0)
@@ -526,7 +525,7 @@ def test_arguments_from_the_guides_produce_a_configuration(tmp_path: Path) -> No
         ({"device": "cuda"}, "device: must be 'cpu' or 'neuron', got 'cuda'"),
         (
             {"tensor_parallel_size": 2},
-            "tensor_parallel_size: 2 is not supported yet: leave it out, the torch backend has one rank",
+            "tensor_parallel_size ($.parallelism.tensor): the torch backend accepts only 1: leave it out",
         ),
         ({"speculative_model": "org/draft"}, "speculative_model: 'org/draft' is not supported yet"),
         ({"override_neuron_config": {"a": 1}}, "override_neuron_config ($.overrideNeuronConfig.a): the torch backend"),

@@ -128,7 +128,7 @@ def runs(draw: st.DrawFn) -> tuple[BackendLimits, list[Request]]:
         block_size=draw(st.sampled_from((2, 4))) if layout == "blocks" else 0,
         num_blocks=draw(st.sampled_from((20, 30, 60))) if layout == "blocks" else 0,
     )
-    options = Options(prefill=prefill, token_feedback=draw(st.sampled_from(("device", "host"))), sampling="Host")
+    options = Options(prefill=prefill, token_feedback=draw(st.sampled_from(("device", "host"))))
     requests = []
     for number in range(draw(st.integers(1, 7))):
         num_prompt = draw(st.integers(1, length // 2))
@@ -139,7 +139,9 @@ def runs(draw: st.DrawFn) -> tuple[BackendLimits, list[Request]]:
         prompt = tuple((first + 3 * at) % VOCABULARY_SIZE for at in range(num_prompt))
         sampling = replace(asked.sampling, allowed_token_ids=only)
         requests.append(replace(asked, prompt_token_ids=prompt, sampling=sampling))
-    made = limits_of(config(wanted, layout=layout), options, vocabulary_size=VOCABULARY_SIZE, longest=1000)
+    made = limits_of(
+        config(wanted, layout=layout, sampling="Host"), options, vocabulary_size=VOCABULARY_SIZE, longest=1000
+    )
     return made, requests
 
 
@@ -212,7 +214,8 @@ def test_seed_and_choice_change_drawn_tokens_but_not_greedy_ones() -> None:
 
 
 def test_logprobs_are_uniform_and_cover_the_prompt() -> None:
-    made = limits(Options(sampling="Host"), max_sequences=2, max_step_tokens=4)
+    wanted = config(EngineLimits(max_sequences=2, max_step_tokens=4), sampling="Host")
+    made = limits_of(wanted, Options(), vocabulary_size=VOCABULARY_SIZE, longest=1000)
     engine = Engine(SimulatedBackend(made, STEP, VirtualClock()))
     engine.add(request("r", 9, max_tokens=2, logprobs=2, prompt_logprobs=0))
     events = []

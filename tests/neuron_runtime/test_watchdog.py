@@ -191,7 +191,7 @@ def test_the_engine_process_knows_warmed_up_shapes_from_the_start(
 ) -> None:
     for name in ("config.json", "tokenizer.json"):
         (tmp_path / name).write_text("{}")
-    package = SimpleNamespace(NEEDS_WEIGHTS=False, load_backend=lambda *given: WarmBackend(LIMITS))
+    package = SimpleNamespace(needs_weights=lambda config: False, load_backend=lambda *given: WarmBackend(LIMITS))
     for module in (process, loading):
         monkeypatch.setattr(module, "backend_package", lambda config: package)
     armed = ArmedDeadline()

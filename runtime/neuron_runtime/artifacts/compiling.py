@@ -85,7 +85,7 @@ def wanted_artifact(config: RuntimeConfig, model_dir: Path, digest: str = "") ->
         InvalidConfig: the backend compiles nothing, or not with these settings.
     """
     package, part = compiling_package(config), compiled_part(config)
-    digest = digest or config.model.digest or _digest_of(model_dir, with_weights=package.NEEDS_WEIGHTS)
+    digest = digest or config.model.digest or _digest_of(model_dir, with_weights=package.needs_weights(config))
     needs = package.compiler(part, model_dir).needs
     return Wanted(package.__name__, part, model_dir, covered(config.backend, digest, needs))
 

@@ -81,7 +81,7 @@ def check_artifact(
     Raises: as `provide`, and what `described` raises.
     """
     if config.compile and places.on_miss == "fail":
-        with_weights = backend_package(config).NEEDS_WEIGHTS
+        with_weights = backend_package(config).needs_weights(config)
         with described(config.model, weights_dir, weights_store, with_weights=with_weights) as (folder, digest):
             provide(config, folder, places, progress, digest)
 

@@ -23,6 +23,7 @@ from neuron_runtime.arguments import (
     default_artifacts_dir,
     default_weights_dir,
     naming,
+    on_this_machine,
 )
 from neuron_runtime.bench.model import PREFIX, SHAPES, model_folder_or_uri
 from neuron_runtime.bench.number_flags import add_number
@@ -131,7 +132,7 @@ class OfflineEngine:
         from neuron_runtime.engine.loop import Engine  # noqa: PLC0415
         from neuron_runtime.weights.fetching import materialize  # noqa: PLC0415
 
-        config = config_of(model_folder_or_uri(model, cache_dir), arguments)
+        config = config_of(model_folder_or_uri(model, cache_dir), on_this_machine(arguments))
         check_backend(config)
         self.model_dir = materialize(config.model, default_weights_dir(), lambda stage, share: None)
         places = Places(default_artifacts_dir())

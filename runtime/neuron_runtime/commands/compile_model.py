@@ -75,8 +75,8 @@ def _model(config: RuntimeConfig, options: argparse.Namespace, progress: StageLi
     from neuron_runtime.weights.fetching import described, materialize  # noqa: PLC0415
 
     package, places = compiling_package(config), (options.weights_dir, options.weights_store)
-    with described(config.model, *places, with_weights=package.NEEDS_WEIGHTS) as (folder, digest):
-        if not package.COMPILER_READS_WEIGHTS:
+    with described(config.model, *places, with_weights=package.needs_weights(config)) as (folder, digest):
+        if not package.compiler_reads_weights(config):
             yield folder, digest
             return
     model = msgspec.structs.replace(config.model, digest=digest)

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from neuron_runtime import not_built, record
-from neuron_runtime.arguments import BY_ARGUMENT, FLAG_NAMES, config_of, model_uri, naming
+from neuron_runtime.arguments import BY_ARGUMENT, FLAG_NAMES, config_of, model_uri, naming, on_this_machine
 from neuron_runtime.config import RuntimeConfig, load_config
 from neuron_runtime.console import say
 from neuron_runtime.errors import ConfigProblems, InvalidConfig
@@ -138,6 +138,7 @@ def configuration(options: argparse.Namespace) -> RuntimeConfig:
             raise InvalidConfig("MODEL", message)
         else:
             with naming(FLAG_NAMES):
+                given = on_this_machine(given)
                 config = config_of(model_uri(options.model), given, drain=DRAIN_ON_THE_COMMAND_LINE)
                 check_backend(config)
     found.check()

@@ -22,8 +22,12 @@ PACKAGES = {"torch": "neuron_runtime.backend.torch", "simulated": "neuron_runtim
 class BackendPackage(Protocol):
     """Interface of a backend's package."""
 
-    NEEDS_WEIGHTS: bool
-    """Whether it needs a model's weights; otherwise its small files suffice."""
+    FREED_BY_EXIT: bool
+    """Whether the device is freed only by the end of the process, not by `close`. `LLM` then runs the engine in a
+    process of its own."""
+
+    def needs_weights(self, config: RuntimeConfig) -> bool:
+        """Whether a model's weights are needed to serve it; otherwise its small files suffice."""
 
     def check_config(self, config: RuntimeConfig) -> None:
         """Check settings without model and device. Raises InvalidConfig."""
@@ -36,9 +40,10 @@ class CompilingPackage(BackendPackage, Protocol):
     """Interface of the package of a backend that can compile."""
 
     __name__: str
-    COMPILER_READS_WEIGHTS: bool
-    """Whether graphs are compiled with the weights; otherwise config.json and the headers of the weights suffice, and
-    the data of every tensor may be a hole in its file. Needs never depend on the data."""
+
+    def compiler_reads_weights(self, config: RuntimeConfig) -> bool:
+        """Whether graphs are compiled with the weights; otherwise config.json and the headers of the weights suffice,
+        and the data of every tensor may be a hole in its file. Needs never depend on the data."""
 
     def compiler(self, config: RuntimeConfig, model_dir: Path) -> Compiler:
         """What to compile. Only the fields of `config` that are marked `COMPILED` are set, all others have defaults.

@@ -223,7 +223,7 @@ def serve(config: RuntimeConfig, settings: LocalSettings, border: Border, deadli
         report,
         weights_store=settings.weights_store,
         on_miss=settings.on_weights_miss,
-        with_weights=package.NEEDS_WEIGHTS,
+        with_weights=package.needs_weights(config),
         check=check_tokenizer,
     )
     border.send(ModelFound(str(model_dir)))

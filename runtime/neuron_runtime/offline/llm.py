@@ -97,7 +97,7 @@ class LLM:
                 progress,
                 weights_store=weights_store,
                 on_miss=on_weights_miss,
-                with_weights=package.NEEDS_WEIGHTS,
+                with_weights=package.needs_weights(config),
                 check=check_tokenizer,
             )
             tokenizer = load_tokenizer(self._model_dir)

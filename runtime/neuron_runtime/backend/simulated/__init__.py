@@ -9,23 +9,44 @@ from __future__ import annotations
 from pathlib import Path
 
 from neuron_runtime.backend.base import Backend, ProgressCallback
+from neuron_runtime.backend.fields import check_fields
 from neuron_runtime.backend.simulated.clock import WallClock
 from neuron_runtime.backend.simulated.compiler import SimulatedCompiler
 from neuron_runtime.backend.simulated.device import SimulatedBackend
-from neuron_runtime.backend.simulated.options import DEFAULT_MAX_LENGTH, Options, limits_of, read_options, step_times
+from neuron_runtime.backend.simulated.options import (
+    DEFAULT_MAX_LENGTH,
+    MODES,
+    Options,
+    limits_of,
+    read_options,
+    step_times,
+)
 from neuron_runtime.checkpoint import InvalidModel, read_config
 from neuron_runtime.config import RuntimeConfig
 from neuron_runtime.core import BackendLimits
+from neuron_runtime.errors import ConfigProblems
 
-__all__ = ["COMPILER_READS_WEIGHTS", "NEEDS_WEIGHTS", "check_config", "compiler", "load_backend"]
+__all__ = ["FREED_BY_EXIT", "check_config", "compiler", "compiler_reads_weights", "load_backend", "needs_weights"]
 
-NEEDS_WEIGHTS = False
-COMPILER_READS_WEIGHTS = False
+FREED_BY_EXIT = False
+
+
+def needs_weights(config: RuntimeConfig) -> bool:
+    return False
+
+
+def compiler_reads_weights(config: RuntimeConfig) -> bool:
+    return False
 
 
 def check_config(config: RuntimeConfig) -> None:
     """Raises InvalidConfig for settings that are invalid with any model."""
-    read_options(config.override_neuron_config)
+    found = ConfigProblems()
+    with found.collecting():
+        check_fields(config, {"sampling": MODES, "parallelism.tensor": (1,)})
+    with found.collecting():
+        read_options(config.override_neuron_config)
+    found.check()
 
 
 def compiler(config: RuntimeConfig, model_dir: Path) -> SimulatedCompiler:

@@ -27,6 +27,9 @@ MAX_LOGPROBS = 20
 PATH = "$.overrideNeuronConfig"
 
 PrefillMode = Literal["whole", "chunks", "mixed"]
+MODES = ("Device", "DeviceWithLogits", "Host")
+"""The sampling modes, all of which it simulates: they decide the accepted parameters."""
+
 TokenFeedback = Literal["device", "host"]
 
 
@@ -48,8 +51,6 @@ class Options(msgspec.Struct, frozen=True, forbid_unknown_fields=True, rename="c
     prefill: PrefillMode = "mixed"
     """Prefill whole prompts in their own step, chunks between decode steps, or chunks in one step with decode rows."""
     token_feedback: TokenFeedback = "device"
-    sampling: Literal["Device", "DeviceWithLogits", "Host"] = "Device"
-    """The sampling mode to simulate, which determines the accepted sampling parameters."""
     compile_seconds: Annotated[float, Meta(ge=0)] = 0.1
     """Time to compile each size, with `compile`."""
     compile_bytes: Annotated[int, Meta(ge=0)] = 0
@@ -119,6 +120,7 @@ def limits_of(config: RuntimeConfig, options: Options, *, vocabulary_size: int, 
         raise InvalidConfig(
             "$.limits.maxModelLength", f"must be from 2 to the model's {longest} positions, got {length}"
         )
+    sampling = config.sampling or "Device"
     whole, blocks = options.prefill == "whole", uses_blocks(config)
     if config.chunked_prefill == ("enabled" if whole else "disabled"):
         setting = "overrideNeuronConfig.prefill"
@@ -151,10 +153,10 @@ def limits_of(config: RuntimeConfig, options: Options, *, vocabulary_size: int, 
             sorts_rows=not blocks,
             lowest_slot_first=not blocks,
             shares_prefixes=blocks and config.prefix_caching != "disabled",
-            sampling=options.sampling,
+            sampling=sampling,
             vocabulary_size=vocabulary_size,
             max_logprobs=MAX_LOGPROBS,
-            reports_prompt_logprobs=options.sampling == "Host",
+            reports_prompt_logprobs=sampling == "Host",
             steps_in_flight=2 if options.token_feedback == "device" else 1,
             token_feedback=options.token_feedback,
         )

@@ -9,27 +9,46 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from neuron_runtime.backend.fields import check_fields
 from neuron_runtime.backend.torch.allocation import set_up_allocation
 from neuron_runtime.backend.torch.import_size import check_room_for_torch
 from neuron_runtime.backend.torch.read_ahead import LOADING, ReadAhead
-from neuron_runtime.errors import InvalidConfig
+from neuron_runtime.errors import ConfigProblems, InvalidConfig
 
 if TYPE_CHECKING:
     from neuron_runtime.backend.base import Backend, Compiler, ProgressCallback
     from neuron_runtime.config import RuntimeConfig
 
-__all__ = ["COMPILER_READS_WEIGHTS", "NEEDS_WEIGHTS", "check_config", "compiler", "load_backend", "prepare"]
+__all__ = [
+    "FREED_BY_EXIT",
+    "check_config",
+    "compiler",
+    "compiler_reads_weights",
+    "load_backend",
+    "needs_weights",
+    "prepare",
+]
 
-NEEDS_WEIGHTS = True
-COMPILER_READS_WEIGHTS = False
+FREED_BY_EXIT = False
+
+
+def needs_weights(config: RuntimeConfig) -> bool:
+    return True
+
+
+def compiler_reads_weights(config: RuntimeConfig) -> bool:
+    return False
 
 
 def check_config(config: RuntimeConfig) -> None:
     """Raises InvalidConfig for settings that this backend does not support with any model."""
-    message = "the torch backend has no such setting: leave it out"
-    parts = [(f"$.overrideNeuronConfig.{key}", message) for key in config.override_neuron_config]
-    if parts:
-        raise InvalidConfig(*parts[0], *parts[1:])
+    found = ConfigProblems()
+    with found.collecting():
+        check_fields(config, {"sampling": ("Host",), "parallelism.tensor": (1,)})
+    for key in config.override_neuron_config:
+        with found.collecting():
+            raise InvalidConfig(f"$.overrideNeuronConfig.{key}", "the torch backend has no such setting: leave it out")
+    found.check()
 
 
 def prepare(model_dir: Path) -> ReadAhead:
