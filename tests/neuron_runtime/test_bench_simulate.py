@@ -21,7 +21,7 @@ from neuron_runtime.bench import simulated_tables
 from neuron_runtime.bench.device import device_of, powers_of_two
 from neuron_runtime.bench.report import percentile
 from neuron_runtime.bench.simulated_tables import Run, Targets
-from neuron_runtime.bench.simulation import PREFILL_FIRST, Outcome, Policy, Simulation, Timed
+from neuron_runtime.bench.simulation import PREFILL_FIRST, VLLM_NEURON, Outcome, Policy, Simulation, Timed
 from neuron_runtime.bench.traffic import Conversation, Traffic, Turn, conversations
 from neuron_runtime.core import BackendLimits
 from neuron_runtime.errors import InvalidConfig
@@ -62,9 +62,11 @@ def limits(**other: Any) -> BackendLimits:
     )
 
 
-def outcome(policy: Policy = OURS, traffic: Traffic = TRAFFIC, seconds: float = 40.0, **other: Any) -> Outcome:
+def outcome(
+    policy: Policy = OURS, traffic: Traffic = TRAFFIC, seconds: float = 40.0, host: float = 0.0, **other: Any
+) -> Outcome:
     talks = conversations(traffic, 1, LENGTH)
-    device, host = limits(**other), 0.0
+    device = limits(**other)
     return Simulation(
         talks, device, TIMES, policy, warm_up_seconds=10.0, seconds=seconds, host_seconds_per_step=host
     ).run()
@@ -236,6 +238,30 @@ def test_mixed_steps_keep_gaps_as_short_as_a_chunk() -> None:
     assert max(other.gaps) > max(mixed.gaps)
 
 
+def test_the_plugin_prefills_one_prompt_at_a_time_while_all_answers_wait() -> None:
+    traffic = replace(TRAFFIC, rate=8.0)
+    ours, plugin = outcome(traffic=traffic), outcome(VLLM_NEURON, traffic)
+    longest = TIMES.prefill.seconds(LENGTH) + TIMES.decode.seconds(8)
+    assert max(plugin.gaps) > 2 * longest
+    assert plugin.goodput(2.0, longest + 1e-6) < ours.goodput(2.0, longest + 1e-6)
+    # One whole prompt per step: the shapes are those of whole prompts, as many as there were requests.
+    chunked = outcome(VLLM_NEURON, traffic, chunks_prefill=True, mixes_phases=True, max_step_tokens=64)
+    assert chunked.shapes == plugin.shapes
+
+
+def test_the_plugin_waits_for_the_tokens_of_a_step_before_the_next() -> None:
+    ours, plugin = outcome(host=0.005), outcome(VLLM_NEURON, host=0.005)
+    decode = TIMES.decode.seconds(8)
+    assert percentile(sorted(ours.gaps), 0.5) == pytest.approx(decode)
+    assert percentile(sorted(plugin.gaps), 0.5) == pytest.approx(decode + 0.005)
+
+
+def test_the_plugin_runs_no_more_requests_than_blocks_for_their_full_length_allow() -> None:
+    few = limits(num_blocks=3 * LENGTH // 16 + 5)
+    assert VLLM_NEURON.applied_to(few).max_rows == 3
+    assert OURS.applied_to(few).max_rows == 8
+
+
 # Figures
 
 
@@ -323,13 +349,13 @@ SCHEMA = {
                             "policies": {
                                 "type": "array",
                                 "minItems": 2,
-                                "maxItems": 2,
+                                "maxItems": 3,
                                 "items": {
                                     "type": "object",
                                     "additionalProperties": False,
                                     "required": ["name", "num_good", "ttft_seconds", "gap_seconds", "queue", "shapes"],
                                     "properties": {
-                                        "name": {"enum": ["ours", "prefill first"]},
+                                        "name": {"enum": ["ours", "prefill first", "vllm-neuron"]},
                                         "num_requests": {"type": "integer"},
                                         "num_good": {"type": "integer"},
                                         "seconds": {"type": "number"},
@@ -374,6 +400,16 @@ def test_the_plot_shows_distributions_and_the_effect_of_the_rate(rates: list[str
     assert drawn.count('<g id="axes_') == (3 if len(rates) == 1 else 6)
     wide, thin = drawn.index("stroke-width: 5"), drawn.index("stroke: #1f77b4; stroke-width: 1.5")
     assert wide < thin, "where both are equal, the thin line is above the wide one"
+
+
+def test_our_policy_is_compared_with_those_that_are_asked_for(tmp_path: Path) -> None:
+    plot = tmp_path / "plot.png"
+    document = written(tmp_path, "--policy", "vllm-neuron", "prefill-first", "--rate", "2", "4", "--plot", str(plot))
+    (first, _) = document["data"]["runs"]
+    assert [one["name"] for one in first["policies"]] == ["ours", "vllm-neuron", "prefill first"]
+    assert plot.stat().st_size > 10_000
+    (alone,) = written(tmp_path, "--policy", "vllm-neuron")["data"]["runs"]
+    assert [one["name"] for one in alone["policies"]] == ["ours", "vllm-neuron"]
 
 
 def test_the_plot_of_waiting_requests_shows_means_over_time() -> None:

@@ -1,6 +1,6 @@
 """`neuron-runtime bench simulate`: predicts the capacity of a deployment, in virtual time.
 
-Builds traffic and a device from the flags, runs our policy and a prefill-first policy, and compares them. Uses
+Builds traffic and a device from the flags, runs our policy and those of other engines, and compares them. Uses
 `traffic`, `device`, `simulation` and, for the report, `simulated_tables`.
 """
 
@@ -31,6 +31,9 @@ SPANS = {
 
 WARM_UP_SECONDS = 30.0
 
+POLICY_NAMES = ["prefill-first", "vllm-neuron"]
+"""The keys of `simulation.POLICIES`, which brings the engine."""
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     traffic = parser.add_argument_group("traffic")
@@ -51,7 +54,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     device = parser.add_argument_group("device")
     add_device_arguments(device)
     add_number(device, "--host-milliseconds", 0.0, "MS", "host work before each step", least=0)
-    number = partial(add_number, parser.add_argument_group("policy and targets"))
+    policy = parser.add_argument_group("policy and targets")
+    policy.add_argument(
+        "--policy",
+        nargs="+",
+        choices=POLICY_NAMES,
+        default=POLICY_NAMES[:1],
+        help="policies to compare ours with (%(default)s)",
+    )
+    number = partial(add_number, policy)
     number("--max-consecutive-prefills", 1, "N", "consecutive prefill steps while requests decode", least=1)
     number("--ttft-target", 2000.0, "MS", "maximum time to first token of a good request", positive=True)
     number("--gap-target", 250.0, "MS", "maximum gap between tokens of a good request", positive=True)
@@ -79,8 +90,8 @@ def run(options: argparse.Namespace) -> None:
 
 
 def outcomes_at(rate: float, options: argparse.Namespace, device: Device) -> list[Outcome]:
-    """The same traffic under both policies."""
-    from neuron_runtime.bench.simulation import PREFILL_FIRST, Policy, Simulation  # noqa: PLC0415 - brings the engine
+    """The same traffic under each policy, ours first."""
+    from neuron_runtime.bench.simulation import POLICIES, Policy, Simulation  # noqa: PLC0415 - brings the engine
 
     traffic = Traffic(
         rate=rate,
@@ -97,7 +108,8 @@ def outcomes_at(rate: float, options: argparse.Namespace, device: Device) -> lis
     if warm_up is None:
         warm_up = WARM_UP_SECONDS + 2 * (options.turns - 1) * options.think_seconds
     outcomes = []
-    for policy in (Policy("ours", options.max_consecutive_prefills), PREFILL_FIRST):
+    others = [POLICIES[name] for name in options.policy]
+    for policy in (Policy("ours", options.max_consecutive_prefills), *others):
         began = time.monotonic()
         simulation = Simulation(
             conversations(traffic, options.seed, device.limits.max_model_length),

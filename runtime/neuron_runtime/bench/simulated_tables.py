@@ -1,4 +1,4 @@
-"""Tables, curves and plots of simulated traffic at one or several rates, for two policies.
+"""Tables, curves and plots of simulated traffic at one or several rates, for several policies.
 
 Called by `bench simulate`. Pure functions of `simulation.Outcome`.
 """
@@ -25,8 +25,9 @@ MAX_CURVE_POINTS = 300
 STYLES: tuple[dict[str, Any], ...] = (
     {"color": "tab:blue", "linewidth": 1.5, "zorder": 3},
     {"color": "tab:orange", "linewidth": 5, "alpha": 0.6, "zorder": 2},
+    {"color": "tab:green", "linewidth": 9, "alpha": 0.4, "zorder": 1},
 )
-"""Of each policy: the first one is a thin line above the wide one, so that both show where they are equal."""
+"""Of each policy: the first one is a thin line above the wide ones, so that all show where they are equal."""
 NUM_QUEUE_SPANS = 60
 """Spans of the plot of waiting requests, which shows means."""
 
@@ -168,7 +169,7 @@ def draw(figure: Figure, runs: Sequence[Run], targets: Targets) -> None:
 
 
 def _draw_ttft(panel: Axes, run: Run, target: float) -> None:
-    for style, outcome in zip(STYLES, run.outcomes, strict=True):
+    for style, outcome in zip(STYLES, run.outcomes, strict=False):
         values = sorted(one.ttft for one in outcome.requests)
         panel.step(values, [(at + 1) / len(values) * 100 for at in range(len(values))], where="post", **style)
     panel.axvline(target, color="gray", linestyle="--")
@@ -179,7 +180,7 @@ def _draw_ttft(panel: Axes, run: Run, target: float) -> None:
 
 def _draw_gaps(panel: Axes, run: Run, target: float) -> None:
     """Complementary distribution, because users notice the tail."""
-    for style, outcome in zip(STYLES, run.outcomes, strict=True):
+    for style, outcome in zip(STYLES, run.outcomes, strict=False):
         values = sorted(gap * 1000 for gap in outcome.gaps)
         distinct = sorted(set(values))
         longer = [(len(values) - bisect_right(values, value)) / len(values) * 100 for value in distinct]
@@ -193,7 +194,7 @@ def _draw_gaps(panel: Axes, run: Run, target: float) -> None:
 
 
 def _draw_queue(panel: Axes, run: Run) -> None:
-    for style, outcome in zip(STYLES, run.outcomes, strict=True):
+    for style, outcome in zip(STYLES, run.outcomes, strict=False):
         edges = [outcome.seconds * at / NUM_QUEUE_SPANS for at in range(NUM_QUEUE_SPANS + 1)]
         panel.stairs(_means(outcome.queue, edges), edges, baseline=None, **style)
     panel.set(title="Requests waiting for a row", xlabel="seconds", ylabel="requests, means over time")
@@ -215,12 +216,12 @@ def _means(changes: Sequence[tuple[float, int]], edges: Sequence[float]) -> list
 def _draw_over_rates(panels: Sequence[Axes], runs: Sequence[Run], targets: Targets) -> None:
     ordered = sorted(runs, key=lambda run: run.rate)
     rates = [run.rate for run in ordered]
-    for number, style in enumerate(STYLES):
+    for number, style in enumerate(STYLES[: len(ordered[0].outcomes)]):
         outcomes = [run.outcomes[number] for run in ordered]
         ttft = [_shown(percentile([one.ttft for one in outcome.requests], 0.99)) for outcome in outcomes]
         worst = [_shown(max(outcome.gaps, default=None)) * 1000 for outcome in outcomes]
         gaps = [_shown(percentile(outcome.gaps, 0.99)) * 1000 for outcome in outcomes]
-        marked = {**style, "marker": "os"[number], "markersize": style["linewidth"] + 4}
+        marked = {**style, "marker": "os^"[number], "markersize": style["linewidth"] + 4}
         panels[0].plot(rates, ttft, **marked)
         panels[1].plot(rates, worst, **marked)
         panels[1].plot(rates, gaps, **marked, linestyle=":", fillstyle="none")

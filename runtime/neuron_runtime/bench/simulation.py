@@ -23,10 +23,16 @@ from neuron_runtime.engine.loop import Engine
 
 @dataclass(frozen=True, slots=True)
 class Policy:
-    """How the scheduler prioritizes prefill and decode."""
+    """How a scheduler uses a device: ours, or what another engine does with the same compiled model."""
 
     name: str
     max_consecutive_prefills: int = 1
+    whole_prompts: bool = False
+    """One whole prompt per step, never a part of one."""
+    waits_for_tokens: bool = False
+    """A step is launched when the tokens of the previous one have reached the host."""
+    reserves_whole_length: bool = False
+    """A request runs only if there are blocks for the model's full length."""
 
     @property
     def prefills_first(self) -> bool:
@@ -34,11 +40,30 @@ class Policy:
 
     def applied_to(self, limits: BackendLimits) -> BackendLimits:
         """The limits with this policy; a prefill-first policy never mixes phases."""
-        return replace(limits, mixes_phases=limits.mixes_phases and not self.prefills_first)
+        limits = replace(limits, mixes_phases=limits.mixes_phases and not self.prefills_first)
+        if self.waits_for_tokens:
+            limits = replace(limits, steps_in_flight=1, token_feedback="host")
+        if self.whole_prompts:
+            length = max(limits.max_step_tokens, limits.max_model_length)
+            limits = replace(
+                limits, chunks_prefill=False, max_prefill_rows=1, max_step_tokens=length, max_one_shot_prefill=0
+            )
+        if self.reserves_whole_length:
+            rows = limits.num_blocks // limits.blocks_for(limits.max_model_length)
+            limits = replace(limits, max_rows=min(limits.max_rows, rows))
+        return limits
 
 
 PREFILL_FIRST = Policy("prefill first", sys.maxsize)
 """Prefills every request that fits before any decode step."""
+
+VLLM_NEURON = Policy("vllm-neuron", sys.maxsize, whole_prompts=True, waits_for_tokens=True, reserves_whole_length=True)
+"""The scheduler of the vllm-neuron plugin, 0.2 to 0.5 (`core/scheduler.py` there): while a request waits and a row is
+free, a step prefills that one prompt and all running requests are hidden from it; chunked prefill is off; it does not
+schedule while a step runs; and blocks must suffice for every row at full length."""
+
+POLICIES = {"prefill-first": PREFILL_FIRST, "vllm-neuron": VLLM_NEURON}
+"""Policies to compare ours with, by the word of the flag."""
 
 
 @dataclass(slots=True)
