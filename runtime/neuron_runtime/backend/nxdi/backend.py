@@ -1,0 +1,252 @@
+"""`NxdiBackend`: the Backend protocol over an application of NxD Inference.
+
+Created by `load_backend`, called by `engine.loop`. `forward()` blocks, so it is called on a thread of the backend: the
+engine schedules the next step and builds its inputs while the device works. A row that waits for the step in flight
+gets its token on that thread. After an exception the state of the device is unknown, and nothing runs on it again.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from neuron_runtime.backend.base import IllegalBatch, ProgressCallback, StepTime
+from neuron_runtime.backend.nxdi.buckets import (
+    Decode,
+    Graph,
+    all_graphs,
+    name_of,
+    position_that_takes,
+    prefill_that_takes,
+)
+from neuron_runtime.backend.nxdi.inputs import Call, Inputs, StepRows
+from neuron_runtime.backend.nxdi.sampling_rows import HostRows, IntArray
+from neuron_runtime.backend.nxdi.settings import Application, Settings
+from neuron_runtime.core import (
+    KNOWN,
+    NO_TOKEN,
+    Added,
+    BackendLimits,
+    Batch,
+    Kind,
+    Late,
+    Rows,
+    Sampling,
+    StepOutput,
+    TokenLogprobs,
+)
+from neuron_runtime.errors import ExitCode, FatalError
+
+PerRow = tuple[tuple[TokenLogprobs, ...], ...]
+
+NUM_WARM_UPS = 2
+"""Runs of each graph; only the last one is timed."""
+
+
+class _Step(NamedTuple):
+    """A launched step; its calls are ready except for tokens that the step before samples."""
+
+    batch: Batch
+    calls: list[Call]
+    rows: StepRows
+
+
+class NxdiBackend:
+    """See `backend.base.Backend`."""
+
+    def __init__(
+        self,
+        application: Application,
+        settings: Settings,
+        limits: BackendLimits,
+        classify: Callable[[BaseException], BaseException] = lambda error: error,
+    ) -> None:
+        """Takes a loaded application that has run nothing.
+
+        classify: turns an exception of `forward` into one that says what failed.
+        """
+        self._application = application
+        self._settings = settings
+        self._limits = limits
+        self._classify = classify
+        self._inputs = Inputs(settings)
+        self._launched: deque[_Step] = deque()
+        self._running: dict[int, Future[StepOutput]] = {}
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="device")
+        # Used on that thread alone:
+        self._host = None if limits.sampling == "Device" else HostRows(limits)
+        self._tokens: IntArray = np.zeros(0, dtype=np.int64)
+        """One for each row of the step that ran last."""
+        self._failure: BaseException | None = None
+
+    @property
+    def limits(self) -> BackendLimits:
+        return self._limits
+
+    def warm_up(self, progress: ProgressCallback) -> list[StepTime]:
+        """Run every graph. No sequence exists yet, and one overwrites the keys and values that it finds before it reads
+        them."""
+        batches = list(warm_up_batches(self._settings))
+        times: list[StepTime] = []
+        for at, batch in enumerate(batches):
+            progress("warming up", at / len(batches))
+            for _ in range(NUM_WARM_UPS):
+                seconds = self._run_alone(batch).device_seconds
+                self._run_alone(Batch(step=batch.step, kind=Kind.DECODE, rows=Rows(), released=batch.rows.slot))
+            times.append((batch, seconds))
+        progress("warming up", 1.0)
+        return times
+
+    def graph(self, batch: Batch) -> str:
+        return name_of(self._inputs.graphs(batch))
+
+    def launch(self, batch: Batch) -> None:
+        self._launched.append(_Step(batch, *self._inputs.apply(batch)))
+
+    def sample(self, step: int, late: Late | None) -> None:
+        launched = self._launched.popleft()
+        if launched.batch.step != step:
+            raise IllegalBatch(f"sample of step {step}, but step {launched.batch.step} was launched")
+        if late is not None and self._host is None:
+            raise IllegalBatch(f"step {step} restricts tokens, and the graphs return no logits")
+        self._running[step] = self._thread.submit(self._run, launched, late)
+
+    def collect(self, step: int) -> StepOutput:
+        return self._running.pop(step).result()
+
+    def close(self) -> None:
+        """Cores stay taken until the process ends."""
+        self._thread.shutdown(wait=True, cancel_futures=True)
+
+    def _run_alone(self, batch: Batch) -> StepOutput:
+        self.launch(batch)
+        self.sample(batch.step, None)
+        return self.collect(batch.step)
+
+    # On the backend's thread
+
+    def _run(self, step: _Step, late: Late | None) -> StepOutput:
+        if self._failure is not None:
+            raise self._failure
+        try:
+            return self._run_calls(step, late)
+        except Exception as error:
+            self._failure = self._classify(error)
+            if self._failure is error:
+                raise
+            raise self._failure from error
+
+    @torch.no_grad()
+    def _run_calls(self, step: _Step, late: Late | None) -> StepOutput:
+        batch, seconds = step.batch, 0.0
+        if self._host is not None:
+            for added in batch.added:
+                self._host.add(added)
+        tokens = np.full(len(batch.rows), NO_TOKEN)
+        samples = np.array(batch.rows.samples, dtype=bool)
+        of_host = (
+            self._host.of_host(step.rows.slots, late) & samples if self._host else np.zeros(len(tokens), dtype=bool)
+        )
+        logits: list[torch.Tensor] = []
+        logits_of: list[IntArray] = []
+        for call in step.calls:
+            call.feed(self._tokens)
+            began = time.perf_counter()
+            output = self._application.forward(**call.arguments)
+            seconds += time.perf_counter() - began
+            if self._limits.sampling != "Host":
+                tokens[call.rows] = output.tokens.numpy()[call.places]
+            chosen = np.flatnonzero(of_host[call.rows])
+            if len(chosen):
+                logits.append(_rows_of(output.logits, call.places[chosen]))
+                logits_of.append(call.rows[chosen])
+        logprobs: PerRow = ()
+        if logits_of:
+            logprobs = self._choose(step, logits, np.concatenate(logits_of), late, tokens)
+        self._check(tokens[samples])
+        self._tokens = tokens
+        all_sample = bool(samples.all())
+        graphs = [call.graph for call in step.calls]
+        return StepOutput(
+            step=batch.step,
+            token_ids=tuple(zip(tokens.tolist(), strict=True))
+            if all_sample
+            else tuple((token,) if one else () for token, one in zip(tokens.tolist(), samples.tolist(), strict=True)),
+            logprobs=logprobs,
+            device_seconds=seconds,
+            bucket=name_of(graphs),
+            num_computed_tokens=sum(graph.num_computed_tokens for graph in graphs),
+        )
+
+    def _choose(
+        self, step: _Step, logits: list[torch.Tensor], rows: IntArray, late: Late | None, tokens: IntArray
+    ) -> PerRow:
+        """Choose the tokens of rows that the host samples."""
+        assert self._host is not None
+        allowed = [late.allowed_token_ids[row] for row in rows.tolist()] if late else None
+        of_rows = logits[0] if len(logits) == 1 else torch.cat(logits)
+        chosen = self._host.choose(of_rows, step.rows.slots[rows], step.rows.ends[rows], allowed)
+        tokens[rows] = chosen.tokens
+        if not chosen.logprobs:
+            return ()
+        found: list[tuple[TokenLogprobs, ...]] = [()] * len(tokens)
+        for row, one in zip(rows.tolist(), chosen.logprobs, strict=True):
+            found[row] = (one,) if one else ()
+        return tuple(found)
+
+    def _check(self, tokens: IntArray) -> None:
+        if len(tokens) and not 0 <= tokens.min() <= tokens.max() < self._settings.vocabulary_size:
+            raise FatalError(
+                ExitCode.DEVICE_FAILED,
+                f"the device sampled token {tokens.max()} or {tokens.min()}, and the vocabulary has "
+                f"{self._settings.vocabulary_size}: its state is unknown",
+            )
+
+
+def _rows_of(logits: torch.Tensor, places: IntArray) -> torch.Tensor:
+    """Float32 `[rows, vocabulary]` of NxD Inference's `[rows, 1, vocabulary]`."""
+    flat = logits[:, -1].float()
+    if len(places) == len(flat) and (places == np.arange(len(flat))).all():
+        return flat.contiguous()
+    return flat[torch.from_numpy(places)]
+
+
+def warm_up_batches(settings: Settings) -> Iterator[Batch]:
+    """A step for each graph, with one sequence that did not exist before."""
+    for number, graph in enumerate(all_graphs(settings)):
+        batch = _warm_up_batch(settings, graph, -1 - number)
+        if batch is not None:
+            yield batch
+
+
+def _warm_up_batch(settings: Settings, graph: Graph, step: int) -> Batch | None:
+    """None: no call takes the graph."""
+    slot = 0
+    if isinstance(graph, Decode):
+        position = position_that_takes(settings, graph)
+        if position is None:
+            return None
+        start, end, kind = position, position + 1, Kind.DECODE
+        if settings.layout == "slots":
+            slot = graph.rows - 1
+    else:
+        found = prefill_that_takes(settings, graph)
+        if found is None:
+            return None
+        (start, end), kind = found, Kind.PREFILL
+    num_blocks = -(-end // settings.block_size)
+    added = Added(
+        slot=slot,
+        token_ids=(0,) * end,
+        num_prompt_tokens=end,
+        sampling=Sampling(temperature=0.0),
+        blocks=tuple(range(num_blocks)) if settings.layout == "blocks" else (slot,),
+    )
+    rows = Rows((slot,), (start,), (end - start,), (NO_TOKEN,), (KNOWN,), (True,))
+    return Batch(step=step, kind=kind, rows=rows, added=(added,))

@@ -1,0 +1,303 @@
+"""Batches as calls of NxD Inference: the mirror of the slots, and the arguments of `forward()`.
+
+Used by the backend on the engine's thread, while the step before runs. NxD Inference takes one prompt per call, or one
+token for each of a fixed number of sequences; whether a call is a prompt it decides from positions. What it would pad
+or sort by itself, at a cost that grows with the square of the rows, arrives padded and sorted here. All tensors are
+new for each call, because NxD Inference keeps some of them and writes to others.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from neuron_runtime.backend.base import IllegalBatch
+from neuron_runtime.backend.nxdi.buckets import Decode, Graph, Prefill, decode_graph, prefill_graph
+from neuron_runtime.backend.nxdi.sampling_rows import DeviceParameters, IntArray
+from neuron_runtime.backend.nxdi.settings import Settings
+from neuron_runtime.core import KNOWN, NO_TOKEN, Added, Batch
+
+NO_SLOT = -1
+"""In a slot mapping: keys and values of the token are not kept."""
+MAX_SEQUENCE_ID = 2**30
+"""Identifiers of sequences start again here; NxD Inference casts them to int32."""
+
+
+class StepRows(NamedTuple):
+    """The rows of a batch as arrays, with the start of every row known."""
+
+    slots: IntArray
+    start: IntArray
+    ends: IntArray
+    token: IntArray
+    after: IntArray
+    prefills: npt.NDArray[np.bool_]
+    """Rows that take a call of their own."""
+
+
+@dataclass(slots=True)
+class Call:
+    """One call of `forward()`."""
+
+    graph: Graph
+    arguments: dict[str, torch.Tensor]
+    rows: IntArray
+    """The rows of the batch that the call computes."""
+    places: IntArray
+    """Index of each of these rows in the output."""
+    tokens: IntArray = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
+    """Of a decode call: the token of each of these rows; NO_TOKEN if the step before samples it."""
+    after: IntArray = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
+    """For each of these rows, its row in the step before."""
+    source: IntArray = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
+    """For each row of the call, the index of the row it holds, or repeats."""
+
+    def feed(self, previous: IntArray) -> None:
+        """Put in the tokens that the step before has sampled; `previous` holds one for each of its rows."""
+        if not len(self.source):
+            return
+        waits = np.flatnonzero(self.tokens == NO_TOKEN)
+        if len(waits):
+            self.tokens[waits] = previous[self.after[waits]]
+        self.arguments["input_ids"] = _column(self.tokens[self.source])
+
+
+class Inputs:
+    """The mirror of the slots, as arrays, so that a step over many rows costs a few array operations."""
+
+    def __init__(self, settings: Settings) -> None:
+        num_slots, self._settings = settings.max_rows, settings
+        self._block_size = settings.block_size
+        self._live = np.zeros(num_slots, dtype=bool)
+        self._started = np.zeros(num_slots, dtype=bool)
+        """Slots with keys and values that a decode step must not lose."""
+        self._tokens = np.zeros((num_slots, settings.max_model_length), dtype=np.int64)
+        """Known when the sequence was added; later ones come with the rows."""
+        self._num_known = np.zeros(num_slots, dtype=np.int64)
+        self._blocks = np.zeros((num_slots, -(-settings.max_model_length // settings.block_size)), dtype=np.int64)
+        self._num_blocks = np.zeros(num_slots, dtype=np.int64)
+        self._parameters = DeviceParameters(num_slots, settings.global_topk)
+        self._sequence_ids = np.zeros(num_slots, dtype=np.int64)
+        self._next_id = num_slots
+        self._resolved: tuple[Batch | None, StepRows] = (None, _NO_ROWS)
+        self._previous = _NO_ROWS
+        """Rows of the batch applied last."""
+
+    def graphs(self, batch: Batch) -> list[Graph]:
+        """The graphs that the batch will run, before or after it is applied.
+
+        Raises:
+            IllegalBatch: no graph fits a row.
+        """
+        rows = self._resolve(batch)
+        found: list[Graph] = []
+        try:
+            decodes = np.flatnonzero(~rows.prefills)
+            if len(decodes):
+                found.append(self._decode_graph(rows.slots[decodes], rows.start[decodes]))
+            for row in np.flatnonzero(rows.prefills).tolist():
+                found.append(prefill_graph(self._settings, int(rows.start[row]), int(rows.ends[row])))
+        except ValueError as error:
+            raise IllegalBatch(f"step {batch.step}: {error}") from error
+        return found
+
+    def apply(self, batch: Batch) -> tuple[list[Call], StepRows]:
+        """Apply the delta; returns the calls in the order in which they must run, and the rows.
+
+        The decode call comes first: with slots it overwrites the lines of all sequences that it does not hold.
+
+        Raises:
+            IllegalBatch: a slot, block, position or token is impossible.
+        """
+        rows, graphs = self._resolve(batch), self.graphs(batch)
+        for slot in batch.released:
+            if not self._live[slot]:
+                raise IllegalBatch(f"step {batch.step} releases slot {slot}, which is free")
+            self._live[slot] = self._started[slot] = False
+        for slot, num_kept in batch.kept_blocks:
+            if not (self._live[slot] and 0 < num_kept <= self._num_blocks[slot]):
+                raise IllegalBatch(f"step {batch.step} keeps {num_kept} blocks of slot {slot}, which has fewer")
+            self._num_blocks[slot] = num_kept
+        for added in batch.added:
+            self._add(batch.step, added)
+        for slot, block in batch.appended_blocks:
+            self._append_block(batch.step, slot, block)
+        self._check(batch.step, rows)
+        calls: list[Call] = []
+        decodes = np.flatnonzero(~rows.prefills)
+        for graph in graphs:
+            if isinstance(graph, Decode):
+                calls.append(self._decode_call(batch.step, rows, decodes, graph))
+        prefills = np.flatnonzero(rows.prefills).tolist()
+        for row, graph in zip(prefills, graphs[len(calls) :], strict=True):
+            assert isinstance(graph, Prefill)
+            calls.append(self._prefill_call(rows, row, graph))
+        self._started[rows.slots] = True
+        self._previous, self._resolved = rows, (None, _NO_ROWS)
+        return calls, rows
+
+    # The mirror
+
+    def _add(self, step: int, added: Added) -> None:
+        slot, length = added.slot, len(added.token_ids)
+        if not 0 <= slot < len(self._live) or self._live[slot]:
+            raise IllegalBatch(f"step {step} adds a sequence at slot {slot}, which is taken or does not exist")
+        if not 0 < length <= self._tokens.shape[1]:
+            raise IllegalBatch(f"step {step} adds {length} tokens at slot {slot}; max {self._tokens.shape[1]}")
+        self._live[slot] = True
+        self._tokens[slot, :length] = added.token_ids
+        self._num_known[slot] = length
+        self._num_blocks[slot] = 0
+        self._blocks[slot] = 0
+        for block in added.blocks:
+            self._append_block(step, slot, block)
+        self._parameters.set(slot, added.sampling)
+        self._sequence_ids[slot] = self._next_id
+        self._next_id = self._next_id + 1 if self._next_id < MAX_SEQUENCE_ID else len(self._live)
+
+    def _append_block(self, step: int, slot: int, block: int) -> None:
+        count = self._num_blocks[slot]
+        if not self._live[slot] or count == self._blocks.shape[1] or not 0 <= block < self._settings.num_blocks:
+            raise IllegalBatch(f"step {step} gives block {block} to slot {slot}, which cannot take it")
+        self._blocks[slot, count] = block
+        self._num_blocks[slot] = count + 1
+
+    def _resolve(self, batch: Batch) -> StepRows:
+        if self._resolved[0] is batch:
+            return self._resolved[1]
+        rows, previous = batch.rows, self._previous
+        slots = np.array(rows.slot, dtype=np.int64)
+        start = np.array(rows.start, dtype=np.int64)
+        after = np.array(rows.after, dtype=np.int64)
+        num_tokens = np.array(rows.num_tokens, dtype=np.int64)
+        waits = np.flatnonzero(after != KNOWN)
+        if len(waits):
+            if after.max() >= len(previous.slots) or (previous.slots[after[waits]] != slots[waits]).any():
+                raise IllegalBatch(f"step {batch.step} waits for a row of another slot")
+            # One token a row: a row ends where its tokens end, whether it sampled or not.
+            start[waits] = previous.ends[after[waits]]
+        samples = np.array(rows.samples, dtype=bool)
+        resolved = StepRows(
+            slots=slots,
+            start=start,
+            ends=start + num_tokens,
+            token=np.array(rows.token, dtype=np.int64),
+            after=after,
+            prefills=(num_tokens > 1) | ~samples | (start == 0),
+        )
+        self._resolved = (batch, resolved)
+        return resolved
+
+    def _check(self, step: int, rows: StepRows) -> None:
+        slots, ends = rows.slots, rows.ends
+        comes = (rows.token != NO_TOKEN) | (rows.after != KNOWN)
+        illegal = (
+            ~self._live[slots]
+            | (ends <= rows.start)
+            | (rows.start < 0)
+            | (ends > self._num_known[slots]) & (rows.prefills | ~comes)
+            | (ends > self._num_blocks[slots] * self._block_size)
+            | (ends > self._settings.max_model_length)
+        )
+        if illegal.any():
+            row = int(np.flatnonzero(illegal)[0])
+            raise IllegalBatch(
+                f"step {step} row {row} feeds positions {rows.start[row]} to {ends[row]} of slot {slots[row]}, which "
+                f"has {self._num_known[slots[row]]} tokens in {self._num_blocks[slots[row]]} blocks"
+            )
+
+    # Calls
+
+    def _prefill_call(self, rows: StepRows, row: int, graph: Prefill) -> Call:
+        slot, start, end = int(rows.slots[row]), int(rows.start[row]), int(rows.ends[row])
+        width = end
+        positions = np.arange(end, dtype=np.int64)
+        if end == 1:
+            # NxD Inference pads positions with 1, and samples at the largest: it must not pad a prompt of one token.
+            width = graph.tokens
+            positions = np.zeros(width, dtype=np.int64)
+        arguments = {
+            "input_ids": _row(_padded(self._tokens[slot, :end], width)),
+            "position_ids": _row(positions),
+            "sampling_params": self._parameters.rows(rows.slots[row : row + 1]),
+        }
+        if self._settings.layout == "slots":
+            arguments["seq_ids"] = torch.tensor([slot])
+            if end == 1:
+                # The mask alone decides the bucket.
+                arguments["attention_mask"] = torch.ones((1, 1), dtype=torch.int64)
+        else:
+            blocks = self._blocks[slot]
+            fed = np.arange(start, end)
+            arguments |= {
+                "seq_ids": torch.tensor([self._sequence_ids[slot]]),
+                "slot_mapping": _row(blocks[fed // self._block_size] * self._block_size + fed % self._block_size),
+                "block_table": _row(blocks[: -(-end // self._block_size)].copy()),
+                "full_context_lens": torch.tensor([[end]]),
+                "computed_context_lens": torch.tensor([[start]]),
+            }
+        return Call(graph, arguments, np.array([row]), np.zeros(1, dtype=np.int64))
+
+    def _decode_graph(self, slots: IntArray, start: IntArray) -> Decode:
+        num_rows = int(slots.max()) + 1 if self._settings.layout == "slots" else len(slots)
+        return decode_graph(self._settings, num_rows, int(start.max()))
+
+    def _decode_call(self, step: int, rows: StepRows, decodes: IntArray, graph: Decode) -> Call:
+        slots, start = rows.slots[decodes], rows.start[decodes]
+        by_line = self._settings.layout == "slots"
+        if by_line:
+            absent = self._started & self._live
+            absent[slots] = False
+            if absent.any():
+                raise IllegalBatch(f"step {step} would overwrite slot {int(absent.argmax())}, which has no row")
+        places = slots if by_line else np.arange(len(slots))
+        source = np.zeros(graph.rows, dtype=np.int64)  # places without a sequence repeat the first row
+        source[places] = np.arange(len(slots))
+        of_place, positions = slots[source], start[source]
+        arguments = {"position_ids": _column(positions), "sampling_params": self._parameters.rows(of_place)}
+        if by_line:
+            arguments["seq_ids"] = torch.arange(graph.rows)
+        else:
+            blocks = self._blocks[of_place, positions // self._block_size]
+            kept = blocks * self._block_size + positions % self._block_size
+            kept[len(slots) :] = NO_SLOT
+            # Identifiers below the number of slots belong to no sequence.
+            identifiers = np.arange(graph.rows)
+            identifiers[: len(slots)] = self._sequence_ids[slots]
+            arguments |= {
+                "seq_ids": torch.from_numpy(identifiers),
+                "slot_mapping": _column(kept),
+                "block_table": torch.from_numpy(self._blocks[of_place, : graph.length // self._block_size]),
+                "full_context_lens": _column(positions + 1),
+                "computed_context_lens": _column(positions),
+            }
+        named = rows.token[decodes]
+        prompts = np.flatnonzero((named == NO_TOKEN) & (start < self._num_known[slots]))
+        named[prompts] = self._tokens[slots[prompts], start[prompts]]
+        return Call(graph, arguments, decodes, places, named, rows.after[decodes], source)
+
+
+def _no_rows() -> StepRows:
+    none = np.zeros(0, dtype=np.int64)
+    return StepRows(none, none, none, none, none, none.astype(bool))
+
+
+_NO_ROWS = _no_rows()
+
+
+def _padded(tokens: IntArray, width: int) -> IntArray:
+    padded = np.zeros(width, dtype=np.int64)
+    padded[: len(tokens)] = tokens
+    return padded
+
+
+def _row(values: IntArray) -> torch.Tensor:
+    return torch.from_numpy(values).unsqueeze(0)
+
+
+def _column(values: IntArray) -> torch.Tensor:
+    return torch.from_numpy(values).unsqueeze(1)

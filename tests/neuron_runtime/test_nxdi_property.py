@@ -1,0 +1,169 @@
+"""The NxD Inference backend under random loads through the engine, on an application that computes token ids.
+
+Every request must get the tokens that it gets alone with its own sampling parameters.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from random import Random
+
+from helpers.nxdi_tokens import TokenApplication, limits_of, next_token, settings_of
+from neuron_runtime.backend.nxdi.backend import NxdiBackend
+from neuron_runtime.backend.nxdi.sampling_rows import device_parameters
+from neuron_runtime.backend.nxdi.settings import Settings
+from neuron_runtime.core import BackendLimits, Batch, Request, Sampling, StepOutput
+from neuron_runtime.engine.loop import Engine
+
+NUM_EXAMPLES = int(os.environ.get("NEURON_SERVING_PROPERTY_EXAMPLES", "150"))
+
+
+def some_settings(random: Random) -> Settings:
+    choice = random.choice
+    max_rows, sampling = choice((1, 2, 3, 4, 7)), choice(("Device", "Device", "Host"))
+    length = choice((24, 40, 64))
+    if choice((True, False)):
+        return settings_of(
+            max_rows=max_rows,
+            num_blocks=max_rows,
+            max_model_length=length,
+            max_context_length=length,
+            block_size=length,
+            context_buckets=(*choice(((), (8,), (8, 16))), length),
+            token_buckets=(*choice(((), (8,), (8, 16))), length),
+            row_buckets=choice(((), (), (1, 2))) if max_rows > 2 else (),
+            sampling=sampling,
+        )
+    block_size, segments = choice((2, 4, 8)), choice((True, True, False))
+    context = (*choice(((), (8,), (8, 12))), 16 if segments else length)
+    return settings_of(
+        layout="blocks",
+        max_rows=max_rows,
+        max_model_length=length,
+        max_context_length=context[-1],
+        block_size=block_size,
+        num_blocks=length // block_size * choice((1, 1, 2)) + choice((0, 1, 3)),
+        context_buckets=context,
+        prefix_buckets=(0, *choice(((), (8,))), length),
+        token_buckets=(*choice(((), (8,), (8, 16))), length),
+        segments=segments,
+        shares_prefixes=choice((True, True, False)),
+        sampling=sampling,
+    )
+
+
+def some_requests(random: Random, limits: BackendLimits) -> list[Request]:
+    choice, requests = random.choice, list[Request]()
+    longest = limits.longest_sequence - 1 if limits.chunks_prefill else min(limits.longest_prefill, 63)
+    longest = min(longest, limits.max_new_tokens(0) - 1)
+    for number in range(choice((3, 6, 10))):
+        earlier = choice(requests).prompt_token_ids if requests and random.random() < 0.6 else ()
+        count = choice((1, 2, 8, random.randint(1, longest), longest))
+        common = earlier[: choice((count, count - 1, count // 2))]
+        prompt = (*common, *(random.randrange(997) for _ in range(min(count, longest) - len(common))))[:longest]
+        sampling = Sampling(
+            max_tokens=random.randint(1, min(limits.max_new_tokens(len(prompt)), 20)),
+            temperature=choice((0.0, 1e-9, 0.7, 1.0, 1.5)),
+            top_k=choice((0, 1, 5, 64)),
+            top_p=choice((1.0, 0.9, 0.25, 1e-60)),
+            stop_token_ids=frozenset(range(choice((0, 0, 40)))),
+        )
+        requests.append(Request(f"r{number}", prompt, sampling, priority=choice((0, 0, 1))))
+    return requests
+
+
+def alone(request: Request, settings: Settings) -> list[int]:
+    """The tokens of a request that nothing else influences."""
+    of_host = settings.sampling == "Host"
+    parameters = () if of_host else device_parameters(request.sampling, settings.global_topk)
+    tokens, output = list(request.prompt_token_ids), list[int]()
+    while len(output) < request.sampling.max_tokens:
+        output.append(next_token(tokens, parameters, settings.vocabulary_size))
+        tokens.append(output[-1])
+        if output[-1] in request.sampling.stop_token_ids:
+            break
+    return output
+
+
+class CheckedBackend(NxdiBackend):
+    """Compares what each step says of itself with the graphs that ran."""
+
+    def launch(self, batch: Batch) -> None:
+        self.expected = getattr(self, "expected", {})
+        self.expected[batch.step] = self.graph(batch)
+        super().launch(batch)
+
+    def collect(self, step: int) -> StepOutput:
+        output = super().collect(step)
+        assert output.bucket == self.expected.pop(step)
+        return output
+
+
+def run(random: Random) -> list[str]:
+    """Serve a random load; returns what occurred."""
+    settings = some_settings(random)
+    limits = limits_of(settings)
+    application = TokenApplication(settings)
+    backend = CheckedBackend(application, settings, limits)
+    if random.random() < 0.3:
+        backend.warm_up(lambda stage, share: None)
+        application.graphs.clear()
+    engine = Engine(backend, max_consecutive_prefills=random.choice((1, 1, 3)))
+    requests = some_requests(random, limits)
+    if settings.sampling == "Host":
+        requests = [replace(one, sampling=replace(one.sampling, temperature=0.0)) for one in requests]
+    tokens: dict[str, list[int]] = {one.request_id: [] for one in requests}
+    ended: set[str] = set()
+    buckets: list[str] = []
+    waiting = requests[:]
+    while waiting or engine.has_work:
+        if waiting and random.random() < 0.5:
+            engine.add(waiting.pop(0))
+        if random.random() < 0.02:
+            victim = random.choice(requests).request_id
+            engine.abort(victim)
+            ended.add(victim)
+        for event in engine.step():
+            tokens[event.request_id] += event.token_ids
+            if event.finish_reason:
+                ended.add(event.request_id)
+        last = engine.stats.last_step
+        if last is not None:
+            buckets += last.bucket.split("+")
+            assert last.num_computed_tokens >= last.num_tokens
+    backend.close()
+    for one in requests:
+        expected = alone(one, settings)
+        got = tokens[one.request_id]
+        assert got == expected or (one.request_id in ended and got == expected[: len(got)]), one.request_id
+    assert set(buckets) == set(application.graphs)
+    stats = engine.stats
+    return [
+        *(["preempted"] if stats.num_preemptions_total else []),
+        *(["hit"] if stats.num_prefix_hits_total else []),
+        *(["after a prefix"] if any("after" in name for name in application.graphs) else []),
+        *(["one token"] if any(len(one.prompt_token_ids) == 1 for one in requests) else []),
+        settings.layout,
+        settings.sampling,
+    ]
+
+
+def test_every_request_gets_its_own_tokens_under_random_loads() -> None:
+    seen: Counter[str] = Counter()
+    for seed in range(NUM_EXAMPLES):
+        with reported(seed):
+            seen.update(run(Random(seed)))
+    assert set(seen) == {"preempted", "hit", "after a prefix", "one token", "slots", "blocks", "Device", "Host"}, seen
+
+
+@contextmanager
+def reported(seed: int) -> Iterator[None]:
+    try:
+        yield
+    except BaseException as error:
+        error.add_note(f"with seed {seed}")
+        raise
