@@ -1,0 +1,176 @@
+"""A small decoder of the Llama kind: reads a checkpoint, computes hidden states and logits for one graph run.
+
+It knows Llama 2 and 3.x, Mistral, Qwen2 and Qwen3 (dense). Keys and values are read from and written to the cache by
+the caller: `forward` takes what came before as tensors and returns the new keys and values of every layer.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
+
+Layer = tuple[torch.Tensor, torch.Tensor]
+"""Keys and values `[rows, kv heads, positions, head size]` of one layer."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shape:
+    """What of a config.json decides the computation; plain values, so that an artifact can hold it."""
+
+    model_type: str
+    vocabulary: int
+    hidden: int
+    layers: int
+    heads: int
+    kv_heads: int
+    head_size: int
+    epsilon: float
+    rope_theta: float
+    rope_scaling: dict[str, Any] | None
+    max_positions: int
+    tied: bool
+    pad_token: int
+
+
+def shape_of(config: Any) -> Shape:
+    """From an InferenceConfig; anything this decoder would compute wrongly is an error."""
+    kind = str(getattr(config, "model_type", ""))
+    if kind not in FAMILIES:
+        raise NotImplementedError(f"the fake computes {', '.join(FAMILIES)}, not {kind}")
+    window = getattr(config, "sliding_window", None)
+    windowed = kind == "mistral" or bool(getattr(config, "use_sliding_window", False))
+    if window and windowed and window < config.neuron_config.seq_len:
+        raise NotImplementedError("the fake has no sliding window")
+    heads = config.num_attention_heads
+    scaling = getattr(config, "rope_scaling", None)
+    return Shape(
+        model_type=kind,
+        vocabulary=config.vocab_size,
+        hidden=config.hidden_size,
+        layers=config.num_hidden_layers,
+        heads=heads,
+        kv_heads=getattr(config, "num_key_value_heads", None) or heads,
+        head_size=getattr(config, "head_dim", None) or config.hidden_size // heads,
+        epsilon=config.rms_norm_eps,
+        rope_theta=float(config.rope_theta),
+        rope_scaling=dict(scaling) if scaling else None,
+        max_positions=config.max_position_embeddings,
+        tied=bool(getattr(config, "tie_word_embeddings", False)),
+        pad_token=getattr(config, "pad_token_id", None) or 0,
+    )
+
+
+def read_checkpoint(folder: Path) -> dict[str, torch.Tensor]:
+    """All tensors of a Hugging Face folder, under their names without `model.`."""
+    from safetensors.torch import load_file
+
+    found: dict[str, torch.Tensor] = {}
+    for file in sorted(folder.glob("*.safetensors")):
+        found.update(load_file(file))
+    for file in sorted(folder.glob("*.bin")):
+        found.update(torch.load(file, map_location="cpu", weights_only=True))
+    if not found:
+        raise FileNotFoundError(f"Can not find model.safetensors or pytorch_model.bin in {folder}")
+    return {name.removeprefix("model."): tensor for name, tensor in found.items()}
+
+
+def frequencies(shape: Shape) -> torch.Tensor:
+    """Angles per position of each pair of a head, scaled as the model asks."""
+    pairs = torch.arange(0, shape.head_size, 2, dtype=torch.float32) / shape.head_size
+    rates = shape.rope_theta**-pairs
+    scaling = shape.rope_scaling
+    if scaling is None:
+        return rates
+    kind = scaling.get("rope_type", scaling.get("type", "default"))
+    if kind == "default":
+        return rates
+    if kind == "linear":
+        return rates / scaling["factor"]
+    if kind != "llama3":
+        raise NotImplementedError(f"the fake does not scale positions by {kind}")
+    turns = scaling["original_max_position_embeddings"] * rates / (2 * math.pi)
+    low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]
+    keep = ((turns - low) / (high - low)).clamp(0, 1)
+    return rates * keep + rates / scaling["factor"] * (1 - keep)
+
+
+class Decoder:
+    def __init__(self, shape: Shape, weights: dict[str, torch.Tensor], dtype: torch.dtype) -> None:
+        self.shape = shape
+        self.dtype = dtype
+        self._weights = {name: tensor.to(dtype) for name, tensor in weights.items()}
+        if shape.tied or "lm_head.weight" not in self._weights:
+            self._weights["lm_head.weight"] = self._weights["embed_tokens.weight"]
+        self._rates = frequencies(shape)
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(tensor.nbytes for tensor in self._weights.values())
+
+    def _norm(self, values: torch.Tensor, name: str) -> torch.Tensor:
+        wide = values.float()
+        scaled = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.shape.epsilon)
+        return self._weights[name] * scaled.to(values.dtype)
+
+    def _linear(self, values: torch.Tensor, name: str) -> torch.Tensor:
+        return F.linear(values, self._weights[f"{name}.weight"], self._weights.get(f"{name}.bias"))
+
+    def _heads(self, values: torch.Tensor, name: str, norm: str) -> torch.Tensor:
+        rows, width, _ = values.shape
+        heads = self._linear(values, name).view(rows, width, -1, self.shape.head_size)
+        if norm in self._weights:
+            heads = self._norm(heads, norm)
+        return heads.transpose(1, 2)
+
+    def _turned(self, heads: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+        first, second = heads.chunk(2, dim=-1)
+        return heads * cos + torch.cat((-second, first), dim=-1) * sin
+
+    def forward(
+        self, ids: torch.Tensor, positions: torch.Tensor, before: list[Layer] | None, mask: torch.Tensor
+    ) -> tuple[torch.Tensor, list[Layer]]:
+        """Hidden states `[rows, width, hidden]` and the new keys and values.
+
+        `before` holds what the cache has for each row, `mask [rows, width, cached + width]` what each token sees of it
+        and of the new tokens.
+        """
+        shape = self.shape
+        angles = positions[:, None, :, None].float() * self._rates
+        angles = torch.cat((angles, angles), dim=-1)
+        cos, sin = angles.cos().to(self.dtype), angles.sin().to(self.dtype)
+        hidden = F.embedding(ids.long(), self._weights["embed_tokens.weight"])
+        rows, width, _ = hidden.shape
+        group = shape.heads // shape.kv_heads
+        unseen = torch.zeros(mask.shape).masked_fill_(~mask, torch.finfo(torch.float32).min)[:, None]
+        new: list[Layer] = []
+        for number in range(shape.layers):
+            prefix = f"layers.{number}"
+            normed = self._norm(hidden, f"{prefix}.input_layernorm.weight")
+            attention = f"{prefix}.self_attn"
+            query = self._turned(self._heads(normed, f"{attention}.q_proj", f"{attention}.q_norm.weight"), cos, sin)
+            key = self._turned(self._heads(normed, f"{attention}.k_proj", f"{attention}.k_norm.weight"), cos, sin)
+            value = self._heads(normed, f"{attention}.v_proj", "")
+            new.append((key, value))
+            if before is not None:
+                key = torch.cat((before[number][0], key), dim=2)
+                value = torch.cat((before[number][1], value), dim=2)
+            key, value = key.repeat_interleave(group, 1), value.repeat_interleave(group, 1)
+            scores = (query @ key.transpose(2, 3)).float() / math.sqrt(shape.head_size) + unseen
+            seen = scores.softmax(-1).to(self.dtype) @ value
+            hidden = hidden + self._linear(seen.transpose(1, 2).reshape(rows, width, -1), f"{attention}.o_proj")
+            normed = self._norm(hidden, f"{prefix}.post_attention_layernorm.weight")
+            gate = F.silu(self._linear(normed, f"{prefix}.mlp.gate_proj"))
+            hidden = hidden + self._linear(
+                gate * self._linear(normed, f"{prefix}.mlp.up_proj"), f"{prefix}.mlp.down_proj"
+            )
+        return self._norm(hidden, "norm.weight"), new
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        return F.linear(hidden, self._weights["lm_head.weight"]).float()

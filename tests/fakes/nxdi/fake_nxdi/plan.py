@@ -1,0 +1,194 @@
+"""What a compiled artifact consists of: the facts that its graphs were traced with, and the input shapes of each graph.
+
+Made from an InferenceConfig by `compile`, kept as JSON in `model.pt`, and all that a loaded program knows. Errors that
+NxDI raises while it traces are raised here.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
+
+import fake_nxdi
+from fake_nxdi.decoder import Shape, shape_of
+
+CONTEXT = "context_encoding_model"
+TOKEN = "token_generation_model"
+MASK_PAD = 128
+"""Positions that `apply_seq_ids_mask` adds to each line, for what inactive rows write."""
+
+Shapes = list[list[int]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Graph:
+    tag: str
+    rows: int
+    width: int
+    """New tokens of a row."""
+    keys: int
+    """Cached positions that a row attends; blocks: the prefix bucket."""
+    shapes: Shapes
+
+    @property
+    def name(self) -> str:
+        size = f"{self.width}+{self.keys}" if self.tag == CONTEXT else str(self.keys)
+        return f"{self.tag} {self.rows}x{size}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    release: int
+    decoder: Shape
+    dtype: str
+    layout: Literal["slots", "blocks"]
+    max_rows: int
+    lines: int
+    max_length: int
+    line_pad: int
+    continuous: bool
+    chooses_rows: bool
+    """Graphs for several numbers of decode rows."""
+    num_blocks: int
+    block_size: int
+    block_tiles: int
+    """Parts that a block is stored in; 0: whole."""
+    sampling: dict[str, Any] | None
+    output_logits: bool
+    logical_core: int
+    attention_kernel: bool | None
+    decode_kernel: bool
+    world_size: int
+    platform: str
+
+    @property
+    def line_length(self) -> int:
+        return self.max_length + self.line_pad
+
+    def masks_prefix(self, width: int) -> bool:
+        """Whether a prefill of `width` new tokens leaves out the unused places of its prefix bucket."""
+        if self.attention_kernel is False:
+            return False
+        if self.logical_core > 1:
+            return True
+        return width >= 4096 or bool(self.attention_kernel and width >= 512)
+
+    @property
+    def cache_shape(self) -> tuple[int, ...]:
+        """Keys, or values, of a layer, as the real cache has them."""
+        heads, size = self.decoder.kv_heads, self.decoder.head_size
+        if self.layout == "slots":
+            return (self.lines, heads, self.line_length, size)
+        if self.block_tiles:
+            return (self.num_blocks + 1, self.block_tiles, self.block_size // self.block_tiles, heads, size)
+        return (self.num_blocks + 1, self.block_size, heads, size)
+
+    @property
+    def num_cache_bytes(self) -> int:
+        width = {"float32": 4}.get(self.dtype, 2)
+        return 2 * self.decoder.layers * math.prod(self.cache_shape) * width
+
+
+def as_json(plan: Plan, graphs: list[Graph]) -> dict[str, Any]:
+    return {"plan": asdict(plan), "graphs": [asdict(graph) for graph in graphs]}
+
+
+def from_json(document: dict[str, Any]) -> tuple[Plan, list[Graph]]:
+    plan = dict(document["plan"])
+    return Plan(**{**plan, "decoder": Shape(**plan["decoder"])}), [Graph(**graph) for graph in document["graphs"]]
+
+
+def plan_of(config: Any, platform: str) -> Plan:
+    neuron = config.neuron_config
+    blocks = neuron.is_block_kv_layout
+    if blocks and not neuron.is_prefix_caching:
+        raise AttributeError("'BlockKVCacheManager' object has no attribute 'k_shape'")
+    if neuron.is_prefix_caching and not blocks:
+        raise RuntimeError("prefix caching without the block layout: shapes of keys and blocks do not match")
+    per_sequence = -(-neuron.max_length // neuron.pa_block_size)
+    tiles = 0
+    if blocks and per_sequence < 128 and not neuron.attn_block_tkg_nki_kernel_enabled:
+        tiles = 2 ** math.ceil(math.log2(128 / per_sequence))
+        if neuron.pa_block_size % tiles:
+            raise RuntimeError(
+                f"shape '[{neuron.pa_num_blocks + 1}, {tiles}, {neuron.pa_block_size // tiles}, ...]' is invalid: "
+                f"blocks of {neuron.pa_block_size} positions in {tiles} tiles (rule 20-17)"
+            )
+    sampling = neuron.on_device_sampling_config
+    shape = shape_of(config)
+    if sampling is not None and (sampling.do_sample or sampling.dynamic) and sampling.global_topk > shape.vocabulary:
+        raise RuntimeError("selected index k out of range")
+    return Plan(
+        release=fake_nxdi.SETTINGS.release,
+        decoder=shape,
+        dtype=str(neuron.torch_dtype).removeprefix("torch."),
+        layout="blocks" if blocks else "slots",
+        max_rows=neuron.max_batch_size,
+        lines=neuron.kv_cache_batch_size,
+        max_length=neuron.max_length,
+        line_pad=MASK_PAD if neuron.apply_seq_ids_mask else 0,
+        continuous=neuron.is_continuous_batching,
+        chooses_rows=getattr(neuron, "token_generation_batches", None) is not None,
+        num_blocks=neuron.pa_num_blocks,
+        block_size=neuron.pa_block_size,
+        block_tiles=tiles,
+        sampling=dict(vars(sampling)) if sampling is not None else None,
+        output_logits=neuron.output_logits,
+        logical_core=int(neuron.logical_nc_config),
+        attention_kernel=neuron.attn_kernel_enabled,
+        decode_kernel=neuron.attn_block_tkg_nki_kernel_enabled,
+        world_size=neuron.world_size,
+        platform=platform,
+    )
+
+
+def trace(plan: Plan, tag: str, buckets: list[Any], rows: int) -> list[Graph]:
+    """The graphs of a submodel, one for each bucket."""
+    context = tag == CONTEXT
+    if context and plan.layout == "slots" and plan.continuous and rows != 1:
+        raise AssertionError("only supports single seq_id")
+    found: list[Graph] = []
+    for bucket in buckets:
+        if plan.layout == "slots":
+            count, keys = bucket if isinstance(bucket, list) else (rows, bucket)
+            width = keys if context else 1
+            found.append(Graph(tag=tag, rows=count, width=width, keys=keys, shapes=_line_shapes(count, width, keys)))
+            continue
+        active, prefix = bucket
+        if prefix % plan.block_size:
+            raise RuntimeError(f"a bucket of {prefix} cached positions does not consist of blocks of {plan.block_size}")
+        if context and prefix and active < 128:
+            if fake_nxdi.strict():
+                fake_nxdi.refuse(
+                    "20-13", f"active bucket {active}: a prefill after a prefix is taken for a decode step"
+                )
+            raise RuntimeError(f"The size of tensor a ({active}) must match the size of tensor b ({prefix})")
+        width = active if context else 1
+        found.append(
+            Graph(tag=tag, rows=rows, width=width, keys=prefix, shapes=_block_shapes(plan, rows, width, prefix))
+        )
+    return found
+
+
+def _line_shapes(rows: int, width: int, keys: int) -> Shapes:
+    return [[rows, width], [rows, keys], [rows, width], [rows], [rows, 3], [rows], [rows]]
+
+
+def _block_shapes(plan: Plan, rows: int, width: int, prefix: int) -> Shapes:
+    blocks = prefix // plan.block_size
+    adapters = [rows] if plan.release >= 8 else [0]
+    return [
+        [rows, width],
+        [rows, prefix] if prefix else [1],
+        [rows, width],
+        [rows],
+        [rows, 3],
+        [0],
+        adapters,
+        *([0] for _ in range(4)),
+        [rows, width],
+        [rows, blocks] if blocks else [1],
+        [rows, 1],
+        [rows, 1],
+    ]

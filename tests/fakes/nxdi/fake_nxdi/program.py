@@ -1,0 +1,371 @@
+"""A loaded program: graphs of exact shapes over cache tensors that lie as the real ones do.
+
+A call finds its graph by the shapes of all its inputs, or nothing. What a graph reads and writes follows from rows,
+positions, block tables and slots alone, so wrong inputs do their damage here as on a device. In strict mode the ledger
+tells of it instead.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+
+import fake_nxdi
+from fake_nxdi import device, sampler
+from fake_nxdi.decoder import Decoder, Layer
+from fake_nxdi.ledger import COPY, NEVER, ROOT, RULES, TAIL, WARM, Ledger, numbers
+from fake_nxdi.plan import CONTEXT, Graph, Plan
+
+Tensors = list[torch.Tensor]
+
+
+@dataclass
+class Notes:
+    """What only the caller's side of the graph knows, for the strict checks."""
+
+    real: list[bool]
+    """Rows that the caller gave; the others were added to fill the batch."""
+    given: int = 0
+    """Columns that the caller gave, before padding to the bucket."""
+    prompt: list[int] = field(default_factory=list)
+    """Blocks: the whole prompt of the call's only row."""
+    table: list[int] = field(default_factory=list)
+    warm_up: bool = False
+
+
+@dataclass
+class Later:
+    """Outputs of a step that may still run: what async mode hands from one step to the next."""
+
+    outputs: Tensors
+    ready_at: float
+    fed: torch.Tensor
+    """Token ids that the step took."""
+    positions: torch.Tensor
+
+    def wait(self) -> Tensors:
+        device.Device.wait_until(self.ready_at)
+        return self.outputs
+
+
+class Program:
+    def __init__(self, plan: Plan, graphs: list[Graph], decoder: Decoder) -> None:
+        self.plan = plan
+        self.decoder = decoder
+        self._by_shapes = {_key(graph.shapes): graph for graph in graphs}
+        dtype = getattr(torch, plan.dtype)
+        # Keys at even places, values at odd ones.
+        self.past = [torch.zeros(plan.cache_shape, dtype=dtype) for _ in range(2 * plan.decoder.layers)]
+        num_places = (
+            plan.lines * plan.line_length if plan.layout == "slots" else (plan.num_blocks + 1) * plan.block_size
+        )
+        self.ledger = Ledger(num_places)
+        self._prompt_ends: dict[int, int] = {}
+
+    def run(self, inputs: Tensors, notes: Notes) -> Later:
+        shapes = _key([list(tensor.shape) for tensor in inputs])
+        graph = self._by_shapes.get(shapes)
+        if graph is None:
+            raise torch.jit.Error(
+                "The following operation failed in the TorchScript interpreter.\n"
+                f"ValueError: Input shape {[list(shape) for shape in shapes]} not found in input_shape_map"
+            )
+        ready_at = device.DEVICE.run(graph.name)
+        inputs = [*inputs[:4], _as_float32(inputs[4]), *inputs[5:]]
+        try:
+            with torch.inference_mode():
+                hidden = self._compute(graph, inputs, notes)
+                logits = self.decoder.logits(hidden)
+                result = logits
+                if self.plan.sampling is not None:
+                    result = sampler.sample(
+                        logits[:, -1], inputs[4], config=self.plan.sampling, rescale=self.plan.release >= 8
+                    ).to(torch.int32)
+        except (IndexError, RuntimeError) as error:
+            self.scramble()
+            raise device.nrt_error(f"nrt_execute of {graph.name} ({error})", 1006) from error
+        outputs = [result, logits] if self.plan.output_logits else [result]
+        return Later(outputs, ready_at, inputs[0], inputs[2])
+
+    def scramble(self) -> None:
+        """After an error nobody knows what the device's memory holds."""
+        for tensor in self.past:
+            tensor.copy_(torch.randn(tensor.shape))
+
+    def _compute(self, graph: Graph, inputs: Tensors, notes: Notes) -> torch.Tensor:
+        if self.plan.layout == "slots":
+            prefill, decode = self._prefill_lines, self._decode_lines
+        else:
+            prefill, decode = self._prefill_blocks, self._decode_blocks
+        hidden = (prefill if graph.tag == CONTEXT else decode)(graph, inputs, notes)
+        if graph.width == 1:
+            return hidden
+        last = inputs[2].max(dim=1).indices
+        return hidden[torch.arange(len(last)), last][:, None]
+
+    # Lines
+
+    def _prefill_lines(self, graph: Graph, inputs: Tensors, notes: Notes) -> torch.Tensor:
+        ids, _, positions, seq_ids, *_ = inputs
+        width = graph.width
+        causal = torch.ones(width, width, dtype=torch.bool).tril().expand(graph.rows, -1, -1)
+        hidden, new = self.decoder.forward(ids, positions, None, causal)
+        lines = seq_ids.long() if self.plan.continuous else torch.arange(graph.rows)
+        self._check_prompts(ids, positions, lines.tolist(), seq_ids.tolist(), notes)
+        for (keys, values), layer in zip(new, range(self.plan.decoder.layers), strict=True):
+            self.past[2 * layer][lines, :, :width] = keys
+            self.past[2 * layer + 1][lines, :, :width] = values
+        return hidden
+
+    def _check_prompts(
+        self, ids: torch.Tensor, positions: torch.Tensor, lines: list[int], seq_ids: list[int], notes: Notes
+    ) -> None:
+        if not fake_nxdi.strict():
+            return
+        ends = (positions.max(dim=1).indices + 1).tolist()
+        for row, line in enumerate(lines):
+            places = self._places(line, np.arange(positions.shape[1]))
+            if notes.warm_up or not notes.real[row]:
+                self.ledger.spoil(places, WARM if notes.warm_up else COPY)
+                continue
+            if line != seq_ids[row]:
+                fake_nxdi.refuse("20-1", f"a static batch writes row {row} into line {row}, not {seq_ids[row]}")
+            if ends[row] > notes.given:
+                fake_nxdi.refuse("20-4", "a prompt of one token: the last token is looked for in NxDI's own padding")
+            tokens = ids[row, : ends[row]].tolist()
+            if len(set(tokens)) == 1:
+                # One token over and over is a call that only wants to run the graph.
+                self.ledger.spoil(places, WARM)
+                continue
+            self.ledger.write(places[: ends[row]], tokens, ROOT)
+            self.ledger.spoil(places[ends[row] :], TAIL)
+            self._prompt_ends[line] = ends[row]
+
+    def _decode_lines(self, graph: Graph, inputs: Tensors, notes: Notes) -> torch.Tensor:
+        ids, mask, positions, seq_ids, *_ = inputs
+        lines = torch.arange(graph.rows)
+        read = seq_ids.long() if self.plan.chooses_rows and graph.rows != self.plan.max_rows else lines
+        before = [
+            (self.past[2 * layer][read, :, : graph.keys], self.past[2 * layer + 1][read, :, : graph.keys])
+            for layer in range(self.plan.decoder.layers)
+        ]
+        seen = torch.cat((mask.bool()[:, None], torch.ones(graph.rows, 1, 1, dtype=torch.bool)), dim=2)
+        hidden, new = self.decoder.forward(ids, positions, before, seen)
+        where = positions[:, 0].long()
+        if self.plan.line_pad:
+            where = torch.where(seq_ids >= 0, where, self.plan.max_length)
+        if int(where.max()) >= self.plan.line_length:
+            raise IndexError(
+                f"index {int(where.max())} is out of bounds for dimension 2 with size {self.plan.line_length}"
+            )
+        self._check_decodes(ids, mask, positions, where, notes)
+        for layer, (keys, values) in enumerate(new):
+            self.past[2 * layer][lines, :, where] = keys[:, :, 0]
+            self.past[2 * layer + 1][lines, :, where] = values[:, :, 0]
+        return hidden
+
+    def _check_decodes(
+        self, ids: torch.Tensor, mask: torch.Tensor, positions: torch.Tensor, where: torch.Tensor, notes: Notes
+    ) -> None:
+        if not fake_nxdi.strict():
+            return
+        rows = []
+        for row, position in enumerate(positions[:, 0].tolist()):
+            if notes.real[row] and position >= self.plan.max_length:
+                fake_nxdi.refuse("20-19", f"decode at position {position} of {self.plan.max_length}")
+            if notes.real[row] and self._prompt_ends.pop(row, 0) > position and not notes.warm_up:
+                fake_nxdi.refuse(
+                    "20-5", f"the prompt's answer came from a later position than {position - 1}: its padding is a ramp"
+                )
+            rows.append(
+                (
+                    self._places(row, np.arange(min(position, mask.shape[1]))),
+                    row * self.plan.line_length + int(where[row]),
+                )
+            )
+        self._check_rows(ids, mask, positions, rows, notes)
+
+    # Blocks
+
+    def _flat(self, layer: int) -> Layer:
+        heads, size = self.plan.decoder.kv_heads, self.plan.decoder.head_size
+        keys, values = self.past[2 * layer : 2 * layer + 2]
+        return keys.view(-1, heads, size), values.view(-1, heads, size)
+
+    def _gathered(self, table: torch.Tensor) -> list[Layer]:
+        rows = len(table)
+        size = self.plan.block_size
+        wanted = table.long()
+        if self.plan.decode_kernel:
+            wanted = wanted.clamp(min=0)
+        if int(wanted.min()) < 0 or int(wanted.max()) > self.plan.num_blocks:
+            raise IndexError("index out of range in self (block_table)")
+        places = (wanted[:, :, None] * size + torch.arange(size)).reshape(rows, -1)
+        return [
+            (keys[places].transpose(1, 2), values[places].transpose(1, 2))
+            for keys, values in map(self._flat, range(self.plan.decoder.layers))
+        ]
+
+    def _stored(self, slots: torch.Tensor, new: list[Layer]) -> None:
+        slots = torch.where(slots == -1, self.plan.num_blocks * self.plan.block_size, slots).long().flatten()
+        last = (self.plan.num_blocks + 1) * self.plan.block_size - 1
+        if int(slots.min()) < 0 or int(slots.max()) > last:
+            raise IndexError(f"index {int(slots.max())} is out of bounds for dimension 0 with size {last + 1}")
+        for layer, pair in enumerate(new):
+            for cache, values in zip(self._flat(layer), pair, strict=True):
+                cache[slots] = values.transpose(1, 2).flatten(0, 1)
+
+    def _prefill_blocks(self, graph: Graph, inputs: Tensors, notes: Notes) -> torch.Tensor:
+        ids, mask, positions, *_ = inputs
+        slots, table = inputs[11], inputs[12]
+        width, prefix = graph.width, graph.keys
+        seen = torch.ones(width, width, dtype=torch.bool).tril().expand(graph.rows, -1, -1)
+        before = None
+        if prefix:
+            before = self._gathered(table)
+            used = torch.full((graph.rows,), prefix)
+            if self.plan.masks_prefix(width):
+                used = mask.sum(dim=1)
+            cached = torch.arange(prefix)[None, None].expand(graph.rows, width, -1) < used[:, None, None]
+            seen = torch.cat((cached, seen), dim=2)
+        self._check_prefix_prefill(graph, inputs, notes)
+        hidden, new = self.decoder.forward(ids, positions, before, seen)
+        self._stored(slots, new)
+        return hidden
+
+    def _check_prefix_prefill(self, graph: Graph, inputs: Tensors, notes: Notes) -> None:
+        mask, positions = inputs[1][0], inputs[2][0]
+        slots, table, queries, computed = (inputs[index][0] for index in (11, 12, 13, 14))
+        if not fake_nxdi.strict():
+            return
+        real = np.array([slot for slot in slots.tolist() if slot >= 0], np.int64)
+        if notes.warm_up:
+            self.ledger.spoil(real, WARM)
+            return
+        if graph.rows != 1:
+            raise NotImplementedError("the strict fake follows prefills of one prompt a graph")
+        size = self.plan.block_size
+        start, end = int(computed), int(computed) + int(queries)
+        last = int(positions.max(dim=0).indices)
+        if int(positions[last]) != end - 1:
+            fake_nxdi.refuse(
+                "20-5", f"the last position is {int(positions[last])} of a prompt of {end}: padding is a ramp"
+            )
+        first = int(positions[0]) if end > 1 else 0
+        used = int(mask.sum()) if graph.keys else 0
+        if graph.keys > used and not self.plan.masks_prefix(graph.width):
+            fake_nxdi.refuse("10-LNC1", f"{graph.keys - used} unused places of the prefix bucket are attended")
+        held = numbers(notes.prompt[:end])
+        warm = len(set(notes.prompt)) == 1
+        if used and not warm:
+            index = np.arange(used)
+            places = np.array(table.tolist(), np.int64)[index // size] * size + index % size
+            broken = self.ledger.differs_at(places, held[:used])
+            if broken >= 0:
+                why = int(self.ledger.why[places[broken]])
+                warm = why in (NEVER, WARM)
+                if not warm:
+                    fake_nxdi.refuse("20-14", f"position {broken} of the prefix holds another token than the prompt's")
+        for column, slot in enumerate(slots.tolist()):
+            position = first + column
+            if slot < 0:
+                continue
+            if position < start:
+                fake_nxdi.refuse("20-14", f"slot {slot} stores the computed position {position} again")
+            block = position // size
+            if block < len(notes.table) and slot != notes.table[block] * size + position % size:
+                fake_nxdi.refuse("20-14", f"slot {slot} of position {position} is not in the sequence's own blocks")
+            if position < end:
+                if warm:
+                    self.ledger.spoil(np.array([slot]), WARM)
+                else:
+                    prefix = int(held[position - 1]) if position else ROOT
+                    self.ledger.write(np.array([slot]), [notes.prompt[position]], prefix)
+
+    def _decode_blocks(self, graph: Graph, inputs: Tensors, notes: Notes) -> torch.Tensor:
+        ids, mask, positions, *_ = inputs
+        given, table = inputs[11], inputs[12]
+        size = self.plan.block_size
+        before = self._gathered(table)
+        position = positions.long()
+        if int(position.max()) // size >= table.shape[1]:
+            raise IndexError(
+                f"index {int(position.max()) // size} is out of bounds for dimension 1 with size {table.shape[1]}"
+            )
+        slots = table.long().gather(1, position // size) * size + position % size
+        slots = torch.where(given >= 0, slots, -1)
+        seen = torch.cat((mask.bool()[:, None], torch.ones(graph.rows, 1, 1, dtype=torch.bool)), dim=2)
+        if fake_nxdi.strict():
+            rows = []
+            for row, at in enumerate(position[:, 0].tolist()):
+                index = np.arange(min(at, graph.keys))
+                places = np.array(table[row].tolist(), np.int64)[index // size] * size + index % size
+                rows.append((places, int(slots[row])))
+            self._check_rows(ids, mask, positions, rows, notes)
+        hidden, new = self.decoder.forward(ids, positions, before, seen)
+        self._stored(slots, new)
+        return hidden
+
+    # Both
+
+    def _places(self, line: int, positions: Any) -> Any:
+        return line * self.plan.line_length + positions
+
+    def _check_rows(
+        self,
+        ids: torch.Tensor,
+        mask: torch.Tensor,
+        positions: torch.Tensor,
+        rows: Sequence[tuple[Any, int]],
+        notes: Notes,
+    ) -> None:
+        """Each real row attends one sequence, and all of it; notes what they write. `rows`: places read, written."""
+        tokens, at = ids[:, 0].tolist(), positions[:, 0].tolist()
+        broken = [
+            self.ledger.broken_at(places) if real else 0 for (places, _), real in zip(rows, notes.real, strict=True)
+        ]
+        good = {(tokens[row], at[row]) for row, index in enumerate(broken) if index < 0 and notes.real[row]}
+        written: dict[int, int] = {}
+        for row, (places, place) in enumerate(rows):
+            if place < 0:
+                continue
+            spot = np.array([place])
+            if notes.warm_up:
+                self.ledger.spoil(spot, WARM)
+                continue
+            if not notes.real[row]:
+                self.ledger.spoil(spot, COPY)
+                continue
+            if int(mask[row].sum()) != at[row] or not bool(mask[row, : at[row]].all()):
+                fake_nxdi.refuse("5", f"row {row} at position {at[row]} attends other positions than those before it")
+            if place in written:
+                fake_nxdi.refuse("21-4", f"rows {written[place]} and {row} write the same place")
+            written[place] = row
+            if broken[row] >= 0:
+                why = int(self.ledger.why[places[broken[row]]])
+                if why in (NEVER, WARM):
+                    self.ledger.spoil(spot, WARM)
+                elif (tokens[row], at[row]) in good:
+                    # A copy of another row, by which the caller fills a free line.
+                    self.ledger.spoil(spot, COPY)
+                else:
+                    rule, what = RULES[why]
+                    fake_nxdi.refuse(rule, f"row {row} at position {at[row]} {what} (from position {broken[row]})")
+                continue
+            self.ledger.write(spot, [tokens[row]], int(self.ledger.number[places[-1]]) if len(places) else ROOT)
+
+
+def _key(shapes: list[list[int]]) -> tuple[tuple[int, ...], ...]:
+    return tuple(tuple(shape) for shape in shapes)
+
+
+def _as_float32(parameters: torch.Tensor) -> torch.Tensor:
+    """The graph takes the bytes that it gets for float32."""
+    if parameters.dtype == torch.float32:
+        return parameters
+    raw = parameters.contiguous().view(torch.float32)
+    return raw[:, : parameters.shape[1]].contiguous()

@@ -1,0 +1,7 @@
+from fake_nxdi.families import family, since
+
+since(8, __name__)
+
+from neuronx_distributed_inference.models.model_base import NeuronBaseForCausalLM  # noqa: E402
+
+Qwen3VLInferenceConfig, NeuronQwen3VLForCausalLM = family("Qwen3VL", __name__, NeuronBaseForCausalLM)

@@ -1,0 +1,3 @@
+from fake_nxdi.buckets import doubling as generate_buckets
+
+__all__ = ["generate_buckets"]

@@ -1,0 +1,3 @@
+from fake_nxdi.config import LoraServingConfig
+
+__all__ = ["LoraServingConfig"]

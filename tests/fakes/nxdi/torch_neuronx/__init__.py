@@ -1,0 +1,3 @@
+"""The fake torch-neuronx: which chip there is."""
+
+__version__ = "2.9.0.2.0.0"

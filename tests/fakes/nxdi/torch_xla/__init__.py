@@ -1,0 +1,3 @@
+"""The fake torch-xla."""
+
+__version__ = "2.9.0"
