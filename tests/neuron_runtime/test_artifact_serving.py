@@ -44,7 +44,7 @@ def test_the_offline_class_compiles_and_finds_artifacts(tmp_path: Path, capsys: 
         with LLM(
             str(MODEL), backend="simulated", compile=True, override_neuron_config=OPTIONS, artifacts_dir=tmp_path
         ) as model:
-            (output,) = model.generate(["hello"], SamplingParams(max_tokens=3), use_tqdm=False)
+            (output,) = model.generate(["hello"], SamplingParams(max_tokens=3, ignore_eos=True), use_tqdm=False)
         assert len(output.outputs[0].token_ids) == 3
         assert ("compiling graph" in capsys.readouterr().err) is compiles
 
