@@ -1,18 +1,46 @@
 """What a model is compiled with for NxD Inference: `Settings`, in a normal form, and the `Application` that runs it.
 
 Derived once from the configuration and config.json by whoever compiles and whoever serves. Pure: it imports neither
-NxD Inference nor torch, and knows no path, no time and nothing of this machine.
+NxD Inference nor torch, and knows no path, no time and nothing of this machine but the `Target` that it is given.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
+import msgspec
+
+from neuron_runtime.backend.nxdi.devices import LogicalCore, Target
+from neuron_runtime.backend.nxdi.models import Family, family_of, is_private, text_config
+from neuron_runtime.backend.nxdi.neuron_config import PATH, SAMPLING, Override, merge, read_override
+from neuron_runtime.checkpoint import InvalidModel
+from neuron_runtime.config import RuntimeConfig, uses_blocks
+from neuron_runtime.errors import ConfigProblems, InvalidConfig
+
 if TYPE_CHECKING:
     import torch
+
+DEFAULT_MAX_SEQUENCES = 16
+DEFAULT_MAX_LENGTH = 4096
+DEFAULT_BLOCK_SIZE = 32
+DEFAULT_SEGMENT_TOKENS = 2048
+DEFAULT_GLOBAL_TOPK = 256
+SMALLEST_BUCKET = 128
+
+MIN_ACTIVE_TOKENS = 128
+"""NxD Inference takes a shorter prefill over a prefix for token generation."""
+MIN_KERNEL_TOKENS = 512
+"""With logical cores of one physical core, the attention kernel runs from this many tokens on, if it is enabled.
+Without it, a prefill over a prefix attends to unused positions: its tokens are wrong now and then."""
+TILE = 128
+"""Positions that the cache manager wants along one axis of a sequence's blocks."""
+
+DTYPES = ("float32", "bfloat16", "float16")
+
+Sampling = Literal["Device", "DeviceWithLogits", "Host"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,7 +51,7 @@ class Settings:
     """Key in the registry of NxD Inference, such as `llama`, or `module:Class`."""
     tensor: int
     """Tensor-parallel degree: the number of cores that a model runs on."""
-    logical_core: Literal[1, 2]
+    logical_core: LogicalCore
     """Physical cores that make one logical core (LNC)."""
     dtype: str
     layout: Literal["slots", "blocks"]
@@ -46,9 +74,9 @@ class Settings:
     """Lengths of a decode step."""
     row_buckets: tuple[int, ...]
     """Rows of a decode step; empty: `max_rows` alone."""
-    sampling: Literal["Device", "DeviceWithLogits", "Host"]
+    sampling: Sampling
     global_topk: int
-    """Candidates that the device samples from."""
+    """Candidates that the device samples from; 0 without sampling on the device."""
     asynchronous: bool
     vocabulary_size: int
     neuron_config: Mapping[str, Any]
@@ -67,3 +95,402 @@ class Application(Protocol):
     def forward(self, **arguments: torch.Tensor) -> Any:
         """One call, which blocks; returns the output object of NxD Inference. Only keywords: positions differ between
         versions."""
+
+
+def settings_of(config: RuntimeConfig, model: Mapping[str, Any], target: Target) -> Settings:
+    """The settings of a model.
+
+    Args:
+        model: config.json.
+
+    Raises:
+        InvalidConfig: names every field that contradicts another one, the model or the device.
+        InvalidModel: config.json lacks a number.
+        FatalError: UNSUPPORTED_ARCHITECTURE.
+    """
+    family = family_of(model, config.application_class)
+    override = read_override(config.override_neuron_config, family.application, private=is_private(family.application))
+    return _Derivation(config, text_config(model), target, override, family).settings()
+
+
+class _Derivation:
+    """One pass over the fields, in the order in which they depend on one another. What is wrong is collected."""
+
+    def __init__(
+        self,
+        config: RuntimeConfig,
+        model: Mapping[str, Any],
+        target: Target,
+        override: Override,
+        family: Family,
+    ) -> None:
+        self._config, self._model, self._target, self._override = config, model, target, override
+        self._family = family
+        self._found = ConfigProblems()
+        self._at: dict[str, str] = {}
+        """Where the value of a field was given, if the override has it."""
+
+    def settings(self) -> Settings:
+        config, found = self._config, self._found
+        vocabulary_size = self._number("vocab_size", 1)
+        longest = self._number("max_position_embeddings", 2)
+        rows = self._chosen("$.limits.maxSequences", config.limits.max_sequences, "batch_size") or DEFAULT_MAX_SEQUENCES
+        tensor = self._tensor()
+        dtype = self._dtype()
+        blocks, shares, segments = self._layout()
+        given_length = self._chosen("$.limits.maxModelLength", config.limits.max_model_length, "seq_len")
+        block_size = self._chosen("$.limits.blockSize", config.limits.block_size, "pa_block_size")
+        length = given_length or min(longest, DEFAULT_MAX_LENGTH)
+        if blocks:
+            block_size = block_size or _default_block_size(length)
+            length = length if given_length else length // block_size * block_size
+        with found.collecting():
+            if not 2 <= length <= longest:
+                message = f"must be from 2 to the model's {longest} positions, got {length}"
+                raise InvalidConfig(self._where("$.limits.maxModelLength"), message)
+        num_blocks = self._chosen("$.limits.numBlocks", config.limits.num_blocks, "pa_num_blocks")
+        if blocks:
+            num_blocks = num_blocks or rows * -(-length // block_size)
+            self._check_blocks(length, block_size, num_blocks)
+        else:
+            block_size, num_blocks = length, rows
+        context = self._context_buckets(length, blocks, segments)
+        prefix = self._prefix_buckets(length, block_size) if blocks and (segments or shares) else (0,) * blocks
+        tokens = self._token_buckets(length, block_size, blocks)
+        asynchronous = self._chosen("$.asyncMode", config.async_mode, "async_mode")
+        sampling, sampling_config = self._sampling(vocabulary_size, asynchronous)
+        row_buckets = self._row_buckets(rows, blocks, asynchronous)
+        if blocks and len(prefix) > 1:
+            self._check_prefix_prefill(context, "$.prefixCaching" if shares else "$.chunkedPrefill")
+        found.check()
+        plain = Settings(
+            application=self._family.application,
+            tensor=tensor,
+            logical_core=self._target.logical_core,
+            dtype=dtype,
+            layout="blocks" if blocks else "slots",
+            max_rows=rows,
+            max_model_length=length,
+            max_context_length=context[-1],
+            block_size=block_size,
+            num_blocks=num_blocks,
+            segments=segments,
+            shares_prefixes=shares,
+            context_buckets=context,
+            prefix_buckets=prefix,
+            token_buckets=tokens,
+            row_buckets=row_buckets,
+            sampling=sampling,
+            global_topk=0 if sampling_config is None else sampling_config["global_topk"],
+            asynchronous=asynchronous,
+            vocabulary_size=vocabulary_size,
+            neuron_config={},
+        )
+        ours = {**_arguments(plain), SAMPLING: sampling_config, "output_logits": sampling == "DeviceWithLogits"}
+        return replace(plain, neuron_config=merge(ours, _derived(plain), self._override))
+
+    def _number(self, name: str, least: int) -> int:
+        value = self._model.get(name)
+        if not isinstance(value, int) or value < least:
+            raise InvalidModel(f"config.json: {name} must be an integer >= {least}, got {value!r}")
+        return value
+
+    def _where(self, path: str) -> str:
+        return self._at.get(path, path)
+
+    def _chosen(self, path: str, ours: Any, name: str, meaning: Any = None) -> Any:
+        """The value of a field, or of the override's key if the field is left open.
+
+        Args:
+            meaning: the key's value in the field's words, if it is another.
+        """
+        value = self._override.get(name)
+        if value is None:
+            return ours
+        value = value if meaning is None else meaning
+        value = tuple(sorted(value)) if isinstance(value, list) else value
+        if ours in (0, "", "auto", (), False, None):
+            self._at[path] = f"{PATH}.{name}"
+            return value
+        if value != ours:
+            with self._found.collecting():
+                message = f"is {_shown(value)}, but {path.removeprefix('$.')} is {_shown(ours)}: leave out one of them"
+                raise InvalidConfig(f"{PATH}.{name}", message)
+        return ours
+
+    def _tensor(self) -> int:
+        """The tensor-parallel degree. Left open: all cores, or as many as divide the model."""
+        config, target = self._config, self._target
+        sizes = {
+            name: self._model[name]
+            for name in ("num_attention_heads", "intermediate_size")
+            if isinstance(self._model.get(name), int)
+        }
+        path, cores = "$.parallelism.tensor", target.granted_cores
+        wanted = self._chosen(path, config.parallelism.tensor, "tp_degree")
+        with self._found.collecting():
+            if not wanted and not cores:
+                raise InvalidConfig(path, "must be set where the cores that will serve are not known")
+        if not wanted:
+            return max(d for d in range(1, max(cores, 1) + 1) if not any(size % d for size in sizes.values()))
+        with self._found.collecting():
+            if cores and wanted > cores:
+                granted = "accelerator.cores is" if config.accelerator.cores else "this process was granted"
+                raise InvalidConfig(self._where(path), f"is {wanted}, but {granted} {cores}")
+        with self._found.collecting():
+            for name, size in sizes.items():
+                if size % wanted:
+                    fitting = [str(d) for d in range(1, 65) if not any(one % d for one in sizes.values())]
+                    message = (
+                        f"is {wanted}, which does not divide the model's {name} of {size}; "
+                        f"possible are {', '.join(fitting)}"
+                    )
+                    raise InvalidConfig(self._where(path), message)
+        return int(wanted)
+
+    def _dtype(self) -> str:
+        given = self._override.get("torch_dtype")
+        meaning = given.removeprefix("torch.") if isinstance(given, str) else None
+        wanted = self._chosen("$.dtype", self._config.dtype, "torch_dtype", meaning)
+        if wanted == "auto":
+            stored = self._model.get("dtype") or self._model.get("torch_dtype") or "bfloat16"
+            wanted = str(stored).removeprefix("torch.")
+        with self._found.collecting():
+            if wanted not in DTYPES:
+                raise InvalidConfig(self._where("$.dtype"), f"must be one of {', '.join(DTYPES)}, got {wanted!r}")
+        return str(wanted)
+
+    def _layout(self) -> tuple[bool, bool, bool]:
+        """Whether the cache has blocks, prefixes are shared, and prompts are computed in segments."""
+        config, override, one = self._config, self._override, self._target.logical_core == 1
+        layout = override.get("is_block_kv_layout")
+        meaning = None if layout is None else "blocks" if layout else "slots"
+        layout = self._chosen("$.layout", config.layout, "is_block_kv_layout", meaning)
+        caching = override.get("is_prefix_caching")
+        meaning = None if caching is None else "enabled" if caching else "disabled"
+        caching = self._chosen("$.prefixCaching", config.prefix_caching, "is_prefix_caching", meaning)
+        sized = any(override.get(name) for name in ("pa_num_blocks", "pa_block_size"))
+        blocks = False
+        with self._found.collecting():
+            adopted = msgspec.structs.replace(config, layout=layout, prefix_caching=caching)
+            blocks = uses_blocks(adopted) or (layout == "auto" and sized)
+            if layout == "slots" and sized:
+                raise InvalidConfig(f"{PATH}.pa_num_blocks", "layout slots has no blocks: leave it out, or use blocks")
+        if not blocks and "slots" in self._family.layouts:
+            with self._found.collecting():
+                if config.chunked_prefill == "enabled":
+                    message = "with layout slots, a prompt is computed in one call: leave it out, or use layout blocks"
+                    raise InvalidConfig("$.chunkedPrefill", message)
+        with self._found.collecting():
+            name = "blocks" if blocks else "slots"
+            if name not in self._family.layouts:
+                raise InvalidConfig(
+                    self._where("$.layout"), f"{self._family.application} has no layout {name}: leave it out"
+                )
+        if not blocks:
+            return False, False, False
+        shares = caching == "enabled" or (caching == "auto" and not one)
+        segments = config.chunked_prefill == "enabled" or (config.chunked_prefill == "auto" and (not one or shares))
+        return True, shares, segments
+
+    def _check_blocks(self, length: int, block_size: int, num_blocks: int) -> None:
+        path, per_sequence = "$.limits.blockSize", -(-length // block_size)
+        with self._found.collecting():
+            if block_size > length or length % block_size:
+                raise InvalidConfig(
+                    self._where(path),
+                    f"the model's length of {length} must be a multiple of the block size {block_size}: set "
+                    f"maxModelLength to {max(1, length // block_size) * block_size}, or another block size",
+                )
+        with self._found.collecting():
+            tile = _tile(length, block_size)
+            if block_size % tile:
+                raise InvalidConfig(
+                    self._where(path),
+                    f"{block_size} is too small for {per_sequence} blocks per sequence: with fewer than {TILE} it must "
+                    f"be a multiple of {tile}, such as {-(-block_size // tile) * tile}",
+                )
+        with self._found.collecting():
+            if num_blocks < per_sequence:
+                raise InvalidConfig(
+                    self._where("$.limits.numBlocks"),
+                    f"one sequence of {length} tokens needs {per_sequence} blocks of {block_size}, but there are "
+                    f"{num_blocks}",
+                )
+
+    def _buckets(self, path: str, ours: tuple[int, ...], name: str, length: int) -> tuple[int, ...]:
+        given: tuple[int, ...] = self._chosen(path, ours, name)
+        with self._found.collecting():
+            if given and given[-1] > length:
+                raise InvalidConfig(self._where(path), f"{given[-1]} is above the model's length of {length}")
+        return tuple(sorted({*given}))
+
+    def _context_buckets(self, length: int, blocks: bool, segments: bool) -> tuple[int, ...]:
+        config, path = self._config, "$.buckets.context"
+        given = self._buckets(path, config.buckets.context, "context_encoding_buckets", length)
+        if given:
+            with self._found.collecting():
+                if config.limits.max_step_tokens and config.limits.max_step_tokens < given[-1]:
+                    message = f"is {config.limits.max_step_tokens}, but the largest context bucket is {given[-1]}"
+                    raise InvalidConfig("$.limits.maxStepTokens", message)
+            return given
+        longest = self._override.get("max_context_length") or config.limits.max_step_tokens
+        longest = min(longest or (DEFAULT_SEGMENT_TOKENS if segments else length), length)
+        least = MIN_KERNEL_TOKENS if blocks and self._target.logical_core == 1 else SMALLEST_BUCKET
+        return _doubling(least, longest, 4 if blocks else 2)
+
+    def _prefix_buckets(self, length: int, block_size: int) -> tuple[int, ...]:
+        path = "$.buckets.prefix"
+        given = self._buckets(path, self._config.buckets.prefix, "prefix_buckets", length)
+        with self._found.collecting():
+            if wrong := [size for size in given if size % block_size]:
+                raise InvalidConfig(self._where(path), f"{wrong[0]} is no multiple of the block size {block_size}")
+        least = -(-MIN_KERNEL_TOKENS // block_size) * block_size
+        return tuple(sorted({0, *(given or _doubling(least, length, 4))}))
+
+    def _token_buckets(self, length: int, block_size: int, blocks: bool) -> tuple[int, ...]:
+        path = "$.buckets.tokenGeneration"
+        given = self._buckets(path, self._config.buckets.token_generation, "token_generation_buckets", length)
+        with self._found.collecting():
+            if wrong := [size for size in given if blocks and size % block_size]:
+                raise InvalidConfig(self._where(path), f"{wrong[0]} is no multiple of the block size {block_size}")
+        least = -(-2 * SMALLEST_BUCKET // block_size) * block_size if blocks else 2 * SMALLEST_BUCKET
+        return tuple(sorted({*(given or _doubling(least, length, 2)), length}))
+
+    def _row_buckets(self, rows: int, blocks: bool, asynchronous: bool) -> tuple[int, ...]:
+        path = "$.buckets.sequences"
+        given: tuple[int, ...] = self._chosen(path, self._config.buckets.sequences, "token_generation_batches")
+        if not given:
+            return ()
+        with self._found.collecting():
+            if given[-1] > rows:
+                raise InvalidConfig(self._where(path), f"{given[-1]} is above maxSequences, which is {rows}")
+            if blocks or asynchronous:
+                reason = "layout blocks" if blocks else "asyncMode"
+                raise InvalidConfig(self._where(path), f"cannot be combined with {reason}: leave out one of them")
+        buckets = tuple(sorted({*given, rows}))
+        return buckets if len(buckets) > 1 else ()
+
+    def _sampling(self, vocabulary_size: int, asynchronous: bool) -> tuple[Sampling, dict[str, Any] | None]:
+        """The mode, and OnDeviceSamplingConfig."""
+        override, mode = self._override, self._config.sampling
+        logits = override.get("output_logits")
+        with self._found.collecting():
+            if override.on_host and (mode not in ("", "Host") or logits):
+                raise InvalidConfig(f"{PATH}.{SAMPLING}", f"is off, but sampling is {mode or 'DeviceWithLogits'!r}")
+            if logits is not None and mode and logits != (mode == "DeviceWithLogits"):
+                raise InvalidConfig(f"{PATH}.output_logits", f"is {_shown(logits)}, but sampling is {mode}")
+        chosen: Sampling = mode or ("Host" if override.on_host else "DeviceWithLogits" if logits else "Device")
+        with self._found.collecting():
+            if asynchronous and chosen != "Device":
+                raise InvalidConfig(self._where("$.asyncMode"), f"needs sampling Device, but it is {chosen}")
+        if chosen == "Host":
+            with self._found.collecting():
+                if override.sampling:
+                    raise InvalidConfig(f"{PATH}.{SAMPLING}", "has no effect, because sampling is Host: leave it out")
+            return chosen, None
+        given = override.sampling.get("global_topk")
+        with self._found.collecting():
+            if given is not None and not 1 <= given <= vocabulary_size:
+                message = f"must be from 1 to the vocabulary's {vocabulary_size} tokens, got {given}"
+                raise InvalidConfig(f"{PATH}.{SAMPLING}.global_topk", message)
+        topk = given or min(DEFAULT_GLOBAL_TOPK, vocabulary_size)
+        return chosen, {"dynamic": True, "deterministic": False, **override.sampling, "global_topk": topk}
+
+    def _check_prefix_prefill(self, context: tuple[int, ...], asked: str) -> None:
+        """Prefills over a prefix are right only where the attention kernel runs, and NxD Inference recognises them.
+
+        Args:
+            asked: the field that asks for them.
+        """
+        path, one = self._where("$.buckets.context"), self._target.logical_core == 1
+        kernel = self._override.get("attn_kernel_enabled")
+        with self._found.collecting():
+            if one and kernel is not True:
+                raise InvalidConfig(
+                    self._where(asked),
+                    "with logical cores of one physical core, prompts over a prefix are right only with the attention "
+                    "kernel: set overrideNeuronConfig.attn_kernel_enabled to true and all context buckets to "
+                    f"{MIN_KERNEL_TOKENS} or more, or disable prefixCaching and chunkedPrefill",
+                )
+            if kernel is False:
+                message = "must not be false: prompts over a prefix are right only with the attention kernel"
+                raise InvalidConfig(f"{PATH}.attn_kernel_enabled", message)
+        least = MIN_KERNEL_TOKENS if one else MIN_ACTIVE_TOKENS
+        with self._found.collecting():
+            if context[0] < least:
+                cores = f", with logical cores of {self._target.logical_core} physical ones" if one else ""
+                raise InvalidConfig(path, f"{context[0]} is too short over a prefix{cores}: the least is {least}")
+
+
+def _shown(value: Any) -> Any:
+    return {True: "true", False: "false"}.get(value, value) if isinstance(value, bool) else value
+
+
+def _tile(length: int, block_size: int) -> int:
+    """What a block size must be a multiple of: NxD Inference cuts the blocks of short sequences into tiles."""
+    per_sequence = -(-length // block_size)
+    return 1 if per_sequence >= TILE else 1 << (-(-TILE // per_sequence) - 1).bit_length()
+
+
+def _default_block_size(length: int) -> int:
+    size = DEFAULT_BLOCK_SIZE
+    while size < length and size % _tile(length, size):
+        size *= 2
+    return min(size, length)
+
+
+def _doubling(least: int, most: int, factor: int) -> tuple[int, ...]:
+    """Sizes that grow by a factor, up to the largest."""
+    sizes, size = [], least
+    while size < most:
+        sizes.append(size)
+        size *= factor
+    return (*sizes, most)
+
+
+def _arguments(settings: Settings) -> dict[str, Any]:
+    """The arguments of NeuronConfig that we decide, without sampling."""
+    blocks = settings.layout == "blocks"
+    arguments: dict[str, Any] = {
+        "tp_degree": settings.tensor,
+        "logical_nc_config": settings.logical_core,
+        "torch_dtype": settings.dtype,
+        "padding_side": "right",
+        "batch_size": settings.max_rows,
+        "ctx_batch_size": 1,
+        "tkg_batch_size": settings.max_rows,
+        "is_continuous_batching": settings.max_rows > 1,
+        "seq_len": settings.max_model_length,
+        "max_context_length": settings.max_context_length,
+        "enable_bucketing": True,
+        "context_encoding_buckets": list(settings.context_buckets),
+        "token_generation_buckets": list(settings.token_buckets),
+        "async_mode": settings.asynchronous,
+    }
+    if blocks:
+        arguments |= {
+            "is_block_kv_layout": True,
+            "is_prefix_caching": True,
+            "pa_num_blocks": settings.num_blocks,
+            "pa_block_size": settings.block_size,
+            "prefix_buckets": [size for size in settings.prefix_buckets if size],
+        }
+    if settings.row_buckets:
+        arguments["token_generation_batches"] = list(settings.row_buckets)
+    return arguments
+
+
+def _derived(settings: Settings) -> dict[str, Any]:
+    """What NeuronConfig makes of them: an override may repeat it."""
+    length, rows, tensor = settings.max_model_length, settings.max_rows, settings.tensor
+    blocks = settings.layout == "blocks"
+    return {
+        **dict.fromkeys(("max_length", "n_positions", "n_active_tokens"), length),
+        **dict.fromkeys(("max_batch_size", "kv_cache_batch_size"), rows),
+        **dict.fromkeys(("world_size", "local_ranks_size"), tensor),
+        **dict.fromkeys(("pp_degree", "ep_degree"), 1),
+        **dict.fromkeys(("start_rank_id", "kv_cache_padding_size"), 0),
+        **dict.fromkeys(("allow_input_truncation", "skip_sharding", "bucket_n_active_tokens"), False),
+        "is_block_kv_layout": blocks,
+    }

@@ -1,0 +1,179 @@
+"""The Neuron devices of a process: their platform, the cores that it was granted, and the variables that the Neuron
+libraries read.
+
+Called by `graphs` and by whoever loads. It reads the environment and files of the kernel, and imports no Neuron
+library: the variables must be set before the first import.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from neuron_runtime.config import RuntimeConfig
+from neuron_runtime.devices import DEV, device_nodes
+from neuron_runtime.errors import ExitCode, FatalError, InvalidConfig
+
+PLATFORM_VARIABLE = "NEURON_PLATFORM_TARGET_OVERRIDE"
+LOGICAL_CORE_VARIABLE = "NEURON_LOGICAL_NC_CONFIG"
+LOGICAL_CORE_VARIABLES = (LOGICAL_CORE_VARIABLE, "NEURON_RT_VIRTUAL_CORE_SIZE")
+"""Of NxD Inference, and of the Neuron runtime."""
+VISIBLE_CORES_VARIABLE = "NEURON_RT_VISIBLE_CORES"
+NUM_CORES_VARIABLE = "NEURON_RT_NUM_CORES"
+EXEC_TIMEOUT_VARIABLE = "NEURON_RT_EXEC_TIMEOUT"
+
+EXEC_TIMEOUT_SECONDS = 600
+"""The runtime's own default is documented as 30 or 600, so it is always set. NxD Inference wants 600 for long
+prompts."""
+LONG_CONTEXT = 32768
+"""From this length of prompts on, NxD Inference sets variables of its own."""
+
+PRODUCT_NAME = "devices/virtual/dmi/id/product_name"
+"""Below /sys: the instance type."""
+
+LogicalCore = Literal[1, 2]
+
+
+@dataclass(frozen=True, slots=True)
+class Platform:
+    name: str
+    physical_cores: int
+    """Of one device."""
+    logical_core: LogicalCore
+    """Physical cores per logical core, unless configured."""
+    core_bytes: int
+    """Device memory per physical core."""
+
+    @property
+    def logical_cores(self) -> tuple[LogicalCore, ...]:
+        return (1, 2) if self.logical_core == 2 else (1,)
+
+
+PLATFORMS = {
+    platform.name: platform
+    for platform in (
+        Platform("inf2", 2, 1, 16 * 2**30),
+        Platform("trn1", 2, 1, 16 * 2**30),
+        Platform("trn2", 8, 2, 12 * 2**30),
+        Platform("trn3", 8, 2, 18 * 2**30),
+    )
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """What graphs are compiled for, and what this process may use."""
+
+    platform: Platform
+    logical_core: LogicalCore
+    granted_cores: int
+    """Logical cores; 0: unknown, as on a machine that only compiles."""
+
+
+def find_target(
+    config: RuntimeConfig,
+    environment: Mapping[str, str] = os.environ,
+    sys: Path = Path("/sys"),
+    dev: Path = DEV,
+) -> Target:
+    """Raises InvalidConfig if the platform is unknown, or the configuration contradicts it or the environment."""
+    platform = _platform(environment, sys)
+    wanted, given = config.accelerator.logical_neuron_core, environment.get(LOGICAL_CORE_VARIABLE, "")
+    if given and given not in ("1", "2"):
+        raise InvalidConfig(LOGICAL_CORE_VARIABLE, f"must be 1 or 2, got {given!r}")
+    if given and wanted and int(given) != wanted:
+        message = f"is {wanted}, but {LOGICAL_CORE_VARIABLE} is {given}: both must be the same"
+        raise InvalidConfig("$.accelerator.logicalNeuronCore", message)
+    logical_core = wanted or int(given or platform.logical_core)
+    if logical_core not in platform.logical_cores:
+        message = f"{platform.name} has no logical cores of {logical_core} physical ones: leave it out, or set 1"
+        raise InvalidConfig("$.accelerator.logicalNeuronCore", message)
+    return Target(
+        platform,
+        logical_core,
+        config.accelerator.cores or _granted_cores(platform, logical_core, environment, dev),
+    )
+
+
+def _platform(environment: Mapping[str, str], sys: Path) -> Platform:
+    name, where = environment.get(PLATFORM_VARIABLE, ""), PLATFORM_VARIABLE
+    if not name:
+        try:
+            name, where = (sys / PRODUCT_NAME).read_text().strip(), "the instance type"
+        except OSError:
+            name = ""
+    family = re.match(r"(inf2|trn1|trn2|trn3)(?![0-9])", name.lower())
+    if family is None:
+        found = f"{where} is {name!r}" if name else "this machine's instance type is unknown"
+        known = ", ".join(PLATFORMS)
+        raise InvalidConfig(
+            PLATFORM_VARIABLE, f"{found}; to compile on other machines, set it to the platform that serves: {known}"
+        )
+    return PLATFORMS[family[1]]
+
+
+def _granted_cores(platform: Platform, logical_core: int, environment: Mapping[str, str], dev: Path) -> int:
+    visible, number = environment.get(VISIBLE_CORES_VARIABLE, ""), environment.get(NUM_CORES_VARIABLE, "")
+    if visible:
+        return len(core_numbers(visible))
+    if number:
+        if not number.isdigit():
+            raise InvalidConfig(NUM_CORES_VARIABLE, f"must be a number of cores, got {number!r}")
+        if int(number):
+            return int(number)
+    return len(device_nodes(dev)) * platform.physical_cores // logical_core
+
+
+def core_numbers(value: str) -> list[int]:
+    """The cores of a list such as `0-3,8`. Raises InvalidConfig."""
+    found: set[int] = set()
+    for part in value.split(","):
+        match = re.fullmatch(r"\s*(\d+)(?:\s*-\s*(\d+))?\s*", part)
+        if match is None or int(match[2] or match[1]) < int(match[1]):
+            message = f"must be numbers of cores such as `0-3` or `0,2`, got {value!r}"
+            raise InvalidConfig(VISIBLE_CORES_VARIABLE, message)
+        found.update(range(int(match[1]), int(match[2] or match[1]) + 1))
+    return sorted(found)
+
+
+def check_cores(target: Target, tensor: int) -> None:
+    """Raises FatalError with DEVICE_HELD if this process has too few cores to load a model."""
+    if target.granted_cores < tensor:
+        raise FatalError(
+            ExitCode.DEVICE_HELD,
+            f"the model needs {tensor} NeuronCores of {target.logical_core} physical cores each, but this process was "
+            f"granted {target.granted_cores} ({VISIBLE_CORES_VARIABLE}, {NUM_CORES_VARIABLE} or the devices in /dev)",
+        )
+
+
+def environment_of(
+    target: Target, tensor: int, max_context_length: int, scratch: Path, given: Mapping[str, str] = os.environ
+) -> dict[str, str]:
+    """The variables to set before the Neuron libraries are imported; what the environment has already is kept.
+
+    Args:
+        scratch: a folder of this process alone: two compilations in one folder would overwrite each other's files.
+    """
+    wanted = {
+        **dict.fromkeys(LOGICAL_CORE_VARIABLES, str(target.logical_core)),
+        PLATFORM_VARIABLE: target.platform.name,
+        EXEC_TIMEOUT_VARIABLE: str(EXEC_TIMEOUT_SECONDS),
+        "BASE_COMPILE_WORK_DIR": f"{scratch}/",
+    }
+    if VISIBLE_CORES_VARIABLE not in given:
+        wanted[NUM_CORES_VARIABLE] = str(tensor)
+    if max_context_length >= LONG_CONTEXT:
+        wanted |= {"NEURON_RT_DBG_SCRATCHPAD_ON_SINGLE_CORE": "1", "NEURON_SCRATCHPAD_PAGE_SIZE": "1024"}
+    return {name: value for name, value in wanted.items() if name not in given}
+
+
+def exec_timeout_seconds(environment: Mapping[str, str] = os.environ) -> float:
+    """After which the Neuron runtime gives up a step."""
+    try:
+        return float(environment.get(EXEC_TIMEOUT_VARIABLE, EXEC_TIMEOUT_SECONDS))
+    except ValueError as error:
+        raise InvalidConfig(EXEC_TIMEOUT_VARIABLE, f"must be a number of seconds: {error}") from error

@@ -1,0 +1,101 @@
+"""Which application class of NxD Inference runs a model: the registry by the architecture in config.json.
+
+Called by `settings` and by `inspection`. Pure: whether the installed library has the class is found out by `library`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from neuron_runtime.errors import ExitCode, FatalError, InvalidConfig
+
+IMPORT_PATH = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
+"""A class that is not registered: `module:Class`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """Models that one application class runs."""
+
+    application: str
+    """Key in the registry of NxD Inference."""
+    since: str
+    """First release that has it."""
+    architectures: tuple[str, ...]
+    """As in config.json."""
+    proven: bool = False
+    """Whether its tokens were compared with those of transformers, on the Python part of NxD Inference."""
+    before: str = ""
+    """The application that runs them in older releases."""
+    layouts: tuple[str, ...] = ("slots", "blocks")
+    note: str = ""
+    """What a user should know, for the log."""
+
+
+FAMILIES = (
+    Family("llama", "0.1", ("LlamaForCausalLM",), proven=True),
+    Family("mistral", "0.9", ("MistralForCausalLM",), proven=True, before="llama"),
+    Family("qwen2", "0.5", ("Qwen2ForCausalLM",), proven=True),
+    Family("qwen3", "0.5", ("Qwen3ForCausalLM",), proven=True),
+    Family("mixtral", "0.1", ("MixtralForCausalLM",), note="faster with SDK 2.28 than with newer ones"),
+    Family("dbrx", "0.1", ("DbrxForCausalLM",), note="faster with SDK 2.28 than with newer ones"),
+    Family("qwen3_moe", "0.6", ("Qwen3MoeForCausalLM",), note="SDK 2.28 runs it with 16 rows or more only"),
+    Family("gpt_oss", "0.7", ("GptOssForCausalLM",), note="its MXFP4 weights are computed in bfloat16"),
+    Family(
+        "llama4",
+        "0.5",
+        ("Llama4ForCausalLM", "Llama4ForConditionalGeneration"),
+        layouts=("slots",),
+        note="text only; faster with SDK 2.28 than with newer ones",
+    ),
+    Family("gemma3", "0.9", ("Gemma3ForCausalLM", "Gemma3ForConditionalGeneration"), note="text only"),
+)
+
+BY_APPLICATION = {family.application: family for family in FAMILIES}
+BY_ARCHITECTURE = {name: family for family in FAMILIES for name in family.architectures}
+
+
+def family_of(model: Mapping[str, Any], application_class: str) -> Family:
+    """The family of a model.
+
+    Args:
+        model: config.json.
+        application_class: a key of the registry, `module:Class`, or empty: by the architecture.
+
+    Raises:
+        FatalError: UNSUPPORTED_ARCHITECTURE.
+        InvalidConfig: the application class is malformed.
+    """
+    if application_class:
+        if family := BY_APPLICATION.get(application_class):
+            return family
+        if IMPORT_PATH.fullmatch(application_class):
+            return Family(application_class, "", ())
+        known = ", ".join(sorted(BY_APPLICATION))
+        message = f"must be one of {known}, or `module:Class`; got {application_class!r}"
+        raise InvalidConfig("$.applicationClass", message)
+    names = [str(name) for name in model.get("architectures") or ()]
+    for name in names:
+        if family := BY_ARCHITECTURE.get(name):
+            return family
+    named = ", ".join(names) or "no architecture"
+    known = ", ".join(sorted(BY_ARCHITECTURE))
+    raise FatalError(
+        ExitCode.UNSUPPORTED_ARCHITECTURE,
+        f"config.json names {named}; NxD Inference runs {known}. For another class set applicationClass to "
+        "`module:Class`",
+    )
+
+
+def is_private(application: str) -> bool:
+    """Whether an application is given by its import path."""
+    return ":" in application
+
+
+def text_config(model: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The part of config.json that describes the language model."""
+    nested = model.get("text_config")
+    return {**model, **nested} if isinstance(nested, Mapping) else model

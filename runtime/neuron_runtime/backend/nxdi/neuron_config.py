@@ -1,0 +1,374 @@
+"""The fields of NeuronConfig, and how `overrideNeuronConfig` is merged into those that our own configuration decides.
+
+Called by `settings`. Pure. NxD Inference drops a key that it does not know with a line in the log, so every key is
+checked here. A key that has a field of ours decides it if the field is left open, and must agree with it otherwise.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from neuron_runtime.errors import ConfigProblems, InvalidConfig
+from neuron_runtime.not_built import is_neutral
+
+PATH = "$.overrideNeuronConfig"
+
+SAMPLING = "on_device_sampling_config"
+
+
+@dataclass(frozen=True, slots=True)
+class Field:
+    """A keyword of NeuronConfig."""
+
+    name: str
+    since: str = "0.1"
+    """First release that has it; releases before 0.7 are not supported."""
+    path: str = ""
+    """The field of our configuration that means the same."""
+    derived: bool = False
+    """It follows from other fields, so only its own value is accepted."""
+    feature: str = ""
+    """What is not supported yet; only neutral values are accepted."""
+    neutral: tuple[Any, ...] = (False, 0, [], {})
+    """Values besides None with which it is off."""
+    kind: type | None = None
+    """Of its values; None: any."""
+    only_experts: bool = False
+    """Only models with mixtures of experts have it."""
+    attribute: str | None = ""
+    """Where NeuronConfig keeps it: empty, under its name; None: not under a name of its own."""
+
+
+_Flag, _Number = partial(Field, kind=bool), partial(Field, kind=int)
+_Ours, _Derived = Field, partial(Field, derived=True)
+_SPECULATION, _QUANTIZATION, _DEBUGGING = "speculative decoding", "quantization", "capturing tensors"
+
+
+def _free(make: Callable[..., Field], since: str, names: str, **more: Any) -> tuple[Field, ...]:
+    return tuple(make(name, since, **more) for name in names.split())
+
+
+FIELDS = (
+    # Decided by a field of ours, or by the override where that is open.
+    _Ours("batch_size", path="$.limits.maxSequences", kind=int),
+    _Ours("seq_len", path="$.limits.maxModelLength", kind=int),
+    _Ours("tp_degree", path="$.parallelism.tensor", kind=int),
+    _Ours("logical_nc_config", "0.2", path="$.accelerator.logicalNeuronCore", kind=int),
+    _Ours("torch_dtype", path="$.dtype", kind=str),
+    _Ours("context_encoding_buckets", path="$.buckets.context", kind=list),
+    _Ours("token_generation_buckets", path="$.buckets.tokenGeneration", kind=list),
+    _Ours("prefix_buckets", "0.4", path="$.buckets.prefix", kind=list),
+    _Ours("token_generation_batches", "0.8", path="$.buckets.sequences", kind=list),
+    _Ours("is_block_kv_layout", "0.2", path="$.layout", kind=bool),
+    _Ours("is_prefix_caching", "0.2", path="$.prefixCaching", kind=bool),
+    _Ours("pa_num_blocks", path="$.limits.numBlocks", kind=int),
+    _Ours("pa_block_size", path="$.limits.blockSize", kind=int),
+    _Ours("async_mode", "0.2", path="$.asyncMode", kind=bool),
+    _Ours(SAMPLING, path="$.sampling"),
+    _Ours("output_logits", path="$.sampling", kind=bool),
+    # They follow from others.
+    *_free(
+        _Derived,
+        "0.1",
+        "ctx_batch_size tkg_batch_size max_batch_size max_length n_positions n_active_tokens bucket_n_active_tokens "
+        "is_continuous_batching padding_side enable_bucketing world_size start_rank_id local_ranks_size pp_degree "
+        "ep_degree",
+    ),
+    _Derived("max_context_length", path="$.buckets.context", kind=int),
+    *_free(_Derived, "0.2", "allow_input_truncation kv_cache_batch_size kv_cache_padding_size skip_sharding"),
+    # Not built.
+    *_free(
+        Field,
+        "0.1",
+        "speculation_length spec_batch_size enable_fused_speculation enable_eagle_speculation is_eagle_draft "
+        "enable_eagle_draft_input_norm is_medusa medusa_speculation_length num_medusa_heads medusa_tree",
+        feature=_SPECULATION,
+    ),
+    *_free(Field, "0.2", "token_tree_config draft_model_modules_to_not_convert", feature=_SPECULATION),
+    Field("is_eagle3", "0.7", feature=_SPECULATION),
+    Field("eagle_rolling_buffer_kernel_enabled", "0.9", feature=_SPECULATION),
+    *_free(
+        Field,
+        "0.1",
+        "quantized quantized_checkpoints_path quantization_type quantization_dtype kv_cache_quant "
+        "quantized_mlp_kernel_enabled rmsnorm_quantize_kernel_enabled",
+        feature=_QUANTIZATION,
+    ),
+    *_free(
+        Field,
+        "0.2",
+        "modules_to_not_convert activation_quantization_type quantize_clamp_bound",
+        feature=_QUANTIZATION,
+    ),
+    *_free(
+        Field,
+        "0.7",
+        "quantization_block_size quantization_block_axis quantization_scale_dtype is_mxfp4_compute "
+        "is_full_model_shuffled",
+        feature=_QUANTIZATION,
+    ),
+    Field("kv_quant_config", "0.8", feature=_QUANTIZATION),
+    Field("lora_config", feature="LoRA"),
+    Field("skip_vision", "0.2", feature="multimodal input"),
+    *_free(Field, "0.7", "tensor_replacement_config tensor_capture_config", feature=_DEBUGGING),
+    Field("attention_dp_degree", "0.5", feature="data-parallel attention", neutral=(1,)),
+    Field("windowed_context_encoding_size", "0.7", feature="windowed context encoding"),
+    Field("is_chunked_prefill", feature="chunked prefill of NxD Inference, which does not work, but segments do"),
+    Field(
+        "chunked_prefill_config",
+        "0.4",
+        feature="chunked prefill of NxD Inference, which does not work, but segments do",
+    ),
+    # Free: kernels, parallelism within a step, options of the compiler.
+    *_free(
+        _Flag,
+        "0.1",
+        "vocab_parallel fused_qkv sequence_parallel_enabled qk_layernorm flash_decoding_enabled attn_kernel_enabled "
+        "qkv_kernel_enabled mlp_kernel_enabled mlp_kernel_fuse_residual_add save_sharded_checkpoint",
+    ),
+    *_free(_Flag, "0.2", "qkv_kernel_nbsd_layout"),
+    _Flag("skip_warmup", "0.2"),
+    *_free(
+        _Flag,
+        "0.3",
+        "layer_boundary_markers disable_kv_cache_tiling k_cache_transposed fused_rmsnorm_skip_gamma "
+        "qkv_kernel_fuse_residual_add attn_tkg_nki_kernel_enabled attn_tkg_builtin_kernel_enabled "
+        "attn_block_tkg_nki_kernel_enabled attn_block_tkg_nki_kernel_cache_update",
+    ),
+    *_free(_Flag, "0.4", "enable_spill_reload_dge apply_seq_ids_mask"),
+    *_free(
+        _Flag,
+        "0.5",
+        "attn_block_cte_nki_kernel_enabled moe_fused_nki_kernel_enabled router_topk_nki_kernel_enabled "
+        "expert_mlp_nki_kernel_enabled shared_mlp_nki_kernel_enabled lm_head_pad "
+        "enable_output_completion_notifications",
+    ),
+    *_free(
+        _Flag,
+        "0.6",
+        "enable_cte_modular_flow strided_context_parallel_kernel_enabled attn_block_tkg_nki_kernel_cascaded_attention",
+    ),
+    *_free(
+        _Flag,
+        "0.7",
+        "pre_rope_rmsnorm qkv_nki_kernel_enabled qkv_cte_nki_kernel_fuse_rope mlp_tkg_nki_kernel_enabled "
+        "out_proj_kernel_enabled attn_block_tkg_nki_kernel_use_online_softmax switch_cc disable_numeric_cc_token",
+    ),
+    *_free(
+        _Flag,
+        "0.9",
+        "disable_argmax_kernel enable_ve_data_parallel attn_block_tkg_nki_kernel_disable_gpsimd_sb2sb",
+    ),
+    _Number("cc_pipeline_tiling_factor"),
+    _Number("weight_gather_seq_len_threshold", "0.3"),
+    *_free(_Number, "0.4", "cp_degree seq_len_threshold_for_cc_tiling"),
+    *_free(_Number, "0.5", "lm_head_pad_alignment_size scratchpad_page_size"),
+    *_free(_Number, "0.7", "mlp_cp_degree padded_hidden_size padded_intermediate_size"),
+    *_free(Field, "0.1", "rpl_reduce_dtype target", kind=str),
+    *_free(Field, "0.4", "cast_type attention_dtype", kind=str),
+    Field("ep_dispatch_cc_option", "0.9", kind=str),
+    Field("weights_to_skip_layout_optimization", "0.9", kind=list),
+    Field("dma_order_config", "0.9", kind=dict),
+    # Of mixtures of experts.
+    Field("capacity_factor", kind=float, only_experts=True),
+    _Flag("glu_mlp", only_experts=True),
+    *_free(_Flag, "0.4", "early_expert_affinity_modulation fused_shared_experts", only_experts=True),
+    _Flag("disable_normalize_top_k_affinities", "0.4", only_experts=True, attribute=None),
+    *_free(Field, "0.4", "blockwise_matmul_config router_config", kind=dict, only_experts=True),
+    *_free(_Flag, "0.5", "shared_experts_sequence_parallel_enabled return_expert_index", only_experts=True),
+    Field("glu_type", "0.6", kind=str, only_experts=True),
+    *_free(Field, "0.6", "hidden_act_scaling_factor hidden_act_bias", kind=float, only_experts=True),
+    Field("hybrid_sharding_config", "0.6", kind=dict, only_experts=True),
+    *_free(_Number, "0.6", "moe_tp_degree moe_ep_degree", only_experts=True),
+    _Flag("transpose_shared_experts_weights", "0.6", only_experts=True),
+    *_free(
+        Field,
+        "0.7",
+        "gate_clamp_upper_limit gate_clamp_lower_limit up_clamp_upper_limit up_clamp_lower_limit",
+        kind=float,
+        only_experts=True,
+    ),
+    *_free(_Flag, "0.7", "use_index_calc_kernel moe_mask_padded_tokens return_router_logits", only_experts=True),
+)
+
+BY_NAME = {field.name: field for field in FIELDS}
+
+EXPERTS = frozenset({"mixtral", "dbrx", "qwen3_moe", "gpt_oss", "llama4"})
+"""Applications whose NeuronConfig is one for mixtures of experts."""
+
+SAMPLING_FIELDS = {
+    field.name: field
+    for field in (
+        _Number("global_topk"),
+        _Flag("deterministic"),
+        _Flag("dynamic"),
+        _Flag("do_sample"),
+        _Flag("on_device_sampling_config"),
+        _Flag("top_k_kernel_enabled", "0.5"),
+        _Number("sampling_dp_degree", "0.8"),
+    )
+}
+"""Of OnDeviceSamplingConfig, which drops others silently."""
+
+OF_REQUESTS = ("top_k", "top_p", "temperature")
+"""Also of OnDeviceSamplingConfig: with dynamic sampling they have no effect."""
+
+ALIASES = {
+    "global_top_k": "global_topk",
+    "logical_neuron_cores": "logical_nc_config",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Override:
+    """A checked `overrideNeuronConfig`, by NeuronConfig's own names."""
+
+    values: Mapping[str, Any]
+    sampling: Mapping[str, Any]
+    """Of OnDeviceSamplingConfig."""
+    on_host: bool = False
+    """Whether on-device sampling is switched off."""
+
+    def get(self, name: str, default: Any = None) -> Any:
+        return self.values.get(name, default)
+
+
+def spelled(key: str) -> str:
+    """NeuronConfig's name of a key that may be written with dashes or capitals, or by another name."""
+    name = re.sub(r"(?<=[a-z0-9])([A-Z])", r"_\1", key).replace("-", "_").lower()
+    return ALIASES.get(name, name)
+
+
+def read_override(given: Mapping[str, Any], application: str, *, private: bool = False) -> Override:
+    """Check the keys of an override and their types.
+
+    Args:
+        application: see `Settings.application`.
+        private: whether it is given by import path: its NeuronConfig may have further fields, which `library` checks.
+
+    Raises:
+        InvalidConfig: names every wrong key.
+    """
+    found, values, sampling = ConfigProblems(), dict[str, Any](), dict[str, Any]()
+    on_host = False
+    for key, value in given.items():
+        with found.collecting():
+            name, at = spelled(key), f"{PATH}.{key}"
+            if name == SAMPLING and (value is None or value is False):
+                on_host = True
+            elif name == SAMPLING:
+                for inner, one in _read_sampling(value, at).items():
+                    _put(sampling, inner, one, f"{at}.{inner}")
+            elif name == "global_topk":
+                _put(sampling, name, _of_kind(SAMPLING_FIELDS[name], value, at), at)
+            else:
+                _put(values, name, _read(name, value, at, application, private), at)
+    if on_host and sampling:
+        with found.collecting():
+            raise InvalidConfig(f"{PATH}.{SAMPLING}", "is off, so it has no global_topk: leave out one of them")
+    found.check()
+    return Override(values, sampling, on_host)
+
+
+def _put(values: dict[str, Any], name: str, value: Any, at: str) -> None:
+    if name in values and values[name] != value:
+        raise InvalidConfig(at, f"is given twice, as {values[name]!r} and {value!r}: leave out one of them")
+    values[name] = value
+
+
+def _read(name: str, value: Any, at: str, application: str, private: bool) -> Any:
+    field = BY_NAME.get(name)
+    if field is None:
+        if private:
+            return value
+        raise InvalidConfig(at, _unknown(name, [*BY_NAME, *ALIASES, "global_topk"]))
+    if field.only_experts and not private and application not in EXPERTS:
+        raise InvalidConfig(at, f"is for mixtures of experts, which {application} is not: leave it out")
+    if field.feature:
+        if not is_neutral(value, field.neutral):
+            raise InvalidConfig(at, f"{value!r}: {field.feature} is not supported yet: leave it out")
+        return value
+    return _of_kind(field, value, at)
+
+
+def _of_kind(field: Field, value: Any, at: str) -> Any:
+    if field.kind is None or (value is None and field.kind is bool):
+        return value
+    if field.name == "token_generation_batches" and isinstance(value, int) and not isinstance(value, bool):
+        value = [value]
+    if field.kind is float and isinstance(value, int) and not isinstance(value, bool):
+        return value
+    if not isinstance(value, field.kind) or (field.kind is int and isinstance(value, bool)):
+        raise InvalidConfig(at, f"must be {KINDS[field.kind]}, got {value!r}")
+    if isinstance(value, list) and field.path and not all(type(one) is int and one >= 0 for one in value):
+        raise InvalidConfig(at, f"must be a list of sizes, got {value!r}")
+    return value
+
+
+KINDS: dict[type, str] = {
+    bool: "true or false",
+    int: "a whole number",
+    float: "a number",
+    str: "a word",
+    list: "a list",
+    dict: "an object",
+}
+
+
+def _read_sampling(value: Any, at: str) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        raise InvalidConfig(at, f'must be an object such as {{"global_topk": 64}}, or null, got {value!r}')
+    found, values = ConfigProblems(), dict[str, Any]()
+    for key, one in value.items():
+        name, inside = spelled(key), f"{at}.{key}"
+        with found.collecting():
+            if name in OF_REQUESTS:
+                if one not in (1, 1.0, None):
+                    raise InvalidConfig(inside, "is set by requests, or by the model's generation_config.json")
+            elif name not in SAMPLING_FIELDS:
+                raise InvalidConfig(inside, _unknown(name, [*SAMPLING_FIELDS, *OF_REQUESTS, "global_top_k"]))
+            elif name == "dynamic" and one is False:
+                raise InvalidConfig(inside, "must be true: every request has its own sampling parameters")
+            elif name == SAMPLING and one is False:
+                raise InvalidConfig(inside, "must be true; to sample on the host, set `sampling` to Host")
+            else:
+                _put(values, name, _of_kind(SAMPLING_FIELDS[name], one, inside), inside)
+    found.check()
+    values.pop(SAMPLING, None)
+    return values
+
+
+def _unknown(name: str, known: list[str]) -> str:
+    near = difflib.get_close_matches(name, known, n=1, cutoff=0.6)
+    hint = f"; did you mean `{near[0]}`?" if near else ""
+    return f"NxD Inference has no setting `{name}`{hint}"
+
+
+def merge(ours: Mapping[str, Any], also_derived: Mapping[str, Any], override: Override) -> dict[str, Any]:
+    """All arguments of NeuronConfig.
+
+    Args:
+        ours: those that our settings decide.
+        also_derived: what NeuronConfig derives from them itself.
+
+    Raises:
+        InvalidConfig: the override contradicts them.
+    """
+    found, merged = ConfigProblems(), dict(ours)
+    known = {**also_derived, **ours}
+    for name, value in override.values.items():
+        field = BY_NAME.get(name)
+        if field is None or not (field.path or field.derived or field.feature):
+            merged[name] = value
+        elif field.derived and value != known[name]:
+            with found.collecting():
+                cure = f"set {field.path.removeprefix('$.')} instead" if field.path else "leave it out"
+                message = f"is {value!r}, but the other settings make it {known[name]!r}: {cure}"
+                raise InvalidConfig(f"{PATH}.{name}", message)
+    found.check()
+    return merged

@@ -1,0 +1,414 @@
+"""What a model is compiled with for NxD Inference, and which settings are refused before anything starts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from neuron_runtime.backend.nxdi.devices import PLATFORMS, Target, check_cores, environment_of, find_target
+from neuron_runtime.backend.nxdi.settings import Settings, settings_of
+from neuron_runtime.checkpoint import InvalidModel
+from neuron_runtime.config import RuntimeConfig, parse_config
+from neuron_runtime.errors import ExitCode, FatalError, InvalidConfig
+
+LLAMA = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "vocab_size": 128256,
+    "max_position_embeddings": 131072,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "intermediate_size": 14336,
+    "torch_dtype": "bfloat16",
+}
+INF2 = Target(PLATFORMS["inf2"], 1, 2)
+TRN2 = Target(PLATFORMS["trn2"], 2, 4)
+UNKNOWN_CORES = Target(PLATFORMS["trn2"], 2, 0)
+
+
+def config_of(**document: Any) -> RuntimeConfig:
+    base = {"version": 1, "model": {"uri": "file:///m"}, "servedNames": ["m"], "backend": "nxdi"}
+    return parse_config(msgspec.json.encode(base | document))
+
+
+def settings(target: Target = TRN2, model: dict[str, Any] | None = None, **document: Any) -> Settings:
+    return settings_of(config_of(**document), LLAMA | (model or {}), target)
+
+
+def refusal(target: Target = TRN2, model: dict[str, Any] | None = None, **document: Any) -> dict[str, str]:
+    with pytest.raises(InvalidConfig) as caught:
+        settings(target, model, **document)
+    return dict(caught.value.parts)
+
+
+def test_defaults_are_slots_with_continuous_batching_and_sampling_on_the_device() -> None:
+    found = settings(limits={"maxSequences": 8, "maxModelLength": 4096})
+    assert (found.application, found.tensor, found.logical_core, found.layout) == ("llama", 4, 2, "slots")
+    assert (found.max_rows, found.max_model_length, found.max_context_length) == (8, 4096, 4096)
+    assert (found.block_size, found.num_blocks, found.segments, found.shares_prefixes) == (4096, 8, False, False)
+    assert found.context_buckets == (128, 256, 512, 1024, 2048, 4096)
+    assert found.token_buckets == (256, 512, 1024, 2048, 4096)
+    assert (found.sampling, found.global_topk, found.asynchronous) == ("Device", 256, False)
+    assert found.neuron_config == {
+        "tp_degree": 4,
+        "logical_nc_config": 2,
+        "torch_dtype": "bfloat16",
+        "padding_side": "right",
+        "batch_size": 8,
+        "ctx_batch_size": 1,
+        "tkg_batch_size": 8,
+        "is_continuous_batching": True,
+        "seq_len": 4096,
+        "max_context_length": 4096,
+        "enable_bucketing": True,
+        "context_encoding_buckets": [128, 256, 512, 1024, 2048, 4096],
+        "token_generation_buckets": [256, 512, 1024, 2048, 4096],
+        "async_mode": False,
+        "on_device_sampling_config": {"dynamic": True, "deterministic": False, "global_topk": 256},
+        "output_logits": False,
+    }
+
+
+def test_a_single_row_is_no_continuous_batching() -> None:
+    assert settings(limits={"maxSequences": 1}).neuron_config["is_continuous_batching"] is False
+
+
+def test_prefix_caching_makes_blocks_and_computes_long_prompts_in_segments() -> None:
+    found = settings(prefixCaching="enabled", limits={"maxSequences": 4, "maxModelLength": 8192})
+    assert (found.layout, found.block_size, found.num_blocks) == ("blocks", 32, 1024)
+    assert found.segments
+    assert found.shares_prefixes
+    assert found.context_buckets == (128, 512, 2048)
+    assert found.prefix_buckets == (0, 512, 2048, 8192)
+    config = found.neuron_config
+    assert config["is_block_kv_layout"]
+    assert config["is_prefix_caching"]
+    assert config["prefix_buckets"] == [512, 2048, 8192], "NxD Inference adds 0 itself"
+    assert (config["pa_num_blocks"], config["pa_block_size"]) == (1024, 32)
+
+
+def test_blocks_alone_need_no_prefill_over_a_prefix_on_logical_cores_of_one_core() -> None:
+    found = settings(INF2, layout="blocks", limits={"maxModelLength": 2048})
+    assert (found.segments, found.shares_prefixes, found.prefix_buckets) == (False, False, (0,))
+    assert found.neuron_config["prefix_buckets"] == []
+    assert found.max_context_length == 2048
+
+
+@pytest.mark.parametrize(
+    ("document", "field"),
+    [({"prefixCaching": "enabled"}, "$.prefixCaching"), ({"chunkedPrefill": "enabled"}, "$.chunkedPrefill")],
+)
+def test_prefills_over_a_prefix_on_logical_cores_of_one_core_need_the_attention_kernel(
+    document: dict[str, Any], field: str
+) -> None:
+    document |= {"layout": "blocks", "limits": {"maxModelLength": 2048}}
+    assert "attn_kernel_enabled" in refusal(INF2, **document)[field]
+    with_kernel = document | {"overrideNeuronConfig": {"attn_kernel_enabled": True}}
+    found = settings(INF2, **with_kernel)
+    assert found.segments
+    assert min(found.context_buckets) == 512
+    short = with_kernel | {"buckets": {"context": [256, 1024]}}
+    assert refusal(INF2, **short) == {
+        "$.buckets.context": "256 is too short over a prefix, with logical cores of 1 physical ones: the least is 512"
+    }
+
+
+def test_the_mode_of_sampling_decides_what_the_device_returns() -> None:
+    host = settings(sampling="Host")
+    assert (host.neuron_config["on_device_sampling_config"], host.neuron_config["output_logits"]) == (None, False)
+    assert host.global_topk == 0
+    assert settings(sampling="DeviceWithLogits").neuron_config["output_logits"] is True
+
+
+def test_a_small_vocabulary_bounds_the_candidates() -> None:
+    assert settings(model={"vocab_size": 100}).global_topk == 100
+
+
+def test_open_tensor_degree_takes_the_cores_that_divide_the_model() -> None:
+    assert settings(Target(PLATFORMS["inf2"], 1, 12)).tensor == 8
+    assert settings(model={"num_attention_heads": 14, "intermediate_size": 4864}).tensor == 2
+    assert refusal(UNKNOWN_CORES) == {
+        "$.parallelism.tensor": "must be set where the cores that will serve are not known"
+    }
+
+
+@pytest.mark.parametrize(
+    ("document", "expected"),
+    [
+        (
+            {"parallelism": {"tensor": 3}},
+            {
+                "$.parallelism.tensor": "is 3, which does not divide the model's num_attention_heads of 32; possible "
+                "are 1, 2, 4, 8, 16, 32"
+            },
+        ),
+        ({"parallelism": {"tensor": 8}}, {"$.parallelism.tensor": "is 8, but this process was granted 4"}),
+        (
+            {"limits": {"maxModelLength": 200000}},
+            {"$.limits.maxModelLength": "must be from 2 to the model's 131072 positions, got 200000"},
+        ),
+        (
+            {"layout": "blocks", "limits": {"maxModelLength": 4096, "numBlocks": 100}},
+            {"$.limits.numBlocks": "one sequence of 4096 tokens needs 128 blocks of 32, but there are 100"},
+        ),
+        (
+            {"layout": "blocks", "limits": {"maxModelLength": 4000, "blockSize": 64}},
+            {
+                "$.limits.blockSize": "the model's length of 4000 must be a multiple of the block size 64: set "
+                "maxModelLength to 3968, or another block size"
+            },
+        ),
+        (
+            {"layout": "blocks", "limits": {"maxModelLength": 512, "blockSize": 16}},
+            None,
+        ),
+        (
+            {"layout": "blocks", "limits": {"maxModelLength": 128, "blockSize": 32}},
+            None,
+        ),
+        (
+            {"layout": "blocks", "limits": {"maxModelLength": 96, "blockSize": 32}},
+            {
+                "$.limits.blockSize": "32 is too small for 3 blocks per sequence: with fewer than 128 it must be a "
+                "multiple of 64, such as 64",
+            },
+        ),
+        (
+            {"buckets": {"context": [128, 8192]}, "limits": {"maxModelLength": 4096}},
+            {"$.buckets.context": "8192 is above the model's length of 4096"},
+        ),
+        (
+            {"buckets": {"tokenGeneration": [8192]}, "limits": {"maxModelLength": 4096}},
+            {"$.buckets.tokenGeneration": "8192 is above the model's length of 4096"},
+        ),
+        (
+            {"buckets": {"context": [64, 512]}, "prefixCaching": "enabled"},
+            {"$.buckets.context": "64 is too short over a prefix: the least is 128"},
+        ),
+        (
+            {"buckets": {"sequences": [1, 4]}, "layout": "blocks"},
+            {"$.buckets.sequences": "cannot be combined with layout blocks: leave out one of them"},
+        ),
+        (
+            {"buckets": {"sequences": [1, 4]}, "asyncMode": True},
+            {"$.buckets.sequences": "cannot be combined with asyncMode: leave out one of them"},
+        ),
+        (
+            {"buckets": {"sequences": [64]}, "limits": {"maxSequences": 32}},
+            {"$.buckets.sequences": "64 is above maxSequences, which is 32"},
+        ),
+        (
+            {"asyncMode": True, "sampling": "DeviceWithLogits"},
+            {"$.asyncMode": "needs sampling Device, but it is DeviceWithLogits"},
+        ),
+        (
+            {"chunkedPrefill": "enabled"},
+            {
+                "$.chunkedPrefill": "with layout slots, a prompt is computed in one call: leave it out, or use layout "
+                "blocks"
+            },
+        ),
+    ],
+)
+def test_contradictions_are_explained(document: dict[str, Any], expected: dict[str, str] | None) -> None:
+    if expected is None:
+        settings(**document)
+    else:
+        found = refusal(**document)
+        assert {name: found[name] for name in expected} == expected
+
+
+def test_several_contradictions_are_reported_together() -> None:
+    found = refusal(
+        parallelism={"tensor": 3},
+        buckets={"sequences": [64]},
+        limits={"maxSequences": 4},
+        overrideNeuronConfig={"on_device_sampling_config": {"global_topk": 200000}},
+    )
+    assert set(found) == {
+        "$.parallelism.tensor",
+        "$.buckets.sequences",
+        "$.overrideNeuronConfig.on_device_sampling_config.global_topk",
+    }
+
+
+def test_a_decode_bucket_always_reaches_the_length() -> None:
+    found = settings(buckets={"tokenGeneration": [512]}, limits={"maxModelLength": 2048})
+    assert found.token_buckets == (512, 2048)
+
+
+def test_row_buckets_have_the_largest_batch() -> None:
+    found = settings(buckets={"sequences": [1, 4]}, limits={"maxSequences": 8})
+    assert found.row_buckets == (1, 4, 8)
+    assert found.neuron_config["token_generation_batches"] == [1, 4, 8]
+
+
+def test_an_override_decides_what_the_configuration_leaves_open() -> None:
+    found = settings(
+        overrideNeuronConfig={
+            "batch-size": 4,
+            "seqLen": 2048,
+            "max_context_length": 1024,
+            "token_generation_buckets": [2048, 512],
+            "tp_degree": 2,
+            "torch_dtype": "torch.float16",
+            "global_top_k": 64,
+            "output_logits": True,
+            "fused_qkv": True,
+            "ctx_batch_size": 1,
+        }
+    )
+    assert (found.max_rows, found.max_model_length, found.tensor, found.dtype) == (4, 2048, 2, "float16")
+    assert (found.max_context_length, found.token_buckets) == (1024, (512, 2048))
+    assert (found.sampling, found.global_topk) == ("DeviceWithLogits", 64)
+    assert found.neuron_config["fused_qkv"] is True
+    assert "global_topk" not in found.neuron_config
+
+
+def test_an_override_of_the_cache_makes_blocks() -> None:
+    found = settings(
+        overrideNeuronConfig={
+            "is_block_kv_layout": True,
+            "is_prefix_caching": True,
+            "pa_block_size": 64,
+            "pa_num_blocks": 300,
+            "seq_len": 2048,
+        }
+    )
+    assert (found.layout, found.block_size, found.num_blocks, found.shares_prefixes) == ("blocks", 64, 300, True)
+
+
+@pytest.mark.parametrize(
+    ("override", "document", "expected"),
+    [
+        ({"tp_degre": 2}, {}, {".tp_degre": "NxD Inference has no setting `tp_degre`; did you mean `tp_degree`?"}),
+        ({"frobnicate": 2}, {}, {".frobnicate": "NxD Inference has no setting `frobnicate`"}),
+        (
+            {"batch_size": 4},
+            {"limits": {"maxSequences": 8}},
+            {".batch_size": "is 4, but limits.maxSequences is 8: leave out one of them"},
+        ),
+        ({"padding_side": "left"}, {}, {".padding_side": "is 'left', but the other settings make it 'right'"}),
+        ({"allow_input_truncation": True}, {}, {".allow_input_truncation": "is True, but the other"}),
+        ({"fused_qkv": "yes"}, {}, {".fused_qkv": "must be true or false, got 'yes'"}),
+        ({"speculation_length": 4}, {}, {".speculation_length": "4: speculative decoding is not supported yet"}),
+        ({"quantized": True}, {}, {".quantized": "True: quantization is not supported yet"}),
+        ({"lora_config": {"max_loras": 2}}, {}, {".lora_config": "LoRA is not supported yet"}),
+        ({"chunked_prefill_config": {"max_num_seqs": 4}}, {}, {".chunked_prefill_config": "segments do"}),
+        ({"moe_tp_degree": 2}, {}, {".moe_tp_degree": "is for mixtures of experts, which llama is not"}),
+        (
+            {"on_device_sampling_config": {"global_tok": 3}},
+            {},
+            {".on_device_sampling_config.global_tok": "did you mean `global_topk`?"},
+        ),
+        (
+            {"on_device_sampling_config": {"dynamic": False}},
+            {},
+            {".on_device_sampling_config.dynamic": "must be true"},
+        ),
+        (
+            {"on_device_sampling_config": {"global_topk": 64, "global_top_k": 32}},
+            {},
+            {".on_device_sampling_config.global_top_k": "is given twice, as 64 and 32"},
+        ),
+        (
+            {"on_device_sampling_config": {"temperature": 0.7}},
+            {},
+            {".on_device_sampling_config.temperature": "is set by requests"},
+        ),
+        (
+            {"on_device_sampling_config": None},
+            {"sampling": "Device"},
+            {".on_device_sampling_config": "is off, but sampling is 'Device'"},
+        ),
+        ({"output_logits": True}, {"sampling": "Device"}, {".output_logits": "is true, but sampling is Device"}),
+        ({"attn_kernel_enabled": False}, {"prefixCaching": "enabled"}, {".attn_kernel_enabled": "must not be false"}),
+    ],
+)
+def test_an_override_that_would_be_dropped_or_contradicts_is_refused(
+    override: dict[str, Any], document: dict[str, Any], expected: dict[str, str]
+) -> None:
+    found = refusal(overrideNeuronConfig=override, **document)
+    for key, message in expected.items():
+        assert message in found[f"$.overrideNeuronConfig{key}"]
+
+
+def test_neutral_values_of_what_is_not_built_are_accepted() -> None:
+    override = {"speculation_length": 0, "quantized": False, "lora_config": None, "attention_dp_degree": 1}
+    assert settings(overrideNeuronConfig=override) == settings()
+
+
+def test_the_class_of_a_model_comes_from_its_architecture_or_an_import_path() -> None:
+    assert settings(model={"architectures": ["Qwen3ForCausalLM"]}).application == "qwen3"
+    assert settings(applicationClass="mistral").application == "mistral"
+    private = settings(applicationClass="company.models:NeuronOwn", overrideNeuronConfig={"own_setting": 1})
+    assert (private.application, private.neuron_config["own_setting"]) == ("company.models:NeuronOwn", 1)
+    assert "`module:Class`" in refusal(applicationClass="no_such")["$.applicationClass"]
+    with pytest.raises(FatalError) as caught:
+        settings(model={"architectures": ["T5ForConditionalGeneration"]})
+    assert caught.value.exit_code == ExitCode.UNSUPPORTED_ARCHITECTURE
+    assert "LlamaForCausalLM" in str(caught.value)
+
+
+def test_a_model_without_block_graphs_is_refused_with_blocks() -> None:
+    text = {"architectures": ["Llama4ForConditionalGeneration"], "text_config": {"vocab_size": 1000}}
+    assert settings(model=text).vocabulary_size == 1000
+    assert "llama4 has no layout blocks" in refusal(model=text, layout="blocks")["$.layout"]
+
+
+def test_a_config_file_without_a_vocabulary_is_no_model() -> None:
+    with pytest.raises(InvalidModel, match="vocab_size"):
+        settings(model={"vocab_size": None})
+
+
+def test_the_platform_and_its_cores_are_found_or_told(tmp_path: Path) -> None:
+    product = tmp_path / "devices/virtual/dmi/id/product_name"
+    product.parent.mkdir(parents=True)
+    product.write_text("trn2.48xlarge\n")
+    (tmp_path / "neuron0").touch()
+    found = find_target(config_of(), {}, tmp_path, tmp_path)
+    assert found == Target(PLATFORMS["trn2"], 2, 4)
+    assert find_target(config_of(), {"NEURON_LOGICAL_NC_CONFIG": "1"}, tmp_path, tmp_path).granted_cores == 8
+    granted = {"NEURON_RT_VISIBLE_CORES": "0-1,5", "NEURON_RT_NUM_CORES": "4"}
+    assert find_target(config_of(), granted, tmp_path, tmp_path).granted_cores == 3
+    assert find_target(config_of(accelerator={"cores": 2}), granted, tmp_path, tmp_path).granted_cores == 2
+    elsewhere = find_target(config_of(), {"NEURON_PLATFORM_TARGET_OVERRIDE": "inf2"}, tmp_path / "none", tmp_path)
+    assert (elsewhere.platform.name, elsewhere.logical_core) == ("inf2", 1)
+    with pytest.raises(InvalidConfig, match=r"^NEURON_PLATFORM_TARGET_OVERRIDE: this machine's instance type"):
+        find_target(config_of(), {}, tmp_path / "none", tmp_path)
+    with pytest.raises(InvalidConfig, match="both must be the same"):
+        find_target(
+            config_of(accelerator={"logicalNeuronCore": 1}), {"NEURON_LOGICAL_NC_CONFIG": "2"}, tmp_path, tmp_path
+        )
+    with pytest.raises(InvalidConfig, match="inf2 has no logical cores of 2"):
+        find_target(
+            config_of(accelerator={"logicalNeuronCore": 2}),
+            {"NEURON_PLATFORM_TARGET_OVERRIDE": "inf2"},
+            tmp_path,
+            tmp_path,
+        )
+    with pytest.raises(InvalidConfig, match="numbers of cores"):
+        find_target(config_of(), {"NEURON_RT_VISIBLE_CORES": "all"}, tmp_path, tmp_path)
+
+
+def test_a_process_that_was_granted_too_few_cores_says_both_numbers() -> None:
+    check_cores(TRN2, 4)
+    with pytest.raises(FatalError, match=r"needs 8 NeuronCores of 2 physical cores each.* granted 4"):
+        check_cores(TRN2, 8)
+
+
+def test_the_environment_of_the_neuron_libraries_keeps_what_is_set(tmp_path: Path) -> None:
+    found = environment_of(TRN2, 4, 32768, tmp_path, {"NEURON_RT_EXEC_TIMEOUT": "90"})
+    assert found == {
+        "NEURON_LOGICAL_NC_CONFIG": "2",
+        "NEURON_RT_VIRTUAL_CORE_SIZE": "2",
+        "NEURON_PLATFORM_TARGET_OVERRIDE": "trn2",
+        "BASE_COMPILE_WORK_DIR": f"{tmp_path}/",
+        "NEURON_RT_NUM_CORES": "4",
+        "NEURON_RT_DBG_SCRATCHPAD_ON_SINGLE_CORE": "1",
+        "NEURON_SCRATCHPAD_PAGE_SIZE": "1024",
+    }
+    assert "NEURON_RT_NUM_CORES" not in environment_of(TRN2, 2, 128, tmp_path, {"NEURON_RT_VISIBLE_CORES": "0-1"})
