@@ -12,7 +12,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 from enum import Enum
-from typing import Literal
+from itertools import pairwise
+from typing import Literal, NamedTuple
 
 import msgspec
 
@@ -255,6 +256,16 @@ class TokenEvent(msgspec.Struct, frozen=True, gc=False):
     """With the first tokens: time that the request waited in the engine for its first step."""
 
 
+TokenFeedback = Literal["device", "same rows", "host"]
+
+
+class PrefillBucket(NamedTuple):
+    """One compiled size of a prefill row: a row of at most `fits` tokens computes `computes`, padding included."""
+
+    fits: int
+    computes: int
+
+
 @dataclass(frozen=True, slots=True)
 class BackendLimits:
     """Capabilities of a backend, as data. The scheduler knows nothing else about the device.
@@ -268,11 +279,14 @@ class BackendLimits:
     max_model_length: int
     """Tokens of a sequence, prompt plus output."""
     max_step_tokens: int
-    """Tokens fed in one step, over all rows."""
+    """Tokens computed in one step, over all rows; with `prefill_buckets` the padding of prefill rows counts."""
     max_prefill_rows: int = 1
     """Prefill rows (prompts or chunks) in one step."""
-    max_one_shot_prefill: int = 0
-    """Longest prompt that one step can prefill, if buckets are shorter than max_step_tokens; 0: max_step_tokens."""
+    prefill_buckets: tuple[PrefillBucket, ...] = ()
+    """Compiled sizes of a prefill row, ascending; a row takes the smallest that fits it. A chunk, except the last of
+    its prompt, fills one exactly. Empty: a row computes what it feeds."""
+    max_prefill_start: int = 0
+    """Largest position at which a prefill row may start, after a prefix hit or a chunk; 0: no limit."""
     min_prefill_tokens: int = 1
     """Shortest prompt that can be prefilled."""
     max_tokens_per_row: int = 1
@@ -294,8 +308,6 @@ class BackendLimits:
     """A new sequence must take the lowest free slot (batch buckets need compact slots)."""
     shares_prefixes: bool = False
     """Sequences with an equal prefix may share its blocks."""
-    max_prefix_hit: int = 0
-    """Longest prefix hit in tokens; 0: no limit."""
     sampling: Literal["Device", "DeviceWithLogits", "Host"] = "Host"
     vocabulary_size: int = 0
     """Token ids are below this; 0: unknown."""
@@ -309,12 +321,17 @@ class BackendLimits:
     """The backend can report logprobs of prompt tokens."""
     steps_in_flight: Literal[1, 2] = 1
     """2: a step may be launched before the previous one is collected."""
-    token_feedback: Literal["device", "host"] = "host"
-    """Where a step gets sampled tokens of the previous one; with `host`, `after` rows are filled before launch."""
+    token_feedback: TokenFeedback = "host"
+    """Where a step gets sampled tokens of the previous one; with `host`, `after` rows are filled before launch. With
+    `same rows` the device feeds only a step whose row i follows row i of the step in flight, for all rows of both; any
+    other is launched after that one is collected, with its `after` rows filled."""
     num_lookahead_tokens: int = 0
     """Positions beyond the fed ones that a row may write (draft tokens); at least `max_tokens_per_row - 1`."""
+    max_step_seconds: float = 0.0
+    """Time after which the device itself ends a step; 0: it does not."""
 
     def __post_init__(self) -> None:
+        buckets = self.prefill_buckets
         for wrong, rule in (
             (
                 min(self.max_rows, self.max_model_length, self.max_step_tokens, self.num_blocks, self.block_size) < 1,
@@ -330,6 +347,10 @@ class BackendLimits:
             ),
             (self.token_feedback == "host" and self.steps_in_flight != 1, "host feedback allows one step in flight"),
             (
+                self.token_feedback == "same rows" and self.steps_in_flight != 2,
+                "feedback to the same rows needs two steps in flight",
+            ),
+            (
                 self.num_lookahead_tokens < self.max_tokens_per_row - 1,
                 "num_lookahead_tokens must be at least max_tokens_per_row - 1",
             ),
@@ -342,6 +363,24 @@ class BackendLimits:
                 "min_prefill_tokens and min_chunk_tokens must fit in one step",
             ),
             (
+                any(not 0 < bucket.fits <= bucket.computes for bucket in buckets)
+                or any(a.fits >= b.fits or a.computes > b.computes for a, b in pairwise(buckets)),
+                "prefill_buckets must be ascending, and each must compute at least the tokens that fit",
+            ),
+            (
+                bool(buckets)
+                and self.max_step_tokens < buckets[-1].computes + (self.max_rows - 1 if self.mixes_phases else 0),
+                "max_step_tokens must fit the largest prefill bucket, if phases mix beside a decode row of all others",
+            ),
+            (
+                self.max_prefill_start > 0 and self.chunks_prefill and not buckets,
+                "max_prefill_start with chunks needs prefill_buckets",
+            ),
+            (
+                min(self.max_prefill_start, self.max_step_seconds) < 0,
+                "max_prefill_start, max_step_seconds must be >= 0",
+            ),
+            (
                 self.decodes_all_live_rows and (self.mixes_phases or self.chunks_prefill),
                 "decodes_all_live_rows excludes partial prompts: mixes_phases and chunks_prefill must be off",
             ),
@@ -351,8 +390,28 @@ class BackendLimits:
 
     @property
     def longest_prefill(self) -> int:
-        """Maximum tokens of one sequence that one step can compute."""
-        return min(self.max_one_shot_prefill or self.max_step_tokens, self.max_step_tokens)
+        """Maximum tokens of one sequence that one step can prefill."""
+        return self.prefill_buckets[-1].fits if self.prefill_buckets else self.max_step_tokens
+
+    @property
+    def longest_prompt(self) -> int:
+        """Maximum tokens of a sequence that prefill rows can compute."""
+        if not self.chunks_prefill:
+            return self.longest_prefill
+        if not self.max_prefill_start:
+            return self.longest_sequence
+        return (self.max_prefill_start // self.longest_prefill + 1) * self.longest_prefill
+
+    def reaches(self, num_tokens: int, start: int) -> bool:
+        """Whether prefill rows of the largest size from `start` on can compute a sequence of this length."""
+        last_start = start + (num_tokens - start - 1) // self.longest_prefill * self.longest_prefill
+        return not self.max_prefill_start or last_start <= self.max_prefill_start
+
+    def num_computed(self, num_tokens: int) -> int:
+        """Tokens that a prefill row of this length computes."""
+        if not self.prefill_buckets:
+            return num_tokens
+        return next(bucket.computes for bucket in self.prefill_buckets if num_tokens <= bucket.fits)
 
     @property
     def longest_sequence(self) -> int:
@@ -367,7 +426,7 @@ class BackendLimits:
     @property
     def recomputes(self) -> bool:
         """Whether a sequence of any length can be prefilled again; otherwise none is preempted."""
-        return self.chunks_prefill or self.longest_prefill >= self.longest_sequence - 1
+        return self.longest_prompt >= self.longest_sequence - 1
 
     def blocks_for(self, num_tokens: int) -> int:
         """Number of blocks for this many tokens."""

@@ -9,7 +9,7 @@ def check_request(limits: BackendLimits, request: Request) -> None:
     sampling, prompt = request.sampling, request.prompt_token_ids
     assert len(prompt) >= max(1, limits.min_prefill_tokens)
     assert not limits.vocabulary_size or 0 <= min(prompt) <= max(prompt) < limits.vocabulary_size
-    assert limits.chunks_prefill or len(prompt) <= limits.longest_prefill
+    assert len(prompt) <= limits.longest_prompt
     assert 1 <= sampling.max_tokens <= limits.max_new_tokens(len(prompt))
     assert 0 <= sampling.min_tokens <= sampling.max_tokens
     assert not limits.max_top_k or sampling.top_k <= limits.max_top_k

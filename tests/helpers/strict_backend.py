@@ -13,7 +13,7 @@ from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from neuron_runtime.backend.base import IllegalBatch, ProgressCallback, StepTime
+from neuron_runtime.backend.base import IllegalBatch, ProgressCallback, StepTime, size_of
 from neuron_runtime.core import (
     KNOWN,
     NO_TOKEN,
@@ -139,6 +139,9 @@ class StrictBackend:
     def close(self) -> None:
         self._in_flight.clear()
 
+    def graph(self, batch: Batch) -> str:
+        return size_of(batch)
+
     def launch(self, batch: Batch) -> None:
         self._demand(batch.step == self._num_launched, f"step {self._num_launched} is next, got {batch.step}")
         self._demand(
@@ -260,8 +263,8 @@ class StrictBackend:
             return 0
         self._demand(start < len(added.token_ids), f"slot {number} starts at {start}: nothing is left to feed")
         self._demand(
-            not limits.max_prefix_hit or start <= limits.max_prefix_hit,
-            f"slot {number} shares {start} tokens, the limit is {limits.max_prefix_hit}",
+            not limits.max_prefill_start or start <= limits.max_prefill_start,
+            f"slot {number} shares {start} tokens, the limit is {limits.max_prefill_start}",
         )
         self._demand(
             start % limits.block_size == 0,
@@ -323,12 +326,18 @@ class StrictBackend:
         for number in rows.slot:
             self._slot(number)
         self._demand(min(rows.num_tokens, default=1) > 0, f"a row feeds no token: {rows.num_tokens}")
-        self._demand(
-            batch.num_tokens <= limits.max_step_tokens,
-            f"the step feeds {batch.num_tokens} tokens, the limit is {limits.max_step_tokens}",
-        )
         self._check_after(batch)
         prefills = rows.prefills
+        fed = [num_tokens for num_tokens, prefill in zip(rows.num_tokens, prefills, strict=True) if prefill]
+        self._demand(
+            max(fed, default=0) <= limits.longest_prefill,
+            f"a row prefills {max(fed, default=0)} tokens, the limit is {limits.longest_prefill}",
+        )
+        num_computed = len(rows) - len(fed) + sum(map(limits.num_computed, fed))
+        self._demand(
+            num_computed <= limits.max_step_tokens,
+            f"the step computes {num_computed} tokens, the limit is {limits.max_step_tokens}",
+        )
         kind = Kind.MIXED if len(set(prefills)) == 2 else Kind.PREFILL if prefills[0] else Kind.DECODE
         self._demand(batch.kind is kind, f"the batch is called {batch.kind.value} and is {kind.value}")
         self._demand(limits.mixes_phases or kind is not Kind.MIXED, "prefill and decode rows share a step")
@@ -390,8 +399,12 @@ class StrictBackend:
     def _check_prefill(self, slot: _Slot, number: int, start: int, end: int) -> None:
         limits, known = self._limits, len(slot.tokens)
         self._demand(
-            end - start <= limits.longest_prefill,
-            f"slot {number} prefills {end - start} tokens, the limit is {limits.longest_prefill}",
+            not limits.max_prefill_start or start <= limits.max_prefill_start,
+            f"slot {number} prefills from {start}, the limit is {limits.max_prefill_start}",
+        )
+        self._demand(
+            end == known or not limits.prefill_buckets or end - start in [b.fits for b in limits.prefill_buckets],
+            f"slot {number} prefills a part of {end - start} tokens, which is not a bucket",
         )
         self._demand(
             limits.chunks_prefill or (start == slot.shared and end == known),

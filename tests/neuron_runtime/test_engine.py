@@ -13,7 +13,7 @@ import pytest
 from helpers.engine_driver import RecordingBackend, alone, even_only, request, serve, start
 from helpers.step_counts import StepCounts
 from helpers.strict_backend import neuron_limits
-from neuron_runtime.core import BackendLimits, Batch, Kind, Late, Request, StepOutput
+from neuron_runtime.core import BackendLimits, Batch, Kind, Late, PrefillBucket, Request, StepOutput
 from neuron_runtime.engine.bounds import max_steps, stream_gap_bound
 from neuron_runtime.engine.loop import Engine, LateRule
 from neuron_runtime.errors import InvalidRequest, Overloaded
@@ -190,7 +190,7 @@ def test_the_step_bound_is_proportional_to_the_tokens() -> None:
         ({"max_tokens_per_row": 4, "num_lookahead_tokens": 2}, "at least max_tokens_per_row - 1"),
         ({"max_step_tokens": 3}, "a decode row of every sequence"),
         ({"max_step_tokens": 8, "min_chunk_tokens": 6}, "all but one plus a chunk"),
-        ({"max_one_shot_prefill": 4, "min_prefill_tokens": 5}, "must fit in one step"),
+        ({"prefill_buckets": (PrefillBucket(4, 4),), "min_prefill_tokens": 5}, "must fit in one step"),
         ({"decodes_all_live_rows": True}, "excludes partial prompts"),
     ],
 )

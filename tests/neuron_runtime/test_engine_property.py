@@ -14,7 +14,7 @@ from random import Random
 import pytest
 
 from helpers.engine_driver import VOCABULARY_SIZE, Run, alone, even_only, start
-from neuron_runtime.core import BackendLimits, Kind, Request, Sampling
+from neuron_runtime.core import BackendLimits, Kind, PrefillBucket, Request, Sampling
 from neuron_runtime.engine.bounds import max_steps, stream_gap_bound
 
 NUM_EXAMPLES = 200
@@ -32,20 +32,25 @@ def some_limits(random: Random) -> BackendLimits:
     )
     min_chunk = choice((1, 2, 3, 4)) if chunks else 1
     step_tokens = max_rows - 1 + min_chunk + choice((0, 1, 3, 8) if chunks else (length // 2, length, length))
-    one_shot = choice((0, 0, 0, max(step_tokens // 2, min_chunk)))
+    buckets = some_buckets(random, max(step_tokens // 2, min_chunk)) if choice((True, False)) else ()
+    if buckets:
+        step_tokens = max(step_tokens, buckets[-1].computes + (max_rows - 1 if mixes else 0))
     slots = choice((False, False, False, True))
     block_size = length if slots else choice((1, 2, 3, 4, 6))
     blocks_of_one = -(-length // block_size)
     few = (blocks_of_one // 2 + 1, blocks_of_one, blocks_of_one + 2, 3 * blocks_of_one // 2, 2 * blocks_of_one)
     shares = not slots and choice((True, True, True, False))
+    largest = buckets[-1].fits if buckets else 0
+    start = choice((0, 0, 2 * block_size, 5, largest, 2 * largest)) if buckets or (shares and not chunks) else 0
     device = choice((True, False))
     return BackendLimits(
         max_rows=max_rows,
         max_model_length=length,
         max_step_tokens=step_tokens,
         max_prefill_rows=choice((1, 2, 3)),
-        max_one_shot_prefill=one_shot,
-        min_prefill_tokens=min(choice((1, 1, 2)), one_shot or step_tokens),
+        prefill_buckets=buckets,
+        max_prefill_start=start,
+        min_prefill_tokens=min(choice((1, 1, 2)), buckets[-1].fits if buckets else step_tokens),
         max_tokens_per_row=per_row,
         num_lookahead_tokens=per_row - 1 + choice((0, 0, 2)),
         layout="slots" if slots else "blocks",
@@ -58,7 +63,6 @@ def some_limits(random: Random) -> BackendLimits:
         sorts_rows=choice((True, False)),
         lowest_slot_first=choice((True, False)),
         shares_prefixes=shares,
-        max_prefix_hit=choice((0, 0, 0, 2 * block_size, 5)) if shares else 0,
         max_logprobs=2,
         reports_prompt_logprobs=choice((True, False)),
         steps_in_flight=choice((1, 2)) if device else 1,
@@ -66,11 +70,19 @@ def some_limits(random: Random) -> BackendLimits:
     )
 
 
+def some_buckets(random: Random, largest: int) -> tuple[PrefillBucket, ...]:
+    """Up to three sizes, which may compute more than fits."""
+    sizes = sorted({largest, random.randint(1, largest), random.randint(1, largest)})
+    return tuple(
+        PrefillBucket(size, size + padding)
+        for size, padding in zip(sizes, sorted(random.choices((0, 0, 1, 3), k=len(sizes))), strict=True)
+    )
+
+
 def some_requests(random: Random, limits: BackendLimits) -> Iterator[Request]:
     """Prompts that share texts, for example an earlier request and its answer."""
     choice = random.choice
-    longest = limits.longest_sequence if limits.chunks_prefill else limits.longest_prefill
-    longest, least = min(longest, limits.max_new_tokens(0) - 1), limits.min_prefill_tokens
+    longest, least = min(limits.longest_prompt, limits.max_new_tokens(0) - 1), limits.min_prefill_tokens
     num_late = choice((0, 0, 2))
     earlier: list[Request] = []
     for number in range(choice((4, 6, 8, 12, 1)) if longest >= least else 0):

@@ -55,7 +55,6 @@ MUTANTS = [
         "the_youngest_sequence_of_the_lowest_priority_is_preempted",
     ),
     (f"{SCHEDULER}._make_room", forced("scheduled", False), "a_preempted_sequence_resumes_where_it_stopped"),
-    (f"{SCHEDULER}._preempt", without("num_computed_tokens"), "a_preempted_sequence_reuses_its_remaining_blocks"),
     (f"{BLOCKS}.allocate", without("num_computed_tokens"), "identical_prompts_arriving_together_are_computed_once"),
     (
         f"{BLOCKS}.num_spare",
@@ -100,8 +99,8 @@ MUTANTS = [
     ),
     (
         f"{SCHEDULER}._part",
-        left_out("longest_prefill"),
-        "a_chunk_is_never_longer_than_the_one_shot_limit",
+        called_instead("max", "min"),
+        "a_chunk_is_never_longer_than_the_largest_bucket",
     ),
     (f"{SCHEDULER}._part", forced("min_chunk_tokens", True), "only_the_last_chunk_may_be_shorter_than_the_minimum"),
     (f"{SCHEDULER}.schedule", forced("max_length", False), "a_foreseen_end_frees_its_row_without_delay"),
@@ -116,7 +115,7 @@ MUTANTS = [
     ("pool:Pool._return", appended("heappush"), "slots_are_allocated_lowest_first"),
     (f"{BLOCKS}.find", valued("_min_fed", 0), "at_least_one_token_is_fed_for_a_cached_prompt"),
     (f"{BLOCKS}.__init__", forced("mixes_phases", True), "at_least_one_token_is_fed_for_a_cached_prompt"),
-    (f"{BLOCKS}.__init__", left_out("max_prefix_hit"), "a_prefix_hit_is_limited_by_the_backend"),
+    (f"{BLOCKS}.find", forced("reaches", True), "a_prefix_hit_is_limited_by_the_backend"),
     (
         f"{SCHEDULER}.schedule",
         unwrapped("sorted"),

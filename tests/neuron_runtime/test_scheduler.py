@@ -12,7 +12,7 @@ import pytest
 
 from helpers.engine_driver import RecordingBackend, Run, alone, request, serve, start
 from helpers.strict_backend import neuron_limits
-from neuron_runtime.core import BackendLimits, FinishReason, Kind, Request, StepOutput
+from neuron_runtime.core import BackendLimits, FinishReason, Kind, PrefillBucket, Request, StepOutput
 from neuron_runtime.engine import prefix_cache
 from neuron_runtime.engine.loop import Engine
 from neuron_runtime.engine.pool import Pool
@@ -26,7 +26,13 @@ SEVERAL = replace(DEVICE, max_tokens_per_row=4, num_lookahead_tokens=3)
 SMALL = replace(BLOCKS, num_blocks=8)
 """Room for one sequence of the model's length."""
 SHARED = replace(BLOCKS, shares_prefixes=True)
+EIGHT = (PrefillBucket(8, 8),)
 SHARED_DEVICE = replace(DEVICE, shares_prefixes=True)
+
+
+def buckets(limits: BackendLimits, *sizes: int) -> BackendLimits:
+    """Prefill rows are padded to one of these sizes."""
+    return replace(limits, prefill_buckets=tuple(PrefillBucket(size, size) for size in sizes))
 
 
 def kinds(run: Run) -> str:
@@ -50,9 +56,8 @@ def test_only_the_last_chunk_may_be_shorter_than_the_minimum() -> None:
     assert any(not samples for batch in run.backend.batches for samples in batch.rows.samples)
 
 
-def test_a_chunk_is_never_longer_than_the_one_shot_limit() -> None:
-    limits = replace(BLOCKS, max_one_shot_prefill=5)
-    run = serve(limits, request("a", 12, max_tokens=2))
+def test_a_chunk_is_never_longer_than_the_largest_bucket() -> None:
+    run = serve(buckets(BLOCKS, 2, 5), request("a", 12, max_tokens=2))
     assert [batch.num_tokens for batch in run.backend.batches] == [5, 5, 2, 1]
 
 
@@ -287,7 +292,7 @@ def test_a_request_waiting_for_a_prefix_keeps_its_blocks() -> None:
     assert lengths == [18, 18, 3]
 
 
-@pytest.mark.parametrize("changes", [{"max_step_tokens": 8}, {"max_one_shot_prefill": 8}])
+@pytest.mark.parametrize("changes", [{"max_step_tokens": 8}, {"prefill_buckets": EIGHT}])
 def test_a_step_without_room_looks_up_no_prefix(changes: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     run = start(replace(SHARED, **changes))
     find = Mock(wraps=run.scheduler.blocks.find)
@@ -301,7 +306,7 @@ def test_a_step_without_room_looks_up_no_prefix(changes: dict[str, Any], monkeyp
 
 
 def test_no_request_waits_for_the_prefix_of_a_later_one() -> None:
-    limits = replace(SHARED, max_one_shot_prefill=8, max_prefill_rows=4)
+    limits = replace(SHARED, prefill_buckets=EIGHT, max_prefill_rows=4)
     low = request("low", 24, 4, priority=5)
     run = start(limits)
     run.add(low)
@@ -348,7 +353,9 @@ def test_an_equal_block_after_a_different_prefix_does_not_match() -> None:
 
 def test_a_prefix_hit_is_limited_by_the_backend() -> None:
     first = request("first", 20, 3)
-    run = one_after_another(replace(SHARED, max_prefix_hit=11), first, again(first, "same"))
+    run = one_after_another(
+        replace(SHARED, max_step_tokens=20, chunks_prefill=False, max_prefill_start=11), first, again(first, "same")
+    )
     assert run.cached["same"] == 8
 
 
@@ -501,7 +508,7 @@ def test_a_prefill_continues_when_all_decoding_sequences_were_preempted() -> Non
 
 
 def test_no_sequence_is_preempted_that_could_not_be_recomputed() -> None:
-    limits = replace(SMALL, chunks_prefill=False, max_one_shot_prefill=8)
+    limits = replace(SMALL, chunks_prefill=False, prefill_buckets=EIGHT)
     run = serve(limits, request("a", 8, 16), request("b", 8, 16), request("c", 8, 16))
     assert run.engine.stats.num_preemptions_total == 0
 

@@ -80,6 +80,9 @@ class Twins:
     def warm_up(self, progress: Any) -> tuple[StepTime, ...]:
         raise AssertionError("nothing to warm up")
 
+    def graph(self, batch: Batch) -> str:
+        return self.simulated.graph(batch)
+
     def launch(self, batch: Batch) -> None:
         self.strict.launch(batch)
         self.simulated.launch(batch)

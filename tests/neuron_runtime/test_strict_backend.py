@@ -18,6 +18,7 @@ from neuron_runtime.core import (
     Batch,
     Kind,
     Late,
+    PrefillBucket,
     Rows,
     Sampling,
     StepOutput,
@@ -104,13 +105,17 @@ TOP_9 = replace(GREEDY, top_k=9)
 TWO_PREFILLS = replace(BLOCKS, max_prefill_rows=2)
 
 
-SHARES = replace(BLOCKS, shares_prefixes=True, max_prefix_hit=8)
+SHARES = replace(BLOCKS, shares_prefixes=True, chunks_prefill=False, max_prefill_start=8)
 LONG = (*PROMPT, 6, 1, 4, 2, 7, 9, 3, 5, 8, 0)
 FULL = prefill(0, added(0, LONG, (0, 1, 2, 3)))
 
 
 def sharing(tokens: tuple[int, ...] = LONG, blocks: tuple[int, ...] = (0, 1, 4, 5), **other: Any) -> Added:
     return added(1, tokens, blocks, **other)
+
+
+def buckets(*sizes: tuple[int, int]) -> BackendLimits:
+    return replace(BLOCKS, prefill_buckets=tuple(PrefillBucket(*size) for size in sizes))
 
 
 def illegal(rule: str, limits: BackendLimits, *batches: Batch) -> Any:
@@ -141,7 +146,24 @@ def illegal(rule: str, limits: BackendLimits, *batches: Batch) -> Any:
         illegal("a slot has two rows", TWO_PREFILLS, with_rows(prefill(0, added(0), added(1)), slot=(0, 0))),
         illegal("slot 3 is free", BLOCKS, prefill(0, added(0)), decode(1, (3, 3, FIRST))),
         illegal("a row feeds no token", BLOCKS, with_rows(prefill(0, added(0)), num_tokens=(0,))),
-        illegal("feeds 20 tokens, the limit is 16", BLOCKS, prefill(0, added(0, (7,) * 20, (0, 1, 2, 3, 4)))),
+        illegal("a row prefills 20 tokens, the limit is 16", BLOCKS, prefill(0, added(0, (7,) * 20, (0, 1, 2, 3, 4)))),
+        illegal("a row prefills 3 tokens, the limit is 2", buckets((2, 2)), prefill(0, added(0))),
+        illegal(
+            "computes 24 tokens, the limit is 16",
+            replace(buckets((8, 12)), max_prefill_rows=2),
+            prefill(0, added(0), added(1, OTHER, (1, 2))),
+        ),
+        illegal(
+            "prefills a part of 1 tokens, which is not a bucket",
+            buckets((2, 2), (4, 4)),
+            with_rows(prefill(0, added(0)), num_tokens=(1,), samples=(False,)),
+        ),
+        illegal(
+            "slot 0 prefills from 4, the limit is 2",
+            replace(buckets((2, 2), (4, 4)), max_prefill_start=2),
+            with_rows(prefill(0, added(0, LONG, (0, 1, 2, 3))), num_tokens=(4,), samples=(False,)),
+            Batch(1, Kind.PREFILL, Rows((0,), (4,), (4,), (NO_TOKEN,), (KNOWN,), (False,))),
+        ),
         illegal("the host feeds tokens here", BLOCKS, prefill(0, added(0)), decode(1, (0, 0, NO_TOKEN), after=(0,))),
         illegal("no step is in flight", DEVICE, prefill(0, added(0)), decode(1, (0, 0, NO_TOKEN), after=(0,))),
         illegal("is called decode and is prefill", BLOCKS, replace(prefill(0, added(0)), kind=Kind.DECODE)),
@@ -183,7 +205,6 @@ def illegal(rule: str, limits: BackendLimits, *batches: Batch) -> Any:
             replace(BLOCKS, max_model_length=5, max_tokens_per_row=4, num_lookahead_tokens=3),
             prefill(0, added(0, blocks=(0, 1))),
         ),
-        illegal("prefills 3 tokens, the limit is 2", replace(BLOCKS, max_one_shot_prefill=2), prefill(0, added(0))),
         illegal(
             "only whole prompts can be prefilled",
             NEURON,

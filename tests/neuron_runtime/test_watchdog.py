@@ -9,6 +9,7 @@ import sys
 import textwrap
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -19,12 +20,12 @@ from helpers import strict_backend
 from helpers.strict_backend import StrictBackend
 from neuron_runtime.arguments import config_of
 from neuron_runtime.artifacts import loading
-from neuron_runtime.backend.base import ProgressCallback, StepTime
-from neuron_runtime.core import BackendLimits, Batch, Kind, Late, Request, Rows, Sampling, StepOutput
+from neuron_runtime.backend.base import ProgressCallback, StepTime, size_of
+from neuron_runtime.core import Added, BackendLimits, Batch, Kind, Late, Request, Rows, Sampling, StepOutput
 from neuron_runtime.engine import process
 from neuron_runtime.engine.lifeline import Deadline
 from neuron_runtime.engine.messages import Add, FromEngine, Step, ToEngine
-from neuron_runtime.engine.watchdog import LATE_SECONDS, StepLimits, WatchedBackend, shape_of
+from neuron_runtime.engine.watchdog import LATE_SECONDS, StepLimits, WatchedBackend
 from neuron_runtime.local_settings import LocalSettings
 from neuron_runtime.server.supervisor import Child
 
@@ -36,31 +37,43 @@ def batch(step: int, kind: Kind = Kind.DECODE, num_rows: int = 1, num_tokens: in
     return Batch(step, kind, Rows(slot=tuple(range(num_rows)), num_tokens=each))
 
 
-def test_the_shape_of_a_step_is_its_kind_and_rounded_rows_and_tokens() -> None:
-    assert shape_of(batch(0, num_rows=1)) == (Kind.DECODE, 1, 1)
-    assert shape_of(batch(0, num_rows=5, num_tokens=5)) == (Kind.DECODE, 8, 8)
-    assert shape_of(batch(0, Kind.PREFILL, 1, 65)) == (Kind.PREFILL, 1, 128)
-    assert shape_of(batch(0, Kind.PREFILL, 2, 64)) == (Kind.PREFILL, 2, 64)
+def test_the_size_of_a_step_is_its_kind_and_rounded_rows_and_tokens() -> None:
+    assert size_of(batch(0, num_rows=1)) == "decode of 1 rows, 1 tokens"
+    assert size_of(batch(0, num_rows=5, num_tokens=5)) == "decode of 8 rows, 8 tokens"
+    assert size_of(batch(0, Kind.PREFILL, 1, 65)) == "prefill of 1 rows, 128 tokens"
+    assert size_of(batch(0, Kind.PREFILL, 2, 64)) == "prefill of 2 rows, 64 tokens"
 
 
-def test_a_step_may_take_ten_times_the_usual_time_of_its_shape() -> None:
+def test_a_step_may_take_ten_times_the_usual_time_of_its_graph() -> None:
     limits = StepLimits(min_seconds=30.0, factor=10.0, first_seconds=600.0)
-    short, long = batch(0), batch(1, Kind.PREFILL, 1, 512)
-    assert limits.seconds(short) == limits.seconds(long) == 600.0
-    limits.observe(short, 0.02)
-    limits.observe(long, 8.0)
-    assert limits.seconds(short) == 30.0
-    assert limits.seconds(long) == 80.0
-    assert limits.seconds(batch(2, Kind.PREFILL, 1, 513)) == 600.0
+    assert limits.seconds("short") == limits.seconds("long") == 600.0
+    limits.observe("short", 0.02)
+    limits.observe("long", 8.0)
+    assert limits.seconds("short") == 30.0
+    assert limits.seconds("long") == 80.0
+    assert limits.seconds("other") == 600.0
+
+
+def test_no_limit_is_longer_than_the_device_lets_a_step_run() -> None:
+    limits = StepLimits(min_seconds=30.0, factor=10.0, first_seconds=600.0, max_seconds=20.0)
+    assert limits.seconds("new") == 20.0
+    limits.observe("known", 0.02)
+    assert limits.seconds("known") == 20.0
+    armed = Armed()
+    device = replace(LIMITS, max_step_seconds=100.0)
+    WatchedBackend(StrictBackend(device), armed).launch(
+        Batch(0, Kind.PREFILL, Rows((0,), (0,), (2,), (-1,), (-1,), (True,)), (Added(0, (1, 2), 2, Sampling(), (0,)),))
+    )
+    assert armed.seconds == [90.0]
 
 
 def test_the_weight_of_one_compiling_step_fades() -> None:
     limits = StepLimits(min_seconds=1.0, factor=10.0, first_seconds=600.0)
-    limits.observe(batch(0), 100.0)
-    assert limits.seconds(batch(0)) == 1000.0
+    limits.observe("graph", 100.0)
+    assert limits.seconds("graph") == 1000.0
     for _ in range(100):
-        limits.observe(batch(0), 0.5)
-    assert limits.seconds(batch(0)) == pytest.approx(5.0)
+        limits.observe("graph", 0.5)
+    assert limits.seconds("graph") == pytest.approx(5.0)
 
 
 class TimedBackend:
@@ -79,6 +92,9 @@ class TimedBackend:
     def warm_up(self, progress: ProgressCallback) -> list[StepTime]:
         self.now += 2000.0  # to compile
         return [(batch(0), 2.0), (batch(0, Kind.PREFILL, 1, 512), 0.5)]
+
+    def graph(self, batch: Batch) -> str:
+        return size_of(batch)
 
     def launch(self, batch: Batch) -> None:
         self._end = max(self._end, self.now) + self.seconds[batch.step]

@@ -43,6 +43,12 @@ class Backend(Protocol):
             Steps of the shapes that were run, with their times without first-run overhead.
         """
 
+    def graph(self, batch: Batch) -> str:
+        """Name of what the device runs for this step, called before its `launch`; cheap.
+
+        Steps with the same name take about the same time: a compiled graph, or `size_of` where sizes are dynamic.
+        """
+
     def launch(self, batch: Batch) -> None:
         """Apply the delta and start the step. Returns as soon as the step is enqueued."""
 
@@ -54,6 +60,12 @@ class Backend(Protocol):
 
     def close(self) -> None:
         """Release the device. Safe to call twice."""
+
+
+def size_of(batch: Batch) -> str:
+    """A name for steps of about the same size: the kind, and rows and tokens rounded up to a power of two."""
+    rows, tokens = (1 << max(count - 1, 0).bit_length() for count in (len(batch.rows), batch.num_tokens))
+    return f"{batch.kind.value} of {rows} rows, {tokens} tokens"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -46,7 +46,7 @@ class Policy:
         if self.whole_prompts:
             length = max(limits.max_step_tokens, limits.max_model_length)
             limits = replace(
-                limits, chunks_prefill=False, max_prefill_rows=1, max_step_tokens=length, max_one_shot_prefill=0
+                limits, chunks_prefill=False, max_prefill_rows=1, max_step_tokens=length, prefill_buckets=()
             )
         if self.reserves_whole_length:
             rows = limits.num_blocks // limits.blocks_for(limits.max_model_length)

@@ -25,8 +25,6 @@ class BlockManager:
         self._limits = limits
         self._stats = stats
         self._block_size = limits.block_size
-        # In tokens; 0 without prefix caching.
-        self._max_hit = (limits.max_prefix_hit or limits.max_model_length) if limits.shares_prefixes else 0
         # At least one token is fed; two if steps do not mix phases, so that the row is a prefill row.
         self._min_fed = 1 if limits.mixes_phases else 2
 
@@ -39,9 +37,14 @@ class BlockManager:
     def find(self, sequence: Sequence) -> Prefix:
         """The part of a waiting sequence that is cached or being computed."""
         max_found = 0
-        if sequence.request.sampling.prompt_logprobs is None:  # else the whole prompt must be computed
-            max_found = max(min(len(sequence.tokens) - self._min_fed, self._max_hit), 0) // self._block_size
-        return self.cache.find(sequence.keys.first(max_found), sequence.order)
+        # With prompt logprobs the whole prompt must be computed.
+        if self._limits.shares_prefixes and sequence.request.sampling.prompt_logprobs is None:
+            max_found = max(len(sequence.tokens) - self._min_fed, 0) // self._block_size
+        prefix = self.cache.find(sequence.keys.first(max_found), sequence.order)
+        usable = len(prefix.blocks)
+        while not self._limits.reaches(len(sequence.tokens), usable * self._block_size):
+            usable -= 1
+        return prefix if usable == len(prefix.blocks) else self.cache.find(sequence.keys.first(usable), sequence.order)
 
     def num_claimed(self, sequence: Sequence, prefix: Prefix) -> int:
         """Number of spare blocks that a waiting sequence takes when it is admitted."""
@@ -54,7 +57,7 @@ class BlockManager:
         self.cache.share(cached)
         self._hold(sequence, cached + self.cache.take(self._needed(sequence) - len(cached)))
         sequence.num_computed_tokens = sequence.num_scheduled_tokens = len(cached) * self._block_size
-        if self._max_hit:
+        if self._limits.shares_prefixes:
             self._expect(sequence, len(cached))
 
     def _expect(self, sequence: Sequence, num_cached: int) -> None:

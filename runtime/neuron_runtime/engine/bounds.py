@@ -19,6 +19,7 @@ def max_steps(limits: BackendLimits, requests: Iterable[Request], max_consecutiv
     """
     requests = list(requests)
     beside = limits.max_rows - 1 if limits.mixes_phases else 0
+    # With buckets, the largest fits beside the rows of all others.
     part = min(limits.longest_prefill, limits.max_step_tokens - beside) if limits.chunks_prefill else None
     lengths = [len(r.prompt_token_ids) + r.sampling.max_tokens - 1 for r in requests]
     prefills = max((-(-length // part) if part else 1 for length in lengths), default=0)

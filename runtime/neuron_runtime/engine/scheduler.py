@@ -132,8 +132,8 @@ class Scheduler:
         """Prompts in progress and new ones in order of service; the first that does not fit blocks later ones."""
         rows: list[PrefillRow] = []
         for sequence, cached in self._candidates():
-            num_cached = len(cached or ()) * self.limits.block_size
-            part = self._part(sequence.num_unscheduled_tokens - num_cached, budget)
+            start = sequence.num_scheduled_tokens if cached is None else len(cached) * self.limits.block_size
+            part = self._part(len(sequence.tokens), start, budget)
             if not part:
                 break
             if cached is not None:
@@ -141,16 +141,25 @@ class Scheduler:
                 self.blocks.allocate(sequence, cached)
                 self.running.admit(sequence)
             rows.append((sequence, part))
-            budget -= part
-            if not budget or len(rows) == self.limits.max_prefill_rows:
+            budget -= self.limits.num_computed(part)
+            if budget <= 0 or len(rows) == self.limits.max_prefill_rows:
                 break  # before the next one's prefix is looked for
         return rows
 
-    def _part(self, num_tokens: int, budget: int) -> int:
-        """Number of tokens that one step feeds of `num_tokens`; 0 if no allowed chunk fits the budget."""
-        limits = self.limits
-        part = min(num_tokens, budget, limits.longest_prefill)
-        return part if part == num_tokens or (limits.chunks_prefill and part >= limits.min_chunk_tokens) else 0
+    def _part(self, num_tokens: int, start: int, budget: int) -> int:
+        """Number of tokens that one step feeds of a sequence from `start` on; 0 if no allowed part fits the budget.
+
+        A chunk leaves a rest that chunks of the largest size can reach, so that the next one is never refused.
+        """
+        limits, rest = self.limits, num_tokens - start
+        if rest <= limits.longest_prefill and limits.num_computed(rest) <= budget:
+            return rest
+        if not limits.chunks_prefill:
+            return 0
+        exact = [bucket.fits for bucket in limits.prefill_buckets if bucket.computes <= budget and bucket.fits < rest]
+        sizes = exact if limits.prefill_buckets else [budget]
+        part = max((size for size in sizes if limits.reaches(num_tokens, start + size)), default=0)
+        return part if part >= limits.min_chunk_tokens else 0
 
     def _candidates(self) -> Iterator[Candidate]:
         """Prompts in progress and waiting prompts that can start, in order of service.
@@ -277,7 +286,6 @@ class Scheduler:
         """Return a sequence to the queue with all its tokens, to be recomputed. Only while nothing is in flight."""
         self._release(victim)
         self._free(victim)
-        victim.num_computed_tokens = victim.num_scheduled_tokens = 0
         victim.prompt_logprobs = ()
         self.waiting.insert_in_order(victim)
         self.stats.num_preemptions_total += 1

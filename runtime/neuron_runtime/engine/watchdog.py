@@ -1,4 +1,4 @@
-"""Detects steps that are late or hang: each shape of step has a usual time and a limit, derived from earlier steps.
+"""Detects steps that are late or hang: each graph has a usual time and a limit, derived from earlier steps.
 
 The engine process wraps its backend in `WatchedBackend`, which writes both for the device to shared memory. The
 supervisor reads them: a late engine is not ready, and an overdue one is killed. `StepLimits` is the rule, without a
@@ -7,6 +7,7 @@ clock.
 
 from __future__ import annotations
 
+import math
 import time
 from collections import deque
 from collections.abc import Callable
@@ -14,7 +15,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from neuron_runtime.backend.base import Backend, ProgressCallback, StepTime
-from neuron_runtime.core import BackendLimits, Batch, Kind, Late, StepOutput
+from neuron_runtime.core import BackendLimits, Batch, Late, StepOutput
 
 MIN_STEP_SECONDS = 30.0
 STEP_FACTOR = 10.0
@@ -22,20 +23,20 @@ FIRST_STEP_SECONDS = 600.0
 USUAL_FACTOR = 1.5
 LATE_SECONDS = 5.0
 """An engine is late this long after the usual end of its steps, or after it should have shown life between steps."""
+SHARE_OF_MAX = 0.9
+"""Limits end before the device ends a step by itself, so that the reason is stated."""
 MEMORY = 0.9
 """Decay of the measured maximum with each step, so that a first step that compiled is forgotten."""
 
-Shape = tuple[Kind, int, int]
-"""Kind of a step, its rows and its tokens, each rounded up to a power of two."""
-
 
 class StepLimits:
-    """How long a step may take.
+    """How long a step of each graph may take.
 
     Args:
         min_seconds: smallest limit of any step.
-        factor: limit as a multiple of the time measured for the shape.
-        first_seconds: limit of the first step of a shape that was not warmed up, because it may compile.
+        factor: limit as a multiple of the time measured for the graph.
+        first_seconds: limit of the first step of a graph that was not warmed up, because it may compile.
+        max_seconds: largest limit of any step; 0: none. The device ends longer steps by itself.
     """
 
     def __init__(
@@ -43,36 +44,28 @@ class StepLimits:
         min_seconds: float = MIN_STEP_SECONDS,
         factor: float = STEP_FACTOR,
         first_seconds: float = FIRST_STEP_SECONDS,
+        max_seconds: float = 0.0,
     ) -> None:
         self.min_seconds = min_seconds
         self._factor = factor
         self._first_seconds = first_seconds
-        self._measured: dict[Shape, float] = {}
+        self._max_seconds = max_seconds or math.inf
+        self._measured: dict[str, float] = {}
 
-    def seconds(self, batch: Batch) -> float:
-        """Limit of this step, counted from the end of the previous one."""
-        measured = self._measured.get(shape_of(batch))
-        if measured is None:
-            return max(self._first_seconds, self.min_seconds)
-        return max(self._factor * measured, self.min_seconds)
+    def seconds(self, graph: str) -> float:
+        """Limit of a step of this graph, counted from the end of the previous step."""
+        measured = self._measured.get(graph)
+        wanted = self._first_seconds if measured is None else self._factor * measured
+        return min(max(wanted, self.min_seconds), self._max_seconds)
 
-    def usual_seconds(self, batch: Batch) -> float:
-        """Longest usual duration of this step: its limit, until one of its shape was measured."""
-        measured = self._measured.get(shape_of(batch))
-        return self.seconds(batch) if measured is None else USUAL_FACTOR * measured
+    def usual_seconds(self, graph: str) -> float:
+        """Longest usual duration of such a step: its limit, until one was measured."""
+        measured = self._measured.get(graph)
+        return self.seconds(graph) if measured is None else USUAL_FACTOR * measured
 
-    def observe(self, batch: Batch, seconds: float) -> None:
+    def observe(self, graph: str, seconds: float) -> None:
         """Record the duration of a step."""
-        shape = shape_of(batch)
-        self._measured[shape] = max(seconds, MEMORY * self._measured.get(shape, 0.0))
-
-
-def shape_of(batch: Batch) -> Shape:
-    return batch.kind, _rounded(len(batch.rows)), _rounded(batch.num_tokens)
-
-
-def _rounded(count: int) -> int:
-    return 1 << max(count - 1, 0).bit_length()
+        self._measured[graph] = max(seconds, MEMORY * self._measured.get(graph, 0.0))
 
 
 class Watch(Protocol):
@@ -83,7 +76,7 @@ class Watch(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class _TimedStep:
-    batch: Batch
+    graph: str
     began: float
 
 
@@ -102,7 +95,8 @@ class WatchedBackend:
     ) -> None:
         self._backend = backend
         self._watch = watch
-        self._step_limits = step_limits or StepLimits()
+        max_seconds = backend.limits.max_step_seconds * SHARE_OF_MAX
+        self._step_limits = step_limits or StepLimits(max_seconds=max_seconds)
         self._clock = clock
         self._in_flight: deque[_TimedStep] = deque()
         self._last_end = clock()
@@ -115,11 +109,14 @@ class WatchedBackend:
         """Runs without a deadline, because compilation may take long. Its steps count as measured."""
         times = tuple(self._backend.warm_up(progress))
         for batch, seconds in times:
-            self._step_limits.observe(batch, seconds)
+            self._step_limits.observe(self._backend.graph(batch), seconds)
         return times
 
+    def graph(self, batch: Batch) -> str:
+        return self._backend.graph(batch)
+
     def launch(self, batch: Batch) -> None:
-        self._in_flight.append(_TimedStep(batch, self._clock()))
+        self._in_flight.append(_TimedStep(self._backend.graph(batch), self._clock()))
         self._arm()
         self._backend.launch(batch)
 
@@ -130,7 +127,7 @@ class WatchedBackend:
         self._arm()
         output = self._backend.collect(step)
         launched, now = self._in_flight.popleft(), self._clock()
-        self._step_limits.observe(launched.batch, now - max(launched.began, self._last_end))
+        self._step_limits.observe(launched.graph, now - max(launched.began, self._last_end))
         self._last_end = now
         self._arm()
         return output
@@ -139,7 +136,7 @@ class WatchedBackend:
         self._backend.close()
 
     def _arm(self) -> None:
-        seconds = sum(self._step_limits.seconds(launched.batch) for launched in self._in_flight)
-        usual_seconds = sum(self._step_limits.usual_seconds(launched.batch) for launched in self._in_flight)
+        seconds = sum(self._step_limits.seconds(launched.graph) for launched in self._in_flight)
+        usual_seconds = sum(self._step_limits.usual_seconds(launched.graph) for launched in self._in_flight)
         # With nothing in flight, the deadline covers the host's work on the last output.
         self._watch.set(max(seconds, self._step_limits.min_seconds), usual_seconds + LATE_SECONDS)

@@ -68,8 +68,8 @@ class Prompts:
         if count < limits.min_prefill_tokens:
             message = f"`{name}` has {count} tokens: this backend needs at least {limits.min_prefill_tokens}"
             raise InvalidRequest(message, field=name)
-        if not limits.chunks_prefill and count > limits.longest_prefill:
-            problem = f"`{name}` has {count} tokens, and this backend can prefill at most {limits.longest_prefill}"
+        if count > limits.longest_prompt:
+            problem = f"`{name}` has {count} tokens, and this backend can prefill at most {limits.longest_prompt}"
             raise context_length_exceeded(limits, problem, name)
         if self.tokenizer.vocabulary_size > self.vocabulary_size:
             check_token_ids(prompt.token_ids, name, self.vocabulary_size)

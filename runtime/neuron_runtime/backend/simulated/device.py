@@ -14,7 +14,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from neuron_runtime.backend.base import IllegalBatch, ProgressCallback, StepTime
+from neuron_runtime.backend.base import IllegalBatch, ProgressCallback, StepTime, size_of
 from neuron_runtime.backend.simulated.clock import Clock
 from neuron_runtime.backend.simulated.step_times import StepTimes
 from neuron_runtime.core import KNOWN, Added, BackendLimits, Batch, Kind, Late, Sampling, StepOutput, TokenLogprobs
@@ -158,6 +158,9 @@ class SimulatedBackend:
     def warm_up(self, progress: ProgressCallback) -> tuple[StepTime, ...]:
         progress("warming up", 1.0)
         return ()
+
+    def graph(self, batch: Batch) -> str:
+        return self._work(batch).bucket or size_of(batch)
 
     def launch(self, batch: Batch) -> None:
         if self._host_seconds:

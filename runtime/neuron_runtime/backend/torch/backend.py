@@ -15,7 +15,7 @@ from typing import NamedTuple, TypeVar
 import numpy as np
 import torch
 
-from neuron_runtime.backend.base import ProgressCallback, StepTime
+from neuron_runtime.backend.base import ProgressCallback, StepTime, size_of
 from neuron_runtime.backend.host_sampling.drawing import NotFinite
 from neuron_runtime.backend.host_sampling.sampler import HostSampler, logprobs_of
 from neuron_runtime.backend.torch.cache import IntArray, KVCache
@@ -122,6 +122,9 @@ class TorchBackend:
             raise InvalidModel(str(error)) from error
         progress("warming up", 1.0)
         return times
+
+    def graph(self, batch: Batch) -> str:
+        return size_of(batch)
 
     def launch(self, batch: Batch) -> None:
         self._running.append((batch.step, self._thread.submit(self._run, batch)))
