@@ -26,6 +26,7 @@ from neuron_runtime.core import (
     StepOutput,
     TokenLogprobs,
     fill,
+    needs_host,
 )
 
 EMPTY = -1
@@ -150,6 +151,8 @@ class StrictBackend:
         )
         self._demand(all(step.sampled for step in self._in_flight), "the step launched before was not sampled")
         self._num_launched += 1
+        for step in self._in_flight:
+            self._check_behind(batch, step)
         self._apply(batch)
         self._check_rows(batch)
         slots = [self._slots[slot] for slot in batch.rows.slot]
@@ -315,6 +318,20 @@ class StrictBackend:
         return written
 
     # The rows
+
+    def _check_behind(self, batch: Batch, in_flight: _Step) -> None:
+        """Checks that the device can take what the batch needs of the step in flight without the host."""
+        limits, rows = self._limits, in_flight.batch.rows
+        self._demand(
+            limits.token_feedback != "same rows" or batch.rows.after == tuple(range(len(rows))),
+            f"the rows follow rows {batch.rows.after} of the step in flight, which has {len(rows)}: not the same rows",
+        )
+        on_host = [
+            number
+            for number, slot, samples in zip(rows.slot, in_flight.slots, rows.samples, strict=True)
+            if samples and needs_host(slot.added.sampling, limits)
+        ]
+        self._demand(not on_host, f"a step is launched behind one whose slots {on_host} the host samples")
 
     def _check_rows(self, batch: Batch) -> None:
         """Checks rows before the result of the step in flight is known."""

@@ -6,11 +6,12 @@ import itertools
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
 import pytest
 
-from helpers.engine_driver import RecordingBackend, alone, even_only, request, serve, start
+from helpers.engine_driver import RecordingBackend, Run, alone, even_only, request, serve, start
 from helpers.step_counts import StepCounts
 from helpers.strict_backend import neuron_limits
 from neuron_runtime.core import BackendLimits, Batch, Kind, Late, PrefillBucket, Request, StepOutput
@@ -20,6 +21,7 @@ from neuron_runtime.errors import InvalidRequest, Overloaded
 
 HOST = BackendLimits(max_rows=4, max_model_length=256, max_step_tokens=64, block_size=8, num_blocks=128)
 DEVICE = replace(HOST, steps_in_flight=2, token_feedback="device")
+SAME_ROWS = replace(DEVICE, token_feedback="same rows")
 DEVICE_ONE = replace(HOST, steps_in_flight=1, token_feedback="device")
 REPORTING = replace(HOST, reports_prompt_logprobs=True)
 SPOKEN = replace(HOST, vocabulary_size=9)
@@ -41,7 +43,7 @@ class BlockingBackend(RecordingBackend):
         return super().collect(step)
 
 
-@pytest.mark.parametrize("limits", [DEVICE, HOST, NEURON], ids=["device feedback", "host feedback", "neuron"])
+@pytest.mark.parametrize("limits", [DEVICE, SAME_ROWS, HOST, NEURON])
 def test_the_next_step_is_scheduled_during_a_step_and_launched_early_with_device_feedback(
     limits: BackendLimits,
 ) -> None:
@@ -76,14 +78,38 @@ def test_the_next_step_is_scheduled_during_a_step_and_launched_early_with_device
     assert got == {asked.request_id: list(alone(asked)[0]) for asked in requests}
     assert num_decode >= 99
     assert num_scheduled_ahead >= 0.95 * num_decode
-    if limits.token_feedback == "device":
+    if limits.token_feedback != "host":
         assert num_launched_ahead >= 0.95 * num_decode
     else:
         assert num_launched_ahead == 0
     assert steps.num_ahead >= 0.95 * steps.num(Kind.DECODE)
 
 
-@pytest.mark.parametrize("limits", [DEVICE, DEVICE_ONE, HOST, NEURON])
+def launched_ahead(run: Run) -> list[bool]:
+    """For each step after the first, whether it was launched before the previous one was collected."""
+    at = {call: number for number, call in enumerate(run.backend.calls)}
+    return [at["launch", step] < at["collect", step - 1] for step in range(1, len(run.backend.batches))]
+
+
+def test_with_feedback_to_the_same_rows_a_step_is_launched_ahead_only_if_all_its_rows_follow_the_same_rows() -> None:
+    run = serve(SAME_ROWS, *[request(name, 5 + 50 * (name == "c"), max_tokens=9 * ord(name) % 37) for name in "abcdef"])
+    followed = [a.rows.slot == b.rows.slot for a, b in pairwise(run.backend.batches)]
+    assert launched_ahead(run) == followed
+    assert followed.count(True) > 10
+    assert followed.count(False) > 5, "rows that join and leave"
+
+
+def test_nothing_is_launched_behind_a_step_with_a_row_that_the_host_samples() -> None:
+    greedy, drawn = request("greedy", 5, 40), request("drawn", 6, 20, temperature=1.0, seed=3, seeded=True)
+    for feedback in ("device", "same rows"):
+        limits = replace(DEVICE, max_prefill_rows=2, sampling="DeviceWithLogits", token_feedback=feedback)
+        run = serve(limits, greedy, drawn)
+        slots = [batch.rows.slot for batch in run.backend.batches[:-1]]
+        assert launched_ahead(run) == [slot == (0,) for slot in slots], "only behind steps of the greedy row alone"
+        assert all(launched_ahead(serve(replace(limits, sampling="Host"), drawn)))
+
+
+@pytest.mark.parametrize("limits", [DEVICE, DEVICE_ONE, SAME_ROWS, HOST, NEURON])
 def test_each_step_is_sampled_once_before_the_next_launch_and_collected_in_order(limits: BackendLimits) -> None:
     run = serve(limits, *[request(name, 5, max_tokens=20) for name in "abcdef"])
     by_call = {
@@ -102,7 +128,7 @@ def test_with_host_feedback_no_row_depends_on_the_step_in_flight() -> None:
     assert run.steps.num_ahead > 0
 
 
-@pytest.mark.parametrize("limits", [DEVICE, DEVICE_ONE, HOST, NEURON])
+@pytest.mark.parametrize("limits", [DEVICE, DEVICE_ONE, SAME_ROWS, HOST, NEURON])
 def test_a_row_that_needs_the_host_is_scheduled_early_and_sampled_after_the_previous_step(
     limits: BackendLimits,
 ) -> None:
@@ -187,9 +213,15 @@ def test_the_step_bound_is_proportional_to_the_tokens() -> None:
         ({"max_rows": 0}, "must be positive"),
         ({"layout": "slots"}, "block_size must be max_model_length"),
         ({"steps_in_flight": 2}, "host feedback allows one step in flight"),
+        ({"token_feedback": "same rows"}, "needs two steps in flight"),
         ({"max_tokens_per_row": 4, "num_lookahead_tokens": 2}, "at least max_tokens_per_row - 1"),
         ({"max_step_tokens": 3}, "a decode row of every sequence"),
         ({"max_step_tokens": 8, "min_chunk_tokens": 6}, "all but one plus a chunk"),
+        ({"prefill_buckets": (PrefillBucket(8, 8), PrefillBucket(4, 8))}, "must be ascending"),
+        ({"prefill_buckets": (PrefillBucket(8, 4),)}, "compute at least the tokens that fit"),
+        ({"prefill_buckets": (PrefillBucket(62, 62),)}, "beside a decode row of all others"),
+        ({"max_prefill_start": 8}, "with chunks needs prefill_buckets"),
+        ({"max_step_seconds": -1.0}, "must be >= 0"),
         ({"prefill_buckets": (PrefillBucket(4, 4),), "min_prefill_tokens": 5}, "must fit in one step"),
         ({"decodes_all_live_rows": True}, "excludes partial prompts"),
     ],

@@ -14,7 +14,7 @@ from random import Random
 import pytest
 
 from helpers.engine_driver import VOCABULARY_SIZE, Run, alone, even_only, start
-from neuron_runtime.core import BackendLimits, Kind, PrefillBucket, Request, Sampling
+from neuron_runtime.core import BackendLimits, Kind, PrefillBucket, Request, Sampling, needs_host
 from neuron_runtime.engine.bounds import max_steps, stream_gap_bound
 
 NUM_EXAMPLES = 200
@@ -43,6 +43,7 @@ def some_limits(random: Random) -> BackendLimits:
     largest = buckets[-1].fits if buckets else 0
     start = choice((0, 0, 2 * block_size, 5, largest, 2 * largest)) if buckets or (shares and not chunks) else 0
     device = choice((True, False))
+    in_flight = choice((1, 2)) if device else 1
     return BackendLimits(
         max_rows=max_rows,
         max_model_length=length,
@@ -61,12 +62,13 @@ def some_limits(random: Random) -> BackendLimits:
         min_chunk_tokens=min_chunk,
         decodes_all_live_rows=all_live,
         sorts_rows=choice((True, False)),
+        sampling=choice(("Host", "DeviceWithLogits")),
         lowest_slot_first=choice((True, False)),
         shares_prefixes=shares,
         max_logprobs=2,
         reports_prompt_logprobs=choice((True, False)),
-        steps_in_flight=choice((1, 2)) if device else 1,
-        token_feedback="device" if device else "host",
+        steps_in_flight=in_flight,
+        token_feedback=choice(("device", "same rows")[:in_flight]) if device else "host",
     )
 
 
@@ -103,6 +105,7 @@ def some_requests(random: Random, limits: BackendLimits) -> Iterator[Request]:
                     max_tokens=max_tokens,
                     temperature=choice((0.0, 1.0)),
                     seed=seed % 7,
+                    seeded=choice((True, False, False)),
                     choice=seed % 2,
                     stop_token_ids=frozenset(choice(((), (), (), (1, 2), (3, 5, 8, 9)))),
                     min_tokens=seed % (max_tokens + 1),
@@ -140,7 +143,7 @@ def check_one_run(random: Random) -> dict[str, bool]:
 
 
 def what_happened(run: Run) -> dict[str, bool]:
-    stats, batches = run.engine.stats, run.backend.batches
+    stats, batches, limits = run.engine.stats, run.backend.batches, run.backend.limits
     happened = {
         "preempted": stats.num_preemptions_total,
         "scheduled ahead": run.steps.num_ahead,
@@ -151,6 +154,10 @@ def what_happened(run: Run) -> dict[str, bool]:
         "chunked": any(not s for b in batches for s in b.rows.samples),
         "aborted": run.aborted,
         "prompt logprobs": run.prompts,
+        "fed the same rows": limits.token_feedback == "same rows" and any(b.waits_for_step_in_flight for b in batches),
+        "sampled on the host": any(needs_host(a.sampling, limits) for b in batches for a in b.added),
+        "in a bucket": any(limits.prefill_buckets and not s for b in batches for s in b.rows.samples),
+        "within reach": limits.max_prefill_start and any(not s for b in batches for s in b.rows.samples),
         "sampled late": any(call == "sample late" for call, _ in run.backend.calls),
     }
     return {what: bool(how_much) for what, how_much in happened.items()}

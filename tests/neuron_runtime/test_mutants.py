@@ -181,6 +181,16 @@ MUTANTS = [
     ("bounds:stream_gap_bound", forced("mixes_phases", True), "the_bound_on_the_gap_is_reached"),
     ("loop:Engine.add", without("_applied_at"), "the_bound_on_the_gap_is_reached"),
     ("loop:Engine.abort", without("_late_rules"), "an_abort_forgets_the_late_rule"),
+    (
+        "loop:Engine._is_fed_by_device",
+        forced("token_feedback", False),
+        "with_feedback_to_the_same_rows_a_step_is_launched_ahead_only_if_all_its_rows_follow_the_same_rows",
+    ),
+    (
+        "loop:Engine._is_fed_by_device",
+        forced("needs_host", False),
+        "nothing_is_launched_behind_a_step_with_a_row_that_the_host_samples",
+    ),
     ("loop:Engine.abort", without("leave"), "an_abort_of_a_waiting_request_leaves_room_in_the_queue"),
     (
         f"{SCHEDULER}._preempt",

@@ -126,8 +126,8 @@ class Engine:
     def step(self) -> list[TokenEvent]:
         """One turn: schedule the next step while the one in flight runs, then collect and apply that one.
 
-        The next step is launched as soon as its inputs are known: at once with device feedback, after `collect` with
-        host feedback, after `apply` if a row samples late.
+        The next step is launched as soon as its inputs are known: at once if the device feeds them itself, else after
+        `collect`, or after `apply` if a row samples late.
         """
         self._stats.last_step = None
         if self._applied_at is None:
@@ -136,7 +136,7 @@ class Engine:
             return []
         ahead = self._schedule()
         late = ahead is not None and self._samples_late()
-        at_once = ahead is not None and not late and self._limits.steps_in_flight == 2
+        at_once = ahead is not None and not late and self._is_fed_by_device(ahead)
         if ahead and at_once:
             self._launch(ahead, None)
 
@@ -174,6 +174,15 @@ class Engine:
                     self._queue_seconds[name] = now - self._added_at.pop(name)
                     self._backpressure.take_up(name)
         return batch
+
+    def _is_fed_by_device(self, ahead: Batch) -> bool:
+        """Whether the device can take what `ahead` needs of the step in flight from that step, without the host."""
+        limits, (current, sequences) = self._limits, self._scheduler.scheduled[0]
+        if limits.steps_in_flight == 1:
+            return False
+        if limits.token_feedback == "same rows" and ahead.rows.after != tuple(range(len(current.rows))):
+            return False
+        return not any(s.needs_host and samples for s, samples in zip(sequences, current.rows.samples, strict=True))
 
     def _launch(self, batch: Batch, late: Late | None) -> None:
         began = self._clock()

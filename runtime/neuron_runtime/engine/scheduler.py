@@ -15,7 +15,18 @@ from collections.abc import Iterator
 from heapq import merge
 from typing import NamedTuple
 
-from neuron_runtime.core import KNOWN, NO_TOKEN, BackendLimits, Batch, Kind, Request, Rows, StepOutput, TokenEvent
+from neuron_runtime.core import (
+    KNOWN,
+    NO_TOKEN,
+    BackendLimits,
+    Batch,
+    Kind,
+    Request,
+    Rows,
+    StepOutput,
+    TokenEvent,
+    needs_host,
+)
 from neuron_runtime.engine.blocks import BlockManager
 from neuron_runtime.engine.running import RunningSet, WaitingQueue, by_order, by_slot
 from neuron_runtime.engine.sequence import InFlight, Phase, Sequence
@@ -68,6 +79,7 @@ class Scheduler:
         """Queue a request that can run within the limits."""
         order = (request.priority, self._num_arrivals)
         self._newest = sequence = Sequence(request, order, self.limits.block_size, self._newest)
+        sequence.needs_host = needs_host(request.sampling, self.limits)
         self._num_arrivals += 1
         self._live[request.request_id] = sequence
         self.waiting.insert_in_order(sequence)

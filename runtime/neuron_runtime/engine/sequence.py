@@ -57,6 +57,7 @@ class Sequence:
         "in_flight",
         "keys",
         "max_length",
+        "needs_host",
         "next_full",
         "num_cached",
         "num_computed_tokens",
@@ -86,6 +87,8 @@ class Sequence:
         self.num_prompt = len(self.tokens)
         self.max_length = self.num_prompt + sampling.max_tokens
         """Number of tokens at which the sequence certainly ends."""
+        self.needs_host = False
+        """Whether the host samples its rows beside rows that the device samples."""
         self._min_length = self.num_prompt + sampling.min_tokens
         self._stop_token_ids = sampling.stop_token_ids
         self.num_cached: int | None = None
