@@ -49,8 +49,8 @@ def test_defaults_are_slots_with_continuous_batching_and_sampling_on_the_device(
     assert (found.application, found.tensor, found.logical_core, found.layout) == ("llama", 4, 2, "slots")
     assert (found.max_rows, found.max_model_length, found.max_context_length) == (8, 4096, 4096)
     assert (found.block_size, found.num_blocks, found.segments, found.shares_prefixes) == (4096, 8, False, False)
-    assert found.context_buckets == (128, 256, 512, 1024, 2048, 4096)
-    assert found.token_buckets == (256, 512, 1024, 2048, 4096)
+    assert found.context_buckets == (128, 384, 768, 1280, 1920, 2560, 3328, 4096)
+    assert found.token_buckets == (4096,)
     assert (found.sampling, found.global_topk, found.asynchronous) == ("Device", 256, False)
     assert found.neuron_config == {
         "tp_degree": 4,
@@ -64,8 +64,8 @@ def test_defaults_are_slots_with_continuous_batching_and_sampling_on_the_device(
         "seq_len": 4096,
         "max_context_length": 4096,
         "enable_bucketing": True,
-        "context_encoding_buckets": [128, 256, 512, 1024, 2048, 4096],
-        "token_generation_buckets": [256, 512, 1024, 2048, 4096],
+        "context_encoding_buckets": list(found.context_buckets),
+        "token_generation_buckets": list(found.token_buckets),
         "async_mode": False,
         "on_device_sampling_config": {"dynamic": True, "deterministic": False, "global_topk": 256},
         "output_logits": False,
@@ -81,7 +81,7 @@ def test_prefix_caching_makes_blocks_and_computes_long_prompts_in_segments() -> 
     assert (found.layout, found.block_size, found.num_blocks) == ("blocks", 32, 1024)
     assert found.segments
     assert found.shares_prefixes
-    assert found.context_buckets == (128, 512, 2048)
+    assert found.context_buckets == (128, 512, 1152, 2048)
     assert found.prefix_buckets == (0, 512, 2048, 8192)
     config = found.neuron_config
     assert config["is_block_kv_layout"]

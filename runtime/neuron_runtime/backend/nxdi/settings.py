@@ -6,6 +6,7 @@ NxD Inference nor torch, and knows no path, no time and nothing of this machine 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -13,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import msgspec
 
+from neuron_runtime.backend.nxdi import bucket_plan
 from neuron_runtime.backend.nxdi.devices import LogicalCore, Target
 from neuron_runtime.backend.nxdi.models import Family, family_of, is_private, text_config
 from neuron_runtime.backend.nxdi.neuron_config import PATH, SAMPLING, Override, merge, read_override
@@ -156,7 +158,7 @@ class _Derivation:
             block_size, num_blocks = length, rows
         context = self._context_buckets(length, blocks, segments)
         prefix = self._prefix_buckets(length, block_size) if blocks and (segments or shares) else (0,) * blocks
-        tokens = self._token_buckets(length, block_size, blocks)
+        tokens = self._token_buckets(length, block_size, blocks, rows)
         asynchronous = self._chosen("$.asyncMode", config.async_mode, "async_mode")
         sampling, sampling_config = self._sampling(vocabulary_size, asynchronous)
         row_buckets = self._row_buckets(rows, blocks, asynchronous)
@@ -337,7 +339,10 @@ class _Derivation:
         longest = self._override.get("max_context_length") or config.limits.max_step_tokens
         longest = min(longest or (DEFAULT_SEGMENT_TOKENS if segments else length), length)
         least = MIN_KERNEL_TOKENS if blocks and self._target.logical_core == 1 else SMALLEST_BUCKET
-        return _doubling(least, longest, 4 if blocks else 2)
+        lengths = bucket_plan.log_uniform(bucket_plan.SHORTEST_PROMPT, longest)
+        most = bucket_plan.MAX_SEGMENT_BUCKETS if blocks else bucket_plan.MAX_CONTEXT_BUCKETS
+        cost = bucket_plan.prefill_cost
+        return bucket_plan.choose(lengths, longest, most, cost, least=least, strict=not blocks).buckets
 
     def _prefix_buckets(self, length: int, block_size: int) -> tuple[int, ...]:
         path = "$.buckets.prefix"
@@ -348,14 +353,19 @@ class _Derivation:
         least = -(-MIN_KERNEL_TOKENS // block_size) * block_size
         return tuple(sorted({0, *(given or _doubling(least, length, 4))}))
 
-    def _token_buckets(self, length: int, block_size: int, blocks: bool) -> tuple[int, ...]:
+    def _token_buckets(self, length: int, block_size: int, blocks: bool, rows: int) -> tuple[int, ...]:
         path = "$.buckets.tokenGeneration"
         given = self._buckets(path, self._config.buckets.token_generation, "token_generation_buckets", length)
         with self._found.collecting():
             if wrong := [size for size in given if blocks and size % block_size]:
                 raise InvalidConfig(self._where(path), f"{wrong[0]} is no multiple of the block size {block_size}")
-        least = -(-2 * SMALLEST_BUCKET // block_size) * block_size if blocks else 2 * SMALLEST_BUCKET
-        return tuple(sorted({*(given or _doubling(least, length, 2)), length}))
+        if given:
+            return tuple(sorted({*given, length}))
+        contexts = bucket_plan.contexts_of(bucket_plan.log_uniform(bucket_plan.SHORTEST_PROMPT, length), rows)
+        cost = bucket_plan.decode_cost(self._model, rows)
+        multiple = math.lcm(bucket_plan.STEP, block_size) if blocks else bucket_plan.STEP
+        most = bucket_plan.MAX_TOKEN_BUCKETS
+        return bucket_plan.choose(contexts, length, most, cost, least=2 * SMALLEST_BUCKET, multiple=multiple).buckets
 
     def _row_buckets(self, rows: int, blocks: bool, asynchronous: bool) -> tuple[int, ...]:
         path = "$.buckets.sequences"
