@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from neuron_runtime.backend.nxdi.settings import Settings
-from neuron_runtime.core import BackendLimits
+from neuron_runtime.core import BackendLimits, PrefillBucket
 
 NOTHING = -1
 """Content of a place of the cache that was never written."""
@@ -48,7 +48,7 @@ def settings_of(**changes: Any) -> Settings:
         "token_buckets": (32, 64),
         "row_buckets": (),
         "sampling": "Device",
-        "global_topk": 64,
+        "global_topk": 0 if changes.get("sampling") == "Host" else 64,
         "asynchronous": False,
         "vocabulary_size": 997,
         "neuron_config": {},
@@ -130,7 +130,7 @@ class TokenApplication:
         assert int(ids.max()) < self.settings.vocabulary_size
         for top_k, top_p, temperature in given["sampling_params"].tolist():
             assert top_k == int(top_k)
-            assert 1 <= top_k <= self.settings.global_topk
+            assert 1 <= top_k <= max(self.settings.global_topk, 1)
             assert 0.0 < top_p <= 1.0
             assert temperature > 0.0
         if self.settings.layout == "blocks":
@@ -245,8 +245,11 @@ def limits_of(settings: Settings) -> BackendLimits:
     return BackendLimits(
         max_rows=settings.max_rows,
         max_model_length=settings.max_model_length,
-        max_step_tokens=max(settings.context_buckets[-1], settings.max_rows),
-        max_one_shot_prefill=settings.context_buckets[-1],
+        max_step_tokens=max(2 * settings.context_buckets[-1], settings.max_rows),
+        prefill_buckets=tuple(
+            PrefillBucket(size - (slots and size < settings.max_context_length), size)
+            for size in settings.context_buckets
+        ),
         max_prefill_rows=2,
         layout=settings.layout,
         block_size=settings.block_size,
@@ -259,7 +262,7 @@ def limits_of(settings: Settings) -> BackendLimits:
         shares_prefixes=settings.shares_prefixes,
         sampling=settings.sampling,
         vocabulary_size=settings.vocabulary_size,
-        max_top_k=settings.global_topk if settings.sampling != "Host" else 0,
+        max_top_k=settings.global_topk,
         steps_in_flight=2,
         token_feedback="device",
     )

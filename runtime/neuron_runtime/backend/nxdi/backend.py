@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import NamedTuple
 
@@ -25,6 +25,7 @@ from neuron_runtime.backend.nxdi.buckets import (
     position_that_takes,
     prefill_that_takes,
 )
+from neuron_runtime.backend.nxdi.failures import classified
 from neuron_runtime.backend.nxdi.inputs import Call, Inputs, StepRows
 from neuron_runtime.backend.nxdi.sampling_rows import HostRows, IntArray
 from neuron_runtime.backend.nxdi.settings import Application, Settings
@@ -60,21 +61,11 @@ class _Step(NamedTuple):
 class NxdiBackend:
     """See `backend.base.Backend`."""
 
-    def __init__(
-        self,
-        application: Application,
-        settings: Settings,
-        limits: BackendLimits,
-        classify: Callable[[BaseException], BaseException] = lambda error: error,
-    ) -> None:
-        """Takes a loaded application that has run nothing.
-
-        classify: turns an exception of `forward` into one that says what failed.
-        """
+    def __init__(self, application: Application, settings: Settings, limits: BackendLimits) -> None:
+        """Takes a loaded application that has run nothing."""
         self._application = application
         self._settings = settings
         self._limits = limits
-        self._classify = classify
         self._inputs = Inputs(settings)
         self._launched: deque[_Step] = deque()
         self._running: dict[int, Future[StepOutput]] = {}
@@ -137,7 +128,7 @@ class NxdiBackend:
         try:
             return self._run_calls(step, late)
         except Exception as error:
-            self._failure = self._classify(error)
+            self._failure = classified(error)
             if self._failure is error:
                 raise
             raise self._failure from error

@@ -39,11 +39,13 @@ class DeviceParameters:
     """The parameters of the sequence in each slot."""
 
     def __init__(self, num_slots: int, global_topk: int) -> None:
+        """global_topk: candidates of the device; 0: it does not sample, but the tensor is an input all the same."""
         self._global_topk = global_topk
         self._of_slot: FloatArray = np.full((num_slots, 3), GREEDY, dtype=np.float32)
 
     def set(self, slot: int, sampling: Sampling) -> None:
-        self._of_slot[slot] = device_parameters(sampling, self._global_topk)
+        if self._global_topk:
+            self._of_slot[slot] = device_parameters(sampling, self._global_topk)
 
     def rows(self, slots: IntArray) -> torch.Tensor:
         """Float32 `[rows, 3]`; a copy, because NxD Inference writes to it."""
