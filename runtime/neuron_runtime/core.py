@@ -381,6 +381,10 @@ class BackendLimits:
                 "max_prefill_start, max_step_seconds must be >= 0",
             ),
             (
+                self.sampling == "Host" and (self.max_top_k > 0 or not self.top_p_keeps_crossing),
+                "max_top_k and top_p_keeps_crossing are of a device that samples: not with Host sampling",
+            ),
+            (
                 self.decodes_all_live_rows and (self.mixes_phases or self.chunks_prefill),
                 "decodes_all_live_rows excludes partial prompts: mixes_phases and chunks_prefill must be off",
             ),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from helpers.strict_backend import needs_logits
 from neuron_runtime.core import BackendLimits, Request
 
 
@@ -12,7 +13,7 @@ def check_request(limits: BackendLimits, request: Request) -> None:
     assert len(prompt) <= limits.longest_prompt
     assert 1 <= sampling.max_tokens <= limits.max_new_tokens(len(prompt))
     assert 0 <= sampling.min_tokens <= sampling.max_tokens
-    assert not limits.max_top_k or sampling.top_k <= limits.max_top_k
+    assert limits.sampling != "Device" or not needs_logits(sampling, limits)
     assert (sampling.logprobs or 0) <= limits.max_logprobs
     assert sampling.prompt_logprobs is None or limits.reports_prompt_logprobs
     assert (sampling.prompt_logprobs or 0) <= limits.max_logprobs

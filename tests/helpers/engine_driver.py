@@ -35,9 +35,9 @@ def even_only(asked: Request) -> LateRule | None:
 
 
 def alone(
-    asked: Request, late: Callable[[Request], LateRule | None] = nothing_late
+    asked: Request, late: Callable[[Request], LateRule | None] = nothing_late, limits: BackendLimits | None = None
 ) -> tuple[tuple[int, ...], FinishReason]:
-    """The expected tokens of a request, from the definition of the next token."""
+    """The expected tokens of a request, from the definition of the next token. limits: unless the host samples."""
     sampling, rule = asked.sampling, late(asked)
     output: list[int] = []
     while True:
@@ -46,6 +46,7 @@ def alone(
             sampling,
             len(output),
             vocabulary_size=VOCABULARY_SIZE,
+            limits=limits,
             adapter=asked.adapter,
             allowed=rule(output) if rule else None,
         )
@@ -217,7 +218,8 @@ class Run:
             assert block not in writable
 
     def _foresee(self, asked: Request) -> None:
-        tokens, size = [*asked.prompt_token_ids, *alone(asked, self.late)[0]], self.backend.limits.block_size
+        tokens = [*asked.prompt_token_ids, *alone(asked, self.late, self.backend.limits)[0]]
+        size = self.backend.limits.block_size
         keys = Keys(tokens, size, adapter=asked.adapter, cache_salt=asked.cache_salt).first(len(tokens) // size)
         for at, key in enumerate(keys):
             block = tuple(tokens[at * size : (at + 1) * size])
@@ -228,7 +230,7 @@ class Run:
     ) -> None:
         """Checks that every request got its solo tokens, and an aborted one a prefix of them."""
         for asked in requests:
-            name, (expected, reason) = asked.request_id, alone(asked, late)
+            name, (expected, reason) = asked.request_id, alone(asked, late, self.backend.limits)
             got = tuple(self.tokens[name])
             if name in self.reasons:
                 assert (got, self.reasons[name]) == (expected, reason), name

@@ -42,7 +42,6 @@ LIMITS = BackendLimits(
     layout="blocks",
     block_size=16,
     num_blocks=64,
-    max_top_k=64,
     max_logprobs=5,
     reports_prompt_logprobs=True,
 )

@@ -7,11 +7,12 @@ the cache contents that the row reads. It enforces every limit in `BackendLimits
 
 from __future__ import annotations
 
+import math
 import zlib
 from array import array
 from collections import Counter, deque
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from neuron_runtime.backend.base import IllegalBatch, ProgressCallback, StepTime, size_of
 from neuron_runtime.core import (
@@ -68,16 +69,52 @@ def next_token(
     output_position: int,
     *,
     vocabulary_size: int,
+    limits: BackendLimits | None = None,
     adapter: int = 0,
     allowed: tuple[int, ...] | None = None,
 ) -> int:
     """The token that follows `context` (the cache contents, position by position).
 
-    A pure function: drawn tokens depend on seed, choice and output position, greedy ones on none of them.
+    A pure function. The context determines the likeliest token, and those after it are ever less likely. A drawn one
+    depends on seed, choice, output position, and on the number of tokens that `limits` and the request's parameters
+    keep; limits None: as on the host, which also samples restricted rows.
     """
-    draw = (0, 0, 0) if sampling.greedy else (sampling.seed, sampling.choice, output_position)
-    digest = zlib.crc32(array("q", [*context, adapter, *draw]).tobytes())
-    return allowed[digest % len(allowed)] if allowed else digest % vocabulary_size
+    number = zlib.crc32(array("q", [*context, adapter, 0, 0, 0]).tobytes())
+    choices = allowed or range(vocabulary_size)
+    if not sampling.greedy:
+        number += _rank(sampling, output_position, len(choices), None if allowed else limits)
+    return choices[number % len(choices)]
+
+
+FALL = math.log(0.95)
+"""Of the logit from one token to the next likeliest."""
+
+
+def _rank(sampling: Sampling, output_position: int, num_tokens: int, limits: BackendLimits | None) -> int:
+    """Which of the likeliest tokens is drawn; 0 is the likeliest."""
+    draw = array("q", [sampling.seed, sampling.choice, output_position])
+    number, fall = zlib.crc32(draw.tobytes()) / 2**32, FALL / sampling.temperature
+    kept = num_kept(sampling, num_tokens, limits)
+    return min(int(math.log1p(number * math.expm1(kept * fall)) / fall), kept - 1)
+
+
+def num_kept(sampling: Sampling, num_tokens: int, limits: BackendLimits | None) -> int:
+    """How many of the likeliest tokens may be drawn, by top_k and top_p."""
+    device = limits if limits and limits.sampling != "Host" and not needs_host(sampling, limits) else None
+    most = min(sampling.top_k or num_tokens, num_tokens)
+    if device and device.max_top_k:
+        most = min(most, device.max_top_k)
+    if sampling.top_p == 1.0:
+        return most
+    fall = FALL / sampling.temperature
+    crossing = math.log1p(sampling.top_p * math.expm1(most * fall)) / fall
+    keeps = device is None or device.top_p_keeps_crossing
+    return min(max(math.ceil(crossing) if keeps else math.floor(crossing), 1), most)
+
+
+def needs_logits(sampling: Sampling, limits: BackendLimits) -> bool:
+    """Whether only a host that has the logits can serve these parameters."""
+    return sampling.seeded or needs_host(sampling, replace(limits, sampling="DeviceWithLogits"))
 
 
 Cell = tuple[int, int]
@@ -241,20 +278,20 @@ class StrictBackend:
         )
         sampling = added.sampling
         self._demand(
-            not limits.max_top_k or sampling.top_k <= limits.max_top_k,
-            f"slot {number}: top_k {sampling.top_k} is above {limits.max_top_k}",
-        )
-        self._demand(
             (sampling.logprobs or 0) <= limits.max_logprobs,
             f"slot {number}: {sampling.logprobs} logprobs are above {limits.max_logprobs}",
         )
         self._demand(
             sampling.prompt_logprobs is None
-            or (limits.reports_prompt_logprobs and sampling.prompt_logprobs <= limits.max_logprobs),
+            or (
+                limits.sampling == "Host"
+                and limits.reports_prompt_logprobs
+                and sampling.prompt_logprobs <= limits.max_logprobs
+            ),
             f"slot {number}: {sampling.prompt_logprobs} prompt logprobs are not supported",
         )
         self._demand(
-            limits.sampling != "Device" or not sampling.adjusts,
+            limits.sampling != "Device" or not needs_logits(sampling, limits),
             f"slot {number} requests what only logits on the host can serve",
         )
         self._slots[number] = _Slot(added, list(added.token_ids), list(added.blocks))
@@ -467,6 +504,7 @@ class StrictBackend:
                 slot.added.sampling,
                 output_position,
                 vocabulary_size=self._vocabulary_size,
+                limits=limits,
                 adapter=adapter,
                 allowed=allowed,
             )

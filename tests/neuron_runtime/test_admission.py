@@ -25,8 +25,8 @@ from neuron_runtime.text.tokenizer import Tokenizer, load_tokenizer
 DEFAULTS = GenerationDefaults(
     frozenset({1}), SamplingFields(temperature=0.6, top_k=20, top_p=0.8, min_p=0.05, repetition_penalty=1.1)
 )
-DEVICE = replace(LIMITS, sampling="Device", max_logprobs=0, reports_prompt_logprobs=False)
-WITH_LOGITS = replace(LIMITS, sampling="DeviceWithLogits", reports_prompt_logprobs=False)
+DEVICE = replace(LIMITS, sampling="Device", max_top_k=64, max_logprobs=0, reports_prompt_logprobs=False)
+WITH_LOGITS = replace(LIMITS, sampling="DeviceWithLogits", max_top_k=64, reports_prompt_logprobs=False)
 
 
 @pytest.fixture(scope="module")
@@ -53,18 +53,32 @@ def test_model_defaults_apply_only_where_the_client_sets_nothing(tokenizer: Toke
     assert values == (0.0, 0, 1.0, 0.0, 1.0, frozenset())
 
 
-def test_a_default_top_k_above_the_limit_is_reported_and_lowered(tokenizer: Tokenizer) -> None:
-    defaults = GenerationDefaults(sampling=SamplingFields(top_k=1000)).served(LIMITS)
-    assert defaults.not_applied == ("top_k=1000 (64, the maximum with Host sampling, is used)",)
-    (sampling,) = admission(tokenizer, LIMITS, defaults).completion(completion()).sampling
-    assert (defaults.sampling.top_k, sampling.top_k) == (64, 64)
+def test_a_default_top_k_above_what_the_device_has_is_reported_and_dropped(tokenizer: Tokenizer) -> None:
+    large = GenerationDefaults(sampling=SamplingFields(top_k=100))
+    dropped = large.served(DEVICE)
+    assert dropped.not_applied == ("top_k=100 (the device has 64) with Device sampling",)
+    for limits, top_k in ((DEVICE, 0), (WITH_LOGITS, 100), (LIMITS, 100)):
+        (sampling,) = admission(tokenizer, limits, large).completion(completion()).sampling
+        assert sampling.top_k == top_k
+    assert large.served(LIMITS) == large
+    (notice,) = large.served(WITH_LOGITS).notices
+    assert "top_k=100 (the device has 64) needs logits" in notice
+
+
+def test_a_top_k_of_the_whole_vocabulary_is_none_where_all_tokens_are_drawn_from(tokenizer: Tokenizer) -> None:
+    size = tokenizer.vocabulary_size
+    for limits, top_k, meant in ((LIMITS, size, 0), (LIMITS, size - 1, size - 1), (WITH_LOGITS, size, size)):
+        (sampling,) = admission(tokenizer, limits).completion(completion(top_k=top_k)).sampling
+        assert sampling.top_k == meant
+    assert needs_host(sampling, WITH_LOGITS)
 
 
 def test_a_default_unsupported_by_the_sampling_mode_is_reported_and_dropped(tokenizer: Tokenizer) -> None:
-    assert DEFAULTS.served(LIMITS) == DEFAULTS.served(WITH_LOGITS) == DEFAULTS
+    assert DEFAULTS.served(LIMITS) == DEFAULTS
+    assert DEFAULTS.served(WITH_LOGITS) == replace(DEFAULTS, on_host=("min_p=0.05", "repetition_penalty=1.1"))
     left = DEFAULTS.served(DEVICE)
     assert [left.value(name) for name in ("min_p", "repetition_penalty", "temperature")] == [0.0, 1.0, 0.6]
-    assert left.not_applied == ("min_p=0.05 (with Device sampling)", "repetition_penalty=1.1 (with Device sampling)")
+    assert left.not_applied == ("min_p=0.05 with Device sampling", "repetition_penalty=1.1 with Device sampling")
     (sampling,) = admission(tokenizer, DEVICE).completion(completion()).sampling
     assert (sampling.min_p, sampling.repetition_penalty) == (0.0, 1.0)
 
@@ -163,7 +177,7 @@ REFUSED: list[tuple[BackendLimits, dict[str, Any], str, str]] = [
     (LIMITS, {"prompt": ids(200), "max_tokens": 57}, "max_tokens", "leaves room for 56"),
     (BLOCKS, {"prompt": ids(20), "max_tokens": 14}, "max_tokens", "leaves room for 13"),
     (LIMITS, {"max_tokens": 5, "min_tokens": 6}, "min_tokens", "at most 5 tokens"),
-    (LIMITS, {"top_k": 65}, "top_k", "at most 64"),
+    (DEVICE, {"top_k": 65}, "top_k", "at most 64 with Device sampling, got 65: a larger one needs `DeviceWithLogits`"),
     (LIMITS, {"logprobs": 6}, "logprobs", "at most 5"),
     (LIMITS, {"prompt_logprobs": 6}, "prompt_logprobs", "at most 5"),
     (replace(LIMITS, reports_prompt_logprobs=False), {"prompt_logprobs": 0}, "prompt_logprobs", "by this backend"),
@@ -182,9 +196,10 @@ def test_a_request_that_can_never_run_is_refused_with_field_and_limit(
 
 some_limits = st.builds(
     replace,
-    st.sampled_from([LIMITS, BLOCKS, NEURON, DEVICE, WITH_LOGITS]),
+    st.sampled_from(
+        [LIMITS, BLOCKS, NEURON, DEVICE, WITH_LOGITS, replace(DEVICE, max_top_k=4), replace(WITH_LOGITS, max_top_k=0)]
+    ),
     vocabulary_size=st.sampled_from([0, 9, 100, 1000]),
-    max_top_k=st.sampled_from([0, 4, 64]),
 )
 some_fields = st.fixed_dictionaries(
     {"prompt": st.lists(st.integers(-1, 10), max_size=40) | st.text(max_size=300) | st.integers(1, 300).map(ids)},

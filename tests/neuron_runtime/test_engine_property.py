@@ -1,7 +1,8 @@
 """The engine under random limits, layouts, arrivals, aborts, stops, preemptions, with 1 to 4 tokens per row.
 
-Prompts share texts, so prefixes are shared, waited for and evicted. Every request must get the tokens that it gets
-alone, within the step bound, and the driver checks the engine's state after each step.
+Prompts share texts, so prefixes are shared, waited for and evicted. Requests have different sampling parameters, for
+the device and for the host. Every request must get the tokens that it gets alone, within the step bound, and the
+driver checks the engine's state after each step.
 """
 
 from __future__ import annotations
@@ -9,12 +10,16 @@ from __future__ import annotations
 import os
 from collections import Counter
 from collections.abc import Iterator
+from dataclasses import replace
 from random import Random
+from typing import Any
 
 import pytest
 
 from helpers.engine_driver import VOCABULARY_SIZE, Run, alone, even_only, start
-from neuron_runtime.core import BackendLimits, Kind, PrefillBucket, Request, Sampling, needs_host
+from helpers.strict_backend import StrictBackend
+from neuron_runtime.backend.base import IllegalBatch
+from neuron_runtime.core import Added, BackendLimits, Kind, PrefillBucket, Request, Sampling, needs_host
 from neuron_runtime.engine.bounds import max_steps, stream_gap_bound
 
 NUM_EXAMPLES = 200
@@ -44,6 +49,10 @@ def some_limits(random: Random) -> BackendLimits:
     start = choice((0, 0, 2 * block_size, 5, largest, 2 * largest)) if buckets or (shares and not chunks) else 0
     device = choice((True, False))
     in_flight = choice((1, 2)) if device else 1
+    sampling: Any = choice(("Device", "DeviceWithLogits", "Host"))
+    samples_some = (
+        {} if sampling == "Host" else {"max_top_k": choice((0, 3, 8)), "top_p_keeps_crossing": choice((True, False))}
+    )
     return BackendLimits(
         max_rows=max_rows,
         max_model_length=length,
@@ -62,11 +71,12 @@ def some_limits(random: Random) -> BackendLimits:
         min_chunk_tokens=min_chunk,
         decodes_all_live_rows=all_live,
         sorts_rows=choice((True, False)),
-        sampling=choice(("Host", "DeviceWithLogits")),
         lowest_slot_first=choice((True, False)),
         shares_prefixes=shares,
         max_logprobs=2,
-        reports_prompt_logprobs=choice((True, False)),
+        reports_prompt_logprobs=sampling == "Host" and choice((True, False)),
+        sampling=sampling,
+        **samples_some,
         steps_in_flight=in_flight,
         token_feedback=choice(("device", "same rows")[:in_flight]) if device else "host",
     )
@@ -85,13 +95,13 @@ def some_requests(random: Random, limits: BackendLimits) -> Iterator[Request]:
     """Prompts that share texts, for example an earlier request and its answer."""
     choice = random.choice
     longest, least = min(limits.longest_prompt, limits.max_new_tokens(0) - 1), limits.min_prefill_tokens
-    num_late = choice((0, 0, 2))
+    num_late = 0 if limits.sampling == "Device" else choice((0, 0, 2))
     earlier: list[Request] = []
     for number in range(choice((4, 6, 8, 12, 1)) if longest >= least else 0):
         text: list[int] = []
         if earlier and random.random() < 0.75:
             previous = choice(earlier[-3:])
-            text = [*previous.prompt_token_ids, *alone(previous, even_only)[0]]
+            text = [*previous.prompt_token_ids, *alone(previous, even_only, limits)[0]]
         num_prompt = choice((random.randint(least, max(longest // 2, least)), len(text), 2 * longest // 3))
         num_prompt = min(max(num_prompt, least), longest)
         room, seed = limits.max_new_tokens(num_prompt), random.randint(0, 99)
@@ -103,13 +113,10 @@ def some_requests(random: Random, limits: BackendLimits) -> Iterator[Request]:
                 (*text[:common], *(seed * (at + 1) % VOCABULARY_SIZE for at in range(common, num_prompt))),
                 Sampling(
                     max_tokens=max_tokens,
-                    temperature=choice((0.0, 1.0)),
                     seed=seed % 7,
-                    seeded=choice((True, False, False)),
                     choice=seed % 2,
                     stop_token_ids=frozenset(choice(((), (), (), (1, 2), (3, 5, 8, 9)))),
-                    min_tokens=seed % (max_tokens + 1),
-                    prompt_logprobs=choice((None,) * 4 + (1,)) if limits.reports_prompt_logprobs else None,
+                    **some_parameters(random, limits, max_tokens),
                 ),
                 priority=choice((0, 0, 1, 2)),
                 cache_salt=choice(("",) * 7 + ("salt",)),
@@ -117,6 +124,26 @@ def some_requests(random: Random, limits: BackendLimits) -> Iterator[Request]:
             )
         )
         yield earlier[-1]
+
+
+def some_parameters(random: Random, limits: BackendLimits, max_tokens: int) -> dict[str, Any]:
+    """Of a request, within the sampling mode."""
+    choice = random.choice
+    given: dict[str, Any] = {
+        "temperature": choice((0.0, 0.5, 1.0)),
+        "top_k": choice((0, 0, 1, 3)),
+        "top_p": choice((1.0, 0.9, 0.4)),
+    }
+    if limits.sampling != "Device" and choice((True, False)):
+        given |= {
+            "top_k": choice((0, 9)),
+            "seeded": choice((True, False)),
+            "min_tokens": random.randint(0, max_tokens),
+            "logprobs": choice((None, 1)),
+        }
+    if limits.reports_prompt_logprobs:
+        given["prompt_logprobs"] = choice((None,) * 4 + (1,))
+    return given
 
 
 def check_one_run(random: Random) -> dict[str, bool]:
@@ -178,6 +205,19 @@ def check_runs(seeds: range) -> Counter[str]:
 def test_every_request_gets_its_solo_tokens_within_the_step_bound() -> None:
     happened = check_runs(range(NUM_EXAMPLES))
     assert all(happened.values())
+
+
+def test_a_row_sampled_with_the_parameters_of_another_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    add, before = StrictBackend._add, [Sampling()]
+
+    def mixed_up(backend: StrictBackend, added: Added) -> None:
+        own, other = added.sampling, before[0]
+        before[0] = own
+        add(backend, replace(added, sampling=replace(own, top_k=other.top_k, top_p=other.top_p)))
+
+    monkeypatch.setattr(StrictBackend, "_add", mixed_up)
+    with pytest.raises((AssertionError, IllegalBatch)):
+        check_runs(range(5))
 
 
 @pytest.mark.slow

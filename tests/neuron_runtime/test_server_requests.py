@@ -255,7 +255,6 @@ BAD_FIELDS: list[tuple[dict[str, Any], str, str]] = [
     ({"top_p": 0}, "top_p", "above 0 and at most 1"),
     ({"top_p": 1.1}, "top_p", "above 0 and at most 1"),
     ({"top_k": -2}, "top_k", "at least -1"),
-    ({"top_k": 100}, "top_k", "at most 64 with Host sampling"),
     ({"seed": 2**63}, "seed", "from -9223372036854775808 to"),
     ({"n": 0}, "n", "at least 1"),
     ({"n": 7}, "n", "at most 6"),
@@ -472,10 +471,12 @@ async def test_a_wrong_path_or_method_is_an_error_object(served: Serving, method
     assert path in answer.json()["error"]["message"]
 
 
-async def test_models_lists_every_served_name_with_its_length(served: Serving) -> None:
+async def test_models_lists_every_served_name_with_its_length_and_sampling(served: Serving) -> None:
     models = (await served.http.get("/v1/models")).json()
     assert [model["id"] for model in models["data"]] == [MODEL, "alias"]
     assert all(model["max_model_len"] == LIMITS.max_model_length for model in models["data"])
+    on_host = {"mode": "Host", "max_top_k": 0, "top_p_keeps_crossing": True}
+    assert all(model["sampling"] == on_host for model in models["data"])
     assert (await served.http.get(f"/v1/models/{MODEL}")).json()["id"] == MODEL
     assert (await served.http.get("/v1/models/other")).status_code == 404
 

@@ -57,6 +57,8 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest_asyncio.fixture(scope="module", loop_scope="module", params=MODES)
 async def served(model_dir: Path, request: pytest.FixtureRequest) -> AsyncIterator[Serving]:
     limits = replace(LIMITS, sampling=request.param, reports_prompt_logprobs=request.param == "Host")
+    if request.param != "Host":
+        limits = replace(limits, max_top_k=8, top_p_keeps_crossing=False)
     async with serving(model_dir, limits=limits) as one:
         yield one
 
@@ -99,6 +101,25 @@ async def test_the_server_accepts_and_refuses_as_the_table_declares(served: Serv
     assert f"is not supported with {mode} sampling" in error["message"]
     for other in MODES:
         assert (f"`{other}`" in error["message"]) == (parameter.where(other) is not Where.REFUSED)
+
+
+async def test_a_top_k_beyond_the_device_is_served_where_the_host_can_sample(served: Serving) -> None:
+    limits = served.backend.limits
+    (model,) = (await served.http.get("/v1/models")).json()["data"][:1]
+    device = limits.sampling != "Host"
+    assert model["sampling"] == {
+        "mode": limits.sampling,
+        "max_top_k": 8 if device else 0,
+        "top_p_keeps_crossing": not device,
+    }
+    for top_k in (8, 9, 10**6):
+        status, answer = await ask(served, "top_k", top_k)
+        if limits.sampling == "Device" and top_k > 8:
+            assert (status, answer["error"]["param"]) == (400, "top_k")
+            assert "at most 8 with Device sampling" in answer["error"]["message"]
+            assert "needs `DeviceWithLogits` or `Host`" in answer["error"]["message"]
+        else:
+            assert status == 200, answer
 
 
 async def test_an_engine_still_serves_after_many_refusals(served: Serving) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from helpers.strict_backend import StrictBackend, neuron_limits, next_token
+from helpers.strict_backend import StrictBackend, neuron_limits, next_token, num_kept
 from neuron_runtime.backend.base import IllegalBatch
 from neuron_runtime.core import (
     KNOWN,
@@ -101,7 +101,7 @@ OTHER = (9, 2, 4, 7, 1)
 BOTH = prefill(0, added(0), added(1, OTHER, (1, 2)))
 DECODE = decode(1, (0, 3, FIRST))
 PROMPT_LOGPROBS = replace(GREEDY, prompt_logprobs=0)
-TOP_9 = replace(GREEDY, top_k=9)
+TOP_9 = Sampling(top_k=9)
 TWO_PREFILLS = replace(BLOCKS, max_prefill_rows=2)
 
 
@@ -134,7 +134,8 @@ def illegal(rule: str, limits: BackendLimits, *batches: Batch) -> Any:
         illegal("allowed are 2 to 15", NEURON, prefill(0, added(0, (7,)))),
         illegal("allowed are 1 to 31", BLOCKS, prefill(0, added(0, (7,) * 32))),
         illegal("of 3 tokens are called the prompt", BLOCKS, prefill(0, added(0, num_prompt_tokens=4))),
-        illegal("top_k 9 is above 8", replace(BLOCKS, max_top_k=8), prefill(0, added(0, sampling=TOP_9))),
+        illegal("only logits on the host", replace(NEURON, max_top_k=8), prefill(0, added(0, sampling=TOP_9))),
+        illegal("only logits on the host", NEURON, prefill(0, added(0, sampling=replace(GREEDY, seeded=True)))),
         illegal("1 logprobs are above 0", BLOCKS, prefill(0, added(0, sampling=replace(GREEDY, logprobs=1)))),
         illegal("0 prompt logprobs are not supported", BLOCKS, prefill(0, added(0, sampling=PROMPT_LOGPROBS))),
         illegal("only logits on the host can serve", NEURON, prefill(0, added(0, sampling=replace(GREEDY, min_p=0.5)))),
@@ -340,6 +341,23 @@ def test_random_numbers_depend_only_on_seed_choice_and_position() -> None:
     assert draw(1, 0, 0) == draw(1, 0, 0)
     assert len({draw(1, 0, 0), draw(2, 0, 0), draw(1, 1, 0), draw(1, 0, 1)}) == 4
     assert draw(1, 0, 0, temperature=0.0) == draw(2, 1, 5, temperature=0.0)
+
+
+def test_a_device_draws_from_its_likeliest_tokens_and_may_drop_the_one_that_crosses_top_p() -> None:
+    host = replace(BLOCKS, sampling="Host")
+    device = replace(BLOCKS, sampling="DeviceWithLogits", max_top_k=8, top_p_keeps_crossing=False)
+
+    def kept(limits: BackendLimits, **parameters: Any) -> int:
+        """Counted in the tokens that are drawn."""
+        some = (Sampling(seed=seed, **parameters) for seed in range(2000))
+        drawn = {next_token(PROMPT, one, 0, vocabulary_size=20, limits=limits) for one in some}
+        assert len(drawn) == num_kept(Sampling(**parameters), 20, limits)
+        return len(drawn)
+
+    assert (kept(host), kept(host, top_k=9), kept(device), kept(device, top_k=3)) == (20, 9, 8, 3)
+    assert kept(device, top_k=9) == 9, "the host samples this row"
+    assert (kept(host, top_k=8, top_p=0.5), kept(device, top_p=0.5)) == (4, 3)
+    assert (kept(host, top_p=0.01), kept(device, top_p=0.01)) == (1, 1), "the likeliest token always stays"
 
 
 def test_a_batch_filled_on_the_host_equals_the_one_resolved_on_the_device() -> None:

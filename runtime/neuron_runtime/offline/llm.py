@@ -110,8 +110,8 @@ class LLM:
                 _check_seed(backend.limits)
             defaults = defaults.served(backend.limits)
             warn_if_short(config, backend.limits)
-            for setting in defaults.not_applied:
-                say(f"generation_config.json: {setting} is not supported and not applied")
+            for notice in defaults.notices:
+                say(notice)
         backend.warm_up(progress)
         # No queue limit, because the caller waits for all answers anyway.
         self._engine = Engine(backend, max_queued_requests=sys.maxsize)

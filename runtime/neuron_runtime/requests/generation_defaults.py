@@ -36,6 +36,8 @@ class GenerationDefaults:
     sampling: SamplingFields = field(default_factory=SamplingFields)
     not_applied: tuple[str, ...] = ()
     """Settings of the file that are not applied, as `name=value`."""
+    on_host: tuple[str, ...] = ()
+    """Settings with which the host samples, beside a device that samples other requests."""
 
     def value(self, name: str) -> Any:
         """The value of a parameter that a request leaves out: the model's default, else the parameter's."""
@@ -43,21 +45,36 @@ class GenerationDefaults:
         return PARAMETERS[name].default if own is None else own
 
     def served(self, limits: BackendLimits) -> GenerationDefaults:
-        """The defaults within the model's sampling mode and limits; others are added to `not_applied`."""
-        refused = {
-            name: value
+        """The defaults that the model's sampling mode serves; others are added to `not_applied`.
+
+        In mode DeviceWithLogits all are served, and those that the device cannot apply are named by `on_host`.
+        """
+        if limits.sampling == "Host":
+            return self
+        beyond_device = {
+            name: f"{name}={value}"
             for name, row in PARAMETERS.items()
             if row.modes
-            and row.where(limits.sampling) is Where.REFUSED
+            and row.where("Device") is Where.REFUSED
             and not is_neutral(value := getattr(self.sampling, name), row.neutral)
         }
-        applied: dict[str, Any] = dict.fromkeys(refused)
-        left_out = [f"{name}={value} (with {limits.sampling} sampling)" for name, value in refused.items()]
-        if limits.max_top_k and (top_k := self.value("top_k")) > limits.max_top_k:
-            applied["top_k"] = limits.max_top_k
-            left_out.append(f"top_k={top_k} ({limits.max_top_k}, the maximum with {limits.sampling} sampling, is used)")
-        sampling = msgspec.structs.replace(self.sampling, **applied)
+        if 0 < limits.max_top_k < self.value("top_k"):
+            beyond_device["top_k"] = f"top_k={self.value('top_k')} (the device has {limits.max_top_k})"
+        settings = tuple(beyond_device.values())
+        if limits.sampling == "DeviceWithLogits":
+            return replace(self, on_host=settings)
+        sampling = msgspec.structs.replace(self.sampling, **dict.fromkeys(beyond_device))
+        left_out = (f"{setting} with Device sampling" for setting in settings)
         return replace(self, sampling=sampling, not_applied=(*self.not_applied, *left_out))
+
+    @property
+    def notices(self) -> list[str]:
+        """For the log, what the file sets and the model does not do, or does more slowly."""
+        slower = "the host samples requests that leave it out, which is slower than the device"
+        return [
+            *(f"generation_config.json: {setting} is not supported and not applied" for setting in self.not_applied),
+            *(f"generation_config.json: {setting} needs logits: {slower}" for setting in self.on_host),
+        ]
 
 
 def load_generation_defaults(model_dir: Path, eos_token_id: int | None, source: str = AUTO) -> GenerationDefaults:

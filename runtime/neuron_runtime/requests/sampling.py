@@ -56,13 +56,16 @@ class Sampler:
         return token_ids.stop_tokens(given, self.vocabulary_size) | ends
 
     def _top_k(self, top_k: int, body: Generate) -> int:
-        limits = self.limits
-        if top_k <= 0 or top_k >= self.tokenizer.vocabulary_size:
-            return 0
-        if limits.max_top_k and top_k > limits.max_top_k:
-            message = f"`top_k` is at most {limits.max_top_k} with {limits.sampling} sampling, got {top_k}"
+        most = self.limits.max_top_k
+        if self.limits.sampling == "Device" and 0 < most < top_k:
+            message = (
+                f"`top_k` is at most {most} with Device sampling, got {top_k}: a larger one needs `DeviceWithLogits` "
+                "or `Host`"
+            )
             raise InvalidRequest(message, field="top_k")
-        return top_k
+        # To a device that draws from the likeliest tokens only, 0 does not mean all.
+        every = not most and top_k >= self.tokenizer.vocabulary_size
+        return 0 if top_k <= 0 or every else top_k
 
 
 _CONVERSIONS: dict[str, Callable[[Sampler, Any, Generate], Any]] = {

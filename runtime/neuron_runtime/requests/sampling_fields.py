@@ -44,12 +44,13 @@ class SamplingFields(msgspec.Struct, kw_only=True):
     ] = None
     top_p: Annotated[
         float | None,
-        "Sample from the smallest set of likeliest tokens whose probabilities add up to this",
+        "Sample from the smallest set of likeliest tokens whose probabilities add up to this; a device may drop the "
+        "last of several",
         Parameter(ON_DEVICE, lowest=0, highest=1, above=True, neutral=(1,), default=1.0, setting="top_p"),
     ] = None
     top_k: Annotated[
         int | None,
-        "Sample from this many likeliest tokens; 0 and -1: from all",
+        "Sample from this many likeliest tokens; 0 and -1: from all, or on a device from as many as it has",
         Parameter(ON_DEVICE, lowest=-1, neutral=(0, -1), default=0, setting="top_k"),
     ] = None
     min_p: Annotated[

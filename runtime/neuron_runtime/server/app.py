@@ -42,6 +42,7 @@ from neuron_runtime.server.objects import (
     Model,
     ModelList,
     ModelPermission,
+    ModelSampling,
     ServerInfo,
     Tokens,
     Version,
@@ -265,17 +266,20 @@ class Routes:
         return GenerationResponse(shape, state.served_names[0], generation, state.gate.running())
 
     def _model(self, name: str) -> Model:
-        try:
-            length: int | msgspec.UnsetType = self._state.admission().limits.max_model_length
-        except ServingError:
-            length = msgspec.UNSET
-        return Model(
+        model = Model(
             id=name,
             created=self._started,
             root=self._state.served_names[0],
             permission=[ModelPermission(id=f"modelperm-{name}", created=self._started)],
-            max_model_len=length,
         )
+        try:
+            limits = self._state.admission().limits
+        except ServingError:
+            return model
+        sampling = ModelSampling(
+            mode=limits.sampling, max_top_k=limits.max_top_k, top_p_keeps_crossing=limits.top_p_keeps_crossing
+        )
+        return msgspec.structs.replace(model, max_model_len=limits.max_model_length, sampling=sampling)
 
     async def _parsed(self, request: Request, body_type: type[Body], use: Callable[[Body], Made]) -> Made:
         """Read, parse and use a body. Raises the errors of `_read`."""

@@ -270,8 +270,8 @@ class FrontEnd:
         )
         if not self._speaks:
             return
-        for setting in text.defaults.not_applied:
-            say(f"generation_config.json: {setting} is not supported and not applied")
+        for notice in text.defaults.notices:
+            say(notice)
         say(
             f"ready after {time.monotonic() - self._began:.1f} s: {self._url}/v1 serves {', '.join(self.served_names)} "
             f"({limits.max_model_length} tokens, {limits.max_rows} sequences)"

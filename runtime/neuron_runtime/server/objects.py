@@ -235,6 +235,18 @@ class ModelPermission(msgspec.Struct, kw_only=True):
     is_blocking: Annotated[bool, "Always false."] = False
 
 
+class ModelSampling(msgspec.Struct, kw_only=True):
+    """Where and how the model's tokens are sampled."""
+
+    mode: Annotated[Literal["Device", "DeviceWithLogits", "Host"], "The sampling mode."]
+    max_top_k: Annotated[
+        Count, "The device samples from at most this many likeliest tokens, also if `top_k` is not set; 0: from all."
+    ]
+    top_p_keeps_crossing: Annotated[
+        bool, "Whether `top_p` on the device keeps the token at which the sum of probabilities crosses it."
+    ]
+
+
 class Model(msgspec.Struct, kw_only=True):
     """A served name. All names refer to the same model."""
 
@@ -247,6 +259,9 @@ class Model(msgspec.Struct, kw_only=True):
     permission: Annotated[list[ModelPermission], "One entry."]
     max_model_len: Annotated[
         Positive | UnsetType, "Maximum tokens of prompt plus output; absent until the model is ready."
+    ] = UNSET
+    sampling: Annotated[
+        ModelSampling | UnsetType, "Where and how tokens are sampled; absent until the model is ready."
     ] = UNSET
 
 
