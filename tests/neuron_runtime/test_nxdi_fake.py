@@ -1,18 +1,21 @@
 """The fake NxD Inference answers a careful caller as transformers does, and a careless one as the real library would.
 
 Each careless call is made twice: the strict fake refuses it with the number of the rule, the damaging one answers, and
-its tokens differ from those of transformers.
+its tokens differ from those of transformers. With NXDI_UNDER_TEST=installed the tests of damage run on the NxD
+Inference that is installed.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from helpers.nxdi import fake_nxdi
+from helpers.nxdi import fake_nxdi, installed
 from helpers.torch_models import random_model, reference
 
 LLAMA3_SCALING = {
@@ -65,6 +68,20 @@ def own_work_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("BASE_COMPILE_WORK_DIR", str(tmp_path / "work"))
 
 
+@contextmanager
+def library(version: str = "0.9", mode: Any = "strict", **settings: Any) -> Iterator[Any]:
+    """The fake; or, for what it does in damage mode, the installed library if that has the version."""
+    if not installed():
+        with fake_nxdi(version, mode, **settings) as fake:
+            yield fake
+        return
+    import neuronx_distributed_inference
+
+    if mode == "strict" or not neuronx_distributed_inference.__version__.startswith(version):
+        pytest.skip("only the fake does that")
+    yield None
+
+
 def built(model: Model, folder: Path, **changes: Any) -> Any:
     """A compiled and loaded application for lines of 128 positions."""
     from neuronx_distributed_inference.models.config import OnDeviceSamplingConfig
@@ -91,9 +108,25 @@ def built(model: Model, folder: Path, **changes: Any) -> Any:
         config_class.get_neuron_config_cls()(**fields), load_config=load_pretrained_config(str(model.folder))
     )
     loaded = application(str(model.folder), config)
-    loaded.compile(str(folder))
-    loaded.load(str(folder), skip_warmup=True)
+    loaded.compile(str(folder / "artifact"))
+    loaded.load(str(folder / "artifact"), skip_warmup=True)
     return loaded
+
+
+def in_blocks(model: Model, folder: Path, **changes: Any) -> Any:
+    """The same for blocks of 32 positions, with prefix caching."""
+    fields: dict[str, Any] = {
+        "seq_len": 512,
+        "is_block_kv_layout": True,
+        "is_prefix_caching": True,
+        "pa_num_blocks": 64,
+        "pa_block_size": 32,
+        "context_encoding_buckets": [128, 256],
+        "prefix_buckets": [128, 256, 512],
+        "token_generation_buckets": [128, 512],
+        "logical_nc_config": 2,
+    }
+    return built(model, folder, **fields | changes)
 
 
 class Lines:
@@ -104,34 +137,110 @@ class Lines:
         self.live: dict[int, list[int]] = {}
         self.starts: dict[int, int] = {}
 
-    def prefill(self, line: int, prompt: list[int]) -> int:
-        outputs = self.application.forward(
-            input_ids=torch.tensor([prompt]),
-            position_ids=torch.arange(len(prompt))[None],
-            seq_ids=torch.tensor([line]),
-            sampling_params=torch.tensor([GREEDY]),
-        )
-        self.live[line] = [*prompt, token := _tokens(outputs)[0]]
+    def prefill(self, line: int, prompt: list[int], **changes: Any) -> int:
+        ids, positions = torch.tensor([prompt]), torch.arange(len(prompt))[None]
+        if len(prompt) == 1:
+            longest = self.application.neuron_config.max_context_length
+            ids = torch.nn.functional.pad(ids, (0, longest - 1))
+            positions = torch.zeros_like(ids)
+        arguments = {
+            "input_ids": ids,
+            "position_ids": positions,
+            "seq_ids": torch.tensor([line]),
+            "sampling_params": torch.tensor([GREEDY]),
+        }
+        token = tokens_of(self.application.forward(**arguments | changes))[0]
+        self.live[line] = [*prompt, token]
         self.starts[line] = len(prompt)
         return token
 
-    def decode(self) -> None:
-        lines = sorted(self.live)
-        outputs = self.application.forward(
-            input_ids=torch.tensor([[self.live[line][-1]] for line in lines]),
-            position_ids=torch.tensor([[len(self.live[line]) - 1] for line in lines]),
-            seq_ids=torch.tensor(lines),
-            sampling_params=torch.tensor([GREEDY] * len(lines)),
-        )
-        for line, token in zip(lines, _tokens(outputs), strict=True):
+    def arguments(self, lines: list[int]) -> dict[str, torch.Tensor]:
+        return {
+            "input_ids": torch.tensor([[self.live[line][-1]] for line in lines]),
+            "position_ids": torch.tensor([[len(self.live[line]) - 1] for line in lines]),
+            "seq_ids": torch.tensor(lines),
+            "sampling_params": torch.tensor([GREEDY] * len(lines)),
+        }
+
+    def decode(self, lines: list[int] | None = None, **changes: Any) -> None:
+        lines = sorted(self.live) if lines is None else lines
+        outputs = self.application.forward(**self.arguments(lines) | changes)
+        for line, token in zip(lines, tokens_of(outputs), strict=True):
             self.live[line].append(token)
 
     def answer(self, line: int) -> list[int]:
         return self.live[line][self.starts[line] :]
 
 
-def _tokens(outputs: Any) -> list[int]:
-    if outputs.logits is None or outputs.hidden_states == []:
+class Blocks:
+    """A careful caller of the block layout: any rows in a call, prompts in segments, prefixes of others' blocks."""
+
+    def __init__(self, application: Any) -> None:
+        self.application = application
+        self.size = application.neuron_config.pa_block_size
+        self.free = list(range(1, application.neuron_config.pa_num_blocks))
+        self.tokens: dict[int, list[int]] = {}
+        self.tables: dict[int, list[int]] = {}
+        self.starts: dict[int, int] = {}
+
+    def _extend(self, sequence: int, end: int) -> None:
+        table = self.tables.setdefault(sequence, [])
+        while len(table) * self.size < end:
+            table.append(self.free.pop())
+
+    def slots(self, sequence: int, start: int, end: int) -> list[int]:
+        table = self.tables[sequence]
+        return [table[at // self.size] * self.size + at % self.size for at in range(start, end)]
+
+    def prefill(self, sequence: int, prompt: list[int], start: int = 0, end: int | None = None, **changes: Any) -> int:
+        """Computes `prompt[start:end]`; what comes before is in the sequence's blocks."""
+        end = len(prompt) if end is None else end
+        self._extend(sequence, end + 1)
+        arguments = {
+            "input_ids": torch.tensor([prompt[:end]]),
+            "position_ids": torch.arange(end)[None],
+            "seq_ids": torch.tensor([sequence]),
+            "sampling_params": torch.tensor([GREEDY]),
+            "slot_mapping": torch.tensor([self.slots(sequence, start, end)]),
+            "block_table": torch.tensor([self.tables[sequence]]),
+            "full_context_lens": torch.tensor([[end]]),
+            "computed_context_lens": torch.tensor([[start]]),
+        }
+        token = tokens_of(self.application.forward(**arguments | changes))[0]
+        self.tokens[sequence] = [*prompt, token]
+        self.starts[sequence] = len(prompt)
+        return token
+
+    def decode(self, sequences: list[int] | None = None, **changes: Any) -> None:
+        sequences = list(self.tokens) if sequences is None else sequences
+        lengths = [len(self.tokens[sequence]) for sequence in sequences]
+        for sequence, length in zip(sequences, lengths, strict=True):
+            self._extend(sequence, length + 1)
+        width = max(len(self.tables[sequence]) for sequence in sequences)
+        at = torch.tensor(lengths)[:, None] - 1
+        arguments = {
+            "input_ids": torch.tensor([[self.tokens[sequence][-1]] for sequence in sequences]),
+            "position_ids": at,
+            "seq_ids": torch.tensor(sequences),
+            "sampling_params": torch.tensor([GREEDY] * len(sequences)),
+            "slot_mapping": torch.tensor([self.slots(s, n - 1, n) for s, n in zip(sequences, lengths, strict=True)]),
+            "block_table": torch.tensor([self._padded(sequence, width) for sequence in sequences]),
+            "full_context_lens": at + 1,
+            "computed_context_lens": at,
+        }
+        outputs = self.application.forward(**arguments | changes)
+        for sequence, token in zip(sequences, tokens_of(outputs), strict=True):
+            self.tokens[sequence].append(token)
+
+    def _padded(self, sequence: int, width: int) -> list[int]:
+        return self.tables[sequence] + [0] * (width - len(self.tables[sequence]))
+
+    def answer(self, sequence: int) -> list[int]:
+        return self.tokens[sequence][self.starts[sequence] :]
+
+
+def tokens_of(outputs: Any) -> list[int]:
+    if outputs.tokens.dim() == 1:
         return outputs.tokens.tolist()
     return outputs.logits[:, -1].argmax(-1).tolist()
 
@@ -146,13 +255,17 @@ def version(request: pytest.FixtureRequest) -> str:
     return request.param
 
 
-def _served(lines: Lines, model: Model, count: int = 4) -> None:
-    for line, prompt in enumerate(prompts(count)):
-        lines.prefill(line, prompt)
+# Careful callers
+
+
+def _served(caller: Lines | Blocks, model: Model, lengths: tuple[int, ...] = (5, 23, 40, 9), count: int = 4) -> None:
+    wanted = {row: (prompt, model.continuation(prompt, 13)) for row, prompt in enumerate(prompts(count, lengths))}
+    for row, (prompt, _) in wanted.items():
+        caller.prefill(row, prompt)
     for _ in range(12):
-        lines.decode()
-    for line, prompt in enumerate(prompts(count)):
-        assert lines.answer(line) == model.continuation(prompt, 13)
+        caller.decode()
+    for row, (_, answer) in wanted.items():
+        assert caller.answer(row) == answer
 
 
 @pytest.mark.parametrize("sampling", ["device", "host"])
@@ -160,7 +273,7 @@ def _served(lines: Lines, model: Model, count: int = 4) -> None:
 def test_a_careful_caller_gets_the_tokens_of_transformers(
     model: Model, tmp_path: Path, version: str, mode: Any, sampling: str
 ) -> None:
-    with fake_nxdi(version, mode):
+    with library(version, mode):
         changes = {"on_device_sampling_config": None} if sampling == "host" else {}
         _served(Lines(built(model, tmp_path, **changes)), model)
 
@@ -168,5 +281,203 @@ def test_a_careful_caller_gets_the_tokens_of_transformers(
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_family_gives_the_tokens_of_transformers(tmp_path: Path, family: str) -> None:
     model = Model(tmp_path / "model", **FAMILIES[family])
-    with fake_nxdi("0.9"):
-        _served(Lines(built(model, tmp_path / "artifact")), model, 2)
+    with library("0.9", "damage"):
+        _served(Lines(built(model, tmp_path)), model, count=2)
+
+
+@pytest.mark.parametrize("mode", ["strict", "damage"])
+def test_lines_come_and_go_and_one_token_is_a_prompt(model: Model, tmp_path: Path, version: str, mode: Any) -> None:
+    with library(version, mode):
+        lines = Lines(built(model, tmp_path))
+        first, second, third = prompts(3, (30, 1, 12))
+        lines.prefill(2, first)
+        lines.decode()
+        lines.prefill(0, second)
+        for _ in range(20):
+            lines.decode()
+        del lines.live[2]
+        lines.decode()
+        lines.prefill(2, third)
+        for _ in range(3):
+            lines.decode()
+        assert lines.answer(0) == model.continuation(second, 25)
+        assert lines.answer(2) == model.continuation(third, 4)
+
+
+@pytest.mark.parametrize("mode", ["strict", "damage"])
+def test_blocks_hold_sequences_of_any_rows(model: Model, tmp_path: Path, version: str, mode: Any) -> None:
+    with library(version, mode):
+        blocks = Blocks(in_blocks(model, tmp_path))
+        _served(blocks, model, (5, 140, 1, 60))
+        fifth = prompts(1, (33,), seed=5)[0]
+        blocks.prefill(99, fifth)
+        for sequences in ([99, 1], [99], [3, 99, 0]):
+            blocks.decode(sequences)
+        assert blocks.answer(99) == model.continuation(fifth, 4)
+        assert blocks.answer(1) == model.continuation(prompts(4, (5, 140, 1, 60))[1], 14)
+
+
+@pytest.mark.parametrize("mode", ["strict", "damage"])
+def test_prefixes_are_shared_and_prompts_come_in_segments(
+    model: Model, tmp_path: Path, version: str, mode: Any
+) -> None:
+    with library(version, mode):
+        blocks = Blocks(in_blocks(model, tmp_path))
+        prompt = prompts(1, (300,))[0]
+        blocks.prefill(0, prompt, 0, 130)
+        blocks.prefill(0, prompt, 130, 256)
+        assert blocks.prefill(0, prompt, 256) == model.continuation(prompt, 1)[0]
+        # The second prompt shares seven blocks; not all of the eighth is the same.
+        other = [*prompt[:240], *prompts(1, (37,), seed=8)[0]]
+        blocks.tables[1] = blocks.tables[0][:7]
+        blocks.prefill(1, other, 224)
+        for _ in range(3):
+            blocks.decode()
+        assert blocks.answer(0) == model.continuation(prompt, 4)
+        assert blocks.answer(1) == model.continuation(other, 4)
+
+
+# Careless callers: silent damage
+
+Pairs = list[tuple[list[int], list[int]]]
+"""What a caller got, and what transformers has."""
+
+
+def unsorted_rows(model: Model, folder: Path) -> Pairs:
+    lines = Lines(built(model, folder))
+    given = prompts(4)
+    for line, prompt in enumerate(given):
+        lines.prefill(line, prompt)
+    lines.decode([3, 1, 2, 0])
+    return [(lines.answer(line), model.continuation(prompt, 2)) for line, prompt in enumerate(given)]
+
+
+def absent_line(model: Model, folder: Path) -> Pairs:
+    lines = Lines(built(model, folder))
+    short, long = prompts(2)
+    lines.prefill(0, short)
+    lines.prefill(1, long)
+    for _ in range(4):
+        lines.decode([0])
+    for _ in range(4):
+        lines.decode()
+    return [(lines.answer(1), model.continuation(long, 5))]
+
+
+def dummy_row(model: Model, folder: Path) -> Pairs:
+    lines = Lines(built(model, folder))
+    given = prompts(2)
+    for line, prompt in enumerate(given):
+        lines.prefill(line, prompt)
+    arguments = lines.arguments([0, 1])
+    zero = {name: torch.cat((tensor, torch.zeros_like(tensor[:1]))) for name, tensor in arguments.items()}
+    zero["seq_ids"][2], zero["sampling_params"][2] = 2, torch.tensor(GREEDY)
+    found = tokens_of(lines.application.forward(**zero))
+    for line in (0, 1):
+        lines.live[line].append(found[line])
+    lines.decode()
+    return [(lines.answer(line), model.continuation(prompt, 3)) for line, prompt in enumerate(given)]
+
+
+def lone_token(model: Model, folder: Path) -> Pairs:
+    lines = Lines(built(model, folder))
+    pairs = []
+    for line, prompt in enumerate(prompts(4, (1,))):
+        lines.prefill(line, prompt, input_ids=torch.tensor([prompt]), position_ids=torch.zeros(1, 1, dtype=torch.long))
+        pairs.append((lines.answer(line), model.continuation(prompt, 1)))
+    return pairs
+
+
+def ramp(model: Model, folder: Path) -> Pairs:
+    lines = Lines(built(model, folder))
+    prompt = prompts(1)[0]
+    padded = torch.tensor([prompt + [0] * 6])
+    lines.prefill(0, prompt, input_ids=padded, position_ids=torch.arange(11)[None])
+    lines.decode()
+    return [(lines.answer(0), model.continuation(prompt, 2))]
+
+
+def too_few_parameters(model: Model, folder: Path) -> Pairs:
+    lines = Lines(built(model, folder, **DETERMINISTIC))
+    given = prompts(2)
+    for line, prompt in enumerate(given):
+        lines.prefill(line, prompt)
+    for _ in range(3):
+        lines.decode(sampling_params=torch.tensor([[64.0, 1.0, 9.0]]))
+    return [(lines.answer(1), model.continuation(given[1], 4))]
+
+
+def top_k_zero(model: Model, folder: Path) -> Pairs:
+    """At so low a temperature only the likeliest token has a chance."""
+    lines = Lines(built(model, folder, **DETERMINISTIC))
+    prompt = prompts(1)[0]
+    lines.prefill(0, prompt, sampling_params=torch.tensor([[0.0, 1.0, 0.0001]]))
+    return [(lines.answer(0), model.continuation(prompt, 1))]
+
+
+def cut_prompt(model: Model, folder: Path) -> Pairs:
+    lines = Lines(
+        built(model, folder, max_context_length=32, context_encoding_buckets=[32], allow_input_truncation=True)
+    )
+    prompt = prompts(1, (40,))[0]
+    lines.prefill(0, prompt)
+    return [(lines.answer(0), model.continuation(prompt, 1))]
+
+
+def stored_prefix(model: Model, folder: Path) -> Pairs:
+    """Slots for all of the prompt, of which the first blocks are shared."""
+    blocks = Blocks(in_blocks(model, folder))
+    prompt = prompts(1, (200,))[0]
+    other, third = ([*prompt[:160], *prompts(1, (20,), seed=seed)[0]] for seed in (8, 9))
+    blocks.prefill(0, prompt)
+    blocks.tables[1] = blocks.tables[0][:5]
+    blocks._extend(1, 181)
+    blocks.prefill(1, other, 160, slot_mapping=torch.tensor([blocks.slots(1, 0, 180)]))
+    blocks.tables[2] = blocks.tables[0][:5]
+    blocks.prefill(2, third, 160)
+    for _ in range(6):
+        blocks.decode()
+    return [(blocks.answer(0), model.continuation(prompt, 7)), (blocks.answer(2), model.continuation(third, 7))]
+
+
+def unused_prefix(model: Model, folder: Path) -> Pairs:
+    blocks = Blocks(in_blocks(model, folder, logical_nc_config=1))
+    pairs = []
+    for sequence, prompt in enumerate(prompts(4, (200,))):
+        blocks.prefill(2 * sequence, prompt)
+        blocks.tables[2 * sequence + 1] = blocks.tables[2 * sequence][:1]
+        other = [*prompt[:32], *prompts(1, (240,), seed=8)[0]]
+        blocks.prefill(2 * sequence + 1, other, 32)
+        pairs.append((blocks.answer(2 * sequence + 1), model.continuation(other, 1)))
+    return pairs
+
+
+DETERMINISTIC = {
+    "on_device_sampling_config": {"dynamic": True, "deterministic": True, "global_topk": 64},
+}
+
+SILENT: dict[str, tuple[str, Callable[[Model, Path], Pairs]]] = {
+    "rows that are not sorted by line": ("20-1", unsorted_rows),
+    "a live line that is absent from a decode call": ("20-2", absent_line),
+    "a dummy row at position 0": ("20-3", dummy_row),
+    "a prompt of one token": ("20-4", lone_token),
+    "positions that go on through the padding": ("20-5", ramp),
+    "fewer rows of sampling parameters than rows": ("20-10", too_few_parameters),
+    "top_k 0": ("20-11", top_k_zero),
+    "a prompt that is cut": ("0.1-18", cut_prompt),
+    "slots for a shared prefix": ("20-14", stored_prefix),
+    "a prefix bucket that is not full at LNC 1": ("10-LNC1", unused_prefix),
+}
+
+
+@pytest.mark.parametrize("mistake", SILENT)
+def test_a_careless_caller_is_refused_or_gets_wrong_tokens(
+    model: Model, tmp_path: Path, version: str, mistake: str
+) -> None:
+    rule, careless = SILENT[mistake]
+    with library(version, "damage"):
+        assert any(got != wanted for got, wanted in careless(model, tmp_path / "damage"))
+    if not installed():
+        with library(version, "strict") as fake, pytest.raises(fake.FakeRefusal) as refusal:
+            careless(model, tmp_path / "strict")
+        assert refusal.value.rule == rule
