@@ -7,6 +7,7 @@ Inference that is installed.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -420,7 +421,9 @@ def cut_prompt(model: Model, folder: Path) -> Pairs:
         built(model, folder, max_context_length=32, context_encoding_buckets=[32], allow_input_truncation=True)
     )
     prompt = prompts(1, (40,))[0]
-    lines.prefill(0, prompt)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        lines.prefill(0, prompt)
     return [(lines.answer(0), model.continuation(prompt, 1))]
 
 
