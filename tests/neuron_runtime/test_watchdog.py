@@ -21,13 +21,13 @@ from helpers.strict_backend import StrictBackend
 from neuron_runtime.arguments import config_of
 from neuron_runtime.artifacts import loading
 from neuron_runtime.backend.base import ProgressCallback, StepTime, size_of
+from neuron_runtime.children import Child
 from neuron_runtime.core import Added, BackendLimits, Batch, Kind, Late, Request, Rows, Sampling, StepOutput
 from neuron_runtime.engine import process
 from neuron_runtime.engine.lifeline import Deadline
 from neuron_runtime.engine.messages import Add, FromEngine, Step, ToEngine
 from neuron_runtime.engine.watchdog import LATE_SECONDS, StepLimits, WatchedBackend
 from neuron_runtime.local_settings import LocalSettings
-from neuron_runtime.server.supervisor import Child
 
 LIMITS = BackendLimits(max_rows=64, max_model_length=64, max_step_tokens=1024, num_blocks=64)
 

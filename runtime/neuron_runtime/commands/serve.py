@@ -82,8 +82,8 @@ def add_model_flags(parser: argparse.ArgumentParser, wanted: Callable[[Field], b
 
 def run(options: argparse.Namespace, began: float) -> record.Record:
     """Serve until a signal. Raises ServingError if serving is impossible."""
+    from neuron_runtime.run_dir import made_run_dir  # noqa: PLC0415
     from neuron_runtime.server.auth import api_key_file, check_keys  # noqa: PLC0415
-    from neuron_runtime.server.run_dir import made_run_dir  # noqa: PLC0415
     from neuron_runtime.server.supervisor import Signals, Supervisor, listen, url_of  # noqa: PLC0415
 
     config = configuration(options)

@@ -1,6 +1,6 @@
-"""`LLM`: loads a model, and runs scheduler and backend on the caller's thread.
+"""`LLM`: loads a model and answers prompts.
 
-All prompts of a call are admitted before the first one runs. `running` creates text and outputs.
+All prompts of a call are admitted before the first one runs, by one of `engines`. `running` creates text and outputs.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from typing import Any, Literal, TypeVar
 from tqdm import tqdm  # type: ignore[import-untyped]
 
 from neuron_runtime.arguments import LLM_NAMES, default_artifacts_dir, default_weights_dir, llm_config, naming
-from neuron_runtime.checkpoint import check_tokenizer
-from neuron_runtime.console import StageLines, say
+from neuron_runtime.console import say
 from neuron_runtime.core import BackendLimits, TokenEvent
-from neuron_runtime.engine.backends import backend_package, check_backend, warn_if_short
-from neuron_runtime.engine.loop import Engine
+from neuron_runtime.engine.backends import check_backend
 from neuron_runtime.errors import BackendFailed, InvalidConfig, InvalidRequest
+from neuron_runtime.local_settings import LocalSettings
 from neuron_runtime.not_built import Surface, refuse
+from neuron_runtime.offline.engines import engine_of
 from neuron_runtime.offline.outputs import RequestOutput
 from neuron_runtime.offline.prompts import Prompt, listed, naming_prompt, one_each, prompt_fields
 from neuron_runtime.offline.running import RunningChoice, RunningPrompt
@@ -83,41 +83,35 @@ class LLM:
         **arguments: Any,
     ) -> None:
         config = llm_config(model, arguments, device=device, revision=revision, additional_config=additional_config)
-        with naming(LLM_NAMES | {"--weights-store": "weights_store"}):
+        settings = LocalSettings(
+            weights_dir=default_weights_dir() if download_dir is None else Path(download_dir),
+            artifacts_dir=default_artifacts_dir() if artifacts_dir is None else Path(artifacts_dir),
+            weights_store=weights_store,
+            artifacts_store=artifacts_store,
+            on_weights_miss=on_weights_miss,
+        )
+        with naming(LLM_NAMES | {"--weights-store": "weights_store", "--artifacts-store": "artifacts_store"}):
             check_backend(config)
-            from neuron_runtime.artifacts.loading import Places, load_backend  # noqa: PLC0415
-            from neuron_runtime.weights.fetching import materialize  # noqa: PLC0415  (brings a hub client)
-
-            progress = StageLines()
-            weights_dir = default_weights_dir() if download_dir is None else Path(download_dir)
-            package = backend_package(config)
-            self._model_dir = materialize(
-                config.model,
-                weights_dir,
-                progress,
-                weights_store=weights_store,
-                on_miss=on_weights_miss,
-                with_weights=package.needs_weights(config),
-                check=check_tokenizer,
-            )
-            tokenizer = load_tokenizer(self._model_dir)
-            source = config.text.generation_config
-            defaults = load_generation_defaults(self._model_dir, tokenizer.eos_token_id, source)
-            places = Places(default_artifacts_dir() if artifacts_dir is None else Path(artifacts_dir), artifacts_store)
-            backend = load_backend(self._model_dir, config, places, progress)
-            self._close = weakref.finalize(self, backend.close)
-            if seed is not None:
-                _check_seed(backend.limits)
-            defaults = defaults.served(backend.limits)
-            warn_if_short(config, backend.limits)
-            for notice in defaults.notices:
-                say(notice)
-        backend.warm_up(progress)
-        # No queue limit, because the caller waits for all answers anyway.
-        self._engine = Engine(backend, max_queued_requests=sys.maxsize)
+            self._engine = engine_of(config, settings)
+            self._close = weakref.finalize(self, self._engine.close)
+            try:
+                self._model_dir = self._engine.find_model()
+                tokenizer = load_tokenizer(self._model_dir)
+                source = config.text.generation_config
+                defaults = load_generation_defaults(self._model_dir, tokenizer.eos_token_id, source)
+                limits = self._engine.load()
+                if seed is not None:
+                    _check_seed(limits)
+            except BaseException:
+                # Also Ctrl-C: what is loaded so far must not wait for the garbage collector.
+                self._close()
+                raise
+        defaults = defaults.served(limits)
+        for notice in defaults.notices:
+            say(notice)
         self._admission = Admission(
             tokenizer,
-            backend.limits,
+            limits,
             config.served_names,
             defaults,
             max_queued_requests=sys.maxsize,

@@ -5,12 +5,10 @@ Pure functions of exit codes and times.
 
 from __future__ import annotations
 
-import signal
 from collections import deque
 from collections.abc import Set
 
 from neuron_runtime.errors import BackendFailed, ExitCode, FatalError, ServingError
-from neuron_runtime.host import LIMIT_OF_A_POD, gib
 
 MAX_RESTARTS = 3
 RESTART_WINDOW_SECONDS = 600.0
@@ -56,29 +54,3 @@ class RestartBudget:
             return FatalError(ExitCode.RESTART_BUDGET_EXHAUSTED, message)
         self._restarts.append(now)
         return None
-
-
-def describe_exit(name: str, return_code: int) -> str:
-    """A message for a process that exited without a record."""
-    if return_code >= 0:
-        return f"the {name} exited with code {return_code}"
-    try:
-        killer = signal.Signals(-return_code).name
-    except ValueError:
-        killer = f"signal {-return_code}"
-    hint = " (often because the machine ran out of memory)" if killer == "SIGKILL" else ""
-    return f"the {name} was killed by {killer}{hint}"
-
-
-def out_of_memory(name: str, limit_bytes: int | None) -> FatalError:
-    """The error for a process that the kernel killed because memory ran out.
-
-    limit_bytes: the memory limit of this control group; None: there is none.
-    """
-    if limit_bytes is None:
-        cause, cure = "the machine ran out of memory", "use a machine with more memory"
-    else:
-        cause = f"the memory limit of {gib(limit_bytes)} was reached"
-        cure = f"raise that limit ({LIMIT_OF_A_POD})"
-    message = f"the kernel killed the {name} because {cause}: {cure}, or serve fewer or shorter sequences"
-    return FatalError(ExitCode.DEVICE_OUT_OF_MEMORY, message)

@@ -18,33 +18,32 @@ import subprocess
 import sys
 import time
 from collections.abc import Set
-from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 
 import msgspec
 
+from neuron_runtime.children import (
+    CONFIG_FILE,
+    ENGINE_MODULE,
+    ENGINE_NAME,
+    STOP_SECONDS,
+    Child,
+    Failures,
+    start_child,
+)
 from neuron_runtime.config import RuntimeConfig
 from neuron_runtime.console import say
-from neuron_runtime.engine.lifeline import Deadline
-from neuron_runtime.errors import BackendFailed, ExitCode, FatalError, InvalidConfig, ServingError
-from neuron_runtime.host import memory_limit, num_oom_kills
+from neuron_runtime.errors import ExitCode, InvalidConfig, ServingError
 from neuron_runtime.local_settings import LocalSettings
-from neuron_runtime.record import GENERAL_FAILURE, Record
 from neuron_runtime.server.control import Control, EngineEnded, EngineStalled, EngineStarted, StartDrain, encode_line
 from neuron_runtime.server.restarts import (
     CURED_BY_REPLACEMENT,
     CURED_BY_RESTART,
     RestartBudget,
-    describe_exit,
-    out_of_memory,
 )
 
 TICK_SECONDS = 1.0
-MIN_CHECKS = 2
-"""A process hangs if this many checks in a row find it overdue; one is not enough after a freeze of the machine."""
-STOP_SECONDS = 10.0
-"""Time that a child has to exit, in addition to a drain."""
 BACKLOG = 2048
 SEND_BUFFER_BYTES = 64 * 1024
 """Kernel buffer for a client that does not read; several hundred tokens."""
@@ -88,75 +87,6 @@ def url_of(listener: socket.socket) -> str:
     host, port = listener.getsockname()[:2]
     host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
-
-
-@dataclass
-class Child:
-    """A child process: a command of this package."""
-
-    name: str
-    process: subprocess.Popen[bytes]
-    record_path: Path
-    deadline: Deadline
-    num_overdue: int = 0
-    """Consecutive checks that found it overdue."""
-
-    @property
-    def lives(self) -> bool:
-        return self.process.poll() is None
-
-    def kill_if_hung(self) -> None:
-        """Call this periodically."""
-        overdue = self.deadline.overdue_seconds
-        self.num_overdue = self.num_overdue + 1 if overdue and self.lives else 0
-        if self.num_overdue >= MIN_CHECKS:
-            say(f"the {self.name} hangs ({overdue:.0f} s over its limit): stopping it")
-            # Its fault handler prints where it hangs, even while the GIL is held.
-            self.process.send_signal(signal.SIGABRT)
-            self.resume()
-            self.wait_or_kill(STOP_SECONDS)
-
-    @property
-    def stall(self) -> str:
-        """Why it does not respond now, although it has not exited; empty if it does."""
-        if os.waitid(os.P_PID, self.process.pid, os.WSTOPPED | os.WNOHANG | os.WNOWAIT) is not None:
-            return f"the {self.name} is stopped"
-        return f"the {self.name} is late with its work" if self.deadline.late_seconds else ""
-
-    def failure(self) -> ServingError:
-        """Why it exited: the error in its record, or BackendFailed with its exit code or signal."""
-        code = self.process.returncode
-        named = self._message()
-        message = named or describe_exit(self.name, code)
-        if code in set(ExitCode):
-            return FatalError(ExitCode(code), message)
-        return ServingError(message) if named and code == GENERAL_FAILURE else BackendFailed(message)
-
-    def _message(self) -> str:
-        try:
-            return msgspec.json.decode(self.record_path.read_bytes(), type=Record).message
-        except (OSError, msgspec.DecodeError):
-            return ""
-
-    def resume(self) -> None:
-        """Continue a stopped process, so that it handles other signals and messages."""
-        self.process.send_signal(signal.SIGCONT)
-
-    def close(self) -> None:
-        """Release its deadline and pipe after it has exited."""
-        self.deadline.close()
-        if self.process.stdin is not None:
-            with contextlib.suppress(BrokenPipeError):
-                self.process.stdin.close()
-
-    def wait_or_kill(self, seconds: float) -> None:
-        """Wait for it to exit, then kill it."""
-        try:
-            self.process.wait(seconds)
-        except subprocess.TimeoutExpired:
-            say(f"the {self.name} did not exit within {seconds:.0f} s: killing it")
-            self.process.kill()
-            self.process.wait()
 
 
 class Signals:
@@ -216,10 +146,9 @@ class Supervisor:
         self._front_ends: list[Child] = []
         self._num_predecessors = [0] * config.server.num_front_ends
         """For each front end, earlier processes in its place. Never reset: it makes the ids of requests unique."""
-        self._num_oom_kills = num_oom_kills()
+        self._failures = Failures()
         self._run_dir = run_dir
-        self._config_path = self._run_dir / "config.json"
-        self._config_path.write_bytes(msgspec.json.encode(config))
+        (run_dir / CONFIG_FILE).write_bytes(msgspec.json.encode(config))
 
     def run(self) -> None:
         """Returns after a drain. Raises ServingError if serving cannot continue."""
@@ -265,7 +194,7 @@ class Supervisor:
                 deadline = min(deadline, time.monotonic() + STOP_SECONDS)
             if engine_lives and not self._engine.lives:
                 engine_lives = False
-                self._send(EngineEnded(str(self._failure(self._engine))))
+                self._send(EngineEnded(str(self._failures.of(self._engine))))
             self._signals.sleep(TICK_SECONDS)
             self._kill_hung_children()
 
@@ -281,7 +210,7 @@ class Supervisor:
             child.kill_if_hung()
 
     def _restart_engine(self) -> None:
-        failure = self._failure(self._engine)
+        failure = self._failures.of(self._engine)
         self._send(EngineEnded(str(failure)))
         self._check(failure, CURED_BY_RESTART)
         self._began = time.monotonic()
@@ -290,7 +219,7 @@ class Supervisor:
     def _replace_front_end(self, number: int) -> None:
         """Only its own connections are lost; the engine continues requests of the others."""
         ended = self._front_ends[number]
-        self._check(self._failure(ended), CURED_BY_REPLACEMENT)
+        self._check(self._failures.of(ended), CURED_BY_REPLACEMENT)
         ended.close()
         self._num_predecessors[number] += 1
         self._front_ends[number] = self._start_front_end(number)
@@ -309,15 +238,7 @@ class Supervisor:
         self._front_ends.clear()
 
     def _end_engine(self) -> None:
-        self._engine.process.terminate()
-        self._engine.resume()
-        self._engine.wait_or_kill(STOP_SECONDS)
-
-    def _failure(self, ended: Child) -> ServingError:
-        before, self._num_oom_kills = self._num_oom_kills, num_oom_kills()
-        if ended.process.returncode == -signal.SIGKILL and self._num_oom_kills > before:
-            return out_of_memory(ended.name, memory_limit())
-        return ended.failure()
+        self._engine.end()
 
     def _check(self, failure: ServingError, codes: Set[ExitCode]) -> None:
         error = self._budget.failure_to_end_with(failure, time.monotonic(), codes)
@@ -328,13 +249,14 @@ class Supervisor:
     def _start_front_end(self, number: int) -> Child:
         """All front ends accept from the same socket; an idle one takes the next connection."""
         fd = self._listener.fileno()
-        return self._start(
+        return start_child(
             "front end",
             "neuron_runtime.server.front_end",
             [
                 *(f"--listener-fd={fd}", f"--url={url_of(self._listener)}", *self._keys),
                 f"--front-end={number}",
             ],
+            self._run_dir,
             f"front-end-{number}",
             stdin=subprocess.PIPE,
             pass_fds=(fd,),
@@ -348,43 +270,13 @@ class Supervisor:
             f"--incarnation={self._incarnation}",
             f"--num-front-ends={self._config.server.num_front_ends}",
         ]
-        self._engine = self._start(
-            "engine process", "neuron_runtime.engine.process", arguments, f"deadline-{self._incarnation}"
+        self._engine = start_child(
+            ENGINE_NAME, ENGINE_MODULE, arguments, self._run_dir, f"deadline-{self._incarnation}"
         )
         self._send(self._engine_started(0, self._began))
 
     def _engine_started(self, num_predecessors: int, began: float) -> EngineStarted:
         return EngineStarted(self._incarnation, num_predecessors, self._engine.process.pid, began)
-
-    def _start(
-        self,
-        name: str,
-        module: str,
-        arguments: list[str],
-        deadline: str,
-        *,
-        stdin: int = subprocess.DEVNULL,
-        pass_fds: tuple[int, ...] = (),
-    ) -> Child:
-        record_path = self._run_dir / f"{deadline}.record"
-        record_path.unlink(missing_ok=True)
-        common = [
-            f"--config={self._config_path}",
-            f"--run-dir={self._run_dir}",
-            f"--record={record_path}",
-            f"--parent-pid={os.getpid()}",
-        ]
-        watched = Deadline(self._run_dir / deadline)
-        # An earlier process may have left one.
-        watched.clear()
-        process = subprocess.Popen(
-            [sys.executable, "-P", "-m", module, *common, *arguments],
-            stdin=stdin,
-            pass_fds=pass_fds,
-            # Only the supervisor handles Ctrl-C.
-            start_new_session=True,
-        )
-        return Child(name, process, record_path, watched)
 
     def _send(self, message: Control, *only: Child) -> None:
         """Send to all front ends, or only to these."""
