@@ -427,10 +427,9 @@ class BackendLimits:
         cached = self.num_blocks * self.block_size - self.num_lookahead_tokens
         return min(self.longest_sequence, cached + 1) - num_prompt_tokens
 
-    @property
-    def recomputes(self) -> bool:
-        """Whether a sequence of any length can be prefilled again; otherwise none is preempted."""
-        return self.longest_prompt >= self.longest_sequence - 1
+    def recomputes(self, max_length: int) -> bool:
+        """Whether a sequence can be prefilled again at any length up to this one; otherwise it is never preempted."""
+        return self.longest_prompt >= max_length - 1
 
     def blocks_for(self, num_tokens: int) -> int:
         """Number of blocks for this many tokens."""

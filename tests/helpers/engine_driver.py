@@ -181,8 +181,7 @@ class Run:
         for s in scheduler.running:
             ahead = limits.max_tokens_per_row if s.samples else 0
             held = len(s.tokens) + ahead + limits.num_lookahead_tokens
-            most = limits.blocks_for(held) if limits.recomputes else limits.blocks_for(held + s.max_length)
-            assert len(s.blocks) <= most, "more blocks than a row in flight can use"
+            assert len(s.blocks) <= limits.blocks_for(held), "more blocks than a row in flight can use"
         stats = self.engine.stats
         assert stats.num_running + stats.num_waiting <= len(self.tokens)
         if not self.engine.has_work:

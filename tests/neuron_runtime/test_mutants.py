@@ -88,8 +88,8 @@ MUTANTS = [
     ),
     (f"{SCHEDULER}._release", without("pop"), "an_abort_frees_everything_in_any_state_of_the_request"),
     (
-        f"{BLOCKS}._needed",
-        forced("recomputes", True),
+        f"{BLOCKS}.secures",
+        forced("is_preemptible", True),
         "no_sequence_is_preempted_that_could_not_be_recomputed",
     ),
     (
@@ -101,6 +101,14 @@ MUTANTS = [
         f"{SCHEDULER}._part",
         called_instead("max", "min"),
         "a_chunk_is_never_longer_than_the_largest_bucket",
+    ),
+    (f"{SCHEDULER}._part", left_out("num_computed"), "a_chunk_is_as_long_as_fits_beside_other_rows"),
+    (f"{SCHEDULER}._part", forced("reaches", True), "no_chunk_starts_beyond_what_prefill_reaches"),
+    (f"{SCHEDULER}._prefill_rows", unwrapped("num_computed"), "the_padding_of_prompts_counts_in_a_step"),
+    (
+        f"{SCHEDULER}._candidates",
+        forced("secures", True),
+        "a_sequence_that_is_never_preempted_waits_if_an_earlier_one_could_then_not_grow",
     ),
     (f"{SCHEDULER}._part", forced("min_chunk_tokens", True), "only_the_last_chunk_may_be_shorter_than_the_minimum"),
     (f"{SCHEDULER}.schedule", forced("max_length", False), "a_foreseen_end_frees_its_row_without_delay"),

@@ -61,6 +61,39 @@ def test_a_chunk_is_never_longer_than_the_largest_bucket() -> None:
     assert [batch.num_tokens for batch in run.backend.batches] == [5, 5, 2, 1]
 
 
+def test_the_padding_of_prompts_counts_in_a_step() -> None:
+    limits = buckets(replace(BLOCKS, max_rows=5, mixes_phases=False, max_step_tokens=31, max_prefill_rows=5), 8, 31)
+    run = serve(limits, request("a", 27, 2), *[request(name, 3, 2) for name in "bcde"])
+    prefills = [batch.rows.num_tokens for batch in run.backend.batches if batch.kind is Kind.PREFILL]
+    assert prefills == [(27,), (3, 3, 3), (3,)], "computing 31, 24 and 8 tokens"
+
+
+def test_a_chunk_fills_a_bucket_and_the_rest_takes_the_smallest_that_fits() -> None:
+    run = serve(buckets(BLOCKS, 3, 6, 9), request("a", 22, 2))
+    assert [batch.num_tokens for batch in run.backend.batches] == [9, 9, 4, 1]
+
+
+def test_a_chunk_is_as_long_as_fits_beside_other_rows() -> None:
+    limits = replace(buckets(BLOCKS, 3, 6, 9), max_rows=2, max_step_tokens=10, max_prefill_rows=2)
+    for length, rest in ((13, [(1, 9), (1,), (1,)]), (8, [(1, 5), (1,)])):
+        run = serve(limits, request("a", 5, 2), request("b", length, 2))
+        rows = [batch.rows.num_tokens for batch in run.backend.batches]
+        assert rows == [(5, 3), *rest], "a computes 6 and leaves 4"
+
+
+def test_no_chunk_starts_beyond_what_prefill_reaches() -> None:
+    limits = replace(buckets(BLOCKS, 3, 6), max_rows=3, max_prefill_rows=2, max_step_tokens=11, max_prefill_start=18)
+    assert limits.longest_prompt == 24
+    run = serve(limits, request("a", 4, 2), request("b", 24, 2))
+    starts = [
+        start
+        for batch in run.backend.batches
+        for start, prefills in zip(batch.rows.start, batch.rows.prefills, strict=True)
+        if prefills
+    ]
+    assert starts == [0, 0, 6, 12, 18], "a chunk of 3 beside the first prompt would make the last one start at 21"
+
+
 def test_without_chunked_prefill_prompts_are_fed_whole() -> None:
     run = serve(NEURON, request("a", 20, max_tokens=3), request("b", 7, max_tokens=3))
     prefills = [batch for batch in run.backend.batches if batch.kind is Kind.PREFILL]
@@ -359,6 +392,13 @@ def test_a_prefix_hit_is_limited_by_the_backend() -> None:
     assert run.cached["same"] == 8
 
 
+def test_a_prefix_hit_is_cut_so_that_the_chunks_after_it_stay_within_reach() -> None:
+    limits = replace(buckets(SHARED, 6), max_prefill_start=18)
+    first = request("first", 24, 3)
+    run = one_after_another(limits, first, again(first, "same"), request("else", 20, 3))
+    assert run.cached["same"] == 12, "from 16 or 20 on, chunks of 6 would start at 22 or 20"
+
+
 def test_a_prompt_with_requested_logprobs_is_computed_whole_and_cached() -> None:
     limits = replace(SHARED, max_logprobs=3, reports_prompt_logprobs=True, max_step_tokens=8)
     first = request("first", 20, 3)
@@ -511,6 +551,44 @@ def test_no_sequence_is_preempted_that_could_not_be_recomputed() -> None:
     limits = replace(SMALL, chunks_prefill=False, prefill_buckets=EIGHT)
     run = serve(limits, request("a", 8, 16), request("b", 8, 16), request("c", 8, 16))
     assert run.engine.stats.num_preemptions_total == 0
+
+
+def test_a_sequence_that_is_never_preempted_waits_if_an_earlier_one_could_then_not_grow() -> None:
+    limits = replace(SMALL, block_size=2, num_blocks=16, chunks_prefill=False, prefill_buckets=EIGHT)
+    run = serve(limits, request("grows to 4 blocks", 2, 7), request("keeps 13 blocks", 8, 19))
+    assert run.engine.stats.num_preemptions_total == 0
+    assert [batch.step for batch in run.backend.batches if batch.added] == [0, 7]
+
+
+SEGMENTS = BackendLimits(
+    max_rows=32,
+    max_model_length=128,
+    max_step_tokens=32,
+    max_prefill_rows=4,
+    prefill_buckets=(PrefillBucket(8, 8), PrefillBucket(32, 32)),
+    max_prefill_start=96,
+    mixes_phases=False,
+    block_size=8,
+    num_blocks=8 * 16,
+)
+"""Blocks for 8 sequences of the model's length."""
+
+
+@pytest.mark.parametrize(
+    ("limits", "max_tokens", "num_at_once"),
+    [
+        (SEGMENTS, 122, 32),
+        (replace(SEGMENTS, chunks_prefill=False), 122, 8),
+        (replace(SEGMENTS, chunks_prefill=False), 27, 32),
+    ],
+    ids=["recomputed in segments", "never recomputed", "recomputed at once"],
+)
+def test_short_chats_hold_no_blocks_for_tokens_that_they_may_never_have(
+    limits: BackendLimits, max_tokens: int, num_at_once: int
+) -> None:
+    chats = [request(f"{n:02}", 6, max_tokens, min_tokens=20, stop_token_ids=frozenset(range(8))) for n in range(32)]
+    run = serve(limits, *chats)
+    assert max(len(batch.rows) for batch in run.backend.batches) == num_at_once
 
 
 def test_no_sequence_is_preempted_with_one_line_per_sequence() -> None:

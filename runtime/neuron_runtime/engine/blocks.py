@@ -25,6 +25,7 @@ class BlockManager:
         self._limits = limits
         self._stats = stats
         self._block_size = limits.block_size
+        self._recomputes_all = limits.recomputes(limits.longest_sequence)
         # At least one token is fed; two if steps do not mix phases, so that the row is a prefill row.
         self._min_fed = 1 if limits.mixes_phases else 2
 
@@ -33,6 +34,22 @@ class BlockManager:
     def num_spare(self, running: Iterable[Sequence]) -> int:
         """Free blocks, minus one for each running sequence that may still grow."""
         return self.cache.num_free - sum(len(s.blocks) < self._most(s) for s in running)
+
+    def secures(self, running: Iterable[Sequence], sequence: Sequence) -> bool:
+        """Whether all that are never preempted can grow to their full length, and any one of the others beside them."""
+        if self._recomputes_all:
+            return True
+        kept, growing = 0, 0
+        for one in (*running, sequence):
+            if self.is_preemptible(one):
+                growing = max(growing, self._most(one))
+            else:
+                kept += self._most(one)
+        return kept + growing <= self._limits.num_blocks
+
+    def is_preemptible(self, sequence: Sequence) -> bool:
+        """Whether it can be computed again at every length that it may reach."""
+        return self._recomputes_all or self._limits.recomputes(sequence.max_length)
 
     def find(self, sequence: Sequence) -> Prefix:
         """The part of a waiting sequence that is cached or being computed."""
@@ -114,10 +131,8 @@ class BlockManager:
         sequence.capacity = len(blocks) * self._block_size - self._limits.num_lookahead_tokens
 
     def _needed(self, sequence: Sequence, with_coming: bool = False) -> int:
-        """Blocks for its tokens, drafts, and tokens of the row in flight; without preemption: for its full length."""
+        """Blocks for its tokens, drafts, and tokens of the row in flight."""
         limits = self._limits
-        if not limits.recomputes:
-            return self._most(sequence)
         num_coming = limits.max_tokens_per_row if with_coming else 0
         return limits.blocks_for(len(sequence.tokens) + num_coming + limits.num_lookahead_tokens)
 

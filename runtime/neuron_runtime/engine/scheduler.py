@@ -138,7 +138,7 @@ class Scheduler:
                 return ready
             if self.scheduled:
                 return None
-            self._preempt(max(self.running, key=by_order))
+            self._preempt(max(filter(self.blocks.is_preemptible, self.running), key=by_order))
 
     def _prefill_rows(self, budget: int) -> list[PrefillRow]:
         """Prompts in progress and new ones in order of service; the first that does not fit blocks later ones."""
@@ -168,7 +168,7 @@ class Scheduler:
             return rest
         if not limits.chunks_prefill:
             return 0
-        exact = [bucket.fits for bucket in limits.prefill_buckets if bucket.computes <= budget and bucket.fits < rest]
+        exact = [bucket.fits for bucket in limits.prefill_buckets if bucket.computes <= budget]
         sizes = exact if limits.prefill_buckets else [budget]
         part = max((size for size in sizes if limits.reaches(num_tokens, start + size)), default=0)
         return part if part >= limits.min_chunk_tokens else 0
@@ -176,9 +176,10 @@ class Scheduler:
     def _candidates(self) -> Iterator[Candidate]:
         """Prompts in progress and waiting prompts that can start, in order of service.
 
-        A waiting prompt can start if its blocks fit and one block remains for each sequence that may still grow; the
-        first one that does not fit blocks later ones. A prompt whose prefix is being computed is skipped but keeps its
-        reservation: the sequence that computes the prefix is earlier in order, so it waits for nothing else.
+        A waiting prompt can start if its blocks fit, one block remains for each sequence that may still grow, and
+        preemption can make room for all that may come; the first one that does not fit blocks later ones. A prompt
+        whose prefix is being computed is skipped but keeps its reservation: the sequence that computes the prefix is
+        earlier in order, so it waits for nothing else.
         """
         running, waiting = self.running, self.waiting[: self.running.slots.num_free]
         spare = self.blocks.num_spare(running) if waiting else 0
@@ -188,6 +189,8 @@ class Scheduler:
             elif spare >= 0:
                 prefix = self.blocks.find(sequence)
                 spare -= self.blocks.num_claimed(sequence, prefix)
+                if not self.blocks.secures(running, sequence):
+                    spare = -1
                 if spare >= 0 and not prefix.num_coming:
                     yield sequence, prefix.blocks
 
