@@ -24,10 +24,10 @@ from neuron_runtime.backend.base import IllegalBatch, StepTime
 from neuron_runtime.backend.simulated import load_backend
 from neuron_runtime.backend.simulated.clock import Clock, VirtualClock, WallClock
 from neuron_runtime.backend.simulated.device import SimulatedBackend, Timeline, first_number, token_at
-from neuron_runtime.backend.simulated.options import Options, limits_of, read_options, step_times
+from neuron_runtime.backend.simulated.options import MAX_TOP_K, MODES, Options, limits_of, read_options, step_times
 from neuron_runtime.backend.simulated.step_times import PUBLISHED, Curve, Phase, StepTimes, constant, milliseconds
 from neuron_runtime.config import EngineLimits, ModelSource, RuntimeConfig
-from neuron_runtime.core import BackendLimits, Batch, Late, Request, Sampling, StepOutput, TokenEvent
+from neuron_runtime.core import BackendLimits, Batch, Late, Request, Sampling, StepOutput, TokenEvent, needs_host
 from neuron_runtime.engine.loop import Engine, LateRule
 from neuron_runtime.errors import InvalidConfig
 
@@ -132,18 +132,19 @@ def runs(draw: st.DrawFn) -> tuple[BackendLimits, list[Request]]:
         num_blocks=draw(st.sampled_from((20, 30, 60))) if layout == "blocks" else 0,
     )
     options = Options(prefill=prefill, token_feedback=draw(st.sampled_from(("device", "host"))))
+    mode = draw(st.sampled_from(MODES))
     requests = []
     for number in range(draw(st.integers(1, 7))):
         num_prompt = draw(st.integers(1, length // 2))
-        name = f"{draw(st.sampled_from(('r', 'r', 'odd')))}{number}"
+        name = f"{draw(st.sampled_from(('r', 'r', 'odd' if mode != 'Device' else 'r')))}{number}"
         asked = request(name, num_prompt, draw(st.integers(1, length - num_prompt)))
-        only = draw(st.sampled_from((None, None, (4, 9, 30))))
+        only = draw(st.sampled_from((None, None, (4, 9, 30)))) if mode != "Device" else None
         first = draw(st.sampled_from((5, 5, 60)))  # so that many share a prefix
         prompt = tuple((first + 3 * at) % VOCABULARY_SIZE for at in range(num_prompt))
         sampling = replace(asked.sampling, allowed_token_ids=only)
         requests.append(replace(asked, prompt_token_ids=prompt, sampling=sampling))
     made = limits_of(
-        config(wanted, layout=layout, sampling="Host"), options, vocabulary_size=VOCABULARY_SIZE, longest=1000
+        config(wanted, layout=layout, sampling=mode), options, vocabulary_size=VOCABULARY_SIZE, longest=1000
     )
     return made, requests
 
@@ -446,6 +447,17 @@ def test_limits_are_derived_from_the_model(model: Path) -> None:
     backend = load_backend(model, config(), lambda stage, share: None)
     assert backend.limits.vocabulary_size > 256
     assert backend.limits.max_model_length <= 4096
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_the_mode_decides_what_a_simulated_device_samples(model: Path, mode: Any) -> None:
+    limits = load_backend(model, config(sampling=mode), lambda stage, share: None).limits
+    on_host = mode == "Host"
+    assert (limits.sampling, limits.max_top_k) == (mode, 0 if on_host else MAX_TOP_K)
+    assert limits.top_p_keeps_crossing is limits.reports_prompt_logprobs is on_host
+    assert bool(limits.max_logprobs) is (mode != "Device")
+    asks = replace(Sampling(), seed=1, seeded=True)
+    assert needs_host(asks, limits) is (mode == "DeviceWithLogits")
 
 
 def test_the_simulated_backend_serves_over_http(model: Path) -> None:

@@ -23,12 +23,15 @@ DEFAULT_MAX_STEP_TOKENS = 512
 DEFAULT_BLOCK_SIZE = 16
 DEFAULT_STEP_MILLISECONDS = 8.0
 MAX_LOGPROBS = 20
+MAX_TOP_K = 256
+"""From how many likeliest tokens a simulated device draws, as compiled models do by default."""
 
 PATH = "$.overrideNeuronConfig"
 
 PrefillMode = Literal["whole", "chunks", "mixed"]
 MODES = ("Device", "DeviceWithLogits", "Host")
-"""The sampling modes, all of which it simulates: they decide the accepted parameters."""
+"""The sampling modes, all of which it simulates: they decide the accepted parameters, and whether the next step waits
+for the host."""
 
 TokenFeedback = Literal["device", "host"]
 
@@ -121,6 +124,7 @@ def limits_of(config: RuntimeConfig, options: Options, *, vocabulary_size: int, 
             "$.limits.maxModelLength", f"must be from 2 to the model's {longest} positions, got {length}"
         )
     sampling = config.sampling or "Device"
+    on_host = sampling == "Host"
     whole, blocks = options.prefill == "whole", uses_blocks(config)
     if config.chunked_prefill == ("enabled" if whole else "disabled"):
         setting = "overrideNeuronConfig.prefill"
@@ -155,8 +159,10 @@ def limits_of(config: RuntimeConfig, options: Options, *, vocabulary_size: int, 
             shares_prefixes=blocks and config.prefix_caching != "disabled",
             sampling=sampling,
             vocabulary_size=vocabulary_size,
-            max_logprobs=MAX_LOGPROBS,
-            reports_prompt_logprobs=sampling == "Host",
+            max_top_k=0 if on_host else min(MAX_TOP_K, vocabulary_size),
+            top_p_keeps_crossing=on_host,
+            max_logprobs=0 if sampling == "Device" else MAX_LOGPROBS,
+            reports_prompt_logprobs=on_host,
             steps_in_flight=2 if options.token_feedback == "device" else 1,
             token_feedback=options.token_feedback,
         )
