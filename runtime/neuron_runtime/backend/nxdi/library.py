@@ -1,0 +1,219 @@
+"""The Neuron libraries: versions, what the installed ones can, and applications made of them.
+
+The only module that imports `neuronx_distributed_inference` and what it needs. Called by `graphs` and by whoever loads,
+in a process whose environment is set (`devices.environment_of`). What a version can is found out by looking at it,
+never by comparing version numbers: AWS's wheels and the public tags differ.
+"""
+
+from __future__ import annotations
+
+import copy
+import importlib
+import inspect
+from collections.abc import Mapping
+from contextlib import suppress
+from importlib import metadata
+from importlib.util import find_spec
+from pathlib import Path
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+from neuron_runtime.backend.nxdi.devices import Platform
+from neuron_runtime.backend.nxdi.models import BY_APPLICATION, is_private
+from neuron_runtime.backend.nxdi.neuron_config import BY_NAME, PATH
+from neuron_runtime.backend.nxdi.settings import Settings
+from neuron_runtime.errors import ConfigProblems, ExitCode, FatalError, InvalidConfig
+
+if TYPE_CHECKING:
+    import torch
+
+IMAGE = "runtime-neuron"
+"""Target of our Dockerfile whose image has all of them."""
+
+INFERENCE = "neuronx-distributed-inference"
+PACKAGES = {
+    INFERENCE: "neuronx_distributed_inference",
+    "neuronx-distributed": "neuronx_distributed",
+    "torch-neuronx": "torch_neuronx",
+}
+"""The name to import of each distribution without which nothing runs. Graphs run only with the versions that compiled
+them."""
+COMPILER = "neuronx-cc"
+OTHERS = (COMPILER, "libneuronxla", "torch-xla", "torch", "transformers")
+
+SDK_OF_RELEASE = {
+    (0, 7): "2.27",
+    (0, 8): "2.28",
+    (0, 9): "2.29",
+    (0, 10, 17970): "2.30",
+    (0, 10, 18399): "2.31",
+}
+"""The Neuron SDK that brings a release of NxD Inference."""
+
+DRIVER_VERSION = "module/neuron/version"
+"""Below /sys."""
+
+
+def check_installed() -> None:
+    """Raises FatalError naming the packages that are missing."""
+    missing = [name for name, module in PACKAGES.items() if not _has(module)]
+    if missing:
+        raise FatalError(
+            ExitCode.INVALID_ENGINE_CONFIG,
+            f"$.backend: nxdi needs {', '.join(missing)}, which this image does not have: use the image {IMAGE}, or "
+            "another backend",
+        )
+
+
+def _has(module: str) -> bool:
+    try:
+        return find_spec(module) is not None
+    except (ImportError, ValueError):
+        return False
+
+
+def version_of(distribution: str) -> str:
+    """The installed version; empty if it is not installed, or does not say."""
+    with suppress(metadata.PackageNotFoundError):
+        return metadata.version(distribution)
+    if distribution == INFERENCE and _has(PACKAGES[INFERENCE]):
+        # Installed from a checkout. Importing it imports nothing else.
+        return str(getattr(importlib.import_module(PACKAGES[INFERENCE]), "__version__", ""))
+    return ""
+
+
+def required_versions() -> dict[str, str]:
+    """Versions that must be the same where graphs are compiled and where they run. Raises FatalError."""
+    check_installed()
+    return {name: version_of(name) or "unknown" for name in (*PACKAGES, "torch")}
+
+
+def sdk_of(version: str) -> str:
+    """The Neuron SDK of a version of NxD Inference; empty if unknown."""
+    numbers = tuple(int(part) for part in version.partition("+")[0].split(".") if part.isdigit())
+    found = [sdk for release, sdk in SDK_OF_RELEASE.items() if numbers[: len(release)] == release]
+    return found[0] if found else ""
+
+
+def versions(sys: Path = Path("/sys")) -> dict[str, str]:
+    """All versions that a report of a problem should have; imports nothing."""
+    named = {name: version_of(name) for name in (*PACKAGES, *OTHERS)}
+    found = {name: value for name, value in named.items() if value}
+    if sdk := sdk_of(found.get(INFERENCE, "")):
+        found = {"neuron-sdk": sdk, **found}
+    with suppress(OSError):
+        found["driver"] = (sys / DRIVER_VERSION).read_text().strip()
+    return found
+
+
+def support_notes(platform: Platform, found: Mapping[str, str]) -> list[str]:
+    """What AWS no longer supports, as lines for the log."""
+    release, sdk = found.get(INFERENCE, "an unknown version"), found.get("neuron-sdk", "")
+    if platform.logical_core == 1:
+        lines = [
+            f"NxD Inference on {platform.name} is in maintenance: AWS's notes name SDK 2.28 (NxD Inference 0.8) as the "
+            "last one with full support for it"
+        ]
+        if sdk and sdk not in ("2.27", "2.28"):
+            lines.append(f"{release} on {platform.name} is not verified: pin SDK 2.28 if it fails")
+        return lines
+    return [f"AWS ends support for NxD Inference on {platform.name} with Neuron SDK 2.34; this is {release}"]
+
+
+class NxdApplication:
+    """See `settings.Application`."""
+
+    def __init__(self, application: Any) -> None:
+        self._application = application
+
+    def compile(self, folder: Path) -> None:
+        self._application.compile(str(folder))
+
+    def load(self, folder: Path) -> None:
+        self._application.load(str(folder), skip_warmup=True)
+
+    def forward(self, **arguments: torch.Tensor) -> Any:
+        return self._application(**arguments)
+
+
+def application(settings: Settings, model_dir: Path) -> NxdApplication:
+    """The application of a model, neither compiled nor loaded.
+
+    Its configuration is made from the model's folder, never read from an artifact: that one names the folder from which
+    it was compiled.
+
+    Raises:
+        FatalError: a package is missing, or UNSUPPORTED_ARCHITECTURE.
+        InvalidConfig: NxD Inference refuses the configuration, or does not know a part of it.
+    """
+    check_installed()
+    found = _class_of(settings.application)
+    arguments = copy.deepcopy(dict(settings.neuron_config))
+    try:
+        neuron_config = found.get_config_cls().get_neuron_config_cls()(**arguments)
+    except Exception as error:
+        raise InvalidConfig(PATH, f"NxD Inference refuses it: {_text(error)}") from error
+    _check_known(arguments, neuron_config)
+    load_config = _module("utils.hf_adapter").load_pretrained_config(str(model_dir))
+    try:
+        config = found.get_config_cls()(neuron_config, load_config=load_config)
+        made = found(str(model_dir), config)
+    except Exception as error:
+        raise InvalidConfig(PATH, f"NxD Inference refuses the model with it: {_text(error)}") from error
+    return NxdApplication(made)
+
+
+def _text(error: Exception) -> str:
+    return f"{error} ({type(error).__name__})" if str(error) else type(error).__name__
+
+
+def _class_of(name: str) -> Any:
+    """The application class. Raises FatalError or InvalidConfig."""
+    if is_private(name):
+        module, _, attribute = name.partition(":")
+        try:
+            found = getattr(importlib.import_module(module), attribute)
+        except (ImportError, AttributeError) as error:
+            raise InvalidConfig("$.applicationClass", f"cannot import {name}: {error}") from error
+        if not inspect.isclass(found) or not callable(getattr(found, "get_config_cls", None)):
+            raise InvalidConfig("$.applicationClass", f"{name} is no application class of NxD Inference")
+        return found
+    registry, family = _module("utils.constants").MODEL_TYPES, BY_APPLICATION[name]
+    for key in (family.application, family.before):
+        if key in registry:
+            return registry[key]["causal-lm"]
+    raise FatalError(
+        ExitCode.UNSUPPORTED_ARCHITECTURE,
+        f"NxD Inference {version_of(INFERENCE)} has no {family.application}, which came with {family.since}: use an "
+        "image with a newer Neuron SDK",
+    )
+
+
+def _check_known(arguments: Mapping[str, Any], neuron_config: Any) -> None:
+    """NeuronConfig drops what it does not know, with a line in the log. Raises InvalidConfig."""
+    found = ConfigProblems()
+    for name in arguments:
+        field = BY_NAME.get(name)
+        attribute = name if field is None or field.attribute == "" else field.attribute
+        if attribute is None or hasattr(neuron_config, attribute):
+            continue
+        with found.collecting():
+            at = field.path if field is not None and field.path else f"{PATH}.{name}"
+            since = f", but {field.since} and newer have" if field is not None else ""
+            raise InvalidConfig(
+                at, f"NxD Inference {version_of(INFERENCE)} does not have `{name}`{since}: leave it out"
+            )
+    found.check()
+
+
+def _module(name: str) -> ModuleType:
+    """A module of NxD Inference. Raises FatalError naming what it could not import."""
+    try:
+        return importlib.import_module(f"{PACKAGES[INFERENCE]}.{name}")
+    except ImportError as error:
+        missing = getattr(error, "name", None) or str(error)
+        raise FatalError(
+            ExitCode.INVALID_ENGINE_CONFIG,
+            f"$.backend: NxD Inference is installed, but {missing} is not, or does not match it ({error}): use the "
+            f"image {IMAGE}",
+        ) from error
