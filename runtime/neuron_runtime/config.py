@@ -205,7 +205,7 @@ class RuntimeConfig(Document, frozen=True, kw_only=True):
     ]
     backend: Annotated[
         BackendName,
-        "Backend: `torch` or `simulated`; the others are not built yet",
+        "Backend: `nxdi` (Neuron devices), `torch` (CPUs) or `simulated`; the others are not built yet",
         Flag(llm=True, metavar="NAME", default="`nxdi` on a machine with Neuron devices, else `torch`"),
         COMPILED,
     ] = "torch"

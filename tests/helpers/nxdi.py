@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 FOLDER = Path(__file__).parents[1] / "fakes" / "nxdi"
-NAMES = ("neuronx_distributed_inference", "neuronx_distributed", "torch_neuronx", "torch_xla")
+NAMES = ("neuronx_distributed_inference", "neuronx_distributed", "torch_neuronx", "torch_xla", "neuronxcc")
 
 Mode = Literal["strict", "damage"]
 

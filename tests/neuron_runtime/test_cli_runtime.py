@@ -339,7 +339,7 @@ def test_a_port_in_use_is_reported_in_one_line_with_a_remedy_and_a_record(tmp_pa
     [
         (["--host", "300.1.1.1"], "cannot listen on 300.1.1.1"),
         (["--port", "70000"], "from 0 to 65535"),
-        (["--backend", "nxdi"], "--backend ($.backend): `nxdi` is not supported yet"),
+        (["--backend", "vllm"], "--backend ($.backend): `vllm` is not supported yet"),
     ],
 )
 def test_a_command_that_cannot_start_reports_the_cause_in_one_line(

@@ -531,7 +531,7 @@ def test_arguments_from_the_guides_produce_a_configuration(tmp_path: Path) -> No
         ({"override_neuron_config": {"a": 1}}, "override_neuron_config ($.overrideNeuronConfig.a): the torch backend"),
         ({"override_neuron_config": {"a": 1}, "additional_config": {"override_neuron_config": {"b": 1}}}, "twice"),
         ({"additional_config": {"a": 1}}, "additional_config['a']: is not supported"),
-        ({"backend": "nxdi"}, "backend ($.backend): `nxdi` is not supported yet"),
+        ({"backend": "vllm"}, "backend ($.backend): `vllm` is not supported yet"),
         ({"max_model_len": "long"}, "max_model_len ($.limits.maxModelLength): Expected `int`, got `str`"),
         ({"max_model_len": -1}, "max_model_len ($.limits.maxModelLength): Expected `int` >= 0, got -1"),
         (

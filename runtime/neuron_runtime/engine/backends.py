@@ -16,7 +16,11 @@ from neuron_runtime.console import say
 from neuron_runtime.core import BackendLimits
 from neuron_runtime.errors import InvalidConfig
 
-PACKAGES = {"torch": "neuron_runtime.backend.torch", "simulated": "neuron_runtime.backend.simulated"}
+PACKAGES = {
+    "torch": "neuron_runtime.backend.torch",
+    "simulated": "neuron_runtime.backend.simulated",
+    "nxdi": "neuron_runtime.backend.nxdi",
+}
 
 
 class BackendPackage(Protocol):

@@ -1,5 +1,71 @@
-"""The NxD Inference backend: drives `neuronx-distributed-inference` on Neuron devices.
+"""The NxD Inference backend: drives `neuronx-distributed-inference` on Neuron devices. Its entry points are
+`check_config`, `compiler` and `load_backend`.
 
 Importing this package is cheap: the Neuron libraries are imported only by `library`, when a model is compiled or
 loaded.
 """
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from neuron_runtime.backend.nxdi import library
+from neuron_runtime.backend.nxdi.models import IMPORT_PATH
+from neuron_runtime.backend.nxdi.neuron_config import SHARDED, read_override, spelled
+from neuron_runtime.errors import ConfigProblems, InvalidConfig
+
+if TYPE_CHECKING:
+    from neuron_runtime.backend.base import Backend, Compiler, ProgressCallback
+    from neuron_runtime.config import RuntimeConfig
+
+__all__ = ["FREED_BY_EXIT", "check_config", "compiler", "compiler_reads_weights", "load_backend", "needs_weights"]
+
+FREED_BY_EXIT = True
+
+
+def needs_weights(config: RuntimeConfig) -> bool:
+    """A sharded checkpoint is part of the artifact."""
+    return not compiler_reads_weights(config)
+
+
+def compiler_reads_weights(config: RuntimeConfig) -> bool:
+    return any(spelled(key) == SHARDED and value is True for key, value in config.override_neuron_config.items())
+
+
+def check_config(config: RuntimeConfig) -> None:
+    """Raises InvalidConfig for settings that this backend does not support with any model, FatalError if a Neuron
+    library is missing."""
+    library.check_installed()
+    found = ConfigProblems()
+    with found.collecting():
+        if not config.compile:
+            raise InvalidConfig("$.compile", "must be true: the nxdi backend runs compiled graphs only")
+    with found.collecting():
+        private = IMPORT_PATH.fullmatch(config.application_class) is not None
+        read_override(config.override_neuron_config, "", private=private)
+    found.check()
+
+
+def compiler(config: RuntimeConfig, model_dir: Path) -> Compiler:
+    """See `CompilingPackage.compiler`."""
+    from neuron_runtime.backend.nxdi.graphs import nxdi_compiler  # noqa: PLC0415
+
+    return nxdi_compiler(config, model_dir)
+
+
+def load_backend(
+    model_dir: Path, config: RuntimeConfig, progress: ProgressCallback, artifact: Path | None = None
+) -> Backend:
+    """Load a compiled model.
+
+    Raises:
+        FatalError: a library is missing, the artifact does not fit, DEVICE_HELD after waiting, or what the device
+            raised.
+        InvalidConfig: names the field.
+    """
+    if artifact is None:
+        raise InvalidConfig("$.compile", "must be true: the nxdi backend runs compiled graphs only")
+    from neuron_runtime.backend.nxdi.loader import load  # noqa: PLC0415  (torch takes seconds to import)
+
+    return load(model_dir, config, progress, artifact)

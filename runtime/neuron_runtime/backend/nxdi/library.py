@@ -39,6 +39,7 @@ PACKAGES = {
 """The name to import of each distribution without which nothing runs. Graphs run only with the versions that compiled
 them."""
 COMPILER = "neuronx-cc"
+COMPILER_MODULE = "neuronxcc"
 OTHERS = (COMPILER, "libneuronxla", "torch-xla", "torch", "transformers")
 
 SDK_OF_RELEASE = {
@@ -55,14 +56,11 @@ DRIVER_VERSION = "module/neuron/version"
 
 
 def check_installed() -> None:
-    """Raises FatalError naming the packages that are missing."""
+    """Raises InvalidConfig naming the packages that are missing."""
     missing = [name for name, module in PACKAGES.items() if not _has(module)]
     if missing:
-        raise FatalError(
-            ExitCode.INVALID_ENGINE_CONFIG,
-            f"$.backend: nxdi needs {', '.join(missing)}, which this image does not have: use the image {IMAGE}, or "
-            "another backend",
-        )
+        message = f"nxdi needs {', '.join(missing)}, which is not installed: use the image {IMAGE}, or another backend"
+        raise InvalidConfig("$.backend", message)
 
 
 def _has(module: str) -> bool:
@@ -82,8 +80,20 @@ def version_of(distribution: str) -> str:
     return ""
 
 
+def compiler_version() -> str:
+    """The version of the compiler. Raises FatalError with COMPILE_FAILED if it is missing."""
+    with suppress(metadata.PackageNotFoundError):
+        return metadata.version(COMPILER)
+    try:
+        return str(importlib.import_module(COMPILER_MODULE).__version__)
+    except (ImportError, AttributeError) as error:
+        message = f"the Neuron compiler {COMPILER} is not installed: use the image {IMAGE}, or pip install {COMPILER}"
+        raise FatalError(ExitCode.COMPILE_FAILED, message) from error
+
+
 def required_versions() -> dict[str, str]:
-    """Versions that must be the same where graphs are compiled and where they run. Raises FatalError."""
+    """Versions that must be the same where graphs are compiled and where they run. Raises InvalidConfig if
+    one is missing."""
     check_installed()
     return {name: version_of(name) or "unknown" for name in (*PACKAGES, "torch")}
 
@@ -143,8 +153,8 @@ def application(settings: Settings, model_dir: Path) -> NxdApplication:
     it was compiled.
 
     Raises:
-        FatalError: a package is missing, or UNSUPPORTED_ARCHITECTURE.
-        InvalidConfig: NxD Inference refuses the configuration, or does not know a part of it.
+        FatalError: UNSUPPORTED_ARCHITECTURE.
+        InvalidConfig: a package is missing, or NxD Inference refuses the configuration, or does not know a part.
     """
     check_installed()
     found = _class_of(settings.application)
@@ -207,13 +217,10 @@ def _check_known(arguments: Mapping[str, Any], neuron_config: Any) -> None:
 
 
 def _module(name: str) -> ModuleType:
-    """A module of NxD Inference. Raises FatalError naming what it could not import."""
+    """A module of NxD Inference. Raises InvalidConfig naming what it could not import."""
     try:
         return importlib.import_module(f"{PACKAGES[INFERENCE]}.{name}")
     except ImportError as error:
         missing = getattr(error, "name", None) or str(error)
-        raise FatalError(
-            ExitCode.INVALID_ENGINE_CONFIG,
-            f"$.backend: NxD Inference is installed, but {missing} is not, or does not match it ({error}): use the "
-            f"image {IMAGE}",
-        ) from error
+        message = f"nxdi needs {missing}, which is not installed or does not match ({error}): use the image {IMAGE}"
+        raise InvalidConfig("$.backend", message) from error

@@ -20,6 +20,9 @@ PATH = "$.overrideNeuronConfig"
 
 SAMPLING = "on_device_sampling_config"
 
+SHARDED = "save_sharded_checkpoint"
+"""Puts the weights into the artifact."""
+
 
 @dataclass(frozen=True, slots=True)
 class Field:
@@ -248,7 +251,7 @@ def read_override(given: Mapping[str, Any], application: str, *, private: bool =
     """Check the keys of an override and their types.
 
     Args:
-        application: see `Settings.application`.
+        application: see `Settings.application`; empty: not known yet.
         private: whether it is given by import path: its NeuronConfig may have further fields, which `library` checks.
 
     Raises:
@@ -287,7 +290,7 @@ def _read(name: str, value: Any, at: str, application: str, private: bool) -> An
         if private:
             return value
         raise InvalidConfig(at, _unknown(name, [*BY_NAME, *ALIASES, "global_topk"]))
-    if field.only_experts and not private and application not in EXPERTS:
+    if field.only_experts and application and not private and application not in EXPERTS:
         raise InvalidConfig(at, f"is for mixtures of experts, which {application} is not: leave it out")
     if field.feature:
         if not is_neutral(value, field.neutral):

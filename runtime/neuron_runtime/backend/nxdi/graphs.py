@@ -1,0 +1,117 @@
+"""What NxD Inference compiles of a model: all its graphs in one unit, which only this library can load.
+
+`NxdiCompiler` is the `Compiler` of `backend.base`. Describing needs no Neuron library but their versions; they are
+imported to compile.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from neuron_runtime.backend.base import Graph, Needs
+from neuron_runtime.backend.nxdi import library
+from neuron_runtime.backend.nxdi.buckets import all_graphs
+from neuron_runtime.backend.nxdi.devices import Target, environment_of, find_target
+from neuron_runtime.backend.nxdi.neuron_config import SHARDED
+from neuron_runtime.backend.nxdi.settings import Settings, settings_of
+from neuron_runtime.checkpoint import read_config
+from neuron_runtime.config import RuntimeConfig
+from neuron_runtime.errors import ExitCode, FatalError
+
+MODEL_FILE = "model.pt"
+CONFIG_FILE = "neuron_config.json"
+WEIGHTS_FILE = "weights/tp{rank}_sharded_checkpoint.safetensors"
+
+_NOT_OF_GRAPHS = ("skip_warmup",)
+
+
+class NxdiCompiler:
+    """See `backend.base.Compiler`."""
+
+    def __init__(self, settings: Settings, target: Target, model_dir: Path) -> None:
+        self._settings, self._target, self._model_dir = settings, target, model_dir
+
+    @property
+    def needs(self) -> Needs:
+        settings, target = self._settings, self._target
+        shapes = {
+            "rows": settings.max_rows,
+            "rowBuckets": list(settings.row_buckets),
+            "length": settings.max_model_length,
+            "contextBuckets": list(settings.context_buckets),
+            "prefixBuckets": list(settings.prefix_buckets),
+            "tokenBuckets": list(settings.token_buckets),
+            "blockSize": settings.block_size,
+            "blocks": settings.num_blocks,
+        }
+        named = _KEYS_OF_SHAPES | {"tp_degree", "logical_nc_config", *_NOT_OF_GRAPHS}
+        return Needs(
+            shapes=shapes,
+            settings={
+                "application": settings.application,
+                "layout": settings.layout,
+                "neuronConfig": {name: value for name, value in settings.neuron_config.items() if name not in named},
+            },
+            libraries=library.required_versions(),
+            target={
+                "platform": target.platform.name,
+                "logicalCore": target.logical_core,
+                "tensor": settings.tensor,
+            },
+        )
+
+    def tools(self) -> Mapping[str, str]:
+        return {library.COMPILER: library.compiler_version()}
+
+    def graphs(self) -> Sequence[Graph]:
+        count = len(list(all_graphs(self._settings)))
+        return [Graph(f"{self._settings.application}, {count} buckets", self._compile)]
+
+    def check(self, folder: Path) -> None:
+        """Loading graphs takes a device, so this looks for the files that loading will read."""
+        json.loads((folder / CONFIG_FILE).read_bytes())  # it has Infinity, which strict JSON does not
+        if (folder / MODEL_FILE).stat().st_size == 0:
+            raise FatalError(ExitCode.COMPILE_FAILED, f"{MODEL_FILE} is empty")
+        for name in missing_weights(self._settings, folder):
+            raise FatalError(ExitCode.COMPILE_FAILED, f"NxD Inference wrote no {name}")
+
+    def _compile(self, folder: Path) -> None:
+        prepare_environment(self._settings, self._target)
+        library.application(self._settings, self._model_dir).compile(folder)
+
+
+_KEYS_OF_SHAPES = {
+    *("batch_size", "tkg_batch_size", "seq_len", "max_context_length", "context_encoding_buckets", "prefix_buckets"),
+    *("token_generation_buckets", "token_generation_batches", "pa_num_blocks", "pa_block_size"),
+}
+
+
+def missing_weights(settings: Settings, folder: Path) -> list[str]:
+    """Files of weights that an artifact with weights lacks."""
+    if not settings.neuron_config.get(SHARDED):
+        return []
+    names = [WEIGHTS_FILE.format(rank=rank) for rank in range(settings.tensor)]
+    return [name for name in names if not (folder / name).is_file()]
+
+
+def prepare_environment(settings: Settings, target: Target) -> None:
+    """Set the variables that the Neuron libraries read. Must run before they are imported."""
+    # NxD Inference deletes its work folder before it compiles.
+    scratch = Path(tempfile.mkdtemp(prefix="nxdi-")) / "work"
+    os.environ.update(environment_of(target, settings.tensor, settings.max_context_length, scratch))
+
+
+def described(config: RuntimeConfig, model_dir: Path) -> tuple[Settings, Target]:
+    """What to compile or to load. Raises as `settings_of` and `find_target`."""
+    target = find_target(config)
+    return settings_of(config, read_config(model_dir), target), target
+
+
+def nxdi_compiler(config: RuntimeConfig, model_dir: Path) -> NxdiCompiler:
+    """See `CompilingPackage.compiler`."""
+    library.check_installed()
+    return NxdiCompiler(*described(config, model_dir), model_dir)

@@ -1,0 +1,58 @@
+"""Loads a compiled model onto Neuron devices. Called by `load_backend` in the process that will run it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from neuron_runtime.backend.base import Backend, ProgressCallback
+from neuron_runtime.backend.nxdi import library
+from neuron_runtime.backend.nxdi.backend import NxdiBackend
+from neuron_runtime.backend.nxdi.devices import Target, check_cores, exec_timeout_seconds
+from neuron_runtime.backend.nxdi.failures import classified, when_free
+from neuron_runtime.backend.nxdi.graphs import described, missing_weights, prepare_environment
+from neuron_runtime.backend.nxdi.limits import limits_of
+from neuron_runtime.backend.nxdi.models import BY_APPLICATION
+from neuron_runtime.backend.nxdi.settings import Settings
+from neuron_runtime.config import RuntimeConfig
+from neuron_runtime.console import say
+from neuron_runtime.errors import ExitCode, FatalError
+
+
+def load(model_dir: Path, config: RuntimeConfig, progress: ProgressCallback, artifact: Path) -> Backend:
+    """See `load_backend`."""
+    library.check_installed()
+    settings, target = described(config, model_dir)
+    check_cores(target, settings.tensor)
+    if missing := missing_weights(settings, artifact):
+        raise FatalError(ExitCode.ARTIFACT_MISSING, f"{artifact} has no {missing[0]}: compile the model again")
+    report(settings, target)
+    prepare_environment(settings, target)
+    limits = limits_of(settings, exec_timeout_seconds())
+    progress("loading graphs and weights onto the device", 0.0)
+
+    def attempt() -> library.NxdApplication:
+        made = library.application(settings, model_dir)
+        made.load(artifact)
+        return made
+
+    application = when_free(attempt)
+    progress("loading graphs and weights onto the device", 1.0)
+    return NxdiBackend(application, settings, limits, classified)
+
+
+def report(settings: Settings, target: Target) -> None:
+    """Say which libraries run what on which cores, and what is not certain."""
+    found = library.versions()
+    say("NxD Inference: " + ", ".join(f"{name} {version}" for name, version in found.items()))
+    say(
+        f"{settings.application} on {settings.tensor} logical cores of {target.platform.name}, each of "
+        f"{target.logical_core} physical ones"
+    )
+    for note in library.support_notes(target.platform, found):
+        say(f"warning: {note}")
+    family = BY_APPLICATION.get(settings.application)
+    if family is None:
+        say(f"warning: {settings.application} is a class of yours: its tokens were never compared with others")
+    elif not family.proven:
+        note = f"; {family.note}" if family.note else ""
+        say(f"warning: the tokens of {family.application} were never compared with those of transformers{note}")
