@@ -130,9 +130,7 @@ def test_a_small_vocabulary_bounds_the_candidates() -> None:
 def test_open_tensor_degree_takes_the_cores_that_divide_the_model() -> None:
     assert settings(Target(PLATFORMS["inf2"], 1, 12)).tensor == 8
     assert settings(model={"num_attention_heads": 14, "intermediate_size": 4864}).tensor == 2
-    assert refusal(UNKNOWN_CORES) == {
-        "$.parallelism.tensor": "must be set where the cores that will serve are not known"
-    }
+    assert settings(UNKNOWN_CORES).tensor == 1
 
 
 @pytest.mark.parametrize(
@@ -377,6 +375,7 @@ def test_the_platform_and_its_cores_are_found_or_told(tmp_path: Path) -> None:
     assert find_target(config_of(accelerator={"cores": 2}), granted, tmp_path, tmp_path).granted_cores == 2
     elsewhere = find_target(config_of(), {"NEURON_PLATFORM_TARGET_OVERRIDE": "inf2"}, tmp_path / "none", tmp_path)
     assert (elsewhere.platform.name, elsewhere.logical_core) == ("inf2", 1)
+    assert find_target(config_of(), {}, tmp_path / "none", tmp_path, lambda: "trn1n").platform.name == "trn1"
     with pytest.raises(InvalidConfig, match=r"^NEURON_PLATFORM_TARGET_OVERRIDE: this machine's instance type"):
         find_target(config_of(), {}, tmp_path / "none", tmp_path)
     with pytest.raises(InvalidConfig, match="both must be the same"):

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -36,6 +37,9 @@ PRODUCT_NAME = "devices/virtual/dmi/id/product_name"
 """Below /sys: the instance type."""
 
 LogicalCore = Literal[1, 2]
+
+_PLATFORM = re.compile(r"(inf2|trn1|trn2|trn3)(?![0-9])")
+"""Also the beginning of an instance type."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,9 +83,17 @@ def find_target(
     environment: Mapping[str, str] = os.environ,
     sys: Path = Path("/sys"),
     dev: Path = DEV,
+    ask: Callable[[], str] = str,
 ) -> Target:
-    """Raises InvalidConfig if the platform is unknown, or the configuration contradicts it or the environment."""
-    platform = _platform(environment, sys)
+    """The target of a configuration.
+
+    Args:
+        ask: the platform's name by the Neuron libraries, or empty; asked last, because it imports them.
+
+    Raises:
+        InvalidConfig: the platform is unknown, or the configuration contradicts it or the environment.
+    """
+    platform = _platform(environment, sys, ask)
     wanted, given = config.accelerator.logical_neuron_core, environment.get(LOGICAL_CORE_VARIABLE, "")
     if given and given not in ("1", "2"):
         raise InvalidConfig(LOGICAL_CORE_VARIABLE, f"must be 1 or 2, got {given!r}")
@@ -99,14 +111,15 @@ def find_target(
     )
 
 
-def _platform(environment: Mapping[str, str], sys: Path) -> Platform:
-    name, where = environment.get(PLATFORM_VARIABLE, ""), PLATFORM_VARIABLE
+def _platform(environment: Mapping[str, str], sys: Path, ask: Callable[[], str]) -> Platform:
+    name = environment.get(PLATFORM_VARIABLE, "")
+    where = PLATFORM_VARIABLE if name else "the instance type"
     if not name:
-        try:
-            name, where = (sys / PRODUCT_NAME).read_text().strip(), "the instance type"
-        except OSError:
-            name = ""
-    family = re.match(r"(inf2|trn1|trn2|trn3)(?![0-9])", name.lower())
+        with suppress(OSError):
+            name = (sys / PRODUCT_NAME).read_text().strip()
+        if not _PLATFORM.match(name.lower()):
+            name = ask() or name
+    family = _PLATFORM.match(name.lower())
     if family is None:
         found = f"{where} is {name!r}" if name else "this machine's instance type is unknown"
         known = ", ".join(PLATFORMS)

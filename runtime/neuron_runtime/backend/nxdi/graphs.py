@@ -107,7 +107,7 @@ def prepare_environment(settings: Settings, target: Target) -> None:
 
 def described(config: RuntimeConfig, model_dir: Path) -> tuple[Settings, Target]:
     """What to compile or to load. Raises as `settings_of` and `find_target`."""
-    target = find_target(config)
+    target = find_target(config, ask=library.platform_target)
     return settings_of(config, read_config(model_dir), target), target
 
 

@@ -130,6 +130,14 @@ def support_notes(platform: Platform, found: Mapping[str, str]) -> list[str]:
     return [f"AWS ends support for NxD Inference on {platform.name} with Neuron SDK 2.34; this is {release}"]
 
 
+def platform_target() -> str:
+    """The platform of this machine by torch-neuronx; empty if that does not know it."""
+    try:
+        return str(importlib.import_module("torch_neuronx.utils").get_platform_target())
+    except Exception:  # noqa: BLE001 - off a Neuron instance it raises what it likes
+        return ""
+
+
 class NxdApplication:
     """See `settings.Application`."""
 

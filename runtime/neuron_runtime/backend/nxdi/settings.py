@@ -221,7 +221,7 @@ class _Derivation:
         return ours
 
     def _tensor(self) -> int:
-        """The tensor-parallel degree. Left open: all cores, or as many as divide the model."""
+        """The tensor-parallel degree. Left open: as many of this process's cores as divide the model, or one."""
         config, target = self._config, self._target
         sizes = {
             name: self._model[name]
@@ -230,9 +230,6 @@ class _Derivation:
         }
         path, cores = "$.parallelism.tensor", target.granted_cores
         wanted = self._chosen(path, config.parallelism.tensor, "tp_degree")
-        with self._found.collecting():
-            if not wanted and not cores:
-                raise InvalidConfig(path, "must be set where the cores that will serve are not known")
         if not wanted:
             return max(d for d in range(1, max(cores, 1) + 1) if not any(size % d for size in sizes.values()))
         with self._found.collecting():
