@@ -8,7 +8,7 @@ from neuron_runtime.backend.base import Backend, ProgressCallback
 from neuron_runtime.backend.nxdi import library
 from neuron_runtime.backend.nxdi.backend import NxdiBackend
 from neuron_runtime.backend.nxdi.devices import Target, check_cores, exec_timeout_seconds
-from neuron_runtime.backend.nxdi.failures import classified, when_free
+from neuron_runtime.backend.nxdi.failures import when_free
 from neuron_runtime.backend.nxdi.graphs import described, missing_weights, prepare_environment
 from neuron_runtime.backend.nxdi.limits import limits_of
 from neuron_runtime.backend.nxdi.models import BY_APPLICATION
@@ -37,7 +37,7 @@ def load(model_dir: Path, config: RuntimeConfig, progress: ProgressCallback, art
 
     application = when_free(attempt)
     progress("loading graphs and weights onto the device", 1.0)
-    return NxdiBackend(application, settings, limits, classified)
+    return NxdiBackend(application, settings, limits)
 
 
 def report(settings: Settings, target: Target) -> None:
