@@ -11,11 +11,11 @@ import msgspec
 import torch
 
 from helpers.nxdi import Mode, fake_nxdi, installed
-from helpers.nxdi_tokens import limits_of
 from helpers.torch_models import NEAR_TIE, random_model, reference
 from neuron_runtime.backend.nxdi.backend import NxdiBackend
 from neuron_runtime.backend.nxdi.devices import PLATFORMS, Target
 from neuron_runtime.backend.nxdi.library import application
+from neuron_runtime.backend.nxdi.limits import limits_of
 from neuron_runtime.backend.nxdi.settings import Settings, settings_of
 from neuron_runtime.config import parse_config
 from neuron_runtime.core import Request
@@ -74,4 +74,4 @@ def backend_for(model: Model, settings: Settings, folder: Path) -> NxdiBackend:
     made = application(settings, model.folder)
     made.compile(folder)
     made.load(folder)
-    return NxdiBackend(made, settings, limits_of(settings))
+    return NxdiBackend(made, settings, limits_of(settings, 600.0))

@@ -18,7 +18,6 @@ from typing import Any
 import torch
 
 from neuron_runtime.backend.nxdi.settings import Settings
-from neuron_runtime.core import BackendLimits, PrefillBucket
 
 NOTHING = -1
 """Content of a place of the cache that was never written."""
@@ -238,31 +237,3 @@ def strict_first_fit(buckets: Sequence[int], size: int) -> int:
             return bucket
     assert size == buckets[-1], f"{size} exceeds the largest bucket"
     return buckets[-1]
-
-
-def limits_of(settings: Settings) -> BackendLimits:
-    slots = settings.layout == "slots"
-    return BackendLimits(
-        max_rows=settings.max_rows,
-        max_model_length=settings.max_model_length,
-        max_step_tokens=max(2 * settings.context_buckets[-1], settings.max_rows),
-        prefill_buckets=tuple(
-            PrefillBucket(size - (slots and size < settings.max_context_length), size)
-            for size in settings.context_buckets
-        ),
-        max_prefill_rows=2,
-        layout=settings.layout,
-        block_size=settings.block_size,
-        num_blocks=settings.num_blocks,
-        mixes_phases=False,
-        chunks_prefill=settings.segments,
-        decodes_all_live_rows=slots,
-        sorts_rows=slots,
-        lowest_slot_first=slots,
-        shares_prefixes=settings.shares_prefixes,
-        sampling=settings.sampling,
-        vocabulary_size=settings.vocabulary_size,
-        max_top_k=settings.global_topk,
-        steps_in_flight=2,
-        token_feedback="device",
-    )

@@ -12,8 +12,9 @@ from contextlib import contextmanager
 from dataclasses import replace
 from random import Random
 
-from helpers.nxdi_tokens import TokenApplication, limits_of, next_token, settings_of
+from helpers.nxdi_tokens import TokenApplication, next_token, settings_of
 from neuron_runtime.backend.nxdi.backend import NxdiBackend
+from neuron_runtime.backend.nxdi.limits import limits_of
 from neuron_runtime.backend.nxdi.sampling_rows import device_parameters
 from neuron_runtime.backend.nxdi.settings import Settings
 from neuron_runtime.core import BackendLimits, Batch, Request, Sampling, StepOutput
@@ -106,7 +107,7 @@ class CheckedBackend(NxdiBackend):
 def run(random: Random) -> list[str]:
     """Serve a random load; returns what occurred."""
     settings = some_settings(random)
-    limits = limits_of(settings)
+    limits = limits_of(settings, 600.0)
     application = TokenApplication(settings)
     backend = CheckedBackend(application, settings, limits)
     if random.random() < 0.3:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 import fake_nxdi
-from fake_nxdi.program import Later
+from fake_nxdi.program import Later, repeats
 from fake_nxdi.submodel import Call, Launched
 
 
@@ -30,7 +30,10 @@ def run_ahead(application: Any, call: Call, *, prefill: bool) -> Any:
     current: Launched = application.prior_outputs
     application.prior_seq_ids = call.seq_ids
     if application.neuron_config.seq_len - int(call.positions.max()) > 2:
-        application.prior_outputs = model(replace(call, ids=current.outputs, **application.next_cpu_inputs))
+        ids = current.outputs
+        if isinstance(ids, Later) and call.rows == model.neuron_config.batch_size:
+            ids = replace(ids, copies=repeats(call.ids, call.positions, [True] * call.rows))
+        application.prior_outputs = model(replace(call, ids=ids, **application.next_cpu_inputs))
         # Since the first of the two was launched now or by the call before, its answer is this call's.
         return current.on_host(rows)
     outputs = current.on_host(rows)
@@ -55,8 +58,9 @@ def _check_tokens(prior: Launched, call: Call, rows: torch.Tensor) -> None:
     """The step of this call has run before it: with the device's tokens, and with the rows that it had then."""
     if not isinstance(prior.outputs, Later):
         return
+    own = ~torch.tensor(repeats(call.ids, call.positions, [True] * call.rows))
     fed, positions = (tensor[rows.long(), 0].long() for tensor in (prior.outputs.fed, prior.outputs.positions))
-    if not torch.equal(fed, call.ids[:, 0].long()):
+    if not torch.equal(fed[own], call.ids[:, 0].long()[own]):
         fake_nxdi.refuse("20-24", "input_ids differ from the tokens with which the device has already run this step")
-    if not torch.equal(positions, call.positions[:, 0].long()):
+    if not torch.equal(positions[own], call.positions[:, 0].long()[own]):
         fake_nxdi.refuse("20-24", "position_ids differ from those with which the device has already run this step")

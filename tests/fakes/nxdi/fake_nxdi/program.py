@@ -7,6 +7,7 @@ tells of it instead.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -35,6 +36,8 @@ class Notes:
     """Blocks: the whole prompt of the call's only row."""
     table: list[int] = field(default_factory=list)
     warm_up: bool = False
+    copies: list[bool] = field(default_factory=list)
+    """Rows that filled a free line in the call that launched this step ahead."""
 
 
 @dataclass
@@ -46,6 +49,8 @@ class Later:
     fed: torch.Tensor
     """Token ids that the step took."""
     positions: torch.Tensor
+    copies: list[bool] = field(default_factory=list)
+    """See `Notes`."""
 
     def wait(self) -> Tensors:
         device.Device.wait_until(self.ready_at)
@@ -174,10 +179,12 @@ class Program:
         if not fake_nxdi.strict():
             return
         rows = []
+        filled = notes.copies or repeats(ids, positions, notes.real)
         for row, position in enumerate(positions[:, 0].tolist()):
             if notes.real[row] and position >= self.plan.max_length:
                 fake_nxdi.refuse("20-19", f"decode at position {position} of {self.plan.max_length}")
-            if notes.real[row] and self._prompt_ends.pop(row, 0) > position and not notes.warm_up:
+            late_answer = notes.real[row] and self._prompt_ends.pop(row, 0) > position
+            if late_answer and not filled[row] and not notes.warm_up:
                 fake_nxdi.refuse(
                     "20-5", f"the prompt's answer came from a later position than {position - 1}: its padding is a ramp"
                 )
@@ -328,7 +335,11 @@ class Program:
         broken = [
             self.ledger.broken_at(places) if real else 0 for (places, _), real in zip(rows, notes.real, strict=True)
         ]
-        good = {(tokens[row], at[row]) for row, index in enumerate(broken) if index < 0 and notes.real[row]}
+        good = {
+            (tokens[row], at[row])
+            for row, index in enumerate(broken)
+            if notes.real[row] and (index < 0 or int(self.ledger.why[rows[row][0][index]]) in (NEVER, WARM))
+        }
         written: dict[int, int] = {}
         for row, (places, place) in enumerate(rows):
             if place < 0:
@@ -349,7 +360,7 @@ class Program:
                 why = int(self.ledger.why[places[broken[row]]])
                 if why in (NEVER, WARM):
                     self.ledger.spoil(spot, WARM)
-                elif (tokens[row], at[row]) in good:
+                elif (tokens[row], at[row]) in good or (notes.copies and notes.copies[row]):
                     # A copy of another row, by which the caller fills a free line.
                     self.ledger.spoil(spot, COPY)
                 else:
@@ -357,6 +368,16 @@ class Program:
                     fake_nxdi.refuse(rule, f"row {row} at position {at[row]} {what} (from position {broken[row]})")
                 continue
             self.ledger.write(spot, [tokens[row]], int(self.ledger.number[places[-1]]) if len(places) else ROOT)
+
+
+def repeats(ids: torch.Tensor, positions: torch.Tensor, real: Sequence[bool]) -> list[bool]:
+    """For each row of a decode call, whether another one of the caller feeds the same token at the same position.
+
+    A caller fills free lines with copies of a row.
+    """
+    rows = list(zip(ids[:, 0].tolist(), positions[:, 0].tolist(), strict=True))
+    count = Counter(row for row, given in zip(rows, real, strict=True) if given)
+    return [count[row] > 1 for row in rows]
 
 
 def _key(shapes: list[list[int]]) -> tuple[tuple[int, ...], ...]:

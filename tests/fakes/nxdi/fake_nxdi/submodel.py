@@ -131,6 +131,7 @@ class Submodel:
         assert self.model is not None
         neuron = self.neuron_config
         if isinstance(call.ids, Later):
+            notes.copies = call.ids.copies
             tokens = call.ids.outputs[0]
             call = replace(call, ids=tokens.reshape(neuron.batch_size, neuron.n_active_tokens))
         outputs = self.model.run(self._inputs(call), notes)
