@@ -13,7 +13,7 @@ from helpers.chat_model import write_chat_model
 from helpers.checked_requests import check_request
 from helpers.front_end import LIMITS
 from helpers.strict_backend import neuron_limits
-from neuron_runtime.core import BackendLimits, Request, needs_host
+from neuron_runtime.core import BackendLimits, PrefillBucket, Request, needs_host
 from neuron_runtime.errors import InvalidRequest
 from neuron_runtime.requests.admission import Admission
 from neuron_runtime.requests.bodies import ChatBody, CompletionBody, typed
@@ -160,6 +160,7 @@ def ids(count: int) -> list[int]:
 
 BLOCKS = replace(LIMITS, block_size=8, num_blocks=4)
 NEURON = neuron_limits(max_rows=4, max_model_length=256)
+SEGMENTS = replace(LIMITS, prefill_buckets=(PrefillBucket(8, 16), PrefillBucket(64, 64)), max_prefill_start=100)
 REFUSED: list[tuple[BackendLimits, dict[str, Any], str, str]] = [
     (LIMITS, {"prompt": []}, "prompt", "must not be empty"),
     (LIMITS, {"prompt": [[]]}, "prompt", "at least one is required"),
@@ -170,6 +171,9 @@ REFUSED: list[tuple[BackendLimits, dict[str, Any], str, str]] = [
     (NEURON, {"prompt": [5]}, "prompt", "has 1 tokens: this backend needs at least 2"),
     (replace(NEURON, max_step_tokens=100), {"prompt": ids(101)}, "prompt", "can prefill at most 100"),
     (replace(NEURON, max_step_tokens=100), {"prompt": ids(101)}, "prompt", "maximum context length is 256 tokens"),
+    (replace(SEGMENTS, chunks_prefill=False), {"prompt": ids(65)}, "prompt", "can prefill at most 64"),
+    (SEGMENTS, {"prompt": ids(129)}, "prompt", "can prefill at most 128"),
+    (SEGMENTS, {"truncate_prompt_tokens": 129}, "truncate_prompt_tokens", "from 1 to 128"),
     (LIMITS, {"prompt": ids(300)}, "prompt", "maximum context length is 256 tokens"),
     (LIMITS, {"prompt": ids(256)}, "prompt", "maximum context length is 256 tokens"),
     (BLOCKS, {"prompt": ids(33)}, "prompt", "maximum context length is 33 tokens"),
@@ -197,7 +201,16 @@ def test_a_request_that_can_never_run_is_refused_with_field_and_limit(
 some_limits = st.builds(
     replace,
     st.sampled_from(
-        [LIMITS, BLOCKS, NEURON, DEVICE, WITH_LOGITS, replace(DEVICE, max_top_k=4), replace(WITH_LOGITS, max_top_k=0)]
+        [
+            LIMITS,
+            BLOCKS,
+            SEGMENTS,
+            NEURON,
+            DEVICE,
+            WITH_LOGITS,
+            replace(DEVICE, max_top_k=4),
+            replace(WITH_LOGITS, max_top_k=0),
+        ]
     ),
     vocabulary_size=st.sampled_from([0, 9, 100, 1000]),
 )
@@ -223,6 +236,12 @@ def test_an_admitted_request_can_run(tokenizer: Tokenizer, limits: BackendLimits
     for prompt, sampling in zip(ask.prompts, ask.sampling, strict=True):
         check_request(limits, Request("a", prompt, sampling))
         assert (0 <= sampling.temperature <= 100, 0 < sampling.top_p <= 1) == (True, True)
+
+
+def test_a_prompt_is_cut_to_what_can_be_prefilled(tokenizer: Tokenizer) -> None:
+    for max_tokens, kept in ((1, 128), (100, 128), (200, 56)):
+        fields = completion(prompt=ids(300), truncate_prompt_tokens=-1, max_tokens=max_tokens)
+        assert len(admission(tokenizer, SEGMENTS).completion(fields).prompts[0]) == kept
 
 
 LISTS = "{% for m in messages %}<{{ m.role }}>{% for part in m.content %}{{ part.text }}{% endfor %}{% endfor %}"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 
@@ -13,7 +13,7 @@ from neuron_runtime.backend.simulated.clock import VirtualClock
 from neuron_runtime.backend.simulated.device import SimulatedBackend
 from neuron_runtime.backend.simulated.step_times import Phase, StepTimes, constant
 from neuron_runtime.bench.report import at_least, at_most
-from neuron_runtime.core import BackendLimits, Batch, Late, Request, Sampling, StepOutput
+from neuron_runtime.core import BackendLimits, Batch, Late, Request, Sampling, StepOutput, TokenFeedback
 from neuron_runtime.engine.loop import Engine
 from neuron_runtime.engine.scheduler import Scheduler
 
@@ -37,7 +37,21 @@ class LoggingBackend(SimulatedBackend):
         return super().collect(step)
 
 
-def decoding(rows: int, feedback: Any, host_seconds: float = 0.0, clock: VirtualClock | None = None) -> LoggingBackend:
+class BlockingBackend(LoggingBackend):
+    """Has no thread of its own: `launch` returns when the device is done."""
+
+    def launch(self, batch: Batch) -> None:
+        super().launch(batch)
+        self._clock.sleep_until(self.timeline.free_at)
+
+
+def decoding(
+    rows: int,
+    feedback: Any,
+    host_seconds: float = 0.0,
+    clock: VirtualClock | None = None,
+    backend_class: type[LoggingBackend] = LoggingBackend,
+) -> LoggingBackend:
     """Rows that decode to their end, 8 ms per step."""
     limits = BackendLimits(
         max_rows=rows,
@@ -46,12 +60,12 @@ def decoding(rows: int, feedback: Any, host_seconds: float = 0.0, clock: Virtual
         max_prefill_rows=rows,
         num_blocks=8 * rows,
         vocabulary_size=1000,
-        steps_in_flight=2 if feedback == "device" else 1,
+        steps_in_flight=1 if feedback == "host" else 2,
         token_feedback=feedback,
     )
     phase = Phase(constant(0.008))
     clock = clock or VirtualClock()
-    backend = LoggingBackend(limits, StepTimes(phase, phase), clock, host_seconds_per_step=host_seconds)
+    backend = backend_class(limits, StepTimes(phase, phase), clock, host_seconds_per_step=host_seconds)
     engine = Engine(backend)
     for number in range(rows):
         engine.add(Request(f"r{number}", (number,) * 8, Sampling(max_tokens=100)))
@@ -69,9 +83,26 @@ def test_with_device_feedback_each_step_is_launched_before_the_previous_one_is_c
     assert late == []
 
 
+@pytest.mark.parametrize("feedback", ["device", "same rows"])
 @pytest.mark.parametrize("rows", [64, 256])
-def test_a_device_with_feedback_never_waits_for_a_fast_host(rows: int) -> None:
-    assert decoding(rows, "device", host_seconds=0.0075).timeline.busy_share >= 0.999
+def test_a_device_with_feedback_never_waits_for_a_fast_host(rows: int, feedback: Any) -> None:
+    assert decoding(rows, feedback, host_seconds=0.0075).timeline.busy_share >= 0.999
+
+
+def test_the_device_is_idle_during_host_work_only_where_calls_block_or_tokens_pass_the_host(
+    slow_scheduling: VirtualClock,
+) -> None:
+    # Per step of 8 ms the host takes 2 ms to build inputs and 1 ms each to schedule and to apply.
+    idle = {}
+    for name, feedback, backend_class in (
+        ("no thread", "host", BlockingBackend),
+        ("host", "host", LoggingBackend),
+        ("same rows", "same rows", LoggingBackend),
+        ("device", "device", LoggingBackend),
+    ):
+        timeline = decoding(8, feedback, 0.002, slow_scheduling, backend_class).timeline
+        idle[name] = round(1 - timeline.busy_share, 2)
+    assert idle == {"no thread": 0.33, "host": 0.2, "same rows": 0.0, "device": 0.0}
 
 
 @pytest.mark.parametrize(("rows", "host_milliseconds", "share"), [(64, 0.3, 0.96), (256, 0.85, 0.90)])
@@ -82,21 +113,28 @@ def test_with_host_feedback_the_device_waits_only_between_collect_and_launch(
     assert decoding(rows, "host", host_milliseconds / 1000).timeline.busy_share >= share
 
 
-@pytest.mark.parametrize("feedback", ["device", "host"])
-def test_scheduling_and_applying_never_delay_the_device(feedback: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    clock = VirtualClock()
+@pytest.fixture(params=[0.001])
+def slow_scheduling(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> VirtualClock:
+    """A clock on which schedule and apply take this time each."""
+    clock, seconds = VirtualClock(), request.param
 
     def slow(method: Callable[..., Any]) -> Callable[..., Any]:
         def wrapped(*given: Any) -> Any:
-            clock.sleep_until(clock.now() + 0.003)
+            clock.sleep_until(clock.now() + seconds)
             return method(*given)
 
         return wrapped
 
     for name in ("schedule", "apply"):
         monkeypatch.setattr(Scheduler, name, slow(getattr(Scheduler, name)))
+    return clock
+
+
+@pytest.mark.parametrize("slow_scheduling", [0.003], indirect=True)
+@pytest.mark.parametrize("feedback", get_args(TokenFeedback))
+def test_scheduling_and_applying_never_delay_the_device(feedback: Any, slow_scheduling: VirtualClock) -> None:
     # 3 ms each, in steps of 8 ms: in sequence with the device they would leave it busy for 8 of 14 ms.
-    assert decoding(64, feedback, clock=clock).timeline.busy_share >= 0.99
+    assert decoding(64, feedback, clock=slow_scheduling).timeline.busy_share >= 0.99
 
 
 REFERENCE_MILLISECONDS = 1.6
@@ -114,7 +152,7 @@ def reference() -> float:
     return min(once() for _ in range(9))
 
 
-@pytest.mark.parametrize("feedback", ["device", "host"])
+@pytest.mark.parametrize("feedback", get_args(TokenFeedback))
 @pytest.mark.parametrize("rows", [64, 256])
 def test_cpu_time_per_step_and_busy_share_meet_their_targets(rows: int, feedback: Any) -> None:
     """On a slower machine, or one slowed down by others, a step may take longer in proportion. Repetitions remove
@@ -168,4 +206,4 @@ def test_every_feedback_mode_and_row_count_is_measured(monkeypatch: pytest.Monke
     measured = []
     monkeypatch.setattr(host, "measure", lambda *given, **more: measured.append((*given, more)))
     host.measure_all(num_rounds=2)
-    assert measured == [(rows, one, {"num_rounds": 2}) for one in ("device", "host") for rows in (64, 256)]
+    assert measured == [(rows, one, {"num_rounds": 2}) for one in get_args(TokenFeedback) for rows in (64, 256)]

@@ -444,6 +444,10 @@ def test_the_plot_of_waiting_requests_shows_means_over_time() -> None:
             "$.overrideNeuronConfig.decodeMilliseconds): sizes must be positive and in ascending order",
         ),
         (
+            ["--prefill-buckets", "128", "512"],
+            "--prefill-buckets ($.overrideNeuronConfig.prefillBuckets): the largest must fit a prompt of 1023 tokens",
+        ),
+        (
             ["--prefill-buckets", "9", "8"],
             "--prefill-buckets ($.overrideNeuronConfig.prefillBuckets): must be positive and in ascending order",
         ),

@@ -13,9 +13,9 @@ import pytest
 from helpers.engine_driver import request
 from helpers.strict_backend import StrictBackend, neuron_limits
 from helpers.torch_models import runtime_config
-from neuron_runtime.core import Batch
+from neuron_runtime.core import BackendLimits, Batch, PrefillBucket
 from neuron_runtime.engine import process
-from neuron_runtime.engine.backends import warn_if_short
+from neuron_runtime.engine.backends import warn_of_limits
 from neuron_runtime.engine.lifeline import Deadline
 from neuron_runtime.engine.loop import Engine
 from neuron_runtime.engine.messages import Add, FromEngine, Joined, Step, ToEngine
@@ -34,10 +34,35 @@ def test_a_very_short_model_length_is_reported(
     length: int, configured: int, says: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     config = runtime_config(max_model_length=configured)
-    warn_if_short(config, replace(neuron_limits(), max_model_length=length, block_size=length))
+    warn_of_limits(config, neuron_limits(max_model_length=length))
     assert capsys.readouterr().err == (
         f"neuron-runtime: warning: prompt and answer together may have {says}\n" if says else ""
     )
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        (
+            {"chunks_prefill": False},
+            "refused, and of requests that may grow longer (256 by default) blocks suffice for 3 at once",
+        ),
+        ({"chunks_prefill": False, "num_blocks": 64}, "longer prompts are refused (buckets.context"),
+        ({"max_prefill_start": 100}, "warning: at most 128 of the model's 256 tokens can be prefilled"),
+        ({}, ""),
+    ],
+)
+def test_what_a_short_prefill_costs_is_reported(
+    changes: dict[str, Any], says: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    buckets = (PrefillBucket(32, 32), PrefillBucket(64, 64))
+    limits = BackendLimits(
+        max_rows=4, max_model_length=256, max_step_tokens=128, num_blocks=50, prefill_buckets=buckets
+    )
+    warn_of_limits(runtime_config(), replace(limits, **changes))
+    stated = capsys.readouterr().err
+    assert says in stated
+    assert bool(says) == bool(stated)
 
 
 class Lists:

@@ -131,7 +131,12 @@ def runs(draw: st.DrawFn) -> tuple[BackendLimits, list[Request]]:
         block_size=draw(st.sampled_from((2, 4))) if layout == "blocks" else 0,
         num_blocks=draw(st.sampled_from((20, 30, 60))) if layout == "blocks" else 0,
     )
-    options = Options(prefill=prefill, token_feedback=draw(st.sampled_from(("device", "host"))))
+    largest = length if prefill == "whole" else rows + 2
+    options = Options(
+        prefill=prefill,
+        token_feedback=draw(st.sampled_from(("device", "same rows", "host"))),
+        prefill_buckets=draw(st.sampled_from(((), (largest,), (2, largest)))),
+    )
     mode = draw(st.sampled_from(MODES))
     requests = []
     for number in range(draw(st.integers(1, 7))):
@@ -289,7 +294,27 @@ def test_a_mixed_step_takes_the_time_of_both_phases_and_reports_both_buckets() -
     assert seen == {("decode", 0.01), ("mixed", 0.11)}
 
 
-@pytest.mark.parametrize("feedback", ["device", "host"])
+def test_each_prompt_takes_a_size_of_its_own_unless_phases_mix() -> None:
+    for prefill, sizes in (("chunks", {16: 3, 64: 1}), ("mixed", {128: 1})):
+        options = Options(prefill=prefill, prefill_buckets=(16, 64))  # type: ignore[arg-type]
+        made = replace(limits(options, max_sequences=4, max_step_tokens=128), max_prefill_rows=4)
+        backend = SimulatedBackend(made, StepTimes(STEP.decode, Phase(constant(0.008), (16, 64))), VirtualClock())
+        engine = Engine(backend)
+        for name, length in (("a", 60), ("b", 5), ("c", 6), ("d", 16)):
+            engine.add(request(name, length, max_tokens=2))
+        engine.step()
+        step = engine.stats.last_step
+        assert step is not None
+        assert step.bucket == "+".join(f"prefill_{size}" for size in sizes)
+        assert step.num_computed_tokens == sum(size * count for size, count in sizes.items())
+        uses = {size: use for (phase, size), use in backend.timeline.shapes.items() if phase == "prefill"}
+        assert sum(use.num_used for use in uses.values()) == step.num_tokens == 87
+        if prefill == "chunks":
+            assert {size: use.num_steps for size, use in uses.items()} == sizes
+            assert {size: use.num_padded for size, use in uses.items()} == {16: 21, 64: 4}
+
+
+@pytest.mark.parametrize("feedback", ["device", "same rows", "host"])
 def test_the_next_step_is_launched_before_the_device_idles(feedback: Any) -> None:
     # 1 ms of host work before each launch: device feedback hides all of it, host feedback puts all of it between two
     # steps of 8 ms, since the result of the step in flight is needed.
@@ -298,7 +323,7 @@ def test_the_next_step_is_launched_before_the_device_idles(feedback: Any) -> Non
     engine = Engine(backend)
     engine.add(request("r", 4, max_tokens=500))
     finish(engine)
-    assert backend.timeline.busy_share == pytest.approx(1.0 if feedback == "device" else 8 / 9, abs=0.002)
+    assert backend.timeline.busy_share == pytest.approx(8 / 9 if feedback == "host" else 1.0, abs=0.002)
     assert backend.timeline.num_steps == pytest.approx(500, abs=1)
 
 

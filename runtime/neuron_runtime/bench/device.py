@@ -9,7 +9,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, get_args
 
 from neuron_runtime.arguments import BY_ARGUMENT, FLAG_NAMES, config_of, naming
 from neuron_runtime.backend.simulated.options import (
@@ -23,7 +23,8 @@ from neuron_runtime.backend.simulated.options import (
 )
 from neuron_runtime.backend.simulated.step_times import PUBLISHED, StepTimes
 from neuron_runtime.bench.traffic import VOCABULARY_SIZE
-from neuron_runtime.core import BackendLimits
+from neuron_runtime.core import BackendLimits, TokenFeedback
+from neuron_runtime.errors import InvalidConfig
 from neuron_runtime.flags import add_flags
 
 DEFAULT_STEP_TIMES = "llama-3.1-8b-trn2-tp4"
@@ -95,7 +96,7 @@ def add_device_arguments(device: argparse._ArgumentGroup) -> None:
     )
     device.add_argument(
         "--token-feedback",
-        choices=("device", "host"),
+        choices=get_args(TokenFeedback),
         default="device",
         help="where a step gets the tokens of the previous step (%(default)s)",
     )
@@ -118,7 +119,13 @@ def device_of(options: argparse.Namespace) -> Device:
         limits = limits_of(config, read_options(given), vocabulary_size=VOCABULARY_SIZE, longest=length)
         given.setdefault("decodeBuckets", [rows])
         given.setdefault("prefillBuckets", powers_of_two(limits.longest_prefill))
-        times = step_times(read_options(given))
+        made = read_options(given)
+        limits = limits_of(config, made, vocabulary_size=VOCABULARY_SIZE, longest=length)
+        if limits.longest_prompt < limits.longest_sequence - 1:
+            fits, needed = limits.longest_prompt, limits.longest_sequence - 1
+            problem = f"the largest must fit a prompt of {needed} tokens, not of {fits}"
+            raise InvalidConfig("$.overrideNeuronConfig.prefillBuckets", problem)
+        times = step_times(made)
     return Device(times, limits, given)
 
 

@@ -67,13 +67,21 @@ SHORT_TOKENS = 128
 """Fewer tokens of prompt plus output are hardly on purpose: the shortest chats take more."""
 
 
-def warn_if_short(config: RuntimeConfig, limits: BackendLimits) -> None:
-    """Print a line if requests may have very few tokens."""
+def warn_of_limits(config: RuntimeConfig, limits: BackendLimits) -> None:
+    """Print a line if requests may have very few tokens, and one if the model's length cannot be prefilled."""
     length = limits.max_model_length
     if length < SHORT_TOKENS:
         configured = bool(config.limits.max_model_length)
         cause = "so it is configured" if configured else "the model or the free memory allow no more"
         say(f"warning: prompt and answer together may have only {length} tokens: {cause} (maxModelLength)")
+    prompt, longest = limits.longest_prompt, limits.longest_sequence
+    if not limits.recomputes(longest):
+        num_full = min(limits.num_blocks // limits.blocks_for(longest - 1), limits.max_rows)
+        cost = f", and of requests that may grow longer ({longest} by default) blocks suffice for {num_full} at once"
+        say(
+            f"warning: at most {prompt} of the model's {longest} tokens can be prefilled: longer prompts are refused"
+            f"{cost if num_full < limits.max_rows else ''} (buckets.context, or buckets.prefix with chunkedPrefill)"
+        )
 
 
 def check_backend(config: RuntimeConfig) -> None:

@@ -25,7 +25,7 @@ from neuron_runtime.checkpoint import check_tokenizer
 from neuron_runtime.config import RuntimeConfig, load_config
 from neuron_runtime.console import StageLines
 from neuron_runtime.engine import messages
-from neuron_runtime.engine.backends import backend_package, warn_if_short
+from neuron_runtime.engine.backends import backend_package, warn_of_limits
 from neuron_runtime.engine.backpressure import queue_limits
 from neuron_runtime.engine.lifeline import Deadline, die_with_parent
 from neuron_runtime.engine.loop import Engine
@@ -237,7 +237,7 @@ def serve(config: RuntimeConfig, settings: LocalSettings, border: Border, deadli
         # Libraries and weights stay; a full collection that walks them would delay every stream by 100 ms.
         gc.collect()
         gc.freeze()
-        warn_if_short(config, backend.limits)
+        warn_of_limits(config, backend.limits)
         queue = queue_limits(backend.limits, config.limits.max_queued_requests, config.limits.max_queued_tokens)
         engine = Engine(watched, max_queued_requests=queue.max_requests, max_queued_tokens=queue.max_tokens)
         border.send(Ready(backend.limits, queue, loaded - began, time.monotonic() - loaded))

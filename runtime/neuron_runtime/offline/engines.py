@@ -15,7 +15,7 @@ from neuron_runtime.checkpoint import check_tokenizer
 from neuron_runtime.config import RuntimeConfig
 from neuron_runtime.console import StageLines
 from neuron_runtime.core import BackendLimits, Request, TokenEvent
-from neuron_runtime.engine.backends import backend_package, warn_if_short
+from neuron_runtime.engine.backends import backend_package, warn_of_limits
 from neuron_runtime.engine.loop import Engine
 from neuron_runtime.engine.stats import EngineStats
 from neuron_runtime.local_settings import LocalSettings
@@ -98,7 +98,7 @@ class LocalEngine:
         settings = self._settings
         places = Places(settings.artifacts_dir, settings.artifacts_store, settings.on_artifact_miss)
         self._backend = load_backend(self._model_dir, self._config, places, self._progress)
-        warn_if_short(self._config, self._backend.limits)
+        warn_of_limits(self._config, self._backend.limits)
         self._backend.warm_up(self._progress)
         # No queue limit, because the caller waits for all answers anyway.
         self._engine = Engine(self._backend, max_queued_requests=sys.maxsize)

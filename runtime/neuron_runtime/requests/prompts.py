@@ -96,9 +96,9 @@ class Prompts:
         """Number of last tokens of a prompt to keep; None: all. Raises InvalidRequest."""
         if asked is None:
             return None
-        longest = self.limits.max_new_tokens(0) - 1
+        longest = min(self.limits.max_new_tokens(0) - 1, self.limits.longest_prompt)
         if asked == -1:
-            return max(longest + 1 - max(max_tokens or 1, 1), 1)
+            return max(min(longest, self.limits.max_new_tokens(0) - max(max_tokens or 1, 1)), 1)
         if not 1 <= asked <= longest:
             message = f"`truncate_prompt_tokens` must be from 1 to {longest}, or -1 for as many as fit, got {asked}"
             raise InvalidRequest(message, field="truncate_prompt_tokens")

@@ -107,12 +107,19 @@ class _Slot:
         return any(want is not None for want in wants)
 
 
-class _Work(NamedTuple):
-    """Cost of a step on the device."""
+class _Call(NamedTuple):
+    """One run of a graph, for the decode rows or for a prompt."""
 
+    phase: str
+    name: str
+    """Empty if every size is compiled."""
+    bucket: int
+    used: int
     seconds: float
-    bucket: str
-    num_computed_tokens: int
+
+
+def _name(calls: Iterable[_Call]) -> str:
+    return "+".join(sorted({call.name for call in calls if call.name}))
 
 
 class _SimulatedStep(NamedTuple):
@@ -121,7 +128,8 @@ class _SimulatedStep(NamedTuple):
     ends: list[int]
     plain: bool
     """No live sequence is special."""
-    work: _Work
+    calls: list[_Call]
+    seconds: float
     ready_at: float
 
 
@@ -160,7 +168,7 @@ class SimulatedBackend:
         return ()
 
     def graph(self, batch: Batch) -> str:
-        return self._work(batch).bucket or size_of(batch)
+        return _name(self._calls(batch)) or size_of(batch)
 
     def launch(self, batch: Batch) -> None:
         if self._host_seconds:
@@ -180,9 +188,12 @@ class SimulatedBackend:
             # A row that waits starts where the one in flight ends, which is known: one token per row.
             slot.end = (start if after == KNOWN else slot.end) + num_tokens
             ends.append(slot.end)
-        work = self._work(batch)
-        ready_at = self.timeline.run(self._clock.now(), work.seconds)
-        self._in_flight.append(_SimulatedStep(batch, slots, ends, not self._special, work, ready_at))
+        calls = self._calls(batch)
+        for call in calls:
+            self.timeline.count(call.phase, call.bucket, call.used, call.seconds)
+        seconds = sum(call.seconds for call in calls)
+        ready_at = self.timeline.run(self._clock.now(), seconds)
+        self._in_flight.append(_SimulatedStep(batch, slots, ends, not self._special, calls, seconds, ready_at))
 
     def sample(self, step: int, late: Late | None) -> None:
         if late is not None:
@@ -211,33 +222,30 @@ class SimulatedBackend:
             token_ids=token_ids,
             logprobs=() if done.plain else self._logprobs(done, token_ids),
             prompt_logprobs=() if done.plain else self._prompt_logprobs(done),
-            device_seconds=done.work.seconds,
-            bucket=done.work.bucket,
-            num_computed_tokens=done.work.num_computed_tokens,
+            device_seconds=done.seconds,
+            bucket=_name(done.calls),
+            num_computed_tokens=sum(call.bucket for call in done.calls),
         )
 
     def close(self) -> None:
         self._in_flight.clear()
 
-    def _work(self, batch: Batch) -> _Work:
-        rows = batch.rows
-        num_decode, num_prefill = len(rows), 0
+    def _calls(self, batch: Batch) -> list[_Call]:
+        """What the device runs: all decode rows together, and with prefill buckets each prompt alone."""
+        limits, times, rows = self._limits, self._times, batch.rows
+        fed: list[int] = []
         if batch.kind is not Kind.DECODE:
             fed = [count for count, prefills in zip(rows.num_tokens, rows.prefills, strict=True) if prefills]
-            num_decode, num_prefill = len(rows) - len(fed), sum(fed)
-        seconds, num_computed, names = 0.0, 0, []
-        for name, phase, size in (
-            ("decode", self._times.decode, num_decode),
-            ("prefill", self._times.prefill, num_prefill),
-        ):
-            if size:
-                bucket = phase.bucket(size)
-                took = phase.curve.seconds(bucket)
-                self.timeline.count(name, bucket, size, took)
-                seconds += took
-                num_computed += bucket
-                names += [f"{name}_{bucket}"] if phase.buckets else []
-        return _Work(seconds, "+".join(names), num_computed)
+        calls = []
+        if num_decode := len(rows) - len(fed):
+            bucket = times.decode.bucket(num_decode)
+            name = f"decode_{bucket}" if times.decode.buckets else ""
+            calls.append(_Call("decode", name, bucket, num_decode, times.decode.curve.seconds(bucket)))
+        for size in fed if limits.prefill_buckets else [sum(fed)] if fed else []:
+            bucket = limits.num_computed(size) if limits.prefill_buckets else times.prefill.bucket(size)
+            name = f"prefill_{bucket}" if limits.prefill_buckets or times.prefill.buckets else ""
+            calls.append(_Call("prefill", name, bucket, size, times.prefill.curve.seconds(bucket)))
+        return calls
 
     def _logprobs(
         self, done: _SimulatedStep, token_ids: tuple[tuple[int, ...], ...]

@@ -13,7 +13,7 @@ from msgspec import Meta
 
 from neuron_runtime.backend.simulated.step_times import PUBLISHED, Curve, Phase, StepTimes, constant, milliseconds
 from neuron_runtime.config import RuntimeConfig, uses_blocks
-from neuron_runtime.core import BackendLimits
+from neuron_runtime.core import BackendLimits, PrefillBucket, TokenFeedback
 from neuron_runtime.errors import InvalidConfig
 from neuron_runtime.validation import explain
 
@@ -32,8 +32,6 @@ PrefillMode = Literal["whole", "chunks", "mixed"]
 MODES = ("Device", "DeviceWithLogits", "Host")
 """The sampling modes, all of which it simulates: they decide the accepted parameters, and whether the next step waits
 for the host."""
-
-TokenFeedback = Literal["device", "host"]
 
 
 class Options(msgspec.Struct, frozen=True, forbid_unknown_fields=True, rename="camel"):
@@ -131,8 +129,11 @@ def limits_of(config: RuntimeConfig, options: Options, *, vocabulary_size: int, 
         raise InvalidConfig("$.chunkedPrefill", f"{config.chunked_prefill} contradicts {setting} {options.prefill!r}")
     if blocks is None:
         blocks = not whole
+    # Steps that mix phases compute the tokens of all their prompts together, others each prompt in its own size.
+    buckets = tuple(PrefillBucket(size, size) for size in options.prefill_buckets) if options.prefill != "mixed" else ()
     # With whole prompts, a step must fit the longest one.
-    step_tokens = wanted.max_step_tokens or (length if whole else max(DEFAULT_MAX_STEP_TOKENS, 2 * rows))
+    longest_row = buckets[-1].computes if buckets else length if whole else DEFAULT_MAX_STEP_TOKENS
+    step_tokens = wanted.max_step_tokens or max(longest_row, rows if whole else 2 * rows)
     block_size = (wanted.block_size or DEFAULT_BLOCK_SIZE) if blocks else length
     per_sequence = -(-length // block_size)
     num_blocks = (wanted.num_blocks or rows * per_sequence) if blocks else rows
@@ -147,6 +148,7 @@ def limits_of(config: RuntimeConfig, options: Options, *, vocabulary_size: int, 
             max_model_length=length,
             max_step_tokens=step_tokens,
             max_prefill_rows=rows if options.prefill == "mixed" else 1,
+            prefill_buckets=buckets,
             layout="blocks" if blocks else "slots",
             block_size=block_size,
             num_blocks=num_blocks,
@@ -163,7 +165,7 @@ def limits_of(config: RuntimeConfig, options: Options, *, vocabulary_size: int, 
             top_p_keeps_crossing=on_host,
             max_logprobs=0 if sampling == "Device" else MAX_LOGPROBS,
             reports_prompt_logprobs=on_host,
-            steps_in_flight=2 if options.token_feedback == "device" else 1,
+            steps_in_flight=1 if options.token_feedback == "host" else 2,
             token_feedback=options.token_feedback,
         )
     except ValueError as error:
