@@ -13,7 +13,7 @@ from typing import Any, NoReturn
 
 from neuron_runtime import record
 from neuron_runtime.bench import command as bench
-from neuron_runtime.commands import compile_model, fetch, inspect, serve, weights
+from neuron_runtime.commands import compile_model, fetch, inspect, plan_buckets, serve, weights
 from neuron_runtime.console import say
 from neuron_runtime.errors import ServingError
 
@@ -24,6 +24,7 @@ COMMANDS: dict[str, tuple[Callable[[argparse.ArgumentParser], None], str]] = {
     "inspect": (inspect.add_arguments, "show facts about a model from its config and the headers of its weights"),
     "fetch": (fetch.add_arguments, "fetch a model into a store, from where it can be served"),
     "compile": (compile_model.add_arguments, "compile a model into a store, from where it can be served"),
+    "plan-buckets": (plan_buckets.add_arguments, "list the graphs that a model would be compiled to, with estimates"),
     "weights": (weights.add_commands, "list, verify or prune the models of a store"),
     "artifacts": (partial(weights.add_commands, contents=weights.ARTIFACTS), "list, verify or prune compiled models"),
     "bench": (bench.add_commands, "measure throughput and latency, or simulate a deployment"),

@@ -29,11 +29,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_weights_flags(parser)
     add_artifact_flags(parser)
     record.add_flag(parser)
-    add_model_flags(parser, _is_compiled)
+    add_model_flags(parser, is_compiled)
     parser.set_defaults(run=run)
 
 
-def _is_compiled(field: Field) -> bool:
+def is_compiled(field: Field) -> bool:
+    """Whether compiled graphs depend on it."""
     return COMPILED in field.annotations and field.path != "compile"
 
 

@@ -7,6 +7,7 @@ imported on demand; it is cheap to import, and loads its device stack only in `l
 from __future__ import annotations
 
 import importlib
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Protocol, cast
 
@@ -63,6 +64,20 @@ class CompilingPackage(BackendPackage, Protocol):
         """Load with the compiled graphs in a folder, which may be read-only; None: nothing is compiled."""
 
 
+class PlanningPackage(BackendPackage, Protocol):
+    """Interface of the package of a backend whose graphs have fixed sizes (buckets)."""
+
+    def plan(self, config: RuntimeConfig, model_dir: Path, lengths: Sequence[tuple[int, float]]) -> Iterable[str]:
+        """The graphs that would be compiled, line by line for people. Needs config.json alone.
+
+        Args:
+            lengths: distribution of prompts' lengths as (tokens, share); empty: unknown.
+
+        Raises:
+            InvalidConfig: as `compiler` of CompilingPackage.
+        """
+
+
 SHORT_TOKENS = 128
 """Fewer tokens of prompt plus output are hardly on purpose: the shortest chats take more."""
 
@@ -97,6 +112,14 @@ def compiling_package(config: RuntimeConfig) -> CompilingPackage:
     if not hasattr(package, "compiler"):
         raise InvalidConfig("$.compile", f"the {config.backend} backend compiles nothing: leave it out")
     return cast(CompilingPackage, package)
+
+
+def planning_package(config: RuntimeConfig) -> PlanningPackage:
+    """Raises InvalidConfig if the backend has no buckets."""
+    package = backend_package(config)
+    if not hasattr(package, "plan"):
+        raise InvalidConfig("$.backend", f"the {config.backend} backend has no buckets to plan")
+    return cast(PlanningPackage, package)
 
 
 def backend_package(config: RuntimeConfig) -> BackendPackage:

@@ -1,0 +1,190 @@
+"""The graphs of a model before anything is compiled: what each takes, how much of it is padding, and what it costs.
+
+Called by the command `plan-buckets`, and by `graphs` for the log. Estimates only: it needs no device, no compiler and no
+Neuron library.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from neuron_runtime.backend.nxdi import bucket_plan
+from neuron_runtime.backend.nxdi.bucket_plan import Lengths
+from neuron_runtime.backend.nxdi.buckets import Graph, Prefill, all_graphs
+from neuron_runtime.backend.nxdi.devices import Target
+from neuron_runtime.backend.nxdi.settings import Settings, settings_of
+from neuron_runtime.config import RuntimeConfig
+from neuron_runtime.console import bytes_text, seconds_text
+
+COMPILE_SECONDS_PER_LAYER = 2.4
+"""Of one graph. From AWS's statement that a model of 15 GB takes about 15 minutes: 32 layers, 12 graphs."""
+
+DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedGraph:
+    name: str
+    takes: str
+    """For people: `prompts of 129 to 383 tokens`."""
+    padding: float | None
+    """Mean share of the device time of its calls, for the assumed lengths; None if no call of them takes it."""
+    activation_bytes: int
+    """Per core, of the widest layer and the logits: a lower bound of what a graph needs besides weights and cache."""
+    compile_seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    settings: Settings
+    graphs: Sequence[PlannedGraph]
+    prefill_padding: float
+    """Mean share of the device time of prefills, for the assumed lengths."""
+    cache_bytes: int
+    """Keys and values, of all cores."""
+
+    @property
+    def compile_seconds(self) -> float:
+        return sum(graph.compile_seconds for graph in self.graphs)
+
+
+def plan_of(config: RuntimeConfig, model: Mapping[str, Any], target: Target, lengths: Lengths = ()) -> Plan:
+    """The plan of a configuration.
+
+    Args:
+        model: config.json.
+        lengths: of prompts. Context buckets that the configuration leaves open are chosen for them; empty: every order
+            of magnitude is equally likely.
+
+    Raises: as `settings_of`.
+    """
+    settings = settings_of(config, model, target)
+    largest = settings.max_context_length
+    lengths = _within(lengths, largest) or bucket_plan.log_uniform(bucket_plan.SHORTEST_PROMPT, largest)
+    if lengths and not config.buckets.context and "context_encoding_buckets" not in config.override_neuron_config:
+        slots = settings.layout == "slots"
+        most = bucket_plan.MAX_CONTEXT_BUCKETS if slots else bucket_plan.MAX_SEGMENT_BUCKETS
+        least = settings.context_buckets[0] if not slots else bucket_plan.STEP
+        sizes = bucket_plan.choose(lengths, largest, most, bucket_plan.prefill_cost, least=least, strict=slots)
+        buckets = msgspec.structs.replace(config.buckets, context=sizes.buckets)
+        settings = settings_of(msgspec.structs.replace(config, buckets=buckets), model, target)
+    facts = _Facts.of(model)
+    return Plan(
+        settings,
+        [_planned(graph, settings, facts, lengths) for graph in all_graphs(settings)],
+        _padding(lengths, settings),
+        facts.cached_numbers * settings.num_blocks * settings.block_size * DTYPE_BYTES[settings.dtype],
+    )
+
+
+def lines_of(plan: Plan) -> list[str]:
+    """The plan as a table for people, one line per graph, and what sums up."""
+    settings, graphs = plan.settings, plan.graphs
+    widths = max(len(graph.name) for graph in graphs), max(len(graph.takes) for graph in graphs)
+    heading = f"{'graph':{widths[0]}}  {'takes':{widths[1]}}  padding  activations  compile"
+    rows = [
+        f"{one.name:{widths[0]}}  {one.takes:{widths[1]}}  {'-' if one.padding is None else f'{one.padding:.0%}':>7}  "
+        f"{bytes_text(one.activation_bytes):>11}  {seconds_text(one.compile_seconds)}"
+        for one in graphs
+    ]
+    cache = f"{bytes_text(plan.cache_bytes)} ({bytes_text(plan.cache_bytes / settings.tensor)} per core)"
+    return [
+        f"{settings.application}, {settings.tensor} cores, {settings.max_rows} sequences of "
+        f"{settings.max_model_length} tokens, layout {settings.layout}",
+        heading,
+        *rows,
+        f"{len(graphs)} graphs, about {seconds_text(plan.compile_seconds)} to compile one after another; the cache takes "
+        f"{cache}; {plan.prefill_padding:.0%} of prefill time is padding",
+    ]
+
+
+def flags_of(plan: Plan) -> str:
+    """The flags that fix the buckets of a plan."""
+    settings = plan.settings
+    flags = {
+        "--context-buckets": settings.context_buckets,
+        "--token-generation-buckets": settings.token_buckets,
+        "--prefix-buckets": settings.prefix_buckets,
+        "--sequence-buckets": settings.row_buckets,
+    }
+    return " ".join(
+        f"{flag} {','.join(str(size) for size in sizes if size)}" for flag, sizes in flags.items() if any(sizes)
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Facts:
+    """Sizes of a model; those that its config.json lacks count as 1."""
+
+    layers: int
+    hidden: int
+    intermediate: int
+    heads: int
+    vocabulary: int
+    cached_numbers: int
+    """Numbers in the cache per position."""
+
+    @staticmethod
+    def of(model: Mapping[str, Any]) -> _Facts:
+        def number(name: str, default: int = 1) -> int:
+            value = model.get(name)
+            return value if isinstance(value, int) else default
+
+        heads = number("num_attention_heads")
+        size = number("head_dim", max(1, number("hidden_size") // heads))
+        layers = number("num_hidden_layers")
+        return _Facts(
+            layers,
+            number("hidden_size"),
+            number("intermediate_size"),
+            heads * size,
+            number("vocab_size"),
+            2 * layers * number("num_key_value_heads", heads) * size,
+        )
+
+
+def _within(lengths: Lengths, largest: int) -> Lengths:
+    """Lengths above the largest are computed in several calls, of which all but the last are full: they count as it."""
+    found: dict[int, float] = {}
+    for length, probability in lengths:
+        found[min(length, largest)] = found.get(min(length, largest), 0.0) + probability
+    return tuple(sorted(found.items()))
+
+
+def _planned(graph: Graph, settings: Settings, facts: _Facts, lengths: Lengths) -> PlannedGraph:
+    if isinstance(graph, Prefill):
+        size, rows, low = graph.tokens, 1, _previous(settings.context_buckets, graph.tokens)
+        strict = settings.layout == "slots"
+        high = size if size == settings.context_buckets[-1] or not strict else size - 1
+        low = low if strict and low else low + 1
+        takes = f"prompts of {low} to {high} tokens"
+        if graph.prefix or settings.layout == "blocks":
+            takes = f"{low} to {high} tokens after up to {graph.prefix}"
+        taken = [(length, probability) for length, probability in lengths if low <= length <= high]
+        padding = _padding(taken, settings) if taken else None
+    else:
+        size, rows, padding = graph.rows, graph.rows, None
+        takes = f"up to {graph.rows} sequences of {_previous(settings.token_buckets, graph.length)} to {graph.length}"
+    tensor, width = settings.tensor, DTYPE_BYTES[settings.dtype]
+    widest = 2 * facts.hidden + max(2 * facts.intermediate, 3 * facts.heads) // tensor
+    activations = size * widest * width + rows * facts.vocabulary // tensor * 4
+    return PlannedGraph(graph.name, takes, padding, activations, COMPILE_SECONDS_PER_LAYER * facts.layers)
+
+
+def _previous(buckets: Sequence[int], size: int) -> int:
+    at = bisect_left(buckets, size)
+    return buckets[at - 1] if at else 0
+
+
+def _padding(lengths: Lengths | Sequence[tuple[int, float]], settings: Settings) -> float:
+    """Share of the time of prefills that computes padding, without prefixes."""
+    buckets, cost = settings.context_buckets, bucket_plan.prefill_cost
+    strict = settings.layout == "slots"
+    takes = [size - strict for size in buckets[:-1]]
+    computed = sum(p * cost(buckets[bisect_left(takes, length)]) for length, p in lengths)
+    return 1 - sum(p * cost(length) for length, p in lengths) / computed

@@ -1,0 +1,66 @@
+"""`neuron-runtime plan-buckets MODEL`: lists the graphs that a model would be compiled to, with estimates of padding,
+memory and compile time. Needs no device and compiles nothing; reads config.json alone.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections import Counter
+from contextlib import nullcontext
+from pathlib import Path
+
+from neuron_runtime import record
+from neuron_runtime.arguments import FLAG_NAMES, naming
+from neuron_runtime.commands.compile_model import is_compiled
+from neuron_runtime.commands.serve import add_model, add_model_flags, configuration
+from neuron_runtime.errors import InvalidConfig
+from neuron_runtime.local_settings import add_weights_flags
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_model(parser)
+    parser.add_argument(
+        "--prompt-lengths",
+        type=Path,
+        metavar="FILE",
+        help="Choose context buckets for these prompts: a file with one number of tokens per line, for example from an "
+        "access log (every order of magnitude equally likely)",
+    )
+    add_weights_flags(parser)
+    record.add_flag(parser)
+    add_model_flags(parser, is_compiled)
+    parser.set_defaults(run=run)
+
+
+def run(options: argparse.Namespace, began: float) -> record.Record:
+    from neuron_runtime.engine.backends import planning_package  # noqa: PLC0415
+    from neuron_runtime.weights.fetching import described  # noqa: PLC0415
+
+    lengths = read_lengths(options.prompt_lengths) if options.prompt_lengths else ()
+    with naming(FLAG_NAMES) if options.config is None else nullcontext():
+        config = configuration(options)
+        package = planning_package(config)
+        with described(config.model, options.weights_dir, options.weights_store, with_weights=False) as (folder, _):
+            for line in package.plan(config, folder, lengths):
+                print(line)
+    return record.success("plan-buckets", seconds=time.monotonic() - began)
+
+
+def read_lengths(path: Path) -> tuple[tuple[int, float], ...]:
+    """The distribution of the numbers in a file. Raises InvalidConfig naming the line."""
+    try:
+        lines = path.read_text().split("\n")
+    except (OSError, UnicodeDecodeError) as error:
+        raise InvalidConfig("--prompt-lengths", f"cannot read {path}: {error}") from error
+    counts: Counter[int] = Counter()
+    for number, line in enumerate(lines, start=1):
+        if not line.strip():
+            continue
+        if not line.strip().isdecimal() or not int(line):
+            message = f"line {number} of {path} must be a positive number of tokens, got {line.strip()[:40]!r}"
+            raise InvalidConfig("--prompt-lengths", message)
+        counts[int(line)] += 1
+    if not counts:
+        raise InvalidConfig("--prompt-lengths", f"{path} has no numbers")
+    return tuple((length, count / counts.total()) for length, count in sorted(counts.items()))
