@@ -15,6 +15,7 @@ from neuron_runtime.config import RuntimeConfig
 from neuron_runtime.errors import ExitCode, FatalError
 
 FREED_BY_EXIT = False
+ALWAYS_COMPILES = False
 
 
 def needs_weights(config: RuntimeConfig) -> bool:

@@ -31,7 +31,7 @@ from neuron_runtime.backend.base import ProgressCallback
 from neuron_runtime.checkpoint import CONFIG_FILE, read_checkpoint
 from neuron_runtime.config import RuntimeConfig
 from neuron_runtime.console import bytes_text, say, seconds_text
-from neuron_runtime.engine.backends import compiling_package
+from neuron_runtime.engine.backends import compiling_package, planned_graphs
 from neuron_runtime.errors import ExitCode, FatalError
 from neuron_runtime.host import memory_limit, num_oom_kills
 from neuron_runtime.weights.disk import make_folder, writing
@@ -166,6 +166,8 @@ def _make(wanted: Wanted, store: Store, progress: ProgressCallback) -> tuple[Ent
         with writing(work):
             shutil.rmtree(files)
             make_folder(files)
+        for line in planned_graphs(wanted.config, wanted.model_dir):
+            say(line)
         artifact = _compile(wanted, files, progress)
         with writing(work):
             (files / DOCUMENT).write_bytes(msgspec.json.format(msgspec.json.encode(artifact)))

@@ -26,7 +26,7 @@ from neuron_runtime.artifacts.store import (
 from neuron_runtime.backend.base import Backend, ProgressCallback
 from neuron_runtime.config import RuntimeConfig
 from neuron_runtime.console import say
-from neuron_runtime.engine.backends import backend_package, compiling_package
+from neuron_runtime.engine.backends import backend_package, compiles, compiling_package
 from neuron_runtime.errors import ExitCode, FatalError, joined
 from neuron_runtime.weights.disk import make_folder, writing
 from neuron_runtime.weights.fetching import described
@@ -65,7 +65,7 @@ def load_backend(model_dir: Path, config: RuntimeConfig, places: Places, progres
         FatalError: those of `provide` and of the backend.
         InvalidConfig: a setting cannot be served; names the field.
     """
-    if not config.compile:
+    if not compiles(config):
         if places.given is not None:
             say(f"{ARTIFACT_VARIABLE} has no effect, because the configuration does not set `compile`")
         return backend_package(config).load_backend(model_dir, config, progress)
@@ -80,7 +80,7 @@ def check_artifact(
 
     Raises: as `provide`, and what `described` raises.
     """
-    if config.compile and places.on_miss == "fail":
+    if compiles(config) and places.on_miss == "fail":
         with_weights = backend_package(config).needs_weights(config)
         with described(config.model, weights_dir, weights_store, with_weights=with_weights) as (folder, digest):
             provide(config, folder, places, progress, digest)

@@ -39,7 +39,7 @@ def run(options: argparse.Namespace, began: float) -> record.Record:
 
     lengths = read_lengths(options.prompt_lengths) if options.prompt_lengths else ()
     with naming(FLAG_NAMES) if options.config is None else nullcontext():
-        config = configuration(options)
+        config = configuration(options, check=planning_package)
         package = planning_package(config)
         with described(config.model, options.weights_dir, options.weights_store, with_weights=False) as (folder, _):
             for line in package.plan(config, folder, lengths):

@@ -111,10 +111,15 @@ def run(options: argparse.Namespace, began: float) -> record.Record:
     return record.success("serve", seconds=time.monotonic() - began)
 
 
-def configuration(options: argparse.Namespace) -> RuntimeConfig:
-    """The document from `--config` or from flags, which the backend accepts. Raises InvalidConfig with the flags."""
+def configuration(options: argparse.Namespace, check: Callable[[RuntimeConfig], object] | None = None) -> RuntimeConfig:
+    """The document from `--config` or from flags. Raises InvalidConfig with the flags.
+
+    Args:
+        check: raises what is wrong; by default that this machine can run the backend, which accepts the document.
+    """
     from neuron_runtime.engine.backends import check_backend  # noqa: PLC0415
 
+    check = check or check_backend
     found = ConfigProblems()
     for row in not_built.rows(Surface.FLAG):
         value = getattr(options, row.name)
@@ -131,7 +136,7 @@ def configuration(options: argparse.Namespace) -> RuntimeConfig:
                     "--config", "cannot be combined with MODEL, model flags or server flags: leave them out"
                 )
             config = load_config(options.config)
-            check_backend(config)
+            check(config)
         elif options.model is None:
             command = options.command
             message = f"is missing: use `neuron-runtime {command} MODEL` or `{command} --config FILE`"
@@ -140,7 +145,7 @@ def configuration(options: argparse.Namespace) -> RuntimeConfig:
             with naming(FLAG_NAMES):
                 given = on_this_machine(given)
                 config = config_of(model_uri(options.model), given, drain=DRAIN_ON_THE_COMMAND_LINE)
-                check_backend(config)
+                check(config)
     found.check()
     return config
 

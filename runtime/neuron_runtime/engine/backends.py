@@ -31,6 +31,9 @@ class BackendPackage(Protocol):
     """Whether the device is freed only by the end of the process, not by `close`. `LLM` then runs the engine in a
     process of its own."""
 
+    ALWAYS_COMPILES: bool
+    """Whether it runs compiled graphs only; otherwise the configuration's `compile` decides."""
+
     def needs_weights(self, config: RuntimeConfig) -> bool:
         """Whether a model's weights are needed to serve it; otherwise its small files suffice."""
 
@@ -102,8 +105,13 @@ def warn_of_limits(config: RuntimeConfig, limits: BackendLimits) -> None:
 def check_backend(config: RuntimeConfig) -> None:
     """Raises InvalidConfig if the backend is not part of this runtime, or does not support the configuration."""
     backend_package(config).check_config(config)
-    if config.compile:
+    if compiles(config):
         compiling_package(config)
+
+
+def compiles(config: RuntimeConfig) -> bool:
+    """Whether the configuration runs compiled graphs. Raises as `backend_package`."""
+    return config.compile or backend_package(config).ALWAYS_COMPILES
 
 
 def compiling_package(config: RuntimeConfig) -> CompilingPackage:
@@ -120,6 +128,12 @@ def planning_package(config: RuntimeConfig) -> PlanningPackage:
     if not hasattr(package, "plan"):
         raise InvalidConfig("$.backend", f"the {config.backend} backend has no buckets to plan")
     return cast(PlanningPackage, package)
+
+
+def planned_graphs(config: RuntimeConfig, model_dir: Path) -> Iterable[str]:
+    """Lines for the log of a compilation; none if the backend has no buckets."""
+    package = backend_package(config)
+    return cast(PlanningPackage, package).plan(config, model_dir, ()) if hasattr(package, "plan") else ()
 
 
 def backend_package(config: RuntimeConfig) -> BackendPackage:

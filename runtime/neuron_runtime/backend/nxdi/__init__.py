@@ -7,21 +7,32 @@ loaded.
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from neuron_runtime.backend.nxdi import library
 from neuron_runtime.backend.nxdi.models import IMPORT_PATH
 from neuron_runtime.backend.nxdi.neuron_config import SHARDED, read_override, spelled
-from neuron_runtime.errors import ConfigProblems, InvalidConfig
+from neuron_runtime.errors import ConfigProblems
 
 if TYPE_CHECKING:
     from neuron_runtime.backend.base import Backend, Compiler, ProgressCallback
     from neuron_runtime.config import RuntimeConfig
 
-__all__ = ["FREED_BY_EXIT", "check_config", "compiler", "compiler_reads_weights", "load_backend", "needs_weights"]
+__all__ = [
+    "ALWAYS_COMPILES",
+    "FREED_BY_EXIT",
+    "check_config",
+    "compiler",
+    "compiler_reads_weights",
+    "load_backend",
+    "needs_weights",
+    "plan",
+]
 
 FREED_BY_EXIT = True
+ALWAYS_COMPILES = True
 
 
 def needs_weights(config: RuntimeConfig) -> bool:
@@ -39,9 +50,6 @@ def check_config(config: RuntimeConfig) -> None:
     library.check_installed()
     found = ConfigProblems()
     with found.collecting():
-        if not config.compile:
-            raise InvalidConfig("$.compile", "must be true: the nxdi backend runs compiled graphs only")
-    with found.collecting():
         private = IMPORT_PATH.fullmatch(config.application_class) is not None
         read_override(config.override_neuron_config, "", private=private)
     found.check()
@@ -52,6 +60,17 @@ def compiler(config: RuntimeConfig, model_dir: Path) -> Compiler:
     from neuron_runtime.backend.nxdi.graphs import nxdi_compiler  # noqa: PLC0415
 
     return nxdi_compiler(config, model_dir)
+
+
+def plan(config: RuntimeConfig, model_dir: Path, lengths: Sequence[tuple[int, float]]) -> Iterator[str]:
+    """See `PlanningPackage.plan`."""
+    from neuron_runtime.backend.nxdi.devices import find_target  # noqa: PLC0415
+    from neuron_runtime.backend.nxdi.graph_plan import flags_of, lines_of, plan_of  # noqa: PLC0415
+    from neuron_runtime.checkpoint import read_config  # noqa: PLC0415
+
+    planned = plan_of(config, read_config(model_dir), find_target(config), tuple(lengths))
+    yield from lines_of(planned)
+    yield f"these buckets as flags: {flags_of(planned)}"
 
 
 def load_backend(
@@ -65,7 +84,7 @@ def load_backend(
         InvalidConfig: names the field.
     """
     if artifact is None:
-        raise InvalidConfig("$.compile", "must be true: the nxdi backend runs compiled graphs only")
+        raise ValueError("a backend that always compiles is loaded with an artifact")
     from neuron_runtime.backend.nxdi.loader import load  # noqa: PLC0415  (torch takes seconds to import)
 
     return load(model_dir, config, progress, artifact)

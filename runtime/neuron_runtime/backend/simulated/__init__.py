@@ -26,9 +26,18 @@ from neuron_runtime.config import RuntimeConfig
 from neuron_runtime.core import BackendLimits
 from neuron_runtime.errors import ConfigProblems
 
-__all__ = ["FREED_BY_EXIT", "check_config", "compiler", "compiler_reads_weights", "load_backend", "needs_weights"]
+__all__ = [
+    "ALWAYS_COMPILES",
+    "FREED_BY_EXIT",
+    "check_config",
+    "compiler",
+    "compiler_reads_weights",
+    "load_backend",
+    "needs_weights",
+]
 
 FREED_BY_EXIT = False
+ALWAYS_COMPILES = False
 
 
 def needs_weights(config: RuntimeConfig) -> bool:

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from neuron_runtime.config import RuntimeConfig
 
 __all__ = [
+    "ALWAYS_COMPILES",
     "FREED_BY_EXIT",
     "check_config",
     "compiler",
@@ -30,6 +31,7 @@ __all__ = [
 ]
 
 FREED_BY_EXIT = False
+ALWAYS_COMPILES = False
 
 
 def needs_weights(config: RuntimeConfig) -> bool:

@@ -10,7 +10,7 @@ import pytest
 from neuron_runtime.__main__ import main
 from neuron_runtime.backend.nxdi.buckets import all_graphs
 from neuron_runtime.backend.nxdi.devices import PLATFORMS, Target
-from neuron_runtime.backend.nxdi.plan import Plan, flags_of, lines_of, plan_of
+from neuron_runtime.backend.nxdi.graph_plan import Plan, flags_of, lines_of, plan_of
 from neuron_runtime.commands.plan_buckets import read_lengths
 from neuron_runtime.config import RuntimeConfig, parse_config
 from neuron_runtime.errors import InvalidConfig

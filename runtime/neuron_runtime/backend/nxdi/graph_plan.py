@@ -1,7 +1,7 @@
 """The graphs of a model before anything is compiled: what each takes, how much of it is padding, and what it costs.
 
-Called by the command `plan-buckets`, and by `graphs` for the log. Estimates only: it needs no device, no compiler and no
-Neuron library.
+Called by the command `plan-buckets`, and for the log of a compilation. Estimates only: it needs no device, no compiler
+and no Neuron library.
 """
 
 from __future__ import annotations
@@ -98,8 +98,8 @@ def lines_of(plan: Plan) -> list[str]:
         f"{settings.max_model_length} tokens, layout {settings.layout}",
         heading,
         *rows,
-        f"{len(graphs)} graphs, about {seconds_text(plan.compile_seconds)} to compile one after another; the cache takes "
-        f"{cache}; {plan.prefill_padding:.0%} of prefill time is padding",
+        f"{len(graphs)} graphs, about {seconds_text(plan.compile_seconds)} to compile one after another; "
+        f"the cache takes {cache}; {plan.prefill_padding:.0%} of prefill time is padding",
     ]
 
 
