@@ -38,6 +38,9 @@ class OddCompiler:
     def needs(self) -> Needs:
         return Needs(shapes={"rows": [1, 2]}, settings={"behaviour": self._behaviour}, libraries={}, target={})
 
+    def ready_made(self, given: Path | None) -> None:
+        return None
+
     def tools(self) -> Mapping[str, str]:
         if self._behaviour == "no tools":
             raise FatalError(ExitCode.COMPILE_FAILED, "there is no C++ compiler: install g++")

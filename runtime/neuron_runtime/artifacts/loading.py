@@ -99,6 +99,9 @@ def provide(
             `make`.
     """
     wanted = wanted_artifact(config, model_dir, digest)
+    compiler = compiling_package(config).compiler(wanted.config, model_dir)
+    if (folder := compiler.ready_made(places.given)) is not None:
+        return folder
     if places.given is not None:
         return _given(places.given, wanted, places, progress)
     store, remote = artifact_store(places.folder), remote_artifacts(places.store)

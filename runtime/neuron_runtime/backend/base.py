@@ -108,6 +108,11 @@ class Compiler(Protocol):
     @property
     def needs(self) -> Needs: ...
 
+    def ready_made(self, given: Path | None) -> Path | None:
+        """A folder of graphs that the library compiled without us, and that fits: the given one, or one beside the
+        model; None if there is none. Raises FatalError with ARTIFACT_MISSING and what differs if the given one is such
+        a folder, but does not fit."""
+
     def tools(self) -> Mapping[str, str]:
         """Versions of the programs that compile, for the record: they are not part of the key, because a serving pod
         lacks them. Raises FatalError with COMPILE_FAILED and a cure if one is missing."""

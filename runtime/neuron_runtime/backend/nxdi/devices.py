@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from neuron_runtime.backend.nxdi.neuron_config import PATH, spelled
 from neuron_runtime.config import RuntimeConfig
 from neuron_runtime.devices import DEV, device_nodes
 from neuron_runtime.errors import ExitCode, FatalError, InvalidConfig
@@ -94,7 +95,7 @@ def find_target(
         InvalidConfig: the platform is unknown, or the configuration contradicts it or the environment.
     """
     platform = _platform(environment, sys, ask)
-    wanted, given = config.accelerator.logical_neuron_core, environment.get(LOGICAL_CORE_VARIABLE, "")
+    wanted, given = _wanted_logical_core(config), environment.get(LOGICAL_CORE_VARIABLE, "")
     if given and given not in ("1", "2"):
         raise InvalidConfig(LOGICAL_CORE_VARIABLE, f"must be 1 or 2, got {given!r}")
     if given and wanted and int(given) != wanted:
@@ -127,6 +128,19 @@ def _platform(environment: Mapping[str, str], sys: Path, ask: Callable[[], str])
             PLATFORM_VARIABLE, f"{found}; to compile on other machines, set it to the platform that serves: {known}"
         )
     return PLATFORMS[family[1]]
+
+
+def _wanted_logical_core(config: RuntimeConfig) -> int:
+    """That of the configuration or of its override; 0: neither says one."""
+    wanted = config.accelerator.logical_neuron_core
+    for key, value in config.override_neuron_config.items():
+        if spelled(key) != "logical_nc_config":
+            continue
+        if value not in (1, 2) or wanted not in (0, value):
+            message = f"is {value!r}, but must be 1 or 2" + (f", and logicalNeuronCore is {wanted}" if wanted else "")
+            raise InvalidConfig(f"{PATH}.{key}", message)
+        return int(value)
+    return wanted
 
 
 def _granted_cores(platform: Platform, logical_core: int, environment: Mapping[str, str], dev: Path) -> int:

@@ -16,14 +16,14 @@ from neuron_runtime.backend.base import Graph, Needs
 from neuron_runtime.backend.nxdi import library
 from neuron_runtime.backend.nxdi.buckets import all_graphs
 from neuron_runtime.backend.nxdi.devices import Target, environment_of, find_target
+from neuron_runtime.backend.nxdi.foreign import CONFIG_FILE, MODEL_FILE, adopted, differences, is_foreign, within
 from neuron_runtime.backend.nxdi.neuron_config import SHARDED
 from neuron_runtime.backend.nxdi.settings import Settings, settings_of
 from neuron_runtime.checkpoint import read_config
 from neuron_runtime.config import RuntimeConfig
-from neuron_runtime.errors import ExitCode, FatalError
+from neuron_runtime.console import say
+from neuron_runtime.errors import ExitCode, FatalError, InvalidConfig, joined
 
-MODEL_FILE = "model.pt"
-CONFIG_FILE = "neuron_config.json"
 WEIGHTS_FILE = "weights/tp{rank}_sharded_checkpoint.safetensors"
 
 _NOT_OF_GRAPHS = ("skip_warmup",)
@@ -32,8 +32,9 @@ _NOT_OF_GRAPHS = ("skip_warmup",)
 class NxdiCompiler:
     """See `backend.base.Compiler`."""
 
-    def __init__(self, settings: Settings, target: Target, model_dir: Path) -> None:
-        self._settings, self._target, self._model_dir = settings, target, model_dir
+    def __init__(self, config: RuntimeConfig, model_dir: Path) -> None:
+        self._config, self._model_dir = config, model_dir
+        self._settings, self._target = described(config, model_dir)
 
     @property
     def needs(self) -> Needs:
@@ -63,6 +64,24 @@ class NxdiCompiler:
                 "tensor": settings.tensor,
             },
         )
+
+    def ready_made(self, given: Path | None) -> Path | None:
+        for folder in within(self._model_dir) if given is None else filter(is_foreign, [given]):
+            if not (differing := self._differences(folder)):
+                say(f"loading the graphs that NxD Inference compiled into {folder}")
+                return folder
+            message = f"the graphs in {folder} were compiled for something else: {joined(differing)}"
+            if given is not None:
+                raise FatalError(ExitCode.ARTIFACT_MISSING, f"{message}; name another folder, or change these settings")
+            say(message)
+        return None
+
+    def _differences(self, folder: Path) -> list[str]:
+        try:
+            settings, _ = described(adopted(self._config, folder), self._model_dir)
+        except InvalidConfig as error:
+            return [f"{path}: {message}" for path, message in error.parts]
+        return differences(settings, read_config(self._model_dir), folder)
 
     def tools(self) -> Mapping[str, str]:
         return {library.COMPILER: library.compiler_version()}
@@ -114,4 +133,4 @@ def described(config: RuntimeConfig, model_dir: Path) -> tuple[Settings, Target]
 def nxdi_compiler(config: RuntimeConfig, model_dir: Path) -> NxdiCompiler:
     """See `CompilingPackage.compiler`."""
     library.check_installed()
-    return NxdiCompiler(*described(config, model_dir), model_dir)
+    return NxdiCompiler(config, model_dir)

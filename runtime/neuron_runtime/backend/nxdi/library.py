@@ -166,12 +166,12 @@ def application(settings: Settings, model_dir: Path) -> NxdApplication:
     """
     check_installed()
     found = _class_of(settings.application)
-    arguments = copy.deepcopy(dict(settings.neuron_config))
+    config_class = found.get_config_cls().get_neuron_config_cls()
+    _check_known(settings.neuron_config, config_class)
     try:
-        neuron_config = found.get_config_cls().get_neuron_config_cls()(**arguments)
+        neuron_config = config_class(**copy.deepcopy(dict(settings.neuron_config)))
     except Exception as error:
         raise InvalidConfig(PATH, f"NxD Inference refuses it: {_text(error)}") from error
-    _check_known(arguments, neuron_config)
     load_config = _module("utils.hf_adapter").load_pretrained_config(str(model_dir))
     try:
         config = found.get_config_cls()(neuron_config, load_config=load_config)
@@ -207,13 +207,13 @@ def _class_of(name: str) -> Any:
     )
 
 
-def _check_known(arguments: Mapping[str, Any], neuron_config: Any) -> None:
+def _check_known(arguments: Mapping[str, Any], config_class: Any) -> None:
     """NeuronConfig drops what it does not know, with a line in the log. Raises InvalidConfig."""
-    found = ConfigProblems()
+    found, defaults = ConfigProblems(), config_class()
     for name in arguments:
         field = BY_NAME.get(name)
         attribute = name if field is None or field.attribute == "" else field.attribute
-        if attribute is None or hasattr(neuron_config, attribute):
+        if attribute is None or hasattr(defaults, attribute):
             continue
         with found.collecting():
             at = field.path if field is not None and field.path else f"{PATH}.{name}"

@@ -71,6 +71,7 @@ FIELDS = (
     _Ours("is_prefix_caching", "0.2", path="$.prefixCaching", kind=bool),
     _Ours("pa_num_blocks", path="$.limits.numBlocks", kind=int),
     _Ours("pa_block_size", path="$.limits.blockSize", kind=int),
+    _Ours("enable_bucketing", path="$.buckets.context", kind=bool),
     _Ours("async_mode", "0.2", path="$.asyncMode", kind=bool),
     _Ours(SAMPLING, path="$.sampling"),
     _Ours("output_logits", path="$.sampling", kind=bool),
@@ -79,7 +80,7 @@ FIELDS = (
         _Derived,
         "0.1",
         "ctx_batch_size tkg_batch_size max_batch_size max_length n_positions n_active_tokens bucket_n_active_tokens "
-        "is_continuous_batching padding_side enable_bucketing world_size start_rank_id local_ranks_size pp_degree "
+        "is_continuous_batching padding_side world_size start_rank_id local_ranks_size pp_degree "
         "ep_degree",
     ),
     _Derived("max_context_length", path="$.buckets.context", kind=int),

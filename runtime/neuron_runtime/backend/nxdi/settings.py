@@ -128,6 +128,7 @@ class _Derivation:
     ) -> None:
         self._config, self._model, self._target, self._override = config, model, target, override
         self._family = family
+        self._one_size = override.get("enable_bucketing") is False
         self._found = ConfigProblems()
         self._at: dict[str, str] = {}
         """Where the value of a field was given, if the override has it."""
@@ -322,6 +323,8 @@ class _Derivation:
         with self._found.collecting():
             if given and given[-1] > length:
                 raise InvalidConfig(self._where(path), f"{given[-1]} is above the model's length of {length}")
+            if len(given) > 1 and self._one_size:
+                raise InvalidConfig(f"{PATH}.enable_bucketing", f"is false, but {path.removeprefix('$.')} has sizes")
         return tuple(sorted({*given}))
 
     def _context_buckets(self, length: int, blocks: bool, segments: bool) -> tuple[int, ...]:
@@ -335,6 +338,8 @@ class _Derivation:
             return given
         longest = self._override.get("max_context_length") or config.limits.max_step_tokens
         longest = min(longest or (DEFAULT_SEGMENT_TOKENS if segments else length), length)
+        if self._one_size:
+            return (longest,)
         least = MIN_KERNEL_TOKENS if blocks and self._target.logical_core == 1 else SMALLEST_BUCKET
         lengths = bucket_plan.log_uniform(bucket_plan.SHORTEST_PROMPT, longest)
         most = bucket_plan.MAX_SEGMENT_BUCKETS if blocks else bucket_plan.MAX_CONTEXT_BUCKETS
@@ -348,7 +353,7 @@ class _Derivation:
             if wrong := [size for size in given if size % block_size]:
                 raise InvalidConfig(self._where(path), f"{wrong[0]} is no multiple of the block size {block_size}")
         least = -(-MIN_KERNEL_TOKENS // block_size) * block_size
-        return tuple(sorted({0, *(given or _doubling(least, length, 4))}))
+        return tuple(sorted({0, *(given or _doubling(length if self._one_size else least, length, 4))}))
 
     def _token_buckets(self, length: int, block_size: int, blocks: bool, rows: int) -> tuple[int, ...]:
         path = "$.buckets.tokenGeneration"
@@ -356,7 +361,7 @@ class _Derivation:
         with self._found.collecting():
             if wrong := [size for size in given if blocks and size % block_size]:
                 raise InvalidConfig(self._where(path), f"{wrong[0]} is no multiple of the block size {block_size}")
-        if given:
+        if given or self._one_size:
             return tuple(sorted({*given, length}))
         contexts = bucket_plan.contexts_of(bucket_plan.log_uniform(bucket_plan.SHORTEST_PROMPT, length), rows)
         cost = bucket_plan.decode_cost(self._model, rows)

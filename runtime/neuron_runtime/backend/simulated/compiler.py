@@ -46,6 +46,9 @@ class SimulatedCompiler:
             target={"device": "simulated", "cores": 1, "ranks": 1},
         )
 
+    def ready_made(self, given: Path | None) -> None:
+        return None
+
     def tools(self) -> Mapping[str, str]:
         return {"simulated": str(FORMAT)}
 

@@ -63,6 +63,9 @@ class TorchCompiler:
             target={"processor": PROCESSOR},
         )
 
+    def ready_made(self, given: Path | None) -> None:
+        return None
+
     def tools(self) -> Mapping[str, str]:
         return {"c++": _version_of(cxx())}
 

@@ -1,0 +1,143 @@
+"""Graphs that somebody else compiled with NxD Inference: a folder with its `model.pt` and `neuron_config.json`.
+
+Called where an artifact is looked for, and where one is loaded. What the folder was compiled with decides everything
+that the configuration leaves open; what the configuration says must agree. Pure but for reading that one file.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from neuron_runtime.artifacts.store import DOCUMENT
+from neuron_runtime.backend.nxdi.models import text_config
+from neuron_runtime.backend.nxdi.neuron_config import BY_NAME, OF_REQUESTS, SAMPLING, SAMPLING_FIELDS, spelled
+from neuron_runtime.backend.nxdi.settings import Settings
+from neuron_runtime.config import RuntimeConfig
+from neuron_runtime.errors import ExitCode, FatalError
+
+MODEL_FILE = "model.pt"
+CONFIG_FILE = "neuron_config.json"
+
+FOLDERS = "neuron-compiled-artifacts/*"
+"""Where the vLLM plugin puts them, within a model's folder."""
+
+ARCHITECTURE = (
+    *("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"),
+    *("num_key_value_heads", "head_dim", "rope_theta", "rope_scaling", "rms_norm_eps", "tie_word_embeddings"),
+    *("sliding_window", "num_local_experts", "num_experts", "num_experts_per_tok"),
+)
+"""Keys of config.json that decide the graphs; NxD Inference writes them beside those of NeuronConfig."""
+
+NOT_NEUTRAL_BY_DEFAULT = frozenset({"quantization_type", "quantization_dtype", "quantization_scale_dtype"})
+NOT_NEUTRAL_BY_DEFAULT |= {"quantize_clamp_bound", "spec_batch_size"}
+"""Fields of features that have a value although the feature is off."""
+
+OF_BLOCKS = ("pa_num_blocks", "pa_block_size")
+"""They have a value without blocks too."""
+
+
+def is_foreign(folder: Path) -> bool:
+    """Whether a folder has graphs that NxD Inference wrote, without a document of ours."""
+    return all((folder / name).is_file() for name in (MODEL_FILE, CONFIG_FILE)) and not (folder / DOCUMENT).exists()
+
+
+def within(model_dir: Path) -> list[Path]:
+    """Such folders in a model's folder."""
+    return [folder for folder in (model_dir, *sorted(model_dir.glob(FOLDERS))) if is_foreign(folder)]
+
+
+def adopted(config: RuntimeConfig, folder: Path) -> RuntimeConfig:
+    """The configuration with the folder's values where it is open.
+
+    Raises:
+        FatalError: ARTIFACT_MISSING if the folder's file is no configuration of NxD Inference.
+    """
+    theirs = _read(folder)["neuron_config"]
+    values: dict[str, Any] = {}
+    for name, value in theirs.items():
+        field = BY_NAME.get(name)
+        if field is None or value is None or name in NOT_NEUTRAL_BY_DEFAULT:
+            continue
+        if name in OF_BLOCKS and not theirs.get("is_block_kv_layout"):
+            continue
+        values[name] = value
+    sampling = theirs.get(SAMPLING)
+    values[SAMPLING] = _sampling(sampling) if isinstance(sampling, Mapping) else None
+    values |= _default_buckets(theirs)
+    given = {spelled(key) for key in config.override_neuron_config}
+    override = {name: value for name, value in values.items() if name not in given} | config.override_neuron_config
+    return msgspec.structs.replace(config, override_neuron_config=override)
+
+
+def _sampling(value: Mapping[str, Any]) -> dict[str, Any]:
+    """OnDeviceSamplingConfig without what requests decide."""
+    known = {name: one for name, one in value.items() if name in SAMPLING_FIELDS and one is not None}
+    return {name: one for name, one in known.items() if name not in OF_REQUESTS}
+
+
+def _default_buckets(theirs: Mapping[str, Any]) -> dict[str, list[int]]:
+    """Those that NxD Inference chooses if it is given none."""
+    prefixes, several = theirs.get("is_prefix_caching"), theirs.get("enable_bucketing")
+    context, length = int(theirs["max_context_length"]), int(theirs["max_length"])
+    ranges = {
+        "context_encoding_buckets": (512 if prefixes else 128, context),
+        "token_generation_buckets": (256 if prefixes else 128, length),
+    }
+    if prefixes:
+        ranges["prefix_buckets"] = (512, context)
+    return {
+        name: _doubled(least, most) if several else [most]
+        for name, (least, most) in ranges.items()
+        if not theirs.get(name) or not several
+    }
+
+
+def _doubled(least: int, most: int) -> list[int]:
+    return [most] if least == most else [*(2**at for at in range(int(math.log2(least)), round(math.log2(most)))), most]
+
+
+def differences(settings: Settings, model: Mapping[str, Any], folder: Path) -> list[str]:
+    """What the folder was compiled with, as far as it is not what is wanted: `field: found instead of wanted`.
+
+    Args:
+        model: config.json of the model to serve.
+    """
+    document = _read(folder)
+    theirs, found = document["neuron_config"] | _default_buckets(document["neuron_config"]), []
+    for name, ours in settings.neuron_config.items():
+        # Without bucketing it compiles one size, which is a list of one.
+        if name in theirs and name != "enable_bucketing" and not _agrees(ours, theirs[name]):
+            found.append(f"{name}: {_shown(theirs[name])} instead of {_shown(ours)}")
+    for name in ARCHITECTURE:
+        ours, its = text_config(model).get(name), text_config(document).get(name)
+        if ours is not None and its is not None and not _agrees(ours, its):
+            found.append(f"{name}: {_shown(its)} instead of {_shown(ours)}")
+    return found
+
+
+def _agrees(ours: Any, theirs: Any) -> bool:
+    if isinstance(ours, Mapping) and isinstance(theirs, Mapping):
+        return all(_agrees(ours[key], theirs[key]) for key in ours.keys() & theirs.keys())
+    return bool(ours == theirs) or (not ours and not theirs)
+
+
+def _shown(value: Any) -> str:
+    return json.dumps(value, sort_keys=True)
+
+
+def _read(folder: Path) -> dict[str, Any]:
+    try:
+        # It may have Infinity, which strict JSON has not.
+        document = json.loads((folder / CONFIG_FILE).read_bytes())
+        if isinstance(document["neuron_config"], dict):
+            return dict(document)
+    except (OSError, ValueError, TypeError, KeyError):
+        pass
+    message = f"{folder / CONFIG_FILE} is no configuration of NxD Inference with a `neuron_config`"
+    raise FatalError(ExitCode.ARTIFACT_MISSING, message)

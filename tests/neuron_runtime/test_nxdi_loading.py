@@ -1,0 +1,359 @@
+"""Compiling a model with NxD Inference, and loading what we or others compiled, or saying what is wrong with it."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+
+from helpers.nxdi import fake_nxdi, installed
+from helpers.torch_models import random_model, reference
+from neuron_runtime.artifacts.key import covered, differences
+from neuron_runtime.artifacts.loading import ARTIFACT_VARIABLE, Places, provide
+from neuron_runtime.backend import nxdi
+from neuron_runtime.backend.nxdi import failures, library
+from neuron_runtime.backend.nxdi.devices import PLATFORMS
+from neuron_runtime.backend.nxdi.failures import classified, when_free
+from neuron_runtime.checkpoint import read_config
+from neuron_runtime.config import RuntimeConfig, parse_config
+from neuron_runtime.core import Request, Sampling
+from neuron_runtime.engine.loop import Engine
+from neuron_runtime.errors import ExitCode, FatalError, InvalidConfig
+
+PROMPTS = ([5, 9, 13, 2, 8], [7, 3, 21])
+LIMITS = {"maxSequences": 2, "maxModelLength": 256}
+
+
+@contextmanager
+def library_of(version: str = "0.9", **settings: Any) -> Iterator[Any]:
+    with nullcontext() if installed() else fake_nxdi(version, **settings) as fake:
+        yield fake
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return random_model(tmp_path_factory.mktemp("model") / "llama")
+
+
+@pytest.fixture(autouse=True)
+def _one_core(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NEURON_RT_NUM_CORES", "1")
+
+
+def config_of(model: Path, **document: Any) -> RuntimeConfig:
+    base = {
+        "version": 1,
+        "model": {"uri": model.as_uri()},
+        "servedNames": ["m"],
+        "backend": "nxdi",
+        "compile": True,
+        "dtype": "float32",
+        "limits": LIMITS,
+    }
+    return parse_config(msgspec.json.encode(base | document))
+
+
+def compiled(config: RuntimeConfig, model: Path, folder: Path) -> Path:
+    compiler = nxdi.compiler(config, model)
+    folder.mkdir()
+    for graph in compiler.graphs():
+        graph.compile(folder)
+    compiler.check(folder)
+    return folder
+
+
+def generated(model: Path, config: RuntimeConfig, artifact: Path, count: int = 6) -> list[list[int]]:
+    """Greedy answers to PROMPTS."""
+    backend = nxdi.load_backend(model, config, lambda stage, share: None, artifact)
+    try:
+        list(backend.warm_up(lambda stage, share: None))
+        engine = Engine(backend)
+        for name, prompt in enumerate(PROMPTS):
+            engine.add(Request(str(name), tuple(prompt), Sampling(temperature=0.0, max_tokens=count)))
+        found: dict[str, list[int]] = {str(name): [] for name in range(len(PROMPTS))}
+        while engine.has_work:
+            for event in engine.step():
+                found[event.request_id] += event.token_ids
+        return list(found.values())
+    finally:
+        backend.close()
+
+
+def expected(model: Path, count: int = 6) -> list[list[int]]:
+    made, answers = reference(model), []
+    for prompt in PROMPTS:
+        tokens = list(prompt)
+        for _ in range(count):
+            with torch.inference_mode():
+                tokens.append(int(made(torch.tensor([tokens])).logits[0, -1].argmax()))
+        answers.append(tokens[len(prompt) :])
+    return answers
+
+
+@pytest.mark.parametrize("version", ["0.7", "0.9"])
+@pytest.mark.parametrize("document", [{}, {"prefixCaching": "enabled"}, {"sampling": "Host"}])
+def test_a_compiled_model_answers_as_transformers_does_and_its_library_warns_of_nothing(
+    version: str, document: dict[str, Any], model: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    config = config_of(model, **document)
+    with library_of(version):
+        with caplog.at_level(logging.WARNING):
+            artifact = compiled(config, model, tmp_path / "artifact")
+        assert "Unexpected keyword" not in caplog.text
+        assert generated(model, config, artifact) == expected(model)
+
+
+def test_a_read_only_artifact_is_loaded_from_another_folder_than_that_of_the_model_it_was_compiled_from(
+    model: Path, tmp_path: Path
+) -> None:
+    config = config_of(model)
+    with library_of():
+        elsewhere = tmp_path / "was compiled here"
+        elsewhere.symlink_to(model)
+        artifact = compiled(config, elsewhere, tmp_path / "artifact")
+        elsewhere.unlink()
+        artifact.chmod(0o500)
+        assert generated(model, config, artifact) == expected(model)
+
+
+def test_what_a_version_does_not_have_is_refused_before_compiling(model: Path, tmp_path: Path) -> None:
+    with library_of("0.7"), pytest.raises(InvalidConfig) as caught:
+        compiled(config_of(model, buckets={"sequences": [1]}), model, tmp_path / "artifact")
+    assert dict(caught.value.parts) == {
+        "$.buckets.sequences": "NxD Inference 0.7.0 does not have `token_generation_batches`, but 0.8 and newer have: "
+        "leave it out"
+    }
+
+
+def test_an_older_version_runs_a_family_by_the_class_that_it_has(tmp_path: Path) -> None:
+    mistral = random_model(tmp_path / "mistral", architecture="MistralForCausalLM", sliding_window=None)
+    config = config_of(mistral)
+    with library_of("0.7"):
+        assert generated(mistral, config, compiled(config, mistral, tmp_path / "artifact")) == expected(mistral)
+
+
+def test_the_key_has_the_cores_and_the_versions(model: Path) -> None:
+    with library_of():
+        needs = nxdi.compiler(config_of(model), model).needs
+        assert needs.target == {"platform": "trn2", "logicalCore": 2, "tensor": 1}
+        assert "neuronx-distributed-inference" in needs.libraries
+        assert needs == nxdi.compiler(config_of(model, parallelism={"tensor": 1}), model).needs
+        other = nxdi.compiler(config_of(model, accelerator={"logicalNeuronCore": 1}), model).needs
+    wanted, found = (covered("nxdi", "digest", one) for one in (needs, other))
+    assert differences(wanted, found) == ["target.logicalCore: 1 instead of 2"]
+
+
+def test_another_tensor_degree_is_another_artifact(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NEURON_RT_NUM_CORES", "2")
+    with library_of():
+        wanted, found = (
+            covered("nxdi", "digest", nxdi.compiler(config_of(model, parallelism={"tensor": degree}), model).needs)
+            for degree in (1, 2)
+        )
+    assert differences(wanted, found) == ["target.tensor: 2 instead of 1"]
+
+
+def test_a_missing_library_is_named_with_the_image_that_has_it(model: Path) -> None:
+    if installed():
+        pytest.skip("the libraries are installed")
+    for call in (nxdi.check_config, lambda config: nxdi.compiler(config, model)):
+        with pytest.raises(
+            InvalidConfig, match=r"\$\.backend: nxdi needs neuronx-distributed-inference, .*runtime-neuron"
+        ):
+            call(config_of(model))
+
+
+def test_a_missing_compiler_is_named(model: Path) -> None:
+    with fake_nxdi("0.9", compiler=False), pytest.raises(FatalError, match="neuronx-cc is not installed") as caught:
+        nxdi.compiler(config_of(model), model).tools()
+    assert caught.value.exit_code == ExitCode.COMPILE_FAILED
+
+
+def test_only_compiled_models_are_served(model: Path) -> None:
+    with library_of():
+        nxdi.check_config(config_of(model))
+        with pytest.raises(InvalidConfig) as caught:
+            nxdi.check_config(config_of(model, compile=False, overrideNeuronConfig={"tp_degre": 2}))
+    assert set(dict(caught.value.parts)) == {"$.compile", "$.overrideNeuronConfig.tp_degre"}
+
+
+def test_a_sharded_checkpoint_is_part_of_the_artifact(model: Path, tmp_path: Path) -> None:
+    config = config_of(model, overrideNeuronConfig={"save_sharded_checkpoint": True})
+    assert not nxdi.needs_weights(config)
+    assert nxdi.compiler_reads_weights(config)
+    with library_of():
+        artifact = compiled(config, model, tmp_path / "artifact")
+        outline = tmp_path / "outline"
+        outline.mkdir()
+        (outline / "config.json").write_bytes((model / "config.json").read_bytes())
+        assert generated(outline, config, artifact) == expected(model)
+        next(artifact.glob("weights/*")).unlink()
+        with pytest.raises(FatalError, match="has no weights/tp0_sharded_checkpoint") as caught:
+            generated(outline, config, artifact)
+    assert caught.value.exit_code == ExitCode.ARTIFACT_MISSING
+
+
+def test_a_held_device_is_waited_for(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(failures, "RETRY_SECONDS", 0.0)
+    config = config_of(model)
+    with fake_nxdi("0.9") as fake:
+        artifact = compiled(config, model, tmp_path / "artifact")
+        fake.SETTINGS.faults.held_loads = 2
+        assert generated(model, config, artifact) == expected(model)
+    assert capsys.readouterr().err.count("trying again") == 2
+
+
+def test_a_device_that_stays_held_is_given_up() -> None:
+    seconds = iter(range(0, 1000, 50))
+    slept: list[float] = []
+
+    def load() -> None:
+        raise RuntimeError("nrt_init failed: NRT_RESOURCE")
+
+    with pytest.raises(FatalError) as caught:
+        when_free(load, seconds=120, clock=lambda: float(next(seconds)), sleep=slept.append)
+    assert caught.value.exit_code == ExitCode.DEVICE_HELD
+    assert slept
+
+
+@pytest.mark.parametrize(
+    ("text", "code"),
+    [
+        ("nrt_execute failed: NRT_EXEC_BAD_INPUT", ExitCode.DEVICE_FAILED),
+        ("Failed to execute model, nrt_execute status=1004", ExitCode.DEVICE_FAILED),
+        ("NRT_TIMEOUT (status 5)", ExitCode.DEVICE_FAILED),
+        ("status_code=1202, NRT_EXEC_HW_ERR_NC_UE", ExitCode.DEVICE_FAILED_NODE),
+        ("error code: 1201", ExitCode.DEVICE_FAILED_NODE),
+        ("NRT_RESOURCE: Logical Neuron Core(s) not available - Requested:2 Available:0", ExitCode.DEVICE_HELD),
+        ("nrt_allocate_neuron_cores: NeuronCore(s) not available", ExitCode.DEVICE_HELD),
+        ("NRT_RESOURCE: failed to allocate 2048 bytes of device memory", ExitCode.DEVICE_OUT_OF_MEMORY),
+        ("NRT_UNSUPPORTED_NEFF_VERSION", ExitCode.DRIVER_INCOMPATIBLE),
+        ("The Neuron driver version 2.1 is too old", ExitCode.DRIVER_INCOMPATIBLE),
+        ("list index out of range", ExitCode.DEVICE_FAILED),
+    ],
+)
+def test_errors_of_the_device_say_who_must_act(text: str, code: ExitCode) -> None:
+    found = classified(RuntimeError(text))
+    assert isinstance(found, FatalError)
+    assert found.exit_code == code
+    assert text in str(found)
+
+
+def test_our_own_errors_are_not_reclassified() -> None:
+    error = InvalidConfig("$.dtype", "NRT_TIMEOUT")
+    assert classified(error) is error
+
+
+def test_the_log_says_where_support_ends() -> None:
+    assert library.sdk_of("0.9.17334+abc") == "2.29"
+    assert library.sdk_of("0.10.18399") == "2.31"
+    assert library.sdk_of("") == ""
+    (line,) = library.support_notes(PLATFORMS["trn2"], {"neuronx-distributed-inference": "0.9.17334"})
+    assert "2.34" in line
+    old = library.support_notes(PLATFORMS["inf2"], {"neuronx-distributed-inference": "0.8", "neuron-sdk": "2.28"})
+    new = library.support_notes(PLATFORMS["inf2"], {"neuronx-distributed-inference": "0.9", "neuron-sdk": "2.29"})
+    assert len(old) == 1
+    assert "pin SDK 2.28" in new[1]
+
+
+# Folders that others compiled
+
+
+def others(model: Path, folder: Path, **fields: Any) -> Path:
+    """A folder that a script made with NxD Inference alone."""
+    from neuronx_distributed_inference.utils.constants import MODEL_TYPES
+    from neuronx_distributed_inference.utils.hf_adapter import load_pretrained_config
+
+    cls = MODEL_TYPES["llama"]["causal-lm"]
+    given = {
+        "tp_degree": 1,
+        "batch_size": 2,
+        "ctx_batch_size": 1,
+        "is_continuous_batching": True,
+        "seq_len": 512,
+        "max_context_length": 256,
+        "torch_dtype": "float32",
+        "enable_bucketing": True,
+        "on_device_sampling_config": {"dynamic": True, "global_topk": 64},
+        **fields,
+    }
+    neuron_config = cls.get_neuron_config_cls()(**given)
+    config = cls.get_config_cls()(neuron_config, load_config=load_pretrained_config(str(model)))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("BASE_COMPILE_WORK_DIR", f"{folder.parent / 'work'}/")
+        cls(str(model), config).compile(str(folder))
+    return folder
+
+
+def open_config(model: Path, **document: Any) -> RuntimeConfig:
+    return config_of(model, **{"limits": {}, "dtype": "auto", **document})
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {},
+        {"enable_bucketing": False, "on_device_sampling_config": None},
+        {"is_block_kv_layout": True, "is_prefix_caching": True, "pa_num_blocks": 40, "pa_block_size": 32},
+        {"save_sharded_checkpoint": True, "context_encoding_buckets": [128, 256]},
+    ],
+)
+def test_a_folder_that_others_compiled_decides_what_the_configuration_leaves_open(
+    fields: dict[str, Any], model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with library_of():
+        folder = others(model, tmp_path / "theirs", **fields)
+        monkeypatch.setenv(ARTIFACT_VARIABLE, str(folder))
+        config = open_config(model)
+        artifact = provide(config, model, places(tmp_path), lambda stage, share: None)
+        assert artifact == folder
+        assert generated(model, config, artifact) == expected(model)
+
+
+def places(folder: Path) -> Places:
+    return Places(folder / "artifacts", on_miss="fail")
+
+
+@pytest.mark.parametrize(
+    ("fields", "document", "message"),
+    [
+        ({}, {"limits": {"maxSequences": 4}}, "batch_size: is 2, but limits.maxSequences is 4"),
+        ({"allow_input_truncation": True}, {}, "allow_input_truncation: is True"),
+        ({"ctx_batch_size": 2, "is_continuous_batching": False}, {}, "ctx_batch_size: is 2"),
+        ({"on_device_sampling_config": {"dynamic": False}}, {}, "dynamic: must be true"),
+    ],
+)
+def test_a_folder_that_others_compiled_for_something_else_is_refused(
+    fields: dict[str, Any], document: dict[str, Any], message: str, model: Path, tmp_path: Path
+) -> None:
+    with library_of(), pytest.MonkeyPatch.context() as patch:
+        patch.setenv(ARTIFACT_VARIABLE, str(others(model, tmp_path / "theirs", **fields)))
+        with pytest.raises(FatalError) as caught:
+            provide(open_config(model, **document), model, places(tmp_path), lambda stage, share: None)
+    assert caught.value.exit_code == ExitCode.ARTIFACT_MISSING
+    assert message in str(caught.value)
+
+
+def test_a_folder_of_another_model_is_refused(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    wider = random_model(tmp_path / "wider", intermediate_size=read_config(model)["intermediate_size"] * 2)
+    with library_of():
+        monkeypatch.setenv(ARTIFACT_VARIABLE, str(others(model, tmp_path / "theirs")))
+        with pytest.raises(FatalError, match=r"intermediate_size: \d+ instead of \d+"):
+            provide(open_config(wider), wider, places(tmp_path), lambda stage, share: None)
+
+
+def test_a_folder_beside_the_model_is_found(tmp_path: Path) -> None:
+    model = random_model(tmp_path / "llama")
+    with library_of():
+        folder = others(model, model / "neuron-compiled-artifacts" / "0123")
+        assert provide(open_config(model), model, places(tmp_path), lambda stage, share: None) == folder
+        with pytest.raises(FatalError, match="has no artifact"):
+            provide(open_config(model, limits={"maxSequences": 9}), model, places(tmp_path), lambda stage, share: None)
