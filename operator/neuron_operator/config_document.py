@@ -11,8 +11,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from neuron_operator.fields import ConfigKey, Supported, as_json, walk
-from neuron_operator.model import ModelSource, NeuronModel, Spec
+from neuron_operator.model import BACKENDS, ModelSource, NeuronModel, Spec
 from neuron_operator.objects import dig
+from neuron_operator.placement import Target
 from neuron_operator.records import Facts
 
 VERSION = 1
@@ -31,8 +32,11 @@ NO_NAMES = {"servedNames": ["compiled"]}
 """In a part of a document, which must have names."""
 
 
-def config_document(model: NeuronModel, facts: Facts) -> dict[str, Any]:
-    """The document of one revision: the fields that have a ConfigKey, over the operator's own defaults."""
+def config_document(model: NeuronModel, facts: Facts, target: Target | None = None) -> dict[str, Any]:
+    """The document of one revision: the fields that have a ConfigKey, over the operator's own defaults.
+
+    target: what the model is compiled for, if it runs on devices: the Job that compiles it has none to ask.
+    """
     document: dict[str, Any] = {
         "version": VERSION,
         "model": {"digest": facts.digest},
@@ -42,6 +46,9 @@ def config_document(model: NeuronModel, facts: Facts) -> dict[str, Any]:
         "limits": {},
         **({"compile": True} if model.is_compiled else {}),
     }
+    if target is not None:
+        _put(document, "parallelism.tensor", target.tensor)
+        _put(document, "accelerator.logicalNeuronCore", target.logical_core)
     for _, one, value in walk(model.spec, "spec"):
         acted_on = not any(support.is_idle(model.backend) for support in one.annotations(Supported))
         for to in one.annotations(ConfigKey):
@@ -73,7 +80,8 @@ def _put(document: dict[str, Any], path: str, value: Any) -> None:
 
 def sampling_mode(model: NeuronModel) -> str:
     """Where the runtime will sample tokens."""
-    return (model.spec.serving.sampling or "Device") if model.backend == "simulated" else "Host"
+    on_host = model.backend != "simulated" and not BACKENDS[model.backend].on_device
+    return "Host" if on_host else model.spec.serving.sampling or "Device"
 
 
 def to_json(document: dict[str, Any]) -> str:

@@ -13,9 +13,10 @@ OperatorError
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from neuron_operator.reasons import Reason
+from neuron_operator.world import Need
 
 MAX_REFUSAL = 900
 """Characters of all refusals of a manifest together: a condition's message holds them and a note."""
@@ -87,9 +88,11 @@ def _listed(messages: Sequence[str]) -> str:
 class Unplaceable(OperatorError):
     """No node can hold this model as configured; `reason` is `ModelTooLarge` or `TopologyImpossible`."""
 
-    def __init__(self, reason: Reason, message: str) -> None:
+    def __init__(self, reason: Reason, message: str, needs: Iterable[Need] = ()) -> None:
+        """needs: facts with which the answer may be another one."""
         super().__init__(message)
         self.reason = reason
+        self.needs = frozenset(needs)
 
 
 class ClusterFault(OperatorError):

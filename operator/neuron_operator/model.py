@@ -40,15 +40,20 @@ class Backend:
     does: str
     compiles: Literal["never", "on request", "always"] = "never"
     """Whether it serves compiled models; `on request`: with `engine.compile: Enabled` only."""
+    on_device: bool = False
+    """Whether it computes on the devices of a replica, and so has the fields of a compiled device."""
 
 
 BACKENDS = {
+    "nxdi": Backend("computes on it", compiles="always", on_device=True),
     "torch": Backend("computes on the host", compiles="on request"),
     "simulated": Backend("simulates a device", compiles="on request"),
 }
 
 
 COMPILING = tuple(name for name, backend in BACKENDS.items() if backend.compiles != "never")
+COMPILED_IF_ASKED = tuple(name for name, backend in BACKENDS.items() if backend.compiles != "always")
+ON_DEVICE = tuple(name for name, backend in BACKENDS.items() if backend.on_device)
 
 
 class SecretName(SpecPart, frozen=True):
@@ -135,8 +140,9 @@ class Accelerator(SpecPart, frozen=True):
     ] = None
     logical_neuron_core: Annotated[
         Literal[1, 2] | None,
-        "Physical cores per logical core; by default the instance type's.",
-        Supported("remove it: the node's own setting is used"),
+        "Physical cores per logical core; by default the instance type's. The nodes must be set up alike.",
+        ConfigKey("accelerator.logicalNeuronCore", compiled=True),
+        Supported("remove it: this backend computes on the host", backends=ON_DEVICE),
     ] = None
 
 
@@ -145,8 +151,10 @@ class Parallelism(SpecPart, frozen=True):
 
     tensor: Annotated[
         Annotated[int, Meta(ge=1, le=1024)] | None,
-        "Tensor-parallel degree of the whole replica.",
-        Supported("remove it: one process serves a replica", values=(1,)),
+        "Tensor-parallel degree of the whole replica: the NeuronCores that the model runs on. By default all of its "
+        "devices, or as many as divide the attention heads.",
+        ConfigKey("parallelism.tensor", compiled=True),
+        Supported("remove it: this backend computes on the host", values=(1,), backends=ON_DEVICE),
     ] = None
     nodes: Annotated[
         Annotated[int, Meta(ge=1, le=64)] | None,
@@ -201,13 +209,15 @@ class Serving(SpecPart, frozen=True):
     ] = None
     context_buckets: Annotated[
         Buckets,
-        "Prompt lengths to compile for, ascending.",
-        Supported("remove it: backends choose the shapes that they compile"),
+        "Prompt lengths to compile for, ascending; by default chosen by the backend.",
+        ConfigKey("buckets.context", {(): None}, compiled=True),
+        Supported("remove it: this backend computes any length", backends=ON_DEVICE),
     ] = ()
     token_generation_buckets: Annotated[
         Buckets,
-        "Context lengths to compile token generation for, ascending.",
-        Supported("remove it: backends choose the shapes that they compile"),
+        "Context lengths to compile token generation for, ascending; by default chosen by the backend.",
+        ConfigKey("buckets.tokenGeneration", {(): None}, compiled=True),
+        Supported("remove it: this backend computes any length", backends=ON_DEVICE),
     ] = ()
     prefix_caching: Annotated[
         AutoToggle,
@@ -223,9 +233,10 @@ class Serving(SpecPart, frozen=True):
     ] = "Auto"
     sampling: Annotated[
         Literal["Device", "DeviceWithLogits", "Host"] | None,
-        "Where tokens are sampled, see [modes](sampling.md#modes); by default `Device` on a simulated device.",
+        "Where tokens are sampled, see [modes](sampling.md#modes); by default `Device` on a device, also on a "
+        "simulated one.",
         ConfigKey("sampling", compiled=True),
-        Supported("remove it or set Host", values=("Host",), backends=("simulated",)),
+        Supported("remove it or set Host", values=("Host",), backends=("simulated", *ON_DEVICE)),
     ] = None
     generation_config: Annotated[
         Toggle,
@@ -292,7 +303,7 @@ class Engine(SpecPart, frozen=True):
         "(benchmarks.md#a-served-model-without-a-device), for load tests of everything except the model.",
         ConfigKey("backend", compiled=True),
         Supported(
-            "set engine.backend: torch (computes on the host); the default on Neuron is nxdi",
+            "set engine.backend: nxdi (the default on Neuron) or torch (computes on the host)",
             values=tuple(BACKENDS),
             of=lambda spec: spec.backend,
         ),
@@ -300,17 +311,20 @@ class Engine(SpecPart, frozen=True):
     compile: Annotated[
         AutoToggle,
         "Whether the model is [compiled](compiling.md#in-a-cluster) before it is served. `Enabled`: a Job compiles it, "
-        "and replicas start with the artifact. `Auto`: only for a backend that cannot serve without, today none.",
+        "and replicas start with the artifact. `Auto`: only for a backend that cannot serve without, today `nxdi`.",
         ConfigKey("compile", {"Auto": None, "Enabled": True, "Disabled": None}, compiled=True),
         Supported("remove it: this backend compiles nothing", values=("Disabled",), backends=COMPILING),
+        Supported(
+            "remove it: this backend serves compiled models only", values=("Enabled",), backends=COMPILED_IF_ASKED
+        ),
     ] = "Auto"
     override_neuron_config: Annotated[
         Json,
         Meta(max_length=256),
-        "Settings of the backend, for example [of a simulated device]"
+        "Settings of the backend: fields of NxD Inference's NeuronConfig for `nxdi`, or those [of a simulated device]"
         "(benchmarks.md#a-served-model-without-a-device); an unknown setting is `InvalidEngineConfig`.",
         ConfigKey("overrideNeuronConfig", compiled=True),
-        Supported("remove it: no Neuron backend reads it yet", backends=("simulated",)),
+        Supported("remove it: this backend has no settings", backends=("simulated", *ON_DEVICE)),
     ] = field(default_factory=dict)
     env: Annotated[
         tuple[EnvVar, ...],

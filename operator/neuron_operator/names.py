@@ -105,6 +105,8 @@ CREDENTIALS = {
 RANK_VARIABLE = "NEURON_SERVING_RANK"
 GROUP_SIZE_VARIABLE = "NEURON_SERVING_GROUP_SIZE"
 LEADER_VARIABLE = "NEURON_SERVING_LEADER"
+PLATFORM_VARIABLE = "NEURON_PLATFORM_TARGET_OVERRIDE"
+"""Of the Neuron libraries: the family of devices to compile for."""
 
 # Variables of the operator or the device plugin, which a manifest may not set.
 RESERVED_ENV_PREFIX = "NEURON_SERVING_"
@@ -115,6 +117,7 @@ RESERVED_ENV = frozenset(
         "NEURON_RT_VISIBLE_CORES",
         "NEURON_RT_NUM_CORES",
         "NEURON_LOGICAL_NC_CONFIG",
+        PLATFORM_VARIABLE,
         "AWS_NEURON_VISIBLE_DEVICES",
     }
 )

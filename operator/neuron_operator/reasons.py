@@ -139,8 +139,10 @@ class Reason(StrEnum):
         "TopologyImpossible",
         ("Placed",),
         "No known instance type, or no node that the model may use, grants this number of devices or cores to one pod; "
-        "the message lists the legal sizes",
-        "Choose a [legal size](#devices-and-cores), or add a node of a type that grants it",
+        "the message lists the legal sizes. Or the model is compiled for its devices, and the nodes do not tell which "
+        "ones these are: none is known, or they differ",
+        "Choose a [legal size](#devices-and-cores), or add a node of a type that grants it. Or name the instance type "
+        "in `podTemplate.spec.nodeSelector`",
         final=True,
     )
 

@@ -21,24 +21,26 @@ from neuron_operator.fields import SpecPart, Supported, as_json, fields_of
 from neuron_operator.model import BACKENDS, Jobs, NeuronModel, ServiceTemplate
 from neuron_operator.model_status import Plan
 from neuron_operator.objects import dig, items, name_of, text, whole
-from neuron_operator.placement import Placement, place
+from neuron_operator.placement import Placement, Target, place, target_of
 from neuron_operator.records import Facts
 from neuron_operator.render.objects import child, without_empty
 from neuron_operator.render.pods import compile_image, runtime_image, serving_pod_template
 from neuron_operator.render.resources import serving_requests
 from neuron_operator.render.serving import config_name
 from neuron_operator.render.storage import artifacts_place, is_fetched_by_job, weights_place
-from neuron_operator.world import Object, Place, Settings
+from neuron_operator.world import FreeDevices, Object, Place, Settings
 
 FORMAT = 1
 """Version of `Pinned`; part of every revision's name, because a ControllerRevision's data is immutable."""
 
 
-class Compiling(Struct, frozen=True, kw_only=True, rename="camel"):
+class Compiling(Struct, frozen=True, kw_only=True, rename="camel", omit_defaults=True):
     """How a Job compiles the model."""
 
     image: str
     artifacts: Place
+    family: str = ""
+    """Of the devices that the model runs on; empty: it does not."""
 
     def __post_init__(self) -> None:
         if not self.artifacts.is_shared:
@@ -165,8 +167,10 @@ def known_facts(model: NeuronModel, settings: Settings, revisions: Iterable[Revi
     return latest.pinned.facts if latest else None
 
 
-def pin(model: NeuronModel, facts: Facts, settings: Settings, number: int) -> Revision:
+def pin(model: NeuronModel, facts: Facts, settings: Settings, number: int, free: FreeDevices | None = None) -> Revision:
     """Decide a new revision.
+
+    free: the nodes of the cluster, if they were read in this pass.
 
     Raises:
         Unplaceable: no node could hold a replica.
@@ -180,8 +184,9 @@ def pin(model: NeuronModel, facts: Facts, settings: Settings, number: int) -> Re
         )
     placement = place(model, settings)
     weights = weights_place(model, settings)
-    compiling = _compiling(model, settings)
-    config = config_document(model, facts)
+    target = target_of(model, facts, placement, free) if BACKENDS[model.backend].on_device else None
+    compiling = _compiling(model, settings, target)
+    config = config_document(model, facts, target)
     template = serving_pod_template(
         model,
         placement,
@@ -189,6 +194,7 @@ def pin(model: NeuronModel, facts: Facts, settings: Settings, number: int) -> Re
         requests=serving_requests(model, facts),
         weights=weights,
         artifacts=compiling.artifacts if compiling else None,
+        target=target,
         revision=revision_hash(spec_hash(model), model.refresh),
         config_name=config_name(model.name, config),
         group_size=1,
@@ -202,7 +208,7 @@ def pin(model: NeuronModel, facts: Facts, settings: Settings, number: int) -> Re
         devices=placement.devices,
         cores=placement.cores,
         instance_type=placement.instance_type,
-        plan=_plan(model, facts, placement),
+        plan=_plan(model, facts, placement, target),
         weights=weights if is_fetched_by_job(model, weights) else None,
         compiling=compiling,
         config=config,
@@ -211,13 +217,14 @@ def pin(model: NeuronModel, facts: Facts, settings: Settings, number: int) -> Re
     return Revision(number=number, pinned=pinned)
 
 
-def _compiling(model: NeuronModel, settings: Settings) -> Compiling | None:
+def _compiling(model: NeuronModel, settings: Settings, target: Target | None) -> Compiling | None:
     if not model.is_compiled:
         return None
     artifacts = artifacts_place(model, settings)
     if artifacts is None:
         raise StorageNotConfigured
-    return Compiling(image=compile_image(model, settings), artifacts=artifacts)
+    family = target.family.name if target else ""
+    return Compiling(image=compile_image(model, settings), artifacts=artifacts, family=family)
 
 
 def to_object(model: NeuronModel, revision: Revision) -> Object:
@@ -281,14 +288,15 @@ def _parsed_json(value: str) -> object:
         return None
 
 
-def _plan(model: NeuronModel, facts: Facts, placement: Placement) -> Plan:
+def _plan(model: NeuronModel, facts: Facts, placement: Placement, target: Target | None) -> Plan:
     serving = model.spec.serving
+    how = f"with backend {model.backend}{f', {target.words}' if target else ''}"
     where = f" on {placement.instance_type}" if placement.instance_type else ""
     return Plan(
         instance_type=placement.instance_type or None,
         devices=placement.devices,
         cores=placement.cores or None,
-        tensor=1,
+        tensor=target.tensor if target else 1,
         nodes=1,
         max_model_length=serving.max_model_length,
         max_sequences=serving.max_sequences,
@@ -297,6 +305,6 @@ def _plan(model: NeuronModel, facts: Facts, placement: Placement) -> Plan:
         backend=model.backend,
         dtype=(serving.dtype or facts.dtype)[:64],
         sampling=sampling_mode(model)[:64],
-        summary=f"each replica holds {placement.words}{where} and {BACKENDS[model.backend].does} with backend "
-        f"{model.backend}; weights {facts.weights_bytes} bytes ({facts.parameters} parameters, {facts.dtype[:64]})",
+        summary=f"each replica holds {placement.words}{where} and {BACKENDS[model.backend].does} "
+        f"{how}; weights {facts.weights_bytes} bytes ({facts.parameters} parameters, {facts.dtype[:64]})",
     )

@@ -35,7 +35,7 @@ from neuron_operator.render.storage import source, words
 from neuron_operator.revision import Revision
 from neuron_operator.views import JobView, KeeperView, Observed
 from neuron_operator.why.jobs import explain_job, has_run_out_of_memory, ran_out_of_memory
-from neuron_operator.world import Object, Settings
+from neuron_operator.world import FreeDevices, Object, Settings
 
 LOST_SECONDS = 20
 """A pod that still exists so long after its grace period is not ended by its kubelet any more."""
@@ -51,6 +51,8 @@ class Known:
     settings: Settings
     next_number: int
     """Number of the revision if a new one is pinned."""
+    free: FreeDevices | None = None
+    """None: not read in this pass."""
     facts: Facts | None = None
     revision: Revision | None = None
     weights: StoredWeights | None = None
@@ -239,7 +241,8 @@ def _retry_seconds(task: Task, observed: Observed) -> int:
 
 def refusal_of(refusal: InvalidSpec | Unplaceable) -> Finding:
     """The finding for a refused manifest."""
-    return unmet(refusal.reason.row.conditions[-1], refusal.reason, str(refusal))
+    needs = refusal.needs if isinstance(refusal, Unplaceable) else ()
+    return unmet(refusal.reason.row.conditions[-1], refusal.reason, str(refusal), needs)
 
 
 def _resolve_jobs(known: Known) -> tuple[Object, ...]:
@@ -257,7 +260,7 @@ def _finish_resolve(known: Known) -> tuple[Known, Finding]:
 
 
 def _finish_place(known: Known) -> tuple[Known, Finding]:
-    pinned = known.revision or revision.pin(known.model, known.resolved, known.settings, known.next_number)
+    pinned = known.revision or revision.pin(known.model, known.resolved, known.settings, known.next_number, known.free)
     summary = pinned.pinned.plan.summary or pinned.placement.words
     return replace(known, revision=pinned), met("Placed", str(summary))
 

@@ -345,7 +345,7 @@ def _pod(pod: Object) -> PodView:
         are_containers_ready=conditions.get("ContainersReady", _ABSENT).status == "True",
         readiness_changed=instant(ready.since),
         unready_reason=ready.reason,
-        node_rules=_node_rules(pod),
+        node_rules=NodeRules.of(dig(pod, "spec", "nodeSelector"), dig(pod, "spec", "affinity")),
         unscheduled=scheduled.message if scheduled.status == "False" else None,
         disruption=conditions.get("DisruptionTarget", _ABSENT).reason,
         container=_container(names.RUNTIME_CONTAINER, pod),
@@ -368,16 +368,6 @@ def _pod(pod: Object) -> PodView:
         ),
         is_admitted=bool(items(pod, "status", "containerStatuses")),
         live=pod,
-    )
-
-
-def _node_rules(pod: Object) -> NodeRules:
-    required = ("nodeAffinity", "requiredDuringSchedulingIgnoredDuringExecution", "nodeSelectorTerms")
-    terms = items(pod, "spec", "affinity", *required)
-    selector = dig(pod, "spec", "nodeSelector")
-    return NodeRules(
-        selector=selector if isinstance(selector, Mapping) else {},
-        terms=tuple(tuple(items(term, "matchExpressions")) for term in terms),
     )
 
 

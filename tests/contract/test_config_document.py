@@ -14,8 +14,10 @@ from hypothesis import strategies as st
 from helpers.operator_worlds import FACTS, SETTINGS, SPEC, body
 from neuron_operator import config_document as operator
 from neuron_operator import names
+from neuron_operator.catalog import FAMILIES
 from neuron_operator.manifest import parse
 from neuron_operator.model import Serving
+from neuron_operator.placement import Target
 from neuron_operator.records import Facts
 from neuron_operator.render.jobs import compile_jobs, fetch_job, resolve_job
 from neuron_operator.render.pods import API_KEY_FLAG, SERVE_COMMAND
@@ -24,6 +26,7 @@ from neuron_operator.world import ClaimFolder, ObjectStore, Place, StorageSettin
 from neuron_runtime import config as runtime
 from neuron_runtime.__main__ import build_parser
 from neuron_runtime.artifacts.key import compiled_part
+from neuron_runtime.backend.nxdi.devices import PLATFORM_VARIABLE, PLATFORMS
 from neuron_runtime.backend.simulated.options import limits_of, read_options
 
 KNOWN = msgspec.convert(FACTS, Facts)
@@ -95,15 +98,40 @@ def test_the_runtime_reads_the_document_of_a_manifest(
 
 
 @settings(deadline=None)
-@given(st.fixed_dictionaries({}, optional=SERVING), st.sampled_from(["torch", "simulated"]), st.integers(0, 600))
+@given(
+    st.fixed_dictionaries({}, optional=SERVING),
+    st.sampled_from(["torch", "simulated", "nxdi"]),
+    st.integers(0, 600),
+)
 def test_operator_and_runtime_agree_on_what_a_compiled_artifact_depends_on(
     serving: dict[str, Any], backend: str, delay: int
 ) -> None:
     engine = {"backend": backend, **({"overrideNeuronConfig": {"stepTimes": None}} if backend == "simulated" else {})}
-    model = parse(body({**SPEC, "engine": engine, "serving": serving, "rollout": {"drainDelaySeconds": delay}}))
-    document = operator.config_document(model, KNOWN)
+    on_device = {"contextBuckets": [128, 512], "sampling": "Device"} if backend == "nxdi" else {}
+    spec = {**SPEC, "engine": engine, "serving": serving | on_device, "rollout": {"drainDelaySeconds": delay}}
+    model = parse(body(spec))
+    target = Target(FAMILIES["trn2"], 2, 4, 3) if backend == "nxdi" else None
+    document = operator.config_document(model, KNOWN, target)
     part = runtime.parse_config(operator.to_json(operator.compiled_part(document)).encode())
     assert part == compiled_part(runtime.parse_config(operator.to_json(document).encode()))
+
+
+def test_the_document_tells_a_compiler_without_devices_what_it_compiles_for() -> None:
+    serving = {"contextBuckets": [128, 512], "tokenGenerationBuckets": [512], "sampling": "DeviceWithLogits"}
+    model = parse(body({**SPEC, "engine": {"backend": "nxdi"}, "serving": serving}))
+    document = operator.config_document(model, KNOWN, Target(FAMILIES["trn2"], 2, 4, 3))
+    config = runtime.parse_config(operator.to_json(document).encode())
+    assert (config.backend, config.compile, config.sampling) == ("nxdi", True, "DeviceWithLogits")
+    assert (config.parallelism.tensor, config.accelerator.logical_neuron_core) == (3, 2)
+    assert config.buckets == runtime.Buckets(context=(128, 512), token_generation=(512,))
+    assert config.accelerator.cores == 0  # those that a pod is granted are counted in the pod
+
+
+def test_operator_and_runtime_know_the_same_devices() -> None:
+    assert {name: (one.physical_cores, one.logical_core) for name, one in FAMILIES.items()} == {
+        name: (one.physical_cores, one.logical_core) for name, one in PLATFORMS.items()
+    }
+    assert names.PLATFORM_VARIABLE == PLATFORM_VARIABLE
 
 
 def test_models_that_differ_in_names_and_http_share_an_artifact() -> None:

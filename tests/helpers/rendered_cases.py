@@ -14,7 +14,7 @@ import yaml
 
 from helpers.manifests import CASES
 from helpers.operator_worlds import NOW, body, settings, settle, stepped, stored
-from neuron_operator.world import World
+from neuron_operator.world import FreeDevices, NodeDevices, World
 
 FULL = CASES / "rendered" / "cpu-demo.yaml"
 FILES = sorted((CASES / "rendered").glob("*.yaml"))
@@ -24,7 +24,8 @@ ABSENT = "absent"
 def render(given: dict[str, Any]) -> dict[str, Any]:
     """The objects after convergence, and the refusal, if any."""
     using = settings(given.get("settings", {}))
-    world = World(body=body(given["spec"], **given.get("metadata", {})), children=(), pods=(), now=NOW)
+    free = FreeDevices(tuple(NodeDevices(**node) for node in given["nodes"])) if "nodes" in given else None
+    world = World(body=body(given["spec"], **given.get("metadata", {})), children=(), pods=(), now=NOW, free=free)
     world, decision = settle(world, using)
     if given["resolved"]:
         world, decision = stepped(world, decision, using)

@@ -88,9 +88,9 @@ def test_everything_unsupported_is_refused_together_with_each_cure() -> None:
         "serving": {"quantization": "int8"},
     }
     text = refused(changes)
-    for part in ("spec.engine.backend", "engine.backend: torch", "spec.engine.overrideNeuronConfig", "Neuron backend"):
+    for part in ("spec.engine.backend", "engine.backend: nxdi", "spec.engine.overrideNeuronConfig", "has no settings"):
         assert part in text
-    for part in ("spec.parallelism.tensor: 8", "one process", "spec.serving.quantization", "serving.dtype"):
+    for part in ("spec.parallelism.tensor: 8", "computes on the host", "spec.serving.quantization", "serving.dtype"):
         assert part in text
 
 

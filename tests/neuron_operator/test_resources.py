@@ -45,6 +45,17 @@ def test_the_memory_holds_weights_cache_and_processes() -> None:
     assert 2 < cpus < 4
 
 
+def test_a_model_for_devices_has_room_for_its_weights_on_the_way_and_for_its_compiler() -> None:
+    engine = {"backend": "nxdi"}
+    _, memory = requested(EIGHT_B, engine=engine)
+    assert 2 * 16.06e9 / GIB < memory < 2.2 * 16.06e9 / GIB
+    model, facts = parse(body(spec_with({"engine": engine}))), msgspec.convert({**FACTS, **EIGHT_B}, Facts)
+    needed = float(parse_quantity(compile_requests(model, facts)["memory"])) / GIB
+    assert 32 < needed < 64  # runs out of memory on a host with 32 GB
+    tiny = compile_requests(model, msgspec.convert(FACTS, Facts))
+    assert float(parse_quantity(tiny["memory"])) / GIB < 5
+
+
 def test_a_tiny_model_requests_little() -> None:
     cpus, memory = requested({})
     assert (cpus, memory) == (0.2, 0.6875)

@@ -21,7 +21,7 @@ from neuron_operator.reasons import FINAL_EXIT_CODES
 from neuron_operator.records import Facts, Record
 from neuron_operator.render import storage
 from neuron_operator.render.objects import shared
-from neuron_operator.render.pods import compile_image, runtime_image, step_pod_template
+from neuron_operator.render.pods import compile_image, runtime_image, step_pod_template, target_env
 from neuron_operator.render.resources import JOB_REQUESTS, Requests, compile_requests, fetch_requests
 from neuron_operator.render.storage import Access, fetching, source
 from neuron_operator.render.volumes import Mount
@@ -122,6 +122,7 @@ def _compile_job(model: NeuronModel, settings: Settings, pinned: Pinned, compili
         image=_compiler(model, settings, pinned, compiling),
         mounts=(Mount(names.CONFIG_VOLUME, names.CONFIG_DIR, source, read_only=True),),
         annotations={names.CONFIG_ANNOTATION: to_json(compiled_part(pinned.config))},
+        env=target_env(compiling.family),
         requests=compile_requests(model, pinned.facts, times),
         limited=("memory",),
     )
@@ -149,6 +150,7 @@ def shared_job(
     *,
     image: str,
     mounts: Iterable[Mount] = (),
+    env: Iterable[Object] = (),
     annotations: Mapping[str, str] | None = None,
     requests: Requests = JOB_REQUESTS,
     limited: Iterable[str] = (),
@@ -160,11 +162,12 @@ def shared_job(
         access: what it reads and writes; the arguments are the caller's to use.
         image: that of the revision, for a step after Place.
         mounts: further volumes.
+        env: further variables.
         annotations: of its pod.
         requests: CPU and memory, unless chart or manifest say otherwise.
         limited: of them, those that are limits as well.
     """
-    mounts = tuple(mounts)
+    mounts, env = tuple(mounts), tuple(env)
     resources = {"requests": dict(requests), "limits": {name: requests[name] for name in limited}}
 
     def template(using: Settings, affinity: Object) -> Object:
@@ -176,6 +179,7 @@ def shared_job(
             command=command,
             access=access,
             mounts=mounts,
+            env=env,
             annotations=annotations or {},
             resources=resources,
             affinity=affinity,

@@ -11,7 +11,7 @@ from typing import Any
 from neuron_operator import names
 from neuron_operator.fields import as_json
 from neuron_operator.model import ApiKeySecret, NeuronModel
-from neuron_operator.placement import Placement, size_rule
+from neuron_operator.placement import Placement, Target, size_rule
 from neuron_operator.render.objects import without_empty
 from neuron_operator.render.resources import Requests, overlaid
 from neuron_operator.render.storage import ARTIFACTS, Access, loading, reading
@@ -54,6 +54,7 @@ def serving_pod_template(
     requests: Requests,
     weights: Place,
     artifacts: Place | None,
+    target: Target | None,
     revision: str,
     config_name: str,
     group_size: int,
@@ -63,6 +64,7 @@ def serving_pod_template(
     Args:
         requests: the default.
         artifacts: where the compiled model is; None: it is not compiled.
+        target: what it is compiled for; None: for the host.
         group_size: the number of pods per replica.
     """
     access = loading(model, weights) + (reading(ARTIFACTS, artifacts) if artifacts else Access())
@@ -92,6 +94,7 @@ def serving_pod_template(
             _credentials(model, access, "hf"),
             (
                 {"name": "HOME", "value": names.TMP_DIR},
+                *target_env(target.family.name if target else ""),
                 {"name": names.RANK_VARIABLE, "value": "0"},
                 {"name": names.GROUP_SIZE_VARIABLE, "value": str(group_size)},
                 {"name": names.LEADER_VARIABLE, "value": "localhost"},
@@ -126,7 +129,7 @@ def serving_pod_template(
                     *([{"key": names.NEURON_TAINT, "operator": "Exists"}] if placement.resources else []),
                     *as_json(overlay.spec.tolerations),
                 ],
-                "affinity": _affinity(_spread(model), placement, settings.device_mode),
+                "affinity": _affinity(_spread(model), placement, _node_rules(placement, target, settings.device_mode)),
                 "topologySpreadConstraints": as_json(overlay.spec.topology_spread_constraints),
                 "priorityClassName": overlay.spec.priority_class_name,
                 "schedulerName": overlay.spec.scheduler_name
@@ -146,6 +149,7 @@ def step_pod_template(
     command: list[str],
     access: Access,
     mounts: Iterable[Mount],
+    env: Iterable[Object] = (),
     annotations: Mapping[str, str],
     resources: Mapping[str, Any],
     affinity: Object,
@@ -160,7 +164,7 @@ def step_pod_template(
         env=_merged_env(
             _download_env(model, access, settings),
             _credentials(model, access, "hf"),
-            ({"name": "HOME", "value": names.TMP_DIR},),
+            ({"name": "HOME", "value": names.TMP_DIR}, *env),
         ),
         resources=overlaid({}, resources, settings.jobs.resources, as_json(model.spec.jobs.resources)),
         mounts=mounts,
@@ -238,6 +242,12 @@ def compile_image(model: NeuronModel, settings: Settings) -> str:
     return model.spec.engine.image or settings.compile_image or settings.runtime_image
 
 
+def target_env(family: str) -> Iterator[Object]:
+    """Tells the runtime and its compiler the family of devices, which a container may be unable to see."""
+    if family:
+        yield {"name": names.PLATFORM_VARIABLE, "value": family}
+
+
 def _probe(path: str, *, period: int, failures: int) -> Object:
     return {
         "httpGet": {"path": path, "port": names.PORT_NAME},
@@ -313,14 +323,16 @@ def _spread(model: NeuronModel) -> Mapping[str, Any]:
     return {**overlay.affinity, "podAntiAffinity": {"preferredDuringSchedulingIgnoredDuringExecution": preferred}}
 
 
-def _node_rules(placement: Placement, mode: DeviceMode) -> list[Object]:
-    """Devices stay off the nodes for cores, and both off the nodes that would refuse the pod's size."""
+def _node_rules(placement: Placement, target: Target | None, mode: DeviceMode) -> list[Object]:
+    """Devices stay off the nodes for cores, both off the nodes that would refuse the pod's size, and compiled models on
+    the devices that they are compiled for."""
     apart = {"key": names.ALLOCATION_LABEL, "operator": "NotIn", "values": [names.ALLOCATION_CORES]}
     rule = size_rule(placement, mode)
-    return [*([apart] if placement.devices else []), *([rule] if rule else [])]
+    family = target.node_rule if target else None
+    return [*([apart] if placement.devices else []), *([rule] if rule else []), *([family] if family else [])]
 
 
-def _affinity(affinity: Mapping[str, Any], placement: Placement, mode: DeviceMode) -> Object:
+def _affinity(affinity: Mapping[str, Any], placement: Placement, rules: list[Object]) -> Object:
     """The affinity, plus the rules for nodes, plus devices and cores on different nodes: the plugin could
     allocate the same core twice."""
     combined = dict(affinity)
@@ -333,7 +345,7 @@ def _affinity(affinity: Mapping[str, Any], placement: Placement, mode: DeviceMod
         apart = affinity.get("podAntiAffinity") or {}
         required = [*(apart.get(names.REQUIRED_AFFINITY) or ()), term]
         combined["podAntiAffinity"] = {**apart, names.REQUIRED_AFFINITY: required}
-    if rules := _node_rules(placement, mode) if placement.resources else []:
+    if placement.resources and rules:
         node = affinity.get("nodeAffinity") or {}
         selector = node.get(names.REQUIRED_AFFINITY) or {}
         terms = [

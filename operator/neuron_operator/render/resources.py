@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from neuron_operator.model import NeuronModel
+from neuron_operator.model import BACKENDS, NeuronModel
 from neuron_operator.records import Facts
 from neuron_operator.render.objects import without_empty
 from neuron_operator.world import Object, Place
@@ -31,6 +31,8 @@ PROCESS_BYTES = 64 * MIB
 """Of the supervisor, of each front end and of a simulated engine: 30 to 65 MiB measured."""
 TORCH_BYTES = 512 * MIB
 """Of an engine with torch beside weights and cache: 350 MiB measured, without its libraries' files."""
+SHARDING_COPIES = 2
+"""Of the weights on the host while they are loaded onto devices: the checkpoint, and the shards made from it."""
 SCRATCH_SHARE = 0.1
 """Activations and copies while weights are packed, as a share of weights and cache."""
 DEFAULT_SEQUENCES = 8
@@ -55,8 +57,9 @@ def fetch_requests(weights: Place, facts: Facts) -> Requests:
 def serving_requests(model: NeuronModel, facts: Facts) -> Requests:
     """What a replica needs to load the model and to answer at about a token per second.
 
-    Memory: the processes, and with the torch backend weights, cache and scratch. The cache has room for the sequences
-    and length (or blocks) of the manifest. CPU: a share for each process, and with torch some for reading weights.
+    Memory: the processes, and with the torch backend weights, cache and scratch; with devices, weights on their way to
+    them. The cache has room for the sequences and length (or blocks) of the manifest. CPU: a share for each process,
+    and with torch some for reading weights.
     """
     num_front_ends = model.spec.serving.num_front_ends or 1
     memory, millicores = PROCESS_BYTES * (1 + num_front_ends), MILLICORES_PER_PROCESS * (1 + num_front_ends)
@@ -64,6 +67,9 @@ def serving_requests(model: NeuronModel, facts: Facts) -> Requests:
         weights, cache = _weights_bytes(model, facts), _cache_bytes(model, facts)
         memory += TORCH_BYTES + int((weights + cache) * (1 + SCRATCH_SHARE))
         millicores += 1000 * weights // READ_BYTES_PER_CORE
+    elif BACKENDS[model.backend].on_device:
+        memory += TORCH_BYTES + SHARDING_COPIES * facts.weights_bytes
+        millicores += MILLICORES_PER_PROCESS
     else:
         memory += PROCESS_BYTES
     return {"cpu": f"{_up(millicores, 100)}m", "memory": f"{_up(memory, 64 * MIB) // MIB}Mi"}
@@ -76,9 +82,12 @@ class CompilerMemory:
 
     bytes: int
     per_layer: int = 0
+    per_weight_byte: float = 0.0
 
 
 COMPILER_MEMORY = {
+    # neuronx-cc: 20 to 40 GB reported with 7B, and out of memory with 8B on a host of 32 GB.
+    "nxdi": CompilerMemory(bytes=4096 * MIB, per_weight_byte=2.5),
     # AOTInductor and g++, one graph at a time: 1.2 GB measured with 4 layers, 2.3 GB with 12.
     "torch": CompilerMemory(bytes=2048 * MIB, per_layer=96 * MIB),
     "simulated": CompilerMemory(bytes=256 * MIB),
@@ -89,7 +98,7 @@ COMPILER_MILLICORES = 1000
 def compile_requests(model: NeuronModel, facts: Facts, times: int = 1) -> Requests:
     """What the Job requests that compiles a model: `times` as much memory as estimated."""
     needs = COMPILER_MEMORY[model.backend]
-    memory = needs.bytes + needs.per_layer * facts.num_layers
+    memory = needs.bytes + needs.per_layer * facts.num_layers + int(needs.per_weight_byte * facts.weights_bytes)
     return {"cpu": f"{COMPILER_MILLICORES}m", "memory": f"{times * _up(memory, 64 * MIB) // MIB}Mi"}
 
 
