@@ -484,3 +484,177 @@ def test_a_careless_caller_is_refused_or_gets_wrong_tokens(
         with library(version, "strict") as fake, pytest.raises(fake.FakeRefusal) as refusal:
             careless(model, tmp_path / "strict")
         assert refusal.value.rule == rule
+
+
+# Careless callers: errors
+
+Careless = Callable[[Model, Path], None]
+
+
+def _one_line(model: Model, folder: Path, **changes: Any) -> Lines:
+    lines = Lines(built(model, folder, **changes))
+    lines.prefill(0, prompts(1)[0])
+    return lines
+
+
+def _one_in_blocks(model: Model, folder: Path, length: int = 40, **changes: Any) -> tuple[Blocks, list[int]]:
+    blocks = Blocks(in_blocks(model, folder, **changes))
+    prompt = prompts(1, (length,))[0]
+    blocks.prefill(0, prompt)
+    return blocks, prompt
+
+
+def later_chunk(model: Model, folder: Path) -> None:
+    _one_line(model, folder).prefill(0, prompts(1)[0], position_ids=torch.arange(5, 10)[None])
+
+
+def same_line_twice(model: Model, folder: Path) -> None:
+    _one_line(model, folder).decode([0, 0])
+
+
+def line_beyond_the_batch(model: Model, folder: Path) -> None:
+    _one_line(model, folder).decode(seq_ids=torch.tensor([4]))
+
+
+def prompts_side_by_side(model: Model, folder: Path) -> None:
+    built(model, folder, ctx_batch_size=4)
+
+
+def no_parameters(model: Model, folder: Path) -> None:
+    _one_line(model, folder).prefill(1, prompts(2)[1], sampling_params=None)
+
+
+def parameters_of_the_batch(model: Model, folder: Path) -> None:
+    """In a call of one row."""
+    _one_line(model, folder).prefill(1, prompts(2)[1], sampling_params=torch.tensor([GREEDY] * 4))
+
+
+def greedy_without_top_k(model: Model, folder: Path) -> None:
+    _one_line(model, folder).decode(sampling_params=torch.tensor([[0.0, 1.0, 0.0]]))
+
+
+def top_k_beyond_the_graph(model: Model, folder: Path) -> None:
+    _one_line(model, folder).decode(sampling_params=torch.tensor([[65.0, 1.0, 1.0]]))
+
+
+def long_prompt(model: Model, folder: Path) -> None:
+    Lines(built(model, folder, context_encoding_buckets=[16, 32])).prefill(0, prompts(1, (33,))[0])
+
+
+def last_position(model: Model, folder: Path) -> None:
+    lines = _one_line(model, folder)
+    lines.decode(position_ids=torch.tensor([[128]]))
+
+
+def small_vocabulary(model: Model, folder: Path) -> None:
+    built(model, folder, on_device_sampling_config={"dynamic": True, "global_topk": 300})
+
+
+def long_prefix(model: Model, folder: Path) -> None:
+    blocks, prompt = _one_in_blocks(model, folder, 200, prefix_buckets=[128])
+    other = [*prompt[:192], *prompts(1, (120,), seed=8)[0]]
+    blocks.tables[1] = blocks.tables[0][:6]
+    blocks.prefill(1, [*other, *other[:100]], 192)
+
+
+def suffix_alone(model: Model, folder: Path) -> None:
+    blocks, prompt = _one_in_blocks(model, folder)
+    blocks.tables[1] = blocks.tables[0][:1]
+    rest = torch.tensor([prompt[32:]])
+    blocks.prefill(1, prompt, 32, input_ids=rest, position_ids=torch.arange(32, 40)[None])
+
+
+def flat_lengths(model: Model, folder: Path) -> None:
+    blocks, _ = _one_in_blocks(model, folder)
+    blocks.decode(full_context_lens=torch.tensor([41]), computed_context_lens=torch.tensor([40]))
+
+
+def no_lengths(model: Model, folder: Path) -> None:
+    _one_in_blocks(model, folder)[0].decode(full_context_lens=None)
+
+
+def no_table(model: Model, folder: Path) -> None:
+    _one_in_blocks(model, folder)[0].decode(block_table=None)
+
+
+def negative_table(model: Model, folder: Path) -> None:
+    blocks, _ = _one_in_blocks(model, folder)
+    blocks.decode(block_table=torch.tensor([[*blocks.tables[0], -1]]))
+
+
+def small_blocks(model: Model, folder: Path) -> None:
+    lengths = {"context_encoding_buckets": [64], "prefix_buckets": [64], "token_generation_buckets": [64]}
+    in_blocks(model, folder, seq_len=64, pa_block_size=4, **lengths)
+
+
+def blocks_without_prefixes(model: Model, folder: Path) -> None:
+    in_blocks(model, folder, is_prefix_caching=False)
+
+
+def prefixes_without_blocks(model: Model, folder: Path) -> None:
+    in_blocks(model, folder, is_block_kv_layout=False)
+
+
+def one_row_with_logits(model: Model, folder: Path) -> None:
+    _one_in_blocks(model, folder, output_logits=True)[0].decode()
+
+
+def sparse_lines(model: Model, folder: Path) -> None:
+    lines = Lines(built(model, folder, token_generation_batches=[2]))
+    for line in (0, 2):
+        lines.prefill(line, prompts(3)[line])
+    lines.decode()
+
+
+def no_artifact(model: Model, folder: Path) -> None:
+    application = built(model, folder)
+    (folder / "artifact" / "model.pt").unlink()
+    application.load(str(folder / "artifact"))
+
+
+RAISES: dict[str, tuple[Any, Careless]] = {
+    "20-6 a prompt that begins later": (torch.jit.Error, later_chunk),
+    "20-7 a line twice": (IndexError, same_line_twice),
+    "20-7 a line beyond the batch": (IndexError, line_beyond_the_batch),
+    "20-8 prompts side by side": (AssertionError, prompts_side_by_side),
+    "20-10 no sampling parameters": (torch.jit.Error, no_parameters),
+    "20-11 greedy without top_k": (ValueError, greedy_without_top_k),
+    "20-11 top_k beyond the graph": (ValueError, top_k_beyond_the_graph),
+    "20-12 a prompt beyond the largest bucket": (ValueError, long_prompt),
+    "20-13 a prefix beyond the largest bucket": (AssertionError, long_prefix),
+    "20-14 the rest of a prompt alone": (Exception, suffix_alone),
+    "20-15 lengths in one dimension": (ValueError, flat_lengths),
+    "20-15 no lengths": (TypeError, no_lengths),
+    "8.2 no block table": (IndexError, no_table),
+    "20-16 a block table padded with -1": ((IndexError, RuntimeError), negative_table),
+    "20-17 blocks that cannot be tiled": (RuntimeError, small_blocks),
+    "20-19 a position beyond the last": ((IndexError, RuntimeError), last_position),
+    "0.1-6 blocks without prefix caching": (AttributeError, blocks_without_prefixes),
+    "0.1-6 prefix caching without blocks": (RuntimeError, prefixes_without_blocks),
+    "0.1-9 a small vocabulary": (RuntimeError, small_vocabulary),
+    "tokens and logits of one row in blocks": (IndexError, one_row_with_logits),
+    "no artifact": (ValueError, no_artifact),
+}
+
+
+@pytest.mark.parametrize("mode", ["strict", "damage"])
+@pytest.mark.parametrize("mistake", RAISES)
+def test_a_mistake_that_the_library_notices_is_its_own_error(
+    model: Model, tmp_path: Path, version: str, mode: Any, mistake: str
+) -> None:
+    error, careless = RAISES[mistake]
+    with library(version, mode), pytest.raises(error) as raised:
+        careless(model, tmp_path)
+    assert type(raised.value).__name__ != "FakeRefusal"
+
+
+def test_sparse_lines_miss_every_graph_of_few_rows(model: Model, tmp_path: Path) -> None:
+    with library("0.9", "damage"), pytest.raises(torch.jit.Error):
+        sparse_lines(model, tmp_path)
+
+
+def test_sampling_parameters_reach_the_graph_as_exactly_the_rows_of_the_call(
+    model: Model, tmp_path: Path, version: str
+) -> None:
+    with library(version, "damage"), pytest.raises(torch.jit.Error):
+        parameters_of_the_batch(model, tmp_path)

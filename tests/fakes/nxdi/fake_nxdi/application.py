@@ -336,7 +336,7 @@ class NeuronBaseForCausalLM(NeuronApplicationBase):
         if parameters is not None:
             if parameters.dtype != torch.float32:
                 fake_nxdi.refuse("0.1-19", f"sampling_params of {parameters.dtype} reach the graph as other numbers")
-            if parameters.shape[0] != rows:
+            if parameters.shape[0] < rows:
                 fake_nxdi.refuse("20-10", f"{parameters.shape[0]} rows of sampling_params for {rows} rows")
             if self.on_device_sampling:
                 self._check_sampling(parameters)
@@ -346,12 +346,13 @@ class NeuronBaseForCausalLM(NeuronApplicationBase):
             fake_nxdi.refuse("20-3", "a decode row at position 0: the whole batch runs as a prefill")
         if not blocks and at > 0:
             self._check_lines(seq_ids, rows)
-        if blocks and ids.shape[1] == 1 and given["computed_context_lens"] is not None:
-            computed, full = given["computed_context_lens"], given["full_context_lens"]
-            if not (
-                torch.equal(computed.long(), positions.long()) and torch.equal(full - computed, torch.ones_like(full))
-            ):
-                fake_nxdi.refuse("20-15", "context lengths of a decode step are position and position + 1")
+        computed, full = given["computed_context_lens"], given["full_context_lens"]
+        if blocks and ids.shape[1] == 1 and full is not None and computed is not None and full.dim() == 2:
+            self._check_lengths(positions.long(), full.long(), computed.long())
+
+    def _check_lengths(self, positions: torch.Tensor, full: torch.Tensor, computed: torch.Tensor) -> None:
+        if not (torch.equal(computed, positions) and torch.equal(full, positions + 1)):
+            fake_nxdi.refuse("20-15", "context lengths of a decode step are position and position + 1")
 
     def _check_lines(self, seq_ids: torch.Tensor, rows: int) -> None:
         if rows == self.neuron_config.tkg_batch_size and seq_ids.tolist() != list(range(rows)):

@@ -91,7 +91,8 @@ class Submodel:
         parts: list[Any] = []
         on_host = padded = False
         for start in range(0, call.rows, batch):
-            part = call.part(start, start + batch)
+            stop = min(start + batch, call.rows)
+            part = call.part(start, stop)
             if start + batch <= call.rows:
                 alone = self._alone(part)
                 outputs = self._run(self._fitted(alone, "first_fit"), self._notes(alone, [True] * batch))
@@ -99,7 +100,7 @@ class Submodel:
                     on_host, outputs = True, outputs.wait()
             else:
                 padded = True
-                outputs = self._padded(part, given.part(start, start + batch))
+                outputs = self._padded(part, given.part(start, stop))
                 if asynchronous and parts:
                     on_host, outputs = True, outputs.wait()
             parts.append(outputs)
@@ -132,8 +133,10 @@ class Submodel:
         neuron = self.neuron_config
         if isinstance(call.ids, Later):
             notes.copies = call.ids.copies
-            tokens = call.ids.outputs[0]
-            call = replace(call, ids=tokens.reshape(neuron.batch_size, neuron.n_active_tokens))
+            call = replace(call, ids=call.ids.outputs[0])
+        if neuron.async_mode:
+            width = call.positions.shape[1] if self.tag == CONTEXT else neuron.n_active_tokens
+            call = replace(call, ids=call.ids.reshape(neuron.batch_size, width))
         outputs = self.model.run(self._inputs(call), notes)
         if neuron.async_mode:
             return outputs
