@@ -10,6 +10,7 @@ determines both. Other rows set `start`, and `token` or the sequence's known tok
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from itertools import pairwise
@@ -215,6 +216,21 @@ class TokenLogprobs:
     """1 plus the number of tokens in the vocabulary that are likelier."""
 
 
+class GraphUse(NamedTuple):
+    """One call of a compiled graph."""
+
+    name: str
+    num_tokens: int
+    """Tokens fed."""
+    num_computed_tokens: int
+    """Tokens computed, including padding."""
+
+
+def name_of_step(graphs: Iterable[str]) -> str:
+    """Name of a step that calls these graphs, each any number of times."""
+    return "+".join(sorted(set(graphs)))
+
+
 @dataclass(frozen=True, slots=True)
 class StepOutput:
     """Results of a step, in the order of the batch's rows.
@@ -224,8 +240,7 @@ class StepOutput:
     prompt_logprobs: one tuple per row if any row fed prompt tokens of a request for prompt logprobs, else empty. Row i
         has the prompt tokens at positions start + 1 to start + num_tokens, up to the end of the prompt.
     device_seconds: time that the device worked, for metrics.
-    bucket: the backend's name of the compiled shape of the step; empty if shapes are dynamic.
-    num_computed_tokens: tokens computed by the device, including padding; 0: as many as the batch fed.
+    graphs: what the device ran, one entry per call; empty if shapes are dynamic.
     """
 
     step: int
@@ -233,8 +248,7 @@ class StepOutput:
     logprobs: tuple[tuple[TokenLogprobs, ...], ...] = ()
     prompt_logprobs: tuple[tuple[TokenLogprobs, ...], ...] = ()
     device_seconds: float = 0.0
-    bucket: str = ""
-    num_computed_tokens: int = 0
+    graphs: tuple[GraphUse, ...] = ()
 
 
 class TokenEvent(msgspec.Struct, frozen=True, gc=False):

@@ -91,7 +91,7 @@ def serve(model: Model, settings_document: dict[str, Any], folder: Path, seed: i
             if event.finish_reason:
                 ended.add(event.request_id)
         if last := engine.stats.last_step:
-            graphs[last.bucket] += 1
+            graphs.update(graph.name for graph in last.graphs)
     backend.close()
     for one in requests:
         if output := outputs[one.request_id]:

@@ -17,7 +17,14 @@ from neuron_runtime.backend.nxdi.backend import NxdiBackend
 from neuron_runtime.backend.nxdi.limits import limits_of
 from neuron_runtime.backend.nxdi.sampling_rows import device_parameters
 from neuron_runtime.backend.nxdi.settings import Settings
-from neuron_runtime.core import BackendLimits, Batch, Request, Sampling, StepOutput
+from neuron_runtime.core import (
+    BackendLimits,
+    Batch,
+    Request,
+    Sampling,
+    StepOutput,
+    name_of_step,
+)
 from neuron_runtime.engine.loop import Engine
 
 NUM_EXAMPLES = int(os.environ.get("NEURON_SERVING_PROPERTY_EXAMPLES", "150"))
@@ -100,7 +107,7 @@ class CheckedBackend(NxdiBackend):
 
     def collect(self, step: int) -> StepOutput:
         output = super().collect(step)
-        assert output.bucket == self.expected.pop(step)
+        assert name_of_step(graph.name for graph in output.graphs) == self.expected.pop(step)
         return output
 
 
@@ -134,8 +141,9 @@ def run(random: Random) -> list[str]:
                 ended.add(event.request_id)
         last = engine.stats.last_step
         if last is not None:
-            buckets += last.bucket.split("+")
-            assert last.num_computed_tokens >= last.num_tokens
+            buckets += [graph.name for graph in last.graphs]
+            assert all(graph.num_computed_tokens >= graph.num_tokens for graph in last.graphs)
+            assert sum(graph.num_tokens for graph in last.graphs) == last.num_tokens
     backend.close()
     for one in requests:
         expected = alone(one, settings)

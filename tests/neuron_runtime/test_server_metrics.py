@@ -21,7 +21,7 @@ from neuron_runtime.backend.simulated.device import SimulatedBackend
 from neuron_runtime.backend.simulated.options import Options, limits_of, step_times
 from neuron_runtime.backend.simulated.step_times import Phase, StepTimes, constant
 from neuron_runtime.config import CONFIG_VERSION, ModelSource, RuntimeConfig
-from neuron_runtime.core import BackendLimits, FinishReason, Kind, Request, Sampling
+from neuron_runtime.core import BackendLimits, FinishReason, GraphUse, Kind, Request, Sampling
 from neuron_runtime.engine import messages
 from neuron_runtime.engine.lifeline import Deadline
 from neuron_runtime.engine.loop import Engine
@@ -162,17 +162,22 @@ def test_a_restarted_engine_with_another_cache_drops_the_old_series() -> None:
     assert shapes == [{"model_name": "m", "engine": "0", "block_size": "32", "num_gpu_blocks": "8"}]
 
 
-def test_steps_are_counted_by_kind_and_shape() -> None:
+GRAPHS = (GraphUse("prefill_128", 100, 128), GraphUse("prefill_16", 12, 16), GraphUse("prefill_16", 8, 16))
+
+
+def test_steps_are_counted_by_kind_and_graph() -> None:
     metrics = started()
-    prefill = {"kind": Kind.PREFILL, "num_tokens": 100, "num_computed_tokens": 128, "bucket": "1x128"}
-    decode = {"kind": Kind.DECODE, "num_tokens": 3, "num_computed_tokens": 3}
+    prefill = {"kind": Kind.PREFILL, "num_tokens": 120, "graphs": GRAPHS}
+    decode = {"kind": Kind.DECODE, "num_tokens": 3}
     for number, numbers in enumerate((prefill, decode, decode)):
         applied = StepStats(step=number, device_seconds=0.008, host_seconds=0.0004, **numbers)  # type: ignore[arg-type]
         metrics.step(step(last_step=applied, work_seconds_total=0.01 * (number + 1)))
     metrics.step(step(work_seconds_total=0.032))  # an iteration without an applied step
     for name, kind, bucket, expected in (
-        ("fed", "prefill", "1x128", 100),
-        ("computed", "prefill", "1x128", 128),
+        ("fed", "prefill", "prefill_128", 100),
+        ("computed", "prefill", "prefill_128", 128),
+        ("fed", "prefill", "prefill_16", 20),
+        ("computed", "prefill", "prefill_16", 32),
         ("fed", "decode", "none", 6),
         ("computed", "decode", "none", 6),
     ):
@@ -181,7 +186,7 @@ def test_steps_are_counted_by_kind_and_shape() -> None:
     assert value(metrics, "neuron_serving_step_host_seconds_count") == 3
     assert value(metrics, "neuron_serving_device_busy_seconds_total") == pytest.approx(0.024)
     assert value(metrics, "neuron_serving_work_seconds_total") == pytest.approx(0.032)
-    assert value(metrics, "vllm:iteration_tokens_total_sum") == 106
+    assert value(metrics, "vllm:iteration_tokens_total_sum") == 126
 
 
 def test_padding_and_busy_time_come_from_the_device() -> None:

@@ -210,10 +210,9 @@ class Engine:
             step=batch.step,
             kind=batch.kind,
             num_tokens=batch.num_tokens,
-            num_computed_tokens=output.num_computed_tokens or batch.num_tokens,
             num_new_tokens=num_new_tokens,
             device_seconds=output.device_seconds,
-            bucket=output.bucket,
+            graphs=output.graphs,
         )
         return events
 

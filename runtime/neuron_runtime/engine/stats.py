@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import msgspec
 
-from neuron_runtime.core import Kind
+from neuron_runtime.core import GraphUse, Kind
 
 
 class StepStats(msgspec.Struct, kw_only=True, array_like=True):
@@ -17,15 +17,13 @@ class StepStats(msgspec.Struct, kw_only=True, array_like=True):
     kind: Kind
     num_tokens: int
     """Tokens fed."""
-    num_computed_tokens: int
-    """Tokens computed by the device, including padding."""
     num_new_tokens: int = 0
     """Tokens sent to clients."""
     device_seconds: float = 0.0
     host_seconds: float = 0.0
     """Time of the turn that applied it, without calls of the backend."""
-    bucket: str = ""
-    """Its compiled shape; empty if shapes are dynamic."""
+    graphs: tuple[GraphUse, ...] = ()
+    """What the device ran, one entry per call; empty if shapes are dynamic."""
 
 
 class EngineStats(msgspec.Struct, kw_only=True, array_like=True):

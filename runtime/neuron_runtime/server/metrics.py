@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any, Literal
 
-from neuron_runtime.core import BackendLimits, FinishReason, Kind
+from neuron_runtime.core import BackendLimits, FinishReason, GraphUse, Kind
 from neuron_runtime.engine.messages import Step
 from neuron_runtime.engine.stats import EngineStats
 from neuron_runtime.server.exposition import TEXT, Format
@@ -60,7 +60,9 @@ _gauge, _counter, _histogram = (partial(_family, kind, "each") for kind in ("gau
 _engine_gauge, _engine_counter = (partial(_family, kind, "engine") for kind in ("gauge", "counter"))
 """Values and totals of `EngineStats`, and values set when an engine starts."""
 _step_counter, _step_histogram = (partial(_family, kind, "step") for kind in ("counter", "histogram"))
-"""Each step adds a value of its `StepStats`; labels are its kind and bucket."""
+"""Each step adds a value of its `StepStats`; the label is its kind."""
+_graph_counter = partial(_family, "counter", "step", labels=("kind", "bucket"))
+"""Each call of a graph adds a value of its `GraphUse`; labels are the kind of the step and the graph's name."""
 _process_gauge, _process_counter = (
     partial(_family, kind, "process", labels=("process",)) for kind in ("gauge", "counter")
 )
@@ -226,18 +228,16 @@ _engine_gauge(
     lambda stats: stats.stream_gap_bound_seconds,
     use="effect of many prompts on streams",
 )
-_step_counter(
+_graph_counter(
     "neuron_serving_fed_tokens_total",
     "Tokens processed in steps, by compiled shape (none: shapes are dynamic).",
-    lambda step: step.num_tokens,
-    labels=("kind", "bucket"),
+    lambda graph: graph.num_tokens,
     use="with the next one: padding",
 )
-_step_counter(
+_graph_counter(
     "neuron_serving_computed_tokens_total",
     "Tokens computed by the device in steps, including padding.",
-    lambda step: step.num_computed_tokens,
-    labels=("kind", "bucket"),
+    lambda graph: graph.num_computed_tokens,
     use="choose buckets",
 )
 LOAD_SECONDS = _engine_gauge("neuron_serving_load_seconds", "Time to load the model.", use="startup time")
@@ -297,6 +297,9 @@ REASONS = (
 NO_BUCKET = "none"
 """Label of steps with dynamic shapes."""
 
+Update = tuple[Callable[[float], None], Callable[[Any], float]]
+"""Adds to a series, and reads what to add from a step or graph."""
+
 
 class Metrics:
     """The metrics of one front end."""
@@ -313,13 +316,13 @@ class Metrics:
         from_engine = [(family, take) for family, take in read if family.counted_by == "engine"]
         self._gauges = [(book.number(family), take) for family, take in from_engine if family.kind == "gauge"]
         self._totals = [(book.number(family), take) for family, take in from_engine if family.kind == "counter"]
-        self._per_step = [(family, take) for family, take in read if family.counted_by == "step"]
-        self._of_shape: dict[tuple[Kind, str], list[tuple[Callable[[float], None], Callable[[Any], float]]]] = {}
-        """Updates for a step of this kind and bucket."""
-        for family, _ in self._per_step:
-            if "bucket" not in family.labels:
-                for kind in Kind:
-                    self._counter_of_step(family, kind, "")
+        of_steps = [(family, take) for family, take in read if family.counted_by == "step"]
+        self._per_graph = [(family, take) for family, take in of_steps if "bucket" in family.labels]
+        self._of_graph: dict[tuple[Kind, str], list[Update]] = {}
+        self._of_kind: dict[Kind, list[Update]] = {
+            kind: [(self._counter(family, kind), take) for family, take in of_steps if "bucket" not in family.labels]
+            for kind in Kind
+        }
         self._prompt_tokens = book.number(PROMPT_TOKENS)
         self._cached_tokens = book.number(PROMPT_TOKENS_CACHED)
         self._computed_source = book.number(PROMPT_TOKENS_BY_SOURCE, "local_compute")
@@ -411,17 +414,20 @@ class Metrics:
         for total, read in self._totals:
             total.value += read(stats) - read(last)
         if (applied := stats.last_step) is not None:
-            shape = (applied.kind, applied.bucket)
-            counters = self._of_shape.get(shape)
-            if counters is None:
-                counters = [(self._counter_of_step(family, *shape), take) for family, take in self._per_step]
-                self._of_shape[shape] = counters
-            for count, take in counters:
+            for count, take in self._of_kind[applied.kind]:
                 count(take(applied))
+            for graph in applied.graphs or (GraphUse(NO_BUCKET, applied.num_tokens, applied.num_tokens),):
+                key = (applied.kind, graph.name)
+                counters = self._of_graph.get(key)
+                if counters is None:
+                    counters = [(self._counter(family, *key), take) for family, take in self._per_graph]
+                    self._of_graph[key] = counters
+                for count, take in counters:
+                    count(take(graph))
         self._last = stats
 
-    def _counter_of_step(self, family: Family, kind: Kind, bucket: str) -> Callable[[float], None]:
-        known = {"kind": kind.value, "bucket": bucket or NO_BUCKET}
+    def _counter(self, family: Family, kind: Kind, bucket: str = "") -> Callable[[float], None]:
+        known = {"kind": kind.value, "bucket": bucket}
         labels = [known[label] for label in family.labels]
         if family.kind == "histogram":
             return self._book.distribution(family, *labels).observe

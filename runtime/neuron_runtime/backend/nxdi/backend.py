@@ -35,6 +35,7 @@ from neuron_runtime.core import (
     Added,
     BackendLimits,
     Batch,
+    GraphUse,
     Kind,
     Late,
     Rows,
@@ -163,7 +164,7 @@ class NxdiBackend:
         self._check(tokens[samples])
         self._tokens = tokens
         all_sample = bool(samples.all())
-        graphs = [call.graph for call in step.calls]
+        num_tokens = np.array(batch.rows.num_tokens)
         return StepOutput(
             step=batch.step,
             token_ids=tuple(zip(tokens.tolist(), strict=True))
@@ -171,8 +172,10 @@ class NxdiBackend:
             else tuple((token,) if one else () for token, one in zip(tokens.tolist(), samples.tolist(), strict=True)),
             logprobs=logprobs,
             device_seconds=seconds,
-            bucket=name_of(graphs),
-            num_computed_tokens=sum(graph.num_computed_tokens for graph in graphs),
+            graphs=tuple(
+                GraphUse(call.graph.name, int(num_tokens[call.rows].sum()), call.graph.num_computed_tokens)
+                for call in step.calls
+            ),
         )
 
     def _choose(

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 from neuron_runtime.backend.nxdi.settings import Settings
+from neuron_runtime.core import name_of_step
 
 LOOKAHEAD = 2
 """In asynchronous mode, a decode step this close below the end of a bucket runs alone, in the next larger bucket."""
@@ -50,7 +51,7 @@ Graph = Prefill | Decode
 
 def name_of(graphs: Iterable[Graph]) -> str:
     """Name of a step that runs these graphs, one after another, any number of times each."""
-    return "+".join(sorted({graph.name for graph in graphs}))
+    return name_of_step(graph.name for graph in graphs)
 
 
 def prefill_graph(settings: Settings, start: int, end: int) -> Prefill:

@@ -17,7 +17,19 @@ from typing import NamedTuple
 from neuron_runtime.backend.base import IllegalBatch, ProgressCallback, StepTime, size_of
 from neuron_runtime.backend.simulated.clock import Clock
 from neuron_runtime.backend.simulated.step_times import StepTimes
-from neuron_runtime.core import KNOWN, Added, BackendLimits, Batch, Kind, Late, Sampling, StepOutput, TokenLogprobs
+from neuron_runtime.core import (
+    KNOWN,
+    Added,
+    BackendLimits,
+    Batch,
+    GraphUse,
+    Kind,
+    Late,
+    Sampling,
+    StepOutput,
+    TokenLogprobs,
+    name_of_step,
+)
 
 STRIDE = 40_503
 """Distance of tokens at neighbouring positions; odd and coprime to common vocabulary sizes, so that few repeat."""
@@ -111,15 +123,15 @@ class _Call(NamedTuple):
     """One run of a graph, for the decode rows or for a prompt."""
 
     phase: str
-    name: str
-    """Empty if every size is compiled."""
     bucket: int
     used: int
     seconds: float
+    is_compiled: bool
+    """False: every size can run."""
 
-
-def _name(calls: Iterable[_Call]) -> str:
-    return "+".join(sorted({call.name for call in calls if call.name}))
+    @property
+    def name(self) -> str:
+        return f"{self.phase}_{self.bucket}" if self.is_compiled else self.phase
 
 
 class _SimulatedStep(NamedTuple):
@@ -168,7 +180,8 @@ class SimulatedBackend:
         return ()
 
     def graph(self, batch: Batch) -> str:
-        return _name(self._calls(batch)) or size_of(batch)
+        calls = self._calls(batch)
+        return name_of_step(call.name for call in calls) if any(call.is_compiled for call in calls) else size_of(batch)
 
     def launch(self, batch: Batch) -> None:
         if self._host_seconds:
@@ -223,8 +236,9 @@ class SimulatedBackend:
             logprobs=() if done.plain else self._logprobs(done, token_ids),
             prompt_logprobs=() if done.plain else self._prompt_logprobs(done),
             device_seconds=done.seconds,
-            bucket=_name(done.calls),
-            num_computed_tokens=sum(call.bucket for call in done.calls),
+            graphs=tuple(GraphUse(call.name, call.used, call.bucket) for call in done.calls)
+            if any(call.is_compiled for call in done.calls)
+            else (),
         )
 
     def close(self) -> None:
@@ -239,12 +253,13 @@ class SimulatedBackend:
         calls = []
         if num_decode := len(rows) - len(fed):
             bucket = times.decode.bucket(num_decode)
-            name = f"decode_{bucket}" if times.decode.buckets else ""
-            calls.append(_Call("decode", name, bucket, num_decode, times.decode.curve.seconds(bucket)))
-        for size in fed if limits.prefill_buckets else [sum(fed)] if fed else []:
-            bucket = limits.num_computed(size) if limits.prefill_buckets else times.prefill.bucket(size)
-            name = f"prefill_{bucket}" if limits.prefill_buckets or times.prefill.buckets else ""
-            calls.append(_Call("prefill", name, bucket, size, times.prefill.curve.seconds(bucket)))
+            seconds = times.decode.curve.seconds(bucket)
+            calls.append(_Call("decode", bucket, num_decode, seconds, bool(times.decode.buckets)))
+        each_alone = bool(limits.prefill_buckets)
+        for size in fed if each_alone else [sum(fed)] if fed else []:
+            bucket = limits.num_computed(size) if each_alone else times.prefill.bucket(size)
+            is_compiled = each_alone or bool(times.prefill.buckets)
+            calls.append(_Call("prefill", bucket, size, times.prefill.curve.seconds(bucket), is_compiled))
         return calls
 
     def _logprobs(
