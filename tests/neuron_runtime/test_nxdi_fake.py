@@ -11,6 +11,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -473,19 +474,6 @@ SILENT: dict[str, tuple[str, Callable[[Model, Path], Pairs]]] = {
 }
 
 
-@pytest.mark.parametrize("mistake", SILENT)
-def test_a_careless_caller_is_refused_or_gets_wrong_tokens(
-    model: Model, tmp_path: Path, version: str, mistake: str
-) -> None:
-    rule, careless = SILENT[mistake]
-    with library(version, "damage"):
-        assert any(got != wanted for got, wanted in careless(model, tmp_path / "damage"))
-    if not installed():
-        with library(version, "strict") as fake, pytest.raises(fake.FakeRefusal) as refusal:
-            careless(model, tmp_path / "strict")
-        assert refusal.value.rule == rule
-
-
 # Careless callers: errors
 
 Careless = Callable[[Model, Path], None]
@@ -658,3 +646,268 @@ def test_sampling_parameters_reach_the_graph_as_exactly_the_rows_of_the_call(
 ) -> None:
     with library(version, "damage"), pytest.raises(torch.jit.Error):
         parameters_of_the_batch(model, tmp_path)
+
+
+# Outputs
+
+
+@pytest.mark.parametrize("mode", ["strict", "damage"])
+def test_outputs_have_the_shapes_of_their_configuration(model: Model, tmp_path: Path, version: str, mode: Any) -> None:
+    with library(version, mode):
+        for name, changes in {"host": {"on_device_sampling_config": None}, "device": {}, "both": BOTH}.items():
+            lines = _one_line(model, tmp_path / name, **changes)
+            lines.prefill(1, prompts(2)[1])
+            found = lines.application.forward(**lines.arguments([1, 0]))
+            if name == "host":
+                assert found.logits.shape == (2, 1, 256)
+                assert found.logits.dtype == torch.float32
+                assert found.tokens is found.hidden_states is found.logits
+            elif name == "device":
+                assert found.logits is None
+                assert found.tokens.dtype == torch.int32
+                assert found.tokens.shape == (2,)
+            else:
+                assert found.logits.shape == (2, 1, 256)
+                assert found.hidden_states == []
+            assert tokens_of(found) == [model.continuation(prompt, 2)[1] for prompt in (prompts(2)[1], prompts(2)[0])]
+            assert found.past_key_values is None
+            assert hasattr(found, "captured_tensors") is (version != "0.7")
+
+
+def test_tokens_with_logits_of_blocks_keep_the_padded_rows(model: Model, tmp_path: Path, version: str) -> None:
+    with library(version, "damage"):
+        blocks, _ = _one_in_blocks(model, tmp_path, **BOTH)
+        blocks.prefill(1, prompts(2)[1])
+        outputs = blocks.application.forward(**_decode_arguments(blocks, [0, 1]))
+        assert outputs.tokens.shape == (4,)
+        assert outputs.logits.shape == (4, 1, 256)
+
+
+def test_temperature_0_writes_into_the_callers_tensor(model: Model, tmp_path: Path, version: str) -> None:
+    with library(version, "damage"):
+        lines = Lines(built(model, tmp_path))
+        given = torch.tensor([[5.0, 0.5, 0.0]])
+        lines.prefill(0, prompts(1)[0], sampling_params=given)
+        assert given.tolist() == [[1.0, 1.0, 0.0]]
+
+
+def test_rows_have_their_own_parameters_in_the_callers_order(model: Model, tmp_path: Path, version: str) -> None:
+    """One row is greedy, the other takes the token at half of an almost even distribution."""
+    with library(version, "damage"):
+        lines = Lines(built(model, tmp_path, **DETERMINISTIC))
+        given = prompts(4)
+        for line in (1, 3):
+            lines.prefill(line, given[line])
+        for _ in range(3):
+            lines.decode([3, 1], sampling_params=torch.tensor([[64.0, 1.0, 50.0], GREEDY]))
+        assert lines.answer(1) == model.continuation(given[1], 4)
+        assert lines.answer(3) != model.continuation(given[3], 4)
+
+
+BOTH = {"output_logits": True}
+
+
+def _decode_arguments(blocks: Blocks, sequences: list[int]) -> dict[str, torch.Tensor]:
+    """The arguments of the next decode step, which is not run."""
+    found: dict[str, torch.Tensor] = {}
+
+    class Recorded(Exception):
+        pass
+
+    def forward(**arguments: torch.Tensor) -> None:
+        found.update(arguments)
+        raise Recorded
+
+    application, blocks.application = blocks.application, SimpleNamespace(forward=forward)
+    with pytest.raises(Recorded):
+        blocks.decode(sequences)
+    blocks.application = application
+    return found
+
+
+# Graphs: buckets of lengths and rows, masks of lines
+
+
+def test_the_smallest_bucket_is_larger_than_the_prompt_and_only_the_last_one_may_be_full(
+    model: Model, tmp_path: Path, version: str
+) -> None:
+    with fake_nxdi(version) as fake:
+        lines = Lines(built(model, tmp_path))
+        for length, bucket in ((15, 16), (16, 32), (64, 128), (128, 128)):
+            fake.COUNTS.graphs.clear()
+            lines.prefill(0, prompts(1, (length,))[0])
+            assert list(fake.COUNTS.graphs) == [f"context_encoding_model 1x{bucket}+{bucket}"]
+
+
+def test_active_buckets_may_be_full_and_recompute_what_was_cached(model: Model, tmp_path: Path, version: str) -> None:
+    with fake_nxdi(version) as fake:
+        changes = {"context_encoding_buckets": [128, 512], "prefix_buckets": [128, 256, 512]}
+        blocks = Blocks(in_blocks(model, tmp_path, seq_len=512, max_context_length=512, **changes))
+        prompt = prompts(1, (500,))[0]
+        # New tokens, cached ones, and the graph: 257 to 512 together take 512 without a prefix.
+        for start, end, graph in (
+            (0, 128, "128+0"),
+            (128, 256, "128+128"),
+            (230, 256, "128+128"),
+            (256, 384, "512+0"),
+            (384, 500, "512+0"),
+        ):
+            fake.COUNTS.graphs.clear()
+            blocks.prefill(0, prompt, start, end)
+            assert list(fake.COUNTS.graphs) == [f"context_encoding_model 1x{graph}"]
+        assert blocks.tokens[0][-1] == model.continuation(prompt, 1)[0]
+
+
+def test_an_active_bucket_below_128_is_no_prefill(model: Model, tmp_path: Path, version: str) -> None:
+    for mode, error in (("strict", "FakeRefusal"), ("damage", "RuntimeError")):
+        with fake_nxdi(version, mode), pytest.raises((AssertionError, RuntimeError)) as raised:
+            in_blocks(model, tmp_path / mode, context_encoding_buckets=[64, 128])
+        assert type(raised.value).__name__ == error
+
+
+@pytest.mark.parametrize("mode", ["strict", "damage"])
+def test_fewer_rows_take_a_smaller_graph_if_their_lines_are_the_first(model: Model, tmp_path: Path, mode: Any) -> None:
+    with library("0.9", mode) as fake:
+        lines = Lines(built(model, tmp_path, token_generation_batches=[1, 2]))
+        given = prompts(3)
+        for line, prompt in enumerate(given):
+            lines.prefill(line, prompt)
+        for _ in range(2):
+            lines.decode()
+        del lines.live[2]
+        for _ in range(2):
+            lines.decode([1, 0])
+        if fake is not None:
+            assert {name.split()[1].split("x")[0] for name in fake.COUNTS.graphs} == {"1", "2", "4"}
+        del lines.live[1]
+        lines.decode()
+        assert lines.answer(0) == model.continuation(given[0], 6)
+
+
+@pytest.mark.parametrize("mode", ["strict", "damage"])
+def test_free_lines_below_a_live_one_are_filled_with_copies(model: Model, tmp_path: Path, mode: Any) -> None:
+    with library("0.9", mode):
+        lines = Lines(built(model, tmp_path, token_generation_batches=[2]))
+        given = prompts(2)
+        lines.prefill(0, given[0])
+        lines.prefill(1, given[1])
+        del lines.live[0]
+        for _ in range(4):
+            copied = {
+                name: tensor.repeat(2, *[1] * (tensor.dim() - 1)) for name, tensor in lines.arguments([1]).items()
+            }
+            outputs = lines.application.forward(**copied | {"seq_ids": torch.tensor([0, 1])})
+            lines.live[1].append(tokens_of(outputs)[1])
+        assert lines.answer(1) == model.continuation(given[1], 5)
+
+
+@pytest.mark.parametrize("mode", ["strict", "damage"])
+def test_masked_lines_keep_what_they_hold(model: Model, tmp_path: Path, version: str, mode: Any) -> None:
+    with library(version, mode):
+        lines = Lines(built(model, tmp_path, apply_seq_ids_mask=True))
+        given = prompts(2)
+        for line, prompt in enumerate(given):
+            lines.prefill(line, prompt)
+        for _ in range(4):
+            lines.decode([0])
+        for _ in range(4):
+            lines.decode()
+        assert lines.answer(1) == model.continuation(given[1], 5)
+
+
+def test_a_masked_line_takes_positions_beyond_its_end(model: Model, tmp_path: Path, version: str) -> None:
+    for mode in ("damage", "strict"):
+        with library(version, mode) as fake:
+            lines = Lines(built(model, tmp_path / mode, apply_seq_ids_mask=True))
+            lines.prefill(0, prompts(1, (127,))[0])
+            lines.decode()
+            if mode == "damage":
+                lines.decode()
+                continue
+            with pytest.raises(fake.FakeRefusal, match="20-19"):
+                lines.decode()
+
+
+# Asynchronous execution
+
+
+@pytest.mark.parametrize("layout", ["lines", "blocks"])
+@pytest.mark.parametrize("mode", ["strict", "damage"])
+def test_steps_that_run_ahead_give_the_tokens_of_transformers(
+    model: Model, tmp_path: Path, version: str, mode: Any, layout: str
+) -> None:
+    with library(version, mode) as fake:
+        make = built if layout == "lines" else in_blocks
+        caller: Any = (Lines if layout == "lines" else Blocks)(make(model, tmp_path, async_mode=True))
+        given = prompts(3)
+        for row, prompt in enumerate(given[:2]):
+            caller.prefill(row, prompt)
+        for _ in range(30):
+            caller.decode()
+        caller.prefill(2, given[2])
+        for _ in range(3):
+            caller.decode()
+        for row, count in enumerate((34, 34, 4)):
+            assert caller.answer(row) == model.continuation(given[row], count)
+        if fake is not None:
+            assert fake.COUNTS.wasted > 0
+
+
+def changed_token(model: Model, folder: Path) -> Pairs:
+    lines = Lines(built(model, folder, async_mode=True))
+    prompt = prompts(1)[0]
+    lines.prefill(0, prompt)
+    for _ in range(3):
+        lines.decode()
+    lines.live[0][-1] = (lines.live[0][-1] + 1) % 256
+    forced = list(lines.live[0])
+    lines.decode()
+    return [(lines.live[0], forced + model.continuation(forced, 1))]
+
+
+def border_without_a_block(model: Model, folder: Path) -> Pairs:
+    """The step that runs ahead crosses into a block that its table does not have yet, and writes into block 0."""
+    blocks = Blocks(in_blocks(model, folder, async_mode=True))
+    blocks.free = [*range(1, 64), 0]
+    other, prompt = prompts(2, (20, 61))
+    blocks.prefill(0, other)
+    blocks.prefill(1, prompt)
+    for _ in range(10):
+        length = len(blocks.tokens[1])
+        blocks.tables[1] = blocks.tables[1][: -(-length // 32)]
+        needed = -(-length // 32)
+        if len(blocks.tables[1]) < needed:
+            blocks.tables[1].append(blocks.free.pop())
+        arguments = _decode_arguments(blocks, [1])
+        table = blocks.tables[1][:needed]
+        outputs = blocks.application.forward(**arguments | {"block_table": torch.tensor([table])})
+        blocks.tokens[1].append(tokens_of(outputs)[0])
+    for _ in range(4):
+        blocks.decode([0])
+    return [(blocks.answer(0), model.continuation(other, 5)), (blocks.answer(1), model.continuation(prompt, 11))]
+
+
+SILENT |= {
+    "a token that async mode has already run": ("20-24", changed_token),
+}
+
+
+def test_the_step_ahead_needs_its_block_already_at_a_border(model: Model, tmp_path: Path, version: str) -> None:
+    with library(version, "damage"):
+        assert any(got != wanted for got, wanted in border_without_a_block(model, tmp_path / "damage"))
+    if not installed():
+        with library(version, "strict") as fake, pytest.raises(fake.FakeRefusal):
+            border_without_a_block(model, tmp_path / "strict")
+
+
+@pytest.mark.parametrize("mistake", SILENT)
+def test_a_careless_caller_is_refused_or_gets_wrong_tokens(
+    model: Model, tmp_path: Path, version: str, mistake: str
+) -> None:
+    rule, careless = SILENT[mistake]
+    with library(version, "damage"):
+        assert any(got != wanted for got, wanted in careless(model, tmp_path / "damage"))
+    if not installed():
+        with library(version, "strict") as fake, pytest.raises(fake.FakeRefusal) as refusal:
+            careless(model, tmp_path / "strict")
+        assert refusal.value.rule == rule
