@@ -1,7 +1,7 @@
 """Collects the facts about a model that the operator plans with, without reading weights or importing torch.
 
 Called by `neuron-runtime inspect URI` (a Job of a few seconds before any device is held) and by `serve` for its own
-arithmetic. It checks that the architecture is supported and that the files match each other.
+arithmetic. It checks that a backend supports the architecture and that the files match each other.
 """
 
 from __future__ import annotations
@@ -10,21 +10,29 @@ import json
 import tempfile
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
-from neuron_runtime.backend.torch.architecture import decoder_config, tensor_shapes
-from neuron_runtime.checkpoint import Checkpoint, InvalidModel, check_tokenizer, read_checkpoint
+from neuron_runtime.backend.nxdi.models import BY_ARCHITECTURE, family_of, text_config
+from neuron_runtime.backend.torch.architecture import FAMILIES, decoder_config, tensor_shapes
+from neuron_runtime.checkpoint import CONFIG_FILE, Checkpoint, InvalidModel, check_tokenizer, read_checkpoint
 from neuron_runtime.console import bytes_text
+from neuron_runtime.errors import ExitCode, FatalError
 from neuron_runtime.record import ModelFacts
 from neuron_runtime.weights.fetching import outline
+
+NXDI = "nxdi"
 
 DTYPE_NAMES = {"F64": "float64", "F32": "float32", "BF16": "bfloat16", "F16": "float16", "F8_E4M3": "float8_e4m3fn"}
 """safetensors names to torch names; others are reported unchanged."""
 
 
-def inspect_model(uri: str) -> ModelFacts:
+def inspect_model(uri: str, backend: str = "") -> ModelFacts:
     """Inspect a model: config.json, the index, the headers of the weights, and whether it has a tokenizer.
+
+    Args:
+        backend: the one that must support it; empty: any.
 
     Raises:
         InvalidConfig: the URI is malformed or its scheme is not supported.
@@ -35,17 +43,41 @@ def inspect_model(uri: str) -> ModelFacts:
         tempfile.TemporaryDirectory(prefix="neuron-inspect-") as scratch,
         outline(uri, Path(scratch)) as (folder, digest),
     ):
-        facts = model_facts(read_checkpoint(folder), digest)
+        facts = model_facts(read_checkpoint(folder), digest, backend)
         check_tokenizer(folder)
         return facts
 
 
-def model_facts(checkpoint: Checkpoint, digest: str | None = None) -> ModelFacts:
+def model_facts(checkpoint: Checkpoint, digest: str | None = None, backend: str = "") -> ModelFacts:
     """Facts of a model folder. The digest is its source's, or the checkpoint's own hash.
 
     Raises:
         FatalError: UNSUPPORTED_ARCHITECTURE, or INVALID_MODEL when tensors and configuration contradict one another.
     """
+    if backend == NXDI:
+        family_of(checkpoint.config, "")
+    try:
+        shape = _checked_shape(checkpoint)
+    except FatalError as error:
+        if error.exit_code != ExitCode.UNSUPPORTED_ARCHITECTURE or backend not in ("", NXDI):
+            raise
+        shape = _shape_for_nxdi(checkpoint, error)
+    num_bytes_by_dtype: Counter[str] = Counter()
+    for tensor in checkpoint.tensors.values():
+        num_bytes_by_dtype[tensor.dtype] += tensor.num_bytes
+    [(dtype, _)] = num_bytes_by_dtype.most_common(1)
+    return ModelFacts(
+        **shape,
+        model_type=str(checkpoint.config.get("model_type", "")),
+        parameters=checkpoint.num_parameters,
+        weights_bytes=checkpoint.num_bytes,
+        dtype=DTYPE_NAMES.get(dtype, dtype),
+        digest=digest or checkpoint.digest,
+    )
+
+
+def _checked_shape(checkpoint: Checkpoint) -> dict[str, Any]:
+    """Of an architecture of ours, whose tensors are known."""
     config = decoder_config(checkpoint.config)
     for name, shape in tensor_shapes(config).items():
         tensor = checkpoint.tensors.get(name)
@@ -56,25 +88,35 @@ def model_facts(checkpoint: Checkpoint, digest: str | None = None) -> ModelFacts
                 f"{checkpoint.folder}: tensor {name} of {tensor.file} has shape {list(tensor.shape)}, "
                 f"but config.json requires {list(shape)}"
             )
-    num_bytes_by_dtype: Counter[str] = Counter()
-    for tensor in checkpoint.tensors.values():
-        num_bytes_by_dtype[tensor.dtype] += tensor.num_bytes
-    [(dtype, _)] = num_bytes_by_dtype.most_common(1)
-    return ModelFacts(
-        architecture=config.architecture,
-        model_type=str(checkpoint.config.get("model_type", "")),
-        parameters=checkpoint.num_parameters,
-        weights_bytes=checkpoint.num_bytes,
-        dtype=DTYPE_NAMES.get(dtype, dtype),
-        num_layers=config.num_layers,
-        hidden_size=config.hidden_size,
-        num_heads=config.num_heads,
-        num_kv_heads=config.num_kv_heads,
-        head_dim=config.head_dim,
-        vocabulary_size=config.vocabulary_size,
-        max_position_embeddings=config.max_position_embeddings,
-        digest=digest or checkpoint.digest,
-    )
+    return {"architecture": config.architecture, **{name: getattr(config, name) for name in SHAPE}}
+
+
+SHAPE = {
+    "num_layers": "num_hidden_layers",
+    "hidden_size": "hidden_size",
+    "num_heads": "num_attention_heads",
+    "num_kv_heads": "num_key_value_heads",
+    "head_dim": "head_dim",
+    "vocabulary_size": "vocab_size",
+    "max_position_embeddings": "max_position_embeddings",
+}
+"""Names of config.json by ours."""
+
+
+def _shape_for_nxdi(checkpoint: Checkpoint, unsupported: FatalError) -> dict[str, Any]:
+    """Of an architecture that NxD Inference alone runs, by config.json. Raises `unsupported` if it does not either."""
+    names = [name for name in checkpoint.config.get("architectures") or () if name in BY_ARCHITECTURE]
+    if not names:
+        raise unsupported
+    config = dict(text_config(checkpoint.config))
+    config.setdefault("num_key_value_heads", config.get("num_attention_heads"))
+    if config.get("head_dim") is None and config.get("num_attention_heads"):
+        config["head_dim"] = config.get("hidden_size", 0) // config["num_attention_heads"]
+    for name in SHAPE.values():
+        if not isinstance(config.get(name), int) or config[name] < 1:
+            path = checkpoint.folder / CONFIG_FILE
+            raise InvalidModel(f"{path}: {name} must be a positive integer, got {config.get(name)!r}")
+    return {"architecture": names[0], **{ours: config[name] for ours, name in SHAPE.items()}}
 
 
 def facts_as_text(uri: str, facts: ModelFacts) -> str:
@@ -83,7 +125,7 @@ def facts_as_text(uri: str, facts: ModelFacts) -> str:
     cache_bytes = 2 * facts.num_layers * facts.num_kv_heads * facts.head_dim
     rows = {
         "model": uri,
-        "architecture": f"{facts.architecture} (supported)",
+        "architecture": f"{facts.architecture} (supported{', with backend nxdi' if _only_nxdi(facts) else ''})",
         "weights": f"{_amount(facts.parameters)} parameters, {bytes_text(facts.weights_bytes)} in {facts.dtype}",
         "shape": f"{facts.num_layers} layers of {facts.hidden_size}, {heads}",
         "vocabulary": f"{facts.vocabulary_size:,} tokens",
@@ -92,6 +134,10 @@ def facts_as_text(uri: str, facts: ModelFacts) -> str:
         "digest": facts.digest,
     }
     return "\n".join(f"{name + ':':<14}{value}" for name, value in rows.items())
+
+
+def _only_nxdi(facts: ModelFacts) -> bool:
+    return facts.architecture not in FAMILIES
 
 
 def facts_as_json(facts: ModelFacts) -> str:

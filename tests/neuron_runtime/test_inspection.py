@@ -186,3 +186,31 @@ def test_inspection_imports_neither_torch_nor_transformers(tmp_path: Path) -> No
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=200)
     assert done.stdout.strip() == "[]"
+
+
+MIXTRAL = {
+    "architectures": ["MixtralForCausalLM"], "model_type": "mixtral", "num_local_experts": 8, "num_experts_per_tok": 2
+}  # fmt: skip
+
+
+def test_an_architecture_that_only_nxd_inference_runs_has_facts(tmp_path: Path) -> None:
+    folder = write_tiny_model(tmp_path / "model")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | MIXTRAL | {"head_dim": None}))
+    facts = inspect_model(f"file://{folder}")
+    assert facts == inspect_model(f"file://{folder}", "nxdi")
+    assert (facts.architecture, facts.num_layers, facts.head_dim) == ("MixtralForCausalLM", 2, 8)
+    assert "MixtralForCausalLM (supported, with backend nxdi)" in facts_as_text("model", facts)
+    with pytest.raises(FatalError, match="not supported by the torch backend"):
+        inspect_model(f"file://{folder}", "torch")
+
+
+def test_the_facts_of_a_nested_configuration_are_those_of_its_text_model(tmp_path: Path) -> None:
+    folder = write_tiny_model(tmp_path / "model")
+    config = json.loads((folder / "config.json").read_text())
+    nested = {"architectures": ["Gemma3ForConditionalGeneration"], "model_type": "gemma3", "text_config": config}
+    (folder / "config.json").write_text(json.dumps(nested))
+    assert inspect_model(f"file://{folder}").vocabulary_size == 64
+    (folder / "config.json").write_text(json.dumps(nested | {"text_config": {**config, "vocab_size": None}}))
+    with pytest.raises(FatalError, match="vocab_size must be a positive integer"):
+        inspect_model(f"file://{folder}")

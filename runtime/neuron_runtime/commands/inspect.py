@@ -7,11 +7,16 @@ import time
 
 from neuron_runtime import record
 from neuron_runtime.arguments import model_uri
+from neuron_runtime.engine.backends import PACKAGES
 from neuron_runtime.uris import FORMS
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("uri", metavar="URI", help=FORMS)
+    backends = sorted(PACKAGES)
+    parser.add_argument(
+        "--backend", choices=backends, default="", help="The backend that must support it; default: any"
+    )
     parser.add_argument("--json", action="store_true", help="Print the facts as JSON")
     record.add_flag(parser)
     parser.set_defaults(run=run)
@@ -20,6 +25,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace, began: float) -> record.Record:
     from neuron_runtime.inspection import facts_as_json, facts_as_text, inspect_model  # noqa: PLC0415
 
-    facts = inspect_model(model_uri(options.uri))
+    facts = inspect_model(model_uri(options.uri), options.backend)
     print(facts_as_json(facts) if options.json else facts_as_text(options.uri, facts))
     return record.success("inspect", facts, time.monotonic() - began)

@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING
 from neuron_runtime.backend.nxdi import library
 from neuron_runtime.backend.nxdi.models import IMPORT_PATH
 from neuron_runtime.backend.nxdi.neuron_config import SHARDED, read_override, spelled
-from neuron_runtime.errors import ConfigProblems
 
 if TYPE_CHECKING:
     from neuron_runtime.backend.base import Backend, Compiler, ProgressCallback
@@ -45,14 +44,10 @@ def compiler_reads_weights(config: RuntimeConfig) -> bool:
 
 
 def check_config(config: RuntimeConfig) -> None:
-    """Raises InvalidConfig for settings that this backend does not support with any model, FatalError if a Neuron
-    library is missing."""
+    """Raises InvalidConfig for settings that this backend does not support with any model, or a missing library."""
     library.check_installed()
-    found = ConfigProblems()
-    with found.collecting():
-        private = IMPORT_PATH.fullmatch(config.application_class) is not None
-        read_override(config.override_neuron_config, "", private=private)
-    found.check()
+    private = IMPORT_PATH.fullmatch(config.application_class) is not None
+    read_override(config.override_neuron_config, "", private=private)
 
 
 def compiler(config: RuntimeConfig, model_dir: Path) -> Compiler:
