@@ -342,7 +342,7 @@ class BackendLimits:
     num_lookahead_tokens: int = 0
     """Positions beyond the fed ones that a row may write (draft tokens); at least `max_tokens_per_row - 1`."""
     max_step_seconds: float = 0.0
-    """Time after which the device itself ends a step; 0: it does not."""
+    """Longest that any step may take, shorter than the time after which the device itself ends one; 0: unknown."""
 
     def __post_init__(self) -> None:
         buckets = self.prefill_buckets

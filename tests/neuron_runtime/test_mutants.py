@@ -104,7 +104,7 @@ MUTANTS = [
     ),
     (f"{SCHEDULER}._part", left_out("num_computed"), "a_chunk_is_as_long_as_fits_beside_other_rows"),
     (f"{SCHEDULER}._part", forced("reaches", True), "no_chunk_starts_beyond_what_prefill_reaches"),
-    (f"{SCHEDULER}._prefill_rows", unwrapped("num_computed"), "the_padding_of_prompts_counts_in_a_step"),
+    (f"{SCHEDULER}._prefill_rows", without("num_computed"), "the_padding_of_prompts_counts_in_a_step"),
     (
         f"{SCHEDULER}._candidates",
         forced("secures", True),

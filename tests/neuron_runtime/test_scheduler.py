@@ -68,6 +68,17 @@ def test_the_padding_of_prompts_counts_in_a_step() -> None:
     assert prefills == [(27,), (3, 3, 3), (3,)], "computing 31, 24 and 8 tokens"
 
 
+def test_a_long_prompt_pads_no_short_one() -> None:
+    sizes = (PrefillBucket(127, 128), PrefillBucket(4096, 4096))
+    limits = replace(
+        NEURON, max_step_tokens=4096, max_prefill_rows=4, prefill_buckets=sizes, max_model_length=4096, block_size=4096
+    )
+    run = serve(limits, *[request(name, length, 2) for name, length in (("a", 4000), ("b", 20), ("c", 20), ("d", 20))])
+    prefills = [batch.rows.num_tokens for batch in run.backend.batches if batch.kind is Kind.PREFILL]
+    assert prefills == [(4000,), (20, 20, 20)]
+    assert [sum(map(limits.num_computed, lengths)) for lengths in prefills] == [4096, 384]
+
+
 def test_a_chunk_fills_a_bucket_and_the_rest_takes_the_smallest_that_fits() -> None:
     run = serve(buckets(BLOCKS, 3, 6, 9), request("a", 22, 2))
     assert [batch.num_tokens for batch in run.backend.batches] == [9, 9, 4, 1]
@@ -325,7 +336,14 @@ def test_a_request_waiting_for_a_prefix_keeps_its_blocks() -> None:
     assert lengths == [18, 18, 3]
 
 
-@pytest.mark.parametrize("changes", [{"max_step_tokens": 8}, {"prefill_buckets": EIGHT}])
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"max_step_tokens": 8},
+        {"prefill_buckets": EIGHT},
+        {"prefill_buckets": EIGHT, "max_prefill_rows": 4, "max_step_tokens": 15},
+    ],
+)
 def test_a_step_without_room_looks_up_no_prefix(changes: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     run = start(replace(SHARED, **changes))
     find = Mock(wraps=run.scheduler.blocks.find)

@@ -154,7 +154,7 @@ class Scheduler:
                 self.running.admit(sequence)
             rows.append((sequence, part))
             budget -= self.limits.num_computed(part)
-            if budget <= 0 or len(rows) == self.limits.max_prefill_rows:
+            if budget < self.limits.num_computed(1) or len(rows) == self.limits.max_prefill_rows:
                 break  # before the next one's prefix is looked for
         return rows
 

@@ -23,8 +23,6 @@ FIRST_STEP_SECONDS = 600.0
 USUAL_FACTOR = 1.5
 LATE_SECONDS = 5.0
 """An engine is late this long after the usual end of its steps, or after it should have shown life between steps."""
-SHARE_OF_MAX = 0.9
-"""Limits end before the device ends a step by itself, so that the reason is stated."""
 MEMORY = 0.9
 """Decay of the measured maximum with each step, so that a first step that compiled is forgotten."""
 
@@ -36,7 +34,7 @@ class StepLimits:
         min_seconds: smallest limit of any step.
         factor: limit as a multiple of the time measured for the graph.
         first_seconds: limit of the first step of a graph that was not warmed up, because it may compile.
-        max_seconds: largest limit of any step; 0: none. The device ends longer steps by itself.
+        max_seconds: largest limit of any step; 0: none.
     """
 
     def __init__(
@@ -95,8 +93,7 @@ class WatchedBackend:
     ) -> None:
         self._backend = backend
         self._watch = watch
-        max_seconds = backend.limits.max_step_seconds * SHARE_OF_MAX
-        self._step_limits = step_limits or StepLimits(max_seconds=max_seconds)
+        self._step_limits = step_limits or StepLimits(max_seconds=backend.limits.max_step_seconds)
         self._clock = clock
         self._in_flight: deque[_TimedStep] = deque()
         self._last_end = clock()
