@@ -26,6 +26,10 @@ def compiler_reads_weights(config: RuntimeConfig) -> bool:
     return False
 
 
+def versions() -> dict[str, str]:
+    return {}
+
+
 SEEN = "COMPILING_BACKEND_SEEN"
 """Names a file that gets a line for each graph that is compiled: the process, its working directory, its TMPDIR."""
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import AsyncIterator
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -515,7 +516,10 @@ async def test_text_parts_are_one_text(served: Serving) -> None:
 
 
 async def test_version_and_live_answer(served: Serving) -> None:
-    assert (await served.http.get("/version")).json()["version"]
+    versions = (await served.http.get("/version")).json()
+    assert versions["version"] == version("neuron-serving")
+    assert versions["backend"] == "torch"
+    assert versions["libraries"] == {"torch": version("torch")}
     assert (await served.http.get("/live")).status_code == 200
 
 

@@ -7,7 +7,7 @@ imported on demand; it is cheap to import, and loads its device stack only in `l
 from __future__ import annotations
 
 import importlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Protocol, cast
 
@@ -39,6 +39,9 @@ class BackendPackage(Protocol):
 
     def check_config(self, config: RuntimeConfig) -> None:
         """Check settings without model and device. Raises InvalidConfig."""
+
+    def versions(self) -> Mapping[str, str]:
+        """Versions of the libraries and drivers that it runs on, by their names. Cheap: imports none of them."""
 
     def load_backend(self, model_dir: Path, config: RuntimeConfig, progress: ProgressCallback) -> Backend:
         """See `load_backend` of the torch backend."""

@@ -19,6 +19,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
 from neuron_runtime.config import RuntimeConfig
+from neuron_runtime.engine.backends import backend_package
 from neuron_runtime.errors import InvalidRequest, ServingError
 from neuron_runtime.requests.admission import Admission, Ask
 from neuron_runtime.requests.bodies import Body, ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
@@ -147,7 +148,7 @@ def build_app(state: State) -> FastAPI:
             body=DetokenizeBody,
             example={"tokens": [1, 2, 3]},
         ),
-        Operation("server", "/version", routes.version, "Version of the server", Version),
+        Operation("server", "/version", routes.version, "Versions of the server and of its backend", Version),
         Operation("server", "/health", routes.health, "Whether the server can serve", Health, failures={503: Health}),
         Operation("server", "/ping", routes.ping, "The same, as SageMaker calls it", Health, failures={503: Health}),
         Operation("server", "/load", routes.load, "How many requests run", Load),
@@ -168,7 +169,8 @@ class Routes:
     def __init__(self, state: State) -> None:
         self._state = state
         self._started = int(time.time())
-        self._version = Version(version("neuron-serving"))
+        libraries = dict(backend_package(state.config).versions())
+        self._version = Version(version("neuron-serving"), state.config.backend, libraries)
 
     async def completions(self, request: Request) -> Response:
         return await self._generate(request, lambda raw: COMPLETIONS)

@@ -288,9 +288,11 @@ class Detokenized(msgspec.Struct):
 
 
 class Version(msgspec.Struct):
-    """Version of the server."""
+    """Versions of the server and of what its backend runs on."""
 
     version: Annotated[str, "Version of neuron-serving."]
+    backend: Annotated[str, "The backend."]
+    libraries: Annotated[dict[str, str], "Versions of the backend's libraries and drivers, by name."]
 
 
 class Load(msgspec.Struct):

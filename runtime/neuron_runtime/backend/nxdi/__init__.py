@@ -28,6 +28,7 @@ __all__ = [
     "load_backend",
     "needs_weights",
     "plan",
+    "versions",
 ]
 
 FREED_BY_EXIT = True
@@ -48,6 +49,10 @@ def check_config(config: RuntimeConfig) -> None:
     library.check_installed()
     private = IMPORT_PATH.fullmatch(config.application_class) is not None
     read_override(config.override_neuron_config, "", private=private)
+
+
+def versions() -> dict[str, str]:
+    return library.versions()
 
 
 def compiler(config: RuntimeConfig, model_dir: Path) -> Compiler:

@@ -34,6 +34,7 @@ __all__ = [
     "compiler_reads_weights",
     "load_backend",
     "needs_weights",
+    "versions",
 ]
 
 FREED_BY_EXIT = False
@@ -56,6 +57,10 @@ def check_config(config: RuntimeConfig) -> None:
     with found.collecting():
         read_options(config.override_neuron_config)
     found.check()
+
+
+def versions() -> dict[str, str]:
+    return {}
 
 
 def compiler(config: RuntimeConfig, model_dir: Path) -> SimulatedCompiler:

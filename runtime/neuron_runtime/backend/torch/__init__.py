@@ -6,6 +6,7 @@ Importing this package is cheap: torch is imported when a model is loaded, so co
 
 from __future__ import annotations
 
+from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -28,6 +29,7 @@ __all__ = [
     "load_backend",
     "needs_weights",
     "prepare",
+    "versions",
 ]
 
 FREED_BY_EXIT = False
@@ -51,6 +53,10 @@ def check_config(config: RuntimeConfig) -> None:
         with found.collecting():
             raise InvalidConfig(f"$.overrideNeuronConfig.{key}", "the torch backend has no such setting: leave it out")
     found.check()
+
+
+def versions() -> dict[str, str]:
+    return {"torch": version("torch")}
 
 
 def prepare(model_dir: Path) -> ReadAhead:
