@@ -14,7 +14,7 @@ from neuron_runtime.backend.nxdi.backend import NxdiBackend
 from neuron_runtime.backend.nxdi.buckets import Decode, all_graphs, decode_graph, prefill_graph
 from neuron_runtime.backend.nxdi.limits import limits_of
 from neuron_runtime.backend.nxdi.sampling_rows import device_parameters
-from neuron_runtime.core import KNOWN, NO_TOKEN, Added, Batch, Kind, Late, Request, Rows, Sampling, StepOutput
+from neuron_runtime.core import KNOWN, NO_TOKEN, Added, Batch, GraphUse, Kind, Late, Request, Rows, Sampling, StepOutput
 from neuron_runtime.engine.loop import Engine
 from neuron_runtime.errors import ExitCode, FatalError
 
@@ -107,7 +107,7 @@ def test_a_prompt_takes_one_call_of_its_own_width() -> None:
     assert call["position_ids"].tolist() == [list(range(20))]
     assert call["seq_ids"].tolist() == [2]
     assert call["sampling_params"].tolist() == [[1.0, 1.0, 1.0]]
-    assert (output.bucket, output.num_computed_tokens) == ("prefill_32", 32)
+    assert output.graphs == (GraphUse("prefill_32", 20, 32),)
 
 
 @pytest.mark.parametrize("layout", ["slots", "blocks"])
@@ -116,7 +116,7 @@ def test_a_prompt_of_one_token_fills_the_smallest_graph_with_positions_of_0(layo
     output = run(backend, prompt(0, 0, 9))
     (call,) = application.calls
     assert call["position_ids"].tolist() == [[0] * 16]
-    assert output.bucket == "prefill_16"
+    assert output.graphs == (GraphUse("prefill_16", 1, 16),)
     assert output.token_ids == ((next_token((9,), (1.0, 1.0, 1.0), 997),),)
 
 
@@ -137,12 +137,11 @@ def test_a_smaller_graph_of_rows_serves_the_lowest_lines() -> None:
     backend, application = backend_of(row_buckets=(1, 2))
     run(backend, prompt(0, 0, 1, 2))
     run(backend, prompt(1, 1, 3, 4))
-    assert run(backend, decode(2, (0, 2, 5), (1, 2, 6))).bucket == "decode_2x32"
+    assert run(backend, decode(2, (0, 2, 5), (1, 2, 6))).graphs == (GraphUse("decode_2x32", 2, 2),)
     assert application.calls[-1]["seq_ids"].tolist() == [0, 1]
-    output = run(backend, decode(3, (1, 3, 8), released=(0,)))
-    assert (output.bucket, output.num_computed_tokens) == ("decode_2x32", 2)
-    assert run(backend, prompt(4, 0, 3, 4, released=(1,))).bucket == "prefill_16"
-    assert run(backend, decode(5, (0, 2, 9))).bucket == "decode_1x32"
+    assert run(backend, decode(3, (1, 3, 8), released=(0,))).graphs == (GraphUse("decode_2x32", 1, 2),)
+    run(backend, prompt(4, 0, 3, 4, released=(1,)))
+    assert run(backend, decode(5, (0, 2, 9))).graphs == (GraphUse("decode_1x32", 1, 1),)
 
 
 def test_a_segment_passes_the_prompt_from_its_beginning_and_the_slots_of_new_tokens() -> None:
@@ -162,7 +161,7 @@ def test_a_segment_passes_the_prompt_from_its_beginning_and_the_slots_of_new_tok
     assert call["block_table"].tolist() == [list(blocks)]
     assert (call["full_context_lens"].tolist(), call["computed_context_lens"].tolist()) == ([[40]], [[32]])
     assert output.token_ids == ((next_token(tokens, (1.0, 1.0, 1.0), 997),),)
-    assert (output.bucket, output.num_computed_tokens) == ("prefill_16_after_64", 16)
+    assert output.graphs == (GraphUse("prefill_16_after_64", 8, 16),)
 
 
 def test_padding_rows_over_blocks_keep_nothing_and_each_sequence_has_a_number_of_its_own() -> None:

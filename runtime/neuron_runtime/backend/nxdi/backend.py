@@ -59,6 +59,14 @@ class _Step(NamedTuple):
     rows: StepRows
 
 
+class _Done(NamedTuple):
+    """What a step has produced: a token for each row, NO_TOKEN for rows that do not sample."""
+
+    tokens: IntArray
+    logprobs: PerRow
+    seconds: float
+
+
 class NxdiBackend:
     """See `backend.base.Backend`."""
 
@@ -69,7 +77,7 @@ class NxdiBackend:
         self._limits = limits
         self._inputs = Inputs(settings)
         self._launched: deque[_Step] = deque()
-        self._running: dict[int, Future[StepOutput]] = {}
+        self._running: dict[int, tuple[_Step, Future[_Done]]] = {}
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="device")
         # Used on that thread alone:
         self._host = None if limits.sampling == "Device" else HostRows(limits)
@@ -107,10 +115,23 @@ class NxdiBackend:
             raise IllegalBatch(f"sample of step {step}, but step {launched.batch.step} was launched")
         if late is not None and self._host is None:
             raise IllegalBatch(f"step {step} restricts tokens, and the graphs return no logits")
-        self._running[step] = self._thread.submit(self._run, launched, late)
+        self._running[step] = (launched, self._thread.submit(self._run, launched, late))
 
     def collect(self, step: int) -> StepOutput:
-        return self._running.pop(step).result()
+        (batch, calls, rows), running = self._running.pop(step)
+        # Whatever need not be done between two calls is done here, while the device works.
+        tokens, logprobs, seconds = running.result()
+        num_tokens = rows.ends - rows.start
+        return StepOutput(
+            step=batch.step,
+            token_ids=tuple([(token,) if token != NO_TOKEN else () for token in tokens.tolist()]),
+            logprobs=logprobs,
+            device_seconds=seconds,
+            graphs=tuple(
+                GraphUse(call.graph.name, int(num_tokens[call.rows].sum()), call.graph.num_computed_tokens)
+                for call in calls
+            ),
+        )
 
     def close(self) -> None:
         """Cores stay taken until the process ends."""
@@ -123,7 +144,7 @@ class NxdiBackend:
 
     # On the backend's thread
 
-    def _run(self, step: _Step, late: Late | None) -> StepOutput:
+    def _run(self, step: _Step, late: Late | None) -> _Done:
         if self._failure is not None:
             raise self._failure
         try:
@@ -135,16 +156,15 @@ class NxdiBackend:
             raise self._failure from error
 
     @torch.no_grad()
-    def _run_calls(self, step: _Step, late: Late | None) -> StepOutput:
-        batch, seconds = step.batch, 0.0
+    def _run_calls(self, step: _Step, late: Late | None) -> _Done:
+        rows, seconds = step.rows, 0.0
+        tokens = np.zeros(len(rows.slots), dtype=np.int64)
+        of_host = None
         if self._host is not None:
-            for added in batch.added:
+            for added in step.batch.added:
                 self._host.add(added)
-        tokens = np.full(len(batch.rows), NO_TOKEN)
-        samples = np.array(batch.rows.samples, dtype=bool)
-        of_host = (
-            self._host.of_host(step.rows.slots, late) & samples if self._host else np.zeros(len(tokens), dtype=bool)
-        )
+            of_host = self._host.of_host(rows.slots, late) & rows.samples
+        on_device = self._limits.sampling != "Host"
         logits: list[torch.Tensor] = []
         logits_of: list[IntArray] = []
         for call in step.calls:
@@ -152,31 +172,18 @@ class NxdiBackend:
             began = time.perf_counter()
             output = self._application.forward(**call.arguments)
             seconds += time.perf_counter() - began
-            if self._limits.sampling != "Host":
+            if on_device:
                 tokens[call.rows] = output.tokens.numpy()[call.places]
-            chosen = np.flatnonzero(of_host[call.rows])
-            if len(chosen):
+            if of_host is not None and len(chosen := np.flatnonzero(of_host[call.rows])):
                 logits.append(_rows_of(output.logits, call.places[chosen]))
                 logits_of.append(call.rows[chosen])
         logprobs: PerRow = ()
         if logits_of:
             logprobs = self._choose(step, logits, np.concatenate(logits_of), late, tokens)
-        self._check(tokens[samples])
+        self._check(tokens)
+        tokens[~rows.samples] = NO_TOKEN
         self._tokens = tokens
-        all_sample = bool(samples.all())
-        num_tokens = np.array(batch.rows.num_tokens)
-        return StepOutput(
-            step=batch.step,
-            token_ids=tuple(zip(tokens.tolist(), strict=True))
-            if all_sample
-            else tuple((token,) if one else () for token, one in zip(tokens.tolist(), samples.tolist(), strict=True)),
-            logprobs=logprobs,
-            device_seconds=seconds,
-            graphs=tuple(
-                GraphUse(call.graph.name, int(num_tokens[call.rows].sum()), call.graph.num_computed_tokens)
-                for call in step.calls
-            ),
-        )
+        return _Done(tokens, logprobs, seconds)
 
     def _choose(
         self, step: _Step, logits: list[torch.Tensor], rows: IntArray, late: Late | None, tokens: IntArray

@@ -35,6 +35,7 @@ class StepRows(NamedTuple):
     ends: IntArray
     token: IntArray
     after: IntArray
+    samples: npt.NDArray[np.bool_]
     prefills: npt.NDArray[np.bool_]
     """Rows that take a call of their own."""
 
@@ -187,6 +188,7 @@ class Inputs:
             ends=start + num_tokens,
             token=np.array(rows.token, dtype=np.int64),
             after=after,
+            samples=samples,
             prefills=(num_tokens > 1) | ~samples | (start == 0),
         )
         self._resolved = (batch, resolved)
@@ -283,7 +285,7 @@ class Inputs:
 
 def _no_rows() -> StepRows:
     none = np.zeros(0, dtype=np.int64)
-    return StepRows(none, none, none, none, none, none.astype(bool))
+    return StepRows(none, none, none, none, none, none.astype(bool), none.astype(bool))
 
 
 _NO_ROWS = _no_rows()
