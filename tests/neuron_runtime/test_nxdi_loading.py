@@ -144,6 +144,30 @@ def test_an_older_version_runs_a_family_by_the_class_that_it_has(tmp_path: Path)
         assert generated(mistral, config, compiled(config, mistral, tmp_path / "artifact")) == expected(mistral)
 
 
+def test_what_a_library_needs_of_a_model_follows_from_its_other_fields() -> None:
+    assert library.completed({"hidden_size": 64, "num_attention_heads": 4}) == {"head_dim": 16}
+    llama3 = {"rope_theta": 500000.0, "rope_type": "llama3", "factor": 8.0}
+    assert library.completed({"rope_parameters": llama3}) == {
+        "rope_theta": 500000.0,
+        "rope_scaling": {"rope_type": "llama3", "factor": 8.0},
+    }
+    assert library.completed({"rope_parameters": {"rope_theta": 1e6, "rope_type": "default"}}) == {"rope_theta": 1e6}
+    scaling = {"original_max_position_embeddings": 4096}
+    assert library.completed({"model_type": "gpt_oss", "rope_scaling": scaling}) == {"initial_context_length": 4096}
+
+
+def test_a_model_as_transformers_5_writes_it_is_read_alike(tmp_path: Path) -> None:
+    model = random_model(tmp_path / "llama", rope_theta=500.0)
+    config = config_of(model)
+    answers = expected(model)
+    document = read_config(model)
+    new = {name: value for name, value in document.items() if name not in ("rope_theta", "torch_dtype")}
+    new |= {"rope_parameters": {"rope_theta": 500.0, "rope_type": "default"}, "dtype": "float32"}
+    (model / "config.json").write_bytes(msgspec.json.encode(new))
+    with library_of():
+        assert generated(model, config, compiled(config, model, tmp_path / "artifact")) == answers
+
+
 def test_the_key_has_the_cores_and_the_versions(model: Path) -> None:
     with library_of():
         needs = nxdi.compiler(config_of(model), model).needs

@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import importlib
 import inspect
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from importlib import metadata
 from importlib.util import find_spec
@@ -22,6 +22,7 @@ from neuron_runtime.backend.nxdi.devices import Platform
 from neuron_runtime.backend.nxdi.models import BY_APPLICATION, is_private
 from neuron_runtime.backend.nxdi.neuron_config import BY_NAME, PATH
 from neuron_runtime.backend.nxdi.settings import Settings
+from neuron_runtime.checkpoint import read_config
 from neuron_runtime.errors import ConfigProblems, ExitCode, FatalError, InvalidConfig
 
 if TYPE_CHECKING:
@@ -172,13 +173,47 @@ def application(settings: Settings, model_dir: Path) -> NxdApplication:
         neuron_config = config_class(**copy.deepcopy(dict(settings.neuron_config)))
     except Exception as error:
         raise InvalidConfig(PATH, f"NxD Inference refuses it: {_text(error)}") from error
-    load_config = _module("utils.hf_adapter").load_pretrained_config(str(model_dir))
     try:
-        config = found.get_config_cls()(neuron_config, load_config=load_config)
+        config = found.get_config_cls()(neuron_config, load_config=_load_config(model_dir))
         made = found(str(model_dir), config)
     except Exception as error:
         raise InvalidConfig(PATH, f"NxD Inference refuses the model with it: {_text(error)}") from error
     return NxdApplication(made)
+
+
+def _load_config(model_dir: Path) -> Callable[[Any], None]:
+    """What reads config.json into an InferenceConfig, with what NxD Inference needs but transformers leaves out."""
+    load, given = _module("utils.hf_adapter").load_pretrained_config(str(model_dir)), read_config(model_dir)
+
+    def load_config(config: Any) -> None:
+        load(config)
+        for name, value in completed(given).items():
+            # transformers has a default for some families, but not for what it does not know to be in the file.
+            if getattr(config, name, None) is None or (name in ROPE and given.get(name) is None):
+                setattr(config, name, value)
+
+    return load_config
+
+
+ROPE = ("rope_theta", "rope_scaling")
+
+
+def completed(model: Mapping[str, Any]) -> dict[str, Any]:
+    """Fields of config.json that follow from others."""
+    found: dict[str, Any] = {}
+    hidden, heads = model.get("hidden_size"), model.get("num_attention_heads")
+    if isinstance(hidden, int) and isinstance(heads, int) and heads:
+        found["head_dim"] = hidden // heads
+    rope = model.get("rope_parameters")
+    if isinstance(rope, Mapping) and "rope_theta" in rope:
+        # As transformers 5 writes it; the versions that NxD Inference runs with do not read it.
+        found["rope_theta"] = rope["rope_theta"]
+        if rope.get("rope_type", "default") != "default":
+            found["rope_scaling"] = {name: value for name, value in rope.items() if name != "rope_theta"}
+    scaling = model.get("rope_scaling") or rope
+    if model.get("model_type") == "gpt_oss" and isinstance(scaling, Mapping):
+        found["initial_context_length"] = scaling.get("original_max_position_embeddings", 4096)
+    return found
 
 
 def _text(error: Exception) -> str:
