@@ -7,9 +7,15 @@ Inference that is installed.
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+import time
 import warnings
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from inspect import signature
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,7 +23,7 @@ from typing import Any
 import pytest
 import torch
 
-from helpers.nxdi import fake_nxdi, installed
+from helpers.nxdi import fake_nxdi, installed, process_environment
 from helpers.torch_models import random_model, reference
 
 LLAMA3_SCALING = {
@@ -898,6 +904,300 @@ def test_the_step_ahead_needs_its_block_already_at_a_border(model: Model, tmp_pa
     if not installed():
         with library(version, "strict") as fake, pytest.raises(fake.FakeRefusal):
             border_without_a_block(model, tmp_path / "strict")
+
+
+# More silent mistakes
+
+
+def parameters_of_another_type(model: Model, folder: Path) -> None:
+    _one_line(model, folder).decode(sampling_params=torch.tensor([[1, 1, 1]]))
+
+
+def parameters_of_a_greedy_graph(model: Model, folder: Path) -> None:
+    lines = _one_line(model, folder, on_device_sampling_config={})
+    lines.decode(sampling_params=torch.tensor([[50.0, 1.0, 3.0]]))
+
+
+def lengths_beside_the_position(model: Model, folder: Path) -> None:
+    blocks, _ = _one_in_blocks(model, folder)
+    blocks.decode(full_context_lens=torch.tensor([[40]]), computed_context_lens=torch.tensor([[39]]))
+
+
+def another_sequences_table(model: Model, folder: Path) -> None:
+    blocks, _ = _one_in_blocks(model, folder)
+    blocks.prefill(1, prompts(2, (40, 70))[1])
+    blocks.decode([0], block_table=torch.tensor([[blocks.tables[0][0], blocks.tables[1][1]]]))
+
+
+def two_rows_in_one_block(model: Model, folder: Path) -> None:
+    blocks, prompt = _one_in_blocks(model, folder)
+    blocks.tables[1] = list(blocks.tables[0])
+    blocks.tokens[1], blocks.starts[1] = list(blocks.tokens[0]), len(prompt)
+    blocks.decode([0, 1])
+
+
+def skipped_position(model: Model, folder: Path) -> None:
+    lines = Lines(built(model, folder))
+    lines.prefill(0, prompts(1, (20,))[0])
+    lines.decode(position_ids=torch.tensor([[25]]))
+
+
+def static_lines(model: Model, folder: Path) -> None:
+    lines = Lines(built(model, folder, is_continuous_batching=False, ctx_batch_size=4))
+    arguments = {"input_ids": torch.tensor(prompts(4, (6,))), "position_ids": torch.arange(6).repeat(4, 1)}
+    parameters = torch.tensor([GREEDY] * 4)
+    lines.application.forward(**arguments, seq_ids=torch.tensor([1, 0, 2, 3]), sampling_params=parameters)
+
+
+def step_after_an_error(model: Model, folder: Path) -> None:
+    lines = _one_line(model, folder)
+    with pytest.raises(IndexError):
+        lines.decode(seq_ids=torch.tensor([4]))
+    lines.decode()
+
+
+def shared_work_folder(model: Model, folder: Path) -> None:
+    del os.environ["BASE_COMPILE_WORK_DIR"]
+    built(model, folder)
+
+
+def unknown_field(model: Model, folder: Path) -> None:
+    built(model, folder, pa_num_block=64)
+
+
+def unknown_sampling_field(model: Model, folder: Path) -> None:
+    built(model, folder, on_device_sampling_config={"dynamic": True, "global_top_k": 64, "global_topk": 64})
+
+
+def artifact_of_another_configuration(model: Model, folder: Path) -> None:
+    built(model, folder)
+    other = built(model, folder / "other", seq_len=64, context_encoding_buckets=[64], token_generation_buckets=[64])
+    other.load(str(folder / "artifact"), skip_warmup=True)
+
+
+REFUSED: dict[str, tuple[str, Careless]] = {
+    "parameters of another type": ("0.1-19", parameters_of_another_type),
+    "parameters that the graph ignores": ("6", parameters_of_a_greedy_graph),
+    "lengths beside the position": ("20-15", lengths_beside_the_position),
+    "another sequence's block": ("21-2", another_sequences_table),
+    "two rows that write one place": ("21-4", two_rows_in_one_block),
+    "a position that follows none": ("8.1", skipped_position),
+    "lines of a static batch": ("20-1", static_lines),
+    "a step after an error": ("21-8", step_after_an_error),
+    "a work folder for all": ("0.1-23", shared_work_folder),
+    "an unknown field": ("20-26", unknown_field),
+    "an unknown field of sampling": ("20-26", unknown_sampling_field),
+    "an artifact of another configuration": ("17", artifact_of_another_configuration),
+}
+
+
+@pytest.mark.parametrize("mistake", REFUSED)
+def test_the_strict_fake_refuses_what_goes_wrong_later(
+    model: Model, tmp_path: Path, version: str, mistake: str
+) -> None:
+    rule, careless = REFUSED[mistake]
+    with fake_nxdi(version) as fake, pytest.raises(fake.FakeRefusal) as refusal:
+        careless(model, tmp_path)
+    assert refusal.value.rule == rule
+
+
+@pytest.mark.parametrize("field", ["speculation_length", "lora_config", "quantized", "is_medusa"])
+def test_what_the_fake_does_not_emulate_is_an_error(model: Model, tmp_path: Path, field: str) -> None:
+    value = {"speculation_length": 4, "lora_config": {}}.get(field, True)
+    with fake_nxdi(), pytest.raises(NotImplementedError, match="the fake has no"):
+        built(model, tmp_path, **{field: value, "quantized_checkpoints_path": "/none"})
+
+
+# Versions
+
+
+def test_a_release_has_the_fields_models_and_arguments_that_it_brought() -> None:
+    found = {}
+    for version in ("0.7", "0.8", "0.9", "0.10"):
+        with fake_nxdi(version) as fake:
+            from neuronx_distributed_inference import __version__
+            from neuronx_distributed_inference.models.config import NeuronConfig
+            from neuronx_distributed_inference.models.model_base import NeuronBaseForCausalLM
+            from neuronx_distributed_inference.utils.constants import MODEL_TYPES
+
+            assert __version__.startswith(version)
+            found[version] = (
+                hasattr(NeuronConfig(), "token_generation_batches"),
+                "tensor_capture_hook" in signature(NeuronBaseForCausalLM.forward).parameters,
+                "disable_fail_fast" in signature(NeuronBaseForCausalLM.compile).parameters,
+                "pixtral" in MODEL_TYPES,
+                "mistral" in MODEL_TYPES,
+                version in fake.VERIFIED,
+            )
+    assert found == {
+        "0.7": (False, False, False, False, False, True),
+        "0.8": (True, True, True, True, False, False),
+        "0.9": (True, True, True, True, True, True),
+        "0.10": (True, True, True, True, True, False),
+    }
+
+
+def test_a_field_that_the_release_does_not_know_is_dropped_with_a_warning(caplog: pytest.LogCaptureFixture) -> None:
+    with fake_nxdi("0.7", "damage"):
+        from neuronx_distributed_inference.models.config import NeuronConfig
+
+        assert not hasattr(NeuronConfig(token_generation_batches=[1]), "token_generation_batches")
+    assert "Unexpected keyword arguments" in caplog.text
+
+
+# Life cycle
+
+
+def test_an_artifact_opens_by_its_folder_and_reads_the_checkpoint(model: Model, tmp_path: Path, version: str) -> None:
+    with library(version, "damage"):
+        application = built(model, tmp_path)
+        work = Path(os.environ["BASE_COMPILE_WORK_DIR"])
+        assert (work / "context_encoding_model").is_dir()
+        opened = type(application)(str(tmp_path / "artifact"))
+        assert opened.is_compiled
+        assert opened.neuron_config.tkg_batch_size == 4
+        assert opened.neuron_config.on_device_sampling_config.global_topk == 64
+        opened.load(str(tmp_path / "artifact"), skip_warmup=True)
+        lines = Lines(opened)
+        prompt = prompts(1)[0]
+        lines.prefill(0, prompt)
+        lines.decode()
+        assert lines.answer(0) == model.continuation(prompt, 2)
+
+
+def test_a_sharded_artifact_needs_no_checkpoint(tmp_path: Path, version: str) -> None:
+    model = Model(tmp_path / "model", tie_word_embeddings=True)
+    with library(version, "damage"):
+        built(model, tmp_path, save_sharded_checkpoint=True)
+        for file in model.folder.glob("*.safetensors"):
+            file.unlink()
+        from neuronx_distributed_inference.models.llama.modeling_llama import NeuronLlamaForCausalLM
+
+        opened = NeuronLlamaForCausalLM(str(tmp_path / "artifact"))
+        opened.load(str(tmp_path / "artifact"), skip_warmup=True)
+        lines = Lines(opened)
+        prompt = prompts(1)[0]
+        lines.prefill(0, prompt)
+        assert lines.answer(0) == model.continuation(prompt, 1)
+    assert (tmp_path / "artifact" / "weights" / "tp0_sharded_checkpoint.safetensors").is_file()
+
+
+def test_loading_runs_every_graph_once_unless_the_caller_will(model: Model, tmp_path: Path, version: str) -> None:
+    with fake_nxdi(version) as fake:
+        application = built(model, tmp_path)
+        assert fake.COUNTS.compiled == 7
+        assert fake.COUNTS.steps == 0
+        application.load(str(tmp_path / "artifact"))
+        assert set(fake.COUNTS.graphs.values()) == {1}
+        assert fake.COUNTS.steps == 7
+        _served(Lines(application), model)
+
+
+def test_calls_that_only_run_the_graphs_are_no_mistakes(model: Model, tmp_path: Path, version: str) -> None:
+    with fake_nxdi(version):
+        lines = Lines(built(model, tmp_path))
+        for length in (15, 31, 127):
+            lines.prefill(0, [0] * length)
+        for position in (20, 60, 127):
+            lines.decode(position_ids=torch.tensor([[position]]))
+        lines.live.clear()
+        _served(lines, model)
+
+
+def test_a_machine_without_a_compiler_does_not_compile(model: Model, tmp_path: Path) -> None:
+    with fake_nxdi(compiler=False), pytest.raises(FileNotFoundError, match="neuronx-cc"):
+        built(model, tmp_path)
+
+
+def test_graphs_for_another_chip_do_not_load(
+    model: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, version: str
+) -> None:
+    with fake_nxdi(version):
+        monkeypatch.setenv("NEURON_PLATFORM_TARGET_OVERRIDE", "inf2")
+        with pytest.raises(RuntimeError, match="NRT_UNSUPPORTED_NEFF_VERSION"):
+            built(model, tmp_path)
+
+
+# Faults
+
+
+def test_a_failing_step_names_its_status_and_no_step_follows(model: Model, tmp_path: Path, version: str) -> None:
+    with fake_nxdi(version) as fake:
+        lines = _one_line(model, tmp_path)
+        fake.SETTINGS.faults.nrt_code, fake.SETTINGS.faults.at_step = 1202, fake.COUNTS.steps
+        with pytest.raises(RuntimeError, match=r"status_code=1202 \(NRT_EXEC_HW_ERR_NC_UE\)"):
+            lines.decode()
+        with pytest.raises(fake.FakeRefusal, match="21-8"):
+            lines.decode()
+
+
+def test_after_a_failing_step_the_damaging_fake_answers_nonsense(model: Model, tmp_path: Path) -> None:
+    with fake_nxdi(mode="damage") as fake:
+        lines = _one_line(model, tmp_path)
+        fake.SETTINGS.faults.nrt_code, fake.SETTINGS.faults.at_step = 5, fake.COUNTS.steps
+        with pytest.raises(RuntimeError, match="NRT_TIMEOUT"):
+            lines.decode()
+        for _ in range(4):
+            lines.decode()
+        assert lines.answer(0) != model.continuation(prompts(1)[0], 5)
+
+
+def test_held_cores_fail_a_load_until_they_are_free(model: Model, tmp_path: Path) -> None:
+    with fake_nxdi() as fake:
+        application = built(model, tmp_path)
+        fake.SETTINGS.faults.held_loads = 1
+        with pytest.raises(RuntimeError, match="NRT_RESOURCE"):
+            application.load(str(tmp_path / "artifact"), skip_warmup=True)
+        application.load(str(tmp_path / "artifact"), skip_warmup=True)
+
+
+def test_models_share_a_device_until_its_memory_is_full(model: Model, tmp_path: Path) -> None:
+    with fake_nxdi() as fake:
+        application = built(model, tmp_path)
+        fake.SETTINGS.memory_bytes = int(1.5 * application.used_bytes)
+        with pytest.raises(RuntimeError, match="NRT_RESOURCE"):
+            application.load(str(tmp_path / "artifact"), skip_warmup=True)
+
+
+def test_only_the_end_of_a_process_frees_its_cores(tmp_path: Path) -> None:
+    """Even a killed one."""
+    environment = {**os.environ, **process_environment(), "FAKE_NXDI_DEVICES": str(tmp_path)}
+    code = "from fake_nxdi import device; device.DEVICE.take(2, 0); print('taken', flush=True); input()"
+    start = [sys.executable, "-c", code]
+    pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True, "env": environment}
+    with subprocess.Popen(start, **pipes) as first:
+        assert first.stdout.readline() == "taken\n"  # type: ignore[union-attr]
+        second = subprocess.run(start, env=environment, input="", capture_output=True, text=True, check=False)
+        assert "NRT_RESOURCE" in second.stderr
+        first.kill()
+    third = subprocess.run(start, env=environment, input="\n", capture_output=True, text=True, check=True)
+    assert third.stdout == "taken\n"
+
+
+def test_two_calls_at_once_are_refused(model: Model, tmp_path: Path) -> None:
+    with fake_nxdi(step_seconds=0.5) as fake, ThreadPoolExecutor(1) as pool:
+        lines = Lines(built(model, tmp_path))
+        first = pool.submit(lines.prefill, 0, prompts(1)[0])
+        while not fake.COUNTS.steps:
+            time.sleep(0.001)
+        with pytest.raises(fake.FakeRefusal, match="21-1"):
+            lines.prefill(1, prompts(2)[1])
+        first.result()
+
+
+def test_a_call_blocks_until_its_step_is_done_and_async_mode_leaves_the_next_one_running(
+    model: Model, tmp_path: Path
+) -> None:
+    for asynchronous in (False, True):
+        with fake_nxdi(step_seconds=0.02) as fake:
+            from fake_nxdi.device import DEVICE
+
+            lines = _one_line(model, tmp_path / str(asynchronous), async_mode=asynchronous)
+            for call in range(5):
+                began = DEVICE.free_at
+                lines.decode()
+                assert time.monotonic() >= (began if asynchronous and call else DEVICE.free_at - 0.02 * asynchronous)
+            assert fake.COUNTS.steps == 1 + 5 + asynchronous
 
 
 @pytest.mark.parametrize("mistake", SILENT)

@@ -58,6 +58,8 @@ class NeuronApplicationBase(torch.nn.Module):
         self.traced_model: Program | None = None
         self.is_compiled = is_compiled(model_path)
         self.is_loaded_to_neuron = False
+        self.used_bytes = 0
+        """Of each core's memory, once loaded."""
 
     @classmethod
     def get_config_cls(cls) -> Any:
@@ -161,7 +163,8 @@ class NeuronApplicationBase(torch.nn.Module):
         decoder = Decoder(
             plan.decoder, self._weights(folder, start_rank_id, local_ranks_size), getattr(torch, plan.dtype)
         )
-        device.DEVICE.take(plan.world_size, (decoder.num_bytes + plan.num_cache_bytes) // plan.world_size)
+        self.used_bytes = (decoder.num_bytes + plan.num_cache_bytes) // plan.world_size
+        device.DEVICE.take(plan.world_size, self.used_bytes)
         self.traced_model = Program(plan, graphs, decoder)
         for submodel in self.models:
             submodel.model = self.traced_model

@@ -18,7 +18,7 @@ _WORD = (1 << 63) - 1
 
 RULES = {
     GOOD: ("21-2", "attends another sequence's tokens"),
-    TAIL: ("6", "attends the padding of a prompt: the positions between were never decoded"),
+    TAIL: ("8.1", "attends the padding of a prompt: the positions between were never decoded"),
     COPY: ("20-2", "attends what padded rows wrote: its line was absent from a decode call"),
 }
 
