@@ -11,7 +11,7 @@ import msgspec
 import pytest
 
 from helpers.artifacts import COVER, GRAPHS, publish
-from helpers.s3_server import BUCKET, S3Server, serving, use
+from helpers.s3_server import BUCKET, S3Server
 from helpers.tiny_model import write_tiny_model
 from neuron_runtime import record
 from neuron_runtime.__main__ import main
@@ -37,24 +37,12 @@ def unseen(amount: Amount) -> None:
     pass
 
 
-@pytest.fixture(scope="module")
-def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3Server]:
-    with serving(tmp_path_factory.mktemp("s3")) as server:
-        yield server
-
-
 @pytest.fixture(autouse=True)
 def default_signals() -> Iterator[None]:
     """`compile` handles SIGTERM; this process must not."""
     before = signal.getsignal(signal.SIGTERM)
     yield
     signal.signal(signal.SIGTERM, before)
-
-
-@pytest.fixture
-def server(running: S3Server, monkeypatch: pytest.MonkeyPatch) -> S3Server:
-    use(running, monkeypatch)
-    return running
 
 
 @pytest.fixture

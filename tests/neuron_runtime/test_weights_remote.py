@@ -11,14 +11,12 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import msgspec
 import pytest
 
-from cluster.rig.needs import NotPossibleHere
-from helpers.s3_server import BUCKET, S3Server, serving, use
+from helpers.s3_server import BUCKET, S3Server, use
 from helpers.weights import CHUNK_BYTES, NUM_READERS, contents, size, write_model
 from neuron_runtime import record
 from neuron_runtime.__main__ import main
@@ -41,20 +39,9 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_model(tmp_path_factory.mktemp("model") / "chat")
 
 
-@pytest.fixture(scope="module")
-def running(tmp_path_factory: pytest.TempPathFactory, model: Path) -> Iterator[S3Server]:
-    try:
-        with serving(tmp_path_factory.mktemp("s3")) as server:
-            server.upload(model, "origin/chat")
-            yield server
-    except NotPossibleHere as reason:
-        pytest.skip(str(reason))
-
-
-@pytest.fixture
-def server(running: S3Server, monkeypatch: pytest.MonkeyPatch) -> S3Server:
-    use(running, monkeypatch)
-    return running
+@pytest.fixture(scope="module", autouse=True)
+def uploaded(running: S3Server, model: Path) -> None:
+    running.upload(model, "origin/chat")
 
 
 @pytest.fixture

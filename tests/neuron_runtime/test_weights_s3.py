@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from botocore.exceptions import ClientError
 
-from cluster.rig.needs import NotPossibleHere
-from helpers.s3_server import BUCKET, S3Server, serving, use
+from helpers.s3_server import BUCKET, S3Server
 from helpers.weights import CHUNK_BYTES, NUM_READERS, contents, size, write_model
 from neuron_runtime.errors import ExitCode, FatalError
 from neuron_runtime.inspection import inspect_model
@@ -35,20 +33,9 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.fixture(scope="module")
-def running(tmp_path_factory: pytest.TempPathFactory, model: Path) -> Iterator[S3Server]:
-    try:
-        with serving(tmp_path_factory.mktemp("s3")) as server:
-            server.upload(model, "chat/v1")
-            yield server
-    except NotPossibleHere as reason:
-        pytest.skip(str(reason))
-
-
-@pytest.fixture
-def server(running: S3Server, monkeypatch: pytest.MonkeyPatch) -> S3Server:
-    use(running, monkeypatch)
-    return running
+@pytest.fixture(scope="module", autouse=True)
+def uploaded(running: S3Server, model: Path) -> None:
+    running.upload(model, "chat/v1")
 
 
 def quiet(amount: Amount) -> None:
