@@ -23,7 +23,7 @@ BLOCK_BYTES = 2**18
 """The most that a source returns at once."""
 TIMEOUT_SECONDS = 30.0
 """Longest silence of a source."""
-RETRY_SECONDS = (1.0, 2.0, 4.0, 8.0)
+RETRY_SECONDS = (1.0, 2.0, 3.0, 4.0)
 """Pauses between attempts; there is one more attempt than pauses."""
 RETRIED_STATUSES = frozenset({408, 425, 429, *range(500, 600)})
 
