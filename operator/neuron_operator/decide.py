@@ -24,7 +24,7 @@ from neuron_operator.render.replicas import replicas
 from neuron_operator.render.storage import check_source, own_claims
 from neuron_operator.revision import Revision
 from neuron_operator.sharing import upkeep
-from neuron_operator.steps import STEPS, Known, Step, refusal_of, using, walk
+from neuron_operator.steps import STEPS, Known, Step, Walk, refusal_of, using, walk
 from neuron_operator.views import Observed, observe
 from neuron_operator.why.pods import UNEXPLAINED_SECONDS, explain_failure
 from neuron_operator.why.refusals import explain_refusals
@@ -115,7 +115,7 @@ def _set_course(world: World, observed: Observed, settings: Settings, steps: Seq
         ),
         *_permanent(model, settings),
         *_claims(model, settings, observed, (pinned, served)),
-        *(_workload(model, observed, allowed) if allowed else ()),
+        *(_workload(model, observed, allowed) if allowed and _is_told(observed, done, allowed.revision) else ()),
         *done.desired,
         *cleaning,
     )
@@ -191,6 +191,19 @@ def _claims(
     existing = {found.name for found in observed.shared if found.kind == "PersistentVolumeClaim"}
     places = (place for known in revisions if known for place in known.places)
     return (claim for claim in own_claims(model, settings, places) if name_of(claim) not in existing)
+
+
+def _is_told(observed: Observed, done: Walk, wanted: Revision) -> bool:
+    """Whether the status says already that the steps before the replicas of this revision are done.
+
+    Until it does, for one pass, its replicas are not created: whoever watches the API sees first that a model is
+    compiled, then a pod that holds devices.
+    """
+    is_new = done.is_complete and done.known.revision is not None and wanted.name == done.known.revision.name
+    if not is_new or (observed.deployment is not None and observed.deployment.revision == wanted.name):
+        return True
+    shown = {kind for kind, condition in observed.model.conditions.items() if condition.status == "True"}
+    return observed.model.update_revision == wanted.name and {found.condition for found in done.findings} <= shown
 
 
 def _attempted(model: NeuronModel, served: Revision | None, allowed: Allowed | None) -> set[str]:

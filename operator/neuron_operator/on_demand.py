@@ -23,6 +23,7 @@ logger = logging.getLogger(__name__)
 
 FREE_DEVICES_SECONDS = 5.0
 EVENTS_SECONDS = 15.0
+CLAIM_EVENTS_SECONDS = 5.0
 LOG_SECONDS = 4.0
 UNREADABLE_LOG_SECONDS = 30.0
 """A log that cannot be read, for lack of the right or because its node does not answer, is read again after this."""
@@ -73,6 +74,7 @@ class OnDemand:
         self._cluster = cluster
         self._free = _Kept[FreeDevices]()
         self._events = _Kept[tuple[Object, ...]]()
+        self._claim_events = _Kept[tuple[Object, ...]]()
         self._logs = _Kept[str]()
 
     async def free_devices(self) -> FreeDevices:
@@ -82,6 +84,10 @@ class OnDemand:
     async def events(self, key: Key, children: Iterable[Object], pods: Iterable[Object]) -> tuple[Object, ...]:
         """Warnings about a model's Jobs, ReplicaSets and pods, newest last."""
         return await self._events.get(key, lambda: self._read_events(key[0], children, pods))
+
+    async def claim_events(self, namespace: str) -> tuple[Object, ...]:
+        """What is said about the namespace's claims, newest last."""
+        return await self._claim_events.get(namespace, lambda: self._read_claim_events(namespace))
 
     async def log(self, namespace: str, pod: str) -> str:
         """The end of the log of a pod's runtime container; empty if it cannot be read."""
@@ -107,11 +113,19 @@ class OnDemand:
         self, namespace: str, children: Iterable[Object], pods: Iterable[Object]
     ) -> tuple[tuple[Object, ...], float]:
         names = {(obj["kind"], key_of_model(obj)[1]) for obj in (*children, *pods)}
+        found = await self._list_events(namespace, "type=Warning")
+        return tuple(event for event in found if _concerns(event, names)), EVENTS_SECONDS
+
+    async def _read_claim_events(self, namespace: str) -> tuple[tuple[Object, ...], float]:
+        return await self._list_events(namespace, "regarding.kind=PersistentVolumeClaim"), CLAIM_EVENTS_SECONDS
+
+    async def _list_events(self, namespace: str, selector: str) -> tuple[Object, ...]:
+        """Newest last; none without the right to list them."""
         try:
-            found = (await self._cluster.list(EVENTS, namespace, field_selector="type=Warning")).items
+            found = (await self._cluster.list(EVENTS, namespace, field_selector=selector)).items
         except Forbidden:
             found = ()
-        return tuple(sorted((event for event in found if _concerns(event, names)), key=_time_of)), EVENTS_SECONDS
+        return tuple(sorted(found, key=_time_of))
 
     async def _read_log(self, namespace: str, pod: str) -> tuple[str, float]:
         try:

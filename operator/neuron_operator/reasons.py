@@ -54,8 +54,7 @@ class Row:
     exit_codes: tuple[int, ...] = ()
     """Exit codes of the runtime that mean this reason (`neuron_runtime/errors.py`)."""
     final: bool = False
-    """A retry with the same input would fail the same way, so the model is `Stalled`, and a Job is not repeated after
-    these exit codes."""
+    """A retry with the same input would fail the same way, so the model is `Stalled`."""
 
     @property
     def of_pods(self) -> Condition:
@@ -444,9 +443,6 @@ class Reason(StrEnum):
     @classmethod
     def of_exit_code(cls, code: int) -> Reason | None:
         return next((reason for reason in cls if code in reason.row.exit_codes), None)
-
-
-FINAL_EXIT_CODES = tuple(sorted(code for reason in Reason if reason.row.final for code in reason.row.exit_codes))
 
 
 @dataclass(frozen=True)

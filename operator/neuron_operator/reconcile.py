@@ -156,6 +156,8 @@ class Reconciler:
         if Need.EVENTS in needs:
             about = (*world.children, *(found for found in world.shared if found["kind"] == "Job"))
             world = replace(world, events=await self._on_demand.events(key, about, world.pods))
+        if Need.CLAIM_EVENTS in needs:
+            world = replace(world, claim_events=await self._on_demand.claim_events(key[0]))
         pods = [need.pod for need in needs if isinstance(need, LogOf)]
         logs = {pod: await self._on_demand.log(key[0], pod) for pod in pods}
         return replace(world, logs={**world.logs, **logs})

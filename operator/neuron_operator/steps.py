@@ -84,8 +84,6 @@ class Task:
     """The shared Job, and those that follow if one before runs out of memory; empty: the step needs none."""
     learn: Callable[[Known, Record], Known | None]
     """What is known after a successful Job; None if its record lacks it."""
-    inputs: Callable[[Known], tuple[Object, ...]] = lambda known: ()
-    """Shared ConfigMaps that the Job reads."""
     knows: Callable[[Known], bool] | None = None
     """Whether all this is known already; for a result that the revision pins."""
     void_after: frozenset[int] = frozenset()
@@ -196,9 +194,8 @@ def _wait(task: Task, jobs: Sequence[Object], so_far: Walk, observed: Observed) 
         return replace(
             waiting, stale=(*(found.live for found in kept), *((live.live,) if live and live.is_finished else ()))
         )
-    desired = (*task.inputs(known), job)
     if live is None:
-        return replace(waiting, desired=desired)
+        return replace(waiting, desired=(job,))
     if record is not None:
         return replace(waiting, desired=(with_owners(keeper(known.model, job, record), live.live),))
     is_lost = live.is_complete and not observed.pods_of(name)
@@ -208,7 +205,7 @@ def _wait(task: Task, jobs: Sequence[Object], so_far: Walk, observed: Observed) 
     # The end of a pod may be seen after that of its Job.
     has_ended = all(pod.container.ended for pod in observed.pods_of(name))
     failed = live if live.is_finished and has_ended else None
-    return replace(waiting, desired=desired, failed=failed, retry_seconds=_retry_seconds(task, observed))
+    return replace(waiting, desired=(job,), failed=failed, retry_seconds=_retry_seconds(task, observed))
 
 
 def _is_stuck(job: JobView, observed: Observed) -> bool:
@@ -232,11 +229,12 @@ def _current(jobs: Sequence[Object], waiting: Finding, observed: Observed) -> in
 
 
 def _retry_seconds(task: Task, observed: Observed) -> int:
-    """Half of the time that the step has been waiting, so that attempts become rarer without a stored count."""
+    """A tenth of the time that the step has been waiting: a cure is noticed soon after a short fault, and attempts
+    become rarer without a stored count."""
     before = observed.model.conditions.get(task.waiting.condition)
     since = instant(before.since) if before is not None and before.status == "False" else None
     waited = (observed.now - since).total_seconds() if since else 0.0
-    return int(min(max(waited / 2, MIN_RETRY_SECONDS), MAX_RETRY_SECONDS))
+    return int(min(max(waited / 10, MIN_RETRY_SECONDS), MAX_RETRY_SECONDS))
 
 
 def refusal_of(refusal: InvalidSpec | Unplaceable) -> Finding:

@@ -5,7 +5,7 @@ A view has only the fields that are used. Missing and wrongly typed parts read a
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from typing import Any
@@ -228,6 +228,8 @@ class Observed:
     """The pods of a Job, by its name."""
     warnings: Mapping[str, str]
     """The last warning about an object, by the object's name; empty if events were not read."""
+    said_of_claims: Mapping[str, str]
+    """The last event about a PersistentVolumeClaim, by its name; empty if they were not read."""
     free: FreeDevices | None
     logs: Mapping[str, str]
     """The end of the log of a Job's pod, by the pod's name."""
@@ -287,14 +289,17 @@ def observe(world: World) -> Observed:
         revisions=_revisions(children),
         replicas=tuple(pod for pod in pods if pod.role == names.ROLE_LEADER),
         job_pods=job_pods,
-        warnings={
-            text(event, "regarding", "name"): f"{text(event, 'reason')}: {text(event, 'note')}"
-            for event in sorted(world.events or (), key=lambda event: text(event, "reason") == EVICTED)
-        },
+        warnings=_said(sorted(world.events or (), key=lambda event: text(event, "reason") == EVICTED)),
+        said_of_claims=_said(world.claim_events),
         free=world.free,
         logs=world.logs,
         now=world.now,
     )
+
+
+def _said(events: Iterable[Object]) -> Mapping[str, str]:
+    """The last of the events about each object, by the object's name."""
+    return {text(event, "regarding", "name"): f"{text(event, 'reason')}: {text(event, 'note')}" for event in events}
 
 
 def _revisions(children: Sequence[ChildView]) -> tuple[Revision, ...]:

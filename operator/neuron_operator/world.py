@@ -11,7 +11,8 @@ How the rim runs a pass:
    depends on it. A new pass starts with `refusals` empty, so that it notices repairs. Another
    fault ends the pass, which is tried again; when this has lasted for some seconds, it goes into `refusals`, too.
 3. Make `changes`, and delete `delete` in the background, with the objects' UIDs as preconditions. Ignore 404 and 409.
-4. Write `status` if it differs from `body["status"]`; last, so that it never reports a step that did not happen.
+4. Write `status` if it differs from `body["status"]`; last, so that it never reports a step that did not happen. The
+   next pass follows at once, as after any change.
 5. Create the Events in `announcements` if the status was written; run again within `requeue_after_seconds`.
 """
 
@@ -65,7 +66,9 @@ class Need(Enum):
 
     FREE_DEVICES = "free devices"
     EVENTS = "events"
-    """Events of this model's Jobs, ReplicaSets and pods."""
+    """Warnings about this model's Jobs, ReplicaSets and pods."""
+    CLAIM_EVENTS = "events of claims"
+    """All events of the namespace's PersistentVolumeClaims: why one is not bound is no warning in some cases."""
 
 
 @dataclass(frozen=True)
@@ -120,6 +123,8 @@ class World:
     """None: not read in this pass."""
     events: tuple[Object, ...] | None = None
     """Warnings (`events.k8s.io/v1`), oldest first. None: not read in this pass; empty without the right to read."""
+    claim_events: tuple[Object, ...] = ()
+    """Oldest first. Empty if they were not read in this pass, or may not be."""
     logs: Mapping[str, str] = field(default_factory=dict)
     """By pod, the end of the logs read in this pass; empty if one cannot be read."""
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import dataclasses
 import itertools
 import json
 import ssl
@@ -12,6 +11,7 @@ import time
 import urllib.error
 import uuid
 from collections.abc import AsyncIterator, Callable, Iterator
+from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
@@ -37,12 +37,13 @@ from helpers.operators import (
 )
 from neuron_operator import names
 from neuron_operator.client import EVENTS, LEASES, NEURON_MODELS, PODS, Client, Conflict, Unreachable
-from neuron_operator.decide import KEPT_REVISIONS
+from neuron_operator.decide import KEPT_REVISIONS, decide
 from neuron_operator.lease import LeaseTimings
 from neuron_operator.objects import is_shared, owners_of
 from neuron_operator.on_demand import EVENTS_SECONDS
 from neuron_operator.reflector import Caches, Key
 from neuron_operator.run import check_installed
+from neuron_operator.world import Decision, Settings, World
 
 pytestmark = [pytest.mark.cluster, pytest.mark.slow]
 
@@ -208,8 +209,8 @@ async def test_a_lost_revision_is_rebuilt_without_replacing_a_pod(
     else:
         edit = {names.MANAGED_BY_LABEL: None} if "without" in change else {names.REVISION_LABEL: "zz"}
         namespace.patch(revisions, name, {"metadata": {"labels": edit}})
-    newer = dataclasses.replace(only(namespace).models, runtime_image="example.com/runtime:2")
-    using = dataclasses.replace(only(namespace), models=newer)
+    newer = replace(only(namespace).models, runtime_image="example.com/runtime:2")
+    using = replace(only(namespace), models=newer)
     async with client_of(server) as client, operating(client, using):
         await eventually(lambda: [r["metadata"]["labels"] for r in namespace.list(revisions)] == [labels])
         await asyncio.sleep(1.0)
@@ -611,12 +612,65 @@ async def test_the_claim_of_the_chart_is_made_once_and_outlives_the_models(
         await eventually(lambda: namespace.condition("UpToDate")[0] == "True", 20, about=namespace.model)
         (pod,) = (job["spec"]["template"]["spec"] for job in namespace.list(jobs) if "fetch" in str(job["metadata"]))
         assert {"name": "weights", "persistentVolumeClaim": {"claimName": name}} in pod["volumes"]
-        namespace.patch(claims, name, {"spec": {"volumeName": "volume-1"}})  # as its binding does
         namespace.patch(claims, name, {"metadata": {"labels": {"app.kubernetes.io/component": "mine"}}})
         namespace.wake()
         namespace.delete(NEURON_MODELS, "chat")
         await asyncio.sleep(1.0)
         assert len(namespace.list(claims)) == 1
+
+
+async def test_a_claim_that_a_pass_did_not_see_is_left_as_it_is(server: ApiServer, namespace: Namespace) -> None:
+    """An operator with an earlier size in its chart has just made it, and it is bound."""
+    claims, name = BY_KIND["PersistentVolumeClaim"], "neuron-serving-weights"
+    spec = {"accessModes": ["ReadWriteMany"], "resources": {"requests": {"storage": "5Gi"}}, "storageClassName": "efs"}
+    metadata = {"name": name, "labels": names.shared_labels("weights")}
+    claim = {"apiVersion": "v1", "kind": "PersistentVolumeClaim", "metadata": metadata}
+    made = server.call("POST", claims.path(namespace.name), {**claim, "spec": {**spec, "volumeName": "volume-1"}})
+
+    def unseeing(world: World, settings: Settings) -> Decision:
+        seen = tuple(found for found in world.shared if found["kind"] != claims.kind)
+        return decide(replace(world, shared=seen), settings)
+
+    using = only(namespace, "--storage", '{"weights": {"pvcTemplate": {"storageClassName": "efs", "size": "1Ti"}}}')
+    before = len(server.requests(OPERATOR_USER))
+    async with client_of(server) as client, operating(client, using, decide=unseeing):
+        namespace.put_model(model={"uri": "hf://acme/tiny"})
+        await eventually(namespace.finish_resolve)
+        await eventually(lambda: len(namespace.list(BY_KIND["Job"])) == 2, about=namespace.model)
+        await eventually(lambda: namespace.condition() == ("False", "Fetching"), about=namespace.model)
+    assert ("patch", claims.plural) not in calls(server, before)
+    assert namespace.get(claims, name)["spec"] == made["spec"]
+
+
+async def test_what_is_said_about_a_claim_that_is_not_bound_is_shown(server: ApiServer, namespace: Namespace) -> None:
+    """Also where it is no warning."""
+    name, said = "neuron-serving-weights", "waiting for a volume to be created by the external provisioner"
+    using = only(namespace, "--storage", '{"weights": {"pvcTemplate": {"storageClassName": "efs", "size": "1Ti"}}}')
+    async with client_of(server) as client, operating(client, using):
+        namespace.put_model(model={"uri": "hf://acme/tiny"})
+        await eventually(namespace.finish_resolve)
+        await eventually(lambda: len(namespace.list(BY_KIND["Job"])) == 2, about=namespace.model)
+        event = {
+            "apiVersion": "events.k8s.io/v1",
+            "kind": "Event",
+            "metadata": {"name": "reported", "namespace": namespace.name},
+            "type": "Normal",
+            "reason": "ExternalProvisioning",
+            "note": said,
+            "action": "Provision",
+            "eventTime": "2026-01-01T00:00:00.000000Z",
+            "reportingController": "persistentvolume-controller",
+            "reportingInstance": "persistentvolume-controller",
+            "regarding": {"kind": "PersistentVolumeClaim", "namespace": namespace.name, "name": name},
+        }
+        server.call("POST", EVENTS.path(namespace.name), event)
+        (job,) = (found for found in namespace.list(BY_KIND["Job"]) if found["metadata"]["name"].startswith("nw-"))
+        namespace.wait_for_volume(job)
+        await eventually(lambda: namespace.condition("WeightsReady") == ("False", "VolumeNotBound"))
+        await eventually(
+            lambda: f"claim {name}: ExternalProvisioning: {said}" in message(namespace, "WeightsReady"),
+            about=namespace.model,
+        )
 
 
 async def test_a_long_message_of_wide_characters_is_announced(server: ApiServer, namespace: Namespace) -> None:

@@ -177,6 +177,15 @@ class Namespace:
         phase = "Failed" if state["exitCode"] else "Succeeded"
         self._put_job_pod(self.get(BY_KIND["Job"], name), name, {"terminated": state}, phase)
 
+    def wait_for_volume(self, job: Any) -> None:
+        """Plays Job controller and scheduler: the pod of a Job has a claim that is not bound."""
+        name = job["metadata"]["name"]
+        self._put_job_pod(job, name, {"waiting": {}}, "Pending")
+        text = "0/3 nodes are available: pod has unbound immediate PersistentVolumeClaims."
+        unscheduled = {"type": "PodScheduled", "status": "False", "reason": "Unschedulable", "message": text}
+        status = {"status": {"conditions": [unscheduled], "containerStatuses": []}}
+        self.server.call("PATCH", PODS.path(self.name, name, "status"), status, "application/merge-patch+json")
+
     def _put_job_pod(self, job: Any, pod: str, state: dict[str, Any], phase: str, **spec: str) -> None:
         template, name = job["spec"]["template"], job["metadata"]["name"]
         owner = {"apiVersion": "batch/v1", "kind": "Job", "name": name, "uid": job["metadata"]["uid"]}

@@ -29,7 +29,7 @@ from helpers.operator_worlds import (
 from neuron_operator import names
 from neuron_operator.decide import decide
 from neuron_operator.objects import items, name_of, owners_of
-from neuron_operator.world import Decision, Object, Settings, World
+from neuron_operator.world import Decision, Need, Object, Settings, World
 
 CLAIM = {"weights": {"persistentVolumeClaim": {"claimName": "models", "subPath": "llm"}}}
 STORE = {"weights": {"objectStore": {"uri": "s3://bucket/weights"}}}
@@ -199,6 +199,18 @@ def test_a_claim_that_is_not_bound_is_named_until_the_job_starts() -> None:
     assert found["reason"] == "VolumeNotBound"
     assert "unbound immediate PersistentVolumeClaims" in found["message"]
     assert "kubectl describe pvc models" in found["message"]
+    assert Need.CLAIM_EVENTS in decision.needs
+    said = tuple(
+        {"regarding": {"kind": "PersistentVolumeClaim", "name": name}, "reason": reason, "note": note}
+        for name, reason, note in (
+            ("models", "WaitForFirstConsumer", "waiting for first consumer"),
+            ("models", "ProvisioningFailed", 'storageclass "efs" not found'),
+            ("others", "FailedBinding", "no volumes"),
+        )
+    )
+    told = decide(replace(world, claim_events=said), SETTINGS)
+    message = condition(told.status, "WeightsReady")["message"]
+    assert message.endswith('claim models: ProvisioningFailed: storageclass "efs" not found')
     *others, pod = carried_out(world, decision).pods
     running = {"phase": "Running", "containerStatuses": [{"name": "runtime", "state": {"running": {}}}]}
     world = replace(carried_out(world, decision), pods=(*others, {**pod, "status": running}))

@@ -217,7 +217,10 @@ class _Session:
     async def _drive(self, machine: Machine, stop: asyncio.Event) -> int:
         while not stop.is_set():
             self.wake.clear()
+            before = self.status
             requeue = await self._pass(machine)
+            if self.status != before:
+                continue  # in a cluster, too, a written status wakes the operator
             ready = self._is_ready()
             trouble = None if ready else self._trouble(machine)
             self._show_conditions(trouble or "")

@@ -17,7 +17,6 @@ from neuron_operator.config_document import compiled_part, to_json
 from neuron_operator.fields import as_json
 from neuron_operator.model import NeuronModel
 from neuron_operator.objects import items, owners_of, text
-from neuron_operator.reasons import FINAL_EXIT_CODES
 from neuron_operator.records import Facts, Record
 from neuron_operator.render import storage
 from neuron_operator.render.objects import shared
@@ -28,12 +27,10 @@ from neuron_operator.render.volumes import Mount
 from neuron_operator.revision import Compiling, Pinned
 from neuron_operator.world import Object, Place, Settings
 
-RETRIES = 3
-"""Of a Job, for temporary failures; it waits 10, 20 and 40 s."""
 KEPT_SECONDS = 600
 """A Job whose record is copied is deleted after this time, so that its log can be read."""
-MIN_RETRY_SECONDS, MAX_RETRY_SECONDS = 5, 600
-"""A failed Job is deleted, and created again, after half of the time that its step has been waiting."""
+MIN_RETRY_SECONDS, MAX_RETRY_SECONDS = 1, 600
+"""A failed Job is deleted, and created again, after a tenth of the time that its step has been waiting."""
 
 _NOT_NEURON = (
     {"key": names.NEURON_PRESENT_LABEL, "operator": "DoesNotExist"},
@@ -53,6 +50,10 @@ def _only(*expressions: Object) -> Object:
 
 NEVER_NEURON = _only(*_NOT_NEURON)
 
+_DRAINED: Object = {"action": "Ignore", "onPodConditions": [{"type": "DisruptionTarget"}]}
+"""After a drain the Job makes another pod. Any other end fails it: only the operator repeats it, because the Job
+controller would pause 10, 20 and 40 s, however short the fault was."""
+
 
 @dataclass(frozen=True)
 class JobKind:
@@ -64,20 +65,13 @@ class JobKind:
     deadline_seconds: int
     """Includes pulling a runtime image of several GB on a new node."""
     node_affinity: Mapping[str, Any]
-    final_exit_codes: tuple[int, ...] = FINAL_EXIT_CODES
-    """The Job is not repeated after these."""
 
-
-KILLED = 137
-"""By the kernel if memory ran out: with as much memory it would run out again."""
 
 MEMORY_MULTIPLES = (1, 2, 4)
 
 RESOLVE = JobKind(names.ROLE_RESOLVE, "nf", 1800, PREFER_NOT_NEURON)
 FETCH = JobKind(names.ROLE_FETCH, "nw", 6 * 3600, NEVER_NEURON)
-COMPILE = JobKind(
-    names.ROLE_COMPILE, "na", 6 * 3600, _only(*_NOT_NEURON, _AMD64), final_exit_codes=(*FINAL_EXIT_CODES, KILLED)
-)
+COMPILE = JobKind(names.ROLE_COMPILE, "na", 6 * 3600, _only(*_NOT_NEURON, _AMD64))
 
 
 def resolve_job(model: NeuronModel, settings: Settings) -> Object:
@@ -186,9 +180,9 @@ def shared_job(
         )
 
     rendered = {
-        "backoffLimit": RETRIES,
+        "backoffLimit": 0,
         "activeDeadlineSeconds": kind.deadline_seconds,
-        "podFailurePolicy": {"rules": _rules(kind.final_exit_codes)},
+        "podFailurePolicy": {"rules": [_DRAINED]},
         "template": template(settings, {"nodeAffinity": kind.node_affinity}),
     }
     # What a manifest says in the words of the default still wins over the installation.
@@ -197,15 +191,6 @@ def shared_job(
     job = shared(model, "batch/v1", "Job", name, component=kind.role, labels={names.ROLE_LABEL: kind.role})
     annotations = {names.RENDERED_ANNOTATION: names.digest(rendered)}
     return {**job, "metadata": {**job["metadata"], "annotations": annotations}, "spec": rendered}
-
-
-def _rules(final_exit_codes: Iterable[int]) -> list[Object]:
-    """A drained node costs no attempt; what a retry cannot cure is not retried."""
-    codes = {"containerName": names.RUNTIME_CONTAINER, "operator": "In", "values": list(final_exit_codes)}
-    return [
-        {"action": "Ignore", "onPodConditions": [{"type": "DisruptionTarget"}]},
-        {"action": "FailJob", "onExitCodes": codes},
-    ]
 
 
 def rendered_hash(job: Object) -> str:

@@ -20,16 +20,9 @@ def child(
     labels: Mapping[str, str] | None = None,
 ) -> Object:
     """An object in the model's namespace, owned by the model; the caller adds spec or data."""
-    return {
-        "apiVersion": api_version,
-        "kind": kind,
-        "metadata": {
-            "name": name,
-            "namespace": model.namespace,
-            "labels": {**names.labels(model.name, component), **(labels or {})},
-            "ownerReferences": [{**owner_reference(model), "controller": True}],
-        },
-    }
+    owner = {**owner_reference(model), "controller": True}
+    all_labels = {**names.labels(model.name, component), **(labels or {})}
+    return _frame(model, api_version, kind, name, labels=all_labels, owner=owner)
 
 
 def shared(
@@ -42,16 +35,13 @@ def shared(
     labels: Mapping[str, str] | None = None,
 ) -> Object:
     """An object that the models of the namespace share: equal for all of them but for the owner, who is one of them."""
-    return {
-        "apiVersion": api_version,
-        "kind": kind,
-        "metadata": {
-            "name": name,
-            "namespace": model.namespace,
-            "labels": {**names.shared_labels(component), **(labels or {})},
-            "ownerReferences": [owner_reference(model)],
-        },
-    }
+    all_labels = {**names.shared_labels(component), **(labels or {})}
+    return _frame(model, api_version, kind, name, labels=all_labels, owner=owner_reference(model))
+
+
+def _frame(model: NeuronModel, api_version: str, kind: str, name: str, *, labels: Object, owner: Object) -> Object:
+    metadata = {"name": name, "namespace": model.namespace, "labels": labels, "ownerReferences": [owner]}
+    return {"apiVersion": api_version, "kind": kind, "metadata": metadata}
 
 
 def owner_reference(model: NeuronModel) -> Object:

@@ -56,7 +56,7 @@ def _explain_state(waiting: Finding, job: JobView, pods: tuple[PodView, ...], ob
         if pod.has_failed and pod.reason:
             return _of_step(waiting, explain_failure(pod, observed, "jobs.resources"))
         if pod.container.ended is not None:
-            return _explain_end(waiting, job, pod, pod.container.ended)
+            return _explain_end(waiting, pod, pod.container.ended)
     if job.failure is not None:
         text = f"Job {job.name} failed and left no record: {job.failure or 'no message'}"
         return replace(waiting, message=text)
@@ -86,7 +86,7 @@ def has_run_out_of_memory(waiting: Finding, observed: Observed) -> bool:
     return verdict is not None and verdict.reason == Reason.COMPILE_OUT_OF_MEMORY
 
 
-def _explain_end(waiting: Finding, job: JobView, pod: PodView, end: Termination) -> Finding:
+def _explain_end(waiting: Finding, pod: PodView, end: Termination) -> Finding:
     if waiting.condition == "Compiled" and ran_out_of_memory(end):
         limit = f"its limit is {pod.memory_limit}" if pod.memory_limit else "it has no limit"
         cure = "set jobs.resources.limits.memory to more"
@@ -95,10 +95,8 @@ def _explain_end(waiting: Finding, job: JobView, pod: PodView, end: Termination)
     reason = Reason.of_exit_code(end.exit_code)
     if reason is not None and waiting.condition in reason.row.conditions:
         return unmet(waiting.condition, reason, f"{last_words(end)}; {AGAIN}")
-    is_over = job.failure is not None or end.exit_code == 0
-    next_step = "does not retry" if is_over else "retries"
     cure = "; raise jobs.resources.limits.memory" if end.reason == OOM_KILLED else ""
-    text = f"pod {pod.name} ended with {how_it_ended(end)} and no result: {last_words(end)}{cure}; the Job {next_step}"
+    text = f"pod {pod.name} ended with {how_it_ended(end)} and no result: {last_words(end)}{cure}; {AGAIN}"
     return replace(waiting, message=text)
 
 

@@ -237,9 +237,14 @@ def _explain_by_events(pod: PodView, warning: str) -> Finding:
 def _explain_unscheduled(pod: PodView, message: str, observed: Observed, placement: Placement | None) -> Finding:
     if "unbound immediate PersistentVolumeClaims" in message or "persistentvolumeclaim" in message:
         text = f"pod {pod.name} cannot be scheduled: {message.rstrip('.')}"
-        if pod.claims:
+        said = [
+            f"claim {name}: {observed.said_of_claims[name]}" for name in pod.claims if name in observed.said_of_claims
+        ]
+        if said:
+            text += f"; {'; '.join(said)}"
+        elif pod.claims:
             text += f"; see kubectl describe pvc {' '.join(pod.claims)}"
-        return unmet("Available", Reason.VOLUME_NOT_BOUND, text)
+        return unmet("Available", Reason.VOLUME_NOT_BOUND, text, {Need.CLAIM_EVENTS})
     if placement is not None and f"Insufficient {names.NEURON_RESOURCE_PREFIX}" in message:
         free = describe_free(observed.free, placement, pod.node_rules)
         verdict = message.partition(". ")[0].rstrip(".")
