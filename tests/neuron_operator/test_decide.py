@@ -94,6 +94,25 @@ def test_a_resolved_model_is_pinned_before_replicas_are_created() -> None:
     assert kinds(decision) == ["ControllerRevision", *KINDS_BEFORE, "ConfigMap", "Deployment"]
 
 
+def test_the_status_tells_that_the_steps_are_done_before_pods_of_a_revision_can_exist() -> None:
+    """Of the first one, and of one that an edit makes."""
+    rendered, _ = resolved_world()
+    serving, before = settle(with_ready_pods(rendered))
+    for world in (
+        replace(without(rendered, "Deployment"), body=fresh().body),
+        edited(serving, serving={"maxModelLength": 1024}),
+    ):
+        first = decide(world, SETTINGS)
+        assert "Deployment" not in kinds(first)
+        assert condition(first.status, "Compiled")["status"] == "True"
+        second = decide(carried_out(world, first), SETTINGS)
+        assert first.status is not None
+        assert revision_of(second) == first.status["updateRevision"]
+    scaled = decide(edited(serving, replicas=1), SETTINGS)
+    assert find(scaled.desired, "Deployment")["spec"]["replicas"] == 1, "a scaled revision is known already"
+    assert revision_of(scaled) == revision_of(before)
+
+
 def test_all_conditions_of_a_serving_model_are_true() -> None:
     world, _ = resolved_world()
     _, decision = settle(with_ready_pods(world))
