@@ -15,9 +15,8 @@ from neuron_runtime import record
 from neuron_runtime.bench import command as bench
 from neuron_runtime.commands import compile_model, fetch, inspect, plan_buckets, serve, weights
 from neuron_runtime.console import say
+from neuron_runtime.entry import INTERRUPTED
 from neuron_runtime.errors import ServingError
-
-INTERRUPTED = 130
 
 COMMANDS: dict[str, tuple[Callable[[argparse.ArgumentParser], None], str]] = {
     "serve": (serve.add_arguments, "serve a model over HTTP"),

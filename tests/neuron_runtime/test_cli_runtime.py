@@ -8,6 +8,7 @@ import re
 import socket
 import subprocess
 import sys
+import textwrap
 from pathlib import Path
 from typing import Any
 
@@ -417,3 +418,22 @@ def test_the_supervisor_imports_neither_torch_nor_the_web_stack() -> None:
         "sys.exit(bool({'torch', 'transformers', 'starlette', 'uvicorn', 'zmq', 'asyncio'} & set(sys.modules)))"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_a_signal_to_stop_is_obeyed_while_the_program_is_still_importing_its_modules() -> None:
+    """The first process of a container would lose it."""
+    program = """
+        import os, signal, sys
+        from neuron_runtime import entry
+
+        class Stopping:
+            def find_spec(self, name, path=None, target=None):
+                if name == "neuron_runtime.__main__":
+                    os.kill(os.getpid(), signal.SIGTERM)
+
+        sys.meta_path.insert(0, Stopping())
+        sys.argv[1:] = ["--version"]
+        sys.exit(entry.main())
+        """
+    done = subprocess.run([sys.executable, "-c", textwrap.dedent(program)], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "")
