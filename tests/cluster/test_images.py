@@ -26,6 +26,7 @@ from cluster.rig.image_base import base_image, read_layout
 from cluster.rig.image_builder import BuildFailed, running_builder
 from cluster.rig.image_torch import LOCAL_VERSION, Wheel
 from cluster.rig.images import (
+    COMPILE_TARGET,
     PYTHON_IMAGE,
     ROOT,
     TARGETS,
@@ -325,7 +326,7 @@ def _write_empty_wheel(folder: Path, name: str, version: str) -> None:
         wheel.add_metadata("WHEEL", b"Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
 
 
-@pytest.mark.parametrize("target", [*TARGETS, "runtime-neuron"])
+@pytest.mark.parametrize("target", [*TARGETS, COMPILE_TARGET, "runtime-neuron"])
 def test_buildkit_lint_passes_for_each_target(target: str, cache: Cache) -> None:
     with running_builder(cache) as builder:
         assert lint(target, builder, cache) == ""

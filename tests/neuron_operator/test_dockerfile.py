@@ -42,7 +42,7 @@ def test_the_dockerfile_needs_no_external_frontend() -> None:
     assert not [line for line in lines() if line.lower().startswith("# syntax")]
 
 
-@pytest.mark.parametrize("target", ["operator", "runtime-cpu", "runtime-neuron"])
+@pytest.mark.parametrize("target", ["operator", "runtime-cpu", "runtime-cpu-compile", "runtime-neuron"])
 def test_every_target_runs_as_an_unprivileged_user_and_has_labels(target: str) -> None:
     text = DOCKERFILE.read_text().partition(f" AS {target}\n")[2].partition("\nFROM ")[0]
     assert [line for line in text.splitlines() if line.startswith("USER")][-1] == "USER 65532:65532"
@@ -52,10 +52,15 @@ def test_every_target_runs_as_an_unprivileged_user_and_has_labels(target: str) -
 
 def test_the_image_that_compiles_is_the_runtime_image_with_a_compiler() -> None:
     """So its libraries are those that serve, and the artifacts' keys are equal."""
-    text = DOCKERFILE.read_text().partition("FROM runtime-cpu AS runtime-cpu-compile\n")[2].partition("\nFROM ")[0]
-    (installed,) = [line for line in text.splitlines() if line.startswith("RUN")]
-    assert "--no-install-recommends g++ " in installed
-    assert text.strip().endswith("USER 65532:65532")
+    stages = {part.split("\n")[0]: part for part in DOCKERFILE.read_text().split("\nFROM ")}
+    assert "--no-install-recommends g++ " in stages["base AS compiler"]
+    lines = {name: part.splitlines() for name, part in stages.items()}
+    copied = {line.split()[-1] for line in lines["base AS runtime-cpu"] if line.startswith("COPY")}
+    ours = [line for line in lines["compiler AS runtime-cpu-compile"] if line.startswith("COPY")]
+    assert ours == [
+        f"COPY --link --from=runtime-cpu {path} {path}" for path in ("/opt/venv", "/models/demo", "/opt/neuron-serving")
+    ]
+    assert copied == {line.split()[-1] for line in ours}
 
 
 def test_the_build_context_contains_only_what_the_images_need() -> None:

@@ -26,8 +26,8 @@ from cluster.rig.cgroups import ROOT_GROUP, Group
 from cluster.rig.machine import StartFailed, wait_until
 from cluster.rig.needs import require_machine, search_path
 
-# Layers, cache mounts and unpacked bases; a build of every image takes about 5 GB.
-MAX_STATE_BYTES = 10_000_000_000
+# Layers, cache mounts and unpacked bases; a build of every image takes about 9 GB.
+MAX_STATE_BYTES = 14_000_000_000
 
 _GROUP = Group(f"{ROOT_GROUP}-build")
 _STOP_SECONDS = 60

@@ -22,11 +22,12 @@ from typing import NamedTuple
 from cluster.rig.cache import Cache, content_key
 from cluster.rig.needs import NotPossibleHere, search_path
 
-# Sorts above the original version, satisfies a pin of it, and is visible in `pip list`.
-LOCAL_VERSION = "cputest"
+# Sorts above the original version, satisfies a pin of it, and is visible in `pip list`. Count it up when the wheel
+# changes: installers keep a wheel by its version.
+LOCAL_VERSION = "cputest2"
 
 _GPU_REQUIREMENT = re.compile(r"Requires-Dist: (nvidia-|cuda-|triton)")
-_LEFT_OUT = re.compile(r"torch/(include|test)/|torch/bin/(?!torch_shm_manager)|\.pyc$|\.a$|\.\./")
+_LEFT_OUT = re.compile(r"torch/test/|torch/bin/(?!torch_shm_manager)|\.pyc$|\.a$|\.\./")
 _LEFT_OUT_METADATA = frozenset({"INSTALLER", "RECORD", "REQUESTED", "direct_url.json", "uv_cache.json"})
 _GPU_CODE_SECTIONS = frozenset({".nv_fatbin"})
 # The one CUDA library that stays unchanged: it reports "no device" itself.

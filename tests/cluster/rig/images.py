@@ -23,8 +23,10 @@ from cluster.rig.needs import NotPossibleHere
 ROOT = Path(__file__).resolve().parents[3]
 DOCKERFILE = "Dockerfile.neuron"
 PYTHON_IMAGE = "python:3.11-slim"
-# The images that run in the cluster; the base of `runtime-neuron` exists only in registries.
+# The images that run in every cluster, and the one whose Jobs compile; the base of `runtime-neuron` exists only in
+# registries.
 TARGETS = ("operator", "runtime-cpu")
+COMPILE_TARGET = "runtime-cpu-compile"
 
 _MAX_ARCHIVES = 2
 # Unpacks faster than gzip and is smaller; every containerd that Kubernetes supports reads it.
@@ -82,7 +84,7 @@ class BuildInputs:
 
     @classmethod
     def of(cls, target: str, cache: Cache, root: Path = ROOT) -> BuildInputs:
-        wheels = small_torch(cache) if target == "runtime-cpu" else None
+        wheels = small_torch(cache) if target in ("runtime-cpu", COMPILE_TARGET) else None
         return cls(target, root, {PYTHON_IMAGE: base_image(cache)}, wheels)
 
     @property
@@ -185,9 +187,10 @@ def describe(archive: Path) -> Image:
 
 def main(names: Sequence[str]) -> int:
     """`python -m cluster.rig.images [TARGET...]`: builds, then prints each image's name, archive and layers."""
-    unknown = sorted(set(names) - set(TARGETS))
+    known = (*TARGETS, COMPILE_TARGET)
+    unknown = sorted(set(names) - set(known))
     if unknown:
-        print(f"no such target: {' '.join(unknown)}; there are {' '.join(TARGETS)}", file=sys.stderr)
+        print(f"no such target: {' '.join(unknown)}; there are {' '.join(known)}", file=sys.stderr)
         return 2
     try:
         for target in names or TARGETS:
