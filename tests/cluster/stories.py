@@ -9,7 +9,7 @@ import re
 import subprocess
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -70,6 +70,12 @@ def install(rig: Rig, images: Images, *options: str) -> None:
     values = f"image.operator={images.operator},image.runtime={images.runtime},image.pullPolicy=Never"
     where = ("-n", OPERATOR_NAMESPACE, "--create-namespace", "--wait", WAITING)
     rig.helm("install", "neuron-serving", str(CHART), *where, "--set", values, *options)
+
+
+def upgrade(rig: Rig, *options: str) -> None:
+    """`helm upgrade --wait` with further options; all others stay."""
+    where = ("-n", OPERATOR_NAMESPACE, "--wait", WAITING, "--reuse-values")
+    rig.helm("upgrade", "neuron-serving", str(CHART), *where, *options)
 
 
 def uninstall(rig: Rig) -> None:
@@ -145,6 +151,10 @@ class Story:
     def apply(self, body: Any) -> None:
         self.kubectl("apply", "-f", "-", stdin=json.dumps(body))
 
+    def apply_all(self, bodies: Sequence[Any]) -> None:
+        """In one request of kubectl, one after the other."""
+        self.apply({"apiVersion": "v1", "kind": "List", "items": list(bodies)})
+
     def condition(self, model: str, kind: str) -> dict[str, Any]:
         body = json.loads(self.kubectl("get", "nm", model, "-o", "json"))
         found = [c for c in body.get("status", {}).get("conditions", []) if c["type"] == kind]
@@ -169,6 +179,12 @@ class Story:
         found: dict[str, Any] = self.until(f"{model}: {reason}", has_it)
         print(f"    {model}: {reason}: {found['message']}")
         return found
+
+    def until_gone(self, model: str, reason: str, condition: str = "Ready") -> None:
+        """Waits until the condition has another reason, and prints how long that took."""
+        began = time.monotonic()
+        self.until(f"{model}: no longer {reason}", lambda: self.condition(model, condition)["reason"] != reason)
+        print(f"    {model}: {reason} is gone after {time.monotonic() - began:.1f} s")
 
     def until_ready(self, replicas: int, model: str = "chat") -> None:
         self.until(

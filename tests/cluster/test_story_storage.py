@@ -17,10 +17,23 @@ import pytest
 
 from cluster.rig.commands import CommandFailed
 from cluster.rig.faults import frozen, kill_containers, power_off
+from cluster.rig.images import COMPILE_TARGET, build_image
 from cluster.rig.rig import WAITING, Rig
 from cluster.rig.shared_storage import STORAGE_CLASS, Volume, shared_volume, storage_full
 from cluster.servers import MODEL_FILE, Hub, hub_in_pod, object_store_in_pod
-from cluster.stories import ANSWERS, OURS, ROOT, Images, Story, WatchEvent, install, load_images, model_of, uninstall
+from cluster.stories import (
+    ANSWERS,
+    OURS,
+    ROOT,
+    Images,
+    Story,
+    WatchEvent,
+    install,
+    load_images,
+    model_of,
+    uninstall,
+    upgrade,
+)
 from helpers.s3_server import ACCESS_KEY, SECRET_KEY
 from neuron_runtime.weights.transfer import TransferLimits
 
@@ -96,41 +109,96 @@ def story(installation: Installation, namespace: str) -> Iterator[Story]:
     print(json.dumps({name: round(seconds, 1) for name, seconds in story.seconds.items()}))
 
 
-def test_five_models_of_one_checkpoint_are_resolved_and_fetched_once(installation: Installation, story: Story) -> None:
-    """Also when the fetch and the operator are killed in the middle of it."""
-    hub, names = installation.hub, [f"chat-{number}" for number in range(5)]
+def test_five_models_of_one_checkpoint_and_two_keys_are_fetched_once_and_compiled_twice(
+    installation: Installation, story: Story
+) -> None:
+    hub, lengths = installation.hub, {f"chat-{number}": 256 + 256 * (number % 2) for number in range(5)}
+    models = [_compiled(name, length, compileSeconds=1, **NEURON) for name, length in lengths.items()]
+    sent, audit = hub.sent_bytes(), len(story.rig.audit_events())
+    with (
+        shared_volume(story.rig, story.namespace, WEIGHTS_CLAIM) as weights,
+        shared_volume(story.rig, story.namespace, ARTIFACTS_CLAIM) as artifacts,
+        story.watching("pods") as pods,
+        story.watching("nm") as statuses,
+    ):
+        with story.stage("cold: five ready"):
+            story.apply_all(models)
+            for name in lengths:
+                story.until_ready(1, name)
+        jobs = story.created_jobs(audit)
+        assert sorted(job.partition("-")[0] for job in jobs) == ["na", "na", "nf", "nw"], jobs
+        once = _weights_bytes(weights)
+        assert once <= hub.sent_bytes() - sent <= once * 1.05, "the headers are read twice"
+        assert _entries(weights) == [hub.commit("demo/small")]
+        assert len(_entries(artifacts)) == 2
+        _check_order(pods(), statuses())
+        _check_nothing_is_downloaded(story)
+        audit, sent, kept = len(story.rig.audit_events()), hub.sent_bytes(), _contents(artifacts)
+        with story.stage("a second replica fetches and compiles nothing"):
+            story.kubectl("scale", "nm", "chat-0", "--replicas=2")
+            story.until_ready(2, "chat-0")
+            assert story.created_jobs(audit) == []
+        with story.stage("another length: the old pod serves until its artifact is there"):
+            (before,) = story.ready_pods("chat-1")
+            story.apply(_compiled("chat-1", 768, compileSeconds=3, **NEURON))
+            story.until_reason("chat-1", "Compiling", "UpToDate")
+            assert [pod["metadata"]["uid"] for pod in story.ready_pods("chat-1")] == [before["metadata"]["uid"]]
+            story.until("up to date", lambda: story.condition("chat-1", "UpToDate")["status"] == "True")
+            story.until_ready(1, "chat-1")
+            assert len(_entries(artifacts)) == 3
+        story.kubectl("delete", "nm", "--all")
+        story.until("all objects are gone", lambda: not story.items("jobs,configmaps,pods", OURS))
+        with story.stage("warm: five ready"):
+            story.apply_all(models)
+            for name in lengths:
+                story.until_ready(1, name)
+        assert hub.sent_bytes() == sent
+        assert kept.items() <= _contents(artifacts).items()
+        assert len(_entries(artifacts)) == 3
+        story.kubectl("delete", "nm", "--all")
+
+
+def test_what_is_killed_is_continued(installation: Installation, story: Story) -> None:
+    """The fetch, the compilers and the operator, each in the middle."""
+    hub, lengths = installation.hub, {"chat-0": 256, "chat-1": 512}
     sent, audit = hub.sent_bytes(), len(story.rig.audit_events())
     hub.order(bytes_per_second=3e6)
-    with story.watching("pods") as pods, story.watching("configmaps") as records:
+    with story.watching("pods") as pods, story.watching("nm") as statuses:
         with story.stage("claim: not bound"):
-            for name in names:
-                story.apply(model_of(name, "hf://demo/large", **NEURON, **SMALL))
-            for name in names:
+            large = {"uri": "hf://demo/large"}
+            story.apply_all(
+                [_compiled(name, length, compileSeconds=10, **NEURON, **large) for name, length in lengths.items()]
+            )
+            for name in lengths:
                 message = story.until_reason(name, "VolumeNotBound", "WeightsReady")["message"]
-                assert WEIGHTS_CLAIM in message
-        with shared_volume(story.rig, story.namespace, WEIGHTS_CLAIM) as volume:
+                assert f"claim {WEIGHTS_CLAIM}: ProvisioningFailed" in message, message
+        with (
+            shared_volume(story.rig, story.namespace, ARTIFACTS_CLAIM) as artifacts,
+            shared_volume(story.rig, story.namespace, WEIGHTS_CLAIM) as weights,
+        ):
+            for name in lengths:
+                story.until_gone(name, "VolumeNotBound", "WeightsReady")
             with story.stage("fetch: killed after two thirds"):
-                _check_progress(story, names)
+                _check_progress(story, list(lengths))
                 story.until("two thirds", lambda: hub.sent_bytes() - sent > LARGE_BYTES * 2 / 3)
                 kill_containers(story.rig, story.namespace, FETCH)
                 story.kill_operator()
                 hub.order(bytes_per_second=0)
-            with story.stage("fetch: done, five ready"):
-                for name in names:
+            with story.stage("compile: killed in the middle"):
+                story.until("two compilers", lambda: len(_running(story, COMPILE)) == 2)
+                kill_containers(story.rig, story.namespace, COMPILE)
+                story.kill_operator()
+            with story.stage("two ready"):
+                for name in lengths:
                     story.until_ready(1, name)
-            jobs = story.created_jobs(audit)
-            assert sorted(job.partition("-")[0] for job in jobs) == ["nf", "nw"], jobs
+            jobs = set(story.created_jobs(audit))  # a killed pod's Job is created again, under its name
+            assert sorted(job.partition("-")[0] for job in jobs) == ["na", "na", "nf", "nw"], jobs
             assert hub.sent_bytes() - sent <= LARGE_BYTES * 1.02 + AGAIN_BYTES
-            assert _entries(volume) == [hub.commit("demo/large")]
-            _check_nothing_is_downloaded(story)
-            _check_order(pods(), records(), "nw-")
-            with story.stage("a second replica, an answer"):
-                sent = hub.sent_bytes()
-                story.kubectl("scale", "nm", names[0], "--replicas=2")
-                story.until_ready(2, names[0])
-                assert hub.sent_bytes() == sent
+            assert _entries(weights) == [hub.commit("demo/large")]
+            assert len(_entries(artifacts)) == 2
+            _check_order(pods(), statuses())
             with story.stage("clean-up: what no model needs any more"):
-                _check_clean_up(story, volume, kept=hub.commit("demo/large"))
+                _check_clean_up(story, weights, kept=hub.commit("demo/large"))
             story.kubectl("delete", "nm", "--all")
 
 
@@ -145,6 +213,7 @@ def test_a_fault_of_a_fetch_has_a_reason_that_vanishes_with_it(installation: Ins
             story.until_reason("gated", "WeightsUnauthorized")
         with story.stage("secret: right"):
             story.apply(_token(TOKEN))
+            story.until_gone("gated", "WeightsUnauthorized")
             story.until_reason("gated", "ScaledToZero")
         _remove_models(story, volume)
         with story.stage("disk: full"), storage_full(rig, 2**20):
@@ -152,6 +221,7 @@ def test_a_fault_of_a_fetch_has_a_reason_that_vanishes_with_it(installation: Ins
             message = story.until_reason("small", "StorageFull", "WeightsReady")["message"]
             assert re.search(r"[0-9,]+ are free", message), message
         with story.stage("disk: emptied"):
+            story.until_gone("small", "StorageFull", "WeightsReady")
             story.until_reason("small", "ScaledToZero")
         _remove_models(story, volume)
         with story.stage("checkpoint: corrupt"):
@@ -162,6 +232,7 @@ def test_a_fault_of_a_fetch_has_a_reason_that_vanishes_with_it(installation: Ins
             assert _entries(volume) == []
         with story.stage("checkpoint: mended"):
             hub.order(flipped="")
+            story.until_gone("corrupt", "ChecksumMismatch", "WeightsReady")
             story.until_reason("corrupt", "ScaledToZero")
             assert _entries(volume) == [hub.commit("demo/small")]
 
@@ -187,18 +258,7 @@ def test_a_fetch_goes_on_after_its_node_lost_power(installation: Installation, s
 
 def test_models_come_from_an_object_store_and_from_a_claim(installation: Installation, story: Story) -> None:
     rig, claim = story.rig, "models"
-    story.apply(
-        {
-            "apiVersion": "v1",
-            "kind": "PersistentVolumeClaim",
-            "metadata": {"name": claim},
-            "spec": {
-                "accessModes": ["ReadWriteMany"],
-                "storageClassName": STORAGE_CLASS,
-                "resources": {"requests": {"storage": "1Gi"}},
-            },
-        }
-    )
+    story.apply(_claim(claim))
     with (
         shared_volume(rig, story.namespace, WEIGHTS_CLAIM),
         shared_volume(rig, story.namespace, claim) as volume,
@@ -238,51 +298,13 @@ def test_an_object_store_keeps_weights_for_all_pods(installation: Installation, 
             story.until("its address is named", lambda: store.endpoint in story.condition("chat", "Ready")["message"])
         sent = hub.sent_bytes()
         with story.stage("store: back"):
+            story.until_gone("chat", "Fetching", "WeightsReady")
             story.until_ready(1)
         with story.stage("store: a second model finds it"):
             story.apply(model_of("again", "hf://demo/small", **kept))
             story.until_ready(1, "again")
             assert hub.sent_bytes() - sent <= 2**23
             assert len([*store.folder.rglob(MODEL_FILE)]) == 1
-        story.kubectl("delete", "nm", "--all")
-
-
-def test_two_keys_are_compiled_once_each_for_five_models(installation: Installation, story: Story) -> None:
-    """Also when a compiler and the operator are killed in the middle of it."""
-    audit, lengths = len(story.rig.audit_events()), {f"chat-{number}": 256 + 256 * (number % 2) for number in range(5)}
-    with (
-        shared_volume(story.rig, story.namespace, WEIGHTS_CLAIM),
-        shared_volume(story.rig, story.namespace, ARTIFACTS_CLAIM) as volume,
-        story.watching("pods") as pods,
-        story.watching("configmaps") as records,
-    ):
-        with story.stage("compile: killed in the middle"):
-            for name, length in lengths.items():
-                story.apply(_compiled(name, length, compileSeconds=10, **NEURON))
-            for name in lengths:
-                story.until_reason(name, "Compiling", "Compiled")
-            story.until("two compilers", lambda: len(_running(story, COMPILE)) == 2)
-            kill_containers(story.rig, story.namespace, COMPILE)
-            story.kill_operator()
-        with story.stage("compile: done, five ready"):
-            for name in lengths:
-                story.until_ready(1, name)
-        jobs = set(story.created_jobs(audit))  # a killed compiler's Job is created again, under its name
-        assert sorted(job.partition("-")[0] for job in jobs) == ["na", "na", "nf", "nw"], jobs
-        assert len(_entries(volume)) == 2
-        _check_order(pods(), records(), "na-")
-        with story.stage("a second replica compiles nothing"):
-            audit = len(story.rig.audit_events())
-            story.kubectl("scale", "nm", "chat-0", "--replicas=2")
-            story.until_ready(2, "chat-0")
-            assert story.created_jobs(audit) == []
-        with story.stage("another length: the old pod serves until its artifact is there"):
-            (before,) = story.ready_pods("chat-1")
-            story.apply(_compiled("chat-1", 768, compileSeconds=3, **NEURON))
-            story.until_reason("chat-1", "Compiling", "UpToDate")
-            assert [pod["metadata"]["uid"] for pod in story.ready_pods("chat-1")] == [before["metadata"]["uid"]]
-            story.until("up to date", lambda: story.condition("chat-1", "UpToDate")["status"] == "True")
-            assert len(_entries(volume)) == 3
         story.kubectl("delete", "nm", "--all")
 
 
@@ -306,14 +328,62 @@ def test_a_fault_of_a_compiler_has_a_reason_that_vanishes_with_it(installation: 
             model["spec"]["jobs"] = {"resources": {"limits": {"memory": "3Gi"}, "requests": {"memory": "1Gi"}}}
             story.apply(model)
             story.until_ready(1, "huge")
-        with story.stage("artifact: corrupt"):
-            (entry, *_) = _entries(volume)
-            for path in (volume.folder / entry).glob("*.json"):
-                path.write_bytes(path.read_bytes()[:-1] + b"x")
-            for pod in story.serving_pods("larger"):
-                story.kubectl("delete", "pod", pod["metadata"]["name"], "--wait=false")
-            story.until("compiled again", lambda: len(story.ready_pods("larger")) == 1)
-            story.until_ready(1, "larger")
+        with story.stage("artifact: corrupt, and compiled again"):
+            entry = volume.folder / _artifact(story, "larger")
+            graph = next(
+                path for path in sorted(entry.glob("*.json")) if path.name[0] != "." and path.stem != "artifact"
+            )
+            intact, audit = graph.read_bytes(), len(story.rig.audit_events())
+            graph.write_bytes(intact[:-1] + b"x")
+            with story.watching("nm") as statuses:
+                for pod in story.serving_pods("larger"):
+                    story.kubectl("delete", "pod", pod["metadata"]["name"], "--wait=false")
+                story.until("a Job", lambda: [job for job in story.created_jobs(audit) if job.startswith("na-")])
+                story.until("compiled again", lambda: graph.is_file() and graph.read_bytes() == intact)
+                story.until_ready(1, "larger")
+                shown = [c for event in statuses() for c in event.object.get("status", {}).get("conditions", ())]
+            message = next(c["message"] for c in shown if c["reason"] == "ArtifactMissing")
+            assert graph.name in message, message
+            print(f"    {message}")
+
+
+@pytest.mark.long
+def test_a_model_is_compiled_with_gpp_in_a_job_and_served_without_a_compiler(
+    installation: Installation, story: Story
+) -> None:
+    rig, images = story.rig, installation.images
+    compiler = build_image(COMPILE_TARGET)
+    rig.load_image(compiler.archive, [JOBS_NODE])
+    upgrade(rig, "--set", f"image.compile={compiler.name}")
+    with (
+        shared_volume(rig, story.namespace, WEIGHTS_CLAIM),
+        shared_volume(rig, story.namespace, ARTIFACTS_CLAIM) as volume,
+    ):
+        with story.stage("compile with g++"):
+            story.apply(model_of("chat", "hf://demo/small", engine={"compile": "Enabled"}))
+            story.until_reason("chat", "Compiling", "Compiled")
+            story.until("the Job's pod", lambda: story.items("pods", COMPILE))
+            story.until("compiled", lambda: story.condition("chat", "Compiled")["status"] == "True")
+            print(f"    {story.condition('chat', 'Compiled')['message']}")
+        with story.stage("serve without a compiler"):
+            story.until_ready(1)
+        (key,) = _entries(volume)
+        assert sorted(path.name for path in (volume.folder / key).glob("*.so")) == [
+            "decode-one.so",
+            "decode-several.so",
+        ]
+        (job,) = story.items("jobs", COMPILE)
+        (pod,) = story.ready_pods()
+        run_in = [owner["spec"]["containers"][0]["image"] for owner in (job["spec"]["template"], pod)]
+        assert run_in == [compiler.name, images.runtime]
+        in_pod = ("exec", _name(pod), "--")
+        assert story.kubectl(*in_pod, "sh", "-c", "command -v g++ gcc cc c++ ld as || echo none").strip() == "none"
+        mapped = story.kubectl(*in_pod, "sh", "-c", "cat /proc/[0-9]*/maps")
+        assert f"{key}/decode-one.so" in mapped, "the engine has loaded it"
+        url = f"http://chat.{story.namespace}.svc.cluster.local:8000"
+        for question in list(ANSWERS)[:3]:
+            assert story.run_client(images.runtime, "asks", ASK, url, "chat", question) == ANSWERS[question]
+    upgrade(rig, "--set", "image.compile=")
 
 
 @pytest.mark.long
@@ -333,30 +403,60 @@ def test_a_namespace_has_no_way_to_what_another_fetched(installation: Installati
         story.until_reason("chat", "ScaledToZero")
         before = _contents(volume)
         assert len(before) > 3
-        for command in ("get nm", "get configmaps", "get jobs", "get pvc", "delete nm chat", "create configmap nf-x"):
+        story.apply(_token(TOKEN))
+        (kept,) = [_name(found) for found in story.items("configmaps", FETCH)]
+        for command in (
+            *("get nm", "get configmaps", "get jobs", "get pvc", "get secrets", "get pods", "get events"),
+            *(f"get configmap {kept}", f"get job {kept}", "get secret hub-token", f"get pvc {WEIGHTS_CLAIM}"),
+            *(f"delete configmap {kept}", "delete nm chat", f"delete job {kept}", f"delete pvc {WEIGHTS_CLAIM}"),
+            *(f"create configmap {kept}", f"annotate configmap {kept} a=b", f"label pvc {WEIGHTS_CLAIM} a=b"),
+        ):
             with pytest.raises(CommandFailed, match="forbidden"):
                 story.kubectl(*command.split(), *as_mallory)
         theirs.kubectl("get", "nm", *as_mallory)
 
+        # What only the other namespace has is not found under its name.
+        elsewhere = {"persistentVolumeClaim": {"claimName": "only-theirs"}}
+        story.apply(_claim("only-theirs"))
+        for name, uri, spec in (
+            ("claim", "hf://demo/small", {"storage": {"weights": elsewhere}}),
+            ("source", "pvc://only-theirs/x", {}),
+            ("token", "hf://demo/gated", {"model": {"credentialsSecretRef": {"name": "hub-token"}}}),
+        ):
+            model = json.dumps(model_of(name, uri, replicas=0, **spec))
+            theirs.kubectl("apply", *as_mallory, "-f", "-", stdin=model)
+        for name in ("claim", "source"):
+            message = theirs.until_reason(name, "VolumeNotBound")["message"]
+            assert 'persistentvolumeclaim "only-theirs" not found' in message, message
+        theirs.until_reason("token", "WeightsUnauthorized")
+        # A record under the name of theirs, made up in one's own namespace, stays there.
+        theirs.kubectl("create", "configmap", kept, "--from-literal=record.json={}", *as_mallory)
+        theirs.kubectl("delete", "configmap", kept, *as_mallory)
+
         for uri in ("pvc://../x", f"pvc://{WEIGHTS_CLAIM}/../{digest}", "file:///models/../etc", "hf://demo/..%2f"):
             with pytest.raises(CommandFailed, match="Invalid value"):
                 theirs.kubectl("apply", *as_mallory, "-f", "-", stdin=json.dumps(model_of("hostile", uri)))
-        stolen = {
-            "apiVersion": "v1",
-            "kind": "PersistentVolumeClaim",
-            "metadata": {"name": "stolen"},
-            "spec": {
-                "accessModes": ["ReadWriteMany"],
-                "storageClassName": STORAGE_CLASS,
-                "volumeName": volume.name,
-                "resources": {"requests": {"storage": "1Gi"}},
-            },
-        }
-        theirs.kubectl("apply", *as_mallory, "-f", "-", stdin=json.dumps(stolen))
-        # Their claim exists once a model needs it, and the same model is fetched anew.
+        stolen = json.dumps(_claim("stolen", volumeName=volume.name))
+        theirs.kubectl("apply", *as_mallory, "-f", "-", stdin=stolen)
+        # The same model is fetched anew, by a pod that follows neither a link in its claim nor a name of the hub.
+        hub.order(listed="../../../escaped.json")
+        precious = other.folder / "precious"
+        precious.mkdir()
+        precious.chmod(0o777)
+        (other.folder / ".partial").symlink_to("precious")
         theirs.apply(model_of("own", "hf://demo/small", replicas=0))
+        message = theirs.until_reason("own", "Fetching", "WeightsReady")["message"]
+        message = theirs.until(
+            "the link is named",
+            lambda: re.search(".*symbolic link.*", theirs.condition("own", "WeightsReady")["message"]),
+        )[0]
+        print(f"    {message}")
+        assert list(precious.iterdir()) == []
+        (other.folder / ".partial").unlink()
         theirs.until_reason("own", "ScaledToZero")
         assert (other.folder / digest / MODEL_FILE).is_file()
+        assert not [path for path in rig.folders.shared.rglob("*") if "escaped" in path.name]
+        assert not [path for _, path, _, _ in hub.order(listed="")["asked"] if "escaped" in path]
         hostile = other.folder / "hostile"
         hostile.symlink_to(volume.folder / digest)
         (other.folder / "upwards").symlink_to(f"../../{story.namespace}/{WEIGHTS_CLAIM}/{digest}")
@@ -378,6 +478,25 @@ def _name(pod: Any) -> str:
     return str(pod["metadata"]["name"])
 
 
+def _claim(name: str, **spec: object) -> dict[str, Any]:
+    return {
+        "apiVersion": "v1",
+        "kind": "PersistentVolumeClaim",
+        "metadata": {"name": name},
+        "spec": {
+            "accessModes": ["ReadWriteMany"],
+            "storageClassName": STORAGE_CLASS,
+            "resources": {"requests": {"storage": "1Gi"}},
+            **spec,
+        },
+    }
+
+
+def _container(workload: Any) -> Any:
+    (container,) = workload["spec"]["template"]["spec"]["containers"]
+    return container
+
+
 def _contents(volume: Volume) -> dict[str, tuple[int, int]]:
     """Inode and time of change of each file."""
     files = (path for path in volume.folder.rglob("*") if path.is_file() and ".locks" not in path.parts)
@@ -396,11 +515,23 @@ def _token(token: str) -> dict[str, Any]:
     return {"apiVersion": "v1", "kind": "Secret", "metadata": {"name": "hub-token"}, "stringData": {"HF_TOKEN": token}}
 
 
-def _compiled(name: str, length: int, *, accelerator: Any = None, **options: object) -> dict[str, Any]:
+def _compiled(
+    name: str, length: int, *, accelerator: Any = None, uri: str = "hf://demo/small", **options: object
+) -> dict[str, Any]:
     """A model that a simulated compiler compiles."""
     engine = {"backend": "simulated", "compile": "Enabled", "overrideNeuronConfig": options}
     more = {"accelerator": accelerator} if accelerator else {}
-    return model_of(name, "hf://demo/small", engine=engine, serving={"maxModelLength": length}, **more, **SMALL)
+    return model_of(name, uri, engine=engine, serving={"maxModelLength": length}, **more, **SMALL)
+
+
+def _artifact(story: Story, model: str) -> str:
+    """The key of the artifact that a model uses."""
+    (found,) = json.loads(story.kubectl("get", "nm", model, "-o", "jsonpath={.status.artifacts}"))
+    return str(found["key"])
+
+
+def _weights_bytes(volume: Volume) -> int:
+    return sum(path.stat().st_size for path in volume.folder.rglob("*.safetensors"))
 
 
 def _requests_devices(pod: Any) -> bool:
@@ -433,8 +564,11 @@ def _check_clean_up(story: Story, volume: Volume, kept: str) -> None:
     unused.chmod(0o777)  # it is root's, the Job is not
     for entry in (unused, volume.folder / kept):
         os.utime(entry, (0, 0))
-    (cron_job,) = story.items("cronjobs", OURS)
-    story.kubectl("create", "job", "now", f"--from=cronjob/{cron_job['metadata']['name']}")
+    cron_jobs = {
+        _container(job["spec"]["jobTemplate"])["command"][1]: _name(job) for job in story.items("cronjobs", OURS)
+    }
+    assert cron_jobs.keys() == {"weights", "artifacts"}
+    story.kubectl("create", "job", "now", f"--from=cronjob/{cron_jobs['weights']}")
     story.kubectl("wait", "--for=condition=Complete", "job/now", WAITING)
     print(story.kubectl("logs", "job/now"))
     assert _entries(volume) == [kept]
@@ -448,21 +582,19 @@ def _check_nothing_is_downloaded(story: Story) -> None:
         names = {variable["name"] for variable in container["env"]}
         assert not names & {"HF_TOKEN", "HF_ENDPOINT", "AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"}
         claims = {v["name"]: v["persistentVolumeClaim"] for v in pod["spec"]["volumes"] if "persistentVolumeClaim" in v}
-        assert [claim["claimName"] for claim in claims.values()] == [WEIGHTS_CLAIM]
-        assert [m["readOnly"] for m in container["volumeMounts"] if m["name"] in claims] == [True]
+        assert {claim["claimName"] for claim in claims.values()} == {WEIGHTS_CLAIM, ARTIFACTS_CLAIM}
+        assert [m["readOnly"] for m in container["volumeMounts"] if m["name"] in claims] == [True, True]
 
 
-def _check_order(pods: list[WatchEvent], config_maps: list[WatchEvent], kept: str) -> None:
-    """No pod that requests devices was created before the record of its model's Job was kept."""
-    made = {event.name: event.version for event in config_maps if event.type == "ADDED" and event.name.startswith(kept)}
-    owned = [
-        (owner["name"], made[event.name])
-        for event in config_maps
-        if event.name in made
-        for owner in event.object["metadata"]["ownerReferences"]
-    ]
+def _check_order(pods: list[WatchEvent], models: list[WatchEvent]) -> None:
+    """No pod that requests devices was created before the status of its model said that its revision is compiled."""
+    told: dict[tuple[str, str], int] = {}
+    for event in models:
+        status = event.object.get("status", {})
+        if any((c["type"], c["status"]) == ("Compiled", "True") for c in status.get("conditions", ())):
+            told.setdefault((event.name, status["updateRevision"]), event.version)
     holding = [event for event in pods if event.type == "ADDED" and _requests_devices(event.object)]
     assert holding
     for event in holding:
-        model = event.object["metadata"]["labels"]["neuron-serving.dev/model"]
-        assert min(version for name, version in owned if name == model) < event.version
+        labels = event.object["metadata"]["labels"]
+        assert told[labels["neuron-serving.dev/model"], labels["neuron-serving.dev/revision"]] < event.version

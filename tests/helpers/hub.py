@@ -23,7 +23,7 @@ import ssl
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import lru_cache, partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -336,7 +336,8 @@ class StoreHandler(Handler):
 
 class ControlHandler(BaseHTTPRequestHandler):
     """What `FileFaults` and the shelf offer to tests in this process, for those that only reach it by HTTP:
-    `GET /?bytes_per_second=1e6&flipped=model.safetensors:99&store_failure=503` sets these and returns what was sent."""
+    `GET /?bytes_per_second=1e6&flipped=model.safetensors:99&store_failure=503` sets these and returns what was sent.
+    `listed=NAME` adds a name to the files of every model; empty: no more."""
 
     shelf: Shelf
     faults: FileFaults
@@ -348,6 +349,8 @@ class ControlHandler(BaseHTTPRequestHandler):
                 self.faults.flipped = {file: int(position)} if position else {}
             elif name == "store_failure":
                 self.shelf.store_failure = int(value)
+            elif name == "listed":
+                self.shelf.info = partial(_with_name, value) if value else _unchanged
             elif name == "bytes_per_second":
                 self.faults.bytes_per_second = float(value)
             else:
@@ -362,6 +365,14 @@ class ControlHandler(BaseHTTPRequestHandler):
 
     def log_message(self, *args: Any) -> None:
         """The test that asks knows."""
+
+
+def _with_name(name: str, answer: dict[str, Any]) -> dict[str, Any]:
+    return {**answer, "siblings": [*answer["siblings"], {"rfilename": name, "size": 4, "blobId": "0" * 40}]}
+
+
+def _unchanged(answer: dict[str, Any]) -> dict[str, Any]:
+    return answer
 
 
 def _blocks(path: Path, begin: int, end: int) -> Iterator[bytes]:
