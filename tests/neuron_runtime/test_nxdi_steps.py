@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from random import Random
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ import torch
 from helpers.nxdi_tokens import TokenApplication, next_token, settings_of
 from neuron_runtime.backend.base import IllegalBatch
 from neuron_runtime.backend.nxdi.backend import NxdiBackend
-from neuron_runtime.backend.nxdi.buckets import Decode, all_graphs, decode_graph, prefill_graph
+from neuron_runtime.backend.nxdi.buckets import Decode, all_graphs, decode_graph, prefill_graph, prefill_that_takes
 from neuron_runtime.backend.nxdi.limits import limits_of
 from neuron_runtime.backend.nxdi.sampling_rows import device_parameters
 from neuron_runtime.core import KNOWN, NO_TOKEN, Added, Batch, GraphUse, Kind, Late, Request, Rows, Sampling, StepOutput
@@ -243,6 +244,25 @@ def test_free_places_of_a_prefill_take_cached_tokens_and_so_need_a_shorter_prefi
     assert {case: tuple(prefill_graph(settings, *case)) for case in cases} == cases
     with pytest.raises(ValueError, match="largest bucket, 2048"):
         prefill_graph(settings, 2100, 2612)
+
+
+def test_a_call_is_found_for_every_graph_that_some_prompt_takes() -> None:
+    random = Random(0)
+    for _ in range(60):
+        length = random.choice((384, 512, 768))
+        settings = settings_of(
+            layout="blocks",
+            context_buckets=tuple(sorted({*random.choices((64, 128, 192, 256, 320, 384), k=2), min(length, 512)})),
+            prefix_buckets=(0, *sorted({*random.choices((128, 192, 256, 512), k=1), length})),
+            max_model_length=length,
+        )
+        calls = [(start, end) for end in range(32, length + 1, 32) for start in (*range(0, end, 32), end - 1)]
+        taken = {prefill_graph(settings, *call) for call in calls if call[1] - call[0] <= settings.context_buckets[-1]}
+        found = {graph: prefill_that_takes(settings, graph) for graph in taken}
+        assert None not in found.values(), (settings, found)
+        assert {graph: prefill_graph(settings, *call) for graph, call in found.items() if call} == {
+            graph: graph for graph in taken
+        }
 
 
 @pytest.mark.parametrize("changes", [{}, {"row_buckets": (1, 2)}, {"layout": "blocks"}, {"asynchronous": True}])

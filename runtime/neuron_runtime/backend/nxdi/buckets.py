@@ -15,6 +15,10 @@ from neuron_runtime.core import name_of_step
 LOOKAHEAD = 2
 """In asynchronous mode, a decode step this close below the end of a bucket runs alone, in the next larger bucket."""
 
+RECOMPUTED = (256, 512)
+"""NxD Inference computes a prompt above the first and up to the second size without its cached prefix, if it has a
+bucket of the second: its authors measured that this is faster."""
+
 
 class Prefill(NamedTuple):
     """A context-encoding graph: computes `tokens` tokens of one prompt, after at most `prefix` cached ones."""
@@ -94,12 +98,12 @@ def all_graphs(settings: Settings) -> Iterator[Graph]:
 def prefill_that_takes(settings: Settings, graph: Prefill) -> tuple[int, int] | None:
     """Start and end of a prefill call that takes this graph; None if no call within the model's length does."""
     if settings.layout == "slots":
-        ends = (graph.tokens, graph.tokens - 1)
-        candidates = [(0, end) for end in ends]
+        candidates = [(0, end) for end in (graph.tokens, graph.tokens - 1)]
     else:
-        # Free places of the graph are filled with cached tokens, so a shorter prefix than the bucket's may take it.
-        longest = min(graph.prefix, settings.max_model_length - graph.tokens)
-        candidates = [(longest, longest + graph.tokens)]
+        # The longest call within the prefix's size; if that one is recomputed, a shorter one, or the first longer one.
+        shortest = max((size for size in settings.prefix_buckets if size < graph.prefix), default=-1) + 1
+        ends = (min(graph.prefix + graph.tokens, settings.max_model_length), RECOMPUTED[0], shortest + graph.tokens)
+        candidates = [(max(end - graph.tokens, 0), end) for end in ends if end <= settings.max_model_length]
     return next((one for one in candidates if one[1] > one[0] >= 0 and _takes(settings, graph, *one)), None)
 
 
@@ -121,8 +125,9 @@ def _takes(settings: Settings, graph: Prefill, start: int, end: int) -> bool:
 
 
 def _prefill_after(active: Sequence[int], prefixes: Sequence[int], start: int, end: int) -> Prefill:
-    if 256 < end <= 512 and 512 in active and 0 in prefixes:
-        return Prefill(512)  # measured by its authors: computing all of it again is faster
+    least, most = RECOMPUTED
+    if least < end <= most and most in active and 0 in prefixes:
+        return Prefill(most)
     tokens = _at_least(active, end - start)
     free = tokens - (end - start)
     return Prefill(tokens, _at_least(prefixes, max(start - free, 0)))
