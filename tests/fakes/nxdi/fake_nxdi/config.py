@@ -300,6 +300,7 @@ class NeuronConfig:
         if self.mlp_cp_degree > 1 and not self.sequence_parallel_enabled:
             raise IncompatibleConfigError("Context Parallel for MLP requires Sequence Parallel to be enabled")
         if self.attn_block_tkg_nki_kernel_enabled:
+            assert self.qkv_kernel_enabled or self.qkv_nki_kernel_enabled, "the TKG attention kernel needs a QKV kernel"
             assert not self.flash_decoding_enabled, "Attention TKG kernels do not yet support flash decoding feature."
             assert not self.is_chunked_prefill, "Attention TKG kernels do not yet support contexted prefill feature."
         if self.k_cache_transposed:
@@ -342,16 +343,27 @@ class MoENeuronConfig(NeuronConfig):
         self.glu_mlp = glu_mlp
         defaults: dict[str, Any] = {
             "glu_type": "glu",
-            "moe_tp_degree": 1,
-            "moe_ep_degree": 1,
+            "hidden_act_scaling_factor": 1.0,
+            "hidden_act_bias": 0.0,
+            "gate_clamp_upper_limit": None,
+            "gate_clamp_lower_limit": None,
+            "up_clamp_upper_limit": None,
+            "up_clamp_lower_limit": None,
+            "use_index_calc_kernel": False,
             "moe_mask_padded_tokens": False,
             "early_expert_affinity_modulation": False,
-            "disable_normalize_top_k_affinities": False,
             "fused_shared_experts": False,
+            "shared_experts_sequence_parallel_enabled": False,
+            "return_expert_index": False,
+            "return_router_logits": False,
             "hybrid_sharding_config": None,
+            "moe_tp_degree": 1,
+            "moe_ep_degree": 1,
+            "transpose_shared_experts_weights": False,
             "blockwise_matmul_config": {},
             "router_config": None,
         }
+        self.normalize_top_k_affinities = not kwargs.pop("disable_normalize_top_k_affinities", False)
         for name, default in defaults.items():
             setattr(self, name, kwargs.pop(name, default))
         super().__init__(**kwargs)

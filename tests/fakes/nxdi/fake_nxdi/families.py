@@ -9,7 +9,10 @@ from fake_nxdi.config import InferenceConfig, MoENeuronConfig, NeuronConfig
 
 EXPERTS = ("Mixtral", "Dbrx", "Qwen3Moe", "GptOss", "Llama4", "Llama4Text")
 
-REQUIRED = (
+OWN_CONFIG = ("Qwen2", "Qwen3", "Gemma3", "GptOss", "Llama4", "Qwen2VL", "Qwen3VL")
+"""Families whose NeuronConfig is a class of their own."""
+
+_ALL = {
     "hidden_size",
     "num_attention_heads",
     "num_hidden_layers",
@@ -19,7 +22,13 @@ REQUIRED = (
     "rope_theta",
     "rms_norm_eps",
     "hidden_act",
-)
+}
+REQUIRED = {
+    "Llama": _ALL | {"pad_token_id"},
+    "Mistral": _ALL | {"tie_word_embeddings"},
+    "Qwen2": _ALL | {"pad_token_id"},
+    "Qwen3": _ALL | {"pad_token_id", "head_dim"},
+}
 """What the dense decoders ask of a config.json."""
 
 
@@ -29,7 +38,7 @@ def since(release: int, module: str) -> None:
 
 
 def family(name: str, module: str, base: Any) -> tuple[type[InferenceConfig], Any]:
-    neuron_config = MoENeuronConfig if name in EXPERTS else NeuronConfig
+    neuron_config = _neuron_config(name, module)
 
     class Config(InferenceConfig):
         @classmethod
@@ -37,7 +46,7 @@ def family(name: str, module: str, base: Any) -> tuple[type[InferenceConfig], An
             return neuron_config
 
         def get_required_attributes(self) -> list[str]:
-            return list(REQUIRED) if name in ("Llama", "Mistral", "Qwen2", "Qwen3") else []
+            return sorted(REQUIRED.get(name, ()))
 
     class Application(base):  # type: ignore[misc]
         @classmethod
@@ -48,3 +57,19 @@ def family(name: str, module: str, base: Any) -> tuple[type[InferenceConfig], An
         found.__name__ = found.__qualname__ = called
         found.__module__ = module
     return Config, Application
+
+
+def _neuron_config(name: str, module: str) -> type[NeuronConfig]:
+    base = MoENeuronConfig if name in EXPERTS else NeuronConfig
+    if name not in OWN_CONFIG:
+        return base
+    attention = type(f"Neuron{name}Attention", (), {"__module__": module})
+
+    class Own(base):  # type: ignore[misc, valid-type]
+        def __init__(self, **kwargs: Any) -> None:
+            super().__init__(**kwargs)
+            self.attn_cls = attention
+
+    Own.__name__ = Own.__qualname__ = f"{name}NeuronConfig"
+    Own.__module__ = module
+    return Own
