@@ -57,6 +57,20 @@ def test_the_sums_are_those_of_the_model() -> None:
     assert widest.activation_bytes == 4096 * (2 * 4096 + 2 * 14336 // 4) * 2 + 128_256 // 4 * 4
 
 
+@pytest.mark.parametrize(("tensor", "heads"), [(1, 8), (4, 8), (8, 8), (16, 16), (32, 32)])
+def test_cores_without_a_cached_head_of_their_own_hold_copies(tensor: int, heads: int) -> None:
+    target = Target(PLATFORMS["trn2"], 2, 32)
+    more = {"limits": {"maxSequences": 8, "maxModelLength": 4096}, "parallelism": {"tensor": tensor}}
+    assert plan_of(config(**more), MODEL, target).cache_bytes == 2 * 32 * heads * 128 * 2 * 8 * 4096
+
+
+@pytest.mark.parametrize(("cached", "heads"), [(10, 40), (20, 20)])
+def test_cached_heads_that_do_not_divide_the_cores_are_as_many_as_query_heads(cached: int, heads: int) -> None:
+    model = MODEL | {"num_attention_heads": 40, "num_key_value_heads": cached, "head_dim": 128}
+    more = {"limits": {"maxSequences": 8, "maxModelLength": 4096}, "parallelism": {"tensor": 4}}
+    assert plan_of(config(**more), model, TRN2).cache_bytes == 2 * 32 * heads * 128 * 2 * 8 * 4096
+
+
 def test_every_prompt_is_taken_by_one_graph_and_padding_is_the_mean_over_its_prompts() -> None:
     plan = planned(((127, 0.5), (128, 0.5)), buckets={"context": [128, 256]})
     first, second = plan.graphs[:2]

@@ -73,12 +73,13 @@ def plan_of(config: RuntimeConfig, model: Mapping[str, Any], target: Target, len
         sizes = bucket_plan.choose(lengths, largest, most, bucket_plan.prefill_cost, least=least, strict=slots)
         buckets = msgspec.structs.replace(config.buckets, context=sizes.buckets)
         settings = settings_of(msgspec.structs.replace(config, buckets=buckets), model, target)
-    facts = _Facts.of(model)
+    facts = _Facts.of(model, settings.tensor)
+    num_blocks = settings.num_blocks + (settings.layout == "blocks")  # NxD Inference adds one, for what is not kept
     return Plan(
         settings,
         [_planned(graph, settings, facts, lengths) for graph in all_graphs(settings)],
         _padding(lengths, settings),
-        facts.cached_numbers * settings.num_blocks * settings.block_size * DTYPE_BYTES[settings.dtype],
+        facts.cached_numbers * num_blocks * settings.block_size * DTYPE_BYTES[settings.dtype],
     )
 
 
@@ -127,10 +128,10 @@ class _Facts:
     heads: int
     vocabulary: int
     cached_numbers: int
-    """Numbers in the cache per position."""
+    """Numbers in the cache per position, on all cores together."""
 
     @staticmethod
-    def of(model: Mapping[str, Any]) -> _Facts:
+    def of(model: Mapping[str, Any], tensor: int) -> _Facts:
         def number(name: str, default: int = 1) -> int:
             value = model.get(name)
             return value if isinstance(value, int) else default
@@ -144,8 +145,15 @@ class _Facts:
             number("intermediate_size"),
             heads * size,
             number("vocab_size"),
-            2 * layers * number("num_key_value_heads", heads) * size,
+            2 * layers * _cached_heads(heads, number("num_key_value_heads", heads), tensor) * size,
         )
+
+
+def _cached_heads(heads: int, cached: int, tensor: int) -> int:
+    """Heads of keys and values that the cores hold together: what they cannot share out evenly they hold repeatedly."""
+    if cached % tensor == 0:
+        return cached
+    return tensor if tensor % cached == 0 else heads
 
 
 def _within(lengths: Lengths, largest: int) -> Lengths:
