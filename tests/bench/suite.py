@@ -194,6 +194,13 @@ def host_section(effort: Effort) -> Found:
     return Found("host work of the engine, simulated device", host.figures(costs), {})
 
 
+def nxdi_section(effort: Effort) -> Found:
+    from bench import nxdi
+
+    costs = nxdi.measure_all(num_rounds=effort.host_rounds)
+    return Found("host work of the NxD Inference backend, fake library", nxdi.figures(costs), {})
+
+
 def front_end_section(effort: Effort) -> Found:
     from bench import front_end
 
@@ -492,6 +499,7 @@ def ready_section(effort: Effort) -> Found:
 
 SECTIONS: dict[str, Callable[[Effort], Found]] = {
     "host": host_section,
+    "nxdi": nxdi_section,
     "front-end": front_end_section,
     "engine": engine_section,
     "compiled": compiled_section,
