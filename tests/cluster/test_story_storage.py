@@ -152,7 +152,7 @@ def test_five_models_of_one_checkpoint_and_two_keys_are_fetched_once_and_compile
             story.apply_all(models)
             for name in lengths:
                 story.until_ready(1, name)
-        assert hub.sent_bytes() == sent
+        assert hub.sent_bytes() - sent <= once * 0.05, "the headers, to resolve the model"
         assert kept.items() <= _contents(artifacts).items()
         assert len(_entries(artifacts)) == 3
         story.kubectl("delete", "nm", "--all")
