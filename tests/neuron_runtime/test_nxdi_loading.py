@@ -21,7 +21,7 @@ from neuron_runtime.backend.nxdi import failures, library
 from neuron_runtime.backend.nxdi.devices import PLATFORMS
 from neuron_runtime.backend.nxdi.failures import classified, when_free
 from neuron_runtime.checkpoint import read_config
-from neuron_runtime.config import RuntimeConfig, parse_config
+from neuron_runtime.config import ModelSource, RuntimeConfig, parse_config
 from neuron_runtime.core import Request, Sampling
 from neuron_runtime.engine.loop import Engine
 from neuron_runtime.errors import ExitCode, FatalError, InvalidConfig
@@ -142,6 +142,26 @@ def test_an_older_version_runs_a_family_by_the_class_that_it_has(tmp_path: Path)
     config = config_of(mistral)
     with library_of("0.7"):
         assert generated(mistral, config, compiled(config, mistral, tmp_path / "artifact")) == expected(mistral)
+
+
+@on_the_fake
+def test_an_older_class_that_ignores_a_sliding_window_serves_no_more_tokens_than_the_window(tmp_path: Path) -> None:
+    mistral = random_model(tmp_path / "mistral", architecture="MistralForCausalLM", sliding_window=128)
+    with library_of("0.7"), pytest.raises(InvalidConfig, match="does not know the sliding window of 128 tokens"):
+        compiled(config_of(mistral), mistral, tmp_path / "artifact")
+
+
+def test_an_artifact_with_weights_is_not_that_of_other_weights(model: Path, tmp_path: Path) -> None:
+    other = random_model(tmp_path / "other", scale=0.2)
+    sharded = {"overrideNeuronConfig": {"save_sharded_checkpoint": True}}
+    with library_of():
+        wanted, found = (nxdi.compiler(config_of(one, **sharded), one).needs for one in (model, other))
+        assert wanted != found
+        assert wanted == nxdi.compiler(config_of(model, **sharded), model).needs
+        pinned = msgspec.structs.replace(
+            config_of(model, **sharded), model=ModelSource(uri="file:///m", digest="0" * 64)
+        )
+        assert "weights" not in nxdi.compiler(pinned, model).needs.settings
 
 
 def test_what_a_library_needs_of_a_model_follows_from_its_other_fields() -> None:

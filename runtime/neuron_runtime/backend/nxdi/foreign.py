@@ -16,7 +16,7 @@ import msgspec
 
 from neuron_runtime.artifacts.store import DOCUMENT
 from neuron_runtime.backend.nxdi.models import text_config
-from neuron_runtime.backend.nxdi.neuron_config import BY_NAME, OF_REQUESTS, SAMPLING, SAMPLING_FIELDS, spelled
+from neuron_runtime.backend.nxdi.neuron_config import BY_NAME, OF_REQUESTS, SAMPLING, SAMPLING_FIELDS, SHARDED, spelled
 from neuron_runtime.backend.nxdi.settings import Settings
 from neuron_runtime.config import RuntimeConfig
 from neuron_runtime.errors import ExitCode, FatalError
@@ -70,6 +70,9 @@ def adopted(config: RuntimeConfig, folder: Path) -> RuntimeConfig:
     sampling = theirs.get(SAMPLING)
     values[SAMPLING] = _sampling(sampling) if isinstance(sampling, Mapping) else None
     values |= _default_buckets(theirs)
+    if not (folder / "weights").is_dir():
+        # They are made from the checkpoint when the graphs are loaded.
+        values[SHARDED] = False
     given = {spelled(key) for key in config.override_neuron_config}
     override = {name: value for name, value in values.items() if name not in given} | config.override_neuron_config
     return msgspec.structs.replace(config, override_neuron_config=override)
@@ -111,8 +114,8 @@ def differences(settings: Settings, model: Mapping[str, Any], folder: Path) -> l
     document = _read(folder)
     theirs, found = document["neuron_config"] | _default_buckets(document["neuron_config"]), []
     for name, ours in settings.neuron_config.items():
-        # Without bucketing it compiles one size, which is a list of one.
-        if name in theirs and name != "enable_bucketing" and not _agrees(ours, theirs[name]):
+        # Without bucketing it compiles one size, which is a list of one. Weights are no part of the graphs.
+        if name in theirs and name not in ("enable_bucketing", SHARDED) and not _agrees(ours, theirs[name]):
             found.append(f"{name}: {_shown(theirs[name])} instead of {_shown(ours)}")
     for name in ARCHITECTURE:
         ours, its = text_config(model).get(name), text_config(document).get(name)

@@ -6,10 +6,12 @@ imported to compile.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import tempfile
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from neuron_runtime.backend.base import Graph, Needs
@@ -23,6 +25,7 @@ from neuron_runtime.checkpoint import read_config
 from neuron_runtime.config import RuntimeConfig
 from neuron_runtime.console import say
 from neuron_runtime.errors import ExitCode, FatalError, InvalidConfig, joined
+from neuron_runtime.weights.store import Damaged, read_entry
 
 WEIGHTS_FILE = "weights/tp{rank}_sharded_checkpoint.safetensors"
 
@@ -35,6 +38,8 @@ class NxdiCompiler:
     def __init__(self, config: RuntimeConfig, model_dir: Path) -> None:
         self._config, self._model_dir = config, model_dir
         self._settings, self._target = described(config, model_dir)
+        holds_weights = self._settings.neuron_config.get(SHARDED) and not config.model.digest
+        self._identity = identity_of(model_dir) if holds_weights else ""
 
     @property
     def needs(self) -> Needs:
@@ -53,6 +58,7 @@ class NxdiCompiler:
         return Needs(
             shapes=shapes,
             settings={
+                **({"weights": self._identity} if self._identity else {}),
                 "application": settings.application,
                 "layout": settings.layout,
                 "neuronConfig": {name: value for name, value in settings.neuron_config.items() if name not in named},
@@ -107,6 +113,28 @@ _KEYS_OF_SHAPES = {
     *("batch_size", "tkg_batch_size", "seq_len", "max_context_length", "context_encoding_buckets", "prefix_buckets"),
     *("token_generation_buckets", "token_generation_batches", "pa_num_blocks", "pa_block_size"),
 }
+
+
+SAMPLES, SAMPLE_BYTES = 16, 2**16
+
+
+def identity_of(model_dir: Path) -> str:
+    """A hash over parts of the weights of a folder that has no digest of its own; empty if it has one, or no weights.
+
+    An artifact that holds weights must not be loaded for other weights of the same shape.
+    """
+    with suppress(Damaged):
+        if read_entry(model_dir) is not None:
+            return ""
+    paths, found = sorted(model_dir.glob("*.safetensors")), hashlib.sha256()
+    for path in paths:
+        with path.open("rb") as file:
+            size = path.stat().st_size
+            for at in range(SAMPLES):
+                file.seek(size * at // SAMPLES)
+                found.update(file.read(SAMPLE_BYTES))
+        found.update(f"{path.name} {size}".encode())
+    return found.hexdigest() if paths else ""
 
 
 def missing_weights(settings: Settings, folder: Path) -> list[str]:

@@ -166,7 +166,7 @@ def application(settings: Settings, model_dir: Path) -> NxdApplication:
         InvalidConfig: a package is missing, or NxD Inference refuses the configuration, or does not know a part.
     """
     check_installed()
-    found = _class_of(settings.application)
+    found = _class_of(settings, read_config(model_dir))
     config_class = found.get_config_cls().get_neuron_config_cls()
     _check_known(settings.neuron_config, config_class)
     try:
@@ -220,8 +220,9 @@ def _text(error: Exception) -> str:
     return f"{error} ({type(error).__name__})" if str(error) else type(error).__name__
 
 
-def _class_of(name: str) -> Any:
+def _class_of(settings: Settings, model: Mapping[str, Any]) -> Any:
     """The application class. Raises FatalError or InvalidConfig."""
+    name, window = settings.application, model.get("sliding_window")
     if is_private(name):
         module, _, attribute = name.partition(":")
         try:
@@ -232,9 +233,16 @@ def _class_of(name: str) -> Any:
             raise InvalidConfig("$.applicationClass", f"{name} is no application class of NxD Inference")
         return found
     registry, family = _module("utils.constants").MODEL_TYPES, BY_APPLICATION[name]
-    for key in (family.application, family.before):
-        if key in registry:
-            return registry[key]["causal-lm"]
+    if family.application in registry:
+        return registry[family.application]["causal-lm"]
+    if family.before in registry:
+        if isinstance(window, int) and window < settings.max_model_length:
+            message = (
+                f"is {settings.max_model_length}, but NxD Inference {version_of(INFERENCE)} does not know the sliding "
+                f"window of {window} tokens: set {window} or less, or use an image with a newer Neuron SDK"
+            )
+            raise InvalidConfig("$.limits.maxModelLength", message)
+        return registry[family.before]["causal-lm"]
     raise FatalError(
         ExitCode.UNSUPPORTED_ARCHITECTURE,
         f"NxD Inference {version_of(INFERENCE)} has no {family.application}, which came with {family.since}: use an "
