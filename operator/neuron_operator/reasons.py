@@ -167,7 +167,13 @@ class Reason(StrEnum):
         "[troubleshooting](troubleshooting.md#unexpectedadmissionerror)",
     )
     DEVICES_NOT_ADJACENT = Row("DevicesNotAdjacent", ("Available",), exit_codes=(35,))
-    DRIVER_INCOMPATIBLE = Row("DriverIncompatible", ("Available",), exit_codes=(34,))
+    DRIVER_INCOMPATIBLE = Row(
+        "DriverIncompatible",
+        ("Available",),
+        "The Neuron driver or runtime of the node does not fit the image, or the compiled graphs",
+        "Update the driver of the nodes, or use the image of their Neuron SDK",
+        exit_codes=(34,),
+    )
     DEVICE_FAILED = Row(
         "DeviceFailed",
         ("Available",),
@@ -183,7 +189,14 @@ class Reason(StrEnum):
         "[troubleshooting](troubleshooting.md#not-enough-memory)",
         exit_codes=(31,),
     )
-    DEVICE_HELD = Row("DeviceHeld", ("Available",), exit_codes=(30,))
+    DEVICE_HELD = Row(
+        "DeviceHeld",
+        ("Available",),
+        "The NeuronCores of the pod stayed taken by another process for two minutes",
+        "Find what else uses the devices of the node (`neuron-ls`): a process outside of Kubernetes, or a pod that has "
+        "devices without requesting them",
+        exit_codes=(30,),
+    )
     RESTART_BUDGET_EXHAUSTED = Row(
         "RestartBudgetExhausted",
         ("Available",),

@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 from importlib.metadata import version
 from typing import Any, Protocol, TypeVar
 
@@ -169,8 +170,6 @@ class Routes:
     def __init__(self, state: State) -> None:
         self._state = state
         self._started = int(time.time())
-        libraries = dict(backend_package(state.config).versions())
-        self._version = Version(version("neuron-serving"), state.config.backend, libraries)
 
     async def completions(self, request: Request) -> Response:
         return await self._generate(request, lambda raw: COMPLETIONS)
@@ -215,8 +214,13 @@ class Routes:
             raise InvalidRequest(message, field="model", status=404, code="model_not_found")
         return _json(self._model(name))
 
+    @cached_property
+    def _versions(self) -> Version:
+        config = self._state.config
+        return Version(version("neuron-serving"), config.backend, dict(backend_package(config).versions()))
+
     async def version(self, request: Request) -> Response:
-        return _json(self._version)
+        return _json(self._versions)
 
     async def health(self, request: Request) -> Response:
         """200 only if the server can serve; for readiness and startup probes."""

@@ -34,6 +34,10 @@ class Code:
     exit_code: ExitCode
     meaning: str
 
+    @property
+    def cure(self) -> str:
+        return ": replace the node" if self.exit_code == ExitCode.DEVICE_FAILED_NODE else ""
+
 
 _PROCESS, _NODE = ExitCode.DEVICE_FAILED, ExitCode.DEVICE_FAILED_NODE
 
@@ -105,7 +109,7 @@ def classified(error: BaseException) -> ServingError:
         code = BY_NAME["NRT_LOAD_NOT_ENOUGH_NC"]
     if code is None:
         return FatalError(ExitCode.DEVICE_FAILED, shown)
-    return FatalError(code.exit_code, f"{code.meaning} ({code.name}, {code.number}): {shown}")
+    return FatalError(code.exit_code, f"{code.meaning}{code.cure} ({code.name}, {code.number}): {shown}")
 
 
 def when_free(
