@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
@@ -112,6 +113,18 @@ def test_a_compiled_model_answers_as_transformers_does_and_its_library_warns_of_
             artifact = compiled(config, model, tmp_path / "artifact")
         assert "Unexpected keyword" not in caplog.text
         assert generated(model, config, artifact) == expected(model)
+
+
+def test_neither_compiling_nor_loading_leaves_a_folder_behind(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (scratch := tmp_path / "scratch").mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(scratch))
+    config = config_of(model)
+    with library_of("0.9"):
+        artifact = compiled(config, model, tmp_path / "artifact")
+        nxdi.load_backend(model, config, lambda stage, share: None, artifact).close()
+    assert list(scratch.iterdir()) == []
 
 
 def test_a_read_only_artifact_is_loaded_from_another_folder_than_that_of_the_model_it_was_compiled_from(

@@ -178,19 +178,21 @@ def check_cores(target: Target, tensor: int) -> None:
 
 
 def environment_of(
-    target: Target, tensor: int, max_context_length: int, scratch: Path, given: Mapping[str, str] = os.environ
+    target: Target, tensor: int, max_context_length: int, scratch: Path | None, given: Mapping[str, str] = os.environ
 ) -> dict[str, str]:
     """The variables to set before the Neuron libraries are imported; what the environment has already is kept.
 
     Args:
-        scratch: a folder of this process alone: two compilations in one folder would overwrite each other's files.
+        scratch: to compile, a folder of this process alone: two compilations in one folder would overwrite each other's
+            files.
     """
     wanted = {
         **dict.fromkeys(LOGICAL_CORE_VARIABLES, str(target.logical_core)),
         PLATFORM_VARIABLE: target.platform.name,
         EXEC_TIMEOUT_VARIABLE: str(EXEC_TIMEOUT_SECONDS),
-        "BASE_COMPILE_WORK_DIR": f"{scratch}/",
     }
+    if scratch is not None:
+        wanted["BASE_COMPILE_WORK_DIR"] = f"{scratch}/"
     if VISIBLE_CORES_VARIABLE not in given:
         wanted[NUM_CORES_VARIABLE] = str(tensor)
     if max_context_length >= LONG_CONTEXT:

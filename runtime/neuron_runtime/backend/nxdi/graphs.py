@@ -105,8 +105,10 @@ class NxdiCompiler:
             raise FatalError(ExitCode.COMPILE_FAILED, f"NxD Inference wrote no {name}")
 
     def _compile(self, folder: Path) -> None:
-        prepare_environment(self._settings, self._target)
-        library.application(self._settings, self._model_dir).compile(folder)
+        # NxD Inference deletes its work folder, compiles into it, and leaves it.
+        with tempfile.TemporaryDirectory(prefix="nxdi-") as scratch:
+            prepare_environment(self._settings, self._target, Path(scratch, "work"))
+            library.application(self._settings, self._model_dir).compile(folder)
 
 
 _KEYS_OF_SHAPES = {
@@ -145,10 +147,8 @@ def missing_weights(settings: Settings, folder: Path) -> list[str]:
     return [name for name in names if not (folder / name).is_file()]
 
 
-def prepare_environment(settings: Settings, target: Target) -> None:
+def prepare_environment(settings: Settings, target: Target, scratch: Path | None = None) -> None:
     """Set the variables that the Neuron libraries read. Must run before they are imported."""
-    # NxD Inference deletes its work folder before it compiles.
-    scratch = Path(tempfile.mkdtemp(prefix="nxdi-")) / "work"
     os.environ.update(environment_of(target, settings.tensor, settings.max_context_length, scratch))
 
 
