@@ -103,7 +103,15 @@ def expected(model: Path, count: int = 6) -> list[list[int]]:
 
 
 @pytest.mark.parametrize("version", ["0.7", "0.9"])
-@pytest.mark.parametrize("document", [{}, {"prefixCaching": "enabled"}, {"sampling": "Host"}])
+@pytest.mark.parametrize(
+    "document",
+    [
+        {},
+        {"prefixCaching": "enabled"},
+        {"layout": "blocks", "prefixCaching": "disabled", "chunkedPrefill": "disabled"},
+        {"sampling": "Host"},
+    ],
+)
 def test_a_compiled_model_answers_as_transformers_does_and_its_library_warns_of_nothing(
     version: str, document: dict[str, Any], model: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -66,6 +66,8 @@ def adopted(config: RuntimeConfig, folder: Path) -> RuntimeConfig:
             continue
         if name in OF_BLOCKS and not theirs.get("is_block_kv_layout"):
             continue
+        if name == "is_prefix_caching" and value:
+            continue  # it comes with blocks; whether prefixes are shared is our choice
         values[name] = value
     sampling = theirs.get(SAMPLING)
     values[SAMPLING] = _sampling(sampling) if isinstance(sampling, Mapping) else None
@@ -127,6 +129,8 @@ def differences(settings: Settings, model: Mapping[str, Any], folder: Path) -> l
 def _agrees(ours: Any, theirs: Any) -> bool:
     if isinstance(ours, Mapping) and isinstance(theirs, Mapping):
         return all(_agrees(ours[key], theirs[key]) for key in ours.keys() & theirs.keys())
+    if isinstance(ours, list) and isinstance(theirs, list):
+        return set(ours) <= set(theirs)  # graphs of more sizes do no harm
     return bool(ours == theirs) or (not ours and not theirs)
 
 

@@ -84,7 +84,7 @@ class NxdiCompiler:
 
     def _differences(self, folder: Path) -> list[str]:
         try:
-            settings, _ = described(adopted(self._config, folder), self._model_dir)
+            settings, _ = described(fitting(self._config, self._model_dir, folder), self._model_dir)
         except InvalidConfig as error:
             return [f"{path}: {message}" for path, message in error.parts]
         return differences(settings, read_config(self._model_dir), folder)
@@ -156,6 +156,15 @@ def described(config: RuntimeConfig, model_dir: Path) -> tuple[Settings, Target]
     """What to compile or to load. Raises as `settings_of` and `find_target`."""
     target = find_target(config, ask=library.platform_target)
     return settings_of(config, read_config(model_dir), target), target
+
+
+def fitting(config: RuntimeConfig, model_dir: Path, folder: Path) -> RuntimeConfig:
+    """The configuration for graphs that others compiled: as it is, if they fit, or with what they decide. For graphs of
+    ours it is as it is."""
+    if not is_foreign(folder):
+        return config
+    settings, _ = described(config, model_dir)
+    return adopted(config, folder) if differences(settings, read_config(model_dir), folder) else config
 
 
 def nxdi_compiler(config: RuntimeConfig, model_dir: Path) -> NxdiCompiler:

@@ -9,8 +9,7 @@ from neuron_runtime.backend.nxdi import library
 from neuron_runtime.backend.nxdi.backend import NxdiBackend
 from neuron_runtime.backend.nxdi.devices import Target, check_cores, exec_timeout_seconds
 from neuron_runtime.backend.nxdi.failures import when_free
-from neuron_runtime.backend.nxdi.foreign import adopted, is_foreign
-from neuron_runtime.backend.nxdi.graphs import described, missing_weights, prepare_environment
+from neuron_runtime.backend.nxdi.graphs import described, fitting, missing_weights, prepare_environment
 from neuron_runtime.backend.nxdi.limits import limits_of
 from neuron_runtime.backend.nxdi.models import BY_APPLICATION
 from neuron_runtime.backend.nxdi.settings import Settings
@@ -22,7 +21,7 @@ from neuron_runtime.errors import ExitCode, FatalError
 def load(model_dir: Path, config: RuntimeConfig, progress: ProgressCallback, artifact: Path) -> Backend:
     """See `load_backend`."""
     library.check_installed()
-    settings, target = described(adopted(config, artifact) if is_foreign(artifact) else config, model_dir)
+    settings, target = described(fitting(config, model_dir, artifact), model_dir)
     check_cores(target, settings.tensor)
     if missing := missing_weights(settings, artifact):
         raise FatalError(ExitCode.ARTIFACT_MISSING, f"{artifact} has no {missing[0]}: compile the model again")
