@@ -7,7 +7,7 @@ flag or argument. It reads no model and imports no backend.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -30,6 +30,13 @@ BUCKET_VARIABLES = {
     "NEURON_TOKEN_GEN_BUCKETS": "token_generation_buckets",
 }
 """Arguments by the variable that sets them, as in vLLM's guides for Neuron."""
+FRAMEWORK_VARIABLE = "VLLM_NEURON_FRAMEWORK"
+FRAMEWORKS = {
+    "neuronx-distributed-inference": NEURON_BACKEND,
+    "optimum-neuron": "optimum",
+    "transformers-neuronx": "transformers-neuronx",
+}
+"""Backends by vLLM's names of them, which this variable has."""
 
 FIELDS = tuple(fields_of(RuntimeConfig))
 
@@ -76,30 +83,76 @@ def config_of(uri: str, given: Mapping[str, Any], **more: Any) -> RuntimeConfig:
     return config
 
 
-def on_this_machine(given: Mapping[str, Any], dev: Path = DEV) -> dict[str, Any]:
-    """Arguments with what this machine says where they are silent, and a line in the log about each: the backend by its
-    devices, and the buckets by variables of the environment.
+def as_written(name: str) -> str:
+    """An argument of `LLM` in errors."""
+    return name
+
+
+def as_flag(name: str) -> str:
+    """The flag for an argument."""
+    return f"--{name.replace('_', '-')}"
+
+
+def on_this_machine(
+    given: Mapping[str, Any],
+    *,
+    device: str | None = None,
+    additional_config: Mapping[str, Any] | None = None,
+    written: Callable[[str], str] = as_flag,
+    dev: Path = DEV,
+) -> dict[str, Any]:
+    """Arguments as vLLM's scripts and commands for Neuron mean them, with what this machine says where they are silent.
+    What the environment and the devices decide is logged.
 
     Args:
         given: values by the names in `BY_ARGUMENT`.
+        device: "cpu", "neuron" or "auto"; None: as "auto".
+        additional_config: settings of the backend, below the key that newer versions of vLLM have for them.
+        written: how errors write the name of an argument.
         dev: folder of device nodes.
 
     Raises:
-        InvalidConfig: names the variable with a wrong value.
+        InvalidConfig: names the argument or variable with a wrong value.
     """
     found = dict(given)
-    if "backend" not in found and (nodes := device_nodes(dev)):
-        found["backend"] = NEURON_BACKEND
-        say(f"backend {NEURON_BACKEND}: this machine has Neuron devices ({nodes[0]})")
-    backend = found.get("backend", DEFAULT_BACKEND)
-    if backend == NEURON_BACKEND:
+    problems = ConfigProblems()
+    with problems.collecting():
+        override = _neuron_config(found.pop("override_neuron_config", None), additional_config, written)
+        if override:
+            found["override_neuron_config"] = override
+    with problems.collecting():
+        if "backend" not in found or device is not None:
+            backend = _backend(device, written, dev)
+            if backend is not None:
+                found.setdefault("backend", backend)
+        found |= _of_environment(found)
+    problems.check()
+    if found.get("backend") == NEURON_BACKEND:
         found.setdefault("compile", True)
+        if _has_one_block_per_request(found):
+            del found["block_size"]
+            say(
+                "the block size is the model's length: each request has one contiguous line of the cache (layout slots)"
+            )
+    return found
+
+
+def _has_one_block_per_request(given: Mapping[str, Any]) -> bool:
+    """vLLM's guides for Neuron require a block size of the model's length for the contiguous cache."""
+    decides = ("layout", "enable_prefix_caching", "num_gpu_blocks_override")
+    return "block_size" in given and given["block_size"] == given.get("max_model_len") and not given.keys() & {*decides}
+
+
+def _of_environment(given: Mapping[str, Any]) -> dict[str, Any]:
+    """The buckets of a backend that has some, by variables. Raises InvalidConfig."""
+    found: dict[str, Any] = {}
+    backend = given.get("backend", DEFAULT_BACKEND)
     for variable, name in BUCKET_VARIABLES.items():
         value = os.environ.get(variable)
         if not value:
             continue
-        if name in found or backend in BACKENDS_WITHOUT_BUCKETS:
-            why = f"{BY_ARGUMENT[name].option} is set" if name in found else f"the {backend} backend has no buckets"
+        if name in given or backend in BACKENDS_WITHOUT_BUCKETS:
+            why = f"{BY_ARGUMENT[name].option} is set" if name in given else f"the {backend} backend has no buckets"
             say(f"{variable} has no effect: {why}")
             continue
         try:
@@ -165,14 +218,10 @@ def llm_config(
         given[name] = value
     if "dtype" in given:
         given["dtype"] = str(given["dtype"])
-    override = _neuron_config(given.pop("override_neuron_config", None), additional_config)
-    if override:
-        given["override_neuron_config"] = override
-    backend = _backend(device, dev)
-    if backend is not None:
-        given.setdefault("backend", backend)
+    with found.collecting():
+        given = on_this_machine(given, device=device, additional_config=additional_config, written=as_written, dev=dev)
+    found.check()
     with found.collecting(), naming(LLM_NAMES):
-        given = on_this_machine(given, dev)
         config = config_of(_with_revision(model_uri(model), revision), given)
     found.check()
     return config
@@ -201,33 +250,53 @@ def default_artifacts_dir() -> Path:
     return default_weights_dir().with_name("artifacts")
 
 
-def _neuron_config(override: Any, additional: Mapping[str, Any] | None) -> Any:
+def _neuron_config(override: Any, additional: Any, written: Callable[[str], str]) -> Any:
     """Settings of the Neuron backend from either of the two arguments that vLLM's versions use."""
+    if not isinstance(additional, Mapping | None):
+        raise InvalidConfig(written("additional_config"), f"must be an object, got {additional!r}")
     inside = dict(additional or {})
     found = [override, inside.pop("override_neuron_config", None), inside.pop("override-neuron-config", None)]
     for key in inside:
-        raise InvalidConfig(f"additional_config[{key!r}]", "is not supported: only `override_neuron_config` is")
+        raise InvalidConfig(
+            f"{written('additional_config')}[{key!r}]", "is not supported: only `override_neuron_config` is"
+        )
     configs = [config for config in found if config]
     if len(configs) > 1:
-        raise InvalidConfig("override_neuron_config", "is set twice: leave it out of `additional_config`")
+        raise InvalidConfig(
+            written("override_neuron_config"), f"is set twice: leave it out of `{written('additional_config')}`"
+        )
     return configs[0] if configs else None
 
 
-def _backend(device: str | None, dev: Path) -> str | None:
+def _backend(device: str | None, written: Callable[[str], str], dev: Path) -> str | None:
+    """The default backend: that of a Neuron device, if the machine has one."""
+    nodes, name = device_nodes(dev), written("device")
     match device:
         case None | "auto":
-            return None
+            backend = _neuron_backend() if nodes else None
+            if backend is not None:
+                say(f"backend {backend} by default: this machine has Neuron devices ({nodes[0]})")
+            return backend
         case "cpu":
             return DEFAULT_BACKEND
         case "neuron":
-            if not device_nodes(dev):
+            if not nodes:
                 raise InvalidConfig(
-                    "device",
-                    f"'neuron', but this machine has no Neuron device ({dev}/neuron0): leave `device` out to run on "
+                    name,
+                    f"'neuron', but this machine has no Neuron device ({dev}/neuron0): leave `{name}` out to run on "
                     "the CPU, or run this on an Inf2 or Trn instance with the Neuron driver",
                 )
-            return NEURON_BACKEND
-    raise InvalidConfig("device", f"must be 'cpu' or 'neuron', got {device!r}")
+            return _neuron_backend()
+    raise InvalidConfig(name, f"must be 'cpu' or 'neuron', got {device!r}")
+
+
+def _neuron_backend() -> str:
+    framework = os.environ.get(FRAMEWORK_VARIABLE)
+    if not framework:
+        return NEURON_BACKEND
+    if framework not in FRAMEWORKS:
+        raise InvalidConfig(FRAMEWORK_VARIABLE, f"must be one of {', '.join(FRAMEWORKS)}, got {framework!r}")
+    return FRAMEWORKS[framework]
 
 
 def _with_revision(uri: str, revision: str | None) -> str:

@@ -74,7 +74,6 @@ _BODY, _PARAMS, _MESSAGE, _FLAG = Surface.BODY, Surface.SAMPLING_PARAMS, Surface
 _LLM = Surface.LLM | _FLAG
 
 ROWS = (
-    Row("additional_config", _FLAG, ({},)),
     Row("audio", _BODY),
     Row("audio", _MESSAGE, ([],)),
     Row("chat_template", _BODY, cure="set the server's flag --chat-template instead"),
@@ -82,7 +81,6 @@ ROWS = (
     Row("cpu_offload_gb", _LLM, (0,)),
     Row("data_parallel_size", _LLM, (1,)),
     Row("detokenize", _PARAMS, (True,)),
-    Row("device", _FLAG, ("auto",), cure="set --backend instead"),
     Row("disable_sliding_window", _LLM, (False,)),
     Row("documents", _BODY, ([],)),
     Row("download_dir", _FLAG, cure="set --weights-dir instead"),

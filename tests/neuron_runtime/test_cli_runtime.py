@@ -137,13 +137,35 @@ def test_a_machine_with_neuron_devices_serves_compiled_models_by_default(
 ) -> None:
     for name in ("neuron10", "neuron2", "neuron", "neuron_monitor"):
         (tmp_path / name).touch()
-    assert on_this_machine({}, tmp_path) == {"backend": "nxdi", "compile": True}
+    assert on_this_machine({}, dev=tmp_path) == {"backend": "nxdi", "compile": True}
     assert capsys.readouterr().err.splitlines() == [
-        f"neuron-runtime: backend nxdi: this machine has Neuron devices ({tmp_path}/neuron2)"
+        f"neuron-runtime: backend nxdi by default: this machine has Neuron devices ({tmp_path}/neuron2)"
     ]
-    assert on_this_machine({"backend": "torch"}, tmp_path) == {"backend": "torch"}
-    assert on_this_machine({}, tmp_path / "none") == {}
+    assert on_this_machine({"backend": "torch"}, dev=tmp_path) == {"backend": "torch"}
+    assert on_this_machine({}, dev=tmp_path / "none") == {}
     assert capsys.readouterr().err == ""
+
+
+def test_commands_of_guides_for_neuron_are_understood(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "neuron0").touch()
+    inside = {"override-neuron-config": {"fused_qkv": True}}
+    given = {"block_size": 128, "max_model_len": 128}
+    assert on_this_machine(given, device="neuron", additional_config=inside, dev=tmp_path) == {
+        "backend": "nxdi", "compile": True, "max_model_len": 128, "override_neuron_config": {"fused_qkv": True}
+    }  # fmt: skip
+    assert "(layout slots)" in capsys.readouterr().err
+    shared = {**given, "enable_prefix_caching": True}
+    assert on_this_machine(shared, device="neuron", dev=tmp_path)["block_size"] == 128
+    assert on_this_machine(given, device="cpu", dev=tmp_path) == {**given, "backend": "torch"}
+    monkeypatch.setenv("VLLM_NEURON_FRAMEWORK", "neuronx-distributed-inference")
+    assert on_this_machine({}, device="neuron", dev=tmp_path)["backend"] == "nxdi"
+    monkeypatch.setenv("VLLM_NEURON_FRAMEWORK", "optimum-neuron")
+    assert on_this_machine({}, dev=tmp_path)["backend"] == "optimum"
+    monkeypatch.setenv("VLLM_NEURON_FRAMEWORK", "other")
+    with pytest.raises(InvalidConfig, match="VLLM_NEURON_FRAMEWORK: must be one of neuronx-distributed-inference, "):
+        on_this_machine({}, device="neuron", dev=tmp_path)
 
 
 def test_variables_set_buckets_that_no_flag_sets(
@@ -169,7 +191,8 @@ def test_variables_set_buckets_that_no_flag_sets(
 @pytest.mark.parametrize(
     ("flag", "value", "says"),
     [
-        ("--additional-config", "{", "'{' is not supported yet: leave it out"),
+        ("--additional-config", "{", "must be an object, got '{'"),
+        ("--device", "cuda", "must be 'cpu' or 'neuron', got 'cuda'"),
     ],
 )
 def test_unsupported_flags_are_refused_by_name(

@@ -75,6 +75,15 @@ def add_model(parser: argparse.ArgumentParser) -> None:
 def add_model_flags(parser: argparse.ArgumentParser, wanted: Callable[[Field], bool]) -> None:
     model = parser.add_argument_group("model flags (not together with --config)")
     add_flags(model, filter(wanted, BY_ARGUMENT.values()))
+    model.add_argument(
+        "--device", metavar="cpu|neuron", help="As --backend torch, or the backend for Neuron devices (default: auto)"
+    )
+    model.add_argument(
+        "--additional-config",
+        type=json_or_text,
+        metavar="JSON",
+        help='{"override_neuron_config": {...}}, as newer versions of vLLM write --override-neuron-config',
+    )
     for row in not_built.rows(Surface.FLAG):
         form: dict[str, Any] = {"action": argparse.BooleanOptionalAction} if row.is_switch else {"type": json_or_text}
         model.add_argument(flag_of(row), help=argparse.SUPPRESS, **form)
@@ -129,9 +138,10 @@ def configuration(options: argparse.Namespace, check: Callable[[RuntimeConfig], 
             say(f"{flag_of(row)} has no effect here: leave it out")
     # A command may have only some of the flags.
     given = {name: value for name in BY_ARGUMENT if (value := getattr(options, name, None)) is not None}
+    vllm = {"device": options.device, "additional_config": options.additional_config}
     with found.collecting():
         if options.config is not None:
-            if options.model is not None or given:
+            if options.model is not None or given or vllm != {"device": None, "additional_config": None}:
                 raise InvalidConfig(
                     "--config", "cannot be combined with MODEL, model flags or server flags: leave them out"
                 )
@@ -143,7 +153,7 @@ def configuration(options: argparse.Namespace, check: Callable[[RuntimeConfig], 
             raise InvalidConfig("MODEL", message)
         else:
             with naming(FLAG_NAMES):
-                given = on_this_machine(given)
+                given = on_this_machine(given, **vllm)
                 config = config_of(model_uri(options.model), given, drain=DRAIN_ON_THE_COMMAND_LINE)
                 check(config)
     found.check()
