@@ -252,7 +252,7 @@ def test_every_refused_message_part_is_documented() -> None:
 
 
 def test_every_route_is_documented() -> None:
-    app = build_app(SimpleNamespace(has_keys=False))  # type: ignore[arg-type]
+    app = build_app(SimpleNamespace(has_keys=False, config=SimpleNamespace(backend="torch")))  # type: ignore[arg-type]
     routes = {re.sub(r"\{.*\}", "NAME", path) for path in app.openapi()["paths"]} | {app.openapi_url, "/docs"}
     documented = {word.partition(" ")[2] for word in words(section(RUNTIME, "HTTP API")) if " /" in word}
     assert routes == documented

@@ -1,4 +1,4 @@
-"""Programs and commands of AWS's guides for vLLM on Neuron, with the import changed alone, on the fake NxD Inference."""
+"""Programs of AWS's guides for vLLM on Neuron, with the import changed alone, on the fake NxD Inference."""
 
 from __future__ import annotations
 
