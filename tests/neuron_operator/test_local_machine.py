@@ -12,7 +12,7 @@ import pytest
 
 from helpers.ports import free_ports
 from neuron_operator.local.machine import Machine
-from neuron_operator.local.pods import CannotRunHere, Host
+from neuron_operator.local.pods import CannotRunHere, Host, instance_type
 
 READY_AT_ONCE = "import sys, time; print('up', flush=True); time.sleep(float(sys.argv[1]))"
 
@@ -114,3 +114,13 @@ async def test_an_unsupported_kind_is_refused(tmp_path: Path) -> None:
     here, _ = machine(tmp_path)
     with pytest.raises(CannotRunHere, match="StatefulSet chat: is not supported"):
         await here.apply(deployment() | {"kind": "StatefulSet"})
+
+
+def test_a_machine_with_devices_is_a_node_of_its_instance_type(tmp_path: Path) -> None:
+    name = tmp_path / "devices" / "virtual" / "dmi" / "id" / "product_name"
+    assert instance_type(tmp_path) == ""
+    name.parent.mkdir(parents=True)
+    name.write_text("inf2.8xlarge\n")
+    host = Host(tmp_path / "default.chat", {}, 1, instance_type(tmp_path))
+    node = Machine(host, 0, lambda: None, lambda name, line: None).node
+    assert (node.devices, node.instance_type) == (1, "inf2.8xlarge")

@@ -78,7 +78,7 @@ def pod() -> dict[str, Any]:
 def host(root: Path, devices: int = 0) -> Host:
     config = {"data": {"config.json": "{}"}}
     environment = {"PATH": os.environ["PATH"], "HF_TOKEN": "secret"}
-    return Host(root / "default.chat", environment, devices, {"chat-config": config})
+    return Host(root / "default.chat", environment, devices, config_maps={"chat-config": config})
 
 
 @pytest.fixture

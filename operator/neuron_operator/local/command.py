@@ -39,6 +39,7 @@ from neuron_operator.local.pods import (
     Host,
     count_neuron_devices,
     environment_to_inherit,
+    instance_type,
 )
 from neuron_operator.objects import is_shared
 from neuron_operator.reasons import CONDITIONS
@@ -192,7 +193,8 @@ class _Session:
     """Lines that wait until an answer on standard output is complete; None: none wait."""
 
     async def run(self) -> int:
-        host = Host(self.root, environment_to_inherit(os.environ), count_neuron_devices(os.listdir("/dev")))
+        num_devices = count_neuron_devices(os.listdir("/dev"))
+        host = Host(self.root, environment_to_inherit(os.environ), num_devices, instance_type(Path("/sys")))
         machine = Machine(host, self.options.port, self.wake.set, self._log)
         stop = asyncio.Event()
         loop = asyncio.get_running_loop()

@@ -18,6 +18,7 @@ from typing import Any
 
 from neuron_operator.local.pods import LOOPBACK, CannotRunHere, Host, interpret
 from neuron_operator.local.process import PodProcess
+from neuron_operator.names import INSTANCE_TYPE_LABEL
 from neuron_operator.world import NodeDevices
 
 Json = Mapping[str, Any]
@@ -88,8 +89,9 @@ class Machine:
     @property
     def node(self) -> NodeDevices:
         """This machine, as a node with its Neuron devices."""
-        num = self._host.num_neuron_devices
-        return NodeDevices("localhost", devices=num, free_devices=num, cores=0, free_cores=0)
+        num, kind = self._host.num_neuron_devices, self._host.instance_type
+        labels = {INSTANCE_TYPE_LABEL: kind} if kind else {}
+        return NodeDevices("localhost", devices=num, free_devices=num, cores=0, free_cores=0, labels=labels)
 
     @property
     def running(self) -> tuple[LocalPod, ...]:

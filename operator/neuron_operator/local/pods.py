@@ -87,6 +87,8 @@ class Host:
     """Inherited by every process; the pod's own variables win. Also replaces Secrets, see `_environment` and
     `_secret_files`."""
     num_neuron_devices: int
+    instance_type: str = ""
+    """Empty: unknown."""
     config_maps: Mapping[str, Json] = field(default_factory=dict)
     """name -> ConfigMap object."""
 
@@ -298,6 +300,14 @@ def _probe(probe: Json | None, where: str, named: Mapping[str, int], ports: Mapp
 def environment_to_inherit(environment: Mapping[str, str]) -> dict[str, str]:
     """This shell's variables, without those that the operator sets in pods."""
     return {k: v for k, v in environment.items() if not k.startswith("NEURON_SERVING_")}
+
+
+def instance_type(sys: Path) -> str:
+    """That of an EC2 instance, by the files of the kernel below /sys; empty if there is none."""
+    try:
+        return (sys / "devices/virtual/dmi/id/product_name").read_text(encoding="utf-8").strip()
+    except OSError:
+        return ""
 
 
 def count_neuron_devices(names: Sequence[str]) -> int:
