@@ -62,6 +62,7 @@ def _settings(compiler: Path) -> dict[str, Any]:
         "cpp.dynamic_threads": True,  # as many as torch uses where the library is loaded
         "cpp.simdlen": 256,  # the vectors of `PROCESSOR`
         "cpp.vec_isa_ok": True,  # without a test program
+        "realize_opcount_threshold": 6,  # masks and cosines are computed once, not again in every layer
     }
 
 

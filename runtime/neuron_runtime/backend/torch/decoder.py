@@ -63,7 +63,11 @@ class Decoder:
         self.weights = weights
 
     def forward(self, token_ids: torch.Tensor, plan: Plan) -> torch.Tensor:
-        """Feed `token_ids` `[tokens]`, storing their keys and values; hidden states `[tokens, hidden size]`."""
+        """Feed `token_ids` `[tokens]`, storing their keys and values.
+
+        Returns:
+            Hidden states after the last norm, `[tokens, hidden size]`.
+        """
         config, weights = self.config, self.weights
         num_rotated = config.num_heads + config.num_kv_heads
         x = weights.embedding[token_ids]
@@ -79,11 +83,11 @@ class Decoder:
             x = x + layer.output(self._attend(index, plan, query, key, value))
             gate, up = layer.gate_up(self._normalise(x, layer.mlp_norm)).chunk(2, dim=-1)
             x = x + layer.down(functional.silu(gate) * up)
-        return x
+        return self._normalise(x, weights.norm)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Logits of the token that follows each hidden state: float32 `[hidden states, vocabulary]`."""
-        return self.weights.head(self._normalise(hidden, self.weights.norm)).float()
+        return self.weights.head(hidden).float()
 
     def _attend(
         self, layer: int, plan: Plan, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor

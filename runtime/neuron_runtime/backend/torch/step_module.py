@@ -99,7 +99,7 @@ class DecodeStep(nn.Module):
         weights = read_weights(model, _Shapes(tensor_shapes(model), dtype), Packed)
         leaves, self._structure = trees.tree_flatten(weights)
         self._names = [None if leaf is None else f"weight_{i}" for i, leaf in enumerate(leaves)]
-        used = constants(weights[:3])  # the head is no part of a step
+        used = constants(weights[:4])  # the head is no part of a step
         self.free_constants = {name for name, tensor in used.items() if tensor.is_meta}
         for name, tensor in constants(weights).items():
             values = lazy_zeros(tensor.shape, tensor.dtype) if tensor.is_meta else tensor
