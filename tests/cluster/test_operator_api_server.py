@@ -558,9 +558,10 @@ async def test_unneeded_children_are_deleted(server: ApiServer, namespace: Names
         for length in range(100, 108):
             namespace.put_model(serving={"maxModelLength": length})
             await eventually(lambda n=length: namespace.model()["status"]["plan"].get("maxModelLength") == n)
+            await namespace.settle()
         await eventually(lambda: len(namespace.children()["ControllerRevision"]) == KEPT_REVISIONS + 1)
-        # With the record of the facts.
-        await eventually(lambda: len(namespace.children()["ConfigMap"]) == KEPT_REVISIONS + 2)
+        expected = KEPT_REVISIONS + 2  # with the record of the facts
+        await eventually(lambda: len(namespace.children()["ConfigMap"]) == expected, about=namespace.children)
 
 
 async def test_an_object_that_the_api_server_refuses_is_reported_to_the_user(
