@@ -6,11 +6,15 @@ import json
 from pathlib import Path
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from neuron_runtime.__main__ import main
-from neuron_runtime.backend.nxdi.buckets import all_graphs
+from neuron_runtime.backend.nxdi.buckets import RECOMPUTED, Graph, all_graphs, decode_graph, prefill_graph
 from neuron_runtime.backend.nxdi.devices import PLATFORMS, Target
 from neuron_runtime.backend.nxdi.graph_plan import Plan, flags_of, lines_of, plan_of
+from neuron_runtime.backend.nxdi.limits import limits_of
+from neuron_runtime.backend.nxdi.settings import Settings
 from neuron_runtime.commands.plan_buckets import read_lengths
 from neuron_runtime.config import RuntimeConfig, parse_config
 from neuron_runtime.errors import InvalidConfig
@@ -120,3 +124,72 @@ def test_a_wrong_line_of_lengths_is_named(text: str, message: str, tmp_path: Pat
     path.write_text(text)
     with pytest.raises(InvalidConfig, match=message):
         read_lengths(path)
+
+
+def taken_graphs(settings: Settings) -> set[Graph]:
+    """By calls of every length, by the rules of NxD Inference."""
+    length, sizes = settings.max_model_length, settings.context_buckets
+    last = length if settings.layout == "blocks" else sizes[-1]
+    # The first and the last call that each graph could take, and their neighbours, lie at sums of sizes.
+    edges = {*sizes, *settings.prefix_buckets, 1, *RECOMPUTED}
+    edges |= {size + prefix for size in sizes for prefix in settings.prefix_buckets}
+    ends = {near for edge in (*edges, last) for near in (edge - 1, edge, edge + 1) if 0 < near <= last}
+    starts = (settings.segments or settings.shares_prefixes) and settings.layout == "blocks"
+    calls = {
+        (max(end - tokens, 0) if starts else 0, end)
+        for end in ends
+        for tokens in (*range(1, end, 97), *sizes, 1, end)
+        if tokens <= sizes[-1]
+    }
+    reach = limits_of(settings, 0.0).max_prefill_start or length
+    taken: set[Graph] = {prefill_graph(settings, *call) for call in calls if call[0] <= reach}
+    positions = {near for size in settings.token_buckets for near in (size - 3, size - 1, size) if 0 < near < length}
+    taken |= {
+        decode_graph(settings, rows, position) for rows in range(1, settings.max_rows + 1) for position in positions
+    }
+    return taken
+
+
+@st.composite
+def open_plans(draw: st.DrawFn) -> Plan:
+    """Of configurations that leave the sizes open."""
+    blocks, rows = draw(st.booleans()), draw(st.integers(1, 9))
+    num_blocks = draw(st.integers(2, 300))
+    block_size = draw(st.sampled_from([32, 64, 128])) if num_blocks >= 128 else 128
+    limits = {"maxModelLength": num_blocks * block_size, "maxSequences": rows}
+    more: dict[str, object] = {"asyncMode": draw(st.booleans()), "limits": limits}
+    if blocks:
+        limits["blockSize"] = block_size
+        shares = draw(st.sampled_from(["enabled", "disabled"]))
+        more |= {"layout": "blocks", "prefixCaching": shares, "chunkedPrefill": shares}
+        more |= {"overrideNeuronConfig": {"attn_kernel_enabled": True}}
+    lengths = draw(st.sets(st.integers(1, 9000), max_size=3))
+    target = Target(PLATFORMS["trn2"], draw(st.sampled_from([1, 2])), 4)
+    return plan_of(config(**more), MODEL, target, tuple((one, 1 / len(lengths)) for one in sorted(lengths)))
+
+
+@given(plan=open_plans())
+def test_each_chosen_graph_is_taken_by_some_call(plan: Plan) -> None:
+    never_taken = {*all_graphs(plan.settings)} - taken_graphs(plan.settings)
+    assert not never_taken, plan.settings
+    assert not [graph.name for graph in plan.graphs if "no call" in graph.takes]
+
+
+def test_a_graph_of_given_sizes_that_no_call_takes_is_named() -> None:
+    given_sizes = {"context": [128, 256, 384, 512], "prefix": [512, 640], "tokenGeneration": [640]}
+    plan = planned(prefixCaching="enabled", limits={"maxModelLength": 640, "blockSize": 128}, buckets=given_sizes)
+    takes = {graph.name: graph.takes for graph in plan.graphs}
+    unused = {name for name, text in takes.items() if text == "nothing: no call takes it"}
+    assert unused == {graph.name for graph in all_graphs(plan.settings)} - {g.name for g in taken_graphs(plan.settings)}
+    over = {f"prefill_{size}_after_640" for size in (128, 256, 384, 512)}
+    assert unused == {"prefill_384", *over}
+    assert takes["prefill_512"] == "prompts of 257 to 512 tokens"
+    assert takes["prefill_128"] == "prompts of 1 to 128 tokens"
+
+
+def test_a_prefill_may_start_anywhere_if_the_prefixes_reach_what_the_smallest_one_leaves() -> None:
+    more: dict[str, object] = {"prefixCaching": "enabled", "limits": {"maxModelLength": 4096, "blockSize": 32}}
+    reaching = planned(**more, buckets={"context": [512, 2048], "prefix": [3584]})
+    assert limits_of(reaching.settings, 0.0).max_prefill_start == 0
+    short = planned(**more, buckets={"context": [512, 2048], "prefix": [3552]})
+    assert limits_of(short.settings, 0.0).max_prefill_start == 3552

@@ -82,11 +82,11 @@ def test_prefix_caching_makes_blocks_and_computes_long_prompts_in_segments() -> 
     assert found.segments
     assert found.shares_prefixes
     assert found.context_buckets == (128, 512, 1152, 2048)
-    assert found.prefix_buckets == (0, 512, 2048, 8192)
+    assert found.prefix_buckets == (0, 512, 2048, 8064)
     config = found.neuron_config
     assert config["is_block_kv_layout"]
     assert config["is_prefix_caching"]
-    assert config["prefix_buckets"] == [512, 2048, 8192], "NxD Inference adds 0 itself"
+    assert config["prefix_buckets"] == [512, 2048, 8064], "NxD Inference adds 0 itself"
     assert (config["pa_num_blocks"], config["pa_block_size"]) == (1024, 32)
 
 

@@ -108,6 +108,7 @@ def choose(
     least: int = STEP,
     multiple: int = STEP,
     strict: bool = True,
+    never: tuple[int, int] = (0, 0),
 ) -> Sizes:
     """The buckets with the least device time for these lengths, as few as are worth their graph.
 
@@ -120,8 +121,11 @@ def choose(
         least: smallest bucket.
         multiple: buckets other than the largest are multiples of it.
         strict: only the largest bucket takes as many tokens as its size, the others one less.
+        never: no bucket lies between these two, apart from the largest.
     """
-    sizes = _candidates(least, largest, multiple)
+    sizes = [
+        size for size in _candidates(least, largest, multiple) if size == largest or not never[0] < size < never[1]
+    ]
     weight = _weights(lengths, sizes, strict)
     above = [0.0]
     for one in weight:

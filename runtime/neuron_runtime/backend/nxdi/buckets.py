@@ -7,10 +7,12 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Iterator, Sequence
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
-from neuron_runtime.backend.nxdi.settings import Settings
 from neuron_runtime.core import name_of_step
+
+if TYPE_CHECKING:
+    from neuron_runtime.backend.nxdi.settings import Settings
 
 LOOKAHEAD = 2
 """In asynchronous mode, a decode step this close below the end of a bucket runs alone, in the next larger bucket."""
@@ -100,9 +102,8 @@ def prefill_that_takes(settings: Settings, graph: Prefill) -> tuple[int, int] | 
     if settings.layout == "slots":
         candidates = [(0, end) for end in (graph.tokens, graph.tokens - 1)]
     else:
-        # The longest call within the prefix's size; if that one is recomputed, a shorter one, or the first longer one.
-        shortest = max((size for size in settings.prefix_buckets if size < graph.prefix), default=-1) + 1
-        ends = (min(graph.prefix + graph.tokens, settings.max_model_length), RECOMPUTED[0], shortest + graph.tokens)
+        # The longest call within the prefix's size; if that one is recomputed, the longest that is not.
+        ends = (min(graph.prefix + graph.tokens, settings.max_model_length), RECOMPUTED[0])
         candidates = [(max(end - graph.tokens, 0), end) for end in ends if end <= settings.max_model_length]
     return next((one for one in candidates if one[1] > one[0] >= 0 and _takes(settings, graph, *one)), None)
 

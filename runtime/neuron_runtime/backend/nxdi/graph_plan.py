@@ -15,9 +15,9 @@ import msgspec
 
 from neuron_runtime.backend.nxdi import bucket_plan
 from neuron_runtime.backend.nxdi.bucket_plan import Lengths
-from neuron_runtime.backend.nxdi.buckets import Graph, Prefill, all_graphs
+from neuron_runtime.backend.nxdi.buckets import Graph, Prefill, all_graphs, prefill_graph, prefill_that_takes
 from neuron_runtime.backend.nxdi.devices import Target
-from neuron_runtime.backend.nxdi.settings import Settings, settings_of
+from neuron_runtime.backend.nxdi.settings import Settings, context_sizes, settings_of
 from neuron_runtime.config import RuntimeConfig
 from neuron_runtime.console import bytes_text, seconds_text
 
@@ -67,11 +67,10 @@ def plan_of(config: RuntimeConfig, model: Mapping[str, Any], target: Target, len
     largest = settings.max_context_length
     lengths = _within(lengths, largest) or bucket_plan.log_uniform(bucket_plan.SHORTEST_PROMPT, largest)
     if lengths and not config.buckets.context and "context_encoding_buckets" not in config.override_neuron_config:
-        slots = settings.layout == "slots"
-        most = bucket_plan.MAX_CONTEXT_BUCKETS if slots else bucket_plan.MAX_SEGMENT_BUCKETS
-        least = settings.context_buckets[0] if not slots else bucket_plan.STEP
-        sizes = bucket_plan.choose(lengths, largest, most, bucket_plan.prefill_cost, least=least, strict=slots)
-        buckets = msgspec.structs.replace(config.buckets, context=sizes.buckets)
+        blocks = settings.layout == "blocks"
+        least = settings.context_buckets[0] if blocks else bucket_plan.STEP
+        sizes = context_sizes(lengths, largest, blocks=blocks, least=least)
+        buckets = msgspec.structs.replace(config.buckets, context=sizes)
         settings = settings_of(msgspec.structs.replace(config, buckets=buckets), model, target)
     facts = _Facts.of(model, settings.tensor)
     num_blocks = settings.num_blocks + (settings.layout == "blocks")  # NxD Inference adds one, for what is not kept
@@ -165,23 +164,36 @@ def _within(lengths: Lengths, largest: int) -> Lengths:
 
 
 def _planned(graph: Graph, settings: Settings, facts: _Facts, lengths: Lengths) -> PlannedGraph:
+    padding = None
     if isinstance(graph, Prefill):
-        size, rows, low = graph.tokens, 1, _previous(settings.context_buckets, graph.tokens)
-        strict = settings.layout == "slots"
-        high = size if size == settings.context_buckets[-1] or not strict else size - 1
-        low = low if strict and low else low + 1
-        takes = f"prompts of {low} to {high} tokens"
-        if graph.prefix or settings.layout == "blocks":
-            takes = f"{low} to {high} tokens after up to {graph.prefix}"
-        taken = [(length, probability) for length, probability in lengths if low <= length <= high]
-        padding = _padding(taken, settings) if taken else None
+        size, rows = graph.tokens, 1
+        taken = [one for one in lengths if _taken_by(graph, settings, one[0])]
+        padding = _padding(taken, settings) if taken and not graph.prefix else None
+        takes = _prompts_of(graph, settings)
     else:
-        size, rows, padding = graph.rows, graph.rows, None
+        size, rows = graph.rows, graph.rows
         takes = f"up to {graph.rows} sequences of {_previous(settings.token_buckets, graph.length)} to {graph.length}"
     tensor, width = settings.tensor, DTYPE_BYTES[settings.dtype]
     widest = 2 * facts.hidden + max(2 * facts.intermediate, 3 * facts.heads) // tensor
     activations = size * widest * width + rows * facts.vocabulary // tensor * 4
     return PlannedGraph(graph.name, takes, padding, activations, COMPILE_SECONDS_PER_LAYER * facts.layers)
+
+
+def _prompts_of(graph: Prefill, settings: Settings) -> str:
+    if prefill_that_takes(settings, graph) is None:
+        return "nothing: no call takes it"
+    low, high = _previous(settings.context_buckets, graph.tokens) + 1, graph.tokens
+    if settings.layout == "slots":
+        # The smallest that fits is longer than its prompt, unless it is the largest.
+        return f"prompts of {max(low - 1, 1)} to {high - (high != settings.context_buckets[-1])} tokens"
+    if graph.prefix:
+        return f"{low} to {high} tokens after up to {graph.prefix}"
+    lengths = [length for length in range(1, high + 1) if _taken_by(graph, settings, length)]
+    return f"prompts of {lengths[0]} to {lengths[-1]} tokens"
+
+
+def _taken_by(graph: Prefill, settings: Settings, length: int) -> bool:
+    return prefill_graph(settings, 0, length) == graph
 
 
 def _previous(buckets: Sequence[int], size: int) -> int:
@@ -191,8 +203,6 @@ def _previous(buckets: Sequence[int], size: int) -> int:
 
 def _padding(lengths: Lengths | Sequence[tuple[int, float]], settings: Settings) -> float:
     """Share of the time of prefills that computes padding, without prefixes."""
-    buckets, cost = settings.context_buckets, bucket_plan.prefill_cost
-    strict = settings.layout == "slots"
-    takes = [size - strict for size in buckets[:-1]]
-    computed = sum(p * cost(buckets[bisect_left(takes, length)]) for length, p in lengths)
+    cost = bucket_plan.prefill_cost
+    computed = sum(p * cost(prefill_graph(settings, 0, length).tokens) for length, p in lengths)
     return 1 - sum(p * cost(length) for length, p in lengths) / computed

@@ -18,7 +18,7 @@ def limits_of(settings: Settings, exec_timeout_seconds: float) -> BackendLimits:
     Args:
         exec_timeout_seconds: after which the Neuron runtime gives up a step.
     """
-    slots, reaches = settings.layout == "slots", settings.prefix_buckets[-1:]
+    slots = settings.layout == "slots"
     return BackendLimits(
         max_rows=settings.max_rows,
         max_model_length=settings.max_model_length,
@@ -26,7 +26,7 @@ def limits_of(settings: Settings, exec_timeout_seconds: float) -> BackendLimits:
         max_step_tokens=max(settings.max_context_length, settings.max_rows),
         max_prefill_rows=settings.max_rows,
         prefill_buckets=prefill_buckets(settings),
-        max_prefill_start=reaches[0] if reaches and reaches[0] < settings.max_model_length else 0,
+        max_prefill_start=max_prefill_start(settings),
         layout=settings.layout,
         block_size=settings.block_size,
         num_blocks=settings.num_blocks,
@@ -50,6 +50,14 @@ def limits_of(settings: Settings, exec_timeout_seconds: float) -> BackendLimits:
         num_lookahead_tokens=1 if settings.asynchronous else 0,
         max_step_seconds=TIMEOUT_SHARE * exec_timeout_seconds,
     )
+
+
+def max_prefill_start(settings: Settings) -> int:
+    """The largest position at which a prefill may start; 0: any."""
+    reach = max(settings.prefix_buckets, default=0)
+    # Free places of a prefill take cached tokens: also the last call of a sequence reads no more than this.
+    longest = settings.max_model_length - settings.context_buckets[0]
+    return reach if reach < longest else 0
 
 
 def prefill_buckets(settings: Settings) -> tuple[PrefillBucket, ...]:

@@ -7,7 +7,7 @@ NxD Inference nor torch, and knows no path, no time and nothing of this machine 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol
@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 import msgspec
 
 from neuron_runtime.backend.nxdi import bucket_plan
+from neuron_runtime.backend.nxdi.buckets import RECOMPUTED
 from neuron_runtime.backend.nxdi.devices import LogicalCore, Target
 from neuron_runtime.backend.nxdi.models import Family, family_of, is_private, text_config
 from neuron_runtime.backend.nxdi.neuron_config import PATH, SAMPLING, Override, merge, read_override
@@ -158,7 +159,7 @@ class _Derivation:
         else:
             block_size, num_blocks = length, rows
         context = self._context_buckets(length, blocks, segments)
-        prefix = self._prefix_buckets(length, block_size) if blocks and (segments or shares) else (0,) * blocks
+        prefix = self._prefix_buckets(length, block_size, context) if blocks and (segments or shares) else (0,) * blocks
         tokens = self._token_buckets(length, block_size, blocks, rows)
         asynchronous = self._chosen("$.asyncMode", config.async_mode, "async_mode")
         sampling, sampling_config = self._sampling(vocabulary_size, asynchronous)
@@ -336,24 +337,28 @@ class _Derivation:
                     message = f"is {config.limits.max_step_tokens}, but the largest context bucket is {given[-1]}"
                     raise InvalidConfig("$.limits.maxStepTokens", message)
             return given
+        least = MIN_KERNEL_TOKENS if blocks and self._target.logical_core == 1 else SMALLEST_BUCKET
         longest = self._override.get("max_context_length") or config.limits.max_step_tokens
-        longest = min(longest or (DEFAULT_SEGMENT_TOKENS if segments else length), length)
+        longest = min(longest or (_segment(length, least) if segments else length), length)
         if self._one_size:
             return (longest,)
-        least = MIN_KERNEL_TOKENS if blocks and self._target.logical_core == 1 else SMALLEST_BUCKET
         lengths = bucket_plan.log_uniform(bucket_plan.SHORTEST_PROMPT, longest)
-        most = bucket_plan.MAX_SEGMENT_BUCKETS if blocks else bucket_plan.MAX_CONTEXT_BUCKETS
-        cost = bucket_plan.prefill_cost
-        return bucket_plan.choose(lengths, longest, most, cost, least=least, strict=not blocks).buckets
+        return context_sizes(lengths, longest, blocks=blocks, least=least)
 
-    def _prefix_buckets(self, length: int, block_size: int) -> tuple[int, ...]:
+    def _prefix_buckets(self, length: int, block_size: int, context: tuple[int, ...]) -> tuple[int, ...]:
         path = "$.buckets.prefix"
         given = self._buckets(path, self._config.buckets.prefix, "prefix_buckets", length)
         with self._found.collecting():
             if wrong := [size for size in given if size % block_size]:
                 raise InvalidConfig(self._where(path), f"{wrong[0]} is no multiple of the block size {block_size}")
-        least = -(-MIN_KERNEL_TOKENS // block_size) * block_size
-        return tuple(sorted({0, *(given or _doubling(length if self._one_size else least, length, 4))}))
+        if given:
+            return tuple(sorted({0, *given}))
+        # Free places of a prefill take cached tokens, so no call reads more than what the smallest one leaves.
+        longest = min(_rounded(length - context[0], math.lcm(bucket_plan.STEP, block_size)), length)
+        least = length if self._one_size else _rounded(MIN_KERNEL_TOKENS, block_size)
+        # Every context size is compiled for every prefix: beyond, the largest would fit in no sequence.
+        smaller = [size for size in _growing(least, longest, 4) if size < length - context[-1]]
+        return tuple(sorted({0, *smaller, longest}))
 
     def _token_buckets(self, length: int, block_size: int, blocks: bool, rows: int) -> tuple[int, ...]:
         path = "$.buckets.tokenGeneration"
@@ -452,13 +457,27 @@ def _default_block_size(length: int) -> int:
     return min(size, length)
 
 
-def _doubling(least: int, most: int, factor: int) -> tuple[int, ...]:
-    """Sizes that grow by a factor, up to the largest."""
-    sizes, size = [], least
-    while size < most:
-        sizes.append(size)
+def context_sizes(lengths: bucket_plan.Lengths, largest: int, *, blocks: bool, least: int) -> tuple[int, ...]:
+    """Context buckets for prompts of these lengths."""
+    most = bucket_plan.MAX_SEGMENT_BUCKETS if blocks else bucket_plan.MAX_CONTEXT_BUCKETS
+    never = RECOMPUTED if blocks else (0, 0)
+    cost = bucket_plan.prefill_cost
+    return bucket_plan.choose(lengths, largest, most, cost, least=least, strict=not blocks, never=never).buckets
+
+
+def _segment(length: int, least: int) -> int:
+    """The longest segment: at most half a sequence, because it is compiled behind a prefix too."""
+    return min(DEFAULT_SEGMENT_TOKENS, max(_rounded(-(-length // 2), bucket_plan.STEP), least))
+
+
+def _rounded(size: int, multiple: int) -> int:
+    return -(-size // multiple) * multiple
+
+
+def _growing(size: int, end: int, factor: int) -> Iterator[int]:
+    while size < end:
+        yield size
         size *= factor
-    return (*sizes, most)
 
 
 def _arguments(settings: Settings) -> dict[str, Any]:
