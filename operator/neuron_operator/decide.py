@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from neuron_operator import breaker, manifest, names, revision, status
+from neuron_operator import breaker, manifest, names, revision, rollout, status
 from neuron_operator.breaker import Allowed
 from neuron_operator.errors import InvalidSpec
 from neuron_operator.fields import as_json
@@ -23,6 +23,7 @@ from neuron_operator.render.jobs import with_owners
 from neuron_operator.render.replicas import replicas
 from neuron_operator.render.storage import check_source, own_claims
 from neuron_operator.revision import Revision
+from neuron_operator.rollout import Pace
 from neuron_operator.sharing import upkeep
 from neuron_operator.steps import STEPS, Known, Step, Walk, refusal_of, using, walk
 from neuron_operator.views import Observed, observe
@@ -56,6 +57,8 @@ class Course:
     """The revision of the replicas: the wanted one once all its steps are done."""
     num_wanted: int | None = None
     """`spec.replicas`; None if the spec is invalid."""
+    pace: Pace | None = None
+    """How `served` reaches the replicas."""
 
 
 def decide(world: World, settings: Settings, steps: Sequence[Step] = STEPS) -> Decision:
@@ -76,7 +79,7 @@ def decide(world: World, settings: Settings, steps: Sequence[Step] = STEPS) -> D
         delete=course.delete,
         status=whole_status,
         requeue_after_seconds=_requeue_after(world, observed, course, findings, steps),
-        needs=frozenset[Need | LogOf]().union(*(finding.needs for finding in findings)),
+        needs=frozenset[Need | LogOf](course.pace.needs if course.pace else ()).union(*(f.needs for f in findings)),
         announcements=() if is_terminating else status.announcements(observed.model, whole_status),
     )
 
@@ -107,6 +110,7 @@ def _set_course(world: World, observed: Observed, settings: Settings, steps: Seq
     pinned = done.known.revision and using(done.known.revision, done, observed)
     served = pinned if done.is_complete else observed.serving(besides=pinned)
     allowed = breaker.steer(observed, served, model.spec.replicas) if served else None
+    pace = rollout.pace_of(model, observed, allowed.revision) if allowed else None
     cleaning = _cleaning(model, settings, observed, pinned)
     desired = (
         *(
@@ -115,7 +119,11 @@ def _set_course(world: World, observed: Observed, settings: Settings, steps: Seq
         ),
         *_permanent(model, settings),
         *_claims(model, settings, observed, (pinned, served)),
-        *(_workload(model, observed, allowed) if allowed and _is_told(observed, done, allowed.revision) else ()),
+        *(
+            _workload(model, observed, allowed, pace)
+            if allowed and pace and _is_told(observed, done, allowed.revision)
+            else ()
+        ),
         *done.desired,
         *cleaning,
     )
@@ -136,6 +144,7 @@ def _set_course(world: World, observed: Observed, settings: Settings, steps: Seq
         wanted=pinned,
         served=allowed.revision if allowed else None,
         num_wanted=model.spec.replicas,
+        pace=pace,
     )
 
 
@@ -211,12 +220,12 @@ def _attempted(model: NeuronModel, served: Revision | None, allowed: Allowed | N
     return {served.name, allowed.revision.name} if served and allowed and model.spec.replicas else set()
 
 
-def _workload(model: NeuronModel, observed: Observed, allowed: Allowed) -> tuple[Object, ...]:
+def _workload(model: NeuronModel, observed: Observed, allowed: Allowed, pace: Pace) -> tuple[Object, ...]:
     """The replicas of one revision, with the ConfigMaps of every revision that still has pods."""
     still, served = _with_pods(observed), allowed.revision
     documents = [served.pinned.config, *(known.pinned.config for known in observed.revisions if known.name in still)]
     config_maps = {name_of(found): found for found in (serving.config_map(model, document) for document in documents)}
-    return (*config_maps.values(), *replicas(model, served, allowed.num_pods))
+    return (*config_maps.values(), *replicas(model, served, allowed.num_pods, pace))
 
 
 def _unneeded(model: NeuronModel, observed: Observed, wanted: Revision | None) -> Iterator[Object]:
@@ -285,6 +294,8 @@ def _explain_revision(world: World, observed: Observed, course: Course) -> tuple
     if is_updated:
         return (met("UpToDate", f"all replicas run revision {wanted}"),)
     text = f"{updated} of {course.num_wanted} replicas run revision {wanted}"
+    if deployment is not None and course.pace is not None and updated < len(observed.live):
+        text += f"; {course.pace.words}"
     return (unmet("UpToDate", Reason.ROLLING_OUT, text),)
 
 
@@ -344,12 +355,13 @@ def _requeue_after(
     silent = {Reason.LOADING, *(step.task.waiting.reason for step in steps if step.task)}
     is_silent = any(finding.reason in silent and finding.status == "False" for finding in findings)
     is_reporting = any(isinstance(need, LogOf) for finding in findings for need in finding.needs)
+    surge_due = rollout.surge_due(observed)
     attempts = (breaker.next_attempt(observed, known.name) for known in _distinct(course.wanted, course.served))
     delays = (
         RECHECK_SECONDS if world.refusals or any(finding.needs for finding in findings) else None,
         # Each pass repeats the refused writes.
         float(UNEXPLAINED_SECONDS) if is_silent and not world.refusals else None,
         PROGRESS_SECONDS if is_reporting and not world.refusals else None,
-        *((due - observed.now).total_seconds() for due in attempts if due and due > observed.now),
+        *((due - observed.now).total_seconds() for due in (*attempts, surge_due) if due and due > observed.now),
     )
     return min((delay for delay in delays if delay is not None), default=None)

@@ -73,6 +73,11 @@ class Supported:
 
 
 @dataclass(frozen=True)
+class NotPinned:
+    """No pod depends on the field: an edit makes no new revision."""
+
+
+@dataclass(frozen=True)
 class ConfigKey:
     """Path of the value in the RuntimeConfig document, which omits None and idle fields."""
 

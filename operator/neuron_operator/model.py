@@ -30,7 +30,18 @@ from neuron_operator.field_types import (
     TopologyKey,
     Uri,
 )
-from neuron_operator.fields import ConfigKey, Json, OpenPart, Rule, Shape, SpecPart, Supported, exactly_one, unique
+from neuron_operator.fields import (
+    ConfigKey,
+    Json,
+    NotPinned,
+    OpenPart,
+    Rule,
+    Shape,
+    SpecPart,
+    Supported,
+    exactly_one,
+    unique,
+)
 
 
 @dataclass(frozen=True)
@@ -397,8 +408,9 @@ class Rollout(SpecPart, frozen=True):
 
     strategy: Annotated[
         Literal["Auto", "Surge", "Replace"],
-        "Whether a new replica starts before an old one ends.",
-        Supported("remove it: replicas are replaced one at a time"),
+        "Whether a new replica starts before an old one ends (`Surge`) or after (`Replace`). `Auto`: before, where the "
+        "devices are free now. See [rollouts](#rollouts).",
+        NotPinned(),
     ] = "Auto"
     progress_deadline_seconds: Annotated[
         int,
@@ -562,7 +574,7 @@ class Spec(SpecPart, frozen=True):
     """What to serve and how. Only model.uri is required."""
 
     model: ModelSource
-    replicas: Annotated[int, Meta(ge=0, le=1000), "Number of replicas. Also set by `kubectl scale`."] = 1
+    replicas: Annotated[int, Meta(ge=0, le=1000), "Number of replicas. Also set by `kubectl scale`.", NotPinned()] = 1
     accelerator: Accelerator = Accelerator()
     parallelism: Parallelism = Parallelism()
     serving: Serving = Serving()
@@ -570,8 +582,8 @@ class Spec(SpecPart, frozen=True):
     storage: Storage = Storage()
     rollout: Rollout = Rollout()
     pod_template: PodTemplate = field(default_factory=PodTemplate)
-    jobs: Jobs = field(default_factory=Jobs)
-    service_template: ServiceTemplate = field(default_factory=ServiceTemplate)
+    jobs: Annotated[Jobs, NotPinned()] = field(default_factory=Jobs)
+    service_template: Annotated[ServiceTemplate, NotPinned()] = field(default_factory=ServiceTemplate)
 
     @property
     def backend(self) -> str:

@@ -436,7 +436,7 @@ class Reason(StrEnum):
     ROLLING_OUT = Row(
         "RollingOut",
         ("UpToDate",),
-        "Replicas are being replaced, one at a time",
+        "Replicas are being replaced; the message says whether nobody answers meanwhile",
         "Wait; if it does not finish, the message of `Available` says why the new replica is not ready",
         passing=True,
     )

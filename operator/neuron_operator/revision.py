@@ -17,8 +17,8 @@ from msgspec import Struct
 from neuron_operator import names
 from neuron_operator.config_document import config_document, sampling_mode
 from neuron_operator.errors import InvalidSpec, StorageNotConfigured
-from neuron_operator.fields import SpecPart, Supported, as_json, fields_of
-from neuron_operator.model import BACKENDS, Jobs, NeuronModel, ServiceTemplate
+from neuron_operator.fields import NotPinned, SpecPart, Supported, as_json, fields_of
+from neuron_operator.model import BACKENDS, NeuronModel
 from neuron_operator.model_status import Plan
 from neuron_operator.objects import dig, items, name_of, text, whole
 from neuron_operator.placement import Placement, Target, place, target_of
@@ -108,8 +108,7 @@ class Revision(Struct, frozen=True, kw_only=True):
 
 def spec_hash(model: NeuronModel) -> str:
     """Hash of the part of the spec that pods or placement depend on. Explicit defaults do not change it."""
-    spec = msgspec.structs.replace(model.spec, replicas=1, jobs=Jobs(), service_template=ServiceTemplate())
-    return names.digest([FORMAT, _non_defaults(spec, model.backend)])
+    return names.digest([FORMAT, _non_defaults(model.spec, model.backend)])
 
 
 def revision_hash(spec_hash: str, refresh: str) -> str:
@@ -117,11 +116,13 @@ def revision_hash(spec_hash: str, refresh: str) -> str:
 
 
 def _non_defaults(part: SpecPart, backend: str) -> dict[str, Any]:
-    """The fields that differ from their defaults, without those that nothing acts on."""
+    """The fields that differ from their defaults, without those that nothing acts on and those that pods do not
+    depend on."""
     changed: dict[str, Any] = {}
     for one in fields_of(type(part)):
         value = getattr(part, one.name)
-        if value == one.default or any(support.is_idle(backend) for support in one.annotations(Supported)):
+        idle = any(support.is_idle(backend) for support in one.annotations(Supported))
+        if value == one.default or idle or one.annotations(NotPinned):
             continue
         kept = _non_defaults(value, backend) if isinstance(value, SpecPart) else as_json(value)
         if kept != {}:

@@ -197,6 +197,8 @@ class DeploymentView:
     revision: str
     """The revision of its pod template."""
     replicas: int
+    surges: bool
+    """A rollout starts a new pod before an old one ends."""
     replica_failure: str | None
     """Message of the condition ReplicaFailure; None: its pods can be created."""
 
@@ -432,6 +434,7 @@ def _deployment(deployment: Object) -> DeploymentView:
     return DeploymentView(
         revision=text(labels_of(dig(deployment, "spec", "template")), names.REVISION_LABEL),
         replicas=whole(dig(deployment, "spec", "replicas")),
+        surges=whole(dig(deployment, "spec", "strategy", "rollingUpdate", "maxSurge")) > 0,
         replica_failure=failure.message if failure.status == "True" else None,
     )
 

@@ -6,13 +6,13 @@ from neuron_operator import names
 from neuron_operator.model import NeuronModel
 from neuron_operator.render.objects import child
 from neuron_operator.revision import Revision, beside_template, shared_annotation
-from neuron_operator.rollout import MAX_SURGE, MAX_UNAVAILABLE
+from neuron_operator.rollout import Pace
 from neuron_operator.world import Object
 
 KEPT_REPLICA_SETS = 2
 
 
-def replicas(model: NeuronModel, revision: Revision, num_replicas: int) -> tuple[Object, ...]:
+def replicas(model: NeuronModel, revision: Revision, num_replicas: int, pace: Pace) -> tuple[Object, ...]:
     """The workload objects for `num_replicas` copies of the revision."""
     deployment = child(model, "apps/v1", "Deployment", names.service_name(model.name), component="server")
     deployment["metadata"]["annotations"] = {
@@ -26,7 +26,7 @@ def replicas(model: NeuronModel, revision: Revision, num_replicas: int) -> tuple
         "selector": {"matchLabels": names.serving_selector(model.name)},
         "strategy": {
             "type": "RollingUpdate",
-            "rollingUpdate": {"maxSurge": MAX_SURGE, "maxUnavailable": MAX_UNAVAILABLE},
+            "rollingUpdate": {"maxSurge": pace.max_surge, "maxUnavailable": pace.max_unavailable},
         },
         "template": revision.template,
     }

@@ -9,9 +9,9 @@ from typing import Any
 
 from neuron_operator import names
 from neuron_operator.config_document import to_json
+from neuron_operator.disruption import MAX_UNAVAILABLE
 from neuron_operator.model import NeuronModel
 from neuron_operator.render.objects import child, without_empty
-from neuron_operator.rollout import MAX_UNAVAILABLE
 from neuron_operator.world import Object, Settings
 
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from neuron_operator.disruption import num_promised
 from neuron_operator.placement import Placement
 from neuron_operator.reasons import Finding, Reason, met, unmet
-from neuron_operator.rollout import num_promised
 from neuron_operator.views import DeploymentView, Observed, PodView
 from neuron_operator.why.pods import explain_pod
 from neuron_operator.why.refusals import explain_denial
