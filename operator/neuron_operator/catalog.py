@@ -1,7 +1,11 @@
-"""A table of instance types with Neuron devices.
+"""A table of instance types with Neuron devices: what they have, which shares of it a pod may hold, what they cost.
 
-`placement` checks device counts against it, and finds the cores of devices by family. Types that are missing here are
-accepted: the kubelet and the scheduler decide.
+`placement` plans with it, and `sizing` reads the memory of a core. A type that is missing here is used by its family
+and what its node offers; the kubelet and the scheduler decide.
+
+Sources: the architecture pages of the Neuron documentation (devices, cores, memory), the feature guide of NxD Inference
+(degrees), Karpenter's table of instance types (CPUs, allocatable host memory, EFA), and the release notes of the Neuron
+SDK. Prices are explained at `InstanceType.price`.
 """
 
 from __future__ import annotations
@@ -11,6 +15,9 @@ from dataclasses import dataclass
 from typing import Literal
 
 from neuron_operator.errors import InvalidSpec
+
+GIB = 2**30
+MIB = 2**20
 
 
 @dataclass(frozen=True)
@@ -23,6 +30,12 @@ class Family:
     """Of one device."""
     logical_core: Literal[1, 2]
     """Physical cores per logical core, unless a node is set up differently."""
+    core_memory: int
+    """Bytes of device memory per physical core."""
+    degrees: tuple[int, ...]
+    """Tensor-parallel degrees that NxD Inference documents for it."""
+    last_sdk: str
+    """Newest Neuron SDK whose NxD Inference runs on it."""
 
     def logical_cores(self, chosen: int | None) -> tuple[int, int]:
         """Physical cores per logical core, and logical cores per device. Raises InvalidSpec for what it does not have.
@@ -38,7 +51,12 @@ class Family:
 
 FAMILIES = {
     family.name: family
-    for family in (Family("inf2", 2, 1), Family("trn1", 2, 1), Family("trn2", 8, 2), Family("trn3", 8, 2))
+    for family in (
+        Family("inf2", 2, 1, 16 * GIB, (1, 2, 4, 8, 12, 24), "2.28"),
+        Family("trn1", 2, 1, 16 * GIB, (1, 2, 8, 16, 32), "2.28"),
+        Family("trn2", 8, 2, 12 * GIB, (1, 2, 4, 8, 16, 32, 64), "2.33"),
+        Family("trn3", 8, 2, 18 * GIB, (1, 2, 4, 8, 16, 32, 64), "2.33"),
+    )
 }
 
 
@@ -55,6 +73,17 @@ class InstanceType:
     name: str
     devices: int
     topology: Literal["single", "ring", "torus"]
+    """How its devices are joined: a pod may hold adjacent ones only."""
+    vcpus: int
+    host_memory: int
+    """Bytes that pods can request: a node keeps some for itself."""
+    efa: int
+    """Network interfaces for several nodes."""
+    price: float
+    """US dollars per hour, to compare types with each other, not to budget with. On demand in us-east-1 for inf2 and
+    trn1. trn2.3xlarge: seen on demand in ap-southeast-4; trn2.48xlarge: 16 times that, which is also its price in a
+    Capacity Block. Nothing public exists for trn2u (taken as a tenth more than trn2.48xlarge, whose devices it has) and
+    trn3 (taken by device memory, 1.5 times that of trn2)."""
 
     @property
     def family(self) -> Family:
@@ -98,15 +127,18 @@ class InstanceType:
 INSTANCE_TYPES = {
     instance.name: instance
     for instance in (
-        InstanceType("inf2.xlarge", 1, "single"),
-        InstanceType("inf2.8xlarge", 1, "single"),
-        InstanceType("inf2.24xlarge", 6, "ring"),
-        InstanceType("inf2.48xlarge", 12, "ring"),
-        InstanceType("trn1.2xlarge", 1, "single"),
-        InstanceType("trn1.32xlarge", 16, "torus"),
-        InstanceType("trn1n.32xlarge", 16, "torus"),
-        InstanceType("trn2.3xlarge", 1, "single"),
-        InstanceType("trn2.48xlarge", 16, "torus"),
-        InstanceType("trn2u.48xlarge", 16, "torus"),
+        InstanceType("inf2.xlarge", 1, "single", 4, 14_162 * MIB, 0, 0.758),
+        InstanceType("inf2.8xlarge", 1, "single", 32, 118_312 * MIB, 0, 1.968),
+        InstanceType("inf2.24xlarge", 6, "ring", 96, 355_262 * MIB, 0, 6.491),
+        InstanceType("inf2.48xlarge", 12, "ring", 192, 718_987 * MIB, 0, 12.981),
+        InstanceType("trn1.2xlarge", 1, "single", 8, 29_317 * MIB, 0, 1.344),
+        InstanceType("trn1.32xlarge", 16, "torus", 128, 481_894 * MIB, 8, 21.5),
+        InstanceType("trn1n.32xlarge", 16, "torus", 128, 481_894 * MIB, 16, 24.78),
+        # Memory and CPUs of trn2.3xlarge are not in Karpenter's table: a pod with a limit of 96 GiB was seen on one.
+        InstanceType("trn2.3xlarge", 1, "single", 12, 96 * GIB, 0, 2.235),
+        InstanceType("trn2.48xlarge", 16, "torus", 192, 1_938_410 * MIB, 16, 35.76),
+        InstanceType("trn2u.48xlarge", 16, "torus", 192, 1_938_410 * MIB, 16, 39.34),
+        # The name is the driver's; the host is that of a server of the documented UltraServer.
+        InstanceType("trn3.48xlarge", 16, "torus", 192, 1_938_410 * MIB, 16, 53.64),
     )
 }

@@ -19,8 +19,8 @@ Key = Annotated[str, Meta(pattern=r"^[0-9a-f]{40,64}\Z")]
 Seconds = Annotated[float, Meta(ge=0, le=1e9)]
 
 
-class Facts(Struct, frozen=True, kw_only=True, rename="camel"):
-    """What `inspect` reports about a model."""
+class Facts(Struct, frozen=True, kw_only=True, rename="camel", omit_defaults=True):
+    """What `inspect` reports about a model. Fields with a default are missing in what earlier versions wrote."""
 
     architecture: str
     model_type: str
@@ -34,6 +34,9 @@ class Facts(Struct, frozen=True, kw_only=True, rename="camel"):
     head_dim: Count
     vocabulary_size: Count
     max_position_embeddings: Count
+    intermediate_size: Count = 0
+    num_experts: Count = 0
+    tied_embeddings: bool = False
     digest: str
 
 

@@ -40,6 +40,9 @@ DTYPE_BITS = {
     "U64": 64, "I64": 64, "F64": 64, "C64": 64,
 }  # fmt: skip
 
+MXFP4 = {"_blocks": 2, "_scales": 0}
+"""Parameters per byte, by the end of a tensor's name."""
+
 
 class InvalidModel(FatalError):
     """The folder does not contain a readable model; the message names the file."""
@@ -69,6 +72,12 @@ class TensorInfo:
     def num_elements(self) -> int:
         return math.prod(self.shape)
 
+    @property
+    def num_parameters(self) -> int:
+        """MXFP4 packs two into each byte of `..._blocks`, with their scales beside them."""
+        packed = next((count for end, count in MXFP4.items() if self.dtype == "U8" and self.name.endswith(end)), 1)
+        return packed * self.num_elements
+
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
@@ -82,7 +91,7 @@ class Checkpoint:
 
     @property
     def num_parameters(self) -> int:
-        return sum(tensor.num_elements for tensor in self.tensors.values())
+        return sum(tensor.num_parameters for tensor in self.tensors.values())
 
     @property
     def num_bytes(self) -> int:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import tempfile
 from collections import Counter
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -66,8 +67,12 @@ def model_facts(checkpoint: Checkpoint, digest: str | None = None, backend: str 
     for tensor in checkpoint.tensors.values():
         num_bytes_by_dtype[tensor.dtype] += tensor.num_bytes
     [(dtype, _)] = num_bytes_by_dtype.most_common(1)
+    config = text_config(checkpoint.config)
     return ModelFacts(
         **shape,
+        intermediate_size=_number(config, "intermediate_size"),
+        num_experts=_number(config, "num_local_experts") or _number(config, "num_experts"),
+        tied_embeddings=not any(name.endswith("lm_head.weight") for name in checkpoint.tensors),
         model_type=str(checkpoint.config.get("model_type", "")),
         parameters=checkpoint.num_parameters,
         weights_bytes=checkpoint.num_bytes,
@@ -117,6 +122,12 @@ def _shape_for_nxdi(checkpoint: Checkpoint, unsupported: FatalError) -> dict[str
             path = checkpoint.folder / CONFIG_FILE
             raise InvalidModel(f"{path}: {name} must be a positive integer, got {config.get(name)!r}")
     return {"architecture": names[0], **{ours: config[name] for ours, name in SHAPE.items()}}
+
+
+def _number(config: Mapping[str, Any], name: str) -> int:
+    """A number that some models lack; 0 without it."""
+    value = config.get(name)
+    return value if isinstance(value, int) and value > 0 else 0
 
 
 def facts_as_text(uri: str, facts: ModelFacts) -> str:

@@ -19,13 +19,13 @@ MAX_MESSAGE_CHARACTERS = 1024
 GENERAL_FAILURE = 1
 
 
-class ModelFacts(msgspec.Struct, frozen=True, kw_only=True, rename="camel"):
+class ModelFacts(msgspec.Struct, frozen=True, kw_only=True, rename="camel", omit_defaults=True):
     """Facts about a model from its config and index, without reading weights."""
 
     architecture: str
     model_type: str
     parameters: int
-    """Number of parameters, from the safetensors headers or index."""
+    """Number of parameters, from the safetensors headers or index; packed ones are counted one by one."""
     weights_bytes: int
     dtype: str
     num_layers: int
@@ -35,6 +35,11 @@ class ModelFacts(msgspec.Struct, frozen=True, kw_only=True, rename="camel"):
     head_dim: int
     vocabulary_size: int
     max_position_embeddings: int
+    intermediate_size: int = 0
+    """Of the feed-forward layers; 0: config.json lacks it, as all that follow."""
+    num_experts: int = 0
+    tied_embeddings: bool = False
+    """Whether the checkpoint has one matrix for embedding and head, of which devices hold two."""
     digest: str
     """The commit for hf://, else sha256 over config, index and headers of the weights; pins the served model."""
 

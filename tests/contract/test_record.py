@@ -30,6 +30,9 @@ FACTS = st.builds(
     head_dim=COUNT,
     vocabulary_size=COUNT,
     max_position_embeddings=COUNT,
+    intermediate_size=COUNT,
+    num_experts=COUNT,
+    tied_embeddings=st.booleans(),
     digest=st.text(max_size=80),
 )
 

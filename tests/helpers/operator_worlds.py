@@ -35,6 +35,9 @@ FACTS: dict[str, Any] = {
     "headDim": 32,
     "vocabularySize": 2048,
     "maxPositionEmbeddings": 1024,
+    "intermediateSize": 576,
+    "numExperts": 0,
+    "tiedEmbeddings": True,
     "digest": "sha256:0123456789abcdef",
 }
 SPEC: dict[str, Any] = {

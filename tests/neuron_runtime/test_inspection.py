@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import msgspec
@@ -15,7 +16,7 @@ import pytest
 from helpers.hub import Shelf, serving
 from helpers.tiny_model import TINY_CONFIG, write_tiny_model
 from neuron_runtime import record
-from neuron_runtime.checkpoint import read_checkpoint
+from neuron_runtime.checkpoint import TensorInfo, read_checkpoint
 from neuron_runtime.errors import ExitCode, FatalError
 from neuron_runtime.inspection import facts_as_json, facts_as_text, inspect_model
 from neuron_runtime.record import ModelFacts
@@ -50,6 +51,7 @@ def facts_of_tiny(digest: str) -> ModelFacts:
         head_dim=8,
         vocabulary_size=64,
         max_position_embeddings=128,
+        intermediate_size=48,
         digest=digest,
     )
 
@@ -214,3 +216,11 @@ def test_the_facts_of_a_nested_configuration_are_those_of_its_text_model(tmp_pat
     (folder / "config.json").write_text(json.dumps(nested | {"text_config": {**config, "vocab_size": None}}))
     with pytest.raises(FatalError, match="vocab_size must be a positive integer"):
         inspect_model(f"file://{folder}")
+
+
+def test_packed_numbers_are_counted_one_by_one_and_their_scales_not() -> None:
+    packed = TensorInfo("mlp.experts.down_proj_blocks", "U8", (4, 90, 16), "f", 0, 5760)
+    assert (packed.num_elements, packed.num_parameters) == (5760, 11520)
+    assert replace(packed, name="mlp.experts.down_proj_scales").num_parameters == 0
+    assert replace(packed, name="mlp.down_proj.weight").num_parameters == 5760
+    assert replace(packed, dtype="BF16").num_parameters == 5760

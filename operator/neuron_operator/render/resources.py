@@ -14,6 +14,7 @@ from typing import Any
 from neuron_operator.model import BACKENDS, NeuronModel
 from neuron_operator.records import Facts
 from neuron_operator.render.objects import without_empty
+from neuron_operator.sizing import DTYPE_BYTES, TORCH_BYTES, Widths, cached_numbers, host_bytes, width_of
 from neuron_operator.world import Object, Place
 
 Requests = Mapping[str, str]
@@ -29,10 +30,6 @@ SMALL_FILES_BYTES = 64 * MIB
 """Of a model beside its weights: tokenizer and configuration."""
 PROCESS_BYTES = 64 * MIB
 """Of the supervisor, of each front end and of a simulated engine: 30 to 65 MiB measured."""
-TORCH_BYTES = 512 * MIB
-"""Of an engine with torch beside weights and cache: 350 MiB measured, without its libraries' files."""
-SHARDING_COPIES = 2
-"""Of the weights on the host while they are loaded onto devices: the checkpoint, and the shards made from it."""
 SCRATCH_SHARE = 0.1
 """Activations and copies while weights are packed, as a share of weights and cache."""
 DEFAULT_SEQUENCES = 8
@@ -44,7 +41,6 @@ MILLICORES_PER_PROCESS = 100
 """A loop that mostly waits. More is used if the node has it."""
 READ_BYTES_PER_CORE = 8 * 10**9
 """What one core reads from memory in a second. The torch backend reads all weights for each token."""
-DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
 def fetch_requests(weights: Place, facts: Facts) -> Requests:
@@ -68,7 +64,7 @@ def serving_requests(model: NeuronModel, facts: Facts) -> Requests:
         memory += TORCH_BYTES + int((weights + cache) * (1 + SCRATCH_SHARE))
         millicores += 1000 * weights // READ_BYTES_PER_CORE
     elif BACKENDS[model.backend].on_device:
-        memory += TORCH_BYTES + SHARDING_COPIES * facts.weights_bytes
+        memory += host_bytes(facts, Widths(weights=width_of(_dtype(model, facts))))
         millicores += MILLICORES_PER_PROCESS
     else:
         memory += PROCESS_BYTES
@@ -132,12 +128,16 @@ def _cache_bytes(model: NeuronModel, facts: Facts) -> int:
         tokens = serving.num_blocks * (serving.block_size or 16)
     elif serving.max_model_length is None or serving.block_size or serving.prefix_caching == "Enabled":
         tokens = min(tokens, max(length, MAX_ELASTIC_TOKENS))
-    return tokens * 2 * facts.num_layers * facts.num_kv_heads * facts.head_dim * _width(model, facts)
+    return tokens * cached_numbers(facts) * _width(model, facts)
 
 
 def _width(model: NeuronModel, facts: Facts) -> int:
+    return DTYPE_BYTES.get(_dtype(model, facts), 4)
+
+
+def _dtype(model: NeuronModel, facts: Facts) -> str:
     chosen = model.spec.serving.dtype
-    return DTYPE_BYTES.get(chosen if chosen and chosen != "auto" else facts.dtype, 4)
+    return chosen if chosen and chosen != "auto" else facts.dtype
 
 
 def _up(number: int, step: int) -> int:

@@ -1,0 +1,121 @@
+"""Bytes of cache and activations, and numbers of graphs: what the operator plans with is what the runtime counts."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from helpers.operator_worlds import FACTS, body
+from neuron_operator import sizing
+from neuron_operator.catalog import FAMILIES
+from neuron_operator.manifest import parse
+from neuron_operator.records import Facts
+from neuron_operator.render.resources import _weights_bytes
+from neuron_operator.sizing import Cores, Load, Widths, memory_of
+from neuron_runtime.backend.nxdi import bucket_plan
+from neuron_runtime.backend.nxdi.devices import Target
+from neuron_runtime.backend.nxdi.graph_plan import DTYPE_BYTES, plan_of
+from neuron_runtime.backend.nxdi.settings import DEFAULT_SEGMENT_TOKENS, MIN_KERNEL_TOKENS
+from neuron_runtime.backend.torch.architecture import decoder_config
+from neuron_runtime.backend.torch.sizing import _memory
+from neuron_runtime.config import parse_config
+from neuron_runtime.host import FreeMemory
+
+CONFIG: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLM"],
+    "vocab_size": 128_256,
+    "hidden_size": 4096,
+    "intermediate_size": 14_336,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "num_hidden_layers": 32,
+    "max_position_embeddings": 2**20,
+    "torch_dtype": "bfloat16",
+}
+NAMES = {
+    "numLayers": "num_hidden_layers",
+    "hiddenSize": "hidden_size",
+    "numHeads": "num_attention_heads",
+    "numKvHeads": "num_key_value_heads",
+    "headDim": "head_dim",
+    "vocabularySize": "vocab_size",
+    "maxPositionEmbeddings": "max_position_embeddings",
+    "intermediateSize": "intermediate_size",
+}
+
+
+def facts_of(config: dict[str, Any]) -> Facts:
+    return msgspec.convert(FACTS | {ours: config[name] for ours, name in NAMES.items()}, Facts)
+
+
+def test_operator_and_runtime_have_the_same_constants() -> None:
+    assert sizing.DTYPE_BYTES == DTYPE_BYTES
+    assert sizing.MAX_CONTEXT_BUCKETS == bucket_plan.MAX_CONTEXT_BUCKETS
+    assert sizing.MAX_SEGMENT_BUCKETS == bucket_plan.MAX_SEGMENT_BUCKETS
+    assert sizing.MAX_TOKEN_BUCKETS == bucket_plan.MAX_TOKEN_BUCKETS
+    assert sizing.BUCKET_STEP == bucket_plan.STEP
+    assert sizing.SEGMENT_TOKENS == DEFAULT_SEGMENT_TOKENS
+    assert sizing.SHORTEST_PREFIX == MIN_KERNEL_TOKENS
+
+
+@settings(deadline=None, max_examples=40)
+@given(
+    st.fixed_dictionaries(
+        {
+            "num_hidden_layers": st.integers(1, 90),
+            "hidden_size": st.sampled_from([512, 2048, 5120]),
+            "num_key_value_heads": st.sampled_from([1, 2, 4, 8, 16]),
+            "head_dim": st.sampled_from([64, 128, 256]),
+            "vocab_size": st.integers(1000, 260_000),
+        }
+    ),
+    st.sampled_from([1, 2, 4, 8, 16, 32]),
+    st.integers(1, 64),
+    st.integers(4, 1024).map(lambda blocks: blocks * 32),
+    st.sampled_from(["slots", "blocks"]),
+)
+def test_cache_and_activations_of_a_core_are_what_the_runtime_plans(
+    shape: dict[str, Any], tensor: int, rows: int, length: int, layout: str
+) -> None:
+    model = CONFIG | shape
+    num_blocks = rows * length // 32 if layout == "blocks" else 0
+    document = {
+        "version": 1,
+        "model": {"uri": "hf://acme/tiny", "digest": "d"},
+        "servedNames": ["chat"],
+        "backend": "nxdi",
+        "dtype": "auto",
+        "limits": {
+            "maxModelLength": length,
+            "maxSequences": rows,
+            **({"blockSize": 32, "numBlocks": num_blocks} if num_blocks else {}),
+        },
+        "parallelism": {"tensor": tensor},
+        "compile": True,
+    }
+    planned = plan_of(parse_config(json.dumps(document).encode()), model, Target("trn2", 2, 64))
+    prefill = min(length, sizing.SEGMENT_TOKENS) if num_blocks else length
+    load = Load(length, rows, 32 if num_blocks else 0, num_blocks, longest_prefill=prefill)
+    memory = memory_of(facts_of(model), Widths(), load, Cores(tensor, FAMILIES["trn2"], 2))
+    assert memory.cache == -(-planned.cache_bytes // tensor)
+    assert memory.scratch - sizing.SCRATCHPAD_BYTES == max(graph.activation_bytes for graph in planned.graphs)
+    assert load.num_graphs >= len(planned.graphs)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_on_the_host_a_token_takes_as_many_bytes_as_the_runtime_counts(tied: bool) -> None:
+    config = decoder_config(CONFIG | {"tie_word_embeddings": tied})
+    counted = _memory(config, 2, FreeMemory(2**40), rows=8, step_tokens=512)
+    facts = facts_of(CONFIG)
+    assert sizing.cached_numbers(facts) * 2 == counted.per_token
+    embedding = 128_256 * 4096
+    stored = counted.weights // 2 - embedding * (1 + tied)
+    facts = msgspec.structs.replace(facts, parameters=stored, weights_bytes=2 * stored)
+    model = parse(body({"model": {"uri": "hf://acme/tiny"}, "accelerator": {"type": "CPU"}}))
+    assert _weights_bytes(model, facts) >= counted.weights
