@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -37,6 +38,8 @@ SEEN = "COMPILING_BACKEND_SEEN"
 class OddCompiler:
     def __init__(self, behaviour: str) -> None:
         self._behaviour = behaviour
+        self._ready: list[str] = []
+        self._looked = threading.Event()
 
     @property
     def needs(self) -> Needs:
@@ -51,6 +54,8 @@ class OddCompiler:
         return {"g++": "13"}
 
     def graphs(self) -> Sequence[Graph]:
+        if self._behaviour == "together":
+            return [Graph("both", self._together, ("first", "second", "third"), self._look)]
         return [Graph(name, lambda folder, name=name: self._compile(name, folder)) for name in ("one", "two")]  # type: ignore[misc]
 
     def check(self, folder: Path) -> None:
@@ -67,6 +72,17 @@ class OddCompiler:
         (folder / name).write_text(name)
         if name == "two":
             getattr(self, "_" + self._behaviour.replace(" ", "_"), lambda folder: None)(folder)
+
+    def _together(self, folder: Path) -> None:
+        self._ready.append("second")
+        self._looked.wait()
+        self._ready.append("first")
+        (folder / "all").write_text("all")
+
+    def _look(self) -> list[str]:
+        if "second" in self._ready:
+            self._looked.set()
+        return list(self._ready)
 
     def _raise(self, folder: Path) -> None:
         sys.stderr.write("error: unknown instruction vfoo\n")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -125,6 +126,19 @@ def test_an_artifact_is_compiled_once_with_a_record_of_how(store: Store, seen: P
     ]
     assert make(odd(), store, quiet) == (entry, True)
     assert len(seen.read_text().splitlines()) == 2
+
+
+def test_graphs_that_are_compiled_together_are_reported_one_by_one(
+    store: Store, seen: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    stages: list[tuple[str, float]] = []
+    entry, _ = make(odd("together"), store, lambda stage, share: stages.append((stage, share)))
+    lines = re.findall(r"graph (\d) of 3 is ready: (\w+), \d+ s, [\d.]+ MiB of memory", capsys.readouterr().err)
+    assert lines == [("1", "second"), ("2", "first"), ("3", "third")]
+    assert [graph.name for graph in read_artifact(entry).graphs] == ["second", "first", "third"]
+    shares = [share for stage, share in stages if stage == "compiling 3 graphs (both)"]
+    assert shares == sorted(shares)
+    assert shares[-1] == 1.0
 
 
 def test_compilers_run_in_a_scratch_folder_that_is_deleted(store: Store, seen: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import tempfile
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
@@ -146,6 +147,22 @@ def test_a_read_only_artifact_is_loaded_from_another_folder_than_that_of_the_mod
         elsewhere.unlink()
         artifact.chmod(0o500)
         assert generated(model, config, artifact) == expected(model)
+
+
+@on_the_fake
+@pytest.mark.parametrize(
+    "document",
+    [{"buckets": {"sequences": [1]}}, {"layout": "blocks", "limits": {**LIMITS, "blockSize": 128, "numBlocks": 4}}],
+)
+def test_each_graph_is_reported_once_it_is_compiled(model: Path, tmp_path: Path, document: dict[str, Any]) -> None:
+    with library_of() as fake, pytest.MonkeyPatch.context() as patch:
+        (graph,) = nxdi.compiler(config_of(model, **document), model).graphs()
+        seen: list[list[str]] = []
+        # The fake sleeps as long as it compiles a graph.
+        patch.setattr(time, "sleep", lambda seconds: seen.append(list(graph.ready())))
+        graph.compile(tmp_path)
+        assert fake.COUNTS.compiled == len(graph.parts) >= 3
+    assert seen == [list(graph.parts[:number]) for number in range(len(graph.parts))]
 
 
 @on_the_fake

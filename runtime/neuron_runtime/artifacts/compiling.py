@@ -25,7 +25,7 @@ import msgspec
 
 from neuron_runtime.artifacts.key import compiled_part, covered, key_of
 from neuron_runtime.artifacts.memory import session_bytes
-from neuron_runtime.artifacts.messages import Began, Ended, Failed, Lines, Message
+from neuron_runtime.artifacts.messages import Began, Ended, Failed, Lines, Made, Message
 from neuron_runtime.artifacts.store import ARTIFACTS, DOCUMENT, Artifact, find
 from neuron_runtime.backend.base import ProgressCallback
 from neuron_runtime.checkpoint import CONFIG_FILE, read_checkpoint
@@ -52,6 +52,8 @@ if TYPE_CHECKING:
 
 WATCH_SECONDS = 0.5
 """Interval of looks at a running compiler."""
+MAX_SHARE = 0.99
+"""Of a stage that has not ended: after the last graph comes the compiler's own end."""
 MAX_OUTPUT_BYTES = 4096
 MAX_TAIL_CHARACTERS = 600
 OUT_OF_MEMORY = ("Cannot allocate memory", "std::bad_alloc", "virtual memory exhausted")
@@ -220,6 +222,7 @@ class _Process:
         self._work = work
         self._stage = "checking the compiled graphs" if work == "check" else "preparing to compile"
         self._output = scratch / "output"
+        self._share = 0.0
         self.peak_bytes = 0
         config, folder = scratch / "config.json", scratch / "work"
         config.write_bytes(msgspec.json.encode(wanted.config))
@@ -255,7 +258,7 @@ class _Process:
         lines = Lines()
         try:
             while True:
-                progress(self._stage, 0.0)
+                progress(self._stage, min(self._share, MAX_SHARE))
                 ended = self._process.poll() is not None
                 if select.select([self._read_fd], [], [], 0 if ended else WATCH_SECONDS)[0]:
                     raw = os.read(self._read_fd, 2**16)
@@ -278,7 +281,15 @@ class _Process:
     def _note(self, message: Message, progress: ProgressCallback) -> None:
         if isinstance(message, Began):
             self._stage = f"compiling graph {message.graph} of {message.num_graphs} ({message.name})"
-            progress(self._stage, 0.0)
+            if message.together:
+                self._stage = f"compiling {message.num_graphs} graphs ({message.name})"
+            self._share = 0.0
+            progress(self._stage, self._share)
+        if isinstance(message, Made):
+            self._share = message.graph / message.num_graphs
+            memory = f", {bytes_text(self.peak_bytes)} of memory" if self.peak_bytes else ""
+            seconds = seconds_text(message.seconds)
+            say(f"graph {message.graph} of {message.num_graphs} is ready: {message.name}, {seconds}{memory}")
 
     def _stop(self) -> None:
         """End it with everything that it started."""

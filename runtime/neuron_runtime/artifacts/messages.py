@@ -10,11 +10,22 @@ from neuron_runtime.artifacts.store import CompiledGraph
 
 
 class Began(msgspec.Struct, frozen=True, tag=True):
-    """A graph is being compiled; they count from 1."""
+    """A graph is being compiled, or several together; they count from 1."""
 
     graph: int
     num_graphs: int
     name: str
+    together: bool = False
+
+
+class Made(msgspec.Struct, frozen=True, tag=True):
+    """One of several that are compiled together is ready."""
+
+    graph: int
+    num_graphs: int
+    name: str
+    seconds: float
+    """Since they began."""
 
 
 class Ended(msgspec.Struct, frozen=True, tag=True):
@@ -34,7 +45,7 @@ class Failed(msgspec.Struct, frozen=True, tag=True):
     trace: str = ""
 
 
-Message = Began | Ended | Failed
+Message = Began | Made | Ended | Failed
 
 
 def encode_line(message: Message) -> bytes:

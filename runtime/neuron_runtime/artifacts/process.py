@@ -16,28 +16,62 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import cast
 
-from neuron_runtime.artifacts.messages import Began, Ended, Failed, Message, encode_line
+from neuron_runtime.artifacts.messages import Began, Ended, Failed, Made, Message, encode_line
 from neuron_runtime.artifacts.store import CompiledGraph
-from neuron_runtime.backend.base import Compiler
+from neuron_runtime.backend.base import Compiler, Graph
 from neuron_runtime.config import load_config
 from neuron_runtime.engine.backends import CompilingPackage
 from neuron_runtime.errors import ExitCode, FatalError
 
+WATCH_SECONDS = 0.5
+"""Interval of looks at what is ready, where several graphs are compiled together."""
+
 
 def compile_graphs(compiler: Compiler, folder: Path, send: Callable[[Message], None]) -> Ended:
     """Compile every graph into the folder."""
-    tools, done = dict(compiler.tools()), []
-    graphs = compiler.graphs()
-    for number, graph in enumerate(graphs, start=1):
-        send(Began(number, len(graphs), graph.name))
+    tools, graphs = dict(compiler.tools()), compiler.graphs()
+    done: list[CompiledGraph] = []
+    count = sum(len(graph.parts) or 1 for graph in graphs)
+    for graph in graphs:
+        send(Began(len(done) + 1, count, graph.name, together=bool(graph.parts)))
         began = time.monotonic()
-        graph.compile(folder)
-        done.append(CompiledGraph(graph.name, round(time.monotonic() - began, 3)))
+        with _watching(graph, done, count, send):
+            graph.compile(folder)
+        if not graph.parts:
+            done.append(CompiledGraph(graph.name, round(time.monotonic() - began, 3)))
     return Ended(tools, tuple(done), peak_bytes())
+
+
+@contextmanager
+def _watching(graph: Graph, done: list[CompiledGraph], count: int, send: Callable[[Message], None]) -> Iterator[None]:
+    """Report each part of a graph once it is ready; those that are not seen before, at the end."""
+    began, ended, waiting = time.monotonic(), threading.Event(), list(graph.parts)
+
+    def take(ready: Collection[str]) -> None:
+        for name in [name for name in waiting if name in ready]:
+            waiting.remove(name)
+            done.append(CompiledGraph(name, round(time.monotonic() - began, 3)))
+            send(Made(len(done), count, name, done[-1].seconds))
+
+    def watch() -> None:
+        while not ended.wait(WATCH_SECONDS):
+            take(graph.ready())
+
+    watcher = threading.Thread(target=watch)
+    if graph.parts:
+        watcher.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        if graph.parts:
+            watcher.join()
+    take(waiting.copy())
 
 
 def peak_bytes() -> int:

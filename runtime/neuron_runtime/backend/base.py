@@ -7,7 +7,7 @@ nothing of requests, text or HTTP. A Compiler is called by `artifacts/`, and kno
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -95,6 +95,10 @@ class Graph:
     """For people: `decode of 8 rows`."""
     compile: Callable[[Path], None]
     """Write its files into a folder that all graphs share. Names of files and subfolders are plain and visible."""
+    parts: tuple[str, ...] = ()
+    """Names of the graphs that it makes together, if it can tell which are ready; empty: one, with its own name."""
+    ready: Callable[[], Collection[str]] = tuple
+    """The parts that are ready now. Called on another thread while it compiles."""
 
 
 class Compiler(Protocol):

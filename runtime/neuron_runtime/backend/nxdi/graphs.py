@@ -10,13 +10,14 @@ import hashlib
 import json
 import os
 import tempfile
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
 from neuron_runtime.backend.base import Graph, Needs
 from neuron_runtime.backend.nxdi import library
-from neuron_runtime.backend.nxdi.buckets import all_graphs
+from neuron_runtime.backend.nxdi.buckets import Prefill, all_graphs
 from neuron_runtime.backend.nxdi.devices import Target, environment_of, find_target
 from neuron_runtime.backend.nxdi.foreign import CONFIG_FILE, MODEL_FILE, adopted, differences, is_foreign, within
 from neuron_runtime.backend.nxdi.neuron_config import SHARDED
@@ -29,6 +30,9 @@ from neuron_runtime.weights.store import Damaged, read_entry
 
 WEIGHTS_FILE = "weights/tp{rank}_sharded_checkpoint.safetensors"
 
+PREFILLS, DECODES, NEFF_FILE = "context_encoding_model", "token_generation_model", "graph.neff"
+"""In its work folder, NxD Inference has a folder for each of these, and in it one for each bucket."""
+
 _NOT_OF_GRAPHS = ("skip_warmup",)
 
 
@@ -39,6 +43,8 @@ class NxdiCompiler:
         self._config, self._model_dir = config, model_dir
         self._settings, self._target = described(config, model_dir)
         holds_weights = self._settings.neuron_config.get(SHARDED) and not config.model.digest
+        self._work: Path | None = None
+        """Where NxD Inference compiles."""
         self._identity = identity_of(model_dir) if holds_weights else ""
 
     @property
@@ -93,8 +99,8 @@ class NxdiCompiler:
         return {library.COMPILER: library.compiler_version()}
 
     def graphs(self) -> Sequence[Graph]:
-        count = len(list(all_graphs(self._settings)))
-        return [Graph(f"{self._settings.application}, {count} buckets", self._compile)]
+        names = tuple(graph.name for graph in all_graphs(self._settings))
+        return [Graph(self._settings.application, self._compile, names, self._ready)]
 
     def check(self, folder: Path) -> None:
         """Loading graphs takes a device, so this looks for the files that loading will read."""
@@ -107,8 +113,21 @@ class NxdiCompiler:
     def _compile(self, folder: Path) -> None:
         # NxD Inference deletes its work folder, compiles into it, and leaves it.
         with tempfile.TemporaryDirectory(prefix="nxdi-") as scratch:
-            prepare_environment(self._settings, self._target, Path(scratch, "work"))
+            self._work = Path(scratch, "work")
+            prepare_environment(self._settings, self._target, self._work)
             library.application(self._settings, self._model_dir).compile(folder)
+
+    def _ready(self) -> list[str]:
+        """Graphs that are compiled, in any order: NxD Inference has several compilers at work."""
+        if self._work is None:
+            return []
+        numbers, found = Counter[str](), []
+        for graph in all_graphs(self._settings):
+            submodel = PREFILLS if isinstance(graph, Prefill) else DECODES
+            if Path(self._work, submodel, f"_tp0_bk{numbers[submodel]}", NEFF_FILE).is_file():
+                found.append(graph.name)
+            numbers[submodel] += 1
+        return found
 
 
 _KEYS_OF_SHAPES = {

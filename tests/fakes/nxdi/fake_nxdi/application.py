@@ -91,8 +91,8 @@ class NeuronApplicationBase(torch.nn.Module):
                 graphs.append(graph)
                 bucket = work / submodel.tag / f"_tp0_bk{index}"
                 submodel.config.save(bucket)
-                (bucket / "graph.neff").write_text(graph.name, encoding="utf-8")
                 time.sleep(fake_nxdi.SETTINGS.compile_seconds)
+                (bucket / "graph.neff").write_text(graph.name, encoding="utf-8")
                 fake_nxdi.COUNTS.compiled += 1
         if dry_run:
             return
