@@ -192,9 +192,10 @@ class Reason(StrEnum):
     DEVICE_HELD = Row(
         "DeviceHeld",
         ("Available",),
-        "The NeuronCores of the pod stayed taken by another process for two minutes",
+        "The NeuronCores of the pod stayed taken by another process for two minutes; or the pod was granted fewer than "
+        "the model is compiled for (the message has both numbers)",
         "Find what else uses the devices of the node (`neuron-ls`): a process outside of Kubernetes, or a pod that has "
-        "devices without requesting them",
+        "devices without requesting them. Or see [troubleshooting](troubleshooting.md#devices-that-do-not-fit)",
         exit_codes=(30,),
     )
     RESTART_BUDGET_EXHAUSTED = Row(

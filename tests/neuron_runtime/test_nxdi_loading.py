@@ -247,6 +247,12 @@ def test_another_tensor_degree_is_another_artifact(model: Path, monkeypatch: pyt
     assert differences(wanted, found) == ["target.tensor: 2 instead of 1"]
 
 
+def test_too_few_granted_cores_are_named_before_anything_is_compiled(model: Path) -> None:
+    with library_of(), pytest.raises(FatalError, match=r"needs 2 NeuronCores .* granted 1 ") as caught:
+        nxdi.compiler(config_of(model, parallelism={"tensor": 2}), model)
+    assert caught.value.exit_code == ExitCode.DEVICE_HELD
+
+
 @on_the_fake
 def test_a_missing_library_is_named_with_the_image_that_has_it(model: Path) -> None:
     for call in (nxdi.check_config, lambda config: nxdi.compiler(config, model)):
@@ -414,6 +420,7 @@ def places(folder: Path) -> Places:
     ("fields", "document", "message"),
     [
         ({}, {"limits": {"maxSequences": 4}}, "batch_size: is 2, but limits.maxSequences is 4"),
+        ({"tp_degree": 2}, {}, "needs 2 NeuronCores"),
         ({"allow_input_truncation": True}, {}, "allow_input_truncation: is True"),
         ({"ctx_batch_size": 2, "is_continuous_batching": False}, {}, "ctx_batch_size: is 2"),
         ({"on_device_sampling_config": {"dynamic": False}}, {}, "dynamic: must be true"),

@@ -143,7 +143,10 @@ def test_open_tensor_degree_takes_the_cores_that_divide_the_model() -> None:
                 "are 1, 2, 4, 8, 16, 32"
             },
         ),
-        ({"parallelism": {"tensor": 8}}, {"$.parallelism.tensor": "is 8, but this process was granted 4"}),
+        (
+            {"parallelism": {"tensor": 8}, "accelerator": {"cores": 4}},
+            {"$.parallelism.tensor": "is 8, but accelerator.cores is 4"},
+        ),
         (
             {"limits": {"maxModelLength": 200000}},
             {"$.limits.maxModelLength": "must be from 2 to the model's 131072 positions, got 200000"},

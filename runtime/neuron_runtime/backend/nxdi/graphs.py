@@ -18,7 +18,7 @@ from pathlib import Path
 from neuron_runtime.backend.base import Graph, Needs
 from neuron_runtime.backend.nxdi import library
 from neuron_runtime.backend.nxdi.buckets import Prefill, all_graphs
-from neuron_runtime.backend.nxdi.devices import Target, environment_of, find_target
+from neuron_runtime.backend.nxdi.devices import Target, check_cores, environment_of, find_target
 from neuron_runtime.backend.nxdi.foreign import CONFIG_FILE, MODEL_FILE, adopted, differences, is_foreign, within
 from neuron_runtime.backend.nxdi.neuron_config import SHARDED
 from neuron_runtime.backend.nxdi.settings import Settings, settings_of
@@ -93,6 +93,8 @@ class NxdiCompiler:
             settings, _ = described(fitting(self._config, self._model_dir, folder), self._model_dir)
         except InvalidConfig as error:
             return [f"{path}: {message}" for path, message in error.parts]
+        except FatalError as error:
+            return [str(error)]
         return differences(settings, read_config(self._model_dir), folder)
 
     def tools(self) -> Mapping[str, str]:
@@ -172,9 +174,13 @@ def prepare_environment(settings: Settings, target: Target, scratch: Path | None
 
 
 def described(config: RuntimeConfig, model_dir: Path) -> tuple[Settings, Target]:
-    """What to compile or to load. Raises as `settings_of` and `find_target`."""
+    """What to compile or to load. Raises as `settings_of` and `find_target`, and as `check_cores` on a machine with
+    devices."""
     target = find_target(config, ask=library.platform_target)
-    return settings_of(config, read_config(model_dir), target), target
+    settings = settings_of(config, read_config(model_dir), target)
+    if target.granted_cores:
+        check_cores(target, settings.tensor)
+    return settings, target
 
 
 def fitting(config: RuntimeConfig, model_dir: Path, folder: Path) -> RuntimeConfig:

@@ -224,20 +224,20 @@ class _Derivation:
 
     def _tensor(self) -> int:
         """The tensor-parallel degree. Left open: as many of this process's cores as divide the model, or one."""
-        config, target = self._config, self._target
+        config, cores = self._config, self._target.granted_cores
         sizes = {
             name: self._model[name]
             for name in ("num_attention_heads", "intermediate_size")
             if isinstance(self._model.get(name), int)
         }
-        path, cores = "$.parallelism.tensor", target.granted_cores
+        path = "$.parallelism.tensor"
         wanted = self._chosen(path, config.parallelism.tensor, "tp_degree")
         if not wanted:
             return max(d for d in range(1, max(cores, 1) + 1) if not any(size % d for size in sizes.values()))
         with self._found.collecting():
-            if cores and wanted > cores:
-                granted = "accelerator.cores is" if config.accelerator.cores else "this process was granted"
-                raise InvalidConfig(self._where(path), f"is {wanted}, but {granted} {cores}")
+            if 0 < config.accelerator.cores < wanted:
+                message = f"is {wanted}, but accelerator.cores is {config.accelerator.cores}"
+                raise InvalidConfig(self._where(path), message)
         with self._found.collecting():
             for name, size in sizes.items():
                 if size % wanted:
