@@ -24,9 +24,11 @@ from cluster.rig.cache import Cache
 from cluster.rig.cgroups import ROOT_GROUP, Group
 from cluster.rig.image_base import base_image, read_layout
 from cluster.rig.image_builder import BuildFailed, running_builder
+from cluster.rig.image_neuron import NEURON_FOLDER
 from cluster.rig.image_torch import LOCAL_VERSION, Wheel
 from cluster.rig.images import (
     COMPILE_TARGET,
+    NEURON_TARGET,
     PYTHON_IMAGE,
     ROOT,
     TARGETS,
@@ -53,6 +55,14 @@ disabled_plugins = ["io.containerd.grpc.v1.cri", "io.containerd.cri.v1.images",
 [grpc]
   address = "{folder}/s"
 """
+MISSING_PIECES = {
+    "neuronx_distributed_inference": (2, "nxdi needs neuronx-distributed-inference, which is not installed"),
+    "neuronx_distributed": (2, "nxdi needs neuronx-distributed, which is not installed"),
+    "torch_neuronx": (2, "nxdi needs torch-neuronx, which is not installed"),
+    "torch_xla": (2, "nxdi needs torch_xla, which is not installed"),
+    "neuronxcc": (21, "the Neuron compiler neuronx-cc is not installed"),
+}
+"""Modules of the Neuron SDK: the exit code without each, and what is said."""
 COMPILERS = ("as", "c++", "cc", "clang", "cmake", "g++", "gcc", "go", "ld", "make", "rustc", "uv")
 
 
@@ -244,10 +254,9 @@ def test_the_neuron_image_keeps_the_packages_of_its_base_and_adds_missing_ones(
     )
     archive = tmp_path / "image.tar"
     name = "neuron-serving.test/runtime-neuron:test"
-    plain = BuildInputs.of("runtime-neuron", cache)
     with running_builder(cache) as builder:
         stand_in = tmp_path / "stand-in"
-        base = plain.bases[PYTHON_IMAGE]
+        base = base_image(cache)
         builder.build(
             [
                 f"--local=context={tmp_path}",
@@ -259,7 +268,7 @@ def test_the_neuron_image_keeps_the_packages_of_its_base_and_adds_missing_ones(
                 f"--output=type=oci,dest={stand_in},tar=false",
             ]
         )
-        inputs = BuildInputs("runtime-neuron", ROOT, {**plain.bases, neuron_image(): read_layout(stand_in)}, None)
+        inputs = BuildInputs(NEURON_TARGET, ROOT, {PYTHON_IMAGE: base, neuron_image(): read_layout(stand_in)})
         builder.build([*inputs.arguments(), f"--output=type=oci,name={name},dest={archive}"])
     image = describe(archive)
     containers.load(image)
@@ -280,6 +289,33 @@ def test_the_neuron_image_keeps_the_packages_of_its_base_and_adds_missing_ones(
     assert "usage: neuron-runtime" in containers.run(image, "neuron-runtime", "--help")
 
 
+def test_the_neuron_image_names_the_piece_of_the_sdk_that_it_lacks(cache: Cache, containers: Containers) -> None:
+    image = build_image(NEURON_TARGET, cache=cache)
+    containers.load(image)
+    program = f"""
+        import json, os, pathlib, subprocess
+        command = ["neuron-runtime", "compile", "file:///models/demo", "--backend", "nxdi", "--max-model-len", "256"]
+        command += ["--artifacts-dir", "/tmp/artifacts"]
+        said = {{}}
+        for missing in {list(MISSING_PIECES)!r}:
+            folder = pathlib.Path("/tmp", missing)
+            folder.mkdir()
+            for piece in pathlib.Path("{NEURON_FOLDER}").iterdir():
+                if piece.name != missing:
+                    (folder / piece.name).symlink_to(piece)
+            environment = {{**os.environ, "PYTHONPATH": str(folder), "NEURON_PLATFORM_TARGET_OVERRIDE": "inf2"}}
+            ended = subprocess.run(command, env=environment, capture_output=True, text=True)
+            said[missing] = [ended.returncode, ended.stderr.splitlines()[-1]]
+        print(json.dumps(said))
+        """
+    said = containers.python(image, program)
+    assert isinstance(said, dict)
+    for missing, (code, words) in MISSING_PIECES.items():
+        ended_with, line = said[missing]
+        print(line)
+        assert (ended_with, words in line, "use the image runtime-neuron" in line) == (code, True, True), line
+
+
 def test_only_torch_comes_from_the_index_of_the_build_argument(cache: Cache, tmp_path: Path) -> None:
     lines = (ROOT / "constraints.txt").read_text().splitlines()
     pinned = dict(line.split("==") for line in lines if not line.startswith("#"))
@@ -295,7 +331,7 @@ def test_only_torch_comes_from_the_index_of_the_build_argument(cache: Cache, tmp
         ROOT / "Dockerfile.neuron"
     ).read_text() + f"FROM runtime-dependencies AS check\nRUN {json.dumps(command)}\n"
     (tmp_path / "Dockerfile").write_text(dockerfile)
-    inputs = BuildInputs("check", ROOT, {PYTHON_IMAGE: base_image(cache)}, None).arguments()
+    inputs = BuildInputs("check", ROOT, {PYTHON_IMAGE: base_image(cache)}).arguments()
     replaced = ("--local=dockerfile", "--opt=filename")
     arguments = [argument for argument in inputs if not argument.startswith(replaced)]
     with serving(tmp_path / "index") as address, running_builder(cache) as builder:
@@ -326,7 +362,7 @@ def _write_empty_wheel(folder: Path, name: str, version: str) -> None:
         wheel.add_metadata("WHEEL", b"Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
 
 
-@pytest.mark.parametrize("target", [*TARGETS, COMPILE_TARGET, "runtime-neuron"])
+@pytest.mark.parametrize("target", [*TARGETS, COMPILE_TARGET, NEURON_TARGET])
 def test_buildkit_lint_passes_for_each_target(target: str, cache: Cache) -> None:
     with running_builder(cache) as builder:
         assert lint(target, builder, cache) == ""

@@ -1,5 +1,6 @@
 """A device plugin without hardware, for the kubelet's real protocol (v1beta1). One process per node serves both Neuron
-resources; `neuron_devices` decides. A file lists the numbers of unhealthy devices."""
+resources; `neuron_devices` decides. A file lists the numbers of unhealthy devices, another one the only cores that
+containers may use."""
 
 from __future__ import annotations
 
@@ -20,6 +21,7 @@ import grpc
 from cluster.rig.neuron_devices import (
     CORE_RESOURCE,
     DEVICE_RESOURCE,
+    VISIBLE_CORES_VARIABLE,
     InvalidSize,
     allocate,
     resource_ids,
@@ -73,6 +75,11 @@ def read_unhealthy(path: Path) -> frozenset[int]:
     return frozenset(int(word) for word in words if word.isdigit())
 
 
+def _visible_cores(path: Path) -> dict[str, str]:
+    """The variable with the cores that the file names; none without a file."""
+    return {VISIBLE_CORES_VARIABLE: path.read_text().strip()} if path.exists() else {}
+
+
 @dataclass(frozen=True)
 class Plugin:
     """The service that the kubelet calls for one resource."""
@@ -81,6 +88,7 @@ class Plugin:
     resource: str
     device_folder: Path
     unhealthy_file: Path
+    visible_file: Path
     messages: Any
     services: Any
 
@@ -119,7 +127,8 @@ class Plugin:
             except InvalidSize as error:
                 _say(f"refused {self.resource} {ids}: {error}")
                 context.abort(grpc.StatusCode.UNKNOWN, str(error))
-            _say(f"allocated {self.resource} {ids} with env {allocation.environment}")
+            environment = allocation.environment | _visible_cores(self.visible_file)
+            _say(f"allocated {self.resource} {ids} with env {environment}")
             devices = [
                 self.messages.DeviceSpec(
                     host_path=str(self.device_folder / f"neuron{device.minor}"),
@@ -128,7 +137,7 @@ class Plugin:
                 )
                 for device in allocation.devices
             ]
-            response.container_responses.add(envs=allocation.environment, devices=devices)
+            response.container_responses.add(envs=environment, devices=devices)
         return response
 
     def serve_one_life(self) -> None:
@@ -174,6 +183,7 @@ def main(arguments: list[str]) -> None:
     parser.add_argument("--num-devices", type=int, required=True)
     parser.add_argument("--cores-per-device", type=int, required=True)
     parser.add_argument("--unhealthy-file", type=Path, required=True)
+    parser.add_argument("--visible-file", type=Path, required=True)
     parser.add_argument("--device-folder", type=Path, required=True)
     parser.add_argument("--stubs", type=Path, required=True)
     chosen = parser.parse_args(arguments)
@@ -184,7 +194,13 @@ def main(arguments: list[str]) -> None:
     threads = [
         threading.Thread(
             target=Plugin(
-                hardware, resource, chosen.device_folder, chosen.unhealthy_file, messages, services
+                hardware,
+                resource,
+                chosen.device_folder,
+                chosen.unhealthy_file,
+                chosen.visible_file,
+                messages,
+                services,
             ).serve_for_ever
         )
         for resource in (DEVICE_RESOURCE, CORE_RESOURCE)

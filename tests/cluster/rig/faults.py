@@ -68,6 +68,17 @@ def devices_unhealthy(rig: Rig, node: str, devices: Collection[int]) -> Iterator
         rig.wait_for_nodes(node)
 
 
+@contextlib.contextmanager
+def cores_withheld(rig: Rig, node: str, visible: str) -> Iterator[None]:
+    """The plugin lets new containers of the node use only some cores of their devices (NEURON_RT_VISIBLE_CORES)."""
+    file = rig.folders.visible_file(rig.topology.node(node))
+    file.write_text(visible)
+    try:
+        yield
+    finally:
+        file.unlink()
+
+
 def kill_containers(rig: Rig, namespace: str, selector: str) -> list[str]:
     """Kills every container of the matching pods with SIGKILL and returns the names of the pods.
 

@@ -9,13 +9,14 @@ import json
 import sys
 import tarfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from cluster.rig.cache import Cache, content_key
 from cluster.rig.image_base import OciLayout, base_image, empty_image
 from cluster.rig.image_builder import Builder, BuildFailed, running_builder
+from cluster.rig.image_neuron import neuron_recipe
 from cluster.rig.image_torch import small_torch
 from cluster.rig.machine import StartFailed
 from cluster.rig.needs import NotPossibleHere
@@ -23,10 +24,10 @@ from cluster.rig.needs import NotPossibleHere
 ROOT = Path(__file__).resolve().parents[3]
 DOCKERFILE = "Dockerfile.neuron"
 PYTHON_IMAGE = "python:3.11-slim"
-# The images that run in every cluster, and the one whose Jobs compile; the base of `runtime-neuron` exists only in
-# registries.
+# The images that run in every cluster, the one whose Jobs compile, and the one with the fake NxD Inference.
 TARGETS = ("operator", "runtime-cpu")
 COMPILE_TARGET = "runtime-cpu-compile"
+NEURON_TARGET = "runtime-neuron"
 
 _MAX_ARCHIVES = 2
 # Unpacks faster than gzip and is smaller; every containerd that Kubernetes supports reads it.
@@ -80,34 +81,42 @@ class BuildInputs:
     target: str
     root: Path
     bases: Mapping[str, OciLayout]
-    wheels: Path | None
+    folders: Mapping[str, Path] = field(default_factory=dict)
+    """Further contexts of the Dockerfile, by name."""
+    recipe: Path | None = None
+    """The folder of the Dockerfile; None: the root."""
 
     @classmethod
     def of(cls, target: str, cache: Cache, root: Path = ROOT) -> BuildInputs:
-        wheels = small_torch(cache) if target in ("runtime-cpu", COMPILE_TARGET) else None
-        return cls(target, root, {PYTHON_IMAGE: base_image(cache)}, wheels)
+        folders, recipe = {}, None
+        if target != "operator":
+            folders["wheels"] = small_torch(cache)
+        if target == NEURON_TARGET:
+            recipe = neuron_recipe(root / DOCKERFILE, cache)
+            folders["neuron"] = recipe / "neuron"
+        return cls(target, root, {PYTHON_IMAGE: base_image(cache)}, folders, recipe)
 
     @property
     def key(self) -> str:
         context = [part for path in context_files(self.root) for part in (str(path.relative_to(self.root)), path)]
         digests = [base.digest for base in self.bases.values()]
-        # A wheel's folder is named by its content.
-        own = (self.target, _OUTPUT, *digests, self.wheels.name if self.wheels else "")
-        return content_key(*own, self.root / DOCKERFILE, *context)
+        # These folders are in the cache, which names them by their content.
+        folders = [str(path) for path in (*self.folders.values(), self.recipe) if path]
+        return content_key(self.target, _OUTPUT, *digests, *folders, self.root / DOCKERFILE, *context)
 
     def arguments(self) -> list[str]:
         """Arguments of `buildctl build`."""
         arguments = [
             f"--local=context={self.root}",
-            f"--local=dockerfile={self.root}",
+            f"--local=dockerfile={self.recipe or self.root}",
             f"--opt=filename={DOCKERFILE}",
             f"--opt=target={self.target}",
         ]
         for number, (name, layout) in enumerate(self.bases.items()):
             arguments += [f"--oci-layout=base{number}={layout.path}"]
             arguments += [f"--opt=context:{name}=oci-layout://base{number}@{layout.digest}"]
-        if self.wheels:
-            arguments += [f"--local=wheels={self.wheels}", "--opt=context:wheels=local:wheels"]
+        for name, folder in self.folders.items():
+            arguments += [f"--local={name}={folder}", f"--opt=context:{name}=local:{name}"]
         return arguments
 
 
@@ -153,7 +162,7 @@ def lint(target: str, builder: Builder, cache: Cache, *, root: Path = ROOT) -> s
     """
     stand_in = empty_image(cache)
     bases = dict.fromkeys((PYTHON_IMAGE, neuron_image(root)), stand_in)
-    return builder.ask("frontend.lint", BuildInputs(target, root, bases, None).arguments())
+    return builder.ask("frontend.lint", BuildInputs(target, root, bases).arguments())
 
 
 def neuron_image(root: Path = ROOT) -> str:
@@ -187,7 +196,7 @@ def describe(archive: Path) -> Image:
 
 def main(names: Sequence[str]) -> int:
     """`python -m cluster.rig.images [TARGET...]`: builds, then prints each image's name, archive and layers."""
-    known = (*TARGETS, COMPILE_TARGET)
+    known = (*TARGETS, COMPILE_TARGET, NEURON_TARGET)
     unknown = sorted(set(names) - set(known))
     if unknown:
         print(f"no such target: {' '.join(unknown)}; there are {' '.join(known)}", file=sys.stderr)

@@ -14,6 +14,7 @@ from cluster.rig.topology import NeuronHardware
 
 DEVICE_RESOURCE = "aws.amazon.com/neuron"
 CORE_RESOURCE = "aws.amazon.com/neuroncore"
+VISIBLE_CORES_VARIABLE = "NEURON_RT_VISIBLE_CORES"
 
 _DEVICE_PREFIX = "neuron"
 _CORE_PREFIX = "neuroncore"
@@ -71,5 +72,5 @@ def allocate(hardware: NeuronHardware, resource: str, ids: Sequence[str]) -> All
     if resource == CORE_RESOURCE:
         # Numbered from the container's view: its first device has cores 0 and 1.
         local = [minors.index(index // per_device) * per_device + index % per_device for index in indices]
-        environment["NEURON_RT_VISIBLE_CORES"] = str(local[0]) if len(local) == 1 else f"{local[0]}-{local[-1]}"
+        environment[VISIBLE_CORES_VARIABLE] = str(local[0]) if len(local) == 1 else f"{local[0]}-{local[-1]}"
     return Allocation(devices, environment)

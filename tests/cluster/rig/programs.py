@@ -63,6 +63,9 @@ class Folders:
     def unhealthy_file(self, node: Node) -> Path:
         return self.machine(node.name) / "unhealthy-devices"
 
+    def visible_file(self, node: Node) -> Path:
+        return self.machine(node.name) / "visible-cores"
+
 
 def _flags(options: Mapping[str, object]) -> tuple[str, ...]:
     return tuple(
@@ -184,6 +187,7 @@ def device_plugin(node: Node, folders: Folders) -> Program:
         "num-devices": node.neuron.num_devices,
         "cores-per-device": node.neuron.cores_per_device,
         "unhealthy-file": folders.unhealthy_file(node),
+        "visible-file": folders.visible_file(node),
         "device-folder": _DEVICE_FOLDER,
         "stubs": folders.stubs,
     }

@@ -6,6 +6,7 @@ Graphs ask it for their time. It computes nothing.
 from __future__ import annotations
 
 import fcntl
+import json
 import os
 import threading
 import time
@@ -33,6 +34,12 @@ NRT_NAMES = {
     1205: "NRT_EXEC_HW_ERR_REPAIRABLE_HBM_UE",
     1206: "NRT_NETWORK_PROXY_FAILURE",
 }
+
+CORE_VARIABLES = (
+    *("NEURON_RT_VISIBLE_CORES", "NEURON_RT_NUM_CORES"),
+    *("NEURON_LOGICAL_NC_CONFIG", "NEURON_RT_VIRTUAL_CORE_SIZE"),
+)
+"""By which the runtime decides which cores it takes; the lock of each core has those of its process."""
 
 
 def nrt_error(call: str, code: int) -> RuntimeError:
@@ -84,13 +91,16 @@ class Device:
         folder.mkdir(parents=True, exist_ok=True)
         for core in cores:
             # The kernel drops the lock when the process ends, however it ends.
-            lock = (folder / f"core-{core}").open("w")
+            lock = (folder / f"core-{core}").open("a")
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError as error:
                 lock.close()
                 self.give_up()
                 raise nrt_error("nrt_init", 4) from error
+            lock.truncate(0)
+            json.dump({name: value for name, value in os.environ.items() if name in CORE_VARIABLES}, lock)
+            lock.flush()
             self._locks.append(lock)
 
     def give_up(self) -> None:

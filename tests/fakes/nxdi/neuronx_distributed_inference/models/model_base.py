@@ -1,6 +1,7 @@
 """forward() with the arguments of the emulated release, in its order."""
 
 import fake_nxdi
+import torch_xla.core.xla_model  # noqa: F401 - the real one uses it
 from fake_nxdi.application import NeuronBaseForCausalLM as _Causal
 
 from neuronx_distributed_inference.models.application_base import NeuronApplicationBase

@@ -1,0 +1,37 @@
+"""What replaces AWS's Neuron container, which only a registry has, as the base of `runtime-neuron`: the dependencies of
+`runtime-cpu`, whose layers the nodes have already, and the fake NxD Inference in place of the Neuron libraries. Only
+`images` uses it; it is never published."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+from cluster.rig.cache import Cache, content_key
+
+FAKE = Path(__file__).resolve().parents[2] / "fakes" / "nxdi"
+NEURON_FOLDER = "/opt/neuron"
+"""Of the Neuron libraries. Outside the Python environment, so that a test can run the image without one of them."""
+
+_BASE = "FROM ${NEURON_IMAGE} AS runtime-neuron\n"
+_STAGE = f"""\
+FROM base AS neuron-container
+COPY --link --from=runtime-dependencies /opt/venv /opt/venv
+COPY --link --from=neuron . {NEURON_FOLDER}
+ENV PYTHONPATH={NEURON_FOLDER} FAKE_NXDI_PLATFORM=inf2 FAKE_NXDI_DEVICES=/tmp/neuron-cores
+
+FROM neuron-container AS runtime-neuron
+"""
+
+
+def neuron_recipe(dockerfile: Path, cache: Cache) -> Path:
+    """A folder with the Dockerfile on top of the replacement, and with `neuron`, the context that this needs."""
+    recipe = dockerfile.read_text()
+    if recipe.count(_BASE) != 1:
+        raise ValueError(f"{dockerfile} has no line {_BASE.strip()!r}")
+
+    def write(folder: Path) -> None:
+        (folder / dockerfile.name).write_text(recipe.replace(_BASE, _STAGE))
+        shutil.copytree(FAKE, folder / "neuron", ignore=shutil.ignore_patterns("__pycache__"))
+
+    return cache.entry("image", "neuron", content_key(Path(__file__), dockerfile, FAKE), write, max_entries=2)
