@@ -33,7 +33,7 @@ from neuron_runtime.engine.messages import Ready
 from neuron_runtime.errors import BackendFailed, Draining, FatalError, InvalidConfig
 from neuron_runtime.requests.admission import Admission
 from neuron_runtime.requests.generation_defaults import GenerationDefaults, load_generation_defaults
-from neuron_runtime.server import control
+from neuron_runtime.server import control, neuron_monitor
 from neuron_runtime.server.accepting import Acceptor, Connections, Share
 from neuron_runtime.server.app import build_app
 from neuron_runtime.server.bodies import Bodies
@@ -122,6 +122,8 @@ class FrontEnd:
         self._edge = Edge(config.server, api_key_file, (ExchangeCounter(self.metrics),))
         self._processes = Processes(front_end)
         self.metrics.read_at_scrape(self._processes.read)
+        if front_end == 0:
+            self.metrics.read_at_scrape(partial(neuron_monitor.readings, run_dir))
         self.metrics.read_at_scrape(lambda: [(LOG_LINES_LOST, (), self._edge.num_log_lines_lost)])
         self._first, self._speaks = front_end == 0, False
         """Of several front ends, only the first prints that the engine is ready; a replacement prints it too."""

@@ -36,6 +36,7 @@ from neuron_runtime.config import RuntimeConfig
 from neuron_runtime.console import say
 from neuron_runtime.errors import ExitCode, InvalidConfig, ServingError
 from neuron_runtime.local_settings import LocalSettings
+from neuron_runtime.server import neuron_monitor
 from neuron_runtime.server.control import Control, EngineEnded, EngineStalled, EngineStarted, StartDrain, encode_line
 from neuron_runtime.server.restarts import (
     CURED_BY_REPLACEMENT,
@@ -153,6 +154,7 @@ class Supervisor:
     def run(self) -> None:
         """Returns after a drain. Raises ServingError if serving cannot continue."""
         raise_open_files()
+        monitor = neuron_monitor.start(self._run_dir) if self._config.backend == "nxdi" else None
         for number in range(self._config.server.num_front_ends):
             self._front_ends.append(self._start_front_end(number))
         self._start_engine()
@@ -161,6 +163,9 @@ class Supervisor:
         finally:
             self._end_front_ends()
             self._end_engine()
+            if monitor is not None:
+                monitor.kill()
+                monitor.wait()
 
     def _serve(self) -> None:
         while not self._signals.num_stops:
