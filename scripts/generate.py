@@ -16,6 +16,7 @@ from pathlib import Path
 
 import operator_tables
 import runtime_tables
+import sizing_tables
 from bench_tables import published_step_times
 from metric_tables import model_metrics
 from neuron_operator import schema
@@ -46,6 +47,9 @@ class Target:
 
 
 TARGETS = (
+    Target("docs/sizing.md", sizing_tables.reported_memory, "reported memory"),
+    Target("docs/sizing.md", sizing_tables.public_models, "public models"),
+    Target("docs/sizing.md", sizing_tables.recipes, "recipes"),
     Target("docs/benchmarks.md", published_step_times, "published step times"),
     Target("docs/runtime.md", fields, "fields"),
     Target("docs/sampling.md", sampling_parameters, "sampling parameters"),

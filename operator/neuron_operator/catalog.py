@@ -37,6 +37,10 @@ class Family:
     last_sdk: str
     """Newest Neuron SDK whose NxD Inference runs on it."""
 
+    @property
+    def device_memory(self) -> int:
+        return self.physical_cores * self.core_memory
+
     def logical_cores(self, chosen: int | None) -> tuple[int, int]:
         """Physical cores per logical core, and logical cores per device. Raises InvalidSpec for what it does not have.
 

@@ -15,6 +15,7 @@ from neuron_operator.model import BACKENDS, ModelSource, NeuronModel, Spec
 from neuron_operator.objects import dig
 from neuron_operator.placement import Target
 from neuron_operator.records import Facts
+from neuron_operator.sizing import Load
 
 VERSION = 1
 
@@ -49,6 +50,7 @@ def config_document(model: NeuronModel, facts: Facts, target: Target | None = No
     if target is not None:
         _put(document, "parallelism.tensor", target.tensor)
         _put(document, "accelerator.logicalNeuronCore", target.logical_core)
+        _put(document, "limits", _limits(target.load) if target.load else {})
     for _, one, value in walk(model.spec, "spec"):
         acted_on = not any(support.is_idle(model.backend) for support in one.annotations(Supported))
         for to in one.annotations(ConfigKey):
@@ -56,6 +58,11 @@ def config_document(model: NeuronModel, facts: Facts, target: Target | None = No
             if acted_on and written not in (None, {}):
                 _put(document, to.path, as_json(written))
     return document
+
+
+def _limits(load: Load) -> dict[str, int]:
+    blocks = {"blockSize": load.block_size, "numBlocks": load.num_blocks} if load.block_size else {}
+    return {"maxModelLength": load.length, "maxSequences": load.sequences, **blocks}
 
 
 def compiled_part(document: Mapping[str, Any]) -> dict[str, Any]:

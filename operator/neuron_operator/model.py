@@ -141,8 +141,8 @@ class Accelerator(SpecPart, frozen=True):
     ] = ()
     devices: Annotated[
         Annotated[int, Meta(ge=1, le=64)] | None,
-        "Neuron devices of one replica, by default 1, in [legal sizes](#devices-and-cores). Excludes `cores`; not with "
-        "`CPU`.",
+        "Neuron devices of one replica, in [legal sizes](#devices-and-cores). By default as many as the model needs, "
+        "see [sizing](sizing.md); 1 if it is computed on the host. Excludes `cores`; not with `CPU`.",
     ] = None
     cores: Annotated[
         Annotated[int, Meta(ge=1, le=512)] | None,
@@ -162,8 +162,8 @@ class Parallelism(SpecPart, frozen=True):
 
     tensor: Annotated[
         Annotated[int, Meta(ge=1, le=1024)] | None,
-        "Tensor-parallel degree of the whole replica: the NeuronCores that the model runs on. By default all of its "
-        "devices, or as many as divide the attention heads.",
+        "Tensor-parallel degree of the whole replica: the NeuronCores that the model runs on. By default the largest "
+        "that is documented for the devices and divides attention heads and feed-forward layers.",
         ConfigKey("parallelism.tensor", compiled=True),
         Supported("remove it: this backend computes on the host", values=(1,), backends=ON_DEVICE),
     ] = None
@@ -180,12 +180,12 @@ class Serving(SpecPart, frozen=True):
     max_model_length: Annotated[
         Length | None,
         "Maximum tokens of a prompt and its answer together. A value above the model's maximum is `InvalidSpec` once "
-        "the model is resolved.",
+        "the model is resolved. On devices by default 4096, or the model's; less if that does not fit.",
         ConfigKey("limits.maxModelLength", compiled=True),
     ] = None
     max_sequences: Annotated[
         Annotated[int, Meta(ge=1, le=4096)] | None,
-        "Maximum requests computed at the same time.",
+        "Maximum requests computed at the same time. On devices by default as many as fit, at most 16.",
         ConfigKey("limits.maxSequences", compiled=True),
     ] = None
     block_size: Annotated[

@@ -45,17 +45,19 @@ class ModelFacts(StatusPart, frozen=True):
 
 
 class MemoryPlan(StatusPart, frozen=True):
-    """Bytes per NeuronCore. Reserved."""
+    """Estimated bytes of each NeuronCore, and how many of them a plan may use; see [sizing.md](sizing.md)."""
 
     weights_bytes: Int64 | None = None
-    kv_cache_bytes: Int64 | None = None
+    cache_bytes: Int64 | None = None
+    graphs_bytes: Int64 | None = None
     scratch_bytes: Int64 | None = None
+    runtime_bytes: Int64 | None = None
     available_bytes: Int64 | None = None
 
 
 class Plan(StatusPart, frozen=True):
-    """Where a replica runs and with which limits. Shows limits that the spec sets; those that the engine chose are in
-    the pod's log and in `/v1/models`."""
+    """Where a replica runs and with which limits. On devices all of them are planned; on the host only those that the
+    spec sets are shown here: the engine chooses the others, see the pod's log and `/v1/models`."""
 
     instance_type: Word | None = None
     devices: int | None = None

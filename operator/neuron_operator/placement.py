@@ -1,7 +1,7 @@
 """Placement: the devices of one replica and the nodes it may run on, or Unplaceable with the numbers.
 
-Called when a revision is pinned (`place`, `target_of`), by the renderer (`size_rule`), and by `why` to describe the
-nodes that match a pod (`describe_free`, `describe_sizes`). Pure.
+Called when a revision is pinned (`place`), by `planner`, which chooses what the manifest leaves open, by the renderer
+(`size_rule`), and by `why` to describe the nodes that match a pod (`describe_free`, `describe_sizes`). Pure.
 """
 
 from __future__ import annotations
@@ -11,13 +11,13 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from neuron_operator import names
-from neuron_operator.catalog import INSTANCE_TYPES, Family, InstanceType, family_of
-from neuron_operator.errors import InvalidSpec, Unplaceable
+from neuron_operator.catalog import INSTANCE_TYPES, Family, InstanceType
+from neuron_operator.errors import Unplaceable
 from neuron_operator.model import NeuronModel
 from neuron_operator.objects import items
 from neuron_operator.reasons import Reason
-from neuron_operator.records import Facts
-from neuron_operator.world import DEVICE_MODES, DeviceMode, FreeDevices, Need, NodeDevices, Object, Settings
+from neuron_operator.sizing import Load, Memory
+from neuron_operator.world import DEVICE_MODES, DeviceMode, FreeDevices, NodeDevices, Object, Settings
 
 
 @dataclass(frozen=True)
@@ -55,6 +55,12 @@ class Target:
     """Of them, those that the model runs on: its tensor-parallel degree."""
     instance_types: tuple[str, ...] = ()
     """The types of nodes for it; empty: the manifest names one."""
+    site: str = ""
+    """The type that it was planned for."""
+    load: Load | None = None
+    """Length, sequences and blocks; None: the runtime decides."""
+    memory: Memory | None = None
+    """Of each core."""
 
     @property
     def node_rule(self) -> Object | None:
@@ -90,6 +96,17 @@ class NodeRules:
             not self.terms or any(all(_holds(rule, node.labels) for rule in term) for term in self.terms)
         )
 
+    def accept_type(self, instance_type: str) -> bool:
+        """Whether they accept a new node of a type: what other labels it will have is not known."""
+        labels = {names.INSTANCE_TYPE_LABEL: instance_type}
+        return self.selector.get(names.INSTANCE_TYPE_LABEL, instance_type) == instance_type and (
+            not self.terms
+            or any(
+                all(_holds(rule, labels) for rule in term if rule.get("key") == names.INSTANCE_TYPE_LABEL)
+                for term in self.terms
+            )
+        )
+
     def without(self, rule: Object) -> NodeRules:
         return replace(self, terms=tuple(tuple(other for other in term if other != rule) for term in self.terms))
 
@@ -123,58 +140,23 @@ def place(model: NeuronModel, settings: Settings) -> Placement:
     return placement
 
 
-def target_of(model: NeuronModel, facts: Facts, placement: Placement, free: FreeDevices | None) -> Target:
-    """What to compile a model for that runs on devices.
-
-    Args:
-        free: the nodes of the cluster; None: not read yet.
-
-    Raises:
-        InvalidSpec: the devices do not have the cores that the manifest asks for.
-        Unplaceable: the family of the devices is not known, or there are several.
-    """
-    if not placement.resources:
-        raise InvalidSpec("spec.engine.backend", f"{model.backend} runs on Neuron devices: set accelerator.type Neuron")
-    overlay = model.spec.pod_template.spec
-    family, instance_types = _family(placement, NodeRules.of(overlay.node_selector, overlay.affinity), free)
-    logical_core, cores_per_device = family.logical_cores(model.spec.accelerator.logical_neuron_core)
-    cores = placement.cores or placement.devices * cores_per_device
-    wanted = model.spec.parallelism.tensor
-    if wanted is not None and wanted > cores:
-        have = "are" if placement.cores else f"are those of {placement.words}, {family.name}"
-        raise InvalidSpec("spec.parallelism.tensor", f"{wanted} needs {wanted} NeuronCores, but {cores} {have}")
-    if wanted is not None and facts.num_heads % wanted:
-        fitting = ", ".join(str(d) for d in range(1, cores + 1) if facts.num_heads % d == 0)
-        message = f"{wanted} does not divide the {facts.num_heads} attention heads; choose one of {fitting}"
-        raise InvalidSpec("spec.parallelism.tensor", message)
-    tensor = wanted or max(d for d in range(1, cores + 1) if facts.num_heads % d == 0)
-    return Target(family, logical_core, cores, tensor, instance_types)
-
-
 NAME_THE_TYPE = f"name the type in podTemplate.spec.nodeSelector[{names.INSTANCE_TYPE_LABEL}]"
 
 
-def _family(placement: Placement, rules: NodeRules, free: FreeDevices | None) -> tuple[Family, tuple[str, ...]]:
-    """The family of the named instance type, or else that of the nodes in the cluster, and the types of that family."""
-    if placement.instance_type:
-        family = family_of(placement.instance_type)
-        if family is None:
-            text = f"the devices of {placement.instance_type} are unknown, so nothing can be compiled for them"
-            raise Unplaceable(Reason.TOPOLOGY_IMPOSSIBLE, text)
-        return family, ()
-    nodes = [node for node in (free and free.nodes) or () if rules.accept(node)]
-    types = {node.instance_type for node in nodes}
-    families = {family.name: family for family in map(family_of, types) if family}
-    if len(families) != 1:
-        found = f"the nodes have {', '.join(sorted(families))}" if families else "no node with known devices is found"
-        raise Unplaceable(
-            Reason.TOPOLOGY_IMPOSSIBLE,
-            f"the devices to compile for cannot be told, because {found}: {NAME_THE_TYPE}",
-            needs=(Need.FREE_DEVICES,),
-        )
-    (family,) = families.values()
-    of_family = {kind for kind in INSTANCE_TYPES if family_of(kind) is family}
-    return family, tuple(sorted(of_family | {kind for kind in types if family_of(kind) is family}))
+def legal_sizes(instance_type: str, devices: int, mode: DeviceMode, *, in_cores: bool) -> tuple[int, ...]:
+    """What a pod may ask of a node, ascending; empty if that is unknown.
+
+    Args:
+        devices: of the node; 0: unknown.
+        in_cores: whether it asks for cores instead of devices.
+    """
+    kind = INSTANCE_TYPES.get(instance_type)
+    if kind is not None:
+        sizes = _sizes(kind, Placement(cores=1) if in_cores else Placement(devices=1), mode)
+        return sizes if in_cores else tuple(size for size in sizes if size <= (devices or kind.devices))
+    if in_cores or not devices:
+        return ()
+    return tuple(range(1, devices + 1)) if mode == "PluginWithExtension" else tuple(sorted({1, devices}))
 
 
 def size_rule(placement: Placement, mode: DeviceMode) -> Object | None:

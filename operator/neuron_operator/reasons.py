@@ -133,15 +133,24 @@ class Reason(StrEnum):
         "Set `storage.artifacts` in the manifest or in the chart's values, see [storage](storage.md)",
         final=True,
     )
-    MODEL_TOO_LARGE = Row("ModelTooLarge", ("Placed",), final=True)
+    MODEL_TOO_LARGE = Row(
+        "ModelTooLarge",
+        ("Placed",),
+        "By [the estimate](sizing.md#the-arithmetic), no allowed number of devices holds the model; the message says "
+        "what is missing, and what would hold it",
+        "Allow such nodes, or list their type in the chart value `provisionable.instanceTypes`. Or set a shorter "
+        "`serving.maxModelLength` or fewer `serving.maxSequences`. If devices, length and sequences are all set, they "
+        "are tried",
+        final=True,
+    )
     TOPOLOGY_IMPOSSIBLE = Row(
         "TopologyImpossible",
         ("Placed",),
         "No known instance type, or no node that the model may use, grants this number of devices or cores to one pod; "
-        "the message lists the legal sizes. Or the model is compiled for its devices, and the nodes do not tell which "
-        "ones these are: none is known, or they differ",
+        "the message lists the legal sizes. Or the model is compiled for its devices, and none are known: the cluster "
+        "has no node with them",
         "Choose a [legal size](#devices-and-cores), or add a node of a type that grants it. Or name the instance type "
-        "in `podTemplate.spec.nodeSelector`",
+        "in `podTemplate.spec.nodeSelector`, or in the chart value `provisionable.instanceTypes`",
         final=True,
     )
 

@@ -19,19 +19,24 @@ from neuron_operator.config_document import config_document, sampling_mode
 from neuron_operator.errors import InvalidSpec, StorageNotConfigured
 from neuron_operator.fields import NotPinned, SpecPart, Supported, as_json, fields_of
 from neuron_operator.model import BACKENDS, NeuronModel
-from neuron_operator.model_status import Plan
+from neuron_operator.model_status import MemoryPlan, Plan
 from neuron_operator.objects import dig, items, name_of, text, whole
-from neuron_operator.placement import Placement, Target, place, target_of
+from neuron_operator.placement import Placement, Target, place
+from neuron_operator.planner import Choice, choose
 from neuron_operator.records import Facts
 from neuron_operator.render.objects import child, without_empty
 from neuron_operator.render.pods import compile_image, runtime_image, serving_pod_template
 from neuron_operator.render.resources import serving_requests
 from neuron_operator.render.serving import config_name
 from neuron_operator.render.storage import artifacts_place, is_fetched_by_job, weights_place
+from neuron_operator.sizing import Memory
 from neuron_operator.world import FreeDevices, Object, Place, Settings
 
 FORMAT = 1
 """Version of `Pinned`; part of every revision's name, because a ControllerRevision's data is immutable."""
+
+MAX_BYTES = 2**53
+"""Of a number in the status; an estimate may be larger where the manifest insists."""
 
 
 class Compiling(Struct, frozen=True, kw_only=True, rename="camel", omit_defaults=True):
@@ -183,9 +188,10 @@ def pin(model: NeuronModel, facts: Facts, settings: Settings, number: int, free:
             "spec.serving.maxModelLength",
             f"{length} exceeds the model's maximum length of {facts.max_position_embeddings} tokens",
         )
-    placement = place(model, settings)
+    choice = choose(model, facts, settings, free) if BACKENDS[model.backend].on_device else None
+    placement = choice.placement if choice else place(model, settings)
+    target = choice.target if choice else None
     weights = weights_place(model, settings)
-    target = target_of(model, facts, placement, free) if BACKENDS[model.backend].on_device else None
     compiling = _compiling(model, settings, target)
     config = config_document(model, facts, target)
     template = serving_pod_template(
@@ -209,7 +215,7 @@ def pin(model: NeuronModel, facts: Facts, settings: Settings, number: int, free:
         devices=placement.devices,
         cores=placement.cores,
         instance_type=placement.instance_type,
-        plan=_plan(model, facts, placement, target),
+        plan=_plan(model, facts, placement, choice),
         weights=weights if is_fetched_by_job(model, weights) else None,
         compiling=compiling,
         config=config,
@@ -289,23 +295,34 @@ def _parsed_json(value: str) -> object:
         return None
 
 
-def _plan(model: NeuronModel, facts: Facts, placement: Placement, target: Target | None) -> Plan:
+def _plan(model: NeuronModel, facts: Facts, placement: Placement, choice: Choice | None) -> Plan:
     serving = model.spec.serving
+    target = choice.target if choice else None
+    load, memory = (target.load, target.memory) if target else (None, None)
+    instance_type = target.site if target else placement.instance_type
     how = f"with backend {model.backend}{f', {target.words}' if target else ''}"
     where = f" on {placement.instance_type}" if placement.instance_type else ""
     return Plan(
-        instance_type=placement.instance_type or None,
+        instance_type=instance_type or None,
         devices=placement.devices,
         cores=placement.cores or None,
         tensor=target.tensor if target else 1,
         nodes=1,
-        max_model_length=serving.max_model_length,
-        max_sequences=serving.max_sequences,
-        block_size=serving.block_size,
-        num_blocks=serving.num_blocks,
+        max_model_length=load.length if load else serving.max_model_length,
+        max_sequences=load.sequences if load else serving.max_sequences,
+        block_size=(load and load.block_size) or serving.block_size,
+        num_blocks=(load and load.num_blocks) or serving.num_blocks,
         backend=model.backend,
         dtype=(serving.dtype or facts.dtype)[:64],
         sampling=sampling_mode(model)[:64],
+        memory=_memory_plan(memory) if memory else None,
         summary=f"each replica holds {placement.words}{where} and {BACKENDS[model.backend].does} "
-        f"{how}; weights {facts.weights_bytes} bytes ({facts.parameters} parameters, {facts.dtype[:64]})",
+        f"{how}; weights {facts.weights_bytes} bytes ({facts.parameters} parameters, {facts.dtype[:64]})"
+        + (f"; {choice.arithmetic}" if choice else ""),
     )
+
+
+def _memory_plan(memory: Memory) -> MemoryPlan:
+    """What a status can hold of it: integers of 64 bits."""
+    of_parts = {f"{name}_bytes": min(part, MAX_BYTES) for name, part in memory.parts.items()}
+    return MemoryPlan(**of_parts, available_bytes=memory.limit)

@@ -18,7 +18,7 @@ import msgspec
 
 from neuron_operator.errors import OperatorError
 from neuron_operator.lease import LeaseTimings
-from neuron_operator.world import CaBundle, JobSettings, Object, Settings, StorageSettings
+from neuron_operator.world import CaBundle, JobSettings, Object, Provisionable, Settings, StorageSettings
 
 ENV_PREFIX = "NEURON_OPERATOR_"
 NAMESPACE_FILE = Path("/var/run/secrets/kubernetes.io/serviceaccount/namespace")
@@ -84,6 +84,10 @@ def _storage(value: str) -> StorageSettings:
     return msgspec.json.decode(value, type=StorageSettings)
 
 
+def _provisionable(value: str) -> Provisionable:
+    return msgspec.json.decode(value, type=Provisionable)
+
+
 def _objects(value: str) -> tuple[Object, ...]:
     return msgspec.json.decode(value, type=tuple[Object, ...])
 
@@ -134,6 +138,12 @@ SETTINGS = (
         "JSON: weights and artifacts, each one of emptyDir (weights only), pvcTemplate, persistentVolumeClaim and "
         "objectStore; imageVolumes; keepDays, e.g. "
         '{"weights": {"pvcTemplate": {"storageClassName": "efs", "size": "1Ti"}}}',
+    ),
+    _Setting(
+        "provisionable",
+        _provisionable,
+        "{}",
+        'JSON: instance types that an autoscaler can add, e.g. {"instanceTypes": ["inf2.8xlarge", "trn2.48xlarge"]}',
     ),
     _Setting(
         "device_mode",

@@ -246,6 +246,12 @@ class StorageSettings(Struct, frozen=True, forbid_unknown_fields=True, rename="c
             raise ValueError("artifacts.emptyDir: a Job makes the artifacts, so pods must share the place")
 
 
+class Provisionable(Struct, frozen=True, forbid_unknown_fields=True, rename="camel"):
+    """Chart values `provisionable.*`: nodes that the cluster can get, but may not have now."""
+
+    instance_types: tuple[str, ...] = ()
+
+
 @dataclass(frozen=True)
 class Settings:
     """Settings of the installation for all models; the rim loads them from flags and environment."""
@@ -259,6 +265,7 @@ class Settings:
     jobs: JobSettings = field(default_factory=JobSettings)
     ca_bundle: CaBundle = field(default_factory=CaBundle)
     storage: StorageSettings = field(default_factory=StorageSettings)
+    provisionable: Provisionable = field(default_factory=Provisionable)
     device_mode: DeviceMode = "Plugin"
     device_scheduler_name: str = ""
     """The scheduler with the extension; only with PluginWithExtension."""

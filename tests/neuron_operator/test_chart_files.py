@@ -20,10 +20,7 @@ VALUES = yaml.safe_load((CHART / "values.yaml").read_text())
 SCHEMA = json.loads((CHART / "values.schema.json").read_text())
 
 # Described in the API but without effect yet: refused, so that no user relies on them.
-NOT_YET: tuple[dict[str, Any], ...] = (
-    {"provisionable": {"instanceTypes": ["inf2.24xlarge"]}},
-    {"runtimeUpgrade": "Rolling"},
-)
+NOT_YET: tuple[dict[str, Any], ...] = ({"runtimeUpgrade": "Rolling"},)
 WRONG: tuple[dict[str, Any], ...] = (
     {"replicas": 0},
     {"replicas": "2"},
@@ -35,6 +32,8 @@ WRONG: tuple[dict[str, Any], ...] = (
     {"devices": {"mode": "PluginWithExtension", "schedulerName": ""}},
     {"devices": {"mode": "Plugin", "schedulerName": "neuron-scheduler"}},
     {"jobs": {"image": "x"}},
+    {"provisionable": {"instanceTypes": ["inf2"]}},
+    {"provisionable": {"instanceTypes": ["inf2.xlarge", "inf2.xlarge"]}},
     {"image": {"runtime": ""}},
     {"image": {"operator": "a b"}},
     {"caBundle": {"configMap": {"name": "ca"}}},
@@ -93,6 +92,13 @@ def test_the_operator_reads_every_place_that_the_schema_accepts(values: dict[str
     loaded = load(["--runtime-image", "i", "--storage", json.dumps(merged(WITH_IMAGES, values)["storage"])], {})
     read = json.loads(msgspec.json.encode(loaded.models.storage))
     assert {key: place for key, place in read.items() if place} == values["storage"]
+
+
+def test_the_operator_reads_the_types_that_the_schema_accepts() -> None:
+    values = {"instanceTypes": ["inf2.24xlarge", "trn2u.48xlarge"]}
+    jsonschema.validate(merged(WITH_IMAGES, {"provisionable": values}), SCHEMA)
+    loaded = load(["--runtime-image", "i", "--provisionable", json.dumps(values)], {})
+    assert loaded.models.provisionable.instance_types == ("inf2.24xlarge", "trn2u.48xlarge")
 
 
 @pytest.mark.parametrize("values", [*NOT_YET, *WRONG], ids=json.dumps)

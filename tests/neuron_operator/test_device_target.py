@@ -14,7 +14,8 @@ from neuron_operator.decide import decide
 from neuron_operator.errors import InvalidSpec, OperatorError, Unplaceable
 from neuron_operator.manifest import parse
 from neuron_operator.objects import items
-from neuron_operator.placement import Target, place, target_of
+from neuron_operator.placement import Target
+from neuron_operator.planner import choose
 from neuron_operator.records import Facts
 from neuron_operator.world import ClaimFolder, FreeDevices, Need, NodeDevices, Object, Place, StorageSettings
 
@@ -35,7 +36,7 @@ def cluster(*types: str) -> FreeDevices:
 
 def target(free: FreeDevices | None = None, facts: Facts = KNOWN, **spec: Any) -> Target:
     model = parse(body({"model": {"uri": "hf://acme/tiny"}, **spec}))
-    return target_of(model, facts, place(model, replace(USING, device_mode="PluginWithExtension")), free)
+    return choose(model, facts, replace(USING, device_mode="PluginWithExtension"), free).target
 
 
 def on(instance_type: str) -> dict[str, Any]:
@@ -59,9 +60,10 @@ def test_all_cores_of_the_devices_are_used_by_default(spec: dict[str, Any], foun
     assert made.node_rule is None
 
 
-def test_a_degree_that_does_not_divide_the_heads_is_not_chosen() -> None:
+def test_a_degree_that_is_not_documented_or_does_not_divide_the_heads_is_not_chosen() -> None:
     six_heads = msgspec.convert(FACTS, Facts)
-    assert target(facts=six_heads, **on("trn2.48xlarge")).tensor == 3
+    assert target(facts=six_heads, **on("trn2.48xlarge")).tensor == 2
+    assert target(facts=six_heads, **on("trn2.48xlarge"), parallelism={"tensor": 3}).tensor == 3
 
 
 def test_without_a_named_type_the_nodes_of_the_cluster_tell_the_family() -> None:
@@ -81,7 +83,6 @@ def test_without_a_named_type_the_nodes_of_the_cluster_tell_the_family() -> None
 @pytest.mark.parametrize(
     ("free", "spec", "kind", "says"),
     [
-        (cluster("inf2.24xlarge", "trn1.2xlarge"), {}, Unplaceable, "the nodes have inf2, trn1: name the type in"),
         (cluster(), {}, Unplaceable, "no node with known devices is found: name the type in"),
         (FreeDevices(None), {}, Unplaceable, "no node with known devices is found"),
         (None, on("p5.48xlarge"), Unplaceable, "the devices of p5.48xlarge are unknown"),

@@ -1,0 +1,214 @@
+"""Where a compiled model is placed: the cheapest that fits, what the manifest names, and what is said otherwise."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import yaml
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from helpers.manifests import CASES
+from helpers.operator_worlds import SETTINGS, body
+from neuron_operator import names
+from neuron_operator.catalog import INSTANCE_TYPES
+from neuron_operator.config_document import config_document
+from neuron_operator.errors import InvalidSpec, OperatorError, Unplaceable
+from neuron_operator.manifest import parse
+from neuron_operator.placement import legal_sizes
+from neuron_operator.planner import Choice, choose
+from neuron_operator.reasons import Reason
+from neuron_operator.records import Facts
+from neuron_operator.world import DEVICE_MODES, DeviceMode, FreeDevices, NodeDevices, Provisionable
+
+FILE: Path = CASES / "sizing" / "models.yaml"
+MODELS = {name: msgspec.convert(facts, Facts) for name, facts in yaml.safe_load(FILE.read_text()).items()}
+LLAMA = MODELS["meta-llama/Llama-3.1-8B-Instruct"]
+LARGE = MODELS["meta-llama/Llama-3.3-70B-Instruct"]
+NONE = FreeDevices(())
+
+
+def node(instance_type: str, devices: int, free: int | None = None, **labels: str) -> NodeDevices:
+    labels = {names.INSTANCE_TYPE_LABEL: instance_type, **labels}
+    return NodeDevices(f"{instance_type}-{free}", devices, devices if free is None else free, 0, 0, labels)
+
+
+def chosen(
+    facts: Facts = LLAMA,
+    types: tuple[str, ...] = (),
+    *nodes: NodeDevices,
+    mode: DeviceMode = "PluginWithExtension",
+    **spec: Any,
+) -> Choice:
+    using = replace(SETTINGS, device_mode=mode, provisionable=Provisionable(types))
+    return choose(parse(body({"model": {"uri": "hf://acme/tiny"}, **spec})), facts, using, FreeDevices(nodes))
+
+
+def outcome(choice: Choice) -> tuple[Any, ...]:
+    best = choice.chosen
+    return best.size, best.site.name, best.tensor, best.load.sequences, best.load.length
+
+
+def test_the_cheapest_type_that_fits_is_chosen_and_the_next_is_named() -> None:
+    choice = chosen(LLAMA, ("trn2.3xlarge", "inf2.xlarge", "inf2.8xlarge", "trn1.2xlarge"))
+    assert outcome(choice) == (1, "inf2.8xlarge", 2, 16, 4096)
+    assert choice.why == "cheapest, about $1.97 per hour, before 1 Neuron device of trn2.3xlarge at $2.23"
+    problems = {option.site.name: option.problem for option in choice.others}
+    assert problems.keys() == {"inf2.xlarge", "trn1.2xlarge"}
+    assert all("host memory" in problem for problem in problems.values())
+    assert "inf2.xlarge" not in choice.target.instance_types
+    assert {"inf2.8xlarge", "inf2.48xlarge"} <= set(choice.target.instance_types)
+
+
+def test_a_node_that_is_there_comes_before_one_to_buy_and_that_before_one_that_is_taken() -> None:
+    there, taken = node("trn2.48xlarge", 16, 4), node("trn2.48xlarge", 16, 0)
+    assert chosen(LLAMA, ("inf2.8xlarge",), there).chosen.site.name == "trn2.48xlarge"
+    assert chosen(LLAMA, ("inf2.8xlarge",), there).why.startswith("chosen because it is there now")
+    assert chosen(LLAMA, ("inf2.8xlarge",), taken).chosen.site.name == "inf2.8xlarge"
+    assert chosen(LLAMA, (), taken).chosen.site.name == "trn2.48xlarge"
+    both = chosen(LLAMA, (), node("inf2.48xlarge", 12), node("trn2.48xlarge", 16))
+    assert both.chosen.site.name == "inf2.48xlarge"
+    assert 1 < both.chosen.cost < 1.2  # a twelfth of the node
+
+
+def test_an_empty_node_group_does_not_block_planning_and_a_selector_still_counts() -> None:
+    types = ("inf2.8xlarge", "trn2.48xlarge")
+    selected = {"podTemplate": {"spec": {"nodeSelector": {"pool": "llm"}}}}
+    assert chosen(LLAMA, types, **selected).chosen.site.name == "inf2.8xlarge"
+    rule = {"key": names.INSTANCE_TYPE_LABEL, "operator": "NotIn", "values": ["inf2.8xlarge"]}
+    affinity = {"nodeAffinity": {names.REQUIRED_AFFINITY: {"nodeSelectorTerms": [{"matchExpressions": [rule]}]}}}
+    assert chosen(LLAMA, types, podTemplate={"spec": {"affinity": affinity}}).chosen.site.name == "trn2.48xlarge"
+
+
+def test_a_type_that_the_table_lacks_is_used_by_what_its_node_offers() -> None:
+    choice = chosen(LARGE, (), node("trn2.new", 4), mode="Plugin")
+    assert outcome(choice) == (4, "trn2.new", 16, 16, 4096)
+    assert "trn2.new" in choice.target.instance_types
+
+
+@pytest.mark.parametrize(
+    ("spec", "found"),
+    [
+        ({"accelerator": {"devices": 4}}, (4, "inf2.24xlarge", 8, 16, 4096)),
+        ({"accelerator": {"cores": 4}}, (4, "inf2.24xlarge", 4, 16, 4096)),
+        ({"parallelism": {"tensor": 4}}, (2, "inf2.24xlarge", 4, 16, 4096)),
+        ({"serving": {"maxModelLength": 65_536}}, (4, "inf2.24xlarge", 8, 8, 65_536)),
+        ({"serving": {"maxModelLength": 8192, "maxSequences": 64}}, (6, "inf2.24xlarge", 8, 64, 8192)),
+        ({"engine": {"overrideNeuronConfig": {"seq_len": 2048, "batchSize": 3}}}, (1, "inf2.24xlarge", 2, 3, 2048)),
+        ({"engine": {"overrideNeuronConfig": {"tp_degree": 8}}}, (4, "inf2.24xlarge", 8, 16, 4096)),
+    ],
+)
+def test_what_the_manifest_sets_is_kept_and_the_rest_follows(spec: dict[str, Any], found: tuple[Any, ...]) -> None:
+    size, name, tensor, sequences, length = found
+    best = chosen(LLAMA, ("inf2.24xlarge",), **spec).chosen
+    assert (best.site.name, best.tensor, best.load.sequences, best.load.length) == (name, tensor, sequences, length)
+    assert best.size == size or "maxSequences" in str(spec)
+
+
+def test_the_plan_is_in_the_configuration_document() -> None:
+    model = parse(body({"model": {"uri": "hf://acme/tiny"}, "serving": {"prefixCaching": "Enabled"}}))
+    using = replace(SETTINGS, provisionable=Provisionable(("trn2.3xlarge",)))
+    document = config_document(model, LLAMA, choose(model, LLAMA, using, NONE).target)
+    assert document["parallelism"] == {"tensor": 4}
+    assert document["limits"] == {"maxModelLength": 4096, "maxSequences": 16, "blockSize": 32, "numBlocks": 2048}
+
+
+def attempt(facts: Facts, types: tuple[str, ...], **given: Any) -> Choice | OperatorError:
+    try:
+        return chosen(facts, types, **given)
+    except OperatorError as error:
+        return error
+
+
+def refused(facts: Facts = LLAMA, types: tuple[str, ...] = (), **spec: Any) -> OperatorError:
+    with pytest.raises(OperatorError) as caught:
+        chosen(facts, types, **spec)
+    return caught.value
+
+
+def test_a_model_that_is_too_large_is_told_the_numbers_and_the_nearest_place() -> None:
+    error = refused(LARGE, ("inf2.48xlarge",))
+    assert isinstance(error, Unplaceable)
+    assert error.reason is Reason.MODEL_TOO_LARGE
+    for part in (
+        "each of 8 cores would need 21.6 GB",
+        "may use 16.3 GB",
+        "it would fit on 16 Neuron devices of trn1.32",
+    ):
+        assert part in str(error)
+    huge = refused(msgspec.structs.replace(LARGE, parameters=4 * 10**12, weights_bytes=8 * 10**12), ("trn2.48xlarge",))
+    assert "no known node holds it: it needs about" in str(huge)
+    assert "replicas on several nodes are not supported" in str(huge)
+
+
+def test_a_manifest_that_sets_every_number_is_tried_although_the_estimate_says_no() -> None:
+    spec = {"accelerator": {"devices": 4}, "serving": {"maxModelLength": 4096, "maxSequences": 4}}
+    choice = chosen(LARGE, ("inf2.24xlarge",), **spec)
+    assert outcome(choice) == (4, "inf2.24xlarge", 8, 4, 4096)
+    assert choice.why == "more than the estimate allows, but the manifest sets every number"
+
+
+def test_sizes_and_degrees_that_nothing_grants_are_refused() -> None:
+    error = refused(LLAMA, ("trn1.32xlarge",), accelerator={"devices": 6})
+    assert isinstance(error, Unplaceable)
+    assert error.reason is Reason.TOPOLOGY_IMPOSSIBLE
+    assert str(error) == "no node of trn1.32xlarge grants 6 Neuron devices to one pod"
+    wrong = refused(LLAMA, ("inf2.8xlarge", "trn2.3xlarge"), parallelism={"tensor": 16})
+    assert isinstance(wrong, InvalidSpec)
+    assert "16 needs 16 NeuronCores, but 4 are those of 1 Neuron device, trn2" in str(wrong)
+
+
+SERVING: Mapping[str, st.SearchStrategy[Any]] = {
+    "maxModelLength": st.integers(1, 40).map(lambda blocks: 128 * blocks),
+    "maxSequences": st.integers(1, 128),
+    "blockSize": st.sampled_from([16, 32, 128]),
+    "prefixCaching": st.sampled_from(["Auto", "Enabled", "Disabled"]),
+    "dtype": st.sampled_from(["auto", "float32", "bfloat16"]),
+}
+
+
+@settings(deadline=None, max_examples=80)
+@given(
+    st.sampled_from(sorted(MODELS)),
+    st.sets(st.sampled_from(sorted(INSTANCE_TYPES)), min_size=1).map(lambda types: tuple(sorted(types))),
+    st.sampled_from(DEVICE_MODES),
+    st.fixed_dictionaries({}, optional=dict(SERVING)),
+)
+def test_a_plan_never_exceeds_a_core_a_host_or_what_a_node_grants(
+    name: str, types: tuple[str, ...], mode: DeviceMode, serving: dict[str, Any]
+) -> None:
+    facts = MODELS[name]
+    choice = attempt(facts, types, mode=mode, serving=serving)
+    if isinstance(choice, OperatorError):
+        assert len(str(choice)) < 900
+        return
+    best = choice.chosen
+    assert best.memory.fits
+    assert best.memory.total <= best.memory.limit < best.logical_core * best.site.family.core_memory
+    assert best.host <= INSTANCE_TYPES[best.site.name].host_memory
+    assert best.size in legal_sizes(best.site.name, 0, mode, in_cores=False)
+    assert facts.num_heads % best.tensor == 0
+    assert facts.intermediate_size % best.tensor == 0
+    assert best.tensor <= best.cores
+    assert best.tensor in best.site.family.degrees
+    assert best.load.length == serving.get("maxModelLength", best.load.length)
+    assert best.load.sequences == serving.get("maxSequences", best.load.sequences)
+    assert len(choice.arithmetic) < 500
+    assert all(other.order >= best.order for other in choice.fitting)
+
+
+COUNTS = [name for name in Facts.__struct_fields__ if name.startswith("num_")]
+NUMBERS = st.integers(0, 2**53) | st.integers(0, 300)
+
+
+@settings(deadline=None, max_examples=40)
+@given(st.fixed_dictionaries(dict.fromkeys(COUNTS, NUMBERS)))
+def test_no_numbers_of_a_record_make_it_raise_anything_else(numbers: dict[str, int]) -> None:
+    facts = msgspec.structs.replace(LLAMA, **numbers)
+    made = attempt(facts, ("inf2.8xlarge", "trn2.48xlarge"))
+    assert made.chosen.memory.fits if isinstance(made, Choice) else len(str(made)) < 900
