@@ -7,6 +7,7 @@ import json
 import os
 import re
 import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -144,6 +145,11 @@ class Story:
 
     def kubectl(self, *arguments: str, **options: Any) -> str:
         return self.rig.kubectl("-n", self.namespace, *arguments, **options)
+
+    def plugin(self, command: str, model: str, *arguments: str) -> str:
+        """Output of `kubectl neuron COMMAND MODEL`."""
+        program = str(Path(sys.executable).parent / "kubectl-neuron")
+        return self.rig.command(program, command, model, "-n", self.namespace, *arguments)
 
     def items(self, kind: str, selector: str) -> list[Any]:
         return list(json.loads(self.kubectl("get", kind, "-l", selector, "-o", "json"))["items"])

@@ -124,6 +124,9 @@ def _tell(story: Story, images: Images) -> None:
         _check_metrics(story, images.runtime, pods)
         _check_reading(story)
 
+    with story.stage("kubectl neuron: why, logs, chat"):
+        _check_plugin(story)
+
     with story.stage("edit: 1 device each, on one node"):
         spec: dict[str, Any] = {**MODEL["spec"], "accelerator": {"type": "Neuron", "devices": 1}}
         story.apply({**MODEL, "spec": spec})
@@ -149,6 +152,11 @@ def _tell(story: Story, images: Images) -> None:
         print(f"    {message}")
         assert re.search(r"\b1 Neuron device", message), message
         assert re.search(r"\b0\b[^.;]*free|free[^.;]*\b0\b", message), message
+        told = story.plugin("why", "chat")
+        print(told)
+        assert "InsufficientNeuron" in told.splitlines()[0]
+        assert re.search(r"server +unschedulable", told)
+        assert "\n  $ kubectl get nodes -L " in told
     with story.stage("and back"):
         story.kubectl("scale", "nm", "chat", "--replicas=2")
         story.until_ready(2)
@@ -204,6 +212,20 @@ def _check_reading(story: Story) -> None:
     print(described)
     for word in ("LlamaForCausalLM", "Available", "2 of 2 replicas answer", "ModelResolved"):
         assert word in described, word
+
+
+def _check_plugin(story: Story) -> None:
+    """What the plugin prints about a ready model, through the API server's proxy."""
+    told = story.plugin("why", "chat")
+    print(told)
+    assert told.startswith(f"NeuronModel {story.namespace}/chat: ready\n")
+    assert re.search(r"n1 +inf2\S+ +6 Neuron devices +ok\n", told)
+    assert told.endswith(f"$ kubectl neuron chat chat -n {story.namespace}\n")
+    assert "neuron-runtime: ready after" in story.plugin("logs", "chat")
+    answer = story.plugin("chat", "chat", QUESTION, "--temperature", "0")
+    print(answer)
+    assert answer.startswith(ANSWERS[QUESTION])
+    assert re.search(r"first token after \d+ ms, \d+ tokens in", answer)
 
 
 def _edit_every_child(story: Story) -> None:

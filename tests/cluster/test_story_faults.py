@@ -357,6 +357,8 @@ def test_user_errors_are_reported_and_clear_when_corrected(installation: Install
         story.until_ready(1, "locked")
         url = _url(story, "locked")
         assert story.run_client(installation.runtime_image, "locked", ASK_LOCKED, url, API_KEY) == "401 401 200\n"
+        answer = story.plugin("chat", "locked", QUESTION, "--temperature", "0")
+        assert answer.startswith(ANSWERS[QUESTION])
         (pod,) = story.ready_pods("locked")
         output = story.kubectl("get", f"nm,events,{CHILD_KINDS}", "-o", "yaml")
         output += story.kubectl("logs", pod["metadata"]["name"])

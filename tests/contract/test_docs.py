@@ -205,6 +205,8 @@ def exit_codes_given() -> set[ExitCode]:
 def test_reserved_reasons_are_the_unused_ones() -> None:
     given = {str(code.reason) for code in exit_codes_given()}
     for path in (ROOT / "operator" / "neuron_operator").rglob("*.py"):
+        if path.parent.name == "kubectl":  # it reads reasons and gives none
+            continue
         constants = re.findall(r"\bReason\.([A-Z_]+)", path.read_text())
         given |= {Reason[name] for name in constants}
     assert {reason for reason in Reason if not reason.row.means} == set(Reason) - given

@@ -30,6 +30,7 @@ import msgspec
 import yaml
 
 from neuron_operator import names
+from neuron_operator.answers import Refused, stream
 from neuron_operator.decide import decide
 from neuron_operator.local.machine import Machine, timestamp
 from neuron_operator.local.pods import (
@@ -340,34 +341,14 @@ async def _served_name(session: aiohttp.ClientSession, port: int) -> str:
 async def _ask(session: aiohttp.ClientSession, port: int, model: str, question: str) -> None:
     """Stream the answer to one chat question to standard output."""
     print(f"\n  > {question}\n  ", end="", flush=True)
-    started = time.monotonic()
-    first: float | None = None
-    request = {
-        "model": model,
-        "messages": [{"role": "user", "content": question}],
-        "temperature": 0,
-        "stream": True,
-        "stream_options": {"include_usage": True},
-    }
-    num_tokens = 0
-    async with session.post(f"http://{LOOPBACK}:{port}/v1/chat/completions", json=request) as response:
-        if response.status != 200:
-            raise CannotRunHere(f"the model rejected the question: {(await response.text())[:500]}")
-        async for line in response.content:
-            if not line.startswith(b"data: ") or line.strip() == b"data: [DONE]":
-                continue
-            event = msgspec.json.decode(line.removeprefix(b"data: "))
-            num_tokens = (event.get("usage") or {}).get("completion_tokens", num_tokens)
-            for choice in event["choices"]:
-                piece = choice["delta"].get("content") or ""
-                if piece and first is None:
-                    first = time.monotonic() - started
-                print(piece, end="", flush=True)
-    seconds = time.monotonic() - started
-    print(
-        f"\n\n  first token after {1000 * (first or seconds):.0f} ms, {num_tokens} tokens in {seconds:.2f} s\n",
-        flush=True,
-    )
+    body = {"model": model, "messages": [{"role": "user", "content": question}], "temperature": 0}
+    url = f"http://{LOOPBACK}:{port}/v1/chat/completions"
+    try:
+        answer = await stream(session, url, body, lambda piece: print(piece, end="", flush=True))
+    except Refused as refused:
+        raise CannotRunHere(f"the model rejected the question: {refused}") from refused
+    first = f"first token after {1000 * answer.first_seconds:.0f} ms"
+    print(f"\n\n  {first}, {answer.num_tokens} tokens in {answer.last_seconds:.2f} s\n", flush=True)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

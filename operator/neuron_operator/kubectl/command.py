@@ -1,0 +1,229 @@
+"""The command `kubectl neuron`, installed as `kubectl-neuron`: parses the arguments and runs one subcommand."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import sys
+from collections.abc import Callable, Sequence
+from datetime import UTC, datetime
+from typing import Any
+
+import aiohttp
+
+from neuron_operator import names
+from neuron_operator.answers import Refused, error_message, stream
+from neuron_operator.kubectl import bench, why
+from neuron_operator.kubectl.cluster import Address, Kubectl, KubectlFailed
+from neuron_operator.objects import dig, is_owned, name_of, text
+from neuron_operator.views import Observed, observe
+from neuron_operator.world import World
+
+PROGRAM = "kubectl neuron"
+EXIT_OK, EXIT_FAILED = 0, 1
+MAX_LOG_BYTES = 2**20
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Returns the exit code: 0 for success, 1 for a fault; wrong usage exits with 2."""
+    options = _parser().parse_args(argv)
+    kubectl = Kubectl(tuple(f"--{flag}={value}" for flag in _FLAGS for value in _values(options, flag)))
+    run: Callable[[Kubectl, argparse.Namespace], int] = options.run
+    try:
+        return run(kubectl, options)
+    except (KubectlFailed, Refused, aiohttp.ClientError) as error:
+        print(f"{PROGRAM}: {error}", file=sys.stderr)
+        return EXIT_FAILED
+    except (KeyboardInterrupt, BrokenPipeError):
+        return EXIT_FAILED
+
+
+_FLAGS = {
+    "namespace": "namespace of the model (default: the context's)",
+    "context": "context of the kubeconfig",
+    "kubeconfig": "path of the kubeconfig",
+    "cluster": "cluster of the kubeconfig",
+    "user": "user of the kubeconfig",
+    "as": "user to impersonate",
+    "as-group": "group to impersonate; may be repeated",
+}
+"""Flags that kubectl gets as they are."""
+
+
+def _values(options: argparse.Namespace, flag: str) -> list[str]:
+    return list(getattr(options, flag.replace("-", "_")) or ())
+
+
+def _parser() -> argparse.ArgumentParser:
+    of_kubectl = argparse.ArgumentParser(add_help=False)
+    group = of_kubectl.add_argument_group("flags of kubectl")
+    for flag, meaning in _FLAGS.items():
+        short = ("-n",) if flag == "namespace" else ()
+        group.add_argument(*short, f"--{flag}", action="append", metavar=flag.upper(), help=meaning)
+    parser = argparse.ArgumentParser(prog=PROGRAM, description="Look after NeuronModels.")
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+
+    def command(name: str, run: Callable[[Kubectl, argparse.Namespace], int], meaning: str) -> argparse.ArgumentParser:
+        made = commands.add_parser(name, parents=[of_kubectl], help=meaning, description=meaning)
+        made.add_argument("name", metavar="NAME", help="name of the NeuronModel")
+        made.set_defaults(run=run)
+        return made
+
+    command("why", _why, "say why a model is not ready: conditions, pods, nodes, last error, next command")
+    logs = command("logs", _logs, "print the log that matters: of the failing container, else of a replica")
+    logs.add_argument("-f", "--follow", action="store_true", help="go on printing")
+    logs.add_argument("--tail", type=_natural, default=100, metavar="N", help="lines (default %(default)s)")
+    chat = command("chat", _chat, "talk to a model; without QUESTION, line by line with the whole conversation")
+    chat.add_argument("question", nargs="?", metavar="QUESTION", help="ask this and exit")
+    chat.add_argument("--system", default="", metavar="TEXT", help="system message")
+    chat.add_argument("--max-tokens", type=_natural, metavar="N", help="per answer (default: what fits)")
+    chat.add_argument("--temperature", type=float, metavar="T", help="default: the model's")
+    load = command("bench", _bench, "send a short load; print first token, gap between tokens and tokens per second")
+    load.add_argument("--requests", type=_natural, default=32, metavar="N", help="default %(default)s")
+    load.add_argument("--concurrency", type=_natural, default=4, metavar="N", help="at a time (default %(default)s)")
+    load.add_argument("--prompt-words", type=_natural, default=100, metavar="N", help="default %(default)s")
+    load.add_argument("--max-tokens", type=_natural, default=64, metavar="N", help="per answer (default %(default)s)")
+    load.add_argument("-o", "--output", choices=("table", "json"), default="table", help="default %(default)s")
+    return parser
+
+
+def _natural(value: str) -> int:
+    if not value.isdecimal() or not 1 <= int(value) <= 1_000_000:
+        raise argparse.ArgumentTypeError(f"{value!r} is not a number from 1 to 1000000")
+    return int(value)
+
+
+def _read(kubectl: Kubectl, name: str) -> tuple[Any, Observed]:
+    """The model with its pods, its Jobs and their pods."""
+    model = kubectl.model(name)
+    namespace, uid = text(model, "metadata", "namespace"), text(model, "metadata", "uid")
+    pods = kubectl.matching("pods", namespace, f"{names.MODEL_LABEL}={name}")
+    jobs = [job for job in kubectl.matching("jobs", namespace, names.OWNED_SELECTOR) if is_owned(job, uid)]
+    if jobs:
+        pods += kubectl.matching("pods", namespace, f"batch.kubernetes.io/job-name in ({','.join(map(name_of, jobs))})")
+    world = World(body=model, children=(), shared=tuple(jobs), pods=tuple(pods), now=datetime.now(UTC))
+    return model, observe(world)
+
+
+def _why(kubectl: Kubectl, options: argparse.Namespace) -> int:
+    model, observed = _read(kubectl, options.name)
+    found = why.culprit(observed)
+    nodes: list[Any] | str
+    try:
+        nodes = kubectl.nodes(sorted(why.nodes_of(observed)))
+    except KubectlFailed as failed:
+        nodes = str(failed)
+    error = ""
+    if found is not None and not found.has_log:
+        error = f"it has not started: {found.container.waiting_message or found.pod.unscheduled or found.pod.message}"
+    elif found is not None:
+        log = ""
+        if found.container.ended is None:
+            try:
+                log = _log(kubectl, observed, found, f"--tail={why.LOG_LINES}", f"--limit-bytes={MAX_LOG_BYTES}")
+            except KubectlFailed as failed:
+                log = f"the log cannot be read: {failed}"
+        error = why.last_error(found, log)
+    print(why.report(model, observed, nodes, error.rstrip(": ")))
+    return EXIT_OK
+
+
+def _log(kubectl: Kubectl, observed: Observed, found: why.Culprit, *options: str) -> str:
+    namespace = observed.model.namespace
+    return kubectl.log(namespace, found.pod.name, found.container.name, *found.log_options, *options)
+
+
+def _logs(kubectl: Kubectl, options: argparse.Namespace) -> int:
+    _, observed = _read(kubectl, options.name)
+    found = why.culprit(observed)
+    if found is None or not found.has_log:
+        raise KubectlFailed(f"nothing of {options.name} has run yet: {PROGRAM} why {options.name} says why")
+    print(f"{PROGRAM}: pod {found.pod.name}, container {found.container.name}", file=sys.stderr)
+    where = ("logs", found.pod.name, "--namespace", observed.model.namespace, "--container", found.container.name)
+    follow = ("--follow",) if options.follow else found.log_options
+    sys.stderr.flush()
+    command = kubectl.command(*where, *follow, f"--tail={options.tail}")
+    os.execv(command[0], command)  # noqa: S606 - the user's own kubectl takes over the terminal
+
+
+def _chat(kubectl: Kubectl, options: argparse.Namespace) -> int:
+    model = kubectl.model(options.name)
+
+    async def talk() -> int:
+        async with kubectl.connected(model) as address:
+            await _need_answer(address, options.name)
+            history = [{"role": "system", "content": options.system}] if options.system else []
+            if options.question:
+                await _turn(address, model, history, options.question, options)
+                return EXIT_OK
+            print(f"{options.name} listens, through {address.way}. An empty line ends the conversation.")
+            while question := (await asyncio.to_thread(_line)).strip():
+                history = await _turn(address, model, history, question, options)
+            return EXIT_OK
+
+    return asyncio.run(talk())
+
+
+def _line() -> str:
+    """The next question; empty at the end of the input."""
+    try:
+        return input("> ")
+    except EOFError:
+        return ""
+
+
+async def _turn(
+    address: Address, model: Any, history: list[dict[str, str]], question: str, options: argparse.Namespace
+) -> list[dict[str, str]]:
+    """Prints the answer as it comes; returns the conversation with it."""
+    asked = [*history, {"role": "user", "content": question}]
+    chosen = {"max_tokens": options.max_tokens, "temperature": options.temperature}
+    body = {"model": served_name(model), "messages": asked} | {k: v for k, v in chosen.items() if v is not None}
+    url = f"{address.url}/v1/chat/completions"
+    answer = await stream(address.session, url, body, lambda piece: print(piece, end="", flush=True))
+    speed = f"first token after {1000 * answer.first_seconds:.0f} ms, {answer.num_tokens} tokens"
+    print(f"\n\n{speed} in {answer.last_seconds:.2f} s", flush=True)
+    return [*asked, {"role": "assistant", "content": answer.text}]
+
+
+def _bench(kubectl: Kubectl, options: argparse.Namespace) -> int:
+    model = kubectl.model(options.name)
+    load = bench.Load(options.requests, options.concurrency, options.prompt_words, options.max_tokens)
+
+    async def measure() -> tuple[bench.Measured, str]:
+        async with kubectl.connected(model) as address:
+            await _need_answer(address, options.name)
+            return await bench.measure(address.session, address.url, served_name(model), load), address.way
+
+    measured, way = asyncio.run(measure())
+    if options.output == "json":
+        print(json.dumps(bench.figures(measured)))
+    else:
+        print(f"{load.num_requests} requests to {options.name}, {load.num_at_once} at a time, through {way}")
+        print(bench.table(measured))
+    for failure in dict.fromkeys(measured.failures):
+        print(f"{PROGRAM}: {failure}", file=sys.stderr)
+    return EXIT_FAILED if measured.failures else EXIT_OK
+
+
+def served_name(model: Any) -> str:
+    """The name by which clients ask for it."""
+    given = dig(model, "spec", "model", "servedNames")
+    return str(given[0]) if given else name_of(model)
+
+
+async def _need_answer(address: Address, name: str) -> None:
+    """Raises KubectlFailed, with the next command, if no replica can serve; Refused if the user may not ask."""
+    async with address.session.get(f"{address.url}/health") as response:
+        if response.status == 200:
+            return
+        message = error_message(await response.read())
+        if response.status not in (404, 503):
+            raise Refused(response.status, message)
+        raise KubectlFailed(f"no replica answers ({message}): {PROGRAM} why {name} says why")
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

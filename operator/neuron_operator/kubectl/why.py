@@ -1,0 +1,275 @@
+"""What `kubectl neuron why` prints, and which container's log matters. Pure; called by `command`.
+
+It reads the objects with the operator's own views and takes reasons and cures from the operator's table, so it says
+the same as the conditions and adds what is next to them: pods, nodes, the last error line, the next command.
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from neuron_operator import names
+from neuron_operator.objects import dig, items, labels_of, name_of, printable, text, whole
+from neuron_operator.reasons import CONDITIONS, Reason
+from neuron_operator.views import ContainerView, Observed, PodView
+from neuron_operator.why.pods import MAX_LINE, how_it_ended, last_words
+
+LOG_LINES = 200
+"""Lines of a log that are searched for the last error."""
+_ERROR = re.compile(r"error\b|exception\b|\b(fail(ed|ure|s)?|fatal|cannot|refused|denied|killed|out of memory)\b", re.I)
+_GOOD_NODE = {"Ready": "True", "MemoryPressure": "False", "DiskPressure": "False", "PIDPressure": "False"}
+_GOOD_NODE |= {"NetworkUnavailable": "False", "NeuronHealth": "True", "AcceleratedHardwareReady": "True"}
+
+
+@dataclass(frozen=True)
+class Culprit:
+    """The container whose log matters."""
+
+    pod: PodView
+    container: ContainerView
+
+    @property
+    def log_options(self) -> tuple[str, ...]:
+        """Of the run that ended, if it runs again after an error."""
+        runs_again = bool(self.container.running_since) and self.container.ended is not None
+        return ("--previous",) if runs_again else ()
+
+    @property
+    def has_log(self) -> bool:
+        return self.container.has_run or self.container.ended is not None
+
+
+def culprit(observed: Observed) -> Culprit | None:
+    """The container that the reason of Ready is about; of a ready model one that serves. None: it has no pods."""
+    ready = observed.model.conditions.get("Ready")
+    job_pods = [pod for job in observed.jobs for pod in observed.pods_of(job)]
+    job_pods.sort(key=lambda pod: pod.age_key, reverse=True)
+    everyone = [*observed.replicas, *job_pods]
+    named = re.findall(r"\bpod (\S+?)[:;,]?(?=\s|$)", ready.message) if ready is not None else []
+    about = [pod for pod in everyone if pod.name in named]
+    if ready is not None and ready.status == "True":
+        about = [pod for pod in observed.replicas if pod.is_answering]
+    elif not about and _is_before_replicas(observed):
+        about = job_pods
+    elif not about:
+        about = [pod for pod in observed.replicas if not pod.is_answering]
+    pod = next(iter(about or everyone), None)
+    return None if pod is None else Culprit(pod, _container(pod))
+
+
+def _is_before_replicas(observed: Observed) -> bool:
+    """Whether a step before replicas is not done."""
+    before = CONDITIONS[: CONDITIONS.index("Available")]
+    return any(observed.model.conditions[kind].status != "True" for kind in before if kind in observed.model.conditions)
+
+
+def _container(pod: PodView) -> ContainerView:
+    """One that was added by others, if it failed and the runtime did not."""
+    if pod.container.ended is None:
+        for added in pod.additions:
+            if added.ended is not None and added.ended.exit_code:
+                return added
+    return pod.container
+
+
+def last_error(found: Culprit, log: str) -> str:
+    """The last words of a container that ended, else the last line of its log that tells of an error."""
+    container = found.container
+    if container.ended is not None:
+        return f"{printable(last_words(container.ended))} ({how_it_ended(container.ended)})"
+    lines = [line.strip() for line in log.splitlines() if line.strip()]
+    told = [line for line in lines if _ERROR.search(line)]
+    if told:
+        return printable(told[-1])[:MAX_LINE]
+    said = f"; the last says: {printable(lines[-1])[:MAX_LINE]}" if lines else ""
+    return f"no error in the last {LOG_LINES} lines{said}"
+
+
+def report(model: Any, observed: Observed, nodes: Sequence[Any] | str, error: str) -> str:
+    """The whole output. `nodes`: or why they cannot be read."""
+    view = observed.model
+    ready = view.conditions.get("Ready")
+    state = "no conditions yet" if ready is None else "ready" if ready.status == "True" else ready.reason
+    lines = [
+        f"NeuronModel {view.namespace}/{view.name}: {state}",
+        f"  model     {printable(text(model, 'spec', 'model', 'uri'))}",
+        f"  replicas  {text(model, 'status', 'ready') or 'none'}",
+        *([f"  url       {url}"] if (url := text(model, "status", "url")) else []),
+        "",
+        *_conditions(observed),
+        "",
+        *_pods(observed),
+        "",
+        *_nodes(observed, nodes),
+    ]
+    found = culprit(observed)
+    if found is not None and (ready is None or ready.status != "True"):
+        lines += ["", "Last error", f"  pod {found.pod.name}, container {found.container.name}: {error}"]
+    cure, command = next_step(model, observed, found)
+    lines += ["", "Next", *([f"  {cure}"] if cure else []), f"  $ {command}"]
+    return "\n".join(lines)
+
+
+def _conditions(observed: Observed) -> list[str]:
+    view = observed.model
+    if not view.conditions:
+        return ["Conditions", "  none: the operator has not seen the model yet"]
+    shown = [kind for kind in (*CONDITIONS, "Ready") if kind in view.conditions]
+    rows = [(kind, view.conditions[kind].status, view.conditions[kind].reason) for kind in shown]
+    lines = ["Conditions", *_table(rows)]
+    ready = view.conditions.get("Ready")
+    if ready is not None and ready.status != "True":
+        lines += [f"  since {ready.since}: {printable(ready.message)}"]
+    if ready is not None and ready.generation < view.generation:
+        lines += [f"  of generation {ready.generation}: the operator has not seen generation {view.generation} yet"]
+    return lines
+
+
+def _pods(observed: Observed) -> list[str]:
+    rows = [
+        (
+            pod.name,
+            "server" if pod.role == names.ROLE_LEADER else pod.role,
+            _pod_state(pod),
+            f"restarts {pod.container.num_restarts}",
+            pod.node,
+        )
+        for pod in _all_pods(observed)
+    ]
+    return ["Pods", *(_table(rows) or ["  none"])]
+
+
+def _pod_state(pod: PodView) -> str:
+    container = pod.container
+    if pod.is_deleting:
+        return "ends"
+    if pod.is_answering:
+        return "ready"
+    if pod.unscheduled is not None:
+        return "unschedulable"
+    if container.ended is not None:
+        waits = f", {container.waiting_reason}" if container.waiting_reason else ""
+        return f"{how_it_ended(container.ended)}{waits}"
+    return container.waiting_reason or pod.reason or ("not ready" if container.running_since else pod.phase)
+
+
+def _nodes(observed: Observed, nodes: Sequence[Any] | str) -> list[str]:
+    if isinstance(nodes, str):
+        return ["Nodes", f"  cannot be read: {nodes}"]
+    rows = [(name_of(n), labels_of(n).get(names.INSTANCE_TYPE_LABEL, "-"), _devices(n), _trouble(n)) for n in nodes]
+    gone = nodes_of(observed) - {name_of(node) for node in nodes}
+    rows += [(name, "-", "-", "does not exist") for name in sorted(gone)]
+    return ["Nodes", *(_table(rows) or ["  no pod has a node"])]
+
+
+def nodes_of(observed: Observed) -> set[str]:
+    """Names of the nodes of its pods."""
+    return {pod.node for pod in _all_pods(observed) if pod.node}
+
+
+def _all_pods(observed: Observed) -> list[PodView]:
+    return [*observed.replicas, *(pod for job in observed.jobs for pod in observed.pods_of(job))]
+
+
+def _devices(node: Any) -> str:
+    allocatable = dig(node, "status", "allocatable") or {}
+    if names.DEVICE_RESOURCE not in allocatable:
+        return "no Neuron devices"
+    healthy = whole(allocatable[names.DEVICE_RESOURCE])
+    total = whole(dig(node, "status", "capacity", names.DEVICE_RESOURCE))
+    return f"{healthy} Neuron devices" + (f" of {total}" if total > healthy else "")
+
+
+def _trouble(node: Any) -> str:
+    """What keeps pods away or ends them; `ok` if nothing does."""
+    found = [
+        f"{text(c, 'type')}={text(c, 'status')} {text(c, 'reason')}".strip()
+        for c in items(node, "status", "conditions")
+        if _GOOD_NODE.get(text(c, "type"), text(c, "status")) != text(c, "status")
+    ]
+    if dig(node, "spec", "unschedulable"):
+        found.append("cordoned")
+    return ", ".join(found) or "ok"
+
+
+_EDIT = "kubectl edit nm {name} -n {namespace}"
+_POD = "kubectl describe pod {pod} -n {namespace}"
+_LOGS = "kubectl neuron logs {name} -n {namespace}"
+_WATCH = "kubectl get nm {name} -n {namespace} --watch"
+_EVENTS = "kubectl describe nm {name} -n {namespace}"
+_OPERATOR = "kubectl get pods -A -l app.kubernetes.io/name=neuron-operator"
+_NODES = f"kubectl get nodes -L {names.INSTANCE_TYPE_LABEL},karpenter.sh/nodepool"
+
+_COMMANDS: Mapping[Reason, str] = {
+    Reason.ADMISSION_DENIED: "kubectl get events -n {namespace} --field-selector type=Warning",
+    Reason.QUOTA_EXCEEDED: "kubectl describe quota -n {namespace}",
+    Reason.POD_SECURITY_DENIED: "kubectl get namespace {namespace} --show-labels",
+    Reason.OPERATOR_FORBIDDEN: "helm upgrade neuron-serving charts/neuron-serving -n neuron-serving --reuse-values",
+    Reason.NAME_CONFLICT: "kubectl get service,deployment,poddisruptionbudget,networkpolicy {name} -n {namespace}",
+    Reason.WRITE_FAILED: "kubectl logs -n neuron-serving deploy/neuron-operator --tail=50",
+    Reason.SECRET_NOT_FOUND: "kubectl get secrets -n {namespace}",
+    Reason.WEIGHTS_UNAUTHORIZED: "kubectl get secrets -n {namespace}",
+    Reason.CONFIG_MAP_NOT_FOUND: "kubectl get configmaps -n {namespace}",
+    Reason.VOLUME_NOT_BOUND: "kubectl describe pvc -n {namespace}",
+    Reason.INSUFFICIENT_NEURON: _NODES,
+    Reason.NO_MATCHING_NODE: _NODES,
+    Reason.NODE_PROVISIONING: _NODES,
+    Reason.NODE_LOST: "kubectl get nodes",
+    Reason.ALLOCATION_REJECTED: "kubectl describe node {node}",
+    Reason.EVICTED: "kubectl describe node {node}",
+    Reason.NAMESPACE_TERMINATING: "kubectl get namespace {namespace} -o yaml",
+    Reason.PAUSED: f"kubectl annotate nm {{name}} -n {{namespace}} {names.PAUSED_ANNOTATION}-",
+    Reason.CHECKSUM_MISMATCH: (
+        f"kubectl annotate nm {{name}} -n {{namespace}} {names.REFRESH_ANNOTATION}=$(date +%s) --overwrite"
+    ),
+    Reason.MODEL_NOT_FOUND: _EDIT,
+    Reason.IMAGE_PULL: _POD,
+}
+"""For reasons about which the pod's log says nothing, or less. `final` reasons without a row here need an edit."""
+
+
+def next_step(model: Any, observed: Observed, found: Culprit | None) -> tuple[str, str]:
+    """The cure in words, and the command that helps most."""
+    view = observed.model
+    ready = view.conditions.get("Ready")
+    places = {
+        "name": view.name,
+        "namespace": view.namespace,
+        "pod": found.pod.name if found else "",
+        "node": found.pod.node if found else "",
+    }
+    if ready is None or ready.generation < view.generation:
+        return "The operator does not act: see that it runs", _OPERATOR
+    if ready.status == "True" and ready.reason != "Ready":
+        return "The model is scaled to zero", f"kubectl scale nm {view.name} -n {view.namespace} --replicas=1"
+    if ready.status == "True":
+        return "", f"kubectl neuron chat {view.name} -n {view.namespace}"
+    reason = Reason.named(ready.reason)
+    command = _COMMANDS.get(reason, "") if reason is not None else _EVENTS
+    if ("{pod}" in command and not places["pod"]) or ("{node}" in command and not places["node"]):
+        command = _EVENTS
+    if not command and found is not None and found.has_log:
+        command = _LOGS
+    if not command:
+        command = _EDIT if reason is not None and reason.row.final else _POD if found else _WATCH
+    quoted = {name: shlex.quote(value) if value else "" for name, value in places.items()}
+    return plain(reason.row.do) if reason else "", command.format(**quoted)
+
+
+def plain(markdown: str) -> str:
+    """A cure of the table without Markdown: a link becomes its address in the documentation."""
+
+    def address(link: re.Match[str]) -> str:
+        file, _, section = link[2].partition("#")
+        return f"{link[1]} (docs/{file or 'neuronmodel.md'}{'#' if section else ''}{section})"
+
+    return re.sub(r"\[([^]]+)]\(([^)]+)\)", address, markdown).replace("`", "")
+
+
+def _table(rows: Sequence[tuple[str, ...]]) -> list[str]:
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return ["  " + "  ".join(f"{cell:<{w}}" for cell, w in zip(row, widths, strict=True)).rstrip() for row in rows]

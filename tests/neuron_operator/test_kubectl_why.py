@@ -1,0 +1,147 @@
+"""`kubectl neuron why`: the same states as the operator explains, with pods, nodes, last error and next command."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from helpers.operator_worlds import (
+    SETTINGS,
+    ended,
+    failure_record,
+    find,
+    fresh,
+    job_pod,
+    resolved_world,
+    serving_pod,
+    settle,
+    unscheduled_pod,
+)
+from neuron_operator.decide import decide
+from neuron_operator.kubectl import why
+from neuron_operator.reasons import Reason
+from neuron_operator.views import observe
+from neuron_operator.world import Object, World
+
+CRASH = {"waiting": {"reason": "CrashLoopBackOff", "message": "back-off 10s restarting failed container"}}
+INSUFFICIENT = "0/2 nodes are available: 2 Insufficient aws.amazon.com/neuron."
+HEALTHY = {"type": "Ready", "status": "True", "reason": "KubeletReady"}
+
+
+def told(world: World, nodes: Any = (), log: str = "") -> str:
+    """What a user reads after the operator's pass over this world."""
+    status = decide(world, SETTINGS).status or world.body.get("status")
+    world = replace(world, body={**world.body, "status": status})
+    observed = observe(world)
+    found = why.culprit(observed)
+    error = why.last_error(found, log) if found is not None and found.has_log else ""
+    return why.report(world.body, observed, nodes, error)
+
+
+def with_pods(*pods: Callable[[Object], Object], replicas: int = 2) -> World:
+    world, _ = resolved_world()
+    deployment = find(world.children, "Deployment")
+    return replace(world, pods=tuple(pod(deployment) for pod in pods))
+
+
+def test_a_crashed_replica_shows_its_last_words_and_leads_to_its_log() -> None:
+    record = failure_record(31, "DeviceOutOfMemory", "needs 40 GiB, 32 GiB per core", "serve")
+    text = told(
+        with_pods(
+            lambda d: serving_pod(d, "chat-good", ready=True),
+            lambda d: serving_pod(d, "chat-bad", state=CRASH, last=ended(31, record), restarts=3),
+        )
+    )
+    assert text.startswith("NeuronModel team/chat: DeviceOutOfMemory\n")
+    assert re.search(r"chat-bad +server +exit code 31, CrashLoopBackOff +restarts 3 +n1", text), text
+    assert "pod chat-bad, container runtime: needs 40 GiB, 32 GiB per core (exit code 31)" in text
+    assert "see troubleshooting (docs/troubleshooting.md#not-enough-memory)" in text
+    assert text.endswith("$ kubectl neuron logs chat -n team")
+
+
+def test_a_pod_without_a_node_leads_to_the_nodes() -> None:
+    text = told(with_pods(lambda d: unscheduled_pod(d, INSUFFICIENT, "chat-1")))
+    assert re.search(r"chat-1 +server +unschedulable", text), text
+    assert "InsufficientNeuron" in text
+    assert "no pod has a node" in text
+    assert text.endswith("$ kubectl get nodes -L node.kubernetes.io/instance-type,karpenter.sh/nodepool")
+
+
+def test_a_model_that_does_not_exist_shows_the_jobs_pod_and_leads_to_an_edit() -> None:
+    world, _ = settle(fresh())
+    record = failure_record(10, "ModelNotFound", "hf://acme/tiny: no such repository")
+    world = replace(world, pods=(job_pod(find(world.shared, "Job"), ended(10, record)),))
+    text = told(world)
+    assert re.search(r"resolve-x +resolve +exit code 10", text), text
+    assert "pod resolve-x, container runtime: hf://acme/tiny: no such repository (exit code 10)" in text
+    assert text.endswith("$ kubectl edit nm chat -n team")
+
+
+def test_a_ready_model_leads_to_a_chat() -> None:
+    text = told(with_pods(*(lambda d, n=n: serving_pod(d, f"chat-{n}", ready=True) for n in range(2))))
+    assert text.startswith("NeuronModel team/chat: ready\n")
+    assert "Last error" not in text
+    assert text.endswith("$ kubectl neuron chat chat -n team")
+
+
+def test_a_model_without_conditions_leads_to_the_operator() -> None:
+    world = fresh()
+    text = why.report(world.body, observe(world), (), "")
+    assert "the operator has not seen the model yet" in text
+    assert text.endswith("$ kubectl get pods -A -l app.kubernetes.io/name=neuron-operator")
+    world = with_pods(lambda d: serving_pod(d, ready=True))
+    edited = {**world.body, "metadata": {**world.body["metadata"], "generation": 2}}
+    text = why.report(edited, observe(replace(world, body=edited)), (), "")
+    assert "has not seen generation 2 yet" in text
+    assert "app.kubernetes.io/name=neuron-operator" in text
+
+
+def test_the_log_of_a_loading_pod_is_searched_for_its_last_error() -> None:
+    world = with_pods(lambda d: serving_pod(d, "chat-1"))
+    log = "neuron-runtime: loading\nRuntimeError: boom \x1b[31m\nneuron-runtime: loading 40 %\n"
+    assert "container runtime: RuntimeError: boom" in told(world, log=log)
+    assert "\x1b" not in told(world, log=log)
+    assert "no error in the last 200 lines; the last says: loading 40 %" in told(world, log="loading 40 %\n")
+
+
+def test_the_log_before_a_restart_matters_once_the_container_runs_again() -> None:
+    running = {"running": {"startedAt": "2026-03-01T11:51:00Z"}}
+    world = with_pods(lambda d: serving_pod(d, "chat-1", state=running, last=ended(1, "boom"), restarts=1))
+    observed = observe(world)
+    found = why.culprit(observed)
+    assert found is not None
+    assert found.log_options == ("--previous",)
+
+
+def test_nodes_show_their_devices_and_what_is_wrong_with_them() -> None:
+    labels = {"node.kubernetes.io/instance-type": "inf2.24xlarge"}
+    sick = {"type": "NeuronHealth", "status": "False", "reason": "NeuronHasError_SRAM"}
+    devices = {"allocatable": {"aws.amazon.com/neuron": "5"}, "capacity": {"aws.amazon.com/neuron": "6"}}
+    nodes = [
+        {"metadata": {"name": "n1", "labels": labels}, "status": {"conditions": [HEALTHY, sick], **devices}},
+        {"metadata": {"name": "n2"}, "spec": {"unschedulable": True}, "status": {"conditions": [HEALTHY]}},
+    ]
+    text = told(with_pods(lambda d: serving_pod(d, "chat-1")), nodes)
+    assert re.search(r"n1 +inf2.24xlarge +5 Neuron devices of 6 +NeuronHealth=False NeuronHasError_SRAM\n", text), text
+    assert re.search(r"n2 +- +no Neuron devices +cordoned\n", text), text
+    assert re.search(r"n1 +- +- +does not exist", told(with_pods(lambda d: serving_pod(d, "chat-1")), nodes[1:]))
+    assert "cannot be read: Forbidden" in told(with_pods(lambda d: serving_pod(d, "chat-1")), "Forbidden")
+
+
+@pytest.mark.parametrize("reason", [reason for reason in Reason if reason.row.means], ids=str)
+def test_every_reason_has_a_cure_without_markdown_and_a_command_without_gaps(reason: Reason) -> None:
+    world = with_pods(lambda d: serving_pod(d, "chat-1"))
+    condition = {"type": "Ready", "status": "False", "reason": str(reason), "observedGeneration": 1, "message": ""}
+    for pods in (world.pods, ()):
+        body = {**world.body, "status": {"conditions": [condition]}}
+        observed = observe(replace(world, body=body, pods=pods))
+        cure, command = why.next_step(body, observed, why.culprit(observed))
+        assert cure
+        assert not re.search(r"[`\]]|\(#", cure), cure
+        assert command.startswith(("kubectl ", "helm "))
+        assert "{" not in command
+        assert not re.search(r"(pod|node|-n) *( |$)(-n|$)", command), command
