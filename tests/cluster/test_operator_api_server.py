@@ -34,6 +34,7 @@ from helpers.operators import (
     operating,
     run_settings,
     served,
+    without_versions,
 )
 from neuron_operator import names
 from neuron_operator.client import EVENTS, LEASES, NEURON_MODELS, PODS, Client, Conflict, Unreachable
@@ -558,7 +559,7 @@ async def test_unneeded_children_are_deleted(server: ApiServer, namespace: Names
         for length in range(100, 108):
             namespace.put_model(serving={"maxModelLength": length})
             await eventually(lambda n=length: namespace.model()["status"]["plan"].get("maxModelLength") == n)
-            await namespace.settle()
+            await eventually(lambda: namespace.condition("UpToDate")[0] == "True", about=namespace.model)
         await eventually(lambda: len(namespace.children()["ControllerRevision"]) == KEPT_REVISIONS + 1)
         expected = KEPT_REVISIONS + 2  # with the record of the facts
         await eventually(lambda: len(namespace.children()["ConfigMap"]) == expected, about=namespace.children)
@@ -1077,42 +1078,6 @@ async def test_a_late_write_of_an_earlier_leader_has_no_effect(
     assert namespace.get(deployment, "chat")["spec"]["replicas"] == 4
 
 
-async def test_an_operator_killed_at_any_write_reaches_the_same_state(server: ApiServer) -> None:
-    """Killed before and after the n-th write reaches the server, for every n; a new operator completes the work."""
-
-    at_once = asyncio.Semaphore(6)
-
-    async def lives(client: Client, dies_at: int | None, before: bool) -> tuple[Mortal, Any]:
-        """The killed operator and the final objects."""
-        async with at_once:
-            return await live(client, dies_at, before)
-
-    async def live(client: Client, dies_at: int | None, before: bool) -> tuple[Mortal, Any]:
-        namespace = Namespace(server)
-        settings = run_settings("--watch-namespaces", namespace.name, "--lease-name", namespace.name)
-        namespace.put_model()
-        mortal = Mortal(client, dies_at, before)
-        async with operating(mortal, settings):
-            while mortal.num_writes < 100 and not mortal.is_dead:
-                namespace.finish_resolve_once()
-                if namespace.condition("UpToDate")[0] == "True":
-                    break
-                await asyncio.sleep(0.05)
-        async with operating(client, settings):
-            await eventually(namespace.finish_resolve_once)
-            await eventually(lambda: namespace.condition("UpToDate")[0] == "True")
-            await asyncio.sleep(0.3)
-        return mortal, shape(namespace)
-
-    async with client_of(server, "admin") as client:
-        immortal, whole = await lives(client, None, before=True)
-        points = list(itertools.product(range(immortal.num_writes), (True, False)))
-        ends = await asyncio.gather(*(lives(client, number, before) for number, before in points))
-    # The number of writes varies: it depends on what a pass finds together.
-    assert sum(mortal.is_dead for mortal, _ in ends) >= 20
-    assert [point for point, (_, world) in zip(points, ends, strict=True) if world != whole] == []
-
-
 async def test_every_granted_right_is_used_and_no_request_lacks_one(server: ApiServer) -> None:
     """Runs last: compares the requests of the tests above with the rights that the chart grants."""
     granted = {
@@ -1194,39 +1159,6 @@ class Freezing:
             if not self._is_frozen and resource != LEASES:
                 self._is_frozen = True
                 time.sleep(self._seconds)
-            return answer
-
-        return write
-
-
-class Mortal:
-    """A client that dies at its n-th write: the write is not sent (`before`) or its response is lost. Nothing is
-    sent after it. Writes of the Lease do not count."""
-
-    def __init__(self, client: Client, dies_at: int | None, before: bool) -> None:
-        self._client = client
-        self._dies_at = dies_at
-        self._before = before
-        self.num_writes = 0
-        self.is_dead = False
-
-    def __getattr__(self, name: str) -> Any:
-        method = getattr(self._client, name)
-        if name not in ("create", "apply", "apply_status", "delete"):
-            return method
-
-        async def write(resource: Any, *args: Any) -> Any:
-            if resource == LEASES:
-                return await method(resource, *args)
-            number, self.num_writes = self.num_writes, self.num_writes + 1
-            dies = number == self._dies_at
-            if self.is_dead or (dies and self._before):
-                self.is_dead = True
-                await asyncio.Event().wait()
-            answer = await method(resource, *args)
-            if dies:
-                self.is_dead = True
-                await asyncio.Event().wait()
             return answer
 
         return write
@@ -1326,34 +1258,3 @@ def lease(server: ApiServer) -> Any:
 def contains(live: Any, wanted: Any) -> bool:
     """Whether `live` equals `wanted`, ignoring versions, field ownership and status."""
     return without_versions(live) == without_versions(wanted)
-
-
-VERSIONS = ("resourceVersion", "managedFields", "generation", "uid", "creationTimestamp")
-
-
-def without_versions(obj: Any) -> Any:
-    metadata = {key: value for key, value in obj["metadata"].items() if key not in VERSIONS}
-    content = {
-        key: value for key, value in obj.items() if key not in ("status", "kind", "apiVersion")
-    }  # missing in list items
-    return {**content, "metadata": metadata}
-
-
-def shape(namespace: Namespace) -> Any:
-    """All objects of a namespace, without values that differ between namespaces."""
-    found = []
-    for resource in (*BY_KIND.values(), NEURON_MODELS):
-        for item in namespace.list(resource):
-            clean = without_versions(item)
-            for owner in clean["metadata"].get("ownerReferences", ()):
-                del owner["uid"]
-            if resource.kind == "Job":
-                clean = {"metadata": {"name": item["metadata"]["name"]}}  # the server copies its UID into other objects
-            if resource.kind == "Service":
-                for key in ("clusterIP", "clusterIPs"):
-                    clean["spec"].pop(key)
-            if resource == NEURON_MODELS:
-                conditions = item["status"]["conditions"]
-                clean["status"] = {c["type"]: (c["status"], c["reason"]) for c in conditions}
-            found.append(clean)
-    return json.loads(json.dumps(found).replace(namespace.name, "NAMESPACE"))

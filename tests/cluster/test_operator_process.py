@@ -3,12 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import signal
-import subprocess
-import sys
-import urllib.error
-import urllib.request
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -17,6 +12,7 @@ import pytest
 
 from cluster.rig.machine import WAIT_SECONDS
 from helpers.apiserver import ApiServer
+from helpers.operator_process import Process
 from helpers.operator_rights import CLUSTER_RULES, OPERATOR_NAMESPACE, grant
 from helpers.operators import (
     BY_KIND,
@@ -42,58 +38,6 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ApiServer]:
         yield server
 
 
-class Process:
-    """One `neuron-operator run`."""
-
-    def __init__(self, server: ApiServer, log: Path, port: int, *flags: str) -> None:
-        self.port = port
-        self.log = log
-        environ = {
-            "PATH": os.environ["PATH"],
-            "NEURON_OPERATOR_RUNTIME_IMAGE": "example.com/runtime:1",
-            "NEURON_OPERATOR_NAMESPACE": OPERATOR_NAMESPACE,
-            "NEURON_OPERATOR_KUBECONFIG": str(server.kubeconfig(OPERATOR_USER)),
-        }
-        command = [
-            sys.executable,
-            "-m",
-            "neuron_operator",
-            "run",
-            "--http-port",
-            str(self.port),
-            "--health-port",
-            str(self.port + 1),
-            "--lease-seconds",
-            str(LEASE_SECONDS),
-        ]
-        with log.open("wb") as out:
-            self.process = subprocess.Popen(
-                [*command, *flags, "--http-host", "127.0.0.1"], env=environ, stdout=out, stderr=out
-            )
-
-    def get(self, path: str) -> tuple[int, str]:
-        port = self.port + 1 if path == "/healthz" else self.port
-        try:
-            with urllib.request.urlopen(f"http://127.0.0.1:{port}{path}", timeout=60) as response:
-                return response.status, response.read().decode()
-        except urllib.error.HTTPError as error:
-            return error.code, ""
-        except OSError:
-            return 0, ""
-
-    def is_leading(self) -> bool:
-        assert self.process.poll() is None, self.log.read_text()
-        return "neuron_operator_leader 1.0" in self.get("/metrics")[1]
-
-    def end(self, number: signal.Signals = signal.SIGTERM) -> int:
-        self.process.send_signal(number)
-        return self.process.wait(WAIT_SECONDS)
-
-    def kill(self) -> None:
-        self.process.kill()
-        self.process.wait()
-
-
 Start = Callable[..., Process]
 
 
@@ -103,7 +47,9 @@ def start(server: ApiServer, tmp_path: Path) -> Iterator[Start]:
     with contextlib.ExitStack() as stack:
 
         def start(name: str, *flags: str) -> Process:
-            process = Process(server, tmp_path / name, stack.enter_context(free_ports(2)), *flags)
+            ports = stack.enter_context(free_ports(2))
+            kubeconfig = server.kubeconfig(OPERATOR_USER)
+            process = Process(kubeconfig, tmp_path / name, ports, "--lease-seconds", str(LEASE_SECONDS), *flags)
             stack.callback(process.kill)
             return process
 

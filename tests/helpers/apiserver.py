@@ -7,6 +7,7 @@ Users come from a token file: `admin` (system:masters) and ServiceAccounts with 
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import secrets
 import shutil
@@ -47,6 +48,8 @@ class ApiServer:
     port: int
     """The first of three ports: the server's, and two of its store."""
     tokens: dict[str, str]
+    bodies_of: tuple[str, ...] = ()
+    """Users whose writes the audit log has with their bodies."""
     processes: list[subprocess.Popen[bytes]] = field(default_factory=list)
 
     @property
@@ -74,7 +77,7 @@ class ApiServer:
             headers={"Authorization": f"Bearer {self.tokens['admin']}", "Content-Type": content_type},
         )
         try:
-            with urllib.request.urlopen(request, context=self._tls(), timeout=WAIT_SECONDS) as response:
+            with urllib.request.urlopen(request, context=self._tls, timeout=WAIT_SECONDS) as response:
                 content = response.read()
         except urllib.error.HTTPError as error:
             error.add_note(error.read().decode(errors="replace"))
@@ -111,16 +114,18 @@ class ApiServer:
             process.wait()
         self.processes.clear()
 
+    @functools.cached_property
     def _tls(self) -> ssl.SSLContext:
+        """Made once: it takes longer than a request."""
         return ssl.create_default_context(cafile=str(self.ca_file))
 
 
 @contextlib.contextmanager
-def running(folder: Path, users: tuple[str, ...] = ()) -> Iterator[ApiServer]:
+def running(folder: Path, users: tuple[str, ...] = (), bodies_of: tuple[str, ...] = ()) -> Iterator[ApiServer]:
     """A fresh server with its data in `folder`. Raises NotPossibleHere if its programs cannot be built."""
     programs = binaries.ensure("etcd", "hyper")
     with free_ports(3) as port:
-        server = ApiServer(folder, port, {user: secrets.token_hex(16) for user in ("admin", *users)})
+        server = ApiServer(folder, port, {user: secrets.token_hex(16) for user in ("admin", *users)}, bodies_of)
         try:
             _start(server, programs["etcd"] / "etcd", programs["hyper"] / "kube-apiserver")
             yield server
@@ -138,7 +143,10 @@ def _start(server: ApiServer, etcd: Path, kube_apiserver: Path) -> None:
     tokens = "".join(f"{token},{user},{user},{groups.get(user, accounts)}\n" for user, token in server.tokens.items())
     (folder / "tokens.csv").write_text(tokens)
     # Each finished request once; a watch is logged when it starts.
-    rules = [{"level": "Metadata", "omitStages": ["RequestReceived"]}]
+    rules: list[dict[str, Any]] = [{"level": "Metadata", "omitStages": ["RequestReceived"]}]
+    if server.bodies_of:
+        verbs = ["create", "update", "patch", "delete"]
+        rules.insert(0, {**rules[0], "level": "Request", "users": list(server.bodies_of), "verbs": verbs})
     policy = {"apiVersion": "audit.k8s.io/v1", "kind": "Policy", "rules": rules}
     (folder / "audit.yaml").write_text(yaml.safe_dump(policy))
     key = folder / "service-accounts.key"

@@ -69,11 +69,11 @@ Found = TypeVar("Found")
 
 
 @contextlib.contextmanager
-def served(folder: Path) -> Iterator[ApiServer]:
+def served(folder: Path, bodies_of: tuple[str, ...] = ()) -> Iterator[ApiServer]:
     """An API server with the CRD and the operator's rights; skips the test if its programs cannot be built."""
     with contextlib.ExitStack() as stack:
         try:
-            server = stack.enter_context(apiserver.running(folder, USERS))
+            server = stack.enter_context(apiserver.running(folder, USERS, bodies_of))
         except NotPossibleHere as reason:
             pytest.skip(str(reason))
         grant(server)
@@ -144,8 +144,13 @@ class Namespace:
         """An edit without effect on the model, which triggers the operator."""
         self.patch(NEURON_MODELS, name, {"metadata": {"annotations": {"test/woken": uuid.uuid4().hex}}})
 
-    def children(self) -> dict[str, list[str]]:
+    def children(self) -> dict[str, Any]:
+        """Names by kind."""
         return {resource.kind: [item["metadata"]["name"] for item in self.list(resource)] for resource in CHILDREN}
+
+    def list_all(self) -> Any:
+        """Children, and the statuses of the models."""
+        return self.children(), {m["metadata"]["name"]: m.get("status") for m in self.list(NEURON_MODELS)}
 
     def start_resolve(self, name: str, node: str) -> bool:
         """Plays Job controller and kubelet: the pod of the resolve Job runs on `node`. False while the Job is
@@ -220,6 +225,41 @@ class Namespace:
         """Waits until the model is resolved and rendered; no pods are created."""
         await eventually(self.finish_resolve)
         await eventually(lambda: self.condition("UpToDate", name)[0] == "True", about=lambda: self.model(name))
+
+
+VERSIONS = ("resourceVersion", "managedFields", "generation", "uid", "creationTimestamp")
+
+
+def without_versions(obj: Any) -> Any:
+    metadata = {key: value for key, value in obj["metadata"].items() if key not in VERSIONS}
+    content = {
+        key: value for key, value in obj.items() if key not in ("status", "kind", "apiVersion")
+    }  # missing in list items
+    return {**content, "metadata": metadata}
+
+
+def shape(namespace: Namespace) -> Any:
+    """All objects of a namespace, without values that differ between namespaces."""
+    found = []
+    for resource in (*BY_KIND.values(), NEURON_MODELS):
+        for item in namespace.list(resource):
+            clean = without_versions(item)
+            for owner in clean["metadata"].get("ownerReferences", ()):
+                del owner["uid"]
+            # Of the deployment controller: how often it saw another template.
+            clean["metadata"].get("annotations", {}).pop("deployment.kubernetes.io/revision", None)
+            if resource.kind == "Job":
+                clean = {"metadata": {"name": item["metadata"]["name"]}}  # the server copies its UID into other objects
+            if resource.kind == "CronJob":
+                del clean["spec"]["schedule"]  # differs by namespace
+            if resource.kind == "Service":
+                for key in ("clusterIP", "clusterIPs"):
+                    clean["spec"].pop(key)
+            if resource == NEURON_MODELS:
+                conditions = item["status"]["conditions"]
+                clean["status"] = {c["type"]: (c["status"], c["reason"]) for c in conditions}
+            found.append(clean)
+    return json.loads(json.dumps(found).replace(namespace.name, "NAMESPACE"))
 
 
 async def eventually(

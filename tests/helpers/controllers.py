@@ -1,0 +1,88 @@
+"""Kubernetes' own controllers on an API server of a test, and a played kubelet: pods run without nodes."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import subprocess
+import urllib.error
+from collections.abc import AsyncIterator, Callable, Iterator
+from typing import Any
+
+from cluster.rig import binaries
+from helpers.apiserver import ApiServer
+from helpers.operators import FACTS, Namespace
+from neuron_operator import names
+from neuron_operator.client import PODS
+
+CONTROLLERS = (
+    "deployment-controller",
+    "replicaset-controller",
+    "job-controller",
+    "garbage-collector-controller",
+)
+RESULTS: dict[str, Any] = {
+    "resolve": {"facts": FACTS},
+    "fetch": {"weights": {"digest": FACTS["digest"], "bytes": 2000, "readBytes": 2000}},
+    "compile": {"artifact": {"key": "ab" * 32, "bytes": 7, "seconds": 31.6, "reused": False, "peakBytes": 9}},
+}
+"""What a Job of each role leaves in its record."""
+
+Status = dict[str, Any]
+
+
+@contextlib.contextmanager
+def controlling(server: ApiServer) -> Iterator[None]:
+    """Deployments, ReplicaSets and Jobs make pods, and garbage is collected."""
+    program = binaries.ensure("hyper")["hyper"] / "kube-controller-manager"
+    flags = (
+        f"--kubeconfig={server.kubeconfig('admin')}",
+        f"--controllers={','.join(CONTROLLERS)}",
+        *("--leader-elect=false", "--secure-port=0", "--kube-api-qps=500", "--kube-api-burst=1000"),
+    )
+    with (server.folder / "controllers.log").open("wb") as log:
+        process = subprocess.Popen([program, *flags], stdout=log, stderr=log)
+    try:
+        yield
+    finally:
+        process.kill()
+        process.wait()
+
+
+def finished_or_ready(pod: Any) -> Status:
+    """A Job's pod has ended well, unless its model is named "endless"; any other is ready."""
+    role = pod["metadata"]["labels"][names.ROLE_LABEL]
+    container = {"name": pod["spec"]["containers"][0]["name"], "image": "i", "imageID": "i", "restartCount": 0}
+    if role in RESULTS and "endless" not in json.dumps(pod["spec"]):
+        record = json.dumps({"version": 1, "command": role, "ok": True, **RESULTS[role]})
+        state = {"terminated": {"exitCode": 0, "message": record}}
+        return {"phase": "Succeeded", "containerStatuses": [{**container, "ready": False, "state": state}]}
+    ready = [{"type": kind, "status": "True"} for kind in ("PodScheduled", "ContainersReady", "Ready")]
+    running = {**container, "ready": True, "started": True, "state": {"running": {"startedAt": "2026-01-01T00:00:00Z"}}}
+    return {"phase": "Running", "conditions": ready, "containerStatuses": [running]}
+
+
+@contextlib.asynccontextmanager
+async def kubelet(namespace: Namespace, status_of: Callable[[Any], Status] = finished_or_ready) -> AsyncIterator[None]:
+    """Gives each new pod of the namespace its status."""
+
+    def sweep() -> None:
+        for pod in namespace.list(PODS):
+            metadata = pod["metadata"]
+            if pod["status"].get("phase") == "Pending" and "deletionTimestamp" not in metadata:
+                path = PODS.path(namespace.name, metadata["name"], "status")
+                with contextlib.suppress(urllib.error.HTTPError):  # deleted meanwhile
+                    namespace.server.call("PATCH", path, {"status": status_of(pod)}, "application/merge-patch+json")
+
+    async def work() -> None:
+        while True:
+            await asyncio.to_thread(sweep)
+            await asyncio.sleep(0.05)
+
+    task = asyncio.create_task(work())
+    try:
+        yield
+    finally:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
