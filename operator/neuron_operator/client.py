@@ -12,7 +12,7 @@ import contextlib
 import json
 import os
 import re
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 from urllib.parse import urlsplit
@@ -134,8 +134,32 @@ class Unreachable(ClusterFault):
 class Page:
     """A complete list, read page by page, and its resource version."""
 
-    items: tuple[Object, ...]
+    items: Collection[Object]
     resource_version: str
+
+
+class _ListAnswer(msgspec.Struct):
+    """A page as it arrives; its items are decoded one by one."""
+
+    metadata: dict[str, Any]
+    items: list[msgspec.Raw]
+
+
+class _Items(Collection[Object]):
+    """Objects that are decoded when they are read: as JSON they take a fifth of the memory."""
+
+    def __init__(self, resource: Resource, encoded: Collection[msgspec.Raw]) -> None:
+        self._about = {"apiVersion": resource.api_version, "kind": resource.kind}  # the items of a list lack these two
+        self._encoded = encoded
+
+    def __len__(self) -> int:
+        return len(self._encoded)
+
+    def __iter__(self) -> Iterator[Object]:
+        return ({**self._about, **msgspec.json.decode(one)} for one in self._encoded)
+
+    def __contains__(self, one: object) -> bool:
+        return any(one == found for found in self)
 
 
 @dataclass(frozen=True)
@@ -259,7 +283,7 @@ class Client:
     async def list(
         self, resource: Resource, namespace: str | None, *, label_selector: str = "", field_selector: str = ""
     ) -> Page:
-        items: list[Object] = []
+        encoded: list[msgspec.Raw] = []
         query = {
             "labelSelector": label_selector,
             "fieldSelector": field_selector,
@@ -267,12 +291,12 @@ class Client:
             "continue": "",
         }
         while True:
-            page = await self._request("list", resource, resource.path(namespace), query=query)
-            # The items of a list lack these two.
-            items += ({"apiVersion": resource.api_version, "kind": resource.kind, **item} for item in page["items"])
-            query["continue"] = page["metadata"].get("continue") or ""
+            async with self._answer("list", resource, resource.path(namespace), query=query) as response:
+                page = msgspec.json.decode(await response.read(), type=_ListAnswer)
+            encoded += page.items
+            query["continue"] = page.metadata.get("continue") or ""
             if not query["continue"]:
-                return Page(tuple(items), page["metadata"]["resourceVersion"])
+                return Page(_Items(resource, encoded), page.metadata["resourceVersion"])
 
     async def watch(
         self,
