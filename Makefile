@@ -1,7 +1,7 @@
 # Commands for developers and CI; `make` lists the targets.
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
-.PHONY: help setup demo serve format generate lint check test test-long test-neuron-versions bench programs cluster cluster-images cluster-down cluster-deps clean-cache
+.PHONY: help setup demo serve format generate lint check test test-long test-neuron-versions bench bench-operator programs cluster cluster-images cluster-down cluster-deps clean-cache
 
 PYTHON ?= python3
 BIN := .venv/bin
@@ -58,6 +58,9 @@ test-neuron-versions: .venv-neuron/.ready  ## run the tests that library version
 
 bench: setup  ## measure the figures into bench-results/; QUICK=1: rough figures, PAGES="docs/benchmarks.md": update these pages
 	@PYTHONPATH=tests $(BIN)/python -m bench.suite --folder bench-results $(if $(QUICK),--quick) $(if $(PAGES),--markdown $(PAGES))
+
+bench-operator: setup  ## measure the operator with 10, 100 and 500 models on a real API server into bench-results/
+	@PYTHONPATH=tests $(BIN)/python -m bench.operator_scale --folder bench-results $(if $(PAGES),--markdown $(PAGES))
 
 programs:  # build programs for tests from Go modules, once, in minutes; a test that lacks one reports why
 	-@PYTHONPATH=tests $(PYTHON) -m cluster.rig.binaries
