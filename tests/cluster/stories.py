@@ -10,7 +10,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,6 +20,7 @@ from cluster.rig.faults import kill_containers
 from cluster.rig.images import build_image
 from cluster.rig.machine import WAIT_SECONDS
 from cluster.rig.rig import WAITING, Rig
+from cluster.rig.shared_storage import STORAGE_CLASS, Volume
 
 ROOT = Path(__file__).parents[2]
 CHART = ROOT / "charts" / "neuron-serving"
@@ -29,10 +30,15 @@ OPERATOR_NAMESPACE = "neuron-serving"
 OPERATOR_SELECTOR = "app.kubernetes.io/name=neuron-operator"
 OPERATOR_USER = f"system:serviceaccount:{OPERATOR_NAMESPACE}:neuron-operator"
 SERVING = "neuron-serving.dev/role=leader"
+FETCH, COMPILE = "neuron-serving.dev/role=fetch", "neuron-serving.dev/role=compile"
 OURS = "app.kubernetes.io/managed-by=neuron-operator"
 CHILD_KINDS = (
     "deployments,services,configmaps,serviceaccounts,poddisruptionbudgets,networkpolicies,controllerrevisions,jobs,pods"
 )
+
+WEIGHTS_CLAIM, ARTIFACTS_CLAIM = "neuron-serving-weights", "neuron-serving-artifacts"
+_TEMPLATE = {"pvcTemplate": {"storageClassName": STORAGE_CLASS, "size": "1Gi"}}
+CLAIMS_OF_THE_CHART = {"weights": _TEMPLATE, "artifacts": _TEMPLATE}
 
 DEVICES_SEEN = "import glob, os; print(*sorted(os.minor(os.stat(d).st_rdev) for d in glob.glob('/dev/neuron*')))"
 
@@ -50,6 +56,15 @@ def opened(request, patience_seconds={WAIT_SECONDS}):
             time.sleep(0.1)
 """
 
+ASK = """
+import json, sys, urllib.request
+url, model, question = sys.argv[1:]
+body = {"model": model, "messages": [{"role": "user", "content": question}], "temperature": 0}
+headers = {"Content-Type": "application/json"}
+request = urllib.request.Request(url + "/v1/chat/completions", json.dumps(body).encode(), headers)
+print(json.load(opened(request))["choices"][0]["message"]["content"], end="")
+"""
+
 
 @dataclass(frozen=True)
 class Images:
@@ -59,18 +74,19 @@ class Images:
     runtime: str
 
 
-def load_images(rig: Rig) -> Images:
-    operator, runtime = build_image("operator"), build_image("runtime-cpu")
+def load_images(rig: Rig, runtime_target: str = "runtime-cpu") -> Images:
+    operator, runtime = build_image("operator"), build_image(runtime_target)
     for image in (operator, runtime):
         rig.load_image(image.archive)
     return Images(operator.name, runtime.name)
 
 
-def install(rig: Rig, images: Images, *options: str) -> None:
-    """`helm install --wait` with further options."""
-    values = f"image.operator={images.operator},image.runtime={images.runtime},image.pullPolicy=Never"
+def install(rig: Rig, images: Images, *options: str, values: Mapping[str, object] | None = None) -> None:
+    """`helm install --wait` with further options and values."""
+    own = f"image.operator={images.operator},image.runtime={images.runtime},image.pullPolicy=Never"
     where = ("-n", OPERATOR_NAMESPACE, "--create-namespace", "--wait", WAITING)
-    rig.helm("install", "neuron-serving", str(CHART), *where, "--set", values, *options)
+    as_json = (f"--set-json={key}={json.dumps(value)}" for key, value in (values or {}).items())
+    rig.helm("install", "neuron-serving", str(CHART), *where, "--set", own, *as_json, *options)
 
 
 def upgrade(rig: Rig, *options: str) -> None:
@@ -278,12 +294,40 @@ class Story:
         self.kubectl("delete", "pod", name, "--wait=false")
         return output
 
+    def artifact(self, model: str) -> str:
+        """The key of the artifact that a model uses."""
+        (found,) = json.loads(self.kubectl("get", "nm", model, "-o", "jsonpath={.status.artifacts}"))
+        return str(found["key"])
+
     def minors_seen(self, pod: Any) -> set[int]:
         """Minor numbers of the device files in the container."""
         return set(map(int, self.kubectl("exec", pod["metadata"]["name"], "--", "python", "-c", DEVICES_SEEN).split()))
 
     def devices_held(self, pod: Any) -> set[int]:
-        """Devices of the pod, according to its kubelet."""
+        """Devices, or cores, of the pod, according to its kubelet."""
         held = self.rig.device_holdings(pod["spec"]["nodeName"])
         ids = [i for h in held if (h.namespace, h.pod) == (self.namespace, pod["metadata"]["name"]) for i in h.ids]
         return {int(re.sub(r"\D", "", device)) for device in ids}
+
+
+def entries(volume: Volume) -> list[str]:
+    """The complete models of a store."""
+    return sorted(path.name for path in volume.folder.iterdir() if not path.name.startswith("."))
+
+
+def requests_devices(pod: Any) -> bool:
+    return any("aws.amazon.com/neuron" in c["resources"].get("requests", {}) for c in pod["spec"]["containers"])
+
+
+def check_order(pods: list[WatchEvent], models: list[WatchEvent]) -> None:
+    """No pod that requests devices was created before the status of its model said that its revision is compiled."""
+    told: dict[tuple[str, str], int] = {}
+    for event in models:
+        status = event.object.get("status", {})
+        if any((c["type"], c["status"]) == ("Compiled", "True") for c in status.get("conditions", ())):
+            told.setdefault((event.name, status["updateRevision"]), event.version)
+    holding = [event for event in pods if event.type == "ADDED" and requests_devices(event.object)]
+    assert holding
+    for event in holding:
+        labels = event.object["metadata"]["labels"]
+        assert told[labels["neuron-serving.dev/model"], labels["neuron-serving.dev/revision"]] < event.version

@@ -23,11 +23,18 @@ from cluster.rig.shared_storage import STORAGE_CLASS, Volume, shared_volume, sto
 from cluster.servers import MODEL_FILE, Hub, hub_in_pod, object_store_in_pod
 from cluster.stories import (
     ANSWERS,
+    ARTIFACTS_CLAIM,
+    ASK,
+    CLAIMS_OF_THE_CHART,
+    COMPILE,
+    FETCH,
     OURS,
     ROOT,
+    WEIGHTS_CLAIM,
     Images,
     Story,
-    WatchEvent,
+    check_order,
+    entries,
     install,
     load_images,
     model_of,
@@ -43,8 +50,6 @@ HUB_NODE, OPERATOR_NODE, JOBS_NODE = "n1", "n2", "n3"
 LARGE_BYTES = 384 * 2**20
 """Added to a model of 6 MB: three times what a killed download may read again."""
 AGAIN_BYTES = TransferLimits().num_readers * TransferLimits().chunk_bytes
-WEIGHTS_CLAIM, ARTIFACTS_CLAIM = "neuron-serving-weights", "neuron-serving-artifacts"
-FETCH, COMPILE = "neuron-serving.dev/role=fetch", "neuron-serving.dev/role=compile"
 NEURON = {"accelerator": {"type": "Neuron", "devices": 1}}
 SMALL = {"podTemplate": {"spec": {"resources": {"requests": {"cpu": "100m", "memory": "256Mi"}}}}}
 TOKEN, WRONG_TOKEN = "hf_Aright0000000000000000000000000000", "hf_Wrong0000000000000000000000000000"
@@ -60,15 +65,6 @@ keys = {"aws_access_key_id": key, "aws_secret_access_key": secret, "region_name"
 client = boto3.client("s3", endpoint_url=endpoint, **keys)
 for path in Path("/models/demo").glob("*.*"):
     client.upload_file(str(path), "models", f"chat/{path.name}")
-"""
-
-ASK = """
-import json, sys, urllib.request
-url, model, question = sys.argv[1:]
-body = {"model": model, "messages": [{"role": "user", "content": question}], "temperature": 0}
-headers = {"Content-Type": "application/json"}
-request = urllib.request.Request(url + "/v1/chat/completions", json.dumps(body).encode(), headers)
-print(json.load(opened(request))["choices"][0]["message"]["content"], end="")
 """
 
 
@@ -88,17 +84,16 @@ def installation(rig: Rig) -> Iterator[Installation]:
     with contextlib.ExitStack() as undo:
         name = f"hub-{uuid.uuid4().hex[:8]}"
         hub = undo.enter_context(hub_in_pod(rig, name, images.runtime, node=HUB_NODE, models=models, gated=gated))
-        template = {"storageClassName": STORAGE_CLASS, "size": "1Gi"}
         values = {
             "nodeSelector": {"kubernetes.io/hostname": OPERATOR_NODE},
             "jobs": {
                 "env": [{"name": "HF_ENDPOINT", "value": hub.endpoint}],
                 "resources": {"requests": {"cpu": "100m"}},  # so that two compilers fit on their node
             },
-            "storage": {"weights": {"pvcTemplate": template}, "artifacts": {"pvcTemplate": template}},
+            "storage": CLAIMS_OF_THE_CHART,
         }
         undo.callback(uninstall, rig)
-        install(rig, images, *(f"--set-json={key}={json.dumps(value)}" for key, value in values.items()))
+        install(rig, images, values=values)
         yield Installation(rig, images, hub)
 
 
@@ -129,9 +124,9 @@ def test_five_models_of_one_checkpoint_and_two_keys_are_fetched_once_and_compile
         assert sorted(job.partition("-")[0] for job in jobs) == ["na", "na", "nf", "nw"], jobs
         once = _weights_bytes(weights)
         assert once <= hub.sent_bytes() - sent <= once * 1.05, "the headers are read twice"
-        assert _entries(weights) == [hub.commit("demo/small")]
-        assert len(_entries(artifacts)) == 2
-        _check_order(pods(), statuses())
+        assert entries(weights) == [hub.commit("demo/small")]
+        assert len(entries(artifacts)) == 2
+        check_order(pods(), statuses())
         _check_nothing_is_downloaded(story)
         audit, sent, kept = len(story.rig.audit_events()), hub.sent_bytes(), _contents(artifacts)
         with story.stage("a second replica fetches and compiles nothing"):
@@ -145,7 +140,7 @@ def test_five_models_of_one_checkpoint_and_two_keys_are_fetched_once_and_compile
             assert [pod["metadata"]["uid"] for pod in story.ready_pods("chat-1")] == [before["metadata"]["uid"]]
             story.until("up to date", lambda: story.condition("chat-1", "UpToDate")["status"] == "True")
             story.until_ready(1, "chat-1")
-            assert len(_entries(artifacts)) == 3
+            assert len(entries(artifacts)) == 3
         story.kubectl("delete", "nm", "--all")
         story.until("all objects are gone", lambda: not story.items("jobs,configmaps,pods", OURS))
         with story.stage("warm: five ready"):
@@ -154,7 +149,7 @@ def test_five_models_of_one_checkpoint_and_two_keys_are_fetched_once_and_compile
                 story.until_ready(1, name)
         assert hub.sent_bytes() - sent <= once * 0.05, "the headers, to resolve the model"
         assert kept.items() <= _contents(artifacts).items()
-        assert len(_entries(artifacts)) == 3
+        assert len(entries(artifacts)) == 3
         story.kubectl("delete", "nm", "--all")
 
 
@@ -194,9 +189,9 @@ def test_what_is_killed_is_continued(installation: Installation, story: Story) -
             jobs = set(story.created_jobs(audit))  # a killed pod's Job is created again, under its name
             assert sorted(job.partition("-")[0] for job in jobs) == ["na", "na", "nf", "nw"], jobs
             assert hub.sent_bytes() - sent <= LARGE_BYTES * 1.02 + AGAIN_BYTES
-            assert _entries(weights) == [hub.commit("demo/large")]
-            assert len(_entries(artifacts)) == 2
-            _check_order(pods(), statuses())
+            assert entries(weights) == [hub.commit("demo/large")]
+            assert len(entries(artifacts)) == 2
+            check_order(pods(), statuses())
             with story.stage("clean-up: what no model needs any more"):
                 _check_clean_up(story, weights, kept=hub.commit("demo/large"))
             story.kubectl("delete", "nm", "--all")
@@ -229,12 +224,12 @@ def test_a_fault_of_a_fetch_has_a_reason_that_vanishes_with_it(installation: Ins
             story.apply(model_of("corrupt", "hf://demo/small", replicas=0))
             message = story.until_reason("corrupt", "ChecksumMismatch", "WeightsReady")["message"]
             assert MODEL_FILE in message, message
-            assert _entries(volume) == []
+            assert entries(volume) == []
         with story.stage("checkpoint: mended"):
             hub.order(flipped="")
             story.until_gone("corrupt", "ChecksumMismatch", "WeightsReady")
             story.until_reason("corrupt", "ScaledToZero")
-            assert _entries(volume) == [hub.commit("demo/small")]
+            assert entries(volume) == [hub.commit("demo/small")]
 
 
 @pytest.mark.long
@@ -253,7 +248,7 @@ def test_a_fetch_goes_on_after_its_node_lost_power(installation: Installation, s
         with story.stage("node: on, all fetched"):
             story.until_reason("chat", "ScaledToZero")
         assert hub.sent_bytes() - sent <= LARGE_BYTES * 1.02 + AGAIN_BYTES
-        assert _entries(volume) == [hub.commit("demo/large")]
+        assert entries(volume) == [hub.commit("demo/large")]
 
 
 def test_models_come_from_an_object_store_and_from_a_claim(installation: Installation, story: Story) -> None:
@@ -329,7 +324,7 @@ def test_a_fault_of_a_compiler_has_a_reason_that_vanishes_with_it(installation: 
             story.apply(model)
             story.until_ready(1, "huge")
         with story.stage("artifact: corrupt, and compiled again"):
-            entry = volume.folder / _artifact(story, "larger")
+            entry = volume.folder / story.artifact("larger")
             graph = next(
                 path for path in sorted(entry.glob("*.json")) if path.name[0] != "." and path.stem != "artifact"
             )
@@ -367,7 +362,7 @@ def test_a_model_is_compiled_with_gpp_in_a_job_and_served_without_a_compiler(
             print(f"    {story.condition('chat', 'Compiled')['message']}")
         with story.stage("serve without a compiler"):
             story.until_ready(1)
-        (key,) = _entries(volume)
+        (key,) = entries(volume)
         assert sorted(path.name for path in (volume.folder / key).glob("*.so")) == [
             "decode-one.so",
             "decode-several.so",
@@ -524,27 +519,12 @@ def _compiled(
     return model_of(name, uri, engine=engine, serving={"maxModelLength": length}, **more, **SMALL)
 
 
-def _artifact(story: Story, model: str) -> str:
-    """The key of the artifact that a model uses."""
-    (found,) = json.loads(story.kubectl("get", "nm", model, "-o", "jsonpath={.status.artifacts}"))
-    return str(found["key"])
-
-
 def _weights_bytes(volume: Volume) -> int:
     return sum(path.stat().st_size for path in volume.folder.rglob("*.safetensors"))
 
 
-def _requests_devices(pod: Any) -> bool:
-    return any("aws.amazon.com/neuron" in c["resources"].get("requests", {}) for c in pod["spec"]["containers"])
-
-
 def _running(story: Story, selector: str) -> list[Any]:
     return [pod for pod in story.items("pods", selector) if pod["status"]["phase"] == "Running"]
-
-
-def _entries(volume: Volume) -> list[str]:
-    """The complete models of a store."""
-    return sorted(path.name for path in volume.folder.iterdir() if not path.name.startswith("."))
 
 
 def _check_progress(story: Story, models: list[str]) -> None:
@@ -571,7 +551,7 @@ def _check_clean_up(story: Story, volume: Volume, kept: str) -> None:
     story.kubectl("create", "job", "now", f"--from=cronjob/{cron_jobs['weights']}")
     story.kubectl("wait", "--for=condition=Complete", "job/now", WAITING)
     print(story.kubectl("logs", "job/now"))
-    assert _entries(volume) == [kept]
+    assert entries(volume) == [kept]
     assert (volume.folder / kept).stat().st_mtime > 0, "it is marked as used"
 
 
@@ -584,17 +564,3 @@ def _check_nothing_is_downloaded(story: Story) -> None:
         claims = {v["name"]: v["persistentVolumeClaim"] for v in pod["spec"]["volumes"] if "persistentVolumeClaim" in v}
         assert {claim["claimName"] for claim in claims.values()} == {WEIGHTS_CLAIM, ARTIFACTS_CLAIM}
         assert [m["readOnly"] for m in container["volumeMounts"] if m["name"] in claims] == [True, True]
-
-
-def _check_order(pods: list[WatchEvent], models: list[WatchEvent]) -> None:
-    """No pod that requests devices was created before the status of its model said that its revision is compiled."""
-    told: dict[tuple[str, str], int] = {}
-    for event in models:
-        status = event.object.get("status", {})
-        if any((c["type"], c["status"]) == ("Compiled", "True") for c in status.get("conditions", ())):
-            told.setdefault((event.name, status["updateRevision"]), event.version)
-    holding = [event for event in pods if event.type == "ADDED" and _requests_devices(event.object)]
-    assert holding
-    for event in holding:
-        labels = event.object["metadata"]["labels"]
-        assert told[labels["neuron-serving.dev/model"], labels["neuron-serving.dev/revision"]] < event.version

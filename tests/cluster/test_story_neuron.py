@@ -1,0 +1,182 @@
+"""The default backend: a manifest of six lines is compiled by a Job without devices and served on devices, with the
+cores that the kubelet granted. The image is made by the recipe of `runtime-neuron`, on the fake NxD Inference."""
+
+from __future__ import annotations
+
+import json
+import uuid
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import pytest
+import yaml
+
+from cluster.rig.faults import cores_withheld
+from cluster.rig.images import NEURON_TARGET
+from cluster.rig.rig import Rig
+from cluster.rig.shared_storage import shared_volume
+from cluster.servers import hub_in_pod
+from cluster.stories import (
+    ANSWERS,
+    ARTIFACTS_CLAIM,
+    ASK,
+    CLAIMS_OF_THE_CHART,
+    COMPILE,
+    WEIGHTS_CLAIM,
+    Story,
+    check_order,
+    install,
+    load_images,
+    requests_devices,
+    uninstall,
+)
+from neuron_operator import names
+
+pytestmark = [pytest.mark.cluster, pytest.mark.slow, pytest.mark.timeout(1800, func_only=True)]
+
+DEVICES_NODE, CORES_NODE, JOBS_NODE = "n1", "n2", "n3"
+QUESTION = "What is a NeuronModel?"
+SIX_LINES = """\
+apiVersion: neuron-serving.dev/v1alpha1
+kind: NeuronModel
+metadata:
+  name: chat
+spec:
+  model: {uri: "hf://demo/small"}
+"""
+CORES_TAKEN = """
+import json, pathlib
+print(json.dumps({path.name: json.loads(path.read_text()) for path in pathlib.Path("/tmp/neuron-cores").iterdir()}))
+"""
+"""The variables with which the (fake) Neuron runtime took each core; it has them from the kubelet and from ours."""
+
+
+@pytest.fixture
+def story(rig: Rig, namespace: str) -> Iterator[Story]:
+    """The operator, a hub, a node for devices, one for cores, and one that compiles."""
+    images = load_images(rig, NEURON_TARGET)
+    with ExitStack() as undo:
+        where = {"node": JOBS_NODE, "models": {"demo/small": 0}}
+        hub = undo.enter_context(hub_in_pod(rig, f"hub-{uuid.uuid4().hex[:8]}", images.runtime, **where))
+        undo.enter_context(labelled(rig, CORES_NODE, names.ALLOCATION_LABEL, names.ALLOCATION_CORES))
+        undo.callback(uninstall, rig)
+        jobs = {
+            "env": [{"name": "HF_ENDPOINT", "value": hub.endpoint}],
+            "resources": {"requests": {"cpu": "100m"}},  # so that several compilers fit on their node
+        }
+        install(rig, images, values={"jobs": jobs, "storage": CLAIMS_OF_THE_CHART})
+        undo.enter_context(shared_volume(rig, namespace, WEIGHTS_CLAIM))
+        undo.enter_context(shared_volume(rig, namespace, ARTIFACTS_CLAIM))
+        story = Story(rig, namespace)
+        yield story
+        print(json.dumps({name: round(seconds, 1) for name, seconds in story.seconds.items()}))
+
+
+def test_six_lines_are_compiled_without_devices_and_served_on_them(story: Story) -> None:
+    with story.watching("pods") as pods, story.watching("nm") as statuses:
+        audit = len(story.rig.audit_events())
+        with story.stage("six lines: resolved, fetched, compiled, served"):
+            story.kubectl("apply", "-f", "-", stdin=SIX_LINES)
+            story.until_ready(1)
+        assert _kinds_of(story.created_jobs(audit)) == ["na", "nf", "nw"]
+        (compiler,) = story.items("pods", COMPILE)
+        assert (compiler["spec"]["nodeName"], requests_devices(compiler)) == (JOBS_NODE, False)
+        print(f"    {story.condition('chat', 'Compiled')['message']}")
+        _check_answer(story, "chat")
+        (pod,) = story.ready_pods("chat")
+        assert len(story.minors_seen(pod)) == 1
+        # One device of Inf2.
+        _check_cores(story, pod, {0, 1}, NEURON_RT_NUM_CORES="2")
+
+        audit = len(story.rig.audit_events())
+        with story.stage("a model of the same key, and one on a core"):
+            env = [{"name": "FAKE_NXDI_COMPILER", "value": "missing"}]
+            story.apply(_model("same", engine={"env": env}, serving={"maxQueuedRequests": 7}))
+            story.apply(_model("core", accelerator={"cores": 1}))
+            for model in ("same", "core"):
+                story.until_ready(1, model)
+        assert _kinds_of(story.created_jobs(audit)) == ["na"], "for the other tensor-parallel degree"
+        assert story.artifact("same") == story.artifact("chat") != story.artifact("core")
+        (pod,) = story.ready_pods("core")
+        core = _core_of(story, pod)
+        _check_cores(story, pod, {core}, NEURON_RT_VISIBLE_CORES=str(core))
+        for model in ("same", "core"):
+            _check_answer(story, model)
+
+        audit = len(story.rig.audit_events())
+        with story.stage("other buckets: the old pod serves until they are compiled"):
+            (before,) = story.ready_pods("chat")
+            story.apply(_model("chat", serving={"contextBuckets": [256, 1024]}))
+            story.until_reason("chat", "Compiling", "UpToDate")
+            assert [pod["metadata"]["uid"] for pod in story.ready_pods("chat")] == [before["metadata"]["uid"]]
+            story.until("up to date", lambda: story.condition("chat", "UpToDate")["status"] == "True")
+            story.until_ready(1)
+        assert _kinds_of(story.created_jobs(audit)) == ["na"]
+        _check_answer(story, "chat")
+
+        with story.stage("what does not fit is refused with both numbers"):
+            _check_refusals(story)
+        check_order(pods(), statuses())
+
+
+def _check_refusals(story: Story) -> None:
+    """A node that is not set up as planned, one that grants fewer cores, and an artifact for other devices."""
+    rig = story.rig
+    trn2 = {"podTemplate": {"spec": {"nodeSelector": {names.INSTANCE_TYPE_LABEL: "trn2.48xlarge"}}}}
+    inf2 = {"podTemplate": {"spec": {"nodeSelector": {names.INSTANCE_TYPE_LABEL: "inf2.24xlarge"}}}}
+    with (
+        labelled(rig, CORES_NODE, names.INSTANCE_TYPE_LABEL, "trn2.48xlarge"),
+        cores_withheld(rig, DEVICES_NODE, "0"),
+    ):
+        story.apply(_model("logical", accelerator={"cores": 1}, **trn2))
+        story.apply(_model("withheld", **inf2))
+        message = story.until_reason("withheld", "DeviceHeld")["message"]
+        assert "needs 2 NeuronCores of 1 physical cores each, but this process was granted 1" in message
+        message = story.until_reason("logical", "InvalidEngineConfig")["message"]
+        assert "is 2, but NEURON_LOGICAL_NC_CONFIG is 1" in message
+    other = f"{names.ARTIFACTS_DIR}/{story.artifact('logical')}"
+    story.apply(_model("shipped", engine={"env": [{"name": "NEURON_COMPILED_ARTIFACTS", "value": other}]}, **inf2))
+    message = story.until_reason("shipped", "ArtifactMissing")["message"]
+    for difference in ("target.logicalCore: 2 instead of 1", "target.tensor: 1 instead of 2"):
+        assert difference in message, message
+
+
+def _model(name: str, **spec: object) -> dict[str, Any]:
+    model: dict[str, Any] = yaml.safe_load(SIX_LINES)
+    return {**model, "metadata": {"name": name}, "spec": {**model["spec"], **spec}}
+
+
+def _kinds_of(jobs: list[str]) -> list[str]:
+    """Of Jobs by their names: they resolve (nf), fetch (nw) or compile (na)."""
+    return sorted(job.partition("-")[0] for job in jobs)
+
+
+def _check_answer(story: Story, model: str) -> None:
+    (pod,) = story.ready_pods(model)
+    image = pod["spec"]["containers"][0]["image"]
+    url = f"http://{model}.{story.namespace}.svc.cluster.local:8000"
+    assert story.run_client(image, "asks", ASK, url, model, QUESTION) == ANSWERS[QUESTION]
+
+
+def _core_of(story: Story, pod: Any) -> int:
+    """The one core of a pod, as its container numbers it: every device of Inf2 has two."""
+    (core,) = story.devices_held(pod)
+    return core % 2
+
+
+def _check_cores(story: Story, pod: Any, cores: set[int], **granted: str) -> None:
+    """The Neuron runtime took these cores, by these variables."""
+    taken = json.loads(story.kubectl("exec", pod["metadata"]["name"], "--", "python3", "-c", CORES_TAKEN))
+    logical = {"NEURON_LOGICAL_NC_CONFIG": "1", "NEURON_RT_VIRTUAL_CORE_SIZE": "1"}
+    assert taken == {f"core-{core}": logical | granted for core in cores}
+
+
+@contextmanager
+def labelled(rig: Rig, node: str, label: str, value: str) -> Iterator[None]:
+    before = rig.get("node", node)["metadata"]["labels"].get(label)
+    rig.kubectl("label", "--overwrite", "node", node, f"{label}={value}")
+    try:
+        yield
+    finally:
+        rig.kubectl("label", "--overwrite", "node", node, f"{label}={before}" if before else f"{label}-")
