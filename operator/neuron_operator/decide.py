@@ -8,13 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from datetime import datetime
 
 from neuron_operator import breaker, manifest, names, revision, rollout, status
 from neuron_operator.breaker import Allowed
 from neuron_operator.errors import InvalidSpec
 from neuron_operator.fields import as_json
 from neuron_operator.model import NeuronModel
-from neuron_operator.model_status import ArtifactStatus, Status
+from neuron_operator.model_status import ArtifactStatus, PastRevision, Status
 from neuron_operator.objects import is_owned, name_of
 from neuron_operator.reasons import Finding, Reason, met, unmet
 from neuron_operator.render import serving
@@ -23,10 +24,10 @@ from neuron_operator.render.jobs import with_owners
 from neuron_operator.render.replicas import replicas
 from neuron_operator.render.storage import check_source, own_claims
 from neuron_operator.revision import Revision
-from neuron_operator.rollout import Pace
+from neuron_operator.rollout import Pace, Setback
 from neuron_operator.sharing import upkeep
 from neuron_operator.steps import STEPS, Known, Step, Walk, refusal_of, using, walk
-from neuron_operator.views import Observed, observe
+from neuron_operator.views import ModelView, Observed, observe
 from neuron_operator.why.pods import UNEXPLAINED_SECONDS, explain_failure
 from neuron_operator.why.refusals import explain_refusals
 from neuron_operator.why.replicas import explain_replicas
@@ -37,8 +38,6 @@ RECHECK_SECONDS = 30.0
 
 PROGRESS_SECONDS = 5.0
 """How often the progress of a running Job is read; the status changes no more often."""
-
-KEPT_REVISIONS = 5
 
 ACCEPTED = met("Accepted", "the spec is valid and supported")
 
@@ -57,8 +56,11 @@ class Course:
     """The revision of the replicas: the wanted one once all its steps are done."""
     num_wanted: int | None = None
     """`spec.replicas`; None if the spec is invalid."""
+    setback: Setback | None = None
     pace: Pace | None = None
     """How `served` reaches the replicas."""
+    deadline: datetime | None = None
+    """When the rollout fails."""
 
 
 def decide(world: World, settings: Settings, steps: Sequence[Step] = STEPS) -> Decision:
@@ -109,6 +111,12 @@ def _set_course(world: World, observed: Observed, settings: Settings, steps: Seq
     done = walk(steps, known, observed)
     pinned = done.known.revision and using(done.known.revision, done, observed)
     served = pinned if done.is_complete else observed.serving(besides=pinned)
+    try:
+        setback = rollout.setback_of(model, observed, pinned) if pinned else None
+    except InvalidSpec as error:
+        return Course((refusal_of(error),), served=observed.serving())
+    if setback is not None and setback.is_recorded:
+        served = setback.to
     allowed = breaker.steer(observed, served, model.spec.replicas) if served else None
     pace = rollout.pace_of(model, observed, allowed.revision) if allowed else None
     cleaning = _cleaning(model, settings, observed, pinned)
@@ -128,7 +136,7 @@ def _set_course(world: World, observed: Observed, settings: Settings, steps: Seq
         *cleaning,
     )
     is_settled = done.is_complete and not world.refusals
-    kept = (name for earlier in _kept_revisions(observed, pinned) for name in earlier.shared)
+    kept = (name for earlier in _kept_revisions(model, observed, pinned) for name in earlier.shared)
     shared = upkeep(model, observed, done, frozenset((*kept, *map(name_of, cleaning))))
     delete = (
         *done.stale,
@@ -144,7 +152,9 @@ def _set_course(world: World, observed: Observed, settings: Settings, steps: Seq
         wanted=pinned,
         served=allowed.revision if allowed else None,
         num_wanted=model.spec.replicas,
+        setback=setback,
         pace=pace,
+        deadline=rollout.next_deadline(model, observed, pinned) if pinned else None,
     )
 
 
@@ -153,7 +163,7 @@ def _cleaning(
 ) -> tuple[Object, ...]:
     """The CronJobs of the claims that the model's revisions use, with all their owners: each of them may apply it."""
     records = (kept.record for kept in observed.keepers.values() if kept.record is not None)
-    made = cleaners(model, settings, _kept_revisions(observed, wanted), records)
+    made = cleaners(model, settings, _kept_revisions(model, observed, wanted), records)
     live = {found.name: found.live for found in observed.shared if found.kind == "CronJob"}
     return tuple(with_owners(obj, live.get(name_of(obj), {})) for obj in made)
 
@@ -230,7 +240,7 @@ def _workload(model: NeuronModel, observed: Observed, allowed: Allowed, pace: Pa
 
 def _unneeded(model: NeuronModel, observed: Observed, wanted: Revision | None) -> Iterator[Object]:
     """Our revisions that nothing needs any more, and their ConfigMaps."""
-    kept = _kept_revisions(observed, wanted)
+    kept = _kept_revisions(model, observed, wanted)
     needed = {
         "ControllerRevision": {names.revision_name(model.name, known.name) for known in kept},
         "ConfigMap": {serving.config_name(model.name, known.pinned.config) for known in kept},
@@ -240,13 +250,14 @@ def _unneeded(model: NeuronModel, observed: Observed, wanted: Revision | None) -
             yield child.live
 
 
-def _kept_revisions(observed: Observed, wanted: Revision | None) -> tuple[Revision, ...]:
-    """The wanted revision, those that still have pods, and the latest KEPT_REVISIONS others."""
-    current = {known.name: known for known in observed.revisions if known.name in _with_pods(observed)}
+def _kept_revisions(model: NeuronModel, observed: Observed, wanted: Revision | None) -> tuple[Revision, ...]:
+    """The wanted revision, those that still have pods, the last that worked, and as many others as the model keeps."""
+    in_use = {*_with_pods(observed), observed.model.current_revision, model.rollback_to}
+    current = {known.name: known for known in observed.revisions if known.name in in_use}
     if wanted is not None:
         current[wanted.name] = wanted
     earlier = sorted((r for r in observed.revisions if r.name not in current), key=lambda r: r.number, reverse=True)
-    return (*current.values(), *earlier[:KEPT_REVISIONS])
+    return (*current.values(), *earlier[: model.spec.rollout.revision_history_limit])
 
 
 def _with_pods(observed: Observed) -> set[str]:
@@ -258,7 +269,7 @@ def _explain_serving(world: World, observed: Observed, course: Course) -> tuple[
     if course.served is None:
         return ()
     return (
-        *explain_replicas(observed, _num_wanted(observed, course), course.served.placement),
+        *explain_replicas(observed, _num_wanted(observed, course), course.served),
         *_explain_revision(world, observed, course),
     )
 
@@ -276,6 +287,9 @@ def _explain_revision(world: World, observed: Observed, course: Course) -> tuple
     if course.wanted is None:
         return _explain_waiting(course, course.served)
     wanted = course.wanted.name
+    if course.setback is not None:
+        text = f"revision {course.setback.to.name} serves instead of {wanted}: {course.setback.why}"
+        return (unmet("UpToDate", Reason.ROLLED_BACK, text),)
     if failed := breaker.failures(observed, wanted) if wanted != course.served.name else ():
         text = (
             f"revision {course.served.name} serves instead of {wanted}: {explain_failure(failed[-1], observed).message}"
@@ -285,7 +299,7 @@ def _explain_revision(world: World, observed: Observed, course: Course) -> tuple
         return _explain_waiting(course, course.served)
     updated = observed.num_updated(wanted)
     deployment = observed.deployment
-    is_updated = deployment is not None and deployment.revision == wanted and updated == len(observed.live)
+    is_updated = _runs_only(observed, wanted)
     is_scaled = deployment is not None and deployment.replicas == course.num_wanted
     if manifest.is_paused(world.body) and not (is_updated and is_scaled):
         edit = f"revision {wanted} with {course.num_wanted} replicas"
@@ -296,7 +310,16 @@ def _explain_revision(world: World, observed: Observed, course: Course) -> tuple
     text = f"{updated} of {course.num_wanted} replicas run revision {wanted}"
     if deployment is not None and course.pace is not None and updated < len(observed.live):
         text += f"; {course.pace.words}"
+    waiting = [pod.name for pod in observed.live if pod.revision == wanted and pod.unscheduled is not None]
+    if waiting:
+        text += f"; pod {waiting[0]} waits for a node, which does not count towards rollout.progressDeadlineSeconds"
     return (unmet("UpToDate", Reason.ROLLING_OUT, text),)
+
+
+def _runs_only(observed: Observed, revision_name: str) -> bool:
+    deployment = observed.deployment
+    is_applied = deployment is not None and deployment.revision == revision_name
+    return is_applied and observed.num_updated(revision_name) == len(observed.live)
 
 
 def _explain_waiting(course: Course, served: Revision) -> tuple[Finding, ...]:
@@ -312,16 +335,16 @@ def _status(observed: Observed, course: Course, findings: Sequence[Finding]) -> 
     model, shown = observed.model, course.wanted or course.served
     wanted = course.wanted.name if course.wanted else ""
     others = sorted(pod.revision for pod in observed.live if pod.revision != wanted)
-    current = others[0] if others else model.current_revision
-    if any(finding.condition == "UpToDate" and finding.status == "True" for finding in findings):
-        current = wanted
-    num_ready = sum(pod.is_answering for pod in observed.live)
+    num_ready, num_wanted = sum(pod.is_answering for pod in observed.live), _num_wanted(observed, course)
+    current = model.current_revision or (others[0] if others else "")
+    if course.served is not None and num_ready >= num_wanted > 0 and _runs_only(observed, course.served.name):
+        current = course.served.name
     service = next((child for child in observed.children if child.kind == "Service"), None)
     built: Object = as_json(
         Status(
             observed_generation=model.generation,
             conditions=tuple(status.condition_of(finding, model, observed.now) for finding in findings),
-            ready=f"{num_ready}/{_num_wanted(observed, course)}",
+            ready=f"{num_ready}/{num_wanted}",
             replicas=len(observed.live),
             ready_replicas=num_ready,
             updated_replicas=observed.num_updated(wanted),
@@ -329,12 +352,26 @@ def _status(observed: Observed, course: Course, findings: Sequence[Finding]) -> 
             url=f"http://{service.name}.{model.namespace}.svc:{names.PORT}" if service else None,
             current_revision=current or None,
             update_revision=wanted or model.update_revision or None,
+            failed_revision=_failed_revision(model, course),
+            history=_history(observed, course, current),
             model=status.facts_of(shown.pinned.facts) if shown else None,
             plan=shown.pinned.plan if shown else None,
             artifacts=tuple({found.key: found for found in _artifacts(observed, course)}.values()),
         )
     )
     return built
+
+
+def _failed_revision(model: ModelView, course: Course) -> str | None:
+    if course.wanted is None:  # what is wanted is not known in this pass
+        return model.failed_revision or None
+    return course.wanted.name if course.setback is not None and course.setback.error else None
+
+
+def _history(observed: Observed, course: Course, current: str) -> tuple[PastRevision, ...]:
+    if course.wanted is None:
+        return observed.model.history
+    return rollout.history_of(observed, course.wanted, current, course.setback.error if course.setback else "")
 
 
 def _artifacts(observed: Observed, course: Course) -> Iterator[ArtifactStatus]:
@@ -355,13 +392,13 @@ def _requeue_after(
     silent = {Reason.LOADING, *(step.task.waiting.reason for step in steps if step.task)}
     is_silent = any(finding.reason in silent and finding.status == "False" for finding in findings)
     is_reporting = any(isinstance(need, LogOf) for finding in findings for need in finding.needs)
-    surge_due = rollout.surge_due(observed)
     attempts = (breaker.next_attempt(observed, known.name) for known in _distinct(course.wanted, course.served))
+    times = (*attempts, rollout.surge_due(observed), course.deadline)
     delays = (
         RECHECK_SECONDS if world.refusals or any(finding.needs for finding in findings) else None,
         # Each pass repeats the refused writes.
         float(UNEXPLAINED_SECONDS) if is_silent and not world.refusals else None,
         PROGRESS_SECONDS if is_reporting and not world.refusals else None,
-        *((due - observed.now).total_seconds() for due in (*attempts, surge_due) if due and due > observed.now),
+        *((due - observed.now).total_seconds() for due in times if due and due > observed.now),
     )
     return min((delay for delay in delays if delay is not None), default=None)

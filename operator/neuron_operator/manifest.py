@@ -41,6 +41,7 @@ def parse(body: Mapping[str, Any]) -> NeuronModel:
         namespace=str(metadata.get("namespace") or "default"),
         uid=str(metadata.get("uid") or ""),
         refresh=str(annotations.get(names.REFRESH_ANNOTATION) or ""),
+        rollback_to=str(annotations.get(names.ROLLBACK_ANNOTATION) or ""),
         spec=spec,
     )
 

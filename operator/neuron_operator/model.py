@@ -415,8 +415,9 @@ class Rollout(SpecPart, frozen=True):
     progress_deadline_seconds: Annotated[
         int,
         Meta(ge=60, le=86_400),
-        "A rollout fails after this long without progress.",
-        Supported("remove it: rollouts have no deadline yet"),
+        "A rollout fails when a new replica that has a node is not ready after this long; then the last revision that "
+        "worked [comes back](#a-rollout-that-fails).",
+        NotPinned(),
     ] = 3600
     drain_delay_seconds: Annotated[
         int,
@@ -435,8 +436,8 @@ class Rollout(SpecPart, frozen=True):
     revision_history_limit: Annotated[
         int,
         Meta(ge=0, le=50),
-        "Number of earlier revisions to keep.",
-        Supported("remove it: five earlier revisions are kept"),
+        "Number of earlier revisions to keep, besides the last one that worked.",
+        NotPinned(),
     ] = 5
 
 
@@ -610,6 +611,8 @@ class NeuronModel:
     refresh: str
     """Value of the refresh annotation; a new token starts a new decision. Empty: none."""
     spec: Spec
+    rollback_to: str = ""
+    """Value of the rollback annotation: the name of a kept revision to serve instead of the wanted one."""
 
     @property
     def backend(self) -> str:

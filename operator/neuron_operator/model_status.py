@@ -12,6 +12,7 @@ from neuron_operator.fields import SpecPart, unique
 
 MAX_WORD = 256
 """Characters of a string that a runtime reports."""
+MAX_HISTORY = 10
 MAX_MESSAGE = 1024
 """Characters of a message."""
 
@@ -88,6 +89,13 @@ class GroupStatus(StatusPart, frozen=True):
     ready_members: int | None = None
 
 
+class PastRevision(StatusPart, frozen=True):
+    revision: Word
+    state: Annotated[Word, "`RollingOut`, `Serving`, `Replaced` or `RolledBack`."]
+    since: Annotated[str, "When it was first wanted.", Meta(extra_json_schema={"format": "date-time"})]
+    message: Annotated[Annotated[str, Meta(max_length=MAX_WORD)] | None, "Why it failed."] = None
+
+
 class Status(StatusPart, frozen=True):
     """What the operator observed and decided."""
 
@@ -108,9 +116,16 @@ class Status(StatusPart, frozen=True):
     updated_replicas: Annotated[int | None, "Replicas of the desired revision."] = None
     selector: Annotated[Message | None, "Label selector of the serving pods, for `/scale`."] = None
     url: Annotated[Message | None, "The Service's address in the cluster."] = None
-    current_revision: Annotated[Word | None, "The serving revision; during an edit, the one being replaced."] = None
+    current_revision: Annotated[Word | None, "The last revision of which all replicas could serve."] = None
     update_revision: Annotated[Word | None, "The desired revision."] = None
-    failed_revision: Annotated[Word | None, "Reserved."] = None
+    failed_revision: Annotated[
+        Word | None, "The desired revision, if its rollout failed; it is not tried again until the spec changes."
+    ] = None
+    history: Annotated[
+        tuple[PastRevision, ...],
+        Meta(max_length=MAX_HISTORY),
+        "The revisions that were wanted, the last one first.",
+    ] = ()
     model: ModelFacts | None = None
     plan: Plan | None = None
     artifacts: Annotated[

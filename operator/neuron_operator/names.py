@@ -47,6 +47,7 @@ PINNED_ANNOTATION = f"{GROUP}/pinned"
 RENDERED_ANNOTATION = f"{GROUP}/rendered"
 SHARED_ANNOTATION = f"{GROUP}/shared"
 REFRESH_ANNOTATION = f"{GROUP}/refresh"
+ROLLBACK_ANNOTATION = f"{GROUP}/rollback-to"
 
 ROLE_LEADER = "leader"
 ROLE_RESOLVE = "resolve"

@@ -389,8 +389,11 @@ class Reason(StrEnum):
     ROLLED_BACK = Row(
         "RolledBack",
         ("UpToDate",),
-        "Nodes refused pods of the new revision; the previous one serves until the next attempt",
-        "Follow the quoted message; see [troubleshooting](troubleshooting.md#unexpectedadmissionerror)",
+        "The new revision did not become ready within `rollout.progressDeadlineSeconds`, and the last one that worked "
+        "serves until the spec changes; or nodes refused its pods, and the previous one serves until the next attempt; "
+        "or the annotation `neuron-serving.dev/rollback-to` holds an earlier one",
+        "Follow the quoted message and edit the spec; see [rollouts](neuronmodel.md#a-rollout-that-fails) and "
+        "[troubleshooting](troubleshooting.md#unexpectedadmissionerror)",
     )
     WAITING_FOR_CAPACITY = Row("WaitingForCapacity", ("UpToDate",))
 

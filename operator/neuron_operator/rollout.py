@@ -1,4 +1,5 @@
-"""How an edit reaches the replicas: whether a new one starts before an old one ends. Called by `decide`. Pure.
+"""How an edit reaches the replicas: whether a new one starts before an old one ends, and which revision comes back if
+that fails. Called by `decide`. Pure.
 
 The Deployment carries it out and remembers what was chosen, so that it holds for a whole rollout. Devices are counted,
 never bought: a new replica that would wait for devices could make a cluster add a node.
@@ -7,18 +8,36 @@ never bought: a new replica that would wait for devices could make a cluster add
 from __future__ import annotations
 
 from dataclasses import dataclass
-from datetime import datetime, timedelta
+from datetime import UTC, datetime, timedelta
 
+import msgspec
+
+from neuron_operator import names
 from neuron_operator.disruption import MAX_UNAVAILABLE
+from neuron_operator.errors import InvalidSpec
 from neuron_operator.model import NeuronModel
-from neuron_operator.objects import dig
+from neuron_operator.model_status import MAX_HISTORY, MAX_WORD, PastRevision
+from neuron_operator.objects import dig, printable
 from neuron_operator.placement import NodeRules
 from neuron_operator.revision import Revision
-from neuron_operator.views import Observed
+from neuron_operator.views import Observed, PodView
+from neuron_operator.why.pods import explain_pod
 from neuron_operator.world import FreeDevices, Need, NodeDevices
 
 SURGE_PATIENCE = timedelta(seconds=30)
 """How long a surge may wait for a node: another pod may have taken the devices that were free."""
+
+
+@dataclass(frozen=True)
+class Setback:
+    """Another revision serves, or is about to, instead of the wanted one."""
+
+    to: Revision
+    why: str
+    error: str = ""
+    """What made the wanted one fail; empty: nothing did."""
+    is_recorded: bool = True
+    """The status tells it already: only then a pod is changed, so that nothing is forgotten if the operator dies."""
 
 
 @dataclass(frozen=True)
@@ -89,3 +108,73 @@ def _has_room(node: NodeDevices, revision: Revision) -> bool:
     if not node.schedulable or not NodeRules.of(dig(spec, "nodeSelector"), dig(spec, "affinity")).accept(node):
         return False
     return node.free_devices >= placement.devices and node.free_cores >= placement.cores
+
+
+def setback_of(model: NeuronModel, observed: Observed, wanted: Revision) -> Setback | None:
+    """Raises InvalidSpec if the annotation names no kept revision."""
+    kept = {known.name: known for known in observed.revisions}
+    if model.rollback_to:
+        if model.rollback_to not in kept:
+            text = f"{model.rollback_to} is not a kept revision; choose one of {', '.join(sorted(kept))}, or remove it"
+            raise InvalidSpec(f"metadata.annotations[{names.ROLLBACK_ANNOTATION}]", text)
+        if model.rollback_to == wanted.name:
+            return None
+        why = f"annotation {names.ROLLBACK_ANNOTATION} holds it; remove it to roll out {wanted.name}"
+        return Setback(kept[model.rollback_to], why)
+    earlier = kept.get(observed.model.current_revision)
+    if earlier is None or earlier.name == wanted.name:
+        return None
+    again = "it is not tried again until the spec changes"
+    if observed.model.failed_revision == wanted.name:
+        error = next((one.message for one in observed.model.history if one.revision == wanted.name), None) or ""
+        return Setback(earlier, f"{error}; {again}", error)
+    pod = overdue_pod(model, observed, wanted)
+    if pod is None:
+        return None
+    error = f"not ready within {model.spec.rollout.progress_deadline_seconds} s: "
+    error = printable(error + explain_pod(pod, observed, wanted.placement).message)[:MAX_WORD]
+    return Setback(earlier, f"{error}; {again}", error, is_recorded=False)
+
+
+def overdue_pod(model: NeuronModel, observed: Observed, revision: Revision) -> PodView | None:
+    """A pod that has exceeded the deadline, of a revision of which not all replicas have served yet."""
+    if observed.model.current_revision == revision.name:
+        return None
+    overdue = (pod for pod in observed.live if (due := _due(model, pod, revision)) is not None and due <= observed.now)
+    return next(overdue, None)
+
+
+def next_deadline(model: NeuronModel, observed: Observed, revision: Revision) -> datetime | None:
+    if observed.model.current_revision == revision.name:
+        return None
+    due = (_due(model, pod, revision) for pod in observed.live)
+    return min((one for one in due if one is not None and one > observed.now), default=None)
+
+
+def history_of(observed: Observed, wanted: Revision, serving: str, error: str) -> tuple[PastRevision, ...]:
+    """`serving`: the last revision of which all replicas could serve; `error`: why the wanted one failed."""
+    past = observed.model.history
+    if not past or past[0].revision != wanted.name:
+        since = observed.now.astimezone(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+        past = (PastRevision(revision=wanted.name, state="RollingOut", since=since), *past)[:MAX_HISTORY]
+    newest = next((index for index, one in enumerate(past) if one.revision == serving), None)
+
+    def state_of(index: int, one: PastRevision) -> str:
+        if index == newest:
+            return "Serving"
+        if index == 0:
+            return "RolledBack" if error else "RollingOut"
+        return one.state if one.state == "RolledBack" else "Replaced"
+
+    return tuple(
+        msgspec.structs.replace(one, state=state_of(index, one), message=error or None if index == 0 else one.message)
+        for index, one in enumerate(past)
+    )
+
+
+def _due(model: NeuronModel, pod: PodView, revision: Revision) -> datetime | None:
+    """When a pod that has a node but is not ready exceeds the deadline. Waiting for a node does not count."""
+    if pod.revision != revision.name or pod.is_ready or pod.scheduled is None:
+        return None
+    since = max(pod.scheduled, pod.readiness_changed or pod.scheduled)
+    return since + timedelta(seconds=model.spec.rollout.progress_deadline_seconds)

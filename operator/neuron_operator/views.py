@@ -10,7 +10,10 @@ from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
+import msgspec
+
 from neuron_operator import names, revision
+from neuron_operator.model_status import MAX_HISTORY, PastRevision
 from neuron_operator.objects import (
     dig,
     instant,
@@ -57,6 +60,8 @@ class ModelView:
     conditions: Mapping[str, ConditionView]
     current_revision: str
     update_revision: str
+    failed_revision: str
+    history: tuple[PastRevision, ...]
 
 
 @dataclass(frozen=True)
@@ -115,6 +120,8 @@ class PodView:
     node_rules: NodeRules
     unscheduled: str | None
     """The scheduler's message if it found no node, else None."""
+    scheduled: datetime | None
+    """When it got its node."""
     disruption: str
     """Reason of the condition DisruptionTarget."""
     container: ContainerView
@@ -329,7 +336,16 @@ def _model(body: Object) -> ModelView:
         conditions=_conditions(body),
         current_revision=text(body, "status", "currentRevision"),
         update_revision=text(body, "status", "updateRevision"),
+        failed_revision=text(body, "status", "failedRevision"),
+        history=_history(body),
     )
+
+
+def _history(body: Object) -> tuple[PastRevision, ...]:
+    try:
+        return msgspec.convert(items(body, "status", "history"), tuple[PastRevision, ...])[:MAX_HISTORY]
+    except msgspec.ValidationError:
+        return ()
 
 
 def _pod(pod: Object) -> PodView:
@@ -354,6 +370,7 @@ def _pod(pod: Object) -> PodView:
         unready_reason=ready.reason,
         node_rules=NodeRules.of(dig(pod, "spec", "nodeSelector"), dig(pod, "spec", "affinity")),
         unscheduled=scheduled.message if scheduled.status == "False" else None,
+        scheduled=instant(scheduled.since) if scheduled.status == "True" else None,
         disruption=conditions.get("DisruptionTarget", _ABSENT).reason,
         container=_container(names.RUNTIME_CONTAINER, pod),
         memory_limit=text(ours, "resources", "limits", "memory"),

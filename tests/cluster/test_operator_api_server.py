@@ -38,8 +38,9 @@ from helpers.operators import (
 )
 from neuron_operator import names
 from neuron_operator.client import EVENTS, LEASES, NEURON_MODELS, PODS, Client, Conflict, Unreachable
-from neuron_operator.decide import KEPT_REVISIONS, decide
+from neuron_operator.decide import decide
 from neuron_operator.lease import LeaseTimings
+from neuron_operator.model import Rollout
 from neuron_operator.objects import is_shared, owners_of
 from neuron_operator.on_demand import EVENTS_SECONDS
 from neuron_operator.reflector import Caches, Key
@@ -86,6 +87,7 @@ def calls(server: ApiServer, since: int, user: str = OPERATOR_USER) -> list[tupl
     return [(e["verb"], e["objectRef"]["resource"]) for e in server.requests(user)[since:]]
 
 
+KEPT = Rollout().revision_history_limit
 WRITES = ("create", "update", "patch", "delete", "deletecollection")
 
 
@@ -560,8 +562,8 @@ async def test_unneeded_children_are_deleted(server: ApiServer, namespace: Names
             namespace.put_model(serving={"maxModelLength": length})
             await eventually(lambda n=length: namespace.model()["status"]["plan"].get("maxModelLength") == n)
             await eventually(lambda: namespace.condition("UpToDate")[0] == "True", about=namespace.model)
-        await eventually(lambda: len(namespace.children()["ControllerRevision"]) == KEPT_REVISIONS + 1)
-        expected = KEPT_REVISIONS + 2  # with the record of the facts
+        await eventually(lambda: len(namespace.children()["ControllerRevision"]) == KEPT + 1)
+        expected = KEPT + 2  # with the record of the facts
         await eventually(lambda: len(namespace.children()["ConfigMap"]) == expected, about=namespace.children)
 
 
@@ -847,6 +849,73 @@ async def test_pods_that_a_node_refused_pause_the_deployment_until_the_next_atte
             for name in names():
                 namespace.delete(PODS, name)
             await eventually(lambda: replicas() == 2)
+
+
+async def test_a_revision_that_does_not_get_ready_is_undone_and_so_is_one_on_request(
+    server: ApiServer, namespace: Namespace
+) -> None:
+    """The operator dies right after it told of the failure; the next one undoes it."""
+    deployment, since = BY_KIND["Deployment"], "2026-01-01T00:00:00Z"
+
+    def revision() -> str:
+        return str(namespace.get(deployment, "chat")["spec"]["template"]["metadata"]["labels"][names.REVISION_LABEL])
+
+    def pod_status(ready: bool) -> dict[str, Any]:
+        conditions = [
+            {"type": "PodScheduled", "status": "True", "lastTransitionTime": since},
+            {"type": "Ready", "status": str(ready), "lastTransitionTime": since},
+        ]
+        ended = {"exitCode": 1, "reason": "Error", "message": "no such flag", "finishedAt": since}
+        crashed = {"state": {"waiting": {"reason": "CrashLoopBackOff"}}, "lastState": {"terminated": ended}}
+        running = {"state": {"running": {"startedAt": since}}, "lastState": {}}
+        container = {"name": "runtime", "image": "i", "imageID": "i", "ready": ready, "restartCount": 3}
+        container |= running if ready else crashed
+        return {"phase": "Running", "conditions": conditions, "containerStatuses": [container]}
+
+    def annotate(value: str | None) -> None:
+        namespace.patch(NEURON_MODELS, "chat", {"metadata": {"annotations": {names.ROLLBACK_ANNOTATION: value}}})
+
+    stop = asyncio.Event()
+
+    def decide_until_told(world: World, settings: Settings) -> Decision:
+        if world.body.get("status", {}).get("failedRevision"):
+            stop.set()
+            raise RuntimeError("killed")
+        return decide(world, settings)
+
+    async with client_of(server) as client:
+        async with operating(client, only(namespace), decide=decide_until_told):
+            namespace.put_model(replicas=1)
+            await namespace.settle()
+            working = revision()
+            namespace.start_pod("chat-a", pod_status(ready=True))
+            await eventually(lambda: namespace.model()["status"].get("currentRevision") == working)
+            namespace.put_model(replicas=1, serving={"maxModelLength": 99})
+            await eventually(lambda: revision() != working)
+            failed = revision()
+            namespace.delete(PODS, "chat-a")
+            namespace.start_pod("chat-b", pod_status(ready=False))
+            await stop.wait()
+            assert revision() == failed
+        async with operating(client, only(namespace)):
+            await eventually(lambda: revision() == working, about=namespace.model)
+            await eventually(lambda: namespace.condition("UpToDate") == ("False", "RolledBack"))
+            namespace.delete(PODS, "chat-b")
+            namespace.start_pod("chat-c", pod_status(ready=True))
+            await eventually(lambda: namespace.condition() == ("False", "RolledBack"))
+            newest, before = namespace.model()["status"]["history"]
+            assert (newest["revision"], newest["state"]) == (failed, "RolledBack")
+            assert "no such flag" in newest["message"]
+            assert (before["revision"], before["state"]) == (working, "Serving")
+            namespace.put_model(replicas=1, serving={"maxModelLength": 98})
+            await eventually(lambda: revision() not in (working, failed), about=namespace.model)
+            wanted = revision()
+            assert "failedRevision" not in namespace.model()["status"]
+            annotate(working)
+            await eventually(lambda: revision() == working)
+            assert namespace.condition("UpToDate") == ("False", "RolledBack")
+            annotate(None)
+            await eventually(lambda: revision() == wanted)
 
 
 async def test_an_event_explains_a_child_without_another_reason(server: ApiServer, namespace: Namespace) -> None:

@@ -24,8 +24,9 @@ from helpers.operator_worlds import (
     settle,
     unscheduled_pod,
 )
+from neuron_operator import names
 from neuron_operator.decide import decide
-from neuron_operator.world import Decision, FreeDevices, Need, NodeDevices, World
+from neuron_operator.world import Decision, FreeDevices, Need, NodeDevices, Object, World
 
 DEVICES = SPEC["accelerator"]["devices"]
 
@@ -184,3 +185,159 @@ def test_at_most_one_replica_is_away_and_at_most_one_is_too_many(
     assert limits(settle(replace(world, now=world.now + timedelta(hours=1)))[1]) in (limits(decision), ONE_BY_ONE)
     if strategy != "Auto":
         assert limits(decision) == {"Surge": SURGE, "Replace": ONE_BY_ONE}[strategy]
+
+
+# A rollout that fails
+
+
+def revision_of(world: World) -> str:
+    template = find(world.children, "Deployment")["spec"]["template"]
+    return str(template["metadata"]["labels"][names.REVISION_LABEL])
+
+
+def later(world: World, seconds: float) -> World:
+    return replace(world, now=world.now + timedelta(seconds=seconds))
+
+
+def at(world: World) -> str:
+    return world.now.strftime("%Y-%m-%dT%H:%M:%SZ")
+
+
+def rolling_world(deadline: int = 100, **spec: Any) -> World:
+    """The edit took one of two pods away; its pod was scheduled just now and crashes."""
+    rollout = {"strategy": "Replace", "progressDeadlineSeconds": deadline}
+    world, _ = settle(edited(serving_world(rollout=rollout), **EDIT, **spec))
+    scheduled = {"type": "PodScheduled", "status": "True", "lastTransitionTime": at(world)}
+    waiting = {"waiting": {"reason": "CrashLoopBackOff"}}
+    crashed = {"terminated": {"exitCode": 2, "reason": "Error", "message": "chat template: unexpected end"}}
+    deployment = find(world.children, "Deployment")
+    new = serving_pod(deployment, "new-1", state=waiting, last=crashed, restarts=3, conditions=[scheduled])
+    return settle(replace(world, pods=(world.pods[0], new)))[0]
+
+
+def test_after_the_deadline_the_last_revision_that_worked_comes_back_and_the_failed_one_stays_visible() -> None:
+    working = revision_of(serving_world())
+    world = rolling_world()
+    failed = revision_of(world)
+    assert world.body["status"]["currentRevision"] == working
+    assert decide(later(world, 60), SETTINGS).requeue_after_seconds is not None
+    assert revision_of(settle(later(world, 99))[0]) == failed
+    world, decision = settle(later(world, 100))
+    status = decision.status
+    assert status is not None
+    assert revision_of(world) == working
+    assert (status["currentRevision"], status["updateRevision"], status["failedRevision"]) == (working, failed, failed)
+    up_to_date = condition(status, "UpToDate")
+    assert up_to_date["reason"] == "RolledBack"
+    assert f"revision {working} serves instead of {failed}: not ready within 100 s: " in up_to_date["message"]
+    assert "chat template: unexpected end" in up_to_date["message"]
+    assert [(one["revision"], one["state"]) for one in status["history"]] == [
+        (failed, "RolledBack"),
+        (working, "Serving"),
+    ]
+    gone = replace(later(world, 9999), pods=with_ready(world))
+    _, after = settle(gone)
+    assert condition(after.status, "UpToDate")["message"] == up_to_date["message"], (
+        "the pods are gone, the error is not"
+    )
+    assert condition(after.status, "Available")["status"] == "True"
+
+
+def with_ready(world: World) -> tuple[Object, ...]:
+    deployment = find(world.children, "Deployment")
+    return tuple(serving_pod(deployment, f"back-{n}", ready=True) for n in range(deployment["spec"]["replicas"]))
+
+
+def test_a_failure_is_in_the_status_before_a_pod_is_changed() -> None:
+    """So that an operator that dies in between does not forget it."""
+    world = later(rolling_world(), 100)
+    decision = decide(world, SETTINGS)
+    assert decision.status is not None
+    assert decision.status["failedRevision"] == revision_of(world)
+    assert revision_of(carried_out(world, decision)) == revision_of(world)
+
+
+def test_waiting_for_a_node_does_not_count_towards_the_deadline() -> None:
+    world = rolling_world()
+    pod = unscheduled_pod(find(world.children, "Deployment"), "0/3 nodes are available", "new-1")
+    world, decision = settle(later(replace(world, pods=(world.pods[0], pod)), 86_400))
+    assert condition(decision.status, "UpToDate")["reason"] == "RollingOut"
+    assert "new-1 waits for a node" in condition(decision.status, "UpToDate")["message"]
+    assert revision_of(world) == world.body["status"]["updateRevision"]
+
+
+def test_a_failed_revision_is_tried_again_once_the_spec_has_changed() -> None:
+    world, _ = settle(later(rolling_world(), 100))
+    failed, working = world.body["status"]["failedRevision"], revision_of(world)
+    other, _ = settle(edited(world, serving={"maxModelLength": 256}))
+    assert revision_of(other) not in (failed, working)
+    assert "failedRevision" not in other.body["status"]
+    undone, decision = settle(edited(replace(world, pods=with_ready(world)), serving={}))
+    assert revision_of(undone) == working
+    assert condition(decision.status, "Ready")["status"] == "True"
+    again, _ = settle(edited(undone, **EDIT))
+    assert revision_of(again) == failed
+
+
+def test_a_first_revision_and_one_that_has_served_have_no_deadline() -> None:
+    world = rolling_world()
+    ready = replace(world, pods=with_ready(world))
+    worked, _ = settle(ready)
+    assert worked.body["status"]["currentRevision"] == revision_of(worked)
+    broken = replace(worked, pods=tuple({**pod, "status": world.pods[1]["status"]} for pod in worked.pods))
+    assert "failedRevision" not in settle(later(broken, 9999))[0].body["status"]
+
+
+# Going back on request
+
+
+def test_the_annotation_serves_a_kept_revision_until_it_is_removed() -> None:
+    world = serving_world()
+    first = revision_of(world)
+    world, _ = settle(edited(world, **EDIT))
+    world, _ = settle(replace(world, pods=with_ready(world)))
+    second = revision_of(world)
+    assert [one["state"] for one in world.body["status"]["history"]] == ["Serving", "Replaced"]
+    held, decision = settle(annotated(world, first))
+    assert revision_of(held) == first
+    held, decision = settle(replace(held, pods=with_ready(held)))
+    assert condition(decision.status, "UpToDate")["reason"] == "RolledBack"
+    assert f"remove it to roll out {second}" in condition(decision.status, "UpToDate")["message"]
+    assert [one["state"] for one in held.body["status"]["history"]] == ["RollingOut", "Serving"]
+    assert revision_of(settle(edited(held, serving={"maxModelLength": 256}))[0]) == first
+    released, decision = settle(annotated(held, ""))
+    assert revision_of(released) == second
+    assert condition(decision.status, "UpToDate")["reason"] == "RollingOut"
+
+
+def annotated(world: World, revision: str) -> World:
+    annotations = {names.ROLLBACK_ANNOTATION: revision} if revision else {}
+    return replace(world, body={**world.body, "metadata": {**world.body["metadata"], "annotations": annotations}})
+
+
+def test_an_unknown_revision_in_the_annotation_is_refused_and_what_serves_stays() -> None:
+    world = serving_world()
+    after, decision = settle(annotated(world, "abc"))
+    message = condition(decision.status, "Accepted")["message"]
+    assert message.startswith(f"metadata.annotations[{names.ROLLBACK_ANNOTATION}]: abc is not a kept revision; ")
+    assert revision_of(world) in message
+    assert after.children == world.children
+
+
+@pytest.mark.parametrize("limit", [0, 2])
+def test_as_many_revisions_are_kept_as_the_manifest_says_and_the_history_is_bounded(limit: int) -> None:
+    world = serving_world(rollout={"revisionHistoryLimit": limit})
+    for length in range(100, 115):
+        world, _ = settle(edited(world, serving={"maxModelLength": length}))
+        world, _ = settle(replace(world, pods=with_ready(world)))
+    assert sum(child["kind"] == "ControllerRevision" for child in world.children) == limit + 1
+    assert len(world.body["status"]["history"]) == 10
+
+
+def test_a_corrected_edit_is_rolled_out_although_pods_of_the_wrong_one_refuse_their_configuration() -> None:
+    world, decision = settle(rolling_world())
+    assert condition(decision.status, "Compiled")["reason"] == "InvalidEngineConfig"
+    wrong = revision_of(world)
+    world, decision = settle(edited(world, serving={"maxModelLength": 256}))
+    assert revision_of(world) != wrong
+    assert condition(decision.status, "Compiled")["status"] == "True"

@@ -5,29 +5,29 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from neuron_operator.disruption import num_promised
-from neuron_operator.placement import Placement
 from neuron_operator.reasons import Finding, Reason, met, unmet
+from neuron_operator.revision import Revision
 from neuron_operator.views import DeploymentView, Observed, PodView
 from neuron_operator.why.pods import explain_pod
 from neuron_operator.why.refusals import explain_denial
 
 
-def explain_replicas(observed: Observed, num_wanted: int, placement: Placement) -> tuple[Finding, ...]:
-    """A Finding for Available, those that pods give for other conditions, and one for Ready if replicas are missing
-    although Available is true."""
+def explain_replicas(observed: Observed, num_wanted: int, served: Revision) -> tuple[Finding, ...]:
+    """A Finding for Available, those that pods of the served revision give for other conditions, and one for Ready if
+    replicas are missing although Available is true."""
     num_answering = sum(pod.is_answering for pod in observed.replicas)
     counted = f"{num_answering} of {num_wanted} replicas answer"
     if num_wanted == 0:
         return (met("Available", "spec.replicas is 0", "ScaledToZero"),)
     if num_answering >= num_wanted:
         return (met("Available", counted),)
-    found = [
-        *_explain_deployment(observed.deployment),
-        *(explain_pod(pod, observed, placement) for pod in _current(observed.replicas) if not pod.is_answering),
-    ]
+    missing = [pod for pod in _current(observed.replicas) if not pod.is_answering]
+    of_pods = [(pod, explain_pod(pod, observed, served.placement)) for pod in missing]
+    found = [*_explain_deployment(observed.deployment), *(finding for _, finding in of_pods)]
     if not found:
         found = [unmet("Available", Reason.LOADING, "waiting for pods to be created")]
-    elsewhere = {finding.condition: finding for finding in found if finding.condition != "Available"}
+    of_revision = [finding for pod, finding in of_pods if pod.revision == served.name]
+    elsewhere = {finding.condition: finding for finding in of_revision if finding.condition != "Available"}
     worst = min(found, key=lambda finding: _reason(finding).weight)
     reason = _reason(worst)
     if "Available" not in reason.row.conditions:

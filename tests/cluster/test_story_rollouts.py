@@ -1,0 +1,171 @@
+"""Rollouts under steady traffic, on the real cluster with the real images: no request fails and no stream is cut, in
+each strategy, whatever is edited."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import uuid
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+
+from cluster.rig.images import build_image
+from cluster.rig.rig import WAITING, Rig
+from cluster.servers import hub_in_pod
+from cluster.stories import Images, Story, install, load_images, model_of, uninstall
+
+pytestmark = [pytest.mark.cluster, pytest.mark.slow, pytest.mark.timeout(1800, func_only=True)]
+
+NUM_TOKENS = 150
+
+TRAFFIC = """
+import json, os, sys, threading, time, urllib.request
+url, num_clients, num_tokens, least = sys.argv[1], *map(int, sys.argv[2:])
+done, broken, lock = 0, [], threading.Lock()
+def stream():
+    body = {"model": "chat", "prompt": "kubectl", "temperature": 0, "stream": True, "ignore_eos": True}
+    body |= {"max_tokens": num_tokens, "stream_options": {"include_usage": True}}
+    request = urllib.request.Request(
+        url + "/v1/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
+    )
+    usage, last = {}, b""
+    for line in urllib.request.urlopen(request, timeout=300):
+        line = line.strip()
+        if line.startswith(b"data: {"):
+            event = json.loads(line[6:])
+            usage = event.get("usage") or usage
+            if event.get("error"):
+                return str(event["error"])
+        last = line or last
+    whole = last == b"data: [DONE]" and usage.get("completion_tokens") == num_tokens
+    return None if whole else f"cut after {last!r} with {usage}"
+def client():
+    global done
+    while done < least or not os.path.exists("/tmp/stop"):
+        try:
+            fault = stream()
+        except Exception as error:
+            fault = repr(error)
+        with lock:
+            done += 1
+            if fault:
+                broken.append(fault)
+            elif done == num_clients:
+                print("steady", flush=True)
+opened(url + "/v1/models").read()
+clients = [threading.Thread(target=client) for _ in range(num_clients)]
+for one in clients:
+    one.start()
+for one in clients:
+    one.join()
+print(json.dumps({"done": done, "broken": broken}))
+"""
+
+
+@dataclass(frozen=True)
+class Installation:
+    rig: Rig
+    images: Images
+    other_image: str
+    """With the same code, under another name."""
+
+
+@pytest.fixture(scope="module")
+def installation(rig: Rig) -> Iterator[Installation]:
+    """The operator, and a hub in the cluster that has the demo model."""
+    images, other = load_images(rig), build_image("runtime-cpu-compile")
+    rig.load_image(other.archive)
+    with contextlib.ExitStack() as undo:
+        namespace = f"hub-{uuid.uuid4().hex[:8]}"
+        hub = undo.enter_context(hub_in_pod(rig, namespace, images.runtime, node="n3", models={"demo/demo": 0}))
+        values = {"jobs": {"env": [{"name": "HF_ENDPOINT", "value": hub.endpoint}]}}
+        undo.callback(uninstall, rig)
+        install(rig, images, *(f"--set-json={key}={json.dumps(value)}" for key, value in values.items()))
+        yield Installation(rig, images, other.name)
+
+
+@pytest.fixture
+def story(installation: Installation) -> Iterator[Story]:
+    namespace = f"test-{uuid.uuid4().hex[:8]}"
+    installation.rig.create_namespace(namespace)
+    yield Story(installation.rig, namespace)
+    installation.rig.kubectl("delete", "namespace", namespace, "--wait=false")
+
+
+def edits(installation: Installation) -> dict[str, dict[str, Any]]:
+    """What each edit makes of the spec; each keeps those before."""
+    config = {"serving": {"maxModelLength": 512}}
+    image = {**config, "engine": {"image": installation.other_image}}
+    return {"config": config, "image": image, "model": {**image, "model": {"uri": "hf://demo/demo"}}}
+
+
+def rolling(strategy: str, **spec: Any) -> dict[str, Any]:
+    """Two replicas with a device each."""
+    rollout = {"strategy": strategy, "drainDelaySeconds": 3, "drainSeconds": 240}
+    uri = spec.pop("model", {"uri": "file:///models/demo"})["uri"]
+    return model_of("chat", uri, replicas=2, accelerator={"devices": 1}, rollout=rollout, **spec)
+
+
+def roll_under_traffic(
+    installation: Installation,
+    story: Story,
+    strategy: str,
+    changes: dict[str, dict[str, Any]],
+    *,
+    least: int,
+    clients: int,
+) -> int:
+    """Makes the edits one after another while clients stream, and returns how many streams there were."""
+    story.apply(rolling(strategy))
+    story.until_ready(2)
+    url = f"http://chat.{story.namespace}.svc.cluster.local:8000"
+    story.start_client(installation.images.runtime, "traffic", TRAFFIC, url, str(clients), str(NUM_TOKENS), str(least))
+    story.kubectl("wait", "--for=jsonpath={.status.containerStatuses[0].started}=true", "pod/traffic", WAITING)
+    story.until("steady traffic", lambda: "steady" in story.kubectl("logs", "traffic"))
+    for name, change in changes.items():
+        with story.stage(f"{strategy}: {name}"), story.watching("pods") as events:
+            before = {pod["metadata"]["name"] for pod in story.ready_pods()}
+            story.apply(rolling(strategy, **change))
+            story.until("an observed edit", lambda: story.condition("chat", "UpToDate")["reason"] != "")
+            story.until_ready(2)
+            assert before.isdisjoint(pod["metadata"]["name"] for pod in story.ready_pods())
+            surged = max(_num_living(events(), installation))
+            print(f"    at most {surged} replicas at a time")
+            assert surged == (2 if strategy == "Replace" else 3)
+    story.kubectl("exec", "traffic", "--", "touch", "/tmp/stop")
+    result = json.loads(story.end_client("traffic").splitlines()[-1])
+    print(f"    {strategy}: {result['done']} streams, {len(result['broken'])} broken")
+    assert result["broken"] == []
+    return int(result["done"])
+
+
+def _num_living(events: Any, installation: Installation) -> Iterator[int]:
+    """After each change: the serving pods that nobody has deleted."""
+    alive: set[str] = set()
+    yield 0
+    for event in events:
+        serves = event.object["metadata"].get("labels", {}).get("neuron-serving.dev/role") == "leader"
+        if serves and event.type != "DELETED" and "deletionTimestamp" not in event.object["metadata"]:
+            alive.add(event.name)
+        else:
+            alive.discard(event.name)
+        yield len(alive)
+
+
+@pytest.mark.parametrize(("strategy", "edit"), [("Auto", "config"), ("Replace", "image"), ("Surge", "model")])
+def test_no_stream_is_cut_and_no_request_fails_while_replicas_are_replaced(
+    installation: Installation, story: Story, strategy: str, edit: str
+) -> None:
+    change = {edit: edits(installation)[edit]}
+    assert roll_under_traffic(installation, story, strategy, change, least=24, clients=6) >= 24
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("strategy", ["Auto", "Surge", "Replace"])
+def test_a_thousand_streams_end_whole_through_edits_of_configuration_image_and_model(
+    installation: Installation, story: Story, strategy: str
+) -> None:
+    assert roll_under_traffic(installation, story, strategy, edits(installation), least=1000, clients=12) >= 1000
