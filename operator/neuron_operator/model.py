@@ -329,6 +329,16 @@ class Engine(SpecPart, frozen=True):
             "remove it: this backend serves compiled models only", values=("Enabled",), backends=COMPILED_IF_ASKED
         ),
     ] = "Auto"
+    application_class: Annotated[
+        Annotated[
+            str, Meta(min_length=1, max_length=256, pattern=r"^[A-Za-z_][A-Za-z0-9_.]*(:[A-Za-z_][A-Za-z0-9_]*)?$")
+        ]
+        | None,
+        "The implementation of the model on the device: a name that the backend knows, or `module:Class` of "
+        "`engine.image`; by default by the model's architecture.",
+        ConfigKey("applicationClass", compiled=True),
+        Supported("remove it: this backend has no other implementation", backends=ON_DEVICE),
+    ] = None
     override_neuron_config: Annotated[
         Json,
         Meta(max_length=256),

@@ -15,11 +15,11 @@ from typing import Any
 
 import msgspec
 
-from neuron_runtime.backend.nxdi.models import BY_ARCHITECTURE, family_of, text_config
+from neuron_runtime.backend.nxdi.models import BY_ARCHITECTURE, family_of, is_private, text_config
 from neuron_runtime.backend.torch.architecture import FAMILIES, decoder_config, tensor_shapes
 from neuron_runtime.checkpoint import CONFIG_FILE, Checkpoint, InvalidModel, check_tokenizer, read_checkpoint
 from neuron_runtime.console import bytes_text
-from neuron_runtime.errors import ExitCode, FatalError
+from neuron_runtime.errors import ExitCode, FatalError, InvalidConfig
 from neuron_runtime.record import ModelFacts
 from neuron_runtime.weights.fetching import outline
 
@@ -29,14 +29,16 @@ DTYPE_NAMES = {"F64": "float64", "F32": "float32", "BF16": "bfloat16", "F16": "f
 """safetensors names to torch names; others are reported unchanged."""
 
 
-def inspect_model(uri: str, backend: str = "") -> ModelFacts:
+def inspect_model(uri: str, backend: str = "", application_class: str = "") -> ModelFacts:
     """Inspect a model: config.json, the index, the headers of the weights, and whether it has a tokenizer.
 
     Args:
         backend: the one that must support it; empty: any.
+        application_class: the class that runs it with NxD Inference, whatever its architecture; empty: by that.
 
     Raises:
-        InvalidConfig: the URI is malformed or its scheme is not supported.
+        InvalidConfig: the URI is malformed or its scheme is not supported, or the application class is malformed or
+            for another backend.
         FatalError: MODEL_NOT_FOUND, WEIGHTS_UNAUTHORIZED, UNSUPPORTED_ARCHITECTURE or INVALID_MODEL.
         SourceUnreachable: the source does not respond; retry later.
     """
@@ -44,25 +46,37 @@ def inspect_model(uri: str, backend: str = "") -> ModelFacts:
         tempfile.TemporaryDirectory(prefix="neuron-inspect-") as scratch,
         outline(uri, Path(scratch)) as (folder, digest),
     ):
-        facts = model_facts(read_checkpoint(folder), digest, backend)
+        facts = model_facts(read_checkpoint(folder), digest, backend, application_class)
         check_tokenizer(folder)
         return facts
 
 
-def model_facts(checkpoint: Checkpoint, digest: str | None = None, backend: str = "") -> ModelFacts:
-    """Facts of a model folder. The digest is its source's, or the checkpoint's own hash.
+def model_facts(
+    checkpoint: Checkpoint, digest: str | None = None, backend: str = "", application_class: str = ""
+) -> ModelFacts:
+    """Facts of a model folder. The digest is its source's, or the checkpoint's own hash. See `inspect_model`.
 
     Raises:
         FatalError: UNSUPPORTED_ARCHITECTURE, or INVALID_MODEL when tensors and configuration contradict one another.
     """
-    if backend == NXDI:
-        family_of(checkpoint.config, "")
-    try:
-        shape = _checked_shape(checkpoint)
-    except FatalError as error:
-        if error.exit_code != ExitCode.UNSUPPORTED_ARCHITECTURE or backend not in ("", NXDI):
-            raise
-        shape = _shape_for_nxdi(checkpoint, error)
+    if application_class and backend not in ("", NXDI):
+        raise InvalidConfig(
+            "--application-class", f"is for the {NXDI} backend, not for {backend}: leave out one of them"
+        )
+    if application_class or backend == NXDI:
+        family_of(checkpoint.config, application_class)
+    if is_private(application_class):
+        # Its tensors are its own business.
+        shape = _shape_by_config(checkpoint)
+    else:
+        try:
+            shape = _checked_shape(checkpoint)
+        except FatalError as error:
+            if error.exit_code != ExitCode.UNSUPPORTED_ARCHITECTURE or backend not in ("", NXDI):
+                raise
+            if not application_class and not BY_ARCHITECTURE.keys() & _architectures(checkpoint):
+                raise
+            shape = _shape_by_config(checkpoint)
     num_bytes_by_dtype: Counter[str] = Counter()
     for tensor in checkpoint.tensors.values():
         num_bytes_by_dtype[tensor.dtype] += tensor.num_bytes
@@ -108,11 +122,14 @@ SHAPE = {
 """Names of config.json by ours."""
 
 
-def _shape_for_nxdi(checkpoint: Checkpoint, unsupported: FatalError) -> dict[str, Any]:
-    """Of an architecture that NxD Inference alone runs, by config.json. Raises `unsupported` if it does not either."""
-    names = [name for name in checkpoint.config.get("architectures") or () if name in BY_ARCHITECTURE]
-    if not names:
-        raise unsupported
+def _architectures(checkpoint: Checkpoint) -> list[str]:
+    return [str(name) for name in checkpoint.config.get("architectures") or ()]
+
+
+def _shape_by_config(checkpoint: Checkpoint) -> dict[str, Any]:
+    """Of an architecture that NxD Inference alone runs."""
+    names = _architectures(checkpoint)
+    known = next((name for name in names if name in BY_ARCHITECTURE), names[0] if names else "")
     config = dict(text_config(checkpoint.config))
     config.setdefault("num_key_value_heads", config.get("num_attention_heads"))
     if config.get("head_dim") is None and config.get("num_attention_heads"):
@@ -121,7 +138,7 @@ def _shape_for_nxdi(checkpoint: Checkpoint, unsupported: FatalError) -> dict[str
         if not isinstance(config.get(name), int) or config[name] < 1:
             path = checkpoint.folder / CONFIG_FILE
             raise InvalidModel(f"{path}: {name} must be a positive integer, got {config.get(name)!r}")
-    return {"architecture": names[0], **{ours: config[name] for ours, name in SHAPE.items()}}
+    return {"architecture": known, **{ours: config[name] for ours, name in SHAPE.items()}}
 
 
 def _number(config: Mapping[str, Any], name: str) -> int:

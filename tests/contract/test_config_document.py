@@ -141,6 +141,12 @@ def test_models_that_differ_in_names_and_http_share_an_artifact() -> None:
     assert operator.compiled_part({**document, "dtype": "float32"}) != operator.compiled_part(document)
 
 
+def test_the_class_that_runs_a_private_architecture_reaches_inspection_and_document() -> None:
+    spec = {**SPEC, "engine": {"backend": "nxdi", "applicationClass": "ours.serving:OursForCausalLM"}}
+    options = build_parser().parse_args(command_of(resolve_job(parse(body(spec)), SETTINGS)["spec"]["template"]))
+    assert options.application_class == rendered(spec).application_class == "ours.serving:OursForCausalLM"
+
+
 @pytest.mark.parametrize(
     ("sampling", "written", "mode"),
     [

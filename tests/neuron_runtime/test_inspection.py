@@ -16,8 +16,9 @@ import pytest
 from helpers.hub import Shelf, serving
 from helpers.tiny_model import TINY_CONFIG, write_tiny_model
 from neuron_runtime import record
-from neuron_runtime.checkpoint import TensorInfo, read_checkpoint
-from neuron_runtime.errors import ExitCode, FatalError
+from neuron_runtime.__main__ import main
+from neuron_runtime.checkpoint import InvalidModel, TensorInfo, read_checkpoint
+from neuron_runtime.errors import ExitCode, FatalError, InvalidConfig
 from neuron_runtime.inspection import facts_as_json, facts_as_text, inspect_model
 from neuron_runtime.record import ModelFacts
 
@@ -205,6 +206,44 @@ def test_an_architecture_that_only_nxd_inference_runs_has_facts(tmp_path: Path) 
     assert "MixtralForCausalLM (supported, with backend nxdi)" in facts_as_text("model", facts)
     with pytest.raises(FatalError, match="not supported by the torch backend"):
         inspect_model(f"file://{folder}", "torch")
+
+
+def test_an_architecture_that_only_an_application_class_runs_has_facts(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = write_tiny_model(tmp_path / "model")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"architectures": ["OursForCausalLM"]}))
+    uri = f"file://{folder}"
+    with pytest.raises(FatalError, match="OursForCausalLM"):
+        inspect_model(uri)
+    facts = inspect_model(uri, application_class="ours.serving:OursForCausalLM")
+    assert (facts.architecture, facts.num_layers, facts.vocabulary_size) == ("OursForCausalLM", 2, 64)
+    assert inspect_model(uri, application_class="llama") == facts
+    assert main(["inspect", uri, "--application-class", "ours.serving:OursForCausalLM"]) == 0
+    assert "OursForCausalLM (supported, with backend nxdi)" in capsys.readouterr().out
+
+
+def test_tensors_of_a_private_model_are_not_those_of_its_architecture(tmp_path: Path) -> None:
+    folder = write_tiny_model(tmp_path / "model")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"intermediate_size": 24}))
+    with pytest.raises(InvalidModel, match="has shape"):
+        inspect_model(f"file://{folder}")
+    assert inspect_model(f"file://{folder}", application_class="ours:Class").intermediate_size == 24
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (("", "no such"), r"applicationClass: must be one of .*llama.*, or `module:Class`"),
+        (("torch", "ours:Class"), "--application-class: is for the nxdi backend, not for torch"),
+    ],
+)
+def test_a_wrong_application_class_is_refused(tmp_path: Path, given: tuple[str, str], message: str) -> None:
+    folder = write_tiny_model(tmp_path / "model")
+    with pytest.raises(InvalidConfig, match=message):
+        inspect_model(f"file://{folder}", *given)
 
 
 def test_the_facts_of_a_nested_configuration_are_those_of_its_text_model(tmp_path: Path) -> None:

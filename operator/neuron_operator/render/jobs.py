@@ -77,6 +77,8 @@ COMPILE = JobKind(names.ROLE_COMPILE, "na", 6 * 3600, _only(*_NOT_NEURON, _AMD64
 def resolve_job(model: NeuronModel, settings: Settings) -> Object:
     """Reads the model's facts with the model's own credentials, before devices are allocated."""
     command = ["neuron-runtime", "inspect", model.spec.model.uri, "--record", names.TERMINATION_LOG]
+    if application_class := model.spec.engine.application_class:
+        command += ["--application-class", application_class]
     return shared_job(model, settings, RESOLVE, command, source(model), image=runtime_image(model, settings))
 
 

@@ -17,6 +17,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--backend", choices=backends, default="", help="The backend that must support it; default: any"
     )
+    parser.add_argument(
+        "--application-class",
+        metavar="CLASS",
+        default="",
+        help="Take the model's architecture as one that this class runs with nxdi, see the flag of `serve`",
+    )
     parser.add_argument("--json", action="store_true", help="Print the facts as JSON")
     record.add_flag(parser)
     parser.set_defaults(run=run)
@@ -25,6 +31,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace, began: float) -> record.Record:
     from neuron_runtime.inspection import facts_as_json, facts_as_text, inspect_model  # noqa: PLC0415
 
-    facts = inspect_model(model_uri(options.uri), options.backend)
+    facts = inspect_model(model_uri(options.uri), options.backend, options.application_class)
     print(facts_as_json(facts) if options.json else facts_as_text(options.uri, facts))
     return record.success("inspect", facts, time.monotonic() - began)
