@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import shutil
 import tempfile
 import time
 from collections.abc import Iterator
@@ -14,10 +15,11 @@ import msgspec
 import pytest
 import torch
 
+from helpers.hub import Shelf, serving
 from helpers.nxdi import fake_nxdi, installed
 from helpers.torch_models import random_model, reference
 from neuron_runtime.artifacts.key import covered, differences
-from neuron_runtime.artifacts.loading import ARTIFACT_VARIABLE, Places, provide
+from neuron_runtime.artifacts.loading import ARTIFACT_VARIABLE, Places, check_artifact, provide
 from neuron_runtime.backend import nxdi
 from neuron_runtime.backend.nxdi import failures, library
 from neuron_runtime.backend.nxdi.devices import PLATFORMS
@@ -27,6 +29,7 @@ from neuron_runtime.config import ModelSource, RuntimeConfig, parse_config
 from neuron_runtime.core import Request, Sampling
 from neuron_runtime.engine.loop import Engine
 from neuron_runtime.errors import ExitCode, FatalError, InvalidConfig
+from neuron_runtime.weights.fetching import materialize
 
 PROMPTS = ([5, 9, 13, 2, 8], [7, 3, 21])
 LIMITS = {"maxSequences": 2, "maxModelLength": 256}
@@ -452,3 +455,38 @@ def test_a_folder_beside_the_model_is_found(tmp_path: Path) -> None:
         assert provide(open_config(model), model, places(tmp_path), lambda stage, share: None) == folder
         with pytest.raises(FatalError, match="has no artifact"):
             provide(open_config(model, limits={"maxSequences": 9}), model, places(tmp_path), lambda stage, share: None)
+
+
+def test_graphs_of_a_hub_repository_are_loaded_if_they_fit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model, shelf = random_model(tmp_path / "hub" / "acme" / "llama" / "main"), Shelf(tmp_path / "hub")
+    (model / "tokenizer.json").write_text("{}")
+
+    def served(**document: Any) -> tuple[RuntimeConfig, Path, Path]:
+        config = msgspec.structs.replace(open_config(model, **document), model=ModelSource(uri="hf://acme/llama"))
+        check_artifact(config, tmp_path / "weights", "", places(tmp_path), quiet)
+        folder = materialize(config.model, tmp_path / "weights", quiet)
+        return config, folder, provide(config, folder, places(tmp_path), quiet)
+
+    with library_of(), serving(shelf) as hub:
+        monkeypatch.setenv("HF_ENDPOINT", hub)
+        compiled_by_others = others(model, tmp_path / "theirs")
+        for name in ("model.pt", "neuron_config.json"):
+            shutil.copy(compiled_by_others / name, model / name)
+        config, folder, artifact = served()
+        assert artifact == folder != model
+        assert generated(folder, config, artifact) == expected(model)
+        capsys.readouterr()
+        with pytest.raises(FatalError, match="has no artifact") as caught:
+            served(limits={"maxSequences": 9})
+        assert caught.value.exit_code == ExitCode.ARTIFACT_MISSING
+        assert "batch_size: is 2, but limits.maxSequences is 9" in capsys.readouterr().err
+        (model / "neuron_config.json").write_text('{"batch_size": 2, "sequence_length": 512}')
+        with pytest.raises(FatalError, match="has no artifact"):
+            served()
+        assert "is no configuration of NxD Inference with a `neuron_config`" in capsys.readouterr().err
+
+
+def quiet(stage: str, share: float) -> None:
+    pass

@@ -31,7 +31,15 @@ from neuron_runtime.errors import ExitCode, FatalError, InvalidConfig
 from neuron_runtime.uris import FolderModel, HubModel, ImageModel, ModelInPlace, S3Model, parse_uri
 from neuron_runtime.weights.disk import writing
 from neuron_runtime.weights.journal import Journal
-from neuron_runtime.weights.selection import is_part, is_plain, is_small, small_files, weight_files
+from neuron_runtime.weights.selection import (
+    GRAPHS_CONFIG_FILE,
+    graph_files,
+    is_part,
+    is_plain,
+    is_small,
+    small_files,
+    weight_files,
+)
 from neuron_runtime.weights.source import Attempts, BrokenAnswer, Listing, Source, SourceFile
 from neuron_runtime.weights.store import KEY, Entry, Manifest, Store, StoredFile, WaitingLine
 from neuron_runtime.weights.transfer import LIMITS, Amount, Transfer, TransferLimits, free_bytes
@@ -396,7 +404,7 @@ def _copy(
             check(folder)
             weights = weight_files(listing.files, _weight_map(folder)) if with_weights else []
         if with_weights:
-            more, more_bytes = transfer(weights, report)
+            more, more_bytes = transfer(weights + graph_files(listing.files), report)
             sums, read_bytes = sums | more, read_bytes + more_bytes
             with _naming(folder, uri):
                 read_checkpoint(folder)
@@ -434,7 +442,7 @@ def _draw(attempts: Attempts[Source], listing: Listing, scratch: Path) -> None:
     for name in names:
         with (scratch / name).open("wb") as file:
             file.truncate(listing.files[name].num_bytes)
-    for name in {CONFIG_FILE, INDEX_FILE} & set(names):
+    for name in {CONFIG_FILE, INDEX_FILE, GRAPHS_CONFIG_FILE} & set(names):
         (scratch / name).write_bytes(start(listing.files[name], listing.files[name].num_bytes))
 
     def copy_header(name: str) -> None:

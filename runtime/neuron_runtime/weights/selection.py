@@ -11,6 +11,9 @@ from fnmatch import fnmatchcase
 
 from neuron_runtime.checkpoint import INDEX_FILE, WEIGHTS_FILE
 
+GRAPHS_FILE, GRAPHS_CONFIG_FILE = "model.pt", "neuron_config.json"
+"""What NxD Inference compiled, beside the weights. Without the second file the first one is something else."""
+
 SMALL_FILES = (
     "config.json",
     "generation_config.json",
@@ -24,6 +27,7 @@ SMALL_FILES = (
     "chat_template.json",
     "*.jinja",
     INDEX_FILE,
+    GRAPHS_CONFIG_FILE,
 )
 """Files of a model besides its weights, as patterns of names in the root of a repository or prefix."""
 
@@ -51,11 +55,16 @@ def is_weights(name: str) -> bool:
 
 def is_part(name: str) -> bool:
     """Whether a model may need the file."""
-    return is_small(name) or is_weights(name)
+    return is_small(name) or is_weights(name) or name == GRAPHS_FILE
 
 
 def small_files(names: Iterable[str]) -> list[str]:
     return sorted(filter(is_small, names))
+
+
+def graph_files(names: Iterable[str]) -> list[str]:
+    """Compiled graphs that lie beside the weights."""
+    return [GRAPHS_FILE] if {GRAPHS_FILE, GRAPHS_CONFIG_FILE} <= set(names) else []
 
 
 def weight_files(names: Iterable[str], weight_map: Mapping[str, str]) -> list[str]:

@@ -20,9 +20,10 @@ from neuron_runtime.backend.nxdi.neuron_config import BY_NAME, OF_REQUESTS, SAMP
 from neuron_runtime.backend.nxdi.settings import Settings
 from neuron_runtime.config import RuntimeConfig
 from neuron_runtime.errors import ExitCode, FatalError
+from neuron_runtime.weights.selection import GRAPHS_CONFIG_FILE as CONFIG_FILE
+from neuron_runtime.weights.selection import GRAPHS_FILE as MODEL_FILE
 
-MODEL_FILE = "model.pt"
-CONFIG_FILE = "neuron_config.json"
+__all__ = ["CONFIG_FILE", "MODEL_FILE", "adopted", "differences", "is_foreign", "within"]
 
 FOLDERS = "neuron-compiled-artifacts/*"
 """Where the vLLM plugin puts them, within a model's folder."""
