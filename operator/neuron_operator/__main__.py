@@ -11,6 +11,7 @@ USAGE = """usage: neuron-operator COMMAND [flags]
   run              run the operator in a cluster
   local -f FILE    serve a manifest on this machine, without a cluster
   local --demo     the same with the demo model
+  plan -f FILE     show where a manifest's model would run, and why
   crd              print the CustomResourceDefinition, for `kubectl apply --server-side -f -`
   --version        print the version
 
@@ -29,6 +30,10 @@ def main(argv: Sequence[str] | None = None) -> int:
             from neuron_operator import local  # noqa: PLC0415
 
             return local.main(arguments[1:])
+        case ["plan"]:
+            from neuron_operator import plan_command  # noqa: PLC0415
+
+            return plan_command.main(arguments[1:])
         case ["crd"]:
             from neuron_operator import schema  # noqa: PLC0415
 

@@ -13,6 +13,7 @@ import uuid
 from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -23,7 +24,7 @@ from cluster.rig.machine import wait_until
 from helpers.api_proxy import proxying
 from helpers.apiserver import ApiServer
 from helpers.operator_rights import CLUSTER_RULES, LEASE_RULES, OPERATOR_NAMESPACE, grant
-from helpers.operator_worlds import REFUSED
+from helpers.operator_worlds import FACTS, REFUSED, body
 from helpers.operators import (
     BY_KIND,
     OPERATOR_USER,
@@ -37,6 +38,7 @@ from helpers.operators import (
     without_versions,
 )
 from neuron_operator import names
+from neuron_operator.__main__ import main
 from neuron_operator.client import EVENTS, LEASES, NEURON_MODELS, PODS, Client, Conflict, Unreachable
 from neuron_operator.decide import decide
 from neuron_operator.lease import LeaseTimings
@@ -792,7 +794,9 @@ async def test_nothing_is_created_in_a_namespace_that_is_being_deleted(
     assert namespace.list(EVENTS) == []
 
 
-async def test_the_status_shows_the_number_of_free_devices(server: ApiServer, namespace: Namespace) -> None:
+async def test_the_status_shows_the_number_of_free_devices(
+    server: ApiServer, namespace: Namespace, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     devices = {"aws.amazon.com/neuron": "6"}
     labels = {"node.kubernetes.io/instance-type": "inf2.24xlarge"}
     node = {"apiVersion": "v1", "kind": "Node", "metadata": {"name": namespace.name, "labels": labels}}
@@ -804,6 +808,12 @@ async def test_the_status_shows_the_number_of_free_devices(server: ApiServer, na
     container = {"name": "c", "image": "i", "resources": limits}
     holder = {"metadata": {"name": "holder"}, "spec": {"nodeName": namespace.name, "containers": [container]}}
     server.call("POST", PODS.path(namespace.name), {"apiVersion": "v1", "kind": "Pod", **holder})
+    (tmp_path / "facts.json").write_text(json.dumps(FACTS))
+    (tmp_path / "model.yaml").write_text(json.dumps(body({"model": {"uri": "hf://acme/tiny"}})))
+    files = ["-f", str(tmp_path / "model.yaml"), "--facts", str(tmp_path / "facts.json")]
+    flags = ["plan", *files, "--cluster", "--kubeconfig", str(server.kubeconfig(OPERATOR_USER))]
+    assert await asyncio.to_thread(main, flags) == 0
+    assert "1 Neuron device of inf2.24xlarge, about $1.08 per hour (free on a node of" in capsys.readouterr().out
     async with client_of(server) as client, operating(client, only(namespace)):
         namespace.put_model(accelerator={"type": "Neuron", "devices": 6}, replicas=1)
         await namespace.settle()

@@ -1,0 +1,148 @@
+"""`neuron-operator plan`: what it prints, and what it refuses."""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import msgspec
+import pytest
+import yaml
+
+from helpers.manifests import CASES
+from helpers.tiny_model import write_tiny_model
+from neuron_operator.__main__ import main
+from neuron_operator.manifest import parse
+from neuron_operator.plan_command import SETTINGS
+from neuron_operator.records import Facts
+from neuron_operator.revision import pin
+from neuron_operator.world import FreeDevices, Provisionable
+from neuron_runtime.inspection import facts_as_json, inspect_model
+
+MODELS = yaml.safe_load((CASES / "sizing" / "models.yaml").read_text())
+LLAMA, LARGE = MODELS["meta-llama/Llama-3.1-8B-Instruct"], MODELS["meta-llama/Llama-3.3-70B-Instruct"]
+
+
+@pytest.fixture
+def manifest(tmp_path: Path) -> Path:
+    path = tmp_path / "model.yaml"
+    path.write_text(
+        "apiVersion: neuron-serving.dev/v1alpha1\nkind: NeuronModel\nmetadata: {name: chat}\n"
+        'spec: {model: {uri: "hf://acme/llama"}}\n'
+    )
+    return path
+
+
+def facts(folder: Path, found: object) -> str:
+    path = folder / "facts.json"
+    path.write_text(json.dumps(found))
+    return str(path)
+
+
+def test_it_prints_the_summary_of_the_status_and_the_arithmetic(
+    manifest: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    flags = ["--facts", facts(tmp_path, LLAMA), "--instance-types", "inf2.8xlarge,inf2.xlarge,trn2.3xlarge"]
+    assert main(["plan", "-f", str(manifest), *flags]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    model = parse(yaml.safe_load(manifest.read_text()))
+    types = Provisionable(("inf2.8xlarge", "inf2.xlarge", "trn2.3xlarge"))
+    pinned = pin(model, msgspec.convert(LLAMA, Facts), replace(SETTINGS, provisionable=types), 1, FreeDevices(()))
+    assert lines[0] == pinned.pinned.plan.summary
+    text = "\n".join(lines)
+    for part in (
+        "each of 2 NeuronCores of inf2\n  weights         8.0 GB",
+        "cache           4.3 GB  16 sequences of 4096 tokens",
+        "total          15.0 GB\n  may be used    16.3 GB",
+        "cheapest          1 Neuron device of inf2.8xlarge, about $1.97 per hour",
+        "runner-up         1 Neuron device of trn2.3xlarge",
+        "one size smaller  none",
+        "one size larger   1 Neuron device of trn2.3xlarge: 16 sequences of 4096 tokens",
+        "1 Neuron device of inf2.xlarge  loading takes 32.9 GB of host memory, and a node has 14.8 GB",
+    ):
+        assert part in text
+
+
+def test_the_shown_plan_is_what_is_printed(manifest: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    page = (Path(__file__).resolve().parents[2] / "docs" / "sizing.md").read_text()
+    shown = page.partition("```console\n")[2].partition("```")[0]
+    command, _, output = shown.partition("\n")
+    flags = command.split()[2:]
+    flags[flags.index("model.yaml")], flags[flags.index("facts.json")] = str(manifest), facts(tmp_path, LLAMA)
+    assert main(flags) == 0
+    assert capsys.readouterr().out == output
+
+
+def test_it_prints_the_objects(manifest: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "-f", str(manifest), "--facts", facts(tmp_path, {"facts": LLAMA}), "-o", "yaml"]) == 0
+    text = capsys.readouterr().out
+    assert "&id" not in text
+    found = {obj["kind"]: obj for obj in yaml.safe_load_all(text)}
+    assert found.keys() >= {"Job", "ConfigMap", "Deployment", "Service", "ControllerRevision"}
+    assert json.loads(found["ConfigMap"]["data"]["config.json"])["limits"] == {
+        "maxModelLength": 4096,
+        "maxSequences": 16,
+    }
+    (container,) = found["Deployment"]["spec"]["template"]["spec"]["containers"]
+    assert container["resources"]["limits"] == {"aws.amazon.com/neuron": "1"}
+
+
+def test_a_refusal_is_the_one_of_the_condition(
+    manifest: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    flags = ["--facts", facts(tmp_path, LARGE), "--instance-types", "inf2.48xlarge"]
+    assert main(["plan", "-f", str(manifest), *flags]) == 1
+    assert capsys.readouterr().err.startswith("ModelTooLarge: the model does not fit on")
+
+
+def test_the_facts_are_those_that_the_runtime_prints(
+    manifest: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    found = inspect_model(f"file://{write_tiny_model(tmp_path / 'model')}")
+    (tmp_path / "facts.json").write_text(facts_as_json(found))
+    assert main(["plan", "-f", str(manifest), "--facts", str(tmp_path / "facts.json")]) == 0
+    assert "16 sequences of 128 tokens" in capsys.readouterr().out
+    local = manifest.with_name("local.yaml")
+    local.write_text(manifest.read_text().replace("hf://acme/llama", f"file://{tmp_path / 'model'}"))
+    assert main(["plan", "-f", str(local)]) == 0
+    assert "16 sequences of 128 tokens" in capsys.readouterr().out
+
+
+def test_a_model_that_is_computed_on_the_host_is_not_planned(
+    manifest: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    manifest.write_text(manifest.read_text().replace("spec: {", "spec: {accelerator: {type: CPU}, "))
+    assert main(["plan", "-f", str(manifest), "--facts", facts(tmp_path, LLAMA)]) == 0
+    assert "computed on the host" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("content", "flags", "says"),
+    [
+        ("[1]", [], "has no facts about a model"),
+        ('{"facts": {}}', [], "has no facts about a model"),
+        (json.dumps(LLAMA), ["--instance-types", "p5.48xlarge"], "p5.48xlarge is of no known family"),
+        (json.dumps(LLAMA), ["--cluster", "--kubeconfig", "/does/not/exist"], "no kubeconfig at /does/not/exist"),
+    ],
+)
+def test_what_cannot_be_read_ends_with_code_2_and_one_line(
+    manifest: Path, capsys: pytest.CaptureFixture[str], content: str, flags: list[str], says: str
+) -> None:
+    path = manifest.with_name("facts.json")
+    path.write_text(content)
+    assert main(["plan", "-f", str(manifest), "--facts", str(path), *flags]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("neuron-operator plan: ")
+    assert says in line
+
+
+def test_without_facts_and_without_the_runtime_it_says_what_to_pass(
+    manifest: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert main(["plan", "-f", str(manifest)]) == 2
+    assert "pass the facts with --facts FILE" in capsys.readouterr().err
+    assert main(["plan", "-f", str(tmp_path / "missing.yaml")]) == 2
