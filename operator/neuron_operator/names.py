@@ -108,6 +108,8 @@ GROUP_SIZE_VARIABLE = "NEURON_SERVING_GROUP_SIZE"
 LEADER_VARIABLE = "NEURON_SERVING_LEADER"
 PLATFORM_VARIABLE = "NEURON_PLATFORM_TARGET_OVERRIDE"
 """Of the Neuron libraries: the family of devices to compile for."""
+ARTIFACT_VARIABLE = "NEURON_COMPILED_ARTIFACTS"
+"""Names the artifact that a pod loads instead of one of the store."""
 
 # Variables of the operator or the device plugin, which a manifest may not set.
 RESERVED_ENV_PREFIX = "NEURON_SERVING_"

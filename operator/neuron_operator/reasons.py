@@ -220,7 +220,8 @@ class Reason(StrEnum):
         "A pod finds no compiled artifact of its configuration in the store, or a damaged one; the message names the "
         "fields that differ from the nearest artifact, or the damaged file",
         "Wait: the operator has the model compiled again. If it recurs, see that pods and Jobs use the same store, "
-        "and that `image.compile` has the same libraries as `image.runtime`",
+        "and that `image.compile` has the same libraries as `image.runtime`. If `engine.env` names the artifact "
+        "(`NEURON_COMPILED_ARTIFACTS`), remove that or name one that fits",
         exit_codes=(20,),
     )
     GROUP_INCOMPLETE = Row("GroupIncomplete", ("Available",), exit_codes=(40, 41))

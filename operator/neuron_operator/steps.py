@@ -13,7 +13,7 @@ from datetime import timedelta
 
 import msgspec
 
-from neuron_operator import revision
+from neuron_operator import names, revision
 from neuron_operator.errors import InvalidSpec, Unplaceable
 from neuron_operator.model import NeuronModel
 from neuron_operator.model_status import MAX_WORD
@@ -88,6 +88,8 @@ class Task:
     """Whether all this is known already; for a result that the revision pins."""
     void_after: frozenset[int] = frozenset()
     """Exit codes with which a serving pod of the revision reports that the result is no longer there."""
+    replaced_by: str = ""
+    """The variable of a manifest that names something else for its pods to load: they say nothing about the result."""
 
 
 @dataclass(frozen=True)
@@ -164,7 +166,8 @@ def _is_void(task: Task, kept: KeeperView, known: Known, observed: Observed) -> 
 
     Where the Job found everything in its store, pod and store may disagree for ever: it runs again at intervals only.
     """
-    if kept.created is None or kept.record is None:
+    own = {variable.name for variable in known.model.spec.engine.env}
+    if kept.created is None or kept.record is None or task.replaced_by in own:
         return False
     valid_until = kept.created + timedelta(seconds=DISPUTED_SECONDS if kept.record.found_all else 0)
     revision_name = known.revision.name if known.revision else ""
@@ -328,6 +331,7 @@ STEPS = (
             jobs=_compile_jobs,
             learn=_learn_artifact,
             void_after=frozenset(Reason.ARTIFACT_MISSING.row.exit_codes),
+            replaced_by=names.ARTIFACT_VARIABLE,
         ),
     ),
 )

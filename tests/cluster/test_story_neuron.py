@@ -136,10 +136,12 @@ def _check_refusals(story: Story) -> None:
         message = story.until_reason("logical", "InvalidEngineConfig")["message"]
         assert "is 2, but NEURON_LOGICAL_NC_CONFIG is 1" in message
     other = f"{names.ARTIFACTS_DIR}/{story.artifact('logical')}"
+    audit = len(rig.audit_events())
     story.apply(_model("shipped", engine={"env": [{"name": "NEURON_COMPILED_ARTIFACTS", "value": other}]}, **inf2))
     message = story.until_reason("shipped", "ArtifactMissing")["message"]
     for difference in ("target.logicalCore: 2 instead of 1", "target.tensor: 1 instead of 2"):
         assert difference in message, message
+    assert story.created_jobs(audit) == [], "the store has the artifact that it should load"
 
 
 def _model(name: str, **spec: object) -> dict[str, Any]:

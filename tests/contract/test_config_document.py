@@ -26,6 +26,7 @@ from neuron_operator.world import ClaimFolder, ObjectStore, Place, StorageSettin
 from neuron_runtime import config as runtime
 from neuron_runtime.__main__ import build_parser
 from neuron_runtime.artifacts.key import compiled_part
+from neuron_runtime.artifacts.loading import ARTIFACT_VARIABLE
 from neuron_runtime.backend.nxdi.devices import PLATFORM_VARIABLE, PLATFORMS
 from neuron_runtime.backend.simulated.options import limits_of, read_options
 
@@ -132,6 +133,7 @@ def test_operator_and_runtime_know_the_same_devices() -> None:
         name: (one.physical_cores, one.logical_core) for name, one in PLATFORMS.items()
     }
     assert names.PLATFORM_VARIABLE == PLATFORM_VARIABLE
+    assert names.ARTIFACT_VARIABLE == ARTIFACT_VARIABLE
 
 
 def test_models_that_differ_in_names_and_http_share_an_artifact() -> None:

@@ -162,13 +162,25 @@ def voidable() -> tuple[Step, ...]:
     """Facts are pinned and therefore never void: the same step, as one whose result is a file."""
     task = STEPS[0].task
     assert task is not None
-    return (Step(STEPS[0].finish, replace(task, knows=None, void_after=frozenset({20}))), *STEPS[1:])
+    voided = replace(task, knows=None, void_after=frozenset({20}), replaced_by="OWN_FILE")
+    return (Step(STEPS[0].finish, voided), *STEPS[1:])
 
 
-def served(steps: tuple[Step, ...]) -> World:
-    world, decision = settle(fresh(), steps=steps)
+def served(steps: tuple[Step, ...], **spec: Any) -> World:
+    world, decision = settle(fresh(spec={**SPEC, **spec}), steps=steps)
     pods = (resolved_pod(find(decision.desired, "Job")),)
     return settle(finished(replace(world, pods=pods)), steps=steps)[0]
+
+
+def disputed(world: World, code: int = 20, kept_at: str = "11:54:30", record: Object | None = None) -> World:
+    """A pod ended with a code after the record was kept."""
+    keeper = find(world.shared, "ConfigMap")
+    kept = json.dumps(json.loads(keeper["data"]["record.json"]) | (record or {}))
+    metadata = {**keeper["metadata"], "creationTimestamp": f"2026-03-01T{kept_at}Z"}
+    keeper = {**keeper, "metadata": metadata, "data": {"record.json": kept}}
+    last = {"terminated": {"exitCode": code, "finishedAt": "2026-03-01T11:55:00Z"}}
+    pod = serving_pod(find(world.children, "Deployment"), last=last, restarts=1)
+    return replace(world, shared=(find(world.shared, "Job"), keeper), pods=(*world.pods, pod))
 
 
 NOTHING_NEW = {"weights": {"digest": "0" * 40, "bytes": 7, "readBytes": 0}}
@@ -187,19 +199,15 @@ NOTHING_NEW = {"weights": {"digest": "0" * 40, "bytes": 7, "readBytes": 0}}
 def test_a_record_is_void_once_a_serving_pod_misses_what_it_tells_of(
     code: int, kept_at: str, record: Object, again: bool
 ) -> None:
-    steps = voidable()
-    world = served(steps)
-    keeper = find(world.shared, "ConfigMap")
-    kept = json.dumps(json.loads(keeper["data"]["record.json"]) | record)
-    metadata = {**keeper["metadata"], "creationTimestamp": f"2026-03-01T{kept_at}Z"}
-    keeper = {**keeper, "metadata": metadata, "data": {"record.json": kept}}
-    world = replace(world, shared=(find(world.shared, "Job"), keeper))
-    last = {"terminated": {"exitCode": code, "finishedAt": "2026-03-01T11:55:00Z"}}
-    pod = serving_pod(find(world.children, "Deployment"), last=last, restarts=1)
-    decision = decide(replace(world, pods=(*world.pods, pod)), SETTINGS, steps)
+    decision = decide(disputed(served(voidable()), code, kept_at, record), SETTINGS, voidable())
     gone = {found["kind"] for found in decision.delete}
     assert gone == ({"ConfigMap", "Job"} if again else set())
     assert "Deployment" in {found["kind"] for found in decision.desired}, "the other replicas go on"
+
+
+def test_a_record_that_others_use_stays_when_a_pod_misses_what_its_own_manifest_names() -> None:
+    world = served(voidable(), engine={**SPEC["engine"], "env": [{"name": "OWN_FILE", "value": "/wrong"}]})
+    assert decide(disputed(world), SETTINGS, voidable()).delete == ()
 
 
 def test_a_revision_that_is_rebuilt_still_names_what_it_uses() -> None:
