@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, cached_property
 from types import NoneType, UnionType
 from typing import Annotated, Any, ClassVar, TypeVar, Union, get_args, get_origin
 
@@ -132,7 +132,11 @@ class Field:
 
     def annotations(self, kind: type[T]) -> tuple[T, ...]:
         """The annotations of this type."""
-        return tuple(one for one in unwrapped(self.kind)[1] if isinstance(one, kind))
+        return tuple(one for one in self._annotations if isinstance(one, kind))
+
+    @cached_property
+    def _annotations(self) -> tuple[object, ...]:
+        return unwrapped(self.kind)[1]
 
 
 @cache
@@ -172,13 +176,7 @@ def description_of(kind: Any) -> str:
 
 def as_json(value: Any) -> Any:
     """A declared value as JSON: parts become objects without defaults, tuples become lists."""
-    return _with_lists(msgspec.to_builtins(value))
-
-
-def _with_lists(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _with_lists(inner) for key, inner in value.items()}
-    return [_with_lists(inner) for inner in value] if isinstance(value, list | tuple) else value
+    return msgspec.json.decode(msgspec.json.encode(value))
 
 
 def walk(part: SpecPart, path: str) -> Iterator[tuple[str, Field, Any]]:
