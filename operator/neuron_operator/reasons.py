@@ -390,9 +390,10 @@ class Reason(StrEnum):
     ROLLED_BACK = Row(
         "RolledBack",
         ("UpToDate",),
-        "The new revision did not become ready within `rollout.progressDeadlineSeconds`, and the last one that worked "
-        "serves until the spec changes; or nodes refused its pods, and the previous one serves until the next attempt; "
-        "or the annotation `neuron-serving.dev/rollback-to` holds an earlier one",
+        "The new revision did not become ready within `rollout.progressDeadlineSeconds`, or its pods ended twice for a "
+        "reason that no restart changes: the last one that worked serves until the spec changes. Or nodes refused its "
+        "pods: the previous one serves until the next attempt. Or the annotation `neuron-serving.dev/rollback-to` "
+        "holds an earlier one",
         "Follow the quoted message and edit the spec; see [rollouts](neuronmodel.md#a-rollout-that-fails) and "
         "[troubleshooting](troubleshooting.md#unexpectedadmissionerror)",
     )

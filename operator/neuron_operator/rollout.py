@@ -7,6 +7,7 @@ never bought: a new replica that would wait for devices could make a cluster add
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 
@@ -19,6 +20,7 @@ from neuron_operator.model import NeuronModel
 from neuron_operator.model_status import MAX_HISTORY, MAX_WORD, PastRevision
 from neuron_operator.objects import dig, printable
 from neuron_operator.placement import NodeRules
+from neuron_operator.reasons import Reason
 from neuron_operator.revision import Revision
 from neuron_operator.views import Observed, PodView
 from neuron_operator.why.pods import explain_pod
@@ -128,20 +130,29 @@ def setback_of(model: NeuronModel, observed: Observed, wanted: Revision) -> Setb
     if observed.model.failed_revision == wanted.name:
         error = next((one.message for one in observed.model.history if one.revision == wanted.name), None) or ""
         return Setback(earlier, f"{error}; {again}", error)
-    pod = overdue_pod(model, observed, wanted)
-    if pod is None:
+    error = next(_failures(model, observed, wanted), "")
+    if not error:
         return None
-    error = f"not ready within {model.spec.rollout.progress_deadline_seconds} s: "
-    error = printable(error + explain_pod(pod, observed, wanted.placement).message)[:MAX_WORD]
+    error = printable(error)[:MAX_WORD]
     return Setback(earlier, f"{error}; {again}", error, is_recorded=False)
 
 
-def overdue_pod(model: NeuronModel, observed: Observed, revision: Revision) -> PodView | None:
-    """A pod that has exceeded the deadline, of a revision of which not all replicas have served yet."""
-    if observed.model.current_revision == revision.name:
-        return None
-    overdue = (pod for pod in observed.live if (due := _due(model, pod, revision)) is not None and due <= observed.now)
-    return next(overdue, None)
+def _failures(model: NeuronModel, observed: Observed, revision: Revision) -> Iterator[str]:
+    """Why the rollout of a revision, of which not all replicas have served yet, has failed."""
+    seconds = model.spec.rollout.progress_deadline_seconds
+    for pod in observed.live:
+        if pod.revision == revision.name and not pod.is_ready:
+            due, error = _due(model, pod, revision), explain_pod(pod, observed, revision.placement).message
+            if _is_hopeless(pod):
+                yield error
+            elif due is not None and due <= observed.now:
+                yield f"not ready within {seconds} s: {error}"
+
+
+def _is_hopeless(pod: PodView) -> bool:
+    """It has ended twice, for a reason that another start would not change."""
+    reason = Reason.of_exit_code(pod.container.ended.exit_code) if pod.container.ended else None
+    return reason is not None and reason.row.final and pod.container.num_restarts > 0
 
 
 def next_deadline(model: NeuronModel, observed: Observed, revision: Revision) -> datetime | None:

@@ -203,15 +203,15 @@ def at(world: World) -> str:
     return world.now.strftime("%Y-%m-%dT%H:%M:%SZ")
 
 
-def rolling_world(deadline: int = 100, **spec: Any) -> World:
+def rolling_world(deadline: int = 100, *, exit_code: int = 1, restarts: int = 3, **spec: Any) -> World:
     """The edit took one of two pods away; its pod was scheduled just now and crashes."""
     rollout = {"strategy": "Replace", "progressDeadlineSeconds": deadline}
     world, _ = settle(edited(serving_world(rollout=rollout), **EDIT, **spec))
     scheduled = {"type": "PodScheduled", "status": "True", "lastTransitionTime": at(world)}
     waiting = {"waiting": {"reason": "CrashLoopBackOff"}}
-    crashed = {"terminated": {"exitCode": 2, "reason": "Error", "message": "chat template: unexpected end"}}
+    crashed = {"terminated": {"exitCode": exit_code, "reason": "Error", "message": "chat template: unexpected end"}}
     deployment = find(world.children, "Deployment")
-    new = serving_pod(deployment, "new-1", state=waiting, last=crashed, restarts=3, conditions=[scheduled])
+    new = serving_pod(deployment, "new-1", state=waiting, last=crashed, restarts=restarts, conditions=[scheduled])
     return settle(replace(world, pods=(world.pods[0], new)))[0]
 
 
@@ -335,9 +335,26 @@ def test_as_many_revisions_are_kept_as_the_manifest_says_and_the_history_is_boun
 
 
 def test_a_corrected_edit_is_rolled_out_although_pods_of_the_wrong_one_refuse_their_configuration() -> None:
-    world, decision = settle(rolling_world())
+    world, decision = settle(rolling_world(exit_code=2, restarts=0))
     assert condition(decision.status, "Compiled")["reason"] == "InvalidEngineConfig"
     wrong = revision_of(world)
     world, decision = settle(edited(world, serving={"maxModelLength": 256}))
     assert revision_of(world) != wrong
     assert condition(decision.status, "Compiled")["status"] == "True"
+
+
+@pytest.mark.parametrize(
+    ("exit_code", "restarts", "fails"),
+    [(2, 0, False), (2, 1, True), (12, 1, True), (1, 9, False), (30, 9, False)],
+    ids=["once", "a refused configuration", "an unknown architecture", "without a reason", "devices still held"],
+)
+def test_a_rollout_fails_at_once_if_its_pod_ended_twice_for_a_reason_that_no_restart_changes(
+    exit_code: int, restarts: int, fails: bool
+) -> None:
+    world = rolling_world(exit_code=exit_code, restarts=restarts)
+    wanted = world.body["status"]["updateRevision"]
+    assert (revision_of(world) != wanted) == fails
+    assert (world.body["status"].get("failedRevision") == wanted) == fails
+    if fails:
+        message = condition(world.body["status"], "UpToDate")["message"]
+        assert "chat template: unexpected end; it is not tried again until the spec changes" in message
