@@ -85,7 +85,7 @@ def run(options: argparse.Namespace) -> int:
         facts = read_facts(options.facts) if options.facts else inspected(model)
         settings, free = _where(options)
         choice = choose(model, facts, settings, free) if BACKENDS[model.backend].on_device else None
-        pinned = revision.pin(model, facts, settings, 1, free)
+        pinned = revision.pin(model, facts, settings, 1, free=free)
     except (InvalidSpec, Unplaceable) as refusal:
         print(f"{refusal.reason}: {refusal}", file=sys.stderr)
         return EXIT_REFUSED

@@ -80,6 +80,23 @@ class Site:
 
 
 @dataclass(frozen=True)
+class Held:
+    """The place of the model's revision before. It is kept if it still fits: an edit must not move a model to other
+    devices, which its own replicas do not hold already."""
+
+    instance_type: str
+    """Empty: any of the family."""
+    family: str
+    size: int
+
+    def contains(self, option: Option) -> bool:
+        is_here = option.site.name == self.instance_type or (
+            not self.instance_type and option.site.family.name == self.family
+        )
+        return is_here and option.size == self.size
+
+
+@dataclass(frozen=True)
 class Wishes:
     """What the manifest says about limits and modes; None: nothing."""
 
@@ -205,6 +222,8 @@ class Choice:
     """All that fit, best first."""
     others: tuple[Option, ...]
     """Those that do not."""
+    is_kept: bool = False
+    """Whether it is the place of the revision before."""
 
     @property
     def placement(self) -> Placement:
@@ -243,6 +262,8 @@ class Choice:
         second, chosen = self.runner_up, self.chosen
         if not chosen.fits:
             return "more than the estimate allows, but the manifest sets every number"
+        if self.is_kept:
+            return "as before this edit"
         if second is None:
             return ""
         if second.supply != chosen.supply:
@@ -258,11 +279,14 @@ def dollars(price: float) -> str:
     return f"${price:.2f}"
 
 
-def choose(model: NeuronModel, facts: Facts, settings: Settings, free: FreeDevices | None) -> Choice:
+def choose(
+    model: NeuronModel, facts: Facts, settings: Settings, free: FreeDevices | None, held: Held | None = None
+) -> Choice:
     """The place of a model that is computed on devices.
 
     Args:
         free: the nodes of the cluster; None: not read yet.
+        held: the place of the revision before.
 
     Raises:
         InvalidSpec: the devices do not have the cores that the manifest asks for, or the degree does not fit the model.
@@ -275,12 +299,16 @@ def choose(model: NeuronModel, facts: Facts, settings: Settings, free: FreeDevic
     sites = _sites(model, settings, asked, free)
     case.check(sites)
     options: tuple[Option, ...] = ()
-    for least in case.wishes.least:
-        options = tuple(case.options(sites, least))
-        fitting = tuple(sorted((option for option in options if option.fits), key=lambda option: option.order))
-        if fitting:
-            rest = tuple(option for option in options if not option.fits)
-            return Choice(asked, _types(fitting[0], free), fitting[0], fitting, rest)
+    ranked = [tuple(case.options(sites, least)) for least in case.wishes.least]
+    for kept in (True, False) if held else (False,):
+        for options in ranked:
+            allowed = (
+                option for option in options if option.fits and not (kept and held and not held.contains(option))
+            )
+            fitting = tuple(sorted(allowed, key=lambda option: option.order))
+            if fitting:
+                rest = tuple(option for option in options if not option.fits)
+                return Choice(asked, _types(fitting[0], free), fitting[0], fitting, rest, is_kept=kept)
     if not options:
         text = f"no node of {', '.join(sorted(site.name for site in sites))} grants {asked.words} to one pod"
         raise Unplaceable(Reason.TOPOLOGY_IMPOSSIBLE, text, needs=(Need.FREE_DEVICES,))

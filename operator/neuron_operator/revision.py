@@ -22,7 +22,7 @@ from neuron_operator.model import BACKENDS, NeuronModel
 from neuron_operator.model_status import MemoryPlan, Plan
 from neuron_operator.objects import dig, items, name_of, text, whole
 from neuron_operator.placement import Placement, Target, place
-from neuron_operator.planner import Choice, choose
+from neuron_operator.planner import Choice, Held, choose
 from neuron_operator.records import Facts
 from neuron_operator.render.objects import child, without_empty
 from neuron_operator.render.pods import compile_image, runtime_image, serving_pod_template
@@ -173,10 +173,29 @@ def known_facts(model: NeuronModel, settings: Settings, revisions: Iterable[Revi
     return latest.pinned.facts if latest else None
 
 
-def pin(model: NeuronModel, facts: Facts, settings: Settings, number: int, free: FreeDevices | None = None) -> Revision:
+def held(revisions: Iterable[Revision]) -> Held | None:
+    """The place of the latest revision, if it is on devices."""
+    latest = max(revisions, key=lambda revision: revision.number, default=None)
+    if latest is None or latest.pinned.compiling is None or not latest.pinned.compiling.family:
+        return None
+    pinned, family = latest.pinned, latest.pinned.compiling.family
+    return Held(pinned.plan.instance_type or "", family, pinned.cores or pinned.devices)
+
+
+def pin(
+    model: NeuronModel,
+    facts: Facts,
+    settings: Settings,
+    number: int,
+    *,
+    free: FreeDevices | None = None,
+    before: Held | None = None,
+) -> Revision:
     """Decide a new revision.
 
-    free: the nodes of the cluster, if they were read in this pass.
+    Args:
+        free: the nodes of the cluster, if they were read in this pass.
+        before: where the one before runs.
 
     Raises:
         Unplaceable: no node could hold a replica.
@@ -188,7 +207,7 @@ def pin(model: NeuronModel, facts: Facts, settings: Settings, number: int, free:
             "spec.serving.maxModelLength",
             f"{length} exceeds the model's maximum length of {facts.max_position_embeddings} tokens",
         )
-    choice = choose(model, facts, settings, free) if BACKENDS[model.backend].on_device else None
+    choice = choose(model, facts, settings, free, before) if BACKENDS[model.backend].on_device else None
     placement = choice.placement if choice else place(model, settings)
     target = choice.target if choice else None
     weights = weights_place(model, settings)

@@ -18,6 +18,7 @@ from neuron_operator.errors import InvalidSpec, Unplaceable
 from neuron_operator.model import NeuronModel
 from neuron_operator.model_status import MAX_WORD
 from neuron_operator.objects import instant, name_of
+from neuron_operator.planner import Held
 from neuron_operator.reasons import Finding, Reason, met, unmet
 from neuron_operator.records import Facts, Record, StoredArtifact, StoredWeights
 from neuron_operator.render.jobs import (
@@ -53,6 +54,8 @@ class Known:
     """Number of the revision if a new one is pinned."""
     free: FreeDevices | None = None
     """None: not read in this pass."""
+    held: Held | None = None
+    """Where the revision before runs."""
     facts: Facts | None = None
     revision: Revision | None = None
     weights: StoredWeights | None = None
@@ -261,7 +264,9 @@ def _finish_resolve(known: Known) -> tuple[Known, Finding]:
 
 
 def _finish_place(known: Known) -> tuple[Known, Finding]:
-    pinned = known.revision or revision.pin(known.model, known.resolved, known.settings, known.next_number, known.free)
+    pinned = known.revision or revision.pin(
+        known.model, known.resolved, known.settings, known.next_number, free=known.free, before=known.held
+    )
     summary = pinned.pinned.plan.summary or pinned.placement.words
     return replace(known, revision=pinned), met("Placed", str(summary))
 

@@ -120,6 +120,20 @@ def test_what_cannot_be_compiled_for_is_refused_with_the_numbers(
     assert says in str(caught.value)
 
 
+def test_an_edit_keeps_the_place_of_the_revision_before() -> None:
+    spec: dict[str, Any] = {"model": {"uri": "hf://acme/tiny"}}
+    world = replace(fresh(spec=spec), free=cluster("inf2.24xlarge"))
+    world, decision = settle(world, USING)
+    world, decision = stepped(world, decision, USING)
+    edited = {**spec, "rollout": {"drainSeconds": 7}}
+    nodes = cluster("inf2.24xlarge", "inf2.xlarge").nodes
+    assert nodes is not None
+    full = FreeDevices((replace(nodes[0], free_devices=0), nodes[1]))
+    moved = fresh(spec=edited)
+    world, decision = settle(replace(world, body={**world.body, "spec": moved.body["spec"]}, free=full), USING)
+    assert "as before this edit" in condition(decision.status, "Placed")["message"]
+
+
 def env_of(template: Object) -> dict[str, str]:
     (container,) = template["spec"]["containers"]
     return {variable["name"]: variable.get("value", "") for variable in container["env"]}

@@ -49,7 +49,7 @@ def test_it_prints_the_summary_of_the_status_and_the_arithmetic(
     lines = capsys.readouterr().out.splitlines()
     model = parse(yaml.safe_load(manifest.read_text()))
     types = Provisionable(("inf2.8xlarge", "inf2.xlarge", "trn2.3xlarge"))
-    pinned = pin(model, msgspec.convert(LLAMA, Facts), replace(SETTINGS, provisionable=types), 1, FreeDevices(()))
+    pinned = pin(model, msgspec.convert(LLAMA, Facts), replace(SETTINGS, provisionable=types), 1, free=FreeDevices(()))
     assert lines[0] == pinned.pinned.plan.summary
     text = "\n".join(lines)
     for part in (

@@ -21,7 +21,7 @@ from neuron_operator.config_document import config_document
 from neuron_operator.errors import InvalidSpec, OperatorError, Unplaceable
 from neuron_operator.manifest import parse
 from neuron_operator.placement import legal_sizes
-from neuron_operator.planner import Choice, choose
+from neuron_operator.planner import Choice, Held, choose
 from neuron_operator.reasons import Reason
 from neuron_operator.records import Facts
 from neuron_operator.world import DEVICE_MODES, DeviceMode, FreeDevices, NodeDevices, Provisionable
@@ -74,6 +74,26 @@ def test_a_node_that_is_there_comes_before_one_to_buy_and_that_before_one_that_i
     both = chosen(LLAMA, (), node("inf2.48xlarge", 12), node("trn2.48xlarge", 16))
     assert both.chosen.site.name == "inf2.48xlarge"
     assert 1 < both.chosen.cost < 1.2  # a twelfth of the node
+
+
+def test_an_edit_does_not_move_a_model_whose_own_replicas_hold_its_devices() -> None:
+    using = replace(SETTINGS, provisionable=Provisionable(("trn2.3xlarge",)))
+    model = parse(body({"model": {"uri": "hf://acme/tiny"}}))
+    taken = FreeDevices((node("inf2.8xlarge", 1, 0),))
+    assert choose(model, LLAMA, using, taken).chosen.site.name == "trn2.3xlarge"
+    kept = choose(model, LLAMA, using, taken, Held("inf2.8xlarge", "inf2", 1))
+    assert (kept.chosen.site.name, kept.why) == ("inf2.8xlarge", "as before this edit")
+    assert choose(model, LLAMA, using, taken, Held("", "inf2", 1)).chosen.site.name == "inf2.8xlarge"
+    assert (
+        choose(
+            model,
+            LARGE,
+            replace(using, provisionable=Provisionable(("trn1.32xlarge",))),
+            taken,
+            Held("inf2.8xlarge", "inf2", 1),
+        ).chosen.site.name
+        == "trn1.32xlarge"
+    )
 
 
 def test_an_empty_node_group_does_not_block_planning_and_a_selector_still_counts() -> None:
