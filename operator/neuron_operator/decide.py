@@ -16,7 +16,7 @@ from neuron_operator.errors import InvalidSpec
 from neuron_operator.fields import as_json
 from neuron_operator.model import NeuronModel
 from neuron_operator.model_status import ArtifactStatus, PastRevision, Status
-from neuron_operator.objects import is_owned, name_of
+from neuron_operator.objects import instant, is_owned, name_of
 from neuron_operator.reasons import Finding, Reason, met, unmet
 from neuron_operator.render import serving
 from neuron_operator.render.cleaning import cleaners
@@ -35,6 +35,10 @@ from neuron_operator.world import Change, Decision, LogOf, Need, Object, Refused
 
 RECHECK_SECONDS = 30.0
 """For causes that wake no pass: objects of other owners, rights, devices held by other pods, Events."""
+
+MAX_RECHECK_SECONDS = 300.0
+"""What only makes a message better is read ever more rarely: after a tenth of the time that the model has not been
+ready. Counting free devices takes a request for each node."""
 
 PROGRESS_SECONDS = 5.0
 """How often the progress of a running Job is read; the status changes no more often."""
@@ -396,10 +400,18 @@ def _requeue_after(
     attempts = (breaker.next_attempt(observed, known.name) for known in _distinct(course.wanted, course.served))
     times = (*attempts, rollout.surge_due(observed), course.deadline)
     delays = (
-        RECHECK_SECONDS if world.refusals or any(finding.needs for finding in findings) else None,
+        RECHECK_SECONDS if world.refusals else None,
+        _reread_seconds(observed) if any(finding.needs for finding in findings) else None,
         # Each pass repeats the refused writes.
         float(UNEXPLAINED_SECONDS) if is_silent and not world.refusals else None,
         PROGRESS_SECONDS if is_reporting and not world.refusals else None,
         *((due - observed.now).total_seconds() for due in times if due and due > observed.now),
     )
     return min((delay for delay in delays if delay is not None), default=None)
+
+
+def _reread_seconds(observed: Observed) -> float:
+    ready = observed.model.conditions.get("Ready")
+    since = instant(ready.since) if ready is not None and ready.status == "False" else None
+    waited = (observed.now - since).total_seconds() if since else 0.0
+    return min(max(waited / 10, RECHECK_SECONDS), MAX_RECHECK_SECONDS)

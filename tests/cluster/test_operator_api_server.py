@@ -833,6 +833,46 @@ async def test_the_status_shows_the_number_of_free_devices(
     assert f"{namespace.name} 2" in message(namespace, "Available")
 
 
+async def test_a_model_that_keeps_failing_costs_at_most_four_requests_a_minute(
+    server: ApiServer, namespace: Namespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It needs more devices than the two nodes have. Thirty times as fast: a minute is two seconds."""
+    monkeypatch.setattr("neuron_operator.decide.RECHECK_SECONDS", 1.0)
+    monkeypatch.setattr("neuron_operator.decide.MAX_RECHECK_SECONDS", 10.0)
+    monkeypatch.setattr("neuron_operator.on_demand.FREE_DEVICES_SECONDS", 0.1)
+    merge, devices = "application/merge-patch+json", {"aws.amazon.com/neuron": "1"}
+    for number in range(2):
+        name = f"{namespace.name}-{number}"
+        server.call("POST", "/api/v1/nodes", {"apiVersion": "v1", "kind": "Node", "metadata": {"name": name}})
+        status = {"capacity": devices, "allocatable": devices, "conditions": [{"type": "Ready", "status": "True"}]}
+        server.call("PATCH", f"/api/v1/nodes/{name}/status", {"status": status}, merge)
+    text = "2 Insufficient aws.amazon.com/neuron."
+    pending = {"type": "PodScheduled", "status": "False", "reason": "Unschedulable", "message": text}
+
+    def asked(since: int) -> list[tuple[str, str]]:
+        return [call for call in calls(server, since) if call[0] != "watch" and call[1] != "leases"]
+
+    async with client_of(server) as client, operating(client, only(namespace)):
+        namespace.put_model(accelerator={"type": "Neuron", "devices": 6}, replicas=1)
+        await namespace.settle()
+        template = namespace.get(BY_KIND["Deployment"], "chat")["spec"]["template"]
+        pod = {"metadata": {"name": "chat-0", "labels": template["metadata"]["labels"]}, "spec": template["spec"]}
+        server.call("POST", PODS.path(namespace.name), {"apiVersion": "v1", "kind": "Pod", **pod})
+        unscheduled = {"status": {"phase": "Pending", "conditions": [pending]}}
+        server.call("PATCH", PODS.path(namespace.name, "chat-0", "status"), unscheduled, merge)
+        await eventually(lambda: namespace.condition() == ("False", "InsufficientNeuron"), about=namespace.model)
+        before = len(server.requests(OPERATOR_USER))
+        await eventually(lambda: len([call for call in asked(before) if call == ("list", "nodes")]) >= 2)
+        long_ago = (datetime.now(UTC) - timedelta(hours=2)).strftime("%Y-%m-%dT%H:%M:%SZ")
+        aged = [{**found, "lastTransitionTime": long_ago} for found in namespace.model()["status"]["conditions"]]
+        path = NEURON_MODELS.path(namespace.name, "chat", "status")
+        server.call("PATCH", path, {"status": {"conditions": aged}}, merge)
+        await asyncio.sleep(2.0)
+        before = len(server.requests(OPERATOR_USER))
+        await asyncio.sleep(6.0)
+        assert len(asked(before)) <= 4 * 3, asked(before)
+
+
 async def test_pods_that_a_node_refused_pause_the_deployment_until_the_next_attempt(
     server: ApiServer, namespace: Namespace, monkeypatch: pytest.MonkeyPatch
 ) -> None:

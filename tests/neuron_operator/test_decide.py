@@ -7,6 +7,7 @@ import contextlib
 import copy
 from collections.abc import Iterator
 from dataclasses import replace
+from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -33,6 +34,7 @@ from helpers.operator_worlds import (
     serving_pod,
     settle,
     stored,
+    unscheduled_pod,
 )
 from neuron_operator import names
 from neuron_operator.decide import RECHECK_SECONDS, decide
@@ -685,3 +687,13 @@ def test_no_garbage_in_an_object_makes_decide_raise(world: World, data: st.DataO
     decision = decide(replace(world, body={**world.body, "status": found["status"]}, **listed), STORING)
     assert decision.status is not None
     assert {c["type"] for c in decision.status["conditions"]} - {"Reconciling", "Stalled"} == {*CONDITIONS, "Ready"}
+
+
+@pytest.mark.parametrize(("minutes", "seconds"), [(0, 30), (4, 30), (20, 120), (600, 300)])
+def test_what_only_explains_a_failure_is_read_ever_more_rarely(minutes: int, seconds: int) -> None:
+    world, _ = resolved_world()
+    pod = unscheduled_pod(find(world.children, "Deployment"), "3 Insufficient aws.amazon.com/neuron.")
+    world, decision = settle(replace(world, pods=(pod,), free=FreeDevices(())))
+    assert condition(decision.status, "Ready")["reason"] == "InsufficientNeuron"
+    later = replace(world, now=world.now + timedelta(minutes=minutes))
+    assert decide(later, SETTINGS).requeue_after_seconds == seconds
