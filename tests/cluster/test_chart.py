@@ -37,6 +37,7 @@ EVERYTHING: dict[str, Any] = {
         "pullPolicy": "IfNotPresent",
         "pullSecrets": ["one", "two"],
     },
+    "commonLabels": {"team": "serving", "example.com/cost-center": "42"},
     "replicas": 3,
     "lease": {"seconds": 15},
     "workers": 4,
@@ -77,6 +78,21 @@ EVERYTHING: dict[str, Any] = {
     "podAnnotations": {"prometheus.io/port": "8080"},
 }
 VARIANTS = {"defaults": IMAGES, "everything": EVERYTHING}
+
+NO_CPU_LIMIT = "a limit of CPU throttles; requests suffice"
+NO_DISK = "its root file system is read-only, and it writes nothing"
+EXCEPTIONS = {
+    ("Deployment", "container-resources"): NO_CPU_LIMIT,
+    ("Deployment", "container-ephemeral-storage-request-and-limit"): NO_DISK,
+    ("Deployment", "container-image-pull-policy"): "the value image.pullPolicy; by default Kubernetes' own",
+    ("Deployment", "deployment-has-host-podantiaffinity"): "topologySpreadConstraints do the same",
+    ("Deployment", "pod-networkpolicy"): "egress is open: the address of the API server is not known to the chart",
+    ("Pod", "container-resources"): NO_CPU_LIMIT,
+    ("Pod", "container-ephemeral-storage-request-and-limit"): NO_DISK,
+    ("Pod", "container-image-pull-policy"): "the value image.pullPolicy",
+    ("Pod", "pod-networkpolicy"): "the pod of `helm test` listens on no port and ends after a second",
+}
+"""What kube-score complains about and we keep, by kind and check, with the reason."""
 
 
 class Helm:
@@ -227,13 +243,16 @@ def test_kubernetes_own_roles_include_models(helm: Helm, server: ApiServer) -> N
     def may(user: str, verb: str, resource: str = "neuronmodels") -> bool:
         return server.may(user, verb, resource, "neuron-serving.dev")
 
+    editors = ("editer", "adminer")
+
+    def may_edit(user: str) -> bool:
+        return all(may(user, verb) for verb in ("get", "create", "patch", "delete"))
+
     with subprocess.Popen(manager, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
         try:
-            wait_until("the roles are aggregated", lambda: may("viewer", "watch") and may("adminer", "patch"))
+            wait_until("the roles are aggregated", lambda: may("viewer", "watch") and all(map(may_edit, editors)))
         finally:
             process.kill()
-    for user in ("editer", "adminer"):
-        assert all(may(user, verb) for verb in ("get", "create", "patch", "delete"))
     assert not [verb for verb in ("create", "update", "patch", "delete") if may("viewer", verb)]
     assert not may("editer", "patch", "neuronmodels/status")
     for name in roles:
@@ -388,6 +407,56 @@ def test_the_chart_renders_the_alerting_rules(helm: Helm) -> None:
 
 def test_a_single_replica_has_no_disruption_budget(helm: Helm) -> None:
     assert not [d for d in helm.render({**IMAGES, "replicas": 1}) if d["kind"] == "PodDisruptionBudget"]
+
+
+def test_kube_score_finds_nothing_but_the_known_exceptions(helm: Helm, tmp_path: Path) -> None:
+    file = tmp_path / "chart.json"
+    file.write_text("\n---\n".join(json.dumps(d) for d in helm.render(IMAGES)))
+    program = ensure("kube-score")["kube-score"] / "kube-score"
+    done = subprocess.run([program, "score", "-o", "json", file], capture_output=True, text=True, check=False)
+    found = {
+        (scored["type_meta"]["kind"], check["check"]["id"])
+        for scored in json.loads(done.stdout)
+        for check in scored["checks"]
+        if not check["skipped"] and check["grade"] < 10
+    }
+    assert found == EXCEPTIONS.keys(), done.stdout
+
+
+def test_common_labels_are_on_every_object_and_select_nothing(helm: Helm) -> None:
+    labels = EVERYTHING["commonLabels"]
+    documents = helm.render(EVERYTHING)
+    for document in documents:
+        if document["kind"] not in ("CustomResourceDefinition", "ConfigMap"):
+            assert labels.items() <= document["metadata"]["labels"].items(), document["metadata"]["name"]
+    board = one(documents, "ConfigMap")["metadata"]["labels"]
+    assert board.items() >= {**labels, **EVERYTHING["monitoring"]["dashboard"]["labels"]}.items()
+    deployment = one(documents, "Deployment")["spec"]
+    assert labels.items() <= deployment["template"]["metadata"]["labels"].items()
+    assert not labels.keys() & deployment["selector"]["matchLabels"].keys()
+    own = one(helm.render(IMAGES), "Deployment")["metadata"]["labels"]
+    report = helm("template", str(CHART), values={**IMAGES, "commonLabels": dict.fromkeys(own, "other")}, code=1)
+    assert all(f"/commonLabels/{name.replace('/', '~1')}" in report for name in own), report
+
+
+def test_images_may_be_pinned_by_digest(helm: Helm) -> None:
+    images = {name: f"registry.test:5000/{name}@sha256:{'0' * 64}" for name in ("operator", "runtime", "compile")}
+    documents = helm.render({"image": images})
+    assert one(documents, "Deployment")["spec"]["template"]["spec"]["containers"][0]["image"] == images["operator"]
+    assert one(documents, "Pod")["spec"]["containers"][0]["image"] == images["operator"]
+    seen = settings_of(documents).models
+    assert (seen.runtime_image, seen.compile_image) == (images["runtime"], images["compile"])
+
+
+def test_the_operators_ports_are_all_that_its_network_policy_opens(helm: Helm) -> None:
+    documents = helm.render(IMAGES)
+    policy = one(documents, "NetworkPolicy")["spec"]
+    template = one(documents, "Deployment")["spec"]["template"]
+    assert policy["podSelector"]["matchLabels"].items() <= template["metadata"]["labels"].items()
+    (rule,) = policy["ingress"]
+    opened = {port["port"] for port in rule["ports"]}
+    assert opened == {port["name"] for port in template["spec"]["containers"][0]["ports"]}
+    assert policy["policyTypes"] == ["Ingress"]
 
 
 def test_the_crd_can_be_managed_outside_the_chart(helm: Helm) -> None:

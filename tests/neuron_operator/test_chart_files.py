@@ -22,6 +22,8 @@ SCHEMA = json.loads((CHART / "values.schema.json").read_text())
 # Described in the API but without effect yet: refused, so that no user relies on them.
 NOT_YET: tuple[dict[str, Any], ...] = ({"runtimeUpgrade": "Rolling"},)
 WRONG: tuple[dict[str, Any], ...] = (
+    {"commonLabels": {"app.kubernetes.io/name": "other"}},
+    {"commonLabels": {"team": "a b"}},
     {"replicas": 0},
     {"replicas": "2"},
     {"replica": 3},

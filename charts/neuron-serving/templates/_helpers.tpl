@@ -11,6 +11,14 @@ app.kubernetes.io/part-of: neuron-serving
 app.kubernetes.io/managed-by: {{ .Release.Service }}
 app.kubernetes.io/version: {{ .Chart.AppVersion | quote }}
 helm.sh/chart: {{ .Chart.Name }}-{{ .Chart.Version }}
+{{- with .Values.commonLabels }}
+{{ toYaml . }}
+{{- end }}
+{{- end }}
+
+{{- /* The labels with more, which win: a dict of root and labels. */ -}}
+{{- define "neuron-serving.labelsWith" -}}
+{{ merge (deepCopy .labels) (include "neuron-serving.labels" .root | fromYaml) | toYaml }}
 {{- end }}
 
 {{- define "neuron-serving.restricted" -}}

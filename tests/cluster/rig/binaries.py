@@ -32,6 +32,7 @@ class Component:
 
     version_module: the required module that defines the version of the component.
     version_flags: link flags that write the version into the programs; `{version}` is replaced.
+    tags: build tags.
     names: further names of a multi-call program (name -> program).
     protocols: files of required modules that are copied beside the programs (name -> (module, path)).
     minutes: how long a clean build takes on two cores, for the progress line.
@@ -42,8 +43,13 @@ class Component:
     minutes: float = field(repr=False)  # not part of the key
     version_module: str = ""
     version_flags: tuple[str, ...] = ()
+    tags: str = field(default="", repr=False)  # in the key as a Go flag
     names: Mapping[str, str] = field(default_factory=dict)
     protocols: Mapping[str, tuple[str, str]] = field(default_factory=dict)
+
+    @property
+    def go_flags(self) -> str:
+        return f"{_GO_FLAGS} -tags={self.tags}" if self.tags else _GO_FLAGS
 
 
 _KUBERNETES_VERSION = "k8s.io/component-base/version"
@@ -112,10 +118,16 @@ COMPONENTS = {
             version_module="github.com/versity/versitygw",
         ),
         Component("promql", {"promql": "."}, minutes=0.8, version_module="github.com/prometheus/prometheus"),
+        Component(
+            "kube-score",
+            {"kube-score": "github.com/zegl/kube-score/cmd/kube-score"},
+            minutes=0.4,
+            version_module="github.com/zegl/kube-score",
+        ),
     )
 }
 
-# The components of a running cluster. Helm, BuildKit, s3 and promql are tools for tests.
+# The components of a running cluster. The others are tools for tests.
 CLUSTER_COMPONENTS = ("containerd", "pause", "etcd", "hyper", "coredns")
 
 
@@ -148,7 +160,7 @@ def ensure(*names: str, cache: Cache | None = None, say: Callable[[str], None] =
 
 def _ensure(component: Component, cache: Cache, say: Callable[[str], None]) -> Path:
     source = BUILD_FOLDER / component.name
-    key = content_key(repr(component), _GO_FLAGS, source)
+    key = content_key(repr(component), component.go_flags, source)
 
     def build(folder: Path) -> None:
         started = time.monotonic()
@@ -169,7 +181,7 @@ def _build(component: Component, source: Path, folder: Path, go_cache: Path, say
             f"Go is needed to build {component.name}: install it (1.26 or newer) so that `go` is in PATH"
         )
     caches = {"GOCACHE": str(go_cache / "build"), "GOMODCACHE": str(go_cache / "modules")}
-    environment = {**os.environ, **caches, "CGO_ENABLED": "0", "GOFLAGS": _GO_FLAGS, "GOWORK": "off"}
+    environment = {**os.environ, **caches, "CGO_ENABLED": "0", "GOFLAGS": component.go_flags, "GOWORK": "off"}
     version = pinned_version(component)
     flags = " ".join(["-s -w", *(flag.format(version=version) for flag in component.version_flags)])
 
