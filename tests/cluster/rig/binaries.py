@@ -119,6 +119,16 @@ COMPONENTS = {
         ),
         Component("promql", {"promql": "."}, minutes=0.8, version_module="github.com/prometheus/prometheus"),
         Component(
+            "prometheus",
+            {
+                "prometheus": "github.com/prometheus/prometheus/cmd/prometheus",
+                "promtool": "github.com/prometheus/prometheus/cmd/promtool",
+            },
+            minutes=2,
+            version_module="github.com/prometheus/prometheus",
+            tags="remove_all_sd",  # clients of clouds: most of a build
+        ),
+        Component(
             "kube-score",
             {"kube-score": "github.com/zegl/kube-score/cmd/kube-score"},
             minutes=0.4,
