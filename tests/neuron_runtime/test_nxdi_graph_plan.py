@@ -43,7 +43,15 @@ def planned(lengths: tuple[tuple[int, float], ...] = (), **more: object) -> Plan
     return plan_of(config(**more), MODEL, TRN2, lengths)
 
 
-@pytest.mark.parametrize("more", [{}, {"prefixCaching": "enabled"}, {"limits": {"maxModelLength": 32_768}}])
+@pytest.mark.parametrize(
+    "more",
+    [
+        {},
+        {"prefixCaching": "enabled"},
+        {"limits": {"maxModelLength": 32_768}},
+        {"prefixCaching": "enabled", "limits": {"maxModelLength": 131_072}},
+    ],
+)
 def test_a_plan_lists_every_graph_that_is_compiled_and_at_most_24(more: dict[str, object]) -> None:
     plan = planned(**more)
     assert [graph.name for graph in plan.graphs] == [graph.name for graph in all_graphs(plan.settings)]
@@ -173,6 +181,7 @@ def test_each_chosen_graph_is_taken_by_some_call(plan: Plan) -> None:
     never_taken = {*all_graphs(plan.settings)} - taken_graphs(plan.settings)
     assert not never_taken, plan.settings
     assert not [graph.name for graph in plan.graphs if "no call" in graph.takes]
+    assert len(plan.graphs) <= 24
 
 
 def test_a_graph_of_given_sizes_that_no_call_takes_is_named() -> None:

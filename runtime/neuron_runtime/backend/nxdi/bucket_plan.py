@@ -23,6 +23,8 @@ MAX_CANDIDATES = 64
 MAX_CONTEXT_BUCKETS = 12
 MAX_SEGMENT_BUCKETS = 4
 """With blocks, where each is compiled for every prefix bucket."""
+MAX_PREFIX_BUCKETS = 4
+"""With no prefix and the longest one."""
 MAX_TOKEN_BUCKETS = 8
 """At most 24 graphs of one model: all are compiled one after another, and all are loaded."""
 

@@ -7,7 +7,7 @@ NxD Inference nor torch, and knows no path, no time and nothing of this machine 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol
@@ -357,7 +357,7 @@ class _Derivation:
         longest = min(_rounded(length - context[0], math.lcm(bucket_plan.STEP, block_size)), length)
         least = length if self._one_size else _rounded(MIN_KERNEL_TOKENS, block_size)
         # Every context size is compiled for every prefix: beyond, the largest would fit in no sequence.
-        smaller = [size for size in _growing(least, longest, 4) if size < length - context[-1]]
+        smaller = [size for size in _growing(least, longest) if size < length - context[-1]]
         return tuple(sorted({0, *smaller, longest}))
 
     def _token_buckets(self, length: int, block_size: int, blocks: bool, rows: int) -> tuple[int, ...]:
@@ -474,10 +474,14 @@ def _rounded(size: int, multiple: int) -> int:
     return -(-size // multiple) * multiple
 
 
-def _growing(size: int, end: int, factor: int) -> Iterator[int]:
-    while size < end:
-        yield size
-        size *= factor
+def _growing(first: int, end: int) -> list[int]:
+    """Sizes below the end, each four times the one before, or more if they would be too many."""
+    sizes, factor = [first] * (first < end), 4
+    while sizes and sizes[-1] * factor < end:
+        sizes.append(sizes[-1] * factor)
+        if len(sizes) > bucket_plan.MAX_PREFIX_BUCKETS - 2:
+            sizes, factor = [first], 2 * factor
+    return sizes
 
 
 def _arguments(settings: Settings) -> dict[str, Any]:
