@@ -526,6 +526,14 @@ def test_models_survive_an_uninstall_and_are_adopted_by_the_next_install(helm: H
     assert server.call("GET", f"{MODELS}/demo")["metadata"]["uid"] == uid
 
 
+@pytest.mark.parametrize("name", ["autoscaling-hpa", "ingress"])
+def test_the_api_server_accepts_the_examples(server: ApiServer, name: str) -> None:
+    body = yaml.safe_load((CHART.parents[1] / "examples" / f"{name}.yaml").read_text())
+    resource = {"HorizontalPodAutoscaler": "horizontalpodautoscalers", "Ingress": "ingresses"}[body["kind"]]
+    path = f"/apis/{body['apiVersion']}/namespaces/default/{resource}"
+    server.call("POST", f"{path}?dryRun=All&fieldValidation=Strict", body)
+
+
 def _when_served(server: ApiServer, model: dict[str, Any]) -> dict[str, Any]:
     """Applies the model; the API server serves a new resource only a moment after its creation."""
     applied: list[dict[str, Any]] = []

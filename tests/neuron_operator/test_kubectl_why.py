@@ -21,8 +21,9 @@ from helpers.operator_worlds import (
     settle,
     unscheduled_pod,
 )
+from neuron_operator import plan_command
 from neuron_operator.decide import decide
-from neuron_operator.kubectl import why
+from neuron_operator.kubectl import command, why
 from neuron_operator.reasons import Reason
 from neuron_operator.views import observe
 from neuron_operator.world import Object, World
@@ -145,3 +146,11 @@ def test_every_reason_has_a_cure_without_markdown_and_a_command_without_gaps(rea
         assert command.startswith(("kubectl ", "helm "))
         assert "{" not in command
         assert not re.search(r"(pod|node|-n) *( |$)(-n|$)", command), command
+
+
+def test_plan_is_the_operators_command(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="0"):
+        command.main(["--help"])
+    assert re.search(r"\bplan +show where", capsys.readouterr().out)
+    assert command.main(["plan", "-f", "/does/not/exist"]) == plan_command.EXIT_USAGE
+    assert "cannot read /does/not/exist" in capsys.readouterr().err

@@ -28,7 +28,12 @@ MAX_LOG_BYTES = 2**20
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Returns the exit code: 0 for success, 1 for a fault; wrong usage exits with 2."""
-    options = _parser().parse_args(argv)
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    if arguments[:1] == ["plan"]:
+        from neuron_operator import plan_command  # noqa: PLC0415 - the other subcommands do not need its imports
+
+        return plan_command.main(arguments[1:])
+    options = _parser().parse_args(arguments)
     kubectl = Kubectl(tuple(f"--{flag}={value}" for flag in _FLAGS for value in _values(options, flag)))
     run: Callable[[Kubectl, argparse.Namespace], int] = options.run
     try:
@@ -86,6 +91,7 @@ def _parser() -> argparse.ArgumentParser:
     load.add_argument("--prompt-words", type=_natural, default=100, metavar="N", help="default %(default)s")
     load.add_argument("--max-tokens", type=_natural, default=64, metavar="N", help="per answer (default %(default)s)")
     load.add_argument("-o", "--output", choices=("table", "json"), default="table", help="default %(default)s")
+    commands.add_parser("plan", add_help=False, help="show where a manifest's model would run, and why")
     return parser
 
 
