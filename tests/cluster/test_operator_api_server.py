@@ -123,6 +123,33 @@ async def test_a_restart_with_unchanged_objects_writes_only_the_lease(server: Ap
     assert {resource for _, resource in written} == {"leases"}
 
 
+async def test_an_operator_with_another_default_image_changes_nothing_of_many_models(
+    server: ApiServer, namespace: Namespace
+) -> None:
+    models, hub = [f"m{number}" for number in range(20)], {"uri": "hf://acme/tiny"}
+    async with client_of(server) as client:
+        async with operating(client, only(namespace)):
+            for name in models:
+                namespace.put_model(name, model=hub)
+            await eventually(namespace.finish_resolve_once)
+            await eventually(lambda: all(namespace.condition("UpToDate", name)[0] == "True" for name in models))
+        newer = replace(only(namespace).models, runtime_image="example.com/runtime:2")
+        before = len(server.requests(OPERATOR_USER))
+        async with operating(client, replace(only(namespace), models=newer)):
+            for name in models:
+                namespace.wake(name)
+            namespace.put_model(models[0], model=hub, serving={"maxModelLength": 99})
+            image = "example.com/runtime:2"
+            await eventually(lambda: image in str(namespace.get(BY_KIND["Deployment"], models[0])))
+            assert not [name for name in models[1:] if image in str(namespace.get(BY_KIND["Deployment"], name))]
+    written = [
+        event["objectRef"]["name"]
+        for event in server.requests(OPERATOR_USER)[before:]
+        if event["verb"] in WRITES and event["objectRef"]["resource"] in ("deployments", "neuronmodels")
+    ]
+    assert set(written) == {models[0]}, "an edit rolls the new image out, and only of its model"
+
+
 async def test_conditions_of_others_stay_and_cost_no_writes(server: ApiServer, namespace: Namespace) -> None:
     audited = {
         "type": "example.com/Audited",
