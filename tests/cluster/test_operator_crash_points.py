@@ -16,26 +16,23 @@ import pytest
 
 from helpers.apiserver import ApiServer
 from helpers.controllers import controlling, kubelet
-from helpers.operators import BY_KIND, Namespace, client_of, eventually, operating, run_settings, served, shape
+from helpers.operators import (
+    BY_KIND,
+    Namespace,
+    client_of,
+    eventually,
+    is_ready,
+    operating,
+    run_settings,
+    served,
+    shape,
+)
 from neuron_operator.client import LEASES, NEURON_MODELS, Client, Resource
 
 pytestmark = [pytest.mark.cluster, pytest.mark.slow]
 
 AT_ONCE = 4
 """Operators that live at the same time."""
-
-
-def is_ready(namespace: Namespace, name: str = "chat") -> bool:
-    """The newest spec serves with all its replicas."""
-    model = namespace.model(name)
-    status, generation = model.get("status", {}), model["metadata"]["generation"]
-    num = model["spec"]["replicas"]
-    true = {c["type"] for c in status.get("conditions", ()) if c["status"] == "True"}
-    return (
-        status.get("observedGeneration") == generation
-        and status["ready"] == f"{num}/{num}"
-        and {"Ready", "UpToDate"} <= true
-    )
 
 
 def all_ready(namespace: Namespace) -> bool:

@@ -18,11 +18,13 @@ Answer = Callable[[web.Request], web.Response | None]
 
 
 class ApiProxy:
-    """Created by `proxying`. Both switches can be set at any time."""
+    """Created by `proxying`. The switches can be set at any time."""
 
     def __init__(self) -> None:
         self.url = ""
         self.answer: Answer = lambda request: None
+        self.reshape: Callable[[list[bytes]], list[bytes]] = lambda lines: lines
+        """Changes the lines of watches that arrive together."""
         self._silence = asyncio.Event()
 
     def silence(self) -> None:
@@ -48,6 +50,7 @@ class ApiProxy:
                     if name in upstream.headers:
                         response.headers[name] = upstream.headers[name]
                 await response.prepare(request)
+                pending = b""
                 while True:
                     reading = asyncio.ensure_future(upstream.content.readany())
                     await asyncio.wait((reading, silenced), return_when=asyncio.FIRST_COMPLETED)
@@ -55,7 +58,11 @@ class ApiProxy:
                         reading.cancel()
                         await asyncio.Event().wait()
                     if not (chunk := reading.result()):
+                        await response.write(pending)
                         return response
+                    if "watch" in request.query:
+                        *lines, pending = (pending + chunk).split(b"\n")
+                        chunk = b"".join(line + b"\n" for line in self.reshape(lines))
                     await response.write(chunk)
         finally:
             silenced.cancel()

@@ -262,6 +262,19 @@ def shape(namespace: Namespace) -> Any:
     return json.loads(json.dumps(found).replace(namespace.name, "NAMESPACE"))
 
 
+def is_ready(namespace: Namespace, name: str = "chat") -> bool:
+    """The newest spec serves with all its replicas."""
+    model = namespace.model(name)
+    status, generation = model.get("status", {}), model["metadata"]["generation"]
+    num = model["spec"]["replicas"]
+    true = {c["type"] for c in status.get("conditions", ()) if c["status"] == "True"}
+    return (
+        status.get("observedGeneration") == generation
+        and status["ready"] == f"{num}/{num}"
+        and {"Ready", "UpToDate"} <= true
+    )
+
+
 async def eventually(
     check: Callable[[], Found], seconds: float = WAIT_SECONDS, about: Callable[[], object] = lambda: ""
 ) -> Found:
