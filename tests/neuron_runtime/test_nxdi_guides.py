@@ -73,7 +73,7 @@ def test_a_guide_script_for_neuron_runs_at_module_level_and_compiles_once(tmp_pa
         ended = guide(tmp_path, override)
         assert ended.returncode == 0, ended.stderr
         printed.append(ended.stdout.splitlines())
-        assert ("compiled 1 graphs" in ended.stderr) == (override == spellings[0])
+        assert ("compiled 2 graphs" in ended.stderr) == (override == spellings[0])
     assert printed[0] == printed[1]
     assert [line.partition(", Generated text: ")[0] for line in printed[0]] == [
         "Prompt: 'Hello, my name is'",
