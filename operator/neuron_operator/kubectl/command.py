@@ -33,7 +33,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         from neuron_operator import plan_command  # noqa: PLC0415 - the other subcommands do not need its imports
 
         return plan_command.main(arguments[1:])
-    options = _parser().parse_args(arguments)
+    options = parsed(arguments)
     kubectl = Kubectl(tuple(f"--{flag}={value}" for flag in _FLAGS for value in _values(options, flag)))
     run: Callable[[Kubectl, argparse.Namespace], int] = options.run
     try:
@@ -43,6 +43,17 @@ def main(argv: Sequence[str] | None = None) -> int:
         return EXIT_FAILED
     except (KeyboardInterrupt, BrokenPipeError):
         return EXIT_FAILED
+
+
+def parsed(arguments: Sequence[str]) -> argparse.Namespace:
+    """The arguments of a subcommand. Exits with 2 if they are wrong."""
+    parser = _parser()
+    options, rest = parser.parse_known_args(arguments)
+    if len(rest) == 1 and not rest[0].startswith("-") and getattr(options, "question", "") is None:
+        options.question = rest[0]  # argparse takes it only directly behind NAME, not behind a flag
+    elif rest:
+        parser.error(f"unrecognized arguments: {' '.join(rest)}")
+    return options
 
 
 _FLAGS = {
