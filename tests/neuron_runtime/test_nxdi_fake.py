@@ -1012,6 +1012,25 @@ def test_what_the_fake_does_not_emulate_is_an_error(model: Model, tmp_path: Path
         built(model, tmp_path, **{field: value, "quantized_checkpoints_path": "/none"})
 
 
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"is_medusa": True, "async_mode": True}, "Medusa Decoding is not yet supported with async"),
+        ({"speculation_length": 4, "token_generation_batches": [1, 2]}, "speculative decoding"),
+        (
+            {"enable_fused_speculation": True, "token_generation_batches": [1, 2]},
+            "not currently supported with .*speculati",
+        ),
+        ({"is_medusa": True, "token_generation_batches": [1, 2]}, "Medusa decoding"),
+    ],
+)
+def test_speculation_is_refused_with_what_the_library_does_not_combine(
+    model: Model, tmp_path: Path, fields: dict[str, Any], message: str
+) -> None:
+    with library("0.9", "damage"), pytest.raises(Exception, match=f"(?i){message}"):
+        built(model, tmp_path, **fields)
+
+
 # Versions
 
 
