@@ -19,8 +19,6 @@ from cluster.stories import Images, Story, install, load_images, model_of, unins
 
 pytestmark = [pytest.mark.cluster, pytest.mark.slow, pytest.mark.timeout(1800, func_only=True)]
 
-NUM_TOKENS = 150
-
 TRAFFIC = """
 import json, os, sys, threading, time, urllib.request
 url, num_clients, num_tokens, least = sys.argv[1], *map(int, sys.argv[2:])
@@ -117,12 +115,13 @@ def roll_under_traffic(
     *,
     least: int,
     clients: int,
+    num_tokens: int = 150,
 ) -> int:
     """Makes the edits one after another while clients stream, and returns how many streams there were."""
     story.apply(rolling(strategy))
     story.until_ready(2)
     url = f"http://chat.{story.namespace}.svc.cluster.local:8000"
-    story.start_client(installation.images.runtime, "traffic", TRAFFIC, url, str(clients), str(NUM_TOKENS), str(least))
+    story.start_client(installation.images.runtime, "traffic", TRAFFIC, url, str(clients), str(num_tokens), str(least))
     story.kubectl("wait", "--for=jsonpath={.status.containerStatuses[0].started}=true", "pod/traffic", WAITING)
     story.until("steady traffic", lambda: "steady" in story.kubectl("logs", "traffic"))
     for name, change in changes.items():
@@ -168,4 +167,5 @@ def test_no_stream_is_cut_and_no_request_fails_while_replicas_are_replaced(
 def test_a_thousand_streams_end_whole_through_edits_of_configuration_image_and_model(
     installation: Installation, story: Story, strategy: str
 ) -> None:
-    assert roll_under_traffic(installation, story, strategy, edits(installation), least=1000, clients=12) >= 1000
+    many = {"least": 1000, "clients": 12, "num_tokens": 40}
+    assert roll_under_traffic(installation, story, strategy, edits(installation), **many) >= 1000
