@@ -431,8 +431,7 @@ def test_the_demo_model_knows_which_reasons_are_reserved() -> None:
     answers = {reason: ANSWERS.get(f"What does {reason} mean?", "") for reason in Reason}
     assert sum(answer.startswith(reason) for reason, answer in answers.items()) > 40
     reserved = {reason for reason in Reason if not reason.row.means}
-    # The model was trained before this reason was given.
-    assert {reason for reason, answer in answers.items() if "reserved" in answer} == {*reserved, Reason.MODEL_TOO_LARGE}
+    assert {reason for reason, answer in answers.items() if "reserved" in answer} == reserved
 
 
 def test_the_demo_model_names_existing_commands_fields_and_pages() -> None:
