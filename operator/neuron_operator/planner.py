@@ -128,7 +128,7 @@ class Wishes:
             num_blocks = self.num_blocks or sequences * -(-length // block_size)
             shares = self.shares_prefixes if self.shares_prefixes is not None else logical_core > 1
             segments = self.chunks_prefill if self.chunks_prefill is not None else logical_core > 1 or shares
-            prefill = min(length, sizing.SEGMENT_TOKENS) if segments else length
+            prefill = sizing.longest_segment(length, logical_core) if segments else length
         return Load(
             length=length,
             sequences=sequences,

@@ -33,7 +33,7 @@ MAX_TOKEN_BUCKETS = 8
 """The runtime chooses at most so many sizes; a contract test compares the numbers of graphs."""
 BUCKET_STEP = 128
 SEGMENT_TOKENS = 2048
-"""Longest prefill of one call where prompts are computed in segments."""
+"""Longest prefill of one call where prompts are computed in segments; see `longest_segment`."""
 SHORTEST_PREFIX = 512
 
 TORCH_BYTES = 512 * MIB
@@ -42,6 +42,13 @@ TORCH_BYTES = 512 * MIB
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 COMPUTED_IN = "bfloat16"
 """What weights are computed in that are stored in none of these types (FP8, MXFP4)."""
+
+
+def longest_segment(length: int, logical_core: int) -> int:
+    """Tokens of the longest call where prompts are computed in segments, for a model of this length."""
+    half = -(-length // (2 * BUCKET_STEP)) * BUCKET_STEP
+    least = SHORTEST_PREFIX if logical_core == 1 else BUCKET_STEP
+    return min(length, SEGMENT_TOKENS, max(half, least))
 
 
 @dataclass(frozen=True)

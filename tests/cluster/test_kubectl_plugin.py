@@ -52,7 +52,8 @@ class Shell:
 
     def __call__(self, *arguments: str, **environment: str) -> Done:
         bins = [str(ensure("hyper")["hyper"]), str(Path(sys.executable).parent), os.environ["PATH"]]
-        env = {"PATH": os.pathsep.join(bins), "KUBECONFIG": str(self.kubeconfig), "HOME": "/nowhere", **environment}
+        env = {"PATH": os.pathsep.join(bins), "KUBECONFIG": str(self.kubeconfig), **environment}
+        env.setdefault("HOME", str(self.kubeconfig.parent))  # kubectl keeps a cache there
         command = ["kubectl", "neuron", *arguments]
         done = subprocess.run(command, env=env, capture_output=True, text=True, check=False, timeout=120)
         return Done(done.returncode, done.stdout, done.stderr.strip())

@@ -177,11 +177,11 @@ def test_a_prometheus_answers_every_query_of_the_board_and_raises_and_clears_ale
         namespace.put_model(replicas=1)
         wait_until("the Job exists", namespace.finish_resolve)
         wait_until("the model is resolved", lambda: namespace.condition("UpToDate")[0] == "True")
-        put_under_load(model)
         empty: set[str] = set()
 
         def all_answered() -> bool:
             empty.clear()
+            put_under_load(model)  # each time: most queries look back one minute
             for panel in BOARD["panels"]:
                 for target in panel.get("targets", ()):
                     query = re.sub(r"\$(\w+)", lambda match: CHOSEN[match[1]], target["expr"])

@@ -100,7 +100,7 @@ def test_cache_and_activations_of_a_core_are_what_the_runtime_plans(
         "compile": True,
     }
     planned = plan_of(parse_config(json.dumps(document).encode()), model, Target("trn2", 2, 64))
-    prefill = min(length, sizing.SEGMENT_TOKENS) if num_blocks else length
+    prefill = sizing.longest_segment(length, 2) if num_blocks else length
     load = Load(length, rows, 32 if num_blocks else 0, num_blocks, longest_prefill=prefill)
     memory = memory_of(facts_of(model), Widths(), load, Cores(tensor, FAMILIES["trn2"], 2))
     assert memory.cache == -(-planned.cache_bytes // tensor)
