@@ -607,6 +607,11 @@ class Spec(SpecPart, frozen=True):
         return compiles == "always" or (compiles == "on request" and self.engine.compile == "Enabled")
 
     @property
+    def names_artifact(self) -> bool:
+        """Whether replicas load a folder that a variable of the manifest names, or refuse to start."""
+        return any(own.name == names.ARTIFACT_VARIABLE and own.value != "" for own in self.engine.env)
+
+    @property
     def uri_scheme(self) -> str:
         return self.model.uri.partition(":")[0]
 

@@ -148,9 +148,12 @@ class Reason(StrEnum):
         ("Placed",),
         "No known instance type, or no node that the model may use, grants this number of devices or cores to one pod; "
         "the message lists the legal sizes. Or the model is compiled for its devices, and none are known: the cluster "
-        "has no node with them",
+        "has no node with them. Or a node is set up with logical cores of another size than the model is compiled for; "
+        "the message has both numbers",
         "Choose a [legal size](#devices-and-cores), or add a node of a type that grants it. Or name the instance type "
-        "in `podTemplate.spec.nodeSelector`, or in the chart value `provisionable.instanceTypes`",
+        "in `podTemplate.spec.nodeSelector`, or in the chart value `provisionable.instanceTypes`. For logical cores, "
+        "see [troubleshooting](troubleshooting.md#devices-that-do-not-fit)",
+        exit_codes=(36,),
         final=True,
     )
 

@@ -199,7 +199,7 @@ def pin(
 
     Raises:
         Unplaceable: no node could hold a replica.
-        InvalidSpec: a limit that exceeds the model's, or no place for the artifact of a compiled model.
+        InvalidSpec: a limit that exceeds the model's, or no place for the artifact that a Job is to compile.
     """
     length = model.spec.serving.max_model_length
     if length and 0 < facts.max_position_embeddings < length:
@@ -247,6 +247,8 @@ def _compiling(model: NeuronModel, settings: Settings, target: Target | None) ->
     if not model.is_compiled:
         return None
     artifacts = artifacts_place(model, settings)
+    if artifacts is None and model.spec.names_artifact:
+        return None
     if artifacts is None:
         raise StorageNotConfigured
     family = target.family.name if target else ""

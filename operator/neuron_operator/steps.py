@@ -91,8 +91,6 @@ class Task:
     """Whether all this is known already; for a result that the revision pins."""
     void_after: frozenset[int] = frozenset()
     """Exit codes with which a serving pod of the revision reports that the result is no longer there."""
-    replaced_by: str = ""
-    """The variable of a manifest that names something else for its pods to load: they say nothing about the result."""
 
 
 @dataclass(frozen=True)
@@ -169,8 +167,7 @@ def _is_void(task: Task, kept: KeeperView, known: Known, observed: Observed) -> 
 
     Where the Job found everything in its store, pod and store may disagree for ever: it runs again at intervals only.
     """
-    own = {variable.name for variable in known.model.spec.engine.env}
-    if kept.created is None or kept.record is None or task.replaced_by in own:
+    if kept.created is None or kept.record is None:
         return False
     valid_until = kept.created + timedelta(seconds=DISPUTED_SECONDS if kept.record.found_all else 0)
     revision_name = known.revision.name if known.revision else ""
@@ -293,6 +290,8 @@ def _finish_fetch(known: Known) -> tuple[Known, Finding]:
 
 
 def _compile_jobs(known: Known) -> tuple[Object, ...]:
+    if known.model.spec.names_artifact:
+        return ()
     return compile_jobs(known.model, known.settings, known.pinned.pinned)
 
 
@@ -302,6 +301,9 @@ def _learn_artifact(known: Known, record: Record) -> Known | None:
 
 def _finish_compile(known: Known) -> tuple[Known, Finding]:
     artifact = known.artifact
+    if known.model.is_compiled and known.model.spec.names_artifact:
+        message = f"replicas load the artifact that {names.ARTIFACT_VARIABLE} of spec.engine.env names, if it fits"
+        return known, met("Compiled", message, "NotRequired")
     if artifact is None:
         return known, met("Compiled", "replicas need no compiled artifact", "NotRequired")
     how = "found in its store" if artifact.reused else f"compiled in {artifact.seconds:.0f} s"
@@ -336,7 +338,6 @@ STEPS = (
             jobs=_compile_jobs,
             learn=_learn_artifact,
             void_after=frozenset(Reason.ARTIFACT_MISSING.row.exit_codes),
-            replaced_by=names.ARTIFACT_VARIABLE,
         ),
     ),
 )

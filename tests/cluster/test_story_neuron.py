@@ -133,7 +133,7 @@ def _check_refusals(story: Story) -> None:
         story.apply(_model("withheld", **inf2))
         message = story.until_reason("withheld", "DeviceHeld")["message"]
         assert "needs 2 NeuronCores of 1 physical cores each, but this process was granted 1" in message
-        message = story.until_reason("logical", "InvalidEngineConfig")["message"]
+        message = story.until_reason("logical", "TopologyImpossible")["message"]
         assert "is 2, but NEURON_LOGICAL_NC_CONFIG is 1" in message
     other = f"{names.ARTIFACTS_DIR}/{story.artifact('logical')}"
     audit = len(rig.audit_events())

@@ -220,6 +220,32 @@ def test_without_compiling_nothing_waits_for_an_artifact() -> None:
         assert "artifacts" not in decision.status
 
 
+@pytest.mark.parametrize("place", [PLACE, Place()])
+def test_a_model_that_names_its_artifact_is_not_compiled_and_its_pods_load_that_or_end(place: Place) -> None:
+    named = {**SPEC["engine"], "env": [{"name": "NEURON_COMPILED_ARTIFACTS", "value": "/opt/compiled"}]}
+    using = replace(USING, storage=StorageSettings(artifacts=place))
+    world, decision = resolved(using, engine=named)
+    assert compile_jobs(world) == []
+    done = condition(decision.status, "Compiled")
+    assert (done["status"], done["reason"]) == ("True", "NotRequired")
+    assert "NEURON_COMPILED_ARTIFACTS of spec.engine.env" in done["message"]
+    container = container_of(find(decision.desired, "Deployment"))
+    assert "--on-artifact-miss fail" in " ".join(container["command"])
+    mounts = {mount["name"]: mount.get("readOnly", False) for mount in container["volumeMounts"]}
+    assert mounts.get("artifacts") == (True if place is PLACE else None)
+    missing = serving_pod(
+        find(decision.desired, "Deployment"), last=ended(20, failure_record(20, "ArtifactMissing", "no")), restarts=1
+    )
+    after = decide(replace(world, pods=(*world.pods, missing)), using)
+    assert compile_jobs(carried_out(world, after)) == []
+    assert condition(after.status, "Ready")["reason"] == "ArtifactMissing"
+
+
+def test_an_artifact_without_a_name_is_compiled() -> None:
+    world, _ = resolved(engine={**SPEC["engine"], "env": [{"name": "NEURON_COMPILED_ARTIFACTS", "value": ""}]})
+    assert len(compile_jobs(world)) == 1
+
+
 def test_a_compiled_model_without_a_place_for_artifacts_is_refused_with_the_chart_value() -> None:
     _, decision = resolved(replace(USING, storage=StorageSettings()))
     refused = condition(decision.status, "Accepted")

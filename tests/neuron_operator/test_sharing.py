@@ -162,7 +162,7 @@ def voidable() -> tuple[Step, ...]:
     """Facts are pinned and therefore never void: the same step, as one whose result is a file."""
     task = STEPS[0].task
     assert task is not None
-    voided = replace(task, knows=None, void_after=frozenset({20}), replaced_by="OWN_FILE")
+    voided = replace(task, knows=None, void_after=frozenset({20}))
     return (Step(STEPS[0].finish, voided), *STEPS[1:])
 
 
@@ -203,11 +203,6 @@ def test_a_record_is_void_once_a_serving_pod_misses_what_it_tells_of(
     gone = {found["kind"] for found in decision.delete}
     assert gone == ({"ConfigMap", "Job"} if again else set())
     assert "Deployment" in {found["kind"] for found in decision.desired}, "the other replicas go on"
-
-
-def test_a_record_that_others_use_stays_when_a_pod_misses_what_its_own_manifest_names() -> None:
-    world = served(voidable(), engine={**SPEC["engine"], "env": [{"name": "OWN_FILE", "value": "/wrong"}]})
-    assert decide(disputed(world), SETTINGS, voidable()).delete == ()
 
 
 def test_a_revision_that_is_rebuilt_still_names_what_it_uses() -> None:

@@ -218,7 +218,14 @@ def test_a_missing_replica_outranks_the_rollout_in_ready() -> None:
 
 @pytest.mark.parametrize(
     ("code", "kind"),
-    [(2, "Compiled"), (10, "ModelResolved"), (11, "WeightsReady"), (14, "WeightsReady"), (15, "WeightsReady")],
+    [
+        (2, "Compiled"),
+        (36, "Placed"),
+        (10, "ModelResolved"),
+        (11, "WeightsReady"),
+        (14, "WeightsReady"),
+        (15, "WeightsReady"),
+    ],
 )
 def test_a_pod_that_failed_for_model_or_weights_explains_that_condition(code: int, kind: str) -> None:
     reason = str(Reason.of_exit_code(code))
@@ -227,7 +234,8 @@ def test_a_pod_that_failed_for_model_or_weights_explains_that_condition(code: in
     assert condition(decision.status, kind)["reason"] == reason
     assert condition(decision.status, "Ready")["reason"] == reason
     assert "the hub says no" in condition(decision.status, "Ready")["message"]
-    assert condition(decision.status, "Available")["reason"] == ("StorageFull" if code == 15 else "CrashLoop")
+    of_pods = {15: "StorageFull", 36: "NoMatchingNode"}.get(code, "CrashLoop")
+    assert condition(decision.status, "Available")["reason"] == of_pods
 
 
 @pytest.mark.parametrize("text", ['secret "words" not found', "couldn't find key words in Secret team/words"])

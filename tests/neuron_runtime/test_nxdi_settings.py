@@ -381,10 +381,11 @@ def test_the_platform_and_its_cores_are_found_or_told(tmp_path: Path) -> None:
     assert find_target(config_of(), {}, tmp_path / "none", tmp_path, lambda: "trn1n").platform.name == "trn1"
     with pytest.raises(InvalidConfig, match=r"^NEURON_PLATFORM_TARGET_OVERRIDE: this machine's instance type"):
         find_target(config_of(), {}, tmp_path / "none", tmp_path)
-    with pytest.raises(InvalidConfig, match="both must be the same"):
+    with pytest.raises(FatalError, match=r"logicalNeuronCore: is 1, but NEURON_LOGICAL_NC_CONFIG is 2") as caught:
         find_target(
             config_of(accelerator={"logicalNeuronCore": 1}), {"NEURON_LOGICAL_NC_CONFIG": "2"}, tmp_path, tmp_path
         )
+    assert caught.value.exit_code == ExitCode.TOPOLOGY_IMPOSSIBLE
     with pytest.raises(InvalidConfig, match="inf2 has no logical cores of 2"):
         find_target(
             config_of(accelerator={"logicalNeuronCore": 2}),

@@ -14,7 +14,7 @@ from neuron_operator.model import ApiKeySecret, NeuronModel
 from neuron_operator.placement import Placement, Target, size_rule
 from neuron_operator.render.objects import without_empty
 from neuron_operator.render.resources import Requests, overlaid
-from neuron_operator.render.storage import ARTIFACTS, Access, loading, reading
+from neuron_operator.render.storage import Access, loading, loading_artifact
 from neuron_operator.render.volumes import Mount
 from neuron_operator.world import DeviceMode, Object, Place, Settings
 
@@ -63,11 +63,11 @@ def serving_pod_template(
 
     Args:
         requests: the default.
-        artifacts: where the compiled model is; None: it is not compiled.
+        artifacts: where Jobs put the compiled model; None: it is not compiled, or the manifest names it.
         target: what it is compiled for; None: for the host.
         group_size: the number of pods per replica.
     """
-    access = loading(model, weights) + (reading(ARTIFACTS, artifacts) if artifacts else Access())
+    access = loading(model, weights) + loading_artifact(model, artifacts)
     overlay = model.spec.pod_template
     rollout = model.spec.rollout
     api_key = model.spec.serving.api_key_secret_ref

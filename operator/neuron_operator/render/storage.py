@@ -127,6 +127,13 @@ def compiling(model: NeuronModel, weights: Place | None, artifacts: Place) -> Ac
     return access + writing(ARTIFACTS, artifacts)
 
 
+def loading_artifact(model: NeuronModel, place: Place | None) -> Access:
+    """To load the compiled model, from the place or from where the manifest names it. Replicas never compile."""
+    if place is not None:
+        return reading(ARTIFACTS, place)
+    return Access(arguments=(ARTIFACTS.miss_flag, "fail")) if model.is_compiled else Access()
+
+
 def reading(kept: Kept, place: Place) -> Access:
     """To read from a shared place what a Job put there; that it is missing ends the pod."""
     must_exist = (kept.miss_flag, "fail")

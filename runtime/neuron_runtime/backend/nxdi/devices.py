@@ -92,15 +92,19 @@ def find_target(
         ask: the platform's name by the Neuron libraries, or empty; asked last, because it imports them.
 
     Raises:
-        InvalidConfig: the platform is unknown, or the configuration contradicts it or the environment.
+        InvalidConfig: the platform is unknown, or the configuration contradicts it.
+        FatalError: TOPOLOGY_IMPOSSIBLE if the node has logical cores of another size than the configuration.
     """
     platform = _platform(environment, sys, ask)
     wanted, given = _wanted_logical_core(config), environment.get(LOGICAL_CORE_VARIABLE, "")
     if given and given not in ("1", "2"):
         raise InvalidConfig(LOGICAL_CORE_VARIABLE, f"must be 1 or 2, got {given!r}")
     if given and wanted and int(given) != wanted:
-        message = f"is {wanted}, but {LOGICAL_CORE_VARIABLE} is {given}: both must be the same"
-        raise InvalidConfig("$.accelerator.logicalNeuronCore", message)
+        raise FatalError(
+            ExitCode.TOPOLOGY_IMPOSSIBLE,
+            f"$.accelerator.logicalNeuronCore: is {wanted}, but {LOGICAL_CORE_VARIABLE} is {given}, as the node is set "
+            "up: both must be the same",
+        )
     logical_core = wanted or int(given or platform.logical_core)
     if logical_core not in platform.logical_cores:
         message = f"{platform.name} has no logical cores of {logical_core} physical ones: leave it out, or set 1"
