@@ -528,12 +528,49 @@ def test_models_survive_an_uninstall_and_are_adopted_by_the_next_install(helm: H
     assert server.call("GET", f"{MODELS}/demo")["metadata"]["uid"] == uid
 
 
-@pytest.mark.parametrize("name", ["autoscaling-hpa", "ingress"])
-def test_the_api_server_accepts_the_examples(server: ApiServer, name: str) -> None:
+FOREIGN_CRDS = ("scaledobjects", "httproutes", "podmonitors", "prometheusrules")
+
+
+@pytest.fixture(scope="module")
+def foreign_kinds(server: ApiServer) -> ApiServer:
+    """A server that knows the kinds of KEDA, the Gateway API and the Prometheus operator, from their own modules."""
+    for name in FOREIGN_CRDS:
+        crd = yaml.safe_load((ensure("crds")["crds"] / f"{name}.yaml").read_text())
+        server.apply(f"/apis/{crd['apiVersion']}/customresourcedefinitions/{crd['metadata']['name']}", crd)
+    return server
+
+
+def refused(server: ApiServer, body: dict[str, Any]) -> str:
+    """Why the server refuses the object, with unknown fields refused too; "" if it takes it."""
+    plural = {"Ingress": "ingresses"}.get(body["kind"], f"{body['kind'].lower()}s")
+    path = f"/apis/{body['apiVersion']}/namespaces/default/{plural}?dryRun=All&fieldValidation=Strict"
+    answers: list[str] = []
+
+    def has_answered() -> bool:
+        try:
+            server.call("POST", path, {**body, "metadata": {**body["metadata"], "namespace": "default"}})
+            answers.append("")
+        except urllib.error.HTTPError as error:
+            if error.code not in NOT_YET_SERVED:
+                answers.append("\n".join(error.__notes__))
+        return bool(answers)
+
+    wait_until(f"{body['kind']} is served", has_answered)
+    return answers[0]
+
+
+@pytest.mark.parametrize("name", ["autoscaling-hpa", "autoscaling-keda", "httproute", "ingress"])
+def test_the_api_server_accepts_the_examples(foreign_kinds: ApiServer, name: str) -> None:
     body = yaml.safe_load((CHART.parents[1] / "examples" / f"{name}.yaml").read_text())
-    resource = {"HorizontalPodAutoscaler": "horizontalpodautoscalers", "Ingress": "ingresses"}[body["kind"]]
-    path = f"/apis/{body['apiVersion']}/namespaces/default/{resource}"
-    server.call("POST", f"{path}?dryRun=All&fieldValidation=Strict", body)
+    assert refused(foreign_kinds, body) == ""
+    assert "unknown field" in refused(foreign_kinds, {**body, "spec": {**body["spec"], "unheardOf": 1}})
+
+
+def test_the_prometheus_operator_accepts_the_charts_objects(helm: Helm, foreign_kinds: ApiServer) -> None:
+    documents = [d for d in helm.render(EVERYTHING) if d["apiVersion"].startswith("monitoring.coreos.com/")]
+    assert len(documents) == 3
+    for body in documents:
+        assert refused(foreign_kinds, body) == ""
 
 
 def _when_served(server: ApiServer, model: dict[str, Any]) -> dict[str, Any]:

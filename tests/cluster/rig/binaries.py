@@ -4,6 +4,7 @@ with the go.mod and go.sum that pin it. A component is built once per content of
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shutil
@@ -13,6 +14,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TypeVar
 
 from cluster.rig.cache import Cache, content_key
 from cluster.rig.needs import NotPossibleHere
@@ -24,6 +26,7 @@ _MAX_GO_BYTES = 12 * 10**9
 _GO_FLAGS = "-trimpath -buildvcs=false -mod=readonly -modcacherw"
 # Downloads fail at times; a retry keeps what is complete.
 _PAUSES_SECONDS = (5, 15, 45)
+_Result = TypeVar("_Result")
 
 
 @dataclass(frozen=True)
@@ -53,6 +56,8 @@ class Component:
 
 
 _KUBERNETES_VERSION = "k8s.io/component-base/version"
+_PROMETHEUS_OPERATOR = "github.com/prometheus-operator/prometheus-operator"
+_MONITORING_CRDS = "example/prometheus-operator-crd/monitoring.coreos.com"
 
 COMPONENTS = {
     c.name: c
@@ -126,13 +131,29 @@ COMPONENTS = {
             },
             minutes=2,
             version_module="github.com/prometheus/prometheus",
-            tags="remove_all_sd",  # clients of clouds: most of a build
+            tags="remove_all_sd,enable_kubernetes_sd",  # without the clients of clouds: most of a build
         ),
         Component(
             "kube-score",
             {"kube-score": "github.com/zegl/kube-score/cmd/kube-score"},
             minutes=0.4,
             version_module="github.com/zegl/kube-score",
+        ),
+        Component(
+            "crds",
+            {},
+            minutes=0.1,
+            protocols={
+                "scaledobjects.yaml": ("github.com/kedacore/keda/v2", "config/crd/bases/keda.sh_scaledobjects.yaml"),
+                **{
+                    f"{kind}.yaml": (_PROMETHEUS_OPERATOR, f"{_MONITORING_CRDS}_{kind}.yaml")
+                    for kind in ("podmonitors", "prometheusrules")
+                },
+                "httproutes.yaml": (
+                    "sigs.k8s.io/gateway-api",
+                    "config/crd/standard/gateway.networking.k8s.io_httproutes.yaml",
+                ),
+            },
         ),
     )
 }
@@ -204,19 +225,30 @@ def _build(component: Component, source: Path, folder: Path, go_cache: Path, say
             raise NotPossibleHere(f"building {component.name} failed: {' | '.join(reason[-3:])}")
         return done.stdout.strip()
 
-    for pause_seconds in _PAUSES_SECONDS:
-        try:
-            run("list", "-deps", *component.programs.values())  # fetches every module that the build reads
-            break
-        except NotPossibleHere as failure:
-            say(f"{failure}; again in {pause_seconds} s")
-            time.sleep(pause_seconds)
+    def fetch() -> dict[str, Path]:
+        """Every module that the build reads; the folders of those with files to copy."""
+        if component.programs:
+            run("list", "-deps", *component.programs.values())
+        modules = {module for module, _ in component.protocols.values()}
+        return {module: Path(json.loads(run("mod", "download", "-json", module))["Dir"]) for module in modules}
+
+    folders = _persistently(fetch, say)
     for program, package in component.programs.items():
         run("build", "-ldflags", flags, "-o", str(folder / program), package)
     for name, program in component.names.items():
         (folder / name).symlink_to(program)
     for name, (module, path) in component.protocols.items():
-        shutil.copyfile(Path(run("list", "-m", "-f", "{{.Dir}}", module)) / path, folder / name)
+        shutil.copyfile(folders[module] / path, folder / name)
+
+
+def _persistently(act: Callable[[], _Result], say: Callable[[str], None]) -> _Result:
+    for pause_seconds in _PAUSES_SECONDS:
+        try:
+            return act()
+        except NotPossibleHere as failure:
+            say(f"{failure}; again in {pause_seconds} s")
+            time.sleep(pause_seconds)
+    return act()
 
 
 def main(names: list[str]) -> int:
