@@ -20,7 +20,7 @@ import sizing_tables
 from bench_tables import published_step_times
 from metric_tables import model_metrics
 from neuron_operator import schema
-from neuron_operator.reasons import CONDITIONS
+from neuron_operator.reasons import CONDITIONS, TROUBLESHOOTING
 from neuron_runtime.not_built import Surface
 from request_tables import (
     as_json,
@@ -60,6 +60,7 @@ TARGETS = (
         Target("docs/neuronmodel.md", partial(operator_tables.reasons, kind), f"reasons of {kind}")
         for kind in CONDITIONS
     ),
+    Target(TROUBLESHOOTING, operator_tables.sections, "reasons"),
     Target("docs/runtime.md", partial(refused, Surface.BODY, "Field", as_json), "refused fields"),
     Target("docs/runtime.md", partial(names, Surface.BODY, has_effect=False), "fields without effect"),
     Target("docs/offline.md", partial(refused, Surface.LLM, "Argument", repr), "refused arguments"),

@@ -1,9 +1,11 @@
-"""Tables of docs/neuronmodel.md, from the declarations of fields and reasons. `generate.py` calls them."""
+"""Tables of docs/neuronmodel.md and the reasons of docs/troubleshooting.md, from the declarations of fields and
+reasons. `generate.py` calls them."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, get_args
 
 import msgspec
@@ -13,7 +15,7 @@ from markdown_table import table
 from neuron_operator.fields import Field, SpecPart, Supported, description_of, fields_of, unwrapped
 from neuron_operator.model import Spec
 from neuron_operator.model_status import Status
-from neuron_operator.reasons import Condition, Reason
+from neuron_operator.reasons import TROUBLESHOOTING, Condition, Reason
 from neuron_operator.schema import COLUMNS, schema_of
 
 
@@ -145,11 +147,26 @@ def shown(value: Any) -> str:
 
 def reasons(condition: Condition) -> str:
     """The reasons of one condition by weight, reserved ones last."""
-    declared = [reason.row for reason in Reason if condition in reason.row.conditions]
+    declared = [reason for reason in Reason if condition in reason.row.conditions]
     return table(
-        ("Reason", "Meaning", "What to do"),
+        ("Reason", "Meaning"),
         (
-            *((f"`{row.name}`", row.means, row.do) for row in declared if row.means),
-            *((f"`{row.name}`", "*reserved*", "") for row in declared if not row.means),
+            *((f"[`{reason}`]({Path(reason.link).name})", reason.row.means) for reason in declared if reason.row.means),
+            *((f"`{reason}`", "*reserved*") for reason in declared if not reason.row.means),
         ),
     )
+
+
+def sections() -> str:
+    """A section for each reason: the end of every message that has it links there."""
+    return "\n\n".join(_section(reason) for reason in sorted(Reason) if reason.row.means)
+
+
+def _section(reason: Reason) -> str:
+    return _in_troubleshooting(f"### {reason}\n\n{reason.row.means}.\n\nWhat to do: {reason.row.do}.")
+
+
+def _in_troubleshooting(text: str) -> str:
+    """The links of the declarations are those of docs/neuronmodel.md."""
+    here = f"[troubleshooting]({Path(TROUBLESHOOTING).name}#"
+    return text.replace("](#", "](neuronmodel.md#").replace(here, "[above](#")

@@ -86,7 +86,7 @@ def decide(world: World, settings: Settings, steps: Sequence[Step] = STEPS) -> D
         status=whole_status,
         requeue_after_seconds=_requeue_after(world, observed, course, findings, steps),
         needs=frozenset[Need | LogOf](course.pace.needs if course.pace else ()).union(*(f.needs for f in findings)),
-        announcements=() if is_terminating else status.announcements(observed.model, whole_status),
+        announcements=() if is_terminating else status.announcements(observed.model, findings),
     )
 
 

@@ -37,6 +37,9 @@ ABNORMAL: tuple[Condition, ...] = ("Reconciling", "Stalled")
 SHOWN: tuple[Condition, ...] = (*CONDITIONS, "Ready", *ABNORMAL)
 """Every condition that the operator writes."""
 
+TROUBLESHOOTING = "docs/troubleshooting.md"
+"""The page with a section for each reason, as messages name it: its path in the repository, or its address."""
+
 
 @dataclass(frozen=True)
 class Row:
@@ -77,6 +80,11 @@ class Reason(StrEnum):
         reason.weight = len(cls.__members__)
         return reason
 
+    @property
+    def link(self) -> str:
+        """Its section in the documentation."""
+        return f"{TROUBLESHOOTING}#{self.lower()}"
+
     # The spec or the cluster has to change.
     INVALID_SPEC = Row(
         "InvalidSpec",
@@ -100,7 +108,7 @@ class Reason(StrEnum):
         "A Service (or another child object) with this name exists and belongs to another owner. The operator does not "
         "change it",
         "Rename the model, or delete the other object. The operator retries every 30 s. See "
-        "[troubleshooting](troubleshooting.md#nameconflict)",
+        "[troubleshooting](troubleshooting.md#a-taken-name)",
         final=True,
     )
     ADMISSION_DENIED = Row(
@@ -108,7 +116,8 @@ class Reason(StrEnum):
         ("Accepted", "Available"),
         "An admission policy, a webhook, a LimitRange or a missing class refuses an object (`Accepted`) or the pods "
         "(`Available`); the message quotes the API server",
-        "Follow the message and [troubleshooting](troubleshooting.md#admissiondenied). The operator retries every 30 s",
+        "Follow the message; see [troubleshooting](troubleshooting.md#a-refused-object). The operator retries every "
+        "30 s",
         final=True,
     )
     OPERATOR_FORBIDDEN = Row(
@@ -116,7 +125,7 @@ class Reason(StrEnum):
         ("Accepted",),
         "The operator lacks a permission (403)",
         "Run `helm upgrade`, which grants the permissions. The operator retries every 30 s. "
-        "See [troubleshooting](troubleshooting.md#operatorforbidden)",
+        "See [troubleshooting](troubleshooting.md#a-right-that-the-operator-lacks)",
         final=True,
     )
     WRITE_FAILED = Row(

@@ -11,10 +11,10 @@ from datetime import UTC, datetime
 from neuron_operator import model_status
 from neuron_operator.model_status import MAX_MESSAGE, MAX_WORD, ModelFacts
 from neuron_operator.objects import printable
-from neuron_operator.reasons import CONDITIONS, Condition, Finding, Reason
+from neuron_operator.reasons import ABNORMAL, CONDITIONS, Condition, Finding, Reason
 from neuron_operator.records import Facts
 from neuron_operator.views import ModelView
-from neuron_operator.world import Announcement, Object
+from neuron_operator.world import Announcement
 
 
 def complete(findings: Sequence[Finding]) -> tuple[Finding, ...]:
@@ -46,15 +46,15 @@ def facts_of(facts: Facts) -> ModelFacts:
     )
 
 
-def announcements(model: ModelView, status: Object) -> tuple[Announcement, ...]:
+def announcements(model: ModelView, findings: Sequence[Finding]) -> tuple[Announcement, ...]:
     """An Event if Ready or its reason changed."""
-    ready = next(c for c in status["conditions"] if c["type"] == "Ready")
+    ready = next(finding for finding in findings if finding.condition == "Ready")
     before = model.conditions.get("Ready")
-    if before is not None and (before.status, before.reason) == (ready["status"], ready["reason"]):
+    if before is not None and (before.status, before.reason) == (ready.status, ready.reason):
         return ()
-    reason = Reason.named(ready["reason"])
-    is_trouble = ready["status"] != "True" and not (reason and reason.row.passing)
-    return (Announcement("Warning" if is_trouble else "Normal", ready["reason"], ready["message"]),)
+    reason = Reason.named(ready.reason)
+    is_trouble = ready.status != "True" and not (reason and reason.row.passing)
+    return (Announcement("Warning" if is_trouble else "Normal", str(ready.reason), printable(ready.message)),)
 
 
 def _roll_up(findings: Sequence[Finding], missing: Finding | None) -> Finding:
@@ -80,12 +80,21 @@ def _abnormal(ready: Finding) -> tuple[Finding, ...]:
 def condition_of(finding: Finding, model: ModelView, now: datetime) -> model_status.Condition:
     before = model.conditions.get(finding.condition)
     since = before.since if before is not None and before.status == finding.status else ""
-    message = printable(finding.message)  # nodes, registries and logs wrote parts of it
     return model_status.Condition(
         type=finding.condition,
         status=finding.status,
         reason=str(finding.reason),
-        message=message if len(message) <= MAX_MESSAGE else message[: MAX_MESSAGE - 3] + "...",
+        message=_message_of(finding),
         observed_generation=model.generation,
         last_transition_time=since or now.astimezone(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
     )
+
+
+def _message_of(finding: Finding) -> str:
+    """The message that a condition shows. If something is missing, it ends with the section of its reason."""
+    reason = Reason.named(finding.reason)
+    is_missing = finding.status == "False" or finding.condition in ABNORMAL
+    link = f"; see {reason.link}" if reason is not None and is_missing else ""
+    # Nodes, registries and logs wrote parts of it. The verdict on an earlier Job is what the condition showed.
+    message, room = printable(finding.message).removesuffix(link), MAX_MESSAGE - len(link)
+    return (message if len(message) <= room else message[: room - 3] + "...") + link

@@ -1038,7 +1038,7 @@ async def test_the_progress_of_a_running_job_is_shown_from_its_log_and_bounds_th
             namespace.wake()
             await asyncio.sleep(0.05)
         line = line.replace("(26%)", "(27%)")
-        await eventually(lambda: message(namespace, "Ready").endswith("(27%)"))
+        await eventually(lambda: "(27%); see docs/" in message(namespace, "Ready"))
         later = calls(server, before)
     assert len(asked) == 2
     assert asked[0] == (f"/containerLogs/{namespace.name}/resolve-0/runtime", "limitBytes=16384&tailLines=20")

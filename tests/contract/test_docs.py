@@ -418,6 +418,13 @@ def test_the_index_of_troubleshooting_names_existing_reasons() -> None:
     assert named - of_kubernetes <= set(Reason)
 
 
+@pytest.mark.parametrize("reason", [reason for reason in Reason if reason.row.means])
+def test_the_link_at_the_end_of_a_message_leads_to_the_section_of_its_reason(reason: Reason) -> None:
+    page, _, anchor = reason.link.partition("#")
+    titles = re.findall(r"^#+ (.+)$", (ROOT / page).read_text(), re.MULTILINE)
+    assert [title for title in titles if title.lower() == anchor] == [reason], "a second one has another anchor"
+
+
 def test_the_shown_facts_are_those_of_a_record() -> None:
     assert set(FACTS) == set(ModelFacts.__struct_encode_fields__)
 

@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 
 from neuron_operator.decide import decide
 from neuron_operator.objects import is_shared
+from neuron_operator.reasons import TROUBLESHOOTING
 from neuron_operator.steps import STEPS, Step
 from neuron_operator.world import Decision, JobSettings, Object, Settings, StorageSettings, World
 
@@ -210,6 +211,12 @@ def find(objects: Iterable[Object], kind: str) -> Object:
 def condition(status: Object | None, kind: str) -> Object:
     assert status is not None
     return next(c for c in status["conditions"] if c["type"] == kind)
+
+
+def said(found: Object) -> str:
+    """The message of a condition, without the section of its reason."""
+    message, _, _ = str(found["message"]).partition(f"; see {TROUBLESHOOTING}#")
+    return message
 
 
 def stored(objects: Iterable[Object]) -> tuple[Object, ...]:

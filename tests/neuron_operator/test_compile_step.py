@@ -25,6 +25,7 @@ from helpers.operator_worlds import (
     fresh,
     job_pod,
     resolved_pod,
+    said,
     serving_pod,
     settle,
     stepped,
@@ -114,7 +115,7 @@ def test_a_model_is_compiled_before_a_replica_exists() -> None:
     (job,) = compile_jobs(world)
     assert "Deployment" not in {found["kind"] for found in decision.desired}
     waiting = condition(decision.status, "Compiled")
-    assert (waiting["status"], waiting["reason"], waiting["message"]) == ("False", "Compiling", "compiling the model")
+    assert (waiting["status"], waiting["reason"], said(waiting)) == ("False", "Compiling", "compiling the model")
     assert container_of(job)["image"] == USING.compile_image
     assert container_of(job)["command"] == [
         *("neuron-runtime", "compile", "--config", "/etc/neuron-serving/config.json"),
@@ -278,7 +279,7 @@ def test_while_it_compiles_again_the_message_has_both_amounts() -> None:
     )
     again = condition(decision.status, "Compiled")
     small, large = (f"{times * memory_limit(job) / MIB:.0f}Mi" for times in (1, 2))
-    assert (again["reason"], again["message"]) == (
+    assert (again["reason"], said(again)) == (
         "Compiling",
         f"compiling the model with {large} of memory, because {small} were not enough",
     )

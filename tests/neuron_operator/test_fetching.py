@@ -210,7 +210,7 @@ def test_a_claim_that_is_not_bound_is_named_until_the_job_starts() -> None:
     )
     told = decide(replace(world, claim_events=said), SETTINGS)
     message = condition(told.status, "WeightsReady")["message"]
-    assert message.endswith('claim models: ProvisioningFailed: storageclass "efs" not found')
+    assert 'claim models: ProvisioningFailed: storageclass "efs" not found; see docs/' in message
     *others, pod = carried_out(world, decision).pods
     running = {"phase": "Running", "containerStatuses": [{"name": "runtime", "state": {"running": {}}}]}
     world = replace(carried_out(world, decision), pods=(*others, {**pod, "status": running}))

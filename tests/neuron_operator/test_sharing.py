@@ -23,6 +23,7 @@ from helpers.operator_worlds import (
     fresh,
     job_pod,
     resolved_pod,
+    said,
     serving_pod,
     settle,
 )
@@ -238,7 +239,7 @@ def test_a_pod_of_a_deleted_job_says_nothing_about_the_next_with_its_name() -> N
     pod = resolved_pod(find(decision.desired, "Job"))
     again = tuple({**job, "metadata": {**job["metadata"], "uid": "another"}} for job in world.shared)
     waiting = decide(replace(world, shared=again, pods=(pod,)), SETTINGS)
-    assert condition(waiting.status, "ModelResolved")["message"] == "reading the model's configuration"
+    assert said(condition(waiting.status, "ModelResolved")) == "reading the model's configuration"
     assert "ConfigMap" not in {made["kind"] for made in waiting.desired}
 
 

@@ -20,6 +20,7 @@ from helpers.operator_worlds import (
     fresh,
     job_pod,
     resolved_pod,
+    said,
     settle,
     uid_of_job,
 )
@@ -89,7 +90,7 @@ def test_a_later_step_waits_for_its_job_while_the_revision_is_pinned() -> None:
     assert "ControllerRevision" in kinds
     assert "Deployment" not in kinds
     waiting = condition(decision.status, "WeightsReady")
-    assert (waiting["reason"], waiting["message"]) == ("Fetching", "downloading the weights")
+    assert (waiting["reason"], said(waiting)) == ("Fetching", "downloading the weights")
     for behind in ("Compiled", "Available", "UpToDate"):
         assert condition(decision.status, behind)["message"] == "waiting for WeightsReady"
     assert condition(decision.status, "Ready")["reason"] == "Fetching"
@@ -110,7 +111,7 @@ def test_the_earlier_revision_serves_while_a_step_of_an_edit_waits() -> None:
     assert condition(decision.status, "Available")["reason"] == "Loading"
     behind = condition(decision.status, "UpToDate")
     assert (behind["status"], behind["reason"]) == ("False", "Fetching")
-    assert behind["message"].endswith("serves until WeightsReady is true: downloading the weights")
+    assert said(behind).endswith("serves until WeightsReady is true: downloading the weights")
 
 
 def test_facts_of_a_job_reach_the_later_steps() -> None:

@@ -26,6 +26,7 @@ from helpers.operator_worlds import (
     job_pod,
     resolved_pod,
     resolved_world,
+    said,
     serving_pod,
     settle,
     unscheduled_pod,
@@ -185,7 +186,7 @@ def test_a_replica_that_is_not_ready_is_explained(state: dict[str, Any], reason:
     assert says in ready["message"]
     available = condition(decision.status, "Available")
     assert (available["status"], available["reason"]) == ("True", "Available")
-    assert available["message"] == ready["message"]
+    assert available["message"] == said(ready)
 
 
 @pytest.mark.parametrize("num_wanted", range(1, 5))
@@ -254,7 +255,7 @@ def test_missing_devices_are_explained_by_needed_and_free_numbers() -> None:
     assert ready["reason"] == "InsufficientNeuron"
     assert "0 of 2 replicas answer" in ready["message"]
     assert "needs 6 Neuron devices on one node; free: 4 (n2 4, n1 0); the scheduler reports 0/3" in ready["message"]
-    assert ready["message"].endswith("2 Insufficient aws.amazon.com/neuron (and 1 more with this reason)")
+    assert said(ready).endswith("2 Insufficient aws.amazon.com/neuron (and 1 more with this reason)")
     assert found.requeue_after_seconds is not None
 
 
@@ -515,7 +516,7 @@ def test_a_container_of_others_that_breaks_the_pod_is_named(made: Any, reason: s
     ready = condition(seen(made, spec={**SPEC, "replicas": 1}).status, "Ready")
     assert ready["reason"] == reason
     assert says in ready["message"]
-    assert ready["message"].endswith(
+    assert said(ready).endswith(
         "container proxy is not the operator's: a person or an admission webhook added it; repair or remove it there"
     )
 
@@ -573,7 +574,7 @@ def test_a_volume_of_others_that_cannot_be_mounted_is_named(note: str, reason: s
     event = {"regarding": {"kind": "Pod", "name": "chat-1"}, "reason": "FailedMount", "note": note}
     ready = condition(seen(pod(state=waiting("ContainerCreating")), events=(event,)).status, "Ready")
     assert ready["reason"] == reason
-    assert ready["message"].endswith(f"FailedMount: {note}; volume mesh is not the operator's")
+    assert said(ready).endswith(f"FailedMount: {note}; volume mesh is not the operator's")
 
 
 def test_a_readiness_gate_of_others_does_not_look_like_a_lost_node() -> None:
@@ -717,7 +718,7 @@ def test_only_the_log_of_a_running_job_is_read_and_often() -> None:
     decision = resolving(RUNNING, phase="Running")
     assert decision.needs == {LogOf("resolve-x")}
     assert decision.requeue_after_seconds == PROGRESS_SECONDS
-    assert condition(decision.status, "Ready")["message"] == "reading the model's configuration"
+    assert said(condition(decision.status, "Ready")) == "reading the model's configuration"
     for state in (waiting("ContainerCreating"), ended(1), ended(0)):
         assert LogOf("resolve-x") not in resolving(state).needs
 
@@ -751,7 +752,7 @@ def test_the_last_progress_line_of_a_running_job_is_shown_without_control_charac
 
 @pytest.mark.parametrize("log", ["", "\n", "Traceback (most recent call last):\n", "a line of neuron-runtime: quoted"])
 def test_lines_of_others_in_the_log_of_a_job_are_not_shown(log: str) -> None:
-    assert condition(resolving_with(log).status, "Ready")["message"] == "reading the model's configuration"
+    assert said(condition(resolving_with(log).status, "Ready")) == "reading the model's configuration"
 
 
 def test_a_second_attempt_shows_the_first_ones_end_until_it_reports_progress() -> None:
@@ -759,7 +760,7 @@ def test_a_second_attempt_shows_the_first_ones_end_until_it_reports_progress() -
     silent = resolving_with("", failed)
     assert "exit code 137" in condition(silent.status, "Ready")["message"]
     assert silent.needs == {LogOf("resolve-x")}
-    assert condition(resolving_with("neuron-runtime: 1 of 2", failed).status, "Ready")["message"].endswith(": 1 of 2")
+    assert said(condition(resolving_with("neuron-runtime: 1 of 2", failed).status, "Ready")).endswith(": 1 of 2")
 
 
 def test_the_verdict_on_the_previous_job_stays_until_the_next_one_reports_progress() -> None:
@@ -861,6 +862,29 @@ def test_every_status_uses_declared_reasons_and_stays_small(state: object, last:
             assert re.fullmatch(r"[A-Z][A-Za-z]*", found["reason"])
             assert len(found["message"]) <= MAX_MESSAGE
         assert len(msgspec.json.encode(decision.status)) <= 16 * 1024
+
+
+@pytest.mark.parametrize("length", [1, MAX_MESSAGE, 10 * MAX_MESSAGE])
+def test_the_message_of_what_is_missing_ends_with_the_section_of_its_reason_however_long_it_is(length: int) -> None:
+    shown = waiting("ImagePullBackOff", "x" * length)
+    decision = seen(pod(state=shown), spec={**SPEC, "replicas": 1})
+    link = "; see docs/troubleshooting.md#imagepull"
+    assert decision.status is not None
+    linked = [found for found in decision.status["conditions"] if link in found["message"]]
+    assert {found["type"] for found in linked} == {"Available", "Ready", "Reconciling"}
+    for found in linked:
+        assert (found["message"].count(link), found["message"].endswith(link)) == (1, True)
+        assert len(found["message"]) <= MAX_MESSAGE
+    (event,) = decision.announcements
+    assert link not in event.message
+
+
+def test_the_verdict_on_an_earlier_job_is_repeated_without_a_second_link() -> None:
+    verdict = resolving(ended(11, failure_record(11, "WeightsUnauthorized", "x" * 2000)))
+    repeated = resolving_with("", body={**fresh().body, "status": verdict.status})
+    before, after = (condition(decision.status, "ModelResolved")["message"] for decision in (verdict, repeated))
+    assert before.endswith("; see docs/troubleshooting.md#weightsunauthorized")
+    assert after == before
 
 
 def test_long_names_keep_the_status_small() -> None:
