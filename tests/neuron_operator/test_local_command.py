@@ -121,11 +121,16 @@ def test_a_full_disk_is_reported_before_anything_starts(tmp_path: Path) -> None:
         _require_space(tmp_path, 2**50)
 
 
-def test_missing_devices_are_reported_with_a_remedy(tmp_path: Path) -> None:
+@pytest.mark.parametrize("accelerator", ["Neuron", "Neuron, devices: 1"])
+@pytest.mark.parametrize("more", ["", "  engine: {backend: torch}"])
+def test_missing_devices_are_reported_with_a_remedy_before_the_model_is_read(
+    tmp_path: Path, accelerator: str, more: str
+) -> None:
     demo = Path(__file__).parents[2] / "examples" / "demo-model"
-    ended = local(tmp_path, MODEL % (demo.as_uri(), "Neuron, devices: 1", "  engine: {backend: torch}"))
+    ended = local(tmp_path, MODEL % (demo.as_uri(), accelerator, more))
     assert ended.returncode == 2
-    assert "requests 1 Neuron device(s), this machine has 0 (/dev/neuron*): set spec.accelerator" in ended.stderr
+    (line,) = ended.stderr.splitlines()
+    assert "is for Neuron devices, this machine has 0 (/dev/neuron*): set spec.accelerator.type: CPU in the" in line
 
 
 SIMULATED = """

@@ -29,9 +29,10 @@ import aiohttp
 import msgspec
 import yaml
 
-from neuron_operator import names
+from neuron_operator import manifest, names
 from neuron_operator.answers import Refused, stream
 from neuron_operator.decide import decide
+from neuron_operator.errors import InvalidSpec
 from neuron_operator.local.machine import Machine, timestamp
 from neuron_operator.local.pods import (
     LOOPBACK,
@@ -41,6 +42,7 @@ from neuron_operator.local.pods import (
     count_neuron_devices,
     environment_to_inherit,
     instance_type,
+    too_few_devices,
 )
 from neuron_operator.objects import is_shared
 from neuron_operator.reasons import CONDITIONS
@@ -64,9 +66,9 @@ SETTINGS = Settings(
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    manifest = parser.add_mutually_exclusive_group(required=True)
-    manifest.add_argument("-f", "--file", type=Path, help="manifest that contains one NeuronModel")
-    manifest.add_argument("--demo", action="store_const", dest="file", const=DEMO, help="use the demo model's manifest")
+    source = parser.add_mutually_exclusive_group(required=True)
+    source.add_argument("-f", "--file", type=Path, help="manifest that contains one NeuronModel")
+    source.add_argument("--demo", action="store_const", dest="file", const=DEMO, help="use the demo model's manifest")
     parser.add_argument(
         "--port",
         type=int,
@@ -178,6 +180,17 @@ def _require_space(folder: Path, min_free_bytes: int) -> None:
         )
 
 
+def _check_devices(body: Mapping[str, Any], num_devices: int) -> None:
+    """What no size would change is said before the model is read. An invalid field is left to the conditions.
+
+    Raises:
+        CannotRunHere: the model is for Neuron devices, and there are none.
+    """
+    with contextlib.suppress(InvalidSpec):
+        if manifest.parse(body).spec.accelerator.type == "Neuron" and not num_devices:
+            raise too_few_devices("the model is for Neuron devices", num_devices)
+
+
 @dataclass
 class _Session:
     """One run of the command: the loop around `decide`, and its output."""
@@ -195,6 +208,7 @@ class _Session:
 
     async def run(self) -> int:
         num_devices = count_neuron_devices(os.listdir("/dev"))
+        _check_devices(self.body, num_devices)
         host = Host(self.root, environment_to_inherit(os.environ), num_devices, instance_type(Path("/sys")))
         machine = Machine(host, self.options.port, self.wake.set, self._log)
         stop = asyncio.Event()

@@ -171,10 +171,14 @@ def _check_devices(container: Json, num_devices: int) -> None:
         if resource != "aws.amazon.com/neuron":
             raise CannotRunHere(f"resources.limits.{resource}: this machine has none; use spec.accelerator.type: CPU")
         if int(amount) > num_devices:
-            raise CannotRunHere(
-                f"the pod requests {amount} Neuron device(s), this machine has {num_devices} (/dev/neuron*): "
-                "set spec.accelerator.type: CPU in the manifest, or run on an inf2, trn1 or trn2 machine"
-            )
+            raise too_few_devices(f"the pod requests {amount} Neuron device(s)", num_devices)
+
+
+def too_few_devices(needed: str, num_devices: int) -> CannotRunHere:
+    return CannotRunHere(
+        f"{needed}, this machine has {num_devices} (/dev/neuron*): "
+        "set spec.accelerator.type: CPU in the manifest, or run on an inf2, trn1 or trn2 machine"
+    )
 
 
 def _volume(volume: Json, pod: Json, host: Host, files: dict[Path, str]) -> Path:
