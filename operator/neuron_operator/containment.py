@@ -9,10 +9,14 @@ https://kubernetes.io/docs/reference/using-api/server-side-apply/#field-manageme
 
 from __future__ import annotations
 
+import hashlib
 import json
-from collections.abc import Iterable, Mapping
+from collections import OrderedDict
+from collections.abc import Iterable, Mapping, Sequence
+from functools import lru_cache
 from typing import Any
 
+import msgspec
 from kubernetes.utils.quantity import parse_quantity
 
 from neuron_operator.names import FIELD_MANAGER, STATUS_FIELD_MANAGER
@@ -29,11 +33,33 @@ def needs_apply(desired: Object, live: Object, subresource: str = "") -> bool:
     """Whether applying `desired` would change `live`: a field is missing, differs, is no longer marked as ours (another
     manager replaced its parent), or is ours and no longer desired."""
     entries = list(own_entries(live, subresource))
-    owned = _union(entry.get("fieldsV1") or {} for entry in entries)
-    identity = _tree(("f:apiVersion",), ("f:kind",), ("f:metadata", "f:name"), ("f:metadata", "f:namespace"))
-    if not _contained(desired, live, _union((owned, identity))):
+    owned = _union([*(entry.get("fieldsV1") or {} for entry in entries), _IDENTITY])
+    if not _contained(desired, live, owned):
         return True
     return any(_has_surplus(_chosen(entry), desired) for entry in entries)
+
+
+class Contained:
+    """`needs_apply` of objects that are compared again and again: a version of a live object that contains what is
+    desired is not compared with the same again."""
+
+    def __init__(self, max_size: int = 8192) -> None:
+        self._max_size = max_size
+        self._found: OrderedDict[str, tuple[str, bytes]] = OrderedDict()
+        """By UID: the version, and a hash of what it contains."""
+
+    def needs_apply(self, desired: Object, live: Object) -> bool:
+        uid, version = live["metadata"]["uid"], live["metadata"]["resourceVersion"]
+        found = version, hashlib.blake2b(msgspec.json.encode(desired), digest_size=16).digest()
+        if self._found.get(uid) == found:
+            return False
+        if needs_apply(desired, live):
+            return True
+        self._found[uid] = found
+        self._found.move_to_end(uid)
+        if len(self._found) > self._max_size:
+            self._found.popitem(last=False)
+        return False
 
 
 def _chosen(entry: Object) -> Fields:
@@ -93,9 +119,9 @@ def _item_fields(owned: Fields, item: Any) -> Fields | None:
     """Our fields of a live list item; None: the item is not ours."""
     for key, below in owned.items():
         mark, _, text = key.partition(":")
-        if mark == "v" and json.loads(text) == item:
+        if mark == "v" and _key(text) == item:
             return {}
-        if mark == "k" and all(item.get(name) == value for name, value in json.loads(text).items()):
+        if mark == "k" and all(item.get(name) == value for name, value in _key(text).items()):
             fields: Fields = below
             return fields
     return None
@@ -111,26 +137,29 @@ def _has_surplus(owned: Fields, desired: Any) -> bool:
             if _has_surplus(below, desired[name]):
                 return True
         elif mark == "k":
-            identity = json.loads(name)
+            identity = _key(name)
             # A key may contain a default that `desired` omits, such as the protocol of a port.
             item = next((i for i in desired or () if all(i.get(n, v) == v for n, v in identity.items())), None)
             if item is None or _has_surplus(below, item):
                 return True
-        elif mark == "v" and json.loads(name) not in (desired or ()):
+        elif mark == "v" and _key(name) not in (desired or ()):
             return True
     return False
 
 
-def _union(trees: Iterable[Fields]) -> dict[str, Any]:
-    merged: dict[str, Any] = {}
-    for tree in trees:
-        for key, below in tree.items():
-            merged[key] = _union((merged.get(key, {}), below))
-    return merged
+def _union(trees: Sequence[Fields]) -> Fields:
+    """Parts that only one of the trees has are not copied."""
+    if len(trees) == 1:
+        return trees[0]
+    keys = dict.fromkeys(key for tree in trees for key in tree)
+    return {key: _union([tree[key] for tree in trees if key in tree]) for key in keys}
 
 
-def _tree(*paths: tuple[str, ...]) -> dict[str, Any]:
-    return _union({path[0]: _tree(path[1:]) if path[1:] else {}} for path in paths)
+_IDENTITY: Fields = {"f:apiVersion": {}, "f:kind": {}, "f:metadata": {"f:name": {}, "f:namespace": {}}}
+"""Fields that no entry names."""
+
+_key = lru_cache(maxsize=1024)(json.loads)
+"""Of a list item. The same few are read in every pass; nobody changes what this returns."""
 
 
 def _quantity(value: Any) -> Any:

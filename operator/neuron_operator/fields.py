@@ -189,7 +189,7 @@ def walk(part: SpecPart, path: str) -> Iterator[tuple[str, Field, Any]]:
 
 
 def broken_rules(kind: Any, value: Any, path: str) -> Iterator[tuple[str, str]]:
-    """Path and message of each broken rule, in the order of declaration; None breaks none."""
+    """Path and message of each broken rule, in the order of declaration; None and a field's default break none."""
     if value is None:
         return
     core, annotations = unwrapped(kind)
@@ -199,7 +199,9 @@ def broken_rules(kind: Any, value: Any, path: str) -> Iterator[tuple[str, str]]:
             yield from shape.faults(value, path)
     if isinstance(value, SpecPart):
         for one in fields_of(type(value)):
-            yield from broken_rules(one.kind, getattr(value, one.name), f"{path}.{one.key}")
+            below = getattr(value, one.name)
+            if below != one.default:
+                yield from broken_rules(one.kind, below, f"{path}.{one.key}")
     elif isinstance(value, tuple):
         for index, item in enumerate(value):
             yield from broken_rules(get_args(core)[0], item, f"{path}[{index}]")

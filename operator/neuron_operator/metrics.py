@@ -62,9 +62,10 @@ class Metrics:
         """Describe `models` at each scrape. A deleted model has no series."""
         self.registry.register(_Models(models))
 
-    def exposition(self) -> bytes:
-        """The text that Prometheus reads."""
-        return generate_latest(self.registry)
+    def exposition(self, names: Iterable[str] = ()) -> bytes:
+        """The text that Prometheus reads; `names` of series, if given, are all that it has."""
+        chosen = tuple(names)
+        return generate_latest(self.registry.restricted_registry(chosen) if chosen else self.registry)
 
 
 class _Models(Collector):

@@ -32,7 +32,7 @@ from neuron_operator.client import (
     Throttled,
     resource_of,
 )
-from neuron_operator.containment import needs_apply
+from neuron_operator.containment import Contained, needs_apply
 from neuron_operator.errors import ClusterFault, TermOver
 from neuron_operator.metrics import Metrics
 from neuron_operator.names import API_VERSION, GROUP, KIND, MANAGER
@@ -104,6 +104,7 @@ class Reconciler:
         self._now = now
         self._check_term = check_term
         self._on_demand = OnDemand(cluster)
+        self._contained = Contained()
 
     async def reconcile(self, key: Key, *, failing_seconds: float = 0.0) -> Outcome:
         """One pass. Raises ClusterFault if it must be retried; `failing_seconds`: how long this has been so."""
@@ -111,11 +112,16 @@ class Reconciler:
         if body is None:  # deleted: the garbage collector deletes its children
             return Outcome()
         writes = _Writes(
-            self._cluster, self._caches, self._check_term, reports_faults=failing_seconds > PATIENCE_SECONDS
+            self._cluster,
+            self._caches,
+            self._check_term,
+            self._contained,
+            reports_faults=failing_seconds > PATIENCE_SECONDS,
         )
         retry: ClusterFault | None = None
         world = self._observe(World(body=body, children=(), pods=(), now=self._now()), key)
         read: frozenset[Need | LogOf] = frozenset()
+        is_final = False
         while True:
             decision = self._decide(world, self._settings)
             if decision.needs - read:
@@ -137,7 +143,11 @@ class Reconciler:
                 # The caches contain what this pass wrote so far. `decide` leaves out what was refused.
                 world = replace(self._observe(world, key), refusals=(*world.refusals, refusal))
                 continue
-            break
+            if writes.number == 0 or is_final:
+                break
+            # Once more, so that one status tells what these writes led to. Only once: others may undo them.
+            is_final = True
+            world = self._observe(world, key)
         if decision.status is not None and needs_apply({"status": decision.status}, body, "status"):
             await writes.status(body, decision.status)
             for announcement in decision.announcements:
@@ -198,11 +208,18 @@ class _Writes:
     """
 
     def __init__(
-        self, cluster: Cluster, caches: Caches, check_term: Callable[[], None], *, reports_faults: bool
+        self,
+        cluster: Cluster,
+        caches: Caches,
+        check_term: Callable[[], None],
+        contained: Contained,
+        *,
+        reports_faults: bool,
     ) -> None:
         self._cluster = cluster
         self._caches = caches
         self._check_term = check_term
+        self._contained = contained
         self._reports_faults = reports_faults
         self.number = 0
 
@@ -227,7 +244,7 @@ class _Writes:
             if is_shared(desired) and resource.kind in _CREATED_ONCE:
                 await self._relabel(live, desired)
                 return
-            if not needs_apply(desired, live):
+            if not self._contained.needs_apply(desired, live):
                 return
             self._caches.observe_written(resource, await self._apply(resource, desired, live))
         except Terminating as fault:

@@ -127,7 +127,8 @@ class Reflector:
         return [kept.decode() for kept in self._by_model.get(key, {}).values()]
 
     def objects(self) -> Iterable[Object]:
-        return [kept.decode() for kept in self._objects.values()]
+        """Not remembered: a walk over all would drive out what the passes read."""
+        return [msgspec.json.decode(kept.encoded) for kept in self._objects.values()]
 
     def observe_written(self, obj: Object) -> None:
         """Store the result of a write before the watch delivers it, so that the next pass sees what this one did.
@@ -198,6 +199,8 @@ class Reflector:
         if self._is_older(obj):
             return
         known = self._objects.get(name)
+        if known is not None and known.version == _version(obj):
+            return  # the watch delivers our own write
         if known is not None and known.key != key:
             self._drop(name)
         self._objects[name] = self._by_model[key][name] = _Kept(msgspec.json.encode(obj), _version(obj), key)

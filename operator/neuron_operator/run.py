@@ -141,8 +141,9 @@ async def serving(operator: Operator, metrics: Metrics, host: str, port: int) ->
     async def readyz(_: web.Request) -> web.Response:
         return web.Response(text=f"leading: {operator.is_leading}\n", status=200 if operator.caches.is_synced else 503)
 
-    async def exposition(_: web.Request) -> web.Response:
-        return web.Response(body=metrics.exposition(), headers={"Content-Type": "text/plain; version=0.0.4"})
+    async def exposition(request: web.Request) -> web.Response:
+        names = request.query.getall("name[]", [])
+        return web.Response(body=metrics.exposition(names), headers={"Content-Type": "text/plain; version=0.0.4"})
 
     app = web.Application()
     app.add_routes([web.get("/readyz", readyz), web.get("/metrics", exposition)])

@@ -69,8 +69,9 @@ def _is_over(found: ChildView, observed: Observed) -> bool:
 
 def _expiries(observed: Observed, done: Walk, waiting: frozenset[str], owner: str) -> Iterator[Change]:
     """Finished Jobs are deleted some time later, but never before their record is copied or their failure is shown."""
-    for job in observed.jobs.values():
-        if job.is_finished and not job.expires and is_owned(job.live, owner):
+    owned = (found for found in observed.shared if found.kind == "Job" and is_owned(found.live, owner))
+    for job in (observed.jobs[found.name] for found in owned):
+        if job.is_finished and not job.expires:
             if job is done.failed:
                 yield Change(job.live, {"spec": {"ttlSecondsAfterFinished": done.retry_seconds}})
             elif job.name not in waiting:

@@ -5,10 +5,10 @@ A view has only the fields that are used. Missing and wrongly typed parts read a
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -31,6 +31,8 @@ from neuron_operator.records import Record, parse_record
 from neuron_operator.render.jobs import rendered_hash
 from neuron_operator.revision import Revision
 from neuron_operator.world import FreeDevices, Object, World
+
+View = TypeVar("View")
 
 EVICTED = "Evicted"
 """The kubelet's reason, in the status of a pod and of the Event about it."""
@@ -273,6 +275,26 @@ class Observed:
         return self.now - created if created else timedelta(0)
 
 
+class _Views(Mapping[str, View]):
+    """Views by name, made when they are read: a pass reads few of the objects that a namespace shares."""
+
+    def __init__(self, live: Mapping[str, Object], view: Callable[[Object], View]) -> None:
+        self._live = live
+        self._view = view
+        self._made: dict[str, View] = {}
+
+    def __getitem__(self, name: str) -> View:
+        if name not in self._made:
+            self._made[name] = self._view(self._live[name])
+        return self._made[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._live)
+
+    def __len__(self) -> int:
+        return len(self._live)
+
+
 def observe(world: World) -> Observed:
     model = _model(world.body)
     children = tuple(
@@ -292,8 +314,8 @@ def observe(world: World) -> Observed:
         model=model,
         children=children,
         deployment=next((_deployment(child.live) for child in children if child.kind == "Deployment"), None),
-        jobs={found.name: _job(found.live) for found in shared if found.kind == "Job"},
-        keepers={found.name: _keeper(found.live) for found in shared if found.kind == "ConfigMap"},
+        jobs=_Views({found.name: found.live for found in shared if found.kind == "Job"}, _job),
+        keepers=_Views({found.name: found.live for found in shared if found.kind == "ConfigMap"}, _keeper),
         shared=shared,
         revisions=_revisions(children),
         replicas=tuple(pod for pod in pods if pod.role == names.ROLE_LEADER),

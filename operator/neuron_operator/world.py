@@ -11,6 +11,7 @@ How the rim runs a pass:
    depends on it. A new pass starts with `refusals` empty, so that it notices repairs. Another
    fault ends the pass, which is tried again; when this has lasted for some seconds, it goes into `refusals`, too.
 3. Make `changes`, and delete `delete` in the background, with the objects' UIDs as preconditions. Ignore 404 and 409.
+   If anything was written, look and decide once more, so that one status tells what the writes led to.
 4. Write `status` if it differs from `body["status"]`; last, so that it never reports a step that did not happen. The
    next pass follows at once, as after any change.
 5. Create the Events in `announcements` if the status was written; run again within `requeue_after_seconds`.

@@ -60,7 +60,7 @@ NUM_CONNECTIONS = 16
 """Of the bare client: as many as the operator has workers."""
 NUM_FOREIGN_PODS = 10_000
 IDLE_SECONDS = 60.0
-QUIET_SECONDS = 1.0
+QUIET_SECONDS = 2.0
 """The operator is done when it has written nothing for this long."""
 MAX_EDITS = 100
 EDITS_PER_SECOND = 5.0
@@ -260,8 +260,9 @@ class Scene:
 
 
 def metrics(process: Process) -> dict[str, float]:
-    """Empty series have no value; a process that does not answer yet has none."""
-    lines = process.get("/metrics")[1].splitlines()
+    """Of the passes. Empty series have no value; a process that does not answer yet has none."""
+    names = "&".join(f"name[]=neuron_operator_{name}" for name in ("passes_total", "queue_depth"))
+    lines = process.get(f"/metrics?{names}")[1].splitlines()
     found = {name: float(value) for name, _, value in (line.rpartition(" ") for line in lines if line[:1] != "#")}
     return {"neuron_operator_queue_depth": 1.0, **found}
 

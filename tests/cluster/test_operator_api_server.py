@@ -39,7 +39,7 @@ from helpers.operators import (
 )
 from neuron_operator import names
 from neuron_operator.__main__ import main
-from neuron_operator.client import EVENTS, LEASES, NEURON_MODELS, PODS, Client, Conflict, Unreachable
+from neuron_operator.client import EVENTS, LEASES, NEURON_MODELS, PODS, Client, Conflict, Resource, Unreachable
 from neuron_operator.decide import decide
 from neuron_operator.lease import LeaseTimings
 from neuron_operator.model import Rollout
@@ -106,6 +106,21 @@ async def test_a_manifest_creates_children_and_a_status(server: ApiServer, names
     }
     assert namespace.condition("Accepted")[0] == "True"
     assert namespace.condition("Ready") == ("False", "Loading")
+
+
+async def test_the_first_status_tells_what_its_own_pass_made(server: ApiServer, namespace: Namespace) -> None:
+    """One status for all writes of a pass, not one more for what they led to."""
+    statuses: list[Any] = []
+
+    class Recording(Client):
+        async def apply_status(self, resource: Resource, live: Any, status: Any) -> Any:
+            statuses.append(status)
+            return await super().apply_status(resource, live, status)
+
+    async with client_of(server) as client, operating(Recording(client._api), only(namespace)):
+        namespace.put_model()
+        await eventually(lambda: namespace.condition("ModelResolved") == ("False", "Resolving"))
+    assert statuses[0]["url"] == f"http://chat.{namespace.name}.svc:8000"
 
 
 async def test_a_restart_with_unchanged_objects_writes_only_the_lease(server: ApiServer, namespace: Namespace) -> None:

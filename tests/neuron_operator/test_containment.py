@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from neuron_operator.containment import needs_apply
+from neuron_operator import containment
+from neuron_operator.containment import Contained, needs_apply
 from neuron_operator.names import FIELD_MANAGER
 
 Edit = Callable[[dict[str, Any]], object]
@@ -189,3 +190,24 @@ def test_quantities_compare_as_numbers(ours: Any, theirs: Any, same: bool) -> No
     container_of(desired)["resources"]["limits"]["cpu"] = ours
     container_of(obj)["resources"]["limits"]["cpu"] = theirs
     assert needs_apply(desired, obj) != same
+
+
+def test_only_another_version_or_another_wish_is_compared_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    compared: list[Any] = []
+    monkeypatch.setattr(containment, "needs_apply", lambda *both: compared.append(both) or needs_apply(*both))
+    contained, obj = Contained(max_size=1), live()
+    obj["metadata"].update(uid="u", resourceVersion="1")
+    other = {**obj, "metadata": {**obj["metadata"], "resourceVersion": "2"}}
+    scaled = {**DESIRED, "spec": {**DESIRED["spec"], "replicas": 3}}
+    for wish, found, num_compared in [
+        (DESIRED, obj, 1),
+        (DESIRED, obj, 1),
+        (scaled, obj, 2),
+        (scaled, obj, 3),  # what is not contained is not remembered
+        (DESIRED, obj, 3),
+        (DESIRED, other, 4),
+        (DESIRED, {**obj, "metadata": {**obj["metadata"], "uid": "v"}}, 5),
+        (DESIRED, other, 6),  # the oldest was forgotten
+    ]:
+        assert contained.needs_apply(wish, found) == (wish is scaled)
+        assert len(compared) == num_compared

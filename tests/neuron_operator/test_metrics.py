@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 from prometheus_client.parser import text_string_to_metric_families
 
 from neuron_operator.metrics import Metrics
@@ -68,6 +70,14 @@ def test_requests_watches_and_passes_are_counted_with_their_labels() -> None:
     assert found["neuron_operator_watch_starts_total", frozenset({("resource", "pods"), ("how", "list")})] == 1
     assert found["neuron_operator_passes_total", frozenset({("result", "changed")})] == 1
     assert found["neuron_operator_leader", frozenset()] == 1
+
+
+def test_a_scrape_of_some_series_does_not_describe_the_models() -> None:
+    metrics, walks = Metrics(), []
+    metrics.report_models(lambda: walks.append(1) or ())
+    text = metrics.exposition(["neuron_operator_leader"]).decode()
+    assert re.findall("^[a-z].*", text, re.MULTILINE) == ["neuron_operator_leader 0.0"]
+    assert walks == []
 
 
 def test_two_operators_in_one_process_have_separate_metrics() -> None:
