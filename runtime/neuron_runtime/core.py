@@ -226,6 +226,13 @@ class GraphUse(NamedTuple):
     """Tokens computed, including padding."""
 
 
+class DeviceMemory(NamedTuple):
+    """Of one core, as the device's runtime reports it."""
+
+    used_bytes: int
+    free_bytes: int
+
+
 def name_of_step(graphs: Iterable[str]) -> str:
     """Name of a step that calls these graphs, each any number of times."""
     return "+".join(sorted(set(graphs)))
@@ -241,6 +248,7 @@ class StepOutput:
         has the prompt tokens at positions start + 1 to start + num_tokens, up to the end of the prompt.
     device_seconds: time that the device worked, for metrics.
     graphs: what the device ran, one entry per call; empty if shapes are dynamic.
+    device_memory: after this step; None: not asked, or the device does not tell.
     """
 
     step: int
@@ -249,6 +257,7 @@ class StepOutput:
     prompt_logprobs: tuple[tuple[TokenLogprobs, ...], ...] = ()
     device_seconds: float = 0.0
     graphs: tuple[GraphUse, ...] = ()
+    device_memory: DeviceMemory | None = None
 
 
 class TokenEvent(msgspec.Struct, frozen=True, gc=False):

@@ -125,6 +125,9 @@ class Timed:
     def load(self, folder: Path) -> None:
         raise NotImplementedError
 
+    def memory(self) -> None:
+        return None
+
 
 @contextmanager
 def loaded(rows: int, layout: str, asynchronous: bool) -> Iterator[TimedSteps]:

@@ -27,6 +27,8 @@ def installed() -> bool:
 
 def _forget() -> dict[str, Any]:
     """Takes the library out of the loaded modules, so that the next import reads it again."""
+    if torch := sys.modules.get("torch"):
+        vars(torch.classes).pop("neuron", None)
     names = [name for name in sys.modules if name.partition(".")[0] in NAMES]
     return {name: sys.modules.pop(name) for name in names}
 

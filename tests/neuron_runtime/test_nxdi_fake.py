@@ -1205,6 +1205,8 @@ def test_two_calls_at_once_are_refused(model: Model, tmp_path: Path) -> None:
             time.sleep(0.001)
         with pytest.raises(fake.FakeRefusal, match="21-1"):
             lines.prefill(1, prompts(2)[1])
+        with pytest.raises(fake.FakeRefusal, match="21-1"):
+            torch.classes.neuron.Runtime().get_vnc_memory_stats()
         first.result()
 
 

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from neuron_runtime.__main__ import main
-from neuron_runtime.backend.nxdi.buckets import RECOMPUTED, Graph, all_graphs, decode_graph, prefill_graph
+from neuron_runtime.backend.nxdi.buckets import RECOMPUTED, Graph, Prefill, all_graphs, decode_graph, prefill_graph
 from neuron_runtime.backend.nxdi.devices import PLATFORMS, Target
 from neuron_runtime.backend.nxdi.graph_plan import Plan, flags_of, lines_of, plan_of
 from neuron_runtime.backend.nxdi.limits import limits_of
@@ -168,8 +168,8 @@ def open_plans(draw: st.DrawFn) -> Plan:
     more: dict[str, object] = {"asyncMode": draw(st.booleans()), "limits": limits}
     if blocks:
         limits["blockSize"] = block_size
-        shares = draw(st.sampled_from(["enabled", "disabled"]))
-        more |= {"layout": "blocks", "prefixCaching": shares, "chunkedPrefill": shares}
+        shares, segments = (draw(st.sampled_from(["enabled", "disabled"])) for _ in range(2))
+        more |= {"layout": "blocks", "prefixCaching": shares, "chunkedPrefill": segments}
         more |= {"overrideNeuronConfig": {"attn_kernel_enabled": True}}
     lengths = draw(st.sets(st.integers(1, 9000), max_size=3))
     target = Target(PLATFORMS["trn2"], draw(st.sampled_from([1, 2])), 4)
@@ -178,9 +178,14 @@ def open_plans(draw: st.DrawFn) -> Plan:
 
 @given(plan=open_plans())
 def test_each_chosen_graph_is_taken_by_some_call(plan: Plan) -> None:
-    never_taken = {*all_graphs(plan.settings)} - taken_graphs(plan.settings)
-    assert not never_taken, plan.settings
-    assert not [graph.name for graph in plan.graphs if "no call" in graph.takes]
+    settings = plan.settings
+    never_taken = {*all_graphs(settings)} - taken_graphs(settings)
+    # The library compiles the whole grid: a prompt that is computed at once leaves no room for a prefix in the largest.
+    whole = settings.shares_prefixes and not settings.segments
+    longest = settings.context_buckets[-1]
+    expected = {Prefill(longest, prefix) for prefix in settings.prefix_buckets if prefix} if whole else set()
+    assert never_taken == expected, settings
+    assert plan.num_unused == len(expected)
     assert len(plan.graphs) <= 24
 
 
@@ -192,6 +197,7 @@ def test_a_graph_of_given_sizes_that_no_call_takes_is_named() -> None:
     assert unused == {graph.name for graph in all_graphs(plan.settings)} - {g.name for g in taken_graphs(plan.settings)}
     over = {f"prefill_{size}_after_640" for size in (128, 256, 384, 512)}
     assert unused == {"prefill_384", *over}
+    assert f"({len(unused)} of them unused), about" in lines_of(plan)[-1]
     assert takes["prefill_512"] == "prompts of 257 to 512 tokens"
     assert takes["prefill_128"] == "prompts of 1 to 128 tokens"
 

@@ -361,6 +361,31 @@ def test_the_log_says_where_support_ends() -> None:
     assert "pin SDK 2.28" in new[1]
 
 
+def test_steps_report_the_memory_of_a_core_as_the_runtime_does(model: Path, tmp_path: Path) -> None:
+    config = config_of(model)
+    with library_of() as fake:
+        assert library.device_memory() is None, "no library has registered its class"
+        artifact = compiled(config, model, tmp_path / "artifact")
+        assert library.device_memory() is None, "nothing is loaded"
+        backend = nxdi.load_backend(model, config, quiet, artifact)
+        backend.warm_up(quiet)
+        engine = Engine(backend)
+        engine.add(Request("0", (5, 9, 13), Sampling(temperature=0.0, max_tokens=4)))
+        asked = 0
+        while engine.has_work:
+            engine.step()
+            asked += engine.stats.device_memory is not None
+        backend.close()
+        found = engine.stats.device_memory
+        assert found is not None
+        assert asked >= 3, "it stays between two answers"
+        assert found.used_bytes > sum(path.stat().st_size for path in model.glob("*.safetensors"))
+        assert found == library.device_memory()
+        if fake is not None:
+            fake.SETTINGS.memory_bytes = 1
+            assert library.device_memory() is None, "what the runtime cannot tell is negative"
+
+
 # Folders that others compiled
 
 

@@ -21,7 +21,7 @@ from neuron_runtime.backend.simulated.device import SimulatedBackend
 from neuron_runtime.backend.simulated.options import Options, limits_of, step_times
 from neuron_runtime.backend.simulated.step_times import Phase, StepTimes, constant
 from neuron_runtime.config import CONFIG_VERSION, ModelSource, RuntimeConfig
-from neuron_runtime.core import BackendLimits, FinishReason, GraphUse, Kind, Request, Sampling
+from neuron_runtime.core import BackendLimits, DeviceMemory, FinishReason, GraphUse, Kind, Request, Sampling
 from neuron_runtime.engine import messages
 from neuron_runtime.engine.lifeline import Deadline
 from neuron_runtime.engine.loop import Engine
@@ -30,7 +30,7 @@ from neuron_runtime.engine.process import Worker
 from neuron_runtime.engine.stats import EngineStats, StepStats
 from neuron_runtime.errors import BackendFailed, Draining, InvalidRequest, Overloaded, ServingError, Unauthorized
 from neuron_runtime.server.exchange import Exchange, ExchangeCounter
-from neuron_runtime.server.metrics import FAMILIES, LOG_LINES_LOST, OPEN_CONNECTIONS, PROCESS, Metrics
+from neuron_runtime.server.metrics import CORE_MEMORY, FAMILIES, LOG_LINES_LOST, OPEN_CONNECTIONS, PROCESS, Metrics
 from neuron_runtime.server.series import Book, Distribution, Exported, Family
 
 LIMITS = BackendLimits(max_rows=2, max_model_length=256, max_step_tokens=256, block_size=16, num_blocks=64)
@@ -56,6 +56,20 @@ def started(incarnation: int = 1) -> Metrics:
     metrics.engine_started(incarnation)
     metrics.engine_ready(LIMITS, load_seconds=3.0, warm_up_seconds=2.0)
     return metrics
+
+
+def test_the_memory_of_a_device_has_series_from_its_first_report_to_the_end_of_its_engine() -> None:
+    metrics, used = started(), "neuron_serving_neuron_logical_core_memory_used_bytes"
+    metrics.step(step())
+    assert f"{used}{{" not in metrics.render().decode()
+    sent = messages.encoder.encode(step(device_memory=DeviceMemory(7, 5)))
+    received = messages.decode_from_engine(sent)
+    assert isinstance(received, Step)
+    metrics.step(received)
+    assert value(metrics, used) == 7
+    assert value(metrics, "neuron_serving_neuron_logical_core_memory_free_bytes") == 5
+    metrics.engine_ended()
+    assert f"{used}{{" not in metrics.render().decode()
 
 
 # Numbers
@@ -355,7 +369,7 @@ def test_the_cpu_time_of_a_new_process_starts_again() -> None:
 def test_series_for_the_board_exist_before_the_first_request() -> None:
     there = {name for name, _ in samples(started().render())}
     for family in FAMILIES:
-        if family.labels != ("kind", "bucket") and family.counted_by != "process":
+        if family.labels != ("kind", "bucket") and family.counted_by != "process" and family not in CORE_MEMORY:
             assert there & {family.name, f"{family.name}_count"}, family.name
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import msgspec
 
-from neuron_runtime.core import GraphUse, Kind
+from neuron_runtime.core import DeviceMemory, GraphUse, Kind
 
 
 class StepStats(msgspec.Struct, kw_only=True, array_like=True):
@@ -46,5 +46,7 @@ class EngineStats(msgspec.Struct, kw_only=True, array_like=True):
     """Time of backend calls, including waits for the device."""
     work_seconds_total: float = 0.0
     """Time in which the engine had work."""
+    device_memory: DeviceMemory | None = None
+    """As a step last reported it; None: no step did."""
     last_step: StepStats | None = None
     """The step applied by the latest turn, if any."""

@@ -286,12 +286,26 @@ PROCESS = (
 
 _monitor_gauge, _monitor_counter = (partial(_family, kind, "process") for kind in ("gauge", "counter"))
 
+CORE_MEMORY = (
+    _engine_gauge(
+        "neuron_serving_neuron_logical_core_memory_used_bytes",
+        "Device memory that this server uses of a logical core, by the Neuron runtime itself: weights, graphs and "
+        "cache. All its cores hold equal parts.",
+        use="compare with the plan",
+    ),
+    _engine_gauge(
+        "neuron_serving_neuron_logical_core_memory_free_bytes",
+        "Device memory that is left of a logical core, by the Neuron runtime itself.",
+        use="room for more sequences or longer ones",
+    ),
+)
+"""In the order of `DeviceMemory`. There are no series until a step has reported it."""
+
 NEURON = (
     _monitor_gauge(
         "neuron_serving_neuron_memory_used_bytes",
         "Memory that the Neuron runtime of this server uses: host, neuron_device (of all its cores).",
         labels=("memory",),
-        use="room for more sequences or longer ones",
     ),
     _monitor_gauge(
         "neuron_serving_neuron_core_memory_used_bytes",
@@ -451,6 +465,8 @@ class Metrics:
     def engine_ended(self) -> None:
         for gauge, _ in self._gauges:
             gauge.value = 0
+        for family in CORE_MEMORY:
+            self._book.forget(family)
         self._members.value = 0
 
     def step(self, step: Step) -> None:
@@ -462,6 +478,9 @@ class Metrics:
             gauge.value = read(stats)
         for total, read in self._totals:
             total.value += read(stats) - read(last)
+        if stats.device_memory is not None:
+            for family, size in zip(CORE_MEMORY, stats.device_memory, strict=True):
+                self._book.number(family).value = size
         if (applied := stats.last_step) is not None:
             for count, take in self._of_kind[applied.kind]:
                 count(take(applied))

@@ -35,6 +35,7 @@ from neuron_runtime.core import (
     Added,
     BackendLimits,
     Batch,
+    DeviceMemory,
     GraphUse,
     Kind,
     Late,
@@ -46,6 +47,9 @@ from neuron_runtime.core import (
 from neuron_runtime.errors import ExitCode, FatalError
 
 PerRow = tuple[tuple[TokenLogprobs, ...], ...]
+
+MEMORY_SECONDS = 5.0
+"""How often the Neuron runtime is asked for its memory."""
 
 NUM_WARM_UPS = 2
 """Runs of each graph; only the last one is timed."""
@@ -65,6 +69,7 @@ class _Done(NamedTuple):
     tokens: IntArray
     logprobs: PerRow
     seconds: float
+    memory: DeviceMemory | None
 
 
 class NxdiBackend:
@@ -84,6 +89,7 @@ class NxdiBackend:
         self._tokens: IntArray = np.zeros(0, dtype=np.int64)
         """One for each row of the step that ran last."""
         self._failure: BaseException | None = None
+        self._memory_due = 0.0
 
     @property
     def limits(self) -> BackendLimits:
@@ -101,6 +107,7 @@ class NxdiBackend:
                 self._run_alone(Batch(step=batch.step, kind=Kind.DECODE, rows=Rows(), released=batch.rows.slot))
             times.append((batch, seconds))
         progress("warming up", 1.0)
+        self._memory_due = 0.0  # so that the first request's step reports it
         return times
 
     def graph(self, batch: Batch) -> str:
@@ -120,7 +127,7 @@ class NxdiBackend:
     def collect(self, step: int) -> StepOutput:
         (batch, calls, rows), running = self._running.pop(step)
         # Whatever need not be done between two calls is done here, while the device works.
-        tokens, logprobs, seconds = running.result()
+        tokens, logprobs, seconds, memory = running.result()
         num_tokens = rows.ends - rows.start
         return StepOutput(
             step=batch.step,
@@ -131,6 +138,7 @@ class NxdiBackend:
                 GraphUse(call.graph.name, int(num_tokens[call.rows].sum()), call.graph.num_computed_tokens)
                 for call in calls
             ),
+            device_memory=memory,
         )
 
     def close(self) -> None:
@@ -183,7 +191,13 @@ class NxdiBackend:
         self._check(tokens)
         tokens[~rows.samples] = NO_TOKEN
         self._tokens = tokens
-        return _Done(tokens, logprobs, seconds)
+        return _Done(tokens, logprobs, seconds, self._memory())
+
+    def _memory(self) -> DeviceMemory | None:
+        if time.monotonic() < self._memory_due:
+            return None
+        self._memory_due = time.monotonic() + MEMORY_SECONDS
+        return self._application.memory()
 
     def _choose(
         self, step: _Step, logits: list[torch.Tensor], rows: IntArray, late: Late | None, tokens: IntArray

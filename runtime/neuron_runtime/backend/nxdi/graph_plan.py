@@ -24,6 +24,8 @@ from neuron_runtime.console import bytes_text, seconds_text
 COMPILE_SECONDS_PER_LAYER = 2.4
 """Of one graph. From AWS's statement that a model of 15 GB takes about 15 minutes: 32 layers, 12 graphs."""
 
+NO_CALL = "nothing: no call takes it"
+
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
@@ -51,6 +53,11 @@ class Plan:
     @property
     def compile_seconds(self) -> float:
         return sum(graph.compile_seconds for graph in self.graphs)
+
+    @property
+    def num_unused(self) -> int:
+        """Graphs that no call takes: NxD Inference compiles every context bucket for every prefix bucket."""
+        return sum(graph.takes == NO_CALL for graph in self.graphs)
 
 
 def plan_of(config: RuntimeConfig, model: Mapping[str, Any], target: Target, lengths: Lengths = ()) -> Plan:
@@ -93,12 +100,13 @@ def lines_of(plan: Plan) -> list[str]:
         for one in graphs
     ]
     cache = f"{bytes_text(plan.cache_bytes)} ({bytes_text(plan.cache_bytes / settings.tensor)} per core)"
+    unused = f" ({plan.num_unused} of them unused)" if plan.num_unused else ""
     return [
         f"{settings.application}, {settings.tensor} cores, {settings.max_rows} sequences of "
         f"{settings.max_model_length} tokens, layout {settings.layout}",
         heading,
         *rows,
-        f"{len(graphs)} graphs, about {seconds_text(plan.compile_seconds)} to compile one after another; "
+        f"{len(graphs)} graphs{unused}, about {seconds_text(plan.compile_seconds)} to compile one after another; "
         f"the cache takes {cache}; {plan.prefill_padding:.0%} of prefill time is padding",
     ]
 
@@ -181,7 +189,7 @@ def _planned(graph: Graph, settings: Settings, facts: _Facts, lengths: Lengths) 
 
 def _prompts_of(graph: Prefill, settings: Settings) -> str:
     if prefill_that_takes(settings, graph) is None:
-        return "nothing: no call takes it"
+        return NO_CALL
     low, high = _previous(settings.context_buckets, graph.tokens) + 1, graph.tokens
     if settings.layout == "slots":
         # The smallest that fits is longer than its prompt, unless it is the largest.

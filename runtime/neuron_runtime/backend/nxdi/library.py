@@ -23,6 +23,7 @@ from neuron_runtime.backend.nxdi.models import BY_APPLICATION, is_private
 from neuron_runtime.backend.nxdi.neuron_config import BY_NAME, PATH
 from neuron_runtime.backend.nxdi.settings import Settings
 from neuron_runtime.checkpoint import read_config
+from neuron_runtime.core import DeviceMemory
 from neuron_runtime.errors import ConfigProblems, ExitCode, FatalError, InvalidConfig
 
 if TYPE_CHECKING:
@@ -153,6 +154,21 @@ class NxdApplication:
 
     def forward(self, **arguments: torch.Tensor) -> Any:
         return self._application(**arguments)
+
+    def memory(self) -> DeviceMemory | None:
+        return device_memory()
+
+
+def device_memory() -> DeviceMemory | None:
+    """Of one logical core of this process, which must have loaded a model; None if this version does not tell."""
+    import torch  # noqa: PLC0415  (takes seconds)
+
+    try:
+        # torch-neuronx registers the class. Asking for one, or for a method, that a version lacks is an error.
+        used, free = torch.classes.neuron.Runtime().get_vnc_memory_stats()
+    except (RuntimeError, AttributeError):
+        return None
+    return DeviceMemory(int(used), int(free)) if used >= 0 and free >= 0 else None
 
 
 def application(settings: Settings, model_dir: Path) -> NxdApplication:

@@ -21,6 +21,7 @@ from neuron_runtime.backend.nxdi.models import Family, family_of, is_private, te
 from neuron_runtime.backend.nxdi.neuron_config import PATH, SAMPLING, Override, merge, read_override
 from neuron_runtime.checkpoint import InvalidModel
 from neuron_runtime.config import RuntimeConfig, uses_blocks
+from neuron_runtime.core import DeviceMemory
 from neuron_runtime.errors import ConfigProblems, InvalidConfig
 
 if TYPE_CHECKING:
@@ -98,6 +99,9 @@ class Application(Protocol):
     def forward(self, **arguments: torch.Tensor) -> Any:
         """One call, which blocks; returns the output object of NxD Inference. Only keywords: positions differ between
         versions."""
+
+    def memory(self) -> DeviceMemory | None:
+        """Of one of its cores, by the Neuron runtime; None if that does not say. Not called during another call."""
 
 
 def settings_of(config: RuntimeConfig, model: Mapping[str, Any], target: Target) -> Settings:

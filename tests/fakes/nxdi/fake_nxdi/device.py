@@ -42,6 +42,10 @@ CORE_VARIABLES = (
 """By which the runtime decides which cores it takes; the lock of each core has those of its process."""
 
 
+CORE_BYTES = 16 * 2**30
+"""Of a core without another limit."""
+
+
 def nrt_error(call: str, code: int) -> RuntimeError:
     """As the runtime's errors reach Python: a RuntimeError whose text holds status and name."""
     name = NRT_NAMES.get(code, "NRT_FAILURE")
@@ -118,6 +122,17 @@ class Device:
     def end_call(self, error: BaseException | None) -> None:
         self.failed = self.failed or error
         self._one_at_a_time.release()
+
+    def memory_stats(self) -> tuple[int, int]:
+        """Bytes of a core that are used and free; (-1, -1) without a runtime, as the real one answers."""
+        if self.failed is not None and fake_nxdi.strict():
+            fake_nxdi.refuse("21-8", f"a call after an exception ({self.failed!r}): the runtime's state is undefined")
+        if not self._one_at_a_time.acquire(blocking=False):
+            fake_nxdi.refuse("21-1", "the memory is asked for during a call: what the runtime then does is unknown")
+        self._one_at_a_time.release()
+        if not self.world_size:
+            return -1, -1
+        return self.used_bytes, (fake_nxdi.SETTINGS.memory_bytes or CORE_BYTES) - self.used_bytes
 
     def run(self, graph: str) -> float:
         """Counts a step and returns when the device will have finished it; steps run in the order of their launches."""

@@ -1,4 +1,5 @@
 import fake_nxdi
+import torch_neuronx  # noqa: F401 - as the real one, which registers classes with torch
 from fake_nxdi.application import COMPILED_MODEL_FILE_NAME, is_compiled, normalize_path
 from fake_nxdi.application import NeuronApplicationBase as _Base
 
