@@ -12,8 +12,10 @@ from __future__ import annotations
 import hashlib
 import math
 import os
-from collections.abc import Mapping
-from dataclasses import dataclass
+import re
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -25,6 +27,11 @@ from neuron_runtime.errors import ExitCode, FatalError
 CONFIG_FILE = "config.json"
 WEIGHTS_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
+GRAPHS_FILE, GRAPHS_CONFIG_FILE = "model.pt", "neuron_config.json"
+"""What NxD Inference compiled. Without the second file the first one is something else."""
+SHARD_FILE = "weights/tp{rank}_sharded_checkpoint.safetensors"
+"""Beside them, if it wrote the weights too: those of one rank. A model may have no others."""
+_SHARD = re.compile(SHARD_FILE.replace("{rank}", r"(\d+)").replace(".", r"\."))
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 """A model needs one of these to serve text; transformers makes the first from the others."""
 CONVERTERS = ("sentencepiece", "tiktoken")
@@ -60,7 +67,7 @@ class TensorInfo:
     """As in safetensors, e.g. `BF16`."""
     shape: tuple[int, ...]
     file: str
-    """File name within the folder."""
+    """File name within the folder, with its subfolder."""
     begin: int
     end: int
 
@@ -87,7 +94,11 @@ class Checkpoint:
     config: Mapping[str, Any]
     tensors: Mapping[str, TensorInfo]
     digest: str
-    """sha256 over config.json, the index (if any) and the headers of the weight files, in order of their names."""
+    """sha256 over config.json, the index (if any) and the headers of the weight files, in order of their names. With
+    shards, the configuration of their graphs instead of the index."""
+    is_sharded: bool = False
+    """The weights are those of compiled graphs alone, cut for their ranks: names and shapes are the library's, keys of
+    `tensors` have the file too, and what several ranks hold counts several times."""
 
     @property
     def num_parameters(self) -> int:
@@ -114,10 +125,13 @@ def read_checkpoint(folder: Path) -> Checkpoint:
     digest = hashlib.sha256(raw_config)
 
     weight_map: dict[str, str] | None = None
-    files = [WEIGHTS_FILE]
-    if not (folder / WEIGHTS_FILE).exists():
+    files, is_sharded = [WEIGHTS_FILE], has_only_shards(folder)
+    if is_sharded:
+        digest.update(_read(folder / GRAPHS_CONFIG_FILE, "it belongs to compiled graphs"))
+        files = shard_files(_names(folder))
+    elif not (folder / WEIGHTS_FILE).exists():
         index_path = folder / INDEX_FILE
-        raw_index = _read(index_path, _advice_without_safetensors(folder))
+        raw_index = _read(index_path, advice_without_safetensors(_names(folder)))
         digest.update(raw_index)
         weight_map = parse_index(raw_index, index_path)
         files = sorted(set(weight_map.values()))
@@ -127,6 +141,9 @@ def read_checkpoint(folder: Path) -> Checkpoint:
         header, found = read_header(folder / file)
         digest.update(header)
         # A shard may contain tensors that the index does not list; they are not part of the model.
+        if is_sharded:
+            tensors.update((f"{file}: {t.name}", replace(t, file=file)) for t in found)
+            continue
         tensors.update((t.name, t) for t in found if weight_map is None or weight_map.get(t.name) == file)
     if weight_map is not None and (missing := sorted(weight_map.keys() - tensors.keys())):
         name = missing[0]
@@ -134,7 +151,52 @@ def read_checkpoint(folder: Path) -> Checkpoint:
             f"{folder / weight_map[name]}: {INDEX_FILE} lists tensor {name} in this file, but it is missing"
             f"{_and_more(missing)}"
         )
-    return Checkpoint(folder=folder, config=config, tensors=tensors, digest=digest.hexdigest())
+    return Checkpoint(folder, config, tensors, digest.hexdigest(), is_sharded)
+
+
+def read_whole_checkpoint(folder: Path) -> Checkpoint:
+    """For those who read tensors by their names. Raises as `read_checkpoint`, also if the model has only shards."""
+    checkpoint = read_checkpoint(folder)
+    if checkpoint.is_sharded:
+        raise InvalidModel(
+            f"{folder}: its weights are cut for graphs that NxD Inference compiled: serve it with the backend nxdi, or "
+            f"add {WEIGHTS_FILE}"
+        )
+    return checkpoint
+
+
+def is_shard(name: str) -> bool:
+    return _SHARD.fullmatch(name) is not None
+
+
+def shard_files(names: Collection[str]) -> list[str]:
+    """The weights of compiled graphs, in order of their ranks; empty unless all that they need is there."""
+    ranks = sorted(int(match[1]) for match in map(_SHARD.fullmatch, names) if match)
+    complete = ranks == list(range(len(ranks))) and {GRAPHS_FILE, GRAPHS_CONFIG_FILE} <= set(names)
+    return [SHARD_FILE.format(rank=rank) for rank in ranks] if complete else []
+
+
+def has_only_shards(folder: Path) -> bool:
+    """Whether a model's only weights are those of compiled graphs."""
+    return not any((folder / name).exists() for name in (WEIGHTS_FILE, INDEX_FILE)) and bool(
+        shard_files(_names(folder))
+    )
+
+
+def advice_without_safetensors(names: Collection[str]) -> str:
+    """What to do about a model with these files but without weights that can be read."""
+    ranks = {int(match[1]) for match in map(_SHARD.fullmatch, names) if match}
+    if ranks or GRAPHS_CONFIG_FILE in names:
+        wanted = [GRAPHS_FILE, GRAPHS_CONFIG_FILE, *(SHARD_FILE.format(rank=at) for at in range(max(ranks, default=0)))]
+        wanted.append(SHARD_FILE.format(rank=max(ranks, default=0)))
+        missing = [name for name in wanted if name not in names]
+        return f"its graphs of NxD Inference lack {missing[0]}: add it, or {WEIGHTS_FILE}"
+    others = sorted(
+        name for name in names if any(fnmatchcase(name, end) for end in ("*.bin", "*.pt", "*.pth", "*.gguf"))
+    )
+    if others:
+        return f"only safetensors weights are supported, but the folder contains {others[0]}; convert the model"
+    return f"the folder contains neither {WEIGHTS_FILE} nor {INDEX_FILE}; download the model's weights"
 
 
 def read_config(folder: Path) -> dict[str, Any]:
@@ -264,11 +326,9 @@ def _read_config(folder: Path) -> bytes:
     return _read(folder / CONFIG_FILE, "a model folder contains config.json beside its weights")
 
 
-def _advice_without_safetensors(folder: Path) -> str:
-    others = sorted(p.name for pattern in ("*.bin", "*.pt", "*.pth", "*.gguf") for p in folder.glob(pattern))
-    if others:
-        return f"only safetensors weights are supported, but the folder contains {others[0]}; convert the model"
-    return f"the folder contains neither {WEIGHTS_FILE} nor {INDEX_FILE}; download the model's weights"
+def _names(folder: Path) -> set[str]:
+    """Of the files of a model's folder."""
+    return {path.relative_to(folder).as_posix() for path in (*folder.glob("*"), *folder.glob("weights/*"))}
 
 
 def _check_regular(path: Path) -> None:

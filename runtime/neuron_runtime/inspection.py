@@ -65,7 +65,7 @@ def model_facts(
         )
     if application_class or backend == NXDI:
         family_of(checkpoint.config, application_class)
-    if is_private(application_class):
+    if is_private(application_class) or (checkpoint.is_sharded and backend in ("", NXDI)):
         # Its tensors are its own business.
         shape = _shape_by_config(checkpoint)
     else:
@@ -86,7 +86,8 @@ def model_facts(
         **shape,
         intermediate_size=_number(config, "intermediate_size"),
         num_experts=_number(config, "num_local_experts") or _number(config, "num_experts"),
-        tied_embeddings=not any(name.endswith("lm_head.weight") for name in checkpoint.tensors),
+        tied_embeddings=not any(name.endswith("lm_head.weight") for name in checkpoint.tensors)
+        or (checkpoint.is_sharded and config.get("tie_word_embeddings") is True),
         model_type=str(checkpoint.config.get("model_type", "")),
         parameters=checkpoint.num_parameters,
         weights_bytes=checkpoint.num_bytes,

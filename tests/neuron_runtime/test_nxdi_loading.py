@@ -24,11 +24,12 @@ from neuron_runtime.backend import nxdi
 from neuron_runtime.backend.nxdi import failures, library
 from neuron_runtime.backend.nxdi.devices import PLATFORMS
 from neuron_runtime.backend.nxdi.failures import classified, when_free
-from neuron_runtime.checkpoint import read_config
+from neuron_runtime.checkpoint import InvalidModel, check_tokenizer, read_checkpoint, read_config, read_whole_checkpoint
 from neuron_runtime.config import ModelSource, RuntimeConfig, parse_config
 from neuron_runtime.core import Request, Sampling
 from neuron_runtime.engine.loop import Engine
 from neuron_runtime.errors import ExitCode, FatalError, InvalidConfig
+from neuron_runtime.inspection import inspect_model
 from neuron_runtime.weights.fetching import materialize
 
 PROMPTS = ([5, 9, 13, 2, 8], [7, 3, 21])
@@ -511,6 +512,100 @@ def test_graphs_of_a_hub_repository_are_loaded_if_they_fit(
         with pytest.raises(FatalError, match="has no artifact"):
             served()
         assert "is no configuration of NxD Inference with a `neuron_config`" in capsys.readouterr().err
+
+
+# Models with no other weights than those of compiled graphs
+
+
+@pytest.fixture(scope="module")
+def sharded(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with graphs, their weights, config.json and a tokenizer."""
+    with library_of():
+        folder = others(model, tmp_path_factory.mktemp("sharded") / "theirs", save_sharded_checkpoint=True)
+    shutil.copy(model / "config.json", folder / "config.json")
+    (folder / "tokenizer.json").write_text("{}")
+    return folder
+
+
+def provided(config: RuntimeConfig, folder: Path) -> tuple[Path, Path]:
+    """The model's folder and that of its graphs, as `serve` finds them."""
+    weights = folder / "weights"
+    check_artifact(config, weights, "", places(folder), quiet)
+    needed = nxdi.needs_weights(config)
+    model_dir = materialize(config.model, weights, quiet, with_weights=needed, check=check_tokenizer)
+    return model_dir, provide(config, model_dir, places(folder), quiet)
+
+
+def test_a_model_with_no_other_weights_than_those_of_its_graphs_is_loaded(
+    sharded: Path, model: Path, tmp_path: Path
+) -> None:
+    config = open_config(sharded)
+    with library_of():
+        folder, artifact = provided(config, tmp_path)
+        assert folder == artifact == sharded
+        assert generated(folder, config, artifact) == expected(model)
+        # Settings that say what the graphs are.
+        same = config_of(sharded, limits={"maxSequences": 2, "maxModelLength": 512})
+        assert generated(folder, same, provided(same, tmp_path)[1]) == expected(model)
+        more = open_config(sharded, limits={"maxSequences": 9})
+        with pytest.raises(FatalError, match=r"batch_size: is 2, but .* is 9.* add the model's own weights") as caught:
+            provided(more, tmp_path)
+    assert caught.value.exit_code == ExitCode.ARTIFACT_MISSING
+    facts = inspect_model(sharded.as_uri(), "nxdi")
+    assert (facts.architecture, facts.digest) == ("LlamaForCausalLM", read_checkpoint(sharded).digest)
+    with pytest.raises(InvalidModel, match=r"serve it with the backend nxdi, or add model.safetensors"):
+        read_whole_checkpoint(sharded)
+
+
+def test_a_repository_with_no_other_weights_than_those_of_its_graphs_is_fetched_and_loaded(
+    sharded: Path, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shutil.copytree(sharded, tmp_path / "hub" / "acme" / "llama" / "main")
+    config = msgspec.structs.replace(open_config(sharded), model=ModelSource(uri="hf://acme/llama"))
+    with library_of(), serving(Shelf(tmp_path / "hub")) as hub:
+        monkeypatch.setenv("HF_ENDPOINT", hub)
+        folder, artifact = provided(config, tmp_path)
+        assert artifact == folder
+        assert generated(folder, config, artifact) == expected(model)
+        assert inspect_model("hf://acme/llama", "nxdi").parameters > 0
+
+
+@pytest.mark.parametrize(
+    ("missing", "message"),
+    [
+        ("model.pt", "its graphs of NxD Inference lack model.pt: add it, or model.safetensors"),
+        ("neuron_config.json", "its graphs of NxD Inference lack neuron_config.json"),
+        ("weights/tp0_sharded_checkpoint.safetensors", "lack weights/tp0_sharded_checkpoint.safetensors"),
+        ("config.json", "config.json is missing"),
+        ("tokenizer.json", "tokenizer is missing"),
+    ],
+)
+def test_a_file_that_such_a_model_lacks_is_named(
+    missing: str, message: str, sharded: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = shutil.copytree(sharded, tmp_path / "hub" / "acme" / "llama" / "main")
+    (model / missing).unlink()
+    with serving(Shelf(tmp_path / "hub")) as hub:
+        monkeypatch.setenv("HF_ENDPOINT", hub)
+        for uri in (model.as_uri(), "hf://acme/llama"):
+            with pytest.raises(FatalError, match=message) as caught:
+                materialize(ModelSource(uri=uri), tmp_path / "weights", quiet, check=check_tokenizer)
+            assert caught.value.exit_code == ExitCode.INVALID_MODEL
+
+
+def test_with_a_named_folder_that_has_weights_the_model_needs_none(
+    sharded: Path, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (small := tmp_path / "small").mkdir()
+    for name in ("config.json", "tokenizer.json"):
+        shutil.copy(sharded / name, small / name)
+    config = open_config(small)
+    assert nxdi.needs_weights(config)
+    monkeypatch.setenv(ARTIFACT_VARIABLE, str(sharded))
+    with library_of():
+        folder, artifact = provided(config, tmp_path)
+        assert (folder, artifact) == (small, sharded)
+        assert generated(folder, config, artifact) == expected(model)
 
 
 def quiet(stage: str, share: float) -> None:

@@ -53,9 +53,13 @@ class Places:
 
     @property
     def given(self) -> Path | None:
-        """The folder of one artifact, named by the environment."""
-        value = os.environ.get(ARTIFACT_VARIABLE)
-        return Path(value).resolve() if value else None
+        return given_folder()
+
+
+def given_folder() -> Path | None:
+    """The folder of one artifact, named by the environment."""
+    value = os.environ.get(ARTIFACT_VARIABLE)
+    return Path(value).resolve() if value else None
 
 
 def load_backend(model_dir: Path, config: RuntimeConfig, places: Places, progress: ProgressCallback) -> Backend:

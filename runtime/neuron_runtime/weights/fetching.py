@@ -19,9 +19,13 @@ from typing import TYPE_CHECKING, Literal
 from neuron_runtime.backend.base import ProgressCallback
 from neuron_runtime.checkpoint import (
     CONFIG_FILE,
+    GRAPHS_CONFIG_FILE,
     INDEX_FILE,
     WEIGHTS_FILE,
+    InvalidModel,
+    advice_without_safetensors,
     header_length,
+    is_shard,
     parse_index,
     read_checkpoint,
     read_config,
@@ -32,7 +36,6 @@ from neuron_runtime.uris import FolderModel, HubModel, ImageModel, ModelInPlace,
 from neuron_runtime.weights.disk import writing
 from neuron_runtime.weights.journal import Journal
 from neuron_runtime.weights.selection import (
-    GRAPHS_CONFIG_FILE,
     graph_files,
     is_part,
     is_plain,
@@ -403,6 +406,10 @@ def _copy(
             read_config(folder)
             check(folder)
             weights = weight_files(listing.files, _weight_map(folder)) if with_weights else []
+            if with_weights and not weights and INDEX_FILE not in listing.files:
+                # What is there is known before anything of it is copied.
+                advice = advice_without_safetensors(listing.files.keys())
+                raise InvalidModel(f"{folder / INDEX_FILE} is missing: {advice}")
         if with_weights:
             more, more_bytes = transfer(weights + graph_files(listing.files), report)
             sums, read_bytes = sums | more, read_bytes + more_bytes
@@ -438,8 +445,9 @@ def _draw(attempts: Attempts[Source], listing: Listing, scratch: Path) -> None:
 
         return attempts(read) if num_bytes else b""
 
-    names = [name for name in listing.files if is_plain(name)]
+    names = [name for name in listing.files if is_plain(name) or is_shard(name)]
     for name in names:
+        (scratch / name).parent.mkdir(exist_ok=True)
         with (scratch / name).open("wb") as file:
             file.truncate(listing.files[name].num_bytes)
     for name in {CONFIG_FILE, INDEX_FILE, GRAPHS_CONFIG_FILE} & set(names):

@@ -9,10 +9,7 @@ import os
 from collections.abc import Iterable, Mapping
 from fnmatch import fnmatchcase
 
-from neuron_runtime.checkpoint import INDEX_FILE, WEIGHTS_FILE
-
-GRAPHS_FILE, GRAPHS_CONFIG_FILE = "model.pt", "neuron_config.json"
-"""What NxD Inference compiled, beside the weights. Without the second file the first one is something else."""
+from neuron_runtime.checkpoint import GRAPHS_CONFIG_FILE, GRAPHS_FILE, INDEX_FILE, WEIGHTS_FILE, is_shard, shard_files
 
 SMALL_FILES = (
     "config.json",
@@ -55,7 +52,7 @@ def is_weights(name: str) -> bool:
 
 def is_part(name: str) -> bool:
     """Whether a model may need the file."""
-    return is_small(name) or is_weights(name) or name == GRAPHS_FILE
+    return is_small(name) or is_weights(name) or name == GRAPHS_FILE or is_shard(name)
 
 
 def small_files(names: Iterable[str]) -> list[str]:
@@ -68,10 +65,14 @@ def graph_files(names: Iterable[str]) -> list[str]:
 
 
 def weight_files(names: Iterable[str], weight_map: Mapping[str, str]) -> list[str]:
-    """The weights of the model, by the same rule as `read_checkpoint`; empty if there are none.
+    """The weights of the model, by the same rule as `read_checkpoint`; empty if there are none. Those of compiled
+    graphs are taken only if there are no others.
 
     Args:
         weight_map: tensor to file, from the index; empty without an index.
     """
+    names = set(names)
     listed = set(filter(is_weights, names))
-    return [WEIGHTS_FILE] if WEIGHTS_FILE in listed else sorted(listed & set(weight_map.values()))
+    if WEIGHTS_FILE in listed:
+        return [WEIGHTS_FILE]
+    return sorted(listed & set(weight_map.values())) if weight_map else shard_files(names)

@@ -37,7 +37,11 @@ ALWAYS_COMPILES = True
 
 def needs_weights(config: RuntimeConfig) -> bool:
     """A sharded checkpoint is part of the artifact."""
-    return not compiler_reads_weights(config)
+    from neuron_runtime.artifacts.loading import given_folder  # noqa: PLC0415  (imports what imports this)
+    from neuron_runtime.backend.nxdi.foreign import holds_weights  # noqa: PLC0415
+
+    given = given_folder()
+    return not compiler_reads_weights(config) and not (given is not None and holds_weights(given))
 
 
 def compiler_reads_weights(config: RuntimeConfig) -> bool:

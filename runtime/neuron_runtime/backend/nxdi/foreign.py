@@ -18,12 +18,12 @@ from neuron_runtime.artifacts.store import DOCUMENT
 from neuron_runtime.backend.nxdi.models import text_config
 from neuron_runtime.backend.nxdi.neuron_config import BY_NAME, OF_REQUESTS, SAMPLING, SAMPLING_FIELDS, SHARDED, spelled
 from neuron_runtime.backend.nxdi.settings import Settings
+from neuron_runtime.checkpoint import GRAPHS_CONFIG_FILE as CONFIG_FILE
+from neuron_runtime.checkpoint import GRAPHS_FILE as MODEL_FILE
 from neuron_runtime.config import RuntimeConfig
 from neuron_runtime.errors import ExitCode, FatalError
-from neuron_runtime.weights.selection import GRAPHS_CONFIG_FILE as CONFIG_FILE
-from neuron_runtime.weights.selection import GRAPHS_FILE as MODEL_FILE
 
-__all__ = ["CONFIG_FILE", "MODEL_FILE", "adopted", "differences", "is_foreign", "within"]
+__all__ = ["CONFIG_FILE", "MODEL_FILE", "adopted", "differences", "holds_weights", "is_foreign", "within"]
 
 FOLDERS = "neuron-compiled-artifacts/*"
 """Where the vLLM plugin puts them, within a model's folder."""
@@ -46,6 +46,13 @@ OF_BLOCKS = ("pa_num_blocks", "pa_block_size")
 def is_foreign(folder: Path) -> bool:
     """Whether a folder has graphs that NxD Inference wrote, without a document of ours."""
     return all((folder / name).is_file() for name in (MODEL_FILE, CONFIG_FILE)) and not (folder / DOCUMENT).exists()
+
+
+def holds_weights(folder: Path) -> bool:
+    """Whether such a folder has the weights too, so that it is loaded without the checkpoint."""
+    if not is_foreign(folder) or not (folder / "weights").is_dir():
+        return False
+    return bool(_read(folder)["neuron_config"].get(SHARDED))
 
 
 def within(model_dir: Path) -> list[Path]:

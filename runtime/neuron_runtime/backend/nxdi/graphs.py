@@ -19,16 +19,22 @@ from neuron_runtime.backend.base import Graph, Needs
 from neuron_runtime.backend.nxdi import library
 from neuron_runtime.backend.nxdi.buckets import Prefill, all_graphs
 from neuron_runtime.backend.nxdi.devices import Target, check_cores, environment_of, find_target
-from neuron_runtime.backend.nxdi.foreign import CONFIG_FILE, MODEL_FILE, adopted, differences, is_foreign, within
+from neuron_runtime.backend.nxdi.foreign import (
+    CONFIG_FILE,
+    MODEL_FILE,
+    adopted,
+    differences,
+    holds_weights,
+    is_foreign,
+    within,
+)
 from neuron_runtime.backend.nxdi.neuron_config import SHARDED
 from neuron_runtime.backend.nxdi.settings import Settings, settings_of
-from neuron_runtime.checkpoint import read_config
+from neuron_runtime.checkpoint import SHARD_FILE, has_only_shards, read_config
 from neuron_runtime.config import RuntimeConfig
 from neuron_runtime.console import say
 from neuron_runtime.errors import ExitCode, FatalError, InvalidConfig, joined
 from neuron_runtime.weights.store import Damaged, read_entry
-
-WEIGHTS_FILE = "weights/tp{rank}_sharded_checkpoint.safetensors"
 
 PREFILLS, DECODES, NEFF_FILE = "context_encoding_model", "token_generation_model", "graph.neff"
 """In its work folder, NxD Inference has a folder for each of these, and in it one for each bucket."""
@@ -85,6 +91,9 @@ class NxdiCompiler:
             message = f"the graphs in {folder} were compiled for something else: {joined(differing)}"
             if given is not None:
                 raise FatalError(ExitCode.ARTIFACT_MISSING, f"{message}; name another folder, or change these settings")
+            if folder == self._model_dir and has_only_shards(folder):
+                cure = "change these settings, or add the model's own weights, from which others can be compiled"
+                raise FatalError(ExitCode.ARTIFACT_MISSING, f"{message}; {cure}")
             say(message)
         return None
 
@@ -164,7 +173,7 @@ def missing_weights(settings: Settings, folder: Path) -> list[str]:
     """Files of weights that an artifact with weights lacks."""
     if not settings.neuron_config.get(SHARDED):
         return []
-    names = [WEIGHTS_FILE.format(rank=rank) for rank in range(settings.tensor)]
+    names = [SHARD_FILE.format(rank=rank) for rank in range(settings.tensor)]
     return [name for name in names if not (folder / name).is_file()]
 
 
@@ -189,7 +198,8 @@ def fitting(config: RuntimeConfig, model_dir: Path, folder: Path) -> RuntimeConf
     if not is_foreign(folder):
         return config
     settings, _ = described(config, model_dir)
-    return adopted(config, folder) if differences(settings, read_config(model_dir), folder) else config
+    as_it_is = not differences(settings, read_config(model_dir), folder) and not holds_weights(folder)
+    return config if as_it_is else adopted(config, folder)
 
 
 def nxdi_compiler(config: RuntimeConfig, model_dir: Path) -> NxdiCompiler:

@@ -9,6 +9,7 @@ from neuron_runtime.backend.nxdi import library
 from neuron_runtime.backend.nxdi.backend import NxdiBackend
 from neuron_runtime.backend.nxdi.devices import Target, check_cores, exec_timeout_seconds
 from neuron_runtime.backend.nxdi.failures import when_free
+from neuron_runtime.backend.nxdi.foreign import is_foreign
 from neuron_runtime.backend.nxdi.graphs import described, fitting, missing_weights, prepare_environment
 from neuron_runtime.backend.nxdi.limits import limits_of
 from neuron_runtime.backend.nxdi.models import BY_APPLICATION
@@ -24,7 +25,8 @@ def load(model_dir: Path, config: RuntimeConfig, progress: ProgressCallback, art
     settings, target = described(fitting(config, model_dir, artifact), model_dir)
     check_cores(target, settings.tensor)
     if missing := missing_weights(settings, artifact):
-        raise FatalError(ExitCode.ARTIFACT_MISSING, f"{artifact} has no {missing[0]}: compile the model again")
+        cure = "add it" if is_foreign(artifact) else "compile the model again"
+        raise FatalError(ExitCode.ARTIFACT_MISSING, f"{artifact} has no {missing[0]}: {cure}")
     report(settings, target)
     prepare_environment(settings, target)
     limits = limits_of(settings, exec_timeout_seconds())

@@ -20,7 +20,7 @@ from pathlib import Path
 from neuron_runtime.backend.base import Graph, Needs
 from neuron_runtime.backend.torch.architecture import DecoderConfig, decoder_config
 from neuron_runtime.backend.torch.choices import block_size_of, dtype_of
-from neuron_runtime.checkpoint import read_checkpoint
+from neuron_runtime.checkpoint import read_whole_checkpoint
 from neuron_runtime.config import RuntimeConfig
 from neuron_runtime.errors import ExitCode, FatalError, InvalidConfig
 
@@ -90,7 +90,7 @@ def torch_compiler(config: RuntimeConfig, model_dir: Path) -> TorchCompiler:
     """See `CompilingPackage.compiler`."""
     if platform.machine() != "x86_64":
         raise InvalidConfig("$.compile", f"is for processors of {PROCESSOR}, not {platform.machine()}: leave it out")
-    checkpoint = read_checkpoint(model_dir)
+    checkpoint = read_whole_checkpoint(model_dir)
     dtype = dtype_of(config, checkpoint)
     if dtype not in COMPILED_DTYPES:
         supported = " or ".join(COMPILED_DTYPES)

@@ -19,7 +19,7 @@ from neuron_runtime.backend.torch.compiled import CompiledDecoder, eager_because
 from neuron_runtime.backend.torch.decoder import Decoder, read_weights
 from neuron_runtime.backend.torch.sizing import derive_limits
 from neuron_runtime.backend.torch.weights import WeightReader, check_tensors
-from neuron_runtime.checkpoint import Checkpoint, read_checkpoint
+from neuron_runtime.checkpoint import Checkpoint, read_whole_checkpoint
 from neuron_runtime.config import RuntimeConfig
 from neuron_runtime.console import say
 from neuron_runtime.core import BackendLimits
@@ -36,7 +36,7 @@ def load(
     artifact: Path | None = None,
 ) -> TorchBackend:
     """See `load_backend`."""
-    checkpoint = read_checkpoint(model_dir)
+    checkpoint = read_whole_checkpoint(model_dir)
     model = decoder_config(checkpoint.config)
     check_tensors(checkpoint, tensor_shapes(model))
     dtype = DTYPES[dtype_of(config, checkpoint)]
