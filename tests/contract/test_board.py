@@ -1,4 +1,4 @@
-"""The Grafana board and the alerts of the chart: Prometheus' engine evaluates every query over real `/metrics`.
+"""The Grafana boards and the alerts of the chart: Prometheus' engine evaluates every query over real `/metrics`.
 
 Scraped are a server under the scripted load, an overloaded model, a foreign vLLM server, and an operator.
 """
@@ -6,6 +6,7 @@ Scraped are a server under the scripted load, an overloaded model, a foreign vLL
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
@@ -17,6 +18,7 @@ from typing import Any
 import pytest
 import yaml
 
+from cluster.rig.machine import wait_until
 from cluster.rig.needs import NotPossibleHere
 from helpers.promql import Answer, Result, Scraped, evaluate
 from helpers.scripted_load import ScriptedLoad, run_against_a_server
@@ -25,17 +27,29 @@ from neuron_operator.reasons import Reason
 from neuron_runtime.core import BackendLimits
 from neuron_runtime.engine.messages import Step
 from neuron_runtime.engine.stats import EngineStats
+from neuron_runtime.server import neuron_monitor
 from neuron_runtime.server.metrics import FAMILIES, Metrics
 
 CHART = Path(__file__).parents[2] / "charts" / "neuron-serving"
-BOARD = json.loads((CHART / "dashboards" / "neuron-serving.json").read_text())
+BOARDS = {file.stem: json.loads(file.read_text()) for file in sorted((CHART / "dashboards").iterdir())}
+BOARD, OPERATOR_BOARD = BOARDS["neuron-serving"], BOARDS["neuron-serving-operator"]
 DOCS_FOLDER = Path(__file__).parents[2] / "docs"
 DOCS = (DOCS_FOLDER / "metrics.md").read_text()
+SCALED_OBJECT = yaml.safe_load((CHART.parents[1] / "examples" / "autoscaling-keda.yaml").read_text())
+MONITOR = Path(__file__).parents[1] / "fakes" / "neuron-monitor"
 RULES_TEXT = (CHART / "rules" / "neuron-serving.yaml").read_text()
 RULES = {rule["alert"]: rule for group in yaml.safe_load(RULES_TEXT)["groups"] for rule in group["rules"]}
-PANELS = [panel for panel in BOARD["panels"] if panel["type"] != "row"]
+PANELS = [panel for board in BOARDS.values() for panel in board["panels"] if panel["type"] != "row"]
 VARIABLES = {variable["name"]: variable for variable in BOARD["templating"]["list"]}
-QUERIES = {f"{panel['title']} / {t['refId']}": t["expr"] for panel in PANELS for t in panel["targets"]}
+
+
+def queries_of(board: Mapping[str, Any]) -> dict[str, str]:
+    return {
+        f"{panel['title']} / {t['refId']}": t["expr"] for panel in board["panels"] for t in panel.get("targets", ())
+    }
+
+
+QUERIES = {**queries_of(BOARD), **queries_of(OPERATOR_BOARD)}
 
 PERIOD_SECONDS = 15.0
 """Seconds between scrapes in Prometheus time; the real duration of the load does not matter."""
@@ -64,9 +78,10 @@ def test_every_panel_has_a_description_and_uses_the_chosen_data_source() -> None
     assert len({panel["title"] for panel in PANELS}) == len(PANELS)
 
 
-def test_panels_do_not_overlap() -> None:
+@pytest.mark.parametrize("board", BOARDS.values(), ids=BOARDS)
+def test_panels_do_not_overlap(board: dict[str, Any]) -> None:
     taken: set[tuple[int, int]] = set()
-    for panel in BOARD["panels"]:
+    for panel in board["panels"]:
         place = panel["gridPos"]
         cells = {
             (x, y)
@@ -76,18 +91,22 @@ def test_panels_do_not_overlap() -> None:
         assert max(x for x, _ in cells) < 24
         assert not cells & taken, panel["title"]
         taken |= cells
-    assert len({panel["id"] for panel in BOARD["panels"]}) == len(BOARD["panels"])
+    assert len({panel["id"] for panel in board["panels"]}) == len(board["panels"])
 
 
-def test_queries_use_only_variables_of_the_board() -> None:
-    used = {name for query in QUERIES.values() for name in re.findall(r"\$(\w+)", query)}
-    assert used == {"namespace", "model", "pod", "__rate_interval"}
+def test_queries_use_only_variables_of_their_board() -> None:
     assert VARIABLES.keys() == {"datasource", "namespace", "model", "pod"}
+    assert [variable["name"] for variable in OPERATOR_BOARD["templating"]["list"]] == ["datasource"]
     chosen = 'namespace=~"$namespace",model_name=~"$model",pod=~"$pod"'
-    for title, query in QUERIES.items():
-        for name, labels in re.findall(r"\b((?:vllm:|neuron_|process_)\w+)(?:\{(.*?)\})?", query):
-            of_operator = name.startswith("neuron_operator_")
-            assert labels == "" if of_operator else f"{labels},".startswith(f"{chosen},"), title
+    for board, variables in ((BOARD, {"namespace", "model", "pod"}), (OPERATOR_BOARD, set())):
+        used = {name for query in queries_of(board).values() for name in re.findall(r"\$(\w+)", query)}
+        assert used == {*variables, "__rate_interval"}
+        for title, query in queries_of(board).items():
+            for name, labels in re.findall(
+                r"\b((?:vllm:|neuron_(?:serving|operator)_|process_)\w+)(?:\{(.*?)\})?", query
+            ):
+                assert name.startswith("neuron_operator_") == (board is OPERATOR_BOARD), title
+                assert f"{labels},".startswith(f"{chosen}," if variables else ","), title
 
 
 def test_table_columns_follow_the_order_of_the_queries() -> None:
@@ -126,15 +145,16 @@ def table(title: str) -> list[list[str]]:
     return [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines[2:]]
 
 
-def test_the_docs_list_the_panels_in_board_order() -> None:
+@pytest.mark.parametrize(("board", "title"), [(BOARD, "Board of models"), (OPERATOR_BOARD, "Board of the operator")])
+def test_the_docs_list_the_panels_in_board_order(board: dict[str, Any], title: str) -> None:
     row, expected = "", []
-    for panel in BOARD["panels"]:
+    for panel in board["panels"]:
         if panel["type"] == "row":
             row = panel["title"]
         else:
             expected.append([row, panel["title"], panel["description"]])
             row = ""
-    assert table("Grafana board") == expected
+    assert table(title) == expected
 
 
 def test_the_docs_list_the_alerts_with_their_severity() -> None:
@@ -188,21 +208,49 @@ def somebody_elses(num_waiting: int) -> str:
     return text.replace(idle, idle.replace("0.0", str(num_waiting)))
 
 
+def of_neuron_devices(folder: Path, num_scrapes: int) -> list[str]:
+    """What a server of the model adds where it finds `neuron-monitor`, between whose reports it is scraped."""
+    metrics = Metrics("chat")
+    metrics.read_at_scrape(lambda: neuron_monitor.readings(folder))
+    texts: list[str] = []
+
+    def is_reported() -> bool:
+        text = "".join(line for line in metrics.render().decode().splitlines(keepends=True) if "_neuron_" in line)
+        if "neuron_executions_total{" in text and text not in texts:
+            texts.append(text)
+        return len(texts) == num_scrapes
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PATH", str(MONITOR), prepend=os.pathsep)
+        patch.setenv(neuron_monitor.TAG_VARIABLE, "chat.1")
+        process = neuron_monitor.start(folder)
+        assert process is not None
+        try:
+            wait_until("enough reports", is_reported)
+        finally:
+            process.kill()
+            process.wait()
+    return texts
+
+
 @pytest.fixture(scope="module")
 def load(tmp_path_factory: pytest.TempPathFactory) -> ScriptedLoad:
     return run_against_a_server(tmp_path_factory.mktemp("board"))
 
 
 @pytest.fixture(scope="module")
-def scraped(load: ScriptedLoad) -> list[Scraped]:
+def scraped(load: ScriptedLoad, tmp_path_factory: pytest.TempPathFactory) -> list[Scraped]:
     """Every scrape of the load, and a last one with a failing operator."""
     made = []
-    for number, scrape in enumerate([*load.scrapes, load.scrapes[-1]]):
+    scrapes = [*load.scrapes, load.scrapes[-1]]
+    of_devices = of_neuron_devices(tmp_path_factory.mktemp("monitor"), len(scrapes))
+    for number, scrape in enumerate(scrapes):
         at, last = number * PERIOD_SECONDS, number == len(load.scrapes)
         model = {"namespace": "team", "pod": "chat-0", "job": "models"}
         operator = {"namespace": "neuron-serving", "job": "operator"}
         made += [
             Scraped(scrape.text, at, model, scrape.content_type),
+            Scraped(of_devices[number], at, model | {"endpoint": "devices"}),
             Scraped(bad_model(100 * number), at, model | {"pod": "bad-0"}),
             Scraped(somebody_elses(100 * number), at, {"namespace": "elsewhere", "job": "vllm", "pod": "theirs-0"}),
             Scraped(
@@ -267,6 +315,7 @@ def test_the_board_shows_the_load(load: ScriptedLoad, scraped: list[Scraped], re
     hits = results["Prefix cache hit rate / A"].value(pod="chat-0")
     assert hits == pytest.approx(expected.prefix_hits / sum(expected.prompts))
     assert results["Device utilization / A"].value(pod="chat-0") > 0
+    assert results["NeuronCore utilization / A"].value(neuroncore="0") == pytest.approx(0.4201)
     assert results["Padding waste / A"].value(kind="decode", bucket="none") == 0
     assert results["Prompt length / A"].numbers[0] <= max(expected.prompts)
 
@@ -275,8 +324,6 @@ def test_the_board_shows_the_load(load: ScriptedLoad, scraped: list[Scraped], re
 def test_every_metric_is_on_the_board_or_excluded_with_a_reason(results: dict[str, Result]) -> None:
     shown = {re.sub(r"_(bucket|sum|count)$", "", name) for result in results.values() for name in result.metrics}
     ours = {family.name for family in FAMILIES}
-    # Only where AWS's neuron-monitor runs, so a panel would be empty elsewhere; docs/metrics.md explains them.
-    ours -= {name for name in ours if name.startswith("neuron_serving_neuron_")}
     without = {
         "vllm:cache_config_info": "the same for as long as a pod lives",
         "vllm:lora_requests_info": "adapters are not built",
@@ -340,8 +387,9 @@ def test_metric_names_pass_the_prometheus_linter(answer: Answer) -> None:
 @pytest.mark.slow
 def test_the_queries_of_the_docs_return_data(scraped: list[Scraped]) -> None:
     shown = re.findall(r"^```promql\n(.*?)^```", DOCS, re.MULTILINE | re.DOTALL)
-    shown += [query.replace('namespace="default",', "") for query in re.findall(r"^ +query: (.+)$", DOCS, re.MULTILINE)]
     assert len(shown) > 5
+    (trigger,) = SCALED_OBJECT["spec"]["triggers"]
+    shown.append(trigger["metadata"]["query"].replace('namespace="default"', 'namespace="team"'))
     at = max(one.at for one in scraped)
     for query, result in zip(shown, evaluated(scraped, [(query, at) for query in shown]).results, strict=True):
         assert result.error == "", query
