@@ -4,6 +4,7 @@ The standby watches the Lease. Each side uses its own monotonic clock, and every
 term. Two replicas never lead at once: a holder stops `deadline_seconds` after it *sent* its last renewal, and another
 takes over no sooner than `duration_seconds` after it *saw* that renewal.
 The deadline is also checked before each write, because a process that was frozen continues in the middle of a pass.
+In a process (`run`), all of this is on a thread of its own, with its own connection: long passes delay no renewal.
 """
 
 from __future__ import annotations
@@ -92,7 +93,8 @@ class LeaderLease:
 
     def check_term(self) -> None:
         """Call before each write. Raises TermOver if another replica may lead, as after this process was frozen."""
-        if self._term is None or self._term.lost or _now() >= self._term.sent_at + self._timings.deadline_seconds:
+        term = self._term
+        if term is None or term.ended or _now() >= term.sent_at + self._timings.deadline_seconds:
             raise TermOver("the term of this leader is over", retriable=True)
 
     async def _acquire(self) -> tuple[Object, float]:
@@ -142,6 +144,7 @@ class LeaderLease:
         try:
             await asyncio.wait((working, renewing), return_when=asyncio.FIRST_COMPLETED)
         finally:
+            term.ended = True
             for task in (working, renewing):
                 task.cancel()
             outcomes = await asyncio.gather(working, renewing, return_exceptions=True)
@@ -212,6 +215,8 @@ class _Term:
     held: Object
     sent_at: float
     lost: bool = False
+    ended: bool = False
+    """Nothing more is written."""
 
 
 def _holder(lease: Object | None) -> str:

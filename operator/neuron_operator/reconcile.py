@@ -357,6 +357,9 @@ async def run_workers(queue: WorkQueue[Key], reconciler: Reconciler, metrics: Me
             failing_since.pop(key, None)
             if outcome.requeue_after_seconds is not None:
                 queue.add_after(key, outcome.requeue_after_seconds)
+        except TermOver:  # the Lease says so, and soon cancels this
+            result = "cancelled"
+            queue.retry(key)
         except Throttled as fault:
             result = "retried"
             logger.info("%s/%s: %s", *key, fault)

@@ -12,11 +12,14 @@ import logging
 import sys
 import uuid
 from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import AbstractAsyncContextManager
 from datetime import UTC, datetime
+from functools import partial
 
 from aiohttp import web
 
 from neuron_operator import settings as settings_module
+from neuron_operator.apart import run_apart, run_on
 from neuron_operator.client import NEURON_MODELS, Cluster, Forbidden, NotFound, Throttled, connect
 from neuron_operator.decide import decide
 from neuron_operator.errors import ClusterFault, OperatorError
@@ -24,10 +27,12 @@ from neuron_operator.handlers import run_kopf
 from neuron_operator.lease import LeaderLease
 from neuron_operator.metrics import Metrics
 from neuron_operator.names import API_VERSION
+from neuron_operator.objects import dig
 from neuron_operator.reconcile import Decide, Reconciler, run_workers
 from neuron_operator.reflector import Caches, Key
 from neuron_operator.settings import InvalidSetting, RunSettings
 from neuron_operator.workqueue import WorkQueue
+from neuron_operator.world import Object
 
 logger = logging.getLogger(__name__)
 
@@ -35,6 +40,9 @@ _NONE = "metadata.name=none"
 """Selects nothing: the request only checks the right to list."""
 GRANT_SECONDS = 10.0
 """A busy API server may learn of a new role some seconds after the operator starts."""
+
+
+Connect = Callable[[], AbstractAsyncContextManager[Cluster]]
 
 
 class Operator:
@@ -46,9 +54,12 @@ class Operator:
         settings: RunSettings,
         metrics: Metrics,
         *,
+        connect_lease: Connect | None = None,
         decide: Decide = decide,
         now: Callable[[], datetime] = lambda: datetime.now(UTC),
     ) -> None:
+        """`connect_lease` opens a connection for the Lease, which is then kept on a thread of its own; None: on this
+        event loop, through `cluster`."""
         self._settings = settings
         self._metrics = metrics
         self._queue: WorkQueue[Key] | None = None
@@ -56,14 +67,8 @@ class Operator:
         self.caches = Caches(
             cluster, settings.watch_namespaces or (None,), wake=self.wake, count_start=metrics.observe_watch_start
         )
-        self._lease = LeaderLease(
-            cluster,
-            settings.namespace,
-            settings.lease_name,
-            f"{settings.identity}_{uuid.uuid4().hex[:8]}",
-            timings=settings.lease,
-            on_change=lambda leads: metrics.leader.set(int(leads)),
-        )
+        self._connect_lease = connect_lease
+        self._lease = self._lease_of(cluster)
         self._reconciler = Reconciler(
             cluster,
             self.caches,
@@ -71,7 +76,7 @@ class Operator:
             decide,
             identity=settings.identity,
             now=now,
-            check_term=self._lease.check_term,
+            check_term=self._check_term,
         )
         metrics.leader.set(0)
         metrics.queue_depth.set_function(lambda: len(self._queue or ()))
@@ -90,16 +95,44 @@ class Operator:
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(self.caches.run(), name="caches")
             await self.caches.wait_synced()
-            await self._lease.run(self._work)
+            if self._connect_lease is None:
+                await self._lease.run(self._work)
+            else:
+                await run_apart(partial(self._lead_apart, self._connect_lease, asyncio.get_running_loop()))
+
+    async def _lead_apart(self, connect_lease: Connect, loop: asyncio.AbstractEventLoop) -> None:
+        """On the thread of the Lease; the work is done on `loop`."""
+        async with connect_lease() as cluster:
+            self._lease = self._lease_of(cluster)
+            await self._lease.run(lambda: run_on(loop, self._work))
+
+    def _check_term(self) -> None:
+        self._lease.check_term()
+
+    def _lease_of(self, cluster: Cluster) -> LeaderLease:
+        settings = self._settings
+        return LeaderLease(
+            cluster,
+            settings.namespace,
+            settings.lease_name,
+            f"{settings.identity}_{uuid.uuid4().hex[:8]}",
+            timings=settings.lease,
+            on_change=lambda leads: self._metrics.leader.set(int(leads)),
+        )
 
     async def _work(self) -> None:
         queue = self._queue = WorkQueue[Key]()
         try:
-            for model in self.caches.models():
+            # The edits that nobody has acted on come first.
+            for model in sorted(self.caches.models(), key=_is_observed):
                 queue.add((model["metadata"]["namespace"], model["metadata"]["name"]))
             await run_workers(queue, self._reconciler, self._metrics, self._settings.num_workers)
         finally:
             self._queue = None
+
+
+def _is_observed(model: Object) -> bool:
+    return bool(dig(model, "status", "observedGeneration") == model["metadata"].get("generation"))
 
 
 async def check_installed(cluster: Cluster, namespaces: Sequence[str]) -> None:
@@ -163,7 +196,8 @@ async def run(settings: RunSettings) -> None:
     metrics = Metrics()
     async with connect(settings.kubeconfig, observe=metrics.observe_request) as cluster:
         await check_installed(cluster, settings.watch_namespaces)
-        operator = Operator(cluster, settings, metrics)
+        connect_lease = partial(connect, settings.kubeconfig, observe=metrics.observe_request)
+        operator = Operator(cluster, settings, metrics, connect_lease=connect_lease)
 
         async def work() -> None:
             async with serving(operator, metrics, settings.http_host, settings.http_port):

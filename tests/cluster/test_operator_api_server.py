@@ -13,6 +13,7 @@ import uuid
 from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -1166,6 +1167,24 @@ async def test_one_of_two_replicas_leads_and_the_other_takes_over(server: ApiSer
         await eventually(lambda: b.is_leading)
         namespace.delete(BY_KIND["Service"], "chat")
         await eventually(lambda: namespace.children()["Service"])
+
+
+async def test_the_lease_is_renewed_while_passes_block_their_event_loop(
+    server: ApiServer, namespace: Namespace
+) -> None:
+    def renewed() -> str:
+        path = LEASES.path(OPERATOR_NAMESPACE, "neuron-operator")
+        return str(server.call("GET", path)["spec"]["renewTime"])
+
+    settings = only(namespace, lease=LEASE)
+    async with (
+        client_of(server) as client,
+        operating(client, settings, connect_lease=partial(client_of, server)) as operator,
+    ):
+        await eventually(lambda: operator.is_leading)
+        times = {renewed()}
+        wait_until("the lease is renewed", lambda: len(times) > 2 or times.add(renewed()))
+        assert operator.is_leading
 
 
 async def test_a_lease_edited_by_others_is_still_renewed(server: ApiServer, namespace: Namespace) -> None:
