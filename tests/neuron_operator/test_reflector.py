@@ -160,6 +160,30 @@ def test_a_written_object_is_cached_at_once_and_not_undone_by_an_older_event() -
     virtual_time.run(main())
 
 
+def test_an_object_that_was_written_again_stays_when_its_deletion_arrives_late() -> None:
+    async def main() -> None:
+        cluster, woken = FakeCluster(), list[Key]()
+        reflector = reflector_of(cluster, woken)
+        task = asyncio.create_task(reflector.run())
+        await reflector.synced.wait()
+        first = await cluster.create(CONFIG_MAPS, config_map("a"))
+        await asyncio.sleep(1.0)
+        await cluster.cut(True)  # the watch lags
+        await asyncio.sleep(0.1)
+        await quietly(cluster, cluster.delete(CONFIG_MAPS, first))
+        second = await quietly(cluster, cluster.create(CONFIG_MAPS, config_map("a")))
+        reflector.observe_written(second)
+        woken.clear()
+        await cluster.cut(False)
+        await asyncio.sleep(100.0)
+        assert reflector.find("ns", "a") == second
+        assert woken == []
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
+    virtual_time.run(main())
+
+
 def test_a_refused_first_list_ends_the_start_and_a_later_one_is_retried() -> None:
     class Refusing(FakeCluster):
         refuses = True
