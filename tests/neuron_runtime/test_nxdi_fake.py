@@ -8,6 +8,7 @@ Inference that is installed.
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 import time
@@ -391,6 +392,15 @@ def dummy_row(model: Model, folder: Path) -> Pairs:
     return [(lines.answer(line), model.continuation(prompt, 3)) for line, prompt in enumerate(given)]
 
 
+def line_twice(model: Model, folder: Path) -> Pairs:
+    lines = Lines(built(model, folder))
+    given = prompts(4)
+    for line, prompt in enumerate(given):
+        lines.prefill(line, prompt)
+    lines.decode([0, 0, 2, 3])
+    return [(lines.answer(0), model.continuation(given[0], 2))]
+
+
 def lone_token(model: Model, folder: Path) -> Pairs:
     lines = Lines(built(model, folder))
     pairs = []
@@ -473,6 +483,7 @@ DETERMINISTIC = {
 SILENT: dict[str, tuple[str, Callable[[Model, Path], Pairs]]] = {
     "rows that are not sorted by line": ("20-1", unsorted_rows),
     "a live line that is absent from a decode call": ("20-2", absent_line),
+    "a line twice in a full batch": ("20-1", line_twice),
     "a dummy row at position 0": ("20-3", dummy_row),
     "a prompt of one token": ("20-4", lone_token),
     "positions that go on through the padding": ("20-5", ramp),
@@ -500,6 +511,37 @@ def _one_in_blocks(model: Model, folder: Path, length: int = 40, **changes: Any)
     prompt = prompts(1, (length,))[0]
     blocks.prefill(0, prompt)
     return blocks, prompt
+
+
+def no_positions(model: Model, folder: Path) -> None:
+    _one_line(model, folder).decode(position_ids=None)
+
+
+def flat_positions(model: Model, folder: Path) -> None:
+    _one_line(model, folder).decode(position_ids=torch.tensor([5]))
+
+
+def negative_positions(model: Model, folder: Path) -> None:
+    padded = {"input_ids": torch.ones(1, 11, dtype=torch.long), "position_ids": torch.tensor([[*range(5)] + [-1] * 6])}
+    _one_line(model, folder).prefill(1, prompts(1)[0], **padded)
+
+
+def lines_in_two_dimensions(model: Model, folder: Path) -> None:
+    _one_line(model, folder).decode(seq_ids=torch.tensor([[0]]))
+
+
+def more_rows_than_the_batch(model: Model, folder: Path) -> None:
+    rows = {"input_ids": torch.ones(5, 1, dtype=torch.long), "position_ids": torch.full((5, 1), 5)}
+    parameters = torch.tensor([GREEDY] * 5)
+    _one_line(model, folder).decode(**rows, seq_ids=torch.arange(5), sampling_params=parameters)
+
+
+def half_a_static_batch(model: Model, folder: Path) -> None:
+    _one_line(model, folder, is_continuous_batching=False, ctx_batch_size=2)
+
+
+def logits_of_a_part_of_a_static_batch(model: Model, folder: Path) -> None:
+    _one_line(model, folder, is_continuous_batching=False, output_logits=True).decode()
 
 
 def later_chunk(model: Model, folder: Path) -> None:
@@ -611,6 +653,13 @@ def no_artifact(model: Model, folder: Path) -> None:
 
 
 RAISES: dict[str, tuple[Any, Careless]] = {
+    "20-5 no positions": (AssertionError, no_positions),
+    "20-5 positions in one dimension": (ValueError, flat_positions),
+    "0.1-17 padding with position -1": (torch.jit.Error, negative_positions),
+    "20-7 lines in two dimensions": (TypeError, lines_in_two_dimensions),
+    "20-7 more rows than the batch": (IndexError, more_rows_than_the_batch),
+    "0.1-19 half of a static batch at once": (IndexError, half_a_static_batch),
+    "0.1-7 logits of a part of a static batch": (TypeError, logits_of_a_part_of_a_static_batch),
     "20-6 a prompt that begins later": (torch.jit.Error, later_chunk),
     "20-7 a line twice": (IndexError, same_line_twice),
     "20-7 a line beyond the batch": (IndexError, line_beyond_the_batch),
@@ -691,6 +740,27 @@ def test_tokens_with_logits_of_blocks_keep_the_padded_rows(model: Model, tmp_pat
         outputs = blocks.application.forward(**_decode_arguments(blocks, [0, 1]))
         assert outputs.tokens.shape == (4,)
         assert outputs.logits.shape == (4, 1, 256)
+
+
+def test_logits_beside_no_tokens_are_a_list(model: Model, tmp_path: Path, version: str) -> None:
+    with library(version, "damage"):
+        application = built(model, tmp_path, on_device_sampling_config=None, output_logits=True)
+        prompt = {"input_ids": torch.tensor(prompts(1)), "position_ids": torch.arange(5)[None]}
+        parameters = torch.tensor([GREEDY])
+        outputs = application.forward(**prompt, seq_ids=torch.tensor([0]), sampling_params=parameters)
+        assert isinstance(outputs.logits, list)
+        assert len(outputs.logits) == 2
+
+
+def test_top_p_drops_the_token_that_crosses_it(model: Model, tmp_path: Path, version: str) -> None:
+    """At so high a temperature two candidates are equally likely, and others would keep both at 0.75."""
+    with library(version, "damage"):
+        lines = Lines(built(model, tmp_path))
+        likeliest = model.continuation(prompt := prompts(1)[0], 1)[0]
+        drawn = [lines.prefill(0, prompt, sampling_params=torch.tensor([[2.0, 0.75, 100.0]])) for _ in range(12)]
+        assert set(drawn) == {likeliest}
+        both = [lines.prefill(0, prompt, sampling_params=torch.tensor([[2.0, 1.0, 100.0]])) for _ in range(24)]
+        assert len(set(both)) == 2
 
 
 def test_temperature_0_writes_into_the_callers_tensor(model: Model, tmp_path: Path, version: str) -> None:
@@ -922,6 +992,10 @@ def parameters_of_a_greedy_graph(model: Model, folder: Path) -> None:
     lines.decode(sampling_params=torch.tensor([[50.0, 1.0, 3.0]]))
 
 
+def mask_with_a_hole(model: Model, folder: Path) -> None:
+    _one_line(model, folder).decode(attention_mask=torch.tensor([[1, 1, 0, 1, 1]], dtype=torch.int32))
+
+
 def lengths_beside_the_position(model: Model, folder: Path) -> None:
     blocks, _ = _one_in_blocks(model, folder)
     blocks.decode(full_context_lens=torch.tensor([[40]]), computed_context_lens=torch.tensor([[39]]))
@@ -982,6 +1056,7 @@ def artifact_of_another_configuration(model: Model, folder: Path) -> None:
 REFUSED: dict[str, tuple[str, Careless]] = {
     "parameters of another type": ("0.1-19", parameters_of_another_type),
     "parameters that the graph ignores": ("6", parameters_of_a_greedy_graph),
+    "a mask that leaves out a token": ("5", mask_with_a_hole),
     "lengths beside the position": ("20-15", lengths_beside_the_position),
     "another sequence's block": ("21-2", another_sequences_table),
     "two rows that write one place": ("21-4", two_rows_in_one_block),
@@ -1003,6 +1078,14 @@ def test_the_strict_fake_refuses_what_goes_wrong_later(
     with fake_nxdi(version) as fake, pytest.raises(fake.FakeRefusal) as refusal:
         careless(model, tmp_path)
     assert refusal.value.rule == rule
+
+
+def test_every_rule_that_the_strict_fake_knows_is_broken_by_a_test() -> None:
+    folder = Path(__file__).parents[1] / "fakes" / "nxdi" / "fake_nxdi"
+    source = "".join(path.read_text() for path in folder.glob("*.py"))
+    known = set(re.findall(r'(?:refuse\(|: \()\s*"([\d.]+(?:-\w+)?)"', source))
+    elsewhere = {"20-13": "a bucket below 128", "20-19": "beyond a line's end", "21-1": "two calls at once"}
+    assert known - elsewhere.keys() == {rule for rule, _ in (*SILENT.values(), *REFUSED.values())}
 
 
 @pytest.mark.parametrize("field", ["speculation_length", "lora_config", "quantized", "is_medusa"])
