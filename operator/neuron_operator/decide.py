@@ -27,7 +27,7 @@ from neuron_operator.revision import Revision
 from neuron_operator.rollout import Pace, Setback
 from neuron_operator.sharing import upkeep
 from neuron_operator.steps import STEPS, Known, Step, Walk, refusal_of, using, walk
-from neuron_operator.views import ModelView, Observed, observe
+from neuron_operator.views import ConditionView, ModelView, Observed, observe
 from neuron_operator.why.pods import UNEXPLAINED_SECONDS, explain_failure
 from neuron_operator.why.refusals import explain_refusals
 from neuron_operator.why.replicas import explain_replicas
@@ -112,7 +112,17 @@ def _set_course(world: World, observed: Observed, settings: Settings, steps: Seq
     facts = wanted.pinned.facts if wanted else revision.known_facts(model, settings, observed.revisions)
     next_number = revision.next_number(observed.revisions)
     held = revision.held(observed.revisions)
-    known = Known(model, settings, next_number, world.free, held, facts, wanted)
+    known = Known(
+        model,
+        settings,
+        next_number,
+        world.free,
+        held,
+        tried=frozenset((*observed.tried, observed.model.failed_revision)),
+        answers=not manifest.is_paused(world.body) and any(pod.is_answering for pod in observed.live),
+        facts=facts,
+        revision=wanted,
+    )
     done = walk(steps, known, observed)
     pinned = done.known.revision and using(done.known.revision, done, observed)
     served = pinned if done.is_complete else observed.serving(besides=pinned)
@@ -218,16 +228,22 @@ def _claims(
 
 
 def _is_told(observed: Observed, done: Walk, wanted: Revision) -> bool:
-    """Whether the status says already that the steps before the replicas of this revision are done.
+    """Whether the status says already that the steps before the replicas of this revision are done, and how it is
+    rolled out.
 
     Until it does, for one pass, its replicas are not created: whoever watches the API sees first that a model is
-    compiled, then a pod that holds devices.
+    compiled and whether nobody will answer, then a pod that holds devices.
     """
     is_new = done.is_complete and done.known.revision is not None and wanted.name == done.known.revision.name
     if not is_new or (observed.deployment is not None and observed.deployment.revision == wanted.name):
         return True
     shown = {kind for kind, condition in observed.model.conditions.items() if condition.status == "True"}
-    return observed.model.update_revision == wanted.name and {found.condition for found in done.findings} <= shown
+    rolls = observed.model.conditions.get("UpToDate", ConditionView()).reason in _ROLLS
+    return rolls and observed.model.update_revision == wanted.name and {f.condition for f in done.findings} <= shown
+
+
+_ROLLS = frozenset({"UpToDate", Reason.ROLLING_OUT, Reason.ROLLED_BACK})
+"""Reasons of `UpToDate` that do not come from a step."""
 
 
 def _attempted(model: NeuronModel, served: Revision | None, allowed: Allowed | None) -> set[str]:
@@ -328,9 +344,9 @@ def _runs_only(observed: Observed, revision_name: str) -> bool:
 
 
 def _explain_waiting(course: Course, served: Revision) -> tuple[Finding, ...]:
-    """An edit waits for a step: the reason is that of the step."""
+    """An edit waits for a step: the reason is that of the step, unless that is about `UpToDate` itself."""
     waits = next((f for f in course.findings if f.status == "False" and f.condition != "Accepted"), None)
-    if waits is None:
+    if waits is None or waits.condition == "UpToDate":
         return ()
     text = f"revision {served.name} serves until {waits.condition} is true: {waits.message}"
     return (replace(waits, condition="UpToDate", message=text),)

@@ -62,7 +62,7 @@ class Row:
     @property
     def of_pods(self) -> Condition:
         """The condition that is false if a serving pod ends for this reason: the last one before Compiled, if any."""
-        before = [kind for kind in self.conditions if kind not in ("Compiled", "Available")]
+        before = [kind for kind in self.conditions if kind not in ("Compiled", "Available", "UpToDate")]
         return (before or self.conditions[:1])[-1]
 
 
@@ -325,10 +325,12 @@ class Reason(StrEnum):
     )
     INVALID_ENGINE_CONFIG = Row(
         "InvalidEngineConfig",
-        ("Compiled",),
+        ("Compiled", "UpToDate"),
         "The runtime refused its configuration; the message names the field. Often limits exceed the memory; the "
-        "message then has the arithmetic",
-        "Lower `serving.maxModelLength`, `maxSequences` or `numBlocks`, or give the pod more memory",
+        "message then has the arithmetic. As `UpToDate`: it was asked before a replica ended, and the earlier revision "
+        "serves on",
+        "Correct the field that the message names, or lower `serving.maxModelLength`, `maxSequences` or `numBlocks`, "
+        "or give the pod more memory",
         exit_codes=(2,),
         final=True,
     )
@@ -451,6 +453,14 @@ class Reason(StrEnum):
         "The Job compiles the model, is waiting (the message says for what: image, node, quota, volume), or is "
         "repeated with more memory. As `UpToDate`: the earlier revision serves until the artifact of an edit is there",
         "Wait; the Job's log tells the graph that is being compiled",
+        passing=True,
+    )
+    CHECKING = Row(
+        "Checking",
+        ("UpToDate",),
+        "A Job asks the runtime whether it accepts the configuration of an edit, before a replica ends, or is waiting "
+        "(the message says for what), or ended without an answer",
+        "Wait; the earlier revision serves meanwhile",
         passing=True,
     )
     LOADING = Row(

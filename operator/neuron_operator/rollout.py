@@ -24,7 +24,7 @@ from neuron_operator.reasons import Reason
 from neuron_operator.revision import Revision
 from neuron_operator.views import Observed, PodView
 from neuron_operator.why.pods import explain_pod
-from neuron_operator.world import FreeDevices, Need, NodeDevices
+from neuron_operator.world import Need, NodeDevices
 
 SURGE_PATIENCE = timedelta(seconds=30)
 """How long a surge may wait for a node: another pod may have taken the devices that were free."""
@@ -64,14 +64,14 @@ def pace_of(model: NeuronModel, observed: Observed, revision: Revision) -> Pace:
     if strategy == "Surge":
         return _surge()
     if strategy == "Replace" or deployment is None or not observed.live:
-        return _one_by_one(model)
+        return _one_by_one(model, observed)
     if not revision.placement.resources:
-        return _one_by_one(model, "room on CPU nodes is not counted; rollout.strategy Surge avoids the gap")
+        return _one_by_one(model, observed, "room on CPU nodes is not counted; rollout.strategy Surge avoids the gap")
     if deployment.revision != revision.name:
-        return _by_room(model, observed.free, revision)
+        return _by_room(model, observed, revision)
     due = surge_due(observed)
     is_over = due is not None and due <= observed.now and not any(pod.is_deleting for pod in observed.replicas)
-    return _surge() if deployment.surges and not is_over else _one_by_one(model)
+    return _surge() if deployment.surges and not is_over else _one_by_one(model, observed)
 
 
 def surge_due(observed: Observed) -> datetime | None:
@@ -87,22 +87,23 @@ def _surge(needs: frozenset[Need] = frozenset()) -> Pace:
     return Pace(True, "each new replica starts before an old one ends", needs)
 
 
-def _one_by_one(model: NeuronModel, why: str = "", needs: frozenset[Need] = frozenset()) -> Pace:
+def _one_by_one(model: NeuronModel, observed: Observed, why: str = "", needs: frozenset[Need] = frozenset()) -> Pace:
     """`why` it does not surge, with the way out."""
     if model.spec.replicas > 1:
         return Pace(False, "one replica at a time is replaced", needs)
-    drain = model.spec.rollout.drain_delay_seconds + model.spec.rollout.drain_seconds
-    gap = f"the only replica ends first, after at most {drain} s of drain: nobody answers until the new one has loaded"
-    return Pace(False, f"{gap} ({why})" if why else gap, needs)
+    gap = f"the only replica ends first: nobody answers for at most {model.spec.rollout.drain_seconds} s of drain"
+    loaded = next((pod.load_seconds for pod in observed.live if pod.is_answering), None)
+    load = "until the new one has loaded" if loaded is None else f"about {loaded:.0f} s of loading, as the last time"
+    return Pace(False, f"{gap} and {load} ({why})" if why else f"{gap} and {load}", needs)
 
 
-def _by_room(model: NeuronModel, free: FreeDevices | None, revision: Revision) -> Pace:
-    needs = frozenset({Need.FREE_DEVICES})
+def _by_room(model: NeuronModel, observed: Observed, revision: Revision) -> Pace:
+    free, needs = observed.free, frozenset({Need.FREE_DEVICES})
     if free is None or free.nodes is None:
-        return _one_by_one(model, "the operator may not count free devices", needs)
+        return _one_by_one(model, observed, "the operator may not count free devices", needs)
     if any(_has_room(node, revision) for node in free.nodes):
         return _surge(needs)
-    return _one_by_one(model, f"no node has {revision.placement.words} to spare", needs)
+    return _one_by_one(model, observed, f"no node has {revision.placement.words} to spare", needs)
 
 
 def _has_room(node: NodeDevices, revision: Revision) -> bool:

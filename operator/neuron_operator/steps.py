@@ -24,6 +24,7 @@ from neuron_operator.records import Facts, Record, StoredArtifact, StoredWeights
 from neuron_operator.render.jobs import (
     MAX_RETRY_SECONDS,
     MIN_RETRY_SECONDS,
+    check_job,
     compile_jobs,
     fetch_job,
     keeper,
@@ -56,6 +57,10 @@ class Known:
     """None: not read in this pass."""
     held: Held | None = None
     """Where the revision before runs."""
+    tried: frozenset[str] = frozenset()
+    """Names of revisions that have, or had, replicas."""
+    answers: bool = False
+    """Whether a replica does, which a rollout could take away."""
     facts: Facts | None = None
     revision: Revision | None = None
     weights: StoredWeights | None = None
@@ -89,14 +94,17 @@ class Task:
     """What is known after a successful Job; None if its record lacks it."""
     knows: Callable[[Known], bool] | None = None
     """Whether all this is known already; for a result that the revision pins."""
+    is_lasting: bool = True
+    """Whether the revision needs the result as long as it lives."""
     void_after: frozenset[int] = frozenset()
     """Exit codes with which a serving pod of the revision reports that the result is no longer there."""
 
 
 @dataclass(frozen=True)
 class Step:
-    finish: Callable[[Known], tuple[Known, Finding]]
-    """Called once the task is done. Raises InvalidSpec or Unplaceable if the model cannot be served."""
+    finish: Callable[[Known], tuple[Known, Finding | None]]
+    """Called once the task is done. No finding: the rollout that follows sets the condition. Raises InvalidSpec or
+    Unplaceable if the model cannot be served."""
     task: Task | None = None
 
 
@@ -133,12 +141,13 @@ def walk(steps: Sequence[Step], known: Known, observed: Observed) -> Walk:
             if after is None:
                 return _wait(step.task, jobs, so_far, observed)
             known, done = after, so_far.done | used | set(map(name_of, jobs))
-            so_far = replace(so_far, done=done, used=so_far.used | (used if step.task.knows is None else frozenset()))
+            lasts = step.task.is_lasting and step.task.knows is None
+            so_far = replace(so_far, done=done, used=so_far.used | used if lasts else so_far.used)
         try:
             known, finding = step.finish(known)
         except (InvalidSpec, Unplaceable) as refusal:
             return replace(so_far, known=known, findings=(*so_far.findings, refusal_of(refusal)))
-        so_far = replace(so_far, known=known, findings=(*so_far.findings, finding))
+        so_far = replace(so_far, known=known, findings=(*so_far.findings, finding) if finding else so_far.findings)
     return replace(so_far, is_complete=True)
 
 
@@ -311,6 +320,16 @@ def _finish_compile(known: Known) -> tuple[Known, Finding]:
     return known, met("Compiled", message)
 
 
+def _check_jobs(known: Known) -> tuple[Object, ...]:
+    """Nothing is at risk if no replica answers, or the rollout has begun."""
+    is_needed = known.answers and known.pinned.name not in known.tried
+    return (check_job(known.model, known.settings, known.pinned),) if is_needed else ()
+
+
+def _learn_check(known: Known, record: Record) -> Known | None:
+    return known if record.command == names.ROLE_CHECK else None
+
+
 STEPS = (
     Step(
         _finish_resolve,
@@ -338,6 +357,15 @@ STEPS = (
             jobs=_compile_jobs,
             learn=_learn_artifact,
             void_after=frozenset(Reason.ARTIFACT_MISSING.row.exit_codes),
+        ),
+    ),
+    Step(
+        lambda known: (known, None),
+        Task(
+            waiting=unmet("UpToDate", Reason.CHECKING, "the runtime checks the configuration before a replica ends"),
+            jobs=_check_jobs,
+            learn=_learn_check,
+            is_lasting=False,
         ),
     ),
 )

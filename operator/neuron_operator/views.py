@@ -149,6 +149,14 @@ class PodView:
         return self.is_ready and not self.is_deleting
 
     @property
+    def load_seconds(self) -> float | None:
+        """From the start of its container until it was ready; None: it is not, or nobody tells."""
+        began = instant(self.container.running_since)
+        if not self.is_ready or began is None or self.readiness_changed is None:
+            return None
+        return max(0.0, (self.readiness_changed - began).total_seconds())
+
+    @property
     def is_running(self) -> bool:
         """The runtime container runs."""
         return bool(self.container.running_since) and not self.is_deleting
@@ -249,6 +257,12 @@ class Observed:
     @property
     def live(self) -> tuple[PodView, ...]:
         return tuple(pod for pod in self.replicas if pod.is_live)
+
+    @property
+    def tried(self) -> frozenset[str]:
+        """The revisions that have replicas: of the Deployment and of every pod, failed ones too."""
+        deployed = (self.deployment.revision,) if self.deployment else ()
+        return frozenset((*deployed, *(pod.revision for pod in self.replicas)))
 
     def num_updated(self, revision_name: str) -> int:
         return sum(pod.revision == revision_name for pod in self.live)

@@ -59,7 +59,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return INTERRUPTED
     if not outcome.ok:
         say(f"{outcome.reason}: {outcome.message}" if outcome.reason else outcome.message)
-    if options.record is not None and (options.command != "serve" or not outcome.ok):
+    if options.record is not None and (outcome.command != "serve" or not outcome.ok):
         _write(outcome, options.record)
     return outcome.exit_code
 

@@ -124,7 +124,7 @@ def encode(record: Record) -> bytes:
 
 def add_flag(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--record", type=Path, metavar="FILE", help="Write the outcome as JSON (`serve`: only if it fails)"
+        "--record", type=Path, metavar="FILE", help="Write the outcome as JSON (`serve`: if it fails, or with --check)"
     )
 
 

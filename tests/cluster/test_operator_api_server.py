@@ -984,6 +984,7 @@ async def test_a_revision_that_does_not_get_ready_is_undone_and_so_is_one_on_req
             namespace.start_pod("chat-a", pod_status(ready=True))
             await eventually(lambda: namespace.model()["status"].get("currentRevision") == working)
             namespace.put_model(replicas=1, serving={"maxModelLength": 99})
+            await eventually(namespace.finish_check)
             await eventually(lambda: revision() != working)
             failed = revision()
             namespace.delete(PODS, "chat-a")
@@ -1001,6 +1002,7 @@ async def test_a_revision_that_does_not_get_ready_is_undone_and_so_is_one_on_req
             assert "no such flag" in newest["message"]
             assert (before["revision"], before["state"]) == (working, "Serving")
             namespace.put_model(replicas=1, serving={"maxModelLength": 98})
+            await eventually(namespace.finish_check)
             await eventually(lambda: revision() not in (working, failed), about=namespace.model)
             wanted = revision()
             assert "failedRevision" not in namespace.model()["status"]
@@ -1008,7 +1010,36 @@ async def test_a_revision_that_does_not_get_ready_is_undone_and_so_is_one_on_req
             await eventually(lambda: revision() == working)
             assert namespace.condition("UpToDate") == ("False", "RolledBack")
             annotate(None)
+            await eventually(namespace.finish_check)
             await eventually(lambda: revision() == wanted)
+
+
+async def test_a_configuration_that_the_runtime_refuses_changes_no_deployment(
+    server: ApiServer, namespace: Namespace
+) -> None:
+    """With one replica, which would end before another starts."""
+    rollout = {"strategy": "Replace"}
+    refusal = {"exitCode": 2, "reason": "InvalidEngineConfig", "message": "$.text.chatTemplate: no valid template"}
+    async with client_of(server) as client, operating(client, only(namespace)):
+        namespace.put_model(replicas=1, rollout=rollout)
+        await namespace.settle()
+        ready = [{"type": kind, "status": "True"} for kind in ("PodScheduled", "ContainersReady", "Ready")]
+        container = {"name": "runtime", "image": "i", "imageID": "i", "ready": True, "restartCount": 0}
+        namespace.start_pod("chat-a", {"phase": "Running", "conditions": ready, "containerStatuses": [container]})
+        await eventually(lambda: namespace.condition()[0] == "True", about=namespace.model)
+        before = namespace.get(BY_KIND["Deployment"], "chat")["spec"]
+        namespace.put_model(replicas=1, rollout=rollout, serving={"chatTemplate": "{% if %}"})
+        (job,) = await eventually(lambda: namespace.unfinished("check"))
+        await eventually(lambda: namespace.condition("UpToDate") == ("False", "Checking"))
+        record = json.dumps({"version": 1, "command": "serve", "ok": False, **refusal})
+        namespace.end_job(job["metadata"]["name"], {"exitCode": 2, "message": record})
+        await eventually(lambda: namespace.condition("UpToDate") == ("False", "InvalidEngineConfig"))
+        assert message(namespace, "UpToDate").startswith("$.text.chatTemplate: no valid template; ")
+        assert namespace.condition("Available")[0] == "True"
+        assert namespace.get(BY_KIND["Deployment"], "chat")["spec"] == before
+        namespace.put_model(replicas=1, rollout=rollout, serving={"maxModelLength": 99})
+        await eventually(namespace.finish_check)
+        await eventually(lambda: namespace.get(BY_KIND["Deployment"], "chat")["spec"] != before)
 
 
 async def test_an_event_explains_a_child_without_another_reason(server: ApiServer, namespace: Namespace) -> None:

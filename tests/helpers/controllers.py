@@ -26,6 +26,7 @@ RESULTS: dict[str, Any] = {
     "resolve": {"facts": FACTS},
     "fetch": {"weights": {"digest": FACTS["digest"], "bytes": 2000, "readBytes": 2000}},
     "compile": {"artifact": {"key": "ab" * 32, "bytes": 7, "seconds": 31.6, "reused": False, "peakBytes": 9}},
+    "check": {},
 }
 """What a Job of each role leaves in its record."""
 

@@ -88,6 +88,7 @@ RESULTS: dict[str, dict[str, Any]] = {
     "resolve": {"facts": FACTS},
     "fetch": {"weights": STORED},
     "compile": {"artifact": COMPILED},
+    "check": {},
 }
 """What the Job of a step reports, by its role."""
 
@@ -288,6 +289,15 @@ def stepped(world: World, decision: Decision, using: Settings = SETTINGS) -> tup
         world, _ = settle(replace(world, pods=(*world.pods, successful_pod(jobs[0]))), using)
         world, decision = settle(finished(world), using)
     return world, decision
+
+
+def checked(world: World, using: Settings = SETTINGS) -> World:
+    """The state in which the runtime has accepted the configuration of an edit, which no status shows yet. An edit that
+    the operator refuses is not checked."""
+    world, decision = settle(world, using)
+    jobs = [made for made in decision.desired if made["kind"] == "Job"]
+    world = replace(world, pods=(*world.pods, *map(successful_pod, jobs)))
+    return finished(carried_out(world, decide(world, using)))
 
 
 def finished(world: World, kind: str = "Complete") -> World:

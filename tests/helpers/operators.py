@@ -10,7 +10,7 @@ import json
 import time
 import urllib.error
 import uuid
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -169,12 +169,23 @@ class Namespace:
         """The same for the Job that fetches weights."""
         return self.finish_job("fetch", weights={"digest": FACTS["digest"], "bytes": 2000, "readBytes": 2000})
 
-    def finish_job(self, role: str, **result: Any) -> bool:
+    def finish_check(self) -> bool:
+        """The same for the Job that checks the configuration of an edit."""
+        return self.finish_job("check")
+
+    def unfinished(self, role: str) -> Sequence[Any]:
+        """The Jobs of a step that have no pod yet."""
+        begun = {owner["uid"] for pod in self.list(PODS) for owner in pod["metadata"].get("ownerReferences", ())}
         jobs = [job for job in self.list(BY_KIND["Job"]) if job["metadata"]["labels"][names.ROLE_LABEL] == role]
+        return [job for job in jobs if job["metadata"]["uid"] not in begun]
+
+    def finish_job(self, role: str, **result: Any) -> bool:
+        jobs = self.unfinished(role)
         record = json.dumps({"version": 1, "command": role, "ok": True, **result})
         for job in jobs:
             ended = {"terminated": {"exitCode": 0, "message": record}}
-            self._put_job_pod(job, job["metadata"]["name"], ended, "Succeeded")
+            metadata = job["metadata"]  # another Job may get its name
+            self._put_job_pod(job, f"{metadata['name']}-{metadata['uid'][:8]}", ended, "Succeeded")
         return bool(jobs)
 
     def end_job(self, name: str, state: dict[str, Any]) -> None:

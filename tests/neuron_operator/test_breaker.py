@@ -15,6 +15,7 @@ from helpers.operator_worlds import (
     REFUSED,
     SPEC,
     carried_out,
+    checked,
     condition,
     find,
     resolved_world,
@@ -45,8 +46,10 @@ class Cluster:
         self._numbers = itertools.count()
 
     def edit(self, **spec: Any) -> None:
-        body = self.world.body
-        self.world = replace(self.world, body={**body, "spec": {**body["spec"], **spec}})
+        """The runtime accepts the configuration."""
+        body, pods = self.world.body, self.world.pods
+        world = replace(self.world, body={**body, "spec": {**body["spec"], **spec}})
+        self.world = replace(checked(world) if self.answering() else world, pods=pods)
         self._due = 0.0
 
     def run(self, seconds: float) -> None:

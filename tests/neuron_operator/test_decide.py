@@ -22,6 +22,7 @@ from helpers.operator_worlds import (
     SETTINGS,
     SPEC,
     carried_out,
+    checked,
     condition,
     ended,
     failure_record,
@@ -102,7 +103,7 @@ def test_the_status_tells_that_the_steps_are_done_before_pods_of_a_revision_can_
     serving, before = settle(with_ready_pods(rendered))
     for world in (
         replace(without(rendered, "Deployment"), body=fresh().body),
-        edited(serving, serving={"maxModelLength": 1024}),
+        checked(edited(serving, serving={"maxModelLength": 1024})),
     ):
         first = decide(world, SETTINGS)
         assert "Deployment" not in kinds(first)
@@ -234,7 +235,8 @@ def test_the_old_model_serves_while_another_is_resolved() -> None:
     assert condition(resolving.status, "Available")["status"] == "True"
     assert condition(resolving.status, "Ready")["reason"] == "Resolving"
     job = find(resolving.desired, "Job")
-    _, after = settle(replace(world, pods=(*world.pods, resolved_pod(job, {**FACTS, "digest": "other"}))))
+    world = replace(world, pods=(*world.pods, resolved_pod(job, {**FACTS, "digest": "other"})))
+    _, after = settle(checked(world))
     assert revision_of(after) != revision_of(before)
     assert condition(after.status, "UpToDate")["reason"] == "RollingOut"
 
@@ -243,7 +245,7 @@ def test_the_old_configuration_and_its_owner_stay_while_its_pods_exist() -> None
     world, before = resolved_world()
     world = with_ready_pods(world)
     old = find(before.desired, "ConfigMap")["metadata"]["name"]
-    world, rolling = settle(edited(world, serving={"maxModelLength": 512}))
+    world, rolling = settle(checked(edited(world, serving={"maxModelLength": 512})))
     assert old in {c["metadata"]["name"] for c in rolling.desired if c["kind"] == "ConfigMap"}
     assert {c["metadata"]["name"] for c in world.children if c["kind"] == "ConfigMap"} > {old}
 

@@ -18,6 +18,7 @@ from helpers.operator_worlds import (
     REFUSED,
     SETTINGS,
     SPEC,
+    checked,
     condition,
     ended,
     failure_record,
@@ -210,7 +211,7 @@ def test_a_missing_replica_outranks_the_rollout_in_ready() -> None:
     world, _ = resolved_world()
     old = serving_pod(find(world.children, "Deployment"), "chat-0", ready=True)
     edit = {**world.body["spec"], "serving": {"maxModelLength": 512}}
-    world, _ = settle(replace(world, body={**world.body, "spec": edit}, pods=(old,)))
+    world, _ = settle(checked(replace(world, body={**world.body, "spec": edit}, pods=(old,))))
     new = serving_pod(find(world.children, "Deployment"), state=CRASH, last=ended(137, reason="OOMKilled"), restarts=4)
     status = decide(replace(world, pods=(old, new)), SETTINGS).status
     found = {kind: condition(status, kind)["reason"] for kind in ("Available", "UpToDate", "Ready")}

@@ -419,6 +419,34 @@ def test_inspect_of_a_missing_model_ends_with_its_code_and_record(
     assert "ModelNotFound" in capsys.readouterr().err
 
 
+def test_a_check_of_what_could_be_served_ends_with_a_record_and_opens_no_port(tmp_path: Path) -> None:
+    model, record = write_chat_model(tmp_path / "model"), tmp_path / "record"
+    (model / "model.safetensors").unlink()
+    assert main(["serve", str(model), "--check", "--host", "no such host", "--record", str(record)]) == 0
+    written = msgspec.json.decode(record.read_bytes())
+    assert (written["command"], written["ok"]) == ("check", True)
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["--chat-template", "{% if %}"], "$.text.chatTemplate): not a valid template: line 1"),
+        (["--max-num-batched-tokens", "2"], "must be at least maxSequences (8)"),
+        (["--max-model-len", "99999"], "$.limits.maxModelLength): must be at most the model's"),
+        (["--override-neuron-config", '{"x": 1}'], "$.overrideNeuronConfig.x): the torch backend has no such setting"),
+        (["--backend", "simulated", "--max-model-len", "99999"], "$.limits.maxModelLength): must be from 2 to"),
+    ],
+    ids=lambda value: value[-1] if isinstance(value, list) else "",
+)
+def test_a_check_refuses_what_serving_would_refuse(
+    words: list[str], says: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model, record = write_chat_model(tmp_path / "model"), tmp_path / "record"
+    assert main(["serve", str(model), "--check", "--record", str(record), *words]) == 2
+    assert says in msgspec.json.decode(record.read_bytes())["message"]
+    assert says in capsys.readouterr().err
+
+
 def test_an_unwritable_record_is_reported_and_changes_nothing_else(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

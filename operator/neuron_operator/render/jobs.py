@@ -20,11 +20,11 @@ from neuron_operator.objects import items, owners_of, text
 from neuron_operator.records import Facts, Record
 from neuron_operator.render import storage
 from neuron_operator.render.objects import shared
-from neuron_operator.render.pods import compile_image, runtime_image, step_pod_template, target_env
-from neuron_operator.render.resources import JOB_REQUESTS, Requests, compile_requests, fetch_requests
+from neuron_operator.render.pods import SERVE_COMMAND, compile_image, runtime_image, step_pod_template, target_env
+from neuron_operator.render.resources import CHECK_REQUESTS, JOB_REQUESTS, Requests, compile_requests, fetch_requests
 from neuron_operator.render.storage import Access, fetching, source
 from neuron_operator.render.volumes import Mount
-from neuron_operator.revision import Compiling, Pinned
+from neuron_operator.revision import Compiling, Pinned, Revision
 from neuron_operator.world import Object, Place, Settings
 
 KEPT_SECONDS = 600
@@ -69,9 +69,27 @@ class JobKind:
 
 MEMORY_MULTIPLES = (1, 2, 4)
 
+_CONFIG = Mount(
+    names.CONFIG_VOLUME,
+    names.CONFIG_DIR,
+    {
+        "downwardAPI": {
+            "items": [
+                {
+                    "path": names.CONFIG_KEY,
+                    "fieldRef": {"fieldPath": f"metadata.annotations['{names.CONFIG_ANNOTATION}']"},
+                }
+            ]
+        }
+    },
+    read_only=True,
+)
+"""The configuration is an annotation, which the kubelet gives the pod as a file: no other object is to be kept."""
+
 RESOLVE = JobKind(names.ROLE_RESOLVE, "nf", 1800, PREFER_NOT_NEURON)
 FETCH = JobKind(names.ROLE_FETCH, "nw", 6 * 3600, NEVER_NEURON)
 COMPILE = JobKind(names.ROLE_COMPILE, "na", 6 * 3600, _only(*_NOT_NEURON, _AMD64))
+CHECK = JobKind(names.ROLE_CHECK, "nc", 1800, PREFER_NOT_NEURON)
 
 
 def resolve_job(model: NeuronModel, settings: Settings) -> Object:
@@ -103,11 +121,8 @@ def compile_jobs(model: NeuronModel, settings: Settings, pinned: Pinned) -> tupl
 
 
 def _compile_job(model: NeuronModel, settings: Settings, pinned: Pinned, compiling: Compiling, times: int) -> Object:
-    """The configuration is an annotation, which the kubelet gives the pod as a file: no other object is to be kept."""
     access = storage.compiling(model, pinned.weights, compiling.artifacts)
     config = f"{names.CONFIG_DIR}/{names.CONFIG_KEY}"
-    field = {"fieldPath": f"metadata.annotations['{names.CONFIG_ANNOTATION}']"}
-    source = {"downwardAPI": {"items": [{"path": names.CONFIG_KEY, "fieldRef": field}]}}
     command = ["neuron-runtime", "compile", "--config", config, *access.arguments, "--record", names.TERMINATION_LOG]
     return shared_job(
         model,
@@ -116,11 +131,29 @@ def _compile_job(model: NeuronModel, settings: Settings, pinned: Pinned, compili
         command,
         access,
         image=_compiler(model, settings, pinned, compiling),
-        mounts=(Mount(names.CONFIG_VOLUME, names.CONFIG_DIR, source, read_only=True),),
+        mounts=(_CONFIG,),
         annotations={names.CONFIG_ANNOTATION: to_json(compiled_part(pinned.config))},
         env=target_env(compiling.family),
         requests=compile_requests(model, pinned.facts, times),
         limited=("memory",),
+    )
+
+
+def check_job(model: NeuronModel, settings: Settings, revision: Revision) -> Object:
+    """Asks the runtime of a revision whether it accepts the revision's configuration: without weights and devices."""
+    pinned = revision.pinned
+    access = storage.loading(model, pinned.weights or Place())
+    return shared_job(
+        model,
+        settings,
+        CHECK,
+        [*SERVE_COMMAND, *access.arguments, "--check"],
+        access,
+        image=revision.image,
+        mounts=(_CONFIG,),
+        annotations={names.CONFIG_ANNOTATION: to_json(pinned.config)},
+        env=target_env(pinned.compiling.family if pinned.compiling else ""),
+        requests=CHECK_REQUESTS,
     )
 
 

@@ -22,6 +22,9 @@ Requests = Mapping[str, str]
 JOB_REQUESTS: Requests = {"cpu": "100m", "memory": "128Mi"}
 """`inspect` reads headers only: 40 MiB and half a second of CPU."""
 
+CHECK_REQUESTS: Requests = {"cpu": "100m", "memory": "256Mi"}
+"""`serve --check` reads the tokenizer: 100 MiB with the demo model."""
+
 FETCH_REQUESTS: Requests = {"cpu": "500m", "memory": "256Mi"}
 """`fetch` holds a few MB of each parallel read, and hashes what it reads."""
 

@@ -17,7 +17,7 @@ from typing import Any
 from neuron_runtime import not_built, record
 from neuron_runtime.arguments import BY_ARGUMENT, FLAG_NAMES, config_of, model_uri, naming, on_this_machine
 from neuron_runtime.config import RuntimeConfig, load_config
-from neuron_runtime.console import say
+from neuron_runtime.console import StageLines, say
 from neuron_runtime.errors import ConfigProblems, InvalidConfig
 from neuron_runtime.flags import Field, add_flags, json_or_text
 from neuron_runtime.local_settings import LocalSettings, add_local_flags
@@ -40,6 +40,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add_local_flags(parser)
     record.add_flag(parser)
+    parser.add_argument(
+        "--check",
+        action="store_true",
+        help="Only check whether this configuration could serve this model: settings, tokenizer and chat template, "
+        "without weights and devices",
+    )
     parser.add_argument(
         "--api-key-file", type=Path, metavar="FILE", help="File with API keys, one per line; clients must send one"
     )
@@ -90,13 +96,18 @@ def add_model_flags(parser: argparse.ArgumentParser, wanted: Callable[[Field], b
 
 
 def run(options: argparse.Namespace, began: float) -> record.Record:
-    """Serve until a signal. Raises ServingError if serving is impossible."""
+    """Serve until a signal, or only check. Raises ServingError if serving is impossible."""
     from neuron_runtime.run_dir import made_run_dir  # noqa: PLC0415
     from neuron_runtime.server.auth import api_key_file, check_keys  # noqa: PLC0415
     from neuron_runtime.server.supervisor import Signals, Supervisor, listen, url_of  # noqa: PLC0415
 
     config = configuration(options)
     settings = LocalSettings.of(options)
+    if options.check:
+        with naming(FLAG_NAMES) if options.config is None else nullcontext():
+            check(config, settings)
+        say(f"{config.model.uri} can be served with this configuration")
+        return record.success("check", seconds=time.monotonic() - began)
     # Removed from the environment, so that children do not inherit it.
     variable = os.environ.pop(API_KEY_VARIABLE, None)
     keys = tuple(options.api_key or ([variable] if variable and options.api_key_file is None else ()))
@@ -118,6 +129,29 @@ def run(options: argparse.Namespace, began: float) -> record.Record:
         )
         supervisor.run()
     return record.success("serve", seconds=time.monotonic() - began)
+
+
+def check(config: RuntimeConfig, settings: LocalSettings) -> None:
+    """What `serve` does before it reads weights. Raises ServingError as it would.
+
+    Whether the model fits into memory is not checked: the machine that serves has another amount.
+    """
+    from neuron_runtime.checkpoint import check_tokenizer  # noqa: PLC0415
+    from neuron_runtime.engine.backends import backend_package  # noqa: PLC0415
+    from neuron_runtime.server.front_end import load_text  # noqa: PLC0415
+    from neuron_runtime.weights.fetching import materialize  # noqa: PLC0415
+
+    folder = materialize(
+        config.model,
+        settings.weights_dir,
+        StageLines(),
+        weights_store=settings.weights_store,
+        on_miss=settings.on_weights_miss,
+        with_weights=False,
+        check=check_tokenizer,
+    )
+    backend_package(config).check_model(folder, config)
+    load_text(folder, config.text)
 
 
 def configuration(options: argparse.Namespace, check: Callable[[RuntimeConfig], object] | None = None) -> RuntimeConfig:

@@ -40,6 +40,12 @@ class BackendPackage(Protocol):
     def check_config(self, config: RuntimeConfig) -> None:
         """Check settings without model and device. Raises InvalidConfig."""
 
+    def check_model(self, model_dir: Path, config: RuntimeConfig) -> None:
+        """Check settings against a model's config.json: what `load_backend` would refuse on every machine.
+
+        Raises InvalidConfig or InvalidModel.
+        """
+
     def versions(self) -> Mapping[str, str]:
         """Versions of the libraries and drivers that it runs on, by their names. Cheap: imports none of them."""
 

@@ -23,6 +23,7 @@ __all__ = [
     "ALWAYS_COMPILES",
     "FREED_BY_EXIT",
     "check_config",
+    "check_model",
     "compiler",
     "compiler_reads_weights",
     "load_backend",
@@ -53,6 +54,10 @@ def check_config(config: RuntimeConfig) -> None:
     library.check_installed()
     private = IMPORT_PATH.fullmatch(config.application_class) is not None
     read_override(config.override_neuron_config, "", private=private)
+
+
+def check_model(model_dir: Path, config: RuntimeConfig) -> None:
+    """Every model is compiled before it is served, and the compiler refuses what the model cannot have."""
 
 
 def versions() -> dict[str, str]:

@@ -30,6 +30,7 @@ __all__ = [
     "ALWAYS_COMPILES",
     "FREED_BY_EXIT",
     "check_config",
+    "check_model",
     "compiler",
     "compiler_reads_weights",
     "load_backend",
@@ -57,6 +58,11 @@ def check_config(config: RuntimeConfig) -> None:
     with found.collecting():
         read_options(config.override_neuron_config)
     found.check()
+
+
+def check_model(model_dir: Path, config: RuntimeConfig) -> None:
+    """Raises as `load_backend`."""
+    _limits(config, read_options(config.override_neuron_config), model_dir)
 
 
 def versions() -> dict[str, str]:

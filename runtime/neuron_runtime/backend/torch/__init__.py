@@ -12,9 +12,12 @@ from typing import TYPE_CHECKING
 
 from neuron_runtime.backend.fields import check_fields
 from neuron_runtime.backend.torch.allocation import set_up_allocation
+from neuron_runtime.backend.torch.architecture import decoder_config
 from neuron_runtime.backend.torch.import_size import check_room_for_torch
 from neuron_runtime.backend.torch.read_ahead import LOADING, ReadAhead
+from neuron_runtime.checkpoint import read_config
 from neuron_runtime.errors import ConfigProblems, InvalidConfig
+from neuron_runtime.host import FreeMemory
 
 if TYPE_CHECKING:
     from neuron_runtime.backend.base import Backend, Compiler, ProgressCallback
@@ -24,6 +27,7 @@ __all__ = [
     "ALWAYS_COMPILES",
     "FREED_BY_EXIT",
     "check_config",
+    "check_model",
     "compiler",
     "compiler_reads_weights",
     "load_backend",
@@ -34,6 +38,8 @@ __all__ = [
 
 FREED_BY_EXIT = False
 ALWAYS_COMPILES = False
+UNLIMITED = 2**62
+"""Bytes."""
 
 
 def needs_weights(config: RuntimeConfig) -> bool:
@@ -53,6 +59,13 @@ def check_config(config: RuntimeConfig) -> None:
         with found.collecting():
             raise InvalidConfig(f"$.overrideNeuronConfig.{key}", "the torch backend has no such setting: leave it out")
     found.check()
+
+
+def check_model(model_dir: Path, config: RuntimeConfig) -> None:
+    """Raises InvalidConfig for limits that this model cannot have, however much memory there is."""
+    from neuron_runtime.backend.torch.sizing import derive_limits  # noqa: PLC0415 - not needed to serve
+
+    derive_limits(config, decoder_config(read_config(model_dir)), 1, FreeMemory(UNLIMITED))
 
 
 def versions() -> dict[str, str]:
