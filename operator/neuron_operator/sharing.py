@@ -63,8 +63,10 @@ def _is_alone(model: NeuronModel, found: ChildView) -> bool:
 
 
 def _is_over(found: ChildView, observed: Observed) -> bool:
-    """A finished Job expires on its own."""
-    return found.kind == "Job" and observed.jobs[found.name].is_finished
+    """A finished Job expires on its own, also if only its pod's end is seen yet."""
+    if found.kind != "Job":
+        return False
+    return observed.jobs[found.name].is_finished or bool(observed.answers_of(found.name))
 
 
 def _expiries(observed: Observed, done: Walk, waiting: frozenset[str], owner: str) -> Iterator[Change]:
