@@ -112,7 +112,7 @@ def test_six_lines_are_compiled_without_devices_and_served_on_them(story: Story)
             assert [pod["metadata"]["uid"] for pod in story.ready_pods("chat")] == [before["metadata"]["uid"]]
             story.until("up to date", lambda: story.condition("chat", "UpToDate")["status"] == "True")
             story.until_ready(1)
-        assert _kinds_of(story.created_jobs(audit)) == ["na"]
+        assert _kinds_of(story.created_jobs(audit)) == ["na", "nc"]
         _check_answer(story, "chat")
 
         with story.stage("what does not fit is refused with both numbers"):
@@ -150,7 +150,7 @@ def _model(name: str, **spec: object) -> dict[str, Any]:
 
 
 def _kinds_of(jobs: list[str]) -> list[str]:
-    """Of Jobs by their names: they resolve (nf), fetch (nw) or compile (na)."""
+    """Of Jobs by their names: they resolve (nf), fetch (nw), compile (na) or check (nc)."""
     return sorted(job.partition("-")[0] for job in jobs)
 
 
