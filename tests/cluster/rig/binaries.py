@@ -140,6 +140,12 @@ COMPONENTS = {
             version_module="github.com/zegl/kube-score",
         ),
         Component(
+            "monitoring",
+            {"scrape-config": "."},
+            minutes=2,
+            version_module=_PROMETHEUS_OPERATOR,
+        ),
+        Component(
             "crds",
             {},
             minutes=0.1,

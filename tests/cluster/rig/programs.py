@@ -139,6 +139,7 @@ def controller_manager(topology: Topology, folders: Folders) -> Program:
         "cluster-signing-key-file": pki.key("ca"),
         "node-monitor-period": topology.times.node_monitor_period,
         "node-monitor-grace-period": topology.times.node_monitor_grace_period,
+        "horizontal-pod-autoscaler-sync-period": topology.times.autoscaler_sync_period,
     }
     return Program("kube-controller-manager", (folders.kubernetes("kube-controller-manager"), *_flags(options)))
 

@@ -37,13 +37,14 @@ class Node:
 @dataclass(frozen=True)
 class Times:
     """Delays until a lost node is noticed: a fifth of Kubernetes' defaults, so that tests do not wait minutes, yet long
-    enough that a machine that stalls for some seconds loses no node."""
+    enough that a machine that stalls for some seconds loses no node. And how often autoscalers decide."""
 
     node_monitor_period: str = "500ms"
     node_monitor_grace_period: str = "10s"
     node_lease_duration_seconds: int = 4
     node_status_frequency: str = "1s"
     toleration_seconds: int = 3
+    autoscaler_sync_period: str = "2s"
 
 
 @dataclass(frozen=True)
