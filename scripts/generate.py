@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
+import nxdi_tables
 import operator_tables
 import runtime_tables
 import sizing_tables
@@ -51,6 +52,8 @@ TARGETS = (
     Target("docs/sizing.md", sizing_tables.public_models, "public models"),
     Target("docs/sizing.md", sizing_tables.recipes, "recipes"),
     Target("docs/benchmarks.md", published_step_times, "published step times"),
+    Target("docs/neuron.md", nxdi_tables.models, "models of NxD Inference"),
+    Target("docs/neuron.md", nxdi_tables.statuses, "statuses of the Neuron runtime"),
     Target("docs/runtime.md", fields, "fields"),
     Target("docs/sampling.md", sampling_parameters, "sampling parameters"),
     Target("docs/sampling.md", settings, "settings"),
