@@ -82,6 +82,24 @@ def test_a_model_that_does_not_exist_shows_the_jobs_pod_and_leads_to_an_edit() -
     assert text.endswith("$ kubectl edit nm chat -n team")
 
 
+def test_a_refused_edit_shows_the_runtimes_answer_and_leads_to_an_edit() -> None:
+    """Not to a replica, which serves the earlier revision."""
+    world = with_pods(*(lambda d, n=n: serving_pod(d, f"chat-{n}", ready=True) for n in range(2)))
+    world, _ = settle(world)
+    world = replace(world, body={**world.body, "spec": {**world.body["spec"], "serving": {"chatTemplate": "{% if %}"}}})
+    world, decision = settle(world)
+    record = failure_record(2, "InvalidEngineConfig", "$.text.chatTemplate: not a valid template", "serve")
+    checker = job_pod(find(decision.desired, "Job"), ended(2, record), "check-x")
+    text = told(replace(world, pods=(*world.pods, checker)))
+    assert text.startswith("NeuronModel team/chat: InvalidEngineConfig\n")
+    assert "pod check-x, container runtime: $.text.chatTemplate: not a valid template (exit code 2)" in text
+    assert text.endswith("$ kubectl edit nm chat -n team")
+    refused, _ = settle(replace(world, pods=(*world.pods, checker)))
+    text = told(replace(refused, pods=world.pods, shared=()))
+    assert "Last error" not in text
+    assert text.endswith("$ kubectl edit nm chat -n team")
+
+
 def test_a_ready_model_leads_to_a_chat() -> None:
     text = told(with_pods(*(lambda d, n=n: serving_pod(d, f"chat-{n}", ready=True) for n in range(2))))
     assert text.startswith("NeuronModel team/chat: ready\n")

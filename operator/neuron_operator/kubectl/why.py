@@ -54,7 +54,8 @@ def culprit(observed: Observed) -> Culprit | None:
     if ready is not None and ready.status == "True":
         about = [pod for pod in observed.replicas if pod.is_answering]
     elif not about and _is_before_replicas(observed):
-        about = job_pods
+        about = job_pods or [pod for pod in everyone if not pod.is_answering]
+        return Culprit(about[0], _container(about[0])) if about else None
     elif not about:
         about = [pod for pod in observed.replicas if not pod.is_answering]
     pod = next(iter(about or everyone), None)
@@ -62,9 +63,14 @@ def culprit(observed: Observed) -> Culprit | None:
 
 
 def _is_before_replicas(observed: Observed) -> bool:
-    """Whether a step before replicas is not done."""
+    """Whether a step before replicas is not done: an edit may be refused while all of them answer."""
+    conditions = observed.model.conditions
     before = CONDITIONS[: CONDITIONS.index("Available")]
-    return any(observed.model.conditions[kind].status != "True" for kind in before if kind in observed.model.conditions)
+    is_refused = "UpToDate" in conditions and conditions["UpToDate"].reason in _OF_THE_CHECK
+    return is_refused or any(conditions[kind].status != "True" for kind in before if kind in conditions)
+
+
+_OF_THE_CHECK = (Reason.CHECKING, Reason.INVALID_ENGINE_CONFIG)
 
 
 def _container(pod: PodView) -> ContainerView:
@@ -227,6 +233,7 @@ _COMMANDS: Mapping[Reason, str] = {
         f"kubectl annotate nm {{name}} -n {{namespace}} {names.REFRESH_ANNOTATION}=$(date +%s) --overwrite"
     ),
     Reason.MODEL_NOT_FOUND: _EDIT,
+    Reason.INVALID_ENGINE_CONFIG: _EDIT,
     Reason.IMAGE_PULL: _POD,
 }
 """For reasons about which the pod's log says nothing, or less. `final` reasons without a row here need an edit."""
