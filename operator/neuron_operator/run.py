@@ -163,7 +163,7 @@ def one_line(error: BaseException) -> str:
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
     if isinstance(error, Forbidden):
-        return f"{error}; grant it with the chart's ClusterRole (helm upgrade neuron-serving)"
+        return f"{error}; grant it with the chart (helm upgrade neuron-serving)"
     return str(error) or type(error).__name__
 
 

@@ -17,7 +17,7 @@ from cluster.rig.binaries import ensure
 from cluster.rig.machine import wait_until
 from cluster.rig.needs import NotPossibleHere
 from helpers.apiserver import NOT_YET_SERVED, ApiServer, running
-from helpers.operator_rights import CLUSTER_RULES, LEASE_RULES
+from helpers.operator_rights import CLUSTER_RULES, LEASE_RULES, NAMESPACED_RULES, ensure_namespace
 from helpers.rendered_cases import FILES, render
 from neuron_operator import names, settings
 from neuron_operator.world import CaBundle, ClaimTemplate, JobSettings, KeyRef, ObjectStore
@@ -206,11 +206,17 @@ def test_the_chart_grants_the_rights_that_the_operator_uses(helm: Helm) -> None:
 
 def test_with_named_namespaces_nothing_is_granted_elsewhere(helm: Helm) -> None:
     documents = helm.render(EVERYTHING)
-    assert not [d for d in documents if d["kind"] == "ClusterRoleBinding"]
-    bindings = [d for d in documents if d["kind"] == "RoleBinding" and d["roleRef"]["kind"] == "ClusterRole"]
-    assert [b["metadata"]["namespace"] for b in bindings] == EVERYTHING["watchNamespaces"]
-    without = {right for right in granted(CLUSTER_RULES) if right[1] in ("nodes", "pods/log")}
-    assert granted(one(documents, "ClusterRole", "neuron-operator")["rules"]) == granted(CLUSTER_RULES) - without
+    assert not [d for d in documents if d["kind"].startswith("ClusterRole")]
+    for kind in ("Role", "RoleBinding"):
+        found = [d for d in documents if d["kind"] == kind and d["metadata"]["name"] == "neuron-operator-models"]
+        assert [d["metadata"]["namespace"] for d in found] == EVERYTHING["watchNamespaces"]
+        for one_of_them in found:
+            if kind == "Role":
+                without = {right for right in granted(NAMESPACED_RULES) if right[1] == "pods/log"}
+                assert granted(one_of_them["rules"]) == granted(NAMESPACED_RULES) - without
+            else:
+                assert one_of_them["roleRef"]["kind"] == "Role"
+                assert one_of_them["subjects"][0]["namespace"] == NAMESPACE
 
 
 def test_view_may_read_models_and_edit_and_admin_may_change_them(helm: Helm) -> None:
@@ -237,42 +243,91 @@ def test_no_right_reaches_secrets_or_is_a_wildcard(helm: Helm, values: Mapping[s
     assert not [right for right in rights if "*" in right or right[1] in ("secrets", "pods/exec")]
 
 
-def test_kubernetes_own_roles_include_models(helm: Helm, server: ApiServer) -> None:
-    rbac = "rbac.authorization.k8s.io"
-    roles = {role["metadata"]["name"]: role for role in helm.render(IMAGES) if role["kind"] == "ClusterRole"}
-    for name, role in roles.items():
-        server.apply(f"/apis/{rbac}/v1/clusterroles/{name}", role)
-    for name in ("view", "edit", "admin"):
-        reference = {"apiGroup": rbac, "kind": "ClusterRole", "name": name}
-        subject = {"apiGroup": rbac, "kind": "User", "name": f"{name}er"}
-        metadata = {"name": f"{name}ers"}
-        body = {"apiVersion": f"{rbac}/v1", "kind": "ClusterRoleBinding", "metadata": metadata}
-        server.apply(
-            f"/apis/{rbac}/v1/clusterrolebindings/{name}ers", {**body, "roleRef": reference, "subjects": [subject]}
-        )
+RBAC = "rbac.authorization.k8s.io"
+OWN_ROLES = ("view", "edit", "admin")
+
+
+@pytest.fixture
+def aggregated(helm: Helm, server: ApiServer) -> Iterator[ApiServer]:
+    """A server whose own roles include what the chart adds to them."""
+    roles = [document for document in helm.render(IMAGES) if document["kind"] == "ClusterRole"]
+    for role in roles:
+        server.apply(f"/apis/{RBAC}/v1/clusterroles/{role['metadata']['name']}", role)
     manager = [
         ensure("hyper")["hyper"] / "kube-controller-manager",
         *(f"--kubeconfig={server.kubeconfig('admin')}", "--controllers=clusterrole-aggregation-controller"),
         *("--leader-elect=false", "--secure-port=0"),
     ]
 
-    def may(user: str, verb: str, resource: str = "neuronmodels") -> bool:
-        return server.may(user, verb, resource, "neuron-serving.dev")
-
-    editors = ("editer", "adminer")
-
-    def may_edit(user: str) -> bool:
-        return all(may(user, verb) for verb in ("get", "create", "patch", "delete"))
+    def has_models(role: str) -> bool:
+        rules = server.call("GET", f"/apis/{RBAC}/v1/clusterroles/{role}")["rules"] or ()
+        return any("neuronmodels" in rule.get("resources", ()) for rule in rules)
 
     with subprocess.Popen(manager, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
         try:
-            wait_until("the roles are aggregated", lambda: may("viewer", "watch") and all(map(may_edit, editors)))
+            wait_until("the roles are aggregated", lambda: all(map(has_models, OWN_ROLES)))
+            yield server
         finally:
             process.kill()
-    assert not [verb for verb in ("create", "update", "patch", "delete") if may("viewer", verb)]
-    assert not may("editer", "patch", "neuronmodels/status")
-    for name in roles:
-        server.call("DELETE", f"/apis/{rbac}/v1/clusterroles/{name}")
+            for role in roles:
+                server.call("DELETE", f"/apis/{RBAC}/v1/clusterroles/{role['metadata']['name']}")
+
+
+def test_a_tenant_reads_and_changes_models_of_its_own_namespace_only(aggregated: ApiServer) -> None:
+    """Users who have `view`, `edit` or `admin` in the namespace `tenant-a`, and nothing elsewhere."""
+    server = aggregated
+    crd = yaml.safe_load((CHART / "files" / "neuronmodels.yaml").read_text())
+    server.apply(CRD, crd)
+    body = {"apiVersion": "neuron-serving.dev/v1alpha1", "kind": "NeuronModel", "metadata": {"name": "chat"}}
+    body["spec"] = {"model": {"uri": "hf://o/m"}}
+
+    def models(namespace: str, *below: str) -> str:
+        return "/".join((f"/apis/neuron-serving.dev/v1alpha1/namespaces/{namespace}/neuronmodels", *below))
+
+    def code(user: str, method: str, path: str, content: Any = None) -> int:
+        kind = "application/merge-patch+json" if method == "PATCH" else "application/json"
+        try:
+            server.call(method, path, content, kind, user)
+        except urllib.error.HTTPError as error:
+            return error.code
+        return 200
+
+    wait_until("the resource is served", lambda: code("", "GET", models("default")) == 200)
+    for namespace in ("tenant-a", "tenant-b"):
+        ensure_namespace(server, namespace)
+        server.call("POST", models(namespace), body)
+    for role in OWN_ROLES:
+        server.apply(
+            f"/apis/{RBAC}/v1/namespaces/tenant-a/rolebindings/{role}",
+            {
+                "apiVersion": f"{RBAC}/v1",
+                "kind": "RoleBinding",
+                "metadata": {"name": role},
+                "roleRef": {"apiGroup": RBAC, "kind": "ClusterRole", "name": role},
+                "subjects": [{"apiGroup": RBAC, "kind": "User", "name": role}],
+            },
+        )
+        wait_until("the binding is in force", lambda user=role: code(user, "GET", models("tenant-a")) == 200)  # type: ignore[misc]
+    spec = {"spec": {"replicas": 1}}
+    reads = [(), ("chat",), ("chat", "status"), ("chat", "scale")]
+    changes = [("PATCH", ("chat",), spec), ("PATCH", ("chat", "scale"), spec)]
+    for role in OWN_ROLES:
+        own = 403 if role == "view" else 200
+        another = {**body, "metadata": {"name": f"by-{role}"}}
+        assert {code(role, "GET", models("tenant-a", *path)) for path in reads} == {200}
+        assert {code(role, method, models("tenant-a", *path), patch) for method, path, patch in changes} == {own}
+        assert code(role, "POST", models("tenant-a"), another) == own
+        assert code(role, "DELETE", models("tenant-a", f"by-{role}")) == own
+        # Nobody but the operator writes a status.
+        assert code(role, "PATCH", models("tenant-a", "chat", "status"), {"status": {"ready": "9/9"}}) == 403
+        assert {code(role, "GET", models("tenant-b", *path)) for path in reads} == {403}
+        assert {code(role, method, models("tenant-b", *path), patch) for method, path, patch in changes} == {403}
+        assert code(role, "POST", models("tenant-b"), another) == 403
+        assert code(role, "DELETE", models("tenant-b", "chat")) == 403
+        assert code(role, "GET", "/apis/neuron-serving.dev/v1alpha1/neuronmodels") == 403
+    assert server.call("GET", models("tenant-b", "chat"))["spec"]["model"] == {"uri": "hf://o/m"}
+    server.call("DELETE", CRD)
+    wait_until("the resource is gone", lambda: code("", "GET", CRD) == 404)
 
 
 def settings_of(documents: list[dict[str, Any]]) -> settings.RunSettings:

@@ -1307,6 +1307,37 @@ async def test_every_granted_right_is_used_and_no_request_lacks_one(server: ApiS
     assert granted - used == set()
 
 
+async def test_with_roles_in_its_namespaces_the_operator_lacks_only_the_nodes(
+    server: ApiServer, namespace: Namespace
+) -> None:
+    """A ClusterRole is not needed with `watchNamespaces`; all but the nodes that it lists is in these namespaces."""
+
+    def may(where: str) -> bool:
+        return server.may(OPERATOR_USER, "create", "services", namespace=where)
+
+    grant(server, namespaces=[namespace.name])
+    try:
+        await eventually(lambda: may(namespace.name) and not may("default"))
+        before = len(server.requests(OPERATOR_USER))
+        async with client_of(server) as client, operating(client, only(namespace)):
+            namespace.put_model()
+            await namespace.settle()
+            namespace.put_model(replicas=3)
+            namespace.delete(BY_KIND["Service"], "chat")
+            deployment = BY_KIND["Deployment"]
+            await eventually(lambda: namespace.get(deployment, "chat")["spec"]["replicas"] == 3)
+            await eventually(lambda: namespace.children()["Service"])
+        refused = {
+            event["objectRef"]["resource"]
+            for event in server.requests(OPERATOR_USER)[before:]
+            if event["responseStatus"]["code"] == 403
+        }
+        assert refused <= {"nodes"}
+    finally:
+        grant(server)
+        await eventually(lambda: may_write_services(server))
+
+
 class CutOff:
     """A client with a network that can be cut: requests fail, open watches end."""
 

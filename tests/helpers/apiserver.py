@@ -67,14 +67,21 @@ class ApiServer:
         kubeconfigs.write(path, server or self.url, credentials, **{"certificate-authority": str(self.ca_file)})
         return path
 
-    def call(self, method: str, path: str, body: Any = None, content_type: str = "application/json") -> Any:
-        """Sends one request as admin. Raises HTTPError with the server's message."""
+    def call(
+        self, method: str, path: str, body: Any = None, content_type: str = "application/json", user: str = ""
+    ) -> Any:
+        """Sends one request as admin, or as a `user` that admin impersonates. Raises HTTPError with the server's
+        message."""
         text = as_yaml(body) if "yaml" in content_type else json.dumps(body)
         request = urllib.request.Request(
             self.url + path,
             data=None if body is None else text.encode(),
             method=method,
-            headers={"Authorization": f"Bearer {self.tokens['admin']}", "Content-Type": content_type},
+            headers={
+                "Authorization": f"Bearer {self.tokens['admin']}",
+                "Content-Type": content_type,
+                **({"Impersonate-User": user} if user else {}),
+            },
         )
         try:
             with urllib.request.urlopen(request, context=self._tls, timeout=WAIT_SECONDS) as response:
@@ -101,9 +108,11 @@ class ApiServer:
             if (event["user"]["username"] == user if user else event["user"]["username"] != "system:apiserver")
         ]
 
-    def may(self, user: str, verb: str, resource: str, group: str = "", subresource: str = "") -> bool:
-        """Whether the server allows it in any namespace; a changed role takes effect after a delay."""
-        asked = {"verb": verb, "group": group, "resource": resource, "subresource": subresource}
+    def may(
+        self, user: str, verb: str, resource: str, group: str = "", subresource: str = "", *, namespace: str = ""
+    ) -> bool:
+        """Whether the server allows it in all namespaces, or in one; a changed role takes effect after a delay."""
+        asked = {"verb": verb, "group": group, "resource": resource, "subresource": subresource, "namespace": namespace}
         review = {"spec": {"user": user, "groups": list(GROUPS), "resourceAttributes": asked}}
         answer = self.call("POST", "/apis/authorization.k8s.io/v1/subjectaccessreviews", review)
         return bool(answer["status"]["allowed"])

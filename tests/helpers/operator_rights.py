@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,45 +17,48 @@ OPERATOR_ACCOUNT = "neuron-operator"
 CHART_RIGHTS = Path(__file__).parents[2] / "charts" / "neuron-serving" / "templates" / "rbac.yaml"
 
 
-def _rules(kind: str) -> list[dict[str, Any]]:
-    """Rules of the chart's ClusterRole or Role, rendered for an operator of all namespaces."""
-    lines = [line for line in CHART_RIGHTS.read_text().splitlines() if not line.startswith("{{")]
+def _rules() -> list[list[dict[str, Any]]]:
+    """Rules of the chart's roles, rendered for an operator of all namespaces: of its ClusterRole, and of the Lease's
+    Role."""
+    text = CHART_RIGHTS.read_text()
+    text = re.sub(r"\{\{- /\*.*?\*/ -?\}\}", "", text, flags=re.DOTALL)
+    lines = [line for line in text.splitlines() if not line.startswith("{{")]
     filled = re.sub(r"\{\{.*?\}\}", OPERATOR_ACCOUNT, "\n".join(lines))
-    (rules,) = (found["rules"] for found in yaml.safe_load_all(filled) if found["kind"] == kind)
-    return list(rules)
+    return [found["rules"] for found in yaml.safe_load_all(filled) if "rules" in found]
 
 
-CLUSTER_RULES = _rules("ClusterRole")
-LEASE_RULES = _rules("Role")
+CLUSTER_RULES, LEASE_RULES = _rules()
+NAMESPACED_RULES = [rule for rule in CLUSTER_RULES if rule["resources"] != ["nodes"]]
+"""With `watchNamespaces`, in a Role of each namespace. Nothing is granted in the whole cluster."""
 
 
-def grant(server: ApiServer, rules: list[dict[str, Any]] | None = None) -> None:
-    """Grants the operator's account its ClusterRole (or `rules`) and its Role, replacing existing ones."""
+def grant(server: ApiServer, rules: list[dict[str, Any]] | None = None, namespaces: Sequence[str] = ()) -> None:
+    """Grants the operator's account its ClusterRole (or `rules`) and its Role, replacing existing ones. With
+    `namespaces` it gets a Role in each of them in place of the ClusterRole."""
     subject = {"kind": "ServiceAccount", "name": OPERATOR_ACCOUNT, "namespace": OPERATOR_NAMESPACE}
     rbac = "rbac.authorization.k8s.io"
 
-    def put(path: str, kind: str, name: str, **content: Any) -> None:
-        body = {"apiVersion": f"{rbac}/v1", "kind": kind, "metadata": {"name": name}, **content}
-        server.apply(f"/apis/{rbac}/v1/{path}/{name}", body)
+    def put(namespace: str, name: str, rules: list[dict[str, Any]]) -> None:
+        """A role and its binding; in the whole cluster if `namespace` is empty."""
+        scope, prefix = (f"namespaces/{namespace}/", "") if namespace else ("", "Cluster")
+        role, binding = f"{prefix}Role", f"{prefix}RoleBinding"
+        bodies: dict[str, dict[str, Any]] = {
+            role: {"rules": rules},
+            binding: {"roleRef": {"apiGroup": rbac, "kind": role, "name": name}, "subjects": [subject]},
+        }
+        for kind, content in bodies.items():
+            body = {"apiVersion": f"{rbac}/v1", "kind": kind, "metadata": {"name": name}, **content}
+            server.apply(f"/apis/{rbac}/v1/{scope}{kind.lower()}s/{name}", body)
 
     ensure_namespace(server, OPERATOR_NAMESPACE)
-    in_namespace = f"namespaces/{OPERATOR_NAMESPACE}"
-    put("clusterroles", "ClusterRole", "neuron-operator", rules=CLUSTER_RULES if rules is None else rules)
-    put(
-        "clusterrolebindings",
-        "ClusterRoleBinding",
-        "neuron-operator",
-        roleRef={"apiGroup": rbac, "kind": "ClusterRole", "name": "neuron-operator"},
-        subjects=[subject],
-    )
-    put(f"{in_namespace}/roles", "Role", "neuron-operator", rules=LEASE_RULES)
-    put(
-        f"{in_namespace}/rolebindings",
-        "RoleBinding",
-        "neuron-operator",
-        roleRef={"apiGroup": rbac, "kind": "Role", "name": "neuron-operator"},
-        subjects=[subject],
-    )
+    if namespaces:
+        for kind in ("clusterrolebindings", "clusterroles"):
+            server.call("DELETE", f"/apis/{rbac}/v1/{kind}/{OPERATOR_ACCOUNT}")
+    else:
+        put("", OPERATOR_ACCOUNT, CLUSTER_RULES if rules is None else rules)
+    for namespace in namespaces:
+        put(namespace, f"{OPERATOR_ACCOUNT}-models", NAMESPACED_RULES)
+    put(OPERATOR_NAMESPACE, f"{OPERATOR_ACCOUNT}-lease", LEASE_RULES)
 
 
 def ensure_namespace(server: ApiServer, name: str) -> None:
