@@ -28,13 +28,16 @@ from neuron_operator.rollout import Pace, Setback
 from neuron_operator.sharing import upkeep
 from neuron_operator.steps import STEPS, Known, Step, Walk, refusal_of, using, walk
 from neuron_operator.views import ConditionView, ModelView, Observed, observe
-from neuron_operator.why.pods import UNEXPLAINED_SECONDS, explain_failure
+from neuron_operator.why.pods import UNEXPLAINED_SECONDS, explain_failure, unexplained_from
 from neuron_operator.why.refusals import explain_refusals
 from neuron_operator.why.replicas import explain_replicas
 from neuron_operator.world import Change, Decision, LogOf, Need, Object, Refused, Settings, World
 
+MIN_RECHECK_SECONDS = 2.0
 RECHECK_SECONDS = 30.0
-"""For causes that wake no pass: objects of other owners, rights, devices held by other pods, Events."""
+"""For causes that wake no pass: objects of other owners, rights, devices held by other pods, Events. A refused write is
+repeated after a tenth of the time that the model has not been ready, within these two: a cure shows soon after a short
+fault."""
 
 MAX_RECHECK_SECONDS = 300.0
 """What only makes a message better is read ever more rarely: after a tenth of the time that the model has not been
@@ -414,10 +417,13 @@ def _requeue_after(
     is_silent = any(finding.reason in silent and finding.status == "False" for finding in findings)
     is_reporting = any(isinstance(need, LogOf) for finding in findings for need in finding.needs)
     attempts = (breaker.next_attempt(observed, known.name) for known in _distinct(course.wanted, course.served))
-    times = (*attempts, rollout.surge_due(observed), course.deadline)
+    starting = (unexplained_from(pod) for pod in observed.live)
+    times = (*attempts, *starting, rollout.surge_due(observed), course.deadline)
     delays = (
-        RECHECK_SECONDS if world.refusals else None,
-        _reread_seconds(observed) if any(finding.needs for finding in findings) else None,
+        _tenth_of_the_wait(observed, MIN_RECHECK_SECONDS, RECHECK_SECONDS) if world.refusals else None,
+        _tenth_of_the_wait(observed, RECHECK_SECONDS, MAX_RECHECK_SECONDS)
+        if any(finding.needs for finding in findings)
+        else None,
         # Each pass repeats the refused writes.
         float(UNEXPLAINED_SECONDS) if is_silent and not world.refusals else None,
         PROGRESS_SECONDS if is_reporting and not world.refusals else None,
@@ -426,8 +432,8 @@ def _requeue_after(
     return min((delay for delay in delays if delay is not None), default=None)
 
 
-def _reread_seconds(observed: Observed) -> float:
+def _tenth_of_the_wait(observed: Observed, least: float, most: float) -> float:
     ready = observed.model.conditions.get("Ready")
     since = instant(ready.since) if ready is not None and ready.status == "False" else None
     waited = (observed.now - since).total_seconds() if since else 0.0
-    return min(max(waited / 10, RECHECK_SECONDS), MAX_RECHECK_SECONDS)
+    return min(max(waited / 10, least), most)

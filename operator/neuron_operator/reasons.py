@@ -92,7 +92,7 @@ class Reason(StrEnum):
         "A field is wrong; the message starts with its path. Also: `maxModelLength` exceeds the model's maximum, or "
         "the API server rejects an object, which the message names",
         "Edit the field; of a rejected object, what the message quotes, or delete an object that was edited by hand. "
-        "The operator retries every 30 s",
+        "The operator tries again, at most 30 s apart",
         final=True,
     )
     FIELD_NOT_SUPPORTED = Row(
@@ -107,7 +107,7 @@ class Reason(StrEnum):
         ("Accepted",),
         "A Service (or another child object) with this name exists and belongs to another owner. The operator does not "
         "change it",
-        "Rename the model, or delete the other object. The operator retries every 30 s. See "
+        "Rename the model, or delete the other object. The operator tries again, at most 30 s apart. See "
         "[troubleshooting](troubleshooting.md#a-taken-name)",
         final=True,
     )
@@ -116,15 +116,15 @@ class Reason(StrEnum):
         ("Accepted", "Available"),
         "An admission policy, a webhook, a LimitRange or a missing class refuses an object (`Accepted`) or the pods "
         "(`Available`); the message quotes the API server",
-        "Follow the message; see [troubleshooting](troubleshooting.md#a-refused-object). The operator retries every "
-        "30 s",
+        "Follow the message; see [troubleshooting](troubleshooting.md#a-refused-object). The operator tries again, "
+        "at most 30 s apart",
         final=True,
     )
     OPERATOR_FORBIDDEN = Row(
         "OperatorForbidden",
         ("Accepted",),
         "The operator lacks a permission (403)",
-        "Run `helm upgrade`, which grants the permissions. The operator retries every 30 s. "
+        "Run `helm upgrade`, which grants the permissions. The operator tries again, at most 30 s apart. "
         "See [troubleshooting](troubleshooting.md#a-right-that-the-operator-lacks)",
         final=True,
     )

@@ -779,7 +779,6 @@ async def test_a_missing_right_sets_a_condition_until_it_is_granted(server: ApiS
         finally:
             grant(server)
         await eventually(lambda: may_write_services(server))
-        namespace.wake()
         await namespace.settle()
 
 
@@ -795,7 +794,6 @@ async def test_a_quota_is_not_reported_as_a_missing_right(server: ApiServer, nam
         await eventually(lambda: namespace.condition() == ("False", "QuotaExceeded"), about=namespace.model)
         assert "Service chat: create services: services" in message(namespace, "Accepted")
         server.call("DELETE", f"{path}/few", {})
-        namespace.wake()
         await eventually(lambda: namespace.condition("Accepted")[0] == "True")
 
 

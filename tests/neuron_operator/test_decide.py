@@ -38,7 +38,7 @@ from helpers.operator_worlds import (
     unscheduled_pod,
 )
 from neuron_operator import names
-from neuron_operator.decide import RECHECK_SECONDS, decide
+from neuron_operator.decide import MIN_RECHECK_SECONDS, RECHECK_SECONDS, decide
 from neuron_operator.reasons import CONDITIONS
 from neuron_operator.revision import from_object
 from neuron_operator.why.pods import UNEXPLAINED_SECONDS
@@ -460,14 +460,18 @@ def test_a_refusal_is_shown_and_everything_else_is_written(refused: Refusal, rea
     assert condition(decision.status, "Ready")["reason"] == reason
     assert says in condition(decision.status, "Ready")["message"]
     assert condition(decision.status, "Available")["status"] == "True"
-    assert decision.requeue_after_seconds == RECHECK_SECONDS
+    assert decision.requeue_after_seconds == MIN_RECHECK_SECONDS
 
 
-def test_refused_writes_are_repeated_no_more_often_because_replicas_load() -> None:
+@pytest.mark.parametrize(("minutes", "seconds"), [(0, MIN_RECHECK_SECONDS), (2, 12.0), (60, RECHECK_SECONDS)])
+def test_refused_writes_are_repeated_ever_more_rarely_and_no_more_often_because_replicas_load(
+    minutes: int, seconds: float
+) -> None:
     world, loading = resolved_world()
     assert loading.requeue_after_seconds == UNEXPLAINED_SECONDS
-    decision = decide(replace(world, refusals=(Refusal(Refused.REJECTED, "Deployment", "chat", "invalid"),)), SETTINGS)
-    assert decision.requeue_after_seconds == RECHECK_SECONDS
+    later = world.now + timedelta(minutes=minutes)
+    refused = (Refusal(Refused.REJECTED, "Deployment", "chat", "invalid"),)
+    assert decide(replace(world, now=later, refusals=refused), SETTINGS).requeue_after_seconds == seconds
 
 
 @pytest.mark.parametrize("kind", ["ServiceAccount", "ConfigMap", "NetworkPolicy", "ControllerRevision"])

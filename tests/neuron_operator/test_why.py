@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import replace
+from datetime import timedelta
 from typing import Any
 
 import msgspec
@@ -41,6 +42,7 @@ from neuron_operator.placement import place
 from neuron_operator.reasons import CONDITIONS, Finding, Reason
 from neuron_operator.status import MAX_MESSAGE
 from neuron_operator.views import observe
+from neuron_operator.why.pods import UNEXPLAINED_POD_SECONDS
 from neuron_operator.world import DEVICE_MODES, Decision, FreeDevices, LogOf, Need, NodeDevices, Object, Settings
 
 INSUFFICIENT = (
@@ -382,6 +384,11 @@ def test_the_rules_of_the_manifest_for_nodes_are_kept_beside_those_for_sizes() -
             "in podTemplate.spec.resources: ",
         ),
         ('violates PodSecurity "restricted:latest": x', "PodSecurityDenied", "check podTemplate"),
+        (
+            'Internal error occurred: failed calling webhook "w": EOF',
+            "AdmissionDenied",
+            "the webhook's Service answers",
+        ),
         ("no PriorityClass with name nope was found", "AdmissionDenied", "podTemplate.spec.priorityClassName"),
         ('pod rejected: RuntimeClass "nope" not found', "AdmissionDenied", "podTemplate.spec.runtimeClassName"),
         (
@@ -610,7 +617,17 @@ def test_the_reason_least_likely_to_clear_by_itself_is_shown() -> None:
     assert condition(decision.status, "Ready")["reason"] == "ImagePull"
 
 
-def test_events_are_read_for_a_pod_that_stays_unexplained() -> None:
+def test_events_are_read_for_a_pod_that_stays_unexplained_for_seconds() -> None:
+    world, _ = resolved_world()
+    made = pod(state=waiting("ContainerCreating"))(find(world.children, "Deployment"))
+    fresh_pod = {**made, "metadata": {**made["metadata"], "creationTimestamp": f"{world.now:%Y-%m-%dT%H:%M:%SZ}"}}
+    decision = decide(replace(world, pods=(fresh_pod,)), SETTINGS)
+    assert (decision.needs, decision.requeue_after_seconds) == (frozenset(), UNEXPLAINED_POD_SECONDS)
+    later = replace(world, pods=(fresh_pod,), now=world.now + timedelta(seconds=UNEXPLAINED_POD_SECONDS))
+    assert decide(later, SETTINGS).needs == {Need.EVENTS}
+
+
+def test_the_event_of_a_pod_explains_it() -> None:
     creating = pod(state=waiting("ContainerCreating"))
     unexplained = seen(creating, events=None)
     assert unexplained.needs == {Need.EVENTS}

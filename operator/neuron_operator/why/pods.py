@@ -19,7 +19,11 @@ MAX_LINE = 300
 """Characters of a line of a log that are shown."""
 
 UNEXPLAINED_SECONDS = 20
-"""Age at which the events of a pod or Job are read, if nothing else explains its state."""
+"""Age at which the events of a Job without a pod are read."""
+
+UNEXPLAINED_POD_SECONDS = 4
+"""Age at which the events of a pod are read, if nothing else explains why it does not start: a kubelet tells at once
+what it cannot mount."""
 
 OOM_KILLED = "OOMKilled"
 """The kubelet's reason. The kernel usually kills all processes of the container, so none is left to write a record."""
@@ -173,9 +177,16 @@ def explain_start(pod: PodView, observed: Observed, placement: Placement | None 
     waiting = _explain_waiting(pod, pod.container) or _explain_additions(pod)
     if waiting is not None:
         return waiting
-    if observed.age(pod.created) < timedelta(seconds=UNEXPLAINED_SECONDS):
+    if observed.age(pod.created) < timedelta(seconds=UNEXPLAINED_POD_SECONDS):
         return unmet("Available", Reason.LOADING, f"pod {pod.name} is starting")
     return _explain_by_events(pod, observed.warnings.get(pod.name, ""))
+
+
+def unexplained_from(pod: PodView) -> datetime | None:
+    """When the events of a pod that has not started are worth a read; None: its state says enough."""
+    if pod.created is None or pod.unscheduled is not None or pod.container.has_run:
+        return None
+    return pod.created + timedelta(seconds=UNEXPLAINED_POD_SECONDS)
 
 
 def _explain_waiting(pod: PodView, container: ContainerView) -> Finding | None:

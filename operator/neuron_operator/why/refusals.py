@@ -60,6 +60,11 @@ DENIALS = (
         f"change {_JOB_RESOURCES}: a LimitRange of the namespace bounds them",
     ),
     Denial("ValidatingAdmissionPolicy", Reason.ADMISSION_DENIED, f"that is a policy of the cluster: {_ADMINISTRATOR}"),
+    Denial(
+        "failed calling webhook",
+        Reason.ADMISSION_DENIED,
+        "see that the webhook's Service answers, or ask its owner to delete its configuration",
+    ),
     Denial("admission webhook .* denied", Reason.ADMISSION_DENIED, f"that is a webhook's rule: {_ADMINISTRATOR}"),
 )
 
