@@ -19,7 +19,7 @@ from helpers.apiserver import ApiServer
 from helpers.manifests import REFUSED, spec_with
 from helpers.operator_rights import ensure_namespace
 from helpers.operator_worlds import body, condition, resolved_world
-from helpers.operators import served
+from helpers.operators import CRD_FILE, served
 from helpers.rendered_cases import FILES, render
 from neuron_operator.client import NEURON_MODELS, resource_of
 from neuron_operator.fields import Rule, SpecPart, broken_rules, fields_of, unwrapped
@@ -177,6 +177,50 @@ def test_api_server_and_parser_report_the_same_broken_rules(server: ApiServer, p
 def test_every_cel_rule_is_compared() -> None:
     compared = [rule for path in VALUES for rule in declared_rules(kind_at(path))]
     assert set(map(id, declared_rules(Spec))) == set(map(id, compared))
+
+
+OF_ANOTHER_TYPE = {"string": 7, "integer": "x", "boolean": "x", "object": "x", "array": "x"}
+
+
+def bad_values(schema: dict[str, Any]) -> Iterator[Any]:
+    """Values just outside of what one node of the schema allows."""
+    yield OF_ANOTHER_TYPE[schema["type"]] if "type" in schema else True
+    if "enum" in schema:
+        yield "Nonsense"
+    if "maximum" in schema:
+        yield schema["maximum"] + 1
+    if "minimum" in schema:
+        yield schema["minimum"] - 1
+    if "maxLength" in schema:
+        yield "x" * (schema["maxLength"] + 1)
+    if "maxProperties" in schema:
+        yield {f"key-{number}": "x" for number in range(schema["maxProperties"] + 1)}
+    if "maxItems" in schema and schema["items"].get("type") == "string":
+        yield [f"item-{number}" for number in range(schema["maxItems"] + 1)]
+
+
+def bad_manifests(schema: dict[str, Any], path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
+    """Path and value of each, for each node of a schema; `[0]` is a step into a list."""
+    if path:
+        yield from ((path, value) for value in bad_values(schema))
+    for key, below in schema.get("properties", {}).items():
+        yield from bad_manifests(below, (*path, key))
+    if "items" in schema:
+        yield from bad_manifests(schema["items"], (*path, "[0]"))
+
+
+def test_the_api_server_names_each_field_that_is_beyond_its_bounds(server: ApiServer) -> None:
+    """Manifests made from the schema, without an operator. Some break rules of other fields, too."""
+    (version,) = yaml.safe_load(CRD_FILE.read_text())["spec"]["versions"]
+    found = list(bad_manifests(version["schema"]["openAPIV3Schema"]["properties"]["spec"]))
+    for path, bad in found:
+        changes = bad
+        for step in reversed(path):
+            changes = [changes] if step == "[0]" else {step: changes}
+        place = "spec." + ".".join(path).replace(".[0]", "[0]")
+        named = [field for field, _ in refusal(server, {**spec_with({}), **changes})]
+        assert any(field.startswith((place, place.removesuffix("[0]"))) for field in named), (place, bad, named)
+    assert len(found) >= 150
 
 
 @pytest.mark.parametrize("changes", REFUSED["accepted"], ids=str)

@@ -22,6 +22,7 @@ from aiohttp import web
 from kubernetes.utils.quantity import parse_quantity
 
 from cluster.rig.machine import wait_until
+from helpers import manifests as refused_manifests
 from helpers.api_proxy import proxying
 from helpers.apiserver import ApiServer
 from helpers.operator_rights import CLUSTER_RULES, LEASE_RULES, OPERATOR_NAMESPACE, grant
@@ -1302,6 +1303,30 @@ async def test_every_granted_right_is_used_and_no_request_lacks_one(server: ApiS
         used.add((ref.get("apiGroup", ""), resource, event["verb"]))
     assert used <= granted
     assert granted - used == set()
+
+
+async def test_what_was_put_while_no_operator_ran_is_explained_when_one_starts(
+    server: ApiServer, namespace: Namespace
+) -> None:
+    cases = [case for case in refused_manifests.REFUSED["cases"] if case["by"] == "operator"]
+    for number, case in enumerate(cases):
+        about = {"apiVersion": NEURON_MODELS.api_version, "kind": NEURON_MODELS.kind}
+        metadata = {"name": f"m-{number}", "namespace": namespace.name}
+        spec = refused_manifests.spec_with(case["spec"])
+        server.call("POST", NEURON_MODELS.path(namespace.name), {**about, "metadata": metadata, "spec": spec})
+
+    def unexplained() -> list[str]:
+        found = namespace.list(NEURON_MODELS)
+        return [
+            model["metadata"]["name"]
+            for model in found
+            if not any(c["status"] == "False" and c["message"] for c in model.get("status", {}).get("conditions", ()))
+        ]
+
+    async with client_of(server) as client, operating(client, only(namespace)):
+        await eventually(lambda: not unexplained(), about=unexplained)
+    for number, case in enumerate(cases):
+        assert namespace.condition("Accepted", f"m-{number}")[0] == "False", case
 
 
 async def test_with_roles_in_its_namespaces_the_operator_lacks_only_the_nodes(

@@ -39,7 +39,8 @@ from neuron_operator.render.jobs import CHECK
 pytestmark = [pytest.mark.cluster, pytest.mark.slow]
 
 OUTAGE_SECONDS = 8.0
-"""Longer than a term of the Lease below."""
+"""Longer than a term of the Lease below and than the silence of a watch: an outage that goes on only lengthens the
+back-offs. `test_reflector.py` has outages of five minutes and more, in virtual time."""
 LEASE = LeaseTimings(duration_seconds=4, deadline_seconds=3, renew_seconds=0.5, retry_seconds=0.2)
 
 Fault = Callable[[ApiProxy, Namespace], Awaitable[None]]
