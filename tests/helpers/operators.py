@@ -174,18 +174,17 @@ class Namespace:
         return self.finish_job("check")
 
     def unfinished(self, role: str) -> Sequence[Any]:
-        """The Jobs of a step that have no pod yet."""
-        begun = {owner["uid"] for pod in self.list(PODS) for owner in pod["metadata"].get("ownerReferences", ())}
+        """The Jobs of a step that `finish_job` has not ended yet."""
+        ended = {pod["metadata"]["name"] for pod in self.list(PODS)}
         jobs = [job for job in self.list(BY_KIND["Job"]) if job["metadata"]["labels"][names.ROLE_LABEL] == role]
-        return [job for job in jobs if job["metadata"]["uid"] not in begun]
+        return [job for job in jobs if job["metadata"]["name"] not in ended]
 
     def finish_job(self, role: str, **result: Any) -> bool:
         jobs = self.unfinished(role)
         record = json.dumps({"version": 1, "command": role, "ok": True, **result})
         for job in jobs:
             ended = {"terminated": {"exitCode": 0, "message": record}}
-            metadata = job["metadata"]  # another Job may get its name
-            self._put_job_pod(job, f"{metadata['name']}-{metadata['uid'][:8]}", ended, "Succeeded")
+            self._put_job_pod(job, job["metadata"]["name"], ended, "Succeeded")
         return bool(jobs)
 
     def end_job(self, name: str, state: dict[str, Any]) -> None:
