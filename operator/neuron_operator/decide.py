@@ -10,12 +10,13 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime
 
-from neuron_operator import breaker, manifest, names, revision, rollout, status
+from neuron_operator import breaker, manifest, names, node_health, revision, rollout, status
 from neuron_operator.breaker import Allowed
 from neuron_operator.errors import InvalidSpec
 from neuron_operator.fields import as_json
 from neuron_operator.model import NeuronModel
 from neuron_operator.model_status import ArtifactStatus, PastRevision, Status
+from neuron_operator.node_health import Plan
 from neuron_operator.objects import instant, is_owned, name_of
 from neuron_operator.reasons import Finding, Reason, met, unmet
 from neuron_operator.render import serving
@@ -68,6 +69,8 @@ class Course:
     """How `served` reaches the replicas."""
     deadline: datetime | None = None
     """When the rollout fails."""
+    moving: Plan = node_health.NOBODY
+    """Replicas that leave failed nodes."""
 
 
 def decide(world: World, settings: Settings, steps: Sequence[Step] = STEPS) -> Decision:
@@ -80,12 +83,17 @@ def decide(world: World, settings: Settings, steps: Sequence[Step] = STEPS) -> D
         course = _paused(course)
     elif is_terminating:
         course = replace(course, desired=(), changes=(), delete=())
+    else:
+        limit = settings.node_failures.max_moves_per_minute
+        moving = node_health.plan(observed, _num_wanted(observed, course), world.moves_left, limit)
+        course = replace(course, moving=moving)
     findings = status.complete((*course.findings, *_explain_serving(world, observed, course)))
     whole_status = _status(observed, course, findings)
     return Decision(
         desired=course.desired,
         changes=course.changes,
         delete=course.delete,
+        moves=course.moving.now,
         status=whole_status,
         requeue_after_seconds=_requeue_after(world, observed, course, findings, steps),
         needs=frozenset[Need | LogOf](course.pace.needs if course.pace else ()).union(*(f.needs for f in findings)),
@@ -293,7 +301,7 @@ def _explain_serving(world: World, observed: Observed, course: Course) -> tuple[
     if course.served is None:
         return ()
     return (
-        *explain_replicas(observed, _num_wanted(observed, course), course.served),
+        *explain_replicas(observed, _num_wanted(observed, course), course.served, course.moving.words),
         *_explain_revision(world, observed, course),
     )
 
@@ -418,7 +426,7 @@ def _requeue_after(
     is_reporting = any(isinstance(need, LogOf) for finding in findings for need in finding.needs)
     attempts = (breaker.next_attempt(observed, known.name) for known in _distinct(course.wanted, course.served))
     starting = (unexplained_from(pod) for pod in observed.live)
-    times = (*attempts, *starting, rollout.surge_due(observed), course.deadline)
+    times = (*attempts, *starting, rollout.surge_due(observed), course.deadline, course.moving.due)
     delays = (
         _tenth_of_the_wait(observed, MIN_RECHECK_SECONDS, RECHECK_SECONDS) if world.refusals else None,
         _tenth_of_the_wait(observed, RECHECK_SECONDS, MAX_RECHECK_SECONDS)

@@ -27,6 +27,7 @@ from neuron_operator.client import (
     Forbidden,
     Invalid,
     NotFound,
+    Protected,
     Resource,
     Terminating,
     Throttled,
@@ -35,6 +36,7 @@ from neuron_operator.client import (
 from neuron_operator.containment import Contained, needs_apply
 from neuron_operator.errors import ClusterFault, TermOver
 from neuron_operator.metrics import Metrics
+from neuron_operator.move_budget import MoveBudget
 from neuron_operator.names import API_VERSION, GROUP, KIND, MANAGER
 from neuron_operator.objects import is_orphan, is_owned, is_shared, labels_of, name_of, owners_of
 from neuron_operator.on_demand import OnDemand
@@ -45,6 +47,7 @@ from neuron_operator.world import (
     Change,
     Decision,
     LogOf,
+    Move,
     Need,
     Object,
     Refusal,
@@ -105,6 +108,7 @@ class Reconciler:
         self._check_term = check_term
         self._on_demand = OnDemand(cluster)
         self._contained = Contained()
+        self._budget = MoveBudget(settings.node_failures.max_moves_per_minute, time.monotonic)
 
     async def reconcile(self, key: Key, *, failing_seconds: float = 0.0) -> Outcome:
         """One pass. Raises ClusterFault if it must be retried; `failing_seconds`: how long this has been so."""
@@ -148,6 +152,9 @@ class Reconciler:
             # Once more, so that one status tells what these writes led to. Only once: others may undo them.
             is_final = True
             world = self._observe(world, key)
+        for move in decision.moves:
+            if await writes.move(move, self._budget):
+                await self._announce(body, move.announcement)
         if decision.status is not None and needs_apply({"status": decision.status}, body, "status"):
             await writes.status(body, decision.status)
             for announcement in decision.announcements:
@@ -158,7 +165,15 @@ class Reconciler:
 
     def _observe(self, world: World, key: Key) -> World:
         caches = self._caches
-        return replace(world, children=caches.children(key), pods=caches.pods(key), shared=caches.shared(key[0]))
+        pods = caches.pods(key)
+        return replace(
+            world,
+            children=caches.children(key),
+            pods=pods,
+            shared=caches.shared(key[0]),
+            nodes=caches.nodes_of(pods),
+            moves_left=self._budget.left,
+        )
 
     async def _read(self, needs: frozenset[Need | LogOf], world: World, key: Key) -> World:
         if Need.FREE_DEVICES in needs:
@@ -305,6 +320,24 @@ class _Writes:
             logger.debug("already deleted: %s", gone)
         except Forbidden as fault:
             raise _Refused(Refusal(Refused.FORBIDDEN, resource.kind, name_of(live), str(fault))) from fault
+
+    async def move(self, move: Move, budget: MoveBudget) -> bool:
+        """Whether the pod is ending because of this."""
+        pod = move.pod
+        is_counted = move.how != "Remove"
+        if is_counted and not budget.take(pod["metadata"]["uid"]):
+            return False
+        try:
+            if move.how == "Evict":
+                await self._next().evict(pod)
+            else:
+                await self._next().delete(PODS, pod, at_once=move.how == "Remove")
+        except (NotFound, Conflict, Protected, Forbidden) as fault:
+            logger.warning("%s stays: %s", name_of(pod), fault)
+            if is_counted:
+                budget.give_back()
+            return False
+        return True
 
     async def status(self, body: Object, status: Object) -> None:
         try:

@@ -19,10 +19,12 @@ from functools import lru_cache
 
 import msgspec
 
+from neuron_operator import node_health
 from neuron_operator.client import (
     CHILDREN,
     JOBS,
     NEURON_MODELS,
+    NODES,
     PODS,
     Cluster,
     Forbidden,
@@ -32,8 +34,9 @@ from neuron_operator.client import (
 )
 from neuron_operator.containment import own_entries
 from neuron_operator.errors import ClusterFault
-from neuron_operator.names import KIND, MODEL_LABEL, OWNED_SELECTOR
+from neuron_operator.names import CORE_RESOURCE, DEVICE_RESOURCE, KIND, MODEL_LABEL, OWNED_SELECTOR
 from neuron_operator.objects import owners_of, text
+from neuron_operator.views import NodeView, node_view
 from neuron_operator.workqueue import Backoff
 from neuron_operator.world import Object
 
@@ -52,8 +55,28 @@ def trimmed(obj: Object) -> Object:
     return {**obj, "metadata": metadata}
 
 
+def trimmed_node(node: Object) -> Object:
+    """What `views.node_view` reads: kubelets report the rest often, and it is long."""
+    status, metadata = node.get("status") or {}, node["metadata"]
+    said = [found for found in status.get("conditions") or () if found["type"] in node_health.CONDITIONS]
+    return {
+        "apiVersion": node["apiVersion"],
+        "kind": node["kind"],
+        "metadata": {key: metadata[key] for key in ("name", "uid", "resourceVersion")},
+        "status": {
+            "conditions": said,
+            **{part: _devices(status.get(part) or {}) for part in ("capacity", "allocatable")},
+        },
+    }
+
+
+def _devices(quantities: Object) -> Object:
+    return {name: quantity for name, quantity in quantities.items() if name in (DEVICE_RESOURCE, CORE_RESOURCE)}
+
+
 def key_of_model(obj: Object) -> Key:
-    return obj["metadata"]["namespace"], obj["metadata"]["name"]
+    """The namespace is empty if the object has none."""
+    return obj["metadata"].get("namespace", ""), obj["metadata"]["name"]
 
 
 def key_of_child(obj: Object) -> Key:
@@ -102,6 +125,7 @@ class Reflector:
         field_selector: str = "",
         key_of: Callable[[Object], Key],
         wake: Callable[[Object], None],
+        trim: Callable[[Object], Object] = trimmed,
         count_start: Callable[[str, str], None] = lambda plural, reason: None,
         backoff: Backoff | None = None,
     ) -> None:
@@ -113,6 +137,7 @@ class Reflector:
         self._selectors = {"label_selector": label_selector, "field_selector": field_selector}
         self._key_of = key_of
         self._wake = wake
+        self._trim = trim
         self._count_start = count_start
         self._backoff = backoff or Backoff(max_seconds=30.0)
         self._objects: dict[Key, _Kept] = {}
@@ -138,7 +163,7 @@ class Reflector:
         (https://kubernetes.io/docs/reference/using-api/api-concepts/#resource-versions).
         """
         if _version(obj) > int(self._resource_version or 0):
-            self._put(trimmed(obj))
+            self._put(self._trim(obj))
 
     async def run(self) -> None:
         """Keep the cache up to date until cancelled. Raises Forbidden if the first list is refused."""
@@ -175,7 +200,7 @@ class Reflector:
             missing.discard(key_of_model(obj))
             known = self._objects.get(key_of_model(obj))
             if known is None or known.version != _version(obj):
-                self._put(trimmed(obj))
+                self._put(self._trim(obj))
         for name in missing:
             self._drop(name)
         self.synced.set()
@@ -191,7 +216,7 @@ class Reflector:
                     if not self._is_older(event.object):
                         self._drop(key_of_model(event.object))
                 elif event.type != "BOOKMARK":
-                    self._put(trimmed(event.object))
+                    self._put(self._trim(event.object))
                 self._resource_version = event.object["metadata"]["resourceVersion"]
 
     def _put(self, obj: Object) -> None:
@@ -224,7 +249,8 @@ class Reflector:
 
 
 class Caches:
-    """Everything passes read: NeuronModels, their children and pods, in `namespaces` (`(None,)`: all)."""
+    """Everything passes read: NeuronModels, their children and pods, in `namespaces`; with `(None,)`, in all, and the
+    nodes."""
 
     def __init__(
         self,
@@ -255,6 +281,19 @@ class Caches:
             for resource in (NEURON_MODELS, *CHILDREN, PODS)
             for namespace in namespaces
         }
+        self._wake = wake
+        self._failed_nodes: dict[str, NodeView] = {}
+        """As they were when they last woke a model."""
+        if None in namespaces:  # the right to watch nodes is one for the whole cluster
+            self._reflectors[NODES, None] = Reflector(
+                cluster,
+                NODES,
+                None,
+                key_of=key_of_model,
+                wake=self._wake_replicas_of,
+                trim=trimmed_node,
+                count_start=count_start,
+            )
 
     async def run(self) -> None:
         """Keep all of them up to date until cancelled. Raises Forbidden if one may not be listed."""
@@ -288,6 +327,26 @@ class Caches:
     def shared(self, namespace: str) -> tuple[Object, ...]:
         """What the models of the namespace share."""
         return self.children((namespace, ""))
+
+    def nodes_of(self, pods: Iterable[Object]) -> tuple[Object, ...]:
+        """The nodes that the pods run on, if nodes are watched."""
+        wanted = {text(pod, "spec", "nodeName") for pod in pods}
+        found = (self.find(NODES, "", name) for name in sorted(wanted))
+        return tuple(node for node in found if node is not None)
+
+    def _wake_replicas_of(self, node: Object) -> None:
+        """If the node failed, recovered, or says something else about its failure."""
+        view = node_view(node)
+        before, now = self._failed_nodes.pop(view.name, None), view if node_health.has_failed(view) else None
+        if now is not None:
+            self._failed_nodes[view.name] = now
+        if now == before:
+            return
+        for reflector in self._of(PODS):
+            for pod in reflector.objects():
+                key = key_of_child(pod)
+                if key[1] and text(pod, "spec", "nodeName") == view.name:
+                    self._wake(key)
 
     def _concerned(self, obj: Object) -> Iterable[Key]:
         """The models that a change of the object concerns: the one that it belongs to, or its owners; of a pod, the

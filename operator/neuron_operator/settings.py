@@ -18,7 +18,7 @@ import msgspec
 
 from neuron_operator.errors import OperatorError
 from neuron_operator.lease import LeaseTimings
-from neuron_operator.world import CaBundle, JobSettings, Object, Provisionable, Settings, StorageSettings
+from neuron_operator.world import CaBundle, JobSettings, NodeFailures, Object, Provisionable, Settings, StorageSettings
 
 ENV_PREFIX = "NEURON_OPERATOR_"
 NAMESPACE_FILE = Path("/var/run/secrets/kubernetes.io/serviceaccount/namespace")
@@ -88,6 +88,10 @@ def _provisionable(value: str) -> Provisionable:
     return msgspec.json.decode(value, type=Provisionable)
 
 
+def _node_failures(value: str) -> NodeFailures:
+    return msgspec.json.decode(value, type=NodeFailures)
+
+
 def _objects(value: str) -> tuple[Object, ...]:
     return msgspec.json.decode(value, type=tuple[Object, ...])
 
@@ -144,6 +148,13 @@ SETTINGS = (
         _provisionable,
         "{}",
         'JSON: instance types that an autoscaler can add, e.g. {"instanceTypes": ["inf2.8xlarge", "trn2.48xlarge"]}',
+    ),
+    _Setting(
+        "node_failures",
+        _node_failures,
+        "{}",
+        "JSON: what happens to replicas on failed nodes, of all models together (0: none leaves its node), e.g. "
+        '{"maxMovesPerMinute": 10}',
     ),
     _Setting(
         "device_mode",

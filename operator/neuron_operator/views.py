@@ -142,6 +142,10 @@ class PodView:
     """`port 80 of container x`; the operator uses none."""
     is_admitted: bool
     """The kubelet has accepted it."""
+    requests: Mapping[str, int]
+    """Neuron devices or cores that it holds, by resource; empty on a CPU."""
+    has_unhealthy_device: bool
+    """The kubelet reports one among those that it was granted (Kubernetes' feature ResourceHealthStatus)."""
     live: Object
 
     @property
@@ -221,6 +225,18 @@ class DeploymentView:
 
 
 @dataclass(frozen=True)
+class NodeView:
+    """What a node says about itself, as far as it concerns the replicas on it."""
+
+    name: str
+    conditions: Mapping[str, ConditionView]
+    capacity: Mapping[str, int]
+    """Neuron devices and cores that the device plugin has registered."""
+    allocatable: Mapping[str, int]
+    """Those of them that are healthy; none while the plugin is away."""
+
+
+@dataclass(frozen=True)
 class ChildView:
     kind: str
     name: str
@@ -250,6 +266,8 @@ class Observed:
     said_of_claims: Mapping[str, str]
     """The last event about a PersistentVolumeClaim, by its name; empty if they were not read."""
     free: FreeDevices | None
+    nodes: Mapping[str, NodeView]
+    """The nodes of the replicas, by name; empty if they may not be watched."""
     logs: Mapping[str, str]
     """The end of the log of a Job's pod, by the pod's name."""
     now: datetime
@@ -337,6 +355,7 @@ def observe(world: World) -> Observed:
         warnings=_said(sorted(world.events or (), key=lambda event: text(event, "reason") == EVICTED)),
         said_of_claims=_said(world.claim_events),
         free=world.free,
+        nodes={name_of(found): node_view(found) for found in world.nodes},
         logs=world.logs,
         now=world.now,
     )
@@ -427,8 +446,30 @@ def _pod(pod: Object) -> PodView:
             if port.get("hostPort")
         ),
         is_admitted=bool(items(pod, "status", "containerStatuses")),
+        requests=_neuron(dig(ours, "resources", "limits")),
+        has_unhealthy_device=any(
+            device.get("health") == "Unhealthy"
+            for container in items(pod, "status", "containerStatuses")
+            for granted in items(container, "allocatedResourcesStatus")
+            if text(granted, "name").startswith(names.NEURON_RESOURCE_PREFIX)
+            for device in items(granted, "resources")
+        ),
         live=pod,
     )
+
+
+def node_view(node: Object) -> NodeView:
+    return NodeView(
+        name=name_of(node),
+        conditions=_conditions(node),
+        capacity=_neuron(dig(node, "status", "capacity")),
+        allocatable=_neuron(dig(node, "status", "allocatable")),
+    )
+
+
+def _neuron(quantities: Any) -> Mapping[str, int]:
+    found = ((name, dig(quantities, name)) for name in (names.DEVICE_RESOURCE, names.CORE_RESOURCE))
+    return {name: whole(quantity) for name, quantity in found if quantity is not None}
 
 
 def _container(name: str, pod: Object) -> ContainerView:

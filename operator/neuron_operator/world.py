@@ -12,6 +12,7 @@ How the rim runs a pass:
    fault ends the pass, which is tried again; when this has lasted for some seconds, it goes into `refusals`, too.
 3. Make `changes`, and delete `delete` in the background, with the objects' UIDs as preconditions. Ignore 404 and 409.
    If anything was written, look and decide once more, so that one status tells what the writes led to.
+   Then make `moves`, as many as the budget of all models allows, each with its Event.
 4. Write `status` if it differs from `body["status"]`; last, so that it never reports a step that did not happen. The
    next pass follows at once, as after any change.
 5. Create the Events in `announcements` if the status was written; run again within `requeue_after_seconds`.
@@ -122,6 +123,10 @@ class World:
     """Of this pass."""
     free: FreeDevices | None = None
     """None: not read in this pass."""
+    nodes: tuple[Object, ...] = ()
+    """The nodes of this model's pods (`reflector.trimmed_node`); none if they may not be watched."""
+    moves_left: int = 0
+    """How many replicas of all models together may leave failed nodes now."""
     events: tuple[Object, ...] | None = None
     """Warnings (`events.k8s.io/v1`), oldest first. None: not read in this pass; empty without the right to read."""
     claim_events: tuple[Object, ...] = ()
@@ -149,6 +154,17 @@ class Change:
 
 
 @dataclass(frozen=True)
+class Move:
+    """A replica that leaves a failed node: its ReplicaSet makes another one as soon as this one is being deleted."""
+
+    pod: Object
+    how: Literal["Evict", "Delete", "Remove"]
+    """Evict: the node lives, so that every PodDisruptionBudget counts. Delete: the node is lost. Remove: and the time
+    to end has passed, so that only the object is left."""
+    announcement: Announcement
+
+
+@dataclass(frozen=True)
 class Decision:
     """The next single step of one NeuronModel."""
 
@@ -158,6 +174,7 @@ class Decision:
     """Of shared objects; before anything is deleted."""
     delete: tuple[Object, ...] = ()
     """Live objects to prune."""
+    moves: tuple[Move, ...] = ()
     status: Object | None = None
     """The whole status; None: leave it unchanged, because the model is being deleted."""
     requeue_after_seconds: float | None = None
@@ -253,6 +270,13 @@ class Provisionable(Struct, frozen=True, forbid_unknown_fields=True, rename="cam
     instance_types: tuple[str, ...] = ()
 
 
+class NodeFailures(Struct, frozen=True, forbid_unknown_fields=True, rename="camel"):
+    """Chart values `nodeFailures.*`."""
+
+    max_moves_per_minute: Annotated[int, Meta(ge=0, le=1000)] = 10
+    """Replicas of all models together that leave failed nodes; 0: none."""
+
+
 @dataclass(frozen=True)
 class Settings:
     """Settings of the installation for all models; the rim loads them from flags and environment."""
@@ -267,6 +291,7 @@ class Settings:
     ca_bundle: CaBundle = field(default_factory=CaBundle)
     storage: StorageSettings = field(default_factory=StorageSettings)
     provisionable: Provisionable = field(default_factory=Provisionable)
+    node_failures: NodeFailures = field(default_factory=NodeFailures)
     device_mode: DeviceMode = "Plugin"
     device_scheduler_name: str = ""
     """The scheduler with the extension; only with PluginWithExtension."""

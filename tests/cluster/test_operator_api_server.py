@@ -25,6 +25,7 @@ from cluster.rig.machine import wait_until
 from helpers import manifests as refused_manifests
 from helpers.api_proxy import proxying
 from helpers.apiserver import ApiServer
+from helpers.controllers import finished_or_ready
 from helpers.operator_rights import CLUSTER_RULES, LEASE_RULES, OPERATOR_NAMESPACE, grant
 from helpers.operator_worlds import FACTS, REFUSED, body
 from helpers.operators import (
@@ -943,6 +944,70 @@ async def test_pods_that_a_node_refused_pause_the_deployment_until_the_next_atte
             await eventually(lambda: replicas() == 2)
 
 
+async def test_replicas_leave_failed_nodes_and_others_stay(
+    server: ApiServer, namespace: Namespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """First the eviction is refused: no controller has counted yet what the budget allows."""
+    monkeypatch.setattr("neuron_operator.move_budget.WINDOW_SECONDS", 2.0)
+    merge, sick, lost, well = "application/merge-patch+json", *(f"{namespace.name}-{one}" for one in "abc")
+
+    def say(node: str, kind: str, status: str, reason: str) -> None:
+        said = {"type": kind, "status": status, "reason": reason, "lastTransitionTime": f"{datetime.now(UTC):%FT%TZ}"}
+        path = f"/api/v1/nodes/{node}/status"
+        strategic = "application/strategic-merge-patch+json"
+        server.call("PATCH", path, {"status": {"conditions": [said]}}, strategic)
+
+    def left() -> set[str]:
+        deleted = (pod for pod in namespace.list(PODS) if "deletionTimestamp" in pod["metadata"])
+        return {pod["metadata"]["name"] for pod in deleted}
+
+    def evictions(since: int) -> int:
+        events = server.requests(OPERATOR_USER)[since:]
+        return sum(event["objectRef"].get("subresource") == "eviction" for event in events)
+
+    for name in (sick, lost, well):
+        server.call("POST", "/api/v1/nodes", {"apiVersion": "v1", "kind": "Node", "metadata": {"name": name}})
+        devices = {"aws.amazon.com/neuron": "6"}
+        path = f"/api/v1/nodes/{name}/status"
+        server.call("PATCH", path, {"status": {"capacity": devices, "allocatable": devices}}, merge)
+        say(name, "Ready", "True", "KubeletReady")
+    before = len(server.requests(OPERATOR_USER))
+    async with client_of(server) as client, operating(client, run_settings()):
+        namespace.put_model(accelerator={"type": "Neuron", "devices": 6}, replicas=3)
+        await namespace.settle()
+        template = namespace.get(BY_KIND["Deployment"], "chat")["spec"]["template"]
+        for name in (sick, lost, well):
+            running = {**finished_or_ready(template), "startTime": f"{datetime.now(UTC):%FT%TZ}"}
+            namespace.start_pod(name, running, node=name)
+        await eventually(lambda: namespace.condition() == ("True", "Ready"), about=namespace.model)
+        await asyncio.sleep(1.1)  # times of conditions have whole seconds
+        say(sick, "NeuronHealth", "True", "NeuronHasError_DMA_ERROR")
+        await eventually(lambda: evictions(before) > 0)
+        assert left() == set()
+        allowed = {"observedGeneration": 1, "disruptionsAllowed": 1, "currentHealthy": 3, "desiredHealthy": 2}
+        budget = BY_KIND["PodDisruptionBudget"].path(namespace.name, "chat", "status")
+        server.call("PATCH", budget, {"status": {**allowed, "expectedPods": 3}}, merge)
+        await eventually(lambda: left() == {sick})
+        await eventually(lambda: namespace.condition() == ("False", "DeviceUnhealthy"), about=namespace.model)
+        assert f"is on node {sick}, which reports NeuronHealth: NeuronHasError_DMA_ERROR" in message(namespace, "Ready")
+        say(lost, "Ready", "Unknown", "NodeStatusUnknown")
+        unready = {"status": {"conditions": [{"type": "Ready", "status": "False"}]}}
+        server.call("PATCH", PODS.path(namespace.name, lost, "status"), unready, merge)
+        await eventually(lambda: left() == {sick, lost})
+        await eventually(lambda: namespace.condition() == ("False", "NodeLost"), about=namespace.model)
+        server.call("DELETE", PODS.path(namespace.name, lost), {"gracePeriodSeconds": 1})
+        remaining = {sick, well}
+        await eventually(
+            lambda: {p["metadata"]["name"] for p in namespace.list(PODS)} & {lost, *remaining} == remaining
+        )
+        assert left() == {sick}
+        notes = {event["note"] for event in namespace.list(EVENTS) if event.get("action") == "Reconcile"}
+        for name in (sick, lost):
+            assert any(note.startswith(f"pod {name} leaves node {name}, which ") for note in notes), notes
+    for name in (sick, lost, well):
+        server.call("DELETE", f"/api/v1/nodes/{name}", {})
+
+
 async def test_a_revision_that_does_not_get_ready_is_undone_and_so_is_one_on_request(
     server: ApiServer, namespace: Namespace
 ) -> None:
@@ -1007,7 +1072,7 @@ async def test_a_revision_that_does_not_get_ready_is_undone_and_so_is_one_on_req
             assert "failedRevision" not in namespace.model()["status"]
             annotate(working)
             await eventually(lambda: revision() == working)
-            assert namespace.condition("UpToDate") == ("False", "RolledBack")
+            await eventually(lambda: namespace.condition("UpToDate") == ("False", "RolledBack"))
             annotate(None)  # its Job has answered already
             await eventually(lambda: revision() == wanted)
 

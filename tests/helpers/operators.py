@@ -218,11 +218,11 @@ class Namespace:
         status = {"status": {"phase": phase, "containerStatuses": [container]}}
         self.server.call("PATCH", PODS.path(self.name, pod, "status"), status, "application/merge-patch+json")
 
-    def start_pod(self, name: str, status: dict[str, Any], model: str = "chat") -> None:
+    def start_pod(self, name: str, status: dict[str, Any], model: str = "chat", node: str = "n1") -> None:
         """Plays the ReplicaSet and the kubelet: a pod of the Deployment with a status."""
         template = self.get(BY_KIND["Deployment"], model)["spec"]["template"]
         pod = {"metadata": {"name": name, "labels": template["metadata"]["labels"]}, "spec": template["spec"]}
-        pod["spec"] = {**pod["spec"], "nodeName": "n1"}
+        pod["spec"] = {**pod["spec"], "nodeName": node}
         self.server.call("POST", PODS.path(self.name), {"apiVersion": "v1", "kind": "Pod", **pod})
         path = PODS.path(self.name, name, "status")
         self.server.call("PATCH", path, {"status": status}, "application/merge-patch+json")

@@ -36,6 +36,8 @@ WRONG: tuple[dict[str, Any], ...] = (
     {"jobs": {"image": "x"}},
     {"provisionable": {"instanceTypes": ["inf2"]}},
     {"provisionable": {"instanceTypes": ["inf2.xlarge", "inf2.xlarge"]}},
+    {"nodeFailures": {"maxMovesPerMinute": -1}},
+    {"nodeFailures": {"maxMoves": 1}},
     {"image": {"runtime": ""}},
     {"image": {"operator": "a b"}},
     {"caBundle": {"configMap": {"name": "ca"}}},

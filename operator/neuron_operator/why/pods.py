@@ -6,7 +6,7 @@ import re
 from dataclasses import replace
 from datetime import datetime, timedelta
 
-from neuron_operator import names
+from neuron_operator import names, node_health
 from neuron_operator.breaker import next_attempt
 from neuron_operator.objects import instant, items, text
 from neuron_operator.placement import Placement, describe_free, describe_sizes
@@ -33,6 +33,9 @@ _STARTING = ("", "ContainerCreating", "PodInitializing")
 
 def explain_pod(pod: PodView, observed: Observed, placement: Placement) -> Finding:
     """Why a replica's pod does not answer."""
+    signal = node_health.signal_of(pod, observed)
+    if signal is not None:
+        return unmet("Available", signal.reason, f"pod {pod.name} is on node {pod.node}, which {signal.said}")
     if pod.disruption == "DeletionByTaintManager" or _is_node_lost(pod):
         text = f"pod {pod.name}: its node {pod.node} no longer responds"
         return unmet("Available", Reason.NODE_LOST, text)

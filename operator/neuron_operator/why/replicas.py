@@ -12,15 +12,17 @@ from neuron_operator.why.pods import explain_pod
 from neuron_operator.why.refusals import explain_denial
 
 
-def explain_replicas(observed: Observed, num_wanted: int, served: Revision) -> tuple[Finding, ...]:
+def explain_replicas(
+    observed: Observed, num_wanted: int, served: Revision, leaving: Sequence[str] = ()
+) -> tuple[Finding, ...]:
     """A Finding for Available, those that pods of the served revision give for other conditions, and one for Ready if
-    replicas are missing although Available is true."""
+    replicas are missing although Available is true. `leaving`: what is said of replicas that leave failed nodes."""
     num_answering = sum(pod.is_answering for pod in observed.replicas)
     counted = f"{num_answering} of {num_wanted} replicas answer"
     if num_wanted == 0:
         return (met("Available", "spec.replicas is 0", "ScaledToZero"),)
     if num_answering >= num_wanted:
-        return (met("Available", counted),)
+        return (met("Available", "; ".join((counted, *leaving))),)
     missing = [pod for pod in _current(observed.replicas) if not pod.is_answering]
     of_pods = [(pod, explain_pod(pod, observed, served.placement)) for pod in missing]
     found = [*_explain_deployment(observed.deployment), *(finding for _, finding in of_pods)]
