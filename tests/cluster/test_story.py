@@ -35,6 +35,7 @@ RIGHTS_FOR_FAULTS = {
     ("", "configmaps", "delete"),
     *(("", "persistentvolumeclaims", verb) for verb in ("get", "create")),
     ("", "pods", "delete"),
+    ("", "pods/eviction", "create"),
     ("", "pods/log", "get"),
     ("apps", "controllerrevisions", "delete"),
     *(("batch", "cronjobs", verb) for verb in ("get", "create", "patch", "delete")),
