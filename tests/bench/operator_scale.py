@@ -119,6 +119,11 @@ class Call:
         return self.verb in WRITES and self.resource != "leases"
 
     @property
+    def is_object(self) -> bool:
+        """A create or an apply: its body is a whole object, not a patch."""
+        return isinstance(self.body, dict) and "kind" in self.body
+
+    @property
     def model(self) -> Key:
         """The model that a write is for."""
         namespace, name = self.key
@@ -445,7 +450,7 @@ async def edited(
         for call in scene.calls(since, user="admin")
         if call.resource == NEURON_MODELS.plural and call.verb == "patch"
     }
-    applied = {call.model: call.ended for call in scene.writes(since) if call.resource == of}
+    applied = {call.model: call.ended for call in scene.writes(since) if call.resource == of and call.is_object}
     return {key: applied[key] - asked[key] for key, _ in series}
 
 
