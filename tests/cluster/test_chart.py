@@ -7,6 +7,7 @@ import re
 import subprocess
 import urllib.error
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,14 @@ from cluster.rig.binaries import ensure
 from cluster.rig.machine import wait_until
 from cluster.rig.needs import NotPossibleHere
 from helpers.apiserver import NOT_YET_SERVED, ApiServer, running
-from helpers.operator_rights import CLUSTER_RULES, LEASE_RULES, NAMESPACED_RULES, ensure_namespace
+from helpers.operator_rights import (
+    CLUSTER_RULES,
+    LEASE_RULES,
+    NAMESPACED_RULES,
+    OPERATOR_NAMESPACE,
+    ensure_namespace,
+)
+from helpers.operators import BY_KIND, Namespace, client_of, eventually, operating, served
 from helpers.rendered_cases import FILES, render
 from neuron_operator import names, settings
 from neuron_operator.world import CaBundle, ClaimTemplate, JobSettings, KeyRef, ObjectStore
@@ -616,6 +624,38 @@ def test_models_survive_an_uninstall_and_are_adopted_by_the_next_install(helm: H
 
     helm("install", "neuron-serving", str(CHART), *cluster)
     assert server.call("GET", f"{MODELS}/demo")["metadata"]["uid"] == uid
+
+
+async def test_an_upgrade_that_changes_every_value_restarts_no_pod_of_50_models(helm: Helm, tmp_path: Path) -> None:
+    hub = [f"hub-{number}" for number in range(25)]
+    models = [*hub, *(f"local-{number}" for number in range(25))]
+    with served(tmp_path) as server:
+        namespace = Namespace(server)
+        where = {"namespace": OPERATOR_NAMESPACE, "watch_namespaces": (namespace.name,)}
+        newer = {**EVERYTHING, "image": {**EVERYTHING["image"], "runtime": "registry.test:5000/runtime:2"}}
+        before, after = (replace(settings_of(helm.render(values)), **where) for values in (IMAGES, newer))
+
+        def deployments() -> dict[str, tuple[int, Any]]:
+            found = {d["metadata"]["name"]: d for d in namespace.list(BY_KIND["Deployment"])}
+            return {name: (d["metadata"]["generation"], d["spec"]["template"]) for name, d in found.items()}
+
+        async with client_of(server) as client:
+            async with operating(client, before):
+                for name in models:
+                    namespace.put_model(name, **({"model": {"uri": "hf://acme/tiny"}} if name in hub else {}))
+                await eventually(lambda: len(namespace.list(BY_KIND["Job"])) == 2)
+                namespace.finish_resolve()
+                await eventually(lambda: deployments().keys() == set(models))
+            running = deployments()
+            async with operating(client, after):
+                peers = list(after.models.network_policy_ingress_from)
+
+                def has_reached_all() -> bool:
+                    policies = namespace.list(BY_KIND["NetworkPolicy"])
+                    return all(policy["spec"]["ingress"][0].get("from") == peers for policy in policies)
+
+                await eventually(has_reached_all)
+                assert deployments() == running
 
 
 FOREIGN_CRDS = ("scaledobjects", "httproutes", "podmonitors", "prometheusrules")
