@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 import msgspec
+import yaml
 from msgspec import NODEFAULT
 
 from markdown_table import table
@@ -17,6 +18,8 @@ from neuron_operator.model import Spec
 from neuron_operator.model_status import Status
 from neuron_operator.reasons import TROUBLESHOOTING, Condition, Reason
 from neuron_operator.schema import COLUMNS, schema_of
+
+FAILURES = Path(__file__).resolve().parents[1] / "tests" / "cases" / "failures.yaml"
 
 
 @dataclass(frozen=True)
@@ -163,7 +166,17 @@ def sections() -> str:
 
 
 def _section(reason: Reason) -> str:
-    return _in_troubleshooting(f"### {reason}\n\n{reason.row.means}.\n\nWhat to do: {reason.row.do}.")
+    lines = [(one["what"], f"`{one['says'].strip()}`", one["ends"]) for one in _failures() if one["reason"] == reason]
+    shown = table(("Failure", "The message says", "What ends it"), lines) if lines else ""
+    return _in_troubleshooting(
+        f"### {reason}\n\n{reason.row.means}.\n\nWhat to do: {reason.row.do}.\n\n{shown}"
+    ).strip()
+
+
+def _failures() -> list[dict[str, str]]:
+    """Those that tests induce."""
+    found: list[dict[str, str]] = yaml.safe_load(FAILURES.read_text())
+    return found
 
 
 def _in_troubleshooting(text: str) -> str:

@@ -63,15 +63,17 @@ def hub_in_pod(
     node: str,
     models: Mapping[str, int],
     gated: Mapping[str, str] | None = None,
+    edits: Mapping[str, str] | None = None,
 ) -> Iterator[Hub]:
     """A hub in a namespace of its own.
 
     models: repository to the bytes that are added to its weights.
     gated: repository to the token that opens it.
+    edits: repository to a shell command that changes its files, in their folder.
     """
     rig.create_namespace(namespace)
     try:
-        rig.apply(*_hub(namespace, image, node, models, gated or {}))
+        rig.apply(*_hub(namespace, image, node, models, gated or {}, edits=edits or {}))
         rig.kubectl("-n", namespace, "wait", "--for=condition=Ready", "pod/hub", WAITING)
         yield Hub(rig, namespace)
     finally:
@@ -79,7 +81,13 @@ def hub_in_pod(
 
 
 def _hub(
-    namespace: str, image: str, node: str, models: Mapping[str, int], gated: Mapping[str, str]
+    namespace: str,
+    image: str,
+    node: str,
+    models: Mapping[str, int],
+    gated: Mapping[str, str],
+    *,
+    edits: Mapping[str, str],
 ) -> list[dict[str, Any]]:
     sources = {f"{name}.py": (HELPERS / f"{name}.py").read_text() for name in ("hub", "file_faults", "grown")}
     lines = ["set -e"]
@@ -87,6 +95,7 @@ def _hub(
         folder = f"/tmp/hub/{repository}/main"
         lines += [f"mkdir -p {folder}", f"cp /models/demo/*.* {folder}"]
         lines += [f"python -m helpers.grown {folder}/{MODEL_FILE} {num_bytes}"] if num_bytes else []
+        lines += [f"(cd {folder}; {edits[repository]})"] if repository in edits else []
     flags = "".join(f" --gated {repository}={token}" for repository, token in gated.items())
     lines += [f"exec python -m helpers.hub --root /tmp/hub --port 8080{flags}"]
     metadata = {"namespace": namespace, "labels": {"app": "hub"}}

@@ -22,6 +22,7 @@ from typing import Any
 import pytest
 import yaml
 
+from helpers.failures import FAILURES, Failure
 from helpers.operator_worlds import FACTS, body
 from neuron_operator import metrics as operator_metrics
 from neuron_operator import placement
@@ -423,6 +424,12 @@ def test_the_link_at_the_end_of_a_message_leads_to_the_section_of_its_reason(rea
     page, _, anchor = reason.link.partition("#")
     titles = re.findall(r"^#+ (.+)$", (ROOT / page).read_text(), re.MULTILINE)
     assert [title for title in titles if title.lower() == anchor] == [reason], "a second one has another anchor"
+
+
+@pytest.mark.parametrize("failure", FAILURES.values(), ids=lambda failure: failure.name)
+def test_every_failure_of_the_docs_is_induced_on_the_cluster(failure: Failure) -> None:
+    assert failure.reason in set(Reason)
+    assert f'"{failure.name}"' in (ROOT / "tests" / "cluster" / failure.shown_by).read_text()
 
 
 def test_the_shown_facts_are_those_of_a_record() -> None:

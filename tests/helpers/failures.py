@@ -1,0 +1,40 @@
+"""The failures of tests/cases/failures.yaml: what the docs say about each, and what its message must say. Read by the
+tests that induce them; `make generate` writes them into docs/troubleshooting.md."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import yaml
+
+CASES = Path(__file__).parents[1] / "cases" / "failures.yaml"
+
+
+class Failure(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    name: str
+    reason: str
+    what: str
+    """What happened, for the docs."""
+    says: str
+    """Part of the message; `...` stands for anything."""
+    ends: str
+    """What ends it, for the docs."""
+    shown_by: str = "failures.py"
+    """The file of tests/cluster that induces it."""
+
+    def is_said_in(self, message: str) -> bool:
+        """Whether a condition's message says it, and ends with the section of its reason."""
+        pattern = ".*".join(map(re.escape, self.says.split("...")))
+        return bool(re.search(f"{pattern}.*#{self.reason.lower()}$", message))
+
+
+FAILURES = {one.name: one for one in msgspec.convert(yaml.safe_load(CASES.read_text()), list[Failure])}
+
+
+def check_says(name: str, condition: dict[str, Any]) -> None:
+    failure = FAILURES[name]
+    assert condition["reason"] == failure.reason, condition
+    assert failure.is_said_in(condition["message"]), condition
