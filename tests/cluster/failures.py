@@ -84,8 +84,13 @@ def _hold_a_device(scene: Scene) -> None:
 
 
 def _taint(scene: Scene) -> None:
-    scene.undo.callback(scene.rig.kubectl, "taint", "node", TAINTED_NODE, "team-", "--overwrite")
+    scene.undo.callback(_untaint, scene)
     scene.rig.kubectl("taint", "node", TAINTED_NODE, TAINT)
+
+
+def _untaint(scene: Scene) -> None:
+    if scene.rig.get("node", TAINTED_NODE)["spec"].get("taints"):
+        scene.rig.kubectl("taint", "node", TAINTED_NODE, "team-")
 
 
 def _label(scene: Scene) -> None:

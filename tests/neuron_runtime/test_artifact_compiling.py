@@ -133,7 +133,8 @@ def test_graphs_that_are_compiled_together_are_reported_one_by_one(
 ) -> None:
     stages: list[tuple[str, float]] = []
     entry, _ = make(odd("together"), store, lambda stage, share: stages.append((stage, share)))
-    lines = re.findall(r"graph (\d) of 3 is ready: (\w+), \d+ s, [\d.]+ MiB of memory", capsys.readouterr().err)
+    # Followed by the memory, unless the compiler has ended before anybody looked.
+    lines = re.findall(r"graph (\d) of 3 is ready: (\w+), \d+ s", capsys.readouterr().err)
     assert lines == [("1", "second"), ("2", "first"), ("3", "third")]
     assert [graph.name for graph in read_artifact(entry).graphs] == ["second", "first", "third"]
     shares = [share for stage, share in stages if stage == "compiling 3 graphs (both)"]
