@@ -11,12 +11,13 @@ determines both. Other rows set `start`, and `token` or the sequence's known tok
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from enum import Enum
 from itertools import pairwise
 from typing import Literal, NamedTuple
 
 import msgspec
+from msgspec.structs import replace
 
 NO_TOKEN = -1
 """In `Rows.token`: the row does not name its token. In `StepOutput.token_ids`: padding."""
@@ -114,8 +115,7 @@ class Request:
     adapter: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class Added:
+class Added(msgspec.Struct, frozen=True, gc=False):
     """A sequence enters the backend's mirror at `slot`, which is free until added and after released.
 
     token_ids: all tokens known so far (the prompt, and after a preemption also the output); rows determine which of
@@ -133,8 +133,7 @@ class Added:
     adapter: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class Rows:
+class Rows(msgspec.Struct, frozen=True, gc=False):
     """The rows of one step as parallel tuples; row i feeds `num_tokens[i]` tokens of the sequence at `slot[i]`.
 
     start[i]: position of the first token fed; 0 if `after[i]` refers to the step in flight.
@@ -167,8 +166,7 @@ class Rows:
         ]
 
 
-@dataclass(frozen=True, slots=True)
-class Batch:
+class Batch(msgspec.Struct, frozen=True, gc=False):
     """One step as a delta to the backend's slot mirror; equal on every rank.
 
     Order of effects: `released`, then `kept_blocks`, then `added`, then `appended_blocks` ((slot, block) pairs), then
@@ -194,8 +192,7 @@ class Batch:
         return any(row != KNOWN for row in self.rows.after)
 
 
-@dataclass(frozen=True, slots=True)
-class Late:
+class Late(msgspec.Struct, frozen=True, gc=False):
     """Data that the host knows only after the previous step: the allowed token ids per sampling row.
 
     allowed_token_ids[i] belongs to row i of the batch; None: no restriction. The engine creates it for batches with a
@@ -205,8 +202,7 @@ class Late:
     allowed_token_ids: tuple[tuple[int, ...] | None, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class TokenLogprobs:
+class TokenLogprobs(msgspec.Struct, frozen=True, gc=False):
     """Log-probability of the token chosen at one position, and of the likeliest alternatives, best first."""
 
     token_id: int
@@ -238,8 +234,7 @@ def name_of_step(graphs: Iterable[str]) -> str:
     return "+".join(sorted(set(graphs)))
 
 
-@dataclass(frozen=True, slots=True)
-class StepOutput:
+class StepOutput(msgspec.Struct, frozen=True, gc=False):
     """Results of a step, in the order of the batch's rows.
 
     token_ids[i]: the tokens sampled by row i, at most `max_tokens_per_row`; empty for rows that do not sample.

@@ -14,6 +14,7 @@ from dataclasses import replace
 from random import Random
 from typing import Any
 
+import msgspec
 import pytest
 
 from helpers.engine_driver import VOCABULARY_SIZE, Run, alone, even_only, start
@@ -213,7 +214,7 @@ def test_a_row_sampled_with_the_parameters_of_another_is_found(monkeypatch: pyte
     def mixed_up(backend: StrictBackend, added: Added) -> None:
         own, other = added.sampling, before[0]
         before[0] = own
-        add(backend, replace(added, sampling=replace(own, top_k=other.top_k, top_p=other.top_p)))
+        add(backend, msgspec.structs.replace(added, sampling=replace(own, top_k=other.top_k, top_p=other.top_p)))
 
     monkeypatch.setattr(StrictBackend, "_add", mixed_up)
     with pytest.raises((AssertionError, IllegalBatch)):

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from random import Random
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -66,7 +66,7 @@ def test_rows_sampled_together_get_what_each_gets_alone(seed: int) -> None:
     sampler = HostSampler(tokens, VOCABULARY)
     for slot, one in enumerate(alone):
         tokens[slot, : len(PROMPT)] = PROMPT
-        sampler.add(replace(one.added, slot=slot))
+        sampler.add(msgspec.structs.replace(one.added, slot=slot))
     for step in range(10):
         slots = random.sample(range(NUM_SLOTS), random.randint(1, NUM_SLOTS))
         if step == 5:  # a preempted sequence comes back in another slot with the tokens that it has
@@ -74,7 +74,7 @@ def test_rows_sampled_together_get_what_each_gets_alone(seed: int) -> None:
             alone[new] = alone[old]
             tokens[new] = alone[old].tokens[0]
             known = tuple(tokens[new, : alone[old].position].tolist())
-            sampler.add(replace(alone[old].added, slot=new, token_ids=known))
+            sampler.add(msgspec.structs.replace(alone[old].added, slot=new, token_ids=known))
             slots = [slot for slot in slots if slot != old] or [new]
         elif step > 5:
             slots = [slot for slot in slots if slot != old] or [new]

@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from msgspec.structs import replace as changed
 
 from helpers.strict_backend import StrictBackend, neuron_limits, next_token, num_kept
 from neuron_runtime.backend.base import IllegalBatch
@@ -75,7 +76,7 @@ def join(step: int, new: Added, start: int, **other: Any) -> Batch:
 
 
 def with_rows(batch: Batch, **columns: tuple[Any, ...]) -> Batch:
-    return replace(batch, rows=replace(batch.rows, **columns))
+    return changed(batch, rows=changed(batch.rows, **columns))
 
 
 def run(backend: StrictBackend, *batches: Batch) -> list[StepOutput]:
@@ -142,7 +143,7 @@ def illegal(rule: str, limits: BackendLimits, *batches: Batch) -> Any:
         illegal("which does not exist", BLOCKS, prefill(0, added(0, blocks=(16,)))),
         illegal("which another slot holds", BLOCKS, prefill(0, added(0)), prefill(1, added(1, blocks=(0,)))),
         illegal("slot 2 is free", BLOCKS, prefill(0, added(0)), decode(1, (0, 3, FIRST), appended_blocks=((2, 3),))),
-        illegal("has 1 blocks and keeps 1", BLOCKS, prefill(0, added(0)), replace(DECODE, kept_blocks=((0, 1),))),
+        illegal("has 1 blocks and keeps 1", BLOCKS, prefill(0, added(0)), changed(DECODE, kept_blocks=((0, 1),))),
         illegal("columns of the rows differ", BLOCKS, with_rows(prefill(0, added(0)), token=())),
         illegal("a slot has two rows", TWO_PREFILLS, with_rows(prefill(0, added(0), added(1)), slot=(0, 0))),
         illegal("slot 3 is free", BLOCKS, prefill(0, added(0)), decode(1, (3, 3, FIRST))),
@@ -167,9 +168,9 @@ def illegal(rule: str, limits: BackendLimits, *batches: Batch) -> Any:
         ),
         illegal("the host feeds tokens here", BLOCKS, prefill(0, added(0)), decode(1, (0, 0, NO_TOKEN), after=(0,))),
         illegal("no step is in flight", DEVICE, prefill(0, added(0)), decode(1, (0, 0, NO_TOKEN), after=(0,))),
-        illegal("is called decode and is prefill", BLOCKS, replace(prefill(0, added(0)), kind=Kind.DECODE)),
-        illegal("is called decode and is prefill", BLOCKS, replace(prefill(0, added(0, (7,))), kind=Kind.DECODE)),
-        illegal("is called prefill and is decode", BLOCKS, prefill(0, added(0)), replace(DECODE, kind=Kind.PREFILL)),
+        illegal("is called decode and is prefill", BLOCKS, changed(prefill(0, added(0)), kind=Kind.DECODE)),
+        illegal("is called decode and is prefill", BLOCKS, changed(prefill(0, added(0, (7,))), kind=Kind.DECODE)),
+        illegal("is called prefill and is decode", BLOCKS, prefill(0, added(0)), changed(DECODE, kind=Kind.PREFILL)),
         illegal(
             "prefill and decode rows share a step",
             replace(BLOCKS, mixes_phases=False),
@@ -304,7 +305,7 @@ def test_prompt_logprobs_are_reported_with_the_rows_that_compute_them() -> None:
     backend = StrictBackend(replace(BLOCKS, max_logprobs=2, reports_prompt_logprobs=True))
     new = added(0, LONG, (0, 1, 2, 3), sampling=sampling)
     part = with_rows(prefill(0, new), num_tokens=(5,), samples=(False,))
-    rest = with_rows(replace(prefill(1, new), added=()), start=(5,), num_tokens=(8,))
+    rest = with_rows(changed(prefill(1, new), added=()), start=(5,), num_tokens=(8,))
     (first,) = follow(*LONG)
     outputs = run(backend, part, rest, decode(2, (0, 13, first)))
     token_ids = [[entry.token_id for row in output.prompt_logprobs for entry in row] for output in outputs]

@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -48,7 +49,7 @@ def rows(*given: tuple[int, int, int, bool], token: int = NO_TOKEN, after: int =
 def added(backend: TorchBackend, slot: int, tokens: tuple[int, ...] = PROMPT, **changes: Any) -> Added:
     per_slot = backend.limits.max_model_length // backend.limits.block_size
     blocks = tuple(range(slot * per_slot, (slot + 1) * per_slot))
-    return replace(Added(slot, tokens, len(tokens), GREEDY, blocks), **changes)
+    return msgspec.structs.replace(Added(slot, tokens, len(tokens), GREEDY, blocks), **changes)
 
 
 def run(backend: TorchBackend, step: int, rows: Rows, late: Late | None = None, **delta: Any) -> StepOutput:
