@@ -1,30 +1,23 @@
-"""Responses to generation requests: pieces of text become one JSON object or a stream of server-sent events.
+"""OpenAI's completions and chat completions: pieces of text become one JSON object or a stream of server-sent events.
 
-Stop 9 of a request, written as plain ASGI with prebuilt bytes: one write per wake-up. Headers are sent with the first
-message of the engine, so that a refusal still gets its status.
+Called by `server.responding`, with prebuilt bytes where it runs per token. No I/O.
 """
 
 from __future__ import annotations
 
-import asyncio
 import secrets
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
 import msgspec
 import orjson
-from starlette.responses import Response
-from starlette.types import Receive, Scope, Send
 
 from neuron_runtime.core import FinishReason
 from neuron_runtime.errors import ServingError
 from neuron_runtime.requests.admission import Details
-from neuron_runtime.server.exchange import exchange_of
 from neuron_runtime.server.generation import Generation, Piece, TokenDetails
-from neuron_runtime.server.http_protocol import body_writer
 from neuron_runtime.server.logprobs import Located, Speller
 from neuron_runtime.server.objects import (
     ChatAnswer,
@@ -36,16 +29,10 @@ from neuron_runtime.server.objects import (
     PromptTokensDetails,
     Usage,
 )
-from neuron_runtime.server.wire import error_answer
+from neuron_runtime.server.responding import Answer
+from neuron_runtime.server.wire import OPENAI, failure_of
 
 SSE_END = b"data: [DONE]\n\n"
-
-MANY_TOKENS = 256
-"""Responses with log-probabilities of more tokens are formatted on a thread."""
-
-
-class ClientGone(Exception):
-    """The client disconnected."""
 
 
 @dataclass(frozen=True)
@@ -222,120 +209,49 @@ class Frames:
         return b',"usage":null}\n\n' if self._usage else b"}\n\n"
 
 
-class GenerationResponse(Response):
-    """The ASGI response of one generation request.
+class OpenAIWriter:
+    """Writes the answers of /v1/completions and /v1/chat/completions."""
 
-    Args:
-        running: entered while the request runs, so that a drain can wait for it.
-    """
-
-    def __init__(self, shape: Shape, model: str, generation: Generation, running: AbstractContextManager[None]) -> None:
-        super().__init__()
+    def __init__(self, shape: Shape, model: str, generation: Generation) -> None:
         self._shape = shape
         self._generation = generation
-        self._running = running
         self._head = {
             "id": shape.id_prefix + secrets.token_hex(16),
             "object": shape.whole,
             "created": int(time.time()),
             "model": model,
         }
-        self._begun = False
+        self._frames = Frames(shape, self._head, generation)
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        watch = asyncio.create_task(self._watch(receive))
-        try:
-            with self._running:
-                await (self._stream(scope, send) if self._generation.ask.stream else self._whole(send))
-        except ServingError as error:
-            exchange_of(scope).error = error
-            await self._fail(error, send)
-        except ClientGone:
-            return
-        finally:
-            watch.cancel()
-            self._generation.end()
+    def pieces(self, pieces: list[Piece]) -> bytes:
+        return self._frames.pieces(pieces)
 
-    async def _watch(self, receive: Receive) -> None:
-        while (await receive())["type"] != "http.disconnect":
-            pass
-        self._generation.fail(ClientGone())
+    def end(self) -> bytes:
+        return self._frames.end()
 
-    async def _stream(self, scope: Scope, send: Send) -> None:
-        generation = self._generation
-        await generation.begin()
-        headers = {"content-type": "text/event-stream; charset=utf-8", "cache-control": "no-cache"}
-        await self._begin(200, headers, send)
-        frames, body = Frames(self._shape, self._head, generation), body_writer(scope)
+    def failure(self, error: ServingError) -> bytes:
+        """Takes the place of [DONE]."""
+        return b"data: %b\n\n" % OPENAI.body(failure_of(error), "")
 
-        def show(pieces: list[Piece]) -> bool:
-            if not body.writable:
-                return False
-            body.write(frames.pieces(pieces))
-            return True
-
-        body.when_writable(generation.show_pending)
-        await generation.finish(show)
-        await send({"type": "http.response.body", "body": frames.end(), "more_body": False})
-
-    async def _whole(self, send: Send) -> None:
-        generation = self._generation
-        texts: list[list[str]] = [[] for _ in generation.choices]
-        reasonings: list[list[str]] = [[] for _ in generation.choices]
-        details = [TokenDetails() for _ in generation.choices]
-
-        def show(pieces: list[Piece]) -> bool:
-            for piece in pieces:
-                texts[piece.index].append(piece.text)
-                reasonings[piece.index].append(piece.reasoning)
-                if piece.details is not None:
-                    details[piece.index].add(piece.details)
-            return True
-
-        await generation.begin()
-        await generation.finish(show)
-        if sum(len(one.located) + len(one.prompt_logprobs) for one in details) > MANY_TOKENS:
-            # Formatting them would delay streams.
-            body = await asyncio.to_thread(self._body, texts, reasonings, details)
-        else:
-            body = self._body(texts, reasonings, details)
-        await self._begin(200, {"content-type": "application/json", "content-length": str(len(body))}, send)
-        await send({"type": "http.response.body", "body": body, "more_body": False})
-
-    def _body(self, texts: list[list[str]], reasonings: list[list[str]], details: list[TokenDetails]) -> bytes:
-        """The whole response."""
+    def whole(self, answers: Sequence[Answer]) -> bytes:
         shape, generation, ask = self._shape, self._generation, self._generation.ask
         formatter = DetailFormatter(shape, generation)
         beside = shape.prompt_beside_choices
         choices = []
-        for index, (parts, one, stop_reason) in enumerate(zip(texts, details, generation.stop_reasons, strict=True)):
-            reasoning = "".join(reasonings[index]) if ask.make_splitter is not None and ask.shows_reasoning else None
+        for index, (answer, stop_reason) in enumerate(zip(answers, generation.stop_reasons, strict=True)):
+            reasoning = answer.reasoning if ask.make_splitter is not None and ask.shows_reasoning else None
+            first = answers[index - index % ask.num_choices]
             fields = {
-                **shape.text("".join(parts), reasoning),
+                **shape.text(answer.text, reasoning),
                 "logprobs": None,
                 "finish_reason": (generation.choices[index].finish_reason or FinishReason.ERROR).value,
                 "stop_reason": stop_reason,
-                **formatter.choice(one),
-                **({} if beside else formatter.prompt(index, details[index - index % ask.num_choices])),
+                **formatter.choice(answer.details),
+                **({} if beside else formatter.prompt(index, first.details)),
             }
             choices.append(shape.choice(index=index, **fields))
-        prompt = formatter.prompt(0, details[0]) if beside else {}
+        prompt = formatter.prompt(0, answers[0].details) if beside else {}
         return msgspec.json.encode(shape.answer(**self._head, choices=choices, usage=usage(generation), **prompt))
-
-    async def _fail(self, error: ServingError, send: Send) -> None:
-        status, body, headers = error_answer(error)
-        if self._begun:
-            # The status was sent: the stream ends with the error instead of [DONE].
-            body = b"data: " + body + b"\n\n"
-        else:
-            headers = {"content-type": "application/json", "content-length": str(len(body)), **headers}
-            await self._begin(status, headers, send)
-        await send({"type": "http.response.body", "body": body, "more_body": False})
-
-    async def _begin(self, status: int, headers: dict[str, str], send: Send) -> None:
-        self._begun = True
-        raw = [(name.encode(), value.encode()) for name, value in headers.items()]
-        await send({"type": "http.response.start", "status": status, "headers": raw})
 
 
 def usage(generation: Generation) -> Usage:

@@ -24,7 +24,7 @@ from neuron_runtime.engine.backends import backend_package
 from neuron_runtime.errors import InvalidRequest, ServingError
 from neuron_runtime.requests.admission import Admission, Ask
 from neuron_runtime.requests.bodies import Body, ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
-from neuron_runtime.server.answers import CHAT, COMPLETION, GenerationResponse, Shape
+from neuron_runtime.server.answers import CHAT, COMPLETION, OpenAIWriter
 from neuron_runtime.server.bodies import Bodies
 from neuron_runtime.server.engine_client import EngineClient
 from neuron_runtime.server.exchange import CLIENT_LEFT, exchange_of
@@ -50,8 +50,9 @@ from neuron_runtime.server.objects import (
     Version,
 )
 from neuron_runtime.server.openapi import Operation, application
+from neuron_runtime.server.responding import GenerationResponse, Writer
 from neuron_runtime.server.summed_metrics import SummedMetrics
-from neuron_runtime.server.wire import error_answer, error_object, parse_body
+from neuron_runtime.server.wire import Failure, error_answer, failure_answer, parse_body
 
 Made = TypeVar("Made")
 
@@ -64,11 +65,14 @@ class Kind:
 
     body: type[msgspec.Struct]
     admit: Callable[[Admission, Any], Ask]
-    shape: Shape
+    writer: Callable[[str, Generation, Any], Writer]
+    """From the model's name, the generation and the body."""
 
 
-COMPLETIONS = Kind(CompletionBody, Admission.completion, COMPLETION)
-CHATS = Kind(ChatBody, Admission.chat, CHAT)
+COMPLETIONS = Kind(
+    CompletionBody, Admission.completion, lambda model, generation, body: OpenAIWriter(COMPLETION, model, generation)
+)
+CHATS = Kind(ChatBody, Admission.chat, lambda model, generation, body: OpenAIWriter(CHAT, model, generation))
 
 
 class State(Protocol):
@@ -259,17 +263,19 @@ class Routes:
         admission = state.admission()
         state.client.check_ready()
 
-        def answer(raw: bytes) -> tuple[Generation, Shape]:
+        def answer(raw: bytes) -> tuple[Generation, Writer]:
             kind = kind_of(raw)
-            ask = kind.admit(admission, parse_body(raw, kind.body))
-            return Generation(ask, state.client, state.metrics, admission.tokenizer), kind.shape
+            body = parse_body(raw, kind.body)
+            ask = kind.admit(admission, body)
+            generation = Generation(ask, state.client, state.metrics, admission.tokenizer)
+            return generation, kind.writer(state.served_names[0], generation, body)
 
         with state.gate.running():
-            generation, shape = await self._read(request, answer)
+            generation, writer = await self._read(request, answer)
         exchange = exchange_of(request.scope)
         exchange.generation, exchange.model = generation, state.served_names[0]
         exchange.tokenizer = admission.tokenizer
-        return GenerationResponse(shape, state.served_names[0], generation, state.gate.running())
+        return GenerationResponse(writer, generation, state.gate.running())
 
     def _model(self, name: str) -> Model:
         model = Model(
@@ -317,8 +323,9 @@ def _json(value: msgspec.Struct, status: int = 200) -> Response:
 
 async def _serving_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, ServingError)
-    exchange_of(request.scope).error = error
-    status, body, headers = error_answer(error)
+    exchange = exchange_of(request.scope)
+    exchange.error = error
+    status, body, headers = error_answer(error, exchange)
     if status in (408, 413):
         # The rest of the body will not be read.
         headers = {**headers, "connection": "close"}
@@ -332,7 +339,7 @@ async def _http_error(request: Request, error: Exception) -> Response:
         return Response(status_code=204, headers=error.headers)
     message = f"{request.method} {request.url.path}: {error.detail}"
     kind = "not_found_error" if error.status_code == 404 else "invalid_request_error"
-    return Response(error_object(message, kind), error.status_code, error.headers, media_type="application/json")
+    return _failed(request, Failure.of(error.status_code, kind, message, headers=error.headers))
 
 
 async def _client_left(request: Request, error: Exception) -> Response:
@@ -341,5 +348,9 @@ async def _client_left(request: Request, error: Exception) -> Response:
 
 
 async def _bug(request: Request, error: Exception) -> Response:
-    body = error_object("internal error; see the log of this process", "internal_error")
-    return Response(body, 500, media_type="application/json")
+    return _failed(request, Failure.of(500, "internal_error", "internal error; see the log of this process"))
+
+
+def _failed(request: Request, failure: Failure) -> Response:
+    status, body, headers = failure_answer(failure, exchange_of(request.scope))
+    return Response(body, status, headers, media_type="application/json")

@@ -11,13 +11,13 @@ import hmac
 import os
 import re
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from neuron_runtime.console import say
 from neuron_runtime.errors import InvalidConfig, Unauthorized
-from neuron_runtime.server.exchange import OPEN_PATHS, exchange_of
+from neuron_runtime.server.exchange import OPEN_PATHS, Exchange, exchange_of
 from neuron_runtime.server.wire import error_answer
 
 if TYPE_CHECKING:
@@ -145,17 +145,19 @@ class Guard:
         # Browsers send OPTIONS without credentials.
         if needs_key(scope["path"]) and scope["method"] != "OPTIONS":
             exchange = exchange_of(scope)
-            presented = _bearer(exchange.headers.get(b"authorization", b""))
+            # Anthropic's clients send their key in a header of its own.
+            presented = _bearer(exchange.headers.get(b"authorization", b"")) or exchange.headers.get(b"x-api-key", b"")
             exchange.key = self._keys.number_of(presented) if presented else None
             if exchange.key is None:
                 exchange.error = Unauthorized(bool(presented))
-                await _refuse(exchange.error, exchange.headers, send)
+                await _refuse(exchange.error, exchange, send)
                 return
         await self._app(scope, receive, send)
 
 
-async def _refuse(error: Unauthorized, headers: Mapping[bytes, bytes], send: Send) -> None:
-    status, body, more = error_answer(error)
+async def _refuse(error: Unauthorized, exchange: Exchange, send: Send) -> None:
+    status, body, more = error_answer(error, exchange)
+    headers = exchange.headers
     if b"transfer-encoding" in headers or int(headers.get(b"content-length", b"0")) > MAX_DROPPED_BYTES:
         more = {**more, "connection": "close"}
     fields = {"content-type": "application/json", "content-length": str(len(body)), **more}

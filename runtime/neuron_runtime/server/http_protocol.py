@@ -17,7 +17,7 @@ from starlette.types import Scope
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from neuron_runtime.server.accepting import Connections
-from neuron_runtime.server.wire import error_object
+from neuron_runtime.server.wire import OPENAI, Failure
 
 MAX_HEAD_BYTES = 64 * 1024
 """Request line plus headers; also trailers, and data between two chunks."""
@@ -229,7 +229,7 @@ class BoundedProtocol(HttpToolsProtocol):
             self.transport.abort()
         if self.transport.is_closing():
             return
-        body = error_object(message, "invalid_request_error")
+        body = OPENAI.body(Failure.of(status, "invalid_request_error", message), "")
         head = b"HTTP/1.1 %d %b\r\ncontent-type: application/json\r\ncontent-length: %d\r\nconnection: close\r\n\r\n"
         self.transport.write(head % (status, phrase, len(body)) + body)
         self.transport.close()

@@ -327,3 +327,18 @@ class ErrorObject(msgspec.Struct):
     """OpenAI's error object, the body of every error."""
 
     error: Annotated[Error, "The error."]
+
+
+class MessagesError(msgspec.Struct):
+    """An error of a request or of the server."""
+
+    type: Annotated[str, "Kind of the error, e.g. `invalid_request_error`."]
+    message: Annotated[str, "What happened and what to do."]
+
+
+class MessagesErrorObject(msgspec.Struct, kw_only=True):
+    """Anthropic's error object."""
+
+    type: Annotated[Literal["error"], "The kind of object."] = "error"
+    error: Annotated[MessagesError, "The error."]
+    request_id: Annotated[str | None, "As in the header `x-request-id`."]

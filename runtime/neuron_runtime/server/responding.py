@@ -1,0 +1,154 @@
+"""Responds to generation requests in any API: runs the generation, and sends what a writer makes of its pieces.
+
+Stop 9 of a request, as plain ASGI: one write per wake-up. Headers are sent with the first message of the engine, so
+that a refusal still gets its status. The formats are the writers of `server.answers` and of its siblings.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from neuron_runtime.errors import ServingError
+from neuron_runtime.server.exchange import exchange_of
+from neuron_runtime.server.generation import Generation, Piece, TokenDetails
+from neuron_runtime.server.http_protocol import body_writer
+from neuron_runtime.server.wire import error_answer
+
+MANY_TOKENS = 256
+"""Responses with log-probabilities of more tokens are formatted on a thread."""
+
+
+class ClientGone(Exception):
+    """The client disconnected."""
+
+
+@dataclass(slots=True)
+class Answer:
+    """All of one choice."""
+
+    texts: list[str] = field(default_factory=list)
+    reasonings: list[str] = field(default_factory=list)
+    details: TokenDetails = field(default_factory=TokenDetails)
+
+    def add(self, piece: Piece) -> None:
+        self.texts.append(piece.text)
+        self.reasonings.append(piece.reasoning)
+        if piece.details is not None:
+            self.details.add(piece.details)
+
+    @property
+    def text(self) -> str:
+        return "".join(self.texts)
+
+    @property
+    def reasoning(self) -> str:
+        return "".join(self.reasonings)
+
+
+class Writer(Protocol):
+    """Writes the answer to one request in the format of its API: either `whole`, or `pieces` until `end`."""
+
+    def pieces(self, pieces: list[Piece]) -> bytes:
+        """The events of all pieces of one wake-up; may be empty."""
+
+    def end(self) -> bytes:
+        """The events behind the last piece."""
+
+    def failure(self, error: ServingError) -> bytes:
+        """The events that end a stream which has begun."""
+
+    def whole(self, answers: Sequence[Answer]) -> bytes:
+        """The body of a response that is not streamed."""
+
+
+class GenerationResponse(Response):
+    """The ASGI response of one generation request.
+
+    Args:
+        running: entered while the request runs, so that a drain can wait for it.
+    """
+
+    def __init__(self, writer: Writer, generation: Generation, running: AbstractContextManager[None]) -> None:
+        super().__init__()
+        self._writer = writer
+        self._generation = generation
+        self._running = running
+        self._begun = False
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        watch = asyncio.create_task(self._watch(receive))
+        try:
+            with self._running:
+                await (self._stream(scope, send) if self._generation.ask.stream else self._whole(send))
+        except ServingError as error:
+            await self._fail(error, scope, send)
+        except ClientGone:
+            return
+        finally:
+            watch.cancel()
+            self._generation.end()
+
+    async def _watch(self, receive: Receive) -> None:
+        while (await receive())["type"] != "http.disconnect":
+            pass
+        self._generation.fail(ClientGone())
+
+    async def _stream(self, scope: Scope, send: Send) -> None:
+        generation = self._generation
+        await generation.begin()
+        headers = {"content-type": "text/event-stream; charset=utf-8", "cache-control": "no-cache"}
+        await self._begin(200, headers, send)
+        writer, body = self._writer, body_writer(scope)
+
+        def show(pieces: list[Piece]) -> bool:
+            if not body.writable:
+                return False
+            body.write(writer.pieces(pieces))
+            return True
+
+        body.when_writable(generation.show_pending)
+        await generation.finish(show)
+        await send({"type": "http.response.body", "body": writer.end(), "more_body": False})
+
+    async def _whole(self, send: Send) -> None:
+        generation = self._generation
+        answers = [Answer() for _ in generation.choices]
+
+        def show(pieces: list[Piece]) -> bool:
+            for piece in pieces:
+                answers[piece.index].add(piece)
+            return True
+
+        await generation.begin()
+        await generation.finish(show)
+        if sum(len(one.details.located) + len(one.details.prompt_logprobs) for one in answers) > MANY_TOKENS:
+            # Formatting them would delay streams.
+            body = await asyncio.to_thread(self._writer.whole, answers)
+        else:
+            body = self._writer.whole(answers)
+        await self._begin(200, {"content-type": "application/json", "content-length": str(len(body))}, send)
+        await send({"type": "http.response.body", "body": body, "more_body": False})
+
+    async def _fail(self, error: ServingError, scope: Scope, send: Send) -> None:
+        exchange = exchange_of(scope)
+        exchange.error = error
+        if self._begun:
+            # The status was sent.
+            body = self._writer.failure(error)
+        else:
+            status, body, headers = error_answer(error, exchange)
+            headers = {"content-type": "application/json", "content-length": str(len(body)), **headers}
+            await self._begin(status, headers, send)
+        await send({"type": "http.response.body", "body": body, "more_body": False})
+
+    async def _begin(self, status: int, headers: dict[str, str], send: Send) -> None:
+        self._begun = True
+        raw = [(name.encode(), value.encode()) for name, value in headers.items()]
+        await send({"type": "http.response.start", "status": status, "headers": raw})
