@@ -1,0 +1,401 @@
+"""How the members of a group meet, notice that one is gone, and end together.
+
+Each member has one thread here that owns a socket. It speaks while the other threads load a model or wait inside a
+collective of the device that may never end, so it is this thread that ends a process: it calls `on_end`, which must not
+return to work. The order of a group's life: all say hello, the leader compares and welcomes all, all load, the leader
+says that it serves, and heartbeats flow until somebody says farewell or falls silent.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import zmq
+
+from neuron_runtime.artifacts.key import differences
+from neuron_runtime.distributed import wire
+from neuron_runtime.distributed.layout import Layout, read_secret
+from neuron_runtime.distributed.wire import Beat, Facts, Farewell, Hello, Keys, Leaving, Loaded, Welcome
+from neuron_runtime.errors import ExitCode, FatalError, ServingError, joined
+
+LOADING_FACTOR = 6.0
+"""While models are loaded, a member may be silent this many times as long: a library may stop all threads."""
+BEATS_PER_LIMIT = 8.0
+MAX_BEAT_SECONDS = 1.0
+POLL_MILLISECONDS = 50
+FAREWELL_MILLISECONDS = 1000
+"""Time that the last frames have to leave."""
+CLOSED_SHARE = 0.25
+"""A member whose connection is closed is lost after this share of the limit for silence."""
+CAUSE_SECONDS = 3.0
+"""How long a rank whose collective failed waits for somebody to say why."""
+
+OnEnd = Callable[[FatalError], None]
+
+
+def member_lost(message: str) -> FatalError:
+    return FatalError(ExitCode.GROUP_MEMBER_LOST, message)
+
+
+def disagrees(message: str) -> FatalError:
+    return FatalError(ExitCode.GROUP_DISAGREES, message)
+
+
+class _Control:
+    """The thread, and what others wait for."""
+
+    def __init__(self, layout: Layout, kind: int, on_end: OnEnd) -> None:
+        self.layout = layout
+        self._on_end = on_end
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._socket = wire.make_socket(self._context, kind, wire.MAX_MESSAGE_BYTES)
+        self.keys = Keys(read_secret(layout))
+        self._changed = threading.Condition()
+        self._failure: FatalError | None = None
+        self._farewell: tuple[int, str] | None = None
+        self._beat_seconds = min(layout.silence_seconds / BEATS_PER_LIMIT, MAX_BEAT_SECONDS)
+        self._next_beat = 0.0
+        self._last_turn = time.monotonic()
+        self._thread = threading.Thread(target=self._run, name="group", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    @property
+    def failure(self) -> FatalError | None:
+        """Why the group ended, if it did."""
+        return self._failure
+
+    def check(self) -> None:
+        """Raises why the group ended, if it did."""
+        if self._failure is not None:
+            raise self._failure
+
+    def finish(self, error: ServingError | None) -> None:
+        """Tell the others why this member ends, and stop. None: its work is done."""
+        code = 0 if error is None else int(error.exit_code) if isinstance(error, FatalError) else 1
+        with self._changed:
+            self._farewell = self._farewell or (code, "" if error is None else str(error))
+        self._thread.join()
+
+    def cause_of(self, error: FatalError) -> FatalError:
+        """A collective failed here, because another rank ended. Returns why, if somebody says so in time."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._failure is not None, CAUSE_SECONDS)
+        return self._failure or error
+
+    def _wait(self, ready: Callable[[], bool]) -> None:
+        with self._changed:
+            self._changed.wait_for(lambda: ready() or self._failure is not None)
+        self.check()
+
+    def _notify(self) -> None:
+        with self._changed:
+            self._changed.notify_all()
+
+    def _run(self) -> None:
+        failure: FatalError | None = None
+        try:
+            while self._farewell is None:
+                self._socket.poll(POLL_MILLISECONDS)
+                self._turn()
+        except FatalError as error:
+            failure = error
+            self._farewell = (int(error.exit_code), str(error))
+        except Exception as error:  # noqa: BLE001 - without this thread nobody would notice that the group is gone
+            failure = member_lost(f"{type(error).__name__}: {error}")
+            self._farewell = (int(failure.exit_code), str(failure))
+        self._say_farewell(*self._farewell)
+        self._socket.close(linger=FAREWELL_MILLISECONDS)
+        self._context.term()
+        if failure is not None:
+            self._failure = failure
+            self._notify()
+            self._on_end(failure)
+
+    def _turn(self) -> None:
+        before, self._last_turn = self._last_turn, time.monotonic()
+        if self._last_turn - before > self.layout.silence_seconds / 2:
+            # This process did not run; what others said meanwhile has not been read yet.
+            self._forgive(self._last_turn)
+        while True:
+            try:
+                frames = self._socket.recv_multipart(zmq.NOBLOCK)
+            except zmq.Again:
+                break
+            self._receive(frames, time.monotonic())
+        now = time.monotonic()
+        if now >= self._next_beat:
+            self._next_beat = now + self._beat_seconds
+            self._beat(now)
+        self._look(now)
+
+    def _receive(self, frames: list[bytes], now: float) -> None:
+        raise NotImplementedError
+
+    def _beat(self, now: float) -> None:
+        raise NotImplementedError
+
+    def _look(self, now: float) -> None:
+        """Raises FatalError if somebody is gone."""
+        raise NotImplementedError
+
+    def _forgive(self, now: float) -> None:
+        """Count silence from now."""
+        raise NotImplementedError
+
+    def _say_farewell(self, code: int, message: str) -> None:
+        raise NotImplementedError
+
+
+@dataclass
+class _Member:
+    process: str
+    heard: float
+    limits: str | None = None
+    closed_since: float | None = None
+
+
+@dataclass
+class _Group:
+    """What the leader knows; only its thread writes."""
+
+    members: dict[int, _Member] = field(default_factory=dict)
+    welcomed: bool = False
+    serving: bool = False
+
+
+class LeaderControl(_Control):
+    """Rank 0's side.
+
+    Args:
+        addresses: for the welcome, of steps and of acknowledgements.
+        on_end: another member ended the group; called once, on the thread.
+        on_leaving: a node of the group must be given up soon.
+    """
+
+    def __init__(
+        self,
+        layout: Layout,
+        facts: Facts,
+        addresses: Sequence[str],
+        *,
+        on_end: OnEnd,
+        on_leaving: Callable[[str], None] = lambda message: None,
+    ) -> None:
+        super().__init__(layout, zmq.ROUTER, on_end)
+        self.group = os.urandom(8).hex()
+        self._facts = facts
+        self._welcome = Welcome(self.group, *addresses)
+        self._on_leaving = on_leaving
+        self._state = _Group()
+        self._deadline = time.monotonic() + layout.join_seconds
+        self._others = range(1, layout.size)
+        self.keys.guard(self._socket)
+        self._socket.router_mandatory = True
+        self._socket.router_handover = True
+        self._socket.bind(layout.wire if layout.num_nodes == 1 else f"tcp://*:{layout.port}")
+
+    def wait_joined(self) -> None:
+        """Until all members have said hello and agree. Raises FatalError."""
+        self._wait(lambda: self._state.welcomed)
+
+    def wait_loaded(self, limits: str) -> None:
+        """Until all members have loaded, with limits of this hash. Raises FatalError."""
+        members = self._state.members
+        self._wait(lambda: all(member.limits is not None for member in members.values()))
+        for rank, member in sorted(members.items()):
+            if member.limits != limits:
+                raise disagrees(f"{self.layout.named(rank)}: other limits of the backend than rank 0")
+        self._state.serving = True
+        self._next_beat = 0.0
+
+    def _receive(self, frames: list[bytes], now: float) -> None:
+        identity, frame = frames[0], frames[-1]
+        try:
+            message = wire.decode_to_leader(frame)
+        except wire.BadFrame as error:
+            raise disagrees(f"rank {identity.decode(errors='replace')[:20]}: {error}") from error
+        match message:
+            case Hello():
+                self._greet(message, now)
+            case Beat(rank, group) | Loaded(rank, group) | Leaving(rank, group) | Farewell(rank, group):
+                if group != self.group or rank not in self._state.members:
+                    text = "the leader of the group was started anew"
+                    self._send(rank, Farewell(0, group, int(ExitCode.GROUP_MEMBER_LOST), text))
+                    return
+                self._state.members[rank].heard = now
+                self._hear(message)
+
+    def _hear(self, message: wire.ToLeader) -> None:
+        match message:
+            case Loaded(rank, _, limits):
+                self._state.members[rank].limits = limits
+                self._notify()
+            case Leaving(rank):
+                self._on_leaving(f"{self.layout.named(rank)} must leave")
+            case Farewell(rank, _, code, text):
+                raise FatalError(_code_for_others(code), f"{self.layout.named(rank)}: {text}")
+
+    def _greet(self, hello: Hello, now: float) -> None:
+        state, rank = self._state, hello.rank
+        if rank not in self._others or hello.size != self.layout.size:
+            text = f"rank {rank} of {hello.size} wants to join, but the leader has ranks 1 to {self.layout.size - 1}"
+            raise disagrees(text)
+        differing = differences(_plain(self._facts), _plain(hello.facts))
+        if differing:
+            raise disagrees(f"{self.layout.named(rank)} differs from rank 0: {joined(differing)}")
+        known = state.members.get(rank)
+        if state.welcomed:
+            if known is None or known.process != hello.process:
+                raise member_lost(f"{self.layout.named(rank)} was restarted")
+            known.heard = now
+            self._send(rank, self._welcome)
+            return
+        state.members[rank] = _Member(hello.process, now)
+        if len(state.members) == len(self._others):
+            state.welcomed = True
+            for other in self._others:
+                self._send(other, self._welcome)
+            self._notify()
+
+    def _beat(self, now: float) -> None:
+        if not self._state.welcomed:
+            return
+        for rank, member in self._state.members.items():
+            if self._send(rank, Beat(0, self.group, self._state.serving)):
+                member.closed_since = None
+            else:
+                member.closed_since = member.closed_since or now
+
+    def _look(self, now: float) -> None:
+        state, limit = self._state, self.layout.silence_seconds
+        patience = limit if state.serving else limit * LOADING_FACTOR
+        silent = {rank: member for rank, member in state.members.items() if now - member.heard > patience}
+        if not state.welcomed:
+            for rank in silent:
+                del state.members[rank]
+            if now > self._deadline:
+                missing = [self.layout.named(rank) for rank in self._others if rank not in state.members]
+                raise member_lost(f"{joined(missing)}: did not join within {self.layout.join_seconds:.0f} s")
+            return
+        for rank, member in silent.items():
+            raise member_lost(f"{self.layout.named(rank)}: silent for {now - member.heard:.1f} s")
+        for rank, member in state.members.items():
+            if member.closed_since is not None and now - member.closed_since > limit * CLOSED_SHARE:
+                raise member_lost(f"{self.layout.named(rank)}: closed its connection")
+
+    def _forgive(self, now: float) -> None:
+        for member in self._state.members.values():
+            member.heard = now
+
+    def _say_farewell(self, code: int, message: str) -> None:
+        for rank in self._others:
+            self._send(rank, Farewell(0, self.group, code, message[: wire.MAX_TEXT]))
+
+    def _send(self, rank: int, message: wire.ToMember) -> bool:
+        """False if there is no connection to this rank."""
+        try:
+            self._socket.send_multipart([str(rank).encode(), wire.encode(message)], zmq.NOBLOCK)
+        except zmq.ZMQError:
+            return False
+        return True
+
+
+class MemberControl(_Control):
+    """The side of every other rank.
+
+    on_end: the leader or another member ended the group with an error; called once, on the thread.
+    """
+
+    def __init__(self, layout: Layout, rank: int, facts: Facts, on_end: OnEnd) -> None:
+        super().__init__(layout, zmq.DEALER, on_end)
+        self.rank = rank
+        self._hello = Hello(rank, layout.size, os.urandom(8).hex(), facts)
+        self.welcome: Welcome | None = None
+        self.done = False
+        """Whether the leader said that the work is done."""
+        self._serving = False
+        self._heard = time.monotonic()
+        self._deadline = self._heard + layout.join_seconds
+        self._waiting: list[Loaded | Leaving] = []
+        self.keys.unlock(self._socket)
+        self._socket.identity = str(rank).encode()
+        self._socket.connect(layout.wire)
+
+    @property
+    def group(self) -> str:
+        return self.welcome.group if self.welcome else ""
+
+    def wait_joined(self) -> Welcome:
+        """Until the leader has welcomed all. Raises FatalError."""
+        self._wait(lambda: self.welcome is not None or self.done)
+        assert self.welcome is not None
+        return self.welcome
+
+    def loaded(self, limits: str) -> None:
+        """Tell the leader that this rank is ready for steps."""
+        self._waiting.append(Loaded(self.rank, self.group, limits))
+
+    def leave(self) -> None:
+        """Ask the leader to end the group in good order, because this node must be given up. It goes on until then."""
+        self._waiting.append(Leaving(self.rank, self.group))
+
+    def _receive(self, frames: list[bytes], now: float) -> None:
+        self._heard = now
+        try:
+            message = wire.decode_to_member(frames[-1])
+        except wire.BadFrame as error:
+            raise disagrees(f"rank 0: {error}") from error
+        match message:
+            case Welcome(group) if self.welcome is None:
+                self.welcome = message
+                self._notify()
+            case Welcome(group) | Beat(_, group) if self.welcome is not None and group != self.group:
+                raise member_lost("the leader of the group was started anew")
+            case Beat(_, _, serving):
+                self._serving = serving
+            case Farewell(_, _, 0):
+                self.done = True
+                self._farewell = (0, "")
+                self._notify()
+            case Farewell(_, _, code, text):
+                raise FatalError(_code_for_others(code), f"rank 0 ended: {text}" if text else "rank 0 ended")
+
+    def _beat(self, now: float) -> None:
+        self._send(self._hello if self.welcome is None else Beat(self.rank, self.group))
+
+    def _look(self, now: float) -> None:
+        while self._waiting and self.welcome is not None:
+            self._send(self._waiting.pop(0))
+        limit = self.layout.silence_seconds * (1.0 if self._serving else LOADING_FACTOR)
+        if self.welcome is None:
+            if now > self._deadline:
+                raise member_lost(f"the group was not complete within {self.layout.join_seconds:.0f} s")
+        elif now - self._heard > limit:
+            raise member_lost(f"rank 0: silent for {now - self._heard:.1f} s")
+
+    def _forgive(self, now: float) -> None:
+        self._heard = now
+
+    def _say_farewell(self, code: int, message: str) -> None:
+        if code:
+            self._send(Farewell(self.rank, self.group, code, message[: wire.MAX_TEXT]))
+
+    def _send(self, message: wire.ToLeader) -> None:
+        with contextlib.suppress(zmq.Again):
+            self._socket.send(wire.encode(message), zmq.NOBLOCK)
+
+
+def _plain(facts: Facts) -> dict[str, object]:
+    return {"config": facts.config, "weights": facts.weights, "artifact": facts.artifact, "libraries": facts.libraries}
+
+
+def _code_for_others(code: int) -> ExitCode:
+    """A member's own failure is, for the others, a lost member."""
+    return ExitCode.GROUP_DISAGREES if code == ExitCode.GROUP_DISAGREES else ExitCode.GROUP_MEMBER_LOST

@@ -1,0 +1,240 @@
+"""What members of a group send to each other: messages, their encoding, and the sockets.
+
+Steps go from the leader to all members through one publishing socket, acknowledgements come back to one inbox, and
+everything else (joining, heartbeats, the end) has a socket of its own, so that it never waits behind steps. Tensors
+never travel here: ranks exchange them through their backend's own collectives.
+
+The encoding is msgpack of plain fields, validated against these types on receipt, and every frame begins with
+`PROTOCOL`. Nothing is ever unpickled.
+
+Connections are CurveZMQ's, and the leader's *public* key is derived from the group's secret as well as its private one:
+whoever lacks the secret can neither greet the leader nor answer for it. So no frame needs a code of its own:
+encryption, authentication and protection against replay run on the thread of the sockets, not in the path of a step.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeVar
+
+import msgspec
+import zmq
+from zmq.utils import z85
+
+from neuron_runtime.core import Batch, Late
+from neuron_runtime.errors import ExitCode, FatalError
+
+PROTOCOL = 1
+"""Raised when a message changes."""
+
+MAX_STEP_BYTES = 256 * 2**20
+"""Of a frame with a step: the token ids of all prompts that it adds."""
+MAX_MESSAGE_BYTES = 64 * 2**10
+"""Of any other frame."""
+MAX_TEXT = 2000
+RECONNECT_MILLISECONDS = 50
+MAX_RECONNECT_MILLISECONDS = 1000
+
+
+class Facts(msgspec.Struct, frozen=True, kw_only=True):
+    """What must be equal on all ranks. Values are plain words or hashes."""
+
+    config: str
+    """Hash of the configuration."""
+    weights: str
+    """Digest of the model."""
+    artifact: str = ""
+    """Key of the compiled model, if it is compiled."""
+    libraries: Mapping[str, str] = {}
+    """Versions by name."""
+
+
+class Hello(msgspec.Struct, frozen=True, tag="hello"):
+    """Member to leader, again and again until it is welcome.
+
+    process: random, so that a member that was restarted is not taken for the one before it.
+    """
+
+    rank: int
+    size: int
+    process: str
+    facts: Facts
+
+
+class Beat(msgspec.Struct, frozen=True, tag="beat"):
+    """Both ways: its sender lives. group: that of the welcome. serving: from the leader, all ranks have loaded."""
+
+    rank: int
+    group: str
+    serving: bool = False
+
+
+class Loaded(msgspec.Struct, frozen=True, tag="loaded"):
+    """Member to leader: it has loaded and warmed up; limits: hash of the backend's limits."""
+
+    rank: int
+    group: str
+    limits: str
+
+
+class Leaving(msgspec.Struct, frozen=True, tag="leaving"):
+    """Member to leader: its node must be given up soon."""
+
+    rank: int
+    group: str
+
+
+class Farewell(msgspec.Struct, frozen=True, tag="farewell"):
+    """Both ways: its sender ends, with this exit code. 0, from the leader only: the work is done."""
+
+    rank: int
+    group: str
+    exit_code: int
+    message: str
+
+
+class Welcome(msgspec.Struct, frozen=True, tag="welcome"):
+    """Leader to member: all have joined; load now. group: random, the name of this start of the group."""
+
+    group: str
+    steps: str
+    """Address of the leader's publishing socket; a port behind `:` alone is one on the leader's host."""
+    acknowledgements: str
+    """The same for its inbox."""
+
+
+class Launch(msgspec.Struct, frozen=True, tag="launch", array_like=True):
+    """Leader to members: `Backend.launch`. number: of this frame since the welcome, without gaps."""
+
+    number: int
+    batch: Batch
+
+
+class Sample(msgspec.Struct, frozen=True, tag="sample", array_like=True):
+    """Leader to members: `Backend.sample`."""
+
+    number: int
+    step: int
+    late: Late | None
+
+
+class Collect(msgspec.Struct, frozen=True, tag="collect", array_like=True):
+    """Leader to members: `Backend.collect`, and then acknowledge."""
+
+    number: int
+    step: int
+
+
+class Ack(msgspec.Struct, frozen=True, tag="ack", array_like=True):
+    """Member to leader: the step is done here too. tokens: see `hash_of`."""
+
+    rank: int
+    group: str
+    step: int
+    tokens: bytes
+
+
+ToLeader = Hello | Beat | Loaded | Leaving | Farewell
+ToMember = Welcome | Beat | Farewell
+StepMessage = Launch | Sample | Collect
+
+M = TypeVar("M")
+
+_HEAD = bytes([0xC7, PROTOCOL])
+"""The second byte is the version."""
+
+_encoder = msgspec.msgpack.Encoder()
+_to_leader: msgspec.msgpack.Decoder[ToLeader] = msgspec.msgpack.Decoder(ToLeader)
+_to_member: msgspec.msgpack.Decoder[ToMember] = msgspec.msgpack.Decoder(ToMember)
+_step: msgspec.msgpack.Decoder[StepMessage] = msgspec.msgpack.Decoder(StepMessage)
+_ack: msgspec.msgpack.Decoder[Ack] = msgspec.msgpack.Decoder(Ack)
+
+
+class BadFrame(ValueError):
+    """A frame that no member of this version sends."""
+
+
+def encode(message: ToLeader | ToMember | StepMessage | Ack) -> bytes:
+    """A frame. Raises FatalError if it is larger than any receiver accepts."""
+    frame = _HEAD + _encoder.encode(message)
+    if len(frame) > MAX_STEP_BYTES:
+        text = f"a step of {len(frame)} bytes is too large for the group, max {MAX_STEP_BYTES}: lower maxSequences"
+        raise FatalError(ExitCode.DEVICE_FAILED, text)
+    return frame
+
+
+def decode_to_leader(frame: bytes) -> ToLeader:
+    return _decoded(_to_leader, frame)
+
+
+def decode_to_member(frame: bytes) -> ToMember:
+    return _decoded(_to_member, frame)
+
+
+def decode_step(frame: bytes) -> StepMessage:
+    return _decoded(_step, frame)
+
+
+def decode_ack(frame: bytes) -> Ack:
+    return _decoded(_ack, frame)
+
+
+def _decoded(decoder: msgspec.msgpack.Decoder[M], frame: bytes) -> M:
+    """Raises BadFrame."""
+    if frame[:1] != _HEAD[:1] or len(frame) < len(_HEAD):
+        raise BadFrame("this is not a frame of a group")
+    if frame[1] != PROTOCOL:
+        raise BadFrame(f"protocol version {frame[1]} instead of {PROTOCOL}")
+    try:
+        return decoder.decode(memoryview(frame)[len(_HEAD) :])
+    except msgspec.DecodeError as error:
+        raise BadFrame(f"a frame that cannot be read: {error}") from error
+
+
+def hash_of(token_ids: Sequence[Sequence[int]]) -> bytes:
+    """Eight bytes that tell whether two ranks sampled the same tokens."""
+    return hashlib.blake2b(_encoder.encode(token_ids), digest_size=8).digest()
+
+
+def fingerprint(value: Any) -> str:
+    """A short hash of plain data, equal wherever the data is equal."""
+    return hashlib.sha256(msgspec.json.encode(value, order="deterministic")).hexdigest()[:16]
+
+
+class Keys:
+    """The keys of a group's connections, from its secret."""
+
+    def __init__(self, secret: bytes) -> None:
+        self._server_private, self.server = _pair(secret, b"leader")
+        self._client_private, self._client = _pair(secret, b"member")
+
+    def guard(self, socket: zmq.Socket[bytes]) -> None:
+        """Before a socket binds."""
+        socket.curve_server = True
+        socket.curve_secretkey = self._server_private
+        socket.curve_publickey = self.server
+
+    def unlock(self, socket: zmq.Socket[bytes]) -> None:
+        """Before a socket connects."""
+        socket.curve_serverkey = self.server
+        socket.curve_secretkey = self._client_private
+        socket.curve_publickey = self._client
+
+
+def _pair(secret: bytes, role: bytes) -> tuple[bytes, bytes]:
+    key = hashlib.blake2b(b"neuron-serving group " + role, key=hashlib.sha512(secret).digest(), digest_size=32)
+    private = z85.encode(key.digest())
+    return private, zmq.curve_public(private)
+
+
+def make_socket(context: zmq.Context[zmq.Socket[bytes]], kind: int, max_bytes: int) -> zmq.Socket[bytes]:
+    """A socket that queues without limit, drops nothing, and refuses frames that are too large."""
+    made = context.socket(kind)
+    made.set_hwm(0)
+    made.linger = 0
+    made.maxmsgsize = max_bytes
+    made.reconnect_ivl = RECONNECT_MILLISECONDS
+    made.reconnect_ivl_max = MAX_RECONNECT_MILLISECONDS
+    made.ipv6 = True
+    return made

@@ -1,0 +1,183 @@
+"""The wire of a group: what it carries, who may speak, and that every rank does what rank 0 does."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from random import Random
+
+import pytest
+import zmq
+
+from helpers.engine_driver import VOCABULARY_SIZE, RecordingBackend, Run, alone, even_only, request
+from helpers.groups import group_of, tcp_layout
+from helpers.ports import free_ports
+from helpers.random_loads import some_limits, some_requests
+from neuron_runtime.core import BackendLimits, Batch, Kind, Late, Rows, Sampling, StepOutput
+from neuron_runtime.distributed import wire
+from neuron_runtime.distributed.wire import Ack, Keys, Launch, Sample
+from neuron_runtime.engine.loop import Engine
+from neuron_runtime.errors import ExitCode, FatalError
+
+LIMITS = BackendLimits(
+    max_rows=4,
+    max_model_length=40,
+    max_step_tokens=16,
+    block_size=4,
+    num_blocks=40,
+    max_prefill_rows=2,
+    shares_prefixes=True,
+    steps_in_flight=2,
+    token_feedback="device",
+    vocabulary_size=VOCABULARY_SIZE,
+)
+
+
+def test_every_field_of_a_batch_arrives_as_it_was() -> None:
+    engine = Engine(backend := RecordingBackend(LIMITS))
+    for name, sampling in (("a", {}), ("b", {"temperature": 0.7, "seed": 2**62 - 1, "stop_token_ids": frozenset({3})})):
+        engine.add(request(name, 13, **sampling))  # type: ignore[arg-type]
+    while engine.has_work:
+        engine.step()
+    for batch in backend.batches:
+        assert wire.decode_step(wire.encode(Launch(5, batch))) == Launch(5, batch)
+    everything = Sampling(
+        top_p=0.1 + 0.2,
+        logit_bias=((3, -1e-300),),
+        allowed_token_ids=(1, 2),
+        bad_words=((1,), (2, 3)),
+        logprobs=0,
+        prompt_logprobs=2,
+    )
+    added = replace(backend.batches[0].added[0], sampling=everything, adapter=3)
+    batch = Batch(
+        step=2**40,
+        kind=Kind.MIXED,
+        rows=Rows((1,), (2,), (3,), (4,), (0,), (False,)),
+        added=(added,),
+        appended_blocks=((1, 2),),
+        released=(7,),
+        kept_blocks=((3, 1),),
+    )
+    assert wire.decode_step(wire.encode(Launch(0, batch))) == Launch(0, batch)
+
+
+def test_what_may_be_sampled_arrives_as_it_was() -> None:
+    late = Late((None, (1, 2, 3)))
+    assert wire.decode_step(wire.encode(Sample(0, 4, late))) == Sample(0, 4, late)
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_every_rank_repeats_the_calls_of_rank_0(size: int) -> None:
+    seeds = range(8)
+    for seed in seeds:
+        random = Random(seed)
+        limits = some_limits(random)
+        with group_of(lambda limits=limits: RecordingBackend(limits), size) as group:  # type: ignore[misc]
+            backend = group.leader._backend
+            assert isinstance(backend, RecordingBackend)
+            run = Run(Engine(group.leader, late=even_only), backend, late=even_only)
+            requests = list(some_requests(random, limits))
+            run.add(*requests)
+            run.finish()
+            run.check_tokens(requests, even_only)
+            group.finish()
+            for member in group.members:
+                assert isinstance(member.backend, RecordingBackend)
+                assert (member.backend.calls, member.backend.batches) == (backend.calls, backend.batches), seed
+
+
+def test_a_group_speaks_over_tcp_too() -> None:
+    with (
+        free_ports() as port,
+        group_of(lambda: RecordingBackend(LIMITS), 3, lambda run_dir: tcp_layout(run_dir, 3, port)) as group,
+    ):
+        engine = Engine(group.leader)
+        asked = request("a", 9)
+        engine.add(asked)
+        tokens: list[int] = []
+        while engine.has_work:
+            for event in engine.step():
+                tokens += event.token_ids
+        assert tuple(tokens) == alone(asked)[0]
+        group.finish()
+
+
+class Liar(RecordingBackend):
+    """From the third step on it samples other tokens."""
+
+    def collect(self, step: int) -> StepOutput:
+        output = super().collect(step)
+        if step < 2:
+            return output
+        wrong = tuple(tuple(token + 1 for token in row) for row in output.token_ids)
+        return replace(output, token_ids=wrong)
+
+
+def test_tokens_that_differ_on_one_rank_are_never_released() -> None:
+    backends = iter([RecordingBackend, RecordingBackend, Liar])
+    with group_of(lambda: next(backends)(LIMITS), 3) as group:
+        engine = Engine(group.leader)
+        asked = request("a", 5)
+        engine.add(asked)
+        tokens: list[int] = []
+
+        def run() -> None:
+            while engine.has_work:
+                for event in engine.step():
+                    tokens.extend(event.token_ids)
+
+        with pytest.raises(FatalError, match=r"rank 2: sampled other tokens in step 2") as error:
+            run()
+        assert error.value.exit_code == ExitCode.GROUP_DISAGREES
+        assert tuple(tokens) == alone(asked)[0][:2]
+        group.control.finish(error.value)
+        for member in group.members:
+            assert member.ends.wait().exit_code == ExitCode.GROUP_DISAGREES
+
+
+def test_a_lost_step_ends_the_group() -> None:
+    with group_of(lambda: RecordingBackend(LIMITS), 2) as group:
+        group.channel._number += 1
+        group.channel.send(wire.Collect, 0)
+        (member,) = group.members
+        member.thread.join(60)
+        (error,) = member.raised
+        assert isinstance(error, FatalError)
+        assert error.exit_code == ExitCode.GROUP_MEMBER_LOST
+        assert str(error) == "1 messages of rank 0 were lost before message 1"
+
+
+@pytest.mark.parametrize(
+    ("frame", "message"),
+    [
+        (b"", "not a frame of a group"),
+        (b"\x80\x04K\x01.", "not a frame of a group"),
+        (bytes([0xC7, 9]) + b"\x90", "protocol version 9 instead of 1"),
+        (bytes([0xC7, 1]) + b"\xff" * 9, "cannot be read"),
+        (wire.encode(Ack(1, "g", 2, b"")), "cannot be read"),
+    ],
+)
+def test_a_frame_of_anything_else_is_refused(frame: bytes, message: str) -> None:
+    with pytest.raises(wire.BadFrame, match=message):
+        wire.decode_to_leader(frame)
+
+
+def test_who_lacks_the_secret_is_not_heard() -> None:
+    with (
+        free_ports() as port,
+        group_of(lambda: RecordingBackend(LIMITS), 2, lambda run_dir: tcp_layout(run_dir, 2, port)) as group,
+    ):
+        context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        stranger = wire.make_socket(context, zmq.DEALER, wire.MAX_MESSAGE_BYTES)
+        refused = stranger.get_monitor_socket(
+            zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_DISCONNECTED
+        )
+        Keys(b"another secret of at least 32 bytes").unlock(stranger)
+        stranger.identity = b"1"
+        stranger.connect(f"tcp://127.0.0.1:{port}")
+        stranger.send(wire.encode(wire.Farewell(1, group.control.group, 31, "end")))
+        assert refused.poll(60_000), "the leader keeps the connection of a stranger"
+        assert group.control.failure is None
+        stranger.disable_monitor()
+        context.destroy(linger=0)
+        group.finish()
