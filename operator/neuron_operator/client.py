@@ -201,7 +201,7 @@ class Cluster(Protocol):
 
     async def apply_status(self, resource: Resource, live: Object, status: Object) -> Object: ...
 
-    async def patch(self, resource: Resource, live: Object, patch: Object) -> Object: ...
+    async def patch(self, resource: Resource, live: Object, patch: Object, *, unchanged: bool = True) -> Object: ...
 
     async def delete(
         self, resource: Resource, live: Object, *, unchanged: bool = False, at_once: bool = False
@@ -406,11 +406,12 @@ class Client:
         path = resource.path_of(live, "status")
         return await self._patch(resource, path, _APPLY, body, force="true", fieldManager=STATUS_FIELD_MANAGER)
 
-    async def patch(self, resource: Resource, live: Object, patch: Object) -> Object:
-        """JSON merge patch of exactly `live`; raises Conflict if it was modified or replaced since."""
-        exactly = {key: live["metadata"][key] for key in ("uid", "resourceVersion")}
-        body = {**patch, "metadata": {**patch.get("metadata", {}), **exactly}}
-        return await self._patch(resource, resource.path_of(live), "merge-patch+json", body)
+    async def patch(self, resource: Resource, live: Object, patch: Object, *, unchanged: bool = True) -> Object:
+        """Strategic merge patch of exactly `live`; raises Conflict if another object has its name, or, with
+        `unchanged`, if it was modified since."""
+        exactly = ("uid", "resourceVersion") if unchanged else ("uid",)
+        body = {**patch, "metadata": {**patch.get("metadata", {}), **{key: live["metadata"][key] for key in exactly}}}
+        return await self._patch(resource, resource.path_of(live), "strategic-merge-patch+json", body)
 
     async def delete(self, resource: Resource, live: Object, *, unchanged: bool = False, at_once: bool = False) -> None:
         """Deletes exactly `live`, its dependents in the background; raises Conflict if another object has its name, or,

@@ -303,11 +303,15 @@ class _Writes:
     async def change(self, change: Change) -> None:
         resource, live = resource_of(change.live), change.live
         try:
-            self._caches.observe_written(resource, await self._next().patch(resource, live, change.patch))
+            written = await self._next().patch(resource, live, change.patch, unchanged=change.unchanged)
         except NotFound as gone:
             logger.debug("already deleted: %s", gone)
+            return
         except Forbidden as fault:
             raise _Refused(Refusal(Refused.FORBIDDEN, resource.kind, name_of(live), str(fault))) from fault
+        self._caches.observe_written(resource, written)
+        if not change.unchanged and is_orphan(written):  # its other owners left at the same time, and nobody is woken
+            await self.delete(written)
 
     async def delete(self, live: Object) -> None:
         resource = resource_of(live)

@@ -1,7 +1,8 @@
 """Who owns what the models of a namespace share, and how long it stays. Called by `decide`. Pure.
 
 Every model that needs a shared object is one of its owners. Deleting one of the models leaves the object to the others;
-the garbage collector deletes it with the last. A model that no longer needs it takes its name off.
+the garbage collector deletes it with the last. A model that no longer needs it takes its name off. Joining and leaving
+are patches of one name without a version, so that a dozen models can do so at once; the last one left deletes it.
 """
 
 from __future__ import annotations
@@ -10,8 +11,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from neuron_operator.model import NeuronModel
-from neuron_operator.objects import is_owned, name_of, owners_of
-from neuron_operator.render.jobs import KEPT_SECONDS, with_owners
+from neuron_operator.objects import is_orphan, is_owned, name_of, owners_of
+from neuron_operator.render.jobs import KEPT_SECONDS
 from neuron_operator.render.objects import owner_reference
 from neuron_operator.steps import Walk
 from neuron_operator.views import ChildView, Observed
@@ -34,6 +35,7 @@ def upkeep(model: NeuronModel, observed: Observed, done: Walk, kept: frozenset[s
     shared = [found for found in observed.shared if found.kind in OWNED_KINDS and found.name not in stale]
     owned = [found for found in shared if is_owned(found.live, model.uid)]
     let_go = [found for found in owned if found.name not in needed | kept and not _is_over(found, observed)]
+    orphans = [found for found in shared if is_orphan(found.live) and found.name not in needed | kept]
     return Upkeep(
         changes=(
             *(
@@ -44,18 +46,18 @@ def upkeep(model: NeuronModel, observed: Observed, done: Walk, kept: frozenset[s
             *(_left(model, found) for found in let_go if not _is_alone(model, found)),
             *_expiries(observed, done, waiting, model.uid),
         ),
-        delete=tuple(found.live for found in let_go if _is_alone(model, found)),
+        # An orphan is what its last owners left at the same time, if the operator ended between that and its deletion.
+        delete=tuple(found.live for found in (*(f for f in let_go if _is_alone(model, f)), *orphans)),
     )
 
 
 def _joined(model: NeuronModel, found: ChildView) -> Change:
-    joined = with_owners({"metadata": {"ownerReferences": [owner_reference(model)]}}, found.live)
-    return Change(found.live, {"metadata": {"ownerReferences": joined["metadata"]["ownerReferences"]}})
+    return Change(found.live, {"metadata": {"ownerReferences": [owner_reference(model)]}}, unchanged=False)
 
 
 def _left(model: NeuronModel, found: ChildView) -> Change:
-    others = [dict(owner) for owner in owners_of(found.live) if owner.get("uid") != model.uid]
-    return Change(found.live, {"metadata": {"ownerReferences": others}})
+    gone = {"$patch": "delete", "uid": model.uid}
+    return Change(found.live, {"metadata": {"ownerReferences": [gone]}}, unchanged=False)
 
 
 def _is_alone(model: NeuronModel, found: ChildView) -> bool:

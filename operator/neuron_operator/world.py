@@ -150,7 +150,10 @@ class Change:
 
     live: Object
     patch: Object
-    """A JSON merge patch."""
+    """A strategic merge patch."""
+    unchanged: bool = True
+    """Whether it holds only as long as nobody else changes the object. Joining and leaving hold always, so that many
+    models can do so at once."""
 
 
 @dataclass(frozen=True)

@@ -515,6 +515,33 @@ async def test_models_of_one_source_share_the_job_and_its_record(server: ApiServ
     }
 
 
+async def test_a_dozen_models_leave_a_shared_job_at_once_without_a_refused_write(
+    server: ApiServer, namespace: Namespace
+) -> None:
+    models = [f"m{number}" for number in range(12)]
+    job, keeper = BY_KIND["Job"], BY_KIND["ConfigMap"]
+
+    def owners() -> list[int]:
+        """How many models own each Job and record."""
+        return [len(owners_of(f)) for kind in (job, keeper) for f in namespace.list(kind) if is_shared(f)]
+
+    async with client_of(server) as client, operating(client, only(namespace, "--num-workers", "12")):
+        for name in models:
+            namespace.put_model(name)
+        await eventually(lambda: owners() == [12])
+        (first,) = namespace.list(job)
+        since = len(server.requests(OPERATOR_USER))
+        for name in models:
+            namespace.put_model(name, model={"uri": "file:///models/other"})
+        await eventually(lambda: owners() == [12] and first["metadata"]["name"] not in namespace.children()["Job"])
+    refused = [
+        (event["verb"], event["objectRef"]["name"])
+        for event in server.requests(OPERATOR_USER)[since:]
+        if event["responseStatus"]["code"] == 409 and event["verb"] == "patch"
+    ]
+    assert refused == []
+
+
 async def test_a_model_is_compiled_by_a_job_with_ever_more_memory_before_its_deployment_exists(
     server: ApiServer, namespace: Namespace
 ) -> None:

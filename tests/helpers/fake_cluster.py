@@ -79,7 +79,7 @@ class FakeCluster:
     async def apply_status(self, resource: Resource, live: Object, status: Object) -> Object:
         raise NotImplementedError("merging needs the real server: use tests/helpers/operators.py")
 
-    async def patch(self, resource: Resource, live: Object, patch: Object) -> Object:
+    async def patch(self, resource: Resource, live: Object, patch: Object, *, unchanged: bool = True) -> Object:
         raise NotImplementedError("merging needs the real server: use tests/helpers/operators.py")
 
     async def evict(self, pod: Object) -> None:

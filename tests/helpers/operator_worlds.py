@@ -16,7 +16,7 @@ import msgspec
 from hypothesis import strategies as st
 
 from neuron_operator.decide import decide
-from neuron_operator.objects import is_shared
+from neuron_operator.objects import is_shared, owners_of
 from neuron_operator.reasons import TROUBLESHOOTING
 from neuron_operator.steps import STEPS, Step
 from neuron_operator.world import Decision, JobSettings, Object, Settings, StorageSettings, World
@@ -225,6 +225,15 @@ def stored(objects: Iterable[Object]) -> tuple[Object, ...]:
     return tuple(json.loads(json.dumps(found)) for found in objects)
 
 
+def patched(live: Object, patch: Object) -> Object:
+    """After a strategic merge patch of the API server: owners are merged one by one, by their UID."""
+    parts = {part: {**live.get(part, {}), **changed} for part, changed in patch.items()}
+    if changed := patch.get("metadata", {}).get("ownerReferences"):
+        owners = {owner["uid"]: owner for owner in (*owners_of(live), *changed)}
+        parts["metadata"]["ownerReferences"] = [owner for owner in owners.values() if "$patch" not in owner]
+    return {**live, **parts}
+
+
 def carried_out(world: World, decision: Decision) -> World:
     """The state after a decision was carried out, under the API server's rules that the operator relies on."""
     live = {(child["kind"], child["metadata"]["name"]): child for child in (*world.children, *world.shared)}
@@ -248,8 +257,7 @@ def carried_out(world: World, decision: Decision) -> World:
         live[key] = desired
     for change in decision.changes:
         found = live[change.live["kind"], change.live["metadata"]["name"]]
-        parts = {part: {**found.get(part, {}), **changed} for part, changed in change.patch.items()}
-        live[found["kind"], found["metadata"]["name"]] = {**found, **parts}
+        live[found["kind"], found["metadata"]["name"]] = patched(found, change.patch)
     deleted = {(gone["kind"], gone["metadata"]["name"]) for gone in decision.delete}
     pods = tuple(pod for pod in world.pods if ("Pod", pod["metadata"]["name"]) not in deleted)
     for kind, name in deleted:

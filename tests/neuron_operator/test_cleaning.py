@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from helpers.operator_worlds import RESULTS, SETTINGS, SPEC, body, carried_out, fresh, resolved_world, settle
+from helpers.operator_worlds import RESULTS, SETTINGS, SPEC, body, carried_out, fresh, patched, resolved_world, settle
 from neuron_operator.decide import decide
 from neuron_operator.objects import name_of, owners_of
 from neuron_operator.world import (
@@ -171,7 +171,7 @@ def test_a_second_model_becomes_an_owner_and_the_last_one_takes_the_cronjob_with
     world = replace(world, shared=other.shared)
     left = decide(world, elsewhere)
     (change,) = (change for change in left.changes if change.live["kind"] == "CronJob")
-    assert [owner["name"] for owner in change.patch["metadata"]["ownerReferences"]] == ["other"]
+    assert [owner["name"] for owner in owners_of(patched(live, change.patch))] == ["other"]
     assert not [gone for gone in left.delete if gone["kind"] == "CronJob"]
     last = decide(beside(carried_out(world, left)), elsewhere)
     assert [gone["kind"] for gone in last.delete] == ["CronJob"]

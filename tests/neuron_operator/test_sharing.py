@@ -143,6 +143,20 @@ def test_a_model_that_needs_a_job_no_more_leaves_it_to_the_others() -> None:
     assert [uids(found) for found in left.shared] == [["uid-chat"], ["uid-other"]]
 
 
+def test_models_that_leave_a_shared_job_at_the_same_time_leave_nothing() -> None:
+    """Each of them still sees the other as an owner; the operator ends before it deletes the orphan."""
+    both, _ = settle(beside(settle(fresh())[0]))
+    one = replace(both, body=body({**SPEC, "model": {"uri": "hf://acme/new"}}, **OTHER))
+    two = replace(both, body=body({**SPEC, "model": {"uri": "hf://acme/new"}}))
+    leaving = decide(two, SETTINGS)
+    assert [change.unchanged for change in leaving.changes] == [False]
+    left = replace(carried_out(one, decide(one, SETTINGS)), body=two.body)
+    orphaned = carried_out(left, replace(leaving, desired=()))
+    assert [] in [uids(found) for found in orphaned.shared]
+    later = settle(orphaned)[0]
+    assert [uids(found) for found in later.shared] == [["uid-other", "uid-chat"]]
+
+
 def test_the_last_model_deletes_the_job_that_nobody_needs() -> None:
     world, decision = settle(fresh())
     old = name_of(find(decision.desired, "Job"))
