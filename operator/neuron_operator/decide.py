@@ -88,7 +88,7 @@ def decide(world: World, settings: Settings, steps: Sequence[Step] = STEPS) -> D
         moving = node_health.plan(observed, _num_wanted(observed, course), world.moves_left, limit)
         course = replace(course, moving=moving)
     findings = status.complete((*course.findings, *_explain_serving(world, observed, course)))
-    whole_status = _status(observed, course, findings)
+    whole_status = _status(observed, course, findings, is_held=is_terminating or manifest.is_paused(world.body))
     return Decision(
         desired=course.desired,
         changes=course.changes,
@@ -363,7 +363,8 @@ def _explain_waiting(course: Course, served: Revision) -> tuple[Finding, ...]:
     return (replace(waits, condition="UpToDate", message=text),)
 
 
-def _status(observed: Observed, course: Course, findings: Sequence[Finding]) -> Object:
+def _status(observed: Observed, course: Course, findings: Sequence[Finding], *, is_held: bool) -> Object:
+    """`is_held`: nothing is changed in this pass."""
     model, shown = observed.model, course.wanted or course.served
     wanted = course.wanted.name if course.wanted else ""
     others = sorted(pod.revision for pod in observed.live if pod.revision != wanted)
@@ -385,6 +386,7 @@ def _status(observed: Observed, course: Course, findings: Sequence[Finding]) -> 
             current_revision=current or None,
             update_revision=wanted or model.update_revision or None,
             failed_revision=_failed_revision(model, course),
+            retry_key=(model.retry_key if is_held else model.retry) or None,
             history=_history(observed, course, current),
             model=status.facts_of(shown.pinned.facts) if shown else None,
             plan=shown.pinned.plan if shown else None,

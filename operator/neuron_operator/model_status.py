@@ -121,6 +121,9 @@ class Status(StatusPart, frozen=True):
     failed_revision: Annotated[
         Word | None, "The desired revision, if its rollout failed; it is not tried again until the spec changes."
     ] = None
+    retry_key: Annotated[
+        Reported | None, "The value of the annotation `neuron-serving.dev/retry` that the operator has acted on."
+    ] = None
     history: Annotated[
         tuple[PastRevision, ...],
         Meta(max_length=MAX_HISTORY),

@@ -217,6 +217,8 @@ def _wait(task: Task, jobs: Sequence[Object], so_far: Walk, observed: Observed) 
     # The end of a pod may be seen after that of its Job.
     has_ended = all(pod.container.ended for pod in observed.pods_of(name))
     failed = live if live.is_finished and has_ended else None
+    if failed is not None and observed.model.wants_retry:
+        return replace(waiting, stale=(live.live,))
     return replace(waiting, desired=(job,), failed=failed, retry_seconds=_retry_seconds(task, observed))
 
 

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from neuron_operator import names, revision
-from neuron_operator.model_status import MAX_HISTORY, PastRevision
+from neuron_operator.model_status import MAX_HISTORY, MAX_WORD, PastRevision
 from neuron_operator.objects import (
     dig,
     instant,
@@ -64,6 +64,14 @@ class ModelView:
     update_revision: str
     failed_revision: str
     history: tuple[PastRevision, ...]
+    retry: str
+    """Value of the retry annotation."""
+    retry_key: str
+    """The value that was acted on."""
+
+    @property
+    def wants_retry(self) -> bool:
+        return self.retry not in ("", self.retry_key)
 
 
 @dataclass(frozen=True)
@@ -393,6 +401,8 @@ def _model(body: Object) -> ModelView:
         update_revision=text(body, "status", "updateRevision"),
         failed_revision=text(body, "status", "failedRevision"),
         history=_history(body),
+        retry=text(body, "metadata", "annotations", names.RETRY_ANNOTATION)[:MAX_WORD],
+        retry_key=text(body, "status", "retryKey"),
     )
 
 

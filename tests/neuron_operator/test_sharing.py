@@ -134,6 +134,42 @@ def test_a_failed_job_is_made_again_after_a_tenth_of_the_time_that_it_was_awaite
     assert condition(decision.status, "Ready")["reason"] == "ModelNotFound"
 
 
+def asking(world: World, token: str, **annotations: str) -> World:
+    """The model with a token in its retry annotation."""
+    metadata = {**world.body["metadata"], "annotations": {names.RETRY_ANNOTATION: token, **annotations}}
+    return replace(world, body={**world.body, "metadata": metadata})
+
+
+def failed(world: World) -> World:
+    job = find(world.shared, "Job")
+    pod = job_pod(job, ended(10, failure_record(10, "ModelNotFound", "no such model")))
+    return finished(replace(world, pods=(pod,)), "Failed")
+
+
+def test_a_new_retry_token_repeats_a_failed_job_at_once_and_only_once() -> None:
+    world = failed(settle(fresh())[0])
+    assert decide(world, SETTINGS).delete == ()
+    asked = asking(world, "monday")
+    decision = decide(asked, SETTINGS)
+    assert [gone["kind"] for gone in decision.delete] == ["Job"]
+    assert decision.status is not None
+    assert decision.status["retryKey"] == "monday"
+    again = replace(carried_out(asked, decision), pods=())
+    assert find(decide(again, SETTINGS).desired, "Job")["spec"] == find(world.shared, "Job")["spec"]
+    twice = failed(settle(again)[0])
+    assert decide(twice, SETTINGS).delete == ()
+    assert [gone["kind"] for gone in decide(asking(twice, "tuesday"), SETTINGS).delete] == ["Job"]
+
+
+def test_a_retry_token_disturbs_no_running_job_and_waits_while_the_model_is_paused() -> None:
+    world, _ = settle(fresh())
+    assert decide(asking(world, "monday"), SETTINGS).delete == ()
+    paused = decide(asking(failed(world), "monday", **{names.PAUSED_ANNOTATION: "true"}), SETTINGS)
+    assert paused.delete == ()
+    assert paused.status is not None
+    assert "retryKey" not in paused.status
+
+
 def test_a_model_that_needs_a_job_no_more_leaves_it_to_the_others() -> None:
     world, _ = settle(fresh())
     both, _ = settle(beside(world))
