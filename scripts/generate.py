@@ -23,9 +23,11 @@ from metric_tables import model_metrics
 from neuron_operator import schema
 from neuron_operator.reasons import CONDITIONS, TROUBLESHOOTING
 from neuron_runtime.not_built import Surface
+from neuron_runtime.requests.anthropic import MessagesBody
 from request_tables import (
     as_json,
     fields,
+    fields_of,
     names,
     offline_parameters,
     refused,
@@ -55,6 +57,9 @@ TARGETS = (
     Target("docs/neuron.md", nxdi_tables.models, "models of NxD Inference"),
     Target("docs/neuron.md", nxdi_tables.statuses, "statuses of the Neuron runtime"),
     Target("docs/runtime.md", fields, "fields"),
+    Target("docs/runtime.md", partial(fields_of, MessagesBody), "fields of messages"),
+    Target("docs/runtime.md", partial(names, Surface.MESSAGES, has_effect=True), "refused fields of messages"),
+    Target("docs/runtime.md", partial(names, Surface.MESSAGES, has_effect=False), "fields of messages without effect"),
     Target("docs/sampling.md", sampling_parameters, "sampling parameters"),
     Target("docs/sampling.md", settings, "settings"),
     Target("docs/offline.md", offline_parameters, "parameters"),

@@ -7,6 +7,8 @@ import textwrap
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
+import msgspec
+
 from markdown_table import table
 from neuron_runtime.not_built import LEAVE_OUT, Row, Surface, rows
 from neuron_runtime.offline import SamplingParams
@@ -45,6 +47,23 @@ def fields() -> str:
             default = "required" if required else "" if row.default is None else f"`{as_json(row.default)}`"
             lines.append((f"`{name}`", routes, row.description, row.range, default))
     return table(("Field", "Route", "Meaning", "Range", "Default"), lines)
+
+
+def fields_of(body: type[msgspec.Struct]) -> str:
+    """The fields of the body of another API."""
+    required = {one.name for one in msgspec.structs.fields(body) if one.required}
+    return table(
+        ("Field", "Meaning", "Range", "Default"),
+        (
+            (
+                f"`{name}`",
+                row.description,
+                row.range,
+                "required" if name in required else "" if row.default is None else f"`{as_json(row.default)}`",
+            )
+            for name, row in parameters_of(body).items()
+        ),
+    )
 
 
 def sampling_parameters() -> str:

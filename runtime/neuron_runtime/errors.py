@@ -15,7 +15,8 @@ codes).
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from enum import IntEnum
 
@@ -92,6 +93,20 @@ class InvalidRequest(ServingError):
         made = cls(joined([str(error) for error in errors]), field=errors[0].field)
         made.parts = tuple(map(str, errors))
         return made
+
+    @classmethod
+    @contextmanager
+    def renaming(cls, names: Mapping[str, str]) -> Iterator[None]:
+        """Errors of the block name fields as another API does."""
+        try:
+            yield
+        except cls as error:
+            known = re.compile(rf"(?<=`)({'|'.join(map(re.escape, names))})(?=[`.\[])")
+            parts = [known.sub(lambda found: names[found[0]], part) for part in error.parts]
+            field = error.field and known.sub(lambda found: names[found[0]], f"`{error.field}`").strip("`")
+            made = cls(joined(parts), field, error.status, error.code)
+            made.parts = tuple(parts)
+            raise made from error
 
 
 class Unauthorized(ServingError):

@@ -30,6 +30,8 @@ class Surface(Flag):
     """Arguments of the class `LLM`."""
     FLAG = auto()
     """Flags of `neuron-runtime serve`, here with underscores."""
+    MESSAGES = auto()
+    """Fields of /v1/messages."""
     MESSAGE = auto()
     """Fields of a chat message."""
     ROLE = auto()
@@ -72,11 +74,14 @@ def is_neutral(value: Any, neutral: Iterable[Any]) -> bool:
 
 _BODY, _PARAMS, _MESSAGE, _FLAG = Surface.BODY, Surface.SAMPLING_PARAMS, Surface.MESSAGE, Surface.FLAG
 _LLM = Surface.LLM | _FLAG
+_MESSAGES = Surface.MESSAGES
 
 ROWS = (
     Row("audio", _BODY),
     Row("audio", _MESSAGE, ([],)),
     Row("chat_template", _BODY, cure="set the server's flag --chat-template instead"),
+    Row("container", _MESSAGES),
+    Row("context_management", _MESSAGES),
     Row("convert", _LLM, ("auto", "none")),
     Row("cpu_offload_gb", _LLM, (0,)),
     Row("data_parallel_size", _LLM, (1,)),
@@ -109,6 +114,7 @@ ROWS = (
     Row("load_format", _LLM, ("auto", "safetensors")),
     Row("logits_processors", _BODY | _PARAMS | _LLM, ([],)),
     Row("lora_request", Surface.CALL),
+    Row("mcp_servers", _MESSAGES, ([],)),
     Row("mm_processor_kwargs", _BODY | _LLM, ({},)),
     Row("modalities", _BODY, (["text"],)),
     Row("moderation", _BODY),
@@ -116,6 +122,8 @@ ROWS = (
     Row("num_beams", Surface.GENERATION_CONFIG, (1,)),
     Row("num_scheduler_steps", _LLM, (1,)),
     Row("num_speculative_tokens", _LLM),
+    Row("output_config", _MESSAGES, ({},)),
+    Row("output_format", _MESSAGES),
     Row("override_generation_config", _LLM, ({},)),
     Row("parallel_tool_calls", _BODY, (True, False)),
     Row("pipeline_parallel_size", _LLM, (1,)),
@@ -150,7 +158,9 @@ ROWS = (
     Row("tool_call_parser", _FLAG),
     Row("tool_call_id", _MESSAGE),
     Row("tool_calls", _MESSAGE, ([],)),
+    Row("tool_choice", _MESSAGES, ({"type": "none"}, {"type": "auto"})),
     Row("tool_choice", _BODY, ("none", "auto")),
+    Row("tools", _MESSAGES, ([],)),
     Row("tools", _BODY, ([],), 'leave it out, or send "tool_choice": "none"', unless="tool_choice"),
     Row("typical_p", Surface.GENERATION_CONFIG, (1,)),
     Row("use_beam_search", _BODY | _PARAMS, (False,)),
@@ -163,6 +173,10 @@ ROWS = (
             *("metadata", "prompt_cache_key", "prompt_cache_options", "prompt_cache_retention", "request_id"),
             *("safety_identifier", "service_tier", "store", "user", "verbosity"),
         )
+    ),
+    *(
+        Row(name, _MESSAGES, has_effect=False)
+        for name in ("cache_control", "inference_geo", "metadata", "service_tier", "speed")
     ),
     # Settings of GPUs or of vLLM's internals: values, then switches.
     *(

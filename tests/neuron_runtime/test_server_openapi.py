@@ -28,6 +28,8 @@ BODIES: tuple[tuple[str, dict[str, Any]], ...] = (
     ("/v1/chat/completions", CHAT | {"prompt_logprobs": 1}),
     ("/v1/completions", {"prompt": "a core", "stop": "e"}),
     ("/v1/completions", COMPLETION | {"prompt_logprobs": 1}),
+    ("/v1/messages", {"messages": MESSAGES, "max_tokens": 3}),
+    ("/v1/messages/count_tokens", {"messages": MESSAGES}),
     ("/tokenize", {"prompt": "a core", "return_token_strs": True}),
     ("/tokenize", {"messages": MESSAGES}),
     ("/detokenize", {"tokens": [1, 2, 3]}),
@@ -36,6 +38,7 @@ STREAMS = (
     ("/v1/chat/completions", {"messages": MESSAGES, "stream": True}),
     ("/v1/chat/completions", CHAT | STREAM),
     ("/v1/completions", {"prompt": "a core", "stream": True}),
+    ("/v1/messages", {"messages": MESSAGES, "max_tokens": 3, "stream": True}),
     ("/v1/completions", COMPLETION | STREAM),
 )
 
@@ -79,7 +82,10 @@ def check(document: dict[str, Any], media: dict[str, Any], value: object) -> Non
 def event_media(document: dict[str, Any], path: str) -> dict[str, Any]:
     """Schema of the JSON in an event's data."""
     content = document["paths"][path]["post"]["responses"]["200"]["content"]
-    data, end = content["text/event-stream"]["schema"]["properties"]["data"]["anyOf"]
+    properties = content["text/event-stream"]["schema"]["properties"]
+    if "event" in properties:
+        return {"schema": properties["data"]["contentSchema"]}
+    data, end = properties["data"]["anyOf"]
     assert end == {"const": "[DONE]"}
     return {"schema": data["contentSchema"]}
 
@@ -147,8 +153,9 @@ async def test_an_event_has_exactly_the_fields_of_its_schema(
     served: Serving, document: dict[str, Any], path: str, body: dict[str, Any]
 ) -> None:
     answer = await served.http.post(path, json=body)
-    events = [event.removeprefix("data: ") for event in answer.text.split("\n\n") if event]
-    assert events.pop() == "[DONE]"
+    events = [event.partition("data: ")[2] for event in answer.text.split("\n\n") if event]
+    if not answer.text.startswith("event: "):
+        assert events.pop() == "[DONE]"
     assert events
     for event in events:
         check(document, event_media(document, path), json.loads(event))
@@ -179,6 +186,9 @@ async def test_responses_without_a_body_match_the_document(
         ("/v1/completions", {}, 400),
         ("/v1/completions", {"prompt": "a", "model": "other"}, 404),
         ("/v1/chat/completions", {"messages": 1}, 400),
+        ("/v1/messages", {"messages": 1}, 400),
+        ("/v1/messages", {"messages": MESSAGES, "model": "other"}, 404),
+        ("/v1/messages/count_tokens", {}, 400),
         ("/tokenize", {}, 400),
         ("/detokenize", {"tokens": [-1]}, 400),
     ],

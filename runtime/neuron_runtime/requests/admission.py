@@ -164,6 +164,11 @@ class Admission:
             return self._prompts.read(text, body.add_special_tokens is True, None, "messages").token_ids
         return self._prompts.read(body.prompt or "", body.add_special_tokens is not False, None, "prompt").token_ids
 
+    def num_prompt_tokens(self, body: ChatBody) -> int:
+        """The tokens of a chat, however many. Raises InvalidRequest."""
+        self.check_model(body.model)
+        return len(self._prompts.read(self.chat_text(body.messages, body), False, None, "messages").token_ids)
+
     def check_token_ids(self, token_ids: Sequence[int], name: str) -> None:
         """Raises InvalidRequest naming the first id outside the vocabulary."""
         check_token_ids(token_ids, name, self._prompts.vocabulary_size)

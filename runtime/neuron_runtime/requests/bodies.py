@@ -205,12 +205,13 @@ def typed(fields: Mapping[str, Any], body_type: type[Body], *, ignores_unknown: 
         InvalidRequest: says everything that is wrong, and names the first field.
     """
     known = body_type.__struct_fields__
+    surface: Surface = getattr(body_type, "surface", Surface.BODY)
     given = {name: value for name, value in fields.items() if name in known}
     wrong: list[InvalidRequest] = []
     for name, value in fields.items():
         if name not in known:
             try:
-                is_known = refuse(Surface.BODY, name, value, others=fields) or _of_other_route(name, value, body_type)
+                is_known = refuse(surface, name, value, others=fields) or _of_other_route(name, value, body_type)
                 if not is_known and not ignores_unknown:
                     raise InvalidRequest(f"unknown field `{name}`", field=name)
             except InvalidRequest as error:

@@ -91,6 +91,7 @@ def parameters_of(struct: type[msgspec.Struct]) -> dict[str, Parameter]:
             description=next((one for one in found if isinstance(one, str)), ""),
         )
         for name, hint in get_type_hints(struct, include_extras=True).items()
+        if name in struct.__struct_fields__
         for found in [tuple(_annotations(hint))]
     }
 

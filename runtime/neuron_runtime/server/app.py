@@ -22,9 +22,12 @@ from starlette.responses import Response
 from neuron_runtime.config import RuntimeConfig
 from neuron_runtime.engine.backends import backend_package
 from neuron_runtime.errors import InvalidRequest, ServingError
+from neuron_runtime.requests import anthropic
 from neuron_runtime.requests.admission import Admission, Ask
+from neuron_runtime.requests.anthropic import CountTokensBody, MessagesBody
 from neuron_runtime.requests.bodies import Body, ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
 from neuron_runtime.server.answers import CHAT, COMPLETION, OpenAIWriter
+from neuron_runtime.server.anthropic import MessageAnswer, MessagesEvent, MessagesWriter, TokenCount
 from neuron_runtime.server.bodies import Bodies
 from neuron_runtime.server.engine_client import EngineClient
 from neuron_runtime.server.exchange import CLIENT_LEFT, exchange_of
@@ -72,6 +75,7 @@ class Kind:
 COMPLETIONS = Kind(
     CompletionBody, Admission.completion, lambda model, generation, body: OpenAIWriter(COMPLETION, model, generation)
 )
+MESSAGES = Kind(MessagesBody, anthropic.admitted, MessagesWriter)
 CHATS = Kind(ChatBody, Admission.chat, lambda model, generation, body: OpenAIWriter(CHAT, model, generation))
 
 
@@ -114,6 +118,25 @@ def build_app(state: State) -> FastAPI:
             body=ChatBody,
             example={"messages": [EXAMPLE_MESSAGE], "max_tokens": 64},
             event=ChatCompletionChunk,
+        ),
+        Operation(
+            "anthropic",
+            "/v1/messages",
+            routes.messages,
+            "Answer a chat, as Anthropic's API",
+            MessageAnswer,
+            body=MessagesBody,
+            example={"messages": [EXAMPLE_MESSAGE], "max_tokens": 64},
+            event=MessagesEvent,
+        ),
+        Operation(
+            "anthropic",
+            "/v1/messages/count_tokens",
+            routes.count_tokens,
+            "Count the tokens of a chat, as Anthropic's API",
+            TokenCount,
+            body=CountTokensBody,
+            example={"messages": [EXAMPLE_MESSAGE]},
         ),
         Operation(
             "server",
@@ -180,6 +203,18 @@ class Routes:
 
     async def chat_completions(self, request: Request) -> Response:
         return await self._generate(request, lambda raw: CHATS)
+
+    async def messages(self, request: Request) -> Response:
+        return await self._generate(request, lambda raw: MESSAGES)
+
+    async def count_tokens(self, request: Request) -> Response:
+        self._state.gate.check_admits()
+        admission = self._state.admission()
+
+        def answer(body: CountTokensBody) -> Response:
+            return _json(TokenCount(anthropic.num_input_tokens(admission, body)))
+
+        return await self._parsed(request, CountTokensBody, answer)
 
     async def invocations(self, request: Request) -> Response:
         return await self._generate(request, _invoked)

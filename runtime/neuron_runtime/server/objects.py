@@ -336,9 +336,8 @@ class MessagesError(msgspec.Struct):
     message: Annotated[str, "What happened and what to do."]
 
 
-class MessagesErrorObject(msgspec.Struct, kw_only=True):
+class MessagesErrorObject(msgspec.Struct, tag="error", kw_only=True):
     """Anthropic's error object."""
 
-    type: Annotated[Literal["error"], "The kind of object."] = "error"
     error: Annotated[MessagesError, "The error."]
     request_id: Annotated[str | None, "As in the header `x-request-id`."]

@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
 from types import UnionType
-from typing import Any, get_args
+from typing import Any, get_args, get_type_hints
 
 import msgspec
 from fastapi import FastAPI
@@ -24,16 +24,15 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from neuron_runtime.not_built import Surface, rows
-from neuron_runtime.requests import bodies
 from neuron_runtime.requests.parameters import Parameter, parameters_of
-from neuron_runtime.server import objects
 from neuron_runtime.server.auth import needs_key
-from neuron_runtime.server.objects import ErrorObject
+from neuron_runtime.server.wire import ErrorFormat, error_format
 
 Struct = type[msgspec.Struct] | UnionType
 """One type, or one of several."""
 Handler = Callable[[Request], Awaitable[Response]]
 
+KIND = "The kind of object."
 KEY_SCHEME = "apiKey"
 DESCRIPTION = """\
 OpenAI's API with vLLM's additions. Fields of these APIs that are not supported yet get an error that names the field;
@@ -47,6 +46,7 @@ ERRORS: Mapping[int, str] = {
     408: "The body arrived too slowly.",
     413: "The body is too large.",
     415: "The body is compressed.",
+    529: "The model is not ready, or is shutting down. The header `Retry-After` has the seconds until a retry.",
     429: "Too many requests or prompt tokens are waiting. The header `Retry-After` has the seconds until a retry.",
     503: "The model is not ready, or is shutting down. The header `Retry-After` has the seconds until a retry.",
 }
@@ -116,15 +116,16 @@ def _document(app: FastAPI, operations: Sequence[Operation], has_keys: bool) -> 
     _, schemas = msgspec.json.schema_components(
         sorted(structs, key=lambda one: one.__name__), ref_template="#/components/schemas/{name}"
     )
-    declared = {name: one for module in (bodies, objects) for name, one in vars(module).items() if name in schemas}
-    for struct_name, struct in declared.items():
+    for struct in _reachable(structs):
         for name, row in parameters_of(struct).items():
-            schemas[struct_name]["properties"][name] |= _schema(row)
-    not_built = {row.name: list(row.neutral) for row in rows(Surface.BODY) if row.has_effect}
+            schemas[struct.__name__]["properties"][name] |= _schema(row)
+        if struct.__struct_config__.tag_field is not None:
+            schemas[struct.__name__]["properties"][struct.__struct_config__.tag_field]["description"] = KIND
     for operation in operations:
-        if operation.body is not None:
-            for struct in _members(operation.body):
-                schemas[struct.__name__]["x-not-supported"] = not_built
+        for struct in _members(operation.body):
+            surface = getattr(struct, "surface", Surface.BODY)
+            refused = {row.name: list(row.neutral) for row in rows(surface) if row.has_effect}
+            schemas[struct.__name__]["x-not-supported"] = refused
     document["components"] = {"schemas": _with_items(schemas)}
     if has_keys:
         document["components"]["securitySchemes"] = {KEY_SCHEME: {"type": "http", "scheme": "bearer"}}
@@ -171,18 +172,32 @@ def _structs(operation: Operation) -> set[type[msgspec.Struct]]:
     return {one for kind in found for one in _members(kind)}
 
 
+def _reachable(kinds: Iterable[Any]) -> set[type[msgspec.Struct]]:
+    """These Structs, and all in the types of their fields."""
+    found, waiting = set[type[msgspec.Struct]](), list(kinds)
+    while waiting:
+        kind = waiting.pop()
+        if not isinstance(kind, type):
+            waiting += get_args(kind)
+        elif issubclass(kind, msgspec.Struct) and kind not in found:
+            found.add(kind)
+            waiting += get_type_hints(kind).values()
+    return found
+
+
 def _failures(operation: Operation, has_keys: bool) -> dict[int, Struct]:
     failures = dict(operation.failures or {})
     statuses: tuple[int, ...] = () if operation.body is None else BODY_ERRORS
     if has_keys and needs_key(operation.path):
         statuses += (401,)
-    return dict(sorted((failures | dict.fromkeys(statuses, ErrorObject)).items()))
+    chosen = error_format(operation.path)
+    return dict(sorted((failures | {chosen.status(status): chosen.struct for status in statuses}).items()))
 
 
 def _responses(operation: Operation, has_keys: bool) -> dict[int | str, dict[str, Any]]:
     content = _content(operation.answer)
     if operation.event is not None:
-        content["text/event-stream"] = {"schema": _event(operation.event)}
+        content["text/event-stream"] = {"schema": _event(operation.event, error_format(operation.path))}
     failures = _failures(operation, has_keys).items()
     return {
         200: {"description": "The answer.", "content": content},
@@ -205,11 +220,22 @@ def _extra(operation: Operation, has_keys: bool) -> dict[str, Any]:
     return extra
 
 
-def _event(struct: Struct) -> dict[str, Any]:
-    """One event of a stream. A stream ends with `[DONE]`, or with an error object if it fails after its start."""
-    objects = [_reference(struct), _reference(ErrorObject)]
-    json = {"type": "string", "contentMediaType": "application/json", "contentSchema": {"anyOf": objects}}
-    return {"type": "object", "properties": {"data": {"anyOf": [json, {"const": "[DONE]"}]}}, "required": ["data"]}
+def _event(struct: Struct, errors: ErrorFormat) -> dict[str, Any]:
+    """One event of a stream, which may end with an error object. Events have names, or the last one is `[DONE]`."""
+    structs = _members(struct)
+    references = [_reference(one) for one in dict.fromkeys((*structs, errors.struct))]
+    data: dict[str, Any] = {
+        "type": "string",
+        "contentMediaType": "application/json",
+        "contentSchema": {"anyOf": references},
+    }
+    if all(one.__struct_config__.tag for one in structs):
+        return {
+            "type": "object",
+            "properties": {"event": {"type": "string"}, "data": data},
+            "required": ["event", "data"],
+        }
+    return {"type": "object", "properties": {"data": {"anyOf": [data, {"const": "[DONE]"}]}}, "required": ["data"]}
 
 
 def _content(kind: Struct | str) -> dict[str, Any]:
