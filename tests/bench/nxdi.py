@@ -85,13 +85,13 @@ class TimedSteps(NxdiBackend):
         self.clock.sleep_until(self._done_at.pop(step))
         return output
 
-    def _run(self, step: Any, late: Late | None) -> Any:
+    def _run(self, job: Any) -> Any:
         clock = self._thread_clock = self._thread_clock or CpuClock()
-        number = step.batch.step
+        number = job.step.batch.step
         clock.sleep_until(self._begins_at.pop(number))
         began = time.thread_time()
         self._inside = 0.0
-        output = super()._run(step, late)
+        output = super()._run(job)
         self.thread_seconds += time.thread_time() - began - self._inside
         self._done_at[number] = clock.now()
         return output
@@ -171,7 +171,8 @@ def measure(
             timeline, inside = backend.timeline, backend.thread_seconds
             began, busy = timeline.free_at, timeline.busy_seconds
             seconds = decode(engine, round_steps)
-            idle = 1 - (timeline.busy_seconds - busy) / (timeline.free_at - began)
+            # Sums of many steps: rounding can make the work longer than the time.
+            idle = max(0.0, 1 - (timeline.busy_seconds - busy) / (timeline.free_at - began))
             rounds.append((seconds, (backend.thread_seconds - inside) / round_steps, idle))
             empty(engine)
         limits = backend.limits

@@ -75,7 +75,7 @@ MUTANTS = [
     (f"{SCHEDULER}._free", forced("_slots_wait", False), "blocks_that_the_step_in_flight_may_write_are_not_reused"),
     (f"{SCHEDULER}._free", forced("_blocks_wait", False), "blocks_that_the_step_in_flight_may_write_are_not_reused"),
     (f"{BLOCKS}._needed", valued("max_tokens_per_row", 1), "a_row_waits_when_the_previous_one_may_be_its_last"),
-    (f"{SCHEDULER}._make_room", forced("max_length", True), "a_row_waits_when_the_previous_one_may_be_its_last"),
+    (f"{SCHEDULER}._make_room", forced("max_length", False), "a_row_waits_when_the_previous_one_may_be_its_last"),
     (
         f"{SCHEDULER}._make_room",
         forced("decodes_all_live_rows", False),

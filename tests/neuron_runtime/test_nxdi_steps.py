@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from random import Random
 from typing import Any
 
@@ -13,6 +14,7 @@ from helpers.nxdi_tokens import TokenApplication, next_token, settings_of
 from neuron_runtime.backend.base import IllegalBatch
 from neuron_runtime.backend.nxdi.backend import NxdiBackend
 from neuron_runtime.backend.nxdi.buckets import Decode, all_graphs, decode_graph, prefill_graph, prefill_that_takes
+from neuron_runtime.backend.nxdi.device_thread import DeviceThread
 from neuron_runtime.backend.nxdi.limits import limits_of
 from neuron_runtime.backend.nxdi.sampling_rows import device_parameters
 from neuron_runtime.core import KNOWN, NO_TOKEN, Added, Batch, GraphUse, Kind, Late, Request, Rows, Sampling, StepOutput
@@ -95,6 +97,42 @@ def test_the_next_step_is_launched_while_forward_blocks_and_gets_its_token_from_
     assert second == next_token((5, 6, 7, first), (1.0, 1.0, 1.0), 997)
     backend.close()
     backend.close()
+
+
+def test_jobs_of_a_device_run_one_by_one_and_their_errors_come_in_their_place() -> None:
+    allowed = threading.Semaphore(0)
+
+    def run_job(number: int) -> int:
+        assert allowed.acquire(timeout=10)
+        return 12 // number
+
+    thread = DeviceThread(run_job)
+    for number in (3, 0, 4):
+        thread.put(number)
+    allowed.release(3)
+    assert thread.get() == 4
+    with pytest.raises(ZeroDivisionError):
+        thread.get()
+    assert thread.get() == 3
+    thread.close()
+    thread.close()
+
+
+def test_closing_waits_for_the_job_that_runs_and_drops_the_next() -> None:
+    ran = []
+
+    def run_job(number: int) -> None:
+        while not thread._closed:
+            time.sleep(0.001)
+        ran.append(number)
+
+    thread = DeviceThread(run_job)
+    thread.put(1)
+    thread.put(2)
+    while thread._jobs.qsize() > 1:
+        time.sleep(0.001)
+    thread.close()
+    assert ran == [1]
 
 
 # Arguments
@@ -213,6 +251,67 @@ def test_parameters_are_those_that_the_device_understands(
 def test_parameters_stay_positive_and_finite_as_float32() -> None:
     found = torch.tensor(device_parameters(Sampling(temperature=1e300, top_p=1e-300), 256))
     assert bool((found > 0).all() & found.isfinite().all())
+
+
+def many_steps(layout: str, *, follows: bool) -> tuple[list[dict[str, torch.Tensor]], list[StepOutput]]:
+    """Two sequences decode over the ends of blocks and of a graph, while another slot is released.
+
+    follows: rows refer to the step before; otherwise they name their positions and tokens.
+    """
+    backend, application = backend_of(layout=layout)
+    blocks = layout == "blocks"
+    run(backend, prompt(0, 0, 1, 2, 3, blocks=(5,) if blocks else (0,)))
+    run(backend, prompt(1, 1, *range(21), blocks=(6, 7, 8) if blocks else (1,)))
+    if blocks:
+        added = Added(2, tuple(range(40)), 40, GREEDY, (9, 10, 11, 12, 13))
+        chunk = Rows((2,), (0,), (32,), (NO_TOKEN,), (KNOWN,), (False,))
+        run(backend, Batch(2, Kind.PREFILL, chunk, added=(added,)))
+    outputs = [run(backend, decode(3, (0, 3, 70), (1, 21, 71)))]
+    lengths, free = [4, 22], iter(range(14, 32))
+    for step in range(4, 24):
+        appended = tuple((slot, next(free)) for slot in (0, 1) if blocks and lengths[slot] % 8 == 0)
+        changes: dict[str, Any] = {"appended_blocks": appended, "released": (2,) if blocks and step == 10 else ()}
+        if follows:
+            rows = Rows((0, 1), (0, 0), (1, 1), (NO_TOKEN,) * 2, (0, 1), (True, True))
+            batch = Batch(step, Kind.DECODE, rows, **changes)
+        else:
+            (first,), (second,) = outputs[-1].token_ids
+            batch = decode(step, (0, lengths[0], first), (1, lengths[1], second), **changes)
+        outputs.append(run(backend, batch))
+        lengths = [length + 1 for length in lengths]
+    assert len(set(application.graphs[-20:])) == 2
+    return application.calls, outputs
+
+
+@pytest.mark.parametrize("layout", ["slots", "blocks"])
+def test_rows_that_repeat_make_the_same_calls_as_rows_that_name_their_positions(layout: str) -> None:
+    (calls, outputs), (plain, expected) = many_steps(layout, follows=True), many_steps(layout, follows=False)
+    for call, other in zip(calls, plain, strict=True):
+        assert {name: tensor.tolist() for name, tensor in call.items()} == {
+            name: tensor.tolist() for name, tensor in other.items()
+        }
+    assert [(one.token_ids, one.graphs) for one in outputs] == [(one.token_ids, one.graphs) for one in expected]
+
+
+def test_rows_that_repeat_need_blocks_and_lines_all_the_same() -> None:
+    for layout, fed, blocks in (("slots", 62, (0,)), ("blocks", 22, (3, 4, 5))):
+        backend, _ = backend_of(layout=layout)
+        run(backend, prompt(0, 0, *range(fed), blocks=blocks))
+        again = Rows((0,), (0,), (1,), (NO_TOKEN,), (0,), (True,))
+        run(backend, decode(1, (0, fed, 7)))
+        run(backend, Batch(2, Kind.DECODE, again))
+        with pytest.raises(IllegalBatch, match=f"step 3 .*{fed + 2}"):
+            backend.launch(Batch(3, Kind.DECODE, again))
+
+
+def test_rows_that_repeat_cannot_keep_a_slot_that_is_released() -> None:
+    backend, _ = backend_of()
+    run(backend, prompt(0, 0, 1, 2))
+    again = Rows((0,), (0,), (1,), (NO_TOKEN,), (0,), (True,))
+    for step in (1, 2):
+        run(backend, Batch(step, Kind.DECODE, again))
+    with pytest.raises(IllegalBatch, match="step 3 row 0 feeds positions 4 to 5 of slot 0"):
+        backend.launch(Batch(3, Kind.DECODE, again, released=(0,)))
 
 
 # Graphs

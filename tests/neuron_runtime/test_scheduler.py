@@ -195,6 +195,15 @@ def test_a_prefill_in_progress_does_not_delay_a_request_of_higher_priority() -> 
         assert list(run.reasons) == ["urgent", "long", "equal"]
 
 
+def test_a_step_that_repeats_the_rows_in_flight_has_the_same_rows_over_the_ends_of_blocks() -> None:
+    limits = replace(DEVICE, block_size=2, num_blocks=64)
+    batches = serve(limits, request("a", 3, max_tokens=12), request("b", 4, max_tokens=12)).backend.batches[3:9]
+    first = batches[0].rows
+    assert first.after == (0, 1)
+    assert all(batch.rows is first for batch in batches)
+    assert sum(len(batch.appended_blocks) for batch in batches) > 2
+
+
 @pytest.mark.parametrize("limits", [BLOCKS, DEVICE, SHARED_DEVICE, replace(BLOCKS, mixes_phases=False), NEURON])
 def test_a_flood_of_long_prompts_starves_no_request(limits: BackendLimits) -> None:
     """Streams get a token in every or every other step; each new request gets its turn during the flood."""

@@ -15,7 +15,7 @@ from neuron_runtime.engine.stats import EngineStats
 
 
 class BlockManager:
-    """Maintains `Sequence.blocks`, `.capacity` and `.next_full`; a block is free, cached, or held by sequences."""
+    """Maintains blocks, capacity, horizon and `next_full` of sequences; a block is free, cached, or held by them."""
 
     def __init__(self, limits: BackendLimits, stats: EngineStats) -> None:
         self.cache = PrefixCache(limits.num_blocks)
@@ -129,6 +129,8 @@ class BlockManager:
     def _hold(self, sequence: Sequence, blocks: list[int]) -> None:
         sequence.blocks = blocks
         sequence.capacity = len(blocks) * self._block_size - self._limits.num_lookahead_tokens
+        most = self._limits.max_tokens_per_row
+        sequence.horizon = min(sequence.capacity - most, sequence.max_length - most - 1)
 
     def _needed(self, sequence: Sequence, with_coming: bool = False) -> int:
         """Blocks for its tokens, drafts, and tokens of the row in flight."""

@@ -102,7 +102,7 @@ class Scheduler:
     def schedule(self) -> Batch | None:
         """The next step; None if nothing can run before the step in flight is applied, or nothing is left."""
         limits, decoding = self.limits, self.running.decoding
-        for sequence in [s for s in decoding if len(s.tokens) + 1 >= s.max_length and s.samples]:
+        for sequence in [s for s in self._due() if len(s.tokens) + 1 >= s.max_length and s.samples]:
             self._release(sequence)  # the row in flight certainly produces its last token
             self._free(sequence)
         decoders: list[Sequence] = []
@@ -122,6 +122,10 @@ class Scheduler:
                     prefills = [(s, n) for s, n in prefills if s.phase is Phase.PREFILL]
         return self._batch(decoders, prefills) if decoders or prefills else None
 
+    def _due(self) -> list[Sequence]:
+        """Decoding sequences that may need a block for their next row, or may already have their last one in flight."""
+        return [s for s in self.running.decoding if len(s.tokens) > s.horizon]
+
     def _make_room(self) -> list[Sequence] | None:
         """The sequences that decode now, each with the blocks it needs; None: wait for the step in flight.
 
@@ -130,15 +134,16 @@ class Scheduler:
         cannot be reused yet.
         """
         most, decoding = self.limits.max_tokens_per_row, self.running.decoding
-        while True:
-            ready = [s for s in decoding if len(s.tokens) + most < s.max_length or not s.samples]
-            if self.limits.decodes_all_live_rows and len(ready) < len(decoding):
+        while due := self._due():
+            ending = [s for s in due if len(s.tokens) + most >= s.max_length and s.samples]
+            if self.limits.decodes_all_live_rows and ending:
                 return None
-            if self.blocks.append([s for s in ready if len(s.tokens) + most > s.capacity]):
-                return ready
+            if self.blocks.append([s for s in due if len(s.tokens) + most > s.capacity and s not in ending]):
+                return [s for s in decoding if s not in ending] if ending else decoding[:]
             if self.scheduled:
                 return None
             self._preempt(max(filter(self.blocks.is_preemptible, self.running), key=by_order))
+        return decoding[:]
 
     def _prefill_rows(self, budget: int) -> list[PrefillRow]:
         """Prompts in progress and new ones in order of service; the first that does not fit blocks later ones."""
@@ -200,25 +205,13 @@ class Scheduler:
         decoders_wait = kind is Kind.PREFILL and bool(self.running.decoding)
         self._consecutive_prefills = self._consecutive_prefills + 1 if decoders_wait else 0
         sequences = decoders + [s for s, _ in prefills]
-        num_tokens = (1,) * num_decode + tuple(n for _, n in prefills)
-        samples = (True,) * num_decode + tuple(n == s.num_unscheduled_tokens for s, n in prefills)
-        rows = Rows(
-            slot=tuple([s.slot for s in sequences]),
-            start=tuple([s.num_computed_tokens if s.in_flight is None else 0 for s in sequences]),
-            num_tokens=num_tokens,
-            token=tuple([s.tokens[s.num_computed_tokens] if s.in_flight is None else NO_TOKEN for s in decoders])
-            + tuple(
-                s.tokens[s.num_computed_tokens] if s.in_flight is None and n == 1 else NO_TOKEN for s, n in prefills
-            ),
-            after=tuple([KNOWN if s.in_flight is None else s.row for s in sequences]),
-            samples=samples,
-        )
+        rows = self._rows(decoders, prefills, sequences)
         sampling, silent = InFlight(step, True), InFlight(step, False)
         for row, sequence in enumerate(decoders):
             sequence.in_flight, sequence.row = sampling, row
             sequence.num_scheduled_tokens += 1
         for row, (sequence, count) in enumerate(prefills, num_decode):
-            sequence.in_flight, sequence.row = sampling if samples[row] else silent, row
+            sequence.in_flight, sequence.row = sampling if rows.samples[row] else silent, row
             sequence.num_scheduled_tokens += count
             if sequence.num_unscheduled_tokens == 1:
                 self.running.finish_prefill(sequence)
@@ -237,6 +230,27 @@ class Scheduler:
         self._num_steps += 1
         self.scheduled.append(ScheduledStep(batch, sequences))
         return batch
+
+    def _rows(self, decoders: list[Sequence], prefills: list[PrefillRow], sequences: list[Sequence]) -> Rows:
+        num_decode, newest = len(decoders), self.scheduled[-1] if self.scheduled else None
+        if newest is not None and not prefills and newest.sequences == decoders:
+            # Every row follows the same row of the step in flight: many steps in succession have equal rows.
+            repeated, every = newest.batch.rows, tuple(range(num_decode))
+            if newest.batch.kind is Kind.DECODE and repeated.after == every:
+                return repeated
+            unknown = (NO_TOKEN,) * num_decode
+            return Rows(repeated.slot, (0,) * num_decode, (1,) * num_decode, unknown, every, (True,) * num_decode)
+        return Rows(
+            slot=tuple([s.slot for s in sequences]),
+            start=tuple([s.num_computed_tokens if s.in_flight is None else 0 for s in sequences]),
+            num_tokens=(1,) * num_decode + tuple(n for _, n in prefills),
+            token=tuple([s.tokens[s.num_computed_tokens] if s.in_flight is None else NO_TOKEN for s in decoders])
+            + tuple(
+                s.tokens[s.num_computed_tokens] if s.in_flight is None and n == 1 else NO_TOKEN for s, n in prefills
+            ),
+            after=tuple([KNOWN if s.in_flight is None else s.row for s in sequences]),
+            samples=(True,) * num_decode + tuple(n == s.num_unscheduled_tokens for s, n in prefills),
+        )
 
     # Applying
 

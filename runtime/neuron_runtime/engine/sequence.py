@@ -54,6 +54,7 @@ class Sequence:
         "_stop_token_ids",
         "blocks",
         "capacity",
+        "horizon",
         "in_flight",
         "keys",
         "max_length",
@@ -109,6 +110,8 @@ class Sequence:
         self.blocks: list[int] = []
         self.capacity = 0
         """Number of tokens that fit its blocks, without draft tokens."""
+        self.horizon = 0
+        """Number of tokens up to which a further row needs no block and cannot be the last one."""
         self.next_full = NEVER
         """Number of computed tokens at which the next block can be added to the prefix cache."""
 

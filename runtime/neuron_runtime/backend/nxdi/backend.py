@@ -10,7 +10,6 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
 from typing import NamedTuple
 
 import numpy as np
@@ -25,6 +24,7 @@ from neuron_runtime.backend.nxdi.buckets import (
     position_that_takes,
     prefill_that_takes,
 )
+from neuron_runtime.backend.nxdi.device_thread import DeviceThread
 from neuron_runtime.backend.nxdi.failures import classified
 from neuron_runtime.backend.nxdi.inputs import Call, Inputs, StepRows
 from neuron_runtime.backend.nxdi.sampling_rows import HostRows, IntArray
@@ -63,6 +63,13 @@ class _Step(NamedTuple):
     rows: StepRows
 
 
+class _Job(NamedTuple):
+    """A step that may run."""
+
+    step: _Step
+    late: Late | None
+
+
 class _Done(NamedTuple):
     """What a step has produced: a token for each row, NO_TOKEN for rows that do not sample."""
 
@@ -82,8 +89,8 @@ class NxdiBackend:
         self._limits = limits
         self._inputs = Inputs(settings)
         self._launched: deque[_Step] = deque()
-        self._running: dict[int, tuple[_Step, Future[_Done]]] = {}
-        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="device")
+        self._running: deque[_Step] = deque()
+        self._thread: DeviceThread[_Job, _Done] = DeviceThread(self._run)
         # Used on that thread alone:
         self._host = None if limits.sampling == "Device" else HostRows(limits)
         self._tokens: IntArray = np.zeros(0, dtype=np.int64)
@@ -122,28 +129,29 @@ class NxdiBackend:
             raise IllegalBatch(f"sample of step {step}, but step {launched.batch.step} was launched")
         if late is not None and self._host is None:
             raise IllegalBatch(f"step {step} restricts tokens, and the graphs return no logits")
-        self._running[step] = (launched, self._thread.submit(self._run, launched, late))
+        self._running.append(launched)
+        self._thread.put(_Job(launched, late))
 
     def collect(self, step: int) -> StepOutput:
-        (batch, calls, rows), running = self._running.pop(step)
+        running = self._running.popleft()
+        if running.batch.step != step:
+            raise IllegalBatch(f"collect of step {step}, but step {running.batch.step} runs")
         # Whatever need not be done between two calls is done here, while the device works.
-        tokens, logprobs, seconds, memory = running.result()
-        num_tokens = rows.ends - rows.start
+        tokens, logprobs, seconds, memory = self._thread.get()
         return StepOutput(
-            step=batch.step,
+            step=step,
             token_ids=tuple([(token,) if token != NO_TOKEN else () for token in tokens.tolist()]),
             logprobs=logprobs,
             device_seconds=seconds,
             graphs=tuple(
-                GraphUse(call.graph.name, int(num_tokens[call.rows].sum()), call.graph.num_computed_tokens)
-                for call in calls
+                [GraphUse(call.graph.name, call.num_tokens, call.graph.num_computed_tokens) for call in running.calls]
             ),
             device_memory=memory,
         )
 
     def close(self) -> None:
         """Cores stay taken until the process ends."""
-        self._thread.shutdown(wait=True, cancel_futures=True)
+        self._thread.close()
 
     def _run_alone(self, batch: Batch) -> StepOutput:
         self.launch(batch)
@@ -152,11 +160,11 @@ class NxdiBackend:
 
     # On the backend's thread
 
-    def _run(self, step: _Step, late: Late | None) -> _Done:
+    def _run(self, job: _Job) -> _Done:
         if self._failure is not None:
             raise self._failure
         try:
-            return self._run_calls(step, late)
+            return self._run_calls(*job)
         except Exception as error:
             self._failure = classified(error)
             if self._failure is error:

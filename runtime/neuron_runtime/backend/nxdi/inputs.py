@@ -2,8 +2,9 @@
 
 Used by the backend on the engine's thread, while the step before runs. NxD Inference takes one prompt per call, or one
 token for each of a fixed number of sequences; whether a call is a prompt it decides from positions. What it would pad
-or sort by itself, at a cost that grows with the square of the rows, arrives padded and sorted here. All tensors are
-new for each call, because NxD Inference keeps some of them and writes to others.
+or sort by itself, at a cost that grows with the square of the rows, arrives padded and sorted here. Tensors are new for
+each call, because NxD Inference keeps some of them and writes to others; only a block table that no row has outgrown is
+passed again.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from neuron_runtime.backend.base import IllegalBatch
 from neuron_runtime.backend.nxdi.buckets import Decode, Graph, Prefill, decode_graph, prefill_graph
 from neuron_runtime.backend.nxdi.sampling_rows import DeviceParameters, IntArray
 from neuron_runtime.backend.nxdi.settings import Settings
-from neuron_runtime.core import KNOWN, NO_TOKEN, Added, Batch
+from neuron_runtime.core import KNOWN, NO_TOKEN, Added, Batch, Rows
 
 NO_SLOT = -1
 """In a slot mapping: keys and values of the token are not kept."""
@@ -38,6 +39,10 @@ class StepRows(NamedTuple):
     samples: npt.NDArray[np.bool_]
     prefills: npt.NDArray[np.bool_]
     """Rows that take a call of their own."""
+    decodes: IntArray
+    """Indices of the other rows, which share a call."""
+    repeats: bool = False
+    """Each row feeds the next token of the same decode row of the step before, and no slot has changed hands."""
 
 
 @dataclass(slots=True)
@@ -50,6 +55,8 @@ class Call:
     """The rows of the batch that the call computes."""
     places: IntArray
     """Index of each of these rows in the output."""
+    num_tokens: int
+    """Tokens that these rows feed."""
     tokens: IntArray = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
     """Of a decode call: the token of each of these rows; NO_TOKEN if the step before samples it."""
     after: IntArray = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
@@ -67,6 +74,22 @@ class Call:
         self.arguments["input_ids"] = _column(self.tokens[self.source])
 
 
+@dataclass(slots=True)
+class _Places:
+    """What decode steps with the same rows have in common."""
+
+    places: IntArray
+    """Index of each decode row in the call."""
+    source: IntArray
+    """For each row of the call, the index of the row it holds, or repeats."""
+    of_place: IntArray
+    """For each row of the call, its slot."""
+    identifiers: IntArray
+    """For each row of the call, the number of its sequence."""
+    table: torch.Tensor | None = None
+    """The block table of the newest call, unless a row got a block since."""
+
+
 class Inputs:
     """The mirror of the slots, as arrays, so that a step over many rows costs a few array operations."""
 
@@ -81,12 +104,18 @@ class Inputs:
         self._num_known = np.zeros(num_slots, dtype=np.int64)
         self._blocks = np.zeros((num_slots, -(-settings.max_model_length // settings.block_size)), dtype=np.int64)
         self._num_blocks = np.zeros(num_slots, dtype=np.int64)
+        self._capacity = np.zeros(num_slots, dtype=np.int64)
+        """Tokens that fit the blocks and the model's length."""
         self._parameters = DeviceParameters(num_slots, settings.global_topk)
         self._sequence_ids = np.zeros(num_slots, dtype=np.int64)
         self._next_id = num_slots
-        self._resolved: tuple[Batch | None, StepRows] = (None, _NO_ROWS)
+        self._resolved: tuple[Batch | None, StepRows, list[Graph]] = (None, _NO_ROWS, [])
         self._previous = _NO_ROWS
         """Rows of the batch applied last."""
+        self._repeatable: Rows | None = None
+        """The same as they came, if all are decode rows."""
+        self._places = _Places(*(_NO_ROWS.slots,) * 4)
+        """Of the decode call made last."""
 
     def graphs(self, batch: Batch) -> list[Graph]:
         """The graphs that the batch will run, before or after it is applied.
@@ -94,17 +123,7 @@ class Inputs:
         Raises:
             IllegalBatch: no graph fits a row.
         """
-        rows = self._resolve(batch)
-        found: list[Graph] = []
-        try:
-            decodes = np.flatnonzero(~rows.prefills)
-            if len(decodes):
-                found.append(self._decode_graph(rows.slots[decodes], rows.start[decodes]))
-            for row in np.flatnonzero(rows.prefills).tolist():
-                found.append(prefill_graph(self._settings, int(rows.start[row]), int(rows.ends[row])))
-        except ValueError as error:
-            raise IllegalBatch(f"step {batch.step}: {error}") from error
-        return found
+        return self._resolve(batch)[1]
 
     def apply(self, batch: Batch) -> tuple[list[Call], StepRows]:
         """Apply the delta; returns the calls in the order in which they must run, and the rows.
@@ -114,7 +133,26 @@ class Inputs:
         Raises:
             IllegalBatch: a slot, block, position or token is impossible.
         """
-        rows, graphs = self._resolve(batch), self.graphs(batch)
+        rows, graphs = self._resolve(batch)
+        self._change(batch)
+        self._check(batch.step, rows)
+        calls: list[Call] = []
+        if len(rows.decodes):
+            if not rows.repeats:
+                self._places = self._placed(batch.step, rows, graphs[0])
+            calls.append(self._decode_call(rows, graphs[0]))
+        if len(graphs) > len(calls):
+            prefills = np.flatnonzero(rows.prefills).tolist()
+            for row, graph in zip(prefills, graphs[len(calls) :], strict=True):
+                calls.append(self._prefill_call(rows, row, graph))
+        self._started[rows.slots] = True
+        self._repeatable = batch.rows if len(rows.decodes) == len(batch.rows) else None
+        self._previous, self._resolved = rows, (None, _NO_ROWS, [])
+        return calls, rows
+
+    # The mirror
+
+    def _change(self, batch: Batch) -> None:
         for slot in batch.released:
             if not self._live[slot]:
                 raise IllegalBatch(f"step {batch.step} releases slot {slot}, which is free")
@@ -122,26 +160,11 @@ class Inputs:
         for slot, num_kept in batch.kept_blocks:
             if not (self._live[slot] and 0 < num_kept <= self._num_blocks[slot]):
                 raise IllegalBatch(f"step {batch.step} keeps {num_kept} blocks of slot {slot}, which has fewer")
-            self._num_blocks[slot] = num_kept
+            self._hold(slot, num_kept)
         for added in batch.added:
             self._add(batch.step, added)
         for slot, block in batch.appended_blocks:
             self._append_block(batch.step, slot, block)
-        self._check(batch.step, rows)
-        calls: list[Call] = []
-        decodes = np.flatnonzero(~rows.prefills)
-        for graph in graphs:
-            if isinstance(graph, Decode):
-                calls.append(self._decode_call(batch.step, rows, decodes, graph))
-        prefills = np.flatnonzero(rows.prefills).tolist()
-        for row, graph in zip(prefills, graphs[len(calls) :], strict=True):
-            assert isinstance(graph, Prefill)
-            calls.append(self._prefill_call(rows, row, graph))
-        self._started[rows.slots] = True
-        self._previous, self._resolved = rows, (None, _NO_ROWS)
-        return calls, rows
-
-    # The mirror
 
     def _add(self, step: int, added: Added) -> None:
         slot, length = added.slot, len(added.token_ids)
@@ -152,7 +175,7 @@ class Inputs:
         self._live[slot] = True
         self._tokens[slot, :length] = added.token_ids
         self._num_known[slot] = length
-        self._num_blocks[slot] = 0
+        self._hold(slot, 0)
         self._blocks[slot] = 0
         for block in added.blocks:
             self._append_block(step, slot, block)
@@ -165,11 +188,37 @@ class Inputs:
         if not self._live[slot] or count == self._blocks.shape[1] or not 0 <= block < self._settings.num_blocks:
             raise IllegalBatch(f"step {step} gives block {block} to slot {slot}, which cannot take it")
         self._blocks[slot, count] = block
-        self._num_blocks[slot] = count + 1
+        self._hold(slot, count + 1)
+        self._places.table = None
 
-    def _resolve(self, batch: Batch) -> StepRows:
-        if self._resolved[0] is batch:
-            return self._resolved[1]
+    def _hold(self, slot: int, num_blocks: int) -> None:
+        self._num_blocks[slot] = num_blocks
+        self._capacity[slot] = min(num_blocks * self._block_size, self._settings.max_model_length)
+
+    def _resolve(self, batch: Batch) -> tuple[StepRows, list[Graph]]:
+        if self._resolved[0] is not batch:
+            rows = self._next_rows() if self._repeats(batch) else self._read_rows(batch)
+            self._resolved = (batch, rows, self._graphs(batch.step, rows))
+        return self._resolved[1:]
+
+    def _repeats(self, batch: Batch) -> bool:
+        """See `StepRows.repeats`."""
+        rows, before = batch.rows, self._repeatable
+        return (
+            before is not None
+            and not (batch.released or batch.kept_blocks or batch.added)
+            and (rows.slot, rows.num_tokens, rows.samples) == (before.slot, before.num_tokens, before.samples)
+            and rows.after == tuple(range(len(rows)))
+        )
+
+    def _next_rows(self) -> StepRows:
+        before = self._previous
+        if not before.repeats:
+            token = np.full(len(before.slots), NO_TOKEN, dtype=np.int64)
+            before = before._replace(token=token, after=np.arange(len(token)), repeats=True)
+        return before._replace(start=before.ends, ends=before.ends + 1)
+
+    def _read_rows(self, batch: Batch) -> StepRows:
         rows, previous = batch.rows, self._previous
         slots = np.array(rows.slot, dtype=np.int64)
         start = np.array(rows.start, dtype=np.int64)
@@ -182,28 +231,42 @@ class Inputs:
             # One token a row: a row ends where its tokens end, whether it sampled or not.
             start[waits] = previous.ends[after[waits]]
         samples = np.array(rows.samples, dtype=bool)
-        resolved = StepRows(
+        prefills = (num_tokens > 1) | ~samples | (start == 0)
+        return StepRows(
             slots=slots,
             start=start,
             ends=start + num_tokens,
             token=np.array(rows.token, dtype=np.int64),
             after=after,
             samples=samples,
-            prefills=(num_tokens > 1) | ~samples | (start == 0),
+            prefills=prefills,
+            decodes=np.flatnonzero(~prefills),
         )
-        self._resolved = (batch, resolved)
-        return resolved
+
+    def _graphs(self, step: int, rows: StepRows) -> list[Graph]:
+        found: list[Graph] = []
+        try:
+            if len(rows.decodes):
+                found.append(self._decode_graph(rows.slots[rows.decodes], rows.start[rows.decodes]))
+            if len(rows.decodes) < len(rows.slots):
+                for row in np.flatnonzero(rows.prefills).tolist():
+                    found.append(prefill_graph(self._settings, int(rows.start[row]), int(rows.ends[row])))
+        except ValueError as error:
+            raise IllegalBatch(f"step {step}: {error}") from error
+        return found
 
     def _check(self, step: int, rows: StepRows) -> None:
         slots, ends = rows.slots, rows.ends
+        beyond = ends > self._capacity[slots]
+        if rows.repeats and not beyond.any():
+            return
         comes = (rows.token != NO_TOKEN) | (rows.after != KNOWN)
         illegal = (
             ~self._live[slots]
             | (ends <= rows.start)
             | (rows.start < 0)
             | (ends > self._num_known[slots]) & (rows.prefills | ~comes)
-            | (ends > self._num_blocks[slots] * self._block_size)
-            | (ends > self._settings.max_model_length)
+            | beyond
         )
         if illegal.any():
             row = int(np.flatnonzero(illegal)[0])
@@ -214,7 +277,8 @@ class Inputs:
 
     # Calls
 
-    def _prefill_call(self, rows: StepRows, row: int, graph: Prefill) -> Call:
+    def _prefill_call(self, rows: StepRows, row: int, graph: Graph) -> Call:
+        assert isinstance(graph, Prefill)
         slot, start, end = int(rows.slots[row]), int(rows.start[row]), int(rows.ends[row])
         width = end
         positions = np.arange(end, dtype=np.int64)
@@ -242,50 +306,63 @@ class Inputs:
                 "full_context_lens": torch.tensor([[end]]),
                 "computed_context_lens": torch.tensor([[start]]),
             }
-        return Call(graph, arguments, np.array([row]), np.zeros(1, dtype=np.int64))
+        return Call(graph, arguments, np.array([row]), np.zeros(1, dtype=np.int64), end - start)
 
     def _decode_graph(self, slots: IntArray, start: IntArray) -> Decode:
         num_rows = int(slots.max()) + 1 if self._settings.layout == "slots" else len(slots)
         return decode_graph(self._settings, num_rows, int(start.max()))
 
-    def _decode_call(self, step: int, rows: StepRows, decodes: IntArray, graph: Decode) -> Call:
-        slots, start = rows.slots[decodes], rows.start[decodes]
-        by_line = self._settings.layout == "slots"
-        if by_line:
+    def _placed(self, step: int, rows: StepRows, graph: Graph) -> _Places:
+        slots, num_rows = rows.slots[rows.decodes], graph.num_computed_tokens
+        if by_line := self._settings.layout == "slots":
             absent = self._started & self._live
             absent[slots] = False
             if absent.any():
                 raise IllegalBatch(f"step {step} would overwrite slot {int(absent.argmax())}, which has no row")
         places = slots if by_line else np.arange(len(slots))
-        source = np.zeros(graph.rows, dtype=np.int64)  # places without a sequence repeat the first row
+        source = np.zeros(num_rows, dtype=np.int64)  # places without a sequence repeat the first row
         source[places] = np.arange(len(slots))
-        of_place, positions = slots[source], start[source]
-        arguments = {"position_ids": _column(positions), "sampling_params": self._parameters.rows(of_place)}
-        if by_line:
-            arguments["seq_ids"] = torch.arange(graph.rows)
-        else:
-            blocks = self._blocks[of_place, positions // self._block_size]
-            kept = blocks * self._block_size + positions % self._block_size
-            kept[len(slots) :] = NO_SLOT
+        identifiers = np.arange(num_rows)
+        if not by_line:
             # Identifiers below the number of slots belong to no sequence.
-            identifiers = np.arange(graph.rows)
             identifiers[: len(slots)] = self._sequence_ids[slots]
+        return _Places(places, source, slots[source], identifiers)
+
+    def _decode_call(self, rows: StepRows, graph: Graph) -> Call:
+        assert isinstance(graph, Decode)
+        found, start = self._places, rows.start[rows.decodes]
+        positions = start[found.source]
+        arguments = {
+            "position_ids": _column(positions),
+            "sampling_params": self._parameters.rows(found.of_place),
+            "seq_ids": torch.from_numpy(found.identifiers.copy()),
+        }
+        if self._settings.layout == "blocks":
+            block, offset = np.divmod(positions, self._block_size)
+            kept = self._blocks[found.of_place, block] * self._block_size + offset
+            kept[len(start) :] = NO_SLOT
+            width = graph.length // self._block_size
+            if found.table is None or found.table.shape[1] != width:
+                found.table = torch.from_numpy(self._blocks[found.of_place, :width])
             arguments |= {
-                "seq_ids": torch.from_numpy(identifiers),
                 "slot_mapping": _column(kept),
-                "block_table": torch.from_numpy(self._blocks[of_place, : graph.length // self._block_size]),
+                "block_table": found.table,
                 "full_context_lens": _column(positions + 1),
-                "computed_context_lens": _column(positions),
+                "computed_context_lens": _column(positions.copy()),
             }
-        named = rows.token[decodes]
-        prompts = np.flatnonzero((named == NO_TOKEN) & (start < self._num_known[slots]))
-        named[prompts] = self._tokens[slots[prompts], start[prompts]]
-        return Call(graph, arguments, decodes, places, named, rows.after[decodes], source)
+        named = rows.token[rows.decodes]
+        if not rows.repeats:
+            slots = rows.slots[rows.decodes]
+            prompts = np.flatnonzero((named == NO_TOKEN) & (start < self._num_known[slots]))
+            named[prompts] = self._tokens[slots[prompts], start[prompts]]
+        return Call(
+            graph, arguments, rows.decodes, found.places, len(start), named, rows.after[rows.decodes], found.source
+        )
 
 
 def _no_rows() -> StepRows:
     none = np.zeros(0, dtype=np.int64)
-    return StepRows(none, none, none, none, none, none.astype(bool), none.astype(bool))
+    return StepRows(none, none, none, none, none, none.astype(bool), none.astype(bool), none)
 
 
 _NO_ROWS = _no_rows()
