@@ -267,6 +267,11 @@ class Serving(SpecPart, frozen=True):
         "(runtime.md#reasoning-models). By default it stays in the answer.",
         ConfigKey("text.reasoningParser"),
     ] = None
+    tool_call_parser: Annotated[
+        Literal["deepseek_v3", "deepseek_v31", "hermes", "llama3_json", "mistral", "pythonic"] | None,
+        "The format in which the model [calls tools](tools.md). By default it follows from the chat template.",
+        ConfigKey("text.toolCallParser"),
+    ] = None
     access_log: Annotated[
         Toggle,
         "Whether each request is logged as [a line of JSON](server.md#access-log), without its content.",

@@ -164,6 +164,11 @@ class TextOptions(Document, frozen=True, kw_only=True):
         "Return reasoning separately from the answer, in this model's format",
         Flag(),
     ] = ""
+    tool_call_parser: Annotated[
+        Literal["", "deepseek_v3", "deepseek_v31", "hermes", "llama3_json", "mistral", "pythonic"],
+        "Read calls of tools in this model's format",
+        Flag(default="by the chat template"),
+    ] = ""
 
 
 class ServerOptions(Document, frozen=True, kw_only=True):

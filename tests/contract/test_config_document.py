@@ -45,6 +45,7 @@ SERVING = {
     **dict.fromkeys(SWITCHES, st.sampled_from(["Auto", "Enabled", "Disabled"])),
     "chatTemplate": st.text(st.characters(codec="utf-8"), min_size=1),
     "reasoningParser": st.sampled_from(["deepseek_r1", "qwen3"]),
+    "toolCallParser": st.sampled_from(["hermes", "llama3_json", "mistral"]),
     "generationConfig": st.sampled_from(["Enabled", "Disabled"]),
     "accessLog": st.sampled_from(["Enabled", "Disabled"]),
     "numFrontEnds": st.integers(1, 64),
@@ -92,6 +93,7 @@ def test_the_runtime_reads_the_document_of_a_manifest(
         generation_config="vllm" if serving.get("generationConfig") == "Disabled" else "auto",
         chat_template=serving.get("chatTemplate", ""),
         reasoning_parser=serving.get("reasoningParser", ""),
+        tool_call_parser=serving.get("toolCallParser", ""),
     )
     assert config.server == runtime.ServerOptions(
         access_log=serving.get("accessLog") != "Disabled", num_front_ends=serving.get("numFrontEnds", 1)
@@ -206,8 +208,8 @@ def schema_of(kind: type, field: str) -> dict[str, Any]:
 def test_choices_and_bounds_of_the_manifest_match_the_runtime() -> None:
     assert set(LIMITS) <= set(runtime.EngineLimits.__struct_encode_fields__)
     assert schema_of(Serving, "dtype")["enum"] == schema_of(runtime.RuntimeConfig, "dtype")["enum"]
-    parsers = schema_of(runtime.TextOptions, "reasoningParser")["enum"]
-    assert ["", *schema_of(Serving, "reasoningParser")["enum"]] == parsers
+    for parser in ("reasoningParser", "toolCallParser"):
+        assert ["", *schema_of(Serving, parser)["enum"]] == schema_of(runtime.TextOptions, parser)["enum"]
     front_ends = schema_of(Serving, "numFrontEnds"), schema_of(runtime.ServerOptions, "numFrontEnds")
     assert front_ends[0]["maximum"] == front_ends[1]["maximum"]
 

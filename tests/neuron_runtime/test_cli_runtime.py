@@ -224,9 +224,9 @@ def test_everything_wrong_with_the_flags_is_said_at_once(capsys: pytest.CaptureF
 def test_what_the_backend_refuses_is_said_with_the_rest(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["serve", "a/m", "--backend=optimum", "--pipeline-parallel-size=2"]) == 2
     assert "--pipeline-parallel-size: 2 is not supported yet: leave it out; --backend (" in capsys.readouterr().err
-    assert main(["serve", "a/m", "--tool-call-parser=x", "--override-neuron-config", '{"a": 1, "b": 2}']) == 2
+    assert main(["serve", "a/m", "--tokenizer=x", "--override-neuron-config", '{"a": 1, "b": 2}']) == 2
     error = capsys.readouterr().err
-    assert [error.count(one) for one in ("--tool-call-parser: ", "Config.a): ", "Config.b): ")] == [1, 1, 1]
+    assert [error.count(one) for one in ("--tokenizer: ", "Config.a): ", "Config.b): ")] == [1, 1, 1]
 
 
 def test_everything_wrong_with_a_document_is_said_at_once_and_bounded(tmp_path: Path) -> None:
@@ -282,7 +282,7 @@ def test_serve_takes_the_arguments_of_llm_as_flags(row: Row, capsys: pytest.Capt
 
 
 def test_switches_of_vllm_can_be_turned_off(capsys: pytest.CaptureFixture[str]) -> None:
-    config_of("--no-enable-lora", "a/m", "--no-enable-auto-tool-choice")
+    config_of("--no-enable-lora", "a/m", "--no-skip-tokenizer-init")
     assert capsys.readouterr().err == ""
 
 

@@ -240,9 +240,9 @@ def test_a_chat_uses_the_template_of_the_model_and_ends_at_its_end_token(llm: LL
 @pytest.mark.parametrize(
     ("messages", "options", "says"),
     [
-        ([{"role": "tool", "content": "a"}], {}, "`messages[0].role`"),
+        ([{"role": "tool", "content": "a"}], {}, "`messages[0]`: the model's chat template knows no tools"),
         ([[{"role": "user", "content": "a"}], [{"role": "user"}]], {}, "prompt 1: `messages[0].content`"),
-        ([{"role": "user", "content": "a"}], {"tools": [{"type": "function"}]}, "`tools` is not supported yet"),
+        ([{"role": "user", "content": "a"}], {"tools": [{"type": "function"}]}, "`tools[0].function` is missing"),
         (
             [{"role": "user", "content": "a"}],
             {"continue_final_message": True, "add_generation_prompt": True},

@@ -36,7 +36,8 @@ SAMPLES: dict[str, Any] = {
     "truncate_prompt_tokens": 4, "prompt_logprobs": 1, "return_token_ids": True, "return_tokens_as_token_ids": True,
     "cache_salt": "salt", "echo": True, "best_of": 1, "add_generation_prompt": False,
     "chat_template_kwargs": {"a": [1]}, "continue_final_message": True, "max_completion_tokens": 3,
-    "include_reasoning": False, "reasoning_effort": "low",
+    "include_reasoning": False, "reasoning_effort": "low", "tools": [], "tool_choice": "none",
+    "parallel_tool_calls": False,
 }  # fmt: skip
 """A supported value of every field."""
 
@@ -54,9 +55,9 @@ ASKS: dict[str, Any] = {
     "audio": {}, "chat_template": "x", "documents": [{}], "function_call": {"name": "f"}, "functions": [{}],
     "guided_choice": ["a"], "guided_grammar": "g", "guided_json": {}, "guided_regex": "r", "kv_transfer_params": {},
     "length_penalty": 2, "logits_processors": ["p"], "mm_processor_kwargs": {"a": 1}, "modalities": ["audio"],
-    "moderation": {}, "parallel_tool_calls": 1, "prediction": {}, "prompt_embeds": "e", "repetition_detection": {},
+    "moderation": {}, "prediction": {}, "prompt_embeds": "e", "repetition_detection": {},
     "response_format": {"type": "json_object"}, "spaces_between_special_tokens": False, "structured_outputs": {},
-    "suffix": "s", "thinking_token_budget": 5, "tool_choice": "required", "tools": [{}], "use_beam_search": True,
+    "suffix": "s", "thinking_token_budget": 5, "use_beam_search": True,
     "vllm_xargs": {"a": 1}, "web_search_options": {},
 }  # fmt: skip
 """A value with an effect for every unsupported field."""
@@ -92,11 +93,11 @@ async def test_every_field_of_an_endpoint_is_supported(served: Serving, path: st
 
 
 async def test_everything_wrong_with_a_body_is_said_at_once(served: Serving) -> None:
-    wrong = {"top_p": 7, "tools": [{}], "temperature": "hot", "best_of": 2, "messages": [{"role": "x"}], "n": 0}
+    wrong = {"top_p": 7, "functions": [{}], "temperature": "hot", "best_of": 2, "messages": [{"role": "x"}], "n": 0}
     error = (await served.http.post("/v1/chat/completions", json=wrong)).json()["error"]
-    assert error["param"] == "tools"
+    assert error["param"] == "functions"
     assert [part.split("`")[1] for part in error["message"].split("; ")] == [
-        *("tools", "best_of", "temperature", "messages[0].role", "top_p", "n"),
+        *("functions", "best_of", "temperature", "messages[0].role", "top_p", "n"),
     ]
     # Values of a client are shortened one by one, and the number of problems is bounded.
     wrong = {f"guided_{name}": "x" for name in ("choice", "grammar", "json", "regex")} | {"model": 1, "user": 3}

@@ -238,7 +238,7 @@ async def test_errors_raise_the_exceptions_of_the_client_with_field_and_code(cli
     assert (unknown.value.param, unknown.value.code) == ("model", "model_not_found")
     with pytest.raises(openai.BadRequestError) as tools:
         await client.chat.completions.create(**{**ASK, "messages": CHAT, "tools": [{"type": "function"}]})
-    assert tools.value.param == "tools"
+    assert tools.value.param == "tools[0].function"
 
 
 async def test_unknown_fields_are_ignored(client: AsyncOpenAI) -> None:

@@ -206,14 +206,6 @@ async def test_what_cannot_change_an_answer_is_accepted(served: Serving, body: d
     assert answer["choices"] == plain["choices"]
 
 
-async def test_a_forced_tool_is_refused_by_one_error(served: Serving) -> None:
-    forced = {"type": "function", "function": {"name": "f"}}
-    error = await refused(served, "/v1/chat/completions", **TOOLS, tool_choice=forced)
-    assert error["param"] == "tools"
-    for name in ("tools", "tool_choice"):
-        assert f"`{name}` is not supported yet: leave it out" in error["message"]
-
-
 async def test_neutral_values_of_unsupported_fields_are_accepted(served: Serving) -> None:
     neutral = {
         "frequency_penalty": 0.0, "presence_penalty": 0, "repetition_penalty": 1.0, "logit_bias": {}, "logprobs": None,
@@ -366,16 +358,10 @@ BAD_CHATS: list[tuple[dict[str, Any], str, str]] = [
     ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "messages[0].content[0].text", "is missing"),
     ({"messages": [{"role": "user", "content": ["a"]}]}, "messages[0].content[0]", "Expected `object`"),
     (
-        {"messages": [*CHAT, {"role": "tool", "content": "a"}]},
+        {"messages": [*CHAT, {"role": "function", "content": "a"}]},
         "messages[1].role",
-        "role `tool` is not supported yet",
+        "role `function` is not supported",
     ),
-    (
-        {"messages": [{"role": "tool", "tool_call_id": "a", "content": "a"}]},
-        "messages[0].tool_call_id",
-        "not supported",
-    ),
-    ({"messages": [{"role": "assistant", "tool_calls": [{"id": "a"}]}]}, "messages[0].tool_calls", "not supported yet"),
     ({"messages": [{"role": "assistant", "function_call": {}}]}, "messages[0].function_call", "not supported yet"),
     ({"messages": [{"role": "assistant", "audio": {"id": "a"}}]}, "messages[0].audio", "not supported yet"),
     ({"continue_final_message": True, "add_generation_prompt": True}, "continue_final_message", "cannot be combined"),
@@ -388,8 +374,6 @@ BAD_CHATS: list[tuple[dict[str, Any], str, str]] = [
     ({"best_of": 2}, "best_of", "belongs to /v1/completions"),
     ({"messages": [{"role": "user", "content": "x " * 400}]}, "messages", "maximum context length is 256 tokens"),
     ({"response_format": {"type": "json_object"}}, "response_format", "not supported yet"),
-    ({"tools": [{"type": "function"}]}, "tools", "not supported yet"),
-    ({"tool_choice": "required"}, "tool_choice", "not supported yet"),
     ({"chat_template": "x"}, "chat_template", "--chat-template"),
     ({"max_completion_tokens": 500}, "max_completion_tokens", "leaves room for"),
     ({"prompt": "x"}, "prompt", "belongs to /v1/completions"),

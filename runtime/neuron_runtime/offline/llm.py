@@ -35,6 +35,7 @@ from neuron_runtime.requests.bodies import ChatBody, typed
 from neuron_runtime.requests.generation_defaults import load_generation_defaults
 from neuron_runtime.requests.parameters import check_parameter_served, parameters_of
 from neuron_runtime.requests.sampling_fields import SamplingFields
+from neuron_runtime.requests.tools import callable_tools
 from neuron_runtime.text.tokenizer import load_tokenizer
 
 MAX_SEED_BITS = 63
@@ -167,7 +168,7 @@ class LLM:
 
         Args:
             messages: messages with `role` and `content`.
-            options: `tools`, `chat_template` and other options of vLLM's method; refused unless neutral.
+            options: `tools`, which the template gets, and other options of vLLM's method; refused unless neutral.
 
         Raises: as `generate`.
         """
@@ -181,7 +182,8 @@ class LLM:
 
         def prompt(conversation: Conversation) -> dict[str, Any]:
             body = typed({**common, "messages": conversation}, ChatBody, ignores_unknown=False)
-            text = self._admission.chat_text(body.messages, body)
+            functions = callable_tools(body.tools, body.tool_choice)
+            text = self._admission.chat_text(body.messages, body, functions)
             # The template writes its own BOS.
             return {"prompt": text, "add_special_tokens": False}
 

@@ -20,6 +20,7 @@ from neuron_runtime.requests.bodies import (
     MAX_SALT_CHARACTERS,
     ChatBody,
     CompletionBody,
+    Function,
     Generate,
     Message,
     TokenizeBody,
@@ -31,8 +32,10 @@ from neuron_runtime.requests.prompts import Echo, Prompt, Prompts, context_lengt
 from neuron_runtime.requests.sampling import Sampler
 from neuron_runtime.requests.sampling_fields import DEFAULT_COMPLETION_TOKENS, MAX_STOP_CHARACTERS, MAX_STOP_STRINGS
 from neuron_runtime.requests.token_ids import check_token_ids
+from neuron_runtime.requests.tools import callable_tools, tool_use
 from neuron_runtime.text.reasoning import Marks, ReasoningSplitter
 from neuron_runtime.text.tokenizer import Tokenizer
+from neuron_runtime.text.tool_calls import ToolCallSplitter, ToolFormat
 
 
 @dataclass(frozen=True)
@@ -64,6 +67,8 @@ class Ask:
     """None: only text, as most clients request."""
     make_splitter: Callable[[], ReasoningSplitter] | None = None
     """Creates the splitter of reasoning and answer; None: the model has no reasoning."""
+    make_calls: Callable[[], ToolCallSplitter] | None = None
+    """Creates the splitter of text and calls; None: the answer calls no tools."""
     shows_reasoning: bool = True
     stop: tuple[str, ...] = ()
     include_stop: bool = False
@@ -95,6 +100,8 @@ class Admission:
     """Limits of one request."""
     reasoning: Marks | None = None
     """How the model marks its reasoning; None: reasoning stays in the text."""
+    tool_format: ToolFormat | None = None
+    """How the model writes calls of tools; None: not known."""
 
     def check_model(self, name: str | None) -> None:
         """Raises InvalidRequest (404) for an unknown model name; None means the served model."""
@@ -140,10 +147,12 @@ class Admission:
             raise InvalidRequest(message, field="max_tokens")
         name = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
         asked = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
-        text = self.chat_text(body.messages, body)
+        functions = callable_tools(body.tools, body.tool_choice)
+        text = self.chat_text(body.messages, body, functions)
+        use = tool_use(body, functions, self.tool_format)
         cut = self._prompts.cut(body.truncate_prompt_tokens, asked)
         prompt = self._prompts.checked(text, body.add_special_tokens is True, cut, "messages")
-        return self._ask(
+        ask = self._ask(
             body,
             (prompt,),
             asked=asked,
@@ -152,7 +161,12 @@ class Admission:
             logprobs=(body.top_logprobs or 0) if body.logprobs else None,
             make_splitter=None if self.reasoning is None else partial(ReasoningSplitter, self.reasoning, text),
             shows_reasoning=body.include_reasoning is not False,
+            make_calls=None if use is None else use.splitter,
         )
+        if use is not None and use.form.marks & self.tokenizer.hidden_tokens:
+            # The text without special tokens would lack the marks of calls.
+            return replace(ask, skip_special_tokens=False)
+        return ask
 
     def tokenize(self, body: TokenizeBody) -> tuple[int, ...]:
         """Raises InvalidRequest."""
@@ -160,7 +174,7 @@ class Admission:
         if (body.prompt is None) == (body.messages is None):
             raise InvalidRequest("exactly one of `prompt` and `messages` is required", field="prompt")
         if body.messages is not None:
-            text = self.chat_text(body.messages, body)
+            text = self.chat_text(body.messages, body, callable_tools(body.tools, None))
             return self._prompts.read(text, body.add_special_tokens is True, None, "messages").token_ids
         return self._prompts.read(body.prompt or "", body.add_special_tokens is not False, None, "prompt").token_ids
 
@@ -173,9 +187,14 @@ class Admission:
         """Raises InvalidRequest naming the first id outside the vocabulary."""
         check_token_ids(token_ids, name, self._prompts.vocabulary_size)
 
-    def chat_text(self, messages: Sequence[Message], body: ChatBody | TokenizeBody) -> str:
-        """Render a chat with the model's template. Raises InvalidRequest."""
-        return chat_text(self.tokenizer.chat_template, messages, body)
+    def chat_text(
+        self, messages: Sequence[Message], body: ChatBody | TokenizeBody, functions: Sequence[Function] = ()
+    ) -> str:
+        """Render a chat with the model's template. Raises InvalidRequest.
+
+        functions: those that the model may call.
+        """
+        return chat_text(self.tokenizer.chat_template, messages, body, functions)
 
     @cached_property
     def _prompts(self) -> Prompts:

@@ -20,6 +20,9 @@ from neuron_runtime.requests.sampling_fields import DEFAULT_COMPLETION_TOKENS, S
 from neuron_runtime.validation import explain, problems
 
 MAX_SALT_CHARACTERS = 256
+MAX_TOOLS = 128
+MAX_TOOL_NAME_CHARACTERS = 128
+MAX_TOOLS_BYTES = 1024 * 1024
 
 _NOT_BUILT = "Not supported yet"
 
@@ -104,13 +107,57 @@ class ContentPart(msgspec.Struct, frozen=True):
     text: Annotated[str | None, "The text; required"] = None
 
 
+class Function(msgspec.Struct, frozen=True):
+    """A function that the model may call."""
+
+    name: Annotated[str, f"1 to {MAX_TOOL_NAME_CHARACTERS} letters, digits, `_`, `-` or `.`"]
+    description: Annotated[str | None, "What it is for; the model reads it"] = None
+    parameters: Annotated[dict[str, Any] | None, "JSON schema of the arguments, an object. Default: none"] = None
+    strict: Annotated[bool | None, "Accepted; arguments of forced calls always fit the schema"] = None
+
+
+class Tool(msgspec.Struct, frozen=True):
+    """A tool that the model may call."""
+
+    type: Annotated[str, "`function`; other types are not supported yet"] = "function"
+    function: Annotated[Function | None, "The function; required"] = None
+
+
+class FunctionName(msgspec.Struct, frozen=True):
+    """Names a function."""
+
+    name: Annotated[str, "Name of one of `tools`"]
+
+
+class NamedTool(msgspec.Struct, frozen=True):
+    """The tool that the answer must call."""
+
+    type: Annotated[Literal["function"], "`function`"]
+    function: Annotated[FunctionName, "The function"]
+
+
+class CalledFunction(msgspec.Struct, frozen=True):
+    """The call of a function in an earlier answer."""
+
+    name: Annotated[str, "Name of the function"]
+    arguments: Annotated[str | dict[str, Any] | None, "JSON of the arguments"] = None
+
+
+class MessageCall(msgspec.Struct, frozen=True):
+    """A call in an earlier answer."""
+
+    id: Annotated[str | None, "Id of the call"] = None
+    type: Annotated[str, "`function`"] = "function"
+    function: Annotated[CalledFunction | None, "The function; required"] = None
+
+
 class Message(msgspec.Struct, frozen=True):
     """A message of a chat."""
 
     role: Annotated[
         Literal["system", "developer", "user", "assistant", "tool", "function"],
-        "Author of the message. `developer` becomes `system` if the template does not handle it; `tool` and "
-        "`function` are not supported yet",
+        "Author of the message. `developer` becomes `system` if the template does not handle it; `tool` returns the "
+        "result of a call; `function` is not supported yet",
     ]
     content: Annotated[str | list[ContentPart] | None, "A text or a list of parts; optional for `assistant`"] = None
     name: Annotated[str | None, "Name of the author, for the template"] = None
@@ -119,8 +166,8 @@ class Message(msgspec.Struct, frozen=True):
     refusal: Annotated[str | None, _NOT_BUILT] = None
     audio: Annotated[Any, _NOT_BUILT] = None
     function_call: Annotated[Any, _NOT_BUILT] = None
-    tool_call_id: Annotated[str | None, _NOT_BUILT] = None
-    tool_calls: Annotated[list[Any] | None, _NOT_BUILT] = None
+    tool_call_id: Annotated[str | None, "Role `tool`: id of the call that this is the result of"] = None
+    tool_calls: Annotated[list[MessageCall] | None, "Role `assistant`: calls of an earlier answer"] = None
 
 
 AddGenerationPrompt = Annotated[
@@ -136,15 +183,32 @@ ContinueFinalMessage = Annotated[
 TemplateVariables = Annotated[dict[str, Any] | None, "Variables for the template", Parameter(neutral=({},))]
 
 
+Tools = Annotated[
+    list[Tool] | None,
+    f"Functions that the answer may call; at most {MAX_TOOLS}, and {MAX_TOOLS_BYTES} bytes",
+    Parameter(neutral=([],)),
+]
+
+
 class ChatBody(Generate, kw_only=True):
     """A chat and how to answer it."""
 
     messages: Annotated[
         list[Message],
-        "Roles `system`, `developer` (becomes `system` if the template does not handle it), `user`, `assistant`; "
-        "`content` is a text or a list of `text` parts; `name` and, for earlier answers, `reasoning` or "
-        "`reasoning_content` are passed to the template",
+        "Roles `system`, `developer` (becomes `system` if the template does not handle it), `user`, `assistant`, "
+        "`tool`; `content` is a text or a list of `text` parts; `name`, `tool_call_id` and, for earlier answers, "
+        "`tool_calls` and `reasoning` or `reasoning_content` are passed to the template",
     ]
+    tools: Tools = None
+    tool_choice: Annotated[
+        Literal["none", "auto", "required"] | NamedTool | None,
+        "`auto`: the model decides whether to call tools; `none`: it does not see them; `required` and a named "
+        "function are not supported yet",
+        Parameter(neutral=("none", "auto"), default="auto"),
+    ] = None
+    parallel_tool_calls: Annotated[
+        bool | None, "false: at most one call in an answer", Parameter(neutral=(True, False), default=True)
+    ] = None
     add_generation_prompt: AddGenerationPrompt = None
     continue_final_message: ContinueFinalMessage = None
     chat_template_kwargs: TemplateVariables = None
@@ -173,6 +237,7 @@ class TokenizeBody(msgspec.Struct, kw_only=True):
     model: Annotated[str | None, "One of the served names"] = None
     prompt: Annotated[str | None, "A text; either this or `messages`"] = None
     messages: Annotated[list[Message] | None, "A chat, rendered with the model's template"] = None
+    tools: Tools = None
     add_special_tokens: Annotated[
         bool | None, "Add the tokenizer's special tokens. Default: true for a text, false for a chat"
     ] = None

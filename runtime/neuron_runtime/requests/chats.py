@@ -2,26 +2,39 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from neuron_runtime.errors import InvalidRequest
 from neuron_runtime.not_built import Surface, refuse, rows
-from neuron_runtime.requests.bodies import ChatBody, Message, TokenizeBody
+from neuron_runtime.requests.bodies import ChatBody, Function, Message, TokenizeBody
+from neuron_runtime.requests.tools import NO_TOOLS, calls_for_template, check_template_knows, for_template
 from neuron_runtime.text.chat_template import ChatTemplate, TemplateRefused
 
 _NOT_BUILT = [row.name for row in rows(Surface.MESSAGE)]
 
 
-def chat_text(template: ChatTemplate | None, messages: Sequence[Message], body: ChatBody | TokenizeBody) -> str:
-    """The prompt text, including the template's own BOS. Raises InvalidRequest."""
+def chat_text(
+    template: ChatTemplate | None,
+    messages: Sequence[Message],
+    body: ChatBody | TokenizeBody,
+    functions: Sequence[Function] = (),
+) -> str:
+    """The prompt text, including the template's own BOS. Raises InvalidRequest.
+
+    functions: those that the model may call.
+    """
     if template is None:
         message = "this model has no chat template: send a prompt to /v1/completions instead"
         raise InvalidRequest(message, field="messages")
     if not messages:
         raise InvalidRequest("`messages` must not be empty", field="messages")
-    plain = [_plain(message, f"messages[{at}]", template) for at, message in enumerate(messages)]
+    check_template_knows(template, functions)
+    names = {call.id: call.function.name for one in messages for call in one.tool_calls or () if call.function}
+    plain = [_plain(message, f"messages[{at}]", template, names) for at, message in enumerate(messages)]
     variables = dict(body.chat_template_kwargs or {})
+    if functions:
+        variables["tools"] = for_template(functions)
     if isinstance(body, ChatBody) and body.reasoning_effort is not None:
         variables.setdefault("reasoning_effort", body.reasoning_effort)
     if body.continue_final_message and body.add_generation_prompt:
@@ -29,6 +42,9 @@ def chat_text(template: ChatTemplate | None, messages: Sequence[Message], body: 
         raise InvalidRequest(message, field="continue_final_message")
     try:
         if body.continue_final_message:
+            if messages[-1].tool_calls:
+                message = "`continue_final_message` cannot continue a message with `tool_calls`"
+                raise InvalidRequest(message, field="continue_final_message")
             return template.render_open(plain, variables)
         return template.render(plain, body.add_generation_prompt is not False, variables)
     except TemplateRefused as error:
@@ -36,19 +52,32 @@ def chat_text(template: ChatTemplate | None, messages: Sequence[Message], body: 
         raise InvalidRequest(message, field="messages") from error
 
 
-def _plain(message: Message, at: str, template: ChatTemplate) -> dict[str, Any]:
-    """A message as templates expect it. Raises InvalidRequest for unsupported fields."""
-    for name in _NOT_BUILT:
-        value = getattr(message, name)
+def _plain(message: Message, at: str, template: ChatTemplate, names: Mapping[str | None, str]) -> dict[str, Any]:
+    """A message as templates expect it. Raises InvalidRequest for unsupported fields.
+
+    names: the called function by id of the call.
+    """
+    for field in _NOT_BUILT:
+        value = getattr(message, field)
         if value is not None:
-            refuse(Surface.MESSAGE, name, value, at=f"{at}.{name}")
+            refuse(Surface.MESSAGE, field, value, at=f"{at}.{field}")
     refuse(Surface.ROLE, message.role, message.role, at=f"{at}.role")
+    calls = calls_for_template(message, at, template)
+    if (calls or message.role == "tool") and not template.knows_tools:
+        raise InvalidRequest(f"`{at}`: {NO_TOOLS}", field=f"{at}.tool_calls" if calls else f"{at}.role")
     role = "system" if message.role == "developer" and not template.knows_developer else message.role
-    plain: dict[str, Any] = {"role": role, "content": _content(message, at, template)}
+    silent = calls and message.content is None
+    plain: dict[str, Any] = {"role": role, "content": None if silent else _content(message, at, template)}
+    if calls:
+        plain["tool_calls"] = calls
+    name = message.name
+    if message.role == "tool":
+        name = names.get(message.tool_call_id) if name is None else name
+        plain |= {} if message.tool_call_id is None else {"tool_call_id": message.tool_call_id}
     reasoning = message.reasoning_content if message.reasoning is None else message.reasoning
     if reasoning is not None:
         plain |= {"reasoning_content": reasoning, "reasoning": reasoning}
-    return plain if message.name is None else {**plain, "name": message.name}
+    return plain if name is None else {**plain, "name": name}
 
 
 def _content(message: Message, at: str, template: ChatTemplate) -> str | list[dict[str, str]]:

@@ -17,7 +17,7 @@ import orjson
 from neuron_runtime.core import FinishReason
 from neuron_runtime.errors import ServingError
 from neuron_runtime.requests.admission import Details
-from neuron_runtime.server.generation import Generation, Piece, TokenDetails
+from neuron_runtime.server.generation import Choice, Generation, Piece, TokenDetails
 from neuron_runtime.server.logprobs import Located, Speller
 from neuron_runtime.server.objects import (
     ChatAnswer,
@@ -26,11 +26,16 @@ from neuron_runtime.server.objects import (
     Completion,
     CompletionChoice,
     CompletionTokensDetails,
+    FunctionCall,
+    FunctionCallPart,
     PromptTokensDetails,
+    ToolCall,
+    ToolCallPart,
     Usage,
 )
 from neuron_runtime.server.responding import Answer
 from neuron_runtime.server.wire import OPENAI, failure_of
+from neuron_runtime.text.tool_calls import CallPiece
 
 SSE_END = b"data: [DONE]\n\n"
 
@@ -52,20 +57,33 @@ class Shape:
     """Creates a whole response."""
     choice: Callable[..., msgspec.Struct]
     """Creates a whole choice."""
-    text: Callable[[str, str | None], dict[str, Any]]
-    """Fields for text and reasoning (None: the model has none) of a whole choice."""
+    text: Callable[[str, str | None, list[CallPiece]], dict[str, Any]]
+    """Fields for text, reasoning (None: the model has none) and calls of a whole choice."""
     logprobs: Callable[[Speller, Sequence[Located], int], dict[str, Any]]
     prompt_beside_choices: bool
     """Data of the prompt is next to the choices, because there is one prompt; otherwise in each choice."""
 
 
-def _message(text: str, reasoning: str | None) -> dict[str, Any]:
-    if reasoning is None:
-        return {"message": ChatAnswer(role="assistant", content=text, refusal=None)}
-    # vLLM renamed the field; clients look for either.
-    reasoning = reasoning or None
-    message = ChatAnswer("assistant", text or None, None, reasoning=reasoning, reasoning_content=reasoning)
+def _message(text: str, reasoning: str | None, calls: list[CallPiece]) -> dict[str, Any]:
+    message = ChatAnswer("assistant", text if reasoning is None and not calls else text or None, None)
+    if calls:
+        message.tool_calls = [ToolCall(one.id, "function", FunctionCall(one.name, one.arguments)) for one in calls]
+    if reasoning is not None:
+        # vLLM renamed the field; clients look for either.
+        message.reasoning = message.reasoning_content = reasoning or None
     return {"message": message}
+
+
+def finish_reason(choice: Choice) -> str:
+    """As the client sees it."""
+    reason = choice.finish_reason or FinishReason.ERROR
+    return "tool_calls" if reason is FinishReason.STOP and choice.calls_tools else reason.value
+
+
+def _part(piece: CallPiece) -> ToolCallPart:
+    if not piece.name:
+        return ToolCallPart(piece.index, FunctionCallPart(piece.arguments))
+    return ToolCallPart(piece.index, FunctionCallPart(piece.arguments, piece.name), piece.id, "function")
 
 
 COMPLETION = Shape(
@@ -77,7 +95,7 @@ COMPLETION = Shape(
     first=b"",
     answer=Completion,
     choice=CompletionChoice,
-    text=lambda text, reasoning: {"text": text},
+    text=lambda text, reasoning, calls: {"text": text},
     logprobs=Speller.completion,
     prompt_beside_choices=False,
 )
@@ -149,7 +167,7 @@ class Frames:
         shape = self._shape
         out: list[bytes] = []
         for piece in pieces:
-            if piece.details is not None or piece.finish_reason is not None:
+            if piece.details is not None or piece.finish_reason is not None or piece.calls:
                 out += self._detailed(piece, piece.details or TokenDetails())
                 continue
             index = b',"choices":[{"index":%d' % piece.index
@@ -188,13 +206,20 @@ class Frames:
             delta = {"reasoning": piece.reasoning, "reasoning_content": piece.reasoning}
             # In its own frame, because clients read either reasoning or text.
             yield self._frame(piece, {"delta": delta, "logprobs": None, "finish_reason": None})
+        if piece.calls:
+            if piece.text:
+                yield self._frame(piece, {"delta": {"content": piece.text}, "logprobs": None, "finish_reason": None})
+                piece.text = ""
+            for call in piece.calls:
+                part = {"delta": {"tool_calls": [msgspec.to_builtins(_part(call))]}}
+                yield self._frame(piece, {**part, "logprobs": None, "finish_reason": None})
         more = self._formatter.choice(token_details)
         if not (piece.text or more or prompt or piece.finish_reason or self._continuous):
             return
         text = {"delta": {"content": piece.text}} if shape.first else {"text": piece.text}
         choice: dict[str, Any] = {**text, "logprobs": None, "finish_reason": None, **more, **prompt}
         if piece.finish_reason is not None:
-            choice["finish_reason"] = piece.finish_reason.value
+            choice["finish_reason"] = finish_reason(self._generation.choices[index])
             choice["stop_reason"] = self._generation.stop_reasons[index]
         yield self._frame(piece, choice)
 
@@ -242,9 +267,9 @@ class OpenAIWriter:
             reasoning = answer.reasoning if ask.make_splitter is not None and ask.shows_reasoning else None
             first = answers[index - index % ask.num_choices]
             fields = {
-                **shape.text(answer.text, reasoning),
+                **shape.text(answer.text, reasoning, answer.calls),
                 "logprobs": None,
-                "finish_reason": (generation.choices[index].finish_reason or FinishReason.ERROR).value,
+                "finish_reason": finish_reason(generation.choices[index]),
                 "stop_reason": stop_reason,
                 **formatter.choice(answer.details),
                 **({} if beside else formatter.prompt(index, first.details)),

@@ -49,6 +49,7 @@ from neuron_runtime.server.shared_counts import SharedCounts
 from neuron_runtime.server.summed_metrics import SummedMetrics
 from neuron_runtime.text.reasoning import REASONING_PARSERS, Marks
 from neuron_runtime.text.tokenizer import Tokenizer, load_tokenizer
+from neuron_runtime.text.tool_calls import TOOL_PARSERS, ToolFormat, recognized
 
 KEEP_ALIVE_SECONDS = 75
 """Longer than common clients and proxies keep idle connections, so that they close them first."""
@@ -68,6 +69,7 @@ class Text:
     tokenizer: Tokenizer
     defaults: GenerationDefaults
     reasoning: Marks | None
+    tool_format: ToolFormat | None
 
 
 def load_text(model_dir: Path, options: TextOptions) -> Text:
@@ -78,7 +80,12 @@ def load_text(model_dir: Path, options: TextOptions) -> Text:
     if reasoning is not None and tokenizer.hidden_tokens & {reasoning.start, reasoning.end}:
         message = f"{reasoning.start} is a special token of this model, which its text omits: leave the parser out"
         raise InvalidConfig("$.text.reasoningParser", message)
-    return Text(tokenizer, defaults, reasoning)
+    template = tokenizer.chat_template
+    if options.tool_call_parser:
+        tool_format: ToolFormat | None = TOOL_PARSERS[options.tool_call_parser]
+    else:
+        tool_format = None if template is None else recognized(template.source)
+    return Text(tokenizer, defaults, reasoning, tool_format)
 
 
 class Server(uvicorn.Server):
@@ -269,6 +276,7 @@ class FrontEnd:
             max_queued_tokens=self._ready.queue.max_tokens,
             options=self.config.server,
             reasoning=text.reasoning,
+            tool_format=text.tool_format,
         )
         if not self._speaks:
             return

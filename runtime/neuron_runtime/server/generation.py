@@ -22,6 +22,7 @@ from neuron_runtime.server.logprobs import Located
 from neuron_runtime.server.metrics import Metrics
 from neuron_runtime.text.choice_text import ChoiceText
 from neuron_runtime.text.tokenizer import Tokenizer
+from neuron_runtime.text.tool_calls import CallPiece
 
 
 @dataclass(slots=True)
@@ -51,6 +52,8 @@ class Piece:
     """Tokens of the choice so far."""
     finish_reason: FinishReason | None
     reasoning: str = ""
+    calls: list[CallPiece] = field(default_factory=list)
+    """Behind the text."""
     details: TokenDetails | None = None
     """None if only text is requested."""
 
@@ -78,6 +81,7 @@ class Choice(ChoiceText):
             skip_special_tokens=ask.skip_special_tokens,
             min_tokens=sampling.min_tokens,
             splitter=ask.make_splitter and ask.make_splitter(),
+            calls=ask.make_calls and ask.make_calls(),
             locates=locates,
         )
         self.has_details = ask.details is not None or echo is not None
@@ -223,6 +227,9 @@ class Generation:
         if choice.reasoning:
             piece.reasoning += choice.reasoning
             choice.reasoning = ""
+        if choice.calls:
+            piece.calls += choice.calls
+            choice.calls = []
         num_tokens = choice.num_tokens - before
         if choice.has_details:
             choice.add_details(piece, update, num_tokens)

@@ -20,6 +20,7 @@ from neuron_runtime.server.exchange import exchange_of
 from neuron_runtime.server.generation import Generation, Piece, TokenDetails
 from neuron_runtime.server.http_protocol import body_writer
 from neuron_runtime.server.wire import error_answer
+from neuron_runtime.text.tool_calls import CallPiece, whole_calls
 
 MANY_TOKENS = 256
 """Responses with log-probabilities of more tokens are formatted on a thread."""
@@ -35,11 +36,13 @@ class Answer:
 
     texts: list[str] = field(default_factory=list)
     reasonings: list[str] = field(default_factory=list)
+    call_pieces: list[CallPiece] = field(default_factory=list)
     details: TokenDetails = field(default_factory=TokenDetails)
 
     def add(self, piece: Piece) -> None:
         self.texts.append(piece.text)
         self.reasonings.append(piece.reasoning)
+        self.call_pieces += piece.calls
         if piece.details is not None:
             self.details.add(piece.details)
 
@@ -50,6 +53,11 @@ class Answer:
     @property
     def reasoning(self) -> str:
         return "".join(self.reasonings)
+
+    @property
+    def calls(self) -> list[CallPiece]:
+        """The calls of tools, each as one piece."""
+        return whole_calls(self.call_pieces)
 
 
 class Writer(Protocol):

@@ -66,6 +66,12 @@ class ChatTemplate:
         """Whether the content of a message may be a list of parts."""
         self.takes_text = self._shows(_PROBE) or not self.takes_parts
         """Whether the content of a message may be a string."""
+        self.source = source
+        self.knows_tools = self._renders([_ASKED], tools=[_TOOL])
+        """Whether the template shows tools to the model."""
+        objects, texts = ([_ASKED, _called(arguments)] for arguments in (_ARGUMENTS, json.dumps(_ARGUMENTS)))
+        self.takes_argument_objects = self._renders(objects, _KEY) or not self._renders(texts, _KEY)
+        """Whether the arguments of an earlier call may be an object; otherwise they are its JSON."""
 
     def render(
         self,
@@ -112,6 +118,15 @@ class ChatTemplate:
         # If the template trims messages, trailing whitespace is not part of the prompt.
         return begun if rest.startswith(" ") else begun.rstrip()
 
+    def _renders(
+        self, messages: Sequence[Mapping[str, Any]], text: str = "", tools: Sequence[Mapping[str, Any]] | None = None
+    ) -> bool:
+        """Whether the prompt has the text, by default the probe."""
+        try:
+            return (text or _PROBE) in self.render(messages, variables={"tools": tools})
+        except TemplateRefused:
+            return False
+
     def _shows(self, content: Any) -> bool:
         try:
             text = self.render([{"role": "user", "content": content}])
@@ -121,6 +136,18 @@ class ChatTemplate:
 
 
 _PROBE = "neuron-probe"
+_ASKED = {"role": "user", "content": "a"}
+_ARGUMENTS, _KEY = {"neuron-key": 1}, '"neuron-key"'
+_TOOL = {
+    "type": "function",
+    "function": {"name": _PROBE, "description": "a", "parameters": {"type": "object", "properties": {}}},
+}
+
+
+def _called(arguments: Any) -> dict[str, Any]:
+    function = {"name": _PROBE, "arguments": arguments}
+    call = {"id": "abcdefghi", "type": "function", "function": function}
+    return {"role": "assistant", "content": None, "tool_calls": [call]}
 
 
 def _tojson(value: Any, ensure_ascii: bool = False, indent: int | None = None, **options: Any) -> str:

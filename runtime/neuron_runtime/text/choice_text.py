@@ -1,4 +1,4 @@
-"""The text of one choice, assembled from its tokens: detokenizer, stop strings and reasoning.
+"""The text of one choice, assembled from its tokens: detokenizer, stop strings, reasoning and calls of tools.
 
 Stop 8 of a request; the front end and the offline class create one per choice. It detects stop strings; the caller
 then aborts the request.
@@ -14,6 +14,7 @@ from neuron_runtime.text.detokenizer import make_detokenizer
 from neuron_runtime.text.reasoning import ReasoningSplitter
 from neuron_runtime.text.stop_strings import StopStrings
 from neuron_runtime.text.tokenizer import Tokenizer
+from neuron_runtime.text.tool_calls import CallPiece, ToolCallSplitter
 
 _Utf8 = codecs.getincrementaldecoder("utf-8")
 
@@ -25,6 +26,7 @@ class ChoiceText:
         stop: texts that end the answer after more than `min_tokens` tokens.
         include_stop: keep the stop text or token in the text.
         splitter: separates reasoning from the text; stop strings also end reasoning.
+        calls: separates calls of tools from the rest; stop strings also end calls.
         locates: whether to record `text_offsets`.
     """
 
@@ -38,6 +40,7 @@ class ChoiceText:
         skip_special_tokens: bool = True,
         min_tokens: int = 0,
         splitter: ReasoningSplitter | None = None,
+        calls: ToolCallSplitter | None = None,
         locates: bool = False,
     ) -> None:
         self.num_tokens = 0
@@ -45,11 +48,14 @@ class ChoiceText:
         self.finish_reason: FinishReason | None = None
         self.reasoning = ""
         """The reasoning so far; callers that show it in parts clear it."""
+        self.calls: list[CallPiece] = []
+        """The calls so far; callers that show them in parts clear it."""
         self.text_offsets: list[int] = []
         """For each token, the index of its first character in the text with reasoning and removed stop strings."""
         self._detokenizer = make_detokenizer(tokenizer, prompt_token_ids, skip_special_tokens)
         self._stops = StopStrings(stop, include_stop)
         self._splitter = splitter
+        self._call_splitter = calls
         self._locates = locates
         self._tokenizer = tokenizer
         self._skips_special = skip_special_tokens
@@ -67,11 +73,28 @@ class ChoiceText:
         return self._stops.stopped
 
     @property
+    def calls_tools(self) -> bool:
+        """Whether a call has begun."""
+        return self._call_splitter is not None and self._call_splitter.num_calls > 0
+
+    @property
     def num_reasoning_tokens(self) -> int:
         return 0 if self._splitter is None else self._splitter.num_tokens
 
     def feed(self, token_ids: tuple[int, ...], finish_reason: FinishReason | None) -> str:
         """The text of new tokens that may be emitted; sets `finish_reason` if the answer ends with them."""
+        text = self._feed(token_ids, finish_reason)
+        if self._call_splitter is None:
+            return text
+        text, calls = self._call_splitter.feed(text)
+        if self.finish_reason is not None:
+            rest, more = self._call_splitter.flush()
+            text, calls = text + rest, calls + more
+        self.calls += calls
+        return text
+
+    def _feed(self, token_ids: tuple[int, ...], finish_reason: FinishReason | None) -> str:
+        """The text with calls."""
         shown = token_ids
         if finish_reason is FinishReason.STOP and not self._shows_stop_token:
             shown = token_ids[:-1]
