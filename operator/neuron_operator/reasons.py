@@ -132,7 +132,7 @@ class Reason(StrEnum):
         "WriteFailed",
         ("Accepted",),
         "A write of the operator has failed for more than five seconds: an admission webhook does not answer, the API "
-        "server reports an internal error, or objects of a deleted model still exist",
+        "server reports an internal error or has too much to do (429), or objects of a deleted model still exist",
         "Repair what the message quotes. The operator retries, at most a minute apart",
     )
     STORAGE_NOT_CONFIGURED = Row(
@@ -239,9 +239,9 @@ class Reason(StrEnum):
     GROUP_INCOMPLETE = Row("GroupIncomplete", ("Available",), exit_codes=(40, 41))
     IMAGE_PULL = Row(
         "ImagePull",
-        ("Available",),
-        "The image cannot be pulled; the message quotes the registry",
-        "Check address, tag and `imagePullSecrets`",
+        ("ModelResolved", "WeightsReady", "Compiled", "Available", "UpToDate"),
+        "The image of a replica or of a step's Job cannot be pulled; the message quotes the registry",
+        "Check address, tag and `imagePullSecrets`. The kubelet tries again, at most five minutes apart",
     )
     SECRET_NOT_FOUND = Row(
         "SecretNotFound",

@@ -133,12 +133,8 @@ class Reconciler:
                 read |= decision.needs
                 continue
             try:
-                for desired in decision.desired:
-                    await writes.ensure(desired, body)
-                for change in decision.changes:
-                    await writes.change(change)
-                for live in decision.delete:
-                    await writes.delete(live)
+                if not isinstance(retry, Throttled):  # then nothing but the status, which says so
+                    await writes.carry_out(decision, body)
             except _Refused as refused:
                 refusal, retry = refused.refusal, refused.retry or retry
                 logger.warning(
@@ -244,6 +240,15 @@ class _Writes:
         self.number += 1
         return self._cluster
 
+    async def carry_out(self, decision: Decision, body: Object) -> None:
+        """Raises _Refused at the first write that the next decision must know of."""
+        for desired in decision.desired:
+            await self.ensure(desired, body)
+        for change in decision.changes:
+            await self.change(change)
+        for live in decision.delete:
+            await self.delete(live)
+
     async def ensure(self, desired: Object, body: Object) -> None:
         """Create, or apply if the live object lacks something. Raises _Refused if the live object is not ours."""
         resource, metadata = resource_of(desired), desired["metadata"]
@@ -268,7 +273,7 @@ class _Writes:
             raise _Refused(refusal(Refused.FORBIDDEN, message=str(fault))) from fault
         except Invalid as fault:
             raise _Refused(refusal(Refused.REJECTED, message=str(fault))) from fault
-        except (Throttled, TermOver):
+        except TermOver:
             raise
         except ClusterFault as fault:
             if not self._reports_faults:
@@ -400,7 +405,9 @@ async def run_workers(queue: WorkQueue[Key], reconciler: Reconciler, metrics: Me
         except Throttled as fault:
             result = "retried"
             logger.info("%s/%s: %s", *key, fault)
-            queue.retry(key, hold_seconds=fault.retry_after_seconds)
+            failing_since.setdefault(key, started)
+            least = PATIENCE_SECONDS if failing_seconds > PATIENCE_SECONDS else 0.0
+            queue.retry(key, hold_seconds=max(fault.retry_after_seconds, least))
         except ClusterFault as fault:
             result = "retried"
             logger.log(logging.INFO if fault.retriable else logging.ERROR, "%s/%s: %s", *key, fault)

@@ -3,6 +3,7 @@ it induces. It applies objects and asserts nothing."""
 
 from __future__ import annotations
 
+import base64
 import json
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
@@ -13,7 +14,7 @@ from cluster.rig.commands import CommandFailed
 from cluster.rig.faults import frozen
 from cluster.rig.rig import Rig
 from cluster.rig.shared_storage import STORAGE_CLASS, shared_volume
-from cluster.servers import Hub
+from cluster.servers import REGISTRY, Hub
 from cluster.stories import Story, model_of
 
 DEMO = "file:///models/demo"
@@ -23,6 +24,7 @@ CPU_NODE, TAINTED_NODE, NEURON_NODE = "n3", "n2", "n1"
 TOKEN, WRONG_TOKEN = "hf_Aright0000000000000000000000000000", "hf_Wrong0000000000000000000000000000"
 TAINT = "team=other:NoSchedule"
 NO_IMAGE = "registry.invalid/runtime:1"
+PRIVATE_IMAGE, PULLER = f"{REGISTRY}/private/runtime:1", "puller:right"
 CLUSTER_ROLE = "neuron-operator"
 
 
@@ -108,6 +110,21 @@ def _give_volume(scene: Scene) -> None:
     spec = {"accessModes": ["ReadWriteMany"], "storageClassName": STORAGE_CLASS, "resources": STORAGE}
     scene.apply(_object("PersistentVolumeClaim", "absent", spec=spec))
     scene.undo.enter_context(shared_volume(scene.rig, scene.story.namespace, "absent"))
+
+
+def _give_artifacts(scene: Scene) -> None:
+    spec = {"accessModes": ["ReadWriteMany"], "storageClassName": STORAGE_CLASS, "resources": STORAGE}
+    scene.apply(_object("PersistentVolumeClaim", "artifacts", spec=spec))
+    scene.undo.enter_context(shared_volume(scene.rig, scene.story.namespace, "artifacts"))
+
+
+def _log_in(login: str) -> Callable[[Scene], object]:
+    def put(scene: Scene) -> None:
+        auth = base64.b64encode(login.encode()).decode()
+        data = {".dockerconfigjson": json.dumps({"auths": {REGISTRY: {"auth": auth}}})}
+        scene.apply(_object("Secret", "registry", type="kubernetes.io/dockerconfigjson", stringData=data))
+
+    return put
 
 
 def _set_quota(scene: Scene) -> None:
@@ -286,6 +303,20 @@ FAULTS = (
         before={"uri": "hf://demo/demo", **IDLE},
     ),
     Fault(
+        "pull-secret",
+        {
+            "uri": "hf://demo/demo",
+            "engine": {"image": PRIVATE_IMAGE, "imagePullPolicy": "IfNotPresent"},
+            "pod": {
+                "imagePullSecrets": [{"name": "registry"}],
+                "nodeSelector": {"kubernetes.io/hostname": CPU_NODE},
+            },
+        },
+        before={"uri": "hf://demo/demo", **IDLE},
+        start=_log_in("puller:wrong"),
+        end=_log_in(PULLER),
+    ),
+    Fault(
         "secret-missing",
         {"serving": {"apiKeySecretRef": {"name": "keys", "key": "api"}}},
         end=_create(_object("Secret", "keys", stringData={"api": "sk-Cluster00000000000000000000000000"})),
@@ -313,6 +344,16 @@ FAULTS = (
     ),
     Fault("architecture", {"uri": "hf://demo/strange", **IDLE}, {"uri": "hf://demo/demo", **IDLE}),
     Fault("truncated", {"uri": "hf://demo/short", **IDLE}, {"uri": "hf://demo/demo", **IDLE}),
+    Fault(
+        "compiler",
+        {
+            "engine": {"backend": "torch", "compile": "Enabled"},
+            "storage": {"artifacts": {"persistentVolumeClaim": {"claimName": "artifacts"}}},
+            **IDLE,
+        },
+        {"engine": {"backend": "torch"}, **IDLE},
+        start=_give_artifacts,
+    ),
     Fault("override", {"engine": {"overrideNeuronConfig": {"speed": 5}}}, {}),
     Fault(
         "slow-load",

@@ -1,5 +1,6 @@
-"""Servers that models come from, in pods of the cluster: a hub and an S3 server. Stories start them, order their faults
-and read what they sent; the programs are `helpers.hub` and the one of `tests/cluster/build/s3`."""
+"""Servers that models and images come from, in pods of the cluster: a hub, an S3 server and a registry. Stories start
+them, order their faults and read what they sent; the programs are `helpers.hub`, `helpers.registry` and the one of
+`tests/cluster/build/s3`."""
 
 from __future__ import annotations
 
@@ -13,14 +14,19 @@ from typing import Any
 from urllib.parse import urlencode
 
 from cluster.rig.binaries import ensure
+from cluster.rig.images import Image, read_manifest
 from cluster.rig.node_images import write_program_archive
 from cluster.rig.rig import WAITING, Rig
+from helpers.registry import digest_of
 from helpers.s3_server import ACCESS_KEY, SECRET_KEY
 
 HELPERS = Path(__file__).parents[1] / "helpers"
 MODEL_FILE = "model.safetensors"
 S3_IMAGE = "localhost/s3:1"
 S3_PORT = 7070
+REGISTRY_PORT = 5005
+REGISTRY = f"localhost:{REGISTRY_PORT}"
+"""As its node calls it: containerd speaks plain HTTP with this name only."""
 
 
 @dataclass(frozen=True)
@@ -205,3 +211,54 @@ def _object_store(namespace: str, node: str) -> list[dict[str, Any]]:
             "spec": {"selector": {"app": "s3"}, "ports": [{"port": S3_PORT}]},
         },
     ]
+
+
+@contextlib.contextmanager
+def registry_in_pod(rig: Rig, namespace: str, image: Image, *, node: str, login: str) -> Iterator[None]:
+    """A registry for one node, in a namespace of its own. Any name is `image`, which the node has, with another id: a node
+    gives an image that it pulled with a password to no pod without."""
+    manifest, config = _renamed(image, namespace)
+    data = {
+        "registry.py": (HELPERS / "registry.py").read_text(),
+        "manifest.json": manifest,
+        "config.json": config,
+    }
+    metadata = {"name": "registry", "namespace": namespace}
+    command = ["python", "/registry/registry.py", "--folder=/registry", f"--login={login}", f"--port={REGISTRY_PORT}"]
+    container = {
+        "name": "registry",
+        "image": image.name,
+        "imagePullPolicy": "Never",
+        "command": command,
+        "volumeMounts": [{"name": "data", "mountPath": "/registry"}],
+        "readinessProbe": {
+            "httpGet": {"host": "127.0.0.1", "path": "/health", "port": REGISTRY_PORT},
+            "periodSeconds": 1,
+        },
+    }
+    spec = {
+        "hostNetwork": True,
+        "nodeSelector": {"kubernetes.io/hostname": node},
+        "terminationGracePeriodSeconds": 0,
+        "containers": [container],
+        "volumes": [{"name": "data", "configMap": {"name": "registry"}}],
+    }
+    rig.create_namespace(namespace)
+    try:
+        rig.apply(
+            {"apiVersion": "v1", "kind": "ConfigMap", "metadata": metadata, "data": data},
+            {"apiVersion": "v1", "kind": "Pod", "metadata": metadata, "spec": spec},
+        )
+        rig.kubectl("-n", namespace, "wait", "--for=condition=Ready", "pod/registry", WAITING)
+        yield
+    finally:
+        rig.kubectl("delete", "namespace", namespace, "--wait=false")
+
+
+def _renamed(image: Image, label: str) -> tuple[str, str]:
+    """Manifest and configuration of the image with one more label."""
+    manifest, config = read_manifest(image.archive)
+    config["config"] = {**config["config"], "Labels": {**(config["config"].get("Labels") or {}), "test": label}}
+    text = json.dumps(config)
+    described = {**manifest["config"], "digest": digest_of(text.encode()), "size": len(text.encode())}
+    return json.dumps({**manifest, "config": described}), text

@@ -26,6 +26,7 @@ from helpers import manifests as refused_manifests
 from helpers.api_proxy import proxying
 from helpers.apiserver import ApiServer
 from helpers.controllers import finished_or_ready
+from helpers.failures import check_says
 from helpers.operator_rights import CLUSTER_RULES, LEASE_RULES, OPERATOR_NAMESPACE, grant
 from helpers.operator_worlds import FACTS, REFUSED, body
 from helpers.operators import (
@@ -464,6 +465,26 @@ async def test_a_write_that_keeps_failing_is_reported_and_the_others_are_done(
             await namespace.settle()
 
 
+async def test_an_api_server_that_keeps_throttling_is_reported_and_asked_for_nothing_else(
+    server: ApiServer, namespace: Namespace
+) -> None:
+    status = {"kind": "Status", "code": 429, "reason": "TooManyRequests", "message": "too many requests"}
+
+    def too_many(request: web.Request) -> web.Response | None:
+        is_service = request.method == "POST" and request.path.endswith("/services")
+        return web.json_response(status, status=429, headers={"Retry-After": "1"}) if is_service else None
+
+    async with proxying(server) as proxy, client_of(server, via=proxy.url) as client:
+        proxy.answer = too_many
+        async with operating(client, only(namespace)):
+            namespace.put_model()
+            await eventually(lambda: namespace.condition() == ("False", "WriteFailed"), about=namespace.model)
+            check_says("throttled", ready(namespace))
+            assert namespace.children()["Job"] == []
+            proxy.answer = lambda request: None
+            await namespace.settle()
+
+
 async def test_a_recreated_model_waits_for_the_deletion_of_its_predecessors_children(
     server: ApiServer, namespace: Namespace
 ) -> None:
@@ -855,6 +876,7 @@ async def test_nothing_is_created_in_a_namespace_that_is_being_deleted(
     server.call("DELETE", f"/api/v1/namespaces/{namespace.name}", {})
     async with client_of(server) as client, operating(client, only(namespace)):
         await eventually(lambda: namespace.condition() == ("False", "NamespaceTerminating"), about=namespace.model)
+        check_says("namespace-terminating", ready(namespace))
         before = len(server.requests(OPERATOR_USER))
         await asyncio.sleep(2.0)
         later = [call for call in calls(server, before) if call[0] in WRITES and call[1] != "leases"]
@@ -1597,6 +1619,10 @@ def denying(server: ApiServer, namespace: Namespace, group: str, resource: str) 
         for path in reversed(paths):
             server.call("DELETE", f"{path}/{name}", {})
         wait_until("the policy is gone", lambda: not is_denied())
+
+
+def ready(namespace: Namespace) -> Any:
+    return next(c for c in namespace.model()["status"]["conditions"] if c["type"] == "Ready")
 
 
 def message(namespace: Namespace, kind: str) -> str:

@@ -13,10 +13,11 @@ from typing import Any
 
 import pytest
 
-from cluster.failures import CPU_NODE, FAULTS, TOKEN, Fault, Scene, model
+from cluster.failures import CPU_NODE, FAULTS, PULLER, TOKEN, Fault, Scene, model
+from cluster.rig.images import build_image
 from cluster.rig.machine import WAIT_SECONDS
 from cluster.rig.rig import Rig
-from cluster.servers import hub_in_pod
+from cluster.servers import hub_in_pod, registry_in_pod
 from cluster.stories import Story, install, load_images, uninstall
 from helpers.failures import FAILURES, Failure
 
@@ -40,6 +41,11 @@ def scene(rig: Rig) -> Iterator[Scene]:
             hub_in_pod(
                 rig, name, images.runtime, node=CPU_NODE, models=repositories, gated={"demo/gated": TOKEN}, edits=edits
             )
+        )
+        # In the caches, because the images were loaded.
+        runtime = build_image("runtime-cpu")
+        undo.enter_context(
+            registry_in_pod(rig, f"registry-{uuid.uuid4().hex[:8]}", runtime, node=CPU_NODE, login=PULLER)
         )
         values = {
             "nodeSelector": {"kubernetes.io/hostname": CPU_NODE},

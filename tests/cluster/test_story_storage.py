@@ -91,7 +91,7 @@ def installation(rig: Rig) -> Iterator[Installation]:
                 "env": [{"name": "HF_ENDPOINT", "value": hub.endpoint}],
                 "resources": {"requests": {"cpu": "100m"}},  # so that two compilers fit on their node
             },
-            "storage": CLAIMS_OF_THE_CHART,
+            "storage": {**CLAIMS_OF_THE_CHART, "imageVolumes": True},
         }
         undo.callback(uninstall, rig)
         install(rig, images, values=values)
@@ -249,7 +249,7 @@ def test_a_fetch_goes_on_after_its_node_lost_power(installation: Installation, s
         assert entries(volume) == [hub.commit("demo/large")]
 
 
-def test_models_come_from_an_object_store_and_from_a_claim(installation: Installation, story: Story) -> None:
+def test_models_come_from_an_object_store_a_claim_and_an_image(installation: Installation, story: Story) -> None:
     rig, claim = story.rig, "models"
     story.apply(_claim(claim))
     with (
@@ -265,12 +265,13 @@ def test_models_come_from_an_object_store_and_from_a_claim(installation: Install
             story.apply(store.secret("keys", secret_key="wrong"))
             story.apply(model_of("stored", "s3://models/chat", model={"credentialsSecretRef": {"name": "keys"}}))
             story.apply(model_of("claimed", f"pvc://{claim}/chat"))
+            story.apply(model_of("mounted", f"oci://{installation.images.runtime}#/models/demo"))
             story.until_reason("stored", "WeightsUnauthorized")
         with story.stage("secret: right"):
             story.apply(store.secret("keys"))
-            for name in ("stored", "claimed"):
+            for name in ("stored", "claimed", "mounted"):
                 story.until_ready(1, name)
-        for name in ("stored", "claimed"):
+        for name in ("stored", "claimed", "mounted"):
             url = f"http://{name}.{story.namespace}.svc.cluster.local:8000"
             assert story.run_client(installation.images.runtime, "asks", ASK, url, name, QUESTION) == ANSWERS[QUESTION]
 

@@ -133,7 +133,7 @@ def test_facts_of_a_job_reach_the_later_steps() -> None:
     [
         (ended(15, failure_record(15, "StorageFull", "no room for 9 bytes", "fetch")), "StorageFull", "no room"),
         (ended(1, "Traceback\nOSError: reset\n"), "Fetching", "OSError: reset"),
-        ({"waiting": {"reason": "ErrImagePull", "message": "no such image"}}, "Fetching", "no such image"),
+        ({"waiting": {"reason": "ErrImagePull", "message": "no such image"}}, "ImagePull", "no such image"),
     ],
 )
 def test_a_failing_job_is_explained_the_same_for_every_step(state: Object, reason: str, says: str) -> None:

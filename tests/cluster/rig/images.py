@@ -173,21 +173,34 @@ def neuron_image(root: Path = ROOT) -> str:
     raise ValueError(f"{DOCKERFILE} has no ARG NEURON_IMAGE with a default")
 
 
+def read_manifest(archive: Path) -> tuple[Any, Any]:
+    """Manifest and configuration of the image in an archive that BuildKit wrote."""
+    with tarfile.open(archive) as tar:
+        manifest = _read_blob(tar, _entry(tar)["digest"])
+        return manifest, _read_blob(tar, manifest["config"]["digest"])
+
+
+def _entry(tar: tarfile.TarFile) -> Any:
+    (entry,) = _read_json(tar, "index.json")["manifests"]
+    return entry
+
+
+def _read_blob(tar: tarfile.TarFile, digest: str) -> Any:
+    return _read_json(tar, f"blobs/{digest.replace(':', '/')}")
+
+
+def _read_json(tar: tarfile.TarFile, name: str) -> Any:
+    file = tar.extractfile(name)
+    assert file is not None
+    return json.load(file)
+
+
 def describe(archive: Path) -> Image:
     """Reads name, digest and sizes from an archive that BuildKit wrote."""
     with tarfile.open(archive) as tar:
-
-        def read(name: str) -> Any:
-            file = tar.extractfile(name)
-            assert file is not None
-            return json.load(file)
-
-        def blob(digest: str) -> Any:
-            return read(f"blobs/{digest.replace(':', '/')}")
-
-        (entry,) = read("index.json")["manifests"]
-        manifest = blob(entry["digest"])
-        history = blob(manifest["config"]["digest"])["history"]
+        entry = _entry(tar)
+    manifest, config = read_manifest(archive)
+    history = config["history"]
     made_by = [step["created_by"] for step in history if not step.get("empty_layer")]
     sizes = [layer["size"] for layer in manifest["layers"]]
     name = entry["annotations"]["io.containerd.image.name"]
