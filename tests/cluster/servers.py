@@ -215,8 +215,8 @@ def _object_store(namespace: str, node: str) -> list[dict[str, Any]]:
 
 @contextlib.contextmanager
 def registry_in_pod(rig: Rig, namespace: str, image: Image, *, node: str, login: str) -> Iterator[None]:
-    """A registry for one node, in a namespace of its own. Any name is `image`, which the node has, with another id: a node
-    gives an image that it pulled with a password to no pod without."""
+    """A registry for one node, in a namespace of its own. Any name is `image`, which the node has, with another id:
+    a node gives an image that it pulled with a password to no pod without."""
     manifest, config = _renamed(image, namespace)
     data = {
         "registry.py": (HELPERS / "registry.py").read_text(),
