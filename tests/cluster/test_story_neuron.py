@@ -122,7 +122,8 @@ def test_six_lines_are_compiled_without_devices_and_served_on_them(story: Story)
 
 
 def _check_refusals(story: Story) -> None:
-    """A node that is not set up as planned, one that grants fewer cores, and an artifact for other devices."""
+    """A node that is not set up as planned, one that grants fewer cores, an artifact for other devices, and a device
+    without enough memory."""
     rig = story.rig
     trn2 = {"podTemplate": {"spec": {"nodeSelector": {names.INSTANCE_TYPE_LABEL: "trn2.48xlarge"}}}}
     inf2 = {"podTemplate": {"spec": {"nodeSelector": {names.INSTANCE_TYPE_LABEL: "inf2.24xlarge"}}}}
@@ -138,10 +139,15 @@ def _check_refusals(story: Story) -> None:
     other = f"{names.ARTIFACTS_DIR}/{story.artifact('logical')}"
     audit = len(rig.audit_events())
     story.apply(_model("shipped", engine={"env": [{"name": "NEURON_COMPILED_ARTIFACTS", "value": other}]}, **inf2))
+    little = {"env": [{"name": "FAKE_NXDI_MEMORY_BYTES", "value": "1000"}]}
+    story.apply(_model("full", engine=little, **inf2))
     message = story.until_reason("shipped", "ArtifactMissing")["message"]
     for difference in ("target.logicalCore: 2 instead of 1", "target.tensor: 1 instead of 2"):
         assert difference in message, message
-    assert story.created_jobs(audit) == [], "the store has the artifact that it should load"
+    check_says("device-memory", story.until_reason("full", "DeviceOutOfMemory"))
+    story.apply(_model("full", **inf2))
+    story.until_gone("full", "DeviceOutOfMemory")
+    assert story.created_jobs(audit) == [], "the store has the artifacts that they should load"
 
 
 def _model(name: str, **spec: object) -> dict[str, Any]:
