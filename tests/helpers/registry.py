@@ -7,8 +7,12 @@ import argparse
 import base64
 import hashlib
 import json
+import socket
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+
+TLS_HANDSHAKE = b"\x16"
+"""The first byte that a client with TLS sends."""
 
 
 class Handler(BaseHTTPRequestHandler):
@@ -17,6 +21,13 @@ class Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
     folder: Path
     login: str
+
+    def handle(self) -> None:
+        """containerd tries TLS first, and plain HTTP if the answer to that begins like this one."""
+        if self.connection.recv(1, socket.MSG_PEEK) == TLS_HANDSHAKE:
+            self.wfile.write(b"HTTP/1.0 400 Bad Request\r\n\r\n")
+        else:
+            super().handle()
 
     def do_GET(self) -> None:
         self._answer()
