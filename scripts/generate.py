@@ -24,6 +24,7 @@ from neuron_operator import schema
 from neuron_operator.reasons import CONDITIONS, TROUBLESHOOTING
 from neuron_runtime.not_built import Surface
 from neuron_runtime.requests.anthropic import MessagesBody
+from neuron_runtime.requests.responses import ResponsesBody
 from request_tables import (
     as_json,
     fields,
@@ -57,6 +58,11 @@ TARGETS = (
     Target("docs/neuron.md", nxdi_tables.models, "models of NxD Inference"),
     Target("docs/neuron.md", nxdi_tables.statuses, "statuses of the Neuron runtime"),
     Target("docs/runtime.md", fields, "fields"),
+    Target("docs/runtime.md", partial(fields_of, ResponsesBody), "fields of responses"),
+    Target("docs/runtime.md", partial(names, Surface.RESPONSES, has_effect=True), "refused fields of responses"),
+    Target(
+        "docs/runtime.md", partial(names, Surface.RESPONSES, has_effect=False), "fields of responses without effect"
+    ),
     Target("docs/runtime.md", partial(fields_of, MessagesBody), "fields of messages"),
     Target("docs/runtime.md", partial(names, Surface.MESSAGES, has_effect=True), "refused fields of messages"),
     Target("docs/runtime.md", partial(names, Surface.MESSAGES, has_effect=False), "fields of messages without effect"),

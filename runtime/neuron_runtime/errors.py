@@ -97,16 +97,24 @@ class InvalidRequest(ServingError):
     @classmethod
     @contextmanager
     def renaming(cls, names: Mapping[str, str]) -> Iterator[None]:
-        """Errors of the block name fields as another API does."""
+        """Errors of the block name fields as another API does.
+
+        names: regular expressions and what replaces them; matched from the beginning of a field.
+        """
         try:
             yield
         except cls as error:
-            known = re.compile(rf"(?<=`)({'|'.join(map(re.escape, names))})(?=[`.\[])")
-            parts = [known.sub(lambda found: names[found[0]], part) for part in error.parts]
-            field = error.field and known.sub(lambda found: names[found[0]], f"`{error.field}`").strip("`")
+            parts = [_renamed(part, names) for part in error.parts]
+            field = error.field and _renamed(f"`{error.field}`", names).strip("`")
             made = cls(joined(parts), field, error.status, error.code)
             made.parts = tuple(parts)
             raise made from error
+
+
+def _renamed(text: str, names: Mapping[str, str]) -> str:
+    for name, other in names.items():
+        text = re.sub(rf"(?<=`){name}(?=[`.\[])", other, text)
+    return text
 
 
 class Unauthorized(ServingError):

@@ -30,6 +30,8 @@ class Surface(Flag):
     """Arguments of the class `LLM`."""
     FLAG = auto()
     """Flags of `neuron-runtime serve`, here with underscores."""
+    RESPONSES = auto()
+    """Fields of /v1/responses."""
     MESSAGES = auto()
     """Fields of /v1/messages."""
     MESSAGE = auto()
@@ -74,14 +76,16 @@ def is_neutral(value: Any, neutral: Iterable[Any]) -> bool:
 
 _BODY, _PARAMS, _MESSAGE, _FLAG = Surface.BODY, Surface.SAMPLING_PARAMS, Surface.MESSAGE, Surface.FLAG
 _LLM = Surface.LLM | _FLAG
-_MESSAGES = Surface.MESSAGES
+_MESSAGES, _RESPONSES = Surface.MESSAGES, Surface.RESPONSES
 
 ROWS = (
     Row("audio", _BODY),
     Row("audio", _MESSAGE, ([],)),
+    Row("background", _RESPONSES, (False,)),
     Row("chat_template", _BODY, cure="set the server's flag --chat-template instead"),
     Row("container", _MESSAGES),
     Row("context_management", _MESSAGES),
+    Row("conversation", _RESPONSES, cure="send the whole conversation in `input`"),
     Row("convert", _LLM, ("auto", "none")),
     Row("cpu_offload_gb", _LLM, (0,)),
     Row("data_parallel_size", _LLM, (1,)),
@@ -126,6 +130,8 @@ ROWS = (
     Row("override_generation_config", _LLM, ({},)),
     Row("pipeline_parallel_size", _LLM, (1,)),
     Row("prediction", _BODY),
+    Row("previous_response_id", _RESPONSES, cure="send the whole conversation in `input`"),
+    Row("prompt", _RESPONSES, cure="send the text in `input`"),
     Row("prompt_embeds", _BODY),
     Row("quantization", _LLM),
     Row("refusal", _MESSAGE),
@@ -145,6 +151,7 @@ ROWS = (
     Row("speculative_model", _LLM, cure="leave it out, it does not change answers"),
     Row("ssl_certfile", _FLAG, cure="put a proxy in front that ends TLS"),
     Row("ssl_keyfile", _FLAG, cure="put a proxy in front that ends TLS"),
+    Row("store", _RESPONSES, (False,), cure="leave it out: nothing is stored"),
     Row("structured_outputs", _BODY | _PARAMS),
     Row("suffix", _BODY, ("",)),
     Row("task", _LLM, ("auto", "generate")),
@@ -152,8 +159,7 @@ ROWS = (
     Row("tokenizer", _LLM),
     Row("tokenizer_mode", _LLM, ("auto",)),
     Row("tokenizer_revision", _LLM),
-    Row("tool_choice", _MESSAGES, ({"type": "none"}, {"type": "auto"})),
-    Row("tools", _MESSAGES, ([],)),
+    Row("truncation", _RESPONSES, ("disabled",)),
     Row("typical_p", Surface.GENERATION_CONFIG, (1,)),
     Row("use_beam_search", _BODY | _PARAMS, (False,)),
     Row("vllm_xargs", _BODY, ({},)),
@@ -164,6 +170,13 @@ ROWS = (
         for name in (
             *("metadata", "prompt_cache_key", "prompt_cache_options", "prompt_cache_retention", "request_id"),
             *("safety_identifier", "service_tier", "store", "user", "verbosity"),
+        )
+    ),
+    *(
+        Row(name, _RESPONSES, has_effect=False)
+        for name in (
+            *("context_management", "max_tool_calls", "prompt_cache_key", "prompt_cache_options"),
+            *("prompt_cache_retention", "safety_identifier", "service_tier", "user"),
         )
     ),
     *(

@@ -16,7 +16,10 @@ from anthropic import AsyncAnthropic
 from anthropic.types import Message, RawMessageStreamEvent
 from pydantic import TypeAdapter
 
+from helpers.chat_model import write_chat_model
 from helpers.front_end import LIMITS, MODEL, Serving, make_model, serving
+from helpers.scripted_text import sayer
+from helpers.tool_templates import ANSWERS, FIRST, HERMES, SEARCH, SECOND, WEATHER
 from neuron_runtime.config import ServerOptions, TextOptions
 
 CHAT: Any = [{"role": "user", "content": "What is a device?"}]
@@ -181,6 +184,10 @@ async def test_reasoning_is_a_thinking_block_and_can_be_sent_back(model_dir: Pat
         ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "`messages[0].content[0].text` is missing"),
         ({"system": [{"type": "image"}]}, "`system[0].type`"),
         ({"container": "c"}, "`container`"),
+        ({"tools": [{"type": "web_search_20250305", "name": "w"}]}, "`tools[0].type`"),
+        ({"tools": [{"name": "no spaces"}]}, "`tools[0].name`"),
+        ({"tool_choice": {"type": "tool"}}, "`tool_choice.name` is missing"),
+        ({"messages": [{"role": "user", "content": [{"type": "tool_result"}]}]}, "content[0].tool_use_id` is missing"),
     ],
 )
 async def test_a_refused_field_is_named_in_an_error_of_anthropics_shape(
@@ -193,6 +200,72 @@ async def test_a_refused_field_is_named_in_an_error_of_anthropics_shape(
     assert body["error"]["type"] == "invalid_request_error"
     assert words in body["error"]["message"]
     assert body["request_id"] == refused.value.response.headers["x-request-id"]
+
+
+TOOLS: Any = [
+    {"name": one["function"]["name"], "description": "Does it.", "input_schema": one["function"]["parameters"]}
+    for one in (WEATHER, SEARCH)
+]
+
+
+@pytest.fixture(scope="module")
+def long_model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_chat_model(tmp_path_factory.mktemp("model"), max_length=2048)
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def agent(long_model_dir: Path) -> AsyncIterator[Serving]:
+    limits = replace(LIMITS, max_model_length=2048, max_step_tokens=2048, num_blocks=256)
+    text = TextOptions(chat_template=HERMES)
+    async with serving(long_model_dir, limits=limits, vocabulary_size=400, text=text) as one:
+        yield one
+
+
+async def test_calls_of_tools_are_blocks_whole_and_streamed(
+    agent: Serving, long_model_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sayer(monkeypatch, long_model_dir)(f"Let me look.\n{ANSWERS['hermes']}")
+    async with client_of(agent) as client:
+        answer = await message(client, tools=TOOLS, max_tokens=500)
+        events = await streamed(client, tools=TOOLS, max_tokens=500)
+        async with client.messages.stream(**{**ASK, "tools": TOOLS, "max_tokens": 500}) as stream:
+            collected = await stream.get_final_message()
+    assert (answer.stop_reason, text_of(answer)) == ("tool_use", "Let me look.")
+    expected = [("weather", json.loads(FIRST)), ("search", json.loads(SECOND))]
+    for found in (answer, collected):
+        assert [(block.name, block.input) for block in found.content if block.type == "tool_use"] == expected
+    starts = [event for event in events if event.type == "content_block_start"]
+    assert [(event.index, event.content_block.type) for event in starts] == [
+        (0, "text"),
+        (1, "tool_use"),
+        (2, "tool_use"),
+    ]
+    assert starts[1].content_block.input == {}  # type: ignore[union-attr]
+
+
+async def test_results_of_tools_are_sent_back_as_those_of_a_chat(agent: Serving) -> None:
+    call = {"type": "tool_use", "id": "a", "name": "weather", "input": {"city": "Rome"}}
+    result = {"type": "tool_result", "tool_use_id": "a", "content": [{"type": "text", "text": "no"}]}
+    messages: Any = [
+        *CHAT,
+        {"role": "assistant", "content": [{"type": "text", "text": "Let me look."}, call]},
+        {"role": "user", "content": [result, {"type": "text", "text": "And?"}]},
+    ]
+    function = {"name": "weather", "arguments": '{"city": "Rome"}'}
+    as_chat: Any = [
+        *CHAT,
+        {"role": "assistant", "content": "Let me look.", "tool_calls": [{"id": "a", "function": function}]},
+        {"role": "tool", "tool_call_id": "a", "content": "no"},
+        {"role": "user", "content": "And?"},
+    ]
+    tools = [
+        {"type": "function", "function": {**one["function"], "description": "Does it."}} for one in (WEATHER, SEARCH)
+    ]
+    async with client_of(agent) as client:
+        answer = await message(client, tools=TOOLS, messages=messages)
+        counted = await client.messages.count_tokens(model=MODEL, messages=messages, tools=TOOLS)
+    assert text_of(answer) == await chat_text(agent, as_chat, tools=tools)
+    assert counted.input_tokens == answer.usage.input_tokens
 
 
 async def test_an_unknown_model_is_not_found(client: AsyncAnthropic) -> None:

@@ -29,6 +29,7 @@ BODIES: tuple[tuple[str, dict[str, Any]], ...] = (
     ("/v1/completions", {"prompt": "a core", "stop": "e"}),
     ("/v1/completions", COMPLETION | {"prompt_logprobs": 1}),
     ("/v1/messages", {"messages": MESSAGES, "max_tokens": 3}),
+    ("/v1/responses", {"input": "What?", "max_output_tokens": 3, "include": ["message.output_text.logprobs"]}),
     ("/v1/messages/count_tokens", {"messages": MESSAGES}),
     ("/tokenize", {"prompt": "a core", "return_token_strs": True}),
     ("/tokenize", {"messages": MESSAGES}),
@@ -39,6 +40,7 @@ STREAMS = (
     ("/v1/chat/completions", CHAT | STREAM),
     ("/v1/completions", {"prompt": "a core", "stream": True}),
     ("/v1/messages", {"messages": MESSAGES, "max_tokens": 3, "stream": True}),
+    ("/v1/responses", {"input": "What?", "max_output_tokens": 3, "stream": True}),
     ("/v1/completions", COMPLETION | STREAM),
 )
 
@@ -186,6 +188,7 @@ async def test_responses_without_a_body_match_the_document(
         ("/v1/completions", {}, 400),
         ("/v1/completions", {"prompt": "a", "model": "other"}, 404),
         ("/v1/chat/completions", {"messages": 1}, 400),
+        ("/v1/responses", {}, 400),
         ("/v1/messages", {"messages": 1}, 400),
         ("/v1/messages", {"messages": MESSAGES, "model": "other"}, 404),
         ("/v1/messages/count_tokens", {}, 400),

@@ -181,7 +181,8 @@ class Admission:
     def num_prompt_tokens(self, body: ChatBody) -> int:
         """The tokens of a chat, however many. Raises InvalidRequest."""
         self.check_model(body.model)
-        return len(self._prompts.read(self.chat_text(body.messages, body), False, None, "messages").token_ids)
+        text = self.chat_text(body.messages, body, callable_tools(body.tools, body.tool_choice))
+        return len(self._prompts.read(text, False, None, "messages").token_ids)
 
     def check_token_ids(self, token_ids: Sequence[int], name: str) -> None:
         """Raises InvalidRequest naming the first id outside the vocabulary."""

@@ -14,19 +14,36 @@ import msgspec
 from neuron_runtime.errors import InvalidRequest
 from neuron_runtime.not_built import Surface
 from neuron_runtime.requests.admission import Admission, Ask
-from neuron_runtime.requests.bodies import ChatBody, ContentPart, Message
+from neuron_runtime.requests.bodies import (
+    CalledFunction,
+    ChatBody,
+    ContentPart,
+    Function,
+    FunctionName,
+    Message,
+    MessageCall,
+    NamedTool,
+    Tool,
+)
 from neuron_runtime.requests.parameters import ON_DEVICE, ON_TOKENS, Parameter
 
-NAMES = {"stop": "stop_sequences"}
-"""Fields of a chat that have another name here."""
+NAMES = {"stop": "stop_sequences", r"(tools\[\d+\])\.function": r"\1"}
+"""Fields of a chat, as regular expressions, that have another name here."""
 
 
 class Block(msgspec.Struct, frozen=True):
     """A block of a message; which fields it has depends on its type."""
 
-    type: Annotated[str, "`text` or, in the assistant's messages, `thinking`; other types are not supported"]
+    type: Annotated[
+        str, "`text`; `tool_result` of the user; `thinking` and `tool_use` of the assistant. Others are not supported"
+    ]
     text: Annotated[str | None, "With `text`: the text"] = None
     thinking: Annotated[str | None, "With `thinking`: reasoning of an earlier answer, for the template"] = None
+    id: Annotated[str | None, "With `tool_use`: id of the call; required"] = None
+    name: Annotated[str | None, "With `tool_use`: name of the tool; required"] = None
+    input: Annotated[dict[str, Any] | None, "With `tool_use`: the arguments"] = None
+    tool_use_id: Annotated[str | None, "With `tool_result`: id of the call; required"] = None
+    content: Annotated[str | list[Any] | None, "With `tool_result`: a text or `text` blocks"] = None
 
 
 class InputMessage(msgspec.Struct, frozen=True):
@@ -44,6 +61,26 @@ class Thinking(msgspec.Struct, frozen=True):
     display: Annotated[str | None, "Accepted without effect"] = None
 
 
+class ToolDefinition(msgspec.Struct, frozen=True):
+    """A tool that the answer may call."""
+
+    name: Annotated[str, "Name of the tool"]
+    type: Annotated[str | None, "`custom`; other types are not supported"] = None
+    description: Annotated[str | None, "What it is for; the model reads it"] = None
+    input_schema: Annotated[dict[str, Any] | None, "JSON schema of the arguments, an object. Default: none"] = None
+    strict: Annotated[bool | None, "As in `tools` of a chat"] = None
+
+
+class ToolChoice(msgspec.Struct, frozen=True):
+    """Whether the answer calls tools."""
+
+    type: Annotated[
+        Literal["auto", "any", "tool", "none"], "`any` and `tool`: as `required` and a named function of a chat"
+    ]
+    name: Annotated[str | None, "With `tool`: the tool; required"] = None
+    disable_parallel_tool_use: Annotated[bool | None, "true: at most one call in an answer"] = None
+
+
 class CountTokensBody(msgspec.Struct, kw_only=True):
     """A chat whose tokens are counted."""
 
@@ -52,10 +89,14 @@ class CountTokensBody(msgspec.Struct, kw_only=True):
     model: Annotated[str | None, "One of the served names. Default: the served model"] = None
     messages: Annotated[
         list[InputMessage],
-        "Roles `user` and `assistant`; `content` is a text or a list of blocks: `text`, and `thinking` in earlier "
-        "answers. If the last message is the assistant's, the answer continues it",
+        "Roles `user` and `assistant`; `content` is a text or a list of blocks: `text`, `tool_result` and, in "
+        "earlier answers, `thinking` and `tool_use`. If the last message is the assistant's, the answer continues it",
     ]
     system: Annotated[str | list[Block] | None, "Instructions before the messages: a text or `text` blocks"] = None
+    tools: Annotated[
+        list[ToolDefinition] | None, "Tools that the answer may call, as in a chat", Parameter(neutral=([],))
+    ] = None
+    tool_choice: Annotated[ToolChoice | None, "`auto`, `any`, `tool` with a name, or `none`"] = None
     thinking: Annotated[
         Thinking | None,
         "`enabled` and `disabled` set the template's variable `enable_thinking`; without effect if the template does "
@@ -122,13 +163,16 @@ def chat_of(body: CountTokensBody, **sampling: Any) -> ChatBody:
         for at, message in enumerate(body.messages)
         for translated in _MESSAGES[message.role](message, f"messages[{at}]")
     ]
-    continues = bool(messages) and messages[-1].role == "assistant"
+    continues = bool(messages) and messages[-1].role == "assistant" and not messages[-1].tool_calls
     if body.system:
         messages.insert(0, Message("system", _texts(body.system, "system")))
     switch = _SWITCHES[body.thinking.type] if body.thinking is not None else None
     return ChatBody(
         model=body.model,
         messages=messages,
+        tools=[_tool(tool, f"tools[{at}]") for at, tool in enumerate(body.tools or ())],
+        tool_choice=_choice(body.tool_choice),
+        parallel_tool_calls=False if body.tool_choice and body.tool_choice.disable_parallel_tool_use else None,
         continue_final_message=continues or None,
         chat_template_kwargs=switch,
         **sampling,
@@ -142,17 +186,74 @@ _SWITCHES: Mapping[str, dict[str, Any] | None] = {
 }
 
 
+def _tool(tool: ToolDefinition, at: str) -> Tool:
+    if tool.type not in (None, "custom"):
+        message = f"`{at}.type`: tools of type `{tool.type}` are not supported"
+        raise InvalidRequest(message, field=f"{at}.type")
+    return Tool(function=Function(tool.name, tool.description, tool.input_schema, tool.strict))
+
+
+def _choice(choice: ToolChoice | None) -> Any:
+    if choice is None or choice.type != "tool":
+        return choice and {"auto": "auto", "any": "required", "none": "none"}[choice.type]
+    if choice.name is None:
+        raise InvalidRequest("`tool_choice.name` is missing", field="tool_choice.name")
+    return NamedTool("function", FunctionName(choice.name))
+
+
 def _of_user(message: InputMessage, at: str) -> Iterator[Message]:
-    yield Message(message.role, _texts(message.content, f"{at}.content"))
+    """Results of calls are messages of their own in a chat, and come first."""
+    content = message.content
+    if isinstance(content, str):
+        yield Message(message.role, content)
+        return
+    for number, block in enumerate(content):
+        if block.type == "tool_result":
+            where = f"{at}.content[{number}]"
+            call_id = _required(block, "tool_use_id", where)
+            yield Message("tool", _texts(_blocks(block.content or "", where), f"{where}.content"), tool_call_id=call_id)
+    texts = [
+        _text(block, f"{at}.content[{number}]") for number, block in enumerate(content) if block.type != "tool_result"
+    ]
+    if texts or not content:
+        yield Message(message.role, texts)
 
 
 def _of_assistant(message: InputMessage, at: str) -> Iterator[Message]:
-    if isinstance(message.content, str):
-        yield Message("assistant", message.content)
+    content = message.content
+    if isinstance(content, str):
+        yield Message("assistant", content)
         return
-    kept = [block for block in message.content if block.type not in _REASONING]
-    reasoning = "".join(block.thinking or "" for block in message.content if block.type in _REASONING)
-    yield Message("assistant", _texts(kept, f"{at}.content"), reasoning=reasoning or None)
+    texts, calls, reasoning = list[ContentPart](), list[MessageCall](), ""
+    for number, block in enumerate(content):
+        where = f"{at}.content[{number}]"
+        match block.type:
+            case "thinking":
+                reasoning += block.thinking or ""
+            case "redacted_thinking":
+                # Only its author can read it.
+                pass
+            case "tool_use":
+                name = _required(block, "name", where)
+                calls.append(MessageCall(_required(block, "id", where), function=CalledFunction(name, block.input)))
+            case _:
+                texts.append(_text(block, where))
+    yield Message("assistant", texts, reasoning=reasoning or None, tool_calls=calls or None)
+
+
+def _blocks(content: str | list[Any], at: str) -> str | list[Block]:
+    try:
+        return msgspec.convert(content, str | list[Block])
+    except msgspec.ValidationError as error:
+        message = f"`{at}.content` must be a text or blocks: {error}"
+        raise InvalidRequest(message, field=f"{at}.content") from error
+
+
+def _required(block: Block, name: str, at: str) -> str:
+    value: str | None = getattr(block, name)
+    if value is None:
+        raise InvalidRequest(f"`{at}.{name}` is missing", field=f"{at}.{name}")
+    return value
 
 
 _MESSAGES: Mapping[str, Callable[[InputMessage, str], Iterator[Message]]] = {
@@ -160,7 +261,6 @@ _MESSAGES: Mapping[str, Callable[[InputMessage, str], Iterator[Message]]] = {
     "system": _of_user,
     "assistant": _of_assistant,
 }
-_REASONING = ("thinking", "redacted_thinking")
 
 
 def _texts(content: str | Sequence[Block], at: str) -> str | list[ContentPart]:

@@ -6,18 +6,20 @@ The routes use it for a body of `requests.anthropic`; `server.openapi` publishes
 from __future__ import annotations
 
 import secrets
+from collections.abc import Callable, Sequence
 from typing import Annotated, Any, Literal
 
 import msgspec
 
 from neuron_runtime.core import FinishReason
 from neuron_runtime.errors import ServingError
-from neuron_runtime.server.blocks import Block, BlockWriter, event
+from neuron_runtime.server.blocks import Block, BlockKind, BlockWriter, event
 from neuron_runtime.server.generation import Generation
+from neuron_runtime.server.logprobs import Located
 from neuron_runtime.server.objects import Count, MessagesErrorObject, ModelName, RequestId
 from neuron_runtime.server.wire import ANTHROPIC, failure_of
 
-StopReason = Literal["end_turn", "max_tokens", "stop_sequence"]
+StopReason = Literal["end_turn", "max_tokens", "stop_sequence", "tool_use"]
 BlockIndex = Annotated[Count, "Index of the block in `content`."]
 
 
@@ -43,13 +45,27 @@ class ThinkingBlock(msgspec.Struct, tag="thinking", kw_only=True):
     signature: Annotated[str, "Always empty: reasoning is not signed."] = ""
 
 
+class ToolUseBlock(msgspec.Struct, tag="tool_use", kw_only=True):
+    """A call of a tool."""
+
+    id: Annotated[str, "Id of the call, for its result."]
+    name: Annotated[str, "Name of the tool."]
+    input: Annotated[
+        dict[str, Any],
+        "The arguments; empty where a stream begins the block. What is no JSON object is the text `arguments` in one.",
+    ]
+
+
+AnswerBlock = TextBlock | ThinkingBlock | ToolUseBlock
+
+
 class MessageAnswer(msgspec.Struct, tag="message", kw_only=True):
     """An answer."""
 
     id: RequestId
     role: Annotated[Literal["assistant"], "Role of the message."] = "assistant"
     model: ModelName
-    content: Annotated[list[TextBlock | ThinkingBlock], "Reasoning and text, in order; empty where a stream begins."]
+    content: Annotated[list[AnswerBlock], "Reasoning, text and calls, in order; empty where a stream begins."]
     stop_reason: Annotated[StopReason | None, "Why the answer ended; null where a stream begins."]
     stop_sequence: Annotated[str | None, "The text of `stop_sequences` that ended it."]
     usage: Annotated[MessagesUsage, "Token counts."]
@@ -65,7 +81,7 @@ class ContentBlockStart(msgspec.Struct, tag="content_block_start", kw_only=True)
     """A block begins."""
 
     index: BlockIndex
-    content_block: Annotated[TextBlock | ThinkingBlock, "The block without its content."]
+    content_block: Annotated[AnswerBlock, "The block without its content."]
 
 
 class TextDelta(msgspec.Struct, tag="text_delta", kw_only=True):
@@ -80,11 +96,17 @@ class ThinkingDelta(msgspec.Struct, tag="thinking_delta", kw_only=True):
     thinking: Annotated[str, "The new reasoning."]
 
 
+class InputJsonDelta(msgspec.Struct, tag="input_json_delta", kw_only=True):
+    """New arguments of a call."""
+
+    partial_json: Annotated[str, "The new part of the JSON."]
+
+
 class ContentBlockDelta(msgspec.Struct, tag="content_block_delta", kw_only=True):
     """A block grows."""
 
     index: BlockIndex
-    delta: Annotated[TextDelta | ThinkingDelta, "The new part."]
+    delta: Annotated[TextDelta | ThinkingDelta | InputJsonDelta, "The new part."]
 
 
 class ContentBlockStop(msgspec.Struct, tag="content_block_stop", kw_only=True):
@@ -145,9 +167,8 @@ class MessagesWriter(BlockWriter):
     def opened(self, block: Block) -> bytes:
         return event(ContentBlockStart(index=block.index, content_block=_block(block)))
 
-    def grown(self, block: Block, delta: str) -> bytes:
-        part = TextDelta(text=delta) if block.kind == "text" else ThinkingDelta(thinking=delta)
-        return event(ContentBlockDelta(index=block.index, delta=part))
+    def grown(self, block: Block, delta: str, located: Sequence[Located]) -> bytes:
+        return event(ContentBlockDelta(index=block.index, delta=_DELTAS[block.kind](delta)))
 
     def closed(self, block: Block) -> bytes:
         return event(ContentBlockStop(index=block.index))
@@ -168,7 +189,9 @@ class MessagesWriter(BlockWriter):
         text = self.generation.stop_reasons[0]
         if isinstance(text, str):
             return "stop_sequence", text
-        return _STOP_REASONS.get(self.generation.choices[0].finish_reason, "end_turn"), None
+        choice = self.generation.choices[0]
+        natural: StopReason = "tool_use" if choice.calls_tools else "end_turn"
+        return _STOP_REASONS.get(choice.finish_reason, natural), None
 
     @property
     def _usage(self) -> MessagesUsage:
@@ -176,9 +199,7 @@ class MessagesWriter(BlockWriter):
         cached = generation.num_cached_tokens
         return MessagesUsage(generation.ask.num_prompt_tokens - cached, cached, 0, generation.num_tokens)
 
-    def _message(
-        self, content: list[TextBlock | ThinkingBlock], reason: StopReason | None, sequence: str | None
-    ) -> MessageAnswer:
+    def _message(self, content: list[AnswerBlock], reason: StopReason | None, sequence: str | None) -> MessageAnswer:
         return MessageAnswer(
             id=self._id,
             model=self._model,
@@ -189,5 +210,26 @@ class MessagesWriter(BlockWriter):
         )
 
 
-def _block(block: Block) -> TextBlock | ThinkingBlock:
-    return TextBlock(text=block.text) if block.kind == "text" else ThinkingBlock(thinking=block.text)
+_DELTAS: dict[BlockKind, Callable[[str], TextDelta | ThinkingDelta | InputJsonDelta]] = {
+    "text": lambda delta: TextDelta(text=delta),
+    "reasoning": lambda delta: ThinkingDelta(thinking=delta),
+    "call": lambda delta: InputJsonDelta(partial_json=delta),
+}
+
+
+def _block(block: Block) -> AnswerBlock:
+    match block.kind:
+        case "text":
+            return TextBlock(text=block.text)
+        case "reasoning":
+            return ThinkingBlock(thinking=block.text)
+        case "call":
+            return ToolUseBlock(id=block.call_id, name=block.name, input=_input(block.text))
+
+
+def _input(arguments: str) -> dict[str, Any]:
+    try:
+        value = msgspec.json.decode(arguments) if arguments else {}
+    except (msgspec.DecodeError, RecursionError):
+        value = None
+    return value if isinstance(value, dict) else {"arguments": arguments}

@@ -22,10 +22,11 @@ from starlette.responses import Response
 from neuron_runtime.config import RuntimeConfig
 from neuron_runtime.engine.backends import backend_package
 from neuron_runtime.errors import InvalidRequest, ServingError
-from neuron_runtime.requests import anthropic
+from neuron_runtime.requests import anthropic, responses
 from neuron_runtime.requests.admission import Admission, Ask
 from neuron_runtime.requests.anthropic import CountTokensBody, MessagesBody
 from neuron_runtime.requests.bodies import Body, ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
+from neuron_runtime.requests.responses import ResponsesBody
 from neuron_runtime.server.answers import CHAT, COMPLETION, OpenAIWriter
 from neuron_runtime.server.anthropic import MessageAnswer, MessagesEvent, MessagesWriter, TokenCount
 from neuron_runtime.server.bodies import Bodies
@@ -54,6 +55,7 @@ from neuron_runtime.server.objects import (
 )
 from neuron_runtime.server.openapi import Operation, application
 from neuron_runtime.server.responding import GenerationResponse, Writer
+from neuron_runtime.server.responses import ResponseObject, ResponsesEvent, ResponsesWriter
 from neuron_runtime.server.summed_metrics import SummedMetrics
 from neuron_runtime.server.wire import Failure, error_answer, failure_answer, parse_body
 
@@ -75,6 +77,7 @@ class Kind:
 COMPLETIONS = Kind(
     CompletionBody, Admission.completion, lambda model, generation, body: OpenAIWriter(COMPLETION, model, generation)
 )
+RESPONSES = Kind(ResponsesBody, responses.admitted, ResponsesWriter)
 MESSAGES = Kind(MessagesBody, anthropic.admitted, MessagesWriter)
 CHATS = Kind(ChatBody, Admission.chat, lambda model, generation, body: OpenAIWriter(CHAT, model, generation))
 
@@ -118,6 +121,16 @@ def build_app(state: State) -> FastAPI:
             body=ChatBody,
             example={"messages": [EXAMPLE_MESSAGE], "max_tokens": 64},
             event=ChatCompletionChunk,
+        ),
+        Operation(
+            "openai",
+            "/v1/responses",
+            routes.responses,
+            "Answer a conversation",
+            ResponseObject,
+            body=ResponsesBody,
+            example={"input": "What is a token?", "max_output_tokens": 64},
+            event=ResponsesEvent,
         ),
         Operation(
             "anthropic",
@@ -203,6 +216,9 @@ class Routes:
 
     async def chat_completions(self, request: Request) -> Response:
         return await self._generate(request, lambda raw: CHATS)
+
+    async def responses(self, request: Request) -> Response:
+        return await self._generate(request, lambda raw: RESPONSES)
 
     async def messages(self, request: Request) -> Response:
         return await self._generate(request, lambda raw: MESSAGES)

@@ -1,22 +1,25 @@
-"""The parts of one answer in the order in which they come: reasoning, text. Used by writers of APIs with typed parts.
+"""The parts of one answer in the order in which they come: reasoning, text, calls of tools.
 
-`BlockWriter` tells where a part begins, grows and ends; a subclass has the events and objects of its API. No I/O.
+Used by the writers of APIs with typed parts. `BlockWriter` tells where a part begins, grows and ends; a subclass has
+the events and objects of its API. No I/O.
 """
 
 from __future__ import annotations
 
 import secrets
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
 import msgspec
 
 from neuron_runtime.server.generation import Generation, Piece
+from neuron_runtime.server.logprobs import Located
 from neuron_runtime.server.responding import Answer
+from neuron_runtime.text.tool_calls import CallPiece
 
-BlockKind = Literal["reasoning", "text"]
+BlockKind = Literal["reasoning", "text", "call"]
 
 
 @dataclass(slots=True)
@@ -26,10 +29,16 @@ class Block:
     index: int
     kind: BlockKind
     id: str
+    name: str = ""
+    """Of the called function."""
+    call_id: str = ""
     parts: list[str] = field(default_factory=list)
+    located: list[Located] = field(default_factory=list)
+    """Tokens of the text with log-probabilities, if requested."""
 
     @property
     def text(self) -> str:
+        """The text, or the arguments of a call."""
         return "".join(self.parts)
 
 
@@ -40,8 +49,11 @@ class BlockWriter(ABC):
         self.generation = generation
         self.blocks: list[Block] = []
         self._begun = False
-        self._open = False
-        self._shows_reasoning = generation.ask.shows_reasoning
+        self._open: Block | None = None
+        self._located: list[Located] = []
+        """Tokens that no block has yet."""
+        self._num_skipped = 0
+        """Tokens of reasoning that were left out."""
 
     @abstractmethod
     def started(self) -> bytes:
@@ -52,7 +64,7 @@ class BlockWriter(ABC):
         """Events of a block that begins; it has no text yet."""
 
     @abstractmethod
-    def grown(self, block: Block, delta: str) -> bytes:
+    def grown(self, block: Block, delta: str, located: Sequence[Located]) -> bytes:
         """Events of new text, which the block has already."""
 
     @abstractmethod
@@ -71,10 +83,7 @@ class BlockWriter(ABC):
         out = [] if self._begun else [self.started()]
         self._begun = True
         for piece in pieces:
-            if piece.reasoning and self._shows_reasoning:
-                out += self._add("reasoning", piece.reasoning)
-            if piece.text:
-                out += self._add("text", piece.text)
+            out += self._events(piece)
         return b"".join(out)
 
     def end(self) -> bytes:
@@ -82,29 +91,54 @@ class BlockWriter(ABC):
 
     def whole(self, answers: Sequence[Answer]) -> bytes:
         answer = answers[0]
-        parts: tuple[tuple[BlockKind, list[str]], ...] = (
-            ("reasoning", answer.reasonings if self._shows_reasoning else []),
-            ("text", answer.texts),
-        )
-        for kind, texts in parts:
-            if any(texts):
-                self.blocks.append(Block(len(self.blocks), kind, secrets.token_hex(16), texts))
+        self.pieces([Piece(0, answer.text, 0, None, answer.reasoning, answer.calls, answer.details)])
         return msgspec.json.encode(self.answer())
 
-    def _add(self, kind: BlockKind, delta: str) -> list[bytes]:
-        out = []
-        if not self._open or self.blocks[-1].kind != kind:
-            out += self._close()
-            self.blocks.append(Block(len(self.blocks), kind, secrets.token_hex(16)))
-            self._open = True
-            out.append(self.opened(self.blocks[-1]))
+    def _events(self, piece: Piece) -> Iterator[bytes]:
+        if piece.details is not None:
+            self._located += piece.details.located
+        if piece.reasoning and self.generation.ask.shows_reasoning:
+            yield from self._add("reasoning", piece.reasoning)
+        # Arguments of the call that is open come before text, which may come before the next call.
+        calls = list(piece.calls)
+        while calls and not calls[0].name:
+            yield from self._add("call", calls.pop(0).arguments)
+        if piece.text:
+            yield from self._add("text", piece.text)
+        for call in calls:
+            if call.name:
+                yield from self._begin("call", call)
+            if call.arguments:
+                yield from self._add("call", call.arguments)
+
+    def _add(self, kind: BlockKind, delta: str) -> Iterator[bytes]:
+        if self._open is None or self._open.kind != kind:
+            yield from self._begin(kind)
         block = self.blocks[-1]
         block.parts.append(delta)
-        return [*out, self.grown(block, delta)]
+        located = self._take() if kind == "text" else []
+        block.located += located
+        yield self.grown(block, delta, located)
 
-    def _close(self) -> list[bytes]:
-        was_open, self._open = self._open, False
-        return [self.closed(self.blocks[-1])] if was_open else []
+    def _begin(self, kind: BlockKind, call: CallPiece | None = None) -> Iterator[bytes]:
+        yield from self._close()
+        self._open = Block(len(self.blocks), kind, secrets.token_hex(16))
+        if call is not None:
+            self._open.name, self._open.call_id = call.name, call.id
+        self.blocks.append(self._open)
+        yield self.opened(self._open)
+
+    def _close(self) -> Iterator[bytes]:
+        block, self._open = self._open, None
+        if block is not None:
+            yield self.closed(block)
+
+    def _take(self) -> list[Located]:
+        """The tokens since the last text, without those of the reasoning before it."""
+        skipped = self.generation.num_reasoning_tokens - self._num_skipped
+        self._num_skipped += skipped
+        taken, self._located = self._located[skipped:], []
+        return taken
 
 
 def event(struct: msgspec.Struct) -> bytes:

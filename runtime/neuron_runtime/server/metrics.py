@@ -349,7 +349,7 @@ NEURON = (
 
 ENGINE = "0"
 """The label of vLLM's engines; a process has one."""
-GENERATION_ROUTES = ("/v1/completions", "/v1/chat/completions", "/v1/messages")
+GENERATION_ROUTES = ("/v1/completions", "/v1/chat/completions", "/v1/messages", "/v1/responses")
 RESPONSE_CODES = (200, 400, 404, 429, 499, 500, 503)
 """Common codes of these routes: their series start at 0, which rates need."""
 REASONS = (

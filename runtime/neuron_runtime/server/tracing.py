@@ -32,7 +32,12 @@ EXPORT_SECONDS = 5.0
 COMPLAINT_SECONDS = 60.0
 """Minimum interval between log lines about failed exports."""
 
-OPERATIONS = {"/v1/chat/completions": "chat", "/v1/completions": "text_completion", "/v1/messages": "chat"}
+OPERATIONS = {
+    "/v1/chat/completions": "chat",
+    "/v1/completions": "text_completion",
+    "/v1/messages": "chat",
+    "/v1/responses": "chat",
+}
 """`gen_ai.operation.name` by path."""
 
 
