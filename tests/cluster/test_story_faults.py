@@ -335,7 +335,7 @@ def test_user_errors_are_reported_and_clear_when_corrected(installation: Install
         assert image["image"] in story.until_reason("pulls", "ImagePull")["message"]
         never = f"image {image['image']} cannot be pulled"
         story.until("the message names the Job's image", lambda: never in story.condition("never", "Ready")["message"])
-        assert story.condition("never", "Ready")["reason"] == "Resolving"
+        assert story.condition("never", "Ready")["reason"] == "ImagePull"
         assert _get(story, "service", "taken") == before
         missing = story.until_reason("locked", "SecretNotFound")["message"]
         assert "serving.apiKeySecretRef" in missing
