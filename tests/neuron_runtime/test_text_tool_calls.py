@@ -108,6 +108,11 @@ def test_any_text_gives_the_same_for_any_split(parser: str, text: str, sizes: li
         ("pythonic", "[f(a=1), f(b=", ("[f(a=1), f(b=", [])),
         ("mistral", 'ok[TOOL_CALLS]f{"a": 1}[TOOL_CALLS]f[ARGS]{}', ("ok", [("f", '{"a": 1}'), ("f", "{}")])),
         ("mistral", "[TOOL_CALLS] not a {", ("[TOOL_CALLS] not a {", [])),
+        (
+            "deepseek_v3",
+            "<｜tool▁calls▁begin｜><｜tool▁calls▁end｜>",
+            ("<｜tool▁calls▁begin｜><｜tool▁calls▁end｜>", []),
+        ),
         ("deepseek_v31", "<｜tool▁calls▁begin｜>text", ("<｜tool▁calls▁begin｜>text", [])),
     ],
 )

@@ -406,7 +406,8 @@ def _deepseek(*, has_type: bool) -> Callable[[_Text], _Events]:
             yield from text.before(_CALL_END)
             yield from text.has(_CALL_END)
             yield from text.skip_spaces()
-        if not (yield from text.has(_CALLS_END)):
+        # Without a call the marks are text.
+        if not text.committed or not (yield from text.has(_CALLS_END)):
             raise _NotACall
 
     return read
