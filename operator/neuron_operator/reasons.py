@@ -236,7 +236,14 @@ class Reason(StrEnum):
         "(`NEURON_COMPILED_ARTIFACTS`), remove that or name one that fits",
         exit_codes=(20,),
     )
-    GROUP_INCOMPLETE = Row("GroupIncomplete", ("Available",), exit_codes=(40, 41))
+    GROUP_INCOMPLETE = Row(
+        "GroupIncomplete",
+        ("Available",),
+        "A process of a replica that has several ended or was silent for too long, or it runs something else than the "
+        "others, so that the whole replica ended",
+        "Read the message: it names the process and the cause",
+        exit_codes=(40, 41),
+    )
     IMAGE_PULL = Row(
         "ImagePull",
         ("ModelResolved", "WeightsReady", "Compiled", "Available", "UpToDate"),

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from random import Random
 
 import pytest
 import zmq
+from msgspec.structs import replace
 
 from helpers.engine_driver import VOCABULARY_SIZE, RecordingBackend, Run, alone, even_only, request
 from helpers.groups import group_of, tcp_layout
