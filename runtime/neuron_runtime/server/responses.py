@@ -142,8 +142,8 @@ class ResponseObject(msgspec.Struct, kw_only=True):
     parallel_tool_calls: Annotated[bool, "As requested."]
     metadata: Annotated[dict[str, Any], "As requested."]
     truncation: Annotated[Literal["disabled"], "Always `disabled`."] = "disabled"
-    background: Annotated[Literal[False], "Always false."] = False
-    store: Annotated[Literal[False], "Always false: nothing is stored."] = False
+    background: Annotated[bool, "Always false."] = False
+    store: Annotated[bool, "Always false: nothing is stored."] = False
     previous_response_id: Annotated[None, "Always null."] = None
 
 
