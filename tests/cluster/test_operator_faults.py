@@ -9,7 +9,7 @@ import asyncio
 import contextlib
 import itertools
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
@@ -32,7 +32,8 @@ from helpers.operators import (
     served,
     shape,
 )
-from neuron_operator.client import LEASES, NEURON_MODELS
+from neuron_operator import names
+from neuron_operator.client import LEASES, NEURON_MODELS, PODS
 from neuron_operator.lease import LeaseTimings
 from neuron_operator.render.jobs import CHECK
 
@@ -134,7 +135,8 @@ async def under(fault: Fault | None, proxy: ApiProxy, namespace: Namespace) -> A
 
 
 async def live(server: ApiServer, fault: Fault | None) -> Any:
-    """Two replicas of the operator, while models are made, edited and deleted; all objects at the end."""
+    """Two replicas of the operator, while models are made, edited and deleted; all objects at the end, that is when
+    pods of the deleted models are garbage-collected (they count for the next model of their name)."""
     namespace = Namespace(server)
     flags = ("--watch-namespaces", namespace.name)
     options = {"now": jumps()} if fault is jumping_clock else {}
@@ -163,7 +165,9 @@ async def live(server: ApiServer, fault: Fault | None) -> Any:
             await asyncio.sleep(3.0)
             namespace.put_model(serving={"maxModelLength": 98})
             await eventually(lambda: is_ready(namespace) and is_ready(namespace, "late"), about=namespace.list_all)
-        await asyncio.sleep(1.0)
+        await eventually(lambda: has_only_pods_of(namespace, {"chat": 2, "late": 1}), about=namespace.list_all)
+        await asyncio.sleep(3.0)  # longer than a watch is silent, and than a played kubelet needs
+        await eventually(lambda: is_ready(namespace) and is_ready(namespace, "late"), about=namespace.list_all)
         ghosts = [replica.caches.children((namespace.name, "other")) for replica in replicas]
         assert ghosts == [(), ()]
     deleted = Counter(
@@ -173,6 +177,13 @@ async def live(server: ApiServer, fault: Fault | None) -> Any:
     )
     assert [uid for uid, count in deleted.items() if count > 1] == []
     return shape(namespace)
+
+
+def has_only_pods_of(namespace: Namespace, wanted: Mapping[str, int]) -> bool:
+    """Whether there are as many serving pods as wanted, and all of them are ready."""
+    pods = [pod for pod in namespace.list(PODS) if names.MODEL_LABEL in pod["metadata"]["labels"]]
+    ready = [pod for pod in pods if any(c["type"] == "Ready" for c in pod["status"].get("conditions", ()))]
+    return Counter(pod["metadata"]["labels"][names.MODEL_LABEL] for pod in pods) == wanted and len(ready) == len(pods)
 
 
 @pytest.mark.parametrize(
