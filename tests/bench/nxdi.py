@@ -204,6 +204,7 @@ def fill(engine: Engine, rows: int) -> None:
     for number in range(rows):
         prompt = tuple(random.randrange(256) for _ in range(NUM_PROMPT_TOKENS))
         engine.add(Request(f"r{number}", prompt, Sampling(max_tokens=LENGTH - NUM_PROMPT_TOKENS - 1)))
+    engine.step()  # the last step was one of the round before
     while not ((last := engine.stats.last_step) and last.kind is Kind.DECODE and last.num_tokens == rows):
         engine.step()
 

@@ -148,6 +148,8 @@ class Scheduler:
     def _prefill_rows(self, budget: int) -> list[PrefillRow]:
         """Prompts in progress and new ones in order of service; the first that does not fit blocks later ones."""
         rows: list[PrefillRow] = []
+        if not (self.waiting or self.running.prefilling):
+            return rows
         for sequence, cached in self._candidates():
             start = sequence.num_scheduled_tokens if cached is None else len(cached) * self.limits.block_size
             part = self._part(len(sequence.tokens), start, budget)

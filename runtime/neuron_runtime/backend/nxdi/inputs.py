@@ -18,7 +18,7 @@ import torch
 
 from neuron_runtime.backend.base import IllegalBatch
 from neuron_runtime.backend.nxdi.buckets import Decode, Graph, Prefill, decode_graph, prefill_graph
-from neuron_runtime.backend.nxdi.sampling_rows import DeviceParameters, IntArray
+from neuron_runtime.backend.nxdi.sampling_rows import DeviceParameters, FloatArray, IntArray
 from neuron_runtime.backend.nxdi.settings import Settings
 from neuron_runtime.core import KNOWN, NO_TOKEN, Added, Batch, Rows
 
@@ -86,6 +86,12 @@ class _Places:
     """For each row of the call, its slot."""
     identifiers: IntArray
     """For each row of the call, the number of its sequence."""
+    parameters: FloatArray
+    """For each row of the call, how it is sampled."""
+    num_rows: int
+    """See `decode_graph`."""
+    position: int
+    """The largest one of the newest call."""
     table: torch.Tensor | None = None
     """The block table of the newest call, unless a row got a block since."""
 
@@ -114,8 +120,10 @@ class Inputs:
         """Rows of the batch applied last."""
         self._repeatable: Rows | None = None
         """The same as they came, if all are decode rows."""
-        self._places = _Places(*(_NO_ROWS.slots,) * 4)
+        self._places: _Places | None = None
         """Of the decode call made last."""
+        self._num_repeats = 0
+        """Steps that may repeat the rows of the last one before a row outgrows its blocks."""
 
     def graphs(self, batch: Batch) -> list[Graph]:
         """The graphs that the batch will run, before or after it is applied.
@@ -138,14 +146,18 @@ class Inputs:
         self._check(batch.step, rows)
         calls: list[Call] = []
         if len(rows.decodes):
-            if not rows.repeats:
-                self._places = self._placed(batch.step, rows, graphs[0])
-            calls.append(self._decode_call(rows, graphs[0]))
+            places = self._places
+            if places is None or not rows.repeats:
+                places = self._places = self._placed(batch.step, rows, graphs[0])
+            else:
+                places.position += 1
+            calls.append(self._decode_call(rows, graphs[0], places))
         if len(graphs) > len(calls):
             prefills = np.flatnonzero(rows.prefills).tolist()
             for row, graph in zip(prefills, graphs[len(calls) :], strict=True):
                 calls.append(self._prefill_call(rows, row, graph))
-        self._started[rows.slots] = True
+        if not rows.repeats:
+            self._started[rows.slots] = True
         self._repeatable = batch.rows if len(rows.decodes) == len(batch.rows) else None
         self._previous, self._resolved = rows, (None, _NO_ROWS, [])
         return calls, rows
@@ -189,10 +201,11 @@ class Inputs:
             raise IllegalBatch(f"step {step} gives block {block} to slot {slot}, which cannot take it")
         self._blocks[slot, count] = block
         self._hold(slot, count + 1)
-        self._places.table = None
+        if self._places is not None:
+            self._places.table = None
 
     def _hold(self, slot: int, num_blocks: int) -> None:
-        self._num_blocks[slot] = num_blocks
+        self._num_blocks[slot], self._num_repeats = num_blocks, 0
         self._capacity[slot] = min(num_blocks * self._block_size, self._settings.max_model_length)
 
     def _resolve(self, batch: Batch) -> tuple[StepRows, list[Graph]]:
@@ -246,8 +259,10 @@ class Inputs:
     def _graphs(self, step: int, rows: StepRows) -> list[Graph]:
         found: list[Graph] = []
         try:
+            if rows.repeats and self._places is not None:
+                return [decode_graph(self._settings, self._places.num_rows, self._places.position + 1)]
             if len(rows.decodes):
-                found.append(self._decode_graph(rows.slots[rows.decodes], rows.start[rows.decodes]))
+                found.append(decode_graph(self._settings, *self._extent(rows)))
             if len(rows.decodes) < len(rows.slots):
                 for row in np.flatnonzero(rows.prefills).tolist():
                     found.append(prefill_graph(self._settings, int(rows.start[row]), int(rows.ends[row])))
@@ -256,17 +271,18 @@ class Inputs:
         return found
 
     def _check(self, step: int, rows: StepRows) -> None:
-        slots, ends = rows.slots, rows.ends
-        beyond = ends > self._capacity[slots]
-        if rows.repeats and not beyond.any():
+        if rows.repeats and self._num_repeats:
+            self._num_repeats -= 1
             return
+        slots, ends = rows.slots, rows.ends
+        room = self._capacity[slots] - ends
         comes = (rows.token != NO_TOKEN) | (rows.after != KNOWN)
         illegal = (
             ~self._live[slots]
             | (ends <= rows.start)
             | (rows.start < 0)
             | (ends > self._num_known[slots]) & (rows.prefills | ~comes)
-            | beyond
+            | (room < 0)
         )
         if illegal.any():
             row = int(np.flatnonzero(illegal)[0])
@@ -274,6 +290,7 @@ class Inputs:
                 f"step {step} row {row} feeds positions {rows.start[row]} to {ends[row]} of slot {slots[row]}, which "
                 f"has {self._num_known[slots[row]]} tokens in {self._num_blocks[slots[row]]} blocks"
             )
+        self._num_repeats = int(room.min()) if len(room) else 0
 
     # Calls
 
@@ -289,7 +306,7 @@ class Inputs:
         arguments = {
             "input_ids": _row(_padded(self._tokens[slot, :end], width)),
             "position_ids": _row(positions),
-            "sampling_params": self._parameters.rows(rows.slots[row : row + 1]),
+            "sampling_params": torch.from_numpy(self._parameters.rows(rows.slots[row : row + 1])),
         }
         if self._settings.layout == "slots":
             arguments["seq_ids"] = torch.tensor([slot])
@@ -308,9 +325,10 @@ class Inputs:
             }
         return Call(graph, arguments, np.array([row]), np.zeros(1, dtype=np.int64), end - start)
 
-    def _decode_graph(self, slots: IntArray, start: IntArray) -> Decode:
-        num_rows = int(slots.max()) + 1 if self._settings.layout == "slots" else len(slots)
-        return decode_graph(self._settings, num_rows, int(start.max()))
+    def _extent(self, rows: StepRows) -> tuple[int, int]:
+        """Number of rows and largest position of a decode call; see `decode_graph`."""
+        slots, start = rows.slots[rows.decodes], rows.start[rows.decodes]
+        return int(slots.max()) + 1 if self._settings.layout == "slots" else len(slots), int(start.max())
 
     def _placed(self, step: int, rows: StepRows, graph: Graph) -> _Places:
         slots, num_rows = rows.slots[rows.decodes], graph.num_computed_tokens
@@ -326,15 +344,18 @@ class Inputs:
         if not by_line:
             # Identifiers below the number of slots belong to no sequence.
             identifiers[: len(slots)] = self._sequence_ids[slots]
-        return _Places(places, source, slots[source], identifiers)
+        of_place = slots[source]
+        return _Places(places, source, of_place, identifiers, self._parameters.rows(of_place), *self._extent(rows))
 
-    def _decode_call(self, rows: StepRows, graph: Graph) -> Call:
+    def _decode_call(self, rows: StepRows, graph: Graph, found: _Places) -> Call:
         assert isinstance(graph, Decode)
-        found, start = self._places, rows.start[rows.decodes]
+        start, named, after = rows.start, rows.token, rows.after
+        if not rows.repeats:
+            start, named, after = start[rows.decodes], named[rows.decodes], after[rows.decodes]
         positions = start[found.source]
         arguments = {
             "position_ids": _column(positions),
-            "sampling_params": self._parameters.rows(found.of_place),
+            "sampling_params": torch.from_numpy(found.parameters.copy()),
             "seq_ids": torch.from_numpy(found.identifiers.copy()),
         }
         if self._settings.layout == "blocks":
@@ -350,14 +371,13 @@ class Inputs:
                 "full_context_lens": _column(positions + 1),
                 "computed_context_lens": _column(positions.copy()),
             }
-        named = rows.token[rows.decodes]
-        if not rows.repeats:
+        if rows.repeats:
+            named = named.copy()  # `feed` writes to it
+        else:
             slots = rows.slots[rows.decodes]
             prompts = np.flatnonzero((named == NO_TOKEN) & (start < self._num_known[slots]))
             named[prompts] = self._tokens[slots[prompts], start[prompts]]
-        return Call(
-            graph, arguments, rows.decodes, found.places, len(start), named, rows.after[rows.decodes], found.source
-        )
+        return Call(graph, arguments, rows.decodes, found.places, len(start), named, after, found.source)
 
 
 def _no_rows() -> StepRows:
@@ -375,8 +395,8 @@ def _padded(tokens: IntArray, width: int) -> IntArray:
 
 
 def _row(values: IntArray) -> torch.Tensor:
-    return torch.from_numpy(values).unsqueeze(0)
+    return torch.from_numpy(values.reshape(1, -1))
 
 
 def _column(values: IntArray) -> torch.Tensor:
-    return torch.from_numpy(values).unsqueeze(1)
+    return torch.from_numpy(values.reshape(-1, 1))

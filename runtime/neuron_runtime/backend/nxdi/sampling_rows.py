@@ -47,9 +47,9 @@ class DeviceParameters:
         if self._global_topk:
             self._of_slot[slot] = device_parameters(sampling, self._global_topk)
 
-    def rows(self, slots: IntArray) -> torch.Tensor:
-        """Float32 `[rows, 3]`; a copy, because NxD Inference writes to it."""
-        return torch.from_numpy(self._of_slot[slots])
+    def rows(self, slots: IntArray) -> FloatArray:
+        """`[rows, 3]`, a copy."""
+        return self._of_slot[slots]
 
 
 class HostRows:
