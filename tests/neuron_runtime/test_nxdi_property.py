@@ -24,6 +24,7 @@ from neuron_runtime.core import (
     Sampling,
     StepOutput,
     name_of_step,
+    needs_host,
 )
 from neuron_runtime.engine.loop import Engine
 
@@ -32,7 +33,7 @@ NUM_EXAMPLES = int(os.environ.get("NEURON_SERVING_PROPERTY_EXAMPLES", "150"))
 
 def some_settings(random: Random) -> Settings:
     choice = random.choice
-    max_rows, sampling = choice((1, 2, 3, 4, 7)), choice(("Device", "Device", "Host"))
+    max_rows, sampling = choice((1, 2, 3, 4, 7)), choice(("Device", "Device", "DeviceWithLogits", "Host"))
     length = choice((24, 40, 64))
     if choice((True, False)):
         return settings_of(
@@ -84,9 +85,15 @@ def some_requests(random: Random, limits: BackendLimits) -> list[Request]:
     return requests
 
 
-def alone(request: Request, settings: Settings) -> list[int]:
+def sampled_on_host(request: Request, random: Random) -> Request:
+    """The same request, greedy, so that its tokens are known, and perhaps one that the device cannot sample."""
+    logprobs = random.choice((None, 0, 2))
+    return replace(request, sampling=replace(request.sampling, temperature=0.0, logprobs=logprobs))
+
+
+def alone(request: Request, settings: Settings, limits: BackendLimits) -> list[int]:
     """The tokens of a request that nothing else influences."""
-    of_host = settings.sampling == "Host"
+    of_host = settings.sampling == "Host" or needs_host(request.sampling, limits)
     parameters = () if of_host else device_parameters(request.sampling, settings.global_topk)
     tokens, output = list(request.prompt_token_ids), list[int]()
     while len(output) < request.sampling.max_tokens:
@@ -122,8 +129,10 @@ def run(random: Random) -> list[str]:
         application.graphs.clear()
     engine = Engine(backend, max_consecutive_prefills=random.choice((1, 1, 3)))
     requests = some_requests(random, limits)
-    if settings.sampling == "Host":
-        requests = [replace(one, sampling=replace(one.sampling, temperature=0.0)) for one in requests]
+    if settings.sampling != "Device":
+        all_of_them = settings.sampling == "Host"
+        requests = [sampled_on_host(one, random) if all_of_them or random.random() < 0.5 else one for one in requests]
+    logprobs = {one.request_id: one.sampling.logprobs is not None for one in requests}
     tokens: dict[str, list[int]] = {one.request_id: [] for one in requests}
     ended: set[str] = set()
     buckets: list[str] = []
@@ -137,6 +146,7 @@ def run(random: Random) -> list[str]:
             ended.add(victim)
         for event in engine.step():
             tokens[event.request_id] += event.token_ids
+            assert len(event.logprobs) == (len(event.token_ids) if logprobs[event.request_id] else 0)
             if event.finish_reason:
                 ended.add(event.request_id)
         last = engine.stats.last_step
@@ -146,7 +156,7 @@ def run(random: Random) -> list[str]:
             assert sum(graph.num_tokens for graph in last.graphs) == last.num_tokens
     backend.close()
     for one in requests:
-        expected = alone(one, settings)
+        expected = alone(one, settings, limits)
         got = tokens[one.request_id]
         assert got == expected or (one.request_id in ended and got == expected[: len(got)]), one.request_id
     assert set(buckets) == set(application.graphs)
@@ -156,9 +166,17 @@ def run(random: Random) -> list[str]:
         *(["hit"] if stats.num_prefix_hits_total else []),
         *(["after a prefix"] if any("after" in name for name in application.graphs) else []),
         *(["one token"] if any(len(one.prompt_token_ids) == 1 for one in requests) else []),
+        *(
+            ["rows of host and device"]
+            if {needs_host(one.sampling, limits) for one in requests} == {True, False}
+            else []
+        ),
         settings.layout,
         settings.sampling,
     ]
+
+
+HAPPENINGS = {"preempted", "hit", "after a prefix", "one token", "rows of host and device"}
 
 
 def test_every_request_gets_its_own_tokens_under_random_loads() -> None:
@@ -166,7 +184,7 @@ def test_every_request_gets_its_own_tokens_under_random_loads() -> None:
     for seed in range(NUM_EXAMPLES):
         with reported(seed):
             seen.update(run(Random(seed)))
-    assert set(seen) == {"preempted", "hit", "after a prefix", "one token", "slots", "blocks", "Device", "Host"}, seen
+    assert set(seen) == HAPPENINGS | {"slots", "blocks", "Device", "DeviceWithLogits", "Host"}, seen
 
 
 @contextmanager
