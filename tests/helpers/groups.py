@@ -95,6 +95,7 @@ def member_of(
         receiver = None
         try:
             receiver = StepReceiver(layout, control.keys, control.wait_joined())
+            backend.warm_up(lambda stage, share: None)
             control.loaded(wire.fingerprint(backend.limits))
             follow(backend, receiver, control)
         except BaseException as error:  # noqa: BLE001 - asserted by the test

@@ -18,6 +18,49 @@ from neuron_runtime.host import FreeMemory
 NEAR_TIE = 1e-3
 """Below this gap between the best two logits, different rounding may choose different tokens."""
 
+LLAMA3_SCALING = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+
+MODELS: dict[str, dict[str, Any]] = {
+    "Llama 2": {"num_kv_heads": 4},
+    "Llama 3": {"rope_theta": 500000.0},
+    "Llama 3.1": {"rope_theta": 500000.0, "rope_scaling": LLAMA3_SCALING},
+    "Llama 3.2": {
+        "rope_theta": 500000.0,
+        "rope_scaling": {**LLAMA3_SCALING, "factor": 32.0},
+        "tie_word_embeddings": True,
+        "head_dim": 16,
+    },
+    "Mistral": {"architecture": "MistralForCausalLM", "sliding_window": 24},
+    "Mistral without a window": {"architecture": "MistralForCausalLM", "sliding_window": None, "head_dim": 32},
+    "Qwen2": {"architecture": "Qwen2ForCausalLM", "rope_theta": 1000000.0},
+    "Qwen2.5, tied": {"architecture": "Qwen2ForCausalLM", "tie_word_embeddings": True, "sliding_window": 40},
+    "Qwen2, window in the upper layers": {
+        "architecture": "Qwen2ForCausalLM",
+        "num_layers": 3,
+        "use_sliding_window": True,
+        "sliding_window": 19,
+        "max_window_layers": 1,
+    },
+    "Qwen3": {"architecture": "Qwen3ForCausalLM", "head_dim": 32},
+    "Qwen3 with biases and a window in some layers": {
+        "architecture": "Qwen3ForCausalLM",
+        "head_dim": 32,
+        "num_layers": 3,
+        "tie_word_embeddings": True,
+        "attention_bias": True,
+        "use_sliding_window": True,
+        "sliding_window": 33,
+        "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+    },
+}
+"""Fields of every family that tests compare with transformers."""
+
 # Small products on few cores: the synchronisation of threads would cost more than it gains.
 torch.set_num_threads(1)
 

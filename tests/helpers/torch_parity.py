@@ -14,6 +14,7 @@ from helpers.torch_models import NEAR_TIE, load_backend, reference, reference_lo
 from neuron_runtime.backend.torch.architecture import decoder_config, tensor_shapes
 from neuron_runtime.backend.torch.cache import KVCache, StepRows
 from neuron_runtime.backend.torch.loader import load_decoder
+from neuron_runtime.backend.torch.ranks import ALONE, Ranks
 from neuron_runtime.backend.torch.step_module import DecodeStep, constants
 from neuron_runtime.backend.torch.weights import check_tensors
 from neuron_runtime.checkpoint import read_checkpoint
@@ -31,19 +32,19 @@ Cut = tuple[int, int, int]
 
 
 def load_decoder_and_cache(
-    folder: Path, layout: str, *, rows: int = 4, max_length: int = MAX_LENGTH
+    folder: Path, layout: str, *, rows: int = 4, max_length: int = MAX_LENGTH, ranks: Ranks = ALONE
 ) -> tuple[Any, KVCache, np.ndarray[Any, Any]]:
-    """Decoder, cache and cache lines of each row, scattered if the layout allows."""
+    """Decoder, cache and cache lines of each row, scattered if the layout allows; or one rank's part of them."""
     checkpoint = read_checkpoint(folder)
     model = decoder_config(checkpoint.config)
     check_tensors(checkpoint, tensor_shapes(model))
-    decoder = load_decoder(checkpoint, model, torch.float32, lambda what, share: None)
+    decoder = load_decoder(checkpoint, model, torch.float32, lambda what, share: None, ranks)
     line_length = max_length if layout == "slots" else 8
     lines = np.random.default_rng(3).permutation(rows * max_length // line_length).reshape(rows, -1)
     cache = KVCache.empty(
         windows=model.windows,
         num_lines=lines.size,
-        num_kv_heads=model.num_kv_heads,
+        num_kv_heads=decoder.config.num_kv_heads,
         line_length=line_length,
         head_dim=model.head_dim,
         dtype=torch.float32,

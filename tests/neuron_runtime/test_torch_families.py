@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 
-from helpers.torch_models import random_model, reference, reference_logits
+from helpers.torch_models import MODELS, random_model, reference, reference_logits
 from helpers.torch_parity import (
     LAYOUTS,
     TOLERANCE,
@@ -30,47 +30,6 @@ from neuron_runtime.backend.torch.cache import KVCache, StepRows
 from neuron_runtime.backend.torch.compiled import CompiledDecoder
 from neuron_runtime.core import Request, Sampling
 
-LLAMA3_SCALING = {
-    "rope_type": "llama3",
-    "factor": 8.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 64,
-}
-
-MODELS: dict[str, dict[str, Any]] = {
-    "Llama 2": {"num_kv_heads": 4},
-    "Llama 3": {"rope_theta": 500000.0},
-    "Llama 3.1": {"rope_theta": 500000.0, "rope_scaling": LLAMA3_SCALING},
-    "Llama 3.2": {
-        "rope_theta": 500000.0,
-        "rope_scaling": {**LLAMA3_SCALING, "factor": 32.0},
-        "tie_word_embeddings": True,
-        "head_dim": 16,
-    },
-    "Mistral": {"architecture": "MistralForCausalLM", "sliding_window": 24},
-    "Mistral without a window": {"architecture": "MistralForCausalLM", "sliding_window": None, "head_dim": 32},
-    "Qwen2": {"architecture": "Qwen2ForCausalLM", "rope_theta": 1000000.0},
-    "Qwen2.5, tied": {"architecture": "Qwen2ForCausalLM", "tie_word_embeddings": True, "sliding_window": 40},
-    "Qwen2, window in the upper layers": {
-        "architecture": "Qwen2ForCausalLM",
-        "num_layers": 3,
-        "use_sliding_window": True,
-        "sliding_window": 19,
-        "max_window_layers": 1,
-    },
-    "Qwen3": {"architecture": "Qwen3ForCausalLM", "head_dim": 32},
-    "Qwen3 with biases and a window in some layers": {
-        "architecture": "Qwen3ForCausalLM",
-        "head_dim": 32,
-        "num_layers": 3,
-        "tie_word_embeddings": True,
-        "attention_bias": True,
-        "use_sliding_window": True,
-        "sliding_window": 33,
-        "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
-    },
-}
 WINDOWS = ("Mistral", "Qwen2, window in the upper layers", "Qwen3 with biases and a window in some layers")
 LENGTHS = (300, 1, 25, 90)
 MAX_LENGTH = 304

@@ -21,6 +21,22 @@ StepTime = tuple[Batch, float]
 """A step, and the seconds that a step of its shape takes."""
 
 
+@dataclass(frozen=True, slots=True)
+class Rank:
+    """Which rank of a replica a backend is, and how it finds the others. Ranks of one node have numbers in a row."""
+
+    rank: int = 0
+    size: int = 1
+    per_node: int = 1
+    rendezvous: str = ""
+    """Where ranks meet: a file of one machine (`file:///...`), or `tcp://host:port`, where rank 0 listens."""
+    address: str = ""
+    """Of this node, as other ranks reach it."""
+
+
+ONE_RANK = Rank()
+
+
 class IllegalBatch(Exception):
     """A batch broke the contract of `Batch` or `BackendLimits`. Always a bug in the engine."""
 

@@ -10,10 +10,12 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from neuron_runtime.backend.base import ONE_RANK, Rank
 from neuron_runtime.backend.fields import check_fields
 from neuron_runtime.backend.torch.allocation import set_up_allocation
 from neuron_runtime.backend.torch.architecture import decoder_config
 from neuron_runtime.backend.torch.import_size import check_room_for_torch
+from neuron_runtime.backend.torch.parts import part_of_model
 from neuron_runtime.backend.torch.read_ahead import LOADING, ReadAhead
 from neuron_runtime.checkpoint import read_config
 from neuron_runtime.errors import ConfigProblems, InvalidConfig
@@ -26,6 +28,7 @@ if TYPE_CHECKING:
 __all__ = [
     "ALWAYS_COMPILES",
     "FREED_BY_EXIT",
+    "PROCESS_PER_RANK",
     "check_config",
     "check_model",
     "compiler",
@@ -38,6 +41,7 @@ __all__ = [
 
 FREED_BY_EXIT = False
 ALWAYS_COMPILES = False
+PROCESS_PER_RANK = True
 UNLIMITED = 2**62
 """Bytes."""
 
@@ -54,7 +58,10 @@ def check_config(config: RuntimeConfig) -> None:
     """Raises InvalidConfig for settings that this backend does not support with any model."""
     found = ConfigProblems()
     with found.collecting():
-        check_fields(config, {"sampling": ("Host",), "parallelism.tensor": (1,)})
+        check_fields(config, {"sampling": ("Host",), "parallelism.tensor": (config.parallelism.tensor,)})
+    if config.compile and config.parallelism.tensor > 1:
+        with found.collecting():
+            raise InvalidConfig("$.compile", "compiled steps run on one rank only: leave it out, or parallelism.tensor")
     for key in config.override_neuron_config:
         with found.collecting():
             raise InvalidConfig(f"$.overrideNeuronConfig.{key}", "the torch backend has no such setting: leave it out")
@@ -65,18 +72,21 @@ def check_model(model_dir: Path, config: RuntimeConfig) -> None:
     """Raises InvalidConfig for limits that this model cannot have, however much memory there is."""
     from neuron_runtime.backend.torch.sizing import derive_limits  # noqa: PLC0415 - not needed to serve
 
-    derive_limits(config, decoder_config(read_config(model_dir)), 1, FreeMemory(UNLIMITED))
+    model = decoder_config(read_config(model_dir))
+    part = part_of_model(model, config.parallelism.tensor or 1)
+    derive_limits(config, part, 1, FreeMemory(UNLIMITED))
 
 
 def versions() -> dict[str, str]:
     return {"torch": version("torch")}
 
 
-def prepare(model_dir: Path) -> ReadAhead:
+def prepare(model_dir: Path, num_ranks: int = 1) -> ReadAhead:
     """Set up memory allocation and start reading the weights; must run before torch is imported."""
     set_up_allocation()  # first: threads that exist already have their own heap
     ahead = ReadAhead(model_dir)
-    ahead.start()
+    if num_ranks == 1:  # one of several needs but a part of each tensor
+        ahead.start()
     return ahead
 
 
@@ -88,7 +98,12 @@ def compiler(config: RuntimeConfig, model_dir: Path) -> Compiler:
 
 
 def load_backend(
-    model_dir: Path, config: RuntimeConfig, progress: ProgressCallback, artifact: Path | None = None
+    model_dir: Path,
+    config: RuntimeConfig,
+    progress: ProgressCallback,
+    artifact: Path | None = None,
+    *,
+    rank: Rank = ONE_RANK,
 ) -> Backend:
     """Check a model folder, derive the limits, read the weights. The caller runs `warm_up`.
 
@@ -97,7 +112,7 @@ def load_backend(
         InvalidConfig: a limit or the dtype in the configuration cannot be served; names the field.
     """
     check_room_for_torch()
-    ahead = prepare(model_dir)
+    ahead = prepare(model_dir, rank.size)
     from neuron_runtime.backend.torch.loader import load  # noqa: PLC0415  (torch takes seconds to import)
 
     def report(stage: str, share: float) -> None:
@@ -106,6 +121,6 @@ def load_backend(
         progress(stage, share)
 
     try:
-        return load(model_dir, config, report, artifact=artifact)
+        return load(model_dir, config, report, artifact=artifact, place=rank)
     finally:
         ahead.stop()

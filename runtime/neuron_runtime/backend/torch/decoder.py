@@ -17,6 +17,8 @@ from neuron_runtime.backend.torch.architecture import DecoderConfig
 from neuron_runtime.backend.torch.attention import decode_attention, prompt_attention
 from neuron_runtime.backend.torch.cache import DecodePart, KVCache, Plan
 from neuron_runtime.backend.torch.linear import Linear, linear
+from neuron_runtime.backend.torch.parts import part_of_model, tokens_of
+from neuron_runtime.backend.torch.ranks import ALONE, Ranks
 
 
 class Layer(NamedTuple):
@@ -56,11 +58,17 @@ MakeLinear = Callable[[torch.Tensor, torch.Tensor | None], Linear]
 
 
 class Decoder:
-    """A model: `forward` runs its blocks, `logits` its head."""
+    """A model: `forward` runs its blocks, `logits` its head. With several ranks, one rank's part of it: all ranks call
+    it with the same arguments and get the same results.
 
-    def __init__(self, config: DecoderConfig, weights: Weights) -> None:
-        self.config = config
+    config: of the whole model; `self.config` is that of the part.
+    """
+
+    def __init__(self, config: DecoderConfig, weights: Weights, ranks: Ranks = ALONE) -> None:
+        self.config = part_of_model(config, ranks.size)
         self.weights = weights
+        self._ranks = ranks
+        self._tokens = tokens_of(config, ranks.rank, ranks.size)
 
     def forward(self, token_ids: torch.Tensor, plan: Plan) -> torch.Tensor:
         """Feed `token_ids` `[tokens]`, storing their keys and values.
@@ -68,9 +76,9 @@ class Decoder:
         Returns:
             Hidden states after the last norm, `[tokens, hidden size]`.
         """
-        config, weights = self.config, self.weights
+        config, weights, ranks = self.config, self.weights, self._ranks
         num_rotated = config.num_heads + config.num_kv_heads
-        x = weights.embedding[token_ids]
+        x = self._embed(token_ids)
         cosine, sine = rotary.turns(plan.positions, weights.frequencies, x.dtype)
         for index, layer in enumerate(weights.layers):
             heads = layer.qkv(self._normalise(x, layer.attention_norm)).view(x.shape[0], -1, config.head_dim)
@@ -80,14 +88,23 @@ class Decoder:
             rotated = rotary.rotate(turning, cosine, sine)
             query, key, value = rotated[:, : config.num_heads], rotated[:, config.num_heads :], heads[:, num_rotated:]
             plan.cache.write(index, plan, key, value)
-            x = x + layer.output(self._attend(index, plan, query, key, value))
+            x = x + ranks.sum(layer.output(self._attend(index, plan, query, key, value)))
             gate, up = layer.gate_up(self._normalise(x, layer.mlp_norm)).chunk(2, dim=-1)
-            x = x + layer.down(functional.silu(gate) * up)
+            x = x + ranks.sum(layer.down(functional.silu(gate) * up))
         return self._normalise(x, weights.norm)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Logits of the token that follows each hidden state: float32 `[hidden states, vocabulary]`."""
-        return self.weights.head(hidden).float()
+        return self._ranks.gather(self.weights.head(hidden).float())[:, : self.config.vocabulary_size]
+
+    def _embed(self, token_ids: torch.Tensor) -> torch.Tensor:
+        if self._ranks.size == 1:
+            return self.weights.embedding[token_ids]
+        # Exact: all ranks but one add zero.
+        own = token_ids - self._tokens.start
+        elsewhere = (own < 0) | (own >= len(self._tokens))
+        x = self.weights.embedding[own.masked_fill(elsewhere, 0)].masked_fill(elsewhere.unsqueeze(1), 0.0)
+        return self._ranks.sum(x)
 
     def _attend(
         self, layer: int, plan: Plan, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor

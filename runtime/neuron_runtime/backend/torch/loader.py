@@ -5,18 +5,22 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from threading import Event
 
 import torch
 
-from neuron_runtime.backend.base import ProgressCallback
+from neuron_runtime.backend.base import ONE_RANK, ProgressCallback, Rank
 from neuron_runtime.backend.torch.architecture import DecoderConfig, decoder_config, tensor_shapes
 from neuron_runtime.backend.torch.backend import TorchBackend, device_thread
 from neuron_runtime.backend.torch.cache import KVCache
 from neuron_runtime.backend.torch.choices import dtype_of
 from neuron_runtime.backend.torch.compiled import CompiledDecoder, eager_because
 from neuron_runtime.backend.torch.decoder import Decoder, read_weights
+from neuron_runtime.backend.torch.parts import part_of_model, parts_of
+from neuron_runtime.backend.torch.ranks import ALONE, Gloo, Ranks
 from neuron_runtime.backend.torch.sizing import derive_limits
 from neuron_runtime.backend.torch.weights import WeightReader, check_tensors
 from neuron_runtime.checkpoint import Checkpoint, read_whole_checkpoint
@@ -33,22 +37,29 @@ def load(
     config: RuntimeConfig,
     progress: ProgressCallback,
     measure: Callable[[], FreeMemory] = free_memory,
+    *,
     artifact: Path | None = None,
+    place: Rank = ONE_RANK,
 ) -> TorchBackend:
     """See `load_backend`."""
     checkpoint = read_whole_checkpoint(model_dir)
     model = decoder_config(checkpoint.config)
     check_tensors(checkpoint, tensor_shapes(model))
     dtype = DTYPES[dtype_of(config, checkpoint)]
-    limits = derive_limits(config, model, dtype.itemsize, measure())
-    device = device_thread(_limit_threads)
-    decoder = _load_on(device, checkpoint, model, dtype, progress)
+    ranks = Gloo(place) if place.size > 1 else ALONE
+    part = part_of_model(model, ranks.size)
+    free = measure()
+    # The ranks of a node share its memory, and all ranks must come to the same limits.
+    share = replace(free, available=ranks.least(free.available // place.per_node))
+    limits = derive_limits(config, part, dtype.itemsize, share)
+    device = device_thread(partial(_limit_threads, place.per_node))
+    decoder = _load_on(device, checkpoint, model, dtype, progress, ranks=ranks)
     return TorchBackend(
         decoder=decoder if artifact is None else _compiled(decoder, artifact, limits),
         cache=KVCache.empty(
             windows=model.windows,
             num_lines=limits.num_blocks,
-            num_kv_heads=model.num_kv_heads,
+            num_kv_heads=part.num_kv_heads,
             line_length=limits.block_size,
             head_dim=model.head_dim,
             dtype=dtype,
@@ -64,6 +75,8 @@ def _load_on(
     model: DecoderConfig,
     dtype: torch.dtype,
     progress: ProgressCallback,
+    *,
+    ranks: Ranks,
 ) -> Decoder:
     """Load on the device thread. If this thread is interrupted, loading stops at the next tensor."""
     interrupted = Event()
@@ -74,7 +87,7 @@ def _load_on(
         progress(stage, share)
 
     try:
-        return device.submit(load_decoder, checkpoint, model, dtype, report).result()
+        return device.submit(load_decoder, checkpoint, model, dtype, report, ranks).result()
     except BaseException:
         interrupted.set()
         device.shutdown()
@@ -82,11 +95,14 @@ def _load_on(
 
 
 def load_decoder(
-    checkpoint: Checkpoint, model: DecoderConfig, dtype: torch.dtype, progress: ProgressCallback
+    checkpoint: Checkpoint, model: DecoderConfig, dtype: torch.dtype, progress: ProgressCallback, ranks: Ranks = ALONE
 ) -> Decoder:
-    """Read the weights of a checked checkpoint in `dtype`."""
-    with WeightReader(checkpoint, dtype, progress) as reader, torch.inference_mode():
-        return Decoder(model, read_weights(model, reader))
+    """Read the weights of a checked checkpoint in `dtype`, or what one rank needs of them."""
+    with (
+        WeightReader(checkpoint, dtype, progress, parts_of(model, ranks.rank, ranks.size)) as reader,
+        torch.inference_mode(),
+    ):
+        return Decoder(model, read_weights(part_of_model(model, ranks.size), reader), ranks)
 
 
 def _compiled(decoder: Decoder, artifact: Path, limits: BackendLimits) -> Decoder | CompiledDecoder:
@@ -96,7 +112,8 @@ def _compiled(decoder: Decoder, artifact: Path, limits: BackendLimits) -> Decode
     return CompiledDecoder.load(decoder, artifact, blocks=limits.layout == "blocks")
 
 
-def _limit_threads() -> None:
+def _limit_threads(num_sharing: int) -> None:
+    """num_sharing: processes like this one that share the CPUs."""
     # torch counts the machine's CPUs; with a container's CPU quota, that many threads block each other.
     if "OMP_NUM_THREADS" not in os.environ:
-        torch.set_num_threads(min(torch.get_num_threads(), usable_cpus()))
+        torch.set_num_threads(max(1, min(torch.get_num_threads(), usable_cpus()) // num_sharing))
