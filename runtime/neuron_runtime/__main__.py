@@ -13,13 +13,14 @@ from typing import Any, NoReturn
 
 from neuron_runtime import record
 from neuron_runtime.bench import command as bench
-from neuron_runtime.commands import compile_model, fetch, inspect, plan_buckets, serve, weights
+from neuron_runtime.commands import compile_model, fetch, follow, inspect, plan_buckets, serve, weights
 from neuron_runtime.console import say
 from neuron_runtime.entry import INTERRUPTED
 from neuron_runtime.errors import ServingError
 
 COMMANDS: dict[str, tuple[Callable[[argparse.ArgumentParser], None], str]] = {
     "serve": (serve.add_arguments, "serve a model over HTTP"),
+    "follow": (follow.add_arguments, "run the ranks of one node of a group that another node leads"),
     "inspect": (inspect.add_arguments, "show facts about a model from its config and the headers of its weights"),
     "fetch": (fetch.add_arguments, "fetch a model into a store, from where it can be served"),
     "compile": (compile_model.add_arguments, "compile a model into a store, from where it can be served"),

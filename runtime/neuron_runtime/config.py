@@ -92,7 +92,7 @@ class EngineLimits(Document, frozen=True, kw_only=True):
 
 class Parallelism(Document, frozen=True, kw_only=True):
     tensor: Annotated[
-        Limit, "Tensor-parallel degree of the model", DeviceFlag("tensor_parallel_size", llm=True), COMPILED, ON_DEVICE
+        Limit, "Tensor-parallel degree of the model", DeviceFlag("tensor_parallel_size", llm=True), COMPILED
     ] = 0
 
 

@@ -17,6 +17,7 @@ from neuron_runtime.errors import ExitCode, FatalError
 
 FREED_BY_EXIT = False
 ALWAYS_COMPILES = False
+PROCESS_PER_RANK = False
 
 
 def needs_weights(config: RuntimeConfig) -> bool:

@@ -13,8 +13,9 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -31,15 +32,23 @@ END_SECONDS = 240.0
 class ServeCommand:
     """One running command; its output is read continuously."""
 
-    def __init__(self, arguments: list[str], tmp_dir: Path, within: Sequence[str] = ()) -> None:
+    def __init__(
+        self,
+        arguments: list[str],
+        tmp_dir: Path,
+        within: Sequence[str] = (),
+        *,
+        command: str = "serve",
+        environment: Mapping[str, str] = MappingProxyType({}),
+    ) -> None:
         """within: a command that runs the one in its arguments, such as `nice`."""
         self.lines: list[str] = []
         self.tmp_dir = tmp_dir
         self.process = subprocess.Popen(
-            [*within, sys.executable, "-m", "neuron_runtime", "serve", *arguments],
+            [*within, sys.executable, "-m", "neuron_runtime", command, *arguments],
             stderr=subprocess.PIPE,
             text=True,
-            env={**os.environ, "TMPDIR": str(tmp_dir), "OMP_NUM_THREADS": "1"},
+            env={**os.environ, "TMPDIR": str(tmp_dir), "OMP_NUM_THREADS": "1", **environment},
         )
         self._reader = threading.Thread(target=self._read)
         self._reader.start()

@@ -114,17 +114,22 @@ def test_flags_of_a_compiled_device_produce_a_document() -> None:
 
 @pytest.mark.parametrize(("backend", "accepts"), [("torch", "Host"), ("simulated", "DeviceWithLogits")])
 def test_a_backend_without_a_compiled_device_refuses_every_field_of_one(backend: str, accepts: str) -> None:
-    refused = [flag for flag in DEVICE_FLAGS if not flag.startswith("--sampling")]
+    refused = [flag for flag in DEVICE_FLAGS if not flag.startswith(("--sampling", "--tensor"))]
     with pytest.raises(InvalidConfig) as caught:
         config_of("a/m", "--backend", backend, "--sampling-mode", accepts, *refused)
     assert [name.partition(" ")[0] for name, _ in caught.value.parts] == [
-        "--tensor-parallel-size", "--num-cores", "--logical-neuron-core", "--context-buckets",
+        "--num-cores", "--logical-neuron-core", "--context-buckets",
         "--token-generation-buckets", "--prefix-buckets", "--sequence-buckets", "--application-class", "--async-mode",
     ]  # fmt: skip
     assert str(caught.value).startswith(
-        f"--tensor-parallel-size ($.parallelism.tensor): the {backend} backend accepts only 1: leave it out"
+        f"--num-cores ($.accelerator.cores): the {backend} backend has no such setting: leave it out"
     )
-    config_of("a/m", "--backend", backend, "--tensor-parallel-size", "1", "--sampling-mode", accepts)
+    config_of("a/m", "--backend", backend, "--tensor-parallel-size", "2", "--sampling-mode", accepts)
+
+
+def test_compiled_steps_of_the_torch_backend_run_on_one_rank() -> None:
+    with pytest.raises(InvalidConfig, match="compiled steps run on one rank only, not on 2"):
+        config_of("a/m", "--backend", "torch", "--compile", "--tensor-parallel-size", "2")
 
 
 def test_the_torch_backend_samples_on_the_host_only() -> None:

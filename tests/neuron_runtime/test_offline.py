@@ -119,7 +119,7 @@ def test_a_guide_script_runs_at_module_level_on_the_demo_model() -> None:
     ("arguments", "says"),
     [
         ('device="neuron"', "leave `device` out to run on the CPU"),
-        ("tensor_parallel_size=2", "tensor_parallel_size ($.parallelism.tensor): the torch backend accepts only 1"),
+        ("tensor_parallel_size=2", "tensor_parallel_size ($.parallelism.tensor): each of 2 ranks of the"),
     ],
 )
 @pytest.mark.skipif(any(Path("/dev").glob("neuron[0-9]*")), reason="this machine has a Neuron device")
@@ -525,7 +525,8 @@ def test_arguments_from_the_guides_produce_a_configuration(tmp_path: Path) -> No
         ({"device": "cuda"}, "device: must be 'cpu' or 'neuron', got 'cuda'"),
         (
             {"tensor_parallel_size": 2},
-            "tensor_parallel_size ($.parallelism.tensor): the torch backend accepts only 1: leave it out",
+            "tensor_parallel_size ($.parallelism.tensor): each of 2 ranks of the torch backend is a process: use "
+            "`neuron-runtime serve`",
         ),
         ({"speculative_model": "org/draft"}, "speculative_model: 'org/draft' is not supported yet"),
         ({"override_neuron_config": {"a": 1}}, "override_neuron_config ($.overrideNeuronConfig.a): the torch backend"),

@@ -87,7 +87,7 @@ def wanted_artifact(config: RuntimeConfig, model_dir: Path, digest: str = "") ->
         InvalidConfig: the backend compiles nothing, or not with these settings.
     """
     package, part = compiling_package(config), compiled_part(config)
-    digest = digest or config.model.digest or _digest_of(model_dir, with_weights=package.needs_weights(config))
+    digest = digest or config.model.digest or digest_of(model_dir, with_weights=package.needs_weights(config))
     needs = package.compiler(part, model_dir).needs
     return Wanted(package.__name__, part, model_dir, covered(config.backend, digest, needs))
 
@@ -183,7 +183,7 @@ def _make(wanted: Wanted, store: Store, progress: ProgressCallback) -> tuple[Ent
     return entry, False
 
 
-def _digest_of(model_dir: Path, *, with_weights: bool) -> str:
+def digest_of(model_dir: Path, *, with_weights: bool) -> str:
     """The digest of a model that nobody pinned."""
     with contextlib.suppress(Damaged):
         if entry := read_entry(model_dir):

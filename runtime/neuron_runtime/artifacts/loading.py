@@ -23,10 +23,10 @@ from neuron_runtime.artifacts.store import (
     read_fitting,
     remote_artifacts,
 )
-from neuron_runtime.backend.base import Backend, ProgressCallback
+from neuron_runtime.backend.base import ONE_RANK, Backend, ProgressCallback, Rank
 from neuron_runtime.config import RuntimeConfig
 from neuron_runtime.console import say
-from neuron_runtime.engine.backends import backend_package, compiles, compiling_package
+from neuron_runtime.engine.backends import backend_package, check_ranks, compiles, compiling_package
 from neuron_runtime.errors import ExitCode, FatalError, joined
 from neuron_runtime.weights.disk import make_folder, writing
 from neuron_runtime.weights.fetching import described
@@ -62,19 +62,22 @@ def given_folder() -> Path | None:
     return Path(value).resolve() if value else None
 
 
-def load_backend(model_dir: Path, config: RuntimeConfig, places: Places, progress: ProgressCallback) -> Backend:
-    """The backend of a model in a folder.
+def load_backend(
+    model_dir: Path, config: RuntimeConfig, places: Places, progress: ProgressCallback, *, rank: Rank = ONE_RANK
+) -> Backend:
+    """The backend of a model in a folder, or one rank of it.
 
     Raises:
         FatalError: those of `provide` and of the backend.
         InvalidConfig: a setting cannot be served; names the field.
     """
+    check_ranks(config, rank.size)
     if not compiles(config):
         if places.given is not None:
             say(f"{ARTIFACT_VARIABLE} has no effect, because the configuration does not set `compile`")
-        return backend_package(config).load_backend(model_dir, config, progress)
+        return backend_package(config).load_backend(model_dir, config, progress, rank=rank)
     artifact = provide(config, model_dir, places, progress)
-    return compiling_package(config).load_backend(model_dir, config, progress, artifact)
+    return compiling_package(config).load_backend(model_dir, config, progress, artifact, rank=rank)
 
 
 def check_artifact(

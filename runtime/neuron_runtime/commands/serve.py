@@ -97,6 +97,7 @@ def add_model_flags(parser: argparse.ArgumentParser, wanted: Callable[[Field], b
 
 def run(options: argparse.Namespace, began: float) -> record.Record:
     """Serve until a signal, or only check. Raises ServingError if serving is impossible."""
+    from neuron_runtime.distributed.group import layout_for  # noqa: PLC0415
     from neuron_runtime.run_dir import made_run_dir  # noqa: PLC0415
     from neuron_runtime.server.auth import api_key_file, check_keys  # noqa: PLC0415
     from neuron_runtime.server.supervisor import Signals, Supervisor, listen, url_of  # noqa: PLC0415
@@ -108,6 +109,7 @@ def run(options: argparse.Namespace, began: float) -> record.Record:
             check(config, settings)
         say(f"{config.model.uri} can be served with this configuration")
         return record.success("check", seconds=time.monotonic() - began)
+    layout = layout_for(config, leads=True)
     # Removed from the environment, so that children do not inherit it.
     variable = os.environ.pop(API_KEY_VARIABLE, None)
     keys = tuple(options.api_key or ([variable] if variable and options.api_key_file is None else ()))
@@ -124,6 +126,7 @@ def run(options: argparse.Namespace, began: float) -> record.Record:
             Signals(),
             run_dir=run_dir,
             settings=settings,
+            layout=layout,
             began=began,
             api_key_file=api_key_file(options.api_key_file, keys, run_dir),
         )

@@ -14,6 +14,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import zmq
 
@@ -38,6 +39,23 @@ CAUSE_SECONDS = 3.0
 OnEnd = Callable[[FatalError], None]
 
 
+class Lifeline(Protocol):
+    """Where the thread says until when it will show life again; see `engine.lifeline.Deadline`. Whoever started the
+    process reads it: a process that is stopped cannot end itself."""
+
+    def set(self, seconds: float) -> None: ...
+
+    def clear(self) -> None: ...
+
+
+class _NoLifeline:
+    """Nobody looks."""
+
+    def set(self, seconds: float) -> None: ...
+
+    def clear(self) -> None: ...
+
+
 def member_lost(message: str) -> FatalError:
     return FatalError(ExitCode.GROUP_MEMBER_LOST, message)
 
@@ -46,11 +64,15 @@ def disagrees(message: str) -> FatalError:
     return FatalError(ExitCode.GROUP_DISAGREES, message)
 
 
+UNWATCHED = _NoLifeline()
+
+
 class _Control:
     """The thread, and what others wait for."""
 
-    def __init__(self, layout: Layout, kind: int, on_end: OnEnd) -> None:
+    def __init__(self, layout: Layout, kind: int, on_end: OnEnd, lifeline: Lifeline) -> None:
         self.layout = layout
+        self._lifeline = lifeline
         self._on_end = on_end
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._socket = wire.make_socket(self._context, kind, wire.MAX_MESSAGE_BYTES)
@@ -110,6 +132,7 @@ class _Control:
         except Exception as error:  # noqa: BLE001 - without this thread nobody would notice that the group is gone
             failure = member_lost(f"{type(error).__name__}: {error}")
             self._farewell = (int(failure.exit_code), str(failure))
+        self._lifeline.clear()
         self._say_farewell(*self._farewell)
         self._socket.close(linger=FAREWELL_MILLISECONDS)
         self._context.term()
@@ -123,6 +146,7 @@ class _Control:
         if self._last_turn - before > self.layout.silence_seconds / 2:
             # This process did not run; what others said meanwhile has not been read yet.
             self._forgive(self._last_turn)
+        self._lifeline.set(self._patience)
         while True:
             try:
                 frames = self._socket.recv_multipart(zmq.NOBLOCK)
@@ -134,6 +158,16 @@ class _Control:
             self._next_beat = now + self._beat_seconds
             self._beat(now)
         self._look(now)
+
+    @property
+    def _serving(self) -> bool:
+        """Whether all ranks have loaded."""
+        raise NotImplementedError
+
+    @property
+    def _patience(self) -> float:
+        """Seconds for which a member may be silent now."""
+        return self.layout.silence_seconds * (1.0 if self._serving else LOADING_FACTOR)
 
     def _receive(self, frames: list[bytes], now: float) -> None:
         raise NotImplementedError
@@ -187,8 +221,9 @@ class LeaderControl(_Control):
         *,
         on_end: OnEnd,
         on_leaving: Callable[[str], None] = lambda message: None,
+        lifeline: Lifeline = UNWATCHED,
     ) -> None:
-        super().__init__(layout, zmq.ROUTER, on_end)
+        super().__init__(layout, zmq.ROUTER, on_end, lifeline)
         self.group = os.urandom(8).hex()
         self._facts = facts
         self._welcome = Welcome(self.group, *addresses)
@@ -200,6 +235,10 @@ class LeaderControl(_Control):
         self._socket.router_mandatory = True
         self._socket.router_handover = True
         self._socket.bind(layout.wire if layout.num_nodes == 1 else f"tcp://*:{layout.port}")
+
+    @property
+    def _serving(self) -> bool:
+        return self._state.serving
 
     def wait_joined(self) -> None:
         """Until all members have said hello and agree. Raises FatalError."""
@@ -274,8 +313,8 @@ class LeaderControl(_Control):
                 member.closed_since = member.closed_since or now
 
     def _look(self, now: float) -> None:
-        state, limit = self._state, self.layout.silence_seconds
-        patience = limit if state.serving else limit * LOADING_FACTOR
+        state, patience = self._state, self._patience
+        closed_limit = self.layout.silence_seconds * CLOSED_SHARE
         silent = {rank: member for rank, member in state.members.items() if now - member.heard > patience}
         if not state.welcomed:
             for rank in silent:
@@ -287,7 +326,7 @@ class LeaderControl(_Control):
         for rank, member in silent.items():
             raise member_lost(f"{self.layout.named(rank)}: silent for {now - member.heard:.1f} s")
         for rank, member in state.members.items():
-            if member.closed_since is not None and now - member.closed_since > limit * CLOSED_SHARE:
+            if member.closed_since is not None and now - member.closed_since > closed_limit:
                 raise member_lost(f"{self.layout.named(rank)}: closed its connection")
 
     def _forgive(self, now: float) -> None:
@@ -313,20 +352,24 @@ class MemberControl(_Control):
     on_end: the leader or another member ended the group with an error; called once, on the thread.
     """
 
-    def __init__(self, layout: Layout, rank: int, facts: Facts, on_end: OnEnd) -> None:
-        super().__init__(layout, zmq.DEALER, on_end)
+    def __init__(self, layout: Layout, rank: int, facts: Facts, on_end: OnEnd, lifeline: Lifeline = UNWATCHED) -> None:
+        super().__init__(layout, zmq.DEALER, on_end, lifeline)
         self.rank = rank
         self._hello = Hello(rank, layout.size, os.urandom(8).hex(), facts)
         self.welcome: Welcome | None = None
         self.done = False
         """Whether the leader said that the work is done."""
-        self._serving = False
+        self._told_serving = False
         self._heard = time.monotonic()
         self._deadline = self._heard + layout.join_seconds
         self._waiting: list[Loaded | Leaving] = []
         self.keys.unlock(self._socket)
         self._socket.identity = str(rank).encode()
         self._socket.connect(layout.wire)
+
+    @property
+    def _serving(self) -> bool:
+        return self._told_serving
 
     @property
     def group(self) -> str:
@@ -359,7 +402,7 @@ class MemberControl(_Control):
             case Welcome(group) | Beat(_, group) if self.welcome is not None and group != self.group:
                 raise member_lost("the leader of the group was started anew")
             case Beat(_, _, serving):
-                self._serving = serving
+                self._told_serving = serving
             case Farewell(_, _, 0):
                 self.done = True
                 self._farewell = (0, "")
@@ -373,11 +416,10 @@ class MemberControl(_Control):
     def _look(self, now: float) -> None:
         while self._waiting and self.welcome is not None:
             self._send(self._waiting.pop(0))
-        limit = self.layout.silence_seconds * (1.0 if self._serving else LOADING_FACTOR)
         if self.welcome is None:
             if now > self._deadline:
                 raise member_lost(f"the group was not complete within {self.layout.join_seconds:.0f} s")
-        elif now - self._heard > limit:
+        elif now - self._heard > self._patience:
             raise member_lost(f"rank 0: silent for {now - self._heard:.1f} s")
 
     def _forgive(self, now: float) -> None:

@@ -86,8 +86,14 @@ class Layout(msgspec.Struct, frozen=True, kw_only=True):
         """Address of the leader's socket for members."""
         return f"ipc://{self.run_dir}/group" if self.num_nodes == 1 else f"tcp://{bracketed(self.leader)}:{self.port}"
 
+    def lifeline(self, rank: int) -> Path:
+        """The file in which a rank of this node says until when it shows life."""
+        return Path(self.run_dir, f"alive-rank-{rank}")
+
     def in_folder(self, run_dir: Path) -> Self:
         """With the folder of this node's processes. A group on one node gets a secret of its own there."""
+        if not self.is_group:
+            return self
         placed = msgspec.structs.replace(self, run_dir=str(run_dir))
         if self.num_nodes == 1:
             path = run_dir / SECRET_FILE
@@ -99,8 +105,13 @@ class Layout(msgspec.Struct, frozen=True, kw_only=True):
 
     @classmethod
     def of_folder(cls, run_dir: Path) -> Self:
-        """What `in_folder` wrote."""
+        """What `in_folder` wrote; without it, one rank."""
+        if not (run_dir / LAYOUT_FILE).exists():
+            return cls()
         return msgspec.json.decode((run_dir / LAYOUT_FILE).read_bytes(), type=cls)
+
+
+ALONE = Layout()
 
 
 def bracketed(host: str) -> str:

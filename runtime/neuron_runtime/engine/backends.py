@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Protocol, cast
 
-from neuron_runtime.backend.base import Backend, Compiler, ProgressCallback
+from neuron_runtime.backend.base import ONE_RANK, Backend, Compiler, ProgressCallback, Rank
 from neuron_runtime.config import RuntimeConfig
 from neuron_runtime.console import say
 from neuron_runtime.core import BackendLimits
@@ -34,6 +34,9 @@ class BackendPackage(Protocol):
     ALWAYS_COMPILES: bool
     """Whether it runs compiled graphs only; otherwise the configuration's `compile` decides."""
 
+    PROCESS_PER_RANK: bool
+    """Whether each rank of tensor parallelism is a process of its own; otherwise one process drives all of a node."""
+
     def needs_weights(self, config: RuntimeConfig) -> bool:
         """Whether a model's weights are needed to serve it; otherwise its small files suffice."""
 
@@ -49,8 +52,10 @@ class BackendPackage(Protocol):
     def versions(self) -> Mapping[str, str]:
         """Versions of the libraries and drivers that it runs on, by their names. Cheap: imports none of them."""
 
-    def load_backend(self, model_dir: Path, config: RuntimeConfig, progress: ProgressCallback) -> Backend:
-        """See `load_backend` of the torch backend."""
+    def load_backend(
+        self, model_dir: Path, config: RuntimeConfig, progress: ProgressCallback, *, rank: Rank = ONE_RANK
+    ) -> Backend:
+        """See `load_backend` of the torch backend. rank: which one to be, if each is a process."""
 
 
 class CompilingPackage(BackendPackage, Protocol):
@@ -71,7 +76,13 @@ class CompilingPackage(BackendPackage, Protocol):
         """
 
     def load_backend(
-        self, model_dir: Path, config: RuntimeConfig, progress: ProgressCallback, artifact: Path | None = None
+        self,
+        model_dir: Path,
+        config: RuntimeConfig,
+        progress: ProgressCallback,
+        artifact: Path | None = None,
+        *,
+        rank: Rank = ONE_RANK,
     ) -> Backend:
         """Load with the compiled graphs in a folder, which may be read-only; None: nothing is compiled."""
 
@@ -116,6 +127,14 @@ def check_backend(config: RuntimeConfig) -> None:
     backend_package(config).check_config(config)
     if compiles(config):
         compiling_package(config)
+
+
+def check_ranks(config: RuntimeConfig, num_ranks: int) -> None:
+    """Raises InvalidConfig if the configuration wants more ranks than there are processes for them."""
+    wanted = config.parallelism.tensor
+    if backend_package(config).PROCESS_PER_RANK and wanted not in {0, num_ranks}:
+        message = f"each of {wanted} ranks of the {config.backend} backend is a process: use `neuron-runtime serve`"
+        raise InvalidConfig("$.parallelism.tensor", message)
 
 
 def compiles(config: RuntimeConfig) -> bool:

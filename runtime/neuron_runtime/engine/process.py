@@ -17,6 +17,7 @@ import time
 import traceback
 from collections.abc import Callable
 from pathlib import Path
+from typing import NoReturn
 
 import zmq
 
@@ -24,6 +25,7 @@ from neuron_runtime import record
 from neuron_runtime.checkpoint import check_tokenizer
 from neuron_runtime.config import RuntimeConfig, load_config
 from neuron_runtime.console import StageLines
+from neuron_runtime.distributed.layout import Layout
 from neuron_runtime.engine import messages
 from neuron_runtime.engine.backends import backend_package, warn_of_limits
 from neuron_runtime.engine.backpressure import queue_limits
@@ -199,6 +201,25 @@ class StartReport:
             self._border.send(messages.StartProgress(stage, share))
 
 
+class Ending:
+    """Ends this process with a record of a command. Called from any thread."""
+
+    def __init__(self, command: str, path: Path) -> None:
+        self._command = command
+        self._path = path
+        self._began = time.monotonic()
+
+    def write(self, failure: ServingError) -> int:
+        """Returns the exit code."""
+        outcome = record.failure(self._command, failure, time.monotonic() - self._began)
+        record.write(outcome, self._path)
+        return outcome.exit_code
+
+    def at_once(self, failure: ServingError) -> NoReturn:
+        """Without waiting for other threads: the device may never answer."""
+        os._exit(self.write(failure))
+
+
 def device_failure(error: Exception) -> ServingError:
     """The error with an exit code for an exception of a backend."""
     if isinstance(error, ServingError):
@@ -208,9 +229,18 @@ def device_failure(error: Exception) -> ServingError:
     return FatalError(ExitCode.DEVICE_OUT_OF_MEMORY if out_of_memory else ExitCode.DEVICE_FAILED, text)
 
 
-def serve(config: RuntimeConfig, settings: LocalSettings, border: Border, deadline: Deadline) -> None:
+def serve(
+    config: RuntimeConfig,
+    settings: LocalSettings,
+    layout: Layout,
+    border: Border,
+    *,
+    deadline: Deadline,
+    ending: Ending,
+) -> None:
     """Load, warm up, then serve until SIGTERM. Raises FatalError or exceptions of the backend."""
     from neuron_runtime.artifacts.loading import Places, check_artifact, load_backend  # noqa: PLC0415
+    from neuron_runtime.distributed.group import leading, place_of  # noqa: PLC0415
     from neuron_runtime.weights.fetching import materialize  # noqa: PLC0415  (may bring a hub client)
 
     report = StartReport(border)
@@ -227,23 +257,25 @@ def serve(config: RuntimeConfig, settings: LocalSettings, border: Border, deadli
         check=check_tokenizer,
     )
     border.send(ModelFound(str(model_dir)))
-    began = time.monotonic()
-    report(f"starting the {config.backend} backend", 0.0)
-    backend = load_backend(model_dir, config, places, report)
-    try:
-        loaded = time.monotonic()
-        watched = WatchedBackend(backend, deadline)
-        watched.warm_up(report)
-        # Libraries and weights stay; a full collection that walks them would delay every stream by 100 ms.
-        gc.collect()
-        gc.freeze()
-        warn_of_limits(config, backend.limits)
-        queue = queue_limits(backend.limits, config.limits.max_queued_requests, config.limits.max_queued_tokens)
-        engine = Engine(watched, max_queued_requests=queue.max_requests, max_queued_tokens=queue.max_tokens)
-        border.send(Ready(backend.limits, queue, loaded - began, time.monotonic() - loaded))
-        Worker(engine, border, deadline).run(border.stop_at_sigterm())
-    finally:
-        backend.close()
+    with leading(layout, config, model_dir, ending.at_once) as group:
+        group.meet(report)
+        began = time.monotonic()
+        report(f"starting the {config.backend} backend", 0.0)
+        backend = group.replicated(load_backend(model_dir, config, places, report, rank=place_of(layout, 0)))
+        try:
+            loaded = time.monotonic()
+            watched = WatchedBackend(backend, deadline)
+            watched.warm_up(report)
+            # Libraries and weights stay; a full collection that walks them would delay every stream by 100 ms.
+            gc.collect()
+            gc.freeze()
+            warn_of_limits(config, backend.limits)
+            queue = queue_limits(backend.limits, config.limits.max_queued_requests, config.limits.max_queued_tokens)
+            engine = Engine(watched, max_queued_requests=queue.max_requests, max_queued_tokens=queue.max_tokens)
+            border.send(Ready(backend.limits, queue, loaded - began, time.monotonic() - loaded))
+            Worker(engine, border, deadline).run(border.stop_at_sigterm())
+        finally:
+            backend.close()
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -259,18 +291,16 @@ def main(arguments: list[str] | None = None) -> int:
     die_with_parent(options.parent_pid)
     faulthandler.enable()
     border = Border(options.run_dir, options.incarnation, options.num_front_ends)
-    began = time.monotonic()
+    ending = Ending("serve", options.record)
     try:
         with Deadline(options.run_dir / f"deadline-{options.incarnation}") as deadline:
-            config = load_config(options.config)
-            serve(config, LocalSettings.of(options), border, deadline)
+            config, layout = load_config(options.config), Layout.of_folder(options.run_dir)
+            serve(config, LocalSettings.of(options), layout, border, deadline=deadline, ending=ending)
     except Exception as error:  # noqa: BLE001 - whatever the device raised decides the exit code
         failure = device_failure(error)
         if failure is not error:
             traceback.print_exc()
-        outcome = record.failure("serve", failure, time.monotonic() - began)
-        record.write(outcome, options.record)
-        return outcome.exit_code
+        return ending.write(failure)
     finally:
         border.close()
     return 0

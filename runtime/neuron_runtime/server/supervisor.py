@@ -34,6 +34,8 @@ from neuron_runtime.children import (
 )
 from neuron_runtime.config import RuntimeConfig
 from neuron_runtime.console import say
+from neuron_runtime.distributed.layout import ALONE, Layout
+from neuron_runtime.distributed.ranks import NodeRanks
 from neuron_runtime.errors import ExitCode, InvalidConfig, ServingError
 from neuron_runtime.local_settings import LocalSettings
 from neuron_runtime.server import neuron_monitor
@@ -49,6 +51,8 @@ BACKLOG = 2048
 SEND_BUFFER_BYTES = 64 * 1024
 """Kernel buffer for a client that does not read; several hundred tokens."""
 NUM_PROBES = 4
+LINGER_SECONDS = 4.0
+"""How long the leader of a group that failed answers clients: until proxies have noticed that it is not ready."""
 
 
 def listen(host: str, port: int, stall_seconds: int = 60) -> socket.socket:
@@ -118,6 +122,7 @@ class Supervisor:
 
     Args:
         run_dir: an empty folder for this command only.
+        layout: the group that it leads.
         began: the monotonic clock when the command started.
         api_key_file: keys that clients must send; None: no key is required.
     """
@@ -130,6 +135,7 @@ class Supervisor:
         *,
         run_dir: Path,
         settings: LocalSettings,
+        layout: Layout = ALONE,
         began: float,
         api_key_file: Path | None = None,
     ) -> None:
@@ -149,6 +155,8 @@ class Supervisor:
         """For each front end, earlier processes in its place. Never reset: it makes the ids of requests unique."""
         self._failures = Failures()
         self._run_dir = run_dir
+        self._layout = layout.in_folder(run_dir)
+        self._ranks: NodeRanks
         (run_dir / CONFIG_FILE).write_bytes(msgspec.json.encode(config))
 
     def run(self) -> None:
@@ -158,11 +166,15 @@ class Supervisor:
         for number in range(self._config.server.num_front_ends):
             self._front_ends.append(self._start_front_end(number))
         self._start_engine()
+        self._ranks = NodeRanks(self._layout, self._settings, self._run_dir, self._engine)
+        served = False
         try:
             self._serve()
+            served = True
         finally:
             self._end_front_ends()
             self._end_engine()
+            self._ranks.end(at_once=not served)
             if monitor is not None:
                 monitor.kill()
                 monitor.wait()
@@ -175,6 +187,8 @@ class Supervisor:
             ended = next((number for number, one in enumerate(self._front_ends) if not one.lives), None)
             if ended is not None:
                 self._replace_front_end(ended)
+            elif not self._ranks.live:
+                self._end_group()
             elif not self._engine.lives:
                 self._restart_engine()
         self._drain()
@@ -213,6 +227,7 @@ class Supervisor:
     def _kill_hung_children(self) -> None:
         for child in (*self._front_ends, self._engine):
             child.kill_if_hung()
+        self._ranks.kill_hung()
 
     def _restart_engine(self) -> None:
         failure = self._failures.of(self._engine)
@@ -220,6 +235,20 @@ class Supervisor:
         self._check(failure, CURED_BY_RESTART)
         self._began = time.monotonic()
         self._start_engine()
+
+    def _end_group(self) -> None:
+        """A rank has ended, and its part of the state with it: the group comes back as a whole, or not at all.
+
+        With several nodes this one stays for a while: proxies still send it clients, who get an error, not silence.
+        """
+        failure = self._ranks.failure(self._failures)
+        self._send(EngineEnded(str(failure)))
+        if self._layout.num_nodes > 1:
+            say(f"{failure}: answering with errors for {LINGER_SECONDS:.0f} s")
+            deadline = time.monotonic() + LINGER_SECONDS
+            while (left := deadline - time.monotonic()) > 0:
+                self._signals.sleep(left)
+        raise failure
 
     def _replace_front_end(self, number: int) -> None:
         """Only its own connections are lost; the engine continues requests of the others."""

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from neuron_runtime.backend.base import ONE_RANK, Rank
 from neuron_runtime.backend.nxdi import library
 from neuron_runtime.backend.nxdi.models import IMPORT_PATH
 from neuron_runtime.backend.nxdi.neuron_config import SHARDED, read_override, spelled
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
 __all__ = [
     "ALWAYS_COMPILES",
     "FREED_BY_EXIT",
+    "PROCESS_PER_RANK",
     "check_config",
     "check_model",
     "compiler",
@@ -34,6 +36,7 @@ __all__ = [
 
 FREED_BY_EXIT = True
 ALWAYS_COMPILES = True
+PROCESS_PER_RANK = False
 
 
 def needs_weights(config: RuntimeConfig) -> bool:
@@ -83,7 +86,12 @@ def plan(config: RuntimeConfig, model_dir: Path, lengths: Sequence[tuple[int, fl
 
 
 def load_backend(
-    model_dir: Path, config: RuntimeConfig, progress: ProgressCallback, artifact: Path | None = None
+    model_dir: Path,
+    config: RuntimeConfig,
+    progress: ProgressCallback,
+    artifact: Path | None = None,
+    *,
+    rank: Rank = ONE_RANK,
 ) -> Backend:
     """Load a compiled model.
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from neuron_runtime.backend.base import Backend, ProgressCallback
+from neuron_runtime.backend.base import ONE_RANK, Backend, ProgressCallback, Rank
 from neuron_runtime.backend.fields import check_fields
 from neuron_runtime.backend.simulated.clock import WallClock
 from neuron_runtime.backend.simulated.compiler import SimulatedCompiler
@@ -29,6 +29,7 @@ from neuron_runtime.errors import ConfigProblems
 __all__ = [
     "ALWAYS_COMPILES",
     "FREED_BY_EXIT",
+    "PROCESS_PER_RANK",
     "check_config",
     "check_model",
     "compiler",
@@ -40,6 +41,7 @@ __all__ = [
 
 FREED_BY_EXIT = False
 ALWAYS_COMPILES = False
+PROCESS_PER_RANK = True
 
 
 def needs_weights(config: RuntimeConfig) -> bool:
@@ -54,7 +56,7 @@ def check_config(config: RuntimeConfig) -> None:
     """Raises InvalidConfig for settings that are invalid with any model."""
     found = ConfigProblems()
     with found.collecting():
-        check_fields(config, {"sampling": MODES, "parallelism.tensor": (1,)})
+        check_fields(config, {"sampling": MODES})
     with found.collecting():
         read_options(config.override_neuron_config)
     found.check()
@@ -76,7 +78,12 @@ def compiler(config: RuntimeConfig, model_dir: Path) -> SimulatedCompiler:
 
 
 def load_backend(
-    model_dir: Path, config: RuntimeConfig, progress: ProgressCallback, artifact: Path | None = None
+    model_dir: Path,
+    config: RuntimeConfig,
+    progress: ProgressCallback,
+    artifact: Path | None = None,
+    *,
+    rank: Rank = ONE_RANK,
 ) -> Backend:
     """A device with the model's vocabulary and length and the configured step times.
 

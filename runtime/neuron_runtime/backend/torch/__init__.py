@@ -58,14 +58,18 @@ def check_config(config: RuntimeConfig) -> None:
     """Raises InvalidConfig for settings that this backend does not support with any model."""
     found = ConfigProblems()
     with found.collecting():
-        check_fields(config, {"sampling": ("Host",), "parallelism.tensor": (config.parallelism.tensor,)})
-    if config.compile and config.parallelism.tensor > 1:
-        with found.collecting():
-            raise InvalidConfig("$.compile", "compiled steps run on one rank only: leave it out, or parallelism.tensor")
+        check_fields(config, {"sampling": ("Host",)})
+    with found.collecting():
+        _check_compiled(config, config.parallelism.tensor)
     for key in config.override_neuron_config:
         with found.collecting():
             raise InvalidConfig(f"$.overrideNeuronConfig.{key}", "the torch backend has no such setting: leave it out")
     found.check()
+
+
+def _check_compiled(config: RuntimeConfig, num_ranks: int) -> None:
+    if config.compile and num_ranks > 1:
+        raise InvalidConfig("$.compile", f"compiled steps run on one rank only, not on {num_ranks}: leave it out")
 
 
 def check_model(model_dir: Path, config: RuntimeConfig) -> None:
@@ -111,6 +115,7 @@ def load_backend(
         FatalError: MODEL_NOT_FOUND, INVALID_MODEL, UNSUPPORTED_ARCHITECTURE or DEVICE_OUT_OF_MEMORY.
         InvalidConfig: a limit or the dtype in the configuration cannot be served; names the field.
     """
+    _check_compiled(config, rank.size)
     check_room_for_torch()
     ahead = prepare(model_dir, rank.size)
     from neuron_runtime.backend.torch.loader import load  # noqa: PLC0415  (torch takes seconds to import)

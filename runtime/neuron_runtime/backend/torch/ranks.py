@@ -87,7 +87,7 @@ class Gloo:
 
 
 def _joined(place: Rank) -> Any:
-    from torch.distributed import FileStore, ProcessGroupGloo, TCPStore  # noqa: PLC0415 - only with ranks
+    from torch._C._distributed_c10d import FileStore, ProcessGroupGloo, TCPStore  # noqa: PLC0415 - only with ranks
 
     at = urlsplit(place.rendezvous)
     store = (

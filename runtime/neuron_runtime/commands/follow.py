@@ -1,0 +1,64 @@
+"""`neuron-runtime follow --config FILE`: the ranks of one node of a group that another node leads.
+
+Runs the processes of its ranks until the leader's work is done, or one of them ends. Opens no port. After SIGTERM it
+goes on, and the leader is asked to end the group in good order.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from pathlib import Path
+
+import msgspec
+
+from neuron_runtime import record
+from neuron_runtime.config import RuntimeConfig, load_config
+from neuron_runtime.console import say
+from neuron_runtime.local_settings import LocalSettings, add_local_flags
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--config", type=Path, metavar="FILE", required=True, help="Configuration document")
+    add_local_flags(parser)
+    record.add_flag(parser)
+    parser.set_defaults(run=run)
+
+
+def run(options: argparse.Namespace, began: float) -> record.Record:
+    """Raises ServingError with the reason for which the group ended."""
+    from neuron_runtime.engine.backends import check_backend  # noqa: PLC0415
+
+    config = load_config(options.config)
+    check_backend(config)
+    follow(config, LocalSettings.of(options))
+    return record.success("follow", seconds=time.monotonic() - began)
+
+
+def follow(config: RuntimeConfig, settings: LocalSettings) -> None:
+    """Returns when the leader says that the work is done. Raises ServingError."""
+    from neuron_runtime.children import CONFIG_FILE, Failures  # noqa: PLC0415
+    from neuron_runtime.distributed.group import layout_for  # noqa: PLC0415
+    from neuron_runtime.distributed.ranks import NodeRanks  # noqa: PLC0415
+    from neuron_runtime.run_dir import made_run_dir  # noqa: PLC0415
+    from neuron_runtime.server.supervisor import TICK_SECONDS, Signals  # noqa: PLC0415
+
+    layout, signals = layout_for(config, leads=False), Signals()
+    with made_run_dir() as run_dir:
+        (run_dir / CONFIG_FILE).write_bytes(msgspec.json.encode(config))
+        failures, num_stops, done = Failures(), 0, False
+        ranks = NodeRanks(layout.in_folder(run_dir), settings, run_dir)
+        say(f"following {layout.leader} as node {layout.node} of {layout.num_nodes}, with {layout.per_node} ranks")
+        try:
+            while ranks.live:
+                signals.sleep(TICK_SECONDS)
+                ranks.kill_hung()
+                if signals.num_stops > num_stops:
+                    num_stops = signals.num_stops
+                    say("asking the leader to end the group; running requests may finish")
+                    ranks.leave()
+            if ranks.failed:
+                raise ranks.failure(failures)
+            done = True
+        finally:
+            ranks.end(at_once=not done)

@@ -1,0 +1,95 @@
+"""The process of one rank other than the leader's: loads its part of the model and repeats rank 0's steps.
+
+Started as a command by the supervisor of `serve`, for the ranks of its node, and by that of `follow`. It knows nothing
+of requests.
+"""
+
+from __future__ import annotations
+
+import argparse
+import faulthandler
+import gc
+import signal
+import sys
+import traceback
+from pathlib import Path
+
+from neuron_runtime.artifacts.loading import Places, load_backend
+from neuron_runtime.backend.base import ProgressCallback
+from neuron_runtime.checkpoint import check_tokenizer
+from neuron_runtime.config import RuntimeConfig, load_config
+from neuron_runtime.console import StageLines
+from neuron_runtime.distributed.group import Following, facts_of, place_of
+from neuron_runtime.distributed.layout import Layout
+from neuron_runtime.engine.backends import backend_package
+from neuron_runtime.engine.lifeline import Deadline, die_with_parent
+from neuron_runtime.engine.process import Ending, device_failure
+from neuron_runtime.engine.watchdog import LATE_SECONDS, MIN_STEP_SECONDS, WatchedBackend
+from neuron_runtime.local_settings import LocalSettings, add_local_flags
+from neuron_runtime.weights.fetching import materialize
+
+
+def run_rank(
+    config: RuntimeConfig, settings: LocalSettings, layout: Layout, rank: int, *, deadline: Deadline, ending: Ending
+) -> None:
+    """Until the leader's work is done. Raises FatalError or exceptions of the backend."""
+    report = _report_of(layout, rank)
+    model_dir = materialize(
+        config.model,
+        settings.weights_dir,
+        report,
+        weights_store=settings.weights_store,
+        on_miss=settings.on_weights_miss,
+        with_weights=backend_package(config).needs_weights(config),
+        check=check_tokenizer,
+    )
+    places = Places(settings.artifacts_dir, settings.artifacts_store, settings.on_artifact_miss)
+    with Following(layout, rank, facts_of(config, model_dir), ending.at_once) as following:
+        signal.signal(signal.SIGTERM, lambda number, frame: following.leave())
+        following.meet()
+        backend = load_backend(model_dir, config, places, report, rank=place_of(layout, rank))
+        try:
+            watched = WatchedBackend(backend, deadline)
+            watched.warm_up(report)
+            gc.collect()
+            gc.freeze()
+            following.follow(watched, idle=lambda: deadline.set(MIN_STEP_SECONDS, LATE_SECONDS))
+            deadline.clear()
+        finally:
+            backend.close()
+
+
+def _report_of(layout: Layout, rank: int) -> ProgressCallback:
+    """The first rank of each node speaks for the node; the leader's does so elsewhere."""
+    if rank > 0 and rank == layout.own_ranks[0]:
+        return StageLines()
+    return lambda stage, share: None
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="neuron_runtime.distributed.process")
+    parser.add_argument("--config", type=Path, required=True)
+    add_local_flags(parser)
+    parser.add_argument("--run-dir", type=Path, required=True)
+    parser.add_argument("--rank", type=int, required=True)
+    parser.add_argument("--record", type=Path, required=True)
+    parser.add_argument("--parent-pid", type=int, required=True)
+    options = parser.parse_args(arguments)
+    die_with_parent(options.parent_pid)
+    faulthandler.enable()
+    ending = Ending("follow", options.record)
+    try:
+        with Deadline(options.run_dir / f"deadline-rank-{options.rank}") as deadline:
+            layout = Layout.of_folder(options.run_dir)
+            config, settings = load_config(options.config), LocalSettings.of(options)
+            run_rank(config, settings, layout, options.rank, deadline=deadline, ending=ending)
+    except Exception as error:  # noqa: BLE001 - whatever the device raised decides the exit code
+        failure = device_failure(error)
+        if failure is not error:
+            traceback.print_exc()
+        return ending.write(failure)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
