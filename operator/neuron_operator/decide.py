@@ -22,12 +22,14 @@ from neuron_operator.reasons import Finding, Reason, met, unmet
 from neuron_operator.render import serving
 from neuron_operator.render.cleaning import cleaners
 from neuron_operator.render.jobs import with_owners
+from neuron_operator.render.pods import runtime_image
 from neuron_operator.render.replicas import replicas
 from neuron_operator.render.storage import check_source, own_claims
 from neuron_operator.revision import Revision
 from neuron_operator.rollout import Pace, Setback
 from neuron_operator.sharing import upkeep
 from neuron_operator.steps import STEPS, Known, Step, Walk, refusal_of, using, walk
+from neuron_operator.upgrades import Upgrade
 from neuron_operator.views import ConditionView, ModelView, Observed, observe
 from neuron_operator.why.pods import UNEXPLAINED_SECONDS, explain_failure, unexplained_from
 from neuron_operator.why.refusals import explain_refusals
@@ -71,6 +73,8 @@ class Course:
     """When the rollout fails."""
     moving: Plan = node_health.NOBODY
     """Replicas that leave failed nodes."""
+    upgrade: Upgrade | None = None
+    """See `Decision`."""
 
 
 def decide(world: World, settings: Settings, steps: Sequence[Step] = STEPS) -> Decision:
@@ -98,6 +102,7 @@ def decide(world: World, settings: Settings, steps: Sequence[Step] = STEPS) -> D
         requeue_after_seconds=_requeue_after(world, observed, course, findings, steps),
         needs=frozenset[Need | LogOf](course.pace.needs if course.pace else ()).union(*(f.needs for f in findings)),
         announcements=() if is_terminating else status.announcements(observed.model, findings),
+        upgrade=course.upgrade,
     )
 
 
@@ -120,6 +125,10 @@ def _set_course(world: World, observed: Observed, settings: Settings, steps: Seq
     except InvalidSpec as error:
         return Course((refusal_of(error),), served=observed.serving())
     wanted = revision.wanted(model, observed.revisions)
+    image, is_behind = runtime_image(model, settings), _is_behind(world, model, observed, settings, wanted)
+    moves = is_behind and world.has_turn
+    if moves:
+        wanted = revision.wanted(model, observed.revisions, image)
     facts = wanted.pinned.facts if wanted else revision.known_facts(model, settings, observed.revisions)
     next_number = revision.next_number(observed.revisions)
     held = revision.held(observed.revisions)
@@ -129,6 +138,7 @@ def _set_course(world: World, observed: Observed, settings: Settings, steps: Seq
         next_number,
         world.free,
         held,
+        upgrade=image if moves else "",
         tried=frozenset((*observed.tried, observed.model.failed_revision)),
         answers=not manifest.is_paused(world.body) and any(pod.is_answering for pod in observed.live),
         facts=facts,
@@ -181,7 +191,37 @@ def _set_course(world: World, observed: Observed, settings: Settings, steps: Seq
         setback=setback,
         pace=pace,
         deadline=rollout.next_deadline(model, observed, pinned) if pinned else None,
+        upgrade=("Running" if moves else "Waiting") if is_behind else _begun(world, model, observed, pinned, setback),
     )
+
+
+def _is_behind(
+    world: World, model: NeuronModel, observed: Observed, settings: Settings, wanted: Revision | None
+) -> bool:
+    """Whether the model is to move to another runtime image by itself. One that does not answer is left to its owner:
+    it would hold up all others."""
+    return (
+        settings.runtime_upgrade == "Rolling"
+        and not manifest.is_paused(world.body)
+        and not model.rollback_to
+        and wanted is not None
+        and wanted.image != runtime_image(model, settings)
+        and sum(pod.is_answering for pod in observed.live) >= model.spec.replicas
+    )
+
+
+def _begun(
+    world: World, model: NeuronModel, observed: Observed, wanted: Revision | None, setback: Setback | None
+) -> Upgrade | None:
+    """How far the model is if the wanted revision differs from the one that served last by its image alone."""
+    served = next((one for one in observed.revisions if one.name == observed.model.current_revision), None)
+    if wanted is None or served is None or manifest.is_paused(world.body) or not model.spec.replicas:
+        return None
+    if wanted.pinned.spec_hash != served.pinned.spec_hash or wanted.image == served.image:
+        return None
+    if setback is not None:
+        return "Failed" if setback.error else None
+    return "Running"
 
 
 def _cleaning(
@@ -338,7 +378,8 @@ def _explain_revision(world: World, observed: Observed, course: Course) -> tuple
         text = f"paused; {edit} rolls out once annotation {names.PAUSED_ANNOTATION} is removed"
         return (unmet("UpToDate", Reason.PAUSED, text),)
     if is_updated:
-        return (met("UpToDate", f"all replicas run revision {wanted}"),)
+        waits = "; a newer runtime image waits for its turn" if course.upgrade == "Waiting" else ""
+        return (met("UpToDate", f"all replicas run revision {wanted}{waits}"),)
     text = f"{updated} of {course.num_wanted} replicas run revision {wanted}"
     if deployment is not None and course.pace is not None and updated < len(observed.live):
         text += f"; {course.pace.words}"

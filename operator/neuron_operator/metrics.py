@@ -52,6 +52,14 @@ class Metrics:
             "neuron_operator_queue_depth", "NeuronModels waiting for a worker.", registry=self.registry
         )
 
+        self.upgrades = Gauge(
+            "neuron_operator_upgrades",
+            "NeuronModels that move to a newer runtime image by themselves, by state: Waiting, Running, Failed (which "
+            "stops the others); only the leader counts them.",
+            ["state"],
+            registry=self.registry,
+        )
+
     def observe_request(self, verb: str, resource: str, code: str) -> None:
         self.api_requests.labels(verb, resource, code).inc()
 

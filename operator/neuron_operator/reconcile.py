@@ -41,6 +41,7 @@ from neuron_operator.names import API_VERSION, GROUP, KIND, MANAGER
 from neuron_operator.objects import is_orphan, is_owned, is_shared, labels_of, name_of, owners_of
 from neuron_operator.on_demand import OnDemand
 from neuron_operator.reflector import Caches, Key
+from neuron_operator.upgrades import Turns
 from neuron_operator.workqueue import WorkQueue
 from neuron_operator.world import (
     Announcement,
@@ -98,10 +99,12 @@ class Reconciler:
         identity: str,
         now: Callable[[], datetime],
         check_term: Callable[[], None],
+        turns: Turns,
     ) -> None:
         self._cluster = cluster
         self._caches = caches
         self._settings = settings
+        self._turns = turns
         self._decide = decide
         self._identity = identity
         self._now = now
@@ -114,6 +117,7 @@ class Reconciler:
         """One pass. Raises ClusterFault if it must be retried; `failing_seconds`: how long this has been so."""
         body = self._caches.model(key)
         if body is None:  # deleted: the garbage collector deletes its children
+            self._turns.tell(key, None)
             return Outcome()
         writes = _Writes(
             self._cluster,
@@ -148,6 +152,7 @@ class Reconciler:
             # Once more, so that one status tells what these writes led to. Only once: others may undo them.
             is_final = True
             world = self._observe(world, key)
+        self._turns.tell(key, decision.upgrade)
         for move in decision.moves:
             if await writes.move(move, self._budget):
                 await self._announce(body, move.announcement)
@@ -169,6 +174,7 @@ class Reconciler:
             shared=caches.shared(key[0]),
             nodes=caches.nodes_of(pods),
             moves_left=self._budget.left,
+            has_turn=self._turns.is_turn_of(key),
         )
 
     async def _read(self, needs: frozenset[Need | LogOf], world: World, key: Key) -> World:

@@ -59,6 +59,8 @@ class Pinned(Struct, frozen=True, kw_only=True, rename="camel", omit_defaults=Tr
     spec_hash: str
     refresh: str
     """The refresh annotation that it was decided for."""
+    upgrade: str = ""
+    """The runtime image that the model moved to by itself; empty: an edit led to this revision."""
     resolve_key: str
     """Hash of what the facts depend on: other edits keep facts and digest."""
     facts: Facts
@@ -88,7 +90,7 @@ class Revision(Struct, frozen=True, kw_only=True):
     @property
     def name(self) -> str:
         """The value of the revision label."""
-        return revision_hash(self.pinned.spec_hash, self.pinned.refresh)
+        return revision_hash(self.pinned.spec_hash, self.pinned.refresh, self.pinned.upgrade)
 
     @property
     def template(self) -> Object:
@@ -116,8 +118,8 @@ def spec_hash(model: NeuronModel) -> str:
     return names.digest([FORMAT, _non_defaults(model.spec, model.backend)])
 
 
-def revision_hash(spec_hash: str, refresh: str) -> str:
-    return names.digest([spec_hash, refresh])
+def revision_hash(spec_hash: str, refresh: str, upgrade: str) -> str:
+    return names.digest([spec_hash, refresh, upgrade] if upgrade else [spec_hash, refresh])
 
 
 def _non_defaults(part: SpecPart, backend: str) -> dict[str, Any]:
@@ -143,8 +145,8 @@ def resolve_key(model: NeuronModel, settings: Settings) -> str:
     return names.digest([source.uri, secret.name if secret else "", model.refresh, image])
 
 
-def wanted(model: NeuronModel, revisions: Iterable[Revision]) -> Revision | None:
-    """The revision pinned for this spec, if any; of several (after a refresh) the last.
+def wanted(model: NeuronModel, revisions: Iterable[Revision], image: str = "") -> Revision | None:
+    """The revision pinned for this spec (and this image), if any; of several (after a refresh) the last.
 
     An earlier revision that is wanted again gets the next number.
     """
@@ -152,7 +154,9 @@ def wanted(model: NeuronModel, revisions: Iterable[Revision]) -> Revision | None
     matching = (
         revision
         for revision in all_revisions
-        if revision.pinned.spec_hash == key and model.refresh in ("", revision.pinned.refresh)
+        if revision.pinned.spec_hash == key
+        and model.refresh in ("", revision.pinned.refresh)
+        and image in ("", revision.image)
     )
     found = max(matching, key=lambda revision: revision.number, default=None)
     highest = next_number(all_revisions) - 1
@@ -188,12 +192,14 @@ def pin(
     settings: Settings,
     number: int,
     *,
+    upgrade: str = "",
     free: FreeDevices | None = None,
     before: Held | None = None,
 ) -> Revision:
     """Decide a new revision.
 
     Args:
+        upgrade: see `Pinned`.
         free: the nodes of the cluster, if they were read in this pass.
         before: where the one before runs.
 
@@ -221,7 +227,7 @@ def pin(
         weights=weights,
         artifacts=compiling.artifacts if compiling else None,
         target=target,
-        revision=revision_hash(spec_hash(model), model.refresh),
+        revision=revision_hash(spec_hash(model), model.refresh, upgrade),
         config_name=config_name(model.name, config),
         group_size=1,
     )
@@ -229,6 +235,7 @@ def pin(
         format=FORMAT,
         spec_hash=spec_hash(model),
         refresh=model.refresh,
+        upgrade=upgrade,
         resolve_key=resolve_key(model, settings),
         facts=facts,
         devices=placement.devices,

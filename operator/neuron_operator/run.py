@@ -31,6 +31,7 @@ from neuron_operator.objects import dig
 from neuron_operator.reconcile import Decide, Reconciler, run_workers
 from neuron_operator.reflector import Caches, Key
 from neuron_operator.settings import InvalidSetting, RunSettings
+from neuron_operator.upgrades import UPGRADES, Turns, Upgrade
 from neuron_operator.workqueue import WorkQueue
 from neuron_operator.world import Object
 
@@ -69,6 +70,7 @@ class Operator:
         )
         self._connect_lease = connect_lease
         self._lease = self._lease_of(cluster)
+        self.turns = Turns(self.wake)
         self._reconciler = Reconciler(
             cluster,
             self.caches,
@@ -77,10 +79,16 @@ class Operator:
             identity=settings.identity,
             now=now,
             check_term=self._check_term,
+            turns=self.turns,
         )
         metrics.leader.set(0)
         metrics.queue_depth.set_function(lambda: len(self._queue or ()))
         metrics.report_models(lambda: self.caches.models() if self.is_leading else ())
+        for found in UPGRADES:
+            metrics.upgrades.labels(found).set_function(partial(self._count_upgrades, found))
+
+    def _count_upgrades(self, found: Upgrade) -> int:
+        return self.turns.count()[found] if self.is_leading else 0
 
     @property
     def is_leading(self) -> bool:
@@ -124,8 +132,11 @@ class Operator:
         queue = self._queue = WorkQueue[Key]()
         try:
             # The edits that nobody has acted on come first.
-            for model in sorted(self.caches.models(), key=_is_observed):
-                queue.add((model["metadata"]["namespace"], model["metadata"]["name"]))
+            models = sorted(self.caches.models(), key=_is_observed)
+            keys = [(model["metadata"]["namespace"], model["metadata"]["name"]) for model in models]
+            self.turns.begin(keys)
+            for key in keys:
+                queue.add(key)
             await run_workers(queue, self._reconciler, self._metrics, self._settings.num_workers)
         finally:
             self._queue = None

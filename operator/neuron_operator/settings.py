@@ -18,7 +18,17 @@ import msgspec
 
 from neuron_operator.errors import OperatorError
 from neuron_operator.lease import LeaseTimings
-from neuron_operator.world import CaBundle, JobSettings, NodeFailures, Object, Provisionable, Settings, StorageSettings
+from neuron_operator.world import (
+    DEVICE_MODES,
+    RUNTIME_UPGRADES,
+    CaBundle,
+    JobSettings,
+    NodeFailures,
+    Object,
+    Provisionable,
+    Settings,
+    StorageSettings,
+)
 
 ENV_PREFIX = "NEURON_OPERATOR_"
 NAMESPACE_FILE = Path("/var/run/secrets/kubernetes.io/serviceaccount/namespace")
@@ -157,8 +167,15 @@ SETTINGS = (
         '{"maxMovesPerMinute": 10}',
     ),
     _Setting(
+        "runtime_upgrade",
+        _one_of(*RUNTIME_UPGRADES),
+        "OnEdit",
+        "when running models move to another runtime image: OnEdit (with their next edit) or Rolling (by themselves, "
+        "one model after another)",
+    ),
+    _Setting(
         "device_mode",
-        _one_of("Plugin", "PluginWithExtension"),
+        _one_of(*DEVICE_MODES),
         "Plugin",
         "PluginWithExtension if the Neuron scheduler extension is installed: it allows more device counts",
     ),

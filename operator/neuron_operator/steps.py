@@ -57,6 +57,8 @@ class Known:
     """None: not read in this pass."""
     held: Held | None = None
     """Where the revision before runs."""
+    upgrade: str = ""
+    """The runtime image, if it alone makes a new revision."""
     tried: frozenset[str] = frozenset()
     """Names of revisions that have, or had, replicas."""
     answers: bool = False
@@ -273,7 +275,13 @@ def _finish_resolve(known: Known) -> tuple[Known, Finding]:
 
 def _finish_place(known: Known) -> tuple[Known, Finding]:
     pinned = known.revision or revision.pin(
-        known.model, known.resolved, known.settings, known.next_number, free=known.free, before=known.held
+        known.model,
+        known.resolved,
+        known.settings,
+        known.next_number,
+        upgrade=known.upgrade,
+        free=known.free,
+        before=known.held,
     )
     summary = pinned.pinned.plan.summary or pinned.placement.words
     return replace(known, revision=pinned), met("Placed", str(summary))

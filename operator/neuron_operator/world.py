@@ -29,12 +29,16 @@ from typing import Annotated, Any, Literal, get_args
 from msgspec import Meta, Struct
 
 from neuron_operator.names import INSTANCE_TYPE_LABEL
+from neuron_operator.upgrades import Upgrade
 
 Object = dict[str, Any]
 """A Kubernetes object as JSON, as the API server sends it. Never changed in place."""
 
 DeviceMode = Literal["Plugin", "PluginWithExtension"]
 DEVICE_MODES: tuple[DeviceMode, ...] = get_args(DeviceMode)
+
+RuntimeUpgrade = Literal["OnEdit", "Rolling"]
+RUNTIME_UPGRADES: tuple[RuntimeUpgrade, ...] = get_args(RuntimeUpgrade)
 
 
 @dataclass(frozen=True)
@@ -127,6 +131,8 @@ class World:
     """The nodes of this model's pods (`reflector.trimmed_node`); none if they may not be watched."""
     moves_left: int = 0
     """How many replicas of all models together may leave failed nodes now."""
+    has_turn: bool = False
+    """Whether the model may begin to move to a newer runtime image."""
     events: tuple[Object, ...] | None = None
     """Warnings (`events.k8s.io/v1`), oldest first. None: not read in this pass; empty without the right to read."""
     claim_events: tuple[Object, ...] = ()
@@ -183,6 +189,8 @@ class Decision:
     requeue_after_seconds: float | None = None
     needs: frozenset[Need | LogOf] = frozenset()
     announcements: tuple[Announcement, ...] = ()
+    upgrade: Upgrade | None = None
+    """How far the model's move to a newer runtime image is; None: it has none to make now."""
 
 
 class JobSettings(Struct, frozen=True, forbid_unknown_fields=True, rename="camel"):
@@ -295,6 +303,8 @@ class Settings:
     storage: StorageSettings = field(default_factory=StorageSettings)
     provisionable: Provisionable = field(default_factory=Provisionable)
     node_failures: NodeFailures = field(default_factory=NodeFailures)
+    runtime_upgrade: RuntimeUpgrade = "OnEdit"
+    """Whether running models move to another `runtime_image` by themselves, or with their next edit."""
     device_mode: DeviceMode = "Plugin"
     device_scheduler_name: str = ""
     """The scheduler with the extension; only with PluginWithExtension."""

@@ -61,6 +61,7 @@ EVERYTHING: dict[str, Any] = {
     "caBundle": {"configMap": {"name": "private-ca", "key": "ca.crt"}},
     "provisionable": {"instanceTypes": ["inf2.8xlarge", "trn2.48xlarge"]},
     "nodeFailures": {"maxMovesPerMinute": 3},
+    "runtimeUpgrade": "Rolling",
     "storage": {
         "weights": {"pvcTemplate": {"storageClassName": "efs", "size": "1Ti"}},
         "artifacts": {"objectStore": {"uri": "s3://bucket/artifacts"}},
@@ -362,6 +363,7 @@ def test_the_values_reach_the_operator(helm: Helm) -> None:
     assert seen.models.storage.keep_days == 7
     assert seen.models.provisionable.instance_types == ("inf2.8xlarge", "trn2.48xlarge")
     assert seen.models.node_failures.max_moves_per_minute == 3
+    assert seen.models.runtime_upgrade == "Rolling"
     assert seen.models.device_mode == "PluginWithExtension"
     assert seen.models.device_scheduler_name == "neuron-scheduler"
     assert seen.models.network_policy_ingress_from == tuple(EVERYTHING["networkPolicy"]["ingressFrom"])

@@ -180,6 +180,7 @@ def operator_text(passes: int, failed: int, leader: int, reason: str | None) -> 
         metrics.observe_request("patch", "neuronmodels/status", "200")
         metrics.observe_watch_start("pods", "watch")
     metrics.leader.set(leader)
+    metrics.upgrades.labels("Waiting").set(3)
     is_ready = reason == "Ready"
     conditions = [{"type": kind, "status": str(is_ready), "reason": reason} for kind in ("Available", "Ready")]
     status = {"conditions": conditions, "readyReplicas": int(is_ready)}

@@ -1,0 +1,51 @@
+"""Which models move to a newer runtime image by themselves, one after another (chart value `runtimeUpgrade`: Rolling).
+
+`decide` tells how far each model is; `reconcile` asks here whether it is a model's turn. Does no I/O. A new leader
+first hears of every model, so that one in the middle of its upgrade, or a failed one, comes before all that wait.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable
+from typing import Literal, get_args
+
+Key = tuple[str, str]
+"""Namespace and name of a model."""
+
+Upgrade = Literal["Waiting", "Running", "Failed"]
+"""Of a model that answers with an older image; that changes to the newer one; that returned to the older one."""
+UPGRADES: tuple[Upgrade, ...] = get_args(Upgrade)
+
+
+class Turns:
+    """Single-threaded; `wake` requests another pass over a model."""
+
+    def __init__(self, wake: Callable[[Key], None]) -> None:
+        self._wake = wake
+        self._unheard: set[Key] = set()
+        self._found: dict[Key, Upgrade] = {}
+        """In the order in which they came."""
+
+    def begin(self, models: Iterable[Key]) -> None:
+        """A term begins: nobody's turn comes before all of these have told how far they are, or are gone."""
+        self._unheard, self._found = set(models), {}
+
+    def is_turn_of(self, key: Key) -> bool:
+        """Whether the model may begin. At most one is running; a failed one stops all others."""
+        return not self._unheard and all(found == "Waiting" for other, found in self._found.items() if other != key)
+
+    def tell(self, key: Key, found: Upgrade | None) -> None:
+        """How far the model is; None: nothing to do, or it is gone."""
+        self._unheard.discard(key)
+        if found is None:
+            self._found.pop(key, None)
+        else:
+            self._found[key] = found
+        first = next((other for other, one in self._found.items() if one == "Waiting"), None)
+        if first is not None and self.is_turn_of(first):
+            self._wake(first)
+
+    def count(self) -> Counter[Upgrade]:
+        """Number of models by how far they are."""
+        return Counter(self._found.values())

@@ -1,0 +1,160 @@
+"""Models move to a newer runtime image one after another, and only with `runtimeUpgrade: Rolling`."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from random import Random
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from helpers.operator_worlds import SETTINGS, SPEC, condition, find, resolved_world, serving_pod
+from helpers.operator_worlds import settle as at_rest
+from helpers.operator_worlds import stepped as after_jobs
+from neuron_operator.decide import decide
+from neuron_operator.upgrades import Key, Turns, Upgrade
+from neuron_operator.world import Decision, Object, Settings, World
+
+A, B, C = ("ns", "a"), ("ns", "b"), ("ns", "c")
+
+OLD = SETTINGS.runtime_image
+ON_EDIT = replace(SETTINGS, runtime_image="registry.example/runtime:2")
+ROLLING = replace(ON_EDIT, runtime_upgrade="Rolling")
+
+
+def image_of(deployment: Object) -> str:
+    found: str = deployment["spec"]["template"]["spec"]["containers"][0]["image"]
+    return found
+
+
+def settle(world: World, using: Settings) -> tuple[World, Decision]:
+    return after_jobs(*at_rest(world, using), using)
+
+
+def served(world: World, using: Settings) -> World:
+    """All replicas run the newest Deployment, and answer."""
+    deployment = find(world.children, "Deployment")
+    pods = (serving_pod(deployment, f"chat-{n}", ready=True) for n in range(deployment["spec"]["replicas"]))
+    return settle(replace(world, pods=tuple(pods)), using)[0]
+
+
+def serving_world(**spec: Any) -> World:
+    return served(resolved_world(spec={**SPEC, **spec})[0], SETTINGS)
+
+
+def test_a_running_model_keeps_its_image_until_it_is_edited() -> None:
+    world, decision = settle(replace(serving_world(), has_turn=True), ON_EDIT)
+    assert image_of(find(world.children, "Deployment")) == OLD
+    assert decision.upgrade is None
+
+
+def test_a_model_waits_for_its_turn_then_moves_and_is_done_when_all_its_replicas_answer() -> None:
+    world, decision = settle(serving_world(), ROLLING)
+    assert (decision.upgrade, image_of(find(world.children, "Deployment"))) == ("Waiting", OLD)
+    assert condition(decision.status, "UpToDate")["message"].endswith("; a newer runtime image waits for its turn")
+
+    world, decision = settle(replace(world, has_turn=True), ROLLING)
+    assert (decision.upgrade, image_of(find(world.children, "Deployment"))) == ("Running", ROLLING.runtime_image)
+    # The turn is asked for only to begin.
+    world, decision = settle(replace(world, has_turn=False), ROLLING)
+    assert (decision.upgrade, image_of(find(world.children, "Deployment"))) == ("Running", ROLLING.runtime_image)
+    assert condition(decision.status, "UpToDate")["status"] == "False"
+
+    world, decision = settle(served(world, ROLLING), ROLLING)
+    assert (decision.upgrade, condition(decision.status, "UpToDate")["status"]) == (None, "True")
+    assert len({child["metadata"]["name"] for child in world.children if child["kind"] == "ControllerRevision"}) == 2
+
+
+def test_a_model_moves_back_to_an_image_that_it_had_before() -> None:
+    world = served(settle(replace(serving_world(), has_turn=True), ROLLING)[0], ROLLING)
+    back = replace(ROLLING, runtime_image=OLD)
+    world, decision = settle(replace(world, has_turn=False), back)
+    assert (decision.upgrade, image_of(find(world.children, "Deployment"))) == ("Waiting", ROLLING.runtime_image)
+    world, decision = settle(replace(world, has_turn=True), back)
+    assert (decision.upgrade, image_of(find(world.children, "Deployment"))) == ("Running", OLD)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        pytest.param({"annotations": {"neuron-serving.dev/paused": "true"}}, id="paused"),
+        pytest.param({"image": "registry.example/own:1"}, id="own image"),
+        pytest.param({"pods": 1}, id="a replica does not answer"),
+    ],
+)
+def test_a_model_that_should_not_move_takes_no_turn(change: dict[str, Any]) -> None:
+    engine = {**SPEC.get("engine", {}), **({"image": change["image"]} if "image" in change else {})}
+    world = serving_world(engine=engine)
+    if "annotations" in change:
+        metadata = {**world.body["metadata"], "annotations": change["annotations"]}
+        world = replace(world, body={**world.body, "metadata": metadata})
+    if "pods" in change:
+        world = replace(world, pods=world.pods[: change["pods"]])
+    decision = decide(replace(world, has_turn=True), ROLLING)
+    assert decision.upgrade is None
+    assert all(image_of(made) != ROLLING.runtime_image for made in decision.desired if made["kind"] == "Deployment")
+
+
+def turns_of(*models: Key) -> tuple[Turns, list[Key]]:
+    woken: list[Key] = []
+    turns = Turns(woken.append)
+    turns.begin(models)
+    return turns, woken
+
+
+def test_no_turn_comes_before_all_models_have_told_how_far_they_are() -> None:
+    turns, woken = turns_of(A, B, C)
+    turns.tell(A, "Waiting")
+    assert not turns.is_turn_of(A)
+    turns.tell(B, "Running")
+    turns.tell(C, None)
+    assert not woken
+    assert [turns.is_turn_of(key) for key in (A, B, C)] == [False, True, False]
+    turns.tell(B, None)
+    assert woken == [A]
+    assert turns.is_turn_of(A)
+
+
+def test_a_failed_model_stops_the_others_until_it_is_mended_or_gone() -> None:
+    turns, woken = turns_of(A, B)
+    turns.tell(A, "Failed")
+    turns.tell(B, "Waiting")
+    assert not turns.is_turn_of(B)
+    assert turns.is_turn_of(A)
+    assert turns.count() == {"Failed": 1, "Waiting": 1}
+    turns.tell(A, None)
+    assert (woken, turns.is_turn_of(B)) == ([B], True)
+
+
+@given(st.integers(0, 2**32 - 1), st.integers(1, 6))
+def test_at_most_one_model_moves_and_all_have_moved_in_the_end(seed: int, num_models: int) -> None:
+    """Passes in any order; a model runs for some passes. A new leader forgets everything, now and then."""
+    rng = Random(seed)
+    keys = [("ns", str(number)) for number in range(num_models)]
+    left = dict.fromkeys(keys, 2)
+    """Passes that each model still needs; 2: it has not begun."""
+    turns, woken = turns_of(*keys)
+    queue = list(keys)
+    for _ in range(10_000):
+        if not queue:
+            break
+        if rng.random() < 0.05:
+            turns.begin(keys)
+            queue = list(keys)
+        key = queue.pop(rng.randrange(len(queue)))
+        found: Upgrade | None = None
+        if left[key] == 2:
+            found = "Waiting"
+            if turns.is_turn_of(key):
+                found, left[key] = "Running", 1
+        elif left[key] == 1:
+            left[key] = 0
+        if found == "Running":
+            queue.append(key)
+        assert sum(one == 1 for one in left.values()) <= 1
+        turns.tell(key, found)
+        queue += woken
+        woken.clear()
+    assert set(left.values()) == {0}
