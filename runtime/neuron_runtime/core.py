@@ -45,6 +45,27 @@ class FinishReason(Enum):
     ERROR = "error"
 
 
+FormKind = Literal["json_schema", "regex", "choice", "grammar", "structural_tag"]
+
+
+class Form(msgspec.Struct, frozen=True):
+    """What the text of an answer must be. Admission has checked size and syntax; the engine compiles it.
+
+    Equal forms have equal texts, so that they are compiled once.
+    """
+
+    kind: FormKind
+    text: str
+    """A JSON schema, a regular expression, a JSON list of strings, a grammar (Lark or GBNF), or structural tags in
+    JSON."""
+    behind: str = ""
+    """The form begins behind this mark, the end of the model's reasoning; empty: it is the whole answer."""
+    opening: str = ""
+    """With `behind`: reasoning is optional and begins with this mark; empty: the answer begins inside it."""
+    field: str = ""
+    """The request's field that asks for it, for errors."""
+
+
 @dataclass(frozen=True, slots=True)
 class Sampling:
     """How to choose tokens and when to stop; admission has checked all values.
@@ -68,6 +89,8 @@ class Sampling:
     """(token id, bias added to its logit), one entry per token."""
     allowed_token_ids: tuple[int, ...] | None = None
     """The only tokens that may be drawn; None: all."""
+    form: Form | None = None
+    """What the answer must be; the engine passes masks of the tokens that keep to it, see `Late`."""
     bad_words: tuple[tuple[int, ...], ...] = ()
     """Token sequences that the output must not contain: the last token of each is never drawn after the others."""
     seed: int = 0
@@ -99,6 +122,7 @@ class Sampling:
             or self.frequency_penalty != 0.0
             or self.logit_bias
             or self.allowed_token_ids is not None
+            or self.form is not None
             or self.bad_words
         )
 
@@ -193,13 +217,27 @@ class Batch(msgspec.Struct, frozen=True, gc=False):
 
 
 class Late(msgspec.Struct, frozen=True, gc=False):
-    """Data that the host knows only after the previous step: the allowed token ids per sampling row.
+    """Data that the host knows only after the previous step: masks of the tokens that rows may sample.
 
-    allowed_token_ids[i] belongs to row i of the batch; None: no restriction. The engine creates it for batches with a
-    row that needs the host; all other steps sample with `late=None`.
+    The engine creates it for batches with a row that keeps to a form; all other steps sample with `late=None`. It
+    travels to other ranks.
     """
 
-    allowed_token_ids: tuple[tuple[int, ...] | None, ...]
+    rows: tuple[int, ...]
+    """The rows of the batch that have masks, ascending; the others are not restricted."""
+    masks: memoryview
+    """`[rows, num_positions, bytes]`: bit `t % 8` of byte `t // 8` is 1 if token t is allowed; at least one is. Tokens
+    beyond the mask are not allowed."""
+    num_positions: int = 1
+    """Masks per row: one for the next token, then one for each draft token before it is known to be right. A row
+    produces at most so many tokens."""
+
+    def of_rows(self, rows: Iterable[int]) -> dict[int, memoryview]:
+        """By index in `rows`, those of them that have masks; each with its own masks, one behind the other."""
+        size = len(self.masks) // max(len(self.rows), 1)
+        index = {row: i for i, row in enumerate(self.rows)}
+        found = ((at, index.get(row)) for at, row in enumerate(rows))
+        return {at: self.masks[size * i : size * (i + 1)] for at, i in found if i is not None}
 
 
 class TokenLogprobs(msgspec.Struct, frozen=True, gc=False):

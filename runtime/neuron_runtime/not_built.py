@@ -12,6 +12,8 @@ from enum import Flag, auto
 from types import MappingProxyType
 from typing import Any
 
+import msgspec
+
 from neuron_runtime.errors import InvalidConfig, InvalidRequest, ServingError
 
 LEAVE_OUT = "leave it out"
@@ -70,7 +72,8 @@ class Row:
 
 
 def is_neutral(value: Any, neutral: Iterable[Any]) -> bool:
-    """Whether a value is None or one of the neutral ones; 0 equals 0.0 but not False."""
+    """Whether a value is None or one of the neutral ones; 0 equals 0.0 but not False, and a Struct its JSON."""
+    value = msgspec.to_builtins(value) if isinstance(value, msgspec.Struct) else value
     return value is None or any(value == one and isinstance(value, bool) == isinstance(one, bool) for one in neutral)
 
 
@@ -102,11 +105,7 @@ ROWS = (
     Row("function_call", _BODY, ("none", "auto")),
     Row("function_call", _MESSAGE, ([],)),
     Row("functions", _BODY, ([],), 'leave it out, or send "function_call": "none"', unless="function_call"),
-    Row("guided_choice", _BODY),
-    Row("guided_decoding", _PARAMS),
-    Row("guided_grammar", _BODY),
-    Row("guided_json", _BODY),
-    Row("guided_regex", _BODY),
+    Row("guided_decoding", _PARAMS, cure="set `structured_outputs` instead"),
     Row("hf_config_path", _LLM),
     Row("hf_overrides", _LLM, ({},)),
     Row("hf_token", _LLM, cure="set the environment variable HF_TOKEN"),
@@ -136,7 +135,6 @@ ROWS = (
     Row("quantization", _LLM),
     Row("refusal", _MESSAGE),
     Row("repetition_detection", _BODY),
-    Row("response_format", _BODY, ({"type": "text"},)),
     Row("revision", _FLAG, cure="write it behind the model: org/name@revision"),
     Row("root_path", _FLAG, ("",)),
     Row("rope_scaling", _LLM, ({},)),
@@ -152,7 +150,6 @@ ROWS = (
     Row("ssl_certfile", _FLAG, cure="put a proxy in front that ends TLS"),
     Row("ssl_keyfile", _FLAG, cure="put a proxy in front that ends TLS"),
     Row("store", _RESPONSES, (False,), cure="leave it out: nothing is stored"),
-    Row("structured_outputs", _BODY | _PARAMS),
     Row("suffix", _BODY, ("",)),
     Row("task", _LLM, ("auto", "generate")),
     Row("thinking_token_budget", _BODY),

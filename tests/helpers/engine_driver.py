@@ -7,11 +7,12 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 from helpers.checked_requests import check_request
+from helpers.guides import FORM, Rule, RuleGuides, no_rule
 from helpers.step_counts import StepCounts
 from helpers.strict_backend import StrictBackend, next_token
 from neuron_runtime.core import BackendLimits, Batch, FinishReason, Late, Request, Sampling, StepOutput
 from neuron_runtime.engine.bounds import max_steps
-from neuron_runtime.engine.loop import Engine, LateRule, nothing_late
+from neuron_runtime.engine.loop import Engine
 from neuron_runtime.engine.prefix_cache import Keys
 from neuron_runtime.engine.scheduler import Scheduler
 from neuron_runtime.engine.sequence import Phase
@@ -20,14 +21,15 @@ VOCABULARY_SIZE = 31
 
 
 def request(name: str, num_prompt: int, max_tokens: int = 8, priority: int = 0, **sampling: object) -> Request:
-    """A greedy request (unless `sampling` says otherwise) with a prompt unique to its name."""
+    """A greedy request (unless `sampling` says otherwise) with a prompt unique to its name; `even...` have a form."""
     seed = sum(map(ord, name))
     prompt = tuple((seed * 7 + 3 * i) % VOCABULARY_SIZE for i in range(num_prompt))
-    params = Sampling(**{"temperature": 0.0, "max_tokens": max_tokens, **sampling})  # type: ignore[arg-type]
+    form = FORM if name.startswith("even") else None
+    params = Sampling(**{"temperature": 0.0, "max_tokens": max_tokens, "form": form, **sampling})  # type: ignore[arg-type]
     return Request(name, prompt, params, priority=priority)
 
 
-def even_only(asked: Request) -> LateRule | None:
+def even_only(asked: Request) -> Rule | None:
     """Requests whose id starts with `even` may only generate even numbers, and none twice in a row."""
     if not asked.request_id.startswith("even"):
         return None
@@ -35,7 +37,7 @@ def even_only(asked: Request) -> LateRule | None:
 
 
 def alone(
-    asked: Request, late: Callable[[Request], LateRule | None] = nothing_late, limits: BackendLimits | None = None
+    asked: Request, late: Callable[[Request], Rule | None] = no_rule, limits: BackendLimits | None = None
 ) -> tuple[tuple[int, ...], FinishReason]:
     """The expected tokens of a request, from the definition of the next token. limits: unless the host samples."""
     sampling, rule = asked.sampling, late(asked)
@@ -93,7 +95,7 @@ class Run:
     """Cached tokens of each request, known with its first tokens."""
     prompts: dict[str, list[int]] = field(default_factory=dict)
     """Prompt logprobs of requests that want them."""
-    late: Callable[[Request], LateRule | None] = nothing_late
+    late: Callable[[Request], Rule | None] = no_rule
     worst_gap: int = 0
     """Maximum number of steps between two tokens of a stream."""
     last_step: dict[str, int] = field(default_factory=dict)
@@ -224,9 +226,7 @@ class Run:
             block = tuple(tokens[at * size : (at + 1) * size])
             assert self.held.setdefault(key, block) == block, "one key for two different contents"
 
-    def check_tokens(
-        self, requests: Iterable[Request], late: Callable[[Request], LateRule | None] = nothing_late
-    ) -> None:
+    def check_tokens(self, requests: Iterable[Request], late: Callable[[Request], Rule | None] = no_rule) -> None:
         """Checks that every request got its solo tokens, and an aborted one a prefix of them."""
         for asked in requests:
             name, (expected, reason) = asked.request_id, alone(asked, late, self.backend.limits)
@@ -240,14 +240,14 @@ class Run:
 
 def start(
     limits: BackendLimits,
-    late: Callable[[Request], LateRule | None] = nothing_late,
+    late: Callable[[Request], Rule | None] = no_rule,
     max_queued_requests: int = 100,
     max_consecutive_prefills: int = 1,
 ) -> Run:
     backend = RecordingBackend(limits)
     engine = Engine(
         backend,
-        late=late,
+        guides=RuleGuides(late, VOCABULARY_SIZE),
         max_queued_requests=max_queued_requests,
         max_consecutive_prefills=max_consecutive_prefills,
     )

@@ -30,6 +30,7 @@ from neuron_runtime.engine.lifeline import Deadline
 from neuron_runtime.engine.loop import Engine
 from neuron_runtime.engine.messages import Abort, ModelFound, Ready
 from neuron_runtime.engine.process import Border, Worker
+from neuron_runtime.grammars.guides import grammar_guides
 from neuron_runtime.server.control import Control, EngineEnded, EngineStarted, StartDrain, encode_line
 from neuron_runtime.server.front_end import FrontEnd
 from neuron_runtime.server.supervisor import listen, url_of
@@ -76,7 +77,8 @@ class EngineThread:
         self, run_dir: Path, incarnation: int, model_dir: Path, backend: PacedBackend, max_queued: int
     ) -> None:
         self.backend = backend
-        self.engine = Engine(backend, max_queued_requests=max_queued)
+        self._guides = grammar_guides(model_dir, backend.limits)
+        self.engine = Engine(backend, max_queued_requests=max_queued, guides=self._guides)
         self.error: Exception | None = None
         self._run_dir, self._incarnation = run_dir, incarnation
         self._border = Border(run_dir, incarnation)
@@ -111,6 +113,7 @@ class EngineThread:
         waker = messages.socket(context, zmq.PUSH, self._run_dir, messages.ENGINE_INBOX, self._incarnation)
         waker.send(messages.encoder.encode(Abort(())))
         self._thread.join()
+        self._guides.close()
         context.destroy(linger=0)
         self._border.close()
         self._deadline.close()

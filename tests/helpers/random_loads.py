@@ -7,6 +7,7 @@ from random import Random
 from typing import Any
 
 from helpers.engine_driver import VOCABULARY_SIZE, alone, even_only
+from helpers.guides import FORM
 from neuron_runtime.core import BackendLimits, PrefillBucket, Request, Sampling
 
 
@@ -95,6 +96,7 @@ def some_requests(random: Random, limits: BackendLimits) -> Iterator[Request]:
                 (*text[:common], *(seed * (at + 1) % VOCABULARY_SIZE for at in range(common, num_prompt))),
                 Sampling(
                     max_tokens=max_tokens,
+                    form=FORM if number < num_late else None,
                     seed=seed % 7,
                     choice=seed % 2,
                     stop_token_ids=frozenset(choice(((), (), (), (1, 2), (3, 5, 8, 9)))),

@@ -117,6 +117,11 @@ def needs_logits(sampling: Sampling, limits: BackendLimits) -> bool:
     return sampling.seeded or needs_host(sampling, replace(limits, sampling="DeviceWithLogits"))
 
 
+def tokens_of(mask: memoryview, vocabulary_size: int) -> tuple[int, ...]:
+    """The tokens that a mask of `Late` allows."""
+    return tuple(token for token in range(vocabulary_size) if mask[token // 8] >> token % 8 & 1)
+
+
 Cell = tuple[int, int]
 """A position of the cache: the token, and a fingerprint of it and of all tokens before it."""
 
@@ -206,10 +211,8 @@ class StrictBackend:
         if newest is None or newest.batch.step != step:
             raise IllegalBatch(f"step {step} is sampled but was not launched last")
         self._demand(not newest.sampled, f"step {step} is sampled twice")
-        num_rows = len(newest.batch.rows)
-        self._demand(
-            late is None or len(late.allowed_token_ids) == num_rows, f"late must name each of the {num_rows} rows"
-        )
+        if late is not None:
+            self._check_late(newest.batch, late)
         newest.sampled, newest.late = True, late
 
     def collect(self, step: int) -> StepOutput:
@@ -224,6 +227,32 @@ class StrictBackend:
             if waits:
                 self._check_values(following)
         return output
+
+    def _check_late(self, batch: Batch, late: Late) -> None:
+        rows, num_rows = batch.rows, len(late.rows)
+        sampling = [row for row, samples in enumerate(rows.samples) if samples]
+        self._demand(
+            bool(late.rows) and list(late.rows) == sorted(set(late.rows) & set(sampling)),
+            f"late has masks of rows {late.rows}, rows that sample are {sampling}",
+        )
+        for row in late.rows:
+            slot = rows.slot[row]
+            self._demand(
+                self._slots[slot].added.sampling.form is not None, f"late has a mask of slot {slot}, which has no form"
+            )
+        self._demand(
+            1 <= late.num_positions <= self._limits.max_tokens_per_row,
+            f"late has {late.num_positions} positions per row, a row has 1 to {self._limits.max_tokens_per_row} tokens",
+        )
+        num_bytes, num_masks = len(late.masks), num_rows * late.num_positions
+        self._demand(
+            num_bytes % num_masks == 0 and num_bytes // num_masks * 8 >= self._vocabulary_size,
+            f"late has {num_bytes} bytes for {num_masks} masks of {self._vocabulary_size} tokens",
+        )
+        for at in range(num_masks):
+            size = num_bytes // num_masks
+            allowed = tokens_of(late.masks[size * at : size * (at + 1)], self._vocabulary_size)
+            self._demand(bool(allowed), f"mask {at} allows no token")
 
     def _demand(self, holds: bool, rule: str) -> None:
         if not holds:
@@ -491,13 +520,16 @@ class StrictBackend:
         slot.computed = end
         if not rows.samples[i]:
             return ()
-        allowed = step.late.allowed_token_ids[i] if step.late else None
+        masks = step.late.of_rows((i,)).get(0) if step.late else None
+        positions = step.late.num_positions if step.late else 1
         context = self._read(table, end, adapter)
         decodes = rows.num_tokens[i] == 1 and start > 0
-        most = limits.max_tokens_per_row if decodes and allowed is None else 1
+        most = (limits.max_tokens_per_row if masks is None else positions) if decodes else 1
         count = 1 + zlib.crc32(array("q", context).tobytes(), 1) % most
         sampled: list[int] = []
-        for position in range(end, end + count):
+        for at, position in enumerate(range(end, end + count)):
+            size = 0 if masks is None else len(masks) // positions
+            allowed = None if masks is None else tokens_of(masks[size * at : size * (at + 1)], self._vocabulary_size)
             output_position = position - slot.added.num_prompt_tokens
             token = next_token(
                 context,

@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import itertools
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from concurrent.futures import Future
 from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
 import pytest
 
-from helpers.engine_driver import RecordingBackend, Run, alone, even_only, request, serve, start
+from helpers.engine_driver import VOCABULARY_SIZE, RecordingBackend, Run, alone, even_only, request, serve, start
+from helpers.guides import Rule, RuleGuide, RuleGuides
 from helpers.step_counts import StepCounts
 from helpers.strict_backend import neuron_limits
-from neuron_runtime.core import BackendLimits, Batch, Kind, Late, PrefillBucket, Request, StepOutput
+from neuron_runtime.core import BackendLimits, Batch, FinishReason, Kind, Late, PrefillBucket, Request, StepOutput
 from neuron_runtime.engine.bounds import max_steps, stream_gap_bound
-from neuron_runtime.engine.loop import Engine, LateRule
+from neuron_runtime.engine.guides import Guide
+from neuron_runtime.engine.loop import Engine
 from neuron_runtime.errors import InvalidRequest, Overloaded
 
 HOST = BackendLimits(max_rows=4, max_model_length=256, max_step_tokens=64, block_size=8, num_blocks=128)
@@ -128,14 +131,12 @@ def test_with_host_feedback_no_row_depends_on_the_step_in_flight() -> None:
     assert run.steps.num_ahead > 0
 
 
-@pytest.mark.parametrize("limits", [DEVICE, DEVICE_ONE, SAME_ROWS, HOST, NEURON])
-def test_a_row_that_needs_the_host_is_scheduled_early_and_sampled_after_the_previous_step(
-    limits: BackendLimits,
-) -> None:
+@pytest.mark.parametrize("limits", [DEVICE, DEVICE_ONE, SAME_ROWS, HOST, replace(NEURON, sampling="DeviceWithLogits")])
+def test_a_row_with_a_guide_is_launched_as_others_and_sampled_after_the_previous_step(limits: BackendLimits) -> None:
     asked = [request("even", 5, 12), request("free", 5, 30), request("even again", 7, 12)]
     lengths: list[int] = []
 
-    def late(asker: Request) -> LateRule | None:
+    def late(asker: Request) -> Rule | None:
         rule = even_only(asker)
         if rule is None or asker.request_id != "even":
             return rule
@@ -155,7 +156,7 @@ def test_a_row_that_needs_the_host_is_scheduled_early_and_sampled_after_the_prev
     calls = run.backend.calls
     for at, (call, step) in enumerate(calls):
         if call == "sample late" and step:
-            assert ("collect", step - 1) in calls[:at], "launched before the previous step ended"
+            assert ("collect", step - 1) in calls[:at], "sampled before the previous tokens were known"
     assert run.steps.num_ahead >= 0.8 * run.steps.num(Kind.DECODE)
     samples = [call for call, _ in calls if call.startswith("sample")]
     assert set(samples[-10:]) == {"sample"}, "after the last of them ended, no row is late"
@@ -429,20 +430,88 @@ def test_logprobs_stay_with_their_tokens() -> None:
 # Aborts
 
 
-def test_an_abort_forgets_the_late_rule() -> None:
-    rules: Iterator[LateRule | None] = iter([lambda output: (4,), None])
-    engine = Engine(RecordingBackend(HOST), late=lambda asked: next(rules))
-    asked = request("a", 3, 4)
-    engine.add(asked)
+def test_an_abort_forgets_the_guide() -> None:
+    engine = Engine(RecordingBackend(HOST), guides=RuleGuides(even_only, VOCABULARY_SIZE))
+    engine.add(request("even", 3, 4))
     engine.step()
-    engine.abort("a")
+    engine.abort("even")
     while engine.has_work:
         engine.step()
+    asked = request("even", 3, 4, form=None)
     engine.add(asked)
     tokens: list[int] = []
     while engine.has_work:
         tokens += [token for event in engine.step() for token in event.token_ids]
     assert tuple(tokens) == alone(asked)[0]
+
+
+# Guides
+
+
+def test_a_request_whose_guide_is_not_ready_waits_without_a_row() -> None:
+    run = start(replace(HOST, max_rows=1), late=even_only)
+    guides = run.engine._guides
+    assert isinstance(guides, RuleGuides)
+    held: Future[Guide] = Future()
+    guides.held["even"] = held
+    even, free = request("even", 5, 6), request("free", 5, 8)
+    run.add(even, free)
+    for _ in range(6):
+        run.step()
+    assert len(run.tokens["free"]) >= 5
+    assert not run.tokens["even"]
+    assert run.engine.stats.num_waiting == 1
+    rule = even_only(even)
+    assert rule is not None
+    held.set_result(RuleGuide(rule))
+    run.finish()
+    run.check_tokens([even, free], even_only)
+
+
+def test_a_request_whose_guide_cannot_be_made_is_refused_and_others_go_on() -> None:
+    run = start(HOST, late=lambda asked: None)
+    free = request("free", 5, 8)
+    run.engine.add(request("even", 5, 6))
+    run.add(free)
+    run.finish()
+    ((name, error),) = run.engine.take_refused()
+    assert (name, error.field) == ("even", "response_format")
+    run.check_tokens([free])
+
+
+def test_a_request_may_be_aborted_while_its_guide_is_made() -> None:
+    run = start(HOST)
+    guides = run.engine._guides
+    assert isinstance(guides, RuleGuides)
+    guides.held["even"] = Future()
+    run.engine.add(request("even", 5, 6))
+    assert run.engine.has_work
+    assert run.engine.step() == []
+    run.engine.abort("even")
+    assert not run.engine.has_work
+
+
+@pytest.mark.parametrize("limits", [DEVICE, HOST])
+def test_a_request_whose_guide_fails_ends_with_an_error_and_others_go_on(limits: BackendLimits) -> None:
+    asked = [request("even", 5, 12), request("even too", 5, 12), request("free", 5, 30)]
+
+    def failing(asker: Request) -> Rule | None:
+        rule = even_only(asker)
+        return (lambda output: () if len(output) == 3 else rule(output)) if rule and asker is asked[0] else rule
+
+    engine = Engine(RecordingBackend(limits), guides=RuleGuides(failing, VOCABULARY_SIZE))
+    for one in asked:
+        engine.add(one)
+    reasons: dict[str, FinishReason | None] = {}
+    tokens: dict[str, list[int]] = {one.request_id: [] for one in asked}
+    while engine.has_work:
+        for event in engine.step():
+            tokens[event.request_id] += event.token_ids
+            reasons[event.request_id] = event.finish_reason or reasons.get(event.request_id)
+    assert reasons == {"even": FinishReason.ERROR, "even too": FinishReason.LENGTH, "free": FinishReason.LENGTH}
+    assert len(tokens["even"]) == 3
+    for one in asked[1:]:
+        assert tuple(tokens[one.request_id]) == alone(one, even_only)[0]
 
 
 def test_an_abort_of_a_waiting_request_leaves_room_in_the_queue() -> None:

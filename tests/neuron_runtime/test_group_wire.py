@@ -10,6 +10,7 @@ from msgspec.structs import replace
 
 from helpers.engine_driver import VOCABULARY_SIZE, RecordingBackend, Run, alone, even_only, request
 from helpers.groups import group_of, tcp_layout
+from helpers.guides import RuleGuides
 from helpers.ports import free_ports
 from helpers.random_loads import some_limits, some_requests
 from neuron_runtime.core import BackendLimits, Batch, Kind, Late, Rows, Sampling, StepOutput
@@ -62,7 +63,7 @@ def test_every_field_of_a_batch_arrives_as_it_was() -> None:
 
 
 def test_what_may_be_sampled_arrives_as_it_was() -> None:
-    late = Late((None, (1, 2, 3)))
+    late = Late((1, 3), memoryview(bytes(range(16))), num_positions=2)
     assert wire.decode_step(wire.encode(Sample(0, 4, late))) == Sample(0, 4, late)
 
 
@@ -75,7 +76,7 @@ def test_every_rank_repeats_the_calls_of_rank_0(size: int) -> None:
         with group_of(lambda limits=limits: RecordingBackend(limits), size) as group:  # type: ignore[misc]
             backend = group.leader._backend
             assert isinstance(backend, RecordingBackend)
-            run = Run(Engine(group.leader, late=even_only), backend, late=even_only)
+            run = Run(Engine(group.leader, guides=RuleGuides(even_only, VOCABULARY_SIZE)), backend, late=even_only)
             requests = list(some_requests(random, limits))
             run.add(*requests)
             run.finish()

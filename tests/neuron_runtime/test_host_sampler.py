@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 
+from helpers.guides import mask_of
 from neuron_runtime.backend.host_sampling.drawing import NotFinite
 from neuron_runtime.backend.host_sampling.sampler import Chosen, HostSampler
 from neuron_runtime.core import Added, Sampling
@@ -52,7 +53,8 @@ class Alone:
         self.sampler.add(self.added)
 
     def next(self, logits: torch.Tensor, allowed: tuple[int, ...] | None) -> Chosen:
-        chosen = self.sampler.choose(logits.clone()[None], np.zeros(1, dtype=int), np.array([self.position]), [allowed])
+        masks = {} if allowed is None else {0: mask_of(allowed, VOCABULARY)}
+        chosen = self.sampler.choose(logits.clone()[None], np.zeros(1, dtype=int), np.array([self.position]), masks)
         self.tokens[0, self.position] = chosen.tokens[0]
         self.position += 1
         return chosen
@@ -82,7 +84,8 @@ def test_rows_sampled_together_get_what_each_gets_alone(seed: int) -> None:
         allowed = [random.choice((None, None, (3, 5, 8))) for _ in slots]
         expected = [alone[slot].next(row, only) for slot, row, only in zip(slots, logits, allowed, strict=True)]
         positions = np.array([alone[slot].position - 1 for slot in slots])
-        chosen = sampler.choose(logits, np.array(slots), positions, allowed if any(allowed) else None)
+        masks = {row: mask_of(only, VOCABULARY) for row, only in enumerate(allowed) if only}
+        chosen = sampler.choose(logits, np.array(slots), positions, masks)
         assert chosen.tokens.tolist() == [int(one.tokens[0]) for one in expected]
         assert (chosen.logprobs or [None] * len(slots)) == [(one.logprobs or [None])[0] for one in expected]
         tokens[slots, positions] = chosen.tokens

@@ -188,7 +188,7 @@ MUTANTS = [
     ),
     ("bounds:stream_gap_bound", forced("mixes_phases", True), "the_bound_on_the_gap_is_reached"),
     ("loop:Engine.add", without("_applied_at"), "the_bound_on_the_gap_is_reached"),
-    ("loop:Engine.abort", without("_late_rules"), "an_abort_forgets_the_late_rule"),
+    ("loop:Engine.abort", without("_guide_of"), "an_abort_forgets_the_guide"),
     (
         "loop:Engine._is_fed_by_device",
         forced("token_feedback", False),

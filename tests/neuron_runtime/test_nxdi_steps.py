@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from helpers.guides import mask_of
 from helpers.nxdi_tokens import TokenApplication, next_token, settings_of
 from neuron_runtime.backend.base import IllegalBatch
 from neuron_runtime.backend.nxdi.backend import NxdiBackend
@@ -394,15 +395,15 @@ def test_with_logits_the_host_samples_only_rows_that_the_device_cannot() -> None
     )
     assert [len(found) for found in both.logprobs] == [0, 1]
     assert both.logprobs[1][0].token_id == both.token_ids[1][0]
-    masked = run(backend, decode(3, (0, 3, 5), (1, 3, 6)), Late(((77,), None)))
-    assert masked.token_ids[0] == (77,)
+    masked = run(backend, decode(3, (0, 3, 5), (1, 3, 6)), Late((1,), mask_of((77,), 997)))
+    assert masked.token_ids[1] == (77,)
 
 
 def test_a_restriction_of_tokens_needs_logits() -> None:
     backend, _ = backend_of()
     backend.launch(prompt(0, 0, 1, 2))
     with pytest.raises(IllegalBatch, match="step 0 restricts tokens"):
-        backend.sample(0, Late(((5,),)))
+        backend.sample(0, Late((0,), mask_of((5,), 997)))
 
 
 # Errors

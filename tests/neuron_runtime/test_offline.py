@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import json
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -19,6 +20,7 @@ from neuron_runtime.core import TokenEvent, TokenLogprobs
 from neuron_runtime.errors import BackendFailed, FatalError, InvalidConfig, InvalidRequest
 from neuron_runtime.not_built import Surface, rows
 from neuron_runtime.requests.bodies import CompletionBody
+from neuron_runtime.requests.forms import ResponseFormat, StructuredOutputs
 
 MODEL = Path(__file__).parents[2] / "examples" / "demo-model"
 EXPECTED: dict[str, str] = json.loads((MODEL / "expected.json").read_text(encoding="utf-8"))
@@ -459,7 +461,7 @@ def test_max_tokens_is_capped_by_the_model_length(llm: LLM) -> None:
 
 ASKS = {
     "detokenize": False, "spaces_between_special_tokens": False, "logits_processors": [print],
-    "structured_outputs": {"json": {}}, "guided_decoding": {"json": {}}, "use_beam_search": True,
+    "guided_decoding": {"json": {}}, "use_beam_search": True,
     "length_penalty": 2.0, "early_stopping": True, "extra_args": {"a": 1},
 }  # fmt: skip
 """A value with an effect for every known but unsupported parameter."""
@@ -496,6 +498,38 @@ def test_unknown_parameters_are_refused_and_known_ones_can_be_assigned(llm: LLM)
     params.top_p = 2.0
     with pytest.raises(InvalidRequest, match="`top_p` must be above 0"):
         llm.generate("a", params, use_tqdm=False)
+
+
+# Forms
+
+PLACE = {
+    "type": "object",
+    "properties": {"place": {"enum": ["node", "device"]}, "cores": {"type": "integer", "minimum": 0, "maximum": 99}},
+    "required": ["place", "cores"],
+}
+
+
+def test_answers_have_the_forms_that_parameters_ask_for(llm: LLM) -> None:
+    asked = [
+        SamplingParams(max_tokens=150, temperature=0, structured_outputs=StructuredOutputs(json=PLACE)),
+        SamplingParams(max_tokens=150, temperature=0, response_format=ResponseFormat("json_object")),
+        SamplingParams(max_tokens=50, temperature=1, seed=2, structured_outputs=StructuredOutputs(regex="[a-f]{9}")),
+        SamplingParams(max_tokens=50, temperature=0, guided_choice=["a core", "a device"]),
+        SamplingParams(max_tokens=5, temperature=0),
+    ]
+    schema, whole, pattern, choice, _ = texts(llm.generate(["A device has"] * len(asked), asked, use_tqdm=False))
+    assert json.loads(schema)["place"] in {"node", "device"}
+    assert whole.startswith("{")
+    assert re.fullmatch("[a-f]{9}", pattern)
+    assert choice in {"a core", "a device"}
+
+
+def test_a_form_that_cannot_be_compiled_is_refused_and_the_model_stays_usable(llm: LLM) -> None:
+    wrong = [GREEDY, SamplingParams(guided_regex="(")]
+    with pytest.raises(InvalidRequest, match="`guided_regex` cannot be compiled") as caught:
+        llm.generate(["a", "b"], wrong, use_tqdm=False)
+    assert caught.value.field == "guided_regex"
+    assert len(llm.generate("a", GREEDY, use_tqdm=False)[0].outputs[0].token_ids) == 12
 
 
 # The class

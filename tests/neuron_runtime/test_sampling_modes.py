@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
 import pytest
 
 from neuron_runtime.core import BackendLimits
@@ -74,7 +75,7 @@ def test_range_ends_and_neutral_values_are_in_range(body: Any, name: str) -> Non
         *row.neutral,
         *([] if row.above or name == "max_tokens" else [row.lowest]),
     ):
-        assert getattr(body_with(body, name, value), name) == value
+        assert msgspec.to_builtins(getattr(body_with(body, name, value), name)) == value
     if row.above:
         assert row.lowest is not None
         body_with(body, name, row.lowest + 5e-324)

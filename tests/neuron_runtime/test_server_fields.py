@@ -37,7 +37,9 @@ SAMPLES: dict[str, Any] = {
     "cache_salt": "salt", "echo": True, "best_of": 1, "add_generation_prompt": False,
     "chat_template_kwargs": {"a": [1]}, "continue_final_message": True, "max_completion_tokens": 3,
     "include_reasoning": False, "reasoning_effort": "low", "tools": [], "tool_choice": "none",
-    "parallel_tool_calls": False,
+    "parallel_tool_calls": False, "response_format": {"type": "json_object"},
+    "structured_outputs": {"choice": ["a core", "a node"]}, "guided_choice": ["a"], "guided_grammar": 'start: "a"',
+    "guided_json": {"type": "object"}, "guided_regex": "[a-c]+",
 }  # fmt: skip
 """A supported value of every field."""
 
@@ -53,11 +55,9 @@ OWN: dict[tuple[str, str], Any] = {(COMPLETIONS, "logprobs"): 2, (CHATS, "logpro
 
 ASKS: dict[str, Any] = {
     "audio": {}, "chat_template": "x", "documents": [{}], "function_call": {"name": "f"}, "functions": [{}],
-    "guided_choice": ["a"], "guided_grammar": "g", "guided_json": {}, "guided_regex": "r", "kv_transfer_params": {},
-    "length_penalty": 2, "logits_processors": ["p"], "mm_processor_kwargs": {"a": 1}, "modalities": ["audio"],
-    "moderation": {}, "prediction": {}, "prompt_embeds": "e", "repetition_detection": {},
-    "response_format": {"type": "json_object"}, "spaces_between_special_tokens": False, "structured_outputs": {},
-    "suffix": "s", "thinking_token_budget": 5, "use_beam_search": True,
+    "kv_transfer_params": {}, "length_penalty": 2, "logits_processors": ["p"], "mm_processor_kwargs": {"a": 1},
+    "modalities": ["audio"], "moderation": {}, "prediction": {}, "prompt_embeds": "e", "repetition_detection": {},
+    "spaces_between_special_tokens": False, "suffix": "s", "thinking_token_budget": 5, "use_beam_search": True,
     "vllm_xargs": {"a": 1}, "web_search_options": {},
 }  # fmt: skip
 """A value with an effect for every unsupported field."""
@@ -100,7 +100,7 @@ async def test_everything_wrong_with_a_body_is_said_at_once(served: Serving) -> 
         *("functions", "best_of", "temperature", "messages[0].role", "top_p", "n"),
     ]
     # Values of a client are shortened one by one, and the number of problems is bounded.
-    wrong = {f"guided_{name}": "x" for name in ("choice", "grammar", "json", "regex")} | {"model": 1, "user": 3}
+    wrong = dict.fromkeys(("audio", "moderation", "prediction", "suffix"), "x") | {"model": 1, "user": 3}
     many = dict.fromkeys(("temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty", "n", "seed"), "x")
     error = (await served.http.post("/v1/completions", json=wrong | many | {"prompt": "a"})).json()["error"]
     assert error["message"].endswith("; and 2 more")

@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from bench.cpu_clock import CpuClock
 from helpers import strict_backend
 from helpers.chat_model import write_chat_model
+from helpers.guides import FORM, Rule, RuleGuides
 from helpers.serve_command import serve
 from helpers.strict_backend import StrictBackend
 from neuron_runtime import LLM, SamplingParams
@@ -29,7 +30,7 @@ from neuron_runtime.backend.simulated.options import MAX_TOP_K, MODES, Options, 
 from neuron_runtime.backend.simulated.step_times import PUBLISHED, Curve, Phase, StepTimes, constant, milliseconds
 from neuron_runtime.config import EngineLimits, ModelSource, RuntimeConfig
 from neuron_runtime.core import BackendLimits, Batch, Late, Request, Sampling, StepOutput, TokenEvent, needs_host
-from neuron_runtime.engine.loop import Engine, LateRule
+from neuron_runtime.engine.loop import Engine
 from neuron_runtime.errors import InvalidConfig
 
 VOCABULARY_SIZE = 101
@@ -115,7 +116,7 @@ def strict_draws_as_simulated(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(strict_backend, "next_token", simulated_token)
 
 
-def odd_only(asked: Request) -> LateRule | None:
+def odd_only(asked: Request) -> Rule | None:
     return (lambda output: (1, 3, 5, 7)) if asked.request_id.startswith("odd") else None
 
 
@@ -147,7 +148,8 @@ def runs(draw: st.DrawFn) -> tuple[BackendLimits, list[Request]]:
         only = draw(st.sampled_from((None, None, (4, 9, 30)))) if mode != "Device" else None
         first = draw(st.sampled_from((5, 5, 60)))  # so that many share a prefix
         prompt = tuple((first + 3 * at) % VOCABULARY_SIZE for at in range(num_prompt))
-        sampling = replace(asked.sampling, allowed_token_ids=only)
+        form = FORM if name.startswith("odd") else None
+        sampling = replace(asked.sampling, allowed_token_ids=only, form=form)
         requests.append(replace(asked, prompt_token_ids=prompt, sampling=sampling))
     made = limits_of(
         config(wanted, layout=layout, sampling=mode), options, vocabulary_size=VOCABULARY_SIZE, longest=1000
@@ -170,7 +172,7 @@ def test_the_simulated_backend_accepts_what_the_strict_one_accepts_and_samples_f
     limits, requests = run
     assume(len({r.request_id for r in requests}) == len(requests))
     backend = Twins(limits)
-    engine = Engine(backend, late=odd_only)
+    engine = Engine(backend, guides=RuleGuides(odd_only, VOCABULARY_SIZE))
     tokens: dict[str, list[int]] = {}
 
     def take(events: list[TokenEvent]) -> None:
@@ -185,7 +187,7 @@ def test_the_simulated_backend_accepts_what_the_strict_one_accepts_and_samples_f
         take(engine.step())
     event(f"shared: {engine.stats.num_prefix_hits_total > 0}, preempted: {engine.stats.num_preemptions_total > 0}")
     for asked in requests:
-        quiet = Engine(SimulatedBackend(limits, STEP, VirtualClock()), late=odd_only)
+        quiet = Engine(SimulatedBackend(limits, STEP, VirtualClock()), guides=RuleGuides(odd_only, VOCABULARY_SIZE))
         quiet.add(asked)
         assert finish(quiet)[asked.request_id] == tokens[asked.request_id]
         assert len(tokens[asked.request_id]) == asked.sampling.max_tokens

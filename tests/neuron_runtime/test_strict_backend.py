@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from msgspec.structs import replace as changed
 
+from helpers.guides import FORM, mask_of
 from helpers.strict_backend import StrictBackend, neuron_limits, next_token, num_kept
 from neuron_runtime.backend.base import IllegalBatch
 from neuron_runtime.core import (
@@ -263,7 +264,8 @@ NEXT = decode(1, (0, 0, NO_TOKEN), after=(0,))
         ("was not sampled", DEVICE, lambda b: (b.collect(0), b.launch(DECODE), b.launch(prefill(2, added(1))))),
         ("sampled twice", DEVICE, lambda b: b.sample(0, None)),
         ("was not launched last", DEVICE, lambda b: (b.launch(NEXT), b.sample(0, None))),
-        ("must name each of the 1 rows", DEVICE, lambda b: (b.launch(NEXT), b.sample(1, Late(())))),
+        ("rows that sample are", DEVICE, lambda b: (b.launch(NEXT), b.sample(1, Late((1,), mask_of((3,), 101))))),
+        ("which has no form", DEVICE, lambda b: (b.launch(NEXT), b.sample(1, Late((0,), mask_of((3,), 101))))),
         ("not the oldest", DEVICE, lambda b: (b.launch(NEXT), b.sample(1, None), b.collect(1))),
         ("before it was sampled", DEVICE, lambda b: (b.launch(NEXT), b.collect(0), b.collect(1))),
         ("does not wait for it", DEVICE, lambda b: b.launch(decode(1, (0, 3, FIRST)))),
@@ -327,10 +329,41 @@ def test_several_tokens_per_row_equal_single_tokens() -> None:
     assert max(counts) <= 4
 
 
-def test_late_ids_restrict_the_tokens_of_their_row() -> None:
+@pytest.mark.parametrize(
+    ("late", "rule"),
+    [
+        (Late((0,), mask_of((3,), 101), num_positions=2), "has 2 positions per row, a row has 1 to 1 tokens"),
+        (Late((0,), mask_of((3,), 64)), "has 8 bytes for 1 masks of 101 tokens"),
+        (Late((0,), mask_of((), 101)), "mask 0 allows no token"),
+        (Late((), memoryview(b"")), "has masks of rows"),
+        (Late((0, 0), mask_of((3,), 101)), "has masks of rows"),
+    ],
+)
+def test_late_masks_must_fit_the_rows_and_their_tokens(late: Late, rule: str) -> None:
+    backend = StrictBackend(BLOCKS)
+    backend.launch(prefill(0, added(0, sampling=replace(GREEDY, form=FORM))))
+    with pytest.raises(IllegalBatch, match=rule):
+        backend.sample(0, late)
+
+
+def test_a_late_mask_has_a_place_for_each_token_of_a_row() -> None:
+    limits = replace(BLOCKS, max_tokens_per_row=4, num_lookahead_tokens=3)
+    for only in ((7, 9, 11), (8, 10, 12)):
+        backend = StrictBackend(limits)
+        sampling = replace(GREEDY, form=FORM)
+        ((first,),) = run(backend, prefill(0, added(0, blocks=(0, 1), sampling=sampling)))[0].token_ids
+        backend.launch(decode(1, (0, 3, first)))
+        bits = b"".join(mask_of((one,), 101) for one in only)
+        backend.sample(1, Late((0,), memoryview(bits), num_positions=3))
+        ((*tokens,),) = backend.collect(1).token_ids
+        assert tuple(tokens) == only[: len(tokens)]
+
+
+def test_late_masks_restrict_the_tokens_of_their_row() -> None:
     backend = StrictBackend(TWO_PREFILLS)
-    backend.launch(BOTH)
-    backend.sample(0, Late(((77,), None)))
+    formed = changed(BOTH.added[0], sampling=replace(GREEDY, form=FORM))
+    backend.launch(changed(BOTH, added=(formed, BOTH.added[1])))
+    backend.sample(0, Late((0,), mask_of((77,), 101)))
     assert backend.collect(0).token_ids == ((77,), (OTHER_FIRST,))
 
 

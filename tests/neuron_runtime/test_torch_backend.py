@@ -13,6 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from helpers.guides import mask_of
 from helpers.torch_models import load_backend, random_model, reference, reference_logits
 from neuron_runtime.backend.base import IllegalBatch
 from neuron_runtime.backend.host_sampling.drawing import NotFinite
@@ -114,7 +115,7 @@ def test_the_last_position_of_the_model_is_usable(backend: TorchBackend) -> None
 
 def test_late_masks_apply_to_their_row_only(backend: TorchBackend, folder: Path) -> None:
     both = (added(backend, 0), added(backend, 1))
-    late = Late(allowed_token_ids=(None, (3, 4)))
+    late = Late((1,), mask_of((3, 4), 512))
     output = run(backend, 0, rows((0, 0, 13, True), (1, 0, 13, True)), late, added=both)
     assert output.token_ids[0] == greedy(folder, PROMPT, 1)
     assert output.token_ids[1][0] in (3, 4)

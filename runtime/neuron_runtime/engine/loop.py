@@ -10,25 +10,22 @@ import sys
 import time
 from collections import deque
 from collections.abc import Callable
+from concurrent import futures
 
 from msgspec.structs import replace
 
 from neuron_runtime.backend.base import Backend
-from neuron_runtime.core import Batch, Kind, Late, Request, StepOutput, TokenEvent, fill
+from neuron_runtime.core import Batch, FinishReason, Kind, Late, Request, StepOutput, TokenEvent, fill
 from neuron_runtime.engine.backpressure import DEFAULT_MAX_QUEUED_REQUESTS, Backpressure, QueueLimits
 from neuron_runtime.engine.bounds import stream_gap_bound
+from neuron_runtime.engine.guides import Guide, Guides, NoGuides
 from neuron_runtime.engine.scheduler import Scheduler
 from neuron_runtime.engine.sequence import Phase
 from neuron_runtime.engine.stats import EngineStats, StepStats
 from neuron_runtime.errors import InvalidRequest
 
-LateRule = Callable[[list[int]], tuple[int, ...]]
-"""Returns the token ids (at least one) that may follow the output so far, e.g. by a grammar on the host."""
-
-
-def nothing_late(request: Request) -> LateRule | None:
-    """For engines without late rules."""
-    return None
+PREPARING_SECONDS = 0.02
+"""An engine with nothing but requests whose guides are being prepared looks this often for other messages."""
 
 
 class Engine:
@@ -41,7 +38,7 @@ class Engine:
         max_queued_requests: int = DEFAULT_MAX_QUEUED_REQUESTS,
         max_queued_tokens: int = sys.maxsize,
         max_consecutive_prefills: int = 1,
-        late: Callable[[Request], LateRule | None] = nothing_late,
+        guides: Guides | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Takes a backend after its warm-up.
@@ -49,15 +46,18 @@ class Engine:
         max_queued_requests: maximum waiting requests, beyond those that fit the backend's rows.
         max_queued_tokens: maximum prompt tokens of waiting requests.
         max_consecutive_prefills: consecutive prefill steps while decoding sequences wait, if phases do not mix.
-        late: the rule of a request whose rows can be sampled only when the host knows the previous token, or None.
-            Steps with such a row are also scheduled ahead, but launched after the previous step was applied.
+        guides: of requests whose answers have a form. Steps with a row of such a request are launched like others, and
+            sampled when the tokens before are known. None: no request has a form.
         """
         self._backend = backend
         self._limits = backend.limits
         self._scheduler = Scheduler(self._limits, max_consecutive_prefills)
-        self._late = late
-        self._late_rules: dict[str, LateRule] = {}
-        """Rules of live requests that need the host."""
+        self._guides = guides or NoGuides()
+        self._guide_of: dict[str, Guide] = {}
+        """Guides of live requests that have a form."""
+        self._preparing: dict[str, tuple[Request, futures.Future[Guide]]] = {}
+        """Requests whose guides are not ready; they hold no row and are not in the scheduler."""
+        self._refused: list[tuple[str, InvalidRequest]] = []
         self._clock = clock
         self._added_at: dict[str, float] = {}
         """Arrival of requests that are not scheduled yet."""
@@ -80,45 +80,50 @@ class Engine:
             InvalidRequest: a request with the same id is running.
             Overloaded: the queue is full; includes the time until a retry.
         """
-        if request.request_id in self._scheduler:
+        if request.request_id in self._scheduler or request.request_id in self._preparing:
             raise InvalidRequest(f"a request with the id {request.request_id!r} is running", field="request_id")
-        now, num_live = self._clock(), self._scheduler.num_live
+        now, num_live = self._clock(), self._scheduler.num_live + len(self._preparing)
         self._backpressure.enter(request.request_id, len(request.prompt_token_ids), num_live, now)
         if not self.has_work:
             self._applied_at = None
             self._backpressure.resume(now)
-        self._scheduler.add(request)
-        rule = self._late(request)
-        if rule is not None:
-            self._late_rules[request.request_id] = rule
         self._added_at[request.request_id] = now
+        if request.sampling.form is None:
+            self._scheduler.add(request)
+        else:
+            self._preparing[request.request_id] = request, self._guides.prepare(request)
+
+    def take_refused(self) -> list[tuple[str, InvalidRequest]]:
+        """Requests whose forms were found to be wrong since the last call."""
+        refused, self._refused = self._refused, []
+        return refused
 
     def abort(self, request_id: str) -> None:
         """Stop a request; no event follows. Idempotent; unknown ids are ignored."""
-        if request_id in self._scheduler:
+        if request_id in self._scheduler or self._preparing.pop(request_id, None) is not None:
             self._backpressure.leave((request_id,))
         self._scheduler.abort(request_id)
         self._added_at.pop(request_id, None)
         self._queue_seconds.pop(request_id, None)
-        self._late_rules.pop(request_id, None)
+        self._guide_of.pop(request_id, None)
 
     @property
     def request_ids(self) -> list[str]:
         """Ids of waiting and running requests."""
         scheduler = self._scheduler
-        return [sequence.request.request_id for sequence in (*scheduler.waiting, *scheduler.running)]
+        return [*self._preparing, *(one.request.request_id for one in (*scheduler.waiting, *scheduler.running))]
 
     @property
     def has_work(self) -> bool:
         """Whether any request is live or a step is in flight."""
-        return bool(self._scheduler.num_live or self._in_flight)
+        return bool(self._scheduler.num_live or self._in_flight or self._preparing)
 
     @property
     def stats(self) -> EngineStats:
         """Current values; always the same object."""
         scheduler, stats = self._scheduler, self._stats
         stats.num_running = len(scheduler.running)
-        stats.num_waiting = len(scheduler.waiting)
+        stats.num_waiting = len(scheduler.waiting) + len(self._preparing)
         stats.num_waiting_tokens = self._backpressure.num_tokens
         stats.num_blocks_used = scheduler.blocks.cache.num_used
         return stats
@@ -127,18 +132,21 @@ class Engine:
         """One turn: schedule the next step while the one in flight runs, then collect and apply that one.
 
         The next step is launched as soon as its inputs are known: at once if the device feeds them itself, else after
-        `collect`, or after `apply` if a row samples late.
+        `collect`. A step with a row that has a guide is sampled after `apply`: its masks are made while it runs.
         """
         self._stats.last_step = None
+        if self._preparing:
+            self._take_prepared()
         if self._applied_at is None:
             self._applied_at = self._clock()
-        if not self._in_flight and not self._start():
-            return []
+        events: list[TokenEvent] = []
+        if not self._in_flight and not self._start(events):
+            return events
         ahead = self._schedule()
         late = ahead is not None and self._samples_late()
-        at_once = ahead is not None and not late and self._is_fed_by_device(ahead)
+        at_once = ahead is not None and self._is_fed_by_device(ahead)
         if ahead and at_once:
-            self._launch(ahead, None)
+            self._launch(ahead, late)
 
         current = self._in_flight.popleft()
         began = self._clock()
@@ -147,21 +155,43 @@ class Engine:
         following = fill(ahead, output, current) if ahead else None
         if following and at_once:
             self._in_flight[0] = following
-        elif following and not late:
-            self._launch(following, None)
-        events = self._apply(current, output)
+        elif following:
+            self._launch(following, late)
+        events += self._apply(current, output)
         if following and late:
-            self._launch(following, self._allowed())
+            self._sample_late(following, events)
         return events
 
-    def _start(self) -> bool:
+    def _take_prepared(self) -> None:
+        """Move requests whose guides are ready to the scheduler, and refuse those whose guides cannot be made."""
+        if not self._scheduler.num_live and not self._in_flight:
+            futures.wait([guide for _, guide in self._preparing.values()], PREPARING_SECONDS, futures.FIRST_COMPLETED)
+        for name, (request, guide) in list(self._preparing.items()):
+            if not guide.done():
+                continue
+            del self._preparing[name]
+            error = guide.exception()
+            if error is None:
+                self._guide_of[name] = guide.result()
+                self._scheduler.add(request)
+            elif isinstance(error, InvalidRequest):
+                self._backpressure.leave((name,))
+                self._added_at.pop(name, None)
+                self._refused.append((name, error))
+            else:
+                raise error
+
+    def _start(self, events: list[TokenEvent]) -> bool:
         """Launch a step while nothing is in flight; False if there is no work."""
         batch = self._schedule()
         if batch is None:
             if self._scheduler.num_live:
                 raise RuntimeError(f"the scheduler has no step for {self._scheduler.num_live} live requests")
             return False
-        self._launch(batch, self._allowed())
+        late = self._samples_late()
+        self._launch(batch, late)
+        if late:
+            self._sample_late(batch, events)
         return True
 
     def _schedule(self) -> Batch | None:
@@ -184,10 +214,12 @@ class Engine:
             return False
         return not any(s.needs_host and samples for s, samples in zip(sequences, current.rows.samples, strict=True))
 
-    def _launch(self, batch: Batch, late: Late | None) -> None:
+    def _launch(self, batch: Batch, late: bool) -> None:
+        """late: `_sample_late` follows."""
         began = self._clock()
         self._backend.launch(batch)
-        self._backend.sample(batch.step, late)
+        if not late:
+            self._backend.sample(batch.step, None)
         self._stats.backend_seconds_total += self._clock() - began
         self._in_flight.append(batch)
 
@@ -199,8 +231,10 @@ class Engine:
             if event.first:
                 events[at] = replace(event, queue_seconds=self._queue_seconds.pop(event.request_id))
             if event.finish_reason:
-                self._late_rules.pop(event.request_id, None)
+                self._guide_of.pop(event.request_id, None)
                 ended.append(event.request_id)
+            elif self._guide_of and (guide := self._guide_of.get(event.request_id)) is not None:
+                guide.advance(event.token_ids)
         self._measure(batch.kind)
         self._backpressure.leave(ended)
         # Rows that wait during a prefill step are busy too.
@@ -228,22 +262,30 @@ class Engine:
                 self._limits, longest, self._max_consecutive_prefills
             )
 
-    def _rules(self) -> list[LateRule | None]:
-        """The rule of each row of the step scheduled last, or None."""
+    def _samples_late(self) -> bool:
+        """Whether the step scheduled last has a row that samples by a guide."""
+        return bool(self._guide_of) and any(guide for guide in self._guides_of_rows())
+
+    def _guides_of_rows(self) -> list[Guide | None]:
+        """The guide of each row of the step scheduled last that samples and is still wanted."""
         batch, sequences = self._scheduler.scheduled[-1]
         return [
-            self._late_rules.get(sequence.request.request_id)
+            self._guide_of.get(sequence.request.request_id)
             if samples and sequence.phase is not Phase.FINISHED
             else None
             for sequence, samples in zip(sequences, batch.rows.samples, strict=True)
         ]
 
-    def _samples_late(self) -> bool:
-        return bool(self._late_rules) and any(self._rules())
-
-    def _allowed(self) -> Late | None:
-        """The tokens that the step scheduled last may sample, after the previous one was applied."""
-        if not self._samples_late():
-            return None
-        sequences = self._scheduler.scheduled[-1].sequences
-        return Late(tuple(rule(s.output) if rule else None for rule, s in zip(self._rules(), sequences, strict=True)))
+    def _sample_late(self, batch: Batch, events: list[TokenEvent]) -> None:
+        """Sample the step scheduled last, after the one before was applied. A request whose guide fails ends."""
+        guided = [(row, guide) for row, guide in enumerate(self._guides_of_rows()) if guide is not None]
+        masks = self._guides.masks([guide for _, guide in guided])
+        failed = [guided[at][0] for at in masks.failed]
+        began = self._clock()
+        rows = tuple(row for row, _ in guided)
+        self._backend.sample(batch.step, Late(rows, masks.bits) if rows else None)
+        self._stats.backend_seconds_total += self._clock() - began
+        for row in failed:
+            name = self._scheduler.scheduled[-1].sequences[row].request.request_id
+            self.abort(name)
+            events.append(TokenEvent(name, (), FinishReason.ERROR))

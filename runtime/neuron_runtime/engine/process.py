@@ -35,6 +35,7 @@ from neuron_runtime.engine.messages import Abort, Add, FromEngine, Joined, Model
 from neuron_runtime.engine.stats import EngineStats
 from neuron_runtime.engine.watchdog import LATE_SECONDS, MIN_STEP_SECONDS, WatchedBackend
 from neuron_runtime.errors import ExitCode, FatalError, InvalidRequest, Overloaded, ServingError
+from neuron_runtime.grammars.guides import grammar_guides
 from neuron_runtime.local_settings import LocalSettings, add_local_flags
 
 PROGRESS_PERIOD_SECONDS = 0.2
@@ -142,8 +143,9 @@ class Worker:
         if not works:
             self._engine.stats.last_step = None
         if mail or works:
+            late = tuple(Refused(name, str(error), error.field) for name, error in self._engine.take_refused())
             # An abort changes the statistics too, and a freed row must be visible at once.
-            self._border.send_step(Step(tuple(map(messages.update_of, events)), (), self._account()))
+            self._border.send_step(Step(tuple(map(messages.update_of, events)), late, self._account()))
 
     def _account(self) -> EngineStats:
         """The statistics with the times of this turn; sending them counts for the next one."""
@@ -262,6 +264,7 @@ def serve(
         began = time.monotonic()
         report(f"starting the {config.backend} backend", 0.0)
         backend = group.replicated(load_backend(model_dir, config, places, report, rank=place_of(layout, 0)))
+        guides = grammar_guides(model_dir, backend.limits)
         try:
             loaded = time.monotonic()
             watched = WatchedBackend(backend, deadline)
@@ -271,10 +274,13 @@ def serve(
             gc.freeze()
             warn_of_limits(config, backend.limits)
             queue = queue_limits(backend.limits, config.limits.max_queued_requests, config.limits.max_queued_tokens)
-            engine = Engine(watched, max_queued_requests=queue.max_requests, max_queued_tokens=queue.max_tokens)
+            engine = Engine(
+                watched, max_queued_requests=queue.max_requests, max_queued_tokens=queue.max_tokens, guides=guides
+            )
             border.send(Ready(backend.limits, queue, loaded - began, time.monotonic() - loaded))
             Worker(engine, border, deadline).run(border.stop_at_sigterm())
         finally:
+            guides.close()
             backend.close()
 
 

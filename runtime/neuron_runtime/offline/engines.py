@@ -16,8 +16,10 @@ from neuron_runtime.config import RuntimeConfig
 from neuron_runtime.console import StageLines
 from neuron_runtime.core import BackendLimits, Request, TokenEvent
 from neuron_runtime.engine.backends import backend_package, warn_of_limits
+from neuron_runtime.engine.guides import Guides
 from neuron_runtime.engine.loop import Engine
 from neuron_runtime.engine.stats import EngineStats
+from neuron_runtime.grammars.guides import grammar_guides
 from neuron_runtime.local_settings import LocalSettings
 
 
@@ -67,6 +69,7 @@ class LocalEngine:
         self._progress = StageLines()
         self._model_dir = Path()
         self._backend: Backend | None = None
+        self._guides: Guides | None = None
         self._engine: Engine
 
     @property
@@ -101,7 +104,8 @@ class LocalEngine:
         warn_of_limits(self._config, self._backend.limits)
         self._backend.warm_up(self._progress)
         # No queue limit, because the caller waits for all answers anyway.
-        self._engine = Engine(self._backend, max_queued_requests=sys.maxsize)
+        self._guides = grammar_guides(self._model_dir, self._backend.limits)
+        self._engine = Engine(self._backend, max_queued_requests=sys.maxsize, guides=self._guides)
         return self._backend.limits
 
     def add(self, request: Request) -> None:
@@ -111,9 +115,15 @@ class LocalEngine:
         self._engine.abort(request_id)
 
     def step(self) -> list[TokenEvent]:
-        return self._engine.step()
+        events = self._engine.step()
+        for _, error in self._engine.take_refused():
+            raise error
+        return events
 
     def close(self) -> None:
+        if self._guides is not None:
+            self._guides.close()
+            self._guides = None
         if self._backend is not None:
             self._backend.close()
             self._backend = None

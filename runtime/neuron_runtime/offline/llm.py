@@ -287,6 +287,9 @@ class LLM:
     def _step(self) -> list[TokenEvent]:
         try:
             return self._engine.step()
+        except InvalidRequest:
+            # A form that cannot be compiled; the engine is as it was.
+            raise
         except BaseException as error:
             # Also Ctrl-C: an interrupted step leaves an undefined state.
             self._ended = f"{type(error).__name__} within a step"

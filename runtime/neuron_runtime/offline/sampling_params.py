@@ -37,7 +37,6 @@ class SamplingParams(SamplingFields, kw_only=True):
     length_penalty: float = 1.0
     logits_processors: list[Any] | None = None
     spaces_between_special_tokens: bool = True
-    structured_outputs: Any = None
     use_beam_search: bool = False
 
     def __post_init__(self) -> None:

@@ -13,6 +13,8 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from typing import Any
 
+import msgspec
+
 from neuron_runtime.config import ServerOptions
 from neuron_runtime.core import BackendLimits, Sampling
 from neuron_runtime.errors import InvalidRequest
@@ -160,6 +162,7 @@ class Admission:
             default=self.defaults.sampling.max_tokens or self.limits.max_model_length,
             logprobs=(body.top_logprobs or 0) if body.logprobs else None,
             make_splitter=None if self.reasoning is None else partial(ReasoningSplitter, self.reasoning, text),
+            before_answer=("", "") if self.reasoning is None else self.reasoning.before_answer(text),
             shows_reasoning=body.include_reasoning is not False,
             make_calls=None if use is None else use.splitter,
         )
@@ -224,6 +227,7 @@ class Admission:
         default: int,
         logprobs: int | None,
         repeated_logprobs: int | None = None,
+        before_answer: tuple[str, str] = ("", ""),
         **more: Any,
     ) -> Ask:
         num_choices = 1 if body.n is None else body.n
@@ -247,6 +251,9 @@ class Admission:
         )
         of_prompt = [one for one in (body.prompt_logprobs, repeated_logprobs) if one is not None]
         sampling = self._sampler.sampling(body, logprobs=logprobs, prompt_logprobs=max(of_prompt, default=None))
+        if sampling.form is not None:
+            opening, behind = before_answer
+            sampling = replace(sampling, form=msgspec.structs.replace(sampling.form, opening=opening, behind=behind))
         lengths = [self._max_tokens(len(prompt.token_ids), asked, name, default) for prompt in prompts]
         if sampling.min_tokens > min(lengths):
             message = f"`min_tokens` is {sampling.min_tokens}, but the answer has at most {min(lengths)} tokens"

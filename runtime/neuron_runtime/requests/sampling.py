@@ -8,10 +8,11 @@ from dataclasses import dataclass, fields
 from functools import cached_property
 from typing import Any
 
-from neuron_runtime.core import BackendLimits, Sampling
+from neuron_runtime.core import BackendLimits, Form, Sampling
 from neuron_runtime.errors import InvalidRequest
 from neuron_runtime.requests import token_ids
 from neuron_runtime.requests.bodies import Generate
+from neuron_runtime.requests.forms import form_of
 from neuron_runtime.requests.generation_defaults import PARAMETERS, GenerationDefaults
 from neuron_runtime.text.tokenizer import Tokenizer
 
@@ -42,7 +43,7 @@ class Sampler:
 
         reported: `logprobs` and `prompt_logprobs`.
         """
-        values: dict[str, Any] = {**reported, "seeded": body.seed is not None}
+        values: dict[str, Any] = {**reported, "seeded": body.seed is not None, "form": self._form(body)}
         for name, default in self._defaults.items():
             value = getattr(body, name)
             if value is None:
@@ -50,6 +51,19 @@ class Sampler:
             convert = _CONVERSIONS.get(name)
             values[name] = value if convert is None else convert(self, value, body)
         return Sampling(**values)
+
+    def _form(self, body: Generate) -> Form | None:
+        form = form_of({name: getattr(body, name) for name in body.__struct_fields__})
+        if form is None:
+            return None
+        for name in ("ignore_eos", "min_tokens"):
+            if getattr(body, name):
+                message = f"`{name}` contradicts `{form.field}`: the answer ends when the form is complete"
+                raise InvalidRequest(message, field=name)
+        if not self.defaults.stop_token_ids:
+            message = f"`{form.field}` needs a model with an end token, and this one has none"
+            raise InvalidRequest(message, field=form.field)
+        return form
 
     def _stop_token_ids(self, given: list[int] | None, body: Generate) -> frozenset[int]:
         ends = frozenset[int]() if body.ignore_eos else self.defaults.stop_token_ids

@@ -6,11 +6,12 @@ field of `core.Sampling` with the same name, and the backends that act on it.
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Any
 
 import msgspec
 
 from neuron_runtime.config import ServerOptions
+from neuron_runtime.requests.forms import MAX_FORM_CHARACTERS, ResponseFormat, StructuredOutputs
 from neuron_runtime.requests.parameters import ON_DEVICE, ON_LOGITS, ON_PROMPT_LOGITS, ON_TOKENS, Parameter
 
 DEFAULT_COMPLETION_TOKENS = 16
@@ -122,6 +123,24 @@ class SamplingFields(msgspec.Struct, kw_only=True):
         "Use only this many last tokens of the prompt, including special tokens of a text; -1: as many as fit with "
         "`max_tokens`. Default: all",
     ] = None
+    response_format: Annotated[
+        ResponseFormat | None,
+        "What the answer is: `text`, `json_object`, `json_schema` (a `schema` in `json_schema`) or `structural_tag`. "
+        "The answer fits unless `max_tokens` or a stop text cuts it; with reasoning, the answer behind it",
+        Parameter(ON_LOGITS, neutral=({"type": "text"},)),
+    ] = None
+    structured_outputs: Annotated[
+        StructuredOutputs | None,
+        "One of `json` (a schema), `regex`, `choice`, `grammar`, `json_object` and `structural_tag`, of up to "
+        f"{MAX_FORM_CHARACTERS} characters",
+        Parameter(ON_LOGITS),
+    ] = None
+    guided_json: Annotated[
+        dict[str, Any] | bool | str | None, "Older name of `structured_outputs.json`", Parameter(ON_LOGITS)
+    ] = None
+    guided_regex: Annotated[str | None, "Older name of `structured_outputs.regex`", Parameter(ON_LOGITS)] = None
+    guided_choice: Annotated[list[str] | None, "Older name of `structured_outputs.choice`", Parameter(ON_LOGITS)] = None
+    guided_grammar: Annotated[str | None, "Older name of `structured_outputs.grammar`", Parameter(ON_LOGITS)] = None
     prompt_logprobs: Annotated[
         int | None,
         "Log-probabilities of the prompt's tokens except the first, with this many alternatives each; not with "

@@ -22,6 +22,15 @@ class Marks:
     starts_inside: bool
     """The output begins with reasoning even without a start mark."""
 
+    def before_answer(self, prompt: str) -> tuple[str, str]:
+        """What comes before the answer to a prompt: the mark with which reasoning may begin (empty: it has begun), and
+        the one with which it ends (empty: there is no reasoning)."""
+        end = prompt.rstrip()
+        if end.endswith(self.end):
+            return "", ""
+        begun = end.endswith(self.start) or self.starts_inside
+        return "" if begun else self.start, self.end
+
 
 REASONING_PARSERS = {
     "deepseek_r1": Marks("<think>", "</think>", starts_inside=True),

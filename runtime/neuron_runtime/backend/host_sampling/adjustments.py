@@ -219,6 +219,12 @@ class Adjustments:
         return np.array(sorted(token for token in token_ids if token < self.vocabulary_size), dtype=np.int64)
 
 
+def allowed_ids(mask: memoryview, vocabulary_size: int) -> IntArray:
+    """The tokens of a mask, see `Late`."""
+    bits = np.unpackbits(np.frombuffer(mask, dtype=np.uint8), count=vocabulary_size, bitorder="little")
+    return np.flatnonzero(bits)
+
+
 def keep_only(row: FloatArray, token_ids: IntArray) -> None:
     """Set all other tokens to -inf. If the kept ones are all -inf already, they become equally likely."""
     kept = row[token_ids]

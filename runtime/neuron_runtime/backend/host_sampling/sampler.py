@@ -6,7 +6,7 @@ rows: all of a step, or those that the device did not sample. The result of a ro
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import numpy as np
@@ -14,7 +14,7 @@ import numpy.typing as npt
 import torch
 
 from neuron_runtime.backend.host_sampling import drawing
-from neuron_runtime.backend.host_sampling.adjustments import Adjustments
+from neuron_runtime.backend.host_sampling.adjustments import Adjustments, allowed_ids
 from neuron_runtime.backend.host_sampling.drawing import IntArray, SamplingTable
 from neuron_runtime.backend.host_sampling.likeliest import Scores
 from neuron_runtime.core import Added, TokenLogprobs
@@ -51,7 +51,7 @@ class HostSampler:
         logits: torch.Tensor,
         slots: IntArray,
         positions: IntArray,
-        allowed: Sequence[tuple[int, ...] | None] | None = None,
+        masks: Mapping[int, memoryview] | None = None,
     ) -> Chosen:
         """Choose the next token of some sequences. The caller writes it to `tokens` before their next one is chosen.
 
@@ -60,7 +60,7 @@ class HostSampler:
                 Further columns are padding of the model's vocabulary, and never chosen.
             slots: of each row's sequence; no slot twice.
             positions: of each row's new token in its sequence. All tokens before it are known.
-            allowed: the only tokens that a row may choose (`Late`), or None.
+            masks: by row, bits of the only tokens that it may choose, see `Late`.
 
         Raises:
             NotFinite: the logits of a row are not finite.
@@ -68,7 +68,7 @@ class HostSampler:
         if logits.shape[1] > self._vocabulary_size:
             logits = logits[:, : self._vocabulary_size].contiguous()
         table = self._table
-        only = {i: np.array(ids, dtype=np.int64) for i, ids in enumerate(allowed or ()) if ids is not None}
+        only = {row: allowed_ids(mask, logits.shape[1]) for row, mask in (masks or {}).items()}
         changed = self._adjustments.adjusted(slots, positions)
         if only:
             changed = np.union1d(changed, list(only))

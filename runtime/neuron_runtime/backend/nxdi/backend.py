@@ -179,7 +179,7 @@ class NxdiBackend:
         if self._host is not None:
             for added in step.batch.added:
                 self._host.add(added)
-            of_host = self._host.of_host(rows.slots, late) & rows.samples
+            of_host = self._host.of_host(rows.slots) & rows.samples
         on_device = self._limits.sampling != "Host"
         logits: list[torch.Tensor] = []
         logits_of: list[IntArray] = []
@@ -212,9 +212,9 @@ class NxdiBackend:
     ) -> PerRow:
         """Choose the tokens of rows that the host samples."""
         assert self._host is not None
-        allowed = [late.allowed_token_ids[row] for row in rows.tolist()] if late else None
+        masks = late.of_rows(rows.tolist()) if late else None
         of_rows = logits[0] if len(logits) == 1 else torch.cat(logits)
-        chosen = self._host.choose(of_rows, step.rows.slots[rows], step.rows.ends[rows], allowed)
+        chosen = self._host.choose(of_rows, step.rows.slots[rows], step.rows.ends[rows], masks)
         tokens[rows] = chosen.tokens
         if not chosen.logprobs:
             return ()

@@ -5,14 +5,14 @@ Used by the backend. Every row's parameters come from its own request; nothing h
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
 from neuron_runtime.backend.host_sampling.sampler import Chosen, HostSampler
-from neuron_runtime.core import Added, BackendLimits, Late, Sampling, needs_host
+from neuron_runtime.core import Added, BackendLimits, Sampling, needs_host
 
 IntArray = npt.NDArray[np.int64]
 FloatArray = npt.NDArray[np.float32]
@@ -70,21 +70,18 @@ class HostRows:
         self._sampler.add(added)
         self._of_host[added.slot] = self._limits.sampling == "Host" or needs_host(added.sampling, self._limits)
 
-    def of_host(self, slots: IntArray, late: Late | None) -> npt.NDArray[np.bool_]:
+    def of_host(self, slots: IntArray) -> npt.NDArray[np.bool_]:
         """For each row, whether the host samples it."""
-        found = self._of_host[slots]
-        if late is not None:
-            found |= [allowed is not None for allowed in late.allowed_token_ids]
-        return found
+        return self._of_host[slots]
 
     def choose(
         self,
         logits: torch.Tensor,
         slots: IntArray,
         positions: IntArray,
-        allowed: Sequence[tuple[int, ...] | None] | None,
+        masks: Mapping[int, memoryview] | None,
     ) -> Chosen:
         """See `HostSampler.choose`."""
-        chosen = self._sampler.choose(logits, slots, positions, allowed)
+        chosen = self._sampler.choose(logits, slots, positions, masks)
         self._tokens[slots, positions] = chosen.tokens
         return chosen

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from neuron_runtime.backend.base import IllegalBatch, ProgressCallback, StepTime, size_of
+from neuron_runtime.backend.host_sampling.adjustments import allowed_ids
 from neuron_runtime.backend.simulated.clock import Clock
 from neuron_runtime.backend.simulated.step_times import StepTimes
 from neuron_runtime.core import (
@@ -115,7 +116,7 @@ class _Slot:
     def is_special(self) -> bool:
         """Whether the request restricts tokens or requests log-probabilities."""
         sampling = self.added.sampling
-        wants = sampling.allowed_token_ids, sampling.logprobs, sampling.prompt_logprobs
+        wants = sampling.allowed_token_ids, sampling.form, sampling.logprobs, sampling.prompt_logprobs
         return any(want is not None for want in wants)
 
 
@@ -225,10 +226,13 @@ class SimulatedBackend:
                 for slot, end, sampled in zip(done.slots, done.ends, samples, strict=True)
             )
         else:
-            allowed = late.allowed_token_ids if late else (None,) * len(samples)
+            masks = late.of_rows(range(len(samples))) if late else {}
+            only = {row: tuple(allowed_ids(mask, size).tolist()) for row, mask in masks.items()}
             token_ids = tuple(
-                (token_at(slot.number, end, size, only or slot.added.sampling.allowed_token_ids),) if sampled else ()
-                for slot, end, sampled, only in zip(done.slots, done.ends, samples, allowed, strict=True)
+                (token_at(slot.number, end, size, only.get(row) or slot.added.sampling.allowed_token_ids),)
+                if sampled
+                else ()
+                for row, (slot, end, sampled) in enumerate(zip(done.slots, done.ends, samples, strict=True))
             )
         return StepOutput(
             step=step,

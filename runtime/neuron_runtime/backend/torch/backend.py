@@ -193,8 +193,8 @@ class TorchBackend:
         logprobs: PerRow = ()
         if step.logits is not None:
             sampled = step.sampled
-            allowed = None if late is None else [late.allowed_token_ids[row] for row in sampled.tolist()]
-            tokens, found = self._sampler.choose(step.logits, *self._mirror.sampled_positions(sampled), allowed)
+            masks = late.of_rows(sampled.tolist()) if late else None
+            tokens, found = self._sampler.choose(step.logits, *self._mirror.sampled_positions(sampled), masks)
             self._mirror.record(sampled, tokens)
             for row, token in zip(sampled.tolist(), tokens.tolist(), strict=True):
                 token_ids[row] = (token,)

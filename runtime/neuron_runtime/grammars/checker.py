@@ -1,0 +1,124 @@
+"""Tries forms in a process of its own, within limits of processor time and memory.
+
+Some forms would keep the library busy for ever, or take gigabytes: joined patterns, for example. No limit of the
+library stops those while it compiles. So `Checker` has a child do it first, and the system ends the child at its
+limits. Called by `guides` on a thread. As a command it is that child: a form per line in, a grammar or a refusal out.
+"""
+
+from __future__ import annotations
+
+import resource
+import subprocess
+import sys
+import threading
+
+import msgspec
+
+from neuron_runtime.core import Form
+from neuron_runtime.errors import InvalidRequest
+
+MAX_CPU_SECONDS = 2
+MAX_MEMORY_BYTES = 1 << 30
+"""Of the child's address space, with Python and the library."""
+MAX_REFUSAL_CHARACTERS = 1000
+STACK_BYTES = 4 << 20
+"""Half of what the threads have that compile a form which the child has found to be good."""
+MAX_SECONDS = 60.0
+"""Of waiting for the child, on a machine that is busy with other things."""
+
+
+class Checked(msgspec.Struct):
+    """The child's answer."""
+
+    grammar: str = ""
+    refusal: str = ""
+
+
+class Checker:
+    """One child, started when it is needed, and again after a form has ended it. Used by one thread at a time."""
+
+    def __init__(self) -> None:
+        self._child: subprocess.Popen[bytes] | None = None
+
+    def grammar_of(self, form: Form) -> str:
+        """The grammar of a form that compiles within the limits. Raises InvalidRequest."""
+        child = self._started()
+        assert child.stdin is not None
+        assert child.stdout is not None
+        timer = threading.Timer(MAX_SECONDS, child.kill)
+        timer.start()
+        try:
+            child.stdin.write(msgspec.json.encode(form) + b"\n")
+            child.stdin.flush()
+            line = child.stdout.readline()
+        except BrokenPipeError:
+            line = b""
+        finally:
+            timer.cancel()
+        if not line.endswith(b"\n"):
+            self.close()
+            raise InvalidRequest(
+                f"is too complex: it cannot be compiled in {MAX_CPU_SECONDS} s and {MAX_MEMORY_BYTES >> 20} MiB"
+            )
+        checked = msgspec.json.decode(line, type=Checked)
+        if checked.refusal:
+            raise InvalidRequest(f"cannot be compiled: {checked.refusal[:MAX_REFUSAL_CHARACTERS]}")
+        return checked.grammar
+
+    def interrupt(self) -> None:
+        """Let `grammar_of` on another thread end soon."""
+        child = self._child
+        if child is not None:
+            child.kill()
+
+    def close(self) -> None:
+        """End the child."""
+        child, self._child = self._child, None
+        if child is not None:
+            child.kill()
+            child.communicate()
+
+    def _started(self) -> subprocess.Popen[bytes]:
+        if self._child is None or self._child.poll() is not None:
+            self.close()
+            command = [sys.executable, "-m", "neuron_runtime.grammars.checker"]
+            self._child = subprocess.Popen(
+                command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
+            )
+        return self._child
+
+
+def main() -> None:
+    hard = resource.getrlimit(resource.RLIMIT_AS)[1]
+    most = MAX_MEMORY_BYTES if hard == resource.RLIM_INFINITY else min(MAX_MEMORY_BYTES, hard)
+    resource.setrlimit(resource.RLIMIT_AS, (most, hard))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    threading.stack_size(STACK_BYTES)
+    thread = threading.Thread(target=_check_lines)
+    thread.start()
+    thread.join()
+
+
+def _check_lines() -> None:
+    from llguidance import LLTokenizer  # noqa: PLC0415 - the child's work
+
+    from neuron_runtime.grammars.language import compiled, grammar_of  # noqa: PLC0415 - the child's work
+
+    tokenizer = LLTokenizer("byte")
+    for line in sys.stdin.buffer:
+        used = resource.getrusage(resource.RUSAGE_SELF)
+        cpu = int(used.ru_utime + used.ru_stime) + 1 + MAX_CPU_SECONDS
+        # The system ends the process at this limit, whatever it is busy with.
+        resource.setrlimit(resource.RLIMIT_CPU, (cpu, resource.RLIM_INFINITY))
+        try:
+            grammar = grammar_of(msgspec.json.decode(line, type=Form))
+            compiled(grammar, tokenizer)
+            checked = Checked(grammar)
+        except Exception as error:  # noqa: BLE001 - whatever a form causes is its refusal
+            checked = Checked(refusal=str(error) or type(error).__name__)
+        sys.stdout.buffer.write(msgspec.json.encode(checked) + b"\n")
+        sys.stdout.buffer.flush()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,143 @@
+"""Guides by llguidance: the engine's `Guides` for a model.
+
+Forms are compiled on threads, tried first in a process with limits (`checker`), and kept by their content. A guide is a
+copy of the compiled form that follows one answer. Masks are made on the engine's thread, for all rows of a step
+together.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+import numpy as np
+from llguidance import LLExecutor, LLMatcher
+
+from neuron_runtime.core import BackendLimits, Form, Request
+from neuron_runtime.engine.guides import Guide, Masks
+from neuron_runtime.errors import InvalidRequest
+from neuron_runtime.grammars.checker import MAX_REFUSAL_CHARACTERS, Checker
+from neuron_runtime.grammars.language import compiled
+from neuron_runtime.grammars.vocabulary import Vocabulary
+from neuron_runtime.text.tokenizer import Tokenizer, load_tokenizer
+
+MAX_FORMS = 32
+"""Compiled forms, and refusals, that are kept; the one that was unused for longest is forgotten."""
+NUM_THREADS = 2
+"""Forms compiled at the same time. A hostile form holds one for some seconds; known forms wait for none."""
+
+
+def grammar_guides(model_dir: Path, limits: BackendLimits) -> GrammarGuides:
+    """For a model's folder. Costs nothing before the first form arrives."""
+    return GrammarGuides(lambda: load_tokenizer(model_dir), limits.vocabulary_size)
+
+
+@dataclass(slots=True)
+class _GrammarGuide:
+    matcher: LLMatcher
+    end_token_ids: tuple[int, ...]
+
+    def advance(self, token_ids: Sequence[int]) -> None:
+        # A token that does not fit leaves the matcher in an error, which the next mask finds.
+        self.matcher.consume_tokens(list(token_ids))
+
+
+class GrammarGuides:
+    """Implements `engine.guides.Guides`. All methods are called on the engine's thread."""
+
+    def __init__(self, load: Callable[[], Tokenizer], vocabulary_size: int) -> None:
+        """
+        load: the model's tokenizer; called when the first form arrives, on a thread.
+        vocabulary_size: of the model; 0: that of its tokenizer.
+        """
+        self._load = load
+        self._vocabulary_size = vocabulary_size
+        self._vocabulary: Vocabulary | None = None
+        self._loading = threading.Lock()
+        self._threads = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="grammar")
+        self._executor: LLExecutor | None = None
+        self._checkers = [Checker() for _ in range(NUM_THREADS)]
+        self._idle_checkers = list(self._checkers)
+        self._compiled: OrderedDict[Form, Future[LLMatcher]] = OrderedDict()
+
+    def prepare(self, request: Request) -> Future[Guide]:
+        assert request.sampling.form is not None
+        field, form = request.sampling.form.field, msgspec.structs.replace(request.sampling.form, field="")
+        ends = tuple(sorted(request.sampling.stop_token_ids))
+        compiled = self._compiled.get(form)
+        if compiled is None:
+            compiled = self._compiled[form] = self._threads.submit(self._compile, form)
+            while len(self._compiled) > MAX_FORMS:
+                self._compiled.popitem(last=False)
+        self._compiled.move_to_end(form)
+        guide: Future[Guide] = Future()
+
+        def made(done: Future[LLMatcher]) -> None:
+            if done.cancelled():
+                guide.cancel()
+                return
+            error = done.exception()
+            if isinstance(error, InvalidRequest):
+                guide.set_exception(InvalidRequest(f"`{field}` {error}", field=field))
+            elif error is not None:
+                guide.set_exception(error)
+            else:
+                guide.set_result(_GrammarGuide(done.result().deep_copy(), ends))
+
+        compiled.add_done_callback(made)
+        return guide
+
+    def masks(self, guides: Sequence[Guide]) -> Masks:
+        vocabulary = self._vocabulary
+        if not guides or vocabulary is None:
+            return Masks(memoryview(b""), ())
+        size, end = vocabulary.mask_bytes, vocabulary.end_token_id
+        bits = np.empty((len(guides), size), dtype=np.uint8)
+        executor = self._executor = self._executor or LLExecutor()
+        ours = [guide for guide in guides if isinstance(guide, _GrammarGuide)]
+        executor.unsafe_compute_mask_ptr(
+            [(guide.matcher, at) for at, guide in enumerate(ours)], bits.ctypes.data, size, len(ours)
+        )
+        failed = []
+        byte, bit = end // 8, np.uint8(1 << end % 8)
+        for at in np.flatnonzero(bits[:, byte] & bit).tolist():
+            # The answer may end here, or the matcher has given up.
+            guide = ours[at]
+            if guide.matcher.is_error():
+                failed.append(at)
+            bits[at, byte] &= ~bit
+            for token in guide.end_token_ids:
+                if token < end:
+                    bits[at, token // 8] |= 1 << token % 8
+        failed += np.flatnonzero(~bits.view(np.uint32).any(axis=1)).tolist()
+        for at in failed:
+            bits[at] = 0xFF
+        return Masks(bits.reshape(-1).data, failed)
+
+    def close(self) -> None:
+        for checker in self._checkers:
+            checker.interrupt()
+        self._threads.shutdown(cancel_futures=True)
+        for checker in self._checkers:
+            checker.close()
+
+    # On a thread
+
+    def _compile(self, form: Form) -> LLMatcher:
+        checker = self._idle_checkers.pop()
+        try:
+            grammar = checker.grammar_of(form)
+        finally:
+            self._idle_checkers.append(checker)
+        with self._loading:
+            if self._vocabulary is None:
+                self._vocabulary = Vocabulary(self._load(), self._vocabulary_size)
+        try:
+            return compiled(grammar, self._vocabulary.for_grammars)
+        except ValueError as error:
+            raise InvalidRequest(f"cannot be compiled: {str(error)[:MAX_REFUSAL_CHARACTERS]}") from error

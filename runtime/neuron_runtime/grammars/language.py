@@ -1,0 +1,114 @@
+"""A form in the language of llguidance: Lark, or JSON with several grammars.
+
+Called by `checker`, in a process of its own, because a hostile form may keep any of this busy for ever. Pure.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from typing import Any
+
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer, StructTag
+from llguidance.gbnf_to_lark import any_to_lark
+
+from neuron_runtime.core import Form
+
+LIMITS = LLParserLimits(
+    max_lexer_states=20_000,  # of 1 to 2 KB each, so at most 40 MB per form
+    precompute_large_lexemes=False,  # nothing is paid before it is needed
+    verbose_errors=False,
+)
+"""Of work and memory for one form; the library stops by itself when a mask would need more."""
+
+
+def grammar_of(form: Form) -> str:
+    """What llguidance compiles.
+
+    Raises:
+        ValueError: the form cannot be written as a grammar; says why.
+    """
+    grammar = _WRITERS[form.kind](form.text)
+    try:
+        first, *others = json.loads(grammar)["grammars"]
+    except ValueError:
+        first, others = {"lark_grammar": grammar}, []
+    top = {"name": "answer", "lark_grammar": _TOP + _start(form)}
+    return json.dumps({"grammars": [top, {**first, "name": "form"}, *others]})
+
+
+def compiled(grammar: str, tokenizer: LLTokenizer) -> LLMatcher:
+    """A grammar at the beginning of an answer, with its first mask, which does most of the work.
+
+    Raises:
+        ValueError: llguidance does not take the grammar; says why.
+    """
+    matcher = LLMatcher(tokenizer, grammar, log_level=0, limits=LIMITS)
+    if not matcher.is_error():
+        matcher.compute_bitmask()
+    if matcher.is_error():
+        raise ValueError(matcher.get_error())
+    return matcher
+
+
+def _json(text: str) -> str:
+    if text == "false":
+        raise ValueError("nothing fits the schema `false`")
+    return LLMatcher.grammar_from_json_schema(
+        "{}" if text == "true" else text, overrides={"whitespace_pattern": _SPACE}
+    )
+
+
+_SPACE = r"(\r?\n[ \t]{0,40}| )?"
+"""Between the parts of JSON: one space, or a line with its indentation. Small models would write spaces for ever."""
+
+
+def _choice(text: str) -> str:
+    return LLMatcher.grammar_from_lark("start: " + " | ".join(_quoted(one) for one in json.loads(text)))
+
+
+def _lark(text: str) -> str:
+    return LLMatcher.grammar_from_lark(any_to_lark(text))
+
+
+def _structural_tag(text: str) -> str:
+    """Free text with tags: behind a trigger the text must be one of the tags that begin with it."""
+    given: dict[str, Any] = json.loads(text)
+    tags = []
+    for one in given["structures"]:
+        trigger = next((word for word in given["triggers"] if one["begin"].startswith(word)), None)
+        if trigger is None:
+            raise ValueError(f"the tag {one['begin']!r} begins with none of the triggers")
+        tags.append(StructTag(trigger=trigger, begin=one["begin"], grammar=one.get("schema") or {}, end=one["end"]))
+    return LLMatcher.grammar_from_lark(StructTag.to_grammar(tags, assume_special=False))
+
+
+_WRITERS: dict[str, Callable[[str], str]] = {
+    "json_schema": _json,
+    "regex": LLMatcher.grammar_from_regex,
+    "choice": _choice,
+    "grammar": _lark,
+    "structural_tag": _structural_tag,
+}
+
+
+_TOP = '%llguidance {"no_forcing": true}\n'
+"""Otherwise the library spells out all text that has no alternative before the first mask: for a{1000}{1000}{1000} in
+hours."""
+
+
+def _start(form: Form) -> str:
+    if not form.behind:
+        return "start: @form\n"
+    opening, mark = (re.escape(one).replace("/", "\\/") for one in (form.opening, form.behind))
+    return (
+        f"start: {'reasoning?' if opening else 'reasoning'} @form\n"
+        "reasoning: thoughts SPACE?\n"
+        f"thoughts[lazy]: /{opening}(.|\\n)*{mark}/\n"
+        "SPACE: /[ \\n]+/\n"
+    )
+
+
+def _quoted(text: str) -> str:
+    return json.dumps(text, ensure_ascii=False)

@@ -1,0 +1,183 @@
+"""The fields of a request that ask for structured output, and the one `core.Form` that they mean.
+
+The fields are those of OpenAI (`response_format`), of vLLM (`structured_outputs`) and of its older versions
+(`guided_...`). Sizes and contradictions are checked here; whether a form compiles is found by the engine, see
+`grammars/`. Called by `sampling`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from typing import Annotated, Any, Literal
+
+import msgspec
+
+from neuron_runtime.core import Form, FormKind
+from neuron_runtime.errors import InvalidRequest
+
+MAX_FORM_CHARACTERS = 1 << 18
+MAX_FORM_DEPTH = 64
+MAX_FORM_CHOICES = 4096
+
+ANY_OBJECT = '{"type":"object"}'
+
+
+class JsonSchema(msgspec.Struct, frozen=True):
+    """A named schema."""
+
+    name: Annotated[str | None, "Without effect"] = None
+    description: Annotated[str | None, "Without effect"] = None
+    schema: Annotated[dict[str, Any] | bool | None, "The JSON schema. Default: any object"] = None
+    strict: Annotated[bool | None, "Without effect: the answer always fits the schema"] = None
+
+
+class ResponseFormat(msgspec.Struct, frozen=True, omit_defaults=True):
+    """What an answer is."""
+
+    type: Annotated[Literal["text", "json_object", "json_schema", "structural_tag"], "What the answer is"]
+    json_schema: Annotated[JsonSchema | None, "With type `json_schema`"] = None
+    structures: Annotated[list[Any] | None, "With type `structural_tag`: tags of `begin`, `schema` and `end`"] = None
+    triggers: Annotated[list[str] | None, "With type `structural_tag`: texts with which tags begin"] = None
+
+
+class StructuredOutputs(msgspec.Struct, frozen=True):
+    """One of several forms of an answer."""
+
+    json: Annotated[dict[str, Any] | bool | str | None, "A JSON schema, or its text"] = None
+    regex: Annotated[str | None, "A regular expression that the whole answer matches"] = None
+    choice: Annotated[list[str] | None, f"The answer is one of these texts; at most {MAX_FORM_CHOICES}"] = None
+    grammar: Annotated[str | None, "A grammar, in Lark's or in GBNF's notation"] = None
+    json_object: Annotated[bool | None, "True: any JSON object"] = None
+    structural_tag: Annotated[
+        dict[str, Any] | str | None, "`structures` and `triggers`, or their text: free text with tags that fit a schema"
+    ] = None
+    backend: Annotated[str | None, "Accepted without effect"] = None
+
+
+def form_of(fields: Mapping[str, Any]) -> Form | None:
+    """The form that a request asks for; None: any text.
+
+    fields: by name, of those declared in `sampling_fields`.
+
+    Raises:
+        InvalidRequest: names the field, and what it contradicts.
+    """
+    asked: dict[str, Form] = {}
+    given = fields["response_format"]
+    if given is not None and given.type != "text":
+        asked["response_format"] = _of_response_format(given)
+    outputs = fields["structured_outputs"]
+    if outputs is not None:
+        asked |= _of_outputs(outputs, "structured_outputs.{}".format)
+    older = {name: fields[f"guided_{name}"] for name in ("json", "regex", "choice", "grammar")}
+    if any(value is not None for value in older.values()):
+        asked |= _of_outputs(StructuredOutputs(**older), "guided_{}".format)
+    if len(asked) > 1:
+        first, second, *_ = asked
+        raise InvalidRequest(f"`{first}` and `{second}` are two forms of one answer: leave one out", field=second)
+    for name, form in asked.items():
+        if len(form.text) > MAX_FORM_CHARACTERS:
+            message = f"`{name}` must have at most {MAX_FORM_CHARACTERS} characters, got {len(form.text)}"
+            raise InvalidRequest(message, field=name)
+        return form
+    return None
+
+
+def _of_response_format(given: ResponseFormat) -> Form:
+    name = "response_format"
+    match given.type:
+        case "json_schema":
+            if given.json_schema is None:
+                raise InvalidRequest(f"`{name}.json_schema` is required with this type", field=name)
+            schema = given.json_schema.schema
+            return _form("json_schema", {"type": "object"} if schema is None else schema, name)
+        case "structural_tag":
+            return _tags({"structures": given.structures, "triggers": given.triggers}, name)
+        case _:
+            return Form("json_schema", ANY_OBJECT, field=name)
+
+
+def _of_outputs(outputs: StructuredOutputs, name_of: Callable[[str], str]) -> dict[str, Form]:
+    asked: dict[str, Form] = {}
+    if outputs.json is not None:
+        name = name_of("json")
+        asked[name] = _form("json_schema", _read(outputs.json, name), name)
+    if outputs.regex is not None:
+        name = name_of("regex")
+        asked[name] = Form("regex", outputs.regex, field=name)
+    if outputs.choice is not None:
+        name = name_of("choice")
+        if not 1 <= len(outputs.choice) <= MAX_FORM_CHOICES:
+            message = f"`{name}` must have 1 to {MAX_FORM_CHOICES} texts, got {len(outputs.choice)}"
+            raise InvalidRequest(message, field=name)
+        asked[name] = _form("choice", outputs.choice, name)
+    if outputs.grammar is not None:
+        name = name_of("grammar")
+        asked[name] = Form("grammar", outputs.grammar, field=name)
+    if outputs.json_object:
+        name = name_of("json_object")
+        asked[name] = Form("json_schema", ANY_OBJECT, field=name)
+    if outputs.structural_tag is not None:
+        name = name_of("structural_tag")
+        asked[name] = _tags(_read(outputs.structural_tag, name), name)
+    if not asked:
+        name = name_of("json").partition(".")[0]
+        raise InvalidRequest(f"`{name}` names no form: leave it out", field=name)
+    return asked
+
+
+class _Tag(msgspec.Struct):
+    begin: str
+    end: str
+    schema: dict[str, Any] | bool | None = None
+
+
+class _Tags(msgspec.Struct):
+    structures: Annotated[list[_Tag], msgspec.Meta(min_length=1)]
+    triggers: Annotated[list[Annotated[str, msgspec.Meta(min_length=1)]], msgspec.Meta(min_length=1)]
+
+
+def _tags(given: Any, name: str) -> Form:
+    try:
+        tags = msgspec.convert(given, _Tags)
+    except (msgspec.ValidationError, RecursionError) as error:
+        raise InvalidRequest(f"`{name}`: {error}", field=name) from error
+    for tag in tags.structures:
+        if not tag.begin.startswith(tuple(tags.triggers)):
+            raise InvalidRequest(f"`{name}`: {tag.begin!r} begins with none of the triggers", field=name)
+    return _form("structural_tag", tags, name)
+
+
+def _read(value: Any, name: str) -> Any:
+    """JSON, or what its text says."""
+    if not isinstance(value, str):
+        return value
+    if len(value) > MAX_FORM_CHARACTERS:
+        raise InvalidRequest(f"`{name}` must have at most {MAX_FORM_CHARACTERS} characters", field=name)
+    try:
+        return msgspec.json.decode(value)
+    except (msgspec.DecodeError, UnicodeError, RecursionError) as error:
+        raise InvalidRequest(f"`{name}` is not JSON: {error}", field=name) from error
+
+
+def _form(kind: FormKind, value: Any, name: str) -> Form:
+    try:
+        text = msgspec.json.encode(value).decode()
+    except (RecursionError, TypeError, ValueError) as error:
+        raise InvalidRequest(f"`{name}` is not JSON: {error}", field=name) from error
+    if (depth := _depth(text)) > MAX_FORM_DEPTH:
+        raise InvalidRequest(f"`{name}` must be at most {MAX_FORM_DEPTH} levels deep, got {depth}", field=name)
+    return Form(kind, text, field=name)
+
+
+_STRUCTURE = re.compile(r'"(?:[^"\\]|\\.)*"|[\[{]|[\]}]')
+
+
+def _depth(text: str) -> int:
+    """Levels of objects and lists of a JSON text."""
+    deepest = depth = 0
+    for found in _STRUCTURE.finditer(text):
+        depth += {"{": 1, "[": 1, "}": -1, "]": -1}.get(found[0], 0)
+        deepest = max(deepest, depth)
+    return deepest

@@ -1,0 +1,276 @@
+"""Forms of answers compiled by llguidance: which tokens may follow, whose end, and what hostile forms meet."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import pytest
+
+from helpers.chat_model import END, byte_level_tokenizer, metaspace_tokenizer
+from helpers.strict_backend import tokens_of
+from neuron_runtime.core import Form, Request, Sampling
+from neuron_runtime.engine.guides import Guide
+from neuron_runtime.errors import InvalidRequest
+from neuron_runtime.grammars.guides import MAX_FORMS, GrammarGuides
+from neuron_runtime.text.tokenizer import Tokenizer
+
+PATIENCE = 60.0
+ENDS = (2, 5)
+"""Two tokens that end an answer; the second one would be text."""
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Tokenizer:
+    return Tokenizer(byte_level_tokenizer())
+
+
+@pytest.fixture(scope="module")
+def guides(tokenizer: Tokenizer) -> Iterator[GrammarGuides]:
+    made = GrammarGuides(lambda: tokenizer, tokenizer.vocabulary_size)
+    yield made
+    made.close()
+
+
+def request(form: Form, ends: Sequence[int] = ENDS) -> Request:
+    return Request("r", (1,), Sampling(form=form, stop_token_ids=frozenset(ends)))
+
+
+def guide_of(guides: GrammarGuides, form: Form) -> Guide:
+    return guides.prepare(request(form)).result(PATIENCE)
+
+
+def allowed(guides: GrammarGuides, guide: Guide) -> set[int]:
+    """The tokens that may follow; none if the guide has failed."""
+    masks = guides.masks([guide])
+    return set() if masks.failed else set(tokens_of(masks.bits, len(masks.bits) * 8))
+
+
+def accepts(guides: GrammarGuides, form: Form, tokenizer: Tokenizer, text: str) -> bool:
+    """Whether the text may be written token by token, and the answer may end behind it."""
+    guide = guide_of(guides, form)
+    for token in tokenizer.encode(text, add_special_tokens=False):
+        if token not in allowed(guides, guide):
+            return False
+        guide.advance((token,))
+    return set(ENDS) <= allowed(guides, guide)
+
+
+def schema(**fields: Any) -> Form:
+    return Form("json_schema", json.dumps(fields), field="response_format")
+
+
+PERSON = schema(
+    type="object",
+    properties={"name": {"type": "string"}, "age": {"type": "integer", "minimum": 0}},
+    required=["name", "age"],
+    additionalProperties=False,
+)
+ANY_OBJECT = schema(type="object")
+TAGS = {
+    "structures": [{"begin": "<call=a>", "end": "</call>", "schema": {"type": "integer"}}],
+    "triggers": ["<call="],
+}
+
+
+@pytest.mark.parametrize(
+    ("form", "right", "wrong"),
+    [
+        (Form("json_schema", "true"), ["7", '"a"', "[{}]"], ["a", ""]),
+        (ANY_OBJECT, ['{"a": [1, {"b": null}]}', "{}"], ["[]", '{"a": 1', "text", ""]),
+        (
+            PERSON,
+            ['{"name": "東京", "age": 7}'],
+            ['{"name": "x"}', '{"name": "x", "age": -1}', '{"age": 7, "name": 1}'],
+        ),
+        (Form("regex", "[ab]{2,3}c?"), ["ab", "abac"], ["a", "abcc", "x"]),
+        (
+            Form("choice", '["a core", "a \\"node\\"\\n", "a core, too"]'),
+            ["a core", 'a "node"\n', "a core, too"],
+            ["a"],
+        ),
+        (Form("grammar", 'start: "a" NUMBER\nNUMBER: /[0-9]+/'), ["a12"], ["a", "12"]),
+        (Form("grammar", 'root ::= "yes" | "no" root'), ["yes", "nonoyes"], ["no"]),
+        (Form("structural_tag", json.dumps(TAGS)), ["free", "x <call=a>12</call> y"], ["<call=a>x</call>", "<call=b>"]),
+    ],
+)
+def test_an_answer_keeps_to_its_form(
+    guides: GrammarGuides, tokenizer: Tokenizer, form: Form, right: list[str], wrong: list[str]
+) -> None:
+    assert [text for text in right if not accepts(guides, form, tokenizer, text)] == []
+    assert [text for text in wrong if accepts(guides, form, tokenizer, text)] == []
+
+
+def test_spaces_in_json_are_bounded(guides: GrammarGuides, tokenizer: Tokenizer) -> None:
+    form = schema(type="object", **{"x-guidance": {"whitespace_pattern": " *"}})
+    right = ['{"a":[1,2]}', '{ "a" : [ 1 , 2 ] }', '{\n    "a": [\n\t1\r\n    ]\n}']
+    assert [text for text in right if not accepts(guides, form, tokenizer, text)] == []
+    assert not accepts(guides, form, tokenizer, '{  "a":1}')
+    assert not accepts(guides, form, tokenizer, '{\n\n"a":1}')
+
+
+def test_a_vocabulary_with_spaces_in_its_words_keeps_to_a_form() -> None:
+    tokenizer = Tokenizer(metaspace_tokenizer())
+    guides = GrammarGuides(lambda: tokenizer, 0)
+    try:
+        form = Form("regex", "a( device| core)+ ☃?")
+        assert accepts(guides, form, tokenizer, "a device core ☃") is False, "a word may not begin with a space"
+        guide = guide_of(guides, form)
+        words = [next(t for t in allowed(guides, guide) if tokenizer.token_bytes(t) == b"a")]
+        guide.advance(words)
+        spelled = {tokenizer.token_bytes(token) for token in allowed(guides, guide)}
+        assert b" " in spelled
+        assert all(b" device".startswith(one) or b" core".startswith(one) for one in spelled)
+    finally:
+        guides.close()
+
+
+def test_only_the_end_tokens_of_the_request_end_a_complete_answer(guides: GrammarGuides, tokenizer: Tokenizer) -> None:
+    form = Form("choice", '["a"]')
+    (letter,) = tokenizer.encode("a", add_special_tokens=False)
+    both = [guides.prepare(request(form, ends)).result(PATIENCE) for ends in ((2,), (3, 10**6))]
+    assert [allowed(guides, guide) for guide in both] == [{letter}, {letter}]
+    for guide in both:
+        guide.advance((letter,))
+    assert [allowed(guides, guide) for guide in both] == [{2}, {3}]
+
+
+def test_special_tokens_are_never_part_of_an_answer(guides: GrammarGuides, tokenizer: Tokenizer) -> None:
+    guide = guide_of(guides, Form("regex", "(.|\n)*"))
+    special = {token for token in range(tokenizer.vocabulary_size) if tokenizer.is_special(token)}
+    assert allowed(guides, guide) & special == {2}
+    assert not accepts(guides, Form("regex", "(.|\n)*"), tokenizer, END)
+
+
+def test_answers_of_one_form_do_not_disturb_each_other(guides: GrammarGuides, tokenizer: Tokenizer) -> None:
+    form = Form("choice", '["ab", "cd"]')
+    first, second = guide_of(guides, form), guide_of(guides, form)
+    first.advance(tokenizer.encode("a", add_special_tokens=False))
+    second.advance(tokenizer.encode("c", add_special_tokens=False))
+    masks = guides.masks([second, first])
+    half = len(masks.bits) // 2
+    found = [tokens_of(masks.bits[at : at + half], half * 8) for at in (0, half)]
+    assert [[tokenizer.token_bytes(token) for token in tokens] for tokens in found] == [[b"d"], [b"b"]]
+
+
+@pytest.mark.parametrize(
+    ("opening", "right", "wrong"),
+    [
+        ("", ["hm {} <think> </think>{}", "</think> \n{}"], ["{}", "hm</think>", "</think>x"]),
+        ("<think>", ["{}", "<think>hm\n</think>\n\n{}"], ["hm</think>{}", "<think>{}"]),
+    ],
+)
+def test_reasoning_comes_before_the_form(
+    guides: GrammarGuides, tokenizer: Tokenizer, opening: str, right: list[str], wrong: list[str]
+) -> None:
+    form = Form("json_schema", '{"type":"object"}', behind="</think>", opening=opening)
+    assert [text for text in right if not accepts(guides, form, tokenizer, text)] == []
+    assert [text for text in wrong if accepts(guides, form, tokenizer, text)] == []
+
+
+def test_a_token_that_does_not_fit_fails_the_guide_alone(guides: GrammarGuides, tokenizer: Tokenizer) -> None:
+    form = Form("choice", '["ab"]')
+    lost, kept = guide_of(guides, form), guide_of(guides, form)
+    lost.advance(tokenizer.encode("x", add_special_tokens=False))
+    masks = guides.masks([lost, kept])
+    assert list(masks.failed) == [0]
+
+
+def test_no_guides_have_no_masks(guides: GrammarGuides) -> None:
+    guide_of(guides, Form("choice", '["a"]'))
+    assert len(guides.masks([]).bits) == 0
+
+
+# Refusals
+
+
+def refusal(guides: GrammarGuides, form: Form) -> InvalidRequest:
+    with pytest.raises(InvalidRequest) as caught:
+        guide_of(guides, form)
+    return caught.value
+
+
+@pytest.mark.parametrize(
+    ("form", "says"),
+    [
+        (Form("regex", "(", field="guided_regex"), "unclosed group"),
+        (Form("regex", "(?=a)b", field="guided_regex"), "look-around"),
+        (Form("grammar", "start: nothing", field="structured_outputs.grammar"), 'unknown name: "nothing"'),
+        (Form("grammar", 'start: "a', field="structured_outputs.grammar"), ""),
+        (Form("json_schema", "false", field="response_format"), "nothing fits the schema"),
+        (schema(type="strange"), "strange"),
+        (schema(**{"not": {"type": "string"}}), "not"),
+        (schema(**{"$ref": "http://127.0.0.1:1/schema"}), "does not fetch"),
+        (schema(**{"$ref": "file:///etc/passwd"}), "does not fetch"),
+    ],
+)
+def test_a_form_that_cannot_be_compiled_is_refused_by_its_field(guides: GrammarGuides, form: Form, says: str) -> None:
+    error = refusal(guides, form)
+    assert error.field == form.field
+    assert f"`{form.field}` cannot be compiled: " in str(error)
+    assert says in str(error)
+    assert len(str(error)) < 1200
+
+
+LINKED = {f"d{i}": {"properties": {"a": {"$ref": f"#/$defs/d{i + 1}"}}} for i in range(5000)} | {"d5000": {}}
+
+
+@pytest.mark.parametrize(
+    ("form", "says"),
+    [
+        (schema(type="integer", multipleOf=99999989), "it cannot be compiled in 2 s"),
+        (schema(**{"$defs": LINKED, "$ref": "#/$defs/d0"}), "cannot be compiled"),
+        (Form("grammar", "start: " + "(" * 50000 + '"a"' + ")" * 50000, field="guided_grammar"), "cannot be compiled"),
+        (Form("grammar", "root ::= " + "(" * 9000 + '"a"' + ")" * 9000, field="guided_grammar"), "cannot be compiled"),
+        (Form("grammar", "start: @answer", field="guided_grammar"), "cannot be compiled"),
+    ],
+    ids=["work", "depth", "lark", "gbnf", "itself"],
+)
+def test_a_form_whose_compilation_would_never_end_is_refused_and_others_are_served(
+    guides: GrammarGuides, tokenizer: Tokenizer, form: Form, says: str
+) -> None:
+    assert says in str(refusal(guides, form))
+    assert accepts(guides, Form("choice", json.dumps([f"after {form.kind}"])), tokenizer, f"after {form.kind}")
+
+
+@pytest.mark.parametrize(
+    "form",
+    [
+        Form("regex", "a{1000}{1000}{1000}"),
+        Form("grammar", '%llguidance {"no_forcing": false}\nstart: /a{1000}{1000}{1000}/\n'),
+        schema(type="string", minLength=10**8),
+        schema(type="array", minItems=10**6, items={"type": "integer"}),
+    ],
+)
+def test_a_form_of_a_very_long_answer_is_served_token_by_token(guides: GrammarGuides, form: Form) -> None:
+    guide = guide_of(guides, form)
+    for _ in range(5):
+        may_follow = allowed(guides, guide)
+        assert may_follow
+        guide.advance((min(may_follow),))
+
+
+def test_forms_are_compiled_once_and_the_oldest_is_forgotten(guides: GrammarGuides) -> None:
+    forms = [Form("choice", json.dumps([f"text {number}"])) for number in range(MAX_FORMS + 1)]
+    guide_of(guides, forms[0])
+    again = request(forms[0])
+    assert guides.prepare(again).done(), "a known form needs no thread"
+    named = Form(forms[0].kind, forms[0].text, field="guided_choice")
+    assert guides.prepare(request(named)).done(), "the field's name makes no other form"
+    for form in forms[1:]:
+        guide_of(guides, form)
+    assert not guides.prepare(again).done()
+
+
+def test_a_refusal_names_the_field_of_each_request(guides: GrammarGuides) -> None:
+    for field in ("guided_regex", "structured_outputs.regex"):
+        assert refusal(guides, Form("regex", ")", field=field)).field == field
+
+
+def test_closing_ends_compilations_that_run() -> None:
+    tokenizer = Tokenizer(byte_level_tokenizer())
+    guides = GrammarGuides(lambda: tokenizer, 0)
+    asked = [guides.prepare(request(schema(type="integer", multipleOf=99999989 + n))) for n in range(4)]
+    guides.close()
+    assert all(one.done() for one in asked)
