@@ -203,8 +203,8 @@ def test_the_charts_own_values_lack_only_the_images(helm: Helm) -> None:
 
 
 def test_an_unknown_value_is_refused_by_name(helm: Helm) -> None:
-    report = helm("template", str(CHART), values={**IMAGES, "runtimeUpgrade": "Rolling"}, code=1)
-    assert "runtimeUpgrade" in report
+    report = helm("template", str(CHART), values={**IMAGES, "runtimeUpgrades": "Rolling"}, code=1)
+    assert "runtimeUpgrades" in report
 
 
 def test_the_chart_grants_the_rights_that_the_operator_uses(helm: Helm) -> None:
