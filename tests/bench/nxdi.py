@@ -122,7 +122,7 @@ class Timed:
     def compile(self, folder: Path) -> None:
         raise NotImplementedError
 
-    def load(self, folder: Path) -> None:
+    def load(self, folder: Path, cores: range | None = None) -> None:
         raise NotImplementedError
 
     def memory(self) -> None:

@@ -129,9 +129,15 @@ def some_requests() -> list[Request]:
     return [*greedy, *(Request(f"drawn {n}", tuple(p), drawn) for n, p in enumerate(prompts[:3]))]
 
 
-@pytest.mark.parametrize("size", [2, 4])
 @pytest.mark.parametrize(
-    "name", ["Llama 3.1", "Mistral", "Qwen2.5, tied", "Qwen3 with biases and a window in some layers"]
+    ("name", "size"),
+    [
+        ("Llama 3.1", 2),
+        ("Mistral", 4),
+        ("Qwen2.5, tied", 2),
+        ("Qwen3 with biases and a window in some layers", 4),
+        *(pytest.param(name, size, marks=pytest.mark.long) for name in MODELS for size in (2, 4)),
+    ],
 )
 def test_a_group_answers_as_one_rank_does(name: str, size: int, tmp_path: Path) -> None:
     """With prefix hits, prompts in chunks, overlapped steps and all kinds of sampling."""

@@ -46,8 +46,6 @@ def layout_for(config: RuntimeConfig, *, leads: bool, environment: Mapping[str, 
     """The group of this command. leads: it is `serve`, not `follow`. Raises InvalidConfig with the variable."""
     package = backend_package(config)
     layout = layout_of(environment, config.parallelism.tensor, process_per_rank=package.PROCESS_PER_RANK)
-    if layout.num_nodes > 1 and not package.PROCESS_PER_RANK:
-        raise InvalidConfig(NUM_NODES_VARIABLE, f"the {config.backend} backend runs on one node only")
     if layout.num_nodes == 1 and not leads:
         raise InvalidConfig(NUM_NODES_VARIABLE, "is the number of pods of the group, at least 2: use `serve` for one")
     if (layout.node == 0) != leads:

@@ -8,6 +8,7 @@ A *node* is a pod of the group, a *rank* a process of it. Node 0 leads: it has H
 from __future__ import annotations
 
 import secrets
+import socket
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Self
@@ -15,7 +16,7 @@ from typing import Annotated, Self
 import msgspec
 from msgspec import Meta
 
-from neuron_runtime.errors import InvalidConfig
+from neuron_runtime.errors import ExitCode, FatalError, InvalidConfig
 
 NODE_VARIABLE = "NEURON_SERVING_RANK"
 NUM_NODES_VARIABLE = "NEURON_SERVING_GROUP_SIZE"
@@ -29,8 +30,8 @@ SILENCE_VARIABLE = "NEURON_SERVING_GROUP_SILENCE_SECONDS"
 DEFAULT_PORT = 8010
 DEFAULT_JOIN_SECONDS = 1800.0
 DEFAULT_SILENCE_SECONDS = 10.0
-NUM_PORTS = 3
-"""Ports in a row on the leader: the wire, torch's rendezvous, the Neuron runtime's."""
+NUM_PORTS = 2
+"""Ports in a row on the leader: the wire, and where backends of all nodes meet."""
 MIN_SECRET_BYTES, MAX_SECRET_BYTES = 32, 256
 MAX_NODES = 64
 MAX_RANKS = 1024
@@ -119,6 +120,20 @@ def bracketed(host: str) -> str:
     return f"[{host}]" if ":" in host else host
 
 
+def address_of(host: str) -> str:
+    """The address of the leader. Raises FatalError if it has none any more."""
+    try:
+        return str(socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0][4][0])
+    except (OSError, UnicodeError) as error:  # a name that is too long is a UnicodeError
+        message = f"{host}: has no address: {error}"
+        raise FatalError(ExitCode.GROUP_MEMBER_LOST, message) from error
+
+
+def num_nodes_of(environment: Mapping[str, str]) -> int:
+    """Of the group of this process; 1 without one. Raises InvalidConfig."""
+    return _number(environment, NUM_NODES_VARIABLE, 1, 1, MAX_NODES)
+
+
 def layout_of(environment: Mapping[str, str], tensor: int, *, process_per_rank: bool) -> Layout:
     """The group of this node.
 
@@ -129,7 +144,9 @@ def layout_of(environment: Mapping[str, str], tensor: int, *, process_per_rank: 
     Raises:
         InvalidConfig: names the variable and what it must be.
     """
-    num_nodes = _number(environment, NUM_NODES_VARIABLE, 1, 1, MAX_NODES)
+    num_nodes = num_nodes_of(environment)
+    if num_nodes > 1 and not tensor and not process_per_rank:
+        raise InvalidConfig("$.parallelism.tensor", f"must be set in a group of {num_nodes} nodes")
     tensor = tensor or num_nodes
     if tensor > MAX_RANKS:
         raise InvalidConfig("$.parallelism.tensor", f"must be at most {MAX_RANKS}, got {tensor}")

@@ -104,4 +104,4 @@ def load_backend(
         raise ValueError("a backend that always compiles is loaded with an artifact")
     from neuron_runtime.backend.nxdi.loader import load  # noqa: PLC0415  (torch takes seconds to import)
 
-    return load(model_dir, config, progress, artifact)
+    return load(model_dir, config, progress, artifact, rank)

@@ -82,8 +82,11 @@ class _Done(NamedTuple):
 class NxdiBackend:
     """See `backend.base.Backend`."""
 
-    def __init__(self, application: Application, settings: Settings, limits: BackendLimits) -> None:
-        """Takes a loaded application that has run nothing."""
+    def __init__(
+        self, application: Application, settings: Settings, limits: BackendLimits, *, in_group: bool = False
+    ) -> None:
+        """Takes a loaded application that has run nothing. in_group: other nodes run parts of the model."""
+        self._in_group = in_group
         self._application = application
         self._settings = settings
         self._limits = limits
@@ -166,7 +169,7 @@ class NxdiBackend:
         try:
             return self._run_calls(*job)
         except Exception as error:
-            self._failure = classified(error)
+            self._failure = classified(error, in_group=self._in_group)
             if self._failure is error:
                 raise
             raise self._failure from error

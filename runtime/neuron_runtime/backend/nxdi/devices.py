@@ -14,10 +14,12 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
+from urllib.parse import urlsplit
 
 from neuron_runtime.backend.nxdi.neuron_config import PATH, spelled
 from neuron_runtime.config import RuntimeConfig
 from neuron_runtime.devices import DEV, device_nodes
+from neuron_runtime.distributed.layout import address_of, bracketed, num_nodes_of
 from neuron_runtime.errors import ExitCode, FatalError, InvalidConfig
 
 PLATFORM_VARIABLE = "NEURON_PLATFORM_TARGET_OVERRIDE"
@@ -27,6 +29,11 @@ LOGICAL_CORE_VARIABLES = (LOGICAL_CORE_VARIABLE, "NEURON_RT_VIRTUAL_CORE_SIZE")
 VISIBLE_CORES_VARIABLE = "NEURON_RT_VISIBLE_CORES"
 NUM_CORES_VARIABLE = "NEURON_RT_NUM_CORES"
 EXEC_TIMEOUT_VARIABLE = "NEURON_RT_EXEC_TIMEOUT"
+
+ROOT_VARIABLE = "NEURON_RT_ROOT_COMM_ID"
+EFA_VARIABLES = {"FI_PROVIDER": "efa", "FI_EFA_USE_DEVICE_RDMA": "1", "FI_EFA_FORK_SAFE": "1"}
+EFA_INTERFACES = "class/infiniband"
+"""Below /sys."""
 
 EXEC_TIMEOUT_SECONDS = 600
 """The runtime's own default is documented as 30 or 600, so it is always set. NxD Inference wants 600 for long
@@ -77,6 +84,12 @@ class Target:
     logical_core: LogicalCore
     granted_cores: int
     """Logical cores; 0: unknown, as on a machine that only compiles."""
+    num_nodes: int = 1
+    """Among which the cores of the model are divided."""
+
+    def cores_of_node(self, tensor: int) -> int:
+        """Those of a model that are on each node."""
+        return tensor // self.num_nodes
 
 
 def find_target(
@@ -113,6 +126,7 @@ def find_target(
         platform,
         logical_core,
         config.accelerator.cores or _granted_cores(platform, logical_core, environment, dev),
+        num_nodes_of(environment),
     )
 
 
@@ -172,11 +186,12 @@ def core_numbers(value: str) -> list[int]:
 
 
 def check_cores(target: Target, tensor: int) -> None:
-    """Raises FatalError with DEVICE_HELD if this process has too few cores to load a model."""
-    if target.granted_cores < tensor:
+    """Raises FatalError with DEVICE_HELD if this process has too few cores to load its share of a model."""
+    needed = target.cores_of_node(tensor)
+    if target.granted_cores < needed:
         raise FatalError(
             ExitCode.DEVICE_HELD,
-            f"the model needs {tensor} NeuronCores of {target.logical_core} physical cores each, but this process was "
+            f"the model needs {needed} NeuronCores of {target.logical_core} physical cores each, but this process was "
             f"granted {target.granted_cores} ({VISIBLE_CORES_VARIABLE}, {NUM_CORES_VARIABLE} or the devices in /dev)",
         )
 
@@ -198,10 +213,33 @@ def environment_of(
     if scratch is not None:
         wanted["BASE_COMPILE_WORK_DIR"] = f"{scratch}/"
     if VISIBLE_CORES_VARIABLE not in given:
-        wanted[NUM_CORES_VARIABLE] = str(tensor)
+        wanted[NUM_CORES_VARIABLE] = str(target.cores_of_node(tensor))
     if max_context_length >= LONG_CONTEXT:
         wanted |= {"NEURON_RT_DBG_SCRATCHPAD_ON_SINGLE_CORE": "1", "NEURON_SCRATCHPAD_PAGE_SIZE": "1024"}
     return {name: value for name, value in wanted.items() if name not in given}
+
+
+def environment_of_group(
+    rendezvous: str, given: Mapping[str, str] = os.environ, sys: Path = Path("/sys")
+) -> dict[str, str]:
+    """As `environment_of`, for a model on several nodes.
+
+    rendezvous: `tcp://host:port`, where the Neuron runtimes of all nodes meet.
+
+    Raises:
+        FatalError: the leader has no address any more.
+    """
+    at = urlsplit(rendezvous)
+    # The runtime takes no host names of more than 63 characters, which those of pods may have.
+    wanted = {ROOT_VARIABLE: f"{bracketed(address_of(at.hostname or ''))}:{at.port}"}
+    if has_efa(sys):
+        wanted |= EFA_VARIABLES
+    return {name: value for name, value in wanted.items() if name not in given}
+
+
+def has_efa(sys: Path = Path("/sys")) -> bool:
+    """Whether this node has an interface by which devices of several nodes reach each other."""
+    return any((sys / EFA_INTERFACES).glob("*"))
 
 
 def exec_timeout_seconds(environment: Mapping[str, str] = os.environ) -> float:

@@ -70,6 +70,8 @@ CODES = (
     Code(1205, "NRT_EXEC_HW_ERR_REPAIRABLE_HBM_UE", _NODE, "the device's memory must be repaired by a reboot"),
     Code(1206, "NRT_NETWORK_PROXY_FAILURE", _PROCESS, "the network between devices has failed"),
 )
+WITHOUT_OTHERS = ("NRT_TIMEOUT", "NRT_COLL_PENDING", "NRT_EXEC_HW_ERR_COLLECTIVES", "NRT_NETWORK_PROXY_FAILURE")
+"""What a node of several sees when another one is gone."""
 BY_NUMBER = {code.number: code for code in CODES}
 BY_NAME = {code.name: code for code in CODES}
 
@@ -94,8 +96,11 @@ def code_of(text: str) -> Code | None:
     return None
 
 
-def classified(error: BaseException) -> ServingError:
-    """The error with an exit code for what a Neuron library raised; ours are returned as they are."""
+def classified(error: BaseException, *, in_group: bool = False) -> ServingError:
+    """The error with an exit code for what a Neuron library raised; ours are returned as they are.
+
+    in_group: cores of other nodes take part, which may be gone.
+    """
     if isinstance(error, ServingError):
         return error
     text = f"{type(error).__name__}: {error}"
@@ -111,7 +116,8 @@ def classified(error: BaseException) -> ServingError:
         code = BY_NAME["NRT_LOAD_NOT_ENOUGH_NC"]
     if code is None:
         return FatalError(ExitCode.DEVICE_FAILED, shown)
-    return FatalError(code.exit_code, f"{code.meaning}{code.cure} ({code.name}, {code.number}): {shown}")
+    exit_code = ExitCode.GROUP_MEMBER_LOST if in_group and code.name in WITHOUT_OTHERS else code.exit_code
+    return FatalError(exit_code, f"{code.meaning}{code.cure} ({code.name}, {code.number}): {shown}")
 
 
 def when_free(

@@ -15,10 +15,10 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from neuron_runtime.backend.base import Graph, Needs
+from neuron_runtime.backend.base import Graph, Needs, Rank
 from neuron_runtime.backend.nxdi import library
 from neuron_runtime.backend.nxdi.buckets import Prefill, all_graphs
-from neuron_runtime.backend.nxdi.devices import Target, check_cores, environment_of, find_target
+from neuron_runtime.backend.nxdi.devices import Target, check_cores, environment_of, environment_of_group, find_target
 from neuron_runtime.backend.nxdi.foreign import (
     CONFIG_FILE,
     MODEL_FILE,
@@ -180,6 +180,11 @@ def missing_weights(settings: Settings, folder: Path) -> list[str]:
 def prepare_environment(settings: Settings, target: Target, scratch: Path | None = None) -> None:
     """Set the variables that the Neuron libraries read. Must run before they are imported."""
     os.environ.update(environment_of(target, settings.tensor, settings.max_context_length, scratch))
+
+
+def prepare_group(place: Rank) -> None:
+    """The same for one of several nodes."""
+    os.environ.update(environment_of_group(place.rendezvous))
 
 
 def described(config: RuntimeConfig, model_dir: Path) -> tuple[Settings, Target]:

@@ -149,8 +149,9 @@ class NxdApplication:
     def compile(self, folder: Path) -> None:
         self._application.compile(str(folder))
 
-    def load(self, folder: Path) -> None:
-        self._application.load(str(folder), skip_warmup=True)
+    def load(self, folder: Path, cores: range | None = None) -> None:
+        share = {} if cores is None else {"start_rank_id": cores.start, "local_ranks_size": len(cores)}
+        self._application.load(str(folder), **share, skip_warmup=True)
 
     def forward(self, **arguments: torch.Tensor) -> Any:
         return self._application(**arguments)

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from neuron_runtime.backend.base import Backend, ProgressCallback
+from neuron_runtime.backend.base import ONE_RANK, Backend, ProgressCallback, Rank
 from neuron_runtime.backend.nxdi import library
 from neuron_runtime.backend.nxdi.backend import NxdiBackend
-from neuron_runtime.backend.nxdi.devices import Target, check_cores, exec_timeout_seconds
+from neuron_runtime.backend.nxdi.devices import Target, check_cores, exec_timeout_seconds, has_efa
 from neuron_runtime.backend.nxdi.failures import when_free
 from neuron_runtime.backend.nxdi.foreign import is_foreign
-from neuron_runtime.backend.nxdi.graphs import described, fitting, missing_weights, prepare_environment
+from neuron_runtime.backend.nxdi.graphs import described, fitting, missing_weights, prepare_environment, prepare_group
 from neuron_runtime.backend.nxdi.limits import limits_of
 from neuron_runtime.backend.nxdi.models import BY_APPLICATION
 from neuron_runtime.backend.nxdi.settings import Settings
@@ -19,8 +19,10 @@ from neuron_runtime.console import say
 from neuron_runtime.errors import ExitCode, FatalError
 
 
-def load(model_dir: Path, config: RuntimeConfig, progress: ProgressCallback, artifact: Path) -> Backend:
-    """See `load_backend`."""
+def load(
+    model_dir: Path, config: RuntimeConfig, progress: ProgressCallback, artifact: Path, place: Rank = ONE_RANK
+) -> Backend:
+    """See `load_backend`. place: each rank is a node, with as many cores of the model as every other."""
     library.check_installed()
     settings, target = described(fitting(config, model_dir, artifact), model_dir)
     check_cores(target, settings.tensor)
@@ -29,17 +31,29 @@ def load(model_dir: Path, config: RuntimeConfig, progress: ProgressCallback, art
         raise FatalError(ExitCode.ARTIFACT_MISSING, f"{artifact} has no {missing[0]}: {cure}")
     report(settings, target)
     prepare_environment(settings, target)
+    cores: range | None = None
+    if place.size > 1:
+        prepare_group(place)
+        num_cores = settings.tensor // place.size
+        cores = range(place.rank * num_cores, (place.rank + 1) * num_cores)
+        report_share(cores, settings)
     limits = limits_of(settings, exec_timeout_seconds())
     progress("loading graphs and weights onto the device", 0.0)
 
     def attempt() -> library.NxdApplication:
         made = library.application(settings, model_dir)
-        made.load(artifact)
+        made.load(artifact, cores)
         return made
 
     application = when_free(attempt)
     progress("loading graphs and weights onto the device", 1.0)
-    return NxdiBackend(application, settings, limits)
+    return NxdiBackend(application, settings, limits, in_group=place.size > 1)
+
+
+def report_share(cores: range, settings: Settings) -> None:
+    say(f"this node has ranks {cores.start} to {cores.stop - 1} of {settings.tensor}")
+    if not has_efa():
+        say("warning: this node has no EFA interface: devices of several nodes reach each other slowly, or not at all")
 
 
 def report(settings: Settings, target: Target) -> None:

@@ -93,8 +93,9 @@ class Application(Protocol):
     def compile(self, folder: Path) -> None:
         """Write the compiled graphs into a folder."""
 
-    def load(self, folder: Path) -> None:
-        """Load graphs and weights onto the device, without running any graph."""
+    def load(self, folder: Path, cores: range | None = None) -> None:
+        """Load graphs and weights onto the device, without running any graph. cores: of the model, those of this node;
+        None: all."""
 
     def forward(self, **arguments: torch.Tensor) -> Any:
         """One call, which blocks; returns the output object of NxD Inference. Only keywords: positions differ between
@@ -239,7 +240,7 @@ class _Derivation:
         if not wanted:
             return max(d for d in range(1, max(cores, 1) + 1) if not any(size % d for size in sizes.values()))
         with self._found.collecting():
-            if 0 < config.accelerator.cores < wanted:
+            if 0 < config.accelerator.cores < self._target.cores_of_node(wanted):
                 message = f"is {wanted}, but accelerator.cores is {config.accelerator.cores}"
                 raise InvalidConfig(self._where(path), message)
         with self._found.collecting():

@@ -164,7 +164,9 @@ class NeuronApplicationBase(torch.nn.Module):
             plan.decoder, self._weights(folder, start_rank_id, local_ranks_size), getattr(torch, plan.dtype)
         )
         self.used_bytes = (decoder.num_bytes + plan.num_cache_bytes) // plan.world_size
-        device.DEVICE.take(plan.world_size, self.used_bytes)
+        first, cores = self._share(start_rank_id, local_ranks_size)
+        device.DEVICE.take(cores, self.used_bytes)
+        device.DEVICE.meet(first, cores, plan.world_size)
         self.traced_model = Program(plan, graphs, decoder)
         for submodel in self.models:
             submodel.model = self.traced_model
@@ -172,14 +174,23 @@ class NeuronApplicationBase(torch.nn.Module):
         if not (self.neuron_config.skip_warmup or skip_warmup):
             self.warmup()
 
+    def _share(self, start: int | None, count: int | None) -> tuple[int, int]:
+        """First rank of this process, and how many it has."""
+        neuron = self.neuron_config
+        return (
+            neuron.start_rank_id if start is None else start,
+            neuron.local_ranks_size if count is None else count,
+        )
+
     def _weights(self, folder: str, start: int | None, count: int | None) -> dict[str, torch.Tensor]:
         neuron = self.neuron_config
         if not neuron.save_sharded_checkpoint:
             return self._checkpoint()
         from safetensors.torch import load_file
 
-        first = neuron.start_rank_id if start is None else start
-        ranks = range(first, first + (neuron.local_ranks_size if count is None else count))
+        first, cores = self._share(start, count)
+        # Each process computes what all do, so it needs what the others have too, if they are there.
+        ranks = range(first, first + cores) if cores == neuron.local_ranks_size else range(neuron.world_size)
         parts = [load_file(Path(folder, "weights", f"tp{rank}_sharded_checkpoint.safetensors")) for rank in ranks]
         return {
             name: torch.cat([part[name] for part in parts]) if _splits(name, tensor, parts) else tensor

@@ -10,10 +10,15 @@ import json
 import os
 import threading
 import time
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import fake_nxdi
+from fake_nxdi.others import Others
+
+if TYPE_CHECKING:
+    import torch
 
 NRT_NAMES = {
     4: "NRT_RESOURCE",
@@ -70,6 +75,7 @@ class Device:
         self.used_bytes = 0
         self.failed: BaseException | None = None
         self.free_at = 0.0
+        self.others: Others | None = None
         self._locks: list[Any] = []
         self._one_at_a_time = threading.Lock()
 
@@ -109,9 +115,19 @@ class Device:
 
     def give_up(self) -> None:
         """Ends this device, as the end of its process would."""
+        if self.others is not None:
+            self.others.close()
         for lock in self._locks:
             lock.close()
         self._locks = []
+
+    def meet(self, first: int, cores: int, world_size: int) -> None:
+        """Waits for the processes that have the other ranks of a model."""
+        if cores != world_size and self.others is None:
+            try:
+                self.others = Others(first, cores, world_size)
+            except OSError as error:
+                raise nrt_error(f"nrt_init ({error})", 1206) from error
 
     def start_call(self) -> None:
         if self.failed is not None and fake_nxdi.strict():
@@ -134,7 +150,7 @@ class Device:
             return -1, -1
         return self.used_bytes, (fake_nxdi.SETTINGS.memory_bytes or CORE_BYTES) - self.used_bytes
 
-    def run(self, graph: str) -> float:
+    def run(self, graph: str, inputs: Sequence[torch.Tensor] = ()) -> float:
         """Counts a step and returns when the device will have finished it; steps run in the order of their launches."""
         counts, faults = fake_nxdi.COUNTS, fake_nxdi.SETTINGS.faults
         step = counts.steps
@@ -142,6 +158,12 @@ class Device:
         counts.graphs[graph] += 1
         if faults.nrt_code and step == faults.at_step:
             raise nrt_error("nrt_execute", faults.nrt_code)
+        if self.others is not None:
+            try:
+                self.others.exchange(graph, inputs)
+            except OSError as error:
+                call = f"nrt_execute of {graph} (suspected hang in collectives operation: {error})"
+                raise nrt_error(call, 1200) from error
         seconds = fake_nxdi.SETTINGS.step_seconds
         counts.busy_seconds += seconds
         self.free_at = max(self.free_at, time.monotonic()) + seconds

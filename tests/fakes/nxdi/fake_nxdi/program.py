@@ -80,7 +80,7 @@ class Program:
                 f"ValueError: Input shape {[list(shape) for shape in shapes]} not found in input_shape_map"
             )
         try:
-            ready_at = device.DEVICE.run(graph.name)
+            ready_at = device.DEVICE.run(graph.name, inputs)
         except RuntimeError:
             self.scramble()
             raise
