@@ -152,15 +152,20 @@ class Engine:
         began = self._clock()
         output = self._backend.collect(current.step)
         self._stats.backend_seconds_total += self._clock() - began
-        following = fill(ahead, output, current) if ahead else None
-        if following and at_once:
-            self._in_flight[0] = following
-        elif following:
-            self._launch(following, late)
+        if ahead and not at_once:
+            ahead = fill(ahead, output, self._located(current))
+            self._launch(ahead, late)
         events += self._apply(current, output)
-        if following and late:
-            self._sample_late(following, events)
+        if ahead and late:
+            self._sample_late(ahead, events)
         return events
+
+    def _located(self, current: Batch) -> Batch:
+        """The step just collected with the start of each row, which the device may have had from the step before."""
+        if not current.waits_for_step_in_flight:
+            return current
+        start = tuple([sequence.num_computed_tokens for sequence in self._scheduler.scheduled[0].sequences])
+        return replace(current, rows=replace(current.rows, start=start))
 
     def _take_prepared(self) -> None:
         """Move requests whose guides are ready to the scheduler, and refuse those whose guides cannot be made."""
