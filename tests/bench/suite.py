@@ -85,6 +85,7 @@ class Effort:
     num_turns: int = 2
     """Number of turns per repetition for two compared values."""
     host_rounds: int = 5
+    group_steps: int = 300
     front_end_steps: int = 200
     concurrency: tuple[int, ...] = (1, 8, 16, 32)
     http_streams: tuple[int, ...] = HTTP_STREAMS
@@ -96,6 +97,7 @@ QUICK = Effort(
     num_iters=1,
     num_turns=1,
     host_rounds=1,
+    group_steps=50,
     front_end_steps=40,
     concurrency=(1, 8),
     http_streams=(8,),
@@ -192,6 +194,12 @@ def host_section(effort: Effort) -> Found:
 
     costs = host.measure_all(num_rounds=effort.host_rounds)
     return Found("host work of the engine, simulated device", host.figures(costs), {})
+
+
+def group_section(effort: Effort) -> Found:
+    from bench import group
+
+    return Found("groups of ranks, simulated device", group.figures(group.measure_all(effort.group_steps)), {})
 
 
 def nxdi_section(effort: Effort) -> Found:
@@ -499,6 +507,7 @@ def ready_section(effort: Effort) -> Found:
 
 SECTIONS: dict[str, Callable[[Effort], Found]] = {
     "host": host_section,
+    "group": group_section,
     "nxdi": nxdi_section,
     "front-end": front_end_section,
     "engine": engine_section,

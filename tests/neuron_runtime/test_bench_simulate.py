@@ -20,6 +20,7 @@ from neuron_runtime.backend.simulated.step_times import Phase, StepTimes, consta
 from neuron_runtime.bench import simulated_tables
 from neuron_runtime.bench.device import device_of, powers_of_two
 from neuron_runtime.bench.report import percentile
+from neuron_runtime.bench.simulate import group_seconds
 from neuron_runtime.bench.simulated_tables import Run, Targets
 from neuron_runtime.bench.simulation import PREFILL_FIRST, VLLM_NEURON, Outcome, Policy, Simulation, Timed
 from neuron_runtime.bench.traffic import Conversation, Traffic, Turn, conversations
@@ -410,6 +411,16 @@ def test_our_policy_is_compared_with_those_that_are_asked_for(tmp_path: Path) ->
     assert plot.stat().st_size > 10_000
     (alone,) = written(tmp_path, "--policy", "vllm-neuron")["data"]["runs"]
     assert [one["name"] for one in alone["policies"]] == ["ours", "vllm-neuron"]
+
+
+def test_groups_of_several_sizes_are_compared_under_the_same_traffic(tmp_path: Path) -> None:
+    """64 ranks cost the host a millisecond or two, which shows where a step waits for the tokens of the one before."""
+    flags = ("--policy", "prefill-first", "--ranks", "1", "64", "--token-feedback", "host")
+    (run,) = written(tmp_path, *flags)["data"]["runs"]
+    alone, group, _ = run["policies"]
+    assert [one["name"] for one in run["policies"]] == ["ours", "64 ranks", "prefill first"]
+    slower = group["gap_seconds"][0] - alone["gap_seconds"][0]
+    assert slower == pytest.approx(group_seconds(64) - group_seconds(1), abs=1e-6)
 
 
 def test_the_plot_of_waiting_requests_shows_means_over_time() -> None:

@@ -31,6 +31,9 @@ SPANS = {
 
 WARM_UP_SECONDS = 30.0
 
+GROUP_SECONDS, RANK_SECONDS = 150e-6, 25e-6
+"""Of the leader's CPU per step of 64 rows, measured with 2 to 12 ranks on one machine (`bench.group`)."""
+
 POLICY_NAMES = ["prefill-first", "vllm-neuron"]
 """The keys of `simulation.POLICIES`, which brings the engine."""
 
@@ -54,6 +57,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     device = parser.add_argument_group("device")
     add_device_arguments(device)
     add_number(device, "--host-milliseconds", 0.0, "MS", "host work before each step", least=0)
+    meaning = "processes of one replica, whose steps the leader sends and confirms; several numbers are compared"
+    add_number(device, "--ranks", [1], "N", meaning, least=1)
     policy = parser.add_argument_group("policy and targets")
     policy.add_argument(
         "--policy",
@@ -89,6 +94,11 @@ def run(options: argparse.Namespace) -> None:
     deliver(report, options)
 
 
+def group_seconds(num_ranks: int) -> float:
+    """Time that the leader of a group spends on each step for the others; none with one rank."""
+    return GROUP_SECONDS + num_ranks * RANK_SECONDS if num_ranks > 1 else 0.0
+
+
 def outcomes_at(rate: float, options: argparse.Namespace, device: Device) -> list[Outcome]:
     """The same traffic under each policy, ours first."""
     from neuron_runtime.bench.simulation import POLICIES, Policy, Simulation  # noqa: PLC0415 - brings the engine
@@ -108,8 +118,12 @@ def outcomes_at(rate: float, options: argparse.Namespace, device: Device) -> lis
     if warm_up is None:
         warm_up = WARM_UP_SECONDS + 2 * (options.turns - 1) * options.think_seconds
     outcomes = []
-    others = [POLICIES[name] for name in options.policy]
-    for policy in (Policy("ours", options.max_consecutive_prefills), *others):
+    ours = [
+        (Policy("ours" if at == 0 else f"{ranks} ranks", options.max_consecutive_prefills), ranks)
+        for at, ranks in enumerate(options.ranks)
+    ]
+    others = [(POLICIES[name], options.ranks[0]) for name in options.policy]
+    for policy, ranks in (*ours, *others):
         began = time.monotonic()
         simulation = Simulation(
             conversations(traffic, options.seed, device.limits.max_model_length),
@@ -118,7 +132,7 @@ def outcomes_at(rate: float, options: argparse.Namespace, device: Device) -> lis
             policy,
             warm_up_seconds=warm_up,
             seconds=options.seconds,
-            host_seconds_per_step=options.host_milliseconds / 1000,
+            host_seconds_per_step=options.host_milliseconds / 1000 + group_seconds(ranks),
         )
         outcomes.append(simulation.run())
         if not outcomes[-1].requests:
