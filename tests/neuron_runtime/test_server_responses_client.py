@@ -7,14 +7,14 @@ import json
 from collections.abc import AsyncIterator, Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import openai
 import pytest
 import pytest_asyncio
 from openai import AsyncOpenAI
 from openai.types.responses import Response, ResponseStreamEvent
-from pydantic import Field, TypeAdapter
+from pydantic import BaseModel, Field, TypeAdapter
 
 from helpers.chat_model import write_chat_model
 from helpers.front_end import LIMITS, MODEL, Serving, serving
@@ -234,6 +234,9 @@ async def test_reasoning_is_an_item_of_its_own(model_dir: Path, monkeypatch: pyt
         ({"input": [{"type": "computer_call"}]}, "`input[0].type`"),
         ({"input": [{"type": "function_call", "call_id": "a"}]}, "`input[0].name` is missing"),
         ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "`input[0].content[0].type`"),
+        ({"text": {"format": {"type": "yaml"}}}, "`text.format.type`"),
+        ({"text": {"format": {"type": "json_schema", "name": "a"}}}, "`text.format.schema` is required"),
+        ({"text": {"format": {"type": "json_schema", "schema": {"type": "x"}}}}, "`text.format` cannot be compiled"),
         ({"tools": [{"type": "web_search"}]}, "`tools[0].type`"),
         ({"tools": [{"type": "function", "name": "no spaces"}]}, "`tools[0].name`"),
     ],
@@ -243,6 +246,20 @@ async def test_a_refused_field_is_named(client: AsyncOpenAI, asked: dict[str, An
         await client.responses.create(**{**ASK, "extra_body": asked})
     assert words in refused.value.message
     assert (refused.value.param or "").partition("[")[0].partition(".")[0] in asked
+
+
+class Machine(BaseModel):
+    kind: Literal["device", "core"]
+    count: int = Field(ge=1, le=64)
+
+
+async def test_an_answer_is_parsed_into_a_class(client: AsyncOpenAI) -> None:
+    answer = await client.responses.parse(**{**ASK, "max_output_tokens": 200}, text_format=Machine)
+    assert answer.status == "completed"
+    assert isinstance(answer.output_parsed, Machine)
+    assert answer.text is not None
+    assert answer.text.format is not None
+    assert answer.text.format.type == "json_schema"
 
 
 async def test_what_clients_send_for_every_model_is_accepted(client: AsyncOpenAI) -> None:

@@ -333,7 +333,7 @@ def test_several_tokens_per_row_equal_single_tokens() -> None:
     ("late", "rule"),
     [
         (Late((0,), mask_of((3,), 101), num_positions=2), "has 2 positions per row, a row has 1 to 1 tokens"),
-        (Late((0,), mask_of((3,), 64)), "has 8 bytes for 1 masks of 101 tokens"),
+        (Late((0,), mask_of((102,), 128)), "mask 0 allows no token"),
         (Late((0,), mask_of((), 101)), "mask 0 allows no token"),
         (Late((), memoryview(b"")), "has masks of rows"),
         (Late((0, 0), mask_of((3,), 101)), "has masks of rows"),

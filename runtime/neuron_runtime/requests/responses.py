@@ -6,11 +6,13 @@ this API. Nothing is stored: a request brings the whole conversation.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Literal
 
 import msgspec
 
+from neuron_runtime.core import Sampling
 from neuron_runtime.errors import InvalidRequest
 from neuron_runtime.not_built import Surface
 from neuron_runtime.requests.admission import Admission, Ask
@@ -25,11 +27,13 @@ from neuron_runtime.requests.bodies import (
     NamedTool,
     Tool,
 )
+from neuron_runtime.requests.forms import JsonSchema, ResponseFormat
 from neuron_runtime.requests.parameters import ON_DEVICE, ON_LOGITS, ON_TOKENS, Parameter
 
 NAMES = {
     r"messages[^`]*": "input",
     "max_completion_tokens": "max_output_tokens",
+    r"response_format": "text.format",
     r"(tools\[\d+\])\.function": r"\1",
 }
 """Fields of a chat, as regular expressions, that have another name here."""
@@ -85,10 +89,14 @@ class ReasoningOptions(msgspec.Struct, frozen=True):
     summary: Annotated[str | None, "Accepted without effect"] = None
 
 
-class TextFormat(msgspec.Struct, frozen=True):
+class TextFormat(msgspec.Struct, frozen=True, omit_defaults=True):
     """The form of the answer's text."""
 
-    type: Annotated[str, "`text`; other types are not supported yet"] = "text"
+    type: Annotated[Literal["text", "json_object", "json_schema"], "What the answer is"]
+    name: Annotated[str | None, "Without effect"] = None
+    description: Annotated[str | None, "Without effect"] = None
+    schema: Annotated[dict[str, Any] | None, "With type `json_schema`: the JSON schema; required"] = None
+    strict: Annotated[bool | None, "Without effect: the answer always fits the schema"] = None
 
 
 class TextConfig(msgspec.Struct, frozen=True):
@@ -162,13 +170,21 @@ class ResponsesBody(msgspec.Struct, kw_only=True):
     @property
     def text_format(self) -> TextFormat:
         """The form of the answer's text."""
-        return (self.text.format if self.text else None) or TextFormat()
+        return (self.text.format if self.text else None) or TextFormat("text")
 
 
 def admitted(admission: Admission, body: ResponsesBody) -> Ask:
     """Raises InvalidRequest."""
     with InvalidRequest.renaming(NAMES):
-        return admission.chat(chat_of(body))
+        ask = admission.chat(chat_of(body))
+    return dataclasses.replace(ask, sampling=tuple(map(_with_own_names, ask.sampling)))
+
+
+def _with_own_names(sampling: Sampling) -> Sampling:
+    """The form's field, which the engine names if the form cannot be compiled."""
+    if sampling.form is None or sampling.form.field != "response_format":
+        return sampling
+    return dataclasses.replace(sampling, form=msgspec.structs.replace(sampling.form, field="text.format"))
 
 
 def chat_of(body: ResponsesBody) -> ChatBody:
@@ -185,10 +201,6 @@ def chat_of(body: ResponsesBody) -> ChatBody:
                 message += ": nothing is stored, so send the item itself"
             raise InvalidRequest(message, field=f"input[{at}].type")
         add(messages, item, f"input[{at}]")
-    form = body.text_format
-    if form.type != "text":
-        message = f"`text.format.type` must be `text`, got `{form.type}`: others are not supported yet"
-        raise InvalidRequest(message, field="text.format.type")
     reports = LOGPROBS in (body.include or ())
     return ChatBody(
         model=body.model,
@@ -198,12 +210,21 @@ def chat_of(body: ResponsesBody) -> ChatBody:
         top_p=body.top_p,
         logprobs=reports or None,
         top_logprobs=body.top_logprobs if reports else None,
+        response_format=_response_format(body.text_format),
         tools=[_tool(tool, f"tools[{at}]") for at, tool in enumerate(body.tools or ())],
         tool_choice=_choice(body.tool_choice),
         parallel_tool_calls=body.parallel_tool_calls,
         reasoning_effort=body.reasoning.effort if body.reasoning else None,
         stream=body.stream,
     )
+
+
+def _response_format(form: TextFormat) -> ResponseFormat:
+    if form.type != "json_schema":
+        return ResponseFormat(form.type)
+    if form.schema is None:
+        raise InvalidRequest("`text.format.schema` is required with this type", field="text.format.schema")
+    return ResponseFormat(form.type, JsonSchema(schema=form.schema))
 
 
 def _message(messages: list[Message], item: Item, at: str) -> None:
