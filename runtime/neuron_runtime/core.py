@@ -282,6 +282,7 @@ class StepOutput(msgspec.Struct, frozen=True, gc=False):
     device_seconds: time that the device worked, for metrics.
     graphs: what the device ran, one entry per call; empty if shapes are dynamic.
     device_memory: after this step; None: not asked, or the device does not tell.
+    group_wait_seconds: time until the other ranks had done the step too.
     """
 
     step: int
@@ -291,6 +292,7 @@ class StepOutput(msgspec.Struct, frozen=True, gc=False):
     device_seconds: float = 0.0
     graphs: tuple[GraphUse, ...] = ()
     device_memory: DeviceMemory | None = None
+    group_wait_seconds: float = 0.0
 
 
 class TokenEvent(msgspec.Struct, frozen=True, gc=False):

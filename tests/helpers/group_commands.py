@@ -8,7 +8,7 @@ import os
 import signal
 import tempfile
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
@@ -63,10 +63,16 @@ class Nodes:
 def nodes(
     config: dict[str, Any],
     count: int,
+    *,
     silence_seconds: float = 6.0,
     environment: Mapping[str, str] = MappingProxyType({}),
+    leader: str = "127.0.0.1",
+    within: Sequence[str] = (),
 ) -> Iterator[Nodes]:
-    """A ready group of `count` nodes on this machine; at the end nothing of it is left."""
+    """A ready group of `count` nodes on this machine; at the end nothing of it is left.
+
+    within: a command that runs those of followers, such as `ip netns exec`.
+    """
     with tempfile.TemporaryDirectory(prefix="nr-") as folder, free_ports(3) as port:
         path, secret = Path(folder, "config.json"), Path(folder, "secret")
         path.write_text(json.dumps(config))
@@ -89,12 +95,13 @@ def nodes(
                             f"{folder}/artifacts",
                         ],
                         scratch,
+                        within if node else (),
                         command="follow" if node else "serve",
                         environment={
                             **environment,
                             "NEURON_SERVING_RANK": str(node),
                             "NEURON_SERVING_GROUP_SIZE": str(count),
-                            "NEURON_SERVING_LEADER": "127.0.0.1",
+                            "NEURON_SERVING_LEADER": leader,
                             "NEURON_SERVING_GROUP_SECRET_FILE": str(secret),
                             "NEURON_SERVING_GROUP_PORT": str(port),
                             "NEURON_SERVING_GROUP_SILENCE_SECONDS": str(silence_seconds),

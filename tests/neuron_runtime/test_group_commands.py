@@ -96,9 +96,15 @@ def test_a_node_that_is_drained_ends_the_group_in_good_order() -> None:
         assert group.wait() == [0, 0]
 
 
-def test_a_group_serves_only_when_it_is_complete() -> None:
+def test_a_group_serves_only_when_it_is_complete_and_counts_its_ranks() -> None:
     with nodes(simulated(), 2) as group:
         assert get(f"{group.url}/health").status_code == 200
+        answer_of(group.url)
+        numbers = dict(line.rsplit(" ", 1) for line in get(f"{group.url}/metrics").text.splitlines() if line[0] != "#")
+        (present,) = (float(value) for name, value in numbers.items() if "_group_members_present" in name)
+        (waited,) = (float(value) for name, value in numbers.items() if "_group_wait_seconds_total" in name)
+        assert present == 2
+        assert waited > 0
         lines = group.commands[0].lines
         assert any("waiting for the other ranks" in line for line in lines)
         assert any("following 127.0.0.1 as node 1 of 2, with 1 ranks" in line for line in group.commands[1].lines)

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable
-from typing import Protocol
 
+import msgspec
 import zmq
 
 from neuron_runtime.backend.base import Backend, ProgressCallback, StepTime
@@ -23,12 +23,6 @@ CHECK_MILLISECONDS = 50
 LATE_FACTOR = 3.0
 """A member that lives but does not acknowledge a step is late after this many times the limit for silence: rank 0 has
 finished the step, so it only has to sample."""
-
-
-class GroupWait(Protocol):
-    """Told how long each rank kept a step that was done here."""
-
-    def __call__(self, rank: int, seconds: float) -> None: ...
 
 
 class StepChannel:
@@ -46,8 +40,6 @@ class StepChannel:
         self._others = range(1, layout.size)
         self._layout = layout
         self._number = 0
-        self.wait_seconds = [0.0] * layout.size
-        """Per rank: time from the end of a step here until that rank acknowledged it, over all steps."""
 
     def wait_subscribed(self, control: LeaderControl) -> None:
         """Until every member receives what is sent from now on. Raises why the group ended."""
@@ -61,8 +53,12 @@ class StepChannel:
         self._number += 1
         self._steps.send(wire.encode(frame), zmq.NOBLOCK)
 
-    def confirm(self, output: StepOutput, control: LeaderControl) -> None:
-        """Until every member has done the step. Raises FatalError if one sampled other tokens or is late."""
+    def confirm(self, output: StepOutput, control: LeaderControl) -> float:
+        """Until every member has done the step. Returns the seconds that took.
+
+        Raises:
+            FatalError: one sampled other tokens, or is late.
+        """
         expected, missing = wire.hash_of(output.token_ids), set(self._others)
         began = time.monotonic()
         limit = self._layout.silence_seconds * LATE_FACTOR
@@ -80,7 +76,7 @@ class StepChannel:
             if ack.tokens != expected:
                 raise disagrees(f"{self._layout.named(ack.rank)}: sampled other tokens in step {output.step}")
             missing.remove(ack.rank)
-            self.wait_seconds[ack.rank] += time.monotonic() - began
+        return time.monotonic() - began
 
     def close(self) -> None:
         self._context.destroy(linger=0)
@@ -121,8 +117,8 @@ class ReplicatedBackend:
     def collect(self, step: int) -> StepOutput:
         self._channel.send(Collect, step)
         output = self._backend.collect(step)
-        self._channel.confirm(output, self._control)
-        return output
+        waited = self._channel.confirm(output, self._control)
+        return msgspec.structs.replace(output, group_wait_seconds=waited)
 
     def close(self) -> None:
         self._channel.close()

@@ -33,6 +33,8 @@ MAX_STEP_BYTES = 256 * 2**20
 MAX_MESSAGE_BYTES = 64 * 2**10
 """Of any other frame."""
 MAX_TEXT = 2000
+CONNECT_MILLISECONDS = 3000
+"""The kernel alone tries for minutes, ever more rarely: a leader that appears meanwhile would be noticed late."""
 RECONNECT_MILLISECONDS = 50
 MAX_RECONNECT_MILLISECONDS = 1000
 
@@ -234,6 +236,7 @@ def make_socket(context: zmq.Context[zmq.Socket[bytes]], kind: int, max_bytes: i
     made.set_hwm(0)
     made.linger = 0
     made.maxmsgsize = max_bytes
+    made.connect_timeout = CONNECT_MILLISECONDS
     made.reconnect_ivl = RECONNECT_MILLISECONDS
     made.reconnect_ivl_max = MAX_RECONNECT_MILLISECONDS
     made.ipv6 = True

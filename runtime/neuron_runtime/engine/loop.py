@@ -245,6 +245,7 @@ class Engine:
         # Rows that wait during a prefill step are busy too.
         num_busy = max(len(batch.rows), len(self._scheduler.running))
         self._backpressure.turn(num_busy, self._applied_at or 0.0)
+        self._stats.group_wait_seconds_total += output.group_wait_seconds
         self._stats.device_memory = output.device_memory or self._stats.device_memory
         self._stats.last_step = StepStats(
             step=batch.step,

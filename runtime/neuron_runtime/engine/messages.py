@@ -90,6 +90,7 @@ class Ready(msgspec.Struct, frozen=True, tag="ready"):
     queue: QueueLimits
     load_seconds: float
     warm_up_seconds: float
+    num_ranks: int = 1
 
 
 class First(msgspec.Struct, frozen=True, array_like=True):

@@ -277,7 +277,7 @@ def serve(
             engine = Engine(
                 watched, max_queued_requests=queue.max_requests, max_queued_tokens=queue.max_tokens, guides=guides
             )
-            border.send(Ready(backend.limits, queue, loaded - began, time.monotonic() - loaded))
+            border.send(Ready(backend.limits, queue, loaded - began, time.monotonic() - loaded, layout.size))
             Worker(engine, border, deadline).run(border.stop_at_sigterm())
         finally:
             guides.close()

@@ -207,7 +207,9 @@ class EngineClient:
                 self._queue = Backpressure(outstanding_limits(limits, queue), limits.max_rows, now)
                 self._share_counts()
                 self.ready, self.detail = True, "ready"
-                self._metrics.engine_ready(message.limits, message.load_seconds, message.warm_up_seconds)
+                self._metrics.engine_ready(
+                    message.limits, message.load_seconds, message.warm_up_seconds, message.num_ranks
+                )
                 self._on_ready(message)
 
     def _deliver(self, step: Step, touched: dict[int, Recipient]) -> None:

@@ -222,6 +222,12 @@ _engine_counter(
     lambda stats: stats.work_seconds_total,
     use="with the previous one: idle time of the device under load",
 )
+_engine_counter(
+    "neuron_serving_group_wait_seconds_total",
+    "Total time in which a step was done on rank 0 and not yet on all other ranks.",
+    lambda stats: stats.group_wait_seconds_total,
+    use="a slow node or network of a group",
+)
 _engine_gauge(
     "neuron_serving_stream_gap_bound_seconds",
     "Upper bound of the time between tokens of a running stream, from the longest step of each kind so far.",
@@ -452,7 +458,9 @@ class Metrics:
         self._last = None if joined else EngineStats()
         self._restarts.value = incarnation - 1
 
-    def engine_ready(self, limits: BackendLimits, load_seconds: float, warm_up_seconds: float) -> None:
+    def engine_ready(
+        self, limits: BackendLimits, load_seconds: float, warm_up_seconds: float, num_ranks: int = 1
+    ) -> None:
         self._heard += 1
         for family in (CACHE_CONFIG, LORA_REQUESTS):
             self._book.forget(family)
@@ -460,7 +468,7 @@ class Metrics:
         # Adapters are not supported yet.
         self._book.number(LORA_REQUESTS, "0", "", "").value = time.time()
         self._load.value, self._warm_up.value = load_seconds, warm_up_seconds
-        self._members.value = 1
+        self._members.value = num_ranks
 
     def engine_ended(self) -> None:
         for gauge, _ in self._gauges:
