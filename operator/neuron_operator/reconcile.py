@@ -174,7 +174,7 @@ class Reconciler:
             shared=caches.shared(key[0]),
             nodes=caches.nodes_of(pods),
             moves_left=self._budget.left,
-            has_turn=self._turns.is_turn_of(key),
+            has_turn=self._turns.take(key),
         )
 
     async def _read(self, needs: frozenset[Need | LogOf], world: World, key: Key) -> World:

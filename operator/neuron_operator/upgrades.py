@@ -31,8 +31,17 @@ class Turns:
         """A term begins: nobody's turn comes before all of these have told how far they are, or are gone."""
         self._unheard, self._found = set(models), {}
 
-    def is_turn_of(self, key: Key) -> bool:
-        """Whether the model may begin. At most one is running; a failed one stops all others."""
+    def take(self, key: Key) -> bool:
+        """Whether the model may begin, or has begun. At most one is running; a failed one stops all others.
+
+        A model that has told that it waits holds the turn from here until it tells otherwise: passes overlap.
+        """
+        if key not in self._found or not self._is_free_for(key):
+            return False
+        self._found[key] = "Running"
+        return True
+
+    def _is_free_for(self, key: Key) -> bool:
         return not self._unheard and all(found == "Waiting" for other, found in self._found.items() if other != key)
 
     def tell(self, key: Key, found: Upgrade | None) -> None:
@@ -43,7 +52,7 @@ class Turns:
         else:
             self._found[key] = found
         first = next((other for other, one in self._found.items() if one == "Waiting"), None)
-        if first is not None and self.is_turn_of(first):
+        if first is not None and self._is_free_for(first):
             self._wake(first)
 
     def count(self) -> Counter[Upgrade]:
