@@ -88,7 +88,7 @@ def test_a_killed_rank_of_one_command_ends_it_by_name() -> None:
 
 
 def test_a_node_that_is_drained_ends_the_group_in_good_order() -> None:
-    with nodes(simulated(), 2) as group:
+    with nodes(simulated(), 2, silence_seconds=30.0) as group:
         stream = Stream(group.url, max_tokens=60)
         group.commands[1].process.send_signal(signal.SIGTERM)
         assert "finish_reason" in stream.end()
@@ -97,7 +97,7 @@ def test_a_node_that_is_drained_ends_the_group_in_good_order() -> None:
 
 
 def test_a_group_serves_only_when_it_is_complete_and_counts_its_ranks() -> None:
-    with nodes(simulated(), 2) as group:
+    with nodes(simulated(), 2, silence_seconds=30.0) as group:
         assert get(f"{group.url}/health").status_code == 200
         answer_of(group.url)
         numbers = dict(line.rsplit(" ", 1) for line in get(f"{group.url}/metrics").text.splitlines() if line[0] != "#")
