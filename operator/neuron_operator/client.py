@@ -80,10 +80,15 @@ CHILDREN = (
     Resource("policy/v1", "PodDisruptionBudget", "poddisruptionbudgets"),
     Resource("networking.k8s.io/v1", "NetworkPolicy", "networkpolicies"),
     Resource("apps/v1", "Deployment", "deployments"),
+    Resource("apps/v1", "StatefulSet", "statefulsets"),
     JOBS,
     Resource("batch/v1", "CronJob", "cronjobs"),
 )
-_BY_KIND = {(resource.api_version, resource.kind): resource for resource in (*CHILDREN, NEURON_MODELS, PODS, EVENTS)}
+SECRETS = Resource("v1", "Secret", "secrets")
+"""Created with a group, never read: the operator has no right to."""
+_BY_KIND = {
+    (resource.api_version, resource.kind): resource for resource in (*CHILDREN, NEURON_MODELS, PODS, EVENTS, SECRETS)
+}
 
 
 def resource_of(obj: Object) -> Resource:

@@ -51,6 +51,8 @@ def config_document(model: NeuronModel, facts: Facts, target: Target | None = No
         _put(document, "parallelism.tensor", target.tensor)
         _put(document, "accelerator.logicalNeuronCore", target.logical_core)
         _put(document, "limits", _limits(target.load) if target.load else {})
+    elif (ranks := ranks_of(model)) > 1:
+        _put(document, "parallelism.tensor", ranks)
     for _, one, value in walk(model.spec, "spec"):
         acted_on = not any(support.is_idle(model.backend) for support in one.annotations(Supported))
         for to in one.annotations(ConfigKey):
@@ -58,6 +60,12 @@ def config_document(model: NeuronModel, facts: Facts, target: Target | None = No
             if acted_on and written not in (None, {}):
                 _put(document, to.path, as_json(written))
     return document
+
+
+def ranks_of(model: NeuronModel) -> int:
+    """The processes that share a model which is computed on the host."""
+    parallelism = model.spec.parallelism
+    return parallelism.tensor or parallelism.nodes or 1
 
 
 def _limits(load: Load) -> dict[str, int]:

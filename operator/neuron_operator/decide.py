@@ -10,17 +10,18 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime
 
-from neuron_operator import breaker, manifest, names, node_health, revision, rollout, status
+from neuron_operator import breaker, groups, manifest, names, node_health, revision, rollout, status
 from neuron_operator.breaker import Allowed
 from neuron_operator.errors import InvalidSpec
 from neuron_operator.fields import as_json
 from neuron_operator.model import NeuronModel
-from neuron_operator.model_status import ArtifactStatus, PastRevision, Status
+from neuron_operator.model_status import ArtifactStatus, GroupStatus, PastRevision, Status
 from neuron_operator.node_health import Plan
 from neuron_operator.objects import instant, is_owned, name_of
 from neuron_operator.reasons import Finding, Reason, met, unmet
 from neuron_operator.render import serving
 from neuron_operator.render.cleaning import cleaners
+from neuron_operator.render.groups import leader_set, rest_of
 from neuron_operator.render.jobs import with_owners
 from neuron_operator.render.pods import runtime_image
 from neuron_operator.render.replicas import replicas
@@ -71,6 +72,8 @@ class Course:
     """How `served` reaches the replicas."""
     deadline: datetime | None = None
     """When the rollout fails."""
+    groups: groups.Plan | None = None
+    """None: every replica is one pod, or what is wanted is not known in this pass."""
     moving: Plan = node_health.NOBODY
     """Replicas that leave failed nodes."""
     upgrade: Upgrade | None = None
@@ -100,7 +103,9 @@ def decide(world: World, settings: Settings, steps: Sequence[Step] = STEPS) -> D
         moves=course.moving.now,
         status=whole_status,
         requeue_after_seconds=_requeue_after(world, observed, course, findings, steps),
-        needs=frozenset[Need | LogOf](course.pace.needs if course.pace else ()).union(*(f.needs for f in findings)),
+        needs=frozenset[Need | LogOf](course.pace.needs if course.pace else ()).union(
+            course.groups.needs if course.groups else (), *(f.needs for f in findings)
+        ),
         announcements=() if is_terminating else status.announcements(observed.model, findings),
         upgrade=course.upgrade,
     )
@@ -153,7 +158,11 @@ def _set_course(world: World, observed: Observed, settings: Settings, steps: Seq
         return Course((refusal_of(error),), served=observed.serving())
     if setback is not None and setback.is_recorded:
         served = setback.to
-    allowed = breaker.steer(observed, served, model.spec.replicas) if served else None
+    grouped = _groups(model, settings, observed, done, served)
+    is_grouped = grouped is not None
+    allowed = breaker.steer(observed, served, model.spec.replicas) if served and not is_grouped else None
+    if served is not None and is_grouped:
+        allowed = Allowed(served, model.spec.replicas)
     pace = rollout.pace_of(model, observed, allowed.revision) if allowed else None
     cleaning = _cleaning(model, settings, observed, pinned)
     desired = (
@@ -161,10 +170,10 @@ def _set_course(world: World, observed: Observed, settings: Settings, steps: Seq
             revision.to_object(model, known)
             for known in _distinct(pinned, served, allowed.revision if allowed else None)
         ),
-        *_permanent(model, settings),
+        *_permanent(model, settings, served),
         *_claims(model, settings, observed, (pinned, served)),
         *(
-            _workload(model, observed, allowed, pace)
+            _workload(model, observed, settings, allowed=allowed, pace=pace, grouped=grouped)
             if allowed and pace and _is_told(observed, done, allowed.revision)
             else ()
         ),
@@ -177,7 +186,8 @@ def _set_course(world: World, observed: Observed, settings: Settings, steps: Seq
     delete = (
         *done.stale,
         *shared.delete,
-        *(pod.live for pod in breaker.surplus(observed, _attempted(model, served, allowed))),
+        *(grouped.end if grouped else ()),
+        *(pod.live for pod in breaker.surplus(observed, _attempted(model, served, allowed)) if not pod.group),
         *(_unneeded(model, observed, pinned) if is_settled else ()),
     )
     return Course(
@@ -192,6 +202,7 @@ def _set_course(world: World, observed: Observed, settings: Settings, steps: Seq
         pace=pace,
         deadline=rollout.next_deadline(model, observed, pinned) if pinned else None,
         upgrade=("Running" if moves else "Waiting") if is_behind else _begun(world, model, observed, pinned, setback),
+        groups=grouped,
     )
 
 
@@ -224,6 +235,20 @@ def _begun(
     return "Running"
 
 
+def _groups(
+    model: NeuronModel, settings: Settings, observed: Observed, done: Walk, served: Revision | None
+) -> groups.Plan | None:
+    """What happens to groups: those of this revision, or those that a revision on one node replaces."""
+    if served is None or (served.placement.nodes == 1 and not observed.groups):
+        return None
+    surges = {"Surge": True, "Replace": False}.get(model.spec.rollout.strategy)
+    num_wanted = model.spec.replicas if served.placement.nodes > 1 else 0
+    planned = groups.plan(observed, served, num_wanted, surges, settings.groups)
+    if _is_told(observed, done, served):
+        return planned
+    return replace(planned, start=(), end=(), alive=observed.groups, needs=frozenset())
+
+
 def _cleaning(
     model: NeuronModel, settings: Settings, observed: Observed, wanted: Revision | None
 ) -> tuple[Object, ...]:
@@ -239,9 +264,9 @@ def _distinct(*revisions: Revision | None) -> Iterable[Revision]:
 
 
 _NEEDED_BY_PODS = frozenset(
-    {"ControllerRevision", "ServiceAccount", "ConfigMap", "NetworkPolicy", "PersistentVolumeClaim"}
+    {"ControllerRevision", "ServiceAccount", "ConfigMap", "NetworkPolicy", "PersistentVolumeClaim", "Secret"}
 )
-_MAKE_PODS = frozenset({"Deployment", "Job"})
+_MAKE_PODS = frozenset({"Deployment", "StatefulSet", "Job"})
 
 
 def _independent(desired: Sequence[Object], world: World, observed: Observed) -> Iterator[Object]:
@@ -258,12 +283,12 @@ def _not_refused(objects: Sequence[Object], world: World) -> Iterator[Object]:
     return (obj for obj in objects if (obj["kind"], name_of(obj)) not in refused)
 
 
-def _permanent(model: NeuronModel, settings: Settings) -> tuple[Object, ...]:
+def _permanent(model: NeuronModel, settings: Settings, served: Revision | None) -> tuple[Object, ...]:
     """Objects that exist from the first pass on."""
     return (
         serving.service(model),
         serving.service_account(model),
-        serving.disruption_budget(model),
+        serving.disruption_budget(model, served.placement.nodes if served else 1),
         serving.network_policy(model, settings),
     )
 
@@ -286,7 +311,7 @@ def _is_told(observed: Observed, done: Walk, wanted: Revision) -> bool:
     compiled and whether nobody will answer, then a pod that holds devices.
     """
     is_new = done.is_complete and done.known.revision is not None and wanted.name == done.known.revision.name
-    if not is_new or (observed.deployment is not None and observed.deployment.revision == wanted.name):
+    if not is_new or observed.rolled == wanted.name:
         return True
     shown = {kind for kind, condition in observed.model.conditions.items() if condition.status == "True"}
     rolls = observed.model.conditions.get("UpToDate", ConditionView()).reason in _ROLLS
@@ -302,12 +327,46 @@ def _attempted(model: NeuronModel, served: Revision | None, allowed: Allowed | N
     return {served.name, allowed.revision.name} if served and allowed and model.spec.replicas else set()
 
 
-def _workload(model: NeuronModel, observed: Observed, allowed: Allowed, pace: Pace) -> tuple[Object, ...]:
+def _workload(
+    model: NeuronModel,
+    observed: Observed,
+    settings: Settings,
+    *,
+    allowed: Allowed,
+    pace: Pace,
+    grouped: groups.Plan | None,
+) -> tuple[Object, ...]:
     """The replicas of one revision, with the ConfigMaps of every revision that still has pods."""
     still, served = _with_pods(observed), allowed.revision
     documents = [served.pinned.config, *(known.pinned.config for known in observed.revisions if known.name in still)]
     config_maps = {name_of(found): found for found in (serving.config_map(model, document) for document in documents)}
-    return (*config_maps.values(), *replicas(model, served, allowed.num_pods, pace))
+    return (*config_maps.values(), *_replicas(model, observed, settings, allowed=allowed, pace=pace, grouped=grouped))
+
+
+def _replicas(
+    model: NeuronModel,
+    observed: Observed,
+    settings: Settings,
+    *,
+    allowed: Allowed,
+    pace: Pace,
+    grouped: groups.Plan | None,
+) -> Iterator[Object]:
+    served = allowed.revision
+    if served.placement.nodes == 1:
+        yield from replicas(model, served, allowed.num_pods, pace)
+    elif observed.deployment is not None and grouped is not None:  # of an earlier revision on one node
+        before = next((known for known in observed.revisions if known.name == observed.deployment.revision), None)
+        if before is not None:
+            yield from replicas(model, before, grouped.num_earlier, pace)
+    if grouped is None:
+        return
+    for attempt in grouped.start:
+        yield leader_set(model, served, attempt, settings.groups, is_room_known=grouped.is_room_known)
+    for group in grouped.alive:
+        made = rest_of(model, group.live)
+        # Only these two are ever repaired: a member that is gone ends the group.
+        yield from (part for part in made if not group.is_whole or part["kind"] in ("NetworkPolicy", "Service"))
 
 
 def _unneeded(model: NeuronModel, observed: Observed, wanted: Revision | None) -> Iterator[Object]:
@@ -333,7 +392,8 @@ def _kept_revisions(model: NeuronModel, observed: Observed, wanted: Revision | N
 
 
 def _with_pods(observed: Observed) -> set[str]:
-    return {pod.revision for pod in observed.replicas}
+    of_pods = {pod.revision for pod in (*observed.replicas, *observed.followers)}
+    return of_pods | {group.revision for group in observed.groups}
 
 
 def _explain_serving(world: World, observed: Observed, course: Course) -> tuple[Finding, ...]:
@@ -341,7 +401,13 @@ def _explain_serving(world: World, observed: Observed, course: Course) -> tuple[
     if course.served is None:
         return ()
     return (
-        *explain_replicas(observed, _num_wanted(observed, course), course.served, course.moving.words),
+        *explain_replicas(
+            observed,
+            _num_wanted(observed, course),
+            course.served,
+            course.moving.words,
+            course.groups.findings if course.groups else (),
+        ),
         *_explain_revision(world, observed, course),
     )
 
@@ -350,6 +416,8 @@ def _num_wanted(observed: Observed, course: Course) -> int:
     """With an invalid spec, the replicas of the last valid one."""
     if course.num_wanted is not None:
         return course.num_wanted
+    if observed.groups:
+        return len({group.replica for group in observed.groups})
     return observed.deployment.replicas if observed.deployment else 0
 
 
@@ -372,7 +440,8 @@ def _explain_revision(world: World, observed: Observed, course: Course) -> tuple
     updated = observed.num_updated(wanted)
     deployment = observed.deployment
     is_updated = _runs_only(observed, wanted)
-    is_scaled = deployment is not None and deployment.replicas == course.num_wanted
+    num_made = len(course.groups.alive) if course.groups else deployment.replicas if deployment is not None else -1
+    is_scaled = num_made == course.num_wanted
     if manifest.is_paused(world.body) and not (is_updated and is_scaled):
         edit = f"revision {wanted} with {course.num_wanted} replicas"
         text = f"paused; {edit} rolls out once annotation {names.PAUSED_ANNOTATION} is removed"
@@ -381,7 +450,7 @@ def _explain_revision(world: World, observed: Observed, course: Course) -> tuple
         waits = "; a newer runtime image waits for its turn" if course.upgrade == "Waiting" else ""
         return (met("UpToDate", f"all replicas run revision {wanted}{waits}"),)
     text = f"{updated} of {course.num_wanted} replicas run revision {wanted}"
-    if deployment is not None and course.pace is not None and updated < len(observed.live):
+    if observed.rolled and course.pace is not None and updated < len(observed.live):
         text += f"; {course.pace.words}"
     waiting = [pod.name for pod in observed.live if pod.revision == wanted and pod.unscheduled is not None]
     if waiting:
@@ -390,8 +459,7 @@ def _explain_revision(world: World, observed: Observed, course: Course) -> tuple
 
 
 def _runs_only(observed: Observed, revision_name: str) -> bool:
-    deployment = observed.deployment
-    is_applied = deployment is not None and deployment.revision == revision_name
+    is_applied = observed.rolled == revision_name
     return is_applied and observed.num_updated(revision_name) == len(observed.live)
 
 
@@ -432,9 +500,16 @@ def _status(observed: Observed, course: Course, findings: Sequence[Finding], *, 
             model=status.facts_of(shown.pinned.facts) if shown else None,
             plan=shown.pinned.plan if shown else None,
             artifacts=tuple({found.key: found for found in _artifacts(observed, course)}.values()),
+            groups=_group_records(observed, course),
         )
     )
     return built
+
+
+def _group_records(observed: Observed, course: Course) -> tuple[GroupStatus, ...]:
+    if course.groups is not None:
+        return course.groups.records
+    return observed.model.groups if course.num_wanted is None else ()
 
 
 def _failed_revision(model: ModelView, course: Course) -> str | None:
@@ -469,7 +544,8 @@ def _requeue_after(
     is_reporting = any(isinstance(need, LogOf) for finding in findings for need in finding.needs)
     attempts = (breaker.next_attempt(observed, known.name) for known in _distinct(course.wanted, course.served))
     starting = (unexplained_from(pod) for pod in observed.live)
-    times = (*attempts, *starting, rollout.surge_due(observed), course.deadline, course.moving.due)
+    of_groups = course.groups.due if course.groups else None
+    times = (*attempts, *starting, rollout.surge_due(observed), course.deadline, course.moving.due, of_groups)
     delays = (
         _tenth_of_the_wait(observed, MIN_RECHECK_SECONDS, RECHECK_SECONDS) if world.refusals else None,
         _tenth_of_the_wait(observed, RECHECK_SECONDS, MAX_RECHECK_SECONDS)

@@ -65,6 +65,10 @@ BACKENDS = {
 COMPILING = tuple(name for name, backend in BACKENDS.items() if backend.compiles != "never")
 COMPILED_IF_ASKED = tuple(name for name, backend in BACKENDS.items() if backend.compiles != "always")
 ON_DEVICE = tuple(name for name, backend in BACKENDS.items() if backend.on_device)
+IN_PARALLEL = (*ON_DEVICE, "torch")
+"""Those that share a model out among ranks."""
+ON_NODES = ("torch",)
+"""Those whose ranks may be on several nodes."""
 
 
 class SecretName(SpecPart, frozen=True):
@@ -163,14 +167,15 @@ class Parallelism(SpecPart, frozen=True):
     tensor: Annotated[
         Annotated[int, Meta(ge=1, le=1024)] | None,
         "Tensor-parallel degree of the whole replica: the NeuronCores that the model runs on. By default the largest "
-        "that is documented for the devices and divides attention heads and feed-forward layers.",
+        "that is documented for the devices and divides attention heads and feed-forward layers; with `torch` one "
+        "rank on each node. A multiple of `nodes`.",
         ConfigKey("parallelism.tensor", compiled=True),
-        Supported("remove it: this backend computes on the host", values=(1,), backends=ON_DEVICE),
+        Supported("remove it: this backend does not compute", values=(1,), backends=IN_PARALLEL),
     ] = None
     nodes: Annotated[
         Annotated[int, Meta(ge=1, le=64)] | None,
-        "Nodes of one replica.",
-        Supported("remove it: a replica is one pod", values=(1,)),
+        "Nodes of one replica, which then is a [group](groups.md) of as many pods.",
+        Supported("remove it: with this backend a replica is one pod", values=(1,), backends=ON_NODES),
     ] = None
 
 

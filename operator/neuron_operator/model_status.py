@@ -13,6 +13,7 @@ from neuron_operator.fields import SpecPart, unique
 MAX_WORD = 256
 """Characters of a string that a runtime reports."""
 MAX_HISTORY = 10
+MAX_GROUPS = 32
 MAX_MESSAGE = 1024
 """Characters of a message."""
 
@@ -83,10 +84,25 @@ class ArtifactStatus(StatusPart, frozen=True):
 
 
 class GroupStatus(StatusPart, frozen=True):
+    """A replica on several nodes. It is also the operator's memory of how often the replica ended."""
+
     name: Annotated[str, Meta(max_length=253)]
     revision: Word | None = None
+    replica: Annotated[int | None, "Its number, from 0."] = None
+    attempt: Annotated[int | None, "How often it was started."] = None
+    state: Annotated[
+        Word | None,
+        "`Starting`, `Serving`, `Failed` (a member ended), `Left` (a member was evicted or deleted) or `Released` (not "
+        "all members found a node).",
+    ] = None
+    since: Annotated[str | None, Meta(extra_json_schema={"format": "date-time"})] = None
+    restarts: Annotated[int | None, "Failures in a row."] = None
     members: int | None = None
-    ready_members: int | None = None
+    ready_members: Annotated[int | None, "Members whose container runs."] = None
+    reason: Word | None = None
+    message: Annotated[Annotated[str, Meta(max_length=MAX_WORD)] | None, "Which member ended last, where and why."] = (
+        None
+    )
 
 
 class PastRevision(StatusPart, frozen=True):
@@ -137,4 +153,9 @@ class Status(StatusPart, frozen=True):
         unique(by="key"),
         "The compiled artifact of the desired revision, and of the one that serves until then.",
     ] = ()
-    groups: Annotated[tuple[GroupStatus, ...], Meta(max_length=32), unique(by="name"), "Reserved."] = ()
+    groups: Annotated[
+        tuple[GroupStatus, ...],
+        Meta(max_length=MAX_GROUPS),
+        unique(by="name"),
+        "The replicas of a model on several nodes, see [groups](groups.md).",
+    ] = ()

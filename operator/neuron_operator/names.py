@@ -28,6 +28,7 @@ MANAGED_BY_LABEL = "app.kubernetes.io/managed-by"
 INSTANCE_TYPE_LABEL = "node.kubernetes.io/instance-type"
 ARCHITECTURE_LABEL = "kubernetes.io/arch"
 HOSTNAME_LABEL = "kubernetes.io/hostname"
+POD_INDEX_LABEL = "apps.kubernetes.io/pod-index"
 ZONE_LABEL = "topology.kubernetes.io/zone"
 
 # In a pod's affinity.
@@ -41,6 +42,10 @@ MODEL_LABEL = f"{GROUP}/model"
 ROLE_LABEL = f"{GROUP}/role"
 REVISION_LABEL = f"{GROUP}/revision"
 ALLOCATION_LABEL = f"{GROUP}/allocation"
+GROUP_LABEL = f"{GROUP}/group"
+REPLICA_LABEL = f"{GROUP}/replica"
+ATTEMPT_LABEL = f"{GROUP}/attempt"
+GROUP_SIZE_LABEL = f"{GROUP}/group-size"
 PAUSED_ANNOTATION = f"{GROUP}/paused"
 CONFIG_ANNOTATION = f"{GROUP}/config"
 PINNED_ANNOTATION = f"{GROUP}/pinned"
@@ -51,6 +56,8 @@ RETRY_ANNOTATION = f"{GROUP}/retry"
 ROLLBACK_ANNOTATION = f"{GROUP}/rollback-to"
 
 ROLE_LEADER = "leader"
+ROLE_FOLLOWER = "follower"
+SERVING_ROLES = (ROLE_LEADER, ROLE_FOLLOWER)
 ROLE_RESOLVE = "resolve"
 ROLE_FETCH = "fetch"
 ROLE_COMPILE = "compile"
@@ -66,6 +73,8 @@ OWNED_SELECTOR = f"{MANAGED_BY_LABEL}={MANAGER},{PART_OF_LABEL}={APP}"
 DEVICE_RESOURCE = "aws.amazon.com/neuron"
 CORE_RESOURCE = "aws.amazon.com/neuroncore"
 NEURON_RESOURCE_PREFIX = "aws.amazon.com/"
+EFA_RESOURCE = "vpc.amazonaws.com/efa"
+HUGE_PAGES_RESOURCE = "hugepages-2Mi"
 NEURON_TAINT = DEVICE_RESOURCE
 NEURON_PRESENT_LABEL = "neuron.amazonaws.com/present"
 
@@ -108,6 +117,14 @@ CREDENTIALS = {
 RANK_VARIABLE = "NEURON_SERVING_RANK"
 GROUP_SIZE_VARIABLE = "NEURON_SERVING_GROUP_SIZE"
 LEADER_VARIABLE = "NEURON_SERVING_LEADER"
+GROUP_SECRET_VARIABLE = "NEURON_SERVING_GROUP_SECRET_FILE"
+GROUP_SECRET_VOLUME = "group-secret"
+GROUP_SECRET_DIR = "/etc/neuron-serving-group"
+GROUP_SECRET_KEY = "secret"
+GROUP_PORT = 8010
+"""The first of three on the leader's pod, for the ranks of its group."""
+SHM_VOLUME = "shm"
+SHM_DIR = "/dev/shm"  # noqa: S108 - an emptyDir in the pod
 PLATFORM_VARIABLE = "NEURON_PLATFORM_TARGET_OVERRIDE"
 """Of the Neuron libraries: the family of devices to compile for."""
 ARTIFACT_VARIABLE = "NEURON_COMPILED_ARTIFACTS"
@@ -135,6 +152,8 @@ MAX_LABEL = 63
 """Characters of a DNS label and of a label's value. What controllers derive from our names needs no room: ReplicaSets'
 names may be longer, and the API server cuts the generated names of pods."""
 MAX_MODEL_NAME = MAX_LABEL
+MAX_STATEFUL_SET = MAX_LABEL - 11
+"""The StatefulSet controller makes a label's value of its name and a hash of ten characters."""
 HASH_LENGTH = 10
 SHARED_HASH_LENGTH = 20
 """Of objects that models share: whoever has another's name has its result."""
@@ -164,14 +183,26 @@ def config_name(model: str, content_hash: str) -> str:
     return _derived(model, f"-config-{content_hash}")
 
 
+def group_name(model: str, replica: int, revision: str, attempt: int) -> str:
+    """Of a group's objects. Each attempt has its own name, so that nothing of an earlier one can be mistaken for it."""
+    return _derived(model, f"-{replica}-{revision}-{attempt}", MAX_STATEFUL_SET - len(FOLLOWERS_SUFFIX))
+
+
+FOLLOWERS_SUFFIX = "-f"
+
+
+def followers_name(group: str) -> str:
+    return f"{group}{FOLLOWERS_SUFFIX}"
+
+
 def shared_name(prefix: str, value: object) -> str:
     """The name of an object that all models with the same `value` share."""
     return f"{prefix}-{digest(value, SHARED_HASH_LENGTH)}"
 
 
-def _derived(model: str, suffix: str) -> str:
+def _derived(model: str, suffix: str, most: int = MAX_LABEL) -> str:
     """A DNS label. A name without room for the suffix is cut and gets its own hash, so that it stays distinct."""
-    room = MAX_LABEL - len(suffix)
+    room = most - len(suffix)
     if len(model) > room:
         model = f"{model[: room - HASH_LENGTH - 1].rstrip('-')}-{digest(model)}"
     return f"{model}{suffix}"
@@ -207,6 +238,12 @@ def owner_labels(model: str) -> dict[str, str]:
 def serving_selector(model: str) -> dict[str, str]:
     """Selects the leaders of all replicas, whatever their revision; immutable in the Deployment."""
     return {MODEL_LABEL: model, ROLE_LABEL: ROLE_LEADER}
+
+
+def members_selector(model: str) -> dict[str, object]:
+    """Selects the pods of all replicas, followers too, as a LabelSelector."""
+    roles = {"key": ROLE_LABEL, "operator": "In", "values": list(SERVING_ROLES)}
+    return {"matchLabels": {MODEL_LABEL: model}, "matchExpressions": [roles]}
 
 
 def selector_string(selector: Mapping[str, str]) -> str:

@@ -76,27 +76,35 @@ NOBODY = Plan()
 
 def plan(observed: Observed, num_wanted: int, moves_left: int, max_moves_per_minute: int) -> Plan:
     """Replicas that do not answer go first. Of those that answer, only as many go as an eviction may take away."""
-    if observed.deployment is None:
+    if not observed.rolled:
         return NOBODY  # none would make another one
-    sick = [(pod, found) for pod in observed.live if (found := signal_of(pod, observed)) is not None]
+    answering = {pod.group or pod.name for pod in observed.live if pod.is_answering}
+    members = (*observed.live, *(pod for pod in observed.followers if pod.is_live))
+    sick = [(pod, found) for pod in members if (found := signal_of(pod, observed)) is not None]
     num_answering = sum(pod.is_answering for pod in observed.live)
     spare = num_answering - max(0, num_wanted - MAX_UNAVAILABLE)
+
+    def is_serving(pod: PodView) -> bool:
+        """Whether the pod, or the leader of its group, answers."""
+        return (pod.group or pod.name) in answering
+
     now: list[Move] = []
     waiting: list[Waiting] = []
     times: list[datetime] = []
-    for pod, found in sorted(sick, key=lambda one: (one[0].is_answering, one[0].age_key)):
+    for pod, found in sorted(sick, key=lambda one: (is_serving(one[0]), one[0].age_key)):
         due = _due(pod, found)
         if due > observed.now:
             times.append(due)
-        elif pod.is_answering and spare <= 0:
+        elif is_serving(pod) and spare <= 0:
             waiting.append(Waiting(pod, found, "it stays until the others answer"))
         elif len(now) >= moves_left:
             text = f"it waits: chart value nodeFailures.maxMovesPerMinute is {max_moves_per_minute}"
             waiting.append(Waiting(pod, found, text))
         else:
-            spare -= pod.is_answering
+            spare -= is_serving(pod)
+            answering.discard(pod.group or pod.name)  # with one member the whole group leaves
             now.append(_move(pod, found))
-    for pod in observed.replicas:
+    for pod in (*observed.replicas, *observed.followers):
         if pod.is_deleting and pod.should_be_gone is not None and (found := signal_of(pod, observed)) is not None:
             if found.reason is Reason.NODE_LOST and pod.should_be_gone <= observed.now:
                 now.append(_removal(pod, found))

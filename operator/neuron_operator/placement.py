@@ -28,6 +28,8 @@ class Placement:
     cores: int = 0
     instance_type: str = ""
     """Empty: any node that has the devices."""
+    nodes: int = 1
+    """Each with so many devices or cores."""
 
     @property
     def resources(self) -> dict[str, str]:
@@ -38,8 +40,10 @@ class Placement:
     @property
     def words(self) -> str:
         if self.devices:
-            return _count(self.devices, "Neuron device")
-        return _count(self.cores, "NeuronCore") if self.cores else "no Neuron device"
+            held = _count(self.devices, "Neuron device")
+        else:
+            held = _count(self.cores, "NeuronCore") if self.cores else "no Neuron device"
+        return f"{held} on each of {self.nodes} nodes" if self.nodes > 1 else held
 
 
 @dataclass(frozen=True)
@@ -130,12 +134,13 @@ def place(model: NeuronModel, settings: Settings) -> Placement:
     """The devices or cores of the manifest, or one device. Raises Unplaceable for a size that no node grants."""
     accelerator = model.spec.accelerator
     instance_type = model.spec.pod_template.spec.node_selector.get(names.INSTANCE_TYPE_LABEL, "")
+    nodes = model.spec.parallelism.nodes or 1
     if accelerator.type == "CPU":
-        return Placement(instance_type=instance_type)
+        return Placement(instance_type=instance_type, nodes=nodes)
     if accelerator.cores is not None:
-        placement = Placement(cores=accelerator.cores, instance_type=instance_type)
+        placement = Placement(cores=accelerator.cores, instance_type=instance_type, nodes=nodes)
     else:
-        placement = Placement(devices=accelerator.devices or 1, instance_type=instance_type)
+        placement = Placement(devices=accelerator.devices or 1, instance_type=instance_type, nodes=nodes)
     _check(placement, settings.device_mode)
     return placement
 

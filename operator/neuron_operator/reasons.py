@@ -222,8 +222,10 @@ class Reason(StrEnum):
     RESTART_BUDGET_EXHAUSTED = Row(
         "RestartBudgetExhausted",
         ("Available",),
-        "The engine ended again after three restarts within ten minutes",
-        "See the last cause in the message",
+        "The engine ended again after three restarts within ten minutes. Or a group of pods failed more often in a row "
+        "than the chart value `groups.maxRestarts` allows; it is not started again by itself",
+        "See the last cause in the message; for a group, then edit the spec or set the `refresh` annotation, see "
+        "[groups](groups.md#attempts)",
         exit_codes=(50,),
     )
     ARTIFACT_MISSING = Row(
@@ -240,8 +242,9 @@ class Reason(StrEnum):
         "GroupIncomplete",
         ("Available",),
         "A process of a replica that has several ended or was silent for too long, or it runs something else than the "
-        "others, so that the whole replica ended",
-        "Read the message: it names the process and the cause",
+        "others, so that the whole replica ended. A group on several nodes is started again",
+        "Read the message: it names the process, its node and the cause; if it recurs, check that node and the network "
+        "between the nodes, see [groups](groups.md#when-something-fails)",
         exit_codes=(40, 41),
     )
     IMAGE_PULL = Row(

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import secrets
 import time
 import uuid
 from collections.abc import Callable
@@ -21,6 +22,7 @@ from neuron_operator.client import (
     EVENTS,
     NEURON_MODELS,
     PODS,
+    SECRETS,
     AlreadyExists,
     Cluster,
     Conflict,
@@ -258,15 +260,21 @@ class _Writes:
     async def ensure(self, desired: Object, body: Object) -> None:
         """Create, or apply if the live object lacks something. Raises _Refused if the live object is not ours."""
         resource, metadata = resource_of(desired), desired["metadata"]
+        if resource is SECRETS:
+            desired = {**desired, "stringData": {names.GROUP_SECRET_KEY: secrets.token_hex(SECRET_BYTES)}}
         refusal = partial(Refusal, kind=resource.kind, name=metadata["name"])
         live = self._caches.find(resource, metadata["namespace"], metadata["name"])
         try:
             if live is None:
                 live = await self._create_or_look(resource, desired)
+            if resource is SECRETS:
+                return  # its name is that of one attempt of a group, and nobody may read it
             if not _is_ours(live, desired, body):
                 raise _Refused(refusal(Refused.TAKEN))
             if "deletionTimestamp" in live["metadata"]:
                 return  # its end wakes us
+            if resource.kind in _NEVER_EDITED:
+                return
             if is_shared(desired) and resource.kind in _CREATED_ONCE:
                 await self._relabel(live, desired)
                 return
@@ -306,6 +314,8 @@ class _Writes:
         try:
             live = await self._next().create(resource, desired)
         except AlreadyExists:
+            if resource is SECRETS:
+                return desired
             metadata = desired["metadata"]
             return await self._cluster.get(resource, metadata["namespace"], metadata["name"])
         self._caches.observe_written(resource, live)
@@ -366,6 +376,9 @@ _REPLACEABLE = frozenset({"ControllerRevision", "ConfigMap"})
 """Kinds with immutable content that pods survive the loss of: one with other content is deleted and created."""
 _CREATED_ONCE = frozenset({"Job", "ConfigMap", "PersistentVolumeClaim"})
 """Shared kinds that are never applied again. Others write into a claim: the volume, and people enlarge it."""
+_NEVER_EDITED = frozenset({"StatefulSet"})
+"""Another attempt of a group is another object."""
+SECRET_BYTES = 32
 _IMMUTABLE = "field is immutable"
 """In the answer of the API server."""
 
@@ -379,12 +392,14 @@ def _is_ours(live: Object, desired: Object, body: Object) -> bool:
     if is_shared(desired):
         has_labels = labels_of(desired).items() <= labels_of(live).items()
         return has_labels or any(owner.get("kind") == KIND for owner in owners_of(live))
-    if is_owned(live, body["metadata"]["uid"]):
+    wanted = owners_of(desired)
+    if is_owned(live, body["metadata"]["uid"]) or any(is_owned(live, owner["uid"]) for owner in wanted):
         return True
     name = name_of(body)
     if is_orphan(live):
         return names.owner_labels(name).items() <= labels_of(live).items()
-    if any((owner["kind"], owner["name"]) == (KIND, name) for owner in live["metadata"]["ownerReferences"]):
+    namesakes = {(KIND, name), *((owner["kind"], owner["name"]) for owner in wanted)}
+    if any((owner["kind"], owner["name"]) in namesakes for owner in live["metadata"]["ownerReferences"]):
         message = f"{live['kind']} {name_of(live)} of a deleted {KIND} still exists"
         raise Conflict(message, retriable=True, status=409)
     return False

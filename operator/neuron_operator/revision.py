@@ -15,11 +15,11 @@ import msgspec
 from msgspec import Struct
 
 from neuron_operator import names
-from neuron_operator.config_document import config_document, sampling_mode
+from neuron_operator.config_document import config_document, ranks_of, sampling_mode
 from neuron_operator.errors import InvalidSpec, StorageNotConfigured
 from neuron_operator.fields import NotPinned, SpecPart, Supported, as_json, fields_of
 from neuron_operator.model import BACKENDS, NeuronModel
-from neuron_operator.model_status import MemoryPlan, Plan
+from neuron_operator.model_status import MAX_GROUPS, MemoryPlan, Plan
 from neuron_operator.objects import dig, items, name_of, text, whole
 from neuron_operator.placement import Placement, Target, place
 from neuron_operator.planner import Choice, Held, choose
@@ -67,6 +67,7 @@ class Pinned(Struct, frozen=True, kw_only=True, rename="camel", omit_defaults=Tr
     devices: int
     cores: int
     instance_type: str
+    nodes: int = 1
     plan: Plan
     weights: Place | None = None
     """Where a Job puts the weights for all pods; None: it does not."""
@@ -110,7 +111,7 @@ class Revision(Struct, frozen=True, kw_only=True):
 
     @property
     def placement(self) -> Placement:
-        return Placement(self.pinned.devices, self.pinned.cores, self.pinned.instance_type)
+        return Placement(self.pinned.devices, self.pinned.cores, self.pinned.instance_type, self.pinned.nodes)
 
 
 def spec_hash(model: NeuronModel) -> str:
@@ -213,6 +214,7 @@ def pin(
             "spec.serving.maxModelLength",
             f"{length} exceeds the model's maximum length of {facts.max_position_embeddings} tokens",
         )
+    _check_parallelism(model)
     choice = choose(model, facts, settings, free, before) if BACKENDS[model.backend].on_device else None
     placement = choice.placement if choice else place(model, settings)
     target = choice.target if choice else None
@@ -229,7 +231,6 @@ def pin(
         target=target,
         revision=revision_hash(spec_hash(model), model.refresh, upgrade),
         config_name=config_name(model.name, config),
-        group_size=1,
     )
     pinned = Pinned(
         format=FORMAT,
@@ -241,6 +242,7 @@ def pin(
         devices=placement.devices,
         cores=placement.cores,
         instance_type=placement.instance_type,
+        nodes=placement.nodes,
         plan=_plan(model, facts, placement, choice),
         weights=weights if is_fetched_by_job(model, weights) else None,
         compiling=compiling,
@@ -248,6 +250,23 @@ def pin(
         template=template,
     )
     return Revision(number=number, pinned=pinned)
+
+
+def _check_parallelism(model: NeuronModel) -> None:
+    """Raises InvalidSpec for what no group can be."""
+    parallelism, nodes = model.spec.parallelism, model.spec.parallelism.nodes or 1
+    if nodes == 1:
+        return
+    if parallelism.tensor and parallelism.tensor % nodes:
+        raise InvalidSpec(
+            "spec.parallelism.tensor", f"{parallelism.tensor} is not a multiple of parallelism.nodes, which is {nodes}"
+        )
+    if model.spec.replicas > MAX_GROUPS // 2:
+        raise InvalidSpec(
+            "spec.replicas", f"{model.spec.replicas} exceeds {MAX_GROUPS // 2}, the limit for models on several nodes"
+        )
+    if model.spec.accelerator.cores:
+        raise InvalidSpec("spec.accelerator.cores", "a replica on several nodes has whole devices: set devices")
 
 
 def _compiling(model: NeuronModel, settings: Settings, target: Target | None) -> Compiling | None:
@@ -334,8 +353,8 @@ def _plan(model: NeuronModel, facts: Facts, placement: Placement, choice: Choice
         instance_type=instance_type or None,
         devices=placement.devices,
         cores=placement.cores or None,
-        tensor=target.tensor if target else 1,
-        nodes=1,
+        tensor=target.tensor if target else ranks_of(model),
+        nodes=placement.nodes,
         max_model_length=load.length if load else serving.max_model_length,
         max_sequences=load.sequences if load else serving.max_sequences,
         block_size=(load and load.block_size) or serving.block_size,

@@ -13,7 +13,7 @@ from datetime import UTC, datetime, timedelta
 
 import msgspec
 
-from neuron_operator import names
+from neuron_operator import groups, names
 from neuron_operator.disruption import MAX_UNAVAILABLE
 from neuron_operator.errors import InvalidSpec
 from neuron_operator.model import NeuronModel
@@ -61,6 +61,8 @@ class Pace:
 def pace_of(model: NeuronModel, observed: Observed, revision: Revision) -> Pace:
     """How this revision reaches the replicas."""
     strategy, deployment = model.spec.rollout.strategy, observed.deployment
+    if observed.groups or revision.placement.nodes > 1:
+        return _of_groups(model, strategy)
     if strategy == "Surge":
         return _surge()
     if strategy == "Replace" or deployment is None or not observed.live:
@@ -72,6 +74,16 @@ def pace_of(model: NeuronModel, observed: Observed, revision: Revision) -> Pace:
     due = surge_due(observed)
     is_over = due is not None and due <= observed.now and not any(pod.is_deleting for pod in observed.replicas)
     return _surge() if deployment.surges and not is_over else _one_by_one(model, observed)
+
+
+def _of_groups(model: NeuronModel, strategy: str) -> Pace:
+    """`groups` counts nodes and chooses, unless the manifest does."""
+    if strategy == "Surge":
+        return _surge()
+    if model.spec.replicas > 1 or strategy == "Auto":
+        return Pace(False, "one group at a time is replaced, after the new one where there is room for both")
+    gap = f"the only group ends first: nobody answers for at most {model.spec.rollout.drain_seconds} s of drain"
+    return Pace(False, f"{gap} and until the new one has loaded")
 
 
 def surge_due(observed: Observed) -> datetime | None:
@@ -148,6 +160,7 @@ def _failures(model: NeuronModel, observed: Observed, revision: Revision) -> Ite
                 yield error
             elif due is not None and due <= observed.now:
                 yield f"not ready within {seconds} s: {error}"
+    yield from groups.failures(observed, revision.name)
 
 
 def _is_hopeless(pod: PodView) -> bool:

@@ -22,6 +22,7 @@ from neuron_operator.world import (
     DEVICE_MODES,
     RUNTIME_UPGRADES,
     CaBundle,
+    GroupSettings,
     JobSettings,
     NodeFailures,
     Object,
@@ -102,6 +103,10 @@ def _node_failures(value: str) -> NodeFailures:
     return msgspec.json.decode(value, type=NodeFailures)
 
 
+def _groups(value: str) -> GroupSettings:
+    return msgspec.json.decode(value, type=GroupSettings)
+
+
 def _objects(value: str) -> tuple[Object, ...]:
     return msgspec.json.decode(value, type=tuple[Object, ...])
 
@@ -172,6 +177,13 @@ SETTINGS = (
         "OnEdit",
         "when running models move to another runtime image: OnEdit (with their next edit) or Rolling (by themselves, "
         "one model after another)",
+    ),
+    _Setting(
+        "groups",
+        _groups,
+        "{}",
+        "JSON: replicas on several nodes: restartSeconds, maxRestarts, placeSeconds, topologyKey, hostNetwork, e.g. "
+        '{"restartSeconds": 60, "maxRestarts": 5}',
     ),
     _Setting(
         "device_mode",

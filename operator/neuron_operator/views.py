@@ -5,7 +5,7 @@ A view has only the fields that are used. Missing and wrongly typed parts read a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from typing import Any, TypeVar
@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from neuron_operator import names, revision
-from neuron_operator.model_status import MAX_HISTORY, MAX_WORD, PastRevision
+from neuron_operator.model_status import MAX_GROUPS, MAX_HISTORY, MAX_WORD, GroupStatus, PastRevision
 from neuron_operator.objects import (
     dig,
     instant,
@@ -33,6 +33,7 @@ from neuron_operator.revision import Revision
 from neuron_operator.world import FreeDevices, Object, World
 
 View = TypeVar("View")
+Part = TypeVar("Part", PastRevision, GroupStatus)
 
 EVICTED = "Evicted"
 """The kubelet's reason, in the status of a pod and of the Event about it."""
@@ -64,6 +65,7 @@ class ModelView:
     update_revision: str
     failed_revision: str
     history: tuple[PastRevision, ...]
+    groups: tuple[GroupStatus, ...]
     retry: str
     """Value of the retry annotation."""
     retry_key: str
@@ -115,6 +117,8 @@ class PodView:
     created: datetime | None
     role: str
     revision: str
+    group: str
+    """The name of its group; empty: the replica is this pod."""
     node: str
     phase: str
     reason: str
@@ -182,7 +186,7 @@ class PodView:
     def has_failed(self) -> bool:
         """Refused, evicted or stopped by its node: a serving pod whose container ends is restarted in place. The
         kubelet says Succeeded if the container of a pod that it evicted ended well."""
-        ended = ("Failed", "Succeeded") if self.role == names.ROLE_LEADER else ("Failed",)
+        ended = ("Failed", "Succeeded") if self.role in names.SERVING_ROLES else ("Failed",)
         return self.phase in ended and not self.is_deleting
 
     @property
@@ -233,6 +237,37 @@ class DeploymentView:
 
 
 @dataclass(frozen=True)
+class GroupView:
+    """One attempt at a replica on several nodes."""
+
+    name: str
+    revision: str
+    replica: int
+    attempt: int
+    size: int
+    created: datetime | None
+    is_whole: bool
+    """All its objects were created."""
+    members: tuple[PodView, ...]
+    """Its pods, the leader first."""
+    live: Object
+    """The leader's StatefulSet."""
+
+    @property
+    def is_answering(self) -> bool:
+        return any(pod.is_answering and pod.role == names.ROLE_LEADER for pod in self.members)
+
+    @property
+    def num_present(self) -> int:
+        return sum(pod.is_running for pod in self.members)
+
+    @property
+    def is_placed(self) -> bool:
+        """Every member has a node."""
+        return sum(bool(pod.node) for pod in self.members) >= self.size
+
+
+@dataclass(frozen=True)
 class NodeView:
     """What a node says about itself, as far as it concerns the replicas on it."""
 
@@ -266,7 +301,11 @@ class Observed:
     """All objects that the models of the namespace share."""
     revisions: tuple[Revision, ...]
     replicas: tuple[PodView, ...]
-    """Serving pods, whatever their revision."""
+    """The pods that answer, one of each replica, whatever their revision."""
+    followers: tuple[PodView, ...]
+    """The other pods of replicas on several nodes."""
+    groups: tuple[GroupView, ...]
+    """Those that nobody deletes."""
     job_pods: Mapping[str, tuple[Object, ...]]
     """The pods of a Job, by its name."""
     warnings: Mapping[str, str]
@@ -288,16 +327,24 @@ class Observed:
     def tried(self) -> frozenset[str]:
         """The revisions that have replicas: of the Deployment and of every pod, failed ones too."""
         deployed = (self.deployment.revision,) if self.deployment else ()
-        return frozenset((*deployed, *(pod.revision for pod in self.replicas)))
+        of_groups = (group.revision for group in self.groups)
+        return frozenset((*deployed, *of_groups, *(pod.revision for pod in self.replicas)))
+
+    @property
+    def rolled(self) -> str:
+        """The name of the revision that the replicas get: of the Deployment, or the latest one with groups."""
+        if not self.groups:
+            return self.deployment.revision if self.deployment else ""
+        numbers = {known.name: known.number for known in self.revisions}
+        return max(self.groups, key=lambda group: numbers.get(group.revision, 0)).revision
 
     def num_updated(self, revision_name: str) -> int:
         return sum(pod.revision == revision_name for pod in self.live)
 
     def serving(self, besides: Revision | None = None) -> Revision | None:
-        """The revision of the Deployment. If that was deleted: the last pinned one except `besides`, whose steps are
+        """The revision of the replicas. If they were deleted: the last pinned one except `besides`, whose steps are
         not done."""
-        label = self.deployment.revision if self.deployment else ""
-        named = next((known for known in self.revisions if known.name == label), None)
+        named = next((known for known in self.revisions if known.name == self.rolled), None)
         pinned = (known for known in self.revisions if besides is None or known.name != besides.name)
         return named or max(pinned, key=lambda known: known.number, default=None)
 
@@ -342,6 +389,8 @@ def observe(world: World) -> Observed:
         for child in world.children
         if is_owned(child, model.uid) or is_orphan(child)
     )
+    leader_sets = [child.live for child in children if child.kind == "StatefulSet"]
+    services = {name_of(child) for child in world.children if child["kind"] == "Service"}
     shared = tuple(ChildView(text(found, "kind"), name_of(found), found) for found in world.shared)
     # By UID: pods of a deleted Job may outlive the creation of the next with its name.
     names_of_jobs = {text(found.live, "metadata", "uid"): found.name for found in shared if found.kind == "Job"}
@@ -359,6 +408,8 @@ def observe(world: World) -> Observed:
         shared=shared,
         revisions=_revisions(children),
         replicas=tuple(pod for pod in pods if pod.role == names.ROLE_LEADER),
+        followers=tuple(pod for pod in pods if pod.role == names.ROLE_FOLLOWER),
+        groups=tuple(_group(found, pods, services) for found in leader_sets if not _is_deleting(found)),
         job_pods=job_pods,
         warnings=_said(sorted(world.events or (), key=lambda event: text(event, "reason") == EVICTED)),
         said_of_claims=_said(world.claim_events),
@@ -400,15 +451,17 @@ def _model(body: Object) -> ModelView:
         current_revision=text(body, "status", "currentRevision"),
         update_revision=text(body, "status", "updateRevision"),
         failed_revision=text(body, "status", "failedRevision"),
-        history=_history(body),
+        history=_read(body, "history", PastRevision)[:MAX_HISTORY],
+        groups=_read(body, "groups", GroupStatus)[:MAX_GROUPS],
         retry=text(body, "metadata", "annotations", names.RETRY_ANNOTATION)[:MAX_WORD],
         retry_key=text(body, "status", "retryKey"),
     )
 
 
-def _history(body: Object) -> tuple[PastRevision, ...]:
+def _read(body: Object, part: str, kind: type[Part]) -> tuple[Part, ...]:
+    """A list of the status; empty if it is not one."""
     try:
-        return msgspec.convert(items(body, "status", "history"), tuple[PastRevision, ...])[:MAX_HISTORY]
+        return tuple(msgspec.convert(one, kind) for one in items(body, "status", part))
     except msgspec.ValidationError:
         return ()
 
@@ -423,6 +476,7 @@ def _pod(pod: Object) -> PodView:
         created=_created(pod),
         role=text(labels_of(pod), names.ROLE_LABEL),
         revision=text(labels_of(pod), names.REVISION_LABEL),
+        group=text(labels_of(pod), names.GROUP_LABEL),
         node=text(pod, "spec", "nodeName"),
         phase=text(pod, "status", "phase"),
         reason=text(pod, "status", "reason"),
@@ -488,7 +542,9 @@ def _container(name: str, pod: Object) -> ContainerView:
     state = dig(status, "state")
     ended = dig(state, "terminated") or dig(status, "lastState", "terminated")
     termination = None
-    if isinstance(ended, Mapping) and not status.get("ready"):
+    # Nothing probes a follower: it is ready as soon as it runs again.
+    is_probed = text(labels_of(pod), names.ROLE_LABEL) != names.ROLE_FOLLOWER
+    if isinstance(ended, Mapping) and not (is_probed and status.get("ready")):
         code, finished = whole(ended.get("exitCode")), instant(ended.get("finishedAt"))
         termination = Termination(code, text(ended, "reason"), text(ended, "message"), finished)
     return ContainerView(
@@ -531,6 +587,22 @@ def _keeper(config_map: Object) -> KeeperView:
 def _job_of(pod: Object) -> str | None:
     """UID of the Job that owns the pod; None: none does."""
     return next((text(owner, "uid") for owner in owners_of(pod) if owner.get("kind") == "Job"), None)
+
+
+def _group(leader: Object, pods: Sequence[PodView], services: Collection[str]) -> GroupView:
+    name, labels = name_of(leader), labels_of(leader)
+    members = (pod for pod in pods if pod.group == name)
+    return GroupView(
+        name=name,
+        revision=text(labels, names.REVISION_LABEL),
+        replica=whole(labels.get(names.REPLICA_LABEL)),
+        attempt=whole(labels.get(names.ATTEMPT_LABEL)),
+        size=whole(labels.get(names.GROUP_SIZE_LABEL)),
+        created=_created(leader),
+        is_whole=name in services,
+        members=tuple(sorted(members, key=lambda pod: (pod.role != names.ROLE_LEADER, pod.name))),
+        live=leader,
+    )
 
 
 def _deployment(deployment: Object) -> DeploymentView:

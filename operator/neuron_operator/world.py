@@ -28,7 +28,7 @@ from typing import Annotated, Any, Literal, get_args
 
 from msgspec import Meta, Struct
 
-from neuron_operator.names import INSTANCE_TYPE_LABEL
+from neuron_operator.names import INSTANCE_TYPE_LABEL, ZONE_LABEL
 from neuron_operator.upgrades import Upgrade
 
 Object = dict[str, Any]
@@ -288,6 +288,21 @@ class NodeFailures(Struct, frozen=True, forbid_unknown_fields=True, rename="came
     """Replicas of all models together that leave failed nodes; 0: none."""
 
 
+class GroupSettings(Struct, frozen=True, forbid_unknown_fields=True, rename="camel"):
+    """Chart values `groups.*`: replicas on several nodes."""
+
+    restart_seconds: Annotated[int, Meta(ge=0, le=3600)] = 60
+    """From the end of a group to its next attempt, twice as long each time in a row: devices are free some time after
+    their process ended."""
+    max_restarts: Annotated[int, Meta(ge=0, le=100)] = 5
+    """In a row; a group that has served for ten minutes begins again."""
+    place_seconds: Annotated[int, Meta(ge=10, le=3600)] = 120
+    """How long a group may hold some of its nodes while it waits for the others."""
+    topology_key: Annotated[str, Meta(max_length=253)] = ZONE_LABEL
+    """Label of nodes whose value the nodes of a group share; empty: none."""
+    host_network: bool = False
+
+
 @dataclass(frozen=True)
 class Settings:
     """Settings of the installation for all models; the rim loads them from flags and environment."""
@@ -305,6 +320,7 @@ class Settings:
     node_failures: NodeFailures = field(default_factory=NodeFailures)
     runtime_upgrade: RuntimeUpgrade = "OnEdit"
     """Whether running models move to another `runtime_image` by themselves, or with their next edit."""
+    groups: GroupSettings = field(default_factory=GroupSettings)
     device_mode: DeviceMode = "Plugin"
     device_scheduler_name: str = ""
     """The scheduler with the extension; only with PluginWithExtension."""

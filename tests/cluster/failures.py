@@ -286,7 +286,7 @@ FAULTS = (
     ),
     Fault("forbidden", IDLE, start=_forbid, end=_allow),
     # The spec.
-    Fault("not-supported", {"parallelism": {"nodes": 2}}, IDLE),
+    Fault("not-supported", {"serving": {"quantization": "int8"}}, IDLE),
     Fault("too-long", {"serving": {"maxModelLength": 999_999}}, IDLE),
     Fault(
         "paused",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import contextlib
 import itertools
 import json
@@ -107,6 +108,7 @@ async def test_a_manifest_creates_children_and_a_status(server: ApiServer, names
         "ConfigMap": 2,
         "CronJob": 0,
         "PersistentVolumeClaim": 0,
+        "StatefulSet": 0,
     }
     assert namespace.condition("Accepted")[0] == "True"
     assert namespace.condition("Ready") == ("False", "Loading")
@@ -1401,6 +1403,67 @@ async def test_a_late_write_of_an_earlier_leader_has_no_effect(
         with pytest.raises(Conflict):
             await client.apply(deployment, {**late, "spec": {"replicas": 1}}, seen)
     assert namespace.get(deployment, "chat")["spec"]["replicas"] == 4
+
+
+async def test_a_group_gets_a_secret_once_and_is_ended_with_one_deletion(
+    server: ApiServer, namespace: Namespace
+) -> None:
+    stateful_set, flags = BY_KIND["StatefulSet"], ("--groups", '{"restartSeconds": 0}')
+    async with client_of(server) as client, operating(client, only(namespace, *flags)):
+        namespace.put_model(replicas=1, parallelism={"nodes": 2})
+        await eventually(namespace.finish_resolve)
+        first, followers = await eventually(lambda: pair(namespace.list(stateful_set)))
+        name = first["metadata"]["name"]
+        secrets = Resource("v1", "Secret", "secrets")
+        secret = await eventually(lambda: found_one(namespace.list(secrets), name))
+        assert len(base64.b64decode(secret["data"][names.GROUP_SECRET_KEY])) == 64
+        assert [owner["uid"] for owner in secret["metadata"]["ownerReferences"]] == [first["metadata"]["uid"]]
+        assert followers["metadata"]["ownerReferences"][0]["uid"] == first["metadata"]["uid"]
+        await eventually(lambda: found_one(namespace.list(BY_KIND["Service"]), name))
+        # The next attempt's name is taken by somebody else.
+        taken = {"apiVersion": "apps/v1", "kind": "StatefulSet", "metadata": {"name": f"{name[:-1]}2"}}
+        spec = {key: first["spec"][key] for key in ("serviceName", "selector", "template")}
+        server.call("POST", stateful_set.path(namespace.name), {**taken, "spec": {**spec, "replicas": 0}})
+        template = followers["spec"]["template"]
+        pod = {
+            "apiVersion": "v1",
+            "kind": "Pod",
+            "metadata": {"name": f"{name}-f-1", "labels": template["metadata"]["labels"]},
+            "spec": {**template["spec"], "nodeName": "n1"},
+        }
+        server.call("POST", PODS.path(namespace.name), pod)
+        status = {
+            "phase": "Running",
+            "containerStatuses": [
+                {
+                    "name": "runtime",
+                    "image": "i",
+                    "imageID": "i",
+                    "ready": True,
+                    "restartCount": 1,
+                    "state": {"running": {"startedAt": "2026-01-01T00:00:00Z"}},
+                    "lastState": {"terminated": {"exitCode": 33, "message": "the step failed"}},
+                }
+            ],
+        }
+        path = PODS.path(namespace.name, f"{name}-f-1", "status")
+        server.call("PATCH", path, {"status": status}, "application/merge-patch+json")
+        await eventually(lambda: namespace.condition("Accepted") == ("False", "NameConflict"))
+        assert name not in [found["metadata"]["name"] for found in namespace.list(stateful_set)]
+        (record,) = namespace.model()["status"]["groups"]
+        assert (record["state"], record["restarts"]) == ("Failed", 1)
+        assert "on node n1" in record["message"]
+        namespace.delete(stateful_set, f"{name[:-1]}2")
+        namespace.wake()
+        await eventually(lambda: found_one(namespace.list(stateful_set), f"{name[:-1]}2-f"))
+
+
+def pair(found: list[Any]) -> list[Any] | None:
+    return sorted(found, key=lambda one: len(one["metadata"]["name"])) if len(found) == 2 else None
+
+
+def found_one(found: list[Any], name: str) -> Any:
+    return next((one for one in found if one["metadata"]["name"] == name), None)
 
 
 async def test_every_granted_right_is_used_and_no_request_lacks_one(server: ApiServer) -> None:

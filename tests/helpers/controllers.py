@@ -19,6 +19,7 @@ from neuron_operator.client import PODS
 CONTROLLERS = (
     "deployment-controller",
     "replicaset-controller",
+    "statefulset-controller",
     "job-controller",
     "garbage-collector-controller",
 )

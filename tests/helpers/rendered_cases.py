@@ -35,7 +35,10 @@ def render(given: dict[str, Any]) -> dict[str, Any]:
     ]
     refusal = {key: refused[0][key] for key in ("type", "reason", "message")} if refused else None
     claims = (found for found in world.shared if found["kind"] == "PersistentVolumeClaim")
-    objects = sorted((*stored(decision.desired), *claims), key=lambda child: (child["kind"], child["metadata"]["name"]))
+    made_once = (found for found in world.children if found["kind"] in ("StatefulSet", "Secret"))
+    objects = sorted(
+        (*stored(decision.desired), *claims, *made_once), key=lambda child: (child["kind"], child["metadata"]["name"])
+    )
     return {**({"refusal": refusal} if refusal else {}), "objects": objects}
 
 
@@ -57,8 +60,10 @@ def _by_kind(rendered: dict[str, Any]) -> dict[str, Any]:
         while (key := kind if number == 1 else f"{kind}-{number}") in named:
             number += 1
         named[key] = child
-    if "Deployment" in named:
-        revision, template = named["ControllerRevision"], named["Deployment"]["spec"]["template"]
+    if "Deployment" in named or "StatefulSet" in named:
+        revision = named["ControllerRevision"]
+        # The templates of a group are made from that of its revision.
+        template = named["Deployment"]["spec"]["template"] if "Deployment" in named else revision["data"]["template"]
         same = {"template": template, "config": json.loads(named["ConfigMap"]["data"]["config.json"])}
         data = {key: "the same" if value == same.get(key) else value for key, value in revision["data"].items()}
         named["ControllerRevision"] = {**revision, "data": data}

@@ -174,7 +174,6 @@ def test_a_new_default_image_does_not_roll_running_pods() -> None:
         {"rollout": {"strategy": "Auto", "drainSeconds": 300}},
         {"serving": {"prefixCaching": "Auto", "sampling": "Host"}},
         {"serving": {"generationConfig": "Enabled", "accessLog": "Enabled"}},
-        {"parallelism": {"tensor": 1}},
         {"storage": {"weights": {"emptyDir": {}}}},
     ],
     ids=str,

@@ -95,7 +95,7 @@ def paused_edit(**spec: Any) -> World:
         (lambda: serving(1), "InProgress", "Reconciling"),
         (lambda: serving(spec={**SPEC, "replicas": 0}), "Current", ""),
         (lambda: edited(serving(), serving={"maxModelLength": 512}), "InProgress", "Reconciling"),
-        (lambda: edited(serving(), parallelism={"tensor": 8}), "Failed", "Stalled"),
+        (lambda: edited(serving(), serving={"quantization": "int8"}), "Failed", "Stalled"),
         (lambda: edited(serving(), accelerator={"devices": 7}), "Failed", "Stalled"),
         (unknown_model, "Failed", "Stalled"),
         (crashing, "InProgress", "Reconciling"),

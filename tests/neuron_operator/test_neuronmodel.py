@@ -84,13 +84,18 @@ def test_everything_invalid_is_refused_together() -> None:
 def test_everything_unsupported_is_refused_together_with_each_cure() -> None:
     changes = {
         "engine": {"backend": "vllm", "overrideNeuronConfig": {"x": 1}},
-        "parallelism": {"tensor": 8},
+        "accelerator": {"logicalNeuronCore": 1},
         "serving": {"quantization": "int8"},
     }
     text = refused(changes)
     for part in ("spec.engine.backend", "engine.backend: nxdi", "spec.engine.overrideNeuronConfig", "has no settings"):
         assert part in text
-    for part in ("spec.parallelism.tensor: 8", "computes on the host", "spec.serving.quantization", "serving.dtype"):
+    for part in (
+        "spec.accelerator.logicalNeuronCore: 1",
+        "computes on the host",
+        "spec.serving.quantization",
+        "serving.dtype",
+    ):
         assert part in text
 
 

@@ -41,7 +41,9 @@ def test_every_child_has_labels_and_an_owner_reference(path: Path) -> None:
         labels = names.shared_labels("x") if is_shared(child) else names.labels("chat", "x")
         assert labels.keys() <= metadata["labels"].keys()
         owners = [owner["uid"] for owner in metadata.get("ownerReferences", [])]
-        assert owners == ([] if child["kind"] == "PersistentVolumeClaim" else ["uid-chat"])
+        of_group = owners != ["uid-chat"] and names.GROUP_LABEL in metadata["labels"]
+        expected = [] if child["kind"] == "PersistentVolumeClaim" else ["uid-chat"]
+        assert owners == ([f"uid-{metadata['labels'][names.GROUP_LABEL]}"] if of_group else expected)
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
@@ -93,4 +95,4 @@ def test_a_name_with_room_for_its_suffix_is_not_shortened() -> None:
 
 
 def pods_of(objects: list[Object]) -> Iterator[Object]:
-    yield from (child["spec"]["template"] for child in objects if child["kind"] in ("Deployment", "Job"))
+    yield from (child["spec"]["template"] for child in objects if child["kind"] in ("Deployment", "StatefulSet", "Job"))

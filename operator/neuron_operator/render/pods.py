@@ -9,6 +9,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from neuron_operator import names
+from neuron_operator.catalog import INSTANCE_TYPES
 from neuron_operator.fields import as_json
 from neuron_operator.model import ApiKeySecret, NeuronModel
 from neuron_operator.placement import Placement, Target, size_rule
@@ -44,6 +45,10 @@ SOON_OFF_A_LOST_NODE = tuple(
 )
 """Instead of Kubernetes' five minutes: what a Job did is resumed elsewhere."""
 TMP = Mount("tmp", names.TMP_DIR, {"emptyDir": {}})
+SHM = Mount(names.SHM_VOLUME, names.SHM_DIR, {"emptyDir": {"medium": "Memory", "sizeLimit": "16Gi"}})
+"""Where the ranks of a node exchange data; it counts as memory of the pod."""
+HUGE_PAGES = "5120Mi"
+"""What EKS' images for EFA reserve on each node, and its guide requests."""
 
 
 def serving_pod_template(
@@ -57,7 +62,6 @@ def serving_pod_template(
     target: Target | None,
     revision: str,
     config_name: str,
-    group_size: int,
 ) -> Object:
     """The pod template of one revision.
 
@@ -65,7 +69,6 @@ def serving_pod_template(
         requests: the default.
         artifacts: where Jobs put the compiled model; None: it is not compiled, or the manifest names it.
         target: what it is compiled for; None: for the host.
-        group_size: the number of pods per replica.
     """
     access = loading(model, weights) + loading_artifact(model, artifacts)
     overlay = model.spec.pod_template
@@ -78,10 +81,12 @@ def serving_pod_template(
     }
     if placement.resources:
         own_labels[names.ALLOCATION_LABEL] = names.ALLOCATION_CORES if placement.cores else names.ALLOCATION_DEVICES
-    resources = overlaid(requests, as_json(overlay.spec.resources), _whole(placement.resources))
+    is_wired = placement.nodes > 1 and target is not None
+    network = _network(target.site) if is_wired and target else {}
+    resources = overlaid(requests, as_json(overlay.spec.resources), _whole({**placement.resources, **network}))
     mounts = (
         Mount(names.CONFIG_VOLUME, names.CONFIG_DIR, {"configMap": {"name": config_name}}, read_only=True),
-        *(TMP, *access.mounts, *_api_key(api_key), *_ca_bundle(access, settings)),
+        *(TMP, *access.mounts, *_api_key(api_key), *_ca_bundle(access, settings), *((SHM,) if is_wired else ())),
     )
     container = _container(
         model,
@@ -96,7 +101,7 @@ def serving_pod_template(
                 {"name": "HOME", "value": names.TMP_DIR},
                 *target_env(target.family.name if target else ""),
                 {"name": names.RANK_VARIABLE, "value": "0"},
-                {"name": names.GROUP_SIZE_VARIABLE, "value": str(group_size)},
+                {"name": names.GROUP_SIZE_VARIABLE, "value": "1"},
                 {"name": names.LEADER_VARIABLE, "value": "localhost"},
             ),
         ),
@@ -304,6 +309,14 @@ def _download_env(model: NeuronModel, access: Access, settings: Settings) -> Ite
 def _whole(resources: Mapping[str, str]) -> Object:
     """Extended resources: requests and limits must be equal."""
     return {"limits": resources, "requests": resources}
+
+
+def _network(instance_type: str) -> Object:
+    """The interfaces of a whole node, and the pinned memory that they need."""
+    kind = INSTANCE_TYPES.get(instance_type)
+    if kind is None or not kind.efa:
+        return {}
+    return {names.EFA_RESOURCE: str(kind.efa), names.HUGE_PAGES_RESOURCE: HUGE_PAGES}
 
 
 def _spread(model: NeuronModel) -> Mapping[str, Any]:

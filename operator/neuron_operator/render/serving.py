@@ -41,15 +41,22 @@ def service_account(model: NeuronModel) -> Object:
     }
 
 
-def disruption_budget(model: NeuronModel) -> Object:
-    """As many replicas may be evicted as a rollout may take away; one that is not ready never blocks a drain."""
+def disruption_budget(model: NeuronModel, nodes: int = 1) -> Object:
+    """As many replicas may be evicted as a rollout may take away; one that is not ready never blocks a drain.
+
+    nodes: of a replica. Of a group every pod counts. A group that leaves takes its pods with it, so what remains is
+    promised as a number: a share of those that exist would allow the next group to be evicted.
+    """
+    of_pods: Object = {
+        "maxUnavailable": MAX_UNAVAILABLE,
+        "selector": {"matchLabels": names.serving_selector(model.name)},
+    }
+    if nodes > 1:
+        least = max(0, model.spec.replicas * nodes - 1)
+        of_pods = {"minAvailable": least, "selector": names.members_selector(model.name)}
     return {
         **child(model, "policy/v1", "PodDisruptionBudget", names.service_name(model.name), component="server"),
-        "spec": {
-            "maxUnavailable": MAX_UNAVAILABLE,
-            "selector": {"matchLabels": names.serving_selector(model.name)},
-            "unhealthyPodEvictionPolicy": "AlwaysAllow",
-        },
+        "spec": {**of_pods, "unhealthyPodEvictionPolicy": "AlwaysAllow"},
     }
 
 

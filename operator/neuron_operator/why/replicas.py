@@ -13,10 +13,15 @@ from neuron_operator.why.refusals import explain_denial
 
 
 def explain_replicas(
-    observed: Observed, num_wanted: int, served: Revision, leaving: Sequence[str] = ()
+    observed: Observed,
+    num_wanted: int,
+    served: Revision,
+    leaving: Sequence[str] = (),
+    of_groups: Sequence[Finding] = (),
 ) -> tuple[Finding, ...]:
     """A Finding for Available, those that pods of the served revision give for other conditions, and one for Ready if
-    replicas are missing although Available is true. `leaving`: what is said of replicas that leave failed nodes."""
+    replicas are missing although Available is true. `leaving`: what is said of replicas that leave failed nodes;
+    `of_groups`: why groups are missing that have no pods."""
     num_answering = sum(pod.is_answering for pod in observed.replicas)
     counted = f"{num_answering} of {num_wanted} replicas answer"
     if num_wanted == 0:
@@ -24,8 +29,10 @@ def explain_replicas(
     if num_answering >= num_wanted:
         return (met("Available", "; ".join((counted, *leaving))),)
     missing = [pod for pod in _current(observed.replicas) if not pod.is_answering]
+    silent = {pod.group for pod in missing if pod.group}
+    missing += [pod for pod in _current(observed.followers) if pod.group in silent and not pod.is_running]
     of_pods = [(pod, explain_pod(pod, observed, served.placement)) for pod in missing]
-    found = [*_explain_deployment(observed.deployment), *(finding for _, finding in of_pods)]
+    found = [*_explain_deployment(observed.deployment), *of_groups, *(finding for _, finding in of_pods)]
     if not found:
         found = [unmet("Available", Reason.LOADING, "waiting for pods to be created")]
     of_revision = [finding for pod, finding in of_pods if pod.revision == served.name]

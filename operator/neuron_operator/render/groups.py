@@ -1,0 +1,197 @@
+"""A replica on several nodes: a leader and its followers, each a StatefulSet that is never edited, and what they share.
+
+`leader_set` and `rest_of` render one attempt from the pod template of a revision. The leader's StatefulSet owns all the
+rest, so that deleting it ends the group as a whole. Called by `decide`. Pure: the content of the Secret is made by
+`reconcile` when it writes it.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from neuron_operator import names
+from neuron_operator.model import NeuronModel
+from neuron_operator.objects import dig, labels_of, name_of, text
+from neuron_operator.render.objects import child, without_empty
+from neuron_operator.revision import Revision
+from neuron_operator.world import GroupSettings, Object
+
+
+@dataclass(frozen=True)
+class Attempt:
+    """One start of one replica."""
+
+    replica: int
+    number: int
+    labels: Mapping[str, str]
+    """Of the nodes that it may use, besides what the template says."""
+
+
+def leader_set(
+    model: NeuronModel, revision: Revision, attempt: Attempt, settings: GroupSettings, *, is_room_known: bool
+) -> Object:
+    """The StatefulSet of the leader, and owner of everything else of the group."""
+    name = names.group_name(model.name, attempt.replica, revision.name, attempt.number)
+    size = revision.placement.nodes
+    own = {
+        names.REVISION_LABEL: revision.name,
+        names.GROUP_LABEL: name,
+        names.REPLICA_LABEL: str(attempt.replica),
+        names.ATTEMPT_LABEL: str(attempt.number),
+        names.GROUP_SIZE_LABEL: str(size),
+    }
+    template = copy.deepcopy(revision.template)
+    template["metadata"]["labels"] = {**template["metadata"].get("labels", {}), **own}
+    spec = template["spec"]
+    spec["nodeSelector"] = {**attempt.labels, **spec.get("nodeSelector", {})}
+    together = () if is_room_known or not revision.placement.resources else _common_labels(settings)
+    spec["affinity"] = _apart(spec.get("affinity") or {}, name, together)
+    if settings.host_network:
+        spec.update(hostNetwork=True, dnsPolicy="ClusterFirstWithHostNet")
+    secret = {"secret": {"secretName": name, "defaultMode": 0o444}}
+    spec["volumes"] = [*spec.get("volumes", ()), {"name": names.GROUP_SECRET_VOLUME, **secret}]
+    container = _runtime(template)
+    mount = {"name": names.GROUP_SECRET_VOLUME, "mountPath": names.GROUP_SECRET_DIR, "readOnly": True}
+    container["volumeMounts"] = [*container.get("volumeMounts", ()), mount]
+    of_index = {"fieldRef": {"fieldPath": f"metadata.labels['{names.POD_INDEX_LABEL}']"}}
+    container["env"] = _with_env(
+        container.get("env", ()),
+        {"name": names.RANK_VARIABLE, "valueFrom": of_index},
+        {"name": names.GROUP_SIZE_VARIABLE, "value": str(size)},
+        {"name": names.LEADER_VARIABLE, "value": f"{name}-0.{name}.{model.namespace}.svc"},
+        {
+            "name": names.GROUP_SECRET_VARIABLE,
+            "value": f"{names.GROUP_SECRET_DIR}/{names.GROUP_SECRET_KEY}",
+        },
+    )
+    template["spec"] = without_empty(spec)
+    made = child(model, "apps/v1", "StatefulSet", name, component="server", labels=own)
+    selector = {names.GROUP_LABEL: name, names.ROLE_LABEL: names.ROLE_LEADER}
+    return {**made, "spec": _set(template, selector, service=name, replicas=1)}
+
+
+def rest_of(model: NeuronModel, leader: Object) -> tuple[Object, ...]:
+    """What belongs to a live leader's StatefulSet. The Service is last: where it exists, all of it was created."""
+    name = name_of(leader)
+    size = int(labels_of(leader)[names.GROUP_SIZE_LABEL])
+    own = {key: value for key, value in labels_of(leader).items() if key in _OF_GROUP}
+    template = _follower(dig(leader, "spec", "template"))
+    selector = {names.GROUP_LABEL: name, names.ROLE_LABEL: names.ROLE_FOLLOWER}
+    followers = _set(template, selector, service=name, replicas=size - 1)
+    port = {"name": "group", "port": names.GROUP_PORT, "protocol": "TCP"}
+    address = {
+        "clusterIP": "None",
+        # The members look for each other before they are ready.
+        "publishNotReadyAddresses": True,
+        "selector": {names.GROUP_LABEL: name},
+        "ports": [port],
+    }
+    members = {"podSelector": {"matchLabels": {names.GROUP_LABEL: name}}}
+    # The ranks connect on ports that they choose. Serving is opened by the model's own policy.
+    policy = {**members, "policyTypes": ["Ingress"], "ingress": [{"from": [members], "ports": [{"protocol": "TCP"}]}]}
+
+    def part(api_version: str, kind: str, called: str, **content: Any) -> Object:
+        made = child(model, api_version, kind, called, component="server", labels=own)
+        made["metadata"]["ownerReferences"] = [_owner(leader)]
+        return {**made, **content}
+
+    return (
+        part("networking.k8s.io/v1", "NetworkPolicy", name, spec=policy),
+        part("v1", "Secret", name, immutable=True, type="Opaque"),
+        part(
+            "apps/v1",
+            "StatefulSet",
+            names.followers_name(name),
+            spec={**followers, "ordinals": {"start": 1}},
+        ),
+        part("v1", "Service", name, spec=address),
+    )
+
+
+_OF_GROUP = frozenset(
+    {names.REVISION_LABEL, names.GROUP_LABEL, names.REPLICA_LABEL, names.ATTEMPT_LABEL, names.GROUP_SIZE_LABEL}
+)
+
+
+def _set(template: Object, selector: Mapping[str, str], *, service: str, replicas: int) -> Object:
+    return {
+        "replicas": replicas,
+        "serviceName": service,
+        "podManagementPolicy": "Parallel",
+        "updateStrategy": {"type": "OnDelete"},
+        "selector": {"matchLabels": dict(selector)},
+        "template": template,
+    }
+
+
+def _follower(template: Object) -> Object:
+    """The leader's template for a pod that runs what the leader sends. It answers nobody, so nothing probes it."""
+    template = copy.deepcopy(template)
+    template["metadata"]["labels"][names.ROLE_LABEL] = names.ROLE_FOLLOWER
+    container = _runtime(template)
+    for part in ("ports", "startupProbe", "readinessProbe", "livenessProbe"):
+        container.pop(part, None)
+    container["command"] = follow_command(container["command"])
+    spec = template["spec"]
+    for holder, part in ((container, "volumeMounts"), (spec, "volumes")):
+        holder[part] = [one for one in holder[part] if one["name"] != names.API_KEY_VOLUME]
+    return template
+
+
+OF_SERVING_ONLY = ("--host", "--port", "--api-key-file")
+"""Flags of `neuron-runtime serve`, each with a value, that `follow` lacks."""
+
+
+def follow_command(serve: Iterable[str]) -> list[str]:
+    """`neuron-runtime follow` with the local flags of a `serve`."""
+    words = iter(serve)
+    command: list[str] = []
+    for word in words:
+        if word in OF_SERVING_ONLY:
+            next(words)
+        else:
+            command.append("follow" if word == "serve" and len(command) == 1 else word)
+    return command
+
+
+def _apart(affinity: Mapping[str, Any], group: str, together: Iterable[str]) -> Object:
+    """Every member on a node of its own, and all on nodes with the same value of these labels."""
+    members = {"labelSelector": {"matchLabels": {names.GROUP_LABEL: group}}}
+
+    def with_terms(part: str, keys: Iterable[str]) -> Object:
+        before = affinity.get(part) or {}
+        terms = [{**members, "topologyKey": key} for key in keys]
+        return {**before, names.REQUIRED_AFFINITY: [*(before.get(names.REQUIRED_AFFINITY) or ()), *terms]}
+
+    combined = {**affinity, "podAntiAffinity": with_terms("podAntiAffinity", (names.HOSTNAME_LABEL,))}
+    common = tuple(together)
+    return {**combined, "podAffinity": with_terms("podAffinity", common)} if common else combined
+
+
+def _common_labels(settings: GroupSettings) -> tuple[str, ...]:
+    return (names.INSTANCE_TYPE_LABEL, *((settings.topology_key,) if settings.topology_key else ()))
+
+
+def _runtime(template: Object) -> dict[str, Any]:
+    found: dict[str, Any] = next(
+        one for one in template["spec"]["containers"] if one.get("name") == names.RUNTIME_CONTAINER
+    )
+    return found
+
+
+def _with_env(before: Iterable[Object], *added: Object) -> list[Object]:
+    merged = {variable["name"]: variable for variable in (*before, *added)}
+    return list(merged.values())
+
+
+def _owner(leader: Object) -> Object:
+    return {
+        "apiVersion": "apps/v1",
+        "kind": "StatefulSet",
+        "name": name_of(leader),
+        "uid": text(leader, "metadata", "uid"),
+        "controller": True,
+    }
