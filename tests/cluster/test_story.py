@@ -38,6 +38,8 @@ RIGHTS_FOR_FAULTS = {
     ("", "pods/eviction", "create"),
     ("", "pods/log", "get"),
     ("apps", "controllerrevisions", "delete"),
+    *(("apps", "statefulsets", verb) for verb in ("get", "create", "delete")),
+    ("", "secrets", "create"),
     *(("batch", "cronjobs", verb) for verb in ("get", "create", "patch", "delete")),
     ("batch", "jobs", "delete"),
     ("batch", "jobs", "get"),
