@@ -373,7 +373,6 @@ BAD_CHATS: list[tuple[dict[str, Any], str, str]] = [
     ({"echo": True}, "echo", "belongs to /v1/completions"),
     ({"best_of": 2}, "best_of", "belongs to /v1/completions"),
     ({"messages": [{"role": "user", "content": "x " * 400}]}, "messages", "maximum context length is 256 tokens"),
-    ({"response_format": {"type": "json_object"}}, "response_format", "not supported yet"),
     ({"chat_template": "x"}, "chat_template", "--chat-template"),
     ({"max_completion_tokens": 500}, "max_completion_tokens", "leaves room for"),
     ({"prompt": "x"}, "prompt", "belongs to /v1/completions"),

@@ -10,7 +10,10 @@ from typing import Any
 import pytest
 import pytest_asyncio
 
-from helpers.front_end import LIMITS, Serving, make_model, serving
+from helpers.chat_model import write_chat_model
+from helpers.front_end import LIMITS, Serving, serving
+from helpers.tool_templates import HERMES, tool
+from neuron_runtime.config import TextOptions
 from neuron_runtime.not_built import is_neutral
 from neuron_runtime.requests.bodies import ChatBody, CompletionBody
 from neuron_runtime.requests.parameters import MODES, Where, parameters_of
@@ -44,6 +47,7 @@ ASKING: dict[str, Any] = {
     "guided_regex": "[a-c]+",
     "guided_choice": ["a core"],
     "guided_grammar": 'start: "a"',
+    "tool_choice": "required",
     "stop": ["x"],
     "stop_token_ids": [5],
     "ignore_eos": True,
@@ -52,30 +56,35 @@ ASKING: dict[str, Any] = {
 }
 """A value with an effect for every parameter of the table."""
 
+IN_CHATS = ("top_logprobs", "max_completion_tokens", "tool_choice")
+
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 
 @pytest.fixture(scope="module")
 def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_model(tmp_path_factory.mktemp("model"))
+    return write_chat_model(tmp_path_factory.mktemp("model"), max_length=1024)
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module", params=MODES)
 async def served(model_dir: Path, request: pytest.FixtureRequest) -> AsyncIterator[Serving]:
-    limits = replace(LIMITS, sampling=request.param, reports_prompt_logprobs=request.param == "Host")
+    limits = replace(LIMITS, max_model_length=1024, max_step_tokens=1024, num_blocks=256, sampling=request.param)
+    limits = replace(limits, reports_prompt_logprobs=request.param == "Host")
     if request.param != "Host":
         limits = replace(limits, max_top_k=8, top_p_keeps_crossing=False)
-    async with serving(model_dir, limits=limits) as one:
+    async with serving(model_dir, limits=limits, text=TextOptions(chat_template=HERMES)) as one:
         yield one
 
 
 async def ask(served: Serving, name: str, value: Any) -> tuple[int, dict[str, Any]]:
     body: dict[str, Any] = {"max_tokens": 2, name: value}
-    if name in ("top_logprobs", "max_completion_tokens"):
+    if name in IN_CHATS:
         path = CHAT
         body = {"messages": [{"role": "user", "content": "a core"}], **body}
         if name == "top_logprobs":
             body["logprobs"] = bool(value)
+        elif name == "tool_choice":
+            body |= {"tools": [tool("f")]} if value == "required" else {}
         else:
             del body["max_tokens"]
     else:

@@ -23,6 +23,7 @@ from neuron_runtime.artifacts import loading
 from neuron_runtime.backend.base import ProgressCallback, StepTime, size_of
 from neuron_runtime.children import Child
 from neuron_runtime.core import Added, BackendLimits, Batch, Kind, Late, Request, Rows, Sampling, StepOutput
+from neuron_runtime.distributed.layout import ALONE
 from neuron_runtime.engine import process
 from neuron_runtime.engine.lifeline import Deadline
 from neuron_runtime.engine.messages import Add, FromEngine, Step, ToEngine
@@ -207,14 +208,23 @@ def test_the_engine_process_knows_warmed_up_shapes_from_the_start(
 ) -> None:
     for name in ("config.json", "tokenizer.json"):
         (tmp_path / name).write_text("{}")
-    package = SimpleNamespace(needs_weights=lambda config: False, load_backend=lambda *given: WarmBackend(LIMITS))
+    package = SimpleNamespace(
+        needs_weights=lambda config: False, load_backend=lambda *given, **rank: WarmBackend(LIMITS)
+    )
     for module in (process, loading):
         monkeypatch.setattr(module, "backend_package", lambda config: package)
     armed = ArmedDeadline()
     asked = Request("0-1", (5, 6, 7), Sampling(max_tokens=1))
     try:
         settings = LocalSettings(weights_dir=tmp_path, artifacts_dir=tmp_path)
-        process.serve(config_of(tmp_path.as_uri(), {}), settings, cast(Any, OneRequest(asked)), cast(Any, armed))
+        process.serve(
+            config_of(tmp_path.as_uri(), {}),
+            settings,
+            ALONE,
+            cast(Any, OneRequest(asked)),
+            deadline=cast(Any, armed),
+            ending=process.Ending("serve", tmp_path / "record.json"),
+        )
     finally:
         gc.unfreeze()
     assert max(armed.seconds) == 70.0

@@ -35,7 +35,7 @@ from neuron_runtime.requests.bodies import ChatBody, typed
 from neuron_runtime.requests.generation_defaults import load_generation_defaults
 from neuron_runtime.requests.parameters import check_parameter_served, parameters_of
 from neuron_runtime.requests.sampling_fields import SamplingFields
-from neuron_runtime.requests.tools import callable_tools
+from neuron_runtime.requests.tools import callable_tools, is_forced
 from neuron_runtime.text.tokenizer import load_tokenizer
 
 MAX_SEED_BITS = 63
@@ -183,6 +183,9 @@ class LLM:
         def prompt(conversation: Conversation) -> dict[str, Any]:
             body = typed({**common, "messages": conversation}, ChatBody, ignores_unknown=False)
             functions = callable_tools(body.tools, body.tool_choice)
+            if is_forced(body.tool_choice):
+                message = "`tool_choice`: a chat of `LLM` forces no call; describe it in `structured_outputs` instead"
+                raise InvalidRequest(message, field="tool_choice")
             text = self._admission.chat_text(body.messages, body, functions)
             # The template writes its own BOS.
             return {"prompt": text, "add_special_tokens": False}

@@ -16,7 +16,7 @@ from typing import Any
 import msgspec
 
 from neuron_runtime.config import ServerOptions
-from neuron_runtime.core import BackendLimits, Sampling
+from neuron_runtime.core import BackendLimits, Form, Sampling
 from neuron_runtime.errors import InvalidRequest
 from neuron_runtime.requests.bodies import (
     MAX_SALT_CHARACTERS,
@@ -165,6 +165,7 @@ class Admission:
             before_answer=("", "") if self.reasoning is None else self.reasoning.before_answer(text),
             shows_reasoning=body.include_reasoning is not False,
             make_calls=None if use is None else use.splitter,
+            forced=None if use is None else use.forced,
         )
         if use is not None and use.form.marks & self.tokenizer.hidden_tokens:
             # The text without special tokens would lack the marks of calls.
@@ -228,6 +229,7 @@ class Admission:
         logprobs: int | None,
         repeated_logprobs: int | None = None,
         before_answer: tuple[str, str] = ("", ""),
+        forced: Form | None = None,
         **more: Any,
     ) -> Ask:
         num_choices = 1 if body.n is None else body.n
@@ -250,7 +252,7 @@ class Admission:
             tokens_as_token_ids=body.return_tokens_as_token_ids is True,
         )
         of_prompt = [one for one in (body.prompt_logprobs, repeated_logprobs) if one is not None]
-        sampling = self._sampler.sampling(body, logprobs=logprobs, prompt_logprobs=max(of_prompt, default=None))
+        sampling = self._sampler.sampling(body, forced, logprobs=logprobs, prompt_logprobs=max(of_prompt, default=None))
         if sampling.form is not None:
             opening, behind = before_answer
             sampling = replace(sampling, form=msgspec.structs.replace(sampling.form, opening=opening, behind=behind))

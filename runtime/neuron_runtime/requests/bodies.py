@@ -113,7 +113,10 @@ class Function(msgspec.Struct, frozen=True):
     name: Annotated[str, f"1 to {MAX_TOOL_NAME_CHARACTERS} letters, digits, `_`, `-` or `.`"]
     description: Annotated[str | None, "What it is for; the model reads it"] = None
     parameters: Annotated[dict[str, Any] | None, "JSON schema of the arguments, an object. Default: none"] = None
-    strict: Annotated[bool | None, "Accepted; arguments of forced calls always fit the schema"] = None
+    strict: Annotated[
+        bool | None,
+        "Without effect: arguments of forced calls always fit the schema, those of other calls may not",
+    ] = None
 
 
 class Tool(msgspec.Struct, frozen=True):
@@ -134,6 +137,9 @@ class NamedTool(msgspec.Struct, frozen=True):
 
     type: Annotated[Literal["function"], "`function`"]
     function: Annotated[FunctionName, "The function"]
+
+
+ToolChoice = Literal["none", "auto", "required"] | NamedTool | None
 
 
 class CalledFunction(msgspec.Struct, frozen=True):
@@ -201,10 +207,10 @@ class ChatBody(Generate, kw_only=True):
     ]
     tools: Tools = None
     tool_choice: Annotated[
-        Literal["none", "auto", "required"] | NamedTool | None,
-        "`auto`: the model decides whether to call tools; `none`: it does not see them; `required` and a named "
-        "function are not supported yet",
-        Parameter(neutral=("none", "auto"), default="auto"),
+        ToolChoice,
+        "`auto`: the model decides whether to call tools; `none`: it does not see them; `required`: the answer calls "
+        "at least one; a named function: it calls this one",
+        Parameter(ON_LOGITS, neutral=("none", "auto"), default="auto"),
     ] = None
     parallel_tool_calls: Annotated[
         bool | None, "false: at most one call in an answer", Parameter(neutral=(True, False), default=True)

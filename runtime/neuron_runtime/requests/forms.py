@@ -84,6 +84,15 @@ def form_of(fields: Mapping[str, Any]) -> Form | None:
     return None
 
 
+def schema_form(schema: object, field: str) -> Form:
+    """The form of a JSON schema that `field` asks for. Raises InvalidRequest naming the field."""
+    form = _form("json_schema", schema, field)
+    if len(form.text) > MAX_FORM_CHARACTERS:
+        message = f"`{field}`: the schemas have {len(form.text)} characters, at most {MAX_FORM_CHARACTERS} are allowed"
+        raise InvalidRequest(message, field=field)
+    return form
+
+
 def _of_response_format(given: ResponseFormat) -> Form:
     name = "response_format"
     match given.type:

@@ -8,11 +8,12 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import msgspec
 
+from neuron_runtime.core import Form
 from neuron_runtime.errors import InvalidRequest
 from neuron_runtime.requests.bodies import (
     MAX_TOOL_NAME_CHARACTERS,
@@ -21,10 +22,16 @@ from neuron_runtime.requests.bodies import (
     ChatBody,
     Function,
     Message,
+    NamedTool,
     Tool,
+    ToolChoice,
 )
+from neuron_runtime.requests.forms import schema_form
 from neuron_runtime.text.chat_template import ChatTemplate
-from neuron_runtime.text.tool_calls import ToolCallSplitter, ToolFormat
+from neuron_runtime.text.tool_calls import FORCED, ToolCallSplitter, ToolFormat
+
+MAX_FORCED_CALLS = 16
+"""In an answer that must call tools: a small model writes one call after another for ever."""
 
 _NAME = re.compile(r"[A-Za-z0-9_.-]+")
 _NO_PARAMETERS = {"type": "object", "properties": {}}
@@ -41,13 +48,25 @@ class ToolUse:
     names: frozenset[str]
     form: ToolFormat
     one_call: bool
+    forced: Form | None = None
+    """The form of an answer that must call a tool."""
 
     def splitter(self) -> ToolCallSplitter:
         """A new one for each answer."""
         return ToolCallSplitter(self.form, self.names, one_call=self.one_call)
 
 
-def callable_tools(tools: Sequence[Tool] | None, choice: Any) -> list[Function]:
+def is_forced(choice: ToolChoice) -> bool:
+    """Whether the answer must call a tool."""
+    return choice not in (None, "none", "auto")
+
+
+def named_by(choice: ToolChoice) -> str | None:
+    """The one function that the answer must call."""
+    return choice.function.name if isinstance(choice, NamedTool) else None
+
+
+def callable_tools(tools: Sequence[Tool] | None, choice: ToolChoice) -> list[Function]:
     """The functions that an answer may call. Raises InvalidRequest."""
     functions = [_function(tool, f"tools[{at}]") for at, tool in enumerate(tools or ())]
     if len(functions) > MAX_TOOLS:
@@ -59,10 +78,13 @@ def callable_tools(tools: Sequence[Tool] | None, choice: Any) -> list[Function]:
             raise InvalidRequest(message, field=f"tools[{at}].function.name")
     if functions and (size := len(msgspec.json.encode(functions))) > MAX_TOOLS_BYTES:
         raise InvalidRequest(f"`tools` must have at most {MAX_TOOLS_BYTES} bytes, got {size}", field="tools")
-    if choice not in (None, "none", "auto"):
-        raise InvalidRequest(
-            "`tool_choice` must be `auto` or `none`: others are not supported yet", field="tool_choice"
-        )
+    if is_forced(choice):
+        if not functions:
+            raise InvalidRequest("`tool_choice` needs `tools`", field="tool_choice")
+        named = named_by(choice)
+        if named is not None and named not in names:
+            message = f"`tool_choice.function.name` is `{named[:64]}`, which is none of `tools`"
+            raise InvalidRequest(message, field="tool_choice.function.name")
     return [] if choice == "none" else functions
 
 
@@ -75,14 +97,62 @@ def tool_use(body: ChatBody, functions: Sequence[Function], form: ToolFormat | N
     """
     if not functions:
         return None
+    names = frozenset(function.name for function in functions)
+    one_call = body.parallel_tool_calls is False
+    if is_forced(body.tool_choice):
+        named = named_by(body.tool_choice)
+        only_one = one_call or named is not None
+        schema = _calls_schema([one for one in functions if named in (None, one.name)], only_one)
+        reader = replace(FORCED, short_ids=form is not None and form.short_ids)
+        return ToolUse(names, reader, only_one, schema_form(schema, "tool_choice"))
     if form is None:
         message = (
             "`tools`: how this model writes calls is not known: set the server's --tool-call-parser "
             '(serving.toolCallParser), leave them out, or send "tool_choice": "none"'
         )
         raise InvalidRequest(message, field="tools")
-    names = frozenset(function.name for function in functions)
-    return ToolUse(names, form, body.parallel_tool_calls is False)
+    return ToolUse(names, form, one_call)
+
+
+def _calls_schema(functions: Sequence[Function], only_one: bool) -> dict[str, Any]:
+    """The list of calls that a forced answer is. Each function's schema is a definition, to which its own references
+    point."""
+    calls, definitions = [], {}
+    for at, function in enumerate(functions):
+        root = f"#/$defs/f{at}"
+        given = function.parameters or {**_NO_PARAMETERS, "additionalProperties": False}
+        definitions[f"f{at}"] = {"type": "object"} | _moved(given, root)
+        properties = {"name": {"const": function.name}, "arguments": {"$ref": root}}
+        calls.append(
+            {
+                "type": "object",
+                "properties": properties,
+                "required": list(properties),
+                "additionalProperties": False,
+            }
+        )
+    most = {"maxItems": 1} if only_one else {"maxItems": MAX_FORCED_CALLS}
+    return {"type": "array", "items": {"anyOf": calls}, "minItems": 1, **most, "$defs": definitions}
+
+
+def _moved(schema: Any, root: str) -> Any:
+    """A schema whose references point to its new place. Raises InvalidRequest if it is too deep."""
+    try:
+        return _with_references(schema, root)
+    except RecursionError as error:
+        raise InvalidRequest("`tools` are nested too deeply", field="tools") from error
+
+
+def _with_references(value: Any, root: str) -> Any:
+    if isinstance(value, list):
+        return [_with_references(one, root) for one in value]
+    if not isinstance(value, dict):
+        return value
+    moved = {key: _with_references(one, root) for key, one in value.items()}
+    target = value.get("$ref")
+    if isinstance(target, str) and target.startswith("#"):
+        moved["$ref"] = root + target[1:]
+    return moved
 
 
 def check_template_knows(template: ChatTemplate, functions: Sequence[Function]) -> None:

@@ -15,7 +15,6 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from neuron_runtime.backend.base import IllegalBatch, ProgressCallback, StepTime, size_of
-from neuron_runtime.backend.host_sampling.adjustments import allowed_ids
 from neuron_runtime.backend.simulated.clock import Clock
 from neuron_runtime.backend.simulated.step_times import StepTimes
 from neuron_runtime.core import (
@@ -226,8 +225,7 @@ class SimulatedBackend:
                 for slot, end, sampled in zip(done.slots, done.ends, samples, strict=True)
             )
         else:
-            masks = late.of_rows(range(len(samples))) if late else {}
-            only = {row: tuple(allowed_ids(mask, size).tolist()) for row, mask in masks.items()}
+            only = _allowed(late, len(samples), size) if late else {}
             token_ids = tuple(
                 (token_at(slot.number, end, size, only.get(row) or slot.added.sampling.allowed_token_ids),)
                 if sampled
@@ -298,3 +296,11 @@ class SimulatedBackend:
         size = self._limits.vocabulary_size
         logprob = -math.log(size)
         return TokenLogprobs(token, logprob, tuple(((token + rank) % size, logprob) for rank in range(count)))
+
+
+def _allowed(late: Late, num_rows: int, vocabulary_size: int) -> dict[int, tuple[int, ...]]:
+    """The tokens of each row that has a mask."""
+    from neuron_runtime.backend.host_sampling.adjustments import allowed_ids  # noqa: PLC0415 - brings numpy
+
+    masks = late.of_rows(range(num_rows))
+    return {row: tuple(allowed_ids(mask, vocabulary_size).tolist()) for row, mask in masks.items()}

@@ -1,0 +1,126 @@
+"""Bodies with random bad values in tools, messages with calls, and forms: 200 or 400, never a 5xx or a hang."""
+
+from __future__ import annotations
+
+import copy
+import json
+import random
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from helpers.chat_model import write_chat_model
+from helpers.front_end import LIMITS, Serving, serving
+from helpers.tool_templates import HERMES, SEARCH, WEATHER
+from neuron_runtime.config import TextOptions
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+_FORMAT = {"type": "json_schema", "json_schema": {"name": "f", "schema": {"type": "object"}, "strict": True}}
+_CALL = {"id": "abcdefghi", "type": "function", "function": {"name": "weather", "arguments": '{"city": "Oslo"}'}}
+GOOD: dict[str, Any] = {
+    "messages": [
+        {"role": "system", "content": "a"},
+        {"role": "user", "content": [{"type": "text", "text": "b"}]},
+        {"role": "assistant", "content": None, "tool_calls": [_CALL, {**_CALL, "id": "b"}]},
+        {"role": "tool", "tool_call_id": "abcdefghi", "content": "c"},
+        {"role": "tool", "tool_call_id": "b", "content": [{"type": "text", "text": "d"}]},
+    ],
+    "tools": [WEATHER, SEARCH],
+    "tool_choice": {"type": "function", "function": {"name": "weather"}},
+    "parallel_tool_calls": False,
+    "response_format": _FORMAT,
+    "structured_outputs": {"regex": "a+"},
+    "guided_json": {"type": "object", "properties": {"a": {"$ref": "#/$defs/a"}}, "$defs": {"a": {"type": "null"}}},
+    "continue_final_message": True,
+    "add_generation_prompt": False,
+    "chat_template_kwargs": {"tools": [SEARCH]},
+    "stream": True,
+    "n": 2,
+}
+NOTHING: list[Any] = [
+    None,
+    True,
+    False,
+    0,
+    -1,
+    1.5,
+    2**70,
+    "",
+    "x",
+    "none",
+    "auto",
+    "required",
+    [],
+    {},
+    [None],
+    {"a": 1},
+]
+HOSTILE: list[Callable[[random.Random], Any]] = [
+    lambda dice: json.loads("[" * 400 + "]" * 400),
+    lambda dice: json.loads('{"a":' * 300 + "1" + "}" * 300),
+    lambda dice: "é\u0000\ud7ff{%" * dice.randrange(1, 40),
+    lambda dice: "a" * dice.randrange(1, 5000),
+    lambda dice: {"type": "function", "function": {"name": dice.choice(("weather", "a b", "", "x" * 200))}},
+    lambda dice: {"type": dice.choice(("object", "array", "nope", 5)), "properties": dice.choice(NOTHING)},
+    lambda dice: {"$ref": dice.choice(("#", "#/$defs/x", "https://a.b/c", "#/properties/a", 5))},
+    lambda dice: {"type": dice.choice(("text", "json_object", "json_schema", "structural_tag", "x"))},
+    lambda dice: {dice.choice(("regex", "grammar", "json")): dice.choice(("(", "a{9999}", "start: start", '{"type"'))},
+]
+
+
+def places(value: Any) -> list[tuple[Any, Any]]:
+    """Each container within a value, with each of its keys."""
+    keys = list(value) if isinstance(value, dict) else range(len(value)) if isinstance(value, list) else ()
+    return [place for key in keys for place in ((value, key), *places(value[key]))]
+
+
+def bad_body(dice: random.Random) -> dict[str, Any]:
+    body = copy.deepcopy({name: value for name, value in GOOD.items() if name == "messages" or dice.random() < 0.4})
+    for _ in range(dice.randrange(1, 4)):
+        found = places(body)
+        container, key = dice.choice(found)
+        match dice.randrange(5):
+            case 0:
+                container[key] = dice.choice(NOTHING)
+            case 1:
+                container[key] = dice.choice(HOSTILE)(dice)
+            case 2:
+                other, at = dice.choice(found)
+                container[key] = copy.deepcopy(other[at])
+            case 3:
+                del container[key]
+            case _ if isinstance(container, dict):
+                container[dice.choice(("x", "type", "function", "name", "role", "$ref"))] = dice.choice(NOTHING)
+    return body | {"max_tokens": 2, "temperature": 0}
+
+
+async def send(served: Serving, count: int, seed: int) -> Counter[int]:
+    dice, found = random.Random(seed), Counter[int]()
+    for number in range(count):
+        path = dice.choice(("/v1/chat/completions",) * 4 + ("/tokenize", "/v1/messages"))
+        raw = json.dumps(bad_body(dice))
+        answer = await served.http.post(path, content=raw, headers={"content-type": "application/json"})
+        assert answer.status_code in (200, 400), (number, path, raw, answer.text)
+        if answer.status_code == 400:
+            assert answer.json()["error"]["message"], (number, path, raw)
+        found[answer.status_code] += 1
+    return found
+
+
+@pytest.mark.parametrize(
+    "count", [500, pytest.param(20_000, marks=[pytest.mark.long, pytest.mark.timeout(3600)])], ids=str
+)
+async def test_no_body_makes_the_server_fail(tmp_path: Path, count: int) -> None:
+    folder = write_chat_model(tmp_path / "model", max_length=2048)
+    limits = replace(LIMITS, max_model_length=2048, max_step_tokens=2048, num_blocks=256)
+    async with serving(folder, limits=limits, text=TextOptions(chat_template=HERMES)) as served:
+        found = await send(served, count, seed=count)
+        print(dict(found))
+        assert found[400] > count // 3
+        plain = {"messages": [{"role": "user", "content": "a"}], "max_tokens": 2}
+        assert (await served.http.post("/v1/chat/completions", json=plain)).status_code == 200
