@@ -66,9 +66,7 @@ COMPILING = tuple(name for name, backend in BACKENDS.items() if backend.compiles
 COMPILED_IF_ASKED = tuple(name for name, backend in BACKENDS.items() if backend.compiles != "always")
 ON_DEVICE = tuple(name for name, backend in BACKENDS.items() if backend.on_device)
 IN_PARALLEL = (*ON_DEVICE, "torch")
-"""Those that share a model out among ranks."""
-ON_NODES = ("torch",)
-"""Those whose ranks may be on several nodes."""
+"""Those that share a model out among ranks, on one or several nodes."""
 
 
 class SecretName(SpecPart, frozen=True):
@@ -174,8 +172,9 @@ class Parallelism(SpecPart, frozen=True):
     ] = None
     nodes: Annotated[
         Annotated[int, Meta(ge=1, le=64)] | None,
-        "Nodes of one replica, which then is a [group](groups.md) of as many pods.",
-        Supported("remove it: with this backend a replica is one pod", values=(1,), backends=ON_NODES),
+        "Nodes of one replica, which then is a [group](groups.md) of as many pods. By default one; more where one does "
+        "not hold the model and the chart value `groups.maxNodes` allows it.",
+        Supported("remove it: with this backend a replica is one pod", values=(1,), backends=IN_PARALLEL),
     ] = None
 
 

@@ -54,7 +54,7 @@ class Target:
     logical_core: int
     """Physical cores per logical core."""
     cores: int
-    """Logical cores of the devices of a replica."""
+    """Logical cores of the devices of a replica, on all its nodes."""
     tensor: int
     """Of them, those that the model runs on: its tensor-parallel degree."""
     instance_types: tuple[str, ...] = ()

@@ -29,7 +29,7 @@ from neuron_operator.local.pods import CannotRunHere
 from neuron_operator.manifest import parse
 from neuron_operator.model import BACKENDS, NeuronModel
 from neuron_operator.objects import printable
-from neuron_operator.planner import Choice, Option, Supply, choose, dollars
+from neuron_operator.planner import MAX_NODES, Choice, Option, Supply, choose, dollars
 from neuron_operator.records import Facts
 from neuron_operator.render.jobs import compile_jobs
 from neuron_operator.revision import Revision
@@ -38,6 +38,7 @@ from neuron_operator.world import (
     DEVICE_MODES,
     ClaimTemplate,
     FreeDevices,
+    GroupSettings,
     Object,
     Place,
     Provisionable,
@@ -75,6 +76,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--cluster", action="store_true", help="plan for the nodes of the cluster")
     parser.add_argument("--kubeconfig", default="", help="of that cluster")
     parser.add_argument("--device-mode", choices=DEVICE_MODES, default="Plugin", help="as the chart value devices.mode")
+    parser.add_argument(
+        "--max-nodes",
+        type=int,
+        choices=range(1, MAX_NODES + 1),
+        default=1,
+        metavar="N",
+        help="as the chart value groups.maxNodes: nodes of a replica that no node holds (default: %(default)s)",
+    )
 
 
 def run(options: argparse.Namespace) -> int:
@@ -135,7 +144,9 @@ def _where(options: argparse.Namespace) -> tuple[Settings, FreeDevices]:
         raise NoFacts(f"--instance-types: {unknown[0]} is of no known family; known are {', '.join(INSTANCE_TYPES)}")
     free = asyncio.run(_nodes(options.kubeconfig)) if options.cluster else FreeDevices(())
     types = types or (() if options.cluster else tuple(INSTANCE_TYPES))
-    return replace(SETTINGS, device_mode=options.device_mode, provisionable=Provisionable(types)), free
+    groups = GroupSettings(max_nodes=options.max_nodes)
+    settings = replace(SETTINGS, device_mode=options.device_mode, provisionable=Provisionable(types), groups=groups)
+    return settings, free
 
 
 async def _nodes(kubeconfig: str) -> FreeDevices:

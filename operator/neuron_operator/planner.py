@@ -8,9 +8,11 @@ that was considered, or raises with the numbers. It chooses a type of node; the 
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from enum import IntEnum
+from itertools import product
 from typing import Any
 
 from msgspec import structs
@@ -42,6 +44,9 @@ better than a dearer node, but one at a time, or short ones, are not."""
 BLOCK_SIZE = 32
 """As the runtime's default."""
 
+MAX_NODES = 64
+"""Of a replica."""
+
 HOST_PROCESSES_BYTES = 256 * 2**20
 """Of a pod beside its engine."""
 
@@ -69,12 +74,18 @@ class Site:
     """Dollars per hour of a node."""
     host_memory: int = 0
     """Bytes that pods can request; 0: unknown."""
-    free: int | None = None
-    """Devices (or cores) of the node with most of them free; None: there is no node."""
+    free: tuple[tuple[str, int], ...] = ()
+    """For each node there is: the domain in which the nodes of a group must be, and its free devices (or cores)."""
     is_buyable: bool = True
 
-    def supply(self, size: int) -> Supply:
-        if self.free is not None and self.free >= size:
+    @property
+    def is_wired(self) -> bool:
+        """Whether its nodes have the network over which devices of several nodes compute together."""
+        return self.name in INSTANCE_TYPES and INSTANCE_TYPES[self.name].efa > 0
+
+    def supply(self, size: int, nodes: int) -> Supply:
+        together = Counter(domain for domain, free in self.free if free >= size)
+        if max(together.values(), default=0) >= nodes:
             return Supply.THERE
         return Supply.TO_BUY if self.is_buyable else Supply.TAKEN
 
@@ -88,12 +99,13 @@ class Held:
     """Empty: any of the family."""
     family: str
     size: int
+    nodes: int = 1
 
     def contains(self, option: Option) -> bool:
         is_here = option.site.name == self.instance_type or (
             not self.instance_type and option.site.family.name == self.family
         )
-        return is_here and option.size == self.size
+        return is_here and (option.size, option.nodes) == (self.size, self.nodes)
 
 
 @dataclass(frozen=True)
@@ -153,27 +165,28 @@ class Option:
 
     site: Site
     size: int
-    """Devices, or cores if the manifest asks for cores."""
+    """Devices of each node, or cores if the manifest asks for cores."""
+    nodes: int
     in_cores: bool
     logical_core: int
     cores: int
-    """Logical cores of all of them."""
+    """Logical cores of all of them, on all nodes."""
     tensor: int
     load: Load
     memory: Memory
     host: int
-    """Bytes of host memory that loading takes; 0: the manifest says how much the pod requests."""
+    """Bytes of a node's memory that loading takes; 0: the manifest says how much the pod requests."""
 
     @property
     def supply(self) -> Supply:
-        return self.site.supply(self.size)
+        return self.site.supply(self.size, self.nodes)
 
     @property
     def cost(self) -> float:
-        """Dollars per hour: of its share of a node that exists, or of a whole one that has to be added."""
+        """Dollars per hour: of its share of nodes that exist, or of whole ones that have to be added."""
         whole = self.site.devices * (self.site.family.physical_cores // self.logical_core if self.in_cores else 1)
         share = min(1.0, self.size / whole) if whole else 1.0
-        return self.site.price * (1.0 if self.supply is Supply.TO_BUY else share)
+        return self.nodes * self.site.price * (1.0 if self.supply is Supply.TO_BUY else share)
 
     @property
     def lacks_host_memory(self) -> bool:
@@ -190,7 +203,8 @@ class Option:
 
     @property
     def placement(self) -> Placement:
-        return Placement(cores=self.size) if self.in_cores else Placement(devices=self.size)
+        held = Placement(cores=self.size) if self.in_cores else Placement(devices=self.size)
+        return replace(held, nodes=self.nodes)
 
     @property
     def words(self) -> str:
@@ -295,11 +309,10 @@ def choose(
     asked = place(model, settings)
     if not asked.resources:
         raise InvalidSpec("spec.engine.backend", f"{model.backend} runs on Neuron devices: set accelerator.type Neuron")
-    case = _Case(model, facts, settings.device_mode, wishes_of(model, facts))
+    case = _Case(model, facts, settings.device_mode, wishes_of(model, facts), settings.groups.max_nodes)
     sites = _sites(model, settings, asked, free)
     case.check(sites)
-    options: tuple[Option, ...] = ()
-    ranked = [tuple(case.options(sites, least)) for least in case.wishes.least]
+    ranked = [tuple(case.options(sites, least, nodes)) for nodes in case.node_counts for least in case.wishes.least]
     for kept in (True, False) if held else (False,):
         for options in ranked:
             allowed = (
@@ -309,6 +322,7 @@ def choose(
             if fitting:
                 rest = tuple(option for option in options if not option.fits)
                 return Choice(asked, _types(fitting[0], free), fitting[0], fitting, rest, is_kept=kept)
+    options = next((options for options in reversed(ranked) if options), ())
     if not options:
         text = f"no node of {', '.join(sorted(site.name for site in sites))} grants {asked.words} to one pod"
         raise Unplaceable(Reason.TOPOLOGY_IMPOSSIBLE, text, needs=(Need.FREE_DEVICES,))
@@ -317,7 +331,8 @@ def choose(
         return Choice(asked, _types(closest, free), closest, (), options)
     raise Unplaceable(
         Reason.MODEL_TOO_LARGE,
-        f"the model does not fit on {closest.words}, the best of what may be used: {closest.problem}; {case.nearest()}",
+        f"the model does not fit on {closest.words}, the best of what may be used: {closest.problem}; "
+        f"{case.nearest(sites)}",
         needs=() if asked.instance_type else (Need.FREE_DEVICES,),
     )
 
@@ -330,6 +345,17 @@ class _Case:
     facts: Facts
     mode: DeviceMode
     wishes: Wishes
+    max_nodes: int = 1
+    """Of a replica, if the manifest says nothing."""
+
+    @property
+    def node_counts(self) -> tuple[int, ...]:
+        """Nodes of a replica to try; the next only if the model does not fit on fewer. What is said of the devices is
+        said of one node, unless the number of nodes is said as well."""
+        spec = self.model.spec
+        if spec.parallelism.nodes or spec.accelerator.devices or spec.accelerator.cores:
+            return (spec.parallelism.nodes or 1,)
+        return tuple(count for count in (2**power for power in range(7)) if count <= self.max_nodes)
 
     @property
     def is_all_set(self) -> bool:
@@ -347,10 +373,12 @@ class _Case:
             except InvalidSpec as error:
                 refused.append(error)
                 continue
-            for size in self.sizes(site):
+            each_way = ((count, size) for count in self.node_counts for size in self.sizes(site, count))
+            for nodes, size in each_way:
                 in_cores = accelerator.cores is not None
-                have = "are" if in_cores else f"are those of {Placement(devices=size).words}, {site.family.name}"
-                most = max(most, (size if in_cores else size * each, have))
+                held = Placement(devices=size, nodes=nodes).words
+                have = "are" if in_cores else f"are those of {held}, {site.family.name}"
+                most = max(most, (size if in_cores else size * each * nodes, have))
         cores, have = most
         if refused and not cores:
             raise refused[0]
@@ -364,32 +392,35 @@ class _Case:
             message = f"{wished} does not divide the {self.facts.num_heads} attention heads; choose one of {fitting}"
             raise InvalidSpec("spec.parallelism.tensor", message)
 
-    def sizes(self, site: Site) -> tuple[int, ...]:
-        """Devices (or cores) that may be asked of a node of a site, ascending."""
+    def sizes(self, site: Site, nodes: int) -> tuple[int, ...]:
+        """Devices (or cores) that may be asked of each of so many nodes of a site, ascending. If the manifest does not
+        say, several nodes are whole ones that have a network for their devices."""
         accelerator = self.model.spec.accelerator
         pinned = accelerator.cores or accelerator.devices
         legal = legal_sizes(site.name, site.devices, self.mode, in_cores=accelerator.cores is not None)
         if pinned is not None:
             return (pinned,) if not legal or pinned in legal else ()
+        if nodes > 1:
+            return tuple(size for size in legal if size == site.devices and site.is_wired)
         return legal or (1,)
 
-    def options(self, sites: Iterable[Site], least: tuple[int, int]) -> Iterator[Option]:
+    def options(self, sites: Iterable[Site], least: tuple[int, int], nodes: int) -> Iterator[Option]:
         """For each site and size, the largest load that fits, or the smallest if none does."""
         accelerator, overlay = self.model.spec.accelerator, self.model.spec.pod_template.spec.resources
         is_set = "memory" in overlay.requests or "memory" in overlay.limits
-        host = 0 if is_set else sizing.host_bytes(self.facts, self.wishes.widths) + HOST_PROCESSES_BYTES
+        host = 0 if is_set else sizing.host_bytes(self.facts, self.wishes.widths, nodes) + HOST_PROCESSES_BYTES
         in_cores = accelerator.cores is not None
         for site in sites:
             try:
                 logical_core, each = site.family.logical_cores(accelerator.logical_neuron_core)
             except InvalidSpec:
                 continue
-            for size in self.sizes(site):
-                cores = size if in_cores else size * each
+            for size in self.sizes(site, nodes):
+                cores = nodes * (size if in_cores else size * each)
                 tried = (
-                    Option(site, size, in_cores, logical_core, cores, tensor, load, memory, host)
+                    Option(site, size, nodes, in_cores, logical_core, cores, tensor, load, memory, host)
                     for load in self.wishes.loads(least, logical_core)
-                    for tensor in self.degrees(site.family, logical_core, cores)
+                    for tensor in self.degrees(site.family, logical_core, cores, nodes)
                     for memory in (self.memory(load, Cores(tensor, site.family, logical_core)),)
                 )
                 found: Option | None = None
@@ -404,40 +435,47 @@ class _Case:
     def memory(self, load: Load, cores: Cores) -> Memory:
         return sizing.memory_of(self.facts, self.wishes.widths, load, cores)
 
-    def degrees(self, family: Family, logical_core: int, cores: int) -> tuple[int, ...]:
-        """Tensor-parallel degrees to try, the most cores first: documented ones that divide the heads and the
-        feed-forward layers. One that the manifest sets is the only one."""
+    def degrees(self, family: Family, logical_core: int, cores: int, nodes: int) -> tuple[int, ...]:
+        """Tensor-parallel degrees to try, the most cores first: documented ones, on each of the nodes, that divide the
+        heads and the feed-forward layers. One that the manifest sets is the only one."""
         wished = self.wishes.tensor
         if wished is not None:
-            return (wished,) if wished <= cores else ()
-        documented = {*family.degrees, *(d * family.logical_core // logical_core for d in family.degrees)}
+            return (wished,) if wished <= cores and wished % nodes == 0 else ()
+        each = {*family.degrees, *(d * family.logical_core // logical_core for d in family.degrees)}
+        documented = {nodes * degree for degree in each}
         divided = (self.facts.num_heads, self.facts.intermediate_size)
         legal = (d for d in documented if d <= cores and not any(size % d for size in divided))
         return tuple(sorted(legal, reverse=True))
 
-    def nearest(self) -> str:
-        """The cheapest known place that would hold the model, for a message."""
+    def nearest(self, sites: tuple[Site, ...]) -> str:
+        """The cheapest places that would hold the model, for a message: one known node, and several that may be
+        used; if there is neither, several of any type."""
         everywhere = tuple(_site(kind.name, kind.family) for kind in INSTANCE_TYPES.values())
-        anything = structs.replace(self.model.spec.accelerator, devices=None, cores=None, logical_neuron_core=None)
+        spec = self.model.spec
+        anything = structs.replace(spec.accelerator, devices=None, cores=None, logical_neuron_core=None)
+        anyhow = structs.replace(spec.parallelism, nodes=None)
         freely = replace(
             self,
-            model=replace(self.model, spec=structs.replace(self.model.spec, accelerator=anything)),
+            model=replace(self.model, spec=structs.replace(spec, accelerator=anything, parallelism=anyhow)),
             wishes=replace(self.wishes, tensor=None),
+            max_nodes=MAX_NODES,
         )
-        for mode in DEVICE_MODES:
-            for least in self.wishes.least:
-                found = [option for option in replace(freely, mode=mode).options(everywhere, least) if option.fits]
-                if found:
-                    best = min(found, key=lambda option: option.order)
-                    with_it = "" if mode == "Plugin" else ", with the Neuron scheduler extension"
-                    return f"it would fit on {best.words}{with_it}, with {best.load.words}"
-        largest = max(INSTANCE_TYPES.values(), key=lambda kind: kind.devices * kind.family.device_memory)
-        weights = self.facts.parameters * self.wishes.widths.weights
-        nodes = max(2, -(-2 * weights // (largest.devices * largest.family.device_memory)))
-        return (
-            f"no known node holds it: it needs about {min(nodes, 10**6)} of {largest.name}, and replicas on several "
-            "nodes are not supported"
-        )
+        one, *several = freely.node_counts
+        alone = freely.first_that_fits(everywhere, (one,))
+        together = freely.first_that_fits(sites, several) or (not alone and freely.first_that_fits(everywhere, several))
+        cures = [f"it would fit on {found}" for found in (alone, together) if found]
+        return ", and ".join(cures) or f"no {MAX_NODES} nodes of any known type hold it"
+
+    def first_that_fits(self, sites: tuple[Site, ...], node_counts: Iterable[int]) -> str:
+        """In words; empty: nothing does."""
+        for nodes, mode, least in product(node_counts, DEVICE_MODES, self.wishes.least):
+            found = [one for one in replace(self, mode=mode).options(sites, least, nodes) if one.fits]
+            if found:
+                best = min(found, key=lambda option: option.order)
+                with_it = "" if mode == "Plugin" else ", with the Neuron scheduler extension"
+                how = f" (set parallelism.nodes, or the chart value groups.maxNodes, to {nodes})" if nodes > 1 else ""
+                return f"{best.words}{with_it}, with {best.load.words}{how}"
+        return ""
 
 
 def _types(best: Option, free: FreeDevices | None) -> tuple[str, ...]:
@@ -466,8 +504,9 @@ def _sites(model: NeuronModel, settings: Settings, asked: Placement, free: FreeD
         before = found.get(node.instance_type)
         offered = (node.free_cores if asked.cores else node.free_devices) if node.schedulable else 0
         site = before or _site(node.instance_type, family, node.devices)
+        domain = node.labels.get(settings.groups.topology_key, "")
         found[node.instance_type] = replace(
-            site, free=max(offered, site.free or 0), is_buyable=node.instance_type in to_buy
+            site, free=(*site.free, (domain, offered)), is_buyable=node.instance_type in to_buy
         )
     for kind in to_buy:
         family = family_of(kind)

@@ -147,9 +147,10 @@ class Reason(StrEnum):
         ("Placed",),
         "By [the estimate](sizing.md#the-arithmetic), no allowed number of devices holds the model; the message says "
         "what is missing, and what would hold it",
-        "Allow such nodes, or list their type in the chart value `provisionable.instanceTypes`. Or set a shorter "
-        "`serving.maxModelLength` or fewer `serving.maxSequences`. If devices, length and sequences are all set, they "
-        "are tried",
+        "Allow such nodes, or list their type in the chart value `provisionable.instanceTypes`. Or allow "
+        "[several nodes](groups.md) for one replica: `parallelism.nodes`, or the chart value `groups.maxNodes`. Or set "
+        "a shorter `serving.maxModelLength` or fewer `serving.maxSequences`. If devices, length and sequences are all "
+        "set, they are tried",
         final=True,
     )
     TOPOLOGY_IMPOSSIBLE = Row(

@@ -184,7 +184,7 @@ def held(revisions: Iterable[Revision]) -> Held | None:
     if latest is None or latest.pinned.compiling is None or not latest.pinned.compiling.family:
         return None
     pinned, family = latest.pinned, latest.pinned.compiling.family
-    return Held(pinned.plan.instance_type or "", family, pinned.cores or pinned.devices)
+    return Held(pinned.plan.instance_type or "", family, pinned.cores or pinned.devices, pinned.nodes)
 
 
 def pin(
@@ -217,6 +217,10 @@ def pin(
     _check_parallelism(model)
     choice = choose(model, facts, settings, free, before) if BACKENDS[model.backend].on_device else None
     placement = choice.placement if choice else place(model, settings)
+    if placement.nodes > 1 and model.spec.replicas > MAX_GROUPS // 2:
+        raise InvalidSpec(
+            "spec.replicas", f"{model.spec.replicas} exceeds {MAX_GROUPS // 2}, the limit for models on several nodes"
+        )
     target = choice.target if choice else None
     weights = weights_place(model, settings)
     compiling = _compiling(model, settings, target)
@@ -225,7 +229,7 @@ def pin(
         model,
         placement,
         settings,
-        requests=serving_requests(model, facts),
+        requests=serving_requests(model, facts, placement.nodes),
         weights=weights,
         artifacts=compiling.artifacts if compiling else None,
         target=target,
@@ -260,10 +264,6 @@ def _check_parallelism(model: NeuronModel) -> None:
     if parallelism.tensor and parallelism.tensor % nodes:
         raise InvalidSpec(
             "spec.parallelism.tensor", f"{parallelism.tensor} is not a multiple of parallelism.nodes, which is {nodes}"
-        )
-    if model.spec.replicas > MAX_GROUPS // 2:
-        raise InvalidSpec(
-            "spec.replicas", f"{model.spec.replicas} exceeds {MAX_GROUPS // 2}, the limit for models on several nodes"
         )
     if model.spec.accelerator.cores:
         raise InvalidSpec("spec.accelerator.cores", "a replica on several nodes has whole devices: set devices")

@@ -182,7 +182,8 @@ SETTINGS = (
         "groups",
         _groups,
         "{}",
-        "JSON: replicas on several nodes: restartSeconds, maxRestarts, placeSeconds, topologyKey, hostNetwork, e.g. "
+        "JSON: replicas on several nodes: restartSeconds, maxRestarts, placeSeconds, topologyKey, hostNetwork, "
+        "maxNodes, e.g. "
         '{"restartSeconds": 60, "maxRestarts": 5}',
     ),
     _Setting(

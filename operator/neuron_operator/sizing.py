@@ -190,9 +190,10 @@ def activation_bytes(facts: Facts, widths: Widths, load: Load, tensor: int) -> i
     return max(prefill, decode)
 
 
-def host_bytes(facts: Facts, widths: Widths) -> int:
-    """Of the engine on the host while it loads weights onto devices: the checkpoint, and the shards made from it."""
-    return TORCH_BYTES + facts.weights_bytes + facts.parameters * widths.weights
+def host_bytes(facts: Facts, widths: Widths, nodes: int = 1) -> int:
+    """Of the engine on a node's host while it loads weights onto devices: the whole checkpoint, and the shards that are
+    made from it for the cores of this node."""
+    return TORCH_BYTES + facts.weights_bytes + _up(facts.parameters * widths.weights, nodes)
 
 
 def width_of(dtype: str) -> int:

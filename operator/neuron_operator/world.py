@@ -301,6 +301,8 @@ class GroupSettings(Struct, frozen=True, forbid_unknown_fields=True, rename="cam
     topology_key: Annotated[str, Meta(max_length=253)] = ZONE_LABEL
     """Label of nodes whose value the nodes of a group share; empty: none."""
     host_network: bool = False
+    max_nodes: Annotated[int, Meta(ge=1, le=64)] = 1
+    """Of a replica whose manifest does not say how many: more only where the model does not fit on fewer."""
 
 
 @dataclass(frozen=True)

@@ -21,10 +21,10 @@ from neuron_operator.config_document import config_document
 from neuron_operator.errors import InvalidSpec, OperatorError, Unplaceable
 from neuron_operator.manifest import parse
 from neuron_operator.placement import legal_sizes
-from neuron_operator.planner import Choice, Held, choose
+from neuron_operator.planner import Choice, Held, Supply, choose
 from neuron_operator.reasons import Reason
 from neuron_operator.records import Facts
-from neuron_operator.world import DEVICE_MODES, DeviceMode, FreeDevices, NodeDevices, Provisionable
+from neuron_operator.world import DEVICE_MODES, DeviceMode, FreeDevices, GroupSettings, NodeDevices, Provisionable
 
 FILE: Path = CASES / "sizing" / "models.yaml"
 MODELS = {name: msgspec.convert(facts, Facts) for name, facts in yaml.safe_load(FILE.read_text()).items()}
@@ -43,9 +43,11 @@ def chosen(
     types: tuple[str, ...] = (),
     *nodes: NodeDevices,
     mode: DeviceMode = "PluginWithExtension",
+    max_nodes: int = 1,
     **spec: Any,
 ) -> Choice:
-    using = replace(SETTINGS, device_mode=mode, provisionable=Provisionable(types))
+    groups = GroupSettings(max_nodes=max_nodes)
+    using = replace(SETTINGS, device_mode=mode, provisionable=Provisionable(types), groups=groups)
     return choose(parse(body({"model": {"uri": "hf://acme/tiny"}, **spec})), facts, using, FreeDevices(nodes))
 
 
@@ -162,8 +164,73 @@ def test_a_model_that_is_too_large_is_told_the_numbers_and_the_nearest_place() -
     ):
         assert part in str(error)
     huge = refused(msgspec.structs.replace(LARGE, parameters=4 * 10**12, weights_bytes=8 * 10**12), ("trn2.48xlarge",))
-    assert "no known node holds it: it needs about" in str(huge)
-    assert "replicas on several nodes are not supported" in str(huge)
+    assert str(huge).endswith("; no 64 nodes of any known type hold it")
+
+
+def packed(billions: int) -> Facts:
+    """A model whose weights are stored in a byte each."""
+    number = billions * 10**9
+    return msgspec.structs.replace(LARGE, parameters=number, weights_bytes=number, dtype="F8_E4M3", num_heads=128)
+
+
+def test_several_nodes_are_chosen_only_where_fewer_do_not_hold_the_model_and_the_chart_allows_them() -> None:
+    choice = chosen(packed(235), ("trn1.32xlarge",), max_nodes=64)
+    assert outcome(choice) == (16, "trn1.32xlarge", 64, 16, 4096)
+    assert choice.chosen.words == "16 Neuron devices on each of 2 nodes of trn1.32xlarge"
+    assert choice.chosen.cost == 2 * INSTANCE_TYPES["trn1.32xlarge"].price
+    assert (choice.placement.devices, choice.placement.nodes, choice.target.cores) == (16, 2, 64)
+    assert chosen(LARGE, ("trn1.32xlarge",), max_nodes=64).placement.nodes == 1
+    one = chosen(packed(235), ("trn1.32xlarge", "trn2.48xlarge"), max_nodes=64)
+    assert (one.chosen.site.name, one.placement.nodes) == ("trn2.48xlarge", 1)
+    among = chosen(packed(235), ("trn1.32xlarge", "trn1n.32xlarge"), max_nodes=2)
+    assert "before 16 Neuron devices on each of 2 nodes of trn1n.32xlarge" in among.why
+
+
+def test_a_model_that_needs_several_nodes_is_told_how_many_and_what_allows_them() -> None:
+    error = refused(packed(671), ("trn2.48xlarge",))
+    assert isinstance(error, Unplaceable)
+    assert error.reason is Reason.MODEL_TOO_LARGE
+    for cure in (
+        "it would fit on 16 Neuron devices of trn3.48xlarge, with 16 sequences of 4096 tokens, and it would fit on ",
+        "16 Neuron devices on each of 2 nodes of trn2.48xlarge, with 16 sequences of 4096 tokens ",
+        "(set parallelism.nodes, or the chart value groups.maxNodes, to 2)",
+    ):
+        assert cure in str(error)
+    larger = refused(packed(1000), ("trn2.3xlarge",))
+    assert "it would fit on 16 Neuron devices on each of 2 nodes of trn2.48xlarge" in str(larger)
+    both = {"max_nodes": 2}, {"parallelism": {"nodes": 2}}
+    assert [chosen(packed(671), ("trn2.48xlarge",), **each).placement.nodes for each in both] == [2, 2]
+
+
+def test_what_the_manifest_says_of_devices_is_said_of_each_node() -> None:
+    types = ("inf2.24xlarge", "trn1.32xlarge")
+    choice = chosen(LLAMA, types, parallelism={"nodes": 2})
+    assert outcome(choice)[:3] == (16, "trn1.32xlarge", 32), "several nodes are whole ones with a network for devices"
+    assert outcome(chosen(LLAMA, types, parallelism={"nodes": 2}, accelerator={"devices": 6}))[:2] == (
+        6,
+        "inf2.24xlarge",
+    )
+    assert chosen(LLAMA, types, max_nodes=8, accelerator={"devices": 1}).placement.nodes == 1
+    tensor = refused(LLAMA, ("trn1.32xlarge",), parallelism={"nodes": 2, "tensor": 128})
+    assert "128 needs 128 NeuronCores, but 64 are those of 16 Neuron devices on each of 2 nodes, trn1" in str(tensor)
+
+
+def test_nodes_for_a_group_are_there_if_enough_of_them_are_in_one_domain() -> None:
+    def supply(*zones: str) -> Supply:
+        nodes = [node("trn1.32xlarge", 16, **{names.ZONE_LABEL: zone}) for zone in zones]
+        return chosen(LLAMA, ("trn1.32xlarge",), *nodes, parallelism={"nodes": 2}).chosen.supply
+
+    assert supply("a", "b", "a") is Supply.THERE
+    assert supply("a", "b") is Supply.TO_BUY
+
+
+def test_an_edit_does_not_move_a_group_to_another_number_of_nodes() -> None:
+    held = Held("trn1.32xlarge", "trn1", 16, 2)
+    model = parse(body({"model": {"uri": "hf://acme/tiny"}}))
+    types = Provisionable(("trn1.32xlarge", "trn2.48xlarge"))
+    using = replace(SETTINGS, provisionable=types, groups=GroupSettings(max_nodes=2))
+    assert choose(model, packed(235), using, NONE, held).placement.nodes == 2
+    assert choose(model, packed(235), using, NONE).placement.nodes == 1
 
 
 def test_a_manifest_that_sets_every_number_is_tried_although_the_estimate_says_no() -> None:

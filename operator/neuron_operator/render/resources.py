@@ -53,8 +53,8 @@ def fetch_requests(weights: Place, facts: Facts) -> Requests:
     return {**FETCH_REQUESTS, "ephemeral-storage": f"{_up(facts.weights_bytes + SMALL_FILES_BYTES, MIB) // MIB}Mi"}
 
 
-def serving_requests(model: NeuronModel, facts: Facts) -> Requests:
-    """What a replica needs to load the model and to answer at about a token per second.
+def serving_requests(model: NeuronModel, facts: Facts, nodes: int = 1) -> Requests:
+    """What a pod of a replica needs to load the model and to answer at about a token per second.
 
     Memory: the processes, and with the torch backend weights, cache and scratch; with devices, weights on their way to
     them. The cache has room for the sequences and length (or blocks) of the manifest. CPU: a share for each process,
@@ -67,7 +67,7 @@ def serving_requests(model: NeuronModel, facts: Facts) -> Requests:
         memory += TORCH_BYTES + int((weights + cache) * (1 + SCRATCH_SHARE))
         millicores += 1000 * weights // READ_BYTES_PER_CORE
     elif BACKENDS[model.backend].on_device:
-        memory += host_bytes(facts, Widths(weights=width_of(_dtype(model, facts))))
+        memory += host_bytes(facts, Widths(weights=width_of(_dtype(model, facts))), nodes)
         millicores += MILLICORES_PER_PROCESS
     else:
         memory += PROCESS_BYTES
