@@ -122,7 +122,9 @@ GROUP_SECRET_VOLUME = "group-secret"
 GROUP_SECRET_DIR = "/etc/neuron-serving-group"
 GROUP_SECRET_KEY = "secret"
 GROUP_PORT = 8010
-"""The first of three on the leader's pod, for the ranks of its group."""
+"""The first of two on the leader's pod, for the ranks of its group."""
+GROUP_PORT_VARIABLE = "NEURON_SERVING_GROUP_PORT"
+"""Another first port, where several groups share one network."""
 SHM_VOLUME = "shm"
 SHM_DIR = "/dev/shm"  # noqa: S108 - an emptyDir in the pod
 PLATFORM_VARIABLE = "NEURON_PLATFORM_TARGET_OVERRIDE"

@@ -22,6 +22,7 @@ from aiohttp import web
 from aiohttp.test_utils import TestServer
 
 from helpers.ports import free_ports
+from helpers.serve_command import children
 from neuron_operator.local.command import _require_space, _Session, read_manifest
 from neuron_operator.local.pods import CannotRunHere
 
@@ -163,6 +164,34 @@ def test_a_simulated_device_is_served_locally(tmp_path: Path) -> None:
     assert any("WeightsReady" in line and line.rstrip().endswith(f"from {demo.as_uri()}") for line in lines)
     assert answer["usage"]["completion_tokens"] == 6
     assert len(answer["choices"][0]["logprobs"]["tokens"]) == 6
+
+
+@pytest.mark.slow
+def test_a_replica_on_two_nodes_is_two_processes_that_answer_and_end_as_one(tmp_path: Path) -> None:
+    demo = Path(__file__).parents[2] / "examples" / "demo-model"
+    file = tmp_path / "model.yaml"
+    file.write_text(MODEL % (demo.as_uri(), "CPU", "  parallelism: {nodes: 2}\n  rollout: {drainDelaySeconds: 0}"))
+    command = [sys.executable, "-m", "neuron_operator", "local", "-f", str(file), "--cache-dir", str(tmp_path / "c")]
+    with (
+        free_ports(3) as port,
+        subprocess.Popen(
+            [*command, "--port", str(port)], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        ) as running,
+    ):
+        try:
+            assert running.stdout is not None
+            lines = list(iter_until(running.stdout, "Ctrl-C stops it"))
+            body = {"model": "demo", "prompt": "What is a pod?", "max_tokens": 6, "ignore_eos": True}
+            answer = httpx.post(f"http://127.0.0.1:{port}/v1/completions", json=body, timeout=60).json()
+            programs = [command_line.split()[2] for _, command_line in children(running.pid)]
+        finally:
+            running.send_signal(signal.SIGINT)
+        rest, _ = running.communicate(timeout=200)
+    assert answer["usage"]["completion_tokens"] == 6, lines
+    assert sorted(programs) == ["follow", "serve"]
+    assert running.returncode == 0, rest
+    assert rest.rstrip().endswith("stopped")
+    assert not list((tmp_path / "c").rglob("group-secret/secret")), "the secret stays no longer than the processes"
 
 
 def iter_until(lines: IO[str], last: str) -> Iterator[str]:

@@ -110,10 +110,59 @@ async def test_a_job_runs_once_and_reports_its_result(tmp_path: Path) -> None:
     assert len(here.pods) == 1
 
 
+def member_set(name: str, first: int = 0, owner: str = "") -> dict[str, Any]:
+    """A StatefulSet of one attempt at a group of two, whose pods print what they were given."""
+    said = "import os, sys, time; e = os.environ; print(e['RANK'], e['LEADER'], e['NEURON_SERVING_GROUP_PORT'], "
+    said += "open(e['SECRET']).read(), flush=True); time.sleep(600)"
+    index = {"fieldRef": {"fieldPath": "metadata.labels['apps.kubernetes.io/pod-index']"}}
+    env = [
+        {"name": "RANK", "valueFrom": index},
+        {"name": "LEADER", "value": "g-0.g.default.svc"},
+        {"name": "SECRET", "value": "/etc/group/secret"},
+    ]
+    container = {
+        "name": "c",
+        "command": [sys.executable, "-c", said],
+        "env": env,
+        "volumeMounts": [{"name": "group", "mountPath": "/etc/group"}],
+    }
+    volumes = [{"name": "group", "secret": {"secretName": "g", "defaultMode": 292}}]
+    template = {
+        "metadata": {"labels": {"neuron-serving.dev/replica": "0"}},
+        "spec": {"containers": [container], "volumes": volumes},
+    }
+    owners = [{"kind": "StatefulSet", "name": "g", "uid": owner}] if owner else []
+    return {
+        "apiVersion": "apps/v1",
+        "kind": "StatefulSet",
+        "metadata": {"name": name, "namespace": "default", "ownerReferences": owners},
+        "spec": {"replicas": 1, "serviceName": "g", "ordinals": {"start": first}, "template": template},
+    }
+
+
+async def test_a_group_waits_for_its_secret_shares_ports_and_ends_as_a_whole(tmp_path: Path) -> None:
+    with free_ports(2) as first:
+        here, lines = machine(tmp_path, first)
+        await here.apply(member_set("g"))
+        assert here.pods == (), "as a kubelet does not start a pod whose Secret is missing"
+        (leader,) = here.children
+        await here.apply({"apiVersion": "v1", "kind": "Secret", "metadata": {"name": "g"}, "type": "Opaque"})
+        await here.apply(member_set("g-followers", 1, leader["metadata"]["uid"]))
+        await until(lambda: len(lines) == 2)
+        (zero, one) = (line.split() for line in sorted(lines))
+        assert (zero[0], one[0]) == ("0", "1")
+        assert zero[1:] == one[1:]
+        assert zero[1:3] == ["127.0.0.1", str(first)]
+        assert len(zero[3]) == 64
+        await here.delete(leader)
+        assert here.pods == ()
+        assert [child["kind"] for child in here.children] == ["Secret"], "only what the leader owns goes with it"
+
+
 async def test_an_unsupported_kind_is_refused(tmp_path: Path) -> None:
     here, _ = machine(tmp_path)
-    with pytest.raises(CannotRunHere, match="StatefulSet chat: is not supported"):
-        await here.apply(deployment() | {"kind": "StatefulSet"})
+    with pytest.raises(CannotRunHere, match="DaemonSet chat: is not supported"):
+        await here.apply(deployment() | {"kind": "DaemonSet"})
 
 
 def test_a_machine_with_devices_is_a_node_of_its_instance_type(tmp_path: Path) -> None:

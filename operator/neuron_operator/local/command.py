@@ -46,7 +46,7 @@ from neuron_operator.local.pods import (
 )
 from neuron_operator.objects import is_shared
 from neuron_operator.reasons import CONDITIONS
-from neuron_operator.world import ClaimTemplate, FreeDevices, Place, Settings, StorageSettings, World
+from neuron_operator.world import ClaimTemplate, FreeDevices, GroupSettings, Place, Settings, StorageSettings, World
 
 DEMO = Path(str(files("neuron_operator"))) / "data" / "neuronmodel-local.yaml"
 """Its model is in the same folder. In a checkout both are links into `examples`."""
@@ -61,6 +61,7 @@ _DNS_LABEL = r"[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?"
 SETTINGS = Settings(
     runtime_image="this-machine",  # a placeholder: the programs of this environment run instead
     storage=StorageSettings(artifacts=Place(pvc_template=ClaimTemplate(size="1Ti")), keep_days=0),
+    groups=GroupSettings(restart_seconds=1),
 )
 """Artifacts are kept in the cache folder, for all models of the namespace, until the user deletes them."""
 
@@ -279,7 +280,8 @@ class _Session:
         pods = machine.running
         failed = any(p.process.terminated and p.process.terminated.exit_code and not p.was_ready for p in pods)
         working = any(p.process.terminated is None or p.was_ready for p in pods)
-        if self.wake.is_set() or (working and not failed):
+        # Once it was ready, what ends is started again; a group has no pods for a moment then.
+        if self.wake.is_set() or self.announced or (working and not failed):
             return None
         ready = next((c for c in self.status.get("conditions", []) if c["type"] == "Ready"), None)
         return f"{ready['reason']}: {ready['message']}" if ready else "nothing is running and the model is not ready"
@@ -301,7 +303,7 @@ class _Session:
 
     async def _announce(self, machine: Machine) -> None:
         self._say("ready")
-        plans = [pod.process.plan for pod in machine.running if pod.process.ready]
+        plans = [pod.process.plan for pod in machine.running if pod.process.ready and pod.process.plan.ports]
         ports = [port for plan in plans for port in plan.ports.values()]
         async with aiohttp.ClientSession(headers=_authorization(plans[0])) as session:
             name = await _served_name(session, ports[0])
@@ -342,7 +344,8 @@ class _Session:
 
 def _authorization(plan: ContainerPlan) -> dict[str, str]:
     """The headers for a pod with API keys: its first key."""
-    lines = (line.strip() for text in plan.secrets.values() for line in text.splitlines())
+    files = (text for path, text in plan.secrets.items() if path.name == names.API_KEY_FILE)
+    lines = (line.strip() for text in files for line in text.splitlines())
     key = next(filter(None, lines), None)
     return {} if key is None else {"Authorization": f"Bearer {key}"}
 

@@ -1,14 +1,15 @@
 """A cluster of one machine: stores the desired objects, runs their pods, and reports their state.
 
 `neuron-operator local` runs the same pure decision as the operator in a cluster; this module replaces API server,
-controllers and kubelet. It runs Jobs and Deployments, stores passive kinds, and refuses kinds that need another
-controller (StatefulSets). It knows no field of NeuronModel.
+controllers and kubelet. It runs Jobs, Deployments and the StatefulSets of groups, stores passive kinds, and refuses
+kinds that need another controller. It knows no field of NeuronModel.
 """
 
 from __future__ import annotations
 
 import asyncio
 import copy
+import secrets
 import socket
 import uuid
 from collections.abc import Callable, Iterable, Mapping
@@ -18,7 +19,14 @@ from typing import Any
 
 from neuron_operator.local.pods import LOOPBACK, CannotRunHere, Host, interpret
 from neuron_operator.local.process import PodProcess
-from neuron_operator.names import INSTANCE_TYPE_LABEL
+from neuron_operator.names import (
+    GROUP_PORT,
+    GROUP_PORT_VARIABLE,
+    GROUP_SECRET_KEY,
+    INSTANCE_TYPE_LABEL,
+    POD_INDEX_LABEL,
+    REPLICA_LABEL,
+)
 from neuron_operator.world import NodeDevices
 
 Json = Mapping[str, Any]
@@ -69,6 +77,7 @@ class Machine:
     ) -> None:
         self._host = host
         self._next_port = first_port
+        self._kept_ports: dict[tuple[str, int], int] = {}
         self._changed = changed
         self._log = log
         self._objects: dict[Key, dict[str, Any]] = {}
@@ -124,6 +133,14 @@ class Machine:
             await self._run_once(self._objects[kind, name])
         elif kind == "Deployment":
             await self._scale(self._objects[kind, name])
+        elif kind == "StatefulSet":
+            await self._start_set(self._objects[kind, name])
+            self._changed()
+        elif kind == "Secret":
+            content = {GROUP_SECRET_KEY: secrets.token_hex(32)}
+            self._host = replace(self._host, secrets={**self._host.secrets, name: content})
+            for found in [one for (kind, _), one in self._objects.items() if kind == "StatefulSet"]:
+                await self._start_set(found)
         elif kind not in _PASSIVE_KINDS:
             raise CannotRunHere(f"{kind} {name}: is not supported without a cluster")
 
@@ -135,11 +152,16 @@ class Machine:
             self._objects[key] = {**live, **parts}
 
     async def delete(self, body: Json) -> None:
-        """Remove an object and end its pods."""
-        key = (str(body["kind"]), str(body["metadata"]["name"]))
-        self._objects.pop(key, None)
-        self._applied.pop(key, None)
-        await self._end(p.name for p in self._pods.values() if _owner(p.body) == body["metadata"]["name"])
+        """Remove an object with what it owns, and end their pods."""
+        keys, uid = [(str(body["kind"]), str(body["metadata"]["name"]))], body["metadata"].get("uid")
+        for key, found in self._objects.items():
+            if uid and uid in (owner["uid"] for owner in found["metadata"].get("ownerReferences", ())):
+                keys.append(key)
+        for key in keys:
+            self._objects.pop(key, None)
+            self._applied.pop(key, None)
+        owners = {name for _, name in keys}
+        await self._end(p.name for p in self._pods.values() if _owner(p.body) in owners)
 
     async def close(self) -> None:
         """End every pod: SIGTERM, grace, SIGKILL."""
@@ -170,12 +192,33 @@ class Machine:
             if pod not in self._pods:
                 await self._start(body, restart=True)
 
+    async def _start_set(self, found: dict[str, Any]) -> None:
+        """Starts the pods of a StatefulSet, which are never restarted: a group ends as a whole. Like a kubelet, it
+        waits for the Secret that they mount."""
+        spec, name = found["spec"], found["metadata"]["name"]
+        mounted = (volume.get("secret", {}) for volume in spec["template"]["spec"].get("volumes", []))
+        needed = {one["secretName"] for one in mounted if "secretName" in one and "items" not in one}
+        if not needed <= self._host.secrets.keys():
+            return
+        first = int(spec.get("ordinals", {}).get("start", 0))
+        for number in range(first, first + int(spec["replicas"])):
+            body = _pod_of(found, f"{name}-{number}")
+            body["metadata"]["labels"] = {**body["metadata"].get("labels", {}), POD_INDEX_LABEL: str(number)}
+            body["spec"] |= {"nodeName": "localhost", "subdomain": spec["serviceName"]}
+            if body["metadata"]["name"] not in self._pods:
+                await self._start(body, restart=False)
+
     async def _start(self, body: dict[str, Any], *, restart: bool) -> None:
+        replica = body["metadata"].get("labels", {}).get(REPLICA_LABEL, "")
         ports = {}
         for container in body["spec"]["containers"]:
             for port in container.get("ports", []):
-                ports[int(port["containerPort"])] = self._take_port()
-        pod = LocalPod(body, ports, PodProcess(interpret(body, self._host, ports), self._log))
+                ports[int(port["containerPort"])] = self._port_of(replica, int(port["containerPort"]))
+        plan = interpret(body, self._host, ports)
+        if replica:
+            group_ports = [self._port_of(replica, GROUP_PORT + number) for number in range(2)]
+            plan = replace(plan, env={**plan.env, GROUP_PORT_VARIABLE: str(group_ports[0])})
+        pod = LocalPod(body, ports, PodProcess(plan, self._log))
         await pod.process.start()
         self._pods[pod.name] = pod
         self._tasks[pod.name] = asyncio.create_task(self._keep(pod, restart))
@@ -204,6 +247,14 @@ class Machine:
             self._pods.pop(name)
 
         await asyncio.gather(*(end(name) for name in tuple(names)))
+
+    def _port_of(self, replica: str, inside: int) -> int:
+        """For a port of a pod. Groups of the same replica, which follow each other, have the same ones."""
+        if not replica:
+            return self._take_port()
+        if (replica, inside) not in self._kept_ports:
+            self._kept_ports[replica, inside] = self._take_port()
+        return self._kept_ports[replica, inside]
 
     def _take_port(self) -> int:
         port = self._next_port

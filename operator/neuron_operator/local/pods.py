@@ -27,10 +27,10 @@ _CLUSTER_ONLY_POD_FIELDS = frozenset(
     {
         "affinity", "automountServiceAccountToken", "enableServiceLinks", "imagePullSecrets", "nodeSelector",
         "priorityClassName", "runtimeClassName", "schedulerName", "securityContext", "serviceAccountName",
-        "tolerations", "topologySpreadConstraints",
+        "tolerations", "topologySpreadConstraints", "hostname", "nodeName",
     }
 )  # fmt: skip
-_POD_FIELDS = frozenset({"containers", "volumes", "restartPolicy", "terminationGracePeriodSeconds"})
+_POD_FIELDS = frozenset({"containers", "volumes", "restartPolicy", "terminationGracePeriodSeconds", "subdomain"})
 _CLUSTER_ONLY_CONTAINER_FIELDS = frozenset({"image", "imagePullPolicy", "securityContext", "terminationMessagePolicy"})
 _CONTAINER_FIELDS = frozenset(
     {
@@ -91,6 +91,8 @@ class Host:
     """Empty: unknown."""
     config_maps: Mapping[str, Json] = field(default_factory=dict)
     """name -> ConfigMap object."""
+    secrets: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
+    """name -> content; those that the operator makes."""
 
     @property
     def claims(self) -> Path:
@@ -130,8 +132,11 @@ def interpret(pod: Json, host: Host, ports: Mapping[int, int]) -> ContainerPlan:
 
     declared = {str(inside): str(outside) for inside, outside in ports.items()}
 
+    neighbours = f".{spec.get('subdomain', name)}.{pod['metadata'].get('namespace', 'default')}.svc"
+
     def here(value: str) -> str:
-        return LOOPBACK if value == "0.0.0.0" else declared.get(value) or _translate(value, places)
+        is_here = value == "0.0.0.0" or value.endswith(neighbours)
+        return LOOPBACK if is_here else declared.get(value) or _translate(value, places)
 
     argv = [here(word) for word in (*container.get("command", []), *container.get("args", []))]
     if not argv:
@@ -201,8 +206,11 @@ def _volume(volume: Json, pod: Json, host: Host, files: dict[Path, str]) -> Path
 
 
 def _secret_files(volume: Json, folder: Path, host: Host) -> dict[Path, str]:
-    """Keys of a Secret as files, each from the environment variable NAME_KEY in capitals."""
+    """Keys of a Secret as files: of one that the operator makes all, otherwise those that are named, each from the
+    environment variable NAME_KEY in capitals."""
     secret = volume["secret"]
+    if made := host.secrets.get(secret["secretName"]):
+        return {folder / key: value for key, value in made.items()}
     _refuse_unknown(secret, {"secretName", "items", "defaultMode"}, f"volume {volume['name']}.secret")
     files = {}
     for item in secret.get("items", []):
@@ -254,8 +262,9 @@ def _environment(container: Json, pod: Json, host: Host) -> dict[str, str]:
 
 
 def _field(path: str, pod: Json) -> str:
-    annotations = pod["metadata"].get("annotations", {})
+    annotations, labels = pod["metadata"].get("annotations", {}), pod["metadata"].get("labels", {})
     fields = {
+        **{f"metadata.labels['{key}']": text for key, text in labels.items()},
         **{f"metadata.annotations['{key}']": text for key, text in annotations.items()},
         "status.podIP": LOOPBACK,
         "status.hostIP": LOOPBACK,
