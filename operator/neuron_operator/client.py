@@ -26,7 +26,15 @@ from kubernetes.aio.client import ApiClient, Configuration
 
 from neuron_operator.containment import own_entries
 from neuron_operator.errors import ClusterFault
-from neuron_operator.names import API_VERSION, FIELD_MANAGER, KIND, PLURAL, STATUS_FIELD_MANAGER
+from neuron_operator.names import (
+    API_VERSION,
+    FIELD_MANAGER,
+    KIND,
+    LEADER_WORKER_SET,
+    LEADER_WORKER_SET_API,
+    PLURAL,
+    STATUS_FIELD_MANAGER,
+)
 from neuron_operator.world import Object
 
 REQUEST_SECONDS = 30.0
@@ -84,10 +92,13 @@ CHILDREN = (
     JOBS,
     Resource("batch/v1", "CronJob", "cronjobs"),
 )
+LEADER_WORKER_SETS = Resource(LEADER_WORKER_SET_API, LEADER_WORKER_SET, "leaderworkersets")
+"""A child where groups are made of them: other clusters do not serve it."""
 SECRETS = Resource("v1", "Secret", "secrets")
 """Created with a group, never read: the operator has no right to."""
 _BY_KIND = {
-    (resource.api_version, resource.kind): resource for resource in (*CHILDREN, NEURON_MODELS, PODS, EVENTS, SECRETS)
+    (resource.api_version, resource.kind): resource
+    for resource in (*CHILDREN, LEADER_WORKER_SETS, NEURON_MODELS, PODS, EVENTS, SECRETS)
 }
 
 

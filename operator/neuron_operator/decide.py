@@ -21,7 +21,7 @@ from neuron_operator.objects import instant, is_owned, name_of
 from neuron_operator.reasons import Finding, Reason, met, unmet
 from neuron_operator.render import serving
 from neuron_operator.render.cleaning import cleaners
-from neuron_operator.render.groups import leader_set, rest_of
+from neuron_operator.render.groups import group_owner, rest_of
 from neuron_operator.render.jobs import with_owners
 from neuron_operator.render.pods import runtime_image
 from neuron_operator.render.replicas import replicas
@@ -266,7 +266,7 @@ def _distinct(*revisions: Revision | None) -> Iterable[Revision]:
 _NEEDED_BY_PODS = frozenset(
     {"ControllerRevision", "ServiceAccount", "ConfigMap", "NetworkPolicy", "PersistentVolumeClaim", "Secret"}
 )
-_MAKE_PODS = frozenset({"Deployment", "StatefulSet", "Job"})
+_MAKE_PODS = frozenset({"Deployment", "StatefulSet", names.LEADER_WORKER_SET, "Job"})
 
 
 def _independent(desired: Sequence[Object], world: World, observed: Observed) -> Iterator[Object]:
@@ -362,7 +362,7 @@ def _replicas(
     if grouped is None:
         return
     for attempt in grouped.start:
-        yield leader_set(model, served, attempt, settings.groups, is_room_known=grouped.is_room_known)
+        yield group_owner(model, served, attempt, settings.groups, is_room_known=grouped.is_room_known)
     for group in grouped.alive:
         made = rest_of(model, group.live)
         # Only these two are ever repaired: a member that is gone ends the group.

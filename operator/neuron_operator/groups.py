@@ -43,7 +43,7 @@ State = Literal["Starting", "Serving", "Failed", "Left", "Released"]
 class Plan:
     start: tuple[Attempt, ...] = ()
     end: tuple[Object, ...] = ()
-    """The leaders' StatefulSets, which own everything else."""
+    """The objects that own everything else of their groups."""
     alive: tuple[GroupView, ...] = ()
     """Groups that stay."""
     records: tuple[GroupStatus, ...] = ()

@@ -29,6 +29,9 @@ INSTANCE_TYPE_LABEL = "node.kubernetes.io/instance-type"
 ARCHITECTURE_LABEL = "kubernetes.io/arch"
 HOSTNAME_LABEL = "kubernetes.io/hostname"
 POD_INDEX_LABEL = "apps.kubernetes.io/pod-index"
+WORKER_INDEX_LABEL = "leaderworkerset.sigs.k8s.io/worker-index"
+LEADER_WORKER_SET = "LeaderWorkerSet"
+LEADER_WORKER_SET_API = "leaderworkerset.x-k8s.io/v1"
 ZONE_LABEL = "topology.kubernetes.io/zone"
 
 # In a pod's affinity.

@@ -376,7 +376,7 @@ _REPLACEABLE = frozenset({"ControllerRevision", "ConfigMap"})
 """Kinds with immutable content that pods survive the loss of: one with other content is deleted and created."""
 _CREATED_ONCE = frozenset({"Job", "ConfigMap", "PersistentVolumeClaim"})
 """Shared kinds that are never applied again. Others write into a claim: the volume, and people enlarge it."""
-_NEVER_EDITED = frozenset({"StatefulSet"})
+_NEVER_EDITED = frozenset({"StatefulSet", names.LEADER_WORKER_SET})
 """Another attempt of a group is another object."""
 SECRET_BYTES = 32
 _IMMUTABLE = "field is immutable"

@@ -258,6 +258,7 @@ class Caches:
         namespaces: Sequence[str | None],
         *,
         wake: Callable[[Key], None],
+        children: Sequence[Resource] = CHILDREN,
         count_start: Callable[[str, str], None] = lambda plural, reason: None,
     ) -> None:
         def wake_concerned(obj: Object) -> None:
@@ -278,10 +279,11 @@ class Caches:
 
         self._reflectors = {
             (resource, namespace): reflect(resource, namespace)
-            for resource in (NEURON_MODELS, *CHILDREN, PODS)
+            for resource in (NEURON_MODELS, *children, PODS)
             for namespace in namespaces
         }
         self._wake = wake
+        self._children = tuple(children)
         self._failed_nodes: dict[str, NodeView] = {}
         """As they were when they last woke a model."""
         if None in namespaces:  # the right to watch nodes is one for the whole cluster
@@ -317,7 +319,7 @@ class Caches:
         return self.find(NEURON_MODELS, *key)
 
     def children(self, key: Key) -> tuple[Object, ...]:
-        return tuple(obj for kind in CHILDREN for reflector in self._of(kind) for obj in reflector.of_model(key))
+        return tuple(obj for kind in self._children for reflector in self._of(kind) for obj in reflector.of_model(key))
 
     def pods(self, key: Key) -> tuple[Object, ...]:
         """Of the model, and of the Jobs that the models of its namespace share."""

@@ -20,13 +20,22 @@ from aiohttp import web
 
 from neuron_operator import settings as settings_module
 from neuron_operator.apart import run_apart, run_on
-from neuron_operator.client import NEURON_MODELS, Cluster, Forbidden, NotFound, Throttled, connect
+from neuron_operator.client import (
+    CHILDREN,
+    LEADER_WORKER_SETS,
+    NEURON_MODELS,
+    Cluster,
+    Forbidden,
+    NotFound,
+    Throttled,
+    connect,
+)
 from neuron_operator.decide import decide
 from neuron_operator.errors import ClusterFault, OperatorError
 from neuron_operator.handlers import run_kopf
 from neuron_operator.lease import LeaderLease
 from neuron_operator.metrics import Metrics
-from neuron_operator.names import API_VERSION
+from neuron_operator.names import API_VERSION, LEADER_WORKER_SET
 from neuron_operator.objects import dig
 from neuron_operator.reconcile import Decide, Reconciler, run_workers
 from neuron_operator.reflector import Caches, Key
@@ -65,8 +74,13 @@ class Operator:
         self._metrics = metrics
         self._queue: WorkQueue[Key] | None = None
         """Of this term; None while another replica leads."""
+        makes_sets = settings.models.groups.controller == LEADER_WORKER_SET
         self.caches = Caches(
-            cluster, settings.watch_namespaces or (None,), wake=self.wake, count_start=metrics.observe_watch_start
+            cluster,
+            settings.watch_namespaces or (None,),
+            wake=self.wake,
+            children=(*CHILDREN, *((LEADER_WORKER_SETS,) if makes_sets else ())),
+            count_start=metrics.observe_watch_start,
         )
         self._connect_lease = connect_lease
         self._lease = self._lease_of(cluster)

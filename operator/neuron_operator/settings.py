@@ -183,7 +183,7 @@ SETTINGS = (
         _groups,
         "{}",
         "JSON: replicas on several nodes: restartSeconds, maxRestarts, placeSeconds, topologyKey, hostNetwork, "
-        "maxNodes, e.g. "
+        "controller, maxNodes, e.g. "
         '{"restartSeconds": 60, "maxRestarts": 5}',
     ),
     _Setting(

@@ -236,6 +236,10 @@ class DeploymentView:
     """Message of the condition ReplicaFailure; None: its pods can be created."""
 
 
+LAST_PARTS = {"StatefulSet": "Service", names.LEADER_WORKER_SET: "NetworkPolicy"}
+"""What owns a group, and what of it is written last, with the same name. A LeaderWorkerSet makes its Service itself."""
+
+
 @dataclass(frozen=True)
 class GroupView:
     """One attempt at a replica on several nodes."""
@@ -251,7 +255,7 @@ class GroupView:
     members: tuple[PodView, ...]
     """Its pods, the leader first."""
     live: Object
-    """The leader's StatefulSet."""
+    """The object that owns it."""
 
     @property
     def is_answering(self) -> bool:
@@ -389,8 +393,8 @@ def observe(world: World) -> Observed:
         for child in world.children
         if is_owned(child, model.uid) or is_orphan(child)
     )
-    leader_sets = [child.live for child in children if child.kind == "StatefulSet"]
-    services = {name_of(child) for child in world.children if child["kind"] == "Service"}
+    group_owners = [child.live for child in children if child.kind in LAST_PARTS]
+    written = {(child["kind"], name_of(child)) for child in world.children}
     shared = tuple(ChildView(text(found, "kind"), name_of(found), found) for found in world.shared)
     # By UID: pods of a deleted Job may outlive the creation of the next with its name.
     names_of_jobs = {text(found.live, "metadata", "uid"): found.name for found in shared if found.kind == "Job"}
@@ -409,7 +413,7 @@ def observe(world: World) -> Observed:
         revisions=_revisions(children),
         replicas=tuple(pod for pod in pods if pod.role == names.ROLE_LEADER),
         followers=tuple(pod for pod in pods if pod.role == names.ROLE_FOLLOWER),
-        groups=tuple(_group(found, pods, services) for found in leader_sets if not _is_deleting(found)),
+        groups=tuple(_group(found, pods, written) for found in group_owners if not _is_deleting(found)),
         job_pods=job_pods,
         warnings=_said(sorted(world.events or (), key=lambda event: text(event, "reason") == EVICTED)),
         said_of_claims=_said(world.claim_events),
@@ -589,7 +593,7 @@ def _job_of(pod: Object) -> str | None:
     return next((text(owner, "uid") for owner in owners_of(pod) if owner.get("kind") == "Job"), None)
 
 
-def _group(leader: Object, pods: Sequence[PodView], services: Collection[str]) -> GroupView:
+def _group(leader: Object, pods: Sequence[PodView], written: Collection[tuple[str, str]]) -> GroupView:
     name, labels = name_of(leader), labels_of(leader)
     members = (pod for pod in pods if pod.group == name)
     return GroupView(
@@ -599,7 +603,7 @@ def _group(leader: Object, pods: Sequence[PodView], services: Collection[str]) -
         attempt=whole(labels.get(names.ATTEMPT_LABEL)),
         size=whole(labels.get(names.GROUP_SIZE_LABEL)),
         created=_created(leader),
-        is_whole=name in services,
+        is_whole=(LAST_PARTS[leader["kind"]], name) in written,
         members=tuple(sorted(members, key=lambda pod: (pod.role != names.ROLE_LEADER, pod.name))),
         live=leader,
     )

@@ -37,6 +37,9 @@ Object = dict[str, Any]
 DeviceMode = Literal["Plugin", "PluginWithExtension"]
 DEVICE_MODES: tuple[DeviceMode, ...] = get_args(DeviceMode)
 
+GroupController = Literal["StatefulSet", "LeaderWorkerSet"]
+"""Kind of the object that makes the pods of a group."""
+
 RuntimeUpgrade = Literal["OnEdit", "Rolling"]
 RUNTIME_UPGRADES: tuple[RuntimeUpgrade, ...] = get_args(RuntimeUpgrade)
 
@@ -301,6 +304,7 @@ class GroupSettings(Struct, frozen=True, forbid_unknown_fields=True, rename="cam
     topology_key: Annotated[str, Meta(max_length=253)] = ZONE_LABEL
     """Label of nodes whose value the nodes of a group share; empty: none."""
     host_network: bool = False
+    controller: GroupController = "StatefulSet"
     max_nodes: Annotated[int, Meta(ge=1, le=64)] = 1
     """Of a replica whose manifest does not say how many: more only where the model does not fit on fewer."""
 

@@ -11,6 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import yaml
 
@@ -28,7 +29,7 @@ from helpers.operator_rights import (
 from helpers.operators import BY_KIND, Namespace, client_of, eventually, operating, served
 from helpers.rendered_cases import FILES, render
 from neuron_operator import names, settings
-from neuron_operator.world import CaBundle, ClaimTemplate, JobSettings, KeyRef, ObjectStore
+from neuron_operator.world import CaBundle, ClaimTemplate, GroupSettings, JobSettings, KeyRef, ObjectStore
 
 pytestmark = [pytest.mark.cluster, pytest.mark.slow]
 
@@ -475,6 +476,28 @@ def test_monitors_select_models_and_the_operator(helm: Helm) -> None:
             {"port": name, "path": "/metrics", "interval": "15s", **extra}
         ]
         assert monitor["metadata"]["labels"]["release"] == "prometheus"
+
+
+@pytest.mark.parametrize(
+    ("controller", "served", "found"),
+    [
+        ("StatefulSet", True, "StatefulSet"),
+        ("LeaderWorkerSet", False, "LeaderWorkerSet"),
+        ("Auto", True, "LeaderWorkerSet"),
+        ("Auto", False, "StatefulSet"),
+    ],
+)
+def test_leader_worker_sets_are_used_and_allowed_only_as_the_chart_says(
+    helm: Helm, controller: str, served: bool, found: str
+) -> None:
+    also = ("--api-versions", "leaderworkerset.x-k8s.io/v1") if served else ()
+    made = helm.render(IMAGES | {"groups": {"controller": controller}}, *also)
+    (operator,) = (one for one in made if one["kind"] == "Deployment")
+    env = {one["name"]: one.get("value") for one in operator["spec"]["template"]["spec"]["containers"][0]["env"]}
+    groups = msgspec.json.decode(env["NEURON_OPERATOR_GROUPS"], type=GroupSettings)
+    assert (groups.controller, groups.max_nodes) == (found, 1)
+    rules = [rule for one in made if one["kind"] == "ClusterRole" for rule in one["rules"]]
+    assert any("leaderworkersets" in rule["resources"] for rule in rules) == (found == "LeaderWorkerSet")
 
 
 def test_the_chart_renders_the_alerting_rules(helm: Helm) -> None:

@@ -17,7 +17,7 @@ from neuron_operator.config_document import to_json
 from neuron_operator.manifest import parse
 from neuron_operator.objects import dig, items
 from neuron_operator.records import Facts
-from neuron_operator.render.groups import Attempt, leader_set, rest_of
+from neuron_operator.render.groups import Attempt, group_owner, rest_of
 from neuron_operator.render.jobs import compile_jobs
 from neuron_operator.revision import pin
 from neuron_operator.world import FreeDevices, GroupSettings, Object, ObjectStore, Place, Provisionable, StorageSettings
@@ -44,7 +44,7 @@ def group() -> tuple[Object, Object, Object]:
     """The Job that compiles for a group, and the sets of its leader and its followers."""
     model, facts = parse(body(SPEC)), msgspec.convert(FACTS, Facts)
     revision = pin(model, facts, USING, 1, free=FreeDevices(()))
-    leader = leader_set(model, revision, Attempt(0, 1, {}), GroupSettings(), is_room_known=True)
+    leader = group_owner(model, revision, Attempt(0, 1, {}), GroupSettings(), is_room_known=True)
     live = {**leader, "metadata": {**leader["metadata"], "uid": "u"}}
     followers = next(one for one in rest_of(model, live) if one["kind"] == "StatefulSet")
     return compile_jobs(model, USING, revision.pinned)[0], leader, followers

@@ -18,9 +18,10 @@ CHART_RIGHTS = Path(__file__).parents[2] / "charts" / "neuron-serving" / "templa
 
 
 def _rules() -> list[list[dict[str, Any]]]:
-    """Rules of the chart's roles, rendered for an operator of all namespaces: of its ClusterRole, and of the Lease's
-    Role."""
+    """Rules of the chart's roles, rendered for an operator of all namespaces, which makes groups of Kubernetes' own
+    objects: of its ClusterRole, and of the Lease's Role."""
     text = CHART_RIGHTS.read_text()
+    text = re.sub(r"\{\{- if eq \(include \"neuron-serving.groupController.*?\{\{- end \}\}", "", text, flags=re.DOTALL)
     text = re.sub(r"\{\{- /\*.*?\*/ -?\}\}", "", text, flags=re.DOTALL)
     lines = [line for line in text.splitlines() if not line.startswith("{{")]
     filled = re.sub(r"\{\{.*?\}\}", OPERATOR_ACCOUNT, "\n".join(lines))

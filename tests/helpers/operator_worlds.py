@@ -248,12 +248,12 @@ def carried_out(world: World, decision: Decision) -> World:
                 assert before["data"] == desired["data"], "the data of a ControllerRevision cannot change"
             if desired["kind"] == "Job":
                 assert before["spec"]["template"] == desired["spec"]["template"], "a Job's pod template cannot change"
-            assert desired["kind"] not in ("StatefulSet", "Secret"), "a group is never edited"
+            assert desired["kind"] not in ("StatefulSet", "LeaderWorkerSet", "Secret"), "a group is never edited"
             if desired["kind"] == "Deployment":
                 assert before["spec"]["selector"] == desired["spec"]["selector"], "a selector cannot change"
             is_applied = not is_shared(before) or desired["kind"] == "CronJob"
             desired = {**before, **wanted} if is_applied else before
-        elif desired["kind"] in ("Job", "StatefulSet"):
+        elif desired["kind"] in ("Job", "StatefulSet", "LeaderWorkerSet"):
             desired = {**wanted, "metadata": {**wanted["metadata"], "uid": uid_of_job(key[1])}}
         live[key] = desired
     for change in decision.changes:

@@ -5,12 +5,15 @@ from __future__ import annotations
 
 import copy
 import json
+import os
 from dataclasses import replace
 from datetime import timedelta
 from typing import Any
 
 import pytest
+import yaml
 
+from helpers.manifests import CASES
 from helpers.operator_worlds import (
     SETTINGS,
     carried_out,
@@ -21,8 +24,10 @@ from helpers.operator_worlds import (
     settle,
     stored,
 )
+from helpers.rendered_cases import Plain
 from neuron_operator import names
 from neuron_operator.decide import decide
+from neuron_operator.objects import name_of
 from neuron_operator.render.groups import follow_command
 from neuron_operator.world import Decision, FreeDevices, GroupSettings, Need, NodeDevices, Object, World
 
@@ -469,3 +474,54 @@ def test_what_is_rendered_does_not_change_while_the_group_lives() -> None:
     assert kinds == ["NetworkPolicy", "Service"]
     assert stored(again.desired)
     assert settle(world, USING)
+
+
+LWS = replace(USING, groups=GroupSettings(restart_seconds=60, controller="LeaderWorkerSet"))
+GOLDEN = CASES / "leader-worker-set.yaml"
+
+
+def with_leader_worker_set() -> tuple[World, Object]:
+    world, _ = resolved_world(LWS, spec=CPU)
+    world, _ = settle(world, LWS)
+    (made,) = (one for one in world.children if one["kind"] == "LeaderWorkerSet")
+    return world, made
+
+
+def pods_of(made: Object) -> tuple[Object, ...]:
+    """As the controller of LeaderWorkerSets names and labels them, by its documentation."""
+    name, spec = made["metadata"]["name"], made["spec"]["leaderWorkerTemplate"]
+    pods = []
+    for index, (pod, part) in enumerate(((f"{name}-0", "leaderTemplate"), (f"{name}-0-1", "workerTemplate"))):
+        template = spec[part]
+        labels = {**template["metadata"]["labels"], names.WORKER_INDEX_LABEL: str(index)}
+        metadata = {"name": pod, "namespace": "team", "labels": labels}
+        pods.append(running({"metadata": metadata, "spec": template["spec"]}, f"n{index}"))
+    return tuple(pods)
+
+
+def test_a_group_can_be_a_leader_worker_set() -> None:
+    """`NEURON_SERVING_UPDATE_CASES=1` updates the file; check the diff."""
+    world, made = with_leader_worker_set()
+    if os.environ.get("NEURON_SERVING_UPDATE_CASES") == "1":
+        GOLDEN.write_text(yaml.dump(made, Dumper=Plain, sort_keys=False, width=120))
+    assert made == yaml.safe_load(GOLDEN.read_text())
+    assert not sets(world.children)
+    parts = [
+        one["kind"]
+        for one in world.children
+        if any(owner["kind"] == made["kind"] for owner in one["metadata"].get("ownerReferences", ()))
+    ]
+    assert parts == ["Secret", "NetworkPolicy"], "its controller makes the Service"
+
+
+def test_a_group_of_a_leader_worker_set_serves_and_ends_as_one() -> None:
+    world, made = with_leader_worker_set()
+    leader, follower = pods_of(made)
+    world, decision = settle(replace(world, pods=(leader, follower)), LWS)
+    assert condition(decision.status, "Available")["status"] == "True"
+    assert not decision.delete
+    world = replace(world, pods=(leader, running(follower, "n1", restartCount=1)))
+    decision = decide(world, LWS)
+    assert not decision.delete, "the end is recorded before"
+    decision = decide(carried_out(world, decision), LWS)
+    assert [(one["kind"], name_of(one)) for one in decision.delete] == [(made["kind"], name_of(made))]

@@ -33,3 +33,9 @@ runAsUser: 65532
 runAsGroup: 65532
 seccompProfile: {type: RuntimeDefault}
 {{- end }}
+
+{{- /* What makes the pods of groups. */ -}}
+{{- define "neuron-serving.groupController" -}}
+{{- $served := .Capabilities.APIVersions.Has "leaderworkerset.x-k8s.io/v1" | ternary "LeaderWorkerSet" "StatefulSet" -}}
+{{- eq .Values.groups.controller "Auto" | ternary $served .Values.groups.controller -}}
+{{- end }}

@@ -1,8 +1,8 @@
-"""A replica on several nodes: a leader and its followers, each a StatefulSet that is never edited, and what they share.
+"""A replica on several nodes: the pods of a leader and its followers, and what they share.
 
-`leader_set` and `rest_of` render one attempt from the pod template of a revision. The leader's StatefulSet owns all the
-rest, so that deleting it ends the group as a whole. Called by `decide`. Pure: the content of the Secret is made by
-`reconcile` when it writes it.
+`group_owner` and `rest_of` render one attempt from the pod template of a revision: two StatefulSets, or a
+LeaderWorkerSet, which are never edited. The first object owns all the rest, so that deleting it ends the group as a
+whole. Called by `decide`. Pure: the content of the Secret is made by `reconcile` when it writes it.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ class Attempt:
     """Of the nodes that it may use, besides what the template says."""
 
 
-def leader_set(
+def group_owner(
     model: NeuronModel, revision: Revision, attempt: Attempt, settings: GroupSettings, *, is_room_known: bool
 ) -> Object:
-    """The StatefulSet of the leader, and owner of everything else of the group."""
+    """The owner of everything else of the group: the leader's StatefulSet, or the LeaderWorkerSet of all its pods."""
     name = names.group_name(model.name, attempt.replica, revision.name, attempt.number)
     size = revision.placement.nodes
     own = {
@@ -56,7 +56,7 @@ def leader_set(
     container = _runtime(template)
     mount = {"name": names.GROUP_SECRET_VOLUME, "mountPath": names.GROUP_SECRET_DIR, "readOnly": True}
     container["volumeMounts"] = [*container.get("volumeMounts", ()), mount]
-    of_index = {"fieldRef": {"fieldPath": f"metadata.labels['{names.POD_INDEX_LABEL}']"}}
+    of_index = {"fieldRef": {"fieldPath": f"metadata.labels['{_INDEX_LABELS[settings.controller]}']"}}
     container["env"] = _with_env(
         container.get("env", ()),
         {"name": names.RANK_VARIABLE, "valueFrom": of_index},
@@ -68,19 +68,39 @@ def leader_set(
         },
     )
     template["spec"] = without_empty(spec)
+    if settings.controller == names.LEADER_WORKER_SET:
+        made = child(model, names.LEADER_WORKER_SET_API, names.LEADER_WORKER_SET, name, component="server", labels=own)
+        return {**made, "spec": _leader_worker_spec(template, size)}
     made = child(model, "apps/v1", "StatefulSet", name, component="server", labels=own)
     selector = {names.GROUP_LABEL: name, names.ROLE_LABEL: names.ROLE_LEADER}
     return {**made, "spec": _set(template, selector, service=name, replicas=1)}
 
 
+_INDEX_LABELS = {"StatefulSet": names.POD_INDEX_LABEL, names.LEADER_WORKER_SET: names.WORKER_INDEX_LABEL}
+"""With the number of a pod in its group, 0 for the leader; that of a LeaderWorkerSet has the same name and address as
+with StatefulSets: `<group>-0.<group>`."""
+
+
+def _leader_worker_spec(template: Object, size: int) -> Object:
+    """Its controller makes the headless Service, and repairs nothing: another attempt is another object."""
+    return {
+        "replicas": 1,
+        "startupPolicy": "LeaderCreated",
+        "networkConfig": {"subdomainPolicy": "Shared"},
+        "leaderWorkerTemplate": {
+            "size": size,
+            "restartPolicy": "None",
+            "leaderTemplate": template,
+            "workerTemplate": _follower(template),
+        },
+    }
+
+
 def rest_of(model: NeuronModel, leader: Object) -> tuple[Object, ...]:
-    """What belongs to a live leader's StatefulSet. The Service is last: where it exists, all of it was created."""
+    """What belongs to the live owner of a group. Where the last (`views.LAST_PARTS`) exists, all of it was created."""
     name = name_of(leader)
     size = int(labels_of(leader)[names.GROUP_SIZE_LABEL])
     own = {key: value for key, value in labels_of(leader).items() if key in _OF_GROUP}
-    template = _follower(dig(leader, "spec", "template"))
-    selector = {names.GROUP_LABEL: name, names.ROLE_LABEL: names.ROLE_FOLLOWER}
-    followers = _set(template, selector, service=name, replicas=size - 1)
     port = {"name": "group", "port": names.GROUP_PORT, "protocol": "TCP"}
     address = {
         "clusterIP": "None",
@@ -98,9 +118,16 @@ def rest_of(model: NeuronModel, leader: Object) -> tuple[Object, ...]:
         made["metadata"]["ownerReferences"] = [_owner(leader)]
         return {**made, **content}
 
+    secret = part("v1", "Secret", name, immutable=True, type="Opaque")
+    closed = part("networking.k8s.io/v1", "NetworkPolicy", name, spec=policy)
+    if leader["kind"] == names.LEADER_WORKER_SET:
+        return secret, closed
+    template = _follower(dig(leader, "spec", "template"))
+    selector = {names.GROUP_LABEL: name, names.ROLE_LABEL: names.ROLE_FOLLOWER}
+    followers = _set(template, selector, service=name, replicas=size - 1)
     return (
-        part("networking.k8s.io/v1", "NetworkPolicy", name, spec=policy),
-        part("v1", "Secret", name, immutable=True, type="Opaque"),
+        closed,
+        secret,
         part(
             "apps/v1",
             "StatefulSet",
@@ -189,8 +216,8 @@ def _with_env(before: Iterable[Object], *added: Object) -> list[Object]:
 
 def _owner(leader: Object) -> Object:
     return {
-        "apiVersion": "apps/v1",
-        "kind": "StatefulSet",
+        "apiVersion": text(leader, "apiVersion"),
+        "kind": text(leader, "kind"),
         "name": name_of(leader),
         "uid": text(leader, "metadata", "uid"),
         "controller": True,
