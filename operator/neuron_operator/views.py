@@ -394,7 +394,7 @@ def observe(world: World) -> Observed:
         if is_owned(child, model.uid) or is_orphan(child)
     )
     group_owners = [child.live for child in children if child.kind in LAST_PARTS]
-    written = {(child["kind"], name_of(child)) for child in world.children}
+    written = {(text(child, "kind"), name_of(child)) for child in world.children}
     shared = tuple(ChildView(text(found, "kind"), name_of(found), found) for found in world.shared)
     # By UID: pods of a deleted Job may outlive the creation of the next with its name.
     names_of_jobs = {text(found.live, "metadata", "uid"): found.name for found in shared if found.kind == "Job"}
