@@ -13,9 +13,11 @@ import pytest
 
 from helpers.apiserver import ApiServer
 from helpers.controllers import controlling, kubelet
+from helpers.operator_rights import CLUSTER_RULES, grant
 from helpers.operators import BY_KIND, Namespace, client_of, eventually, is_ready, operating, run_settings, served
 from neuron_operator import names
-from neuron_operator.client import NEURON_MODELS, PODS
+from neuron_operator.client import LEADER_WORKER_SETS, NEURON_MODELS, PODS
+from neuron_operator.errors import ClusterFault
 from neuron_operator.run import Operator
 
 pytestmark = [pytest.mark.cluster, pytest.mark.slow]
@@ -120,6 +122,71 @@ async def test_a_group_comes_serves_fails_comes_again_and_leaves_nothing(namespa
         namespace.put_model(replicas=0, parallelism={"nodes": 2})
         await eventually(lambda: {kind: len(of_group(namespace, kind)) for kind in OF_GROUPS} == expected(0))
         await eventually(lambda: not members(namespace))
+
+
+def serve_leader_worker_sets(server: ApiServer) -> None:
+    """An API without its controller: the real one cannot be installed here."""
+    group, version = LEADER_WORKER_SETS.api_version.split("/")
+    anything = {"type": "object", "x-kubernetes-preserve-unknown-fields": True}
+    spec = {
+        "group": group,
+        "scope": "Namespaced",
+        "names": {"kind": LEADER_WORKER_SETS.kind, "plural": LEADER_WORKER_SETS.plural},
+        "versions": [{"name": version, "served": True, "storage": True, "schema": {"openAPIV3Schema": anything}}],
+    }
+    name, api = f"{LEADER_WORKER_SETS.plural}.{group}", "apiextensions.k8s.io/v1"
+    crd = {"apiVersion": api, "kind": "CustomResourceDefinition", "metadata": {"name": name}, "spec": spec}
+    server.apply(f"/apis/{api}/customresourcedefinitions/{name}", crd)
+
+
+def make_pods(namespace: Namespace, made: Any) -> None:
+    """Plays the controller of LeaderWorkerSets."""
+    for index, (end, part) in enumerate((("0", "leaderTemplate"), ("0-1", "workerTemplate"))):
+        template = made["spec"]["leaderWorkerTemplate"][part]
+        labels = {**template["metadata"]["labels"], names.WORKER_INDEX_LABEL: str(index)}
+        metadata = {"name": f"{name_of(made)}-{end}", "namespace": namespace.name, "labels": labels}
+        pod = {"apiVersion": "v1", "kind": "Pod", "metadata": metadata, "spec": template["spec"]}
+        namespace.server.call("POST", PODS.path(namespace.name), pod)
+
+
+async def allowed(server: ApiServer) -> bool:
+    """Whether the operator may list them by now."""
+    async with client_of(server) as client:
+        with contextlib.suppress(ClusterFault):
+            await client.list(LEADER_WORKER_SETS, None)
+            return True
+    return False
+
+
+async def test_a_group_can_be_a_leader_worker_set(namespace: Namespace) -> None:
+    serve_leader_worker_sets(namespace.server)
+    verbs = ["get", "list", "watch", "create", "delete"]
+    group = LEADER_WORKER_SETS.api_version.partition("/")[0]
+    grant(
+        namespace.server,
+        [*CLUSTER_RULES, {"apiGroups": [group], "resources": [LEADER_WORKER_SETS.plural], "verbs": verbs}],
+    )
+    async with asyncio.timeout(60):
+        while not await allowed(namespace.server):
+            await asyncio.sleep(0.1)
+
+    def attempts() -> list[Any]:
+        with contextlib.suppress(urllib.error.HTTPError):  # not served yet
+            return namespace.list(LEADER_WORKER_SETS)
+        return []
+
+    flags = ("--groups", '{"restartSeconds": 0, "controller": "LeaderWorkerSet"}')
+    async with running(namespace, *flags), nodes(namespace):
+        namespace.put_model(replicas=1, parallelism={"nodes": 2})
+        (first,) = await eventually(attempts, about=namespace.model)
+        make_pods(namespace, first)
+        await eventually(lambda: is_ready(namespace), about=namespace.model)
+        await eventually(lambda: of_group(namespace, "NetworkPolicy"))
+        assert not of_group(namespace, "StatefulSet")
+        assert not of_group(namespace, "Service"), "its controller makes it"
+        crash(namespace, f"{name_of(first)}-0-1", 33, "the step failed")
+        await eventually(lambda: name_of(first) not in map(name_of, attempts()) and attempts(), about=namespace.model)
+        await eventually(lambda: namespace.model()["status"]["groups"][0]["attempt"] == 2, about=namespace.model)
 
 
 def serves_at(namespace: Namespace, attempt: int) -> bool:
