@@ -1,0 +1,102 @@
+"""Clients of other makers, each a program that asks a server and fails if it does not understand an answer.
+
+They need packages that the project does not have, so they run in environments of their own, which are installed once
+and kept in the cache folder.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from cluster.rig.cache import Cache, content_key
+from cluster.rig.needs import NotPossibleHere
+
+CLIENTS = Path(__file__).parents[1] / "neuron_runtime" / "foreign_clients"
+INSTALL_SECONDS = 240
+RUN_SECONDS = 120
+"""A client that waits for an answer that never comes is ended then."""
+_ENVIRONMENT = {
+    "LANGSMITH_TRACING": "false",
+    "LITELLM_LOCAL_MODEL_COST_MAP": "True",
+    "NO_PROXY": "127.0.0.1",
+    "OPENAI_API_KEY": "any",
+}
+"""Nothing asks a server but the one of the test."""
+
+
+def python_environment() -> Path:
+    """The Python that has the clients. Raises NotPossibleHere."""
+    pins = CLIENTS / "requirements.txt"
+    uv = [str(Path(sys.executable).parent / "uv")]
+
+    def build(folder: Path) -> None:
+        _install([*uv, "venv", "-q", "--relocatable", "--python", sys.executable, str(folder / "venv")])
+        python = str(folder / "venv" / "bin" / "python")
+        _install([*uv, "pip", "install", "-q", "--no-deps", "--compile-bytecode", "--python", python, "-r", str(pins)])
+
+    folder = Cache.default().entry("clients", "python", content_key(pins, sys.version, sys.base_prefix), build)
+    return folder / "venv" / "bin" / "python"
+
+
+def node_modules() -> Path:
+    """The folder of packages for Node. Raises NotPossibleHere."""
+    pins = CLIENTS / "package.json"
+    if not (npm := shutil.which("npm")):
+        raise NotPossibleHere("npm is not installed: install Node 20 or newer")
+
+    def build(folder: Path) -> None:
+        shutil.copy(pins, folder)
+        _install([npm, "install", "--ignore-scripts", "--no-package-lock", "--no-audit", "--no-fund"], folder)
+
+    return Cache.default().entry("clients", "node", content_key(pins), build) / "node_modules"
+
+
+async def run(client: str, *arguments: str, folder: Path) -> None:
+    """Runs a client to its end; it must succeed. `folder` is an empty one."""
+    script = CLIENTS / client
+    if script.suffix == ".py":
+        command = [str(await asyncio.to_thread(python_environment)), str(script)]
+    else:
+        # Node looks for packages beside the program.
+        (folder / "node_modules").symlink_to(await asyncio.to_thread(node_modules))
+        command = ["node", shutil.copy(script, folder)]
+    process = await asyncio.create_subprocess_exec(
+        *command,
+        *arguments,
+        cwd=folder,
+        env=os.environ | _ENVIRONMENT,
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.STDOUT,
+    )
+    try:
+        async with asyncio.timeout(RUN_SECONDS):
+            output, _ = await process.communicate()
+    finally:
+        if process.returncode is None:
+            process.kill()
+    assert process.returncode == 0, output.decode()
+
+
+def _install(command: Sequence[str], folder: Path | None = None) -> None:
+    """Runs an installer, twice if the registry fails. Raises NotPossibleHere."""
+    for last in (False, True):
+        try:
+            subprocess.run(command, cwd=folder, check=True, capture_output=True, timeout=INSTALL_SECONDS)
+            return
+        except subprocess.TimeoutExpired as error:
+            raise NotPossibleHere(f"{command[0]} did not end within {INSTALL_SECONDS} s: try again") from error
+        except subprocess.CalledProcessError as error:
+            if last:
+                message = f"{command[0]} cannot install the clients of other makers: {error.stderr.decode()[-500:]}"
+                raise NotPossibleHere(message) from error
+
+
+if __name__ == "__main__":
+    python_environment()
+    node_modules()

@@ -1,0 +1,95 @@
+"""Clients of other makers against the server: agents call a tool and answer with its result, forms are read.
+
+Each client is a program in `foreign_clients/`, which fails if it does not understand the server. The model is scripted:
+it calls `weather` if it sees tools, and says that it rains after a result, or without tools.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import pytest_asyncio
+
+from cluster.rig.needs import NotPossibleHere
+from helpers import foreign_clients, strict_backend
+from helpers.chat_model import USER_START, write_chat_model
+from helpers.front_end import LIMITS, MODEL, Serving, serving
+from helpers.tool_templates import HERMES, WEATHER
+from neuron_runtime.config import TextOptions
+from neuron_runtime.text.tokenizer import load_tokenizer
+
+pytestmark = [
+    pytest.mark.asyncio(loop_scope="module"),
+    pytest.mark.slow,
+    pytest.mark.timeout(900),  # the first one may install
+]
+
+CALL = '<tool_call>{"name": "weather", "arguments": {"city": "Oslo"}}</tool_call>'
+TEXT = "It rains."
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def served(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Serving]:
+    folder = write_chat_model(tmp_path_factory.mktemp("model"), max_length=8192)
+    tokenizer = load_tokenizer(folder)
+
+    def ids(text: str) -> tuple[int, ...]:
+        return tuple(tokenizer.encode(text, add_special_tokens=False))
+
+    (start,) = ids(USER_START)
+    call, text, result = (*ids(CALL), tokenizer.eos_token_id), (*ids(TEXT), tokenizer.eos_token_id), ids("tool\n")
+
+    def next_token(context: Sequence[int], sampling: Any, position: int, **_: Any) -> int:
+        starts = [at for at, token in enumerate(context) if token == start]
+        last = tuple(context[starts[-2] + 1 :][: len(result)])
+        sees_tools = starts[0] > 1
+        said = call if sees_tools and last != result else text
+        return said[position % len(said)]  # a step may be computed after the end
+
+    limits = replace(LIMITS, max_model_length=8192, max_step_tokens=8192, num_blocks=1024)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(strict_backend, "next_token", next_token)
+        async with serving(folder, limits=limits, vocabulary_size=400, text=TextOptions(chat_template=HERMES)) as one:
+            yield one
+
+
+async def run(served: Serving, client: str, part: str, folder: Path) -> None:
+    try:
+        await foreign_clients.run(client, f"{str(served.http.base_url).rstrip('/')}/v1", MODEL, part, folder=folder)
+    except NotPossibleHere as reason:
+        pytest.skip(str(reason))
+
+
+@pytest.mark.parametrize(
+    "client",
+    ["langchain_client.py", "litellm_client.py", "openai_node.mjs", "pydantic_ai_client.py", "vercel_ai.mjs"],
+)
+async def test_an_agent_calls_a_tool_and_answers_with_its_result(served: Serving, client: str, tmp_path: Path) -> None:
+    await run(served, client, "tools", tmp_path)
+
+
+async def test_responses_of_openai_for_node_are_streamed_with_calls(served: Serving, tmp_path: Path) -> None:
+    await run(served, "openai_node.mjs", "responses", tmp_path)
+
+
+async def test_an_item_that_was_not_stored_is_refused_by_name(served: Serving, tmp_path: Path) -> None:
+    await run(served, "vercel_ai.mjs", "stored", tmp_path)
+
+
+async def test_the_default_chat_of_open_webui_is_answered(served: Serving) -> None:
+    """As its backend forwards what its page sends: a stream with tools, ids of the page left out."""
+    body = {
+        "stream": True,
+        "model": MODEL,
+        "messages": [{"role": "user", "content": "Will it rain?"}],
+        "tools": [WEATHER],
+        "stream_options": {"include_usage": True},
+    }
+    answer = await served.http.post("/v1/chat/completions", json=body)
+    assert answer.status_code == 200
+    assert '"finish_reason":"tool_calls"' in answer.text
+    assert answer.text.endswith("data: [DONE]\n\n")
