@@ -1,7 +1,7 @@
 # Commands for developers and CI; `make` lists the targets.
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
-.PHONY: help setup demo serve format generate lint check test test-long test-neuron-versions bench bench-operator programs cluster cluster-images cluster-down cluster-deps clean-cache
+.PHONY: help setup demo serve format generate lint check test test-long test-neuron-versions bench bench-operator programs clients cluster cluster-images cluster-down cluster-deps clean-cache
 
 PYTHON ?= python3
 BIN := .venv/bin
@@ -42,7 +42,7 @@ check: lint  ## run lint, type checks, import contracts and fast tests (two minu
 	@$(TWO) $(BIN)/pytest -q -n 2 -m "$(FAST)"
 
 test: cluster-deps  ## run all tests, with a cluster if this machine supports it
-	@$(MAKE) --no-print-directory -j 2 programs lint .venv-neuron/.ready
+	@$(MAKE) --no-print-directory -j 2 programs clients lint .venv-neuron/.ready
 	@$(MAKE) --no-print-directory test-neuron-versions
 	@$(TWO) $(BIN)/pytest -q -n 2 --dist loadscope -m "not long"
 
@@ -64,6 +64,9 @@ bench-operator: setup  ## measure the operator with 10, 100 and 500 models on a 
 
 programs:  # build programs for tests from Go modules, once, in minutes; a test that lacks one reports why
 	-@PYTHONPATH=tests $(PYTHON) -m cluster.rig.binaries
+
+clients: setup  # install clients of other makers for tests, once, in seconds; a test that lacks one reports why
+	-@PYTHONPATH=tests $(BIN)/python -m helpers.foreign_clients
 
 cluster: setup cluster-deps  ## start a real cluster on this machine with fake Neuron devices; prints the KUBECONFIG
 	@$(RIG) up

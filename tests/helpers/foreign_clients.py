@@ -11,7 +11,7 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from cluster.rig.cache import Cache, content_key
@@ -28,6 +28,7 @@ _ENVIRONMENT = {
     "OPENAI_API_KEY": "any",
 }
 """Nothing asks a server but the one of the test."""
+_INSTALLED: dict[Callable[[], Path], Path | NotPossibleHere] = {}
 
 
 def python_environment() -> Path:
@@ -47,12 +48,18 @@ def python_environment() -> Path:
 def node_modules() -> Path:
     """The folder of packages for Node. Raises NotPossibleHere."""
     pins = CLIENTS / "package.json"
-    if not (npm := shutil.which("npm")):
-        raise NotPossibleHere("npm is not installed: install Node 20 or newer")
+    if not (shutil.which("node") and (npm := shutil.which("npm"))):
+        raise NotPossibleHere("node or npm is not installed: install Node 20 or newer")
+    version = subprocess.run(["node", "--version"], check=True, capture_output=True, text=True).stdout.strip()
+    if int(version.removeprefix("v").partition(".")[0]) < 20:
+        raise NotPossibleHere(f"Node {version} is too old: install Node 20 or newer")
 
     def build(folder: Path) -> None:
         shutil.copy(pins, folder)
-        _install([npm, "install", "--ignore-scripts", "--no-package-lock", "--no-audit", "--no-fund"], folder)
+        _install(
+            [npm, "install", "--ignore-scripts", "--no-package-lock", "--no-audit", "--no-fund", "--fetch-retries=1"],
+            folder,
+        )
 
     return Cache.default().entry("clients", "node", content_key(pins), build) / "node_modules"
 
@@ -61,10 +68,10 @@ async def run(client: str, *arguments: str, folder: Path) -> None:
     """Runs a client to its end; it must succeed. `folder` is an empty one."""
     script = CLIENTS / client
     if script.suffix == ".py":
-        command = [str(await asyncio.to_thread(python_environment)), str(script)]
+        command = [str(await asyncio.to_thread(_once, python_environment)), str(script)]
     else:
         # Node looks for packages beside the program.
-        (folder / "node_modules").symlink_to(await asyncio.to_thread(node_modules))
+        (folder / "node_modules").symlink_to(await asyncio.to_thread(_once, node_modules))
         command = ["node", shutil.copy(script, folder)]
     process = await asyncio.create_subprocess_exec(
         *command,
@@ -83,6 +90,18 @@ async def run(client: str, *arguments: str, folder: Path) -> None:
     assert process.returncode == 0, output.decode()
 
 
+def _once(install: Callable[[], Path]) -> Path:
+    """What `install` returned or raised the first time: a registry that fails costs its time once, not in each test."""
+    if install not in _INSTALLED:
+        try:
+            _INSTALLED[install] = install()
+        except NotPossibleHere as error:
+            _INSTALLED[install] = error
+    if isinstance(found := _INSTALLED[install], NotPossibleHere):
+        raise found
+    return found
+
+
 def _install(command: Sequence[str], folder: Path | None = None) -> None:
     """Runs an installer, twice if the registry fails. Raises NotPossibleHere."""
     for last in (False, True):
@@ -97,6 +116,17 @@ def _install(command: Sequence[str], folder: Path | None = None) -> None:
                 raise NotPossibleHere(message) from error
 
 
+def main() -> int:
+    """`python -m helpers.foreign_clients`: installs what can be installed, and says what cannot."""
+    failures = 0
+    for install in (python_environment, node_modules):
+        try:
+            install()
+        except NotPossibleHere as error:
+            print(error, file=sys.stderr)
+            failures += 1
+    return failures
+
+
 if __name__ == "__main__":
-    python_environment()
-    node_modules()
+    sys.exit(main())

@@ -61,7 +61,8 @@ async def run(served: Serving, client: str, part: str, folder: Path) -> None:
     try:
         await foreign_clients.run(client, f"{str(served.http.base_url).rstrip('/')}/v1", MODEL, part, folder=folder)
     except NotPossibleHere as reason:
-        pytest.skip(str(reason))
+        # Nothing else of the project needs Node or its registry, so they may be missing even in CI.
+        (pytest.xfail if client.endswith(".mjs") else pytest.skip)(str(reason))
 
 
 @pytest.mark.parametrize(
