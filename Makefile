@@ -65,8 +65,9 @@ bench-operator: setup  ## measure the operator with 10, 100 and 500 models on a 
 programs:  # build programs for tests from Go modules, once, in minutes; a test that lacks one reports why
 	-@PYTHONPATH=tests $(PYTHON) -m cluster.rig.binaries
 
-clients: setup  # install clients of other makers for tests, once, in seconds; a test that lacks one reports why
+clients: setup  # install programs of other makers for tests, once, in seconds; a test that lacks one reports why
 	-@PYTHONPATH=tests $(BIN)/python -m helpers.foreign_clients
+	-@PYTHONPATH=tests $(BIN)/python -m helpers.checkov
 
 cluster: setup cluster-deps  ## start a real cluster on this machine with fake Neuron devices; prints the KUBECONFIG
 	@$(RIG) up

@@ -19,6 +19,7 @@ from cluster.rig.binaries import ensure
 from cluster.rig.machine import wait_until
 from cluster.rig.needs import NotPossibleHere
 from helpers.apiserver import NOT_YET_SERVED, ApiServer, running
+from helpers.checkov import complaints
 from helpers.operator_rights import (
     CLUSTER_RULES,
     LEASE_RULES,
@@ -120,6 +121,42 @@ EXCEPTIONS_OF_MODELS = {
     ("CronJob", "cronjob-has-deadline"): "a clean-up that begins late is as good",
 }
 """The same for the objects of models."""
+CHECKOV_EXCEPTIONS = {
+    "chart": {
+        **{
+            (kind, check): why
+            for kind in ("Deployment", "Pod")
+            for check, why in {
+                "CKV_K8S_11": NO_CPU_LIMIT,
+                "CKV_K8S_15": "the value image.pullPolicy; by default Kubernetes' own",
+                "CKV_K8S_43": "the value image.operator: a digest is allowed",
+            }.items()
+        },
+        ("Deployment", "CKV_K8S_38"): "the operator is a client of the API server",
+        **dict.fromkeys(
+            (("Pod", "CKV_K8S_8"), ("Pod", "CKV_K8S_9"), ("Pod", "CKV2_K8S_6")),
+            "the pod of `helm test` listens on no port and ends after a second",
+        ),
+    },
+    "models": {
+        **{
+            (kind, check): why
+            for kind in ("Deployment", "Job", "CronJob", "StatefulSet")
+            for check, why in {
+                "CKV_K8S_11": NO_LIMITS,
+                "CKV_K8S_13": NO_LIMITS,
+                "CKV_K8S_15": "the value image.pullPolicy, or the model's engine.imagePullPolicy",
+                "CKV_K8S_40": IMAGES_USER,
+                "CKV_K8S_43": "the value image.runtime, or the model's engine.image: digests are allowed there",
+            }.items()
+        },
+        ("Deployment", "CKV_K8S_35"): "libraries of stores read their credentials from the environment",
+        ("StatefulSet", "CKV_K8S_8"): "followers open no port: their supervisor ends them, and the leader tells",
+        ("StatefulSet", "CKV_K8S_9"): "the same",
+        ("Pod", "CKV2_K8S_6"): "pods of Jobs listen on no port, and their egress is open",
+    },
+}
+"""What checkov complains about and we keep, by kind and check, with the reason."""
 
 
 class Helm:
@@ -535,18 +572,31 @@ def test_kube_score_finds_nothing_but_the_known_exceptions(helm: Helm, tmp_path:
     assert scored_low(helm.render(IMAGES), tmp_path) == EXCEPTIONS.keys()
 
 
-def test_kube_score_finds_nothing_but_the_known_exceptions_in_the_objects_of_models(helm: Helm, tmp_path: Path) -> None:
-    objects: list[dict[str, Any]] = []
-    for made in FILES:
-        children = render(yaml.safe_load(made.read_text())["given"])["objects"]
-        serves = any(child["kind"] == "Deployment" for child in children)  # else the Service has no pods yet
-        namespace = re.sub(r"\W|_", "-", made.stem)  # an object of another case must not match
-        objects += [
-            {**child, "metadata": {**child["metadata"], "namespace": namespace}}
-            for child in children
-            if serves or child["kind"] in ("Job", "CronJob")
+def objects_of_models() -> list[list[dict[str, Any]]]:
+    """Of each golden case, in a namespace of its own: an object of another case must not match."""
+    return [
+        [
+            {**child, "metadata": {**child["metadata"], "namespace": re.sub(r"\W|_", "-", made.stem)}}
+            for child in render(yaml.safe_load(made.read_text())["given"])["objects"]
         ]
+        for made in FILES
+    ]
+
+
+def test_kube_score_finds_nothing_but_the_known_exceptions_in_the_objects_of_models(tmp_path: Path) -> None:
+    objects: list[dict[str, Any]] = []
+    for children in objects_of_models():
+        serves = any(child["kind"] == "Deployment" for child in children)  # else the Service has no pods yet
+        objects += [child for child in children if serves or child["kind"] in ("Job", "CronJob")]
     assert scored_low(objects, tmp_path) == EXCEPTIONS_OF_MODELS.keys()
+
+
+@pytest.mark.timeout(900)  # the first one may install
+def test_checkov_finds_nothing_but_the_known_exceptions(helm: Helm, tmp_path: Path) -> None:
+    of_models = [child for children in objects_of_models() for child in children]
+    found = complaints({"chart": helm.render(IMAGES), "models": of_models}, tmp_path)
+    different = {name: found[name] ^ exceptions.keys() for name, exceptions in CHECKOV_EXCEPTIONS.items()}
+    assert not any(different.values()), different
 
 
 def test_common_labels_are_on_every_object_and_select_nothing(helm: Helm) -> None:

@@ -11,14 +11,14 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 
 from cluster.rig.cache import Cache, content_key
 from cluster.rig.needs import NotPossibleHere
+from helpers import environments
 
 CLIENTS = Path(__file__).parents[1] / "neuron_runtime" / "foreign_clients"
-INSTALL_SECONDS = 240
 RUN_SECONDS = 120
 """A client that waits for an answer that never comes is ended then."""
 _ENVIRONMENT = {
@@ -33,16 +33,7 @@ _INSTALLED: dict[Callable[[], Path], Path | NotPossibleHere] = {}
 
 def python_environment() -> Path:
     """The Python that has the clients. Raises NotPossibleHere."""
-    pins = CLIENTS / "requirements.txt"
-    uv = [str(Path(sys.executable).parent / "uv")]
-
-    def build(folder: Path) -> None:
-        _install([*uv, "venv", "-q", "--relocatable", "--python", sys.executable, str(folder / "venv")])
-        python = str(folder / "venv" / "bin" / "python")
-        _install([*uv, "pip", "install", "-q", "--no-deps", "--compile-bytecode", "--python", python, "-r", str(pins)])
-
-    folder = Cache.default().entry("clients", "python", content_key(pins, sys.version, sys.base_prefix), build)
-    return folder / "venv" / "bin" / "python"
+    return environments.python_environment("clients", CLIENTS / "requirements.txt") / "python"
 
 
 def node_modules() -> Path:
@@ -56,7 +47,7 @@ def node_modules() -> Path:
 
     def build(folder: Path) -> None:
         shutil.copy(pins, folder)
-        _install(
+        environments.install(
             [npm, "install", "--ignore-scripts", "--no-package-lock", "--no-audit", "--no-fund", "--fetch-retries=1"],
             folder,
         )
@@ -100,20 +91,6 @@ def _once(install: Callable[[], Path]) -> Path:
     if isinstance(found := _INSTALLED[install], NotPossibleHere):
         raise found
     return found
-
-
-def _install(command: Sequence[str], folder: Path | None = None) -> None:
-    """Runs an installer, twice if the registry fails. Raises NotPossibleHere."""
-    for last in (False, True):
-        try:
-            subprocess.run(command, cwd=folder, check=True, capture_output=True, timeout=INSTALL_SECONDS)
-            return
-        except subprocess.TimeoutExpired as error:
-            raise NotPossibleHere(f"{command[0]} did not end within {INSTALL_SECONDS} s: try again") from error
-        except subprocess.CalledProcessError as error:
-            if last:
-                message = f"{command[0]} cannot install the clients of other makers: {error.stderr.decode()[-500:]}"
-                raise NotPossibleHere(message) from error
 
 
 def main() -> int:
