@@ -100,6 +100,8 @@ class WorkQueue(Generic[Key]):
                 if key in self._dirty:
                     self._waiting.append(key)
                     self._arrived.set()
+            # A run may end without having waited. Hundreds of them would hold up answers and the requests of others.
+            await asyncio.sleep(0)
 
     async def _take(self) -> Key:
         while not self._waiting:

@@ -194,6 +194,29 @@ def test_the_earliest_delay_counts_and_a_run_before_it_cancels_it() -> None:
     assert starts == [10.0, 12.0]
 
 
+def test_runs_that_never_wait_let_other_tasks_of_the_event_loop_go_on() -> None:
+    """As the passes after a restart, which write nothing."""
+    turns_at: list[int] = []
+
+    async def main() -> None:
+        queue, turn = WorkQueue[str](), 0
+
+        async def handle(key: str) -> None:
+            turns_at.append(turn)
+
+        for key in range(100):
+            queue.add(str(key))
+        worker = asyncio.create_task(queue.work(handle))
+        while not queue.is_idle:
+            turn += 1
+            await asyncio.sleep(0)
+        worker.cancel()
+        await asyncio.gather(worker, return_exceptions=True)
+
+    virtual_time.run(main())
+    assert len(turns_at) == len(set(turns_at)) == 100
+
+
 def test_a_cancelled_worker_returns_its_key_to_the_queue() -> None:
     async def main() -> None:
         queue = WorkQueue[str]()
