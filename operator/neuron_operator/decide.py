@@ -338,8 +338,8 @@ def _workload(
 ) -> tuple[Object, ...]:
     """The replicas of one revision, with the ConfigMaps of every revision that still has pods."""
     still, served = _with_pods(observed), allowed.revision
-    documents = [served.pinned.config, *(known.pinned.config for known in observed.revisions if known.name in still)]
-    config_maps = {name_of(found): found for found in (serving.config_map(model, document) for document in documents)}
+    revisions = _distinct(served, *(known for known in observed.revisions if known.name in still))
+    config_maps = {name_of(found): found for found in (serving.config_map(model, r.pinned.config) for r in revisions)}
     return (*config_maps.values(), *_replicas(model, observed, settings, allowed=allowed, pace=pace, grouped=grouped))
 
 

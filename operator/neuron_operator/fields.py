@@ -132,11 +132,15 @@ class Field:
 
     def annotations(self, kind: type[T]) -> tuple[T, ...]:
         """The annotations of this type."""
-        return tuple(one for one in self._annotations if isinstance(one, kind))
+        return tuple(one for one in self.unwrapped[1] if isinstance(one, kind))
 
     @cached_property
-    def _annotations(self) -> tuple[object, ...]:
-        return unwrapped(self.kind)[1]
+    def supports(self) -> tuple[Supported, ...]:
+        return self.annotations(Supported)
+
+    @cached_property
+    def unwrapped(self) -> tuple[Any, tuple[object, ...]]:
+        return unwrapped(self.kind)
 
 
 @cache
@@ -190,18 +194,21 @@ def walk(part: SpecPart, path: str) -> Iterator[tuple[str, Field, Any]]:
 
 def broken_rules(kind: Any, value: Any, path: str) -> Iterator[tuple[str, str]]:
     """Path and message of each broken rule, in the order of declaration; None and a field's default break none."""
-    if value is None:
-        return
-    core, annotations = unwrapped(kind)
-    yield from ((path, rule.message) for rule in annotations if isinstance(rule, Rule) and not rule.holds(value))
-    for shape in annotations:
-        if isinstance(shape, Shape):
-            yield from shape.faults(value, path)
+    if value is not None:
+        yield from _broken(*unwrapped(kind), value, path)
+
+
+def _broken(core: Any, annotations: tuple[object, ...], value: Any, path: str) -> Iterator[tuple[str, str]]:
+    for one in annotations:
+        if isinstance(one, Rule) and not one.holds(value):
+            yield path, one.message
+        elif isinstance(one, Shape):
+            yield from one.faults(value, path)
     if isinstance(value, SpecPart):
-        for one in fields_of(type(value)):
-            below = getattr(value, one.name)
-            if below != one.default:
-                yield from broken_rules(one.kind, below, f"{path}.{one.key}")
+        for part in fields_of(type(value)):
+            below = getattr(value, part.name)
+            if below is not None and below != part.default:
+                yield from _broken(*part.unwrapped, below, f"{path}.{part.key}")
     elif isinstance(value, tuple):
         for index, item in enumerate(value):
             yield from broken_rules(get_args(core)[0], item, f"{path}[{index}]")

@@ -166,8 +166,10 @@ SHARED_HASH_LENGTH = 20
 
 def digest(value: object, length: int = HASH_LENGTH) -> str:
     """The first hexadecimal digits of a hash over the canonical JSON of `value`; for names only."""
-    canonical = json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=False)
-    return hashlib.sha256(canonical.encode()).hexdigest()[:length]
+    return hashlib.sha256(_canonical(value).encode()).hexdigest()[:length]
+
+
+_canonical = json.JSONEncoder(sort_keys=True, separators=(",", ":"), ensure_ascii=False).encode
 
 
 def service_name(model: str) -> str:

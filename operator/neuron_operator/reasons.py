@@ -6,7 +6,7 @@ docs/neuronmodel.md. It reads no objects.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Literal, Self
@@ -508,11 +508,14 @@ class Reason(StrEnum):
     @classmethod
     def named(cls, name: object) -> Reason | None:
         """The reason with this name, as a status shows it."""
-        return next((reason for reason in cls if reason == name), None)
+        return _BY_NAME.get(name)
 
     @classmethod
     def of_exit_code(cls, code: int) -> Reason | None:
         return next((reason for reason in cls if code in reason.row.exit_codes), None)
+
+
+_BY_NAME: Mapping[object, Reason] = {str(reason): reason for reason in Reason}
 
 
 @dataclass(frozen=True)

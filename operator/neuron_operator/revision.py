@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable
+from functools import lru_cache
 from typing import Any
 
 import msgspec
@@ -119,6 +120,7 @@ def spec_hash(model: NeuronModel) -> str:
     return names.digest([FORMAT, _non_defaults(model.spec, model.backend)])
 
 
+@lru_cache(maxsize=1024)
 def revision_hash(spec_hash: str, refresh: str, upgrade: str) -> str:
     return names.digest([spec_hash, refresh, upgrade] if upgrade else [spec_hash, refresh])
 

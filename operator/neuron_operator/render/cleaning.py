@@ -38,12 +38,12 @@ def cleaners(
     Args:
         records: those that are kept in the namespace. They name everything that a revision of any model needs.
     """
-    if not settings.storage.keep_days:
+    places = dict.fromkeys(place for revision in revisions for place in _claims(revision))
+    if not settings.storage.keep_days or not places:
         return ()
     # Weights and artifacts may share a folder.
     named = (key for record in records for key in _keys(record) if _KEY.fullmatch(key))
     needed = sorted(set(named))
-    places = dict.fromkeys(place for revision in revisions for place in _claims(revision))
     return tuple(_cleaner(model, settings, kept, place, needed) for kept, place in places)
 
 
