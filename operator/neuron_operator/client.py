@@ -1,28 +1,28 @@
 """The client of the API server: raw JSON objects, typed faults. Called by reflectors, passes and the lease.
 
-The kubernetes package's asyncio client does the HTTP: authentication, exec plugins, token rotation, proxies, TLS. Its
-typed models are not used: they cost more CPU and memory than everything else in the operator. Nothing here retries or
-caches: the caller knows what a fault means.
+The kubernetes package says how to reach it: TLS, exec plugins, token rotation, proxies. Its client and typed models are
+not used: they cost more CPU and memory than everything else in the operator. Nothing here retries or caches: the caller
+knows what a fault means.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import os
 import re
 from collections.abc import AsyncIterator, Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
-from urllib.parse import urlsplit
+from urllib.parse import urlencode, urlsplit
 from urllib.request import getproxies, proxy_bypass
 
 import aiohttp
 import msgspec
 import yaml
 from kubernetes.aio import config as kubernetes_config
-from kubernetes.aio.client import ApiClient, Configuration
+from kubernetes.aio.client import Configuration
+from kubernetes.aio.client.rest import RESTClientObject
 
 from neuron_operator.containment import own_entries
 from neuron_operator.errors import ClusterFault
@@ -58,6 +58,8 @@ class Resource:
     kind: str
     plural: str
     namespaced: bool = True
+    is_only_metadata: bool = False
+    """Of its objects, lists and watches bring the metadata alone."""
 
     @property
     def group(self) -> str:
@@ -92,6 +94,8 @@ CHILDREN = (
     JOBS,
     Resource("batch/v1", "CronJob", "cronjobs"),
 )
+REPLICA_SETS = Resource("apps/v1", "ReplicaSet", "replicasets", is_only_metadata=True)
+"""Between a Deployment and its pods."""
 LEADER_WORKER_SETS = Resource(LEADER_WORKER_SET_API, LEADER_WORKER_SET, "leaderworkersets")
 """A child where groups are made of them: other clusters do not serve it."""
 SECRETS = Resource("v1", "Secret", "secrets")
@@ -162,7 +166,8 @@ class _ListAnswer(msgspec.Struct):
     """A page as it arrives; its items are decoded one by one."""
 
     metadata: dict[str, Any]
-    items: list[msgspec.Raw]
+    items: list[msgspec.Raw] | None = None
+    """None: of a list of metadata without any."""
 
 
 class _Items(Collection[Object]):
@@ -250,11 +255,7 @@ async def connect(
 
     Raises ClusterFault, with the cure, if none of them exists or works. `options` are passed to `Client`.
     """
-    configuration = Configuration(
-        connection_pool_maxsize=0,  # no limit: each watch holds a connection
-        # Otherwise aiohttp looks up proxy and netrc in a thread for each request.
-        client_session_kwargs={"trust_env": False},
-    )
+    configuration = Configuration()
     loader = None
     try:
         if kubeconfig or "KUBERNETES_SERVICE_HOST" not in os.environ:
@@ -269,18 +270,20 @@ async def connect(
         server = urlsplit(configuration.host)
         if not configuration.proxy and not proxy_bypass(server.netloc):
             configuration.proxy = getproxies().get(server.scheme)
-        api = ApiClient(configuration)
+        tls = RESTClientObject(configuration).ssl_context
     except _BROKEN_CONFIGURATION as error:
         raise ClusterFault(
             f"cannot load the cluster configuration: {error}; check the kubeconfig or the ServiceAccount token",
             retriable=False,
         ) from error
     async with contextlib.AsyncExitStack() as stack:
-        await stack.enter_async_context(api)
+        connector = aiohttp.TCPConnector(ssl=tls, limit=0)  # no limit: each watch holds a connection
+        session = aiohttp.ClientSession(connector=connector, headers={"User-Agent": FIELD_MANAGER})
+        await stack.enter_async_context(session)
         if loader is not None:  # the ServiceAccount's token renews itself
             renewal = kubernetes_config.refresh_token(loader, configuration, token_check_seconds)
             stack.callback(asyncio.create_task(renewal, name="token renewal").cancel)
-        yield Client(api, **options)
+        yield Client(configuration, session, **options)
 
 
 class Client:
@@ -288,14 +291,14 @@ class Client:
 
     def __init__(
         self,
-        api: ApiClient,
+        configuration: Configuration,
+        session: aiohttp.ClientSession,
         *,
         observe: Callable[[str, str, str], None] = lambda verb, resource, code: None,
         watch_silence_seconds: float = WATCH_SILENCE_SECONDS,
     ) -> None:
-        api.user_agent = FIELD_MANAGER
-        self.configuration = api.configuration
-        self._api = api
+        self.configuration = configuration
+        self.session = session
         self._observe = observe
         self._watch_timeouts = aiohttp.ClientTimeout(
             total=None, sock_connect=CONNECT_SECONDS, sock_read=watch_silence_seconds
@@ -317,7 +320,7 @@ class Client:
         while True:
             async with self._answer("list", resource, resource.path(namespace), query=query) as response:
                 page = msgspec.json.decode(await response.read(), type=_ListAnswer)
-            encoded += page.items
+            encoded += page.items or ()
             query["continue"] = page.metadata.get("continue") or ""
             if not query["continue"]:
                 return Page(_Items(resource, encoded), page.metadata["resourceVersion"])
@@ -356,13 +359,14 @@ class Client:
     async def create(self, resource: Resource, obj: Object) -> Object:
         """Raises AlreadyExists if the name is taken, also by an object of ours.
 
-        The body is YAML because the API server stores JSON verbatim. A later apply would then look like a change of a
-        ControllerRevision's immutable data, since the API server formats its JSON differently. An unknown field is
-        refused: the API server would otherwise drop it silently.
+        A ControllerRevision is sent as YAML, because the API server stores its data verbatim if they are JSON. A later
+        apply would then look like a change of immutable data, since the API server formats its JSON differently. An
+        unknown field is refused: the API server would otherwise drop it silently.
         """
         path = resource.path(obj["metadata"].get("namespace"))
         query = {"fieldManager": FIELD_MANAGER, **_STRICT}
-        return await self._request("create", resource, path, query=query, body=obj, content_type="application/yaml")
+        kind = "yaml" if resource.kind == "ControllerRevision" else "json"
+        return await self._request("create", resource, path, query=query, body=obj, content_type=f"application/{kind}")
 
     async def replace(self, resource: Resource, obj: Object) -> Object:
         """Raises Conflict if `obj` is not the newest version."""
@@ -485,17 +489,25 @@ class Client:
         timeouts: aiohttp.ClientTimeout = _REQUEST_TIMEOUTS,
     ) -> AsyncIterator[aiohttp.ClientResponse]:
         """A successful response with its body unread. Errors up to the end of the block become a ClusterFault."""
+        url = self.configuration.host + path
+        if query:
+            url += "?" + urlencode({key: value for key, value in query.items() if value})
+        headers = {"Content-Type": content_type}
+        if resource.is_only_metadata:
+            headers["Accept"] = f"application/json;as=PartialObjectMetadata{_LISTED.get(verb, '')};g=meta.k8s.io;v=v1"
         try:
-            method, url, headers, body, _ = await self._api.param_serialize(
+            if token := await self.configuration.get_api_key_with_prefix("BearerToken", alias="authorization"):
+                headers["Authorization"] = token
+            async with self.session.request(
                 _METHODS.get(verb, "GET"),
-                path,
-                query_params={key: value for key, value in (query or {}).items() if value},
-                header_params={"Content-Type": content_type},
-                body=as_yaml(body) if "yaml" in content_type else body,
-                auth_settings=["BearerToken"],
-            )
-            answer = await self._api.call_api(method, url, headers, body, _request_timeout=timeouts)
-            async with answer.response as response:
+                url,
+                data=None if body is None else encoded(body, content_type),
+                headers=headers,
+                timeout=timeouts,
+                proxy=self.configuration.proxy,
+                proxy_headers=self.configuration.proxy_headers,
+                server_hostname=self.configuration.tls_server_name,
+            ) as response:
                 self._observe(verb, resource.plural, str(response.status))
                 if response.status >= 300:
                     raise _fault(response, await response.read(), verb, resource)
@@ -506,8 +518,8 @@ class Client:
             raise Unreachable(f"{verb} {resource.plural}: {text}", retriable=True) from error
 
 
-_APPLY = "apply-patch+yaml; charset=utf-8"
-"""The charset keeps the kubernetes package from serializing the body as JSON that is not valid YAML."""
+_APPLY = "apply-patch+yaml"
+_LISTED = {"list": "List"}
 _STRICT = {"fieldValidation": "Strict"}
 _UNTYPED = "failed to create typed"
 """In the 500 with which an apply refuses an unknown field, a wrong type or a duplicate list item: no retry helps."""
@@ -561,7 +573,14 @@ def _replacements(desired: Object, live: Object) -> Object:
     return found
 
 
+def encoded(body: Any, content_type: str) -> bytes:
+    return as_yaml(body).encode() if content_type.endswith("yaml") else msgspec.json.encode(body)
+
+
 def as_yaml(body: Any) -> str:
     """JSON that is also valid YAML, which has no surrogate pairs, and rejects some unescaped characters or treats them
     as line breaks (https://yaml.org/spec/1.1/#id868524)."""
-    return re.sub("[\x7f-\uffff]", lambda found: f"\\u{ord(found[0]):04x}", json.dumps(body, ensure_ascii=False))
+    return _ODD.sub(lambda found: f"\\u{ord(found[0]):04x}", msgspec.json.encode(body).decode())
+
+
+_ODD = re.compile("[\x7f-\uffff]")

@@ -123,7 +123,7 @@ async def test_the_first_status_tells_what_its_own_pass_made(server: ApiServer, 
             statuses.append(status)
             return await super().apply_status(resource, live, status)
 
-    async with client_of(server) as client, operating(Recording(client._api), only(namespace)):
+    async with client_of(server) as client, operating(Recording(client.configuration, client.session), only(namespace)):
         namespace.put_model()
         await eventually(lambda: namespace.condition("ModelResolved") == ("False", "Resolving"))
     assert statuses[0]["url"] == f"http://chat.{namespace.name}.svc:8000"

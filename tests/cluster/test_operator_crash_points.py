@@ -96,7 +96,7 @@ class Mortal(Client):
     it. Requests about the Lease and watches do not count."""
 
     def __init__(self, client: Client, dies_at: int | None = None, *, before: bool = True) -> None:
-        super().__init__(client._api)
+        super().__init__(client.configuration, client.session)
         self._dies_at = dies_at
         self._before = before
         self.calls: list[tuple[str, str]] = []
