@@ -12,7 +12,7 @@ from neuron_operator import names
 def dig(value: Any, *path: str) -> Any:
     """The value below `path`, or None if a step is missing or not an object."""
     for step in path:
-        if not isinstance(value, Mapping):
+        if not isinstance(value, dict):
             return None
         value = value.get(step)
     return value
@@ -26,13 +26,15 @@ def text(value: Any, *path: str) -> str:
 
 def printable(line: str) -> str:
     """The text on one line, without characters that control a terminal or the direction of writing."""
+    if line.isprintable():
+        return line
     return "".join(char if char.isprintable() else " " for char in line)
 
 
 def items(value: Any, *path: str) -> list[Mapping[str, Any]]:
     """The objects of the list below `path`, else empty."""
     found = dig(value, *path)
-    return [item for item in found if isinstance(item, Mapping)] if isinstance(found, list | tuple) else []
+    return [item for item in found if isinstance(item, dict)] if isinstance(found, list | tuple) else []
 
 
 def name_of(value: Any) -> str:
@@ -41,7 +43,7 @@ def name_of(value: Any) -> str:
 
 def labels_of(value: Any) -> Mapping[str, str]:
     found = dig(value, "metadata", "labels")
-    return found if isinstance(found, Mapping) else {}
+    return found if isinstance(found, dict) else {}
 
 
 def owners_of(value: Any) -> list[Mapping[str, Any]]:
@@ -55,7 +57,20 @@ def is_shared(value: Any) -> bool:
 
 def is_owned(value: Any, uid: str) -> bool:
     """Whether the object with this UID owns `value`."""
-    return any(text(owner, "uid") == uid for owner in owners_of(value))
+    return any(owner.get("uid") == uid for owner in owners_of(value))
+
+
+MAX_DESCENT = 3
+"""From a follower to its model by way of two StatefulSets. Anybody may write owners that go round in a circle."""
+
+
+def descends(value: Any, uid: str, owners: Mapping[str, Any], most: int = MAX_DESCENT) -> bool:
+    """Whether the object with this UID owns `value`, through others of `owners` (by UID) or not. What nobody owns may
+    be adopted."""
+    found = [text(owner, "uid") for owner in owners_of(value)]
+    return not found or any(
+        one == uid or (most > 1 and one in owners and descends(owners[one], uid, owners, most - 1)) for one in found
+    )
 
 
 def is_orphan(value: Any) -> bool:

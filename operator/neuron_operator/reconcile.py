@@ -168,7 +168,7 @@ class Reconciler:
 
     def _observe(self, world: World, key: Key) -> World:
         caches = self._caches
-        pods = caches.pods(key)
+        pods = caches.pods(key, world.body["metadata"]["uid"])
         return replace(
             world,
             children=caches.children(key),

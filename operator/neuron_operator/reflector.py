@@ -26,6 +26,7 @@ from neuron_operator.client import (
     NEURON_MODELS,
     NODES,
     PODS,
+    REPLICA_SETS,
     Cluster,
     Forbidden,
     Gone,
@@ -34,8 +35,16 @@ from neuron_operator.client import (
 )
 from neuron_operator.containment import own_entries
 from neuron_operator.errors import ClusterFault
-from neuron_operator.names import CORE_RESOURCE, DEVICE_RESOURCE, KIND, MODEL_LABEL, OWNED_SELECTOR
-from neuron_operator.objects import owners_of, text
+from neuron_operator.names import (
+    CORE_RESOURCE,
+    DEVICE_RESOURCE,
+    GROUP_LABEL,
+    KIND,
+    LEADER_WORKER_SET,
+    MODEL_LABEL,
+    OWNED_SELECTOR,
+)
+from neuron_operator.objects import descends, labels_of, name_of, owners_of, text
 from neuron_operator.views import NodeView, node_view
 from neuron_operator.workqueue import Backoff
 from neuron_operator.world import Object
@@ -68,6 +77,13 @@ def trimmed_node(node: Object) -> Object:
             **{part: _devices(status.get(part) or {}) for part in ("capacity", "allocatable")},
         },
     }
+
+
+def trimmed_owner(obj: Object) -> Object:
+    """Whose it is. Its controller reports the rest often, which concerns no model."""
+    metadata = obj["metadata"]
+    kept = {key: metadata[key] for key in ("name", "namespace", "uid", "labels", "ownerReferences") if key in metadata}
+    return {"kind": obj["kind"], "metadata": kept}
 
 
 def _devices(quantities: Object) -> Object:
@@ -163,7 +179,7 @@ class Reflector:
         (https://kubernetes.io/docs/reference/using-api/api-concepts/#resource-versions).
         """
         if _version(obj) > int(self._resource_version or 0):
-            self._put(self._trim(obj))
+            self._put(obj)
 
     async def run(self) -> None:
         """Keep the cache up to date until cancelled. Raises Forbidden if the first list is refused."""
@@ -200,7 +216,7 @@ class Reflector:
             missing.discard(key_of_model(obj))
             known = self._objects.get(key_of_model(obj))
             if known is None or known.version != _version(obj):
-                self._put(self._trim(obj))
+                self._put(obj)
         for name in missing:
             self._drop(name)
         self.synced.set()
@@ -216,20 +232,22 @@ class Reflector:
                     if not self._is_older(event.object):
                         self._drop(key_of_model(event.object))
                 elif event.type != "BOOKMARK":
-                    self._put(self._trim(event.object))
+                    self._put(event.object)
                 self._resource_version = event.object["metadata"]["resourceVersion"]
 
     def _put(self, obj: Object) -> None:
-        name, key = key_of_model(obj), self._key_of(obj)
-        if self._is_older(obj):
-            return
+        name, version = key_of_model(obj), _version(obj)
         known = self._objects.get(name)
-        if known is not None and known.version == _version(obj):
-            return  # the watch delivers our own write
+        if known is not None and known.version >= version:
+            return  # the watch delivers our own write, or what preceded it
+        key = self._key_of(obj)
         if known is not None and known.key != key:
             self._drop(name)
-        self._objects[name] = self._by_model[key][name] = _Kept(msgspec.json.encode(obj), _version(obj), key)
-        self._wake(obj)
+        obj = self._trim(obj)
+        kept = _Kept(msgspec.json.encode(obj), version, key)
+        self._objects[name] = self._by_model[key][name] = kept
+        if known is None or known.encoded != kept.encoded:
+            self._wake(obj)
 
     def _is_older(self, obj: Object) -> bool:
         """Our own write was stored before the watch delivered the events that preceded it."""
@@ -266,7 +284,7 @@ class Caches:
                 wake(key)
 
         def reflect(resource: Resource, namespace: str | None) -> Reflector:
-            is_model = resource is NEURON_MODELS
+            is_model = resource == NEURON_MODELS
             return Reflector(
                 cluster,
                 resource,
@@ -274,20 +292,20 @@ class Caches:
                 label_selector="" if is_model else OWNED_SELECTOR,
                 key_of=key_of_model if is_model else key_of_child,
                 wake=(lambda obj: wake(key_of_model(obj))) if is_model else wake_concerned,
+                trim=trimmed_owner if resource == REPLICA_SETS else trimmed,
                 count_start=count_start,
             )
 
         self._reflectors = {
-            (resource, namespace): reflect(resource, namespace)
-            for resource in (NEURON_MODELS, *children, PODS)
-            for namespace in namespaces
+            resource: tuple(reflect(resource, namespace) for namespace in namespaces)
+            for resource in (NEURON_MODELS, *children, REPLICA_SETS, PODS)
         }
         self._wake = wake
         self._children = tuple(children)
         self._failed_nodes: dict[str, NodeView] = {}
         """As they were when they last woke a model."""
         if None in namespaces:  # the right to watch nodes is one for the whole cluster
-            self._reflectors[NODES, None] = Reflector(
+            nodes = Reflector(
                 cluster,
                 NODES,
                 None,
@@ -296,20 +314,21 @@ class Caches:
                 trim=trimmed_node,
                 count_start=count_start,
             )
+            self._reflectors[NODES] = (nodes,)
 
     async def run(self) -> None:
         """Keep all of them up to date until cancelled. Raises Forbidden if one may not be listed."""
         async with asyncio.TaskGroup() as tasks:
-            for (resource, _), reflector in self._reflectors.items():
-                tasks.create_task(reflector.run(), name=f"reflector of {resource.plural}")
+            for reflector in self._all():
+                tasks.create_task(reflector.run(), name=f"reflector of {reflector.resource.plural}")
 
     @property
     def is_synced(self) -> bool:
-        return all(reflector.synced.is_set() for reflector in self._reflectors.values())
+        return all(reflector.synced.is_set() for reflector in self._all())
 
     async def wait_synced(self) -> None:
         """No pass may run earlier: objects that are not listed yet would look deleted."""
-        for reflector in self._reflectors.values():
+        for reflector in self._all():
             await reflector.synced.wait()
 
     def models(self) -> tuple[Object, ...]:
@@ -319,12 +338,23 @@ class Caches:
         return self.find(NEURON_MODELS, *key)
 
     def children(self, key: Key) -> tuple[Object, ...]:
-        return tuple(obj for kind in self._children for reflector in self._of(kind) for obj in reflector.of_model(key))
+        return tuple(obj for kind in self._children for obj in self._objects(kind, key))
 
-    def pods(self, key: Key) -> tuple[Object, ...]:
-        """Of the model, and of the Jobs that the models of its namespace share."""
-        keys = (key, (key[0], ""))
-        return tuple(obj for reflector in self._of(PODS) for found in keys for obj in reflector.of_model(found))
+    def pods(self, key: Key, uid: str) -> tuple[Object, ...]:
+        """Of the model with this UID, and of the Jobs that the models of its namespace share. An earlier model of the
+        same name may have left pods that still answer until they are collected."""
+        between = (*self.children(key), *self._objects(REPLICA_SETS, key))
+        owners = {text(owner, "metadata", "uid"): owner for owner in between}
+        # The StatefulSets between a LeaderWorkerSet and its pods do not have our labels.
+        sets = {name_of(owner) for owner in between if owner["kind"] == LEADER_WORKER_SET and descends(owner, uid, {})}
+
+        def is_ours(pod: Object) -> bool:
+            return descends(pod, uid, owners) or labels_of(pod).get(GROUP_LABEL) in sets
+
+        return (*filter(is_ours, self._objects(PODS, key)), *self._objects(PODS, (key[0], "")))
+
+    def _objects(self, resource: Resource, key: Key) -> Iterable[Object]:
+        return (obj for reflector in self._of(resource) for obj in reflector.of_model(key))
 
     def shared(self, namespace: str) -> tuple[Object, ...]:
         """What the models of the namespace share."""
@@ -368,9 +398,12 @@ class Caches:
 
     def observe_written(self, resource: Resource, obj: Object) -> None:
         """See Reflector.observe_written."""
-        for (kind, namespace), reflector in self._reflectors.items():
-            if kind is resource and namespace in (None, obj["metadata"]["namespace"]):
+        for reflector in self._of(resource):
+            if reflector.namespace in (None, obj["metadata"]["namespace"]):
                 reflector.observe_written(obj)
 
-    def _of(self, resource: Resource) -> Iterable[Reflector]:
-        return (reflector for (kind, _), reflector in self._reflectors.items() if kind is resource)
+    def _of(self, resource: Resource) -> Sequence[Reflector]:
+        return self._reflectors.get(resource, ())
+
+    def _all(self) -> Iterable[Reflector]:
+        return (reflector for found in self._reflectors.values() for reflector in found)

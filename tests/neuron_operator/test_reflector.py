@@ -13,11 +13,12 @@ from hypothesis import strategies as st
 
 from helpers import virtual_time
 from helpers.fake_cluster import FakeCluster
-from neuron_operator.client import CHILDREN, Forbidden, Page, Resource
-from neuron_operator.names import FIELD_MANAGER, MODEL_LABEL, STATUS_FIELD_MANAGER
-from neuron_operator.reflector import Key, Reflector, key_of_child, trimmed
+from neuron_operator.client import CHILDREN, LEADER_WORKER_SETS, PODS, REPLICA_SETS, Forbidden, Page, Resource
+from neuron_operator.names import FIELD_MANAGER, GROUP_LABEL, MODEL_LABEL, STATUS_FIELD_MANAGER
+from neuron_operator.reflector import Caches, Key, Reflector, key_of_child, trimmed
 
-CONFIG_MAPS = next(resource for resource in CHILDREN if resource.kind == "ConfigMap")
+BY_KIND = {resource.kind: resource for resource in (*CHILDREN, LEADER_WORKER_SETS, REPLICA_SETS, PODS)}
+CONFIG_MAPS = BY_KIND["ConfigMap"]
 
 
 def config_map(name: str, model: str = "chat", value: int = 0) -> dict[str, Any]:
@@ -113,6 +114,83 @@ def test_an_object_deleted_after_history_expired_leaves_the_cache_and_wakes_its_
         assert [obj["metadata"]["name"] for obj in reflector.objects()] == ["c"]
         assert list(reflector.of_model(("ns", "model-a"))) == []
         assert sorted(woken) == [("ns", "model-a"), ("ns", "model-b")]
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
+    virtual_time.run(main())
+
+
+async def owned(cluster: FakeCluster, kind: str, name: str, *owners: str, **labels: str) -> str:
+    """The UID of a new object of the model `chat`, with owners of these UIDs."""
+    resource = BY_KIND[kind]
+    metadata = {
+        "namespace": "ns",
+        "name": name,
+        "labels": {MODEL_LABEL: "chat", **labels},
+        "ownerReferences": [{"kind": "Owner", "name": "owner", "uid": uid} for uid in owners],
+    }
+    made = await cluster.create(resource, {"apiVersion": resource.api_version, "kind": kind, "metadata": metadata})
+    return str(made["metadata"]["uid"])
+
+
+def test_pods_of_an_earlier_model_of_the_same_name_are_not_pods_of_the_model() -> None:
+    async def main() -> None:
+        cluster, woken = FakeCluster(), list[Key]()
+        caches = Caches(cluster, (None,), wake=woken.append, children=(*CHILDREN, LEADER_WORKER_SETS))
+        task = asyncio.create_task(caches.run())
+        await caches.wait_synced()
+        earlier = await owned(cluster, "ReplicaSet", "chat-1", "a Deployment that is gone")
+        await owned(cluster, "Pod", "of an earlier Deployment", earlier)
+        await owned(cluster, "Pod", "of a ReplicaSet that is gone", "uid")
+        await owned(cluster, "StatefulSet", "g-0", "an earlier model")
+        await owned(cluster, "Pod", "of an earlier group", "g-0")
+        following = await owned(cluster, "ReplicaSet", "chat-2", "0")
+        circle = await owned(cluster, "ReplicaSet", "chat-3", str(int(following) + 1))
+        assert int(circle) == int(following) + 1, "it owns itself"
+        await owned(cluster, "Pod", "of owners in a circle", circle)
+        await asyncio.sleep(1.0)
+        assert caches.pods(("ns", "chat"), "me") == ()
+        deployment = await owned(cluster, "Deployment", "chat", "me")
+        mine = await owned(cluster, "ReplicaSet", "chat-4", deployment)
+        await owned(cluster, "Pod", "of its Deployment", mine)
+        leader = await owned(cluster, "StatefulSet", "g-1", "me")
+        await owned(cluster, "Pod", "of its group", leader)
+        followers = await owned(cluster, "StatefulSet", "g-1-f", leader)
+        await owned(cluster, "Pod", "of its followers", followers)
+        await owned(cluster, "LeaderWorkerSet", "g-2", "me")
+        await owned(cluster, "Pod", "of its LeaderWorkerSet", "unknown StatefulSet", **{GROUP_LABEL: "g-2"})
+        await owned(cluster, "Pod", "of nobody")
+        await asyncio.sleep(1.0)
+        assert {pod["metadata"]["name"] for pod in caches.pods(("ns", "chat"), "me")} == {
+            "of its Deployment",
+            "of its group",
+            "of its followers",
+            "of its LeaderWorkerSet",
+            "of nobody",
+        }
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
+    virtual_time.run(main())
+
+
+def test_a_replica_set_wakes_its_model_when_it_comes_and_goes_not_when_its_controller_reports() -> None:
+    async def main() -> None:
+        cluster, woken = FakeCluster(), list[Key]()
+        caches = Caches(cluster, (None,), wake=woken.append)
+        task = asyncio.create_task(caches.run())
+        await caches.wait_synced()
+        await asyncio.sleep(1.0)
+        await owned(cluster, "ReplicaSet", "chat-1", "uid")
+        await asyncio.sleep(1.0)
+        assert woken == [("ns", "chat")]
+        live = await cluster.get(REPLICA_SETS, "ns", "chat-1")
+        live = await cluster.replace(REPLICA_SETS, {**live, "status": {"readyReplicas": 1}})
+        await asyncio.sleep(1.0)
+        assert woken == [("ns", "chat")]
+        await cluster.delete(REPLICA_SETS, live)
+        await asyncio.sleep(1.0)
+        assert woken == [("ns", "chat")] * 2
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
 
