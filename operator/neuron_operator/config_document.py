@@ -8,7 +8,10 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from functools import lru_cache
 from typing import Any
+
+import msgspec
 
 from neuron_operator.fields import ConfigKey, Supported, as_json, walk
 from neuron_operator.model import BACKENDS, ModelSource, NeuronModel, Spec
@@ -101,4 +104,10 @@ def sampling_mode(model: NeuronModel) -> str:
 
 def to_json(document: dict[str, Any]) -> str:
     """Canonical and readable: the ConfigMap is named by the hash of this text."""
-    return json.dumps(document, indent=2, sort_keys=True, ensure_ascii=False) + "\n"
+    return _readable(msgspec.json.encode(document))
+
+
+@lru_cache(maxsize=1024)
+def _readable(encoded: bytes) -> str:
+    """Each pass asks for it; Python's own encoder is slow with line breaks."""
+    return json.dumps(json.loads(encoded), indent=2, sort_keys=True, ensure_ascii=False) + "\n"

@@ -183,13 +183,29 @@ def as_json(value: Any) -> Any:
     return msgspec.json.decode(msgspec.json.encode(value))
 
 
-def walk(part: SpecPart, path: str) -> Iterator[tuple[str, Field, Any]]:
-    """Path, declaration and value of each field, recursively, in the order of declaration."""
-    for one in fields_of(type(part)):
+def walk(
+    part: SpecPart, path: str, fields: Callable[[type[SpecPart]], tuple[Field, ...]] = fields_of
+) -> Iterator[tuple[str, Field, Any]]:
+    """Path, declaration and value of each field (of each part: of its `fields`), recursively, in the order of
+    declaration."""
+    for one in fields(type(part)):
         value, here = getattr(part, one.name), f"{path}.{one.key}"
         yield here, one, value
         if isinstance(value, SpecPart):
-            yield from walk(value, here)
+            yield from walk(value, here, fields)
+
+
+@cache
+def supporting(part: type[SpecPart]) -> tuple[Field, ...]:
+    """The fields that are `Supported`, and those with such fields below."""
+
+    def is_one(field: Field) -> bool:
+        core = field.unwrapped[0]
+        return bool(field.supports) or (
+            isinstance(core, type) and issubclass(core, SpecPart) and bool(supporting(core))
+        )
+
+    return tuple(filter(is_one, fields_of(part)))
 
 
 def broken_rules(kind: Any, value: Any, path: str) -> Iterator[tuple[str, str]]:

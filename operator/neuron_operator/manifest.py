@@ -16,7 +16,7 @@ import msgspec
 from neuron_operator import names
 from neuron_operator.errors import FieldNotSupported, InvalidSpec, Refusals
 from neuron_operator.field_types import NAME_PATTERN
-from neuron_operator.fields import SpecPart, as_json, broken_rules, fields_of, located, unwrapped, walk
+from neuron_operator.fields import SpecPart, as_json, broken_rules, fields_of, located, supporting, unwrapped, walk
 from neuron_operator.model import NeuronModel, Spec
 
 
@@ -106,7 +106,8 @@ def _invalid_value(core: Any, raw: object, path: str, error: msgspec.ValidationE
 
 def not_supported(spec: Spec) -> Iterator[FieldNotSupported]:
     """An error for each valid value that this version does not support."""
-    found = [(path, one, support, value) for path, one, value in walk(spec, "spec") for support in one.supports]
+    walked = walk(spec, "spec", supporting)
+    found = [(path, one, support, value) for path, one, value in walked for support in one.supports]
     # Fields that others depend on, such as the backend, come first.
     for path, one, support, value in sorted(found, key=lambda row: row[2].of is None):
         value_found = support.of(spec) if support.of else value

@@ -310,7 +310,8 @@ def shared_annotation(revision: Revision) -> dict[str, str]:
 def beside_template(revision: Revision) -> str:
     """What `from_running` cannot read from the pod template and its ConfigMap. An annotation of the Deployment, not of
     the pod template, so that pods of earlier versions are not replaced."""
-    kept = {key: value for key, value in as_json(revision.pinned).items() if key not in ("config", "template")}
+    without = msgspec.structs.replace(revision.pinned, config={}, template={})
+    kept = {key: value for key, value in as_json(without).items() if key not in ("config", "template")}
     return json.dumps(kept, sort_keys=True, separators=(",", ":"), ensure_ascii=False)
 
 

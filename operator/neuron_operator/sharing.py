@@ -7,7 +7,7 @@ are patches of one name without a version, so that a dozen models can do so at o
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from neuron_operator.model import NeuronModel
@@ -15,7 +15,7 @@ from neuron_operator.objects import is_orphan, is_owned, name_of, owners_of
 from neuron_operator.render.jobs import KEPT_SECONDS
 from neuron_operator.render.objects import owner_reference
 from neuron_operator.steps import Walk
-from neuron_operator.views import ChildView, Observed
+from neuron_operator.views import ChildView, JobView, Observed
 from neuron_operator.world import Change, Object
 
 OWNED_KINDS = frozenset({"Job", "ConfigMap", "CronJob"})
@@ -32,19 +32,18 @@ def upkeep(model: NeuronModel, observed: Observed, done: Walk, kept: frozenset[s
     waiting = frozenset(map(name_of, done.desired))
     needed = done.done | waiting
     stale = {name_of(obj) for obj in done.stale}
-    shared = [found for found in observed.shared if found.kind in OWNED_KINDS and found.name not in stale]
-    owned = [found for found in shared if is_owned(found.live, model.uid)]
-    let_go = [found for found in owned if found.name not in needed | kept and not _is_over(found, observed)]
-    orphans = [found for found in shared if is_orphan(found.live) and found.name not in needed | kept]
+    ours, others = list[ChildView](), list[ChildView]()
+    for found in observed.shared:
+        if found.kind in OWNED_KINDS:
+            (ours if is_owned(found.live, model.uid) else others).append(found)
+    left = [found for found in ours if found.name not in needed | kept | stale]
+    let_go = [found for found in left if not _is_over(found, observed)]
+    orphans = [found for found in others if found.name not in needed | kept | stale and is_orphan(found.live)]
     return Upkeep(
         changes=(
-            *(
-                _joined(model, found)
-                for found in shared
-                if found.name in needed and not is_owned(found.live, model.uid)
-            ),
+            *(_joined(model, found) for found in others if found.name in needed - stale),
             *(_left(model, found) for found in let_go if not _is_alone(model, found)),
-            *_expiries(observed, done, waiting, model.uid),
+            *_expiries((observed.jobs[found.name] for found in ours if found.kind == "Job"), done, waiting),
         ),
         # An orphan is what its last owners left at the same time, if the operator ended between that and its deletion.
         delete=tuple(found.live for found in (*(f for f in let_go if _is_alone(model, f)), *orphans)),
@@ -71,10 +70,9 @@ def _is_over(found: ChildView, observed: Observed) -> bool:
     return observed.jobs[found.name].is_finished or bool(observed.answers_of(found.name))
 
 
-def _expiries(observed: Observed, done: Walk, waiting: frozenset[str], owner: str) -> Iterator[Change]:
+def _expiries(jobs: Iterable[JobView], done: Walk, waiting: frozenset[str]) -> Iterator[Change]:
     """Finished Jobs are deleted some time later, but never before their record is copied or their failure is shown."""
-    owned = (found for found in observed.shared if found.kind == "Job" and is_owned(found.live, owner))
-    for job in (observed.jobs[found.name] for found in owned):
+    for job in jobs:
         if job.is_finished and not job.expires:
             if job is done.failed:
                 yield Change(job.live, {"spec": {"ttlSecondsAfterFinished": done.retry_seconds}})
