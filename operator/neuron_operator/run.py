@@ -16,6 +16,7 @@ from contextlib import AbstractAsyncContextManager
 from datetime import UTC, datetime
 from functools import partial
 
+import uvloop
 from aiohttp import web
 
 from neuron_operator import settings as settings_module
@@ -243,7 +244,7 @@ def main(argv: Sequence[str]) -> int:
         level=settings.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr
     )
     try:
-        asyncio.run(run(settings))
+        uvloop.run(run(settings))
     except* (OperatorError, OSError) as errors:
         print(f"neuron-operator: {one_line(errors)}", file=sys.stderr)
         return_code = 1
