@@ -24,7 +24,7 @@ from helpers.operators import (
     serves_models,
 )
 from helpers.ports import free_ports
-from neuron_operator.client import CHILDREN, LEASES, NEURON_MODELS, NODES, PODS
+from neuron_operator.client import CHILDREN, LEASES, NEURON_MODELS, NODES, PODS, REPLICA_SETS
 
 LEASE_SECONDS = 15
 """Long enough that no replica loses it when the machine stalls for some seconds."""
@@ -97,7 +97,7 @@ async def test_a_replica_opens_one_watch_per_resource(server: ApiServer, start: 
             e["objectRef"]["resource"] for e in events if (e["verb"], e["stage"]) == ("watch", "ResponseStarted")
         )
 
-    expected = Counter(resource.plural for resource in (*CHILDREN, PODS, NODES, NEURON_MODELS, LEASES))
+    expected = Counter(resource.plural for resource in (*CHILDREN, REPLICA_SETS, PODS, NODES, NEURON_MODELS, LEASES))
     before = watches()
     process = start("log")
     await eventually(lambda: (watches() - before).keys() >= expected.keys())
