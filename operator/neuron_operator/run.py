@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import logging
 import sys
 import uuid
@@ -49,6 +50,8 @@ logger = logging.getLogger(__name__)
 
 _NONE = "metadata.name=none"
 """Selects nothing: the request only checks the right to list."""
+COLLECT_AFTER = 20_000
+"""New objects until the collector looks for cycles. Passes make thousands from JSON, which has none."""
 GRANT_SECONDS = 10.0
 """A busy API server may learn of a new role some seconds after the operator starts."""
 
@@ -243,6 +246,8 @@ def main(argv: Sequence[str]) -> int:
     logging.basicConfig(
         level=settings.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr
     )
+    gc.freeze()  # what is imported stays
+    gc.set_threshold(COLLECT_AFTER)
     try:
         uvloop.run(run(settings))
     except* (OperatorError, OSError) as errors:
