@@ -44,7 +44,17 @@ from helpers.operators import (
 )
 from neuron_operator import names
 from neuron_operator.__main__ import main
-from neuron_operator.client import EVENTS, LEASES, NEURON_MODELS, PODS, Client, Conflict, Resource, Unreachable
+from neuron_operator.client import (
+    EVENTS,
+    LEASES,
+    NEURON_MODELS,
+    PODS,
+    REPLICA_SETS,
+    Client,
+    Conflict,
+    Resource,
+    Unreachable,
+)
 from neuron_operator.decide import decide
 from neuron_operator.lease import LeaseTimings
 from neuron_operator.model import Rollout
@@ -965,6 +975,48 @@ async def test_a_model_that_keeps_failing_costs_at_most_four_requests_a_minute(
         before = len(server.requests(OPERATOR_USER))
         await asyncio.sleep(6.0)
         assert len(asked(before)) <= 4 * 3, asked(before)
+
+
+async def test_a_model_is_not_ready_by_pods_of_an_earlier_model_of_its_name(
+    server: ApiServer, namespace: Namespace
+) -> None:
+    """The garbage collector, which is not running, has deleted what the first owned, but not yet its ReplicaSet."""
+
+    def answer(pod: str) -> None:
+        """Plays the Deployment controller and the kubelet: a ready pod of a ReplicaSet."""
+        deployment = namespace.get(BY_KIND["Deployment"], "chat")
+        template, selector = deployment["spec"]["template"], deployment["spec"]["selector"]
+        owner = {"apiVersion": "apps/v1", "kind": "Deployment", "name": "chat", "uid": deployment["metadata"]["uid"]}
+        metadata = {"name": f"set-of-{pod}", "labels": template["metadata"]["labels"], "ownerReferences": [owner]}
+        spec = {"replicas": 1, "selector": selector, "template": template}
+        made = server.call(
+            "POST",
+            REPLICA_SETS.path(namespace.name),
+            {"apiVersion": "apps/v1", "kind": "ReplicaSet", "metadata": metadata, "spec": spec},
+        )
+        namespace.start_pod(pod, finished_or_ready(template))
+        between = {**owner, "kind": "ReplicaSet", "name": metadata["name"], "uid": made["metadata"]["uid"]}
+        namespace.patch(PODS, pod, {"metadata": {"ownerReferences": [between]}})
+
+    async with client_of(server) as client:
+        async with operating(client, only(namespace)):
+            namespace.put_model(replicas=1)
+            await namespace.settle()
+            answer("chat-0")
+            await eventually(lambda: namespace.condition() == ("True", "Ready"), about=namespace.model)
+        namespace.delete(NEURON_MODELS, "chat")
+        for resource in BY_KIND.values():
+            for child in namespace.list(resource):
+                if names.MODEL_LABEL in child["metadata"]["labels"]:
+                    namespace.delete(resource, child["metadata"]["name"])
+        namespace.put_model(replicas=1)
+        async with operating(client, only(namespace)):
+            await eventually(lambda: namespace.condition("Available") == ("False", "Loading"), about=namespace.model)
+            await eventually(lambda: namespace.list(BY_KIND["Deployment"]))
+            assert namespace.model()["status"]["ready"] == "0/1"
+            answer("chat-1")
+            await eventually(lambda: namespace.condition() == ("True", "Ready"), about=namespace.model)
+            assert namespace.model()["status"]["ready"] == "1/1"
 
 
 async def test_pods_that_a_node_refused_pause_the_deployment_until_the_next_attempt(
