@@ -88,19 +88,21 @@ def _contained(
         return True  # the API server drops empty values
     if owned is None:
         return False
-    if isinstance(desired, Mapping):
-        if not isinstance(live, Mapping):
+    if not owned and desired == live:
+        return True
+    if isinstance(desired, dict):
+        if not isinstance(live, dict):
             return False
-        return all(
-            _contained(
+        for name, value in desired.items():
+            if not _contained(
                 value,
                 live.get(name),
                 owned.get(f"f:{name}") if owned else owned,
                 is_quantity=children_are or name in _QUANTITY_FIELDS,
                 children_are=name in _QUANTITY_PARENTS,
-            )
-            for name, value in desired.items()
-        )
+            ):
+                return False
+        return True
     if isinstance(desired, list | tuple):
         if not isinstance(live, list):
             return False
@@ -132,7 +134,7 @@ def _has_surplus(owned: Fields, desired: Any) -> bool:
     for key, below in owned.items():
         mark, _, name = key.partition(":")
         if mark == "f":
-            if not isinstance(desired, Mapping) or name not in desired:
+            if not isinstance(desired, dict) or name not in desired:
                 return True
             if _has_surplus(below, desired[name]):
                 return True
