@@ -81,10 +81,11 @@ NODES = Resource("v1", "Node", "nodes", namespaced=False)
 LEASES = Resource("coordination.k8s.io/v1", "Lease", "leases")
 EVENTS = Resource("events.k8s.io/v1", "Event", "events")
 JOBS = Resource("batch/v1", "Job", "jobs")
+CONFIG_MAPS = Resource("v1", "ConfigMap", "configmaps")
 CHILDREN = (
     Resource("apps/v1", "ControllerRevision", "controllerrevisions"),
     Resource("v1", "ServiceAccount", "serviceaccounts"),
-    Resource("v1", "ConfigMap", "configmaps"),
+    CONFIG_MAPS,
     Resource("v1", "PersistentVolumeClaim", "persistentvolumeclaims"),
     Resource("v1", "Service", "services"),
     Resource("policy/v1", "PodDisruptionBudget", "poddisruptionbudgets"),
@@ -99,7 +100,7 @@ REPLICA_SETS = Resource("apps/v1", "ReplicaSet", "replicasets", is_only_metadata
 LEADER_WORKER_SETS = Resource(LEADER_WORKER_SET_API, LEADER_WORKER_SET, "leaderworkersets")
 """A child where groups are made of them: other clusters do not serve it."""
 SECRETS = Resource("v1", "Secret", "secrets")
-"""Created with a group, never read: the operator has no right to."""
+"""Created with a group, and as a trial; never read: the operator has no right to."""
 _BY_KIND = {
     (resource.api_version, resource.kind): resource
     for resource in (*CHILDREN, LEADER_WORKER_SETS, NEURON_MODELS, PODS, EVENTS, SECRETS)
@@ -214,7 +215,7 @@ class Cluster(Protocol):
         field_selector: str = "",
     ) -> AsyncIterator[WatchEvent]: ...
 
-    async def create(self, resource: Resource, obj: Object) -> Object: ...
+    async def create(self, resource: Resource, obj: Object, *, dry_run: bool = False) -> Object: ...
 
     async def replace(self, resource: Resource, obj: Object) -> Object: ...
 
@@ -356,15 +357,15 @@ class Client:
                         raise _status_fault(event["object"], {}, f"watch {resource.plural}")
                     yield WatchEvent(event["type"], event["object"])
 
-    async def create(self, resource: Resource, obj: Object) -> Object:
-        """Raises AlreadyExists if the name is taken, also by an object of ours.
+    async def create(self, resource: Resource, obj: Object, *, dry_run: bool = False) -> Object:
+        """Raises AlreadyExists if the name is taken, also by an object of ours. `dry_run`: nothing is stored.
 
         A ControllerRevision is sent as YAML, because the API server stores its data verbatim if they are JSON. A later
         apply would then look like a change of immutable data, since the API server formats its JSON differently. An
         unknown field is refused: the API server would otherwise drop it silently.
         """
         path = resource.path(obj["metadata"].get("namespace"))
-        query = {"fieldManager": FIELD_MANAGER, **_STRICT}
+        query = {"fieldManager": FIELD_MANAGER, **_STRICT, **({"dryRun": "All"} if dry_run else {})}
         kind = "yaml" if resource.kind == "ControllerRevision" else "json"
         return await self._request("create", resource, path, query=query, body=obj, content_type=f"application/{kind}")
 

@@ -10,13 +10,14 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime
 
-from neuron_operator import breaker, groups, manifest, names, node_health, revision, rollout, status
+from neuron_operator import breaker, groups, manifest, names, node_health, nudge, revision, rollout, status
 from neuron_operator.breaker import Allowed
 from neuron_operator.errors import InvalidSpec
 from neuron_operator.fields import as_json
 from neuron_operator.model import NeuronModel
 from neuron_operator.model_status import ArtifactStatus, GroupStatus, PastRevision, Status
 from neuron_operator.node_health import Plan
+from neuron_operator.nudge import Nudge
 from neuron_operator.objects import instant, is_owned, name_of
 from neuron_operator.reasons import Finding, Reason, met, unmet
 from neuron_operator.render import serving
@@ -32,16 +33,19 @@ from neuron_operator.sharing import upkeep
 from neuron_operator.steps import STEPS, Known, Step, Walk, refusal_of, using, walk
 from neuron_operator.upgrades import Upgrade
 from neuron_operator.views import ConditionView, ModelView, Observed, observe
-from neuron_operator.why.pods import UNEXPLAINED_SECONDS, explain_failure, unexplained_from
+from neuron_operator.why.pods import UNEXPLAINED_SECONDS, awaited, explain_failure, unexplained_from
 from neuron_operator.why.refusals import explain_refusals
 from neuron_operator.why.replicas import explain_replicas
-from neuron_operator.world import Change, Decision, LogOf, Need, Object, Refused, Settings, World
+from neuron_operator.world import Change, Decision, Exists, LogOf, Needed, Object, Refused, Settings, World
 
 MIN_RECHECK_SECONDS = 2.0
 RECHECK_SECONDS = 30.0
 """For causes that wake no pass: objects of other owners, rights, devices held by other pods, Events. A refused write is
 repeated after a tenth of the time that the model has not been ready, within these two: a cure shows soon after a short
 fault."""
+
+AWAITED_SECONDS = 40.0
+"""The same for a Secret or ConfigMap that a pod waits for: a look takes one request, and one for the pod's events."""
 
 MAX_RECHECK_SECONDS = 300.0
 """What only makes a message better is read ever more rarely: after a tenth of the time that the model has not been
@@ -72,6 +76,8 @@ class Course:
     """How `served` reaches the replicas."""
     deadline: datetime | None = None
     """When the rollout fails."""
+    nudged: tuple[Nudge, ...] = ()
+    """Whether and when controllers try again to make refused pods."""
     groups: groups.Plan | None = None
     """None: every replica is one pod, or what is wanted is not known in this pass."""
     moving: Plan = node_health.NOBODY
@@ -103,7 +109,7 @@ def decide(world: World, settings: Settings, steps: Sequence[Step] = STEPS) -> D
         moves=course.moving.now,
         status=whole_status,
         requeue_after_seconds=_requeue_after(world, observed, course, findings, steps),
-        needs=frozenset[Need | LogOf](course.pace.needs if course.pace else ()).union(
+        needs=frozenset[Needed](course.pace.needs if course.pace else ()).union(
             course.groups.needs if course.groups else (), *(f.needs for f in findings)
         ),
         announcements=() if is_terminating else status.announcements(observed.model, findings),
@@ -180,6 +186,8 @@ def _set_course(world: World, observed: Observed, settings: Settings, steps: Seq
         *done.desired,
         *cleaning,
     )
+    waited = [observed.jobs[name] for name in map(name_of, done.desired) if name in observed.jobs]
+    nudges = (nudge.change(job, observed) for job in waited)
     is_settled = done.is_complete and not world.refusals
     kept = (name for earlier in _kept_revisions(model, observed, pinned) for name in earlier.shared)
     shared = upkeep(model, observed, done, frozenset((*kept, *map(name_of, cleaning))))
@@ -187,19 +195,21 @@ def _set_course(world: World, observed: Observed, settings: Settings, steps: Seq
         *done.stale,
         *shared.delete,
         *(grouped.end if grouped else ()),
+        *(pod.live for pod in observed.live if not pod.group and awaited(pod, observed) in observed.existing),
         *(pod.live for pod in breaker.surplus(observed, _attempted(model, served, allowed)) if not pod.group),
         *(_unneeded(model, observed, pinned) if is_settled else ()),
     )
     return Course(
         findings=(ACCEPTED, *explain_refusals(world.refusals), *done.findings),
         desired=tuple(_independent(desired, world, observed)),
-        changes=shared.changes,
+        changes=(*shared.changes, *(change for change in nudges if change)),
         delete=tuple(_not_refused(delete, world)),
         wanted=pinned,
         served=allowed.revision if allowed else None,
         num_wanted=model.spec.replicas,
         setback=setback,
         pace=pace,
+        nudged=(nudge.of_deployment(observed), *(nudge.of_job(job, observed) for job in waited)),
         deadline=rollout.next_deadline(model, observed, pinned) if pinned else None,
         upgrade=("Running" if moves else "Waiting") if is_behind else _begun(world, model, observed, pinned, setback),
         groups=grouped,
@@ -354,7 +364,7 @@ def _replicas(
 ) -> Iterator[Object]:
     served = allowed.revision
     if served.placement.nodes == 1:
-        yield from replicas(model, served, allowed.num_pods, pace)
+        yield from replicas(model, served, allowed.num_pods, pace, nudge.of_deployment(observed).value)
     elif observed.deployment is not None and grouped is not None:  # of an earlier revision on one node
         before = next((known for known in observed.revisions if known.name == observed.deployment.revision), None)
         if before is not None:
@@ -545,9 +555,12 @@ def _requeue_after(
     attempts = (breaker.next_attempt(observed, known.name) for known in _distinct(course.wanted, course.served))
     starting = (unexplained_from(pod) for pod in observed.live)
     of_groups = course.groups.due if course.groups else None
-    times = (*attempts, *starting, rollout.surge_due(observed), course.deadline, course.moving.due, of_groups)
+    nudges = (nudged.due for nudged in course.nudged)
+    times = (*attempts, *starting, *nudges, rollout.surge_due(observed), course.deadline, course.moving.due, of_groups)
+    is_awaiting = any(isinstance(need, Exists) for finding in findings for need in finding.needs)
     delays = (
         _tenth_of_the_wait(observed, MIN_RECHECK_SECONDS, RECHECK_SECONDS) if world.refusals else None,
+        _tenth_of_the_wait(observed, MIN_RECHECK_SECONDS, AWAITED_SECONDS) if is_awaiting else None,
         _tenth_of_the_wait(observed, RECHECK_SECONDS, MAX_RECHECK_SECONDS)
         if any(finding.needs for finding in findings)
         else None,

@@ -12,12 +12,22 @@ from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
-from neuron_operator.client import EVENTS, NODES, PODS, Cluster, Forbidden
+from neuron_operator.client import (
+    CONFIG_MAPS,
+    EVENTS,
+    NODES,
+    PODS,
+    SECRETS,
+    AlreadyExists,
+    Cluster,
+    Forbidden,
+    NotFound,
+)
 from neuron_operator.devices import has_devices, node_devices
 from neuron_operator.errors import ClusterFault
 from neuron_operator.names import RUNTIME_CONTAINER
 from neuron_operator.reflector import Key, key_of_model
-from neuron_operator.world import FreeDevices, NodeDevices, Object
+from neuron_operator.world import Exists, FreeDevices, NodeDevices, Object
 
 logger = logging.getLogger(__name__)
 
@@ -27,6 +37,7 @@ CLAIM_EVENTS_SECONDS = 5.0
 LOG_SECONDS = 4.0
 UNREADABLE_LOG_SECONDS = 30.0
 """A log that cannot be read, for lack of the right or because its node does not answer, is read again after this."""
+EXISTS_SECONDS = 1.5
 MAX_READS = 8
 """Concurrent pod lists; there is one for each node with Neuron devices."""
 
@@ -76,6 +87,7 @@ class OnDemand:
         self._events = _Kept[tuple[Object, ...]]()
         self._claim_events = _Kept[tuple[Object, ...]]()
         self._logs = _Kept[str]()
+        self._existing = _Kept[bool]()
 
     async def free_devices(self) -> FreeDevices:
         """For every node with Neuron devices: allocatable minus requested."""
@@ -92,6 +104,27 @@ class OnDemand:
     async def log(self, namespace: str, pod: str) -> str:
         """The end of the log of a pod's runtime container; empty if it cannot be read."""
         return await self._logs.get((namespace, pod), lambda: self._read_log(namespace, pod))
+
+    async def exists(self, namespace: str, wanted: Exists) -> bool:
+        """Whether a Secret or ConfigMap does; False if nobody says."""
+        return await self._existing.get((namespace, wanted), lambda: self._look_for(namespace, wanted))
+
+    async def _look_for(self, namespace: str, wanted: Exists) -> tuple[bool, float]:
+        """The operator may not read Secrets. It asks whether it could create one of that name, without creating it."""
+        try:
+            if wanted.kind == "ConfigMap":
+                await self._cluster.get(CONFIG_MAPS, namespace, wanted.name)
+                return True, EXISTS_SECONDS
+            about = {"apiVersion": SECRETS.api_version, "kind": SECRETS.kind}
+            named = {"metadata": {"namespace": namespace, "name": wanted.name}}
+            await self._cluster.create(SECRETS, {**about, **named}, dry_run=True)
+        except AlreadyExists:
+            return True, EXISTS_SECONDS
+        except NotFound:
+            return False, EXISTS_SECONDS
+        except ClusterFault as fault:
+            logger.info("cannot tell whether %s %s/%s exists: %s", wanted.kind, namespace, wanted.name, fault)
+        return False, EXISTS_SECONDS
 
     async def _read_free(self) -> tuple[FreeDevices, float]:
         turn = asyncio.Semaphore(MAX_READS)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Literal, Self
 
-from neuron_operator.world import LogOf, Need
+from neuron_operator.world import Needed
 
 Condition = Literal[
     "Accepted",
@@ -526,7 +526,7 @@ class Finding:
     status: Literal["True", "False", "Unknown"]
     reason: str
     message: str
-    needs: frozenset[Need | LogOf] = frozenset()
+    needs: frozenset[Needed] = frozenset()
     """Facts that would make the message better."""
 
 
@@ -535,5 +535,5 @@ def met(condition: Condition, message: str, reason: str = "") -> Finding:
     return Finding(condition, "True", reason or condition, message)
 
 
-def unmet(condition: Condition, reason: Reason, message: str, needs: Iterable[Need | LogOf] = ()) -> Finding:
+def unmet(condition: Condition, reason: Reason, message: str, needs: Iterable[Needed] = ()) -> Finding:
     return Finding(condition, "False", reason, message, frozenset(needs))

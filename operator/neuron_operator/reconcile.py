@@ -49,9 +49,11 @@ from neuron_operator.world import (
     Announcement,
     Change,
     Decision,
+    Exists,
     LogOf,
     Move,
     Need,
+    Needed,
     Object,
     Refusal,
     Refused,
@@ -130,7 +132,7 @@ class Reconciler:
         )
         retry: ClusterFault | None = None
         world = self._observe(World(body=body, children=(), pods=(), now=self._now()), key)
-        read: frozenset[Need | LogOf] = frozenset()
+        read: frozenset[Needed] = frozenset()
         is_final = False
         while True:
             decision = self._decide(world, self._settings)
@@ -179,7 +181,7 @@ class Reconciler:
             has_turn=self._turns.take(key),
         )
 
-    async def _read(self, needs: frozenset[Need | LogOf], world: World, key: Key) -> World:
+    async def _read(self, needs: frozenset[Needed], world: World, key: Key) -> World:
         if Need.FREE_DEVICES in needs:
             world = replace(world, free=await self._on_demand.free_devices())
         if Need.EVENTS in needs:
@@ -189,7 +191,9 @@ class Reconciler:
             world = replace(world, claim_events=await self._on_demand.claim_events(key[0]))
         pods = [need.pod for need in needs if isinstance(need, LogOf)]
         logs = {pod: await self._on_demand.log(key[0], pod) for pod in pods}
-        return replace(world, logs={**world.logs, **logs})
+        asked = [need for need in needs if isinstance(need, Exists)]
+        found = {one for one in asked if await self._on_demand.exists(key[0], one)}
+        return replace(world, logs={**world.logs, **logs}, existing=world.existing | found)
 
     async def _announce(self, body: Object, announcement: Announcement) -> None:
         """Create an Event. A failure is only logged: the status already contains the change."""

@@ -37,6 +37,7 @@ from neuron_operator.render.storage import source, words
 from neuron_operator.revision import Revision
 from neuron_operator.views import JobView, KeeperView, Observed
 from neuron_operator.why.jobs import explain_job, has_run_out_of_memory, ran_out_of_memory
+from neuron_operator.why.pods import awaited
 from neuron_operator.world import FreeDevices, Object, Settings
 
 LOST_SECONDS = 20
@@ -214,7 +215,8 @@ def _wait(task: Task, jobs: Sequence[Object], so_far: Walk, observed: Observed) 
         return replace(waiting, desired=(with_owners(keeper(known.model, job, record), live.live),))
     is_lost = live.is_complete and not observed.pods_of(name)
     is_outdated = not live.is_complete and live.rendered != rendered_hash(job)
-    if is_lost or is_outdated or _is_stuck(live, observed):
+    is_mended = any(awaited(pod, observed) in observed.existing for pod in observed.pods_of(name))
+    if is_lost or is_outdated or is_mended or _is_stuck(live, observed):
         return replace(waiting, stale=(live.live,))
     # The end of a pod may be seen after that of its Job.
     has_ended = all(pod.container.ended for pod in observed.pods_of(name))

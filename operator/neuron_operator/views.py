@@ -30,7 +30,7 @@ from neuron_operator.placement import NodeRules
 from neuron_operator.records import Record, parse_record
 from neuron_operator.render.jobs import rendered_hash
 from neuron_operator.revision import Revision
-from neuron_operator.world import FreeDevices, Object, World
+from neuron_operator.world import Exists, FreeDevices, Object, World
 
 View = TypeVar("View")
 Part = TypeVar("Part", PastRevision, GroupStatus)
@@ -205,8 +205,12 @@ class JobView:
     """Message of the condition Failed; None: it has not failed."""
     rendered: str
     """Hash of the spec that it was created with."""
+    is_suspended: bool
+    """Others decide when it may start."""
     expires: bool
     """It will be deleted some time after its end."""
+    tried: str
+    """When the operator last had its pod tried again; empty: never."""
     live: Object
 
     @property
@@ -234,6 +238,10 @@ class DeploymentView:
     """A rollout starts a new pod before an old one ends."""
     replica_failure: str | None
     """Message of the condition ReplicaFailure; None: its pods can be created."""
+    refused_since: datetime | None
+    """Since when they cannot be."""
+    tried: str
+    """When the operator last had them tried again; empty: never."""
 
 
 LAST_PARTS = {"StatefulSet": "Service", names.LEADER_WORKER_SET: "NetworkPolicy"}
@@ -321,6 +329,8 @@ class Observed:
     """The nodes of the replicas, by name; empty if they may not be watched."""
     logs: Mapping[str, str]
     """The end of the log of a Job's pod, by the pod's name."""
+    existing: frozenset[Exists]
+    """What pods were waiting for that exists by now."""
     now: datetime
 
     @property
@@ -420,6 +430,7 @@ def observe(world: World) -> Observed:
         free=world.free,
         nodes={name_of(found): node_view(found) for found in world.nodes},
         logs=world.logs,
+        existing=world.existing,
         now=world.now,
     )
 
@@ -574,7 +585,9 @@ def _job(job: Object) -> JobView:
         is_complete=conditions.get("Complete", _ABSENT).status == "True",
         failure=failed.message if failed.status == "True" else None,
         rendered=rendered_hash(job),
+        is_suspended=dig(job, "spec", "suspend") is True,
         expires=dig(job, "spec", "ttlSecondsAfterFinished") is not None,
+        tried=text(job, "metadata", "annotations", names.TRIED_ANNOTATION),
         live=job,
     )
 
@@ -616,6 +629,8 @@ def _deployment(deployment: Object) -> DeploymentView:
         replicas=whole(dig(deployment, "spec", "replicas")),
         surges=whole(dig(deployment, "spec", "strategy", "rollingUpdate", "maxSurge")) > 0,
         replica_failure=failure.message if failure.status == "True" else None,
+        refused_since=instant(failure.since) if failure.status == "True" else None,
+        tried=text(deployment, "metadata", "annotations", names.TRIED_ANNOTATION),
     )
 
 

@@ -87,6 +87,17 @@ class LogOf:
     pod: str
 
 
+@dataclass(frozen=True)
+class Exists:
+    """A need like the others: whether an object that a pod waits for exists by now. Of a Secret no more is learned."""
+
+    kind: Literal["Secret", "ConfigMap"]
+    name: str
+
+
+Needed = Need | LogOf | Exists
+
+
 class Refused(Enum):
     """Why an object was not written."""
 
@@ -142,6 +153,8 @@ class World:
     """Oldest first. Empty if they were not read in this pass, or may not be."""
     logs: Mapping[str, str] = field(default_factory=dict)
     """By pod, the end of the logs read in this pass; empty if one cannot be read."""
+    existing: frozenset[Exists] = frozenset()
+    """Those of the needed objects that exist."""
 
 
 @dataclass(frozen=True)
@@ -190,7 +203,7 @@ class Decision:
     status: Object | None = None
     """The whole status; None: leave it unchanged, because the model is being deleted."""
     requeue_after_seconds: float | None = None
-    needs: frozenset[Need | LogOf] = frozenset()
+    needs: frozenset[Needed] = frozenset()
     announcements: tuple[Announcement, ...] = ()
     upgrade: Upgrade | None = None
     """How far the model's move to a newer runtime image is; None: it has none to make now."""

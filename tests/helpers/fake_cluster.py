@@ -59,11 +59,13 @@ class FakeCluster:
                 await self._changed.wait()
             self._check()
 
-    async def create(self, resource: Resource, obj: Object) -> Object:
+    async def create(self, resource: Resource, obj: Object, *, dry_run: bool = False) -> Object:
         await self._call("create")
         key = (resource.plural, obj["metadata"].get("namespace", ""), obj["metadata"]["name"])
         if key in self._objects:
             raise AlreadyExists(f"{key} exists", retriable=True, status=409)
+        if dry_run:
+            return obj
         return await self._store(resource, obj, "ADDED", {"uid": str(next(self._uids))})
 
     async def replace(self, resource: Resource, obj: Object) -> Object:

@@ -228,6 +228,8 @@ def stored(objects: Iterable[Object]) -> tuple[Object, ...]:
 def patched(live: Object, patch: Object) -> Object:
     """After a strategic merge patch of the API server: owners are merged one by one, by their UID."""
     parts = {part: {**live.get(part, {}), **changed} for part, changed in patch.items()}
+    if noted := patch.get("metadata", {}).get("annotations"):
+        parts["metadata"]["annotations"] = {**live["metadata"].get("annotations", {}), **noted}
     if changed := patch.get("metadata", {}).get("ownerReferences"):
         owners = {owner["uid"]: owner for owner in (*owners_of(live), *changed)}
         parts["metadata"]["ownerReferences"] = [owner for owner in owners.values() if "$patch" not in owner]

@@ -8,15 +8,16 @@ from typing import Any
 import pytest
 
 from helpers import virtual_time
-from neuron_operator.client import EVENTS, NODES, Forbidden, Page, Resource, Unreachable
+from neuron_operator.client import EVENTS, NODES, AlreadyExists, Forbidden, NotFound, Page, Resource, Unreachable
 from neuron_operator.on_demand import (
     EVENTS_SECONDS,
+    EXISTS_SECONDS,
     FREE_DEVICES_SECONDS,
     LOG_SECONDS,
     UNREADABLE_LOG_SECONDS,
     OnDemand,
 )
-from neuron_operator.world import FreeDevices
+from neuron_operator.world import Exists, FreeDevices
 
 NEURON = "aws.amazon.com/neuron"
 FORBIDDEN = Forbidden("no", retriable=False, status=403)
@@ -48,6 +49,15 @@ class Reads:
 
     async def log(self, namespace: str, pod: str, container: str, **limits: float) -> str:
         return f"read {await self._read(f'log of {namespace}/{pod}/{container}')}"
+
+    async def get(self, resource: Resource, namespace: str | None, name: str) -> dict[str, Any]:
+        await self._read(f"{resource.plural} {namespace}/{name}")
+        return {}
+
+    async def create(self, resource: Resource, obj: dict[str, Any], *, dry_run: bool = False) -> dict[str, Any]:
+        assert dry_run, "nothing may be created"
+        await self._read(f"trial of {resource.plural} {obj['metadata']['namespace']}/{obj['metadata']['name']}")
+        return obj
 
     async def _read(self, what: str) -> int:
         self.asked.append(what)
@@ -140,5 +150,33 @@ def test_a_log_that_cannot_be_read_is_seldom_tried_again(fault: Exception) -> No
         await asyncio.sleep(UNREADABLE_LOG_SECONDS)
         cluster.fault = None
         assert await reads.log("ns", "fetch-x") == "read 2"
+
+    virtual_time.run(main())
+
+
+@pytest.mark.parametrize(
+    ("wanted", "fault", "exists"),
+    [
+        (Exists("Secret", "keys"), None, False),
+        (Exists("Secret", "keys"), AlreadyExists("it exists", retriable=True, status=409), True),
+        (Exists("Secret", "keys"), FORBIDDEN, False),
+        (Exists("Secret", "keys"), Unreachable("gone", retriable=True), False),
+        (Exists("ConfigMap", "keys"), None, True),
+        (Exists("ConfigMap", "keys"), NotFound("no", retriable=False, status=404), False),
+        (Exists("ConfigMap", "keys"), FORBIDDEN, False),
+    ],
+)
+def test_whether_a_secret_exists_is_learned_without_reading_it(
+    wanted: Exists, fault: Exception | None, exists: bool
+) -> None:
+    async def main() -> None:
+        cluster = Reads(fault=fault)
+        reads = on_demand(cluster)
+        assert await asyncio.gather(reads.exists("team", wanted), reads.exists("team", wanted)) == [exists] * 2
+        how = {"Secret": "trial of secrets", "ConfigMap": "configmaps"}[wanted.kind]
+        assert cluster.asked == [f"{how} team/keys"]
+        await asyncio.sleep(EXISTS_SECONDS + 1)
+        await reads.exists("team", wanted)
+        assert len(cluster.asked) == 2
 
     virtual_time.run(main())

@@ -12,12 +12,15 @@ from neuron_operator.world import Object
 KEPT_REPLICA_SETS = 2
 
 
-def replicas(model: NeuronModel, revision: Revision, num_replicas: int, pace: Pace) -> tuple[Object, ...]:
-    """The workload objects for `num_replicas` copies of the revision."""
+def replicas(
+    model: NeuronModel, revision: Revision, num_replicas: int, pace: Pace, tried: str = ""
+) -> tuple[Object, ...]:
+    """The workload objects for `num_replicas` copies of the revision. `tried`: see `nudge`."""
     deployment = child(model, "apps/v1", "Deployment", names.service_name(model.name), component="server")
     deployment["metadata"]["annotations"] = {
         names.PINNED_ANNOTATION: beside_template(revision),
         **shared_annotation(revision),
+        **({names.TRIED_ANNOTATION: tried} if tried else {}),
     }
     deployment["spec"] = {
         "replicas": num_replicas,

@@ -13,7 +13,7 @@ from neuron_operator.placement import Placement, describe_free, describe_sizes
 from neuron_operator.reasons import Finding, Reason, unmet
 from neuron_operator.revision import Revision
 from neuron_operator.views import EVICTED, ContainerView, Observed, PodView, Termination
-from neuron_operator.world import Need
+from neuron_operator.world import Exists, Need
 
 MAX_LINE = 300
 """Characters of a line of a log that are shown."""
@@ -171,6 +171,19 @@ def _is_node_lost(pod: PodView) -> bool:
     return not pod.is_ready and pod.are_containers_ready and pod.unready_reason != "ReadinessGatesNotReady"
 
 
+def awaited(pod: PodView, observed: Observed) -> Exists | None:
+    """The Secret or ConfigMap without which the kubelet does not start a pod's container. It looks again ever more
+    rarely, a replacement of the pod at once."""
+    if pod.is_deleting or pod.container.has_run:
+        return None
+    missing = re.search(_MISSING, pod.container.waiting_message or observed.warnings.get(pod.name, ""))
+    return Exists("Secret" if missing[1] == "secret" else "ConfigMap", missing[2]) if missing else None
+
+
+_MISSING = r'(secret|configmap) "([a-z0-9][-a-z0-9.]*)" not found'
+"""What the kubelet says. The name is part of a request."""
+
+
 def explain_start(pod: PodView, observed: Observed, placement: Placement | None = None) -> Finding | None:
     """Why a pod's container has not run; None if it has. `placement` is that of a replica's pod, None for Jobs."""
     if pod.unscheduled is not None:
@@ -178,11 +191,12 @@ def explain_start(pod: PodView, observed: Observed, placement: Placement | None 
     if pod.container.has_run:
         return None
     waiting = _explain_waiting(pod, pod.container) or _explain_additions(pod)
-    if waiting is not None:
-        return waiting
-    if observed.age(pod.created) < timedelta(seconds=UNEXPLAINED_POD_SECONDS):
-        return unmet("Available", Reason.LOADING, f"pod {pod.name} is starting")
-    return _explain_by_events(pod, observed.warnings.get(pod.name, ""))
+    if waiting is None:
+        if observed.age(pod.created) < timedelta(seconds=UNEXPLAINED_POD_SECONDS):
+            return unmet("Available", Reason.LOADING, f"pod {pod.name} is starting")
+        waiting = _explain_by_events(pod, observed.warnings.get(pod.name, ""))
+    missing = awaited(pod, observed)
+    return replace(waiting, needs=waiting.needs | {missing}) if missing else waiting
 
 
 def unexplained_from(pod: PodView) -> datetime | None:
