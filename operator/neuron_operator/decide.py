@@ -41,8 +41,8 @@ from neuron_operator.world import Change, Decision, Exists, LogOf, Needed, Objec
 MIN_RECHECK_SECONDS = 2.0
 RECHECK_SECONDS = 30.0
 """For causes that wake no pass: objects of other owners, rights, devices held by other pods, Events. A refused write is
-repeated after a tenth of the time that the model has not been ready, within these two: a cure shows soon after a short
-fault."""
+repeated after a twentieth of the time that the model has not been ready, within these two: a cure shows soon after a
+short fault."""
 
 AWAITED_SECONDS = 40.0
 """The same for a Secret or ConfigMap that a pod waits for: a look takes one request, and one for the pod's events."""
@@ -557,13 +557,12 @@ def _requeue_after(
     of_groups = course.groups.due if course.groups else None
     nudges = (nudged.due for nudged in course.nudged)
     times = (*attempts, *starting, *nudges, rollout.surge_due(observed), course.deadline, course.moving.due, of_groups)
+    wait = _seconds_not_ready(observed)
     is_awaiting = any(isinstance(need, Exists) for finding in findings for need in finding.needs)
     delays = (
-        _tenth_of_the_wait(observed, MIN_RECHECK_SECONDS, RECHECK_SECONDS) if world.refusals else None,
-        _tenth_of_the_wait(observed, MIN_RECHECK_SECONDS, AWAITED_SECONDS) if is_awaiting else None,
-        _tenth_of_the_wait(observed, RECHECK_SECONDS, MAX_RECHECK_SECONDS)
-        if any(finding.needs for finding in findings)
-        else None,
+        min(max(wait / 20, MIN_RECHECK_SECONDS), RECHECK_SECONDS) if world.refusals else None,
+        min(max(wait / 20, MIN_RECHECK_SECONDS), AWAITED_SECONDS) if is_awaiting else None,
+        min(max(wait / 10, RECHECK_SECONDS), MAX_RECHECK_SECONDS) if any(found.needs for found in findings) else None,
         # Each pass repeats the refused writes.
         float(UNEXPLAINED_SECONDS) if is_silent and not world.refusals else None,
         PROGRESS_SECONDS if is_reporting and not world.refusals else None,
@@ -572,8 +571,7 @@ def _requeue_after(
     return min((delay for delay in delays if delay is not None), default=None)
 
 
-def _tenth_of_the_wait(observed: Observed, least: float, most: float) -> float:
+def _seconds_not_ready(observed: Observed) -> float:
     ready = observed.model.conditions.get("Ready")
     since = instant(ready.since) if ready is not None and ready.status == "False" else None
-    waited = (observed.now - since).total_seconds() if since else 0.0
-    return min(max(waited / 10, least), most)
+    return (observed.now - since).total_seconds() if since else 0.0

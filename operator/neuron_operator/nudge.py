@@ -16,7 +16,7 @@ from neuron_operator.views import JobView, Observed
 from neuron_operator.world import Change
 
 LEAST, MOST = timedelta(seconds=2), timedelta(seconds=20)
-"""Between two attempts: a tenth of the time for which pods have been refused, within these. Each costs one write."""
+"""Between two attempts: a twentieth of the time for which pods have been refused, within these. Each is one write."""
 JOB_PATIENCE = timedelta(seconds=20)
 """Until then the Job controller tries often enough, and may just be busy."""
 
@@ -64,4 +64,4 @@ def _nudge(tried: str, since: datetime, now: datetime) -> Nudge:
 
 
 def _pause(refused_for: timedelta) -> timedelta:
-    return min(max(refused_for / 10, LEAST), MOST)
+    return min(max(refused_for / 20, LEAST), MOST)

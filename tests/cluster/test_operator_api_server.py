@@ -59,7 +59,7 @@ from neuron_operator.decide import decide
 from neuron_operator.lease import LeaseTimings
 from neuron_operator.model import Rollout
 from neuron_operator.objects import is_shared, owners_of
-from neuron_operator.on_demand import EVENTS_SECONDS, LOG_SECONDS
+from neuron_operator.on_demand import EVENTS_SECONDS, EXISTS_SECONDS, LOG_SECONDS
 from neuron_operator.reflector import Caches, Key
 from neuron_operator.run import check_installed
 from neuron_operator.world import Decision, Settings, World
@@ -953,9 +953,7 @@ async def test_a_model_that_keeps_failing_costs_at_most_four_requests_a_minute(
     text = "2 Insufficient aws.amazon.com/neuron."
     pending = {"type": "PodScheduled", "status": "False", "reason": "Unschedulable", "message": text}
 
-    def asked(since: int) -> list[tuple[str, str]]:
-        return [call for call in calls(server, since) if call[0] != "watch" and call[1] != "leases"]
-
+    asked = partial(unasked, server)
     async with client_of(server) as client, operating(client, only(namespace)):
         namespace.put_model(accelerator={"type": "Neuron", "devices": 6}, replicas=1)
         await namespace.settle()
@@ -967,8 +965,7 @@ async def test_a_model_that_keeps_failing_costs_at_most_four_requests_a_minute(
         await eventually(lambda: namespace.condition() == ("False", "InsufficientNeuron"), about=namespace.model)
         before = len(server.requests(OPERATOR_USER))
         await eventually(lambda: len([call for call in asked(before) if call == ("list", "nodes")]) >= 2)
-        long_ago = (datetime.now(UTC) - timedelta(hours=2)).strftime("%Y-%m-%dT%H:%M:%SZ")
-        aged = [{**found, "lastTransitionTime": long_ago} for found in namespace.model()["status"]["conditions"]]
+        aged = [{**found, "lastTransitionTime": long_ago()} for found in namespace.model()["status"]["conditions"]]
         path = NEURON_MODELS.path(namespace.name, "chat", "status")
         server.call("PATCH", path, {"status": {"conditions": aged}}, merge)
         await asyncio.sleep(2.0)
@@ -1017,6 +1014,86 @@ async def test_a_model_is_not_ready_by_pods_of_an_earlier_model_of_its_name(
             answer("chat-1")
             await eventually(lambda: namespace.condition() == ("True", "Ready"), about=namespace.model)
             assert namespace.model()["status"]["ready"] == "1/1"
+
+
+async def test_pods_that_stay_refused_cost_at_most_four_requests_a_minute(
+    server: ApiServer, namespace: Namespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The failure is two hours old. Six times as fast: a minute is ten seconds. Attempts differ by whole seconds."""
+    for name, seconds in (("LEAST", 2), ("MOST", 20)):
+        monkeypatch.setattr(f"neuron_operator.nudge.{name}", timedelta(seconds=seconds / 6))
+    async with client_of(server) as client, operating(client, only(namespace)):
+        namespace.put_model()
+        await namespace.settle()
+        failure = {"type": "ReplicaFailure", "status": "True", "reason": "FailedCreate", "message": "exceeded quota: q"}
+        failure |= {"lastTransitionTime": long_ago()}
+        path = BY_KIND["Deployment"].path(namespace.name, "chat", "status")
+        server.call("PATCH", path, {"status": {"conditions": [failure]}}, "application/merge-patch+json")
+        await eventually(lambda: namespace.condition() == ("False", "QuotaExceeded"), about=namespace.model)
+        await asyncio.sleep(1.0)
+        before = len(server.requests(OPERATOR_USER))
+        await asyncio.sleep(20.0)
+        asked = unasked(server, before)
+    assert 1 <= len(asked) <= 4 * 2, asked
+    assert set(asked) == {("patch", "deployments")}
+
+
+async def test_a_secret_that_stays_away_costs_at_most_four_requests_a_minute(
+    server: ApiServer, namespace: Namespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The model has waited for two hours. Thirty times as fast: a minute is two seconds."""
+    for name, value in {"MIN_RECHECK": 2, "AWAITED": 40, "RECHECK": 30, "MAX_RECHECK": 300}.items():
+        monkeypatch.setattr(f"neuron_operator.decide.{name}_SECONDS", value / 30)
+    monkeypatch.setattr("neuron_operator.why.pods.UNEXPLAINED_POD_SECONDS", 0)
+    monkeypatch.setattr("neuron_operator.on_demand.EVENTS_SECONDS", EVENTS_SECONDS / 30)
+    monkeypatch.setattr("neuron_operator.on_demand.EXISTS_SECONDS", EXISTS_SECONDS / 30)
+    async with client_of(server) as client, operating(client, only(namespace)):
+        namespace.put_model()
+        await namespace.settle()
+        container = {"name": "runtime", "image": "i", "imageID": "i", "restartCount": 0, "ready": False}
+        creating = {**container, "state": {"waiting": {"reason": "ContainerCreating"}}}
+        namespace.start_pod("chat-0", {"phase": "Pending", "containerStatuses": [creating]})
+        note = 'MountVolume.SetUp failed for volume "api-key" : secret "keys" not found'
+        about = {"apiVersion": "v1", "kind": "Pod", "namespace": namespace.name, "name": "chat-0"}
+        server.call("POST", EVENTS.path(namespace.name), warning("FailedMount", note, about))
+        await eventually(lambda: namespace.condition() == ("False", "SecretNotFound"), about=namespace.model)
+        aged = [{**found, "lastTransitionTime": long_ago()} for found in namespace.model()["status"]["conditions"]]
+        path = NEURON_MODELS.path(namespace.name, "chat", "status")
+        server.call("PATCH", path, {"status": {"conditions": aged}}, "application/merge-patch+json")
+        await asyncio.sleep(2.0)
+        before = len(server.requests(OPERATOR_USER))
+        await asyncio.sleep(6.0)
+        asked = unasked(server, before)
+        assert 1 <= len(asked) <= 4 * 3, asked
+        assert set(asked) == {("create", "secrets"), ("list", "events")}
+        secret = {"apiVersion": "v1", "kind": "Secret", "metadata": {"name": "keys"}}
+        server.call("POST", f"/api/v1/namespaces/{namespace.name}/secrets", secret)
+        await eventually(lambda: "deletionTimestamp" in namespace.get(PODS, "chat-0")["metadata"])
+
+
+def long_ago() -> str:
+    return (datetime.now(UTC) - timedelta(hours=2)).strftime("%Y-%m-%dT%H:%M:%SZ")
+
+
+def unasked(server: ApiServer, since: int) -> list[tuple[str, str]]:
+    """The operator's requests that no change called for."""
+    return [call for call in calls(server, since) if call[0] != "watch" and call[1] != "leases"]
+
+
+def warning(reason: str, note: str, about: dict[str, str]) -> dict[str, Any]:
+    return {
+        "apiVersion": "events.k8s.io/v1",
+        "kind": "Event",
+        "metadata": {"name": uuid.uuid4().hex, "namespace": about["namespace"]},
+        "type": "Warning",
+        "reason": reason,
+        "note": note,
+        "action": "Start",
+        "eventTime": "2026-01-01T00:00:00.000000Z",
+        "reportingController": "test",
+        "reportingInstance": "test",
+        "regarding": about,
+    }
 
 
 async def test_pods_that_a_node_refused_pause_the_deployment_until_the_next_attempt(
@@ -1213,20 +1290,9 @@ async def test_an_event_explains_a_child_without_another_reason(server: ApiServe
         namespace.put_model()
         (job,) = await eventually(lambda: namespace.list(BY_KIND["Job"]))
         await eventually(lambda: "has not been created" in message(namespace, "ModelResolved"))
-        event = {
-            "apiVersion": "events.k8s.io/v1",
-            "kind": "Event",
-            "metadata": {"name": "reported", "namespace": namespace.name},
-            "type": "Warning",
-            "reason": "FailedCreate",
-            "note": "pods are forbidden: exceeded quota",
-            "action": "Create",
-            "eventTime": "2026-01-01T00:00:00.000000Z",
-            "reportingController": "job-controller",
-            "reportingInstance": "job-controller",
-            "regarding": {"apiVersion": "batch/v1", "kind": "Job", "namespace": namespace.name}
-            | {key: job["metadata"][key] for key in ("name", "uid")},
-        }
+        named = {key: job["metadata"][key] for key in ("namespace", "name", "uid")}
+        about = {"apiVersion": "batch/v1", "kind": "Job", **named}
+        event = warning("FailedCreate", "pods are forbidden: exceeded quota", about)
         server.call("POST", EVENTS.path(namespace.name), event)
         await asyncio.sleep(EVENTS_SECONDS)  # events are read rarely
         namespace.wake()

@@ -62,13 +62,13 @@ def attempts(world: World, seconds: float) -> Iterator[float]:
 
 
 @pytest.mark.parametrize(("world", "patience"), [(refused(), 0.0), (waiting(), 20.0)], ids=["Deployment", "Job"])
-def test_a_cure_is_noticed_after_a_tenth_of_the_fault_and_at_most_twenty_seconds(world: World, patience: float) -> None:
+def test_a_cure_is_noticed_after_a_twentieth_of_the_fault(world: World, patience: float) -> None:
     at = [patience, *attempts(world, 3600.0)]
     for before, after in itertools.pairwise(at):
-        assert after - before <= min(max(2.0, (before - patience) / 10), 20.0) + 1.1, (before, after)
+        assert after - before <= min(max(2.0, (before - patience) / 20), 20.0) + 1.1, (before, after)
     last_minutes = [one for one in at if one >= 1800.0]
     assert len(last_minutes) <= 3 * 30, "a refusal that stays costs at most three writes a minute"
-    assert len([one for one in at if one < 60.0]) <= 24
+    assert len([one for one in at if one < 60.0]) <= 32
 
 
 def test_after_the_cure_nothing_is_written() -> None:
