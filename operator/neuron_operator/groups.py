@@ -22,7 +22,8 @@ from neuron_operator.reasons import Finding, Reason, unmet
 from neuron_operator.render.groups import Attempt
 from neuron_operator.revision import Revision
 from neuron_operator.views import GroupView, Observed, PodView
-from neuron_operator.why.pods import explain_pod
+from neuron_operator.why.pods import UNEXPLAINED_POD_SECONDS, explain_pod
+from neuron_operator.why.refusals import explain_denial
 from neuron_operator.world import FreeDevices, GroupSettings, Need, NodeDevices, Object
 
 MAX_REPLICAS = MAX_GROUPS // 2
@@ -30,6 +31,8 @@ MAX_REPLICAS = MAX_GROUPS // 2
 RECOVERED = timedelta(minutes=10)
 """A group that served for so long and then fails has failed for the first time."""
 MAX_DELAY = timedelta(minutes=10)
+PODS_PATIENCE = timedelta(seconds=UNEXPLAINED_POD_SECONDS)
+"""How long the members of a new group may lack pods without an explanation."""
 RECHECK = timedelta(seconds=15)
 """When room is looked for again."""
 
@@ -92,7 +95,9 @@ def plan(observed: Observed, revision: Revision, num_wanted: int, surges: bool |
         records[key] = record
         alive.append(group)
         if record.state == "Starting" and group.created:
-            draft.times.append(group.created + _patience(group, settings))
+            draft.times += [group.created + _patience(group, settings), group.created + PODS_PATIENCE]
+        if (found := _refused(group, observed)) is not None:
+            draft.findings.append(found)
     earlier = [pod for pod in observed.live if not pod.group]
     alive, num_earlier, does_surge = _roll(
         draft,
@@ -250,12 +255,35 @@ def _end(group: GroupView, observed: Observed, settings: GroupSettings) -> End |
     if leaving:
         pod = leaving[0]
         return End("Left", Reason.DRAINING, f"member {pod.name} on node {pod.node} was evicted or deleted")
+    if group.is_placed or group.created is None or observed.now < group.created + _patience(group, settings):
+        return None
     waiting = [pod for pod in group.members if not pod.node]
-    if waiting and group.created and observed.now >= group.created + _patience(group, settings):
-        found_num = sum(bool(pod.node) for pod in group.members)
-        text = f"{found_num} of {group.size} members found a node; {waiting[0].name}: {waiting[0].unscheduled or ''}"
-        return End("Released", Reason.INSUFFICIENT_NEURON if waiting[0].requests else Reason.NO_MATCHING_NODE, text)
-    return None
+    found_num = sum(bool(pod.node) for pod in group.members)
+    text = f"{found_num} of {group.size} members found a node"
+    if not waiting:  # some members have no pod: another attempt helps if the API server refused it
+        refused = _refused(group, observed)
+        why = Reason.named(refused.reason) if refused else None
+        if refused is None or why is None or why is Reason.LOADING:
+            return None
+        return End("Released", why, f"{text}; {refused.message}")
+    text += f"; {waiting[0].name}: {waiting[0].unscheduled or ''}"
+    return End("Released", Reason.INSUFFICIENT_NEURON if waiting[0].requests else Reason.NO_MATCHING_NODE, text)
+
+
+def _refused(group: GroupView, observed: Observed) -> Finding | None:
+    """Why members have no pods: only events tell, because a StatefulSet has no condition for it."""
+    missing = group.size - len(group.members)
+    if not group.is_whole or missing <= 0 or observed.age(group.created) < PODS_PATIENCE:
+        return None
+    said = (observed.warnings.get(name, "") for name in (group.name, f"{group.name}{names.FOLLOWERS_SUFFIX}"))
+    warning = next((one for one in said if one.startswith(FAILED_CREATE)), "")
+    reason, cure = explain_denial(warning) if warning else (Reason.LOADING, "")
+    text = f"{missing} of {group.size} members of group {group.name} have no pod: {warning or 'no warnings so far'}"
+    return unmet("Available", reason, f"{text}; {cure}" if cure else text, {Need.EVENTS})
+
+
+FAILED_CREATE = "FailedCreate: "
+"""How the StatefulSet controller's warning begins."""
 
 
 def _has_ended(pod: PodView) -> bool:

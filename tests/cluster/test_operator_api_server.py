@@ -42,6 +42,7 @@ from helpers.operators import (
     served,
     without_versions,
 )
+from helpers.quotas import delete_quota, set_quota
 from neuron_operator import names
 from neuron_operator.__main__ import main
 from neuron_operator.client import (
@@ -845,17 +846,12 @@ async def test_a_missing_right_sets_a_condition_until_it_is_granted(server: ApiS
 
 
 async def test_a_quota_is_not_reported_as_a_missing_right(server: ApiServer, namespace: Namespace) -> None:
-    hard = {"services": "0"}
-    quota = {"apiVersion": "v1", "kind": "ResourceQuota", "metadata": {"name": "few"}, "spec": {"hard": hard}}
-    path = f"/api/v1/namespaces/{namespace.name}/resourcequotas"
-    server.call("POST", path, quota)
-    counted = {"status": {"hard": hard, "used": hard}}  # as the quota controller would
-    server.call("PATCH", f"{path}/few/status", counted, "application/merge-patch+json")
+    set_quota(namespace, services=0)
     async with client_of(server) as client, operating(client, only(namespace)):
         namespace.put_model()
         await eventually(lambda: namespace.condition() == ("False", "QuotaExceeded"), about=namespace.model)
         assert "Service chat: create services: services" in message(namespace, "Accepted")
-        server.call("DELETE", f"{path}/few", {})
+        delete_quota(namespace)
         await eventually(lambda: namespace.condition("Accepted")[0] == "True")
 
 

@@ -25,12 +25,12 @@ from helpers.operators import (
     run_settings,
     served,
 )
+from helpers.quotas import delete_quota, set_quota
 from neuron_operator import names
 from neuron_operator.objects import instant, text
 
 pytestmark = [pytest.mark.cluster, pytest.mark.slow]
 
-MERGE = "application/merge-patch+json"
 FAULT_SECONDS = 25.0
 """Then the ReplicaSet controller pauses for 20 and 40 s, and the Job controller for 16 and 32 s."""
 ABSENT = {"secret": ("Secret", {"stringData": {"all": "yes"}}), "configmap": ("ConfigMap", {"data": {"all": "yes"}})}
@@ -47,20 +47,6 @@ def namespace(server: ApiServer) -> Namespace:
     return Namespace(server)
 
 
-def set_quota(namespace: Namespace) -> None:
-    """No pods any more."""
-    hard = {"pods": "0"}
-    quota = {"apiVersion": "v1", "kind": "ResourceQuota", "metadata": {"name": "few"}, "spec": {"hard": hard}}
-    path = f"/api/v1/namespaces/{namespace.name}/resourcequotas"
-    namespace.server.call("POST", path, quota)
-    # As the quota controller would.
-    namespace.server.call("PATCH", f"{path}/few/status", {"status": {"hard": hard, "used": hard}}, MERGE)
-
-
-def delete_quota(namespace: Namespace) -> None:
-    namespace.server.call("DELETE", f"/api/v1/namespaces/{namespace.name}/resourcequotas/few", {})
-
-
 def tried(namespace: Namespace, kind: str) -> datetime:
     """When the operator last had pods tried again; long ago if never."""
     (found,) = namespace.list(BY_KIND[kind])
@@ -75,7 +61,7 @@ async def test_refused_replicas_are_made_when_the_quota_is_raised(server: ApiSer
     ):
         namespace.put_model(replicas=0)
         await eventually(lambda: is_ready(namespace) or namespace.condition()[1] == "ScaledToZero")
-        set_quota(namespace)
+        set_quota(namespace, pods=0)
         namespace.put_model(replicas=2)
         await eventually(lambda: namespace.condition() == ("False", "QuotaExceeded"), about=namespace.model)
         await asyncio.sleep(FAULT_SECONDS)
@@ -94,7 +80,7 @@ async def test_the_refused_pod_of_a_job_is_made_when_the_quota_is_raised(
         operating(client, run_settings("--watch-namespaces", namespace.name)),
         kubelet(namespace),
     ):
-        set_quota(namespace)
+        set_quota(namespace, pods=0)
         namespace.put_model(replicas=0)
         await eventually(lambda: "exceeded quota: few" in str(namespace.model()["status"]), about=namespace.model)
         first = tried(namespace, "Job")

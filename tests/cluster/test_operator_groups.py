@@ -15,6 +15,7 @@ from helpers.apiserver import ApiServer
 from helpers.controllers import controlling, kubelet
 from helpers.operator_rights import CLUSTER_RULES, grant
 from helpers.operators import BY_KIND, Namespace, client_of, eventually, is_ready, operating, run_settings, served
+from helpers.quotas import delete_quota, set_quota
 from neuron_operator import names
 from neuron_operator.client import LEADER_WORKER_SETS, NEURON_MODELS, PODS
 from neuron_operator.errors import ClusterFault
@@ -122,6 +123,22 @@ async def test_a_group_comes_serves_fails_comes_again_and_leaves_nothing(namespa
         namespace.put_model(replicas=0, parallelism={"nodes": 2})
         await eventually(lambda: {kind: len(of_group(namespace, kind)) for kind in OF_GROUPS} == expected(0))
         await eventually(lambda: not members(namespace))
+
+
+async def test_a_group_of_which_a_member_is_refused_says_so_and_is_made_again(namespace: Namespace) -> None:
+    async with running(namespace, "--groups", '{"placeSeconds": 10}'), nodes(namespace):
+        namespace.put_model(replicas=0, parallelism={"nodes": 2})
+        await eventually(lambda: namespace.condition("Available") == ("True", "ScaledToZero"), about=namespace.model)
+        set_quota(namespace, pods=0)
+        namespace.put_model(replicas=1, parallelism={"nodes": 2})
+        await eventually(lambda: namespace.condition() == ("False", "QuotaExceeded"), about=namespace.model)
+        said = str(namespace.model()["status"]["conditions"])
+        assert "2 of 2 members of group" in said
+        assert "exceeded quota: few, requested: pods=1, used: pods=0, limited: pods=0" in said
+        await eventually(lambda: namespace.model()["status"]["groups"][0]["state"] == "Released")
+        delete_quota(namespace)
+        await eventually(lambda: is_ready(namespace), about=namespace.model)
+        assert namespace.model()["status"]["groups"][0]["attempt"] > 1
 
 
 def serve_leader_worker_sets(server: ApiServer) -> None:

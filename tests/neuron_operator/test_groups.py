@@ -365,6 +365,49 @@ def test_a_group_with_only_some_of_its_nodes_gives_them_back_and_tries_later() -
     assert (len(leaders(world)), group(decision)["attempt"]) == (1, 2)
 
 
+QUOTA = 'create Pod x in StatefulSet x failed error: pods "x" is forbidden: exceeded quota: few'
+
+
+def refused(note: str = QUOTA) -> World:
+    """The API server refuses the follower of a group whose leader has a node."""
+    world, _ = begun()
+    pods = tuple(running(pod, ready=False) for pod in world.pods if pod["metadata"]["name"].endswith("-0"))
+    (follower,) = (name for name in sets(world.children) if name not in {name_of(one) for one in leaders(world)})
+    event = {"regarding": {"kind": "StatefulSet", "name": follower}, "reason": "FailedCreate", "note": note}
+    return replace(world, pods=pods, events=(event,))
+
+
+def test_members_that_the_api_server_refuses_are_explained_by_events() -> None:
+    world = later(refused(), 5)
+    found = condition(decide(world, USING).status, "Available")
+    assert found["reason"] == "QuotaExceeded"
+    assert (
+        f"1 of 2 members of group {name_of(leaders(world)[0])} have no pod: FailedCreate: create Pod x"
+        in found["message"]
+    )
+    assert "raise the ResourceQuota" in found["message"]
+    unread = replace(world, events=None)
+    assert Need.EVENTS in decide(unread, USING).needs
+    assert condition(decide(unread, USING).status, "Available")["reason"] == "Loading"
+
+
+def test_a_group_whose_member_is_refused_is_made_again() -> None:
+    """Its StatefulSet would pause for ever longer, and the operator has no right to change it."""
+    world = later(refused(), 99)
+    assert group(decide(world, USING))["state"] == "Starting"
+    world = later(world, 60)
+    decision = decide(world, USING)
+    assert (group(decision)["state"], group(decision)["reason"]) == ("Released", "QuotaExceeded")
+    world, _ = rested(carried_out(world, decision))
+    world, decision = rested(later(replace(world, events=()), 30))
+    assert (len(leaders(world)), group(decision)["attempt"], group(decision)["restarts"]) == (1, 2, 0)
+
+
+def test_a_group_whose_member_has_no_pod_yet_stays() -> None:
+    world = later(replace(refused(), events=()), 600)
+    assert group(decide(world, USING))["state"] == "Starting"
+
+
 def edited(world: World, **spec: Any) -> World:
     return replace(world, body={**world.body, "spec": {**world.body["spec"], **spec}})
 
