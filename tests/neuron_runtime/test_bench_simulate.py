@@ -5,26 +5,37 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import jsonschema
 import pytest
 
 from neuron_runtime.__main__ import build_parser, main
+from neuron_runtime.backend.nxdi.buckets import name_of
+from neuron_runtime.backend.nxdi.devices import PLATFORMS, Target
+from neuron_runtime.backend.nxdi.graph_plan import Plan, plan_of
+from neuron_runtime.backend.nxdi.inputs import Inputs
+from neuron_runtime.backend.nxdi.settings import Settings
+from neuron_runtime.backend.simulated.clock import VirtualClock
 from neuron_runtime.backend.simulated.device import ShapeUse
 from neuron_runtime.backend.simulated.step_times import Phase, StepTimes, constant, milliseconds
 from neuron_runtime.bench import simulated_tables
 from neuron_runtime.bench.device import device_of, powers_of_two
+from neuron_runtime.bench.planned import PlannedBackend, limits_of_plan
 from neuron_runtime.bench.report import percentile
 from neuron_runtime.bench.simulate import group_seconds
 from neuron_runtime.bench.simulated_tables import Run, Targets
 from neuron_runtime.bench.simulation import PREFILL_FIRST, VLLM_NEURON, Outcome, Policy, Simulation, Timed
 from neuron_runtime.bench.traffic import Conversation, Traffic, Turn, conversations
-from neuron_runtime.core import BackendLimits
+from neuron_runtime.config import parse_config
+from neuron_runtime.core import BackendLimits, Batch, Request, Sampling
+from neuron_runtime.engine.loop import Engine
 from neuron_runtime.errors import InvalidConfig
 
 TRAFFIC = Traffic(
@@ -322,6 +333,152 @@ def test_padding_is_weighted_by_time() -> None:
     assert [row.name for row in table.rows] == ["decode, 8 rows", "prefill, 128 tokens", "prefill, 1024 tokens"]
 
 
+# The graphs of a plan
+
+MODEL = {
+    "architectures": ["LlamaForCausalLM"], "hidden_size": 256, "num_attention_heads": 4, "intermediate_size": 512,
+    "num_hidden_layers": 2, "vocab_size": 1000, "max_position_embeddings": 4096,
+}  # fmt: skip
+SIZES: dict[str, Any] = {
+    "slots": {"buckets": {"context": [128, 512, 1024], "tokenGeneration": [256, 1024]}},
+    "row buckets": {"buckets": {"context": [128, 1024], "tokenGeneration": [512, 1024], "sequences": [2, 8]}},
+    "asynchronous": {"buckets": {"context": [128, 1024], "tokenGeneration": [256, 1024]}, "asyncMode": True},
+    "blocks": {
+        "layout": "blocks", "prefixCaching": "enabled",
+        "buckets": {"context": [128, 256], "prefix": [256, 896], "tokenGeneration": [256, 1024]},
+    },
+}  # fmt: skip
+
+
+def planned(**more: Any) -> Plan:
+    document = {"version": 1, "model": {"uri": "file:///m"}, "servedNames": ["m"], "backend": "nxdi", "compile": True}
+    limits = {"maxSequences": 8, "maxModelLength": 1024}
+    config = parse_config(json.dumps({**document, "limits": limits, **more}).encode())
+    return plan_of(config, MODEL, Target(PLATFORMS["trn2"], 2, 4))
+
+
+def plan_file(folder: Path, **more: Any) -> Path:
+    path = folder / "plan.json"
+    path.write_text(json.dumps(planned(**more).document()))
+    return path
+
+
+class Recorded(PlannedBackend):
+    """What ran, beside what the scheduler asked for."""
+
+    def __init__(self, settings: Settings) -> None:
+        super().__init__(settings, replace(limits_of_plan(settings), vocabulary_size=128_256), TIMES, VirtualClock())
+        self.inputs, self.seen = Inputs(settings), Counter[str]()
+
+    def launch(self, batch: Batch) -> None:
+        expected = name_of(self.inputs.graphs(batch))
+        self.inputs.apply(batch)
+        assert self.graph(batch) == expected, batch
+        self.seen[expected] += 1
+        super().launch(batch)
+
+
+@pytest.mark.parametrize("name", SIZES)
+def test_a_planned_device_runs_the_graphs_that_the_backend_of_the_plan_would_run(name: str) -> None:
+    settings = planned(**SIZES[name]).settings
+    device = Recorded(settings)
+    engine = Engine(device, clock=VirtualClock().now)
+    random = Random(1)
+    text = [random.randrange(1000) for _ in range(1000)]
+    for number in range(40):
+        length = random.choice((1, 2, 100, 127, 128, 300, 600, 900))
+        common = random.choice((0, length // 2, length))
+        prompt = (*text[:common], *(random.randrange(1000) for _ in range(length - common)))
+        engine.add(Request(str(number), prompt, Sampling(max_tokens=random.choice((1, 20, 90)), seed=number)))
+        for _ in range(random.choice((0, 3, 30))):
+            engine.step()
+    while engine.has_work:
+        engine.step()
+    assert len(device.seen) > 3
+
+
+@pytest.mark.parametrize("name", SIZES)
+def test_the_table_has_the_waste_of_every_graph_of_a_plan(name: str, tmp_path: Path) -> None:
+    path, plan = plan_file(tmp_path, **SIZES[name]), planned(**SIZES[name])
+    document = written(tmp_path, "--plan", str(path), flags=TRAFFIC_FLAGS)
+    jsonschema.validate(document, SCHEMA)
+    traffic, sizes = document["tables"]
+    graphs = [row for row in sizes["rows"] if not row["name"].startswith(" ")]
+    assert len(graphs) == len(plan.graphs)
+    shapes = document["data"]["runs"][0]["policies"][0]["shapes"]
+    ran = {tuple(shape.get(key, 0) for key in ("phase", "size", "prefix", "length")) for shape in shapes}
+    assert {("prefill", 128, 0, 0), ("decode", 8, 0, 1024)} <= ran
+    assert sum(row["values"]["ours"] is None for row in graphs) == len(plan.graphs) - len(shapes)
+    (padding,) = [row["values"]["ours"] for row in traffic["rows"] if row["name"] == "padding"]
+    assert 0 < padding < 100
+
+
+def test_positions_without_a_token_are_those_that_rows_read_beyond_their_own() -> None:
+    settings = planned(**SIZES["slots"]).settings
+    device = Recorded(settings)
+    engine = Engine(device, clock=VirtualClock().now)
+    engine.add(Request("short", (1,) * 10, Sampling(max_tokens=3)))
+    engine.add(Request("long", (1,) * 300, Sampling(max_tokens=2)))
+    while engine.has_work:
+        engine.step()
+    uses = device.timeline.shapes
+    # The short one decodes alone and beside the long one, whose position decides the graph.
+    assert sum(use.num_used for shape, use in uses.items() if shape[0] == "decode") == 3
+    alone, both = uses["decode", 8, 256], uses["decode", 8, 1024]
+    assert (alone.num_steps, both.num_steps) == (1, 1)
+    assert (alone.num_positions, both.num_positions) == (256, 2 * 1024)
+    assert alone.num_filled + both.num_filled == 301 + 11 + 12
+    assert both.padded_share == 6 / 8
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--max-num-seqs", "4"], "--max-num-seqs: is 4, but --plan {path} has 8: leave out one of them"),
+        (["--prefill-buckets", "64"], "--prefill-buckets: is 64, but --plan {path} has 128 512 1024: leave out"),
+        (["--layout", "blocks"], "--layout: is blocks, but --plan {path} has slots"),
+        (["--prefill", "mixed"], "--prefill: is mixed, but --plan {path} has whole"),
+        (["--max-model-len", "2048"], "--max-model-len: is 2048, but --plan {path} has 1024"),
+        (["--enable-prefix-caching"], "--enable-prefix-caching: is True, but --plan {path} has False"),
+        (["--step-times", "nothing"], "--step-times ($.overrideNeuronConfig.stepTimes): must be one of"),
+    ],
+)
+def test_a_flag_that_contradicts_the_plan_is_refused_with_both(
+    flags: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = plan_file(tmp_path, **SIZES["slots"])
+    assert main(["bench", "simulate", "--plan", str(path), *flags]) == 2
+    assert message.format(path=path) in capsys.readouterr().err
+
+
+def test_a_flag_may_repeat_what_the_plan_says(tmp_path: Path) -> None:
+    path = plan_file(tmp_path, **SIZES["slots"])
+    repeated = "--max-num-seqs 8 --max-model-len 1024 --layout slots --prefill whole --prefill-buckets 128 512 1024"
+    plain, same = (
+        written(tmp_path, "--plan", str(path), *flags, flags=TRAFFIC_FLAGS)["data"] for flags in ([], repeated.split())
+    )
+    assert plain == same
+
+
+def test_a_policy_of_whole_prompts_needs_a_plan_with_graphs_for_them(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    flags = ["bench", "simulate", "--policy", "vllm-neuron", *TRAFFIC_FLAGS, "--plan"]
+    assert main([*flags, str(plan_file(tmp_path, **SIZES["blocks"]))]) == 2
+    assert "vllm-neuron computes prompts whole, of up to 1023 tokens" in capsys.readouterr().err
+    assert main([*flags, str(plan_file(tmp_path, **SIZES["slots"]))]) == 0
+
+
+def test_a_file_that_is_no_plan_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "plan.json"
+    for text in ("{}", "text"):
+        path.write_text(text)
+        assert main(["bench", "simulate", "--plan", str(path)]) == 2
+        assert f"--plan: {path} is no plan that" in capsys.readouterr().err
+    assert main(["bench", "simulate", "--plan", str(tmp_path)]) == 2
+    assert "cannot be read" in capsys.readouterr().err
+
+
 # The command
 
 FLAGS = [
@@ -376,9 +533,15 @@ SCHEMA = {
 }
 
 
-def written(folder: Path, *flags: str) -> dict[str, Any]:
+TRAFFIC_FLAGS = [
+    "--rate", "5", "--seconds", "8", "--warm-up-seconds", "2", "--long-prompt", "600", "900",
+    "--decode-milliseconds", "8:10", "--prefill-milliseconds", "100:10", "1000:90",
+]  # fmt: skip
+
+
+def written(folder: Path, *more: str, flags: list[str] | None = None) -> dict[str, Any]:
     path = folder / "out.json"
-    assert main(["bench", "simulate", *FLAGS, "--json", str(path), *flags]) == 0
+    assert main(["bench", "simulate", *(flags or FLAGS), "--json", str(path), *more]) == 0
     document: dict[str, Any] = json.loads(path.read_text())
     return document
 

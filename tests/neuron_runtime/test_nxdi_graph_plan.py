@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from neuron_runtime.__main__ import main
 from neuron_runtime.backend.nxdi.buckets import RECOMPUTED, Graph, Prefill, all_graphs, decode_graph, prefill_graph
 from neuron_runtime.backend.nxdi.devices import PLATFORMS, Target
-from neuron_runtime.backend.nxdi.graph_plan import Plan, flags_of, lines_of, plan_of
+from neuron_runtime.backend.nxdi.graph_plan import Plan, flags_of, lines_of, plan_of, read_plan
 from neuron_runtime.backend.nxdi.limits import limits_of
 from neuron_runtime.backend.nxdi.settings import Settings
 from neuron_runtime.commands.plan_buckets import read_lengths
@@ -115,6 +115,23 @@ def test_the_command_prints_the_plan_of_a_model_without_device_or_compiler(
     assert "prefill_2560" in printed
     assert "of prefill time is padding" in printed
     assert "--context-buckets 256,2560,4096" in printed
+
+
+def test_the_command_writes_the_plan_to_a_file_that_gives_back_its_settings(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("NEURON_PLATFORM_TARGET_OVERRIDE", "trn2")
+    (tmp_path / "config.json").write_text(json.dumps(MODEL))
+    written = tmp_path / "plan.json"
+    flags = ["--backend", "nxdi", "--tensor-parallel-size", "4", "--layout", "blocks", "--json", str(written)]
+    assert main(["plan-buckets", str(tmp_path), *flags]) == 0
+    asked: dict[str, object] = {"layout": "blocks", "parallelism": {"tensor": 4}}
+    plan = planned(**asked)
+    assert read_plan(written) == plan.settings
+    graphs = json.loads(written.read_bytes())["graphs"]
+    assert [graph["name"] for graph in graphs] == [graph.name for graph in plan.graphs]
+    assert main(["plan-buckets", str(tmp_path), *flags[:-1], str(tmp_path / "none" / "plan.json")]) == 2
+    assert "--json: cannot write" in capsys.readouterr().err
 
 
 def test_a_backend_without_buckets_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any, get_args
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, get_args
 
 from neuron_runtime.arguments import BY_ARGUMENT, FLAG_NAMES, config_of, naming
 from neuron_runtime.backend.simulated.options import (
@@ -22,10 +23,14 @@ from neuron_runtime.backend.simulated.options import (
     step_times,
 )
 from neuron_runtime.backend.simulated.step_times import PUBLISHED, StepTimes
+from neuron_runtime.bench.planned import flags_of_plan, limits_of_plan, settings_of_plan
 from neuron_runtime.bench.traffic import VOCABULARY_SIZE
 from neuron_runtime.core import BackendLimits, TokenFeedback
-from neuron_runtime.errors import InvalidConfig
+from neuron_runtime.errors import ConfigProblems, InvalidConfig
 from neuron_runtime.flags import add_flags
+
+if TYPE_CHECKING:
+    from neuron_runtime.backend.nxdi.settings import Settings
 
 DEFAULT_STEP_TIMES = "llama-3.1-8b-trn2-tp4"
 SMALLEST_BUCKET = 128
@@ -43,6 +48,9 @@ SETTINGS = {
     "tokenFeedback": "--token-feedback",
 }
 """Flags by setting of `overrideNeuronConfig`."""
+
+OF_TIMES = ("stepTimes", "stepMilliseconds", "decodeMilliseconds", "prefillMilliseconds")
+"""Those that a plan leaves open."""
 
 ENGINE_DEFAULTS = {
     "layout": "slots for whole prompts, else blocks",
@@ -62,9 +70,13 @@ class Device:
     limits: BackendLimits
     settings: Mapping[str, Any]
     """Source of the times, for the report."""
+    plan: Settings | None = None
+    """Of the graphs; None: those of the times."""
 
 
 def add_device_arguments(device: argparse._ArgumentGroup) -> None:
+    meaning = "graphs, rows, lengths and layout of a plan that `plan-buckets --json` wrote"
+    device.add_argument("--plan", type=Path, metavar="FILE", help=meaning)
     names = ", ".join(PUBLISHED)
     device.add_argument("--step-times", metavar="NAME", help=f"published times: {names} (default: the first)")
     device.add_argument(
@@ -91,14 +103,12 @@ def add_device_arguments(device: argparse._ArgumentGroup) -> None:
     device.add_argument(
         "--prefill",
         choices=("whole", "chunks", "mixed"),
-        default="whole",
-        help="prefill whole prompts, chunks between decode steps, or chunks in decode steps (%(default)s)",
+        help="prefill whole prompts, chunks between decode steps, or chunks in decode steps (whole)",
     )
     device.add_argument(
         "--token-feedback",
         choices=get_args(TokenFeedback),
-        default="device",
-        help="where a step gets the tokens of the previous step (%(default)s)",
+        help="where a step gets the tokens of the previous step (device)",
     )
     add_flags(device, (BY_ARGUMENT[name] for name in ENGINE_DEFAULTS), ENGINE_DEFAULTS)
 
@@ -107,8 +117,11 @@ def device_of(options: argparse.Namespace) -> Device:
     """The device that the flags describe. Raises InvalidConfig with the flag."""
     given = {key: value for key, flag in SETTINGS.items() if (value := value_of(options, flag)) is not None}
     given |= {key: [] for key in ("decodeBuckets", "prefillBuckets") if given.get(key) == EVERY_SIZE}
-    if not {"stepMilliseconds", "decodeMilliseconds", "prefillMilliseconds"} & given.keys():
+    if not given.keys() & OF_TIMES:
         given.setdefault("stepTimes", DEFAULT_STEP_TIMES)
+    if options.plan is not None:
+        return _planned(options, given)
+    given = {"prefill": "whole", "tokenFeedback": "device"} | given
     published = PUBLISHED.get(given.get("stepTimes", ""))
     rows = options.max_num_seqs or (published.max_rows if published else DEFAULT_MAX_SEQUENCES)
     length = options.max_model_len or (published.max_model_length if published else DEFAULT_MAX_LENGTH)
@@ -127,6 +140,35 @@ def device_of(options: argparse.Namespace) -> Device:
             raise InvalidConfig("$.overrideNeuronConfig.prefillBuckets", problem)
         times = step_times(made)
     return Device(times, limits, given)
+
+
+def _planned(options: argparse.Namespace, given: Mapping[str, Any]) -> Device:
+    """A device with the graphs of a plan. Other flags may repeat what it says."""
+    plan = settings_of_plan(options.plan)
+    limits = replace(limits_of_plan(plan), vocabulary_size=VOCABULARY_SIZE)
+    found = ConfigProblems()
+    for flag, planned in flags_of_plan(plan, limits).items():
+        value = value_of(options, flag)
+        with found.collecting():
+            if value is not None and value != planned:
+                raise InvalidConfig(
+                    flag, f"is {_shown(value)}, but --plan {options.plan} has {_shown(planned)}: leave out one of them"
+                )
+    with found.collecting():
+        if limits.longest_prompt < limits.longest_sequence - 1:
+            fits, needed = limits.longest_prompt, limits.longest_sequence - 1
+            raise InvalidConfig(
+                "--plan", f"its largest prefill must fit a prompt of {needed} tokens, not of {fits}: plan larger ones"
+            )
+    with found.collecting(), naming({f"overrideNeuronConfig.{key}": flag for key, flag in SETTINGS.items()}):
+        times = {key: value for key, value in given.items() if key in OF_TIMES}
+        steps = step_times(read_options(times))
+    found.check()
+    return Device(steps, limits, {**times, "plan": str(options.plan)}, plan)
+
+
+def _shown(value: Any) -> str:
+    return " ".join(map(str, value)) if isinstance(value, list) else str(value)
 
 
 def powers_of_two(largest: int) -> list[int]:

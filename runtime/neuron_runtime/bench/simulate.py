@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 from neuron_runtime.bench.device import Device, add_device_arguments, device_of, value_of
 from neuron_runtime.bench.number_flags import add_number
+from neuron_runtime.bench.planned import shapes_of_plan
 from neuron_runtime.bench.report import Report, check_outputs, deliver
 from neuron_runtime.bench.traffic import Traffic, conversations
 from neuron_runtime.console import say
@@ -79,14 +80,16 @@ def run(options: argparse.Namespace) -> None:
     check_outputs(options)
     _check(options)
     device = device_of(options)
+    shapes = [] if device.plan is None else shapes_of_plan(device.plan)
+    _check_policies(options, device)
     runs = [simulated_tables.Run(rate, outcomes_at(rate, options, device)) for rate in options.rate]
     targets = simulated_tables.Targets(options.ttft_target / 1000, options.gap_target / 1000)
-    left_out = {"command", "bench", "run", "measure", "record", "json", "plot"}
+    left_out = {"command", "bench", "run", "measure", "record", "json", "plot", "plan"}
     settings = {name: value for name, value in vars(options).items() if name not in left_out}
     report = Report(
         "bench simulate",
         {**settings, "device": dict(device.settings), "limits": asdict(device.limits)},
-        tuple(table for one in runs for table in simulated_tables.tables(one, targets)),
+        tuple(table for one in runs for table in simulated_tables.tables(one, targets, shapes)),
         data={"runs": [simulated_tables.curves(one, targets) for one in runs]},
         draw=lambda figure: simulated_tables.draw(figure, runs, targets),
         size_inches=(14.0, 8.4 if len(runs) > 1 else 4.8),
@@ -133,6 +136,7 @@ def outcomes_at(rate: float, options: argparse.Namespace, device: Device) -> lis
             warm_up_seconds=warm_up,
             seconds=options.seconds,
             host_seconds_per_step=options.host_milliseconds / 1000 + group_seconds(ranks),
+            plan=device.plan,
         )
         outcomes.append(simulation.run())
         if not outcomes[-1].requests:
@@ -140,6 +144,16 @@ def outcomes_at(rate: float, options: argparse.Namespace, device: Device) -> lis
             raise InvalidConfig("--seconds", message)
         say(f"{rate:g} requests/s, {policy.name}: simulated in {time.monotonic() - began:.1f} s")
     return outcomes
+
+
+def _check_policies(options: argparse.Namespace, device: Device) -> None:
+    longest, length = device.limits.longest_prefill, device.limits.longest_sequence - 1
+    if device.plan is not None and "vllm-neuron" in options.policy and longest < length:
+        message = (
+            f"vllm-neuron computes prompts whole, of up to {length} tokens, but the largest prefill of --plan "
+            f"{options.plan} computes {longest}: leave it out, or plan whole prompts (--chunked-prefill disabled)"
+        )
+        raise InvalidConfig("--policy", message)
 
 
 def _check(options: argparse.Namespace) -> None:

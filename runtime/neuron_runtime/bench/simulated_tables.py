@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
+from neuron_runtime.backend.simulated.device import Shape
 from neuron_runtime.bench.report import Row, Table, percentile
 from neuron_runtime.bench.simulation import Outcome
 
@@ -48,11 +49,12 @@ class Run:
     outcomes: Sequence[Outcome]
 
 
-def tables(run: Run, targets: Targets) -> list[Table]:
+def tables(run: Run, targets: Targets, planned: Sequence[Shape] = ()) -> list[Table]:
+    """planned: sizes to show even if no step had them."""
     columns = tuple(outcome.policy.name for outcome in run.outcomes)
     return [
         Table(f"Simulated traffic, {run.rate:g} requests/s", _figures(run.outcomes, targets), columns),
-        Table(f"Compiled sizes, {run.rate:g} requests/s", _shapes(run.outcomes), columns),
+        Table(f"Compiled sizes, {run.rate:g} requests/s", _shapes(run.outcomes, planned), columns),
     ]
 
 
@@ -96,17 +98,25 @@ def _padding(outcome: Outcome) -> float:
     return sum(use.seconds * use.padded_share for use in uses) / sum(use.seconds for use in uses)
 
 
-def _shapes(outcomes: Sequence[Outcome]) -> tuple[Row, ...]:
-    """Share of padding per compiled size."""
+def _shapes(outcomes: Sequence[Outcome], planned: Sequence[Shape]) -> tuple[Row, ...]:
+    """Share of padding per compiled size; of a decode step over so many positions also the share without a token."""
     rows = []
-    for shape in sorted({shape for outcome in outcomes for shape in outcome.shapes}):
+    for shape in sorted({*planned, *(shape for outcome in outcomes for shape in outcome.shapes)}):
         uses = [outcome.shapes.get(shape) for outcome in outcomes]
         shares = tuple(None if use is None else use.padded_share * 100 for use in uses)
         counts = " and ".join(str(use.num_steps if use else 0) for use in uses)
-        phase, size = shape
-        unit = "rows" if phase == "decode" else "tokens"
-        rows.append(Row(f"{phase}, {size} {unit}", shares, "% padding", note=f"in {counts} steps"))
+        rows.append(Row(_name_of(shape), shares, "% padding", note=f"in {counts} steps"))
+        if any(use and use.num_positions for use in uses):
+            empty = tuple(None if use is None else use.empty_share * 100 for use in uses)
+            rows.append(Row("  positions without a token", empty, "%"))
     return tuple(rows)
+
+
+def _name_of(shape: Shape) -> str:
+    phase, size, *more = shape
+    if phase == "decode":
+        return f"decode, {size} rows" + "".join(f" of {length} positions" for length in more)
+    return f"prefill, {size} tokens" + "".join(f" after {prefix}" for prefix in more if prefix)
 
 
 def curves(run: Run, targets: Targets) -> dict[str, Any]:
@@ -126,11 +136,12 @@ def curves(run: Run, targets: Targets) -> dict[str, Any]:
                     {
                         "phase": phase,
                         "size": size,
+                        **{"length" if phase == "decode" else "prefix": one for one in more},
                         "steps": use.num_steps,
                         "used": use.num_used,
                         "padded": use.num_padded,
                     }
-                    for (phase, size), use in sorted(outcome.shapes.items())
+                    for (phase, size, *more), use in sorted(outcome.shapes.items())
                 ],
             }
             for outcome in run.outcomes

@@ -12,13 +12,18 @@ import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from itertools import islice, pairwise
+from typing import TYPE_CHECKING
 
 from neuron_runtime.backend.simulated.clock import VirtualClock
-from neuron_runtime.backend.simulated.device import ShapeUse, SimulatedBackend
+from neuron_runtime.backend.simulated.device import Shape, ShapeUse, SimulatedBackend
 from neuron_runtime.backend.simulated.step_times import StepTimes
+from neuron_runtime.bench.planned import PlannedBackend
 from neuron_runtime.bench.traffic import Conversation
 from neuron_runtime.core import BackendLimits, Request, Sampling, TokenEvent
 from neuron_runtime.engine.loop import Engine
+
+if TYPE_CHECKING:
+    from neuron_runtime.backend.nxdi.settings import Settings
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +105,7 @@ class Outcome:
     """Output tokens of all requests in the period."""
     busy_share: float
     """Share of the period in which the device was busy."""
-    shapes: dict[tuple[str, int], ShapeUse]
+    shapes: dict[Shape, ShapeUse]
     """Of the whole run, including warm-up."""
     num_preemptions: int
     gap_bound: float | None
@@ -152,8 +157,11 @@ class Simulation:
         warm_up_seconds: float,
         seconds: float,
         host_seconds_per_step: float = 0.0,
+        plan: Settings | None = None,
     ) -> None:
         """Takes conversations, ordered by start time, until all measured requests are complete.
+
+        plan: of the graphs that the device runs; None: the sizes of `times`.
 
         Raises:
             ValueError: `seconds` is not positive.
@@ -163,8 +171,11 @@ class Simulation:
         self._policy = policy
         self._begin, self._end = warm_up_seconds, warm_up_seconds + seconds
         self._clock = VirtualClock()
-        self._backend = SimulatedBackend(
-            policy.applied_to(limits), times, self._clock, host_seconds_per_step=host_seconds_per_step
+        applied, host = policy.applied_to(limits), host_seconds_per_step
+        self._backend = (
+            SimulatedBackend(applied, times, self._clock, host_seconds_per_step=host)
+            if plan is None
+            else PlannedBackend(plan, applied, times, self._clock, host_seconds_per_step=host)
         )
         self._engine = Engine(
             self._backend,

@@ -9,6 +9,9 @@ import time
 from collections import Counter
 from contextlib import nullcontext
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+import msgspec
 
 from neuron_runtime import record
 from neuron_runtime.arguments import FLAG_NAMES, naming
@@ -16,6 +19,9 @@ from neuron_runtime.commands.compile_model import is_compiled
 from neuron_runtime.commands.serve import add_model, add_model_flags, configuration
 from neuron_runtime.errors import InvalidConfig
 from neuron_runtime.local_settings import add_weights_flags
+
+if TYPE_CHECKING:
+    from neuron_runtime.engine.backends import GraphPlan
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -26,6 +32,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="FILE",
         help="Choose context buckets for these prompts: a file with one number of tokens per line, for example from an "
         "access log (every order of magnitude equally likely)",
+    )
+    parser.add_argument(
+        "--json", type=Path, metavar="FILE", help="Also write the plan to a file, which `bench simulate --plan` reads"
     )
     add_weights_flags(parser)
     record.add_flag(parser)
@@ -42,9 +51,20 @@ def run(options: argparse.Namespace, began: float) -> record.Record:
         config = configuration(options, check=planning_package)
         package = planning_package(config)
         with described(config.model, options.weights_dir, options.weights_store, with_weights=False) as (folder, _):
-            for line in package.plan(config, folder, lengths):
-                print(line)
+            plan = package.plan(config, folder, lengths)
+    for line in plan.lines():
+        print(line)
+    if options.json is not None:
+        write(options.json, plan)
     return record.success("plan-buckets", seconds=time.monotonic() - began)
+
+
+def write(path: Path, plan: GraphPlan) -> None:
+    """Raises InvalidConfig if the file cannot be written."""
+    try:
+        path.write_bytes(msgspec.json.format(msgspec.json.encode(plan.document()), indent=2) + b"\n")
+    except OSError as error:
+        raise InvalidConfig("--json", f"cannot write {path}: {error}") from error
 
 
 def read_lengths(path: Path) -> tuple[tuple[int, float], ...]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import importlib
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Protocol, cast
+from typing import Any, Protocol, cast
 
 from neuron_runtime.backend.base import ONE_RANK, Backend, Compiler, ProgressCallback, Rank
 from neuron_runtime.config import RuntimeConfig
@@ -87,11 +87,21 @@ class CompilingPackage(BackendPackage, Protocol):
         """Load with the compiled graphs in a folder, which may be read-only; None: nothing is compiled."""
 
 
+class GraphPlan(Protocol):
+    """The graphs that would be compiled of a model."""
+
+    def lines(self) -> Iterable[str]:
+        """For people."""
+
+    def document(self) -> Mapping[str, Any]:
+        """As plain JSON values, which `bench simulate --plan` reads."""
+
+
 class PlanningPackage(BackendPackage, Protocol):
     """Interface of the package of a backend whose graphs have fixed sizes (buckets)."""
 
-    def plan(self, config: RuntimeConfig, model_dir: Path, lengths: Sequence[tuple[int, float]]) -> Iterable[str]:
-        """The graphs that would be compiled, line by line for people. Needs config.json alone.
+    def plan(self, config: RuntimeConfig, model_dir: Path, lengths: Sequence[tuple[int, float]]) -> GraphPlan:
+        """The graphs that would be compiled. Needs config.json alone.
 
         Args:
             lengths: distribution of prompts' lengths as (tokens, share); empty: unknown.
@@ -161,7 +171,7 @@ def planning_package(config: RuntimeConfig) -> PlanningPackage:
 def planned_graphs(config: RuntimeConfig, model_dir: Path) -> Iterable[str]:
     """Lines for the log of a compilation; none if the backend has no buckets."""
     package = backend_package(config)
-    return cast(PlanningPackage, package).plan(config, model_dir, ()) if hasattr(package, "plan") else ()
+    return cast(PlanningPackage, package).plan(config, model_dir, ()).lines() if hasattr(package, "plan") else ()
 
 
 def backend_package(config: RuntimeConfig) -> BackendPackage:

@@ -7,7 +7,7 @@ loaded.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -18,6 +18,7 @@ from neuron_runtime.backend.nxdi.neuron_config import SHARDED, read_override, sp
 
 if TYPE_CHECKING:
     from neuron_runtime.backend.base import Backend, Compiler, ProgressCallback
+    from neuron_runtime.backend.nxdi.graph_plan import Plan
     from neuron_runtime.config import RuntimeConfig
 
 __all__ = [
@@ -74,15 +75,13 @@ def compiler(config: RuntimeConfig, model_dir: Path) -> Compiler:
     return nxdi_compiler(config, model_dir)
 
 
-def plan(config: RuntimeConfig, model_dir: Path, lengths: Sequence[tuple[int, float]]) -> Iterator[str]:
+def plan(config: RuntimeConfig, model_dir: Path, lengths: Sequence[tuple[int, float]]) -> Plan:
     """See `PlanningPackage.plan`."""
     from neuron_runtime.backend.nxdi.devices import find_target  # noqa: PLC0415
-    from neuron_runtime.backend.nxdi.graph_plan import flags_of, lines_of, plan_of  # noqa: PLC0415
+    from neuron_runtime.backend.nxdi.graph_plan import plan_of  # noqa: PLC0415
     from neuron_runtime.checkpoint import read_config  # noqa: PLC0415
 
-    planned = plan_of(config, read_config(model_dir), find_target(config), tuple(lengths))
-    yield from lines_of(planned)
-    yield f"these buckets as flags: {flags_of(planned)}"
+    return plan_of(config, read_config(model_dir), find_target(config), tuple(lengths))
 
 
 def load_backend(

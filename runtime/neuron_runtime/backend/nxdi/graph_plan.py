@@ -1,7 +1,7 @@
 """The graphs of a model before anything is compiled: what each takes, how much of it is padding, and what it costs.
 
-Called by the command `plan-buckets`, and for the log of a compilation. Estimates only: it needs no device, no compiler
-and no Neuron library.
+Called by the command `plan-buckets`, for the log of a compilation, and to simulate a plan. Estimates only: it needs no
+device, no compiler and no Neuron library.
 """
 
 from __future__ import annotations
@@ -9,7 +9,8 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from pathlib import Path
+from typing import Any, Literal
 
 import msgspec
 
@@ -25,6 +26,9 @@ COMPILE_SECONDS_PER_LAYER = 2.4
 """Of one graph. From AWS's statement that a model of 15 GB takes about 15 minutes: 32 layers, 12 graphs."""
 
 NO_CALL = "nothing: no call takes it"
+
+VERSION = 1
+"""Of the document of a plan."""
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
@@ -49,6 +53,14 @@ class Plan:
     """Mean share of the device time of prefills, for the assumed lengths."""
     cache_bytes: int
     """Keys and values, of all cores."""
+
+    def lines(self) -> list[str]:
+        """See `GraphPlan`."""
+        return [*lines_of(self), f"these buckets as flags: {flags_of(self)}"]
+
+    def document(self) -> dict[str, Any]:
+        """See `GraphPlan`; `read_plan` reads it."""
+        return {"version": VERSION, **msgspec.to_builtins(self), "compile_seconds": self.compile_seconds}
 
     @property
     def compile_seconds(self) -> float:
@@ -87,6 +99,24 @@ def plan_of(config: RuntimeConfig, model: Mapping[str, Any], target: Target, len
         _padding(lengths, settings),
         facts.cached_numbers * num_blocks * settings.block_size * DTYPE_BYTES[settings.dtype],
     )
+
+
+def read_plan(path: Path) -> Settings:
+    """The settings of a plan that `plan-buckets --json` wrote. Raises ValueError with what is wrong."""
+    try:
+        document = msgspec.json.decode(path.read_bytes(), type=_Document)
+    except OSError as error:
+        raise ValueError(f"cannot be read: {error}") from error
+    except msgspec.DecodeError as error:
+        raise ValueError(f"is no plan that `plan-buckets --json` wrote: {error}") from error
+    return document.settings
+
+
+class _Document(msgspec.Struct):
+    """What is read of a plan's document."""
+
+    version: Literal[1]
+    settings: Settings
 
 
 def lines_of(plan: Plan) -> list[str]:

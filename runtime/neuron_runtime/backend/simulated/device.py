@@ -25,6 +25,7 @@ from neuron_runtime.core import (
     GraphUse,
     Kind,
     Late,
+    Rows,
     Sampling,
     StepOutput,
     TokenLogprobs,
@@ -44,10 +45,22 @@ class ShapeUse:
     num_padded: int = 0
     """Rows or tokens computed as padding."""
     seconds: float = 0.0
+    num_positions: int = 0
+    """Positions of the cache that its rows read, if its size limits them."""
+    num_filled: int = 0
+    """Those of them that hold a token."""
 
     @property
     def padded_share(self) -> float:
         return self.num_padded / (self.num_used + self.num_padded)
+
+    @property
+    def empty_share(self) -> float:
+        return 1 - self.num_filled / self.num_positions
+
+
+Shape = tuple[str, int] | tuple[str, int, int]
+"""Phase (`decode`, `prefill`) and size; of a graph for so many positions before or with its tokens, also these."""
 
 
 @dataclass
@@ -58,8 +71,7 @@ class Timeline:
     free_at: float = 0.0
     busy_seconds: float = 0.0
     num_steps: int = 0
-    shapes: dict[tuple[str, int], ShapeUse] = field(default_factory=dict)
-    """By phase (`decode`, `prefill`) and size."""
+    shapes: dict[Shape, ShapeUse] = field(default_factory=dict)
 
     def run(self, launched: float, seconds: float) -> float:
         """Add a step; returns when it ends."""
@@ -70,12 +82,14 @@ class Timeline:
         self.num_steps += 1
         return self.free_at
 
-    def count(self, phase: str, bucket: int, used: int, seconds: float) -> None:
-        use = self.shapes.setdefault((phase, bucket), ShapeUse())
+    def count(self, call: Call) -> None:
+        use = self.shapes.setdefault(call.shape, ShapeUse())
         use.num_steps += 1
-        use.num_used += used
-        use.num_padded += bucket - used
-        use.seconds += seconds
+        use.num_used += call.used
+        use.num_padded += call.bucket - call.used
+        use.seconds += call.seconds
+        use.num_positions += call.num_positions
+        use.num_filled += call.num_filled
 
     def busy_until(self, now: float) -> float:
         """Seconds of work done until now, without the part of the last steps that is still ahead."""
@@ -119,19 +133,27 @@ class _Slot:
         return any(want is not None for want in wants)
 
 
-class _Call(NamedTuple):
+class Call(NamedTuple):
     """One run of a graph, for the decode rows or for a prompt."""
 
-    phase: str
-    bucket: int
+    name: str
+    shape: Shape
     used: int
+    """Rows or tokens."""
     seconds: float
-    is_compiled: bool
+    is_compiled: bool = True
     """False: every size can run."""
+    num_positions: int = 0
+    """See `ShapeUse`."""
+    num_filled: int = 0
 
     @property
-    def name(self) -> str:
-        return f"{self.phase}_{self.bucket}" if self.is_compiled else self.phase
+    def bucket(self) -> int:
+        return self.shape[1]
+
+
+def _call(phase: str, bucket: int, used: int, seconds: float, *, is_compiled: bool) -> Call:
+    return Call(f"{phase}_{bucket}" if is_compiled else phase, (phase, bucket), used, seconds, is_compiled)
 
 
 class _SimulatedStep(NamedTuple):
@@ -140,7 +162,7 @@ class _SimulatedStep(NamedTuple):
     ends: list[int]
     plain: bool
     """No live sequence is special."""
-    calls: list[_Call]
+    calls: list[Call]
     seconds: float
     ready_at: float
 
@@ -180,7 +202,7 @@ class SimulatedBackend:
         return ()
 
     def graph(self, batch: Batch) -> str:
-        calls = self._calls(batch)
+        calls = self.calls(batch)
         return name_of_step(call.name for call in calls) if any(call.is_compiled for call in calls) else size_of(batch)
 
     def launch(self, batch: Batch) -> None:
@@ -194,6 +216,9 @@ class SimulatedBackend:
             slot = self._slots[added.slot] = _Slot(added, first_number(prompt, added.sampling, added.adapter))
             if slot.is_special:
                 self._special.add(added.slot)
+        calls = self.calls(batch)
+        for call in calls:
+            self.timeline.count(call)
         rows = batch.rows
         slots = [self._slots[number] for number in rows.slot]
         ends = []
@@ -201,9 +226,6 @@ class SimulatedBackend:
             # A row that waits starts where the one in flight ends, which is known: one token per row.
             slot.end = (start if after == KNOWN else slot.end) + num_tokens
             ends.append(slot.end)
-        calls = self._calls(batch)
-        for call in calls:
-            self.timeline.count(call.phase, call.bucket, call.used, call.seconds)
         seconds = sum(call.seconds for call in calls)
         ready_at = self.timeline.run(self._clock.now(), seconds)
         self._in_flight.append(_SimulatedStep(batch, slots, ends, not self._special, calls, seconds, ready_at))
@@ -246,8 +268,14 @@ class SimulatedBackend:
     def close(self) -> None:
         self._in_flight.clear()
 
-    def _calls(self, batch: Batch) -> list[_Call]:
-        """What the device runs: all decode rows together, and with prefill buckets each prompt alone."""
+    def starts(self, rows: Rows) -> list[int]:
+        """The position at which each row starts."""
+        given = zip(rows.slot, rows.start, rows.after, strict=True)
+        return [start if after == KNOWN else self._slots[slot].end for slot, start, after in given]
+
+    def calls(self, batch: Batch) -> list[Call]:
+        """What the device runs: all decode rows together, and with prefill buckets each prompt alone. Called before the
+        batch's rows are fed."""
         limits, times, rows = self._limits, self._times, batch.rows
         fed: list[int] = []
         if batch.kind is not Kind.DECODE:
@@ -256,12 +284,12 @@ class SimulatedBackend:
         if num_decode := len(rows) - len(fed):
             bucket = times.decode.bucket(num_decode)
             seconds = times.decode.curve.seconds(bucket)
-            calls.append(_Call("decode", bucket, num_decode, seconds, bool(times.decode.buckets)))
+            calls.append(_call("decode", bucket, num_decode, seconds, is_compiled=bool(times.decode.buckets)))
         each_alone = bool(limits.prefill_buckets)
         for size in fed if each_alone else [sum(fed)] if fed else []:
             bucket = limits.num_computed(size) if each_alone else times.prefill.bucket(size)
             is_compiled = each_alone or bool(times.prefill.buckets)
-            calls.append(_Call("prefill", bucket, size, times.prefill.curve.seconds(bucket), is_compiled))
+            calls.append(_call("prefill", bucket, size, times.prefill.curve.seconds(bucket), is_compiled=is_compiled))
         return calls
 
     def _logprobs(

@@ -1,0 +1,97 @@
+"""A simulated device that runs the graphs of a plan of NxD Inference, which `plan-buckets --json` wrote.
+
+Used by `bench simulate`. Which graph a call takes, and what the scheduler must know, are the rules of the backend
+itself; how long it takes follows from its rows or tokens alone, as for other simulated devices.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from neuron_runtime.backend.nxdi.buckets import Graph, Prefill, all_graphs, decode_graph, prefill_graph
+from neuron_runtime.backend.nxdi.devices import EXEC_TIMEOUT_SECONDS
+from neuron_runtime.backend.nxdi.graph_plan import read_plan
+from neuron_runtime.backend.nxdi.limits import limits_of
+from neuron_runtime.backend.nxdi.settings import Settings
+from neuron_runtime.backend.simulated.clock import Clock
+from neuron_runtime.backend.simulated.device import Call, Shape, SimulatedBackend
+from neuron_runtime.backend.simulated.step_times import StepTimes
+from neuron_runtime.core import BackendLimits, Batch
+from neuron_runtime.errors import InvalidConfig
+
+
+def settings_of_plan(path: Path) -> Settings:
+    """Raises InvalidConfig."""
+    try:
+        return read_plan(path)
+    except ValueError as error:
+        raise InvalidConfig("--plan", f"{path} {error}") from error
+
+
+def limits_of_plan(settings: Settings) -> BackendLimits:
+    return limits_of(settings, EXEC_TIMEOUT_SECONDS)
+
+
+def flags_of_plan(settings: Settings, limits: BackendLimits) -> dict[str, Any]:
+    """What the flags of a simulated device would say of it."""
+    return {
+        "--decode-buckets": list(settings.row_buckets or (settings.max_rows,)),
+        "--prefill-buckets": list(settings.context_buckets),
+        "--prefill": "chunks" if limits.chunks_prefill else "whole",
+        "--token-feedback": limits.token_feedback,
+        "--layout": limits.layout,
+        "--max-model-len": limits.max_model_length,
+        "--max-num-seqs": limits.max_rows,
+        "--max-num-batched-tokens": limits.max_step_tokens,
+        "--block-size": limits.block_size,
+        "--num-gpu-blocks-override": limits.num_blocks,
+        "--enable-prefix-caching": limits.shares_prefixes,
+    }
+
+
+def shapes_of_plan(settings: Settings) -> list[Shape]:
+    """Of all graphs, also those that no call takes."""
+    return [_shape(graph) for graph in all_graphs(settings)]
+
+
+def _shape(graph: Graph) -> Shape:
+    if isinstance(graph, Prefill):
+        return "prefill", graph.tokens, graph.prefix
+    return "decode", graph.rows, graph.length
+
+
+class PlannedBackend(SimulatedBackend):
+    """See `SimulatedBackend`. Prompts run one after another, and all decode rows together."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        limits: BackendLimits,
+        times: StepTimes,
+        clock: Clock,
+        *,
+        host_seconds_per_step: float = 0.0,
+    ) -> None:
+        super().__init__(limits, times, clock, host_seconds_per_step=host_seconds_per_step)
+        self._settings, self._curves = settings, (times.prefill.curve, times.decode.curve)
+
+    def calls(self, batch: Batch) -> list[Call]:
+        rows, starts, settings = batch.rows, self.starts(batch.rows), self._settings
+        prefill, decode = self._curves
+        found, positions, slots = [], [], []
+        for slot, start, count, samples in zip(rows.slot, starts, rows.num_tokens, rows.samples, strict=True):
+            if count == 1 and samples and start:
+                positions.append(start)
+                slots.append(slot)
+                continue
+            graph = prefill_graph(settings, start, start + count)
+            found.append(Call(graph.name, _shape(graph), count, prefill.seconds(graph.tokens)))
+        if positions:
+            num_rows = max(slots) + 1 if settings.layout == "slots" else len(slots)
+            step = decode_graph(settings, num_rows, max(positions))
+            filled, read = sum(positions) + len(positions), step.length * len(positions)
+            seconds = decode.seconds(step.rows)
+            call = Call(step.name, _shape(step), len(slots), seconds, num_positions=read, num_filled=filled)
+            found.insert(0, call)
+        return found
