@@ -102,6 +102,17 @@ def test_buckets_are_chosen_for_the_prompts_of_the_traffic() -> None:
     assert flags_of(plan).startswith("--context-buckets 256,2560,4096 --token-generation-buckets ")
 
 
+@pytest.mark.parametrize("key", ["enable_bucketing", "enable-bucketing"])
+def test_a_plan_without_bucketing_has_one_size(key: str) -> None:
+    plan = planned(limits={"maxModelLength": 4096}, overrideNeuronConfig={key: False})
+    assert [graph.name for graph in plan.graphs] == ["prefill_4096", "decode_16x4096"]
+
+
+def test_sizes_that_the_override_gives_are_kept_however_they_are_spelled() -> None:
+    plan = planned(limits={"maxModelLength": 4096}, overrideNeuronConfig={"context-encoding-buckets": [512, 4096]})
+    assert plan.settings.context_buckets == (512, 4096)
+
+
 def test_the_command_prints_the_plan_of_a_model_without_device_or_compiler(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

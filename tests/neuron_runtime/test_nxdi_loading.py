@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from helpers.hub import Shelf, serving
-from helpers.nxdi import fake_nxdi, installed
+from helpers.nxdi import Mode, fake_nxdi, installed
 from helpers.torch_models import random_model, reference
 from neuron_runtime.artifacts.key import covered, differences
 from neuron_runtime.artifacts.loading import ARTIFACT_VARIABLE, Places, check_artifact, provide
@@ -40,8 +40,8 @@ on_the_fake = pytest.mark.skipif(installed(), reason="needs a version or a fault
 
 
 @contextmanager
-def library_of(version: str = "0.9") -> Iterator[Any]:
-    with pytest.MonkeyPatch.context() as patch, nullcontext() if installed() else fake_nxdi(version) as fake:
+def library_of(version: str = "0.9", mode: Mode = "strict") -> Iterator[Any]:
+    with pytest.MonkeyPatch.context() as patch, nullcontext() if installed() else fake_nxdi(version, mode) as fake:
         # Loading sets it, and a process has one.
         patch.delenv("NEURON_LOGICAL_NC_CONFIG", raising=False)
         yield fake
@@ -177,6 +177,31 @@ def test_what_a_version_does_not_have_is_refused_before_compiling(model: Path, t
         "$.buckets.sequences": "NxD Inference 0.7.0 does not have `token_generation_batches`, but 0.8 and newer have: "
         "leave it out"
     }
+
+
+@on_the_fake
+@pytest.mark.parametrize(
+    ("override", "path", "message"),
+    [
+        (
+            {"weights_to_skip_layout_optimization": ["lm_head"]},
+            "$.overrideNeuronConfig.weights_to_skip_layout_optimization",
+            "NxD Inference 0.7.0 ignores `weights_to_skip_layout_optimization`, but 0.9 and newer take it: "
+            "leave it out",
+        ),
+        (
+            {"on_device_sampling_config": {"sampling_dp_degree": 2}},
+            "$.overrideNeuronConfig.on_device_sampling_config.sampling_dp_degree",
+            "NxD Inference 0.7.0 ignores `sampling_dp_degree`, but 0.8 and newer take it: leave it out",
+        ),
+    ],
+)
+def test_what_a_version_would_drop_without_an_error_is_refused(
+    override: dict[str, Any], path: str, message: str, model: Path, tmp_path: Path
+) -> None:
+    with library_of("0.7", "damage"), pytest.raises(InvalidConfig) as caught:
+        compiled(config_of(model, overrideNeuronConfig=override), model, tmp_path / "artifact")
+    assert dict(caught.value.parts) == {path: message}
 
 
 def test_an_older_version_runs_a_family_by_the_class_that_it_has(tmp_path: Path) -> None:
@@ -453,6 +478,18 @@ def places(folder: Path) -> Places:
         ({"allow_input_truncation": True}, {}, "allow_input_truncation: is True"),
         ({"ctx_batch_size": 2, "is_continuous_batching": False}, {}, "ctx_batch_size: is 2"),
         ({"on_device_sampling_config": {"dynamic": False}}, {}, "dynamic: must be true"),
+        (
+            {
+                "is_block_kv_layout": True,
+                "is_prefix_caching": True,
+                "pa_num_blocks": 40,
+                "pa_block_size": 32,
+                "context_encoding_buckets": [128, 256],
+                "prefix_buckets": [],
+            },
+            {},
+            "prefix_buckets: [] instead of [",
+        ),
     ],
 )
 def test_a_folder_that_others_compiled_for_something_else_is_refused(

@@ -107,7 +107,7 @@ def _default_buckets(theirs: Mapping[str, Any]) -> dict[str, list[int]]:
     return {
         name: _doubled(least, most) if several else [most]
         for name, (least, most) in ranges.items()
-        if not theirs.get(name) or not several
+        if theirs.get(name) is None or not several
     }
 
 

@@ -18,6 +18,7 @@ from neuron_runtime.backend.nxdi import bucket_plan
 from neuron_runtime.backend.nxdi.bucket_plan import Lengths
 from neuron_runtime.backend.nxdi.buckets import Graph, Prefill, all_graphs, prefill_graph, prefill_that_takes
 from neuron_runtime.backend.nxdi.devices import Target
+from neuron_runtime.backend.nxdi.neuron_config import spelled
 from neuron_runtime.backend.nxdi.settings import Settings, context_sizes, settings_of
 from neuron_runtime.config import RuntimeConfig
 from neuron_runtime.console import bytes_text, seconds_text
@@ -85,7 +86,9 @@ def plan_of(config: RuntimeConfig, model: Mapping[str, Any], target: Target, len
     settings = settings_of(config, model, target)
     largest = settings.max_context_length
     lengths = _within(lengths, largest) or bucket_plan.log_uniform(bucket_plan.SHORTEST_PROMPT, largest)
-    if lengths and not config.buckets.context and "context_encoding_buckets" not in config.override_neuron_config:
+    given = {spelled(key): value for key, value in config.override_neuron_config.items()}
+    open_sizes = not config.buckets.context and "context_encoding_buckets" not in given
+    if lengths and open_sizes and given.get("enable_bucketing") is not False:
         blocks = settings.layout == "blocks"
         least = settings.context_buckets[0] if blocks else bucket_plan.STEP
         sizes = context_sizes(lengths, largest, blocks=blocks, least=least)

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from neuron_runtime.backend.nxdi.devices import Platform
 from neuron_runtime.backend.nxdi.models import BY_APPLICATION, is_private
-from neuron_runtime.backend.nxdi.neuron_config import BY_NAME, PATH
+from neuron_runtime.backend.nxdi.neuron_config import BY_NAME, PATH, SAMPLING, SAMPLING_FIELDS
 from neuron_runtime.backend.nxdi.settings import Settings
 from neuron_runtime.checkpoint import read_config
 from neuron_runtime.core import DeviceMemory
@@ -190,6 +190,7 @@ def application(settings: Settings, model_dir: Path) -> NxdApplication:
         neuron_config = config_class(**copy.deepcopy(dict(settings.neuron_config)))
     except Exception as error:
         raise InvalidConfig(PATH, f"NxD Inference refuses it: {_text(error)}") from error
+    _check_taken(settings.neuron_config, neuron_config, config_class())
     try:
         config = found.get_config_cls()(neuron_config, load_config=_load_config(model_dir))
         made = found(str(model_dir), config)
@@ -281,6 +282,32 @@ def _check_known(arguments: Mapping[str, Any], config_class: Any) -> None:
             raise InvalidConfig(
                 at, f"NxD Inference {version_of(INFERENCE)} does not have `{name}`{since}: leave it out"
             )
+    found.check()
+
+
+def _check_taken(arguments: Mapping[str, Any], made: Any, defaults: Any) -> None:
+    """An attribute may exist without being an argument, and OnDeviceSamplingConfig drops what it does not know.
+
+    Raises:
+        InvalidConfig: names every one that was dropped.
+    """
+    found = ConfigProblems()
+    sampling = arguments.get(SAMPLING) or {}
+    dropped = {
+        f"{PATH}.{SAMPLING}.{name}": (name, SAMPLING_FIELDS.get(name))
+        for name in sampling
+        if not hasattr(getattr(made, SAMPLING), name)
+    }
+    for name, value in arguments.items():
+        field, before = BY_NAME.get(name), getattr(defaults, name, None)
+        plain = isinstance(value, bool | int | float | str | list)
+        ours = field is not None and (field.path or field.derived)
+        if plain and not ours and getattr(made, name, value) == before != value:
+            dropped[f"{PATH}.{name}"] = (name, field)
+    for at, (name, field) in dropped.items():
+        with found.collecting():
+            since = f", but {field.since} and newer take it" if field is not None else ""
+            raise InvalidConfig(at, f"NxD Inference {version_of(INFERENCE)} ignores `{name}`{since}: leave it out")
     found.check()
 
 

@@ -133,7 +133,7 @@ FIELDS = (
         _Flag,
         "0.1",
         "vocab_parallel fused_qkv sequence_parallel_enabled qk_layernorm flash_decoding_enabled attn_kernel_enabled "
-        "qkv_kernel_enabled mlp_kernel_enabled mlp_kernel_fuse_residual_add save_sharded_checkpoint",
+        "qkv_kernel_enabled mlp_kernel_enabled mlp_kernel_fuse_residual_add save_sharded_checkpoint on_cpu",
     ),
     *_free(_Flag, "0.2", "qkv_kernel_nbsd_layout"),
     _Flag("skip_warmup", "0.2"),
@@ -173,7 +173,7 @@ FIELDS = (
     *_free(_Number, "0.4", "cp_degree seq_len_threshold_for_cc_tiling"),
     *_free(_Number, "0.5", "lm_head_pad_alignment_size scratchpad_page_size"),
     *_free(_Number, "0.7", "mlp_cp_degree padded_hidden_size padded_intermediate_size"),
-    *_free(Field, "0.1", "rpl_reduce_dtype target", kind=str),
+    *_free(Field, "0.1", "rpl_reduce_dtype target attn_cls", kind=str),
     *_free(Field, "0.4", "cast_type attention_dtype", kind=str),
     Field("ep_dispatch_cc_option", "0.9", kind=str),
     Field("weights_to_skip_layout_optimization", "0.9", kind=list),
