@@ -14,6 +14,7 @@ from typing import Any
 import msgspec
 import pytest
 import torch
+from transformers import Llama4Config
 
 from helpers.hub import Shelf, serving
 from helpers.nxdi import Mode, fake_nxdi, installed
@@ -22,8 +23,10 @@ from neuron_runtime.artifacts.key import covered, differences
 from neuron_runtime.artifacts.loading import ARTIFACT_VARIABLE, Places, check_artifact, provide
 from neuron_runtime.backend import nxdi
 from neuron_runtime.backend.nxdi import failures, library
-from neuron_runtime.backend.nxdi.devices import PLATFORMS
+from neuron_runtime.backend.nxdi.devices import PLATFORMS, Target
 from neuron_runtime.backend.nxdi.failures import classified, when_free
+from neuron_runtime.backend.nxdi.library import application
+from neuron_runtime.backend.nxdi.settings import settings_of
 from neuron_runtime.checkpoint import InvalidModel, check_tokenizer, read_checkpoint, read_config, read_whole_checkpoint
 from neuron_runtime.config import ModelSource, RuntimeConfig, parse_config
 from neuron_runtime.core import Request, Sampling
@@ -209,6 +212,21 @@ def test_an_older_version_runs_a_family_by_the_class_that_it_has(tmp_path: Path)
     config = config_of(mistral)
     with library_of("0.7"):
         assert generated(mistral, config, compiled(config, mistral, tmp_path / "artifact")) == expected(mistral)
+
+
+@pytest.mark.parametrize("version", ["0.7", "0.9"])
+def test_llama_4_runs_by_the_class_of_its_text_because_the_registered_one_wants_images(
+    version: str, tmp_path: Path
+) -> None:
+    text = {"hidden_size": 64, "intermediate_size": 64, "intermediate_size_mlp": 64, "num_hidden_layers": 2}
+    text |= {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "num_local_experts": 2}
+    folder = tmp_path / "llama4"
+    config = Llama4Config(text_config={**text, "vocab_size": 512, "max_position_embeddings": 512})
+    config.architectures = ["Llama4ForConditionalGeneration"]
+    config.save_pretrained(folder)
+    settings = settings_of(config_of(folder), read_config(folder), Target(PLATFORMS["trn2"], 2, 1))
+    with library_of(version):
+        assert type(application(settings, folder)._application).__name__ == "NeuronLlama4TextForCausalLM"
 
 
 @on_the_fake

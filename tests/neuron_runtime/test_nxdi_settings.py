@@ -9,6 +9,7 @@ import msgspec
 import pytest
 
 from neuron_runtime.backend.nxdi.devices import PLATFORMS, Target, check_cores, environment_of, find_target
+from neuron_runtime.backend.nxdi.models import text_config
 from neuron_runtime.backend.nxdi.settings import Settings, settings_of
 from neuron_runtime.checkpoint import InvalidModel
 from neuron_runtime.config import RuntimeConfig, parse_config
@@ -358,6 +359,15 @@ def test_a_model_without_block_graphs_is_refused_with_blocks() -> None:
     text = {"architectures": ["Llama4ForConditionalGeneration"], "text_config": {"vocab_size": 1000}}
     assert settings(model=text).vocabulary_size == 1000
     assert "llama4 has no layout blocks" in refusal(model=text, layout="blocks")["$.layout"]
+
+
+def test_the_sizes_of_a_model_have_other_names_in_dbrx() -> None:
+    sizes = {"d_model": 256, "n_heads": 8, "n_layers": 2, "max_seq_len": 1024, "vocab_size": 1000}
+    given = {"ffn_config": {"ffn_hidden_size": 512}, "attn_config": {"kv_n_heads": 2}}
+    model = {"architectures": ["DbrxForCausalLM"], **sizes, **given}
+    found = settings_of(config_of(), model, TRN2)
+    assert (found.application, found.max_model_length, found.vocabulary_size) == ("dbrx", 1024, 1000)
+    assert dict(text_config(model)).items() >= {"num_key_value_heads": 2, "intermediate_size": 512}.items()
 
 
 def test_a_config_file_without_a_vocabulary_is_no_model() -> None:

@@ -252,6 +252,9 @@ def _class_of(settings: Settings, model: Mapping[str, Any]) -> Any:
         return found
     registry, family = _module("utils.constants").MODEL_TYPES, BY_APPLICATION[name]
     if family.application in registry:
+        if family.text_class:
+            module, _, attribute = family.text_class.partition(":")
+            return getattr(_module(module), attribute)
         return registry[family.application]["causal-lm"]
     if family.before in registry:
         if isinstance(window, int) and window < settings.max_model_length:

@@ -30,6 +30,8 @@ class Family:
     """Whether its tokens were compared with those of transformers, on the Python part of NxD Inference."""
     before: str = ""
     """The application that runs them in older releases."""
+    text_class: str = ""
+    """Module and class of NxD Inference that run the text alone, where the registry's class wants images too."""
     layouts: tuple[str, ...] = ("slots", "blocks")
     note: str = ""
     """What a user should know, for the log."""
@@ -47,7 +49,8 @@ FAMILIES = (
     Family(
         "llama4",
         "0.5",
-        ("Llama4ForCausalLM", "Llama4ForConditionalGeneration"),
+        ("Llama4ForConditionalGeneration",),
+        text_class="models.llama4.modeling_llama4_text:NeuronLlama4TextForCausalLM",
         layouts=("slots",),
         note="text only; faster with SDK 2.28 than with newer ones",
     ),
@@ -96,6 +99,20 @@ def is_private(application: str) -> bool:
 
 
 def text_config(model: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The part of config.json that describes the language model."""
-    nested = model.get("text_config")
-    return {**model, **nested} if isinstance(nested, Mapping) else model
+    """The part of config.json that describes the language model, with the names that most families use."""
+    found = dict(model)
+    for part in ("text_config", "attn_config", "ffn_config"):
+        nested = model.get(part)
+        found |= nested if isinstance(nested, Mapping) else {}
+    return found | {name: found[other] for name, other in OTHER_NAMES.items() if name not in found and other in found}
+
+
+OTHER_NAMES = {
+    "hidden_size": "d_model",
+    "intermediate_size": "ffn_hidden_size",
+    "max_position_embeddings": "max_seq_len",
+    "num_attention_heads": "n_heads",
+    "num_hidden_layers": "n_layers",
+    "num_key_value_heads": "kv_n_heads",
+}
+"""As DBRX writes them."""
