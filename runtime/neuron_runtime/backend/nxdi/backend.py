@@ -141,9 +141,11 @@ class NxdiBackend:
             raise IllegalBatch(f"collect of step {step}, but step {running.batch.step} runs")
         # Whatever need not be done between two calls is done here, while the device works.
         tokens, logprobs, seconds, memory = self._thread.get()
+        of_rows = tokens.tolist()
+        sampled = NO_TOKEN not in of_rows
         return StepOutput(
             step=step,
-            token_ids=tuple([(token,) if token != NO_TOKEN else () for token in tokens.tolist()]),
+            token_ids=tuple(zip(of_rows)) if sampled else tuple([() if t == NO_TOKEN else (t,) for t in of_rows]),
             logprobs=logprobs,
             device_seconds=seconds,
             graphs=tuple(
