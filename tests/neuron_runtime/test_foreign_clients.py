@@ -1,11 +1,14 @@
 """Clients of other makers against the server: agents call a tool and answer with its result, forms are read.
 
 Each client is a program in `foreign_clients/`, which fails if it does not understand the server. The model is scripted:
-it calls `weather` if it sees tools, and says that it rains after a result, or without tools.
+asked whether it rains, it calls `weather` if it sees tools, and says that it rains after a result, or without tools.
+Asked how warm it is, it says JSON that does not fit, among other text; where a form does not allow that, it says the
+next of it that is allowed.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -30,6 +33,8 @@ pytestmark = [
 
 CALL = '<tool_call>{"name": "weather", "arguments": {"city": "Oslo"}}</tool_call>'
 TEXT = "It rains."
+WARM = 'Sure: {"city": "Oslo in Norway", "degrees": "7 C"} Bye.'
+WARM_CALL = 'Sure: [{"name": "%s", "arguments": {"city": "Oslo in Norway", "degrees": "7 C"}}] Bye.'
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
@@ -40,16 +45,32 @@ async def served(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Serv
     def ids(text: str) -> tuple[int, ...]:
         return tuple(tokenizer.encode(text, add_special_tokens=False))
 
-    (start,) = ids(USER_START)
-    call, text, result = (*ids(CALL), tokenizer.eos_token_id), (*ids(TEXT), tokenizer.eos_token_id), ids("tool\n")
+    def script(text: str) -> tuple[int, ...]:
+        # A token per character, so that a form allows each of them alone.
+        return (*(token for character in text for token in ids(character)), tokenizer.eos_token_id)
 
-    def next_token(context: Sequence[int], sampling: Any, position: int, **_: Any) -> int:
+    (start,), result = ids(USER_START), ids("tool\n")
+    call, text, warm = map(script, (CALL, TEXT, WARM))
+
+    def next_token(
+        context: Sequence[int], sampling: Any, position: int, *, allowed: tuple[int, ...] | None = None, **more: Any
+    ) -> int:
         starts = [at for at, token in enumerate(context) if token == start]
-        last = tuple(context[starts[-2] + 1 :][: len(result)])
         sees_tools = starts[0] > 1
-        said = call if sees_tools and last != result else text
-        return said[position % len(said)]  # a step may be computed after the end
+        if "How warm" in tokenizer.decode(context[starts[-2] :]):
+            tool = re.search(r'"name": "(.*?)"', tokenizer.decode(context[: starts[0]]))
+            said = script(WARM_CALL % tool[1]) if tool else warm
+        else:
+            last = tuple(context[starts[-2] + 1 :][: len(result)])
+            said = call if sees_tools and last != result else text
+        if allowed is None:
+            return said[position % len(said)]  # a step may be computed after the end
+        for token in context[len(context) - position :]:
+            said = said[said.index(token) + 1 :] if token in said else said
+        fits = next((token for token in said if token in allowed), None)
+        return unscripted(context, sampling, position, allowed=allowed, **more) if fits is None else fits
 
+    unscripted = strict_backend.next_token
     limits = replace(LIMITS, max_model_length=8192, max_step_tokens=8192, num_blocks=1024)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(strict_backend, "next_token", next_token)
@@ -71,6 +92,23 @@ async def run(served: Serving, client: str, part: str, folder: Path) -> None:
 )
 async def test_an_agent_calls_a_tool_and_answers_with_its_result(served: Serving, client: str, tmp_path: Path) -> None:
     await run(served, client, "tools", tmp_path)
+
+
+@pytest.mark.parametrize(
+    "client",
+    [
+        "instructor_client.py",
+        "langchain_client.py",
+        "litellm_client.py",
+        "openai_node.mjs",
+        "pydantic_ai_client.py",
+        "vercel_ai.mjs",
+    ],
+)
+async def test_a_client_reads_an_answer_of_the_form_that_it_asked_for(
+    served: Serving, client: str, tmp_path: Path
+) -> None:
+    await run(served, client, "structured", tmp_path)
 
 
 async def test_responses_of_openai_for_node_are_streamed_with_calls(served: Serving, tmp_path: Path) -> None:

@@ -1,12 +1,30 @@
-"""LangChain: `bind_tools`, whole and streamed, and the results of calls in the history."""
+"""LangChain: `bind_tools` and `with_structured_output` by each of its methods, whole and streamed."""
 
 from __future__ import annotations
 
 import sys
+from typing import Any, Literal
 
 from langchain_core.messages import AIMessageChunk, HumanMessage, ToolMessage
 from langchain_core.tools import tool
 from langchain_openai import ChatOpenAI
+from pydantic import BaseModel
+
+HOW_WARM = "How warm is it in Oslo?"
+
+
+class Report(BaseModel):
+    """A report of the weather"""
+
+    city: Literal["Oslo", "Bergen"]
+    degrees: int
+
+
+class Loose(BaseModel):
+    """What the model says if nothing but JSON is asked for"""
+
+    city: str
+    degrees: str
 
 
 @tool
@@ -31,5 +49,21 @@ def tools(model: ChatOpenAI) -> None:
     assert [call["args"] for call in whole.tool_calls] == [{"city": "Oslo"}], whole
 
 
+def structured(model: ChatOpenAI) -> None:
+    report, loose = Report(city="Oslo", degrees=7), Loose(city="Oslo in Norway", degrees="7 C")
+    asked: list[tuple[Any, dict[str, Any], Any]] = [
+        (Report, {"method": "json_schema"}, report),
+        (Report, {"method": "json_schema", "strict": True}, report),
+        (Report.model_json_schema(), {"method": "json_schema"}, report.model_dump()),
+        (Report, {"method": "function_calling"}, report),
+        (Loose, {"method": "json_mode"}, loose),
+    ]
+    for schema, how, expected in asked:
+        kept = model.with_structured_output(schema, **how)
+        assert kept.invoke(HOW_WARM) == expected, how
+        *_, streamed = kept.stream(HOW_WARM)
+        assert streamed == expected, how
+
+
 url, name, part = sys.argv[1:]
-{"tools": tools}[part](ChatOpenAI(base_url=url, api_key="any", model=name, max_retries=0))
+{"tools": tools, "structured": structured}[part](ChatOpenAI(base_url=url, api_key="any", model=name, max_retries=0))

@@ -1,16 +1,23 @@
-"""LiteLLM: tools through its translation of OpenAI's API, whole and streamed, and an agent's second turn."""
+"""LiteLLM: tools and structured output through its translation of OpenAI's API, whole and streamed."""
 
 from __future__ import annotations
 
 import json
 import sys
-from typing import Any
+from typing import Any, Literal
 
 import litellm
+from pydantic import BaseModel
 
 ASKED: Any = [{"role": "user", "content": "Will it rain in Oslo?"}]
+HOW_WARM: Any = [{"role": "user", "content": "How warm is it in Oslo?"}]
 PARAMETERS = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
 TOOLS = [{"type": "function", "function": {"name": "weather", "description": "The weather", "parameters": PARAMETERS}}]
+
+
+class Report(BaseModel):
+    city: Literal["Oslo", "Bergen"]
+    degrees: int
 
 
 def tools(**to: Any) -> None:
@@ -25,6 +32,19 @@ def tools(**to: Any) -> None:
     assert whole.finish_reason == "tool_calls", whole
 
 
+def structured(**to: Any) -> None:
+    named = {"name": "report", "schema": Report.model_json_schema(), "strict": True}
+    for form in (Report, {"type": "json_schema", "json_schema": named}):
+        answer = litellm.completion(messages=HOW_WARM, response_format=form, **to).choices[0].message.content
+        assert json.loads(answer) == {"city": "Oslo", "degrees": 7}, answer
+        chunks = list(litellm.completion(messages=HOW_WARM, response_format=form, stream=True, **to))
+        assert litellm.stream_chunk_builder(chunks, messages=HOW_WARM).choices[0].message.content == answer
+    loose = litellm.completion(messages=HOW_WARM, response_format={"type": "json_object"}, **to)
+    assert json.loads(loose.choices[0].message.content) == {"city": "Oslo in Norway", "degrees": "7 C"}, loose
+
+
 url, name, part = sys.argv[1:]
 for provider in ("openai", "hosted_vllm"):
-    {"tools": tools}[part](model=f"{provider}/{name}", api_base=url, api_key="any", num_retries=0)
+    {"tools": tools, "structured": structured}[part](
+        model=f"{provider}/{name}", api_base=url, api_key="any", num_retries=0
+    )

@@ -1,6 +1,8 @@
-// OpenAI's client for Node: its loop that runs tools, whole and streamed, and Responses.
+// OpenAI's client for Node: its loop that runs tools, Responses, and structured output, whole and streamed.
 import assert from "node:assert/strict";
 import OpenAI from "openai";
+import { zodFunction, zodResponseFormat, zodTextFormat } from "openai/helpers/zod";
+import { z } from "zod";
 
 const [baseURL, model, part] = process.argv.slice(2);
 const client = new OpenAI({ baseURL, apiKey: "any", maxRetries: 0 });
@@ -28,4 +30,20 @@ async function responses() {
   assert.equal((await client.responses.create({ model, input, tools: [tool] })).output_text, "It rains.");
 }
 
-await { tools, responses }[part]();
+async function structured() {
+  const Report = z.object({ city: z.enum(["Oslo", "Bergen"]), degrees: z.int() });
+  const report = { city: "Oslo", degrees: 7 };
+  const warm = [{ role: "user", content: "How warm is it in Oslo?" }];
+  const chat = { model, messages: warm, response_format: zodResponseFormat(Report, "report") };
+  assert.deepEqual((await client.chat.completions.parse(chat)).choices[0].message.parsed, report);
+  const whole = await client.chat.completions.stream(chat).finalChatCompletion();
+  assert.deepEqual(whole.choices[0].message.parsed, report);
+  const response = { model, input: warm, text: { format: zodTextFormat(Report, "report") } };
+  assert.deepEqual((await client.responses.parse(response)).output_parsed, report);
+  assert.deepEqual((await client.responses.stream(response).finalResponse()).output_parsed, report);
+  const tool = zodFunction({ name: "report", parameters: Report });
+  const calling = await client.chat.completions.parse({ model, messages: warm, tools: [tool], tool_choice: "required" });
+  for (const call of calling.choices[0].message.tool_calls) assert.deepEqual(call.function.parsed_arguments, report);
+}
+
+await { tools, responses, structured }[part]();

@@ -1,16 +1,31 @@
-"""pydantic-ai: an agent that runs a tool, whole and streamed, over chats and Responses."""
+"""pydantic-ai: an agent that runs a tool, and each way to structured output, over chats and Responses."""
 
 from __future__ import annotations
 
 import asyncio
 import sys
-from typing import Any
+from typing import Any, Literal
 
-from pydantic_ai import Agent
+from pydantic import BaseModel
+from pydantic_ai import Agent, NativeOutput, PromptedOutput, ToolOutput
 from pydantic_ai.models.openai import OpenAIChatModel, OpenAIResponsesModel
 from pydantic_ai.providers.openai import OpenAIProvider
 
 ASKED: list[str] = []
+
+
+class Report(BaseModel):
+    """A report of the weather"""
+
+    city: Literal["Oslo", "Bergen"]
+    degrees: int
+
+
+class Loose(BaseModel):
+    """What the model says if nothing but JSON is asked for"""
+
+    city: str
+    degrees: str
 
 
 def weather(city: str) -> str:
@@ -28,8 +43,27 @@ async def tools(models: list[Any]) -> None:
     assert ["Oslo"] * 2 * len(models) == ASKED
 
 
+async def structured(models: list[Any]) -> None:
+    report, loose = Report(city="Oslo", degrees=7), Loose(city="Oslo in Norway", degrees="7 C")
+    for model in models:
+        for output, expected in (
+            (ToolOutput(Report), report),
+            (ToolOutput(Report, strict=True), report),
+            (NativeOutput(Report), report),
+            (PromptedOutput(Loose), loose),
+        ):
+            agent = Agent(model, output_type=output, retries=0)
+            whole = (await agent.run("How warm is it in Oslo?")).output
+            assert whole == expected, (output, whole)
+            async with agent.run_stream("How warm is it in Oslo?") as stream:
+                streamed = await stream.get_output()
+            assert streamed == expected, (output, streamed)
+
+
 url, name, part = sys.argv[1:]
 provider = OpenAIProvider(base_url=url, api_key="any")
 asyncio.run(
-    {"tools": tools}[part]([OpenAIChatModel(name, provider=provider), OpenAIResponsesModel(name, provider=provider)])
+    {"tools": tools, "structured": structured}[part](
+        [OpenAIChatModel(name, provider=provider), OpenAIResponsesModel(name, provider=provider)]
+    )
 )

@@ -1,13 +1,13 @@
-// Vercel's AI SDK: generateText and streamText run tools over Responses, its default, and over chats.
+// Vercel's AI SDK: tools and structured output, whole and streamed, over Responses, its default, and over chats.
 import assert from "node:assert/strict";
 import { createOpenAI } from "@ai-sdk/openai";
 import { createOpenAICompatible } from "@ai-sdk/openai-compatible";
-import { generateText, stepCountIs, streamText, tool } from "ai";
+import { generateObject, generateText, Output, stepCountIs, streamObject, streamText, tool } from "ai";
 import { z } from "zod";
 
 const [baseURL, name, part] = process.argv.slice(2);
 const openai = createOpenAI({ baseURL, apiKey: "any" });
-const compatible = createOpenAICompatible({ name: "local", baseURL });
+const compatible = createOpenAICompatible({ name: "local", baseURL, supportsStructuredOutputs: true });
 const stateless = { openai: { store: false } };
 
 function asking(model, providerOptions) {
@@ -39,4 +39,22 @@ async function stored() {
   assert.equal((await generateText({ ...second, providerOptions: stateless })).text, "It rains.");
 }
 
-await { tools, stored }[part]();
+async function structured() {
+  const schema = z.object({ city: z.enum(["Oslo", "Bergen"]), degrees: z.int() });
+  const report = { city: "Oslo", degrees: 7 };
+  for (const model of [openai(name), openai.chat(name), compatible(name)]) {
+    const asked = { model, prompt: "How warm is it in Oslo?", maxRetries: 0 };
+    assert.deepEqual((await generateObject({ ...asked, schema })).object, report);
+    const stream = streamObject({ ...asked, schema });
+    let last;
+    for await (const part of stream.partialObjectStream) last = part;
+    assert.deepEqual([last, await stream.object], [report, report]);
+    assert.deepEqual((await generateText({ ...asked, output: Output.object({ schema }) })).output, report);
+    const city = await generateObject({ ...asked, output: "enum", enum: ["Oslo", "Bergen"] });
+    assert.ok(["Oslo", "Bergen"].includes(city.object), city.object);
+    const loose = await generateObject({ ...asked, output: "no-schema" });
+    assert.deepEqual(loose.object, { city: "Oslo in Norway", degrees: "7 C" });
+  }
+}
+
+await { tools, stored, structured }[part]();
