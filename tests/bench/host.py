@@ -18,8 +18,9 @@ from bench.cpu_clock import CpuClock
 from neuron_runtime.backend.simulated.device import SimulatedBackend
 from neuron_runtime.backend.simulated.step_times import Phase, StepTimes, constant
 from neuron_runtime.bench.report import Load, Meter, Row, at_least, at_most
-from neuron_runtime.core import BackendLimits, Batch, Kind, Late, Request, Sampling, StepOutput, TokenFeedback
+from neuron_runtime.core import BackendLimits, Batch, Form, Kind, Late, Request, Sampling, StepOutput, TokenFeedback
 from neuron_runtime.engine import messages
+from neuron_runtime.engine.guides import Guides
 from neuron_runtime.engine.loop import Engine
 
 STEP_MILLISECONDS = 8.0
@@ -133,8 +134,15 @@ def measure(
     num_rounds: int = NUM_ROUNDS,
     round_steps: int = ROUND_STEPS,
     step_milliseconds: float = STEP_MILLISECONDS,
+    vocabulary_size: int = VOCABULARY_SIZE,
+    form: Form | None = None,
+    guides: Guides | None = None,
 ) -> HostCost:
-    """Keep `rows` requests running for `num_rounds` times `round_steps` steps."""
+    """Keep `rows` requests running for `num_rounds` times `round_steps` steps.
+
+    form: of all answers.
+    guides: what makes the masks of that form.
+    """
     length = NUM_PROMPT_TOKENS + ANSWER_TOKENS[1]
     limits = BackendLimits(
         max_rows=rows,
@@ -144,16 +152,16 @@ def measure(
         block_size=BLOCK_SIZE,
         num_blocks=rows * -(-length // BLOCK_SIZE),
         shares_prefixes=True,
-        sampling="Device",
-        vocabulary_size=VOCABULARY_SIZE,
+        sampling="Device" if form is None else "DeviceWithLogits",
+        vocabulary_size=vocabulary_size,
         steps_in_flight=1 if feedback == "host" else 2,
         token_feedback=feedback,
     )
     phase = Phase(constant(step_milliseconds / 1000))
     clock = CpuClock()
     backend = TimedBackend(limits, StepTimes(decode=phase, prefill=phase), clock)
-    engine = Engine(backend, clock=clock.now)
-    arrivals = _requests(random.Random(rows))
+    engine = Engine(backend, clock=clock.now, guides=guides)
+    arrivals = _requests(random.Random(rows), vocabulary_size, form)
     num_running = 0
 
     def turn() -> tuple[float, float]:
@@ -194,7 +202,9 @@ def measure(
     )
 
 
-def _requests(numbers: random.Random) -> Iterator[Request]:
+def _requests(numbers: random.Random, vocabulary_size: int, form: Form | None) -> Iterator[Request]:
+    ends = frozenset[int]() if form is None else frozenset({0})
     for number in itertools.count():
-        prompt = tuple(numbers.randrange(VOCABULARY_SIZE) for _ in range(NUM_PROMPT_TOKENS))
-        yield Request(f"cmpl-{number:032x}", prompt, Sampling(max_tokens=numbers.randint(*ANSWER_TOKENS)))
+        prompt = tuple(numbers.randrange(vocabulary_size) for _ in range(NUM_PROMPT_TOKENS))
+        sampling = Sampling(max_tokens=numbers.randint(*ANSWER_TOKENS), form=form, stop_token_ids=ends)
+        yield Request(f"cmpl-{number:032x}", prompt, sampling)

@@ -424,6 +424,13 @@ def sampling_section(effort: Effort) -> Found:
     return Found(title, sampling.measure(num_iters=10 * effort.num_iters), {})
 
 
+def grammar_section(effort: Effort) -> Found:
+    from bench import grammar
+
+    title = f"answers that keep to a form, vocabulary {grammar.VOCABULARY:,}"
+    return Found(title, grammar.measure(effort.host_rounds), {})
+
+
 def loading_section(effort: Effort) -> Found:
     """From the disk, and from a mount whose reads take as long as those of a file server."""
     from bench import distant_files, loading
@@ -515,6 +522,7 @@ SECTIONS: dict[str, Callable[[Effort], Found]] = {
     "http": http_section,
     "prefix": prefix_section,
     "sampling": sampling_section,
+    "grammar": grammar_section,
     "fetching": fetching_section,
     "loading": loading_section,
     "ready": ready_section,

@@ -7,6 +7,8 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import pytest
+from tokenizers import Tokenizer as FastTokenizer
+from tokenizers import models
 
 from helpers.chat_model import END, byte_level_tokenizer, metaspace_tokenizer
 from helpers.strict_backend import tokens_of
@@ -175,6 +177,40 @@ def test_a_token_that_does_not_fit_fails_the_guide_alone(guides: GrammarGuides, 
     lost.advance(tokenizer.encode("x", add_special_tokens=False))
     masks = guides.masks([lost, kept])
     assert list(masks.failed) == [0]
+
+
+def test_guides_follow_answers_by_any_number_of_tokens(guides: GrammarGuides, tokenizer: Tokenizer) -> None:
+    form = Form("regex", "[a-c]{3}|[x-z]{4}")
+    first, second = guide_of(guides, form), guide_of(guides, form)
+    a, x = (tokenizer.encode(one, add_special_tokens=False) for one in ("a", "x"))
+    first.advance(a * 3)
+    second.advance(x)
+    second.advance(x)
+    masks = guides.masks([first, second])
+    half = len(masks.bits) // 2
+    may_follow = [set(tokens_of(masks.bits[at : at + half], half * 8)) for at in (0, half)]
+    assert may_follow[0] == set(ENDS)
+    assert {tokenizer.token_bytes(token) for token in may_follow[1]} >= {b"x", b"y", b"z"}
+    assert not may_follow[1] & set(ENDS)
+
+
+def test_a_complete_answer_whose_end_the_model_has_not_fails(guides: GrammarGuides, tokenizer: Tokenizer) -> None:
+    guide = guides.prepare(request(Form("choice", '["a"]'), (10**6,))).result(PATIENCE)
+    guide.advance(tokenizer.encode("a", add_special_tokens=False))
+    assert list(guides.masks([guide]).failed) == [0]
+
+
+def test_a_form_whose_text_the_vocabulary_cannot_spell_fails() -> None:
+    plain = Tokenizer(FastTokenizer(models.WordLevel({"a": 0, "ab": 1}, unk_token="a")))
+    guides = GrammarGuides(lambda: plain, 0)
+    try:
+        assert "cannot be compiled" in str(refusal(guides, Form("regex", "za", field="guided_regex")))
+        guide = guide_of(guides, Form("regex", "az"))
+        assert allowed(guides, guide) == {0}
+        guide.advance((0,))
+        assert list(guides.masks([guide]).failed) == [0]
+    finally:
+        guides.close()
 
 
 def test_no_guides_have_no_masks(guides: GrammarGuides) -> None:

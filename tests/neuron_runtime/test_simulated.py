@@ -108,7 +108,9 @@ def simulated_token(context: Any, sampling: Sampling, output_position: int, **mo
     """Token function for the strict backend that agrees with the simulated one: it depends only on the prompt."""
     num_prompt = len(context) - output_position
     number = first_number(context[:num_prompt], sampling, more["adapter"])
-    return token_at(number, len(context), more["vocabulary_size"], more["allowed"] or sampling.allowed_token_ids)
+    allowed = more["allowed"]
+    token = token_at(number, len(context), more["vocabulary_size"], None if allowed else sampling.allowed_token_ids)
+    return min((one for one in allowed if one >= token), default=min(allowed)) if allowed else token
 
 
 @pytest.fixture

@@ -11,7 +11,7 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import msgspec
@@ -41,10 +41,11 @@ def grammar_guides(model_dir: Path, limits: BackendLimits) -> GrammarGuides:
 class _GrammarGuide:
     matcher: LLMatcher
     end_token_ids: tuple[int, ...]
+    accepted: list[int] = field(default_factory=list)
+    """Tokens that the matcher does not know yet: `masks` tells all matchers together, on all cores."""
 
     def advance(self, token_ids: Sequence[int]) -> None:
-        # A token that does not fit leaves the matcher in an error, which the next mask finds.
-        self.matcher.consume_tokens(list(token_ids))
+        self.accepted += token_ids
 
 
 class GrammarGuides:
@@ -100,21 +101,23 @@ class GrammarGuides:
         bits = np.empty((len(guides), size), dtype=np.uint8)
         executor = self._executor = self._executor or LLExecutor()
         ours = [guide for guide in guides if isinstance(guide, _GrammarGuide)]
+        # A token that does not fit leaves its matcher in an error, which is found below.
+        while behind := [guide for guide in ours if guide.accepted]:
+            executor.consume_token_par([(guide.matcher, guide.accepted.pop(0)) for guide in behind])
         executor.unsafe_compute_mask_ptr(
             [(guide.matcher, at) for at, guide in enumerate(ours)], bits.ctypes.data, size, len(ours)
         )
         failed = []
         byte, bit = end // 8, np.uint8(1 << end % 8)
         for at in np.flatnonzero(bits[:, byte] & bit).tolist():
-            # The answer may end here, or the matcher has given up.
+            # The answer may end here, or the matcher has given up, as it does where no token fits.
             guide = ours[at]
-            if guide.matcher.is_error():
-                failed.append(at)
             bits[at, byte] &= ~bit
             for token in guide.end_token_ids:
                 if token < end:
                     bits[at, token // 8] |= 1 << token % 8
-        failed += np.flatnonzero(~bits.view(np.uint32).any(axis=1)).tolist()
+            if guide.matcher.is_error() or not bits[at].any():
+                failed.append(at)
         for at in failed:
             bits[at] = 0xFF
         return Masks(bits.reshape(-1).data, failed)

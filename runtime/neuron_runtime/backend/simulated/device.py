@@ -116,6 +116,20 @@ def token_at(number: int, position: int, vocabulary_size: int, allowed: tuple[in
     return allowed[draw % len(allowed)] if allowed else draw % vocabulary_size
 
 
+def allowed_from(mask: memoryview, token: int, vocabulary_size: int) -> int:
+    """The first token from this one on that a mask of `Late` allows; behind the last one the first follows."""
+    for first in (token, 0):
+        rest = bytes(mask[first // 8 :])
+        rest = bytes([rest[0] >> first % 8 << first % 8]) + rest[1:] if rest else b""
+        bits = rest.lstrip(b"\0")[:1]
+        if bits:
+            byte = first // 8 + len(rest) - len(rest.lstrip(b"\0"))
+            found = 8 * byte + (bits[0] & -bits[0]).bit_length() - 1
+            if found < vocabulary_size:
+                return found
+    raise IllegalBatch("a mask allows no token")
+
+
 @dataclass(slots=True)
 class _Slot:
     """The mirror of one slot."""
@@ -247,11 +261,9 @@ class SimulatedBackend:
                 for slot, end, sampled in zip(done.slots, done.ends, samples, strict=True)
             )
         else:
-            only = _allowed(late, len(samples), size) if late else {}
+            masks = late.of_rows(range(len(samples))) if late else {}
             token_ids = tuple(
-                (token_at(slot.number, end, size, only.get(row) or slot.added.sampling.allowed_token_ids),)
-                if sampled
-                else ()
+                (_restricted(slot, end, size, masks.get(row)),) if sampled else ()
                 for row, (slot, end, sampled) in enumerate(zip(done.slots, done.ends, samples, strict=True))
             )
         return StepOutput(
@@ -326,9 +338,8 @@ class SimulatedBackend:
         return TokenLogprobs(token, logprob, tuple(((token + rank) % size, logprob) for rank in range(count)))
 
 
-def _allowed(late: Late, num_rows: int, vocabulary_size: int) -> dict[int, tuple[int, ...]]:
-    """The tokens of each row that has a mask."""
-    from neuron_runtime.backend.host_sampling.adjustments import allowed_ids  # noqa: PLC0415 - brings numpy
-
-    masks = late.of_rows(range(num_rows))
-    return {row: tuple(allowed_ids(mask, vocabulary_size).tolist()) for row, mask in masks.items()}
+def _restricted(slot: _Slot, end: int, vocabulary_size: int, mask: memoryview | None) -> int:
+    """The token at this position of a sequence that may be special."""
+    if mask is None:
+        return token_at(slot.number, end, vocabulary_size, slot.added.sampling.allowed_token_ids)
+    return allowed_from(mask, token_at(slot.number, end, vocabulary_size), vocabulary_size)
