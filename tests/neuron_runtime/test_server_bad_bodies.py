@@ -29,7 +29,7 @@ GOOD: dict[str, Any] = {
         {"role": "tool", "tool_call_id": "abcdefghi", "content": "c"},
         {"role": "tool", "tool_call_id": "b", "content": [{"type": "text", "text": "d"}]},
     ],
-    "tools": [WEATHER, SEARCH],
+    "tools": [WEATHER, {**SEARCH, "function": {**SEARCH["function"], "strict": True}}],
     "tool_choice": {"type": "function", "function": {"name": "weather"}},
     "parallel_tool_calls": False,
     "response_format": _FORMAT,
@@ -41,6 +41,60 @@ GOOD: dict[str, Any] = {
     "stream": True,
     "n": 2,
 }
+PARAMETERS = WEATHER["function"]["parameters"]
+RESPONSES: dict[str, Any] = {
+    "input": [
+        {"role": "user", "content": [{"type": "input_text", "text": "a"}]},
+        {"type": "reasoning", "id": "r", "summary": [], "content": [{"type": "reasoning_text", "text": "b"}]},
+        {"type": "function_call", "call_id": "c", "name": "weather", "arguments": "{}"},
+        {"type": "function_call_output", "call_id": "c", "output": "rain"},
+    ],
+    "instructions": "d",
+    "tools": [{"type": "function", "name": "weather", "parameters": PARAMETERS, "strict": True}],
+    "tool_choice": {"type": "function", "name": "weather"},
+    "parallel_tool_calls": False,
+    "text": {"format": {"type": "json_schema", "name": "f", "schema": {"type": "object"}, "strict": True}},
+    "reasoning": {"effort": "low", "summary": "auto"},
+    "include": ["message.output_text.logprobs"],
+    "top_logprobs": 2,
+    "store": False,
+    "previous_response_id": None,
+    "truncation": "disabled",
+    "metadata": {"a": "b"},
+    "stream": True,
+}
+MESSAGES: dict[str, Any] = {
+    "messages": [
+        {"role": "user", "content": [{"type": "text", "text": "a"}]},
+        {
+            "role": "assistant",
+            "content": [
+                {"type": "thinking", "thinking": "b", "signature": ""},
+                {"type": "tool_use", "id": "c", "name": "weather", "input": {"city": "Oslo"}},
+            ],
+        },
+        {
+            "role": "user",
+            "content": [{"type": "tool_result", "tool_use_id": "c", "content": "rain", "is_error": False}],
+        },
+    ],
+    "system": [{"type": "text", "text": "d"}],
+    "tools": [{"name": "weather", "input_schema": PARAMETERS, "strict": True}],
+    "tool_choice": {"type": "tool", "name": "weather", "disable_parallel_tool_use": True},
+    "thinking": {"type": "disabled"},
+    "stop_sequences": ["e"],
+    "metadata": {"user_id": "f"},
+    "stream": True,
+}
+BODIES: dict[str, tuple[dict[str, Any], str, str]] = {
+    "/v1/chat/completions": (GOOD, "messages", "max_tokens"),
+    "/tokenize": (GOOD, "messages", "max_tokens"),
+    "/v1/responses": (RESPONSES, "input", "max_output_tokens"),
+    "/v1/messages": (MESSAGES, "messages", "max_tokens"),
+    "/v1/messages/count_tokens": (MESSAGES, "messages", "max_tokens"),
+}
+"""By route: a good body, the field that it must have, and the one that limits the answer."""
+ROUTES = ("/v1/chat/completions",) * 5 + ("/v1/responses",) * 3 + ("/v1/messages",) * 2 + tuple(BODIES)
 NOTHING: list[Any] = [
     None,
     True,
@@ -85,8 +139,9 @@ def copied(value: Any) -> Any:
     return json.loads(json.dumps(value))
 
 
-def bad_body(dice: random.Random) -> dict[str, Any]:
-    body = copied({name: value for name, value in GOOD.items() if name == "messages" or dice.random() < 0.4})
+def bad_body(dice: random.Random, path: str) -> dict[str, Any]:
+    good, needed, limit = BODIES[path]
+    body = copied({name: value for name, value in good.items() if name == needed or dice.random() < 0.4})
     for _ in range(dice.randrange(1, 4)):
         found = places(body)
         container, key = dice.choice(found)
@@ -102,19 +157,20 @@ def bad_body(dice: random.Random) -> dict[str, Any]:
                 del container[key]
             case _ if isinstance(container, dict):
                 container[dice.choice(("x", "type", "function", "name", "role", "$ref"))] = dice.choice(NOTHING)
-    return body | {"max_tokens": 2, "temperature": 0}
+    return body | {limit: 2, "temperature": 0}
 
 
-async def send(served: Serving, count: int, seed: int) -> Counter[int]:
-    dice, found = random.Random(seed), Counter[int]()
+async def send(served: Serving, count: int, seed: int) -> Counter[tuple[str, int]]:
+    """Bodies that got each status, by route."""
+    dice, found = random.Random(seed), Counter[tuple[str, int]]()
     for number in range(count):
-        path = dice.choice(("/v1/chat/completions",) * 4 + ("/tokenize", "/v1/messages"))
-        raw = json.dumps(bad_body(dice))
+        path = dice.choice(ROUTES)
+        raw = json.dumps(bad_body(dice, path))
         answer = await served.http.post(path, content=raw, headers={"content-type": "application/json"})
         assert answer.status_code in (200, 400), (number, path, raw, answer.text)
         if answer.status_code == 400:
             assert answer.json()["error"]["message"], (number, path, raw)
-        found[answer.status_code] += 1
+        found[path, answer.status_code] += 1
     return found
 
 
@@ -127,6 +183,7 @@ async def test_no_body_makes_the_server_fail(tmp_path: Path, count: int) -> None
     async with serving(folder, limits=limits, text=TextOptions(chat_template=HERMES)) as served:
         found = await send(served, count, seed=count)
         print(dict(found))
-        assert found[400] > count // 3
+        assert sum(found[path, 400] for path in BODIES) > count // 3
+        assert all(found[path, 200] and found[path, 400] for path in BODIES)
         plain = {"messages": [{"role": "user", "content": "a"}], "max_tokens": 2}
         assert (await served.http.post("/v1/chat/completions", json=plain)).status_code == 200
