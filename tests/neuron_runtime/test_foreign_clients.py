@@ -21,6 +21,7 @@ from cluster.rig.needs import NotPossibleHere
 from helpers import foreign_clients, strict_backend
 from helpers.chat_model import USER_START, write_chat_model
 from helpers.front_end import LIMITS, MODEL, Serving, serving
+from helpers.scripts import next_of, script
 from helpers.tool_templates import HERMES, WEATHER
 from neuron_runtime.config import TextOptions
 from neuron_runtime.text.tokenizer import load_tokenizer
@@ -45,32 +46,20 @@ async def served(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Serv
     def ids(text: str) -> tuple[int, ...]:
         return tuple(tokenizer.encode(text, add_special_tokens=False))
 
-    def script(text: str) -> tuple[int, ...]:
-        # A token per character, so that a form allows each of them alone.
-        return (*(token for character in text for token in ids(character)), tokenizer.eos_token_id)
-
     (start,), result = ids(USER_START), ids("tool\n")
-    call, text, warm = map(script, (CALL, TEXT, WARM))
+    call, text, warm = (script(tokenizer, said) for said in (CALL, TEXT, WARM))
 
-    def next_token(
-        context: Sequence[int], sampling: Any, position: int, *, allowed: tuple[int, ...] | None = None, **more: Any
-    ) -> int:
+    def next_token(context: Sequence[int], sampling: Any, position: int, **more: Any) -> int:
         starts = [at for at, token in enumerate(context) if token == start]
         sees_tools = starts[0] > 1
         if "How warm" in tokenizer.decode(context[starts[-2] :]):
             tool = re.search(r'"name": "(.*?)"', tokenizer.decode(context[: starts[0]]))
-            said = script(WARM_CALL % tool[1]) if tool else warm
+            said = script(tokenizer, WARM_CALL % tool[1]) if tool else warm
         else:
             last = tuple(context[starts[-2] + 1 :][: len(result)])
             said = call if sees_tools and last != result else text
-        if allowed is None:
-            return said[position % len(said)]  # a step may be computed after the end
-        for token in context[len(context) - position :]:
-            said = said[said.index(token) + 1 :] if token in said else said
-        fits = next((token for token in said if token in allowed), None)
-        return unscripted(context, sampling, position, allowed=allowed, **more) if fits is None else fits
+        return next_of(said, context, sampling, position, **more)
 
-    unscripted = strict_backend.next_token
     limits = replace(LIMITS, max_model_length=8192, max_step_tokens=8192, num_blocks=1024)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(strict_backend, "next_token", next_token)

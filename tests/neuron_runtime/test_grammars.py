@@ -112,6 +112,14 @@ def test_spaces_in_json_are_bounded(guides: GrammarGuides, tokenizer: Tokenizer)
     assert not accepts(guides, form, tokenizer, '{\n\n"a":1}')
 
 
+def test_spaces_in_the_json_of_a_tag_are_bounded(guides: GrammarGuides, tokenizer: Tokenizer) -> None:
+    schema = {"type": "array", "items": {"type": "integer"}, "x-guidance": {"whitespace_pattern": " *"}}
+    tag = {"begin": "<a>", "end": "</a>", "schema": schema}
+    form = Form("structural_tag", json.dumps({"structures": [tag], "triggers": ["<a"]}), field="response_format")
+    assert accepts(guides, form, tokenizer, "x <a>[ 1, 2 ]</a>")
+    assert not accepts(guides, form, tokenizer, "x <a>[  1]</a>")
+
+
 def test_a_vocabulary_with_spaces_in_its_words_keeps_to_a_form() -> None:
     tokenizer = Tokenizer(metaspace_tokenizer())
     guides = GrammarGuides(lambda: tokenizer, 0)
@@ -235,6 +243,14 @@ def refusal(guides: GrammarGuides, form: Form) -> InvalidRequest:
         (Form("grammar", "start: nothing", field="structured_outputs.grammar"), 'unknown name: "nothing"'),
         (Form("grammar", 'start: "a', field="structured_outputs.grammar"), ""),
         (Form("json_schema", "false", field="response_format"), "nothing fits the schema"),
+        (
+            Form(
+                "structural_tag",
+                json.dumps({"structures": [{"begin": "<a>", "end": "", "schema": False}], "triggers": ["<a"]}),
+                field="response_format",
+            ),
+            "nothing fits the schema",
+        ),
         (schema(type="strange"), "strange"),
         (schema(**{"not": {"type": "string"}}), "not"),
         (schema(**{"$ref": "http://127.0.0.1:1/schema"}), "does not fetch"),

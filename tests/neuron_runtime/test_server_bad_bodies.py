@@ -143,7 +143,7 @@ def bad_body(dice: random.Random, path: str) -> dict[str, Any]:
     good, needed, limit = BODIES[path]
     body = copied({name: value for name, value in good.items() if name == needed or dice.random() < 0.4})
     for _ in range(dice.randrange(1, 4)):
-        found = places(body)
+        found = places(body) or [(body, "x")]
         container, key = dice.choice(found)
         match dice.randrange(5):
             case 0:
@@ -152,9 +152,9 @@ def bad_body(dice: random.Random, path: str) -> dict[str, Any]:
                 container[key] = dice.choice(HOSTILE)(dice)
             case 2:
                 other, at = dice.choice(found)
-                container[key] = copied(other[at])
+                container[key] = copied(other.get(at) if isinstance(other, dict) else other[at])
             case 3:
-                del container[key]
+                container.pop(key, None) if isinstance(container, dict) else container.pop(key)
             case _ if isinstance(container, dict):
                 container[dice.choice(("x", "type", "function", "name", "role", "$ref"))] = dice.choice(NOTHING)
     return body | {limit: 2, "temperature": 0}

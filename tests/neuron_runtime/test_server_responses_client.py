@@ -24,7 +24,7 @@ from neuron_runtime.config import TextOptions
 
 QUESTION = "What is a device?"
 ASK: dict[str, Any] = {"model": MODEL, "max_output_tokens": 24, "input": QUESTION, "temperature": 0}
-TOOLS: Any = [{"type": "function", **one["function"], "strict": True} for one in (WEATHER, SEARCH)]
+TOOLS: Any = [{"type": "function", **one["function"], "strict": False} for one in (WEATHER, SEARCH)]
 LONG = replace(LIMITS, max_model_length=2048, max_step_tokens=2048, num_blocks=256)
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")

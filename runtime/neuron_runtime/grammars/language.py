@@ -53,11 +53,15 @@ def compiled(grammar: str, tokenizer: LLTokenizer) -> LLMatcher:
 
 
 def _json(text: str) -> str:
-    if text == "false":
+    schema = _schema(json.loads(text)) if text in ("true", "false") else text
+    return LLMatcher.grammar_from_json_schema(schema, overrides={"whitespace_pattern": _SPACE})
+
+
+def _schema(given: dict[str, Any] | bool | None) -> dict[str, Any]:
+    """Raises ValueError for the schema that nothing fits."""
+    if given is False:
         raise ValueError("nothing fits the schema `false`")
-    return LLMatcher.grammar_from_json_schema(
-        "{}" if text == "true" else text, overrides={"whitespace_pattern": _SPACE}
-    )
+    return given if isinstance(given, dict) else {}
 
 
 _SPACE = r"(\r?\n[ \t]{0,40}| )?"
@@ -80,7 +84,8 @@ def _structural_tag(text: str) -> str:
         trigger = next((word for word in given["triggers"] if one["begin"].startswith(word)), None)
         if trigger is None:
             raise ValueError(f"the tag {one['begin']!r} begins with none of the triggers")
-        tags.append(StructTag(trigger=trigger, begin=one["begin"], grammar=one.get("schema") or {}, end=one["end"]))
+        schema = _schema(one.get("schema")) | {"x-guidance": {"whitespace_pattern": _SPACE}}
+        tags.append(StructTag(trigger=trigger, begin=one["begin"], grammar=schema, end=one["end"]))
     return LLMatcher.grammar_from_lark(StructTag.to_grammar(tags, assume_special=False))
 
 

@@ -37,7 +37,7 @@ from neuron_runtime.requests.token_ids import check_token_ids
 from neuron_runtime.requests.tools import callable_tools, tool_use
 from neuron_runtime.text.reasoning import Marks, ReasoningSplitter
 from neuron_runtime.text.tokenizer import Tokenizer
-from neuron_runtime.text.tool_calls import ToolCallSplitter, ToolFormat
+from neuron_runtime.text.tool_calls import CallTag, ToolCallSplitter, ToolFormat
 
 
 @dataclass(frozen=True)
@@ -151,7 +151,7 @@ class Admission:
         asked = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
         functions = callable_tools(body.tools, body.tool_choice)
         text = self.chat_text(body.messages, body, functions)
-        use = tool_use(body, functions, self.tool_format)
+        use = tool_use(body, functions, self.tool_format, self._strict_tag)
         cut = self._prompts.cut(body.truncate_prompt_tokens, asked)
         prompt = self._prompts.checked(text, body.add_special_tokens is True, cut, "messages")
         ask = self._ask(
@@ -166,6 +166,7 @@ class Admission:
             shows_reasoning=body.include_reasoning is not False,
             make_calls=None if use is None else use.splitter,
             forced=None if use is None else use.forced,
+            strict=None if use is None else use.strict,
         )
         if use is not None and use.form.marks & self.tokenizer.hidden_tokens:
             # The text without special tokens would lack the marks of calls.
@@ -202,6 +203,15 @@ class Admission:
         return chat_text(self.tokenizer.chat_template, messages, body, functions)
 
     @cached_property
+    def _strict_tag(self) -> CallTag | None:
+        """With which calls that the model chooses to make are kept to strict schemas; None: they are not."""
+        tag = None if self.tool_format is None else self.tool_format.tag
+        # A form knows the text of tokens, and a special token has none.
+        if tag is None or tag.mark in self.tokenizer.hidden_tokens or not self.defaults.stop_token_ids:
+            return None
+        return None if self.limits.sampling == "Device" else tag
+
+    @cached_property
     def _prompts(self) -> Prompts:
         return Prompts(self.tokenizer, self.limits)
 
@@ -230,6 +240,7 @@ class Admission:
         repeated_logprobs: int | None = None,
         before_answer: tuple[str, str] = ("", ""),
         forced: Form | None = None,
+        strict: Form | None = None,
         **more: Any,
     ) -> Ask:
         num_choices = 1 if body.n is None else body.n
@@ -252,7 +263,8 @@ class Admission:
             tokens_as_token_ids=body.return_tokens_as_token_ids is True,
         )
         of_prompt = [one for one in (body.prompt_logprobs, repeated_logprobs) if one is not None]
-        sampling = self._sampler.sampling(body, forced, logprobs=logprobs, prompt_logprobs=max(of_prompt, default=None))
+        reported = {"logprobs": logprobs, "prompt_logprobs": max(of_prompt, default=None)}
+        sampling = self._sampler.sampling(body, forced, strict, **reported)
         if sampling.form is not None:
             opening, behind = before_answer
             sampling = replace(sampling, form=msgspec.structs.replace(sampling.form, opening=opening, behind=behind))

@@ -115,7 +115,7 @@ class Function(msgspec.Struct, frozen=True):
     parameters: Annotated[dict[str, Any] | None, "JSON schema of the arguments, an object. Default: none"] = None
     strict: Annotated[
         bool | None,
-        "Without effect: arguments of forced calls always fit the schema, those of other calls may not",
+        "Arguments fit the schema, where the model's format of calls allows that; those of forced calls always do",
     ] = None
 
 

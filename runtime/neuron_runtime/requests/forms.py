@@ -8,7 +8,7 @@ The fields are those of OpenAI (`response_format`), of vLLM (`structured_outputs
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Annotated, Any, Literal
 
 import msgspec
@@ -86,7 +86,18 @@ def form_of(fields: Mapping[str, Any]) -> Form | None:
 
 def schema_form(schema: object, field: str) -> Form:
     """The form of a JSON schema that `field` asks for. Raises InvalidRequest naming the field."""
-    form = _form("json_schema", schema, field)
+    return _of_schemas("json_schema", schema, field)
+
+
+def tags_form(mark: str, tags: Sequence[tuple[str, object, str]], field: str) -> Form:
+    """The form of free text in which `mark` begins one of these tags, each a begin, a schema and an end. Raises
+    InvalidRequest naming the field."""
+    structures = [{"begin": begin, "schema": schema, "end": end} for begin, schema, end in tags]
+    return _of_schemas("structural_tag", {"structures": structures, "triggers": [mark]}, field)
+
+
+def _of_schemas(kind: FormKind, value: object, field: str) -> Form:
+    form = _form(kind, value, field)
     if len(form.text) > MAX_FORM_CHARACTERS:
         message = f"`{field}`: the schemas have {len(form.text)} characters, at most {MAX_FORM_CHARACTERS} are allowed"
         raise InvalidRequest(message, field=field)

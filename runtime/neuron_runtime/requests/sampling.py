@@ -38,14 +38,15 @@ class Sampler:
     def _defaults(self) -> dict[str, Any]:
         return {name: self.defaults.value(name) for name in SHARED}
 
-    def sampling(self, body: Generate, forced: Form | None, **reported: int | None) -> Sampling:
+    def sampling(self, body: Generate, forced: Form | None, strict: Form | None, **reported: int | None) -> Sampling:
         """All of it but `max_tokens`, which depends on the prompt. Raises InvalidRequest.
 
         Args:
             forced: the form of an answer that must call a tool.
+            strict: the form of one that may call strict tools, and has no other form.
             reported: `logprobs` and `prompt_logprobs`.
         """
-        values: dict[str, Any] = {**reported, "seeded": body.seed is not None, "form": self._form(body, forced)}
+        values: dict[str, Any] = {**reported, "seeded": body.seed is not None, "form": self._form(body, forced, strict)}
         for name, default in self._defaults.items():
             value = getattr(body, name)
             if value is None:
@@ -54,12 +55,12 @@ class Sampler:
             values[name] = value if convert is None else convert(self, value, body)
         return Sampling(**values)
 
-    def _form(self, body: Generate, forced: Form | None) -> Form | None:
+    def _form(self, body: Generate, forced: Form | None, strict: Form | None) -> Form | None:
         asked = form_of({name: getattr(body, name) for name in body.__struct_fields__})
         if asked is not None and forced is not None:
             message = f"`{forced.field}` and `{asked.field}` are two forms of one answer: leave one out"
             raise InvalidRequest(message, field=forced.field)
-        form = asked or forced
+        form = asked or forced or strict
         if form is None:
             return None
         for name in ("ignore_eos", "min_tokens"):

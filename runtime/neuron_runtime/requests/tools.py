@@ -26,9 +26,9 @@ from neuron_runtime.requests.bodies import (
     Tool,
     ToolChoice,
 )
-from neuron_runtime.requests.forms import schema_form
+from neuron_runtime.requests.forms import schema_form, tags_form
 from neuron_runtime.text.chat_template import ChatTemplate
-from neuron_runtime.text.tool_calls import FORCED, ToolCallSplitter, ToolFormat
+from neuron_runtime.text.tool_calls import FORCED, CallTag, ToolCallSplitter, ToolFormat
 
 MAX_FORCED_CALLS = 16
 """In an answer that must call tools: a small model writes one call after another for ever."""
@@ -50,6 +50,8 @@ class ToolUse:
     one_call: bool
     forced: Form | None = None
     """The form of an answer that must call a tool."""
+    strict: Form | None = None
+    """The form of an answer that may call tools, some of them strict. Any other form goes first."""
 
     def splitter(self) -> ToolCallSplitter:
         """A new one for each answer."""
@@ -88,12 +90,15 @@ def callable_tools(tools: Sequence[Tool] | None, choice: ToolChoice) -> list[Fun
     return [] if choice == "none" else functions
 
 
-def tool_use(body: ChatBody, functions: Sequence[Function], form: ToolFormat | None) -> ToolUse | None:
+def tool_use(
+    body: ChatBody, functions: Sequence[Function], form: ToolFormat | None, tag: CallTag | None
+) -> ToolUse | None:
     """How the answer's calls are read; None: it calls no tools. Raises InvalidRequest.
 
     Args:
         functions: those that the answer may call.
         form: how the model writes calls; None: not known.
+        tag: with which strict functions are kept to their schemas; None: they are not.
     """
     if not functions:
         return None
@@ -111,7 +116,21 @@ def tool_use(body: ChatBody, functions: Sequence[Function], form: ToolFormat | N
             '(serving.toolCallParser), leave them out, or send "tool_choice": "none"'
         )
         raise InvalidRequest(message, field="tools")
-    return ToolUse(names, form, one_call)
+    strict = None if tag is None or not any(one.strict for one in functions) else _strict_form(functions, tag)
+    return ToolUse(names, form, one_call, strict=strict)
+
+
+def _strict_form(functions: Sequence[Function], tag: CallTag) -> Form:
+    """Free text with calls. Those of strict functions fit their schemas, those of others have any object."""
+    tags = []
+    for function in functions:
+        begin = tag.mark + tag.name % json.dumps(function.name)
+        tags.append((begin, _arguments_schema(function) if function.strict else {"type": "object"}, tag.end))
+    return tags_form(tag.mark, tags, "tools")
+
+
+def _arguments_schema(function: Function) -> dict[str, Any]:
+    return {"type": "object"} | (function.parameters or {**_NO_PARAMETERS, "additionalProperties": False})
 
 
 def _calls_schema(functions: Sequence[Function], only_one: bool) -> dict[str, Any]:
@@ -120,8 +139,7 @@ def _calls_schema(functions: Sequence[Function], only_one: bool) -> dict[str, An
     calls, definitions = [], {}
     for at, function in enumerate(functions):
         root = f"#/$defs/f{at}"
-        given = function.parameters or {**_NO_PARAMETERS, "additionalProperties": False}
-        definitions[f"f{at}"] = {"type": "object"} | _moved(given, root)
+        definitions[f"f{at}"] = _moved(_arguments_schema(function), root)
         properties = {"name": {"const": function.name}, "arguments": {"$ref": root}}
         calls.append(
             {

@@ -494,6 +494,16 @@ def _literal(node: ast.expr) -> Any:
 
 
 @dataclass(frozen=True)
+class CallTag:
+    """What stands around the arguments of a call, where text that no call begins with is free."""
+
+    mark: str
+    name: str
+    """Behind the mark, with `%s` for the function's name in JSON."""
+    end: str
+
+
+@dataclass(frozen=True)
 class ToolFormat:
     """How a family of models writes calls."""
 
@@ -504,6 +514,8 @@ class ToolFormat:
     """Tokens that the format needs; a tokenizer may hide them as special."""
     short_ids: bool = False
     """The templates of the family accept only ids of nine letters and digits."""
+    tag: CallTag | None = None
+    """With which arguments are kept to strict schemas; None: calls have no mark of their own, or several forms."""
 
 
 _DEEPSEEK_MARK = "<｜tool▁calls▁begin｜>"
@@ -515,7 +527,11 @@ TOOL_PARSERS = {
     ),
     "deepseek_v31": ToolFormat(_marked(_DEEPSEEK_MARK, _deepseek(has_type=False)), (_DEEPSEEK_MARK,), _DEEPSEEK_MARKS),
     # Qwen3-Coder and GLM have the same mark and no JSON behind it.
-    "hermes": ToolFormat(_marked("<tool_call>", _hermes), ("<tool_call>", r'"arguments\\?"')),
+    "hermes": ToolFormat(
+        _marked("<tool_call>", _hermes),
+        ("<tool_call>", r'"arguments\\?"'),
+        tag=CallTag("<tool_call>", '\n{"name": %s, "arguments": ', "}\n</tool_call>"),
+    ),
     "mistral": ToolFormat(
         _marked("[TOOL_CALLS]", _mistral),
         (r"\[TOOL_CALLS\]",),
