@@ -252,6 +252,7 @@ def refusal(guides: GrammarGuides, form: Form) -> InvalidRequest:
             "nothing fits the schema",
         ),
         (schema(type="strange"), "strange"),
+        (schema(**{"$ref": "#"}), "no text fits it"),
         (schema(**{"not": {"type": "string"}}), "not"),
         (schema(**{"$ref": "http://127.0.0.1:1/schema"}), "does not fetch"),
         (schema(**{"$ref": "file:///etc/passwd"}), "does not fetch"),

@@ -98,8 +98,11 @@ class Tally:
 
     def __init__(self) -> None:
         self.outcomes: Counter[str] = Counter()
+        self.texts: Counter[str] = Counter()
+        """Of answers that ended."""
 
     def ended(self, schema: Mapping[str, Any], text: str) -> None:
+        self.texts[text] += 1
         Draft202012Validator(schema).validate(json.loads(text))
         self.outcomes["valid"] += 1
 
@@ -112,10 +115,10 @@ def tally() -> Iterator[Tally]:
     assert tally.outcomes["valid"]
 
 
-def answer_on_integers(num_seeds: int, tally: Tally) -> None:
+def answer_on_integers(num_seeds: int, tally: Tally, *, num_blocks: int = 128) -> Engine:
     tokenizer = Tokenizer(byte_level_tokenizer())
     end = tokenizer._fast.token_to_id(EOS)
-    limits = BackendLimits(max_rows=8, max_model_length=256, max_step_tokens=64, block_size=16, num_blocks=128)
+    limits = BackendLimits(max_rows=8, max_model_length=256, max_step_tokens=64, block_size=16, num_blocks=num_blocks)
     guides = GrammarGuides(lambda: tokenizer, tokenizer.vocabulary_size)
     engine = Engine(
         StrictBackend(limits, vocabulary_size=tokenizer.vocabulary_size), guides=guides, max_queued_requests=10**6
@@ -141,6 +144,7 @@ def answer_on_integers(num_seeds: int, tally: Tally) -> None:
     finally:
         guides.close()
     assert tally.outcomes.total() == len(asked)
+    return engine
 
 
 def seed_of(name: str) -> int:
@@ -165,6 +169,14 @@ def answer_with_the_demo_model(schemas: tuple[Mapping[str, Any], ...], tally: Ta
 
 def test_answers_of_the_integer_backend_are_valid(tally: Tally) -> None:
     answer_on_integers(NUM_SEEDS, tally)
+
+
+def test_answers_that_are_preempted_are_valid_and_the_same(tally: Tally) -> None:
+    engine = answer_on_integers(1, tally, num_blocks=18)
+    assert engine.stats.num_preemptions_total > 3
+    undisturbed = Tally()
+    answer_on_integers(1, undisturbed)
+    assert tally.texts == undisturbed.texts
 
 
 def test_answers_of_the_demo_model_are_valid(tally: Tally) -> None:

@@ -117,8 +117,9 @@ async def test_a_streamed_answer_is_the_whole_one(served: Serving) -> None:
     assert events[-1]["choices"][0]["finish_reason"] == "stop"
 
 
-async def test_choices_seeds_and_logprobs_go_with_a_form(served: Serving) -> None:
-    asked = {"guided_regex": "[a-z]{8}", "n": 4, "logprobs": 2, "temperature": 1.0}
+async def test_choices_seeds_penalties_and_logprobs_go_with_a_form(served: Serving) -> None:
+    penalties = {"presence_penalty": 1.0, "frequency_penalty": 0.5, "repetition_penalty": 1.2, "logit_bias": {"70": 1}}
+    asked = {"guided_regex": "[a-z]{8}", "n": 4, "logprobs": 2, "temperature": 1.0, **penalties}
     first, again = [await post(served, **asked) for _ in range(2)]
     assert texts(first) == texts(again)
     assert len(set(texts(first))) > 1

@@ -48,7 +48,8 @@ def compiled(grammar: str, tokenizer: LLTokenizer) -> LLMatcher:
     if not matcher.is_error():
         matcher.compute_bitmask()
     if matcher.is_error():
-        raise ValueError(matcher.get_error())
+        error = matcher.get_error()
+        raise ValueError("no text fits it" if error.startswith("NoExtensionBias") else error)
     return matcher
 
 
