@@ -147,16 +147,16 @@ def bad_body(dice: random.Random, path: str) -> dict[str, Any]:
         container, key = dice.choice(found)
         match dice.randrange(5):
             case 0:
-                container[key] = dice.choice(NOTHING)
+                container[key] = copied(dice.choice(NOTHING))
             case 1:
-                container[key] = dice.choice(HOSTILE)(dice)
+                container[key] = copied(dice.choice(HOSTILE)(dice))
             case 2:
                 other, at = dice.choice(found)
                 container[key] = copied(other.get(at) if isinstance(other, dict) else other[at])
             case 3:
                 container.pop(key, None) if isinstance(container, dict) else container.pop(key)
             case _ if isinstance(container, dict):
-                container[dice.choice(("x", "type", "function", "name", "role", "$ref"))] = dice.choice(NOTHING)
+                container[dice.choice(("x", "type", "function", "name", "role", "$ref"))] = copied(dice.choice(NOTHING))
     return body | {limit: 2, "temperature": 0}
 
 
