@@ -282,7 +282,7 @@ class StepOutput(msgspec.Struct, frozen=True, gc=False):
     device_seconds: time that the device worked, for metrics.
     graphs: what the device ran, one entry per call; empty if shapes are dynamic.
     device_memory: after this step; None: not asked, or the device does not tell.
-    group_wait_seconds: time until the other ranks had done the step too.
+    group_wait_seconds: for each other rank, time until it had done the step too; empty without a group.
     """
 
     step: int
@@ -292,7 +292,7 @@ class StepOutput(msgspec.Struct, frozen=True, gc=False):
     device_seconds: float = 0.0
     graphs: tuple[GraphUse, ...] = ()
     device_memory: DeviceMemory | None = None
-    group_wait_seconds: float = 0.0
+    group_wait_seconds: tuple[float, ...] = ()
 
 
 class TokenEvent(msgspec.Struct, frozen=True, gc=False):

@@ -118,6 +118,15 @@ def test_a_member_whose_connection_closes_is_lost_before_it_counts_as_silent() -
         assert str(group.ends.wait()) == "rank 1: closed its connection"
 
 
+def test_members_whose_leader_closes_its_connections_end_before_it_counts_as_silent() -> None:
+    with group_of(backend, 3, lambda run_dir: local_layout(run_dir, 3, silence_seconds=8.0)) as group:
+        group.control._say_farewell = lambda code, message: None  # type: ignore[method-assign]
+        group.control.finish(None)
+        for member in group.members:
+            error = member.ends.wait()
+            assert (error.exit_code, str(error)) == (ExitCode.GROUP_MEMBER_LOST, "rank 0: closed its connection")
+
+
 def test_the_error_of_one_member_reaches_all_others() -> None:
     with group_of(backend, 3) as group:
         group.members[1].control.finish(FatalError(ExitCode.DEVICE_OUT_OF_MEMORY, "no memory"))

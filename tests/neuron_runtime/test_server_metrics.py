@@ -30,7 +30,15 @@ from neuron_runtime.engine.process import Worker
 from neuron_runtime.engine.stats import EngineStats, StepStats
 from neuron_runtime.errors import BackendFailed, Draining, InvalidRequest, Overloaded, ServingError, Unauthorized
 from neuron_runtime.server.exchange import Exchange, ExchangeCounter
-from neuron_runtime.server.metrics import CORE_MEMORY, FAMILIES, LOG_LINES_LOST, OPEN_CONNECTIONS, PROCESS, Metrics
+from neuron_runtime.server.metrics import (
+    CORE_MEMORY,
+    FAMILIES,
+    GROUP_WAIT,
+    LOG_LINES_LOST,
+    OPEN_CONNECTIONS,
+    PROCESS,
+    Metrics,
+)
 from neuron_runtime.server.series import Book, Distribution, Exported, Family
 
 LIMITS = BackendLimits(max_rows=2, max_model_length=256, max_step_tokens=256, block_size=16, num_blocks=64)
@@ -367,9 +375,9 @@ def test_the_cpu_time_of_a_new_process_starts_again() -> None:
 
 
 def test_series_for_the_board_exist_before_the_first_request() -> None:
-    there = {name for name, _ in samples(started().render())}
+    there, not_yet = {name for name, _ in samples(started().render())}, (*CORE_MEMORY, GROUP_WAIT)
     for family in FAMILIES:
-        if family.labels != ("kind", "bucket") and family.counted_by != "process" and family not in CORE_MEMORY:
+        if family.labels != ("kind", "bucket") and family.counted_by != "process" and family not in not_yet:
             assert there & {family.name, f"{family.name}_count"}, family.name
 
 
@@ -427,3 +435,14 @@ def test_the_cost_of_counting_is_constant() -> None:
     for _ in range(20_000):
         metrics.tokens(1, numbers.random())
     assert len(msgspec.msgpack.encode(metrics.export())) - few < 40, "only the digits of counts grow"
+
+
+def test_the_wait_for_each_other_rank_has_a_series_from_the_start_and_continues_over_engines() -> None:
+    metrics = Metrics("m")
+    for incarnation in (1, 2):
+        metrics.engine_started(incarnation)
+        metrics.engine_ready(LIMITS, 1.0, 1.0, num_ranks=3)
+        metrics.step(step(group_wait_seconds_total=(0.5, 0.25)))
+        metrics.step(step(group_wait_seconds_total=(1.5, 0.25)))
+    waited = {rank: value(metrics, GROUP_WAIT.name, rank=rank) for rank in ("1", "2")}
+    assert waited == {"1": 3.0, "2": 0.5}

@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 import zmq
+from zmq.utils.monitor import recv_monitor_message
 
 from neuron_runtime.artifacts.key import differences
 from neuron_runtime.distributed import wire
@@ -134,12 +135,15 @@ class _Control:
             self._farewell = (int(failure.exit_code), str(failure))
         self._lifeline.clear()
         self._say_farewell(*self._farewell)
-        self._socket.close(linger=FAREWELL_MILLISECONDS)
-        self._context.term()
+        self._close()
         if failure is not None:
             self._failure = failure
             self._notify()
             self._on_end(failure)
+
+    def _close(self) -> None:
+        self._socket.close(linger=FAREWELL_MILLISECONDS)
+        self._context.term()
 
     def _turn(self) -> None:
         before, self._last_turn = self._last_turn, time.monotonic()
@@ -169,6 +173,11 @@ class _Control:
         """Seconds for which a member may be silent now."""
         return self.layout.silence_seconds * (1.0 if self._serving else LOADING_FACTOR)
 
+    @property
+    def _closed_limit(self) -> float:
+        """Seconds for which a connection may be closed."""
+        return self.layout.silence_seconds * CLOSED_SHARE
+
     def _receive(self, frames: list[bytes], now: float) -> None:
         raise NotImplementedError
 
@@ -180,7 +189,7 @@ class _Control:
         raise NotImplementedError
 
     def _forgive(self, now: float) -> None:
-        """Count silence from now."""
+        """Count silence and closed connections from now."""
         raise NotImplementedError
 
     def _say_farewell(self, code: int, message: str) -> None:
@@ -314,7 +323,6 @@ class LeaderControl(_Control):
 
     def _look(self, now: float) -> None:
         state, patience = self._state, self._patience
-        closed_limit = self.layout.silence_seconds * CLOSED_SHARE
         silent = {rank: member for rank, member in state.members.items() if now - member.heard > patience}
         if not state.welcomed:
             for rank in silent:
@@ -326,12 +334,12 @@ class LeaderControl(_Control):
         for rank, member in silent.items():
             raise member_lost(f"{self.layout.named(rank)}: silent for {now - member.heard:.1f} s")
         for rank, member in state.members.items():
-            if member.closed_since is not None and now - member.closed_since > closed_limit:
+            if member.closed_since is not None and now - member.closed_since > self._closed_limit:
                 raise member_lost(f"{self.layout.named(rank)}: closed its connection")
 
     def _forgive(self, now: float) -> None:
         for member in self._state.members.values():
-            member.heard = now
+            member.heard, member.closed_since = now, member.closed_since and now
 
     def _say_farewell(self, code: int, message: str) -> None:
         for rank in self._others:
@@ -361,10 +369,12 @@ class MemberControl(_Control):
         """Whether the leader said that the work is done."""
         self._told_serving = False
         self._heard = time.monotonic()
+        self._closed_since: float | None = None
         self._deadline = self._heard + layout.join_seconds
         self._waiting: list[Loaded | Leaving] = []
         self.keys.unlock(self._socket)
         self._socket.identity = str(rank).encode()
+        self._connection = self._socket.get_monitor_socket(zmq.EVENT_DISCONNECTED | zmq.EVENT_HANDSHAKE_SUCCEEDED)
         self._socket.connect(layout.wire)
 
     @property
@@ -416,14 +426,24 @@ class MemberControl(_Control):
     def _look(self, now: float) -> None:
         while self._waiting and self.welcome is not None:
             self._send(self._waiting.pop(0))
+        while self._connection.poll(0):
+            event = recv_monitor_message(self._connection)["event"]
+            self._closed_since = now if event == zmq.EVENT_DISCONNECTED else None
         if self.welcome is None:
             if now > self._deadline:
                 raise member_lost(f"the group was not complete within {self.layout.join_seconds:.0f} s")
         elif now - self._heard > self._patience:
             raise member_lost(f"rank 0: silent for {now - self._heard:.1f} s")
+        elif self._closed_since is not None and now - self._closed_since > self._closed_limit:
+            raise member_lost("rank 0: closed its connection")
 
     def _forgive(self, now: float) -> None:
-        self._heard = now
+        self._heard, self._closed_since = now, self._closed_since and now
+
+    def _close(self) -> None:
+        self._socket.disable_monitor()
+        self._connection.close()
+        super()._close()
 
     def _say_farewell(self, code: int, message: str) -> None:
         if code:

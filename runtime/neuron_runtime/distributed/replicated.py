@@ -53,13 +53,14 @@ class StepChannel:
         self._number += 1
         self._steps.send(wire.encode(frame), zmq.NOBLOCK)
 
-    def confirm(self, output: StepOutput, control: LeaderControl) -> float:
-        """Until every member has done the step. Returns the seconds that took.
+    def confirm(self, output: StepOutput, control: LeaderControl) -> tuple[float, ...]:
+        """Until every member has done the step. Returns the seconds that each took.
 
         Raises:
             FatalError: one sampled other tokens, or is late.
         """
         expected, missing = wire.hash_of(output.token_ids), set(self._others)
+        waited = [0.0] * len(missing)
         began = time.monotonic()
         limit = self._layout.silence_seconds * LATE_FACTOR
         while missing:
@@ -76,7 +77,8 @@ class StepChannel:
             if ack.tokens != expected:
                 raise disagrees(f"{self._layout.named(ack.rank)}: sampled other tokens in step {output.step}")
             missing.remove(ack.rank)
-        return time.monotonic() - began
+            waited[ack.rank - 1] = time.monotonic() - began
+        return tuple(waited)
 
     def close(self) -> None:
         self._context.destroy(linger=0)

@@ -11,6 +11,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from concurrent import futures
+from operator import add
 
 from msgspec.structs import replace
 
@@ -247,7 +248,9 @@ class Engine:
         # Rows that wait during a prefill step are busy too.
         num_busy = max(len(batch.rows), len(self._scheduler.running))
         self._backpressure.turn(num_busy, self._applied_at or 0.0)
-        self._stats.group_wait_seconds_total += output.group_wait_seconds
+        if waited := output.group_wait_seconds:
+            before = self._stats.group_wait_seconds_total or (0.0,) * len(waited)
+            self._stats.group_wait_seconds_total = tuple(map(add, before, waited))
         self._stats.device_memory = output.device_memory or self._stats.device_memory
         self._stats.last_step = StepStats(
             step=batch.step,

@@ -46,8 +46,8 @@ class EngineStats(msgspec.Struct, kw_only=True, array_like=True):
     """Time of backend calls, including waits for the device."""
     work_seconds_total: float = 0.0
     """Time in which the engine had work."""
-    group_wait_seconds_total: float = 0.0
-    """Time in which a step was done here and not yet on all other ranks."""
+    group_wait_seconds_total: tuple[float, ...] = ()
+    """For each other rank, time in which a step was done here and not yet there; empty without a group."""
     device_memory: DeviceMemory | None = None
     """As a step last reported it; None: no step did."""
     last_step: StepStats | None = None

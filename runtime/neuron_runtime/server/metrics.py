@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
+from operator import sub
 from typing import Any, Literal
 
 from neuron_runtime.core import BackendLimits, FinishReason, GraphUse, Kind
@@ -222,11 +223,11 @@ _engine_counter(
     lambda stats: stats.work_seconds_total,
     use="with the previous one: idle time of the device under load",
 )
-_engine_counter(
+GROUP_WAIT = _engine_counter(
     "neuron_serving_group_wait_seconds_total",
-    "Total time in which a step was done on rank 0 and not yet on all other ranks.",
-    lambda stats: stats.group_wait_seconds_total,
-    use="a slow node or network of a group",
+    "Total time in which a step was done on rank 0 and not yet on another rank, by that rank.",
+    labels=("rank",),
+    use="the slow node of a group, or its network",
 )
 _engine_gauge(
     "neuron_serving_stream_gap_bound_seconds",
@@ -469,6 +470,8 @@ class Metrics:
         self._book.number(LORA_REQUESTS, "0", "", "").value = time.time()
         self._load.value, self._warm_up.value = load_seconds, warm_up_seconds
         self._members.value = num_ranks
+        for rank in range(1, num_ranks):
+            self._book.number(GROUP_WAIT, str(rank))
 
     def engine_ended(self) -> None:
         for gauge, _ in self._gauges:
@@ -486,6 +489,10 @@ class Metrics:
             gauge.value = read(stats)
         for total, read in self._totals:
             total.value += read(stats) - read(last)
+        if waited := stats.group_wait_seconds_total:
+            before = last.group_wait_seconds_total or (0.0,) * len(waited)
+            for rank, seconds in enumerate(map(sub, waited, before), 1):
+                self._book.number(GROUP_WAIT, str(rank)).value += seconds
         if stats.device_memory is not None:
             for family, size in zip(CORE_MEMORY, stats.device_memory, strict=True):
                 self._book.number(family).value = size
