@@ -260,7 +260,7 @@ class Story:
         self.start_client(image, name, code, *arguments)
         return self.end_client(name)
 
-    def start_client(self, image: str, name: str, code: str, *arguments: str) -> None:
+    def start_client(self, image: str, name: str, code: str, *arguments: str, node: str = "") -> None:
         container = {
             "name": "client",
             "image": image,
@@ -272,7 +272,11 @@ class Story:
                 "apiVersion": "v1",
                 "kind": "Pod",
                 "metadata": {"name": name},
-                "spec": {"restartPolicy": "Never", "containers": [container]},
+                "spec": {
+                    "restartPolicy": "Never",
+                    "containers": [container],
+                    "nodeSelector": {"kubernetes.io/hostname": node} if node else {},
+                },
             }
         )
 

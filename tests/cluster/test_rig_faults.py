@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import time
 from typing import TYPE_CHECKING
 
 import pytest
 
 from cluster.rig.commands import CommandFailed
-from cluster.rig.faults import kill_containers, kubelet_killed, link_cut, power_off, throttled
+from cluster.rig.faults import kill_containers, kubelet_killed, link_cut, link_slow, packets_lost, power_off, throttled
 from cluster.rig.machine import wait_until
 from cluster.rig.rig import Rig
 
@@ -74,6 +75,35 @@ def test_a_cut_link_isolates_a_node_until_it_is_restored(rig: Rig, pods: Pods) -
     pods.start("c", node="n2")
     address = pods.get("c")["status"]["podIP"]
     assert pods.run("b", "get", f"http://{address}:8080").startswith("c ")
+
+
+def test_packets_between_the_pods_of_two_nodes_are_lost_while_both_stay_ready(rig: Rig, pods: Pods) -> None:
+    pods.start("a", node="n1")
+    pods.start("b", node="n2")
+    pods.start("c", node="n3")
+    url = f"http://{pods.get('a')['status']['podIP']}:8080"
+    with packets_lost(rig, "n1", "n2"):
+        with pytest.raises(CommandFailed, match=r"i/o timeout|deadline exceeded"):
+            pods.run("b", "get", url)
+        assert pods.run("c", "get", url).startswith("a ")
+        assert _is_ready(rig, "n1") == _is_ready(rig, "n2") == "True"
+    assert pods.run("b", "get", url).startswith("a ")
+
+
+def test_a_slow_link_delays_each_packet_and_loses_some(rig: Rig, pods: Pods) -> None:
+    pods.start("a", node="n1")
+    pods.start("b", node="n2")
+    url = f"http://{pods.get('a')['status']['podIP']}:8080"
+    with link_slow(rig, "n1", "n2", delay_seconds=0.3, loss=0.05) as relay:
+        began = time.monotonic()
+        while not relay.num_lost:
+            assert pods.run("b", "get", url).startswith("a ")
+        # Connection, request and answer: two packets each way, one after the other.
+        assert time.monotonic() - began >= 1.2
+        carried = relay.num_carried
+        assert carried > 0
+    assert pods.run("b", "get", url).startswith("a ")
+    assert relay.num_carried == carried
 
 
 def test_killed_containers_are_restarted_in_their_pods(rig: Rig, pods: Pods, namespace: str) -> None:

@@ -14,12 +14,14 @@ from datetime import UTC, datetime
 from typing import Any
 
 from cluster.rig.cgroups import Group, kill
-from cluster.rig.machine import wait_until
-from cluster.rig.rig import Rig
+from cluster.rig.machine import NETNS_FOLDER, wait_until
+from cluster.rig.rig import WAITING, Rig
+from cluster.rig.slow_link import Relay, open_interface
 
 _SEAT_HOLDER = "neuron-serving:seat-holder"
 _PATH = "/api/v1/namespaces"
 _SCHEMA_HEADER = "x-kubernetes-pf-flowschema-uid"
+_SLOW_LINK = "slow0"
 _HOLD_SECONDS = 45  # less than the minute after which the API server ends any request
 
 
@@ -52,6 +54,48 @@ def link_cut(rig: Rig, node: str) -> Iterator[None]:
     finally:
         rig.control_plane.ip("link", "set", node, "up")
         rig.wait_for_nodes(node, since=datetime.now(UTC))
+
+
+@contextlib.contextmanager
+def packets_lost(rig: Rig, node: str, other: str) -> Iterator[None]:
+    """What pods of one node send to pods of the other is lost, not refused. The nodes stay ready."""
+    machine, cidrs = rig.machine(node), [rig.topology.node(name).pod_cidr for name in (node, other)]
+    rules = [("FORWARD", "-s", source, "-d", to, "-j", "DROP") for source, to in (cidrs, cidrs[::-1])]
+    for rule in rules:
+        machine.run("iptables", "-w", "-I", *rule)
+    try:
+        yield
+    finally:
+        for rule in rules:
+            machine.run("iptables", "-w", "-D", *rule)
+
+
+@contextlib.contextmanager
+def link_slow(rig: Rig, node: str, other: str, *, delay_seconds: float, loss: float) -> Iterator[Relay]:
+    """What pods of two nodes send each other arrives this much later, in both directions, and a share of it never."""
+    nodes = [rig.topology.node(name) for name in (node, other)]
+    machines = [rig.machine(name) for name in (node, other)]
+    files = [open_interface(NETNS_FOLDER / machine.netns, _SLOW_LINK) for machine in machines]
+    with Relay(*files, delay_seconds=delay_seconds, loss=loss) as relay:
+        for machine, there in zip(machines, reversed(nodes), strict=True):
+            machine.ip("link", "set", _SLOW_LINK, "up")
+            machine.ip("route", "replace", there.pod_cidr, "dev", _SLOW_LINK)
+        try:
+            yield relay
+        finally:
+            for machine, there in zip(machines, reversed(nodes), strict=True):
+                machine.ip("route", "replace", there.pod_cidr, "via", there.address)
+
+
+@contextlib.contextmanager
+def drained(rig: Rig, node: str, selector: str) -> Iterator[None]:
+    """The node takes no new pods, and those of the selector are evicted, as far as their PodDisruptionBudgets allow."""
+    which = ("--pod-selector", selector, "--ignore-daemonsets", "--delete-emptydir-data")
+    try:
+        rig.kubectl("drain", node, *which, WAITING)
+        yield
+    finally:
+        rig.kubectl("uncordon", node)
 
 
 @contextlib.contextmanager
