@@ -236,6 +236,13 @@ def test_an_end_is_recorded_before_anything_is_deleted_and_names_the_member_that
     assert again.delete[0]["spec"]["template"]["metadata"]["labels"][names.ROLE_LABEL] == "leader"
 
 
+def test_a_killed_member_is_reported_without_suspecting_the_variables_of_its_group() -> None:
+    world = with_running(serving(), _f_1={"restartCount": 1, "lastState": ended(137, "")})
+    _, decision = passed(world)
+    assert "exit code 137" in group(decision)["message"]
+    assert "variables" not in group(decision)["message"]
+
+
 def test_the_next_attempt_waits_for_the_devices_and_then_has_another_name() -> None:
     world = with_running(serving(), _f_1=CRASHED, _0=FOLLOWED)
     before = sets(world.children).keys()

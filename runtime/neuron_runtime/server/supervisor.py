@@ -51,8 +51,6 @@ BACKLOG = 2048
 SEND_BUFFER_BYTES = 64 * 1024
 """Kernel buffer for a client that does not read; several hundred tokens."""
 NUM_PROBES = 4
-LINGER_SECONDS = 4.0
-"""How long the leader of a group that failed answers clients: until proxies have noticed that it is not ready."""
 
 
 def listen(host: str, port: int, stall_seconds: int = 60) -> socket.socket:
@@ -244,8 +242,9 @@ class Supervisor:
         failure = self._ranks.failure(self._failures)
         self._send(EngineEnded(str(failure)))
         if self._layout.num_nodes > 1:
-            say(f"{failure}: answering with errors for {LINGER_SECONDS:.0f} s")
-            deadline = time.monotonic() + LINGER_SECONDS
+            delay = self._config.drain.delay_seconds
+            say(f"{failure}: answering with errors for {delay:.0f} s, until proxies have noticed")
+            deadline = time.monotonic() + delay
             while (left := deadline - time.monotonic()) > 0:
                 self._signals.sleep(left)
         raise failure
