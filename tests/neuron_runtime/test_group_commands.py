@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from helpers.group_commands import DEMO, RANK, Stream, answer_of, document, nodes, simulated
-from helpers.serve_command import ServeCommand, get, serve, stop
+from helpers.serve_command import ServeCommand, get, post, serve, stop
 from neuron_runtime.errors import ExitCode
 
 pytestmark = pytest.mark.slow
@@ -69,6 +69,20 @@ def test_a_follower_ends_when_the_whole_leader_is_killed() -> None:
         group.commands[0].process.kill()
         assert group.wait() == [-signal.SIGKILL, int(ExitCode.GROUP_MEMBER_LOST)]
         assert "GroupIncomplete: rank 0: closed its connection" in group.commands[1].text
+
+
+@pytest.mark.parametrize("is_stopping", [False, True])
+def test_the_leader_of_a_failed_group_answers_until_proxies_have_noticed(is_stopping: bool) -> None:
+    """Also if it is told to stop first, as by an operator that sees the end of another member."""
+    with nodes({**simulated(), "drain": {"delaySeconds": 10.0, "seconds": 240.0}}, 2) as group:
+        stream = Stream(group.url)
+        if is_stopping:
+            group.commands[0].process.send_signal(signal.SIGTERM)
+        os.kill(group.rank_of(1), signal.SIGKILL)
+        assert "error" in stream.end()
+        assert get(f"{group.url}/health").status_code == 503
+        assert post(f"{group.url}/v1/completions", {"prompt": "a", "max_tokens": 1}).status_code == 503
+        assert group.wait()[1] == ExitCode.GROUP_MEMBER_LOST
 
 
 def test_an_idle_group_notices_a_frozen_member_too() -> None:
