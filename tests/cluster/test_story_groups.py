@@ -34,15 +34,24 @@ NEURON, CPU = {"type": "Neuron", "devices": 6}, {"type": "CPU"}
 ENGINE, RANK = "neuron_runtime.engine.process", "neuron_runtime.distributed.process"
 
 TRAFFIC = """
-import http.client, json, os, sys, threading, time, urllib.error, urllib.request
+import http.client, json, os, sys, threading, time
 url, answers, num_tokens, num_clients = sys.argv[1], json.loads(sys.argv[2]), int(sys.argv[3]), int(sys.argv[4])
 questions = sorted(answers)
 def pieces(question, stream):
     body = {"model": "chat", "messages": [{"role": "user", "content": question}], "temperature": 0}
     body |= {"max_tokens": num_tokens, "stream": stream}
+    connection = http.client.HTTPConnection(url.removeprefix("http://"), timeout=5)
+    try:
+        connection.connect()
+    except TimeoutError:
+        # Nobody has taken the request: without endpoints nodes refuse only some connections each second.
+        raise OSError("cannot connect")
+    connection.sock.settimeout(240)
     headers = {"Content-Type": "application/json"}
-    request = urllib.request.Request(url + "/v1/chat/completions", json.dumps(body).encode(), headers)
-    response = urllib.request.urlopen(request, timeout=240)
+    connection.request("POST", "/v1/chat/completions", json.dumps(body).encode(), headers)
+    response = connection.getresponse()
+    if response.status != 200:
+        raise OSError(f"{response.status}: {response.read().decode()[:300]}")
     if not stream:
         choice = json.load(response)["choices"][0]
         yield choice["message"]["content"], choice["finish_reason"]
@@ -64,11 +73,7 @@ def ask(question, stream):
             text, reason = text + piece, ended or reason
     except TimeoutError:
         return "hung", text
-    except urllib.error.HTTPError as refused:
-        return "failed", f"{refused.code}: {refused.read().decode()[:300]}"
     except (OSError, http.client.HTTPException) as error:
-        if isinstance(getattr(error, "reason", None), TimeoutError):
-            return "hung", text
         return ("failed" if expected.startswith(text) else "wrong"), f"{error!r} after {text!r}"
     right = text == expected if reason == "stop" else reason == "length" and text and expected.startswith(text)
     return ("right", "") if right else ("wrong", f"{text!r}, {reason}")

@@ -86,6 +86,14 @@ def test_a_member_gives_up_when_nobody_leads() -> None:
         member.thread.join(60)
 
 
+def test_a_member_that_must_leave_before_anybody_leads_ends_at_once() -> None:
+    with made_run_dir() as run_dir:
+        member = member_of(local_layout(run_dir, 2), 1, backend)
+        member.control.leave()
+        assert str(member.ends.wait()) == "this node must be given up, and the group is not complete"
+        member.thread.join(60)
+
+
 def test_a_member_that_falls_silent_is_lost_and_the_others_are_told() -> None:
     with group_of(backend, 3, lambda run_dir: local_layout(run_dir, 3, silence_seconds=3.0)) as group:
         silent = group.members[0]

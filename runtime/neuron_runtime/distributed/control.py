@@ -371,6 +371,7 @@ class MemberControl(_Control):
         self._heard = time.monotonic()
         self._closed_since: float | None = None
         self._deadline = self._heard + layout.join_seconds
+        self._must_leave = False
         self._waiting: list[Loaded | Leaving] = []
         self.keys.unlock(self._socket)
         self._socket.identity = str(rank).encode()
@@ -396,7 +397,9 @@ class MemberControl(_Control):
         self._waiting.append(Loaded(self.rank, self.group, limits))
 
     def leave(self) -> None:
-        """Ask the leader to end the group in good order, because this node must be given up. It goes on until then."""
+        """Ask the leader to end the group in good order, because this node must be given up. It goes on until then; if
+        there is no group yet, it ends."""
+        self._must_leave = True
         self._waiting.append(Leaving(self.rank, self.group))
 
     def _receive(self, frames: list[bytes], now: float) -> None:
@@ -430,6 +433,8 @@ class MemberControl(_Control):
             event = recv_monitor_message(self._connection)["event"]
             self._closed_since = now if event == zmq.EVENT_DISCONNECTED else None
         if self.welcome is None:
+            if self._must_leave:
+                raise member_lost("this node must be given up, and the group is not complete")
             if now > self._deadline:
                 raise member_lost(f"the group was not complete within {self.layout.join_seconds:.0f} s")
         elif now - self._heard > self._patience:
