@@ -312,10 +312,12 @@ async def client_of(
     server: ApiServer, user: str = OPERATOR_USER, via: str | None = None, **options: Any
 ) -> AsyncIterator[Client]:
     """A client as `user`; `via` is the URL of a proxy."""
-    async with connect(str(server.kubeconfig(user, via)), **options) as client:
-        yield client
-    _abort_closing_connections()
-    await asyncio.sleep(0)  # aborted transports close their sockets in the next turn
+    try:
+        async with connect(str(server.kubeconfig(user, via)), **options) as client:
+            yield client
+    finally:  # the Lease's own thread always ends by cancellation
+        _abort_closing_connections()
+        await asyncio.sleep(0)  # aborted transports close their sockets in the next turn
 
 
 def _abort_closing_connections() -> None:
