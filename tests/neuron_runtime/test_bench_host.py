@@ -23,17 +23,17 @@ class LoggingBackend(SimulatedBackend):
 
     def __init__(self, *given: Any, **more: Any) -> None:
         super().__init__(*given, **more)
-        self.calls: list[tuple[str, int]] = []
+        self.seen: list[tuple[str, int]] = []
 
     def launch(self, batch: Batch) -> None:
-        self.calls.append(("launch", batch.step))
+        self.seen.append(("launch", batch.step))
         super().launch(batch)
 
     def sample(self, step: int, late: Late | None) -> None:
         super().sample(step, late)
 
     def collect(self, step: int) -> StepOutput:
-        self.calls.append(("collect", step))
+        self.seen.append(("collect", step))
         return super().collect(step)
 
 
@@ -75,7 +75,7 @@ def decoding(
 
 
 def test_with_device_feedback_each_step_is_launched_before_the_previous_one_is_collected() -> None:
-    calls = decoding(64, "device").calls
+    calls = decoding(64, "device").seen
     steps = [step for call, step in calls if call == "launch"]
     late = [step for step in steps[1:] if calls.index(("launch", step)) > calls.index(("collect", step - 1))]
     # The result of the last step is unused, so no step may follow it.
