@@ -445,11 +445,7 @@ def test_the_demo_model_knows_which_reasons_are_reserved() -> None:
     answers = {reason: ANSWERS.get(f"What does {reason} mean?", "") for reason in Reason}
     assert sum(answer.startswith(reason) for reason, answer in answers.items()) > 40
     reserved = {reason for reason in Reason if not reason.row.means}
-    assert {reason for reason, answer in answers.items() if "reserved" in answer} == reserved | GIVEN_SINCE
-
-
-GIVEN_SINCE = {Reason.GROUP_INCOMPLETE}
-"""Reasons that were reserved when the demo model was trained."""
+    assert {reason for reason, answer in answers.items() if "reserved" in answer} == reserved
 
 
 def test_the_demo_model_names_existing_commands_fields_and_pages() -> None:

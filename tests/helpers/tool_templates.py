@@ -55,7 +55,7 @@ ANSWERS = {
 """The same two calls."""
 
 
-def tool(name: str, **properties: Any) -> dict[str, Any]:
+def tool(name: str, /, **properties: Any) -> dict[str, Any]:
     """A function with these properties, all required."""
     parameters = {
         "type": "object",
