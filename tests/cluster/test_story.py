@@ -80,6 +80,22 @@ for line in opened(request):
 print(json.dumps({"text": text, "events": num_events, "first_token_seconds": first}))
 """
 
+AGENT = """
+import json, sys, urllib.request
+question, result, url = sys.argv[1:4]
+tools = [{"type": "function", "function": {"name": name}} for name in ("list_models", "describe_model")]
+messages = [{"role": "user", "content": question}]
+def answer():
+    body = {"model": "chat", "messages": messages, "tools": tools, "temperature": 0}
+    headers = {"Content-Type": "application/json"}
+    request = urllib.request.Request(url + "/v1/chat/completions", json.dumps(body).encode(), headers)
+    messages.append(json.load(opened(request))["choices"][0]["message"])
+    return messages[-1]
+(call,) = answer()["tool_calls"]
+messages.append({"role": "tool", "tool_call_id": call["id"], "content": result})
+print(json.dumps({"call": call["function"], "text": answer()["content"]}))
+"""
+
 SCRAPE = """
 import sys, urllib.request
 for url in sys.argv[1:]:
@@ -129,6 +145,12 @@ def _tell(story: Story, images: Images) -> None:
 
     with story.stage("kubectl neuron: why, logs, chat"):
         _check_plugin(story)
+
+    with story.stage("a tool called through the Service, and its result"):
+        result = json.dumps({"name": "chat", "state": "Ready"})
+        told = json.loads(story.run_client(images.runtime, "agent", AGENT, "Is chat ready?", result, url))
+        assert told["call"] == {"name": "describe_model", "arguments": '{"name": "chat"}'}
+        assert told["text"] == "The model chat is ready."
 
     with story.stage("edit: 1 device each, on one node"):
         spec: dict[str, Any] = {**MODEL["spec"], "accelerator": {"type": "Neuron", "devices": 1}}
