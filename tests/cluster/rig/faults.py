@@ -76,9 +76,11 @@ def link_slow(rig: Rig, node: str, other: str, *, delay_seconds: float, loss: fl
     nodes = [rig.topology.node(name) for name in (node, other)]
     machines = [rig.machine(name) for name in (node, other)]
     files = [open_interface(NETNS_FOLDER / machine.netns, _SLOW_LINK) for machine in machines]
+    # Before the relay: an interface that is up sends packets of its own, and one that is down takes none.
+    for machine in machines:
+        machine.ip("link", "set", _SLOW_LINK, "up")
     with Relay(*files, delay_seconds=delay_seconds, loss=loss) as relay:
         for machine, there in zip(machines, reversed(nodes), strict=True):
-            machine.ip("link", "set", _SLOW_LINK, "up")
             machine.ip("route", "replace", there.pod_cidr, "dev", _SLOW_LINK)
         try:
             yield relay
