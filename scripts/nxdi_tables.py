@@ -15,12 +15,11 @@ def models() -> str:
             ", ".join(f"`{name}`" for name in family.architectures),
             f"`{family.application}`",
             f"from {family.since}",
-            "equal transformers'" if family.proven else "unproven",
             "; ".join(_notes(family)),
         )
         for family in FAMILIES
     )
-    return table(("`architectures`", "Application class", "NxD Inference", "Tokens", ""), rows)
+    return table(("`architectures`", "Application class", "NxD Inference", ""), rows)
 
 
 def _notes(family: Family) -> Iterator[str]:

@@ -24,7 +24,7 @@ TARGET = Target(PLATFORMS["trn2"], 2, 1)
 
 FAMILIES: dict[str, dict[str, Any]] = {
     "Llama": {},
-    "Mistral": {"architecture": "MistralForCausalLM", "sliding_window": None},
+    "Mistral": {"architecture": "MistralForCausalLM", "sliding_window": 600},
     "Qwen2.5": {"architecture": "Qwen2ForCausalLM"},
     "Qwen3": {"architecture": "Qwen3ForCausalLM", "head_dim": 32, "tie_word_embeddings": True},
 }

@@ -425,3 +425,82 @@ def test_the_environment_of_the_neuron_libraries_keeps_what_is_set(tmp_path: Pat
         "NEURON_SCRATCHPAD_PAGE_SIZE": "1024",
     }
     assert "NEURON_RT_NUM_CORES" not in environment_of(TRN2, 2, 128, tmp_path, {"NEURON_RT_VISIBLE_CORES": "0-1"})
+
+
+# Attention that does not see all tokens
+
+
+MISTRAL = {"architectures": ["MistralForCausalLM"], "sliding_window": 1024}
+
+
+def test_a_window_that_every_prompt_must_fill_decides_the_smallest_context_bucket() -> None:
+    found = settings(model=MISTRAL, limits={"maxModelLength": 4096})
+    assert found.context_buckets[0] >= 1023
+    assert settings(model=MISTRAL).max_model_length == 1024, "no token is outside of the window"
+    assert settings(model=MISTRAL).context_buckets[0] == 128
+    refused = refusal(model=MISTRAL, limits={"maxModelLength": 4096}, buckets={"context": [512, 4096]})
+    assert refused == {"$.buckets.context": "512 is too short for the model's sliding window: the least is 1023"}
+    refused = refusal(model=MISTRAL, limits={"maxModelLength": 4096, "maxStepTokens": 1000})
+    assert list(refused) == ["$.limits.maxStepTokens"]
+
+
+def test_blocks_have_no_window() -> None:
+    blocks = {"layout": "blocks", "limits": {"maxModelLength": 4096}}
+    assert refusal(model=MISTRAL, **blocks) == {
+        "$.layout": "blocks: NxD Inference has none for a sliding window of 1024 tokens: use layout slots, or set "
+        "maxModelLength to 1024"
+    }
+    assert settings(model=MISTRAL, layout="blocks").max_model_length == 1024
+
+
+def test_a_window_that_a_class_ignores_bounds_the_length() -> None:
+    qwen = {"architectures": ["Qwen2ForCausalLM"], "sliding_window": 1024}
+    assert settings(model=qwen, limits={"maxModelLength": 4096}).max_model_length == 4096, "it is not used"
+    used = qwen | {"use_sliding_window": True}
+    assert settings(model=used).max_model_length == 1024
+    assert refusal(model=used, limits={"maxModelLength": 4096}) == {
+        "$.limits.maxModelLength": "is 4096, but NxD Inference's qwen2 ignores the model's sliding window of 1024 "
+        "tokens: set 1024 or less"
+    }
+    nowhere = used | {"layer_types": ["full_attention"]}
+    assert settings(model=nowhere, limits={"maxModelLength": 4096}).max_model_length == 4096
+
+
+def test_gemma_3_has_the_length_of_its_window_and_what_its_rotation_needs() -> None:
+    gemma = {"architectures": ["Gemma3ForCausalLM"], "sliding_window": 512, "layer_types": ["sliding_attention"]}
+    found = settings(model=gemma)
+    assert (found.max_model_length, found.context_buckets) == (512, (512,))
+    assert found.neuron_config["layer_boundary_markers"] is True
+    for length in (256, 1024):
+        refused = refusal(model=gemma, limits={"maxModelLength": length})
+        assert "right only with the length of its sliding window: set 512" in refused["$.limits.maxModelLength"]
+    refused = refusal(model=gemma, overrideNeuronConfig={"layer_boundary_markers": False})
+    assert refused == {
+        "$.overrideNeuronConfig.layer_boundary_markers": "must be true: without it, tokens of gemma3 are wrong"
+    }
+
+
+@pytest.mark.parametrize(
+    ("model", "name"),
+    [
+        (
+            {
+                "architectures": ["GptOssForCausalLM"],
+                "sliding_window": 128,
+                "quantization_config": {"quant_method": "mxfp4"},
+            },
+            "gpt_oss",
+        ),
+        ({"architectures": ["Llama4ForConditionalGeneration"], "attention_chunk_size": 512}, "llama4"),
+    ],
+)
+def test_a_cache_of_several_lengths_has_one_decode_size(model: dict[str, Any], name: str) -> None:
+    found = settings(model=model, limits={"maxModelLength": 4096})
+    assert (found.token_buckets, found.max_model_length) == ((4096,), 4096)
+    refused = refusal(model=model, limits={"maxModelLength": 4096}, buckets={"tokenGeneration": [1024, 4096]})
+    assert refused == {"$.buckets.tokenGeneration": f"must be 4096 alone: NxD Inference's {name} has one decode size"}
+
+
+def test_other_weights_of_gpt_oss_than_its_own_are_refused() -> None:
+    with pytest.raises(InvalidModel, match="MXFP4 weights alone"):
+        settings(model={"architectures": ["GptOssForCausalLM"]})

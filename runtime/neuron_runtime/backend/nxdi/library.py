@@ -19,7 +19,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from neuron_runtime.backend.nxdi.devices import Platform
-from neuron_runtime.backend.nxdi.models import BY_APPLICATION, is_private
+from neuron_runtime.backend.nxdi.models import BY_APPLICATION, is_private, text_config
 from neuron_runtime.backend.nxdi.neuron_config import BY_NAME, PATH, SAMPLING, SAMPLING_FIELDS
 from neuron_runtime.backend.nxdi.settings import Settings
 from neuron_runtime.checkpoint import read_config
@@ -193,6 +193,15 @@ def application(settings: Settings, model_dir: Path) -> NxdApplication:
     _check_taken(settings.neuron_config, neuron_config, config_class())
     try:
         config = found.get_config_cls()(neuron_config, load_config=_load_config(model_dir))
+        family = BY_APPLICATION.get(settings.application)
+        if family is not None and family.text_class:
+            config = config.text_config
+        model = text_config(read_config(model_dir))
+        for name, value in corrected(settings, model).items():
+            setattr(config, name, value)
+        if settings.application == "qwen3_moe":
+            # Its class always normalizes.
+            config.neuron_config.normalize_top_k_affinities = bool(model.get("norm_topk_prob"))
         made = found(str(model_dir), config)
     except Exception as error:
         raise InvalidConfig(PATH, f"NxD Inference refuses the model with it: {_text(error)}") from error
@@ -234,6 +243,31 @@ def completed(model: Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
+def corrected(settings: Settings, text: Mapping[str, Any]) -> dict[str, Any]:
+    """Fields by this model's numbers, where a class of NxD Inference takes those of another, or would fail.
+
+    Args:
+        text: see `text_config`.
+    """
+    if settings.application == "mistral" and (text.get("sliding_window") or 0) >= settings.max_model_length:
+        # No token is that far from another one; and a prompt would have to fill the window.
+        return {"sliding_window": None}
+    if settings.application != "gemma3":
+        return {}
+    rope = text.get("rope_parameters") or {}
+    everywhere, nearby = rope.get("full_attention") or {}, rope.get("sliding_attention") or {}
+    scaling = text.get("rope_scaling") or everywhere
+    found = {
+        "vocab_size": text.get("vocab_size"),
+        "max_position_embeddings": text.get("max_position_embeddings"),
+        "rms_norm_eps": text.get("rms_norm_eps"),
+        "global_rope_theta": text.get("rope_theta") or everywhere.get("rope_theta"),
+        "local_rope_theta": text.get("rope_local_base_freq") or nearby.get("rope_theta"),
+    }
+    # The smallest models do not stretch positions.
+    return {name: value for name, value in found.items() if value is not None} | {"rope_scaling": scaling.get("factor")}
+
+
 def _text(error: Exception) -> str:
     return f"{error} ({type(error).__name__})" if str(error) else type(error).__name__
 
@@ -253,6 +287,7 @@ def _class_of(settings: Settings, model: Mapping[str, Any]) -> Any:
     registry, family = _module("utils.constants").MODEL_TYPES, BY_APPLICATION[name]
     if family.application in registry:
         if family.text_class:
+            _check_chunks(settings, text_config(model).get("attention_chunk_size"))
             module, _, attribute = family.text_class.partition(":")
             return getattr(_module(module), attribute)
         return registry[family.application]["causal-lm"]
@@ -269,6 +304,20 @@ def _class_of(settings: Settings, model: Mapping[str, Any]) -> Any:
         f"NxD Inference {version_of(INFERENCE)} has no {family.application}, which came with {family.since}: use an "
         "image with a newer Neuron SDK",
     )
+
+
+def _check_chunks(settings: Settings, chunk: Any) -> None:
+    """Raises InvalidConfig if attention in chunks would be wrong: older releases mix up the values of heads."""
+    if not isinstance(chunk, int) or settings.max_model_length <= chunk:
+        return
+    with suppress(ImportError):
+        utils = importlib.import_module(f"{PACKAGES[INFERENCE]}.modules.attention.utils")
+        if hasattr(utils, "reshape_qkv_for_chunked_flash_attention_kernel"):
+            message = (
+                f"is {settings.max_model_length}, but NxD Inference {version_of(INFERENCE)} is wrong beyond an attention "
+                f"chunk of {chunk}: set {chunk} or less, or use an image with a newer Neuron SDK"
+            )
+            raise InvalidConfig("$.limits.maxModelLength", message)
 
 
 def _check_known(arguments: Mapping[str, Any], config_class: Any) -> None:

@@ -69,6 +69,5 @@ def report(settings: Settings, target: Target) -> None:
     family = BY_APPLICATION.get(settings.application)
     if family is None:
         say(f"warning: {settings.application} is a class of yours: its tokens were never compared with others")
-    elif not family.proven:
-        note = f"; {family.note}" if family.note else ""
-        say(f"warning: the tokens of {family.application} were never compared with those of transformers{note}")
+    elif family.note:
+        say(f"{family.application}: {family.note}")

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, Literal
 
 from neuron_runtime.errors import ExitCode, FatalError, InvalidConfig
 
@@ -26,26 +26,52 @@ class Family:
     """First release that has it."""
     architectures: tuple[str, ...]
     """As in config.json."""
-    proven: bool = False
-    """Whether its tokens were compared with those of transformers, on the Python part of NxD Inference."""
     before: str = ""
     """The application that runs them in older releases."""
     text_class: str = ""
     """Module and class of NxD Inference that run the text alone, where the registry's class wants images too."""
     layouts: tuple[str, ...] = ("slots", "blocks")
+    windows: Literal["none", "ignored", "kept", "whole"] = "none"
+    """What becomes of sliding windows: models have none, the class ignores them, each cache line keeps one, which every
+    prompt must fill, or they are right only for sequences of their own length."""
+    mixed: bool = False
+    """Some layers keep less of a sequence than others; then a decode step reads whole cache lines."""
+    needs: Mapping[str, bool] = field(default_factory=dict)
+    """Arguments of NeuronConfig without which its tokens are wrong."""
     note: str = ""
     """What a user should know, for the log."""
 
 
 FAMILIES = (
-    Family("llama", "0.1", ("LlamaForCausalLM",), proven=True),
-    Family("mistral", "0.9", ("MistralForCausalLM",), proven=True, before="llama"),
-    Family("qwen2", "0.5", ("Qwen2ForCausalLM",), proven=True),
-    Family("qwen3", "0.5", ("Qwen3ForCausalLM",), proven=True),
-    Family("mixtral", "0.1", ("MixtralForCausalLM",), note="faster with SDK 2.28 than with newer ones"),
+    # Tokens of all were compared with those of transformers, on the Python part of NxD Inference.
+    Family("llama", "0.1", ("LlamaForCausalLM",)),
+    Family("mistral", "0.9", ("MistralForCausalLM",), before="llama", windows="kept"),
+    Family("qwen2", "0.5", ("Qwen2ForCausalLM",), windows="ignored"),
+    Family("qwen3", "0.5", ("Qwen3ForCausalLM",), windows="ignored"),
+    Family(
+        "mixtral",
+        "0.1",
+        ("MixtralForCausalLM",),
+        windows="ignored",
+        note="faster with SDK 2.28 than with newer ones",
+    ),
     Family("dbrx", "0.1", ("DbrxForCausalLM",), note="faster with SDK 2.28 than with newer ones"),
-    Family("qwen3_moe", "0.6", ("Qwen3MoeForCausalLM",), note="SDK 2.28 runs it with 16 rows or more only"),
-    Family("gpt_oss", "0.7", ("GptOssForCausalLM",), note="its MXFP4 weights are computed in bfloat16"),
+    Family(
+        "qwen3_moe",
+        "0.6",
+        ("Qwen3MoeForCausalLM",),
+        windows="ignored",
+        note="SDK 2.28 runs it with 16 rows or more only",
+    ),
+    Family(
+        "gpt_oss",
+        "0.7",
+        ("GptOssForCausalLM",),
+        layouts=("slots",),
+        windows="kept",
+        mixed=True,
+        note="its MXFP4 weights, and no others, are computed in bfloat16",
+    ),
     Family(
         "llama4",
         "0.5",
@@ -54,7 +80,16 @@ FAMILIES = (
         layouts=("slots",),
         note="text only; faster with SDK 2.28 than with newer ones",
     ),
-    Family("gemma3", "0.9", ("Gemma3ForCausalLM", "Gemma3ForConditionalGeneration"), note="text only"),
+    Family(
+        "gemma3",
+        "0.9",
+        ("Gemma3ForCausalLM", "Gemma3ForConditionalGeneration"),
+        layouts=("slots",),
+        windows="whole",
+        # Otherwise all layers turn positions as the first one does.
+        needs={"layer_boundary_markers": True},
+        note="text only; sequences as long as its sliding window",
+    ),
 )
 
 BY_APPLICATION = {family.application: family for family in FAMILIES}

@@ -117,6 +117,11 @@ def settings_of(config: RuntimeConfig, model: Mapping[str, Any], target: Target)
         FatalError: UNSUPPORTED_ARCHITECTURE.
     """
     family = family_of(model, config.application_class)
+    if family.application == "gpt_oss" and (model.get("quantization_config") or {}).get("quant_method") != "mxfp4":
+        raise InvalidModel(
+            "config.json: NxD Inference reads gpt-oss with MXFP4 weights alone, and no quantization_config "
+            "names them: serve the original checkpoint"
+        )
     override = read_override(config.override_neuron_config, family.application, private=is_private(family.application))
     return _Derivation(config, text_config(model), target, override, family).settings()
 
@@ -140,7 +145,7 @@ class _Derivation:
         """Where the value of a field was given, if the override has it."""
 
     def settings(self) -> Settings:
-        config, found = self._config, self._found
+        config, found, override = self._config, self._found, self._override
         vocabulary_size = self._number("vocab_size", 1)
         longest = self._number("max_position_embeddings", 2)
         rows = self._chosen("$.limits.maxSequences", config.limits.max_sequences, "batch_size") or DEFAULT_MAX_SEQUENCES
@@ -149,7 +154,8 @@ class _Derivation:
         blocks, shares, segments = self._layout()
         given_length = self._chosen("$.limits.maxModelLength", config.limits.max_model_length, "seq_len")
         block_size = self._chosen("$.limits.blockSize", config.limits.block_size, "pa_block_size")
-        length = given_length or min(longest, DEFAULT_MAX_LENGTH)
+        window = self._window()
+        length = given_length or min(longest, DEFAULT_MAX_LENGTH, longest if self._family.mixed else window or longest)
         if blocks:
             block_size = block_size or _default_block_size(length)
             length = length if given_length else length // block_size * block_size
@@ -157,15 +163,24 @@ class _Derivation:
             if not 2 <= length <= longest:
                 message = f"must be from 2 to the model's {longest} positions, got {length}"
                 raise InvalidConfig(self._where("$.limits.maxModelLength"), message)
+        with found.collecting():
+            self._check_window(window, length, blocks)
+        for name, value in self._family.needs.items():
+            with found.collecting():
+                if override.get(name, value) != value:
+                    message = f"must be {_shown(value)}: without it, tokens of {self._family.application} are wrong"
+                    raise InvalidConfig(f"{PATH}.{name}", message)
         num_blocks = self._chosen("$.limits.numBlocks", config.limits.num_blocks, "pa_num_blocks")
         if blocks:
             num_blocks = num_blocks or rows * -(-length // block_size)
             self._check_blocks(length, block_size, num_blocks)
         else:
             block_size, num_blocks = length, rows
-        context = self._context_buckets(length, blocks, segments)
+        # A prompt is padded until it fills the window.
+        fills = window - 1 if self._family.windows == "whole" or window < length else 0
+        context = self._context_buckets(length, blocks, segments, fills)
         prefix = self._prefix_buckets(length, block_size, context) if blocks and (segments or shares) else (0,) * blocks
-        tokens = self._token_buckets(length, block_size, blocks, rows)
+        tokens = self._token_buckets(length, block_size, blocks, rows, one=self._one_size or self._mixes(length))
         asynchronous = self._chosen("$.asyncMode", config.async_mode, "async_mode")
         sampling, sampling_config = self._sampling(vocabulary_size, asynchronous)
         row_buckets = self._row_buckets(rows, blocks, asynchronous)
@@ -195,7 +210,12 @@ class _Derivation:
             vocabulary_size=vocabulary_size,
             neuron_config={},
         )
-        ours = {**_arguments(plain), SAMPLING: sampling_config, "output_logits": sampling == "DeviceWithLogits"}
+        ours = {
+            **_arguments(plain),
+            **self._family.needs,
+            SAMPLING: sampling_config,
+            "output_logits": sampling == "DeviceWithLogits",
+        }
         return replace(plain, neuron_config=merge(ours, _derived(plain), self._override))
 
     def _number(self, name: str, least: int) -> int:
@@ -333,10 +353,43 @@ class _Derivation:
                 raise InvalidConfig(f"{PATH}.enable_bucketing", f"is false, but {path.removeprefix('$.')} has sizes")
         return tuple(sorted({*given}))
 
-    def _context_buckets(self, length: int, blocks: bool, segments: bool) -> tuple[int, ...]:
+    def _window(self) -> int:
+        """Tokens that layers with a sliding window see; 0: none has one, or what its class does is not known."""
+        model, family = self._model, self._family
+        window, types = model.get("sliding_window"), model.get("layer_types")
+        # Qwen's have none unless they say so.
+        used = model.get("use_sliding_window", not family.application.startswith("qwen"))
+        if family.windows == "none" or not used or (types and "sliding_attention" not in types):
+            return 0
+        return window if isinstance(window, int) else 0
+
+    def _check_window(self, window: int, length: int, blocks: bool) -> None:
+        path, name, does = self._where("$.limits.maxModelLength"), self._family.application, self._family.windows
+        if does == "ignored" and 0 < window < length:
+            message = f"is {length}, but NxD Inference's {name} ignores the model's sliding window of {window} tokens"
+            raise InvalidConfig(path, f"{message}: set {window} or less")
+        if does == "whole" and 0 < window != length:
+            message = f"is {length}, but NxD Inference computes {name} right only with the length of its sliding window"
+            raise InvalidConfig(path, f"{message}: set {window}")
+        if does == "kept" and 0 < window < length and blocks and "blocks" in self._family.layouts:
+            message = f"blocks: NxD Inference has none for a sliding window of {window} tokens"
+            raise InvalidConfig(
+                self._where("$.layout"), f"{message}: use layout slots, or set maxModelLength to {window}"
+            )
+
+    def _mixes(self, length: int) -> bool:
+        """See `Family.mixed`."""
+        chunk = self._model.get("attention_chunk_size")
+        return self._family.mixed or (isinstance(chunk, int) and chunk < length)
+
+    def _context_buckets(self, length: int, blocks: bool, segments: bool, fills: int) -> tuple[int, ...]:
         config, path = self._config, "$.buckets.context"
         given = self._buckets(path, config.buckets.context, "context_encoding_buckets", length)
         if given:
+            with self._found.collecting():
+                if given[0] < fills:
+                    message = f"{given[0]} is too short for the model's sliding window: the least is {fills}"
+                    raise InvalidConfig(self._where(path), message)
             with self._found.collecting():
                 if config.limits.max_step_tokens and config.limits.max_step_tokens < given[-1]:
                     message = f"is {config.limits.max_step_tokens}, but the largest context bucket is {given[-1]}"
@@ -347,8 +400,12 @@ class _Derivation:
         longest = min(longest or (_segment(length, least) if segments else length), length)
         if self._one_size:
             return (longest,)
+        with self._found.collecting():
+            if longest < fills and not blocks:
+                message = f"is {longest}, which is too short for the model's sliding window: the least is {fills}"
+                raise InvalidConfig(self._where("$.limits.maxStepTokens"), message)
         lengths = bucket_plan.log_uniform(bucket_plan.SHORTEST_PROMPT, longest)
-        return context_sizes(lengths, longest, blocks=blocks, least=least)
+        return context_sizes(lengths, longest, blocks=blocks, least=max(least, fills))
 
     def _prefix_buckets(self, length: int, block_size: int, context: tuple[int, ...]) -> tuple[int, ...]:
         path = "$.buckets.prefix"
@@ -365,13 +422,17 @@ class _Derivation:
         smaller = [size for size in _growing(least, longest) if size < length - context[-1]]
         return tuple(sorted({0, *smaller, longest}))
 
-    def _token_buckets(self, length: int, block_size: int, blocks: bool, rows: int) -> tuple[int, ...]:
+    def _token_buckets(self, length: int, block_size: int, blocks: bool, rows: int, *, one: bool) -> tuple[int, ...]:
         path = "$.buckets.tokenGeneration"
         given = self._buckets(path, self._config.buckets.token_generation, "token_generation_buckets", length)
         with self._found.collecting():
             if wrong := [size for size in given if blocks and size % block_size]:
                 raise InvalidConfig(self._where(path), f"{wrong[0]} is no multiple of the block size {block_size}")
-        if given or self._one_size:
+        with self._found.collecting():
+            if one and given and given != (length,):
+                message = f"must be {length} alone: NxD Inference's {self._family.application} has one decode size"
+                raise InvalidConfig(self._where(path), message)
+        if given or one:
             return tuple(sorted({*given, length}))
         contexts = bucket_plan.contexts_of(bucket_plan.log_uniform(bucket_plan.SHORTEST_PROMPT, length), rows)
         cost = bucket_plan.decode_cost(self._model, rows)

@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 from typing import Literal, NoReturn
 
 VERSIONS = ("0.7", "0.8", "0.9", "0.10")
-"""0.7 and 0.9 follow their public source. 0.8 and 0.10 have none: they are 0.9 without what came later, unverified."""
-VERIFIED = ("0.7", "0.9")
+"""0.7, 0.8 and 0.9 follow their public source. 0.10 has none: it is 0.9, unverified."""
+VERIFIED = ("0.7", "0.8", "0.9")
 LIBRARY_VERSIONS = {"0.7": "0.7.0", "0.8": "0.8.0", "0.9": "0.9.0", "0.10": "0.10.0"}
 
 

@@ -391,7 +391,7 @@ class NeuronBaseForCausalLM(NeuronApplicationBase):
                 logits=None if self.on_device_sampling else tokens, hidden_states=tokens, attentions=None
             )
         found.tokens = tokens
-        if fake_nxdi.has(8):
+        if fake_nxdi.has(9):
             found.captured_tensors = None
         return found
 

@@ -67,7 +67,7 @@ FIELDS: dict[str, tuple[int, Any]] = {
     "speculation_length": (BOTH, 0),
     "enable_fused_speculation": (BOTH, False),
     "enable_eagle_speculation": (BOTH, False),
-    "eagle_rolling_buffer_kernel_enabled": (9, False),
+    "eagle_rolling_buffer_kernel_enabled": (8, False),
     "is_eagle3": (BOTH, False),
     "is_eagle_draft": (BOTH, False),
     "enable_eagle_draft_input_norm": (BOTH, False),
@@ -119,7 +119,7 @@ FIELDS: dict[str, tuple[int, Any]] = {
     "attn_block_tkg_nki_kernel_cache_update": (BOTH, False),
     "attn_block_tkg_nki_kernel_cascaded_attention": (BOTH, False),
     "attn_block_tkg_nki_kernel_use_online_softmax": (BOTH, True),
-    "attn_block_tkg_nki_kernel_disable_gpsimd_sb2sb": (9, False),
+    "attn_block_tkg_nki_kernel_disable_gpsimd_sb2sb": (8, False),
     "attn_block_cte_nki_kernel_enabled": (BOTH, False),
     "rmsnorm_quantize_kernel_enabled": (BOTH, False),
     "quantize_clamp_bound": (BOTH, float("inf")),
@@ -132,8 +132,8 @@ FIELDS: dict[str, tuple[int, Any]] = {
     "seq_len_threshold_for_cc_tiling": (BOTH, 16384),
     "target": (BOTH, None),
     "enable_spill_reload_dge": (BOTH, False),
-    "weights_to_skip_layout_optimization": (9, None),
-    "dma_order_config": (9, None),
+    "weights_to_skip_layout_optimization": (8, None),
+    "dma_order_config": (8, None),
     "apply_seq_ids_mask": (BOTH, False),
     "skip_warmup": (BOTH, False),
     "enable_output_completion_notifications": (BOTH, False),
@@ -141,7 +141,7 @@ FIELDS: dict[str, tuple[int, Any]] = {
     "padded_intermediate_size": (BOTH, None),
     "disable_numeric_cc_token": (BOTH, False),
     "switch_cc": (BOTH, False),
-    "ep_dispatch_cc_option": (9, "AR_AG"),
+    "ep_dispatch_cc_option": (8, "AR_AG"),
 }
 """Fields whose default is a constant: first release (0.`n`) and default."""
 
@@ -182,7 +182,7 @@ class OnDeviceSamplingConfig:
             "deterministic": False,
             "global_topk": 256,
             "on_device_sampling_config": True,
-            "top_k_kernel_enabled": fake_nxdi.has(8) and platform.target() != "trn1",
+            "top_k_kernel_enabled": fake_nxdi.has(9) and platform.target() != "trn1",
         }
         if fake_nxdi.has(8):
             known["sampling_dp_degree"] = 1
@@ -260,13 +260,13 @@ class NeuronConfig:
         self.tile_cc = self.cc_pipeline_tiling_factor > 1 and (
             self.mlp_kernel_enabled or self.quantized_mlp_kernel_enabled
         )
-        if fake_nxdi.has(9):
+        if fake_nxdi.has(8):
             self.weights_to_skip_layout_optimization = self.weights_to_skip_layout_optimization or []
         else:
             self.weights_to_skip_layout_optimization = []
         if self.attention_dp_degree > 1:
             self.kv_cache_batch_size = self.tkg_batch_size // self.attention_dp_degree
-        if fake_nxdi.has(8):
+        if fake_nxdi.has(9):
             if self.attn_tkg_nki_kernel_enabled or self.attn_tkg_builtin_kernel_enabled:
                 self.attn_block_tkg_nki_kernel_enabled = True
             os.environ.setdefault("NEURON_PLATFORM_TARGET_OVERRIDE", platform.target())

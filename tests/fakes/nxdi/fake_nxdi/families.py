@@ -61,7 +61,7 @@ def family(name: str, module: str, base: Any) -> tuple[type[InferenceConfig], An
 
 def _neuron_config(name: str, module: str) -> type[NeuronConfig]:
     base = MoENeuronConfig if name in EXPERTS else NeuronConfig
-    if name not in OWN_CONFIG:
+    if name not in OWN_CONFIG or (name == "Qwen2VL" and not fake_nxdi.has(9)):
         return base
     attention = type(f"Neuron{name}Attention", (), {"__module__": module})
 

@@ -6,17 +6,17 @@ from fake_nxdi.application import NeuronApplicationBase as _Base
 __all__ = ["COMPILED_MODEL_FILE_NAME", "NeuronApplicationBase", "is_compiled", "normalize_path"]
 
 
-class _Since8(_Base):
+class _Since9(_Base):
     def compile(  # type: ignore[override]
         self, compiled_model_path, debug=False, pre_shard_weights_hook=None, dry_run=False, disable_fail_fast=False
     ):
         self._compile(compiled_model_path, dry_run=dry_run, hook=pre_shard_weights_hook)
 
 
-class _Until7(_Base):
+class _Until8(_Base):
     def compile(self, compiled_model_path, debug=False, pre_shard_weights_hook=None, dry_run=False):  # type: ignore[override]
         self._compile(compiled_model_path, dry_run=dry_run, hook=pre_shard_weights_hook)
 
 
-NeuronApplicationBase = _Since8 if fake_nxdi.has(8) else _Until7
+NeuronApplicationBase = _Since9 if fake_nxdi.has(9) else _Until8
 NeuronApplicationBase.__name__ = "NeuronApplicationBase"

@@ -9,7 +9,7 @@ from neuronx_distributed_inference.models.application_base import NeuronApplicat
 __all__ = ["NeuronBaseForCausalLM"]
 
 
-class _Since8(_Causal, NeuronApplicationBase):
+class _Since9(_Causal, NeuronApplicationBase):
     def forward(  # noqa: PLR0917
         self,
         input_ids=None,
@@ -50,7 +50,7 @@ class _Since8(_Causal, NeuronApplicationBase):
         )
 
 
-class _Until7(_Causal, NeuronApplicationBase):
+class _Until8(_Causal, NeuronApplicationBase):
     def forward(  # noqa: PLR0917
         self,
         input_ids=None,
@@ -90,5 +90,5 @@ class _Until7(_Causal, NeuronApplicationBase):
         )
 
 
-NeuronBaseForCausalLM = _Since8 if fake_nxdi.has(8) else _Until7
+NeuronBaseForCausalLM = _Since9 if fake_nxdi.has(9) else _Until8
 NeuronBaseForCausalLM.__name__ = "NeuronBaseForCausalLM"

@@ -1,5 +1,22 @@
+from types import SimpleNamespace
+
+from fake_nxdi.config import InferenceConfig
 from fake_nxdi.families import family
 
 from neuronx_distributed_inference.models.model_base import NeuronBaseForCausalLM
 
-LlamaInferenceConfig, NeuronLlama4TextForCausalLM = family("Llama4Text", __name__, NeuronBaseForCausalLM)
+_Config, NeuronLlama4TextForCausalLM = family("Llama4Text", __name__, NeuronBaseForCausalLM)
+
+
+class LlamaInferenceConfig(_Config):
+    """Of a whole model; the decoder takes its `text_config`."""
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        text = self.text_config
+        text = vars(text) if isinstance(text, SimpleNamespace) else text
+        self.text_config = InferenceConfig(self.neuron_config, **text)
+        self.text_config._name_or_path = self._name_or_path
+
+
+NeuronLlama4TextForCausalLM.get_config_cls = classmethod(lambda cls: LlamaInferenceConfig)
