@@ -314,8 +314,8 @@ def _check_chunks(settings: Settings, chunk: Any) -> None:
         utils = importlib.import_module(f"{PACKAGES[INFERENCE]}.modules.attention.utils")
         if hasattr(utils, "reshape_qkv_for_chunked_flash_attention_kernel"):
             message = (
-                f"is {settings.max_model_length}, but NxD Inference {version_of(INFERENCE)} is wrong beyond an attention "
-                f"chunk of {chunk}: set {chunk} or less, or use an image with a newer Neuron SDK"
+                f"is {settings.max_model_length}, but NxD Inference {version_of(INFERENCE)} is wrong beyond a chunk of "
+                f"attention, which has {chunk} tokens: set {chunk}, or use an image with a newer Neuron SDK"
             )
             raise InvalidConfig("$.limits.maxModelLength", message)
 
