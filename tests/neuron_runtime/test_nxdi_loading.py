@@ -388,6 +388,59 @@ def test_errors_of_the_device_say_who_must_act(text: str, code: ExitCode) -> Non
     assert text in str(found)
 
 
+@pytest.mark.parametrize(
+    ("document", "path"),
+    [
+        (
+            {"overrideNeuronConfig": {"is_block_kv_layout": True, "pa_num_blocks": 1, "pa_block_size": 128}},
+            "pa_num_blocks",
+        ),
+        ({"buckets": {"context": [128, 1024]}}, "$.buckets.context"),
+        ({"parallelism": {"tensor": 3}}, "$.parallelism.tensor"),
+    ],
+)
+def test_a_check_without_devices_explains_contradictions_with_the_model(
+    document: dict[str, Any], path: str, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("NEURON_RT_NUM_CORES")
+    monkeypatch.setenv("NEURON_PLATFORM_TARGET_OVERRIDE", "trn2")
+    nxdi.check_model(model, config_of(model))
+    with pytest.raises(InvalidConfig) as caught:
+        nxdi.check_model(model, config_of(model, **document))
+    assert [path in where for where, _ in caught.value.parts] == [True]
+    monkeypatch.delenv("NEURON_PLATFORM_TARGET_OVERRIDE")
+    nxdi.check_model(model, config_of(model, **document))
+
+
+@pytest.mark.parametrize(("given", "limit"), [("90", 81.0), (None, 540.0)])
+def test_a_step_is_hung_before_the_neuron_runtime_gives_it_up(
+    given: str | None, limit: float, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if given is None:
+        monkeypatch.delenv("NEURON_RT_EXEC_TIMEOUT", raising=False)
+    else:
+        monkeypatch.setenv("NEURON_RT_EXEC_TIMEOUT", given)
+    config = config_of(model)
+    with library_of():
+        backend = nxdi.load_backend(model, config, quiet, compiled(config, model, tmp_path / "artifact"))
+        assert backend.limits.max_step_seconds == limit
+        backend.close()
+
+
+def test_versions_name_the_sdk_the_compiler_and_the_driver(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (driver := tmp_path / library.DRIVER_VERSION).parent.mkdir(parents=True)
+    driver.write_text("2.25.4.0\n")
+    found = {"neuronx-distributed-inference": "0.8.16251", "neuronx-cc": "2.23.6484"}
+
+    def version(name: str) -> str:
+        if name not in found:
+            raise library.metadata.PackageNotFoundError(name)
+        return found[name]
+
+    monkeypatch.setattr(library.metadata, "version", version)
+    assert library.versions(tmp_path) == {"neuron-sdk": "2.28", **found, "driver": "2.25.4.0"}
+
+
 def test_our_own_errors_are_not_reclassified() -> None:
     error = InvalidConfig("$.dtype", "NRT_TIMEOUT")
     assert classified(error) is error

@@ -61,7 +61,24 @@ def check_config(config: RuntimeConfig) -> None:
 
 
 def check_model(model_dir: Path, config: RuntimeConfig) -> None:
-    """Every model is compiled before it is served, and the compiler refuses what the model cannot have."""
+    """Raises what `settings_of` does, if this machine says for which platform. Graphs that others compiled may decide
+    what the configuration leaves open, so they are compared with it only when they are loaded."""
+    from neuron_runtime.artifacts.loading import given_folder  # noqa: PLC0415  (imports what imports this)
+    from neuron_runtime.backend.nxdi.devices import PLATFORM_VARIABLE, find_target  # noqa: PLC0415
+    from neuron_runtime.backend.nxdi.foreign import within  # noqa: PLC0415
+    from neuron_runtime.backend.nxdi.settings import settings_of  # noqa: PLC0415
+    from neuron_runtime.checkpoint import read_config  # noqa: PLC0415
+    from neuron_runtime.errors import InvalidConfig  # noqa: PLC0415
+
+    if given_folder() is not None or within(model_dir):
+        return
+    try:
+        target = find_target(config)
+    except InvalidConfig as error:
+        if [path for path, _ in error.parts] == [PLATFORM_VARIABLE]:
+            return
+        raise
+    settings_of(config, read_config(model_dir), target)
 
 
 def versions() -> dict[str, str]:
