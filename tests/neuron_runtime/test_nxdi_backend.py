@@ -123,6 +123,7 @@ def test_tokens_equal_those_of_transformers_in_every_mode(models: dict[str, Mode
     [
         ("slots", "0.7", "strict"),
         ("blocks", "0.7", "damage"),
+        ("blocks", "0.8", "damage"),
         ("slots, asynchronous", "0.9", "damage"),
         ("blocks, asynchronous", "0.7", "strict"),
     ],
@@ -142,10 +143,35 @@ def test_tokens_equal_those_of_transformers_for_every_family(
         serve(models[family], MODES[mode], tmp_path / "artifact", seed=3)
 
 
+@pytest.mark.parametrize(("version", "harm"), [("0.7", "damage"), ("0.9", "strict"), ("0.9", "damage")])
+@pytest.mark.parametrize("prefixes", ["enabled", "disabled"])
+def test_preempted_sequences_go_on_with_the_tokens_of_transformers(
+    models: dict[str, Model], tmp_path: Path, version: str, harm: Mode, prefixes: str
+) -> None:
+    random, model = Random(4), models["Llama"]
+    few = {**BLOCKS, "prefixCaching": prefixes, "limits": {**BLOCKS["limits"], "numBlocks": 17}}
+    with library(version, harm):
+        settings = settings_for(model, **few)
+        engine = Engine(backend_for(model, settings, tmp_path / "artifact"))
+        requests = []
+        for number, length in enumerate((100, 120, 90, 127, 60, 128)):
+            prompt = tuple(random.randrange(settings.vocabulary_size) for _ in range(length))
+            requests.append(Request(str(number), prompt, Sampling(temperature=0.0, max_tokens=80)))
+            engine.add(requests[-1])
+        outputs: dict[str, list[int]] = {one.request_id: [] for one in requests}
+        while engine.has_work:
+            for event in engine.step():
+                outputs[event.request_id] += event.token_ids
+    assert engine.stats.num_preemptions_total
+    for one in requests:
+        assert len(outputs[one.request_id]) == 80
+        model.check(one, outputs[one.request_id])
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("seed", range(10, 14))
 @pytest.mark.parametrize(
-    ("version", "harm"), [("0.7", "strict"), ("0.7", "damage"), ("0.9", "strict"), ("0.9", "damage")]
+    ("version", "harm"), [(version, harm) for version in ("0.7", "0.8", "0.9") for harm in ("strict", "damage")]
 )
 @pytest.mark.parametrize("mode", [mode for mode in MODES if mode != "row buckets"])
 def test_tokens_equal_those_of_transformers_over_thousands_of_steps(
