@@ -123,7 +123,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         "gemma3_text",
         {**BASE, "num_hidden_layers": 6, "head_dim": 16, "query_pre_attn_scalar": 16, "sliding_window": 512},
     ),
-    "Gemma 3 with stretched positions": (
+    "Gemma 3 of a model with images": (
         "gemma3_text",
         {
             **BASE,
@@ -136,13 +136,13 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "Mistral with a window": ("mistral", {**BASE, "sliding_window": 200}),
 }
-SINCE = {"Gemma 3 of 1B": 9, "Gemma 3 with stretched positions": 9, "Mistral with a window": 9, "Llama 4 in chunks": 9}
+SINCE = {"Gemma 3 of 1B": 9, "Gemma 3 of a model with images": 9, "Mistral with a window": 9, "Llama 4 in chunks": 9}
 
 
 @torch.no_grad()
 def random_model(folder: Path, kind: str, fields: dict[str, Any]) -> Any:
     """What transformers makes of a new checkpoint, which is written as its makers write it."""
-    from transformers import AutoConfig, AutoModelForCausalLM, Llama4Config, Llama4ForCausalLM
+    from transformers import AutoConfig, AutoModelForCausalLM, Gemma3Config, Llama4Config, Llama4ForCausalLM
 
     torch.manual_seed(0)
     config = AutoConfig.for_model(kind, **fields)
@@ -159,11 +159,12 @@ def random_model(folder: Path, kind: str, fields: dict[str, Any]) -> Any:
         for name in [one for one in tensors if one.endswith(("gate_up_proj", "down_proj"))]:
             tensors |= _packed(name, tensors.pop(name), model)
         config.quantization_config = {"quant_method": "mxfp4"}
-    if kind == "llama4_text":
+    with_images = {"llama4_text": Llama4Config, "gemma3_text": Gemma3Config if fields.get("rope_scaling") else None}
+    architecture = type(model).__name__
+    if outer := with_images.get(kind):
         tensors = {f"language_model.{name}": tensor for name, tensor in tensors.items()}
-        config = Llama4Config(text_config=config.to_dict())
-    names = {"llama4_text": "Llama4ForConditionalGeneration", "mistral": "MistralForCausalLM"}
-    config.architectures = [names.get(kind, type(model).__name__)]
+        config, architecture = outer(text_config=config.to_dict()), outer.__name__[:-6] + "ForConditionalGeneration"
+    config.architectures = [architecture]
     config.save_pretrained(folder)
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     return model
