@@ -504,3 +504,23 @@ def test_a_cache_of_several_lengths_has_one_decode_size(model: dict[str, Any], n
 def test_other_weights_of_gpt_oss_than_its_own_are_refused() -> None:
     with pytest.raises(InvalidModel, match="MXFP4 weights alone"):
         settings(model={"architectures": ["GptOssForCausalLM"]})
+
+
+@pytest.mark.parametrize(
+    ("model", "said"),
+    [
+        ({"architectures": ["Qwen2ForCausalLM"], "rope_scaling": {"type": "yarn"}}, 'rope_scaling "yarn"'),
+        ({"architectures": ["Qwen3MoeForCausalLM"], "rope_parameters": {"rope_type": "yarn"}}, 'rope_scaling "yarn"'),
+        ({"architectures": ["Qwen3ForCausalLM"], "attention_bias": True}, "attention_bias true"),
+    ],
+)
+def test_what_a_class_ignores_of_a_model_is_refused(model: dict[str, Any], said: str) -> None:
+    with pytest.raises(InvalidModel, match=said):
+        settings(model=model)
+
+
+def test_what_a_class_ignores_may_be_off() -> None:
+    off = {"rope_scaling": None, "rope_parameters": {"rope_type": "default"}, "attention_bias": False}
+    assert settings(model={"architectures": ["Qwen3ForCausalLM"], **off}).application == "qwen3"
+    scaled = {"rope_scaling": {"rope_type": "yarn"}, "attention_bias": True}
+    assert settings(model=scaled).application == "llama"

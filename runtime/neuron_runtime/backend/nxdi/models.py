@@ -36,6 +36,8 @@ class Family:
     prompt must fill, or they are right only for sequences of their own length."""
     mixed: bool = False
     """Some layers keep less of a sequence than others; then a decode step reads whole cache lines."""
+    ignores: tuple[str, ...] = ()
+    """Fields of config.json that the class does not read, so they must be off."""
     needs: Mapping[str, bool] = field(default_factory=dict)
     """Arguments of NeuronConfig without which its tokens are wrong."""
     note: str = ""
@@ -45,14 +47,15 @@ class Family:
 FAMILIES = (
     # Tokens of all were compared with those of transformers, on the Python part of NxD Inference.
     Family("llama", "0.1", ("LlamaForCausalLM",)),
-    Family("mistral", "0.9", ("MistralForCausalLM",), before="llama", windows="kept"),
-    Family("qwen2", "0.5", ("Qwen2ForCausalLM",), windows="ignored"),
-    Family("qwen3", "0.5", ("Qwen3ForCausalLM",), windows="ignored"),
+    Family("mistral", "0.9", ("MistralForCausalLM",), before="llama", windows="kept", ignores=("rope_scaling",)),
+    Family("qwen2", "0.5", ("Qwen2ForCausalLM",), windows="ignored", ignores=("rope_scaling",)),
+    Family("qwen3", "0.5", ("Qwen3ForCausalLM",), windows="ignored", ignores=("rope_scaling", "attention_bias")),
     Family(
         "mixtral",
         "0.1",
         ("MixtralForCausalLM",),
         windows="ignored",
+        ignores=("rope_scaling",),
         note="faster with SDK 2.28 than with newer ones",
     ),
     Family("dbrx", "0.1", ("DbrxForCausalLM",), note="faster with SDK 2.28 than with newer ones"),
@@ -61,6 +64,7 @@ FAMILIES = (
         "0.6",
         ("Qwen3MoeForCausalLM",),
         windows="ignored",
+        ignores=("rope_scaling", "attention_bias"),
         note="SDK 2.28 runs it with 16 rows or more only",
     ),
     Family(

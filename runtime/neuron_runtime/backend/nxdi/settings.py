@@ -6,6 +6,7 @@ NxD Inference nor torch, and knows no path, no time and nothing of this machine 
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -122,8 +123,24 @@ def settings_of(config: RuntimeConfig, model: Mapping[str, Any], target: Target)
             "config.json: NxD Inference reads gpt-oss with MXFP4 weights alone, and no quantization_config "
             "names them: serve the original checkpoint"
         )
+    for name in family.ignores:
+        if (kind := _used(name, text_config(model))) is not None:
+            raise InvalidModel(
+                f"config.json: NxD Inference's {family.application} ignores {name} {json.dumps(kind)}, so tokens would be "
+                "wrong: remove it if the model was made without it"
+            )
     override = read_override(config.override_neuron_config, family.application, private=is_private(family.application))
     return _Derivation(config, text_config(model), target, override, family).settings()
+
+
+def _used(name: str, model: Mapping[str, Any]) -> Any:
+    """What a field that must be off says; None: it is off."""
+    value = model.get(name)
+    if name != "rope_scaling":
+        return value or None
+    scaling = value or model.get("rope_parameters")
+    kind = scaling.get("rope_type", scaling.get("type")) if isinstance(scaling, Mapping) else None
+    return None if kind in (None, "default") else kind
 
 
 class _Derivation:
