@@ -126,7 +126,7 @@ def settings_of(config: RuntimeConfig, model: Mapping[str, Any], target: Target)
     for name in family.ignores:
         if (kind := _used(name, text_config(model))) is not None:
             raise InvalidModel(
-                f"config.json: NxD Inference's {family.application} ignores {name} {json.dumps(kind)}, so tokens would be "
+                f"config.json: NxD Inference's {family.application} ignores {name} {json.dumps(kind)}, so its tokens are "
                 "wrong: remove it if the model was made without it"
             )
     override = read_override(config.override_neuron_config, family.application, private=is_private(family.application))
