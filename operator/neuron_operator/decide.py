@@ -18,7 +18,7 @@ from neuron_operator.model import NeuronModel
 from neuron_operator.model_status import ArtifactStatus, GroupStatus, PastRevision, Status
 from neuron_operator.node_health import Plan
 from neuron_operator.nudge import Nudge
-from neuron_operator.objects import instant, is_owned, name_of
+from neuron_operator.objects import dig, instant, is_owned, name_of
 from neuron_operator.reasons import Finding, Reason, met, unmet
 from neuron_operator.render import serving
 from neuron_operator.render.cleaning import cleaners
@@ -69,6 +69,8 @@ class Course:
     """The revision pinned for this spec."""
     served: Revision | None = None
     """The revision of the replicas: the wanted one once all its steps are done."""
+    is_told: bool = True
+    """Whether the replicas need not wait for the status; see `_is_told`."""
     num_wanted: int | None = None
     """`spec.replicas`; None if the spec is invalid."""
     setback: Setback | None = None
@@ -108,6 +110,7 @@ def decide(world: World, settings: Settings, steps: Sequence[Step] = STEPS) -> D
         delete=course.delete,
         moves=course.moving.now,
         status=whole_status,
+        follows=not course.is_told or _differs(whole_status, world.body),
         requeue_after_seconds=_requeue_after(world, observed, course, findings, steps),
         needs=frozenset[Needed](course.pace.needs if course.pace else ()).union(
             course.groups.needs if course.groups else (), *(f.needs for f in findings)
@@ -170,6 +173,7 @@ def _set_course(world: World, observed: Observed, settings: Settings, steps: Seq
     if served is not None and is_grouped:
         allowed = Allowed(served, model.spec.replicas)
     pace = rollout.pace_of(model, observed, allowed.revision) if allowed else None
+    is_told = allowed is None or _is_told(observed, done, allowed.revision)
     cleaning = _cleaning(model, settings, observed, pinned)
     desired = (
         *(
@@ -180,7 +184,7 @@ def _set_course(world: World, observed: Observed, settings: Settings, steps: Seq
         *_claims(model, settings, observed, (pinned, served)),
         *(
             _workload(model, observed, settings, allowed=allowed, pace=pace, grouped=grouped)
-            if allowed and pace and _is_told(observed, done, allowed.revision)
+            if allowed and pace and is_told
             else ()
         ),
         *done.desired,
@@ -206,6 +210,7 @@ def _set_course(world: World, observed: Observed, settings: Settings, steps: Seq
         delete=tuple(_not_refused(delete, world)),
         wanted=pinned,
         served=allowed.revision if allowed else None,
+        is_told=is_told,
         num_wanted=model.spec.replicas,
         setback=setback,
         pace=pace,
@@ -514,6 +519,16 @@ def _status(observed: Observed, course: Course, findings: Sequence[Finding], *, 
         )
     )
     return built
+
+
+_DECIDING = ("currentRevision", "updateRevision", "failedRevision", "retryKey", "history", "groups")
+"""Fields of the status that decisions read. Of the conditions they only read what `_is_told` asks for, and since when
+one is false, which for a new one is now."""
+
+
+def _differs(new_status: Object, body: Object) -> bool:
+    """Whether the status changes what is decided next."""
+    return any(new_status.get(name) != dig(body, "status", name) for name in _DECIDING)
 
 
 def _group_records(observed: Observed, course: Course) -> tuple[GroupStatus, ...]:

@@ -70,7 +70,7 @@ class LeaderLease:
             namespace,
             field_selector=f"metadata.name={name}",
             key_of=key_of_model,
-            wake=self._lease_changed,
+            wake=lambda lease, _: self._lease_changed(lease),
         )
 
     async def run(self, work: Callable[[], Coroutine[Any, Any, None]]) -> None:

@@ -42,7 +42,7 @@ from neuron_operator.move_budget import MoveBudget
 from neuron_operator.names import API_VERSION, GROUP, KIND, MANAGER
 from neuron_operator.objects import is_orphan, is_owned, is_shared, labels_of, name_of, owners_of
 from neuron_operator.on_demand import OnDemand
-from neuron_operator.reflector import Caches, Key
+from neuron_operator.reflector import Caches, Key, Version, version_of
 from neuron_operator.upgrades import Turns
 from neuron_operator.workqueue import WorkQueue
 from neuron_operator.world import (
@@ -74,9 +74,11 @@ Decide = Callable[[World, Settings], Decision]
 
 @dataclass(frozen=True)
 class Outcome:
-    """What one pass did. `num_writes` counts write requests, whether or not they changed something."""
+    """What one pass did. `num_writes` counts write requests, whether or not they changed something; `written` are the
+    versions that they led to."""
 
     num_writes: int = 0
+    written: frozenset[Version] = frozenset()
     requeue_after_seconds: float | None = None
 
 
@@ -140,6 +142,7 @@ class Reconciler:
                 world = await self._read(decision.needs - read, world, key)
                 read |= decision.needs
                 continue
+            num_before = writes.number
             try:
                 if not isinstance(retry, Throttled):  # then nothing but the status, which says so
                     await writes.carry_out(decision, body)
@@ -160,13 +163,17 @@ class Reconciler:
         for move in decision.moves:
             if await writes.move(move, self._budget):
                 await self._announce(body, move.announcement)
+        is_more_due = writes.number > num_before
         if decision.status is not None and needs_apply({"status": decision.status}, body, "status"):
             await writes.status(body, decision.status)
+            is_more_due |= decision.follows
             for announcement in decision.announcements:
                 await self._announce(body, announcement)
         if retry is not None:
             raise retry
-        return Outcome(writes.number, decision.requeue_after_seconds)
+        # This pass looked at what it wrote: nothing but `is_more_due` tells whether another one has to follow.
+        due = 0.0 if is_more_due else decision.requeue_after_seconds
+        return Outcome(writes.number, frozenset(writes.written), due)
 
     def _observe(self, world: World, key: Key) -> World:
         caches = self._caches
@@ -245,12 +252,17 @@ class _Writes:
         self._contained = contained
         self._reports_faults = reports_faults
         self.number = 0
+        self.written: set[Version] = set()
 
     def _next(self) -> Cluster:
         """For one write. Raises TermOver; time may have passed since the last one, when this process was frozen."""
         self._check_term()
         self.number += 1
         return self._cluster
+
+    def _observe_written(self, resource: Resource, written: Object) -> None:
+        self.written.add(version_of(written))
+        self._caches.observe_written(resource, written)
 
     async def carry_out(self, decision: Decision, body: Object) -> None:
         """Raises _Refused at the first write that the next decision must know of."""
@@ -284,7 +296,7 @@ class _Writes:
                 return
             if not self._contained.needs_apply(desired, live):
                 return
-            self._caches.observe_written(resource, await self._apply(resource, desired, live))
+            self._observe_written(resource, await self._apply(resource, desired, live))
         except Terminating as fault:
             raise _Refused(refusal(Refused.TERMINATING, message=str(fault))) from fault
         except Forbidden as fault:
@@ -322,7 +334,7 @@ class _Writes:
                 return desired
             metadata = desired["metadata"]
             return await self._cluster.get(resource, metadata["namespace"], metadata["name"])
-        self._caches.observe_written(resource, live)
+        self._observe_written(resource, live)
         return live
 
     async def change(self, change: Change) -> None:
@@ -334,7 +346,7 @@ class _Writes:
             return
         except Forbidden as fault:
             raise _Refused(Refusal(Refused.FORBIDDEN, resource.kind, name_of(live), str(fault))) from fault
-        self._caches.observe_written(resource, written)
+        self._observe_written(resource, written)
         if not change.unchanged and is_orphan(written):  # its other owners left at the same time, and nobody is woken
             await self.delete(written)
 
@@ -373,7 +385,7 @@ class _Writes:
             written = await self._next().apply_status(NEURON_MODELS, body, status)
         except NotFound:  # deleted during the pass
             return
-        self._caches.observe_written(NEURON_MODELS, written)
+        self._observe_written(NEURON_MODELS, written)
 
 
 _REPLACEABLE = frozenset({"ControllerRevision", "ConfigMap"})
@@ -419,6 +431,7 @@ async def run_workers(queue: WorkQueue[Key], reconciler: Reconciler, metrics: Me
         result = "failed"
         try:
             outcome = await reconciler.reconcile(key, failing_seconds=failing_seconds)
+            queue.settle(key, outcome.written)
             result = "changed" if outcome.num_writes else "unchanged"
             queue.forget(key)
             failing_since.pop(key, None)

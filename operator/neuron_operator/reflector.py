@@ -53,6 +53,8 @@ logger = logging.getLogger(__name__)
 
 Key = tuple[str, str]
 """Namespace and name of a NeuronModel."""
+Version = tuple[str, str]
+"""UID and resource version of an object."""
 
 
 def trimmed(obj: Object) -> Object:
@@ -100,6 +102,10 @@ def key_of_child(obj: Object) -> Key:
     return obj["metadata"]["namespace"], obj["metadata"].get("labels", {}).get(MODEL_LABEL, "")
 
 
+def version_of(obj: Object) -> Version:
+    return obj["metadata"]["uid"], obj["metadata"]["resourceVersion"]
+
+
 def _version(obj: Object) -> int:
     return int(obj["metadata"]["resourceVersion"])
 
@@ -127,7 +133,8 @@ def _decoded(encoded: bytes) -> Object:
 class Reflector:
     """The objects of `resource` in `namespace` (None: all) that match the selectors.
 
-    `key_of` returns the model that an object belongs to. `wake` is called with an object on each change of it,
+    `key_of` returns the model that an object belongs to. `wake` is called with an object and its version on each change
+    of it, without a version if it is gone,
     `count_start(plural, reason)` on each list ("list") and each opened watch ("watch").
     """
 
@@ -140,7 +147,7 @@ class Reflector:
         label_selector: str = "",
         field_selector: str = "",
         key_of: Callable[[Object], Key],
-        wake: Callable[[Object], None],
+        wake: Callable[[Object, Version | None], None],
         trim: Callable[[Object], Object] = trimmed,
         count_start: Callable[[str, str], None] = lambda plural, reason: None,
         backoff: Backoff | None = None,
@@ -243,11 +250,10 @@ class Reflector:
         key = self._key_of(obj)
         if known is not None and known.key != key:
             self._drop(name)
-        obj = self._trim(obj)
-        kept = _Kept(msgspec.json.encode(obj), version, key)
+        kept = _Kept(msgspec.json.encode(self._trim(obj)), version, key)
         self._objects[name] = self._by_model[key][name] = kept
         if known is None or known.encoded != kept.encoded:
-            self._wake(obj)
+            self._wake(obj, version_of(obj))
 
     def _is_older(self, obj: Object) -> bool:
         """Our own write was stored before the watch delivered the events that preceded it."""
@@ -263,7 +269,7 @@ class Reflector:
         of_model.pop(name, None)
         if not of_model:
             del self._by_model[known.key]
-        self._wake(known.decode())
+        self._wake(known.decode(), None)
 
 
 class Caches:
@@ -275,13 +281,13 @@ class Caches:
         cluster: Cluster,
         namespaces: Sequence[str | None],
         *,
-        wake: Callable[[Key], None],
+        wake: Callable[[Key, Version | None], None],
         children: Sequence[Resource] = CHILDREN,
         count_start: Callable[[str, str], None] = lambda plural, reason: None,
     ) -> None:
-        def wake_concerned(obj: Object) -> None:
+        def wake_concerned(obj: Object, version: Version | None) -> None:
             for key in self._concerned(obj):
-                wake(key)
+                wake(key, version)
 
         def reflect(resource: Resource, namespace: str | None) -> Reflector:
             is_model = resource == NEURON_MODELS
@@ -291,7 +297,7 @@ class Caches:
                 namespace,
                 label_selector="" if is_model else OWNED_SELECTOR,
                 key_of=key_of_model if is_model else key_of_child,
-                wake=(lambda obj: wake(key_of_model(obj))) if is_model else wake_concerned,
+                wake=(lambda obj, version: wake(key_of_model(obj), version)) if is_model else wake_concerned,
                 trim=trimmed_owner if resource == REPLICA_SETS else trimmed,
                 count_start=count_start,
             )
@@ -366,7 +372,7 @@ class Caches:
         found = (self.find(NODES, "", name) for name in sorted(wanted))
         return tuple(node for node in found if node is not None)
 
-    def _wake_replicas_of(self, node: Object) -> None:
+    def _wake_replicas_of(self, node: Object, _: Version | None) -> None:
         """If the node failed, recovered, or says something else about its failure."""
         view = node_view(node)
         before, now = self._failed_nodes.pop(view.name, None), view if node_health.has_failed(view) else None
@@ -378,7 +384,7 @@ class Caches:
             for pod in reflector.objects():
                 key = key_of_child(pod)
                 if key[1] and text(pod, "spec", "nodeName") == view.name:
-                    self._wake(key)
+                    self._wake(key, None)
 
     def _concerned(self, obj: Object) -> Iterable[Key]:
         """The models that a change of the object concerns: the one that it belongs to, or its owners; of a pod, the

@@ -40,7 +40,7 @@ from neuron_operator.metrics import Metrics
 from neuron_operator.names import API_VERSION, LEADER_WORKER_SET
 from neuron_operator.objects import dig
 from neuron_operator.reconcile import Decide, Reconciler, run_workers
-from neuron_operator.reflector import Caches, Key
+from neuron_operator.reflector import Caches, Key, Version
 from neuron_operator.settings import InvalidSetting, RunSettings
 from neuron_operator.upgrades import UPGRADES, Turns, Upgrade
 from neuron_operator.workqueue import WorkQueue
@@ -112,9 +112,10 @@ class Operator:
     def is_leading(self) -> bool:
         return self._queue is not None
 
-    def wake(self, key: Key) -> None:
+    def wake(self, key: Key, version: Version | None = None) -> None:
+        """`version`: of an object that changed."""
         if self._queue is not None:
-            self._queue.add(key)
+            self._queue.add(key, version)
 
     async def run(self) -> None:
         """Run until cancelled, then release the Lease. Raises ClusterFault, in a group, if a right is missing."""

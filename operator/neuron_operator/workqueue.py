@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import random
 from collections import deque
-from collections.abc import Awaitable, Callable, Hashable
+from collections.abc import Awaitable, Callable, Hashable, Set
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
@@ -36,8 +36,8 @@ class WorkQueue(Generic[Key]):
         self._backoff = backoff or Backoff()
         self._draw = draw
         self._waiting: deque[Key] = deque()
-        self._dirty: set[Key] = set()
-        """Keys that must run: those in `_waiting`, and running keys that were added again."""
+        self._dirty: dict[Key, set[Hashable]] = {}
+        """Keys that must run: those in `_waiting`, and running keys that were added again; and why."""
         self._running: set[Key] = set()
         self._timers: dict[Key, asyncio.TimerHandle] = {}
         self._held_until: dict[Key, float] = {}
@@ -53,18 +53,28 @@ class WorkQueue(Generic[Key]):
         """Nothing waits and nothing runs; timers may be pending."""
         return not self._dirty and not self._running
 
-    def add(self, key: Key) -> None:
-        """The key will run once after this call, however often it was added before it starts."""
+    def add(self, key: Key, cause: Hashable = None) -> None:
+        """The key will run once after this call, however often it was added before it starts. `settle` can withdraw the
+        cause."""
         wait_seconds = self._held_until.get(key, 0.0) - asyncio.get_running_loop().time()
         if wait_seconds > 0:
             self.add_after(key, wait_seconds)
             return
         self._held_until.pop(key, None)
         if key not in self._dirty:
-            self._dirty.add(key)
+            self._dirty[key] = set()
             if key not in self._running:
                 self._waiting.append(key)
                 self._arrived.set()
+        self._dirty[key].add(cause)
+
+    def settle(self, key: Key, causes: Set[Hashable]) -> None:
+        """The running key has seen to these causes: they alone do not make it run again."""
+        left = self._dirty.get(key)
+        if left is not None:
+            left -= causes
+            if not left:
+                del self._dirty[key]
 
     def add_after(self, key: Key, seconds: float) -> None:
         """Add the key later; of several calls the earliest counts. A run that starts earlier cancels it."""
@@ -82,7 +92,7 @@ class WorkQueue(Generic[Key]):
         failures = self._num_failures[key] = self._num_failures.get(key, 0) + 1
         if hold_seconds > 0:
             self._held_until[key] = asyncio.get_running_loop().time() + hold_seconds
-            self._dirty.discard(key)  # added while it ran
+            self._dirty.pop(key, None)  # added while it ran
         self.add_after(key, max(hold_seconds, self._backoff.delay_seconds(failures, self._draw())))
 
     def forget(self, key: Key) -> None:
@@ -108,7 +118,7 @@ class WorkQueue(Generic[Key]):
             self._arrived.clear()
             await self._arrived.wait()
         key = self._waiting.popleft()
-        self._dirty.discard(key)
+        del self._dirty[key]
         self._running.add(key)
         timer = self._timers.pop(key, None)
         if timer is not None:

@@ -13,8 +13,9 @@ How the rim runs a pass:
 3. Make `changes`, and delete `delete` in the background, with the objects' UIDs as preconditions. Ignore 404 and 409.
    If anything was written, look and decide once more, so that one status tells what the writes led to.
    Then make `moves`, as many as the budget of all models allows, each with its Event.
-4. Write `status` if it differs from `body["status"]`; last, so that it never reports a step that did not happen. The
-   next pass follows at once, as after any change.
+4. Write `status` if it differs from `body["status"]`; last, so that it never reports a step that did not happen. If it
+   did and `follows`, or if step 3 wrote again after the second look, the next pass follows at once. The pass's own
+   writes make none follow.
 5. Create the Events in `announcements` if the status was written; run again within `requeue_after_seconds`.
 """
 
@@ -202,6 +203,8 @@ class Decision:
     moves: tuple[Move, ...] = ()
     status: Object | None = None
     """The whole status; None: leave it unchanged, because the model is being deleted."""
+    follows: bool = True
+    """Whether more may be decided once the status is written."""
     requeue_after_seconds: float | None = None
     needs: frozenset[Needed] = frozenset()
     announcements: tuple[Announcement, ...] = ()

@@ -140,6 +140,21 @@ async def test_the_first_status_tells_what_its_own_pass_made(server: ApiServer, 
     assert statuses[0]["url"] == f"http://chat.{namespace.name}.svc:8000"
 
 
+async def test_a_pass_is_not_followed_by_another_one_for_what_it_wrote(server: ApiServer, namespace: Namespace) -> None:
+    decided: list[World] = []
+
+    def counting(world: World, settings: Settings) -> Decision:
+        decided.append(world)
+        return decide(world, settings)
+
+    async with client_of(server) as client, operating(client, only(namespace), decide=counting):
+        for number in range(10):
+            namespace.put_model(f"m{number}", model={"uri": f"hf://acme/m{number}"})
+        await eventually(lambda: all(namespace.condition("Ready", f"m{number}")[0] for number in range(10)))
+        await asyncio.sleep(1.0)
+    assert len(decided) == 2 * 10, "before the writes, and after them for the status"
+
+
 async def test_a_restart_with_unchanged_objects_writes_only_the_lease(server: ApiServer, namespace: Namespace) -> None:
     async with client_of(server) as client:
         async with operating(client, only(namespace)):
@@ -1391,7 +1406,7 @@ async def test_deletions_during_a_silently_broken_watch_are_detected(
         body = {"apiVersion": "v1", "kind": "ConfigMap", "metadata": {"name": name, "labels": labels}}
         server.call("POST", resource.path(namespace.name), body)
     async with proxying(server) as proxy, client_of(server, via=proxy.url, watch_silence_seconds=1.0) as client:
-        caches = Caches(client, [namespace.name], wake=woken.append, count_start=count)
+        caches = Caches(client, [namespace.name], wake=lambda key, _: woken.append(key), count_start=count)
         task = asyncio.create_task(caches.run())
         await caches.wait_synced()
         key = (namespace.name, "chat")

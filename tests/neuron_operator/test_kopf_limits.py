@@ -166,7 +166,7 @@ async def test_the_operator_notices_a_model_deleted_while_its_watch_was_lost(tmp
     woken: list[Key] = []
     metrics = Metrics()
     async with forgetful() as (server, url), connect(kubeconfigs.write(tmp_path / "config", url)) as client:
-        caches = Caches(client, [None], wake=woken.append)
+        caches = Caches(client, [None], wake=lambda key, _: woken.append(key))
         metrics.report_models(caches.models)
         async with running(caches.run()):
             await caches.wait_synced()

@@ -27,7 +27,9 @@ def config_map(name: str, model: str = "chat", value: int = 0) -> dict[str, Any]
 
 
 def reflector_of(cluster: FakeCluster, woken: list[Key]) -> Reflector:
-    return Reflector(cluster, CONFIG_MAPS, None, key_of=key_of_child, wake=lambda obj: woken.append(key_of_child(obj)))
+    return Reflector(
+        cluster, CONFIG_MAPS, None, key_of=key_of_child, wake=lambda obj, _: woken.append(key_of_child(obj))
+    )
 
 
 Step = tuple[str, str, int]
@@ -136,7 +138,9 @@ async def owned(cluster: FakeCluster, kind: str, name: str, *owners: str, **labe
 def test_pods_of_an_earlier_model_of_the_same_name_are_not_pods_of_the_model() -> None:
     async def main() -> None:
         cluster, woken = FakeCluster(), list[Key]()
-        caches = Caches(cluster, (None,), wake=woken.append, children=(*CHILDREN, LEADER_WORKER_SETS))
+        caches = Caches(
+            cluster, (None,), wake=lambda key, _: woken.append(key), children=(*CHILDREN, LEADER_WORKER_SETS)
+        )
         task = asyncio.create_task(caches.run())
         await caches.wait_synced()
         earlier = await owned(cluster, "ReplicaSet", "chat-1", "a Deployment that is gone")
@@ -177,7 +181,7 @@ def test_pods_of_an_earlier_model_of_the_same_name_are_not_pods_of_the_model() -
 def test_a_replica_set_wakes_its_model_when_it_comes_and_goes_not_when_its_controller_reports() -> None:
     async def main() -> None:
         cluster, woken = FakeCluster(), list[Key]()
-        caches = Caches(cluster, (None,), wake=woken.append)
+        caches = Caches(cluster, (None,), wake=lambda key, _: woken.append(key))
         task = asyncio.create_task(caches.run())
         await caches.wait_synced()
         await asyncio.sleep(1.0)
@@ -214,7 +218,7 @@ def test_a_written_object_is_cached_at_once_and_not_undone_by_an_older_event() -
         cluster = FakeCluster()
         seen: list[dict[str, Any] | None] = []
         reflector = Reflector(
-            cluster, CONFIG_MAPS, None, key_of=key_of_child, wake=lambda obj: seen.append(reflector.find("ns", "a"))
+            cluster, CONFIG_MAPS, None, key_of=key_of_child, wake=lambda obj, _: seen.append(reflector.find("ns", "a"))
         )
         task = asyncio.create_task(reflector.run())
         await reflector.synced.wait()
@@ -314,7 +318,7 @@ def test_a_cached_object_takes_little_more_memory_than_its_json() -> None:
         texts = [json.dumps({**config_map(f"m{n}"), "spec": {"containers": [container]}}) for n in range(100)]
         for version, text in enumerate(texts, 1):  # fill what is made once, then count
             obj = json.loads(text)
-            obj["metadata"]["resourceVersion"] = str(version)
+            obj["metadata"] |= {"uid": f"u{version}", "resourceVersion": str(version)}
             if version == 2:
                 tracemalloc.start()
             reflector.observe_written(obj)

@@ -44,6 +44,30 @@ def test_a_key_added_many_times_before_it_starts_runs_once() -> None:
     assert runs == ["a", "b"]
 
 
+def test_a_key_added_during_its_run_only_for_what_the_run_did_itself_does_not_run_again() -> None:
+    runs: list[str] = []
+
+    async def main() -> None:
+        queue = WorkQueue[str]()
+
+        async def handle(key: str) -> None:
+            runs.append(key)
+            if runs.count(key) == 1:
+                queue.add(key, "own")
+                if key == "b":
+                    queue.add(key, "other")
+                await asyncio.sleep(1.0)
+                queue.settle(key, {"own", "later"})
+
+        queue.add("a")
+        queue.add("b", "own")
+        await work_until_idle(queue, handle)
+        assert queue.is_idle
+
+    virtual_time.run(main())
+    assert sorted(runs) == ["a", "b", "b"]
+
+
 def test_a_key_added_during_its_run_runs_once_more_afterwards() -> None:
     running: Counter[str] = Counter()
     ends: list[float] = []
