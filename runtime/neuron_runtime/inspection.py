@@ -15,7 +15,7 @@ from typing import Any
 
 import msgspec
 
-from neuron_runtime.backend.nxdi.models import BY_ARCHITECTURE, family_of, is_private, text_config
+from neuron_runtime.backend.nxdi.models import BY_ARCHITECTURE, family_of, is_private, text_config, window_of
 from neuron_runtime.backend.torch.architecture import FAMILIES, decoder_config, tensor_shapes
 from neuron_runtime.checkpoint import CONFIG_FILE, Checkpoint, InvalidModel, check_tokenizer, read_checkpoint
 from neuron_runtime.console import bytes_text
@@ -135,6 +135,11 @@ def _shape_by_config(checkpoint: Checkpoint) -> dict[str, Any]:
     config.setdefault("num_key_value_heads", config.get("num_attention_heads"))
     if config.get("head_dim") is None and config.get("num_attention_heads"):
         config["head_dim"] = config.get("hidden_size", 0) // config["num_attention_heads"]
+    family = BY_ARCHITECTURE.get(known)
+    if family is not None and family.windows in ("ignored", "whole"):
+        # No longer sequence is served, see `Family.windows`.
+        longest = config.get("max_position_embeddings") or 0
+        config["max_position_embeddings"] = window_of(family, config) or longest
     for name in SHAPE.values():
         if not isinstance(config.get(name), int) or config[name] < 1:
             path = checkpoint.folder / CONFIG_FILE

@@ -257,6 +257,16 @@ def test_the_facts_of_a_nested_configuration_are_those_of_its_text_model(tmp_pat
         inspect_model(f"file://{folder}")
 
 
+def test_gemma_3_is_read_as_its_makers_write_it_with_the_length_that_is_served(tmp_path: Path) -> None:
+    folder = write_tiny_model(tmp_path / "model")
+    text = {"model_type": "gemma3_text", "hidden_size": 2560, "num_hidden_layers": 34, "sliding_window": 1024}
+    config = {"architectures": ["Gemma3ForConditionalGeneration"], "model_type": "gemma3", "text_config": text}
+    (folder / "config.json").write_text(json.dumps(config))
+    facts = inspect_model(f"file://{folder}")
+    assert (facts.vocabulary_size, facts.num_heads, facts.num_kv_heads, facts.head_dim) == (262208, 8, 4, 256)
+    assert facts.max_position_embeddings == 1024
+
+
 def test_packed_numbers_are_counted_one_by_one_and_their_scales_not() -> None:
     packed = TensorInfo("mlp.experts.down_proj_blocks", "U8", (4, 90, 16), "f", 0, 5760)
     assert (packed.num_elements, packed.num_parameters) == (5760, 11520)

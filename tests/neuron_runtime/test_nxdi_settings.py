@@ -471,6 +471,10 @@ def test_gemma_3_has_the_length_of_its_window_and_what_its_rotation_needs() -> N
     found = settings(model=gemma)
     assert (found.max_model_length, found.context_buckets) == (512, (512,))
     assert found.neuron_config["layer_boundary_markers"] is True
+    whole = {"architectures": ["Gemma3ForConditionalGeneration"], "model_type": "gemma3"}
+    whole["text_config"] = {"model_type": "gemma3_text", "intermediate_size": 10240, "sliding_window": 1024}
+    found = settings_of(config_of(), whole, TRN2)
+    assert (found.vocabulary_size, found.max_model_length) == (262208, 1024)
     for length in (256, 1024):
         refused = refusal(model=gemma, limits={"maxModelLength": length})
         assert "right only with the length of its sliding window: set 512" in refused["$.limits.maxModelLength"]

@@ -143,8 +143,34 @@ def text_config(model: Mapping[str, Any]) -> Mapping[str, Any]:
     for part in ("text_config", "attn_config", "ffn_config"):
         nested = model.get(part)
         found |= nested if isinstance(nested, Mapping) else {}
+    if found.get("model_type") in ("gemma3", "gemma3_text"):
+        found = LEFT_OUT_BY_GEMMA_3 | {name: value for name, value in found.items() if value is not None}
     return found | {name: found[other] for name, other in OTHER_NAMES.items() if name not in found and other in found}
 
+
+def window_of(family: Family, text: Mapping[str, Any]) -> int:
+    """Tokens that layers with a sliding window see; 0: none has one, or what its class does is not known.
+
+    Args:
+        text: see `text_config`.
+    """
+    window, types = text.get("sliding_window"), text.get("layer_types")
+    # Qwen's have none unless they say so.
+    used = text.get("use_sliding_window", not family.application.startswith("qwen"))
+    if family.windows == "none" or not used or (types and "sliding_attention" not in types):
+        return 0
+    return window if isinstance(window, int) else 0
+
+
+LEFT_OUT_BY_GEMMA_3: dict[str, Any] = {
+    "vocab_size": 262208,
+    "max_position_embeddings": 131072,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 256,
+    "sliding_window": 4096,
+}
+"""Its makers write only what differs from the defaults of transformers."""
 
 OTHER_NAMES = {
     "hidden_size": "d_model",

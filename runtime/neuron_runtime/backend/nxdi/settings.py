@@ -18,7 +18,7 @@ import msgspec
 from neuron_runtime.backend.nxdi import bucket_plan
 from neuron_runtime.backend.nxdi.buckets import RECOMPUTED
 from neuron_runtime.backend.nxdi.devices import LogicalCore, Target
-from neuron_runtime.backend.nxdi.models import Family, family_of, is_private, text_config
+from neuron_runtime.backend.nxdi.models import Family, family_of, is_private, text_config, window_of
 from neuron_runtime.backend.nxdi.neuron_config import PATH, SAMPLING, Override, merge, read_override
 from neuron_runtime.checkpoint import InvalidModel
 from neuron_runtime.config import RuntimeConfig, uses_blocks
@@ -125,10 +125,10 @@ def settings_of(config: RuntimeConfig, model: Mapping[str, Any], target: Target)
         )
     for name in family.ignores:
         if (kind := _used(name, text_config(model))) is not None:
-            raise InvalidModel(
-                f"config.json: NxD Inference's {family.application} ignores {name} {json.dumps(kind)}, so its tokens are "
-                "wrong: remove it if the model was made without it"
+            message = (
+                f"config.json: NxD Inference's {family.application} ignores {name} {json.dumps(kind)}, so its tokens"
             )
+            raise InvalidModel(f"{message} are wrong: remove it if the model was made without it")
     override = read_override(config.override_neuron_config, family.application, private=is_private(family.application))
     return _Derivation(config, text_config(model), target, override, family).settings()
 
@@ -171,7 +171,7 @@ class _Derivation:
         blocks, shares, segments = self._layout()
         given_length = self._chosen("$.limits.maxModelLength", config.limits.max_model_length, "seq_len")
         block_size = self._chosen("$.limits.blockSize", config.limits.block_size, "pa_block_size")
-        window = self._window()
+        window = window_of(self._family, self._model)
         length = given_length or min(longest, DEFAULT_MAX_LENGTH, longest if self._family.mixed else window or longest)
         if blocks:
             block_size = block_size or _default_block_size(length)
@@ -369,16 +369,6 @@ class _Derivation:
             if len(given) > 1 and self._one_size:
                 raise InvalidConfig(f"{PATH}.enable_bucketing", f"is false, but {path.removeprefix('$.')} has sizes")
         return tuple(sorted({*given}))
-
-    def _window(self) -> int:
-        """Tokens that layers with a sliding window see; 0: none has one, or what its class does is not known."""
-        model, family = self._model, self._family
-        window, types = model.get("sliding_window"), model.get("layer_types")
-        # Qwen's have none unless they say so.
-        used = model.get("use_sliding_window", not family.application.startswith("qwen"))
-        if family.windows == "none" or not used or (types and "sliding_attention" not in types):
-            return 0
-        return window if isinstance(window, int) else 0
 
     def _check_window(self, window: int, length: int, blocks: bool) -> None:
         path, name, does = self._where("$.limits.maxModelLength"), self._family.application, self._family.windows
