@@ -12,6 +12,7 @@ import contextlib
 import os
 import threading
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -68,7 +69,7 @@ def disagrees(message: str) -> FatalError:
 UNWATCHED = _NoLifeline()
 
 
-class _Control:
+class _Control(ABC):
     """The thread, and what others wait for."""
 
     def __init__(self, layout: Layout, kind: int, on_end: OnEnd, lifeline: Lifeline) -> None:
@@ -164,9 +165,9 @@ class _Control:
         self._look(now)
 
     @property
+    @abstractmethod
     def _serving(self) -> bool:
         """Whether all ranks have loaded."""
-        raise NotImplementedError
 
     @property
     def _patience(self) -> float:
@@ -178,22 +179,22 @@ class _Control:
         """Seconds for which a connection may be closed."""
         return self.layout.silence_seconds * CLOSED_SHARE
 
-    def _receive(self, frames: list[bytes], now: float) -> None:
-        raise NotImplementedError
+    @abstractmethod
+    def _receive(self, frames: list[bytes], now: float) -> None: ...
 
-    def _beat(self, now: float) -> None:
-        raise NotImplementedError
+    @abstractmethod
+    def _beat(self, now: float) -> None: ...
 
+    @abstractmethod
     def _look(self, now: float) -> None:
         """Raises FatalError if somebody is gone."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _forgive(self, now: float) -> None:
         """Count silence and closed connections from now."""
-        raise NotImplementedError
 
-    def _say_farewell(self, code: int, message: str) -> None:
-        raise NotImplementedError
+    @abstractmethod
+    def _say_farewell(self, code: int, message: str) -> None: ...
 
 
 @dataclass
