@@ -8,15 +8,16 @@ operator forgets neither how often a group failed nor when. Rendering is in `ren
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
 from typing import Literal
 
 from neuron_operator import names, node_health
+from neuron_operator.devices import holds_devices
 from neuron_operator.disruption import MAX_UNAVAILABLE
 from neuron_operator.model_status import MAX_GROUPS, MAX_WORD, GroupStatus
-from neuron_operator.objects import dig, instant, printable
+from neuron_operator.objects import dig, instant, printable, text
 from neuron_operator.placement import NodeRules, describe_free
 from neuron_operator.reasons import Finding, Reason, unmet
 from neuron_operator.render.groups import Attempt
@@ -34,6 +35,8 @@ MAX_DELAY = timedelta(minutes=10)
 PODS_PATIENCE = timedelta(seconds=UNEXPLAINED_POD_SECONDS)
 """How long the members of a new group may lack pods without an explanation."""
 RECHECK = timedelta(seconds=15)
+RECOUNT = timedelta(seconds=5)
+"""Free devices are counted so often at most. A count may be older than the last group's pods on their nodes."""
 """When room is looked for again."""
 
 ENDS = ("Failed", "Left", "Released")
@@ -182,7 +185,11 @@ def _roll(
         elif len(alive) + num_earlier + len(draft.start) >= limit:
             break
         elif is_placing or draft.start:
-            draft.findings.append(unmet("Available", Reason.LOADING, "one group is placed at a time"))
+            draft.findings.append(_ONE_AT_A_TIME)
+            break
+        elif not room.has_counted(alive):
+            draft.findings.append(_ONE_AT_A_TIME)
+            draft.times.append(observed.now + RECOUNT)
             break
         elif (found := room.find()) is None:
             draft.findings.append(room.explain())
@@ -192,6 +199,9 @@ def _roll(
             number = 1 + max((known.attempt or 0) if known else 0, _highest(observed, revision.name, replica))
             draft.start.append(Attempt(replica, number, found))
     return alive, num_earlier, does_surge
+
+
+_ONE_AT_A_TIME = unmet("Available", Reason.LOADING, "one group is placed at a time")
 
 
 def _highest(observed: Observed, revision: str, replica: int) -> int:
@@ -369,6 +379,13 @@ class _Room:
     @property
     def is_known(self) -> bool:
         return self.free is not None and self.free.nodes is not None
+
+    def has_counted(self, groups: Iterable[GroupView]) -> bool:
+        """Whether the devices that these groups hold are not among the free ones."""
+        if self.free is None or (counted := self.free.pods) is None:
+            return True
+        held = (pod.live for group in groups for pod in group.members if pod.node and holds_devices(pod.live))
+        return all(text(pod, "metadata", "uid") in counted for pod in held)
 
     @property
     def rules(self) -> NodeRules:

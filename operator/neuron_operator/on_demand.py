@@ -129,15 +129,18 @@ class OnDemand:
     async def _read_free(self) -> tuple[FreeDevices, float]:
         turn = asyncio.Semaphore(MAX_READS)
 
+        counted: set[str] = set()
+
         async def devices_of(node: Object) -> NodeDevices:
             selector = f"spec.nodeName={node['metadata']['name']},status.phase!=Succeeded,status.phase!=Failed"
             async with turn:
-                pods = await self._cluster.list(PODS, None, field_selector=selector)
-            return node_devices(node, pods.items)
+                pods = tuple((await self._cluster.list(PODS, None, field_selector=selector)).items)
+            counted.update(pod["metadata"]["uid"] for pod in pods)
+            return node_devices(node, pods)
 
         try:
             nodes = [node for node in (await self._cluster.list(NODES, None)).items if has_devices(node)]
-            free = FreeDevices(tuple(await asyncio.gather(*map(devices_of, nodes))))
+            free = FreeDevices(tuple(await asyncio.gather(*map(devices_of, nodes))), frozenset(counted))
         except Forbidden:
             free = FreeDevices(None)
         return free, FREE_DEVICES_SECONDS

@@ -69,6 +69,8 @@ class FreeDevices:
     """Free devices of the cluster; `nodes` is None (unknown) if the operator may not list nodes and pods."""
 
     nodes: tuple[NodeDevices, ...] | None
+    pods: frozenset[str] | None = None
+    """UIDs of the pods on these nodes, whose devices are not free. None: all that have a node."""
 
 
 class Need(Enum):

@@ -415,7 +415,7 @@ def test_of_two_groups_with_room_for_one_and_a_half_one_serves_and_one_waits_hol
     with story.stage("one serves, one waits"):
         story.apply(grouped({"type": "Neuron", "devices": 1}, replicas=2))
         story.until("one serves", lambda: [g["state"] for g in groups(story)] == ["Serving"])
-        found = story.until_reason("chat", "InsufficientNeuron", "Available")
+        found = story.until_reason("chat", "InsufficientNeuron")
         assert "1 of these nodes are free now, so it holds none" in found["message"]
         assert len(members(story)) == num_stateful_sets(story) == 2
     with traffic(story, images) as asked, story.stage("room appears: both serve"):
@@ -440,9 +440,15 @@ def test_two_groups_are_replaced_under_traffic_and_a_bad_image_is_rolled_back_wi
             story.apply(model)
             story.until("new groups", lambda: before.isdisjoint(p["metadata"]["uid"] for p in members(story)))
             story.until_ready(2)
-        with story.stage("rollout: a bad image rolls back"):
-            engine = model["spec"]["engine"]
+        engine = model["spec"]["engine"]
+        with story.stage("a bad image: no group is touched"):
+            before = {pod["metadata"]["uid"] for pod in members(story)}
             model["spec"]["engine"] = {**engine, "image": "registry.invalid/runtime:1"}
+            story.apply(model)
+            story.until_reason("chat", "ImagePull", "UpToDate")
+            assert before == {pod["metadata"]["uid"] for pod in members(story)}
+        with story.stage("rollout: groups that end at once are rolled back"):
+            model["spec"]["engine"] = {**engine, "env": [{"name": "PYTHONHOME", "value": "/nowhere"}]}
             story.apply(model)
             story.until_reason("chat", "RolledBack", "UpToDate")
             story.until_ready(2)

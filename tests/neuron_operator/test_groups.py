@@ -85,7 +85,8 @@ def passed(world: World, using: Any = USING) -> tuple[World, Decision]:
 
 def new_pod(made: Object, name: str, world: World) -> Object:
     template = copy.deepcopy(made["spec"]["template"])
-    metadata = {**template["metadata"], "name": name, "namespace": "team", "creationTimestamp": world.now.isoformat()}
+    about = {"name": name, "namespace": "team", "uid": f"uid of {name}", "creationTimestamp": world.now.isoformat()}
+    metadata = {**template["metadata"], **about}
     unscheduled = {"type": "PodScheduled", "status": "False", "reason": "Unschedulable", "message": "0/3 nodes"}
     status = {"phase": "Pending", "conditions": [unscheduled]}
     return {"apiVersion": "v1", "kind": "Pod", "metadata": metadata, "spec": template["spec"], "status": status}
@@ -355,6 +356,21 @@ def test_one_group_is_placed_at_a_time() -> None:
     world, _ = begun({**CPU, "replicas": 3})
     assert len(leaders(world)) == 1
     world, _ = rested(with_running(world))
+    assert len(leaders(world)) == 2
+
+
+def test_a_group_waits_for_a_count_that_knows_of_the_group_before() -> None:
+    nodes = tuple(node(f"n{number}") for number in range(4))
+    world, _ = begun({**DEVICES, "replicas": 2}, free=FreeDevices(nodes, frozenset()))
+    world, decision = rested(with_running(world))
+    assert len(leaders(world)) == 1
+    assert "one group is placed at a time" in condition(decision.status, "Ready")["message"]
+    assert decision.requeue_after_seconds == 5
+    counted = frozenset(pod["metadata"].get("uid", "") for pod in world.pods)
+    full, decision = rested(replace(world, free=FreeDevices(nodes[:1], counted)))
+    assert len(leaders(full)) == 1
+    assert condition(decision.status, "Ready")["reason"] == "InsufficientNeuron"
+    world, _ = rested(replace(world, free=FreeDevices(nodes, counted)))
     assert len(leaders(world)) == 2
 
 

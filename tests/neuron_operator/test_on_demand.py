@@ -28,7 +28,7 @@ def node(name: str, devices: int) -> dict[str, Any]:
     return {"metadata": {"name": name}, "status": {"capacity": offered, "allocatable": offered}}
 
 
-POD = {"spec": {"containers": [{"resources": {"requests": {NEURON: "2"}}}]}}
+POD = {"metadata": {"uid": "of a pod"}, "spec": {"containers": [{"resources": {"requests": {NEURON: "2"}}}]}}
 
 
 class Reads:
@@ -79,6 +79,7 @@ def test_only_pods_on_neuron_nodes_are_listed_and_the_result_is_kept_for_seconds
         first, second = await asyncio.gather(reads.free_devices(), reads.free_devices())
         assert first is second
         assert [n.free_devices for n in first.nodes or ()] == [4, 4]
+        assert first.pods == {"of a pod"}
         unfinished = "status.phase!=Succeeded,status.phase!=Failed"
         assert cluster.asked == ["nodes", f"pods spec.nodeName=n1,{unfinished}", f"pods spec.nodeName=n2,{unfinished}"]
         await asyncio.sleep(FREE_DEVICES_SECONDS + 1)
