@@ -423,6 +423,7 @@ def test_of_two_groups_with_room_for_one_and_a_half_one_serves_and_one_waits_hol
         story.until_ready(2)
         assert [g["state"] for g in groups(story)] == ["Serving"] * 2
     assert [one for one in asked.check() if one.outcome == "failed"] == []
+    story.kubectl("delete", "pod", "four")
     until_nothing_is_left(story)
 
 
@@ -451,7 +452,7 @@ def test_two_groups_are_replaced_under_traffic_and_a_bad_image_is_rolled_back_wi
             model["spec"]["engine"] = {**engine, "env": [{"name": "PYTHONHOME", "value": "/nowhere"}]}
             story.apply(model)
             story.until_reason("chat", "RolledBack", "UpToDate")
-            story.until_ready(2)
+            story.until("both answer", lambda: "2 of 2" in story.condition("chat", "Available")["message"])
             asked.until_right(time.time(), count=4)
     print(f"    {len(asked.check())} requests")
     assert [one for one in asked.check() if one.outcome == "failed"] == []

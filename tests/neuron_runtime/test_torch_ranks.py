@@ -163,6 +163,21 @@ def test_a_group_answers_as_one_rank_does(name: str, size: int, tmp_path: Path) 
     assert len(differing) <= 1, differing
 
 
+def test_a_lost_rank_is_reported_without_the_source_of_the_transport(tmp_path: Path) -> None:
+    def exchange(ranks: Ranks) -> str:
+        if ranks.rank == 1:
+            return ""  # it leaves
+        with pytest.raises(FatalError) as lost:
+            ranks.sum(torch.ones(4))
+        assert lost.value.exit_code == ExitCode.GROUP_MEMBER_LOST
+        return str(lost.value)
+
+    told, _ = on_ranks(2, tmp_path, exchange)
+    assert told.startswith("the other ranks cannot be reached any more: ")
+    assert ".cc:" not in told
+    assert "Check the logs" not in told
+
+
 def test_each_rank_reads_only_its_part_of_the_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = random_model(tmp_path, hidden_size=128, intermediate_size=512)
     checkpoint = read_checkpoint(folder)

@@ -6,6 +6,7 @@ does nothing: one rank computes as if there were no ranks.
 
 from __future__ import annotations
 
+import re
 from datetime import timedelta
 from typing import Any, Protocol
 from urllib.parse import urlsplit
@@ -103,5 +104,6 @@ def _joined(place: Rank) -> Any:
 
 
 def _lost(error: RuntimeError) -> FatalError:
-    reason = str(error).partition("\n")[0]
+    # Clients see it: without the line of gloo's source, and without its advice.
+    reason = re.sub(r"^\[[^]]*\] ", "", str(error).partition("\n")[0].partition(". ")[0])
     return FatalError(ExitCode.GROUP_MEMBER_LOST, f"the other ranks cannot be reached any more: {reason}")
