@@ -422,7 +422,7 @@ def test_of_two_groups_with_room_for_one_and_a_half_one_serves_and_one_waits_hol
         story.kubectl("delete", "pod", "five")
         story.until_ready(2)
         assert [g["state"] for g in groups(story)] == ["Serving"] * 2
-    assert [one for one in asked.check() if one.outcome == "failed"] == []
+        assert [one for one in asked.check() if one.outcome == "failed"] == []
     story.kubectl("delete", "pod", "four")
     until_nothing_is_left(story)
 
@@ -454,8 +454,7 @@ def test_two_groups_are_replaced_under_traffic_and_a_bad_image_is_rolled_back_wi
             story.until_reason("chat", "RolledBack", "UpToDate")
             story.until("both answer", lambda: "2 of 2" in story.condition("chat", "Available")["message"])
             asked.until_right(time.time(), count=4)
-    print(f"    {len(asked.check())} requests")
-    assert [one for one in asked.check() if one.outcome == "failed"] == []
+        assert [one for one in asked.check() if one.outcome == "failed"] == []
     until_nothing_is_left(story)
 
 
@@ -481,6 +480,7 @@ def test_two_ranks_on_two_nodes_answer_as_soon_after_apply_as_one_rank(story: St
     for name, model in (("one", one), ("two", grouped(NEURON))):
         url = f"http://chat.{story.namespace}.svc:8000"
         story.start_client(images.runtime, name, FIRST_TOKEN, url, node=SPARE)
+        story.kubectl("wait", "--for=condition=Ready", f"pod/{name}", WAITING)
         story.until("the client runs", lambda name=name: "asking" in story.kubectl("logs", name))
         began = time.time()
         story.apply(model)
