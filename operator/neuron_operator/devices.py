@@ -47,10 +47,6 @@ def requested(pod: Object, resource: str) -> int:
     return max(largest, sidecars + sum(map(of, spec["containers"])))
 
 
-def holds_devices(pod: Object) -> bool:
-    return any(requested(pod, resource) for resource in (DEVICE_RESOURCE, CORE_RESOURCE))
-
-
 def has_devices(node: Object) -> bool:
     offered = node.get("status", {}).get("capacity", {})
     return DEVICE_RESOURCE in offered or CORE_RESOURCE in offered

@@ -14,10 +14,9 @@ from datetime import UTC, datetime, timedelta
 from typing import Literal
 
 from neuron_operator import names, node_health
-from neuron_operator.devices import holds_devices
 from neuron_operator.disruption import MAX_UNAVAILABLE
 from neuron_operator.model_status import MAX_GROUPS, MAX_WORD, GroupStatus
-from neuron_operator.objects import dig, instant, printable, text
+from neuron_operator.objects import dig, instant, labels_of, printable, text
 from neuron_operator.placement import NodeRules, describe_free
 from neuron_operator.reasons import Finding, Reason, unmet
 from neuron_operator.render.groups import Attempt
@@ -384,7 +383,12 @@ class _Room:
         """Whether the devices that these groups hold are not among the free ones."""
         if self.free is None or (counted := self.free.pods) is None:
             return True
-        held = (pod.live for group in groups for pod in group.members if pod.node and holds_devices(pod.live))
+        held = (
+            pod.live
+            for group in groups
+            for pod in group.members
+            if pod.node and names.ALLOCATION_LABEL in labels_of(pod.live)
+        )
         return all(text(pod, "metadata", "uid") in counted for pod in held)
 
     @property
