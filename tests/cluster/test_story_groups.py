@@ -474,7 +474,7 @@ for line in opened(request):
 
 
 @pytest.mark.long
-def test_two_ranks_on_two_nodes_answer_as_soon_after_apply_as_one_rank(story: Story, images: Images) -> None:
+def test_one_rank_and_two_on_two_nodes_answer_after_apply(story: Story, images: Images) -> None:
     """Prints the seconds of both."""
     one = model_of("chat", "file:///models/demo", accelerator=dict(NEURON))
     for name, model in (("one", one), ("two", grouped(NEURON))):
