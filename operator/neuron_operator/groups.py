@@ -16,7 +16,7 @@ from typing import Literal
 from neuron_operator import names, node_health
 from neuron_operator.disruption import MAX_UNAVAILABLE
 from neuron_operator.model_status import MAX_GROUPS, MAX_WORD, GroupStatus
-from neuron_operator.objects import dig, instant, labels_of, printable, text
+from neuron_operator.objects import dig, instant, printable, text
 from neuron_operator.placement import NodeRules, describe_free
 from neuron_operator.reasons import Finding, Reason, unmet
 from neuron_operator.render.groups import Attempt
@@ -34,9 +34,9 @@ MAX_DELAY = timedelta(minutes=10)
 PODS_PATIENCE = timedelta(seconds=UNEXPLAINED_POD_SECONDS)
 """How long the members of a new group may lack pods without an explanation."""
 RECHECK = timedelta(seconds=15)
+"""When room is looked for again."""
 RECOUNT = timedelta(seconds=5)
 """Free devices are counted so often at most. A count may be older than the last group's pods on their nodes."""
-"""When room is looked for again."""
 
 ENDS = ("Failed", "Left", "Released")
 """States of a group that is to be deleted, or was."""
@@ -383,13 +383,9 @@ class _Room:
         """Whether the devices that these groups hold are not among the free ones."""
         if self.free is None or (counted := self.free.pods) is None:
             return True
-        held = (
-            pod.live
-            for group in groups
-            for pod in group.members
-            if pod.node and names.ALLOCATION_LABEL in labels_of(pod.live)
-        )
-        return all(text(pod, "metadata", "uid") in counted for pod in held)
+        nodes = {node.name for node in self.free.nodes or ()}
+        members = (pod.live for group in groups for pod in group.members if pod.node in nodes)
+        return all(text(pod, "metadata", "uid") in counted for pod in members)
 
     @property
     def rules(self) -> NodeRules:

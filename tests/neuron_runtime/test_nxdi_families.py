@@ -47,6 +47,14 @@ YARN = {
     "truncate": False,
     "original_max_position_embeddings": 4096,
 }
+LLAMA_4 = {
+    **BASE,
+    "head_dim": 16,
+    "intermediate_size_mlp": 128,
+    "num_hidden_layers": 4,
+    "num_local_experts": 2,
+    "num_experts_per_tok": 1,
+}
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "Mixtral": ("mixtral", {**BASE, **EXPERTS, "sliding_window": None}),
     "DBRX": (
@@ -95,30 +103,8 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             "layer_types": ["sliding_attention", "full_attention"],
         },
     ),
-    "Llama 4 in chunks": (
-        "llama4_text",
-        {
-            **BASE,
-            "head_dim": 16,
-            "intermediate_size_mlp": 128,
-            "num_hidden_layers": 4,
-            "num_local_experts": 2,
-            "num_experts_per_tok": 1,
-            "attention_chunk_size": 128,
-        },
-    ),
-    "Llama 4 within a chunk": (
-        "llama4_text",
-        {
-            **BASE,
-            "head_dim": 16,
-            "intermediate_size_mlp": 128,
-            "num_hidden_layers": 4,
-            "num_local_experts": 2,
-            "num_experts_per_tok": 1,
-            "attention_chunk_size": 512,
-        },
-    ),
+    "Llama 4 in chunks": ("llama4_text", {**LLAMA_4, "attention_chunk_size": 128}),
+    "Llama 4 within a chunk": ("llama4_text", {**LLAMA_4, "attention_chunk_size": 512}),
     "Gemma 3 of 1B": (
         "gemma3_text",
         {**BASE, "num_hidden_layers": 6, "head_dim": 16, "query_pre_attn_scalar": 16, "sliding_window": 512},
@@ -188,12 +174,16 @@ def settings_for(folder: Path, **document: Any) -> Settings:
     return settings_of(parse_config(msgspec.json.encode(base | document)), model, TARGET)
 
 
-def test_attention_in_chunks_is_refused_where_it_is_wrong(tmp_path: Path) -> None:
+def minor_version() -> int:
     from neuronx_distributed_inference import __version__
 
+    return int(__version__.split(".")[1])
+
+
+def test_attention_in_chunks_is_refused_where_it_is_wrong(tmp_path: Path) -> None:
     kind, fields = FAMILIES["Llama 4 in chunks"]
     random_model(tmp_path, kind, fields)
-    with nullcontext() if __version__ >= "0.9" else pytest.raises(InvalidConfig, match="set 128,"):
+    with nullcontext() if minor_version() >= 9 else pytest.raises(InvalidConfig, match="set 128,"):
         application(settings_for(tmp_path), tmp_path)
 
 
@@ -217,12 +207,10 @@ def answers(settings: Settings, model_dir: Path, folder: Path) -> Iterator[tuple
 def test_tokens_equal_those_of_transformers(
     family: str, layout: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from neuronx_distributed_inference import __version__
-
     from neuron_runtime.backend.nxdi.models import family_of
 
     monkeypatch.setenv("BASE_COMPILE_WORK_DIR", str(tmp_path / "work"))
-    if int(__version__.split(".")[1]) < SINCE.get(family, 0):
+    if minor_version() < SINCE.get(family, 0):
         pytest.skip(f"came with NxD Inference 0.{SINCE[family]}")
     kind, fields = FAMILIES[family]
     (folder := tmp_path / "model").mkdir()
