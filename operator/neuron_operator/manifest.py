@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator, Mapping
+from functools import lru_cache
 from typing import Any, Literal, get_args, get_origin
 
 import msgspec
@@ -18,6 +19,9 @@ from neuron_operator.errors import FieldNotSupported, InvalidSpec, Refusals
 from neuron_operator.field_types import NAME_PATTERN
 from neuron_operator.fields import SpecPart, as_json, broken_rules, fields_of, located, supporting, unwrapped, walk
 from neuron_operator.model import NeuronModel, Spec
+
+MAX_PARSED = 64
+"""More manifests than there are models in work at a time."""
 
 
 def parse(body: Mapping[str, Any]) -> NeuronModel:
@@ -30,18 +34,32 @@ def parse(body: Mapping[str, Any]) -> NeuronModel:
     """
     metadata = body.get("metadata")
     metadata = metadata if isinstance(metadata, Mapping) else {}
-    name, raw = metadata.get("name"), body.get("spec")
+    annotations = metadata.get("annotations")
+    annotations = annotations if isinstance(annotations, Mapping) else {}
+    return _parsed(
+        msgspec.json.encode(
+            (
+                *map(metadata.get, ("name", "namespace", "uid")),
+                *map(annotations.get, (names.REFRESH_ANNOTATION, names.ROLLBACK_ANNOTATION)),
+                body.get("spec"),
+            )
+        )
+    )
+
+
+@lru_cache(maxsize=MAX_PARSED)
+def _parsed(read: bytes) -> NeuronModel:
+    """What is read of a manifest, as JSON: a pass parses it again after each write, and so does the next one."""
+    name, namespace, uid, refresh, rollback_to, raw = msgspec.json.decode(read)
     _refuse(*_invalid_name(name), *_invalid(Spec, raw, "spec"))
     spec = msgspec.convert(raw, Spec)
     _refuse(*not_supported(spec))
-    annotations = metadata.get("annotations")
-    annotations = annotations if isinstance(annotations, Mapping) else {}
     return NeuronModel(
         name=str(name),
-        namespace=str(metadata.get("namespace") or "default"),
-        uid=str(metadata.get("uid") or ""),
-        refresh=str(annotations.get(names.REFRESH_ANNOTATION) or ""),
-        rollback_to=str(annotations.get(names.ROLLBACK_ANNOTATION) or ""),
+        namespace=str(namespace or "default"),
+        uid=str(uid or ""),
+        refresh=str(refresh or ""),
+        rollback_to=str(rollback_to or ""),
         spec=spec,
     )
 

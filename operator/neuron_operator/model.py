@@ -4,8 +4,10 @@
 them. A field that this version does not support declares it with `Supported`, and is refused, never ignored.
 """
 
+import dataclasses
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from msgspec import Meta, field
 
@@ -637,6 +639,10 @@ class NeuronModel:
     spec: Spec
     rollback_to: str = ""
     """Value of the rollback annotation: the name of a kept revision to serve instead of the wanted one."""
+    remembered: dict[Callable[..., Any], Any] = dataclasses.field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
+    """See the module of this name."""
 
     @property
     def backend(self) -> str:

@@ -177,10 +177,11 @@ class Reconciler:
 
     def _observe(self, world: World, key: Key) -> World:
         caches = self._caches
-        pods = caches.pods(key, world.body["metadata"]["uid"])
+        children = caches.children(key)
+        pods = caches.pods(key, world.body["metadata"]["uid"], children)
         return replace(
             world,
-            children=caches.children(key),
+            children=children,
             pods=pods,
             shared=caches.shared(key[0]),
             nodes=caches.nodes_of(pods),

@@ -123,7 +123,7 @@ class _Kept:
         return _decoded(self.encoded)
 
 
-@lru_cache(maxsize=512)
+@lru_cache(maxsize=256)
 def _decoded(encoded: bytes) -> Object:
     """The passes over the models of a namespace read the same objects again and again."""
     found: Object = msgspec.json.decode(encoded)
@@ -346,10 +346,10 @@ class Caches:
     def children(self, key: Key) -> tuple[Object, ...]:
         return tuple(obj for kind in self._children for obj in self._objects(kind, key))
 
-    def pods(self, key: Key, uid: str) -> tuple[Object, ...]:
-        """Of the model with this UID, and of the Jobs that the models of its namespace share. An earlier model of the
-        same name may have left pods that still answer until they are collected."""
-        between = (*self.children(key), *self._objects(REPLICA_SETS, key))
+    def pods(self, key: Key, uid: str, children: Iterable[Object]) -> tuple[Object, ...]:
+        """Of the model with this UID and these children, and of the Jobs that the models of its namespace share. An
+        earlier model of the same name may have left pods that still answer until they are collected."""
+        between = (*children, *self._objects(REPLICA_SETS, key))
         owners = {text(owner, "metadata", "uid"): owner for owner in between}
         # The StatefulSets between a LeaderWorkerSet and its pods do not have our labels.
         sets = {name_of(owner) for owner in between if owner["kind"] == LEADER_WORKER_SET and descends(owner, uid, {})}

@@ -25,6 +25,7 @@ from neuron_operator.objects import dig, items, name_of, text, whole
 from neuron_operator.placement import Placement, Target, place
 from neuron_operator.planner import Choice, Held, choose
 from neuron_operator.records import Facts
+from neuron_operator.remembered import remembered
 from neuron_operator.render.objects import child, without_empty
 from neuron_operator.render.pods import compile_image, runtime_image, serving_pod_template
 from neuron_operator.render.resources import serving_requests
@@ -115,6 +116,7 @@ class Revision(Struct, frozen=True, kw_only=True):
         return Placement(self.pinned.devices, self.pinned.cores, self.pinned.instance_type, self.pinned.nodes)
 
 
+@remembered
 def spec_hash(model: NeuronModel) -> str:
     """Hash of the part of the spec that pods or placement depend on. Explicit defaults do not change it."""
     return names.digest([FORMAT, _non_defaults(model.spec, model.backend)])

@@ -153,7 +153,7 @@ def test_pods_of_an_earlier_model_of_the_same_name_are_not_pods_of_the_model() -
         assert int(circle) == int(following) + 1, "it owns itself"
         await owned(cluster, "Pod", "of owners in a circle", circle)
         await asyncio.sleep(1.0)
-        assert caches.pods(("ns", "chat"), "me") == ()
+        assert caches.pods(("ns", "chat"), "me", caches.children(("ns", "chat"))) == ()
         deployment = await owned(cluster, "Deployment", "chat", "me")
         mine = await owned(cluster, "ReplicaSet", "chat-4", deployment)
         await owned(cluster, "Pod", "of its Deployment", mine)
@@ -165,7 +165,9 @@ def test_pods_of_an_earlier_model_of_the_same_name_are_not_pods_of_the_model() -
         await owned(cluster, "Pod", "of its LeaderWorkerSet", "unknown StatefulSet", **{GROUP_LABEL: "g-2"})
         await owned(cluster, "Pod", "of nobody")
         await asyncio.sleep(1.0)
-        assert {pod["metadata"]["name"] for pod in caches.pods(("ns", "chat"), "me")} == {
+        assert {
+            pod["metadata"]["name"] for pod in caches.pods(("ns", "chat"), "me", caches.children(("ns", "chat")))
+        } == {
             "of its Deployment",
             "of its group",
             "of its followers",

@@ -18,6 +18,7 @@ from neuron_operator.fields import as_json
 from neuron_operator.model import NeuronModel
 from neuron_operator.objects import items, owners_of, text
 from neuron_operator.records import Facts, Record
+from neuron_operator.remembered import remembered
 from neuron_operator.render import storage
 from neuron_operator.render.objects import shared
 from neuron_operator.render.pods import SERVE_COMMAND, compile_image, runtime_image, step_pod_template, target_env
@@ -92,6 +93,7 @@ COMPILE = JobKind(names.ROLE_COMPILE, "na", 6 * 3600, _only(*_NOT_NEURON, _AMD64
 CHECK = JobKind(names.ROLE_CHECK, "nc", 1800, PREFER_NOT_NEURON)
 
 
+@remembered
 def resolve_job(model: NeuronModel, settings: Settings) -> Object:
     """Reads the model's facts with the model's own credentials, before devices are allocated."""
     command = ["neuron-runtime", "inspect", model.spec.model.uri, "--record", names.TERMINATION_LOG]

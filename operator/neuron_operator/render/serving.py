@@ -11,10 +11,12 @@ from neuron_operator import names
 from neuron_operator.config_document import to_json
 from neuron_operator.disruption import MAX_UNAVAILABLE
 from neuron_operator.model import NeuronModel
+from neuron_operator.remembered import remembered
 from neuron_operator.render.objects import child, without_empty
 from neuron_operator.world import Object, Settings
 
 
+@remembered
 def service(model: NeuronModel) -> Object:
     """The model's address: all ready leaders, whatever their revision."""
     port = {
@@ -33,6 +35,7 @@ def service(model: NeuronModel) -> Object:
     }
 
 
+@remembered
 def service_account(model: NeuronModel) -> Object:
     """An identity without rights and without a token."""
     return {
@@ -60,6 +63,7 @@ def disruption_budget(model: NeuronModel, nodes: int = 1) -> Object:
     }
 
 
+@remembered
 def network_policy(model: NeuronModel, settings: Settings) -> Object:
     """Opens only the serving port, to the peers in the chart's values. Egress is left to the cluster."""
     rule = without_empty(
