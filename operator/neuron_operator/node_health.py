@@ -32,7 +32,9 @@ NEURON_HEALTH = "NeuronHealth"
 HARDWARE_READY = "AcceleratedHardwareReady"
 """Of EKS' node monitoring agent, for which False means a fault."""
 READY = "Ready"
-CONDITIONS = (READY, NEURON_HEALTH, HARDWARE_READY)
+HEALTHY = {READY: "True", NEURON_HEALTH: "False", HARDWARE_READY: "True"}
+"""The status of each condition on a node that is well."""
+CONDITIONS = tuple(HEALTHY)
 
 
 @dataclass(frozen=True)

@@ -138,14 +138,15 @@ def test_the_log_before_a_restart_matters_once_the_container_runs_again() -> Non
 
 def test_nodes_show_their_devices_and_what_is_wrong_with_them() -> None:
     labels = {"node.kubernetes.io/instance-type": "inf2.24xlarge"}
-    sick = {"type": "NeuronHealth", "status": "False", "reason": "NeuronHasError_SRAM"}
+    sick = {"type": "NeuronHealth", "status": "True", "reason": "NeuronHasError_SRAM"}
+    well = {"type": "NeuronHealth", "status": "False", "reason": "NeuronHasNoError"}
     devices = {"allocatable": {"aws.amazon.com/neuron": "5"}, "capacity": {"aws.amazon.com/neuron": "6"}}
     nodes = [
         {"metadata": {"name": "n1", "labels": labels}, "status": {"conditions": [HEALTHY, sick], **devices}},
-        {"metadata": {"name": "n2"}, "spec": {"unschedulable": True}, "status": {"conditions": [HEALTHY]}},
+        {"metadata": {"name": "n2"}, "spec": {"unschedulable": True}, "status": {"conditions": [HEALTHY, well]}},
     ]
     text = told(with_pods(lambda d: serving_pod(d, "chat-1")), nodes)
-    assert re.search(r"n1 +inf2.24xlarge +5 Neuron devices of 6 +NeuronHealth=False NeuronHasError_SRAM\n", text), text
+    assert re.search(r"n1 +inf2.24xlarge +5 Neuron devices of 6 +NeuronHealth=True NeuronHasError_SRAM\n", text), text
     assert re.search(r"n2 +- +no Neuron devices +cordoned\n", text), text
     assert re.search(r"n1 +- +- +does not exist", told(with_pods(lambda d: serving_pod(d, "chat-1")), nodes[1:]))
     assert "cannot be read: Forbidden" in told(with_pods(lambda d: serving_pod(d, "chat-1")), "Forbidden")

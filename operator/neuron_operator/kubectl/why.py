@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from neuron_operator import names
+from neuron_operator import names, node_health
 from neuron_operator.objects import dig, items, labels_of, name_of, printable, text, whole
 from neuron_operator.reasons import CONDITIONS, Reason
 from neuron_operator.views import ContainerView, Observed, PodView
@@ -21,8 +21,8 @@ from neuron_operator.why.pods import MAX_LINE, how_it_ended, last_words
 LOG_LINES = 200
 """Lines of a log that are searched for the last error."""
 _ERROR = re.compile(r"error\b|exception\b|\b(fail(ed|ure|s)?|fatal|cannot|refused|denied|killed|out of memory)\b", re.I)
-_GOOD_NODE = {"Ready": "True", "MemoryPressure": "False", "DiskPressure": "False", "PIDPressure": "False"}
-_GOOD_NODE |= {"NetworkUnavailable": "False", "NeuronHealth": "True", "AcceleratedHardwareReady": "True"}
+_OF_KUBERNETES = ("MemoryPressure", "DiskPressure", "PIDPressure", "NetworkUnavailable")
+_GOOD_NODE = {**node_health.HEALTHY, **dict.fromkeys(_OF_KUBERNETES, "False")}
 
 
 @dataclass(frozen=True)
@@ -214,7 +214,9 @@ _COMMANDS: Mapping[Reason, str] = {
     Reason.ADMISSION_DENIED: "kubectl get events -n {namespace} --field-selector type=Warning",
     Reason.QUOTA_EXCEEDED: "kubectl describe quota -n {namespace}",
     Reason.POD_SECURITY_DENIED: "kubectl get namespace {namespace} --show-labels",
-    Reason.OPERATOR_FORBIDDEN: "helm upgrade neuron-serving charts/neuron-serving -n neuron-serving --reuse-values",
+    Reason.OPERATOR_FORBIDDEN: (
+        "helm upgrade neuron-serving charts/neuron-serving -n neuron-serving --reset-then-reuse-values"
+    ),
     Reason.NAME_CONFLICT: "kubectl get service,deployment,poddisruptionbudget,networkpolicy {name} -n {namespace}",
     Reason.WRITE_FAILED: "kubectl logs -n neuron-serving deploy/neuron-operator --tail=50",
     Reason.SECRET_NOT_FOUND: "kubectl get secrets -n {namespace}",
@@ -224,7 +226,8 @@ _COMMANDS: Mapping[Reason, str] = {
     Reason.INSUFFICIENT_NEURON: _NODES,
     Reason.NO_MATCHING_NODE: _NODES,
     Reason.NODE_PROVISIONING: _NODES,
-    Reason.NODE_LOST: "kubectl get nodes",
+    Reason.NODE_LOST: "kubectl describe node {node}",
+    Reason.DEVICE_UNHEALTHY: "kubectl describe node {node}",
     Reason.ALLOCATION_REJECTED: "kubectl describe node {node}",
     Reason.EVICTED: "kubectl describe node {node}",
     Reason.NAMESPACE_TERMINATING: "kubectl get namespace {namespace} -o yaml",
