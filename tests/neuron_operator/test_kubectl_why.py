@@ -21,7 +21,7 @@ from helpers.operator_worlds import (
     settle,
     unscheduled_pod,
 )
-from neuron_operator import plan_command
+from neuron_operator import names, plan_command
 from neuron_operator.decide import decide
 from neuron_operator.kubectl import command, why
 from neuron_operator.reasons import Reason
@@ -62,6 +62,24 @@ def test_a_crashed_replica_shows_its_last_words_and_leads_to_its_log() -> None:
     assert "pod chat-bad, container runtime: needs 40 GiB, 32 GiB per core (exit code 31)" in text
     assert "see troubleshooting (docs/troubleshooting.md#not-enough-memory)" in text
     assert text.endswith("$ kubectl neuron logs chat -n team")
+
+
+def test_a_follower_that_keeps_its_group_from_serving_is_shown_with_its_node() -> None:
+    def follower(deployment: Object) -> Object:
+        pod = serving_pod(deployment, "chat-f-1", state=CRASH, last=ended(21, "boom"))
+        labels = {**pod["metadata"]["labels"], names.ROLE_LABEL: names.ROLE_FOLLOWER, names.GROUP_LABEL: "chat-g"}
+        return {**pod, "metadata": {**pod["metadata"], "labels": labels}, "spec": {**pod["spec"], "nodeName": "n2"}}
+
+    world = with_pods(lambda d: serving_pod(d, "chat-0"), follower)
+    message = "0 of 1 replicas answer; pod chat-f-1 ended with exit code 21 (restarts: 0): boom"
+    condition = {"type": "Ready", "status": "False", "reason": "CompileFailed", "message": message}
+    observed = observe(replace(world, body={**world.body, "status": {"conditions": [condition]}}))
+    found = why.culprit(observed)
+    assert found is not None
+    text = why.report(world.body, observed, (), why.last_error(found, ""))
+    assert re.search(r"chat-f-1 +follower +exit code 21, CrashLoopBackOff +restarts 0 +n2", text), text
+    assert "pod chat-f-1, container runtime: boom (exit code 21)" in text
+    assert re.search(r"n2 +- +- +does not exist", text), text
 
 
 def test_a_pod_without_a_node_leads_to_the_nodes() -> None:

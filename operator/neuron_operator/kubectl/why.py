@@ -48,7 +48,7 @@ def culprit(observed: Observed) -> Culprit | None:
     ready = observed.model.conditions.get("Ready")
     job_pods = [pod for job in observed.jobs for pod in observed.pods_of(job)]
     job_pods.sort(key=lambda pod: pod.age_key, reverse=True)
-    everyone = [*observed.replicas, *job_pods]
+    everyone = [*observed.replicas, *observed.followers, *job_pods]
     named = re.findall(r"\bpod (\S+?)[:;,]?(?=\s|$)", ready.message) if ready is not None else []
     about = [pod for pod in everyone if pod.name in named]
     if ready is not None and ready.status == "True":
@@ -178,7 +178,7 @@ def nodes_of(observed: Observed) -> set[str]:
 
 
 def _all_pods(observed: Observed) -> list[PodView]:
-    return [*observed.replicas, *(pod for job in observed.jobs for pod in observed.pods_of(job))]
+    return [*observed.replicas, *observed.followers, *(pod for job in observed.jobs for pod in observed.pods_of(job))]
 
 
 def _devices(node: Any) -> str:
