@@ -64,6 +64,15 @@ EVERYTHING: dict[str, Any] = {
     "provisionable": {"instanceTypes": ["inf2.8xlarge", "trn2.48xlarge"]},
     "nodeFailures": {"maxMovesPerMinute": 3},
     "runtimeUpgrade": "Rolling",
+    "groups": {
+        "restartSeconds": 30,
+        "maxRestarts": 2,
+        "placeSeconds": 60,
+        "topologyKey": "example.com/rack",
+        "hostNetwork": True,
+        "maxNodes": 4,
+        "controller": "LeaderWorkerSet",
+    },
     "storage": {
         "weights": {"pvcTemplate": {"storageClassName": "efs", "size": "1Ti"}},
         "artifacts": {"objectStore": {"uri": "s3://bucket/artifacts"}},
@@ -71,6 +80,7 @@ EVERYTHING: dict[str, Any] = {
         "keepDays": 7,
     },
     "rbac": {"aggregateToDefaultRoles": False, "readJobLogs": False},
+    "crds": {"install": False},
     "networkPolicy": {"ingressFrom": [{"namespaceSelector": {"matchLabels": {"team": "a"}}}]},
     "monitoring": {
         "dashboard": {
@@ -253,7 +263,7 @@ def test_the_chart_grants_the_rights_that_the_operator_uses(helm: Helm) -> None:
 
 
 def test_with_named_namespaces_nothing_is_granted_elsewhere(helm: Helm) -> None:
-    documents = helm.render(EVERYTHING)
+    documents = helm.render(merged(EVERYTHING, {"groups": {"controller": "StatefulSet"}}))
     assert not [d for d in documents if d["kind"].startswith("ClusterRole")]
     for kind in ("Role", "RoleBinding"):
         found = [d for d in documents if d["kind"] == kind and d["metadata"]["name"] == "neuron-operator-models"]
@@ -386,6 +396,50 @@ def settings_of(documents: list[dict[str, Any]]) -> settings.RunSettings:
     return settings.load([], {e["name"]: e.get("value", "from-the-pod") for e in container["env"]})
 
 
+def leaves(values: Mapping[str, Any], path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
+    """Path and default of each value of the chart; a map that is empty by default is one value."""
+    for key, value in values.items():
+        is_group = isinstance(value, dict) and value and (*path, key) not in MAPS
+        yield from leaves(value, (*path, key)) if is_group else (((*path, key), value),)
+
+
+MAPS = (("monitoring", "dashboard", "labels"), ("resources",))
+"""Values with keys of the user's, which are not empty by default."""
+DEFAULTS = dict(leaves(yaml.safe_load((CHART / "values.yaml").read_text())))
+
+
+def at(values: Any, path: tuple[str, ...]) -> Any:
+    for key in path:
+        values = values[key]
+    return values
+
+
+def nested(path: tuple[str, ...], value: Any) -> dict[str, Any]:
+    for key in reversed(path):
+        value = {key: value}
+    return dict(value)
+
+
+def merged(first: Mapping[str, Any], second: Mapping[str, Any]) -> dict[str, Any]:
+    both = {
+        key: merged(first[key], second[key]) for key in first.keys() & second.keys() if isinstance(first[key], dict)
+    }
+    return {**first, **second, **both}
+
+
+@pytest.mark.parametrize("path", DEFAULTS, ids=".".join)
+def test_each_value_changes_what_the_chart_renders(helm: Helm, path: tuple[str, ...]) -> None:
+    value = at(EVERYTHING, path)
+    assert value != DEFAULTS[path]
+    before: dict[str, Any] = {"image": {"operator": "operator:0", "runtime": "runtime:0"}}
+    if path[0] == "monitoring" and path[-1] != "enabled":  # the object exists
+        before = merged(before, nested((*path[:2], "enabled"), True))
+    change = nested(path, value)
+    if path[0] == "devices":  # refused unless both are set
+        change = {"devices": EVERYTHING["devices"]}
+    assert helm.render(before) != helm.render(merged(before, change))
+
+
 def test_the_values_reach_the_operator(helm: Helm) -> None:
     seen = settings_of(helm.render(EVERYTHING))
     jobs = EVERYTHING["jobs"]
@@ -403,6 +457,15 @@ def test_the_values_reach_the_operator(helm: Helm) -> None:
     assert seen.models.provisionable.instance_types == ("inf2.8xlarge", "trn2.48xlarge")
     assert seen.models.node_failures.max_moves_per_minute == 3
     assert seen.models.runtime_upgrade == "Rolling"
+    assert seen.models.groups == GroupSettings(
+        restart_seconds=30,
+        max_restarts=2,
+        place_seconds=60,
+        topology_key="example.com/rack",
+        host_network=True,
+        max_nodes=4,
+        controller="LeaderWorkerSet",
+    )
     assert seen.models.device_mode == "PluginWithExtension"
     assert seen.models.device_scheduler_name == "neuron-scheduler"
     assert seen.models.network_policy_ingress_from == tuple(EVERYTHING["networkPolicy"]["ingressFrom"])
@@ -708,7 +771,9 @@ async def test_an_upgrade_that_changes_every_value_restarts_no_pod_of_50_models(
     with served(tmp_path) as server:
         namespace = Namespace(server)
         where = {"namespace": OPERATOR_NAMESPACE, "watch_namespaces": (namespace.name,)}
-        newer = {**EVERYTHING, "image": {**EVERYTHING["image"], "runtime": "registry.test:5000/runtime:2"}}
+        # Without groups as LeaderWorkerSets, which this cluster does not have.
+        other = {"image": {"runtime": "registry.test:5000/runtime:2"}, "groups": {"controller": "StatefulSet"}}
+        newer = merged(EVERYTHING, other)
         before, after = (replace(settings_of(helm.render(values)), **where) for values in (IMAGES, newer))
 
         def deployments() -> dict[str, tuple[int, Any]]:
