@@ -14,6 +14,7 @@ import shlex
 from collections.abc import Iterator, Mapping
 from dataclasses import fields
 from fnmatch import fnmatchcase
+from itertools import product
 from operator import attrgetter
 from pathlib import Path
 from types import SimpleNamespace
@@ -24,6 +25,7 @@ import yaml
 
 from helpers.failures import FAILURES, Failure
 from helpers.operator_worlds import FACTS, body
+from helpers.rendered_cases import FILES, render
 from neuron_operator import metrics as operator_metrics
 from neuron_operator import placement
 from neuron_operator.__main__ import USAGE
@@ -31,6 +33,7 @@ from neuron_operator.catalog import INSTANCE_TYPES
 from neuron_operator.errors import InvalidSpec
 from neuron_operator.manifest import parse
 from neuron_operator.reasons import Reason
+from neuron_operator.render import jobs as render_jobs
 from neuron_runtime import config, not_built, offline
 from neuron_runtime.__main__ import COMMANDS, build_parser
 from neuron_runtime.backend.host_sampling.drawing import NUMBERS_OF_CANDIDATES
@@ -385,6 +388,20 @@ def test_every_shown_chart_value_exists() -> None:
     images = {"image": {**values["image"], "operator": "operator:1", "runtime": "runtime:1"}}
     for value in shown:
         jsonschema.validate({**values, **images, **value}, rules)
+
+
+def test_every_object_of_a_model_is_in_the_table_of_created_objects() -> None:
+    table = rows(section(NEURONMODEL, "Created objects"))
+    shown = {pair for kinds, names, _ in table for pair in product(kinds.split(", "), names.split(", "))}
+    jobs = (one for one in vars(render_jobs).values() if isinstance(one, render_jobs.JobKind))
+    made = set(product(("Job", "ConfigMap"), (f"{job.prefix}-HASH" for job in jobs)))
+    for case in FILES:
+        for found in render(yaml.safe_load(case.read_text())["given"])["objects"]:
+            name = re.sub(r"^(n[a-z])-[0-9a-f]{20}$", r"\1-HASH", found["metadata"]["name"])
+            name = re.sub(r"^chat-0-[0-9a-f]{10}-1", "NAME-REPLICA-REVISION-ATTEMPT", name)
+            name = re.sub(r"^chat-config-[0-9a-f]{10}$", "NAME-config-HASH", name)
+            made.add((found["kind"], re.sub(r"^chat", "NAME", re.sub(r"^chat-[0-9a-f]{10}$", "NAME-REVISION", name))))
+    assert made <= shown
 
 
 def test_the_shown_permissions_are_those_of_the_chart() -> None:
