@@ -74,6 +74,9 @@ class Plan(StatusPart, frozen=True):
     dtype: Word | None = None
     sampling: Word | None = None
     memory: MemoryPlan | None = None
+    host_bytes: Annotated[
+        Int64 | None, "Estimated bytes of a node's memory that one pod needs, to load and to serve."
+    ] = None
     summary: Message | None = None
 
 

@@ -28,7 +28,7 @@ from neuron_operator.records import Facts
 from neuron_operator.remembered import remembered
 from neuron_operator.render.objects import child, without_empty
 from neuron_operator.render.pods import compile_image, runtime_image, serving_pod_template
-from neuron_operator.render.resources import serving_requests
+from neuron_operator.render.resources import serving_memory, serving_requests
 from neuron_operator.render.serving import config_name
 from neuron_operator.render.storage import artifacts_place, is_fetched_by_job, weights_place
 from neuron_operator.sizing import Memory
@@ -368,6 +368,7 @@ def _plan(model: NeuronModel, facts: Facts, placement: Placement, choice: Choice
         dtype=(serving.dtype or facts.dtype)[:64],
         sampling=sampling_mode(model)[:64],
         memory=_memory_plan(memory) if memory else None,
+        host_bytes=min(serving_memory(model, facts, placement.nodes), MAX_BYTES),
         summary=f"each replica holds {placement.words}{where} and {BACKENDS[model.backend].does} "
         f"{how}; weights {facts.weights_bytes} bytes ({facts.parameters} parameters, {facts.dtype[:64]})"
         + (f"; {choice.arithmetic}" if choice else ""),

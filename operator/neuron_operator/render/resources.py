@@ -54,24 +54,37 @@ def fetch_requests(weights: Place, facts: Facts) -> Requests:
 
 
 def serving_requests(model: NeuronModel, facts: Facts, nodes: int = 1) -> Requests:
-    """What a pod of a replica needs to load the model and to answer at about a token per second.
+    """What a pod of a replica needs to load the model and to answer at about a token per second. CPU: a share for each
+    process, and with torch some for reading weights."""
+    millicores = MILLICORES_PER_PROCESS * (1 + _num_front_ends(model))
+    if model.backend == "torch":
+        millicores += 1000 * _weights_bytes(model, facts) // READ_BYTES_PER_CORE
+    elif BACKENDS[model.backend].on_device:
+        millicores += MILLICORES_PER_PROCESS
+    return {"cpu": f"{_up(millicores, 100)}m", "memory": mebibytes(serving_memory(model, facts, nodes))}
 
-    Memory: the processes, and with the torch backend weights, cache and scratch; with devices, weights on their way to
-    them. The cache has room for the sequences and length (or blocks) of the manifest. CPU: a share for each process,
-    and with torch some for reading weights.
-    """
-    num_front_ends = model.spec.serving.num_front_ends or 1
-    memory, millicores = PROCESS_BYTES * (1 + num_front_ends), MILLICORES_PER_PROCESS * (1 + num_front_ends)
+
+def serving_memory(model: NeuronModel, facts: Facts, nodes: int = 1) -> int:
+    """Bytes of the processes, and with the torch backend weights, cache and scratch; with devices, weights on their way
+    to them. The cache has room for the sequences and length (or blocks) of the manifest."""
+    memory = PROCESS_BYTES * (1 + _num_front_ends(model))
     if model.backend == "torch":
         weights, cache = _weights_bytes(model, facts), _cache_bytes(model, facts)
         memory += TORCH_BYTES + int((weights + cache) * (1 + SCRATCH_SHARE))
-        millicores += 1000 * weights // READ_BYTES_PER_CORE
     elif BACKENDS[model.backend].on_device:
         memory += host_bytes(facts, Widths(weights=width_of(_dtype(model, facts))), nodes)
-        millicores += MILLICORES_PER_PROCESS
     else:
         memory += PROCESS_BYTES
-    return {"cpu": f"{_up(millicores, 100)}m", "memory": f"{_up(memory, 64 * MIB) // MIB}Mi"}
+    return _up(memory, 64 * MIB)
+
+
+def mebibytes(number: int) -> str:
+    """As a quantity."""
+    return f"{number // MIB}Mi"
+
+
+def _num_front_ends(model: NeuronModel) -> int:
+    return model.spec.serving.num_front_ends or 1
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,7 @@ from neuron_operator.breaker import next_attempt
 from neuron_operator.objects import instant, items, text
 from neuron_operator.placement import Placement, describe_free, describe_sizes
 from neuron_operator.reasons import Finding, Reason, unmet
+from neuron_operator.render.resources import mebibytes
 from neuron_operator.revision import Revision
 from neuron_operator.views import EVICTED, ContainerView, Observed, PodView, Termination
 from neuron_operator.world import Exists, Need
@@ -101,9 +102,10 @@ def _explain_end(pod: PodView, end: Termination, observed: Observed) -> Finding:
     revision = next((known for known in observed.revisions if known.name == pod.revision), None)
     if end.reason == OOM_KILLED and end.record is None:
         limit = f"its memory limit is {pod.memory_limit}" if pod.memory_limit else "it has no memory limit"
-        weights = f", the weights alone have {revision.pinned.facts.weights_bytes / 2**30:.2f} GiB" if revision else ""
+        needs = revision.pinned.plan.host_bytes if revision else None
+        estimate = f", the estimate is {mebibytes(needs)}" if needs else ""
         cure = "raise podTemplate.spec.resources.limits.memory, or lower serving.maxSequences or maxModelLength"
-        text = f"{how}: {limit}{weights}; {cure}; its last line: {last_words(end)}"
+        text = f"{how}: {limit}{estimate}; {cure}; its last line: {last_words(end)}"
         return unmet("Available", Reason.DEVICE_OUT_OF_MEMORY, text)
     reason = Reason.of_exit_code(end.exit_code) or Reason.CRASH_LOOP
     text = f"{how}: {last_words(end)}"
