@@ -22,6 +22,7 @@ import yaml
 
 from neuron_operator import revision
 from neuron_operator.catalog import INSTANCE_TYPES, family_of
+from neuron_operator.config_document import to_json
 from neuron_operator.decide import decide
 from neuron_operator.errors import ClusterFault, InvalidSpec, Unplaceable
 from neuron_operator.local.command import read_manifest
@@ -67,7 +68,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=Path,
         help="facts about the model, as `neuron-runtime inspect URI --json` prints them (default: run that command)",
     )
-    parser.add_argument("-o", "--output", choices=["text", "yaml"], default="text", help="yaml: the objects")
+    parser.add_argument(
+        "-o",
+        "--output",
+        choices=["text", "yaml", "config"],
+        default="text",
+        help="yaml: the objects; config: the pods' configuration, which `neuron-runtime plan-buckets --config` reads",
+    )
     parser.add_argument(
         "--instance-types",
         default="",
@@ -101,7 +108,9 @@ def run(options: argparse.Namespace) -> int:
     except (CannotRunHere, NoFacts, ClusterFault) as error:
         print(f"neuron-operator plan: {error}", file=sys.stderr)
         return EXIT_USAGE
-    if options.output == "yaml":
+    if options.output == "config":
+        print(to_json(pinned.pinned.config), end="")
+    elif options.output == "yaml":
         print(yaml.safe_dump_all(objects(body, model, pinned, settings), sort_keys=False, width=120), end="")
     else:
         print("\n".join(report(pinned, choice)))
@@ -179,7 +188,7 @@ def report(pinned: Revision, choice: Choice | None) -> Iterator[str]:
     yield ""
     rows = {
         "cheapest": f"{best.words}, {_costs(best)}",
-        "runner-up": _alternative(choice.runner_up),
+        "runner-up": _alternative(choice.runner_up) + choice.why_not,
         "one size smaller": _alternative(_neighbour(choice, -1)),
         "one size larger": _alternative(_neighbour(choice, 1)),
     }
@@ -194,10 +203,11 @@ def _table(option: Option) -> Iterator[str]:
     memory, load, facts = option.memory, option.load, option.memory.parts
     notes = {
         "cache": load.words,
-        "graphs": f"at most {load.num_graphs}",
+        "graphs": f"at most {load.num_graphs}: see neuron-runtime plan-buckets",
         "weights": f"a share of {option.tensor}",
     }
-    yield f"each of {option.tensor} NeuronCores of {option.site.family.name}"
+    of_all = f"{option.tensor} of {option.cores}" if option.tensor < option.cores else f"{option.tensor}"
+    yield f"each of {of_all} NeuronCores of {option.site.family.name}"
     for name, part in {**facts, "total": memory.total, "may be used": memory.limit}.items():
         yield f"  {name:<12}{gb(part):>10}  {notes.get(name, '')}".rstrip()
     if option.host:

@@ -214,8 +214,9 @@ class Option:
     def problem(self) -> str:
         """Why it does not fit; empty: it does."""
         if not self.memory.fits:
+            used = f"{self.tensor} of {self.cores}" if self.tensor < self.cores else f"{self.tensor}"
             return (
-                f"each of {self.tensor} cores would need {gb(self.memory.total)} (weights {gb(self.memory.weights)}, "
+                f"each of {used} cores would need {gb(self.memory.total)} (weights {gb(self.memory.weights)}, "
                 f"cache {gb(self.memory.cache)}) for {self.load.words}, and may use {gb(self.memory.limit)}"
             )
         if self.lacks_host_memory:
@@ -263,6 +264,18 @@ class Choice:
         return next((option for option in self.fitting if option.site.name != self.chosen.site.name), None)
 
     @property
+    def why_not(self) -> str:
+        """Why not the runner-up, for people, after its words; empty: there is none, or it was not compared."""
+        second, chosen = self.runner_up, self.chosen
+        if second is None or self.is_kept:
+            return ""
+        if second.supply != chosen.supply:
+            return "; the chosen one " + ("is free now" if chosen.supply is Supply.THERE else "can be added")
+        if round(second.cost, 3) > round(chosen.cost, 3):
+            return f"; {second.cost / chosen.cost - 1:.0%} dearer"
+        return f"; as cheap, but {_tie(second, chosen)}"
+
+    @property
     def arithmetic(self) -> str:
         """For people: what is on each core, and why here."""
         memory, load = self.chosen.memory, self.chosen.load
@@ -284,9 +297,17 @@ class Choice:
             reason = "is there now" if chosen.supply is Supply.THERE else "can be added"
             return f"chosen because it {reason}, before {second.words}"
         if round(second.cost, 3) == round(chosen.cost, 3):
-            more = second.load.sequences < chosen.load.sequences
-            return f"as cheap as {second.words}, and {'has more room' if more else 'smaller'}"
+            return f"as cheap as {second.words}, which {_tie(second, chosen)}"
         return f"cheapest, about {dollars(chosen.cost)} per hour, before {second.words} at {dollars(second.cost)}"
+
+
+def _tie(worse: Option, better: Option) -> str:
+    """What makes one of two equally cheap places the worse one."""
+    if worse.load.sequences < better.load.sequences:
+        return "has less room"
+    if worse.size > better.size:
+        return "has more devices"
+    return "is on a dearer node" if worse.site.price > better.site.price else "is later in the alphabet"
 
 
 def dollars(price: float) -> str:

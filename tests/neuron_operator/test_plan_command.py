@@ -19,6 +19,7 @@ from neuron_operator.plan_command import SETTINGS
 from neuron_operator.records import Facts
 from neuron_operator.revision import pin
 from neuron_operator.world import FreeDevices, Provisionable
+from neuron_runtime.__main__ import main as runtime_main
 from neuron_runtime.inspection import facts_as_json, inspect_model
 
 MODELS = yaml.safe_load((CASES / "sizing" / "models.yaml").read_text())
@@ -57,7 +58,8 @@ def test_it_prints_the_summary_of_the_status_and_the_arithmetic(
         "cache           4.3 GB  16 sequences of 4096 tokens",
         "total          15.0 GB\n  may be used    16.3 GB",
         "cheapest          1 Neuron device of inf2.8xlarge, about $1.97 per hour",
-        "runner-up         1 Neuron device of trn2.3xlarge",
+        "runner-up         1 Neuron device of trn2.3xlarge: 16 sequences of 4096 tokens, about $2.23 per hour "
+        "(a node to add); 14% dearer\n",
         "one size smaller  none",
         "one size larger   1 Neuron device of trn2.3xlarge: 16 sequences of 4096 tokens",
         "1 Neuron device of inf2.xlarge  loading takes 32.9 GB of host memory, and a node has 14.8 GB",
@@ -87,6 +89,33 @@ def test_it_prints_the_objects(manifest: Path, tmp_path: Path, capsys: pytest.Ca
     }
     (container,) = found["Deployment"]["spec"]["template"]["spec"]["containers"]
     assert container["resources"]["limits"] == {"aws.amazon.com/neuron": "1"}
+
+
+def test_it_prints_the_configuration_from_which_the_runtime_lists_the_graphs(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    uri = f"file://{write_tiny_model(tmp_path / 'model')}"
+    manifest = tmp_path / "model.yaml"
+    model = {"apiVersion": "neuron-serving.dev/v1alpha1", "kind": "NeuronModel", "metadata": {"name": "chat"}}
+    manifest.write_text(json.dumps({**model, "spec": {"model": {"uri": uri}, "serving": {"maxModelLength": 96}}}))
+    assert main(["plan", "-f", str(manifest), "--instance-types", "inf2.xlarge"]) == 0
+    assert "at most 2: see neuron-runtime plan-buckets\n" in capsys.readouterr().out
+    assert main(["plan", "-f", str(manifest), "--instance-types", "inf2.xlarge", "-o", "config"]) == 0
+    (tmp_path / "config.json").write_text(capsys.readouterr().out)
+    monkeypatch.setenv("NEURON_PLATFORM_TARGET_OVERRIDE", "inf2")
+    assert runtime_main(["plan-buckets", "--config", str(tmp_path / "config.json")]) == 0
+    listed = capsys.readouterr().out
+    assert listed.startswith("llama, 2 cores, 16 sequences of 96 tokens")
+    assert "\n2 graphs, " in listed
+
+
+def test_cores_that_no_degree_uses_are_counted(
+    manifest: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """64 heads: of the 24 cores of an inf2.48xlarge only 8 share them."""
+    flags = ["--facts", facts(tmp_path, LARGE), "--instance-types", "inf2.48xlarge,trn1.32xlarge"]
+    assert main(["plan", "-f", str(manifest), *flags]) == 0
+    assert "12 Neuron devices of inf2.48xlarge: each of 8 of 24 cores would need" in capsys.readouterr().out
 
 
 def test_a_refusal_is_the_one_of_the_condition(

@@ -140,6 +140,18 @@ def test_the_plan_is_in_the_configuration_document() -> None:
     assert document["limits"] == {"maxModelLength": 4096, "maxSequences": 16, "blockSize": 32, "numBlocks": 2048}
 
 
+def test_the_runner_up_is_told_why_it_is_not_chosen() -> None:
+    cheaper = chosen(LLAMA, ("trn2.3xlarge", "inf2.8xlarge"))
+    assert cheaper.why_not == "; 14% dearer"
+    there = chosen(LLAMA, ("trn2.3xlarge",), node("inf2.8xlarge", 1))
+    assert there.why_not == "; the chosen one is free now"
+    tied = chosen(LLAMA, (), node("inf2.24xlarge", 6), node("inf2.48xlarge", 12))
+    assert tied.chosen.words == "1 Neuron device of inf2.24xlarge"
+    assert tied.why == "as cheap as 1 Neuron device of inf2.48xlarge, which is on a dearer node"
+    assert tied.why_not == "; as cheap, but is on a dearer node"
+    assert chosen(LLAMA, ("inf2.8xlarge",)).why_not == ""
+
+
 def attempt(facts: Facts, types: tuple[str, ...], **given: Any) -> Choice | OperatorError:
     try:
         return chosen(facts, types, **given)
