@@ -91,7 +91,8 @@ def planned(name: str, family: str) -> Option | None:
 def memory(one: dict[str, Any]) -> Memory:
     family = FAMILIES[one["family"]]
     cores = Cores(one["cores"], family, family.logical_core)
-    return memory_of(models()[one["model"]], Widths(), Load(one["length"], one["sequences"]), cores)
+    widths = Widths(weights=one.get("weights", 2))
+    return memory_of(models()[one["model"]], widths, Load(one["length"], one["sequences"]), cores)
 
 
 def _cell(option: Option | None) -> str:

@@ -7,14 +7,17 @@ from typing import Any
 
 import msgspec
 import pytest
+import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from helpers.manifests import CASES
 from helpers.operator_worlds import FACTS
 from neuron_operator.catalog import FAMILIES, GIB, INSTANCE_TYPES, MIB
 from neuron_operator.records import Facts
 from neuron_operator.sizing import Cores, Load, Memory, Widths, cached_heads, host_bytes, memory_of, weights_bytes
 
+PUBLIC = yaml.safe_load((CASES / "sizing" / "models.yaml").read_text())
 LLAMA_8B = msgspec.convert(
     FACTS
     | {
@@ -139,6 +142,18 @@ def test_what_was_reported_to_fit_fits_and_what_did_not_does_not(
     facts: Facts, cores: int, load: Load, loaded: bool
 ) -> None:
     assert on("inf2", facts, cores, load).fits == loaded
+
+
+def test_the_estimate_allows_what_is_published_to_run_on_as_many_cores() -> None:
+    refused = set()
+    for one in yaml.safe_load((CASES / "sizing" / "recipes.yaml").read_text())["recipes"]:
+        widths = Widths(weights=one.get("weights", 2))
+        family = FAMILIES[one["family"]]
+        cores = Cores(one["cores"], family, family.logical_core)
+        facts = msgspec.convert(PUBLIC[one["model"]], Facts)
+        if not memory_of(facts, widths, Load(one["length"], one["sequences"]), cores).fits:
+            refused.add(one["model"])
+    assert refused == {"Qwen/Qwen3-235B-A22B"}, "its sequences are divided among groups of cores"
 
 
 def test_weights_and_cache_are_close_to_those_reported_from_a_full_core() -> None:
