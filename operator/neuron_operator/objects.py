@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from datetime import datetime
 from typing import Any
@@ -84,6 +85,19 @@ def whole(value: Any) -> int:
         return max(value, 0)
     is_number = isinstance(value, str) and value.isdecimal() and len(value) < 20
     return int(value) if is_number else 0
+
+
+_UNITS = {"n": 1e-9, "u": 1e-6, "m": 1e-3, **{unit: 1000.0**power for power, unit in enumerate(("", *"kMGTPE"))}}
+_UNITS |= {f"{unit}i": 1024.0**power for power, unit in enumerate("KMGTPE", 1)}
+
+
+def number_of(quantity: Any) -> float:
+    """A quantity such as `500m` or `16Gi` as a number; 0 for anything else."""
+    found = re.fullmatch(r"([0-9]{1,18}\.?[0-9]{0,9}|\.[0-9]{1,9})([numkMGTPE]i?|[eE][0-9]{1,2}|)", str(quantity))
+    if found is None:
+        return 0.0
+    number, unit = float(found[1]), found[2]
+    return number * _UNITS[unit] if unit in _UNITS else float(f"{number}{unit}") if unit[1:].isdecimal() else 0.0
 
 
 def instant(value: Any) -> datetime | None:

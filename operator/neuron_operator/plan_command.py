@@ -210,9 +210,9 @@ def _table(option: Option) -> Iterator[str]:
     yield f"each of {of_all} NeuronCores of {option.site.family.name}"
     for name, part in {**facts, "total": memory.total, "may be used": memory.limit}.items():
         yield f"  {name:<12}{gb(part):>10}  {notes.get(name, '')}".rstrip()
-    if option.host:
-        has = f" of {gb(option.site.host_memory)}" if option.site.host_memory else ""
-        yield f"  {'host':<12}{gb(option.host):>10}  while loading{has}"
+    has = f" of {gb(option.site.host_memory)}" if option.site.host_memory else ""
+    why = "requested" if option.host.is_requested else "while loading"
+    yield f"  {'host':<12}{gb(option.host.memory):>10}  {why}{has}"
 
 
 def _alternative(option: Option | None) -> str:

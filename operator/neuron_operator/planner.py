@@ -21,6 +21,7 @@ from neuron_operator import sizing
 from neuron_operator.catalog import INSTANCE_TYPES, Family, family_of
 from neuron_operator.errors import InvalidSpec, Unplaceable
 from neuron_operator.model import NeuronModel
+from neuron_operator.objects import number_of
 from neuron_operator.placement import (
     NAME_THE_TYPE,
     NodeRules,
@@ -74,6 +75,8 @@ class Site:
     """Dollars per hour of a node."""
     host_memory: int = 0
     """Bytes that pods can request; 0: unknown."""
+    vcpus: int = 0
+    """0: unknown."""
     free: tuple[tuple[str, int], ...] = ()
     """For each node there is: the domain in which the nodes of a group must be, and its free devices (or cores)."""
     is_buyable: bool = True
@@ -160,6 +163,18 @@ class Wishes:
 
 
 @dataclass(frozen=True)
+class Host:
+    """What a pod takes of its node besides devices."""
+
+    memory: int
+    """Bytes."""
+    cpus: float = 0
+    """0: less than any node has."""
+    is_requested: bool = False
+    """Whether the manifest says how much memory; otherwise it is what loading takes."""
+
+
+@dataclass(frozen=True)
 class Option:
     """Devices of a site, and what they would hold."""
 
@@ -174,8 +189,7 @@ class Option:
     tensor: int
     load: Load
     memory: Memory
-    host: int
-    """Bytes of a node's memory that loading takes; 0: the manifest says how much the pod requests."""
+    host: Host
 
     @property
     def supply(self) -> Supply:
@@ -190,11 +204,16 @@ class Option:
 
     @property
     def lacks_host_memory(self) -> bool:
-        return 0 < self.site.host_memory < self.host
+        return 0 < self.site.host_memory < self.host.memory
+
+    @property
+    def lacks_cpus(self) -> bool:
+        """A node keeps some for itself."""
+        return 0 < self.site.vcpus <= self.host.cpus
 
     @property
     def fits(self) -> bool:
-        return self.memory.fits and not self.lacks_host_memory
+        return self.memory.fits and not self.lacks_host_memory and not self.lacks_cpus
 
     @property
     def order(self) -> tuple[Any, ...]:
@@ -220,7 +239,10 @@ class Option:
                 f"cache {gb(self.memory.cache)}) for {self.load.words}, and may use {gb(self.memory.limit)}"
             )
         if self.lacks_host_memory:
-            return f"loading takes {gb(self.host)} of host memory, and a node has {gb(self.site.host_memory)}"
+            takes = "its pod requests" if self.host.is_requested else "loading takes"
+            return f"{takes} {gb(self.host.memory)} of host memory, and a node has {gb(self.site.host_memory)}"
+        if self.lacks_cpus:
+            return f"its pod requests {self.host.cpus:g} CPUs, and a node has {self.site.vcpus}, of which it keeps some"
         return ""
 
 
@@ -427,9 +449,7 @@ class _Case:
 
     def options(self, sites: Iterable[Site], least: tuple[int, int], nodes: int) -> Iterator[Option]:
         """For each site and size, the largest load that fits, or the smallest if none does."""
-        accelerator, overlay = self.model.spec.accelerator, self.model.spec.pod_template.spec.resources
-        is_set = "memory" in overlay.requests or "memory" in overlay.limits
-        host = 0 if is_set else sizing.host_bytes(self.facts, self.wishes.widths, nodes) + HOST_PROCESSES_BYTES
+        accelerator, host = self.model.spec.accelerator, self.host(nodes)
         in_cores = accelerator.cores is not None
         for site in sites:
             try:
@@ -452,6 +472,17 @@ class _Case:
                         break
                 if found is not None:
                     yield found
+
+    def host(self, nodes: int) -> Host:
+        """What the manifest requests of each node, or else what loading takes."""
+        overlay = self.model.spec.pod_template.spec.resources
+        cpus, memory = ({**overlay.limits, **overlay.requests}.get(name) for name in ("cpu", "memory"))
+        loading = sizing.host_bytes(self.facts, self.wishes.widths, nodes) + HOST_PROCESSES_BYTES
+        return Host(
+            memory=loading if memory is None else int(number_of(memory)),
+            cpus=0 if cpus is None else number_of(cpus),
+            is_requested=memory is not None,
+        )
 
     def memory(self, load: Load, cores: Cores) -> Memory:
         return sizing.memory_of(self.facts, self.wishes.widths, load, cores)
@@ -504,7 +535,7 @@ def _types(best: Option, free: FreeDevices | None) -> tuple[str, ...]:
     known = {
         kind.name
         for kind in INSTANCE_TYPES.values()
-        if kind.family is best.site.family and not 0 < kind.host_memory < best.host
+        if kind.family is best.site.family and kind.host_memory >= best.host.memory and kind.vcpus > best.host.cpus
     }
     present = {node.instance_type for node in (free and free.nodes) or ()}
     others = {kind for kind in present - INSTANCE_TYPES.keys() if family_of(kind) is best.site.family}
@@ -553,7 +584,7 @@ def _site(name: str, family: Family, devices: int = 0) -> Site:
     """
     kind = INSTANCE_TYPES.get(name)
     if kind is not None:
-        return Site(name, family, devices or kind.devices, kind.price, kind.host_memory)
+        return Site(name, family, devices or kind.devices, kind.price, kind.host_memory, kind.vcpus)
     each = min(known.price / known.devices for known in INSTANCE_TYPES.values() if known.family is family)
     return Site(name, family, devices, each * max(devices, 1))
 

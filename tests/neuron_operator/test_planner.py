@@ -12,6 +12,7 @@ import pytest
 import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from kubernetes.utils.quantity import parse_quantity
 
 from helpers.manifests import CASES
 from helpers.operator_worlds import SETTINGS, body
@@ -20,6 +21,7 @@ from neuron_operator.catalog import INSTANCE_TYPES
 from neuron_operator.config_document import config_document
 from neuron_operator.errors import InvalidSpec, OperatorError, Unplaceable
 from neuron_operator.manifest import parse
+from neuron_operator.objects import number_of
 from neuron_operator.placement import legal_sizes
 from neuron_operator.planner import Choice, Held, Supply, choose
 from neuron_operator.reasons import Reason
@@ -138,6 +140,42 @@ def test_the_plan_is_in_the_configuration_document() -> None:
     document = config_document(model, LLAMA, choose(model, LLAMA, using, NONE).target)
     assert document["parallelism"] == {"tensor": 4}
     assert document["limits"] == {"maxModelLength": 4096, "maxSequences": 16, "blockSize": 32, "numBlocks": 2048}
+
+
+@pytest.mark.parametrize(
+    ("resources", "site", "problem"),
+    [
+        (
+            {"requests": {"memory": "64Gi"}},
+            "inf2.8xlarge",
+            "its pod requests 68.7 GB of host memory, and a node has 14.8",
+        ),
+        ({"limits": {"memory": "8Gi"}}, "inf2.xlarge", ""),
+        (
+            {"requests": {"cpu": "8"}, "limits": {"cpu": "32"}},
+            "inf2.8xlarge",
+            "its pod requests 8 CPUs, and a node has 4",
+        ),
+        ({"requests": {"cpu": "3500m"}}, "inf2.xlarge", ""),
+        ({"limits": {"cpu": "32"}}, "inf2.24xlarge", "its pod requests 32 CPUs, and a node has 32, of which it keeps"),
+    ],
+)
+def test_a_node_has_the_memory_and_cpus_that_the_manifest_requests(
+    resources: dict[str, Any], site: str, problem: str
+) -> None:
+    types = ("inf2.xlarge", "inf2.8xlarge", "inf2.24xlarge")
+    choice = chosen(MODELS["Qwen/Qwen3-0.6B"], types, podTemplate={"spec": {"resources": resources}})
+    assert choice.chosen.site.name == site
+    assert problem in "; ".join(option.problem for option in choice.others)
+    left_out = {option.site.name for option in choice.others}
+    assert not left_out & set(choice.target.instance_types)
+
+
+@pytest.mark.parametrize(
+    "quantity", ["500m", "1", 4, "2.5", ".5", "1k", "8G", "100Mi", "16Gi", "3Ti", "1E", "1E2", "1e3"], ids=str
+)
+def test_quantities_are_read_as_kubernetes_reads_them(quantity: str | int) -> None:
+    assert number_of(quantity) == pytest.approx(float(parse_quantity(quantity)))
 
 
 def test_the_runner_up_is_told_why_it_is_not_chosen() -> None:
@@ -289,7 +327,7 @@ def test_a_plan_never_exceeds_a_core_a_host_or_what_a_node_grants(
     best = choice.chosen
     assert best.memory.fits
     assert best.memory.total <= best.memory.limit < best.logical_core * best.site.family.core_memory
-    assert best.host <= INSTANCE_TYPES[best.site.name].host_memory
+    assert best.host.memory <= INSTANCE_TYPES[best.site.name].host_memory
     assert best.size in legal_sizes(best.site.name, 0, mode, in_cores=False)
     assert facts.num_heads % best.tensor == 0
     assert facts.intermediate_size % best.tensor == 0
