@@ -35,7 +35,7 @@ class Family:
     degrees: tuple[int, ...]
     """Tensor-parallel degrees that NxD Inference documents for it."""
     last_sdk: str
-    """Newest Neuron SDK whose NxD Inference runs on it."""
+    """Newest Neuron SDK whose images have an NxD Inference that runs on it, as in docs/neuron.md."""
 
     @property
     def device_memory(self) -> int:
@@ -58,8 +58,8 @@ FAMILIES = {
     for family in (
         Family("inf2", 2, 1, 16 * GIB, (1, 2, 4, 8, 12, 24), "2.28"),
         Family("trn1", 2, 1, 16 * GIB, (1, 2, 8, 16, 32), "2.28"),
-        Family("trn2", 8, 2, 12 * GIB, (1, 2, 4, 8, 16, 32, 64), "2.33"),
-        Family("trn3", 8, 2, 18 * GIB, (1, 2, 4, 8, 16, 32, 64), "2.33"),
+        Family("trn2", 8, 2, 12 * GIB, (1, 2, 4, 8, 16, 32, 64), "2.31"),
+        Family("trn3", 8, 2, 18 * GIB, (1, 2, 4, 8, 16, 32, 64), "2.31"),
     )
 }
 

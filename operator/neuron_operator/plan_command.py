@@ -213,6 +213,7 @@ def _table(option: Option) -> Iterator[str]:
     has = f" of {gb(option.site.host_memory)}" if option.site.host_memory else ""
     why = "requested" if option.host.is_requested else "while loading"
     yield f"  {'host':<12}{gb(option.host.memory):>10}  {why}{has}"
+    yield f"  {'Neuron SDK':<12}{option.site.family.last_sdk:>10}  or older"
 
 
 def _alternative(option: Option | None) -> str:

@@ -29,6 +29,7 @@ from helpers.rendered_cases import FILES, render
 from neuron_operator import metrics as operator_metrics
 from neuron_operator import placement
 from neuron_operator.__main__ import USAGE
+from neuron_operator.catalog import FAMILIES as FAMILIES_OF_DEVICES
 from neuron_operator.catalog import INSTANCE_TYPES
 from neuron_operator.errors import InvalidSpec
 from neuron_operator.manifest import parse
@@ -225,6 +226,13 @@ def test_the_table_of_sizes_matches_the_catalog() -> None:
 
 
 # docs/runtime.md
+
+
+def test_the_newest_sdk_of_a_family_is_that_of_the_docs() -> None:
+    table = rows(section((DOCS / "neuron.md").read_text(), "Versions"))
+    lines = ((kinds.lower(), re.findall(r"2\.\d+", sdks)) for kinds, sdks, *_ in table)
+    shown = {name: sdks[-1] for kinds, sdks in lines for name in kinds.split(", ") if sdks}
+    assert {name: family.last_sdk for name, family in FAMILIES_OF_DEVICES.items()}.items() <= shown.items()
 
 
 def test_the_runtime_reads_the_shown_configuration_document() -> None:
