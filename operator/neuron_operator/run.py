@@ -29,6 +29,7 @@ from neuron_operator.client import (
     Cluster,
     Forbidden,
     NotFound,
+    Resource,
     Throttled,
     connect,
 )
@@ -37,7 +38,7 @@ from neuron_operator.errors import ClusterFault, OperatorError
 from neuron_operator.handlers import run_kopf
 from neuron_operator.lease import LeaderLease
 from neuron_operator.metrics import Metrics
-from neuron_operator.names import API_VERSION, LEADER_WORKER_SET
+from neuron_operator.names import LEADER_WORKER_SET
 from neuron_operator.objects import dig
 from neuron_operator.reconcile import Decide, Reconciler, run_workers
 from neuron_operator.reflector import Caches, Key, Version
@@ -78,12 +79,11 @@ class Operator:
         self._metrics = metrics
         self._queue: WorkQueue[Key] | None = None
         """Of this term; None while another replica leads."""
-        makes_sets = settings.models.groups.controller == LEADER_WORKER_SET
         self.caches = Caches(
             cluster,
             settings.watch_namespaces or (None,),
             wake=self.wake,
-            children=(*CHILDREN, *((LEADER_WORKER_SETS,) if makes_sets else ())),
+            children=(*CHILDREN, *((LEADER_WORKER_SETS,) if _makes_sets(settings) else ())),
             count_start=metrics.observe_watch_start,
         )
         self._connect_lease = connect_lease
@@ -161,31 +161,45 @@ class Operator:
             self._queue = None
 
 
+def _makes_sets(settings: RunSettings) -> bool:
+    return settings.models.groups.controller == LEADER_WORKER_SET
+
+
 def _is_observed(model: Object) -> bool:
     return bool(dig(model, "status", "observedGeneration") == model["metadata"].get("generation"))
 
 
-async def check_installed(cluster: Cluster, namespaces: Sequence[str]) -> None:
-    """Raises ClusterFault, with the cure, if the CRD or a right is missing or the API server is unreachable."""
+_INSTALL = {
+    NEURON_MODELS: "install the CRD with `kubectl apply --server-side -f crds/neuronmodels.yaml` or with the chart "
+    "neuron-serving",
+    LEADER_WORKER_SETS: "install LeaderWorkerSet, or set the chart value groups.controller to StatefulSet",
+}
+"""What the operator cannot run without, if it is used, and the cure."""
+
+
+async def check_installed(cluster: Cluster, namespaces: Sequence[str], *, makes_sets: bool = False) -> None:
+    """Raises ClusterFault, with the cure, if a CRD or a right is missing or the API server is unreachable."""
     last_wait = asyncio.get_running_loop().time() + GRANT_SECONDS
-    try:
-        while True:
-            try:
-                await cluster.list(NEURON_MODELS, namespaces[0] if namespaces else None, field_selector=_NONE)
-                return
-            except Throttled as fault:  # also right after the CRD was created
-                logger.info("%s", fault)
-                await asyncio.sleep(fault.retry_after_seconds)
-            except Forbidden:
-                if asyncio.get_running_loop().time() > last_wait:
-                    raise
-                await asyncio.sleep(1.0)
-    except NotFound as fault:
-        raise ClusterFault(
-            f"the cluster has no {NEURON_MODELS.plural} of {API_VERSION}; install the CRD with "
-            "`kubectl apply --server-side -f crds/neuronmodels.yaml` or with the chart neuron-serving",
-            retriable=False,
-        ) from fault
+    for resource in (NEURON_MODELS, *((LEADER_WORKER_SETS,) if makes_sets else ())):
+        try:
+            await _until_granted(cluster, resource, namespaces[0] if namespaces else None, last_wait)
+        except NotFound as fault:
+            text = f"the cluster has no {resource.plural} of {resource.api_version}; {_INSTALL[resource]}"
+            raise ClusterFault(text, retriable=False) from fault
+
+
+async def _until_granted(cluster: Cluster, resource: Resource, namespace: str | None, last_wait: float) -> None:
+    while True:
+        try:
+            await cluster.list(resource, namespace, field_selector=_NONE)
+            return
+        except Throttled as fault:  # also right after the CRD was created
+            logger.info("%s", fault)
+            await asyncio.sleep(fault.retry_after_seconds)
+        except Forbidden:
+            if asyncio.get_running_loop().time() > last_wait:
+                raise
+            await asyncio.sleep(1.0)
 
 
 def one_line(error: BaseException) -> str:
@@ -225,7 +239,7 @@ async def run(settings: RunSettings) -> None:
     """Run one replica until SIGTERM or SIGINT. Raises OperatorError or OSError (port in use), possibly in a group."""
     metrics = Metrics()
     async with connect(settings.kubeconfig, observe=metrics.observe_request) as cluster:
-        await check_installed(cluster, settings.watch_namespaces)
+        await check_installed(cluster, settings.watch_namespaces, makes_sets=_makes_sets(settings))
         connect_lease = partial(connect, settings.kubeconfig, observe=metrics.observe_request)
         operator = Operator(cluster, settings, metrics, connect_lease=connect_lease)
 

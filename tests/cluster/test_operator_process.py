@@ -139,6 +139,24 @@ async def test_a_busy_port_and_a_missing_cluster_are_reported_in_one_line(
     assert line.startswith("neuron-operator: no kubeconfig at")
 
 
+async def test_groups_of_a_kind_that_the_cluster_lacks_stop_the_start_with_a_remedy(
+    server: ApiServer, start: Start
+) -> None:
+    of_groups = {
+        "apiGroups": ["leaderworkerset.x-k8s.io"],
+        "resources": ["leaderworkersets"],
+        "verbs": ["list", "watch"],
+    }
+    grant(server, [*CLUSTER_RULES, of_groups])
+    try:
+        process = start("log", "--groups", '{"controller": "LeaderWorkerSet"}')
+        assert process.process.wait(WAIT_SECONDS) == 1
+    finally:
+        grant(server)
+    (line,) = process.log.read_text().splitlines()
+    assert "the cluster has no leaderworkersets of leaderworkerset.x-k8s.io/v1; install LeaderWorkerSet, or set" in line
+
+
 async def test_a_cluster_without_the_crd_is_reported_with_the_install_command(server: ApiServer, start: Start) -> None:
     """Runs last: it deletes the CRD."""
     server.call("DELETE", "/apis/apiextensions.k8s.io/v1/customresourcedefinitions/neuronmodels.neuron-serving.dev")
