@@ -100,8 +100,8 @@ def run(options: argparse.Namespace) -> int:
         model = parse(body)
         facts = read_facts(options.facts) if options.facts else inspected(model)
         settings, free = _where(options)
-        choice = choose(model, facts, settings, free) if BACKENDS[model.backend].on_device else None
         pinned = revision.pin(model, facts, settings, 1, free=free)
+        choice = choose(model, facts, settings, free) if BACKENDS[model.backend].on_device else None
     except (InvalidSpec, Unplaceable) as refusal:
         print(f"{refusal.reason}: {refusal}", file=sys.stderr)
         return EXIT_REFUSED
@@ -180,7 +180,8 @@ def report(pinned: Revision, choice: Choice | None) -> Iterator[str]:
     """The plan for people; begins with `status.plan.summary`."""
     yield str(pinned.pinned.plan.summary)
     if choice is None:
-        yield "computed on the host, so nothing is planned: the engine takes what memory is free"
+        needs = gb(pinned.pinned.plan.host_bytes or 0)
+        yield f"computed on the host, so nothing is planned: a pod needs about {needs} and takes what memory is free"
         return
     best = choice.chosen
     yield ""

@@ -18,7 +18,7 @@ from typing import Any
 from msgspec import structs
 
 from neuron_operator import sizing
-from neuron_operator.catalog import INSTANCE_TYPES, Family, family_of
+from neuron_operator.catalog import FAMILIES, INSTANCE_TYPES, Family, family_of
 from neuron_operator.errors import InvalidSpec, Unplaceable
 from neuron_operator.model import NeuronModel
 from neuron_operator.objects import number_of
@@ -42,6 +42,8 @@ USUAL_LENGTH = 4096
 LEAST = ((USUAL_LENGTH, 4), (USUAL_LENGTH, 1), (2048, 1), (1024, 1))
 """Length and sequences that a place must have room for. Only if none has is the next row tried: fewer sequences are
 better than a dearer node, but one at a time, or short ones, are not."""
+SHORTEST_LENGTH = 1024
+"""That is proposed where nothing fits."""
 BLOCK_SIZE = 32
 """As the runtime's default."""
 
@@ -516,7 +518,28 @@ class _Case:
         alone = freely.first_that_fits(everywhere, (one,))
         together = freely.first_that_fits(sites, several) or (not alone and freely.first_that_fits(everywhere, several))
         cures = [f"it would fit on {found}" for found in (alone, together) if found]
-        return ", and ".join(cures) or f"no {MAX_NODES} nodes of any known type hold it"
+        if cures:
+            return ", and ".join(cures)
+        nowhere = f"no {MAX_NODES} nodes of any known type hold it"
+        smaller = next(
+            filter(None, (freely.with_least(load).first_that_fits(everywhere, (one,)) for load in self.smaller)), ""
+        )
+        return f"{nowhere}; less would fit on {smaller}" if smaller else nowhere
+
+    @property
+    def smaller(self) -> Iterator[tuple[int, int]]:
+        """Lengths and sequences that the manifest could ask for instead, the largest first."""
+        length, sequences = self.wishes.least[-1]
+        for rows in USUAL_SEQUENCES:
+            if rows < sequences:
+                yield length, rows
+        while length > SHORTEST_LENGTH:
+            length //= 2
+            yield length, 1
+
+    def with_least(self, least: tuple[int, int]) -> _Case:
+        length, sequences = least
+        return replace(self, wishes=replace(self.wishes, length=length, sequences=sequences, num_blocks=None))
 
     def first_that_fits(self, sites: tuple[Site, ...], node_counts: Iterable[int]) -> str:
         """In words; empty: nothing does."""
@@ -567,7 +590,9 @@ def _sites(model: NeuronModel, settings: Settings, asked: Placement, free: FreeD
     if found and (free is not None or asked.instance_type):
         return tuple(found.values())
     if asked.instance_type:
-        text = f"the devices of {asked.instance_type} are unknown, so nothing can be compiled for them"
+        known = ", ".join(FAMILIES)
+        text = f"the devices of {asked.instance_type} are unknown, so nothing can be compiled for them: {NAME_THE_TYPE}"
+        text = f"{text} of a known family ({known})"
         raise Unplaceable(Reason.TOPOLOGY_IMPOSSIBLE, text)
     raise Unplaceable(
         Reason.TOPOLOGY_IMPOSSIBLE,

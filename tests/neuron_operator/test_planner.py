@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -213,6 +214,16 @@ def test_a_model_that_is_too_large_is_told_the_numbers_and_the_nearest_place() -
         "it would fit on 16 Neuron devices of trn1.32",
     ):
         assert part in str(error)
+    wide = refused(LLAMA, ("inf2.24xlarge",), serving={"maxModelLength": 131_072, "maxSequences": 16})
+    assert str(wide).endswith(
+        "; no 64 nodes of any known type hold it; less would fit on 16 Neuron devices of trn2.48xlarge, with 8 "
+        "sequences of 131072 tokens"
+    )
+    deep = msgspec.structs.replace(LLAMA, num_layers=500, max_position_embeddings=131_072)
+    long = refused(deep, ("inf2.24xlarge",), serving={"maxModelLength": 131_072})
+    assert re.search(r"; less would fit on .*, with 1 sequence of (16384|32768) tokens$", str(long)), long
+    unknown = refused(LLAMA, podTemplate={"spec": {"nodeSelector": {names.INSTANCE_TYPE_LABEL: "inf3.xlarge"}}})
+    assert str(unknown).endswith("[node.kubernetes.io/instance-type] of a known family (inf2, trn1, trn2, trn3)")
     huge = refused(msgspec.structs.replace(LARGE, parameters=4 * 10**12, weights_bytes=8 * 10**12), ("trn2.48xlarge",))
     assert str(huge).endswith("; no 64 nodes of any known type hold it")
 
