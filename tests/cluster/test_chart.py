@@ -30,6 +30,7 @@ from helpers.operator_rights import (
 from helpers.operators import BY_KIND, Namespace, client_of, eventually, operating, served
 from helpers.rendered_cases import FILES, render
 from neuron_operator import names, settings
+from neuron_operator.render.pods import serving_pod_template
 from neuron_operator.world import CaBundle, ClaimTemplate, GroupSettings, JobSettings, KeyRef, ObjectStore
 
 pytestmark = [pytest.mark.cluster, pytest.mark.slow]
@@ -765,7 +766,15 @@ def test_models_survive_an_uninstall_and_are_adopted_by_the_next_install(helm: H
     assert server.call("GET", f"{MODELS}/demo")["metadata"]["uid"] == uid
 
 
-async def test_an_upgrade_that_changes_every_value_restarts_no_pod_of_50_models(helm: Helm, tmp_path: Path) -> None:
+async def test_an_upgrade_that_changes_every_value_restarts_no_pod_of_50_models(
+    helm: Helm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The later operator would also make other pods of the same manifests, and does so of a new one."""
+
+    def later_template(*arguments: Any, **named: Any) -> dict[str, Any]:
+        made = serving_pod_template(*arguments, **named)
+        return {**made, "metadata": {**made["metadata"], "annotations": {"version": "later"}}}
+
     hub = [f"hub-{number}" for number in range(25)]
     models = [*hub, *(f"local-{number}" for number in range(25))]
     with served(tmp_path) as server:
@@ -788,6 +797,7 @@ async def test_an_upgrade_that_changes_every_value_restarts_no_pod_of_50_models(
                 namespace.finish_resolve()
                 await eventually(lambda: deployments().keys() == set(models))
             running = deployments()
+            monkeypatch.setattr("neuron_operator.revision.serving_pod_template", later_template)
             async with operating(client, after):
                 peers = list(after.models.network_policy_ingress_from)
 
@@ -797,6 +807,12 @@ async def test_an_upgrade_that_changes_every_value_restarts_no_pod_of_50_models(
 
                 await eventually(has_reached_all)
                 assert deployments() == running
+                namespace.put_model("new")
+                await eventually(namespace.finish_resolve)
+                await eventually(lambda: "new" in deployments())
+                found = deployments()
+                assert found.pop("new")[1]["metadata"]["annotations"]["version"] == "later"
+                assert found == running
 
 
 FOREIGN_CRDS = ("scaledobjects", "httproutes", "podmonitors", "prometheusrules")
